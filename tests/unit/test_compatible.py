@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from multiverse.cli.utilization import _mebibytes
 from multiverse.core.errors import Refused
 from multiverse.core.model import CloneKind, Drain, Host, HypervisorView, KnownHost, Load, SchedulerView, Size
 from multiverse.core.planner import plan
@@ -81,16 +80,3 @@ def test_asking_takes_nothing() -> None:
 def test_a_policy_that_is_not_built_in_is_refused() -> None:
     with pytest.raises(Refused, match="fast is no placement policy"):
         names(context(h1={}), policy="fast")
-
-
-@pytest.mark.parametrize(
-    ("text", "mebibytes"), [("8G", 8192), ("800M", 800), ("800", 800), ("2048k", 2), ("1TB", 1 << 20)]
-)
-def test_memory_is_given_as_to_sbatch(text: str, mebibytes: int) -> None:
-    assert _mebibytes(text) == mebibytes
-
-
-@pytest.mark.parametrize("text", ["", "G", "8 G", "-1", "1K", "8GiB"])
-def test_what_is_no_memory_is_refused(text: str) -> None:
-    with pytest.raises(Refused):
-        _mebibytes(text)

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from multiverse import config
-from multiverse.cli.lab import chosen, mebibytes
+from multiverse.cli.lab import chosen
 from multiverse.core.errors import Broken, Refused
 from multiverse.core.model import site_of, vm_name
 from multiverse.lab import configure, lifecycle, plan, process
@@ -145,15 +145,6 @@ def test_directories_for_guests_are_checked(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "ab").mkdir()
     found = plan.outermost(str(tmp_path / name) for name in ("a/b", "a", "ab", "missing"))
     assert found == [str(tmp_path / "a"), str(tmp_path / "ab")]
-
-
-@pytest.mark.parametrize(
-    ("text", "size"), [("16G", 16384), ("512M", 512), ("100", 100), ("1T", 1048576), ("2GiB", 2048)]
-)
-def test_sizes_are_read_with_their_units(text: str, size: int) -> None:
-    assert mebibytes(text) == size
-    with pytest.raises(Refused):
-        mebibytes(f"{text}x")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="files get their owners")

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from multiverse.cli.render import as_json, console, duration, show, table
+from multiverse.cli.sizes import mebibytes
 from multiverse.config import Settings, host_names
 from multiverse.core.errors import Refused
 from multiverse.lab import lifecycle
@@ -30,14 +31,6 @@ Dir = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _DOWN = 3
 """The exit status of `lab status` unless every service is alive, as of systemctl status."""
-
-
-def mebibytes(text: str) -> int:
-    """The size `16G`, `2048M` or `2048` in MiB. Raises `Refused` for any other text."""
-    match = re.fullmatch(r"(\d+)\s*([MGT]?)i?B?", text.strip(), re.IGNORECASE)
-    if not match:
-        raise Refused(f"--memory {text}: not a size", hint="write it as 16G or 16384M")
-    return int(match[1]) * {"": 1, "M": 1, "G": 1024, "T": 1024 * 1024}[match[2].upper()]
 
 
 def chosen(words: Sequence[str]) -> dict[str, dict[str, Any]]:

@@ -7,10 +7,10 @@ import re
 import shlex
 from typing import Any, NoReturn
 
+from multiverse.cli.sizes import mebibytes
 from multiverse.core.errors import Refused
 
 _HINT = 'as for sbatch: "-N 2 -c 4 --mem=8G -t 1:00:00"; known: -N, -n, -c, --mem, --mem-per-cpu, --tmp, -t, -C'
-_UNITS = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024 * 1024}
 _KINDS = ("instant", "linked", "full", "auto")
 
 
@@ -26,9 +26,9 @@ def parse_request(text: str) -> dict[str, Any]:
     parser.add_argument("-n", "--ntasks", type=_count, default=None)
     parser.add_argument("-c", "--cpus-per-task", type=_count, default=1)
     either = parser.add_mutually_exclusive_group()
-    either.add_argument("--mem", type=megabytes)
-    either.add_argument("--mem-per-cpu", type=megabytes)
-    parser.add_argument("--tmp", type=megabytes, default=0)
+    either.add_argument("--mem", type=_size)
+    either.add_argument("--mem-per-cpu", type=_size)
+    parser.add_argument("--tmp", type=_size, default=0)
     parser.add_argument("-t", "--time", type=seconds)
     parser.add_argument("-C", "--constraint", default="")
     try:
@@ -56,12 +56,11 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def megabytes(text: str) -> int:
-    """MiB, rounded up, of a size as Slurm takes it: a number with K, M (the default), G or T."""
-    found = re.fullmatch(r"(\d+)([KMGT]?)B?", text.upper())
-    if not found:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size, as 512M or 8G")
-    return max(0, -int(-int(found[1]) * _UNITS[found[2] or "M"] // 1))
+def _size(text: str) -> int:
+    try:
+        return mebibytes(text)
+    except Refused as error:
+        raise argparse.ArgumentTypeError(error.message) from error
 
 
 def seconds(text: str) -> float | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from datetime import datetime
 from typing import Annotated
@@ -12,13 +11,11 @@ from rich.table import Table
 
 from multiverse.api import CompatibleHostView, UsagePoint, UsageView, UtilizationView, decode
 from multiverse.cli import render
+from multiverse.cli.sizes import mebibytes
 from multiverse.client import Client
 from multiverse.core.errors import Refused
 
 UNKNOWN = "–"
-
-_UNITS = {"K": 1, "": 1024, "M": 1024, "G": 1024**2, "T": 1024**3}
-"""KiB."""
 
 app = typer.Typer(help="What hosts and VMs use, and which hosts have room for a VM.", invoke_without_command=True)
 
@@ -59,8 +56,11 @@ def compatible(
 ) -> None:
     """Show the hosts that have room for a VM now: first the one that the placement policy would take, then by their
     use. Nothing is reserved. Exits with 1 if there is none."""
+    size = mebibytes(memory)
+    if not size:
+        raise Refused("--mem 0: a VM needs memory", hint="give a number with a unit: 800M, 8G")
     with Client() as client:
-        document = client.compatible(cpus, _mebibytes(memory), image=image, policy=policy)
+        document = client.compatible(cpus, size, image=image, policy=policy)
     found = decode(list[CompatibleHostView], document)
     if json:
         render.as_json(document)
@@ -74,14 +74,6 @@ def compatible(
         render.show(table, "No host has room for such a VM now.")
     if not found:
         raise typer.Exit(1)
-
-
-def _mebibytes(text: str) -> int:
-    """A size as sbatch takes it, in MiB. Raises `Refused`."""
-    match = re.fullmatch(r"(\d+)([KMGT]?)B?", text.strip().upper())
-    if match is None or not (mebibytes := int(match[1]) * _UNITS[match[2]] // 1024):
-        raise Refused(f"{text} is no size of memory", hint="give a number with a unit: 800M, 8G")
-    return mebibytes
 
 
 def _table(found: Sequence[UtilizationView]) -> Table:
