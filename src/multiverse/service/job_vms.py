@@ -44,7 +44,7 @@ async def serve_jobs(settings: Settings) -> AsyncIterator[None]:
     try:
         await service.start()
         listening = await asyncio.start_unix_server(service.serve, sock=sock, limit=LONGEST_REQUEST)
-        testing = asyncio.create_task(_NodeFeature(settings).keep(), name="plugin-test")
+        testing = asyncio.create_task(NodeFeature(settings).keep(), name="plugin-test")
         try:
             yield
         finally:
@@ -57,7 +57,7 @@ async def serve_jobs(settings: Settings) -> AsyncIterator[None]:
         host.close()
 
 
-class _NodeFeature:
+class NodeFeature:
     """Keeps the feature of jobs with VMs on this node as long as the plugin works here. It stays when the agent ends:
     another takes over soon, and without any agent these jobs fail with that reason."""
 
@@ -67,11 +67,12 @@ class _NodeFeature:
         self._told = ""  # the reason that was logged last
 
     async def keep(self) -> None:
+        """Test the plugin again and again."""
         while True:
-            await self._test()
+            await self.test()
             await asyncio.sleep(self._jobs.check)
 
-    async def _test(self) -> None:
+    async def test(self) -> None:
         """Test the plugin, and tell slurmctld, which forgets it when it reads its configuration again."""
         jobs = self._jobs
         expected = {"protocol": str(PROTOCOL), "feature": jobs.feature, "records": str(jobs.records)}
