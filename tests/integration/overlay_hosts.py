@@ -87,7 +87,7 @@ def build() -> None:
 def overlay(directory: Path, n: int, *, port: int = PORT, mtu: int = MTU, address: str = "") -> Overlay:
     """Made where this thread is in the host's namespace."""
     records = directory / f"records{n}"
-    return Overlay(OverlayConfig("test0", NETWORK, port, address or machine(n), mtu, "bridge0", records))
+    return Overlay(OverlayConfig("test0", NETWORK, port, lambda: address or machine(n), mtu, "bridge0", records))
 
 
 def passes(size: int, target: str = guest(2).address, tries: int = 10) -> bool:
@@ -275,6 +275,11 @@ def main() -> None:
         run("nft flush ruleset")
         made[1].add("mvtest0-1", [guest(2)])
         found["after a flush"] = passes(MTU) and "mark" in run("nft list chain inet mvtest0.overlay leaving")
+        made[1].add("mvtest0-4", [Neighbour("10.77.0.4", "02:00:00:00:00:04", machine(2))])
+        run("nft flush ruleset")
+        made[1].drop("mvtest0-4")
+        found["dropped after a flush"] = "00:00:04" not in run("bridge fdb show dev vxtest0")
+        made[1].add("mvtest0-1", [guest(2)])
     found["entries"] = entries("h1")
     with inside("h1"):
         run("ip link del vxtest0")

@@ -16,7 +16,7 @@ from multiverse.config import HostSettings, NetworkSettings, OverlaySettings, Qe
 from multiverse.core.errors import Gone, Refused, Unknown
 from multiverse.core.model import Identity, Neighbour, Vm, VmRef, VmState, network_id_of
 from multiverse.drivers.qemu.driver import JOB_SITE, host_config
-from multiverse.host.overlay import OverlayConfig, is_of_machine, machine_owner
+from multiverse.host.overlay import Overlay, OverlayConfig, is_of_machine, machine_owner
 from multiverse.host.qemu import templates
 from multiverse.service import overlay as service
 from multiverse.service.overlay import MachineOverlay
@@ -140,7 +140,7 @@ class Entries:
 
 async def test_the_controllers_machine_follows_the_rows() -> None:
     """It forgets VMs without a row, reaches those that run, and leaves the entries of its own VMs to its agent."""
-    qemu = OverlayConfig("test0", 1, 14789, "192.0.2.1", 1450, "mvbr0", Path("/none"))
+    qemu = OverlayConfig("test0", 1, 14789, lambda: "192.0.2.1", 1450, "mvbr0", Path("/none"))
     with mock.patch.object(service, "Overlay", Entries):
         overlay = MachineOverlay(SETTINGS, qemu)
     entries = overlay._overlay
@@ -179,7 +179,12 @@ def test_an_address_is_given_or_known_to_the_name_service(monkeypatch: pytest.Mo
 
 def test_each_site_has_an_id_and_an_interface_of_its_own() -> None:
     own = host_config(replace(SETTINGS, qemu=QemuSettings(vms=Path("/v"))), "test0").overlay
-    assert own is not None and own.device == "vxtest0" and not own.device.startswith("mv")
+    assert (
+        own is not None
+        and own.find_address() == "192.0.2.1"
+        and own.device == "vxtest0"
+        and not own.device.startswith("mv")
+    )
     assert own.network == network_id_of("test0") and 0 < own.network < 1 << 24
     assert network_id_of("test0") != network_id_of("test1")
     chosen = replace(SETTINGS, overlay=replace(SETTINGS.overlay, network=77))
@@ -189,6 +194,17 @@ def test_each_site_has_an_id_and_an_interface_of_its_own() -> None:
     assert host_config(SETTINGS, JOB_SITE).mtu == 1450, "they are forked from the same templates"
     assert host_config(Settings(network=NetworkSettings()), "test0").overlay is None
     assert host_config(Settings(), "test0").mtu == 0
+
+
+def test_a_machine_whose_address_nobody_knows_makes_no_overlay_but_removes_what_it_has(tmp_path: Path) -> None:
+    """An agent observes its VMs and ends them also while the name service is away."""
+    settings = replace(SETTINGS, state_dir=tmp_path, host=HostSettings(name="nowhere.invalid"))
+    own = host_config(settings, "test0").overlay
+    assert own is not None
+    with pytest.raises(Refused, match="nowhere"):
+        own.find_address()
+    with mock.patch("multiverse.host.overlay.Nft"):
+        Overlay(own).drop("mvtest0-1")
 
 
 def test_guests_are_told_of_the_mtu_by_their_interface() -> None:

@@ -78,15 +78,16 @@ table inet {table} {{
 class OverlayConfig:
     """The VXLAN of one site on one host.
 
-    `network` is its 24-bit id, and `port` its UDP port, the same on all hosts. `address` is the host's own in the
-    network of the hosts. `mtu` is that of guests. `records` is the directory that says which entries there are; all
-    processes of the host agree on it.
+    `network` is its 24-bit id, and `port` its UDP port, the same on all hosts. `find_address` gives the host's own
+    address in the network of the hosts, or raises `Refused`; it is asked only where the VXLAN is made, because VMs must
+    be observed and removed also while a name service does not answer. `mtu` is that of guests. `records` is the
+    directory that says which entries there are; all processes of the host agree on it.
     """
 
     site: str
     network: int
     port: int
-    address: str
+    find_address: Callable[[], str]
     mtu: int
     bridge: str
     records: Path
@@ -155,7 +156,7 @@ class Overlay:
         with self._changing() as ip:
             left = set(self._entries(without=owner))
             index = self._index(ip)
-            if index is not None and self._has_tables():
+            if index is not None:
                 self._unprogram(ip, index, set(self._recorded(owner)) - left, left)
             record.unlink(missing_ok=True)
 
@@ -212,19 +213,19 @@ class Overlay:
         return int(found[0]) if found else None
 
     def _restore(self, ip: IPRoute) -> None:
-        entries = list({one.address: one for one in self._entries()}.values())
-        self._check_underlay(ip)
-        self._make_tables(entries)  # first: without them, forged packets would be accepted
-        index = self._make_device(ip)
+        entries, address = list({one.address: one for one in self._entries()}.values()), self.config.find_address()
+        self._check_underlay(ip, address)
+        self._make_tables(entries, address)  # first: without them, forged packets would be accepted
+        index = self._make_device(ip, address)
         _forget_others(ip, index, entries)
         self._program(ip, index, entries)
 
-    def _check_underlay(self, ip: IPRoute) -> None:
+    def _check_underlay(self, ip: IPRoute, address: str) -> None:
         config = self.config
-        own = [each["index"] for each in ip.get_addr() if each.get_attr("IFA_ADDRESS") == config.address]
+        own = [each["index"] for each in ip.get_addr() if each.get_attr("IFA_ADDRESS") == address]
         if not own:
             raise Refused(
-                f"no interface of this host has the address {config.address}",
+                f"no interface of this host has the address {address}",
                 hint="give the host's own address in overlay.addresses",
             )
         mtu = ip.get_links(own[0])[0].get_attr("IFLA_MTU")
@@ -234,27 +235,27 @@ class Overlay:
                 hint=f"set overlay.mtu to {mtu - OVERHEAD} or less on all hosts",
             )
 
-    def _make_tables(self, entries: Collection[Neighbour]) -> None:
+    def _make_tables(self, entries: Collection[Neighbour], address: str) -> None:
         config = self.config
         machines = ", ".join(sorted({one.machine for one in entries}))
         elements = f"elements = {{ {machines} }};" if machines else ""
-        values = {"table": config.table, "device": config.device, "port": config.port, "address": config.address}
+        values = {"table": config.table, "device": config.device, "port": config.port, "address": address}
         self._run(_TABLES.format(**values, elements=elements, mark=_MARK))
 
-    def _make_device(self, ip: IPRoute) -> int:
+    def _make_device(self, ip: IPRoute, address: str) -> int:
         """The index of the VXLAN, as a port of the bridge. One with other settings is replaced."""
         config = self.config
         bridge = ip.link_lookup(ifname=config.bridge)
         if not bridge:
             raise Broken(f"there is no bridge {config.bridge}", hint="start it: systemctl start multiverse-bridge")
         index = self._index(ip)
-        if index is not None and not self._is_as_configured(ip.get_links(index)[0]):
+        if index is not None and not self._is_as_configured(ip.get_links(index)[0], address):
             ip.link("del", index=index)
             index = None
         if index is None:
             self._check_port(ip)
             # A bridge without an address of its own takes the lowest of its ports. A high one keeps the bridge's.
-            mac = f"fe:4d:{IPv4Address(config.address).packed.hex(':')}"
+            mac = f"fe:4d:{IPv4Address(address).packed.hex(':')}"
             ip.link(
                 "add",
                 ifname=config.device,
@@ -262,7 +263,7 @@ class Overlay:
                 address=mac,
                 mtu=config.mtu,
                 vxlan_id=config.network,
-                vxlan_local=config.address,
+                vxlan_local=address,
                 vxlan_port=config.port,
                 vxlan_learning=False,
                 vxlan_proxy=True,
@@ -272,11 +273,11 @@ class Overlay:
         ip.brport("set", index=index, learning=0)
         return int(index)
 
-    def _is_as_configured(self, link: Any) -> bool:
+    def _is_as_configured(self, link: Any, address: str) -> bool:
         config, found = self.config, _vxlan(link)
         wanted = {
             "IFLA_VXLAN_ID": config.network,
-            "IFLA_VXLAN_LOCAL": config.address,
+            "IFLA_VXLAN_LOCAL": address,
             "IFLA_VXLAN_PORT": config.port,
             "IFLA_VXLAN_LEARNING": 0,
             "IFLA_VXLAN_PROXY": 1,
@@ -308,6 +309,8 @@ class Overlay:
             if one.mac not in macs:
                 _ensure_absent(ip.fdb, flags=NTF_SELF, ifindex=index, lladdr=one.mac, dst=one.machine)
         table = self.config.table
+        if not self._has_tables():  # somebody has flushed all rules
+            return
         for machine in {one.machine for one in gone} - {one.machine for one in left}:
             # Added first, because an element that is absent cannot be deleted.
             self._run("\n".join(f"{verb} element inet {table} machines {{ {machine} }}" for verb in ("add", "delete")))

@@ -46,7 +46,7 @@ class MachineOverlay:
             raise Broken(
                 f"there is no bridge {self._config.bridge}", hint="start it: systemctl start multiverse-bridge"
             ) from error
-        return Neighbour(self._settings.network.gateway, mac, self._config.address)
+        return Neighbour(self._settings.network.gateway, mac, await self.address_of(self.own))
 
     async def reach(self, vm: str, neighbour: Neighbour) -> None:
         """See `OverlayMachines`."""

@@ -7,6 +7,7 @@ import ipaddress
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 from multiverse.config import Settings, overlay_address
@@ -232,8 +233,7 @@ def sites(settings: Settings) -> list[str]:
 
 
 def overlay_config(settings: Settings, site: str) -> OverlayConfig | None:
-    """The overlay of this machine; None if there is none, as for VMs inside jobs. Raises `Refused` if nobody knows the
-    machine's address."""
+    """The overlay of this machine; None if there is none, as for VMs inside jobs."""
     overlay = settings.overlay
     if not overlay.enabled or site == JOB_SITE:
         return None
@@ -241,7 +241,7 @@ def overlay_config(settings: Settings, site: str) -> OverlayConfig | None:
         site,
         overlay.network or network_id_of(site),
         overlay.port,
-        overlay_address(settings, settings.host.name),
+        partial(overlay_address, settings, settings.host.name),
         overlay.mtu,
         settings.qemu.bridge,
         settings.state_dir.absolute() / f"overlay-{site}",
