@@ -8,13 +8,14 @@ import pytest
 
 from multiverse.core import planner
 from multiverse.core.machines import attempt, tables, vm
+from multiverse.core.model import Key, Size
 from multiverse.simulation.faults import Incident, IncidentKind
 from multiverse.simulation.generate import with_pair
 from multiverse.simulation.jobs import Batch
 from multiverse.simulation.outcome import Outcome
 from multiverse.simulation.run import simulate
 from multiverse.simulation.scenario import Arrival, Scenario
-from multiverse.simulation.world import Pair
+from multiverse.simulation.world import Pair, WorldSettings
 from multiverse.store import Store
 
 
@@ -72,6 +73,22 @@ def test_a_template_is_found_that_an_older_database_does_not_know_once_its_sourc
     assert outcome.transitions["template: nothing - found -> ready"] == 1
 
 
+@pytest.mark.parametrize(("copied", "building"), [(1.5, 0), (4.0, 1)])
+def test_a_restored_database_gives_the_room_of_templates_to_nobody_else(copied: float, building: int) -> None:
+    """The copy is made before the first job's template is asked for, or while it is being built. When it is restored,
+    that template has been dropped, and the host is full of the second job's VM and of the template that it maps."""
+    jobs = (
+        Arrival(1.0, Batch(seconds=0.0)),
+        Arrival(20.0, Batch(image="stiff", size=Size(1, 900), seconds=300.0)),
+        Arrival(60.0, Batch()),
+    )
+    world = WorldSettings(hosts=(replace(WorldSettings().hosts[0], capacity=Size(4, 2150, 65536)),))
+    incidents = (Incident(copied, IncidentKind.DATABASE_RESTORED, 65.0 - copied),)
+    outcome = keeps_its_promises(Scenario(7, jobs, world=world, incidents=incidents))
+    assert set(outcome.results.values()) == {"COMPLETED"}
+    assert any("the daemon was restarted before it was built" in line for line in outcome.journal) == bool(building)
+
+
 def test_names_do_not_recur_after_their_vms_are_gone() -> None:
     arrivals = (Arrival(1.0, Batch()), Arrival(60.0, Batch()))
     incidents = (Incident(0.5, IncidentKind.DATABASE_RESTORED, 50.0),)
@@ -110,7 +127,7 @@ def test_the_world_notices_a_controller_that_concludes_too_much(
     assert any(noticed in one for one in violations), violations
 
 
-class NeverUnmade(set[int]):
+class NeverUnmade(set[Key]):
     def update(self, *_: object) -> None:
         """Nothing is ever in it."""
 

@@ -305,7 +305,7 @@ def test_a_vm_that_an_earlier_run_planned_is_not_created_unless_it_is_there() ->
     harness = PlannerHarness()
     harness.to_claimed()
     (vm,) = harness.all_vms()
-    harness.state.unmade.add(vm.id)
+    harness.state.unmade.add(vm.key)
     assert not any(row.key == vm.key for row, _ in permitted_effects(harness.state))
     harness.run()
     assert harness.all_vms()[0].state is V.ENDING and harness.all_vms()[1].state is V.PLANNED

@@ -39,6 +39,7 @@ from multiverse.core.model import (
     Observation,
     SchedulerView,
     Size,
+    TemplateState,
     VmRef,
     VmState,
     World,
@@ -168,8 +169,10 @@ class Controller:
         self.policy = policy_of(settings)
         self.state = State(store.rows(), TABLES, clock.now())
         """The live rows as committed, between passes."""
-        # The database may be a copy that is older than the end of these VMs: their names are not given again.
-        self.state.unmade.update(vm.id for vm in self.state.vms_in(VmState.PLANNED))
+        # The database may be a copy that is older than the end of these: names of VMs are not given again, and what
+        # has come since may need the room of a template.
+        self.state.unmade.update(vm.key for vm in self.state.vms_in(VmState.PLANNED))
+        self.state.unmade.update(template.key for template in self.state.templates_in(TemplateState.BUILDING))
         self.observed = World()
         """What the latest pass was planned upon."""
         self._forecast = ForecastRecorder(self.policy)

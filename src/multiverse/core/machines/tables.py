@@ -10,7 +10,7 @@ from multiverse.core.machines.lease import ACTING_LEASES, LEASE, lease_effect
 from multiverse.core.machines.offer import OFFER, offer_effect
 from multiverse.core.machines.template import ACTING_TEMPLATES, TEMPLATE, template_effect
 from multiverse.core.machines.vm import ACTING_VMS, VM, vm_effect
-from multiverse.core.model import Attempt, HostState, KnownHost, Lease, Offer, Row, Template, Vm, VmState
+from multiverse.core.model import Attempt, HostState, KnownHost, Lease, Offer, Row, Template, TemplateState, Vm, VmState
 from multiverse.core.state import State
 from multiverse.core.transition import Effect, Tables
 
@@ -37,14 +37,14 @@ def effect_of(row: Row) -> Effect | None:
 
 def permitted_effects(state: State) -> Iterator[tuple[Row, Effect]]:
     """The effects that the live rows permit, at most one under each key: an offer's gives way to its VM's. A VM that an
-    earlier run of the daemon planned is not created."""
+    earlier run of the daemon planned is not created, nor is such a template built, unless it was seen."""
     for attempt in state.attempts_in(*ACTING_ATTEMPTS):
         if effect := attempt_effect(attempt):
             yield attempt, effect
     offered = [vm for id_ in sorted(state.offers) if (vm := state.vms.get(id_))]
     acting = {vm.id: vm for vm in [*state.vms_in(*ACTING_VMS), *offered]}
     for _, vm in sorted(acting.items()):
-        unmade = vm.state is VmState.PLANNED and vm.id in state.unmade
+        unmade = vm.state is VmState.PLANNED and vm.key in state.unmade
         offer = state.offers.get(vm.id)
         if not unmade and (effect := vm_effect(vm) or (offer_effect(offer) if offer else None)):
             yield vm, effect
@@ -55,5 +55,6 @@ def permitted_effects(state: State) -> Iterator[tuple[Row, Effect]]:
         if effect := lease_effect(lease):
             yield lease, effect
     for template in state.templates_in(*ACTING_TEMPLATES):
-        if effect := template_effect(template):
+        unmade = template.state is TemplateState.BUILDING and template.key in state.unmade
+        if not unmade and (effect := template_effect(template)):
             yield template, effect

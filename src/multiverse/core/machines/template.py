@@ -39,6 +39,12 @@ def step_template(state: State, template_id: int, world: World) -> None:
     if latest is None or row.host not in latest.value.hosts or latest.began <= max(ended or 0.0, row.since):
         return
     seen = latest.value.templates.get(row.which)
+    if row.state is T.BUILDING and row.key in state.unmade:
+        if seen is None:  # it is asked for anew if it is needed, and if there is still room
+            why = "the daemon was restarted before it was built"
+            state.move(Change(replace(row, state=T.RETIRING), Event.DROPPED, why))
+            return
+        state.unmade.discard(row.key)
     ready = seen is not None and seen.condition is TemplateCondition.READY
     if row.state is T.BUILDING and ready:
         state.move(Change(replace(row, state=T.READY, tries=0), Event.BUILT))

@@ -155,11 +155,11 @@ def _step_in_sight(state: State, vm: Vm, latest: Seen[HypervisorView], world: Wo
 
 def _step_planned(state: State, vm: Vm, seen: VmSeen | None, began: float, world: World, policy: Policy) -> None:
     ended = world.ended_at(vm.key, vm.since)
-    if seen is None and vm.id in state.unmade:
+    if seen is None and vm.key in state.unmade:
         why = "the daemon was restarted before it was made"  # no failure of its image
         state.move(Change(replace(vm, state=V.ENDING, reason=why), Event.RELEASED, why))
         return
-    state.unmade.discard(vm.id)
+    state.unmade.discard(vm.key)
     if seen is not None and seen.condition not in (VmCondition.MAKING, VmCondition.DEAD):
         # Where the hypervisor assigns addresses, they are known from here on.
         known = replace(vm, state=V.PARKED, address=vm.address or seen.address, mac=vm.mac or seen.mac)

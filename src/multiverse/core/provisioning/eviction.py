@@ -46,11 +46,13 @@ def retire_a_template(context: Context, attempt: Attempt) -> None:
     if any(template.host in hosts for template in state.templates_in(TemplateState.RETIRING)):
         return
     image = context.image_of(attempt)
+    # Nobody knows which template an adopted VM maps, and one that is mapped gives no memory back.
+    adopted = {vm.host for vm in state.vms_in(VmState.ORPHAN, *LEAVING_STATES) if not vm.image}
     idle = sorted(
         (
             template
             for template in state.idle_templates()
-            if template.host in hosts and image in hosts[template.host].images
+            if template.host in hosts and template.host not in adopted and image in hosts[template.host].images
         ),
         key=lambda template: (template.since, template.id),
     )
