@@ -337,9 +337,9 @@ class JobVmSettings:
     feature: str = "job-vms"
     node: str = ""
     check: float = 15.0
-    # A bridge of the host's own for these VMs, which exists as long as there is one, and its network. The first address
-    # is the host's. The same on each host, because nothing connects these bridges.
-    bridge: str = "mvjobs0"
+    # Each job has a bridge on its hosts as long as it has VMs there, named so and by a number. No bridges of different
+    # jobs are connected, so all jobs have the same addresses. The same on each host.
+    bridge: str = "mvjobs"
     subnet: str = "10.214.0.0/16"
     overhead: int = 192  # of a job's memory, what its VM's QEMU takes beside the guest's own
 
@@ -669,12 +669,12 @@ def _wrong_overlay(s: Settings) -> Iterator[str]:
 
 def _wrong_job_vms(s: Settings) -> Iterator[str]:
     jobs = s.job_vms
-    if not 1 <= len(jobs.bridge) <= 15 or "/" in jobs.bridge or jobs.bridge == s.qemu.bridge:
-        yield f"job_vms.bridge: must be a name of 1 to 15 bytes, and not {s.qemu.bridge}, which is for other VMs"
+    if not 1 <= len(jobs.bridge) <= 11 or "/" in jobs.bridge:
+        yield "job_vms.bridge: must be a name of 1 to 11 bytes, because a number follows it"
     try:
         network = ipaddress.IPv4Network(jobs.subnet)
-        if network.prefixlen > 24 or network.overlaps(ipaddress.IPv4Network(s.network.subnet)):
-            yield f"job_vms.subnet: needs 256 addresses or more, none of them in network.subnet {s.network.subnet}"
+        if network.prefixlen > 16 or network.overlaps(ipaddress.IPv4Network(s.network.subnet)):
+            yield f"job_vms.subnet: needs 65536 addresses or more, none of them in network.subnet {s.network.subnet}"
     except ValueError as error:
         yield f"job_vms.subnet: {error}"
     if jobs.only and not jobs.enabled:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +27,7 @@ TWO_NODES = ("--quiet", "--partition=physical", "--nodes=2", "--vm-image=slim")
 def lab_of_two(accelerator: Path, _images: None) -> Iterator[LabUnderTest]:
     missing = [name for name in ("multiverse.so", "mventer") if not (BUILT / name).exists()]
     assert not missing, f"not built: {' '.join(missing)}; run make spank"
-    with new_lab(accelerator, LabOptions(cores=2, memory=4096, physical=2), controller=False) as made:
+    with new_lab(accelerator, LabOptions(cores=4, memory=4096, physical=2), controller=False) as made:
         until("the agents have tested the plugin", lambda: _features(made) == {JobVmSettings().feature}, 60)
         yield made
 
@@ -59,6 +60,61 @@ def _plan(lab: LabUnderTest) -> Lab:
     plan = load(lab.where)
     assert plan is not None
     return Lab(lab.where, plan)
+
+
+TALK = """
+import os, pathlib, socket, sys, threading, time
+here, all_ = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+server = socket.create_server(("", 5000))
+def serve():
+    while True:
+        connection, _ = server.accept()
+        connection.sendall(socket.gethostname().encode())
+        connection.close()
+threading.Thread(target=serve, daemon=True).start()
+names = [line.split()[1] for line in open("/etc/hosts") if "mvjob-" in line]
+answers = set()
+for name in sorted(set(names)):
+    for _ in range(60):
+        try:
+            with socket.create_connection((name, 5000), 5) as connection:
+                answers.add((name, connection.recv(100).decode()))
+                break
+        except OSError:
+            time.sleep(1)
+print(socket.gethostname(), *(name for name, said in sorted(answers) if name == said), flush=True)
+(here / f"done-{socket.gethostname()}").touch()
+while len(list(here.glob("done-*"))) < all_:
+    time.sleep(0.2)
+"""
+REACH = """
+import socket, sys
+for address in sys.argv[1:]:
+    try:
+        socket.create_connection((address, 5001), 3).close()
+        print("reached", address)
+    except OSError:
+        print("unreachable", address)
+"""
+LISTEN = """
+import pathlib, socket, sys
+server = socket.create_server(("", 5001))
+probe = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+probe.connect((sys.argv[2], 9))
+shared = [line.split()[0] for line in open("/etc/hosts") if line.split()[1] == socket.gethostname()]
+place = pathlib.Path(sys.argv[1])
+place.with_suffix(".new").write_text(f"{probe.getsockname()[0]} {shared[0]}")
+place.with_suffix(".new").rename(place)
+while True:
+    server.accept()[0].close()
+"""
+
+
+def _program(lab: LabUnderTest, name: str, text: str) -> str:
+    """A program that guests find in the user's home."""
+    path = lab.user.home / f"{name}.py"
+    path.write_text(text)
+    return str(path)
 
 
 def _srun(lab: LabUnderTest, *argv: str) -> subprocess.CompletedProcess[str]:
@@ -101,3 +157,36 @@ def test_a_node_that_provides_no_vm_fails_the_job_and_nothing_runs_bare(lab_of_t
         assert all(line.startswith("mvjob-") for line in failed.stdout.splitlines()), "nothing ran on a bare node"
     finally:
         asyncio.run(agent.ensure(lab))
+
+
+def test_the_vms_of_a_job_reach_each_other_by_name(lab_of_two: LabUnderTest) -> None:
+    here = lab_of_two.user.home / "talk"
+    here.mkdir()
+    os.chown(here, lab_of_two.user.uid, lab_of_two.user.uid)
+    program = _program(lab_of_two, "talk", TALK)
+    several = ("--nodes=1", "--ntasks=2", "--vm-per-node=2", "--mem=1000")
+    done = _srun(lab_of_two, *several, "python3", program, str(here), "2")
+    said = {name: names for name, *names in map(str.split, done.stdout.splitlines())}
+    assert len(said) == 2, done.stderr
+    assert all(names == sorted(said) for names in said.values()), said
+
+
+def test_no_vm_reaches_the_vms_of_another_job(lab_of_two: LabUnderTest) -> None:
+    lab, addresses = lab_of_two, lab_of_two.user.home / "addresses"
+    listen, reach = _program(lab, "listen", LISTEN), _program(lab, "reach", REACH)
+    gateway = _plan(lab).plan.gateway
+    options = ("--partition=physical", "--nodelist=mvp1", "--vm-image=slim")
+    # The second VM of the job listens: the first one of each job has the same address in the network of its job.
+    second = f'[ "$SLURM_LOCALID" = 0 ] && exec sleep 600; exec python3 {listen} {addresses} {gateway}'
+    argv = ["srun", "--quiet", *options, "--ntasks=2", "--vm-per-node=2", "--mem=1000", "sh", "-c", second]
+    with subprocess.Popen(argv, env=lab.env, user=lab.user.uid, group=lab.user.uid, cwd=lab.user.home) as listening:
+        try:
+            until("a VM listens", addresses.exists, 180)
+            others = addresses.read_text().split()
+            own = lab.run(
+                "srun", "--quiet", *options, "--mem=700", "python3", reach, *others, user=lab.other, timeout=180
+            )
+        finally:
+            lab.run("scancel", "--user", lab.user.name)
+            listening.wait(120)
+    assert own.stdout.splitlines() == [f"unreachable {address}" for address in others] and len(others) == 2

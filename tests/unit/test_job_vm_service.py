@@ -30,6 +30,7 @@ class FakeHost:
     """Remembers which VMs it has."""
 
     vms: dict[tuple[int, int], JobVm] = field(default_factory=dict)  # by job and index
+    networks: set[int] = field(default_factory=set)
     made: list[JobVm] = field(default_factory=list)
     dead: set[tuple[int, int]] = field(default_factory=set)
     failure: Exception | None = None
@@ -44,7 +45,15 @@ class FakeHost:
     def find_groups(self, job: int, pid: int) -> tuple[str, ...]:
         return (f"/groups/job_{job}",)
 
-    def make(self, vm: JobVm, user: User) -> list[str]:
+    def connect_network(self, vms: tuple[JobVm, ...]) -> None:
+        self.networks.add(vms[0].number)
+
+    def remove_network(self, vms: tuple[JobVm, ...]) -> None:
+        assert not self.vms.keys() & {(vm.job, vm.index) for vm in vms}
+        self.networks.discard(vms[0].number)
+
+    def make(self, vm: JobVm, vms: tuple[JobVm, ...], user: User) -> list[str]:
+        assert vm in vms and vm.number in self.networks
         self.vms[vm.job, vm.index] = vm
         self.made.append(vm)
         if self.hold is not None:
@@ -150,7 +159,8 @@ async def test_a_job_has_as_many_vms_as_it_asked_for_and_the_next_agent_knows_th
     assert sorted(served.host.vms) == [(7, 0), (7, 1)]
     one, two = (served.host.vms[7, index] for index in (0, 1))
     assert (one.cpus, one.memory) == (two.cpus, two.memory) == (1, 308)
-    for own in ("run", "number", "token", "task_token"):
+    assert one.number == two.number and (one.place, two.place) == (0, 1)
+    for own in ("run", "token", "task_token"):
         assert getattr(one, own) != getattr(two, own), own
     lines = (served.directory / "records" / "7.groups").read_text().splitlines()
     assert sorted(lines) == ["/groups/job_7/vm0", "/groups/job_7/vm1"]
@@ -159,13 +169,13 @@ async def test_a_job_has_as_many_vms_as_it_asked_for_and_the_next_agent_knows_th
     assert following._known == served.service._known and len(served.host.vms) == 2
     await following.close()
     assert await served.ask("release job=7") == "ok\n"
-    assert not served.host.vms and served.files() == {"7"}
+    assert not served.host.vms and not served.host.networks and served.files() == {"7"}
 
 
 async def test_if_one_vm_of_a_job_fails_none_is_left(served: Served) -> None:
     served.host.failure, served.host.failing = Broken("no room", hint="make some"), 1
     assert await served.ask(provide(7, vms=2)) == "error no room (make some)\n"
-    assert len(served.host.made) == 2
+    assert len(served.host.made) == 2 and not served.host.networks
     assert not served.host.vms and not served.files() and not served.service._known
 
 

@@ -37,11 +37,13 @@ _random = secrets.SystemRandom()
 RUNS = 512
 """How many names the VMs of one job can have on a host."""
 
+MOST_JOBS = 250
+"""Jobs with VMs on one host, at most."""
+
 PLUGIN_UID = 0
 """The user that slurmd runs the plugin as."""
 
 _THREADS = 32
-_ADDRESSES = 250  # more VMs than this are never inside jobs of one host
 _REQUEST_TIMEOUT = 10.0  # seconds for a request of one line
 
 CONNECTIONS_OF_ONE = 512
@@ -53,10 +55,10 @@ ENTERED_AT_ONCE = 4
 
 @dataclass(frozen=True, slots=True)
 class JobVm:
-    """A VM of one run of a job, and which one of the job's on this host by `index`. `run` is random, for its name;
-    `record` is when the plugin recorded the run (Unix time in nanoseconds), 0 if it did not. `number` chooses its
-    address; `token` is the VM's, `task_token` what its guest knows the agent of the host by. `groups` are the job's
-    control groups."""
+    """A VM of one run of a job. `run` is random, for its name; `record` is when the plugin recorded the run (Unix time
+    in nanoseconds), 0 if it did not. `number` is the job's on this host, and chooses its addresses here; `token` is the
+    VM's, `task_token` what its guest knows the agent of the host by. `groups` are the job's control groups. The job has
+    `vms` on each of its `nodes`, of which this host is number `node`, and this VM is number `index` here."""
 
     job: int
     run: int
@@ -71,6 +73,14 @@ class JobVm:
     task_token: str
     groups: tuple[str, ...]
     index: int = 0
+    vms: int = 1
+    nodes: tuple[str, ...] = ("",)
+    node: int = 0
+
+    @property
+    def place(self) -> int:
+        """Which one of all the job's VMs it is, from 0 on."""
+        return self.node * self.vms + self.index
 
     @property
     def size(self) -> Size:
@@ -84,9 +94,14 @@ class JobHost(Protocol):
         """The directories of the job's control groups, which the process `pid` is in one of; none if it has none."""
         ...
 
-    def make(self, vm: JobVm, user: User) -> list[str]:
-        """Make the VM, until its guest accepts tasks; the directories of its control groups. Raises what the host
-        library raises; then a part of the VM may remain."""
+    def connect_network(self, vms: tuple[JobVm, ...]) -> None:
+        """Make the network of these VMs, which are all that their job has here. Raises what `make` raises; then a part
+        of it may remain."""
+        ...
+
+    def make(self, vm: JobVm, vms: tuple[JobVm, ...], user: User) -> list[str]:
+        """Make the VM, one of these, until its guest accepts tasks; the directories of its control groups. Raises what
+        the host library raises; then a part of the VM may remain."""
         ...
 
     def is_alive(self, vm: JobVm) -> bool: ...
@@ -101,6 +116,10 @@ class JobHost(Protocol):
 
     def remove(self, vm: JobVm) -> None:
         """Let the guest write back, end the VM and remove all of it. Absent is success."""
+        ...
+
+    def remove_network(self, vms: tuple[JobVm, ...]) -> None:
+        """Remove the network of these VMs, which have been removed. Absent is success."""
         ...
 
 
@@ -211,11 +230,11 @@ class JobVmService:
     async def _planned(self, request: ProvideVm, pid: int) -> tuple[JobVm, ...]:
         size = vm_size(request, self._sizes.least, self._sizes.overhead)
         groups = await self._call(self._host.find_groups, request.job, pid)
-        # Nothing is awaited from here until the VMs are known: their numbers are taken then.
-        taken = {vm.number for vms in self._known.values() for vm in vms}
-        numbers = [number for number in range(_ADDRESSES) if number not in taken][: request.vms]
-        if len(numbers) < request.vms:
-            raise Refused(f"this host has {len(taken)} VMs inside of jobs already, of {_ADDRESSES}")
+        # Nothing is awaited from here until the VMs are known: the job's number is taken then.
+        taken = {vms[0].number for vms in self._known.values()}
+        number = next((number for number in range(MOST_JOBS) if number not in taken), None)
+        if number is None:
+            raise Refused(f"this host has VMs inside of {MOST_JOBS} jobs already")
         runs = _random.sample(range(RUNS), request.vms)
         return tuple(
             JobVm(
@@ -232,8 +251,11 @@ class JobVmService:
                 task_token=secrets.token_hex(16),
                 groups=groups,
                 index=index,
+                vms=request.vms,
+                nodes=request.nodes,
+                node=request.node,
             )
-            for index, (number, run) in enumerate(zip(numbers, runs, strict=True))
+            for index, run in enumerate(runs)
         )
 
     async def _make(self, vms: tuple[JobVm, ...]) -> None:
@@ -243,7 +265,8 @@ class JobVmService:
         try:
             user = await self._users(first.uid)
             await self._call(self._write, vms)
-            groups = await _all_done(self._call(self._host.make, vm, user) for vm in vms)
+            await self._call(self._host.connect_network, vms)
+            groups = await _all_done(self._call(self._host.make, vm, vms, user) for vm in vms)
             await self._call(self._write_groups, first.job, [one for several in groups for one in several])
             if first.job in self._released:
                 raise Gone("the job has ended")
@@ -294,6 +317,7 @@ class JobVmService:
         """Remove all of a job's. If one cannot be removed, all stay known, and are removed again."""
         job = vms[0].job
         await _all_done(self._call(self._host.remove, vm) for vm in vms)
+        await self._call(self._host.remove_network, vms)
         for path in (self._state / f"{job}.json", self._groups(job)):
             await self._call(lambda path=path: path.unlink(missing_ok=True))
         self._known.pop(job, None)
@@ -334,7 +358,8 @@ class JobVmSizes:
 
 def _read(path: Path) -> tuple[JobVm, ...]:
     """The VMs of a job, from their file. Raises what a damaged file raises."""
-    found = tuple(JobVm(**{**one, "groups": tuple(one["groups"])}) for one in json.loads(path.read_text()))
+    lists = ("groups", "nodes")
+    found = tuple(JobVm(**one | {key: tuple(one[key]) for key in lists}) for one in json.loads(path.read_text()))
     if not found:
         raise ValueError(f"{path} is empty")
     return found

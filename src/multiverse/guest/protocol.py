@@ -13,7 +13,7 @@ import base64
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, NotRequired, TypedDict
@@ -36,6 +36,7 @@ __all__ = [
     "ReportParser",
     "add_user_message",
     "identity_message",
+    "join_job_message",
     "serve_tasks_message",
 ]
 
@@ -142,6 +143,16 @@ class ServeTasksMessage(TypedDict):
     token: str
 
 
+class JoinJobMessage(TypedDict):
+    """`address` has a prefix length, peers are (name, address), an `mtu` of 0 leaves that of the interface."""
+
+    type: Literal["join_job"]
+    hostname: str
+    address: str
+    peers: list[tuple[str, str]]
+    mtu: int
+
+
 def identity_message(identity: Identity, cpus: int, plugged: int, disk: int) -> bytes:
     """The line that gives a clone its identity. It holds fresh random bytes and the time: never keep or resend it.
 
@@ -167,6 +178,15 @@ def identity_message(identity: Identity, cpus: int, plugged: int, disk: int) -> 
     return line
 
 
+def join_job_message(hostname: str, address: str, peers: Sequence[tuple[str, str]], mtu: int) -> bytes:
+    """The line that gives a VM inside of a job its name and its second address, in the network of the job, and tells it
+    the job's VMs. The agent answers `joined_job`. Raises `Refused` if there are too many to tell."""
+    line = _line(JoinJobMessage(type="join_job", hostname=hostname, address=address, peers=list(peers), mtu=mtu))
+    if len(line) > MAX_LINE:
+        raise Refused(f"{len(peers)} VMs are too many for a job", hint="submit it for fewer")
+    return line
+
+
 def add_user_message(user: User) -> bytes:
     """The line that adds a user to a VM that runs, and corrects its clock. The agent answers `introduced`."""
     return _line(AddUserMessage(type="introduce", user=_wire_user(user), time=time.time()))
@@ -178,7 +198,7 @@ def serve_tasks_message(token: str) -> bytes:
     return _line(ServeTasksMessage(type="serve_tasks", token=token))
 
 
-def _line(message: IdentityMessage | AddUserMessage | ServeTasksMessage) -> bytes:
+def _line(message: IdentityMessage | AddUserMessage | ServeTasksMessage | JoinJobMessage) -> bytes:
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
 
@@ -239,6 +259,7 @@ _TYPES = frozenset(
         "daemon_ended",
         "audited",
         "introduced",
+        "joined_job",
         "serving_tasks",
     }
 )

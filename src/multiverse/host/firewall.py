@@ -170,6 +170,9 @@ class Firewall:
             f"{verb} element bridge {self._table} addresses {{ {known.address} }}",
             f'{verb} element bridge {self._table} owners {{ "{known.name}" . {known.address} }}',
         ]
+        if known.job_address:
+            own = f'"{known.name}" . {known.mac} . {known.job_address}'
+            lines.append(f"{verb} element bridge {self._table} guests {{ {own} }}")
         if known.net:
             lines += [
                 f'{verb} element bridge {self._table} {way} {{ "{known.name}" : "{known.name}.{way}" }}'

@@ -59,6 +59,7 @@ class Manifest:
     token: str = ""  # empty in manifests of releases without tokens
     disk_cost: DiskCost | None = None  # None in manifests of releases that did not limit disks
     job_groups: tuple[str, ...] = ()  # control groups of the job that the VM is inside of
+    job_address: str = ""  # without prefix length: a second one, in the network of that job
     disk: int = 0  # MiB that its files can grow to now; 0: they are not limited
     # The NUMA node that it is kept on; -1: on none of them, None: no node was chosen, as on a machine with one node.
     numa: int | None = None

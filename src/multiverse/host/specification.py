@@ -26,6 +26,7 @@ class Specification:
     `template_account` the account that the template is for, empty if for all; a VM of another kind has none. `spare`
     says that no job waits for the VM yet, so its creation may take longer to make its start quicker. `job_groups` are
     the directories of the control groups of the job that the VM is inside of; without any, the host limits the VM.
+    `job_address`, with prefix length, is a second one that such a VM has in the network of its job.
     `token` and `address` may be empty, for callers that know neither yet; then nothing is checked about them.
     """
 
@@ -41,6 +42,7 @@ class Specification:
     template_account: str = ""
     spare: bool = False
     job_groups: tuple[str, ...] = ()
+    job_address: str = ""
 
     @property
     def bare_address(self) -> str:

@@ -37,11 +37,16 @@ def up(plan: LabPlan) -> bool:
         return there is None
 
 
+def _is_of_a_job(name: str, plan: LabPlan) -> bool:
+    return name.startswith(f"{plan.job_bridge}.")
+
+
 def down(plan: LabPlan) -> bool:
     """Delete the bridge; True if it existed. The taps on it belong to VMs and are deleted with them."""
     with IPRoute() as ip:
         there = _index(ip, plan.bridge)
-        for index in (there, _index(ip, plan.job_bridge)):
+        jobs = [link["index"] for link in ip.get_links() if _is_of_a_job(link.get_attr("IFLA_IFNAME"), plan)]
+        for index in (there, *jobs):
             if index is not None:
                 ip.link("del", index=index)
         return there is not None

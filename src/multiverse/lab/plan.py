@@ -159,12 +159,12 @@ class LabPlan:
 
     @property
     def job_bridge(self) -> str:
-        """The bridge of VMs inside jobs. The agent makes it, and removes it."""
+        """What the names of the bridges of VMs inside jobs begin with. The agents make and remove them."""
         return f"{self.bridge}j"
 
     @property
     def job_subnet(self) -> str:
-        """The network of that bridge: one that belongs to no lab, and to no other lab's jobs (see `_free_network`)."""
+        """The addresses of these VMs, which belong to no lab, and to no other lab's jobs (see `_free_network`)."""
         first, second, *_ = ipaddress.IPv4Network(self.subnet).network_address.packed
         return f"{first}.{(second + 100) % 200}.0.0/16"
 

@@ -41,10 +41,14 @@ def set_random_state(seed: str) -> None:
 def set_names(identity: dict[str, Any]) -> None:
     """Set machine-id and host name, and write the names of the node and its peers to /etc/hosts."""
     write("/etc/machine-id", identity["machine_id"] + "\n", 0o444)
-    hostname = identity["hostname"]
+    set_host_names(identity["hostname"], identity["address"], identity["peers"])
+
+
+def set_host_names(hostname: str, address: str, peers: list[list[str]]) -> None:
+    """Set the host name, and write it with its address (with prefix length) and the peers' names to /etc/hosts."""
     socket.sethostname(hostname)
     write("/etc/hostname", hostname + "\n")
-    set_hosts(hostname, identity["address"].partition("/")[0], identity["peers"])
+    set_hosts(hostname, address.partition("/")[0], peers)
 
 
 def write_node_files(membership: dict[str, Any]) -> None:

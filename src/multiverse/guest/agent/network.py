@@ -13,7 +13,7 @@ from multiverse.guest.agent.contract import GuestAgentError
 from multiverse.guest.agent.files import write
 
 # <linux/sockios.h>, <linux/if.h>, <linux/if_arp.h>, <linux/rtnetlink.h>, <linux/netlink.h>
-SIOCGIFFLAGS, SIOCSIFFLAGS, SIOCSIFHWADDR, SIOCGIFADDR = 0x8913, 0x8914, 0x8924, 0x8915
+SIOCGIFFLAGS, SIOCSIFFLAGS, SIOCSIFHWADDR, SIOCGIFADDR, SIOCSIFMTU = 0x8913, 0x8914, 0x8924, 0x8915, 0x8922
 IFF_UP, ARPHRD_ETHER = 0x1, 1
 RTM_NEWADDR, RTM_DELADDR, RTM_NEWROUTE = 20, 21, 24
 NLM_REQUEST_ACK, NLM_CREATE_REPLACE, NLMSG_ERROR = 0x5, 0x500, 2
@@ -57,6 +57,17 @@ def set_network(name: str, mac: str, address: str, gateway: str) -> None:
         route += _attribute(5, socket.inet_aton(gateway)) + _attribute(4, struct.pack("I", index))
         requests.append(_request(RTM_NEWROUTE, route))
     _send_netlink(requests)
+
+
+def add_address(name: str, address: str) -> None:
+    """Give an interface one more address (with prefix length); again is success. Raises OSError."""
+    _send_netlink([address_request(RTM_NEWADDR, socket.if_nametoindex(name), address)])
+
+
+def set_mtu(name: str, mtu: int) -> None:
+    """Limit the packets of an interface to so many bytes. Raises OSError."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        fcntl.ioctl(sock, SIOCSIFMTU, struct.pack("16si20x", name.encode(), mtu))
 
 
 def remove_address(name: str, address: str) -> None:

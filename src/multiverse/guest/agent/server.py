@@ -14,10 +14,16 @@ from multiverse.guest.agent.contract import INTRODUCED, MOST_WAIT, VERSION, Gues
 from multiverse.guest.agent.daemons import Children, DaemonProcess
 from multiverse.guest.agent.files import make_pipe, write_kernel_file
 from multiverse.guest.agent.hotplug import count_cpus, use_plugged
-from multiverse.guest.agent.identity import StageTimer, set_names, set_random_state, write_node_files
+from multiverse.guest.agent.identity import (
+    StageTimer,
+    set_host_names,
+    set_names,
+    set_random_state,
+    write_node_files,
+)
 from multiverse.guest.agent.modules import load_on_demand
 from multiverse.guest.agent.mounts import mount_one
-from multiverse.guest.agent.network import interface, set_network
+from multiverse.guest.agent.network import add_address, interface, set_mtu, set_network
 from multiverse.guest.agent.processes import ending, preload_job_programs
 from multiverse.guest.agent.syscalls import MNT_DETACH, unmount
 from multiverse.guest.agent.tasks import TaskListener
@@ -80,6 +86,8 @@ class GuestAgent:
                 self.flush()
             elif message.get("type") == "introduce":
                 self.add_user(message)
+            elif message.get("type") == "join_job":
+                self.join_job(message)
             elif message.get("type") == "serve_tasks":
                 self.serve_tasks(message["token"])
             elif message.get("type") == "audit":
@@ -152,6 +160,14 @@ class GuestAgent:
             except BlockingIOError:
                 pass  # the pipe is full of lines of earlier messages
         self.channel.send("introduced")
+
+    def join_job(self, message: dict[str, Any]) -> None:
+        """Take the name and the address that the VM has among the VMs of its job, and know the names of all of them."""
+        if message["mtu"]:
+            set_mtu(interface(), message["mtu"])
+        add_address(interface(), message["address"])
+        set_host_names(message["hostname"], message["address"], message["peers"])
+        self.channel.send("joined_job")
 
     def serve_tasks(self, token: str) -> None:
         """Accept the tasks of the VM's job from now on, on connections that begin with this token."""

@@ -143,6 +143,7 @@ def _allocate(
             address=spec.bare_address,
             token=spec.token,
             job_groups=spec.job_groups,
+            job_address=spec.job_address.partition("/")[0],
             disk_cost=host.disk_cost(image, spec.kind),
             disk=disk.whole if spec.kind is CloneKind.FULL else disk.overhead,
         )

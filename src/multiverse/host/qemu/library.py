@@ -10,12 +10,12 @@ from __future__ import annotations
 import os
 import resource
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from multiverse.core.errors import Gone, Refused
 from multiverse.core.model import HypervisorView, Identity, Neighbour, Size, Stage, TemplateKey, User
-from multiverse.guest.protocol import AUDIT, Report, add_user_message, serve_tasks_message
+from multiverse.guest.protocol import AUDIT, Report, add_user_message, join_job_message, serve_tasks_message
 from multiverse.host import manifest, namespaces, path_security, process
 from multiverse.host.overlay import is_of_machine
 from multiverse.host.qemu import creation, removal, start, templates
@@ -209,6 +209,13 @@ class QemuHost:
                 return
             overlay.drop(name)  # it was destroyed meanwhile
         raise Gone(f"there is no VM {name}", hint="create it first")
+
+    def join_job(self, name: str, hostname: str, address: str, peers: Sequence[tuple[str, str]], mtu: int) -> None:
+        """Give the guest of a VM inside of a job its name and its address (with prefix length) in the job's network,
+        and tell it the names and addresses of the job's VMs. Raises `Gone` if it is not started, `Unknown` if it does
+        not answer, and `Broken` if it reports a failure."""
+        channel = self._context.connections.started_channel(name)
+        channel.ask(join_job_message(hostname, address, peers, mtu), "joined_job", _ANSWER_TIMEOUT)
 
     def serve_tasks(self, name: str, token: str) -> None:
         """Make the guest accept the tasks of the job that its VM is inside of, on connections to its `TASKS_PORT` that
