@@ -320,6 +320,10 @@ class UsersSettings:
     port: int = 6821
 
 
+OVERLAY_PORTS = 1024
+"""Different ports of the networks of jobs. Two jobs with the same one have no VMs on the same host."""
+
+
 @dataclass(frozen=True)
 class JobVmSettings:
     """VMs inside the allocations of jobs, which the agent of a node provides to Slurm's plugin. Memory in MiB."""
@@ -341,6 +345,9 @@ class JobVmSettings:
     # jobs are connected, so all jobs have the same addresses. The same on each host.
     bridge: str = "mvjobs"
     subnet: str = "10.214.0.0/16"
+    # UDP, the first of 1024: the nodes of a job are connected by a VXLAN with the port that its id chooses. Its MTU and
+    # the addresses of nodes are those of [overlay].
+    port: int = 20480
     overhead: int = 192  # of a job's memory, what its VM's QEMU takes beside the guest's own
 
 
@@ -679,6 +686,8 @@ def _wrong_job_vms(s: Settings) -> Iterator[str]:
         yield f"job_vms.subnet: {error}"
     if jobs.only and not jobs.enabled:
         yield "job_vms.only: such an agent serves nothing unless job_vms.enabled is true"
+    if not 0 < jobs.port <= 65536 - OVERLAY_PORTS or s.overlay.port in range(jobs.port, jobs.port + OVERLAY_PORTS):
+        yield f"job_vms.port: this and {OVERLAY_PORTS - 1} ports after it, without overlay.port, must be UDP ports"
     if jobs.overhead < 64 or jobs.timeout < 1 or jobs.check < 1:
         yield "job_vms: overhead must be at least 64 MiB, and timeout and check at least 1 s"
     if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", jobs.feature) or jobs.feature.startswith("mv_"):

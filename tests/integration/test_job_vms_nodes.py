@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from multiverse.config import JobVmSettings
+from multiverse.lab.hosts.machine import HostInit
 from multiverse.lab.hosts.physical import physical_services
 from multiverse.lab.plan import LabOptions, load
 from multiverse.lab.service import Lab
 from tests.integration.conftest import LabUnderTest, new_lab
-from tests.integration.watch import accounted, until
+from tests.integration.watch import accounted, kill, until
 
 pytestmark = pytest.mark.integration
 
@@ -45,7 +46,24 @@ def _left(lab: LabUnderTest) -> list[Path]:
     places = [place for own in owns for place in (own.controller / "vms", own.run / "vms", own.agent / "jobs")]
     records = [path for own in owns if (own.run / "jobs").exists() for path in (own.run / "jobs").iterdir()]
     vms = [path for place in places if place.exists() for path in place.glob("mvjob-*")]
-    return [*vms, *records, *(path for place in places if place.name == "jobs" for path in place.glob("*"))]
+    overlays = [path for own in owns for path in (own.agent / "job-overlays").glob("*")]
+    files = [path for place in places if place.name == "jobs" for path in place.glob("*")]
+    return [*vms, *records, *files, *overlays, *map(Path, _networks(lab))]
+
+
+def _networks(lab: LabUnderTest) -> list[str]:
+    """Interfaces and rules of jobs on all nodes."""
+    made = _plan(lab)
+    found = []
+    for node in made.plan.physical_nodes:
+        running = HostInit(node).service.running(lab.where)
+        assert running is not None
+        inside = ["nsenter", f"--net=/proc/{running.pid}/ns/net"]
+        links = lab.run(*inside, "ls", "/proc/sys/net/ipv4/conf").stdout.split()
+        tables = lab.run(*inside, "nft", "list", "tables").stdout.split()
+        found += [link for link in links if link.startswith((made.plan.job_bridge, "mvjob-", "vx"))]
+        found += [table for table in tables if table.startswith("mv")]
+    return found
 
 
 def _states(lab: LabUnderTest) -> set[str]:
@@ -147,27 +165,15 @@ def test_a_signal_reaches_the_tasks_of_all_nodes(lab_of_two: LabUnderTest) -> No
     assert accounted(lab, job, 90)[0] == "COMPLETED"
 
 
-def test_a_node_that_provides_no_vm_fails_the_job_and_nothing_runs_bare(lab_of_two: LabUnderTest) -> None:
-    lab = _plan(lab_of_two)
-    (agent,) = (one for one in physical_services(lab.plan.physical_nodes[1]) if one.name.endswith("-agent"))
-    asyncio.run(agent.stop(lab.where))
-    try:
-        failed = _srun(lab_of_two, "--kill-on-bad-exit", "--mem=700", "sh", "-c", "hostname; sleep 600")
-        assert failed.returncode != 0 and "the agent of this host does not answer" in failed.stderr
-        assert all(line.startswith("mvjob-") for line in failed.stdout.splitlines()), "nothing ran on a bare node"
-    finally:
-        asyncio.run(agent.ensure(lab))
-
-
-def test_the_vms_of_a_job_reach_each_other_by_name(lab_of_two: LabUnderTest) -> None:
+def test_the_vms_of_a_job_reach_each_other_by_name_on_all_its_nodes(lab_of_two: LabUnderTest) -> None:
     here = lab_of_two.user.home / "talk"
     here.mkdir()
     os.chown(here, lab_of_two.user.uid, lab_of_two.user.uid)
     program = _program(lab_of_two, "talk", TALK)
-    several = ("--nodes=1", "--ntasks=2", "--vm-per-node=2", "--mem=1000")
-    done = _srun(lab_of_two, *several, "python3", program, str(here), "2")
+    several = ("--ntasks-per-node=2", "--vm-per-node=2", "--mem=1000")
+    done = _srun(lab_of_two, *several, "python3", program, str(here), "4")
     said = {name: names for name, *names in map(str.split, done.stdout.splitlines())}
-    assert len(said) == 2, done.stderr
+    assert len(said) == 4, done.stderr
     assert all(names == sorted(said) for names in said.values()), said
 
 
@@ -190,3 +196,26 @@ def test_no_vm_reaches_the_vms_of_another_job(lab_of_two: LabUnderTest) -> None:
             lab.run("scancel", "--user", lab.user.name)
             listening.wait(120)
     assert own.stdout.splitlines() == [f"unreachable {address}" for address in others] and len(others) == 2
+
+
+def test_without_its_agent_a_node_runs_nothing_bare_and_the_next_agent_removes_what_is_left(
+    lab_of_two: LabUnderTest,
+) -> None:
+    lab, user = _plan(lab_of_two), lab_of_two.user
+    (agent,) = (one for one in physical_services(lab.plan.physical_nodes[1]) if one.name.endswith("-agent"))
+    argv = ["srun", *TWO_NODES, "--mem=700", "sh", "-c", "echo runs; sleep 600"]
+    with subprocess.Popen(
+        argv, env=lab_of_two.env, user=user.uid, group=user.uid, cwd=user.home, stdout=subprocess.PIPE, text=True
+    ) as running:
+        assert running.stdout is not None and [running.stdout.readline() for _ in range(2)] == ["runs\n"] * 2
+        assert {name.partition(".")[0] for name in _networks(lab_of_two)} >= {lab.plan.job_bridge, "vxjob0", "mvjob0"}
+        process = agent.running(lab.where)
+        assert process is not None
+        kill(process.pid)
+        lab_of_two.run("scancel", "--user", user.name)
+    try:
+        failed = _srun(lab_of_two, "--kill-on-bad-exit", "--mem=700", "sh", "-c", "hostname; sleep 600")
+        assert failed.returncode != 0 and "the agent of this host does not answer" in failed.stderr
+        assert all(line.startswith("mvjob-") for line in failed.stdout.splitlines()), "nothing ran on a bare node"
+    finally:
+        asyncio.run(agent.ensure(lab))

@@ -132,6 +132,7 @@ def _configure_nodes(where: Layout, plan: LabPlan, environment: Environment, val
         sections["image"] = {**sections["image"], "source": plan.images}
         # The node can be leased, too, if the agent serves no controller.
         sections["job_vms"] = {**sections["job_vms"], "node": node.name, "only": plan.job_vms}
+        sections["overlay"] = {"addresses": [[one.name, one.address] for one in plan.physical_nodes]}
         _write_settings(own, where, environment, values, sections)
         changes = _NODE_SETTINGS | {"Epilog": str(where.etc / "epilog")}
         _write(own.etc / "slurm.conf", changed_conf(where.slurm_conf.read_text(), changes))

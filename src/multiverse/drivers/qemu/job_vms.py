@@ -15,6 +15,7 @@ from multiverse.core.model import CloneKind, Identity, Size, TemplateKey, User, 
 from multiverse.drivers.qemu.driver import JOB_SITE, host_config
 from multiverse.drivers.qemu.job_bridge import JobBridge
 from multiverse.drivers.qemu.job_network import JobAddresses, guest_mac, guest_name
+from multiverse.drivers.qemu.job_overlay import JobOverlay
 from multiverse.guest.protocol import TASKS_PORT
 from multiverse.host.job_groups import find_job_groups
 from multiverse.host.qemu.library import QemuHost
@@ -48,6 +49,7 @@ class QemuJobVms:
     def connect_network(self, vms: tuple[JobVm, ...]) -> None:
         """See `JobHost`."""
         self._bridge(vms[0]).make()
+        self._overlay(vms[0]).make()
 
     def make(self, vm: JobVm, vms: tuple[JobVm, ...], user: User) -> list[str]:
         """See `JobHost`. The template is built if there is none."""
@@ -56,7 +58,7 @@ class QemuJobVms:
         self._create(spec)
         self._host.start(spec.name, self._plugged(vm), self._identity(spec, vm, vms, user))
         known = (*self._settings.network.hosts, *peers)
-        self._host.join_job(spec.name, guest_name(vm.job, vm.place), spec.job_address, known, 0)
+        self._host.join_job(spec.name, guest_name(vm.job, vm.place), spec.job_address, known, self._overlay(vm).mtu)
         self._host.serve_tasks(spec.name, vm.task_token)
         return self._host.control_groups(spec.name)
 
@@ -98,11 +100,15 @@ class QemuJobVms:
 
     def remove_network(self, vms: tuple[JobVm, ...]) -> None:
         """See `JobHost`."""
+        self._overlay(vms[0]).remove()
         self._bridge(vms[0]).remove()
 
     def _bridge(self, vm: JobVm) -> JobBridge:
         addresses, number = self._addresses, vm.number
         return JobBridge(self._bridge_name(vm), addresses.host(number), addresses.block(number))
+
+    def _overlay(self, vm: JobVm) -> JobOverlay:
+        return JobOverlay(self._settings, self._addresses, vm, self._bridge_name(vm))
 
     def _bridge_name(self, vm: JobVm) -> str:
         return f"{self._settings.job_vms.bridge}.{vm.number}"
