@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
@@ -265,6 +266,30 @@ def test_an_image_of_the_site_is_listed_and_copied_when_it_is_needed(tmp_path: P
     assert got.path == local / "slim" and content(got) == content(offered)
     assert [path.stat().st_mode & 0o777 for path in (local, got.path, got.disk)] == [0o755, 0o755, 0o644]
     assert store.listed() == [got] and store.disk_size(got) is None
+
+
+def test_threads_that_list_at_the_same_time_wait_for_the_same_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = tmp_path / "site"
+    offered, looks, go_on = image(site), threading.Semaphore(0), threading.Event()
+
+    def slowly(path: Path) -> list[Image]:
+        if path == site:
+            looks.release()
+            assert go_on.wait(60)
+        return list_images(path)
+
+    monkeypatch.setattr(catalog, "list_images", slowly)
+    monkeypatch.setattr("multiverse.images.store._PATIENCE", 60)
+    store = ImageStore(tmp_path / "local", site)
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(store.listed)
+        assert looks.acquire(timeout=60)
+        second = threads.submit(store.listed)
+        wait([second], timeout=0.2)  # one that does not wait has ended by then
+        go_on.set()
+        assert first.result() == second.result() == [offered]
 
 
 def test_a_newer_image_of_the_site_is_described_and_copied(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -28,7 +29,9 @@ class ImageStore:
     def __init__(self, local: Path, source: Path | None, check: Callable[[Path], None] = lambda path: None) -> None:
         self._local, self._source, self._check = local, source, check
         self._offered: Mapping[str, tuple[Image, int]] = {}
+        self._lock = threading.Lock()
         self._looking: threading.Thread | None = None
+        self._waited_until = 0.0  # when nobody waits for the look any more
 
     def listed(self) -> list[Image]:
         """All images, sorted by name. One that is to be copied first is described as it is at the source."""
@@ -72,10 +75,18 @@ class ImageStore:
             return None
 
     def _look(self) -> None:
-        if self._source is not None and (self._looking is None or not self._looking.is_alive()):
-            self._looking = threading.Thread(target=self._read, args=(self._source,), name="images", daemon=True)
-            self._looking.start()
-            self._looking.join(_PATIENCE)
+        """Begin a look, or wait for the one that another thread has begun."""
+        if self._source is None:
+            return
+        with self._lock:
+            looking = self._looking
+            if looking is None or not looking.is_alive():
+                looking = threading.Thread(target=self._read, args=(self._source,), name="images", daemon=True)
+                looking.start()
+                self._looking, self._waited_until = looking, time.monotonic() + _PATIENCE
+            left = self._waited_until - time.monotonic()
+        if left > 0:
+            looking.join(left)
 
     def _read(self, source: Path) -> None:
         found = {}
