@@ -30,6 +30,7 @@ class Made:
     entries: list[Neighbour] = field(default_factory=list)
     removed: int = 0
     refuses: bool = False
+    occupied: bool = False
 
     def __call__(self, config: OverlayConfig) -> Made:
         if self.refuses:
@@ -37,7 +38,9 @@ class Made:
         self.configs.append(config)
         return self
 
-    def restore(self) -> None: ...
+    def restore(self) -> None:
+        if self.occupied:
+            raise Refused("another VXLAN of this host has the port", hint="give it another one")
 
     def add(self, owner: str, neighbours: Iterable[Neighbour]) -> None:
         self.entries = list(neighbours)
@@ -90,6 +93,13 @@ def test_what_could_not_be_made_is_removed_all_the_same(tmp_path: Path, made: Ma
     (tmp_path / "job-overlays" / "3").mkdir(parents=True)
     found.remove()
     assert made.removed == 1 and not list((tmp_path / "job-overlays").iterdir())
+
+
+def test_a_job_whose_port_another_job_has_is_told_what_to_do(tmp_path: Path, made: Made) -> None:
+    made.occupied = True
+    with pytest.raises(Refused, match="another VXLAN") as refused:
+        overlay(tmp_path, VM).make()
+    assert "give it another one" in refused.value.hint and "submit this job again" in refused.value.hint
 
 
 def test_a_node_whose_address_nobody_knows_fails_the_job_with_the_next_step(tmp_path: Path, made: Made) -> None:

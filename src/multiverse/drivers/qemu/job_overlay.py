@@ -40,7 +40,13 @@ class JobOverlay:
         if self._exists:
             machines = [overlay_address(self._settings, name) for name in vm.nodes]
             overlay = self._overlay()
-            overlay.restore()
+            try:
+                overlay.restore()
+            except Refused as error:
+                hint = (
+                    f"{error.hint}; if the VXLAN of a job has the port, submit this job again, and it gets another one"
+                )
+                raise Refused(error.message, hint=hint) from error
             overlay.add(_EVERY_VM, self._elsewhere(machines))
 
     def remove(self) -> None:
