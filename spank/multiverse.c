@@ -391,6 +391,39 @@ static int has_pmi(char **environment)
 	return 0;
 }
 
+/*
+ * A copy of an environment for mventer, which is a program on this host: what the dynamic loader and the C library would
+ * load for it gets a prefix that mventer takes off again, because a user's library is for the guest. The task is told how
+ * many VMs each node has. NULL if there is no memory.
+ */
+static char **keep_for_guest(char **environment)
+{
+	static const char *const loaders[] = {"LD_", "GCONV_PATH=", "GLIBC_TUNABLES="};
+	static char vms[sizeof values[VMS] + 32];
+	size_t count = 0;
+	char **copy, *kept;
+
+	while (environment[count])
+		count++;
+	if (!(copy = calloc(count + 2, sizeof *copy)))
+		return NULL;
+	snprintf(vms, sizeof vms, "MULTIVERSE_VMS_PER_NODE=%s", *values[VMS] ? values[VMS] : "1");
+	for (size_t i = 0; i < count; i++) {
+		copy[i] = environment[i];
+		for (size_t j = 0; j < sizeof loaders / sizeof *loaders; j++) {
+			if (strncmp(environment[i], loaders[j], strlen(loaders[j])))
+				continue;
+			if (asprintf(&kept, "MULTIVERSE_KEPT_%s", environment[i]) < 0)
+				return NULL;
+			copy[i] = kept;
+		}
+		if (!strncmp(environment[i], "MULTIVERSE_VMS_PER_NODE=", 24)) /* of the step that this srun is in */
+			copy[i] = vms;
+	}
+	copy[count] = vms; /* getenv(3) finds the first one */
+	return copy;
+}
+
 /* --- hooks -------------------------------------------------------------------------------------------------------- */
 
 static uint32_t job_of(spank_t spank)
@@ -559,7 +592,7 @@ EXPORTED int slurm_spank_task_init(spank_t spank, int count, char *arguments[])
 		spank_get_item(spank, S_JOB_LOCAL_TASK_COUNT, &tasks);
 		if (spank_get_item(spank, S_JOB_ARGV, &argc, &argv) != ESPANK_SUCCESS ||
 		    spank_get_item(spank, S_JOB_ENV, &environment) != ESPANK_SUCCESS || argc < 1 ||
-		    !(whole = calloc((size_t)argc + 6, sizeof *whole))) {
+		    !(environment = keep_for_guest(environment)) || !(whole = calloc((size_t)argc + 6, sizeof *whole))) {
 			snprintf(problem, sizeof problem, "the command of this task is unknown");
 		} else if (vms > 1 && step != SLURM_BATCH_SCRIPT && has_pmi(environment)) {
 			snprintf(problem, sizeof problem, "srun's MPI knows nothing of several VMs on a node; "

@@ -10,13 +10,14 @@
  * The frames of the connection are described in src/multiverse/guest/agent/tasks.py.
  */
 #define _GNU_SOURCE
+#include "mventer.h"
+
 #include <arpa/inet.h>
 #include <errno.h>
 #include <fcntl.h>
-#include <poll.h>
+#include <limits.h>
 #include <signal.h>
 #include <stdarg.h>
-#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -30,14 +31,12 @@
 #include <termios.h>
 #include <unistd.h>
 
-#define LONGEST (1 << 20) /* bytes in a frame */
 #define SCOPE_FIRST '1'   /* a signal for the command alone */
 #define SCOPE_ALL 'a'     /* a signal for all processes of the task */
 
-extern char **environ;
-
-static int guest = -1; /* the connection to the guest */
-static int machine;    /* the pidfd of the VM's QEMU */
+const char *agent_path, *job_id, *vm_index;
+int guest = -1, machine;
+char commands[PATH_MAX];
 static int signals[2]; /* a pipe of pairs: signal, scope */
 static int is_terminal;
 static struct termios before;
@@ -49,7 +48,7 @@ static void leave(int code)
 	_exit(code);
 }
 
-__attribute__((format(printf, 1, 2))) static _Noreturn void fail(const char *format, ...)
+_Noreturn void fail(const char *format, ...)
 {
 	va_list arguments;
 
@@ -81,7 +80,7 @@ static void send_all(const void *data, size_t length)
 	}
 }
 
-static void send_frame(char type, const void *data, size_t length)
+void send_frame(char type, const void *data, size_t length)
 {
 	char head[5] = {type};
 	uint32_t size = htonl((uint32_t)length);
@@ -98,11 +97,11 @@ static void send_text(char type, const char *text)
 
 /* --- the agent ---------------------------------------------------------------------------------------------------- */
 
-/* Asks the agent for the connection to a VM of the job. */
-static void connect_guest(const char *path, const char *job, const char *vm)
+/* Asks the agent for a connection to the VM of the job. With it comes the directory of Slurm's commands. */
+void connect_guest(void)
 {
 	struct sockaddr_un address = {.sun_family = AF_UNIX};
-	char request[64], answer[1024] = "";
+	char request[64], answer[PATH_MAX] = "";
 	union { struct cmsghdr head; char space[CMSG_SPACE(2 * sizeof(int))]; } control;
 	struct iovec part = {.iov_base = answer, .iov_len = sizeof answer - 1};
 	struct msghdr message = {.msg_iov = &part, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = sizeof control};
@@ -110,19 +109,19 @@ static void connect_guest(const char *path, const char *job, const char *vm)
 	ssize_t got;
 	int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0), both[2];
 
-	snprintf(address.sun_path, sizeof address.sun_path, "%s", path);
-	snprintf(request, sizeof request, "enter job=%s vm=%s\n", job, vm);
+	snprintf(address.sun_path, sizeof address.sun_path, "%s", agent_path);
+	snprintf(request, sizeof request, "enter job=%s vm=%s\n", job_id, vm_index);
 	alarm(60); /* the agent's own limit is shorter */
 	if (fd < 0 || connect(fd, (struct sockaddr *)&address, sizeof address) ||
 	    send(fd, request, strlen(request), MSG_NOSIGNAL) < 0)
-		fail("the agent of this host does not answer at %s: %s", path, strerror(errno));
+		fail("the agent of this host does not answer at %s: %s", agent_path, strerror(errno));
 	while ((got = recvmsg(fd, &message, MSG_CMSG_CLOEXEC)) < 0 && errno == EINTR)
 		continue;
 	alarm(0);
 	close(fd);
 	answer[got > 0 ? got : 0] = 0;
 	answer[strcspn(answer, "\n")] = 0;
-	if (strcmp(answer, "ok"))
+	if (strncmp(answer, "ok", 2) || (answer[2] && answer[2] != ' '))
 		fail("this task cannot enter its VM: %s",
 		     !strncmp(answer, "error ", 6) ? answer + 6 : "the agent of this host ended while it was asked");
 	head = CMSG_FIRSTHDR(&message);
@@ -131,6 +130,7 @@ static void connect_guest(const char *path, const char *job, const char *vm)
 	memcpy(both, CMSG_DATA(head), sizeof both);
 	guest = both[0];
 	machine = both[1];
+	snprintf(commands, sizeof commands, "%s", answer + 2 + (answer[2] == ' '));
 }
 
 /* --- the command -------------------------------------------------------------------------------------------------- */
@@ -198,7 +198,7 @@ static void send_command(int is_script, char *argv[])
 	if (is_script)
 		send_script(argv[0]);
 	for (char **each = environ; *each; each++)
-		send_text('E', *each);
+		send_text('E', strncmp(*each, KEPT_PREFIX, strlen(KEPT_PREFIX)) ? *each : *each + strlen(KEPT_PREFIX));
 	for (char **each = argv; *each; each++)
 		send_text('A', *each);
 	if (is_terminal)
@@ -294,6 +294,7 @@ static size_t credit = 1 << 16; /* bytes of input that the guest has room for */
 /* Ends this process as the command ended. */
 static _Noreturn void end_as(int status)
 {
+	end_commands();
 	if (WIFSIGNALED(status)) {
 		struct rlimit none = {0, 0};
 
@@ -308,7 +309,7 @@ static _Noreturn void end_as(int status)
 	abort();
 }
 
-static uint32_t number_at(const char *data)
+uint32_t number_at(const char *data)
 {
 	uint32_t found;
 
@@ -326,6 +327,8 @@ static void take_frame(char type, const char *data, size_t length)
 		credit += number_at(data);
 	} else if (type == 'Q' && length == 4) {
 		end_as((int)number_at(data));
+	} else if (type == 'V') {
+		want_command(data, length);
 	} else if (type == 'M') {
 		fail("%.*s", (int)length, data);
 	}
@@ -403,14 +406,15 @@ static _Noreturn void carry(void)
 	int has_input = 1;
 
 	for (;;) {
-		struct pollfd ready[] = {
+		struct pollfd ready[4 + COMMANDS_AT_ONCE] = {
 			{.fd = signals[0], .events = POLLIN},
 			{.fd = output_length ? output_fd : guest, .events = output_length ? POLLOUT : POLLIN},
 			{.fd = has_input && credit ? 0 : -1, .events = POLLIN},
 			{.fd = machine, .events = POLLIN},
 		};
 
-		if (poll(ready, 4, -1) < 0) {
+		watch_commands(ready + 4);
+		if (poll(ready, 4 + COMMANDS_AT_ONCE, -1) < 0) {
 			if (errno != EINTR)
 				fail("poll: %s", strerror(errno));
 			continue;
@@ -427,6 +431,7 @@ static _Noreturn void carry(void)
 		}
 		if (ready[2].revents && credit)
 			has_input = send_input();
+		tend_commands();
 	}
 }
 
@@ -438,7 +443,10 @@ int main(int count, char *argv[])
 		fprintf(stderr, "usage: mventer AGENT JOB VM command|script ARGV...\nThe SPANK plugin of Multiverse runs it.\n");
 		return 2;
 	}
-	connect_guest(argv[1], argv[2], argv[3]);
+	agent_path = argv[1];
+	job_id = argv[2];
+	vm_index = argv[3];
+	connect_guest();
 	is_terminal = isatty(0) && isatty(1) && !tcgetattr(0, &before);
 	catch_signals();
 	send_command(!strcmp(argv[4], "script"), argv + 5);

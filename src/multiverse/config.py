@@ -6,6 +6,7 @@ import difflib
 import ipaddress
 import math
 import re
+import shutil
 import socket
 import tomllib
 from collections import Counter
@@ -71,6 +72,10 @@ class SlurmSettings:
     guest_conf: Path | None = None  # a directory of files that replace the derived ones in guests
     command_timeout: float = 20.0  # seconds
     commands: int = 16  # of Slurm's commands that run at the same time, at most
+
+    def directory(self) -> Path:
+        """Where Slurm's commands are on this machine."""
+        return self.bin_dir or Path(shutil.which("srun") or "/usr/bin/srun").parent
 
 
 @dataclass(frozen=True)

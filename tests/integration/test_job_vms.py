@@ -10,7 +10,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -379,3 +379,47 @@ def test_a_job_whose_record_cannot_be_written_does_not_run(node: BareNode) -> No
         records.unlink()
         moved.rename(records)
         _ensure_agent(node.lab)
+
+
+def test_a_batch_script_in_the_vm_uses_slurms_commands_and_its_steps_run_in_the_vm(node: BareNode) -> None:
+    out, second = node.output("commands.out"), node.output("second.out")
+    options = f"#SBATCH --partition=bare --mem=700 --output={second}"
+    (node.under_test.user.home / "second.sh").write_text(f"#!/bin/sh\n{options}\nhostname\n")
+    script = (
+        "export COLOUR='blue sky' LD_LIBRARY_PATH=/mine; hostname; "
+        "srun --quiet --ntasks=2 sh -c 'echo \"$(hostname) $SLURM_PROCID $COLOUR $LD_LIBRARY_PATH\"' | sort; "
+        "squeue --noheader --jobs=$SLURM_JOB_ID --format='%i %T'; "
+        "export SLURM_NTASKS=1; srun sh -c 'exit 7' 2>/dev/null; echo step $?; echo word | srun --quiet cat; "
+        "echo copied > copied; sbcast copied /tmp/there; srun --quiet cat /tmp/there; "
+        "salloc true; echo salloc $?; sbatch --parsable second.sh"
+    )
+    job = node.sbatch(script, f"--output={out}", "--ntasks=2")
+    assert accounted(node.under_test, job, 240) == ("COMPLETED", "0:0"), out.read_text()
+    said = [line for line in out.read_text().splitlines() if not line.startswith("multiverse:")]
+    name = said[0]
+    assert name.startswith("mvjob-")
+    assert said[1:-1] == [
+        *(f"{name} {task} blue sky /mine" for task in (0, 1)), f"{job} RUNNING", "step 7", "word", "copied", "salloc 1"
+    ]  # fmt: skip
+    assert "salloc cannot be run from the VM" in out.read_text()
+    assert accounted(node.under_test, said[-1], 120) == ("COMPLETED", "0:0")
+    assert written(second).startswith("mvjob-"), "it has the options of the job that submitted it"
+
+
+def test_the_end_of_a_job_ends_the_commands_that_its_vm_has_running_on_the_host(node: BareNode) -> None:
+    out = node.output("ended.out")
+    job = node.sbatch("srun --quiet sh -c 'echo step; sleep 300' & squeue --iterate=1; wait", f"--output={out}")
+    until("the step runs", lambda: out.exists() and "step" in out.read_text(), 180)
+    until("both run in the job", lambda: {"srun", "squeue"} <= _programs_of_script(job), 60)
+    node.under_test.run("scancel", job)
+    assert accounted(node.under_test, job, 90)[0] == "CANCELLED"
+
+
+def _programs_of_script(job: str) -> set[str]:
+    """The names of the programs in the control group of a job's batch script."""
+    found = set()
+    for group in Path("/sys/fs/cgroup").glob(f"*/slurm_{baremetal.NODE}/uid_*/job_{job}/step_batch/**/cgroup.procs"):
+        for pid in group.read_text().split():
+            with suppress(OSError):  # it has ended
+                found.add(Path("/proc", pid, "comm").read_text().strip())
+    return found

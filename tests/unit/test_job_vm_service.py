@@ -104,7 +104,11 @@ class Served:
     def again(self) -> JobVmService:
         """The next agent."""
         return JobVmService(
-            self.host, _user, self.directory / "state", self.directory / "records", JobVmSizes("slim", 256, 192)
+            self.host,
+            _user,
+            self.directory / "state",
+            self.directory / "records",
+            JobVmSizes("slim", 256, 192, Path("/usr/bin")),
         )
 
 
@@ -188,7 +192,7 @@ async def test_a_job_one_of_whose_vms_died_gets_no_further_task(served: Served) 
 async def test_a_task_gets_a_connection_to_the_vm_that_it_names(served: Served) -> None:
     await served.ask(provide(7, vms=2))
     for index in (1, 0):
-        assert await served.ask(f"enter job=7 vm={index}") == "ok\n"
+        assert await served.ask(f"enter job=7 vm={index}") == "ok /usr/bin\n"
         assert served.host.guest is not None
         greeting = json.loads(served.host.guest.recv(1000))
         assert greeting["token"] == served.host.vms[7, index].task_token
@@ -284,7 +288,7 @@ async def test_a_task_gets_a_connection_to_its_own_guest_only(served: Served) ->
     sock.connect(str(served.directory / "sock"))
     sock.sendall(b"enter job=7\n")
     data, fds, _, _ = await asyncio.to_thread(socket.recv_fds, sock, 100, 2)
-    assert data == b"ok\n" and len(fds) == 2
+    assert data == b"ok /usr/bin\n" and len(fds) == 2
     assert served.host.guest is not None
     greeting = json.loads(served.host.guest.recv(1000))
     assert greeting == {"token": served.host.made[0].task_token, "name": "ada", "uid": ME, "gid": os.getgid()}
@@ -307,7 +311,7 @@ async def test_a_user_whose_guest_does_not_answer_keeps_no_other_job_waiting(ser
             assert served.service._entering._work_queue.qsize() == 0, "the threads are left to other jobs"
     finally:
         served.host.silent.set()
-    assert set(await asyncio.gather(*entering)) == {"ok\n"}
+    assert set(await asyncio.gather(*entering)) == {"ok /usr/bin\n"}
 
 
 async def test_what_users_and_guests_do_is_no_defect_of_the_agent_and_fills_no_log(
@@ -340,7 +344,7 @@ async def test_a_user_has_so_many_connections_and_the_plugin_any(
     for _, writer in idle:
         writer.close()
     await until(lambda: not served.service._open)
-    assert await served.ask("enter job=7") == "ok\n"
+    assert await served.ask("enter job=7") == "ok /usr/bin\n"
 
 
 async def test_a_job_that_ends_while_an_agent_starts_is_released(

@@ -1,150 +1,218 @@
-"""How many of Slurm's commands run at the same time, and which of those that wait comes first."""
+"""Slurm's commands in the VM of a job, without a VM: the program that stands for them there, the part of the guest
+agent that asks for connections, and the part of mventer that runs commands, each as it is."""
 
 from __future__ import annotations
 
-import asyncio
 import os
-from collections.abc import Mapping, Sequence
+import pty
+import re
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from multiverse.config import Settings, SlurmSettings
-from multiverse.core.errors import Broken, Refused, Unknown
-from multiverse.core.model import JobRef
-from multiverse.drivers.slurm.command import Completed, SlurmCommands
-from multiverse.drivers.slurm.driver import SlurmScheduler
-from multiverse.drivers.slurm.turns import CommandTurns
+from multiverse.guest import commands
+from multiverse.guest.agent import requests
+from tests.unit.entered_task import LIMIT, NEEDS_COMPILER, SOURCES, FakeAgent, agents, build
 
-JOB = {"State": "PENDING", "Partition": "vm", "Feature": "mvgate", "RestartCnt": "0", "SubmitTime": "500",
-       "PriorityLong": "9"}  # fmt: skip
+pytestmark = NEEDS_COMPILER
+
+ON_THE_HOST = """#!/bin/sh
+echo "$0|$PWD|$COLOUR|$#|$1|$2"
+"""
 
 
-class Processes:
-    """Slurm's commands, in whose place nothing is executed. All jobs wait at the gate until scancel ends them. While
-    `stuck`, commands do not end."""
+class Guest:
+    """A task whose script calls Slurm's commands. `host` are scripts that are these commands on the host."""
 
-    def __init__(self) -> None:
-        self.running: list[str] = []
-        self.begun: list[str] = []
-        self.most = 0
-        self.cancelled: set[str] = set()
-        self.stuck = asyncio.Event()
-        self.stuck.set()
+    def __init__(self, agent: FakeAgent, text: str, **host: str) -> None:
+        self.agent = agent
+        self.places = agent.directory / "guest"
+        for directory in (self.places, agent.commands):
+            directory.mkdir()
+        for name, script in host.items():
+            self._write(agent.commands / name, script)
+        for name in commands.INSTALLED:
+            self._write(self.places / name, text)
 
-    async def execute(self, argv: Sequence[str], env: Mapping[str, str], timeout: float) -> Completed:
-        self.begun.append(argv[0])
-        self.running.append(argv[0])
-        self.most = max(self.most, len(self.running))
+    def _write(self, path: Path, text: str) -> None:
+        path.write_text(text)
+        path.chmod(0o755)
+
+    def run(self, script: str, data: bytes = b"", **more: str) -> subprocess.CompletedProcess[bytes]:
+        return self.agent.run("sh", "-c", script, data=data, PATH=f"{self.places}:{os.environ['PATH']}", **more)
+
+    def start(self, script: str) -> subprocess.Popen[bytes]:
+        return self.agent.start("env", f"PATH={self.places}:{os.environ['PATH']}", "sh", "-c", script)
+
+
+@pytest.fixture(scope="module")
+def mventer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory)
+
+
+@pytest.fixture
+def guest(mventer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Guest]]:
+    group = tmp_path / "cgroup"
+    group.write_text(f"0::/multiverse-tasks/{os.getpid()}\n")
+    text = commands.program().replace("/proc/self/cgroup", str(group))
+    text = text.replace("/run/multiverse/tasks", str(tmp_path / "sockets"))
+    making = agents(mventer, tmp_path, monkeypatch)
+    make = next(making)
+    yield lambda **host: Guest(make(), text, **host)
+    for _ in making:
+        pass
+
+
+def test_the_host_runs_a_command_in_the_directory_and_environment_of_the_guest_and_its_exit_code_comes_back(
+    guest: Callable[..., Guest],
+) -> None:
+    one = guest(squeue=ON_THE_HOST + "echo oops >&2; exit 3")
+    done = one.run('COLOUR="blue sky" squeue "" "two words"; echo $?')
+    assert done.stdout.decode() == f"{one.agent.commands}/squeue|{one.agent.directory}|blue sky|2||two words\n3\n"
+    assert done.stderr == b"oops\n"
+
+
+def test_input_and_output_of_any_length_are_carried_whole(guest: Callable[..., Guest]) -> None:
+    data = os.urandom(3_000_001)
+    assert guest(srun="#!/bin/sh\nexec cat").run("srun | cat", data=data).stdout == data
+
+
+def test_a_command_ends_in_the_guest_as_it_ended_on_the_host(guest: Callable[..., Guest]) -> None:
+    done = guest(srun="#!/bin/sh\nkill -TERM $$").run("srun; echo $?")
+    assert done.stdout.strip() == str(128 + signal.SIGTERM).encode()
+
+
+def test_only_the_commands_of_the_list_run_and_none_by_a_path_of_the_guest(guest: Callable[..., Guest]) -> None:
+    one = guest(salloc="#!/bin/sh\necho ran", other="#!/bin/sh\necho ran")
+    (one.agent.directory / "squeue").write_text("#!/bin/sh\necho ran")
+    done = one.run("salloc true; echo $?")
+    assert b"salloc cannot be run from the VM of a job" in done.stderr and done.stdout == b"1\n"
+    text = (one.places / "srun").read_text()
+    for wanted in ("other", "../squeue", str(one.agent.directory / "squeue"), "", "sh"):
+        program = one.places / "lying"
+        program.write_text(text.replace("os.path.basename(sys.argv[0])", repr(wanted)))
+        program.chmod(0o755)
+        done = one.run("lying; echo $?")
+        assert b"cannot be run from the VM" in done.stderr and done.stdout == b"1\n"
+
+
+@pytest.mark.parametrize("option", ["--prolog=/bin/true", "--prolo=x", "--epilog", "--ep=x"])
+def test_no_program_of_the_users_runs_on_the_host_by_an_option_of_sruns(
+    guest: Callable[..., Guest], option: str
+) -> None:
+    done = guest(srun="#!/bin/sh\necho ran $*").run(f"srun {option} hostname; echo $?")
+    assert b"would run a program outside of the VM" in done.stderr and done.stdout == b"1\n"
+
+
+def test_options_that_only_look_alike_are_no_concern(guest: Callable[..., Guest]) -> None:
+    done = guest(srun='#!/bin/sh\necho "$*"').run("srun --propagate=NONE --export=A prog --epochs=3")
+    assert done.stdout == b"--propagate=NONE --export=A prog --epochs=3\n"
+
+
+def test_what_the_loader_would_load_is_kept_for_the_step(guest: Callable[..., Guest]) -> None:
+    """srun hands its environment on to its step, whose mventer takes the prefix off again."""
+    shown = 'echo "$LD_LIBRARY_PATH|$MULTIVERSE_KEPT_LD_LIBRARY_PATH|$SLURM_CONF|$SLURM_PROLOG"'
+    one = guest(srun=f"#!/bin/sh\n{shown}")
+    script = "LD_LIBRARY_PATH=/mine SLURM_CONF=/mine SLURM_PROLOG=/mine srun; echo $LD_LIBRARY_PATH"
+    done = one.run(script, SLURM_CONF="/the/sites", MULTIVERSE_KEPT_LD_LIBRARY_PATH="/users")
+    assert done.stdout == b"|/mine|/the/sites|\n/users\n"
+
+
+def test_a_signal_for_the_program_reaches_the_command(guest: Callable[..., Guest]) -> None:
+    waits = "#!/bin/sh\ntrap 'echo got; exit 5' USR1\necho ready\nwhile :; do sleep 0.05; done"
+    script = "srun > out & while ! grep -q ready out; do sleep 0.05; done; kill -USR1 $!; wait $!; echo $?; cat out"
+    assert guest(srun=waits).run(script).stdout == b"5\nready\ngot\n"
+
+
+@pytest.mark.parametrize("ending", ["kill -9 $!; wait $!", ""])
+def test_a_command_ends_with_the_program_in_the_guest_and_with_the_task(
+    guest: Callable[..., Guest], ending: str
+) -> None:
+    """The task's own end kills what it has left: here, what the control group would do is done by hand."""
+    one = guest(srun="#!/bin/sh\ntrap 'echo ended > ended; exit' TERM\necho $$ > began\nwhile :; do sleep 0.05; done")
+    script = f"srun & while ! test -s began; do sleep 0.05; done; {ending or 'kill -9 $!'}; sleep 0.2; exit 3"
+    assert one.run(script).returncode == 3
+    assert (one.agent.directory / "ended").read_text() == "ended\n"
+
+
+def test_more_commands_than_run_at_once_wait_for_their_turn(guest: Callable[..., Guest]) -> None:
+    one = guest(squeue="#!/bin/sh\necho $1")
+    done = one.run("for i in $(seq 40); do squeue $i & done; wait")
+    assert sorted(map(int, done.stdout.split())) == list(range(1, 41))
+
+
+def test_an_agent_that_does_not_answer_fails_the_command_with_a_message(guest: Callable[..., Guest]) -> None:
+    one = guest(squeue="#!/bin/sh\necho ran")
+    started = one.start("echo ready; read word; squeue; echo $?")
+    assert started.stdin is not None and started.stdout is not None
+    assert started.stdout.readline() == b"ready\n"
+    one.agent.stop()
+    started.stdin.write(b"go\n")
+    started.stdin.close()
+    assert started.stdout.read() == b"1\n" and started.wait(LIMIT) == 0
+
+
+def test_a_terminal_in_the_guest_is_a_terminal_on_the_host(guest: Callable[..., Guest]) -> None:
+    one = guest(srun='#!/bin/sh\ntest -t 0 && test -t 1 && stty size; read word; echo "<$word>"; exit 4')
+    ours, theirs = pty.openpty()
+    argv = one.agent.argv("sh", "-c", f"stty rows 11 cols 22; {one.places}/srun; echo $?")
+    started = subprocess.Popen(argv, stdin=theirs, stdout=theirs, cwd=one.agent.directory, start_new_session=True)
+    os.close(theirs)
+    said, sent = b"", False
+    while True:
         try:
-            await asyncio.sleep(0)
-            await self.stuck.wait()
-        finally:
-            self.running.remove(argv[0])
-        if argv[0] == "scancel":
-            self.cancelled.add(argv[-1])
-        return Completed(0, self._squeue(argv).encode() if argv[0] == "squeue" else b"", b"")
-
-    @staticmethod
-    def _squeue(argv: Sequence[str]) -> str:
-        *columns, comment = [column.partition(":") for column in argv[-1].split(",")]
-        job = {**JOB, "JobArrayID": argv[argv.index("-j") + 1]}
-        return "".join(job.get(name, "").ljust(int(width)) for name, _, width in columns) + comment[2][1:] + "\n"
+            data = os.read(ours, 1000)
+        except OSError:  # the last process has closed it
+            break
+        said += data
+        if not sent and b"11 22" in said:
+            os.write(ours, b"hello\r")
+            sent = True
+    assert started.wait(LIMIT) == 0
+    assert said.split() == [b"11", b"22", b"hello", b"<hello>", b"4"]
 
 
-def scheduler(processes: Processes, most: int) -> SlurmScheduler:
-    settings = Settings(slurm=SlurmSettings(commands=most))
-    return SlurmScheduler(settings, "ab12c", env={}, execute=processes.execute)
+def test_sbcast_is_a_step_that_reads_the_file(guest: Callable[..., Guest]) -> None:
+    one = guest(srun='#!/bin/sh\nwhile [ "$1" != sh ]; do shift; done; exec "$@"')
+    (one.agent.directory / "from").write_text("content")
+    (one.agent.directory / "from").chmod(0o750)
+    done = one.run(
+        "sbcast -p from to; echo $?; sbcast from to; echo $?; echo new > from; sbcast -f -F 2 from to; echo $?"
+    )
+    assert done.stdout.split()[0] == b"0" and done.stdout.split()[2] == b"0", done.stderr
+    assert done.stdout.split()[1] != b"0", "a file that exists is kept"
+    assert (one.agent.directory / "to").read_text() == "new\n"
+    assert (one.agent.directory / "to").stat().st_mode & 0o777 == 0o750
 
 
-async def test_ten_thousand_revocations_at_once_use_a_constant_number_of_processes() -> None:
-    processes = Processes()
-    slurm = scheduler(processes, 16)
-    jobs = [JobRef(str(number), 500) for number in range(1, 10_001)]
-    await asyncio.gather(*(slurm.revoke(job, "no reason") for job in jobs))
-    assert processes.cancelled == {job.job_id for job in jobs}
-    assert processes.most == 12, "a quarter is left to observations"
+def test_the_host_and_the_guest_know_the_same_commands() -> None:
+    (source,) = [path.read_text() for path in SOURCES if path.name == "commands.c"]
+    listed = re.search(r"names\[\] = \{(.*?)\};", source, re.DOTALL)
+    assert listed is not None and re.findall(r'"(\w+)"', listed[1]) == list(commands.COMMANDS)
 
 
-async def settle() -> None:
-    for _ in range(50):
-        await asyncio.sleep(0)
-
-
-async def test_an_observation_waits_for_no_change() -> None:
-    processes = Processes()
-    commands = SlurmCommands(SlurmSettings(commands=8), {}, processes.execute)
-    processes.stuck.clear()
-    changes = [asyncio.create_task(commands.run("scontrol")) for _ in range(100)]
-    await settle()
-    observations = [asyncio.create_task(commands.for_observations().run("sinfo")) for _ in range(4)]
-    await settle()
-    assert sorted(processes.running) == ["scontrol"] * 6 + ["sinfo"] * 2, "changes leave two places"
-    processes.stuck.set()
-    await asyncio.gather(*changes, *observations)
-    assert processes.begun[:10].count("sinfo") == 4, "the other observations went before the changes that waited"
-    assert processes.most == 8
-
-
-async def test_observations_may_use_all_places_and_changes_keep_their_order() -> None:
-    processes = Processes()
-    commands = SlurmCommands(SlurmSettings(commands=4), {}, processes.execute)
-    processes.stuck.clear()
-    tasks = [asyncio.create_task(commands.for_observations().run("sinfo")) for _ in range(4)]
-    tasks += [asyncio.create_task(commands.run(f"change-{number}")) for number in range(20)]
-    await settle()
-    assert processes.running == ["sinfo"] * 4
-    processes.stuck.set()
-    await asyncio.gather(*tasks)
-    assert processes.begun[4:] == [f"change-{number}" for number in range(20)]
-
-
-async def test_a_command_that_is_cancelled_while_it_waits_or_runs_frees_its_place() -> None:
-    processes = Processes()
-    commands = SlurmCommands(SlurmSettings(commands=2), {}, processes.execute)
-    processes.stuck.clear()
-    running, waiting, last = [asyncio.create_task(commands.run(name)) for name in ("one", "two", "three")]
-    await settle()
-    waiting.cancel()
-    await settle()
-    running.cancel()
-    processes.stuck.set()
-    await last
-    assert processes.begun == ["one", "three"] and not processes.running
-
-
-async def test_a_turn_that_is_cancelled_as_it_is_granted_is_given_to_the_next() -> None:
-    turns = CommandTurns(2)
-    taken: list[str] = []
-
-    async def take(name: str) -> None:
-        async with turns.turn(observes=False):
-            taken.append(name)
-
-    async with turns.turn(observes=False):
-        tasks = [asyncio.create_task(take(name)) for name in ("a", "b")]
-        await settle()
-    tasks[0].cancel()  # it has been granted the turn and has not run since
-    await asyncio.wait_for(tasks[1], 10)
-    assert taken == ["b"]
-
-
-async def test_a_command_gives_its_output_or_the_error_that_its_message_means(tmp_path: Path) -> None:
-    def program(name: str, script: str) -> None:
-        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
-        (tmp_path / name).chmod(0o755)
-
-    program("fine", 'echo "$1 $SLURM_CONF [$SLURM_CLUSTERS]"')
-    program("fails", 'echo "fails: error: Invalid partition name specified" >&2; exit 1')
-    program("hangs", f"echo $$ > {tmp_path}/pid; exec sleep 600")
-    settings = SlurmSettings(bin_dir=tmp_path, conf=Path("/a/slurm.conf"))
-    commands = SlurmCommands(settings, {"SLURM_CLUSTERS": "other"})
-    assert await commands.run("fine", "given") == "given /a/slurm.conf []\n"
-    with pytest.raises(Refused, match="Invalid partition name"):
-        await commands.run("fails")
-    with pytest.raises(Broken, match="cannot run"):
-        await commands.run("missing")
-    with pytest.raises(Unknown, match="did not end"):
-        await SlurmCommands(SlurmSettings(bin_dir=tmp_path, command_timeout=2.0), {}).run("hangs")
-    with pytest.raises(ProcessLookupError):
-        os.kill(int((tmp_path / "pid").read_text()), 0)
+def test_the_program_is_put_over_an_images_commands_and_beside_none_of_a_mounted_file_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = [tmp_path / name for name in ("local", "bin")]
+    for place in places:
+        place.mkdir()
+    (places[1] / "srun").write_text("the image's")
+    covered: list[str] = []
+    monkeypatch.setattr(requests, "PROGRAM", str(tmp_path / "program"))
+    monkeypatch.setattr(requests, "PLACES", tuple(map(str, places)))
+    monkeypatch.setattr(requests, "write", lambda path, text, mode: Path(path).write_text(text))
+    monkeypatch.setattr(requests, "mount", lambda source, target, kind, flags, data: covered.append(target))
+    told = {"names": ["srun", "squeue"], "directory": str(tmp_path / "site" / "bin"), "program": "text"}
+    seen = os.stat
+    monkeypatch.setattr(os, "stat", lambda path, **more: seen("/" if path == str(tmp_path) else path, **more))
+    assert requests.install_commands(told) == covered == [str(places[1] / "srun")]
+    site = tmp_path / "site" / "bin"
+    if site.exists():  # it is on the file system of /
+        assert (site / "squeue").read_text() == "text" and (site / "srun").read_text() == "text"
+    else:
+        assert not list(places[0].iterdir())
+    assert not (places[1] / "squeue").exists()

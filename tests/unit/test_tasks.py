@@ -5,20 +5,16 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import pty
 import select
-import shutil
 import signal
 import socket
 import struct
 import subprocess
 import termios
-import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,121 +22,19 @@ import pytest
 
 from multiverse.guest.agent import command, tasks
 from multiverse.guest.agent.contract import GuestAgentError
-from multiverse.guest.agent.tasks import TaskRelay
+from tests.unit.entered_task import LIMIT, NEEDS_COMPILER, FakeAgent, agents, build, user
 
-SOURCE = Path(__file__).parents[2] / "spank" / "mventer.c"
-LIMIT = 60
-
-pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+pytestmark = NEEDS_COMPILER
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def mventer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    program = tmp_path_factory.mktemp("mventer") / "mventer"
-    flags = ["-std=gnu11", "-Wall", "-Wextra", "-Werror", "-O1"]
-    subprocess.run(["cc", *flags, "-o", program, SOURCE], check=True)
-    return program
-
-
-@dataclass
-class FakeAgent:
-    """Answers one request of mventer, and runs the guest's side of the task in a thread."""
-
-    program: Path
-    directory: Path
-    token: str = "secret"
-    refusal: str = ""
-    requests: list[bytes] = field(default_factory=list)
-    machine: int = -1  # closing it ends the VM
-    relay: threading.Thread | None = None
-
-    def __post_init__(self) -> None:
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(str(self.directory / "sock"))
-        self._listener.listen()
-        self._thread = threading.Thread(target=self._serve, daemon=True)
-        self._thread.start()
-
-    def _serve(self) -> None:
-        try:
-            asked, _ = self._listener.accept()
-        except OSError:
-            return
-        with asked:
-            self.requests.append(asked.recv(100))
-            if self.refusal:
-                asked.sendall(f"error {self.refusal}\n".encode())
-                return
-            ours, theirs = _connected()
-            greeting = {"token": self.token, "name": _user(), "uid": os.getuid(), "gid": os.getgid()}
-            ours.sendall(json.dumps(greeting).encode() + b"\n")
-            self.relay = threading.Thread(target=TaskRelay(theirs, "secret", []).run, daemon=True)
-            self.relay.start()
-            reading, self.machine = os.pipe()
-            socket.send_fds(asked, [b"ok\n"], [ours.fileno(), reading])
-            os.close(reading)
-            ours.close()
-
-    def argv(self, *command: str, kind: str = "command") -> list[str]:
-        return [str(self.program), str(self.directory / "sock"), "7", kind, *command]
-
-    def run(
-        self, *command: str, kind: str = "command", data: bytes = b"", **more: str
-    ) -> subprocess.CompletedProcess[bytes]:
-        return subprocess.run(
-            self.argv(*command, kind=kind), input=data, capture_output=True, timeout=LIMIT, check=False,
-            cwd=self.directory, env={**os.environ, **more},
-        )  # fmt: skip
-
-    def start(self, *command: str) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            self.argv(*command),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=self.directory,
-            start_new_session=True,
-        )
-
-    def close(self) -> None:
-        self._listener.close()
-        if self.machine >= 0:
-            os.close(self.machine)
-
-
-def _connected() -> tuple[socket.socket, socket.socket]:
-    """Both ends of a TCP connection."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        one = socket.create_connection(listener.getsockname())
-        other, _ = listener.accept()
-    return one, other
-
-
-def _user() -> str:
-    import pwd
-
-    return pwd.getpwuid(os.getuid()).pw_name
+    return build(tmp_path_factory)
 
 
 @pytest.fixture
 def agent(mventer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., FakeAgent]]:
-    """Makes agents. Control groups and the ids of users are the kernel's business, and need root."""
-    monkeypatch.setattr(command, "TASKS", str(tmp_path / "groups"))
-    monkeypatch.setattr(command, "write_kernel_file", lambda path, text: None)
-    monkeypatch.setattr(command, "GONE_TIMEOUT", 0.0)
-    monkeypatch.setattr(os, "setgroups", lambda groups: None)
-    made: list[FakeAgent] = []
-
-    def make(**more: str) -> FakeAgent:
-        directory = tmp_path / str(len(made))
-        directory.mkdir()
-        made.append(FakeAgent(mventer, directory, **more))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
-        if one.relay is not None:
-            one.relay.join(LIMIT)
+    yield from agents(mventer, tmp_path, monkeypatch)
 
 
 def test_a_command_has_its_arguments_directory_and_environment_and_its_exit_code_comes_back(
@@ -151,7 +45,7 @@ def test_a_command_has_its_arguments_directory_and_environment_and_its_exit_code
     assert done.returncode == 3
     assert done.stdout.decode() == f"{one.directory}|blue sky||two words\n\n"
     assert done.stderr == b"oops\n"
-    assert one.requests == [b"enter job=7\n"]
+    assert one.requests == [b"enter job=7 vm=0\n"]
 
 
 def test_input_and_output_of_any_length_are_carried_whole(agent: Callable[..., FakeAgent]) -> None:
@@ -204,7 +98,7 @@ def test_a_user_who_describes_a_task_has_no_other_file_written_or_removed_by_roo
     kept.write_text("kept")
     link.parent.mkdir()
     for path in (kept, tmp_path / "new" / "x.conf", tmp_path / "job1" / ".." / "passwd", tmp_path / "job1" / "x"):
-        told = command.TaskCommand(_user(), os.getuid(), os.getgid())
+        told = command.TaskCommand(user(), os.getuid(), os.getgid())
         with pytest.raises(GuestAgentError, match="no path of a batch script"):
             told.frame(b"F", os.fsencode(path) + b"\0mine")
         told.end()
@@ -226,7 +120,7 @@ def test_nothing_is_made_for_a_user_below_a_directory_of_another(
         return SimpleNamespace(st_uid=4711) if found.st_ino == own else found
 
     monkeypatch.setattr(os, "fstat", fstat)
-    told = command.TaskCommand(_user(), os.getuid(), os.getgid())
+    told = command.TaskCommand(user(), os.getuid(), os.getgid())
     with pytest.raises(GuestAgentError, match="another user"):
         told.frame(b"F", os.fsencode(theirs / "a" / "job1" / "slurm_script") + b"\0mine")
     assert not list(theirs.iterdir())

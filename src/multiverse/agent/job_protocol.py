@@ -5,8 +5,9 @@
     release job=12
     test
 
-The answer is `ok`, or `error` and a sentence for the user. Sizes are MiB; what is empty or missing was not given. The
-plugin and the agent speak one protocol: they are installed together, and a test of the plugin compares it.
+The answer is `ok`, to `enter` with the directory of Slurm's commands, or `error` and a sentence for the user. Sizes are
+MiB; what is empty or missing was not given. The plugin and the agent speak one protocol: they are installed together,
+and a test of the plugin compares it.
 """
 
 from __future__ import annotations
@@ -119,10 +120,10 @@ def _number(values: dict[str, str], key: str) -> int:
     return int(text)
 
 
-def answer(error: MultiverseError | None = None) -> bytes:
-    """The answer to a request that was done, or that failed with this error."""
+def answer(error: MultiverseError | None = None, *, told: str = "") -> bytes:
+    """The answer to a request that was done, with what its sender is told, or that failed with this error."""
     if error is None:
-        return b"ok\n"
+        return f"ok {told}".rstrip().encode() + b"\n"
     shown = "".join(c if c.isprintable() else " " for c in str(error))
     return f"error {shown[:800]}\n".encode()
 

@@ -290,7 +290,7 @@ class JobVmService:
             greeting = {"token": vm.task_token, "name": user.name, "uid": uid, "gid": gid}
             connection.sendall(json.dumps(greeting).encode() + b"\n")
             with socket.socket(fileno=os.dup(sock.fileno())) as own:
-                socket.send_fds(own, [answer()], [connection.fileno(), process])
+                socket.send_fds(own, [answer(told=str(self._sizes.commands))], [connection.fileno(), process])
         except OSError as error:
             raise Unknown(f"the guest or the task has closed its connection: {error.strerror}") from error
         finally:
@@ -349,11 +349,12 @@ class JobVmService:
 
 @dataclass(frozen=True, slots=True)
 class JobVmSizes:
-    """What VMs inside jobs are by default, and at least. MiB."""
+    """What VMs inside jobs are by default, and at least, in MiB; and where this host has Slurm's commands."""
 
     default_image: str
     least: int
     overhead: int
+    commands: Path
 
 
 def _read(path: Path) -> tuple[JobVm, ...]:

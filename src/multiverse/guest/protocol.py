@@ -21,6 +21,7 @@ from typing import Any, Literal, NotRequired, TypedDict
 from multiverse.core.errors import Refused
 from multiverse.core.model import Daemon, GuestFile, Identity, Mount, NodeBootstrap, Stage, User
 from multiverse.guest.agent import DISK, INTRODUCED, MAX_LINE, PORT, TASKS_PORT, TEMPLATE
+from multiverse.guest.commands import INSTALLED, program
 
 __all__ = [
     "AUDIT",
@@ -136,11 +137,21 @@ class AddUserMessage(TypedDict):
     time: float
 
 
+class WireCommands(TypedDict):
+    """Slurm's commands in the VM of a job: their names, the directory that the host has them in, and the text of the
+    program that stands for them."""
+
+    names: list[str]
+    directory: str
+    program: str
+
+
 class ServeTasksMessage(TypedDict):
     """`token` is a secret of the host's agent."""
 
     type: Literal["serve_tasks"]
     token: str
+    commands: WireCommands
 
 
 class JoinJobMessage(TypedDict):
@@ -192,10 +203,12 @@ def add_user_message(user: User) -> bytes:
     return _line(AddUserMessage(type="introduce", user=_wire_user(user), time=time.time()))
 
 
-def serve_tasks_message(token: str) -> bytes:
-    """The line that makes the agent accept the tasks of a job, on connections that begin with this token. It answers
-    `serving_tasks`; agents of earlier images ignore it."""
-    return _line(ServeTasksMessage(type="serve_tasks", token=token))
+def serve_tasks_message(token: str, directory: str) -> bytes:
+    """The line that makes the agent accept the tasks of a job, on connections that begin with this token, and stand in
+    for Slurm's commands, which the host has in `directory`. It answers `serving_tasks`; agents of earlier images ignore
+    it."""
+    commands = WireCommands(names=list(INSTALLED), directory=directory, program=program())
+    return _line(ServeTasksMessage(type="serve_tasks", token=token, commands=commands))
 
 
 def _line(message: IdentityMessage | AddUserMessage | ServeTasksMessage | JoinJobMessage) -> bytes:

@@ -36,7 +36,8 @@ async def serve_jobs(settings: Settings) -> AsyncIterator[None]:
             hint=f"chmod o+x {path.parent}, or set job_vms.socket",
         )
     host = await asyncio.to_thread(QemuJobVms, settings)
-    sizes = JobVmSizes(settings.image.default, settings.qemu.base_memory, settings.job_vms.overhead)
+    image, least, overhead = settings.image.default, settings.qemu.base_memory, settings.job_vms.overhead
+    sizes = JobVmSizes(image, least, overhead, settings.slurm.directory())
     service = JobVmService(host, NameService().user, settings.agent.state_dir / "jobs", records, sizes)
     # Before the VMs of earlier agents are looked at: the epilog of a job that ends meanwhile waits for its turn. Tasks
     # run as users; who may do what is decided by their uids.

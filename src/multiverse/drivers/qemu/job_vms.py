@@ -59,7 +59,7 @@ class QemuJobVms:
         self._host.start(spec.name, self._plugged(vm), self._identity(spec, vm, vms, user))
         known = (*self._settings.network.hosts, *peers)
         self._host.join_job(spec.name, guest_name(vm.job, vm.place), spec.job_address, known, self._overlay(vm).mtu)
-        self._host.serve_tasks(spec.name, vm.task_token)
+        self._host.serve_tasks(spec.name, vm.task_token, str(self._settings.slurm.directory()))
         return self._host.control_groups(spec.name)
 
     def _create(self, spec: Specification) -> None:

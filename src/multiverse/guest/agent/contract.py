@@ -12,6 +12,7 @@ MOST_WAIT = 64  # lines that are written to that pipe; each waiting process read
 
 TASKS_PORT = 1022  # TCP, where the agent accepts the tasks of a job; no user's process can listen there
 LONGEST_FRAME = 1 << 20  # bytes in a frame of a task's connection
+SOCKETS = "/run/multiverse/tasks"  # of the processes that carry tasks, by pid
 
 LOGS = "/var/log/multiverse"  # directory of the daemons' logs
 DAEMON_TIMEOUT = 30.0  # seconds until a daemon must be ready, a plugged CPU or memory usable, or a mount done

@@ -25,6 +25,7 @@ from multiverse.guest.agent.modules import load_on_demand
 from multiverse.guest.agent.mounts import mount_one
 from multiverse.guest.agent.network import add_address, interface, set_mtu, set_network
 from multiverse.guest.agent.processes import ending, preload_job_programs
+from multiverse.guest.agent.requests import install_commands, uncover
 from multiverse.guest.agent.syscalls import MNT_DETACH, unmount
 from multiverse.guest.agent.tasks import TaskListener
 from multiverse.guest.agent.users import add_users
@@ -45,6 +46,7 @@ class GuestAgent:
         self.children = Children()
         self.mounts: list[str] = []
         self.tasks: TaskListener | None = None
+        self.covered: list[str] = []  # files that Slurm's commands were put over
         self.introduced: int | None = None  # the pipe from which a job reads until its user is known
         # The answer to `hello`. A host that missed a report, or has restarted, asks again.
         self.state: dict[str, Any] = {"type_": "fork_point", "version": VERSION, "possible": count_cpus("possible")}
@@ -89,7 +91,7 @@ class GuestAgent:
             elif message.get("type") == "join_job":
                 self.join_job(message)
             elif message.get("type") == "serve_tasks":
-                self.serve_tasks(message["token"])
+                self.serve_tasks(message)
             elif message.get("type") == "audit":
                 facts = {**clone_facts(), **self.state.get("audit", {}), **current_facts()}
                 self.channel.send("audited", audit=facts)
@@ -169,12 +171,14 @@ class GuestAgent:
         set_host_names(message["hostname"], message["address"], message["peers"])
         self.channel.send("joined_job")
 
-    def serve_tasks(self, token: str) -> None:
-        """Accept the tasks of the VM's job from now on, on connections that begin with this token."""
+    def serve_tasks(self, message: dict[str, Any]) -> None:
+        """Accept the tasks of the VM's job from now on, on connections that begin with the token of the message."""
         if self.tasks is None:
             self.tasks = TaskListener(self.mounts)
             self.poller.register(self.tasks.sock, select.POLLIN)
-        self.tasks.token = token
+            if "commands" in message:  # the host of an earlier release sends none
+                self.covered = install_commands(message["commands"])
+        self.tasks.token = message["token"]
         self.channel.send("serving_tasks")
 
     def attend(self) -> None:
@@ -197,6 +201,7 @@ class GuestAgent:
     def flush(self) -> None:
         """Write everything back and unmount the cluster's file systems. Processes that still use them may fail."""
         os.sync()
+        uncover(self.covered)
         for target in reversed(self.mounts):
             try:
                 unmount(target)

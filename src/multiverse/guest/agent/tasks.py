@@ -5,7 +5,8 @@ each a type of one byte, the length of its body in four bytes (most significant 
 LONGEST_FRAME bytes. From the host: the description of the command (see `TaskCommand.frame`) up to X, which starts it;
 then I input, Z the end of the input, S a signal (a byte with its number, and `1` for the command alone or `a` for its
 other processes), W rows and columns of the terminal. To the host: O output, D errors, K how many more bytes of input
-there is room for, M why the command could not be started, and last Q its wait status.
+there is room for, M why the command could not be started, and last Q its wait status. V names a request for one of
+Slurm's commands (`requests`): the host makes a connection that begins with the same V, or answers N.
 
 Each task has a process of its own, forked from the agent, which ends with the connection; and with it the command.
 """
@@ -22,10 +23,12 @@ import time
 
 from multiverse.guest.agent.command import TaskCommand
 from multiverse.guest.agent.contract import LONGEST_FRAME, TASKS_PORT, GuestAgentError
+from multiverse.guest.agent.requests import CommandRequests, hand_over
 from multiverse.guest.agent.syscalls import sync_file_system
 
 DESCRIPTION_TIMEOUT = 30.0  # seconds for the host to describe the command
 OUTPUT_TIMEOUT = 5.0  # seconds for the output to end after its last process was killed
+LINGER = 20.0  # seconds for the host to close its end after the last frame
 ROOM = 1 << 16  # bytes of output that are read before the host has taken earlier ones
 CHUNK = 1 << 14
 ACCEPTED_AT_ONCE = 64  # connections, before other messages of the host are answered
@@ -104,6 +107,7 @@ class TaskRelay:
         self._command = TaskCommand("", 0, 0)
         self._files: dict[int, bytes] = {}  # the type of frame for each descriptor of output
         self._stdin = -1
+        self._requests: CommandRequests | None = None
 
     def run(self) -> None:
         """Run the task to its end."""
@@ -112,7 +116,9 @@ class TaskRelay:
         if not self._greeted():
             return
         try:
-            self._describe()
+            if request := self._describe():
+                hand_over(request, self._connection)
+                return
             self._start()
             status = self._carry()
         except (OSError, ValueError, GuestAgentError) as error:
@@ -120,6 +126,9 @@ class TaskRelay:
             self._frame(b"M", f"in the VM of this job: {error}".encode())
             self._flush()
             return
+        finally:
+            if self._requests is not None:
+                self._requests.close()
         self._write_back()
         self._frame(b"Q", struct.pack(">I", status))
         self._flush()
@@ -146,12 +155,14 @@ class TaskRelay:
         del self._received[: end + 1]
         return line
 
-    def _describe(self) -> None:
-        """Read the description of the command."""
+    def _describe(self) -> bytes:
+        """Read the description of the command; or the name of a request, for which this connection is."""
         while True:
             while frame := self._next_frame():
                 if frame[0] == b"X":
-                    return
+                    return b""
+                if frame[0] == b"V":
+                    return frame[1]
                 self._command.frame(*frame)
             data = self._connection.recv(65536)
             if not data:
@@ -174,6 +185,7 @@ class TaskRelay:
     def _start(self) -> None:
         if not self._command.argv:
             raise GuestAgentError("the task has no command")
+        self._requests = CommandRequests(self._command.uid)  # before the command can ask for something
         self._stdin, out, err = self._command.start()
         self._files = {out: b"O"} if out == err else {out: b"O", err: b"D"}
         for fd in {self._stdin, out, err}:
@@ -191,6 +203,7 @@ class TaskRelay:
             self._receive()
             self._write_input()
             self._read_output()
+            self._pass_requests()
             self._send()
             if self._host_gone:
                 self._command.end()
@@ -213,6 +226,8 @@ class TaskRelay:
         if len(self._unsent) < ROOM:
             for fd in self._files:
                 wanted[fd] = wanted.get(fd, 0) | select.POLLIN
+        if self._requests is not None and process >= 0 and not self._host_gone:
+            wanted |= dict.fromkeys(self._requests.watched, select.POLLIN)
         poller = select.poll()
         for fd, events in wanted.items():
             poller.register(fd, events)
@@ -238,6 +253,8 @@ class TaskRelay:
             self._input_ended = True
         elif kind == b"S":
             self._signal(body[0], everyone=body[1:2] == b"a")
+        elif kind == b"N" and self._requests is not None:
+            self._requests.refuse(body)
         elif kind == b"W" and command.has_terminal:
             rows, columns = body.split()
             for fd in self._files:
@@ -249,6 +266,13 @@ class TaskRelay:
             self._command.send_signal(signal.SIGSTOP if number == signal.SIGTSTP else number, everyone=everyone)
         except OSError:
             return
+
+    def _pass_requests(self) -> None:
+        if self._requests is not None:
+            self._requests.attend()
+            for name in self._requests.outgoing:
+                self._frame(b"V", name)
+            self._requests.outgoing.clear()
 
     def _write_input(self) -> None:
         if self._stdin < 0:
@@ -306,6 +330,10 @@ class TaskRelay:
             self._connection.settimeout(None)
             self._connection.sendall(self._unsent)
             self._connection.shutdown(socket.SHUT_WR)
+            # Until the host closes its end: with input unread here, what was sent last could be lost on its way.
+            self._connection.settimeout(LINGER)
+            while self._connection.recv(65536):
+                pass
         except OSError:
             return
 

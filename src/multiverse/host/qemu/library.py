@@ -217,11 +217,12 @@ class QemuHost:
         channel = self._context.connections.started_channel(name)
         channel.ask(join_job_message(hostname, address, peers, mtu), "joined_job", _ANSWER_TIMEOUT)
 
-    def serve_tasks(self, name: str, token: str) -> None:
+    def serve_tasks(self, name: str, token: str, directory: str) -> None:
         """Make the guest accept the tasks of the job that its VM is inside of, on connections to its `TASKS_PORT` that
-        begin with this token. Raises `Gone` if it is not started, `Unknown` if it does not answer."""
+        begin with this token. The host has Slurm's commands in `directory`. Raises `Gone` if it is not started,
+        `Unknown` if it does not answer."""
         channel = self._context.connections.started_channel(name)
-        channel.ask(serve_tasks_message(token), "serving_tasks", _ANSWER_TIMEOUT)
+        channel.ask(serve_tasks_message(token, directory), "serving_tasks", _ANSWER_TIMEOUT)
 
     def control_groups(self, name: str) -> list[str]:
         """The directories of the control groups that a VM's QEMU is in."""
