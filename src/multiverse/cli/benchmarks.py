@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from multiverse.cli import (
+    across,
     backfill,
     bench,
     burst,
@@ -19,6 +20,7 @@ from multiverse.cli import (
 )
 
 app = bench.app
+app.command("across")(across.across)
 app.command("burst")(burst.burst)
 app.command("density")(density.density)
 app.command("leases")(lease_day.lease_day)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -16,6 +15,7 @@ import typer
 from rich.text import Text
 
 from multiverse.api import HostView, SizeView, TemplateView, TimelineView, decode
+from multiverse.bench.hpcc import HPCC_INPUT, hpcc_figures
 from multiverse.cli import progress, render
 from multiverse.cli.demo_first import first_impression
 from multiverse.cli.demo_jobs import LIMIT, LOG_HINT, DemoJob, follow, text_of
@@ -51,45 +51,6 @@ echo "task $SLURM_ARRAY_TASK_ID of $SLURM_ARRAY_TASK_COUNT ran on $(hostname)"
 # Of a size of which a host holds one VM only.
 GANG = """#!/bin/sh
 srun sh -c 'echo "rank $SLURM_PROCID of $SLURM_NTASKS ran on $(hostname)"'
-"""
-
-# The input of HPCC, in the order of lines that it expects: one small HPL problem on a process grid of 1 × 2.
-HPCC_INPUT = """HPLinpack benchmark input file
-Multiverse demo
-HPL.out      output file name (if any)
-6            device out (6=stdout,7=stderr,file)
-1            # of problems sizes (N)
-480          Ns
-1            # of NBs
-48           NBs
-0            PMAP process mapping (0=Row-,1=Column-major)
-1            # of process grids (P x Q)
-1            Ps
-2            Qs
-16.0         threshold
-1            # of panel fact
-2            PFACTs (0=left, 1=Crout, 2=Right)
-1            # of recursive stopping criterium
-4            NBMINs (>= 1)
-1            # of panels in recursion
-2            NDIVs
-1            # of recursive panel fact.
-1            RFACTs (0=left, 1=Crout, 2=Right)
-1            # of broadcast
-1            BCASTs (0=1rg,1=1rM,2=2rg,3=2rM,4=Lng,5=LnM)
-1            # of lookahead depth
-1            DEPTHs (>=0)
-2            SWAP (0=bin-exch,1=long,2=mix)
-64           swapping threshold
-0            L1 in (0=transposed,1=no-transposed) form
-0            U  in (0=transposed,1=no-transposed) form
-1            Equilibration (0=no,1=yes)
-8            memory alignment in double (> 0)
-##### This line (no. 32) is ignored (it serves as a separator). ######
-0            Number of additional problem sizes for PTRANS
-1200         values of N
-0            number of additional blocking sizes for PTRANS
-40           values of NB
 """
 
 HPCC = f"""#!/bin/sh
@@ -315,11 +276,8 @@ async def _accounts(lab: LabSession, rows: Sequence[DemoJob]) -> dict[str, tuple
 
 def _hpcc(path: Path) -> str:
     """The figures of HPL and RandomAccess from HPCC's summary; empty unless HPL found its own result correct."""
-    summary = text_of(path)
-    found = dict(
-        re.findall(r"^(HPL_Tflops|MPIRandomAccess_GUPs|Success|HPL_N|CommWorldProcs)=(\S+)$", summary, re.MULTILINE)
-    )
-    if "HPL_Tflops" not in found or found.get("Success") != "1":
+    found = hpcc_figures(text_of(path))
+    if not found:
         return ""
     return (
         f"HPL N={found.get('HPL_N')} on {found.get('CommWorldProcs')} ranks: "
