@@ -295,9 +295,10 @@ class Overlay:
                     hint=f"give this site another overlay.port; if {name} is not needed: ip link del {name}",
                 )
 
-    def _program(self, ip: IPRoute, index: int, entries: Iterable[Neighbour]) -> None:
+    def _program(self, ip: IPRoute, index: int, entries: Collection[Neighbour]) -> None:
+        if machines := ", ".join(sorted({one.machine for one in entries})):
+            self._run(f"add element inet {self.config.table} machines {{ {machines} }}")
         for one in entries:
-            self._run(f"add element inet {self.config.table} machines {{ {one.machine} }}")
             ip.fdb("replace", flags=NTF_SELF, ifindex=index, lladdr=one.mac, dst=one.machine)
             ip.neigh("replace", ifindex=index, dst=one.address, lladdr=one.mac, state=NUD_PERMANENT)
 
