@@ -70,6 +70,20 @@ def test_whatever_happens_to_a_pilot_each_job_runs_once_in_the_end(kind: Inciden
     assert not outcome.violations and all_ran(outcome)
 
 
+def test_a_jobs_end_is_explained_by_the_pilots_though_the_scheduler_shows_that_later() -> None:
+    """Whoever tells first, the agent or the scheduler: no VM is taken for dead, and nothing new is put on the host."""
+    first = set()
+    for seed in range(7, 13):
+        outcome = simulate(replace(scenario(Incident(40.0, K.PILOT_PREEMPTED)), seed=seed))
+        assert not outcome.violations and all_ran(outcome)
+        (why,) = (line for line in outcome.journal if "lease 1: held -> ending" in line)
+        first.add("its agent says that the lease ends" in why)
+        again = [line for line in outcome.journal if "reclaiming (restarted" in line]
+        assert again and all("its pilot 9000001 is ending" in line for line in again)
+        assert not any("(died" in line for line in outcome.journal)
+    assert first == {True, False}
+
+
 @pytest.mark.parametrize("at", MOMENTS)
 @pytest.mark.parametrize("kind", [K.PILOT_PREEMPTED, K.PILOT_NODE_DOWN])
 def test_the_same_while_slurmctld_is_away(kind: IncidentKind, at: float) -> None:

@@ -129,9 +129,10 @@ RARE = (
     ("host", ("silent", "fencing"), "removed", "removed"),
     ("host", ("silent", "fencing"), "resumed", "known"),
     ("host", ("silent", "fencing"), "given back", "returned"),
-    *(("lease", (state,), "noted", state) for state in ("idle", "held")),
-    ("lease", ("starting", "idle"), "lost", "lost"),
-    ("lease", ("idle",), "failed", "releasing"),
+    *(("lease", (state,), "noted", state) for state in ("waiting", "idle", "held")),
+    ("lease", ("starting", "idle", "ending", "releasing"), "lost", "lost"),
+    ("lease", ("starting", "idle", "held"), "failed", "releasing"),
+    ("lease", ("held",), "vanished", "releasing"),
     ("template", ("building", "broken", "ready", "retiring"), "removed", "absent"),
 )
 """Transitions that the 2,000 seeds take at most three times or never: they need a precise moment, such as a job that is

@@ -517,6 +517,14 @@ def test_whatever_the_lease_its_vms_are_lost_with_a_pilot_whose_node_may_go_on(b
     assert fenced == (Event.FENCED, HostState.FENCED) and last == (Event.VANISHED, L.RELEASING)
 
 
+def test_the_vms_of_a_lease_that_is_given_back_are_lost_with_a_pilot_whose_node_may_go_on() -> None:
+    one = lease(L.RELEASING)
+    its_vm = vm(VmState.SERVING, host=one.name)
+    assert stepped(one, host_of(one), its_vm, pilot=pilot_of(one, P.RUNNING)) == [], "it is being cancelled"
+    for pilot in (pilot_of(one, P.ENDED), None):
+        assert stepped(one, host_of(one), its_vm, pilot=pilot) == [(Event.LOST, L.LOST)]
+
+
 @pytest.mark.parametrize("before", [L.STARTING, L.IDLE, L.HELD])
 @pytest.mark.parametrize("silent", [HostState.SILENT, HostState.FENCING])
 def test_a_lease_whose_host_is_silent_is_given_up(before: LeaseState, silent: HostState) -> None:

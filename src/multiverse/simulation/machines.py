@@ -133,6 +133,7 @@ class Machines:
     def begin_template(self, which: TemplateKey) -> bool:
         """Begin to build a template; False if the template is ready already. Raises `Gone`, `Refused`, `Exhausted`."""
         self._check_reachable(which.host)
+        self._check_taken(which.host)
         self._check_room(which.host)
         self._check_image(which.image, which.host)
         known = self.templates.get(which)
@@ -169,6 +170,7 @@ class Machines:
     def begin(self, spec: VmSpec) -> Machine:
         """Begin to create a VM, which takes capacity from now on. Raises `Gone`, `Refused`, `Broken`, `Exhausted`."""
         self._check_reachable(spec.host)
+        self._check_taken(spec.host)
         known = self.vms.get(spec.name)
         if known is not None:
             if known.spec != spec:
@@ -199,6 +201,7 @@ class Machines:
         """Give a VM its identity and let it run. Raises `Gone` if there is no complete, living VM, `Refused` if the
         identity is another VM's."""
         machine, name = self._get(vm), vm.name
+        self._check_taken(machine.spec.host)
         if machine.condition in (VmCondition.MAKING, VmCondition.DEAD):
             raise Gone(f"{name} is {machine.condition}: {machine.reason or 'not complete'}", hint="destroy it")
         if not self._owns(machine, identity):
@@ -431,6 +434,15 @@ class Machines:
         if machine is None:
             raise Gone(f"no VM {vm.name} at {vm.source}")
         return machine
+
+    def refuse(self, host: str, why: str) -> None:
+        """The host's agent takes no VM any more, and says so with each observation."""
+        if host in self.hosts:  # its agent has started
+            self.hosts[host] = replace(self.hosts[host], refuses=why)
+
+    def _check_taken(self, host: str) -> None:
+        if why := self.hosts[host].refuses:
+            raise Refused(why, hint="another host takes the VM")
 
     def _check_reachable(self, host: str) -> None:
         if host not in self.hosts:

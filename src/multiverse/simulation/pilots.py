@@ -1,7 +1,8 @@
 """Pilot jobs in the simulated Slurm: physical nodes that are leased, and what happens to them.
 
 A pilot waits for a node, runs, and is told to end by preemption, an operator, its time limit or the controller; then
-its agent ends the VMs within KillWait. A node that is set DOWN ends its pilot in Slurm at once, while its VMs go on
+its agent says that it ends, takes no VM any more, and ends those that it has within KillWait. Slurm shows the end of
+some pilots later than their agents do. A node that is set DOWN ends its pilot in Slurm at once, while its VMs go on
 until the node is rebooted. All that happens whether or not slurmctld answers; only its answers are missed.
 """
 
@@ -12,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import inf
 from random import Random
+from zlib import crc32
 
 from multiverse.core.errors import Refused
 from multiverse.core.model import Host, LeaseSpec, PilotSeen, PilotState, Size
@@ -19,6 +21,12 @@ from multiverse.simulation.clock import EPOCH
 from multiverse.simulation.machines import ABILITIES, Machines
 
 PARTITION = "physical"
+
+SHOWN_WITHIN = 3
+"""Seconds, at most, until Slurm shows that a pilot ends, in whole seconds that depend on the lease."""
+
+LAST_WORD = 3.0
+"""Seconds that an agent goes on after it has ended all VMs, so that its controller sees that they are gone."""
 
 
 @dataclass(frozen=True)
@@ -36,25 +44,27 @@ class PhysicalNodes:
 
 @dataclass(eq=False)
 class Pilot:
-    """A pilot job. `clean` says that nothing of it is left on a node."""
+    """A pilot job. `clean` says that nothing of it is left on a node. One that ends is shown as running until
+    `ends_from`."""
 
     id: str
     spec: LeaseSpec
     state: PilotState = PilotState.PENDING
     node: str = ""
     began: float = 0.0
+    ends_from: float = 0.0
     restarts: int = 0
     reason: str = ""
     clean: bool = True
     shown: bool = True
 
-    def seen(self) -> PilotSeen:
+    def seen(self, now: float) -> PilotSeen:
         """As the scheduler shows it."""
-        ends = EPOCH + self.began + self.spec.time_limit if self.state is PilotState.RUNNING else inf
-        clean = self.clean and self.state is PilotState.ENDED
-        return PilotSeen(
-            self.spec.name, self.spec.token, self.state, self.node, ends, self.reason, self.restarts, clean
-        )
+        early = self.state is PilotState.ENDING and now < self.ends_from
+        state, reason = (PilotState.RUNNING, "") if early else (self.state, self.reason)
+        ends = EPOCH + self.began + self.spec.time_limit if state is PilotState.RUNNING else inf
+        clean = self.clean and state is PilotState.ENDED
+        return PilotSeen(self.spec.name, self.spec.token, state, self.node, ends, reason, self.restarts, clean)
 
 
 class Pilots:
@@ -91,7 +101,7 @@ class Pilots:
 
     def view(self) -> dict[str, PilotSeen]:
         """All pilots that are shown."""
-        return {id_: pilot.seen() for id_, pilot in self._shown().items()}
+        return {id_: pilot.seen(self._loop.time()) for id_, pilot in self._shown().items()}
 
     def leasable(self) -> Mapping[str, Size]:
         """What a whole node has."""
@@ -136,7 +146,14 @@ class Pilots:
             self._ended(pilot)
         elif pilot.state is PilotState.RUNNING:
             pilot.state, pilot.reason = PilotState.ENDING, reason
-            self._later(self.nodes.drain, lambda: self._drained(pilot))
+            pilot.ends_from = self._loop.time() + crc32(pilot.spec.token.encode()) % (SHOWN_WITHIN + 1)
+            self._machines.refuse(pilot.spec.name, "the lease ends")
+            self._later(self.nodes.drain, lambda: self._drain(pilot))
+
+    def _drain(self, pilot: Pilot) -> None:
+        if pilot.state is PilotState.ENDING:
+            self._machines.switch_off(pilot.spec.name)
+            self._loop.call_later(LAST_WORD, lambda: self._drained(pilot))
 
     def _drained(self, pilot: Pilot) -> None:
         if pilot.state is PilotState.ENDING:
