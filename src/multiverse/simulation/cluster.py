@@ -66,7 +66,8 @@ class OfferedNode:
             named <= {self.node.image} | kinds
             and (self.any_image or self.node.image in named)
             and (self.any_kind or bool(named & kinds))
-            and batch.nodes == 1
+            and batch.nodes == batch.sockets == 1
+            and not batch.size.net
             and (batch.size.cpus, batch.account) == (size.cpus, self.node.account)
             and batch.size.memory <= size.memory
             and batch.size.disk <= size.disk
@@ -88,6 +89,7 @@ class Cluster:
         self.violations: list[str] = []
         # What job_submit.lua and EpilogSlurmctld call, with the uid of the job's user or the job's id.
         self.hint: Callable[[int | None, str], None] = lambda uid, job_id: None
+        self.host_of: Callable[[str], str] = lambda node: node  # on which host a node is
         self._rng = rng
         self._loop = asyncio.get_running_loop()
         self._next = settings.first_id
@@ -160,6 +162,8 @@ class Cluster:
         job = self.jobs[job_id]
         if job.state is JobState.PENDING:
             job.changed = (self._loop.time(), job.batch)
+            if (size := changes.get("size")) is not None:  # a bandwidth is in the comment, which keeps it
+                changes["size"] = replace(size, net=job.batch.size.net)
             job.batch = replace(job.batch, **{name: value for name, value in changes.items() if value is not None})
 
     def requeue(self, job_id: str) -> None:
@@ -185,6 +189,7 @@ class Cluster:
         known = self.nodes.get(registration.name)
         if known is None:
             node = NodeRecord(registration.name, registration.features, registration.size, guest)
+            node.sockets = registration.sockets
             self.nodes[registration.name] = node
             if small:
                 node.down, node.reason = True, "Low RealMemory"
@@ -383,7 +388,7 @@ class Cluster:
         """Whether the published limits allow the job. They hold for some time after each observation."""
         if self._limits is None or self._loop.time() - self._observed > self.settings.limits_valid_for:
             return True
-        return self._limits.allow(batch.image, batch.kind, batch.nodes, batch.size)
+        return self._limits.allow(batch.image, batch.kind, batch.nodes, batch.size, batch.per_host)
 
     def _queue(self, batch: Batch, job_id: int | str) -> JobRecord:
         flavor = self.settings.flavor
@@ -451,7 +456,7 @@ class Cluster:
             node
             for _, node in sorted(self.nodes.items())
             if not node.down and node.silent is None and node.job is None and self._may_use(job, node)
-            if node.size.cpus >= size.cpus and node.size.memory >= size.memory
+            if node.size.cpus >= size.cpus and node.size.memory >= size.memory and node.sockets >= job.batch.sockets
         ][: job.batch.nodes]
         if len(fit) < job.batch.nodes:
             return
@@ -466,6 +471,11 @@ class Cluster:
     def _start(self, job: JobRecord, nodes: list[NodeRecord]) -> None:
         job.state, job.nodes, job.delayed = JobState.RUNNING, tuple(node.name for node in nodes), False
         job.busy, job.started = list(job.nodes), self._loop.time()
+        on_hosts = Counter(self.host_of(node.name) for node in nodes)
+        if (most := job.batch.per_host) and max(on_hosts.values()) > most:
+            self.violations.append(
+                f"job {job.job_id} asked for {most} VMs on a host at most, and runs on {dict(on_hosts)}"
+            )
         for node in nodes:
             node.job = job
             node.guest.allocate(job)

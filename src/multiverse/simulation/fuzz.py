@@ -17,7 +17,7 @@ import structlog
 from pydantic import TypeAdapter, ValidationError
 
 from multiverse.core.errors import Refused
-from multiverse.simulation.generate import crowded, leasing, operated, with_faults
+from multiverse.simulation.generate import crowded, leasing, operated, requesting, with_faults
 from multiverse.simulation.run import simulate
 from multiverse.simulation.scenario import Scenario
 from multiverse.simulation.world import Pair
@@ -31,6 +31,9 @@ CROWDED = 16
 
 LEASING = 8
 """Of every so many seeds, one is also simulated with hosts that are leased."""
+
+REQUESTING = 16
+"""Of every so many seeds, one is also simulated with jobs that request a bandwidth, VMs per host or sockets."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +74,10 @@ def run_seed(seed: int, pair: Pair | None = None) -> SeedResult:
         crowd = simulate(crowded(seed)) if seed % CROWDED == 0 else None
         site = simulate(operated(seed)) if seed % OPERATED == 0 else None
         leased = simulate(leasing(seed)) if seed % LEASING == 0 else None
+        asked = simulate(requesting(seed)) if seed % REQUESTING == 0 else None
     except Exception:
         return SeedResult(seed, (traceback.format_exc(limit=-4),))
-    others = {"in the crowd": crowd, "on an operated site": site, "with leases": leased}
+    others = {"in the crowd": crowd, "on an operated site": site, "with leases": leased, "with requests": asked}
     transitions = sum((one.transitions for one in others.values() if one), outcome.transitions)
     faults = sum((one.fault_counts() for one in others.values() if one), outcome.fault_counts())
     return SeedResult(

@@ -104,6 +104,18 @@ def crowded(seed: int) -> Scenario:
     return Scenario(seed, tuple(arrivals), world, settings, hints=rng.choice((0.5, 0.9)))
 
 
+def requesting(seed: int) -> Scenario:
+    """A scenario with faults, or a crowded one, on hosts with an uplink. Some of its jobs request a bandwidth, so many
+    VMs on a host, or sockets: no cloud knows of that."""
+    rng = Random(f"{seed}/requests")
+    pair = rng.choice([one for one in PAIRS if not one.has_cloud])
+    scenario = crowded(seed) if rng.random() < 0.3 else with_faults(seed, pair=pair)
+    hosts = scenario.world.hosts
+    linked = tuple(replace(one, capacity=replace(one.capacity, net=rng.choice((0, 1000, 1000, 2500)))) for one in hosts)
+    arrivals = tuple(_asking(one, rng) for one in scenario.arrivals)
+    return replace(scenario, arrivals=arrivals, world=replace(scenario.world, hosts=linked))
+
+
 def operated(seed: int) -> Scenario:
     """Several hosts behind agents, which come, go, die and are cut off, and operators who drain, remove, add and resume
     them; a fence command that works, fails or hangs. Agents are replaced by those of other releases, answer late or
@@ -404,6 +416,15 @@ def _with_placement(arrival: Arrival, rng: Random) -> Arrival:
     """Let some jobs name a placement policy, which may be one that is not there."""
     placement = rng.choice((None, None, None, "pack", "best-fit", "gone"))
     return replace(arrival, batch=replace(arrival.batch, placement=placement))
+
+
+def _asking(arrival: Arrival, rng: Random) -> Arrival:
+    """CPUs are a multiple of the sockets, as multiverse.lua rounds them."""
+    batch, changed = arrival.batch, any(action.kind == "change" for action in arrival.actions)
+    sockets = rng.choice((1, 1, 1, 2))
+    sockets = 1 if changed else sockets
+    size = replace(batch.size, net=rng.choice((0, 0, 100, 600, 1500)), cpus=-(-batch.size.cpus // sockets) * sockets)
+    return replace(arrival, batch=replace(batch, size=size, per_host=rng.choice((0, 0, 1, 2)), sockets=sockets))
 
 
 def _actions(rng: Random) -> tuple[UserAction, ...]:

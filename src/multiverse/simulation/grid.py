@@ -57,4 +57,4 @@ class SimulatedGrid(SimulatedScheduler):
         record.pin, record.pinned_nodes = tag, tuple(nodes)
 
     async def bootstrap(self, node: NodeSpec) -> NodeBootstrap:
-        return Registration(node.name, (), node.size).pack()
+        return Registration(node.name, (), node.size, node.sockets).pack()

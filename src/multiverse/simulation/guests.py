@@ -21,14 +21,15 @@ _FILE = "/etc/multiverse/simulated.json"
 
 @dataclass(frozen=True)
 class Registration:
-    """What a node's daemon tells the scheduler: the node's name, features and size."""
+    """What a node's daemon tells the scheduler: the node's name, features, size and sockets."""
 
     name: str
     features: tuple[str, ...]
     size: Size
+    sockets: int = 1
 
     def pack(self) -> NodeBootstrap:
-        text = json.dumps([self.name, list(self.features), self.size.cpus, self.size.memory])
+        text = json.dumps([self.name, list(self.features), self.size.cpus, self.size.memory, self.sockets])
         return NodeBootstrap((GuestFile(_FILE, text.encode()),), (), (Daemon("slurmd", ("slurmd", "-Z", "-D")),))
 
     @staticmethod
@@ -36,8 +37,8 @@ class Registration:
         """Read what `pack` made. `ValueError` for the bootstrap of any other scheduler."""
         for file in bootstrap.files:
             if file.path == _FILE:
-                name, features, cpus, memory = json.loads(file.content)
-                return Registration(name, tuple(features), Size(cpus, memory))
+                name, features, cpus, memory, sockets = json.loads(file.content)
+                return Registration(name, tuple(features), Size(cpus, memory), sockets)
         raise ValueError("not a bootstrap of the simulated scheduler")
 
 

@@ -23,9 +23,10 @@ class Batch:
     `delay` is the job's `--begin`, in seconds. `after` is the id of a job that must have ended first. `requeue` says
     whether a run that loses its node is queued again. `lingers` is how many seconds the job takes to be stopped.
     `problem`, if any, says why the request cannot be served although the gate accepts it. At most `at_most` tasks of an
-    array run at once (0: all). `account` is the account whose own templates the job needs; empty where all accounts
-    share them. `placement` names the policy that places its VMs. A run is ended after `limit` seconds (None: it has no
-    limit).
+    array run at once (0: all). At most `per_host` of its VMs are on one host (0: any number). Each of its nodes has
+    `sockets`, among which the CPUs are divided evenly. `account` is the account whose own templates the job needs;
+    empty where all accounts share them. `placement` names the policy that places its VMs. A run is ended after `limit`
+    seconds (None: it has no limit).
     """
 
     name: str = "job"
@@ -48,6 +49,8 @@ class Batch:
     account: str = ""
     limit: float | None = None
     placement: str | None = None
+    per_host: int = 0
+    sockets: int = 1
 
 
 @dataclass(eq=False)
@@ -113,7 +116,15 @@ class JobRecord:
     def shown(self, rank: int, eligible: bool, uses: Mapping[str, int], ends: float | None = None) -> Job:
         batch = self.batch
         request = Request(
-            batch.nodes, batch.size, batch.image, batch.kind, batch.features, batch.account, batch.placement
+            batch.nodes,
+            batch.size,
+            batch.image,
+            batch.kind,
+            batch.features,
+            batch.account,
+            batch.placement,
+            batch.per_host,
+            batch.sockets,
         )
         pending = self.state is JobState.PENDING
         return Job(
@@ -153,6 +164,7 @@ class NodeRecord:
     reason: str = ""
     job: JobRecord | None = None
     silent: float | None = None
+    sockets: int = 1
 
     def shown(self) -> Node:
         state = NodeState.DOWN if self.down else NodeState.BUSY if self.job else NodeState.IDLE

@@ -297,6 +297,11 @@ class Machines:
         for which in [which for which in self.templates if which.host == host]:
             del self.templates[which]
 
+    def host_of(self, vm: str) -> str:
+        """The host of a VM; empty if there is no such VM."""
+        machine = self.vms.get(vm)
+        return machine.spec.host if machine is not None else ""
+
     def vms_on(self, host: str) -> list[str]:
         """The names of the VMs of a host."""
         return [name for name, machine in self.vms.items() if machine.spec.host == host]
@@ -360,7 +365,8 @@ class Machines:
         memory = sum(machine.takes.memory + OVERHEAD for machine in machines) + self._frozen(host)
         disk = sum(self.images[machine.spec.image].written(machine) for machine in machines)
         disk += sum(self.images[which.image].disk.overhead for which in self.templates if which.host == host)
-        return Size(sum(machine.takes.cpus for machine in machines), memory, disk)
+        net = sum(machine.takes.net for machine in machines)
+        return Size(sum(machine.takes.cpus for machine in machines), memory, disk, net)
 
     def available(self, host: str) -> int:
         """MiB that a host's machine has left beside what VMs, templates and others really use."""
@@ -501,7 +507,7 @@ class Machines:
         times = used.memory / capacity.memory
         self.peak_memory_ratio = max(self.peak_memory_ratio, times)
         cpus = int(capacity.cpus * self.hosts[host].overcommit.cpus)
-        if used.cpus > cpus or times > self._overcommit or used.disk > capacity.disk:
+        if used.cpus > cpus or times > self._overcommit or used.disk > capacity.disk or used.net > capacity.net:
             self.violations.append(f"host {host} of {capacity} was made to carry {used}")
         self._check_floor(host)
 

@@ -14,6 +14,7 @@ from multiverse.core.model import (
     AttemptState,
     LeaseState,
     OfferState,
+    Size,
     TemplateCondition,
     VmState,
     World,
@@ -237,11 +238,13 @@ def _surely_fits(scenario: Scenario, batch: Batch) -> bool:
     write to all of its VMs' disks."""
     each, size = 4 * (batch.size.memory + 256), batch.size
     disk = max(DISK.whole, size.disk, scenario.settings.image.scratch) + DISK.overhead
-    per_host = (
-        min(h.capacity.cpus // size.cpus, h.capacity.memory // each, (h.capacity.disk - DISK.overhead) // disk)
-        for h in scenario.world.hosts
-    )
-    return sum(per_host) >= batch.nodes
+    most = batch.per_host or batch.nodes
+
+    def held(has: Size) -> int:
+        by_net = has.net // size.net if size.net else most
+        return min(has.cpus // size.cpus, has.memory // each, (has.disk - DISK.overhead) // disk, by_net, most)
+
+    return sum(held(host.capacity) for host in scenario.world.hosts) >= batch.nodes
 
 
 def _recent_requests(job: JobRecord) -> list[Batch]:

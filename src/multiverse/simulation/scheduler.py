@@ -321,4 +321,4 @@ class SimulatedSlurm(SimulatedScheduler):
 
     async def bootstrap(self, node: NodeSpec) -> NodeBootstrap:
         features = (self._cluster.settings.node_feature, *node.features)
-        return Registration(node.name, features, node.size).pack()
+        return Registration(node.name, features, node.size, node.sockets).pack()

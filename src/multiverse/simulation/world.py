@@ -84,6 +84,7 @@ class SimulatedWorld:
         machines = CloudMachines if pair.has_cloud else Machines
         self.machines = machines(self.settings.hosts, self.settings.images, self._boot, *limits)
         self.machines.delays.update(self.settings.slow_sources)
+        self.cluster.host_of = self.machines.host_of
         self.static = tuple(self.machines.hosts)
         self.pilots = Pilots(self.machines, self.settings.physical, Random(f"{seed}/pilots"))
         self.pilots.log = lambda text: self.log(text)
