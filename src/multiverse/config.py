@@ -315,6 +315,16 @@ class LeaseSettings:
 
 
 @dataclass(frozen=True)
+class ExpandSettings:
+    """A partition of physical nodes whose jobs run in VMs while it is full, without their users' doing."""
+
+    partition: str
+    constraint: str = ""  # only jobs that ask for this feature of the physical nodes; empty: all
+    accounts: tuple[str, ...] = ()  # only jobs of these accounts; empty: of all
+    min_wait: float = 30.0  # seconds that a job has waited for nodes before a VM is made for it
+
+
+@dataclass(frozen=True)
 class UsersSettings:
     """How users ask about their own jobs, without being operators."""
 
@@ -386,6 +396,7 @@ class Settings:
     mounts: tuple[Mount, ...] = ()
     pool: tuple[PoolSettings, ...] = ()
     lease: tuple[LeaseSettings, ...] = ()
+    expand: tuple[ExpandSettings, ...] = ()
 
 
 def load(path: Path) -> Settings:
@@ -560,6 +571,7 @@ def _contradictions(s: Settings) -> Iterator[str]:
     yield from _wrong_slurm(s.slurm)
     yield from _wrong_pools(s)
     yield from _wrong_leases(s.lease)
+    yield from _wrong_expansions(s)
     yield from _wrong_users(s.users)
     yield from _wrong_web(s.web)
     if not LEAST_SCRATCH <= s.image.scratch <= s.image.tmp_disk:
@@ -786,3 +798,19 @@ def _wrong_leases(leases: tuple[LeaseSettings, ...]) -> Iterator[str]:
             yield f"lease.{i}: time_limit, idle and start_timeout must be more than 0 s, and min_wait at least 0 s"
     if len({one.partition for one in leases}) < len(leases):
         yield "lease: two leases of one partition; combine them into one"
+
+
+def _wrong_expansions(s: Settings) -> Iterator[str]:
+    for i, one in enumerate(s.expand):
+        if not re.fullmatch(r"[A-Za-z0-9_.-]+", one.partition):  # it becomes part of a feature of nodes
+            yield f"expand.{i}.partition: must be the name of one partition, of letters, digits, '_', '.' and '-'"
+        if one.partition in (s.slurm.gate_partition, s.slurm.run_partition):
+            yield f"expand.{i}.partition: {one.partition} has no physical nodes"
+        if one.constraint and not re.fullmatch(r"\w[\w.-]*", one.constraint, re.ASCII):
+            yield f"expand.{i}.constraint: must be the name of one feature"
+        if one.min_wait < 0:
+            yield f"expand.{i}.min_wait: must be at least 0 s"
+    if len({one.partition for one in s.expand}) < len(s.expand):
+        yield "expand: one partition twice; combine the two into one"
+    if both := {one.partition for one in s.expand} & {one.partition for one in s.lease}:
+        yield f"expand: {', '.join(sorted(both))} is leased, too; lease from, or expand, another partition"

@@ -35,7 +35,18 @@ from multiverse.core.model import (
     VmRef,
     VmSpec,
 )
-from multiverse.ports import Clock, GuestUsers, Hypervisor, Leases, Offers, Parts, Scheduler, Source, Templates
+from multiverse.ports import (
+    Clock,
+    Expansion,
+    GuestUsers,
+    Hypervisor,
+    Leases,
+    Offers,
+    Parts,
+    Scheduler,
+    Source,
+    Templates,
+)
 
 T = TypeVar("T")
 View = dict[str, dict[str, Any]]
@@ -191,6 +202,7 @@ def _job(job: Job) -> dict[str, Any]:
             "account": asked.account,
         },
         "problem": job.problem,
+        **({"origin": job.origin, "at_origin": job.at_origin} if job.origin else {}),
         "result": job.result,
         "exit_code": job.exit_code,
     }
@@ -217,6 +229,7 @@ class RecordingScheduler:
         self.parts = RecordingParts(inner.parts, trace) if inner.parts else None
         self.submission = inner.submission
         self.leases = RecordingLeases(inner.leases, trace) if inner.leases else None
+        self.expansion = RecordingExpansion(inner.expansion, trace) if inner.expansion else None
 
     async def observe(self) -> SchedulerView:
         return await self._trace.observe("scheduler.observe", self._inner.observe(), self._trace.scheduler_view)
@@ -253,6 +266,16 @@ class RecordingScheduler:
 
     async def user(self, uid: int) -> User:
         return await self._trace.call("scheduler.user", self._inner.user(uid), uid=uid)
+
+
+class RecordingExpansion:
+    """A `ports.Expansion` that passes every call on to another one and traces it."""
+
+    def __init__(self, inner: Expansion, trace: Trace) -> None:
+        self._inner, self._trace = inner, trace
+
+    async def restore(self, job: JobRef) -> None:
+        await self._trace.call("scheduler.restore", self._inner.restore(job), job=_ref(job))
 
 
 class RecordingParts:

@@ -22,6 +22,7 @@ from multiverse.core.model import (
 from multiverse.core.provisioning.explain import explain, explain_ended, explain_new, for_long
 from multiverse.core.provisioning.host_verdicts import HostVerdict, host_verdicts
 from multiverse.core.provisioning.reasons import BEHIND, FIRST
+from tests.unit.planner_harness import POLICY
 from tests.unit.rows import SOURCE, attempt, template
 from tests.unit.test_admission_cases import host
 from tests.unit.test_backfill import FILLING, NOW, UNIX, Cluster
@@ -174,9 +175,9 @@ def test_a_running_job_is_told_where_and_until_when() -> None:
 def test_a_job_without_an_attempt_is_told_that_it_is_seen() -> None:
     cluster = Cluster()
     cluster.waits(1, 1)
-    assert "next pass" in explain_new(cluster.jobs["1"]).sentences[0]
+    assert "next pass" in explain_new(cluster.jobs["1"], POLICY).sentences[0]
     wrong = replace(cluster.jobs["1"], problem="it is heterogeneous")
-    assert "it is heterogeneous" in explain_new(wrong).sentences[0]
+    assert "it is heterogeneous" in explain_new(wrong, POLICY).sentences[0]
 
 
 def test_lengths_of_time_are_for_people() -> None:

@@ -299,7 +299,7 @@ def test_what_an_attempt_was_keeps_its_value(previous: Path) -> None:
         assert new["request"].pop("placement") is None, "no attempt of an earlier release named a policy"
         assert (new["request"].pop("per_host"), new["request"].pop("sockets")) == (0, 1)
         assert new["request"]["size"].pop("net") == 0
-        assert {name: value for name, value in new.items() if name not in ("state", "overtaken")} == old
+        assert {name: value for name, value in new.items() if name not in ("state", "overtaken", "origin")} == old
 
 
 def test_claims_are_held_in_the_domain_of_their_host(previous: Path) -> None:
@@ -352,7 +352,7 @@ def test_ended_rows_are_read_after_the_upgrade_too(previous: Path) -> None:
         assert wall == last.get((kind, id_), wall) and wall > 0
     store.close()
     adapters: dict[str, type] = {"attempts": Attempt, "vms": Vm, "templates": Template, "offers": Offer}
-    later = {"offers": {"uid"}, "attempts": {"overtaken"}}
+    later = {"offers": {"uid"}, "attempts": {"overtaken", "origin"}}
     for table, kind in adapters.items():
         fields = set(kind.__dataclass_fields__)  # type: ignore[attr-defined]
         for id_, body in bodies(previous, table).items():

@@ -25,7 +25,8 @@ class JobUsageView:
 class JobView:
     """One attempt of a job. `cpus` and `memory` are per node. `age` is the time since the attempt entered its state,
     `waiting` the reason why it waits, `reason` how it ended, `quarantined` why it is quarantined (empty: it is not).
-    `usage` is what it used, once it has run; None if that is not known."""
+    `usage` is what it used, once it has run; None if that is not known. `origin` is the partition of physical nodes
+    that the job is moved from; empty for one that was submitted to the gate."""
 
     job_id: str
     name: str
@@ -44,6 +45,7 @@ class JobView:
     vms: tuple[str, ...]
     quarantined: str
     usage: JobUsageView | None = None
+    origin: str = ""
 
 
 @dataclass(frozen=True, slots=True)

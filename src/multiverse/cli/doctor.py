@@ -12,7 +12,7 @@ from rich.text import Text
 from multiverse.cli import render
 from multiverse.cli.exit_codes import NOT_DONE
 from multiverse.config import Settings, load
-from multiverse.drivers.slurm.requirements import Level
+from multiverse.drivers.slurm.finding import Level
 from multiverse.site.doctor import Examination, examine, examine_agent
 
 _CONFIG = Path("/etc/multiverse/multiverse.toml")

@@ -81,4 +81,8 @@ def _show_narrow(found: Sequence[JobView], empty: str) -> None:
 
 
 def _reason(one: JobView) -> str:
-    return one.quarantined or one.waiting or one.reason
+    why = one.quarantined or one.waiting or one.reason
+    if not one.origin:
+        return why
+    moved = f"in partition {one.origin}" if one.state == "queued" else f"of partition {one.origin}, which was full"
+    return f"{moved}: {why}" if why else moved

@@ -24,6 +24,7 @@ errors = Console(stderr=True, highlight=False, soft_wrap=True)
 STATE_STYLES = {
     "queued": "yellow",
     "ungated": "yellow",
+    "restoring": "yellow",
     "stray": "yellow",
     "claimed": "cyan",
     "spawning": "cyan",

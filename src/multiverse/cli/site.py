@@ -12,7 +12,7 @@ from rich.text import Text
 from multiverse.cli import render as output
 from multiverse.config import Settings, load
 from multiverse.drivers.slurm import site_conf
-from multiverse.drivers.slurm.requirements import Finding, Level
+from multiverse.drivers.slurm.finding import Finding, Level
 from multiverse.site.checking import check as findings
 from multiverse.site.checking import check_agent, is_ready
 from multiverse.site.rendering import render as rendered_files

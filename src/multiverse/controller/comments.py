@@ -144,7 +144,8 @@ class CommentPlan:
                 subject.began = subject.calling_since
 
     def _follow(self, attempt: Attempt) -> None:
-        if attempt.state is not AttemptState.QUEUED or attempt.quarantined:
+        if attempt.state is not AttemptState.QUEUED or attempt.quarantined or attempt.origin:
+            # A job that may be moved waits for physical nodes: it is told once it is moved.
             self._forget(attempt.id)
             return
         self._waiting[attempt.id] = attempt

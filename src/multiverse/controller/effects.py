@@ -59,7 +59,7 @@ wait for another: thousands of jobs that are cancelled free nothing, and a few t
 _FOR_USERS = (EffectKind.START, EffectKind.PIN)
 """Effects that need the job's user."""
 
-_ON_JOBS = (EffectKind.GATE, EffectKind.REQUEUE, EffectKind.REVOKE)
+_ON_JOBS = (EffectKind.GATE, EffectKind.REQUEUE, EffectKind.REVOKE, EffectKind.RESTORE)
 
 TIMEOUTS: dict[EffectKind, float] = {EffectKind.BUILD: 600.0, EffectKind.CREATE: 300.0, EffectKind.START: 300.0,
                                    EffectKind.FENCE: 3600.0}  # fmt: skip
@@ -316,6 +316,10 @@ class Effects:
         match effect.kind:
             case EffectKind.GATE:
                 await self._scheduler.unpin(job)
+            case EffectKind.RESTORE:
+                if (expansion := self._scheduler.expansion) is None:
+                    raise Refused("the scheduler moves no jobs", hint="move the job by hand to where it belongs")
+                await expansion.restore(job)
             case EffectKind.PIN:
                 await self._add_user(attempt)
                 nodes = [vm.name for vm in self._around.state.serving_vms_of(attempt)]

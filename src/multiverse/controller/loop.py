@@ -45,7 +45,7 @@ from multiverse.core.model import (
     World,
 )
 from multiverse.core.planner import orphans, plan
-from multiverse.core.policy import Backfill, LeasePolicy, Policy, Pool
+from multiverse.core.policy import Backfill, ExpansionPolicy, LeasePolicy, Policy, Pool
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.leasing import leasable_hosts
 from multiverse.core.provisioning.pools import PoolStatus, pool_status
@@ -70,7 +70,14 @@ UNCOMMITTED = 1.0
 DESTROYED = 3.0
 """Seconds that the destruction of a VM takes, with what comes before it in its lane."""
 
-_CHANGE_THE_SCHEDULER = (EffectKind.GATE, EffectKind.PIN, EffectKind.REQUEUE, EffectKind.REVOKE, EffectKind.START)
+_CHANGE_THE_SCHEDULER = (
+    EffectKind.GATE,
+    EffectKind.PIN,
+    EffectKind.REQUEUE,
+    EffectKind.REVOKE,
+    EffectKind.RESTORE,
+    EffectKind.START,
+)
 _ON_PILOTS = (EffectKind.REQUEST, EffectKind.GIVE_BACK, EffectKind.CANCEL)
 _SHOWN_BY_THE_SCHEDULER = (EffectKind.WITHDRAW, EffectKind.END, EffectKind.REMOVE, EffectKind.RELEASE, EffectKind.SWEEP)
 
@@ -141,6 +148,7 @@ def policy_of(settings: Settings) -> Policy:
             )
             for lease in s.lease
         ),
+        expansions=tuple(ExpansionPolicy(one.partition, one.constraint, one.accounts) for one in s.expand),
         rates={
             CloneKind.INSTANT: p.instant_rate,
             CloneKind.LINKED: p.linked_rate,

@@ -84,7 +84,7 @@ def step_all(state: State, world: World, policy: Policy, *, releasing: bool = Fa
         with quarantine_on_error(state, Key("lease", number)):
             step_lease(state, number, world, policy)
     close_hosts(state, world)
-    open_attempts(state, world, only_taken=releasing)
+    open_attempts(state, world, policy, only_taken=releasing)
     for template_id in sorted(state.dirty_templates):
         state.dirty_templates.discard(template_id)
         with quarantine_on_error(state, Key("template", template_id)):

@@ -3,7 +3,7 @@ and no job may run twice: its next run waits until these VMs are surely gone."""
 
 from __future__ import annotations
 
-from multiverse.core.model import WAITING_STATES, Attempt, Vm
+from multiverse.core.model import LEAVING_STATES, WAITING_STATES, Attempt, Vm, VmState
 from multiverse.core.state import State
 
 
@@ -22,3 +22,10 @@ def is_waited_for(state: State, vm: Vm) -> bool:
     job_id = attempt.job.job_id if attempt is not None else vm.job_id
     waiting = (one for one in state.attempts_of_job(job_id) if one.state in WAITING_STATES)
     return any(may_hold_earlier_run(state, vm, one) for one in waiting)
+
+
+def earlier_run(state: State, attempt: Attempt) -> Vm | None:
+    """A VM in which an earlier run of the attempt's job may go on, if there is one."""
+    mine = (vm for other in state.attempts_of_job(attempt.job.job_id) for vm in state.vms_of(other))
+    unexplained = (vm for vm in state.vms_in(VmState.ORPHAN, VmState.LOST, *LEAVING_STATES) if vm.job_id)
+    return next((vm for vm in (*mine, *unexplained) if may_hold_earlier_run(state, vm, attempt)), None)

@@ -55,6 +55,7 @@ class Event(StrEnum):
     NOTED = "noted"  # the state is the same; what the row says for people, or of its job, has changed
     AT_GATE = "at the gate"
     LEFT_GATE = "left the gate"
+    SENT_BACK = "sent back"  # its job is to go back to the partition that it was moved from
     STRAYED = "strayed"  # its job runs on a VM of an earlier attempt
     ADMITTED = "admitted"
     OVERTAKEN = "overtaken"  # a later job started ahead of it, and nobody could tell when it would start itself
@@ -171,6 +172,7 @@ class EffectKind(StrEnum):
     PIN = "pin"
     REQUEUE = "requeue"
     REVOKE = "revoke"
+    RESTORE = "restore"  # put the job back into the partition that it was moved from
     CREATE = "create"
     START = "start"
     OFFER = "offer"

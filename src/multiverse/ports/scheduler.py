@@ -44,19 +44,26 @@ class Scheduler(Protocol):
         """Lends its nodes as hosts, by pilot jobs; None if the scheduler cannot, or the site wants none."""
         ...
 
+    @property
+    def expansion(self) -> Expansion | None:
+        """Puts jobs back into the partitions that they were moved from; None if the scheduler moves none."""
+        ...
+
     async def observe(self) -> SchedulerView:
-        """All jobs of our partitions or queues and all nodes of our site. Raises `Unknown`; never a partial view."""
+        """All jobs of our partitions or queues, and of those that are expanded, and all nodes of our site. Raises
+        `Unknown`; never a partial view."""
         ...
 
     async def pin(self, job: JobRef, tag: str, nodes: Sequence[str], text: str = "") -> None:
         """Tie a pending job to `nodes`, whose `NodeSpec.tag` is `tag`, and let it start. Once tied, the job is shown
         with `Job.pinned` equal to `tag`. `text`, if any, is left for the job's user in the same command, as by
-        `explain`. A job that its user holds raises `Stale`."""
+        `explain`. A job that its user holds raises `Stale`. A job that waits in its own partition (`Job.at_origin`) is
+        moved out of it by this, and its user is told so."""
         ...
 
     async def unpin(self, job: JobRef) -> None:
-        """Put a pending job back at the gate, released unless its user holds it. Nothing is done for a job at the gate;
-        `Stale` for a job that is not pending."""
+        """Put a pending job back at the gate, released unless its user holds it. Nothing is done for a job at the gate,
+        or in its own partition; `Stale` for a job that is not pending."""
         ...
 
     async def requeue(self, job: JobRef) -> None:
@@ -166,4 +173,15 @@ class Leases(Protocol):
         """Cancel these pilots (by the scheduler's ids), and all that the scheduler shows under that name if none are
         given. Success if there are none, or they have ended or are ending. A pilot of another name is left alone:
         ids come again. Returning says that they were told to end; an observation shows when they have."""
+        ...
+
+
+class Expansion(Protocol):
+    """Lets jobs of partitions of physical nodes run in VMs. `Job.origin` shows which jobs these are, `pin` moves one
+    out of its partition, and `unpin` and `requeue` leave it at the gate."""
+
+    async def restore(self, job: JobRef) -> None:
+        """Put a pending job back from the gate into the partition that it was moved from, as it was submitted there,
+        and tell its user. Nothing is done for a job that is there; `Stale` for one that is not pending, or is
+        pinned."""
         ...

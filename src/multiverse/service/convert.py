@@ -223,6 +223,7 @@ def _job_view(attempt: Attempt, vms: Sequence[str], waiting: str, now: float, po
         restarts=attempt.job.restarts,
         vms=tuple(vms),
         quarantined=attempt.quarantined,
+        origin=attempt.origin,
     )
 
 

@@ -103,6 +103,7 @@ async def serve(settings: Settings) -> None:
         stack.callback(store.close)
         scheduler = SlurmScheduler(settings, store.site, leased=[one.spec for one in store.rows().leases.values()])
         scheduler.check_leases()
+        scheduler.check_expansions()
         hypervisor = connect_agents(settings, store)
         traced = _traced(scheduler, hypervisor, settings, clock, stack)
         controller = Controller(store, *traced, clock, settings)

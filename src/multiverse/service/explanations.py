@@ -21,6 +21,7 @@ from multiverse.config import folded
 from multiverse.controller.loop import Controller
 from multiverse.core.errors import Refused
 from multiverse.core.model import Attempt, AttemptState, CloneKind, Job, Request, Size
+from multiverse.core.policy import Policy
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.explain import Explanation, explain, explain_ended, explain_new
 from multiverse.core.provisioning.host_verdicts import HostVerdict
@@ -56,7 +57,7 @@ class Explanations:
                 found = replace(found, hosts=())
             asked.add(attempt.request)
             views.append(_view(attempt, found, self._waiting_since(attempt), viewer, names))
-        views += [_view_of_new(one, viewer, names) for one in new[: TASKS - len(views)]]
+        views += [_view_of_new(one, context.policy, viewer, names) for one in new[: TASKS - len(views)]]
         return ExplanationsView(tuple(views), len(shown) + len(new) - len(views))
 
     def _latest(self, job: str) -> list[Attempt]:
@@ -170,8 +171,8 @@ def _view(
     )
 
 
-def _view_of_new(job: Job, viewer: Viewer, names: frozenset[str]) -> ExplanationView:
-    found, own = explain_new(job), job.ref.job_id
+def _view_of_new(job: Job, policy: Policy, viewer: Viewer, names: frozenset[str]) -> ExplanationView:
+    found, own = explain_new(job, policy), job.ref.job_id
     text = viewer.told(" ".join(found.sentences), own, names)
     return ExplanationView(own, job.name, job.uid, None, str(job.state), None, "", text, found.todo, 0, "", None)
 

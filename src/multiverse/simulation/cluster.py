@@ -45,6 +45,7 @@ class ClusterSettings:
     tester: int = 0  # a user who calls `sbatch --test-only` again and again, and submits nothing; 0: nobody
     test_interval: float = 1.0  # of that user, until `tests_end`
     tests_end: float = 240.0
+    min_wait: float = 0.0  # seconds that a job waits for physical nodes before it may be moved to a VM
 
 
 @dataclass
@@ -85,6 +86,7 @@ class Cluster:
         self.up = True
         self.jobs: dict[str, JobRecord] = {}
         self.nodes: dict[str, NodeRecord] = {}
+        self.physical: dict[str, NodeRecord] = {}  # of the partition that is expanded; each runs one job at a time
         self.history: list[JobRecord] = []  # all jobs that ever were submitted
         self.violations: list[str] = []
         # What job_submit.lua and EpilogSlurmctld call, with the uid of the job's user or the job's id.
@@ -113,6 +115,8 @@ class Cluster:
         if self.settings.test_only_share and self._rng.random() < self.settings.test_only_share:
             self._take_offer(batch)  # job_submit.lua cannot tell `sbatch --test-only` from a submission
         job = self._queue(batch, self._new_id())
+        if job.at_origin:
+            return job.job_id
         job.pin = self._take_offer(batch)
         job.took_offer = job.pin is not None
         if job.pin and self._rng.random() < 0.5:
@@ -329,9 +333,7 @@ class Cluster:
     def view(self) -> SchedulerView:
         ranked = sorted(self.jobs.values(), key=self._order)
         jobs = {
-            job.job_id: job.shown(
-                self._rank(job), self._eligible(job, delayed=job.delayed), self._uses(job), self._ends(job)
-            )
+            job.job_id: job.shown(self._rank(job), self._may_be_served(job), self._uses(job), self._ends(job))
             for job in ranked
         }
         nodes = {name: node.shown() for name, node in sorted(self.nodes.items())}
@@ -394,7 +396,7 @@ class Cluster:
         flavor = self.settings.flavor
         if batch.size.cpus > flavor.cpus or batch.size.memory > flavor.memory or batch.nodes > self.settings.max_nodes:
             raise Refused(f"no host holds {batch.size} on {batch.nodes} nodes", hint=f"at most {flavor} fits")
-        if not self._allows(batch):
+        if not batch.origin and not self._allows(batch):
             self.refused.append(batch)
             raise Refused(f"no hosts could ever hold {batch.nodes} x {batch.size}", hint="request less")
         job = JobRecord(
@@ -402,7 +404,9 @@ class Cluster:
         )
         self.jobs[job.job_id] = job
         self.history.append(job)
-        self.hint(batch.uid, "")
+        job.at_origin = bool(batch.origin)
+        if not job.at_origin:
+            self.hint(batch.uid, "")
         return job
 
     def _order(self, job: JobRecord) -> tuple[int, int, int, int]:
@@ -412,7 +416,24 @@ class Cluster:
     def _rank(self, job: JobRecord) -> int:
         """The order as one number. It is the same whichever other jobs there are."""
         priority, submitted, base, task = self._order(job)
-        return (0xFFFFFFFF + priority) << 104 | submitted << 64 | base << 32 | task
+        rank = (0xFFFFFFFF + priority) << 104 | submitted << 64 | base << 32 | task
+        return rank + (1 << 137 if job.at_origin else 0)
+
+    def _may_be_served(self, job: JobRecord) -> bool:
+        """Whether nothing but the gate keeps the job waiting; of one that waits for physical nodes, whether it has
+        waited for them long enough."""
+        if not job.at_origin:
+            return self._eligible(job, delayed=job.delayed)
+        waited = self._loop.time() - job.begin >= self.settings.min_wait
+        return self._eligible(job) and job.waits_for_nodes and waited
+
+    def check_move(self, job: JobRecord) -> None:
+        """The controller moves a job out of its partition: only one that waits there for nodes."""
+        if not job.waits_for_nodes or self._loop.time() - job.begin < self.settings.min_wait:
+            self.violations.append(f"job {job.job_id} was moved to a VM before it had waited for physical nodes")
+
+    def _node(self, name: str) -> NodeRecord:
+        return self.physical[name] if name in self.physical else self.nodes[name]
 
     def _eligible(self, job: JobRecord, delayed: bool = False) -> bool:
         """`delayed`: the begin time was set by slurmctld, and a pin removes it."""
@@ -435,6 +456,20 @@ class Cluster:
         for job in sorted(self.jobs.values(), key=self._order):
             if job.state is JobState.PENDING and job.pin is not None:
                 self._try(job)
+        for job in sorted(self.jobs.values(), key=self._order):
+            if job.state is JobState.PENDING and job.at_origin and self._eligible(job):
+                self._try_physical(job)
+
+    def _try_physical(self, job: JobRecord) -> None:
+        """Start a job on physical nodes if enough are free, in the order of the queue."""
+        waiting = (one for one in self.jobs.values() if one.at_origin and one.state is JobState.PENDING)
+        first = not any(self._eligible(one) and self._order(one) < self._order(job) for one in waiting)
+        free = [node for _, node in sorted(self.physical.items()) if node.job is None]
+        if first and len(free) >= job.batch.nodes:
+            job.waits_for_nodes = False
+            self._start(job, free[: job.batch.nodes])
+        else:
+            job.waits_for_nodes = True
 
     def _is_unsatisfiable(self, job: JobRecord) -> bool:
         """Whether Slurm would set the job's reason to BadConstraints."""
@@ -494,7 +529,7 @@ class Cluster:
         job.state, job.result = JobState.COMPLETING, result
         self.hint(None, job.job_id)
         for name in list(job.busy):
-            guest = self.nodes[name].guest
+            guest = self._node(name).guest
             guest.kill(job)
             least, most = self.settings.epilog
             lingers = 0.0 if result in ("COMPLETED", "FAILED") else job.batch.lingers
@@ -512,7 +547,7 @@ class Cluster:
         if name not in job.busy:
             return
         job.busy.remove(name)
-        self.nodes[name].job = None
+        self._node(name).job = None
         if job.busy or job.state is not JobState.COMPLETING:
             return
         if not job.again:
@@ -538,7 +573,7 @@ class Cluster:
                 job.suspended = self._loop.time()
             else:
                 job.started += self._loop.time() - job.suspended
-            guest = self.nodes[job.nodes[0]].guest
+            guest = self._node(job.nodes[0]).guest
             (guest.suspend if after is JobState.SUSPENDED else guest.resume)(job)
 
     def receive(self, message: Callable[[], None]) -> None:

@@ -70,6 +70,7 @@ CALL_IDS: Mapping[tuple[Port, str], str] = {
     ("scheduler", "exclude"): "s15",
     ("scheduler", "request"): "s16",
     ("scheduler", "release"): "s17",
+    ("scheduler", "restore"): "s18",
     ("hypervisor", "observe"): "h1",
     ("hypervisor", "build_template"): "h2",
     ("hypervisor", "delete_template"): "h3",

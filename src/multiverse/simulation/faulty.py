@@ -22,6 +22,7 @@ from multiverse.core.model import (
     VmSpec,
 )
 from multiverse.ports import (
+    Expansion,
     GuestUsers,
     Hypervisor,
     Leases,
@@ -35,6 +36,16 @@ from multiverse.ports import (
 from multiverse.simulation.faults import FaultyLink
 
 
+class FaultyExpansion:
+    """A `ports.Expansion` behind the scheduler's link."""
+
+    def __init__(self, inner: Expansion, link: FaultyLink) -> None:
+        self._inner, self._call = inner, link.call
+
+    async def restore(self, job: JobRef) -> None:
+        await self._call("restore", job.job_id, lambda: self._inner.restore(job), job)
+
+
 class FaultyScheduler:
     """A `ports.Scheduler` behind a faulty link."""
 
@@ -44,6 +55,7 @@ class FaultyScheduler:
         self.offers = FaultyOffers(inner.offers, link) if inner.offers else None
         self.parts = FaultyParts(inner.parts, link) if inner.parts else None
         self.leases = FaultyLeases(inner.leases, link) if inner.leases else None
+        self.expansion = FaultyExpansion(inner.expansion, link) if inner.expansion else None
         self.submission = FaultySubmissionLimits(inner.submission, link) if inner.submission else None
 
     async def observe(self) -> SchedulerView:

@@ -17,7 +17,7 @@ import structlog
 from pydantic import TypeAdapter, ValidationError
 
 from multiverse.core.errors import Refused
-from multiverse.simulation.generate import crowded, leasing, operated, requesting, with_faults
+from multiverse.simulation.generate import crowded, expanding, leasing, operated, requesting, with_faults
 from multiverse.simulation.run import simulate
 from multiverse.simulation.scenario import Scenario
 from multiverse.simulation.world import Pair
@@ -34,6 +34,10 @@ LEASING = 8
 
 REQUESTING = 16
 """Of every so many seeds, one is also simulated with jobs that request a bandwidth, VMs per host or sockets."""
+
+
+EXPANDING = 8
+"""Of every so many seeds, another one than the above is also simulated with a partition that is expanded."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +79,16 @@ def run_seed(seed: int, pair: Pair | None = None) -> SeedResult:
         site = simulate(operated(seed)) if seed % OPERATED == 0 else None
         leased = simulate(leasing(seed)) if seed % LEASING == 0 else None
         asked = simulate(requesting(seed)) if seed % REQUESTING == 0 else None
+        expanded = simulate(expanding(seed)) if seed % EXPANDING == EXPANDING // 2 else None
     except Exception:
         return SeedResult(seed, (traceback.format_exc(limit=-4),))
-    others = {"in the crowd": crowd, "on an operated site": site, "with leases": leased, "with requests": asked}
+    others = {
+        "in the crowd": crowd,
+        "on an operated site": site,
+        "with leases": leased,
+        "with requests": asked,
+        "expanded": expanded,
+    }
     transitions = sum((one.transitions for one in others.values() if one), outcome.transitions)
     faults = sum((one.fault_counts() for one in others.values() if one), outcome.fault_counts())
     return SeedResult(

@@ -8,6 +8,7 @@ from random import Random
 
 from multiverse.config import (
     BackfillSettings,
+    ExpandSettings,
     FenceSettings,
     LeaseSettings,
     PacingSettings,
@@ -206,6 +207,75 @@ def leasing(seed: int) -> Scenario:
         limit=6000.0,
     )
 
+
+def expanding(seed: int) -> Scenario:
+    """Physical nodes whose partition is full now and then, and hosts with room for some of its jobs beside those of the
+    gate. In most scenarios calls fail, VMs and hosts die, slurmctld is away, and the controller crashes."""
+    rng = Random(f"{seed}/expanding")
+    hosts = tuple(
+        Host(f"h{n}", Size(rng.choice((1, 1, 2)), 4096, 65536), ABILITIES, Size(2, 4096, 65536), "tcg")
+        for n in range(rng.choice((1, 1, 2)))
+    )
+    nodes = rng.choice((1, 1, 2))
+    arrivals = []
+    for burst in (0.5, rng.uniform(40.0, 200.0))[: rng.choice((1, 2))]:
+        for _ in range(rng.randint(3, 7)):
+            seconds = rng.choice((2.0, 20.0, 60.0))
+            batch = Batch(
+                uid=rng.choice((1000, 1000, 1001, 1003)),
+                seconds=seconds,
+                nodes=1 if rng.random() < 0.9 else nodes,
+                size=rng.choice((Size(1, 64), Size(1, 64), Size(1, 500), Size(2, 500), Size(16, 500))),
+                requeue=rng.random() < 0.9,
+                image=rng.choice((*(None,) * 7, "dud")),
+                problem=rng.choice((*("",) * 7, "asks for a GPU")),
+                limit=rng.choice((None, seconds + 20)),
+                origin=EXPANDED,
+                delay=rng.choice((0.0, 0.0, 0.0, 20.0)),
+            )
+            if rng.random() < 0.15:
+                batch = replace(batch, origin="", uid=1000, nodes=1, size=Size(1, 64), image=None, problem="")
+            tasks = rng.randint(2, 4) if rng.random() < 0.15 else 0
+            arrivals.append(Arrival(burst + rng.uniform(0.0, 10.0), batch, tasks, _actions(rng)))
+    quiet = rng.random() < 0.3
+    odds = Odds() if quiet else Odds.even(rng.choice((0.0, 0.1, 0.2)), until=300.0)
+    incidents = () if quiet else tuple(
+        one
+        for kind, means in EXPANDING.items()
+        for one in every(rng.choice(means), kind, rng, until=300.0)
+    )  # fmt: skip
+    min_wait = rng.choice((0.0, 5.0, 30.0))
+    cluster = ClusterSettings(
+        node_timeout=rng.choice((10.0, 60.0)), min_job_age=(2.0, 30.0), flavor=Size(64, 2_000_000), min_wait=min_wait
+    )
+    pacing = PacingSettings(provisioning=rng.choice((2, 16)), silence=rng.choice((5.0, 60.0)), attempts=3)
+    return Scenario(
+        seed,
+        tuple(arrivals),
+        WorldSettings(hosts, cluster=cluster, users=(1000, 1001, 1003), expanded=nodes),
+        Settings(pacing=pacing, expand=(ExpandSettings(EXPANDED, min_wait=min_wait),)),
+        scheduler_odds=odds,
+        hypervisor_odds=odds,
+        incidents=tuple(sorted(incidents, key=lambda incident: incident.at)),
+        crashes=() if quiet else _crashes(rng, rng.choice((0, 0, 3))),
+        hints=rng.choice((0.5, 0.9)),
+        limit=6000.0,
+    )
+
+
+EXPANDED = "batch"
+"""The partition that is expanded."""
+
+EXPANDING: Mapping[IncidentKind, tuple[float, ...]] = {
+    IncidentKind.VM_DIES: (0.0, 10.0, 20.0),
+    IncidentKind.CLUSTER_AWAY: (0.0, 0.0, 100.0),
+    IncidentKind.CLUSTER_RESTARTS: (0.0, 0.0, 100.0),
+    IncidentKind.HOST_AWAY: (0.0, 30.0, 60.0),
+    IncidentKind.TEMPLATE_DELETED: (0.0, 0.0, 60.0),
+    IncidentKind.CONTROLLER_CRASH: (0.0, 0.0, 60.0),
+    IncidentKind.DATABASE_LOST: (0.0, 0.0, 0.0, 200.0),
+}
+"""Mean seconds between incidents where a partition is expanded; 0: none."""
 
 LEASING: Mapping[IncidentKind, tuple[float, ...]] = {
     IncidentKind.PILOT_PREEMPTED: (0.0, 100.0),

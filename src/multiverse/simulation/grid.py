@@ -45,6 +45,7 @@ class SimulatedGrid(SimulatedScheduler):
     parts = None
     submission = None
     leases = None
+    expansion = None
 
     def _view(self) -> SchedulerView:
         return replace(super()._view(), offers=None)

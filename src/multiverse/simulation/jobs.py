@@ -26,7 +26,8 @@ class Batch:
     array run at once (0: all). At most `per_host` of its VMs are on one host (0: any number). Each of its nodes has
     `sockets`, among which the CPUs are divided evenly. `account` is the account whose own templates the job needs;
     empty where all accounts share them. `placement` names the policy that places its VMs. A run is ended after `limit`
-    seconds (None: it has no limit).
+    seconds (None: it has no limit). `origin` is the partition of physical nodes that it is submitted to; empty for the
+    gate.
     """
 
     name: str = "job"
@@ -51,12 +52,14 @@ class Batch:
     placement: str | None = None
     per_host: int = 0
     sockets: int = 1
+    origin: str = ""
 
 
 @dataclass(eq=False)
 class JobRecord:
-    """A job in the scheduler's memory. The job is at the gate while `pin` is None. `number` is the world's own: job ids
-    are used again, and submit times change."""
+    """A job in the scheduler's memory. The job is at the gate while `pin` is None, unless it is in the partition of
+    physical nodes that it was submitted to (`at_origin`). `waits_for_nodes` says that it was tried there. `number` is
+    the world's own: job ids are used again, and submit times change."""
 
     number: int
     job_id: str
@@ -86,6 +89,8 @@ class JobRecord:
     ended: float = 0.0
     started: float = 0.0  # of the run, later by the time that it was suspended
     suspended: float = 0.0  # since when it is
+    at_origin: bool = False
+    waits_for_nodes: bool = False
 
     @property
     def ref(self) -> JobRef:
@@ -102,7 +107,7 @@ class JobRecord:
 
     @property
     def waits_at_gate(self) -> bool:
-        return self.state is JobState.PENDING and self.pin is None
+        return self.state is JobState.PENDING and self.pin is None and not self.at_origin
 
     def unpin(self) -> None:
         """Put the job back at the gate."""
@@ -138,7 +143,7 @@ class JobRecord:
             rank=rank,
             eligible=pending and eligible,
             held=pending and self.held,
-            gated=self.pin is None,
+            gated=self.pin is None and not self.at_origin,
             pinned=self.pin,
             nodes=self.nodes,
             result=self.result,
@@ -149,6 +154,8 @@ class JobRecord:
             limit=(YEAR if batch.limit is None else batch.limit) + KILL_WAIT,
             ends=ends,
             requeues=batch.requeue,
+            origin=batch.origin,
+            at_origin=self.at_origin,
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 
 from multiverse.core.machines.attempt import step_attempt
 from multiverse.core.machines.template import step_template
@@ -161,6 +161,33 @@ class LeaseWatch:
         self._last_lease, self._last_vm = max([self._last_lease, *rows.leases]), max([self._last_vm, *rows.vms])
 
 
+class ExpansionWatch:
+    """Checks at each commit that jobs of a partition that is expanded get VMs in their order: none is admitted while
+    one before it that asks for the same could be."""
+
+    def __init__(self) -> None:
+        self.broken: set[str] = set()
+
+    def look(self, state: State) -> None:
+        """The state after a commit."""
+        admitted = [change.row for move in state.moves for change in move.changes if change.event is Event.ADMITTED]
+        for row in admitted:
+            if isinstance(row, Attempt) and row.origin:
+                self.broken.update(self._passed_over(state, row))
+
+    @staticmethod
+    def _passed_over(state: State, admitted: Attempt) -> Iterator[str]:
+        jobs = state.queue.jobs
+        job = jobs.get(admitted.job.job_id)
+        for other in state.attempts_in(AttemptState.QUEUED):
+            before = jobs.get(other.job.job_id)
+            same = (other.request, other.origin, other.uid) == (admitted.request, admitted.origin, admitted.uid)
+            could = before is not None and before.ref == other.job and before.eligible and before.at_origin
+            late = other.not_before > state.now or other.quarantined
+            if job is not None and before is not None and same and could and not late and before.rank < job.rank:
+                yield f"job {job.ref.job_id} was given a VM ahead of job {before.ref.job_id}, which asks for the same"
+
+
 def violations_at_end(scenario: Scenario, world: SimulatedWorld, rows: Rows) -> list[str]:
     """What is wrong after all jobs have ended and everything should have been removed."""
     found = [*world.violations(), *world.unfinished(), *world.leftovers()]
@@ -208,6 +235,9 @@ def unjustified_cancellations(scenario: Scenario, history: Iterable[JobRecord]) 
     boots = {image.name: image.boots for image in scenario.world.images}
     for job in history:
         if job.result != "CANCELLED" or job.by_user:
+            continue
+        if job.batch.origin:
+            found.append(f"job {job.job_id} of partition {job.batch.origin} was cancelled by us: {job.revoked!r}")
             continue
         true_reasons = {
             job.batch.problem: bool(job.batch.problem),

@@ -24,6 +24,7 @@ from multiverse.simulation.faulty import FaultyHypervisor, FaultyScheduler
 from multiverse.simulation.loop import run
 from multiverse.simulation.outcome import Outcome, journal_line, transition_name
 from multiverse.simulation.promises import (
+    ExpansionWatch,
     LeaseWatch,
     PromisedStarts,
     moves_at_rest,
@@ -162,6 +163,7 @@ class _Simulation:
         self.hosts = HostWatch(self.world.machines)
         self.leases = LeaseWatch(self.world)
         self.starts = PromisedStarts(scenario)
+        self.expansion = ExpansionWatch()
         self.disk_full = 0
         self.process: _Process | None = None
         self.processes: list[_Process] = []  # kept, so that no crashed one ends when the collector happens to run
@@ -529,6 +531,7 @@ class _Simulation:
             if self.controller is not None:
                 self.overfull.update(overfull_pools(rows, self.controller.policy))
                 self.starts.check(self.controller.state, self.clock.wall())
+                self.expansion.look(self.controller.state)
             if self.controller is not None and self.commits % AT_REST == 0:
                 self._check_rows_at_rest(self.controller)
         crash = self.crashes.pop((self.commits, after), None)
@@ -633,6 +636,7 @@ class _Simulation:
             + sorted(self.hosts.broken)
             + sorted(self.leases.broken)
             + sorted(self.starts.broken)
+            + sorted(self.expansion.broken)
             + unclaimed_templates(rows, self.world)
         )
         violations += [f"{e.kind} {e.id} quarantined: {e.reason}" for e in entries if e.event == "quarantined"]

@@ -22,7 +22,7 @@ from multiverse.core.model import (
     User,
 )
 from multiverse.core.provisioning.spares import named_by_none
-from multiverse.ports import Leases, Offers, Parts, SubmissionLimits
+from multiverse.ports import Expansion, Leases, Offers, Parts, SubmissionLimits
 from multiverse.simulation.cluster import Cluster, OfferedNode
 from multiverse.simulation.guests import LIVE, Registration
 from multiverse.simulation.jobs import JobRecord
@@ -70,6 +70,10 @@ class SimulatedScheduler(ABC):
     @abstractmethod
     def leases(self) -> Leases | None: ...
 
+    @property
+    @abstractmethod
+    def expansion(self) -> Expansion | None: ...
+
     @abstractmethod
     async def bootstrap(self, node: NodeSpec) -> NodeBootstrap: ...
 
@@ -103,8 +107,9 @@ class SimulatedScheduler(ABC):
         record = self._reread(job)
         if record.state is not JobState.PENDING:
             raise Stale(f"job {job.job_id} is {record.state}")
-        record.unpin()
-        self._unblock(record)
+        if not record.at_origin:
+            record.unpin()
+            self._unblock(record)
         await self._reply()
 
     async def requeue(self, job: JobRef) -> None:
@@ -250,6 +255,21 @@ class SimulatedSlurm(SimulatedScheduler):
     def leases(self) -> SimulatedSlurm | None:
         return self if self._pilots is not None else None
 
+    @property
+    def expansion(self) -> SimulatedSlurm:
+        return self
+
+    async def restore(self, job: JobRef) -> None:
+        """See `ports.Expansion`."""
+        await self._reach()
+        record = self._reread(job)
+        if record.state is not JobState.PENDING or record.pin is not None:
+            raise Stale(f"job {job.job_id} is {record.state} or pinned")
+        if record.batch.origin and not record.at_origin:
+            record.at_origin, record.waits_for_nodes = True, False
+            record.tell(f"back in partition {record.batch.origin}")
+        await self._reply()
+
     async def request(self, lease: LeaseSpec) -> None:
         """See `ports.Leases`."""
         await self._reach()
@@ -293,10 +313,12 @@ class SimulatedSlurm(SimulatedScheduler):
         return replace(view, pilots=self._pilots.view(), leasable=self._pilots.leasable())
 
     def _tie(self, record: JobRecord, tag: str, nodes: Sequence[str]) -> None:
+        if record.at_origin:
+            self._cluster.check_move(record)
         if not self._cluster.any_node_has(tag):
             record.pin = None  # Slurm moves the job all the same, and the driver puts it back at the gate
             raise Refused(f"no node has the feature {tag}", hint="pin after its nodes have registered")
-        record.pin = tag
+        record.pin, record.at_origin = tag, False
 
     async def set_down(self, node: str, reason: str) -> None:
         self._cluster.withdraw(node)

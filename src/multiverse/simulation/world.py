@@ -17,8 +17,9 @@ from multiverse.ports import Hypervisor, Scheduler
 from multiverse.simulation.cloud import CloudMachines, SimulatedCloud
 from multiverse.simulation.cluster import Cluster, ClusterSettings
 from multiverse.simulation.grid import GridCluster, SimulatedGrid
-from multiverse.simulation.guests import Guest, GuestBehaviour, Run
+from multiverse.simulation.guests import Guest, GuestBehaviour, Registration, Run
 from multiverse.simulation.hypervisor import SimulatedHosts
+from multiverse.simulation.jobs import NodeRecord
 from multiverse.simulation.machines import ABILITIES, Machines, SimulatedImage
 from multiverse.simulation.network import AgentBehaviour
 from multiverse.simulation.pilots import PhysicalNodes, Pilots
@@ -64,6 +65,7 @@ class WorldSettings:
     pair: Pair = Pair.SLURM_HOSTS
     agents: AgentBehaviour | None = None  # through which hosts are reached, over streams of bytes
     physical: PhysicalNodes = field(default_factory=PhysicalNodes)  # that may be leased
+    expanded: int = 0  # physical nodes of the partition that is expanded
     slow_sources: Mapping[str, float] = field(default_factory=dict)  # seconds that their observations take longer
 
 
@@ -86,6 +88,8 @@ class SimulatedWorld:
         self.machines.delays.update(self.settings.slow_sources)
         self.cluster.host_of = self.machines.host_of
         self.static = tuple(self.machines.hosts)
+        for number in range(self.settings.expanded):
+            self._add_physical(f"p{number + 1}")
         self.pilots = Pilots(self.machines, self.settings.physical, Random(f"{seed}/pilots"))
         self.pilots.log = lambda text: self.log(text)
         local = SimulatedHosts(self.machines, Random(f"{seed}/agents")) if self.settings.agents else None
@@ -175,6 +179,14 @@ class SimulatedWorld:
                 if began < ended:
                     found.append(f"{name} ran in {other.node} while it still ran in {one.node}")
         return found
+
+    def _add_physical(self, name: str) -> None:
+        """A physical node that runs jobs without VMs, one at a time, and never fails."""
+        users = tuple(user for uid in self.settings.users if (user := self.user(uid)) is not None)
+        bootstrap = Registration(name, (), Size(64, 1 << 20)).pack()
+        identity = Identity(name, "", "", "", "", users=users, mounts=(), peers=(), bootstrap=bootstrap)
+        guest = Guest(name, identity, self.cluster, self.runs, self._rng, GuestBehaviour(), lambda text: self.log(text))
+        self.cluster.physical[name] = NodeRecord(name, (), Size(64, 1 << 20), guest)
 
     def _boot(self, name: str, identity: Identity) -> Guest:
         behaviour, log = self.settings.guests, lambda text: self.log(text)

@@ -16,7 +16,7 @@ from multiverse.config import Settings, host_names, overlay_address, site_cpus
 from multiverse.core.errors import Gone, MultiverseError, Refused, Unknown
 from multiverse.drivers.slurm import inbox_access, install, requirements, site_conf, slurm_user
 from multiverse.drivers.slurm.command import SlurmCommands
-from multiverse.drivers.slurm.requirements import Finding, Level
+from multiverse.drivers.slurm.finding import Finding, Level
 from multiverse.drivers.slurm.site_conf import SiteConf
 from multiverse.images.catalog import list_images
 from multiverse.site.rendering import AGENT_SERVICE, SERVICE, SiteFile, own_job_submit, render, render_agent

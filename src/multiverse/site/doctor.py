@@ -23,7 +23,7 @@ from multiverse.core.errors import MultiverseError
 from multiverse.drivers.slurm import catches, conf, requirements, site_conf
 from multiverse.drivers.slurm.auth import munge_socket
 from multiverse.drivers.slurm.command import SlurmCommands
-from multiverse.drivers.slurm.requirements import Finding, Level
+from multiverse.drivers.slurm.finding import Finding, Level
 from multiverse.drivers.slurm.site_conf import SiteConf
 from multiverse.images.catalog import list_images
 from multiverse.images.installed import package_version

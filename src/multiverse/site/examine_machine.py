@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from multiverse.config import Settings
-from multiverse.drivers.slurm.requirements import Finding, Level
+from multiverse.drivers.slurm.finding import Finding, Level
 from multiverse.host.qemu.probe import is_since
 from multiverse.site.machine_facts import MachineFacts, in_memory
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from multiverse.core.expansion import why_stays
 from multiverse.core.model import (
     ENDING_STATES,
     PINNED_STATES,
@@ -29,6 +30,7 @@ from multiverse.core.model import (
 )
 from multiverse.core.policy import Policy
 from multiverse.core.rows import VmsMissing
+from multiverse.core.runs import earlier_run
 from multiverse.core.state import State
 from multiverse.core.transition import Change, Effect, EffectKind, Event, Transition, transitions, unchanged
 
@@ -41,15 +43,16 @@ _LIVE = (*WAITING_STATES, *_MAKING, *PINNED_STATES, A.ALLOCATED)
 
 ATTEMPT: tuple[Transition, ...] = (
     *transitions([None], Event.SUBMITTED, A.QUEUED, A.UNGATED),
-    *transitions([A.UNGATED, A.STRAY], Event.AT_GATE, A.QUEUED),
-    *transitions([A.QUEUED, A.STRAY], Event.LEFT_GATE, A.UNGATED),
-    *transitions([A.QUEUED, A.UNGATED], Event.STRAYED, A.STRAY),
+    *transitions([A.UNGATED, A.STRAY, A.RESTORING], Event.AT_GATE, A.QUEUED),
+    *transitions([A.QUEUED, A.STRAY, A.RESTORING], Event.LEFT_GATE, A.UNGATED),
+    *transitions([A.QUEUED, A.UNGATED, A.STRAY], Event.SENT_BACK, A.RESTORING),
+    *transitions([A.QUEUED, A.UNGATED, A.RESTORING], Event.STRAYED, A.STRAY),
     *transitions([A.UNGATED], Event.TOOK, A.INTRODUCING),
     *transitions([A.QUEUED], Event.ADMITTED, A.CLAIMED),
     *transitions([A.CLAIMED], Event.MADE, A.SPAWNING),
     *transitions([A.SPAWNING], Event.ALL_JOINED, A.SPAWNED),
     *transitions(PINNED_STATES, Event.RUNS, A.ALLOCATED),
-    *transitions(WAITING_STATES, Event.IMPOSSIBLE, A.REVOKING),
+    *transitions([A.QUEUED, A.UNGATED, A.STRAY], Event.IMPOSSIBLE, A.REVOKING),
     *transitions(_MAKING, Event.GAVE_UP, A.RETURNING, A.REVOKING),
     *transitions(PINNED_STATES, Event.GAVE_UP, A.RETURNING),
     *transitions(PINNED_STATES, Event.PIN_EXPIRED, A.RETURNING),
@@ -64,7 +67,7 @@ ATTEMPT: tuple[Transition, ...] = (
     *transitions([A.REVOKING], Event.CANCELLED, A.RECLAIMING),
     *transitions([A.RECLAIMING], Event.RECLAIMED, A.DONE, A.CANCELLED, A.REQUEUED, A.REVOKED, A.FAILED),
     *unchanged(_MAKING, Event.REPLACED),
-    *unchanged([A.QUEUED, A.UNGATED, A.RECLAIMING], Event.NOTED),
+    *unchanged([A.QUEUED, A.UNGATED, A.RESTORING, A.RECLAIMING], Event.NOTED),
     *unchanged([A.QUEUED], Event.OVERTAKEN),
     *unchanged([A.RECLAIMING], Event.RESTARTED),
     *unchanged([*_LIVE, *ENDING_STATES], Event.QUARANTINED, Event.RETRIED),
@@ -79,6 +82,7 @@ class JobStatus(StrEnum):
     COMPLETING = "completing"
     ENDED = "ended"
     RESTARTED = "restarted"
+    ELSEWHERE = "elsewhere"  # it runs, or has run, in the partition that it was submitted to, without a VM of ours
     UNSEEN = "unseen"
 
 
@@ -111,6 +115,8 @@ def job_status(expected: JobRef, view: SchedulerView) -> tuple[JobStatus, Job | 
         return JobStatus.RESTARTED, job  # Slurm gives a requeued job a new submit time
     if job.ref != expected:
         return JobStatus.UNSEEN, None  # another job with the same id
+    if job.at_origin and job.state is not JobState.PENDING and job.result != "CANCELLED":
+        return JobStatus.ELSEWHERE, job
     match job.state:
         case JobState.PENDING:
             return JobStatus.PENDING, job
@@ -125,9 +131,10 @@ def job_status(expected: JobRef, view: SchedulerView) -> tuple[JobStatus, Job | 
 # --- creation --------------------------------------------------------------------------------------
 
 
-def open_attempts(state: State, world: World, *, only_taken: bool = False) -> None:
+def open_attempts(state: State, world: World, policy: Policy, *, only_taken: bool = False) -> None:
     """Open an attempt for each pending job without one, and for each job that took a spare as it was submitted, which
-    may run already. With `only_taken` the former are left to a later pass."""
+    may run already. A job that waits for physical nodes gets one once it may be moved. With `only_taken` those that
+    wait are left to a later pass."""
     if world.scheduler is None or not state.unserved:
         return
     joined = state.vms_in(VmState.JOINED, VmState.RETIRING)
@@ -135,7 +142,7 @@ def open_attempts(state: State, world: World, *, only_taken: bool = False) -> No
     for job_id in sorted(state.unserved):
         job = world.scheduler.value.jobs.get(job_id)
         lives = job is not None and job.state in (JobState.PENDING, JobState.RUNNING, JobState.SUSPENDED)
-        if job is None or not lives or state.serves_job(job.ref):
+        if job is None or not lives or state.serves_job(job.ref) or _stays(job, policy):
             state.unserved.discard(job_id)
             continue
         spare = spares.pop(job.pinned, None) if job.pinned else None
@@ -144,6 +151,11 @@ def open_attempts(state: State, world: World, *, only_taken: bool = False) -> No
             attempt = _open(state, job)
             if spare and not job.problem:
                 _take_spare(state, attempt, spare)
+
+
+def _stays(job: Job, policy: Policy) -> bool:
+    """Whether the job is left to its own partition as it is."""
+    return job.at_origin and (job.state is not JobState.PENDING or bool(why_stays(job, policy)))
 
 
 def _open(
@@ -163,6 +175,7 @@ def _open(
         note=note,
         work_dir=job.work_dir,
         overtaken=overtaken,
+        origin=job.origin,
     )
     state.move(Change(attempt, Event.SUBMITTED, f"restart {job.ref.restarts}" if job.ref.restarts else ""))
     return state.attempts[attempt.id]
@@ -183,7 +196,8 @@ def _take_spare(state: State, attempt: Attempt, spare: Vm) -> None:
 
 
 def _at_gate(job: Job) -> bool:
-    return job.gated and job.pinned is None
+    """Whether the job waits where it may be pinned: at the gate, or in the partition that it was submitted to."""
+    return (job.gated or job.at_origin) and job.pinned is None
 
 
 def _request_of(job: Job) -> Request:
@@ -205,14 +219,14 @@ def step_attempt(state: State, attempt_id: int, world: World, policy: Policy) ->
             _advance_vms(state, attempt, policy)
         return
     status, job = job_status(attempt.job, view)
-    if attempt.quarantined and status not in (JobStatus.ENDED, JobStatus.UNSEEN):
+    if attempt.quarantined and status not in _OVER:
         return
     seen = Sighting(status, job, view, began)
     if attempt.state in ENDING_STATES:
         _step_ending(state, attempt, seen, world, policy)
     elif not _step_if_over(state, attempt, seen, world):
         match attempt.state:
-            case A.QUEUED | A.UNGATED | A.STRAY:
+            case A.QUEUED | A.UNGATED | A.STRAY | A.RESTORING:
                 _step_waiting(state, attempt, seen)
             case A.CLAIMED | A.SPAWNING:
                 _step_making(state, attempt, seen, policy)
@@ -227,22 +241,30 @@ def attempt_rests(attempt: Attempt, world: World) -> bool:
     observation that shows the same."""
     if world.scheduler is None or world.job_began(attempt.job.job_id) < attempt.since:
         return False
-    status, _ = job_status(attempt.job, world.scheduler.value)
+    status, job = job_status(attempt.job, world.scheduler.value)
     if attempt.quarantined:
-        return status not in (JobStatus.ENDED, JobStatus.UNSEEN)
+        return status not in _OVER
     match attempt.state:
-        case A.QUEUED:
-            return status is JobStatus.PENDING
+        case A.QUEUED:  # a job that was moved waits at the gate only until its earlier run is surely over
+            return status is JobStatus.PENDING and not (job is not None and job.gated and job.origin)
         case A.ALLOCATED:
             return status is JobStatus.RUNNING
         case _:
             return False
 
 
+_OVER = (JobStatus.ENDED, JobStatus.ELSEWHERE, JobStatus.UNSEEN)
+"""The job needs no VM of ours any more."""
+
+
 def _step_if_over(state: State, attempt: Attempt, seen: Sighting, world: World) -> bool:
     """End an attempt whose job has ended or was started anew by the scheduler, in whichever state it is."""
     if seen.status is JobStatus.UNSEEN and seen.began <= world.ended_at(attempt.key, attempt.since):
         return True  # the job is not shown, but the observation is too old to tell that it is gone
+    if seen.status is JobStatus.ELSEWHERE:
+        why = f"it has started on a physical node of partition {seen.shown.origin}"
+        state.move(Change(attempt.reclaiming("cancelled", why), _over(attempt), why))
+        return True
     if seen.status in (JobStatus.ENDED, JobStatus.UNSEEN):
         result = seen.job.result if seen.job else ""
         ran = attempt.state is A.ALLOCATED or (attempt.state in PINNED_STATES and result != "CANCELLED")
@@ -255,6 +277,10 @@ def _step_if_over(state: State, attempt: Attempt, seen: Sighting, world: World) 
         state.move(Change(attempt.reclaiming("requeued", why), Event.RESTARTED, why))
         return True
     return False
+
+
+def _over(attempt: Attempt) -> Event:
+    return Event.ENDED if attempt.state is A.ALLOCATED else Event.CANCELLED
 
 
 def _why_requeued(state: State, attempt: Attempt) -> str:
@@ -272,23 +298,39 @@ def _return(state: State, attempt: Attempt, event: Event, reason: str, *, failed
 
 
 def _step_waiting(state: State, attempt: Attempt, seen: Sighting) -> None:
-    """Queued, ungated or stray: follow what the job asks for, and whether it is at the gate."""
+    """Queued, ungated, stray or restoring: follow what the job asks for, and whether it is where it belongs."""
     job = seen.shown
     if seen.status is JobStatus.PENDING:
         request = _request_of(job)
-        target = A.QUEUED if _at_gate(job) else A.UNGATED
-        known = (attempt.state, attempt.request, attempt.job_name, attempt.uid, attempt.work_dir)
-        if known == (target, request, job.name, job.uid, job.work_dir):
+        target, moved = _where_it_belongs(state, attempt, job)
+        known = (attempt.state, attempt.request, attempt.job_name, attempt.uid, attempt.work_dir, attempt.origin)
+        origin = job.origin or attempt.origin  # a move that Slurm refused in part may leave no mark
+        told = (request, job.name, job.uid, job.work_dir, origin)
+        if known == (target, *told):
             return  # the usual case, for every job that waits
-        fresh = replace(attempt, state=target, request=request, job_name=job.name, uid=job.uid, work_dir=job.work_dir)
-        moved = Event.AT_GATE if target is A.QUEUED else Event.LEFT_GATE
+        fresh = replace(
+            attempt, state=target, request=request, job_name=job.name, uid=job.uid, work_dir=job.work_dir,
+            origin=origin,
+        )  # fmt: skip
         reason = "changed while waiting" if request != attempt.request else ""
+        if target is A.RESTORING and not reason:
+            reason = f"it was submitted to partition {origin}, and may start there"
         state.move(Change(fresh, moved if target is not attempt.state else Event.NOTED, reason))
     elif seen.status is JobStatus.RUNNING and not _has_explained_node(state, job):
         _leave_to_the_scheduler(state, attempt, job)
     elif seen.status is JobStatus.RUNNING and attempt.state is not A.STRAY:
         # The scheduler requeued the job with its old pin and started it on a VM that is about to go.
         state.move(Change(replace(attempt, state=A.STRAY), Event.STRAYED, "it runs on a VM of an earlier attempt"))
+
+
+def _where_it_belongs(state: State, attempt: Attempt, job: Job) -> tuple[AttemptState, Event]:
+    """The state of an attempt whose job waits, and how it is entered. A job that was moved goes back to its own
+    partition, where it may start on a physical node: not while an earlier run of it may go on in a VM."""
+    if not _at_gate(job):
+        return A.UNGATED, Event.LEFT_GATE
+    if job.origin and job.gated and not earlier_run(state, attempt):
+        return A.RESTORING, Event.SENT_BACK
+    return A.QUEUED, Event.AT_GATE
 
 
 def _has_explained_node(state: State, job: Job) -> bool:
@@ -362,7 +404,7 @@ def _ask_for_vms(state: State, attempt: Attempt, missing: int, policy: Policy) -
     started = attempt.state is A.SPAWNING and attempt.request.nodes > 1
     if not started and attempt.replaced + missing <= policy.replacements:
         state.missing.append(VmsMissing(attempt.id, missing, why))
-    elif attempt.tries + 1 >= policy.attempts:
+    elif attempt.tries + 1 >= policy.attempts and not attempt.origin:  # which needs no VM: it may start without
         text = f"no VM could be made for it in {policy.attempts} attempts: {why}"
         state.move(Change(attempt.revoking("failed", text), Event.GAVE_UP, text))
     else:
@@ -558,7 +600,7 @@ def _finish(state: State, attempt: Attempt, seen: Sighting, policy: Policy) -> N
 # --- effect ----------------------------------------------------------------------------------------
 
 
-ACTING_ATTEMPTS = (A.STRAY, A.UNGATED, A.RETURNING, A.SPAWNED, A.INTRODUCING, A.REVOKING)
+ACTING_ATTEMPTS = (A.STRAY, A.UNGATED, A.RESTORING, A.RETURNING, A.SPAWNED, A.INTRODUCING, A.REVOKING)
 """The states that permit an effect."""
 
 
@@ -572,6 +614,8 @@ def attempt_effect(attempt: Attempt) -> Effect | None:
             return Effect(EffectKind.REQUEUE, key)
         case A.UNGATED | A.RETURNING:
             return Effect(EffectKind.GATE, key)
+        case A.RESTORING:
+            return Effect(EffectKind.RESTORE, key)
         case A.SPAWNED | A.INTRODUCING:
             return Effect(EffectKind.PIN, key, attempt.choice)
         case A.REVOKING:

@@ -77,6 +77,11 @@ class Job:
     pass until it has ended a job that exceeds it. `ends` is the Unix time by which a job that runs has ended for that
     reason. Both are None where the scheduler does not tell; a job that is suspended has no such time. `requeues` says
     that the scheduler can queue it again once it runs: not a job whose user waits for it, or forbids that.
+
+    `origin` is the partition of physical nodes that the job was submitted to, and from which it may be moved to a VM;
+    empty for a job that was submitted to the gate. `at_origin` says that it waits there, or runs there without a VM of
+    ours: it is eligible then if it has waited for nodes long enough to be moved, and its rank is behind those of all
+    jobs at the gate. `account` is the one that it is charged to.
     """
 
     ref: JobRef
@@ -100,6 +105,9 @@ class Job:
     limit: float | None = None
     ends: float | None = None
     requeues: bool = True
+    origin: str = ""
+    at_origin: bool = False
+    account: str = ""
 
 
 class NodeState(StrEnum):
@@ -239,6 +247,7 @@ class AttemptState(StrEnum):
     QUEUED = "queued"  # its job waits at the gate
     UNGATED = "ungated"  # its job waits, but not at the gate, where it is to be put first
     STRAY = "stray"  # its job runs on a VM of an earlier attempt, and is to be queued again
+    RESTORING = "restoring"  # its job waits at the gate, and is to go back to the partition that it was moved from
     CLAIMED = "claimed"  # its VMs are being created
     SPAWNING = "spawning"  # its VMs are being started
     SPAWNED = "spawned"  # its VMs have joined, and its job is being tied to them
@@ -254,7 +263,7 @@ class AttemptState(StrEnum):
     FAILED = "failed"
 
 
-WAITING_STATES = (AttemptState.QUEUED, AttemptState.UNGATED, AttemptState.STRAY)
+WAITING_STATES = (AttemptState.QUEUED, AttemptState.UNGATED, AttemptState.STRAY, AttemptState.RESTORING)
 """An attempt in one of these states has no VM yet."""
 
 PINNED_STATES = (AttemptState.SPAWNED, AttemptState.INTRODUCING)
@@ -275,6 +284,7 @@ class Attempt:
     ends. `note` is why the attempt before it failed or was given up, until it is admitted. `pin` is the tag of the one
     joined spare that it took. `choice` says what its VMs are, and why: the job's user is told when the job is pinned.
     `overtaken` is how often a later job started ahead of it while nobody could tell when it would start itself.
+    `origin` is the partition that its job is moved from (`Job.origin`).
     """
 
     id: int
@@ -296,6 +306,7 @@ class Attempt:
     pin: str = ""
     choice: str = ""
     overtaken: int = 0
+    origin: str = ""
 
     @property
     def key(self) -> Key:

@@ -4,6 +4,9 @@ Attempts are considered in the scheduler's order. The first one that waits for c
 nothing overtakes it for ever, but for those that do not delay it by the time limits; one that waits for something of
 its own (its template, its back-off) or for a limit of the scheduler's blocks no other.
 
+Jobs that may be moved here from a partition of physical nodes come after all others. They are never revoked: where it
+says so below, they are set aside, and wait for physical nodes.
+
 Each attempt is checked once, and again when it, its job or the hosts change:
 
  1. The request cannot be served at all: revoke.
@@ -39,6 +42,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 
+from multiverse.core.expansion import why_stays
 from multiverse.core.model import (
     LEAVING_STATES,
     WAITING_STATES,
@@ -193,6 +197,9 @@ class Admission:
     def check(self, attempt: Attempt) -> None:
         """Check whether the attempt could ever be served: cases 1 and 2."""
         job = self.queue.job_of(attempt.id)
+        if job.at_origin and (why := why_stays(job, self.policy)):
+            self.queue.set_aside(attempt.id, why)
+            return
         if job.problem:  # 1
             self._revoke(attempt, job.problem)
             return
@@ -211,6 +218,8 @@ class Admission:
             return
         if why := why_earlier_run(self.state, attempt, self.orphaned):  # 4
             self._tell(attempt, why)
+        elif attempt.origin and job.gated:
+            return  # its own step sends it back to its partition
         elif why := self._limit_reached(job) or self._waits_for_drained(attempt):  # 5, 6
             self._wait(attempt, why)
         elif self.overtaking is not None and not self.overtaking.is_over():  # 7
@@ -410,6 +419,9 @@ class Admission:
         )
 
     def _revoke(self, attempt: Attempt, reason: str) -> None:
+        if attempt.origin:  # it needs no VM: it waits for physical nodes, as it was submitted
+            self.queue.set_aside(attempt.id, reason)
+            return
         self.state.move(Change(attempt.revoking("revoked", reason), Event.IMPOSSIBLE, reason))
 
     def _block(self, attempt: Attempt, blockage: Blockage, why: str, own: str = "") -> None:

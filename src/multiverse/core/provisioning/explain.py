@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
+from multiverse.core.expansion import why_stays
 from multiverse.core.model import Attempt, AttemptState, Job, JobState, Vm, VmState
+from multiverse.core.policy import Policy
 from multiverse.core.provisioning.backfill import when
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.host_verdicts import HostVerdict, host_verdicts
@@ -48,6 +50,9 @@ def explain(context: Context, attempt: Attempt, now: float) -> Explanation:
             return _waiting(context, attempt, now)
         case A.UNGATED:
             return Explanation("", (f"It left the gate {since} ago, and is being put back there.",))
+        case A.RESTORING:
+            why = f"It waits at the gate, and has been on its way back to partition {attempt.origin} for {since}."
+            return Explanation("", (why,))
         case A.STRAY:
             why = f"The scheduler started it {since} ago on a VM of an earlier attempt; it is being queued again."
             return Explanation("", (why,))
@@ -73,6 +78,8 @@ def _waiting(context: Context, attempt: Attempt, now: float) -> Explanation:
     short = reason_of(attempt, job, state.reasons, now)
     own = short if short not in ("", BEHIND) else _own_obstacle(context, attempt)
     sentences = [f"It has waited for {since}: {own or short or 'it is about to be considered'}."]
+    if job.at_origin:
+        sentences.append(f"It starts in a VM or in partition {job.origin}, whichever has room first.")
     if now < attempt.not_before and attempt.note:
         times = "once" if attempt.tries == 1 else f"{attempt.tries} times in a row"
         failed = f" It failed {times}." if attempt.tries else ""
@@ -164,7 +171,10 @@ def _stage(context: Context, attempt: Attempt, since: str) -> list[str]:
 
 
 def _chosen(attempt: Attempt) -> list[str]:
-    return [f"Chosen for it: {attempt.choice}."] if attempt.choice else []
+    if not attempt.choice:
+        return []
+    moved = f" It is one of partition {attempt.origin}, which was full." if attempt.origin else ""
+    return [f"Chosen for it: {attempt.choice}.{moved}"]
 
 
 def _where(vms: Sequence[Vm]) -> str:
@@ -201,7 +211,8 @@ def explain_ended(attempt: Attempt, ended: float) -> Explanation:
             todo = f"its next attempt waits in the queue; where the time went: multiverse timeline {attempt.job.job_id}"
             return Explanation("", (f"Its attempt was given up {ago} ago{because}.",), todo)
         case A.CANCELLED:
-            return Explanation("", (f"It was cancelled {ago} ago{because}.",))
+            what = "Its attempt ended" if attempt.origin else "It was cancelled"  # it may run on a physical node
+            return Explanation("", (f"{what} {ago} ago{because}.",))
         case A.REVOKED:
             todo = "submit it again with a request that fits: multiverse capacity shows sizes"
             return Explanation("", (f"Multiverse cancelled it {ago} ago{because}.",), todo)
@@ -211,8 +222,12 @@ def explain_ended(attempt: Attempt, ended: float) -> Explanation:
             return Explanation("", (f"It failed {ago} ago{because}.",), todo)
 
 
-def explain_new(job: Job) -> Explanation:
+def explain_new(job: Job, policy: Policy) -> Explanation:
     """Explain a job that has no attempt yet."""
+    if job.at_origin and job.state is not JobState.PENDING:
+        return Explanation("", (f"It runs in partition {job.origin} on a physical node, or has run there.",))
+    if job.at_origin and (why := why_stays(job, policy)):
+        return Explanation("", (f"It waits in partition {job.origin} and is not moved to a VM: {why}.",))
     if job.problem:
         return Explanation("", (f"It cannot be served: {job.problem}.",), "submit it again without that")
     return Explanation("", ("The scheduler shows it, and the next pass considers it.",))

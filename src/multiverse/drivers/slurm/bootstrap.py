@@ -14,6 +14,7 @@ from multiverse.config import Settings
 from multiverse.core.errors import Broken, MultiverseError
 from multiverse.core.model import Daemon, GuestFile, NodeBootstrap, NodeSpec
 from multiverse.drivers.slurm import conf, slurm_user
+from multiverse.drivers.slurm.parse import MOVED_FROM
 from multiverse.guest.protocol import INTRODUCED
 
 log = structlog.get_logger()
@@ -65,7 +66,8 @@ def bootstrap(settings: Settings, node: NodeSpec) -> NodeBootstrap:
     asks the name service for the addresses of slurmctld and for its user."""
     text = read(settings.slurm.conf)
     owner = slurm_user.of(text)
-    line = conf.node_conf(node.size, (settings.slurm.node_feature, *node.features), node.sockets)
+    moved = (MOVED_FROM + one.partition for one in settings.expand)  # jobs of these partitions ask for it
+    line = conf.node_conf(node.size, (settings.slurm.node_feature, *node.features, *moved), node.sockets)
     slurmd = Daemon(
         "slurmd", ("/usr/sbin/slurmd", "-D", "-Z", "-N", node.name, "-f", "/etc/slurm/slurm.conf", "--conf", line)
     )

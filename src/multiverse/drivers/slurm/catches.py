@@ -10,7 +10,8 @@ from ClusterShell.NodeSet import NodeSet, NodeSetException
 
 from multiverse.config import SlurmSettings
 from multiverse.drivers.slurm import install
-from multiverse.drivers.slurm.requirements import Finding, Level, Version
+from multiverse.drivers.slurm.finding import Finding, Level
+from multiverse.drivers.slurm.requirements import Version
 from multiverse.drivers.slurm.site_conf import SiteConf, folded
 
 RELEASES = ((20, 2), (20, 11), (21, 8), (22, 5), (23, 2), (23, 11), (24, 5), (24, 11), (25, 5), (25, 11))

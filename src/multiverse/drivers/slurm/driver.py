@@ -19,7 +19,7 @@ from multiverse.core.model import (
     User,
 )
 from multiverse.drivers.slurm import bootstrap as node_bootstrap
-from multiverse.drivers.slurm import conf, parse, requirements, site_conf
+from multiverse.drivers.slurm import conf, expansions, parse, requirements, site_conf
 from multiverse.drivers.slurm.account import NameService
 from multiverse.drivers.slurm.command import Execute, SlurmCommands, execute
 from multiverse.drivers.slurm.comment import (
@@ -41,6 +41,11 @@ from multiverse.drivers.slurm.submission import SubmissionFile
 _RETRY_DELAYS = (0.05, 0.1, 0.2, *(0.4,) * 20)  # seconds before an update that slurmctld cannot do now is repeated
 _OFFER_TERM = 10.0  # seconds for which the list of offers is valid, at least
 _SUBMISSION_TERM = 60.0  # seconds for which the published sizes are valid, at least
+
+
+def _mark(origin: str) -> tuple[str, ...]:
+    """The feature by which a job that was moved is recognised, if it was."""
+    return (parse.MOVED_FROM + origin,) if origin else ()
 
 
 class SlurmScheduler:
@@ -89,6 +94,17 @@ class SlurmScheduler:
     def submission(self) -> SubmissionFile:
         """See `ports.Scheduler`."""
         return self._submission
+
+    @property
+    def expansion(self) -> SlurmScheduler:
+        """See `ports.Scheduler`. Also where no partition is expanded any more: moved jobs are put back."""
+        return self
+
+    def check_expansions(self) -> None:
+        """Raise `Refused` if jobs of the partitions that the settings want to expand would fare otherwise in VMs."""
+        if self._settings.expand:
+            for found in expansions.examine(self._settings, site_conf.read(self._slurm.conf)):
+                raise Refused(found.message, hint=found.remedy)
 
     def check_leases(self) -> None:
         """Raise `Refused` if the site's Slurm cannot lend the nodes that the settings want to lease."""
@@ -148,6 +164,9 @@ class SlurmScheduler:
 
     async def _pin(self, job: JobRef, tag: str, text: str) -> None:
         current = await self._reread(job)
+        origin = current.origin or (current.partition if self._is_expanded(current.partition) else "")
+        if origin:
+            text = expansions.moved_text(origin, text)
         comment = compose(current.comment, text) if text else current.comment
         pinned = current.partition == self._slurm.run_partition and current.pinned == tag
         if pinned and (current.active or (current.pending and current.priority)):
@@ -159,7 +178,12 @@ class SlurmScheduler:
             raise Stale(f"job {job.job_id} is {current.state.lower()}")
         if current.priority == 0:
             raise Stale(f"job {job.job_id} is held: {current.reason}")
-        wanted = [f"Partition={self._slurm.run_partition}", f"Features={'&'.join((*current.own, tag))}"]
+        if origin and current.partition == origin and comment != current.comment:
+            # Slurm may change the partition and refuse the features: then only this tells where the job belongs.
+            await self._update(job, f"AdminComment={comment}")
+            current = replace(current, comment=comment)
+        features = "&".join((*current.own, *_mark(origin), tag))
+        wanted = [f"Partition={self._slurm.run_partition}", f"Features={features}"]
         if comment != current.comment:
             wanted.append(f"AdminComment={comment}")
         if job.restarts:
@@ -172,7 +196,8 @@ class SlurmScheduler:
             # means that the nodes are busy or too small at this moment.
             after = await self._reread(job)
             if after.partition != self._slurm.run_partition or after.pinned != tag:
-                await self._to_gate(job, after)  # Slurm refused the features and changed the partition all the same
+                if not self._is_expanded(after.partition):
+                    await self._to_gate(job, after)  # Slurm refused the features and changed the partition all the same
                 raise
 
     async def unpin(self, job: JobRef) -> None:
@@ -180,6 +205,8 @@ class SlurmScheduler:
         current = await self._reread(job)
         if not current.pending:
             raise Stale(f"job {job.job_id} is {current.state.lower()}")
+        if self._is_expanded(current.partition) and current.pinned is None:
+            return
         await self._to_gate(job, current)
         after = await self._reread(job)
         if after.partition != self._slurm.gate_partition:
@@ -190,8 +217,32 @@ class SlurmScheduler:
     async def _to_gate(self, job: JobRef, current: CurrentJob) -> None:
         if current.partition == self._slurm.gate_partition and current.at_gate:
             return
-        features = "&".join((*current.own, self._slurm.gate_feature))
+        origin = current.origin or expansions.told_origin(current.comment)
+        features = "&".join((*current.own, *_mark(origin), self._slurm.gate_feature))
         await self._update(job, f"Partition={self._slurm.gate_partition}", f"Features={features}")
+
+    def _is_expanded(self, partition: str) -> bool:
+        return any(one.partition == partition for one in self._settings.expand)
+
+    async def restore(self, job: JobRef) -> None:
+        """See `ports.Expansion`."""
+        async with self._comment_turns.changing(job):
+            await self._restore(job)
+
+    async def _restore(self, job: JobRef) -> None:
+        current = await self._reread(job)
+        if not current.pending:
+            raise Stale(f"job {job.job_id} is {current.state.lower()}")
+        if not current.origin:
+            return  # an earlier call has put it back
+        if current.pinned is not None:
+            raise Stale(f"job {job.job_id} is pinned")
+        comment = compose(current.comment, f"back in partition {current.origin}")
+        wanted = [f"Partition={current.origin}", f"Features={'&'.join(current.own)}"]
+        await self._update(job, *wanted, f"AdminComment={comment}")
+        after = await self._reread(job)
+        if after.pending and after.priority == 0 and parse.slurms_hold(after.reason, after.description):
+            await self._commands.run("scontrol", "release", job.job_id)
 
     async def requeue(self, job: JobRef) -> None:
         """See `ports.Scheduler`."""
@@ -267,7 +318,7 @@ class SlurmScheduler:
             raise Stale(f"job {job.job_id} is {current.state.lower()}")
         if not survives_sacctmgr(current.comment):
             raise Refused(f"sacctmgr would change what others wrote into the AdminComment of job {job.job_id}")
-        comment = compose(current.comment, text)
+        comment = compose(current.comment, expansions.moved_text(current.origin, text) if current.origin else text)
         if comment != current.comment:
             which = ("where", f"jobid={job.job_id}")
             await self._commands.run("sacctmgr", "-i", "modify", "job", *which, "set", f"AdminComment={comment}")

@@ -13,7 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from multiverse.config import Settings
 from multiverse.core.errors import Refused
 from multiverse.core.model import CloneKind, Placement, Size
-from multiverse.drivers.slurm import conf, parse
+from multiverse.drivers.slurm import conf, expansions, parse
 from multiverse.drivers.slurm.site_conf import OURS, SiteConf
 from multiverse.system import files, placements, rendered
 
@@ -52,7 +52,8 @@ class Site:
 
     `images` are the features that jobs may request, and `placements` the placement policies. `gate_network` is the
     first three numbers of the gate's addresses, which nothing uses. `memory_per_cpu` is Slurm's DefMemPerCPU in MiB.
-    `default` makes the gate the default partition.
+    `default` makes the gate the default partition. `limits` are those of our partitions: of one that is expanded, so
+    that its jobs are limited and charged in VMs as before.
     """
 
     images: Collection[str]
@@ -61,6 +62,7 @@ class Site:
     default: bool = False
     gate_network: str = _GATE_NETWORKS[0]
     placements: Collection[str] = tuple(one.value for one in Placement)
+    limits: str = "MaxTime=INFINITE"
 
 
 def derive(settings: Settings, site: SiteConf, images: Iterable[str], slurm_uid: int, *, default: bool = False) -> Site:
@@ -73,6 +75,7 @@ def derive(settings: Settings, site: SiteConf, images: Iterable[str], slurm_uid:
         slurm_uid=slurm_uid,
         default=default,
         gate_network=_free_network(site.node_addresses()),
+        limits=expansions.limits_like(settings.expand[0].partition if settings.expand else "", site),
     )
 
 
@@ -91,6 +94,8 @@ def render(settings: Settings, site: Site) -> dict[str, str]:
         loader=PackageLoader("multiverse.drivers.slurm"), undefined=StrictUndefined, keep_trailing_newline=True
     )
     places = [parse.PLACE + name for name in site.placements]
+    # Of jobs that were moved, and wait at the gate until they are put back.
+    moved = [word for one in settings.expand for word in (parse.MOVED_FROM + one.partition, one.constraint) if word]
     values = {
         "directory": slurm.conf.parent,
         "hook": hook_lines(settings),
@@ -104,7 +109,7 @@ def render(settings: Settings, site: Site) -> dict[str, str]:
         "node_set": NODE_SET,
         "gate_nodes": GATE_NODES,
         "gate_network": site.gate_network,
-        "features": [*dict.fromkeys((*site.images, *(kind.value for kind in CloneKind), *places))],
+        "features": [*dict.fromkeys((*site.images, *(kind.value for kind in CloneKind), *places, *moved))],
         "placements": list(site.placements),
         "gate_size": GATE_SIZE,
         "gate_sockets": GATE_SOCKETS,
@@ -112,6 +117,7 @@ def render(settings: Settings, site: Site) -> dict[str, str]:
         "memory_per_cpu": site.memory_per_cpu,
         "administrators": sorted({0, site.slurm_uid}),
         "default": site.default,
+        "limits": site.limits,
         "failed": _FAILED,
     }
     return {

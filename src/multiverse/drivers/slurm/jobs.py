@@ -110,7 +110,7 @@ class JobTable:
         (job,) = parse.expand(row.record, basis.names, now, limits.uses(row.record))
         before = self.jobs.get(job.ref.job_id)
         row.job = before if before == job else job
-        row.basis, row.until = basis, parse.changes_at(row.record, now)
+        row.basis, row.until = basis, parse.changes_at(row.record, basis.names, now)
         return row.job
 
     def keep_whole(self, rows: dict[str, JobRow], jobs: dict[str, Job]) -> None:

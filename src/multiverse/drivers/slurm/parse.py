@@ -13,6 +13,7 @@ from typing import Any
 
 from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet
 
+from multiverse.config import ExpandSettings
 from multiverse.core.model import (
     CloneKind,
     Job,
@@ -30,6 +31,8 @@ from multiverse.drivers.slurm.time_limits import NEVER, TimeLimits
 Record = Mapping[str, Any]
 Uses = tuple[tuple[str, int], ...]
 
+_BEHIND_THE_GATE = 1 << 137
+"""Added to a rank, more than any rank is."""
 _STATES = {
     "PENDING": JobState.PENDING,
     "REQUEUED": JobState.PENDING,
@@ -68,6 +71,9 @@ _NODE_STATES = {
     NodeState.IDLE: frozenset(("IDLE",)),
 }
 _KINDS = frozenset(kind.value for kind in CloneKind)
+MOVED_FROM = "mv_from_"
+"""Before the name of the partition that a job was moved from, as a feature. The gate's nodes and all VMs have these."""
+_FULL = frozenset(["Resources", "Priority"])  # reasons of jobs that wait for nodes of their own partition
 PLACE = "place-"  # before the name of a placement policy, as a feature
 _NO_THREADS = 0x7FFE  # an unset --thread-spec in 24.11's JSON: NO_VAL16 without its highest bit
 _NO_SOCKETS = 0xFFFE  # an unset number of sockets (NO_VAL16)
@@ -81,7 +87,7 @@ class SiteNames:
     """What parsing needs to know of the site.
 
     `memory_per_cpu` is Slurm's DefMemPerCPU in MiB. `per_account`: each account has templates of its own.
-    `time_limits` are those of Multiverse's partitions.
+    `time_limits` are those of Multiverse's partitions. `expanded` are partitions of physical nodes.
     """
 
     site: str
@@ -91,6 +97,16 @@ class SiteNames:
     memory_per_cpu: int = MEMORY_PER_CPU
     per_account: bool = False
     time_limits: TimeLimits = TimeLimits()
+    expanded: tuple[ExpandSettings, ...] = ()
+
+    @property
+    def partitions(self) -> tuple[str, ...]:
+        """The partitions of which jobs are read."""
+        return self.gate_partition, self.run_partition, *(one.partition for one in self.expanded)
+
+    def expansion_of(self, partition: str) -> ExpandSettings | None:
+        """How a partition is expanded, if it is."""
+        return next((one for one in self.expanded if one.partition == partition), None)
 
 
 # --- values ----------------------------------------------------------------------------------------
@@ -135,8 +151,17 @@ def features(text: str, gate_feature: str) -> tuple[tuple[str, ...], str | None]
     """A job's own features (without the gate's and the tag), and the tag of the nodes it is pinned to, if any."""
     all_of = [word.strip() for word in re.split(r"[&,]", text) if word.strip()]
     pins = [word for word in all_of if is_pin(word)]
-    own = dict.fromkeys(word for word in all_of if word != gate_feature and not is_pin(word))
+    ours = (gate_feature,)
+    own = dict.fromkeys(
+        word for word in all_of if word not in ours and not is_pin(word) and not word.startswith(MOVED_FROM)
+    )
     return tuple(own), pins[-1] if pins else None
+
+
+def moved_from(text: str) -> str:
+    """The partition that a job with these features was moved from; empty if it was not."""
+    all_of = (word.strip() for word in re.split(r"[&,]", text))
+    return next((word.removeprefix(MOVED_FROM) for word in all_of if word.startswith(MOVED_FROM)), "")
 
 
 def is_pin(feature: str) -> bool:
@@ -171,14 +196,14 @@ def newest(found: Iterable[Job]) -> dict[str, Job]:
 
 def ours(records: Iterable[Record], names: SiteNames) -> list[Record]:
     """The jobs of Multiverse's partitions."""
-    partitions = {names.gate_partition, names.run_partition}
+    partitions = set(names.partitions)
     return [record for record in records if partitions & set(words(record["partition"]))]
 
 
 def is_waiting(record: Record, names: SiteNames) -> bool:
-    """Whether a job waits at the gate and is not held."""
+    """Whether a job waits at the gate, or for physical nodes, and is not held."""
     return (
-        names.gate_partition in words(record["partition"])
+        names.run_partition not in words(record["partition"])
         and "PENDING" in words(record["job_state"])
         and bool(number(record["priority"]))
     )
@@ -191,9 +216,11 @@ def rank(priority: int, submitted: int, job_id: str) -> int:
     return ((0xFFFFFFFF - priority) << 104) | submitted << 64 | int(base) << 32 | int(task or 0)
 
 
-def changes_at(record: Record, now: float) -> float:
+def changes_at(record: Record, names: SiteNames, now: float) -> float:
     """The Unix time from which on `expand` may show an unchanged record differently; infinity if never."""
-    times = (number(record.get("eligible_time")) or 0, (number(record.get("end_time")) or 0) - _SKEW)
+    eligible = number(record.get("eligible_time")) or 0
+    waits = [one.min_wait for one in names.expanded]
+    times = (eligible, (number(record.get("end_time")) or 0) - _SKEW, *(eligible + wait for wait in waits))
     return min((time for time in times if time > now), default=inf)
 
 
@@ -205,8 +232,9 @@ def expand(record: Record, names: SiteNames, now: float, uses: Uses) -> Iterator
         one = _job(record, f"{array}_0", names, now, uses)
         for each in task_ids(tasks):
             job_id = f"{array}_{each}"
-            order = _rank(record, job_id) if one.state is JobState.PENDING else 0
-            yield replace(one, ref=replace(one.ref, job_id=job_id), rank=order)
+            order = _rank(record, job_id) + (_BEHIND_THE_GATE if one.at_origin else 0)
+            pending = one.state is JobState.PENDING
+            yield replace(one, ref=replace(one.ref, job_id=job_id), rank=order if pending else 0)
     else:
         own_id = f"{array}_{task}" if array and task is not None else str(record["job_id"])
         yield _job(record, own_id, names, now, uses)
@@ -234,10 +262,15 @@ def _job(record: Record, job_id: str, names: SiteNames, now: float, uses: Uses) 
     early = begin > now and not delayed
     held = priority == 0 and not slurms_hold(reason, str(record.get("state_description") or ""))
     gated = names.gate_partition in words(partition)
+    here = next(filter(None, map(names.expansion_of, words(partition))), None)
+    origin = here.partition if here else moved_from(str(record.get("features") or ""))
     # Slurm's reason may be outdated. Of a limit that is counted here, the count decides until the job is pinned.
     counted = gated and reason in {limit.partition(":")[0] for limit, _ in uses}
     free = priority > 0 and not early and (counted or reason in _FREE_REASONS) and "(unfulfilled)" not in dependency
-    request, problem = _request(record, own, names)
+    if here:  # the partition may have room for it, unless it has waited for its nodes for some time
+        free = free and reason in _FULL and pinned is None and now >= begin + here.min_wait
+    request, problem = _request(record, own, names, origin)
+    order = _rank(record, job_id) + (_BEHIND_THE_GATE if here else 0)
     return Job(
         ref=JobRef(job_id, submitted, restarts),
         name=str(record.get("name") or ""),
@@ -246,7 +279,7 @@ def _job(record: Record, job_id: str, names: SiteNames, now: float, uses: Uses) 
         request=request,
         problem=problem,
         reason="" if reason == "None" else reason,
-        rank=_rank(record, job_id) if state is JobState.PENDING else 0,
+        rank=order if state is JobState.PENDING else 0,
         eligible=state is not JobState.PENDING or free,
         held=state is JobState.PENDING and held,
         gated=gated,
@@ -261,6 +294,9 @@ def _job(record: Record, job_id: str, names: SiteNames, now: float, uses: Uses) 
         # Slurm adds the time that a job was suspended to its end when the job is resumed.
         requeues=all(number(record.get(key)) != 0 for key in ("requeue", "batch_flag")),
         ends=end + names.time_limits.beyond if state is JobState.RUNNING and 0 < end < NEVER else None,
+        origin=origin,
+        at_origin=here is not None,
+        account=str(record.get("account") or ""),
     )
 
 
@@ -285,9 +321,11 @@ def slurms_hold(reason: str, description: str) -> bool:
 # --- requests --------------------------------------------------------------------------------------
 
 
-def _request(record: Record, own: tuple[str, ...], names: SiteNames) -> tuple[Request | None, str]:
+def _request(record: Record, own: tuple[str, ...], names: SiteNames, origin: str) -> tuple[Request | None, str]:
     wishes = requests.read(str(record.get("comment") or ""))
-    problem = _problem(record, own, names) or wishes.problem
+    rule = names.expansion_of(origin)
+    wanted = tuple(word for word in own if rule is None or word != rule.constraint)
+    problem = _problem(record, wanted, names, origin) or wishes.problem or (origin and _unlike_a_vm(record))
     if problem:
         return None, problem
     nodes = max(number(record.get("node_count")) or 1, 1)
@@ -299,7 +337,7 @@ def _request(record: Record, own: tuple[str, ...], names: SiteNames) -> tuple[Re
         Request(
             nodes=nodes,
             size=Size(cpus, memory, number(record.get("minimum_tmp_disk_per_node")) or 0, wishes.net),
-            image=next(iter(_images(own)), None),
+            image=next(iter(_images(wanted)), None),
             kind=next((CloneKind(word) for word in own if word in _KINDS), None),
             placement=next((word.removeprefix(PLACE) for word in own if word.startswith(PLACE)), None),
             features=own,
@@ -341,7 +379,23 @@ def _cpus(record: Record, nodes: int) -> int:
     return max(-(-cpus // nodes), tasks_here * per_task, number(record.get("minimum_cpus_per_node")) or 1)
 
 
-def _problem(record: Record, own: tuple[str, ...], names: SiteNames) -> str:
+def _unlike_a_vm(record: Record) -> str:
+    """What a job asks for of a physical node that a VM is not; such jobs are refused at the gate as they are submitted.
+    A job that names nodes that it does not want, or one switch, can have a VM."""
+    checks = (
+        (record.get("oversubscribe") in ("NO", "USER", "MCS"), "it asks for whole nodes (--exclusive)"),
+        (not record.get("memory_per_node") and not record.get("memory_per_cpu"), "it asks for all memory of a node"),
+        (record.get("reboot") in ("1", "yes"), "it asks for a reboot of its node (--reboot)"),
+        (bool(record.get("network")), "it asks for a network of its node (--network)"),
+        (bool(record.get("container")), "it has a container (--container)"),
+        (_word(record, "threads_per_core") > 1, "it asks for several threads on each core"),
+        (_word(record, "tasks_per_core") > 1, "it asks for several tasks on each core"),
+        (bool(record.get("burst_buffer")), "it has a burst buffer"),
+    )
+    return next((f"{text}: a VM cannot serve it" for wrong, text in checks if wrong), "")
+
+
+def _problem(record: Record, own: tuple[str, ...], names: SiteNames, origin: str) -> str:
     images = _images(own)
     kinds = [word for word in own if word in _KINDS]
     policies = [word for word in own if word.startswith(PLACE)]
@@ -351,7 +405,7 @@ def _problem(record: Record, own: tuple[str, ...], names: SiteNames) -> str:
             bool(number(record.get("het_job_id"))),
             "heterogeneous jobs are not supported: submit each component as a separate job",
         ),
-        ("," in str(record["partition"]), f"name one partition only: {names.gate_partition}"),
+        ("," in str(record["partition"]), f"name one partition only: {origin or names.gate_partition}"),
         (bool(record.get("resv_name")), "reservations are not supported: submit without --reservation"),
         # The submit script sees this option and --profile only in the environment of a batch job.
         (bool(record.get("container_id")), "--container-id is not supported: select an image with --constraint"),

@@ -22,6 +22,7 @@ from multiverse.drivers.slurm.details import DetailReader
 from multiverse.drivers.slurm.jobs import JobRow, JobTable
 from multiverse.drivers.slurm.limits import AccountingLimits, arrays_left
 from multiverse.drivers.slurm.nodes import FORMAT, NodeTable
+from multiverse.drivers.slurm.table import JobColumns
 from multiverse.drivers.slurm.time_limits import time_limits
 
 _PROCESSES = 8  # of squeue for one part, at most; the jobs and users that were read longest ago come first
@@ -46,7 +47,7 @@ class SlurmReader:
     def __init__(self, settings: Settings, site: str, commands: SlurmCommands) -> None:
         self._settings, self._slurm, self._site = settings, settings.slurm, site
         self._commands = commands
-        self._jobs = JobTable()
+        self._jobs = JobTable(JobColumns(physical=bool(settings.expand)))
         self._nodes = NodeTable()
         self._details = DetailReader(commands)
         self._limits = ("", "")  # the latest texts of associations and of licences
@@ -114,7 +115,7 @@ class SlurmReader:
     async def _squeue(self, names: parse.SiteNames, *which: str) -> dict[str, JobRow]:
         """Rows of jobs of our partitions. -a shows hidden partitions too, -t all shows ended jobs, -r a row for each
         task of an array."""
-        partitions = f"{names.gate_partition},{names.run_partition}"
+        partitions = ",".join(names.partitions)
         output = await self._commands.run(
             *("squeue", "-a", "-r", "-t", "all", "--noconvert", "-p", partitions, *which),
             env={"SQUEUE_FORMAT2": self._jobs.columns.format},
@@ -256,6 +257,7 @@ class SlurmReader:
             memory_per_cpu=default,
             per_account=self._settings.image.per_account,
             time_limits=time_limits(text, self._slurm.gate_partition, self._slurm.run_partition),
+            expanded=self._settings.expand,
         ), conf.limits_are_kept(text)
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from enum import StrEnum
 from typing import NamedTuple
 
 from multiverse.config import Settings, site_cpus
 from multiverse.core.errors import Unknown
-from multiverse.drivers.slurm import conf, install
+from multiverse.drivers.slurm import conf, expansions, install
+from multiverse.drivers.slurm.finding import Finding, Level
 from multiverse.drivers.slurm.site_conf import OURS, SiteConf, folded, records
 
 TREE_WIDTH = 65533
@@ -29,20 +29,6 @@ _OLDEST, _NEWEST = (22, 5), (25, 99)
 _BACKUP_SCHEDULES_AT_ONCE = (23, 2, 4)
 _VMS_BEFORE_THEY_ARE_DELETED = 2  # times the CPUs that may be claimed: as many VMs start as are being removed
 _ROUND = 256  # a new MaxNodeCount is a multiple of it, so that it need not be raised for each new node
-
-
-class Level(StrEnum):
-    PROBLEM = "problem"  # jobs in VMs, or other jobs of the site, do not work as they should
-    NOTE = "note"  # what an administrator should know
-
-
-class Finding(NamedTuple):
-    """Something that is missing or different. `name` is the object: a key of slurm.conf, a file, a service."""
-
-    level: Level
-    name: str
-    message: str
-    remedy: str
 
 
 def _problem(name: str, message: str, remedy: str) -> Finding:
@@ -84,6 +70,7 @@ def examine(settings: Settings, site: SiteConf, release: Version) -> Iterator[Fi
     yield from _backups(site, release)
     yield from _job_vms(settings, site)
     yield from lease_sources(settings, site)
+    yield from expansions.examine(settings, site)
     for each in conf.unsupported(site.text):
         yield _note(each.name, each.message, each.remedy)
 

@@ -41,6 +41,8 @@ class CurrentJob:
     description: str
     requeued: bool
     comment: str
+    origin: str = ""
+    """The partition that it was moved from, by its features."""
 
     @property
     def pending(self) -> bool:
@@ -83,6 +85,7 @@ async def reread(commands: SlurmCommands, job: JobRef, gate_feature: str) -> Cur
         description=row["Reason"],
         requeued=requeued,
         comment=comment_of(row["comment"]),
+        origin=parse.moved_from(row["Feature"]),
     )
 
 

@@ -22,12 +22,13 @@ _DEFAULT = "default"  # NodeName=DEFAULT and PartitionName=DEFAULT hold for the 
 @dataclass(frozen=True, slots=True)
 class SiteConf:
     """A slurm.conf with the files that it includes, but without ours. `above` is the text above our file; None if
-    slurm.conf does not include our file. `files` are those that the text was read from, with
-    when they were changed, in nanoseconds."""
+    slurm.conf does not include our file. `ours` is the text of our file, as far as it can be read. `files` are those
+    that the text was read from, with when they were changed, in nanoseconds."""
 
     text: str
     above: str | None = None
     files: Mapping[Path, int] = field(default_factory=dict, compare=False)
+    ours: str = ""
 
     def value(self, key: str, default: str = "") -> str:
         """The last value of a key."""
@@ -70,7 +71,8 @@ def read(path: Path) -> SiteConf:
             above = text
         else:
             text += part
-    return SiteConf(text, above, files)
+    own = path.parent / OURS
+    return SiteConf(text, above, files, own.read_text() if above is not None and own.is_file() else "")
 
 
 def _parts(path: Path, directory: Path, files: dict[Path, int]) -> Iterator[tuple[str, str]]:

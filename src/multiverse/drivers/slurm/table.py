@@ -75,8 +75,18 @@ _TEXTS = {
     "name": "Name",
     "current_working_directory": "WorkDir",
 }
-_LATER = {"container_id"}
-"""Columns that 22.05 does not have: it prints them empty, with an empty title."""
+# What tells which jobs of physical nodes a VM can serve: read only where a partition is expanded.
+_PHYSICAL = {
+    "oversubscribe": "OverSubscribe",
+    "reboot": "Reboot",
+    "threads_per_core": "Threads",
+    "tasks_per_core": "NTPerCore",
+    "container": "Container",
+    "network": "Network",
+    "burst_buffer": "BurstBuffer",
+}
+_LATER = {"container_id", *_PHYSICAL}
+"""Columns that a release may lack: it prints them empty, with an empty title. 22.05 lacks the first."""
 
 _NOTHING = ("(null)", "N/A", "NotSet")
 _FREE = {"name", "current_working_directory"}  # a user may choose any text, these words too
@@ -91,13 +101,15 @@ _DESCRIPTIONS = (
 
 
 class JobColumns:
-    """The format of a table of jobs, and the reader of its rows."""
+    """The format of a table of jobs, and the reader of its rows. `physical`: with jobs of partitions of physical
+    nodes."""
 
-    def __init__(self, secret: str | None = None) -> None:
+    def __init__(self, secret: str | None = None, *, physical: bool = False) -> None:
+        self._texts = _TEXTS | _PHYSICAL if physical else _TEXTS
         self._end = f"{_CELL}{secret or secrets.token_hex(6)}{_CELL}"
         words = [f"{column}:0{_CELL}" for column in _WORDS.values()]
         words[-1] = words[-1][: -len(_CELL)] + self._end
-        self.format = ",".join([*words, *(f"{column}:0{self._end}" for column in _TEXTS.values())])
+        self.format = ",".join([*words, *(f"{column}:0{self._end}" for column in self._texts.values())])
         """The value of SQUEUE_FORMAT2. With the width 0 a column is printed in full."""
 
     def rows(self, output: str) -> list[str]:
@@ -122,9 +134,9 @@ class JobColumns:
     def _cells(self, row: str) -> dict[str, str]:
         first, *texts = row.split(self._end)
         words = first.split(_CELL)
-        if len(words) != len(_WORDS) or len(texts) != len(_TEXTS):
+        if len(words) != len(_WORDS) or len(texts) != len(self._texts):
             raise Unknown("a row of squeue's table is damaged", hint="see whether squeue works on this machine")
-        return dict(zip((*_WORDS, *_TEXTS), (*words, *texts), strict=True))
+        return dict(zip((*_WORDS, *self._texts), (*words, *texts), strict=True))
 
 
 def _record(cells: dict[str, str]) -> Record:
