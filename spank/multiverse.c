@@ -13,6 +13,7 @@
  * each wait has a limit. See docs/decisions/0057-vms-inside-a-job.md.
  */
 #define _GNU_SOURCE
+#include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
@@ -491,6 +492,26 @@ static int has_word(const char *list, const char *word)
 	return 0;
 }
 
+/*
+ * In srun: tells mventer of --task-prolog, of which slurmstepd says nothing to plugins. slurmstepd would run it after
+ * task_init, so it does not run it for our tasks. srun exports its options, and the function that knows them by name.
+ * Variables that begin with SLURM_ reach tasks with --export=NONE, too.
+ */
+static void hand_on_prolog(void)
+{
+	static const char name[] = "SLURM_MULTIVERSE_TASK_PROLOG";
+	char *(*get)(void *, const char *), *value = NULL;
+	void *given = dlsym(RTLD_DEFAULT, "opt");
+
+	*(void **)&get = dlsym(RTLD_DEFAULT, "slurm_option_get");
+	if (get && given)
+		value = get(given, "task-prolog");
+	if (value && *value && strcmp(value, "invalid-context"))
+		setenv(name, value, 1);
+	else
+		unsetenv(name); /* of the step that this srun is in */
+}
+
 /* At submission: Slurm refuses a job whose feature no node has with a message that names neither feature nor reason. */
 EXPORTED int slurm_spank_init_post_opt(spank_t spank, int count, char *arguments[])
 {
@@ -503,6 +524,8 @@ EXPORTED int slurm_spank_init_post_opt(spank_t spank, int count, char *arguments
 	(void)arguments;
 	for (int i = 0; i < COUNT; i++)
 		given |= *values[i];
+	if (context == S_CTX_LOCAL)
+		hand_on_prolog();
 	if (!given || !(context == S_CTX_ALLOCATOR || (context == S_CTX_LOCAL && !getenv("SLURM_JOB_ID"))) ||
 	    slurm_load_node(0, &all, SHOW_ALL))
 		return 0;

@@ -32,11 +32,13 @@
 #include <unistd.h>
 
 #define SCOPE_FIRST '1'   /* a signal for the command alone */
+#define USERS_PROLOG "SLURM_MULTIVERSE_TASK_PROLOG" /* of srun --task-prolog: see multiverse.c */
 #define SCOPE_ALL 'a'     /* a signal for all processes of the task */
 
 const char *agent_path, *job_id, *vm_index;
 int guest = -1, machine;
 char commands[PATH_MAX];
+static char site_prolog[PATH_MAX]; /* TaskProlog of slurm.conf */
 static int signals[2]; /* a pipe of pairs: signal, scope */
 static int is_terminal;
 static struct termios before;
@@ -97,11 +99,12 @@ static void send_text(char type, const char *text)
 
 /* --- the agent ---------------------------------------------------------------------------------------------------- */
 
-/* Asks the agent for a connection to the VM of the job. With it comes the directory of Slurm's commands. */
+/* Asks the agent for a connection to the VM of the job. With it come the directory of Slurm's commands and
+ * the site's TaskProlog. */
 void connect_guest(void)
 {
 	struct sockaddr_un address = {.sun_family = AF_UNIX};
-	char request[64], answer[PATH_MAX] = "";
+	char request[64], answer[2 * PATH_MAX] = "", *prolog;
 	union { struct cmsghdr head; char space[CMSG_SPACE(2 * sizeof(int))]; } control;
 	struct iovec part = {.iov_base = answer, .iov_len = sizeof answer - 1};
 	struct msghdr message = {.msg_iov = &part, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = sizeof control};
@@ -130,6 +133,10 @@ void connect_guest(void)
 	memcpy(both, CMSG_DATA(head), sizeof both);
 	guest = both[0];
 	machine = both[1];
+	if ((prolog = strstr(answer, " prolog="))) {
+		*prolog = 0;
+		snprintf(site_prolog, sizeof site_prolog, "%s", prolog + 8);
+	}
 	snprintf(commands, sizeof commands, "%s", answer + 2 + (answer[2] == ' '));
 }
 
@@ -161,8 +168,8 @@ static void send_limits(void)
 	}
 }
 
-/* The batch script is a file of slurmd's on this host: the guest gets a copy at the same path. */
-static void send_script(const char *path)
+/* Sends a frame of a file of this host: its path, a zero byte, and its content. */
+static void send_file(char type, const char *what, const char *path)
 {
 	size_t room = 4096, used = strlen(path) + 1;
 	char *data = malloc(room + LONGEST);
@@ -170,18 +177,29 @@ static void send_script(const char *path)
 	ssize_t got;
 
 	if (fd < 0 || !data || used > room)
-		fail("cannot read the batch script %s: %s", path, strerror(errno));
+		fail("cannot read the %s %s: %s", what, path, strerror(errno));
 	memcpy(data, path, used);
 	while ((got = read(fd, data + used, 65536)) > 0 || (got < 0 && errno == EINTR)) {
 		used += got > 0 ? (size_t)got : 0;
 		if (used > LONGEST - 65536)
-			fail("the batch script %s is too large for a VM: at most %d bytes", path, LONGEST - 131072);
+			fail("the %s %s is too large for a VM: at most %d bytes", what, path, LONGEST - 131072);
 	}
 	if (got < 0) /* a part of it must not run */
-		fail("cannot read the batch script %s: %s", path, strerror(errno));
+		fail("cannot read the %s %s: %s", what, path, strerror(errno));
 	close(fd);
-	send_frame('F', data, used);
+	send_frame(type, data, used);
 	free(data);
+}
+
+/* The guest runs it before the command. As slurmstepd does, a task goes on without one that it may not run. */
+static void send_prolog(const char *path)
+{
+	if (!path || !*path)
+		return;
+	if (access(path, R_OK | X_OK))
+		fprintf(stderr, "multiverse: cannot run the task prolog %s: %s\n", path, strerror(errno));
+	else
+		send_file('P', "task prolog", path);
 }
 
 static void send_command(int is_script, char *argv[])
@@ -195,8 +213,11 @@ static void send_command(int is_script, char *argv[])
 	if (getcwd(text, sizeof text))
 		send_text('C', text);
 	send_limits();
-	if (is_script)
-		send_script(argv[0]);
+	if (is_script) /* a file of slurmd's on this host: the guest gets a copy at the same path */
+		send_file('F', "batch script", argv[0]);
+	send_prolog(site_prolog);
+	send_prolog(getenv(USERS_PROLOG));
+	unsetenv(USERS_PROLOG);
 	for (char **each = environ; *each; each++)
 		send_text('E', strncmp(*each, KEPT_PREFIX, strlen(KEPT_PREFIX)) ? *each : *each + strlen(KEPT_PREFIX));
 	for (char **each = argv; *each; each++)

@@ -406,6 +406,46 @@ def test_a_batch_script_in_the_vm_uses_slurms_commands_and_its_steps_run_in_the_
     assert written(second).startswith("mvjob-"), "it has the options of the job that submitted it"
 
 
+@pytest.mark.slow
+def test_task_prologs_run_in_the_vm_and_not_on_the_node(node: BareNode) -> None:
+    ran, conf = node.output("prologs.ran"), node.under_test.where.etc / "site.conf"
+    sites, users = (node.output(name) for name in ("sites-prolog", "users-prolog"))
+    for path, said in ((sites, "export COLOUR=blue"), (users, "export COLOUR=$COLOUR sky")):
+        path.write_text(f'#!/bin/sh\necho $(hostname) {path.name} >> {ran}\necho "{said}"\necho print {path.name}\n')
+        path.chmod(0o755)
+    before = conf.read_text()
+    with _task_prolog(node, conf, f"{before}\nTaskProlog={sites}\n", before):
+        for export in ("ALL", "NONE"):
+            done = node.srun(f"--task-prolog={users}", f"--export={export}", "sh", "-c", 'echo "$COLOUR"')
+            assert done.stdout == "sites-prolog\nusers-prolog\nblue sky\n", done.stderr
+    hosts, names = zip(*(line.split() for line in ran.read_text().splitlines()), strict=True)
+    assert names == ("sites-prolog", "users-prolog") * 2
+    assert all(host.startswith("mvjob-") for host in hosts)
+
+
+@contextmanager
+def _task_prolog(node: BareNode, conf: Path, during: str, after: str) -> Iterator[None]:
+    """Other settings of the site meanwhile."""
+    _configure(node, conf, during)
+    try:
+        yield
+    finally:
+        _configure(node, conf, after)
+
+
+def _configure(node: BareNode, conf: Path, text: str) -> None:
+    """Change the settings of the site, and let slurmctld, slurmd and the agent know. slurmctld does not reach the
+    dynamic node any more after it has read its configuration again: slurmd registers anew."""
+    node.nothing_left()
+    asyncio.run(baremetal.stop(node.lab))
+    conf.write_text(text)
+    node.under_test.run("scontrol", "reconfigure")
+    asyncio.run(AGENT.stop(node.under_test.where))
+    _ensure_agent(node.lab)
+    asyncio.run(baremetal.start(node.lab, memory_limited=True))
+    until("the node takes jobs with VMs", node.has_feature, 60)
+
+
 def test_the_end_of_a_job_ends_the_commands_that_its_vm_has_running_on_the_host(node: BareNode) -> None:
     out = node.output("ended.out")
     job = node.sbatch("srun --quiet sh -c 'echo step; sleep 300' & squeue --iterate=1; wait", f"--output={out}")

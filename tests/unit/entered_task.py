@@ -43,6 +43,7 @@ class FakeAgent:
     directory: Path
     token: str = "secret"
     refusal: str = ""
+    prolog: str = ""  # the site's TaskProlog
     requests: list[bytes] = field(default_factory=list)
     machine: int = -1  # closing it ends the VM
     relay: threading.Thread | None = None  # the task's own
@@ -84,7 +85,8 @@ class FakeAgent:
                 self.relay = relay
                 self.reading, self.machine = os.pipe()
             reading = os.dup(self.reading)
-            socket.send_fds(asked, [f"ok {self.commands}\n".encode()], [ours.fileno(), reading])
+            told = f"ok {self.commands}" + (f" prolog={self.prolog}" if self.prolog else "")
+            socket.send_fds(asked, [told.encode() + b"\n"], [ours.fileno(), reading])
             os.close(reading)
             ours.close()
 

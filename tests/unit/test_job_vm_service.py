@@ -90,6 +90,7 @@ class Served:
     host: FakeHost
     service: JobVmService
     directory: Path
+    prolog: str = ""
 
     async def ask(self, line: str) -> str:
         reader, writer = await asyncio.open_unix_connection(self.directory / "sock")
@@ -97,6 +98,9 @@ class Served:
         answered = await reader.read()
         writer.close()
         return answered.decode()
+
+    async def task_prolog(self) -> str:
+        return self.prolog
 
     def files(self) -> set[str]:
         return {path.name for name in ("state", "records") for path in (self.directory / name).iterdir()}
@@ -108,7 +112,7 @@ class Served:
             _user,
             self.directory / "state",
             self.directory / "records",
-            JobVmSizes("slim", 256, 192, Path("/usr/bin")),
+            JobVmSizes("slim", 256, 192, Path("/usr/bin"), self.task_prolog),
         )
 
 

@@ -5,9 +5,9 @@
     release job=12
     test
 
-The answer is `ok`, to `enter` with the directory of Slurm's commands, or `error` and a sentence for the user. Sizes are
-MiB; what is empty or missing was not given. The plugin and the agent speak one protocol: they are installed together,
-and a test of the plugin compares it.
+The answer is `ok`, to `enter` with the directory of Slurm's commands and, if there is one, the path of TaskProlog; or
+`error` and a sentence for the user. Sizes are MiB; what is empty or missing was not given. The plugin and the agent
+speak one protocol: they are installed together, and a test of the plugin compares it.
 """
 
 from __future__ import annotations

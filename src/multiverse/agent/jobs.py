@@ -283,6 +283,8 @@ class JobVmService:
         if vm is None or vm.uid != uid:  # a job of another user is as good as none
             raise Refused(f"job {job} has no VM of yours on this host")
         user = await self._users(uid)
+        prolog = await self._sizes.task_prolog()
+        told = f"{self._sizes.commands} prolog={prolog}" if prolog else str(self._sizes.commands)
         async with self._turns.setdefault(job, asyncio.Semaphore(ENTERED_AT_ONCE)):
             loop = asyncio.get_running_loop()
             connection, process = await loop.run_in_executor(self._entering, self._host.connect, vm)
@@ -290,7 +292,7 @@ class JobVmService:
             greeting = {"token": vm.task_token, "name": user.name, "uid": uid, "gid": gid}
             connection.sendall(json.dumps(greeting).encode() + b"\n")
             with socket.socket(fileno=os.dup(sock.fileno())) as own:
-                socket.send_fds(own, [answer(told=str(self._sizes.commands))], [connection.fileno(), process])
+                socket.send_fds(own, [answer(told=told)], [connection.fileno(), process])
         except OSError as error:
             raise Unknown(f"the guest or the task has closed its connection: {error.strerror}") from error
         finally:
@@ -349,12 +351,14 @@ class JobVmService:
 
 @dataclass(frozen=True, slots=True)
 class JobVmSizes:
-    """What VMs inside jobs are by default, and at least, in MiB; and where this host has Slurm's commands."""
+    """What VMs inside jobs are by default, and at least, in MiB; where this host has Slurm's commands; and what gives
+    the path of the site's TaskProlog, which is empty if there is none."""
 
     default_image: str
     least: int
     overhead: int
     commands: Path
+    task_prolog: Callable[[], Awaitable[str]]
 
 
 def _read(path: Path) -> tuple[JobVm, ...]:

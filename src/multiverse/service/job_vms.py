@@ -16,6 +16,7 @@ from multiverse.drivers.qemu.job_vms import QemuJobVms
 from multiverse.drivers.slurm.account import NameService
 from multiverse.drivers.slurm.command import SlurmCommands
 from multiverse.drivers.slurm.job_feature import set_feature, why_not
+from multiverse.drivers.slurm.task_prolog import TaskProlog
 from multiverse.service.startup import bind
 
 log = structlog.get_logger()
@@ -37,7 +38,8 @@ async def serve_jobs(settings: Settings) -> AsyncIterator[None]:
         )
     host = await asyncio.to_thread(QemuJobVms, settings)
     image, least, overhead = settings.image.default, settings.qemu.base_memory, settings.job_vms.overhead
-    sizes = JobVmSizes(image, least, overhead, settings.slurm.directory())
+    prolog = TaskProlog(SlurmCommands(settings.slurm))
+    sizes = JobVmSizes(image, least, overhead, settings.slurm.directory(), prolog.path)
     service = JobVmService(host, NameService().user, settings.agent.state_dir / "jobs", records, sizes)
     # Before the VMs of earlier agents are looked at: the epilog of a job that ends meanwhile waits for its turn. Tasks
     # run as users; who may do what is decided by their uids.

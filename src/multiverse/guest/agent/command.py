@@ -15,6 +15,7 @@ import time
 from multiverse.guest.agent.boot import CGROUPS
 from multiverse.guest.agent.contract import GuestAgentError
 from multiverse.guest.agent.files import make_directory, read, write_kernel_file
+from multiverse.guest.agent.prolog import run_prolog
 
 TASKS = f"{CGROUPS}/multiverse-tasks"
 TIOCSCTTY, TIOCSWINSZ = 0x540E, 0x5414  # <asm-generic/ioctls.h>
@@ -36,12 +37,13 @@ class TaskCommand:
         self.window = (0, 0)  # rows and columns of its terminal
         self.script = b""  # path of the file that is made for it
         self.limits: list[tuple[int, int, int]] = []
+        self.prologs: list[tuple[bytes, bytes]] = []  # their paths and contents
         self.pid = 0
         self.group = f"{TASKS}/{os.getpid()}"
 
     def frame(self, kind: bytes, body: bytes) -> None:
         """Take one frame of the description: argument, environment variable, directory, umask, resource limit (number,
-        soft, hard), a terminal of so many rows and columns, or a file (path, a zero byte, content)."""
+        soft, hard), a terminal of so many rows and columns, a file or a prolog (path, a zero byte, content)."""
         if kind == b"A":
             self.argv.append(body)
         elif kind == b"E":
@@ -61,6 +63,9 @@ class TaskCommand:
             path, _, content = body.partition(b"\0")
             write_script(path, content, self.uid, self.gid)
             self.script = path
+        elif kind == b"P":
+            path, _, content = body.partition(b"\0")
+            self.prologs.append((path, content))
 
     def start(self) -> tuple[int, int, int]:
         """Start it. Returns descriptors of its input, output and errors; with a terminal, three times the terminal."""
@@ -111,6 +116,8 @@ class TaskCommand:
             os.setgid(self.gid)
             os.setuid(self.uid)
             self._change_directory()
+            for path, content in self.prologs:
+                run_prolog(path, content, self.environment)
             self._execute()
         except BaseException as error:
             os.write(2, f"multiverse: {error}\n".encode())
