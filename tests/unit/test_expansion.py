@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from multiverse.api import JobView
+from multiverse.cli.jobs import _reason as reason_shown
 from multiverse.controller.comments import CommentPlan
 from multiverse.core.expansion import why_stays
 from multiverse.core.machines.tables import effect_of
@@ -255,3 +257,19 @@ def test_the_user_of_a_job_that_waits_for_nodes_is_told_nothing_in_the_scheduler
     plan.explained(dict.fromkeys(harness.rows.attempts, "the hosts are full"))
     telling = plan.next_call(harness.jobs, harness.clock.time + 60)
     assert telling is not None and [job.job_id for job in telling.jobs] == ["8"]
+
+
+@pytest.mark.parametrize(
+    ("state", "told", "said"),
+    [
+        ("queued", {"waiting": "the hosts are full"}, "in partition batch: the hosts are full"),
+        ("cancelled", {"reason": "it has started there"}, "in partition batch: it has started there"),
+        ("allocated", {}, "moved from partition batch, which was full"),
+        ("done", {"reason": "COMPLETED"}, "moved from partition batch, which was full: COMPLETED"),
+    ],
+)
+def test_the_list_of_jobs_says_whether_a_job_was_moved(state: str, told: dict[str, str], said: str) -> None:
+    size = {"nodes": 1, "cpus": 1, "memory": 100, "image": "slim", "kind": "instant", "age": 1.0, "restarts": 0}
+    texts = {"waiting": "", "reason": "", "quarantined": ""} | told
+    view = JobView("7", "hello", 1000, 1, state, vms=(), origin="batch", **size, **texts)  # type: ignore[arg-type]
+    assert reason_shown(view) == said and reason_shown(replace(view, origin="")) == next(iter(told.values()), "")

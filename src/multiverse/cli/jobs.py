@@ -84,5 +84,6 @@ def _reason(one: JobView) -> str:
     why = one.quarantined or one.waiting or one.reason
     if not one.origin:
         return why
-    moved = f"in partition {one.origin}" if one.state == "queued" else f"of partition {one.origin}, which was full"
-    return f"{moved}: {why}" if why else moved
+    moved = one.state in ("allocated", "reclaiming", "done")
+    where = f"moved from partition {one.origin}, which was full" if moved else f"in partition {one.origin}"
+    return f"{where}: {why}" if why else where
