@@ -129,12 +129,12 @@ BATCH = "PartitionName=batch Nodes=n[1-2]"
 LIMITS = "MaxTime=1-0 TRESBillingWeights=CPU=1.0,Mem=0.25G AllowAccounts=b,a QOS=part PriorityJobFactor=1"
 
 
-def problems(tmp_path: Path, text: str, ours: str = "", **more: Any) -> list[str]:
+def problems(tmp_path: Path, text: str, ours: str = "", rule: str = "", **more: Any) -> list[str]:
     """What is said of a site with that slurm.conf, whose file of ours is as given."""
     conf = tmp_path / "slurm.conf"
     conf.write_text(f"{text}\nInclude multiverse.conf\n")
     (tmp_path / "multiverse.conf").write_text(ours)
-    settings = Settings(expand=(ExpandSettings("batch"),), slurm=SlurmSettings(conf=conf), **more)
+    settings = Settings(expand=(ExpandSettings("batch", constraint=rule),), slurm=SlurmSettings(conf=conf), **more)
     found = list(examine(settings, site_conf.read(conf)))
     scheduler = SlurmScheduler(settings, "ab12c")
     if found:
@@ -180,6 +180,14 @@ def test_a_partition_with_other_limits_than_ours_is_not_expanded(tmp_path: Path,
     assert len(found) == 2 and all(
         f"{key} of partition {name} differs" in text for name, text in zip(("vm", "vmrun"), found, strict=True)
     )
+
+
+@pytest.mark.parametrize("mark", ["mv_from_batch", "any"])
+def test_a_gate_that_was_rendered_without_the_features_of_moved_jobs_is_not_used(tmp_path: Path, mark: str) -> None:
+    text = f"{SITE}{BATCH} {LIMITS}"
+    ours = rendered(tmp_path, text)
+    (found,) = problems(tmp_path, text, ours.replace(f",{mark}", ""), rule="any")
+    assert f"lack the feature {mark}," in found
 
 
 def test_the_same_limits_may_be_written_in_other_words(tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ from collections.abc import Iterator, Mapping
 
 from ClusterShell.NodeSet import NodeSet
 
-from multiverse.config import Settings
+from multiverse.config import ExpandSettings, Settings
 from multiverse.drivers.slurm.finding import Finding, Level
+from multiverse.drivers.slurm.parse import MOVED_FROM
 from multiverse.drivers.slurm.site_conf import SiteConf, folded, records
 from multiverse.drivers.slurm.time_limits import seconds
 
@@ -73,6 +74,7 @@ def examine(settings: Settings, site: SiteConf) -> Iterator[Finding]:
                 "remove it from [[expand]]",
             )
         yield from _differences(settings, site, mine)
+        yield from _unmarked(site, one)
 
 
 def _differences(settings: Settings, site: SiteConf, mine: Mapping[str, str]) -> Iterator[Finding]:
@@ -89,6 +91,19 @@ def _differences(settings: Settings, site: SiteConf, mine: Mapping[str, str]) ->
                 f"{', '.join(differing)} of partition {name} differ{'s' if len(differing) == 1 else ''}",
                 "run multiverse site render again, install its files and restart slurmctld; or remove [[expand]]",
             )
+
+
+def _unmarked(site: SiteConf, one: ExpandSettings) -> Iterator[Finding]:
+    """Slurm would fail a job that is put back at a gate whose nodes lack one of its features."""
+    gate = next((node for node in records(site.ours, "NodeName")), None)
+    known = (gate or {}).get("feature", "").split(",")
+    lacking = [word for word in (MOVED_FROM + one.partition, one.constraint) if word and word not in known]
+    if gate is not None and lacking:
+        yield _problem(
+            f"NodeName={gate['nodename']}",
+            f"the gate's nodes lack the feature {' and '.join(lacking)}, which jobs of partition {one.partition} have",
+            "run multiverse site render again, install its files and restart slurmctld; or remove [[expand]]",
+        )
 
 
 def _problem(name: str, message: str, remedy: str) -> Finding:
