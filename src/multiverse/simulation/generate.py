@@ -210,7 +210,8 @@ def leasing(seed: int) -> Scenario:
 
 def expanding(seed: int) -> Scenario:
     """Physical nodes whose partition is full now and then, and hosts with room for some of its jobs beside those of the
-    gate. In most scenarios calls fail, VMs and hosts die, slurmctld is away, and the controller crashes."""
+    gate; in some scenarios other physical nodes may be leased. In most, calls fail, VMs and hosts die, slurmctld is
+    away, and the controller crashes."""
     rng = Random(f"{seed}/expanding")
     hosts = tuple(
         Host(f"h{n}", Size(rng.choice((1, 1, 2)), 4096, 65536), ABILITIES, Size(2, 4096, 65536), "tcg")
@@ -249,11 +250,17 @@ def expanding(seed: int) -> Scenario:
         node_timeout=rng.choice((10.0, 60.0)), min_job_age=(2.0, 30.0), flavor=Size(64, 2_000_000), min_wait=min_wait
     )
     pacing = PacingSettings(provisioning=rng.choice((2, 16)), silence=rng.choice((5.0, 60.0)), attempts=3)
+    lending = PhysicalNodes(rng.choice((0, 0, 2)), min_job_age=(2.0, 30.0))
+    lease = LeaseSettings(PARTITION, time_limit=600.0, min_wait=0.0, idle=20.0, start_timeout=20.0)
     return Scenario(
         seed,
         tuple(arrivals),
-        WorldSettings(hosts, cluster=cluster, users=(1000, 1001, 1003), expanded=nodes),
-        Settings(pacing=pacing, expand=(ExpandSettings(EXPANDED, min_wait=min_wait),)),
+        WorldSettings(hosts, cluster=cluster, users=(1000, 1001, 1003), physical=lending, expanded=nodes),
+        Settings(
+            pacing=pacing,
+            lease=(lease,) if lending.count else (),
+            expand=(ExpandSettings(EXPANDED, min_wait=min_wait),),
+        ),
         scheduler_odds=odds,
         hypervisor_odds=odds,
         incidents=tuple(sorted(incidents, key=lambda incident: incident.at)),

@@ -181,10 +181,13 @@ class ExpansionWatch:
         job = jobs.get(admitted.job.job_id)
         for other in state.attempts_in(AttemptState.QUEUED):
             before = jobs.get(other.job.job_id)
+            if job is None or before is None or before.ref != other.job or before.rank >= job.rank:
+                continue
             same = (other.request, other.origin, other.uid) == (admitted.request, admitted.origin, admitted.uid)
-            could = before is not None and before.ref == other.job and before.eligible and before.at_origin
+            # Leased hosts take the jobs that end in time and can be queued again.
+            same = same and (job.limit, job.requeues) == (before.limit, before.requeues)
             late = other.not_before > state.now or other.quarantined
-            if job is not None and before is not None and same and could and not late and before.rank < job.rank:
+            if same and before.eligible and before.at_origin and not late:
                 yield f"job {job.ref.job_id} was given a VM ahead of job {before.ref.job_id}, which asks for the same"
 
 
