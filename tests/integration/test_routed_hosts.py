@@ -21,7 +21,7 @@ from multiverse.system import kernel
 from tests.integration.conftest import LabUnderTest, new_lab
 from tests.integration.images import slim
 from tests.integration.overlay_hosts import forged_packet
-from tests.integration.watch import ended, until
+from tests.integration.watch import ended, kill, latest, qemu_of, until
 
 pytestmark = [
     pytest.mark.integration,
@@ -218,3 +218,30 @@ def test_vms_of_a_job_on_two_networks_reach_each_other_and_nobody_else_them(
     assert said == [talked, talked, "open"]
     until("its VMs are gone", lambda: not client.vms())
     until("nothing of them is left", lambda: not any(entries(routed, site).values()))
+
+
+@pytest.mark.slow
+def test_a_vm_that_replaces_another_one_and_its_peer_reach_each_other(routed: LabUnderTest, client: Client) -> None:
+    """The peer was started, and told of its peers, before there was that VM."""
+    out = routed.user.home / "replaced.out"
+    job = routed.sbatch("srun -Q -l hostname", "-N2", "--comment=vm:per-host=1", "--mem=300", f"--output={out}")
+    kill(until("a VM has its QEMU while both are started", lambda: spawning(client, job)))
+    row = ended(client, job, "done")
+    ran = set(out.read_text().split()[1::2])
+    assert len(ran) == 2 and ran <= set(row["vms"])
+    until("its VMs are gone", lambda: not client.vms())
+    until("nothing of them is left", lambda: not any(entries(routed, site_of(row["vms"][0])).values()))
+
+
+def spawning(client: Client, job: str) -> int:
+    """The pid of the QEMU of one of the job's VMs while these are started, or else 0."""
+    row = latest(client, job)
+    assert row.get("state") != "done", "the job ended before a VM could be killed"
+    if row.get("state") != "spawning":
+        return 0
+    for vm in row["vms"]:
+        try:
+            return qemu_of(vm)
+        except AssertionError:
+            continue
+    return 0
