@@ -196,7 +196,11 @@ def _sections(where: Layout, plan: LabPlan) -> dict[str, dict[str, Any]]:
         sections["image"]["source"] = plan.images
         if plan.routed:
             machines = [(name, plan.underlay(0)[1]), *((host.name, host.address) for host in plan.own_hosts)]
-            sections["overlay"] = {"enabled": True, "addresses": [list(each) for each in machines]}
+            sections["overlay"] = {
+                "enabled": True,
+                "addresses": [list(each) for each in machines],
+                "port": plan.overlay_port,
+            }
         sections["agent"]["connect"] = ssh.connect_command(where, remote)
     for section, requested in plan.settings.items():
         values = {**sections.get(section, {}), **requested}

@@ -45,6 +45,7 @@ class LabOptions:
 MOST_HOSTS = MOST_PHYSICAL = 4
 UPLINK_RATE = 10_000
 """Mbit/s that each host of a lab has for its VMs: what the veth that is its uplink reports, whatever it carries."""
+_OVERLAY_PORTS = 14500
 _FIRST_HOST = 10  # host 1 has the address after this one
 _FIRST_PHYSICAL = 20  # and physical node 1 the one after this
 
@@ -137,6 +138,11 @@ class LabPlan:
         """What contains these networks, and belongs to no other lab (see `_free_network`)."""
         first, second, *_ = ipaddress.IPv4Network(self.subnet).network_address.packed
         return f"{first}.{(second + 50) % 200}.0.0/16"
+
+    @property
+    def overlay_port(self) -> int:
+        """The UDP port of the overlay. No other lab has it: their controllers share this machine's network."""
+        return _OVERLAY_PORTS + ipaddress.IPv4Network(self.subnet).network_address.packed[1]
 
     @property
     def machine_port(self) -> str:
