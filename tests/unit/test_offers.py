@@ -193,7 +193,7 @@ def test_a_job_takes_no_vm_that_was_never_offered_and_none_that_serves_another_a
         jobs = {"7": replace(again, state=JobState.PENDING, nodes=(), pinned=spare.feature)}
         world = hand.world_of(SchedulerView(jobs), None, 1.0)
         mark_changes(held, world, POLICY)
-        open_attempts(held, world)
+        open_attempts(held, world, POLICY)
         assert held.attempts[100].state is A.UNGATED and held.vms[1] == before
 
 
