@@ -89,6 +89,21 @@ def test_a_restored_database_gives_the_room_of_templates_to_nobody_else(copied: 
     assert any("the daemon was restarted before it was built" in line for line in outcome.journal) == bool(building)
 
 
+def test_a_job_that_fits_on_no_host_in_sight_waits_for_those_that_only_the_settings_name() -> None:
+    """The database is lost while the host that could hold the job is out of reach. The first pass that can be committed
+    is one that sees the job."""
+    big = WorldSettings().hosts[0]
+    world = WorldSettings(hosts=(replace(big, name="h0", capacity=Size(2, 1024, 65536)), big))
+    jobs = (Arrival(40.0, Batch(size=Size(4, 2048))),)
+    incidents = (
+        Incident(20.0, IncidentKind.HOST_AWAY, 150.0, pick=0.9),
+        Incident(20.0, IncidentKind.DISK_FULL, 50.0),
+        Incident(30.0, IncidentKind.DATABASE_LOST),
+    )
+    outcome = keeps_its_promises(Scenario(7, jobs, world=world, incidents=incidents))
+    assert set(outcome.results.values()) == {"COMPLETED"}
+
+
 def test_names_do_not_recur_after_their_vms_are_gone() -> None:
     arrivals = (Arrival(1.0, Batch()), Arrival(60.0, Batch()))
     incidents = (Incident(0.5, IncidentKind.DATABASE_RESTORED, 50.0),)

@@ -289,6 +289,7 @@ class Controller:
             entropy=f"{self._rng.getrandbits(128):032x}",
             users=self.users.seen(),
             epoch=self._clock.wall() - self._clock.now(),
+            declared=self._declared,
         )
 
     def _observation(self, name: str) -> Observation | None:
@@ -487,9 +488,6 @@ class Controller:
         try:
             with self._store.transaction(releasing=releasing) as tx:
                 moves = plan(state, world, messages, now, self.policy, releasing=releasing)
-                for host in self._declared:
-                    if host.name not in state.hosts:
-                        state.know_host(host)
                 for learned in state.learned.values():
                     tx.keep_host(learned)
                 for move in moves:

@@ -21,6 +21,9 @@ T = TypeVar("T")
 def mark_changes(state: State, world: World, policy: Policy) -> None:
     """Mark the rows that the latest observations may move, and keep every host as it was observed last."""
     compared = state.compared
+    for host in world.declared:  # what it could hold may be unknown, and is not nothing
+        if host.name not in state.hosts:
+            state.know_host(host)
     if world.scheduler is not None and world.scheduler is not compared.scheduler:
         _mark_jobs(state, world.scheduler.value.jobs)
         _note_unexplained(state, "", compared.nodes, world.scheduler.value.nodes)

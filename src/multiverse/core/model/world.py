@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
@@ -77,7 +77,7 @@ class World:
     only in an observation that began later. `refused` says why the last effect of a row was refused for good. `entropy`
     is random for each pass; tokens of new VMs are made of it. `users` is what is known of the jobs' users, by uid; one
     that is missing is unknown. None: nobody has to be looked up. `epoch` is the Unix time at which the monotonic clock
-    was 0, as both clocks show it now.
+    was 0, as both clocks show it now. `declared` are the hosts that the settings name, until rows tell of them.
     """
 
     scheduler: Seen[SchedulerView] | None = None
@@ -89,6 +89,7 @@ class World:
     users: Mapping[int, UserSeen] | None = None
     epoch: float = 0.0
     anew: Collection[str] | None = None
+    declared: Sequence[KnownHost] = ()
 
     def latest(self, source: str) -> Seen[HypervisorView] | None:
         """The latest observation of a source; None while it is unknown."""
