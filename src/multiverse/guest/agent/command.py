@@ -103,8 +103,9 @@ class TaskCommand:
                 os.dup2(fd, target)
             write_kernel_file(f"{self.group}/cgroup.procs", "0")
             write_kernel_file("/proc/self/oom_score_adj", "0")  # the agent's own protects it from the OOM killer
-            for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python
-                signal.signal(ignored, signal.SIG_DFL)
+            for known in signal.valid_signals():  # Python ignores some, and the agent's parent may ignore others
+                if signal.getsignal(known) is signal.SIG_IGN:
+                    signal.signal(known, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_SETMASK, ())
             for number, soft, hard in self.limits:
                 try:
