@@ -25,12 +25,13 @@ demo: spank
 soak: setup
 	@nice -n 10 multiverse soak $(if $(MINUTES),--minutes $(MINUTES)) $(if $(SEED),--seed $(SEED))
 
-# The integration tests mostly wait for guests. The others run beside them, with the lowest priority.
+# The integration tests mostly wait for guests. The others run beside them, with the lowest priority, and one after the
+# other: if they took both of make's slots, the integration tests would begin only after the first of them.
 test: lint spank
 	@$(MAKE) --no-print-directory -j2 integration beside
 
 beside:
-	@$(MAKE) --no-print-directory unit-beside histories
+	@MAKEFLAGS= $(MAKE) --no-print-directory --keep-going unit-beside histories
 
 # Runs the command $(2) with the lowest priority, and prints its output if it fails, else the last line.
 define quietly
