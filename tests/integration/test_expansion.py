@@ -111,7 +111,8 @@ async def test_a_job_keeps_its_place_when_it_is_moved_and_put_back(full: Full) -
         raise AssertionError(found)
 
     # Slurm accepts features that some node has.
-    lab.run("scontrol", "update", "NodeName=mvp1", f"Features=mv_77,mv_from_{PARTITION}")
+    features = f"{lab.settings.job_vms.feature},mv_77,mv_from_{PARTITION}"  # the first is set by the node's agent
+    lab.run("scontrol", "update", "NodeName=mvp1", f"AvailableFeatures={features}", f"ActiveFeatures={features}")
     try:
         for job in (one, f"{array}_1"):
             waiting = await waits_for_nodes(job)
