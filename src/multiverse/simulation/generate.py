@@ -132,9 +132,7 @@ def operated(seed: int) -> Scenario:
     fence = FenceSettings(command, after=silence + rng.choice((0.0, 30.0)), quorum=rng.choice((0.0, 0.5)))
     settings = Settings(pacing=PacingSettings(silence=silence, provisioning=rng.choice((1, 4))), fence=fence)
     settings = _with_pools(settings, rng)
-    incidents = tuple(
-        one for kind, means in OPERATED.items() for one in every(rng.choice(means), kind, rng, until=120.0)
-    )
+    incidents = _incidents(OPERATED, rng, until=120.0)
     for kind in (IncidentKind.HOST_AWAY, IncidentKind.LINK_HANGS):
         incidents += (Incident(rng.uniform(2.0, 60.0), kind, rng.choice(CUT_OFF), rng.random()),)
     agents = AgentBehaviour(rng.choice((0.0, 60.0)), late=rng.choice((0.0, 0.0, 0.05)), twice=rng.choice((0.0, 0.2)))
@@ -185,11 +183,7 @@ def leasing(seed: int) -> Scenario:
     )
     quiet = rng.random() < 0.3
     odds = Odds() if quiet else Odds.even(rng.choice((0.0, 0.02, 0.1)), until=400.0)
-    incidents = () if quiet else tuple(
-        one
-        for kind, means in LEASING.items()
-        for one in every(rng.choice(means), kind, rng, until=400.0)
-    )  # fmt: skip
+    incidents = () if quiet else _incidents(LEASING, rng, until=400.0)
     cluster = ClusterSettings(
         node_timeout=rng.choice((10.0, 60.0)), min_job_age=(2.0, 30.0), flavor=Size(64, 2_000_000)
     )
@@ -240,11 +234,7 @@ def expanding(seed: int) -> Scenario:
             arrivals.append(Arrival(burst + rng.uniform(0.0, 10.0), batch, tasks, _actions(rng)))
     quiet = rng.random() < 0.3
     odds = Odds() if quiet else Odds.even(rng.choice((0.0, 0.1, 0.2)), until=300.0)
-    incidents = () if quiet else tuple(
-        one
-        for kind, means in EXPANDING.items()
-        for one in every(rng.choice(means), kind, rng, until=300.0)
-    )  # fmt: skip
+    incidents = () if quiet else _incidents(EXPANDING, rng, until=300.0)
     min_wait = rng.choice((0.0, 5.0, 30.0))
     cluster = ClusterSettings(
         node_timeout=rng.choice((10.0, 60.0)), min_job_age=(2.0, 30.0), flavor=Size(64, 2_000_000), min_wait=min_wait
@@ -299,6 +289,11 @@ LEASING: Mapping[IncidentKind, tuple[float, ...]] = {
 
 CUT_OFF = (5.0, 60.0, 600.0)
 """Seconds: shorter than anybody's patience, longer than a connection's, and longer than the time of a fencing."""
+
+
+def _incidents(choices: Mapping[IncidentKind, tuple[float, ...]], rng: Random, until: float) -> tuple[Incident, ...]:
+    """Incidents until `until`, of each kind with one of its mean seconds between two."""
+    return tuple(one for kind, means in choices.items() for one in every(rng.choice(means), kind, rng, until))
 
 
 def _started_again_soon(one: Incident) -> Incident:
@@ -384,7 +379,7 @@ def with_faults(seed: int, database: str = ":memory:", pair: Pair | None = None)
     rates = (0.0, 0.02, 0.1, 0.3)
     silence = (5.0, rng.choice((*(30.0,) * 6, 700.0)))  # the longest is longer than the time limit of effects
     odds = [replace(Odds.even(rng.choice(rates), until), silence=silence) for _ in range(2)]
-    incidents = tuple(one for kind, means in MEANS.items() for one in every(rng.choice(means), kind, rng, until))
+    incidents = _incidents(MEANS, rng, until)
     slow = Random(f"{seed}/slow")
     incidents += every(slow.choice((0.0, 0.0, 0.0, 30.0)), IncidentKind.SOURCE_SLOW, slow, until)
     names = Random(f"{seed}/names")
