@@ -40,14 +40,7 @@ def connect(plan: LabPlan, host: LabHost, pid: int) -> None:
     )
     there = Path(f"/proc/{pid}/root/sys/class/net/{bridge}").exists()
     lines = [*(() if there else made), f"link set {_UPLINK} master {bridge} up"]
-    done = subprocess.run(
-        ["nsenter", f"--net=/proc/{pid}/ns/net", "ip", "-batch", "-"],
-        input="\n".join(lines),
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
+    done = _run_inside(pid, ["ip", "-batch", "-"], "\n".join(lines))
     if done.returncode:
         raise Broken(f"cannot make the network of host {host.name}: {done.stderr.strip()}", hint="lab down, and again")
 
@@ -56,16 +49,22 @@ def masquerade(pid: int, subnet: str) -> None:
     """Let the host whose first process is `pid` send what comes from that network as its own; again is success."""
     rule = f"ip saddr {subnet} ip daddr != {subnet} masquerade"
     rules = f"table ip lab {{ chain leaving {{ type nat hook postrouting priority 100; {rule}; }}; }}"
-    done = subprocess.run(
-        ["nsenter", f"--net=/proc/{pid}/ns/net", "sh", "-ec", "echo 1 > /proc/sys/net/ipv4/ip_forward; exec nft -f -"],
-        input=f"table ip lab\ndelete table ip lab\n{rules}\n",
+    script = "echo 1 > /proc/sys/net/ipv4/ip_forward; exec nft -f -"
+    done = _run_inside(pid, ["sh", "-ec", script], f"table ip lab\ndelete table ip lab\n{rules}\n")
+    if done.returncode:
+        raise Broken(f"cannot translate addresses on a host: {done.stderr.strip()}", hint="is nftables installed?")
+
+
+def _run_inside(pid: int, argv: list[str], text: str) -> subprocess.CompletedProcess[str]:
+    """Run a command with this input in the network namespace of a process, for 30 s at most."""
+    return subprocess.run(
+        ["nsenter", f"--net=/proc/{pid}/ns/net", *argv],
+        input=text,
         capture_output=True,
         text=True,
         timeout=30,
         check=False,
     )
-    if done.returncode:
-        raise Broken(f"cannot translate addresses on a host: {done.stderr.strip()}", hint="is nftables installed?")
 
 
 def disconnect(host: LabHost) -> bool:
