@@ -12,6 +12,7 @@ from typing import Protocol
 
 from multiverse.core.errors import Gone
 from multiverse.core.model import Identity, Neighbour, Vm, VmRef, VmState
+from multiverse.core.model.names import without_prefix_length
 
 NOT_STARTED = (VmState.PLANNED, VmState.PARKED)
 """A VM in one of these states learns of its peers when it is started."""
@@ -53,11 +54,12 @@ class OverlayDirectory:
         reaches the VM when this returns. Again is success. Raises `Refused` if an address of a machine is not known,
         and what the agents of its peers raise."""
         machines, host = self._machines, vm.source
-        address = identity.address.partition("/")[0]
+        address = without_prefix_length(identity.address)
         itself = Neighbour(address, identity.mac, await machines.address_of(host))
         peers = [peer for name, _ in identity.peers if (peer := self._find(name)) is not None and peer.host != host]
         neighbours = [
-            Neighbour(peer.address.partition("/")[0], peer.mac, await machines.address_of(peer.host)) for peer in peers
+            Neighbour(without_prefix_length(peer.address), peer.mac, await machines.address_of(peer.host))
+            for peer in peers
         ]
         if host != machines.own:
             neighbours.append(await machines.gateway())

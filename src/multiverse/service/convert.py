@@ -52,6 +52,7 @@ from multiverse.core.model import (
     World,
 )
 from multiverse.core.model.job_usage import JobUsage
+from multiverse.core.model.names import without_prefix_length
 from multiverse.core.policy import Policy, image_of
 from multiverse.core.provisioning.pools import PoolStatus
 from multiverse.core.provisioning.reasons import reason_of
@@ -294,11 +295,6 @@ def known_vms(rows: Rows) -> dict[str, KnownVm]:
             address=without_prefix_length(vm.address),
         )
     return found
-
-
-def without_prefix_length(address: str) -> str:
-    """An address with a prefix length, without it."""
-    return address.partition("/")[0]
 
 
 # --- findings --------------------------------------------------------------------------------------

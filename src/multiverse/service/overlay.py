@@ -12,6 +12,7 @@ from multiverse.agent.overlay import NOT_STARTED
 from multiverse.config import Settings, overlay_address
 from multiverse.core.errors import Broken, MultiverseError
 from multiverse.core.model import Neighbour, Vm
+from multiverse.core.model.names import without_prefix_length
 from multiverse.host.overlay import Overlay, OverlayConfig, is_of_machine, machine_owner
 
 log = structlog.get_logger()
@@ -63,7 +64,7 @@ class MachineOverlay:
         for name, vm in there.items():
             if machine_owner(name) not in known and vm.state not in NOT_STARTED:
                 machine = await self.address_of(vm.host)
-                await self.reach(name, Neighbour(vm.address.partition("/")[0], vm.mac, machine))
+                await self.reach(name, Neighbour(without_prefix_length(vm.address), vm.mac, machine))
 
 
 async def follow_regularly(overlay: MachineOverlay, vms: LiveVms, interval: float) -> None:

@@ -17,6 +17,7 @@ from pydantic import TypeAdapter
 from multiverse.api import Alert, HostView, SizeView
 from multiverse.api.grid import GridAlert, GridHost, GridJob, GridSummary, GridVm
 from multiverse.core.model import Attempt, Vm, VmSeen
+from multiverse.core.model.names import without_prefix_length
 from multiverse.core.policy import Policy, image_of
 from multiverse.service import convert
 
@@ -130,7 +131,7 @@ def _vm(vm: Vm, private: int, job_id: str, epoch: float) -> GridVm:
         kind=str(vm.kind),
         cpus=vm.size.cpus,
         memory=vm.size.memory,
-        address=convert.without_prefix_length(vm.address),
+        address=without_prefix_length(vm.address),
         job_id=job_id,
         attempt=vm.attempt,
         since=round(epoch + vm.since, 1),

@@ -110,3 +110,8 @@ def token_of(entropy: str, serial: int) -> str:
     """The token of a VM: 32 hex digits. `entropy` is random for each pass, so that a VM made from a database that was
     restored from a copy has another token than the VM that had its serial before."""
     return blake2b(f"{entropy}/{serial}".encode(), digest_size=16).hexdigest()
+
+
+def without_prefix_length(address: str) -> str:
+    """An address with a prefix length, without it."""
+    return address.partition("/")[0]
