@@ -13,30 +13,25 @@
  * each wait has a limit. See docs/decisions/0057-vms-inside-a-job.md.
  */
 #define _GNU_SOURCE
+#include "client.h"
+#include "options.h"
+
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
-#include <poll.h>
 #include <signal.h>
-#include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/socket.h>
 #include <sys/stat.h>
-#include <sys/time.h>
-#include <sys/un.h>
-#include <time.h>
 #include <unistd.h>
 
 #include <slurm/slurm.h>
 #include <slurm/spank.h>
 
 #define EXPORTED __attribute__((visibility("default")))
-#define NAME "multiverse"
-#define MOST_VMS 64 /* as in agent/job_protocol.py */
 #define LONGEST_LIST 3072 /* bytes */
 #define PROTOCOL 2 /* of what plugin and agent say to each other: agent/job_protocol.py has the same */
 #define TEST "MULTIVERSE_PLUGIN_TEST" /* set by the agent, which runs srun --help to test the plugin */
@@ -45,27 +40,10 @@ EXPORTED extern const char plugin_name[], plugin_type[];
 EXPORTED extern const unsigned int plugin_version, spank_plugin_version;
 SPANK_PLUGIN(multiverse, 1)
 
-enum { IMAGE, CPUS, MEMORY, DISK, VMS, COUNT };
-
-static int take(int which, const char *value, int remote);
-
-static struct spank_option options[COUNT] = {
-	{"vm-image", "NAME", "run this job's tasks in a VM of that image", 1, IMAGE, take},
-	{"vcpu-per-vm", "N", "virtual CPUs of each of the job's VMs (default: the job's cores, divided)", 1, CPUS, take},
-	{"memory-per-vm", "SIZE", "memory of each of the job's VMs, in MiB or with K, M, G, T (default: what the job's allows)",
-	 1, MEMORY, take},
-	{"disk-size", "SIZE", "what a VM's users may write to its disk, in MiB or with K, M, G, T", 1, DISK, take},
-	{"vm-per-node", "N", "VMs of the job on each of its nodes (default: 1)", 1, VMS, take},
-};
-/* For the agent, and in the record. */
-static const char *const keys[COUNT] = {"image", "cpus", "memory", "disk", "vms"};
-/* In a comment: vm:image=slim,vcpu=2 */
-static const char *const words[COUNT] = {"image", "vcpu", "memory", "disk", "per-node"};
-
-static char values[COUNT][65];   /* as the agent reads them: an image's name, numbers in MiB; empty if not given */
+static struct spank_option options[COUNT]; /* as Slurm wants them: see describe_options */
 static char nodes[LONGEST_LIST]; /* of the job, as Slurm writes them; empty if that is longer */
 static char node[256];           /* this one's name */
-static char problem[1024];       /* why this task cannot run in its VM */
+static char answer[LONGEST_ANSWER]; /* of the agent */
 static int is_ours;              /* whether this process's job has a VM */
 
 /* Arguments in plugstack.conf. */
@@ -97,107 +75,22 @@ static void read_arguments(int count, char *arguments[])
 
 /* --- options ------------------------------------------------------------------------------------------------------ */
 
-/* MiB of a size like 512, 512M or 2G, rounded up; 0 if it is none. */
-static unsigned long long size_of(const char *text)
-{
-	char *end;
-	unsigned long long number;
-
-	if (*text < '0' || *text > '9')
-		return 0;
-	errno = 0;
-	number = strtoull(text, &end, 10);
-	if (errno || number > 1ULL << 40)
-		return 0;
-	switch (*end ? *end++ : 'M') {
-	case 'k': case 'K': number = (number + 1023) >> 10; break;
-	case 'm': case 'M': break;
-	case 'g': case 'G': number <<= 10; break;
-	case 't': case 'T': number <<= 20; break;
-	default: return 0;
-	}
-	return *end || number > 1ULL << 32 ? 0 : number;
-}
-
-static int is_image(const char *text)
-{
-	size_t length = strlen(text);
-
-	return length && length < sizeof values[0] && text[0] != '.' && text[0] != '-' &&
-	       strspn(text, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-") == length;
-}
-
-/* Keeps an option's value. NULL, or what the value has to be. */
-static const char *mistake(int which, const char *value)
-{
-	unsigned long long number = 0;
-	char *end = NULL;
-
-	if (which == IMAGE) {
-		if (!is_image(value))
-			return "an image's name has letters, digits and ._- only";
-		strcpy(values[IMAGE], value);
-		return NULL;
-	}
-	if (which == CPUS || which == VMS) {
-		number = *value >= '0' && *value <= '9' ? strtoull(value, &end, 10) : 0;
-		if (!end || *end || !number || number > (which == VMS ? MOST_VMS : 4096))
-			return which == VMS ? "it is a number of VMs, from 1 to 64"
-					    : "it is a number of virtual CPUs, at least 1";
-	} else if (!(number = size_of(value))) {
-		return "it is a size in MiB, or with K, M, G or T after it";
-	}
-	snprintf(values[which], sizeof values[which], "%llu", number);
-	return NULL;
-}
-
 /* Checks and keeps an option's value: at submission, and in a step to which it was handed on. */
 static int take(int which, const char *value, int remote)
 {
-	const char *wrong = mistake(which, value ? value : "");
-
 	(void)remote;
-	if (!wrong)
+	if (!take_option(which, value))
 		return 0;
-	snprintf(problem, sizeof problem, "--%s=%.200s: %s", options[which].name, value ? value : "", wrong);
 	slurm_error(NAME ": %s", problem);
 	return -1;
 }
 
-/* Keeps what is asked for by one part of the comment's words, such as vcpu=2; why it is wrong in `problem`. */
-static void take_part(const char *part)
+static void describe_options(void)
 {
-	const char *equals = strchrnul(part, '='), *wrong = "use image, per-node, vcpu, memory or disk";
-
-	for (int i = 0; i < COUNT; i++) {
-		if (strlen(words[i]) != (size_t)(equals - part) || strncmp(part, words[i], (size_t)(equals - part)))
-			continue;
-		wrong = *values[i] ? "give it once" : mistake(i, *equals ? equals + 1 : "");
-		break;
-	}
-	if (wrong && !*problem)
-		snprintf(problem, sizeof problem, "vm:%.200s in --comment: %s", part, wrong);
-}
-
-/* Reads what a comment asks for, as multiverse_jobs.lua does at submission: whether it asks for a VM. */
-static int take_comment(const char *comment)
-{
-	char *copy = strdup(comment), *rest = copy, *word, *part;
-	int asked = 0;
-
-	while ((word = strsep(&rest, " \t\n\v\f\r"))) {
-		if (strncmp(word, "vm:", 3))
-			continue;
-		word += 3;
-		while ((part = strsep(&word, ","))) {
-			if (*part) {
-				asked = 1;
-				take_part(part);
-			}
-		}
-	}
-	free(copy);
-	return asked;
+	for (int i = 0; i < COUNT; i++)
+		options[i] = (struct spank_option){
+			(char *)vm_options[i].name, (char *)vm_options[i].argument, (char *)vm_options[i].usage, 1, i, take,
+		};
 }
 
 /* --- the record of a job ------------------------------------------------------------------------------------------ */
@@ -231,9 +124,9 @@ static int read_record(uint32_t job)
 		else if (!strncmp(word, "node=", 5))
 			snprintf(node, sizeof node, "%s", word + 5);
 		for (int i = 0; i < COUNT; i++) {
-			size_t length = strlen(keys[i]);
+			size_t length = strlen(vm_options[i].key);
 
-			if (!strncmp(word, keys[i], length) && word[length] == '=')
+			if (!strncmp(word, vm_options[i].key, length) && word[length] == '=')
 				snprintf(values[i], sizeof values[i], "%s", word + length + 1);
 		}
 	}
@@ -255,7 +148,7 @@ static int write_record(uint32_t job)
 	if (*problem)
 		length = snprintf(line, sizeof line, "error %s\n", problem);
 	for (int i = 0; i < COUNT && !*problem; i++)
-		length += snprintf(line + length, sizeof line - (size_t)length, "%s=%s ", keys[i], values[i]);
+		length += snprintf(line + length, sizeof line - (size_t)length, "%s=%s ", vm_options[i].key, values[i]);
 	if (!*problem)
 		length += snprintf(line + length, sizeof line - (size_t)length, "nodes=%s node=%.255s\n",
 				   all && strlen(all) < LONGEST_LIST ? all : "", own ? own : "");
@@ -269,71 +162,6 @@ static int write_record(uint32_t job)
 		return -1;
 	}
 	return 0;
-}
-
-/* --- the agent ---------------------------------------------------------------------------------------------------- */
-
-static long long now(void)
-{
-	struct timespec at;
-
-	clock_gettime(CLOCK_MONOTONIC, &at);
-	return at.tv_sec * 1000LL + at.tv_nsec / 1000000;
-}
-
-/* Asks the agent, for at most so many seconds. 0, or -1 with the reason in `problem`. */
-static int ask(int seconds, const char *request)
-{
-	struct sockaddr_un address = {.sun_family = AF_UNIX};
-	struct timeval limit = {.tv_sec = seconds}; /* connect(2) waits while too many others do */
-	long long deadline = now() + seconds * 1000LL;
-	size_t length = 0;
-	int fd = -1;
-
-	snprintf(address.sun_path, sizeof address.sun_path, "%s", agent);
-	if ((fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0)) < 0 ||
-	    setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit) ||
-	    connect(fd, (struct sockaddr *)&address, sizeof address) ||
-	    send(fd, request, strlen(request), MSG_NOSIGNAL) != (ssize_t)strlen(request)) {
-		snprintf(problem, sizeof problem, "the agent of this host does not answer at %s: %s", agent, strerror(errno));
-		if (fd >= 0)
-			close(fd);
-		return -1;
-	}
-	for (;;) {
-		struct pollfd ready = {.fd = fd, .events = POLLIN};
-		long long left = deadline - now();
-		ssize_t got = left > 0 ? poll(&ready, 1, (int)left) : 0;
-
-		if (got < 0 && errno == EINTR)
-			continue;
-		if (got <= 0) {
-			snprintf(problem, sizeof problem, "the agent of this host gave no answer within %d s", seconds);
-			break;
-		}
-		got = recv(fd, problem + length, sizeof problem - 1 - length, 0);
-		if (got < 0 && errno == EINTR)
-			continue;
-		if (got > 0)
-			length += (size_t)got;
-		problem[length] = 0;
-		if (strchr(problem, '\n') || got <= 0 || length == sizeof problem - 1) {
-			problem[strcspn(problem, "\n")] = 0;
-			break;
-		}
-	}
-	close(fd);
-	if (!strcmp(problem, "ok")) {
-		*problem = 0;
-		return 0;
-	}
-	if (!strncmp(problem, "error ", 6))
-		memmove(problem, problem + 6, strlen(problem + 6) + 1);
-	else if (length)
-		snprintf(problem, sizeof problem, "the agent of this host gave an answer that makes no sense");
-	else if (!*problem)
-		snprintf(problem, sizeof problem, "the agent of this host ended while it was asked");
-	return -1;
 }
 
 /* How many numbers are in a list like 0-3,8. */
@@ -368,61 +196,7 @@ static void provide(spank_t spank, uint32_t job)
 		 job,
 		 (unsigned)uid, count_of(cores), memory >= NO_VAL64 ? 0ULL : (unsigned long long)memory,
 		 values[IMAGE], values[CPUS], values[MEMORY], values[DISK], values[VMS], nodes, node);
-	ask(timeout, request);
-}
-
-/*
- * Which of the node's VMs a task runs in: the tasks of a step are divided in blocks, in the order of their local ids.
- * With fewer tasks than VMs, the last VMs get none.
- */
-static unsigned vm_of(unsigned task, unsigned tasks, unsigned vms)
-{
-	return tasks > vms ? (unsigned)((unsigned long long)task * vms / tasks) : task < vms ? task : 0;
-}
-
-/* Whether Slurm serves PMI to this task: MPI would take the tasks of a node for neighbours that share memory. */
-static int has_pmi(char **environment)
-{
-	static const char *const names[] = {"PMI_FD=", "PMIX_NAMESPACE="};
-
-	for (; environment && *environment; environment++)
-		for (size_t i = 0; i < sizeof names / sizeof *names; i++)
-			if (!strncmp(*environment, names[i], strlen(names[i])))
-				return 1;
-	return 0;
-}
-
-/*
- * A copy of an environment for mventer, which is a program on this host: what the dynamic loader and the C library would
- * load for it gets a prefix that mventer takes off again, because a user's library is for the guest. The task is told how
- * many VMs each node has. NULL if there is no memory.
- */
-static char **keep_for_guest(char **environment)
-{
-	static const char *const loaders[] = {"LD_", "GCONV_PATH=", "GLIBC_TUNABLES="};
-	static char vms[sizeof values[VMS] + 32];
-	size_t count = 0;
-	char **copy, *kept;
-
-	while (environment[count])
-		count++;
-	if (!(copy = calloc(count + 2, sizeof *copy)))
-		return NULL;
-	snprintf(vms, sizeof vms, "MULTIVERSE_VMS_PER_NODE=%s", *values[VMS] ? values[VMS] : "1");
-	for (size_t i = 0; i < count; i++) {
-		copy[i] = environment[i];
-		for (size_t j = 0; j < sizeof loaders / sizeof *loaders; j++) {
-			if (strncmp(environment[i], loaders[j], strlen(loaders[j])))
-				continue;
-			if (asprintf(&kept, "MULTIVERSE_KEPT_%s", environment[i]) < 0)
-				return NULL;
-			copy[i] = kept;
-		}
-		if (!strncmp(environment[i], "MULTIVERSE_VMS_PER_NODE=", 24)) /* of the step that this srun is in */
-			copy[i] = vms;
-	}
-	copy[count] = vms; /* getenv(3) finds the first one */
-	return copy;
+	ask(agent, timeout, request, answer);
 }
 
 /* --- hooks -------------------------------------------------------------------------------------------------------- */
@@ -460,7 +234,7 @@ static void test(void)
 	} else {
 		path_of(path, sizeof path, 0, "");
 		unlink(path);
-		ask(test_timeout, "test\n");
+		ask(agent, test_timeout, "test\n", answer);
 	}
 	printf(NAME "-plugin protocol=%d feature=%s records=%s\n", PROTOCOL, feature, records);
 	printf(NAME "-plugin %s\n", *problem ? problem : "works");
@@ -472,6 +246,7 @@ EXPORTED int slurm_spank_init(spank_t spank, int count, char *arguments[])
 	spank_context_t context = spank_context();
 
 	read_arguments(count, arguments);
+	describe_options();
 	if (context == S_CTX_LOCAL && getenv(TEST))
 		test();
 	if (context == S_CTX_ALLOCATOR)
@@ -560,6 +335,7 @@ EXPORTED int slurm_spank_job_prolog(spank_t spank, int count, char *arguments[])
 	int given = 0;
 
 	read_arguments(count, arguments);
+	describe_options();
 	for (int i = 0; i < COUNT; i++) {
 		char *value = NULL;
 
@@ -672,7 +448,7 @@ EXPORTED int slurm_spank_job_epilog(spank_t spank, int count, char *arguments[])
 	if (!job || access(path, F_OK))
 		return 0;
 	snprintf(request, sizeof request, "release job=%u\n", job);
-	if (ask(release_timeout, request)) {
+	if (ask(agent, release_timeout, request, answer)) {
 		slurm_error(NAME ": the VMs of job %u are killed: %s", job, problem);
 		kill_rest(job);
 	}

@@ -271,8 +271,8 @@ def _of_another_release(directory: Path) -> Path:
         text = header.read_text()
         header.write_text(re.sub(r"(define SLURM_VERSION_NUMBER\s+)\S+", r"\g<1>SLURM_VERSION_NUM(20,11,0)", text))
     built = directory / "multiverse.so"
-    source = Path(__file__).parents[2] / "spank" / "multiverse.c"
-    subprocess.run(["cc", f"-I{headers.parent}", "-shared", "-fPIC", "-o", built, source], check=True)
+    sources = [Path(__file__).parents[2] / "spank" / name for name in ("multiverse.c", "options.c", "client.c")]
+    subprocess.run(["cc", f"-I{headers.parent}", "-shared", "-fPIC", "-o", built, *sources], check=True)
     return built
 
 

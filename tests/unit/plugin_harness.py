@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parents[2] / "spank" / "multiverse.c"
+SPANK = Path(__file__).parents[2] / "spank"
 
 needs_plugin = pytest.mark.skipif(
     shutil.which("cc") is None or not Path("/usr/include/slurm/spank.h").exists(),
@@ -50,7 +50,8 @@ int slurm_kill_job(uint32_t job, uint16_t number, uint16_t flags) { return print
 def build(directory: Path, main: str) -> Path:
     """The program, in this directory. Options of the job are environment variables such as `vm-image`; its id is 7.
     The command that loads the plugin is in CONTEXT: `sbatch`, `srun`, or by default that of a prolog."""
-    (directory / "main.c").write_text(f'#include "{SOURCE}"\n{_SLURM}\n{main}')
+    (directory / "main.c").write_text(f'#include "{SPANK}/multiverse.c"\n#include <stdarg.h>\n{_SLURM}\n{main}')
     program = directory / "plugin"
-    subprocess.run(["cc", "-std=gnu11", "-o", program, directory / "main.c"], check=True)
+    sources = [directory / "main.c", SPANK / "options.c", SPANK / "client.c"]
+    subprocess.run(["cc", "-std=gnu11", "-o", program, *sources], check=True)
     return program

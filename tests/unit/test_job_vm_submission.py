@@ -20,7 +20,7 @@ from multiverse.agent.job_protocol import answer as answer_of_agent
 from multiverse.config import Settings, SlurmSettings
 from multiverse.drivers.slurm.job_feature import TEST
 from multiverse.drivers.slurm.plugstack import plugstack
-from tests.unit.plugin_harness import SOURCE, build, needs_plugin
+from tests.unit.plugin_harness import SPANK, build, needs_plugin
 from tests.unit.slurm_lua import PARTITIONS, install_scripts, modify, needs_lua, run, submit, submit_each
 
 OPTION = "spank_job_env = { [0] = '_SLURM_SPANK_OPTION_multiverse_vm_image=slim' }"
@@ -268,7 +268,7 @@ def _answer(agent: socket.socket) -> None:
 
 
 def test_the_plugin_and_the_agent_speak_one_protocol_and_name_one_feature() -> None:
-    source = SOURCE.read_text()
+    source = (SPANK / "multiverse.c").read_text()
     assert f"#define PROTOCOL {PROTOCOL} " in source
     settings = Settings().job_vms
     assert f'*feature = "{settings.feature}"' in source and f"feature={settings.feature}" in plugstack(settings)

@@ -21,7 +21,7 @@ int main(int count, char *arguments[])
 		return 0;
 	}
 	agent = arguments[1];
-	failed = ask(1, "release job=7\\n");
+	failed = ask(agent, 1, "release job=7\\n", answer);
 	puts(problem);
 	return failed ? 1 : 0;
 }
