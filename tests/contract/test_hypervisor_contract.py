@@ -348,6 +348,20 @@ async def clones_outlive_their_deleted_template(h: Harness) -> None:
         await h.hypervisor.create(h.spec())
 
 
+async def a_vm_shows_which_build_of_its_template_it_maps(h: Harness) -> None:
+    templates, earlier = h.templates, await h.created()
+    first = (await h.observe()).templates[h.template].build
+    await templates.build_template(h.template)
+    assert (await h.observe()).templates[h.template].build == first, "it was there, and was not built again"
+    await templates.delete_template(h.template)
+    later = await h.created()
+    view = await h.observe()
+    second = view.templates[h.template].build
+    assert first and second and first != second
+    assert [view.vms[spec.name].template_build for spec in (earlier, later)] == [first, second]
+    assert {view.vms[spec.name].template_memory for spec in (earlier, later)} == {h.template.size.memory}
+
+
 Check = Callable[[Harness], Awaitable[None]]
 SUITE: tuple[Check, ...] = (
     an_observation_is_complete,
@@ -368,6 +382,7 @@ SUITE: tuple[Check, ...] = (
     destroy_removes_what_a_cancelled_create_leaves,
     a_cancelled_create_may_be_repeated,
     clones_outlive_their_deleted_template,
+    a_vm_shows_which_build_of_its_template_it_maps,
 )
 
 

@@ -89,6 +89,26 @@ def test_a_restored_database_gives_the_room_of_templates_to_nobody_else(copied: 
     assert any("the daemon was restarted before it was built" in line for line in outcome.journal) == bool(building)
 
 
+def test_a_restored_database_gives_the_room_of_a_template_that_was_built_again_to_nobody_else() -> None:
+    """Seed 10,310,100. After the copy was made, a job begins in a VM of the template, an operator deletes the
+    template, and the next job has it built again. When the copy is restored, the first job's VM keeps the first
+    build's memory, so that there is no room for a third VM."""
+    jobs = (
+        Arrival(1.0, Batch(seconds=0.0)),
+        Arrival(20.0, Batch(seconds=300.0)),
+        Arrival(35.0, Batch(seconds=300.0)),
+        *(Arrival(90.0 + n, Batch(seconds=100.0)) for n in range(3)),
+    )
+    world = WorldSettings(hosts=(replace(WorldSettings().hosts[0], capacity=Size(8, 1300, 65536)),))
+    incidents = (
+        Incident(15.0, IncidentKind.DATABASE_RESTORED, 60.0),
+        Incident(30.0, IncidentKind.TEMPLATE_DELETED),
+    )
+    outcome = keeps_its_promises(Scenario(7, jobs, world=world, incidents=incidents))
+    assert set(outcome.results.values()) == {"COMPLETED"}
+    assert outcome.transitions["template: ready - vanished -> absent"] == 1
+
+
 def test_a_job_that_fits_on_no_host_in_sight_waits_for_those_that_only_the_settings_name() -> None:
     """The database is lost while the host that could hold the job is out of reach. The first pass that can be committed
     is one that sees the job."""

@@ -29,6 +29,7 @@ from multiverse.core.model import (
     VmState,
 )
 from multiverse.core.planner import plan
+from multiverse.core.provisioning.capacity import left_behind
 from multiverse.core.transition import Command, EffectKind, Event
 from multiverse.service import convert
 from multiverse.service.alerts import alerts
@@ -299,6 +300,48 @@ def test_a_template_that_no_record_explains_gets_a_row_and_a_claim_unless_it_is_
     assert [claim.owner.kind for claim in harness.rows.claims] == ["template"] * len(found)
     building = [effect.kind for _, effect in permitted_effects(harness.state)]
     assert building == ([EffectKind.BUILD] if state is TemplateState.BUILDING else []), "a build is finished"
+
+
+def memory_of_templates(harness: PlannerHarness) -> int:
+    """MiB that templates take on h1, those included whose rows have ended and whose VMs live."""
+    claims = [*harness.rows.claims, *left_behind(harness.rows.vms.values(), harness.rows.templates)]
+    return sum(claim.size.memory for claim in claims if claim.owner.kind == "template")
+
+
+def test_the_memory_of_a_template_is_counted_for_its_vms_though_it_was_built_again() -> None:
+    """Seed 10,310,100: an operator deleted a template, it was built again, and then an older database was restored."""
+    harness = PlannerHarness()
+    which = harness.template()
+    harness.templates[which] = replace(harness.templates[which], build="first")
+    harness.job()
+    for _ in range(3):
+        harness.run()
+    once = memory_of_templates(harness)
+    (vm,) = harness.all_vms()
+    harness.vms[vm.name] = VmSeen(vm.name, "h1", VmCondition.PARKED, token=vm.token, template_build="first")
+    harness.templates[which] = replace(harness.templates[which], build="second")
+    harness.run()
+    assert memory_of_templates(harness) == 2 * once, "both builds are in memory"
+    (row,) = harness.rows.templates.values()
+    assert (row.build, row.state) == ("second", TemplateState.READY) and row.id != vm.template_id
+
+
+@pytest.mark.parametrize(("builds", "times"), [(("first",), 1), (("second",), 2), (("second", "second"), 2)])
+def test_an_orphans_template_is_counted_once_whichever_build_it_maps(builds: tuple[str, ...], times: int) -> None:
+    harness = PlannerHarness()
+    which = harness.template()
+    harness.templates[which] = replace(harness.templates[which], build="first")
+    for number, build in enumerate(builds):
+        name, memory = f"mvtest0-{150 + number}", which.size.memory
+        harness.vms[name] = VmSeen(
+            name, "h1", VmCondition.RUNNING, token=f"t{number}", size=BIG, template_build=build, template_memory=memory
+        )
+        harness.nodes[name] = Node(name, NodeState.BUSY)
+        harness.run()
+    assert memory_of_templates(harness) == times * which.size.memory
+    del harness.templates[which]
+    harness.run()
+    assert memory_of_templates(harness) == which.size.memory, "a VM keeps the memory of a template that was deleted"
 
 
 def test_a_vm_that_an_earlier_run_planned_is_not_created_unless_it_is_there() -> None:

@@ -63,6 +63,7 @@ class Manifest:
     disk: int = 0  # MiB that its files can grow to now; 0: they are not limited
     # The NUMA node that it is kept on; -1: on none of them, None: no node was chosen, as on a machine with one node.
     numa: int | None = None
+    template_build: str = ""  # of an instant clone: which build of its template it maps; empty in earlier manifests
     net: int = 0  # Mbit/s that it may send, and may receive; 0: any
 
     @property

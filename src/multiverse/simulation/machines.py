@@ -63,6 +63,12 @@ class TemplateBuild:
     key: TemplateKey
     number: int
 
+    @property
+    def name(self) -> str:
+        """What its host calls it, which tells it from all others there."""
+        image, size, account = self.key.image, self.key.size, self.key.account
+        return f"{image}@{size.cpus}x{size.memory}@{account}#{self.number}"
+
 
 @dataclass(eq=False)
 class Machine:
@@ -391,6 +397,10 @@ class Machines:
         ready = seen.condition is TemplateCondition.READY
         return float(seen.size.memory * self.hosts[seen.host].template_copies) if ready else 0.0
 
+    def _build_shown(self, seen: TemplateSeen) -> str:
+        build = self._current_build(seen.which) if seen.condition is TemplateCondition.READY else None
+        return build.name if build else ""
+
     def _current_build(self, which: TemplateKey | None) -> TemplateBuild | None:
         return TemplateBuild(which, self._builds[which]) if which is not None else None
 
@@ -411,6 +421,8 @@ class Machines:
                 token=machine.spec.token,
                 size=machine.size or machine.spec.size,
                 disk=self._written(machine),
+                template_build=machine.template.name if machine.template else "",
+                template_memory=machine.template.key.size.memory if machine.template else 0,
             )
             for name, machine in sorted(self.vms.items())
             if machine.spec.host == host
@@ -421,7 +433,7 @@ class Machines:
         seen = replace(self.hosts[host], images=images, disks=disks, available=available, available_disk=left)
         seen = replace(seen, load=self._load(host))
         templates = {
-            which: replace(template, held=self._held(template))
+            which: replace(template, held=self._held(template), build=self._build_shown(template))
             for which, template in sorted(self.templates.items())
             if which.host == host
         }

@@ -46,8 +46,8 @@ def step_template(state: State, template_id: int, world: World) -> None:
             return
         state.unmade.discard(row.key)
     ready = seen is not None and seen.condition is TemplateCondition.READY
-    if row.state is T.BUILDING and ready:
-        state.move(Change(replace(row, state=T.READY, tries=0), Event.BUILT))
+    if row.state is T.BUILDING and seen is not None and ready:
+        state.move(Change(replace(row, state=T.READY, tries=0, build=seen.build), Event.BUILT))
     elif row.state is T.READY and not ready:
         why = seen.reason if seen else "it is no longer there"
         state.move(Change(replace(row, state=T.ABSENT), Event.VANISHED, why), free=[row.key])

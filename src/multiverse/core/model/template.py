@@ -27,7 +27,9 @@ class TemplateCondition(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TemplateSeen:
-    """A template as its host sees it. `held` is the memory that it takes there now, all copies, in MiB."""
+    """A template as its host sees it. `held` is the memory that it takes there now, all copies, in MiB. `build` is
+    another one for each time that it was built, because VMs of an earlier build keep that one's memory; it is empty
+    while the template is being built, and where the host's agent is of a release that does not tell it."""
 
     name: str
     host: str
@@ -37,6 +39,7 @@ class TemplateSeen:
     reason: str = ""
     held: float = 0.0
     account: str = ""
+    build: str = ""
 
     @property
     def which(self) -> TemplateKey:
@@ -54,7 +57,7 @@ class TemplateState(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Template:
     """A template of one image at one size on one host, for one account or for all. `source` answers for its host. How
-    many VMs refer to it is counted from the VM rows."""
+    many VMs refer to it is counted from the VM rows. `build` is which build of it is ready, as its host calls it."""
 
     id: int
     version: int
@@ -68,6 +71,7 @@ class Template:
     quarantined: str = ""
     account: str = ""
     source: str = ""
+    build: str = ""
 
     @property
     def key(self) -> Key:

@@ -29,7 +29,8 @@ class VmSeen:
     were added to its guest after its start. `address` (with prefix length) and `mac` are shown where the hypervisor
     assigns them, or where they are known, `placed_on` where it chooses the machine. `token` is empty for a VM of a
     release without tokens. `size` is what the VM has, with all that was plugged; None if it is not known. `disk` is
-    what its files can grow to, in MiB; 0 if that is not known.
+    what its files can grow to, in MiB; 0 if that is not known. `template_build` is which build of a template it was
+    forked from, with `template_memory` MiB; empty if it boots from its image, or if that is not known.
     """
 
     name: str
@@ -46,6 +47,8 @@ class VmSeen:
     token: str = ""
     size: Size | None = None
     disk: int = 0
+    template_build: str = ""
+    template_memory: int = 0
 
 
 class VmRef(NamedTuple):
@@ -116,9 +119,10 @@ class Vm:
     `size` is the VM's own, `node_size` what its node declares. `pool` says that it was made for a warm pool, and how
     far; it is a spare until it serves an `attempt`. `template_size` is the size of the template that it is forked from,
     None if it boots from its image; `account` says whose template that is, and `template_id` is the template's row,
-    which may end before the VM does. `host` is where its capacity is claimed: a host, or a cloud's quota. `source`
-    answers for it. `mac` and `address` (with prefix length) are empty until they are known where the hypervisor
-    assigns them. `job_id` is the job that was seen on the node of an orphan, which has no attempt.
+    which may end before the VM does; it is negative if no row tells of what an orphan was forked from. `host` is where
+    its capacity is claimed: a host, or a cloud's quota. `source` answers for it. `mac` and `address` (with prefix
+    length) are empty until they are known where the hypervisor assigns them. `job_id` is the job that was seen on the
+    node of an orphan, which has no attempt.
     """
 
     id: int  # the serial, except of a VM that was found as an orphan

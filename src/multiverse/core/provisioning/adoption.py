@@ -6,6 +6,7 @@ nothing. What is done about an orphan is decided by its step (`core.machines.vm`
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from multiverse.core.model import (
@@ -16,6 +17,7 @@ from multiverse.core.model import (
     Size,
     Template,
     TemplateCondition,
+    TemplateKey,
     TemplateSeen,
     TemplateState,
     Vm,
@@ -26,6 +28,7 @@ from multiverse.core.model import (
 )
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.sizes import template_claim
+from multiverse.core.state import State
 from multiverse.core.transition import Change, Event
 
 WHY = "it was found on its host, and no record explained it"
@@ -41,13 +44,14 @@ def adopt_unexplained(context: Context) -> None:
     for source in state.take_unadopted():
         latest = context.world.latest(source)
         view = latest.value if latest else HypervisorView()
+        for which, seen in view.templates.items():
+            if seen.condition is not TemplateCondition.BROKEN and seen.host in context.in_sight:
+                _drop_earlier_build(state, which, seen)
+                if state.template_for(which) is None:
+                    _adopt_template(context, source, seen)
         for name in sorted(name for name in view.vms if name not in state.vm_named):
             if view.vms[name].host in context.in_sight:
-                _adopt_vm(context, source, view.vms[name])
-        for which, seen in view.templates.items():
-            broken = seen.condition is TemplateCondition.BROKEN
-            if not broken and state.template_for(which) is None and seen.host in context.in_sight:
-                _adopt_template(context, source, seen)
+                _adopt_vm(context, source, view.vms[name], view.templates)
 
 
 def _serves_another(context: Context, vm: Vm) -> bool:
@@ -76,14 +80,44 @@ def _claim_of(size: Size, seen: VmSeen, host: Host) -> Size:
     return Size(size.cpus, size.memory + host.vm_overhead, seen.disk or size.disk, size.net)
 
 
-def _adopt_vm(context: Context, source: str, seen: VmSeen) -> None:
+def _drop_earlier_build(state: State, which: TemplateKey, seen: TemplateSeen) -> None:
+    """End the row of a template that was built again without it. Its VMs map the earlier build, whose memory is counted
+    beside the new one's as long as they live (`capacity.left_behind`)."""
+    row = state.template_for(which)
+    if row is not None and row.state is TemplateState.READY and row.build and seen.build not in ("", row.build):
+        state.move(
+            Change(replace(row, state=TemplateState.ABSENT), Event.VANISHED, "it was built anew"), free=[row.key]
+        )
+
+
+def _template_of(
+    context: Context, serial: int, seen: VmSeen, shown: Mapping[TemplateKey, TemplateSeen]
+) -> tuple[int | None, Size | None]:
+    """The number of the template that a VM was forked from, and its size. If no row is that of its build, the VMs of
+    this build have a number that no row has, the serial of one of them made negative: so the build's memory is counted
+    once, as that of a template whose row has ended."""
+    state, build = context.state, seen.template_build
+    if not build:
+        return None, None
+    for row in state.templates_on(seen.host):
+        if row.build == build or (row.which in shown and shown[row.which].build == build):
+            return row.id, row.size
+    for vm in state.vms_on(seen.host):
+        if vm.template_id is not None and (other := context.world.vm(vm)) and other.template_build == build:
+            return vm.template_id, vm.template_size
+    return -serial, Size(0, seen.template_memory)
+
+
+def _adopt_vm(context: Context, source: str, seen: VmSeen, shown: Mapping[TemplateKey, TemplateSeen]) -> None:
     """Its number is a new one, because an ended row may have that of its name; what comes after has neither."""
     state, policy = context.state, context.policy
     state.skip_serials(serial_of(seen.name) + 1)
     size = seen.size or policy.base
+    serial = state.new_serial()
+    template_id, template_size = _template_of(context, serial, seen, shown)
     has_prefix = not seen.address or "/" in seen.address
     vm = Vm(
-        id=state.new_serial(),
+        id=serial,
         version=0,
         state=VmState.ORPHAN,
         since=state.now,
@@ -97,6 +131,8 @@ def _adopt_vm(context: Context, source: str, seen: VmSeen) -> None:
         address=seen.address if has_prefix else f"{seen.address}/{policy.subnet.prefixlen}",
         source=source,
         token=seen.token,
+        template_id=template_id,
+        template_size=template_size,
     )
     claim = Claim(vm.key, seen.host, _claim_of(size, seen, context.in_sight[seen.host]))
     state.move(Change(vm, Event.FOUND, WHY), make=[claim])
@@ -116,6 +152,7 @@ def _adopt_template(context: Context, source: str, seen: TemplateSeen) -> None:
         size=seen.size,
         account=seen.account,
         source=source,
+        build=seen.build,
     )
     claim = Claim(template.key, seen.host, template_claim(seen.size, context.in_sight[seen.host], seen.image))
     state.move(Change(template, Event.FOUND, WHY), make=[claim])

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError, Refused
-from multiverse.core.model import CloneKind, Size, Stage
+from multiverse.core.model import CloneKind, Stage
 from multiverse.guest.protocol import HELLO
 from multiverse.host import disks, manifest
 from multiverse.host.manifest import Manifest, VmPhase
@@ -105,7 +105,7 @@ def _create(host: HostContext, spec: Specification, paths: Paths, timer: VmStage
     image = host.image(spec.image)
     template = host.template_for(spec) if spec.kind is CloneKind.INSTANT else None
     try:
-        record, user = _allocate(host, spec, image, template.size if template is not None else spec.size)
+        record, user = _allocate(host, spec, image, template)
         disk, how = _make_disk(spec, paths, image, template)
         timer(how)
         machine = host.vm_machine(spec, image, template, disk)
@@ -117,14 +117,15 @@ def _create(host: HostContext, spec: Specification, paths: Paths, timer: VmStage
 
 
 def _allocate(
-    host: HostContext, spec: Specification, image: Image, booted: Size
+    host: HostContext, spec: Specification, image: Image, template: FrozenTemplate | None
 ) -> tuple[Manifest, ProcessUser | None]:
     """Check that no other VM has what the specification says, pick the VM's user, and write its first manifest.
 
-    `booted` is the size of the VM before anything is plugged. Until the VM is started, its guest is paused and its disk
+    Until the VM is started, its guest is paused and its disk
     hardly written, unless that is a copy. After an error nothing is allocated.
     """
     vms, disk = host.config.vms, host.image_disk(image)
+    booted = template.size if template is not None else spec.size  # what it has before anything is plugged
     vms.chmod(0o711)  # each QEMU passes through it to its own directory
     wanted = {Resource.MAC: spec.mac, Resource.ADDRESS: spec.bare_address, Resource.TOKEN: spec.token}
     with host_lock(vms):
@@ -146,6 +147,7 @@ def _allocate(
             job_address=spec.job_address.partition("/")[0],
             disk_cost=host.disk_cost(image, spec.kind),
             disk=disk.whole if spec.kind is CloneKind.FULL else disk.overhead,
+            template_build=template.build if template is not None else "",
         )
         manifest.write(host.paths(spec.name).home, record)
     return record, user

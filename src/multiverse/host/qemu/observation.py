@@ -132,7 +132,7 @@ class HostObserver:
                 held = (template.memory_used() + self._host.sealed.size(template.memory)) / 2**20
                 name = f"{path.parent.name}-{template.key}"
                 found.append(TemplateSeen(name, config.host, template.image, TemplateCondition.READY, template.size,
-                                          held=held, account=template.account))  # fmt: skip
+                                          held=held, account=template.account, build=template.build))  # fmt: skip
         return found
 
     def _manifest(self, path: Path) -> Manifest | None:
@@ -164,6 +164,8 @@ class HostObserver:
             token=known.token,
             size=Size(known.total_cpus or known.cpus, known.total_memory or known.memory, net=known.net),
             disk=known.disk or self._whole_disk(name),
+            template_build=known.template_build,
+            template_memory=known.memory if known.template_build else 0,
         )
         if known.phase is VmPhase.MAKING and not known.pid:
             return seen

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import subprocess
 import tempfile
@@ -42,13 +43,15 @@ _OPENED_BY_QEMU = frozenset({"memory", "disk.qcow2", "kernel.stub", "initrd.stub
 
 @dataclass(frozen=True)
 class FrozenTemplate:
-    """A template that is ready. `size` is what its clones have before anything is plugged; `key` says what made it."""
+    """A template that is ready. `size` is what its clones have before anything is plugged; `key` says what made it.
+    `build` tells it from one of the same key that was there earlier; it is empty if an earlier release built it."""
 
     image: str
     key: str
     path: Path
     size: Size
     account: str = ""
+    build: str = ""
 
     @property
     def memory(self) -> Path:
@@ -132,7 +135,9 @@ def load(path: Path) -> FrozenTemplate | None:
     try:
         raw = json.loads((path / "template.json").read_text())
         size = Size(int(raw["cpus"]), int(raw["memory"]))
-        return FrozenTemplate(str(raw["image"]), str(raw["key"]), path, size, str(raw["account"]))
+        return FrozenTemplate(
+            str(raw["image"]), str(raw["key"]), path, size, str(raw["account"]), str(raw.get("build", ""))
+        )
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
@@ -188,7 +193,7 @@ def build(templates: Path, order: Build) -> list[Stage]:
             stages, report = _boot_and_freeze(work, final, order)
             order.booted(report)
             facts = {"image": image.name, "key": key, "cpus": size.cpus, "memory": size.memory,
-                     "account": order.account}  # fmt: skip
+                     "account": order.account, "build": secrets.token_hex(8)}  # fmt: skip
             (work / "template.json").write_text(json.dumps(facts))
             _make_read_only(work, order.user)
             if order.abandoned():
