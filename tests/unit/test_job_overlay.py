@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from multiverse.agent.jobs import JobVm
+from multiverse.agent.job_vm import JobVm
 from multiverse.config import AgentSettings, OverlaySettings, Settings
 from multiverse.core.errors import Refused
 from multiverse.core.model import Neighbour

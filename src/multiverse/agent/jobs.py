@@ -18,14 +18,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 from weakref import WeakValueDictionary
 
 import structlog
 
 from multiverse.agent.job_protocol import EnterVm, ProvideVm, ReleaseVm, answer, parse, vm_size
+from multiverse.agent.job_vm import MOST_JOBS, RUNS, JobHost, JobVm
 from multiverse.core.errors import Gone, MultiverseError, Refused, Unknown
-from multiverse.core.model import Size, User
+from multiverse.core.model import User
 from multiverse.system import files
 from multiverse.system.peers import peer_of
 
@@ -33,12 +34,6 @@ log = structlog.get_logger()
 
 T = TypeVar("T")
 _random = secrets.SystemRandom()
-
-RUNS = 512
-"""How many names the VMs of one job can have on a host."""
-
-MOST_JOBS = 250
-"""Jobs with VMs on one host, at most."""
 
 PLUGIN_UID = 0
 """The user that slurmd runs the plugin as."""
@@ -51,76 +46,6 @@ CONNECTIONS_OF_ONE = 512
 
 ENTERED_AT_ONCE = 4
 """Tasks of one job that are connected to its guest at the same time: a guest may not answer."""
-
-
-@dataclass(frozen=True, slots=True)
-class JobVm:
-    """A VM of one run of a job. `run` is random, for its name; `record` is when the plugin recorded the run (Unix time
-    in nanoseconds), 0 if it did not. `number` is the job's on this host, and chooses its addresses here; `token` is the
-    VM's, `task_token` what its guest knows the agent of the host by. `groups` are the job's control groups. The job has
-    `vms` on each of its `nodes`, of which this host is number `node`, and this VM is number `index` here."""
-
-    job: int
-    run: int
-    record: int
-    uid: int
-    number: int
-    image: str
-    cpus: int
-    memory: int
-    disk: int
-    token: str
-    task_token: str
-    groups: tuple[str, ...]
-    index: int = 0
-    vms: int = 1
-    nodes: tuple[str, ...] = ("",)
-    node: int = 0
-
-    @property
-    def place(self) -> int:
-        """Which one of all the job's VMs it is, from 0 on."""
-        return self.node * self.vms + self.index
-
-    @property
-    def size(self) -> Size:
-        return Size(self.cpus, self.memory, self.disk)
-
-
-class JobHost(Protocol):
-    """What makes these VMs. All calls block."""
-
-    def find_groups(self, job: int, pid: int) -> tuple[str, ...]:
-        """The directories of the job's control groups, which the process `pid` is in one of; none if it has none."""
-        ...
-
-    def connect_network(self, vms: tuple[JobVm, ...]) -> None:
-        """Make the network of these VMs, which are all that their job has here. Raises what `make` raises; then a part
-        of it may remain."""
-        ...
-
-    def make(self, vm: JobVm, vms: tuple[JobVm, ...], user: User) -> list[str]:
-        """Make the VM, one of these, until its guest accepts tasks; the directories of its control groups. Raises what
-        the host library raises; then a part of the VM may remain."""
-        ...
-
-    def is_alive(self, vm: JobVm) -> bool: ...
-
-    def connect(self, vm: JobVm) -> tuple[socket.socket, int]:
-        """A new connection to the guest, and a pidfd that ends with the VM. Raises `Gone` and `Unknown`."""
-        ...
-
-    def kill(self, vm: JobVm) -> None:
-        """End the VM at once. What waits for its guest gets an error."""
-        ...
-
-    def remove(self, vm: JobVm) -> None:
-        """Let the guest write back, end the VM and remove all of it. Absent is success."""
-        ...
-
-    def remove_network(self, vms: tuple[JobVm, ...]) -> None:
-        """Remove the network of these VMs, which have been removed. Absent is success."""
-        ...
 
 
 class JobVmService:

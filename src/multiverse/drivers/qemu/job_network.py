@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ipaddress import IPv4Network
 
 from multiverse.agent.job_protocol import MOST_VMS
-from multiverse.agent.jobs import MOST_JOBS, JobVm
+from multiverse.agent.job_vm import MOST_JOBS, JobVm
 from multiverse.core.errors import Refused
 
 MOST_OF_A_JOB = 1 << 16

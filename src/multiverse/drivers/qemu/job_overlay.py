@@ -7,7 +7,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from multiverse.agent.jobs import JobVm
+from multiverse.agent.job_vm import JobVm
 from multiverse.config import OVERLAY_PORTS, Settings, overlay_address
 from multiverse.core.errors import Refused
 from multiverse.core.model import Neighbour

@@ -1,4 +1,4 @@
-"""VMs inside jobs with QEMU on this machine: `agent.jobs.JobHost`."""
+"""VMs inside jobs with QEMU on this machine: `agent.job_vm.JobHost`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import socket
 from contextlib import suppress
 from dataclasses import replace
 
-from multiverse.agent.jobs import RUNS, JobVm
+from multiverse.agent.job_vm import RUNS, JobVm
 from multiverse.config import Settings
 from multiverse.core.errors import Gone, Unknown
 from multiverse.core.model import CloneKind, Identity, Size, TemplateKey, User, machine_id, vm_name, vm_prefix
@@ -32,7 +32,7 @@ def job_vm_name(vm: JobVm) -> str:
 
 
 class QemuJobVms:
-    """See `agent.jobs.JobHost`."""
+    """See `agent.job_vm.JobHost`."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
