@@ -60,8 +60,8 @@ class BareNode:
         found = [str(path) for place in places if place.is_dir() for path in place.iterdir() if _is_of_a_job(path)]
         found += [str(path) for path in Path("/sys/class/net").glob("mvjob-*")]
         found += [str(path) for path in Path("/sys/class/net").glob(f"{jobs.bridge}.*")]
-        groups = Path("/sys/fs/cgroup").glob(f"*/slurm_{baremetal.NODE}/uid_*/job_*/mvjob-*")
-        return found + [str(path) for path in groups]
+        groups = baremetal.control_groups_of(self.lab)
+        return found + [str(path) for group in groups for path in group.glob("slurm_*/uid_*/job_*/mvjob-*")]
 
     def has_feature(self) -> bool:
         """Whether the node takes jobs with VMs."""
@@ -114,8 +114,6 @@ def node(lab: LabUnderTest, _images: None) -> Iterator[BareNode]:
             yield node
         finally:
             asyncio.run(baremetal.stop(own))
-            for group in sorted(Path("/sys/fs/cgroup").glob(f"*/slurm_{baremetal.NODE}/**/"), reverse=True):
-                group.rmdir()
     finally:
         site.write_text(before)
         (where.etc / "plugstack.conf").write_text("")
@@ -450,16 +448,17 @@ def test_the_end_of_a_job_ends_the_commands_that_its_vm_has_running_on_the_host(
     out = node.output("ended.out")
     job = node.sbatch("srun --quiet sh -c 'echo step; sleep 300' & squeue --iterate=1; wait", f"--output={out}")
     until("the step runs", lambda: out.exists() and "step" in out.read_text(), 180)
-    until("both run in the job", lambda: {"srun", "squeue"} <= _programs_of_script(job), 60)
+    until("both run in the job", lambda: {"srun", "squeue"} <= _programs_of_script(node, job), 60)
     node.under_test.run("scancel", job)
     assert accounted(node.under_test, job, 90)[0] == "CANCELLED"
 
 
-def _programs_of_script(job: str) -> set[str]:
+def _programs_of_script(node: BareNode, job: str) -> set[str]:
     """The names of the programs in the control group of a job's batch script."""
     found = set()
-    for group in Path("/sys/fs/cgroup").glob(f"*/slurm_{baremetal.NODE}/uid_*/job_{job}/step_batch/**/cgroup.procs"):
-        for pid in group.read_text().split():
-            with suppress(OSError):  # it has ended
-                found.add(Path("/proc", pid, "comm").read_text().strip())
+    for own in baremetal.control_groups_of(node.lab):
+        for group in own.glob(f"slurm_*/uid_*/job_{job}/step_batch/**/cgroup.procs"):
+            for pid in group.read_text().split():
+                with suppress(OSError):  # it has ended
+                    found.add(Path("/proc", pid, "comm").read_text().strip())
     return found

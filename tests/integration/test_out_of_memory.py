@@ -81,8 +81,6 @@ def bare(lab: LabUnderTest) -> Iterator[str]:
         return
     yield ""
     asyncio.run(baremetal.stop(own))
-    for group in sorted(groups.glob(f"*/slurm_{baremetal.NODE}/**/"), reverse=True):
-        group.rmdir()
 
 
 @pytest.fixture(params=["vm", "bare"])

@@ -1,10 +1,14 @@
-"""A plain slurmd on this machine as a node of the lab: the baseline of benchmarks and of comparisons in tests."""
+"""A plain slurmd on this machine as a node of the lab: the baseline of benchmarks and of comparisons in tests.
+
+Its control groups are in a namespace of its own (`lab.hosts.confined`).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import subprocess
+import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -12,14 +16,26 @@ from pathlib import Path
 
 from multiverse.core.errors import Broken
 from multiverse.lab.configure import BARE_FEATURE, BARE_NODE, cgroup_conf, changed_conf, environment
+from multiverse.lab.hosts import control_groups
 from multiverse.lab.process import DaemonCommand
 from multiverse.lab.service import Lab, Service
 
 NODE = BARE_NODE
+_CONFINED = "multiverse.lab.hosts.confined"
 
 
 def _directory(lab: Lab) -> Path:
     return lab.where.run / "bare"
+
+
+def _hierarchies(lab: Lab) -> Path:
+    """Where the node sees control groups."""
+    return _directory(lab) / "cgroup"
+
+
+def control_groups_of(lab: Lab) -> list[Path]:
+    """The node's control groups, one in each hierarchy that has one."""
+    return sorted(Path("/sys/fs/cgroup").glob(f"**/{lab.where.control_group}/{NODE}"))
 
 
 def _prepare(lab: Lab) -> None:
@@ -42,14 +58,15 @@ def _write_configuration(lab: Lab, more: Mapping[str, str], cgroup: str) -> None
         path.chmod(0o755)
     changed = {"SlurmdSpoolDir": f"{directory}/spool", "DebugFlags": "NO_CONF_HASH", **more}
     (directory / "slurm.conf").write_text(changed_conf(lab.where.slurm_conf.read_text(), changed))
-    (directory / "cgroup.conf").write_text(cgroup_conf(cgroup))
+    (directory / "cgroup.conf").write_text(cgroup_conf(cgroup, _hierarchies(lab)))
 
 
 def _slurmd(lab: Lab) -> DaemonCommand:
     directory = _directory(lab)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2**20
     node = f"CPUs={os.cpu_count() or 1} RealMemory={memory * 3 // 4} Feature={BARE_FEATURE}"
-    argv = ["slurmd", "-D", "-Z", "-N", NODE, "-f", f"{directory}/slurm.conf", "--conf", node]
+    confined = [sys.executable, "-m", _CONFINED, lab.where.control_group, NODE, str(_hierarchies(lab))]
+    argv = [*confined, "slurmd", "-D", "-Z", "-N", NODE, "-f", f"{directory}/slurm.conf", "--conf", node]
     return DaemonCommand(argv, lab.where.log / "slurmd.out", env={"SLURM_CONF": f"{directory}/slurm.conf"})
 
 
@@ -76,12 +93,13 @@ async def start(lab: Lab, *, memory_limited: bool = False) -> None:
 
 
 async def stop(lab: Lab) -> None:
-    """Stop slurmd and the jobs on its node, and delete the node."""
+    """Stop slurmd and the jobs on its node, and delete the node with its control groups."""
     await asyncio.to_thread(_slurm, lab, "scontrol", "update", f"NodeName={NODE}", "State=DOWN", "Reason=stopped")
     await SLURMD.stop(lab.where)
     deleted = await asyncio.to_thread(_slurm, lab, "scontrol", "delete", f"NodeName={NODE}")
     if deleted.returncode and "Invalid node name" not in deleted.stderr:
         raise Broken(f"cannot delete node {NODE}: {deleted.stderr.strip()}", hint="wait until no job is on it")
+    await asyncio.to_thread(control_groups.remove, lab.where.control_group, NODE)
 
 
 @asynccontextmanager

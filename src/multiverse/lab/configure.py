@@ -147,10 +147,10 @@ def changed_conf(text: str, changes: Mapping[str, str]) -> str:
     return "\n".join([*kept, *(f"{key}={value}" for key, value in changes.items())]) + "\n"
 
 
-def cgroup_conf(more: str = "") -> str:
-    """A cgroup.conf that works on any machine without systemd."""
+def cgroup_conf(more: str = "", mounted: Path = Path("/sys/fs/cgroup")) -> str:
+    """A cgroup.conf that works on any machine without systemd, with the hierarchies below `mounted`."""
     version = "v2" if Path("/sys/fs/cgroup/cgroup.controllers").exists() else "v1"
-    return f"CgroupPlugin=cgroup/{version}\nCgroupMountpoint=/sys/fs/cgroup\nIgnoreSystemd=yes\n{more}"
+    return f"CgroupPlugin=cgroup/{version}\nCgroupMountpoint={mounted}\nIgnoreSystemd=yes\n{more}"
 
 
 def _sections(where: Layout, plan: LabPlan) -> dict[str, dict[str, Any]]:

@@ -10,6 +10,7 @@ import pwd
 import select
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -64,7 +65,7 @@ class DaemonCommand:
     @property
     def name(self) -> str:
         """What an error message calls it."""
-        return self.log.stem if self.launcher else self.argv[0]
+        return self.log.stem if self.launcher or self.argv[0] == sys.executable else self.argv[0]
 
 
 def recorded(record: Path) -> RunningDaemon | None:

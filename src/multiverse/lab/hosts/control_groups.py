@@ -35,10 +35,15 @@ def create(lab: str, host: str, *, every: bool = False) -> dict[Path, Path]:
 def join_daemons() -> None:
     """Put this process, which is on the host, among the host's daemons."""
     for hierarchy in hierarchies(controllers=_ALL):  # those that the host sees
-        group = hierarchy.parent.with_name(_DAEMONS)
-        group.mkdir(exist_ok=True)
-        inherit_cpuset(group)
-        (group / "cgroup.procs").write_text("0")
+        join_daemons_of(hierarchy.parent.parent)
+
+
+def join_daemons_of(root: Path) -> None:
+    """Put this process among the daemons of the host whose own control group in one hierarchy is `root`."""
+    group = root / _DAEMONS
+    group.mkdir(exist_ok=True)
+    inherit_cpuset(group)
+    (group / "cgroup.procs").write_text("0")
 
 
 def remove(lab: str, host: str) -> None:
