@@ -125,8 +125,8 @@ class OverlaySettings:
     the same settings."""
 
     enabled: bool = False
-    # (name, IPv4 address) of hosts, and of the controller's machine: the address at which the others reach it. Where it
-    # is not given, it is what the name service says of the name.
+    # (name, IPv4 address) of hosts, of nodes that are leased, as Slurm calls them, and of the controller's machine: the
+    # address at which the others reach it. Where it is not given, it is what the name service says of the name.
     addresses: tuple[tuple[str, str], ...] = ()
     port: int = 14789  # UDP, to be used for nothing else on these machines
     mtu: int = 1450  # of VMs: 50 bytes less than every packet between hosts may have
@@ -687,8 +687,6 @@ def _wrong_overlay(s: Settings) -> Iterator[str]:
         yield "overlay.network: must be below 16777216, or 0"
     if overlay.enabled and any(_of_class(s, one).qemu.uplink for one in (None, *s.hosts)):
         yield "overlay: with qemu.uplink, frames would reach a host in two ways; set one of the two"
-    if overlay.enabled and s.lease:
-        yield "overlay: not possible with [[lease]]: the bridge of a leased node is connected by its uplink"
 
 
 def _wrong_job_vms(s: Settings) -> Iterator[str]:

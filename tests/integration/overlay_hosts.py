@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import socket
 import struct
 import subprocess
@@ -22,6 +23,8 @@ from pathlib import Path
 from multiverse.core.errors import Refused
 from multiverse.core.model import Neighbour
 from multiverse.host.overlay import Overlay, OverlayConfig
+from multiverse.pilot.overlay import join, leave, on_node
+from multiverse.pilot.place import LeasePlace
 from multiverse.system import kernel
 
 PORT, NETWORK, MTU = 14789, 0x123456, 1450
@@ -254,6 +257,37 @@ def refusal(directory: Path, n: int, **other: int | str) -> str:
     return ""
 
 
+# --- leases -----------------------------------------------------------------------------------------
+
+
+def leases(directory: Path) -> dict[str, object]:
+    """Two leases of the first host share its overlay, and end one after the other. Their agents are elsewhere, as this
+    thread is: in networks of their own."""
+    base = directory / "leases"
+    with inside("h1"):
+        config = on_node(overlay(directory, 1).config, base, lambda: machine(1))
+    one, two = LeasePlace(base / "lease-test0-1"), LeasePlace(base / "lease-test0-2")
+    for place, vm in ((one, "mvtest0-1"), (two, "mvtest0-2")):
+        (place.vms / vm).mkdir(parents=True)
+        with inside("h1"):
+            join(config, "10.77.0.1")
+        Overlay(config).add(vm, [guest(2)])
+    Overlay(config).restore(config.is_of_others)  # as the agent of one of them does when it starts again
+    found: dict[str, object] = {"both": sorted(Overlay(config).owners()), "reached": passes(MTU)}
+    with inside("h1"):
+        leave(base, one)
+        shutil.rmtree(one.root)
+        found["other"] = sorted(Overlay(config).owners()) == ["mvtest0-2"] and passes(MTU)
+        leave(base, two)
+        leave(base, two)
+        found["left"] = "vxtest0" in run("ip link show") or "mvtest0" in run("nft list ruleset")
+        try:
+            join(config, machine(1))
+        except Refused as error:
+            found["refused"] = error.message
+    return found
+
+
 def main() -> None:
     directory = Path(sys.argv[1])
     build()
@@ -305,6 +339,7 @@ def main() -> None:
         again.remove()
         again.remove()
         found["left"] = "vxtest0" in run("ip link show") or "mvtest0" in run("nft list ruleset")
+    found["leases"] = leases(directory)
     print(json.dumps(found))
 
 

@@ -67,3 +67,11 @@ def test_what_does_not_fit_the_machine_is_refused(seen: dict[str, Any]) -> None:
     assert "10.9.9.9" in seen["address"]
     assert "1460 bytes" in seen["mtu"] and "MTU 1500" in seen["mtu"]
     assert "other with the id 9, has the port 14790" in seen["collision"]
+
+
+def test_leases_of_a_node_share_its_overlay_until_the_last_one_ends(seen: dict[str, Any]) -> None:
+    found = seen["leases"]
+    assert found["both"] == ["mvtest0-1", "mvtest0-2"] and found["reached"]
+    assert found["other"], "what is the other one's stays"
+    assert not found["left"]
+    assert "the controller's machine" in found["refused"]

@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="namespaces need root"),
 ]
 
-_TALK = """
+TALK = """
 import errno, os, socket, sys, time
 own, peer, home = sys.argv[1:]
 def connected(port):  # the peer may listen later
@@ -90,7 +90,7 @@ else:
     print(connected(7004).recv(10).decode(), flush=True)
 """
 
-_GANG = """#!/bin/sh
+GANG = """#!/bin/sh
 srun -Q sh -c 'own=$(getent hosts $(hostname) | cut -d" " -f1)
 for node in $(scontrol show hostnames); do
   peer=$(getent hosts $node | cut -d" " -f1); [ $peer = $own ] || exec python3 {home}/talk.py $own $peer {home}
@@ -178,7 +178,7 @@ def test_vms_of_a_job_on_two_networks_reach_each_other_and_nobody_else_them(
     routed: LabUnderTest, client: Client
 ) -> None:
     plan, home = plan_of(routed), routed.user.home
-    for name, text in (("talk.py", _TALK), ("gang.sh", _GANG.format(home=home)), ("stranger.py", _STRANGER)):
+    for name, text in (("talk.py", TALK), ("gang.sh", GANG.format(home=home)), ("stranger.py", _STRANGER)):
         (home / name).write_text(text)
     out, other = home / "gang.out", routed.other.home / "stranger.out"
     apart = ("--comment=vm:per-host=1", "--constraint=place-pack")

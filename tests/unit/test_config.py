@@ -78,7 +78,6 @@ def test_a_lease_is_of_a_whole_node_unless_the_site_says_how_much() -> None:
         ({"overlay": {"network": 1 << 24}}, "overlay.network"),
         ({"overlay": {"enabled": True}, "qemu": {"uplink": "up0"}}, "overlay: with qemu.uplink"),
         ({"overlay": {"enabled": True}, "hosts": [{"nodes": "n1", "uplink": "up0"}]}, "overlay: with qemu.uplink"),
-        ({"overlay": {"enabled": True}, "lease": [{"partition": "p"}]}, "overlay: not possible with [[lease]]"),
         ({"backfill": {"depth": 0}}, "backfill: depth must be at least 1"),
         ({"backfill": {"overtakes": -1}}, "backfill: depth must be at least 1, and overtakes at least 0"),
     ],

@@ -17,6 +17,7 @@ from multiverse.core.model import (
     SERIAL,
     NodeSpec,
     Size,
+    lease_name,
     mac_of,
     machine_id,
     serial_of,
@@ -24,6 +25,7 @@ from multiverse.core.model import (
     vm_name,
     vm_prefix,
 )
+from multiverse.core.model.names import site_of_lease
 from multiverse.core.state import State
 from multiverse.drivers.slurm import parse
 from multiverse.drivers.slurm.offers import OfferFiles
@@ -45,6 +47,11 @@ def test_a_name_gives_its_serial_and_site_back_and_names_an_interface(serial: in
     assert serial_of(name) == serial and site_of(name) == "abcde"
     assert len(name) <= INTERFACE_NAME and re.fullmatch(r"[a-z0-9-]+", name)
     assert re.fullmatch(SERIAL, name.removeprefix(vm_prefix("abcde")))
+
+
+def test_a_lease_names_its_site() -> None:
+    assert site_of_lease(lease_name("abcde", 36)) == "abcde"
+    assert not any(map(site_of_lease, ("lease-", "lease-abcdef-1", "lease-abcde", "mvabcde-1", "lease-../x-1")))
 
 
 @given(serials, serials)

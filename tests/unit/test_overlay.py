@@ -24,7 +24,13 @@ from tests.unit import rows
 from tests.unit.test_qemu_host import machine
 
 GATEWAY = Neighbour("10.213.0.1", "02:4d:0a:d5:00:01", "192.0.2.1")
-ADDRESSES = (("ctl", "192.0.2.1"), ("h1", "192.0.2.11"), ("h2", "198.51.100.12"), ("h3", "203.0.113.13"))
+ADDRESSES = (
+    ("ctl", "192.0.2.1"),
+    ("h1", "192.0.2.11"),
+    ("h2", "198.51.100.12"),
+    ("h3", "203.0.113.13"),
+    ("h4", "192.0.2.11"),
+)
 SETTINGS = Settings(host=HostSettings(name="ctl"), overlay=OverlaySettings(enabled=True, addresses=ADDRESSES))
 
 
@@ -103,6 +109,15 @@ async def test_a_vm_on_the_controllers_machine_needs_no_way_to_it() -> None:
     assert machines.reached == {} and told.of == {other.name: (neighbour(one),)}
 
 
+async def test_vms_on_two_leases_of_one_node_need_no_overlay_between_them() -> None:
+    """h1 and h4 are on the same machine."""
+    one, beside, other = placed(1, "h1"), placed(2, "h4"), placed(3, "h2")
+    machines, told = Machines(), Told()
+    found = await directory(machines, told, one, beside, other).introduce(one.ref, identity(one, beside, other))
+    assert found == (neighbour(other), GATEWAY)
+    assert told.of == {other.name: (neighbour(one),)}
+
+
 async def test_a_peer_that_is_gone_hinders_nobody_but_one_that_does_not_answer_does() -> None:
     """The latter could not answer the VM, whose start is then repeated."""
     one, other = placed(1, "h1"), placed(2, "h2")
@@ -155,6 +170,14 @@ async def test_the_controllers_machine_follows_the_rows() -> None:
     await overlay.follow(lambda: live)
     assert machine_owner(planned.name) in entries.of, "a VM that is about to be started is not forgotten"
     assert is_of_machine(machine_owner("mvtest0-1")) and not is_of_machine("mvtest0-1")
+
+
+async def test_a_leased_host_is_where_its_node_is() -> None:
+    qemu = OverlayConfig("test0", 1, 14789, lambda: "192.0.2.1", 1450, "mvbr0", Path("/none"))
+    with mock.patch.object(service, "Overlay", Entries):
+        overlay = MachineOverlay(SETTINGS, qemu, {"lease-test0-1": "h2", "h1": "h1"}.__getitem__)
+    assert await overlay.address_of("lease-test0-1") == "198.51.100.12"
+    assert await overlay.address_of("h1") == "192.0.2.11"
 
 
 # --- settings ----------------------------------------------------------------------------------------

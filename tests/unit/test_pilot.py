@@ -13,7 +13,9 @@ from multiverse.pilot.groups import job_of, make_groups, memory_limit, remove_gr
 from multiverse.pilot.init import PilotOrder, leased_settings
 from multiverse.pilot.network import port_name
 from multiverse.pilot.place import NODE_SHARE, SLOTS, LeasePlace, PilotRecord, place_of, places, share_of, slot
+from multiverse.pilot.remains import sweep
 from multiverse.service.pilot import PilotJob, _completed
+from multiverse.system.locks import try_locked_directory
 
 V1 = "8:pids:/system\n6:freezer:/slurm/uid_0/job_17/step_0\n4:memory:/slurm/uid_0/job_17/step_0/task_0\n0::/\n"
 
@@ -26,8 +28,10 @@ def test_the_job_is_what_the_environment_says() -> None:
     assert _completed(PilotJob("9", 2), {}).memory > 0
     with pytest.raises(Refused, match="in no job"):
         _completed(PilotJob(), {})
-    job = PilotJob("17", 8, 4000, "t")
-    assert PilotJob.parse(str(job), "t") == job and PilotJob.parse("", "t") == PilotJob(token="t")
+    for job in (PilotJob("17", 8, 4000, "t"), PilotJob("17", 8, 4000, "t", "n7")):
+        assert PilotJob.parse(str(job), "t") == job
+    assert _completed(PilotJob("9", 2, 100), {"SLURMD_NODENAME": "n7"}).node == "n7"
+    assert PilotJob.parse("", "t") == PilotJob(token="t")
     with pytest.raises(Refused):
         PilotJob.parse("17", "")
 
@@ -40,7 +44,7 @@ def test_a_lease_is_a_host_of_its_own(tmp_path: Path) -> None:
     )
     place = LeasePlace(tmp_path / "lease-ab12c-1")
     place.root.mkdir()
-    order = PilotOrder("lease-ab12c-1", "17", 8, 4000, settings, lambda _: None)
+    order = PilotOrder("lease-ab12c-1", "17", 8, 4000, settings, lambda *_: None)
     own = leased_settings(order, place, 3)
     assert (own.host.name, own.host.cores, own.host.memory) == ("lease-ab12c-1", 8, 4000 - LEASE_RESERVE)
     assert 0 < own.host.disk <= settings.host.disk
@@ -74,6 +78,19 @@ def test_what_the_sweep_needs_is_written_down(tmp_path: Path) -> None:
     assert place.recorded() == known
     (place.root / "pilot.json").write_text('{"job": "17"}')
     assert place.recorded() is None
+
+
+def test_a_sweep_leaves_a_lease_alone_from_its_pilots_first_moment_on(tmp_path: Path) -> None:
+    """A pilot that starts has recorded nothing yet."""
+    place, ended = LeasePlace(tmp_path / "lease-ab12c-1"), LeasePlace(tmp_path / "lease-ab12c-2")
+    ended.make()
+    with place.held() as ours:
+        assert ours and sweep(tmp_path) == [] and places(tmp_path) == [place]
+        with place.held() as again:
+            assert not again, "another pilot of this name"
+    assert sweep(tmp_path) == [] and places(tmp_path) == []
+    with ended.held() as ours, try_locked_directory(ended.root) as free:
+        assert ours and free, "only while the directories are made"
 
 
 def test_slots_are_held_one_by_one(tmp_path: Path) -> None:

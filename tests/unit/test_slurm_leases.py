@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from multiverse.config import AgentSettings, LeaseSettings, Settings, SlurmSettings
+from multiverse.config import AgentSettings, LeaseSettings, OverlaySettings, Settings, SlurmSettings
 from multiverse.core.errors import Refused, Unknown
 from multiverse.core.model import LeasedHost, LeaseSpec, PilotState, Size
 from multiverse.drivers.slurm import leases as slurm_leases
@@ -116,6 +116,9 @@ def test_a_submission_asks_for_a_whole_node_or_for_a_part() -> None:
     )
     (script,) = (word for word in whole if word.startswith("--wrap="))
     assert ' sudo -n /opt/mv agent pilot lease-ab12c-7 --token=t0ken "--job=$SLURM_JOB_ID,' in script
+    assert "SLURMD_NODENAME" not in script, "pilots of a release without overlays for leases refuse it"
+    overlaid = submission(replace(SETTINGS, overlay=OverlaySettings(enabled=True)), SPEC)
+    assert overlaid[-1].endswith(',${SLURM_MEM_PER_NODE:-0},$SLURMD_NODENAME"')
 
 
 def test_the_agent_of_a_lease_is_reached_by_a_step_of_the_pilots_user(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,5 +268,25 @@ def test_a_site_that_cannot_lend_is_told_why(
     if problems:
         with pytest.raises(Refused):
             scheduler.check_leases()
+    else:
+        scheduler.check_leases()
+
+
+@pytest.mark.parametrize(
+    ("partition", "user", "refused"),
+    [("gone", "multiverse", True), ("gone", "root", False), ("gone", "", False), ("physical", "multiverse", False)],
+)
+def test_a_section_is_not_removed_while_its_hosts_need_it(
+    tmp_path: Path, partition: str, user: str, *, refused: bool
+) -> None:
+    """It says how their pilots become root."""
+    conf = tmp_path / "slurm.conf"
+    conf.write_text(f"{PARTITION}\n")
+    settings = Settings(lease=(LeaseSettings("physical", max=0),), slurm=SlurmSettings(conf=conf))
+    scheduler = SlurmScheduler(settings, "ab12c", leased=[LeaseSpec("lease-ab12c-1", "t", partition, user=user)])
+    if refused:
+        with pytest.raises(Refused, match="their hosts cannot be reached") as caught:
+            scheduler.check_leases()
+        assert "max = 0" in caught.value.hint
     else:
         scheduler.check_leases()

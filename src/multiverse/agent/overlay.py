@@ -30,8 +30,8 @@ class OverlayMachines(Protocol):
         ...
 
     async def address_of(self, host: str) -> str:
-        """The address of a host, or of the controller's machine, in the network of the hosts. Raises `Refused` if
-        nobody knows it."""
+        """The address of a host, or of the controller's machine, in the network of the hosts. Leased hosts of one node
+        have the same. Raises `Refused` if nobody knows it."""
         ...
 
     async def gateway(self) -> Neighbour:
@@ -56,11 +56,15 @@ class OverlayDirectory:
         machines, host = self._machines, vm.source
         address = without_prefix_length(identity.address)
         itself = Neighbour(address, identity.mac, await machines.address_of(host))
-        peers = [peer for name, _ in identity.peers if (peer := self._find(name)) is not None and peer.host != host]
-        neighbours = [
-            Neighbour(without_prefix_length(peer.address), peer.mac, await machines.address_of(peer.host))
-            for peer in peers
-        ]
+        peers, neighbours = [], []
+        for name, _ in identity.peers:
+            peer = self._find(name)
+            if peer is None or peer.host == host:
+                continue
+            machine = await machines.address_of(peer.host)
+            if machine != itself.machine:  # the bridge of a node connects its leases
+                peers.append(peer)
+                neighbours.append(Neighbour(without_prefix_length(peer.address), peer.mac, machine))
         if host != machines.own:
             neighbours.append(await machines.gateway())
             await machines.reach(vm.name, itself)

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from multiverse.core.errors import Broken, Exhausted, Refused
 from multiverse.core.model import Neighbour
 from multiverse.host.nft import Nft
-from multiverse.system import files
+from multiverse.system import files, kernel
 from multiverse.system.locks import locked_file
 
 if TYPE_CHECKING:
@@ -74,6 +74,16 @@ table inet {table} {{
 """
 
 
+def machine_owner(vm: str) -> str:
+    """The owner of the entry by which this machine itself reaches a VM of another host."""
+    return f"{_MACHINE}{vm}"
+
+
+def is_of_machine(owner: str) -> bool:
+    """Whether an owner is one of `machine_owner`."""
+    return owner.startswith(_MACHINE)
+
+
 @dataclass(frozen=True)
 class OverlayConfig:
     """The VXLAN of one site on one host.
@@ -82,6 +92,9 @@ class OverlayConfig:
     address in the network of the hosts, or raises `Refused`; it is asked only where the VXLAN is made, because VMs must
     be observed and removed also while a name service does not answer. `mtu` is that of guests. `records` is the
     directory that says which entries there are; all processes of the host agree on it.
+
+    `namespace` is a descriptor of the network namespace that has the bridge and the hosts' network, if that is not the
+    caller's. `is_of_others` says whether an owner is not this caller's but somebody else's on the machine.
     """
 
     site: str
@@ -91,6 +104,8 @@ class OverlayConfig:
     mtu: int
     bridge: str
     records: Path
+    namespace: int | None = None
+    is_of_others: Callable[[str], bool] = is_of_machine
 
     @property
     def device(self) -> str:
@@ -112,7 +127,8 @@ class Overlay:
         self.config = config
         self._lock = threading.Lock()
         try:
-            self._nft = Nft()
+            with self._inside():
+                self._nft = Nft()
         except OSError as error:
             raise Refused(
                 f"an overlay needs nftables on this host: {error}", hint="install libnftables, or set overlay.enabled"
@@ -160,9 +176,12 @@ class Overlay:
                 self._unprogram(ip, index, set(self._recorded(owner)) - left, left)
             record.unlink(missing_ok=True)
 
-    def remove(self) -> None:
-        """Remove all of it from this machine. Absent is success."""
+    def remove(self, unless: Callable[[], bool] = lambda: False) -> None:
+        """Remove all of it from this machine. Absent is success. Nothing is removed if `unless` says so, which is asked
+        while nobody else can change anything."""
         with self._changing() as ip:
+            if unless():
+                return
             index = self._index(ip)
             if index is not None:
                 ip.link("del", index=index)
@@ -183,13 +202,29 @@ class Overlay:
         records = self.config.records
         try:
             records.mkdir(parents=True, exist_ok=True)
-            with self._lock, locked_file(records / _LOCK), IPRoute() as ip:
+            with self._lock, locked_file(records / _LOCK), self._inside(), IPRoute() as ip:
                 yield ip
         except (NetlinkError, OSError) as error:
             raise Broken(
                 f"cannot change the overlay {self.config.device}: {error}",
                 hint=f"see `ip -d link show {self.config.device}`",
             ) from error
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        """This thread is in the namespace of the bridge."""
+        if self.config.namespace is None:
+            yield
+            return
+        own = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            kernel.setns(self.config.namespace, kernel.CLONE_NEWNET)
+            try:
+                yield
+            finally:
+                kernel.setns(own, kernel.CLONE_NEWNET)
+        finally:
+            os.close(own)
 
     def _owners(self) -> list[str]:
         with suppress(FileNotFoundError):
@@ -323,16 +358,6 @@ class Overlay:
         problem = self._nft.run(commands)
         if problem:
             raise Broken(f"cannot change the rules of {self.config.device}: {problem}", hint="see `nft list ruleset`")
-
-
-def machine_owner(vm: str) -> str:
-    """The owner of the entry by which this machine itself reaches a VM of another host."""
-    return f"{_MACHINE}{vm}"
-
-
-def is_of_machine(owner: str) -> bool:
-    """Whether an owner is one of `machine_owner`."""
-    return owner.startswith(_MACHINE)
 
 
 def _vxlan(link: Any) -> dict[str, Any] | None:

@@ -26,9 +26,9 @@ from multiverse.system import files
 class LabOptions:
     """The options of `lab up`. None means as before, or the default. Memory in MiB.
 
-    With `routed`, a router is between the hosts. `cores` and `memory` are those of each host, and of each of the
-    `physical` nodes. `settings` are the controller's, by section and key; if given, they replace all those given
-    before.
+    With `routed`, a router is between the hosts, and the physical nodes. `cores` and `memory` are those of each host,
+    and of each of the `physical` nodes. `settings` are the controller's, by section and key; if given, they replace all
+    those given before.
     """
 
     cores: int | None = None
@@ -74,8 +74,8 @@ class LabPlan:
     """What a lab consists of. Memory and disk in MiB.
 
     `hosts` is the number of hosts. A single one is this machine itself; of several, each has namespaces of its own, and
-    `cores` and `memory` are what each of them declares. With `routed`, each of them has a network of its own, and a
-    router connects these with this machine. Besides, there are `physical` nodes, which users use directly.
+    `cores` and `memory` are what each of them declares. Besides, there are `physical` nodes, which users use directly.
+    With `routed`, each host and node has a network of its own, and a router connects these with this machine.
 
     `disk` is what VMs may write: the space that was free when the lab was made; a plan of an earlier release has the
     default of the settings. `bridge` has the first address of `subnet`. The ports are on this machine. `settings`
@@ -122,6 +122,11 @@ class LabPlan:
         because this machine's agent may have VMs at the same bridge."""
         addresses = ipaddress.IPv4Network(self.subnet)
         port = self.bridge.removeprefix("mv")
+        if self.routed:
+            networks = ((one, self.underlay(_FIRST_PHYSICAL + one)) for one in range(1, self.physical + 1))
+            return tuple(
+                LabHost(one, own, f"{port}p{one}", physical=True, router=router) for one, (router, own) in networks
+            )
         return tuple(
             LabHost(one, str(addresses[_FIRST_PHYSICAL + one]), f"{port}p{one}", physical=True)
             for one in range(1, self.physical + 1)

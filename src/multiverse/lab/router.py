@@ -33,8 +33,13 @@ def up(plan: LabPlan) -> bool:
         f"link set {plan.machine_port} up",
     )
     _run("ip", "-batch", "-", text=lines)
-    lines = ("link set lo up", f"address add {router}/24 dev machine", "link set machine up")
-    _run("ip", "-n", plan.router, "-batch", "-", text=lines)
+    inside = (
+        "link set lo up",
+        f"address add {router}/24 dev machine",
+        "link set machine up",
+        f"route add {plan.gateway} via {own}",  # slurmctld's address, for the physical nodes
+    )
+    _run("ip", "-n", plan.router, "-batch", "-", text=inside)
     forward = "echo 1 > /proc/sys/net/ipv4/ip_forward"
     _run("nsenter", f"--net={_NAMESPACES / plan.router}", "sh", "-c", forward)
     _run("ip", "route", "add", plan.underlays, "via", router)

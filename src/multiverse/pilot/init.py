@@ -13,11 +13,11 @@ from pathlib import Path
 
 from multiverse.config import LEASE_RESERVE, Settings
 from multiverse.core.errors import MultiverseError
+from multiverse.host.overlay import OverlayConfig
 from multiverse.pilot import groups, network
 from multiverse.pilot.groups import LeaseGroup
 from multiverse.pilot.place import LeasePlace, share_of
 from multiverse.system import kernel
-from multiverse.system.locks import try_lock
 from multiverse.system.sysfs import mount_new, mount_sys
 
 SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
@@ -31,14 +31,16 @@ _RESTART = 1.0  # seconds until an agent that has ended is started again
 @dataclass(frozen=True, slots=True)
 class PilotOrder:
     """What the pilot of a lease is told. `cores` and `memory` (MiB) are the job's. `agent` runs an agent with these
-    settings until it is told to end. `drain` is how many seconds the agent has to end its VMs."""
+    settings, and with the `overlay` of the node if there is to be one, until it is told to end. `drain` is how many
+    seconds the agent has to end its VMs."""
 
     name: str
     job: str
     cores: int
     memory: int
     settings: Settings
-    agent: Callable[[Settings], None]
+    agent: Callable[[Settings, OverlayConfig | None], None]
+    overlay: OverlayConfig | None = None
     drain: float = 25.0
 
 
@@ -64,9 +66,6 @@ def begin(
 ) -> int:
     """Be the first process of the lease; the exit status. `connected` waits until the network has its uplink."""
     kernel.die_with_parent()
-    lock = os.open(place.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    if not try_lock(lock):
-        return _failed("another pilot of this name runs")
     try:
         kernel.unshare(_NAMESPACES)
         connected()
@@ -139,7 +138,7 @@ class _Supervisor:
                 groups.join(self._made)
                 signal.signal(END_VMS, signal.SIG_IGN)  # until the agent handles it
                 signal.pthread_sigmask(signal.SIG_SETMASK, set())
-                self._order.agent(self._settings)
+                self._order.agent(self._settings, self._order.overlay)
                 status = 0
             except (OSError, MultiverseError) as error:
                 print(f"the agent cannot start: {error}", file=sys.stderr, flush=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from multiverse.core.errors import Exhausted, Refused
 from multiverse.host import path_security
 from multiverse.system import files
-from multiverse.system.locks import try_lock
+from multiverse.system.locks import locked_directory, try_lock
 from multiverse.system.processes import ProcessIdentity
 
 _SLOTS = ".slots"
@@ -63,7 +63,7 @@ class LeasePlace:
 
     @property
     def lock(self) -> Path:
-        """Held by the pilot's first process for as long as it lives."""
+        """Held by the processes of the pilot for as long as one of them lives."""
         return self.root / "lock"
 
     def make(self) -> None:
@@ -72,6 +72,20 @@ class LeasePlace:
         path_security.make_directory(self.root.parent, 0o711)
         for path, mode in ((self.root, 0o711), (self.vms, 0o711), (self.state, 0o700)):
             path_security.make_directory(path, mode)
+
+    @contextmanager
+    def held(self) -> Iterator[bool]:
+        """Make the directories and hold the lock, which processes that are started meanwhile inherit; gives False if
+        another pilot of this name holds it. From the first moment on no sweep takes it for what an earlier one left."""
+        path_security.make_directory(self.root.parent, 0o711)
+        with locked_directory(self.root, create=True):
+            self.make()
+            lock = os.open(self.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            ours = try_lock(lock)
+        try:
+            yield ours
+        finally:
+            os.close(lock)
 
     def record(self, known: PilotRecord) -> None:
         """Write down what the sweep needs."""

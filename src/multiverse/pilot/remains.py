@@ -7,8 +7,9 @@ from pathlib import Path
 
 import structlog
 
+from multiverse.core.errors import MultiverseError
 from multiverse.host import process
-from multiverse.pilot import network
+from multiverse.pilot import network, overlay
 from multiverse.pilot.groups import remove_groups
 from multiverse.pilot.place import LeasePlace, PilotRecord, group_paths, places
 from multiverse.system.locks import is_locked, try_locked_directory
@@ -22,26 +23,26 @@ def sweep(leases: Path, job: str = "") -> list[str]:
     left = []
     for place in places(leases):
         known = place.recorded()
-        if known is not None and job and known.job == job:
-            if not process.kill(known.process):
-                left.append(f"process {known.pid} of {place.name} does not end")
-                continue
-        elif is_locked(place.lock):
+        over = known is not None and bool(job) and known.job == job
+        if over and known is not None and not process.kill(known.process):
+            left.append(f"process {known.pid} of {place.name} does not end")
             continue
-        left += remove_place(place, known)
+        left += remove_place(place, known, over=over)
     return left
 
 
-def remove_place(place: LeasePlace, known: PilotRecord | None) -> list[str]:
-    """Remove all of a lease whose pilot has ended. Returns what is left."""
+def remove_place(place: LeasePlace, known: PilotRecord | None, *, over: bool = True) -> list[str]:
+    """Remove all of a lease. Unless it is known to be over, that is done only if its pilot has ended. Returns what is
+    left."""
     with try_locked_directory(place.root) as ours:
-        if not ours:  # another sweep does it
+        if not ours or (not over and is_locked(place.lock)):  # another sweep does it, or a pilot starts or lives
             return []
         left = remove_groups(group_paths(known)) if known is not None else []
         try:
             network.unplug(place.name)
+            overlay.leave(place.root.parent, place)
             shutil.rmtree(place.root)
-        except OSError as error:
+        except (OSError, MultiverseError) as error:
             left.append(str(error))
     log.info("lease removed", lease=place.name, left=left)
     return left

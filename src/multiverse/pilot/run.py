@@ -11,7 +11,7 @@ from pathlib import Path
 import structlog
 
 from multiverse.core.errors import Broken, Refused
-from multiverse.pilot import init, network, remains
+from multiverse.pilot import init, network, overlay, remains
 from multiverse.pilot.groups import LeaseGroup, job_of, make_groups
 from multiverse.pilot.init import SIGNALS, PilotOrder
 from multiverse.pilot.place import LeasePlace, PilotRecord, place_of, slot
@@ -30,7 +30,8 @@ def run(order: PilotOrder, signalled: Callable[[], None] = lambda: None) -> int:
     else, tells the pilot to end (SIGTERM). Nothing is left on the node then, as far as a process can see to that: after
     a SIGKILL the epilog does, or the next pilot.
 
-    Raises `Refused` for a name that is none, and where another agent has this node; `Broken` without a bridge.
+    Raises `Refused` for a name that is none, and where another agent has this node; `Broken` without a bridge; what
+    `overlay.join` raises.
     """
     settings = order.settings
     if os.geteuid() != 0:
@@ -43,16 +44,17 @@ def run(order: PilotOrder, signalled: Callable[[], None] = lambda: None) -> int:
     settings.state_dir.chmod(0o711)
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     remains.sweep(settings.agent.leases)
-    if is_locked(place.lock):
-        raise Refused(f"another pilot of {order.name} runs on this node", hint="cancel one of them")
-    place.make()
-    _log_to(settings.agent.leases / _LOGS, order.name)
-    own = job_of(Path("/proc/self/cgroup").read_text())
-    if own != order.job:
-        log.warning("the pilot is in no control group of its job", job=order.job, group_of=own)
-    with slot(settings.agent.leases) as number:
+    with place.held() as ours, slot(settings.agent.leases) as number:
+        if not ours:
+            raise Refused(f"another pilot of {order.name} runs on this node", hint="cancel one of them")
+        _log_to(settings.agent.leases / _LOGS, order.name)
+        own = job_of(Path("/proc/self/cgroup").read_text())
+        if own != order.job:
+            log.warning("the pilot is in no control group of its job", job=order.job, group_of=own)
         made = make_groups(order.name)
         try:
+            if order.overlay is not None:
+                overlay.join(order.overlay, settings.network.gateway)
             return _run(order, place, made, number, signalled)
         finally:
             left = remains.remove_place(place, place.recorded())

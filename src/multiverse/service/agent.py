@@ -25,6 +25,7 @@ from multiverse.core.model import HostUsage, Load, VmRef, is_site
 from multiverse.drivers.qemu.driver import QemuHypervisor, sites
 from multiverse.drivers.slurm.command import SlurmCommands
 from multiverse.drivers.slurm.nodes import reached_nodes
+from multiverse.host.overlay import OverlayConfig
 from multiverse.host.sampling import Sampler
 from multiverse.pilot.init import END_VMS
 from multiverse.pilot.place import NODE_SHARE, share_of
@@ -41,8 +42,9 @@ log = structlog.get_logger()
 class _Hypervisors:
     """The hypervisor of each site whose controller has connected."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+    def __init__(self, settings: Settings, overlay: OverlayConfig | None = None) -> None:
+        """`overlay` is that of the node, for the agent of a lease."""
+        self._settings, self._overlay = settings, overlay
         self._of_site: dict[str, QemuHypervisor] = {}
 
     def check(self) -> None:
@@ -55,7 +57,7 @@ class _Hypervisors:
         if not is_site(site):
             raise Refused(f"{site!r} is no name of a site", hint="is the other side a controller of Multiverse?")
         if site not in self._of_site:
-            self._of_site[site] = QemuHypervisor(self._settings, site)
+            self._of_site[site] = QemuHypervisor(self._settings, site, self._overlay)
         return self._of_site[site]
 
     def of_controller(self, site: str) -> QemuHypervisor:
@@ -193,9 +195,9 @@ async def _serve_jobs_alone(settings: Settings) -> None:
     log.info("agent stopped")
 
 
-async def serve(settings: Settings, *, leased: bool = False) -> None:
+async def serve(settings: Settings, *, leased: bool = False, overlay: OverlayConfig | None = None) -> None:
     """Run until SIGTERM or SIGINT. VMs are left as they are; the next agent finds them. With `leased`, the pilot of a
-    lease runs this agent, and tells it when the lease ends."""
+    lease runs this agent, and tells it when the lease ends; `overlay` is that of its node."""
     _make_directories(settings)
     if settings.job_vms.only:
         await _serve_jobs_alone(settings)
@@ -204,7 +206,7 @@ async def serve(settings: Settings, *, leased: bool = False) -> None:
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(locked(state / "lock", "agent"))
         processes = ProcessCounter()
-        hypervisors = _Hypervisors(settings)
+        hypervisors = _Hypervisors(settings, overlay)
         hypervisors.check()
         stack.callback(hypervisors.close)  # otherwise this process would last as long as its longest call
         who = AgentIdentity(multiverse.__version__, settings.host.name, boot_id(), secrets.token_hex(8))

@@ -159,7 +159,11 @@ async def _overlay(
         row = controller.state.get(Key("vm", serial_of(name)))
         return row if isinstance(row, Vm) and row.name == name else None
 
-    machine = await asyncio.to_thread(MachineOverlay, settings, config)
+    def node_of(host: str) -> str:
+        leases = controller.state.leases.values()
+        return next((lease.node for lease in leases if lease.name == host), host)
+
+    machine = await asyncio.to_thread(MachineOverlay, settings, config, node_of)
     hypervisor.overlay = OverlayDirectory(machine, find, hypervisor.connect)
     return machine
 

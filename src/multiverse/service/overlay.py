@@ -24,9 +24,10 @@ LiveVms = Callable[[], Mapping[int, Vm]]
 class MachineOverlay:
     """`agent.overlay.OverlayMachines`. The VMs of other machines are reached from here as long as their rows live."""
 
-    def __init__(self, settings: Settings, config: OverlayConfig) -> None:
-        """Raises what `Overlay` and `Overlay.restore` raise."""
-        self._settings, self._config = settings, config
+    def __init__(self, settings: Settings, config: OverlayConfig, node_of: Callable[[str], str] = str) -> None:
+        """`node_of` gives the machine that a host is on, by what the settings call it: a leased host has a name of its
+        own. Raises what `Overlay` and `Overlay.restore` raise."""
+        self._settings, self._config, self._node_of = settings, config, node_of
         self._overlay = Overlay(config)
         self._overlay.restore()
 
@@ -37,7 +38,7 @@ class MachineOverlay:
 
     async def address_of(self, host: str) -> str:
         """See `OverlayMachines`."""
-        return await asyncio.to_thread(overlay_address, self._settings, host)
+        return await asyncio.to_thread(overlay_address, self._settings, self._node_of(host))
 
     async def gateway(self) -> Neighbour:
         """See `OverlayMachines`."""

@@ -7,14 +7,19 @@ import os
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import structlog
 
-from multiverse.config import Settings
+from multiverse.config import Settings, overlay_address
 from multiverse.core.errors import Refused
+from multiverse.core.model.names import site_of_lease
+from multiverse.drivers.qemu.driver import overlay_config
 from multiverse.drivers.slurm.pilots import ENDING
+from multiverse.host.overlay import OverlayConfig
 from multiverse.pilot.groups import memory_limit
 from multiverse.pilot.init import PilotOrder
+from multiverse.pilot.overlay import on_node
 from multiverse.pilot.run import run
 
 log = structlog.get_logger()
@@ -22,32 +27,35 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class PilotJob:
-    """The job of a pilot: its id, its CPUs, its memory (MiB), and the lease's token. Empty: as the environment says."""
+    """The job of a pilot: its id, its CPUs, its memory (MiB), and the lease's token. `node` is what Slurm calls the
+    node. Empty: as the environment says."""
 
     id: str = ""
     cores: int = 0
     memory: int = 0
     token: str = ""
+    node: str = ""
 
     @classmethod
     def parse(cls, text: str, token: str) -> PilotJob:
-        """From `ID,CORES,MEMORY`, or from nothing. Raises `Refused` for other text."""
+        """From `ID,CORES,MEMORY`, with `,NODE` after it or not, or from nothing. Raises `Refused` for other text."""
         if not text:
             return cls(token=token)
-        job, *sizes = text.split(",")
+        job, *sizes = text.split(",", 3)
+        node = sizes.pop() if len(sizes) == 3 else ""
         if len(sizes) != 2 or not all(size.isdigit() for size in sizes):
-            raise Refused(f"{text!r} is no job of a pilot", hint="write it as ID,CORES,MIB")
-        return cls(job, int(sizes[0]), int(sizes[1]), token)
+            raise Refused(f"{text!r} is no job of a pilot", hint="write it as ID,CORES,MIB or ID,CORES,MIB,NODE")
+        return cls(job, int(sizes[0]), int(sizes[1]), token, node)
 
     def __str__(self) -> str:
-        return f"{self.id},{self.cores},{self.memory}"
+        return f"{self.id},{self.cores},{self.memory}{self.node and f',{self.node}'}"
 
 
 def run_pilot(settings: Settings, name: str, given: PilotJob) -> int:
     """Run the pilot of the lease `name`; its exit status. Raises `Refused` for a job of which nothing is known, and as
     `pilot.run`."""
     job = _completed(given, os.environ)
-    order = PilotOrder(name, job.id, job.cores, job.memory, settings, _run_agent)
+    order = PilotOrder(name, job.id, job.cores, job.memory, settings, _run_agent, _overlay(settings, name, job.node))
     return run(order, lambda: _tell(settings, job))
 
 
@@ -62,6 +70,7 @@ def _completed(given: PilotJob, environment: Mapping[str, str]) -> PilotJob:
         given.cores or number("SLURM_CPUS_ON_NODE"),
         given.memory or number("SLURM_MEM_PER_NODE"),
         given.token,
+        given.node or environment.get("SLURMD_NODENAME", ""),
     )
     if not job.id or not job.cores:
         raise Refused("the pilot is in no job", hint="the controller submits it; see [[lease]] in the settings")
@@ -75,10 +84,18 @@ def _memory_of_cores(cores: int, environment: Mapping[str, str]) -> int:
     return int(each) * cores if each.isdigit() and int(each) else min(memory_limit() or machine, machine)
 
 
-def _run_agent(settings: Settings) -> None:
+def _overlay(settings: Settings, lease: str, node: str) -> OverlayConfig | None:
+    """The overlay of the node; None if the site has none."""
+    config = overlay_config(settings, site_of_lease(lease))
+    if config is None:
+        return None
+    return on_node(config, settings.agent.leases, partial(overlay_address, settings, node or settings.host.name))
+
+
+def _run_agent(settings: Settings, overlay: OverlayConfig | None) -> None:
     from multiverse.service.agent import serve  # imported late: the first process of a lease stays small
 
-    asyncio.run(serve(settings, leased=True))
+    asyncio.run(serve(settings, leased=True, overlay=overlay))
 
 
 def _tell(settings: Settings, job: PilotJob) -> None:

@@ -44,6 +44,12 @@ def lease_name(site: str, number: int) -> str:
     return f"lease-{site}-{_in_base_36(number)}"
 
 
+def site_of_lease(name: str) -> str:
+    """The site in the name of a lease; empty if it is not one."""
+    match = re.fullmatch(r"lease-(?P<site>[0-9a-z]{1,5})-[0-9a-z]+", name)
+    return match["site"] if match else ""
+
+
 def is_site(text: str) -> bool:
     """Whether this can be the site in names of VMs."""
     return re.fullmatch("[0-9a-z]{1,5}", text) is not None

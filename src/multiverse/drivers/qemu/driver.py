@@ -7,6 +7,7 @@ import ipaddress
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -41,9 +42,11 @@ _URGENT = 4
 class QemuHypervisor:
     """`ports.Hypervisor` with QEMU on this machine. `site` marks which VMs are ours: `mv<site>-<serial>`."""
 
-    def __init__(self, settings: Settings, site: str) -> None:
+    def __init__(self, settings: Settings, site: str, overlay: OverlayConfig | None = None) -> None:
+        """`overlay` is that of a leased node, in place of the settings'."""
         self._bridge = settings.qemu.bridge
-        self._host = QemuHost(host_config(settings, site))
+        config = host_config(settings, site)
+        self._host = QemuHost(config if overlay is None else replace(config, overlay=overlay))
         self._creating: dict[str, Future[list[Stage]]] = {}
         self._deletions: Counter[TemplateKey] = Counter()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="qemu")

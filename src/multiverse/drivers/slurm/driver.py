@@ -31,7 +31,7 @@ from multiverse.drivers.slurm.comment import (
     waiting_records,
 )
 from multiverse.drivers.slurm.delete import NodeDeleter
-from multiverse.drivers.slurm.leases import SlurmLeases
+from multiverse.drivers.slurm.leases import SlurmLeases, user_of
 from multiverse.drivers.slurm.offers import OfferFiles, OffersSeen, SlurmOffers
 from multiverse.drivers.slurm.pilot_reader import PilotReader
 from multiverse.drivers.slurm.reader import SlurmReader
@@ -59,7 +59,7 @@ class SlurmScheduler:
         execute: Execute = execute,
     ) -> None:
         """`leased` are the leases that there are already: they are given back though the settings name them no more."""
-        self._settings = settings
+        self._settings, self._leased = settings, leased
         self._slurm = settings.slurm
         self._site = site
         self._commands = SlurmCommands(settings.slurm, env, execute)
@@ -107,7 +107,17 @@ class SlurmScheduler:
                 raise Refused(found.message, hint=found.remedy)
 
     def check_leases(self) -> None:
-        """Raise `Refused` if the site's Slurm cannot lend the nodes that the settings want to lease."""
+        """Raise `Refused` if the site's Slurm cannot lend the nodes that the settings want to lease, or if they do not
+        say any more how hosts that are leased are reached."""
+        named = {one.partition for one in self._settings.lease}
+        for lease in self._leased:
+            if lease.partition not in named and user_of(lease.user) != "root":
+                raise Refused(
+                    f"nodes of partition {lease.partition} are leased, and without its [[lease]] in the settings their "
+                    f"hosts cannot be reached: their pilots are jobs of {user_of(lease.user)}, who has to become root",
+                    hint=f'put [[lease]] of partition "{lease.partition}" back with its user and become, and max = 0; '
+                    "remove it once `multiverse leases` shows none of it",
+                )
         if self._settings.lease:
             for found in requirements.lease_sources(self._settings, site_conf.read(self._slurm.conf)):
                 raise Refused(found.message, hint=found.remedy)

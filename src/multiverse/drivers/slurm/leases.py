@@ -103,12 +103,14 @@ def pilot_script(settings: Settings, lease: LeaseSpec) -> str:
     become = settings_of(settings, lease.partition).become
     pilot = [*become, *settings.agent.program, "pilot", lease.name, f"--token={lease.token}"]
     step = [_slurms(settings, "srun"), *_STEP]
+    # The pilots of a release without overlays for leases do not take it.
+    node = ",$SLURMD_NODENAME" if settings.overlay.enabled else ""
     return (
         f"export PATH={_PATH} SLURM_CONF={shlex.quote(str(settings.slurm.conf))}; unset SLURM_EXPORT_ENV; "
         # A whole node's batch step has one task, but its job all CPUs.
         f'exec {shlex.join(step)} --cpus-per-task="$SLURM_CPUS_ON_NODE" --kill-on-bad-exit=0 {shlex.join(pilot)} '
         # A command such as sudo(8) removes the environment.
-        '"--job=$SLURM_JOB_ID,$SLURM_CPUS_ON_NODE,${SLURM_MEM_PER_NODE:-0}"'
+        f'"--job=$SLURM_JOB_ID,$SLURM_CPUS_ON_NODE,${{SLURM_MEM_PER_NODE:-0}}{node}"'
     )
 
 

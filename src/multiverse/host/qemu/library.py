@@ -17,7 +17,6 @@ from multiverse.core.errors import Gone, Refused
 from multiverse.core.model import HypervisorView, Identity, Neighbour, Size, Stage, TemplateKey, User
 from multiverse.guest.protocol import AUDIT, Report, add_user_message, join_job_message, serve_tasks_message
 from multiverse.host import manifest, namespaces, path_security, process
-from multiverse.host.overlay import is_of_machine
 from multiverse.host.qemu import creation, removal, start, templates
 from multiverse.host.qemu.context import HostContext, QemuHostConfig
 from multiverse.host.qemu.machine import Accelerator
@@ -68,7 +67,7 @@ class QemuHost:
         `Overlay.restore`."""
         vms = self.config.vms
         if (overlay := self._context.overlay) is not None:
-            overlay.restore(lambda owner: is_of_machine(owner) or (vms / owner).exists())
+            overlay.restore(lambda owner: overlay.config.is_of_others(owner) or (vms / owner).exists())
 
     def close(self) -> None:
         """End all connections and builds of templates; calls that still wait end with an error. VMs and finished

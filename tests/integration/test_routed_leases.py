@@ -1,0 +1,157 @@
+"""Leased hosts where a router is between the machines: a job on a static and a leased host, seen from inside guests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from multiverse.client import Client
+from multiverse.core.model import mac_of, network_id_of, serial_of, site_of
+from multiverse.lab import lifecycle
+from multiverse.lab.hosts.physical import physical_services
+from multiverse.lab.plan import LabOptions
+from multiverse.pilot.network import port_name
+from tests.integration.conftest import LabUnderTest, new_lab
+from tests.integration.images import slim
+from tests.integration.overlay_hosts import forged_packet
+from tests.integration.test_routed_hosts import GANG, TALK, entries, plan_of, send
+from tests.integration.watch import ended, until
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.slow,
+    pytest.mark.skipif(os.geteuid() != 0, reason="namespaces need root"),
+]
+
+NODE = "mvp1"
+
+_MEET = """
+import os, socket, subprocess
+names = subprocess.run(["scontrol", "show", "hostnames"], capture_output=True, text=True, check=True).stdout.split()
+(peer,) = {*names} - {socket.gethostname()}
+end = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+end.bind(("", 7002))
+end.settimeout(1)
+for _ in range(60):
+    end.sendto(b"hello", (peer, 7002))
+    try:
+        print("met" if end.recv(100) == b"hello" else "strange", flush=True)
+        break
+    except TimeoutError:
+        continue
+for _ in range(5):  # the peer may have begun later
+    end.sendto(b"hello", (peer, 7002))
+"""
+
+
+@pytest.fixture(scope="module")
+def routed(accelerator: Path) -> Iterator[LabUnderTest]:
+    """Two hosts and a bare-metal node, of which one host is drained. A job of two whole hosts needs a lease."""
+    slim()
+    options = LabOptions(hosts=2, physical=1, routed=True, cores=4, memory=6144)
+    with new_lab(accelerator, options, controller=False) as made:
+        lease = '[[lease]]\npartition = "physical"\nmin_wait = 1\nidle = 5\ntime_limit = 1200\nmax = 2\n'
+        # Two of them fit on the node.
+        (made.where.etc / "site.toml").write_text(f"{lease}cpus = 2\nmemory = 2800\n")
+        asyncio.run(lifecycle.up(made.where, options))
+        yield made
+
+
+@pytest.fixture(scope="module")
+def client(routed: LabUnderTest) -> Iterator[Client]:
+    with Client(routed.settings.socket) as made:
+        until("both hosts are observed", lambda: all(each["known"] for each in made.status()["sources"]))
+        made.change_hosts("drain", "mvh2")
+        yield made
+
+
+def on_node(lab: LabUnderTest, *argv: str) -> str:
+    """The output of a command in the node's network."""
+    first = physical_services(plan_of(lab).physical_nodes[0])[0].running(lab.where)
+    assert first is not None
+    argv = ("nsenter", f"--net=/proc/{first.pid}/ns/net", *argv)
+    return subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+
+
+def remains(lab: LabUnderTest) -> list[str]:
+    """What is on the node of leases: directories, interfaces, rules."""
+    own = lab.where.host(NODE)
+    links = [each["ifname"] for each in json.loads(on_node(lab, "ip", "-j", "link"))]
+    tables = on_node(lab, "nft", "list", "tables").splitlines()
+    return [
+        *(f"lease {path.name}" for path in own.leases.glob("lease-*")),
+        *(str(path) for path in own.leases.glob(".overlay-*/[!.]*")),
+        *(name for name in links if name.startswith(("vx", "lse"))),
+        *(table for table in tables if "overlay" in table),
+    ]
+
+
+def leases(client: Client) -> dict[str, str]:
+    """The pilots of the leases that are held, by the leases' names."""
+    return {one["name"]: one["pilot"] for one in client.leases() if one["state"] == "held"}
+
+
+def test_a_job_on_a_static_and_a_leased_host(routed: LabUnderTest, client: Client) -> None:
+    plan, home = plan_of(routed), routed.user.home
+    for name, text in (("talk.py", TALK), ("gang.sh", GANG.format(home=home))):
+        (home / name).write_text(text)
+    out = home / "gang.out"
+    size = ("-N2", "--comment=vm:per-host=1", "-c2", "--mem=1000", "--time=15")
+    gang = routed.sbatch(f"sh {home}/gang.sh", *size, f"--output={out}")
+    until("both VMs listen", lambda: len(list(home.glob("listens.*"))) == 2, 300)
+    vms = {vm["host"].partition("-")[0]: vm for vm in client.vms() if vm["job_id"] == gang}
+    assert set(vms) == {"mvh1", "lease"}
+    site, static, leased = site_of(vms["lease"]["name"]), vms["mvh1"], vms["lease"]
+    macs = {which: mac_of(site, serial_of(vm["name"])) for which, vm in vms.items()}
+    known = entries(routed, site)
+    assert known["mvh1"].count(macs["lease"]) == 1 and macs["lease"] in known["controller"]
+    assert macs["mvh1"] in on_node(routed, "bridge", "fdb", "show", "dev", f"vx{site}")
+
+    # A user of the node, and root of another machine, send what only the node's overlay may.
+    addresses = {which: vm["address"].partition("/")[0] for which, vm in vms.items()}
+    packet = forged_packet(network_id_of(site), *((macs[which], addresses[which]) for which in ("lease", "mvh1")))
+    first = physical_services(plan.physical_nodes[0])[0].running(routed.where)
+    assert first is not None
+    node, target = Path(f"/proc/{first.pid}/ns/net"), plan.own_hosts[0].address
+    for namespace, uid in ((node, routed.other.uid), (node, 0), (Path(f"/run/netns/{plan.router}"), 0)):
+        for _ in range(5):
+            send(namespace, uid, packet, target, routed.settings.overlay.port)
+    (home / "sent").touch()
+    ended(client, gang, "done")
+    talked = f"mtu 1450 heard 1450 larger EMSGSIZE got {8 << 20}"
+    assert sorted(out.read_text().split("\n")[:-1]) == [talked, talked, "open"]
+    assert static["host"] == "mvh1" and leased["host"].startswith("lease-")
+    until("the lease is given back", lambda: not client.leases())
+    until("nothing is left on the node", lambda: not remains(routed))
+    until("nothing is left elsewhere", lambda: not any(entries(routed, site).values()))
+
+
+def test_leases_of_one_node_share_its_overlay_until_the_last_one_ends(routed: LabUnderTest, client: Client) -> None:
+    """VMs of a job on two leases of one node reach each other by its bridge. A pilot that is killed leaves nothing, and
+    the overlay stays for the other lease."""
+    home, out = routed.user.home, routed.user.home / "both.out"
+    client.change_hosts("drain", "mvh1")
+    (home / "meet.py").write_text(_MEET)
+    met = f"cd {home}; srun -Q python3 meet.py; sleep 900"
+    size = ("-N2", "--comment=vm:per-host=1", "-c2", "--mem=1000", "--time=15")
+    job = routed.sbatch(met, *size, f"--output={out}")
+    until("they have met", lambda: out.exists() and out.read_text().split() == ["met", "met"], 300)
+    held = leases(client)
+    assert len(held) == 2
+    site = site_of(client.vms()[0]["name"])
+    assert json.loads(on_node(routed, "ip", "-j", "link", "show", f"vx{site}"))
+    first, _ = held
+    routed.run("scancel", "--signal=KILL", held[first])
+    until("nothing is left of the first", lambda: not {f"lease {first}", port_name(first)} & set(remains(routed)))
+    assert {f"vx{site}", f"table inet mv{site}.overlay"} <= set(remains(routed)), "the other lease needs it"
+    routed.run("scancel", job)
+    until("its job is over", lambda: not client.vms())
+    client.change_hosts("resume", "mvh1")
+    until("the other lease is given back", lambda: not client.leases())
+    until("nothing is left on the node", lambda: not remains(routed))
