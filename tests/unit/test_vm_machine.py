@@ -305,6 +305,16 @@ def test_a_node_is_deleted_once_no_job_is_on_it() -> None:
     assert found and found.kind is EffectKind.REMOVE
 
 
+@pytest.mark.parametrize("state", [JobState.COMPLETING, JobState.PENDING])
+def test_a_node_stays_until_its_job_has_left_all_its_nodes(state: JobState) -> None:
+    """Of a job that is completing the scheduler shows only the nodes that have not released it."""
+    one, leaving = attempt(A.RECLAIMING), vm(V.ENDING, attempt=1)
+    nodes = ("mvtest0-2",) if state is JobState.COMPLETING else ()
+    known = {"node": Node("mvtest0-1", NodeState.DOWN), "effect_ended_at": {leaving.key: NOW - 5}}
+    changes = decided(one, leaving, jobs=(replace(job(one), state=state, nodes=nodes),), **known)
+    assert (V.REMOVING in [change.row.state for change in changes]) is (state is JobState.PENDING)
+
+
 # --- templates --------------------------------------------------------------------------------------
 
 

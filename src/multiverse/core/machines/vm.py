@@ -226,7 +226,7 @@ def _step_leaving(state: State, vm: Vm, world: World) -> None:
         offer = state.offers.get(vm.id)
         over = [Change(replace(offer, state=OfferState.ENDED), Event.ABSENT)] if offer else []
         state.move(Change(replace(vm, state=V.GONE), Event.ABSENT), *over, free=[vm.key])
-    elif vm.state is V.ENDING and _jobs_began(state, vm, world) > since and not _is_occupied(vm, world):
+    elif vm.state is V.ENDING and _jobs_began(state, vm, world) > since and not _may_be_needed(state, vm, world):
         state.move(Change(replace(vm, state=V.REMOVING), Event.NODE_FREE, "no job is on its node"))
 
 
@@ -235,6 +235,14 @@ def _jobs_began(state: State, vm: Vm, world: World) -> float:
     attempt = state.attempt_of(vm)
     assert world.scheduler is not None
     return world.job_began(attempt.job.job_id) if attempt else world.scheduler.began
+
+
+def _may_be_needed(state: State, vm: Vm, world: World) -> bool:
+    """Whether the scheduler may come back to its node. Of a job that is COMPLETING, Slurm 22.05 shows only the nodes
+    that have not released it, and crashes when such a job is cancelled after another one of its nodes was deleted."""
+    attempt = state.attempt_of(vm)
+    job = world.scheduler.value.jobs.get(attempt.job.job_id) if attempt and world.scheduler is not None else None
+    return _is_occupied(vm, world) or (job is not None and job.state is JobState.COMPLETING)
 
 
 def _is_occupied(vm: Vm, world: World) -> bool:
