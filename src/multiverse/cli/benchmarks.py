@@ -9,6 +9,7 @@ from multiverse.cli import (
     burst,
     density,
     lease_day,
+    lease_start,
     long_queue,
     observations,
     passes,
@@ -24,6 +25,7 @@ app.command("across")(across.across)
 app.command("burst")(burst.burst)
 app.command("density")(density.density)
 app.command("leases")(lease_day.lease_day)
+app.command("lease-start")(lease_start.lease_start)
 app.command("observations")(observations.observations)
 app.command("planner")(passes.planner)
 app.command("submissions")(submissions.submissions)
