@@ -125,11 +125,12 @@ class OverlaySettings:
     the same settings."""
 
     enabled: bool = False
-    # (name, IPv4 address) of hosts, of nodes that are leased, as Slurm calls them, and of the controller's machine: the
-    # address at which the others reach it. Where it is not given, it is what the name service says of the name.
+    # (name, address) of hosts, of nodes that are leased, as Slurm calls them, and of the controller's machine: the
+    # address at which the others reach it, of all of them by IPv4, or of all by IPv6. Where it is not given, it is what
+    # the name service says of the name.
     addresses: tuple[tuple[str, str], ...] = ()
     port: int = 14789  # UDP, to be used for nothing else on these machines
-    mtu: int = 1450  # of VMs: 50 bytes less than every packet between hosts may have
+    mtu: int = 1450  # of VMs: 50 bytes less than every packet between hosts may have, or 70 with IPv6
     network: int = 0  # the 24-bit id of the virtual network; 0: derived from the site
 
 
@@ -448,17 +449,20 @@ def uplink_of(settings: Settings, name: str) -> str:
 
 
 def overlay_address(settings: Settings, name: str) -> str:
-    """The IPv4 address of a host, or of the controller's machine, in the network of the hosts. Asks the name service if
-    the settings do not say it. Raises `Refused` if neither knows one by which other machines reach it."""
-    given = dict(settings.overlay.addresses).get(name)
-    if given is not None:
-        return given
+    """The address of a host, or of the controller's machine, in the network of the hosts. Asks the name service if the
+    settings do not say it, for one of the version of IP that those in the settings have. Raises `Refused` if neither
+    knows one by which other machines reach it."""
+    addresses = dict(settings.overlay.addresses)
+    if name in addresses:
+        return str(ipaddress.ip_address(addresses[name]))
+    version = next((ipaddress.ip_address(one).version for one in addresses.values()), 4)
+    family = socket.AF_INET if version == 4 else socket.AF_INET6
     hint = f'give it in the settings of all hosts: [overlay] addresses = [["{name}", "ADDRESS"]]'
     try:
-        found = str(socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_DGRAM)[0][4][0])
+        found = str(socket.getaddrinfo(name, None, family, socket.SOCK_DGRAM)[0][4][0])
     except OSError as error:
-        raise Refused(f"the name service knows no IPv4 address of {name}: {error}", hint=hint) from error
-    if ipaddress.IPv4Address(found).is_loopback:
+        raise Refused(f"the name service knows no IPv{version} address of {name}: {error}", hint=hint) from error
+    if ipaddress.ip_address(found).is_loopback:
         raise Refused(f"the name service gives {name} the address {found}, which no other machine reaches", hint=hint)
     return found
 
@@ -674,11 +678,18 @@ def _wrong_network(s: Settings) -> Iterator[str]:
 
 def _wrong_overlay(s: Settings) -> Iterator[str]:
     overlay = s.overlay
+    versions = set()
     for name, address in overlay.addresses:
         try:
-            ipaddress.IPv4Address(address)
+            found = ipaddress.ip_address(address)
         except ValueError:
-            yield f"overlay.addresses: {address!r} of {name} is no IPv4 address"
+            yield f"overlay.addresses: {address!r} of {name} is no address"
+            continue
+        versions.add(found.version)
+        if found.is_link_local:
+            yield f"overlay.addresses: {address} of {name} is of one link only; give one that all machines reach"
+    if len(versions) > 1:
+        yield "overlay.addresses: IPv4 and IPv6 cannot be mixed; give all machines addresses of one version"
     if not 0 < overlay.port < 65536:
         yield "overlay.port: must be from 1 to 65535"
     if not 576 <= overlay.mtu <= 9000:

@@ -18,6 +18,8 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from multiverse.core.errors import Refused
@@ -154,7 +156,7 @@ def forged_packet(network: int, source: tuple[str, str], target: tuple[str, str]
     return struct.pack("!II", 0x0800_0000, network << 8) + b"".join(octets) + b"\x08\x00" + ip + data
 
 
-def send(where: str, uid: int = 0) -> None:
+def send(where: str, uid: int = 0, target: str = machine(2)) -> None:
     """Send from there to the second host, as that user, what only the first host may send."""
     packet = forged_packet(NETWORK, *((guest(n).mac, guest(n).address) for n in (1, 2)))
     child = os.fork()
@@ -164,7 +166,8 @@ def send(where: str, uid: int = 0) -> None:
                 kernel.setns(other.fileno(), kernel.CLONE_NEWNET)
             os.setresuid(uid, uid, uid)
             with suppress(PermissionError):  # a packet that is dropped where it is sent
-                socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(packet, (machine(2), PORT))
+                family = socket.AF_INET6 if ":" in target else socket.AF_INET
+                socket.socket(family, socket.SOCK_DGRAM).sendto(packet, (target, PORT))
         except BaseException:
             traceback.print_exc()
             os._exit(1)
@@ -184,14 +187,14 @@ class Guest:
         with inside("g1"):
             self._honest = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
 
-    def hears(self, where: str, uid: int = 0) -> bool:
+    def hears(self, where: str, uid: int = 0, target: str = machine(2)) -> bool:
         """Whether a forged packet comes through: if so, before one that the first guest sends after it. Each is sent
         until that one arrives: a first packet may wait for the router to be found, and be lost."""
         heard, end = False, time.monotonic() + 20
         self._heard[PLAIN].settimeout(0.3)
         while time.monotonic() < end:
             for _ in range(3):
-                send(where, uid)
+                send(where, uid, target)
             self._honest.sendto(b"honest", (guest(2).address, PLAIN))
             try:
                 self._heard[PLAIN].recv(100)
@@ -258,6 +261,41 @@ def refusal(directory: Path, n: int, **other: int | str) -> str:
 
 
 # --- leases -----------------------------------------------------------------------------------------
+
+
+def over_ipv6(directory: Path) -> dict[str, bool]:
+    """The first two hosts are connected by IPv6: 20 bytes less are left for packets of guests."""
+
+    def six(n: int) -> str:
+        return f"fd09:{n}::2"
+
+    run("sysctl -q net.ipv6.conf.all.forwarding=1", "router")
+    for n, host in enumerate(HOSTS, 1):
+        run(f"ip addr add {six(n)}/64 dev under nodad", host)
+        run(f"ip addr add fd09:{n}::1/64 dev r{n} nodad", "router")
+        run(f"ip route add default via fd09:{n}::1", host)
+    made = {}
+    for n, other in ((1, 2), (2, 1)):
+        with inside(f"h{n}"):
+            records = directory / f"six{n}"
+            made[n] = Overlay(OverlayConfig("test0", NETWORK, PORT, partial(six, n), MTU - 20, "bridge0", records))
+            for _ in range(2):  # the second time, it is there
+                made[n].restore()
+            made[n].add(f"mvtest0-{n}", [replace(guest(other), machine=six(other))])
+    found = {"passes": passes(MTU - 20), "transfer": transfers(1 << 20)}
+    second = Guest()
+    found |= {"user": second.hears("h1", NOBODY, six(2)), "stranger": second.hears("stranger", 0, six(2))}
+    found["by IPv4"] = second.hears("h1", NOBODY)
+    run("nft flush chain inet mvtest0.overlay leaving", "h1")
+    found["user without rule"] = second.hears("h1", NOBODY, six(2))
+    for n in (1, 2):
+        with inside(f"h{n}"):
+            made[n].drop(f"mvtest0-{n}")
+    found["entries at the end"] = any(entries("h1").values())
+    for n in (1, 2):
+        with inside(f"h{n}"):
+            made[n].remove()
+    return found
 
 
 def leases(directory: Path) -> dict[str, object]:
@@ -340,6 +378,9 @@ def main() -> None:
         again.remove()
         found["left"] = "vxtest0" in run("ip link show") or "mvtest0" in run("nft list ruleset")
     found["leases"] = leases(directory)
+    with inside("h2"):
+        made[2].remove()
+    found["IPv6"] = over_ipv6(directory)
     print(json.dumps(found))
 
 

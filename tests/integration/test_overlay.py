@@ -75,3 +75,15 @@ def test_leases_of_a_node_share_its_overlay_until_the_last_one_ends(seen: dict[s
     assert found["other"], "what is the other one's stays"
     assert not found["left"]
     assert "the controller's machine" in found["refused"]
+
+
+def test_hosts_may_be_connected_by_ipv6(seen: dict[str, Any]) -> None:
+    assert seen["IPv6"] == {
+        "passes": True,
+        "transfer": True,
+        "user": False,
+        "stranger": False,
+        "by IPv4": False,
+        "user without rule": True,
+        "entries at the end": False,
+    }

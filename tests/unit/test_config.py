@@ -72,7 +72,12 @@ def test_a_lease_is_of_a_whole_node_unless_the_site_says_how_much() -> None:
         ({"qemu": {"uplink": "a/b"}}, "qemu.uplink"),
         ({"qemu": {"uplink": "mvup0"}}, "qemu.uplink"),
         ({"qemu": {"run": "/run/" + "x" * 100}}, "qemu.run"),
-        ({"overlay": {"addresses": [["n1", "fd00::1"]]}}, "overlay.addresses: 'fd00::1' of n1 is no IPv4 address"),
+        ({"overlay": {"addresses": [["n1", "n1.site"]]}}, "overlay.addresses: 'n1.site' of n1 is no address"),
+        ({"overlay": {"addresses": [["n1", "fe80::1"]]}}, "overlay.addresses: fe80::1 of n1 is of one link only"),
+        (
+            {"overlay": {"addresses": [["n1", "fd00::1"], ["n2", "192.0.2.2"]]}},
+            "overlay.addresses: IPv4 and IPv6 cannot be mixed",
+        ),
         ({"overlay": {"port": 0}}, "overlay.port"),
         ({"overlay": {"mtu": 100}}, "overlay.mtu"),
         ({"overlay": {"network": 1 << 24}}, "overlay.network"),

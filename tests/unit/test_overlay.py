@@ -200,6 +200,19 @@ def test_an_address_is_given_or_known_to_the_name_service(monkeypatch: pytest.Mo
         assert f'["{name}", "ADDRESS"]' in caught.value.hint
 
 
+def test_a_name_is_looked_up_for_the_version_of_ip_of_the_given_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings(overlay=OverlaySettings(enabled=True, addresses=(("h1", "FD00:0::1"),)))
+
+    def lookup(_: str, __: None, family: int, *___: object) -> list[tuple[object, ...]]:
+        assert family == socket.AF_INET6
+        return [(family, socket.SOCK_DGRAM, 17, "", ("::1", 0, 0, 0))]
+
+    monkeypatch.setattr(config.socket, "getaddrinfo", lookup)
+    assert overlay_address(settings, "h1") == "fd00::1", "as the kernel writes it"
+    with pytest.raises(Refused, match="::1, which no other machine reaches"):
+        overlay_address(settings, "h2")
+
+
 def test_each_site_has_an_id_and_an_interface_of_its_own() -> None:
     own = host_config(replace(SETTINGS, qemu=QemuSettings(vms=Path("/v"))), "test0").overlay
     assert (

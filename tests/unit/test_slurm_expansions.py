@@ -13,7 +13,7 @@ from multiverse.core.model import Job, JobState
 from multiverse.drivers.slurm import install, site_conf
 from multiverse.drivers.slurm import parse as slurm_parse
 from multiverse.drivers.slurm.driver import SlurmScheduler
-from multiverse.drivers.slurm.expansions import examine, limits_like, moved_text, told_origin
+from multiverse.drivers.slurm.expansions import examine, leased_nodes, limits_like, moved_text, told_origin
 from multiverse.drivers.slurm.requirements import Version
 from multiverse.drivers.slurm.requirements import examine as examine_site
 
@@ -232,3 +232,14 @@ def test_settings_that_make_no_sense_are_refused(text: dict[str, Any], problem: 
     with pytest.raises(Refused, match=problem):
         parse(text, "settings")
     assert parse({"expand": [{"partition": "batch", "accounts": ["a"]}]}, "s").expand[0].accounts == ("a",)
+
+
+def test_the_nodes_that_may_be_leased_are_known(tmp_path: Path) -> None:
+    """Their addresses are checked where there is an overlay."""
+    conf = tmp_path / "slurm.conf"
+    conf.write_text(
+        "NodeName=n[1-3]\nPartitionName=DEFAULT State=UP\nPartitionName=lent Nodes=n[2-3]\nPartitionName=b Nodes=n1\n"
+    )
+    settings = Settings(lease=(LeaseSettings("lent"), LeaseSettings("none")))
+    assert leased_nodes(settings, site_conf.read(conf)) == ["n2", "n3"]
+    assert leased_nodes(Settings(), site_conf.read(conf)) == []

@@ -19,59 +19,26 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from ipaddress import IPv4Address
+from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from multiverse.core.errors import Broken, Exhausted, Refused
 from multiverse.core.model import Neighbour
 from multiverse.host.nft import Nft
+from multiverse.host.overlay_rules import OVERHEAD, tables
 from multiverse.system import files, kernel
 from multiverse.system.locks import locked_file
 
 if TYPE_CHECKING:
     from pyroute2 import IPRoute
 
-OVERHEAD = 50
-"""Bytes that a packet grows by: outer Ethernet header, IPv4, UDP and VXLAN (RFC 7348, section 5)."""
-
 _MACHINE = "machine:"
 _LOCK = ".lock"
+_LOCAL = {4: "vxlan_local", 6: "vxlan_local6"}  # by the version of IP
 # <linux/neighbour.h>, <errno.h>
 NTF_SELF, NUD_PERMANENT = 0x02, 0x80
 ENOENT, EEXIST = 2, 17
-
-_MARK = 0x6D76_4F56
-"""Of frames that leave by a VXLAN of ours. Only root can mark a packet of its own (socket(7), SO_MARK)."""
-
-# The last chain runs after the translation of source addresses (priority 100). So it also sees what guests or
-# containers send, if it leaves with this host's address. The rules are about the whole port, not about the id in the
-# packet: the kernel may carry several datagrams of one sender as one packet, of which a rule sees the first id only
-# (udp(7), UDP_SEGMENT).
-_TABLES = """
-add table bridge {table}
-delete table bridge {table}
-table bridge {table} {{
-    chain leaving {{
-        type filter hook postrouting priority 0; policy accept;
-        oifname "{device}" meta mark set {mark}
-    }}
-}}
-add table inet {table}
-delete table inet {table}
-table inet {table} {{
-    set machines {{ type ipv4_addr; {elements} }}
-    chain arriving {{
-        type filter hook input priority -200; policy accept;
-        meta nfproto ipv4 udp dport {port} ip saddr != @machines drop
-        meta nfproto ipv6 udp dport {port} drop
-    }}
-    chain leaving {{
-        type filter hook postrouting priority 200; policy accept;
-        ip saddr {address} udp dport {port} meta mark != {mark} drop
-    }}
-}}
-"""
 
 
 def machine_owner(vm: str) -> str:
@@ -248,7 +215,8 @@ class Overlay:
         return int(found[0]) if found else None
 
     def _restore(self, ip: IPRoute) -> None:
-        entries, address = list({one.address: one for one in self._entries()}.values()), self.config.find_address()
+        address = str(ip_address(self.config.find_address()))
+        entries = list({one.address: one for one in self._entries()}.values())
         self._check_underlay(ip, address)
         self._make_tables(entries, address)  # first: without them, forged packets would be accepted
         index = self._make_device(ip, address)
@@ -264,18 +232,16 @@ class Overlay:
                 hint="give the host's own address in overlay.addresses",
             )
         mtu = ip.get_links(own[0])[0].get_attr("IFLA_MTU")
-        if mtu < config.mtu + OVERHEAD:
+        overhead = OVERHEAD[ip_address(address).version]
+        if mtu < config.mtu + overhead:
             raise Refused(
-                f"packets of {config.mtu} bytes and the overlay's {OVERHEAD} do not fit the MTU {mtu} of this host",
-                hint=f"set overlay.mtu to {mtu - OVERHEAD} or less on all hosts",
+                f"packets of {config.mtu} bytes and the overlay's {overhead} do not fit the MTU {mtu} of this host",
+                hint=f"set overlay.mtu to {mtu - overhead} or less on all hosts",
             )
 
     def _make_tables(self, entries: Collection[Neighbour], address: str) -> None:
         config = self.config
-        machines = ", ".join(sorted({one.machine for one in entries}))
-        elements = f"elements = {{ {machines} }};" if machines else ""
-        values = {"table": config.table, "device": config.device, "port": config.port, "address": address}
-        self._run(_TABLES.format(**values, elements=elements, mark=_MARK))
+        self._run(tables(config.table, config.device, config.port, address, {one.machine for one in entries}))
 
     def _make_device(self, ip: IPRoute, address: str) -> int:
         """The index of the VXLAN, as a port of the bridge. One with other settings is replaced."""
@@ -290,7 +256,7 @@ class Overlay:
         if index is None:
             self._check_port(ip)
             # A bridge without an address of its own takes the lowest of its ports. A high one keeps the bridge's.
-            mac = f"fe:4d:{IPv4Address(address).packed.hex(':')}"
+            mac = f"fe:4d:{ip_address(address).packed[-4:].hex(':')}"
             ip.link(
                 "add",
                 ifname=config.device,
@@ -298,10 +264,10 @@ class Overlay:
                 address=mac,
                 mtu=config.mtu,
                 vxlan_id=config.network,
-                vxlan_local=address,
                 vxlan_port=config.port,
                 vxlan_learning=False,
                 vxlan_proxy=True,
+                **{_LOCAL[ip_address(address).version]: address},
             )
             (index,) = ip.link_lookup(ifname=config.device)
         ip.link("set", index=index, master=bridge[0], state="up")
@@ -312,7 +278,7 @@ class Overlay:
         config, found = self.config, _vxlan(link)
         wanted = {
             "IFLA_VXLAN_ID": config.network,
-            "IFLA_VXLAN_LOCAL": address,
+            f"IFLA_{_LOCAL[ip_address(address).version].upper()}": address,
             "IFLA_VXLAN_PORT": config.port,
             "IFLA_VXLAN_LEARNING": 0,
             "IFLA_VXLAN_PROXY": 1,

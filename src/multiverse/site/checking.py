@@ -14,7 +14,7 @@ from pyroute2 import IPRoute
 
 from multiverse.config import Settings, host_names, overlay_address, site_cpus
 from multiverse.core.errors import Gone, MultiverseError, Refused, Unknown
-from multiverse.drivers.slurm import inbox_access, install, requirements, site_conf, slurm_user
+from multiverse.drivers.slurm import expansions, inbox_access, install, requirements, site_conf, slurm_user
 from multiverse.drivers.slurm.command import SlurmCommands
 from multiverse.drivers.slurm.finding import Finding, Level
 from multiverse.drivers.slurm.site_conf import SiteConf
@@ -97,7 +97,7 @@ def _agent(settings: Settings) -> Iterator[Finding]:
     yield from _answers(settings.agent.socket, AGENT_SERVICE, "the agent")
 
 
-def _overlay(settings: Settings, names: list[str]) -> Iterator[Finding]:
+def _overlay(settings: Settings, names: Iterable[str]) -> Iterator[Finding]:
     """A finding for each of these machines without an address in the network of the hosts, if there is an overlay."""
     for name in names if settings.overlay.enabled else ():
         try:
@@ -207,7 +207,8 @@ def _machine(settings: Settings, site: SiteConf) -> Iterator[Finding]:
             f"there is no bridge {settings.qemu.bridge} with the address {settings.network.gateway}",
             f"run {_START_BRIDGE}",
         )
-    yield from _overlay(settings, [*dict.fromkeys((settings.host.name, *host_names(settings)))])
+    machines = (settings.host.name, *host_names(settings), *expansions.leased_nodes(settings, site))
+    yield from _overlay(settings, dict.fromkeys(machines))
     if settings.image.default not in {image.name for image in list_images(settings.qemu.images)}:
         yield Finding(
             Level.PROBLEM,

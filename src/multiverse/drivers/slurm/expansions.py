@@ -138,6 +138,13 @@ def _value(partition: Mapping[str, str], key: str) -> object:
     return seconds(text) if key in _TIMES else ",".join(sorted(text.split(",")))
 
 
+def leased_nodes(settings: Settings, site: SiteConf) -> list[str]:
+    """The nodes of the partitions that hosts are leased from, by slurm.conf."""
+    wanted = {one.partition for one in settings.lease}
+    found = [_nodes(site, one) for one in _partitions(site.text) if one["partitionname"] in wanted]
+    return [str(name) for nodes in found for name in nodes]
+
+
 def _nodes(site: SiteConf, partition: Mapping[str, str]) -> NodeSet:
     """The nodes of a partition, which may be named by sets of nodes."""
     sets = {one["nodeset"]: one for one in site.records("NodeSet")}
