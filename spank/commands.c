@@ -20,6 +20,7 @@
 #include <string.h>
 #include <sys/ioctl.h>
 #include <sys/prctl.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -74,6 +75,7 @@ static struct list arguments, variables;
 static size_t described; /* bytes */
 static int has_terminal;
 static struct winsize window;
+static struct { int is_given; rlim_t soft; } limits[RLIM_NLIMITS]; /* of the process in the guest */
 static volatile sig_atomic_t direct[NSIG]; /* when this process got each signal, in seconds; 0 if it did not */
 
 static char received[LONGEST + 5];
@@ -162,6 +164,31 @@ static void add_variable(const char *data, size_t length)
 	add(&variables, is_for_the_loader(data) ? KEPT_PREFIX : "", data, length);
 }
 
+/* Takes a resource limit: its number and the soft limit, -1 for none. */
+static void take_limit(const char *data)
+{
+	long long soft;
+	int which;
+
+	if (sscanf(data, "%d %lld", &which, &soft) == 2 && which >= 0 && which < RLIM_NLIMITS) {
+		limits[which].is_given = 1;
+		limits[which].soft = soft < 0 ? RLIM_INFINITY : (rlim_t)soft;
+	}
+}
+
+/* The command gets the soft limits of the process in the guest, as far as this host allows: srun propagates its own. */
+static void set_limits(void)
+{
+	for (int which = 0; which < RLIM_NLIMITS; which++) {
+		struct rlimit limit;
+
+		if (!limits[which].is_given || getrlimit(which, &limit))
+			continue;
+		limit.rlim_cur = limits[which].soft < limit.rlim_max ? limits[which].soft : limit.rlim_max;
+		setrlimit(which, &limit);
+	}
+}
+
 static void set_window(const char *data, size_t length)
 {
 	char text[32];
@@ -186,6 +213,8 @@ static int describe(char type, char *data, size_t length)
 		add_variable(data, length);
 	} else if (type == 'U') {
 		umask((mode_t)strtoul(data, NULL, 8) & 0777);
+	} else if (type == 'L') {
+		take_limit(data);
 	} else if (type == 'T') {
 		has_terminal = 1;
 		set_window(data, length);
@@ -275,6 +304,7 @@ static _Noreturn void become(const int files[3], const char *path)
 		signal(number, SIG_DFL);
 	sigemptyset(&none);
 	sigprocmask(SIG_SETMASK, &none, NULL);
+	set_limits();
 	execve(path, arguments.items, variables.items);
 	fprintf(stderr, "multiverse: cannot execute %s on the node: %s\n", path, strerror(errno));
 	fflush(stderr);

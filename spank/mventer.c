@@ -99,6 +99,16 @@ static void send_text(char type, const char *text)
 
 /* --- the agent ---------------------------------------------------------------------------------------------------- */
 
+static void waited_too_long(int number)
+{
+	static const char text[] = "multiverse: this task cannot enter its VM: the agent of this host gave no answer within 60 s\n";
+
+	(void)number;
+	if (write(2, text, sizeof text - 1) < 0)
+		_exit(2);
+	_exit(1);
+}
+
 /* Asks the agent for a connection to the VM of the job. With it come the directory of Slurm's commands and
  * the site's TaskProlog. */
 void connect_guest(void)
@@ -114,6 +124,7 @@ void connect_guest(void)
 
 	snprintf(address.sun_path, sizeof address.sun_path, "%s", agent_path);
 	snprintf(request, sizeof request, "enter job=%s vm=%s\n", job_id, vm_index);
+	signal(SIGALRM, waited_too_long);
 	alarm(60); /* the agent's own limit is shorter */
 	if (fd < 0 || connect(fd, (struct sockaddr *)&address, sizeof address) ||
 	    send(fd, request, strlen(request), MSG_NOSIGNAL) < 0)
@@ -153,6 +164,37 @@ static void send_window(char type)
 	}
 }
 
+/* What was to be the soft limit by `srun --propagate` or PropagateResourceLimits. slurmstepd sets it after task_init, and
+ * takes the variable away (slurmstepd/ulimits.c). */
+static void propagate(int which, struct rlimit *limit)
+{
+	/* get_slurm_rlimits_info() in slurm_rlimits_info.c has the same names. */
+	static const struct { int which; const char *variable; } all[] = {
+		{RLIMIT_CPU, "SLURM_RLIMIT_CPU"}, {RLIMIT_FSIZE, "SLURM_RLIMIT_FSIZE"}, {RLIMIT_DATA, "SLURM_RLIMIT_DATA"},
+		{RLIMIT_STACK, "SLURM_RLIMIT_STACK"}, {RLIMIT_CORE, "SLURM_RLIMIT_CORE"}, {RLIMIT_RSS, "SLURM_RLIMIT_RSS"},
+		{RLIMIT_NPROC, "SLURM_RLIMIT_NPROC"}, {RLIMIT_NOFILE, "SLURM_RLIMIT_NOFILE"},
+		{RLIMIT_MEMLOCK, "SLURM_RLIMIT_MEMLOCK"}, {RLIMIT_AS, "SLURM_RLIMIT_AS"},
+	};
+
+	for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
+		const char *text = all[i].which == which ? getenv(all[i].variable) : NULL;
+		unsigned long long wanted;
+		int asked;
+		char *end;
+
+		if (!text)
+			continue;
+		asked = *text == 'U'; /* the user gave --propagate */
+		wanted = strtoull(text + asked, &end, 10);
+		if (end != text + asked && !*end) {
+			if (asked && wanted > limit->rlim_max)
+				fprintf(stderr, "multiverse: cannot propagate %s: it is above the node's\n", all[i].variable + 6);
+			limit->rlim_cur = wanted < limit->rlim_max ? wanted : limit->rlim_max;
+		}
+		unsetenv(all[i].variable);
+	}
+}
+
 static void send_limits(void)
 {
 	char text[80];
@@ -162,6 +204,7 @@ static void send_limits(void)
 
 		if (getrlimit(which, &limit))
 			continue;
+		propagate(which, &limit);
 		/* -1 for RLIM_INFINITY, as Python's resource module has it. */
 		snprintf(text, sizeof text, "%d %lld %lld", which, (long long)limit.rlim_cur, (long long)limit.rlim_max);
 		send_text('L', text);

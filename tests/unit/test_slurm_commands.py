@@ -75,6 +75,12 @@ def test_the_host_runs_a_command_in_the_directory_and_environment_of_the_guest_a
     assert done.stderr == b"oops\n"
 
 
+def test_a_command_has_the_limits_of_the_process_in_the_guest(guest: Callable[..., Guest]) -> None:
+    one = guest(srun="#!/bin/sh\nulimit -Sn; ulimit -Sc")
+    done = one.run("ulimit -Sn 77; ulimit -Sc 0; srun")
+    assert done.stdout == b"77\n0\n"
+
+
 def test_input_and_output_of_any_length_are_carried_whole(guest: Callable[..., Guest]) -> None:
     data = os.urandom(3_000_001)
     assert guest(srun="#!/bin/sh\nexec cat").run("srun | cat", data=data).stdout == data

@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import os
 import pty
+import resource
 import select
 import signal
 import socket
@@ -46,6 +47,28 @@ def test_a_command_has_its_arguments_directory_and_environment_and_its_exit_code
     assert done.stdout.decode() == f"{one.directory}|blue sky||two words\n\n"
     assert done.stderr == b"oops\n"
     assert one.requests == [b"enter job=7 vm=0\n"]
+
+
+def test_limits_that_srun_propagates_hold_in_the_guest_and_their_variables_are_gone(
+    agent: Callable[..., FakeAgent],
+) -> None:
+    one, above = agent(), str(resource.getrlimit(resource.RLIMIT_NOFILE)[1] + 1)
+    shown = ("sh", "-c", "ulimit -Sn; ulimit -c; env | grep RLIMIT")
+    done = one.run(*shown, SLURM_RLIMIT_NOFILE="64", SLURM_RLIMIT_CORE="U0")
+    assert done.stdout == b"64\n0\n" and not done.stderr
+    done = one.run(*shown, SLURM_RLIMIT_NOFILE=f"U{above}", SLURM_RLIMIT_CORE="nonsense")
+    assert b"cannot propagate RLIMIT_NOFILE" in done.stderr and b"RLIMIT" not in done.stdout
+
+
+def test_a_task_is_told_that_the_guest_ran_out_of_memory(
+    agent: Callable[..., FakeAgent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = iter((4, 4, 4, 5))
+    monkeypatch.setattr(tasks, "_killed_for_memory", lambda: next(killed))
+    one = agent()
+    assert b"out of memory" not in one.run("true").stderr
+    done = one.run("sh", "-c", "exit 3")
+    assert done.returncode == 3 and b"the VM of this job ran out of memory" in done.stderr
 
 
 def test_input_and_output_of_any_length_are_carried_whole(agent: Callable[..., FakeAgent]) -> None:

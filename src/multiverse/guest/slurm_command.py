@@ -28,6 +28,8 @@ GROUPS = "multiverse-tasks/"
 CREDIT = 1 << 16  # bytes of input that the host takes before it grants more: ROOM in spank/commands.c
 ROOM = 1 << 16  # bytes of output that are received before earlier ones are written
 LONGEST_FRAME = 1 << 20
+LIMITS = ("CPU", "FSIZE", "DATA", "STACK", "CORE", "RSS", "NPROC", "NOFILE", "MEMLOCK", "AS")
+"""Resource limits that srun and sbatch propagate: those of the process that runs them."""
 UNCAUGHT = {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, signal.SIGPIPE, signal.SIGTTIN, signal.SIGTTOU,
             signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}  # fmt: skip
 
@@ -104,6 +106,9 @@ class Carrier:
             self._send(b"C", os.getcwdb())  # noqa: PTH109
         except FileNotFoundError:
             pass  # the directory was removed
+        for name in LIMITS:
+            number = getattr(resource, f"RLIMIT_{name}")
+            self._send(b"L", b"%d %d" % (number, resource.getrlimit(number)[0]))
         for key, value in os.environb.items():
             self._send(b"E", key + b"=" + value)
         for each in argv:

@@ -23,6 +23,7 @@ import time
 
 from multiverse.guest.agent.command import TaskCommand
 from multiverse.guest.agent.contract import LONGEST_FRAME, TASKS_PORT, GuestAgentError
+from multiverse.guest.agent.files import read
 from multiverse.guest.agent.requests import CommandRequests, hand_over
 from multiverse.guest.agent.syscalls import sync_file_system
 
@@ -119,6 +120,7 @@ class TaskRelay:
             if request := self._describe():
                 hand_over(request, self._connection)
                 return
+            killed = _killed_for_memory()
             self._start()
             status = self._carry()
         except (OSError, ValueError, GuestAgentError) as error:
@@ -130,6 +132,8 @@ class TaskRelay:
             if self._requests is not None:
                 self._requests.close()
         self._write_back()
+        if _killed_for_memory() > killed:
+            self._tell_of_memory()
         self._frame(b"Q", struct.pack(">I", status))
         self._flush()
 
@@ -337,9 +341,25 @@ class TaskRelay:
         except OSError:
             return
 
+    def _tell_of_memory(self) -> None:
+        """Slurm counts what is killed in the job's control groups on the host, and nothing of that is in these."""
+        total = read("/proc/meminfo").split()[1]
+        end = b"\r\n" if self._command.has_terminal else b"\n"
+        told = f"multiverse: the VM of this job ran out of memory ({int(total) >> 10} MiB), and processes were killed"
+        self._frame(b"D", told.encode() + b"; submit the job with more --mem or --memory-per-vm" + end)
+
     def _write_back(self) -> None:
         for mount in self._mounts:
             try:
                 sync_file_system(mount)
             except OSError:
                 continue
+
+
+def _killed_for_memory() -> int:
+    """How many processes of this guest the kernel has killed because there was no memory left."""
+    for line in read("/proc/vmstat").splitlines():
+        name, _, count = line.partition(" ")
+        if name == "oom_kill":
+            return int(count)
+    return 0
