@@ -416,12 +416,12 @@ EXPORTED int slurm_spank_task_init(spank_t spank, int count, char *arguments[])
 }
 
 /* Kills what is in the control groups of the job's VMs. The agent lists these in a file, a directory on each line. */
-static void kill_rest(uint32_t job)
+static void kill_listed(uint32_t job, const char *suffix)
 {
 	char path[PATH_MAX], directory[PATH_MAX - 16], line[32];
 	FILE *list, *group;
 
-	path_of(path, sizeof path, job, ".groups");
+	path_of(path, sizeof path, job, suffix);
 	if (!(list = fopen(path, "re")))
 		return;
 	while (fgets(directory, sizeof directory, list)) {
@@ -450,7 +450,8 @@ EXPORTED int slurm_spank_job_epilog(spank_t spank, int count, char *arguments[])
 	snprintf(request, sizeof request, "release job=%u\n", job);
 	if (ask(agent, release_timeout, request, answer)) {
 		slurm_error(NAME ": the VMs of job %u are killed: %s", job, problem);
-		kill_rest(job);
+		kill_listed(job, ".groups");
+		kill_listed(job, ".making"); /* that were not finished */
 	}
 	unlink(path); /* the next agent removes the VMs of jobs without a record */
 	return 0;

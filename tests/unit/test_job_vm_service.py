@@ -53,7 +53,10 @@ class FakeHost:
         assert not self.vms.keys() & {(vm.job, vm.index) for vm in vms}
         self.networks.discard(vms[0].number)
 
-    def make(self, vm: JobVm, vms: tuple[JobVm, ...], user: User) -> list[str]:
+    def control_groups(self, vm: JobVm) -> list[str]:
+        return [f"{group}/vm{vm.index}" for group in vm.groups]
+
+    def make(self, vm: JobVm, vms: tuple[JobVm, ...], user: User) -> None:
         assert vm in vms and vm.number in self.networks
         self.vms[vm.job, vm.index] = vm
         self.made.append(vm)
@@ -267,7 +270,7 @@ async def test_a_vm_that_an_agent_did_not_finish_is_removed_by_the_next_and_made
     await served.service.close()
     assert await asked == ""
     # The thread that makes the VM goes on, so what is known of the VM must last.
-    assert served.files() == {"7", "7.json"}
+    assert served.files() == {"7", "7.json", "7.making"}
     served.host.killed.set()
     served.host.hold = None
     assert (7, 0) in served.host.vms
@@ -278,6 +281,19 @@ async def test_a_vm_that_an_agent_did_not_finish_is_removed_by_the_next_and_made
     assert await served.ask(provide(7)) == "ok\n"
     assert served.host.vms[7, 0] is served.host.made[1]
     server.close()
+
+
+async def test_a_file_that_cannot_be_read_is_named_in_the_log_and_the_others_are_known(served: Served) -> None:
+    (served.directory / "records" / "7").write_text("image=slim\n")
+    assert await served.ask(provide(7)) == "ok\n"
+    (damaged,) = (path.with_name("8.json") for path in served.directory.rglob("7.json"))
+    damaged.write_text("{")
+    served.service = served.again()
+    with structlog.testing.capture_logs() as logged:
+        await served.service.start()
+    (warning,) = (line for line in logged if line["log_level"] == "warning")
+    assert warning["path"] == str(damaged) and "remove the file" in warning["event"]
+    assert (7, 0) in served.host.vms
 
 
 async def test_only_the_plugins_user_may_make_and_release_vms(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

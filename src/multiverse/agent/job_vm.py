@@ -61,9 +61,13 @@ class JobHost(Protocol):
         of it may remain."""
         ...
 
-    def make(self, vm: JobVm, vms: tuple[JobVm, ...], user: User) -> list[str]:
-        """Make the VM, one of these, until its guest accepts tasks; the directories of its control groups. Raises what
-        the host library raises; then a part of the VM may remain."""
+    def control_groups(self, vm: JobVm) -> list[str]:
+        """The directories of the control groups that the VM will have, or has."""
+        ...
+
+    def make(self, vm: JobVm, vms: tuple[JobVm, ...], user: User) -> None:
+        """Make the VM, one of these, until its guest accepts tasks. Raises what the host library raises; then a part of
+        the VM may remain."""
         ...
 
     def is_alive(self, vm: JobVm) -> bool: ...

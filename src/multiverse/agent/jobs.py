@@ -71,9 +71,17 @@ class JobVmService:
         finished: no task has entered these, and the job's next task gets another."""
         self._state.mkdir(parents=True, exist_ok=True, mode=0o700)
         for path in self._state.glob("*.json"):
-            with suppress(OSError, ValueError, TypeError, KeyError):
+            try:
                 vms = _read(path)
-                self._known[vms[0].job] = vms
+            except (OSError, ValueError, TypeError, KeyError) as error:
+                log.warning(
+                    "VMs of a job are unknown, because their file cannot be read; cancel the job, end what "
+                    "`pgrep -af mvjob` shows of it, and remove the file",
+                    path=str(path),
+                    reason=str(error) or type(error).__name__,
+                )
+                continue
+            self._known[vms[0].job] = vms
         for job in list(self._known):
             if (self._records / str(job)).exists() and self._groups(job).exists():
                 continue
@@ -191,8 +199,9 @@ class JobVmService:
             user = await self._users(first.uid)
             await self._call(self._write, vms)
             await self._call(self._host.connect_network, vms)
-            groups = await _all_done(self._call(self._host.make, vm, vms, user) for vm in vms)
-            await self._call(self._write_groups, first.job, [one for several in groups for one in several])
+            await self._call(self._write_groups, vms)
+            await _all_done(self._call(self._host.make, vm, vms, user) for vm in vms)
+            await self._call(self._unfinished(first.job).rename, self._groups(first.job))
             if first.job in self._released:
                 raise Gone("the job has ended")
         except Exception:
@@ -245,7 +254,7 @@ class JobVmService:
         job = vms[0].job
         await _all_done(self._call(self._host.remove, vm) for vm in vms)
         await self._call(self._host.remove_network, vms)
-        for path in (self._state / f"{job}.json", self._groups(job)):
+        for path in (self._state / f"{job}.json", self._groups(job), self._unfinished(job)):
             await self._call(lambda path=path: path.unlink(missing_ok=True))
         self._known.pop(job, None)
         log.info("VMs of a job released", job=job)
@@ -266,9 +275,14 @@ class JobVmService:
     def _groups(self, job: int) -> Path:
         return self._records / f"{job}.groups"
 
-    def _write_groups(self, job: int, groups: list[str]) -> None:
+    def _unfinished(self, job: int) -> Path:
+        """Where the groups of VMs are that are being made."""
+        return self._records / f"{job}.making"
+
+    def _write_groups(self, vms: tuple[JobVm, ...]) -> None:
         """Tell the plugin where it finds the VMs' processes if there is no agent at the job's end."""
-        files.replace(self._groups(job), "".join(f"{group}\n" for group in groups))
+        groups = [group for vm in vms for group in self._host.control_groups(vm)]
+        files.replace(self._unfinished(vms[0].job), "".join(f"{group}\n" for group in groups))
 
     async def _call(self, function: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)

@@ -47,6 +47,16 @@ class ImageStore:
         here = self._here(name)
         return here if here is not None and catalog.same(here, offered) else offered
 
+    def found(self, name: str) -> Image:
+        """The same, also of an image that is nowhere but at the source, where nobody has looked yet: a look may take
+        longer than a listing waits."""
+        try:
+            return self.described(name)
+        except Refused:
+            if self._source is None:
+                raise
+            return catalog.load(self._source, name)
+
     def disk_size(self, image: Image) -> int | None:
         """The size of the disk of an image that is not here yet, in bytes; None if it is here."""
         offered, size = self._offered.get(image.name, (None, 0))

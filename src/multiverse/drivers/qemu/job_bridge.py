@@ -8,6 +8,19 @@ from pyroute2 import IPRoute, NetlinkError
 
 from multiverse.core.errors import Broken
 from multiverse.core.model.names import mac_of_address
+from multiverse.guest.protocol import TASKS_PORT
+from multiverse.host.nft import Nft
+
+# Only the agent connects to guests' port of tasks. A guest tells others by the token, but its queue of connections that
+# have sent nothing yet has an end, and each user of the node could fill it.
+_RULES = """
+table inet {table} {{
+    chain leaving {{
+        type filter hook output priority 0; policy accept;
+        oifname "{bridge}" tcp dport {port} meta skuid != 0 reject with tcp reset
+    }}
+}}
+"""
 
 
 class JobBridge:
@@ -27,6 +40,7 @@ class JobBridge:
                     found = ip.link_lookup(ifname=self.name)
                 ip.addr("replace", index=found[0], address=self._address, prefixlen=32)
                 ip.link("set", index=found[0], state="up")
+                self._guard()
                 ip.route("replace", dst=self._guests, oif=found[0], prefsrc=self._address, scope="link")
         except (NetlinkError, OSError) as error:
             raise Broken(f"cannot make the bridge {self.name}: {error}", hint="see job_vms in the settings") from error
@@ -36,3 +50,30 @@ class JobBridge:
         with suppress(NetlinkError, OSError), IPRoute() as ip:
             for index in ip.link_lookup(ifname=self.name):
                 ip.link("del", index=index)
+        if (nft := _library()) is not None:
+            nft.run(self._absent)
+
+    @property
+    def _table(self) -> str:
+        return f"tasks-{self.name}"
+
+    @property
+    def _absent(self) -> str:
+        """Deletes the table, whether there is one or not."""
+        return f"add table inet {self._table}\ndelete table inet {self._table}\n"
+
+    def _guard(self) -> None:
+        """Let only root reach the port of tasks in the guests. The table is replaced in one transaction."""
+        nft = _library()
+        if nft is None:
+            return  # the host's firewall has said so
+        rules = _RULES.format(table=self._table, bridge=self.name, port=TASKS_PORT)
+        if problem := nft.run(self._absent + rules):
+            raise Broken(f"cannot guard the bridge {self.name}: {problem}", hint="see `nft list ruleset`")
+
+
+def _library() -> Nft | None:
+    try:
+        return Nft()
+    except OSError:
+        return None

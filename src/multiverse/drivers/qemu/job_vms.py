@@ -51,7 +51,11 @@ class QemuJobVms:
         self._bridge(vms[0]).make()
         self._overlay(vms[0]).make()
 
-    def make(self, vm: JobVm, vms: tuple[JobVm, ...], user: User) -> list[str]:
+    def control_groups(self, vm: JobVm) -> list[str]:
+        """See `JobHost`."""
+        return self._host.control_groups(job_vm_name(vm), vm.groups)
+
+    def make(self, vm: JobVm, vms: tuple[JobVm, ...], user: User) -> None:
         """See `JobHost`. The template is built if there is none."""
         spec = self._specification(vm)
         peers = self._addresses.peers(vm)
@@ -60,7 +64,6 @@ class QemuJobVms:
         known = (*self._settings.network.hosts, *peers)
         self._host.join_job(spec.name, guest_name(vm.job, vm.place), spec.job_address, known, self._overlay(vm).mtu)
         self._host.serve_tasks(spec.name, vm.task_token, str(self._settings.slurm.directory()))
-        return self._host.control_groups(spec.name)
 
     def _create(self, spec: Specification) -> None:
         try:

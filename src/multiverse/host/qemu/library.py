@@ -98,8 +98,11 @@ class QemuHost:
 
     def image_abilities(self, name: str) -> frozenset[str]:
         """What guests of that image can do here, as an observation shows it; nothing if there is no such image."""
-        found = next((image for image in self._context.images.listed() if image.name == name), None)
-        return self._context.abilities.abilities(found) if found is not None else frozenset()
+        try:
+            found = self._context.images.found(name)
+        except Refused:
+            return frozenset()
+        return self._context.abilities.abilities(found)
 
     def audit(self, name: str) -> Mapping[str, str | int]:
         """What the guest said of itself when this process started it: digests of its ids and of random bytes, CPUs,
@@ -223,10 +226,9 @@ class QemuHost:
         channel = self._context.connections.started_channel(name)
         channel.ask(serve_tasks_message(token, directory), "serving_tasks", _ANSWER_TIMEOUT)
 
-    def control_groups(self, name: str) -> list[str]:
-        """The directories of the control groups that a VM's QEMU is in."""
-        known = manifest.read(self._context.paths(name).home)
-        return self._context.groups(known.job_groups if known is not None else ()).directories(name)
+    def control_groups(self, name: str, job_groups: Sequence[str]) -> list[str]:
+        """The directories of the control groups of the QEMU of a VM, which is inside the job that has these."""
+        return self._context.groups(job_groups).directories(name)
 
     def open_process(self, name: str) -> int:
         """A pidfd of the QEMU of a VM, which the caller closes. Raises `Gone` if it does not run."""
