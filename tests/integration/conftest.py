@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from multiverse.client import Client
-from multiverse.config import HostSettings, ImageSettings, QemuSettings, Settings
+from multiverse.config import HostSettings, ImageSettings, JobVmSettings, QemuSettings, Settings
 from multiverse.host.qemu import probe
 from multiverse.lab import configure, lifecycle
 from multiverse.lab.layout import Layout, layout
@@ -25,10 +25,12 @@ from multiverse.lab.users import PrivateUser, enter_private_namespace, private_u
 from multiverse.system import kernel
 from tests.integration.images import IMAGES, slim
 from tests.integration.restarting_daemon import RestartingDaemon, StartDaemon
+from tests.integration.watch import until
 
 _NEEDED = ("slurmctld", "slurmdbd", "slurmd", "munged", "mariadbd", "ganesha.nfsd", "sshd")
 GUESTS_NETWORK = f"10.219.{os.getpid() % 256}"
 """Of the guests of tests without a lab. Two runs at the same time must not share routes."""
+BUILT = Path(__file__).parents[2] / "var" / "spank"
 SCRATCH = 128
 """MiB that a guest of these tests may write, so that it is soon full."""
 
@@ -136,6 +138,21 @@ def new_lab(accelerator: Path, wishes: LabOptions, *, controller: bool) -> Itera
 def lab(accelerator: Path) -> Iterator[LabUnderTest]:
     """Everything but the controller: it is in the tests' hands (see `controller`)."""
     with new_lab(accelerator, LabOptions(cores=8, memory=16384), controller=False) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def lab_of_two(accelerator: Path, _images: None) -> Iterator[LabUnderTest]:
+    """Two bare-metal nodes with Slurm's plugin, each with an agent: for VMs inside jobs. No controller."""
+    missing = [name for name in ("multiverse.so", "mventer") if not (BUILT / name).exists()]
+    assert not missing, f"not built: {' '.join(missing)}; run make spank"
+    with new_lab(accelerator, LabOptions(cores=4, memory=4096, physical=2), controller=False) as made:
+        shown = ("sinfo", "-h", "-p", "physical", "-N", "-o", "%f")
+        until(
+            "the agents have tested the plugin",
+            lambda: set(made.run(*shown).stdout.split()) == {JobVmSettings().feature},
+            60,
+        )
         yield made
 
 

@@ -10,74 +10,21 @@ from pathlib import Path
 
 import pytest
 
-from multiverse.config import JobVmSettings
-from multiverse.lab.hosts.machine import HostInit
 from multiverse.lab.hosts.physical import physical_services
-from multiverse.lab.plan import LabOptions, load
-from multiverse.lab.service import Lab
-from tests.integration.conftest import LabUnderTest, new_lab
+from tests.integration.conftest import LabUnderTest
+from tests.integration.physical_nodes import lab_of, networks, nothing_left
 from tests.integration.watch import accounted, kill, until
 
 pytestmark = pytest.mark.integration
 
-BUILT = Path(__file__).parents[2] / "var" / "spank"
 TWO_NODES = ("--quiet", "--partition=physical", "--nodes=2", "--vm-image=slim")
-
-
-@pytest.fixture(scope="module")
-def lab_of_two(accelerator: Path, _images: None) -> Iterator[LabUnderTest]:
-    missing = [name for name in ("multiverse.so", "mventer") if not (BUILT / name).exists()]
-    assert not missing, f"not built: {' '.join(missing)}; run make spank"
-    with new_lab(accelerator, LabOptions(cores=4, memory=4096, physical=2), controller=False) as made:
-        until("the agents have tested the plugin", lambda: _features(made) == {JobVmSettings().feature}, 60)
-        yield made
 
 
 @pytest.fixture(autouse=True)
 def _nothing_left(lab_of_two: LabUnderTest) -> Iterator[None]:
     """After each test, no part of a VM remains on a node, and the nodes take jobs."""
     yield
-    until("nothing is left", lambda: not _left(lab_of_two), 120)
-    until("the nodes are idle", lambda: _states(lab_of_two) == {"idle"}, 90)
-
-
-def _left(lab: LabUnderTest) -> list[Path]:
-    owns = [lab.where.host(node.name) for node in _plan(lab).plan.physical_nodes]
-    places = [place for own in owns for place in (own.controller / "vms", own.run / "vms", own.agent / "jobs")]
-    records = [path for own in owns if (own.run / "jobs").exists() for path in (own.run / "jobs").iterdir()]
-    vms = [path for place in places if place.exists() for path in place.glob("mvjob-*")]
-    overlays = [path for own in owns for path in (own.agent / "job-overlays").glob("*")]
-    files = [path for place in places if place.name == "jobs" for path in place.glob("*")]
-    return [*vms, *records, *files, *overlays, *map(Path, _networks(lab))]
-
-
-def _networks(lab: LabUnderTest) -> list[str]:
-    """Interfaces and rules of jobs on all nodes."""
-    made = _plan(lab)
-    found = []
-    for node in made.plan.physical_nodes:
-        running = HostInit(node).service.running(lab.where)
-        assert running is not None
-        inside = ["nsenter", f"--net=/proc/{running.pid}/ns/net"]
-        links = lab.run(*inside, "ls", "/proc/sys/net/ipv4/conf").stdout.split()
-        tables = lab.run(*inside, "nft", "list", "tables").stdout.split()
-        found += [link for link in links if link.startswith((made.plan.job_bridge, "mvjob-", "vx"))]
-        found += [table for table in tables if table.startswith("mv")]
-    return found
-
-
-def _states(lab: LabUnderTest) -> set[str]:
-    return set(lab.run("sinfo", "-h", "-p", "physical", "-N", "-o", "%T").stdout.split())
-
-
-def _features(lab: LabUnderTest) -> set[str]:
-    return set(lab.run("sinfo", "-h", "-p", "physical", "-N", "-o", "%f").stdout.split())
-
-
-def _plan(lab: LabUnderTest) -> Lab:
-    plan = load(lab.where)
-    assert plan is not None
-    return Lab(lab.where, plan)
+    nothing_left(lab_of_two)
 
 
 TALK = """
@@ -180,7 +127,7 @@ def test_the_vms_of_a_job_reach_each_other_by_name_on_all_its_nodes(lab_of_two: 
 def test_no_vm_reaches_the_vms_of_another_job(lab_of_two: LabUnderTest) -> None:
     lab, addresses = lab_of_two, lab_of_two.user.home / "addresses"
     listen, reach = _program(lab, "listen", LISTEN), _program(lab, "reach", REACH)
-    gateway = _plan(lab).plan.gateway
+    gateway = lab_of(lab).plan.gateway
     options = ("--partition=physical", "--nodelist=mvp1", "--vm-image=slim")
     # The second VM of the job listens: the first one of each job has the same address in the network of its job.
     second = f'[ "$SLURM_LOCALID" = 0 ] && exec sleep 600; exec python3 {listen} {addresses} {gateway}'
@@ -201,14 +148,14 @@ def test_no_vm_reaches_the_vms_of_another_job(lab_of_two: LabUnderTest) -> None:
 def test_without_its_agent_a_node_runs_nothing_bare_and_the_next_agent_removes_what_is_left(
     lab_of_two: LabUnderTest,
 ) -> None:
-    lab, user = _plan(lab_of_two), lab_of_two.user
+    lab, user = lab_of(lab_of_two), lab_of_two.user
     (agent,) = (one for one in physical_services(lab.plan.physical_nodes[1]) if one.name.endswith("-agent"))
     argv = ["srun", *TWO_NODES, "--mem=700", "sh", "-c", "echo runs; sleep 600"]
     with subprocess.Popen(
         argv, env=lab_of_two.env, user=user.uid, group=user.uid, cwd=user.home, stdout=subprocess.PIPE, text=True
     ) as running:
         assert running.stdout is not None and [running.stdout.readline() for _ in range(2)] == ["runs\n"] * 2
-        assert {name.partition(".")[0] for name in _networks(lab_of_two)} >= {lab.plan.job_bridge, "vxjob0", "mvjob0"}
+        assert {name.partition(".")[0] for name in networks(lab_of_two)} >= {lab.plan.job_bridge, "vxjob0", "mvjob0"}
         process = agent.running(lab.where)
         assert process is not None
         kill(process.pid)
