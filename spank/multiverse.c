@@ -368,7 +368,7 @@ EXPORTED int slurm_spank_task_init_privileged(spank_t spank, int count, char *ar
 	else if (given && !recorded) /* nobody would release its VM */
 		snprintf(problem, sizeof problem, "this job has no record on this node; give the options for its VM to sbatch or "
 			 "salloc, not to srun in the job");
-	else if (!*problem)
+	else if (is_ours && !*problem)
 		provide(spank, job);
 	return 0;
 }

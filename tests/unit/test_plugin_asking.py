@@ -16,6 +16,11 @@ int main(int count, char *arguments[])
 {
 	int failed;
 
+	if (count == 3) {
+		char *own[] = {arguments[1], arguments[2], "timeout=1"};
+
+		return slurm_spank_task_init_privileged(0, 3, own);
+	}
 	if (count == 4) {
 		printf("%u\\n", vm_of(atoi(arguments[1]), atoi(arguments[2]), atoi(arguments[3])));
 		return 0;
@@ -65,3 +70,21 @@ def test_the_tasks_of_a_step_are_divided_over_the_vms_of_the_node_in_blocks(aski
     assert mapped(5, 4) == [0, 0, 1, 2, 3]
     assert mapped(2, 4) == [0, 1], "fewer tasks than VMs"
     assert mapped(3, 1) == [0, 0, 0]
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_task_asks_the_agent_only_if_its_job_has_a_record(asking: list[str], tmp_path: Path, recorded: bool) -> None:
+    """An agent that hangs must not hold up the other jobs of its node."""
+    if recorded:
+        (tmp_path / "7").write_text("image=slim nodes=n1 node=n1\n")
+    with socket.socket(socket.AF_UNIX) as agent:
+        agent.bind(asking[1])
+        agent.listen(1)
+        agent.setblocking(False)
+        subprocess.run([asking[0], f"agent={asking[1]}", f"records={tmp_path}"], check=True, timeout=LIMIT)
+        try:
+            agent.accept()[0].close()
+            asked = True
+        except BlockingIOError:
+            asked = False
+    assert asked is recorded
