@@ -26,8 +26,8 @@ class Arrivals:
 
     def __init__(self, host: str, *, hold: bool = False) -> None:
         self._socket = socket.create_server((host, 0), backlog=512)
-        address = self._socket.getsockname()
-        self.script = SCRIPT.format(host=host, port=address[1])
+        self.port: int = self._socket.getsockname()[1]
+        self.script = SCRIPT.format(host=host, port=self.port)
         self.at: dict[str, float] = {}
         self._hold, self._held = hold, list[socket.socket]()
         self._came = threading.Condition()

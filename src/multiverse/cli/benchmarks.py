@@ -8,6 +8,7 @@ from multiverse.cli import (
     bench,
     burst,
     density,
+    injob,
     lease_day,
     lease_start,
     long_queue,
@@ -24,6 +25,7 @@ app = bench.app
 app.command("across")(across.across)
 app.command("burst")(burst.burst)
 app.command("density")(density.density)
+app.command("injob")(injob.injob)
 app.command("leases")(lease_day.lease_day)
 app.command("lease-start")(lease_start.lease_start)
 app.command("observations")(observations.observations)

@@ -30,18 +30,19 @@ from multiverse.lab.service import Lab
 from multiverse.lab.users import PrivateUser, enter_private_namespace, private_users
 from multiverse.system.locks import try_locked_file
 
-USER, UID = "ada", 30707
+USERS = (("ada", 30707), ("bob", 30708))
 
 
 @dataclass(frozen=True)
 class LabSession:
-    """A running lab and a user in it."""
+    """A running lab and a user in it, who has the environment; and another user."""
 
     where: Layout
     settings: Settings
     user: PrivateUser
     lab: Lab
     env: Mapping[str, str] = field(default_factory=dict)
+    other: PrivateUser | None = None
 
     def run(self, *argv: str, stdin: str = "", timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
         """Run a command as the user, in the user's home and environment."""
@@ -126,15 +127,15 @@ async def session(
         with disk(where.controller):
             (where.etc / "site.toml").write_text(site)
             enter_private_namespace()
-            home = where.root / "home" / USER
-            (user,) = private_users(where.root / "users", [(USER, UID, home)])
+            homes = where.root / "home"
+            user, other = private_users(where.root / "users", [(name, uid, homes / name) for name, uid in USERS])
             os.environ.pop("SUDO_USER", None)  # the caller is not the user who submits here
             try:
-                shares = (*options.shares, home)
+                shares = (*options.shares, user.home, other.home)
                 settings = await lifecycle.up(where, replace(options, shares=shares), progress)
                 plan = load(where)
                 assert plan is not None, "the lab is up, so its plan is written"
-                yield LabSession(where, settings, user, Lab(where, plan), session_environment(where))
+                yield LabSession(where, settings, user, Lab(where, plan), session_environment(where), other)
             finally:
                 with _without_interrupts():
                     await lifecycle.down(where)
