@@ -16,6 +16,7 @@
 #include "client.h"
 #include "options.h"
 
+#include <dirent.h>
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -33,7 +34,7 @@
 
 #define EXPORTED __attribute__((visibility("default")))
 #define LONGEST_LIST 3072 /* bytes */
-#define PROTOCOL 2 /* of what plugin and agent say to each other: agent/job_protocol.py has the same */
+#define PROTOCOL 3 /* of what plugin and agent say to each other: agent/job_protocol.py has the same */
 #define TEST "MULTIVERSE_PLUGIN_TEST" /* set by the agent, which runs srun --help to test the plugin */
 
 EXPORTED extern const char plugin_name[], plugin_type[];
@@ -51,6 +52,7 @@ static const char *agent = "/run/multiverse/jobs.sock";
 static const char *records = "/run/multiverse/jobs";
 static const char *enter = "/usr/local/libexec/multiverse/mventer";
 static const char *feature = "job-vms";
+static const char *vfio = "/dev/vfio"; /* another one in tests */
 static int timeout = 300; /* seconds for a VM: its template may have to be built */
 
 static const int release_timeout = 60, test_timeout = 10;
@@ -66,6 +68,8 @@ static void read_arguments(int count, char *arguments[])
 			enter = arguments[i] + 6;
 		else if (!strncmp(arguments[i], "timeout=", 8))
 			timeout = atoi(arguments[i] + 8);
+		else if (!strncmp(arguments[i], "vfio=", 5))
+			vfio = arguments[i] + 5;
 		else if (!strncmp(arguments[i], "feature=", 8))
 			feature = arguments[i] + 8;
 		else
@@ -89,7 +93,8 @@ static void describe_options(void)
 {
 	for (int i = 0; i < COUNT; i++)
 		options[i] = (struct spank_option){
-			(char *)vm_options[i].name, (char *)vm_options[i].argument, (char *)vm_options[i].usage, 1, i, take,
+			(char *)vm_options[i].name, (char *)vm_options[i].argument, (char *)vm_options[i].usage,
+			i == FUNCTIONS ? 2 : 1, i, take, /* its value may be left out, as with getopt_long(3) */
 		};
 }
 
@@ -181,21 +186,46 @@ static unsigned count_of(const char *list)
 	return found;
 }
 
+/*
+ * The IOMMU groups whose device files this process may open, as 4,7: where Slurm keeps jobs to the devices that it gave to
+ * them, access(2) asks the job's control group too (devcgroup_inode_permission in Linux), and opens nothing.
+ */
+static void list_groups(char *list, size_t size)
+{
+	DIR *directory = *values[FUNCTIONS] ? opendir(vfio) : NULL;
+	struct dirent *entry;
+	size_t used = 0;
+
+	*list = 0;
+	while (directory && (entry = readdir(directory))) {
+		size_t length = strlen(entry->d_name);
+
+		if (strspn(entry->d_name, "0123456789") != length || used + length + 2 > size ||
+		    faccessat(dirfd(directory), entry->d_name, R_OK | W_OK, 0))
+			continue;
+		used += (size_t)snprintf(list + used, size - used, "%s%s", used ? "," : "", entry->d_name);
+	}
+	if (directory)
+		closedir(directory);
+}
+
 /* Asks for the VMs of the job. They are there for the second task and for later steps. */
 static void provide(spank_t spank, uint32_t job)
 {
-	char request[LONGEST_LIST + 1024], *cores = NULL;
+	char request[2 * LONGEST_LIST + 1024], groups[LONGEST_LIST], *cores = NULL;
 	uint64_t memory = 0;
 	uid_t uid = (uid_t)-1;
 
 	spank_get_item(spank, S_JOB_UID, &uid);
 	spank_get_item(spank, S_JOB_ALLOC_CORES, &cores);
 	spank_get_item(spank, S_JOB_ALLOC_MEM, &memory);
+	list_groups(groups, sizeof groups);
 	snprintf(request, sizeof request,
-		 "provide job=%u uid=%u cores=%u allocated=%llu image=%s cpus=%s memory=%s disk=%s vms=%s nodes=%s node=%s\n",
+		 "provide job=%u uid=%u cores=%u allocated=%llu image=%s cpus=%s memory=%s disk=%s vms=%s "
+		 "functions=%s groups=%s nodes=%s node=%s\n",
 		 job,
 		 (unsigned)uid, count_of(cores), memory >= NO_VAL64 ? 0ULL : (unsigned long long)memory,
-		 values[IMAGE], values[CPUS], values[MEMORY], values[DISK], values[VMS], nodes, node);
+		 values[IMAGE], values[CPUS], values[MEMORY], values[DISK], values[VMS], values[FUNCTIONS], groups, nodes, node);
 	ask(agent, timeout, request, answer);
 }
 

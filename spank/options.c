@@ -14,6 +14,8 @@ const struct vm_option vm_options[COUNT] = {
 	 "memory", "memory"},
 	{"disk-size", "SIZE", "what a VM's users may write to its disk, in MiB or with K, M, G, T", "disk", "disk"},
 	{"vm-per-node", "N", "VMs of the job on each of its nodes (default: 1)", "vms", "per-node"},
+	{"sriov", "N", "virtual functions (SR-IOV) of the node that each of the job's VMs has (default: 1)", "functions",
+	 "sriov"},
 };
 
 char values[COUNT][65];
@@ -61,6 +63,14 @@ static const char *mistake(int which, const char *value)
 		strcpy(values[IMAGE], value);
 		return NULL;
 	}
+	if (which == FUNCTIONS) {
+		if (!*value || !strcmp(value, "(null)")) /* what Slurm makes of an option without a value */
+			value = "1";
+		if (strlen(value) > 1 || *value < '1' || *value > '0' + MOST_FUNCTIONS)
+			return "it is a number of virtual functions, from 1 to 4";
+		strcpy(values[FUNCTIONS], value);
+		return NULL;
+	}
 	if (which == CPUS || which == VMS) {
 		number = *value >= '0' && *value <= '9' ? strtoull(value, &end, 10) : 0;
 		if (!end || *end || !number || number > (which == VMS ? MOST_VMS : 4096))
@@ -87,7 +97,7 @@ int take_option(int which, const char *value)
 /* Keeps what is asked for by one part of the comment's words, such as vcpu=2; why it is wrong in `problem`. */
 static void take_part(const char *part)
 {
-	const char *equals = strchrnul(part, '='), *wrong = "use image, per-node, vcpu, memory or disk";
+	const char *equals = strchrnul(part, '='), *wrong = "use image, per-node, vcpu, memory, disk or sriov";
 
 	for (int i = 0; i < COUNT; i++) {
 		if (strlen(vm_options[i].word) != (size_t)(equals - part) ||

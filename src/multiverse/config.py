@@ -365,6 +365,12 @@ class JobVmSettings:
     # the addresses of nodes are those of [overlay].
     port: int = 20480
     overhead: int = 192  # of a job's memory, what its VM's QEMU takes beside the guest's own
+    # Which virtual functions (SR-IOV) VMs may have: of a device, by its PCI address (0000:3b:00.0) or its network
+    # interface, or with these ids (8086:154c). Each is of one VM at a time.
+    sriov: tuple[str, ...] = ()
+    # The GRES that Slurm counts these functions by, each with File=/dev/vfio/N in gres.conf: jobs get it added, and the
+    # functions that Slurm has chosen. Empty: the agent chooses free ones.
+    sriov_gres: str = ""
 
 
 @dataclass(frozen=True)
@@ -718,6 +724,13 @@ def _wrong_job_vms(s: Settings) -> Iterator[str]:
         yield "job_vms: overhead must be at least 64 MiB, and timeout and check at least 1 s"
     if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", jobs.feature) or jobs.feature.startswith("mv_"):
         yield "job_vms.feature: must be a name of letters, digits and ._- that does not begin with mv_"
+    for one in jobs.sriov:
+        if not re.fullmatch(
+            r"([0-9a-f]{4}:)?[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]|[0-9a-f]{4}:[0-9a-f]{4}|[^\s/:]{1,15}", one
+        ):
+            yield f"job_vms.sriov: {one!r} is no PCI address, no pair of ids like 8086:154c and no interface"
+    if not re.fullmatch(r"[A-Za-z0-9_]{0,64}", jobs.sriov_gres):
+        yield "job_vms.sriov_gres: must be the name of a GRES, of letters, digits and _"
 
 
 def _wrong_qemu(qemu: QemuSettings) -> Iterator[str]:

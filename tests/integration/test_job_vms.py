@@ -184,6 +184,7 @@ def test_each_mistake_has_a_sentence(node: BareNode) -> None:
         ("--memory-per-vm=3X", "a size in MiB"),
         ("--disk-size=0", "a size in MiB"),
         ("--vm-per-node=0", "a number of VMs"),
+        ("--sriov=5", "a number of virtual functions, from 1 to 4"),
     ):
         refused = node.srun(option, "true", vm=False)
         assert refused.returncode != 0 and sentence in refused.stderr, refused.stderr
@@ -192,6 +193,8 @@ def test_each_mistake_has_a_sentence(node: BareNode) -> None:
         (("--mem=700", "--vm-image=unknown"), "no image 'unknown'"),
         (("--mem=700", "--vcpu-per-vm=64"), "submit it with --cpus-per-task=64"),
         (("--mem=700", "--vm-per-node=2"), "submit it with --cpus-per-task=2"),
+        (("--mem=700", "--sriov"), "no virtual functions that job_vms.sriov offers"),
+        (("--mem=700", "--comment=vm:sriov=2"), "no virtual functions that job_vms.sriov offers"),
     ):
         failed = node.srun(*options, "hostname", vm=False)
         assert failed.returncode == 1 and sentence in failed.stderr and not failed.stdout, failed.stderr

@@ -16,11 +16,20 @@ from typer.main import get_command
 
 from multiverse.api import Alert, HostView, SizeView, StatusView
 from multiverse.cli.commands import build
-from multiverse.config import HostSettings, QemuSettings, Settings, SlurmSettings, UsersSettings, WebSettings
+from multiverse.config import (
+    HostSettings,
+    JobVmSettings,
+    QemuSettings,
+    Settings,
+    SlurmSettings,
+    UsersSettings,
+    WebSettings,
+)
 from multiverse.drivers.slurm import catches, install
 from multiverse.drivers.slurm.auth import munge_socket
 from multiverse.drivers.slurm.requirements import Finding, Level, Version
 from multiverse.drivers.slurm.site_conf import SiteConf
+from multiverse.host.virtual_functions import VirtualFunction
 from multiverse.images.installed import package_version
 from multiverse.site import doctor, examine_machine, machine_facts
 from multiverse.site.machine_facts import FileSystem, MachineFacts
@@ -46,6 +55,28 @@ def found(facts: MachineFacts, settings: Settings = SETTINGS) -> list[Finding]:
 
 def test_a_machine_that_has_everything_has_no_finding() -> None:
     assert found(GOOD) == []
+    assert found(replace(GOOD, iommu=False)) == [], "nothing needs an IOMMU"
+
+
+FUNCTION = VirtualFunction("0000:3b:02.0", "8086:154c", "0000:3b:00.0", 7, "iavf", Path("/sys/devices/x"))
+
+
+@pytest.mark.parametrize(
+    ("broken", "level", "words"),
+    [
+        ({"iommu": False}, Level.PROBLEM, "the kernel uses no IOMMU"),
+        ({"functions": ()}, Level.PROBLEM, "there is no virtual function of ens1"),
+        ({"functions": (replace(FUNCTION, problem="it cannot be reset"),)}, Level.NOTE, "it cannot be reset"),
+    ],
+)
+def test_what_virtual_functions_lack_is_found_where_they_are_offered(
+    broken: dict[str, Any], level: Level, words: str
+) -> None:
+    settings = replace(SETTINGS, job_vms=JobVmSettings(sriov=("ens1",)))
+    good = replace(GOOD, functions=(FUNCTION,))
+    assert found(good, settings) == []
+    (finding,) = found(replace(good, **broken), settings)
+    assert finding.level is level and words in finding.message and finding.remedy
 
 
 BROKEN: list[tuple[dict[str, Any], Level, str, str]] = [

@@ -21,6 +21,8 @@ def test_requests_are_parsed_as_the_plugin_writes_them() -> None:
     )
     assert parse(line) == ProvideVm(12, 1000, 2, 1000, "slim", 0, 512, 0, 2, *place)
     assert parse(line.replace(b"vms=2", b"vms=")) == ProvideVm(12, 1000, 2, 1000, "slim", 0, 512, 0, 1, *place)
+    functions = line.replace(b"vms=2", b"vms=2 functions=2 groups=4,17")
+    assert parse(functions) == ProvideVm(12, 1000, 2, 1000, "slim", 0, 512, 0, 2, *place, 2, (4, 17))
     assert parse(b"enter job=12 vm=3\n") == EnterVm(12, 3)
     assert parse(b"release job=67108863\n") == ReleaseVm(67108863)
 
@@ -38,6 +40,8 @@ def test_requests_are_parsed_as_the_plugin_writes_them() -> None:
         b"provide job=1 uid=1 image=-x\n",
         b"provide job=1 uid=1 vms=65 nodes=n1 node=n1\n",
         b"provide job=1 uid=1 nodes=n[1-2] node=n3\n",
+        b"provide job=1 uid=1 functions=5 nodes=n1 node=n1\n",
+        b"provide job=1 uid=1 functions=1 groups=4,x nodes=n1 node=n1\n",
         b"provide job=1 uid=1 nodes=n[1- node=n1\n",
         b"provide job=1 uid=1 nodes= node=n1\n",
         b"provide job=1 uid=9999999999999999\n",

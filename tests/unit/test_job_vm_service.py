@@ -42,6 +42,7 @@ class FakeHost:
     guests: list[socket.socket] = field(default_factory=list)  # open, as long as a VM lives
     silent: threading.Event | None = None  # the guests do not answer until it is set
     removable: threading.Event | None = None  # no VM can be removed until it is set
+    returned: int = 0  # how often what no VM has was to be returned
 
     def find_groups(self, job: int, pid: int) -> tuple[str, ...]:
         return (f"/groups/job_{job}",)
@@ -82,6 +83,9 @@ class FakeHost:
         self.killed.set()
 
     def close(self) -> None: ...
+
+    def return_rest(self) -> None:
+        self.returned += 1
 
     def remove(self, vm: JobVm) -> None:
         if self.removable is not None:

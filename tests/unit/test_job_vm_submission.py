@@ -8,6 +8,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 
 from multiverse.agent.job_protocol import PROTOCOL, PluginTest, parse
 from multiverse.agent.job_protocol import answer as answer_of_agent
-from multiverse.config import Settings, SlurmSettings
+from multiverse.config import JobVmSettings, Settings, SlurmSettings
 from multiverse.drivers.slurm.job_feature import TEST
 from multiverse.drivers.slurm.plugstack import plugstack
 from tests.unit.plugin_harness import SPANK, build, needs_plugin
@@ -68,6 +69,44 @@ def test_a_job_with_a_vm_inside_needs_the_feature_or_is_refused_with_a_sentence(
     site: Settings, fields: str, answer: str
 ) -> None:
     assert answer in submit(install_scripts(site), fields)
+
+
+@needs_lua
+@pytest.mark.parametrize(
+    ("asked", "gres", "answer"),
+    [
+        ("comment = 'vm:sriov'", "", "|0|vf:1|"),
+        ("comment = 'vm:sriov=2,per-node=3'", "", "|0|vf:6|"),
+        ("comment = 'vm:image=slim'", "gres:gpu:1", "|0|gres:gpu:1|"),
+        ("spank_job_env = { 'PREFIX_sriov=(null)' }", "", "|0|vf:1|"),
+        ("spank_job_env = { 'PREFIX_sriov=2', 'PREFIX_vm_per_node=2' }", "gres:gpu:1", "|0|gres:gpu:1,vf:4|"),
+        (
+            "comment = 'vm:sriov=5'",
+            "",
+            "vm:sriov=5 in --comment is wrong: give a number of virtual functions, from 1 to 4",
+        ),
+        (
+            "comment = 'vm:sriov'",
+            "gres:vf:2",
+            "--sriov requests vf of Slurm for all VMs of the job: leave it out of --gres",
+        ),
+        ("comment = 'vm:sriov'", "gres/vf", "leave it out of --gres"),
+        ("comment = 'vm:sriov'", "gres:vfs:1", "|0|gres:vfs:1,vf:1|"),
+    ],
+)
+def test_slurm_is_asked_for_the_functions_of_all_vms_where_it_counts_them(
+    site: Settings, asked: str, gres: str, answer: str
+) -> None:
+    counted = replace(site, job_vms=JobVmSettings(sriov_gres="vf"))
+    asked = asked.replace("PREFIX", "_SLURM_SPANK_OPTION_multiverse")
+    program = f"""
+    slurm = {{ SUCCESS = 0, ERROR = -1, log_user = io.write }} dofile("job_submit.lua")
+    local job = {{ partition = "other", gres = "{gres}", {asked} }}
+    local code = slurm_job_submit(job, {{}}, 1000)
+    io.write("|", code, "|", job.gres, "|")"""
+    assert answer in run(install_scripts(counted), program)
+    if "wrong" not in answer:
+        assert run(install_scripts(site), program).endswith(f"|0|{gres}|")
 
 
 @needs_lua
@@ -136,7 +175,8 @@ int main(int count, char *arguments[])
 		*problem = 0;
 		printf("%d ", take_comment(line));
 		printf("%s", *problem ? "wrong" : "right");
-		printf("%s %s %s %s %s|", values[IMAGE], values[CPUS], values[MEMORY], values[DISK], values[VMS]);
+		printf("%s %s %s %s ", values[IMAGE], values[CPUS], values[MEMORY], values[DISK]);
+		printf("%s%s|", values[VMS], values[FUNCTIONS]);
 	}
 }
 """
@@ -154,8 +194,8 @@ def _read(plugin: Path, comments: Sequence[str]) -> list[str]:
 
 
 _PIECES = [
-    "vm:", "image", "vcpu", "memory", "disk", "net", "=", ",", " ", "\t", "\u00a0", "slim", "-a", ".b", "1", "0",
-    "1023K", "25", "G", "m", "T", "x", "9" * 10, "4096", "4097", "64", "65", "65536T", "9" * 30,
+    "vm:", "image", "vcpu", "memory", "disk", "sriov", "net", "=", ",", " ", "\t", "\u00a0", "slim", "-a", ".b", "1",
+    "0", "1023K", "25", "G", "m", "T", "x", "9" * 10, "4096", "4097", "64", "65", "65536T", "9" * 30,
 ]  # fmt: skip
 
 
@@ -165,7 +205,7 @@ _PIECES = [
 @given(
     st.lists(
         st.lists(st.sampled_from(_PIECES), max_size=8).map("".join)
-        | st.tuples(st.sampled_from(_PIECES[1:7]), st.sampled_from(_PIECES), st.sampled_from(_PIECES)).map(
+        | st.tuples(st.sampled_from(_PIECES[1:8]), st.sampled_from(_PIECES), st.sampled_from(_PIECES)).map(
             lambda one: f"vm:{one[0]}={one[1]}{one[2]}"
         ),
         min_size=20,
@@ -187,6 +227,9 @@ def test_the_script_refuses_exactly_the_comments_that_the_plugin_does_not_unders
 def test_the_plugin_hands_on_what_a_comment_asks_for_in_mebibytes(plugin: Path) -> None:
     asked = ["vm:image=slim,vcpu=2 run 7 vm:memory=1G vm:disk=2T", "vm:per-node=2,memory=1025k", "my vm", "vm:image"]
     assert _read(plugin, asked) == ["1 rightslim 2 1024 2097152 ", "1 right  2  2", "0 right    ", "1 wrong    "]
+    asked = ["vm:sriov", "vm:sriov=", "vm:sriov=4", "vm:sriov=5", "vm:sriov=(null)"]
+    assert _read(plugin, asked) == [f"1 {said}" for said in ("right    1",) * 2] + [
+        "1 right    4", "1 wrong    ", "1 right    1"]  # fmt: skip
 
 
 def _prolog(plugin: Path, records: Path, **environment: str) -> str:
@@ -204,12 +247,17 @@ def test_the_prolog_records_what_a_job_asks_for_or_why_it_cannot_have_it(plugin:
     _prolog(plugin, tmp_path, SLURM_JOB_COMMENT="a job")
     assert not record.exists()
     for environment, content in (
-        ({"SLURM_JOB_COMMENT": "vm:vcpu=2"}, "image= cpus=2 memory= disk= vms= nodes= node=\n"),
-        ({"SLURM_JOB_COMMENT": "vm:vcpu=2", "vm_image": "slim"}, "image=slim cpus= memory= disk= vms= nodes= node=\n"),
+        ({"SLURM_JOB_COMMENT": "vm:vcpu=2"}, "image= cpus=2 memory= disk= vms= functions= nodes= node=\n"),
+        (
+            {"SLURM_JOB_COMMENT": "vm:vcpu=2", "vm_image": "slim"},
+            "image=slim cpus= memory= disk= vms= functions= nodes= node=\n",
+        ),
         (
             {"SLURM_JOB_COMMENT": "vm:vcpu=x"},
             "error vm:vcpu=x in --comment: it is a number of virtual CPUs, at least 1\n",
         ),
+        ({"sriov": "(null)"}, "image= cpus= memory= disk= vms= functions=1 nodes= node=\n"),
+        ({"sriov": "5"}, "error --sriov=5: it is a number of virtual functions, from 1 to 4\n"),
         ({"vm_image": "/"}, "error --vm-image=/: an image's name has letters, digits and ._- only\n"),
     ):
         assert _prolog(plugin, tmp_path, **environment) == ""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import stat
 import subprocess
 from pathlib import Path
 
@@ -16,6 +18,14 @@ int main(int count, char *arguments[])
 {
 	int failed;
 
+	if (count == 3 && !strcmp(arguments[1], "groups")) {
+		char list[64];
+
+		strcpy(values[FUNCTIONS], "1");
+		vfio = arguments[2];
+		list_groups(list, sizeof list);
+		return puts(list) < 0;
+	}
 	if (count == 3) {
 		char *own[] = {arguments[1], arguments[2], "timeout=1"};
 
@@ -88,3 +98,39 @@ def test_a_task_asks_the_agent_only_if_its_job_has_a_record(asking: list[str], t
         except BlockingIOError:
             asked = False
     assert asked is recorded
+
+
+def test_the_agent_is_told_of_the_iommu_groups_that_the_job_may_open(asking: list[str], tmp_path: Path) -> None:
+    def listed() -> set[str]:
+        done = subprocess.run([asking[0], "groups", tmp_path / "vfio"], capture_output=True, text=True, check=True)
+        return set(done.stdout.strip().split(",")) - {""}
+
+    assert listed() == set(), "there is no such directory"
+    (tmp_path / "vfio").mkdir()
+    for name in ("vfio", "4", "17", "noiommu-3"):
+        (tmp_path / "vfio" / name).touch()
+    assert listed() == {"4", "17"}
+    for number in range(100, 200):
+        (tmp_path / "vfio" / str(number)).touch()
+    assert 10 < len(listed()) < 20 and all(len(name) <= 3 for name in listed()), "what there is room for, whole"
+
+
+DEVICES = Path("/sys/fs/cgroup/devices")
+
+
+@pytest.mark.skipif(not os.access(DEVICES / "cgroup.procs", os.W_OK), reason="needs the device controller, version 1")
+def test_of_the_iommu_groups_those_are_listed_that_the_jobs_control_group_may_open(
+    asking: list[str], tmp_path: Path
+) -> None:
+    """As task/cgroup does it with ConstrainDevices: it denies what is in gres.conf and not the job's."""
+    for number in (4, 17):  # no such devices: what counts is whether they could be opened
+        os.mknod(tmp_path / str(number), stat.S_IFCHR | 0o600, os.makedev(241, number))
+    group = DEVICES / f"multiverse-test-{os.getpid()}"
+    group.mkdir()
+    try:
+        (group / "devices.deny").write_text("c 241:17 rwm")
+        enter = f"echo $$ > {group}/cgroup.procs && exec {asking[0]} groups {tmp_path}"
+        done = subprocess.run(["sh", "-c", enter], capture_output=True, text=True, check=True)
+        assert done.stdout == "4\n"
+    finally:
+        group.rmdir()

@@ -1,6 +1,7 @@
-"""What Slurm's plugin and the program that enters a VM ask the agent of their host: one line each, and one answer.
+r"""What Slurm's plugin and the program that enters a VM ask the agent of their host: one line each, and one answer.
 
-    provide job=12 uid=1000 cores=2 allocated=600 image=slim cpus=2 memory=512 disk= vms=1 nodes=n[1-2] node=n1
+    provide job=12 uid=1000 cores=2 allocated=600 image=slim cpus=2 memory=512 disk= vms=1 functions=1 groups=4,7 \
+        nodes=n[1-2] node=n1
     enter job=12 vm=0
     release job=12
     test
@@ -20,7 +21,7 @@ from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException
 from multiverse.core.errors import MultiverseError, Refused
 from multiverse.core.model import Size
 
-PROTOCOL = 2
+PROTOCOL = 3
 """What the plugin and the agent say to each other, records included. spank/multiverse.c has the same number."""
 
 LONGEST_REQUEST = 8192
@@ -28,6 +29,9 @@ LONGEST_REQUEST = 8192
 
 MOST_VMS = 64
 """VMs of one job on one host, at most."""
+
+MOST_FUNCTIONS = 4
+"""Virtual functions of one VM, at most: it has a root port for each."""
 
 _IMAGE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
 _LAST_JOB = 0x03FF_FFFF  # MAX_JOB_ID in Slurm's slurm_protocol_defs.h
@@ -37,7 +41,8 @@ _LAST_JOB = 0x03FF_FFFF  # MAX_JOB_ID in Slurm's slurm_protocol_defs.h
 class ProvideVm:
     """The VMs of a job are to be there, so many on this host. `cores` and `allocated` are what the job has on this
     host. 0 in `cpus`, `memory` and `disk`, and an empty `image`, were not given. `nodes` are all of the job's, in an
-    order that is the same on each, and `node` is which of them this host is, from 0 on."""
+    order that is the same on each, and `node` is which of them this host is, from 0 on. Each VM is to have `functions`,
+    and the job may open the device files of these IOMMU `groups`."""
 
     job: int
     uid: int
@@ -50,6 +55,8 @@ class ProvideVm:
     vms: int = 1
     nodes: tuple[str, ...] = ()
     node: int = 0
+    functions: int = 0
+    groups: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +101,14 @@ def parse(line: bytes) -> ProvideVm | EnterVm | ReleaseVm | PluginTest:
             vms = _number(values, "vms") or 1
             if vms > MOST_VMS:
                 raise Refused(f"--vm-per-node={vms}: a job has at most {MOST_VMS} VMs on a node")
+            functions = _number(values, "functions")
+            if functions > MOST_FUNCTIONS:
+                raise Refused(f"--sriov={functions}: a VM has at most {MOST_FUNCTIONS} virtual functions")
+            groups = tuple(_number({"groups": one}, "groups") for one in values.get("groups", "").split(",") if one)
             nodes, node = _place(values)
-            return ProvideVm(job, image=image, vms=vms, nodes=nodes, node=node, **numbers)
+            return ProvideVm(
+                job, image=image, vms=vms, nodes=nodes, node=node, functions=functions, groups=groups, **numbers
+            )
     raise Refused(f"the agent cannot {operation!r}", hint="install the plugin and the agent of one release")
 
 

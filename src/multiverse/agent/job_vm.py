@@ -20,7 +20,8 @@ class JobVm:
     """A VM of one run of a job. `run` is random, for its name; `record` is when the plugin recorded the run (Unix time
     in nanoseconds), 0 if it did not. `number` is the job's on this host, and chooses its addresses here; `token` is the
     VM's, `task_token` what its guest knows the agent of the host by. `groups` are the job's control groups. The job has
-    `vms` on each of its `nodes`, of which this host is number `node`, and this VM is number `index` here."""
+    `vms` on each of its `nodes`, of which this host is number `node`, and this VM is number `index` here. It has
+    `functions` of this host's devices; `function_groups` are the IOMMU groups whose device files the job may open."""
 
     job: int
     run: int
@@ -38,6 +39,8 @@ class JobVm:
     vms: int = 1
     nodes: tuple[str, ...] = ("",)
     node: int = 0
+    functions: int = 0
+    function_groups: tuple[int, ...] = ()
 
     @property
     def place(self) -> int:
@@ -82,6 +85,10 @@ class JobHost(Protocol):
 
     def remove(self, vm: JobVm) -> None:
         """Let the guest write back, end the VM and remove all of it. Absent is success."""
+        ...
+
+    def return_rest(self) -> None:
+        """Take back what VMs had that do not exist any more."""
         ...
 
     def remove_network(self, vms: tuple[JobVm, ...]) -> None:

@@ -89,6 +89,7 @@ class JobVmService:
                 await self._release(job)
             except MultiverseError as error:
                 log.warning("VMs of an ended job not released", job=job, reason=str(error))
+        await self._call(self._host.return_rest)
 
     async def close(self) -> None:
         """End the connections. VMs stay as they are, also unfinished ones."""
@@ -187,6 +188,8 @@ class JobVmService:
                 vms=request.vms,
                 nodes=request.nodes,
                 node=request.node,
+                functions=request.functions,
+                function_groups=request.groups,
             )
             for index, run in enumerate(runs)
         )
@@ -302,8 +305,9 @@ class JobVmSizes:
 
 def _read(path: Path) -> tuple[JobVm, ...]:
     """The VMs of a job, from their file. Raises what a damaged file raises."""
-    lists = ("groups", "nodes")
-    found = tuple(JobVm(**one | {key: tuple(one[key]) for key in lists}) for one in json.loads(path.read_text()))
+    lists = ("groups", "nodes", "function_groups")
+    described = json.loads(path.read_text())
+    found = tuple(JobVm(**one | {key: tuple(one[key]) for key in lists if key in one}) for one in described)
     if not found:
         raise ValueError(f"{path} is empty")
     return found

@@ -164,6 +164,14 @@ class JoinJobMessage(TypedDict):
     mtu: int
 
 
+class TakeFunctionsMessage(TypedDict):
+    """`ports` are the device numbers of the root ports that functions were plugged into."""
+
+    type: Literal["take_functions"]
+    ports: list[int]
+    uid: int
+
+
 def identity_message(identity: Identity, cpus: int, plugged: int, disk: int) -> bytes:
     """The line that gives a clone its identity. It holds fresh random bytes and the time: never keep or resend it.
 
@@ -198,6 +206,12 @@ def join_job_message(hostname: str, address: str, peers: Sequence[tuple[str, str
     return line
 
 
+def take_functions_message(ports: Sequence[int], uid: int) -> bytes:
+    """The line that gives this user of a VM the virtual functions that were plugged into these root ports. The agent
+    answers `took_functions`; agents of earlier images ignore it."""
+    return _line(TakeFunctionsMessage(type="take_functions", ports=list(ports), uid=uid))
+
+
 def add_user_message(user: User) -> bytes:
     """The line that adds a user to a VM that runs, and corrects its clock. The agent answers `introduced`."""
     return _line(AddUserMessage(type="introduce", user=_wire_user(user), time=time.time()))
@@ -211,7 +225,9 @@ def serve_tasks_message(token: str, directory: str) -> bytes:
     return _line(ServeTasksMessage(type="serve_tasks", token=token, commands=commands))
 
 
-def _line(message: IdentityMessage | AddUserMessage | ServeTasksMessage | JoinJobMessage) -> bytes:
+def _line(
+    message: IdentityMessage | AddUserMessage | ServeTasksMessage | JoinJobMessage | TakeFunctionsMessage,
+) -> bytes:
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
 

@@ -90,14 +90,16 @@ class View:
     """What one program can reach. Paths are absolute, and the same inside as outside; files keep owner and mode.
 
     `base` is an empty directory: the new root is mounted there, inside only. `readable` are files and directories,
-    `writable` are files. `outputs` are new files, owned by `owner`, in a file system of `OUTPUT_ROOM` bytes that ends
-    with the program. `proc` says that the program sees /proc with itself alone, until `remove_proc` is called.
+    `writable` are files, `devices` are device files beside those of the system. `outputs` are new files, owned by
+    `owner`, in a file system of `OUTPUT_ROOM` bytes that ends with the program. `proc` says that the program sees /proc
+    with itself alone, until `remove_proc` is called.
     """
 
     system: System
     base: Path
     readable: tuple[Path, ...] = ()
     writable: tuple[Path, ...] = ()
+    devices: tuple[Path, ...] = ()
     outputs: tuple[Path, ...] = ()
     owner: int = 0
     proc: bool = False
@@ -215,7 +217,7 @@ def _binds(view: View) -> Iterator[tuple[Path, int | None]]:
     found |= dict.fromkeys(system.hidden, None)
     found |= dict.fromkeys((*system.files, *view.readable), MS_RDONLY | _DATA)
     found |= dict.fromkeys(view.writable, _DATA)
-    found |= dict.fromkeys(system.devices, MS_RDONLY | MS_NOSUID | MS_NOEXEC)
+    found |= dict.fromkeys((*system.devices, *view.devices), MS_RDONLY | MS_NOSUID | MS_NOEXEC)
     return iter(sorted(found.items(), key=lambda item: len(item[0].parts)))
 
 

@@ -89,6 +89,20 @@ def limit_files(process: ProcessIdentity, uid: int, size: int) -> None:
         raise Broken(f"cannot limit the files of process {process.pid}: {error}", hint=hint) from error
 
 
+def limit_locked_memory(process: ProcessIdentity, size: int) -> None:
+    """Let that process keep so many bytes of memory in place (setrlimit(2), RLIMIT_MEMLOCK). A process that has ended
+    is no error. Raises `Broken` if this is not permitted."""
+    try:
+        with suppress(ProcessLookupError):
+            if process.is_alive():
+                resource.prlimit(process.pid, resource.RLIMIT_MEMLOCK, (size, size))
+    except (OSError, ValueError) as error:
+        raise Broken(
+            f"cannot let process {process.pid} keep {size >> 20} MiB in place: {error}",
+            hint="the agent needs CAP_SYS_RESOURCE",
+        ) from error
+
+
 def _call_as(uid: int, function: Callable[[], None]) -> None:
     """Call a function in a thread that has that user and group, and ends afterwards. On Linux each thread has ids of
     its own; glibc's functions would change those of all threads (nptl(7))."""

@@ -26,7 +26,9 @@ class Specification:
     `template_account` the account that the template is for, empty if for all; a VM of another kind has none. `spare`
     says that no job waits for the VM yet, so its creation may take longer to make its start quicker. `job_groups` are
     the directories of the control groups of the job that the VM is inside of; without any, the host limits the VM.
-    `job_address`, with prefix length, is a second one that such a VM has in the network of its job.
+    `job_address`, with prefix length, is a second one that such a VM has in the network of its job. `functions` is how
+    many virtual functions of this host it has, and `function_groups` the IOMMU groups that these may be of; None if
+    any.
     `token` and `address` may be empty, for callers that know neither yet; then nothing is checked about them.
     """
 
@@ -43,6 +45,8 @@ class Specification:
     spare: bool = False
     job_groups: tuple[str, ...] = ()
     job_address: str = ""
+    functions: int = 0
+    function_groups: tuple[int, ...] | None = None
 
     @property
     def bare_address(self) -> str:

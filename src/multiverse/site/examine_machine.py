@@ -173,6 +173,31 @@ def clock(facts: MachineFacts) -> Iterator[Finding]:
         )
 
 
+def functions(settings: Settings, facts: MachineFacts) -> Iterator[Finding]:
+    """Whether VMs inside jobs can have the virtual functions that the settings offer."""
+    offered = ", ".join(settings.job_vms.sriov)
+    if not offered:
+        return
+    if not facts.iommu:
+        yield _problem(
+            "IOMMU",
+            "the kernel uses no IOMMU, so no VM can have a virtual function: it could write to all memory",
+            "turn VT-d or AMD-Vi on in the firmware, and boot with intel_iommu=on or amd_iommu=on",
+        )
+    if not facts.functions:
+        yield _problem(
+            "job_vms.sriov",
+            f"there is no virtual function of {offered}",
+            "create them at each boot: echo N > /sys/bus/pci/devices/ADDRESS/sriov_numvfs",
+        )
+    elif facts.iommu:
+        for one in facts.functions:
+            if one.problem:
+                yield _note(
+                    "job_vms.sriov", f"no VM can have {one.address} now: {one.problem}", "leave it, or mend that"
+                )
+
+
 def examine(settings: Settings, facts: MachineFacts) -> Iterator[tuple[str, list[Finding]]]:
     """All examinations of a machine as a host, by name."""
     yield "rights and directories", list(rights(facts))
@@ -183,3 +208,5 @@ def examine(settings: Settings, facts: MachineFacts) -> Iterator[tuple[str, list
     yield "memory", list(memory(settings, facts))
     yield "disk", list(disk(settings, facts))
     yield "clock", list(clock(facts))
+    if settings.job_vms.sriov:
+        yield "virtual functions", list(functions(settings, facts))

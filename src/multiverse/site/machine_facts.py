@@ -13,6 +13,7 @@ from multiverse.config import Settings
 from multiverse.core.errors import MultiverseError, Refused
 from multiverse.host import cgroups, path_security
 from multiverse.host.qemu import probe
+from multiverse.host.virtual_functions import RECORDS, VirtualFunction, VirtualFunctions
 from multiverse.system import clock
 
 _MIB = 1 << 20
@@ -21,6 +22,7 @@ _TUN = Path("/dev/net/tun")
 _NAMESPACES = Path("/proc/sys/user/max_net_namespaces")
 _MEMINFO = Path("/proc/meminfo")
 _MOUNTS = Path("/proc/mounts")
+_IOMMU_GROUPS = Path("/sys/kernel/iommu_groups")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ class MachineFacts:
     """Facts of this machine as a host. Memory and disk in MiB. `kvm` is why KVM runs no guests (empty: it does, None:
     not tried). `unsafe` is why directories may not be used, each with what to do. `clock`: whether the kernel's clock
     is synchronised, None if it does not say. `tun` is why no tap can be made. `libraries` and `programs` are those that
-    are missing."""
+    are missing. `functions` are the virtual functions that the settings offer. `iommu`: whether the kernel uses one."""
 
     root: bool = True
     qemu: str = ""
@@ -57,6 +59,8 @@ class MachineFacts:
     cgroups: bool = True
     libraries: tuple[str, ...] = ()
     programs: tuple[str, ...] = ()
+    functions: tuple[VirtualFunction, ...] = ()
+    iommu: bool = True
 
 
 def of_machine(settings: Settings, *, kvm: bool = True) -> MachineFacts:
@@ -81,6 +85,8 @@ def of_machine(settings: Settings, *, kvm: bool = True) -> MachineFacts:
         cgroups=bool(cgroups.hierarchies()),
         libraries=tuple(name for name in ("libnftables.so.1",) if not _loads(name)),
         programs=tuple(name for name in ("qemu-img", "munge", "unmunge") if shutil.which(name) is None),
+        functions=tuple(VirtualFunctions(settings.job_vms.sriov, settings.qemu.vms / RECORDS).listed()),
+        iommu=any(_IOMMU_GROUPS.glob("*")),
     )
 
 

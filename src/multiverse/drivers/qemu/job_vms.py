@@ -37,7 +37,8 @@ class QemuJobVms:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._addresses = JobAddresses(ipaddress.IPv4Network(settings.job_vms.subnet))
-        self._host = QemuHost(replace(host_config(settings, JOB_SITE), guests=self._addresses.guests))
+        config = host_config(settings, JOB_SITE)
+        self._host = QemuHost(replace(config, guests=self._addresses.guests, functions=settings.job_vms.sriov))
 
     def close(self) -> None:
         self._host.close()
@@ -62,6 +63,8 @@ class QemuJobVms:
         self._create(spec)
         self._host.start(spec.name, self._plugged(vm), self._identity(spec, vm, vms, user))
         known = (*self._settings.network.hosts, *peers)
+        if spec.functions:
+            self._host.plug_functions(spec.name, vm.uid)
         self._host.join_job(spec.name, guest_name(vm.job, vm.place), spec.job_address, known, self._overlay(vm).mtu)
         self._host.serve_tasks(spec.name, vm.task_token, str(self._settings.slurm.directory()))
 
@@ -101,6 +104,10 @@ class QemuJobVms:
         """See `JobHost`."""
         self._host.destroy(job_vm_name(vm), self._settings.pacing.reclaim_grace, vm.token)
 
+    def return_rest(self) -> None:
+        """See `JobHost`."""
+        self._host.return_functions()
+
     def remove_network(self, vms: tuple[JobVm, ...]) -> None:
         """See `JobHost`."""
         self._overlay(vms[0]).remove()
@@ -133,6 +140,9 @@ class QemuJobVms:
             template_size=base if instant else None,
             job_groups=vm.groups,
             job_address=f"{self._addresses.shared(vm.place)}/{prefix}",
+            functions=vm.functions,
+            # Where Slurm knows the functions, those that it did not give to the job cannot be opened by it.
+            function_groups=vm.function_groups if self._settings.job_vms.sriov_gres else None,
         )
 
     def _plugged(self, vm: JobVm) -> Size:

@@ -101,6 +101,7 @@ def render(settings: Settings, site: Site) -> dict[str, str]:
         "hook": hook_lines(settings),
         "inbox": slurm.inbox,
         "job_feature": settings.job_vms.feature,
+        "sriov_gres": settings.job_vms.sriov_gres,
         "gate_partition": slurm.gate_partition,
         "run_partition": slurm.run_partition,
         "gate_feature": slurm.gate_feature,

@@ -133,6 +133,13 @@ def _job_vms(settings: Settings, site: SiteConf) -> Iterator[Finding]:
             "a step whose environment lacks the options of its job would not run in the job's VM",
             "add Alloc to PrologFlags, then restart slurmctld and all slurmds",
         )
+    gres = settings.job_vms.sriov_gres
+    if gres and gres not in conf.value(site.text, "GresTypes").split(","):
+        yield _problem(
+            "GresTypes",
+            f"Slurm knows no GRES {gres}, by which it is to count virtual functions (job_vms.sriov_gres)",
+            f"add {gres} to GresTypes, and to gres.conf and the nodes: see docs/operations.md",
+        )
     feature = settings.job_vms.feature
     for node in site.records("NodeName"):
         if feature in _features(node):

@@ -13,6 +13,7 @@ from multiverse.guest.agent.channel import HostChannel
 from multiverse.guest.agent.contract import INTRODUCED, MOST_WAIT, VERSION, GuestAgentError
 from multiverse.guest.agent.daemons import Children, DaemonProcess
 from multiverse.guest.agent.files import make_pipe, write_kernel_file
+from multiverse.guest.agent.functions import take_function
 from multiverse.guest.agent.hotplug import count_cpus, use_plugged
 from multiverse.guest.agent.identity import (
     StageTimer,
@@ -90,6 +91,8 @@ class GuestAgent:
                 self.add_user(message)
             elif message.get("type") == "join_job":
                 self.join_job(message)
+            elif message.get("type") == "take_functions":
+                self.take_functions(message)
             elif message.get("type") == "serve_tasks":
                 self.serve_tasks(message)
             elif message.get("type") == "audit":
@@ -170,6 +173,12 @@ class GuestAgent:
         add_address(interface(), message["address"])
         set_host_names(message["hostname"], message["address"], message["peers"])
         self.channel.send("joined_job")
+
+    def take_functions(self, message: dict[str, Any]) -> None:
+        """Give the user of the VM's job the virtual functions that were plugged."""
+        for port in message["ports"]:
+            take_function(port, message["uid"])
+        self.channel.send("took_functions")
 
     def serve_tasks(self, message: dict[str, Any]) -> None:
         """Accept the tasks of the VM's job from now on, on connections that begin with the token of the message."""

@@ -30,6 +30,7 @@ from multiverse.host.qemu.templates import FrozenTemplate
 from multiverse.host.registry import VmRegistry
 from multiverse.host.specification import Specification
 from multiverse.host.uids import UidPool
+from multiverse.host.virtual_functions import RECORDS, VirtualFunctions
 from multiverse.images.catalog import Image
 from multiverse.images.store import ImageStore
 from multiverse.system import tsc
@@ -51,7 +52,8 @@ class QemuHostConfig:
     that a VM of any host can have. `uplink` connects the bridge with other hosts, if it is known; where `capacity` has
     no bandwidth, that of the uplink counts. Images that are not in `images` are copied from `image_source`. `features`
     are the modes of `HostFeatures`. `numa` is where the kernel describes the machine's NUMA nodes. `overlay` connects
-    the bridge with those of other hosts, and `mtu` is that of guests where it is not 1500.
+    the bridge with those of other hosts, and `mtu` is that of guests where it is not 1500. `functions` says which
+    virtual functions VMs may have (see `VirtualFunctions`).
     """
 
     host: str
@@ -76,6 +78,7 @@ class QemuHostConfig:
     numa: Path = NODES
     overlay: OverlayConfig | None = None
     mtu: int = 0
+    functions: tuple[str, ...] = ()
     features: Mapping[Feature, str] = field(default_factory=dict)
 
 
@@ -115,6 +118,7 @@ class HostContext:
         )
         self.registry = VmRegistry(config.vms)
         self.uids = UidPool(*config.uids)
+        self.functions = VirtualFunctions(config.functions, config.vms / RECORDS)
         self.sealed = SealedMemory()
         self.numa = NumaNodes(config.vms, config.overcommit.cpus, config.numa)
         self.cgroups = Cgroups(cpusets=self.numa.are_several)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from multiverse.host.qemu.templates import FrozenTemplate
 from multiverse.host.registry import Resource, host_lock
 from multiverse.host.specification import Specification
 from multiverse.host.uids import ProcessUser
+from multiverse.host.virtual_functions import VirtualFunction
 from multiverse.images.catalog import Image
 from multiverse.system.processes import ProcessIdentity, boot_id
 
@@ -30,13 +31,14 @@ _WAKE_TIMEOUT = 30.0  # seconds for a restored guest's first message
 
 @dataclass(frozen=True)
 class _Parts:
-    """What a VM is launched from. `record` is its manifest as written so far."""
+    """What a VM is launched from. `record` is its manifest as written so far, `functions` are bound for it."""
 
     machine: QemuMachine
     image: Image
     template: FrozenTemplate | None
     record: Manifest
     user: ProcessUser | None
+    functions: Sequence[VirtualFunction] = ()
 
 
 def create(host: HostContext, spec: Specification) -> list[Stage]:
@@ -108,8 +110,12 @@ def _create(host: HostContext, spec: Specification, paths: Paths, timer: VmStage
         record, user = _allocate(host, spec, image, template)
         disk, how = _make_disk(spec, paths, image, template)
         timer(how)
+        functions: list[VirtualFunction] = []
+        if spec.functions:
+            functions = host.functions.claim(spec.name, spec.functions, spec.function_groups)
+            timer("functions")
         machine = host.vm_machine(spec, image, template, disk)
-        return _launch(host, spec, _Parts(machine, image, template, record, user), timer)
+        return _launch(host, spec, _Parts(machine, image, template, record, user, functions), timer)
     except (OSError, Broken) as error:
         if template is not None and not template.state.exists():  # deleted meanwhile, at whatever stage
             raise Gone(f"the template of {spec.image} was deleted", hint="it is built again on demand") from error
@@ -191,8 +197,9 @@ def _launch(host: HostContext, spec: Specification, parts: _Parts, timer: VmStag
                 incoming=template is not None,
                 user=user,
                 system=host.system,
-                readable=_readable(parts.image, template),
+                readable=(*_readable(parts.image, template), *(each.directory for each in parts.functions)),
                 writable=(machine.disk,),
+                devices=tuple({path for each in parts.functions for path in host.functions.device_files(each)}),
                 fds=fds,
                 started=started,
                 stage=timer,

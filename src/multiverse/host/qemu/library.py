@@ -13,12 +13,20 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from multiverse.core.errors import Gone, Refused
+from multiverse.core.errors import Broken, Gone, Refused, Unknown
 from multiverse.core.model import HypervisorView, Identity, Neighbour, Size, Stage, TemplateKey, User
-from multiverse.guest.protocol import AUDIT, Report, add_user_message, join_job_message, serve_tasks_message
+from multiverse.guest.protocol import (
+    AUDIT,
+    Report,
+    add_user_message,
+    join_job_message,
+    serve_tasks_message,
+    take_functions_message,
+)
 from multiverse.host import manifest, namespaces, path_security, process
 from multiverse.host.qemu import creation, removal, start, templates
 from multiverse.host.qemu.context import HostContext, QemuHostConfig
+from multiverse.host.qemu.functions import plug_functions
 from multiverse.host.qemu.machine import Accelerator
 from multiverse.host.qemu.observation import HostObserver
 from multiverse.host.specification import Specification
@@ -28,6 +36,7 @@ from multiverse.images.catalog import Image
 __all__ = ["QemuHost", "QemuHostConfig", "Specification"]
 
 _ANSWER_TIMEOUT = 10.0  # seconds for an answer that needs no work; a guest may be busy
+_DRIVER_TIMEOUT = 120.0  # seconds until a guest has found and taken functions: see `guest.agent.functions`
 _OPEN_FILES = 65536
 
 
@@ -218,6 +227,21 @@ class QemuHost:
         not answer, and `Broken` if it reports a failure."""
         channel = self._context.connections.started_channel(name)
         channel.ask(join_job_message(hostname, address, peers, mtu), "joined_job", _ANSWER_TIMEOUT)
+
+    def plug_functions(self, name: str, uid: int) -> None:
+        """Plug the virtual functions that a running VM was created with, and make the guest give them to that user.
+        Raises `Gone` if it is not started, and `Broken` if QEMU refuses one, or the guest cannot use it."""
+        channel = self._context.connections.started_channel(name)
+        ports = plug_functions(self._context, name)
+        try:
+            channel.ask(take_functions_message(ports, uid), "took_functions", _DRIVER_TIMEOUT)
+        except Unknown as error:
+            hint = "build its image again: an earlier release's guest agent does not know them"
+            raise Broken(f"the guest of VM {name} did not take its virtual functions", hint=hint) from error
+
+    def return_functions(self) -> None:
+        """Return the virtual functions that are recorded for VMs of which no part exists."""
+        self._context.functions.release_unclaimed(lambda name: (self.config.vms / name).exists())
 
     def serve_tasks(self, name: str, token: str, directory: str) -> None:
         """Make the guest accept the tasks of the job that its VM is inside of, on connections to its `TASKS_PORT` that

@@ -13,7 +13,8 @@ from multiverse.guest.protocol import PORT
 # over its QEMU cannot use them.
 _SANDBOX = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"
 _MODERN = "disable-legacy=on,disable-modern=off"
-SPARE_PORTS = 4  # PCI Express root ports for devices plugged later
+# Numbers of the devices that are PCI Express root ports, for devices plugged later.
+PORTS = (0x08, 0x09, 0x10, 0x11)
 DIMMS = 8  # slots for memory plugged later
 HUGE_PAGE = 2 << 20  # bytes; memory is plugged in blocks of 128 MiB, so pages of 1 GiB would not fit
 # An emulated CPU needs no mitigations and has one clock. Without `lpj` each plugged CPU calibrates for 0.2 s; the value
@@ -145,9 +146,10 @@ class QemuMachine:
         argv = ["-machine", f"{board}{backing}",
                 "-accel", self.accelerator.options, "-cpu", self.accelerator.cpu,
                 "-smp", f"{self.cpus},maxcpus={max(self.limits.cpus, self.cpus)}", "-m", memory]  # fmt: skip
-        for i in range(SPARE_PORTS):
+        for i, device in enumerate(PORTS):
             # Without the reserve the guest cannot place the large BAR of a device that is plugged later.
-            argv += ["-device", f"pcie-root-port,id=rp{i},bus=pcie.0,chassis={i + 1},addr={i + 8},pref64-reserve=256M"]
+            where = f"chassis={i + 1},addr={device:x},pref64-reserve=256M"
+            argv += ["-device", f"pcie-root-port,id=rp{i},bus=pcie.0,{where}"]
         return argv
 
     def argv(self, binary: str, wiring: Wiring, *, paused: bool, incoming: bool = False) -> list[str]:

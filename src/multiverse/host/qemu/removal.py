@@ -44,6 +44,7 @@ def destroy(host: HostContext, name: str, grace: float, token: str = "") -> None
         kill_qemu(name, paths, known)
         host.connections.drop(name)
         host.outputs.drop(name)
+        host.functions.release(name)
         tap.remove_tap(name)
         host.groups(known.job_groups if known is not None else ()).remove(name)
         if known is not None:

@@ -92,10 +92,10 @@ class Launch:
     """How a QEMU is started. `machine` names the tap, unless `tap` does; `bridge` is what the tap joins, if any.
 
     QEMU runs as `user`, if there is one. Then it is contained too: of the file system it sees only `system`, and the
-    files and directories `readable` and `writable`. It inherits `fds`, at the same numbers, and opens them by their
-    paths in /proc. `incoming` makes it wait for a state to be restored. `started` is called at once with the new
-    process; `failed` with the reason, if QEMU ends by itself before it answers and does not lack memory; `stage` with
-    the name of each stage that ends.
+    files and directories `readable`, `writable` and `devices`. It inherits `fds`, at the same numbers, and opens them
+    by their paths in /proc. `incoming` makes it wait for a state to be restored. `started` is called at once with the
+    new process; `failed` with the reason, if QEMU ends by itself before it answers and does not lack memory; `stage`
+    with the name of each stage that ends.
     """
 
     machine: QemuMachine
@@ -109,6 +109,7 @@ class Launch:
     system: System | None = None
     readable: tuple[Path, ...] = ()
     writable: tuple[Path, ...] = ()
+    devices: tuple[Path, ...] = ()
     fds: Sequence[int] = ()
     started: Callable[[ProcessIdentity], None] = lambda identity: None
     failed: Callable[[str], None] = lambda reason: None
@@ -124,6 +125,7 @@ class Launch:
             self.paths.run,
             self.readable,
             self.writable,
+            self.devices,
             self.paths.outputs,
             self.user.uid,
             proc=bool(self.fds),

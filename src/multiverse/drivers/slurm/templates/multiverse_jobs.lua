@@ -9,7 +9,7 @@ local feature = site.job_feature or "job-vms" -- the file of the previous releas
 
 local PREFIX = "_SLURM_SPANK_OPTION_multiverse_" -- how Slurm names the options of the plugin in spank_job_env
 local MIB = { [""] = 1, k = 1 / 1024, m = 1, g = 1024, t = 1048576 }
-local MOST_CPUS, MOST_VMS, LONGEST_IMAGE, MOST_MIB = 4096, 64, 64, 2 ^ 32
+local MOST_CPUS, MOST_VMS, MOST_FUNCTIONS, LONGEST_IMAGE, MOST_MIB = 4096, 64, 4, 64, 2 ^ 32
 
 local function is_image(text)
   return #text <= LONGEST_IMAGE and string.find(text, "^[%w_][%w._-]*$") ~= nil
@@ -27,11 +27,15 @@ local function is_size(text)
   return size >= 1 and size <= MOST_MIB
 end
 
+-- Nothing is one: --sriov has a value that may be left out.
+local function is_functions(text) return text == "" or is_count(MOST_FUNCTIONS)(text) end
+
 local SIZE = "a size in MiB, or with K, M, G or T after it"
 local WORDS = {
   image = { option = "vm_image", is = is_image, form = "the name of an image" },
   vcpu = { option = "vcpu_per_vm", is = is_count(MOST_CPUS), form = "a number of virtual CPUs, at least 1" },
   ["per-node"] = { option = "vm_per_node", is = is_count(MOST_VMS), form = "a number of VMs, from 1 to 64" },
+  sriov = { option = "sriov", is = is_functions, form = "a number of virtual functions, from 1 to 4" },
   memory = { option = "memory_per_vm", is = is_size, form = SIZE },
   disk = { option = "disk_size", is = is_size, form = SIZE },
 }
@@ -63,7 +67,7 @@ local function read(comment)
     local known = WORDS[key]
     if not known then
       return nil, string.format("vm:%s in --comment is not supported for VMs inside a job: use image, per-node, vcpu,"
-        .. " memory or disk, or submit to partition %s", part, site.gate_partition)
+        .. " memory, disk or sriov, or submit to partition %s", part, site.gate_partition)
     end
     if found[PREFIX .. known.option] then return nil, string.format("vm:%s is given twice in --comment: give it once", key) end
     if not known.is(text) then return nil, string.format("vm:%s in --comment is wrong: give %s", part, known.form) end
@@ -85,6 +89,20 @@ local function with_feature(features)
     return nil, "parentheses beside | in --constraint are not supported for VMs inside a job: write (a|b)&c"
   end
   return features .. "&" .. feature
+end
+
+-- Why the functions of a job's VMs cannot be requested of Slurm, or nil. They are, where the site has told Slurm of them:
+-- `wanted` has the job's options.
+local function request_functions(job, wanted)
+  local name, functions = site.sriov_gres or "", wanted[PREFIX .. "sriov"]
+  if name == "" or not functions then return nil end
+  local given = job.gres or "" -- what --gres and --gpus-per-node have asked for, as gres:NAME:COUNT or gres/NAME:COUNT
+  if string.find("," .. given .. ",", "[,:/]" .. name:gsub("%p", "%%%0") .. "[,:=]") then
+    return string.format("--sriov requests %s of Slurm for all VMs of the job: leave it out of --gres", name)
+  end
+  local count = (tonumber(functions) or 1) * (tonumber(wanted[PREFIX .. "vm_per_node"]) or 1)
+  job.gres = string.format("%s%s%s:%d", given, given == "" and "" or ",", name, count)
+  return nil
 end
 
 -- Whether a constraint has our feature, as with_feature adds it.
@@ -123,6 +141,8 @@ function inside.submit(job)
   end
   local features
   features, message = with_feature(job.features)
+  if message then return message end
+  message = request_functions(job, any and given or wanted)
   if message then return message end
   job.features = features
   -- Steps learn from the job's record on the node. If that cannot be written, a batch script is to see by its environment

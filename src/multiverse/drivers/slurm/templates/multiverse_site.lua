@@ -5,6 +5,7 @@ return {
   gate_feature = "{{ gate_feature }}",
   inbox = "{{ inbox }}",
   job_feature = "{{ job_feature }}",
+  sriov_gres = "{{ sriov_gres }}",
   max_nodes = {{ gate_nodes }},
   max_sockets = {{ gate_sockets }},
   max_disk = {{ max_disk }},
