@@ -15,6 +15,8 @@ from multiverse.core.errors import MultiverseError, Superseded, Unknown, Unreach
 
 def _interrupt(_number: int, _frame: object) -> None:
     """Treat SIGTERM and SIGHUP like Ctrl-C, so that the command cleans up before it ends."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in what a shell's script starts with `&`
+        raise KeyboardInterrupt
     signal.raise_signal(signal.SIGINT)
 
 

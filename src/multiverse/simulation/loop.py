@@ -142,6 +142,9 @@ def run(main: Coroutine[Any, Any, T], seed: int, most: int = 0) -> T:
         try:
             with _no_threads():
                 return loop.run_until_complete(main)  # type: ignore[no-any-return]
+        except KeyboardInterrupt:  # it ended whichever task was its turn, and nobody asks that task how it ended
+            loop.set_exception_handler(lambda _loop, _context: None)
+            raise
         finally:
             _cancel_rest(loop)
     finally:
