@@ -111,20 +111,21 @@ int has_pmi(char **environment)
 /*
  * A copy of an environment for mventer, which is a program on this host: what the dynamic loader and the C library would
  * load for it gets a prefix that mventer takes off again, because a user's library is for the guest. The task is told how
- * many VMs each node has. NULL if there is no memory.
+ * many VMs each node has, and how many regions they share. NULL if there is no memory.
  */
 char **keep_for_guest(char **environment)
 {
 	static const char *const loaders[] = {"LD_", "GCONV_PATH=", "GLIBC_TUNABLES="};
-	static char vms[sizeof values[VMS] + 32];
+	static char vms[sizeof values[VMS] + 32], regions[sizeof values[REGIONS] + 32];
 	size_t count = 0;
 	char **copy, *kept;
 
 	while (environment[count])
 		count++;
-	if (!(copy = calloc(count + 2, sizeof *copy)))
+	if (!(copy = calloc(count + 3, sizeof *copy)))
 		return NULL;
 	snprintf(vms, sizeof vms, "MULTIVERSE_VMS_PER_NODE=%s", *values[VMS] ? values[VMS] : "1");
+	snprintf(regions, sizeof regions, "MULTIVERSE_IVSHMEM=%s", *values[REGIONS] ? values[REGIONS] : "0");
 	for (size_t i = 0; i < count; i++) {
 		copy[i] = environment[i];
 		for (size_t j = 0; j < sizeof loaders / sizeof *loaders; j++) {
@@ -136,7 +137,10 @@ char **keep_for_guest(char **environment)
 		}
 		if (!strncmp(environment[i], "MULTIVERSE_VMS_PER_NODE=", 24)) /* of the step that this srun is in */
 			copy[i] = vms;
+		if (!strncmp(environment[i], "MULTIVERSE_IVSHMEM=", 19))
+			copy[i] = regions;
 	}
 	copy[count] = vms; /* getenv(3) finds the first one */
+	copy[count + 1] = regions;
 	return copy;
 }

@@ -34,7 +34,7 @@
 
 #define EXPORTED __attribute__((visibility("default")))
 #define LONGEST_LIST 3072 /* bytes */
-#define PROTOCOL 3 /* of what plugin and agent say to each other: agent/job_protocol.py has the same */
+#define PROTOCOL 4 /* of what plugin and agent say to each other: agent/job_protocol.py has the same */
 #define TEST "MULTIVERSE_PLUGIN_TEST" /* set by the agent, which runs srun --help to test the plugin */
 
 EXPORTED extern const char plugin_name[], plugin_type[];
@@ -222,10 +222,11 @@ static void provide(spank_t spank, uint32_t job)
 	list_groups(groups, sizeof groups);
 	snprintf(request, sizeof request,
 		 "provide job=%u uid=%u cores=%u allocated=%llu image=%s cpus=%s memory=%s disk=%s vms=%s "
-		 "functions=%s groups=%s nodes=%s node=%s\n",
+		 "functions=%s groups=%s regions=%s nodes=%s node=%s\n",
 		 job,
 		 (unsigned)uid, count_of(cores), memory >= NO_VAL64 ? 0ULL : (unsigned long long)memory,
-		 values[IMAGE], values[CPUS], values[MEMORY], values[DISK], values[VMS], values[FUNCTIONS], groups, nodes, node);
+		 values[IMAGE], values[CPUS], values[MEMORY], values[DISK], values[VMS], values[FUNCTIONS], groups,
+		 values[REGIONS], nodes, node);
 	ask(agent, timeout, request, answer);
 }
 

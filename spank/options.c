@@ -16,6 +16,8 @@ const struct vm_option vm_options[COUNT] = {
 	{"vm-per-node", "N", "VMs of the job on each of its nodes (default: 1)", "vms", "per-node"},
 	{"sriov", "N", "virtual functions (SR-IOV) of the node that each of the job's VMs has (default: 1)", "functions",
 	 "sriov"},
+	{"ivshmem", "N", "regions of memory that the job's VMs on a node share, one for each MPI job that runs at a time",
+	 "regions", "ivshmem"},
 };
 
 char values[COUNT][65];
@@ -71,11 +73,12 @@ static const char *mistake(int which, const char *value)
 		strcpy(values[FUNCTIONS], value);
 		return NULL;
 	}
-	if (which == CPUS || which == VMS) {
+	if (which == CPUS || which == VMS || which == REGIONS) {
 		number = *value >= '0' && *value <= '9' ? strtoull(value, &end, 10) : 0;
-		if (!end || *end || !number || number > (which == VMS ? MOST_VMS : 4096))
+		if (!end || *end || !number || number > (which == VMS ? MOST_VMS : which == REGIONS ? MOST_REGIONS : 4096))
 			return which == VMS ? "it is a number of VMs, from 1 to 64"
-					    : "it is a number of virtual CPUs, at least 1";
+			       : which == REGIONS ? "it is a number of regions of shared memory, from 1 to 32"
+						  : "it is a number of virtual CPUs, at least 1";
 	} else if (!(number = size_of(value))) {
 		return "it is a size in MiB, or with K, M, G or T after it";
 	}
@@ -97,7 +100,7 @@ int take_option(int which, const char *value)
 /* Keeps what is asked for by one part of the comment's words, such as vcpu=2; why it is wrong in `problem`. */
 static void take_part(const char *part)
 {
-	const char *equals = strchrnul(part, '='), *wrong = "use image, per-node, vcpu, memory, disk or sriov";
+	const char *equals = strchrnul(part, '='), *wrong = "use image, per-node, vcpu, memory, disk, sriov or ivshmem";
 
 	for (int i = 0; i < COUNT; i++) {
 		if (strlen(vm_options[i].word) != (size_t)(equals - part) ||

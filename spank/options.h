@@ -5,8 +5,9 @@
 #define NAME "multiverse"
 #define MOST_VMS 64 /* as in agent/job_protocol.py */
 #define MOST_FUNCTIONS 4 /* as there */
+#define MOST_REGIONS 32 /* as there */
 
-enum { IMAGE, CPUS, MEMORY, DISK, VMS, FUNCTIONS, COUNT };
+enum { IMAGE, CPUS, MEMORY, DISK, VMS, FUNCTIONS, REGIONS, COUNT };
 
 /* `key` is for the agent, and in the record of a job; `word` in a comment: vm:image=slim,vcpu=2 */
 struct vm_option { const char *name, *argument, *usage, *key, *word; };

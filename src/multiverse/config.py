@@ -371,6 +371,7 @@ class JobVmSettings:
     # The GRES that Slurm counts these functions by, each with File=/dev/vfio/N in gres.conf: jobs get it added, and the
     # functions that Slurm has chosen. Empty: the agent chooses free ones.
     sriov_gres: str = ""
+    ivshmem_size: int = 32  # of each region that the VMs of a job share (--ivshmem); a power of two, at most 256
 
 
 @dataclass(frozen=True)
@@ -722,6 +723,8 @@ def _wrong_job_vms(s: Settings) -> Iterator[str]:
         yield f"job_vms.port: this and {OVERLAY_PORTS - 1} ports after it, without overlay.port, must be UDP ports"
     if jobs.overhead < 64 or jobs.timeout < 1 or jobs.check < 1:
         yield "job_vms: overhead must be at least 64 MiB, and timeout and check at least 1 s"
+    if jobs.ivshmem_size not in (1 << exponent for exponent in range(9)):
+        yield "job_vms.ivshmem_size: must be a power of two, from 1 to 256 MiB"
     if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", jobs.feature) or jobs.feature.startswith("mv_"):
         yield "job_vms.feature: must be a name of letters, digits and ._- that does not begin with mv_"
     for one in jobs.sriov:

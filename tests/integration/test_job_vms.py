@@ -9,7 +9,7 @@ import re
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from multiverse import config
+from multiverse.bench.ivshmem import measure_passing
 from multiverse.config import JobVmSettings
 from multiverse.core.errors import Broken
 from multiverse.drivers.slurm.plugstack import plugstack
@@ -60,8 +61,22 @@ class BareNode:
         found = [str(path) for place in places if place.is_dir() for path in place.iterdir() if _is_of_a_job(path)]
         found += [str(path) for path in Path("/sys/class/net").glob("mvjob-*")]
         found += [str(path) for path in Path("/sys/class/net").glob(f"{jobs.bridge}.*")]
-        groups = baremetal.control_groups_of(self.lab)
-        return found + [str(path) for group in groups for path in group.glob("slurm_*/uid_*/job_*/mvjob-*")]
+        groups = [
+            path
+            for group in baremetal.control_groups_of(self.lab)
+            for path in group.glob("slurm_*/uid_*/job_*/mvjob-*")
+        ]
+        return found + [str(path) for path in (*groups, *self.regions())]
+
+    def regions(self) -> list[Path]:
+        """The descriptors of regions that VMs share, in the agent and in the QEMUs of this lab."""
+        agent, found = AGENT.running(self.under_test.where), []
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it has ended
+                ours = str(self.under_test.where.controller).encode() in (process / "cmdline").read_bytes()
+                if ours or (agent is not None and process.name == str(agent.pid)):
+                    found += [one for one in (process / "fd").iterdir() if one.readlink().name.startswith("ivshmem-")]
+        return found
 
     def has_feature(self) -> bool:
         """Whether the node takes jobs with VMs."""
@@ -185,6 +200,9 @@ def test_each_mistake_has_a_sentence(node: BareNode) -> None:
         ("--disk-size=0", "a size in MiB"),
         ("--vm-per-node=0", "a number of VMs"),
         ("--sriov=5", "a number of virtual functions, from 1 to 4"),
+        ("--ivshmem=0", "a number of regions of shared memory, from 1 to 32"),
+        ("--ivshmem=65", "a number of regions of shared memory, from 1 to 32"),
+        ("--ivshmem=abc", "a number of regions of shared memory, from 1 to 32"),
     ):
         refused = node.srun(option, "true", vm=False)
         assert refused.returncode != 0 and sentence in refused.stderr, refused.stderr
@@ -195,6 +213,7 @@ def test_each_mistake_has_a_sentence(node: BareNode) -> None:
         (("--mem=700", "--vm-per-node=2"), "submit it with --cpus-per-task=2"),
         (("--mem=700", "--sriov"), "no virtual functions that job_vms.sriov offers"),
         (("--mem=700", "--comment=vm:sriov=2"), "no virtual functions that job_vms.sriov offers"),
+        (("--mem=479", "--ivshmem=1"), "submit the job with --mem=480"),
     ):
         failed = node.srun(*options, "hostname", vm=False)
         assert failed.returncode == 1 and sentence in failed.stderr and not failed.stdout, failed.stderr
@@ -234,7 +253,7 @@ def test_the_vm_of_another_user_cannot_be_entered(node: BareNode) -> None:
 
 def test_the_epilog_ends_the_vm_though_the_agent_is_dead_and_the_next_agent_removes_the_rest(node: BareNode) -> None:
     lab = node.under_test
-    job = node.sbatch("sleep 300", "--output=/dev/null")
+    job = node.sbatch("sleep 300", "--output=/dev/null", "--ivshmem=1")
     groups = lab.where.run / "jobs" / f"{job}.groups"
     until("its VM runs", groups.exists, 120)
     procs = [Path(one, "cgroup.procs") for one in groups.read_text().split()]
@@ -464,4 +483,99 @@ def _programs_of_script(node: BareNode, job: str) -> set[str]:
             for pid in group.read_text().split():
                 with suppress(OSError):  # it has ended
                     found.add(Path("/proc", pid, "comm").read_text().strip())
+    return found
+
+
+TALK = """
+mvshm list | wc -l
+if [ $SLURM_PROCID = 0 ]
+then mvshm send 8 < data
+else mvshm receive 8 | sha256sum
+fi
+"""
+
+
+def test_two_vms_of_a_job_pass_data_through_the_regions_that_they_share(node: BareNode) -> None:
+    data = os.urandom(5_000_000)
+    node.output("data").write_bytes(data)
+    shared = ("--ntasks=2", "--vm-per-node=2", "--mem=1300", "--ivshmem=9")
+    done = node.srun(*shared, "--label", "sh", "-c", TALK)
+    assert done.returncode == 0, done.stderr
+    said = sorted(done.stdout.split("\n"))[1:]
+    assert said[0] == "0: 9" and said[1:] == ["1: 9", f"1: {hashlib.sha256(data).hexdigest()}  -"], said
+
+
+@pytest.mark.slow
+def test_the_memory_that_vms_share_is_measured_beside_tcp_on_their_bridge(node: BareNode) -> None:
+    def srun(argv: Sequence[str]) -> str:
+        done = node.srun("--mem=1300", "--vm-image=slim", *argv, vm=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    found = measure_passing(srun, 3)
+    print("\n".join(found.lines()))
+    assert len(found.shared_memory) == len(found.tcp) == 3
+    assert all(one.microseconds > 0 and one.mib_per_second > 0 for one in (*found.shared_memory, *found.tcp))
+
+
+MARK = """import mmap, os
+memory = mmap.mmap(os.open("/dev/ivshmem/0", os.O_RDWR), 0)
+memory[8192:8198] = b"secret"
+"""
+LOOK = """import mmap, os
+memory = mmap.mmap(os.open("/dev/ivshmem/0", os.O_RDWR), 0)
+print(len(os.listdir("/dev/ivshmem")), len(memory) >> 20, memory[:].count(0) == len(memory))
+"""
+TRY = """import os, socket, sys
+for path in sys.stdin.read().split("\\n"):
+    for flags in (os.O_RDONLY, os.O_WRONLY):
+        try:
+            os.open(path, flags)
+            print(path)
+        except OSError:
+            pass
+    try:
+        socket.socket(socket.AF_UNIX).connect(path)
+        print(path)
+    except OSError:
+        pass
+"""
+
+
+def test_the_regions_of_a_job_are_its_own_and_of_its_memory(node: BareNode) -> None:
+    lab, out = node.under_test, node.output("regions.out")
+    script = f"python3 -c '{MARK}'; stat -L -c '%u %a' /dev/ivshmem/*; sleep 300"
+    job = node.sbatch(script, f"--output={out}", "--ivshmem=2")
+    try:
+        until("it has used its regions", lambda: out.exists() and out.read_text().count("\n") == 2, 180)
+        assert out.read_text() == f"{lab.user.uid} 600\n" * 2
+        groups = baremetal.control_groups_of(node.lab)
+        (stat,) = [path for group in groups for path in group.glob(f"slurm_*/uid_*/job_{job}/memory.stat")]
+        assert max(int(each) for each in re.findall(r"(?m)^(?:total_)?shmem (\d+)$", stat.read_text())) >= 64 << 20
+        inodes = {descriptor.stat().st_ino for descriptor in node.regions()}
+        assert len(inodes) == 2
+
+        where = ("--quiet", "--partition=bare", *IN_A_VM, "--ivshmem=1")
+        others = lab.run("srun", *where, "python3", "-c", LOOK, user=lab.other, timeout=240)
+        assert others.stdout.split() == ["1", "32", "True"], "another job has another region"
+        tried = "\n".join(map(str, _everything_of_vms(node)))
+        opened = subprocess.run(
+            ["/usr/bin/python3", "-c", TRY], input=tried, user=lab.other.uid, group=lab.other.uid, extra_groups=[],
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        assert tried.count("/fd/") > 20 and tried.count("/vms/mvjob-") > 3 and not opened.stdout
+    finally:
+        lab.run("scancel", job)
+
+
+def _everything_of_vms(node: BareNode) -> list[Path]:
+    """What another user could try to open of VMs inside jobs: their files and sockets, what the agent knows of them,
+    and what the kernel shows of their processes and of the agent."""
+    where = node.under_test.where
+    places = (where.controller / "vms", where.run / "vms", where.agent / "jobs")
+    found = [path for place in places if place.is_dir() for path in place.rglob("*")]
+    pids = {descriptor.parts[2] for descriptor in node.regions()} | {str(_pid_of_agent(node))}
+    for process in (Path("/proc", pid) for pid in pids):
+        found += [*(process / "fd").iterdir(), *(process / "map_files").iterdir()]
+        found += [process / name for name in ("mem", "environ", "root", "cwd")]
     return found

@@ -23,6 +23,7 @@ def test_requests_are_parsed_as_the_plugin_writes_them() -> None:
     assert parse(line.replace(b"vms=2", b"vms=")) == ProvideVm(12, 1000, 2, 1000, "slim", 0, 512, 0, 1, *place)
     functions = line.replace(b"vms=2", b"vms=2 functions=2 groups=4,17")
     assert parse(functions) == ProvideVm(12, 1000, 2, 1000, "slim", 0, 512, 0, 2, *place, 2, (4, 17))
+    assert parse(line.replace(b"vms=2", b"vms=2 regions=32")).regions == 32  # type: ignore[union-attr]
     assert parse(b"enter job=12 vm=3\n") == EnterVm(12, 3)
     assert parse(b"release job=67108863\n") == ReleaseVm(67108863)
 
@@ -39,6 +40,8 @@ def test_requests_are_parsed_as_the_plugin_writes_them() -> None:
         b"provide job=1 uid=1 image=../etc\n",
         b"provide job=1 uid=1 image=-x\n",
         b"provide job=1 uid=1 vms=65 nodes=n1 node=n1\n",
+        b"provide job=1 uid=1 regions=33 nodes=n1 node=n1\n",
+        b"provide job=1 uid=1 regions=abc nodes=n1 node=n1\n",
         b"provide job=1 uid=1 nodes=n[1-2] node=n3\n",
         b"provide job=1 uid=1 functions=5 nodes=n1 node=n1\n",
         b"provide job=1 uid=1 functions=1 groups=4,x nodes=n1 node=n1\n",
@@ -102,6 +105,19 @@ def test_what_the_job_cannot_hold_is_refused_with_the_next_step(
     with pytest.raises(Refused) as refused:
         vm_size(ProvideVm(12, 1000, 2, allocated, "", cpus, memory), 256, 192)
     assert step in refused.value.hint
+
+
+def test_the_regions_that_the_vms_of_a_job_share_are_of_its_memory() -> None:
+    asked = ProvideVm(12, 1000, 2, 1000, vms=2, regions=3)
+    assert vm_size(asked, 192, 192, 32) == Size(1, (1000 - 96) // 2 - 192)
+    with pytest.raises(Refused) as refused:
+        vm_size(asked, 261, 192, 32)
+    assert "and --ivshmem=3 takes 96" in refused.value.message and "--mem=1002" in refused.value.hint
+    with pytest.raises(Refused) as refused:
+        vm_size(ProvideVm(12, 1000, 2, 500, memory=300, regions=2), 256, 192, 32)
+    assert "and --ivshmem=2 takes 64" in refused.value.message and refused.value.hint == "submit it with --mem=556"
+    with pytest.raises(Refused, match="and this one would have 0, and --ivshmem=32 takes 8192"):
+        vm_size(ProvideVm(12, 1000, 2, 1000, regions=32), 256, 192, 256)
 
 
 def test_the_plugin_is_optional_and_gets_its_paths() -> None:

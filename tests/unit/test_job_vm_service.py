@@ -22,6 +22,7 @@ from multiverse.config import AgentSettings, JobVmSettings, Settings
 from multiverse.core.errors import Broken, Gone
 from multiverse.core.model import User
 from multiverse.service import job_vms
+from multiverse.system.shared_memory import SharedMemory
 
 ME = os.getuid()
 
@@ -33,6 +34,7 @@ class FakeHost:
     vms: dict[tuple[int, int], JobVm] = field(default_factory=dict)  # by job and index
     networks: set[int] = field(default_factory=set)
     made: list[JobVm] = field(default_factory=list)
+    shared: dict[int, SharedMemory] = field(default_factory=dict)  # by job
     dead: set[tuple[int, int]] = field(default_factory=set)
     failure: Exception | None = None
     failing: int = 0  # the index of the VM that fails
@@ -57,8 +59,14 @@ class FakeHost:
     def control_groups(self, vm: JobVm) -> list[str]:
         return [f"{group}/vm{vm.index}" for group in vm.groups]
 
-    def make(self, vm: JobVm, vms: tuple[JobVm, ...], user: User) -> None:
+    def share_memory(self, vms: tuple[JobVm, ...]) -> SharedMemory:
+        found = SharedMemory(vms[0].regions, 1)
+        self.shared[vms[0].job] = found
+        return found
+
+    def make(self, vm: JobVm, vms: tuple[JobVm, ...], user: User, memory: SharedMemory) -> None:
         assert vm in vms and vm.number in self.networks
+        assert len(memory.fds) == len(vm.regions) and self.shared[vm.job] is memory and memory.close.alive
         self.vms[vm.job, vm.index] = vm
         self.made.append(vm)
         if self.hold is not None:
@@ -120,7 +128,7 @@ class Served:
             _user,
             self.directory / "state",
             self.directory / "records",
-            JobVmSizes("slim", 256, 192, Path("/usr/bin"), self.task_prolog),
+            JobVmSizes("slim", 256, 192, Path("/usr/bin"), self.task_prolog, 32),
         )
 
 
@@ -149,8 +157,9 @@ async def until(condition: Callable[[], bool]) -> None:
     pytest.fail("it does not become so")
 
 
-def provide(job: int, vms: int = 1) -> str:
-    return f"provide job={job} uid={ME} cores=2 allocated=1000 image= cpus= memory= disk= vms={vms} nodes=n1 node=n1"
+def provide(job: int, vms: int = 1, regions: str = "") -> str:
+    asked = f"image= cpus= memory= disk= vms={vms} regions={regions}"
+    return f"provide job={job} uid={ME} cores=2 allocated=1000 {asked} nodes=n1 node=n1"
 
 
 async def test_a_jobs_vm_is_made_once_and_released_twice(served: Served) -> None:
@@ -186,6 +195,35 @@ async def test_a_job_has_as_many_vms_as_it_asked_for_and_the_next_agent_knows_th
     await following.close()
     assert await served.ask("release job=7") == "ok\n"
     assert not served.host.vms and not served.host.networks and served.files() == {"7"}
+
+
+async def test_the_vms_of_a_job_share_regions_that_no_other_job_has_and_the_agent_keeps_none(served: Served) -> None:
+    assert await served.ask(provide(7, vms=2, regions="2")) == "ok\n"
+    assert await served.ask(provide(8, regions="2")) == "ok\n"
+    one, two, other = (served.host.vms[key] for key in ((7, 0), (7, 1), (8, 0)))
+    assert one.regions == two.regions and len({*one.regions, *other.regions}) == 4
+    assert one.memory == (1000 - 2 * 32) // 2 - 192, "what the regions take is left"
+    served.host.failure = Broken("no room", hint="make some")
+    assert await served.ask(provide(9, regions="1")) == "error no room (make some)\n"
+    assert len(served.host.shared) == 3 and not any(memory.close.alive for memory in served.host.shared.values())
+    following = served.again()
+    (served.directory / "records" / "7").write_text("image=slim\n")
+    await following.start()
+    assert following._known[7] == served.service._known[7]
+    await following.close()
+
+
+async def test_what_an_earlier_release_wrote_of_a_job_is_understood(served: Served) -> None:
+    (served.directory / "records" / "7").write_text("image=slim\n")
+    await served.ask(provide(7))
+    file = served.directory / "state" / "7.json"
+    earlier = json.loads(file.read_text())
+    assert earlier[0].pop("regions") == []
+    file.write_text(json.dumps(earlier))
+    following = served.again()
+    await following.start()
+    assert following._known == served.service._known
+    await following.close()
 
 
 async def test_if_one_vm_of_a_job_fails_none_is_left(served: Served) -> None:

@@ -49,6 +49,15 @@ def site(tmp_path: Path) -> Settings:
         ("partition = 'other', comment = 'vm:imgae=slim'", "vm:imgae=slim in --comment is not supported"),
         ("partition = 'other', comment = 'vm:net=1G'", "or submit to partition vm|-1|"),
         ("partition = 'other', comment = 'vm:image=../x'", "vm:image=../x in --comment is wrong: give the name of"),
+        ("partition = 'other', comment = 'vm:ivshmem=32'", f"{NOTE}|0|job-vms|"),
+        (
+            "partition = 'other', comment = 'vm:ivshmem=33'",
+            "vm:ivshmem=33 in --comment is wrong: give a number of regions",
+        ),
+        (
+            "partition = 'other', comment = 'vm:ivshmem=abc'",
+            "is wrong: give a number of regions of shared memory, from 1 to",
+        ),
         (
             "partition = 'other', comment = 'vm:vcpu=0'",
             "vm:vcpu=0 in --comment is wrong: give a number of virtual CPUs",
@@ -175,8 +184,8 @@ int main(int count, char *arguments[])
 		*problem = 0;
 		printf("%d ", take_comment(line));
 		printf("%s", *problem ? "wrong" : "right");
-		printf("%s %s %s %s ", values[IMAGE], values[CPUS], values[MEMORY], values[DISK]);
-		printf("%s%s|", values[VMS], values[FUNCTIONS]);
+		for (int i = 0; i < COUNT; i++)
+			printf("%s%s", values[i], i < COUNT - 1 ? " " : "|");
 	}
 }
 """
@@ -194,8 +203,9 @@ def _read(plugin: Path, comments: Sequence[str]) -> list[str]:
 
 
 _PIECES = [
-    "vm:", "image", "vcpu", "memory", "disk", "sriov", "net", "=", ",", " ", "\t", "\u00a0", "slim", "-a", ".b", "1",
-    "0", "1023K", "25", "G", "m", "T", "x", "9" * 10, "4096", "4097", "64", "65", "65536T", "9" * 30,
+    "vm:", "image", "vcpu", "memory", "disk", "sriov", "ivshmem", "net", "=", ",", " ", "\t", "\u00a0", "slim", "-a",
+    ".b", "1", "0", "1023K", "25", "G", "m", "T", "x", "9" * 10, "4096", "4097", "32", "33", "64", "65", "65536T",
+    "9" * 30,
 ]  # fmt: skip
 
 
@@ -205,7 +215,7 @@ _PIECES = [
 @given(
     st.lists(
         st.lists(st.sampled_from(_PIECES), max_size=8).map("".join)
-        | st.tuples(st.sampled_from(_PIECES[1:8]), st.sampled_from(_PIECES), st.sampled_from(_PIECES)).map(
+        | st.tuples(st.sampled_from(_PIECES[1:9]), st.sampled_from(_PIECES), st.sampled_from(_PIECES)).map(
             lambda one: f"vm:{one[0]}={one[1]}{one[2]}"
         ),
         min_size=20,
@@ -225,11 +235,16 @@ def test_the_script_refuses_exactly_the_comments_that_the_plugin_does_not_unders
 
 @needs_plugin
 def test_the_plugin_hands_on_what_a_comment_asks_for_in_mebibytes(plugin: Path) -> None:
-    asked = ["vm:image=slim,vcpu=2 run 7 vm:memory=1G vm:disk=2T", "vm:per-node=2,memory=1025k", "my vm", "vm:image"]
-    assert _read(plugin, asked) == ["1 rightslim 2 1024 2097152 ", "1 right  2  2", "0 right    ", "1 wrong    "]
-    asked = ["vm:sriov", "vm:sriov=", "vm:sriov=4", "vm:sriov=5", "vm:sriov=(null)"]
-    assert _read(plugin, asked) == [f"1 {said}" for said in ("right    1",) * 2] + [
-        "1 right    4", "1 wrong    ", "1 right    1"]  # fmt: skip
+    asked = ["vm:image=slim,vcpu=2 run 7 vm:memory=1G vm:disk=2T", "vm:per-node=2,memory=1025k,ivshmem=4", "my vm"]
+    assert _read(plugin, asked) == ["1 rightslim 2 1024 2097152   ", "1 right  2  2  4", "0 right      "]
+    asked = ["vm:sriov", "vm:sriov=", "vm:sriov=4", "vm:sriov=5", "vm:sriov=(null)", "vm:image"]
+    none, one, four = "1 wrong      ", "1 right     1 ", "1 right     4 "
+    assert _read(plugin, asked) == [one, one, four, none, one, none]
+
+
+def _record(**given: str) -> str:
+    keys = ("image", "cpus", "memory", "disk", "vms", "functions", "regions", "nodes", "node")
+    return " ".join(f"{key}={given.get(key, '')}" for key in keys) + "\n"
 
 
 def _prolog(plugin: Path, records: Path, **environment: str) -> str:
@@ -247,16 +262,15 @@ def test_the_prolog_records_what_a_job_asks_for_or_why_it_cannot_have_it(plugin:
     _prolog(plugin, tmp_path, SLURM_JOB_COMMENT="a job")
     assert not record.exists()
     for environment, content in (
-        ({"SLURM_JOB_COMMENT": "vm:vcpu=2"}, "image= cpus=2 memory= disk= vms= functions= nodes= node=\n"),
-        (
-            {"SLURM_JOB_COMMENT": "vm:vcpu=2", "vm_image": "slim"},
-            "image=slim cpus= memory= disk= vms= functions= nodes= node=\n",
-        ),
+        ({"SLURM_JOB_COMMENT": "vm:vcpu=2"}, _record(cpus="2")),
+        ({"SLURM_JOB_COMMENT": "vm:vcpu=2", "vm_image": "slim"}, _record(image="slim")),
+        ({"ivshmem": "2"}, _record(regions="2")),
+        ({"ivshmem": "0"}, "error --ivshmem=0: it is a number of regions of shared memory, from 1 to 32\n"),
         (
             {"SLURM_JOB_COMMENT": "vm:vcpu=x"},
             "error vm:vcpu=x in --comment: it is a number of virtual CPUs, at least 1\n",
         ),
-        ({"sriov": "(null)"}, "image= cpus= memory= disk= vms= functions=1 nodes= node=\n"),
+        ({"sriov": "(null)"}, _record(functions="1")),
         ({"sriov": "5"}, "error --sriov=5: it is a number of virtual functions, from 1 to 4\n"),
         ({"vm_image": "/"}, "error --vm-image=/: an image's name has letters, digits and ._- only\n"),
     ):

@@ -1,7 +1,7 @@
 r"""What Slurm's plugin and the program that enters a VM ask the agent of their host: one line each, and one answer.
 
     provide job=12 uid=1000 cores=2 allocated=600 image=slim cpus=2 memory=512 disk= vms=1 functions=1 groups=4,7 \
-        nodes=n[1-2] node=n1
+        regions=2 nodes=n[1-2] node=n1
     enter job=12 vm=0
     release job=12
     test
@@ -21,7 +21,7 @@ from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException
 from multiverse.core.errors import MultiverseError, Refused
 from multiverse.core.model import Size
 
-PROTOCOL = 3
+PROTOCOL = 4
 """What the plugin and the agent say to each other, records included. spank/multiverse.c has the same number."""
 
 LONGEST_REQUEST = 8192
@@ -33,6 +33,9 @@ MOST_VMS = 64
 MOST_FUNCTIONS = 4
 """Virtual functions of one VM, at most: it has a root port for each."""
 
+MOST_REGIONS = 32
+"""Regions of shared memory that the VMs of one job on one host have, at most."""
+
 _IMAGE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
 _LAST_JOB = 0x03FF_FFFF  # MAX_JOB_ID in Slurm's slurm_protocol_defs.h
 
@@ -42,7 +45,7 @@ class ProvideVm:
     """The VMs of a job are to be there, so many on this host. `cores` and `allocated` are what the job has on this
     host. 0 in `cpus`, `memory` and `disk`, and an empty `image`, were not given. `nodes` are all of the job's, in an
     order that is the same on each, and `node` is which of them this host is, from 0 on. Each VM is to have `functions`,
-    and the job may open the device files of these IOMMU `groups`."""
+    and the job may open the device files of these IOMMU `groups`. All VMs share as many `regions` of memory."""
 
     job: int
     uid: int
@@ -57,6 +60,7 @@ class ProvideVm:
     node: int = 0
     functions: int = 0
     groups: tuple[int, ...] = ()
+    regions: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +109,12 @@ def parse(line: bytes) -> ProvideVm | EnterVm | ReleaseVm | PluginTest:
             if functions > MOST_FUNCTIONS:
                 raise Refused(f"--sriov={functions}: a VM has at most {MOST_FUNCTIONS} virtual functions")
             groups = tuple(_number({"groups": one}, "groups") for one in values.get("groups", "").split(",") if one)
+            regions = _number(values, "regions")
+            if regions > MOST_REGIONS:
+                raise Refused(f"--ivshmem={regions}: a job has at most {MOST_REGIONS} regions on a node")
             nodes, node = _place(values)
-            return ProvideVm(
-                job, image=image, vms=vms, nodes=nodes, node=node, functions=functions, groups=groups, **numbers
-            )
+            asked = {"vms": vms, "functions": functions, "regions": regions, **numbers}
+            return ProvideVm(job, image=image, nodes=nodes, node=node, groups=groups, **asked)
     raise Refused(f"the agent cannot {operation!r}", hint="install the plugin and the agent of one release")
 
 
@@ -141,11 +147,11 @@ def answer(error: MultiverseError | None = None, *, told: str = "") -> bytes:
     return f"error {shown[:800]}\n".encode()
 
 
-def vm_size(request: ProvideVm, least: int, overhead: int) -> Size:
+def vm_size(request: ProvideVm, least: int, overhead: int, region: int = 0) -> Size:
     """The size of each VM of a job on this host: an equal part of what the job has, or what was asked for. `least` is
-    the memory of the smallest VM, `overhead` what a QEMU takes of the job's memory beside its guest's. Raises `Refused`
-    for what the job cannot hold."""
-    return Size(_cpus(request), _memory(request, least, overhead), request.disk)
+    the memory of the smallest VM, `overhead` what a QEMU takes of the job's memory beside its guest's, and `region`
+    what each region of shared memory does. Raises `Refused` for what the job cannot hold."""
+    return Size(_cpus(request), _memory(request, least, overhead, request.regions * region), request.disk)
 
 
 def _cpus(request: ProvideVm) -> int:
@@ -164,22 +170,24 @@ def _cpus(request: ProvideVm) -> int:
     return cpus
 
 
-def _memory(request: ProvideVm, least: int, overhead: int) -> int:
+def _memory(request: ProvideVm, least: int, overhead: int, shared: int) -> int:
+    """`shared` is the memory of all regions."""
     vms = request.vms
-    most = request.allocated // vms - overhead if request.allocated else request.memory
-    if not most:
+    most = (request.allocated - shared) // vms - overhead if request.allocated else request.memory
+    if not (request.allocated or request.memory):
         raise Refused("how much memory the job has is unknown here", hint="submit it with --memory-per-vm")
+    regions = f", and --ivshmem={request.regions} takes {shared}" if shared else ""
     memory = request.memory or most
     if memory > most:
         raise Refused(
             f"--memory-per-vm={memory}{_times(vms)}: the job has {request.allocated} MiB on this node, "
-            f"and QEMU takes {overhead}{_times(vms)}",
-            hint=f"submit it with --mem={vms * (memory + overhead)}",
+            f"and QEMU takes {overhead}{_times(vms)}{regions}",
+            hint=f"submit it with --mem={vms * (memory + overhead) + shared}",
         )
     if memory < least:
         raise Refused(
-            f"a VM has at least {least} MiB, and this one would have {max(0, memory)}",
-            hint=f"submit the job with --mem={vms * (least + overhead)} or more",
+            f"a VM has at least {least} MiB, and this one would have {max(0, memory)}{regions}",
+            hint=f"submit the job with --mem={vms * (least + overhead) + shared} or more",
         )
     return memory
 

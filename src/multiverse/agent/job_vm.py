@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from multiverse.core.model import Size, User
+from multiverse.system.shared_memory import SharedMemory
 
 RUNS = 512
 """How many names the VMs of one job can have on a host."""
@@ -21,7 +22,8 @@ class JobVm:
     in nanoseconds), 0 if it did not. `number` is the job's on this host, and chooses its addresses here; `token` is the
     VM's, `task_token` what its guest knows the agent of the host by. `groups` are the job's control groups. The job has
     `vms` on each of its `nodes`, of which this host is number `node`, and this VM is number `index` here. It has
-    `functions` of this host's devices; `function_groups` are the IOMMU groups whose device files the job may open."""
+    `functions` of this host's devices; `function_groups` are the IOMMU groups whose device files the job may open.
+    `regions` are the ids of the regions of memory that the job's VMs on this host share; no other job ever has one."""
 
     job: int
     run: int
@@ -41,6 +43,7 @@ class JobVm:
     node: int = 0
     functions: int = 0
     function_groups: tuple[int, ...] = ()
+    regions: tuple[str, ...] = ()
 
     @property
     def place(self) -> int:
@@ -68,7 +71,12 @@ class JobHost(Protocol):
         """The directories of the control groups that the VM will have, or has."""
         ...
 
-    def make(self, vm: JobVm, vms: tuple[JobVm, ...], user: User) -> None:
+    def share_memory(self, vms: tuple[JobVm, ...]) -> SharedMemory:
+        """The regions of memory that these VMs share, which are all that their job has here. Raises what the host
+        library raises."""
+        ...
+
+    def make(self, vm: JobVm, vms: tuple[JobVm, ...], user: User, memory: SharedMemory) -> None:
         """Make the VM, one of these, until its guest accepts tasks. Raises what the host library raises; then a part of
         the VM may remain."""
         ...

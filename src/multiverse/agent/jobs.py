@@ -162,7 +162,8 @@ class JobVmService:
                 raise Gone("a VM of this job has ended, and what was in it is lost", hint="submit the job again")
 
     async def _planned(self, request: ProvideVm, pid: int) -> tuple[JobVm, ...]:
-        size = vm_size(request, self._sizes.least, self._sizes.overhead)
+        sizes = self._sizes
+        size = vm_size(request, sizes.least, sizes.overhead, sizes.region)
         groups = await self._call(self._host.find_groups, request.job, pid)
         # Nothing is awaited from here until the VMs are known: the job's number is taken then.
         taken = {vms[0].number for vms in self._known.values()}
@@ -170,6 +171,7 @@ class JobVmService:
         if number is None:
             raise Refused(f"this host has VMs inside of {MOST_JOBS} jobs already")
         runs = _random.sample(range(RUNS), request.vms)
+        regions = tuple(secrets.token_hex(16) for _ in range(request.regions))
         return tuple(
             JobVm(
                 job=request.job,
@@ -177,7 +179,7 @@ class JobVmService:
                 record=self._recorded(request.job),
                 uid=request.uid,
                 number=number,
-                image=request.image or self._sizes.default_image,
+                image=request.image or sizes.default_image,
                 cpus=size.cpus,
                 memory=size.memory,
                 disk=size.disk,
@@ -190,6 +192,7 @@ class JobVmService:
                 node=request.node,
                 functions=request.functions,
                 function_groups=request.groups,
+                regions=regions,
             )
             for index, run in enumerate(runs)
         )
@@ -203,7 +206,7 @@ class JobVmService:
             await self._call(self._write, vms)
             await self._call(self._host.connect_network, vms)
             await self._call(self._write_groups, vms)
-            await _all_done(self._call(self._host.make, vm, vms, user) for vm in vms)
+            await self._make_each(vms, user)
             await self._call(self._unfinished(first.job).rename, self._groups(first.job))
             if first.job in self._released:
                 raise Gone("the job has ended")
@@ -213,6 +216,16 @@ class JobVmService:
                 await self._remove(vms)
             raise
         log.info("VMs of a job made", job=first.job, vms=len(vms), image=first.image, size=str(first.size))
+
+    async def _make_each(self, vms: tuple[JobVm, ...], user: User) -> None:
+        """Make these VMs at the same time, with the memory that they share."""
+        memory = await self._call(self._host.share_memory, vms)
+        try:
+            await _all_done(self._call(self._host.make, vm, vms, user, memory) for vm in vms)
+        except Exception:
+            memory.close()
+            raise
+        memory.close()  # not if this agent ends: a thread may still pass it on
 
     async def _enter(self, request: EnterVm, uid: int, gid: int, sock: socket.socket) -> None:
         job = request.job
@@ -293,19 +306,20 @@ class JobVmService:
 
 @dataclass(frozen=True, slots=True)
 class JobVmSizes:
-    """What VMs inside jobs are by default, and at least, in MiB; where this host has Slurm's commands; and what gives
-    the path of the site's TaskProlog, which is empty if there is none."""
+    """What VMs inside jobs are by default, and at least, in MiB; where this host has Slurm's commands; what gives the
+    path of the site's TaskProlog, which is empty if there is none; and the size of a region of shared memory."""
 
     default_image: str
     least: int
     overhead: int
     commands: Path
     task_prolog: Callable[[], Awaitable[str]]
+    region: int = 0
 
 
 def _read(path: Path) -> tuple[JobVm, ...]:
     """The VMs of a job, from their file. Raises what a damaged file raises."""
-    lists = ("groups", "nodes", "function_groups")
+    lists = ("groups", "nodes", "function_groups", "regions")
     described = json.loads(path.read_text())
     found = tuple(JobVm(**one | {key: tuple(one[key]) for key in lists if key in one}) for one in described)
     if not found:

@@ -1,4 +1,5 @@
-"""Which of Slurm's commands the VM of a job has, and the program that stands for them there."""
+"""Which of Slurm's commands the VM of a job has, the program that stands for them there, and the one that passes data
+through the memory that VMs share."""
 
 from __future__ import annotations
 
@@ -18,3 +19,9 @@ is a step of srun's."""
 def program() -> str:
     """The text of the program."""
     return (Path(__file__).parent / "slurm_command.py").read_text()
+
+
+@cache
+def shared_memory_program() -> str:
+    """The text of the program that passes data through shared memory."""
+    return (Path(__file__).parent / "shared_memory_program.py").read_text()

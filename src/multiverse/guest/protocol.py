@@ -21,7 +21,7 @@ from typing import Any, Literal, NotRequired, TypedDict
 from multiverse.core.errors import Refused
 from multiverse.core.model import Daemon, GuestFile, Identity, Mount, NodeBootstrap, Stage, User
 from multiverse.guest.agent import DISK, INTRODUCED, MAX_LINE, PORT, TASKS_PORT, TEMPLATE
-from multiverse.guest.commands import INSTALLED, program
+from multiverse.guest.commands import INSTALLED, program, shared_memory_program
 
 __all__ = [
     "AUDIT",
@@ -39,6 +39,7 @@ __all__ = [
     "identity_message",
     "join_job_message",
     "serve_tasks_message",
+    "take_regions_message",
 ]
 
 # --- messages to a guest ------------------------------------------------------------------------------
@@ -172,6 +173,17 @@ class TakeFunctionsMessage(TypedDict):
     uid: int
 
 
+class TakeRegionsMessage(TypedDict):
+    """`devices` are the regions of shared memory in their order: the number of the device on the first bus that is the
+    root port, and that of the function. `uid` is whom they are for. `program` is the text of the program that passes
+    data through them."""
+
+    type: Literal["take_regions"]
+    devices: list[tuple[int, int]]
+    uid: int
+    program: str
+
+
 def identity_message(identity: Identity, cpus: int, plugged: int, disk: int) -> bytes:
     """The line that gives a clone its identity. It holds fresh random bytes and the time: never keep or resend it.
 
@@ -225,8 +237,20 @@ def serve_tasks_message(token: str, directory: str) -> bytes:
     return _line(ServeTasksMessage(type="serve_tasks", token=token, commands=commands))
 
 
+def take_regions_message(devices: Sequence[tuple[int, int]], uid: int) -> bytes:
+    """The line that makes the agent give regions of shared memory, which have been plugged, to that user. It answers
+    `took_regions`; agents of earlier images ignore it."""
+    program = shared_memory_program()
+    return _line(TakeRegionsMessage(type="take_regions", devices=list(devices), uid=uid, program=program))
+
+
 def _line(
-    message: IdentityMessage | AddUserMessage | ServeTasksMessage | JoinJobMessage | TakeFunctionsMessage,
+    message: IdentityMessage
+    | AddUserMessage
+    | ServeTasksMessage
+    | JoinJobMessage
+    | TakeFunctionsMessage
+    | TakeRegionsMessage,
 ) -> bytes:
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
@@ -290,6 +314,7 @@ _TYPES = frozenset(
         "introduced",
         "joined_job",
         "serving_tasks",
+        "took_regions",
     }
 )
 

@@ -39,7 +39,7 @@ async def serve_jobs(settings: Settings) -> AsyncIterator[None]:
     host = await asyncio.to_thread(QemuJobVms, settings)
     image, least, overhead = settings.image.default, settings.qemu.base_memory, settings.job_vms.overhead
     prolog = TaskProlog(SlurmCommands(settings.slurm))
-    sizes = JobVmSizes(image, least, overhead, settings.slurm.directory(), prolog.path)
+    sizes = JobVmSizes(image, least, overhead, settings.slurm.directory(), prolog.path, settings.job_vms.ivshmem_size)
     service = JobVmService(host, NameService().user, settings.agent.state_dir / "jobs", records, sizes)
     # Before the VMs of earlier agents are looked at: the epilog of a job that ends meanwhile waits for its turn. Tasks
     # run as users; who may do what is decided by their uids.

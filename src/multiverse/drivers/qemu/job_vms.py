@@ -20,6 +20,7 @@ from multiverse.guest.protocol import TASKS_PORT
 from multiverse.host.job_groups import find_job_groups
 from multiverse.host.qemu.library import QemuHost
 from multiverse.host.specification import Specification
+from multiverse.system.shared_memory import SharedMemory
 
 _CONNECT_TIMEOUT = 20.0  # seconds: a guest may be busy
 _BLOCK = 128  # MiB that memory is plugged in: see `host.qemu.hotplug`
@@ -56,26 +57,33 @@ class QemuJobVms:
         """See `JobHost`."""
         return self._host.control_groups(job_vm_name(vm), vm.groups)
 
-    def make(self, vm: JobVm, vms: tuple[JobVm, ...], user: User) -> None:
+    def share_memory(self, vms: tuple[JobVm, ...]) -> SharedMemory:
+        """See `JobHost`."""
+        size = self._settings.job_vms.ivshmem_size
+        return self._host.share_memory(self._specification(vms[0]), vms[0].regions, size)
+
+    def make(self, vm: JobVm, vms: tuple[JobVm, ...], user: User, memory: SharedMemory) -> None:
         """See `JobHost`. The template is built if there is none."""
         spec = self._specification(vm)
         peers = self._addresses.peers(vm)
-        self._create(spec)
+        self._create(spec, memory)
         self._host.start(spec.name, self._plugged(vm), self._identity(spec, vm, vms, user))
         known = (*self._settings.network.hosts, *peers)
         if spec.functions:
             self._host.plug_functions(spec.name, vm.uid)
         self._host.join_job(spec.name, guest_name(vm.job, vm.place), spec.job_address, known, self._overlay(vm).mtu)
+        if memory.fds:
+            self._host.plug_regions(spec.name, memory, user.uid)
         self._host.serve_tasks(spec.name, vm.task_token, str(self._settings.slurm.directory()))
 
-    def _create(self, spec: Specification) -> None:
+    def _create(self, spec: Specification, memory: SharedMemory) -> None:
         try:
-            self._host.create(spec)
+            self._host.create(spec, memory)
         except Gone:
             if spec.template_size is None:
                 raise
             self._host.build_template(TemplateKey(self._host.config.host, spec.image, spec.template_size))
-            self._host.create(spec)
+            self._host.create(spec, memory)
 
     def is_alive(self, vm: JobVm) -> bool:
         """See `JobHost`."""

@@ -26,6 +26,7 @@ from multiverse.guest.agent.modules import load_on_demand
 from multiverse.guest.agent.mounts import mount_one
 from multiverse.guest.agent.network import add_address, interface, set_mtu, set_network
 from multiverse.guest.agent.processes import ending, preload_job_programs
+from multiverse.guest.agent.regions import take_regions
 from multiverse.guest.agent.requests import install_commands, uncover
 from multiverse.guest.agent.syscalls import MNT_DETACH, unmount
 from multiverse.guest.agent.tasks import TaskListener
@@ -93,6 +94,9 @@ class GuestAgent:
                 self.join_job(message)
             elif message.get("type") == "take_functions":
                 self.take_functions(message)
+            elif message.get("type") == "take_regions":
+                take_regions(message)
+                self.channel.send("took_regions")
             elif message.get("type") == "serve_tasks":
                 self.serve_tasks(message)
             elif message.get("type") == "audit":

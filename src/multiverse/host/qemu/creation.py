@@ -15,7 +15,7 @@ from multiverse.host import disks, manifest
 from multiverse.host.manifest import Manifest, VmPhase
 from multiverse.host.qemu import templates
 from multiverse.host.qemu.context import HostContext, VmStageTimer
-from multiverse.host.qemu.machine import QemuMachine
+from multiverse.host.qemu.machine import Memory, QemuMachine
 from multiverse.host.qemu.removal import clear_home, kill_qemu
 from multiverse.host.qemu.session import Launch, Paths, QemuSession
 from multiverse.host.qemu.templates import FrozenTemplate
@@ -25,6 +25,7 @@ from multiverse.host.uids import ProcessUser
 from multiverse.host.virtual_functions import VirtualFunction
 from multiverse.images.catalog import Image
 from multiverse.system.processes import ProcessIdentity, boot_id
+from multiverse.system.shared_memory import SharedMemory
 
 _WAKE_TIMEOUT = 30.0  # seconds for a restored guest's first message
 
@@ -39,10 +40,12 @@ class _Parts:
     record: Manifest
     user: ProcessUser | None
     functions: Sequence[VirtualFunction] = ()
+    memory: SharedMemory | None = None
 
 
-def create(host: HostContext, spec: Specification) -> list[Stage]:
-    """Create a VM, paused; an instant clone is restored, the other kinds are ready to boot.
+def create(host: HostContext, spec: Specification, memory: SharedMemory | None = None) -> list[Stage]:
+    """Create a VM, paused; an instant clone is restored, the other kinds are ready to boot. It maps `memory`, which it
+    shares with other VMs; `plug_regions` shows that to its guest.
 
     The same specification again is success. Raises `Refused` if the specification makes no sense, or if its name,
     token, MAC or address is another VM's; `Gone` if there is no such template; `Broken` if the VM exists and is dead;
@@ -57,7 +60,7 @@ def create(host: HostContext, spec: Specification) -> list[Stage]:
         with manifest.locked(paths.home, create=True):
             try:
                 if not _exists(spec, paths):
-                    host.connections.add_session(spec.name, _create(host, spec, paths, timer))
+                    host.connections.add_session(spec.name, _create(host, spec, paths, timer, memory))
             except MultiverseError:
                 with suppress(OSError):  # it is not empty: a part of the VM is there
                     paths.home.rmdir()
@@ -103,7 +106,9 @@ def _check_same(spec: Specification, known: Manifest) -> None:
         )
 
 
-def _create(host: HostContext, spec: Specification, paths: Paths, timer: VmStageTimer) -> QemuSession:
+def _create(
+    host: HostContext, spec: Specification, paths: Paths, timer: VmStageTimer, memory: SharedMemory | None
+) -> QemuSession:
     image = host.image(spec.image)
     template = host.template_for(spec) if spec.kind is CloneKind.INSTANT else None
     try:
@@ -115,7 +120,7 @@ def _create(host: HostContext, spec: Specification, paths: Paths, timer: VmStage
             functions = host.functions.claim(spec.name, spec.functions, spec.function_groups)
             timer("functions")
         machine = host.vm_machine(spec, image, template, disk)
-        return _launch(host, spec, _Parts(machine, image, template, record, user, functions), timer)
+        return _launch(host, spec, _Parts(machine, image, template, record, user, functions, memory), timer)
     except (OSError, Broken) as error:
         if template is not None and not template.state.exists():  # deleted meanwhile, at whatever stage
             raise Gone(f"the template of {spec.image} was deleted", hint="it is built again on demand") from error
@@ -185,7 +190,7 @@ def _launch(host: HostContext, spec: Specification, parts: _Parts, timer: VmStag
         manifest.write(paths.home, record)
         groups.add_process(spec.name, identity.pid, threads)
 
-    with _mapped(host, machine, template) as (mapped, fds):
+    with _mapped(host, _sharing(machine, parts.memory), template) as (mapped, fds):
         session = host.launch(
             Launch(
                 mapped,
@@ -200,7 +205,7 @@ def _launch(host: HostContext, spec: Specification, parts: _Parts, timer: VmStag
                 readable=(*_readable(parts.image, template), *(each.directory for each in parts.functions)),
                 writable=(machine.disk,),
                 devices=tuple({path for each in parts.functions for path in host.functions.device_files(each)}),
-                fds=fds,
+                fds=(*fds, *(parts.memory.fds if parts.memory is not None else ())),
                 started=started,
                 stage=timer,
             )
@@ -219,6 +224,13 @@ def _launch(host: HostContext, spec: Specification, parts: _Parts, timer: VmStag
         raise
     host.outputs.keep(spec.name, session.take_output())
     return session
+
+
+def _sharing(machine: QemuMachine, memory: SharedMemory | None) -> QemuMachine:
+    """The machine as it maps that memory too. QEMU opens what it inherits by its path."""
+    if memory is None:
+        return machine
+    return replace(machine, regions=tuple(Memory(memory.size, Path(f"/proc/self/fd/{fd}")) for fd in memory.fds))
 
 
 def _readable(image: Image, template: FrozenTemplate | None) -> tuple[Path, ...]:

@@ -22,21 +22,26 @@ from multiverse.guest.protocol import (
     join_job_message,
     serve_tasks_message,
     take_functions_message,
+    take_regions_message,
 )
 from multiverse.host import manifest, namespaces, path_security, process
 from multiverse.host.qemu import creation, removal, start, templates
 from multiverse.host.qemu.context import HostContext, QemuHostConfig
 from multiverse.host.qemu.functions import plug_functions
-from multiverse.host.qemu.machine import Accelerator
+from multiverse.host.qemu.machine import PORTS, Accelerator
 from multiverse.host.qemu.observation import HostObserver
+from multiverse.host.qemu.qmp import Monitor
+from multiverse.host.qemu.regions import allocate_regions, plug_regions, region_places
 from multiverse.host.specification import Specification
 from multiverse.host.tap import open_tap
 from multiverse.images.catalog import Image
+from multiverse.system.shared_memory import SharedMemory
 
 __all__ = ["QemuHost", "QemuHostConfig", "Specification"]
 
 _ANSWER_TIMEOUT = 10.0  # seconds for an answer that needs no work; a guest may be busy
 _DRIVER_TIMEOUT = 120.0  # seconds until a guest has found and taken functions: see `guest.agent.functions`
+_PLUG_TIMEOUT = 60.0  # seconds for devices to appear in a guest
 _OPEN_FILES = 65536
 
 
@@ -186,9 +191,15 @@ class QemuHost:
 
     # --- VMs ------------------------------------------------------------------------------------------
 
-    def create(self, spec: Specification) -> list[Stage]:
+    def share_memory(self, spec: Specification, ids: Sequence[str], size: int) -> SharedMemory:
+        """Memory that this VM inside of a job is to share with others like it: a region of `size` MiB for each of these
+        ids. Raises `Refused` if such a VM has no room for them, and what `allocate_regions` raises."""
+        region_places(len(ids), size, len(PORTS) - spec.functions)
+        return allocate_regions(self._context.groups(spec.job_groups), f"{spec.name}-ivshmem", ids, size)
+
+    def create(self, spec: Specification, memory: SharedMemory | None = None) -> list[Stage]:
         """Create a VM, paused and without an identity. See `creation.create`."""
-        return creation.create(self._context, spec)
+        return creation.create(self._context, spec, memory)
 
     def start(self, name: str, size: Size, identity: Identity) -> list[Stage]:
         """Give a VM its size and its identity and let it run, until its daemons have been started. See
@@ -249,6 +260,21 @@ class QemuHost:
         `Unknown` if it does not answer."""
         channel = self._context.connections.started_channel(name)
         channel.ask(serve_tasks_message(token, directory), "serving_tasks", _ANSWER_TIMEOUT)
+
+    def plug_regions(self, name: str, memory: SharedMemory, uid: int) -> None:
+        """Plug the memory that a running VM was created with, and make the guest give it to that user: see
+        `guest.agent.regions`. Raises `Gone` if it is not started, `Unknown` if its QEMU does not answer, and `Broken`
+        if QEMU refuses it or the guest does not take it."""
+        channel = self._context.connections.started_channel(name)
+        places = region_places(len(memory.fds), memory.size)
+        with Monitor.connect(self._context.paths(name).monitor) as monitor:
+            plug_regions(monitor, name, places)
+        devices = [(PORTS[place.port], place.function) for place in places]
+        try:
+            channel.ask(take_regions_message(devices, uid), "took_regions", _PLUG_TIMEOUT)
+        except Unknown as error:
+            hint = "build its image again if an earlier release has built it; its guest agent may not know such memory"
+            raise Broken(f"the guest of VM {name} does not take its shared memory", hint=hint) from error
 
     def control_groups(self, name: str, job_groups: Sequence[str]) -> list[str]:
         """The directories of the control groups of the QEMU of a VM, which is inside the job that has these."""

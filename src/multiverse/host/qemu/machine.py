@@ -15,6 +15,7 @@ _SANDBOX = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=d
 _MODERN = "disable-legacy=on,disable-modern=off"
 # Numbers of the devices that are PCI Express root ports, for devices plugged later.
 PORTS = (0x08, 0x09, 0x10, 0x11)
+WINDOW = 256  # MiB that the guest's kernel keeps below each of them for large BARs
 DIMMS = 8  # slots for memory plugged later
 HUGE_PAGE = 2 << 20  # bytes; memory is plugged in blocks of 128 MiB, so pages of 1 GiB would not fit
 # An emulated CPU needs no mitigations and has one clock. Without `lpj` each plugged CPU calibrates for 0.2 s; the value
@@ -101,6 +102,14 @@ class Memory:
     readonly: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class RegionPlace:
+    """Where a region of shared memory is plugged: the number of the root port, and that of the function there."""
+
+    port: int
+    function: int
+
+
 @dataclass(frozen=True)
 class Wiring:
     """What one QEMU is connected to: the descriptors of its listening sockets and of its tap, and its console's log.
@@ -118,7 +127,8 @@ class QemuMachine:
     """One VM, as QEMU is to create it. `limits` is the size that it can have after plugging. With `waits_for_room` the
     guest is paused when the host's disk is full (see `full_disk`); otherwise it sees an error. Other errors, as of a
     file that exceeds RLIMIT_FSIZE, are the guest's in any case. `HUGE_PAGES` is no feature of a machine: see `hotplug`.
-    `mtu` is the largest packet that its interface sends; 0: Ethernet's 1500 bytes.
+    `mtu` is the largest packet that its interface sends; 0: Ethernet's 1500 bytes. `regions` are memory that it shares
+    with others, of no device until that is plugged.
     """
 
     name: str
@@ -135,6 +145,7 @@ class QemuMachine:
     waits_for_room: bool = True
     features: frozenset[Feature] = frozenset()
     mtu: int = 0
+    regions: tuple[Memory, ...] = ()
 
     def shape(self) -> list[str]:
         """The arguments that must be the same for a template and its clones. The others may differ."""
@@ -148,7 +159,7 @@ class QemuMachine:
                 "-smp", f"{self.cpus},maxcpus={max(self.limits.cpus, self.cpus)}", "-m", memory]  # fmt: skip
         for i, device in enumerate(PORTS):
             # Without the reserve the guest cannot place the large BAR of a device that is plugged later.
-            where = f"chassis={i + 1},addr={device:x},pref64-reserve=256M"
+            where = f"chassis={i + 1},addr={device:x},pref64-reserve={WINDOW}M"
             argv += ["-device", f"pcie-root-port,id=rp{i},bus=pcie.0,{where}"]
         return argv
 
@@ -163,6 +174,9 @@ class QemuMachine:
                 "-object",
                 f"memory-backend-file,id=ram,size={self.memory.size}M,mem-path={_value(self.memory.file)},share={how}",
             ]
+        for number, region in enumerate(self.regions):
+            argv += ["-object", f"memory-backend-file,id={region_id(number)},size={region.size}M,"
+                     f"mem-path={region.file},share=on"]  # fmt: skip
         argv += self.shape()
         cmdline = " ".join((self.cmdline, *self.accelerator.clock))
         argv += ["-kernel", str(self.kernel), "-initrd", str(self.initrd), "-append", cmdline,
@@ -200,6 +214,11 @@ class QemuMachine:
         return ["-netdev", f"tap,id=net,fd={wiring.tap}{vhost}",
                 "-device", f"virtio-net-pci,netdev=net,mac={self.mac},bus=pcie.0,addr=5,{quiet},{_MODERN}{mtu}",
                 ]  # fmt: skip
+
+
+def region_id(number: int) -> str:
+    """What QEMU calls the memory of a region."""
+    return f"region{number}"
 
 
 def limits(base: Size, capacity: Size, most: Size) -> Size:

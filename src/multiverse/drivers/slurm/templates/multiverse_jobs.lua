@@ -9,7 +9,8 @@ local feature = site.job_feature or "job-vms" -- the file of the previous releas
 
 local PREFIX = "_SLURM_SPANK_OPTION_multiverse_" -- how Slurm names the options of the plugin in spank_job_env
 local MIB = { [""] = 1, k = 1 / 1024, m = 1, g = 1024, t = 1048576 }
-local MOST_CPUS, MOST_VMS, MOST_FUNCTIONS, LONGEST_IMAGE, MOST_MIB = 4096, 64, 4, 64, 2 ^ 32
+local MOST_CPUS, MOST_VMS, MOST_FUNCTIONS, MOST_REGIONS = 4096, 64, 4, 32
+local LONGEST_IMAGE, MOST_MIB = 64, 2 ^ 32
 
 local function is_image(text)
   return #text <= LONGEST_IMAGE and string.find(text, "^[%w_][%w._-]*$") ~= nil
@@ -36,6 +37,7 @@ local WORDS = {
   vcpu = { option = "vcpu_per_vm", is = is_count(MOST_CPUS), form = "a number of virtual CPUs, at least 1" },
   ["per-node"] = { option = "vm_per_node", is = is_count(MOST_VMS), form = "a number of VMs, from 1 to 64" },
   sriov = { option = "sriov", is = is_functions, form = "a number of virtual functions, from 1 to 4" },
+  ivshmem = { option = "ivshmem", is = is_count(MOST_REGIONS), form = "a number of regions of shared memory, from 1 to 32" },
   memory = { option = "memory_per_vm", is = is_size, form = SIZE },
   disk = { option = "disk_size", is = is_size, form = SIZE },
 }
@@ -67,7 +69,7 @@ local function read(comment)
     local known = WORDS[key]
     if not known then
       return nil, string.format("vm:%s in --comment is not supported for VMs inside a job: use image, per-node, vcpu,"
-        .. " memory, disk or sriov, or submit to partition %s", part, site.gate_partition)
+        .. " memory, disk, sriov or ivshmem, or submit to partition %s", part, site.gate_partition)
     end
     if found[PREFIX .. known.option] then return nil, string.format("vm:%s is given twice in --comment: give it once", key) end
     if not known.is(text) then return nil, string.format("vm:%s in --comment is wrong: give %s", part, known.form) end
