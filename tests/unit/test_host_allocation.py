@@ -221,7 +221,7 @@ def test_an_interrupted_creation_is_done_again_with_the_same_specification(
     (config.vms / ONE.name / "disk.qcow2").touch()
     begun: list[list[str]] = []
 
-    def created(host: object, spec: Specification, paths: object, timer: object) -> object:
+    def created(host: object, spec: Specification, *_more: object) -> object:
         begun.append(sorted(path.name for path in (config.vms / spec.name).iterdir()))
         raise Broken("far enough")
 
