@@ -14,6 +14,8 @@
 #include <time.h>
 #include <unistd.h>
 
+#define CHOICE "MULTIVERSE_VM=" /* in a step's environment: which of a node's VMs its tasks run in */
+
 static long long now(void)
 {
 	struct timespec at;
@@ -96,6 +98,25 @@ unsigned vm_of(unsigned task, unsigned tasks, unsigned vms)
 	return tasks > vms ? (unsigned)((unsigned long long)task * vms / tasks) : task < vms ? task : 0;
 }
 
+/* The VM that a step was started for, which its user says: all are the user's. -1 if it is for all of the node's, or with
+ * the reason in `problem` if there is none of that number. */
+int chosen_vm(char **environment, unsigned vms)
+{
+	for (; environment && *environment; environment++) {
+		const char *text = *environment + strlen(CHOICE);
+		unsigned long found;
+		char *end;
+
+		if (strncmp(*environment, CHOICE, strlen(CHOICE)))
+			continue;
+		found = strtoul(text, &end, 10);
+		if (*text >= '0' && *text <= '9' && !*end && found < vms)
+			return (int)found;
+		snprintf(problem, sizeof problem, CHOICE "%.20s: the job has the VMs 0 to %u on this node", text, vms - 1);
+	}
+	return -1;
+}
+
 /* Whether Slurm serves PMI to this task: MPI would take the tasks of a node for neighbours that share memory. */
 int has_pmi(char **environment)
 {
@@ -111,13 +132,14 @@ int has_pmi(char **environment)
 /*
  * A copy of an environment for mventer, which is a program on this host: what the dynamic loader and the C library would
  * load for it gets a prefix that mventer takes off again, because a user's library is for the guest. The task is told how
- * many VMs each node has, and how many regions they share. NULL if there is no memory.
+ * many VMs each node has, and how many regions they share. It is not told in which VM its step was started: its own steps
+ * are not bound to that one. NULL if there is no memory.
  */
 char **keep_for_guest(char **environment)
 {
 	static const char *const loaders[] = {"LD_", "GCONV_PATH=", "GLIBC_TUNABLES="};
 	static char vms[sizeof values[VMS] + 32], regions[sizeof values[REGIONS] + 32];
-	size_t count = 0;
+	size_t count = 0, used = 0;
 	char **copy, *kept;
 
 	while (environment[count])
@@ -127,20 +149,23 @@ char **keep_for_guest(char **environment)
 	snprintf(vms, sizeof vms, "MULTIVERSE_VMS_PER_NODE=%s", *values[VMS] ? values[VMS] : "1");
 	snprintf(regions, sizeof regions, "MULTIVERSE_IVSHMEM=%s", *values[REGIONS] ? values[REGIONS] : "0");
 	for (size_t i = 0; i < count; i++) {
-		copy[i] = environment[i];
+		if (!strncmp(environment[i], CHOICE, strlen(CHOICE)))
+			continue;
+		copy[used] = environment[i];
 		for (size_t j = 0; j < sizeof loaders / sizeof *loaders; j++) {
 			if (strncmp(environment[i], loaders[j], strlen(loaders[j])))
 				continue;
 			if (asprintf(&kept, "MULTIVERSE_KEPT_%s", environment[i]) < 0)
 				return NULL;
-			copy[i] = kept;
+			copy[used] = kept;
 		}
 		if (!strncmp(environment[i], "MULTIVERSE_VMS_PER_NODE=", 24)) /* of the step that this srun is in */
-			copy[i] = vms;
+			copy[used] = vms;
 		if (!strncmp(environment[i], "MULTIVERSE_IVSHMEM=", 19))
-			copy[i] = regions;
+			copy[used] = regions;
+		used++;
 	}
-	copy[count] = vms; /* getenv(3) finds the first one */
-	copy[count + 1] = regions;
+	copy[used++] = vms; /* getenv(3) finds the first one */
+	copy[used] = regions;
 	return copy;
 }

@@ -540,6 +540,7 @@ static _Noreturn void serve(const char *name, pid_t parent)
 		_exit(1);
 	close(guest); /* else the task's own connection would outlive mventer */
 	close(machine);
+	close_streams();
 	for (int number = 1; number < NSIG; number++)
 		if (number != SIGCHLD && number != SIGPIPE)
 			sigaction(number, &action, NULL);

@@ -410,7 +410,7 @@ EXPORTED int slurm_spank_task_init(spank_t spank, int count, char *arguments[])
 	char **argv = NULL, **environment = NULL, **whole, number[16], vm[16];
 	uint32_t job = job_of(spank), step = 0, tasks = 1;
 	unsigned vms = *values[VMS] ? (unsigned)atoi(values[VMS]) : 1;
-	int argc = 0, used = 0, task = 0;
+	int argc = 0, used = 0, task = 0, chosen = -1;
 
 	(void)count;
 	(void)arguments;
@@ -420,16 +420,21 @@ EXPORTED int slurm_spank_task_init(spank_t spank, int count, char *arguments[])
 		spank_get_item(spank, S_JOB_STEPID, &step);
 		spank_get_item(spank, S_TASK_ID, &task);
 		spank_get_item(spank, S_JOB_LOCAL_TASK_COUNT, &tasks);
-		if (spank_get_item(spank, S_JOB_ARGV, &argc, &argv) != ESPANK_SUCCESS ||
-		    spank_get_item(spank, S_JOB_ENV, &environment) != ESPANK_SUCCESS || argc < 1 ||
+		if (spank_get_item(spank, S_JOB_ENV, &environment) != ESPANK_SUCCESS)
+			environment = NULL;
+		if (step != SLURM_BATCH_SCRIPT)
+			chosen = chosen_vm(environment, vms);
+	}
+	if (!*problem) {
+		if (spank_get_item(spank, S_JOB_ARGV, &argc, &argv) != ESPANK_SUCCESS || argc < 1 || !environment ||
 		    !(environment = keep_for_guest(environment)) || !(whole = calloc((size_t)argc + 6, sizeof *whole))) {
 			snprintf(problem, sizeof problem, "the command of this task is unknown");
 		} else if (vms > 1 && step != SLURM_BATCH_SCRIPT && has_pmi(environment)) {
 			snprintf(problem, sizeof problem, "srun's MPI knows nothing of several VMs on a node; "
-				 "use --mpi=none, or submit the job with --vm-per-node=1");
+				 "start it by mpirun, use --mpi=none, or submit the job with --vm-per-node=1");
 		} else {
 			snprintf(number, sizeof number, "%u", job);
-			snprintf(vm, sizeof vm, "%u", vm_of(task < 0 ? 0 : (unsigned)task, tasks, vms));
+			snprintf(vm, sizeof vm, "%u", chosen >= 0 ? (unsigned)chosen : vm_of(task < 0 ? 0 : (unsigned)task, tasks, vms));
 			whole[used++] = (char *)enter;
 			whole[used++] = (char *)agent;
 			whole[used++] = number;

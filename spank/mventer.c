@@ -267,6 +267,7 @@ static void send_command(int is_script, char *argv[])
 		send_text('A', *each);
 	if (is_terminal)
 		send_window('T');
+	announce_stream();
 	send_frame('X', NULL, 0);
 }
 
@@ -301,6 +302,7 @@ static void start_witness(const sigset_t *all)
 		return;
 	close(guest);
 	close(machine);
+	close_streams();
 	prctl(PR_SET_PDEATHSIG, SIGKILL);
 	if (getppid() != parent)
 		_exit(0);
@@ -393,6 +395,8 @@ static void take_frame(char type, const char *data, size_t length)
 		end_as((int)number_at(data));
 	} else if (type == 'V') {
 		want_command(data, length);
+	} else if (type == 'J') {
+		take_stream(data, length);
 	} else if (type == 'M') {
 		fail("%.*s", (int)length, data);
 	}
@@ -470,7 +474,7 @@ static _Noreturn void carry(void)
 	int has_input = 1;
 
 	for (;;) {
-		struct pollfd ready[4 + COMMANDS_AT_ONCE] = {
+		struct pollfd ready[4 + COMMANDS_AT_ONCE + STREAMS] = {
 			{.fd = signals[0], .events = POLLIN},
 			{.fd = output_length ? output_fd : guest, .events = output_length ? POLLOUT : POLLIN},
 			{.fd = has_input && credit ? 0 : -1, .events = POLLIN},
@@ -478,7 +482,8 @@ static _Noreturn void carry(void)
 		};
 
 		watch_commands(ready + 4);
-		if (poll(ready, 4 + COMMANDS_AT_ONCE, -1) < 0) {
+		watch_streams(ready + 4 + COMMANDS_AT_ONCE);
+		if (poll(ready, 4 + COMMANDS_AT_ONCE + STREAMS, -1) < 0) {
 			if (errno != EINTR)
 				fail("poll: %s", strerror(errno));
 			continue;
@@ -495,6 +500,7 @@ static _Noreturn void carry(void)
 		}
 		if (ready[2].revents && credit)
 			has_input = send_input();
+		tend_streams(ready + 4 + COMMANDS_AT_ONCE);
 		tend_commands();
 	}
 }
@@ -511,6 +517,7 @@ int main(int count, char *argv[])
 	job_id = argv[2];
 	vm_index = argv[3];
 	connect_guest();
+	find_streams();
 	is_terminal = isatty(0) && isatty(1) && !tcgetattr(0, &before);
 	catch_signals();
 	send_command(!strcmp(argv[4], "script"), argv + 5);

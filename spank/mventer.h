@@ -8,6 +8,7 @@
 
 #define LONGEST (1 << 20)                 /* bytes in a frame */
 #define COMMANDS_AT_ONCE 32               /* Slurm's commands of one task; further ones wait */
+#define STREAMS 65                        /* of PMI: MOST_STREAMS in guest/agent/pmi.py, and number 0 */
 #define KEPT_PREFIX "MULTIVERSE_KEPT_"    /* see multiverse.c */
 
 extern char **environ;
@@ -30,5 +31,13 @@ void want_command(const char *name, size_t length);
 void watch_commands(struct pollfd ready[COMMANDS_AT_ONCE]);
 void tend_commands(void);
 void end_commands(void);
+
+/* streams.c: PMI for the guest. */
+void find_streams(void);
+void announce_stream(void);
+void close_streams(void);
+void take_stream(const char *data, size_t length);
+void watch_streams(struct pollfd ready[STREAMS]);
+void tend_streams(const struct pollfd ready[STREAMS]);
 
 #endif

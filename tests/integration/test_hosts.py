@@ -33,10 +33,10 @@ from multiverse.system.processes import stat_fields
 from tests.contract.test_hypervisor_contract import SUITE, Check
 from tests.contract.test_hypervisor_troubles import TROUBLES
 from tests.integration.conftest import LabUnderTest, new_lab
-from tests.integration.images import IMAGES, slim
+from tests.integration.images import IMAGES, mpi, slim
 from tests.integration.test_agent import THROUGH_THE_AGENT, Behind, Controller, connected
 from tests.integration.test_contract_qemu import LONG, Real
-from tests.integration.test_gangs import OPEN_MPI, allreduce
+from tests.integration.test_gangs import MPICH, OPEN_MPI, allreduce
 from tests.integration.watch import ended, kill, latest, qemu_of, until
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, reason="namespaces need root")]
@@ -180,6 +180,20 @@ def test_a_job_runs_on_two_hosts_and_others_do_not_reach_it(two: LabUnderTest, h
 def test_open_mpi_runs_across_hosts(two: LabUnderTest, hosts: Client) -> None:
     """One VM on each host, two ranks in each, by Open MPI's own launcher."""
     allreduce(two, hosts, "mpirun", library=OPEN_MPI, options=("--comment=vm:per-host=1",))
+    until("its VMs are gone", lambda: not hosts.vms())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("library", "ways"),
+    [(MPICH, ("mpirun.mpich", "srun -Q --mpi=pmi2")), (OPEN_MPI, ("mpirun.openmpi", "srun -Q --mpi=pmix"))],
+)
+def test_each_mpi_runs_across_hosts_by_mpirun_and_by_srun(
+    two: LabUnderTest, hosts: Client, library: str, ways: tuple[str, ...]
+) -> None:
+    mpi()
+    up_again(two)  # writes the image into Slurm's configuration
+    allreduce(two, hosts, *ways, library=library, options=("--comment=vm:per-host=1", "--constraint=mpi"))
     until("its VMs are gone", lambda: not hosts.vms())
 
 

@@ -21,7 +21,7 @@ import pytest
 from multiverse.guest.agent import command, requests
 from multiverse.guest.agent.tasks import TaskRelay
 
-SOURCES = [Path(__file__).parents[2] / "spank" / name for name in ("mventer.c", "commands.c")]
+SOURCES = [Path(__file__).parents[2] / "spank" / name for name in ("mventer.c", "commands.c", "streams.c")]
 LIMIT = 60
 
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
@@ -125,7 +125,7 @@ class FakeAgent:
 
 def _run(connection: socket.socket) -> None:
     with connection:
-        TaskRelay(connection, "secret", []).run()
+        TaskRelay(connection, "secret", [], []).run()
 
 
 def _connected() -> tuple[socket.socket, socket.socket]:

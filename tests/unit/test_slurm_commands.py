@@ -15,6 +15,7 @@ import pytest
 
 from multiverse.guest import commands
 from multiverse.guest.agent import requests
+from multiverse.guest.slurm_command import LAUNCHERS
 from tests.unit.entered_task import LIMIT, NEEDS_COMPILER, SOURCES, FakeAgent, agents, build
 
 pytestmark = NEEDS_COMPILER
@@ -34,7 +35,7 @@ class Guest:
             directory.mkdir()
         for name, script in host.items():
             self._write(agent.commands / name, script)
-        for name in commands.INSTALLED:
+        for name in (*commands.INSTALLED, *LAUNCHERS):
             self._write(self.places / name, text)
 
     def _write(self, path: Path, text: str) -> None:
@@ -59,6 +60,7 @@ def guest(mventer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     group.write_text(f"0::/multiverse-tasks/{os.getpid()}\n")
     text = commands.program().replace("/proc/self/cgroup", str(group))
     text = text.replace("/run/multiverse/tasks", str(tmp_path / "sockets"))
+    text = text.replace("/run/multiverse/mpi", str(tmp_path))
     making = agents(mventer, tmp_path, monkeypatch)
     make = next(making)
     yield lambda **host: Guest(make(), text, **host)
@@ -192,6 +194,41 @@ def test_sbcast_is_a_step_that_reads_the_file(guest: Callable[..., Guest]) -> No
     assert done.stdout.split()[1] != b"0", "a file that exists is kept"
     assert (one.agent.directory / "to").read_text() == "new\n"
     assert (one.agent.directory / "to").stat().st_mode & 0o777 == 0o750
+
+
+STEP = """#!/bin/sh
+echo "$MULTIVERSE_VM|$SLURM_JOB_ID|$SLURM_NTASKS|$PMIX_NAMESPACE|$PMIX_MCA_gds"
+while [ "$1" != sh ]; do echo "$1"; shift; done
+exec "$@"
+"""
+
+
+def test_the_launcher_of_mpi_starts_a_step_in_the_vm_that_it_names(guest: Callable[..., Guest], tmp_path: Path) -> None:
+    (tmp_path / "vms").write_text("mvjob-7-0 n1 0\nmvjob-7-1 n1 1\nmvjob-7-2 n2 0\nmvjob-7-3 n2 1\n")
+    said = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "PMIX_NAMESPACE": "one", "PMIX_MCA_gds": "hash"}
+    one = guest(srun=STEP)
+    done = one.run('launch -x -l ada mvjob-7-3 \'"echo"\' "\\"two  words\\"" "; cat"; echo $?', data=b"input", **said)
+    vm, *options, words, code = done.stdout.decode().splitlines()
+    assert vm == "1|7|||hash" and {"--nodelist=n2", "--ntasks=1", "--overlap", "--mpi=none"} <= set(options), (
+        done.stderr
+    )
+    assert (words, code) == ("two  words", "0"), "it reads no input, which is that of mpirun"
+
+
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        ("launch elsewhere true", "elsewhere is no VM of this job; its VMs are mvjob-7-0, mvjob-7-1, mvjob-7-2 ..."),
+        ("launch mvjob-7-0", "usage: launch VM COMMAND"),
+        ("launch-hydra mvjob-7-0 true", "33 VMs at most; use srun --mpi=pmi2"),
+    ],
+)
+def test_the_launcher_says_what_it_cannot_start(
+    guest: Callable[..., Guest], tmp_path: Path, command: str, sentence: str
+) -> None:
+    (tmp_path / "vms").write_text("".join(f"mvjob-7-{number} n{number} 0\n" for number in range(34)))
+    done = guest(srun=STEP).run(f"{command}; echo $?")
+    assert done.stdout == b"1\n" and sentence in done.stderr.decode()
 
 
 def test_the_host_and_the_guest_know_the_same_commands() -> None:

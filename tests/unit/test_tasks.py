@@ -14,6 +14,7 @@ import socket
 import struct
 import subprocess
 import termios
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -103,6 +104,71 @@ def test_a_command_ignores_no_signal(agent: Callable[..., FakeAgent]) -> None:
 def test_a_command_that_does_not_exist_ends_as_slurm_ends_one(agent: Callable[..., FakeAgent]) -> None:
     done = agent().run("no-such-program")
     assert done.returncode == 2 and done.stderr == b"multiverse: execve(): no-such-program: No such file or directory\n"
+
+
+ANSWERS = """
+import os, socket
+stream = socket.socket(fileno=int(os.environ["PMI_FD"]))
+asked = b""
+while len(asked) < 1_000_000:
+    asked += stream.recv(65536)
+stream.sendall(asked[::-1])
+print("told", len(stream.recv(10)))
+"""
+
+
+def test_the_stream_of_pmi_is_carried_in_both_directions_up_to_its_ends(agent: Callable[..., FakeAgent]) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        argv, given = agent().argv("python3", "-c", ANSWERS), {**os.environ, "PMI_FD": str(theirs.fileno())}
+        started = subprocess.Popen(argv, env=given, stdout=subprocess.PIPE, pass_fds=[theirs.fileno()])
+        theirs.close()
+        data = os.urandom(1_000_000)
+        ours.settimeout(LIMIT)
+        ours.sendall(data)
+        answered = b""
+        while len(answered) < len(data):
+            answered += ours.recv(65536)
+        assert answered == data[::-1]
+        ours.shutdown(socket.SHUT_WR)
+        assert started.communicate(timeout=LIMIT)[0] == b"told 0\n"
+        assert ours.recv(1) == b"", "it ends with the task"
+
+
+CONNECTS = """
+import os, socket
+address, _, port = os.environ["PMIX_SERVER_URI2"].rpartition("/")[2].partition(":")
+for number in range(3):
+    with socket.create_connection((address, int(port))) as stream:
+        stream.sendall(b"%d" % number * 100_000)
+        print(len(stream.makefile("rb").read()), flush=True)
+print(os.environ["PMIX_GDS_MODULE"])
+"""
+
+
+def test_connections_to_the_port_of_pmix_reach_the_hosts_server(agent: Callable[..., FakeAgent]) -> None:
+    got: list[bytes] = []
+
+    def serve(server: socket.socket) -> None:
+        for _ in range(3):
+            connection, _ = server.accept()
+            with connection, connection.makefile("rb") as stream:
+                got.append(stream.read(100_000))
+                connection.sendall(bytes(200_000 + len(got)))
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        serving = threading.Thread(target=serve, args=(server,), daemon=True)
+        serving.start()
+        uri = f"slurm.pmix.7.0.1;tcp4://127.0.0.1:{server.getsockname()[1]}"
+        done = agent().run("python3", "-c", CONNECTS, PMIX_SERVER_URI2=uri, PMIX_GDS_MODULE="ds21,ds12,hash")
+        serving.join(LIMIT)
+    assert got == [b"%d" % number * 100_000 for number in range(3)]
+    assert done.stdout.split() == [b"200001", b"200002", b"200003", b"hash"], done.stderr
+
+
+def test_a_variable_of_pmi_without_a_stream_means_nothing(agent: Callable[..., FakeAgent]) -> None:
+    done = agent().run("sh", "-c", 'echo "$PMI_FD"', PMI_FD="9")
+    assert (done.stdout, done.returncode) == (b"9\n", 0)
 
 
 def test_a_batch_script_is_copied_to_its_path_and_removed(agent: Callable[..., FakeAgent], tmp_path: Path) -> None:
@@ -201,7 +267,7 @@ def test_connections_without_the_token_have_no_processes_and_a_failing_fork_is_s
 
     monkeypatch.setattr(tasks, "TASKS_PORT", 0)
     monkeypatch.setattr(os, "fork", fork)
-    listener = tasks.TaskListener([])
+    listener = tasks.TaskListener([], [])
     listener.token = "secret"
     for greeting, expected in ((b'{"token": "guess"}\n', 0), (b'{"token": "secret"', 0), (b'{"token": "secret"}\n', 1)):
         with socket.create_connection(listener.sock.getsockname()) as host:

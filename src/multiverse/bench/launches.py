@@ -24,7 +24,7 @@ from multiverse.core.errors import Broken
 from multiverse.core.model import CloneKind, Identity, Size, TemplateKey, machine_id
 from multiverse.core.model.names import mac_of, vm_name
 from multiverse.drivers.qemu.driver import host_config
-from multiverse.guest.protocol import HELLO, identity_message, join_job_message
+from multiverse.guest.protocol import HELLO, JobGuest, identity_message, join_job_message
 from multiverse.host import process, tap
 from multiverse.host.qemu import templates
 from multiverse.host.qemu.context import HostContext
@@ -98,7 +98,7 @@ class Launches:
                 ended(ANSWER)
                 channel.send(identity_message(identity, machine.cpus, 0, 0), _ANSWER_TIMEOUT)
                 channel.expect(frozenset({"started"}), _ANSWER_TIMEOUT)
-                channel.ask(join_job_message(*self._job(serial), 0), "joined_job", _ANSWER_TIMEOUT)
+                channel.ask(join_job_message(self._job(serial)), "joined_job", _ANSWER_TIMEOUT)
                 ended(ADDRESSES)
         finally:
             shutil.rmtree(home, ignore_errors=True)
@@ -147,7 +147,7 @@ class Launches:
             names = [stage.name for stage in stages]
             woken = names.index("first_byte") + 1
             began = time.monotonic()
-            self._host.join_job(spec.name, *self._job(serial), 0)
+            self._host.join_job(spec.name, self._job(serial))
             joined = time.monotonic() - began
         finally:
             self._host.destroy(spec.name, 0.0)
@@ -178,7 +178,7 @@ class Launches:
         )
         return spec, Identity(name, mac, address, self._settings.network.gateway, machine_id(name))
 
-    def _job(self, serial: int) -> tuple[str, str, list[tuple[str, str]]]:
-        """The name and address of a VM in its job, and those of the job's VMs: of 32."""
-        peers = [(f"mvjob-{serial}-{place}", str(_JOB[1 + place])) for place in range(32)]
-        return peers[0][0], f"{peers[0][1]}/{_JOB.prefixlen}", peers
+    def _job(self, serial: int) -> JobGuest:
+        """What a VM is told of its job, which has 32 of them."""
+        vms = tuple((f"mvjob-{serial}-{place}", str(_JOB[1 + place])) for place in range(32))
+        return JobGuest(vms[0][0], f"{vms[0][1]}/{_JOB.prefixlen}", (), vms, ("node",), 0)

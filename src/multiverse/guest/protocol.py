@@ -156,12 +156,16 @@ class ServeTasksMessage(TypedDict):
 
 
 class JoinJobMessage(TypedDict):
-    """`address` has a prefix length, peers are (name, address), an `mtu` of 0 leaves that of the interface."""
+    """`address` has a prefix length, peers are (name, address), an `mtu` of 0 leaves that of the interface. The job has
+    `vms` VMs on each of its `nodes`, which are the last ones of the peers, in the order of the nodes. The agents of
+    earlier images ignore `nodes` and `vms`."""
 
     type: Literal["join_job"]
     hostname: str
     address: str
     peers: list[tuple[str, str]]
+    nodes: list[str]
+    vms: int
     mtu: int
 
 
@@ -209,12 +213,35 @@ def identity_message(identity: Identity, cpus: int, plugged: int, disk: int) -> 
     return line
 
 
-def join_job_message(hostname: str, address: str, peers: Sequence[tuple[str, str]], mtu: int) -> bytes:
+@dataclass(frozen=True, slots=True)
+class JobGuest:
+    """What a VM inside of a job is among the job's VMs. `address` has a prefix length, `hosts` and `vms` are names and
+    addresses: of other machines, and of the VMs, which are as many on each of the `nodes`, in the order of these."""
+
+    hostname: str
+    address: str
+    hosts: tuple[tuple[str, str], ...]
+    vms: tuple[tuple[str, str], ...]
+    nodes: tuple[str, ...]
+    mtu: int
+
+
+def join_job_message(guest: JobGuest) -> bytes:
     """The line that gives a VM inside of a job its name and its second address, in the network of the job, and tells it
     the job's VMs. The agent answers `joined_job`. Raises `Refused` if there are too many to tell."""
-    line = _line(JoinJobMessage(type="join_job", hostname=hostname, address=address, peers=list(peers), mtu=mtu))
+    line = _line(
+        JoinJobMessage(
+            type="join_job",
+            hostname=guest.hostname,
+            address=guest.address,
+            peers=[*guest.hosts, *guest.vms],
+            nodes=list(guest.nodes),
+            vms=len(guest.vms) // len(guest.nodes),
+            mtu=guest.mtu,
+        )
+    )
     if len(line) > MAX_LINE:
-        raise Refused(f"{len(peers)} VMs are too many for a job", hint="submit it for fewer")
+        raise Refused(f"{len(guest.vms)} VMs are too many for a job", hint="submit it for fewer")
     return line
 
 

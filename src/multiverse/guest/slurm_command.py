@@ -40,6 +40,9 @@ def main() -> None:
     if argv[0] == "sbcast":
         argv, source = broadcast(argv[1:])
         os.dup2(source, 0)
+    elif argv[0] in LAUNCHERS:
+        argv = launch(argv[1:], LAUNCHERS[argv[0]])
+        os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
     Carrier(connect()).run([os.fsencode(each) for each in argv])
 
 
@@ -267,6 +270,40 @@ def broadcast(argv: list[str]) -> tuple[list[str], int]:
     count = (f"--nodes={nodes}", f"--ntasks={nodes * vms}", f"--ntasks-per-node={vms}", "--overcommit")
     step = ["srun", "--quiet", "--overlap", "--mpi=none", *count]
     return [*step, "sh", "-c", COPY, "sh", target, "1" if force else "", mode, when], file
+
+
+# --- the launcher of MPI ------------------------------------------------------------------------------
+
+VMS = "/run/multiverse/mpi/vms"  # as in guest.agent.mpi
+LAUNCHERS = {"launch": 0, "launch-hydra": 33}  # how many VMs a job may have for it; 0: any number
+OPTIONS_WITH_VALUE = frozenset("BbcDEeFIiJLlmOopQRSWw")  # of ssh
+# The variables of these names say how the task's own step was to be started, and who serves PMI to it; all but a few.
+STEPS_OWN = ("SLURM_", "SRUN_", "PMI_", "PMIX_")
+KEPT = ("SLURM_JOB", "SLURM_ARRAY_", "SLURM_SUBMIT_", "SLURM_CLUSTER_NAME", "SLURM_RESTART_COUNT", "PMIX_MCA_")
+
+
+def launch(argv: list[str], most: int) -> list[str]:
+    """What starts a command in another VM of the job: a step of srun's, of which the plugin reads the number of the VM.
+    `argv` is what ssh would get: options, which mean nothing here, the name of a VM, and a command for the shell."""
+    while argv and argv[0].startswith("-"):
+        del argv[: 2 if len(argv[0]) == 2 and argv[0][1] in OPTIONS_WITH_VALUE else 1]
+    if len(argv) < 2:
+        fail("launch: usage: launch VM COMMAND, where VM is one of the job's")
+    wanted, *command = argv
+    with open(VMS) as file:  # noqa: PTH123
+        vms = {name: (node, number) for name, node, number in map(str.split, file)}
+    node, number = vms.get(wanted.rpartition("@")[2], ("", ""))
+    if not node:
+        fail(f"launch: {wanted} is no VM of this job; its VMs are {', '.join(list(vms)[:3])}{' ...' * (len(vms) > 3)}")
+    if most and len(vms) > most:
+        # It starts a command for each VM and waits for all, but only so many run at once.
+        fail(f"launch: mpiexec of MPICH starts ranks in {most} VMs at most; use srun --mpi=pmi2")
+    for name in list(os.environ):
+        if name.startswith(STEPS_OWN) and not name.startswith(KEPT):
+            del os.environ[name]
+    os.environ["MULTIVERSE_VM"] = number
+    step = ["srun", "--quiet", "--overlap", "--mpi=none", "--nodes=1", "--ntasks=1", f"--nodelist={node}"]
+    return [*step, "--input=none", "sh", "-c", " ".join(command)]
 
 
 if __name__ == "__main__":

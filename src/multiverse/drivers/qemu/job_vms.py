@@ -16,7 +16,7 @@ from multiverse.drivers.qemu.driver import JOB_SITE, host_config
 from multiverse.drivers.qemu.job_bridge import JobBridge
 from multiverse.drivers.qemu.job_network import JobAddresses, guest_mac, guest_name
 from multiverse.drivers.qemu.job_overlay import JobOverlay
-from multiverse.guest.protocol import TASKS_PORT
+from multiverse.guest.protocol import TASKS_PORT, JobGuest
 from multiverse.host.job_groups import find_job_groups
 from multiverse.host.qemu.library import QemuHost
 from multiverse.host.specification import Specification
@@ -65,13 +65,19 @@ class QemuJobVms:
     def make(self, vm: JobVm, vms: tuple[JobVm, ...], user: User, memory: SharedMemory) -> None:
         """See `JobHost`. The template is built if there is none."""
         spec = self._specification(vm)
-        peers = self._addresses.peers(vm)
+        guest = JobGuest(
+            hostname=guest_name(vm.job, vm.place),
+            address=spec.job_address,
+            hosts=self._settings.network.hosts,
+            vms=self._addresses.peers(vm),
+            nodes=vm.nodes,
+            mtu=self._overlay(vm).mtu,
+        )
         self._create(spec, memory)
         self._host.start(spec.name, self._plugged(vm), self._identity(spec, vm, vms, user))
-        known = (*self._settings.network.hosts, *peers)
         if spec.functions:
             self._host.plug_functions(spec.name, vm.uid)
-        self._host.join_job(spec.name, guest_name(vm.job, vm.place), spec.job_address, known, self._overlay(vm).mtu)
+        self._host.join_job(spec.name, guest)
         if memory.fds:
             self._host.plug_regions(spec.name, memory, user.uid)
         self._host.serve_tasks(spec.name, vm.task_token, str(self._settings.slurm.directory()))

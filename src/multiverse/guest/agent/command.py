@@ -15,6 +15,7 @@ import time
 from multiverse.guest.agent.boot import CGROUPS
 from multiverse.guest.agent.contract import GuestAgentError
 from multiverse.guest.agent.files import make_directory, read, write_kernel_file
+from multiverse.guest.agent.pmi import PmiStreams
 from multiverse.guest.agent.prolog import run_prolog
 
 TASKS = f"{CGROUPS}/multiverse-tasks"
@@ -38,12 +39,15 @@ class TaskCommand:
         self.script = b""  # path of the file that is made for it
         self.limits: list[tuple[int, int, int]] = []
         self.prologs: list[tuple[bytes, bytes]] = []  # their paths and contents
+        self.has_pmi = False  # the host serves PMI-2 to it
+        self.streams = PmiStreams()
         self.pid = 0
         self.group = f"{TASKS}/{os.getpid()}"
 
     def frame(self, kind: bytes, body: bytes) -> None:
         """Take one frame of the description: argument, environment variable, directory, umask, resource limit (number,
-        soft, hard), a terminal of so many rows and columns, a file or a prolog (path, a zero byte, content)."""
+        soft, hard), a terminal of so many rows and columns, a file or a prolog (path, a zero byte, content), or that
+        there is PMI."""
         if kind == b"A":
             self.argv.append(body)
         elif kind == b"E":
@@ -66,12 +70,21 @@ class TaskCommand:
         elif kind == b"P":
             path, _, content = body.partition(b"\0")
             self.prologs.append((path, content))
+        elif kind == b"J":
+            self.has_pmi = True
 
     def start(self) -> tuple[int, int, int]:
         """Start it. Returns descriptors of its input, output and errors; with a terminal, three times the terminal."""
         make_directory(self.group)
-        if self.has_terminal:
-            return self._start_with_terminal()
+        theirs = self.streams.inherit(self.environment) if self.has_pmi else -1
+        self.streams.serve(self.environment)
+        try:
+            return self._start_with_terminal() if self.has_terminal else self._start_with_pipes()
+        finally:
+            if theirs >= 0:
+                os.close(theirs)
+
+    def _start_with_pipes(self) -> tuple[int, int, int]:
         (in_r, in_w), (out_r, out_w), (err_r, err_w) = (os.pipe2(os.O_CLOEXEC) for _ in range(3))
         self.pid = os.fork()
         if not self.pid:
@@ -119,6 +132,8 @@ class TaskCommand:
             self._change_directory()
             for path, content in self.prologs:
                 run_prolog(path, content, self.environment)
+            if self.has_pmi:
+                os.set_inheritable(int(self.environment[b"PMI_FD"]), True)
             self._execute()
         except BaseException as error:
             os.write(2, f"multiverse: {error}\n".encode())

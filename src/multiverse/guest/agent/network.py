@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import socket
@@ -52,16 +53,44 @@ def set_network(name: str, mac: str, address: str, gateway: str) -> None:
     index = socket.if_nametoindex(name)
     requests = [address_request(RTM_NEWADDR, index, address)]
     if gateway:
-        # Table main, protocol static, scope universe, unicast; then RTA_GATEWAY and RTA_OIF.
-        route = struct.pack("BBBBBBBBI", socket.AF_INET, 0, 0, 0, 254, 4, 0, 1, 0)
-        route += _attribute(5, socket.inet_aton(gateway)) + _attribute(4, struct.pack("I", index))
-        requests.append(_request(RTM_NEWROUTE, route))
+        requests.append(_route_request(index, gateway=gateway))
     _send_netlink(requests)
 
 
-def add_address(name: str, address: str) -> None:
-    """Give an interface one more address (with prefix length); again is success. Raises OSError."""
-    _send_netlink([address_request(RTM_NEWADDR, socket.if_nametoindex(name), address)])
+def join_network(name: str, address: str, own: str, gateway: str) -> None:
+    """Give an interface, which has the address `own`, another one in its place (both with prefix length): that of the
+    network of its VM's job. Again is success. Raises OSError.
+
+    MPI takes all addresses of an interface for those of one network. So `own` becomes one of the loopback interface,
+    which MPI leaves out, and stays the source of what is sent to its network and by the gateway.
+    """
+    index, (local, _, prefix) = socket.if_nametoindex(name), own.partition("/")
+    source = socket.inet_aton(local)
+    network = int.from_bytes(source, "big") >> (32 - int(prefix)) << (32 - int(prefix))
+    _send_netlink([address_request(RTM_NEWADDR, index, address)])
+    try:
+        _send_netlink([address_request(RTM_DELADDR, index, own)])
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+    requests = [
+        address_request(RTM_NEWADDR, socket.if_nametoindex("lo"), f"{local}/32"),
+        _route_request(index, source, network.to_bytes(4, "big"), int(prefix)),
+    ]
+    if gateway:
+        requests.append(_route_request(index, source, gateway=gateway))
+    _send_netlink(requests)
+
+
+def _route_request(index: int, source: bytes = b"", network: bytes = b"", prefix: int = 0, gateway: str = "") -> bytes:
+    """A netlink message that adds a route, to a network on the interface `index`, or by a gateway there."""
+    # Table main, protocol static, scope universe or link, unicast.
+    body = struct.pack("BBBBBBBBI", socket.AF_INET, prefix, 0, 0, 254, 4, 0 if gateway else 253, 1, 0)
+    body += _attribute(1, network) if network else b""  # RTA_DST
+    body += _attribute(5, socket.inet_aton(gateway)) if gateway else b""  # RTA_GATEWAY
+    body += _attribute(4, struct.pack("I", index))  # RTA_OIF
+    body += _attribute(7, source) if source else b""  # RTA_PREFSRC
+    return _request(RTM_NEWROUTE, body)
 
 
 def set_mtu(name: str, mtu: int) -> None:

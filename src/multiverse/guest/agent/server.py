@@ -24,7 +24,8 @@ from multiverse.guest.agent.identity import (
 )
 from multiverse.guest.agent.modules import load_on_demand
 from multiverse.guest.agent.mounts import mount_one
-from multiverse.guest.agent.network import add_address, interface, set_mtu, set_network
+from multiverse.guest.agent.mpi import JobVms, install_launcher
+from multiverse.guest.agent.network import interface, join_network, set_mtu, set_network
 from multiverse.guest.agent.processes import ending, preload_job_programs
 from multiverse.guest.agent.regions import take_regions
 from multiverse.guest.agent.requests import install_commands, uncover
@@ -48,6 +49,8 @@ class GuestAgent:
         self.children = Children()
         self.mounts: list[str] = []
         self.tasks: TaskListener | None = None
+        self.own_address = ("", "")  # and the gateway, as the identity said
+        self.job_vms: JobVms = []  # all of the job that the VM is inside of
         self.covered: list[str] = []  # files that Slurm's commands were put over
         self.introduced: int | None = None  # the pipe from which a job reads until its user is known
         # The answer to `hello`. A host that missed a report, or has restarted, asks again.
@@ -128,7 +131,8 @@ class GuestAgent:
         set_names(identity)
         add_users([*membership.get("users", ()), *identity["users"]])  # the daemon of an earlier release sends no users
         stage("identity")
-        set_network(interface(), identity["mac"], identity["address"], identity["gateway"])
+        self.own_address = (identity["address"], identity["gateway"])
+        set_network(interface(), identity["mac"], *self.own_address)
         stage("network")
         write_node_files(membership)
         stage("files")
@@ -174,8 +178,13 @@ class GuestAgent:
         """Take the name and the address that the VM has among the VMs of its job, and know the names of all of them."""
         if message["mtu"]:
             set_mtu(interface(), message["mtu"])
-        add_address(interface(), message["address"])
+        join_network(interface(), message["address"], *self.own_address)
         set_host_names(message["hostname"], message["address"], message["peers"])
+        if "nodes" in message:  # the host of an earlier release sends none
+            names = [name for name, _ in message["peers"]]
+            places = [(node, number) for node in message["nodes"] for number in range(message["vms"])]
+            self.job_vms[:] = [(name, *place) for name, place in zip(names[-len(places) :], places, strict=True)]
+            install_launcher(self.job_vms)
         self.channel.send("joined_job")
 
     def take_functions(self, message: dict[str, Any]) -> None:
@@ -187,7 +196,7 @@ class GuestAgent:
     def serve_tasks(self, message: dict[str, Any]) -> None:
         """Accept the tasks of the VM's job from now on, on connections that begin with the token of the message."""
         if self.tasks is None:
-            self.tasks = TaskListener(self.mounts)
+            self.tasks = TaskListener(self.mounts, self.job_vms)
             self.poller.register(self.tasks.sock, select.POLLIN)
             if "commands" in message:  # the host of an earlier release sends none
                 self.covered = install_commands(message["commands"])

@@ -6,7 +6,9 @@ LONGEST_FRAME bytes. From the host: the description of the command (see `TaskCom
 then I input, Z the end of the input, S a signal (a byte with its number, and `1` for the command alone or `a` for its
 other processes), W rows and columns of the terminal. To the host: O output, D errors, K how many more bytes of input
 there is room for, M why the command could not be started, and last Q its wait status. V names a request for one of
-Slurm's commands (`requests`): the host makes a connection that begins with the same V, or answers N.
+Slurm's commands (`requests`): the host makes a connection that begins with the same V, or answers N. J are bytes of a
+stream of Slurm's PMI (`pmi`), in both directions: they follow its number, and a number alone is its end. In the
+description, it says that there is a stream for the command to inherit.
 
 Each task has a process of its own, forked from the agent, which ends with the connection; and with it the command.
 """
@@ -24,6 +26,7 @@ import time
 from multiverse.guest.agent.command import TaskCommand
 from multiverse.guest.agent.contract import LONGEST_FRAME, TASKS_PORT, GuestAgentError
 from multiverse.guest.agent.files import read
+from multiverse.guest.agent.mpi import JobVms, prepare_mpi, remove_files
 from multiverse.guest.agent.requests import CommandRequests, hand_over
 from multiverse.guest.agent.syscalls import sync_file_system
 
@@ -38,8 +41,8 @@ ACCEPTED_AT_ONCE = 64  # connections, before other messages of the host are answ
 class TaskListener:
     """Where the host connects. `token` must be set before the first connection is accepted."""
 
-    def __init__(self, mounts: list[str]) -> None:
-        self.mounts = mounts
+    def __init__(self, mounts: list[str], vms: JobVms) -> None:
+        self.mounts, self.vms = mounts, vms
         self.token = ""
         self.sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -88,7 +91,7 @@ class TaskListener:
             kept = connection.fileno()
             os.closerange(3, kept)
             os.closerange(kept + 1, 1024)  # the agent has some ten descriptors
-            TaskRelay(connection, self.token, self.mounts).run()
+            TaskRelay(connection, self.token, self.mounts, self.vms).run()
         except BaseException as error:
             os.write(2, f"task: {type(error).__name__}: {error}\n".encode())
         finally:
@@ -96,10 +99,10 @@ class TaskListener:
 
 
 class TaskRelay:
-    """Carries one task. `mounts` are the file systems that are written back before the task ends."""
+    """Carries one task. `mounts` are the file systems that are written back before the task ends, `vms` the job's."""
 
-    def __init__(self, connection: socket.socket, token: str, mounts: list[str]) -> None:
-        self._connection, self._token, self._mounts = connection, token, mounts
+    def __init__(self, connection: socket.socket, token: str, mounts: list[str], vms: JobVms) -> None:
+        self._connection, self._token, self._mounts, self._vms = connection, token, mounts, vms
         self._received = bytearray()
         self._unsent = bytearray()
         self._input = bytearray()
@@ -109,6 +112,7 @@ class TaskRelay:
         self._files: dict[int, bytes] = {}  # the type of frame for each descriptor of output
         self._stdin = -1
         self._requests: CommandRequests | None = None
+        self._mpi: list[str] = []  # files for launchers of MPI
 
     def run(self) -> None:
         """Run the task to its end."""
@@ -129,6 +133,8 @@ class TaskRelay:
             self._flush()
             return
         finally:
+            remove_files(self._mpi)
+            self._command.streams.close()
             if self._requests is not None:
                 self._requests.close()
         self._write_back()
@@ -190,6 +196,7 @@ class TaskRelay:
         if not self._command.argv:
             raise GuestAgentError("the task has no command")
         self._requests = CommandRequests(self._command.uid)  # before the command can ask for something
+        self._mpi = prepare_mpi(self._command.environment, self._vms)
         self._stdin, out, err = self._command.start()
         self._files = {out: b"O"} if out == err else {out: b"O", err: b"D"}
         for fd in {self._stdin, out, err}:
@@ -208,6 +215,8 @@ class TaskRelay:
             self._write_input()
             self._read_output()
             self._pass_requests()
+            if len(self._unsent) < ROOM:
+                self._pass_streams()
             self._send()
             if self._host_gone:
                 self._command.end()
@@ -216,6 +225,8 @@ class TaskRelay:
                 if pid:
                     status, deadline = found, time.monotonic() + OUTPUT_TIMEOUT
                     self._command.end()  # as Slurm ends what a step leaves
+        while self._pass_streams():  # what the command has sent last
+            pass
         return status
 
     def _wait(self, process: int) -> None:
@@ -228,6 +239,8 @@ class TaskRelay:
         if self._input and self._stdin >= 0:
             wanted[self._stdin] = select.POLLOUT
         if len(self._unsent) < ROOM:
+            if process >= 0:
+                wanted |= self._command.streams.watched
             for fd in self._files:
                 wanted[fd] = wanted.get(fd, 0) | select.POLLIN
         if self._requests is not None and process >= 0 and not self._host_gone:
@@ -259,6 +272,8 @@ class TaskRelay:
             self._signal(body[0], everyone=body[1:2] == b"a")
         elif kind == b"N" and self._requests is not None:
             self._requests.refuse(body)
+        elif kind == b"J":
+            command.streams.take(body)
         elif kind == b"W" and command.has_terminal:
             rows, columns = body.split()
             for fd in self._files:
@@ -277,6 +292,12 @@ class TaskRelay:
             for name in self._requests.outgoing:
                 self._frame(b"V", name)
             self._requests.outgoing.clear()
+
+    def _pass_streams(self) -> bool:
+        frames = self._command.streams.carry()
+        for frame in frames:
+            self._frame(b"J", frame)
+        return bool(frames)
 
     def _write_input(self) -> None:
         if self._stdin < 0:

@@ -17,6 +17,7 @@ from multiverse.core.errors import Broken, Gone, Refused, Unknown
 from multiverse.core.model import HypervisorView, Identity, Neighbour, Size, Stage, TemplateKey, User
 from multiverse.guest.protocol import (
     AUDIT,
+    JobGuest,
     Report,
     add_user_message,
     join_job_message,
@@ -232,12 +233,12 @@ class QemuHost:
             overlay.drop(name)  # it was destroyed meanwhile
         raise Gone(f"there is no VM {name}", hint="create it first")
 
-    def join_job(self, name: str, hostname: str, address: str, peers: Sequence[tuple[str, str]], mtu: int) -> None:
-        """Give the guest of a VM inside of a job its name and its address (with prefix length) in the job's network,
-        and tell it the names and addresses of the job's VMs. Raises `Gone` if it is not started, `Unknown` if it does
+    def join_job(self, name: str, guest: JobGuest) -> None:
+        """Give the guest of a VM inside of a job its name and its address in the job's network,
+        and tell it of the job's VMs. Raises `Gone` if it is not started, `Unknown` if it does
         not answer, and `Broken` if it reports a failure."""
         channel = self._context.connections.started_channel(name)
-        channel.ask(join_job_message(hostname, address, peers, mtu), "joined_job", _ANSWER_TIMEOUT)
+        channel.ask(join_job_message(guest), "joined_job", _ANSWER_TIMEOUT)
 
     def plug_functions(self, name: str, uid: int) -> None:
         """Plug the virtual functions that a running VM was created with, and make the guest give them to that user.
