@@ -55,6 +55,7 @@ static const char *feature = "job-vms";
 static const char *vfio = "/dev/vfio"; /* another one in tests */
 static int timeout = 300; /* seconds for a VM: its template may have to be built */
 
+enum { CANCEL_TRIES = 60, CANCEL_PAUSE = 5 }; /* seconds */
 static const int release_timeout = 60, test_timeout = 10;
 
 static void read_arguments(int count, char *arguments[])
@@ -354,8 +355,15 @@ static void cancel(uint32_t job, const char *reason)
 		 reason);
 	slurm_error("%s (job %u)", message, job);
 	slurm_notify_job(job, message);
-	if (slurm_kill_job(job, SIGKILL, 0))
-		slurm_error(NAME ": job %u cannot be cancelled: %s", job, slurm_strerror(errno));
+	/* Slurm starts the job's steps after this, so slurmctld may be away for a while. */
+	for (int tries = CANCEL_TRIES; slurm_kill_job(job, SIGKILL, 0); sleep(CANCEL_PAUSE)) {
+		if (errno == ESLURM_ALREADY_DONE || errno == ESLURM_INVALID_JOB_ID)
+			return;
+		if (!--tries) {
+			slurm_error(NAME ": job %u cannot be cancelled: %s", job, slurm_strerror(errno));
+			return;
+		}
+	}
 }
 
 /* On each node of a job, before its first step. */
@@ -484,7 +492,8 @@ EXPORTED int slurm_spank_job_epilog(spank_t spank, int count, char *arguments[])
 	if (!job || access(path, F_OK))
 		return 0;
 	snprintf(request, sizeof request, "release job=%u\n", job);
-	if (ask(agent, release_timeout, request, answer)) {
+	/* Slurm gives the node no job meanwhile, so an agent that does not answer at all is not waited for so long. */
+	if (ask(agent, test_timeout, "test\n", answer) || ask(agent, release_timeout, request, answer)) {
 		slurm_error(NAME ": the VMs of job %u are killed: %s", job, problem);
 		kill_listed(job, ".groups");
 		kill_listed(job, ".making"); /* that were not finished */

@@ -292,6 +292,18 @@ def test_threads_that_list_at_the_same_time_wait_for_the_same_look(
         assert first.result() == second.result() == [offered]
 
 
+def test_an_image_of_the_site_is_found_also_while_no_look_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site, go_on = tmp_path / "site", threading.Event()
+    offered, listed = image(site), list_images
+    monkeypatch.setattr(catalog, "list_images", lambda path: listed(path) if path != site or go_on.wait(60) else [])
+    monkeypatch.setattr("multiverse.images.store._PATIENCE", 0)
+    store = ImageStore(tmp_path / "local", site)
+    assert store.listed() == [] and store.found("slim") == offered
+    go_on.set()
+
+
 def test_a_newer_image_of_the_site_is_described_and_copied(tmp_path: Path) -> None:
     site, local = tmp_path / "site", tmp_path / "local"
     image(site)
