@@ -58,7 +58,7 @@ class Hierarchy:
     def _complete(self, group: Path) -> None:
         """Give the cgroup its controllers, or what they need. The cgroup above may be of another process, which uses
         fewer of them."""
-        if self.version == 2 and not all((group / _LIMITS[2][each]).exists() for each in self.controllers):
+        if self.version == 2 and not {*self.controllers} <= {*(group / "cgroup.controllers").read_text().split()}:
             for above in (self.parent.parent, self.parent):
                 wanted = " ".join(f"+{each}" for each in self.controllers)
                 (above / "cgroup.subtree_control").write_text(wanted)

@@ -42,6 +42,8 @@ def join_daemons_of(root: Path) -> None:
     """Put this process among the daemons of the host whose own control group in one hierarchy is `root`."""
     group = root / _DAEMONS
     group.mkdir(exist_ok=True)
+    if (root / "cgroup.controllers").exists():
+        (root / "system.slice").mkdir(exist_ok=True)  # slurmd on version 2 wants it, as systemd makes it
     inherit_cpuset(group)
     (group / "cgroup.procs").write_text("0")
 
