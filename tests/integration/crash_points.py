@@ -2,7 +2,8 @@
 
 ROLE is `controller` or `agent`. FILE has lines `WHEN EVENT PROCESS`. WHEN is before or after. EVENT is a state
 (`vm:parked`) that a commit makes a row enter, a phase of a VM's manifest (`manifest:started`) that is written, `qemu`
-when a QEMU is started, or `scontrol:VERB` when that command is run. PROCESS is what is killed: the `controller`, the
+when a QEMU is started, `job:STEP` when the agent does that for a job with VMs inside (`JOB_STEPS`), or `scontrol:VERB`
+when that command is run. PROCESS is what is killed: the `controller`, the
 `agent`, every `qemu` of a VM, or a service of the lab whose record is in RECORDS. Each line is removed before its
 process is killed, so that each crash happens once.
 """
@@ -20,8 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from multiverse import config
+from multiverse.agent.jobs import JobVmService
 from multiverse.cli.daemon import daemon
 from multiverse.core.transition import Move
+from multiverse.drivers.qemu.job_vms import QemuJobVms
 from multiverse.drivers.slurm.command import SlurmCommands
 from multiverse.host import manifest
 from multiverse.host.qemu import session
@@ -31,6 +34,8 @@ from multiverse.store import Store, Transaction
 from multiverse.system.locks import locked_file
 
 ROLES = ("controller", "agent")
+JOB_STEPS = ("write", "connect_network", "write_groups", "make", "connect", "remove", "remove_network")
+"""What the agent does for a job with VMs inside, in this order: `JobVmService` and `JobHost` have it."""
 
 
 def pid_file(crash_points: Path, role: str) -> Path:
@@ -109,6 +114,14 @@ def watch_host(points: CrashPoints) -> None:
     session._execute = with_crash_points(points, session._execute, lambda *args: "qemu")
 
 
+def watch_jobs(points: CrashPoints) -> None:
+    """What the agent does for jobs with VMs inside."""
+    for step in JOB_STEPS:
+        owner: Any = JobVmService if step.startswith("write") else QemuJobVms
+        name = f"_{step}" if owner is JobVmService else step
+        setattr(owner, name, with_crash_points(points, getattr(owner, name), lambda *args, step=step: f"job:{step}"))
+
+
 def watch_slurm(points: CrashPoints) -> None:
     """The commands that the controller gives to Slurm."""
     run = SlurmCommands.run
@@ -130,6 +143,7 @@ if __name__ == "__main__":
     all_points = CrashPoints(its_role, file, records, config.load(settings).qemu.vms)
     if its_role == "agent":
         watch_host(all_points)
+        watch_jobs(all_points)
         asyncio.run(serve_agent(config.load(settings)))
     else:
         watch_commits(all_points)
