@@ -60,6 +60,8 @@ class QemuJobVms:
     def share_memory(self, vms: tuple[JobVm, ...]) -> SharedMemory:
         """See `JobHost`."""
         size = self._settings.job_vms.ivshmem_size
+        if not vms[0].regions:
+            return SharedMemory((), size)
         return self._host.share_memory(self._specification(vms[0]), vms[0].regions, size)
 
     def make(self, vm: JobVm, vms: tuple[JobVm, ...], user: User, memory: SharedMemory) -> None:
@@ -117,6 +119,8 @@ class QemuJobVms:
     def remove(self, vm: JobVm) -> None:
         """See `JobHost`."""
         self._host.destroy(job_vm_name(vm), self._settings.pacing.reclaim_grace, vm.token)
+        if vm.regions and vm.index == 0:
+            self._host.forget_sharing(job_vm_name(vm), vm.groups)
 
     def return_rest(self) -> None:
         """See `JobHost`."""

@@ -32,7 +32,7 @@ from multiverse.host.qemu.functions import plug_functions
 from multiverse.host.qemu.machine import PORTS, Accelerator
 from multiverse.host.qemu.observation import HostObserver
 from multiverse.host.qemu.qmp import Monitor
-from multiverse.host.qemu.regions import allocate_regions, plug_regions, region_places
+from multiverse.host.qemu.regions import allocate_regions, allocation_group, plug_regions, region_places
 from multiverse.host.specification import Specification
 from multiverse.host.tap import open_tap
 from multiverse.images.catalog import Image
@@ -196,7 +196,12 @@ class QemuHost:
         """Memory that this VM inside of a job is to share with others like it: a region of `size` MiB for each of these
         ids. Raises `Refused` if such a VM has no room for them, and what `allocate_regions` raises."""
         region_places(len(ids), size, len(PORTS) - spec.functions)
-        return allocate_regions(self._context.groups(spec.job_groups), f"{spec.name}-ivshmem", ids, size)
+        return allocate_regions(self._context.groups(spec.job_groups), allocation_group(spec.name), ids, size)
+
+    def forget_sharing(self, name: str, job_groups: Sequence[str]) -> None:
+        """Remove what a process that ended within `share_memory` for the VM of that name may have left. Absent is
+        success."""
+        self._context.groups(job_groups).remove(allocation_group(name))
 
     def create(self, spec: Specification, memory: SharedMemory | None = None) -> list[Stage]:
         """Create a VM, paused and without an identity. See `creation.create`."""

@@ -39,6 +39,11 @@ def region_places(count: int, size: int, ports: int = len(PORTS)) -> list[Region
     return [RegionPlace(number // each, number % each) for number in range(count)]
 
 
+def allocation_group(name: str) -> str:
+    """The control groups of the process that allocates the regions of the VM of that name, and of others."""
+    return f"{name}-ivshmem"
+
+
 def allocate_regions(groups: Cgroups | JobGroups, name: str, ids: Sequence[str], size: int) -> SharedMemory:
     """New regions of `size` MiB, allocated in the control groups `name`, which are removed again. Raises `Exhausted` if
     there is no room for them, and `Broken` if the groups cannot be made."""
