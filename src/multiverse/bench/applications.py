@@ -63,10 +63,14 @@ _AGENT = """#!/bin/sh
 shift
 exec srun --quiet --overlap --ntasks=2 --ntasks-per-node=2 sh -c '[ "$SLURM_PROCID" = 0 ] || exec sh -c "$0"' "$*"
 """
+# Its daemon in that VM stays in the foreground, because what is left of a step is killed. A VM has two addresses.
 _HPL = """mkdir -p /tmp/hpl-$1 && cd /tmp/hpl-$1 && rm -f hpccoutf.txt && cp {directory}/hpccinf.txt . || exit 1
 here=mvjob-$SLURM_JOB_ID-0 there=mvjob-$SLURM_JOB_ID-1
 if getent ahostsv4 $there > /dev/null; then
-    more="--host $here,$there --mca plm_rsh_agent {directory}/agent --mca btl tcp,self --mca btl_tcp_if_exclude lo"
+    address=$(getent ahostsv4 $here | head -n 1 | cut -d ' ' -f 1)
+    network=$(ip -o -4 address | grep -o "$address/[0-9]*")
+    more="--host $here,$there --mca plm_rsh_agent {directory}/agent --leave-session-attached --mca btl tcp,self"
+    more="$more --mca btl_tcp_if_include $network --mca oob_tcp_if_include $network"
 else
     more="--host localhost:2 --mca btl vader,self"
 fi
@@ -181,6 +185,7 @@ class _Runner:
             f"--output={lab.user.home}/{name}.out",
             "--partition=physical",
             "--nodelist=mvp1",
+            "--nodes=1",
             "--ntasks-per-node=2",
             f"--mem={_MEMORY}",
             f"--vm-image={self._image}",
