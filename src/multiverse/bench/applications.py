@@ -64,7 +64,8 @@ shift
 exec srun --quiet --overlap --ntasks=2 --ntasks-per-node=2 sh -c '[ "$SLURM_PROCID" = 0 ] || exec sh -c "$0"' "$*"
 """
 # Its daemon in that VM stays in the foreground, because what is left of a step is killed. A VM has two addresses.
-_HPL = """mkdir -p /tmp/hpl-$1 && cd /tmp/hpl-$1 && rm -f hpccoutf.txt && cp {directory}/hpccinf.txt . || exit 1
+_HPL = """place={directory}/hpl-$SLURM_JOB_ID-$1
+mkdir $place && cd $place && cp ../hpccinf.txt . || exit 1
 here=mvjob-$SLURM_JOB_ID-0 there=mvjob-$SLURM_JOB_ID-1
 if getent ahostsv4 $there > /dev/null; then
     address=$(getent ahostsv4 $here | head -n 1 | cut -d ' ' -f 1)
@@ -74,8 +75,9 @@ if getent ahostsv4 $there > /dev/null; then
 else
     more="--host localhost:2 --mca btl vader,self"
 fi
-mpirun --mca plm rsh --mca ras ^slurm --mca mpi_yield_when_idle 1 $more -np 2 --wdir /tmp/hpl-$1 hpcc
+mpirun --mca plm rsh --mca ras ^slurm --mca mpi_yield_when_idle 1 $more -np 2 --wdir $place hpcc
 cat hpccoutf.txt
+cd .. && rm -r $place
 """
 
 
