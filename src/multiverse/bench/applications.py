@@ -58,24 +58,10 @@ _BFS_TASK = """for place in 0 1; do
 done
 exec {directory}/bfs {scale} {edges} {searches} $SLURM_PROCID $(({port} + 10 * $1)) $addresses
 """
-# Open MPI starts the process of another VM by this program. A step's second task is in the second VM.
-_AGENT = """#!/bin/sh
-shift
-exec srun --quiet --overlap --ntasks=2 --ntasks-per-node=2 sh -c '[ "$SLURM_PROCID" = 0 ] || exec sh -c "$0"' "$*"
-"""
-# Its daemon in that VM stays in the foreground, because what is left of a step is killed. A VM has two addresses.
+# In a job's VMs, mpirun knows these and starts what it needs in each.
 _HPL = """place={directory}/hpl-$SLURM_JOB_ID-$1
 mkdir $place && cd $place && cp ../hpccinf.txt . || exit 1
-here=mvjob-$SLURM_JOB_ID-0 there=mvjob-$SLURM_JOB_ID-1
-if getent ahostsv4 $there > /dev/null; then
-    address=$(getent ahostsv4 $here | head -n 1 | cut -d ' ' -f 1)
-    network=$(ip -o -4 address | grep -o "$address/[0-9]*")
-    more="--host $here,$there --mca plm_rsh_agent {directory}/agent --leave-session-attached --mca btl tcp,self"
-    more="$more --mca btl_tcp_if_include $network --mca oob_tcp_if_include $network"
-else
-    more="--host localhost:2 --mca btl vader,self"
-fi
-mpirun --mca plm rsh --mca ras ^slurm --mca mpi_yield_when_idle 1 $more -np 2 --wdir $place hpcc
+mpirun --mca mpi_yield_when_idle 1 -np 2 --wdir $place hpcc
 cat hpccoutf.txt
 cd .. && rm -r $place
 """
@@ -145,8 +131,6 @@ def _write_programs(lab: LabSession) -> None:
     programs = {"bfs.sh": _BFS, "bfs-task.sh": _BFS_TASK, "hpl.sh": _HPL}
     for name, program in programs.items():
         (here / name).write_text(program.format(**values))
-    (here / "agent").write_text(_AGENT)
-    (here / "agent").chmod(0o755)
     (here / "hpccinf.txt").write_text(text)
     compile_kernel(here / "bfs")
 
