@@ -279,6 +279,8 @@ static void check(void)
 		refuse("%s cannot be run from the VM of a job: only srun, sbatch, squeue and the like", name);
 	if (*commands != '/')
 		refuse("this host runs no command of Slurm's for its VMs");
+	if (is_step && !strcmp(name, "srun")) /* of sbcast, too */
+		refuse("srun in the VM would run its command on the bare node: call srun multiverse-vm run in the batch file");
 	for (size_t i = 1; !strcmp(name, "srun") && i < arguments.count; i++) {
 		const char *each = arguments.items[i];
 		size_t length = strcspn(each, "=");

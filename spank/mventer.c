@@ -1,7 +1,8 @@
 /*
- * Runs a task's command in a VM of its job: mventer AGENT JOB VM command|script ARGV...
+ * Runs a task's command in a VM of its job: mventer AGENT JOB VM command|script|step ARGV...
  *
- * VM is the number of the VM among those of the job on this node, from 0 on.
+ * VM is the number of the VM among those of the job on this node, from 0 on. Where there is no SPANK plugin, `step` is a
+ * command of a step that multiverse-vm is the task of: slurmstepd has run its prologs on the node.
  *
  * The SPANK plugin executes this program as the task: as the user, in the task's directory, environment and limits. It
  * gets a connection to the guest from the agent of the host, which knows the user from the socket, sends the command,
@@ -36,7 +37,7 @@
 #define SCOPE_ALL 'a'     /* a signal for all processes of the task */
 
 const char *agent_path, *job_id, *vm_index;
-int guest = -1, machine;
+int guest = -1, machine, is_step;
 char commands[PATH_MAX];
 static char site_prolog[PATH_MAX]; /* TaskProlog of slurm.conf */
 static int signals[2]; /* a pipe of pairs: signal, scope */
@@ -258,8 +259,10 @@ static void send_command(int is_script, char *argv[])
 	send_limits();
 	if (is_script) /* a file of slurmd's on this host: the guest gets a copy at the same path */
 		send_file('F', "batch script", argv[0]);
-	send_prolog(site_prolog);
-	send_prolog(getenv(USERS_PROLOG));
+	if (!is_step) {
+		send_prolog(site_prolog);
+		send_prolog(getenv(USERS_PROLOG));
+	}
 	unsetenv(USERS_PROLOG);
 	for (char **each = environ; *each; each++)
 		send_text('E', strncmp(*each, KEPT_PREFIX, strlen(KEPT_PREFIX)) ? *each : *each + strlen(KEPT_PREFIX));
@@ -510,12 +513,14 @@ int main(int count, char *argv[])
 	struct termios raw;
 
 	if (count < 6) {
-		fprintf(stderr, "usage: mventer AGENT JOB VM command|script ARGV...\nThe SPANK plugin of Multiverse runs it.\n");
+		fprintf(stderr, "usage: mventer AGENT JOB VM command|script|step ARGV...\n"
+			"The SPANK plugin of Multiverse runs it, or multiverse-vm.\n");
 		return 2;
 	}
 	agent_path = argv[1];
 	job_id = argv[2];
 	vm_index = argv[3];
+	is_step = !strcmp(argv[4], "step");
 	connect_guest();
 	find_streams();
 	is_terminal = isatty(0) && isatty(1) && !tcgetattr(0, &before);

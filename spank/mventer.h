@@ -18,6 +18,7 @@ extern const char *agent_path, *job_id, *vm_index; /* the agent's socket, the jo
 extern int guest;                       /* the connection to the guest */
 extern int machine;                     /* the pidfd of the VM's QEMU */
 extern char commands[];                 /* the directory of Slurm's commands, as the agent says */
+extern int is_step;                     /* no plugin: what srun starts runs on the node */
 
 __attribute__((format(printf, 1, 2))) _Noreturn void fail(const char *format, ...);
 void send_frame(char type, const void *data, size_t length);

@@ -347,6 +347,9 @@ class JobVmSettings:
     enabled: bool = False
     # Whether the agent serves these VMs alone, and no controller. A node with such an agent can be leased, too.
     only: bool = False
+    # Who asks for the VMs of a job: Slurm's plugin, for jobs with its options; or tasks, steps of the batch file that
+    # call multiverse-vm, for sites that may not load a plugin. The same on all nodes.
+    design: Literal["plugin", "tasks"] = "plugin"
     socket: Path = Path("/run/multiverse/jobs.sock")  # the plugin and the tasks of users connect to it
     records: Path = Path("/run/multiverse/jobs")  # where the plugin records which jobs have a VM
     plugin: Path = Path("/usr/local/lib/slurm/multiverse.so")
@@ -361,6 +364,12 @@ class JobVmSettings:
     # jobs are connected, so all jobs have the same addresses. The same on each host.
     bridge: str = "mvjobs"
     subnet: str = "10.214.0.0/16"
+    # What makes the VMs: this host, in the control groups of the job; or a platform behind the agent of another host,
+    # which is reached by agent.connect. Its VMs have addresses in `platform_subnet`: a part of network.subnet, which is
+    # that of the platform, for the jobs of this node alone. Each 64 addresses are for the VMs of a job.
+    platform: Literal["host", "agent"] = "host"
+    platform_host: str = ""
+    platform_subnet: str = ""
     # UDP, the first of 1024: the nodes of a job are connected by a VXLAN with the port that its id chooses. Its MTU and
     # the addresses of nodes are those of [overlay].
     port: int = 20480
@@ -578,6 +587,7 @@ def _contradictions(s: Settings) -> Iterator[str]:
     yield from _wrong_network(s)
     yield from _wrong_overlay(s)
     yield from _wrong_job_vms(s)
+    yield from _wrong_platform(s)
     yield from _wrong_qemu(s.qemu)
     yield from _wrong_slurm(s.slurm)
     yield from _wrong_pools(s)
@@ -734,6 +744,22 @@ def _wrong_job_vms(s: Settings) -> Iterator[str]:
             yield f"job_vms.sriov: {one!r} is no PCI address, no pair of ids like 8086:154c and no interface"
     if not re.fullmatch(r"[A-Za-z0-9_]{0,64}", jobs.sriov_gres):
         yield "job_vms.sriov_gres: must be the name of a GRES, of letters, digits and _"
+
+
+def _wrong_platform(s: Settings) -> Iterator[str]:
+    if s.job_vms.platform == "host":
+        return
+    if problem := wrong_host_name(s.job_vms.platform_host):
+        yield f"job_vms.platform_host: {problem}"
+    try:
+        part, whole = ipaddress.IPv4Network(s.job_vms.platform_subnet), ipaddress.IPv4Network(s.network.subnet)
+        if part.prefixlen > 26 or not part.subnet_of(whole) or ipaddress.IPv4Address(s.network.gateway) in part:
+            yield (
+                f"job_vms.platform_subnet: needs 64 addresses or more of network.subnet {whole}, without"
+                " network.gateway, which no controller and no other node gives to VMs"
+            )
+    except ValueError as error:
+        yield f"job_vms.platform_subnet: {error}"
 
 
 def _wrong_qemu(qemu: QemuSettings) -> Iterator[str]:

@@ -11,129 +11,27 @@ import signal
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from multiverse import config
 from multiverse.bench.ivshmem import measure_passing
-from multiverse.config import JobVmSettings
-from multiverse.core.errors import Broken
-from multiverse.drivers.slurm.plugstack import plugstack
 from multiverse.lab import baremetal
 from multiverse.lab.configure import BARE_FEATURE, changed_conf, hostname
-from multiverse.lab.plan import load
-from multiverse.lab.service import Lab
 from multiverse.lab.services import AGENT
+from tests.integration.bare_node import BUILT, FEATURE, IN_A_VM, BareNode, bare_node, ensure_agent
 from tests.integration.conftest import LabUnderTest
 from tests.integration.watch import accounted, kill, until, written
 
 pytestmark = pytest.mark.integration
 
-BUILT = Path(__file__).parents[2] / "var" / "spank"
-IN_A_VM = ("--mem=700", "--vm-image=slim")
-FEATURE = JobVmSettings().feature
-
-
-@dataclass(frozen=True)
-class BareNode:
-    """A plain slurmd with the plugin, and the agent of its machine."""
-
-    under_test: LabUnderTest
-    lab: Lab
-
-    def srun(self, *argv: str, vm: bool = True) -> subprocess.CompletedProcess[str]:
-        """Run a step of one task in a job of its own, as the user."""
-        user, where = self.under_test.user, ("--quiet", "--partition=bare", *(IN_A_VM if vm else ()))
-        return self.under_test.run("srun", *where, *argv, user=user, check=False, timeout=240)
-
-    def sbatch(self, script: str, *options: str) -> str:
-        return self.under_test.sbatch(script, "--partition=bare", *IN_A_VM, *options)
-
-    def output(self, name: str) -> Path:
-        return self.under_test.user.home / name
-
-    def left(self) -> list[str]:
-        """What exists of VMs inside jobs."""
-        where, jobs = self.under_test.where, config.load(self.under_test.where.settings).job_vms
-        places = [where.controller / "vms", where.run / "vms", where.agent / "jobs", jobs.records]
-        found = [str(path) for place in places if place.is_dir() for path in place.iterdir() if _is_of_a_job(path)]
-        found += [str(path) for path in Path("/sys/class/net").glob("mvjob-*")]
-        found += [str(path) for path in Path("/sys/class/net").glob(f"{jobs.bridge}.*")]
-        groups = [
-            path
-            for group in baremetal.control_groups_of(self.lab)
-            for path in group.glob("slurm_*/uid_*/job_*/mvjob-*")
-        ]
-        return found + [str(path) for path in (*groups, *self.regions())]
-
-    def regions(self) -> list[Path]:
-        """The descriptors of regions that VMs share, in the agent and in the QEMUs of this lab."""
-        agent, found = AGENT.running(self.under_test.where), []
-        for process in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):  # it has ended
-                ours = str(self.under_test.where.controller).encode() in (process / "cmdline").read_bytes()
-                if ours or (agent is not None and process.name == str(agent.pid)):
-                    found += [one for one in (process / "fd").iterdir() if one.readlink().name.startswith("ivshmem-")]
-        return found
-
-    def has_feature(self) -> bool:
-        """Whether the node takes jobs with VMs."""
-        shown = self.under_test.run("sinfo", "-h", "-n", baremetal.NODE, "-o", "%f").stdout.strip()
-        return FEATURE in shown.split(",")
-
-    def nothing_left(self) -> None:
-        """No part of a VM remains, and the node takes jobs."""
-        until(f"nothing is left: {self.left()}", lambda: not self.left(), 120)
-        until("the node is idle", lambda: self._state() == "idle", 90)
-
-    def _state(self) -> str:
-        return self.under_test.run("sinfo", "-h", "-n", baremetal.NODE, "-o", "%T").stdout.strip()
-
-
-def _ensure_agent(lab: Lab) -> None:
-    """The agent runs, and serves jobs: it does so a little later than controllers."""
-    asyncio.run(AGENT.ensure(lab))
-    until("the agent serves jobs", config.load(lab.where.settings).job_vms.socket.exists)
-
-
-def _is_of_a_job(path: Path) -> bool:
-    return path.name.startswith("mvjob-") or path.stem.isdecimal()
-
 
 @pytest.fixture(scope="module")
 def node(lab: LabUnderTest, _images: None) -> Iterator[BareNode]:
-    where, plan = lab.where, load(lab.where)
-    assert plan is not None
-    own, site = Lab(where, plan), where.etc / "site.toml"
-    missing = [name for name in ("multiverse.so", "mventer") if not (BUILT / name).exists()]
-    assert not missing, f"not built: {' '.join(missing)}; run make spank"
-    before = site.read_text()
-    site.write_text(
-        f'{before}\n[job_vms]\nenabled = true\nplugin = "{BUILT}/multiverse.so"\nenter = "{BUILT}/mventer"\n'
-    )
-    line = plugstack(config.load(where.settings).job_vms)
-    (where.etc / "plugstack.conf").write_text(line)
-    try:
-        asyncio.run(AGENT.stop(where))  # it may have run before this module, with the settings of then
-        _ensure_agent(own)
-        try:
-            asyncio.run(baremetal.start(own, memory_limited=True))
-        except Broken as error:
-            pytest.skip(f"slurmd does not run here: {error}")
-        try:
-            node = BareNode(lab, own)
-            until("the agent has tested the plugin", node.has_feature, 60)
-            assert node.srun("true").returncode == 0, "the first VM, whose template has to be built"
-            yield node
-        finally:
-            asyncio.run(baremetal.stop(own))
-    finally:
-        site.write_text(before)
-        (where.etc / "plugstack.conf").write_text("")
-        asyncio.run(AGENT.stop(where))
-        asyncio.run(AGENT.ensure(own))
+    with bare_node(lab) as node:
+        assert node.srun("true").returncode == 0, "the first VM, whose template has to be built"
+        yield node
 
 
 @pytest.fixture(autouse=True)
@@ -228,7 +126,7 @@ def test_jobs_without_options_do_not_need_the_agent_and_others_fail_with_a_messa
         assert failed.returncode == 1 and not failed.stdout
         assert "the agent of this host does not answer" in failed.stderr
     finally:
-        _ensure_agent(node.lab)
+        ensure_agent(node.lab)
 
 
 def test_a_step_without_the_options_in_its_environment_runs_in_the_jobs_vm_too(node: BareNode) -> None:
@@ -263,7 +161,7 @@ def test_the_epilog_ends_the_vm_though_the_agent_is_dead_and_the_next_agent_remo
     kill(_pid_of_agent(node))
     lab.run("scancel", job)
     until("QEMU is dead", lambda: not any(path.exists() and path.read_text() for path in procs), 120)
-    _ensure_agent(node.lab)
+    ensure_agent(node.lab)
 
 
 def _pid_of_agent(node: BareNode) -> int:
@@ -341,7 +239,7 @@ def test_a_waiting_job_without_a_node_that_has_the_feature_starts_when_there_is_
         shown = ("squeue", "-h", "-j", job, "-o", "%r %Q")
         until("no node has the feature", lambda: lab.run(*shown).stdout.strip() == "BadConstraints 0", 120)
     finally:
-        _ensure_agent(node.lab)
+        ensure_agent(node.lab)
         lab.run("scancel", blocker)
     assert accounted(lab, job, 240) == ("COMPLETED", "0:0")
     assert written(out).startswith("mvjob-")
@@ -400,7 +298,7 @@ def test_a_job_whose_record_cannot_be_written_does_not_run(node: BareNode) -> No
     finally:
         records.unlink()
         moved.rename(records)
-        _ensure_agent(node.lab)
+        ensure_agent(node.lab)
 
 
 def test_a_batch_script_in_the_vm_uses_slurms_commands_and_its_steps_run_in_the_vm(node: BareNode) -> None:
@@ -463,7 +361,7 @@ def _configure(node: BareNode, conf: Path, text: str) -> None:
     conf.write_text(text)
     node.under_test.run("scontrol", "reconfigure")
     asyncio.run(AGENT.stop(node.under_test.where))
-    _ensure_agent(node.lab)
+    ensure_agent(node.lab)
     asyncio.run(baremetal.start(node.lab, memory_limited=True))
     until("the node takes jobs with VMs", node.has_feature, 60)
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from multiverse.lab.hosts.physical import physical_services
+from multiverse.lab.service import Lab
+from tests.integration.bare_node import BUILT
 from tests.integration.conftest import LabUnderTest
 from tests.integration.physical_nodes import lab_of, networks, nothing_left
 from tests.integration.watch import accounted, kill, until
@@ -166,3 +168,50 @@ def test_without_its_agent_a_node_runs_nothing_bare_and_the_next_agent_removes_w
         assert all(line.startswith("mvjob-") for line in failed.stdout.splitlines()), "nothing ran on a bare node"
     finally:
         asyncio.run(agent.ensure(lab))
+
+
+@pytest.fixture
+def by_tasks(lab_of_two: LabUnderTest) -> Iterator[None]:
+    """Agents that serve steps in place of the plugin."""
+    lab = lab_of(lab_of_two)
+    files = [lab.where.host(node.name).etc / "site.toml" for node in lab.plan.physical_nodes]
+    before = [file.read_text() for file in files]
+    try:
+        for file, text in zip(files, before, strict=True):
+            file.write_text(f'{text}\n[job_vms]\ndesign = "tasks"\n')
+        _start_agents_again(lab)
+        yield
+    finally:
+        for file, text in zip(files, before, strict=True):
+            file.write_text(text)
+        _start_agents_again(lab)
+
+
+def _start_agents_again(lab: Lab) -> None:
+    for node in lab.plan.physical_nodes:
+        (agent,) = (one for one in physical_services(node) if one.name.endswith("-agent"))
+        asyncio.run(agent.stop(lab.where))
+        asyncio.run(agent.ensure(lab))
+
+
+@pytest.mark.usefixtures("by_tasks")
+def test_where_no_plugin_does_steps_launch_vms_on_all_nodes_which_go_with_the_job(lab_of_two: LabUnderTest) -> None:
+    lab, out, here = lab_of_two, lab_of_two.user.home / "tasks.out", lab_of_two.user.home / "tasks"
+    here.mkdir()
+    os.chown(here, lab.user.uid, lab.user.uid)
+    vm, program = BUILT / "multiverse-vm", _program(lab, "talk", TALK)
+    options = ("--partition=physical", "--nodes=2", "--ntasks-per-node=1", "--mem=700", f"--output={out}")
+    script = (
+        f"export MULTIVERSE_JOBS_SOCKET={lab.where.jobs_socket}; "
+        f"srun --quiet --ntasks-per-node=1 {vm} launch --vm-image=slim | sort; "
+        f"srun --quiet {vm} run -- python3 {program} {here} 2; echo status $?; srun --quiet {vm} run -- sleep 600"
+    )
+    job = lab.sbatch(script, *options)  # without a comment, which the plugin of these nodes would act on
+    until("the VMs have talked", lambda: out.exists() and "status" in out.read_text(), 240)
+    lines = out.read_text().splitlines()
+    names = [f"mvjob-{job}-{place}" for place in (0, 1)]
+    assert [line.split()[0] for line in lines[:2]] == names, lines
+    assert {tuple(line.split()) for line in lines[2:4]} == {(name, *names) for name in names}, lines
+    assert lines[4] == "status 0"
+    lab.run("scancel", job)
+    assert accounted(lab, job, 90)[0] == "CANCELLED"

@@ -14,6 +14,7 @@ import pytest
 from multiverse.agent import protocol
 from multiverse.agent.dial import permitted
 from multiverse.agent.epochs import Epoch, EpochFile, Epochs
+from multiverse.agent.hypervisor import OVERLAY, TASKS
 from multiverse.agent.protocol import Answer, Create, Line, decode_answer, decode_line, encode
 from multiverse.agent.self_fence import Contacts, FenceTimer
 from multiverse.agent.server import AgentIdentity, AgentServer
@@ -28,6 +29,7 @@ from multiverse.core.model import (
     NodeBootstrap,
     Overcommitment,
     Size,
+    TaskAccess,
     TemplateKey,
     User,
     VmCondition,
@@ -613,10 +615,28 @@ async def test_a_host_without_an_overlay_and_an_agent_without_the_call_refuse_it
             await one.hypervisor.connect(VmRef("mvtest0-1", "h1"), ())
         old = one.connections[1]
         assert old.welcome is not None
-        old.welcome = old.welcome.model_copy(update={"protocol": protocol.PROTOCOL - 1})
+        old.welcome = old.welcome.model_copy(update={"protocol": OVERLAY - 1})
         with pytest.raises(Refused, match="release without overlays"):
             await one.hypervisor.connect(VmRef("mvtest0-1", "h1"), ())
         assert "mvtest0-1" in await observed(one)
+
+
+@virtual
+async def test_an_agent_that_sends_no_tasks_to_guests_starts_no_vm_that_needs_them(
+    agents: list[SimulatedAgent],
+) -> None:
+    """It would ignore what it does not know, and no task could enter the VM."""
+    async with controller(agents) as one:
+        await one.connected()
+        await one.hypervisor.create(spec())
+        identity = Identity("mvtest0-1", spec().mac, "10.0.0.2/16", "10.0.0.1", "0" * 32)
+        access = replace(identity, tasks=TaskAccess("mvjob-1-0", (), "secret", "/usr/bin"))
+        ref, old = VmRef("mvtest0-1", "h1"), one.connections[1]
+        assert old.welcome is not None
+        old.welcome = old.welcome.model_copy(update={"protocol": TASKS - 1})
+        with pytest.raises(Refused, match="release that sends no tasks"):
+            await one.hypervisor.start(ref, SIZE, access)
+        await one.hypervisor.start(ref, SIZE, identity)
 
 
 def test_an_error_of_a_later_release_says_nothing_about_what_was_done() -> None:

@@ -81,6 +81,13 @@ def test_a_job_with_a_vm_inside_needs_the_feature_or_is_refused_with_a_sentence(
 
 
 @needs_lua
+def test_where_steps_launch_vms_a_user_is_told_to_do_so(site: Settings) -> None:
+    by_tasks = replace(site, job_vms=replace(site.job_vms, design="tasks"))
+    answer = submit(install_scripts(by_tasks), "partition = 'other', comment = 'vm:image=slim'")
+    assert "has to call multiverse-vm" in answer and NOTE not in answer and "|job-vms|" in answer
+
+
+@needs_lua
 @pytest.mark.parametrize(
     ("asked", "gres", "answer"),
     [

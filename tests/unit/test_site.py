@@ -458,3 +458,17 @@ def test_it_is_found_out_whether_slurms_user_can_write_hints(request: pytest.Fix
     assert inbox_access.why_not_writable(inbox, user) is None
     inbox.parent.chmod(0o700)
     assert f"cannot pass through {inbox.parent}" in (inbox_access.why_not_writable(inbox, user) or "")
+
+
+def test_where_steps_launch_vms_slurm_loads_no_plugin_and_limits_jobs_by_control_groups(settings: Settings) -> None:
+    by_tasks = replace(settings, job_vms=replace(settings.job_vms, enabled=True, design="tasks"))
+    with_plugin = replace(settings, job_vms=replace(settings.job_vms, enabled=True))
+    assert any(Path(name).name == "multiverse-plugstack.conf" for name in contents(with_plugin))
+    assert not any(Path(name).name == "multiverse-plugstack.conf" for name in contents(by_tasks))
+    assert [one.name for one in examined(with_plugin)] == ["PrologFlags"]
+    assert examined(by_tasks) == []
+    change(settings, "JobSubmitPlugins=lua", "JobSubmitPlugins=lua\nProctrackType=proctrack/linuxproc")
+    (found,) = examined(by_tasks)
+    assert found.name == "ProctrackType" and "task/cgroup" in found.remedy
+    change(settings, "JobSubmitPlugins=lua", "JobSubmitPlugins=lua\nTaskPlugin=task/affinity,task/cgroup")
+    assert examined(by_tasks) == []

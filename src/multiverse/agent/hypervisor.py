@@ -54,6 +54,9 @@ SAMPLING = 2
 OVERLAY = 3
 """The first protocol with the call `connect`, and with neighbours in an identity."""
 
+TASKS = 4
+"""The first protocol with access for tasks in an identity."""
+
 
 class AgentSource:
     """`ports.Source`: the agent of one host, by the host's name."""
@@ -176,6 +179,9 @@ class AgentHypervisor:
     async def start(self, vm: VmRef, size: Size, identity: Identity) -> Sequence[Stage]:
         """See `ports.Hypervisor`. With an overlay, its peers and the controller's machine can reach the VM before
         it runs; raises what `OverlayDirectory.introduce` raises."""
+        agent = self._agent(vm.source)
+        if identity.tasks is not None and agent.welcome is not None and agent.welcome.protocol < TASKS:
+            raise Refused(f"the agent of {vm.source} is of a release that sends no tasks to guests", hint="upgrade it")
         if self.overlay is not None:
             self._overlaid(vm.source)
             identity = replace(identity, neighbours=await self.overlay.introduce(vm, identity))

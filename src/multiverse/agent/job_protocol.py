@@ -6,15 +6,25 @@ r"""What Slurm's plugin and the program that enters a VM ask the agent of their 
     release job=12
     test
 
-The answer is `ok`, to `enter` with the directory of Slurm's commands and, if there is one, the path of TaskProlog; or
-`error` and a sentence for the user. Sizes are MiB; what is empty or missing was not given. The plugin and the agent
-speak one protocol: they are installed together, and a test of the plugin compares it.
+Without a plugin, steps of a job ask for themselves (spank/multiverse_vm.c). Their control groups tell which job it is.
+
+    comment
+    launch image=slim cpus=2 memory=512 disk= vms=1
+    list
+    reclaim
+
+The answer is `ok`, to `enter` with the directory of Slurm's commands and, if there is one, the path of TaskProlog; to
+`comment` with the job's comment, to `reclaim` with its id, and to `launch` and `list` with its id, how many regions its
+VMs here share, and name and address of each VM, such as `12 0 mvjob-12-0=10.214.128.1`. Otherwise it is `error` and a
+sentence for the user. Sizes are MiB; what is empty or missing was not given. The plugin and the agent speak one
+protocol: they are installed together, and a test of the plugin compares it.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException
 
@@ -27,6 +37,9 @@ PROTOCOL = 4
 LONGEST_REQUEST = 8192
 """Bytes of a request."""
 
+LONGEST_ANSWER = 8192
+"""Bytes of an answer, with its end. spank/client.h has the same number."""
+
 MOST_VMS = 64
 """VMs of one job on one host, at most."""
 
@@ -35,6 +48,9 @@ MOST_FUNCTIONS = 4
 
 MOST_REGIONS = 32
 """Regions of shared memory that the VMs of one job on one host have, at most."""
+
+LAUNCH = "srun --ntasks-per-node=1 multiverse-vm launch"
+"""What makes the VMs of a job on all its nodes, where no plugin does."""
 
 _IMAGE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
 _LAST_JOB = 0x03FF_FFFF  # MAX_JOB_ID in Slurm's slurm_protocol_defs.h
@@ -45,7 +61,8 @@ class ProvideVm:
     """The VMs of a job are to be there, so many on this host. `cores` and `allocated` are what the job has on this
     host. 0 in `cpus`, `memory` and `disk`, and an empty `image`, were not given. `nodes` are all of the job's, in an
     order that is the same on each, and `node` is which of them this host is, from 0 on. Each VM is to have `functions`,
-    and the job may open the device files of these IOMMU `groups`. All VMs share as many `regions` of memory."""
+    and the job may open the device files of these IOMMU `groups`. All VMs share as many `regions` of memory.
+    `started` is when the job's run started (Unix time), if slurmctld was asked, because no plugin records the run."""
 
     job: int
     uid: int
@@ -61,6 +78,7 @@ class ProvideVm:
     functions: int = 0
     groups: tuple[int, ...] = ()
     regions: int = 0
+    started: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +101,47 @@ class PluginTest:
     """The plugin is being tested, and wants to know whether the agent answers."""
 
 
-def parse(line: bytes) -> ProvideVm | EnterVm | ReleaseVm | PluginTest:
+@dataclass(frozen=True, slots=True)
+class AskComment:
+    """A step of a job wants the comment of the job, which may ask for VMs."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchVms:
+    """A step wants VMs for its job on this host. What `wanted` has of the job and of its nodes means nothing."""
+
+    wanted: ProvideVm
+
+
+@dataclass(frozen=True, slots=True)
+class ListVms:
+    """A step of a job wants to know the VMs of the job on this host."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReclaimVms:
+    """A step of a job gives the VMs of the job on this host back."""
+
+
+StepRequest = AskComment | LaunchVms | ListVms | ReclaimVms
+"""What steps of jobs ask for where no plugin does it for them."""
+
+
+def parse(line: bytes) -> ProvideVm | EnterVm | ReleaseVm | PluginTest | StepRequest:
     """The request in a line. Raises `Refused`."""
     operation, *words = line.decode("ascii", "replace").split() or [""]
-    if operation == "test":
-        return PluginTest()
     values = dict(word.partition("=")[::2] for word in words)
+    match operation:
+        case "test":
+            return PluginTest()
+        case "comment":
+            return AskComment()
+        case "launch":
+            return LaunchVms(_wanted(values, 0))
+        case "list":
+            return ListVms()
+        case "reclaim":
+            return ReclaimVms()
     job = _number(values, "job")
     if not 0 < job <= _LAST_JOB:
         raise Refused(f"{job} is no job")
@@ -98,24 +151,29 @@ def parse(line: bytes) -> ProvideVm | EnterVm | ReleaseVm | PluginTest:
         case "release":
             return ReleaseVm(job)
         case "provide":
-            image = values.get("image", "")
-            if image and not _IMAGE.fullmatch(image):
-                raise Refused(f"{image!r} is no name of an image")
-            numbers = {key: _number(values, key) for key in ("uid", "cores", "allocated", "cpus", "memory", "disk")}
-            vms = _number(values, "vms") or 1
-            if vms > MOST_VMS:
-                raise Refused(f"--vm-per-node={vms}: a job has at most {MOST_VMS} VMs on a node")
-            functions = _number(values, "functions")
-            if functions > MOST_FUNCTIONS:
-                raise Refused(f"--sriov={functions}: a VM has at most {MOST_FUNCTIONS} virtual functions")
-            groups = tuple(_number({"groups": one}, "groups") for one in values.get("groups", "").split(",") if one)
-            regions = _number(values, "regions")
-            if regions > MOST_REGIONS:
-                raise Refused(f"--ivshmem={regions}: a job has at most {MOST_REGIONS} regions on a node")
             nodes, node = _place(values)
-            asked = {"vms": vms, "functions": functions, "regions": regions, **numbers}
-            return ProvideVm(job, image=image, nodes=nodes, node=node, groups=groups, **asked)
+            uid, cores, allocated = (_number(values, key) for key in ("uid", "cores", "allocated"))
+            groups = tuple(_number({"groups": one}, "groups") for one in values.get("groups", "").split(",") if one)
+            wanted = _wanted(values, job)
+            return replace(wanted, uid=uid, cores=cores, allocated=allocated, nodes=nodes, node=node, groups=groups)
     raise Refused(f"the agent cannot {operation!r}", hint="install the plugin and the agent of one release")
+
+
+def _wanted(values: dict[str, str], job: int) -> ProvideVm:
+    """What is wanted for a job, without what Slurm knows of it."""
+    image = values.get("image", "")
+    if image and not _IMAGE.fullmatch(image):
+        raise Refused(f"{image!r} is no name of an image")
+    numbers = {key: _number(values, key) for key in ("cpus", "memory", "disk", "functions", "regions")}
+    vms = _number(values, "vms") or 1
+    if vms > MOST_VMS:
+        raise Refused(f"--vm-per-node={vms}: a job has at most {MOST_VMS} VMs on a node")
+    if (functions := numbers["functions"]) > MOST_FUNCTIONS:
+        raise Refused(f"--sriov={functions}: a VM has at most {MOST_FUNCTIONS} virtual functions")
+    if (regions := numbers["regions"]) > MOST_REGIONS:
+        raise Refused(f"--ivshmem={regions}: a job has at most {MOST_REGIONS} regions on a node")
+    asked: dict[str, Any] = {"image": image, "vms": vms, **numbers}
+    return ProvideVm(job, uid=0, cores=0, **asked)
 
 
 def _place(values: dict[str, str]) -> tuple[tuple[str, ...], int]:
@@ -142,9 +200,12 @@ def _number(values: dict[str, str], key: str) -> int:
 def answer(error: MultiverseError | None = None, *, told: str = "") -> bytes:
     """The answer to a request that was done, with what its sender is told, or that failed with this error."""
     if error is None:
-        return f"ok {told}".rstrip().encode() + b"\n"
-    shown = "".join(c if c.isprintable() else " " for c in str(error))
-    return f"error {shown[:800]}\n".encode()
+        return f"ok {_printable(told)}".rstrip().encode()[: LONGEST_ANSWER - 2] + b"\n"
+    return f"error {_printable(str(error))[:800]}\n".encode()
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else " " for c in text)
 
 
 def vm_size(request: ProvideVm, least: int, overhead: int, region: int = 0) -> Size:

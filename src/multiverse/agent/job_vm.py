@@ -23,7 +23,9 @@ class JobVm:
     VM's, `task_token` what its guest knows the agent of the host by. `groups` are the job's control groups. The job has
     `vms` on each of its `nodes`, of which this host is number `node`, and this VM is number `index` here. It has
     `functions` of this host's devices; `function_groups` are the IOMMU groups whose device files the job may open.
-    `regions` are the ids of the regions of memory that the job's VMs on this host share; no other job ever has one."""
+    `regions` are the ids of the regions of memory that the job's VMs on this host share; no other job ever has one.
+    Where no plugin records the job's runs and tells their ends, it is `watched`, and `record` is when slurmctld started
+    the run (Unix time)."""
 
     job: int
     run: int
@@ -44,6 +46,7 @@ class JobVm:
     functions: int = 0
     function_groups: tuple[int, ...] = ()
     regions: tuple[str, ...] = ()
+    watched: bool = False
 
     @property
     def place(self) -> int:
@@ -60,6 +63,19 @@ class JobHost(Protocol):
 
     def find_groups(self, job: int, pid: int) -> tuple[str, ...]:
         """The directories of the job's control groups, which the process `pid` is in one of; none if it has none."""
+        ...
+
+    def find_job(self, pid: int) -> int:
+        """The job in whose control groups the process `pid` is; 0 if there is none. Raises `Refused` if it has
+        ended."""
+        ...
+
+    def has_steps(self, vm: JobVm) -> bool:
+        """Whether a step of the VM's job is on this host, as far as control groups tell."""
+        ...
+
+    def known_as(self, vm: JobVm) -> tuple[str, str]:
+        """The VM's name and address in the network of its job."""
         ...
 
     def connect_network(self, vms: tuple[JobVm, ...]) -> None:

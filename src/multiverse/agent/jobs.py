@@ -23,12 +23,12 @@ from weakref import WeakValueDictionary
 
 import structlog
 
-from multiverse.agent.job_protocol import EnterVm, ProvideVm, ReleaseVm, answer, parse, vm_size
+from multiverse.agent.job_protocol import LAUNCH, EnterVm, ProvideVm, ReleaseVm, StepRequest, answer, parse, vm_size
 from multiverse.agent.job_vm import MOST_JOBS, RUNS, JobHost, JobVm
 from multiverse.core.errors import Gone, MultiverseError, Refused, Unknown
 from multiverse.core.model import User
 from multiverse.system import files
-from multiverse.system.peers import peer_of
+from multiverse.system.peers import Peer, peer_of
 
 log = structlog.get_logger()
 
@@ -55,6 +55,7 @@ class JobVmService:
     def __init__(
         self, host: JobHost, users: Callable[[int], Awaitable[User]], state: Path, records: Path, sizes: JobVmSizes
     ) -> None:
+        self.steps: Callable[[StepRequest, Peer], Awaitable[str]] | None = None  # answers steps, in place of a plugin
         self._host, self._users, self._state, self._records, self._sizes = host, users, state, records, sizes
         self._known: dict[int, tuple[JobVm, ...]] = {}
         self._locks: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()  # while somebody holds it or waits
@@ -83,10 +84,11 @@ class JobVmService:
                 continue
             self._known[vms[0].job] = vms
         for job in list(self._known):
-            if (self._records / str(job)).exists() and self._groups(job).exists():
+            goes_on = self._known[job][0].watched or (self._records / str(job)).exists()
+            if goes_on and self._groups(job).exists():
                 continue
             try:
-                await self._release(job)
+                await self.release(job)
             except MultiverseError as error:
                 log.warning("VMs of an ended job not released", job=job, reason=str(error))
         await self._call(self._host.return_rest)
@@ -110,7 +112,7 @@ class JobVmService:
         self._open[uid] += 1
         try:
             if uid == PLUGIN_UID or self._open[uid] <= CONNECTIONS_OF_ONE:
-                await self._serve(reader, writer, *peer)
+                await self._serve(reader, writer, peer)
         except (OSError, TimeoutError, EOFError, asyncio.LimitOverrunError) as error:
             log.debug("request of a job ended", uid=uid, reason=str(error) or type(error).__name__)
         finally:
@@ -119,47 +121,83 @@ class JobVmService:
             self._open += Counter()  # without zeros
             writer.close()
 
-    async def _serve(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pid: int, uid: int, gid: int
-    ) -> None:
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: Peer) -> None:
         sock: socket.socket = writer.get_extra_info("socket")
+        told = ""
         async with asyncio.timeout(_REQUEST_TIMEOUT):
             line = await reader.readuntil()
         try:
             request = parse(line)
             if isinstance(request, EnterVm):
-                await self._enter(request, uid, gid, sock)
+                await self._enter(request, peer.uid, peer.gid, sock)
                 return
-            if uid != PLUGIN_UID:
+            if isinstance(request, StepRequest):
+                told = await self._answer_step(request, peer)
+            elif peer.uid != PLUGIN_UID:
                 raise Refused("only root may do that: Slurm's plugin does it for the job")
-            if isinstance(request, ProvideVm):
-                await self._provide(request, pid)
+            elif isinstance(request, ProvideVm):
+                if self.steps is not None:
+                    raise Refused("job_vms.design of this host is tasks", hint=f"launch its VMs in the job: {LAUNCH}")
+                await self.provide(request, peer.pid)
             elif isinstance(request, ReleaseVm):
-                await self._release(request.job)
+                await self.release(request.job)
         except MultiverseError as error:
-            note = log.info if uid == PLUGIN_UID else log.debug  # users may ask as often as they like
+            note = log.info if peer.uid == PLUGIN_UID else log.debug  # users may ask as often as they like
             note("request of a job refused", request=line.decode("ascii", "replace").strip(), reason=str(error))
             writer.write(answer(error))
         except Exception as error:  # a defect of ours: the job is to hear of it, and the agent goes on
             log.exception("request of a job failed unexpectedly")
             writer.write(answer(Unknown(f"the agent failed: {type(error).__name__}: {error}")))
         else:
-            writer.write(answer())
+            writer.write(answer(told=told))
         await writer.drain()
 
     # --- what is asked for ----------------------------------------------------------------------------
 
-    async def _provide(self, request: ProvideVm, pid: int) -> None:
+    async def _answer_step(self, request: StepRequest, peer: Peer) -> str:
+        if self.steps is None:
+            hint = "submit the job with --vm-image, or set job_vms.design in the settings of this host"
+            raise Refused("Slurm's plugin launches the VMs of jobs on this host", hint=hint)
+        return await self.steps(request, peer)
+
+    def known(self) -> list[tuple[JobVm, ...]]:
+        """The VMs of each job on this host."""
+        return list(self._known.values())
+
+    def vms_of(self, job: int) -> tuple[JobVm, ...]:
+        """Those of a job; none if it has none."""
+        return self._known.get(job, ())
+
+    async def provide(self, request: ProvideVm, pid: int) -> None:
+        """Make the VMs of a job, unless they are there. `pid` is a process in the job's control groups. Raises
+        `Refused` for what the job cannot have, `Gone` if one of the VMs has ended, and what `JobHost.make` raises; then
+        the job has none."""
         job = request.job
         async with self._lock(job):
             known = self._known.get(job)
-            if known is not None and (known[0].record, known[0].uid) != (self._recorded(job), request.uid):
+            if known is not None and (known[0].record, known[0].uid) != (self._run_of(request), request.uid):
                 await self._remove(known)  # of an earlier run, whose epilog did not reach us
                 known = None
             if known is None:
                 await self._make(await self._planned(request, pid))
-            elif not all([await self._call(self._host.is_alive, vm) for vm in known]):
-                raise Gone("a VM of this job has ended, and what was in it is lost", hint="submit the job again")
+                return
+            if not all([await self._call(self._host.is_alive, vm) for vm in known]):
+                hint = "reclaim it, and launch another" if request.started else "submit the job again"
+                raise Gone("a VM of this job has ended, and what was in it is lost", hint=hint)
+            if request.started and not self._is_same(request, known):
+                raise Refused("this job has other VMs on this node", hint="first: srun multiverse-vm reclaim")
+
+    def _is_same(self, request: ProvideVm, known: tuple[JobVm, ...]) -> bool:
+        size = vm_size(request, self._sizes.least, self._sizes.overhead, self._sizes.region)
+        wanted = self._image(request), size, request.functions, request.regions
+        one = known[0]
+        return len(known) == request.vms and wanted == (one.image, one.size, one.functions, len(one.regions))
+
+    def _image(self, request: ProvideVm) -> str:
+        return request.image or self._sizes.default_image
+
+    def _run_of(self, request: ProvideVm) -> int:
+        return request.started or self._recorded(request.job)
 
     async def _planned(self, request: ProvideVm, pid: int) -> tuple[JobVm, ...]:
         sizes = self._sizes
@@ -176,10 +214,10 @@ class JobVmService:
             JobVm(
                 job=request.job,
                 run=run,
-                record=self._recorded(request.job),
+                record=self._run_of(request),
                 uid=request.uid,
                 number=number,
-                image=request.image or sizes.default_image,
+                image=self._image(request),
                 cpus=size.cpus,
                 memory=size.memory,
                 disk=size.disk,
@@ -193,6 +231,7 @@ class JobVmService:
                 functions=request.functions,
                 function_groups=request.groups,
                 regions=regions,
+                watched=bool(request.started),
             )
             for index, run in enumerate(runs)
         )
@@ -249,7 +288,8 @@ class JobVmService:
             connection.close()
             os.close(process)
 
-    async def _release(self, job: int) -> None:
+    async def release(self, job: int) -> None:
+        """Remove the VMs of a job, also while they are being made. None is success."""
         lock = self._lock(job)
         if lock.locked() and (vms := self._known.get(job)) is not None:
             self._released.add(job)

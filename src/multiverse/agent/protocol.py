@@ -56,8 +56,9 @@ from multiverse.core.model import (
 
 M = TypeVar("M", bound=BaseModel)
 
-PROTOCOL = 3
-"""What this release speaks. 2: the call `utilization`. 3: the call `connect`, and neighbours in an identity."""
+PROTOCOL = 4
+"""What this release speaks. 2: the call `utilization`. 3: the call `connect`, and neighbours in an identity. 4:
+access for tasks in an identity."""
 
 OLDEST = 1
 """The oldest protocol that this release understands: that of the release before it."""

@@ -13,9 +13,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from multiverse.core.errors import Broken
+from multiverse.core.errors import Broken, Refused
 from multiverse.host.cgroups import Cgroups, inherit_cpuset, remove_with_children
 
+_SLURMD = 0  # the user that makes the control groups of jobs
 _HINT = "did the job end meanwhile? see the control groups of its node"
 
 
@@ -23,21 +24,74 @@ def find_job_groups(job: str, pid: int, proc: Path = Path("/proc")) -> tuple[str
     """The directories of the control groups of that job, which the process `pid` is in one step of.
 
     The freezers of version 1 are left out: the scheduler finds the processes of a step by them. Empty if the scheduler
-    has no control groups for jobs.
+    has no control groups for jobs. Raises `Refused` if the process has ended.
     """
     found = []
-    mounts = [line.split(" ") for line in (proc / "mounts").read_text().splitlines()]
-    for line in (proc / str(pid) / "cgroup").read_text().splitlines():
-        number, controllers, path = line.split(":", 2)
+    mounts, groups = _read(pid, proc)
+    for controllers, path in _memberships(groups):
         match = re.match(rf"(.*/job_{re.escape(job)})(?:/|$)", path)
-        if match is None or "freezer" in controllers.split(","):
+        if match is None or "freezer" in controllers:
             continue
-        for _, where, kind, options, *_ in mounts:
-            named = set(controllers.split(",")) <= set(options.split(","))
-            if kind == "cgroup2" if number == "0" else kind == "cgroup" and named:
-                found.append(f"{where}{match[1]}")
-                break
+        if (where := _mount_of(controllers, mounts)) is not None:
+            found.append(f"{where}{match[1]}")
     return tuple(found)
+
+
+def _read(pid: int, proc: Path) -> tuple[str, str]:
+    """What is mounted here, and which control groups that process is in."""
+    try:
+        return (proc / "mounts").read_text(), (proc / str(pid) / "cgroup").read_text()
+    except OSError as error:
+        raise Refused("the process that asked has ended", hint="ask again") from error
+
+
+def _memberships(text: str) -> Iterator[tuple[set[str], str]]:
+    """Controllers and path of each hierarchy in /proc/PID/cgroup. The one of version 2 has no controllers there."""
+    for line in text.splitlines():
+        _, controllers, path = line.split(":", 2)
+        yield set(filter(None, controllers.split(","))), path
+
+
+def _mount_of(controllers: set[str], mounts: str) -> str | None:
+    """Where the hierarchy with these controllers is mounted."""
+    for line in mounts.splitlines():
+        _, where, kind, options, *_ = line.split(" ")
+        if kind == "cgroup" and controllers and controllers <= set(options.split(",")):
+            return where
+        if kind == "cgroup2" and not controllers:
+            return where
+    return None
+
+
+def find_job(pid: int, proc: Path = Path("/proc")) -> int:
+    """The id of the job in whose control groups the process is; 0 if it is in none, or in those of two.
+
+    Users can have control groups of their own, with any name, but those of jobs are root's. Raises `Refused` if the
+    process has ended.
+    """
+    mounts, groups = _read(pid, proc)
+    found = set()
+    for controllers, path in _memberships(groups):
+        match = re.match(r"(.*?/job_([0-9]+))/step_", path)
+        where = _mount_of(controllers, mounts) if match is not None else None
+        if match is not None and where is not None:
+            with suppress(OSError):
+                found.add(int(match[2]) if Path(f"{where}{match[1]}").stat().st_uid == _SLURMD else 0)
+    return found.pop() if len(found) == 1 else 0
+
+
+def has_steps(job: Sequence[str]) -> bool:
+    """Whether a process of a step is in one of these directories of a job's control groups. The directory of a step
+    alone is no sign of one: Slurm leaves it there if a killed process has not left it yet."""
+    return any(_has_process(step) for directory in job for step in Path(directory).glob("step_*"))
+
+
+def _has_process(step: Path) -> bool:
+    for file in step.glob("**/cgroup.procs"):
+        with suppress(OSError):  # the group is gone, or a threaded one, whose processes its parent shows
+            if file.read_text():
+                return True
+    return False
 
 
 @dataclass(frozen=True, slots=True)

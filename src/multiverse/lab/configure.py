@@ -15,7 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from multiverse import config
 from multiverse.config import Settings
 from multiverse.drivers.slurm import install, site_conf
-from multiverse.drivers.slurm.plugstack import plugstack
+from multiverse.drivers.slurm.plugstack import loads_plugin, plugstack
 from multiverse.images.catalog import list_images
 from multiverse.lab.hosts import ssh
 from multiverse.lab.layout import Layout
@@ -71,7 +71,7 @@ def configure(where: Layout, plan: LabPlan) -> Settings:
     _configure_hosts(where, plan, environment, values)
     _configure_nodes(where, plan, environment, values)
     settings = config.load(where.settings)
-    _write(where.etc / "plugstack.conf", plugstack(settings.job_vms) if settings.job_vms.enabled else "")
+    _write(where.etc / "plugstack.conf", plugstack(settings.job_vms) if loads_plugin(settings.job_vms) else "")
     images = (image.name for image in list_images(settings.qemu.images))
     site = install.derive(settings, site_conf.read(where.slurm_conf), images, slurm.pw_uid, default=True)
     install.write(install.render(settings, site), where.etc)

@@ -86,8 +86,8 @@ def _beside_slurm_conf(settings: Settings, site: SiteConf) -> Iterator[SiteFile]
 
 
 def _plugstack(settings: Settings) -> Iterator[SiteFile]:
-    """What loads the plugin for VMs inside jobs, where they are enabled."""
-    if settings.job_vms.enabled:
+    """What loads the plugin for VMs inside jobs, where they are enabled and the plugin launches them."""
+    if plugstack.loads_plugin(settings.job_vms):
         text = rendered.signed(plugstack.plugstack(settings.job_vms))
         yield SiteFile(settings.slurm.conf.with_name(plugstack.FILE), text, 0o644)
 

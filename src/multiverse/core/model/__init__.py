@@ -18,7 +18,17 @@ from multiverse.core.model.host import (
     NumaNode,
     Overcommitment,
 )
-from multiverse.core.model.identity import Daemon, GuestFile, Identity, Mount, Neighbour, NodeBootstrap, User, UserSeen
+from multiverse.core.model.identity import (
+    Daemon,
+    GuestFile,
+    Identity,
+    Mount,
+    Neighbour,
+    NodeBootstrap,
+    TaskAccess,
+    User,
+    UserSeen,
+)
 from multiverse.core.model.job import (
     ENDING_STATES,
     PINNED_STATES,
@@ -153,6 +163,7 @@ __all__ = [
     "Seen",
     "Size",
     "Stage",
+    "TaskAccess",
     "Template",
     "TemplateCondition",
     "TemplateKey",

@@ -84,6 +84,17 @@ class Neighbour:
 
 
 @dataclass(frozen=True, slots=True)
+class TaskAccess:
+    """What makes a VM one of those inside a job: its name among them, the names and addresses of all of them, the token
+    with which connections for tasks begin, and where the machine that makes these has the scheduler's commands."""
+
+    hostname: str
+    peers: tuple[tuple[str, str], ...]
+    token: str
+    commands: str
+
+
+@dataclass(frozen=True, slots=True)
 class Identity:
     """What makes a clone itself. Random bytes and the clock are added when it is sent, never kept."""
 
@@ -97,3 +108,4 @@ class Identity:
     peers: tuple[tuple[str, str], ...] = ()  # (host name, address)
     bootstrap: NodeBootstrap = NodeBootstrap()
     neighbours: tuple[Neighbour, ...] = ()  # for the VM's host: its guest is not told of them
+    tasks: TaskAccess | None = None  # a VM inside a job, to whose guest its tasks are sent

@@ -17,7 +17,7 @@ from multiverse.drivers.qemu.job_bridge import JobBridge
 from multiverse.drivers.qemu.job_network import JobAddresses, guest_mac, guest_name
 from multiverse.drivers.qemu.job_overlay import JobOverlay
 from multiverse.guest.protocol import TASKS_PORT, JobGuest
-from multiverse.host.job_groups import find_job_groups
+from multiverse.host.job_groups import find_job, find_job_groups, has_steps
 from multiverse.host.qemu.library import QemuHost
 from multiverse.host.specification import Specification
 from multiverse.system.shared_memory import SharedMemory
@@ -47,6 +47,18 @@ class QemuJobVms:
     def find_groups(self, job: int, pid: int) -> tuple[str, ...]:
         """See `JobHost`."""
         return find_job_groups(str(job), pid)
+
+    def find_job(self, pid: int) -> int:
+        """See `JobHost`."""
+        return find_job(pid)
+
+    def has_steps(self, vm: JobVm) -> bool:
+        """See `JobHost`."""
+        return has_steps(vm.groups)
+
+    def known_as(self, vm: JobVm) -> tuple[str, str]:
+        """See `JobHost`."""
+        return guest_name(vm.job, vm.place), self._addresses.shared(vm.place)
 
     def connect_network(self, vms: tuple[JobVm, ...]) -> None:
         """See `JobHost`."""

@@ -102,6 +102,7 @@ def render(settings: Settings, site: Site) -> dict[str, str]:
         "inbox": slurm.inbox,
         "job_feature": settings.job_vms.feature,
         "sriov_gres": settings.job_vms.sriov_gres,
+        "job_design": settings.job_vms.design,
         "gate_partition": slurm.gate_partition,
         "run_partition": slurm.run_partition,
         "gate_feature": slurm.gate_feature,

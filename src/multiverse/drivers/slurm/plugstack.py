@@ -8,6 +8,11 @@ FILE = "multiverse-plugstack.conf"
 """Its file, beside slurm.conf, which the site's plugstack.conf includes."""
 
 
+def loads_plugin(settings: JobVmSettings) -> bool:
+    """Whether Slurm is to load the plugin on nodes with these settings."""
+    return settings.enabled and settings.design == "plugin"
+
+
 def plugstack(settings: JobVmSettings) -> str:
     """The text of the file. The plugin is optional: a required one that is missing, or was built for another release of
     Slurm, would break each launch of each user."""

@@ -127,7 +127,9 @@ def _release(release: Version) -> Iterator[Finding]:
 
 def _job_vms(settings: Settings, site: SiteConf) -> Iterator[Finding]:
     flags = conf.value(site.text, "PrologFlags").lower().split(",")
-    if settings.job_vms.enabled and not {"alloc", "contain", "x11"} & set(flags):
+    if settings.job_vms.enabled and settings.job_vms.design == "tasks":
+        yield from _job_vms_by_tasks(site)
+    elif settings.job_vms.enabled and not {"alloc", "contain", "x11"} & set(flags):
         yield _problem(
             "PrologFlags",
             "a step whose environment lacks the options of its job would not run in the job's VM",
@@ -148,6 +150,17 @@ def _job_vms(settings: Settings, site: SiteConf) -> Iterator[Finding]:
                 f"the node has the feature {feature} also where the plugin for VMs inside jobs does not work",
                 f"remove {feature} from slurm.conf, where slurmctld finds it at each start: the node's agent sets it",
             )
+
+
+def _job_vms_by_tasks(site: SiteConf) -> Iterator[Finding]:
+    """Where steps launch VMs, the agent knows their jobs by control groups."""
+    tracking = conf.value(site.text, "ProctrackType").lower() or "proctrack/cgroup"
+    if tracking != "proctrack/cgroup" and "task/cgroup" not in conf.value(site.text, "TaskPlugin").lower():
+        yield _problem(
+            "ProctrackType",
+            "no step can launch a VM, because jobs have no control groups by which the agent knows them",
+            "set ProctrackType=proctrack/cgroup and TaskPlugin=task/cgroup",
+        )
 
 
 def _include(site: SiteConf) -> Iterator[Finding]:

@@ -208,9 +208,13 @@ class QemuHost:
         return creation.create(self._context, spec, memory)
 
     def start(self, name: str, size: Size, identity: Identity) -> list[Stage]:
-        """Give a VM its size and its identity and let it run, until its daemons have been started. See
-        `start.start`."""
-        return start.start(self._context, name, size, identity)
+        """Give a VM its size and its identity and let it run, until its daemons have been started, and it accepts the
+        tasks of its job, if it is to. See `start.start`."""
+        stages = start.start(self._context, name, size, identity)
+        if (tasks := identity.tasks) is not None:
+            self.join_job(name, tasks.hostname, identity.address, tasks.peers, mtu=0)
+            self.serve_tasks(name, tasks.token, tasks.commands)
+        return stages
 
     def add_user(self, name: str, user: User) -> None:
         """Add a user to a guest that has been started, and set its clock. Raises `Gone` if it is not started, `Unknown`

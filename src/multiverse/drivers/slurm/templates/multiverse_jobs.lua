@@ -153,7 +153,9 @@ function inside.submit(job)
     for name, value in pairs(any and given or wanted) do job.environment[name] = value end
   end
   -- Where the plugin is not loaded at submission, nobody else can tell why Slurm may refuse the constraint.
-  if not any then
+  if not any and site.job_design == "tasks" then
+    slurm.log_user("this job runs on a node with the feature %s, where its batch file has to call multiverse-vm", feature)
+  elseif not any then
     slurm.log_user("the tasks of this job run in a VM, on a node with the feature %s", feature)
   end
   return nil

@@ -6,6 +6,7 @@ return {
   inbox = "{{ inbox }}",
   job_feature = "{{ job_feature }}",
   sriov_gres = "{{ sriov_gres }}",
+  job_design = "{{ job_design }}",
   max_nodes = {{ gate_nodes }},
   max_sockets = {{ gate_sockets }},
   max_disk = {{ max_disk }},

@@ -1,0 +1,225 @@
+"""VMs inside jobs without a plugin of Slurm: steps of the batch file have them made, list them, and give them back.
+
+Who asks is a process in the control groups of a job, which only Slurm puts it into: these tell the job, and slurmctld
+tells whose it is and which nodes it has. No prolog and no epilog of ours tells when the job begins and ends, so the
+agent watches: a job of which no step is here may have ended, and then slurmctld is asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import structlog
+
+from multiverse.agent.job_protocol import LAUNCH, AskComment, LaunchVms, ProvideVm, ReclaimVms, StepRequest
+from multiverse.agent.job_vm import JobHost, JobVm
+from multiverse.core.errors import Gone, MultiverseError, Refused
+from multiverse.system.peers import Peer
+
+log = structlog.get_logger()
+
+LOOK = 1.0
+"""Seconds between two looks at the steps of jobs, which cost nothing."""
+
+FIRST_QUESTION, LAST_QUESTION = 1.0, 32.0
+"""Seconds between two questions to slurmctld about a job without steps: at first, and after many."""
+
+QUESTION_WITH_STEPS = 60.0
+"""The same for a job that has steps. A step may outlast its job, if its processes cannot be killed."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobRun:
+    """A run of a job: whose it is, when it started (Unix time), and its nodes, in an order that is the same on each."""
+
+    job: int
+    uid: int
+    started: int
+    nodes: tuple[str, ...]
+
+
+class JobRuns(Protocol):
+    """What the scheduler knows of jobs. Raises `Unknown` if it does not answer."""
+
+    async def run_of(self, job: int) -> JobRun | None:
+        """The run of a job; None if the job has ended, or waits to run again."""
+        ...
+
+    async def comment(self, job: int) -> str:
+        """What the user wrote as the comment of a job."""
+        ...
+
+    async def share(self, job: int, node: str) -> tuple[int, int]:
+        """How many CPUs and how much memory (MiB; 0: not limited) a job has on a node."""
+        ...
+
+
+class JobVms(Protocol):
+    """What makes and releases the VMs of a job: `agent.jobs.JobVmService`."""
+
+    def known(self) -> list[tuple[JobVm, ...]]:
+        """The VMs of each job on this host."""
+        ...
+
+    def vms_of(self, job: int) -> tuple[JobVm, ...]:
+        """Those of a job; none if it has none."""
+        ...
+
+    async def provide(self, request: ProvideVm, pid: int) -> None:
+        """Make the VMs of a job, unless they are there."""
+        ...
+
+    async def release(self, job: int) -> None:
+        """Remove the VMs of a job. None is success."""
+        ...
+
+
+@dataclass(slots=True)
+class _Watch:
+    """What is known of a job whose end is watched for. `verified`: slurmctld has said that the VMs are those of its
+    present run, and steps were here ever since."""
+
+    question: float = 0.0  # when slurmctld is asked next (time of the loop)
+    pause: float = FIRST_QUESTION
+    had_steps: bool = False
+    verified: bool = False
+    told: str = ""  # the last reason that was logged
+
+
+class JobTasks:
+    """Answers steps of jobs, and watches for the ends of these jobs. `node` is what the scheduler calls this host."""
+
+    def __init__(self, vms: JobVms, host: JobHost, runs: JobRuns, node: str) -> None:
+        self._vms, self._host, self._runs, self._node = vms, host, runs, node
+        self._watched: dict[int, _Watch] = {}
+        self._looking: dict[int, asyncio.Task[None]] = {}
+        self._asking = asyncio.Lock()  # of `list`: the tasks of a step come at the same time
+
+    # --- what is asked for ----------------------------------------------------------------------------
+
+    async def answer(self, request: StepRequest, peer: Peer) -> str:
+        """What a step is told. Raises `Refused` if it is none of a job, or of another user's, and what slurmctld's
+        answers and the making of VMs raise."""
+        job = await asyncio.to_thread(self._host.find_job, peer.pid)
+        if not job:
+            raise Refused(
+                "this process is in no control groups of a job of Slurm",
+                hint="call multiverse-vm in a job; its node needs proctrack/cgroup or task/cgroup",
+            )
+        match request:
+            case AskComment():
+                await self._own_run(job, peer.uid)
+                return await self._runs.comment(job)
+            case LaunchVms():
+                await self._launch(request.wanted, job, peer)
+            case ReclaimVms():
+                if any(vm.uid != peer.uid for vm in self._vms.vms_of(job)):
+                    raise _foreign(job)
+                await self._vms.release(job)
+                return str(job)
+        return self._shown(job, await self._own_vms(job, peer.uid))
+
+    async def _launch(self, wanted: ProvideVm, job: int, peer: Peer) -> None:
+        run = await self._own_run(job, peer.uid)
+        cores, allocated = await self._runs.share(job, self._node)
+        request = replace(
+            wanted,
+            job=job,
+            uid=run.uid,
+            cores=cores,
+            allocated=allocated,
+            nodes=run.nodes,
+            node=run.nodes.index(self._node),
+            started=run.started,
+        )
+        await self._vms.provide(request, peer.pid)
+        now = asyncio.get_running_loop().time()
+        self._watched[job] = _Watch(now + QUESTION_WITH_STEPS, had_steps=True, verified=True)
+
+    async def _own_run(self, job: int, uid: int) -> JobRun:
+        """The run of a job of this user here. Raises `Refused` and `Gone`."""
+        run = await self._runs.run_of(job)
+        if run is None or self._node not in run.nodes:
+            raise Gone(f"job {job} does not run on {self._node}", hint="did it end? is job_vms.node Slurm's name?")
+        if run.uid != uid:
+            raise _foreign(job)
+        return run
+
+    async def _own_vms(self, job: int, uid: int) -> tuple[JobVm, ...]:
+        """The VMs of the present run of a job of this user. Raises `Refused` if there are none."""
+        vms = self._vms.vms_of(job)
+        if vms and vms[0].uid != uid:
+            raise _foreign(job)
+        if vms and vms[0].watched:
+            async with self._asking:
+                if not (known := self._watch(job)).verified:
+                    run = await self._own_run(job, uid)
+                    known.verified = run.started == vms[0].record
+                    vms = vms if known.verified else ()
+        if not vms:
+            raise Refused(f"job {job} has no VM on this node", hint=f"launch it first: {LAUNCH}")
+        return vms
+
+    def _shown(self, job: int, vms: tuple[JobVm, ...]) -> str:
+        return " ".join([str(job), str(len(vms[0].regions)), *("=".join(self._host.known_as(vm)) for vm in vms)])
+
+    # --- the ends of jobs -----------------------------------------------------------------------------
+
+    async def watch(self) -> None:
+        """Release the VMs of jobs that have ended, until cancelled."""
+        try:
+            while True:
+                self.look()
+                await asyncio.sleep(LOOK)
+        finally:
+            looking = list(self._looking.values())
+            for task in looking:
+                task.cancel()
+            await asyncio.gather(*looking, return_exceptions=True)
+
+    def look(self) -> None:
+        """Look at each job whose end is watched for, at the same time."""
+        jobs = {vms[0].job: vms[0] for vms in self._vms.known() if vms[0].watched}
+        for job in self._watched.keys() - jobs.keys():
+            del self._watched[job]
+        for job, vm in jobs.items():
+            if job not in self._looking:
+                self._looking[job] = asyncio.create_task(self._look_at(vm), name=f"end of job {job}")
+
+    async def _look_at(self, vm: JobVm) -> None:
+        try:
+            await self._release_if_ended(vm, self._watch(vm.job))
+        finally:
+            self._looking.pop(vm.job, None)
+
+    async def _release_if_ended(self, vm: JobVm, known: _Watch) -> None:
+        now = asyncio.get_running_loop().time()
+        has_steps = await asyncio.to_thread(self._host.has_steps, vm)
+        if not has_steps:
+            known.verified = False
+            if known.had_steps:
+                known.question, known.pause = now, FIRST_QUESTION
+        known.had_steps = has_steps
+        if now < known.question:
+            return
+        known.question = now + (QUESTION_WITH_STEPS if has_steps else known.pause)
+        known.pause = min(2 * known.pause, LAST_QUESTION)
+        try:
+            run = await self._runs.run_of(vm.job)
+            has_ended = run is None or run.started != vm.record or self._node not in run.nodes
+            if has_ended and vm in self._vms.vms_of(vm.job):
+                log.info("a job with VMs has ended", job=vm.job)
+                await self._vms.release(vm.job)
+        except MultiverseError as error:  # asked and tried again
+            if str(error) != known.told:
+                log.warning("the VMs of a job cannot be released, or its end is unknown", job=vm.job, reason=str(error))
+            known.told = str(error)
+
+    def _watch(self, job: int) -> _Watch:
+        return self._watched.setdefault(job, _Watch())
+
+
+def _foreign(job: int) -> Refused:
+    return Refused(f"job {job} is another user's")
