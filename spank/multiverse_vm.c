@@ -214,7 +214,7 @@ static void run(const char *given[OPTIONS], int count, char *argv[])
 			  : vm_of(local ? (unsigned)strtoul(local, NULL, 10) : 0, count_tasks(), vms);
 	if (vms > 1 && has_pmi(environ))
 		fail("this task cannot run in a VM: srun's MPI knows nothing of several VMs on a node; "
-		     "use --mpi=none, or launch one VM on each node");
+		     "use --mpi=none, or launch one VM on each node (--vm-per-node=1)");
 	snprintf(values[VMS], sizeof values[VMS], "%u", vms);
 	snprintf(vm, sizeof vm, "%u", which);
 	find_mventer(path);

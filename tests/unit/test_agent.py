@@ -630,7 +630,7 @@ async def test_an_agent_that_sends_no_tasks_to_guests_starts_no_vm_that_needs_th
         await one.connected()
         await one.hypervisor.create(spec())
         identity = Identity("mvtest0-1", spec().mac, "10.0.0.2/16", "10.0.0.1", "0" * 32)
-        access = replace(identity, tasks=TaskAccess("mvjob-1-0", (), "secret", "/usr/bin"))
+        access = replace(identity, tasks=TaskAccess("mvjob-1-0", (), (), ("n1",), "secret", "/usr/bin"))
         ref, old = VmRef("mvtest0-1", "h1"), one.connections[1]
         assert old.welcome is not None
         old.welcome = old.welcome.model_copy(update={"protocol": TASKS - 1})

@@ -113,9 +113,8 @@ async def test_a_vm_is_made_from_a_template_that_is_built_and_its_guest_is_told_
     assert (identity.hostname, identity.mac, identity.gateway) == (spec.name, spec.mac, "10.213.0.1")
     assert identity.users == (ADA,) and identity.tasks is not None
     assert (identity.tasks.hostname, identity.tasks.token) == ("mvjob-12-1", "secret")
-    assert identity.tasks.peers == (
-        ("files", "10.213.0.1"), ("mvjob-12-0", "10.213.8.0"), ("mvjob-12-1", "10.213.8.1")
-    )  # fmt: skip
+    assert identity.tasks.vms == (("mvjob-12-0", "10.213.8.0"), ("mvjob-12-1", "10.213.8.1"))
+    assert (identity.tasks.hosts, identity.tasks.nodes) == ((("files", "10.213.0.1"),), ("n1",))
     (peer,) = [peer for peer in identity.peers if peer[0].startswith("mv")]
     assert peer[1] == "10.213.8.0", "the platform's firewall lets it reach the job's other VM"
     assert host.known_as(second) == ("mvjob-12-1", "10.213.8.1")

@@ -31,9 +31,9 @@ SPANK = Path(__file__).parents[2] / "spank"
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 
 # In place of mventer: what it was started with.
-MVENTER = '''#!/bin/sh
+MVENTER = """#!/bin/sh
 echo "$1" "$2" "$3" "$4" "$5" "$6" $MULTIVERSE_VMS_PER_NODE $MULTIVERSE_IVSHMEM "$MULTIVERSE_KEPT_LD_PRELOADED"
-'''
+"""
 
 
 @pytest.fixture(scope="module")

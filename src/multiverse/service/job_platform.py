@@ -268,7 +268,7 @@ class PlatformJobVms:
     def _identity(self, spec: VmSpec, vm: JobVm, vms: tuple[JobVm, ...], user: User) -> Identity:
         network, others = self._settings.network, [one for one in vms if one.index != vm.index]
         commands = str(self._settings.slurm.directory())
-        known = (*network.hosts, *(self.known_as(one) for one in vms))
+        known = tuple(self.known_as(one) for one in vms)
         return Identity(
             hostname=spec.name,
             mac=spec.mac,
@@ -278,7 +278,7 @@ class PlatformJobVms:
             users=(user,),
             mounts=self._settings.mounts,
             peers=(*network.hosts, *((self._name(one), self._address(one)) for one in others)),
-            tasks=TaskAccess(guest_name(vm.job, vm.place), known, vm.task_token, commands),
+            tasks=TaskAccess(guest_name(vm.job, vm.place), network.hosts, known, vm.nodes, vm.task_token, commands),
         )
 
 

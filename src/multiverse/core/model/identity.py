@@ -85,11 +85,14 @@ class Neighbour:
 
 @dataclass(frozen=True, slots=True)
 class TaskAccess:
-    """What makes a VM one of those inside a job: its name among them, the names and addresses of all of them, the token
-    with which connections for tasks begin, and where the machine that makes these has the scheduler's commands."""
+    """What makes a VM one of those inside a job: its name among them, names and addresses of other machines and of the
+    job's VMs, which are as many on each of the job's `nodes`, the token with which connections for tasks begin, and
+    where the machine that makes these has the scheduler's commands."""
 
     hostname: str
-    peers: tuple[tuple[str, str], ...]
+    hosts: tuple[tuple[str, str], ...]
+    vms: tuple[tuple[str, str], ...]
+    nodes: tuple[str, ...]
     token: str
     commands: str
 

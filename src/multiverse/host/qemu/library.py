@@ -212,7 +212,8 @@ class QemuHost:
         tasks of its job, if it is to. See `start.start`."""
         stages = start.start(self._context, name, size, identity)
         if (tasks := identity.tasks) is not None:
-            self.join_job(name, tasks.hostname, identity.address, tasks.peers, mtu=0)
+            guest = JobGuest(tasks.hostname, identity.address, tasks.hosts, tasks.vms, tasks.nodes, mtu=0)
+            self.join_job(name, guest)
             self.serve_tasks(name, tasks.token, tasks.commands)
         return stages
 
