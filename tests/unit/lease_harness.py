@@ -41,6 +41,7 @@ class LeaseHarness(PlannerHarness):
         self.leasable = {"physical": Size(8, 8192)}
         self.answering: set[str] = set()  # leased hosts whose agents answer
         self.refuses = ""  # what these say to new VMs
+        self.images_there = IMAGES  # what these have
         self.vms_on: dict[str, dict[str, VmSeen]] = {}
         self.rest: dict[str, float] = {}
 
@@ -115,7 +116,13 @@ class LeaseHarness(PlannerHarness):
         view = replace(self.world.scheduler.value, pilots=dict(self.pilots), leasable=dict(self.leasable))
         sources = dict(self.world.sources)
         for name in self.state.leased_hosts():
-            host = Host(name, Size(8, 8192, 65536), frozenset({"instant", "full"}), images=IMAGES, refuses=self.refuses)
+            host = Host(
+                name,
+                Size(8, 8192, 65536),
+                frozenset({"instant", "full"}),
+                images=self.images_there,
+                refuses=self.refuses,
+            )
             templates = {which: one for which, one in self.templates.items() if which.host == name}
             shown = HypervisorView({name: host}, dict(self.vms_on.get(name, {})), templates)
             known = Seen(shown, now) if name in self.answering else None

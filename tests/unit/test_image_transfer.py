@@ -7,6 +7,7 @@ import errno
 import io
 import itertools
 import os
+import shutil
 import sys
 import tempfile
 import threading
@@ -27,7 +28,8 @@ _RECEIVES = """
 import sys
 from pathlib import Path
 from multiverse.images import transfer
-transfer.receive(Path(sys.argv[1]), sys.argv[2], sys.argv[3], sys.stdin.buffer, sys.stdout.buffer)
+brought = Path(sys.argv.pop(1)) if sys.argv[1].endswith(".tar") else None
+transfer.receive(Path(sys.argv[1]), sys.argv[2], sys.argv[3], sys.stdin.buffer, sys.stdout.buffer, brought)
 """
 BLOCK = 64 << 10
 
@@ -70,6 +72,29 @@ def test_an_image_arrives_whole_and_sparse_and_once(tmp_path: Path) -> None:
     assert got.path.stat().st_mode & 0o777 == 0o755
     assert transfer.send(sent, receiver(there)) is False
     assert remains(there) == []
+
+
+def test_an_archive_may_be_brought_by_another_program(tmp_path: Path) -> None:
+    """As sbcast does. Nothing is brought that is there already, and what cannot be brought leaves nothing."""
+    sent, there, archive = image(tmp_path / "here"), tmp_path / "there", tmp_path / "slim.tar"
+    receives = receiver(there)
+    receives.insert(3, str(archive))
+    brought: list[Path] = []
+
+    def bring(file: Path) -> None:
+        brought.append(file)
+        shutil.copy(file, archive)
+
+    def fail(file: Path) -> None:
+        raise Broken("sbcast failed", hint="it is repeated")
+
+    with pytest.raises(Broken, match="sbcast failed"):
+        transfer.send(sent, receives, fail)
+    assert list_images(there) == [] == remains(there)
+    assert transfer.send(sent, receives, bring) is True
+    assert content(load(there, "slim")) == content(sent) and remains(there) == []
+    assert transfer.send(sent, receives, bring) is False
+    assert len(brought) == 1 and not brought[0].exists(), "the sender's archive is removed"
 
 
 def test_a_newer_image_replaces_the_one_that_is_there(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ from multiverse.core.provisioning.submission import job_limits
 from multiverse.core.transition import Change, Command, Done, EffectKind, Event, Move
 from multiverse.service.agents import PilotTransport, connect_agents
 from tests.unit.lease_harness import LEASING, PHYSICAL, LeaseHarness
-from tests.unit.rows import lease, state, vm, world_of
+from tests.unit.rows import IMAGES, lease, state, vm, world_of
 
 L, P = LeaseState, PilotState
 
@@ -299,6 +299,24 @@ def test_a_host_that_builds_a_template_is_kept_and_one_that_a_job_is_about_to_us
     assert site.lease.state is L.IDLE, "the job waits for its template there"
     site.run(Done(template.key, EffectKind.BUILD, "building", Broken("it does not boot")))
     site.run()
+    assert site.lease.state is L.RELEASING
+
+
+def test_a_host_to_which_an_image_is_brought_is_the_one_that_its_job_needs() -> None:
+    """No other one is leased meanwhile, and it is kept longer than one that nobody needs, but not for ever."""
+    site = LeaseHarness()
+    site.images_there = {}
+    lease = site.until_idle()
+    site.run_for(PHYSICAL.idle + 10.0)
+    assert list(site.state.leases) == [lease.id] and site.lease.state is L.IDLE
+    site.images_there = IMAGES
+    site.with_template()
+    assert [vm.host for vm in site.state.vms_on(lease.name)] == [lease.name]
+
+    site = LeaseHarness()
+    site.images_there = {}
+    site.until_idle()
+    site.run_for(6 * PHYSICAL.idle, step=10.0)
     assert site.lease.state is L.RELEASING
 
 

@@ -18,10 +18,18 @@ from multiverse.core.model import LeasedHost, LeaseSpec, PilotState, Size
 from multiverse.drivers.slurm import leases as slurm_leases
 from multiverse.drivers.slurm import site_conf
 from multiverse.drivers.slurm.driver import SlurmScheduler
-from multiverse.drivers.slurm.leases import SlurmLeases, as_user, dial_command, submission
+from multiverse.drivers.slurm.leases import (
+    SlurmLeases,
+    as_user,
+    bring_command,
+    dial_command,
+    receive_command,
+    submission,
+)
 from multiverse.drivers.slurm.pilot_reader import PilotReader
 from multiverse.drivers.slurm.pilots import PilotColumns, boot_time, leasable, read_nodes
 from multiverse.drivers.slurm.requirements import lease_sources
+from multiverse.pilot.place import LeasePlace
 
 SPEC = LeaseSpec("lease-ab12c-7", "t0ken", "physical", time_limit=3601.0)
 ME = pwd.getpwuid(os.geteuid()).pw_name
@@ -104,6 +112,20 @@ async def test_pilots_are_cancelled_by_name_and_id(commands: Commands) -> None:
     await lender.release(SPEC.name, ["17", "18"])
     await lender.release(SPEC.name, [])
     assert commands.calls == [("scancel", f"--name={SPEC.name}", *ids) for ids in (("17", "18"), ())]
+
+
+def test_an_image_is_brought_to_where_the_receiver_of_the_lease_expects_it(tmp_path: Path) -> None:
+    host = LeasedHost(SPEC, "17", "n1", inf)
+    leases = SETTINGS.agent.leases
+    receives = receive_command(SETTINGS, host)
+    assert receives[-3:] == ["receive-image", f"--leased={SPEC.name}", f"--owner={os.geteuid()}"]
+    assert receives[: receives.index("receive-image")] == dial_command(SETTINGS, host)[: len(receives) - 3]
+    bring = bring_command(SETTINGS, host, "/var/tmp/x", "slim")
+    assert bring[-5:] == ["sbcast", "--jobid=17", "--force", "/var/tmp/x", f"{leases / SPEC.name}/incoming/slim.tar"]
+    with LeasePlace(tmp_path).incoming("slim", os.geteuid()) as file:
+        assert file == tmp_path / "incoming" / "slim.tar"
+        file.write_text("archive")
+    assert not file.exists()
 
 
 def test_a_submission_asks_for_a_whole_node_or_for_a_part() -> None:

@@ -96,14 +96,29 @@ def from_ssh(context: typer.Context) -> None:
 
 
 @app.command("receive-image", hidden=True)
-def receive_image(context: typer.Context, name: str, digest: str) -> None:
-    """Receive an image from `multiverse image push` on another machine, by standard input."""
+def receive_image(
+    context: typer.Context,
+    name: str,
+    digest: str,
+    leased: Annotated[str, typer.Option(help="The lease to which the archive is brought.")] = "",
+    owner: Annotated[int, typer.Option(help="The uid of who brings it.")] = 0,
+) -> None:
+    """Receive an image from `multiverse image push` on another machine, by standard input. For a lease, its archive is
+    brought to a file."""
     import sys
 
     from multiverse.config import load
     from multiverse.host import path_security
     from multiverse.images import transfer
+    from multiverse.images.place import check_name
+    from multiverse.pilot.place import place_of
 
-    images = load(context.obj).qemu.images
+    settings = load(context.obj)
+    images, streams = settings.qemu.images, (sys.stdin.buffer, sys.stdout.buffer)
+    check_name(name)
     path_security.make_directory(images, 0o755)
-    transfer.receive(images, name, digest, sys.stdin.buffer, sys.stdout.buffer)
+    if leased:
+        with place_of(settings.agent.leases, leased).incoming(name, owner) as brought:
+            transfer.receive(images, name, digest, *streams, brought)
+    else:
+        transfer.receive(images, name, digest, *streams)

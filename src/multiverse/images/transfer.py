@@ -7,7 +7,9 @@ holes of a disk too, and sends what it reads there.
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -18,11 +20,18 @@ from multiverse.images.catalog import Image
 _SEND, _HAVE, _DONE = b"send\n", b"have\n", b"done\n"
 """What the receiver says: first whether it needs the image, and last that the image is at its place."""
 
+_BROUGHT = b"brought\n"
+"""What the sender says to a receiver whose archive another program has brought."""
 
-def send(image: Image, command: Sequence[str]) -> bool:
+Bring = Callable[[Path], None]
+"""Brings a file to the receiver's host, where the receiver expects it. Raises `MultiverseError`."""
+
+
+def send(image: Image, command: Sequence[str], bring: Bring | None = None) -> bool:
     """Send the image to a `command` that runs `receive` on another host. False if that has this very image already.
+    With `bring` the archive does not go through the stream, but is written to a file, which that brings there.
 
-    Raises `Broken` with what the command says if it fails.
+    Raises `Broken` with what the command says if it fails, and what `bring` raises.
     """
     receiver = _start([*command, image.name, stated_digest(image)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     with receiver:
@@ -30,8 +39,10 @@ def send(image: Image, command: Sequence[str]) -> bool:
         answer = receiver.stdout.readline()
         sent = ""
         if answer == _SEND:
-            sent = _archive(image, receiver.stdin)
-            receiver.stdin.close()
+            try:
+                sent = _archive(image, receiver.stdin) if bring is None else _brought(image, receiver.stdin, bring)
+            finally:
+                receiver.stdin.close()
             answer = receiver.stdout.readline()
         else:
             receiver.stdin.close()
@@ -53,8 +64,21 @@ def _archive(image: Image, target: IO[bytes]) -> str:
         return tar.stderr.read().decode(errors="replace").strip()
 
 
-def receive(images: Path, name: str, expected: str, source: IO[bytes], answers: IO[bytes]) -> None:
-    """Receive the image of that name and digest from `send`, and put it into the directory `images`, which exists.
+def _brought(image: Image, target: IO[bytes], bring: Bring) -> str:
+    """Have an archive of the image brought, and say so. Returns what tar complains of."""
+    with tempfile.NamedTemporaryFile(prefix="multiverse-image-", dir="/var/tmp") as file:
+        complaint = _archive(image, file.file)
+        if not complaint:
+            bring(Path(file.name))
+            target.write(_BROUGHT)
+    return complaint
+
+
+def receive(
+    images: Path, name: str, expected: str, source: IO[bytes], answers: IO[bytes], brought: Path | None = None
+) -> None:
+    """Receive the image of that name and digest from `send`, and put it into the directory `images`, which exists. The
+    archive is the file `brought`, once the sender says that it is there, or else comes by `source`.
 
     Raises `Broken` if what arrives is not that image, and `Exhausted` if there is no room; nothing of it is left then.
     """
@@ -64,15 +88,27 @@ def receive(images: Path, name: str, expected: str, source: IO[bytes], answers: 
             _say(answers, _HAVE)
             return
         _say(answers, _SEND)
-        with place.beside(images, name) as work:
-            argv = ["tar", "--extract", "--file=-", "--no-same-owner", f"--directory={work}"]
-            with _start(argv, stdin=source, stdout=subprocess.DEVNULL) as tar:
+        with place.beside(images, name) as work, _archive_of(source, brought) as archive:
+            argv = ["tar", "--extract", "--file=-", "--no-same-owner", f"--directory={work}", *digest.FILES]
+            with _start(argv, stdin=archive, stdout=subprocess.DEVNULL) as tar:
                 assert tar.stderr is not None
                 complaint = tar.stderr.read().decode(errors="replace").strip()
             if tar.returncode:
                 raise Exhausted(f"image {name} did not arrive whole: {complaint}", hint=f"is there room in {images}?")
             _accept(work, images, name, expected)
     _say(answers, _DONE)
+
+
+@contextmanager
+def _archive_of(source: IO[bytes], brought: Path | None) -> Iterator[IO[bytes]]:
+    """The archive that `source` gives, or that is brought."""
+    if brought is None:
+        yield source
+        return
+    if source.readline() != _BROUGHT:
+        raise Broken("the image was not brought", hint="the sender says why, and tries again")
+    with brought.open("rb") as file:
+        yield file
 
 
 def copy(image: Image, images: Path) -> bool:

@@ -129,7 +129,8 @@ def _configure_nodes(where: Layout, plan: LabPlan, environment: Environment, val
         own.make()
         sections = _share_of_uids(_sections(where, plan), MOST_HOSTS + node.number)
         sections["qemu"]["images"] = str(where.images)
-        sections["image"] = {**sections["image"], "source": plan.images}
+        if plan.settings.get("image", {}).get("source") is None:
+            sections["image"] = {**sections["image"], "source": plan.images}
         # The node can be leased, too, if the agent serves no controller.
         sections["job_vms"] = {**sections["job_vms"], "node": node.name, "only": plan.job_vms}
         sections.setdefault("overlay", {"addresses": [[one.name, one.address] for one in plan.physical_nodes]})

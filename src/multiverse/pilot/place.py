@@ -87,6 +87,18 @@ class LeasePlace:
         finally:
             os.close(lock)
 
+    @contextmanager
+    def incoming(self, image: str, owner: int) -> Iterator[Path]:
+        """Where sbcast(1), which writes as the user `owner`, may bring the archive of an image meanwhile."""
+        directory = self.root / "incoming"
+        directory.mkdir(mode=0o700, exist_ok=True)
+        os.chown(directory, owner, -1)
+        file = directory / f"{image}.tar"
+        try:
+            yield file
+        finally:
+            file.unlink(missing_ok=True)
+
     def record(self, known: PilotRecord) -> None:
         """Write down what the sweep needs."""
         files.replace(self._record, json.dumps(asdict(known)), mode=0o600)

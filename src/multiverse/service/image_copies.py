@@ -1,5 +1,7 @@
 """Copies the images of the controller's machine to hosts that lack them, once jobs or pools want them.
 
+To a leased host the archive is brought by sbcast(1): the input of a step is half as fast.
+
 That decides nothing: a job waits as long as no host shows its image, whoever brings it there. A copy that is repeated,
 late or interrupted does no harm (`images.transfer`). With `image.source` hosts copy by themselves, and show an image
 before they have it.
@@ -9,18 +11,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import pwd
+import subprocess
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import structlog
 
 from multiverse.agent.transport import other_command
 from multiverse.config import Settings
-from multiverse.core.errors import MultiverseError
-from multiverse.core.model import AttemptState, World
+from multiverse.core.errors import Broken, MultiverseError
+from multiverse.core.model import AttemptState, LeasedHost, World
 from multiverse.core.policy import Policy, image_of
 from multiverse.core.rows import Rows
+from multiverse.drivers.slurm.leases import bring_command, receive_command, user_of
 from multiverse.images import transfer
 from multiverse.images.catalog import Image, list_images
 from multiverse.ports import Clock
@@ -35,6 +42,9 @@ RETRY = 60.0
 
 AT_ONCE = 4
 """Copies at the same time."""
+
+BROADCAST = 1800.0
+"""Seconds that sbcast may take."""
 
 Send = Callable[[Image, str], bool]
 """Copies an image to a host, as `transfer.send` does. Blocks."""
@@ -101,17 +111,34 @@ async def copy_regularly(
     settings: Settings, rows: Callable[[], Rows], world: Callable[[], World], policy: Policy, clock: Clock
 ) -> None:
     """Copy images until cancelled."""
+    leased: Mapping[str, LeasedHost] = {}
 
     def send(image: Image, host: str) -> bool:
-        return transfer.send(image, other_command(settings.agent.connect, host, "receive-image"))
+        if (lease := leased.get(host)) is None:
+            return transfer.send(image, other_command(settings.agent.connect, host, "receive-image"))
+        bring = partial(_broadcast, settings, lease, image.name)
+        return transfer.send(image, receive_command(settings, lease), bring)
 
     copies = ImageCopies(settings.qemu.images, settings.host.name, send, clock)
     try:
         while True:
+            leased = rows().leased_hosts()
             await copies.look(rows, world, policy)
             await asyncio.sleep(PERIOD)
     finally:
         await copies.close()
+
+
+def _broadcast(settings: Settings, host: LeasedHost, image: str, archive: Path) -> None:
+    """Bring the archive of an image to a leased host, as the user of its pilot (sbcast(1))."""
+    os.chown(archive, pwd.getpwnam(user_of(host.lease.user)).pw_uid, -1)
+    argv = bring_command(settings, host, str(archive), image)
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=BROADCAST, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Broken(f"sbcast of image {image} failed: {error}", hint="it is repeated") from error
+    if done.returncode:
+        raise Broken(f"sbcast of image {image} failed: {done.stderr.strip()[-300:]}", hint="it is repeated")
 
 
 async def _in_thread(work: Callable[[], bool]) -> bool:

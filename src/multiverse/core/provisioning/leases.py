@@ -124,6 +124,12 @@ class _Needs:
             for lease in context.state.leases_in(*COMING_LEASES)
             if (host := leasable_host(context, policy := context.policy.lease_from(lease.spec.partition))) is not None
         ]
+        # Images are brought to them; until then, no job has room there.
+        self._without_images = [
+            _Coming(context.policy.lease_from(lease.spec.partition), context.hosts[lease.name], lease)
+            for lease in context.state.leases_in(LeaseState.IDLE)
+            if lease.name in context.hosts
+        ]
         self._left = Counter({one.partition: one.most for one in context.policy.leases})
         self._left.subtract(lease.spec.partition for lease in context.state.leases.values())
         self._giving_back = {lease.spec.partition for lease in context.state.leases_in(LeaseState.RELEASING)}
@@ -167,7 +173,9 @@ class _Needs:
         context, state = self._context, self._context.state
         usable = [one for one in context.policy.leases if may_use(context, attempt, one)]
         partitions = {one.partition for one in usable}
-        coming = [one for one in self._coming if one.policy.partition in partitions]
+        image = context.image_of(attempt)
+        bare = [one for one in self._without_images if image not in one.host.images]
+        coming = [one for one in (*self._coming, *bare) if one.policy.partition in partitions]
         before = [(one, list(one.free), set(one.templates), one.uses) for one in coming]
         left = self._take(attempt, coming, count)
         new: list[_Coming] = []
@@ -188,6 +196,7 @@ class _Needs:
             for one, free, templates, uses in before:
                 one.free, one.templates, one.uses = free, templates, uses
             return False
+        self.used.update(one.lease.name for one in bare if one.lease is not None and one.uses)
         for fresh in new:
             self._left[fresh.policy.partition] -= 1
             self.new.append(fresh.policy)

@@ -116,12 +116,30 @@ def pilot_script(settings: Settings, lease: LeaseSpec) -> str:
 
 def dial_command(settings: Settings, host: LeasedHost) -> list[str]:
     """The command that connects its input and output with the agent of a leased host, in a step of its pilot."""
-    become = settings_of(settings, host.lease.partition).become
     socket = settings.agent.leases / host.lease.name / "agent.sock"
-    dial = [*become, *settings.agent.program, "dial-stdio", "--leased", f"--socket={socket}"]
+    return _step_command(settings, host, "dial-stdio", "--leased", f"--socket={socket}")
+
+
+def receive_command(settings: Settings, host: LeasedHost) -> list[str]:
+    """The command that lets a leased host receive an image, if the name and digest of that are added. Its archive is
+    the file of `bring_command`."""
+    owner = pwd.getpwnam(user_of(host.lease.user)).pw_uid
+    return _step_command(settings, host, "receive-image", f"--leased={host.lease.name}", f"--owner={owner}")
+
+
+def bring_command(settings: Settings, host: LeasedHost, file: str, image: str) -> list[str]:
+    """The command that brings a file to where that host expects the archive of an image."""
+    there = settings.agent.leases / host.lease.name / "incoming" / f"{image}.tar"
+    bring = [_slurms(settings, "sbcast"), f"--jobid={host.pilot}", "--force", file, str(there)]
+    return [*as_user(host.lease.user), "env", f"SLURM_CONF={settings.slurm.conf}", f"PATH={_PATH}", *bring]
+
+
+def _step_command(settings: Settings, host: LeasedHost, *words: str) -> list[str]:
+    """A command that runs another one of `multiverse agent` in a step of a lease's pilot, with its input and output."""
+    become = settings_of(settings, host.lease.partition).become
     environment = ["env", f"SLURM_CONF={settings.slurm.conf}", f"PATH={_PATH}"]
     step = [_slurms(settings, "srun"), f"--jobid={host.pilot}", *_STEP, "--unbuffered", "--quiet"]
-    return [*as_user(host.lease.user), *environment, *step, *dial]
+    return [*as_user(host.lease.user), *environment, *step, *become, *settings.agent.program, *words]
 
 
 def _slurms(settings: Settings, program: str) -> str:
