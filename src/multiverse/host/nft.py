@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import weakref
 
 _LIBRARY = "libnftables.so.1"
 
@@ -27,6 +28,8 @@ class Nft:
         self._error.argtypes, self._error.restype = [ctypes.c_void_p], ctypes.c_char_p
         before = _descriptors()
         self._context = ctypes.c_void_p(library.nft_ctx_new(0))
+        library.nft_ctx_free.argtypes, library.nft_ctx_free.restype = [ctypes.c_void_p], None
+        weakref.finalize(self, library.nft_ctx_free, self._context)  # it has a socket, and megabytes
         for fd in _descriptors() - before:
             try:
                 os.set_inheritable(fd, False)  # programs that this process starts must not inherit its socket

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import suppress
 
 from pyroute2 import IPRoute, NetlinkError
@@ -21,6 +22,8 @@ table inet {table} {{
     }}
 }}
 """
+
+_one_at_a_time = threading.Lock()
 
 
 class JobBridge:
@@ -50,8 +53,7 @@ class JobBridge:
         with suppress(NetlinkError, OSError), IPRoute() as ip:
             for index in ip.link_lookup(ifname=self.name):
                 ip.link("del", index=index)
-        if (nft := _library()) is not None:
-            nft.run(self._absent)
+        _change(self._absent)
 
     @property
     def _table(self) -> str:
@@ -64,16 +66,16 @@ class JobBridge:
 
     def _guard(self) -> None:
         """Let only root reach the port of tasks in the guests. The table is replaced in one transaction."""
-        nft = _library()
-        if nft is None:
-            return  # the host's firewall has said so
         rules = _RULES.format(table=self._table, bridge=self.name, port=TASKS_PORT)
-        if problem := nft.run(self._absent + rules):
+        if problem := _change(self._absent + rules):
             raise Broken(f"cannot guard the bridge {self.name}: {problem}", hint="see `nft list ruleset`")
 
 
-def _library() -> Nft | None:
-    try:
-        return Nft()
-    except OSError:
-        return None
+def _change(commands: str) -> str:
+    """Run these as one transaction. Returns the problem; none where there is no nftables, as the host's firewall says
+    then."""
+    with _one_at_a_time:
+        try:
+            return Nft().run(commands)
+        except OSError:
+            return ""
