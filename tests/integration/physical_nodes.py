@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from multiverse.lab.hosts.machine import HostInit
 from multiverse.lab.plan import load
 from multiverse.lab.service import Lab
 from tests.integration.conftest import LabUnderTest
+from tests.integration.job_nodes import job_nodes
 from tests.integration.watch import until
 
 
@@ -40,18 +39,9 @@ def networks(under_test: LabUnderTest) -> list[str]:
 
 def nothing_left(under_test: LabUnderTest) -> None:
     """No part of a VM remains on a node, and the nodes take jobs."""
-    until("nothing is left", lambda: not _left(under_test), 120)
+    nodes = job_nodes(under_test)
+    until("nothing is left", lambda: not any(node.of_jobs() for node in nodes), 120)
     until("the nodes are idle", lambda: _states(under_test) == {"idle"}, 90)
-
-
-def _left(under_test: LabUnderTest) -> list[Path]:
-    owns = [under_test.where.host(node.name) for node in lab_of(under_test).plan.physical_nodes]
-    places = [place for own in owns for place in (own.controller / "vms", own.run / "vms", own.agent / "jobs")]
-    records = [path for own in owns if (own.run / "jobs").exists() for path in (own.run / "jobs").iterdir()]
-    vms = [path for place in places if place.exists() for path in place.glob("mvjob-*")]
-    overlays = [path for own in owns for path in (own.agent / "job-overlays").glob("*")]
-    files = [path for place in places if place.name == "jobs" for path in place.glob("*")]
-    return [*vms, *records, *files, *overlays, *map(Path, networks(under_test))]
 
 
 def _states(under_test: LabUnderTest) -> set[str]:
