@@ -44,10 +44,14 @@ $bb mount -t cgroup2 cgroup2 /root/sys/fs/cgroup
 $bb mkdir -p /disk /root/usr/lib/modules
 $bb mount -t ext4 -o ro,noload /dev/vda /disk
 $bb mount -o bind /disk/lib/modules /root/usr/lib/modules
-$bb chroot /root modprobe nvme
+$bb chroot /root modprobe -a nvme tun
 $bb chroot /root /usr/bin/env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin LC_ALL=C COMMAND >/dev/ttyS1 2>&1
 echo "exit $?" >/dev/ttyS1
 $bb poweroff -f
+"""
+# The kernel starts it from the root directory of the ramdisk.
+_MODPROBE = """#!/bin/busybox sh
+exec /bin/busybox chroot /root modprobe "$@"
 """
 
 
@@ -93,7 +97,7 @@ def _make_ramdisk(image: Image, directory: Path, command: str) -> Path:
     base = f"lib/modules/{release}"
     (root / base).mkdir(parents=True)
     (tree / "bin").mkdir(parents=True)
-    for name in ("lib", "dev", "proc"):
+    for name in ("lib", "dev", "proc", "sbin"):
         (tree / name).mkdir()
     _copy_from_disk(image, {f"/{base}/{name}": root / base / name for name in ("modules.dep", "modules.builtin")})
     files = module_files(root, release, _MODULES)
@@ -101,8 +105,9 @@ def _make_ramdisk(image: Image, directory: Path, command: str) -> Path:
     _copy_from_disk(image, {**wanted, "/bin/busybox": tree / "bin/busybox"})
     (tree / "bin/busybox").chmod(0o755)
     (tree / "modules").write_text("\n".join(Path(path).name for path in files) + "\n")
-    (tree / "init").write_text(_INIT.replace("COMMAND", command))
-    (tree / "init").chmod(0o755)
+    for path, text in (("init", _INIT.replace("COMMAND", command)), ("sbin/modprobe", _MODPROBE)):
+        (tree / path).write_text(text)
+        (tree / path).chmod(0o755)
     listing = "\n".join(sorted(str(path.relative_to(tree)) for path in tree.rglob("*")))
     packed = subprocess.run(["cpio", "-o", "-H", "newc", "--quiet", "-R", "0:0"], input=listing.encode(), cwd=tree,
                             capture_output=True, check=True)  # fmt: skip

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integration import iommu_guest
+from multiverse.core.model import Size, TemplateKey
+from multiverse.drivers.qemu.driver import JOB_SITE, host_config
+from multiverse.host.qemu.library import QemuHost
+from tests.integration import iommu_guest, vm_with_function
 from tests.integration.functions_in_guest import OWNER
-from tests.integration.images import slim
+from tests.integration.images import CACHE, slim
 from tests.unit.entered_task import build
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, reason="it shares files of root")]
@@ -93,15 +99,28 @@ def test_whatever_step_a_process_is_killed_at_the_next_one_goes_on_or_returns_al
             assert trial["bound"] == trial["kept"] == trial["all"] == results["left"]["addresses"], trial
 
 
+@pytest.fixture
+def templates() -> Iterator[Path]:
+    """A directory with the template that the agent in the guest forks: the guest sees it at the same path."""
+    with tempfile.TemporaryDirectory(prefix="template-", dir=CACHE) as top:
+        site = vm_with_function.settings(iommu_guest.CONTROLLER, slim().path.parent, Path(top) / "templates")
+        own = replace(site.qemu, vms=Path(top) / "vms", run=Path(top) / "run")
+        host = QemuHost(host_config(replace(site, state_dir=Path(top) / "state", qemu=own), JOB_SITE))
+        host.check()
+        host.build_template(TemplateKey(site.host.name, "slim", Size(1, vm_with_function.BASE)))
+        host.close()
+        yield site.qemu.templates
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1400)
 def test_a_vm_in_a_vm_uses_a_function_that_its_job_asked_for(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    templates: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """The agent's own service, QEMU and guest agent, in a guest with an IOMMU: emulation within emulation."""
     top, image = Path(__file__).parents[2], slim()
     command = ["env", f"PYTHONPATH={top}:{top}/src", iommu_guest.python(), "-m", "tests.integration.vm_with_function"]
-    arguments = [iommu_guest.CONTROLLER, image.path.parent, build(tmp_path_factory)]
+    arguments = [iommu_guest.CONTROLLER, image.path.parent, templates, build(tmp_path_factory)]
     said = iommu_guest.run(image, tmp_path, [*command, *arguments], memory=2560, limit=1300)
     (line,) = [line for line in said.splitlines() if line.startswith("{")]
     found = json.loads(line)

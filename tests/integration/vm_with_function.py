@@ -1,7 +1,8 @@
 """An agent that gives the VM of a job a virtual function, inside of the guest with an IOMMU: `python -m
-tests.integration.vm_with_function CONTROLLER IMAGES MVENTER`.
+tests.integration.vm_with_function CONTROLLER IMAGES TEMPLATES MVENTER`.
 
-It is the agent's own service with real QEMU; only Slurm is missing. It prints a line of JSON with what it has seen.
+It is the agent's own service with real QEMU; only Slurm is missing, and the template is built outside, because a guest
+within a guest boots for many minutes. It prints a line of JSON with what it has seen.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from multiverse.config import AgentSettings, HostSettings, JobVmSettings, QemuSe
 from multiverse.core.model import User
 from multiverse.drivers.qemu.job_vms import QemuJobVms
 from multiverse.host import manifest
+from multiverse.host.qemu import library, start
 from multiverse.host.virtual_functions import RECORDS, VirtualFunctions
 from tests.integration import nvme_functions
 from tests.integration.functions_in_guest import as_user, state
@@ -29,6 +31,7 @@ TOP = Path("/run/mv")
 USER = User("ada", 4711, 4711, "/tmp", "/bin/sh")
 STRANGER = 4712
 BASE, ASKED = 256, 384
+PATIENCE = 800.0  # seconds for each answer of a guest within a guest
 # What the task prints: the controller's serial number as its driver has read it, whether its device file is the user's
 # own, whose task it is, and the bus that the function is on.
 TASK = """until [ "$(cat /sys/class/nvme/nvme0/state)" = live ]; do sleep 0.1; done
@@ -36,12 +39,13 @@ cat /sys/class/nvme/nvme0/serial; stat -c %u /dev/nvme0; id -u; basename $(realp
 """
 
 
-def settings(controller: str, images: Path) -> Settings:
+def settings(controller: str, images: Path, templates: Path) -> Settings:
+    """Those of the agent, and of whoever builds its template."""
     return Settings(
         state_dir=TOP / "state",
         agent=AgentSettings(state_dir=TOP / "agent"),
         host=HostSettings(name="inner", cores=2, memory=1024, disk=8192),
-        qemu=QemuSettings(images=images, templates=Path("/dev/shm/templates"), vms=TOP / "vms", run=TOP / "run",
+        qemu=QemuSettings(images=images, templates=templates, vms=TOP / "vms", run=TOP / "run",
                           accel="tcg", tb_size=64, base_memory=BASE, max_memory=1024, max_cpus=1),
         job_vms=JobVmSettings(enabled=True, sriov=(controller,)),
     )  # fmt: skip
@@ -78,13 +82,16 @@ def of_qemu(vms: Path) -> dict[str, Any]:
     }
 
 
-async def main(controller: str, images: Path, mventer: Path) -> None:
+async def main(controller: str, images: Path, templates: Path, mventer: Path) -> None:
+    for module, name in ((start, "_WAKE_TIMEOUT"), (start, "_START_TIMEOUT"), (library, "_ANSWER_TIMEOUT"),
+                         (library, "_DRIVER_TIMEOUT")):  # fmt: skip
+        setattr(module, name, PATIENCE)
     nvme_functions.make(controller, 2)
-    site = settings(controller, images)
+    site = settings(controller, images, templates)
     functions = VirtualFunctions((controller,), site.qemu.vms / RECORDS)
     found: dict[str, Any] = {"before": state(functions)}
     records, sock = TOP / "records", TOP / "sock"
-    for directory in (TOP, records, site.qemu.vms, site.qemu.run, site.qemu.templates):
+    for directory in (TOP, records, site.qemu.vms, site.qemu.run):
         directory.mkdir(parents=True, exist_ok=True)
         directory.chmod(0o755)
     (records / "7").write_text("functions=1\n")
@@ -125,4 +132,4 @@ async def main(controller: str, images: Path, mventer: Path) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])))
+    asyncio.run(main(sys.argv[1], *map(Path, sys.argv[2:])))

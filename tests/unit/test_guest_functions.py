@@ -28,7 +28,7 @@ class Guest:
         for name, text in (("vendor", "0x1b36"), ("device", "0x0010"), ("modalias", "pci:v1B36"), ("uevent", "")):
             (self.device / name).write_text(f"{text}\n")
 
-    def modprobe(self, argv: list[str]) -> int:
+    def modprobe(self, argv: list[str], timeout: float) -> int:
         self.loaded.append(argv[-1])
         if self.drives and argv[-1] == "pci:v1B36":
             (self.device / "driver").mkdir()

@@ -13,7 +13,8 @@ from multiverse.guest.agent.processes import run
 PCI_DEVICES = "/sys/bus/pci/devices"
 DEVICE_FILES = "/dev"
 APPEARANCE_TIMEOUT = 30.0  # seconds until the kernel has found a plugged device
-DRIVER_TIMEOUT = 30.0  # seconds until a driver has taken it
+MODPROBE_TIMEOUT = 300.0  # seconds until its drivers are loaded: emulation is slow
+DRIVER_TIMEOUT = 30.0  # seconds until a driver has taken it then
 
 
 def take_function(port: int, uid: int) -> None:
@@ -31,10 +32,11 @@ def take_function(port: int, uid: int) -> None:
         # A driver may make devices that have drivers of their own, as those for RDMA.
         aliases = {read_attribute(each, "modalias") for each in parts_of(device)} - {""}
         for alias in sorted(aliases - tried):
-            run(["/sbin/modprobe", "-q", "-b", alias])
+            run(["/sbin/modprobe", "-q", "-b", alias], MODPROBE_TIMEOUT)
+            deadline = time.monotonic() + DRIVER_TIMEOUT
         if os.path.exists(f"{device}/driver") and not aliases - tried:
             break
-        if tried and time.monotonic() > deadline:
+        if time.monotonic() > deadline:
             raise GuestAgentError(f"no driver of this image takes the virtual function {ids}: use another")
         tried |= aliases
         time.sleep(0.02)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from multiverse.core.errors import Broken, Gone
 from multiverse.host import manifest, process
 from multiverse.host.qemu.context import HostContext
-from multiverse.host.qemu.machine import PORTS
+from multiverse.host.qemu.machine import PORTS, WINDOW
 from multiverse.host.qemu.qmp import Command, Monitor, QmpError
 
-_ROOM = 1024  # MiB that QEMU may keep in place beside the guest's memory: firmware, and registers of devices
+# MiB that QEMU may keep in place beside the guest's memory: firmware, registers, memory that is plugged as a device.
+_ROOM = 1024 + len(PORTS) * WINDOW
 _TIMEOUT = 30.0  # seconds for QEMU's answers, and a second more for each GiB: all of it is allocated and kept in place
 _PER_SECOND = 1024  # MiB
 
