@@ -94,7 +94,9 @@ class PmiStreams:
         port = b"%d" % self._server.getsockname()[1]
         for name in servers:
             environment[name] = PMIX_SERVER.sub(lambda found: found[1] + port, environment[name])
-        environment[b"PMIX_GDS_MODULE"] = b"hash"  # the others share memory with the host
+        # The other modules for data share files with the host, and say that they find none.
+        environment[b"PMIX_GDS_MODULE"] = b"hash"
+        environment.setdefault(b"PMIX_MCA_gds", b"hash")
 
     @property
     def watched(self) -> dict[int, int]:
