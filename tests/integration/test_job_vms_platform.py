@@ -89,6 +89,7 @@ def _asked(path: Path, line: str) -> str:
     return asyncio.run(ask())
 
 
+@pytest.mark.slow
 def test_the_next_agent_removes_vms_of_ended_jobs_and_those_that_it_knows_nothing_of(node: BareNode) -> None:
     lab = node.under_test
     job = _running(node, "dead")

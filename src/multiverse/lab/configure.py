@@ -215,8 +215,9 @@ def _write(path: Path, content: str, mode: int = 0o644, owner: int = 0) -> None:
 
 
 def environment(where: Layout) -> dict[str, Any]:
-    """The variables by which Slurm's commands and `multiverse` find the lab."""
+    """The variables by which Slurm's commands, `multiverse` and `multiverse-vm` find the lab."""
     return {
+        "MULTIVERSE_JOBS_SOCKET": str(where.jobs_socket),
         "SLURM_CONF": str(where.slurm_conf),
         "MULTIVERSE_SOCKET": str(where.socket),
         "MULTIVERSE_CONFIG": str(where.settings),
