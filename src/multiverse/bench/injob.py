@@ -139,7 +139,7 @@ def measure_many(lab: LabSession, plan: InjobPlan, progress: Progress) -> ManyVm
         place = lab.user.home / "task.sh"
         place.write_text(_TASK.format(host=lab.settings.network.gateway, port=arrivals.port))
         size = f"--ntasks-per-node={per_node}", f"--vm-per-node={per_node}", f"--mem={per_node * VM_MEMORY}"
-        script = f"#!/bin/bash\nsrun --quiet bash {place}\n"
+        script = f"#!/bin/bash\nsrun --quiet --kill-on-bad-exit bash {place}\n"
         began = time.monotonic()
         job = lab.submit(script, "--output=/dev/null", _PHYSICAL, f"--vm-image={image}", f"--nodes={len(nodes)}", *size)
         _all_run(lab, arrivals, [f"{job}.{task}" for task in range(vms)])
@@ -161,7 +161,7 @@ def _warm_up(lab: LabSession, image: str, nodes: int) -> None:
 
 
 def _all_run(lab: LabSession, arrivals: Arrivals, jobs: Sequence[str]) -> None:
-    if missing := arrivals.wait(jobs, LIMIT, lab.settings.socket.exists):
+    if missing := arrivals.wait(jobs, LIMIT, lambda: _exists(lab, jobs[0].partition(".")[0])):
         raise Broken(f"jobs did not start: {' '.join(missing)}", hint="see the lab's log/slurmctld.log")
 
 

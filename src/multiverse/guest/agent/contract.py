@@ -10,7 +10,9 @@ DISK = "multiverse.disk="  # there, too: MiB of the disk that users may write; t
 INTRODUCED = "/run/multiverse/introduced"  # a pipe that can be read once the job's user is known
 MOST_WAIT = 64  # lines that are written to that pipe; each waiting process reads one
 
-TASKS_PORT = 1022  # TCP, where the agent accepts the tasks of a job; no user's process can listen there
+# TCP, where the agent accepts the tasks of a job. No user's process can listen there, and NFS mounts connect from other
+# ports: from 600 on (bindresvport(3)), or 665 (sunrpc.min_resvport).
+TASKS_PORT = 599
 LONGEST_FRAME = 1 << 20  # bytes in a frame of a task's connection
 SOCKETS = "/run/multiverse/tasks"  # of the processes that carry tasks, by pid
 
