@@ -521,8 +521,8 @@ int main(int count, char *argv[])
 	job_id = argv[2];
 	vm_index = argv[3];
 	is_step = !strcmp(argv[4], "step");
+	find_streams(); /* first: a variable of another step might name a descriptor that is opened here */
 	connect_guest();
-	find_streams();
 	is_terminal = isatty(0) && isatty(1) && !tcgetattr(0, &before);
 	catch_signals();
 	send_command(!strcmp(argv[4], "script"), argv + 5);
