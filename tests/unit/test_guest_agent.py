@@ -87,6 +87,20 @@ def test_an_address_request_has_the_kernels_layout() -> None:
     assert struct.unpack_from("HH4s", raw, 24) == (8, 2, bytes([10, 1, 2, 3]))
 
 
+def test_an_address_that_is_also_that_of_the_jobs_network_stays_on_its_interface(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A VM of a platform has one address for both; without it on an interface, MPI would find no network."""
+    sent: list[int] = []
+    monkeypatch.setattr(
+        network, "_send_netlink", lambda all_: sent.extend(struct.unpack_from("IH", one)[1] for one in all_)
+    )
+    network.join_network("lo", "10.5.0.7/16", "10.5.0.7/16", "10.5.0.1")
+    assert network.RTM_DELADDR not in sent
+    network.join_network("lo", "10.6.0.7/16", "10.5.0.7/16", "10.5.0.1")
+    assert network.RTM_DELADDR in sent, "the host's own makes room for that of the job"
+
+
 def test_the_ends_of_the_public_host_keys_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(audit, "SSH", str(tmp_path / "ssh"))
     monkeypatch.setattr(audit, "interface", lambda: "lo")

@@ -62,8 +62,11 @@ def join_network(name: str, address: str, own: str, gateway: str) -> None:
     network of its VM's job. Again is success. Raises OSError.
 
     MPI takes all addresses of an interface for those of one network. So `own` becomes one of the loopback interface,
-    which MPI leaves out, and stays the source of what is sent to its network and by the gateway.
+    which MPI leaves out, and stays the source of what is sent to its network and by the gateway. Where both are the
+    same, as on a platform, whose one network is also the job's, nothing is to be done.
     """
+    if address == own:
+        return
     index, (local, _, prefix) = socket.if_nametoindex(name), own.partition("/")
     source = socket.inet_aton(local)
     network = int.from_bytes(source, "big") >> (32 - int(prefix)) << (32 - int(prefix))
