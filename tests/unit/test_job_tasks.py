@@ -28,6 +28,8 @@ class Fake:
     vms: dict[int, tuple[JobVm, ...]] = field(default_factory=dict)
     steps: bool = True
     silent: bool = False
+    unanswered: set[int] = field(default_factory=set)  # jobs about which slurmctld says nothing yet
+    hold: asyncio.Event | None = None  # until it is set, no VM is made
     asked: int = 0
     failures: int = 0  # of releases
     provided: list[ProvideVm] = field(default_factory=list)
@@ -44,6 +46,8 @@ class Fake:
 
     async def run_of(self, job: int) -> JobRun | None:
         self.asked += 1
+        if job in self.unanswered:
+            await asyncio.Event().wait()
         if self.silent:
             raise Unknown("slurmctld does not answer")
         return self.runs.get(job)
@@ -62,6 +66,8 @@ class Fake:
 
     async def provide(self, request: ProvideVm, pid: int) -> None:
         self.provided.append(request)
+        if self.hold is not None:
+            await self.hold.wait()
         self.vms[request.job] = tuple(
             replace(vm_of(request.job, request.uid, request.started), index=index) for index in range(request.vms)
         )
@@ -170,6 +176,31 @@ async def test_the_vms_of_a_run_that_has_ended_here_are_released_until_they_are_
     fake.steps, fake.failures = steps, 2
     fake.runs = {} if run is None else {JOB: run}
     await until(lambda: fake.released == [JOB])
+
+
+@pytest.mark.parametrize("steps", [False, True])
+async def test_vms_that_a_run_launches_are_not_released_with_those_of_the_run_before(
+    tasks: JobTasks, fake: Fake, steps: bool
+) -> None:
+    fake.vms[JOB], fake.steps = (vm_of(JOB, ADA, STARTED - 60),), steps
+    fake.hold = asyncio.Event()
+    launched = asyncio.create_task(tasks.answer(launch(), Peer(100, ADA, ADA)))
+    await until(lambda: fake.provided and fake.asked > 5)
+    fake.hold.set()
+    assert (await launched).startswith("12 0 mvjob-12-0=")
+    assert not fake.released, "who makes the new ones removes the earlier ones"
+
+
+async def test_a_question_about_one_job_keeps_no_step_of_another_waiting(tasks: JobTasks, fake: Fake) -> None:
+    other = JOB + 1
+    fake.jobs[101], fake.runs[other] = other, JobRun(other, BOB, STARTED, ("n2",))
+    fake.vms |= {JOB: (vm_of(JOB, ADA, STARTED),), other: (vm_of(other, BOB, STARTED),)}
+    fake.unanswered = {JOB}
+    waiting = asyncio.create_task(tasks.answer(ListVms(), Peer(100, ADA, ADA)))
+    await until(lambda: fake.asked > 1)
+    async with asyncio.timeout(10):
+        assert (await tasks.answer(ListVms(), Peer(101, BOB, BOB))).startswith("13 ")
+    waiting.cancel()
 
 
 async def test_a_job_that_runs_without_a_step_here_keeps_its_vms(tasks: JobTasks, fake: Fake) -> None:

@@ -8,7 +8,8 @@ agent watches: a job of which no step is here may have ended, and then slurmctld
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, replace
+from collections import Counter
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import structlog
@@ -86,6 +87,7 @@ class _Watch:
     had_steps: bool = False
     verified: bool = False
     told: str = ""  # the last reason that was logged
+    asking: asyncio.Lock = field(default_factory=asyncio.Lock)  # of `list`: the tasks of a step come at the same time
 
 
 class JobTasks:
@@ -95,7 +97,7 @@ class JobTasks:
         self._vms, self._host, self._runs, self._node = vms, host, runs, node
         self._watched: dict[int, _Watch] = {}
         self._looking: dict[int, asyncio.Task[None]] = {}
-        self._asking = asyncio.Lock()  # of `list`: the tasks of a step come at the same time
+        self._launching = Counter[tuple[int, int]]()  # requests for VMs under way, by job and start of its run
 
     # --- what is asked for ----------------------------------------------------------------------------
 
@@ -134,7 +136,12 @@ class JobTasks:
             node=run.nodes.index(self._node),
             started=run.started,
         )
-        await self._vms.provide(request, peer.pid)
+        self._launching[job, run.started] += 1
+        try:
+            await self._vms.provide(request, peer.pid)
+        finally:
+            self._launching[job, run.started] -= 1
+            self._launching += Counter()  # without zeros
         now = asyncio.get_running_loop().time()
         self._watched[job] = _Watch(now + QUESTION_WITH_STEPS, had_steps=True, verified=True)
 
@@ -153,8 +160,9 @@ class JobTasks:
         if vms and vms[0].uid != uid:
             raise _foreign(job)
         if vms and vms[0].watched:
-            async with self._asking:
-                if not (known := self._watch(job)).verified:
+            known = self._watch(job)
+            async with known.asking:
+                if not known.verified:
                     run = await self._own_run(job, uid)
                     known.verified = run.started == vms[0].record
                     vms = vms if known.verified else ()
@@ -209,6 +217,8 @@ class JobTasks:
         try:
             run = await self._runs.run_of(vm.job)
             has_ended = run is None or run.started != vm.record or self._node not in run.nodes
+            if run is not None and self._launching[vm.job, run.started]:
+                return  # VMs of an earlier run are removed before, and a release would end those of this one, too
             if has_ended and vm in self._vms.vms_of(vm.job):
                 log.info("a job with VMs has ended", job=vm.job)
                 await self._vms.release(vm.job)
