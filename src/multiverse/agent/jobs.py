@@ -60,6 +60,7 @@ class JobVmService:
         self._known: dict[int, tuple[JobVm, ...]] = {}
         self._locks: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()  # while somebody holds it or waits
         self._released: set[int] = set()  # jobs that ended while their VMs were being made
+        self._unreleased: set[int] = set()  # jobs that have ended, and whose VMs could not be removed
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="jobs")
         # Threads of their own, because a guest can keep one waiting, and jobs must be able to end meanwhile.
         self._entering = ThreadPoolExecutor(_THREADS, thread_name_prefix="entering")
@@ -174,6 +175,7 @@ class JobVmService:
         the job has none."""
         job = request.job
         async with self._lock(job):
+            self._unreleased.discard(job)
             known = self._known.get(job)
             if known is not None and (known[0].record, known[0].uid) != (self._run_of(request), request.uid):
                 await self._remove(known)  # of an earlier run, whose epilog did not reach us
@@ -299,7 +301,16 @@ class JobVmService:
         async with lock:
             self._released.discard(job)  # who made it has seen that; it must not fail the job's next run
             if (vms := self._known.get(job)) is not None:
+                self._unreleased.add(job)
                 await self._remove(vms)
+
+    async def release_again(self) -> None:
+        """Remove the VMs of jobs that have ended, where that has failed: nobody else asks for it again."""
+        for job in list(self._unreleased):
+            async with self._lock(job):
+                if job in self._unreleased:  # nobody has removed them, or uses them again
+                    with suppress(MultiverseError, OSError):  # it was logged
+                        await self._remove(self._known[job])
 
     def _lock(self, job: int) -> asyncio.Lock:
         """One request for a job at a time."""
@@ -313,6 +324,7 @@ class JobVmService:
         for path in (self._state / f"{job}.json", self._groups(job), self._unfinished(job)):
             await self._call(lambda path=path: path.unlink(missing_ok=True))
         self._known.pop(job, None)
+        self._unreleased.discard(job)
         log.info("VMs of a job released", job=job)
 
     def _recorded(self, job: int) -> int:

@@ -25,7 +25,7 @@ from multiverse.service.startup import bind
 
 log = structlog.get_logger()
 
-_PLATFORM_AGAIN = 10.0  # seconds
+_AGAIN = 10.0  # seconds until what has failed is tried again
 
 
 @asynccontextmanager
@@ -96,8 +96,16 @@ def _attended(
     if settings.job_vms.design == "tasks":
         service.steps = tasks.answer
     yield tasks.watch()  # also with the plugin: what steps launched before the design was changed is released
+    yield _release_again(service)
     if isinstance(host, PlatformJobVms):
         yield _remove_unknown(host, service)
+
+
+async def _release_again(service: JobVmService) -> None:
+    """What could not be removed when its job ended, as while the platform was away."""
+    while True:
+        await asyncio.sleep(_AGAIN)
+        await service.release_again()
 
 
 async def _remove_unknown(host: PlatformJobVms, service: JobVmService) -> None:
@@ -108,7 +116,7 @@ async def _remove_unknown(host: PlatformJobVms, service: JobVmService) -> None:
             return
         except MultiverseError as error:
             log.warning("the VMs of this node on the platform are unknown", reason=str(error))
-        await asyncio.sleep(_PLATFORM_AGAIN)
+        await asyncio.sleep(_AGAIN)
 
 
 def node_name(settings: Settings) -> str:
