@@ -1,6 +1,7 @@
 """A VM for a job, made in the ways that Slurm-V's paper compares (Zhang et al., 2016) and by an instant clone.
 
-All four begin with the same image, and end when the guest has its address and knows those of its job. The paper's ways
+All four begin with the same image, and end when the guest has its address, knows those of its job, and has taken a
+region of shared memory (IVShmem) that was plugged into it. The paper's ways
 boot a VM each: from a copy of the whole image, or from an external snapshot, which is an overlay on the image. They do
 without what contains our QEMUs (a user, namespaces, control groups, the firewall), so they are not made to look slow.
 """
@@ -16,6 +17,7 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -24,21 +26,24 @@ from multiverse.core.errors import Broken
 from multiverse.core.model import CloneKind, Identity, Size, TemplateKey, machine_id
 from multiverse.core.model.names import mac_of, vm_name
 from multiverse.drivers.qemu.driver import host_config
-from multiverse.guest.protocol import HELLO, JobGuest, identity_message, join_job_message
+from multiverse.guest.protocol import HELLO, JobGuest, identity_message, join_job_message, take_regions_message
 from multiverse.host import process, tap
 from multiverse.host.qemu import templates
 from multiverse.host.qemu.context import HostContext
 from multiverse.host.qemu.library import QemuHost
-from multiverse.host.qemu.machine import QemuMachine
+from multiverse.host.qemu.machine import PORTS, Memory, QemuMachine
+from multiverse.host.qemu.regions import plug_regions, region_places
 from multiverse.host.qemu.session import Launch, Paths, QemuSession
 from multiverse.host.specification import Specification
+from multiverse.system.shared_memory import SharedMemory
 
 COPY, SNAPSHOT, OVERLAPPED, INSTANT = "copy", "snapshot", "overlapped", "instant"
 WAYS = (COPY, SNAPSHOT, OVERLAPPED, INSTANT)
 """Overlapped: the snapshot is made while the machine is described."""
 
-DESCRIPTION, IMAGE, VM, ANSWER, ADDRESSES = "description", "image", "vm", "first_answer", "addresses"
-PARTS = (DESCRIPTION, IMAGE, VM, ANSWER, ADDRESSES)
+DESCRIPTION, IMAGE, VM, ANSWER = "description", "image", "vm", "first_answer"
+ADDRESSES, REGION = "addresses", "ivshmem"
+PARTS = (DESCRIPTION, IMAGE, VM, ANSWER, ADDRESSES, REGION)
 
 _BOOT_TIMEOUT = 180.0
 _ANSWER_TIMEOUT = 60.0
@@ -85,11 +90,11 @@ class Launches:
         try:
             with ThreadPoolExecutor(1) as beside:
                 early = beside.submit(self._make_disk, way, disk) if way == OVERLAPPED else None
-                machine, identity = self._describe(serial, way, disk)
+                machine, identity, region = self._describe(serial, way, disk)
                 ended(DESCRIPTION)
                 early.result() if early is not None else self._make_disk(way, disk)
             ended(IMAGE)
-            with self._running(machine, Paths(home, self._place / f"{serial}.run")) as session:
+            with self._running(machine, Paths(home, self._place / f"{serial}.run"), region) as session:
                 ended(VM)
                 channel = session.channel
                 session.monitor.execute("cont")
@@ -100,16 +105,24 @@ class Launches:
                 channel.expect(frozenset({"started"}), _ANSWER_TIMEOUT)
                 channel.ask(join_job_message(self._job(serial)), "joined_job", _ANSWER_TIMEOUT)
                 ended(ADDRESSES)
+                places = region_places(1, region.size)
+                plug_regions(session.monitor, machine.name, places)
+                ports = [(PORTS[place.port], place.function) for place in places]
+                channel.ask(take_regions_message(ports, 0), "took_regions", _ANSWER_TIMEOUT)
+                ended(REGION)
         finally:
             shutil.rmtree(home, ignore_errors=True)
         return parts
 
-    def _describe(self, serial: int, way: str, disk: Path) -> tuple[QemuMachine, Identity]:
+    def _describe(self, serial: int, way: str, disk: Path) -> tuple[QemuMachine, Identity, SharedMemory]:
         """Choose what the VM gets, and write its whole description to a file, as the paper does for libvirt."""
         spec, identity = self._specified(serial, CloneKind.FULL if way == COPY else CloneKind.LINKED)
         machine = self._context.vm_machine(spec, self._context.image(self._image), None, disk)
+        region = SharedMemory([str(serial)], self._settings.job_vms.ivshmem_size)
+        (own,) = region.fds
+        machine = replace(machine, regions=(Memory(region.size, Path(f"/proc/self/fd/{own}")),))
         disk.with_suffix(".json").write_text(json.dumps([machine.shape(), str(identity)]))
-        return machine, identity
+        return machine, identity, region
 
     def _make_disk(self, way: str, disk: Path) -> None:
         image = self._context.image(self._image).disk
@@ -122,11 +135,11 @@ class Launches:
             raise Broken(f"cannot copy the image: {done.stderr.strip()}", hint=f"is there room in {disk.parent}?")
 
     @contextmanager
-    def _running(self, machine: QemuMachine, paths: Paths) -> Iterator[QemuSession]:
-        config, name = self._context.config, machine.name
+    def _running(self, machine: QemuMachine, paths: Paths, region: SharedMemory) -> Iterator[QemuSession]:
+        binary, name, bridge = self._context.config.binary, machine.name, self._settings.qemu.bridge
         try:
             session = QemuSession.launch(
-                Launch(machine, paths, config.binary, tap=name, bridge=self._settings.qemu.bridge, paused=True)
+                Launch(machine, paths, binary, tap=name, bridge=bridge, paused=True, fds=region.fds)
             )
             try:
                 yield session
@@ -134,6 +147,7 @@ class Launches:
                 process.kill(session.process)
                 session.close()
         finally:
+            region.close()
             tap.remove_tap(name)
             shutil.rmtree(paths.run, ignore_errors=True)
 
@@ -141,21 +155,28 @@ class Launches:
 
     def _clone(self, serial: int) -> Mapping[str, float]:
         spec, identity = self._specified(serial, CloneKind.INSTANT)
+        began = time.monotonic()
+        region = self._host.share_memory(spec, [str(serial)], self._settings.job_vms.ivshmem_size)
+        allocated = time.monotonic() - began
         try:
-            made = {stage.name: stage.seconds for stage in self._host.create(spec)}
+            made = {stage.name: stage.seconds for stage in self._host.create(spec, region)}
             stages = self._host.start(spec.name, spec.size, identity)
             names = [stage.name for stage in stages]
             woken = names.index("first_byte") + 1
             began = time.monotonic()
             self._host.join_job(spec.name, self._job(serial))
-            joined = time.monotonic() - began
+            joined = time.monotonic()
+            self._host.plug_regions(spec.name, region, 0)
+            plugged = time.monotonic() - joined
         finally:
+            region.close()
             self._host.destroy(spec.name, 0.0)
         return {
             IMAGE: made.pop("overlay"),
             VM: sum(made.values()),
             ANSWER: sum(stage.seconds for stage in stages[:woken]),
-            ADDRESSES: sum(stage.seconds for stage in stages[woken:]) + joined,
+            ADDRESSES: sum(stage.seconds for stage in stages[woken:]) + joined - began,
+            REGION: allocated + plugged,
         }
 
     # --- both -----------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from multiverse.bench import injob as bench
 from multiverse.bench.applications import ApplicationSamples
 from multiverse.bench.hpcc import PACKAGE
 from multiverse.bench.injob import PAPER, SLURM, SUBMISSION, InjobPlan, ManyVms, StartSamples
-from multiverse.bench.launches import ADDRESSES, ANSWER, COPY, DESCRIPTION, IMAGE, INSTANT, VM, WAYS, Launches
+from multiverse.bench.launches import ADDRESSES, ANSWER, COPY, DESCRIPTION, IMAGE, INSTANT, REGION, VM, WAYS, Launches
 from multiverse.bench.stats import Estimate, ratio, summary
 from multiverse.cli import progress, render
 from multiverse.cli.bench import DIRECTORY, IMAGES, Dir, Images, Json, host_figures, job_progress, lab_progress
@@ -43,6 +43,7 @@ ROWS = {
     VM: "VM",
     ANSWER: "first answer",
     ADDRESSES: "addresses",
+    REGION: "IVShmem",
 }
 
 
@@ -192,11 +193,7 @@ def _print_start(found: dict[str, Any]) -> None:
     ways = [start["ways"][way] for way in WAYS]
     for part, name in ROWS.items():
         table.add_row(name, *(_seconds(way["parts"].get(part)) for way in ways))
-    for name in (
-        "virtual functions",
-        "IVShmem",
-    ):  # the paper's other parts, of devices that the lab's nodes do not offer
-        table.add_row(name, *["none"] * len(ways))
+    table.add_row("virtual functions", *["none"] * len(ways))  # the paper's other part: the lab's nodes offer none
     table.add_section()
     table.add_row("in all", *(_seconds(way["total"]) for way in ways))
     table.add_row("without submission", *(_seconds(way["made"]) for way in ways))
