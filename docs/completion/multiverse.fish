@@ -391,6 +391,7 @@ complete -c multiverse -n "__multiverse_at 'bench leases'" -l seed -r -d 'Of the
 complete -c multiverse -n "__multiverse_at 'bench leases'" -l json -d 'Print JSON'
 complete -c multiverse -n "__multiverse_at 'bench leases'" -s h -l help -d 'Show the help and exit'
 complete -c multiverse -n "__multiverse_at 'bench lease-start'" -l repeat -r -d 'Leases, one after the other'
+complete -c multiverse -n "__multiverse_at 'bench lease-start'" -l copies -d 'Templates are copied from the first lease\'s'
 complete -c multiverse -n "__multiverse_at 'bench lease-start'" -l dir -r -d 'Where the lab is kept'
 complete -c multiverse -n "__multiverse_at 'bench lease-start'" -l images -r -d 'Where images are kept'
 complete -c multiverse -n "__multiverse_at 'bench lease-start'" -l json -d 'Print JSON'

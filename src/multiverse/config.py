@@ -141,6 +141,9 @@ class ImageSettings:
     default: str = "slim"
     # A directory on a file system that the hosts share. A host copies images from it that it lacks, or that are newer.
     source: Path | None = None
+    # Another one, in which hosts put the templates that they have built. A host of the same kind copies one from there
+    # instead of booting its own. Whoever is root on one of the hosts can then change the VMs of all.
+    templates: Path | None = None
     kind: CloneKind = CloneKind.INSTANT  # of jobs that request none
     guest_reserve: int = 80  # MiB of a VM's memory for its kernel and daemons
     per_account: bool = (

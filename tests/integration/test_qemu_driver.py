@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import shutil
 import socket
 import time
 from collections.abc import Awaitable, Callable
@@ -244,6 +245,37 @@ async def test_another_driver_finds_everything_on_disk(lab: Lab) -> None:
     await lab.hypervisor.destroy(VmRef(running.name), 20.0)
     assert time.monotonic() - began < 15  # the guest answered the flush
     assert lab.remains(running.name) == []
+
+
+async def test_a_template_that_another_host_has_built_is_copied_and_not_booted(lab: Lab, tmp_path: Path) -> None:
+    """Two hosts, which have templates of their own and a directory in common. A clone of the copy runs."""
+    lab.hypervisor.close()
+    shared, own = tmp_path / "shared", lab.settings.qemu.templates
+    image = dataclasses.replace(lab.settings.image, templates=shared)
+    places = [own.with_name(f"{own.name}-{n}") for n in (1, 2)]
+    try:
+        for place, first in zip(places, ("overlay", "copy"), strict=True):
+            qemu = dataclasses.replace(lab.settings.qemu, templates=place)
+            lab.hypervisor = QemuHypervisor(dataclasses.replace(lab.settings, image=image, qemu=qemu), SITE)
+            stages = await lab.hypervisor.build_template(PARENT)
+            assert stages[0].name == first
+
+            async def offered() -> bool:
+                return shared.is_dir() and [path.name.startswith("slim@") for path in shared.iterdir()] == [True]
+
+            await until(offered)
+            if first == "overlay":
+                lab.hypervisor.close()
+                shutil.rmtree(place)  # the copy needs nothing of the original
+        spec = lab.spec()
+        await lab.started(spec)
+        assert await lab.condition(spec.name) is VmCondition.RUNNING
+        assert lab.hypervisor.audit(spec.name)["machine_id"] == lab.identity(spec).machine_id
+        await lab.hypervisor.destroy(VmRef(spec.name), 2.0)
+        assert lab.remains(spec.name) == []
+    finally:
+        for place in places:
+            shutil.rmtree(place, ignore_errors=True)
 
 
 async def test_a_start_whose_reply_was_lost_can_be_repeated(lab: Lab) -> None:

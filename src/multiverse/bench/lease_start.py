@@ -24,7 +24,7 @@ SITE = '[[lease]]\npartition = "physical"\nmin_wait = 0\nidle = 1\ntime_limit = 
 PHASES = {
     "agent": "pilot started to agent listening",
     "seen": "until the controller has connected and places the job's template",
-    "template": "template: copy of the image if it is the first, boot, freeze",
+    "template": "template: copy of the image if it is the first; boot and freeze, or copy of a template",
     "vm": "VM made, started and joined",
     "job": "until the job runs",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,6 +25,7 @@ from multiverse.lab.session import session
 
 def lease_start(
     repeat: Annotated[int, typer.Option(min=2, help="Leases, one after the other.")] = 4,
+    copies: Annotated[bool, typer.Option("--copies", help="Templates are copied from the first lease's.")] = False,
     directory: Dir = DIRECTORY,
     images: Images = IMAGES,
     json: Json = False,
@@ -34,20 +36,27 @@ def lease_start(
         progress.present().say(line)
 
     image = build_image("slim", "slim", images, progress=say)
-    found = asyncio.run(_measured(directory, image, repeat, json))
+    found = asyncio.run(_measured(directory, image, repeat, copies, json))
     if json:
         render.as_json(found)
     else:
         _print(found)
 
 
-async def _measured(directory: Path, image: Image, repeat: int, json: bool) -> dict[str, Any]:
+async def _measured(directory: Path, image: Image, repeat: int, copies: bool, json: bool) -> dict[str, Any]:
     options = LabOptions(physical=1, cores=4, memory=6144, images=image.path.parent, settings={})
-    async with session(layout(directory), options, lab_progress(json), bench.SITE) as lab:
-        with Client(lab.settings.socket) as client:
-            samples = await asyncio.to_thread(bench.run, lab, client, repeat, job_progress(json))
-            host = host_figures(client)
-    return {"repeat": repeat, **host, **document(samples)}
+    # Beside the lab's directory, which each node of the lab has for itself.
+    shared = directory.absolute().with_name(f"{directory.name}-templates")
+    site = bench.SITE + (f'[image]\ntemplates = "{shared}"\n' if copies else "")
+    try:
+        async with session(layout(directory), options, lab_progress(json), site) as lab:
+            with Client(lab.settings.socket) as client:
+                samples = await asyncio.to_thread(bench.run, lab, client, repeat, job_progress(json))
+                host = host_figures(client)
+    finally:
+        if copies:
+            shutil.rmtree(shared, ignore_errors=True)
+    return {"repeat": repeat, "copies": copies, **host, **document(samples)}
 
 
 def document(samples: list[LeaseStart]) -> dict[str, Any]:
@@ -66,8 +75,9 @@ def document(samples: list[LeaseStart]) -> dict[str, Any]:
 def _print(found: dict[str, Any]) -> None:
     console.print(
         f"\nFrom the start of a lease's pilot to its first job, in seconds: the first of {found['repeat']} leases, "
-        f"which copies the image to the node, and medians of the others. Guests: {found['accelerator']}. From the "
-        f"submission to the pilot's start: {found['before']:.1f} s.\n",
+        f"which copies the image to the node, and medians of the others. "
+        f"{'Only the first template is booted, the others are copied. ' if found['copies'] else ''}"
+        f"Guests: {found['accelerator']}. From the submission to the pilot's start: {found['before']:.1f} s.\n",
         markup=False,
     )
     right = ("FIRST", "OTHERS")

@@ -265,6 +265,7 @@ def host_config(settings: Settings, site: str) -> QemuHostConfig:
         ),
         images=qemu.images.absolute(),
         image_source=settings.image.source and settings.image.source.absolute(),
+        template_source=settings.image.templates and settings.image.templates.absolute(),
         templates=qemu.templates.absolute(),
         vms=qemu.vms.absolute(),
         run=qemu.run.absolute(),

@@ -26,6 +26,7 @@ from multiverse.host.qemu.full_disk import PausedGuests
 from multiverse.host.qemu.machine import Accelerator, Feature, Memory, QemuMachine, limits
 from multiverse.host.qemu.output import OutputStore
 from multiverse.host.qemu.session import Launch, Paths, QemuSession
+from multiverse.host.qemu.template_copies import TemplateCopies, cpu_of
 from multiverse.host.qemu.templates import FrozenTemplate
 from multiverse.host.registry import VmRegistry
 from multiverse.host.specification import Specification
@@ -50,10 +51,11 @@ class QemuHostConfig:
     that. `scratch` is what the users of each VM may write to its disk, if the VM's own size does not say more.
     `tb_size` is emulation's cache of translated code, 0 for QEMU's default. `guests` are the first and the last address
     that a VM of any host can have. `uplink` connects the bridge with other hosts, if it is known; where `capacity` has
-    no bandwidth, that of the uplink counts. Images that are not in `images` are copied from `image_source`. `features`
-    are the modes of `HostFeatures`. `numa` is where the kernel describes the machine's NUMA nodes. `overlay` connects
-    the bridge with those of other hosts, and `mtu` is that of guests where it is not 1500. `functions` says which
-    virtual functions VMs may have (see `VirtualFunctions`).
+    no bandwidth, that of the uplink counts. Images that are not in `images` are copied from `image_source`, and
+    templates that another host has built from `template_source`. `features` are the modes of `HostFeatures`. `numa` is
+    where the kernel describes the machine's NUMA nodes. `overlay` connects the bridge with those of other hosts, and
+    `mtu` is that of guests where it is not 1500. `functions` says which virtual functions VMs may have (see
+    `VirtualFunctions`).
     """
 
     host: str
@@ -73,6 +75,7 @@ class QemuHostConfig:
     scratch: int = 2048
     tb_size: int = 0
     image_source: Path | None = None
+    template_source: Path | None = None
     guests: tuple[str, str] = ("0.0.0.0", "0.255.255.255")
     uplink: str = ""
     numa: Path = NODES
@@ -115,6 +118,13 @@ class HostContext:
         self.abilities = AbilityCache(config.cache / "guests.json", f"{self.version} {found.name}")
         self.images = ImageStore(
             config.images, config.image_source, lambda path: path_security.check(path, inside=True)
+        )
+        self.copies = (
+            TemplateCopies(
+                config.template_source, cpu_of(self.accelerator), lambda path: path_security.check(path, inside=True)
+            )
+            if config.template_source is not None
+            else None
         )
         self.registry = VmRegistry(config.vms)
         self.uids = UidPool(*config.uids)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import resource
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +19,6 @@ from multiverse.core.model import HypervisorView, Identity, Neighbour, Size, Sta
 from multiverse.guest.protocol import (
     AUDIT,
     JobGuest,
-    Report,
     add_user_message,
     join_job_message,
     serve_tasks_message,
@@ -161,15 +161,17 @@ class QemuHost:
             user=context.uids.template_user,
             system=context.system,
             abandoned=lambda: self._closed or abandoned(),
-            booted=lambda report: self._record_abilities(image, which.size, report),
+            booted=lambda possible: self._record_abilities(image, which.size, possible),
             launch=context.launch,
+            copies=context.copies,
+            background=lambda work: threading.Thread(target=work, name="offer", daemon=True).start(),
         )
         return templates.build(config.templates, order)
 
-    def _record_abilities(self, image: Image, size: Size, report: Report) -> None:
+    def _record_abilities(self, image: Image, size: Size, possible: int) -> None:
         room = self._context.largest(image, size).cpus
-        if 0 < report.possible < room:
-            reason = f"its kernel has room for {report.possible} CPUs of {room}"
+        if 0 < possible < room:
+            reason = f"its kernel has room for {possible} CPUs of {room}"
             known = self._context.images.listed()
             self._context.abilities.record_lacking(image, "plug_cpus", reason, known)
 

@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError
@@ -29,6 +29,7 @@ from multiverse.host.namespaces import System
 from multiverse.host.qemu import machine as machine_module
 from multiverse.host.qemu.machine import QemuMachine
 from multiverse.host.qemu.session import Launch, Paths, QemuSession
+from multiverse.host.qemu.template_copies import TemplateCopies
 from multiverse.host.uids import ProcessUser
 from multiverse.images.catalog import Image
 from multiverse.system.locks import is_locked, locked_file, try_locked_file
@@ -93,7 +94,9 @@ class Build:
     `machine` gives the VM to boot, from its disk and its memory file. Its QEMU runs as `user`, whose group may read the
     template, and sees only `system` beside the files of image and template. `version` is QEMU's version line, `run` the
     directory for sockets. `abandoned` says whether the template was deleted since the build was asked for. `booted` is
-    called with the report of the guest at its fork point, before the template can be used. `launch` starts its QEMU.
+    called with the number of CPUs that the guest's kernel has room for, before the template can be used. `launch`
+    starts its QEMU. What `copies` have is copied instead of booted, and what was booted is offered to them in
+    `background`.
     """
 
     image: Image
@@ -105,8 +108,10 @@ class Build:
     user: ProcessUser | None
     system: System
     abandoned: Callable[[], bool] = lambda: False
-    booted: Callable[[Report], None] = lambda report: None
+    booted: Callable[[int], None] = lambda possible: None
     launch: Callable[[Launch], QemuSession] = QemuSession.launch
+    copies: TemplateCopies | None = None
+    background: Callable[[Callable[[], None]], None] = lambda work: work()
 
 
 def directory_name(which: TemplateKey) -> str:
@@ -172,6 +177,7 @@ def build(templates: Path, order: Build) -> list[Stage]:
     Raises `Broken` if the image does not boot, `Exhausted` if there is no room, and `Gone` if the build was abandoned.
     An unfinished template is removed.
     """
+    copies = order.copies if not order.account else None
     parent = order.machine(Path("/"), Path("/"))
     image, size = order.image, Size(parent.cpus, parent.memory.size)
     name = directory_name(TemplateKey("", image.name, size, order.account))
@@ -190,8 +196,16 @@ def build(templates: Path, order: Build) -> list[Stage]:
         _check_room(templates, size.memory + _SPARE)
         work = Path(tempfile.mkdtemp(prefix=f".{name}.building-", dir=templates))
         try:
-            stages, report = _boot_and_freeze(work, final, order)
-            order.booted(report)
+            began = time.monotonic()
+            taken = copies.take(name, key, work, image.disk) if copies is not None else None
+            if taken is None:
+                stages, possible = _boot_and_freeze(work, final, order)
+            else:
+                create_overlay(work / "overlay.qcow2", final / "disk.qcow2", "qcow2", image.disk.stat().st_size)
+                if order.user is not None:
+                    order.user.allow_traversal(work)
+                stages, possible = [Stage("copy", time.monotonic() - began)], taken
+            order.booted(possible)
             facts = {"image": image.name, "key": key, "cpus": size.cpus, "memory": size.memory,
                      "account": order.account, "build": secrets.token_hex(8)}  # fmt: skip
             (work / "template.json").write_text(json.dumps(facts))
@@ -199,6 +213,8 @@ def build(templates: Path, order: Build) -> list[Stage]:
             if order.abandoned():
                 raise gone
             work.rename(final)
+            if copies is not None and taken is None:
+                order.background(partial(copies.offer, final, key, possible))
         except Broken as error:
             if order.abandoned():
                 raise gone from error
@@ -278,7 +294,8 @@ def _check_room(templates: Path, needed: int) -> None:
         )
 
 
-def _boot_and_freeze(work: Path, final: Path, order: Build) -> tuple[list[Stage], Report]:
+def _boot_and_freeze(work: Path, final: Path, order: Build) -> tuple[list[Stage], int]:
+    """Make a template in `work`. Returns how long that took, and how many CPUs its kernel has room for."""
     image = order.image
     began = time.monotonic()
     virtual_size = image.disk.stat().st_size
@@ -305,7 +322,7 @@ def _boot_and_freeze(work: Path, final: Path, order: Build) -> tuple[list[Stage]
     (work / "initrd.stub").write_bytes(bytes(4096))
     frozen = time.monotonic()
     stages = [Stage("overlay", overlaid - began), Stage("boot", booted - overlaid), Stage("freeze", frozen - booted)]
-    return stages, report
+    return stages, report.possible
 
 
 def _boot(parent: QemuMachine, paths: Paths, state: Path, order: Build) -> tuple[Report, float]:
