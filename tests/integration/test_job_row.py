@@ -68,7 +68,7 @@ def _run(node: JobNode, jobs: int) -> Counter[tuple[str, str, str]]:
     ran = lab.user.home / "ran"
     ran.unlink(missing_ok=True)
     script = SCRIPT.format(ran=ran, home=lab.user.home)
-    array = node.sbatch(script, f"--array=0-{jobs - 1}%{AT_ONCE}", "--output=/dev/null", "--open-mode=append")
+    array = node.sbatch(script, f"--array=0-{jobs - 1}%{AT_ONCE}", f"--output={lab.user.home}/row.%a")
 
     def over() -> bool:
         for asked in lab.user.home.glob("cancel-*"):
@@ -83,8 +83,11 @@ def _run(node: JobNode, jobs: int) -> Counter[tuple[str, str, str]]:
     assert all(host.startswith("mvjob-") for host in hosts) and len(set(hosts)) == len(hosts), "each in a VM of its own"
     shown = ("sacct", "-X", "-n", "-P", "-o", "JobID,State,ExitCode", "-j", array)
     lines = until("all are accounted for", lambda: _ended(lab.run(*shown).stdout, jobs), 120)
-    ends = ((name.partition("_")[2], state.split()[0], code) for name, state, code in lines)
-    return Counter((KINDS[int(number) % len(KINDS)], state, code) for number, state, code in ends)
+    ends = {int(name.partition("_")[2]): (state.split()[0], code) for name, state, code in lines}
+    for number, end in ends.items():
+        if end != ENDS[KINDS[number % len(KINDS)]]:
+            print(f"\njob {number} ended as {end}: {(lab.user.home / f'row.{number}').read_text()}")
+    return Counter((KINDS[number % len(KINDS)], *end) for number, end in ends.items())
 
 
 def _ended(text: str, jobs: int) -> list[list[str]]:
