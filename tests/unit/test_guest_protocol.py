@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 
 from multiverse.core.errors import Refused
 from multiverse.core.model import Daemon, GuestFile, Identity, Mount, NodeBootstrap, Stage, User
+from multiverse.guest import agent
 from multiverse.guest.agent.channel import IDENTITY
 from multiverse.guest.protocol import (
     AUDIT,
@@ -135,6 +138,15 @@ def test_the_requests_are_the_lines_that_agents_of_the_previous_release_read() -
 def test_reports_of_agents_of_the_previous_release_are_read(line: bytes, report: Report) -> None:
     (found,) = ReportParser().feed(line)
     assert found == report
+
+
+def test_each_answer_of_the_guest_agent_is_read() -> None:
+    """One that the host does not know is no message to it, and it would wait for ever."""
+    sources = (Path(agent.__file__).parent).glob("*.py")
+    answers = {found for source in sources for found in re.findall(r'channel\.send\("(\w+)"', source.read_text())}
+    assert {"flushed", "joined_job", "took_functions", "took_regions"} <= answers
+    for answer in answers:
+        assert [report.type for report in ReportParser().feed(b'{"type":"%s"}\n' % answer.encode())] == [answer]
 
 
 def test_no_two_messages_carry_the_same_random_bytes() -> None:

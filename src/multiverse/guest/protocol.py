@@ -341,6 +341,7 @@ _TYPES = frozenset(
         "introduced",
         "joined_job",
         "serving_tasks",
+        "took_functions",
         "took_regions",
     }
 )
