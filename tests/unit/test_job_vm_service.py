@@ -298,6 +298,19 @@ async def test_a_vm_that_could_not_be_removed_as_its_job_ended_fails_no_later_ru
     assert served.host.vms[7, 0] is served.host.made[1]
 
 
+async def test_a_job_ends_while_as_many_vms_of_others_are_being_made_as_there_are_threads(served: Served) -> None:
+    assert await served.ask(provide(7)) == "ok\n"
+    served.host.hold = threading.Event()
+    most = provide(8, vms=2 * jobs._THREADS).replace("cores=2 allocated=1000", "cores=64 allocated=40000")
+    asked = asyncio.create_task(served.ask(most))
+    await until(lambda: len(served.host.made) == 1 + jobs._THREADS)
+    assert await served.ask("release job=7") == "ok\n" and (7, 0) not in served.host.vms
+    assert len(served.host.made) == 1 + jobs._THREADS, "no thread was waited for"
+    assert await served.ask("release job=8") == "ok\n"
+    assert (await asked).startswith("error ") and not served.host.vms
+    assert len(served.host.made) == 1 + jobs._THREADS, "none is begun for a job that has ended"
+
+
 async def test_what_could_not_be_removed_at_a_jobs_end_is_removed_later_unless_the_job_uses_it_again(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:

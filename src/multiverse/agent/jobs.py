@@ -29,6 +29,7 @@ from multiverse.core.errors import Gone, MultiverseError, Refused, Unknown
 from multiverse.core.model import User
 from multiverse.system import files
 from multiverse.system.peers import Peer, peer_of
+from multiverse.system.shared_memory import SharedMemory
 
 log = structlog.get_logger()
 
@@ -62,7 +63,9 @@ class JobVmService:
         self._released: set[int] = set()  # jobs that ended while their VMs were being made
         self._unreleased: set[int] = set()  # jobs that have ended, and whose VMs could not be removed
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="jobs")
-        # Threads of their own, because a guest can keep one waiting, and jobs must be able to end meanwhile.
+        # Threads of their own, because VMs that are being made, and guests, can keep one waiting, and jobs must be able
+        # to end meanwhile.
+        self._ending = ThreadPoolExecutor(_THREADS, thread_name_prefix="ending")
         self._entering = ThreadPoolExecutor(_THREADS, thread_name_prefix="entering")
         self._turns: WeakValueDictionary[int, asyncio.Semaphore] = WeakValueDictionary()  # to enter, by job
         self._open = Counter[int]()  # connections, by user
@@ -99,7 +102,7 @@ class JobVmService:
         for task in self._serving:
             task.cancel()
         await asyncio.gather(*self._serving, return_exceptions=True)
-        for threads in (self._threads, self._entering):
+        for threads in (self._threads, self._ending, self._entering):
             threads.shutdown(wait=False, cancel_futures=True)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -262,11 +265,16 @@ class JobVmService:
         """Make these VMs at the same time, with the memory that they share."""
         memory = await self._call(self._host.share_memory, vms)
         try:
-            await _all_done(self._call(self._host.make, vm, vms, user, memory) for vm in vms)
+            await _all_done(self._call(self._make_one, vm, vms, user, memory) for vm in vms)
         except Exception:
             memory.close()
             raise
         memory.close()  # not if this agent ends: a thread may still pass it on
+
+    def _make_one(self, vm: JobVm, vms: tuple[JobVm, ...], user: User, memory: SharedMemory) -> None:
+        if vm.job in self._released:  # while this waited for a thread
+            raise Gone("the job has ended")
+        self._host.make(vm, vms, user, memory)
 
     async def _enter(self, request: EnterVm, uid: int, gid: int, sock: socket.socket) -> None:
         job = request.job
@@ -297,7 +305,7 @@ class JobVmService:
             self._released.add(job)
             for vm in vms:
                 with suppress(MultiverseError):
-                    await self._call(self._host.kill, vm)  # it is being made: that fails soon
+                    await self._end(self._host.kill, vm)  # it is being made: that fails soon
         async with lock:
             self._released.discard(job)  # who made it has seen that; it must not fail the job's next run
             if (vms := self._known.get(job)) is not None:
@@ -319,10 +327,10 @@ class JobVmService:
     async def _remove(self, vms: tuple[JobVm, ...]) -> None:
         """Remove all of a job's. If one cannot be removed, all stay known, and are removed again."""
         job = vms[0].job
-        await _all_done(self._call(self._host.remove, vm) for vm in vms)
-        await self._call(self._host.remove_network, vms)
+        await _all_done(self._end(self._host.remove, vm) for vm in vms)
+        await self._end(self._host.remove_network, vms)
         for path in (self._state / f"{job}.json", self._groups(job), self._unfinished(job)):
-            await self._call(lambda path=path: path.unlink(missing_ok=True))
+            await self._end(lambda path=path: path.unlink(missing_ok=True))
         self._known.pop(job, None)
         self._unreleased.discard(job)
         log.info("VMs of a job released", job=job)
@@ -354,6 +362,10 @@ class JobVmService:
 
     async def _call(self, function: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+
+    async def _end(self, function: Callable[..., T], *arguments: object) -> T:
+        """The same, for the ends of VMs."""
+        return await asyncio.get_running_loop().run_in_executor(self._ending, function, *arguments)
 
 
 @dataclass(frozen=True, slots=True)
