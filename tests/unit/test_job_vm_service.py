@@ -44,6 +44,7 @@ class FakeHost:
     guests: list[socket.socket] = field(default_factory=list)  # open, as long as a VM lives
     silent: threading.Event | None = None  # the guests do not answer until it is set
     removable: threading.Event | None = None  # no VM can be removed until it is set
+    removing: bool = False
     unremovable: int = 0  # so many removals fail
     returned: int = 0  # how often what no VM has was to be returned
 
@@ -97,6 +98,7 @@ class FakeHost:
         self.returned += 1
 
     def remove(self, vm: JobVm) -> None:
+        self.removing = True
         if self.removable is not None:
             assert self.removable.wait(60)
         if self.unremovable:
@@ -296,6 +298,19 @@ async def test_a_vm_that_could_not_be_removed_as_its_job_ended_fails_no_later_ru
     (served.directory / "records" / "7").write_text("image=slim\n")  # it was requeued
     assert await served.ask(provide(7)) == "ok\n"
     assert served.host.vms[7, 0] is served.host.made[1]
+
+
+async def test_a_second_request_for_the_end_of_a_job_lets_its_guests_write_back(served: Served) -> None:
+    assert await served.ask(provide(7)) == "ok\n"
+    served.host.removable = threading.Event()
+    first = asyncio.create_task(served.ask("release job=7"))
+    await until(lambda: served.host.removing)
+    second = asyncio.create_task(served.ask("release job=7"))
+    await until(lambda: served.service._open[ME] == 2)
+    assert await served.ask("test") == "ok\n"  # by then, the second one was looked at
+    served.host.removable.set()
+    assert [await first, await second] == ["ok\n", "ok\n"]
+    assert not served.host.killed.is_set()
 
 
 async def test_a_job_ends_while_as_many_vms_of_others_are_being_made_as_there_are_threads(served: Served) -> None:

@@ -60,11 +60,11 @@ class JobVmService:
         self._host, self._users, self._state, self._records, self._sizes = host, users, state, records, sizes
         self._known: dict[int, tuple[JobVm, ...]] = {}
         self._locks: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()  # while somebody holds it or waits
-        self._released: set[int] = set()  # jobs that ended while their VMs were being made
+        self._making: set[int] = set()  # jobs whose VMs are being made
+        self._released: set[int] = set()  # those of them that have ended
         self._unreleased: set[int] = set()  # jobs that have ended, and whose VMs could not be removed
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="jobs")
-        # Threads of their own, because VMs that are being made, and guests, can keep one waiting, and jobs must be able
-        # to end meanwhile.
+        # Threads of their own: VMs that are being made, and guests, can keep one waiting, and jobs must be able to end.
         self._ending = ThreadPoolExecutor(_THREADS, thread_name_prefix="ending")
         self._entering = ThreadPoolExecutor(_THREADS, thread_name_prefix="entering")
         self._turns: WeakValueDictionary[int, asyncio.Semaphore] = WeakValueDictionary()  # to enter, by job
@@ -245,6 +245,7 @@ class JobVmService:
         """Make all of these, at the same time, or none."""
         first = vms[0]
         self._known[first.job] = vms
+        self._making.add(first.job)
         try:
             user = await self._users(first.uid)
             await self._call(self._write, vms)
@@ -259,6 +260,8 @@ class JobVmService:
             with suppress(MultiverseError):
                 await self._remove(vms)
             raise
+        finally:
+            self._making.discard(first.job)
         log.info("VMs of a job made", job=first.job, vms=len(vms), image=first.image, size=str(first.size))
 
     async def _make_each(self, vms: tuple[JobVm, ...], user: User) -> None:
@@ -300,13 +303,12 @@ class JobVmService:
 
     async def release(self, job: int) -> None:
         """Remove the VMs of a job, also while they are being made. None is success."""
-        lock = self._lock(job)
-        if lock.locked() and (vms := self._known.get(job)) is not None:
+        if job in self._making:
             self._released.add(job)
-            for vm in vms:
+            for vm in self._known[job]:
                 with suppress(MultiverseError):
                     await self._end(self._host.kill, vm)  # it is being made: that fails soon
-        async with lock:
+        async with self._lock(job):
             self._released.discard(job)  # who made it has seen that; it must not fail the job's next run
             if (vms := self._known.get(job)) is not None:
                 self._unreleased.add(job)
