@@ -9,6 +9,7 @@ import pytest
 
 from multiverse.guest.agent import mpi
 from multiverse.guest.agent.mpi import JobVms, prepare_mpi, remove_files, slots_of
+from multiverse.guest.slurm_command import forget_mpi
 
 
 def vms(nodes: int, each: int) -> JobVms:
@@ -55,3 +56,19 @@ def test_a_task_finds_the_launcher_and_the_vms_and_keeps_what_its_user_has_set(
     remove_files(files)
     assert not list(tmp_path.iterdir())
     assert prepare_mpi({}, []) == [], "a VM that is a node has no launcher"
+
+
+def test_a_job_that_is_submitted_in_a_vm_is_not_told_how_mpi_reaches_the_vms_of_this_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mpi, "write", lambda path, text: None)
+    users = {"HYDRA_LAUNCHER": "slurm", "OMPI_MCA_btl": "^openib", "PATH": "/usr/bin"}
+    told = {os.fsencode(name): os.fsencode(value) for name, value in users.items()}
+    prepare_mpi(told, vms(1, 2))
+    environment = {os.fsdecode(name): os.fsdecode(value) for name, value in told.items()}
+    assert environment != users
+    forget_mpi(environment)
+    assert environment == users
+    environment["OMPI_MCA_plm"] = "rsh"  # of the user's own, where nothing else is ours
+    forget_mpi(environment)
+    assert environment["OMPI_MCA_plm"] == "rsh"

@@ -77,6 +77,15 @@ def test_the_host_runs_a_command_in_the_directory_and_environment_of_the_guest_a
     assert done.stderr == b"oops\n"
 
 
+def test_a_job_that_is_submitted_here_does_not_look_for_the_launcher_of_mpi_and_a_step_does(
+    guest: Callable[..., Guest], tmp_path: Path
+) -> None:
+    shown = '#!/bin/sh\necho "${OMPI_MCA_plm-none}"\n'
+    one = guest(sbatch=shown, srun=shown)
+    told = f"export OMPI_MCA_plm=rsh OMPI_MCA_plm_rsh_agent={tmp_path}/launch"
+    assert one.run(f"{told}; sbatch job.sh; srun true").stdout == b"none\nrsh\n"
+
+
 def test_a_command_has_the_limits_of_the_process_in_the_guest(guest: Callable[..., Guest]) -> None:
     one = guest(srun="#!/bin/sh\nulimit -Sn; ulimit -Sc")
     done = one.run("ulimit -Sn 77; ulimit -Sc 0; srun")

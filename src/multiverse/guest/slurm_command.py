@@ -21,6 +21,7 @@ import tty
 
 TYPE_CHECKING = False  # importing it from typing would take longer than all else
 if TYPE_CHECKING:
+    from collections.abc import MutableMapping
     from typing import Never
 
 SOCKETS = "/run/multiverse/tasks"  # as in guest.agent.contract
@@ -43,6 +44,8 @@ def main() -> None:
     elif argv[0] in LAUNCHERS:
         argv = launch(argv[1:], LAUNCHERS[argv[0]])
         os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
+    elif argv[0] == "sbatch":
+        forget_mpi(os.environ)
     Carrier(connect()).run([os.fsencode(each) for each in argv])
 
 
@@ -274,7 +277,10 @@ def broadcast(argv: list[str]) -> tuple[list[str], int]:
 
 # --- the launcher of MPI ------------------------------------------------------------------------------
 
-VMS = "/run/multiverse/mpi/vms"  # as in guest.agent.mpi
+DIRECTORY = "/run/multiverse/mpi"  # as in guest.agent.mpi
+VMS = f"{DIRECTORY}/vms"
+# What tasks here are told for MPI, beside paths below DIRECTORY.
+VALUES = {"OMPI_MCA_plm": "rsh", "OMPI_MCA_ras": "^slurm", "OMPI_MCA_routed_radix": "16", "HYDRA_LAUNCHER": "ssh"}
 LAUNCHERS = {"launch": 0, "launch-hydra": 33}  # how many VMs a job may have for it; 0: any number
 OPTIONS_WITH_VALUE = frozenset("BbcDEeFIiJLlmOopQRSWw")  # of ssh
 # The variables of these names say how the task's own step was to be started, and who serves PMI to it; all but a few.
@@ -304,6 +310,15 @@ def launch(argv: list[str], most: int) -> list[str]:
     os.environ["MULTIVERSE_VM"] = number
     step = ["srun", "--quiet", "--overlap", "--mpi=none", "--nodes=1", "--ntasks=1", f"--nodelist={node}"]
     return [*step, "--input=none", "sh", "-c", " ".join(command)]
+
+
+def forget_mpi(environment: MutableMapping[str, str]) -> None:
+    """Remove what tells MPI how it reaches the VMs of this job: in another job, which may have none, mpirun would look
+    for our launcher. What the user has set stays."""
+    names = [name for name in environment if name.startswith(("OMPI_MCA_", "HYDRA_"))]
+    paths = [name for name in names if environment[name].startswith(f"{DIRECTORY}/")]
+    for name in [*paths, *(name for name, value in VALUES.items() if paths and environment.get(name) == value)]:
+        del environment[name]
 
 
 if __name__ == "__main__":
