@@ -144,6 +144,8 @@ def test_with_groups_only_their_functions_are_chosen(tree: Tree) -> None:
     assert [one.address for one in functions.claim("a", 2, (12, 13))] == addresses[2:]
     with pytest.raises(Exhausted, match="has it the GRES"):
         functions.claim("b", 1, (12, 13))
+    with pytest.raises(Exhausted, match="only Slurm's plugin finds"):  # launched by a task
+        functions.claim("b", 1, ())
     assert functions.records() == {address: FunctionRecord("a", "vfio-pci") for address in addresses[2:]}
 
 

@@ -186,7 +186,9 @@ class VirtualFunctions:
         missing = count - len(held)
         if len(free) < missing:
             what = f"the VM is to have {count} virtual functions, and {len(free)} of the host's {len(offered)} are free"
-            if groups is not None:
+            if groups is not None and not groups:
+                hint = "the job may use no IOMMU group: with job_vms.sriov_gres, only Slurm's plugin finds those it may"
+            elif groups is not None:
                 hint = (
                     f"the job may use the IOMMU groups {sorted(groups)}: has it the GRES for all functions of its VMs?"
                 )
