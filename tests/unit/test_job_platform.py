@@ -169,6 +169,8 @@ async def test_vms_that_no_job_explains_are_removed_and_those_of_others_are_not(
     await asyncio.to_thread(host.make, vm, (vm,), ADA, NONE)
     for name in (f"mv{SITE}-zzz", "mvother-1"):
         platform.vms[name] = VmSeen(name, "vmhost", VmCondition.RUNNING, token="t")
+    # Of a node whose name has the same digest.
+    platform.vms[f"mv{SITE}-1"] = VmSeen(f"mv{SITE}-1", "vmhost", VmCondition.RUNNING, token="t", address="10.9.9.9")
     await host.remove_unknown(lambda: [(vm,)])
     assert [ref.name for ref, _ in platform.destroyed] == [f"mv{SITE}-zzz"]
 

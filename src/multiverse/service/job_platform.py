@@ -39,12 +39,13 @@ from multiverse.core.model import (
     User,
     VmCondition,
     VmRef,
+    VmSeen,
     VmSpec,
     machine_id,
     vm_name,
     vm_prefix,
 )
-from multiverse.core.model.names import mac_of
+from multiverse.core.model.names import mac_of, without_prefix_length
 from multiverse.drivers.qemu.job_network import guest_name
 from multiverse.guest.protocol import TASKS_PORT
 from multiverse.host.job_groups import find_job, find_job_groups, has_steps
@@ -213,9 +214,15 @@ class PlatformJobVms:
         view = await source.observe()
         names = {self._name(vm) for vms in known() for vm in vms}  # later: a VM is known before it is made
         for seen in view.vms.values():
-            if seen.name.startswith(vm_prefix(self._site)) and seen.name not in names:
+            is_ours = seen.name.startswith(vm_prefix(self._site)) and not self._is_elsewhere(seen)
+            if is_ours and seen.name not in names:
                 log.warning("a VM of no job is removed", vm=seen.name)
                 await self._platform.destroy(VmRef(seen.name, self._host, seen.token), 0.0)
+
+    def _is_elsewhere(self, seen: VmSeen) -> bool:
+        """Whether a VM has an address of another node: the digests of two nodes' names can be the same."""
+        address = without_prefix_length(seen.address)
+        return bool(address) and ipaddress.IPv4Address(address) not in self._addresses
 
     def _ask(self, call: Awaitable[T]) -> T:
         """What the platform answers. This is called in threads."""
