@@ -369,7 +369,7 @@ class JobVmSettings:
     subnet: str = "10.214.0.0/16"
     # What makes the VMs: this host, in the control groups of the job; or a platform behind the agent of another host,
     # which is reached by agent.connect. Its VMs have addresses in `platform_subnet`: a part of network.subnet, which is
-    # that of the platform, for the jobs of this node alone. Each 64 addresses are for the VMs of a job.
+    # that of the platform, for the jobs of this node alone. Each job takes 64 of its addresses.
     platform: Literal["host", "agent"] = "host"
     platform_host: str = ""
     platform_subnet: str = ""

@@ -229,7 +229,7 @@ def test_the_launcher_of_mpi_starts_a_step_in_the_vm_that_it_names(guest: Callab
     [
         ("launch elsewhere true", "elsewhere is no VM of this job; its VMs are mvjob-7-0, mvjob-7-1, mvjob-7-2 ..."),
         ("launch mvjob-7-0", "usage: launch VM COMMAND"),
-        ("launch-hydra mvjob-7-0 true", "33 VMs at most; use srun --mpi=pmi2"),
+        ("launch-hydra mvjob-7-0 true", "33 VMs at most; submit the job with --vm-per-node=1"),
     ],
 )
 def test_the_launcher_says_what_it_cannot_start(

@@ -303,7 +303,8 @@ def launch(argv: list[str], most: int) -> list[str]:
         fail(f"launch: {wanted} is no VM of this job; its VMs are {', '.join(list(vms)[:3])}{' ...' * (len(vms) > 3)}")
     if most and len(vms) > most:
         # It starts a command for each VM and waits for all, but only so many run at once.
-        fail(f"launch: mpiexec of MPICH starts ranks in {most} VMs at most; use srun --mpi=pmi2")
+        other = "submit the job with --vm-per-node=1, for srun --mpi=pmi2"
+        fail(f"launch: mpiexec of MPICH starts ranks in {most} VMs at most; {other}")
     for name in list(os.environ):
         if name.startswith(STEPS_OWN) and not name.startswith(KEPT):
             del os.environ[name]

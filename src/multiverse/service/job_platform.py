@@ -80,7 +80,10 @@ async def connected_platform(settings: Settings, node: str) -> AsyncIterator[Pla
     """The platform of the settings, with a connection that is kept up meanwhile."""
     host, file = settings.job_vms.platform_host, settings.agent.state_dir / "platform-epoch"
     who = ControllerIdentity(multiverse.__version__, secrets.token_hex(8), site_of_node(node), node)
-    kept = int(file.read_text()) if file.exists() else 0
+    try:
+        kept = int(file.read_text()) if file.exists() else 0
+    except ValueError as error:
+        raise Refused(f"{file} is damaged: {error}", hint=f"remove {file}, and start the agent again") from error
     epoch = ControllerEpoch(kept, lambda number: files.replace(file, f"{number}\n"), [host], EPOCH_WAIT)
     connection = AgentConnection(host, transport_to(host, settings), who, epoch, Random())
     platform = AgentHypervisor([host], lambda _: connection)

@@ -77,7 +77,7 @@ class TemplateCopies:
                 _copy(template, work)
                 (work / _FACTS).write_text(json.dumps({"digest": _digest(work), "possible": possible}))
                 work.chmod(0o755)
-                os.sync()
+                _sync(work)
                 work.rename(place)
             finally:
                 shutil.rmtree(work, ignore_errors=True)
@@ -117,6 +117,16 @@ def _copy(source: Path, target: Path) -> None:
     done = subprocess.run(argv, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
     if done.returncode:
         raise Broken(f"cannot copy it: {done.stderr.strip()[-300:]}")
+
+
+def _sync(directory: Path) -> None:
+    """Write the files of a directory back, which others are to read after a crash of this machine."""
+    for path in (*directory.iterdir(), directory):
+        opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(opened)
+        finally:
+            os.close(opened)
 
 
 def _digest(directory: Path) -> str:
