@@ -58,13 +58,21 @@ class Hierarchy:
     def _complete(self, group: Path) -> None:
         """Give the cgroup its controllers, or what they need. The cgroup above may be of another process, which uses
         fewer of them."""
-        if self.version == 2 and not {*self.controllers} <= {*(group / "cgroup.controllers").read_text().split()}:
+        if self.version == 2 and not {*self.controllers} <= _controllers_of(group):
             for above in (self.parent.parent, self.parent):
                 wanted = " ".join(f"+{each}" for each in self.controllers)
                 (above / "cgroup.subtree_control").write_text(wanted)
         if self.version == 1 and "cpuset" in self.controllers:
             inherit_cpuset(self.parent)
             inherit_cpuset(group)
+
+
+def _controllers_of(group: Path) -> set[str]:
+    """What a cgroup of version 2 has been given; none if it has just been removed."""
+    try:
+        return {*(group / "cgroup.controllers").read_text().split()}
+    except FileNotFoundError:
+        return set()
 
 
 class Cgroups:
