@@ -58,7 +58,8 @@ exec /bin/busybox chroot /root modprobe "$@"
 def run(image: Image, directory: Path, command: Sequence[str | Path], *, memory: int = 768, limit: float = 120) -> str:
     """Boot the guest and run a command in it. Returns what it has printed. Raises AssertionError, with all output, if
     it fails. `directory` is for the files of the guest, `limit` the seconds that it may take."""
-    ramdisk = _make_ramdisk(image, directory, " ".join(shlex.quote(str(word)) for word in command))
+    init = _INIT.replace("COMMAND", " ".join(shlex.quote(str(word)) for word in command))
+    ramdisk = make_ramdisk(image, directory, init, _MODULES)
     output, console = directory / "output", directory / "console"
     pcie = "pcie-root-port,id=root,chassis=1"
     nvme = f"nvme,bus=root,serial={SERIAL},subsys=subsystem,sriov_max_vfs={FUNCTIONS}"
@@ -91,8 +92,9 @@ def python() -> Path:
     return Path(sys.executable)
 
 
-def _make_ramdisk(image: Image, directory: Path, command: str) -> Path:
-    """A ramdisk with the modules of the image's kernel, of which the image's disk has the files."""
+def make_ramdisk(image: Image, directory: Path, init: str, modules: tuple[str, ...]) -> Path:
+    """A ramdisk with these modules of the image's kernel, of which the image's disk has the files, and that program as
+    init. The file `modules` in it names those files, in the order in which they can be loaded."""
     root, tree, release = directory / "image", directory / "ramdisk", image.release
     base = f"lib/modules/{release}"
     (root / base).mkdir(parents=True)
@@ -100,12 +102,12 @@ def _make_ramdisk(image: Image, directory: Path, command: str) -> Path:
     for name in ("lib", "dev", "proc", "sbin"):
         (tree / name).mkdir()
     _copy_from_disk(image, {f"/{base}/{name}": root / base / name for name in ("modules.dep", "modules.builtin")})
-    files = module_files(root, release, _MODULES)
+    files = module_files(root, release, modules)
     wanted = {f"/{base}/{path}": tree / "lib" / Path(path).name for path in files}
     _copy_from_disk(image, {**wanted, "/bin/busybox": tree / "bin/busybox"})
     (tree / "bin/busybox").chmod(0o755)
     (tree / "modules").write_text("\n".join(Path(path).name for path in files) + "\n")
-    for path, text in (("init", _INIT.replace("COMMAND", command)), ("sbin/modprobe", _MODPROBE)):
+    for path, text in (("init", init), ("sbin/modprobe", _MODPROBE)):
         (tree / path).write_text(text)
         (tree / path).chmod(0o755)
     listing = "\n".join(sorted(str(path.relative_to(tree)) for path in tree.rglob("*")))

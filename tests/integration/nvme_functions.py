@@ -17,9 +17,9 @@ _PRIMARY, _ASSIGN, _ONLINE = 1, 8, 9  # its actions
 _QUEUES, _INTERRUPTS = 0, 1  # and its resources
 
 
-def until(what: Callable[[], object]) -> None:
+def until(what: Callable[[], object], limit: float = 60) -> None:
     """Wait until something is so."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + limit
     while not what():
         assert time.monotonic() < deadline, "it never became so"
         time.sleep(0.02)
