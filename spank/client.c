@@ -1,6 +1,7 @@
 /* Asks the agent of the host, and knows how tasks are divided over a job's VMs. */
 #define _GNU_SOURCE
 #include "client.h"
+#include "loader.h"
 #include "options.h"
 
 #include <errno.h>
@@ -137,7 +138,6 @@ int has_pmi(char **environment)
  */
 char **keep_for_guest(char **environment)
 {
-	static const char *const loaders[] = {"LD_", "GCONV_PATH=", "GLIBC_TUNABLES="};
 	static char vms[sizeof values[VMS] + 32], regions[sizeof values[REGIONS] + 32];
 	size_t count = 0, used = 0;
 	char **copy, *kept;
@@ -152,10 +152,8 @@ char **keep_for_guest(char **environment)
 		if (!strncmp(environment[i], CHOICE, strlen(CHOICE)))
 			continue;
 		copy[used] = environment[i];
-		for (size_t j = 0; j < sizeof loaders / sizeof *loaders; j++) {
-			if (strncmp(environment[i], loaders[j], strlen(loaders[j])))
-				continue;
-			if (asprintf(&kept, "MULTIVERSE_KEPT_%s", environment[i]) < 0)
+		if (is_for_the_loader(environment[i])) {
+			if (asprintf(&kept, KEPT_PREFIX "%s", environment[i]) < 0)
 				return NULL;
 			copy[used] = kept;
 		}

@@ -60,13 +60,6 @@ int is_command(const char *name)
 	return 0;
 }
 
-/* Whether the dynamic loader or the C library of a program here would load what the variable names. */
-int is_for_the_loader(const char *variable)
-{
-	return !strncmp(variable, "LD_", 3) || !strncmp(variable, "GCONV_PATH=", 11) ||
-	       !strncmp(variable, "GLIBC_TUNABLES=", 15);
-}
-
 /* --- the process of one command ----------------------------------------------------------------------------------- */
 
 struct list { char **items; size_t count; };

@@ -2,6 +2,8 @@
 #ifndef MVENTER_H
 #define MVENTER_H
 
+#include "loader.h"
+
 #include <poll.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -9,7 +11,6 @@
 #define LONGEST (1 << 20)                 /* bytes in a frame */
 #define COMMANDS_AT_ONCE 32               /* Slurm's commands of one task; further ones wait */
 #define STREAMS 65                        /* of PMI: MOST_STREAMS in guest/agent/pmi.py, and number 0 */
-#define KEPT_PREFIX "MULTIVERSE_KEPT_"    /* see multiverse.c */
 
 extern char **environ;
 
@@ -25,9 +26,8 @@ void send_frame(char type, const void *data, size_t length);
 uint32_t number_at(const char *data);
 void connect_guest(void);
 
-/* commands.c: Slurm's commands for the guest. All but the first two are for the loop that carries the task. */
+/* commands.c: Slurm's commands for the guest. All but the first one are for the loop that carries the task. */
 int is_command(const char *name);
-int is_for_the_loader(const char *variable);
 void want_command(const char *name, size_t length);
 void watch_commands(struct pollfd ready[COMMANDS_AT_ONCE]);
 void tend_commands(void);
