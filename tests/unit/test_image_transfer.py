@@ -293,6 +293,16 @@ def test_an_image_of_the_site_is_listed_and_copied_when_it_is_needed(tmp_path: P
     assert store.listed() == [got] and store.disk_size(got) is None
 
 
+def test_an_image_that_was_built_again_is_found_though_nobody_lists_any(tmp_path: Path) -> None:
+    """As in an agent for VMs inside jobs alone, whose copy is of an earlier release."""
+    site, local = tmp_path / "site", tmp_path / "local"
+    image(local, key="old")
+    offered = image(site, key="new")
+    store = ImageStore(local, site)
+    assert store.found("slim") == offered
+    assert store.fetch("slim").key == "new" and store.found("slim").path == local / "slim"
+
+
 def test_threads_that_list_at_the_same_time_wait_for_the_same_look(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ from multiverse.images.catalog import Image
 log = structlog.get_logger()
 
 _PATIENCE = 0.1  # seconds that a listing waits for a look at the source, which takes milliseconds unless it hangs
+_PATIENCE_OF_JOBS = 2.0  # seconds that the first VM of a job waits for it: an old copy may not fit this release
 
 
 class ImageStore:
@@ -35,7 +36,7 @@ class ImageStore:
 
     def listed(self) -> list[Image]:
         """All images, sorted by name. One that is to be copied first is described as it is at the source."""
-        self._look()
+        self._look(_PATIENCE)
         names = {image.name for image in catalog.list_images(self._local)} | self._offered.keys()
         return [self.described(name) for name in sorted(names)]
 
@@ -48,8 +49,9 @@ class ImageStore:
         return here if here is not None and catalog.same(here, offered) else offered
 
     def found(self, name: str) -> Image:
-        """The same, also of an image that is nowhere but at the source, where nobody has looked yet: a look may take
-        longer than a listing waits."""
+        """The same, after a look at the source, which nobody else may take: an agent that makes VMs inside jobs alone
+        lists no images. If the look takes longer, an image that is nowhere but at the source is waited for."""
+        self._look(_PATIENCE_OF_JOBS)
         try:
             return self.described(name)
         except Refused:
@@ -84,7 +86,7 @@ class ImageStore:
         except Refused:
             return None
 
-    def _look(self) -> None:
+    def _look(self, patience: float) -> None:
         """Begin a look, or wait for the one that another thread has begun."""
         if self._source is None:
             return
@@ -93,7 +95,7 @@ class ImageStore:
             if looking is None or not looking.is_alive():
                 looking = threading.Thread(target=self._read, args=(self._source,), name="images", daemon=True)
                 looking.start()
-                self._looking, self._waited_until = looking, time.monotonic() + _PATIENCE
+                self._looking, self._waited_until = looking, time.monotonic() + patience
             left = self._waited_until - time.monotonic()
         if left > 0:
             looking.join(left)
