@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -28,7 +27,7 @@ from multiverse.client import Client
 from multiverse.core.errors import Refused
 from multiverse.images.build import build as build_image
 from multiverse.images.catalog import Flavour, Image
-from multiverse.lab.layout import Layout, layout
+from multiverse.lab.layout import layout
 from multiverse.lab.plan import LabOptions
 from multiverse.lab.session import session
 from multiverse.lab.spank import built_plugin
@@ -90,7 +89,6 @@ async def _injob(directory: Path, image: Image, plan: InjobPlan, sections: Seque
         physical=NODES, cores=max(CORES, per_node), memory=max(MEMORY, per_node * bench.VM_MEMORY), image=image.name,
         images=image.path.parent, settings={},
     )  # fmt: skip
-    _forget_copies(where, image)
     found: dict[str, Any] = {"repeat": plan.repeat, "seed": plan.seed, "image": _about(image), "paper": PAPER}
     async with session(where, options, lab_progress(json)) as lab:
         say = job_progress(json)
@@ -109,14 +107,6 @@ async def _injob(directory: Path, image: Image, plan: InjobPlan, sections: Seque
         with Client(lab.settings.socket) as client:
             found |= host_figures(client)
     return found
-
-
-def _forget_copies(where: Layout, image: Image) -> None:
-    """Remove the nodes' copies of the image, which they keep from an earlier run, if it was built again since."""
-    for copy in (where.root / "hosts").glob(f"*/images/{image.name}"):
-        known = copy / "image.json"
-        if not known.exists() or known.read_bytes() != (image.path / known.name).read_bytes():
-            shutil.rmtree(copy)
 
 
 def _about(image: Image) -> dict[str, Any]:
