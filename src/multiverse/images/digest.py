@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from multiverse.core.errors import Broken
@@ -19,20 +19,25 @@ _ZEROS = bytes(_BLOCK)
 
 
 def digest_of(directory: Path) -> str:
-    """The digest of the image in a directory: SHA-256 over each file's name and size, and the offset and content of its
-    blocks of 64 KiB that are not all zero. So it does not depend on where a sparse file has holes, and holes are not
-    read. Raises `Broken` if a file cannot be read."""
-    found = hashlib.sha256()
+    """The digest of the image in a directory, as of `digest_of_files`. Raises `Broken` if a file cannot be read."""
     try:
-        for name in FILES:
-            with (directory / name).open("rb", buffering=0) as file:
-                size = os.fstat(file.fileno()).st_size
-                found.update(f"{name}\0{size}\0".encode())
-                for offset, block in _blocks(file.fileno(), size):
-                    found.update(f"{offset}\0".encode())
-                    found.update(block)
+        return digest_of_files(directory, FILES)
     except OSError as error:
         raise Broken(f"cannot read the image in {directory}: {error}", hint="copy or build it again") from error
+
+
+def digest_of_files(directory: Path, names: Sequence[str]) -> str:
+    """The digest of these files in a directory: SHA-256 over each one's name and size, and the offset and content of
+    its blocks of 64 KiB that are not all zero. So it does not depend on where a sparse file has holes, and holes are
+    not read. Raises `OSError`."""
+    found = hashlib.sha256()
+    for name in names:
+        with (directory / name).open("rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            found.update(f"{name}\0{size}\0".encode())
+            for offset, block in _blocks(file.fileno(), size):
+                found.update(f"{offset}\0".encode())
+                found.update(block)
     return found.hexdigest()
 
 

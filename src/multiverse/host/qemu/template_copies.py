@@ -22,6 +22,7 @@ import structlog
 
 from multiverse.core.errors import Broken, MultiverseError
 from multiverse.host.qemu.machine import Accelerator
+from multiverse.images.digest import digest_of_files
 
 log = structlog.get_logger()
 
@@ -53,7 +54,7 @@ class TemplateCopies:
             self.check(place)
             facts = json.loads((place / _FACTS).read_text())
             _copy(place, work)
-            if _digest(work) != facts["digest"]:
+            if digest_of_files(work, _FILES) != facts["digest"]:
                 raise Broken("its digest is another one")
             _rebase(work / "disk.qcow2", disk)
             return int(facts["possible"])
@@ -75,7 +76,7 @@ class TemplateCopies:
             work = Path(tempfile.mkdtemp(prefix=f".{template.name}@new-", dir=self.directory))
             try:
                 _copy(template, work)
-                (work / _FACTS).write_text(json.dumps({"digest": _digest(work), "possible": possible}))
+                (work / _FACTS).write_text(json.dumps({"digest": digest_of_files(work, _FILES), "possible": possible}))
                 work.chmod(0o755)
                 _sync(work)
                 work.rename(place)
@@ -127,15 +128,6 @@ def _sync(directory: Path) -> None:
             os.fsync(opened)
         finally:
             os.close(opened)
-
-
-def _digest(directory: Path) -> str:
-    digest = hashlib.sha256()
-    for name in _FILES:
-        with (directory / name).open("rb") as file:
-            digest.update(f"{name}\0".encode())
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()
 
 
 def _rebase(disk: Path, image: Path) -> None:
