@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import shutil
 import subprocess
@@ -33,6 +34,8 @@ GUESTS_NETWORK = f"10.219.{os.getpid() % 256}"
 BUILT = Path(__file__).parents[2] / "var" / "spank"
 SCRATCH = 128
 """MiB that a guest of these tests may write, so that it is soon full."""
+_labs = itertools.count(1)
+"""Labs exist side by side in one mount namespace, with one /etc/passwd: the users of each have names of their own."""
 
 
 @dataclass(frozen=True)
@@ -116,9 +119,11 @@ def new_lab(accelerator: Path, wishes: LabOptions, *, controller: bool) -> Itera
     where = layout(directory / "lab")
     try:
         enter_private_namespace()
+        lab = next(_labs)
+        ada, bob = f"ada{lab}", f"bob{lab}"
         user, other = private_users(
             directory / "users",
-            [("ada", 61801, directory / "home" / "ada"), ("bob", 61802, directory / "home" / "bob")],
+            [(ada, 61820 + 2 * lab, directory / "home" / ada), (bob, 61821 + 2 * lab, directory / "home" / bob)],
         )
         where.controller.mkdir(parents=True)
         shutil.copy(accelerator, where.controller)

@@ -574,7 +574,7 @@ GROUPS = (
             honoured("-D, --chdir", "on a file system that guests mount", "plain", "directory=.*/dir .*"),
             honoured("--export", "", "plain", ".* colour=green .*"),
             honoured("--export-file", "", "memory", "colour=blue"),
-            honoured("--get-user-env", "as in the image", "default", "home=.+ user=ada"),
+            honoured("--get-user-env", "as in the image", "default", r"home=.+ user=ada\d+"),
             honoured("--propagate", "limits of the submitting shell", "plain", ".* stack=4096 .*"),
             honoured("-i, --input", "", "plain", "given"),
             tested("-o, --output, -e, --error", "with Slurm's patterns", "test_files_are_named_by_slurms_patterns"),

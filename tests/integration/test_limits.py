@@ -47,8 +47,8 @@ def limited(lab: LabUnderTest) -> Iterator[None]:
     sacctmgr(lab, "add", "qos", "urgent", "Priority=100")
     sacctmgr(lab, "add", "qos", "closed", "GrpTRES=cpu=0")
     qos = "qos=normal,tight,urgent"
-    sacctmgr(lab, "add", "user", "ada", "account=physics", "MaxJobs=2", "Fairshare=1", qos)
-    sacctmgr(lab, "add", "user", "bob", "account=physics", "Fairshare=1000", qos)
+    sacctmgr(lab, "add", "user", lab.user.name, "account=physics", "MaxJobs=2", "Fairshare=1", qos)
+    sacctmgr(lab, "add", "user", lab.other.name, "account=physics", "Fairshare=1000", qos)
     site.write_text(SITE)
     asyncio.run(lifecycle.up(lab.where, LabOptions(), controller=False))
     yield
@@ -163,7 +163,7 @@ def test_a_user_who_has_used_less_of_the_share_comes_first(
     def factor(user: str) -> float:
         return float(lab.run("sshare", "-n", "-P", "-U", "-A", "physics", "-u", user, "-o", "FairShare").stdout)
 
-    until("Slurm has updated the fair shares", lambda: factor("bob") > factor("ada"))
+    until("Slurm has updated the fair shares", lambda: factor(lab.other.name) > factor(lab.user.name))
     later = lab.sbatch("true", "--output=/dev/null")
     first = lab.sbatch("true", "--output=/dev/null", user=lab.other)
     controller()
@@ -210,5 +210,5 @@ def test_500_jobs_that_may_not_start_delay_no_job_that_may(
         assert active(client) == set(holders)
         until("it is shown", lambda: "AssocMaxJobsLimit" in str(latest(client, waiting[-1]).get("waiting")), 300)
     finally:
-        lab.run("scancel", "--user=ada")
+        lab.run("scancel", f"--user={lab.user.name}")
     nothing_left(lab, client)
