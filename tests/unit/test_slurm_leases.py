@@ -219,6 +219,22 @@ async def test_an_end_is_clean_if_the_node_answered_all_the_time(commands: Comma
         assert (await reader(commands).read())[0]["17"].clean is clean, cells
 
 
+async def test_a_pilot_that_was_queued_again_is_judged_by_the_node_of_its_first_run(commands: Commands) -> None:
+    """Its VMs are there, and Slurm shows no node of a job that waits."""
+    again = {"STATE": "PENDING", "NODELIST": "", "END_TIME": "N/A", "RESTARTS": "1"}
+    cancelled = {"STATE": "CANCELLED", "NODELIST": "", "RESTARTS": "1"}
+    second = {"STATE": "CANCELLED", "NODELIST": "n3", "RESTARTS": "1"}
+    for word, cells, clean in (("idle", cancelled, True), ("down*", cancelled, False), ("down*", second, False)):
+        watching, commands.state, commands.boot = reader(commands), "idle", 9000
+        commands.rows = [pilot()]
+        await watching.read()
+        commands.rows, commands.state = [pilot(**again)], word
+        await watching.read()
+        commands.rows, commands.state = [pilot(**cells)], "idle"
+        assert (await watching.read())[0]["17"].clean is clean, (word, cells)
+    assert not (await reader(commands).read())[0]["17"].clean, "of its first run nothing is known"
+
+
 async def test_an_id_that_came_again_is_of_the_job_that_lives(commands: Commands) -> None:
     commands.rows = [pilot(), pilot(STATE="CANCELLED")]
     assert (await reader(commands).read())[0]["17"].state is PilotState.RUNNING

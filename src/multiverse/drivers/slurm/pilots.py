@@ -128,29 +128,36 @@ class PilotHistory:
     def __init__(self) -> None:
         self._clean: dict[str, bool] = {}  # of the latest tables, by id
         self._abandoned: set[str] = set()  # Slurm may have ended these without a word of their nodes
+        self._first: dict[str, str] = {}  # the nodes of first runs: a job that is queued again shows none
 
     def view(self, rows: Collection[PilotRow], nodes: Collection[PhysicalNode]) -> dict[str, PilotSeen]:
         """The pilots by the scheduler's id. Of two rows with one id the one that has not ended counts."""
         by_name = {node.name: node for node in nodes}
         rows = sorted(rows, key=lambda row: row.state is not PilotState.ENDED)
-        self._abandoned &= {row.id for row in rows}
-        self._clean = {row.id: self._judged(row, by_name.get(row.node)) for row in rows}
+        known = {row.id for row in rows}
+        self._abandoned &= known
+        self._first = {id_: node for id_, node in self._first.items() if id_ in known}
+        self._clean = {row.id: self._judged(row, by_name) for row in rows}
         return {row.id: _seen(row, clean=self._clean[row.id]) for row in rows}
 
-    def _judged(self, row: PilotRow, node: PhysicalNode | None) -> bool:
+    def _judged(self, row: PilotRow, nodes: Mapping[str, PhysicalNode]) -> bool:
         """Whether nothing of the pilot can be left once it has ended. A job leaves COMPLETING when its node has said
         that all is over, or when the node is set DOWN; the latter shows in the node's state, or in the job's. A node
-        that is set DOWN under a job that runs makes it NODE_FAIL."""
-        if not row.node or row.word == "RUNNING":
-            self._abandoned.discard(row.id)
-            return True
+        that is set DOWN under a job that runs makes it NODE_FAIL. VMs are on the node of the first run alone."""
+        if not row.restarts:
+            if not row.node or row.word == "RUNNING":
+                self._abandoned.discard(row.id)
+                self._first[row.id] = row.node
+                return True
+            self._first[row.id] = row.node
+        node = nodes.get(self._first.get(row.id, ""))
         if row.word == "NODE_FAIL" or (node is not None and node.down):
             self._abandoned.add(row.id)
         return row.id not in self._abandoned and node is not None and node.answers
 
     def unclean(self, rows: Collection[PilotRow]) -> Iterator[PilotRow]:
-        """Those that have ended, and may have left something on their nodes."""
-        return (row for row in rows if row.state is PilotState.ENDED and not self._clean[row.id])
+        """Those that have ended, and may have left something on the nodes that they show."""
+        return (row for row in rows if row.state is PilotState.ENDED and not row.restarts and not self._clean[row.id])
 
 
 def _seen(row: PilotRow, *, clean: bool) -> PilotSeen:
