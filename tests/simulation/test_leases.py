@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from multiverse.bench.leases import compare_leases
 from multiverse.config import LeaseSettings, PacingSettings, Settings
 from multiverse.core.model import Host, Size
 from multiverse.simulation.cluster import ClusterSettings
@@ -22,6 +23,7 @@ from multiverse.simulation.world import WorldSettings
 K = IncidentKind
 HOST = Host("h1", Size(1, 4096, 65536), ABILITIES, Size(2, 4096, 65536), "tcg")
 LEASE = LeaseSettings(PARTITION, max=2, time_limit=600.0, min_wait=5.0, idle=30.0, start_timeout=20.0)
+ENDS = (K.PILOT_PREEMPTED, K.PILOT_CANCELLED, K.PILOT_REQUEUED, K.PILOT_LOST, K.PILOT_NODE_DOWN)
 MOMENTS = (7.0, 10.0, 14.0, 20.0, 40.0, 80.0)
 """Seconds: as the pilot waits, as it starts, as the template and the VM are made, while the job runs, and after."""
 
@@ -62,9 +64,7 @@ def test_jobs_run_on_a_leased_host_which_is_given_back_when_it_is_idle() -> None
 
 
 @pytest.mark.parametrize("at", MOMENTS)
-@pytest.mark.parametrize(
-    "kind", [K.PILOT_PREEMPTED, K.PILOT_CANCELLED, K.PILOT_REQUEUED, K.PILOT_LOST, K.PILOT_NODE_DOWN]
-)
+@pytest.mark.parametrize("kind", ENDS)
 def test_whatever_happens_to_a_pilot_each_job_runs_once_in_the_end(kind: IncidentKind, at: float) -> None:
     outcome = simulate(scenario(Incident(at, kind)))
     assert not outcome.violations and all_ran(outcome)
@@ -85,7 +85,7 @@ def test_a_jobs_end_is_explained_by_the_pilots_though_the_scheduler_shows_that_l
 
 
 @pytest.mark.parametrize("at", MOMENTS)
-@pytest.mark.parametrize("kind", [K.PILOT_PREEMPTED, K.PILOT_NODE_DOWN])
+@pytest.mark.parametrize("kind", ENDS)
 def test_the_same_while_slurmctld_is_away(kind: IncidentKind, at: float) -> None:
     away = Incident(max(2.0, at - 2.0), K.CLUSTER_AWAY, 60.0)
     outcome = simulate(scenario(away, Incident(at, kind)))
@@ -125,3 +125,11 @@ def test_no_lease_is_asked_for_again_and_again_where_hosts_stay_without_use() ->
 @pytest.mark.parametrize("seed", range(24))
 def test_histories_with_leases_keep_all_promises(seed: int) -> None:
     assert simulate(leasing(seed)).violations == []
+
+
+def test_leases_follow_bursts_without_oscillating() -> None:
+    found = compare_leases(hours=3.0)
+    leasing = found.leasing
+    assert leasing.leases > 1 and (leasing.unused, leasing.again) == (0, 0)
+    assert 0.0 < leasing.used <= leasing.leased < found.always.leased
+    assert leasing.mean_wait < found.without.mean_wait
