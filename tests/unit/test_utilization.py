@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import random
+import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -24,7 +25,7 @@ from multiverse.client import Client
 from multiverse.controller import utilization
 from multiverse.controller.utilization import UtilizationRecorder
 from multiverse.core.errors import Exhausted, Gone, MultiverseError, Refused, Unknown
-from multiverse.core.model import Host, HostUsage, Load, Size, Usage, VmUsage
+from multiverse.core.model import Host, HostUsage, Load, Size, Usage, Vm, VmUsage
 from multiverse.service.api import make_api
 from multiverse.service.backend import Backend
 from multiverse.service.utilization import UtilizationReader
@@ -273,8 +274,25 @@ async def _nothing() -> Any:
     return {}
 
 
-def test_hosts_and_vms_are_shown_with_what_they_use_and_have_used() -> None:
-    harness = PlannerHarness()
+class InThisThread(httpx.BaseTransport):
+    """Asks the service without a socket: its database is of this thread."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._api = make_api(backend)
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        async def ask() -> httpx.Response:
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(self._api)) as client:
+                return await client.request(request.method, request.url)
+
+        answer = asyncio.run(ask())
+        return httpx.Response(answer.status_code, json=answer.json())
+
+
+@pytest.fixture
+def served() -> tuple[Vm, int, Backend]:
+    """A VM that serves a job, with what it has used in the last half hour; the time; and the service that tells."""
+    harness = PlannerHarness(cpus=16, memory=32768)
     harness.to_allocated()
     (vm,) = harness.rows.vms.values()
     answers: dict[str, HostUsage | Exception] = {
@@ -284,31 +302,54 @@ def test_hosts_and_vms_are_shown_with_what_they_use_and_have_used() -> None:
     wall = int(harness.clock.wall())
     keep(harness.store, [UsageRecord("vm", vm.name, wall - 1800, MINUTE, usage(4.0, span=60.0))])
     keep(harness.store, [UsageRecord("vm", vm.name, wall - 120, MINUTE, usage(2.0, span=60.0))])
+    keep(harness.store, [UsageRecord("host", vm.host, wall - 7200, HOUR, usage(3.5, span=3600.0))])
     asyncio.run(one.ask())
     known = {host.name: host for host in harness.rows.hosts.values()}
-    state = SimpleNamespace(hosts=harness.rows.hosts, rows=lambda: harness.rows)
-    world = SimpleNamespace(hosts={})
-    fake = SimpleNamespace(state=state, world=lambda: world, known_hosts=lambda: known)
+    fake = SimpleNamespace(
+        state=harness.state,
+        world=lambda: SimpleNamespace(hosts={}),
+        known_hosts=lambda: known,
+        observed=harness.world,
+        policy=harness.policy,
+    )
     reader = UtilizationReader(cast(Any, fake), one, cast(Any, None), harness.clock)
-    backend = Backend(
-        cast(Any, fake), harness.store, harness.clock, _nothing, _nothing, cast(Any, None), utilization=reader
+    return (
+        vm,
+        wall,
+        Backend(cast(Any, fake), harness.store, harness.clock, _nothing, _nothing, cast(Any, None), utilization=reader),
     )
 
-    async def get(path: str) -> httpx.Response:
-        transport = httpx.ASGITransport(make_api(backend))
-        async with httpx.AsyncClient(transport=transport, base_url="http://multiverse") as client:
-            return await client.get(path)
 
-    host, shown = decode(list[UtilizationView], asyncio.run(get("/utilization")).json())
+def test_hosts_and_vms_are_shown_with_what_they_use_and_have_used(served: tuple[Vm, int, Backend]) -> None:
+    vm, wall, backend = served
+    get = httpx.Client(transport=InThisThread(backend), base_url="http://multiverse").get
+    host, shown = decode(list[UtilizationView], get("/utilization").json())
     assert (host.kind, host.name, host.now and host.now.cpus, host.hour) == ("host", vm.host, 2.5, None)
     assert (shown.kind, shown.host, shown.job_id, shown.cpus) == ("vm", vm.host, "7", vm.size.cpus)
     assert shown.now and shown.five_minutes and shown.hour
     assert (shown.now.cpus, shown.five_minutes.cpus, shown.hour.cpus) == (0.5, 2.0, 3.0)
-    only = decode(list[UtilizationView], asyncio.run(get(f"/utilization?name={vm.name}")).json())
+    only = decode(list[UtilizationView], get(f"/utilization?name={vm.name}").json())
     assert only == [shown]
-    points = decode(list[UsagePoint], asyncio.run(get(f"/utilization/{vm.name}/history")).json())
+    points = decode(list[UsagePoint], get(f"/utilization/{vm.name}/history").json())
     assert [(point.wall, point.usage.cpus) for point in points] == [(wall - 1800, 4.0), (wall - 120, 2.0)]
-    assert asyncio.run(get("/utilization/mvt-99/history")).status_code == 404
+    assert get("/utilization/mvt-99/history").status_code == 404
+
+
+def test_the_example_of_the_documentation_runs(
+    served: tuple[Vm, int, Backend], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Over the service, and for a host of another name."""
+    vm, wall, backend = served
+    page = Path(__file__).parents[2] / "docs" / "utilization.md"
+    (example,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    monkeypatch.setattr(httpx, "HTTPTransport", lambda **_: InThisThread(backend))
+    exec(example.replace('"n1"', f'"{vm.host}"'), {})
+    used, chosen, point = capsys.readouterr().out.splitlines()
+    assert used.startswith(f"{vm.host} 2.5 of ") and chosen == f"next: {vm.host}" and point == f"{wall - 7200} 3.5"
+    with Client() as client, pytest.raises(MultiverseError, match="no-such"):
+        client.compatible(cpus=1, memory=100, policy="no-such")
+    with Client() as client, pytest.raises(Gone):
+        client.usage_history("mvt-99")
 
 
 def printed(width: int, *words: str) -> list[str]:
