@@ -21,6 +21,7 @@ from multiverse.client import Client
 from multiverse.config import LEASE_RESERVE, JobVmSettings, LeaseSettings, Settings
 from multiverse.core.errors import MultiverseError, Unknown
 from multiverse.core.model import CloneKind, HypervisorView, LeasedHost, LeaseSpec, PilotSeen, PilotState, Size
+from multiverse.core.model.names import lease_name
 from multiverse.drivers.slurm.driver import SlurmScheduler
 from multiverse.host import manifest
 from multiverse.lab import lifecycle
@@ -31,8 +32,10 @@ from multiverse.service.agents import PilotTransport
 from multiverse.system.processes import ProcessIdentity, stat_fields
 from tests.contract.test_hypervisor_contract import SUITE, Check
 from tests.contract.test_hypervisor_troubles import TROUBLES
+from tests.contract.test_lease_contract import LEASES, LeaseCheck, Lender
 from tests.integration.conftest import LabUnderTest, new_lab
 from tests.integration.images import slim
+from tests.integration.job_nodes import job_nodes
 from tests.integration.test_agent import THROUGH_THE_AGENT, Behind, Controller, connected
 from tests.integration.test_contract_qemu import LONG, Real
 from tests.integration.watch import accounted, ended, kill, until
@@ -173,6 +176,26 @@ async def observed(controller: Controller) -> HypervisorView:
         except Unknown:
             assert time.monotonic() < deadline
             await asyncio.sleep(0.2)
+
+
+class RealLender(Lender):
+    """The lab's Slurm. Each check has leases of numbers of its own."""
+
+    site = SITE
+
+    def __init__(self, pilots: Pilots, number: int) -> None:
+        self.scheduler, self.base = pilots.scheduler, 1000 * (number + 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", LEASES, ids=lambda check: check.__name__)
+async def test_slurm_keeps_the_contract_of_leases(physical: LabUnderTest, check: LeaseCheck) -> None:
+    harness = RealLender(Pilots.of(physical), LEASES.index(check))
+    try:
+        await check(harness)
+    finally:
+        await harness.clean_up()
+    until("the node is free", lambda: not physical.run("squeue", "-h", "-p", "physical").stdout)
 
 
 async def test_a_pilot_makes_a_node_a_host_until_it_is_released(physical: LabUnderTest) -> None:
@@ -420,47 +443,172 @@ async def lending(lendable: LabUnderTest) -> AsyncIterator[Client]:
     await AGENT.stop(lendable.where)
 
 
+@dataclass
+class OnALease:
+    """A job that runs on a lease, because the lab's own host was drained as it was submitted. That host takes jobs
+    again, so a second run is there. `qemu` is the pid of the VM's QEMU, as this machine sees it."""
+
+    pilots: Pilots
+    client: Client
+    job: str
+    file: Path
+    lease: dict[str, Any]
+    vm: dict[str, Any]
+    qemu: int
+
+    @classmethod
+    def begun(cls, lab: LabUnderTest, client: Client, name: str) -> OnALease:
+        own = lab.settings.host.name
+        until("the lab's host is observed", lambda: any(one["reachable"] for one in client.hosts()))
+        client.change_hosts("drain", own)
+        file = lab.user.home / name.replace(" ", "-")
+        job = lab.sbatch(_RUNS.format(file), "--time=15", f"--output={file}.out")
+        until("the job runs on a lease", lambda: file.exists() and file.read_text(), 240)
+        (lease,) = [one for one in client.leases() if one["state"] == "held"]
+        (vm,) = [one for one in client.vms() if one["job_id"] == job]
+        pilots = Pilots.of(lab, lease["partition"])
+        (qemu,) = pilots.qemus(vm["name"])
+        made = cls(pilots, client, job, file, lease, vm, qemu)
+        assert vm["host"] == lease["name"] and made.runs() == [[vm["name"], "0"]]
+        client.change_hosts("resume", own)
+        return made
+
+    @property
+    def spec(self) -> LeaseSpec:
+        return LeaseSpec(self.lease["name"], "", self.pilots.partition)
+
+    def runs(self) -> list[list[str]]:
+        """The node and the number of each run."""
+        return [line.split() for line in self.file.read_text().splitlines()]
+
+    def runs_again(self) -> None:
+        """The job runs a second time, on the lab's own host, and ends."""
+        until("the job runs again", lambda: len(self.runs()) > 1, 240)
+        (again,) = [one for one in self.client.vms() if one["job_id"] == self.job]
+        assert again["host"] == self.pilots.lab.settings.host.name
+        assert self.runs() == [[self.vm["name"], "0"], [again["name"], "1"]]
+        Path(f"{self.file}.ends").touch()
+        ended(self.client, self.job, "done")
+        assert len(self.runs()) == 2
+
+    def leases(self) -> dict[str, str]:
+        """The states of leases that are not over."""
+        return {one["name"]: one["state"] for one in self.client.leases()}
+
+
+def slurmctld_is_known(client: Client) -> bool:
+    return all(one["known"] for one in client.status()["sources"] if one["name"] == "scheduler")
+
+
+@contextlib.asynccontextmanager
+async def slurmctld_away(lab: LabUnderTest, client: Client) -> AsyncIterator[None]:
+    """slurmctld does not run, and the controller knows that."""
+    slurmctld = next(service for service in SERVICES if service.name == "slurmctld")
+    await slurmctld.stop(lab.where)
+    try:
+        until("the controller knows nothing of Slurm", lambda: not slurmctld_is_known(client))
+        yield
+    finally:
+        await lifecycle.up(lab.where, LabOptions(), controller=False)
+    until("the controller knows of Slurm", lambda: slurmctld_is_known(client))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["cancelled", "preempted", "out of time"])
+@pytest.mark.parametrize("how", ["cancelled", "preempted", "out of time", "requeued", "killed while slurmctld is away"])
 async def test_a_job_is_queued_again_when_its_lease_ends(lendable: LabUnderTest, lending: Client, how: str) -> None:
-    """Its first run is on a lease, because the lab's own host is drained; its second one is on that host."""
-    physical, pilots, own = lendable, Pilots.of(lendable, "lendable"), lendable.settings.host.name
-    until("the lab's host is observed", lambda: any(one["reachable"] for one in lending.hosts()))
-    lending.change_hosts("drain", own)
-    file = physical.user.home / how.replace(" ", "-")
-    job = physical.sbatch(_RUNS.format(file), "--time=5", f"--output={file}.out")
-
-    def runs() -> list[list[str]]:
-        return [line.split() for line in file.read_text().splitlines()] if file.exists() else []
-
-    until("the job runs on a lease", runs)
-    (lease,) = [one for one in lending.leases() if one["state"] == "held"]
-    (vm,) = [one for one in lending.vms() if one["job_id"] == job]
-    assert vm["host"] == lease["name"] and runs() == [[vm["name"], "0"]]
-    (qemu,) = pilots.qemus(vm["name"])
-    lending.change_hosts("resume", own)
+    physical, one = lendable, OnALease.begun(lendable, lending, how)
+    pilot = one.lease["pilot"]
     match how:
         case "cancelled":
-            physical.run("scancel", lease["pilot"])
+            physical.run("scancel", pilot)
         case "preempted":
             physical.sbatch("true", "-p", "urgent", "--exclusive")
         case "out of time":  # an operator shortens it: no job is placed where it could last longer than the lease
-            physical.run("scontrol", "update", f"JobId={lease['pilot']}", "TimeLimit=1")
-    held = ("squeue", "-h", "-t", "running,completing", "-j", lease["pilot"])
+            physical.run("scontrol", "update", f"JobId={pilot}", "TimeLimit=1")
+        case "requeued":  # Slurm alone never queues it again
+            physical.run("scontrol", "update", f"JobId={pilot}", "Requeue=1")
+            physical.run("scontrol", "requeue", pilot)
+        case _:
+            async with slurmctld_away(physical, lending):
+                assert one.leases() == {one.lease["name"]: "held"} and alive(one.qemu)
+                os.kill(one.pilots.init(one.spec), signal.SIGKILL)
+                until("its VM has ended", lambda: not alive(one.qemu))
+    held = ("squeue", "-h", "-t", "running,completing", "-j", pilot)
     until("Slurm reports the node as free", lambda: not physical.run(*held).stdout)
-    assert not alive(qemu)
-    assert pilots.remains(LeaseSpec(lease["name"], "", "lendable")) == []
+    assert not alive(one.qemu)
+    assert one.pilots.remains(one.spec) == []
 
-    until("the job runs again", lambda: len(runs()) > 1, 240)
-    (again,) = [one for one in lending.vms() if one["job_id"] == job]
-    assert again["host"] == own and runs() == [[vm["name"], "0"], [again["name"], "1"]]
+    one.runs_again()
+    first, second = lending.timeline(one.job)
+    assert (first["state"], second["state"]) == ("requeued", "done")
+    if how in ("cancelled", "preempted", "out of time"):
+        why = f"the scheduler requeued the job: host {one.lease['name']}: its pilot {pilot} is ending: "
+        assert any(entry["reason"].startswith(why) for entry in first["entries"]), first
+    until("the lease is over", lambda: not lending.leases())
+
+
+@pytest.mark.slow
+async def test_a_job_on_a_lease_goes_on_while_slurmctld_is_away(lendable: LabUnderTest, lending: Client) -> None:
+    one = OnALease.begun(lendable, lending, "goes on")
+    async with slurmctld_away(lendable, lending):
+        assert one.leases() == {one.lease["name"]: "held"} and alive(one.qemu)
+    assert one.leases() == {one.lease["name"]: "held"} and alive(one.qemu)
+    Path(f"{one.file}.ends").touch()
+    ended(lending, one.job, "done")
+    assert one.runs() == [[one.vm["name"], "0"]]
+    lending.change_hosts("drain", one.lease["name"])
+    until("the lease is given back", lambda: not lending.leases())
+
+
+@pytest.mark.slow
+def test_a_job_whose_pilot_is_lost_runs_again_only_when_somebody_confirms_that_nothing_is_left(
+    lendable: LabUnderTest, lending: Client
+) -> None:
+    """The physical node does not answer and is set DOWN: that ends the pilot in Slurm, and no VM."""
+    one = OnALease.begun(lendable, lending, "lost")
+    name, (node,) = one.lease["name"], job_nodes(lendable)
+    daemons = node.processes("slurmd", here=True)
+    for pid in daemons:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        lendable.run("scontrol", "update", f"NodeName={NODE}", "State=DOWN", "Reason=test")
+        until("the lease is lost", lambda: one.leases() == {name: "lost"})
+        shown = ("squeue", "-h", "-a", "-j", one.job, "-o", "%T")
+        assert alive(one.qemu) and lendable.run(*shown).stdout.strip() == "RUNNING", "its VM's node answers"
+        (host,) = [each for each in lending.hosts() if each["name"] == name]
+        assert f"multiverse repair {name} --fenced" in host["todo"] and NODE in host["todo"]
+    finally:
+        for pid in daemons:  # slurmd learns that the job is over
+            os.kill(pid, signal.SIGCONT)
+    until("the node has ended it all", lambda: not alive(one.qemu) and not one.pilots.remains(one.spec))
+    until("Slurm has queued the job again", lambda: lendable.run(*shown).stdout.strip() == "PENDING", 180)
+    until("it waits for its earlier run", lambda: name in lending.explain(one.job)["jobs"][0]["text"])
+    assert len(one.runs()) == 1 and one.leases() == {name: "lost"}
+    lending.repair(name, fenced=True)
+    one.runs_again()
+    until("the lease is over", lambda: not lending.leases())
+
+
+@pytest.mark.slow
+async def test_a_pilot_that_is_granted_after_its_lease_was_given_up_ends(
+    lendable: LabUnderTest, lending: Client
+) -> None:
+    """No lease of the controller explains it. A job that runs is left alone."""
+    own = lendable.settings.host.name
+    until("the lab's host is observed", lambda: any(each["reachable"] for each in lending.hosts()))
+    file = lendable.user.home / "beside"
+    job = lendable.sbatch(_RUNS.format(file), "--time=5", f"--output={file}.out")
+    until("a job runs", lambda: file.exists() and file.read_text(), 240)
+    pilots = Pilots.of(lendable, "lendable")
+    spec = pilots.spec(name=lease_name(lending.status()["site"], 1 << 20))
+    await pilots.request(spec)
+    shown = ("squeue", "-h", "-a", "-t", "all", f"--name={spec.name}", "-o", "%T")
+    until("it is cancelled", lambda: lendable.run(*shown).stdout.strip() == "CANCELLED")
+    until("nothing is left on the node", lambda: not pilots.remains(spec))
+    assert not lending.leases() and [each["name"] for each in lending.hosts()] == [own]
     Path(f"{file}.ends").touch()
     ended(lending, job, "done")
-    assert len(runs()) == 2
-    first, second = lending.timeline(job)
-    why = f"the scheduler requeued the job: host {lease['name']}: its pilot {lease['pilot']} is ending: "
-    assert any(entry["reason"].startswith(why) for entry in first["entries"]), first
-    assert (first["state"], second["state"]) == ("requeued", "done")
+    assert len(file.read_text().splitlines()) == 1
 
 
 # --- the contract: last, because its lease keeps the only node ----------------------------------------
