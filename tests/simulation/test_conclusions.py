@@ -109,6 +109,26 @@ def test_a_restored_database_gives_the_room_of_a_template_that_was_built_again_t
     assert outcome.transitions["template: ready - vanished -> absent"] == 1
 
 
+def test_a_restored_database_may_say_of_a_host_that_has_come_back_that_it_is_off() -> None:
+    """Seed 10,225,524. The copy is made while the host counts as fenced. The job's VM is made there later. The first
+    pass with the restored database is committed before the host's answer has come: the second job fits on no host then,
+    and has to wait."""
+    (host,) = WorldSettings().hosts
+    world = WorldSettings(hosts=(replace(host, name="h0"), replace(host, name="h1", capacity=Size(1, 256, 65536))))
+    incidents = (
+        Incident(2.0, IncidentKind.HOST_FENCED, 40.0),
+        Incident(35.0, IncidentKind.DATABASE_RESTORED, 65.0),
+        Incident(95.0, IncidentKind.SOURCE_SLOW, 30.0),
+    )
+    jobs = (
+        Arrival(60.0, Batch(size=Size(2, 512), seconds=100.0)),
+        Arrival(99.0, Batch(size=Size(2, 512), seconds=5.0)),
+    )
+    outcome = keeps_its_promises(Scenario(7, jobs, world=world, incidents=incidents))
+    assert set(outcome.results.values()) == {"COMPLETED"}
+    assert outcome.transitions["host: fenced - found -> known"] == 1
+
+
 def test_a_job_that_fits_on_no_host_in_sight_waits_for_those_that_only_the_settings_name() -> None:
     """The database is lost while the host that could hold the job is out of reach. The first pass that can be committed
     is one that sees the job."""

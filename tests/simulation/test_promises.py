@@ -654,13 +654,14 @@ def test_a_job_that_needs_a_host_out_of_reach_waits_for_it(crash: tuple[Incident
     assert any("out of reach now: h2" in line for line in outcome.told)
 
 
-def test_a_job_that_only_a_fenced_host_could_hold_is_cancelled_with_the_reason() -> None:
+def test_a_job_that_only_a_fenced_host_could_hold_waits_until_the_host_is_back() -> None:
     hosts = tuple(Host(name, Size(2, 4096, 65536), ABILITIES) for name in ("h1", "h2"))
     gone = Incident(2.0, IncidentKind.HOST_FENCED, 60.0, pick=0.9)
     job = Arrival(10.0, Batch(nodes=2, size=Size(2, 300)))
-    outcome = simulate(Scenario(7, (job,), WorldSettings(hosts), incidents=(gone,)))
-    assert list(outcome.results.values()) == ["CANCELLED"]
-    assert any("fits on no host" in line for line in outcome.journal)
+    outcome = keeps_its_promises(Scenario(7, (job,), WorldSettings(hosts), incidents=(gone,)))
+    assert list(outcome.results.values()) == ["COMPLETED"]
+    assert outcome.transitions["host: fenced - found -> known"] == 1
+    assert any("out of reach now: h2" in line for line in outcome.told)
 
 
 # --- the tools themselves -----------------------------------------------------------------------------

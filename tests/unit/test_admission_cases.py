@@ -172,7 +172,7 @@ class Scenario:
     policy: dict[str, object] = field(default_factory=dict)
     paced: dict[tuple[str, str, CloneKind], float] = field(default_factory=dict)
     behind: list[Attempt] = field(default_factory=list)
-    fenced: list[str] = field(default_factory=list)
+    off: dict[str, HostState] = field(default_factory=dict)
     next_job: dict[str, object] = field(default_factory=dict)  # what the scheduler shows of job 6
     users: dict[int, UserSeen] | None = None
     asked: dict[int, float] = field(default_factory=lambda: {1000: NOW - 60})  # so the name service is slow
@@ -183,8 +183,8 @@ class Scenario:
         some = [*self.rows, asks, *self.behind]
         here = state(*some, *self.templates, claims=self.claims, known=self.known, now=NOW)
         here.paced, here.users_asked = dict(self.paced), dict(self.asked)
-        for name in self.fenced:
-            here.know_host(KnownHost(name, SOURCE, HostState.FENCED))
+        for name, why in self.off.items():
+            here.know_host(KnownHost(name, SOURCE, why))
         waiting = [one for one in some if isinstance(one, Attempt) and one.state is not A.RECLAIMING]
         jobs = {one.job.job_id: Job(one.job, "hello", 1000, JobState.PENDING, one.request, rank=one.id)
                 for one in waiting}  # fmt: skip
@@ -368,12 +368,13 @@ def test_an_admitted_attempt_keeps_no_reason_for_waiting() -> None:
     assert (admitted_.state, admitted_.note) == (A.CLAIMED, "") and admitted_.choice.startswith("instant on h1")
 
 
-def test_a_fenced_host_gives_a_job_that_is_too_large_no_hope() -> None:
-    scenario = Scenario(known=["h1", "h2"], fenced=["h2"])
+def test_a_job_too_large_for_hosts_in_sight_waits_for_one_that_is_fenced_and_not_for_one_that_is_removed() -> None:
+    scenario = Scenario(known=["h1", "h2"], off={"h2": HostState.REMOVED})
     job_is_too_large(scenario)
     event, reason = scenario.admit().of(5)
     assert event is Event.IMPOSSIBLE and "out of reach" not in reason
     scenario.known.append("h3")
+    scenario.off["h3"] = HostState.FENCED
     event, reason = scenario.admit().of(5)
     assert event is WAITS and reason.endswith("; out of reach now: h3")
 

@@ -187,11 +187,11 @@ def test_a_size_that_another_host_contains_is_left_out() -> None:
 
 
 def test_hosts_out_of_reach_count_as_they_were_observed_last() -> None:
-    """`largest_nodes` is given all known hosts: only a fence takes one away, as in admission."""
+    """`largest_nodes` is given all known hosts: a fenced one will be repaired, as in admission."""
     near, away = known("h1", 4, 4096), known("h2", 64, 65536)
-    fenced = replace(away, state=HostState.FENCED)
-    assert nodes(near, away) == nodes(away)
-    assert nodes(near, fenced) == nodes(near) != nodes(away)
+    assert nodes(near, away) == nodes(away) == nodes(near, replace(away, state=HostState.FENCED))
+    for away_for_good in (HostState.REMOVED, HostState.RETURNED):
+        assert nodes(near, replace(away, state=away_for_good)) == nodes(near) != nodes(away)
 
 
 @pytest.mark.parametrize("named", [1, 2])

@@ -200,11 +200,11 @@ def test_the_limits_of_images_that_no_host_has_are_those_of_an_image_that_can_pl
     assert limits.limits[OTHER_IMAGES][0] == replace(limits_of([able("h1", 8, 8192)]).limits["slim"][0])
 
 
-def test_fenced_hosts_do_not_count_and_nothing_is_said_while_a_host_is_unknown() -> None:
+def test_removed_hosts_do_not_count_and_nothing_is_said_while_a_host_is_unknown() -> None:
     one, two = (KnownHost(name, SOURCE, value=able(name, 4, 4096)) for name in ("h1", "h2"))
     gang = (None, None, 2, Size(4, 100))
-    for second, allowed in ((two, True), (replace(two, state=HostState.FENCED), False)):
-        limits = job_limits({"h1": one, "h2": second}, POLICY)
+    for known, allowed in ((HostState.KNOWN, True), (HostState.FENCED, True), (HostState.REMOVED, False)):
+        limits = job_limits({"h1": one, "h2": replace(two, state=known)}, POLICY)
         assert limits is not None and limits.allow(*gang) is allowed
     assert job_limits({"h1": one, "h2": KnownHost("h2", SOURCE)}, POLICY) is None
     assert job_limits({}, POLICY) is None

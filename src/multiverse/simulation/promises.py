@@ -234,7 +234,7 @@ def unjustified_cancellations(scenario: Scenario, history: Iterable[JobRecord]) 
     `Cluster.stopped_by_controller`."""
     found = []
     disturbed = is_disturbed(scenario)
-    fenced = _may_lose_hosts(scenario)
+    removed = _may_lose_hosts(scenario)
     boots = {image.name: image.boots for image in scenario.world.images}
     for job in history:
         if job.result != "CANCELLED" or job.by_user:
@@ -244,7 +244,7 @@ def unjustified_cancellations(scenario: Scenario, history: Iterable[JobRecord]) 
             continue
         true_reasons = {
             job.batch.problem: bool(job.batch.problem),
-            "fits on no host": fenced or not all(_surely_fits(scenario, batch) for batch in _recent_requests(job)),
+            "fits on no host": removed or not all(_surely_fits(scenario, batch) for batch in _recent_requests(job)),
             f"no user has the uid {job.batch.uid}": job.batch.uid not in scenario.world.users,
             "no VM could be made": disturbed or not boots.get(job.batch.image or "slim", False),
         }
@@ -254,15 +254,14 @@ def unjustified_cancellations(scenario: Scenario, history: Iterable[JobRecord]) 
 
 
 def _may_lose_hosts(scenario: Scenario) -> bool:
-    """Whether hosts may be fenced or removed, which do not count then for what a job may ask for."""
-    losing = (IncidentKind.HOST_FENCED, IncidentKind.HOST_REMOVED)
-    return bool(scenario.settings.fence.command) or any(one.kind in losing for one in scenario.incidents)
+    """Whether hosts may be removed, which do not count then for what a job may ask for."""
+    return any(one.kind is IncidentKind.HOST_REMOVED for one in scenario.incidents)
 
 
 def unjustified_refusals(scenario: Scenario, refused: Iterable[Batch]) -> list[str]:
     """Jobs that were refused at submission although the hosts could hold them."""
-    fenced = _may_lose_hosts(scenario)
-    fitting = [batch for batch in refused if not fenced and _surely_fits(scenario, batch)]
+    removed = _may_lose_hosts(scenario)
+    fitting = [batch for batch in refused if not removed and _surely_fits(scenario, batch)]
     return [f"a job of {batch.nodes} x {batch.size} was refused, which nothing justifies" for batch in fitting]
 
 

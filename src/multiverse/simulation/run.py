@@ -447,12 +447,16 @@ class _Simulation:
             copied = self.store.copy()
             self._log("incident: a copy of the database is made")
             await asyncio.sleep(incident.seconds)
-            self.replacement = lambda: self.store.restore(copied)
+            self.replacement = lambda: self._restore_database(copied)
         else:
             self.replacement = self._lose_database
         self._log(f"incident: {incident.kind}")
         self._crash(1.0)
         await self._end_orphans()
+
+    def _restore_database(self, copied: sqlite3.Connection) -> None:
+        self.store.restore(copied)
+        self.hosts.take_over(self.store.rows())
 
     async def _start_rival(self, incident: Incident) -> None:
         """A controller starts on another machine, with a copy of the database, while the older one goes on, which

@@ -262,9 +262,14 @@ class HostWatch:
         self._last_vm = 0
         self._claimed: set[int] = set()
 
+    def take_over(self, rows: Rows) -> None:
+        """The rows were restored from a copy. That a host counts as fenced there was concluded before: it is said of
+        the VMs of that time only, and others may have been made since on a host that is back."""
+        self._fenced = _fenced(rows)
+
     def look(self, rows: Rows, now: float) -> None:
         """`now` is the Unix time of the commit."""
-        fenced = {host.name for host in rows.hosts.values() if host.state is HostState.FENCED}
+        fenced = _fenced(rows)
         self.broken.update(f"host {name} counts as fenced, and VMs go on there" for name in fenced - self._fenced
                            if self._machines.vms_on(name))  # fmt: skip
         self._fenced = fenced
@@ -283,6 +288,10 @@ class HostWatch:
                 if any(one and one.job.job_id == attempt.job.job_id and one.job.restarts < attempt.job.restarts
                        for one in runs):  # fmt: skip
                     self.broken.add(f"job {attempt.job.job_id} was admitted while its earlier run may go on")
+
+
+def _fenced(rows: Rows) -> set[str]:
+    return {host.name for host in rows.hosts.values() if host.state is HostState.FENCED}
 
 
 def _now() -> float:

@@ -173,6 +173,11 @@ class KnownHost:
         """Whether nothing of what was on it goes on. Derived from its state."""
         return self.state in OFF_STATES
 
+    @property
+    def is_member(self) -> bool:
+        """Whether it may hold VMs of the site, now or later. One that is fenced comes back when it is repaired."""
+        return self.state not in (HostState.REMOVED, HostState.RETURNED)
+
 
 @dataclass(frozen=True, slots=True)
 class HypervisorView:

@@ -72,10 +72,10 @@ def largest_on(host: Host, image: str, policy: Policy, kind: CloneKind = CloneKi
 
 
 def largest_nodes(hosts: Mapping[str, KnownHost], policy: Policy) -> dict[str, tuple[Size, ...]]:
-    """By image, the largest nodes that could ever run on any known host, also one that is drained or out of reach: what
-    a job must not exceed. A host that an operator fenced is off, and counts no more than it does in admission. A size
-    that another one contains is left out. Nothing is said while nothing is known of a host but its name."""
-    values = [known.value for _, known in sorted(hosts.items()) if not known.is_off]
+    """By image, the largest nodes that could ever run on any known host, also one that is drained, fenced or out of
+    reach: what a job must not exceed. A size that another one contains is left out. Nothing is said while nothing is
+    known of a host but its name."""
+    values = [known.value for _, known in sorted(hosts.items()) if known.is_member]
     known_values = [value for value in values if value is not None]
     if not known_values or len(known_values) < len(values):
         return {}

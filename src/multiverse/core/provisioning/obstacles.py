@@ -20,8 +20,8 @@ from multiverse.core.state import State
 def why_unfit(context: Context, attempt: Attempt) -> tuple[str, bool]:
     """Why none of the hosts that take new VMs, have the image, and make such clones of it, could hold the job, were
     they empty (empty: one could), and whether hosts may yet: those that are drained, those that cannot make such clones
-    now, those that the image can still come to, those that can be leased, and those out of reach, of which nobody knows
-    what they could hold."""
+    now, those that the image can still come to, those that can be leased, and those out of reach or fenced, of which
+    nobody knows what they could hold."""
     if _fits_now(context, attempt):
         return "", True
     if context.policy.leases and fits_on_leases(context, attempt):
@@ -53,7 +53,7 @@ def _why_unfit(context: Context, attempt: Attempt) -> tuple[str, bool]:
     else:
         why = _largest(context, attempt, *now[0]) + unable
         why += f"; without image {image}: {some(list(without))}" if hope and without else ""
-    away = sorted(name for name in state.hosts if name not in hosts and not state.is_fenced(name))
+    away = sorted(name for name, known in state.hosts.items() if name not in hosts and known.is_member)
     return why + (f"; out of reach now: {some(away)}" if away else ""), hope or bool(away) or not hosts
 
 

@@ -37,12 +37,12 @@ _NO_SUBNET = IPv4Network("0.0.0.0/32")  # nor is an address
 
 
 def job_limits(hosts: Mapping[str, KnownHost], policy: Policy) -> JobLimits | None:
-    """What jobs must not exceed, by all known hosts, also those that are drained or out of reach, as last observed. A
-    host that an operator fenced does not count. None while nothing is known of a host but its name."""
+    """What jobs must not exceed, by all known hosts, also those that are drained, fenced or out of reach, as last
+    observed. None while nothing is known of a host but its name."""
     largest = largest_nodes(hosts, policy)
     if not largest:
         return None
-    known = {name: one.value for name, one in sorted(hosts.items()) if not one.is_off and one.value}
+    known = {name: one.value for name, one in sorted(hosts.items()) if one.is_member and one.value}
     limits = {image: _limits_of(image, known, policy) for image in (*largest, OTHER_IMAGES)}
     return JobLimits(policy.image, policy.kind, largest, limits)
 
