@@ -21,6 +21,7 @@ from multiverse.host.qemu import probe
 from multiverse.lab import configure, lifecycle
 from multiverse.lab.layout import Layout, layout
 from multiverse.lab.plan import LabOptions
+from multiverse.lab.service import patience
 from multiverse.lab.services import AGENT, CONTROLLER
 from multiverse.lab.users import PrivateUser, enter_private_namespace, private_users
 from multiverse.system import kernel
@@ -62,7 +63,7 @@ class LabUnderTest:
             extra_groups=[] if user else None,
             capture_output=True,
             text=True,
-            timeout=timeout,
+            timeout=timeout * patience(),
             check=check,
         )
 

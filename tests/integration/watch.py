@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from multiverse.client import Client
 from multiverse.lab import lifecycle
 from multiverse.lab.plan import LabOptions
+from multiverse.lab.service import patience
 
 if TYPE_CHECKING:
     from tests.integration.conftest import LabUnderTest
@@ -33,7 +34,9 @@ def kill(pid: int) -> None:
 
 
 def until(what: str, ask: Callable[[], Any], limit: float = LIMIT) -> Any:
-    """Ask until the answer is true, and return it. Fails after `limit` seconds with the words of `what`."""
+    """Ask until the answer is true, and return it. Fails after `limit` seconds with the words of `what`; on an emulated
+    machine, later."""
+    limit *= patience()
     deadline = time.monotonic() + limit
     while time.monotonic() < deadline:
         if answer := ask():

@@ -198,7 +198,10 @@ def _are_removed(group: Path) -> bool:
 
 
 def inherit_cpuset(group: Path) -> None:
-    """Give a cgroup of version 1 the CPUs and nodes of the one above it: it has none at first, and takes no process."""
+    """Give a cgroup of version 1 the CPUs and nodes of the one above it: it has none at first, and takes no process.
+    One of version 2 is left alone: empty files mean what the one above it has, and the uppermost has no such files."""
+    if (group / "cgroup.controllers").exists():
+        return
     for name in _CPUSET:
         file = group / name
         if file.exists() and not file.read_text().strip():

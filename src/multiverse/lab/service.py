@@ -12,12 +12,31 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from multiverse.core.errors import Broken
+from multiverse.core.errors import Broken, Refused
 from multiverse.lab import process
 from multiverse.lab.configure import environment
 from multiverse.lab.layout import Layout
 from multiverse.lab.plan import LabPlan
 from multiverse.lab.process import DaemonCommand, RunningDaemon
+
+_MOST_PATIENCE = 100
+
+
+PATIENCE = "MULTIVERSE_LAB_PATIENCE"
+"""The variable that says how many times longer than usual a lab waits: on a machine that is emulated itself, ten."""
+
+
+def patience() -> float:
+    """How many times longer than usual a lab waits for what it starts. Raises `Refused` if the variable is no such
+    number."""
+    given = os.environ.get(PATIENCE, "1")
+    try:
+        found = float(given)
+    except ValueError:
+        found = 0.0
+    if not 1 <= found <= _MOST_PATIENCE:
+        raise Refused(f"{PATIENCE} is {given}", hint=f"give a number from 1 to {_MOST_PATIENCE}, or unset it")
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +53,7 @@ class Service:
 
     `prepare` creates what the daemon needs, and may block. `ready` tries to connect. `initialize` runs after the daemon
     is ready. A change of one of `config_files` requires a restart. `timeout` and `grace`, in seconds, limit the start
-    and the stop.
+    and the stop; `patience` multiplies both.
     """
 
     name: str
@@ -68,12 +87,12 @@ class Service:
         if running and running.digest == self.digest(lab) and await asyncio.to_thread(self.ready, lab):
             return False
         if running:
-            await process.stop(running, self.grace)
+            await process.stop(running, self.grace * patience())
         await asyncio.to_thread(self.prepare, lab)
         command = self.command(lab)
         started = process.start(command, self.record(lab.where), self.digest(lab))
         try:
-            await process.until(lambda: self.ready(lab), started, command, self.timeout)
+            await process.until(lambda: self.ready(lab), started, command, self.timeout * patience())
             await asyncio.to_thread(self.initialize, lab)
         except BaseException:
             await self.stop(lab.where)
@@ -84,7 +103,7 @@ class Service:
         """Stop the service; True if it was alive."""
         running = self.running(where)
         if running:
-            await process.stop(running, self.grace)
+            await process.stop(running, self.grace * patience())
         self.record(where).unlink(missing_ok=True)
         return running is not None
 
@@ -111,7 +130,8 @@ def answers(address: str | tuple[str, int]) -> bool:
 
 def run(lab: Lab, *argv: str, check: bool = True) -> str:
     """Run a command; its output. `Broken` with its error message if it fails and `check` is set."""
-    done = subprocess.run(argv, env=os.environ | environment(lab.where), capture_output=True, text=True, timeout=60)
+    more, limit = environment(lab.where), 60 * patience()
+    done = subprocess.run(argv, env=os.environ | more, capture_output=True, text=True, timeout=limit)
     if check and done.returncode:
         raise Broken(f"{argv[0]}: {(done.stderr or done.stdout).strip()[-300:]}", hint=f"see {lab.where.log}")
     return done.stdout

@@ -42,10 +42,20 @@ def join_daemons_of(root: Path) -> None:
     """Put this process among the daemons of the host whose own control group in one hierarchy is `root`."""
     group = root / _DAEMONS
     group.mkdir(exist_ok=True)
-    if (root / "cgroup.controllers").exists():
-        (root / "system.slice").mkdir(exist_ok=True)  # slurmd on version 2 wants it, as systemd makes it
     inherit_cpuset(group)
     (group / "cgroup.procs").write_text("0")
+    if (root / "cgroup.controllers").exists():
+        _make_slice(root)
+
+
+def _make_slice(root: Path) -> None:
+    """Make the group of version 2 that slurmd has its jobs in, with all controllers, as systemd makes it."""
+    place = root / "system.slice"
+    place.mkdir(exist_ok=True)
+    for each in (root, place):
+        wanted = " ".join(f"+{name}" for name in (each / "cgroup.controllers").read_text().split())
+        with suppress(OSError):  # what has started the first daemon is still in `root`: then the next daemon does this
+            (each / "cgroup.subtree_control").write_text(wanted)
 
 
 def remove(lab: str, host: str) -> None:
