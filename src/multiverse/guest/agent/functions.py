@@ -11,39 +11,54 @@ from multiverse.guest.agent.contract import GuestAgentError
 from multiverse.guest.agent.processes import run
 
 PCI_DEVICES = "/sys/bus/pci/devices"
+NVME_SUBSYSTEMS = "/sys/class/nvme-subsystem"
 DEVICE_FILES = "/dev"
-APPEARANCE_TIMEOUT = 30.0  # seconds until the kernel has found a plugged device
-MODPROBE_TIMEOUT = 300.0  # seconds until its drivers are loaded: emulation is slow
-DRIVER_TIMEOUT = 30.0  # seconds until a driver has taken it then
+TAKING_TIMEOUT = 210.0  # seconds for all of it; the host waits a little longer, and so hears what was missing
+DRIVER_TIMEOUT = 30.0  # seconds until a driver that is loaded has taken its function
 
 
-def take_function(port: int, uid: int) -> None:
-    """Load the drivers of the device that was plugged into the root port whose device number is `port`, and make its
-    device files this user's own. Raises GuestAgentError if it does not appear, or no driver takes it."""
-    deadline = time.monotonic() + APPEARANCE_TIMEOUT
+def take_functions(ports: list[int], uid: int) -> None:
+    """Load the drivers of the devices that were plugged into the root ports with these device numbers, and make their
+    device files this user's own. Raises GuestAgentError if a device does not appear, or no driver takes it."""
+    deadline = time.monotonic() + TAKING_TIMEOUT
+    # modprobe(8) returns when a driver has done all that it does at first with the devices that it finds. So all of
+    # them have to be there before one is loaded: two functions of one card have the same driver.
+    devices = [appeared_device(port, deadline) for port in ports]
+    load_drivers(devices, deadline)
+    for device in devices:
+        for each in parts_of(device):
+            name = event_name(each)
+            if name and os.path.exists(f"{DEVICE_FILES}/{name}"):
+                os.chown(f"{DEVICE_FILES}/{name}", uid, -1)
+
+
+def appeared_device(port: int, deadline: float) -> str:
+    """The directory in sysfs of the device below that root port, when the kernel has found it."""
     while (device := plugged_device(port)) is None:
         if time.monotonic() > deadline:
             raise GuestAgentError(f"the virtual function at port {port:#x} did not appear in the guest")
         time.sleep(0.02)
-    ids = ":".join(read_attribute(device, name)[2:] for name in ("vendor", "device"))
-    deadline = time.monotonic() + DRIVER_TIMEOUT
+    return device
+
+
+def load_drivers(devices: list[str], deadline: float) -> None:
+    """Load the drivers of these devices and of those that their drivers make, as for RDMA, until each has a driver."""
     tried: set[str] = set()
+    taken_by = time.monotonic() + DRIVER_TIMEOUT
     while True:
-        # A driver may make devices that have drivers of their own, as those for RDMA.
-        aliases = {read_attribute(each, "modalias") for each in parts_of(device)} - {""}
+        aliases = {read_attribute(part, "modalias") for device in devices for part in parts_of(device)} - {""}
         for alias in sorted(aliases - tried):
-            run(["/sbin/modprobe", "-q", "-b", alias], MODPROBE_TIMEOUT)
-            deadline = time.monotonic() + DRIVER_TIMEOUT
-        if os.path.exists(f"{device}/driver") and not aliases - tried:
-            break
-        if time.monotonic() > deadline:
+            if os.WIFSIGNALED(run(["/sbin/modprobe", "-q", "-b", alias], max(0.0, deadline - time.monotonic()))):
+                raise GuestAgentError(f"the drivers of the virtual functions were not loaded in {TAKING_TIMEOUT:.0f} s")
+            taken_by = time.monotonic() + DRIVER_TIMEOUT
+        without = [device for device in devices if not os.path.exists(f"{device}/driver")]
+        if not without and not aliases - tried:
+            return
+        if without and time.monotonic() > taken_by:
+            ids = ":".join(read_attribute(without[0], name)[2:] for name in ("vendor", "device"))
             raise GuestAgentError(f"no driver of this image takes the virtual function {ids}: use another")
         tried |= aliases
         time.sleep(0.02)
-    for each in parts_of(device):
-        name = event_name(each)
-        if name and os.path.exists(f"{DEVICE_FILES}/{name}"):
-            os.chown(f"{DEVICE_FILES}/{name}", uid, -1)
 
 
 def plugged_device(port: int) -> str | None:
@@ -53,12 +68,29 @@ def plugged_device(port: int) -> str | None:
         found = [name for name in sorted(os.listdir(bridge)) if os.path.exists(f"{bridge}/{name}/vendor")]
     except OSError:
         return None
-    return f"{bridge}/{found[0]}" if found else None
+    return os.path.realpath(f"{bridge}/{found[0]}") if found else None
 
 
 def parts_of(device: str) -> list[str]:
     """The directories of a device and of all devices that its drivers have made of it."""
-    return [place for place, _, files in os.walk(device) if "uevent" in files]
+    return [*described_below(device), *shared_namespaces(device)]
+
+
+def described_below(directory: str) -> list[str]:
+    """The directories of devices there."""
+    return [place for place, _, files in os.walk(directory) if "uevent" in files]
+
+
+def shared_namespaces(device: str) -> list[str]:
+    """The directories of the NVMe namespaces that can be reached by a device. The kernel has those that several
+    controllers share, as functions of one card do, below their subsystem and not below a controller."""
+    found: list[str] = []
+    for name in os.listdir(NVME_SUBSYSTEMS) if os.path.exists(NVME_SUBSYSTEMS) else ():
+        subsystem = os.path.realpath(f"{NVME_SUBSYSTEMS}/{name}")
+        members = [os.path.realpath(f"{subsystem}/{each}") for each in os.listdir(subsystem)]
+        if any(each.startswith(f"{device}/") for each in members):
+            found += described_below(subsystem)
+    return found
 
 
 def read_attribute(device: str, name: str) -> str:

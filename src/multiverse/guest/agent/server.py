@@ -13,7 +13,7 @@ from multiverse.guest.agent.channel import HostChannel
 from multiverse.guest.agent.contract import INTRODUCED, MOST_WAIT, VERSION, GuestAgentError
 from multiverse.guest.agent.daemons import Children, DaemonProcess
 from multiverse.guest.agent.files import make_pipe, write_kernel_file
-from multiverse.guest.agent.functions import take_function
+from multiverse.guest.agent.functions import take_functions
 from multiverse.guest.agent.hotplug import count_cpus, use_plugged
 from multiverse.guest.agent.identity import (
     StageTimer,
@@ -189,8 +189,7 @@ class GuestAgent:
 
     def take_functions(self, message: dict[str, Any]) -> None:
         """Give the user of the VM's job the virtual functions that were plugged."""
-        for port in message["ports"]:
-            take_function(port, message["uid"])
+        take_functions(message["ports"], message["uid"])
         self.channel.send("took_functions")
 
     def serve_tasks(self, message: dict[str, Any]) -> None:

@@ -41,7 +41,7 @@ from multiverse.system.shared_memory import SharedMemory
 __all__ = ["QemuHost", "QemuHostConfig", "Specification"]
 
 _ANSWER_TIMEOUT = 10.0  # seconds for an answer that needs no work; a guest may be busy
-_DRIVER_TIMEOUT = 300.0  # seconds until a guest has found and taken functions: see `guest.agent.functions`
+_DRIVER_TIMEOUT = 240.0  # seconds until a guest has found and taken functions: see `guest.agent.functions`
 _PLUG_TIMEOUT = 60.0  # seconds for devices to appear in a guest
 _OPEN_FILES = 65536
 
