@@ -25,6 +25,9 @@ FUNCTIONS = 4
 SERIAL = "multiverse-vf"
 """What the controller says when it is asked for its serial number."""
 
+DATA = "a block of the namespace"
+"""How the namespace of the controller begins, which its functions reach, too."""
+
 _MODULES = ("virtio_pci", "virtio_blk", "crc32c_generic", "crc32c_intel", "ext4", "9pnet_virtio", "9p", "overlay")
 _INIT = """#!/bin/busybox sh
 bb=/bin/busybox
@@ -61,8 +64,10 @@ def run(image: Image, directory: Path, command: Sequence[str | Path], *, memory:
     init = _INIT.replace("COMMAND", " ".join(shlex.quote(str(word)) for word in command))
     ramdisk = make_ramdisk(image, directory, init, _MODULES)
     output, console = directory / "output", directory / "console"
+    namespace = directory / "namespace"
+    namespace.write_bytes(DATA.encode().ljust(1 << 20, b"\0"))
     pcie = "pcie-root-port,id=root,chassis=1"
-    nvme = f"nvme,bus=root,serial={SERIAL},subsys=subsystem,sriov_max_vfs={FUNCTIONS}"
+    nvme = f"nvme,id=controller,bus=root,serial={SERIAL},subsys=subsystem,sriov_max_vfs={FUNCTIONS}"
     argv = ["qemu-system-x86_64", "-machine", "q35,kernel-irqchip=split", "-accel", "tcg,thread=multi", "-cpu", "max",
             "-m", f"{memory}M", "-smp", "2", "-nodefaults", "-display", "none", "-no-reboot",
             "-serial", f"file:{console}", "-serial", f"file:{output}",
@@ -73,7 +78,9 @@ def run(image: Image, directory: Path, command: Sequence[str | Path], *, memory:
             "-fsdev", "local,id=host,path=/,security_model=none,readonly=on,multidevs=remap",
             "-device", "virtio-9p-pci,fsdev=host,mount_tag=host",
             "-device", pcie, "-device", "nvme-subsys,id=subsystem",
-            "-device", f"{nvme},max_ioqpairs=16,sriov_vq_flexible=8,sriov_vi_flexible=4"]  # fmt: skip
+            "-device", f"{nvme},max_ioqpairs=16,sriov_vq_flexible=8,sriov_vi_flexible=4",
+            "-drive", f"file={namespace},format=raw,if=none,id=namespace",
+            "-device", "nvme-ns,drive=namespace,bus=controller,shared=on"]  # fmt: skip
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=limit, check=False)
         problem = done.stderr

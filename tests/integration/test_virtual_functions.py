@@ -6,12 +6,18 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from multiverse.core.model import Size, TemplateKey
+from multiverse.drivers.qemu.driver import JOB_SITE, host_config
+from multiverse.host.qemu.library import QemuHost
 from tests.integration import iommu_guest, vm_with_function
+from tests.integration.bare_node import BUILT
 from tests.integration.functions_in_guest import OWNER
 from tests.integration.images import CACHE, slim
 
@@ -94,41 +100,44 @@ def test_whatever_step_a_process_is_killed_at_the_next_one_goes_on_or_returns_al
             assert trial["bound"] == trial["kept"] == trial["all"] == results["left"]["addresses"], trial
 
 
-_INNER = f"""#!/bin/busybox sh
-bb=/bin/busybox
-$bb mount -t devtmpfs dev /dev
-$bb mount -t proc proc /proc
-$bb mkdir /sys
-$bb mount -t sysfs sys /sys
-echo {vm_with_function.RUNNING}
-until [ -e /sys/bus/pci/devices/0000:01:00.0 ]; do $bb sleep 1; done
-for module in $($bb cat /modules); do $bb insmod /lib/$module; done
-until [ "$($bb cat /sys/class/nvme/nvme0/state)" = live ]; do $bb sleep 1; done
-$bb cat /sys/class/nvme/nvme0/serial
-$bb poweroff -f
-"""
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """A directory with the template that the agent in the guest forks, and with mventer. The guest sees it at the same
+    path, and users can pass through it."""
+    with tempfile.TemporaryDirectory(prefix="shared-", dir=CACHE) as place:
+        top = Path(place)
+        top.chmod(0o755)
+        site = vm_with_function.settings(iommu_guest.CONTROLLER, slim().path.parent, top / "templates")
+        own = replace(site.qemu, vms=top / "vms", run=top / "run")
+        host = QemuHost(host_config(replace(site, state_dir=top / "state", qemu=own), JOB_SITE))
+        host.check()
+        host.build_template(TemplateKey(site.host.name, "slim", Size(1, vm_with_function.BASE)))
+        host.close()
+        shutil.copy(BUILT / "mventer", top)
+        yield top
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_a_vm_in_a_vm_uses_a_function(tmp_path: Path) -> None:
-    """Emulation within emulation: the driver in the inner guest gets answers by DMA and interrupts of the function."""
-    top, image, inner = Path(__file__).parents[2], slim(), tmp_path / "inner"
-    inner.mkdir()
-    with tempfile.TemporaryDirectory(dir=CACHE) as shared:  # the guest sees it at the same path
-        ramdisk = shutil.copy(iommu_guest.make_ramdisk(image, inner, _INNER, ("nvme",)), shared)
-        Path(shared).chmod(0o755)
-        command = [
-            "env",
-            f"PYTHONPATH={top}:{top}/src",
-            iommu_guest.python(),
-            "-m",
-            "tests.integration.vm_with_function",
-        ]
-        arguments = [iommu_guest.CONTROLLER, image.kernel, ramdisk]
-        said = iommu_guest.run(image, tmp_path, [*command, *arguments], memory=1536, limit=800)
+@pytest.mark.timeout(1800)
+def test_a_vm_in_a_vm_uses_a_function_that_its_job_asked_for(shared: Path, tmp_path: Path) -> None:
+    """The agent's own service, its clone and the guest agent, in a guest with an IOMMU: emulation within emulation. The
+    driver in the clone gets answers by DMA and interrupts of the function."""
+    top, image = Path(__file__).parents[2], slim()
+    command = ["env", f"PYTHONPATH={top}:{top}/src", iommu_guest.python(), "-m", "tests.integration.vm_with_function"]
+    arguments = [iommu_guest.CONTROLLER, image.path.parent, shared / "templates", shared / "mventer"]
+    said = iommu_guest.run(image, tmp_path, [*command, *arguments], memory=2560, limit=1700)
     (found,) = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
-    assert found["exit"] == 0 and iommu_guest.SERIAL in [line.strip() for line in found["guest"]], found
-    assert "0 of the host's 1 are free" in found["refused"]
-    assert found["own"] >= vm_with_function.MEMORY, "it shares nothing with the file that its memory was mapped from"
-    assert found["after"] == found["before"]
+    assert found["provided"] == "ok", found
+    assert not found["errors"], found
+    serial, data, owners, user, port, region = found["task"]
+    assert (serial, data) == (iommu_guest.SERIAL, iommu_guest.DATA)
+    assert owners == user == str(vm_with_function.USER.uid)
+    assert (port, region) == ("0000:00:11.0", "0000:00:08.0"), "functions in the last ports, memory in the first ones"
+    assert "the VM is to have 2 virtual functions, and 1 of the host's 2 are free" in found["refused"]
+    during, qemu = found["during"], found["qemu"]
+    assert qemu["template"], "it is a clone"
+    assert sorted(during["drivers"].values()) == ["", "vfio-pci"]
+    assert list(during["owners"].values()) == [qemu["uid"]] and qemu["uid"]
+    assert found["stranger"] == found["stranger asks"] == DENIED
+    assert qemu["limit"] >= qemu["kept"] >= qemu["total"] and qemu["own"] >= qemu["total"], "all of it stays in place"
+    assert found["after"] == found["before"] and found["left"] == []
