@@ -34,14 +34,15 @@ def kill(pid: int) -> None:
 
 
 def until(what: str, ask: Callable[[], Any], limit: float = LIMIT) -> Any:
-    """Ask until the answer is true, and return it. Fails after `limit` seconds with the words of `what`; on an emulated
-    machine, later."""
-    limit *= patience()
+    """Ask until the answer is true, and return it. Fails after `limit` seconds with the words of `what`. On an emulated
+    machine it fails later, and asks less often: each question takes time from what it waits for."""
+    factor = patience()
+    limit *= factor
     deadline = time.monotonic() + limit
     while time.monotonic() < deadline:
         if answer := ask():
             return answer
-        time.sleep(0.1)
+        time.sleep(0.1 * factor)
     raise AssertionError(f"not within {limit:g} s: {what}")
 
 
