@@ -27,6 +27,7 @@ def keeps_its_promises(scenario: Scenario) -> Outcome:
 
 # --- databases --------------------------------------------------------------------------------------
 
+LOST, RESTORED = IncidentKind.DATABASE_LOST, IncidentKind.DATABASE_RESTORED
 JOBS = tuple(Arrival(1.0 + 3 * n, Batch(uid=1000 + n % 2, nodes=1 + n % 2, seconds=12.0)) for n in range(6))
 
 
@@ -129,6 +130,20 @@ def test_a_restored_database_may_say_of_a_host_that_has_come_back_that_it_is_off
     assert outcome.transitions["host: fenced - found -> known"] == 1
 
 
+@pytest.mark.parametrize(("kind", "at", "seconds"), [(LOST, 90.0, 0.0), (RESTORED, 0.5, 89.5), (RESTORED, 3.0, 87.0)])
+def test_a_job_that_was_queued_again_waits_for_a_host_out_of_reach_that_no_record_names(
+    kind: IncidentKind, at: float, seconds: float
+) -> None:
+    """Seed 10,232,252. The job runs on a host that is out of reach, so the scheduler queues it again. Only the
+    scheduler still shows the node of its first run."""
+    (host,) = WorldSettings().hosts
+    world = WorldSettings(hosts=(replace(host, name="h0"), replace(host, name="h1", capacity=Size(2, 1024, 65536))))
+    incidents = (Incident(15.0, IncidentKind.HOST_AWAY, 200.0), Incident(at, kind, seconds))
+    outcome = keeps_its_promises(Scenario(7, (Arrival(1.0, Batch(seconds=170.0)),), world=world, incidents=incidents))
+    assert set(outcome.results.values()) == {"COMPLETED"}
+    assert any("its earlier run may go on in mvsimul-1, of which no record tells" in line for line in outcome.told)
+
+
 def test_a_job_that_fits_on_no_host_in_sight_waits_for_those_that_only_the_settings_name() -> None:
     """The database is lost while the host that could hold the job is out of reach. The first pass that can be committed
     is one that sees the job."""
@@ -154,9 +169,6 @@ def test_names_do_not_recur_after_their_vms_are_gone() -> None:
 def broken_scenario(kind: IncidentKind, at: float, seconds: float, length: float = 12.0) -> Scenario:
     jobs = tuple(replace(one, batch=replace(one.batch, seconds=length)) for one in JOBS)
     return Scenario(7, (*jobs, Arrival(90.0, Batch())), incidents=(Incident(at, kind, seconds),))
-
-
-LOST, RESTORED = IncidentKind.DATABASE_LOST, IncidentKind.DATABASE_RESTORED
 
 
 @pytest.mark.parametrize(

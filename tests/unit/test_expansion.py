@@ -90,8 +90,10 @@ def test_a_job_that_stays_has_no_attempt_and_costs_a_pass_nothing(why: dict[str,
     assert harness.attempt().state is A.QUEUED, "it may be moved now"
 
 
+@pytest.mark.parametrize("cancelled", [False, True])
 @pytest.mark.parametrize("came", ["queued", "claimed", "spawning", "spawned"])
-def test_a_job_that_starts_on_a_physical_node_first_needs_its_vm_no_more(came: str) -> None:
+def test_a_job_that_starts_on_a_physical_node_first_needs_its_vm_no_more(came: str, cancelled: bool) -> None:
+    """Also one that was cancelled there before it was seen to run."""
     harness = PlannerHarness(EXPANDED)
     if came == "queued":
         harness.job(**AT_ORIGIN)  # type: ignore[arg-type]
@@ -100,6 +102,8 @@ def test_a_job_that_starts_on_a_physical_node_first_needs_its_vm_no_more(came: s
         getattr(harness, f"to_{came}")(**AT_ORIGIN)
     assert str(harness.attempt().state) == came
     runs_on(harness, "p1")
+    if cancelled:
+        harness.job(state=JobState.COMPLETING, result="CANCELLED")
     harness.run()
     harness.clear()
     harness.run()

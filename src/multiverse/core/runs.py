@@ -3,7 +3,7 @@ and no job may run twice: its next run waits until these VMs are surely gone."""
 
 from __future__ import annotations
 
-from multiverse.core.model import LEAVING_STATES, WAITING_STATES, Attempt, Vm, VmState
+from multiverse.core.model import LEAVING_STATES, WAITING_STATES, Attempt, Vm, VmState, World
 from multiverse.core.state import State
 
 
@@ -29,3 +29,20 @@ def earlier_run(state: State, attempt: Attempt) -> Vm | None:
     mine = (vm for other in state.attempts_of_job(attempt.job.job_id) for vm in state.vms_of(other))
     unexplained = (vm for vm in state.vms_in(VmState.ORPHAN, VmState.LOST, *LEAVING_STATES) if vm.job_id)
     return next((vm for vm in (*mine, *unexplained) if may_hold_earlier_run(state, vm, attempt)), None)
+
+
+def node_without_record(state: State, world: World, attempt: Attempt) -> str:
+    """A node, or else a VM, in which an earlier run of the attempt's job may go on although no record tells of it;
+    empty if there is none. After a database was lost, or restored from a copy, only the scheduler shows the VMs of a
+    host that is out of reach, and does not tell which job was on them before it was queued again. Once such a VM is
+    found it is kept for a while, as an orphan without a job."""
+    if not attempt.job.restarts or world.scheduler is None:
+        return ""
+    orphans = (vm for vm in state.vms_in(VmState.ORPHAN, *LEAVING_STATES) if vm.attempt is None and vm.pool is None)
+    if found := next((vm.name for vm in orphans if not vm.job_id), ""):
+        return found
+    if all(host.is_off or name in world.hosts for name, host in state.hosts.items()):
+        return ""
+    nodes = world.scheduler.value.nodes
+    shown = (name for name, source in state.compared.unexplained if not source and name in nodes)
+    return min((name for name in shown if name not in state.vm_named), default="")

@@ -30,7 +30,7 @@ from multiverse.core.model import (
 )
 from multiverse.core.policy import Policy
 from multiverse.core.rows import VmsMissing
-from multiverse.core.runs import earlier_run
+from multiverse.core.runs import earlier_run, node_without_record
 from multiverse.core.state import State
 from multiverse.core.transition import Change, Effect, EffectKind, Event, Transition, transitions, unchanged
 
@@ -115,7 +115,9 @@ def job_status(expected: JobRef, view: SchedulerView) -> tuple[JobStatus, Job | 
         return JobStatus.RESTARTED, job  # Slurm gives a requeued job a new submit time
     if job.ref != expected:
         return JobStatus.UNSEEN, None  # another job with the same id
-    if job.at_origin and job.state is not JobState.PENDING and job.result != "CANCELLED":
+    # One that was cancelled may have ended without a start. While it is completing it had a node.
+    started = job.state is not JobState.PENDING and (job.state is not JobState.ENDED or job.result != "CANCELLED")
+    if job.at_origin and started:
         return JobStatus.ELSEWHERE, job
     match job.state:
         case JobState.PENDING:
@@ -227,7 +229,7 @@ def step_attempt(state: State, attempt_id: int, world: World, policy: Policy) ->
     elif not _step_if_over(state, attempt, seen, world):
         match attempt.state:
             case A.QUEUED | A.UNGATED | A.STRAY | A.RESTORING:
-                _step_waiting(state, attempt, seen)
+                _step_waiting(state, attempt, seen, world)
             case A.CLAIMED | A.SPAWNING:
                 _step_making(state, attempt, seen, policy)
             case A.SPAWNED | A.INTRODUCING:
@@ -297,12 +299,12 @@ def _return(state: State, attempt: Attempt, event: Event, reason: str, *, failed
     state.move(Change(attempt.returning(reason, failed=failed), event, reason))
 
 
-def _step_waiting(state: State, attempt: Attempt, seen: Sighting) -> None:
+def _step_waiting(state: State, attempt: Attempt, seen: Sighting, world: World) -> None:
     """Queued, ungated, stray or restoring: follow what the job asks for, and whether it is where it belongs."""
     job = seen.shown
     if seen.status is JobStatus.PENDING:
         request = _request_of(job)
-        target, moved = _where_it_belongs(state, attempt, job)
+        target, moved = _where_it_belongs(state, attempt, job, world)
         known = (attempt.state, attempt.request, attempt.job_name, attempt.uid, attempt.work_dir, attempt.origin)
         origin = job.origin or attempt.origin  # a move that Slurm refused in part may leave no mark
         told = (request, job.name, job.uid, job.work_dir, origin)
@@ -323,12 +325,13 @@ def _step_waiting(state: State, attempt: Attempt, seen: Sighting) -> None:
         state.move(Change(replace(attempt, state=A.STRAY), Event.STRAYED, "it runs on a VM of an earlier attempt"))
 
 
-def _where_it_belongs(state: State, attempt: Attempt, job: Job) -> tuple[AttemptState, Event]:
+def _where_it_belongs(state: State, attempt: Attempt, job: Job, world: World) -> tuple[AttemptState, Event]:
     """The state of an attempt whose job waits, and how it is entered. A job that was moved goes back to its own
     partition, where it may start on a physical node: not while an earlier run of it may go on in a VM."""
     if not _at_gate(job):
         return A.UNGATED, Event.LEFT_GATE
-    if job.origin and job.gated and not earlier_run(state, attempt):
+    runs = earlier_run(state, attempt) or node_without_record(state, world, attempt)
+    if job.origin and job.gated and not runs:
         return A.RESTORING, Event.SENT_BACK
     return A.QUEUED, Event.AT_GATE
 

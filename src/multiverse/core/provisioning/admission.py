@@ -216,7 +216,7 @@ class Admission:
         job = self.queue.job_of(attempt.id)
         if self.state.now < attempt.not_before:  # 3
             return
-        if why := why_earlier_run(self.state, attempt, self.orphaned):  # 4
+        if why := why_earlier_run(self.state, self.context.world, attempt, self.orphaned):  # 4
             self._tell(attempt, why)
         elif attempt.origin and job.gated:
             return  # its own step sends it back to its partition

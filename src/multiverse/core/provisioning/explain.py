@@ -112,7 +112,7 @@ def _own_obstacle(context: Context, attempt: Attempt) -> str:
     if attempt.id in state.queue.why_unfit:
         return state.queue.why_unfit[attempt.id]
     unexplained = state.vms_in(VmState.ORPHAN, VmState.LOST)
-    return why_earlier_run(state, attempt, {vm.job_id: vm for vm in unexplained if vm.job_id})
+    return why_earlier_run(state, context.world, attempt, {vm.job_id: vm for vm in unexplained if vm.job_id})
 
 
 def _before(state: State, attempt: Attempt, job: Job) -> int:

@@ -100,7 +100,9 @@ def _waiting(context: Context) -> Iterator[Attempt]:
     for _, number in first:
         attempt, job = state.attempts[number], queue.job_of(number)
         limited = any(count > limits[limit] for limit, count in job.uses)
-        if not job.eligible or limited or state.now < attempt.not_before or why_earlier_run(state, attempt, {}):
+        if not job.eligible or limited or state.now < attempt.not_before:
+            continue
+        if why_earlier_run(state, context.world, attempt, {}):
             continue
         if context.world.user_known_since(attempt.uid) == float("inf"):
             # No host in sight may be able to hold it, so nobody else has asked who the user is.

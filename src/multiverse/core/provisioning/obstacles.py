@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from multiverse.core.free import ByHost
-from multiverse.core.model import Attempt, CloneKind, Size, Vm, VmState
+from multiverse.core.model import Attempt, CloneKind, Size, Vm, VmState, World
 from multiverse.core.provisioning.capacity import every_host, some
 from multiverse.core.provisioning.clones import Way, unable_to_make, ways_now, ways_to_make
 from multiverse.core.provisioning.context import Context
@@ -13,7 +13,7 @@ from multiverse.core.provisioning.draining import drained_hosts
 from multiverse.core.provisioning.largest import largest_on
 from multiverse.core.provisioning.leasing import fits_on_leases
 from multiverse.core.provisioning.templates import could_hold
-from multiverse.core.runs import may_hold_earlier_run
+from multiverse.core.runs import may_hold_earlier_run, node_without_record
 from multiverse.core.state import State
 
 
@@ -71,7 +71,7 @@ def _largest(context: Context, attempt: Attempt, kind: CloneKind, templates: ByH
     return f"{many}{node}{each} fits on no host; the largest that fits is {fit} per node"
 
 
-def why_earlier_run(state: State, attempt: Attempt, orphaned: Mapping[str, Vm]) -> str:
+def why_earlier_run(state: State, world: World, attempt: Attempt, orphaned: Mapping[str, Vm]) -> str:
     """Why an earlier run of the same job may still go on, if it may. `orphaned` are VMs that no record explained, by
     their jobs."""
     mine = (vm for other in state.attempts_of_job(attempt.job.job_id) for vm in state.vms_of(other))
@@ -81,4 +81,7 @@ def why_earlier_run(state: State, attempt: Attempt, orphaned: Mapping[str, Vm]) 
     if vm is not None:
         return f"waiting until {vm.name} of its earlier run is gone"
     orphan = orphaned.get(attempt.job.job_id)
-    return f"its earlier run may go on in {orphan.name}, which no record explained" if orphan else ""
+    if orphan:
+        return f"its earlier run may go on in {orphan.name}, which no record explained"
+    unknown = node_without_record(state, world, attempt)
+    return f"its earlier run may go on in {unknown}, of which no record tells" if unknown else ""
