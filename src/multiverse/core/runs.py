@@ -38,8 +38,7 @@ def node_without_record(state: State, world: World, attempt: Attempt) -> str:
     found it is kept for a while, as an orphan without a job."""
     if not attempt.job.restarts or world.scheduler is None:
         return ""
-    orphans = (vm for vm in state.vms_in(VmState.ORPHAN, *LEAVING_STATES) if vm.attempt is None and vm.pool is None)
-    if found := next((vm.name for vm in orphans if not vm.job_id), ""):
+    if found := next((vm.name for vm in state.vms_in(VmState.ORPHAN) if not vm.job_id), ""):
         return found
     if all(host.is_off or name in world.hosts for name, host in state.hosts.items()):
         return ""
