@@ -53,6 +53,13 @@ def test_vms_are_made_one_by_one_and_at_once_on_all_nodes(bench: LabSession) -> 
     assert len(found.each) == 4 and min(found.each) > 0 and found.one_by_one >= sum(found.each) and found.at_once > 0
 
 
+def test_two_vms_of_a_job_pass_data_by_memory_and_by_their_bridge(bench: LabSession) -> None:
+    found = injob.measure_shared(bench, PLAN, lambda *_: None)
+    for rounds in (found.shared_memory, found.tcp):
+        (one,) = rounds
+        assert one.microseconds > 0 and one.mib_per_second > 0
+
+
 @pytest.mark.parametrize("application", applications.UNITS)
 def test_an_application_runs_in_each_scenario_and_in_a_guest_as_large_as_the_node(
     bench: LabSession, application: str

@@ -13,8 +13,9 @@ import pytest
 from multiverse.bench import applications
 from multiverse.bench.applications import BFS, EASJ, HPL, ApplicationSamples, compile_kernel, speed_of
 from multiverse.bench.injob import PAPER, SLURM, SUBMISSION, ManyVms, StartSamples
+from multiverse.bench.ivshmem import PassingFigures, PassingRound
 from multiverse.bench.launches import ADDRESSES, ANSWER, COPY, IMAGE, INSTANT, WAYS
-from multiverse.cli.injob import applications_document, many_document, start_document
+from multiverse.cli.injob import applications_document, many_document, passing_document, start_document
 from multiverse.core.errors import Broken
 
 _MASK = (1 << 64) - 1
@@ -34,9 +35,30 @@ def test_the_time_in_all_is_the_sum_of_the_parts_of_each_start() -> None:
     assert found["copy_over_slurm"]["value"] == 2
 
 
+def test_the_copy_is_compared_with_the_other_starts_of_its_round() -> None:
+    samples, load = StartSamples(), (1.0, 2.0, 4.0)
+    for way in WAYS:
+        samples.parts[way] = {
+            SUBMISSION: [0.0, 0.0, 0.0],
+            ANSWER: [(9.0 if way == COPY else 3.0) * each for each in load],
+        }
+    samples.parts[SLURM] = {"whole": [4.5, 1.5, 9.0]}
+    found = start_document(samples)
+    assert found["ways"][INSTANT]["copy_over"] == {"value": 3.0, "low": 3.0, "high": 3.0}
+    assert found["copy_over_slurm"]["value"] == 4  # of 2, 12 and 4
+    assert found["copy_over_slurm"]["low"] == 2 and found["copy_over_slurm"]["high"] == 12
+
+
 def test_many_vms_at_once_are_compared_with_one_by_one_as_in_the_paper() -> None:
     found = many_document(ManyVms(100.0, (50.0, 50.0), 25.0))
     assert found["less"] == 0.75 and round(found["paper_less"], 2) == 0.87 and PAPER["copy_over_snapshot"] == 2.64
+
+
+def test_shared_memory_is_compared_with_the_bridge_beside_it() -> None:
+    shared, tcp = PassingRound(30.0, 1000.0), PassingRound(240.0, 100.0)
+    found = passing_document(PassingFigures((shared, shared, shared), (tcp, tcp, tcp)))
+    assert found["shared_memory"]["microseconds"]["p50"] == 30 and found["tcp"]["mib_per_second"]["p50"] == 100
+    assert (found["times_shorter"]["value"], found["times_faster"]["value"]) == (8, 10)
 
 
 def test_what_vms_cost_is_the_part_of_the_speed_that_is_lost() -> None:

@@ -1,5 +1,5 @@
 """The start of a VM inside a job, part by part, in Slurm-V's ways and as an instant clone; and that of many such VMs on
-the bare-metal nodes of a lab, one by one and at once.
+the bare-metal nodes of a lab, one by one and at once; and what two VMs of a job pass through memory that they share.
 
 A way's time in all is that of a real job of Slurm on a bare-metal node, from `sbatch` to the script's first
 instruction, and of the VM that is made then, on this machine. `SLURM` is the whole in one piece: a job that asks for
@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from multiverse.bench.arrivals import Arrivals
+from multiverse.bench.ivshmem import PassingFigures, measure_passing
 from multiverse.bench.latency import SCRIPT, StartListener
 from multiverse.bench.launches import WAYS, Launches
 from multiverse.core.errors import Broken
@@ -56,8 +57,8 @@ class StartSamples:
 
 @dataclass(frozen=True, slots=True)
 class InjobPlan:
-    """Each way is measured `repeat` times, in an order and with gaps that `seed` determines; then so many `vms`, and
-    each application `runs` times."""
+    """Each way is measured `repeat` times, in an order and with gaps that `seed` determines; then so many `vms`,
+    `repeat` rounds of passing data, and each application `runs` times."""
 
     image: str
     repeat: int
@@ -85,7 +86,7 @@ def measure_starts(lab: LabSession, launches: Launches, plan: InjobPlan, progres
 def _start(lab: LabSession, launches: Launches, listener: StartListener, image: str, way: str) -> Mapping[str, float]:
     """Start one VM in that way. Returns the seconds of its parts."""
     if way == SLURM:
-        return {WHOLE: _job(lab, listener, "--mem=700", f"--vm-image={image}")}
+        return {WHOLE: _job(lab, listener, f"--mem={VM_MEMORY}", f"--vm-image={image}")}
     return {SUBMISSION: _job(lab, listener, "--mem=100"), **launches.measure(way)}
 
 
@@ -158,6 +159,26 @@ def _warm_up(lab: LabSession, image: str, nodes: int) -> None:
             f"no VM on each node: {done.stderr.strip()}", hint="see the agents' logs in the lab's log directory"
         )
     _until_idle(lab)
+
+
+def measure_shared(lab: LabSession, plan: InjobPlan, progress: Progress) -> PassingFigures:
+    """Measure how two VMs of a job on one node pass data, in so many rounds as each way has starts."""
+
+    def srun(argv: Sequence[str]) -> str:
+        began = time.monotonic()
+        options = (_PHYSICAL, "--nodes=1", "--mem=1300", f"--vm-image={plan.image}")
+        done = lab.run("srun", "--quiet", *options, *argv, timeout=LIMIT)
+        if done.returncode:
+            raise Broken(
+                f"two VMs did not pass data: {done.stderr.strip()}",
+                hint="see the agents' logs in the lab's log directory",
+            )
+        progress("ivshmem", 1, 1, time.monotonic() - began)
+        return done.stdout
+
+    found = measure_passing(srun, plan.repeat)
+    _until_idle(lab)
+    return found
 
 
 def _all_run(lab: LabSession, arrivals: Arrivals, jobs: Sequence[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, cast, get_args
@@ -18,6 +18,7 @@ from multiverse.bench import injob as bench
 from multiverse.bench.applications import ApplicationSamples
 from multiverse.bench.hpcc import PACKAGE
 from multiverse.bench.injob import PAPER, SLURM, SUBMISSION, InjobPlan, ManyVms, StartSamples
+from multiverse.bench.ivshmem import PassingFigures, PassingRound
 from multiverse.bench.launches import ADDRESSES, ANSWER, COPY, DESCRIPTION, IMAGE, INSTANT, REGION, VM, WAYS, Launches
 from multiverse.bench.stats import Estimate, ratio, summary
 from multiverse.cli import progress, render
@@ -29,13 +30,13 @@ from multiverse.images.build import build as build_image
 from multiverse.images.catalog import Flavour, Image
 from multiverse.lab.layout import layout
 from multiverse.lab.plan import LabOptions
-from multiverse.lab.session import session
+from multiverse.lab.session import LabSession, session
 from multiverse.lab.spank import built_plugin
 
 NODES = 4
 CORES, MEMORY = 4, 4096
 """What each node declares at least, in MiB: the machine has less."""
-SECTIONS = ("start", "many", "applications")
+SECTIONS = ("start", "many", "ivshmem", "applications")
 ROWS = {
     SUBMISSION: "submission",
     DESCRIPTION: "description",
@@ -48,7 +49,7 @@ ROWS = {
 
 
 def injob(
-    repeat: Annotated[int, typer.Option(min=1, help="Starts in each way.")] = 5,
+    repeat: Annotated[int, typer.Option(min=1, help="Starts in each way, and rounds of passing data.")] = 5,
     vms: Annotated[int, typer.Option(min=NODES, help=f"VMs on {NODES} nodes, one by one and at once.")] = 32,
     flavour: Annotated[str, typer.Option(help="Of the image: slim or stock.")] = "slim",
     runs: Annotated[int, typer.Option(min=1, help="Runs of each application in each scenario.")] = 2,
@@ -58,7 +59,7 @@ def injob(
     images: Images = IMAGES,
     json: Json = False,
 ) -> None:
-    """VMs inside jobs: their start in parts, many of them, and what they cost an application."""
+    """VMs inside jobs: their start in parts, many of them, memory they share, and what they cost an application."""
     if flavour not in get_args(Flavour):
         raise Refused(f"no such flavour: {flavour}", hint=f"there are: {', '.join(get_args(Flavour))}")
     chosen = [each.strip() for each in sections.split(",") if each.strip()]
@@ -90,23 +91,39 @@ async def _injob(directory: Path, image: Image, plan: InjobPlan, sections: Seque
         images=image.path.parent, settings={},
     )  # fmt: skip
     found: dict[str, Any] = {"repeat": plan.repeat, "seed": plan.seed, "image": _about(image), "paper": PAPER}
+    found["loads"] = {}  # of this machine over the last five minutes of each section
     async with session(where, options, lab_progress(json)) as lab:
-        say = job_progress(json)
-        if "start" in sections:
-            place = where.root / "launches"
-            place.mkdir(exist_ok=True)
-            with Launches(lab.settings, image.name, place) as launches:
-                samples = await asyncio.to_thread(bench.measure_starts, lab, launches, plan, say)
-            found["start"] = start_document(samples)
-        if "many" in sections:
-            found["many"] = many_document(await asyncio.to_thread(bench.measure_many, lab, plan, say))
-        if "applications" in sections:
-            chosen = tuple(applications.UNITS)
-            measured = await asyncio.to_thread(applications.run, lab, image.name, chosen, plan.runs, say)
-            found["applications"] = applications_document(measured)
+        measure = _measures(lab, image, plan, job_progress(json))
+        for section in SECTIONS:
+            if section in sections:
+                found[section] = await asyncio.to_thread(measure[section])
+                found["loads"][section] = os.getloadavg()[1]
         with Client(lab.settings.socket) as client:
             found |= host_figures(client)
     return found
+
+
+def _measures(
+    lab: LabSession, image: Image, plan: InjobPlan, say: bench.Progress
+) -> Mapping[str, Callable[[], dict[str, Any]]]:
+    """What measures each section, and returns its document."""
+
+    def start() -> dict[str, Any]:
+        place = lab.where.root / "launches"
+        place.mkdir(exist_ok=True)
+        with Launches(lab.settings, image.name, place) as launches:
+            return start_document(bench.measure_starts(lab, launches, plan, say))
+
+    def of_applications() -> dict[str, Any]:
+        chosen = tuple(applications.UNITS)
+        return applications_document(applications.run(lab, image.name, chosen, plan.runs, say))
+
+    return {
+        "start": start,
+        "many": lambda: many_document(bench.measure_many(lab, plan, say)),
+        "ivshmem": lambda: passing_document(bench.measure_shared(lab, plan, say)),
+        "applications": of_applications,
+    }
 
 
 def _about(image: Image) -> dict[str, Any]:
@@ -117,7 +134,7 @@ def _about(image: Image) -> dict[str, Any]:
 
 def start_document(samples: StartSamples) -> dict[str, Any]:
     """Medians of each way's parts and of its time in all, with and without the job's submission, and how many times as
-    long the copy takes."""
+    long the copy of the same round takes."""
     ways = {}
     for way in WAYS:
         totals, made = samples.totals(way), samples.totals(way, submission=False)
@@ -125,14 +142,21 @@ def start_document(samples: StartSamples) -> dict[str, Any]:
             "parts": {part: _plain(summary(values)) for part, values in samples.parts[way].items()},
             "total": _plain(summary(totals)),
             "made": _plain(summary(made)),
-            "copy_over": _plain(ratio(samples.totals(COPY), totals)),
-            "copy_over_made": _plain(ratio(samples.totals(COPY, submission=False), made)),
+            "copy_over": _plain(_in_rounds(samples.totals(COPY), totals)),
+            "copy_over_made": _plain(_in_rounds(samples.totals(COPY, submission=False), made)),
         }
     return {
         "ways": ways,
         "slurm": _plain(summary(samples.totals(SLURM))),
-        "copy_over_slurm": _plain(ratio(samples.totals(COPY), samples.totals(SLURM))),
+        "copy_over_slurm": _plain(_in_rounds(samples.totals(COPY), samples.totals(SLURM))),
     }
+
+
+def _in_rounds(over: Sequence[float], under: Sequence[float]) -> Estimate | None:
+    """The median of the rounds' quotients. The load may change during a run more than within a round, and then the
+    quotient of the medians compares starts under different loads."""
+    found = summary([a / b for a, b in zip(over, under, strict=True)])
+    return Estimate(found.p50, found.low, found.high) if found is not None else None
 
 
 def many_document(found: ManyVms) -> dict[str, Any]:
@@ -145,6 +169,25 @@ def many_document(found: ManyVms) -> dict[str, Any]:
         "less": 1 - found.at_once / found.one_by_one,
         "paper_less": 1 - PAPER["at_once"] / PAPER["one_by_one"],
     }
+
+
+def passing_document(found: PassingFigures) -> dict[str, Any]:
+    """Medians of both ways in microseconds and MiB a second, and how many times the bridge's the memory's are."""
+    shared, tcp = found.shared_memory, found.tcp
+    return {
+        "shared_memory": _passing(shared),
+        "tcp": _passing(tcp),
+        "times_shorter": _plain(ratio(_column(tcp, "microseconds"), _column(shared, "microseconds"))),
+        "times_faster": _plain(ratio(_column(shared, "mib_per_second"), _column(tcp, "mib_per_second"))),
+    }
+
+
+def _passing(rounds: Sequence[PassingRound]) -> dict[str, Any]:
+    return {name: _plain(summary(_column(rounds, name))) for name in ("microseconds", "mib_per_second")}
+
+
+def _column(rounds: Sequence[PassingRound], name: str) -> list[float]:
+    return [getattr(one, name) for one in rounds]
 
 
 def applications_document(found: Mapping[str, ApplicationSamples]) -> dict[str, Any]:
@@ -178,17 +221,25 @@ def _print(found: dict[str, Any]) -> None:
         f"Guests: {found['accelerator']}. The image: {image['flavour']}, {image['written']} MiB.",
         markup=False,
     )
+    loads = ", ".join(f"{section} {load:.0f}" for section, load in found["loads"].items())
+    console.print(f"The machine's load: {loads}.", markup=False)
     if "start" in found:
         _print_start(found)
     if "many" in found:
         _print_many(found)
+    if "ivshmem" in found:
+        _print_passing(found)
     if "applications" in found:
         _print_applications(found)
 
 
 def _print_start(found: dict[str, Any]) -> None:
     start, paper = found["start"], found["paper"]
-    console.print(f"\nThe start of a VM inside a job: medians of {found['repeat']}, in seconds.\n", markup=False)
+    console.print(
+        f"\nThe start of a VM inside a job: medians of {found['repeat']} rounds, in seconds. The copy is compared with "
+        "the other starts of its round.\n",
+        markup=False,
+    )
     table = render.table("PART", "COPY", "SNAPSHOT", "OVERLAPPED", "INSTANT", right=tuple(way.upper() for way in WAYS))
     ways = [start["ways"][way] for way in WAYS]
     for part, name in ROWS.items():
@@ -203,11 +254,13 @@ def _print_start(found: dict[str, Any]) -> None:
     instant, slurm = start["ways"][INSTANT], start["slurm"]
     times = Estimate(**instant["copy_over"])
     made = Estimate(**instant["copy_over_made"])
+    whole = Estimate(**start["copy_over_slurm"])
     console.print(
         f"An instant clone takes {times.value:.1f} times less than the copy ({times.low:.1f} to {times.high:.1f}), "
         f"without the submission {made.value:.1f} times ({made.low:.1f} to {made.high:.1f}); its description is a part "
         f"of `image`. The same {SLURM} and the plugin in one piece, from sbatch to the script's first instruction in "
-        f"the guest: {slurm['p50']:.2f} s, {Estimate(**start['copy_over_slurm']).value:.1f} times less than the copy.",
+        f"the guest: {slurm['p50']:.2f} s, {whole.value:.1f} times less than the copy ({whole.low:.1f} to "
+        f"{whole.high:.1f}).",
         markup=False,
     )
     console.print(
@@ -225,6 +278,18 @@ def _print_many(found: dict[str, Any]) -> None:
     table.add_row("one by one, a job each", f"{many['one_by_one']:.1f} s", f"{paper['one_by_one']:g} s")
     table.add_row("at once, one job", f"{many['at_once']:.1f} s", f"{paper['at_once']:g} s")
     table.add_row("less", f"{many['less']:.0%}", f"{many['paper_less']:.0%}")
+    console.print(table)
+
+
+def _print_passing(found: dict[str, Any]) -> None:
+    passing = found["ivshmem"]
+    console.print(f"\nTwo VMs of a job on one node pass data: medians of {found['repeat']} rounds.\n", markup=False)
+    table = render.table("WAY", "8 BYTES, us", "1 MiB, MiB/s", right=("8 BYTES, us", "1 MiB, MiB/s"))
+    for way, name in (("shared_memory", "IVShmem"), ("tcp", "TCP on the job's bridge")):
+        one = passing[way]
+        table.add_row(name, f"{one['microseconds']['p50']:.0f}", f"{one['mib_per_second']['p50']:.0f}")
+    shorter, faster = passing["times_shorter"], passing["times_faster"]
+    table.add_row("IVShmem is times better", _times(shorter), _times(faster))
     console.print(table)
 
 
