@@ -59,7 +59,7 @@ from multiverse.simulation.faults import (
     possible,
 )
 from multiverse.simulation.fuzz import SeedResult, fuzz, load, save
-from multiverse.simulation.generate import IMPOSSIBLE, operated, with_faults, without_faults
+from multiverse.simulation.generate import IMPOSSIBLE, operated, with_faults, with_pair, without_faults
 from multiverse.simulation.jobs import Batch
 from multiverse.simulation.machines import ABILITIES, Machines, SimulatedImage
 from multiverse.simulation.outcome import Outcome, transition_name
@@ -238,6 +238,15 @@ def test_a_job_is_changed_while_it_waits(after: float) -> None:
 
 def test_a_job_is_requeued_by_its_user() -> None:
     assert one(Batch(seconds=20), UserAction(12.0, "requeue")) == "COMPLETED"
+
+
+@pytest.mark.parametrize("after", [10.0, 11.0, 12.0])
+def test_a_run_that_begins_on_vms_of_an_earlier_run_is_queued_again(after: float) -> None:
+    """Seed 10,234,165. The scheduler starts the job at once on the VMs that its first run had, which are to go."""
+    job = Arrival(1.0, Batch(nodes=2, seconds=40.0), actions=(UserAction(after, "requeue"),))
+    outcome = keeps_its_promises(with_pair(Scenario(2, (job,)), Pair.GRID_HOSTS))
+    assert list(outcome.results.values()) == ["COMPLETED"]
+    assert outcome.transitions["attempt: ungated - strayed -> stray"] == 1
 
 
 def too_large(at: float, pair: Pair) -> Outcome:

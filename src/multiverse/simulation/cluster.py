@@ -231,9 +231,11 @@ class Cluster:
             self._stop(job, "FAILED" if job.exit_code else "COMPLETED")
 
     def stopped_by_controller(self, job: JobRecord, how: str) -> None:
-        """The controller ends a run. That is a violation if the run has begun and all its VMs are well."""
+        """The controller ends a run. That is a violation if the run has begun and all its VMs are well, and none had an
+        earlier run of the job: the scheduler may start a job that was queued again on VMs that are about to go."""
         guests = [self.nodes[name].guest for name in job.nodes if name in self.nodes]
         whole = all(guest.alive and guest.serves() is job and not guest.waits_for_user for guest in guests)
+        whole = whole and not any(guest.has_run_before(job) for guest in guests)
         if job.state in LIVE and whole:
             self.violations.append(f"job {job.job_id} ran on VMs that were all well, and {how}")
 

@@ -196,6 +196,11 @@ class Guest:
             (run.job, run.restarts, run.node) == (job.number, job.restarts, self.name) for run in self.runs
         )
 
+    def has_run_before(self, job: JobRecord) -> bool:
+        """Whether this guest knows an earlier run of the job."""
+        mine = (run for run in self.runs if (run.job, run.node) == (job.number, self.name))
+        return any(run.restarts < job.restarts for run in mine)
+
     def serves(self) -> JobRecord | None:
         """The job that the scheduler believes to run on this very node; None if there is none or the node is DOWN."""
         node = self.cluster.nodes.get(self.name)
