@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,14 +13,6 @@ from multiverse.service import daemon
 
 NODES = "NodeName=n1\nNodeName=n2"
 BATCH = "PartitionName=batch Nodes=n1"
-
-
-@pytest.fixture(autouse=True)
-def _umask() -> Iterator[None]:
-    """The daemon sets its own."""
-    before = os.umask(0o022)
-    yield
-    os.umask(before)
 
 
 @pytest.mark.parametrize(
