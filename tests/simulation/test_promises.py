@@ -46,6 +46,7 @@ from multiverse.core.policy import Policy
 from multiverse.core.provisioning.sizes import vm_claim, vm_size
 from multiverse.core.state import State
 from multiverse.core.transition import Change, Event
+from multiverse.simulation import fuzz as fuzzing
 from multiverse.simulation.cluster import ClusterSettings
 from multiverse.simulation.faults import (
     CALL_IDS,
@@ -66,7 +67,7 @@ from multiverse.simulation.outcome import Outcome, transition_name
 from multiverse.simulation.run import simulate
 from multiverse.simulation.scenario import Arrival, Scenario, UserAction
 from multiverse.simulation.scheduler import SimulatedSlurm
-from multiverse.simulation.shrink import explicit, shrink
+from multiverse.simulation.shrink import breaks_the_same, explicit, shrink
 from multiverse.simulation.world import Pair, WorldSettings
 
 BLOCK = 10  # seeds for each test case
@@ -694,7 +695,7 @@ def test_a_broken_planner_is_found_and_its_scenario_shrunk_saved_and_replayed(
     odds = Odds({FaultKind.SLOW: 0.1, FaultKind.TWICE: 0.1})
     outcome = simulate(replace(ONE, arrivals=arrivals, incidents=incidents, scheduler_odds=odds, limit=60.0))
     assert outcome.violations
-    small = shrink(explicit(outcome), tries=60)
+    small = shrink(explicit(outcome), breaks_the_same(outcome), tries=60)
     assert simulate(small).violations
     before, after = (
         (len(s.arrivals), len(s.incidents), len(s.faults or ()), len(s.crashes)) for s in (explicit(outcome), small)
@@ -809,6 +810,22 @@ from multiverse.simulation.generate import with_faults
 for seed in (3, 4):
     print("\\n".join(simulate(with_faults(seed)).journal))
 """
+
+
+def test_a_seed_names_the_history_in_which_a_promise_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    (seed,) = (seed for seed in range(1, 8) if seed % fuzzing.EXPANDING == fuzzing.EXPANDING // 2)
+    monkeypatch.setattr(fuzzing, "simulate", lambda scenario: replace(simulate(scenario), violations=("it is broken",)))
+    assert fuzzing.run_seed(seed).violations == ("it is broken", "--history expanding: it is broken")
+    assert "expanding" in fuzzing.HISTORIES
+
+
+def test_a_scenario_is_made_smaller_only_while_it_breaks_the_same_promise(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = replace(simulate(ONE), violations=("job 11 ran in p1 while it still ran in mvsimul-awwsmxb",))
+    failing = breaks_the_same(broken)
+    for text, same in (("job 3 ran in p2 while it still ran in mvsimul-1", True), ("job 3 is pending", False)):
+        other = replace(broken, violations=(text,))
+        monkeypatch.setattr("multiverse.simulation.shrink.simulate", lambda _, found=other: found)
+        assert failing(ONE) is same
 
 
 def test_a_seed_gives_the_same_journal_every_time() -> None:

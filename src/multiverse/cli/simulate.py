@@ -26,6 +26,13 @@ PairName = Annotated[
     typer.Option("--pair", help="slurm-hosts, grid-hosts, slurm-cloud or grid-cloud. By default the seed decides."),
 ]
 
+History = Annotated[
+    str,
+    typer.Option(
+        help="Of a seed: crowded, operated, leasing, requesting or expanding. By default the history with faults."
+    ),
+]
+
 
 @app.callback()
 def _check() -> None:
@@ -76,16 +83,18 @@ def replay(
     what: Seed,
     lines: Annotated[int, typer.Option(min=0, help="Print only so many of the last lines; 0 for all.")] = 0,
     pair: PairName = "",
+    history: History = "",
 ) -> None:
     """Simulate one seed again and print all events: users, faults, incidents, and what the controller did."""
     from multiverse.simulation.fuzz import silence_logs
     from multiverse.simulation.run import simulate
 
     silence_logs()
-    outcome = simulate(_scenario(what, pair))
+    outcome = simulate(_scenario(what, pair, history))
     typer.echo(outcome.story(lines))
     if outcome.violations:
-        raise Broken(f"{what} breaks a promise", hint=f"run multiverse simulate shrink {what} for a short story")
+        again = f"{what} --history {history}" if history else what
+        raise Broken(f"{what} breaks a promise", hint=f"run multiverse simulate shrink {again} for a short story")
 
 
 @app.command()
@@ -94,18 +103,22 @@ def shrink(
     out: Annotated[Path | None, typer.Option(help="Where to write the small scenario; SEED.json by default.")] = None,
     tries: Annotated[int, typer.Option(min=1, help="The largest number of simulations.")] = 2000,
     pair: PairName = "",
+    history: History = "",
 ) -> None:
     """Make a scenario that breaks a promise as small as possible, write it to a file, and print its story."""
     from multiverse.simulation.fuzz import save, silence_logs
     from multiverse.simulation.run import simulate
-    from multiverse.simulation.shrink import explicit, shrink
+    from multiverse.simulation.shrink import breaks_the_same, explicit, shrink
 
     silence_logs()
-    outcome = simulate(_scenario(what, pair))
+    outcome = simulate(_scenario(what, pair, history))
     if not outcome.violations:
-        raise Refused(f"{what} breaks no promise", hint="run multiverse simulate fuzz to find a seed that does")
+        raise Refused(
+            f"{what} breaks no promise",
+            hint="give --history if simulate fuzz names one, or run simulate fuzz to find a seed that does",
+        )
     with progress.working("making the scenario smaller"):
-        small = shrink(explicit(outcome), tries=tries)
+        small = shrink(explicit(outcome), breaks_the_same(outcome), tries=tries)
     path = out or Path(f"{small.seed}.json")
     save(small, path)
     typer.echo(simulate(small).story())
@@ -120,8 +133,14 @@ def _pair(name: str) -> Pair | None:
     return Pair(name) if name else None
 
 
-def _scenario(what: str, pair: str) -> Scenario:
-    from multiverse.simulation.fuzz import load
+def _scenario(what: str, pair: str, history: str) -> Scenario:
+    from multiverse.simulation.fuzz import HISTORIES, load
     from multiverse.simulation.generate import with_faults
 
-    return with_faults(int(what), pair=_pair(pair)) if what.isdigit() else load(Path(what))
+    if history and history not in HISTORIES:
+        raise Refused(f"there is no history {history!r}", hint=f"choose one of {', '.join(HISTORIES)}")
+    if history and (pair or not what.isdigit()):
+        raise Refused("--history is of a seed, and needs neither a file nor --pair", hint="leave one of them out")
+    if not what.isdigit():
+        return load(Path(what))
+    return HISTORIES[history](int(what)) if history else with_faults(int(what), pair=_pair(pair))

@@ -7,7 +7,7 @@ import logging
 import multiprocessing
 import os
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,6 +38,16 @@ REQUESTING = 16
 
 EXPANDING = 8
 """Of every so many seeds, another one than the above is also simulated with a partition that is expanded."""
+
+
+HISTORIES: dict[str, Callable[[int], Scenario]] = {
+    "crowded": crowded,
+    "operated": operated,
+    "leasing": leasing,
+    "requesting": requesting,
+    "expanding": expanding,
+}
+"""The histories that some seeds have beside the one with faults."""
 
 
 @dataclass(frozen=True)
@@ -75,25 +85,17 @@ def run_seed(seed: int, pair: Pair | None = None) -> SeedResult:
     silence_logs()
     try:
         outcome = simulate(with_faults(seed, pair=pair))
-        crowd = simulate(crowded(seed)) if seed % CROWDED == 0 else None
-        site = simulate(operated(seed)) if seed % OPERATED == 0 else None
-        leased = simulate(leasing(seed)) if seed % LEASING == 0 else None
-        asked = simulate(requesting(seed)) if seed % REQUESTING == 0 else None
-        expanded = simulate(expanding(seed)) if seed % EXPANDING == EXPANDING // 2 else None
+        others = {name: simulate(HISTORIES[name](seed)) for name in _others(seed)}
     except Exception:
         return SeedResult(seed, (traceback.format_exc(limit=-4),))
-    others = {
-        "in the crowd": crowd,
-        "on an operated site": site,
-        "with leases": leased,
-        "with requests": asked,
-        "expanded": expanded,
-    }
-    transitions = sum((one.transitions for one in others.values() if one), outcome.transitions)
-    faults = sum((one.fault_counts() for one in others.values() if one), outcome.fault_counts())
+    transitions = sum((one.transitions for one in others.values()), outcome.transitions)
+    faults = sum((one.fault_counts() for one in others.values()), outcome.fault_counts())
     return SeedResult(
         seed,
-        (*outcome.violations, *(f"{where}: {text}" for where, one in others.items() if one for text in one.violations)),
+        (
+            *outcome.violations,
+            *(f"--history {name}: {text}" for name, one in others.items() for text in one.violations),
+        ),
         outcome.seconds,
         len(outcome.results),
         outcome.commits,
@@ -101,6 +103,14 @@ def run_seed(seed: int, pair: Pair | None = None) -> SeedResult:
         dict(faults),
         dict(transitions),
     )
+
+
+def _others(seed: int) -> list[str]:
+    often = {"crowded": CROWDED, "operated": OPERATED, "leasing": LEASING, "requesting": REQUESTING}
+    return [
+        *(name for name, every in often.items() if seed % every == 0),
+        *(["expanding"] if seed % EXPANDING == EXPANDING // 2 else []),
+    ]
 
 
 def fuzz(seeds: Iterable[int], processes: int | None = None, pair: Pair | None = None) -> Iterator[SeedResult]:
