@@ -95,6 +95,7 @@ async def test_a_plain_slurmd_runs_jobs_and_leaves_no_node(lab: Any) -> None:
     assert node not in lab.run("sinfo", "-hN", "-o", "%N").stdout
 
 
+@pytest.mark.slow
 async def test_a_second_lab_runs_beside_the_first_and_leaves_nothing(lab: Any) -> None:
     slim()
     directory = Path(tempfile.mkdtemp(prefix="mvlab-"))

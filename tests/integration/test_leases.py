@@ -261,6 +261,7 @@ async def with_a_vm(pilots: Pilots, spec: LeaseSpec) -> AsyncIterator[tuple[OnLe
         pilots.lab.run("scancel", f"--name={spec.name}")
 
 
+@pytest.mark.slow
 async def test_a_job_with_a_vm_inside_it_is_on_the_node_of_a_lease(physical: LabUnderTest) -> None:
     """The node's own agent serves the plugin. Nothing that it has is the lease's, and the lease ends nothing of it."""
     pilots = Pilots.of(physical, cpus=2, memory=3000)

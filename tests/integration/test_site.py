@@ -201,6 +201,7 @@ def test_a_change_of_the_settings_is_found_and_rendered(machine: SiteMachine) ->
     assert "RestartSec=7" in changed.read_text() and changed.with_name("multiverse.service.new").exists()
 
 
+@pytest.mark.slow
 def test_the_backup_slurmctld_has_the_same_rules(machine: SiteMachine) -> None:
     machine.run("systemctl", "stop", "slurmctld")
     machine.run("scontrol", "takeover", check=False)
