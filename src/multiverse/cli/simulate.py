@@ -143,4 +143,4 @@ def _scenario(what: str, pair: str, history: str) -> Scenario:
         raise Refused("--history is of a seed, and needs neither a file nor --pair", hint="leave one of them out")
     if not what.isdigit():
         return load(Path(what))
-    return HISTORIES[history](int(what)) if history else with_faults(int(what), pair=_pair(pair))
+    return HISTORIES[history].scenario(int(what)) if history else with_faults(int(what), pair=_pair(pair))

@@ -40,8 +40,9 @@ def node_without_record(state: State, world: World, attempt: Attempt) -> str:
         return ""
     if found := next((vm.name for vm in state.vms_in(VmState.ORPHAN) if not vm.job_id), ""):
         return found
-    if all(host.is_off or name in world.hosts for name, host in state.hosts.items()):
-        return ""
     nodes = world.scheduler.value.nodes
     shown = (name for name, source in state.compared.unexplained if not source and name in nodes)
-    return min((name for name in shown if name not in state.vm_named), default="")
+    node = min((name for name in shown if name not in state.vm_named), default="")
+    if not node or all(host.is_off or name in world.hosts for name, host in state.hosts.items()):
+        return ""
+    return node

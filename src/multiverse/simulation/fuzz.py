@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import structlog
 from pydantic import TypeAdapter, ValidationError
@@ -40,14 +41,21 @@ EXPANDING = 8
 """Of every so many seeds, another one than the above is also simulated with a partition that is expanded."""
 
 
-HISTORIES: dict[str, Callable[[int], Scenario]] = {
-    "crowded": crowded,
-    "operated": operated,
-    "leasing": leasing,
-    "requesting": requesting,
-    "expanding": expanding,
+class SeedHistory(NamedTuple):
+    """A history that of every so many seeds one has, that with this rest, beside the one with faults."""
+
+    scenario: Callable[[int], Scenario]
+    every: int
+    rest: int = 0
+
+
+HISTORIES = {
+    "crowded": SeedHistory(crowded, CROWDED),
+    "operated": SeedHistory(operated, OPERATED),
+    "leasing": SeedHistory(leasing, LEASING),
+    "requesting": SeedHistory(requesting, REQUESTING),
+    "expanding": SeedHistory(expanding, EXPANDING, EXPANDING // 2),
 }
-"""The histories that some seeds have beside the one with faults."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +93,7 @@ def run_seed(seed: int, pair: Pair | None = None) -> SeedResult:
     silence_logs()
     try:
         outcome = simulate(with_faults(seed, pair=pair))
-        others = {name: simulate(HISTORIES[name](seed)) for name in _others(seed)}
+        others = {name: simulate(one.scenario(seed)) for name, one in HISTORIES.items() if seed % one.every == one.rest}
     except Exception:
         return SeedResult(seed, (traceback.format_exc(limit=-4),))
     transitions = sum((one.transitions for one in others.values()), outcome.transitions)
@@ -103,14 +111,6 @@ def run_seed(seed: int, pair: Pair | None = None) -> SeedResult:
         dict(faults),
         dict(transitions),
     )
-
-
-def _others(seed: int) -> list[str]:
-    often = {"crowded": CROWDED, "operated": OPERATED, "leasing": LEASING, "requesting": REQUESTING}
-    return [
-        *(name for name, every in often.items() if seed % every == 0),
-        *(["expanding"] if seed % EXPANDING == EXPANDING // 2 else []),
-    ]
 
 
 def fuzz(seeds: Iterable[int], processes: int | None = None, pair: Pair | None = None) -> Iterator[SeedResult]:

@@ -330,8 +330,8 @@ def _where_it_belongs(state: State, attempt: Attempt, job: Job, world: World) ->
     partition, where it may start on a physical node: not while an earlier run of it may go on in a VM."""
     if not _at_gate(job):
         return A.UNGATED, Event.LEFT_GATE
-    runs = earlier_run(state, attempt) or node_without_record(state, world, attempt)
-    if job.origin and job.gated and not runs:
+    moved = job.origin and job.gated
+    if moved and not earlier_run(state, attempt) and not node_without_record(state, world, attempt):
         return A.RESTORING, Event.SENT_BACK
     return A.QUEUED, Event.AT_GATE
 

@@ -145,11 +145,10 @@ class PilotHistory:
         that all is over, or when the node is set DOWN; the latter shows in the node's state, or in the job's. A node
         that is set DOWN under a job that runs makes it NODE_FAIL. VMs are on the node of the first run alone."""
         if not row.restarts:
+            self._first[row.id] = row.node
             if not row.node or row.word == "RUNNING":
                 self._abandoned.discard(row.id)
-                self._first[row.id] = row.node
                 return True
-            self._first[row.id] = row.node
         node = nodes.get(self._first.get(row.id, ""))
         if row.word == "NODE_FAIL" or (node is not None and node.down):
             self._abandoned.add(row.id)
