@@ -1,7 +1,7 @@
 """A VM for a job, made in the ways that Slurm-V's paper compares (Zhang et al., 2016) and by an instant clone.
 
-All four begin with the same image, and end when the guest has its address, knows those of its job, and has taken a
-region of shared memory (IVShmem) that was plugged into it. The paper's ways
+All four begin with the same image, and end when the guest has its address, has mounted the site's file systems, knows
+the addresses of its job, and has taken a region of shared memory (IVShmem) that was plugged into it. The paper's ways
 boot a VM each: from a copy of the whole image, or from an external snapshot, which is an overlay on the image. They do
 without what contains our QEMUs (a user, namespaces, control groups, the firewall), so they are not made to look slow.
 """
@@ -197,7 +197,8 @@ class Launches:
             bridge=self._settings.qemu.bridge,
             template_size=self._template.size if kind is CloneKind.INSTANT else None,
         )
-        return spec, Identity(name, mac, address, self._settings.network.gateway, machine_id(name))
+        mounts = self._settings.mounts
+        return spec, Identity(name, mac, address, self._settings.network.gateway, machine_id(name), mounts=mounts)
 
     def _job(self, serial: int) -> JobGuest:
         """What a VM is told of its job, which has 32 of them."""
