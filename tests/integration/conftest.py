@@ -33,6 +33,8 @@ _NEEDED = ("slurmctld", "slurmdbd", "slurmd", "munged", "mariadbd", "ganesha.nfs
 GUESTS_NETWORK = f"10.219.{os.getpid() % 256}"
 """Of the guests of tests without a lab. Two runs at the same time must not share routes."""
 BUILT = Path(__file__).parents[2] / "var" / "spank"
+TEMPLATES = "MULTIVERSE_TEST_TEMPLATES"
+"""The variable with the directory in which the hosts of a lab share templates."""
 SCRATCH = 128
 """MiB that a guest of these tests may write, so that it is soon full."""
 _labs = itertools.count(1)
@@ -147,12 +149,20 @@ def lab(accelerator: Path) -> Iterator[LabUnderTest]:
         yield made
 
 
+def nodes_with_job_vms(number: int) -> LabOptions:
+    """The options of a lab with bare-metal nodes. They copy their templates from TEMPLATES, if it is set."""
+    settings: dict[str, dict[str, object]] = {"job_vms": {"timeout": int(JobVmSettings().timeout * patience())}}
+    if templates := os.environ.get(TEMPLATES):
+        settings["image"] = {"templates": templates}
+    return LabOptions(cores=4, memory=4096, physical=number, settings=settings)
+
+
 @pytest.fixture(scope="session")
 def lab_of_two(accelerator: Path, _images: None) -> Iterator[LabUnderTest]:
     """Two bare-metal nodes with Slurm's plugin, each with an agent: for VMs inside jobs. No controller."""
     missing = [name for name in ("multiverse.so", "mventer") if not (BUILT / name).exists()]
     assert not missing, f"not built: {' '.join(missing)}; run make spank"
-    with new_lab(accelerator, LabOptions(cores=4, memory=4096, physical=2), controller=False) as made:
+    with new_lab(accelerator, nodes_with_job_vms(2), controller=False) as made:
         shown = ("sinfo", "-h", "-p", "physical", "-N", "-o", "%f")
         until(
             "the agents have tested the plugin",

@@ -201,7 +201,8 @@ class JobNode:
         found |= {f"rule {' '.join(line.split())}" for line in rules.splitlines()}
         for daemon in (init, *self._daemons()):
             found |= {f"mount {line.split()[4]}" for line in _lines(f"/proc/{daemon}/mountinfo")}
-        found |= {f"group {path}" for own in self._control_groups() for path in own.glob("**/")}
+        groups = {path for own in self._control_groups() for path in own.glob("**/")}
+        found |= {f"group {path}" for path in groups if not self._is_of_a_step(path)}
         found |= {f"file {path}" for path in _below(self.own.root) if not self._is_of_slurmd(path)}
         root = Path(f"/proc/{init}/root")
         found |= {f"file {name}/{path}" for name in ("dev/shm", "run") for path in _below(root / name, root / name)}
@@ -229,6 +230,12 @@ class JobNode:
         agent = self.service("agent").running(self.lab.where)
         tests = agent is not None and _parent(pid) == agent.pid and "qemu" not in _command(pid)
         return pid in self._daemons() or tests
+
+    def _is_of_a_step(self, group: Path) -> bool:
+        """Whether Slurm leaves that group of version 2, of jobs with or without a VM: slurmstepd moves itself to the
+        root of all groups before it removes its own, and that of a node in namespaces is none."""
+        step = r"job_\d+(/step_\w+(/slurm|/user(/task_\w+)?)?)?"
+        return re.search(rf"/{self.name}_slurmstepd\.scope/{step}$", str(group)) is not None
 
     def _is_of_slurmd(self, path: Path) -> bool:
         """Whether slurmd alone makes it, as often as it likes."""

@@ -32,15 +32,27 @@ def _nothing_left(node: JobNode) -> Iterator[None]:
     node.nothing_left()
 
 
+def memory_limit(group: Path) -> Path:
+    """The file with the limit of a control group of either version. In version 1, groups of other controllers have
+    none."""
+    return group / ("memory.max" if (group / "cgroup.controllers").exists() else "memory.limit_in_bytes")
+
+
 def test_the_qemu_is_in_a_child_of_the_control_groups_of_its_job_beside_the_steps(node: JobNode) -> None:
     job, _ = node.begun("sleep 1000")
     (qemu,) = node.processes("qemu-system-x86_64", here=True)
     found = {group: list(group.glob("mvjob-*/cgroup.procs")) for group in node.groups_of(job)}
     (own,) = (group for group, files in found.items() if files and str(qemu) in files[0].read_text().split())
-    (limit,) = (file for name in ("memory.limit_in_bytes", "memory.max") if (file := own / name).exists())
-    assert int(limit.read_text()) == 700 << 20, "the job's limit holds for its VM"
+    assert int(memory_limit(own).read_text()) == 700 << 20, "the job's limit holds for its VM"
     node.under_test.run("scancel", job)
     assert accounted(node.under_test, job, 120)[0] == "CANCELLED"
+
+
+@pytest.mark.skipif(not Path("/sys/fs/cgroup/cgroup.controllers").exists(), reason="of control groups of version 2")
+def test_slurm_leaves_groups_of_version_2_of_a_job_without_a_vm_too(node: JobNode) -> None:
+    job = node.under_test.sbatch("true", "--partition=physical", f"--nodelist={node.name}", "--mem=100")
+    assert accounted(node.under_test, job, 120)[0] == "COMPLETED"
+    assert node.groups_of(job), "JobNode need not ignore them any more"
 
 
 @pytest.mark.slow
@@ -65,8 +77,9 @@ def test_the_end_of_a_vm_above_the_memory_of_its_job_fails_the_job_with_a_messag
     """`job_vms.overhead` is room for QEMU, so only a limit that sinks brings it there. slurmstepd counts what is killed
     in the control groups of its step only, so Slurm's state is not OUT_OF_MEMORY."""
     job, out = node.begun(f"while [ ! -e {node.under_test.user.home}/go ]; do sleep 0.1; done; {HOG.format(size=400)}")
-    (limit,) = (file for group in node.groups_of(job) if (file := group / "memory.limit_in_bytes").exists())
-    limit.write_text(str(200 << 20))
+    (limit,) = (file for group in node.groups_of(job) if (file := memory_limit(group)).exists())
+    used = limit.with_name("memory.current" if limit.name == "memory.max" else "memory.usage_in_bytes")
+    limit.write_text(str(int(used.read_text()) + (32 << 20)))
     (node.under_test.user.home / "go").touch()
     assert accounted(node.under_test, job, 180) == ("FAILED", "1:0"), out.read_text()
     assert "the VM of this job has ended; did the job need more memory than it has" in out.read_text()
