@@ -120,9 +120,11 @@ class TimedStore(Store):
 
 
 class TimedController(Controller):
-    """Measures its passes, and notes when each attempt was committed: attempts are numbered from 1 on."""
+    """Measures its passes, and notes when each attempt was committed."""
 
     cpu = 0.0
+    first = 0
+    """The number of the first attempt: a store that took long to be made leaves some out. The others follow it."""
     committed: list[float]
 
     def run_pass(self) -> bool:
@@ -130,7 +132,9 @@ class TimedController(Controller):
         kept = super().run_pass()
         self.cpu += time.process_time() - began
         now = time.perf_counter()
-        while len(self.committed) + 1 in self.state.attempts:
+        if not self.committed:
+            self.first = min(self.state.attempts, default=0)
+        while self.first + len(self.committed) in self.state.attempts:
             self.committed.append(now)
         return kept
 
@@ -225,7 +229,8 @@ class FakeHost:
 
 
 def measure(plan: Plan) -> SubmissionTimes:
-    """Submit the jobs of a plan to a controller of its own, and wait until all are queued or served."""
+    """Submit the jobs of a plan to a controller of its own, and wait until all are queued or served. Raises whatever
+    ends the controller before."""
     found = asyncio.run(_measure(plan))
     return replace(found, alone=commits_alone(found.jobs, found.commits))
 
@@ -242,14 +247,16 @@ async def _measure(plan: Plan) -> SubmissionTimes:
         working = asyncio.create_task(controller.run())
         try:
             await asyncio.sleep(SETTLING)
-            return await _submit(plan, jobs, controller, store)
+            return await _submit(plan, jobs, controller, store, working)
         finally:
             working.cancel()
             await asyncio.gather(working, return_exceptions=True)
             store.close()
 
 
-async def _submit(plan: Plan, jobs: FakeCluster, controller: TimedController, store: TimedStore) -> SubmissionTimes:
+async def _submit(
+    plan: Plan, jobs: FakeCluster, controller: TimedController, store: TimedStore, working: asyncio.Task[None]
+) -> SubmissionTimes:
     most = round(plan.rate * plan.seconds)
     before = _used(controller, store)
     began = time.perf_counter()
@@ -259,7 +266,9 @@ async def _submit(plan: Plan, jobs: FakeCluster, controller: TimedController, st
             jobs.submit()
         if due:
             controller.hint(uid=1000)
-        await asyncio.sleep(TICK)
+        await asyncio.wait([working], timeout=TICK)
+        if working.done():
+            working.result()  # the controller ends only by a bug: raise it here
     elapsed = time.perf_counter() - began
     commits, passes, committing, beside = [
         now - then for now, then in zip(_used(controller, store), before, strict=True)
