@@ -9,7 +9,7 @@ import pytest
 from multiverse.core import planner
 from multiverse.core.machines import attempt, tables, vm
 from multiverse.core.model import Key, Size
-from multiverse.simulation.faults import Incident, IncidentKind
+from multiverse.simulation.faults import FaultKind, Incident, IncidentKind, PlannedFault
 from multiverse.simulation.generate import with_pair
 from multiverse.simulation.jobs import Batch
 from multiverse.simulation.outcome import Outcome
@@ -142,6 +142,21 @@ def test_a_job_that_was_queued_again_waits_for_a_host_out_of_reach_that_no_recor
     outcome = keeps_its_promises(Scenario(7, (Arrival(1.0, Batch(seconds=170.0)),), world=world, incidents=incidents))
     assert set(outcome.results.values()) == {"COMPLETED"}
     assert any("its earlier run may go on in mvsimul-1, of which no record tells" in line for line in outcome.told)
+
+
+@pytest.mark.parametrize("late", [2.0, 2.3, 2.6])
+def test_a_job_starts_on_no_vm_that_was_replaced_and_is_to_be_set_down(late: float) -> None:
+    """Seed 10,249,772. The start of the first VM gets no answer, the second try fails, and the VM is replaced. The
+    first start takes effect all the same, and the node registers with the tag that the job is pinned to while the call
+    that sets the node DOWN hangs. The job started there, and the next such call ended it 20 s later."""
+    faults = (
+        PlannedFault("hypervisor.start mvsimul-1 #1", FaultKind.LATE, late),
+        PlannedFault("hypervisor.start mvsimul-1 #2", FaultKind.FAILED),
+        PlannedFault("scheduler.set_down mvsimul-1 #1", FaultKind.HUNG, 20.0),
+    )
+    outcome = keeps_its_promises(Scenario(7, (Arrival(1.0, Batch(seconds=40.0)),), faults=faults))
+    assert outcome.faults == faults
+    assert set(outcome.results.values()) == {"COMPLETED"}
 
 
 def test_a_job_that_fits_on_no_host_in_sight_waits_for_those_that_only_the_settings_name() -> None:

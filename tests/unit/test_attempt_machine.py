@@ -332,6 +332,33 @@ def test_a_single_vm_that_fails_as_it_starts_is_replaced_and_the_new_one_is_star
     assert [vm.state for vm in harness.all_vms()] == [V.REMOVING, V.STARTING]
 
 
+@pytest.mark.parametrize("shown", [NodeState.IDLE, NodeState.SILENT, None])
+def test_a_job_is_not_pinned_while_it_might_start_on_a_vm_that_was_replaced(shown: NodeState | None) -> None:
+    """Both VMs have the attempt's tag, and the start that failed may have succeeded."""
+    harness = PlannerHarness()
+    harness.to_spawning()
+    harness.commit(failed(harness.all_vms()[0], EffectKind.START, Broken("no luck")))
+    old, new = harness.all_vms()
+    harness.effect_ended_at[old.key] = float("inf")
+    harness.seen(new.name, VmCondition.PARKED)
+    harness.run()
+    harness.seen(new.name, VmCondition.RUNNING)
+    harness.node(new.name)
+    if shown:
+        harness.node(old.name, shown)
+    harness.run()
+    harness.run()
+    assert [vm.state for vm in harness.all_vms()] == [V.ENDING, V.JOINED]
+    assert harness.attempt().state is A.SPAWNING
+    if shown is NodeState.IDLE:
+        harness.node(old.name, NodeState.DOWN)
+    else:
+        harness.ended(old.key)
+        del harness.vms[old.name]
+    harness.run()
+    assert harness.attempt().state is A.SPAWNED
+
+
 def test_the_vms_of_an_attempt_are_started_in_the_move_that_finds_them_all_made() -> None:
     harness = PlannerHarness(cpus=64)
     harness.to_claimed(nodes=2)

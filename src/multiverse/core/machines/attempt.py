@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from multiverse.core.expansion import why_stays
+from multiverse.core.machines.vm import may_take_job
 from multiverse.core.model import (
     ENDING_STATES,
     PINNED_STATES,
@@ -231,7 +232,7 @@ def step_attempt(state: State, attempt_id: int, world: World, policy: Policy) ->
             case A.QUEUED | A.UNGATED | A.STRAY | A.RESTORING:
                 _step_waiting(state, attempt, seen, world)
             case A.CLAIMED | A.SPAWNING:
-                _step_making(state, attempt, seen, policy)
+                _step_making(state, attempt, seen, world, policy)
             case A.SPAWNED | A.INTRODUCING:
                 _step_pinned(state, attempt, seen, world, policy)
             case _:
@@ -356,7 +357,7 @@ def _leave_to_the_scheduler(state: State, attempt: Attempt, job: Job) -> None:
     state.move(Change(attempt.reclaiming("cancelled", why), Event.CANCELLED, why))
 
 
-def _step_making(state: State, attempt: Attempt, seen: Sighting, policy: Policy) -> None:
+def _step_making(state: State, attempt: Attempt, seen: Sighting, world: World, policy: Policy) -> None:
     vms = state.serving_vms_of(attempt)
     started = seen.status in (JobStatus.RUNNING, JobStatus.COMPLETING)
     own, nodes = {vm.name for vm in vms}, set(seen.shown.nodes)
@@ -371,7 +372,8 @@ def _step_making(state: State, attempt: Attempt, seen: Sighting, policy: Policy)
     elif seen.status is not JobStatus.PENDING:
         _quarantine(state, attempt, f"the job is {seen.status} before it was given its nodes")
     elif not _return_if_changed(state, attempt, seen.shown):
-        _advance_vms(state, attempt, policy)
+        blocked = any(may_take_job(state, vm, world) for vm in state.vms_of(attempt))
+        _advance_vms(state, attempt, policy, blocked=blocked)
 
 
 def _return_if_changed(state: State, attempt: Attempt, job: Job) -> bool:
@@ -383,8 +385,9 @@ def _return_if_changed(state: State, attempt: Attempt, job: Job) -> bool:
     return attempt != state.attempts[attempt.id]
 
 
-def _advance_vms(state: State, attempt: Attempt, policy: Policy) -> None:
-    """Claimed and spawning: see that failed VMs are replaced, and go on when all VMs have come as far."""
+def _advance_vms(state: State, attempt: Attempt, policy: Policy, *, blocked: bool = False) -> None:
+    """Claimed and spawning: see that failed VMs are replaced, and go on when all VMs have come as far. While `blocked`
+    the job is not pinned: it might start on a VM that was replaced and is being ended."""
     if attempt.quarantined:
         return
     vms = state.serving_vms_of(attempt)
@@ -395,7 +398,7 @@ def _advance_vms(state: State, attempt: Attempt, policy: Policy) -> None:
         parked = [vm for vm in vms if vm.state is VmState.PARKED]
         started = [Change(replace(vm, state=VmState.STARTING), Event.START) for vm in parked]
         state.move(Change(replace(attempt, state=A.SPAWNING), Event.MADE), *started)
-    elif attempt.state is A.SPAWNING and all(vm.state is VmState.JOINED for vm in vms):
+    elif attempt.state is A.SPAWNING and not blocked and all(vm.state is VmState.JOINED for vm in vms):
         state.move(Change(replace(attempt, state=A.SPAWNED), Event.ALL_JOINED))
 
 

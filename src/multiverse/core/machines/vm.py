@@ -245,6 +245,18 @@ def _may_be_needed(state: State, vm: Vm, world: World) -> bool:
     return _is_occupied(vm, world) or (job is not None and job.state is JobState.COMPLETING)
 
 
+def may_take_job(state: State, vm: Vm, world: World) -> bool:
+    """Whether the scheduler may start the attempt's job on a VM that is being ended. Such a VM has the attempt's tag,
+    and a VM whose start failed may have started all the same. The scheduler starts no job there once the node is DOWN
+    or drained, or once the VM is off its host and its node neither answers nor is registered."""
+    if world.scheduler is None or vm.state not in (V.ENDING, V.REMOVING):
+        return False
+    node = world.scheduler.value.nodes.get(vm.name)
+    if node is not None and node.state not in (NodeState.SILENT, NodeState.JOINING):
+        return not node.is_unusable or world.node_began(vm.name) <= vm.since
+    return not _is_off_its_host(state, vm, world.ended_at(vm.key, float("inf")), world)
+
+
 def _is_occupied(vm: Vm, world: World) -> bool:
     return world.scheduler is not None and vm.name in world.scheduler.value.occupied
 
