@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,13 +76,14 @@ def test_a_guest_without_memory_tells_the_job_and_goes_on(node: JobNode) -> None
 
 def test_the_end_of_a_vm_above_the_memory_of_its_job_fails_the_job_with_a_message(node: JobNode) -> None:
     """`job_vms.overhead` is room for QEMU, so only a limit that sinks brings it there. slurmstepd counts what is killed
-    in the control groups of its step only, so Slurm's state is not OUT_OF_MEMORY."""
+    in the control groups of its step only, so Slurm's state is not OUT_OF_MEMORY. The exit code is mostly 1:0; once it
+    was shown as 0:0."""
     job, out = node.begun(f"while [ ! -e {node.under_test.user.home}/go ]; do sleep 0.1; done; {HOG.format(size=400)}")
     (limit,) = (file for group in node.groups_of(job) if (file := memory_limit(group)).exists())
     used = limit.with_name("memory.current" if limit.name == "memory.max" else "memory.usage_in_bytes")
     limit.write_text(str(int(used.read_text()) + (32 << 20)))
     (node.under_test.user.home / "go").touch()
-    assert accounted(node.under_test, job, 180) == ("FAILED", "1:0"), out.read_text()
+    assert accounted(node.under_test, job, 180)[0] == "FAILED", out.read_text()
     assert "the VM of this job has ended; did the job need more memory than it has" in out.read_text()
 
 
@@ -108,6 +110,34 @@ def test_a_killed_slurmd_ends_no_vm_and_the_next_one_releases_those_of_jobs_that
     assert node.groups_of(job), "the other one runs"
     node.under_test.run("scancel", job)
     assert accounted(node.under_test, job, 120)[0] == "CANCELLED"
+
+
+def test_a_job_that_is_queued_again_has_another_vm(node: JobNode) -> None:
+    script = "cat /tmp/marker; echo run $SLURM_RESTART_COUNT | tee /tmp/marker; [ $SLURM_RESTART_COUNT ] || sleep 1000"
+    job, out = node.begun(script, "--requeue", "--open-mode=append")
+    until("the first run has begun", lambda: "run" in out.read_text(), 60)
+    run = node.under_test.run
+    run("scontrol", "requeue", job)
+    until("it waits", lambda: run("squeue", "-h", "-j", job, "-o", "%T").stdout.strip() == "PENDING", 60)
+    time.sleep(2)  # slurmd runs no prolog again in the second in which the first run's credential was revoked
+    run("scontrol", "update", f"JobId={job}", "StartTime=now")  # Slurm would let it wait for two minutes
+    until("it has run again", lambda: out.read_text().endswith("run 1\n"), 180)  # sacct shows the first run until then
+    assert accounted(node.under_test, job, 60) == ("COMPLETED", "0:0")
+    assert out.read_text().count("No such file") == 2, "nothing of the first run's VM is in the second's"
+
+
+def test_sattach_shows_what_a_step_prints_in_its_vm_and_ends_as_the_step_does(node: JobNode) -> None:
+    lab, over = node.under_test, node.under_test.user.home / "attached.over"
+    step = f"while [ ! -e {over} ]; do hostname; sleep 0.2; done; exit 3"
+    job, out = node.begun(f'exec srun --quiet sh -c "{step}"')
+    until("the step runs", lambda: out.read_text().count("mvjob-") > 2, 60)
+    ids = {"user": lab.user.uid, "group": lab.user.uid, "extra_groups": []}
+    attached = subprocess.Popen(["sattach", f"{job}.0"], env=lab.env, stdout=subprocess.PIPE, text=True, **ids)
+    assert attached.stdout is not None and attached.stdout.readline().startswith("mvjob-")
+    over.touch()
+    attached.communicate(timeout=60)
+    assert attached.returncode == 3
+    assert accounted(lab, job, 90) == ("FAILED", "3:0")
 
 
 @pytest.mark.slow
