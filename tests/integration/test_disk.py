@@ -27,7 +27,7 @@ async def files_of(lab: Lab, name: str) -> tuple[int, int]:
 AVAILABLE = f"{AS_ANN} df --output=avail -BM / | tail -n 1"
 
 
-@pytest.mark.parametrize("kind", [CloneKind.INSTANT, CloneKind.LINKED])
+@pytest.mark.parametrize("kind", [CloneKind.INSTANT, pytest.param(CloneKind.LINKED, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("asked", [0, 1000])
 async def test_a_job_has_what_it_asked_for_available_and_not_much_more(lab: Lab, kind: CloneKind, asked: int) -> None:
     spec = lab.spec(kind, dataclasses.replace(BASE, disk=asked))

@@ -156,6 +156,7 @@ def submit(pair: Pair, name: str, script: str = "hostname") -> tuple[str, Path]:
     return pair.lab.sbatch(script, "--mem=100", f"--output={out}"), out
 
 
+@pytest.mark.slow
 def test_a_slurm_user_with_a_name_and_number_of_its_own_works(pair: Pair) -> None:
     shown = pair.lab.run("scontrol", "show", "config").stdout
     assert f"ctl({UID})" in next(line for line in shown.splitlines() if line.startswith("SlurmUser"))

@@ -68,7 +68,7 @@ async def test_what_works_here_is_used_and_the_rest_has_a_reason(lab: Lab) -> No
     assert (Feature.VHOST_NET in used) <= Path("/dev/vhost-net").exists()
 
 
-@pytest.mark.parametrize("kind", [CloneKind.INSTANT, CloneKind.FULL])
+@pytest.mark.parametrize("kind", [CloneKind.INSTANT, pytest.param(CloneKind.FULL, marks=pytest.mark.slow)])
 async def test_a_guest_works_with_all_that_its_host_has(lab: Lab, kind: CloneKind) -> None:
     spec = lab.spec(kind)
     await lab.hypervisor.create(spec)

@@ -209,6 +209,7 @@ until [ -e {home}/seen ]; do sleep 0.2; done
 """
 
 
+@pytest.mark.slow
 def test_a_vm_sends_and_receives_no_faster_than_it_claims(two: LabUnderTest, hosts: Client) -> None:
     """4 MiB to the file server and back, with 10 Mbit/s and without a limit, one after the other."""
     home, took = two.user.home, {}

@@ -68,7 +68,8 @@ def _ranks(lab: LabUnderTest, script: str, *options: str) -> tuple[str, list[lis
     return job, [line.split() for line in sorted(written(out).splitlines()) if "/4 " in line]
 
 
-@pytest.mark.parametrize("nodes", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", [2, 1])
 def test_mpirun_starts_ranks_in_all_vms_of_the_job_without_ssh(lab_of_two: LabUnderTest, nodes: int) -> None:
     tasks = ("--nodes=2", "--ntasks-per-node=2") if nodes == 2 else ("--nodes=1", "--ntasks=4")
     script = f"mpirun $ALLREDUCE {OPEN_MPI}"

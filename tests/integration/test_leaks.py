@@ -98,6 +98,7 @@ def check_for_leaks(lab: LabUnderTest, client: Client, pid: int, warming: int, j
     assert after.database - before.database <= jobs * JOURNAL_PER_JOB
 
 
+@pytest.mark.slow
 def test_a_dozen_jobs_in_a_row_leave_nothing_behind(
     lab: LabUnderTest, client: Client, controller: Callable[[], int]
 ) -> None:

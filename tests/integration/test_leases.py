@@ -402,7 +402,7 @@ async def test_a_pilot_of_an_account_becomes_root_where_slurm_runs_no_job_of_roo
 def test_a_lease_is_taken_for_a_job_that_waits_and_given_back(physical: LabUnderTest) -> None:
     """The lab's own host is drained, so only a lease can have the job's VM."""
     (physical.where.etc / "site.toml").write_text(
-        '[[lease]]\npartition = "physical"\nmin_wait = 1\nidle = 20\ntime_limit = 1200\nmax = 1\n'
+        '[[lease]]\npartition = "physical"\nmin_wait = 1\nidle = 5\ntime_limit = 1200\nmax = 1\n'
     )
     asyncio.run(lifecycle.up(physical.where, LabOptions()))
     with Client(physical.settings.socket) as client:

@@ -99,6 +99,7 @@ def journalled(lab: LabUnderTest, job: str) -> dict[str, int]:
         )
 
 
+@pytest.mark.slow
 def test_limits_hold_for_waiting_pinned_and_running_jobs_together(
     lab: LabUnderTest, client: Client, controller: Callable[[], int]
 ) -> None:

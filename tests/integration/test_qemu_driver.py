@@ -200,7 +200,8 @@ async def test_a_spare_that_was_warmed_up_is_paused_until_it_is_started(lab: Lab
     assert await lab.condition(spec.name) is VmCondition.RUNNING
 
 
-@pytest.mark.parametrize("kind", [pytest.param(CloneKind.FULL, marks=pytest.mark.slow), CloneKind.LINKED])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [CloneKind.FULL, CloneKind.LINKED])
 async def test_a_clone_that_boots_gets_its_identity_too(lab: Lab, kind: CloneKind) -> None:
     spec = lab.spec(kind, Size(2, 384))
     stages = await lab.started(spec)

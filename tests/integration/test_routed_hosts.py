@@ -174,6 +174,7 @@ def entries(lab: LabUnderTest, site: str) -> dict[str, list[str]]:
     return {name: sorted(line.split()[0] for line in text.splitlines()) for name, text in found.items()}
 
 
+@pytest.mark.slow
 def test_vms_of_a_job_on_two_networks_reach_each_other_and_nobody_else_them(
     routed: LabUnderTest, client: Client
 ) -> None:

@@ -111,7 +111,7 @@ def test_a_job_goes_on_in_its_vm_through_an_upgrade(lab: LabUnderTest, controlle
 EARLIER, LATER = NEIGHBOURS
 
 
-@pytest.mark.parametrize("first", ["agent", "controller"])
+@pytest.mark.parametrize("first", ["agent", pytest.param("controller", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("before", "after"),
     [(EARLIER, THIS), pytest.param(THIS, LATER, marks=pytest.mark.slow)],
