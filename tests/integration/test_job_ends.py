@@ -76,14 +76,13 @@ def test_a_guest_without_memory_tells_the_job_and_goes_on(node: JobNode) -> None
 
 def test_the_end_of_a_vm_above_the_memory_of_its_job_fails_the_job_with_a_message(node: JobNode) -> None:
     """`job_vms.overhead` is room for QEMU, so only a limit that sinks brings it there. slurmstepd counts what is killed
-    in the control groups of its step only, so Slurm's state is not OUT_OF_MEMORY. The exit code is mostly 1:0; once it
-    was shown as 0:0."""
+    in the control groups of its step only, so Slurm's state is not OUT_OF_MEMORY."""
     job, out = node.begun(f"while [ ! -e {node.under_test.user.home}/go ]; do sleep 0.1; done; {HOG.format(size=400)}")
     (limit,) = (file for group in node.groups_of(job) if (file := memory_limit(group)).exists())
     used = limit.with_name("memory.current" if limit.name == "memory.max" else "memory.usage_in_bytes")
     limit.write_text(str(int(used.read_text()) + (32 << 20)))
     (node.under_test.user.home / "go").touch()
-    assert accounted(node.under_test, job, 180)[0] == "FAILED", out.read_text()
+    assert accounted(node.under_test, job, 180) == ("FAILED", "1:0"), out.read_text()
     assert "the VM of this job has ended; did the job need more memory than it has" in out.read_text()
 
 

@@ -81,9 +81,9 @@ def _run(node: JobNode, jobs: int) -> Counter[tuple[str, str, str]]:
     node.nothing_left()
     hosts = ran.read_text().split()
     assert all(host.startswith("mvjob-") for host in hosts) and len(set(hosts)) == len(hosts), "each in a VM of its own"
-    shown = ("sacct", "-X", "-n", "-P", "-o", "JobID,State,ExitCode", "-j", array)
+    shown = ("sacct", "-X", "-n", "-P", "-o", "JobID,State,ExitCode,End", "-j", array)
     lines = until("all are accounted for", lambda: _ended(lab.run(*shown).stdout, jobs), 120)
-    ends = {int(name.partition("_")[2]): (state.split()[0], code) for name, state, code in lines}
+    ends = {int(name.partition("_")[2]): (state.split()[0], code) for name, state, code, _ in lines}
     for number, end in ends.items():
         if end != ENDS[KINDS[number % len(KINDS)]]:
             print(f"\njob {number} ended as {end}: {(lab.user.home / f'row.{number}').read_text()}")
@@ -92,7 +92,7 @@ def _run(node: JobNode, jobs: int) -> Counter[tuple[str, str, str]]:
 
 def _ended(text: str, jobs: int) -> list[list[str]]:
     lines = [line.split("|") for line in text.splitlines()]
-    return lines if len(lines) == jobs and all(state not in ("RUNNING", "PENDING") for _, state, _ in lines) else []
+    return lines if len(lines) == jobs and all(end != "Unknown" for *_, end in lines) else []
 
 
 @pytest.mark.timeout(7200)

@@ -25,6 +25,7 @@ from multiverse.core.model.names import lease_name
 from multiverse.drivers.slurm.driver import SlurmScheduler
 from multiverse.host import manifest
 from multiverse.lab import lifecycle
+from multiverse.lab.hosts import control_groups
 from multiverse.lab.layout import Layout
 from multiverse.lab.plan import LabOptions
 from multiverse.lab.services import AGENT, CONTROLLER, SERVICES
@@ -113,7 +114,7 @@ class Pilots:
 
     def remains(self, spec: LeaseSpec) -> list[str]:
         """What is on the node that belongs to a lease: files, control groups, interfaces, processes."""
-        groups = Path("/sys/fs/cgroup").glob(f"*/{self.lab.where.control_group}/**/{spec.name}")
+        groups = [one for one in control_groups.existing(spec.name) if self.lab.where.control_group in one.parts]
         found = [*self.own.leases.glob(spec.name), *groups]
         for pid in self.processes(spec):
             with contextlib.suppress(OSError):

@@ -35,30 +35,34 @@ MESSAGE = re.compile(r"slurmstepd(?:-[\w-]+)?: error: Detected \d+ oom[-_]kill e
 
 @dataclass
 class Place:
-    """Where the jobs of a test run."""
+    """Where the jobs of a test run: in VMs of the controller that `client` asks, or on bare metal."""
 
     lab: LabUnderTest
     options: tuple[str, ...]
+    client: Client | None
 
     def run(self, script: str, *options: str) -> tuple[str, str]:
         """Run a job to its end. Returns its id and what it wrote to stdout and stderr."""
         out = self.lab.user.home / "memory.out"
         out.unlink(missing_ok=True)
         job = self.lab.sbatch(script, f"--output={out}", *self.options, *options)
-        # A guest writes the last output when slurmstepd closes the file, perhaps after the state of the job is known.
         until(
             f"job {job} has ended", lambda: not self.lab.run("squeue", "-h", "-t", "PD,R,CG", "-j", job).stdout, 120.0
         )
+        if client := self.client:
+            # slurmd reports the end of a job once slurmstepd no longer answers. slurmstepd closes the file a little
+            # later, and only then the guest writes slurmstepd's own messages to the NFS server.
+            until(f"the VM of job {job} is gone", lambda: not client.vms(), 60.0)
         return job, out.read_text()
 
     def states(self, job: str) -> dict[str, tuple[str, str]]:
         """State and exit code of the job ("") and of its steps, once all of them have ended."""
 
         def ask() -> dict[str, tuple[str, str]] | None:
-            lines = self.lab.run("sacct", "-n", "-P", "-o", "JobID,State,ExitCode", "-j", job).stdout.splitlines()
+            lines = self.lab.run("sacct", "-n", "-P", "-o", "JobID,State,ExitCode,End", "-j", job).stdout.splitlines()
             rows = [line.split("|") for line in lines]
-            over = all(state not in ("PENDING", "RUNNING") for _, state, _ in rows)
-            return {name.partition(".")[2]: (state.split()[0], code) for name, state, code in rows} if over else None
+            over = all(end != "Unknown" for *_, end in rows)  # see `accounted`
+            return {name.partition(".")[2]: (state.split()[0], code) for name, state, code, _ in rows} if over else None
 
         found: dict[str, tuple[str, str]] = until(f"the steps of {job} have ended", ask, 30.0)
         return found
@@ -88,9 +92,9 @@ def place(lab: LabUnderTest, client: Client, bare: str, request: pytest.FixtureR
     if request.param == "bare":
         if bare:
             pytest.skip(bare)
-        yield Place(lab, ("--partition=bare",))
+        yield Place(lab, ("--partition=bare",), None)
         return
-    yield Place(lab, ())
+    yield Place(lab, (), client)
     nothing_left(lab, client)
 
 
@@ -137,7 +141,7 @@ def test_the_page_cache_is_reclaimed(place: Place) -> None:
 
 def test_files_in_memory_count(lab: LabUnderTest, client: Client) -> None:
     """In a VM only: the largest process is slurmstepd, which cannot protect itself in every container."""
-    place = Place(lab, ())
+    place = Place(lab, (), client)
     job, said = place.run(WRITE.format(directory="/dev/shm"), "--mem=60")
     assert "written" not in said.split()
     assert MESSAGE.findall(said) == [f"{job}.batch"], said
@@ -157,7 +161,7 @@ done
 
 @pytest.mark.slow
 def test_the_kernel_ends_processes_of_the_job_only(lab: LabUnderTest, client: Client) -> None:
-    place = Place(lab, ())
+    place = Place(lab, (), client)
     hogs = "for i in 1 2 3 4 5 6; do tail /dev/zero & done; wait"
     job, said = place.run(f"grep cgroup2 /proc/mounts\n{ADJUSTMENTS}\n{hogs}; srun --quiet hostname", f"--mem={TIGHT}")
     found = [line.split(maxsplit=2)[1:] for line in said.splitlines() if line.startswith("adj ")]

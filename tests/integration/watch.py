@@ -62,12 +62,16 @@ def ended(client: Client, job: str, state: str) -> dict[str, Any]:
 
 
 def accounted(lab: LabUnderTest, job: str, limit: float = 30.0) -> tuple[str, str]:
-    """The job's state and exit code in Slurm's accounting, once slurmdbd knows its end."""
+    """The job's state and exit code in Slurm's accounting, once slurmdbd knows its end.
+
+    slurmctld may report the start of a job only after the end of the job, and then with the state that the job has now.
+    Until slurmdbd has the report of the end too, such a job has a final state, but the exit code 0:0 and no end.
+    """
 
     def ask() -> tuple[str, str] | None:
-        line = lab.run("sacct", "-X", "-n", "-P", "-o", "State,ExitCode", "-j", job).stdout.strip()
-        state, _, code = line.partition("|")
-        return (state.split()[0], code) if state and state not in ("PENDING", "RUNNING") else None
+        line = lab.run("sacct", "-X", "-n", "-P", "-o", "State,ExitCode,End", "-j", job).stdout.strip()
+        state, code, end = (*line.split("|"), "", "", "")[:3]
+        return (state.split()[0], code) if state and end != "Unknown" else None
 
     return until(f"sacct of {job}", ask, limit)
 

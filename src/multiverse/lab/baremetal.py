@@ -35,7 +35,7 @@ def _hierarchies(lab: Lab) -> Path:
 
 def control_groups_of(lab: Lab) -> list[Path]:
     """The node's control groups, one in each hierarchy that has one."""
-    return sorted(Path("/sys/fs/cgroup").glob(f"**/{lab.where.control_group}/{NODE}"))
+    return control_groups.existing(lab.where.control_group, NODE)
 
 
 def _prepare(lab: Lab) -> None:

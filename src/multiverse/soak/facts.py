@@ -55,7 +55,9 @@ async def accounts(lab: LabSession) -> dict[str, Account]:
         try:
             answers = [await asyncio.to_thread(clock.run, *argv) for argv in (remembered, accounted)]
             found = read_accounts("".join(answer.stdout for answer in answers))
-            if all(one.state in OVER for one in found.values()):
+            # A job with a final state, but without an end, has the exit code 0:0: slurmctld has reported its start only
+            # after its end, and slurmdbd does not have the report of the end yet.
+            if all(one.state in OVER and one.ended is not None for one in found.values()):
                 return found
         except subprocess.TimeoutExpired:
             pass

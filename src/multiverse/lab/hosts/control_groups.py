@@ -7,6 +7,7 @@ no process itself (cgroups(7)).
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -30,6 +31,14 @@ def create(lab: str, host: str, *, every: bool = False) -> dict[Path, Path]:
             (group / "cgroup.procs").write_text("0")
             found[hierarchy.parent.parent] = group
     return found
+
+
+def existing(*names: str) -> list[Path]:
+    """The control groups of this machine whose paths end with these names, in all hierarchies.
+
+    `Path.glob` cannot be used: it raises FileNotFoundError if another program removes a group that is being read.
+    """
+    return sorted(Path(path) for path, _, _ in os.walk("/sys/fs/cgroup") if Path(path).parts[-len(names) :] == names)
 
 
 def join_daemons() -> None:
