@@ -55,7 +55,7 @@ unit-beside: setup
 	$(call quietly,unit,$(UNIT))
 
 histories: setup
-	@echo "histories: 2,000 of them are simulated"
+	@echo "histories: 1,000 of them are simulated"
 	$(call quietly,histories,pytest tests/simulation -m histories)
 
 spank: setup

@@ -158,6 +158,7 @@ def test_no_job_takes_one_when_the_controller_was_stopped(
     assert full(client)["joined"] != before["joined"]
 
 
+@pytest.mark.slow
 def test_a_job_that_is_cancelled_before_it_was_let_in_leaves_nothing(
     lab: LabUnderTest, client: Client, controller: Callable[[], int]
 ) -> None:

@@ -248,6 +248,7 @@ async def test_another_driver_finds_everything_on_disk(lab: Lab) -> None:
     assert lab.remains(running.name) == []
 
 
+@pytest.mark.slow
 async def test_a_template_that_another_host_has_built_is_copied_and_not_booted(lab: Lab, tmp_path: Path) -> None:
     """Two hosts, which have templates of their own and a directory in common. A clone of the copy runs."""
     lab.hypervisor.close()

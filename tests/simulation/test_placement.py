@@ -75,6 +75,7 @@ def test_many_submissions_at_once_fill_no_host_beyond_what_may_be_claimed(policy
     assert carried["h1"] <= 8 and carried["h3"] <= 12
 
 
+@pytest.mark.slow
 def test_two_hundred_submissions_at_once_fill_no_host(carried: Counter[str]) -> None:
     outcome = keeps_its_promises(crowd(2, "random-fit", 200))
     assert set(outcome.results.values()) == {"COMPLETED"} and len(outcome.results) == 200
