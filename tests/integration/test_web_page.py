@@ -151,6 +151,17 @@ def test_back_undoes_a_selection(page: Browser) -> None:
     page.until("document.querySelector('aside').hidden && location.search === ''")
 
 
+def test_a_page_that_was_left_is_no_viewer_any_more(page: Browser, site: Site) -> None:
+    for number in range(4):
+        page.open(f"{site.url}?q={number}")
+        page.until("document.querySelectorAll('.vm').length >= 3")
+    metrics = "fetch('metrics').then(answer => answer.text())"
+    page.until(f"{metrics}.then(text => /^multiverse_viewers 1(\\.0)?$/m.test(text))", 10)
+    page.evaluate("history.back()")
+    page.until("location.search === '?q=2' && document.querySelectorAll('.vm').length >= 3")
+    page.until("document.querySelector('.live')?.textContent === 'live'")
+
+
 def test_a_job_s_timeline_shows_where_its_time_went(page: Browser, site: Site) -> None:
     page.open(site.url + "?stage=running")
     page.until("document.querySelectorAll('.job .pill.running').length > 0")

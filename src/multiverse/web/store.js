@@ -11,11 +11,12 @@ class Store extends EventTarget {
   alerts = new Map();
   summary = null;
   connection = "connecting";
+  #source = null;
   #heard = 0;
   #offset = 0; // of the controller's clock to this one, in seconds
 
   connect() {
-    const source = new EventSource("events");
+    const source = (this.#source = new EventSource("events"));
     source.addEventListener("snapshot", (event) => this.#take(JSON.parse(event.data), true));
     source.addEventListener("delta", (event) => this.#take(JSON.parse(event.data), false));
     source.addEventListener("open", () => this.#connected("live"));
@@ -23,6 +24,10 @@ class Store extends EventTarget {
       this.#connected("lost");
       if (source.readyState === EventSource.CLOSED) setTimeout(() => this.connect(), 3000 + Math.random() * 4000);
     });
+  }
+
+  disconnect() {
+    this.#source?.close();
   }
 
   // The present time at the controller, in Unix seconds.
@@ -71,6 +76,11 @@ class Store extends EventTarget {
 }
 
 export const store = new Store();
+
+// A browser keeps pages that were left, with their connections, and has six of these for a site: the next page would
+// wait until one is dropped.
+addEventListener("pagehide", () => store.disconnect());
+addEventListener("pageshow", (event) => event.persisted && store.connect());
 
 // An element of the page that draws itself anew when what it shows has changed. `kinds`: what it shows.
 export class View extends HTMLElement {
