@@ -56,7 +56,7 @@ MIDWAY = [*ON_THE_HOST, "scontrol:update", "scontrol:delete"]
         pytest.param([f"before {state} controller" for state in ON_ITS_WAY], id="before-each-commit", marks=slow),
         pytest.param([f"after {point} controller" for point in MIDWAY], id="in-each-effect", marks=slow),
         pytest.param([f"before {point} controller" for point in MIDWAY], id="before-each-effect", marks=slow),
-        pytest.param([f"after {point} agent" for point in ON_THE_HOST], id="agent-in-each-effect"),
+        pytest.param([f"after {point} agent" for point in ON_THE_HOST], id="agent-in-each-effect", marks=slow),
         pytest.param([f"before {point} agent" for point in ON_THE_HOST], id="agent-before-each-effect", marks=slow),
         *(pytest.param([f"{when} {state} controller"], id=f"{when}-{state}", marks=slow)
           for state in ON_ITS_WAY for when in ("before", "after")),
