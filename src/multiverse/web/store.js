@@ -16,6 +16,7 @@ class Store extends EventTarget {
   #offset = 0; // of the controller's clock to this one, in seconds
 
   connect() {
+    this.disconnect(); // whoever waited to connect again may come late
     const source = (this.#source = new EventSource("events"));
     source.addEventListener("snapshot", (event) => this.#take(JSON.parse(event.data), true));
     source.addEventListener("delta", (event) => this.#take(JSON.parse(event.data), false));
@@ -76,11 +77,6 @@ class Store extends EventTarget {
 }
 
 export const store = new Store();
-
-// A browser keeps pages that were left, with their connections, and has six of these for a site: the next page would
-// wait until one is dropped.
-addEventListener("pagehide", () => store.disconnect());
-addEventListener("pageshow", (event) => event.persisted && store.connect());
 
 // An element of the page that draws itself anew when what it shows has changed. `kinds`: what it shows.
 export class View extends HTMLElement {
