@@ -20,7 +20,7 @@ from multiverse.lab.plan import LabOptions
 from multiverse.lab.services import CONTROLLER
 from tests.integration.conftest import LabUnderTest, new_lab
 from tests.integration.images import slim
-from tests.integration.watch import ended, latest, until
+from tests.integration.watch import ended, latest, output_of, until
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, reason="namespaces need root")]
 
@@ -80,7 +80,7 @@ def test_jobs_of_a_full_partition_run_in_vms_and_those_that_cannot_wait(full: Fu
             moves = lab.sbatch("hostname; id -un", *options, f"--output={output}")
             row = ended(client, moves, "done")
             assert row["origin"] == PARTITION
-            name, user = until("its output is there", lambda: output.exists() and output.read_text().split())
+            name, user = until("its output is there", lambda: output.exists() and output_of(output).split())
             assert name.startswith("mv") and name != "mvp1" and user == lab.user.name
             assert f"moved from partition {PARTITION}" in lab.run("scontrol", "show", "job", moves).stdout
             assert shown(lab, stays, "%T %P") == f"PENDING {PARTITION}" and not latest(client, stays)

@@ -37,7 +37,7 @@ from tests.integration.images import IMAGES, mpi, slim
 from tests.integration.test_agent import THROUGH_THE_AGENT, Behind, Controller, connected
 from tests.integration.test_contract_qemu import LONG, Real
 from tests.integration.test_gangs import MPICH, OPEN_MPI, allreduce
-from tests.integration.watch import ended, kill, latest, qemu_of, until
+from tests.integration.watch import ended, kill, latest, output_of, qemu_of, until
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, reason="namespaces need root")]
 
@@ -172,8 +172,8 @@ def test_a_job_runs_on_two_hosts_and_others_do_not_reach_it(two: LabUnderTest, h
     ended(hosts, stranger, "done")
     (home / "tried").touch()
     ended(hosts, gang, "done")
-    assert sorted(out.read_text().split("\n")[:-1]) == sorted(f"reached {vm['name']}" for vm in vms for _ in range(2))
-    assert other.read_text().split("\n")[:-1] == [f"not {address}" for address in addresses]
+    assert sorted(output_of(out).split("\n")[:-1]) == sorted(f"reached {vm['name']}" for vm in vms for _ in range(2))
+    assert output_of(other).split("\n")[:-1] == [f"not {address}" for address in addresses]
 
 
 @pytest.mark.slow
@@ -226,7 +226,7 @@ def test_a_vm_sends_and_receives_no_faster_than_it_claims(two: LabUnderTest, hos
         (home / "seen").touch()
         ended(hosts, job, "done")
         (home / "seen").unlink()
-        took[name] = [int(word) for word in out.read_text().split()]
+        took[name] = [int(word) for word in output_of(out).split()]
     # 33.5 Mbit at 10 Mbit/s, less what a second lets through at once.
     assert all(milliseconds > 2000 for milliseconds in took["slow"]), took
     assert sum(took["free"]) < sum(took["slow"]) / 2, took

@@ -38,7 +38,7 @@ from tests.integration.images import slim
 from tests.integration.job_nodes import job_nodes
 from tests.integration.test_agent import Behind, Controller, connected
 from tests.integration.test_contract_qemu import CHECKS, LONG, Real
-from tests.integration.watch import accounted, ended, kill, until
+from tests.integration.watch import accounted, ended, kill, output_of, until
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, reason="namespaces need root")]
 
@@ -284,7 +284,7 @@ async def test_a_job_with_a_vm_inside_it_is_on_the_node_of_a_lease(physical: Lab
         await pilots.ended(spec)
         assert alive(inside) and not alive(qemu)
         go.touch()
-        until("the job has ended", lambda: out.read_text().split()[1:] == ["over"])
+        until("the job has ended", lambda: output_of(out).split()[1:] == ["over"])
         until("nothing is left of its VM", lambda: not [*jobs.glob("mvjob-*")] and not alive(inside))
         assert accounted(physical, job, 90) == ("COMPLETED", "0:0")
 
@@ -414,8 +414,8 @@ def test_a_lease_is_taken_for_a_job_that_waits_and_given_back(physical: LabUnder
         job = physical.sbatch("hostname; id -un", "--time=5", f"--output={output}")
         until("a host is leased", lambda: any(one["name"].startswith("lease-") for one in client.hosts()))
         ended(client, job, "done")
-        until("the job's output is there", lambda: output.exists() and output.read_text())
-        name, user = output.read_text().split()
+        until("the job's output is there", lambda: output.exists() and output_of(output))
+        name, user = output_of(output).split()
         assert name.startswith("mv") and user == physical.user.name
         own = physical.where.host(NODE)
         until("the lease is given back", lambda: not physical.run("squeue", "-h", "-p", "physical").stdout)

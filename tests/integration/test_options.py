@@ -20,7 +20,7 @@ import pytest
 from multiverse.client import Client
 from tests.integration.conftest import LabUnderTest
 from tests.integration.options import GROUPS, JOBS, Option
-from tests.integration.watch import accounted, ended, kill, latest, qemu_of, release, until
+from tests.integration.watch import accounted, ended, kill, latest, output_of, qemu_of, release, until
 
 pytestmark = pytest.mark.integration
 
@@ -167,7 +167,7 @@ def test_an_arrays_limit_holds(board: Board) -> None:
 
 def test_files_are_named_by_slurms_patterns(board: Board, client: Client) -> None:
     board.over("plain")
-    assert (board.home / "dir" / f"{board.ids['plain']}.err").read_text() == "complaint\n"
+    assert output_of(board.home / "dir" / f"{board.ids['plain']}.err") == "complaint\n"
     assert (board.home / "named.out").exists()
     job = board.ids["array"]
     board.over("array")

@@ -21,7 +21,7 @@ from multiverse.system import kernel
 from tests.integration.conftest import LabUnderTest, new_lab
 from tests.integration.images import slim
 from tests.integration.overlay_hosts import forged_packet
-from tests.integration.watch import ended, kill, latest, qemu_of, until
+from tests.integration.watch import ended, kill, latest, output_of, qemu_of, until
 
 pytestmark = [
     pytest.mark.integration,
@@ -205,7 +205,7 @@ def test_vms_of_a_job_on_two_networks_reach_each_other_and_nobody_else_them(
     tries = f"python3 {home}/stranger.py {' '.join(addresses)}"
     stranger = routed.sbatch(tries, "-c1", "--mem=300", f"--output={other}", user=routed.other)
     ended(client, stranger, "done")
-    assert other.read_text().split("\n")[:-1] == [f"not {address}" for address in addresses]
+    assert output_of(other).split("\n")[:-1] == [f"not {address}" for address in addresses]
 
     # The agent ends and its interface is removed: the next agent restores it, and the VMs go on.
     os.kill(pid_of(routed, plan.own_hosts[0], 2), signal.SIGKILL)
@@ -214,7 +214,7 @@ def test_vms_of_a_job_on_two_networks_reach_each_other_and_nobody_else_them(
     until("the way is there again", lambda: entries(routed, site) == known)
     (home / "sent").touch()
     ended(client, gang, "done")
-    said = sorted(out.read_text().split("\n")[:-1])
+    said = sorted(output_of(out).split("\n")[:-1])
     talked = f"mtu 1450 heard 1450 larger EMSGSIZE got {8 << 20}"
     assert said == [talked, talked, "open"]
     until("its VMs are gone", lambda: not client.vms())
@@ -228,7 +228,7 @@ def test_a_vm_that_replaces_another_one_and_its_peer_reach_each_other(routed: La
     job = routed.sbatch("srun -Q -l hostname", "-N2", "--comment=vm:per-host=1", "--mem=300", f"--output={out}")
     kill(until("a VM has its QEMU while both are started", lambda: spawning(client, job)))
     row = ended(client, job, "done")
-    ran = set(out.read_text().split()[1::2])
+    ran = set(output_of(out).split()[1::2])
     assert len(ran) == 2 and ran <= set(row["vms"])
     until("its VMs are gone", lambda: not client.vms())
     until("nothing of them is left", lambda: not any(entries(routed, site_of(row["vms"][0])).values()))

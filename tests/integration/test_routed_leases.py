@@ -21,7 +21,7 @@ from tests.integration.conftest import LabUnderTest, new_lab
 from tests.integration.images import slim
 from tests.integration.overlay_hosts import forged_packet
 from tests.integration.test_routed_hosts import GANG, TALK, entries, plan_of, send
-from tests.integration.watch import ended, until
+from tests.integration.watch import ended, output_of, until
 
 pytestmark = [
     pytest.mark.integration,
@@ -125,7 +125,7 @@ def test_a_job_on_a_static_and_a_leased_host(routed: LabUnderTest, client: Clien
     (home / "sent").touch()
     ended(client, gang, "done")
     talked = f"mtu 1450 heard 1450 larger EMSGSIZE got {8 << 20}"
-    assert sorted(out.read_text().split("\n")[:-1]) == [talked, talked, "open"]
+    assert sorted(output_of(out).split("\n")[:-1]) == [talked, talked, "open"]
     assert static["host"] == "mvh1" and leased["host"].startswith("lease-")
     until("the lease is given back", lambda: not client.leases())
     until("nothing is left on the node", lambda: not remains(routed))
@@ -141,7 +141,7 @@ def test_leases_of_one_node_share_its_overlay_until_the_last_one_ends(routed: La
     met = f"cd {home}; srun -Q python3 meet.py; sleep 900"
     size = ("-N2", "--comment=vm:per-host=1", "-c2", "--mem=1000", "--time=15")
     job = routed.sbatch(met, *size, f"--output={out}")
-    until("they have met", lambda: out.exists() and out.read_text().split() == ["met", "met"], 300)
+    until("they have met", lambda: out.exists() and output_of(out).split() == ["met", "met"], 300)
     held = leases(client)
     assert len(held) == 2
     site = site_of(client.vms()[0]["name"])
