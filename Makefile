@@ -2,7 +2,7 @@
 PATH := $(CURDIR)/.venv/bin:$(PATH)
 export PATH
 
-.PHONY: spank help setup demo soak test lint unit beside unit-beside histories images integration test-slow test-trixie mutants docs clean
+.PHONY: spank help setup demo soak test lint unit beside unit-beside histories isolated on-lab images integration test-slow test-trixie mutants docs clean
 
 help:
 	@echo "make demo       build the image, start the lab, run real jobs in VMs, then stop all of it"
@@ -25,18 +25,18 @@ demo: spank
 soak: setup
 	@nice -n 10 multiverse soak $(if $(MINUTES),--minutes $(MINUTES)) $(if $(SEED),--seed $(SEED))
 
-# The integration tests mostly wait for guests. The others run beside them, with the lowest priority, and one after the
-# other: if they took both of make's slots, the integration tests would begin only after the first of them.
+# The tests on the lab mostly wait for guests. The others run beside them, one after the other: if they took both of make's
+# slots, the tests on the lab would begin only after the first of them.
 test: lint spank
-	@$(MAKE) --no-print-directory -j2 integration beside
+	@$(MAKE) --no-print-directory -j2 on-lab beside
 
 beside:
-	@MAKEFLAGS= $(MAKE) --no-print-directory --keep-going unit-beside histories
+	@MAKEFLAGS= $(MAKE) --no-print-directory --keep-going unit-beside histories isolated
 
-# Runs the command $(2) with the lowest priority, and prints its output if it fails, else the last line.
+# Runs the command $(2) and prints its output if it fails, else the last line.
 define quietly
 	@mkdir -p var
-	@nice -n 19 $(2) > var/$(1).log 2>&1 || { cat var/$(1).log; exit 1; }
+	@$(2) > var/$(1).log 2>&1 || { cat var/$(1).log; exit 1; }
 	@echo "$(1): $$(tail -n 1 var/$(1).log)"
 endef
 
@@ -52,11 +52,11 @@ unit: setup
 	$(UNIT)
 
 unit-beside: setup
-	$(call quietly,unit,$(UNIT))
+	$(call quietly,unit,nice -n 19 $(UNIT))
 
 histories: setup
 	@echo "histories: 1,000 of them are simulated"
-	$(call quietly,histories,pytest tests/simulation -m histories)
+	$(call quietly,histories,nice -n 19 pytest tests/simulation -m histories)
 
 spank: setup
 	@$(MAKE) --no-print-directory -C spank
@@ -64,8 +64,18 @@ spank: setup
 images: setup
 	python -m tests.integration.images
 
+INTEGRATION := pytest tests/contract tests/integration -m "integration and not slow"
+# These use no lab, but a simulated site, a site in namespaces and an emulated machine.
+ISOLATED := $(addprefix tests/integration/,test_web_page.py test_site.py test_virtual_functions.py)
+
 integration: spank
-	pytest tests/contract tests/integration -m "integration and not slow"
+	$(INTEGRATION)
+
+on-lab: spank
+	$(INTEGRATION) $(addprefix --ignore=,$(ISOLATED))
+
+isolated: spank
+	$(call quietly,isolated,pytest $(ISOLATED) -m "integration and not slow")
 
 test-slow: spank
 	pytest tests -m slow
