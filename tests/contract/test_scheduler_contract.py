@@ -528,7 +528,7 @@ Check = Callable[[Harness], Awaitable[None]]
 
 def shows_the_same(one: Job, other: Job) -> bool:
     """Whether two observations of a waiting job are equal. Meanwhile its scheduler may say otherwise why it waits."""
-    return replace(one, reason="") == replace(other, reason="")
+    return one._replace(reason="") == other._replace(reason="")
 
 
 async def a_part_shows_the_jobs_and_users_that_were_asked_for(h: Harness) -> None:

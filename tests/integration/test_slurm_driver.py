@@ -406,7 +406,7 @@ async def test_another_run_of_a_job_is_not_changed(lab: Any, scheduler: SlurmSch
         await scheduler.explain([ref], "x")
     assert "AdminComment" not in lab.run("scontrol", "show", "job", job.ref.job_id).stdout
     after = await job_of(scheduler, job.ref.job_id)
-    assert replace(after, reason="", rank=0) == replace(job, reason="", rank=0)
+    assert after._replace(reason="", rank=0) == job._replace(reason="", rank=0)
     await scheduler.set_down(f"mv{SITE}-99999", "never was")
     await scheduler.delete_node(f"mv{SITE}-99999")
 

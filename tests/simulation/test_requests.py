@@ -41,7 +41,7 @@ def test_at_most_so_many_vms_of_a_job_are_on_one_host(pair: Pair, monkeypatch: p
 
     def without(job: JobRecord, *arguments: Any, **more: Any) -> Job:
         seen = shown(job, *arguments, **more)
-        return replace(seen, request=seen.request and replace(seen.request, per_host=0))
+        return seen._replace(request=seen.request and replace(seen.request, per_host=0))
 
     monkeypatch.setattr(JobRecord, "shown", without)
     monkeypatch.setattr(Cluster, "_allows", lambda cluster, batch: True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-from dataclasses import replace
 from pathlib import Path
 
 from multiverse.core.machines.tables import TABLES, permitted_effects
@@ -110,7 +109,7 @@ class PlannerHarness:
             state=JobState.PENDING,
             request=Request(nodes, size or Size(1, 100)),
         )
-        self.jobs[job_id] = replace(self.jobs.get(job_id, fresh), **more)  # type: ignore[arg-type]
+        self.jobs[job_id] = self.jobs.get(job_id, fresh)._replace(**more)  # type: ignore[arg-type]
         return self.jobs[job_id]
 
     def template(self, image: str = "slim", size: Size | None = None, host: str = "h1") -> TemplateKey:
@@ -222,8 +221,8 @@ class PlannerHarness:
         names = tuple(vm.name for vm in self.all_vms())
         for name in names:
             self.node(name, NodeState.BUSY)
-        self.jobs[attempt.job.job_id] = replace(
-            self.jobs[attempt.job.job_id], state=JobState.RUNNING, nodes=names, gated=False, pinned=attempt.feature
+        self.jobs[attempt.job.job_id] = self.jobs[attempt.job.job_id]._replace(
+            state=JobState.RUNNING, nodes=names, gated=False, pinned=attempt.feature
         )
         self.ended(attempt.key)
         self.run()

@@ -435,8 +435,9 @@ def test_no_more_vms_are_made_at_once_than_allowed_except_for_one_larger_gang() 
 def limited(here: Rows, left: dict[str, int], uses: dict[int, dict[str, int]], pinned: int = 0) -> list[Change]:
     """The changes when each attempt's job uses so much of what limits leave. Attempt `pinned` is past the gate."""
     jobs = {
-        a.job.job_id: replace(
-            Job(a.job, a.job_name, a.uid, JobState.PENDING, a.request, rank=a.id, uses=tuple(uses[a.id].items())),
+        a.job.job_id: Job(
+            a.job, a.job_name, a.uid, JobState.PENDING, a.request, rank=a.id, uses=tuple(uses[a.id].items())
+        )._replace(
             gated=a.id != pinned,
             pinned=a.feature if a.id == pinned else None,
         )

@@ -104,7 +104,7 @@ def decided(*some: Row, hosts: Collection[Host] = (), policy: Policy = EAGER, cl
         nodes = tuple(one.name for one in here.vms.values() if one.attempt == a.id)
         job = Job(a.job, a.job_name, a.uid, status, a.request, rank=a.id, nodes=nodes)
         if a.id not in gone:
-            jobs[a.job.job_id] = replace(job, **(change or {}).get(a.id, {}))  # type: ignore[arg-type]
+            jobs[a.job.job_id] = job._replace(**(change or {}).get(a.id, {}))  # type: ignore[arg-type]
     vms = {
         one.name: VmSeen(
             one.name,
@@ -188,9 +188,9 @@ class Scenario:
         waiting = [one for one in some if isinstance(one, Attempt) and one.state is not A.RECLAIMING]
         jobs = {one.job.job_id: Job(one.job, "hello", 1000, JobState.PENDING, one.request, rank=one.id)
                 for one in waiting}  # fmt: skip
-        jobs["5"] = replace(jobs["5"], **self.job)  # type: ignore[arg-type]
+        jobs["5"] = jobs["5"]._replace(**self.job)  # type: ignore[arg-type]
         if "6" in jobs:
-            jobs["6"] = replace(jobs["6"], **self.next_job)  # type: ignore[arg-type]
+            jobs["6"] = jobs["6"]._replace(**self.next_job)  # type: ignore[arg-type]
         joined = [one for one in self.rows if isinstance(one, Vm) and one.state is V.JOINED]
         world = world_of(
             SchedulerView(jobs, {one.name: Node(one.name, NodeState.IDLE) for one in joined}, self.limits),

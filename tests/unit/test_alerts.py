@@ -67,7 +67,7 @@ def committing(harness: PlannerHarness) -> Iterator[Transaction]:
 def quarantined(harness: PlannerHarness) -> None:
     """Make the job run on a node that is not its own, which quarantines its attempt."""
     harness.to_spawned()
-    harness.jobs["7"] = replace(harness.jobs["7"], state=JobState.RUNNING, nodes=("elsewhere",))
+    harness.jobs["7"] = harness.jobs["7"]._replace(state=JobState.RUNNING, nodes=("elsewhere",))
     harness.run()
 
 
@@ -85,7 +85,7 @@ def test_a_quarantined_record_is_named_with_its_job_and_can_be_repaired() -> Non
     (one,) = seen(harness)
     assert one.name == "attempt-1" and one.jobs == ("7",)
     assert "job 7 is quarantined" in one.message and "elsewhere" in one.message and "timeline 7" in one.remedy
-    harness.jobs["7"] = replace(harness.jobs["7"], nodes=tuple(vm.name for vm in harness.all_vms()))
+    harness.jobs["7"] = harness.jobs["7"]._replace(nodes=tuple(vm.name for vm in harness.all_vms()))
     harness.run()
     assert seen(harness), "without a repair the record is left alone"
     harness.run(repair_command(one))

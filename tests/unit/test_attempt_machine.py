@@ -53,7 +53,7 @@ def built(harness: PlannerHarness) -> None:
 
 def on(harness: PlannerHarness, *nodes: str, state: JobState = JobState.RUNNING, pinned: str | None = None) -> None:
     """The job is there, tied to that feature."""
-    harness.jobs["7"] = replace(harness.jobs["7"], state=state, nodes=nodes, gated=False, pinned=pinned, eligible=True)
+    harness.jobs["7"] = harness.jobs["7"]._replace(state=state, nodes=nodes, gated=False, pinned=pinned, eligible=True)
 
 
 def observe_at_once(harness: PlannerHarness) -> None:

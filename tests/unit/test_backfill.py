@@ -226,13 +226,13 @@ def test_all_resources_are_kept_for_the_first_job(resource: str) -> None:
     cluster.waits(3, 1, limit=1e6)
     sizes = {"memory": (Size(2, 60000), Size(1, 20000)), "disk": (Size(2, 100, 60000), Size(1, 100, 20000))}
     for number, size in zip((2, 3), sizes[resource], strict=True):
-        cluster.jobs[str(number)] = replace(cluster.jobs[str(number)], request=Request(1, size))
+        cluster.jobs[str(number)] = cluster.jobs[str(number)]._replace(request=Request(1, size))
         cluster.rows = [replace(row, request=Request(1, size)) if isinstance(row, Attempt) and row.id == number else row
                         for row in cluster.rows]  # fmt: skip
     taken = Size(1, 256, 40000) if resource == "disk" else Size(1, 40000, 0)
     cluster.claims[-1] = replace(cluster.claims[-1], size=taken)
     assert not admitted(cluster.run())
-    cluster.jobs["3"] = replace(cluster.jobs["3"], limit=60.0)
+    cluster.jobs["3"] = cluster.jobs["3"]._replace(limit=60.0)
     assert set(admitted(cluster.run())) == {3}
 
 
@@ -264,7 +264,7 @@ def test_where_nobody_knows_when_the_first_job_starts_it_is_overtaken_so_often(w
     cluster = Cluster(cpus=8)
     cluster.runs(1, 3, ends=None)
     if why == "suspended":
-        cluster.jobs["1"] = replace(cluster.jobs["1"], state=JobState.SUSPENDED, ends=UNIX + 10)
+        cluster.jobs["1"] = cluster.jobs["1"]._replace(state=JobState.SUSPENDED, ends=UNIX + 10)
     cluster.waits(2, 8)
     for number in (3, 4, 5):
         cluster.waits(number, 1, limit=60.0)
@@ -302,7 +302,7 @@ def test_a_limit_that_the_first_job_will_use_is_left_to_it() -> None:
     cluster.waits(3, 4, uses=(("jobs", 1),))
     cluster.waits(4, 1, limit=1e6, uses=(("jobs", 1),))
     assert not admitted(cluster.run()) and cluster.reason(4) == "held back by jobs"
-    cluster.jobs["4"] = replace(cluster.jobs["4"], limit=60.0)
+    cluster.jobs["4"] = cluster.jobs["4"]._replace(limit=60.0)
     assert set(admitted(cluster.run())) == {4}, "it ends before the first job needs it"
 
 
@@ -375,12 +375,12 @@ def test_a_template_is_built_for_a_later_job_only_beside_what_is_kept() -> None:
     cluster.waits(2, 4)
     cluster.waits(3, 1, limit=60.0, image="other")
     whole = Request(1, Size(4, 63700))
-    cluster.jobs["2"] = replace(cluster.jobs["2"], request=whole)
+    cluster.jobs["2"] = cluster.jobs["2"]._replace(request=whole)
     cluster.rows = [replace(row, request=whole) if isinstance(row, Attempt) and row.id == 2 else row
                     for row in cluster.rows]  # fmt: skip
     assert not [c for c in cluster.run() if isinstance(c.row, Template)]
     small = Request(1, Size(4, 100))
-    cluster.jobs["2"] = replace(cluster.jobs["2"], request=small)
+    cluster.jobs["2"] = cluster.jobs["2"]._replace(request=small)
     cluster.rows = [replace(row, request=small) if isinstance(row, Attempt) and row.id == 2 else row
                     for row in cluster.rows]  # fmt: skip
     changes = cluster.run()
@@ -396,7 +396,7 @@ def test_a_host_of_which_templates_have_to_go_first_is_kept_empty() -> None:
     cluster.runs(1, 1, ends=500.0)
     cluster.waits(2, 1)
     whole = Request(1, Size(1, 50000))
-    cluster.jobs["2"] = replace(cluster.jobs["2"], request=whole)
+    cluster.jobs["2"] = cluster.jobs["2"]._replace(request=whole)
     cluster.rows[-1] = replace(cluster.rows[-1], request=whole)  # type: ignore[call-arg]
     cluster.waits(3, 1, limit=1e6)
     cluster.waits(4, 1, limit=60.0, image="other")
@@ -413,7 +413,7 @@ def test_what_the_user_is_told_does_not_change_while_it_is_nearly_right() -> Non
     first = cluster.state
     assert first is not None
     for ends, told in ((1800.0, 2000.0), (2050.0, 2000.0), (1000.0, 1000.0), (2100.0, 2100.0)):
-        cluster.jobs["1"] = replace(cluster.jobs["1"], ends=UNIX + ends)
+        cluster.jobs["1"] = cluster.jobs["1"]._replace(ends=UNIX + ends)
         again = State(first.rows(), TABLES, NOW)
         again.promised = dict(first.promised)
         world = replace(cluster.world, scheduler=replace(cluster.world.scheduler, value=SchedulerView(cluster.jobs)))  # type: ignore[type-var]
@@ -450,7 +450,7 @@ def test_when_a_job_ends_depends_on_what_is_known_of_it(job: dict[str, Any], exp
     cluster = Cluster()
     cluster.runs(1, 1, ends=100.0)
     cluster.run()
-    cluster.context().state.queue.jobs = {"1": replace(cluster.jobs["1"], **job)}
+    cluster.context().state.queue.jobs = {"1": cluster.jobs["1"]._replace(**job)}
     (one,) = cluster.context().state.attempts.values()
     assert ends_by(cluster.context(), one) == expected
 

@@ -146,10 +146,10 @@ def test_nobody_is_said_to_wait_behind_others_while_nothing_is_known_of_the_queu
 def test_a_job_that_is_held_back_by_the_scheduler_is_told_nothing_until_it_may_run(held: dict[str, object]) -> None:
     calls = Calls()
     calls.add(queued(1), queued(2))
-    calls.jobs["2"] = replace(calls.jobs["2"], **held)  # type: ignore[arg-type]
+    calls.jobs["2"] = calls.jobs["2"]._replace(**held)  # type: ignore[arg-type]
     calls.reasons(1)
     assert texts(calls.until(100.0)) == [(("1",), FULL)]
-    calls.jobs["2"] = replace(calls.jobs["2"], eligible=True, held=False)
+    calls.jobs["2"] = calls.jobs["2"]._replace(eligible=True, held=False)
     assert texts(calls.until(100.0 + 2 * TEXT_INTERVAL)) == [(("2",), BEHIND)]
 
 
@@ -309,7 +309,7 @@ def test_texts_keep_their_distance_and_are_never_repeated(steps: list[tuple[str,
         elif what == "reason" and which in waiting:
             reasons[waiting[which].id] = text
         elif what == "hold" and which in waiting:
-            calls.jobs[name] = replace(calls.jobs[name], eligible=not calls.jobs[name].eligible)
+            calls.jobs[name] = calls.jobs[name]._replace(eligible=not calls.jobs[name].eligible)
         calls.plan.explained(reasons)
         if what in ("wait", "fail"):
             joined = {one.job.job_id.partition("_")[0] for one in waiting.values() if one.since == calls.now}

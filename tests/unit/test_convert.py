@@ -32,7 +32,7 @@ def test_the_phases_of_a_job_follow_each_other_without_gap() -> None:
     harness.to_allocated()
     with harness.store.transaction() as tx:
         tx.measured(harness.all_vms()[0], "create", [Stage("overlay", 0.002), Stage("exec", 0.047)])
-    harness.jobs["7"] = replace(harness.jobs["7"], state=JobState.ENDED, result="COMPLETED")
+    harness.jobs["7"] = harness.jobs["7"]._replace(state=JobState.ENDED, result="COMPLETED")
     harness.run()
     harness.clear()
     harness.run()

@@ -37,12 +37,12 @@ BY_RULE = replace(POLICY, expansions=(ExpansionPolicy("batch", "any", ("physics"
 def waiting(**more: object) -> Job:
     request = Request(1, Size(1, 100), features=("any",))
     job = Job(JobRef("7", 500), "hello", 1000, JobState.PENDING, request, account="physics", **AT_ORIGIN)  # type: ignore[arg-type]
-    return replace(job, **more)  # type: ignore[arg-type]
+    return job._replace(**more)  # type: ignore[arg-type]
 
 
 def runs_on(harness: PlannerHarness, node: str, **more: object) -> None:
     """The job runs on that node."""
-    harness.jobs["7"] = replace(harness.jobs["7"], state=JobState.RUNNING, nodes=(node,), **more)  # type: ignore[arg-type]
+    harness.jobs["7"] = harness.jobs["7"]._replace(state=JobState.RUNNING, nodes=(node,), **more)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

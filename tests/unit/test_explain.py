@@ -97,8 +97,8 @@ def test_a_job_that_slurm_keeps_waiting_is_told_so() -> None:
     cluster = Cluster()
     cluster.waits(1, 1)
     cluster.waits(2, 1)
-    cluster.jobs["1"] = replace(cluster.jobs["1"], eligible=False, reason="Dependency")
-    cluster.jobs["2"] = replace(cluster.jobs["2"], eligible=False, held=True, reason="JobHeldUser")
+    cluster.jobs["1"] = cluster.jobs["1"]._replace(eligible=False, reason="Dependency")
+    cluster.jobs["2"] = cluster.jobs["2"]._replace(eligible=False, held=True, reason="JobHeldUser")
     cluster.run()
     assert said(cluster, 1).endswith("the scheduler itself keeps it waiting (Dependency).")
     assert said(cluster, 2).endswith("it is held (JobHeldUser).")
@@ -167,7 +167,7 @@ def test_a_running_job_is_told_where_and_until_when() -> None:
     cluster.run()
     text = said(cluster, 1)
     assert "It has run for 1 min 10 s (mvtest0-1 on h1)." in text and "at the latest" in text
-    cluster.jobs["1"] = replace(cluster.jobs["1"], state=JobState.SUSPENDED)
+    cluster.jobs["1"] = cluster.jobs["1"]._replace(state=JobState.SUSPENDED)
     cluster.run()
     assert "suspended" in said(cluster, 1)
 
@@ -176,7 +176,7 @@ def test_a_job_without_an_attempt_is_told_that_it_is_seen() -> None:
     cluster = Cluster()
     cluster.waits(1, 1)
     assert "next pass" in explain_new(cluster.jobs["1"], POLICY).sentences[0]
-    wrong = replace(cluster.jobs["1"], problem="it is heterogeneous")
+    wrong = cluster.jobs["1"]._replace(problem="it is heterogeneous")
     assert "it is heterogeneous" in explain_new(wrong, POLICY).sentences[0]
 
 
@@ -243,7 +243,7 @@ def test_memory_that_others_hold_is_said_to_be_theirs() -> None:
     )  # fmt: skip
     cluster = Cluster(others={"h1": bold})
     cluster.waits(1, 1)
-    cluster.jobs["1"] = replace(cluster.jobs["1"], request=replace(cluster.jobs["1"].request, size=Size(1, 900)))  # type: ignore[type-var]
+    cluster.jobs["1"] = cluster.jobs["1"]._replace(request=replace(cluster.jobs["1"].request, size=Size(1, 900)))
     cluster.rows[-1] = replace(cluster.rows[-1], request=cluster.jobs["1"].request)  # type: ignore[call-arg]
     cluster.run()
     assert any("others on its machine hold memory" in why for why in verdicts(cluster, 1))

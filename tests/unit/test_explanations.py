@@ -88,7 +88,7 @@ def test_of_an_array_the_first_tasks_are_told_and_hosts_once() -> None:
     for number in range(2, 2 + TASKS + 5):
         cluster.waits(number, 1, array="40")
         ref = replace(cluster.jobs[str(number)].ref, job_id=f"40_{number}")
-        cluster.jobs[ref.job_id] = replace(cluster.jobs.pop(str(number)), ref=ref)
+        cluster.jobs[ref.job_id] = cluster.jobs.pop(str(number))._replace(ref=ref)
         cluster.rows[-1] = replace(cluster.rows[-1], job=ref)  # type: ignore[call-arg]
     cluster.run()
     found = explanations(cluster).of_job("40", OPERATOR)
@@ -100,7 +100,7 @@ def test_of_an_array_the_first_tasks_are_told_and_hosts_once() -> None:
 
 def test_a_job_that_slurm_has_shown_and_no_pass_has_seen_is_told() -> None:
     cluster = crowded()
-    cluster.jobs["77"] = replace(cluster.jobs["2"], ref=replace(cluster.jobs["2"].ref, job_id="77"))
+    cluster.jobs["77"] = cluster.jobs["2"]._replace(ref=replace(cluster.jobs["2"].ref, job_id="77"))
     (one,) = explanations(cluster).of_job("77", OPERATOR).jobs
     assert one.attempt is None and "next pass" in one.text
     assert not explanations(cluster).of_job("77", Viewer(65534)).jobs
@@ -120,7 +120,7 @@ def test_a_job_that_slurm_has_shown_and_no_pass_has_seen_is_told() -> None:
 def test_what_slurm_itself_holds_back_has_a_next_step_in_slurms_words(reason: str, held: bool, todo: str) -> None:
     cluster = Cluster()
     cluster.waits(9, 1)
-    cluster.jobs["9"] = replace(cluster.jobs["9"], eligible=False, held=held, reason=reason)
+    cluster.jobs["9"] = cluster.jobs["9"]._replace(eligible=False, held=held, reason=reason)
     cluster.run()
     (one,) = explanations(cluster).of_job("9", OPERATOR).jobs
     assert reason in one.text and todo in one.todo

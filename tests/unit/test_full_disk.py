@@ -118,7 +118,7 @@ def test_a_job_that_does_not_complete_loses_its_vm_sooner_if_the_vm_is_paused(
     its = harness.to_allocated()
     name = harness.all_vms()[0].name
     harness.seen(name, condition)
-    job = replace(harness.jobs["7"], state=JobState.COMPLETING, nodes=(name,), gated=False, pinned=its.feature)
+    job = harness.jobs["7"]._replace(state=JobState.COMPLETING, nodes=(name,), gated=False, pinned=its.feature)
     harness.jobs["7"] = job
     harness.run()
     assert harness.attempt().state is A.RECLAIMING

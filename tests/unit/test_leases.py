@@ -390,8 +390,8 @@ def running_on_lease(site: LeaseHarness) -> str:
     site.run()
     attempt = site.attempt(2)
     site.ended(attempt.key)
-    site.jobs["7"] = replace(
-        site.jobs["7"], state=JobState.RUNNING, nodes=(vm.name,), gated=False, pinned=attempt.feature
+    site.jobs["7"] = site.jobs["7"]._replace(
+        state=JobState.RUNNING, nodes=(vm.name,), gated=False, pinned=attempt.feature
     )
     site.run()
     assert site.state.vms[vm.id].state is VmState.SERVING
@@ -420,7 +420,7 @@ def test_the_agent_of_a_lease_may_say_that_it_ends_before_the_scheduler_does() -
     assert site.lease.state is L.ENDING and lease.name in site.state.closed
     assert vm.leaving and vm.reason == why, "and not only that it died"
     ref = replace(site.jobs["7"].ref, restarts=1)
-    site.jobs["7"] = replace(site.jobs["7"], ref=ref, state=JobState.PENDING, nodes=(), gated=True, pinned=None)
+    site.jobs["7"] = site.jobs["7"]._replace(ref=ref, state=JobState.PENDING, nodes=(), gated=True, pinned=None)
     site.run()
     assert site.attempt(2).reason == f"the scheduler requeued the job: {why}"
     site.nodes.clear()
@@ -441,7 +441,7 @@ def test_the_end_of_a_pilot_whose_node_answered_is_that_of_its_vms() -> None:
     site.run()
     assert site.lease.state is L.RELEASING and site.state.hosts[lease.name].state is HostState.FENCED
     vm = site.state.vms[site.state.vm_named[name]]
-    site.jobs["7"] = replace(site.jobs["7"], state=JobState.PENDING, nodes=(), gated=True, pinned=None)
+    site.jobs["7"] = site.jobs["7"]._replace(state=JobState.PENDING, nodes=(), gated=True, pinned=None)
     site.nodes.clear()
     site.ended(vm.key)
     site.ended(lease.key)

@@ -85,7 +85,7 @@ class SparesHarness(PlannerHarness):
         """A job that took that spare, as the scheduler shows it."""
         job = self.job(job_id, state=state, gated=False, pinned=vm.feature, problem=problem)
         if state is not JobState.PENDING:
-            self.jobs[job_id] = replace(job, nodes=(vm.name,))
+            self.jobs[job_id] = job._replace(nodes=(vm.name,))
             self.node(vm.name, NodeState.BUSY)
 
     def offer_of(self, vm: Vm) -> O | None:
@@ -184,13 +184,13 @@ def test_what_is_said_of_a_job_that_took_a_spare() -> None:
 def test_a_job_takes_no_vm_that_was_never_offered_and_none_that_serves_another_attempt() -> None:
     spare = hand.vm(V.JOINED, pool=Depth.JOINED)
     earlier = hand.attempt(A.RECLAIMING, outcome="requeued")
-    again = replace(STRANGE, ref=JobRef("7", 600, 1), request=Request(1, Size(1, 100)), problem="", gated=False)
+    again = STRANGE._replace(ref=JobRef("7", 600, 1), request=Request(1, Size(1, 100)), problem="", gated=False)
     for held in (
         hand.state(spare, earlier),
         hand.state(replace(spare, attempt=1), earlier, hand.offer(O.TAKEN)),
     ):
         before = held.vms[1]
-        jobs = {"7": replace(again, state=JobState.PENDING, nodes=(), pinned=spare.feature)}
+        jobs = {"7": again._replace(state=JobState.PENDING, nodes=(), pinned=spare.feature)}
         world = hand.world_of(SchedulerView(jobs), None, 1.0)
         mark_changes(held, world, POLICY)
         open_attempts(held, world, POLICY)
@@ -652,7 +652,7 @@ def test_an_offer_without_a_vm_and_a_vm_without_an_offer_are_left_alone() -> Non
 
 SINCE = 100.0
 INTRODUCING = hand.attempt(A.INTRODUCING, since=SINCE, pin=SPARE.feature)
-RUNS = replace(STRANGE, request=INTRODUCING.request, problem="", gated=False, pinned=SPARE.feature)
+RUNS = STRANGE._replace(request=INTRODUCING.request, problem="", gated=False, pinned=SPARE.feature)
 
 
 def step_on(

@@ -38,7 +38,7 @@ def waiting(number: int, request: Request = SIZES[0], **more: object) -> Attempt
 
 def shown(one: Attempt, **more: object) -> Job:
     job = Job(one.job, "hello", 1000, JobState.PENDING, one.request, rank=one.id)
-    return replace(job, **more)  # type: ignore[arg-type]
+    return job._replace(**more)  # type: ignore[arg-type]
 
 
 def queue_of(*attempts: Attempt, **more: object) -> Queue:

@@ -49,7 +49,7 @@ def found(**job: object) -> PlannerHarness:
     harness.vms[OLD] = VmSeen(OLD, "h1", VmCondition.RUNNING, address="10.9.1.77", mac="02:1", token="t", size=BIG)
     harness.nodes[OLD] = Node(OLD, NodeState.BUSY, ("vm", "mv_77"))
     harness.job(state=JobState.RUNNING, gated=False, pinned="mv_77")
-    harness.jobs["7"] = replace(harness.jobs["7"], nodes=(OLD,), **job)  # type: ignore[arg-type]
+    harness.jobs["7"] = harness.jobs["7"]._replace(nodes=(OLD,), **job)  # type: ignore[arg-type]
     harness.run()
     return harness
 
@@ -121,7 +121,7 @@ def test_an_orphan_is_kept_while_a_job_is_tied_to_its_tag() -> None:
     harness = found()
     harness.node(OLD)
     harness.nodes[OLD] = Node(OLD, NodeState.IDLE, ("vm", "mv_77"))
-    harness.jobs["7"] = replace(harness.jobs["7"], state=JobState.PENDING, nodes=())
+    harness.jobs["7"] = harness.jobs["7"]._replace(state=JobState.PENDING, nodes=())
     harness.pass_time(10 * OFFER_TERM)
     harness.run()
     assert orphan(harness).state is V.ORPHAN and harness.attempt().state is A.UNGATED
@@ -134,8 +134,8 @@ def test_nothing_is_concluded_of_an_orphan_whose_host_is_out_of_reach_and_its_jo
     harness = found()
     harness.run()
     harness.hypervisor_known, harness.unknown_since = False, harness.clock.time
-    harness.jobs["7"] = replace(
-        harness.jobs["7"], ref=JobRef("7", 900, 1), state=JobState.PENDING, gated=True, pinned=None, nodes=()
+    harness.jobs["7"] = harness.jobs["7"]._replace(
+        ref=JobRef("7", 900, 1), state=JobState.PENDING, gated=True, pinned=None, nodes=()
     )
     harness.pass_time(100 * POLICY.silence)
     harness.run()
@@ -159,8 +159,8 @@ def test_a_job_does_not_run_twice_when_its_orphan_cannot_be_ended() -> None:
     host = harness.hosts.pop("h1")  # before the VM's destruction has begun
     harness.hosts["h2"] = replace(host, name="h2")
     harness.template(host="h2")
-    harness.jobs["7"] = replace(
-        harness.jobs["7"], ref=JobRef("7", 900, 1), state=JobState.PENDING, gated=True, pinned=None, nodes=()
+    harness.jobs["7"] = harness.jobs["7"]._replace(
+        ref=JobRef("7", 900, 1), state=JobState.PENDING, gated=True, pinned=None, nodes=()
     )
     for _ in range(3):
         harness.run()
@@ -227,7 +227,7 @@ def test_a_waiting_job_that_runs_in_an_orphan_is_left_alone() -> None:
     harness.run()
     harness.vms[OLD] = VmSeen(OLD, "h1", VmCondition.RUNNING)
     harness.node(OLD, NodeState.BUSY)
-    harness.jobs["7"] = replace(harness.jobs["7"], state=JobState.RUNNING, gated=False, pinned="mv_77", nodes=(OLD,))
+    harness.jobs["7"] = harness.jobs["7"]._replace(state=JobState.RUNNING, gated=False, pinned="mv_77", nodes=(OLD,))
     for _ in range(3):
         harness.run()
     assert harness.attempt().state is A.CANCELLED and orphan(harness).state is V.ORPHAN
@@ -240,7 +240,7 @@ def test_a_job_that_runs_in_other_vms_than_its_attempt_has_is_left_alone(stage: 
     harness = PlannerHarness()
     getattr(harness, stage)()
     harness.vms[OLD] = VmSeen(OLD, "h1", VmCondition.RUNNING)
-    harness.jobs["7"] = replace(harness.jobs["7"], state=JobState.RUNNING, gated=False, pinned=tag, nodes=(OLD,))
+    harness.jobs["7"] = harness.jobs["7"]._replace(state=JobState.RUNNING, gated=False, pinned=tag, nodes=(OLD,))
     harness.run()
     assert harness.attempt().state is A.RECLAIMING and not harness.attempt().quarantined
     assert orphan(harness).state is V.ORPHAN
@@ -255,7 +255,7 @@ def test_an_attempt_whose_row_is_older_than_its_jobs_start_catches_up(stage: str
     (vm,) = harness.all_vms()
     harness.seen(vm.name, VmCondition.RUNNING)
     harness.node(vm.name, NodeState.BUSY)
-    harness.jobs["7"] = replace(harness.jobs["7"], state=JobState.RUNNING, gated=False, pinned="mv_1", nodes=(vm.name,))
+    harness.jobs["7"] = harness.jobs["7"]._replace(state=JobState.RUNNING, gated=False, pinned="mv_1", nodes=(vm.name,))
     for _ in range(3):
         harness.run()
     assert harness.attempt().state is A.ALLOCATED and harness.all_vms()[0].state is V.SERVING

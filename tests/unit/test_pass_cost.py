@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -93,6 +94,31 @@ async def test_a_pass_on_equal_observations_steps_no_row(
         assert set(found) <= {"consider"} and found["consider"] <= 10, "only the first of the queue are considered"
 
 
+async def test_equal_jobs_are_compared_without_a_call_for_each(passes_of: Callable[[int, int], Passes]) -> None:
+    async def calls(jobs: int) -> int:
+        passes = passes_of(jobs, 100)
+        for _ in range(3):
+            passes.timed()
+        passes.cluster.renew()
+        passes.observe()
+        found = 0
+
+        def count(_frame: object, event: str, _argument: object) -> None:
+            nonlocal found
+            found += event == "call"
+
+        sys.setprofile(count)
+        try:
+            passes.timed_pass()
+        finally:
+            sys.setprofile(None)
+        await passes.controller.close()
+        return found
+
+    few, many = await calls(60), await calls(600)
+    assert 0 < many < few + 100
+
+
 async def test_the_rows_that_a_pass_visits_when_a_job_ends_do_not_grow_with_the_queue(
     passes_of: Callable[[int, int], Passes], visited: Counter[str]
 ) -> None:
@@ -110,7 +136,7 @@ async def test_a_job_that_is_held_is_visited_alone(
     passes_of: Callable[[int, int], Passes], visited: Counter[str]
 ) -> None:
     def hold(cluster: BlockedCluster) -> None:
-        cluster.jobs["500"] = replace(cluster.jobs["500"], eligible=False, held=True)
+        cluster.jobs["500"] = cluster.jobs["500"]._replace(eligible=False, held=True)
 
     found = await visits(passes_of, LARGE, visited, hold)
     assert (found["step_attempt"], found["check"], found["step_vm"]) == (1, 1, 0)
@@ -122,7 +148,7 @@ async def test_jobs_that_wait_for_the_same_limit_are_considered_once(
     passes = passes_of(*LARGE)
     for job_id, job in passes.cluster.jobs.items():
         if job.state is JobState.PENDING:
-            passes.cluster.jobs[job_id] = replace(job, uses=(("QOSMaxJobsPerUserLimit", 1),))
+            passes.cluster.jobs[job_id] = job._replace(uses=(("QOSMaxJobsPerUserLimit", 1),))
     passes.cluster.limits["QOSMaxJobsPerUserLimit"] = 0
     for _ in range(3):
         passes.timed()

@@ -85,15 +85,15 @@ def test_a_job_from_its_submission_to_its_end() -> None:
     harness.node(vm.name)
     harness.run()
     assert harness.attempt().state is A.SPAWNED and effect(harness.attempt()) is EffectKind.PIN
-    harness.jobs["7"] = replace(
-        harness.jobs["7"], state=JobState.RUNNING, nodes=(vm.name,), gated=False, pinned=attempt.feature
+    harness.jobs["7"] = harness.jobs["7"]._replace(
+        state=JobState.RUNNING, nodes=(vm.name,), gated=False, pinned=attempt.feature
     )
     harness.run()
     assert harness.attempt().state is A.ALLOCATED and states(harness) == ["serving"]
-    harness.jobs["7"] = replace(harness.jobs["7"], state=JobState.COMPLETING, result="COMPLETED")
+    harness.jobs["7"] = harness.jobs["7"]._replace(state=JobState.COMPLETING, result="COMPLETED")
     harness.run()
     assert harness.attempt().state is A.RECLAIMING and states(harness) == ["serving"], "a completing job keeps its VM"
-    harness.jobs["7"] = replace(harness.jobs["7"], state=JobState.ENDED)
+    harness.jobs["7"] = harness.jobs["7"]._replace(state=JobState.ENDED)
     harness.run()
     assert states(harness) == ["releasing"]
     harness.clear()
@@ -129,7 +129,7 @@ def test_what_fits_on_no_host_is_revoked_with_what_would_fit() -> None:
     assert effect(attempt) is EffectKind.REVOKE
     harness.run()
     assert harness.attempt().state is A.REVOKING, "not over before the scheduler says so"
-    harness.jobs["7"] = replace(harness.jobs["7"], state=JobState.ENDED, result="CANCELLED")
+    harness.jobs["7"] = harness.jobs["7"]._replace(state=JobState.ENDED, result="CANCELLED")
     harness.ended(attempt.key)
     harness.run()
     assert harness.attempt().state is A.REVOKED
@@ -139,9 +139,9 @@ def test_the_first_job_that_waits_for_capacity_blocks_those_behind_it() -> None:
     harness = PlannerHarness(cpus=4)
     harness.to_claimed(size=Size(2, 100))
     harness.job("8", size=Size(4, 100), rank=1)
-    harness.jobs["8"] = replace(harness.jobs["8"], ref=JobRef("8", 501))
+    harness.jobs["8"] = harness.jobs["8"]._replace(ref=JobRef("8", 501))
     harness.job("9", rank=2)
-    harness.jobs["9"] = replace(harness.jobs["9"], ref=JobRef("9", 502))
+    harness.jobs["9"] = harness.jobs["9"]._replace(ref=JobRef("9", 502))
     for _ in range(5):
         harness.run()
     found = {a.job.job_id: a for a in harness.rows.attempts.values()}
@@ -157,7 +157,7 @@ def test_a_job_cancelled_on_the_way_releases_its_vms(stage: str, gone: bool) -> 
     if gone:
         del harness.jobs["7"]
     else:
-        harness.jobs["7"] = replace(harness.jobs["7"], state=JobState.ENDED, result="CANCELLED")
+        harness.jobs["7"] = harness.jobs["7"]._replace(state=JobState.ENDED, result="CANCELLED")
     harness.run()
     harness.run()
     # Whether a pinned job that is no longer shown has run is not known.
@@ -312,12 +312,12 @@ def test_a_job_that_starts_just_as_its_pin_is_taken_back_keeps_its_vm() -> None:
     harness.pass_time(POLICY.pin_timeout)
     harness.run()
     name = harness.all_vms()[0].name
-    harness.jobs["7"] = replace(harness.jobs["7"], state=JobState.RUNNING, nodes=(name,))
+    harness.jobs["7"] = harness.jobs["7"]._replace(state=JobState.RUNNING, nodes=(name,))
     harness.ended(attempt.key)
     for _ in range(3):
         harness.run()
     assert harness.attempt().outcome == "done" and states(harness) == ["joined"]
-    harness.jobs["7"] = replace(harness.jobs["7"], state=JobState.ENDED, result="COMPLETED")
+    harness.jobs["7"] = harness.jobs["7"]._replace(state=JobState.ENDED, result="COMPLETED")
     harness.run()
     assert states(harness) == ["releasing"]
 
@@ -344,12 +344,12 @@ def test_a_vm_that_dies_under_its_job_goes_down_and_the_scheduler_decides() -> N
     assert harness.attempt().state is A.ALLOCATED and states(harness) == ["ending"]
     assert effect(harness.all_vms()[0]) is EffectKind.END, "its node is set DOWN, and stays while the job is on it"
     harness.ended(harness.all_vms()[0].key)
-    harness.jobs["7"] = replace(harness.jobs["7"], state=JobState.COMPLETING)
+    harness.jobs["7"] = harness.jobs["7"]._replace(state=JobState.COMPLETING)
     harness.run()
     assert effect(harness.all_vms()[0]) is EffectKind.END
     ref = harness.jobs["7"].ref
-    harness.jobs["7"] = replace(
-        harness.jobs["7"], state=JobState.PENDING, ref=replace(ref, restarts=1), nodes=(), eligible=False
+    harness.jobs["7"] = harness.jobs["7"]._replace(
+        state=JobState.PENDING, ref=replace(ref, restarts=1), nodes=(), eligible=False
     )
     harness.run()
     assert harness.attempt().state is A.RECLAIMING and harness.attempt().outcome == "requeued"
@@ -365,11 +365,11 @@ def test_a_vm_that_dies_under_its_job_goes_down_and_the_scheduler_decides() -> N
 def test_a_job_that_was_completing_when_it_was_requeued_is_told_so() -> None:
     harness = PlannerHarness()
     harness.to_allocated()
-    harness.jobs["7"] = replace(harness.jobs["7"], state=JobState.COMPLETING)
+    harness.jobs["7"] = harness.jobs["7"]._replace(state=JobState.COMPLETING)
     harness.run()
     assert harness.attempt().outcome == "done"
     ref = replace(harness.jobs["7"].ref, restarts=1)
-    harness.jobs["7"] = replace(harness.jobs["7"], state=JobState.PENDING, ref=ref, nodes=(), eligible=False)
+    harness.jobs["7"] = harness.jobs["7"]._replace(state=JobState.PENDING, ref=ref, nodes=(), eligible=False)
     harness.run()
     assert harness.attempt().outcome == "requeued" and "requeued" in harness.attempt().reason
 
@@ -377,9 +377,9 @@ def test_a_job_that_was_completing_when_it_was_requeued_is_told_so() -> None:
 def test_an_ended_attempt_says_how_its_job_ended() -> None:
     harness = PlannerHarness()
     harness.to_allocated()
-    harness.jobs["7"] = replace(harness.jobs["7"], state=JobState.COMPLETING)
+    harness.jobs["7"] = harness.jobs["7"]._replace(state=JobState.COMPLETING)
     harness.run()
-    harness.jobs["7"] = replace(harness.jobs["7"], state=JobState.ENDED, result="TIMEOUT", nodes=())
+    harness.jobs["7"] = harness.jobs["7"]._replace(state=JobState.ENDED, result="TIMEOUT", nodes=())
     harness.run()
     harness.clear()
     harness.run()
@@ -408,7 +408,7 @@ def test_a_changed_request_while_waiting_is_taken_as_it_is_now() -> None:
     harness = PlannerHarness(cpus=1)
     harness.to_claimed()
     harness.job("8")
-    harness.jobs["8"] = replace(harness.jobs["8"], ref=JobRef("8", 501), rank=1)
+    harness.jobs["8"] = harness.jobs["8"]._replace(ref=JobRef("8", 501), rank=1)
     harness.run()
     request = replace(harness.jobs["8"].request, size=Size(1, 700))  # type: ignore[type-var]
     harness.job("8", request=request)
@@ -419,8 +419,8 @@ def test_a_changed_request_while_waiting_is_taken_as_it_is_now() -> None:
 def test_a_job_id_that_comes_again_is_another_job() -> None:
     harness = PlannerHarness()
     harness.to_allocated()
-    harness.jobs["7"] = replace(harness.jobs["7"], ref=JobRef("7", 900), state=JobState.PENDING, nodes=(), pinned=None)
-    harness.jobs["7"] = replace(harness.jobs["7"], gated=True)
+    harness.jobs["7"] = harness.jobs["7"]._replace(ref=JobRef("7", 900), state=JobState.PENDING, nodes=(), pinned=None)
+    harness.jobs["7"] = harness.jobs["7"]._replace(gated=True)
     harness.run()
     assert harness.attempt().state is A.RECLAIMING and harness.attempt().outcome == "done"
     assert harness.attempt(2).job == JobRef("7", 900)
@@ -432,13 +432,13 @@ def test_a_job_that_began_on_a_vm_that_has_died_is_left_to_the_scheduler(status:
     harness = PlannerHarness()
     harness.to_spawning()
     (vm,) = harness.all_vms()
-    harness.jobs["7"] = replace(harness.jobs["7"], state=status, nodes=(vm.name,))
+    harness.jobs["7"] = harness.jobs["7"]._replace(state=status, nodes=(vm.name,))
     harness.seen(vm.name, VmCondition.DEAD)
     for _ in range(3):
         harness.run()
     assert not harness.attempt().quarantined
     assert [each.state for each in harness.all_vms()] == [V.ENDING]
-    harness.jobs["7"] = replace(harness.jobs["7"], state=JobState.ENDED, result="NODE_FAIL")
+    harness.jobs["7"] = harness.jobs["7"]._replace(state=JobState.ENDED, result="NODE_FAIL")
     harness.run()
     assert harness.attempt().state is A.RECLAIMING
 
@@ -446,14 +446,14 @@ def test_a_job_that_began_on_a_vm_that_has_died_is_left_to_the_scheduler(status:
 def test_an_impossible_observation_quarantines_one_attempt_and_stops_no_other() -> None:
     harness = PlannerHarness()
     harness.to_claimed()
-    harness.jobs["7"] = replace(harness.jobs["7"], state=JobState.RUNNING, nodes=("elsewhere",))
+    harness.jobs["7"] = harness.jobs["7"]._replace(state=JobState.RUNNING, nodes=("elsewhere",))
     harness.job("8")
-    harness.jobs["8"] = replace(harness.jobs["8"], ref=JobRef("8", 501))
+    harness.jobs["8"] = harness.jobs["8"]._replace(ref=JobRef("8", 501))
     harness.run()
     assert "before it was given its nodes" in harness.attempt().quarantined
     assert effect(harness.attempt()) is None
     assert harness.attempt(2).state is A.CLAIMED
-    harness.jobs["7"] = replace(harness.jobs["7"], state=JobState.ENDED, result="COMPLETED")
+    harness.jobs["7"] = harness.jobs["7"]._replace(state=JobState.ENDED, result="COMPLETED")
     for _ in range(3):
         harness.run()
         harness.clear()
@@ -692,7 +692,7 @@ def test_a_job_held_or_changed_before_it_runs_gives_its_vms_back_without_penalty
 def test_a_launch_that_the_scheduler_took_back_goes_to_the_gate_without_penalty() -> None:
     harness = PlannerHarness()
     harness.to_allocated()
-    harness.jobs["7"] = replace(harness.jobs["7"], state=JobState.PENDING, nodes=())
+    harness.jobs["7"] = harness.jobs["7"]._replace(state=JobState.PENDING, nodes=())
     harness.run()
     attempt = harness.attempt()
     assert attempt.state is A.RETURNING and attempt.outcome == "requeued" and attempt.tries == 0
@@ -703,11 +703,11 @@ def test_a_job_that_runs_elsewhere_is_quarantined_with_the_nodes_named() -> None
     harness = PlannerHarness()
     attempt = harness.to_spawned()
     harness.job(state=JobState.RUNNING, gated=False, pinned=attempt.feature)
-    harness.jobs["7"] = replace(harness.jobs["7"], nodes=("elsewhere", "beyond"))
+    harness.jobs["7"] = harness.jobs["7"]._replace(nodes=("elsewhere", "beyond"))
     harness.run()
     assert harness.attempt().state is A.SPAWNED
     assert "runs on elsewhere, beyond, not on its own VMs" in harness.attempt().quarantined
-    harness.jobs["7"] = replace(harness.jobs["7"], state=JobState.ENDED, result="COMPLETED")
+    harness.jobs["7"] = harness.jobs["7"]._replace(state=JobState.ENDED, result="COMPLETED")
     harness.run()
     assert harness.attempt().state is A.RECLAIMING and not harness.attempt().quarantined
 
@@ -787,7 +787,7 @@ def test_a_registered_node_whose_guest_is_not_complete_has_not_joined(ready: VmC
 def test_a_completing_job_keeps_its_vms_until_the_limit_and_then_its_node_goes_down_first() -> None:
     harness = PlannerHarness()
     harness.to_allocated()
-    harness.jobs["7"] = replace(harness.jobs["7"], state=JobState.COMPLETING)
+    harness.jobs["7"] = harness.jobs["7"]._replace(state=JobState.COMPLETING)
     harness.run()
     since = harness.attempt().since
     observe_at(harness, since + POLICY.complete_timeout)
@@ -802,7 +802,7 @@ def test_a_completing_job_keeps_its_vms_until_the_limit_and_then_its_node_goes_d
 def test_a_vm_whose_job_has_left_it_is_released_with_its_node_at_once() -> None:
     harness = PlannerHarness()
     harness.to_allocated()
-    harness.jobs["7"] = replace(harness.jobs["7"], state=JobState.ENDED, result="COMPLETED", nodes=())
+    harness.jobs["7"] = harness.jobs["7"]._replace(state=JobState.ENDED, result="COMPLETED", nodes=())
     harness.run()
     harness.run()
     (vm,) = harness.all_vms()
@@ -982,7 +982,7 @@ def test_a_job_that_starts_just_as_its_host_gets_out_of_reach_runs_on_its_own_vm
 
 def show(harness: PlannerHarness, **more: object) -> None:
     """What the scheduler shows of job 7 is now this."""
-    harness.jobs["7"] = replace(harness.jobs["7"], **more)  # type: ignore[arg-type]
+    harness.jobs["7"] = harness.jobs["7"]._replace(**more)  # type: ignore[arg-type]
 
 
 def restarted(harness: PlannerHarness, **more: object) -> None:
@@ -1119,7 +1119,7 @@ def test_only_an_attempt_that_ran_learns_how_its_job_ended() -> None:
     job = harness.jobs.pop("7")
     harness.run()
     assert harness.attempt().outcome == "cancelled" and "no longer shows" in harness.attempt().reason
-    harness.jobs["7"] = replace(job, state=JobState.ENDED, result="TIMEOUT")
+    harness.jobs["7"] = job._replace(state=JobState.ENDED, result="TIMEOUT")
     harness.run()
     assert harness.attempt().outcome == "cancelled" and "no longer shows" in harness.attempt().reason
 
@@ -1210,7 +1210,7 @@ def test_a_quarantined_vm_goes_when_its_job_has_ended(monkeypatch: pytest.Monkey
     monkeypatch.undo()
     harness.run()
     assert harness.all_vms()[0].state is V.SERVING, "it serves its job, and no effect of it begins"
-    harness.jobs["7"] = replace(harness.jobs["7"], state=JobState.ENDED, result="COMPLETED")
+    harness.jobs["7"] = harness.jobs["7"]._replace(state=JobState.ENDED, result="COMPLETED")
     harness.run()
     harness.clear()
     harness.run()

@@ -80,18 +80,18 @@ def change_job(harness: PlannerHarness, which: int, how: int, much: int) -> None
     mine = [a for a in rows.attempts.values() if a.job.job_id == str(which)]
     nodes = tuple(vm.name for vm in rows.vms.values() if mine and vm.attempt == mine[0].id)
     harness.jobs[str(which)] = [
-        replace(job, state=JobState.RUNNING, nodes=nodes, gated=False),
-        replace(job, state=JobState.COMPLETING),
-        replace(job, state=JobState.ENDED, result="COMPLETED", nodes=()),
-        replace(job, held=True, eligible=False),
-        replace(job, held=False, eligible=True),
-        replace(job, ref=replace(job.ref, restarts=job.ref.restarts + 1), state=JobState.PENDING, nodes=()),
-        replace(job, gated=False, pinned=mine[0].feature if mine else "mv_77"),
-        replace(job, gated=True, pinned=None),
-        replace(job, request=Request(1, Size(1 + much, 300))),
-        replace(job, problem="it cannot be served", request=None),
-        replace(job, state=JobState.RUNNING, nodes=("elsewhere",)),
-        replace(job, state=JobState.SUSPENDED),
+        job._replace(state=JobState.RUNNING, nodes=nodes, gated=False),
+        job._replace(state=JobState.COMPLETING),
+        job._replace(state=JobState.ENDED, result="COMPLETED", nodes=()),
+        job._replace(held=True, eligible=False),
+        job._replace(held=False, eligible=True),
+        job._replace(ref=replace(job.ref, restarts=job.ref.restarts + 1), state=JobState.PENDING, nodes=()),
+        job._replace(gated=False, pinned=mine[0].feature if mine else "mv_77"),
+        job._replace(gated=True, pinned=None),
+        job._replace(request=Request(1, Size(1 + much, 300))),
+        job._replace(problem="it cannot be served", request=None),
+        job._replace(state=JobState.RUNNING, nodes=("elsewhere",)),
+        job._replace(state=JobState.SUSPENDED),
     ][how]
 
 
@@ -104,7 +104,7 @@ def change_offers(harness: PlannerHarness, which: int, how: int, much: int) -> N
         ref = JobRef(str(20 + which), 500)
         taker = Job(ref, "j", 1000, JobState.PENDING, Request(1, Size(1, 100)), gated=False, pinned=spare.feature)
         state = [JobState.PENDING, JobState.RUNNING, JobState.COMPLETING][much % 3]
-        harness.jobs[ref.job_id] = replace(taker, state=state, nodes=(name,) if much % 3 else ())
+        harness.jobs[ref.job_id] = taker._replace(state=state, nodes=(name,) if much % 3 else ())
 
 
 def advance_vms(harness: PlannerHarness) -> None:

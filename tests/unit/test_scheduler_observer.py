@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -34,7 +33,7 @@ POLL = 2.0
 
 def job(job_id: str, uid: int = 1, **changes: Any) -> Job:
     one = Job(JobRef(job_id, 100), "job", uid, JobState.PENDING, Request(1, Size(1, 64)))
-    return replace(one, **changes)
+    return one._replace(**changes)
 
 
 class Slurm:

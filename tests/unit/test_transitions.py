@@ -78,7 +78,7 @@ def taken(*rows: Row, shown: Shown, messages: tuple[Message, ...] = (), policy: 
 
 def job(of: Attempt, state: JobState = JobState.PENDING, **more: object) -> Job:
     made = Job(of.job, of.job_name, of.uid, state, of.request, gated=False, pinned="mv_9")
-    return replace(made, **more)  # type: ignore[arg-type]
+    return made._replace(**more)  # type: ignore[arg-type]
 
 
 def on_it(of: Attempt, state: JobState = JobState.RUNNING, **more: object) -> Job:

@@ -87,7 +87,7 @@ def of_vm(changes: list[Change]) -> list[tuple[Event, str, str]]:
 def job(of: Attempt, state: JobState = JobState.PENDING, *, pinned: bool = False, **more: object) -> Job:
     feature = of.feature if pinned else None
     made = Job(of.job, of.job_name, of.uid, state, of.request, gated=not pinned, pinned=feature)
-    return replace(made, **more)  # type: ignore[arg-type]
+    return made._replace(**more)  # type: ignore[arg-type]
 
 
 def only(harness: PlannerHarness) -> str:
@@ -257,7 +257,7 @@ def test_a_vm_that_is_found_again_serves_or_ends_with_the_reason() -> None:
 
 def test_a_vm_that_is_found_again_with_a_later_run_of_its_job_serves_it() -> None:
     ended = attempt(A.RECLAIMING, outcome="requeued", since=NOW - 5)
-    again = replace(job(ended, JobState.RUNNING, pinned=True, nodes=("mvtest0-1",)), ref=replace(ended.job, restarts=1))
+    again = job(ended, JobState.RUNNING, pinned=True, nodes=("mvtest0-1",))._replace(ref=replace(ended.job, restarts=1))
     found = decided(ended, vm(V.LOST, attempt=1), jobs=(again,), seen=RUNNING)
     assert of_vm(found) == [(Event.FOUND, "serving", "")]
 
@@ -278,7 +278,7 @@ def test_a_vm_that_is_found_again_is_not_ended_while_its_job_may_have_begun_ther
     harness.scheduler_known = True
     if began:
         runs = JobState.RUNNING
-        harness.jobs[one.job.job_id] = replace(harness.jobs[one.job.job_id], state=runs, nodes=(only(harness),))
+        harness.jobs[one.job.job_id] = harness.jobs[one.job.job_id]._replace(state=runs, nodes=(only(harness),))
     harness.run()
     harness.run()
     assert harness.all_vms()[0].state is (V.SERVING if began else V.ENDING)
@@ -311,7 +311,7 @@ def test_a_node_stays_until_its_job_has_left_all_its_nodes(state: JobState) -> N
     one, leaving = attempt(A.RECLAIMING), vm(V.ENDING, attempt=1)
     nodes = ("mvtest0-2",) if state is JobState.COMPLETING else ()
     known = {"node": Node("mvtest0-1", NodeState.DOWN), "effect_ended_at": {leaving.key: NOW - 5}}
-    changes = decided(one, leaving, jobs=(replace(job(one), state=state, nodes=nodes),), **known)
+    changes = decided(one, leaving, jobs=(job(one)._replace(state=state, nodes=nodes),), **known)
     assert (V.REMOVING in [change.row.state for change in changes]) is (state is JobState.PENDING)
 
 
@@ -480,7 +480,7 @@ def test_a_node_that_is_only_joining_is_not_registered() -> None:
 def test_the_room_of_a_vm_that_is_gone_is_free_in_the_same_pass() -> None:
     harness = PlannerHarness(cpus=1)
     harness.to_allocated()
-    harness.jobs["7"] = replace(harness.jobs["7"], state=JobState.ENDED, result="COMPLETED", nodes=())
+    harness.jobs["7"] = harness.jobs["7"]._replace(state=JobState.ENDED, result="COMPLETED", nodes=())
     harness.run()
     harness.job("8")
     harness.run()

@@ -158,7 +158,7 @@ class FullSite:
     def end_a_job(self) -> Job:
         """The first job has ended; returns it as it ran."""
         running = self.jobs["1"]
-        self.jobs["1"] = replace(running, state=JobState.ENDED, result="COMPLETED", nodes=())
+        self.jobs["1"] = running._replace(state=JobState.ENDED, result="COMPLETED", nodes=())
         return running
 
     @staticmethod

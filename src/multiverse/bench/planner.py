@@ -171,7 +171,7 @@ class BlockedCluster:
     def end_a_job(self, number: int) -> None:
         """One of the jobs that run has ended."""
         job = self.jobs[str(number)]
-        self.jobs[str(number)] = replace(job, state=JobState.ENDED, result="COMPLETED", nodes=())
+        self.jobs[str(number)] = job._replace(state=JobState.ENDED, result="COMPLETED", nodes=())
         name = job.nodes[0]
         self.nodes[name] = replace(self.nodes[name], state=NodeState.IDLE)
 

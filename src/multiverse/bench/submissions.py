@@ -164,7 +164,7 @@ class FakeCluster:
 
     def _end(self, node: str) -> None:
         job = self.jobs[self.on[node]]
-        self.jobs[job.ref.job_id] = replace(job, state=JobState.ENDED, result="COMPLETED", nodes=(), ends=None)
+        self.jobs[job.ref.job_id] = job._replace(state=JobState.ENDED, result="COMPLETED", nodes=(), ends=None)
         self.nodes[node] = Node(node, NodeState.IDLE)
 
     # --- `ports.Scheduler`
@@ -180,8 +180,8 @@ class FakeCluster:
         self.on[node] = job.job_id
         self.nodes[node] = Node(node, NodeState.BUSY)
         now = self.jobs[job.job_id]
-        self.jobs[job.job_id] = replace(now, state=JobState.RUNNING, gated=False, pinned=tag, nodes=(node,),
-                                        ends=time.time() + 3600.0)  # fmt: skip
+        self.jobs[job.job_id] = now._replace(state=JobState.RUNNING, gated=False, pinned=tag, nodes=(node,),
+                                             ends=time.time() + 3600.0)  # fmt: skip
         if self.plan.ends:
             asyncio.get_running_loop().call_later(self.plan.runs, self._end, node)
 

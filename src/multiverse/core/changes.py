@@ -6,8 +6,9 @@ change, so that an equal observation costs a comparison of pointers for each job
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from operator import ne
 from typing import TypeVar
 
 from multiverse.core.model import OFF_STATES, OPEN_LEASES, Host, Job, KnownHost, Observation, VmSeen, World
@@ -45,18 +46,21 @@ def mark_changes(state: State, world: World, policy: Policy) -> None:
 
 def _mark_jobs(state: State, jobs: Mapping[str, Job]) -> None:
     before, state.queue.jobs = state.queue.jobs, jobs
-    for job_id in changed(before, jobs):
-        state.mark_job(job_id)
+    if before != jobs:
+        for job_id in changed(before, jobs, ne):
+            state.mark_job(job_id)
 
 
-def changed(before: Mapping[str, T], after: Mapping[str, T]) -> list[str]:
+def changed(before: Mapping[str, T], after: Mapping[str, T], differ: Callable[[T, T], bool]) -> list[str]:
     """The keys under which the two differ: those that came and changed in the order of `after`, then those that
     went."""
-    old, new = list(before.values()), list(after.values())
-    if len(old) == len(new) and list(before) == list(after):  # the usual case, compared without a look-up for each
-        return [] if old == new else [key for key, a, b in zip(after, old, new, strict=True) if a is not b and a != b]
+    if list(before) == list(after):  # the usual case, compared without a look-up for each
+        pairs = zip(after, before.values(), after.values(), strict=True)
+        return [key for key, old, new in pairs if old is not new and differ(old, new)]
     get = before.get
-    differing = [key for key, value in after.items() if (known := get(key)) is not value and known != value]
+    differing = [
+        key for key, new in after.items() if (old := get(key)) is not new and (old is None or differ(old, new))
+    ]
     return differing + [key for key in before if key not in after]
 
 
@@ -78,7 +82,7 @@ def _mark_source(state: State, compared: Compared, name: str, observation: Obser
     if observation.latest is None:
         return
     known, shown = compared.vms.get(name, {}), observation.latest.value.vms
-    for vm_name in _changed_vms(known, shown):
+    for vm_name in changed(known, shown, _moves):
         state.mark_vm(vm_name)
     _note_unexplained(state, name, known, shown)
     compared.vms[name] = shown
@@ -116,19 +120,15 @@ def _follow_hosts(state: State, compared: Compared, source: str, hosts: Mapping[
             compared.unlearned.add(name)
 
 
-def _changed_vms(before: Mapping[str, VmSeen], after: Mapping[str, VmSeen]) -> list[str]:
-    """The names of VMs that came, went, or changed in what moves a row. What a VM uses changes all the time."""
-
-    def differs(name: str) -> bool:
-        old, new = before.get(name), after.get(name)
-        return old is None or new is None or _moves(old) != _moves(new)
-
-    return [name for name in changed(before, after) if differs(name)]
-
-
-def _moves(seen: VmSeen) -> tuple[object, ...]:
-    """What of an observation moves the VM's row, or those that depend on it."""
-    return seen.condition, seen.host, seen.token, seen.introduced
+def _moves(old: VmSeen, new: VmSeen) -> bool:
+    """Whether the second observation may move the VM's row, or those that depend on it. What a VM uses changes all the
+    time."""
+    return (
+        old.condition is not new.condition
+        or old.token != new.token
+        or old.introduced != new.introduced
+        or old.host != new.host
+    )
 
 
 def _know_hosts(state: State, compared: Compared) -> None:

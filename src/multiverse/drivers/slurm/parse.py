@@ -234,7 +234,7 @@ def expand(record: Record, names: SiteNames, now: float, uses: Uses) -> Iterator
             job_id = f"{array}_{each}"
             order = _rank(record, job_id) + (_BEHIND_THE_GATE if one.at_origin else 0)
             pending = one.state is JobState.PENDING
-            yield replace(one, ref=replace(one.ref, job_id=job_id), rank=order if pending else 0)
+            yield one._replace(ref=replace(one.ref, job_id=job_id), rank=order if pending else 0)
     else:
         own_id = f"{array}_{task}" if array and task is not None else str(record["job_id"])
         yield _job(record, own_id, names, now, uses)
