@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from multiverse.config import PoolSettings, Settings
 from multiverse.core import planner
 from multiverse.core.machines import attempt, tables, vm
-from multiverse.core.model import Key, Size
+from multiverse.core.model import Depth, Key, Size
 from multiverse.simulation.faults import FaultKind, Incident, IncidentKind, PlannedFault
 from multiverse.simulation.generate import with_pair
 from multiverse.simulation.jobs import Batch
@@ -108,6 +109,24 @@ def test_a_restored_database_gives_the_room_of_a_template_that_was_built_again_t
     outcome = keeps_its_promises(Scenario(7, jobs, world=world, incidents=incidents))
     assert set(outcome.results.values()) == {"COMPLETED"}
     assert outcome.transitions["template: ready - vanished -> absent"] == 1
+
+
+@pytest.mark.parametrize("offer", [False, True])
+@pytest.mark.parametrize("pair", [Pair.SLURM_HOSTS, Pair.GRID_HOSTS])
+@pytest.mark.parametrize("copied", [7.5, 35.0])
+@pytest.mark.parametrize("restored", [40.9, 41.6, 42.3])
+def test_a_restored_database_gives_no_job_a_vm_in_which_another_job_ran(
+    offer: bool, pair: Pair, copied: float, restored: float
+) -> None:
+    """Seed 10,290,285. The copy is made while the VM is a joined spare, or becomes one. It is restored once the first
+    job, which took the spare, has ended, and before the spare is gone."""
+    jobs = (Arrival(40.0, Batch(uid=1000, seconds=0.0)), Arrival(43.0, Batch(uid=1001, seconds=5.0)))
+    pool = PoolSettings(depth=Depth.JOINED, min=1, memory=500, offer=offer)
+    incidents = (Incident(copied, RESTORED, restored - copied),)
+    outcome = keeps_its_promises(
+        with_pair(Scenario(7, jobs, settings=Settings(pool=(pool,)), incidents=incidents), pair)
+    )
+    assert set(outcome.results.values()) == {"COMPLETED"}
 
 
 def test_a_restored_database_may_say_of_a_host_that_has_come_back_that_it_is_off() -> None:

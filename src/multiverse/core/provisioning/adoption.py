@@ -55,10 +55,15 @@ def adopt_unexplained(context: Context) -> None:
 
 
 def _serves_another(context: Context, vm: Vm) -> bool:
-    """Whether a spare is in use by what no row tells of, because its row is that of an older database: it was started
-    and its row is parked, or a job is on its node that did not take it by an offer."""
+    """Whether a spare is, or was, in use by what no row tells of, because its row is that of an older database: it was
+    started and its row is parked, its guest knows a user, or a job is on its node that did not take it by an offer. A
+    guest of a joined spare learns of a user for the job that takes the spare, and its row has an attempt by then."""
     state, world, seen = context.state, context.world, context.world.vm(vm)
-    if seen is None or world.scheduler is None or world.scheduler.began <= vm.since:
+    if seen is None:
+        return False
+    if vm.state is not VmState.PARKED and seen.introduced:
+        return True
+    if world.scheduler is None or world.scheduler.began <= vm.since:
         return False
     if vm.state is VmState.PARKED:
         return seen.condition in (VmCondition.STARTING, VmCondition.RUNNING, VmCondition.PAUSED)
@@ -71,7 +76,7 @@ def _make_orphan(context: Context, vm: Vm) -> None:
     size = (seen.size if seen else None) or vm.size
     orphan = replace(vm, state=VmState.ORPHAN, pool=None, size=size)
     claims = [Claim(vm.key, vm.host, _claim_of(size, seen, host))] if seen and host else []
-    why = "it serves a job of which no record tells"
+    why = "it serves, or served, a job of which no record tells"
     context.state.move(Change(orphan, Event.FOUND, why), make=claims, free=[vm.key] if claims else ())
 
 

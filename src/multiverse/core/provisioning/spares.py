@@ -147,11 +147,17 @@ def _less(one: Size, other: Size) -> Size:
 
 
 def fit_to_serve(context: Context, vm: Vm) -> bool:
-    """Whether a spare may still become a job's: it lives, nothing in it has failed, and it is not older than its pool
-    lets it be, though it may not have been released yet."""
+    """Whether a spare may still become a job's: it lives, nothing in it has failed, its guest knows no user of an
+    earlier job, and it is not older than its pool lets it be, though it may not have been released yet."""
     seen = context.world.vm(vm)
-    well = seen is not None and seen.condition in (VmCondition.PARKED, VmCondition.RUNNING) and not seen.reason
-    return well and not any(too_old(vm, pool, context.state.now) for pool in context.policy.pools if is_of(vm, pool))
+    if (
+        seen is None
+        or seen.condition not in (VmCondition.PARKED, VmCondition.RUNNING)
+        or seen.reason
+        or seen.introduced
+    ):
+        return False
+    return not any(too_old(vm, pool, context.state.now) for pool in context.policy.pools if is_of(vm, pool))
 
 
 def is_of(vm: Vm, pool: Pool) -> bool:
