@@ -31,7 +31,7 @@ from multiverse.drivers.qemu.driver import QemuHypervisor
 from multiverse.host import disks, manifest, process
 from multiverse.host.manifest import Manifest, VmPhase
 from multiverse.host.qemu import probe, templates
-from multiverse.host.qemu.ability_cache import AbilityCache
+from multiverse.host.qemu.ability_cache import AbilityCache, save
 from multiverse.host.qemu.hotplug import dimm_sizes
 from multiverse.host.qemu.machine import DIMMS, Accelerator, Memory, QemuMachine, Wiring, limits
 from multiverse.host.qemu.output import GuestOutput, OutputStore
@@ -481,6 +481,16 @@ def test_lacking_abilities_are_cached_until_image_or_qemu_changes(tmp_path: Path
     cache.record_lacking(others[0], "plug_memory", "no room", [others[0]])
     assert "plug_cpus" in cache.abilities(slim), "an image that is no more is forgotten"
     assert AbilityCache(file, "8.2 tcg").abilities(others[0]) == {"fork", "plug_cpus", "limit_disk"}
+
+
+def test_other_users_pass_through_the_directory_of_a_cache_whatever_the_umask_is(tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        save(tmp_path / "state" / "kvm.json", {})
+    finally:
+        os.umask(before)
+    assert (tmp_path / "state").stat().st_mode & 0o777 == 0o711
+    assert (tmp_path / "state" / "kvm.json").stat().st_mode & 0o777 == 0o600
 
 
 def test_lacking_abilities_are_known_even_if_the_cache_cannot_be_written(tmp_path: Path) -> None:

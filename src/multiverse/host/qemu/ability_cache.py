@@ -24,7 +24,9 @@ log = structlog.get_logger()
 def save(file: Path, facts: object) -> None:
     """Write a cache of `facts` as JSON. A file that cannot be written is logged: the facts are found out again."""
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
+        if not file.parent.exists():
+            file.parent.mkdir(parents=True)
+            file.parent.chmod(0o711)  # whatever the umask: users of QEMU and of a lab's daemons pass through it
         files.replace(file, json.dumps(facts))
     except OSError as error:
         log.warning("cache not written", path=str(file), reason=error.strerror)
