@@ -484,11 +484,8 @@ def test_lacking_abilities_are_cached_until_image_or_qemu_changes(tmp_path: Path
 
 
 def test_other_users_pass_through_the_directory_of_a_cache_whatever_the_umask_is(tmp_path: Path) -> None:
-    before = os.umask(0o077)
-    try:
-        save(tmp_path / "state" / "kvm.json", {})
-    finally:
-        os.umask(before)
+    os.umask(0o077)
+    save(tmp_path / "state" / "kvm.json", {})
     assert (tmp_path / "state").stat().st_mode & 0o777 == 0o711
     assert (tmp_path / "state" / "kvm.json").stat().st_mode & 0o777 == 0o600
 

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import structlog
 
+from multiverse.core.errors import Refused
+from multiverse.host import path_security
 from multiverse.images.catalog import Image
 from multiverse.system import files
 
@@ -25,11 +27,11 @@ def save(file: Path, facts: object) -> None:
     """Write a cache of `facts` as JSON. A file that cannot be written is logged: the facts are found out again."""
     try:
         if not file.parent.exists():
-            file.parent.mkdir(parents=True)
-            file.parent.chmod(0o711)  # whatever the umask: users of QEMU and of a lab's daemons pass through it
+            path_security.make_directory(file.parent, 0o711)  # users of QEMU and of a lab's daemons pass through it
         files.replace(file, json.dumps(facts))
-    except OSError as error:
-        log.warning("cache not written", path=str(file), reason=error.strerror)
+    except (OSError, Refused) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        log.warning("cache not written", path=str(file), reason=reason)
 
 
 class AbilityCache:
