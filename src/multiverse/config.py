@@ -56,14 +56,14 @@ class HostSettings:
 
 @dataclass(frozen=True)
 class SlurmSettings:
-    """Where the site's Slurm is, and the names of Multiverse's partitions and features there."""
+    """Where the site's Slurm is, and the names of Multiverse's partition, features and licence there."""
 
     conf: Path = Path("/etc/slurm/slurm.conf")
     bin_dir: Path | None = None  # the directory of Slurm's commands; None: found on PATH
-    gate_partition: str = "vm"  # users submit to it
-    run_partition: str = "vmrun"  # jobs run in it
-    gate_feature: str = "mvgate"
-    node_feature: str = "vm"  # of every VM; the node set of the run partition is defined by it
+    partition: str = "vm"  # users submit to it; jobs wait and run in it
+    gate_feature: str = "mvgate"  # of the nodes that waiting jobs ask for
+    licence: str = "vm"  # what keeps jobs waiting: a reservation of the same name as the gate's feature holds it
+    node_feature: str = "vm"  # of every VM; the partition has all nodes with it
     inbox: Path = Path("/run/multiverse/inbox")  # where job_submit.lua and the epilog leave hints
     munge_key: Path = Path("/etc/munge/munge.key")
     # slurmctld's address as guests reach it; with backups several, separated by commas, in the order of SlurmctldHost.
@@ -557,6 +557,13 @@ def parse(raw: dict[str, Any], origin: str) -> Settings:
     raise Refused(f"{origin}: " + "; ".join(problems), hint="correct these keys and start again")
 
 
+_GONE = {
+    "slurm.gate_partition": "it is slurm.partition now: jobs wait and run in one partition",
+    "slurm.run_partition": "remove it: jobs run in slurm.partition, where they wait",
+}
+"""Keys of earlier releases, with what to do."""
+
+
 def _unknown_keys(cls: type, raw: dict[str, Any], prefix: str) -> Iterator[str]:
     """Each key that `cls` does not have, with the most similar one; also in nested tables."""
     hints = get_type_hints(cls)
@@ -564,7 +571,8 @@ def _unknown_keys(cls: type, raw: dict[str, Any], prefix: str) -> Iterator[str]:
     for key, value in raw.items():
         if key not in names:
             near = difflib.get_close_matches(key, names, n=1)
-            yield f"{prefix}{key}: no such key" + (f", did you mean {near[0]}?" if near else "")
+            advice = _GONE.get(f"{prefix}{key}") or (f"did you mean {near[0]}?" if near else "")
+            yield f"{prefix}{key}: no such key" + (f", {advice}" if advice else "")
         else:
             for inner, table, path in _tables(hints[key], value, key):
                 yield from _unknown_keys(inner, table, f"{prefix}{path}.")
@@ -858,7 +866,7 @@ def _wrong_expansions(s: Settings) -> Iterator[str]:
     for i, one in enumerate(s.expand):
         if not re.fullmatch(r"[A-Za-z0-9_.-]+", one.partition):  # it becomes part of a feature of nodes
             yield f"expand.{i}.partition: must be the name of one partition, of letters, digits, '_', '.' and '-'"
-        if one.partition in (s.slurm.gate_partition, s.slurm.run_partition):
+        if one.partition == s.slurm.partition:
             yield f"expand.{i}.partition: {one.partition} has no physical nodes"
         if one.constraint and not re.fullmatch(r"\w[\w.-]*", one.constraint, re.ASCII):
             yield f"expand.{i}.constraint: must be the name of one feature"

@@ -319,11 +319,6 @@ GROUPS = (
             refused(
                 "-p, --partition with several", "several partitions are not supported: submit to vm only", "-pvm,bare"
             ),
-            refused(
-                "-p, --partition=vmrun",
-                "submit to partition vm instead: Multiverse moves jobs from there when their VMs are ready",
-                "--partition=vmrun",
-            ),
             honoured("--sockets-per-node=1", "a VM has one socket", "memory", r"Socket\(s\): +1"),
             honoured("--cores-per-socket", "a VM has a core for each CPU", "memory", r"Core\(s\) per socket: +3"),
             honoured("--threads-per-core=1", "a core has one thread", "memory", r"Thread\(s\) per core: +1"),

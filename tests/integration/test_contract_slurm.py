@@ -146,8 +146,7 @@ class RealSlurm(Harness):
         await guest.start(bootstrap, ((vm.name, vm.address.partition("/")[0]),))
 
     async def clean(self) -> None:
-        for partition in ("vm", "vmrun"):
-            self.lab.run("scancel", f"--partition={partition}", check=False)
+        self.lab.run("scancel", "--partition=vm", check=False)
         for guest in self.guests:
             await self.scheduler.set_down(guest.name, "the test has ended")
             await guest.stop()

@@ -55,7 +55,7 @@ def full(expanded: LabUnderTest) -> Iterator[Full]:
     until("the node is taken", lambda: shown(expanded, job, "%T") == "RUNNING")
     yield Full(expanded, job, file)
     file.touch()
-    expanded.run("scancel", f"--partition={PARTITION},vm,vmrun", check=False)
+    expanded.run("scancel", f"--partition={PARTITION},vm", check=False)
     until("the node is free", lambda: not expanded.run("squeue", "-h", "-a").stdout)
 
 

@@ -128,7 +128,7 @@ def test_a_job_of_a_full_partition_runs_on_a_lease_of_another_one(expanded: LabU
             job = lab.sbatch("hostname; sleep 3", "-p", FULL, "--time=5", "--mem=300", f"--output={output}")
             until("it ages", lambda: "N/A" not in times(lab, job))
             before = times(lab, job)
-            until("it is moved", lambda: shown(lab, job, "%P") == lab.settings.slurm.run_partition, 240)
+            until("it is moved", lambda: shown(lab, job, "%P") == lab.settings.slurm.partition, 240)
             assert times(lab, job) == before
             (lease,) = client.leases()
             (vm,) = [one for one in client.vms() if one["job_id"] == job]

@@ -141,7 +141,6 @@ def pair(accelerator: Path) -> Iterator[Pair]:
     finally:
         if found is not None:
             found.lab.run("scancel", "--partition=vm", check=False)
-            found.lab.run("scancel", "--partition=vmrun", check=False)
             found.end_backup()
         asyncio.run(lifecycle.down(where))
         for file in ("passwd", "group"):

@@ -63,8 +63,7 @@ def small(lab: LabUnderTest, _images: None) -> Iterator[Client]:
             asyncio.run(lifecycle.up(lab.where, LabOptions(settings=site)))
             yield Client(lab.settings.socket)
         finally:
-            for partition in ("vm", "vmrun"):
-                lab.run("scancel", f"--partition={partition}", check=False)
+            lab.run("scancel", "--partition=vm", check=False)
             asyncio.run(lifecycle.stop_controller(lab.where))
     asyncio.run(lifecycle.up(lab.where, LabOptions(settings={}), controller=False))
 

@@ -440,7 +440,7 @@ async def lending(lendable: LabUnderTest) -> AsyncIterator[Client]:
     await lifecycle.up(lendable.where, LabOptions())
     with Client(lendable.settings.socket) as client:
         yield client
-    lendable.run("scancel", "--partition=vm,vmrun", check=False)
+    lendable.run("scancel", "--partition=vm", check=False)
     await CONTROLLER.stop(lendable.where)
     await AGENT.stop(lendable.where)
 

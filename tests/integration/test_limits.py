@@ -173,20 +173,21 @@ def test_a_user_who_has_used_less_of_the_share_comes_first(
 
 
 @pytest.mark.slow
-def test_a_limit_that_shows_only_after_the_pin_sends_the_job_back_with_a_reason(
+def test_a_job_gets_no_vm_while_slurm_shows_a_limit_that_is_not_counted_here(
     lab: LabUnderTest, client: Client, controller: Callable[[], int]
 ) -> None:
-    """A QOS of the run partition. Slurm does not show its limits for a job at the gate."""
+    """A QOS of the partition."""
     controller()
-    run = f"PartitionName={lab.settings.slurm.run_partition}"
-    lab.run("scontrol", "update", run, "QOS=closed")
+    partition = f"PartitionName={lab.settings.slurm.partition}"
+    lab.run("scontrol", "update", partition, "QOS=closed")
     try:
         job = lab.sbatch("true", "--output=/dev/null")
-        until("its attempt is given up", lambda: any(row["state"] == "requeued" for row in client.jobs(job)))
-        assert "QOSGrpCpuLimit" in client.jobs(job)[0]["reason"]
-        until("its user sees the reason", lambda: "QOSGrpCpuLimit" in lab.run("scontrol", "show", "job", job).stdout)
+        shown = ("squeue", "-h", "-j", job, "-o", "%r")
+        until("its user sees the reason", lambda: "QOSGrpCpuLimit" in lab.run(*shown, user=lab.user).stdout)
+        until("it waits for that", lambda: "QOSGrpCpuLimit" in str(latest(client, job).get("waiting")))
+        assert not latest(client, job)["vms"] and len(client.jobs(job)) == 1
     finally:
-        lab.run("scontrol", "update", run, "QOS=")
+        lab.run("scontrol", "update", partition, "QOS=")
     ended(client, job, "done")
     nothing_left(lab, client)
 

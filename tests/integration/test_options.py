@@ -231,7 +231,7 @@ def test_users_cannot_update_what_multiverse_sets(board: Board) -> None:
     for change in (
         "Features=slim",
         "Partition=bare",
-        "Partition=vmrun",
+        "Licenses=vm:1",
         "ReqNodeList=mvgate1",
         "ExcNodeList=mvgate1",
         "Prefer=slim",

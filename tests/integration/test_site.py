@@ -152,7 +152,7 @@ def test_a_batch_job_runs_in_a_vm_and_is_accounted_for(machine: SiteMachine) -> 
     assert done.returncode == 7, done.stderr
     asked = ("sacct", "-nXP", "-o", "Account,State,ExitCode,Partition,NodeList", "-j", done.stdout.strip())
     row = until("the job is accounted for", lambda: _over(machine.run(*asked).stdout))
-    assert re.fullmatch(r"physics\|FAILED\|7:0\|vmrun\|mv\w+-\w+\n", row), row
+    assert re.fullmatch(r"physics\|FAILED\|7:0\|vm\|mv\w+-\w+\n", row), row
     ask = ("multiverse", "explain", done.stdout.strip())
     until("its user is told, without root", lambda: "FAILED" in machine.run(*ask, uid=ADA_UID).stdout)
     refused = machine.run("multiverse", "explain", done.stdout.strip(), uid=SLURM_UID, check=False)

@@ -38,7 +38,6 @@ async def clean(lab: Any) -> AsyncIterator[None]:
     """Cancel all jobs after each test."""
     yield
     lab.run("scancel", "--partition=vm", check=False)
-    lab.run("scancel", "--partition=vmrun", check=False)
 
 
 Spawn = Callable[..., Awaitable[FakeGuest]]
@@ -571,7 +570,8 @@ REFUSED = {
     "brackets": (("-C", "[slim]"), "alternatives"),
     "prefer": (("--prefer=slim",), "--constraint"),
     "partitions": (("-p", "vm,bare"), "submit to vm only"),
-    "the run partition": (("-p", "vmrun"), "submit to partition vm"),
+    "the gate's licence": (("-L", "vm"), "reserved for Multiverse"),
+    "alternatives of licences": (("-L", "seat|vm"), "alternatives in --licenses"),
     "node list": (("-w", "mvgate1"), "without --nodelist"),
     "reservation": (("--reservation=x",), "reservations"),
 }
@@ -594,7 +594,7 @@ async def test_root_and_heterogeneous_jobs_are_refused(lab: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", ["Partition=vmrun", "Partition=bare", "Features=mv_3", "ReqNodeList=mvgate1", "NumNodes=999"]
+    "change", ["Licenses=vm", "Partition=bare", "Features=mv_3", "ReqNodeList=mvgate1", "NumNodes=999"]
 )
 async def test_users_cannot_change_what_multiverse_sets(lab: Any, scheduler: SlurmScheduler, change: str) -> None:
     job_id = lab.sbatch("true")

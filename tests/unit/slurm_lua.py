@@ -16,6 +16,7 @@ from multiverse.drivers.slurm import install
 
 _PROGRAM = """
 slurm = { SUCCESS = 0, ERROR = -1, STEPMGR_ENABLED = 2^41,
+          reservations = { mvgate = {} },
           log_user = function(f, ...) io.write(string.format(f, ...)) end,
           log_error = function(f, ...) io.write("error " .. string.format(f, ...)) end }
 dofile("job_submit.lua")
@@ -48,7 +49,7 @@ io.write("|", tostring(job.pn_min_cpus), "|", tostring(job.min_nodes))
 _MODIFY = """
 io.write("|", slurm_job_modify({ %s }, { %s }, partitions, 1000), "|")
 """
-PARTITIONS = "{ vm = UP, vmrun = UP, other = { flag_default = 0 } }"
+PARTITIONS = "{ vm = UP, other = { flag_default = 0 } }"
 
 
 def lua() -> str | None:

@@ -182,12 +182,13 @@ def test_a_reservation_that_would_catch_jobs_at_the_gate_is_found() -> None:
         "ReservationName=maint StartTime=2026-11-24T00:00:00 EndTime=2026-11-25T00:00:00 Nodes=mvgate[1-250],n[1-9]"
         " PartitionName=(null) Flags=MAINT\n"
         "ReservationName=course StartTime=a EndTime=b Nodes=n[1-3] PartitionName=batch Flags=\n"
-        "ReservationName=all StartTime=a EndTime=b Nodes=(null) PartitionName=vmrun Flags=\n"
+        "ReservationName=all StartTime=a EndTime=b Nodes=(null) PartitionName=vm Flags=\n"
         "No reservations in the system\n"
     )
     findings = list(catches.reservations(SLURM, shown))
     assert [each.name for each in findings] == ["ReservationName=maint", "ReservationName=all"]
-    assert "nodes of the gate from 2026-11-24T00:00:00" in findings[0].message and "vmrun" in findings[1].message
+    assert "nodes of the gate from 2026-11-24T00:00:00" in findings[0].message
+    assert "the partition vm from" in findings[1].message
     assert list(catches.reservations(SLURM, "No reservations in the system\n")) == []
 
 

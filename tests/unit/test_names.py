@@ -96,7 +96,7 @@ def test_the_planner_the_host_and_slurm_take_a_name_with_letters(tmp_path: Path)
     assert harness.rows.next_serial == FIRST_LETTER + 1
     assert vm.address.endswith(f"/{POLICY.subnet.prefixlen}") and vm.mac == mac_of("test0", FIRST_LETTER)
     assert parse.is_pin(vm.feature)
-    site = parse.SiteNames("test0", "vm", "vmrun", "mvgate")
+    site = parse.SiteNames("test0", "vm", "mvgate", "vm")
     assert list(parse.nodes([{"name": vm.name, "state": "idle"}], site)) == [vm.name]
     assert parse.hosts("mvtest0-a[000000-000001]") == (vm.name, "mvtest0-a000001")
     files = OfferFiles(tmp_path, "test0", 10.0)

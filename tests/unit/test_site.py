@@ -36,7 +36,7 @@ TreeWidth=65533
 DefMemPerCPU=2048
 JobSubmitPlugins=lua
 EpilogSlurmctld={directory}/multiverse-epilog
-SchedulerParameters=bf_continue,bf_yield_interval=100000
+SchedulerParameters=bf_continue,partition_job_depth=50,bf_yield_interval=100000
 Include multiverse.conf
 NodeName=DEFAULT CPUs=64 RealMemory=256000
 NodeName=n[1-9] NodeAddr=192.0.2.[11-19] Feature=skylake
@@ -81,7 +81,7 @@ def test_the_gate_is_derived_from_the_settings_and_is_never_the_default_partitio
     files = contents(settings)
     gate = files["multiverse.conf"]
     assert "NodeName=mvgate[1-250] NodeAddr=127.0.1.[1-250] " in gate and "Default=YES" not in gate
-    assert gate.count("Default=NO") == 2
+    assert gate.count("Default=NO") == 1
     assert (
         "memory_per_cpu = 2048," in files["multiverse_site.lua"] and "max_nodes = 250," in files["multiverse_site.lua"]
     )
@@ -160,7 +160,7 @@ def test_rendering_again_changes_nothing_and_keeps_what_was_changed_by_hand(sett
 
     unit = root / "etc/systemd/system/multiverse.service"
     unit.write_text(unit.read_text().replace("RestartSec=2", "RestartSec=9"))
-    new = replace(settings, slurm=replace(settings.slurm, gate_partition="virtual"))
+    new = replace(settings, slurm=replace(settings.slurm, partition="virtual"))
     outcomes = dict(write(rendering.render(new, CONFIG, site_of(new)), root))
     done = {path.name: outcome for path, outcome in outcomes.items()}
     assert done["multiverse_site.lua"] is WriteOutcome.UPDATED
@@ -340,6 +340,9 @@ def test_an_alert_says_what_the_hosts_need_and_a_changed_file_is_read_again_and_
         ("EpilogSlurmctld=", "#EpilogSlurmctld=", "note", "EpilogSlurmctld", "multiverse-epilog"),
         ("bf_continue,", "", "note", "SchedulerParameters", "bf_continue"),
         (",bf_yield_interval=100000", "", "note", "SchedulerParameters", "bf_yield_interval=100000"),
+        ("partition_job_depth=50,", "", "note", "SchedulerParameters", "partition_job_depth=50"),
+        ("JobSubmitPlugins", "Licenses=seat:2\nJobSubmitPlugins", "problem", "Licenses", "Licenses=seat:2,vm:1"),
+        ("JobSubmitPlugins", "ResumeProgram=/up\nJobSubmitPlugins", "problem", "SuspendProgram", "/bin/true"),
         ("interval=100000", "interval=100001", "note", "SchedulerParameters", "bf_yield_interval=100000"),
         (
             "NodeName=gpu1 Gres",
@@ -349,8 +352,7 @@ def test_an_alert_says_what_the_hosts_need_and_a_changed_file_is_read_again_and_
             "fraction",
         ),
         ("PartitionName=gpu Nodes=gpu1", "PartitionName=gpu Nodes=ALL", "problem", "PartitionName=gpu", "Nodes=ALL"),
-        ("PartitionName=gpu", "PartitionName=vm", "problem", "PartitionName=vm", "slurm.gate_partition"),
-        ("PartitionName=gpu", "PartitionName=vmrun", "problem", "PartitionName=vmrun", "slurm.run_partition"),
+        ("PartitionName=gpu", "PartitionName=vm", "problem", "PartitionName=vm", "slurm.partition"),
         ("Feature=skylake", "Feature=skylake,vm", "problem", "NodeName=n[1-9]", "slurm.node_feature"),
         ("Feature=skylake", "Feature=skylake,job-vms", "problem", "NodeName=n[1-9]", "remove job-vms"),
         ("NodeName=gpu1", "NodeName=mvgate7", "problem", "NodeName=mvgate", "mvgate"),

@@ -386,14 +386,14 @@ def test_the_gate_is_larger_than_any_host(site: Settings) -> None:
     places = (
         "place-worst-fit,place-best-fit,place-first-fit,place-random-fit,place-pack,place-spread,place-least-loaded"
     )
-    assert f"Feature={features},{places} State=DRAIN" in gate
+    assert f"Feature={features},{places} State=CLOUD" in gate
     assert "mvgate[1-250] NodeAddr=127.0.1.[1-250] Port=1" in gate, "however few hosts there are"
 
 
 def test_the_epilog_leaves_a_hint_and_never_fails(site: Settings, tmp_path: Path) -> None:
     install.write(rendered(site), tmp_path)
     epilog = tmp_path / "multiverse-epilog"
-    job = {"SLURM_JOB_PARTITION": "vmrun", "SLURM_JOB_ID": "7"}
+    job = {"SLURM_JOB_PARTITION": "vm", "SLURM_JOB_ID": "7"}
     assert subprocess.run([epilog], env=job, check=False).returncode == 0  # no inbox
     (tmp_path / "inbox").mkdir()
     task = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2"}

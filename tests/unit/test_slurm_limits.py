@@ -73,12 +73,13 @@ def test_a_job_without_limits_uses_none() -> None:
         ("matlab", {"matlab": 1}),
         ("matlab:2,fluent@server=3", {"matlab": 2, "fluent@server": 3}),
         ("matlab|fluent", {}),
+        ("matlab:2,vm:1", {"matlab": 2}),  # the gate's own
     ],
 )
 def test_requested_licences_are_counted(text: str, asked: dict[str, int]) -> None:
-    assert licences({"licenses": text}) == asked
+    assert licences({"licenses": text}, "vm") == asked
     known = {f"Licenses: {name}": count for name, count in asked.items() if name == "matlab"}
-    assert dict(AccountingLimits((), "", LICENSES).uses({"licenses": text})) == known
+    assert dict(AccountingLimits((), "", LICENSES, "vm").uses({"licenses": text})) == known
 
 
 def test_the_limit_of_an_array_is_counted() -> None:

@@ -278,17 +278,13 @@ def test_for_a_daemon_of_an_earlier_release_a_taken_node_has_the_name_that_it_kn
 @pytest.mark.parametrize(
     ("partitions", "feature"),
     [
-        ("vm = { state_up = 3, max_time = 60 }, vmrun = { state_up = 3, max_time = 60 }", "mv_v2"),
-        ("vm = { state_up = 1 }, vmrun = { state_up = 3 }", "mvgate"),  # jobs may be submitted but not start
-        ("vm = { state_up = 3 }, vmrun = { state_up = 1 }", "mvgate"),
-        ("vm = { state_up = 3, allow_groups = 'staff' }, vmrun = { state_up = 3 }", "mvgate"),
-        ("vm = { state_up = 3 }, vmrun = { state_up = 3, qos = 'short' }", "mvgate"),
-        ("vm = { state_up = 3 }", "mvgate"),  # the user may not use the run partition
-        ("vm = { state_up = 3, max_mem_per_cpu = 100 }, vmrun = { state_up = 3, max_mem_per_cpu = 100 }", "mvgate"),
-        ("vm = { state_up = 3, max_mem_per_cpu = 150 }, vmrun = { state_up = 3, max_mem_per_cpu = 150 }", "mv_v2"),
+        ("vm = { state_up = 3, max_time = 60 }", "mv_v2"),
+        ("vm = { state_up = 1 }", "mvgate"),  # jobs may be submitted but not start
+        ("vm = { state_up = 3, max_mem_per_cpu = 100 }", "mvgate"),
+        ("vm = { state_up = 3, max_mem_per_cpu = 150 }", "mv_v2"),
     ],
 )
-def test_no_job_skips_a_gate_that_is_closed_or_has_rules_of_its_own(
+def test_no_job_skips_the_gate_of_a_partition_that_is_down_or_gives_it_more_cpus(
     site: Settings, partitions: str, feature: str
 ) -> None:
     directory = install_scripts(site)
@@ -333,7 +329,8 @@ def _install(files: dict[str, str], site: Settings, own_rules: bool) -> Path:
 
 
 _CALL = """
-slurm = { SUCCESS = 0, ERROR = -1, log_user = function(f, ...) io.write(string.format(f, ...)) end,
+slurm = { SUCCESS = 0, ERROR = -1, reservations = { mvgate = {} },
+          log_user = function(f, ...) io.write(string.format(f, ...)) end,
           log_error = function(f, ...) logged = true end }
 dofile("job_submit.lua")
 local parts = { vm = { flag_default = 1 }, other = { flag_default = 0 } }
@@ -361,7 +358,7 @@ def test_a_broken_script_refuses_jobs_of_its_own_partitions_only(
 
     works = defect == "none"
     refused = f"-1 {FAILED}"
-    for partition in ("partition = 'vm', ", "partition = 'other,vm', ", "partition = 'vmrun', ", ""):
+    for partition in ("partition = 'vm', ", "partition = 'other,vm', ", ""):
         said = answer(f"slurm_job_submit({{ {partition}user_id = 1000, min_cpus = 1 }}, parts, 1000)")
         accepted = partition in ("partition = 'vm', ", "")
         assert said == refused if not works else said.startswith("0" if accepted else "-1")
@@ -387,8 +384,7 @@ def test_without_the_file_that_a_site_loads_only_jobs_of_other_partitions_are_ac
     directory = _install(rendered(site), site, own_rules)
     (directory / install.HOOK).unlink()
     job = "slurm_job_submit({ partition = '%s', user_id = 1000 }, parts, 1000)"
-    for partition in ("vm", "vmrun"):
-        assert run(directory, _CALL % (job % partition)) == "|-1|logged"
+    assert run(directory, _CALL % (job % "vm")) == "|-1|logged"
     assert run(directory, _CALL % (job % "other")) == "|0|logged"
 
 

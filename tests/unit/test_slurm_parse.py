@@ -16,7 +16,7 @@ from multiverse.drivers.slurm.limits import AccountingLimits
 DATA = Path(__file__).parent / "slurm_data"
 JOBS: list[dict[str, Any]] = json.loads((DATA / "squeue-22.05.8.json").read_text())["jobs"]
 NODES: list[dict[str, Any]] = json.loads((DATA / "sinfo-22.05.8.json").read_text())["nodes"]
-NAMES = parse.SiteNames(site="ab12c", gate_partition="vm", run_partition="vmrun", gate_feature="mvgate")
+NAMES = parse.SiteNames(site="ab12c", partition="vm", gate_feature="mvgate", licence="vm")
 NOW = 1795254668.0  # when they were captured
 
 
@@ -123,7 +123,7 @@ def test_each_waiting_task_uses_the_limit_of_its_array() -> None:
 def test_the_reason_of_a_counted_limit_does_not_block_a_job_at_the_gate() -> None:
     uses = (("QOSMaxJobsPerUserLimit: QOS tight, uid 1", 1),)
     waits = by_name("n2", state_reason="QOSMaxJobsPerUserLimit")
-    pinned = waits | {"features": "mv_3", "partition": "vmrun"}
+    pinned = waits | {"features": "mv_3", "licenses": ""}
     for record, eligible in ((waits, True), (waits | {"state_reason": "QOSGrpCpuLimit"}, False), (pinned, False)):
         (job,) = parse.jobs([record], NAMES, NOW, lambda _: uses).values()
         assert job.eligible is eligible and job.uses == uses
@@ -216,7 +216,7 @@ def test_an_unsupported_option_is_named(changes: dict[str, Any], word: str) -> N
         ({"state_reason": "ReqNodeNotAvail", "eligible_time": int(NOW) + 900}, False, False),  # not evaluated yet
         ({"state_reason": "BeginTime", "eligible_time": int(NOW) - 1}, True, False),  # the reason is outdated
         ({"state_reason": "QOSMaxJobsPerUserLimit"}, False, False),
-        ({"state_reason": "Licenses"}, False, False),
+        ({"state_reason": "Licenses"}, True, False),  # the gate's own; those of the user are counted
         ({"state_reason": "SomethingNew"}, False, False),
         ({"state_reason": "BadConstraints", "priority": 0}, False, False),  # Slurm itself holds the job
         ({"state_reason": "JobHeldUser", "priority": 0}, False, True),

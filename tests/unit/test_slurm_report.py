@@ -20,7 +20,7 @@ class Slurm:
     """One job, and what sacctmgr is asked to write."""
 
     def __init__(self, comment: str = "", **job: str) -> None:
-        known = {"JobArrayID": "7_1", "State": "COMPLETED", "Partition": "vmrun", "RestartCnt": "0"}
+        known = {"JobArrayID": "7_1", "State": "COMPLETED", "Partition": "vm", "RestartCnt": "0"}
         self.job = {**known, "SubmitTime": "500", "PriorityLong": "9", **job}
         self.comment, self.written = comment, list[Sequence[str]]()
         self.failure = ""

@@ -258,9 +258,10 @@ async def test_the_scripts_of_the_previous_release_work_with_the_files_of_this_d
     names = ("multiverse.lua", "multiverse_site.lua", "job_submit.lua")
     directory = install_previous_release(settings, *names)
     await write_files_of_the_daemon(settings)
-    assert submit(directory, "user_id = 1000, num_tasks = 1, min_mem_per_node = 300").startswith("|0|mv_v2|")
-    assert submit(directory, "user_id = 1000, num_tasks = 1, min_mem_per_node = 3760").startswith("|0|mvgate|")
-    assert "the largest VM" in submit(directory, "user_id = 1000, num_tasks = 1, min_mem_per_node = 3761")
+    both = "{ vm = UP, vmrun = UP }"  # that release had a partition of its own in which jobs ran
+    assert submit(directory, "user_id = 1000, num_tasks = 1, min_mem_per_node = 300", both).startswith("|0|mv_v2|")
+    assert submit(directory, "user_id = 1000, num_tasks = 1, min_mem_per_node = 3760", both).startswith("|0|mvgate|")
+    assert "the largest VM" in submit(directory, "user_id = 1000, num_tasks = 1, min_mem_per_node = 3761", both)
 
 
 @needs_lua
@@ -271,12 +272,15 @@ def test_the_script_of_the_previous_release_leaves_a_hint_that_names_nobody(sett
 
 
 @needs_lua
-async def test_the_script_works_with_the_site_file_of_the_previous_release(settings: Settings) -> None:
+async def test_the_script_asks_for_patience_while_the_site_file_is_that_of_the_previous_release(
+    settings: Settings,
+) -> None:
+    """The files are installed one after the other. A job without the gate's licence would start on the gate's nodes."""
     directory = install_previous_release(settings, "multiverse_site.lua")
     await write_files_of_the_daemon(settings)
-    assert submit(directory, "user_id = 1000, num_tasks = 1, min_mem_per_node = 300").startswith("|0|mv_v2|")
-    assert submit(directory, "user_id = 1000, num_tasks = 1, min_mem_per_node = 3000").startswith("|0|mvgate|")
-    assert "|-1|" in submit(directory, "user_id = 1000, num_tasks = 1, min_mem_per_node = 3001")
+    said = submit(directory, "user_id = 1000, num_tasks = 1, min_mem_per_node = 300")
+    assert said.startswith("Multiverse is being upgraded: try again in a minute|-1|")
+    assert "|0|nil|" in submit(directory, "user_id = 1000, partition = 'other'")
 
 
 @needs_lua

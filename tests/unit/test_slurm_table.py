@@ -24,7 +24,7 @@ SECRET = "5ec3e7"
 END = f"\x1f{SECRET}\x1f"
 TABLE = (DATA / "squeue-table-22.05.8.txt").read_text().replace("␟", "\x1f").replace("<END>", END)
 RECORDS: list[dict[str, Any]] = json.loads((DATA / "squeue-of-table-22.05.8.json").read_text())["jobs"]
-NAMES = parse.SiteNames("ab12c", "vm", "vmrun", "mvgate", 150)
+NAMES = parse.SiteNames("ab12c", "vm", "mvgate", "vm", 150)
 NOW = 1795392670.0  # when it was captured
 ARRAYS = {"15007": JobDetails(2, True), "15012": JobDetails(0, True), "15014": JobDetails(0, True)}
 

@@ -83,4 +83,4 @@ def test_limits_are_read_from_the_table() -> None:
     for shown, expected in (("UNLIMITED", YEAR + DEFAULT), ("10:00", 600 + DEFAULT), ("1-00:00:00", 86400 + DEFAULT)):
         changed = row.replace("\x1fNotSet\x1fUNLIMITED\x1f", f"\x1fNotSet\x1f{shown}\x1f")
         assert read(table(), TABLE.replace(row, changed))["15003"].limit == expected
-    assert parse.SiteNames("x", "vm", "vmrun", "g").time_limits == NAMES.time_limits == TimeLimits()
+    assert parse.SiteNames("x", "vm", "g", "vm").time_limits == NAMES.time_limits == TimeLimits()

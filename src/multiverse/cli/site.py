@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -42,13 +43,17 @@ def render(
     slurm_conf: SlurmConf = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite files that were changed by hand, too.")] = False,
     agent: Agent = False,
+    retire: Annotated[
+        bool, typer.Option("--retire", help="Leave out the partition in which an earlier release ran jobs.")
+    ] = False,
 ) -> None:
     """Write all files that a site adds. A file that was changed by hand stays, and the new one is written beside it."""
     settings, source = _read(config, slurm_conf)
     if agent:
         wanted = render_agent(settings, config.absolute())
     else:
-        wanted = rendered_files(settings, config.absolute(), site_conf.read(source))
+        site = site_conf.read(source)
+        wanted = rendered_files(settings, config.absolute(), replace(site, ours="") if retire else site)
     table = output.table("FILE", "WHAT WAS DONE", fold=("FILE",))
     kept = []
     for path, outcome in write(wanted, directory.absolute(), force=force):

@@ -102,6 +102,7 @@ async def serve(settings: Settings) -> None:
         store = open_store(settings.state_dir, clock, there)
         stack.callback(store.close)
         scheduler = SlurmScheduler(settings, store.site, leased=[one.spec for one in store.rows().leases.values()])
+        scheduler.check_gate()
         scheduler.check_leases()
         scheduler.check_expansions()
         hypervisor = connect_agents(settings, store)

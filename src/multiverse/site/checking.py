@@ -253,13 +253,12 @@ def _slurmctld(settings: Settings, site: SiteConf) -> Iterator[Finding]:
     configured = site.number("MaxNodeCount") or 0
     if match and int(match[1]) < requirements.nodes_needed(site_cpus(settings), site) <= configured:
         yield Finding(Level.PROBLEM, "slurmctld", f"slurmctld still has MaxNodeCount {match[1]}", "restart slurmctld")
-    for partition in (settings.slurm.gate_partition, settings.slurm.run_partition):
-        try:
-            asyncio.run(commands.run("scontrol", "show", "partition", partition))
-        except (Gone, Refused):
-            yield Finding(
-                Level.PROBLEM, "slurmctld", f"slurmctld does not know the partition {partition}", "restart slurmctld"
-            )
+    partition = settings.slurm.partition
+    try:
+        asyncio.run(commands.run("scontrol", "show", "partition", partition))
+    except (Gone, Refused):
+        message = f"slurmctld does not know the partition {partition}"
+        yield Finding(Level.PROBLEM, "slurmctld", message, "run scontrol reconfigure")
 
 
 def _daemon(settings: Settings) -> Iterator[Finding]:

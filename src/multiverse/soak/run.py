@@ -178,9 +178,8 @@ async def _tell(workload: Workload, progress: Progress) -> None:
 async def _cancel_all(lab: LabSession) -> float:
     """Cancel all jobs; the time at which this began."""
     began = time.time()
-    for partition in (lab.settings.slurm.gate_partition, lab.settings.slurm.run_partition):
-        with suppress(subprocess.TimeoutExpired):
-            await asyncio.to_thread(lab.run, "scancel", f"--partition={partition}")
+    with suppress(subprocess.TimeoutExpired):
+        await asyncio.to_thread(lab.run, "scancel", f"--partition={lab.settings.slurm.partition}")
     return began
 
 

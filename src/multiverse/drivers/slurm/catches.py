@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from ClusterShell.NodeSet import NodeSet, NodeSetException
 
 from multiverse.config import SlurmSettings
-from multiverse.drivers.slurm import install
+from multiverse.drivers.slurm import gate, install
 from multiverse.drivers.slurm.finding import Finding, Level
 from multiverse.drivers.slurm.requirements import Version
 from multiverse.drivers.slurm.site_conf import SiteConf, folded
@@ -23,7 +23,7 @@ def node_sets(slurm: SlurmSettings, site: SiteConf) -> Iterator[Finding]:
     ours = {slurm.node_feature, slurm.gate_feature}
     for record in site.records("NodeSet"):
         features = {word.strip() for word in record.get("feature", "").split(",")}
-        if features & ours and record["nodeset"] != install.NODE_SET:
+        if features & ours and record["nodeset"] != gate.NODE_SET:
             yield Finding(
                 Level.PROBLEM,
                 f"NodeSet={record['nodeset']}",
@@ -35,8 +35,8 @@ def node_sets(slurm: SlurmSettings, site: SiteConf) -> Iterator[Finding]:
 def reservations(slurm: SlurmSettings, shown: str) -> Iterator[Finding]:
     """Reservations that hold gate nodes or our partitions, by `scontrol show reservation --oneliner`. A job at the gate
     would wait for such a reservation, whatever is free."""
-    gate = folded(iter([f"{install.GATE_NODE}[1-{install.GATE_NODES}]"]))
-    partitions = {slurm.gate_partition, slurm.run_partition}
+    gates = folded(iter([f"{gate.GATE_NODE}[1-{install.GATE_NODES}]"]))
+    partitions = {slurm.partition}
     for line in shown.splitlines():
         fields = dict(re.findall(r"(\w+)=(\S*)", line))
         name = fields.get("ReservationName")
@@ -47,7 +47,7 @@ def reservations(slurm: SlurmSettings, shown: str) -> Iterator[Finding]:
         except NodeSetException:
             continue
         of_ours = fields.get("PartitionName", "") in partitions
-        if nodes & gate or of_ours:
+        if nodes & gates or of_ours:
             what = f"the partition {fields['PartitionName']}" if of_ours else "nodes of the gate"
             until = f" from {fields.get('StartTime', '?')} to {fields.get('EndTime', '?')}"
             yield Finding(

@@ -120,7 +120,7 @@ _COLUMNS = ("JobID", "ArrayJobID", "ArrayTaskID", "Partition", "RestartCnt", "Su
 
 
 async def waiting_records(
-    commands: SlurmCommands, bases: Collection[str], gate_partition: str, gate_feature: str
+    commands: SlurmCommands, bases: Collection[str], partition: str, gate_feature: str
 ) -> list[WaitingRecord]:
     """The pending records of jobs and arrays with these ids. For one id slurmctld sends only its records; for several
     it sends all jobs, and squeue chooses.
@@ -135,15 +135,15 @@ async def waiting_records(
     except Gone:  # the only job that was asked for
         return []
     # A long array with a long comment is megabytes of text.
-    return await asyncio.to_thread(_records, column.rows(text), gate_partition, gate_feature)
+    return await asyncio.to_thread(_records, column.rows(text), partition, gate_feature)
 
 
-def _records(cells: Sequence[str], gate_partition: str, gate_feature: str) -> list[WaitingRecord]:
+def _records(cells: Sequence[str], partition: str, gate_feature: str) -> list[WaitingRecord]:
     """`cells` are, for each task, the first columns with its features, and its comment."""
     tasks: dict[str, list[int]] = {}
     found: dict[str, WaitingRecord] = {}
     for head, comment in zip(cells[::2], cells[1::2], strict=True):
-        job_id, base, task, partition, restarts, submitted, priority, features = head.split(" ", len(_COLUMNS))
+        job_id, base, task, its_partition, restarts, submitted, priority, features = head.split(" ", len(_COLUMNS))
         tasks.setdefault(job_id, []).extend([int(task)] if task.isdigit() else [])
         if job_id not in found:
             _, pinned = parse.features("" if features == "(null)" else features, gate_feature)
@@ -152,7 +152,7 @@ def _records(cells: Sequence[str], gate_partition: str, gate_feature: str) -> li
                 tasks=(),
                 submitted=int(submitted),
                 restarts=int(restarts),
-                at_gate=gate_partition in partition.split(",") and pinned is None,
+                at_gate=partition in its_partition.split(",") and pinned is None,
                 held=priority == "0",
                 comment=comment_of(comment),
             )

@@ -12,9 +12,8 @@ from multiverse.drivers.slurm.command import SlurmCommands
 class NodeDeleter:
     """Nodes whose deletion is requested while a deletion runs are deleted together in the next one."""
 
-    def __init__(self, commands: SlurmCommands, partitions: tuple[str, ...]) -> None:
+    def __init__(self, commands: SlurmCommands) -> None:
         self._commands = commands
-        self._partitions = ",".join(partitions)
         self._waiting: dict[str, asyncio.Future[None]] = {}
         self._lock = asyncio.Lock()
 
@@ -33,9 +32,7 @@ class NodeDeleter:
     async def _delete_all(self, batch: dict[str, asyncio.Future[None]]) -> None:
         # Slurm refuses to delete a busy node, but not a DOWN one whose job is completing: slurmctld 22.05 crashes then
         # (decision 7).
-        text = await self._commands.run(
-            "squeue", "-h", "-a", "-p", self._partitions, "-t", "RUNNING,SUSPENDED,COMPLETING", "-o", "%N"
-        )
+        text = await self._commands.run("squeue", "-h", "-a", "-t", "RUNNING,SUSPENDED,COMPLETING", "-o", "%N")
         busy = {node for line in text.splitlines() for node in parse.hosts(line.strip())}
         for node in [node for node in batch if node in busy]:
             verdict = batch.pop(node)

@@ -1,4 +1,8 @@
-"""Slurm as a `Scheduler` (see `ports`): VMs are dynamic nodes; jobs wait at the gate and are pinned by a feature."""
+"""Slurm as a `Scheduler` (see `ports`): VMs are dynamic nodes; jobs wait at the gate and are pinned by a feature.
+
+A job at the gate and one that is pinned are in the same partition, and differ by three fields (see `gate`): the
+feature, the gate's licence, and the nice value. One update changes all of them.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,9 @@ from dataclasses import replace
 from multiverse.config import Settings
 from multiverse.core.errors import Exhausted, Gone, Refused, Stale
 from multiverse.core.model import (
+    Job,
     JobRef,
+    JobState,
     LeaseSpec,
     NodeBootstrap,
     NodeSpec,
@@ -19,7 +25,7 @@ from multiverse.core.model import (
     User,
 )
 from multiverse.drivers.slurm import bootstrap as node_bootstrap
-from multiverse.drivers.slurm import conf, expansions, parse, requirements, site_conf
+from multiverse.drivers.slurm import conf, expansions, gate, parse, requirements, site_conf
 from multiverse.drivers.slurm.account import NameService
 from multiverse.drivers.slurm.command import Execute, SlurmCommands, execute
 from multiverse.drivers.slurm.comment import (
@@ -48,6 +54,11 @@ def _mark(origin: str) -> tuple[str, ...]:
     return (parse.MOVED_FROM + origin,) if origin else ()
 
 
+def _is_outside(job: Job) -> bool:
+    """Whether a job of our partition waits without what keeps it at the gate, as an earlier release left it."""
+    return job.state is JobState.PENDING and not (job.gated or job.pinned or job.at_origin)
+
+
 class SlurmScheduler:
     def __init__(
         self,
@@ -73,7 +84,8 @@ class SlurmScheduler:
         self._offers = SlurmOffers(settings, self._offer_files)
         submission_term = max(_SUBMISSION_TERM, 10 * settings.poll)
         self._submission = SubmissionFile(settings.slurm.inbox, submission_term)
-        self._node_deleter = NodeDeleter(self._commands, (settings.slurm.gate_partition, settings.slurm.run_partition))
+        self._gate = gate.GateKeeper(settings.slurm, self._commands)
+        self._node_deleter = NodeDeleter(self._commands)
 
     @property
     def offers(self) -> SlurmOffers:
@@ -99,6 +111,17 @@ class SlurmScheduler:
     def expansion(self) -> SlurmScheduler:
         """See `ports.Scheduler`. Also where no partition is expanded any more: moved jobs are put back."""
         return self
+
+    def check_gate(self) -> None:
+        """Raise `Refused` if the site's Slurm has the gate of an earlier release: its jobs would not wait for a
+        licence."""
+        ours = site_conf.read(self._slurm.conf).ours
+        if ours and not gate.is_declared(ours, self._slurm.partition):
+            raise Refused(
+                f"{site_conf.OURS} is that of an earlier release, in which jobs ran in a partition of their own",
+                hint="run multiverse site render, install its files, run scontrol reconfigure, and start the daemon "
+                "again: jobs that wait and jobs that run are taken over (docs/operations.md, Upgrades)",
+            )
 
     def check_expansions(self) -> None:
         """Raise `Refused` if jobs of the partitions that the settings want to expand would fare otherwise in VMs."""
@@ -135,6 +158,7 @@ class SlurmScheduler:
         """See `ports.Scheduler`."""
         seen = self._renew()
         (jobs, nodes, limits), (pilots, leasable) = await asyncio.gather(self._reader.whole(), self._pilots.read())
+        await self._gate.tend(taken_over=not any(_is_outside(job) for job in jobs.values()))
         self._renew_offers()
         return SchedulerView(
             jobs=jobs,
@@ -164,7 +188,7 @@ class SlurmScheduler:
         self._offer_files.renew(idle)
 
     async def _reread(self, job: JobRef) -> CurrentJob:
-        return await reread(self._commands, job, self._slurm.gate_feature)
+        return await reread(self._commands, job, self._slurm)
 
     async def pin(self, job: JobRef, tag: str, nodes: Sequence[str], text: str = "") -> None:
         """See `ports.Scheduler`. The nodes are found by their feature `tag`, not by name: a restart of slurmctld kills
@@ -178,12 +202,13 @@ class SlurmScheduler:
         if origin:
             text = expansions.moved_text(origin, text)
         comment = compose(current.comment, text) if text else current.comment
-        pinned = current.partition == self._slurm.run_partition and current.pinned == tag
+        pinned = current.partition == self._slurm.partition and current.pinned == tag and not current.licensed
         if pinned and (current.active or (current.pending and current.priority)):
             # An earlier call pinned the job, or it took an offered node; it may have started since.
             if comment != current.comment:
                 await self._update(job, f"AdminComment={comment}")
             return
+        await self._call_back(job, current)
         if not current.pending:
             raise Stale(f"job {job.job_id} is {current.state.lower()}")
         if current.priority == 0:
@@ -193,7 +218,9 @@ class SlurmScheduler:
             await self._update(job, f"AdminComment={comment}")
             current = replace(current, comment=comment)
         features = "&".join((*current.own, *_mark(origin), tag))
-        wanted = [f"Partition={self._slurm.run_partition}", f"Features={features}"]
+        nice = gate.boosted(current.nice, self._boost)
+        wanted = [*self._partition(current), f"Features={features}", f"Licenses={','.join(current.licences)}"]
+        wanted.append(f"Nice={nice}")
         if comment != current.comment:
             wanted.append(f"AdminComment={comment}")
         if job.restarts:
@@ -205,7 +232,7 @@ class SlurmScheduler:
             # Slurm moves the job also when it answers "Requested partition configuration not available now", which
             # means that the nodes are busy or too small at this moment.
             after = await self._reread(job)
-            if after.partition != self._slurm.run_partition or after.pinned != tag:
+            if after.partition != self._slurm.partition or after.pinned != tag or after.licensed:
                 if not self._is_expanded(after.partition):
                     await self._to_gate(job, after)  # Slurm refused the features and changed the partition all the same
                 raise
@@ -213,23 +240,60 @@ class SlurmScheduler:
     async def unpin(self, job: JobRef) -> None:
         """See `ports.Scheduler`."""
         current = await self._reread(job)
+        await self._call_back(job, current)
         if not current.pending:
             raise Stale(f"job {job.job_id} is {current.state.lower()}")
         if self._is_expanded(current.partition) and current.pinned is None:
             return
         await self._to_gate(job, current)
         after = await self._reread(job)
-        if after.partition != self._slurm.gate_partition:
+        if not self._is_at_gate(after):
             raise Stale(f"job {job.job_id} left the gate at once")
         if after.priority == 0 and parse.slurms_hold(after.reason, after.description):
             await self._commands.run("scontrol", "release", job.job_id)
 
     async def _to_gate(self, job: JobRef, current: CurrentJob) -> None:
-        if current.partition == self._slurm.gate_partition and current.at_gate:
+        if self._is_at_gate(current):
             return
         origin = current.origin or expansions.told_origin(current.comment)
         features = "&".join((*current.own, *_mark(origin), self._slurm.gate_feature))
-        await self._update(job, f"Partition={self._slurm.gate_partition}", f"Features={features}")
+        licences = ",".join((*current.licences, f"{self._slurm.licence}:1"))
+        nice = gate.unboosted(current.nice, self._boost)
+        await self._update(
+            job, *self._partition(current), f"Features={features}", f"Licenses={licences}", f"Nice={nice}"
+        )
+
+    def _is_at_gate(self, current: CurrentJob) -> bool:
+        return current.partition == self._slurm.partition and current.at_gate and current.licensed
+
+    def _partition(self, current: CurrentJob) -> tuple[str, ...]:
+        """The change of a job's partition, if it is in another one: in that of its submission, which is expanded, or in
+        that in which an earlier release ran jobs."""
+        return () if current.partition == self._slurm.partition else (f"Partition={self._slurm.partition}",)
+
+    @property
+    def _boost(self) -> int:
+        return gate.boost(node_bootstrap.read(self._slurm.conf))
+
+    async def _call_back(self, job: JobRef, current: CurrentJob) -> None:
+        """Take a job back that got past the gate's licence and was given nodes of the gate, where it runs nothing.
+
+        Raises `Stale` then: the scheduler shows it queued again, or ended if it was srun's or salloc's, which Slurm
+        cannot queue again.
+        """
+        if not current.gate_nodes or not current.active:
+            return
+        self._gate.look_again()
+        if current.batch:
+            await self._update(job, "Requeue=1")  # it has not run, so it loses nothing even with --no-requeue
+            await self._commands.run("scontrol", "requeue", job.job_id)
+            await self._to_gate(job, current)
+        else:
+            text = "it was given nodes without a VM, because the gate was open: submit it again"
+            await self._update(job, f"AdminComment={compose(current.comment, text)}")
+            await self._commands.run("scancel", job.job_id)
+        await self._gate.release(current.gate_nodes)
+        raise Stale(f"job {job.job_id} got past the gate and was taken back")
 
     def _is_expanded(self, partition: str) -> bool:
         return any(one.partition == partition for one in self._settings.expand)
@@ -249,6 +313,7 @@ class SlurmScheduler:
             raise Stale(f"job {job.job_id} is pinned")
         comment = compose(current.comment, f"back in partition {current.origin}")
         wanted = [f"Partition={current.origin}", f"Features={'&'.join(current.own)}"]
+        wanted += [f"Licenses={','.join(current.licences)}", f"Nice={gate.unboosted(current.nice, self._boost)}"]
         await self._update(job, *wanted, f"AdminComment={comment}")
         after = await self._reread(job)
         if after.pending and after.priority == 0 and parse.slurms_hold(after.reason, after.description):
@@ -315,7 +380,7 @@ class SlurmScheduler:
 
     async def _explain(self, jobs: Sequence[JobRef], text: str) -> None:
         slurm, bases = self._slurm, {job.job_id.partition("_")[0] for job in jobs}
-        records = await waiting_records(self._commands, bases, slurm.gate_partition, slurm.gate_feature)
+        records = await waiting_records(self._commands, bases, slurm.partition, slurm.gate_feature)
         for comment, addresses in updates(records, jobs, text):
             await self._commands.run("scontrol", "update", f"JobId={','.join(addresses)}", f"AdminComment={comment}")
 

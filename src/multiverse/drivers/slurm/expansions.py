@@ -78,19 +78,19 @@ def examine(settings: Settings, site: SiteConf) -> Iterator[Finding]:
 
 
 def _differences(settings: Settings, site: SiteConf, mine: Mapping[str, str]) -> Iterator[Finding]:
-    """Of our two partitions, as they are installed. Without our file something else is reported."""
+    """Of our partition, as it is installed. Without our file something else is reported."""
     above = "" if site.above is None else site.above
     ours = {one["partitionname"]: one for one in _partitions(above, site.ours)} if site.ours else {}
-    for name in (settings.slurm.gate_partition, settings.slurm.run_partition):
-        other = ours.get(name)
-        differing = [key for key in EQUAL if other is not None and _value(mine, key) != _value(other, key)]
-        if differing:
-            yield _problem(
-                f"PartitionName={name}",
-                f"jobs of partition {mine['partitionname']} would have other limits or prices in VMs: "
-                f"{', '.join(differing)} of partition {name} differ{'s' if len(differing) == 1 else ''}",
-                "run multiverse site render again, install its files and restart slurmctld; or remove [[expand]]",
-            )
+    name = settings.slurm.partition
+    other = ours.get(name)
+    differing = [key for key in EQUAL if other is not None and _value(mine, key) != _value(other, key)]
+    if differing:
+        yield _problem(
+            f"PartitionName={name}",
+            f"jobs of partition {mine['partitionname']} would have other limits or prices in VMs: "
+            f"{', '.join(differing)} of partition {name} differ{'s' if len(differing) == 1 else ''}",
+            "run multiverse site render again, install its files and run scontrol reconfigure; or remove [[expand]]",
+        )
 
 
 def _unmarked(site: SiteConf, one: ExpandSettings) -> Iterator[Finding]:

@@ -13,12 +13,11 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from multiverse.config import Settings
 from multiverse.core.errors import Refused
 from multiverse.core.model import CloneKind, Placement, Size
-from multiverse.drivers.slurm import conf, expansions, parse
+from multiverse.drivers.slurm import conf, expansions, gate, parse
+from multiverse.drivers.slurm.gate import GATE_NODE, NODE_SET
 from multiverse.drivers.slurm.site_conf import OURS, SiteConf
 from multiverse.system import files, placements, rendered
 
-GATE_NODE = "mvgate"
-NODE_SET = "mvvms"
 # NodeAddr=127.0.N.[1-250]; the most nodes of a job. As many however few CPUs the hosts have: a host may be added later.
 GATE_NODES = 250
 # Far above any host, so that Slurm refuses no job that a VM could hold. Memory and disk in MiB: 16 TiB.
@@ -52,8 +51,11 @@ class Site:
 
     `images` are the features that jobs may request, and `placements` the placement policies. `gate_network` is the
     first three numbers of the gate's addresses, which nothing uses. `memory_per_cpu` is Slurm's DefMemPerCPU in MiB.
-    `default` makes the gate the default partition. `limits` are those of our partitions: of one that is expanded, so
-    that its jobs are limited and charged in VMs as before.
+    `default` makes ours the default partition. `limits` are those of our partition: of one that is expanded, so
+    that its jobs are limited and charged in VMs as before. `boost` is that of `gate.boost`. `licences` and
+    `power_saving` say that our file has the gate's licence and the programs of power saving, because the site has none
+    of its own.
+    `retired` are partitions of an earlier release in which jobs may still run.
     """
 
     images: Collection[str]
@@ -63,6 +65,10 @@ class Site:
     gate_network: str = _GATE_NETWORKS[0]
     placements: Collection[str] = tuple(one.value for one in Placement)
     limits: str = "MaxTime=INFINITE"
+    boost: int = 60_000
+    licences: bool = True
+    power_saving: bool = True
+    retired: tuple[str, ...] = ()
 
 
 def derive(settings: Settings, site: SiteConf, images: Iterable[str], slurm_uid: int, *, default: bool = False) -> Site:
@@ -76,6 +82,10 @@ def derive(settings: Settings, site: SiteConf, images: Iterable[str], slurm_uid:
         default=default,
         gate_network=_free_network(site.node_addresses()),
         limits=expansions.limits_like(settings.expand[0].partition if settings.expand else "", site),
+        boost=gate.boost(site.text),
+        licences=not site.value("Licenses"),
+        power_saving=not (site.value("SuspendProgram") or site.value("ResumeProgram")),
+        retired=gate.retired_partitions(site.ours, settings.slurm.partition),
     )
 
 
@@ -103,8 +113,13 @@ def render(settings: Settings, site: Site) -> dict[str, str]:
         "job_feature": settings.job_vms.feature,
         "sriov_gres": settings.job_vms.sriov_gres,
         "job_design": settings.job_vms.design,
-        "gate_partition": slurm.gate_partition,
-        "run_partition": slurm.run_partition,
+        "partition": slurm.partition,
+        "partitions": [slurm.partition, *site.retired],
+        "retired": site.retired,
+        "licence": slurm.licence,
+        "own_licences": site.licences,
+        "own_power_saving": site.power_saving,
+        "boost": site.boost,
         "gate_feature": slurm.gate_feature,
         "node_feature": slurm.node_feature,
         "gate_node": GATE_NODE,
@@ -140,8 +155,7 @@ def hook_lines(settings: Settings) -> str:
         f'local fine, problem = pcall(dofile, "{slurm.conf.parent}/{HOOK}")\n'
         f'if not fine then slurm.log_error("multiverse: %s", tostring(problem)); local own = slurm_job_submit; '
         f"function slurm_job_submit(job, ...) if "
-        f'job.partition == "{slurm.gate_partition}" or job.partition == "{slurm.run_partition}" '
-        f"then return slurm.ERROR end; return own(job, ...) end end\n"
+        f'job.partition == "{slurm.partition}" then return slurm.ERROR end; return own(job, ...) end end\n'
     )
 
 

@@ -55,7 +55,7 @@ class JobRow:
         self.needs_details = incomplete and record["job_state"] == "PENDING"
         """Whether the table leaves out something of this job. It matters as long as the job waits, or a task of its
         array."""
-        self.needs_licences = self.waits and bool(licences(record))
+        self.needs_licences = self.waits and bool(licences(record, names.licence))
 
     def complete(self, details: JobDetails) -> None:
         """Add the details that the table leaves out."""

@@ -65,14 +65,18 @@ class _Entry:
 class AccountingLimits:
     """`left` is how much more may run, by limit. It is negative after an operator has lowered the limit."""
 
-    def __init__(self, records: Collection[Record] = (), assoc_mgr: str = "", licences_text: str = "") -> None:
+    def __init__(
+        self, records: Collection[Record] = (), assoc_mgr: str = "", licences_text: str = "", gate_licence: str = ""
+    ) -> None:
+        self._gate_licence = gate_licence
         entries = list(_entries(assoc_mgr))
         self._qos = {e.fields["QOS"].partition("(")[0]: e for e in entries if "QOS" in e.fields}
         self._associations = {int(e.fields["ID"]): e for e in entries if e.fields.get("ID", "").isdigit()}
         self._accounts = {e.fields["Account"]: e for e in self._associations.values() if not e.fields["UserName"]}
         self.left = {e.limit(*key): left for e in entries for key, left in e.left.items()}
         for name, free in re.findall(r"LicenseName=(\S+)\s.*?\bFree=(\d+)", licences_text, re.DOTALL):
-            self.left[f"Licenses: {name}"] = int(free)
+            if name != gate_licence:
+                self.left[f"Licenses: {name}"] = int(free)
         owners = ("ID", "UserName", "Account", "ParentAccount", "QOS")
         self.structure = (frozenset(self.left), frozenset(tuple(e.fields.get(key) for key in owners) for e in entries))
         """Which limits there are, and of whom. While it stays the same, `uses` of a record does."""
@@ -82,7 +86,7 @@ class AccountingLimits:
         """How much a job takes of which limits while it runs."""
         takes = {"": 1, **_tres(str(record.get("tres_req_str") or ""))}
         found = {limit: takes.get(kind, 0) for limit, kind in self._bounds(record)}
-        found |= {f"Licenses: {name}": count for name, count in licences(record).items()}
+        found |= {f"Licenses: {name}": count for name, count in licences(record, self._gate_licence).items()}
         if number(record.get("array_max_tasks")):
             found[f"JobArrayTaskLimit: {number(record.get('array_job_id'))}"] = 1
         return tuple((limit, count) for limit, count in found.items() if count and limit in self.left)
@@ -112,11 +116,11 @@ class AccountingLimits:
         return self._accounts.get(entry.fields.get("ParentAccount", "").partition("(")[0])
 
 
-def licences(record: Record) -> dict[str, int]:
-    """The licences that a job requests. Alternatives (`a|b`, from 24.05 on) are left to Slurm."""
+def licences(record: Record, gate_licence: str) -> dict[str, int]:
+    """The licences that a job's user requests. Alternatives (`a|b`, from 24.05 on) are left to Slurm."""
     text = str(record.get("licenses") or "")
     found = re.findall(r"([^,;:=]+)(?:[:=](\d+))?", "" if "|" in text else text)
-    return {name: int(count or 1) for name, count in found}
+    return {name: int(count or 1) for name, count in found if name != gate_licence}
 
 
 def _entries(text: str) -> Iterator[_Entry]:

@@ -25,7 +25,7 @@ from multiverse.core.model import (
     Size,
     vm_prefix,
 )
-from multiverse.drivers.slurm import requests
+from multiverse.drivers.slurm import gate, requests
 from multiverse.drivers.slurm.time_limits import NEVER, TimeLimits
 
 Record = Mapping[str, Any]
@@ -54,12 +54,14 @@ _STATES = {
     "TIMEOUT": JobState.ENDED,
 }
 ENDED_WORDS = frozenset(word for word, state in _STATES.items() if state is JobState.ENDED)
-# Reasons of jobs that may get VMs: they wait for the gate's nodes or for their turn, or Slurm has not checked them yet.
-# With BeginTime the begin time itself decides. Any other reason is a dependency, a hold, a closed partition or a limit
-# that is not counted here: such a job waits, because its VM would be idle.
+# Reasons of jobs that may get VMs: they wait for their turn, or Slurm has not checked them yet, or, with an earlier
+# release, for the gate's nodes. With BeginTime the begin time itself decides. Any other reason is a dependency, a hold,
+# a closed partition or a limit that is not counted here: such a job waits, because its VM would be idle.
 _FREE_REASONS = frozenset(
     ["None", "Priority", "Resources", "ReqNodeNotAvail", "NodeDown", "PartitionConfig", "BadConstraints", "BeginTime"]
 ) | {""}
+_GATE_REASONS = _FREE_REASONS | {"Licenses"}
+"""The same of jobs at the gate, which wait for the gate's licence. What they ask for of other licences is counted."""
 _USER_HOLDS = ("JobHeldUser", "JobHeldAdmin")
 # Of several words the first state here counts. slurmctld ends the jobs of a node that is DOWN; those of one that it
 # does not reach run on until SlurmdTimeout, and those of one that is drained as long as they like.
@@ -87,22 +89,24 @@ class SiteNames:
     """What parsing needs to know of the site.
 
     `memory_per_cpu` is Slurm's DefMemPerCPU in MiB. `per_account`: each account has templates of its own.
-    `time_limits` are those of Multiverse's partitions. `expanded` are partitions of physical nodes.
+    `time_limits` are those of Multiverse's partitions. `expanded` are partitions of physical nodes. Jobs that an
+    earlier release started may still run in a partition that is `retired`.
     """
 
     site: str
-    gate_partition: str
-    run_partition: str
+    partition: str
     gate_feature: str
+    licence: str
     memory_per_cpu: int = MEMORY_PER_CPU
     per_account: bool = False
     time_limits: TimeLimits = TimeLimits()
     expanded: tuple[ExpandSettings, ...] = ()
+    retired: tuple[str, ...] = ()
 
     @property
     def partitions(self) -> tuple[str, ...]:
         """The partitions of which jobs are read."""
-        return self.gate_partition, self.run_partition, *(one.partition for one in self.expanded)
+        return self.partition, *self.retired, *(one.partition for one in self.expanded)
 
     def expansion_of(self, partition: str) -> ExpandSettings | None:
         """How a partition is expanded, if it is."""
@@ -203,9 +207,18 @@ def ours(records: Iterable[Record], names: SiteNames) -> list[Record]:
 def is_waiting(record: Record, names: SiteNames) -> bool:
     """Whether a job waits at the gate, or for physical nodes, and is not held."""
     return (
-        names.run_partition not in words(record["partition"])
-        and "PENDING" in words(record["job_state"])
+        "PENDING" in words(record["job_state"])
         and bool(number(record["priority"]))
+        and features(str(record.get("features") or ""), names.gate_feature)[1] is None
+    )
+
+
+def is_gated(record: Record, names: SiteNames) -> bool:
+    """Whether a job has what keeps it at the gate: its partition, its feature and its licence."""
+    return (
+        names.partition in words(record["partition"])
+        and names.gate_feature in re.split(r"[&,]", str(record.get("features") or ""))
+        and gate.has_licence(str(record.get("licenses") or ""), names.licence)
     )
 
 
@@ -261,12 +274,19 @@ def _job(record: Record, job_id: str, names: SiteNames, now: float, uses: Uses) 
     delayed = restarts > 0 and 0 < begin - submitted <= REQUEUE_DELAY
     early = begin > now and not delayed
     held = priority == 0 and not slurms_hold(reason, str(record.get("state_description") or ""))
-    gated = names.gate_partition in words(partition)
+    nodes = hosts(str(record.get("nodes") or ""))
+    if gate.on_gate(nodes) and state is JobState.RUNNING:
+        # The job got past the licence. It runs nothing, and is put back at the gate like a job that left it.
+        state, nodes = JobState.PENDING, ()
+        gated = False
+    else:
+        gated = is_gated(record, names) and pinned is None
     here = next(filter(None, map(names.expansion_of, words(partition))), None)
     origin = here.partition if here else moved_from(str(record.get("features") or ""))
     # Slurm's reason may be outdated. Of a limit that is counted here, the count decides until the job is pinned.
     counted = gated and reason in {limit.partition(":")[0] for limit, _ in uses}
-    free = priority > 0 and not early and (counted or reason in _FREE_REASONS) and "(unfulfilled)" not in dependency
+    usual = reason in (_GATE_REASONS if gated else _FREE_REASONS)
+    free = priority > 0 and not early and (counted or usual) and "(unfulfilled)" not in dependency
     if here:  # the partition may have room for it, unless it has waited for its nodes for some time
         free = free and reason in _FULL and pinned is None and now >= begin + here.min_wait
     request, problem = _request(record, own, names, origin)
@@ -284,7 +304,7 @@ def _job(record: Record, job_id: str, names: SiteNames, now: float, uses: Uses) 
         held=state is JobState.PENDING and held,
         gated=gated,
         pinned=pinned,
-        nodes=hosts(str(record.get("nodes") or "")),
+        nodes=nodes,
         result=states[0] if state is JobState.ENDED else "",
         exit_code=exit_code(record.get("exit_code")),
         work_dir=str(record.get("current_working_directory") or ""),
@@ -405,7 +425,7 @@ def _problem(record: Record, own: tuple[str, ...], names: SiteNames, origin: str
             bool(number(record.get("het_job_id"))),
             "heterogeneous jobs are not supported: submit each component as a separate job",
         ),
-        ("," in str(record["partition"]), f"name one partition only: {origin or names.gate_partition}"),
+        ("," in str(record["partition"]), f"name one partition only: {origin or names.partition}"),
         (bool(record.get("resv_name")), "reservations are not supported: submit without --reservation"),
         # The submit script sees this option and --profile only in the environment of a batch job.
         (bool(record.get("container_id")), "--container-id is not supported: select an image with --constraint"),

@@ -16,7 +16,7 @@ from multiverse.config import Settings
 from multiverse.core.errors import Gone, Refused
 from multiverse.core.model import Job, JobState, Node, SchedulerPart
 from multiverse.drivers.slurm import bootstrap as node_bootstrap
-from multiverse.drivers.slurm import conf, parse
+from multiverse.drivers.slurm import conf, gate, parse
 from multiverse.drivers.slurm.command import SlurmCommands
 from multiverse.drivers.slurm.details import DetailReader
 from multiverse.drivers.slurm.jobs import JobRow, JobTable
@@ -100,7 +100,7 @@ class SlurmReader:
         waits = any(row.waits for row in rows.values())
         licensed = any(row.needs_licences for row in rows.values())
         self._limits = await self._show_limits(associations=enforced and waits, licences=licensed)
-        return rows, await asyncio.to_thread(AccountingLimits, [row.record for row in rows.values()], *self._limits)
+        return rows, await asyncio.to_thread(self._accounting, [row.record for row in rows.values()])
 
     def _convert_whole(
         self, rows: dict[str, JobRow], names: parse.SiteNames, limits: AccountingLimits
@@ -218,7 +218,10 @@ class SlurmReader:
         if again:
             self._limits = await self._show_limits(associations=wants, licences=wants_licences)
         records = [row.record for row in rows.values()]
-        return await asyncio.to_thread(AccountingLimits, records, *self._limits), again
+        return await asyncio.to_thread(self._accounting, records), again
+
+    def _accounting(self, records: list[parse.Record]) -> AccountingLimits:
+        return AccountingLimits(records, *self._limits, self._slurm.licence)
 
     # --- nodes -------------------------------------------------------------------------------------
 
@@ -251,12 +254,13 @@ class SlurmReader:
         default = conf.memory_per_cpu(text, parse.MEMORY_PER_CPU)
         return parse.SiteNames(
             site=self._site,
-            gate_partition=self._slurm.gate_partition,
-            run_partition=self._slurm.run_partition,
+            partition=self._slurm.partition,
             gate_feature=self._slurm.gate_feature,
+            licence=self._slurm.licence,
+            retired=gate.retired_partitions(text, self._slurm.partition),
             memory_per_cpu=default,
             per_account=self._settings.image.per_account,
-            time_limits=time_limits(text, self._slurm.gate_partition, self._slurm.run_partition),
+            time_limits=time_limits(text, self._slurm.partition),
             expanded=self._settings.expand,
         ), conf.limits_are_kept(text)
 

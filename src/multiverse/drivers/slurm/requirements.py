@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from multiverse.config import Settings, site_cpus
 from multiverse.core.errors import Unknown
-from multiverse.drivers.slurm import conf, expansions, install
+from multiverse.drivers.slurm import conf, expansions, gate, install
 from multiverse.drivers.slurm.finding import Finding, Level
 from multiverse.drivers.slurm.site_conf import OURS, SiteConf, folded, records
 
@@ -21,6 +21,10 @@ BF_YIELD_INTERVAL = 2_000_000
 
 LONGEST_YIELD_INTERVAL = 100_000
 """The same, in microseconds, up to which a long queue does not delay the start of VMs (decision 45)."""
+
+PARTITION_JOB_DEPTH = 50
+"""Jobs of each partition that a turn of Slurm's main scheduler looks at, with which jobs of VMs start in time
+(decision 82)."""
 
 BF_INTERVAL_OF_A_BACKUP = 5
 """Seconds between two cycles of backfill that are few enough where only backfill starts jobs."""
@@ -64,6 +68,7 @@ def examine(settings: Settings, site: SiteConf, release: Version) -> Iterator[Fi
     yield from _include(site)
     yield from _nodes(settings, site, release)
     yield from _names(settings, site)
+    yield from _gate(settings, site)
     yield from _scripts(settings, site)
     yield from _communication(settings, site)
     yield from _scheduling(site)
@@ -243,19 +248,18 @@ def _has_all_nodes(partition: dict[str, str]) -> bool:
 def _names(settings: Settings, site: SiteConf) -> Iterator[Finding]:
     """Names that both the site and Multiverse use."""
     slurm = settings.slurm
-    for key, mine in (("gate_partition", slurm.gate_partition), ("run_partition", slurm.run_partition)):
-        if any(p["partitionname"] == mine for p in site.records("PartitionName")):
-            yield _problem(
-                f"PartitionName={mine}",
-                f"the site has a partition {mine} of its own",
-                f"set another slurm.{key} in the settings, then run multiverse site render again",
-            )
-    if any(record["nodeset"] == install.NODE_SET for record in site.records("NodeSet")):
-        yield _problem(f"NodeSet={install.NODE_SET}", "the site has a node set of this name", "rename the site's")
-    gate = folded(iter([f"{install.GATE_NODE}[1-{install.GATE_NODES}]"]))
-    if site.nodes() & gate:
+    if any(p["partitionname"] == slurm.partition for p in site.records("PartitionName")):
         yield _problem(
-            f"NodeName={install.GATE_NODE}",
+            f"PartitionName={slurm.partition}",
+            f"the site has a partition {slurm.partition} of its own",
+            "set another slurm.partition in the settings, then run multiverse site render again",
+        )
+    if any(record["nodeset"] == gate.NODE_SET for record in site.records("NodeSet")):
+        yield _problem(f"NodeSet={gate.NODE_SET}", "the site has a node set of this name", "rename the site's")
+    gates = folded(iter([f"{gate.GATE_NODE}[1-{install.GATE_NODES}]"]))
+    if site.nodes() & gates:
+        yield _problem(
+            f"NodeName={gate.GATE_NODE}",
             "a node of the site has a name of the gate's, such as mvgate1",
             "rename the site's nodes",
         )
@@ -267,6 +271,25 @@ def _names(settings: Settings, site: SiteConf) -> Iterator[Finding]:
                 f"a node of the site has the feature {feature}, and would belong to Multiverse's partitions",
                 f"set another slurm.{reserved[feature]} in the settings, then run multiverse site render again",
             )
+
+
+def _gate(settings: Settings, site: SiteConf) -> Iterator[Finding]:
+    """What keeps jobs waiting, and what its nodes need: lines of which Slurm takes the last one only."""
+    wanted, licences = f"{settings.slurm.licence}:1", site.value("Licenses")
+    if licences and wanted not in gate.licence_words(licences):
+        yield _problem(
+            "Licenses",
+            f"slurm.conf has licences, but not {wanted}, for which jobs wait at the gate",
+            f"set Licenses={licences},{wanted} and run scontrol reconfigure",
+        )
+    programs = {key: site.value(key) for key in ("SuspendProgram", "ResumeProgram")}
+    if any(programs.values()) and not all(programs.values()):
+        missing = next(key for key, program in programs.items() if not program)
+        yield _problem(
+            missing,
+            f"{missing} is missing beside the other program of power saving, so that Slurm powers no node up or down",
+            f"set {missing}, for example to /bin/true, and run scontrol reconfigure",
+        )
 
 
 def _features(node: dict[str, str]) -> list[str]:
@@ -355,6 +378,12 @@ def _scheduling(site: SiteConf) -> Iterator[Finding]:
             f"slurmctld may answer nothing for {held or BF_YIELD_INTERVAL} µs at a time (bf_yield_interval) "
             "while it plans the backfill of a long queue, which delays the start and the end of VMs",
             f"add bf_yield_interval={LONGEST_YIELD_INTERVAL} to SchedulerParameters and run scontrol reconfigure",
+        )
+    if "partition_job_depth" not in parameters:
+        yield _note(
+            "SchedulerParameters",
+            "a job whose VM is ready may wait for jobs of other partitions, which use up Slurm's default_queue_depth",
+            f"add partition_job_depth={PARTITION_JOB_DEPTH} to SchedulerParameters and run scontrol reconfigure",
         )
     for key in ("PriorityWeightTRES", "PriorityWeightJobSize"):
         if site.value(key, "0") != "0":

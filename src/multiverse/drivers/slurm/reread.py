@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from multiverse.config import SlurmSettings
 from multiverse.core.errors import Gone, Stale
 from multiverse.core.model import JobRef
-from multiverse.drivers.slurm import parse
+from multiverse.drivers.slurm import gate, parse
 from multiverse.drivers.slurm.command import SlurmCommands
 from multiverse.drivers.slurm.comment import CommentColumn, comment_of
 
@@ -21,6 +22,10 @@ _COLUMNS = (
     ("SubmitTime", 24),
     ("StartTime", 24),
     ("PriorityLong", 24),
+    ("Nice", 24),
+    ("BatchFlag", 8),
+    ("NodeList", 1024),
+    ("Licenses", 1024),
     ("Reason", 512),
 )
 _FORMAT = ",".join(f"{name}:{width}" for name, width in _COLUMNS)
@@ -29,7 +34,8 @@ _FORMAT = ",".join(f"{name}:{width}" for name, width in _COLUMNS)
 @dataclass(frozen=True, slots=True)
 class CurrentJob:
     """The state of a job at this moment. `requeued`: the run that the caller means is completing, and the job will be
-    queued again. `comment` is its AdminComment, empty if it has none."""
+    queued again. `comment` is its AdminComment, empty if it has none. `licences` are those of its user. `licensed`: it
+    has the gate's licence. `gate_nodes` are the nodes of the gate that a job was given that got past the licence."""
 
     state: str
     partition: str
@@ -41,6 +47,11 @@ class CurrentJob:
     description: str
     requeued: bool
     comment: str
+    licences: tuple[str, ...] = ()
+    licensed: bool = False
+    nice: int = 0
+    batch: bool = True
+    gate_nodes: tuple[str, ...] = ()
     origin: str = ""
     """The partition that it was moved from, by its features."""
 
@@ -57,7 +68,7 @@ class CurrentJob:
         return not self.pending and not self.active and self.state != "COMPLETING"
 
 
-async def reread(commands: SlurmCommands, job: JobRef, gate_feature: str) -> CurrentJob:
+async def reread(commands: SlurmCommands, job: JobRef, slurm: SlurmSettings) -> CurrentJob:
     """The job's current state. `Gone` if there is no such job, `Stale` if it is another run, or another job."""
     column = CommentColumn.new()
     columns = f"{_FORMAT},{column.format}"
@@ -73,18 +84,24 @@ async def reread(commands: SlurmCommands, job: JobRef, gate_feature: str) -> Cur
             f"job {job.job_id} has changed: submitted {submitted}, restarts {restarts}; "
             f"expected {job.submitted}, {job.restarts}"
         )
-    own, pinned = parse.features("" if row["Feature"] == "(null)" else row["Feature"], gate_feature)
+    own, pinned = parse.features("" if row["Feature"] == "(null)" else row["Feature"], slurm.gate_feature)
+    nodes = parse.hosts(row["NodeList"])
     return CurrentJob(
         state=row["State"],
         partition=row["Partition"],
         own=own,
         pinned=pinned,
-        at_gate=gate_feature in row["Feature"].replace(",", "&").split("&"),
+        at_gate=slurm.gate_feature in row["Feature"].replace(",", "&").split("&"),
         priority=int(row["PriorityLong"] or 0),
         reason=row["Reason"],
         description=row["Reason"],
         requeued=requeued,
         comment=comment_of(row["comment"]),
+        licences=gate.own_licences(row["Licenses"], slurm.licence),
+        licensed=gate.has_licence(row["Licenses"], slurm.licence),
+        nice=int(row["Nice"] or 0),
+        batch=row["BatchFlag"] != "0",
+        gate_nodes=nodes if gate.on_gate(nodes) else (),
         origin=parse.moved_from(row["Feature"]),
     )
 

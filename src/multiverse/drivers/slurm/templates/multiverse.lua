@@ -3,9 +3,13 @@
 
 local multiverse = {}
 local site = dofile("{{ directory }}/multiverse_site.lua")
+-- During an upgrade the file is that of the previous release for a moment, which has other names and no licence.
+site.partition = site.partition or site.gate_partition
+site.partitions = site.partitions or { [site.partition] = true, [site.run_partition or ""] = true }
 local inside = dofile("{{ directory }}/multiverse_jobs.lua") -- VMs inside jobs of other partitions
 
 local NO_VAL, NO_VAL16 = 4294967294, 65534
+local NICE_OFFSET = 2147483648 -- the field of a nice value of 0 (slurm.h)
 local PENDING = 0 -- the base state of a waiting job (slurm.h)
 local KINDS = { instant = true, linked = true, full = true, auto = true } -- kinds of clones, as features
 
@@ -23,6 +27,13 @@ local function words(text, separators)
   return found
 end
 
+local function has_word(text, separators, wanted)
+  for _, word in ipairs(words(text, separators)) do
+    if word == wanted then return true end
+  end
+  return false
+end
+
 local function default_partition(partitions)
   for name, partition in pairs(partitions or {}) do
     if partition.flag_default == 1 then return name end
@@ -30,7 +41,7 @@ local function default_partition(partitions)
   return nil
 end
 
-local function ours(name) return name == site.gate_partition or name == site.run_partition end
+local function ours(name) return site.partitions[name] == true end
 
 local function any_ours(text)
   for _, name in ipairs(words(text, ",")) do
@@ -255,19 +266,12 @@ local function accepts(job, image, any_image, any_kind)
   return right_image and (kinds == 1 or kinds == 0 and any_kind)
 end
 
--- Whether a job may skip the gate: both partitions are up, and they have the same rules.
-local RULES = { "allow_accounts", "allow_alloc_nodes", "allow_groups", "allow_qos", "deny_accounts", "deny_qos",
-                "qos", "max_time", "default_time", "max_nodes", "min_nodes", "max_share", "max_cpus_per_node",
-                "max_mem_per_cpu", "max_mem_per_node", "def_mem_per_cpu", "def_mem_per_node" }
+-- Whether a job may skip the gate: the partition is up.
 local UP = 3 -- PARTITION_UP (slurm.h)
 
 local function may_skip_gate(partitions)
-  local gate, run = (partitions or {})[site.gate_partition], (partitions or {})[site.run_partition]
-  if not gate or not run or gate.state_up ~= UP or run.state_up ~= UP then return false end
-  for _, field in ipairs(RULES) do
-    if gate[field] ~= run[field] then return false end
-  end
-  return true
+  local partition = (partitions or {})[site.partition]
+  return partition ~= nil and partition.state_up == UP
 end
 
 -- The lines of a small file, or of its first bytes; none if it cannot be read.
@@ -303,7 +307,7 @@ local function take_offered_node(job, partitions)
   if excluded then return nil end
   local nodes, cpus, memory, disk, sockets = node_size(job)
   if has_to_wait(job) or nodes ~= 1 or sockets > 1 or wish(job, "net") or not may_skip_gate(partitions) then return nil end
-  local max_mem_per_cpu = number(partitions[site.run_partition].max_mem_per_cpu, nil) or 0
+  local max_mem_per_cpu = number(partitions[site.partition].max_mem_per_cpu, nil) or 0
   if max_mem_per_cpu > 0 and memory > max_mem_per_cpu * cpus then return nil end -- Slurm would give the job more CPUs
   for row = 2, #lines do
     local node, tag, image, any_image, any_kind, has_cpus, has_memory, has_disk = string.match(lines[row],
@@ -541,13 +545,39 @@ local function hint(uid)
   if file then file:close() end
 end
 
+-- Why the licences that the job asks for are not supported, or nil.
+local function unsupported_licences(job)
+  local licences = job.licenses or ""
+  if string.find(licences, "|", 1, true) then
+    return "alternatives in --licenses are not supported: join licences with commas"
+  end
+  for _, word in ipairs(words(licences, ",;")) do
+    if string.match(word, "^[^:=]+") == site.licence then
+      return "the licence " .. site.licence .. " is reserved for Multiverse: submit without it"
+    end
+  end
+  return nil
+end
+
+-- Why no job can wait at the gate, or nil. Only the name is looked for: the rest of a reservation that was deleted a
+-- moment ago is memory that slurmctld has freed.
+local function gate_is_open()
+  if not site.licence then return "Multiverse is being upgraded: try again in a minute" end
+  if (slurm.reservations or {})[site.gate_feature] then return nil end
+  return "no job can wait in partition " .. site.partition .. " now: try again in a minute, or ask an administrator"
+    .. " to start Multiverse's daemon"
+end
+
+local function joined(text, separator, word)
+  return text and text ~= "" and text .. separator .. word or word
+end
+
 local function submit(job, partition, partitions)
   if #words(partition, ",") > 1 then
-    return refuse("several partitions are not supported: submit to " .. site.gate_partition .. " only")
+    return refuse("several partitions are not supported: submit to " .. site.partition .. " only")
   end
-  if partition == site.run_partition then
-    return refuse("submit to partition " .. site.gate_partition
-      .. " instead: Multiverse moves jobs from there when their VMs are ready")
+  if partition ~= site.partition then
+    return refuse("no job is submitted to partition " .. partition .. " any more: submit to " .. site.partition)
   end
   if job.user_id == 0 then
     return refuse("Multiverse runs no jobs of root: submit as a user, e.g. sbatch --uid=NAME")
@@ -557,19 +587,18 @@ local function submit(job, partition, partitions)
   end
   local _, unknown = wishes(job.comment)
   local message = inside.unsupported(job) or unknown or unsupported_option(job) or unsupported_variable(job) or ambiguous_features(job)
-    or unsupported_topology(job) or overcommitted(job)
+    or unsupported_topology(job) or overcommitted(job) or unsupported_licences(job) or gate_is_open()
   if message then return refuse(message) end
   local nodes, too_many = choose_node_count(job)
   message = too_many or contradicting_memory(job, nodes)
   if message then return refuse(message) end
   set_node_count(job, nodes)
   local tag = take_offered_node(job, partitions)
-  if tag then job.partition = site.run_partition end
-  local feature = tag or site.gate_feature
-  if job.features and job.features ~= "" then
-    job.features = job.features .. "&" .. feature
+  job.features = joined(job.features, "&", tag or site.gate_feature)
+  if tag then -- before the jobs that wait: Slurm looks at the first ones only
+    job.nice = (number(job.nice, NO_VAL) or NICE_OFFSET) - site.boost
   else
-    job.features = feature
+    job.licenses = joined(job.licenses, ",", site.licence .. ":1")
   end
   hint(job.user_id)
   return slurm.SUCCESS
@@ -627,7 +656,7 @@ end
 local function modify(job, record)
   local wanted = job.partition or ""
   if not ours(record.partition) then
-    return refuse("submit the job to partition " .. site.gate_partition .. " instead")
+    return refuse("submit the job to partition " .. site.partition .. " instead")
   end
   if wanted ~= "" and wanted ~= record.partition then
     return refuse("only Multiverse changes the partition of this job: cancel the job and submit it again")
@@ -640,6 +669,7 @@ local function modify(job, record)
     return refuse("the VMs of a running job cannot be changed: cancel the job and submit it again")
   end
   local message = unsupported_change(job, record) or unsupported_option(job) or unsupported_topology(job)
+    or unsupported_licences(job)
   if message then return refuse(message) end
   if changes_size(job) then
     local whole = updated(job, record)
@@ -647,6 +677,9 @@ local function modify(job, record)
     if message then return refuse(message) end
   end
   if nodes then job.max_nodes = nodes end
+  if job.licenses and has_word(record.licenses, ",;", site.licence .. ":1") then -- it waits at the gate
+    job.licenses = joined(job.licenses, ",", site.licence .. ":1")
+  end
   hint(record.user_id)
   return slurm.SUCCESS
 end

@@ -69,7 +69,7 @@ local function read(comment)
     local known = WORDS[key]
     if not known then
       return nil, string.format("vm:%s in --comment is not supported for VMs inside a job: use image, per-node, vcpu,"
-        .. " memory, disk, sriov or ivshmem, or submit to partition %s", part, site.gate_partition)
+        .. " memory, disk, sriov or ivshmem, or submit to partition %s", part, site.partition)
     end
     if found[PREFIX .. known.option] then return nil, string.format("vm:%s is given twice in --comment: give it once", key) end
     if not known.is(text) then return nil, string.format("vm:%s in --comment is wrong: give %s", part, known.form) end
@@ -124,7 +124,7 @@ function inside.is_word(key) return WORDS[key] ~= nil end
 -- Why a job of Multiverse's partitions cannot have what is for VMs inside jobs.
 function inside.foreign(what)
   return string.format("%s is for VMs inside jobs of other partitions: in partition %s each node is a VM, so select an"
-    .. " image with --constraint, and its size with --cpus-per-task, --mem and --tmp", what, site.gate_partition)
+    .. " image with --constraint, and its size with --cpus-per-task, --mem and --tmp", what, site.partition)
 end
 
 -- Why a job of Multiverse's partitions cannot have the options of the plugin, or nil.

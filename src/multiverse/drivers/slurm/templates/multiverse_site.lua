@@ -1,8 +1,10 @@
 -- Written by Multiverse from its settings. Install the file again after a change of the settings.
 return {
-  gate_partition = "{{ gate_partition }}",
-  run_partition = "{{ run_partition }}",
+  partition = "{{ partition }}",
+  partitions = { {% for name in partitions %}["{{ name }}"] = true, {% endfor %}},
   gate_feature = "{{ gate_feature }}",
+  licence = "{{ licence }}",
+  boost = {{ boost }},
   inbox = "{{ inbox }}",
   job_feature = "{{ job_feature }}",
   sriov_gres = "{{ sriov_gres }}",

@@ -1,0 +1,187 @@
+"""The gate: how a job of Multiverse's partition waits without being held, and how it is let through.
+
+A job at the gate asks for a licence that nobody can get, because a reservation holds it (`Licenses=vm:1
+Flags=LICENSE_ONLY`), and for nodes with the gate's feature. Those nodes are declared in slurm.conf with State=CLOUD:
+Slurm takes them for machines that it could power up, so it accepts the job, orders it and lets it age, and shows the
+reason `Licenses`. The licence is the only barrier. A job that gets past it is given nodes of the gate, where it waits
+for them to boot (CONFIGURING) and runs nothing.
+
+A job that is let through is in the same partition as those that wait, and Slurm looks only at the first ones
+(partition_job_depth, default_queue_depth), so that its nice value moves it before them.
+
+The first part is pure. Decision 82 has what was measured, and what else was tried.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import structlog
+
+from multiverse.config import SlurmSettings
+from multiverse.core.errors import Gone, MultiverseError, Refused
+from multiverse.drivers.slurm import conf, site_conf
+from multiverse.drivers.slurm.command import SlurmCommands
+
+log = structlog.get_logger()
+
+GATE_NODE = "mvgate"
+NODE_SET = "mvvms"
+"""The set of all VMs in slurm.conf."""
+
+_BASIC, _BOOST = 60_000, 2_000_000_000
+_CHECKED_EVERY = 60.0  # seconds between two looks at the reservation and at the gate's nodes
+_HALF_A_YEAR = 183 * 86400  # seconds; a reservation without an end lasts a year (YEAR_SECONDS in reservation.c)
+
+
+def boost(slurm_conf: str) -> int:
+    """By how much the nice value of a job is lowered that is let through.
+
+    With priority/basic the first job has the priority 0xffff0000, and each later one a priority of one less (22.05 to
+    25.11): a larger boost would overflow Slurm's 32 bits. priority/multifactor bounds the sum itself.
+    """
+    basic = conf.value(slurm_conf, "PriorityType", "priority/basic").lower() == "priority/basic"
+    return _BASIC if basic else _BOOST
+
+
+def boosted(nice: int, by: int) -> int:
+    """The nice value of a job that is let through."""
+    return nice if nice <= -by // 2 else nice - by
+
+
+def unboosted(nice: int, by: int) -> int:
+    """The nice value of the same job back at the gate: that of its user. Users cannot have a negative one."""
+    return nice + by if nice <= -by // 2 else nice
+
+
+def licence_words(text: str) -> tuple[str, ...]:
+    """The licences in a job's list as words, such as `matlab:2`."""
+    return tuple(word for word in re.split(r"[,;]", "" if text in ("(null)", "N/A") else text) if word)
+
+
+def own_licences(text: str, licence: str) -> tuple[str, ...]:
+    """The licences that the job's user asked for."""
+    return tuple(word for word in licence_words(text) if not is_licence(word, licence))
+
+
+def is_licence(word: str, licence: str) -> bool:
+    """Whether a word such as `vm:1` is the gate's licence."""
+    return re.split(r"[:=]", word, maxsplit=1)[0] == licence
+
+
+def has_licence(text: str, licence: str) -> bool:
+    """Whether a job's licences contain the gate's."""
+    return any(is_licence(word, licence) for word in licence_words(text))
+
+
+def on_gate(nodes: Collection[str]) -> bool:
+    """Whether a job that has these nodes got past the licence: no VM is there."""
+    return bool(nodes) and all(re.fullmatch(rf"{GATE_NODE}\d+", node) for node in nodes)
+
+
+def is_declared(ours: str, partition: str) -> bool:
+    """Whether our file, by its text, declares this gate: the nodes of the gate and all VMs are in one partition."""
+    found = (one for one in site_conf.records(ours, "PartitionName") if one["partitionname"] == partition)
+    return any(NODE_SET in one.get("nodes", "") for one in found)
+
+
+def retired_partitions(slurm_conf: str, partition: str) -> tuple[str, ...]:
+    """Partitions of VMs alone, as our file of an earlier release declares: jobs that started there end there."""
+    found = (one for one in site_conf.records(slurm_conf, "PartitionName") if one.get("nodes") == NODE_SET)
+    return tuple(one["partitionname"] for one in found if one["partitionname"] != partition)
+
+
+# --- the reservation and the gate's nodes --------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Reservation:
+    licences: str
+    ends: float  # Unix time
+
+
+class GateKeeper:
+    """Keeps the gate closed: looks after the reservation that holds the licence, and after the gate's nodes."""
+
+    def __init__(
+        self, slurm: SlurmSettings, commands: SlurmCommands, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._slurm, self._commands, self._clock = slurm, commands, clock
+        self._due = 0.0
+
+    @property
+    def reservation(self) -> str:
+        """The reservation's name."""
+        return self._slurm.gate_feature
+
+    async def tend(self, *, taken_over: bool) -> None:
+        """See once a minute that the licence is held and that the gate's nodes are in service. `taken_over`: every job
+        that waits has the licence; before, nodes that an earlier release has drained stay as they are.
+
+        An answer of slurmctld that this is impossible is logged, and does not keep anybody from observing jobs.
+        """
+        if self._clock() < self._due:
+            return
+        try:
+            await self._hold_licence()
+            if taken_over:
+                await self._put_in_service()
+        except (Refused, Gone) as error:
+            log.error("the gate cannot be closed", reason=str(error), hint="run multiverse site check")
+        self._due = self._clock() + _CHECKED_EVERY
+
+    def look_again(self) -> None:
+        """Let the next `tend` look whatever the time is: a job got past the gate."""
+        self._due = 0.0
+
+    async def _hold_licence(self) -> None:
+        wanted = f"{self._slurm.licence}:1"
+        found = await self._find()
+        named = f"ReservationName={self.reservation}"
+        if found is None:
+            log.info("reserving the gate's licence", licence=wanted, reservation=self.reservation)
+            await self._commands.run(
+                *("scontrol", "create", "reservation", named, "Users=root", f"Licenses={wanted}"),
+                *("StartTime=now", "Duration=UNLIMITED", "Flags=LICENSE_ONLY"),
+            )
+        elif not has_licence(found.licences, self._slurm.licence):
+            await self._commands.run("scontrol", "update", named, f"Licenses={wanted}")
+        elif found.ends - time.time() < _HALF_A_YEAR:
+            await self._commands.run("scontrol", "update", named, "Duration=UNLIMITED")
+
+    async def _find(self) -> _Reservation | None:
+        try:
+            text = await self._commands.run("scontrol", "-o", "show", "reservation", self.reservation)
+        except (Gone, Refused):
+            return None
+        fields = dict(re.findall(r"(\w+)=(\S*)", text))
+        if fields.get("ReservationName") != self.reservation:
+            return None
+        try:
+            ends = time.mktime(time.strptime(fields.get("EndTime", ""), "%Y-%m-%dT%H:%M:%S"))
+        except ValueError:
+            ends = float("inf")
+        return _Reservation(fields.get("Licenses", ""), ends)
+
+    async def _put_in_service(self) -> None:
+        """Undo what took a node of the gate out of service: the drain of an earlier release, or a job that got past the
+        licence. Nodes that are powered down, as they should be, are not shown before 23.02."""
+        shown = await self._commands.run(
+            *("sinfo", "-h", "-N", "-p", self._slurm.partition, "-t", "down,drain,fail", "-o", "%N")
+        )
+        nodes = sorted({name for name in shown.split() if on_gate([name])})
+        if nodes:
+            log.info("putting nodes of the gate in service", nodes=len(nodes))
+            await self.release(nodes)
+
+    async def release(self, nodes: Collection[str]) -> None:
+        """Let nodes of the gate be powered down and free again."""
+        name = f"NodeName={','.join(nodes)}"
+        for state in ("RESUME", "POWER_DOWN_FORCE"):
+            try:
+                await self._commands.run("scontrol", "update", name, f"State={state}")
+            except MultiverseError as error:
+                log.debug("node of the gate", state=state, reason=str(error))
