@@ -181,7 +181,8 @@ class Slurmctld:
         return Completed(0, self.out_of_service.encode() if argv[0] == "sinfo" else b"", b"")
 
     def changes(self) -> list[str]:
-        return [call for call in self.calls if "create" in call or "update" in call]
+        changes = [call for call in self.calls if "create" in call or "update" in call]
+        return [call for call in changes if "NodeAddr" not in call]
 
 
 def shown_reservation(licences: str = "vm:1", days: float = 300) -> str:
@@ -189,8 +190,17 @@ def shown_reservation(licences: str = "vm:1", days: float = 300) -> str:
     return f"ReservationName=mvgate StartTime=2026-11-27T10:00:00 EndTime={ends} Licenses={licences} State=ACTIVE\n"
 
 
-def keeper(slurmctld: Slurmctld, now: list[float]) -> gate.GateKeeper:
-    slurm = SlurmSettings()
+@pytest.fixture
+def conf(tmp_path: Path) -> Path:
+    """A slurm.conf with our file beside it."""
+    conf = tmp_path / "slurm.conf"
+    conf.write_text("Include multiverse.conf\n")
+    (tmp_path / install.OURS).write_text(BEFORE.replace("DRAIN", "CLOUD"))
+    return conf
+
+
+def keeper(slurmctld: Slurmctld, now: list[float], conf: Path) -> gate.GateKeeper:
+    slurm = SlurmSettings(conf=conf)
     return gate.GateKeeper(slurm, SlurmCommands(slurm, {}, slurmctld.execute), lambda: now[0])
 
 
@@ -204,16 +214,16 @@ def keeper(slurmctld: Slurmctld, now: list[float]) -> gate.GateKeeper:
         (shown_reservation("seat:1,vm:1"), ""),
     ],
 )
-def test_the_licence_is_held_by_a_reservation_that_does_not_end(reservation: str, change: str) -> None:
+def test_the_licence_is_held_by_a_reservation_that_does_not_end(reservation: str, change: str, conf: Path) -> None:
     slurmctld = Slurmctld(reservation)
-    asyncio.run(keeper(slurmctld, [100.0]).tend(taken_over=True))
+    asyncio.run(keeper(slurmctld, [100.0], conf).tend(taken_over=True))
     assert [call for call in slurmctld.changes() if change and change in call] == slurmctld.changes()
     assert bool(slurmctld.changes()) == bool(change)
 
 
-def test_the_gate_is_looked_after_once_a_minute_and_at_once_after_a_job_got_past_it() -> None:
+def test_the_gate_is_looked_after_once_a_minute_and_at_once_after_a_job_got_past_it(conf: Path) -> None:
     slurmctld, now = Slurmctld(shown_reservation()), [100.0]
-    found = keeper(slurmctld, now)
+    found = keeper(slurmctld, now, conf)
 
     async def tend() -> int:
         before = len(slurmctld.calls)
@@ -229,21 +239,41 @@ def test_the_gate_is_looked_after_once_a_minute_and_at_once_after_a_job_got_past
     assert asyncio.run(tend())
 
 
-def test_the_gates_nodes_are_put_in_service_once_all_jobs_of_an_earlier_release_have_the_licence() -> None:
+def test_the_gates_nodes_are_put_in_service_once_all_jobs_of_an_earlier_release_have_the_licence(
+    conf: Path,
+) -> None:
     slurmctld, now = Slurmctld(shown_reservation(), "mvgate1 mvgate2 mvab12c-3"), [100.0]
-    found = keeper(slurmctld, now)
+    found = keeper(slurmctld, now, conf)
     asyncio.run(found.tend(taken_over=False))
     assert slurmctld.changes() == []
     now[0] += 60
     asyncio.run(found.tend(taken_over=True))
-    (resume, power_down) = slurmctld.changes()
-    assert resume.endswith("NodeName=mvgate1,mvgate2 State=RESUME") and power_down.endswith("State=POWER_DOWN_FORCE")
+    assert [call.partition("NodeName=mvgate1,mvgate2 State=")[2] for call in slurmctld.changes()] == [
+        "DOWN Reason=multiverse gate", "RESUME", "POWER_DOWN_FORCE",
+    ]  # fmt: skip
 
 
-def test_a_slurmctld_without_the_licence_does_not_keep_anybody_from_observing() -> None:
+def test_the_gates_nodes_get_their_addresses_back_until_slurm_has_powered_all_of_them_down(conf: Path) -> None:
+    """Slurm replaces the address of a node that it powers down by its name, which nobody can look up."""
+    slurmctld, now = Slurmctld(shown_reservation()), [100.0]
+    found = keeper(slurmctld, now, conf)
+
+    def tend(seconds: float) -> int:
+        now[0] += seconds
+        asyncio.run(found.tend(taken_over=True))
+        given = sum("update NodeName=mvgate[1-250] NodeAddr=127.0.1.[1-250]" in call for call in slurmctld.calls)
+        slurmctld.calls.clear()
+        return given
+
+    assert (tend(0), tend(300), tend(301)) == (1, 1, 0)
+    asyncio.run(found.release(["mvgate3"]))
+    assert (tend(60), tend(600)) == (1, 0)
+
+
+def test_a_slurmctld_without_the_licence_does_not_keep_anybody_from_observing(conf: Path) -> None:
     slurmctld = Slurmctld()
     slurmctld.failure = "Error creating the reservation: Invalid license specification"
-    asyncio.run(keeper(slurmctld, [100.0]).tend(taken_over=True))
+    asyncio.run(keeper(slurmctld, [100.0], conf).tend(taken_over=True))
 
 
 # --- a job that got past the gate ----------------------------------------------------------------------

@@ -34,6 +34,7 @@ NODE_SET = "mvvms"
 
 _BASIC, _BOOST = 60_000, 2_000_000_000
 _CHECKED_EVERY = 60.0  # seconds between two looks at the reservation and at the gate's nodes
+_POWERED_DOWN = 600.0  # seconds within which Slurm has powered all nodes of the gate down (SuspendRate, SuspendTimeout)
 _HALF_A_YEAR = 183 * 86400  # seconds; a reservation without an end lasts a year (YEAR_SECONDS in reservation.c)
 
 
@@ -111,6 +112,7 @@ class GateKeeper:
     ) -> None:
         self._slurm, self._commands, self._clock = slurm, commands, clock
         self._due = 0.0
+        self._power_down_until = clock() + _POWERED_DOWN  # an earlier controller may have powered nodes down
 
     @property
     def reservation(self) -> str:
@@ -129,6 +131,8 @@ class GateKeeper:
             await self._hold_licence()
             if taken_over:
                 await self._put_in_service()
+            if self._clock() < self._power_down_until:
+                await self._set_addresses()
         except (Refused, Gone) as error:
             log.error("the gate cannot be closed", reason=str(error), hint="run multiverse site check")
         self._due = self._clock() + _CHECKED_EVERY
@@ -178,10 +182,20 @@ class GateKeeper:
             await self.release(nodes)
 
     async def release(self, nodes: Collection[str]) -> None:
-        """Let nodes of the gate be powered down and free again."""
+        """Let nodes of the gate be powered down and free again, whatever state they are in."""
         name = f"NodeName={','.join(nodes)}"
-        for state in ("RESUME", "POWER_DOWN_FORCE"):
+        for state in (("State=DOWN", "Reason=multiverse gate"), ("State=RESUME",), ("State=POWER_DOWN_FORCE",)):
             try:
-                await self._commands.run("scontrol", "update", name, f"State={state}")
+                await self._commands.run("scontrol", "update", name, *state)
             except MultiverseError as error:
-                log.debug("node of the gate", state=state, reason=str(error))
+                log.debug("node of the gate", state=state[0], reason=str(error))
+        self._power_down_until = self._clock() + _POWERED_DOWN
+
+    async def _set_addresses(self) -> None:
+        """Give the gate's nodes their addresses back. As Slurm powers a node down, its address becomes its name (with
+        cloud_reg_addrs, and always from 23.11 on: power_save.c), and slurmctld stands still while it looks the name up.
+        """
+        ours = site_conf.read(self._slurm.conf).ours
+        for one in site_conf.records(ours, "NodeName"):
+            name, address = f"NodeName={one['nodename']}", f"NodeAddr={one.get('nodeaddr', '')}"
+            await self._commands.run("scontrol", "update", name, address)
