@@ -477,6 +477,16 @@ GROUPS = (
                 "a job waits at the gate until the licences are free",
                 "test_licences_are_never_exceeded",
             ),
+            refused(
+                "-L, --licenses with alternatives",
+                "alternatives in --licenses are not supported: join licences with commas",
+                "--licenses=seat|ice",
+            ),
+            refused(
+                "-L, --licenses=vm",
+                "the licence vm is reserved for Multiverse: submit without it",
+                "--licenses=vm:1",
+            ),
         ),
     ),
     Group(
