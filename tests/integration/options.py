@@ -168,7 +168,9 @@ scancel $SLURM_JOB_ID
         "echo restarts=${SLURM_RESTART_COUNT:-0}\nsrun --quiet sh -c 'echo stepping; sleep 900' &\n"
         "until [ -e {home}/busy.over ]; do sleep 1; done\n",
     ),
-    "first": Submission("--licenses=seat:1", _SPAN),
+    "first": Submission(
+        "--licenses=seat:1 --exclude=mvgone-7,mvgate1 --contiguous --oversubscribe --gres=gpu:0 --gpus=0", _SIZE + _SPAN
+    ),
     "nice": Submission("--licenses=seat:1 --nice=100", _SPAN),
     "second": Submission("--licenses=seat:1", _SPAN),
     "burn": Submission("--mem=150", "timeout 8 sh -c 'while :; do :; done'\n"),
@@ -214,7 +216,7 @@ GROUPS = (
                 "--tmp=200G",
             ),
             honoured("--exclusive", "always: a VM runs one job only", "memory", "nproc=3 .*"),
-            refused("-s, --oversubscribe", "a VM runs one job only: submit without --oversubscribe", "--oversubscribe"),
+            honoured("-s, --oversubscribe", "changes nothing: a VM runs one job only", "first", r"nproc=1 .*"),
             refused(
                 "-O, --overcommit",
                 "--overcommit is not supported: request a CPU for each task, and use srun --overcommit in the job",
@@ -315,7 +317,9 @@ GROUPS = (
             refused(
                 "-F, --nodefile", "nodes are created for each job: submit without --nodelist", "--nodefile={home}/nodes"
             ),
-            refused("-x, --exclude", "nodes are created for each job: submit without --exclude", "--exclude=mvgate1"),
+            honoured(
+                "-x, --exclude", "of a VM that is gone, or of other nodes: no VM is one of them", "first", r"nproc=1 .*"
+            ),
             refused(
                 "-p, --partition with several", "several partitions are not supported: submit to vm only", "-pvm,bare"
             ),
@@ -374,7 +378,7 @@ GROUPS = (
                 note="ignored with a message; with `AllowSpecResourcesUsage` refused from 26.05 on, and cancelled "
                 "with a comment before",
             ),
-            refused("--contiguous", "contiguous nodes are not supported: submit without --contiguous", "--contiguous"),
+            honoured("--contiguous", "changes nothing: VMs are connected to one network", "first", r"nproc=1 .*"),
             refused("--switches", "VMs are connected to no network switch: submit without --switches", "--switches=1"),
             tested(
                 "--segment",
@@ -452,6 +456,7 @@ GROUPS = (
                 since="23.11",
             ),
             refused("-G, --gpus", _GPUS, "--gpus=1"),
+            honoured("--gpus=0, --gres=gpu:0", "ask for nothing", "first", r"nproc=1 .*"),
             refused(
                 "--gpus-per-node",
                 "generic resources are not supported: submit without --gres and GPUs",

@@ -60,10 +60,8 @@ local UNSUPPORTED = {
   { "cpu_freq_max", "a VM cannot set the CPU frequency of its host: submit without --cpu-freq" },
   { "cpu_freq_gov", "a VM cannot set the CPU frequency of its host: submit without --cpu-freq" },
   { "core_spec", "specialized cores are not supported: submit without --core-spec and --thread-spec" },
-  { "contiguous", "contiguous nodes are not supported: submit without --contiguous" },
   { "cpus_per_tres", "generic resources are not supported: submit without GPUs" },
   { "delay_boot", "the features of a VM never change: submit without --delay-boot" },
-  { "exc_nodes", "nodes are created for each job: submit without --exclude" },
   { "mem_per_tres", "generic resources are not supported: submit without GPUs" },
   { "network", "--network is not supported: a VM has one network" },
   { "power_flags", "--power is not supported: submit without it" },
@@ -124,12 +122,38 @@ local function unsupported_option(job)
   if string.find(job.script or "", "\n#[BD][BW]%s") then
     return "burst buffers are not supported: stage files in the job itself, without #BB and #DW"
   end
-  if job.shared == 1 then return "a VM runs one job only: submit without --oversubscribe" end
   if job.immediate == 1 then return "a VM is created after its job was queued: submit without --immediate" end
   if job.min_mem_per_node == 0 then
     return "--mem=0 (all memory of a node) is not supported: give the size with --mem"
   end
   return nil
+end
+
+-- Drop options that ask for nothing, or for what is true of every VM. A VM runs one job only, and the name of one that is
+-- gone never comes again, so a list of nodes that the job does not want excludes none. Slurm would refuse a list with the
+-- name of a VM that is gone.
+local REQUESTED = { "tres_per_job", "tres_per_node", "tres_per_socket", "tres_per_task" }
+
+local function asks_for_none(text) -- such as gres:gpu:0
+  for _, word in ipairs(words(text, ",")) do
+    if not string.find(word, "[:=]0+$") then return false end
+  end
+  return text ~= ""
+end
+
+local function drop_what_holds_anyway(job)
+  if is_set(job.exc_nodes) then job.exc_nodes = "" end
+  if is_set(job.contiguous) then
+    job.contiguous = 0
+    slurm.log_user("%s", "--contiguous changes nothing: VMs are connected to one network")
+  end
+  if job.shared == 1 then
+    job.shared = NO_VAL16
+    slurm.log_user("%s", "--oversubscribe changes nothing: a VM runs one job only")
+  end
+  for _, field in ipairs(REQUESTED) do
+    if type(job[field]) == "string" and asks_for_none(job[field]) then job[field] = "" end
+  end
 end
 
 -- Why a variable in the job's environment shows an option that is not supported, or nil. Slurm gives an environment for
@@ -585,6 +609,7 @@ local function submit(job, partition, partitions)
   if number(job.het_job_offset, NO_VAL) then
     return refuse("heterogeneous jobs are not supported: submit each component as a separate job")
   end
+  drop_what_holds_anyway(job)
   local _, unknown = wishes(job.comment)
   local message = inside.unsupported(job) or unknown or unsupported_option(job) or unsupported_variable(job) or ambiguous_features(job)
     or unsupported_topology(job) or overcommitted(job) or unsupported_licences(job) or gate_is_open()
@@ -664,6 +689,7 @@ local function modify(job, record)
   if job.features or job.req_nodes then
     return refuse("the constraint and nodes of a submitted job cannot be changed: cancel the job and submit it again")
   end
+  drop_what_holds_anyway(job)
   local nodes = number(job.min_nodes, NO_VAL)
   if nodes and record.job_state % 256 ~= PENDING then
     return refuse("the VMs of a running job cannot be changed: cancel the job and submit it again")
