@@ -6,6 +6,7 @@ import ipaddress
 import json
 import os
 import pwd
+import shlex
 import shutil
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from multiverse import config
 from multiverse.cli.lab import chosen
 from multiverse.core.errors import Broken, Refused
 from multiverse.core.model import site_of, vm_name
-from multiverse.lab import configure, lifecycle, plan, process
+from multiverse.lab import configure, lifecycle, plan, process, users_command
 from multiverse.lab.layout import Layout, layout
 from multiverse.lab.plan import LabOptions, LabPlan
 from multiverse.lab.services import SERVICES, services
@@ -266,18 +267,93 @@ def test_the_plugin_is_the_checkouts_or_an_installed_one(tmp_path: Path) -> None
         assert built_plugin(places) == (plugin, enter)
 
 
+def _built(checkout: Path) -> dict[str, str]:
+    """The plugin and its program, as a root that lets no other user in has built them."""
+    checkout.mkdir(mode=0o700)
+    for name in ("multiverse.so", "mventer"):
+        (checkout / name).write_text(f"{name} of the first build")
+        (checkout / name).chmod(0o700)
+    return {"plugin": str(checkout / "multiverse.so"), "enter": str(checkout / "mventer")}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="files get their owners")
+def test_what_users_load_and_execute_is_where_they_can_read_it(short: Path) -> None:
+    if not _has_user("slurm"):
+        pytest.skip("no slurm user here")
+    where = layout(short / "lab")
+    where.make()
+    made = replace(PLAN, physical=2, **_built(short / "checkout"))
+    settings = configure.configure(where, made)
+    nodes = [where.host(node.name) for node in made.physical_nodes]
+    assert len(nodes) == 2
+    for path in (settings.job_vms.plugin, settings.job_vms.enter):
+        for own in (where, *nodes):  # a node has its own directory in place of the lab's
+            copy = own.root / path.relative_to(where.root)
+            assert copy.stat().st_mode & 0o777 == 0o755, copy
+            assert all(each.stat().st_mode & 0o1 for each in (copy.parent, own.root)), copy
+    for file in where.etc.iterdir():
+        if file.stat().st_mode & 0o4 and file.suffix == ".conf":
+            assert str(short / "checkout") not in file.read_text(), file
+
+    copy, before = where.programs / "mventer", (where.programs / "mventer").stat()
+    configure.configure(where, made)
+    assert copy.stat().st_ino == before.st_ino, "what has not changed is left alone"
+    Path(made.enter).write_text("mventer of the second build")
+    with copy.open() as in_use:
+        configure.configure(where, made)
+        assert in_use.read() == "mventer of the first build", "a program that runs is not overwritten"
+    assert copy.read_text() == "mventer of the second build"
+
+
+def test_users_get_a_multiverse_that_they_can_execute(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    where = layout(short / "lab")
+    where.make()
+    private = short / "private"
+    (private / "bin").mkdir(parents=True)
+    private.chmod(0o700)
+    (private / "bin" / "python3").symlink_to("/usr/bin/env")
+    monkeypatch.setattr(users_command, "open_to_all", lambda path: private not in path.parents)
+    users_command.install(where)
+    command = where.programs / "multiverse"
+    assert not command.exists(), "users execute the one of this process"
+
+    monkeypatch.setattr(sys, "executable", str(private / "bin" / "python3"))
+    monkeypatch.setattr(users_command, "_python", lambda: Path(os.__file__).parents[2] / "bin/python3")
+    users_command.install(where)
+    packages = where.programs / "python"
+    code = "import multiverse, typer; print(multiverse.__file__, typer.__file__)"
+    interpreter, *words = shlex.split(command.read_text().splitlines()[1])[1:4]
+    assert words == ["-I", "-c"]
+    found = subprocess.run(
+        [interpreter, "-I", "-S", "-c", f"import sys; sys.path.insert(0, {str(packages)!r}); {code}"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert all(Path(path).is_relative_to(packages) for path in found.stdout.split())
+    shown = subprocess.run([command, "explain", "--help"], capture_output=True, text=True, check=True)
+    assert "why a job waits" in shown.stdout
+    for path in packages.rglob("*"):
+        assert path.stat().st_mode & 0o4 and (path.is_file() or path.stat().st_mode & 0o1), path
+
+    before = packages.stat().st_ino
+    users_command.install(where)
+    assert packages.stat().st_ino == before, "nothing has changed"
+    monkeypatch.undo()
+    assert not users_command.open_to_all(private / "bin") and users_command.open_to_all(Path("/usr/bin/env"))
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="files get their owners")
 def test_the_agent_of_a_node_serves_vms_inside_jobs_alone(short: Path) -> None:
     if not _has_user("slurm"):
         pytest.skip("no slurm user here")
     where = layout(short / "lab")
     where.make()
-    made = replace(PLAN, hosts=2, physical=1, plugin="/p/multiverse.so", enter="/p/mventer")
+    made = replace(PLAN, hosts=2, physical=1, **_built(short / "checkout"))
     settings = configure.configure(where, made)
     assert settings.job_vms.enabled and not settings.job_vms.only
     assert "PrologFlags=Alloc" in where.slurm_conf.read_text()
     line = (where.etc / "plugstack.conf").read_text()
-    assert f"optional /p/multiverse.so agent={where.jobs_socket} records={where.run}/jobs enter=/p/mventer" in line
+    words = f"agent={where.jobs_socket} records={where.run}/jobs enter={where.programs}/mventer"
+    assert f"optional {where.programs}/multiverse.so {words}" in line
     node, host = (tomllib.loads(where.host(name).settings.read_text())["job_vms"] for name in ("mvp1", "mvh1"))
     assert (node["enabled"], node["only"], node["socket"]) == (True, True, str(settings.job_vms.socket))
     assert not host["enabled"], "no slurmd is there"

@@ -18,7 +18,7 @@ from multiverse.cli.render import as_json, console, duration, show, table
 from multiverse.cli.sizes import mebibytes
 from multiverse.config import Settings, host_names
 from multiverse.core.errors import Refused
-from multiverse.lab import lifecycle
+from multiverse.lab import lifecycle, users_command
 from multiverse.lab.configure import environment
 from multiverse.lab.layout import layout
 from multiverse.lab.plan import MOST_HOSTS, MOST_PHYSICAL, LabOptions, load, shares
@@ -153,4 +153,5 @@ def env(directory: Dir = None) -> None:
     for name, value in environment(where).items():
         print(f"export {name}={shlex.quote(value)}")
     print(f"export MULTIVERSE_LAB={shlex.quote(str(where.root))}")
-    print(f'export PATH={shlex.quote(str(Path(sys.executable).parent))}:"$PATH"')
+    own = ":".join(map(str, users_command.directories(where)))
+    print(f'export PATH={shlex.quote(own)}:"$PATH"')

@@ -17,6 +17,7 @@ from multiverse.config import Settings
 from multiverse.drivers.slurm import install, site_conf
 from multiverse.drivers.slurm.plugstack import loads_plugin, plugstack
 from multiverse.images.catalog import list_images
+from multiverse.lab import spank
 from multiverse.lab.hosts import ssh
 from multiverse.lab.layout import Layout
 from multiverse.lab.plan import MOST_HOSTS, MOST_PHYSICAL, UPLINK_RATE, LabPlan, outermost
@@ -70,6 +71,9 @@ def configure(where: Layout, plan: LabPlan) -> Settings:
     (where.etc / "site.toml").touch()
     _configure_hosts(where, plan, environment, values)
     _configure_nodes(where, plan, environment, values)
+    if plan.plugin:
+        for each in (where, *(where.host(node.name) for node in plan.physical_nodes)):
+            spank.install(each, plan.plugin, plan.enter)
     settings = config.load(where.settings)
     _write(where.etc / "plugstack.conf", plugstack(settings.job_vms) if loads_plugin(settings.job_vms) else "")
     images = (image.name for image in list_images(settings.qemu.images))
@@ -188,7 +192,10 @@ def _sections(where: Layout, plan: LabPlan) -> dict[str, dict[str, Any]]:
     if plan.job_vms:
         sections["job_vms"]["enabled"] = True
     if plan.plugin:
-        sections["job_vms"] |= {"plugin": plan.plugin, "enter": plan.enter}
+        sections["job_vms"] |= {
+            "plugin": spank.installed(where, plan.plugin),
+            "enter": spank.installed(where, plan.enter),
+        }
     if plan.own_hosts:
         # The same on each host, which has a directory of its own in place of the lab's. A host's name is its own.
         del sections["host"]["name"]

@@ -45,6 +45,11 @@ class Layout:
         return self.root / "run"
 
     @property
+    def programs(self) -> Path:
+        """Copies of what users' processes load and execute. They may not be able to read this checkout."""
+        return self.root / "bin"
+
+    @property
     def munge(self) -> Path:
         """munged's own directory, because munged requires that nobody else can write there."""
         return self.root / "munge"
@@ -150,7 +155,7 @@ class Layout:
 
     def make(self) -> None:
         """Create the directories, readable by users whatever the umask is: they need slurm.conf and munge's socket."""
-        for path in [*reversed(self.root.parents), self.root, self.etc, self.log, self.run]:
+        for path in [*reversed(self.root.parents), self.root, self.etc, self.log, self.run, self.programs]:
             if not path.exists():
                 path.mkdir()
                 path.chmod(0o755)

@@ -14,7 +14,7 @@ from typing import Any
 
 from multiverse.config import Settings
 from multiverse.core.errors import MultiverseError, Refused
-from multiverse.lab import bridge, router, vms
+from multiverse.lab import bridge, router, users_command, vms
 from multiverse.lab.configure import configure
 from multiverse.lab.hosts.machine import remove_remains
 from multiverse.lab.hosts.physical import physical_services
@@ -71,6 +71,7 @@ async def _up(
         _check_hosts(where, options)
         plan = await asyncio.to_thread(decide, where, options)
         settings = await asyncio.to_thread(configure, where, plan)
+        await asyncio.to_thread(users_command.install, where)
         lab = Lab(where, plan)
         began = time.monotonic()
         created = await asyncio.to_thread(bridge.up, plan)

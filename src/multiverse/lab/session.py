@@ -12,7 +12,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -21,7 +20,7 @@ from typing import Any
 
 from multiverse.config import Settings
 from multiverse.core.errors import Refused
-from multiverse.lab import lifecycle
+from multiverse.lab import lifecycle, users_command
 from multiverse.lab.configure import environment
 from multiverse.lab.layout import Layout
 from multiverse.lab.lifecycle import Progress
@@ -144,5 +143,6 @@ async def session(
 def session_environment(where: Layout) -> dict[str, str]:
     """The environment of a user's shell in the lab, without this process's own variables."""
     path = os.environ.get("PATH", "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin")
-    base = {"PATH": f"{Path(sys.executable).parent}:{path}", "LANG": os.environ.get("LANG", "C.UTF-8")}
+    own = ":".join(map(str, users_command.directories(where)))
+    base = {"PATH": f"{own}:{path}", "LANG": os.environ.get("LANG", "C.UTF-8")}
     return base | environment(where)
