@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -15,13 +16,16 @@ from typing import Any
 
 import pytest
 
+from multiverse.cli.exit_codes import INTERRUPTED
 from multiverse.host import process
 from multiverse.lab import baremetal, lifecycle
+from multiverse.lab.hosts import control_groups
 from multiverse.lab.layout import Layout, layout
 from multiverse.lab.plan import LabOptions, load
 from multiverse.lab.services import Lab
+from multiverse.soak import leftovers
 from tests.integration.images import IMAGES, slim
-from tests.integration.watch import kept_by_slurm, kill
+from tests.integration.watch import kept_by_slurm, kill, until
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("no_controller")]
 
@@ -93,6 +97,64 @@ async def test_a_plain_slurmd_runs_jobs_and_leaves_no_node(lab: Any) -> None:
         assert done.stdout.strip() == lab.user.name
         assert node in lab.run("sinfo", "-hN", "-p", "bare", "-o", "%N").stdout
     assert node not in lab.run("sinfo", "-hN", "-o", "%N").stdout
+
+
+async def test_a_plain_slurmd_is_ended_with_its_jobs_whatever_was_recorded(lab: Any) -> None:
+    """As after a benchmark that was killed."""
+    plan = load(lab.where)
+    assert plan is not None
+    own = Lab(lab.where, plan)
+    await baremetal.start(own)
+    job = lab.sbatch("exec sleep 1000", "-p", "bare", "--no-requeue")
+    until("the job runs", lambda: lab.run("squeue", "-hj", job, "-o", "%T").stdout == "RUNNING\n", 30)
+    running = baremetal.SLURMD.running(lab.where)
+    assert running is not None
+    baremetal.SLURMD.record(lab.where).unlink()
+    await baremetal.end(lab.where)
+    assert not running.alive() and not baremetal.control_groups_of(own)
+    assert not list(process.find_by_argument(f"{lab.where.run}/bare/slurm.conf"))
+    await baremetal.stop(own)  # slurmctld forgets the node
+    await baremetal.start(own)  # nothing has its port
+    await baremetal.stop(own)
+    assert "bare1" not in lab.run("sinfo", "-hN", "-o", "%N").stdout
+
+
+_STAGES = ("munged started", "slurmctld started", "controller started", "1 of 4", "2 of 4")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", _STAGES)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_an_interrupted_benchmark_leaves_nothing(number: signal.Signals, stage: str) -> None:
+    """Also if it is interrupted again and again. What one that was killed leaves is ended by `lab down`."""
+    slim()
+    directory = Path(tempfile.mkdtemp(prefix="mvlab-"))
+    directory.chmod(0o755)
+    where, program = layout(directory / "lab"), Path(sys.executable).with_name("multiverse")
+    words = ["bench", "latency", "-j", "2", "--kinds", "instant,bare_metal", "--dir", where.root, "--images", IMAGES]
+    try:
+        with subprocess.Popen(
+            [program, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        ) as bench:
+            assert bench.stdout is not None
+            said = []
+            while stage not in (said or [""])[-1]:
+                said.append(bench.stdout.readline())
+                assert said[-1], said
+            for pause in (0.1, 0.2, 0.5, 1.0, 0.0):
+                bench.send_signal(number)
+                time.sleep(pause)
+            bench.stdout.read()
+        assert bench.returncode == (INTERRUPTED if number != signal.SIGKILL else -number)
+        plan = load(where)
+        assert plan is not None
+        if number == signal.SIGKILL:
+            asyncio.run(lifecycle.down(where))
+        assert leftovers.of_lab(where, plan.bridge) == []
+        assert control_groups.existing(where.control_group) == []
+    finally:
+        asyncio.run(lifecycle.down(where))
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import os
 import pwd
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -474,6 +475,35 @@ async def test_a_recorded_process_is_identified_and_stopped(tmp_path: Path) -> N
     assert not running.alive()
     await process.stop(running, 5.0)
     assert process.recorded(record) is None
+
+
+def test_daemons_of_a_lab_are_ended_whatever_its_records_say(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("sets its user")
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(100)"
+    started = []
+    for lab in ("one", "other"):
+        (tmp_path / lab / "run").mkdir(parents=True)
+        record, log = tmp_path / lab / "run" / "a.json", tmp_path / lab / "log"
+        started.append(process.start(command(log, deaf), record, "abc"))
+        while not log.read_text():
+            time.sleep(0.01)
+        record.unlink()
+    assert process.end_unrecorded(tmp_path / "one") == 1
+    assert [one.alive() for one in started] == [False, True]
+    assert process.end_unrecorded(tmp_path / "one") == 0
+    assert process.end_unrecorded(tmp_path / "other") == 1
+
+
+async def test_a_port_that_another_program_has_is_told_with_a_remedy(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("sets its user")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        binds = command(tmp_path / "log", f"import socket; socket.create_server({taken.getsockname()!r})")
+        started = process.start(binds, tmp_path / "record.json", "abc")
+        with pytest.raises(Broken, match="Address already in use") as raised:
+            await process.until(lambda: False, started, binds, 20.0)
+    assert raised.value.hint is not None and "ss -ltnp" in raised.value.hint
 
 
 async def test_a_process_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from multiverse.images.catalog import Image
 from multiverse.lab.layout import layout
 from multiverse.lab.plan import LabOptions
 from multiverse.lab.session import session
+from multiverse.system import interrupts
 
 IMAGE = "across"
 FIGURES = {
@@ -46,7 +47,7 @@ def across(
         progress.present().say(line)
 
     image = build_image(IMAGE, "slim", images, packages=(PACKAGE,), progress=say)
-    found = asyncio.run(_across(directory, image, repeat, routed, json))
+    found = interrupts.run(_across(directory, image, repeat, routed, json))
     if json:
         render.as_json(found)
     else:

@@ -26,6 +26,7 @@ from multiverse.lab.layout import layout
 from multiverse.lab.lifecycle import Progress
 from multiverse.lab.plan import LabOptions
 from multiverse.lab.session import LabSession, session
+from multiverse.system import interrupts
 
 app = typer.Typer(help="Measurements, with their baseline in the same run.", no_args_is_help=True)
 
@@ -57,7 +58,7 @@ def latency_(
     """From `sbatch` to the script's first instruction: instant clones, full boots, bare metal."""
     plan = LatencyPlan(jobs, seed, kinds_of(kinds, latency.KINDS))
     build_images(plan.kinds, images, json)
-    found = asyncio.run(_latency(directory, images, plan, json))
+    found = interrupts.run(_latency(directory, images, plan, json))
     if json:
         render.as_json(found)
     else:

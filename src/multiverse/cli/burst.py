@@ -32,6 +32,7 @@ from multiverse.client import Client
 from multiverse.lab.layout import layout
 from multiverse.lab.plan import LabOptions
 from multiverse.lab.session import session
+from multiverse.system import interrupts
 
 ALL = ",".join(kind.name for kind in bursts.KINDS)
 SPAWN_TIMEOUT = 900.0
@@ -52,7 +53,7 @@ def burst(
     """Provisioning and first instruction of many jobs, and how many times faster instant clones are than full ones."""
     plan = BurstPlan(jobs, every, kinds_of(kinds, bursts.KINDS))
     build_images(plan.kinds, images, json)
-    found = asyncio.run(_burst(directory, images, plan, provisioning, json))
+    found = interrupts.run(_burst(directory, images, plan, provisioning, json))
     if json:
         render.as_json(found)
     else:

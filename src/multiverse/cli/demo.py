@@ -29,6 +29,7 @@ from multiverse.lab.lifecycle import Progress
 from multiverse.lab.plan import LabOptions, load
 from multiverse.lab.services import services
 from multiverse.lab.session import LabSession, session
+from multiverse.system import interrupts
 
 T = TypeVar("T")
 
@@ -77,7 +78,7 @@ def demo(
         build_image(
             IMAGE, "slim", images, packages=("hpcc",), progress=lambda line: say(line.removeprefix(f"image {IMAGE}: "))
         )
-    asyncio.run(_demo(directory, images))
+    interrupts.run(_demo(directory, images))
 
 
 def _lab_progress(where: Layout, say: Callable[[str], None]) -> Progress:

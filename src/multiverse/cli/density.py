@@ -30,6 +30,7 @@ from multiverse.client import Client
 from multiverse.lab.layout import layout
 from multiverse.lab.plan import LabOptions
 from multiverse.lab.session import session
+from multiverse.system import interrupts
 
 CLAIM = 288
 """MiB that a VM of the smallest size claims, with its QEMU."""
@@ -60,7 +61,7 @@ def density(
         "qemu": {"tb_size": tb_size, "max_cpus": 1, "max_memory": 1024},  # a guest that may grow needs more memory
     }
     options = LabOptions(most, declared, image="slim", images=images, settings=settings)
-    found = asyncio.run(_density(directory, options, DensityBounds(most, by, floor, patience), json))
+    found = interrupts.run(_density(directory, options, DensityBounds(most, by, floor, patience), json))
     found["tb_size"] = tb_size
     if json:
         render.as_json(found)

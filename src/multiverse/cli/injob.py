@@ -32,6 +32,7 @@ from multiverse.lab.layout import layout
 from multiverse.lab.plan import LabOptions
 from multiverse.lab.session import LabSession, session
 from multiverse.lab.spank import built_plugin
+from multiverse.system import interrupts
 
 NODES = 4
 CORES, MEMORY = 4, 4096
@@ -77,7 +78,7 @@ def injob(
 
     name = f"injob-{flavour}"
     image = build_image(name, cast(Flavour, flavour), images, packages=(PACKAGE,), progress=say)
-    found = asyncio.run(_injob(directory, image, InjobPlan(name, repeat, vms, seed, runs), chosen, json))
+    found = interrupts.run(_injob(directory, image, InjobPlan(name, repeat, vms, seed, runs), chosen, json))
     if json:
         render.as_json(found)
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import shlex
@@ -22,6 +21,7 @@ from multiverse.lab import lifecycle, users_command
 from multiverse.lab.configure import environment
 from multiverse.lab.layout import layout
 from multiverse.lab.plan import MOST_HOSTS, MOST_PHYSICAL, LabOptions, load, shares
+from multiverse.system import interrupts
 
 app = typer.Typer(help="A whole cluster on this machine.", no_args_is_help=True)
 
@@ -93,7 +93,7 @@ def up(
         image=image,
         settings=chosen(setting) if setting else None,
     )
-    settings = asyncio.run(lifecycle.up(where, options, _silent if json else _line))
+    settings = interrupts.run(lifecycle.up(where, options, _silent if json else _line))
     if json:
         as_json(lifecycle.status(where))
         return
@@ -124,7 +124,7 @@ def _command(root: Path, directory: Path | None) -> str:
 @app.command()
 def down(directory: Dir = None) -> None:
     """End all services and VMs of the lab. Its directory keeps logs, keys, the database and caches."""
-    asyncio.run(lifecycle.down(layout(directory), _line))
+    interrupts.run(lifecycle.down(layout(directory), _line))
 
 
 @app.command()

@@ -21,6 +21,7 @@ from multiverse.images.catalog import Image
 from multiverse.lab.layout import layout
 from multiverse.lab.plan import LabOptions
 from multiverse.lab.session import session
+from multiverse.system import interrupts
 
 
 def lease_start(
@@ -36,7 +37,7 @@ def lease_start(
         progress.present().say(line)
 
     image = build_image("slim", "slim", images, progress=say)
-    found = asyncio.run(_measured(directory, image, repeat, copies, json))
+    found = interrupts.run(_measured(directory, image, repeat, copies, json))
     if json:
         render.as_json(found)
     else:

@@ -24,6 +24,7 @@ from multiverse.lab.baremetal import baremetal as bare_slurmd
 from multiverse.lab.layout import layout
 from multiverse.lab.plan import LabOptions
 from multiverse.lab.session import session
+from multiverse.system import interrupts
 
 
 def queue(
@@ -38,7 +39,7 @@ def queue(
 ) -> None:
     """The start of a job that fits and has the highest priority, with an empty and with a long queue."""
     build_images([JobKind("instant", ("--constraint=slim&instant",))], images, json)
-    found = asyncio.run(_queue(directory, images, LongQueuePlan(jobs, waiting, others, idle, seed), json))
+    found = interrupts.run(_queue(directory, images, LongQueuePlan(jobs, waiting, others, idle, seed), json))
     if json:
         render.as_json(found)
     else:
@@ -93,7 +94,7 @@ def neighbours_(
 ) -> None:
     """The start of jobs of another partition, alone, beside a full gate, and while VMs start."""
     build_images([JobKind("instant", ("--constraint=slim&instant",))], images, json)
-    found = asyncio.run(_neighbours(directory, images, NeighboursPlan(jobs, waiting, starting), json))
+    found = interrupts.run(_neighbours(directory, images, NeighboursPlan(jobs, waiting, starting), json))
     if json:
         render.as_json(found)
         return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 
 import typer
@@ -11,13 +10,7 @@ from multiverse.cli.commands import build, needed
 from multiverse.cli.exit_codes import CLOSED, INTERRUPTED, NO_ANSWER, NOT_DONE, SUPERSEDED
 from multiverse.cli.render import errors
 from multiverse.core.errors import MultiverseError, Superseded, Unknown, Unreachable
-
-
-def _interrupt(_number: int, _frame: object) -> None:
-    """Treat SIGTERM and SIGHUP like Ctrl-C, so that the command cleans up before it ends."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in what a shell's script starts with `&`
-        raise KeyboardInterrupt
-    signal.raise_signal(signal.SIGINT)
+from multiverse.system import interrupts
 
 
 def _show(error: typer.TyperException) -> None:
@@ -39,9 +32,7 @@ def _status_of(error: MultiverseError) -> int:
 
 def main() -> None:
     """Entry point. Errors for operators go to stderr with their next step. The exit status is one of `EXIT_CODES`."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup(1) ignores SIGHUP, and that is kept
-            signal.signal(number, _interrupt)
+    interrupts.handle()
     try:
         status = build(needed(sys.argv[1:]))(prog_name="multiverse", standalone_mode=False)
     except MultiverseError as error:

@@ -18,6 +18,7 @@ from multiverse.lab.layout import layout
 from multiverse.lab.plan import LabOptions
 from multiverse.lab.services import CONTROLLER
 from multiverse.lab.session import session
+from multiverse.system import interrupts
 
 
 def observations(
@@ -28,7 +29,7 @@ def observations(
     json: Json = False,
 ) -> None:
     """The time that an observation takes, and the CPU of Slurm's commands, of the controller and of slurmctld."""
-    found = asyncio.run(_observations(directory, ObservationPlan(ours, others, rounds), json))
+    found = interrupts.run(_observations(directory, ObservationPlan(ours, others, rounds), json))
     if json:
         render.as_json(found)
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Annotated
@@ -14,6 +13,7 @@ from multiverse.bench.stats import Summary
 from multiverse.cli import progress, render
 from multiverse.cli.bench import Json
 from multiverse.cli.render import console
+from multiverse.system import interrupts
 
 Counts = list[int]
 VMS, JOBS = (100, 2_000, 10_000), (100, 1_000, 10_000, 50_000)
@@ -32,7 +32,7 @@ def planner(
     for number, (count, queued) in enumerate(counts):
         progress.present().say(f"{queued:,} queued jobs, {count:,} VMs")
         progress.present().advance(number, len(counts))
-        found.append(asyncio.run(measure(queued, count, min(repetitions, count), per_host)))
+        found.append(interrupts.run(measure(queued, count, min(repetitions, count), per_host)))
         if not json:
             console.print(f"  {queued:,} queued jobs, {count:,} VMs", highlight=False)
     if json:

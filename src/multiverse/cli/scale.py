@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 from dataclasses import asdict
@@ -22,6 +21,7 @@ from multiverse.images.build import build as build_image
 from multiverse.lab import lifecycle
 from multiverse.lab.layout import layout
 from multiverse.lab.plan import LabOptions, load
+from multiverse.system import interrupts
 
 _HOSTS = (1, 2, 4)
 
@@ -38,7 +38,7 @@ def scale(
     build_image("slim", "slim", images, progress=lambda line: None if json else console.print(f"  {line}"))
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))  # not that agents connect
     plan = ScalePlan(clones, _HOSTS, at_once, turns, "slim")
-    found = _document(plan, asyncio.run(_scale(directory, images, plan, json)))
+    found = _document(plan, interrupts.run(_scale(directory, images, plan, json)))
     if json:
         render.as_json(found)
     else:

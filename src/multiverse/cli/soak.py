@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import signal
 import time
 from collections import Counter
 from pathlib import Path
@@ -25,6 +24,7 @@ from multiverse.soak import disk, leftovers, run, summary
 from multiverse.soak.judge import Ending, Verdict
 from multiverse.soak.plan import SoakPlan, make_plan
 from multiverse.soak.run import SoakResult
+from multiverse.system import interrupts
 
 IMAGE = "slim"
 CORES = 6
@@ -49,7 +49,7 @@ def soak(
     seed = random.randrange(1_000_000) if seed is None else seed
     build_image(IMAGE, "slim", images, progress=_progress(json))
     with progress.working(f"soak, {minutes:g} minutes of jobs", minutes * 60 + ENDING):
-        result = asyncio.run(_soak(directory, images, make_plan(seed, minutes * 60), json))
+        result = interrupts.run(_soak(directory, images, make_plan(seed, minutes * 60), json))
     if json:
         render.as_json(summary.document(result, seed, minutes))
     else:
@@ -79,13 +79,9 @@ async def _soak(directory: Path, images: Path, plan: SoakPlan, silent: bool) -> 
     # More is claimed than the small disk holds, so that it can get full while VMs run.
     settings = {"host": {"disk": AMPLE_DISK}}
     options = LabOptions(CORES, 16384, (run.share(where),), IMAGE, images, settings=settings)
-    loop = asyncio.get_running_loop()
     async with session(where, options, lab_progress(silent), disk=disk.small_disk) as lab:
-        loop.add_signal_handler(signal.SIGINT, stop.set)
-        try:
+        with interrupts.noted(stop):
             result = await run.run(lab, plan, stop, _progress(silent))
-        finally:
-            loop.remove_signal_handler(signal.SIGINT)
     planned = load(where)
     result.leftovers += leftovers.of_lab(where, planned.bridge if planned else "")
     return result

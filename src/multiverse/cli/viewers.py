@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from dataclasses import asdict
 from typing import Annotated
@@ -14,6 +13,7 @@ from multiverse.bench.viewers import ViewersCost, ViewersPlan, measure
 from multiverse.cli import render
 from multiverse.cli.bench import Json
 from multiverse.cli.render import console
+from multiverse.system import interrupts
 
 
 def viewers(
@@ -27,7 +27,7 @@ def viewers(
     """Measure the controller's CPU time with viewers of the web page, beside its own without any."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))  # no effect ends here
     plan = ViewersPlan(number, jobs, vms, seconds, rounds)
-    found = asyncio.run(measure(plan))
+    found = interrupts.run(measure(plan))
     if json:
         render.as_json(asdict(plan) | asdict(found))
     else:

@@ -5,10 +5,10 @@ Its control groups are in a namespace of its own (`lab.hosts.confined`).
 
 from __future__ import annotations
 
-import asyncio
 import os
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -17,10 +17,13 @@ from pathlib import Path
 from multiverse.core.errors import Broken
 from multiverse.lab.configure import BARE_FEATURE, BARE_NODE, cgroup_conf, changed_conf, environment
 from multiverse.lab.hosts import control_groups
+from multiverse.lab.layout import Layout
 from multiverse.lab.process import DaemonCommand
 from multiverse.lab.service import Lab, Service
+from multiverse.system.interrupts import held, whole
 
 NODE = BARE_NODE
+_DELETED = 10.0  # seconds in which slurmctld takes the jobs off a node that is DOWN
 _CONFINED = "multiverse.lab.hosts.confined"
 
 
@@ -76,8 +79,10 @@ def _ready(lab: Lab) -> bool:
 
 
 def _slurm(lab: Lab, *argv: str) -> subprocess.CompletedProcess[str]:
+    more = environment(lab.where)
+    # Not among those that a terminal's Ctrl-C reaches.
     return subprocess.run(
-        argv, env=os.environ | environment(lab.where), capture_output=True, text=True, timeout=30, check=False
+        argv, env=os.environ | more, capture_output=True, text=True, timeout=30, check=False, process_group=0
     )
 
 
@@ -93,13 +98,35 @@ async def start(lab: Lab, *, memory_limited: bool = False) -> None:
 
 
 async def stop(lab: Lab) -> None:
-    """Stop slurmd and the jobs on its node, and delete the node with its control groups."""
-    await asyncio.to_thread(_slurm, lab, "scontrol", "update", f"NodeName={NODE}", "State=DOWN", "Reason=stopped")
-    await SLURMD.stop(lab.where)
-    deleted = await asyncio.to_thread(_slurm, lab, "scontrol", "delete", f"NodeName={NODE}")
-    if deleted.returncode and "Invalid node name" not in deleted.stderr:
-        raise Broken(f"cannot delete node {NODE}: {deleted.stderr.strip()}", hint="wait until no job is on it")
-    await asyncio.to_thread(control_groups.remove, lab.where.control_group, NODE)
+    """Stop slurmd and the jobs on its node, and delete the node with its control groups. The processes and the control
+    groups are gone afterwards, whatever slurmctld says. `Broken` if it does not delete the node."""
+    with held():
+        try:
+            await whole(_slurm, lab, "scontrol", "update", f"NodeName={NODE}", "State=DOWN", "Reason=stopped")
+        finally:
+            await end(lab.where)
+        said = await whole(_delete_node, lab)
+    if said:
+        raise Broken(f"cannot delete node {NODE}: {said}", hint="wait until no job is on it")
+
+
+async def end(where: Layout) -> bool:
+    """End slurmd with all that runs on its node, and remove its control groups; whether slurmd was alive."""
+    was_alive = await SLURMD.stop(where)
+    await whole(control_groups.end, where.control_group, NODE)
+    return was_alive
+
+
+def _delete_node(lab: Lab) -> str:
+    """Delete the node, as soon as the jobs that ran there are off it; why that is not possible. Absent is success."""
+    deadline = time.monotonic() + _DELETED
+    while True:
+        done = _slurm(lab, "scontrol", "delete", f"NodeName={NODE}")
+        if done.returncode == 0 or "Invalid node name" in done.stderr:
+            return ""
+        if time.monotonic() > deadline or "contact" in done.stderr:
+            return done.stderr.strip()
+        time.sleep(0.2)
 
 
 @asynccontextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import shutil
@@ -14,7 +13,7 @@ from typing import Any
 
 from multiverse.config import Settings
 from multiverse.core.errors import MultiverseError, Refused
-from multiverse.lab import bridge, router, users_command, vms
+from multiverse.lab import baremetal, bridge, process, router, users_command, vms
 from multiverse.lab.configure import configure
 from multiverse.lab.hosts.machine import remove_remains
 from multiverse.lab.hosts.physical import physical_services
@@ -23,6 +22,7 @@ from multiverse.lab.layout import Layout
 from multiverse.lab.plan import LabHost, LabOptions, LabPlan, decide, load
 from multiverse.lab.service import Lab, Service
 from multiverse.lab.services import AGENT, CONTROLLER, services
+from multiverse.system.interrupts import whole
 from multiverse.system.locks import try_locked_directory
 
 Progress = Callable[[str, str, float], None]
@@ -69,16 +69,16 @@ async def _up(
     where.make()
     with _locked(where):
         _check_hosts(where, options)
-        plan = await asyncio.to_thread(decide, where, options)
-        settings = await asyncio.to_thread(configure, where, plan)
-        await asyncio.to_thread(users_command.install, where)
+        plan = await whole(decide, where, options)
+        settings = await whole(configure, where, plan)
+        await whole(users_command.install, where)
         lab = Lab(where, plan)
         began = time.monotonic()
-        created = await asyncio.to_thread(bridge.up, plan)
+        created = await whole(bridge.up, plan)
         progress("bridge", "created" if created else "exists", time.monotonic() - began)
         if plan.routed:
             began = time.monotonic()
-            created = await asyncio.to_thread(router.up, plan)
+            created = await whole(router.up, plan)
             progress("router", "created" if created else "exists", time.monotonic() - began)
         for service in wanted(plan):
             began = time.monotonic()
@@ -119,10 +119,10 @@ async def _stop_host(where: Layout, host: LabHost) -> None:
     """Stop a host, and remove its VMs, its network and its control groups. Its keys and images stay."""
     for service in reversed((physical_services if host.physical else host_services)(host)):
         await service.stop(where)
-    await asyncio.to_thread(remove_remains, where, host)
+    await whole(remove_remains, where, host)
     own = where.host(host.name)
     for path in (own.run, own.controller / "vms"):
-        await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
+        await whole(shutil.rmtree, path, ignore_errors=True)
 
 
 async def down(where: Layout, progress: Progress = lambda name, result, seconds: None) -> None:
@@ -136,6 +136,8 @@ async def down(where: Layout, progress: Progress = lambda name, result, seconds:
     errors: list[MultiverseError] = []
     with _locked(where):
         plan = load(where)
+        async with _step(baremetal.SLURMD.name, progress, errors) as result:
+            result.append("stopped" if await baremetal.end(where) else "was not running")
         for service in reversed(services(plan)):
             async with _step(service.name, progress, errors) as result:
                 result.append("stopped" if await service.stop(where) else "was not running")
@@ -148,11 +150,13 @@ async def down(where: Layout, progress: Progress = lambda name, result, seconds:
                 result.append("removed")
         if plan is not None and plan.routed:
             async with _step("router", progress, errors) as result:
-                result.append("deleted" if await asyncio.to_thread(router.down, plan) else "did not exist")
+                result.append("deleted" if await whole(router.down, plan) else "did not exist")
         if plan is not None:
             async with _step("bridge", progress, errors) as result:
-                await asyncio.to_thread(router.remove_overlays, where)
-                result.append("deleted" if await asyncio.to_thread(bridge.down, plan) else "did not exist")
+                await whole(router.remove_overlays, where)
+                result.append("deleted" if await whole(bridge.down, plan) else "did not exist")
+        async with _step("others", progress, errors) as result:
+            result.append(f"{await whole(process.end_unrecorded, where.root)} ended")
         if errors:
             raise errors[0]
         for path in (where.run, where.memory):

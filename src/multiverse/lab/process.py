@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import pwd
@@ -21,6 +22,10 @@ from multiverse.system import files
 from multiverse.system.processes import ProcessIdentity
 
 _INTERVAL = 0.02  # seconds between two attempts to connect to a starting daemon
+
+_LAB = "MULTIVERSE_DAEMON_OF"
+"""The variable with the directory of its lab that each daemon has: in it, `run` has the records."""
+_END = 5.0  # seconds for which a daemon may go on after SIGTERM
 
 # The children of this process, by pid. A Popen object that is deleted can take the child's exit status with it.
 _children: dict[int, subprocess.Popen[bytes]] = {}
@@ -92,7 +97,7 @@ def start(command: DaemonCommand, record: Path, digest: str) -> RunningDaemon:
                 stdout=subprocess.PIPE if command.launcher else log,
                 stderr=log,
                 cwd="/",
-                env=_environment() | dict(command.env),
+                env=_environment() | {_LAB: str(record.parents[1])} | dict(command.env),
                 user=account.pw_uid,
                 group=account.pw_gid,
                 extra_groups=os.getgrouplist(account.pw_name, account.pw_gid),
@@ -134,10 +139,17 @@ async def until(reached: Callable[[], bool], started: RunningDaemon, command: Da
     deadline = time.monotonic() + timeout
     while not await asyncio.to_thread(reached):
         if not started.alive():
-            raise Broken(f"{name} ended{_status(started.pid)}: {last_line(log)}", hint=f"see {log}")
+            said = last_line(log)
+            raise Broken(f"{name} ended{_status(started.pid)}: {said}", hint=_remedy(said, log))
         if time.monotonic() > deadline:
             raise Broken(f"{name} is not ready after {timeout:g} s: {last_line(log)}", hint=f"see {log}")
         await asyncio.sleep(_INTERVAL)
+
+
+def _remedy(said: str, log: Path) -> str:
+    if os.strerror(errno.EADDRINUSE) not in said:
+        return f"see {log}"
+    return f"end the program that listens there, which `ss -ltnp` names, or use another --dir; see {log}"
 
 
 async def stop(running: RunningDaemon, grace: float) -> None:
@@ -157,6 +169,31 @@ async def stop(running: RunningDaemon, grace: float) -> None:
     finally:
         os.close(handle)
         _reap(running.pid)
+
+
+def end_unrecorded(lab: Path) -> int:
+    """End the daemons of the lab in this directory, whatever its records say; how many there were.
+
+    The command that started one may have been killed before it wrote the record, or the record may be lost. `Broken` if
+    one does not end.
+    """
+    wanted = f"{_LAB}={lab}".encode()
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError, ProcessLookupError):
+            if wanted in path.read_bytes().split(b"\0"):
+                found.append(ProcessIdentity.of(int(path.parent.name)))
+    for number, patience in ((signal.SIGTERM, _END), (signal.SIGKILL, _END)):
+        for one in found:
+            if one.is_alive():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(one.pid, number)
+        deadline = time.monotonic() + patience
+        while any(one.is_alive() for one in found) and time.monotonic() < deadline:
+            time.sleep(_INTERVAL)
+    if left := [one.pid for one in found if one.is_alive()]:
+        raise Broken(f"process {left[0]} does not end", hint=f"see /proc/{left[0]}/stack")
+    return len(found)
 
 
 def _reap(pid: int) -> None:

@@ -84,6 +84,8 @@ def remove_overlays(where: Layout) -> None:
 
 
 def _run(*argv: str, text: tuple[str, ...] = ()) -> None:
-    done = subprocess.run(argv, input="\n".join(text) + "\n", capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(
+        argv, input="\n".join(text) + "\n", capture_output=True, text=True, timeout=30, check=False, process_group=0
+    )  # not among those that a terminal's Ctrl-C reaches
     if done.returncode:
         raise Broken(f"cannot make the lab's router: {done.stderr.strip()}", hint="lab down, and again")

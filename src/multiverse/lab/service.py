@@ -18,6 +18,7 @@ from multiverse.lab.configure import environment
 from multiverse.lab.layout import Layout
 from multiverse.lab.plan import LabPlan
 from multiverse.lab.process import DaemonCommand, RunningDaemon
+from multiverse.system.interrupts import held, whole
 
 _MOST_PATIENCE = 100
 
@@ -88,14 +89,15 @@ class Service:
             return False
         if running:
             await process.stop(running, self.grace * patience())
-        await asyncio.to_thread(self.prepare, lab)
+        await whole(self.prepare, lab)
         command = self.command(lab)
         started = process.start(command, self.record(lab.where), self.digest(lab))
         try:
             await process.until(lambda: self.ready(lab), started, command, self.timeout * patience())
-            await asyncio.to_thread(self.initialize, lab)
+            await whole(self.initialize, lab)
         except BaseException:
-            await self.stop(lab.where)
+            with held():
+                await self.stop(lab.where)
             raise
         return True
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import signal
 import subprocess
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -27,6 +27,7 @@ from multiverse.lab.lifecycle import Progress
 from multiverse.lab.plan import LabOptions, load
 from multiverse.lab.service import Lab
 from multiverse.lab.users import PrivateUser, enter_private_namespace, private_users
+from multiverse.system.interrupts import held
 from multiverse.system.locks import try_locked_file
 
 USERS = (("ada", 30707), ("bob", 30708))
@@ -42,6 +43,8 @@ class LabSession:
     lab: Lab
     env: Mapping[str, str] = field(default_factory=dict)
     other: PrivateUser | None = None
+    _started: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    _ending: threading.Event = field(default_factory=threading.Event)
 
     def run(self, *argv: str, stdin: str = "", timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
         """Run a command as the user, in the user's home and environment."""
@@ -51,9 +54,22 @@ class LabSession:
     def start(self, output: Path, *argv: str) -> subprocess.Popen[bytes]:
         """Start a command as the user, without input. Its output is written to a file."""
         with output.open("wb") as file:
-            return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=file, stderr=file, **self._as_user())
+            made = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=file, stderr=file, **self._as_user())
+        self._started.append(made)
+        return made
+
+    def end(self) -> None:
+        """Kill what `start` started, and start nothing any more. After an interruption a thread may still be at work in
+        the session."""
+        self._ending.set()
+        for one in self._started:
+            if one.poll() is None:
+                one.kill()
+                one.wait()
 
     def _as_user(self) -> dict[str, Any]:
+        if self._ending.is_set():
+            raise Refused("the session is ending")
         return {
             "cwd": self.user.home,
             "env": {**self.env, "HOME": str(self.user.home), "USER": self.user.name, "LOGNAME": self.user.name},
@@ -76,16 +92,6 @@ def _complaint(stderr: str) -> str:
     """sbatch's messages, without the last one if it only says that the submission failed."""
     lines = [re.sub(r"^sbatch: (error: )?", "", line) for line in stderr.strip().splitlines()]
     return "\n".join(line for line in lines if not line.startswith("Batch job submission failed") or len(lines) == 1)
-
-
-@contextmanager
-def _without_interrupts() -> Iterator[None]:
-    """Ignore SIGINT: a second Ctrl-C would leave parts of the lab running."""
-    before = signal.signal(signal.SIGINT, lambda number, frame: None)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager
@@ -129,15 +135,26 @@ async def session(
             homes = where.root / "home"
             user, other = private_users(where.root / "users", [(name, uid, homes / name) for name, uid in USERS])
             os.environ.pop("SUDO_USER", None)  # the caller is not the user who submits here
-            try:
+            async with _taken_down(where) as made:
                 shares = (*options.shares, user.home, other.home)
                 settings = await lifecycle.up(where, replace(options, shares=shares), progress)
                 plan = load(where)
                 assert plan is not None, "the lab is up, so its plan is written"
-                yield LabSession(where, settings, user, Lab(where, plan), session_environment(where), other)
-            finally:
-                with _without_interrupts():
-                    await lifecycle.down(where)
+                made.append(LabSession(where, settings, user, Lab(where, plan), session_environment(where), other))
+                yield made[0]
+
+
+@asynccontextmanager
+async def _taken_down(where: Layout) -> AsyncIterator[list[LabSession]]:
+    """Take the lab down however the context ends, with the session that was put into the list."""
+    made: list[LabSession] = []
+    try:
+        yield made
+    finally:
+        with held():
+            for one in made:
+                one.end()
+            await lifecycle.down(where)
 
 
 def session_environment(where: Layout) -> dict[str, str]:

@@ -8,12 +8,15 @@ no process itself (cgroups(7)).
 from __future__ import annotations
 
 import os
+import signal
+import time
 from contextlib import suppress
 from pathlib import Path
 
 from multiverse.core.errors import Broken
 from multiverse.host.cgroups import CONTROLLERS, hierarchies, inherit_cpuset, remove_with_children
 
+_END = 5.0  # seconds in which killed processes end
 _DAEMONS = "system"
 _ALL = ("memory", "pids", "cpu", "cpuacct", "cpuset", "devices", "freezer", "blkio")
 
@@ -65,6 +68,29 @@ def _make_slice(root: Path) -> None:
         wanted = " ".join(f"+{name}" for name in (each / "cgroup.controllers").read_text().split())
         with suppress(OSError):  # what has started the first daemon is still in `root`: then the next daemon does this
             (each / "cgroup.subtree_control").write_text(wanted)
+
+
+def end(lab: str, host: str) -> None:
+    """Kill what is in the groups of a host, if there is anything, and remove them."""
+    deadline = time.monotonic() + _END
+    while found := _processes(lab, host):
+        for pid in found:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.01)
+    remove(lab, host)
+
+
+def _processes(lab: str, host: str) -> set[int]:
+    """What is in the groups of a host and below them. A process that is no more than a record of its end counts."""
+    found: set[int] = set()
+    for hierarchy in hierarchies(parent=lab, controllers=_ALL):
+        for path, _, _ in os.walk(hierarchy.parent / host):
+            with suppress(OSError):  # it is removed meanwhile
+                found |= {int(pid) for pid in Path(path, "cgroup.procs").read_text().split()}
+    return found - {0}
 
 
 def remove(lab: str, host: str) -> None:

@@ -1,0 +1,126 @@
+"""What SIGINT, SIGTERM and SIGHUP do to a command that has started something.
+
+The first signal interrupts it, as Ctrl-C does: a coroutine at the place where it waits, anything else at once. What the
+command has started is then ended by its context managers. That is not interrupted: further signals are answered with a
+line. SIGQUIT (Ctrl-\\) and SIGKILL end the command at once, and what they leave is ended by the next one in the same
+directory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, ParamSpec, TypeVar
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_WAIT = b"What was started is being ended. Ctrl-\\ leaves the rest.\n"
+
+
+class _Command:
+    """This process, as far as signals are concerned."""
+
+    interrupted = False
+    cancel: Callable[[], object] | None = None
+    """Cancels the coroutine that runs."""
+
+
+def handle() -> None:
+    """Let the signals interrupt this process, from now on. One that is ignored, as by nohup(1), stays so; but a shell
+    lets its background commands ignore SIGINT, and SIGTERM interrupts those, too."""
+    _Command.interrupted = False
+    for number in SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _interrupt)
+
+
+def _interrupt(_number: int, _frame: object) -> None:
+    if _Command.interrupted:
+        with suppress(OSError):
+            os.write(2, _WAIT)
+        return
+    _Command.interrupted = True
+    if _Command.cancel is None:
+        raise KeyboardInterrupt
+    _Command.cancel()
+
+
+def run(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end. Raises `KeyboardInterrupt` if a signal has cancelled it, when it has ended."""
+
+    async def cancellable() -> T:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        _Command.cancel = lambda: loop.call_soon_threadsafe(task.cancel)
+        try:
+            return await coroutine
+        finally:
+            _Command.cancel = None
+
+    try:
+        return asyncio.run(cancellable())
+    except asyncio.CancelledError:
+        if _Command.interrupted:
+            raise KeyboardInterrupt from None
+        raise
+
+
+@contextmanager
+def held() -> Iterator[None]:
+    """Let no signal interrupt this process while the context lasts: what it started is being ended. One that came is
+    delivered afterwards."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+
+    def note(number: int, _frame: object) -> None:
+        came.append(number)
+        with suppress(OSError):
+            os.write(2, _WAIT)
+
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    ours = [number for number, handler in before.items() if callable(handler)]
+    for number in ours:
+        signal.signal(number, note)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, before[number])
+    if came:
+        signal.raise_signal(came[0])
+
+
+@contextmanager
+def noted(stop: asyncio.Event) -> Iterator[None]:
+    """Let the signals set an event of the running loop while the context lasts, in place of interrupting."""
+    loop = asyncio.get_running_loop()
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    ours = [number for number, handler in before.items() if callable(handler)]
+    for number in ours:
+        signal.signal(number, lambda *_: loop.call_soon_threadsafe(stop.set))
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, before[number])
+
+
+async def whole(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call a function in a thread. It makes or removes something, and a thread cannot be cancelled: if the caller is
+    cancelled, that takes effect when the function has returned."""
+    call = asyncio.ensure_future(asyncio.to_thread(function, *args, **kwargs))
+    try:
+        return await asyncio.shield(call)
+    except asyncio.CancelledError:
+        await asyncio.wait([call])
+        if not call.cancelled():
+            call.exception()  # it is not asked for: the caller ends
+        raise
