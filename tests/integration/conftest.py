@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,8 +24,7 @@ from multiverse.lab.layout import Layout, layout
 from multiverse.lab.plan import LabOptions
 from multiverse.lab.service import patience
 from multiverse.lab.services import AGENT, CONTROLLER
-from multiverse.lab.users import PrivateUser, enter_private_namespace, private_users
-from multiverse.system import kernel
+from multiverse.lab.users import PrivateUser, enter_private_namespace, private_users, remove_private_users
 from tests.integration.images import IMAGES, slim
 from tests.integration.restarting_daemon import RestartingDaemon, StartDaemon
 from tests.integration.watch import until
@@ -120,13 +119,12 @@ def new_lab(accelerator: Path, wishes: LabOptions, *, controller: bool) -> Itera
     assert not missing, f"not installed: {' '.join(missing)}; run make setup"
     directory = Path(tempfile.mkdtemp(prefix="mvlab-"))
     directory.chmod(0o755)  # users go through it
-    where = layout(directory / "lab")
+    where, users = layout(directory / "lab"), list[PrivateUser]()
     try:
         enter_private_namespace()
         lab = next(_labs)
         ada, bob = f"ada{lab}", f"bob{lab}"
-        user, other = private_users(
-            directory / "users",
+        user, other = users = private_users(
             [(ada, 61820 + 2 * lab, directory / "home" / ada), (bob, 61821 + 2 * lab, directory / "home" / bob)],
         )
         where.controller.mkdir(parents=True)
@@ -139,9 +137,7 @@ def new_lab(accelerator: Path, wishes: LabOptions, *, controller: bool) -> Itera
         yield LabUnderTest(where, settings, user, other)
     finally:
         asyncio.run(lifecycle.down(where))
-        with suppress(OSError):  # files on which another lab's users are mounted cannot be removed
-            for file in ("/etc/passwd", "/etc/group"):
-                kernel.umount(file)
+        remove_private_users(users)
         shutil.rmtree(directory, ignore_errors=True)
 
 

@@ -23,7 +23,7 @@ from multiverse.controller.missing_hints import SKEW
 from multiverse.lab import configure, lifecycle, plan
 from multiverse.lab.layout import layout
 from multiverse.lab.plan import LabOptions
-from multiverse.lab.users import enter_private_namespace, private_users
+from multiverse.lab.users import enter_private_namespace, private_users, remove_private_users
 from tests.integration.conftest import LabUnderTest
 from tests.integration.images import IMAGES, slim
 from tests.integration.watch import ended, kill, until, written
@@ -120,7 +120,6 @@ def pair(accelerator: Path) -> Iterator[Pair]:
     where, home = layout(directory / "lab"), directory / "home"
     enter_private_namespace()
     users = private_users(
-        directory / "users",
         [("ada", 61811, home / "ada"), ("slurm", UID, directory / "slurm"), ("ctl", UID, directory / "slurm")],
     )
     found = None
@@ -143,8 +142,7 @@ def pair(accelerator: Path) -> Iterator[Pair]:
             found.lab.run("scancel", "--partition=vm", check=False)
             found.end_backup()
         asyncio.run(lifecycle.down(where))
-        for file in ("passwd", "group"):
-            subprocess.run(["umount", f"/etc/{file}"], check=False)
+        remove_private_users(users)
         shutil.rmtree(directory, ignore_errors=True)
 
 

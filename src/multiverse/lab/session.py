@@ -133,7 +133,7 @@ async def session(
             (where.etc / "site.toml").write_text(site)
             enter_private_namespace()
             homes = where.root / "home"
-            user, other = private_users(where.root / "users", [(name, uid, homes / name) for name, uid in USERS])
+            user, other = private_users([(name, uid, homes / name) for name, uid in USERS])
             os.environ.pop("SUDO_USER", None)  # the caller is not the user who submits here
             async with _taken_down(where) as made:
                 shares = (*options.shares, user.home, other.home)

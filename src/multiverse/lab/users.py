@@ -1,15 +1,24 @@
-"""Users that exist only for this process and its children, for tests and demonstrations. /etc is not changed."""
+"""Users that exist only for this process and its children, for tests and demonstrations.
+
+They are in an /etc of this mount namespace's own (`own_etc`); the machine's is not changed, and what changes there does
+not concern them.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 from multiverse.core.errors import Broken
-from multiverse.system import kernel
+from multiverse.lab.own_etc import ETC, mount_own_etc
+from multiverse.system import files, kernel
+
+_FILES = ("passwd", "group")
+_replaced: dict[tuple[str, str], list[str]] = {}
+"""By file and the name of a private user: the lines that its line has replaced."""
 
 
 class PrivateUser(NamedTuple):
@@ -21,7 +30,8 @@ class PrivateUser(NamedTuple):
 
 
 def enter_private_namespace() -> None:
-    """Give this process a mount namespace of its own. Its mounts disappear when it and its children have ended.
+    """Give this process a mount namespace of its own, with an /etc of its own. Its mounts disappear when it and its
+    children have ended.
 
     Needs root, and a process with one thread.
     """
@@ -29,34 +39,43 @@ def enter_private_namespace() -> None:
         kernel.unshare(kernel.CLONE_NEWNS)
         # Below a shared mount, new mounts would appear in the parent's namespace, too.
         kernel.mount(None, Path("/"), kernel.MS_REC | kernel.MS_PRIVATE)
+        mount_own_etc()
 
 
-def private_users(directory: Path, users: Sequence[tuple[str, int, Path]]) -> list[PrivateUser]:
-    """Add users, given as (name, uid, home), to /etc/passwd and /etc/group in this mount namespace.
-
-    Extended copies of both files are kept in `directory` and mounted over them. The homes are created. Call
-    `enter_private_namespace` first.
-    """
+def private_users(users: Sequence[tuple[str, int, Path]]) -> list[PrivateUser]:
+    """Add users, given as (name, uid, home), to /etc/passwd and /etc/group of this mount namespace, in place of others
+    of these names and numbers. The homes are created. Call `enter_private_namespace` first."""
     made = [PrivateUser(name, uid, Path(home)) for name, uid, home in users]
     names, uids = {user.name for user in made}, {str(user.uid) for user in made}
-    directory.mkdir(parents=True, exist_ok=True)
-    directory.chmod(0o755)
     lines = {
         "passwd": [f"{user.name}:x:{user.uid}:{user.uid}::{user.home}:/bin/sh" for user in made],
         "group": [f"{user.name}:x:{user.uid}:" for user in made],
     }
     for file, added in lines.items():
-        known = [line for line in Path("/etc", file).read_text().splitlines() if not _clashes(line, names, uids)]
-        copy = directory / file
-        copy.write_text("\n".join([*known, *added]) + "\n")
-        copy.chmod(0o644)
-        with _as_root():
-            kernel.mount(str(copy), Path("/etc", file), kernel.MS_BIND)
+        before = (ETC / file).read_text().splitlines()
+        gone = [line for line in before if _clashes(line, names, uids)]
+        for user in made:
+            _replaced[file, user.name] = [line for line in gone if _clashes(line, {user.name}, {str(user.uid)})]
+        _write(file, [*(line for line in before if line not in gone), *added])
     for user in made:
         user.home.mkdir(parents=True, exist_ok=True)
         user.home.chmod(0o755)
         os.chown(user.home, user.uid, user.uid)
     return made
+
+
+def remove_private_users(users: Collection[PrivateUser]) -> None:
+    """Take users away again, and put back those whom they replaced."""
+    names = {user.name for user in users}
+    for file in _FILES if users else ():
+        kept = [line for line in (ETC / file).read_text().splitlines() if line.partition(":")[0] not in names]
+        back = (line for user in users for line in _replaced.pop((file, user.name), []))
+        _write(file, [*kept, *dict.fromkeys(back)])
+
+
+def _write(file: str, lines: Sequence[str]) -> None:
+    with _as_root():
+        files.replace(ETC / file, "\n".join(lines) + "\n", mode=0o644)
 
 
 def _clashes(line: str, names: set[str], uids: set[str]) -> bool:

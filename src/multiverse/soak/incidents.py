@@ -173,6 +173,7 @@ class Incidents:
         needs to know who the user is. The user of the other jobs stays known: slurmctld itself ends a step whose user
         it cannot name ("Error generating job credential")."""
         directory = self._lab.where.root / "users"
+        directory.mkdir(exist_ok=True)
         without, remote = directory / "passwd.without", directory / "nsswitch.remote"
         ours = {user.name for user in self._newcomers}
         known = [line for line in PASSWD.read_text().splitlines() if line.partition(":")[0] not in ours]

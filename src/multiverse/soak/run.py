@@ -147,7 +147,7 @@ async def _prepare(lab: LabSession, floor: int) -> list[PrivateUser]:
     (where.etc / "site.toml").write_text(site + POOLS)
     homes = where.root / "home"
     users = [(f"newcomer{n}", FIRST_UID + n, homes / f"newcomer{n}") for n in range(NEWCOMERS)]
-    newcomers = private_users(where.root / "newcomers", users)
+    newcomers = private_users(users)
     await mend(lab)
     return newcomers
 

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from multiverse.lab.hosts import control_groups, detached
-from multiverse.system import kernel
+from multiverse.lab.own_etc import ETC, mount_own_etc
+from multiverse.system import files, kernel
 from multiverse.system.sysfs import mount_new, mount_sys
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -73,7 +74,8 @@ def _boot(host: _Host) -> None:
     mount_new(Path("/proc"), "proc")
     kernel.mount(str(host.place / boot_id.name), _BOOT_ID, kernel.MS_BIND)
     if (shadow := host.place / "etc" / "shadow").exists():  # only a host with an sshd needs it
-        kernel.mount(str(shadow), Path("/etc/shadow"), kernel.MS_BIND)
+        mount_own_etc()  # mounted over the machine's file, it would be lost when somebody there replaces that
+        files.replace(ETC / shadow.name, shadow.read_bytes(), mode=0o600)
     mount_sys(host.groups, Path("/run"))
     control_groups.join_daemons()
     os.chdir("/")
