@@ -1,8 +1,9 @@
-"""scripts/setup: it installs nothing on a machine that has a Slurm of its own."""
+"""scripts/setup: it installs nothing on a machine that has a Slurm of its own, and says what fails."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -50,3 +51,26 @@ def test_nothing_is_installed_beside_a_slurm_conf(tmp_path: Path) -> None:
     script = f"mount --bind {tmp_path}/etc /etc && exec sh {SETUP}"
     said = run(tmp_path, prefix=f"unshare --mount sh -c '{script}'; exit $?;").stderr
     assert "/etc/slurm/slurm.conf" in said and "site render" in said and "run it as root" not in said
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_pip_is_heard_only_if_it_fails(tmp_path: Path, status: int) -> None:
+    checkout, programs = tmp_path / "checkout", tmp_path / "bin"
+    for path in (checkout / "scripts", checkout / ".venv/bin", programs):
+        path.mkdir(parents=True)
+    for name in ("requirements.txt", "pyproject.toml"):
+        (checkout / name).touch()
+    script = shutil.copy(SETUP, checkout / "scripts")
+    says = f"echo 'WARNING: Location is ignored' >&2; echo 'ERROR: no such package' >&2; exit {status}"
+    replaced = {"dpkg-query": "echo installed", "id": "echo 1000"}
+    for path, text in ((checkout / ".venv/bin/pip", says), (checkout / ".venv/bin/python", "exit 0"),
+                       *((programs / name, text) for name, text in replaced.items())):  # fmt: skip
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+    done = subprocess.run(
+        ["/bin/sh", script], env={"PATH": f"{programs}:/usr/bin:/bin"}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == status
+    assert done.stdout == "setup: Python environment in .venv\n"
+    assert done.stderr == ("" if status == 0 else "WARNING: Location is ignored\nERROR: no such package\n")
+    assert (checkout / ".venv/.multiverse-setup").exists() is (status == 0), "a failed one is repeated"
