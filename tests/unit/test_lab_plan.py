@@ -135,14 +135,28 @@ def test_system_directories_cannot_be_mounted(path: str, fine: bool) -> None:
     assert plan.sharable(Path(path)) is fine
 
 
-def test_directories_for_guests_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_later_command_from_another_directory_changes_nothing(
+    short: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = layout(short)
+    plans = []
+    for number, requested in ((1, ()), (2, ()), (3, [tmp_path / "2"])):
+        (tmp_path / f"{number}").mkdir()
+        monkeypatch.chdir(tmp_path / f"{number}")
+        plans.append(plan.decide(where, LabOptions(shares=plan.shares(requested, where))))
+    assert str(tmp_path / "1") in plans[0].shares and plans[1] == plans[0]
+    assert plans[2].shares == (*plans[0].shares, str(tmp_path / "2")), "but for what is asked for"
+
+
+def test_directories_for_guests_are_checked(short: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert tmp_path in plan.shares(())
+    where = layout(short)
+    assert tmp_path in plan.shares((), where)
     monkeypatch.chdir("/")
-    assert Path("/") not in plan.shares(())
+    assert Path("/") not in plan.shares((), where)
     for wrong in (tmp_path / "missing", Path("/")):
         with pytest.raises(Refused):
-            plan.shares([wrong])
+            plan.shares([wrong], where)
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "ab").mkdir()
     found = plan.outermost(str(tmp_path / name) for name in ("a/b", "a", "ab", "missing"))

@@ -89,7 +89,7 @@ def up(
         physical=physical,
         routed=routed,
         memory=mebibytes(memory) if memory else None,
-        shares=shares(share or ()),
+        shares=shares(share or (), where),
         image=image,
         settings=chosen(setting) if setting else None,
     )

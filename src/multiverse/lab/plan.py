@@ -284,8 +284,10 @@ def _addresses(ip: IPRoute) -> Iterable[str]:
             yield f"{route.get_attr('RTA_DST')}/{route['dst_len']}"
 
 
-def shares(requested: Iterable[Path]) -> tuple[Path, ...]:
-    """The directories that guests mount: /home, the user's home, the current directory, and the requested ones.
+def shares(requested: Iterable[Path], where: Layout) -> tuple[Path, ...]:
+    """The directories that guests are to mount: the requested ones, and with the first ones of a lab /home, the user's
+    home and the current directory. A later command may be called from anywhere: with another directory to mount, most
+    services would start again.
 
     `Refused` if a requested directory does not exist or cannot be mounted. The others are left out in that case.
     """
@@ -295,6 +297,8 @@ def shares(requested: Iterable[Path]) -> tuple[Path, ...]:
             raise Refused(f"--share {path}: no such directory", hint="create it first")
         if not sharable(path):
             raise Refused(f"--share {path}: cannot be mounted in guests", hint="share a directory of your own")
+    if load(where) is not None:
+        return tuple(chosen)
     user = os.environ.get("SUDO_USER")
     usual = [Path("/home"), Path(f"~{user}" if user else "~").expanduser(), Path.cwd()]
     usual = [Path(os.path.realpath(path)) for path in usual]
