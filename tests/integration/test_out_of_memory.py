@@ -105,6 +105,16 @@ def test_a_child_of_the_script_is_killed_and_the_job_is_out_of_memory(place: Pla
     assert place.states(job) == {"": KILLED, "batch": KILLED}
 
 
+def test_a_mapping_may_be_larger_than_the_memory_and_only_its_use_ends_the_job(place: Place) -> None:
+    """Python is told of no error when it reserves the memory: the guest has less than that."""
+    job, said = place.run('exec python3 -c "print(1); b = bytearray(900 << 20)"', "--mem=200")
+    assert "MemoryError" not in said and MESSAGE.findall(said) == [f"{job}.batch"], said
+    assert place.states(job)[""] == KILLED
+    lazy = "import mmap; m = mmap.mmap(-1, 4 << 30); m[0] = m[-1] = 1; print(len(m) >> 30)"
+    job, said = place.run(f"exec python3 -c '{lazy}'", "--mem=200")
+    assert said == "4\n" and place.states(job)[""] == ("COMPLETED", "0:0")
+
+
 def test_a_step_is_out_of_memory_and_the_job_goes_on(place: Place) -> None:
     step = f"srun --quiet --mem=60 sh -c '{HOG.format(size=200)}'"
     job, said = place.run(f"{step}; srun --quiet --mem=60 echo after", "--mem=120")

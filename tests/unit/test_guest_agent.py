@@ -358,8 +358,9 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[object, ...]
     def record(name: str, result: object = None) -> Callable[..., object]:
         return lambda *arguments: (taken.append((name, arguments)), result)[1]
 
-    for name in ("set_random_state", "set_names", "add_users", "set_network", "write_node_files", "use_plugged",
-                 "set_allowance", "mount_one", "load_on_demand", "preload_job_programs"):  # fmt: skip
+    for name in ("set_random_state", "set_names", "add_users", "set_network", "write_node_files",
+                 "use_plugged", "raise_process_limits", "raise_kernel_limits", "set_allowance", "mount_one",
+                 "load_on_demand", "preload_job_programs"):  # fmt: skip
         monkeypatch.setattr(server, name, record(name))
     monkeypatch.setattr(server, "interface", lambda: "eth0")
     monkeypatch.setattr(server, "make_pipe", record("make_pipe", -1))
@@ -377,8 +378,9 @@ def test_an_identity_is_applied_with_randomness_first_and_mounts_after_the_daemo
     message["identity"]["users"] = [{"name": "alice"}]
     GuestAgent(channel, -1).handle(message)
     assert [name for name, _ in steps] == ["set_random_state", "clock_settime", "set_names", "add_users", "set_network",
-                                           "write_node_files", "use_plugged", "set_allowance", "start_daemon",
-                                           "mount_one", "load_on_demand"]  # fmt: skip
+                                           "write_node_files", "use_plugged", "raise_process_limits",
+                                           "set_allowance", "start_daemon", "mount_one", "load_on_demand",
+                                           "raise_kernel_limits"]  # fmt: skip
     arguments = dict(steps)
     assert arguments["set_network"] == ("eth0", "02:00:00:00:00:01", "10.0.0.9/16", "10.0.0.1")
     assert arguments["use_plugged"] == (2, 256)
@@ -408,7 +410,7 @@ def test_a_spare_gets_a_pipe_for_its_job_and_loads_what_the_job_will_run(
     GuestAgent(channel, -1).handle(IDENTITY)
     names = [name for name, _ in steps]
     assert names.index("make_pipe") < names.index("start_daemon")
-    assert names[-1] == "preload_job_programs"
+    assert names[-2:] == ["preload_job_programs", "raise_kernel_limits"]
     assert [name for name, _ in json.loads(host.recv(10000))["stages"]][-1] == "practised"
 
 

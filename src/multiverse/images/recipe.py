@@ -21,7 +21,7 @@ DISK_MIB = 16384  # size of the disk that the guest sees; the file is sparse, so
 
 _COMMON = ("linux-image-amd64", "slurmd", "slurm-client", "munge", "nfs-common", "python3", "iproute2")
 PACKAGES: dict[Flavour, tuple[str, ...]] = {
-    "slim": (*_COMMON, "busybox-static", "libpam-modules"),
+    "slim": (*_COMMON, "busybox-static", "libpam-modules", "procps"),  # procps: ps, pgrep, free, as users expect
     "stock": (*_COMMON, "systemd-sysv", "udev", "dbus", "initramfs-tools"),
 }
 VARIANT: dict[Flavour, str] = {"slim": "minbase", "stock": "important"}

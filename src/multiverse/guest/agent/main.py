@@ -15,6 +15,7 @@ from multiverse.guest.agent.channel import HostChannel, find_port
 from multiverse.guest.agent.contract import LOGS, TEMPLATE
 from multiverse.guest.agent.files import read
 from multiverse.guest.agent.hotplug import remember_boot_memory
+from multiverse.guest.agent.limits import remember_limits, set_node_limits
 from multiverse.guest.agent.modules import load_modules, load_on_demand
 from multiverse.guest.agent.network import interface, link_up
 from multiverse.guest.agent.rehearsal import load_programs, rehearse
@@ -29,12 +30,14 @@ def main() -> None:
         set_up_system()
         set_up_cgroups()
     protect_from_oom_killer()
+    set_node_limits()
     load_modules()
     os.makedirs(LOGS, exist_ok=True)
     wake = _catch_signals(first)
     channel = HostChannel(find_port())
     try:
         remember_boot_memory()
+        remember_limits()
         link_up(interface())
         load_on_demand(False)
         options = read("/proc/cmdline").split()

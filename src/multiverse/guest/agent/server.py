@@ -22,6 +22,7 @@ from multiverse.guest.agent.identity import (
     set_random_state,
     write_node_files,
 )
+from multiverse.guest.agent.limits import raise_kernel_limits, raise_process_limits
 from multiverse.guest.agent.modules import load_on_demand
 from multiverse.guest.agent.mounts import mount_one
 from multiverse.guest.agent.mpi import JobVms, install_launcher
@@ -29,6 +30,7 @@ from multiverse.guest.agent.network import interface, join_network, set_mtu, set
 from multiverse.guest.agent.processes import ending, preload_job_programs
 from multiverse.guest.agent.regions import take_regions
 from multiverse.guest.agent.requests import install_commands, uncover
+from multiverse.guest.agent.stopped import stopped_pids
 from multiverse.guest.agent.syscalls import MNT_DETACH, unmount
 from multiverse.guest.agent.tasks import TaskListener
 from multiverse.guest.agent.users import add_users
@@ -137,6 +139,7 @@ class GuestAgent:
         write_node_files(membership)
         stage("files")
         use_plugged(message["cpus"], message["plugged"])
+        raise_process_limits(stopped_pids())
         stage("plugged")
         set_allowance(message.get("disk", 0))  # the daemon of an earlier release sends none
         stage("disk")
@@ -157,6 +160,7 @@ class GuestAgent:
             preload_job_programs()
             stage("practised")
         self._report("started", stages=stage.stages, audit=clone_facts())
+        raise_kernel_limits()  # here it delays no job: Slurm is about to be told of this node
         if os.getpid() == 1:
             # Not earlier: each page that the agent touched first would become a huge page of 2 MiB that clones do not
             # share.

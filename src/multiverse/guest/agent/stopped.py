@@ -88,6 +88,11 @@ def stop_daemons_at_entry() -> None:
             continue
 
 
+def stopped_pids() -> list[int]:
+    """The processes of the daemons that are stopped."""
+    return [process.pid for process in _stopped.values()]
+
+
 def take_stopped(name: str, program: str, user: str) -> StoppedProcess | None:
     """The stopped process of the daemon `name`, once; none if it is another program or runs as another user."""
     process = _stopped.pop(name, None)
