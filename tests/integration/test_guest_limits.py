@@ -52,8 +52,8 @@ def test_a_vm_has_the_limits_of_a_node_of_its_size(lab: LabUnderTest, client: Cl
 
 
 def test_limits_of_the_submitting_shell_are_propagated(lab: LabUnderTest, client: Client) -> None:
-    shell = "ulimit -Sn 20000; ulimit -Ss 4096; ulimit -Sl 65536; ulimit -Su 1500"
+    shell = "ulimit -Sn 20000; ulimit -Ss 4096; ulimit -Sl 4096; ulimit -Su 1500"
     said = job(lab, "ulimit -Sn; ulimit -Ss; ulimit -Sl; ulimit -Su; srun -n1 bash -c 'ulimit -Sn'", "--mem=600",
                soft=shell)  # fmt: skip
-    assert said.split() == ["20000", "4096", "65536", "1500", "20000"], said
+    assert said.split() == ["20000", "4096", "4096", "1500", "20000"], said
     nothing_left(lab, client)
