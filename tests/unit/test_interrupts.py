@@ -119,6 +119,23 @@ interrupts.run(main())
     assert (done.stdout, done.returncode) == ("stopped\n", -signal.SIGINT)
 
 
+def test_a_daemon_ends_in_its_own_way() -> None:
+    script = """
+import asyncio, signal
+from multiverse.system import interrupts
+interrupts.handle()
+async def main():
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
+    signal.raise_signal(signal.SIGHUP)
+    await asyncio.wait_for(stop.wait(), 10)
+    print("stopped")
+asyncio.run(main())
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("stopped\n", 0), done.stderr
+
+
 def test_what_is_ignored_stays_ignored_and_an_interruption_is_told_from_another_cancellation() -> None:
     script = """
 import asyncio, signal

@@ -335,6 +335,7 @@ def test_users_get_a_multiverse_that_they_can_execute(short: Path, monkeypatch: 
     monkeypatch.setattr(sys, "executable", str(private / "bin" / "python3"))
     monkeypatch.setattr(users_command, "_python", lambda: Path(os.__file__).parents[2] / "bin/python3")
     users_command.install(where)
+    assert users_command.directories(where) == [private / "bin", where.programs], "root calls the one that is its own"
     packages = where.programs / "python"
     code = "import multiverse, typer; print(multiverse.__file__, typer.__file__)"
     interpreter, *words = shlex.split(command.read_text().splitlines()[1])[1:4]

@@ -23,8 +23,9 @@ _MAIN = "import sys; sys.path.insert(0, sys.argv.pop(1)); import multiverse.cli.
 
 
 def directories(where: Layout) -> list[Path]:
-    """Where the users of the lab find its commands, in the order of their PATH."""
-    return [*filter(Path.exists, [where.programs]), Path(sys.executable).parent]
+    """Where the users of the lab find its commands, in the order of their PATH. Who can execute the distribution's
+    `multiverse` does: it is the one that brings the lab up."""
+    return [Path(sys.executable).parent, *filter(Path.exists, [where.programs])]
 
 
 def install(where: Layout) -> None:

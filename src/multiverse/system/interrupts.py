@@ -41,6 +41,9 @@ def handle() -> None:
 
 
 def _interrupt(_number: int, _frame: object) -> None:
+    if signal.getsignal(signal.SIGINT) not in (_interrupt, signal.SIG_IGN):  # a daemon has its own way to end
+        signal.raise_signal(signal.SIGINT)
+        return
     if _Command.interrupted:
         with suppress(OSError):
             os.write(2, _WAIT)
