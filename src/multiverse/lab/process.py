@@ -82,6 +82,11 @@ def recorded(record: Path) -> RunningDaemon | None:
     return running if running.alive() else None
 
 
+def keep(running: RunningDaemon, record: Path) -> None:
+    """Write the record of a process."""
+    files.replace(record, json.dumps(asdict(running)), mode=0o644)
+
+
 def start(command: DaemonCommand, record: Path, digest: str) -> RunningDaemon:
     """Start a daemon in a session of its own and write its record. `Broken` if it cannot be executed."""
     for child in list(_children.values()):
@@ -112,7 +117,7 @@ def start(command: DaemonCommand, record: Path, digest: str) -> RunningDaemon:
         _children[process.pid] = process
     started = ProcessIdentity.of(_launched(process, command) if command.launcher else process.pid)
     running = RunningDaemon(started.pid, started.started, started.boot_id, digest, time.time())
-    files.replace(record, json.dumps(asdict(running)), mode=0o644)
+    keep(running, record)
     return running
 
 

@@ -9,7 +9,7 @@ import pwd
 import socket
 import subprocess
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from multiverse.core.errors import Broken, Refused
@@ -53,7 +53,8 @@ class Service:
     """A daemon of the lab.
 
     `prepare` creates what the daemon needs, and may block. `ready` tries to connect. `initialize` runs after the daemon
-    is ready. A change of one of `config_files` requires a restart. `timeout` and `grace`, in seconds, limit the start
+    is ready. A change of one of `config_files` requires a restart, unless `essence` of a file's name and text stays the
+    same: then `reread` makes the daemon know the file as it is now. `timeout` and `grace`, in seconds, limit the start
     and the stop; `patience` multiplies both.
     """
 
@@ -63,6 +64,8 @@ class Service:
     prepare: Callable[[Lab], None] = lambda lab: None
     initialize: Callable[[Lab], None] = lambda lab: None
     config_files: tuple[str, ...] = ()
+    essence: Callable[[str, str], str] = lambda name, text: text
+    reread: Callable[[Lab], None] = lambda lab: None
     timeout: float = 30.0
     grace: float = 10.0
 
@@ -73,25 +76,31 @@ class Service:
         return process.recorded(self.record(where))
 
     def digest(self, lab: Lab) -> str:
-        """A digest of the command and of the configuration files."""
-        found = hashlib.sha256(repr(self.command(lab).argv).encode())
+        """A digest of the command and of what requires a restart, a full stop, and a digest of the whole files."""
+        essence = hashlib.sha256(repr(self.command(lab).argv).encode())
+        whole = hashlib.sha256()
         for name in self.config_files:
-            found.update((lab.where.etc / name).read_bytes())
-        return found.hexdigest()[:16]
+            text = (lab.where.etc / name).read_text()
+            essence.update(self.essence(name, text).encode())
+            whole.update(text.encode())
+        return f"{essence.hexdigest()[:16]}.{whole.hexdigest()[:16]}"
 
     async def ensure(self, lab: Lab) -> bool:
         """Start the service unless it runs with this configuration; True if it was started.
 
         `Broken` if the service does not become ready; it has been stopped then.
         """
-        running = self.running(lab.where)
-        if running and running.digest == self.digest(lab) and await asyncio.to_thread(self.ready, lab):
+        running, wanted = self.running(lab.where), self.digest(lab)
+        if running and running.digest.startswith(wanted.partition(".")[0]) and await asyncio.to_thread(self.ready, lab):
+            if running.digest != wanted:
+                await asyncio.to_thread(self.reread, lab)
+                process.keep(replace(running, digest=wanted), self.record(lab.where))
             return False
         if running:
             await process.stop(running, self.grace * patience())
         await whole(self.prepare, lab)
         command = self.command(lab)
-        started = process.start(command, self.record(lab.where), self.digest(lab))
+        started = process.start(command, self.record(lab.where), wanted)
         try:
             await process.until(lambda: self.ready(lab), started, command, self.timeout * patience())
             await whole(self.initialize, lab)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pwd
+import re
 import shutil
 from pathlib import Path
 
 from multiverse.core.errors import Broken
-from multiverse.drivers.slurm import install
+from multiverse.drivers.slurm import conf, install, site_conf
 from multiverse.lab.configure import CLUSTER, SLURM_USER, environment
 from multiverse.lab.hosts.physical import physical_services
 from multiverse.lab.hosts.services import host_services
@@ -96,6 +97,21 @@ def _slurmctld(lab: Lab) -> DaemonCommand:
     return DaemonCommand(["slurmctld", "-D"], where.log / "slurmctld.log", user=SLURM_USER, env=environment(where))
 
 
+def _without_features(name: str, text: str) -> str:
+    """What slurmctld has to be restarted for. The features of nodes, which name the images, can be set."""
+    if name != site_conf.OURS:
+        return text
+    return "\n".join(re.sub(r"\bFeature=\S+", "", f"{key}={value}") for key, value in conf.settings(text))
+
+
+def _set_features(lab: Lab) -> None:
+    """Give the gate's nodes the features of our file, by which jobs request images. `scontrol reconfigure` would do it,
+    too, but it makes every slurmd register again."""
+    for node in site_conf.records((lab.where.etc / site_conf.OURS).read_text(), "NodeName"):
+        features = (f"{which}Features={node['feature']}" for which in ("Available", "Active"))
+        run(lab, "scontrol", "update", f"NodeName={node['nodename']}", *features)
+
+
 def _slurmctld_ready(lab: Lab) -> bool:
     return answers((lab.plan.gateway, lab.plan.slurmctld_port)) and "UP" in run(lab, "scontrol", "ping", check=False)
 
@@ -176,15 +192,10 @@ SERVICES = (
         _slurmctld,
         ready=_slurmctld_ready,
         prepare=_prepare_slurmctld,
-        config_files=(
-            "slurm.conf",
-            "site.conf",
-            "multiverse.conf",
-            "job_submit.lua",
-            "multiverse.lua",
-            "multiverse_site.lua",
-            "multiverse_submit.lua",
-        ),
+        # The scripts are read again by themselves, because job_submit.lua is written anew each time.
+        config_files=("slurm.conf", "site.conf", "multiverse.conf"),
+        essence=_without_features,
+        reread=_set_features,
     ),
     Service(
         "ganesha",

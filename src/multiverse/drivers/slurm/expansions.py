@@ -102,7 +102,7 @@ def _unmarked(site: SiteConf, one: ExpandSettings) -> Iterator[Finding]:
         yield _problem(
             f"NodeName={gate['nodename']}",
             f"the gate's nodes lack the feature {' and '.join(lacking)}, which jobs of partition {one.partition} have",
-            "run multiverse site render again, install its files and restart slurmctld; or remove [[expand]]",
+            "run multiverse site render again, install its files and run scontrol reconfigure; or remove [[expand]]",
         )
 
 

@@ -203,7 +203,8 @@ def lack_of_nodes(cpus: int, site: SiteConf) -> Finding | None:
     return _problem(
         "MaxNodeCount",
         f"MaxNodeCount is {count or 'not set'}, but {needed} nodes can exist, VMs included",
-        f"set MaxNodeCount={math.ceil(needed / _ROUND) * _ROUND} or more and restart slurmctld",
+        f"set MaxNodeCount={math.ceil(needed / _ROUND) * _ROUND} or more and restart slurmctld (scontrol reconfigure "
+        "would end it)",
     )
 
 
@@ -223,7 +224,7 @@ def _nodes(settings: Settings, site: SiteConf, release: Version) -> Iterator[Fin
         yield _problem(
             "TreeWidth",
             f"Slurm {release} passes messages on through nodes, which dynamic nodes cannot do",
-            f"set TreeWidth={TREE_WIDTH} and restart slurmctld and all slurmds",
+            f"set TreeWidth={TREE_WIDTH} and run scontrol reconfigure",
         )
     topology = site.value("TopologyPlugin", "topology/none").lower()
     if release < (23, 2) and topology not in ("topology/none", "topology/default"):
@@ -302,7 +303,7 @@ def _scripts(settings: Settings, site: SiteConf) -> Iterator[Finding]:
         yield _problem(
             "JobSubmitPlugins",
             "JobSubmitPlugins does not have lua, so jobs are not sent to the gate",
-            f"set JobSubmitPlugins={','.join([*plugins, 'lua'])} and restart slurmctld",
+            f"set JobSubmitPlugins={','.join([*plugins, 'lua'])} and run scontrol reconfigure",
         )
     if not epilogs(site):
         yield _note(

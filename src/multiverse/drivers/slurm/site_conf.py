@@ -107,6 +107,16 @@ def records(text: str, kind: str) -> list[dict[str, str]]:
     return found
 
 
+def same_nodes(one: str, other: str) -> bool:
+    """Whether two texts declare the same nodes, whatever their features. Slurm reads everything else again without a
+    restart."""
+
+    def declared(text: str) -> list[dict[str, str]]:
+        return [{key: value for key, value in node.items() if key != "feature"} for node in records(text, "NodeName")]
+
+    return declared(one) == declared(other)
+
+
 def folded(texts: Iterator[str]) -> NodeSet:
     """All names in several lists of nodes, such as `n[1-3],m7`. A list that cannot be understood is left out."""
     found = NodeSet()
