@@ -70,8 +70,15 @@ class SlurmSettings:
     # Empty: network.gateway for the slurmctld of this machine, or for the only one, and for others that of slurm.conf.
     controller_address: str = ""
     guest_conf: Path | None = None  # a directory of files that replace the derived ones in guests
+    # The file by which users' commands find VMs (multiverse-client.conf includes it); None: beside slurm.conf. Every
+    # machine on which users work must see it at this path.
+    addresses: Path | None = None
     command_timeout: float = 20.0  # seconds
     commands: int = 16  # of Slurm's commands that run at the same time, at most
+
+    def addresses_file(self) -> Path:
+        """The file by which users' commands find VMs."""
+        return self.addresses or self.conf.with_name("multiverse-addresses.conf")
 
     def directory(self) -> Path:
         """Where Slurm's commands are on this machine."""

@@ -227,7 +227,7 @@ class RecordingScheduler:
         self._inner, self._trace = inner, trace
         self.offers = RecordingOffers(inner.offers, trace) if inner.offers else None
         self.parts = RecordingParts(inner.parts, trace) if inner.parts else None
-        self.submission = inner.submission
+        self.submission, self.addresses = inner.submission, inner.addresses
         self.leases = RecordingLeases(inner.leases, trace) if inner.leases else None
         self.expansion = RecordingExpansion(inner.expansion, trace) if inner.expansion else None
 

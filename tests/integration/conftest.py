@@ -50,7 +50,7 @@ class LabUnderTest:
 
     @property
     def env(self) -> dict[str, str]:
-        return os.environ | configure.environment(self.where)
+        return os.environ | configure.users_environment(self.where)
 
     def run(
         self, *argv: str, user: PrivateUser | None = None, check: bool = True, timeout: float = 60

@@ -52,10 +52,7 @@ class FakeGuest:
         slurmd = next(daemon for daemon in bootstrap.daemons if daemon.name == "slurmd")
         argv = [word.replace("/etc/slurm/", f"{self._directory}/") for word in slurmd.argv]
         # A host name, and a network, of its own; the rest is this machine's. Dies with the namespace's first process.
-        setup = (
-            f"hostname {self.name} && mount --bind {self._directory}/hosts /etc/hosts && "
-            f'SLURM_CONF={self._directory}/slurm.conf exec "$@"'
-        )
+        setup = f'hostname {self.name} && mount --bind {self._directory}/hosts /etc/hosts && exec "$@"'
         with (self._directory / "out").open("wb") as log:
             self._process = await asyncio.create_subprocess_exec(
                 "nsenter",
@@ -68,7 +65,8 @@ class FakeGuest:
             )
 
     def _moved(self, path: str, content: bytes) -> bytes:
-        if path.endswith("/slurm.conf"):
+        content = content.replace(b"/etc/slurm/", f"{self._directory}/".encode())
+        if path.endswith("/multiverse-slurmd.conf"):
             for old, new in (
                 ("/var/spool/slurmd", f"{self._directory}/spool"),
                 ("/run/slurmd.pid", f"{self._directory}/pid"),
@@ -77,7 +75,6 @@ class FakeGuest:
             ):
                 content = content.replace(old.encode(), new.encode())
             (self._directory / "spool").mkdir(exist_ok=True)
-            content = content.replace(b"=/etc/slurm/", f"={self._directory}/".encode())
         if path.endswith("/multiverse-prolog"):
             self._introduced = make_pipe(str(self._directory / "introduced"))
             return content.replace(INTRODUCED.encode(), f"{self._directory}/introduced".encode())

@@ -79,7 +79,9 @@ class Pair:
             conf=conf, slurm_conf=where.slurm_conf, address=self.address, prefix=found.prefix, uid=UID, log=log
         )
         self.backup = subprocess.Popen(
-            ["unshare", "--net", "--uts", "--mount", "--", "sh", "-c", script], env=self.lab.env, cwd="/"
+            ["unshare", "--net", "--uts", "--mount", "--", "sh", "-c", script],
+            env=os.environ | configure.environment(where),
+            cwd="/",
         )
         until("the backup has a network", lambda: Path(f"/proc/{self.backup_pid}/ns/net").readlink() != _OWN_NETWORK)
         self.lab.run("ip", "link", "add", _LINK, "type", "veth", "peer", "name", "eth0", "netns", str(self.backup_pid))
@@ -158,7 +160,9 @@ def test_a_slurm_user_with_a_name_and_number_of_its_own_works(pair: Pair) -> Non
     shown = pair.lab.run("scontrol", "show", "config").stdout
     assert f"ctl({UID})" in next(line for line in shown.splitlines() if line.startswith("SlurmUser"))
     assert pair.lab.settings.slurm.inbox.stat().st_uid == UID
-    job, out = submit(pair, "first", "hostname; getent passwd ctl; grep -i ^Slurmctldhost /etc/slurm/slurm.conf")
+    job, out = submit(
+        pair, "first", "hostname; getent passwd ctl; grep -i ^Slurmctldhost /etc/slurm/multiverse-slurmd.conf"
+    )
     ended(pair.client, job, "done")
     text = written(out)
     assert text.startswith("mv") and f"ctl:*:{UID}:" in text

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from multiverse.drivers.slurm import requirements
 from tests.integration.images import IMAGES, slim
 from tests.integration.site_machine import ADA_UID, JOB_SUBMIT, SLURM_UID, SiteMachine
 from tests.integration.watch import release, until
@@ -83,6 +84,8 @@ def follow(machine: SiteMachine, remedies: list[str]) -> None:
         elif called := re.search(r"^add the line to this script: (.*)", remedy):
             with (etc / "site-epilog").open("a") as script_file:
                 script_file.write(f"{called[1]}\n")
+        elif login := re.search(r"put this line into /(\S+), .*?: (.*)", remedy):
+            (machine.top / login[1]).write_text(f"{login[2]}\n")
     (etc / "slurm.conf").write_text(text)
 
 
@@ -109,7 +112,11 @@ def test_a_site_follows_the_operators_guide(machine: SiteMachine) -> None:
         *("/etc/slurm/job_submit.lua", "slurmctld", "multiverse.service"),
         *(["TreeWidth"] if release(machine.run("scontrol", "--version").stdout) < (23, 11) else ()),
     }
-    assert {*found} - problems == {"SlurmctldHost", "SchedulerParameters", "/etc/slurm/site-epilog"}
+    forgets = requirements.forgets_addresses(requirements.version(machine.run("scontrol", "--version").stdout))
+    assert {*found} - problems == {
+        *("SlurmctldHost", "SchedulerParameters", "/etc/slurm/site-epilog"),
+        *(["multiverse-client.conf"] if forgets else ()),
+    }
     before = doctor(machine)
     assert problems <= before["problem"], "the doctor finds all of it, too, before the installation is complete"
     assert {"munge", "CPUs"}.isdisjoint(before["problem"])
@@ -134,7 +141,9 @@ def doctor(machine: SiteMachine) -> dict[str, set[str]]:
 
 
 def srun(machine: SiteMachine, *options: str) -> tuple[int, str]:
-    done = machine.run("srun", "--quiet", "--time=5", *options, uid=ADA_UID, cwd="/tmp", check=False)
+    login = 'test ! -e "$0" || . "$0"; exec srun --quiet --time=5 "$@"'
+    argv = ("sh", "-c", login, "/etc/profile.d/multiverse.sh", *options)
+    done = machine.run(*argv, uid=ADA_UID, cwd="/tmp", check=False)
     return done.returncode, done.stdout + done.stderr
 
 

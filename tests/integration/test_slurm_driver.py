@@ -429,7 +429,7 @@ async def test_a_bootstrap_holds_the_key_and_slurmctlds_address(lab: Any, schedu
     files = {file.path: file for file in bootstrap.files}
     key = files["/etc/munge/munge.key"]
     assert (key.mode, key.owner, key.content) == (0o400, "munge", lab.where.munge_key.read_bytes())
-    assert f"({lab.settings.network.gateway})" in files["/etc/slurm/slurm.conf"].content.decode()
+    assert f"({lab.settings.network.gateway})" in files["/etc/slurm/multiverse-slurmd.conf"].content.decode()
 
 
 async def test_submission_and_end_of_a_job_leave_hints(lab: Any, scheduler: SlurmScheduler, spawn: Spawn) -> None:

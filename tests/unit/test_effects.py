@@ -25,7 +25,7 @@ class Ports:
         self.running: list[str] = []
         self.most = 0
         self.refused: set[str] = set()
-        self.submission = self.offers = self.templates = None
+        self.submission = self.addresses = self.offers = self.templates = None
 
     async def revoke(self, job: JobRef, reason: str) -> None:
         await self._call(job.job_id)

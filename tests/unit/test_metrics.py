@@ -36,7 +36,7 @@ class Counted:
         self._port, self._calls = port, calls
 
     def __getattr__(self, name: str) -> Any:
-        if name not in ("observe", "users", "sources", "templates", "offers", "submission", "membership"):
+        if name not in ("observe", "users", "sources", "templates", "offers", "submission", "membership", "addresses"):
             self._calls[name] += 1
         return getattr(self._port, name)
 

@@ -65,7 +65,7 @@ def site_of(settings: Settings) -> SiteConf:
 def contents(settings: Settings) -> dict[str, str]:
     """All files by name. Two are named multiverse.conf: that for tmpfiles.d is called `tmpfiles` here."""
     files = rendering.render(settings, CONFIG, site_of(settings))
-    return {"tmpfiles" if "tmpfiles.d" in str(path) else path.name: content for path, content, _ in files}
+    return {"tmpfiles" if "tmpfiles.d" in str(path) else path.name: content for path, content, *_ in files}
 
 
 def change(settings: Settings, old: str, new: str) -> None:
@@ -174,6 +174,63 @@ def test_rendering_again_changes_nothing_and_keeps_what_was_changed_by_hand(sett
     assert not beside.exists()
 
 
+def test_the_file_of_addresses_is_begun_and_is_the_daemons_from_then_on(settings: Settings, tmp_path: Path) -> None:
+    files = rendering.render(settings, CONFIG, site_of(settings))
+    (begun,) = (file for file in files if file.begun)
+    assert begun.path == settings.slurm.addresses_file() and begun.mode == 0o644
+    assert checking._difference(begun) == ("the file is missing", "run multiverse site render /, then nothing else")
+    path = tmp_path / "root" / str(begun.path)[1:]
+    assert dict(write([begun], tmp_path / "root"))[path] is WriteOutcome.CREATED
+    path.write_text("NodeName=mvab-1 NodeAddr=10.1.2.3\n")
+    assert dict(write([begun], tmp_path / "root", force=True))[path] is WriteOutcome.UNCHANGED
+    assert path.read_text() == "NodeName=mvab-1 NodeAddr=10.1.2.3\n" and not path.with_name(f"{path.name}.new").exists()
+    begun.path.write_text(path.read_text())
+    assert checking._difference(begun) is None
+    begun.path.chmod(0o600)
+    assert checking._difference(begun) is not None, "users read it"
+
+
+def test_slurm_is_restarted_for_nodes_and_reads_all_else_again(settings: Settings) -> None:
+    file = next(one for one in rendering.render(settings, CONFIG, site_of(settings)) if one.path.name == site_conf.OURS)
+    before = file.content.replace("Feature=mvgate", "Feature=mvgate,older").replace("PriorityTier=0", "PriorityTier=9")
+    assert before.count("older") == 1 and "PriorityTier=9" in before
+    assert checking._after_change(file, before) == "run scontrol reconfigure"
+    for old, new in (("CoresPerSocket=128", "CoresPerSocket=64"), ("NodeName=mvgate[1-", "NodeName=mvgate[3-")):
+        assert old in before
+        assert checking._after_change(file, before.replace(old, new)) == "restart slurmctld"
+    assert checking._after_change(file, "") == "restart slurmctld", "it is installed for the first time"
+
+
+def test_users_who_cannot_find_vms_after_a_restart_are_noted_where_slurm_needs_it(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checking, "_ETC", tmp_path / "etc")
+    (tmp_path / "etc/profile.d").mkdir(parents=True)
+    settings = replace(settings, slurm=replace(settings.slurm, addresses=Path("/usr/a.conf")))  # where all users come
+    (note,) = checking._clients(settings, RELEASE)
+    assert (note.level, note.name) == (Level.NOTE, install.CLIENT)
+    assert not [*checking._clients(settings, Version(23, 11, 4))] and [*checking._clients(settings, Version(23, 11, 3))]
+    (tmp_path / "etc/profile.d/site.sh").write_text(note.remedy.rpartition(": ")[2] + "\n")
+    assert not [*checking._clients(settings, RELEASE)]
+    shell = [
+        "env",
+        "-i",
+        "sh",
+        "-c",
+        "id() { echo $UID_; }; . $0; echo $SLURM_CONF",
+        str(tmp_path / "etc/profile.d/site.sh"),
+    ]
+    said = {
+        uid: subprocess.run(["env", "-i", f"UID_={uid}", *shell[2:]], capture_output=True, text=True) for uid in (0, 5)
+    }
+    assert said[0].stdout.strip() == "" and said[5].stdout.strip() == str(settings.slurm.conf.with_name(install.CLIENT))
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o700)
+    far = replace(settings, slurm=replace(settings.slurm, addresses=closed / "a.conf"))
+    (problem,) = checking._clients(far, RELEASE)
+    assert problem.level is Level.PROBLEM and str(closed) in problem.message and "slurm.addresses" in problem.remedy
+
+
 def test_a_file_that_we_never_wrote_is_kept(settings: Settings, tmp_path: Path) -> None:
     files = rendering.render(settings, CONFIG, site_of(settings))
     path = tmp_path / "root" / str(settings.slurm.conf.parent)[1:] / "multiverse.conf"
@@ -222,7 +279,7 @@ def test_the_agents_unit_lets_vms_outlive_the_agent(settings: Settings) -> None:
 def test_a_host_without_a_controller_gets_the_units_of_the_agent_and_its_bridge(
     settings: Settings, tmp_path: Path
 ) -> None:
-    alone = {path.name: content for path, content, _ in rendering.render_agent(settings, CONFIG)}
+    alone = {path.name: content for path, content, *_ in rendering.render_agent(settings, CONFIG)}
     assert alone.keys() == {rendering.AGENT_SERVICE, rendering.BRIDGE_SERVICE, "multiverse-agent.conf"}
     assert alone[rendering.AGENT_SERVICE] == contents(settings)[rendering.AGENT_SERVICE]
     assert "d /run/multiverse 0755 root root -" in alone["multiverse-agent.conf"].splitlines()

@@ -8,15 +8,19 @@ import pwd
 import shutil
 import subprocess
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from multiverse.config import Settings, SlurmSettings
 from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError, Refused, Stale, Unknown
 from multiverse.core.model import NodeSpec, Size, User
-from multiverse.drivers.slurm import bootstrap, conf, install, slurm_user
+from multiverse.drivers.slurm import addresses, bootstrap, conf, install, slurm_user
 from multiverse.drivers.slurm.command import meaning
 from multiverse.drivers.slurm.inbox import Hint, hints, take
 from multiverse.drivers.slurm.reread import _cells
@@ -215,7 +219,7 @@ def test_a_guest_knows_slurmctlds_user_by_name_and_number(
     site.slurm.conf.write_text(SITE_CONF + line)
     given = bootstrap.bootstrap(site, SPARE)
     assert given.users == users
-    made = next(file.content.decode() for file in given.files if file.path.endswith("slurm.conf"))
+    made = next(file.content.decode() for file in given.files if file.path == SLURMD_CONF)
     assert line in made
     assert bootstrap.slurm_uid(site) == (4242 if users else 0)
 
@@ -242,6 +246,8 @@ def site(tmp_path: Path) -> Settings:
     slurm = SlurmSettings(conf=tmp_path / "slurm.conf", munge_key=tmp_path / "key", inbox=tmp_path / "inbox")
     return Settings(slurm=slurm)
 
+
+SLURMD_CONF = "/etc/slurm/multiverse-slurmd.conf"
 
 SPARE = NodeSpec(
     name="mvab12c-1",
@@ -270,8 +276,8 @@ def test_a_spare_is_given_files_daemons_and_features(
     monkeypatch.setattr(bootstrap.platform, "node", lambda: "head")
     given = bootstrap.bootstrap(site, SPARE)
     files = {file.path: file for file in given.files}
-    assert b"KillWait=7" in files["/etc/slurm/slurm.conf"].content
-    assert b"head(10.213.0.1)" in files["/etc/slurm/slurm.conf"].content
+    assert b"KillWait=7" in files[SLURMD_CONF].content
+    assert b"head(10.213.0.1)" in files[SLURMD_CONF].content
     munged, slurmd = given.daemons
     assert (munged.user, munged.ready_path) == ("munge", "/run/munge/munge.socket.2")
     assert slurmd.argv[-1].startswith("CPUs=2 ")
@@ -282,20 +288,20 @@ def test_a_spare_is_given_files_daemons_and_features(
     own = replace(site, slurm=replace(site.slurm, guest_conf=guest_conf, controller_address="10.9.9.9"))
     files = {file.path: file for file in bootstrap.bootstrap(own, SPARE).files}
     assert files["/etc/slurm/cgroup.conf"].content == b"CgroupPlugin=disabled\n"
-    assert b"head(10.9.9.9)" in files["/etc/slurm/slurm.conf"].content
-    assert b"task/cgroup" not in files["/etc/slurm/slurm.conf"].content, "slurmd would not start without cgroups"
+    assert b"head(10.9.9.9)" in files[SLURMD_CONF].content
+    assert b"task/cgroup" not in files[SLURMD_CONF].content, "slurmd would not start without cgroups"
 
 
 def test_the_sites_own_cgroup_conf_is_read_beside_its_slurm_conf(site: Settings) -> None:
     site.slurm.conf.with_name("cgroup.conf").write_text("ConstrainRAMSpace=yes\nAllowedRAMSpace=95.5\n")
     files = {file.path: file.content.decode() for file in bootstrap.bootstrap(site, SPARE).files}
     assert conf.value(files["/etc/slurm/cgroup.conf"], "AllowedRAMSpace") == "95.5"
-    assert "task/cgroup" in conf.value(files["/etc/slurm/slurm.conf"], "TaskPlugin")
+    assert "task/cgroup" in conf.value(files[SLURMD_CONF], "TaskPlugin")
 
 
 def test_only_a_spare_makes_its_job_wait_for_the_user(site: Settings, tmp_path: Path) -> None:
     files = {file.path: file for file in bootstrap.bootstrap(site, SPARE).files}
-    assert b"\nProlog=/etc/slurm/multiverse-prolog\n" in files["/etc/slurm/slurm.conf"].content
+    assert b"\nProlog=/etc/slurm/multiverse-prolog\n" in files[SLURMD_CONF].content
     assert (files["/etc/slurm/multiverse-prolog"].mode, agent.INTRODUCED) == (0o755, INTRODUCED)
     pipe = tmp_path / "pipe"
     waiting = files["/etc/slurm/multiverse-prolog"].content.replace(INTRODUCED.encode(), str(pipe).encode())
@@ -308,7 +314,90 @@ def test_only_a_spare_makes_its_job_wait_for_the_user(site: Settings, tmp_path: 
     os.close(descriptor)
     of_a_job = replace(SPARE, spare=False)
     files = {file.path: file for file in bootstrap.bootstrap(site, of_a_job).files}
-    assert "/etc/slurm/multiverse-prolog" not in files and b"Prolog=" not in files["/etc/slurm/slurm.conf"].content
+    assert "/etc/slurm/multiverse-prolog" not in files and b"Prolog=" not in files[SLURMD_CONF].content
+
+
+def test_what_a_job_runs_knows_all_its_nodes_and_slurmd_all_but_its_own(site: Settings, tmp_path: Path) -> None:
+    member = replace(SPARE, spare=False, peers=(("mvab12c-2", "10.1.2.4"), ("mvab12c-3", "10.1.2.5")))
+    guest_conf = tmp_path / "guest"
+    guest_conf.mkdir()
+    (guest_conf / "slurm.conf").write_text("ClusterName=own")
+    of_site = replace(site, slurm=replace(site.slurm, guest_conf=guest_conf))
+    for settings, text in ((site, "KillWait=7\n"), (of_site, "ClusterName=own\n")):
+        given = bootstrap.bootstrap(settings, member)
+        files = {file.path: file for file in given.files}
+        assert len(given.files) == len(files), "no file is written twice"
+        argv = given.daemons[1].argv
+        read_by_slurmd = files[argv[argv.index("-f") + 1]].content.decode()
+        peers = "NodeName=mvab12c-[2-3] NodeAddr=10.1.2.[4-5]\n"
+        assert text in read_by_slurmd and read_by_slurmd.endswith(f"\n{peers}") and member.name not in read_by_slurmd
+        of_job = files["/etc/slurm/slurm.conf"].content.decode()
+        assert of_job == f"Include {SLURMD_CONF}\nNodeName=mvab12c-1 NodeAddr=10.1.2.3\n"
+        start = files[argv[argv.index("-d") + 1]]
+        assert start.mode == 0o755
+    stepd = tmp_path / "slurmstepd"
+    stepd.write_text('#!/bin/sh\necho "$SLURM_CONF" "$#" "$2"\n')
+    stepd.chmod(0o755)
+    script = start.content.decode().replace("/usr/sbin/slurmstepd", str(stepd))
+    said = subprocess.run(["sh", "-c", script, "x", "spank", "a b"], env={"SLURM_CONF": "x"}, capture_output=True)
+    assert said.stdout == b"/etc/slurm/slurm.conf 2 a b\n"
+
+
+def expanded(text: str) -> dict[str, str]:
+    """Names and addresses as Slurm pairs them: those of a line in the order in which they are written."""
+    found: dict[str, str] = {}
+    for line in text.splitlines():
+        each = [part.partition("=")[2] for part in line.split()]
+        names, places = ([*_written_out(word)] for word in each)
+        found |= dict(zip(names, places, strict=True))
+    return found
+
+
+def _written_out(word: str) -> Iterator[str]:
+    stem, _, rest = word.partition("[")
+    for part in rest.rstrip("]").split(",") if rest else [""]:
+        first, _, last = part.partition("-")
+        yield from (f"{stem}{n}" for n in range(int(first), int(last or first) + 1)) if part else [stem]
+
+
+@given(st.sets(st.integers(1, 2000), max_size=40), st.integers(0, 3), st.booleans())
+def test_few_lines_tell_where_many_nodes_are(serials: set[int], seed: int, computed: bool) -> None:
+    """Of VMs whose addresses are computed from their serials, and of others."""
+    drawn = Random(seed)
+    places = {n: n + 255 if computed else drawn.randrange(2000) for n in serials}
+    nodes = {f"mvab12c-{n}": f"10.1.{place // 256}.{place % 256}" for n, place in places.items()}
+    nodes |= {"mvab12c-a000001": "10.1.9.9", "odd01": "10.1.9.1", "named-7": "host7", "six-1": "fd00::1"}
+    text = conf.addresses(nodes.items())
+    assert expanded(text) == nodes
+    if computed:
+        assert text.count("\n") <= 8 + 4, "one for each network of 256 addresses"
+
+
+def test_users_commands_read_the_sites_slurm_conf_and_where_vms_are(site: Settings, tmp_path: Path) -> None:
+    shared = replace(site, slurm=replace(site.slurm, addresses=Path("/shared/vms.conf")))
+    for settings, path in ((site, tmp_path / "multiverse-addresses.conf"), (shared, Path("/shared/vms.conf"))):
+        made = install.render(settings, install.Site(("slim",), 100, 0))[install.CLIENT]
+        assert list(conf.settings(made)) == [("include", str(site.slurm.conf)), ("include", str(path))]
+
+
+async def test_the_file_of_addresses_is_replaced_as_a_whole_and_begun_once(tmp_path: Path) -> None:
+    path = tmp_path / "a.conf"
+    addresses.make(path)
+    begun = path.read_text()
+    assert begun.startswith("#") and list(conf.settings(begun)) == []
+    file = addresses.AddressFile(path)
+    with path.open() as reader:
+        await file.tell({"mvab12c-1": "10.1.2.3", "mvab12c-12": "10.1.2.14"})
+        assert reader.read() == begun, "who has opened it reads all of the old one"
+    told = path.read_text()
+    assert told == f"{begun}NodeName=mvab12c-[1,12] NodeAddr=10.1.2.[3,14]\n"
+    addresses.make(path)
+    assert path.read_text() == told and path.stat().st_mode & 0o777 == 0o644, "all users read it"
+    await file.tell({})
+    assert path.read_text() == begun
+    with pytest.raises(Exhausted, match="cannot write") as caught:
+        await addresses.AddressFile(tmp_path / "none" / "a.conf").tell({})
+    assert "slurm.addresses" in caught.value.hint
 
 
 def test_a_node_with_the_sites_own_slurm_conf_is_not_offered(site: Settings, tmp_path: Path) -> None:

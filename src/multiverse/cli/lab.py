@@ -18,7 +18,7 @@ from multiverse.cli.sizes import mebibytes
 from multiverse.config import Settings, host_names
 from multiverse.core.errors import Refused
 from multiverse.lab import lifecycle, users_command
-from multiverse.lab.configure import environment
+from multiverse.lab.configure import users_environment
 from multiverse.lab.layout import layout
 from multiverse.lab.plan import MOST_HOSTS, MOST_PHYSICAL, LabOptions, load, shares
 from multiverse.system import interrupts
@@ -150,7 +150,7 @@ def env(directory: Dir = None) -> None:
     where = layout(directory)
     if load(where) is None:
         raise Refused(f"there is no lab in {where.root}", hint="bring it up first: multiverse lab up")
-    for name, value in environment(where).items():
+    for name, value in users_environment(where).items():
         print(f"export {name}={shlex.quote(value)}")
     print(f"export MULTIVERSE_LAB={shlex.quote(str(where.root))}")
     own = ":".join(map(str, users_command.directories(where)))

@@ -22,6 +22,7 @@ from types import MappingProxyType
 
 import structlog
 
+from multiverse.controller.addresses import AddressBook
 from multiverse.controller.backoff import pause
 from multiverse.controller.publication import Publication
 from multiverse.controller.users import UserDirectory
@@ -136,6 +137,7 @@ class Effects:
         self._refused: dict[Key, str] = {}
         self._limits = Publication[JobLimits]("largest job", clock, rng)
         self._excluded = Publication[frozenset[int]]("excluded users", clock, rng, known=frozenset())
+        self._addresses = AddressBook(around.state.vms.values(), clock, rng)
 
     # --- what runs, and when something is due -------------------------------------------------------
 
@@ -168,6 +170,8 @@ class Effects:
 
     def note(self, moves: Iterable[Move]) -> None:
         """These moves were committed. Nobody asks any more when the last effect of a row that has ended ended."""
+        moves = list(moves)
+        self._addresses.note(moves)
         for change in (change for move in moves for change in move.changes):
             if change.row.state in TERMINAL:
                 self._forget_ended(change.row.key)
@@ -228,6 +232,10 @@ class Effects:
         if submission is not None and limits is not None:
             self._limits.ensure(limits, submission.publish)
 
+    def tell_addresses(self) -> None:
+        """Let users' commands know where nodes are, as of the latest commit."""
+        self._addresses.ensure(self._scheduler.addresses)
+
     def exclude_from_offers(self, users: frozenset[int]) -> None:
         """Let no job of these users take an offered node."""
         if (offers := self._scheduler.offers) is not None:
@@ -284,6 +292,7 @@ class Effects:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._limits.close()
         await self._excluded.close()
+        await self._addresses.close()
 
     # --- the effects themselves ----------------------------------------------------------------------
 
@@ -406,7 +415,7 @@ class Effects:
             (peer.name, peer.address.partition("/")[0]) for peer in relatives if peer.id != vm.id and not peer.failed
         )
         users = (await self._around.users.user(attempt.uid),) if attempt else ()
-        bootstrap = await self._scheduler.bootstrap(node_spec(vm, attempt))
+        bootstrap = await self._scheduler.bootstrap(node_spec(vm, attempt, peers))
         identity = Identity(
             hostname=vm.name,
             mac=vm.mac,

@@ -467,6 +467,7 @@ class Controller:
         elif world.scheduler is not None and world.scheduler.value.leasable != self._leasable:
             self._limits = self._job_limits()
         self._effects.limit_submissions(self._limits)
+        self._effects.tell_addresses()
         self._effects.exclude_from_offers(self._exclusions.excluded(self._clock.now()))
         self.users.look_up(self.state.users_asked)
         self._effects.ensure(self._confirmed, releasing=problem is not None)

@@ -14,7 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from multiverse import config
 from multiverse.config import Settings
-from multiverse.drivers.slurm import install, site_conf
+from multiverse.drivers.slurm import addresses, install, site_conf
 from multiverse.drivers.slurm.plugstack import loads_plugin, plugstack
 from multiverse.images.catalog import list_images
 from multiverse.lab import spank
@@ -79,6 +79,7 @@ def configure(where: Layout, plan: LabPlan) -> Settings:
     images = (image.name for image in list_images(settings.qemu.images))
     site = install.derive(settings, site_conf.read(where.slurm_conf), images, slurm.pw_uid, default=True)
     install.write(install.render(settings, site), where.etc)
+    addresses.make(settings.slurm.addresses_file())
     return settings
 
 
@@ -219,6 +220,12 @@ def _sections(where: Layout, plan: LabPlan) -> dict[str, dict[str, Any]]:
 
 def _write(path: Path, content: str, mode: int = 0o644, owner: int = 0) -> None:
     files.replace(path, content, mode=mode, uid=owner)
+
+
+def users_environment(where: Layout) -> dict[str, Any]:
+    """As `environment`, for users, whose commands have to find VMs after a restart of slurmctld, too. None of Slurm's
+    daemons may have it."""
+    return environment(where) | {"SLURM_CONF": str(where.etc / install.CLIENT)}
 
 
 def environment(where: Layout) -> dict[str, Any]:

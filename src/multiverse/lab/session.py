@@ -21,7 +21,7 @@ from typing import Any
 from multiverse.config import Settings
 from multiverse.core.errors import Refused
 from multiverse.lab import lifecycle, users_command
-from multiverse.lab.configure import environment
+from multiverse.lab.configure import users_environment
 from multiverse.lab.layout import Layout
 from multiverse.lab.lifecycle import Progress
 from multiverse.lab.plan import LabOptions, load
@@ -162,4 +162,4 @@ def session_environment(where: Layout) -> dict[str, str]:
     path = os.environ.get("PATH", "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin")
     own = ":".join(map(str, users_command.directories(where)))
     base = {"PATH": f"{own}:{path}", "LANG": os.environ.get("LANG", "C.UTF-8")}
-    return base | environment(where)
+    return base | users_environment(where)

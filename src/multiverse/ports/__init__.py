@@ -12,10 +12,11 @@ Methods take values of `core.model`, never database rows.
 from multiverse.ports.clock import Clock
 from multiverse.ports.fencing import Fencing
 from multiverse.ports.hypervisor import NOT_LEASED, GuestUsers, Hypervisor, Measurements, Membership, Source, Templates
-from multiverse.ports.scheduler import Expansion, Leases, Offers, Parts, Reports, Scheduler, SubmissionLimits
+from multiverse.ports.scheduler import Addresses, Expansion, Leases, Offers, Parts, Reports, Scheduler, SubmissionLimits
 
 __all__ = [
     "NOT_LEASED",
+    "Addresses",
     "Clock",
     "Expansion",
     "Fencing",

@@ -35,6 +35,11 @@ class Scheduler(Protocol):
         ...
 
     @property
+    def addresses(self) -> Addresses | None:
+        """Tells users' commands where nodes are; None if the scheduler always does that itself."""
+        ...
+
+    @property
     def parts(self) -> Parts | None:
         """Reads some jobs and nodes without the others; None if the scheduler cannot."""
         ...
@@ -151,6 +156,15 @@ class SubmissionLimits(Protocol):
 
     async def publish(self, limits: JobLimits) -> None:
         """From now on refuse the jobs that `limits` does not allow, by one node or by the sum of their nodes."""
+        ...
+
+
+class Addresses(Protocol):
+    """Tells the commands of users, wherever they run, at which addresses nodes are."""
+
+    async def tell(self, nodes: Mapping[str, str]) -> None:
+        """From now on these nodes, by name, are at these addresses, and no other VM of ours is anywhere. It goes on to
+        hold while no controller runs. A node may be told of before it has registered."""
         ...
 
 

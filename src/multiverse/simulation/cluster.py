@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
@@ -97,6 +97,7 @@ class Cluster:
         self._next = settings.first_id
         self.refused: list[Batch] = []  # as no host could hold them
         self._limits: JobLimits | None = None  # as published
+        self.addresses: Mapping[str, str] = {}  # where users' commands find nodes
         self._offers: dict[str, OfferedNode] = {}
         self._used_offers: set[str] = set()  # nodes that were ever offered or withdrawn
         self.excluded: frozenset[int] = frozenset()  # users whose jobs take no offer

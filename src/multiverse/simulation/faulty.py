@@ -57,6 +57,7 @@ class FaultyScheduler:
         self.leases = FaultyLeases(inner.leases, link) if inner.leases else None
         self.expansion = FaultyExpansion(inner.expansion, link) if inner.expansion else None
         self.submission = FaultySubmissionLimits(inner.submission, link) if inner.submission else None
+        self.addresses = inner.addresses  # a file, which the controller's machine writes by itself
 
     async def observe(self) -> SchedulerView:
         return await self._call("observe", "", lambda: self._inner.observe())

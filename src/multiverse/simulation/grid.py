@@ -44,6 +44,7 @@ class SimulatedGrid(SimulatedScheduler):
     offers = None
     parts = None
     submission = None
+    addresses = None
     leases = None
     expansion = None
 

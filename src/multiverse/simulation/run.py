@@ -628,6 +628,8 @@ class _Simulation:
         unheard = any(source.latest is None for source in self.controller.sources.values())
         if unheard and unclaimed_templates(rows, self.world):
             return False  # a controller with another database has not seen them yet
+        if self.world.cluster.addresses:
+            return False  # the end of a VM was committed at this moment
         return not rows.attempts and not rows.vms and not rows.leases and self.world.site.is_settled
 
     def _outcome(self) -> Outcome:

@@ -22,7 +22,7 @@ from multiverse.core.model import (
     User,
 )
 from multiverse.core.provisioning.spares import named_by_none
-from multiverse.ports import Expansion, Leases, Offers, Parts, SubmissionLimits
+from multiverse.ports import Addresses, Expansion, Leases, Offers, Parts, SubmissionLimits
 from multiverse.simulation.cluster import Cluster, OfferedNode
 from multiverse.simulation.guests import LIVE, Registration
 from multiverse.simulation.jobs import JobRecord
@@ -65,6 +65,10 @@ class SimulatedScheduler(ABC):
     @property
     @abstractmethod
     def submission(self) -> SubmissionLimits | None: ...
+
+    @property
+    @abstractmethod
+    def addresses(self) -> Addresses | None: ...
 
     @property
     @abstractmethod
@@ -248,6 +252,10 @@ class SimulatedSlurm(SimulatedScheduler):
     def submission(self) -> SimulatedSlurm:
         return self
 
+    @property
+    def addresses(self) -> SimulatedSlurm:
+        return self
+
     def _is_taken_away(self, node: str) -> bool:
         return self._pilots is not None and self._pilots.take_away(node)
 
@@ -301,6 +309,10 @@ class SimulatedSlurm(SimulatedScheduler):
             part = replace(part, nodes=view.nodes, all_nodes=True)
         await self._reply()
         return part
+
+    async def tell(self, nodes: Mapping[str, str]) -> None:
+        """See `ports.Addresses`."""
+        self._cluster.addresses = nodes
 
     async def publish(self, limits: JobLimits) -> None:
         self._cluster.limit_submissions(limits)

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import socket
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from multiverse.system.rendered import Origin
 _UNIT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"  # systemd's, of services (systemd.exec(5))
 _RENDER = "run multiverse site render /"
 _INTERFACES = Path("/sys/class/net")
+_ETC = Path("/etc")
 _START_BRIDGE = "systemctl enable multiverse-bridge and systemctl restart multiverse-bridge"
 
 
@@ -53,7 +55,7 @@ def parts(settings: Settings, config: Path, site: SiteConf, release: requirement
     """What `check` examines, by name, in order."""
     return {
         "slurm.conf": lambda: requirements.examine(settings, site, release),
-        "files": lambda: _files(settings, config, site),
+        "files": lambda: [*_files(settings, config, site), *_clients(settings, release)],
         "job_submit.lua and epilog": lambda: _scripts(settings, site),
         "inbox, bridge, image and munge key": lambda: _machine(settings, site),
         "slurmctld": lambda: _slurmctld(settings, site),
@@ -130,19 +132,18 @@ def _files(settings: Settings, config: Path, site: SiteConf) -> Iterator[Finding
 
 def _difference(file: SiteFile) -> tuple[str, str] | None:
     """What is wrong with a file on this machine, and the remedy; None if it is as rendered."""
-    reread = _after_change(file.path)
     try:
         text = file.path.read_text()
     except FileNotFoundError:
-        return "the file is missing", f"{_RENDER}, then {reread}"
+        return "the file is missing", f"{_RENDER}, then {_after_change(file, '')}"
     except (OSError, UnicodeDecodeError) as error:
         return f"the file cannot be read: {error}", "run this command as root"
-    if text == file.content:
+    if text == file.content or file.begun:
         if file.path.stat().st_mode & file.mode == file.mode:
             return None
         return f"the file has not the mode {file.mode:o}", f"chmod {file.mode:o} {file.path}"
     if rendered.origin(text) is Origin.RENDERED:
-        return "the file is of other settings or of another release", f"{_RENDER}, then {reread}"
+        return "the file is of other settings or of another release", f"{_RENDER}, then {_after_change(file, text)}"
     return (
         "the file was changed here, and differs from what the settings and slurm.conf need",
         f"{_RENDER}: it writes {file.path.name}.new beside the file; apply the difference, then run "
@@ -150,15 +151,55 @@ def _difference(file: SiteFile) -> tuple[str, str] | None:
     )
 
 
-def _after_change(path: Path) -> str:
+def _after_change(file: SiteFile, before: str) -> str:
     """What makes a changed file take effect."""
+    path = file.path
     if path.suffix == ".lua":
         return f"touch {path.with_name(install.JOB_SUBMIT)}"
     if path.suffix == ".service":
         return f"systemctl daemon-reload and restart {path.name}"
     if path.parent.name == "tmpfiles.d":
         return f"systemd-tmpfiles --create {path}"
-    return "nothing else" if path.name == install.EPILOG else "restart slurmctld"
+    if file.begun or path.name in (install.EPILOG, install.CLIENT):
+        return "nothing else"
+    return "run scontrol reconfigure" if site_conf.same_nodes(before, file.content) else "restart slurmctld"
+
+
+def _clients(settings: Settings, release: requirements.Version) -> Iterator[Finding]:
+    """Whether users' commands on this machine find VMs, where Slurm forgets these."""
+    path = settings.slurm.addresses_file()
+    closed = next((one for one in path.parents if one.is_dir() and not one.stat().st_mode & stat.S_IXOTH), None)
+    if closed is not None:
+        yield Finding(
+            Level.PROBLEM,
+            str(path),
+            f"users cannot pass through {closed}, and their commands have to read {path.name}",
+            f"chmod o+x {closed}, or set slurm.addresses in the settings",
+        )
+    client = settings.slurm.conf.with_name(install.CLIENT)
+    has_it = os.environ.get("SLURM_CONF") == str(client) or any(_names(each, client.name) for each in _login_files())
+    if requirements.forgets_addresses(release) and not has_it:
+        yield Finding(
+            Level.NOTE,
+            client.name,
+            f"after a restart of slurmctld, Slurm {release} does not tell users on this machine where the VMs of "
+            "running jobs are: srun --jobid, salloc and sattach do not reach these",
+            "if users log in here, put this line into /etc/profile.d/multiverse.sh, and see docs/operations.md: "
+            f'[ "$(id -u)" = 0 ] || export SLURM_CONF={client}',
+        )
+
+
+def _login_files() -> Iterator[Path]:
+    """The files from which the shells of users who log in have variables, usually."""
+    yield from (_ETC / name for name in ("profile", "environment", "bash.bashrc", "bashrc"))
+    yield from sorted((_ETC / "profile.d").glob("*.sh"))
+
+
+def _names(file: Path, word: str) -> bool:
+    try:
+        return word in file.read_text(errors="replace")
+    except OSError:
+        return False
 
 
 def _scripts(settings: Settings, site: SiteConf) -> Iterator[Finding]:

@@ -13,7 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from multiverse.config import Settings, users_socket
 from multiverse.core.errors import Broken
 from multiverse.core.model.names import mac_of_address
-from multiverse.drivers.slurm import install, plugstack, slurm_user
+from multiverse.drivers.slurm import addresses, install, plugstack, slurm_user
 from multiverse.drivers.slurm.site_conf import SiteConf
 from multiverse.images.catalog import list_images
 from multiverse.system import rendered
@@ -25,11 +25,12 @@ BRIDGE_SERVICE = "multiverse-bridge.service"
 
 
 class SiteFile(NamedTuple):
-    """A file at its place on the site's machine."""
+    """A file at its place on the site's machine. One that is `begun` is changed by the daemon: what is there stays."""
 
     path: Path
     content: str
     mode: int
+    begun: bool = False
 
 
 def render(settings: Settings, config: Path, site: SiteConf) -> list[SiteFile]:
@@ -82,6 +83,7 @@ def _beside_slurm_conf(settings: Settings, site: SiteConf) -> Iterator[SiteFile]
     for name, content in install.render(settings, facts).items():
         if name != install.JOB_SUBMIT or own is None:
             yield SiteFile(settings.slurm.conf.with_name(name), content, install.FILES[name])
+    yield SiteFile(settings.slurm.addresses_file(), addresses.HEAD, 0o644, begun=True)
     yield from _plugstack(settings)
 
 

@@ -44,6 +44,8 @@ def _write_one(file: SiteFile, path: Path, *, force: bool) -> WriteOutcome:
     except FileNotFoundError:
         files.replace(path, file.content, mode=file.mode)
         return WriteOutcome.CREATED
+    if file.begun:
+        return WriteOutcome.UNCHANGED
     if before != file.content and rendered.origin(before) is not Origin.RENDERED and not force:
         files.replace(beside(path), file.content, mode=file.mode)
         return WriteOutcome.KEPT

@@ -152,7 +152,8 @@ class NodeSpec:
 
     `tag` is what ties jobs to it (`Scheduler.pin`), `features` what a job may ask for and find here, the tag among
     them. `spare` says that the VM joins before its job is known: a job that takes it has to wait on it until the job's
-    user has been added. `image` and `account` are the VM's own; `address` has a prefix length.
+    user has been added. `image` and `account` are the VM's own; `address` has a prefix length. `peers` are the names
+    and addresses (without prefix length) of the other VMs of its job.
     """
 
     name: str
@@ -164,6 +165,7 @@ class NodeSpec:
     account: str = ""
     spare: bool = False
     sockets: int = 1
+    peers: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -170,8 +170,9 @@ def too_old(vm: Vm, pool: Pool, now: float) -> bool:
     return vm.state in (VmState.PARKED, VmState.JOINED) and now - vm.since > pool.max_age
 
 
-def node_spec(vm: Vm, attempt: Attempt | None) -> NodeSpec:
-    """The VM as a node. It offers its features to its attempt's job alone or, as a spare, to whichever job takes it."""
+def node_spec(vm: Vm, attempt: Attempt | None, peers: tuple[tuple[str, str], ...] = ()) -> NodeSpec:
+    """The VM as a node. It offers its features to its attempt's job alone or, as a spare, to whichever job takes it.
+    `peers` are the other VMs of its attempt."""
     if attempt is not None:
         features: tuple[str, ...] = (*attempt.request.features, attempt.feature)
     else:
@@ -186,6 +187,7 @@ def node_spec(vm: Vm, attempt: Attempt | None) -> NodeSpec:
         account=vm.account,
         spare=attempt is None,
         sockets=attempt.request.sockets if attempt is not None else 1,
+        peers=peers,
     )
 
 

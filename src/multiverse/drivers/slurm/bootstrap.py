@@ -29,6 +29,14 @@ _DIRECTORIES = (
     ("/sys/fs/cgroup/system.slice", "root", 0o755),  # cgroup/v2 creates its scope there, with or without systemd
 )
 _SOCKET = "/run/munge/munge.socket.2"
+_SLURMD_CONF = "/etc/slurm/multiverse-slurmd.conf"
+_SLURM_CONF = "/etc/slurm/slurm.conf"
+_STEPD = "/etc/slurm/multiverse-slurmstepd"
+_START_STEPD = f"""\
+#!/bin/sh
+# slurmd gives each job the path of its own slurm.conf, which must not name this node. This one names it (decision 83).
+SLURM_CONF={_SLURM_CONF} exec /usr/sbin/slurmstepd "$@"
+""".encode()
 _PROLOG = "/etc/slurm/multiverse-prolog"
 _WAIT = f"""\
 #!/bin/sh
@@ -68,13 +76,11 @@ def bootstrap(settings: Settings, node: NodeSpec) -> NodeBootstrap:
     owner = slurm_user.of(text)
     moved = (MOVED_FROM + one.partition for one in settings.expand)  # jobs of these partitions ask for it
     line = conf.node_conf(node.size, (settings.slurm.node_feature, *node.features, *moved), node.sockets)
-    slurmd = Daemon(
-        "slurmd", ("/usr/sbin/slurmd", "-D", "-Z", "-N", node.name, "-f", "/etc/slurm/slurm.conf", "--conf", line)
-    )
+    argv = ("/usr/sbin/slurmd", "-D", "-Z", "-N", node.name, "-f", _SLURMD_CONF, "-d", _STEPD, "--conf", line)
     return NodeBootstrap(
-        files=tuple(_files(settings, text, spare=node.spare)),
+        files=tuple(_files(settings, text, node)),
         directories=_DIRECTORIES,
-        daemons=(_munged(node), slurmd),
+        daemons=(_munged(node), Daemon("slurmd", argv)),
         users=(owner,) if owner.uid else (),
     )
 
@@ -136,7 +142,7 @@ def _address(name: str) -> str:
     return socket.gethostbyname(name)
 
 
-def _files(settings: Settings, text: str, *, spare: bool) -> Iterator[GuestFile]:
+def _files(settings: Settings, text: str, node: NodeSpec) -> Iterator[GuestFile]:
     slurm = settings.slurm
     own = dict(_replacements(slurm.guest_conf))
     of_site = _optional(slurm.conf.with_name("cgroup.conf"))
@@ -144,12 +150,18 @@ def _files(settings: Settings, text: str, *, spare: bool) -> Iterator[GuestFile]
     limited = conf.limits_memory(cgroup.decode(errors="replace"))
     slurmctlds = controllers(settings, text)
     derived = {
-        "slurm.conf": conf.for_guest(text, slurmctlds, _PROLOG if spare else "", memory_limited=limited).encode(),
+        "slurm.conf": conf.for_guest(text, slurmctlds, _PROLOG if node.spare else "", memory_limited=limited).encode(),
         "cgroup.conf": cgroup,
     }
-    if spare:
+    if node.spare:
         yield GuestFile(_PROLOG, _WAIT, 0o755)
-    for name, content in sorted((derived | own).items()):
+    files = derived | own
+    # slurmd, which declares its own node itself, ends if its slurm.conf names it, too. What a job runs needs both.
+    yield GuestFile(_SLURMD_CONF, files.pop("slurm.conf") + b"\n" + conf.addresses(node.peers).encode())
+    itself = (node.name, node.address.partition("/")[0])
+    yield GuestFile(_SLURM_CONF, f"Include {_SLURMD_CONF}\n{conf.addresses([itself])}".encode())
+    yield GuestFile(_STEPD, _START_STEPD, 0o755)
+    for name, content in sorted(files.items()):
         yield GuestFile(f"/etc/slurm/{name}", content)
     try:
         key = slurm.munge_key.read_bytes()

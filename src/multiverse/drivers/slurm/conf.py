@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
+
+from ClusterShell.RangeSet import RangeSet
 
 from multiverse.core.model import Size
 
@@ -193,6 +195,38 @@ def _auth_info(text: str) -> str:
     """The site's AuthInfo with the guest's own munge socket."""
     others = [part for part in text.split(",") if part and not part.startswith("socket=")]
     return ",".join(["socket=/run/munge/munge.socket.2", *others])
+
+
+def addresses(nodes: Iterable[tuple[str, str]]) -> str:
+    """The lines that tell Slurm's commands and slurmd where nodes are, given by name and address. For slurmctld such
+    lines would declare nodes: its slurm.conf must not have them.
+
+    Nodes whose names and addresses differ in the last number alone share a line, because each line costs each of
+    Slurm's commands 0.1 ms. Slurm assigns the addresses of a line to its names in order.
+    """
+    lines, together = [], dict[tuple[str, str], list[tuple[int, int]]]()
+    for name, address in sorted(nodes):
+        stem, place = _NUMBERED.fullmatch(name), _NUMBERED.fullmatch(address)
+        if stem and place and "." in place[1]:
+            together.setdefault((stem[1], place[1]), []).append((int(stem[2]), int(place[2])))
+        else:
+            lines.append((name, address))
+    for (names, network), numbers in together.items():
+        rising: list[list[tuple[int, int]]] = []
+        for one in sorted(numbers):
+            if not rising or one[1] <= rising[-1][-1][1]:
+                rising.append([])
+            rising[-1].append(one)
+        lines += [(_folded(names, [n for n, _ in each]), _folded(network, [n for _, n in each])) for each in rising]
+    return "".join(f"NodeName={name} NodeAddr={address}\n" for name, address in lines)
+
+
+_NUMBERED = re.compile(r"(.*[^0-9])(0|[1-9][0-9]{0,8})")
+
+
+def _folded(stem: str, numbers: Sequence[int]) -> str:
+    """A hostlist expression of these rising numbers behind one stem."""
+    return f"{stem}{numbers[0]}" if len(numbers) == 1 else f"{stem}[{RangeSet.fromlist(map(str, numbers))}]"
 
 
 def node_conf(size: Size, features: Iterable[str], sockets: int = 1) -> str:

@@ -27,6 +27,7 @@ from multiverse.core.model import (
 from multiverse.drivers.slurm import bootstrap as node_bootstrap
 from multiverse.drivers.slurm import conf, expansions, gate, parse, requirements, site_conf
 from multiverse.drivers.slurm.account import NameService
+from multiverse.drivers.slurm.addresses import AddressFile
 from multiverse.drivers.slurm.command import Execute, SlurmCommands, execute
 from multiverse.drivers.slurm.comment import (
     CommentTurns,
@@ -84,6 +85,7 @@ class SlurmScheduler:
         self._offers = SlurmOffers(settings, self._offer_files)
         submission_term = max(_SUBMISSION_TERM, 10 * settings.poll)
         self._submission = SubmissionFile(settings.slurm.inbox, submission_term)
+        self._addresses = AddressFile(settings.slurm.addresses_file())
         self._gate = gate.GateKeeper(settings.slurm, self._commands)
         self._node_deleter = NodeDeleter(self._commands)
 
@@ -106,6 +108,11 @@ class SlurmScheduler:
     def submission(self) -> SubmissionFile:
         """See `ports.Scheduler`."""
         return self._submission
+
+    @property
+    def addresses(self) -> AddressFile:
+        """See `ports.Scheduler`."""
+        return self._addresses
 
     @property
     def expansion(self) -> SlurmScheduler:

@@ -30,6 +30,7 @@ _GATE_NETWORKS = tuple(f"127.0.{number}" for number in (1, *range(77, 256)))
 JOB_SUBMIT = "job_submit.lua"
 HOOK = "multiverse_submit.lua"
 EPILOG = "multiverse-epilog"
+CLIENT = "multiverse-client.conf"
 # File name to mode. All belong beside slurm.conf, readable by slurmctld.
 FILES = {
     OURS: 0o644,
@@ -39,6 +40,7 @@ FILES = {
     HOOK: 0o644,
     JOB_SUBMIT: 0o644,
     EPILOG: 0o755,
+    CLIENT: 0o644,
 }
 _TEMPLATES = {EPILOG: "epilog"}
 # The message for users of Multiverse's partitions after an error in multiverse.lua.
@@ -108,6 +110,9 @@ def render(settings: Settings, site: Site) -> dict[str, str]:
     moved = [word for one in settings.expand for word in (parse.MOVED_FROM + one.partition, one.constraint) if word]
     values = {
         "directory": slurm.conf.parent,
+        "conf": slurm.conf,
+        "client": CLIENT,
+        "addresses": slurm.addresses_file(),
         "hook": hook_lines(settings),
         "inbox": slurm.inbox,
         "job_feature": settings.job_vms.feature,

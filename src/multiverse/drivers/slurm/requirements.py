@@ -31,6 +31,7 @@ BF_INTERVAL_OF_A_BACKUP = 5
 
 _OLDEST, _NEWEST = (22, 5), (25, 99)
 _BACKUP_SCHEDULES_AT_ONCE = (23, 2, 4)
+_KEEPS_ADDRESSES = (23, 11, 4)
 _VMS_BEFORE_THEY_ARE_DELETED = 2  # times the CPUs that may be claimed: as many VMs start as are being removed
 _ROUND = 256  # a new MaxNodeCount is a multiple of it, so that it need not be raised for each new node
 
@@ -60,6 +61,12 @@ def version(text: str) -> Version:
     if match is None:
         raise Unknown(f"cannot understand Slurm's version: {text.strip()[:80]!r}", hint="run scontrol --version")
     return Version(int(match[1]), int(match[2]), int(match[3] or 0))
+
+
+def forgets_addresses(release: Version) -> bool:
+    """Whether slurmctld, once it was restarted, does not tell where the nodes of running jobs are. It makes that list
+    when a job is allocated, and does not keep it (alias_list in Slurm's sources)."""
+    return release < _KEEPS_ADDRESSES
 
 
 def examine(settings: Settings, site: SiteConf, release: Version) -> Iterator[Finding]:

@@ -108,11 +108,14 @@ def records(text: str, kind: str) -> list[dict[str, str]]:
 
 
 def same_nodes(one: str, other: str) -> bool:
-    """Whether two texts declare the same nodes, whatever their features. Slurm reads everything else again without a
-    restart."""
+    """Whether two texts declare the same nodes, whatever their features and the state that they begin with. Slurm reads
+    everything else again without a restart."""
 
     def declared(text: str) -> list[dict[str, str]]:
-        return [{key: value for key, value in node.items() if key != "feature"} for node in records(text, "NodeName")]
+        return [
+            {key: value for key, value in node.items() if key not in ("feature", "state", "reason")}
+            for node in records(text, "NodeName")
+        ]
 
     return declared(one) == declared(other)
 

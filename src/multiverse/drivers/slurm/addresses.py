@@ -1,0 +1,41 @@
+"""The file that tells Slurm's commands where VMs are, where Slurm itself does not (decision 84)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+
+from multiverse.core.errors import Exhausted
+from multiverse.drivers.slurm import conf
+from multiverse.system import files
+
+HEAD = """\
+# Where the VMs are, for commands of users: the daemon replaces this file whenever a VM comes or goes.
+# Never include it in the slurm.conf of slurmctld or of a slurmd: there these lines would declare nodes.
+"""
+"""Slurm's commands wait for a minute for a file that is missing, and print a warning about an empty one."""
+
+
+class AddressFile:
+    """`ports.Addresses` by a file that the slurm.conf of users' commands includes. It stays while no daemon runs."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    async def tell(self, nodes: Mapping[str, str]) -> None:
+        """See `ports.Addresses`. Raises `Exhausted` if the file cannot be written."""
+        try:
+            await asyncio.to_thread(files.replace, self._path, HEAD + conf.addresses(nodes.items()), mode=0o644)
+        except OSError as error:
+            raise Exhausted(
+                f"cannot write {self._path}: {error.strerror}",
+                hint="check its directory, or set slurm.addresses in the settings; until then srun --jobid and salloc "
+                "do not reach newer VMs after a restart of slurmctld",
+            ) from error
+
+
+def make(path: Path) -> None:
+    """Make the file if there is none. What a daemon has written stays. Raises OSError."""
+    if not path.exists():
+        files.replace(path, HEAD, mode=0o644)
