@@ -50,6 +50,7 @@ STATE_STYLES = {
     "ending": "magenta",
     "removing": "magenta",
     "releasing": "magenta",
+    "deleting": "magenta",
     "ready": "green",
     "building": "cyan",
     "broken": "red",

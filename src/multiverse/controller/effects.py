@@ -26,7 +26,7 @@ from multiverse.controller.addresses import AddressBook
 from multiverse.controller.backoff import pause
 from multiverse.controller.publication import Publication
 from multiverse.controller.users import UserDirectory
-from multiverse.core.errors import Broken, MultiverseError, Refused, Stale, Unknown
+from multiverse.core.errors import Broken, MultiverseError, NotYet, Refused, Stale, Unknown
 from multiverse.core.machines.tables import permitted_effects
 from multiverse.core.model import (
     Attempt,
@@ -257,7 +257,7 @@ class Effects:
         lane.task = None
         now = self._ended_at[lane.effect.key] = self._clock.now()
         lane.due = now + pause(lane.runs, self._rng)
-        failed = error is not None and not isinstance(error, Stale)
+        failed = error is not None and not isinstance(error, Stale | NotYet)
         lane.failures, lane.reason = (lane.failures + 1, str(error)) if failed else (0, "")
         if isinstance(error, Refused):
             self._refused[lane.effect.key] = str(error)
@@ -365,9 +365,11 @@ class Effects:
                 await self._destroy(vm, 0.0)
             case EffectKind.RELEASE:
                 await self._destroy(vm, self._around.grace)
+            case EffectKind.DELETE:
+                pass
             case _:
                 raise AssertionError(f"no such effect: {effect}")
-        if effect.kind in (EffectKind.REMOVE, EffectKind.RELEASE):
+        if effect.kind in (EffectKind.REMOVE, EffectKind.RELEASE, EffectKind.DELETE):
             await self._scheduler.delete_node(vm.name)
         return None
 

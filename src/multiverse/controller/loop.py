@@ -79,7 +79,14 @@ _CHANGE_THE_SCHEDULER = (
     EffectKind.START,
 )
 _ON_PILOTS = (EffectKind.REQUEST, EffectKind.GIVE_BACK, EffectKind.CANCEL)
-_SHOWN_BY_THE_SCHEDULER = (EffectKind.WITHDRAW, EffectKind.END, EffectKind.REMOVE, EffectKind.RELEASE, EffectKind.SWEEP)
+_SHOWN_BY_THE_SCHEDULER = (
+    EffectKind.WITHDRAW,
+    EffectKind.END,
+    EffectKind.REMOVE,
+    EffectKind.RELEASE,
+    EffectKind.DELETE,
+    EffectKind.SWEEP,
+)
 
 _AWAITED_OF_VMS = (VmState.STARTING, VmState.ENDING, VmState.REMOVING, VmState.RELEASING)
 _AWAITED_OF_ATTEMPTS = (

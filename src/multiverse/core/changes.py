@@ -11,7 +11,7 @@ from dataclasses import replace
 from operator import ne
 from typing import TypeVar
 
-from multiverse.core.model import OFF_STATES, OPEN_LEASES, Host, Job, KnownHost, Observation, VmSeen, World
+from multiverse.core.model import OFF_STATES, OPEN_LEASES, Host, Job, KnownHost, Observation, VmSeen, VmState, World
 from multiverse.core.policy import Policy
 from multiverse.core.rows import Compared
 from multiverse.core.state import State
@@ -28,6 +28,7 @@ def mark_changes(state: State, world: World, policy: Policy) -> None:
     if world.scheduler is not None and world.scheduler is not compared.scheduler:
         _mark_jobs(state, world.scheduler.value.jobs)
         _note_unexplained(state, "", compared.nodes, world.scheduler.value.nodes)
+        _mark_deleted(state, compared.nodes, world.scheduler.value.nodes)
         compared.scheduler, compared.nodes = world.scheduler, world.scheduler.value.nodes
     users = {uid: (user.exists, user.since) for uid, user in world.users.items()} if world.users is not None else None
     if users != compared.users:
@@ -93,6 +94,13 @@ def _note_unexplained(state: State, source: str, before: Mapping[str, object], a
     if before is not after and list(before) != list(after):
         came = (name for name in after.keys() - before.keys() if name not in state.vm_named)
         state.compared.unexplained.update((name, source) for name in came)
+
+
+def _mark_deleted(state: State, before: Mapping[str, object], after: Mapping[str, object]) -> None:
+    """Mark the VMs whose nodes are shown no more."""
+    for vm in state.vms_in(VmState.DELETING) if before is not after else ():
+        if vm.name not in after:
+            state.mark_vm(vm.name)
 
 
 def _follow_hosts(state: State, compared: Compared, source: str, hosts: Mapping[str, Host]) -> None:

@@ -35,6 +35,10 @@ class Exhausted(MultiverseError):
     """It was not done for want of something that may come back: memory, disk, a free address."""
 
 
+class NotYet(MultiverseError):
+    """It was not done, because what it waits for takes its time. Nothing is wrong: ask again later."""
+
+
 class Gone(MultiverseError):
     """What it was to act on does not exist (any more)."""
 

@@ -285,6 +285,8 @@ class State(LiveRows, Numbers, HeldClaims):
             case Attempt():
                 yield self._by_job, row.job
                 yield self._by_job, row.job.job_id
+            case Vm(state=VmState.DELETING):
+                pass  # nothing of it is anywhere but in the scheduler
             case Vm():
                 yield self._vms_by_host, row.host
                 yield self._vms_by_source, row.source
@@ -386,7 +388,7 @@ class State(LiveRows, Numbers, HeldClaims):
         return [self.vms[id_] for id_ in sorted(i for s in states for i in self._by_state["vm", s])]
 
     def vms_of(self, attempt: Attempt) -> list[Vm]:
-        """The attempt's live VMs, those being released too, by serial."""
+        """The attempt's live VMs, those being released too, by serial. One of which only the node is left is none."""
         return [self.vms[id_] for id_ in self._vms_by_attempt[attempt.id]]
 
     def vms_on(self, host: str) -> list[Vm]:

@@ -89,6 +89,7 @@ class Event(StrEnum):
     FENCED = "fenced"
     NODE_FREE = "node free"  # no job is on its node any more
     ABSENT = "absent"
+    NODE_LEFT = "node left"  # the VM is absent, and its node is not
     # offer
     OFFERED = "offered"
     WITHDRAWN = "withdrawn"
@@ -180,6 +181,7 @@ class EffectKind(StrEnum):
     END = "end"  # set the node DOWN and destroy the VM
     REMOVE = "remove"  # set the node DOWN, destroy the VM, and delete the node
     RELEASE = "release"  # let the guest write back, destroy the VM, and delete the node
+    DELETE = "delete"  # delete the node
     SWEEP = "sweep"  # set the node DOWN, destroy the VM, and delete the node, of a name that no row explains
     BUILD = "build"
     DROP = "drop"

@@ -85,7 +85,8 @@ class Scheduler(Protocol):
         ...
 
     async def delete_node(self, node: str) -> None:
-        """Make the scheduler forget a node and its offer. `Refused` while a job is on it; success if there is none."""
+        """Make the scheduler forget a node and its offer. `Refused` while a job is on it; `NotYet` while the scheduler
+        itself keeps it, for a reservation, say; success if there is none. No job may be tied to the node."""
         ...
 
     async def explain(self, jobs: Sequence[JobRef], text: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from multiverse.core.model import (
+    ENDING_STATES,
     LEAVING_STATES,
     PINNED_STATES,
     UPCOMING_STATES,
@@ -57,9 +58,11 @@ VM: tuple[Transition, ...] = (
     *transitions([*_LIVE, V.ORPHAN, V.LOST], Event.FENCED, V.ENDING),
     *transitions([V.ENDING], Event.NODE_FREE, V.REMOVING),
     *transitions(LEAVING_STATES, Event.ABSENT, V.GONE),
+    *transitions([V.REMOVING, V.RELEASING], Event.NODE_LEFT, V.DELETING),
+    *transitions([V.DELETING], Event.ABSENT, V.GONE),
     *unchanged([V.PARKED, V.JOINED], Event.TAKEN),
     *unchanged([V.ORPHAN], Event.NOTED),
-    *unchanged([*_LIVE, V.ORPHAN, V.LOST, *LEAVING_STATES], Event.QUARANTINED, Event.RETRIED),
+    *unchanged([*_LIVE, V.ORPHAN, V.LOST, *LEAVING_STATES, V.DELETING], Event.QUARANTINED, Event.RETRIED),
 )
 
 OFFER_TERM = 15.0
@@ -74,7 +77,9 @@ def step_vm(state: State, vm_id: int, world: World, policy: Policy) -> None:
     if vm is None or vm.quarantined:
         return
     latest = world.latest(vm.source)
-    if vm.state is V.ORPHAN:
+    if vm.state is V.DELETING:
+        _step_deleting(state, vm, world)
+    elif vm.state is V.ORPHAN:
         _step_orphan(state, vm, world)
     elif latest is None or vm.host not in latest.value.hosts:
         _step_out_of_sight(state, vm, latest, world, policy)
@@ -92,6 +97,8 @@ def vm_rests(state: State, vm: Vm, world: World) -> bool:
     latest = world.latest(vm.source)
     if vm.quarantined:
         return True
+    if vm.state is V.DELETING:  # that its node is shown no more is a change of the VM
+        return world.scheduler is None or vm.name in world.scheduler.value.nodes
     if latest is None or vm.host not in latest.value.hosts:
         # That a source has been silent for long is a change of the source.
         return not (vm.leaving and state.is_fenced(vm.host)) and (latest is None or vm.state is V.LOST)
@@ -216,18 +223,48 @@ def _startable_since(state: State, vm: Vm, world: World) -> float:
 
 def _step_leaving(state: State, vm: Vm, world: World) -> None:
     """A VM is gone when its destruction has ended and neither side shows it in observations that began later. The host
-    of a fenced VM needs no observation."""
+    of a fenced VM needs no observation. A VM of which only the node is left claims nothing any more: the scheduler may
+    keep the node for as long as it likes, in a reservation for hours."""
     ended = world.effect_ended_at.get(vm.key)
     if ended is None or world.scheduler is None:
         return
     since = max(ended, vm.since)
     node_is_gone = vm.name not in world.scheduler.value.nodes and world.node_began(vm.name) > since
-    if node_is_gone and _is_off_its_host(state, vm, since, world):
-        offer = state.offers.get(vm.id)
-        over = [Change(replace(offer, state=OfferState.ENDED), Event.ABSENT)] if offer else []
-        state.move(Change(replace(vm, state=V.GONE), Event.ABSENT), *over, free=[vm.key])
+    off = _is_off_its_host(state, vm, since, world)
+    if off and node_is_gone:
+        state.move(Change(replace(vm, state=V.GONE), Event.ABSENT), *_end_offer(state, vm), free=[vm.key])
+    elif off and vm.state in (V.REMOVING, V.RELEASING) and _only_its_node_is_left(state, vm, since, world):
+        left = Change(replace(vm, state=V.DELETING), Event.NODE_LEFT, "its node is still to be deleted")
+        state.move(left, *_end_offer(state, vm), free=[vm.key])
     elif vm.state is V.ENDING and _jobs_began(state, vm, world) > since and not _may_be_needed(state, vm, world):
         state.move(Change(replace(vm, state=V.REMOVING), Event.NODE_FREE, "no job is on its node"))
+
+
+def _end_offer(state: State, vm: Vm) -> list[Change]:
+    offer = state.offers.get(vm.id)
+    return [Change(replace(offer, state=OfferState.ENDED), Event.ABSENT)] if offer else []
+
+
+def _only_its_node_is_left(state: State, vm: Vm, since: float, world: World) -> bool:
+    """Whether the scheduler still shows the node of a VM that is off its host, and can start no job there: neither that
+    of the VM's attempt, which may be given other VMs of the same tag, nor one that took an offer."""
+    assert world.scheduler is not None
+    view, attempt = world.scheduler.value, state.attempt_of(vm)
+    node = view.nodes.get(vm.name)
+    if node is None or world.node_began(vm.name) <= since:
+        return False
+    if attempt is not None and attempt.state not in ENDING_STATES:
+        return node.is_unusable
+    tied = (job.pinned in node.features for job in view.jobs.values() if job.state is JobState.PENDING and job.pinned)
+    return node.is_unusable or attempt is not None or not any(tied)
+
+
+def _step_deleting(state: State, vm: Vm, world: World) -> None:
+    """Its VM was seen gone. A node that the scheduler shows no more was deleted."""
+    if world.scheduler is None or vm.name in world.scheduler.value.nodes:
+        return
+    if world.node_began(vm.name) > max(vm.since, world.ended_at(vm.key)):
+        state.move(Change(replace(vm, state=V.GONE), Event.ABSENT))
 
 
 def _jobs_began(state: State, vm: Vm, world: World) -> float:
@@ -308,7 +345,7 @@ def may_have_a_job(view: SchedulerView, name: str) -> bool:
 # --- effect ----------------------------------------------------------------------------------------
 
 
-ACTING_VMS = (V.PLANNED, V.STARTING, V.ENDING, V.REMOVING, V.RELEASING)
+ACTING_VMS = (V.PLANNED, V.STARTING, V.ENDING, V.REMOVING, V.RELEASING, V.DELETING)
 """The states that permit an effect."""
 
 
@@ -327,5 +364,7 @@ def vm_effect(vm: Vm) -> Effect | None:
             return Effect(EffectKind.REMOVE, vm.key)
         case V.RELEASING:
             return Effect(EffectKind.RELEASE, vm.key)
+        case V.DELETING:
+            return Effect(EffectKind.DELETE, vm.key)
         case _:
             return None

@@ -123,12 +123,14 @@ class NodeState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A VM as the scheduler sees it; only dynamic nodes of our site are shown."""
+    """A VM as the scheduler sees it; only dynamic nodes of our site are shown. `reserved`: it is in a reservation that
+    has begun, so the scheduler does not let it be deleted."""
 
     name: str
     state: NodeState
     features: tuple[str, ...] = ()
     reason: str = ""
+    reserved: bool = False
 
     @property
     def answers(self) -> bool:

@@ -99,6 +99,7 @@ class VmState(StrEnum):
     ENDING = "ending"  # it is destroyed at once and its node set DOWN; a job may be on the node, which stays
     REMOVING = "removing"  # the same, and no job is on its node, which is deleted
     RELEASING = "releasing"  # its guest writes back; then it is destroyed and its node deleted
+    DELETING = "deleting"  # it is gone and claims nothing; its node is left, and is deleted once the scheduler lets it
     GONE = "gone"
 
 

@@ -87,7 +87,7 @@ class SlurmScheduler:
         self._submission = SubmissionFile(settings.slurm.inbox, submission_term)
         self._addresses = AddressFile(settings.slurm.addresses_file())
         self._gate = gate.GateKeeper(settings.slurm, self._commands)
-        self._node_deleter = NodeDeleter(self._commands)
+        self._node_deleter = NodeDeleter(self._commands, self._is_reserved)
 
     @property
     def offers(self) -> SlurmOffers:
@@ -369,6 +369,11 @@ class SlurmScheduler:
             await self._commands.run("scontrol", "update", name, "State=DOWN", f"Reason={plain_line(reason)}")
         except Gone:
             return
+
+    def _is_reserved(self, node: str) -> bool:
+        """Whether the latest observation shows the node in a reservation."""
+        known = self._reader.nodes.get(node)
+        return known is not None and known.reserved
 
     async def delete_node(self, node: str) -> None:
         """See `ports.Scheduler`."""

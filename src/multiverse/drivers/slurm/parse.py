@@ -72,6 +72,8 @@ _NODE_STATES = {
     NodeState.BUSY: frozenset(("ALLOCATED", "MIXED", "COMPLETING")),
     NodeState.IDLE: frozenset(("IDLE",)),
 }
+RESERVED = frozenset(("RESERVED", "MAINT", "MAINTENANCE"))
+"""Words of the state of a node in a reservation that has begun."""
 _KINDS = frozenset(kind.value for kind in CloneKind)
 MOVED_FROM = "mv_from_"
 """Before the name of the partition that a job was moved from, as a feature. The gate's nodes and all VMs have these."""
@@ -477,7 +479,8 @@ def node(name: str, states: Iterable[str], features: str, reason: str) -> Node:
     """A node with the words of its state."""
     shown = {word.upper() for word in states}
     state = next((state for state, words_of_it in _NODE_STATES.items() if shown & words_of_it), NodeState.JOINING)
-    return Node(name, state, words("" if features == "(null)" else features), reason)
+    shown_features = words("" if features == "(null)" else features)
+    return Node(name, state, shown_features, reason, reserved=not RESERVED.isdisjoint(shown))
 
 
 def hosts(text: str) -> tuple[str, ...]:
