@@ -285,9 +285,7 @@ class State(LiveRows, Numbers, HeldClaims):
             case Attempt():
                 yield self._by_job, row.job
                 yield self._by_job, row.job.job_id
-            case Vm(state=VmState.DELETING):
-                pass  # nothing of it is anywhere but in the scheduler
-            case Vm():
+            case Vm() if row.state is not VmState.DELETING:  # of which nothing is left but a node
                 yield self._vms_by_host, row.host
                 yield self._vms_by_source, row.source
                 if row.attempt is not None:

@@ -14,8 +14,17 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
-from multiverse.core.errors import Refused
-from multiverse.core.model import CloneKind, JobLimits, JobState, NodeSpec, SchedulerView, Size
+from multiverse.core.errors import NotYet, Refused
+from multiverse.core.model import (
+    YEAR,
+    CloneKind,
+    JobLimits,
+    JobState,
+    NodeReservation,
+    NodeSpec,
+    SchedulerView,
+    Size,
+)
 from multiverse.simulation.clock import EPOCH
 from multiverse.simulation.guests import LIVE, Guest, Registration, Run
 from multiverse.simulation.jobs import KILL_WAIT, Batch, JobRecord, NodeRecord
@@ -45,6 +54,8 @@ class ClusterSettings:
     tester: int = 0  # a user who calls `sbatch --test-only` again and again, and submits nothing; 0: nobody
     test_interval: float = 1.0  # of that user, until `tests_end`
     tests_end: float = 240.0
+    bf_interval: tuple[float, float] = (5.0, 30.0)  # between two cycles of backfill
+    bf_cycle: tuple[float, float] = (0.0, 3.0)  # from the beginning of such a cycle to its end
     min_wait: float = 0.0  # seconds that a job waits for physical nodes before it may be moved to a VM
 
 
@@ -74,6 +85,59 @@ class OfferedNode:
             and batch.size.disk <= size.disk
             and not (batch.held or batch.delay or batch.after or batch.at_most)
         )
+
+
+class SimulatedBackfill:
+    """slurmctld's backfill: which nodes it plans to use. It forgets that as a cycle begins, and shows it as one ends.
+    In between slurmctld acts on requests. A node that is deleted while a plan has it crashes 22.05.8."""
+
+    def __init__(self, cluster: Cluster, rng: Random) -> None:
+        self._cluster, self._rng = cluster, rng
+        self._loop = asyncio.get_running_loop()
+        self._planned: set[str] = set()
+        self._starts = 0  # of slurmctld
+        self.active = False
+        self.began = -math.inf
+        self._wait()
+
+    def restart(self) -> None:
+        """slurmctld was restarted. What nodes are shown as it takes from its saved state, but not the plans."""
+        self._planned.clear()
+        self.active = False
+        self._starts += 1
+
+    def _wait(self) -> None:
+        self._loop.call_later(self._rng.uniform(*self._cluster.settings.bf_interval), self._begin)
+
+    def _begin(self) -> None:
+        if not self._cluster.up:
+            self._wait()
+            return
+        self._check()
+        for name in self._planned & self._cluster.nodes.keys():
+            self._cluster.nodes[name].planned = False
+        self._planned.clear()
+        self.active, self.began = True, self._loop.time()
+        self._planned |= self._cluster.waited_for()
+        starts = self._starts
+        end = lambda: self._end() if starts == self._starts else None  # noqa: E731
+        self._loop.call_later(self._rng.uniform(*self._cluster.settings.bf_cycle), end)
+        self._wait()
+
+    def _end(self) -> None:
+        self._check()
+        self.active = False
+        for name in sorted(self._planned & self._cluster.nodes.keys()):
+            node = self._cluster.nodes[name]
+            if node.job is None:
+                node.planned = True
+            else:
+                self._planned.discard(name)
+
+    def _check(self) -> None:
+        for name in sorted(self._planned - self._cluster.nodes.keys()):
+            self._cluster.violations.append(f"slurmctld crashes: {name} was deleted while backfill planned to use it")
+            self._planned.discard(name)
 
 
 class Cluster:
@@ -106,6 +170,8 @@ class Cluster:
         self._answering = asyncio.Event()
         self._answering.set()
         self._loop.call_later(rng.uniform(0.0, settings.cycle), self._run_cycle)
+        self.backfill = SimulatedBackfill(self, rng)
+        self.reservation: NodeReservation | None = None  # of all nodes
         if settings.tester:
             self._loop.call_later(settings.test_interval, self._test_only)
 
@@ -261,9 +327,43 @@ class Cluster:
         node = self.nodes.get(name)
         if node is None:
             return
+        if self.is_reserved():
+            raise NotYet(f"node {name} is in a reservation")
         if node.job is not None:
             raise Refused(f"node {name} is in use by job {node.job.job_id}", hint="wait until the job has left it")
+        if node.stuck and not node.down:
+            raise Refused(f"node {name} is in use", hint="set it DOWN")
         del self.nodes[name]
+
+    def drain(self, name: str) -> None:
+        """Let no job start on a node. Nothing to do if there is no such node."""
+        if name in self.nodes:
+            self.nodes[name].drained = True
+
+    def reserve(self, name: str, delay: float, seconds: float) -> None:
+        """From some seconds on let no job run on any node, for so long."""
+        begins = EPOCH + self._loop.time() + delay
+        self.reservation = NodeReservation(name, begins, begins + seconds)
+
+    def is_reserved(self) -> bool:
+        """Whether the reservation of all nodes has begun, and is not over."""
+        return self.reservation is not None and self.reservation.is_on(EPOCH + self._loop.time())
+
+    def _kept(self, job: JobRecord) -> bool:
+        """Whether the job cannot start because of the reservation."""
+        limit = YEAR if job.batch.limit is None else job.batch.limit
+        return self.reservation is not None and self.reservation.keeps(EPOCH + self._loop.time(), limit)
+
+    def waited_for(self) -> set[str]:
+        """The nodes on which backfill lets jobs start later. Now and then it plans one for a job that may start."""
+        waiting = (job for _, job in sorted(self.jobs.items()) if job.state is JobState.PENDING and job.pin is not None)
+        return {
+            node.name
+            for job in waiting
+            if self._kept(job) or not self._eligible(job) or self._rng.random() < 0.2
+            for _, node in sorted(self.nodes.items())
+            if not node.down and not node.drained and self._may_use(job, node)
+        }
 
     def go_away(self) -> None:
         """slurmctld stops answering. Guests go on."""
@@ -272,6 +372,18 @@ class Cluster:
 
     def reconfigure(self) -> None:
         """slurmctld reads its configuration again, as at its start, and checks the features of every pending job."""
+        self._check_features()
+        for node in self.nodes.values():
+            node.counted_twice |= node.job is not None  # 22.05 counts the jobs on dynamic nodes once more
+
+    def restart(self) -> None:
+        """slurmctld has ended, and starts."""
+        self._check_features()
+        self.backfill.restart()
+        for node in self.nodes.values():
+            node.counted_twice = node.stuck = False
+
+    def _check_features(self) -> None:
         for job in self.jobs.values():
             if job.state is JobState.PENDING and job.pin is not None and self._is_unsatisfiable(job):
                 job.bad = True
@@ -339,8 +451,10 @@ class Cluster:
             job.job_id: job.shown(self._rank(job), self._may_be_served(job), self._uses(job), self._ends(job))
             for job in ranked
         }
-        nodes = {name: node.shown() for name, node in sorted(self.nodes.items())}
-        return SchedulerView(jobs, nodes, self._limits_left())
+        reserved = self.is_reserved()
+        nodes = {name: node.shown(reserved=reserved) for name, node in sorted(self.nodes.items())}
+        found = (self.reservation,) if self.reservation and self.reservation.ends > EPOCH + self._loop.time() else ()
+        return SchedulerView(jobs, nodes, self._limits_left(), reservations=found)
 
     def _ends(self, job: JobRecord) -> float | None:
         """The Unix time by which a job that runs has ended at the latest; None if it does not run."""
@@ -460,7 +574,7 @@ class Cluster:
             if job.state is JobState.PENDING and job.pin is not None:
                 self._try(job)
         for job in sorted(self.jobs.values(), key=self._order):
-            if job.state is JobState.PENDING and job.at_origin and self._eligible(job):
+            if job.state is JobState.PENDING and job.at_origin and self._eligible(job) and not self._kept(job):
                 self._try_physical(job)
 
     def _try_physical(self, job: JobRecord) -> None:
@@ -487,13 +601,14 @@ class Cluster:
         if self._is_unsatisfiable(job):
             # Slurm notices when it happens to check the job's constraints, not at once.
             job.bad = job.bad or self._rng.random() < 0.5
-        if not self._eligible(job):
+        if not self._eligible(job) or self._kept(job):
             return
         size = job.batch.size
         fit = [
             node
             for _, node in sorted(self.nodes.items())
-            if not node.down and node.silent is None and node.job is None and self._may_use(job, node)
+            if not (node.down or node.drained or node.stuck) and node.silent is None and node.job is None
+            if self._may_use(job, node)
             if node.size.cpus >= size.cpus and node.size.memory >= size.memory and node.sockets >= job.batch.sockets
         ][: job.batch.nodes]
         if len(fit) < job.batch.nodes:
@@ -550,7 +665,8 @@ class Cluster:
         if name not in job.busy:
             return
         job.busy.remove(name)
-        self._node(name).job = None
+        node = self._node(name)
+        node.job, node.stuck, node.counted_twice = None, node.counted_twice and not node.down, False
         if job.busy or job.state is not JobState.COMPLETING:
             return
         if not job.again:

@@ -347,6 +347,7 @@ class IncidentKind(StrEnum):
     CLUSTER_AWAY = "slurmctld is away"
     CLUSTER_RESTARTS = "slurmctld restarts"
     RECONFIGURED = "slurmctld reads its configuration again"
+    RESERVED = "all nodes are reserved"
     HOST_AWAY = "a host is out of reach"
     HOST_FENCED = "a host is out of reach, switched off and fenced"
     HOST_CRASHES = "a host loses its power"
@@ -397,6 +398,7 @@ class ControllerCrash:
 DURATIONS: Mapping[IncidentKind, tuple[float, float]] = {
     IncidentKind.CLUSTER_AWAY: (2.0, 150.0),
     IncidentKind.CLUSTER_RESTARTS: (1.0, 10.0),
+    IncidentKind.RESERVED: (5.0, 200.0),
     IncidentKind.HOST_AWAY: (2.0, 300.0),
     IncidentKind.HOST_FENCED: (20.0, 200.0),
     IncidentKind.HOST_CRASHES: (20.0, 600.0),

@@ -414,6 +414,7 @@ MEANS: dict[IncidentKind, tuple[float, ...]] = {
     IncidentKind.CLUSTER_AWAY: (0.0, 0.0, 30.0, 100.0),
     IncidentKind.CLUSTER_RESTARTS: (0.0, 0.0, 30.0),
     IncidentKind.RECONFIGURED: (0.0, 0.0, 30.0),
+    IncidentKind.RESERVED: (0.0, 0.0, 100.0),
     IncidentKind.HOST_AWAY: (0.0, 0.0, 30.0, 60.0),
     IncidentKind.HOST_FENCED: (0.0, 0.0, 60.0),
     IncidentKind.TEMPLATE_DELETED: (0.0, 0.0, 10.0),

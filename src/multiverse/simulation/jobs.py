@@ -161,7 +161,8 @@ class JobRecord:
 
 @dataclass(eq=False)
 class NodeRecord:
-    """A dynamic node. `silent` is when its daemon stopped answering, None while the daemon answers."""
+    """A dynamic node. `silent` is when its daemon stopped answering, None while the daemon answers. `planned`:
+    slurmctld shows that backfill plans to use it. `stuck`: it counts a job on it that has left."""
 
     name: str
     features: tuple[str, ...]
@@ -172,7 +173,12 @@ class NodeRecord:
     job: JobRecord | None = None
     silent: float | None = None
     sockets: int = 1
+    drained: bool = False
+    planned: bool = False
+    counted_twice: bool = False
+    stuck: bool = False
 
-    def shown(self) -> Node:
-        state = NodeState.DOWN if self.down else NodeState.BUSY if self.job else NodeState.IDLE
-        return Node(self.name, state, self.features, self.reason)
+    def shown(self, *, reserved: bool = False) -> Node:
+        busy = NodeState.BUSY if self.job or self.stuck else NodeState.IDLE
+        state = NodeState.DOWN if self.down else NodeState.DRAINED if self.drained else busy
+        return Node(self.name, state, self.features, self.reason, reserved)

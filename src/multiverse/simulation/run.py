@@ -274,7 +274,12 @@ class _Simulation:
         match incident.kind:
             case IncidentKind.VM_DIES | IncidentKind.GUEST_FLOODS | IncidentKind.REGISTERS_AGAIN:
                 self._apply_to_vm(incident)
-            case IncidentKind.CLUSTER_AWAY | IncidentKind.CLUSTER_RESTARTS | IncidentKind.RECONFIGURED:
+            case (
+                IncidentKind.CLUSTER_AWAY
+                | IncidentKind.CLUSTER_RESTARTS
+                | IncidentKind.RECONFIGURED
+                | IncidentKind.RESERVED
+            ):
                 await self._apply_to_cluster(incident)
             case IncidentKind.HOST_AWAY | IncidentKind.HOST_FENCED:
                 await self._apply_to_host(self.world.host(incident.pick), incident)
@@ -341,6 +346,11 @@ class _Simulation:
 
     async def _apply_to_cluster(self, incident: Incident) -> None:
         cluster = self.world.cluster
+        if incident.kind is IncidentKind.RESERVED:
+            delay = (0.0, 20.0, 120.0)[int(incident.pick * 1000) % 3]
+            self._log(f"incident: {incident.kind} for {incident.seconds:.1f} s, in {delay:g} s")
+            cluster.reserve("maintenance", delay, incident.seconds)
+            return
         if incident.kind is IncidentKind.RECONFIGURED:
             await cluster.answers()
             self._log(f"incident: {incident.kind}")
@@ -350,7 +360,7 @@ class _Simulation:
         cluster.go_away()
         await asyncio.sleep(incident.seconds)
         if incident.kind is IncidentKind.CLUSTER_RESTARTS:
-            cluster.reconfigure()
+            cluster.restart()
         cluster.come_back()
 
     async def _apply_to_site(self, host: str, incident: Incident) -> None:

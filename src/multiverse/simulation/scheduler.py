@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from multiverse.config import ImageSettings
-from multiverse.core.errors import Gone, Refused, Stale, Unknown
+from multiverse.core.errors import Gone, NotYet, Refused, Stale, Unknown
 from multiverse.core.model import (
     JobLimits,
     JobRef,
@@ -161,10 +161,10 @@ class SimulatedScheduler(ABC):
 
     async def delete_node(self, node: str) -> None:
         await self._reach()
-        self._delete(node)
+        await self._delete(node)
         await self._reply()
 
-    def _delete(self, node: str) -> None:
+    async def _delete(self, node: str) -> None:
         self._cluster.delete(node)
 
     async def explain(self, jobs: Sequence[JobRef], text: str) -> None:
@@ -239,6 +239,7 @@ class SimulatedSlurm(SimulatedScheduler):
     ) -> None:
         super().__init__(cluster, find_user, rng)
         self._image, self._pilots = image or ImageSettings(), pilots
+        self._drained: dict[str, float] = {}  # nodes that are to be deleted, and since when they are drained
 
     @property
     def offers(self) -> SimulatedSlurm:
@@ -340,9 +341,26 @@ class SimulatedSlurm(SimulatedScheduler):
         self._cluster.withdraw(node)
         await super().delete_node(node)
 
-    def _delete(self, node: str) -> None:
+    async def _delete(self, node: str) -> None:
+        """As `drivers.slurm.delete` does."""
+        if self._may_be_planned(node):
+            if node not in self._drained:
+                self._cluster.drain(node)
+                self._drained[node] = asyncio.get_running_loop().time()
+            raise NotYet(f"backfill may plan to use node {node}")
+        await asyncio.sleep(self._rng.uniform(*self._latencies.request))
+        known = self._cluster.nodes.get(node)
+        if known is not None and known.stuck and not self._cluster.is_reserved():
+            self._cluster.set_down(node, "its VM is gone")
         self._cluster.delete(node)
         self._cluster.forget(node)
+        self._drained.pop(node, None)
+
+    def _may_be_planned(self, node: str) -> bool:
+        known, backfill, since = self._cluster.nodes.get(node), self._cluster.backfill, self._drained.get(node)
+        if known is None or (since is not None and backfill.began > since):
+            return False
+        return backfill.active or known.planned
 
     async def offer(self, node: NodeSpec) -> None:
         self._cluster.offer(OfferedNode(node, *named_by_none(node.image, self._image.default, self._image.kind)))

@@ -28,6 +28,7 @@ from multiverse.core.model import (
     VmCondition,
     VmState,
     World,
+    first_keeping,
 )
 from multiverse.core.policy import Policy
 from multiverse.core.rows import VmsMissing
@@ -371,15 +372,20 @@ def _step_making(state: State, attempt: Attempt, seen: Sighting, world: World, p
         pass  # the row is older than the job's start, and a VM has died since: the scheduler ends or requeues the job
     elif seen.status is not JobStatus.PENDING:
         _quarantine(state, attempt, f"the job is {seen.status} before it was given its nodes")
-    elif not _return_if_changed(state, attempt, seen.shown):
+    elif not _return_if_changed(state, attempt, seen, world):
         blocked = any(may_take_job(state, vm, world) for vm in state.vms_of(attempt))
         _advance_vms(state, attempt, policy, blocked=blocked)
 
 
-def _return_if_changed(state: State, attempt: Attempt, job: Job) -> bool:
-    """Give the job back to the gate if its user holds it or has changed what it asks for."""
+def _return_if_changed(state: State, attempt: Attempt, seen: Sighting, world: World) -> bool:
+    """Give the job back to the gate if its user holds it or has changed what it asks for, or if it cannot start because
+    of a reservation of the scheduler's."""
+    job = seen.shown
+    kept = first_keeping(seen.view.reservations, state.now + world.epoch, job.limit)
     if job.held:
         _return(state, attempt, Event.CHANGED, "the job was held")
+    elif kept:
+        _return(state, attempt, Event.CHANGED, kept.why())
     elif job.request != attempt.request:
         _return(state, attempt, Event.CHANGED, "the job's request was changed")
     return attempt != state.attempts[attempt.id]
@@ -434,7 +440,7 @@ def _step_pinned(state: State, attempt: Attempt, seen: Sighting, world: World, p
             serving = [Change(replace(vm, state=VmState.SERVING), Event.RUNS) for vm in joined]
             state.move(Change(replace(attempt, state=A.ALLOCATED), Event.RUNS), *serving)
         return
-    if _return_if_changed(state, attempt, job):
+    if _return_if_changed(state, attempt, seen, world):
         return
     unusable = next((vm.name for vm in vms if state.offer_of(vm) and seen.view.is_unusable(vm.name)), "")
     if len(vms) < attempt.request.nodes or any(vm.state is VmState.DEAD for vm in vms):

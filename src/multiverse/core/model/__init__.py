@@ -76,6 +76,7 @@ from multiverse.core.model.names import (
     vm_prefix,
 )
 from multiverse.core.model.offer import Offer, OfferState
+from multiverse.core.model.reservation import NodeReservation, first_keeping, first_on
 from multiverse.core.model.sizes import CloneKind, Depth, Placement, Size
 from multiverse.core.model.template import Template, TemplateCondition, TemplateKey, TemplateSeen, TemplateState
 from multiverse.core.model.usage import HostUsage, Load, Usage, VmUsage
@@ -144,6 +145,7 @@ __all__ = [
     "Neighbour",
     "Node",
     "NodeBootstrap",
+    "NodeReservation",
     "NodeSpec",
     "NodeState",
     "NumaNode",
@@ -180,6 +182,8 @@ __all__ = [
     "VmState",
     "VmUsage",
     "World",
+    "first_keeping",
+    "first_on",
     "is_site",
     "lease_name",
     "mac_of",

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 from multiverse.core.model.keys import Key
 from multiverse.core.model.lease import PilotSeen
+from multiverse.core.model.reservation import NodeReservation
 from multiverse.core.model.sizes import CloneKind, Size
 
 V = TypeVar("V")
@@ -184,7 +185,8 @@ class SchedulerView:
 
     `pilots` are all pilot jobs of our site's leases, by the scheduler's id, whatever their partition; those that ended
     may be missing. `leasable` is what a whole node of each partition that may be leased from has at least, in CPUs and
-    MiB. Both are as of the whole observation.
+    MiB. `reservations` are those that keep all nodes of VMs from jobs, or will. All three are as of the whole
+    observation.
     """
 
     jobs: Mapping[str, Job] = field(default_factory=lambda: MappingProxyType({}))
@@ -196,6 +198,7 @@ class SchedulerView:
     nodes_began: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     pilots: Mapping[str, PilotSeen] = field(default_factory=lambda: MappingProxyType({}))
     leasable: Mapping[str, Size] = field(default_factory=lambda: MappingProxyType({}))
+    reservations: tuple[NodeReservation, ...] = ()
 
     def is_unusable(self, node: str) -> bool:
         """Whether the node is known and gets no job."""

@@ -16,7 +16,7 @@ Then the cases, in the order in which `Admission.consider` tries them, for attem
 
  3. The attempt is in its back-off: nothing is decided.
  4. An earlier run of the job may still go on: wait.
- 5. A limit of the scheduler's is used up: wait.
+ 5. A limit of the scheduler's is used up, or a reservation of the scheduler's keeps all nodes: wait.
  6. It would fit only on hosts that are to be drained before it has surely ended: wait.
  7. An earlier job waits for capacity: wait behind it; but start ahead of it if it waits for room, and is not delayed by
     that (`backfill`), and 9 to 13 do not say otherwise.
@@ -130,7 +130,7 @@ class Admission:
         self.inquiries = Inquiries(self.state, context.world)
         self.undecided = False  # about those that come next, until the name service has had its time
         self.reasons = FirstReasons(self.queue)
-        self.alike: dict[tuple[int, frozenset[str]], Waiting] = {}  # what all attempts of a shape, and hosts, wait for
+        self.alike: dict[tuple[object, ...], Waiting] = {}  # what all attempts wait for that have the same `_kin`
         self.others = OthersMemory()
         self._unfit: dict[Request, tuple[str, bool]] = {}
 
@@ -154,7 +154,7 @@ class Admission:
             behind += bool(self.blocked)
             shape = self.queue.shape_of(attempt_id)
             self.context = self.making.context = for_attempt(self.whole, self.state.attempts[attempt_id])
-            if waiting := self.alike.get((shape, self.context.without)):
+            if waiting := self.alike.get(self._kin(attempt_id)):
                 self._wait_alike(rank, attempt_id, waiting)
                 continue
             if self.overtaking is not None and self.overtaking.is_hopeless(attempt_id, shape):
@@ -220,7 +220,7 @@ class Admission:
             self._tell(attempt, why)
         elif attempt.origin and job.gated:
             return  # its own step sends it back to its partition
-        elif why := self._limit_reached(job) or self._waits_for_drained(attempt):  # 5, 6
+        elif why := self._limit_reached(job) or self._kept(job) or self._waits_for_drained(attempt):  # 5, 6
             self._wait(attempt, why)
         elif self.overtaking is not None and not self.overtaking.is_over():  # 7
             self._overtake(attempt, job, self.overtaking)
@@ -244,6 +244,11 @@ class Admission:
         kept = dict(first.uses) if first else {}
         limit = next((limit for limit, count in job.uses if count > self.limits[limit] - kept.get(limit, 0)), "")
         return f"held back by {limit}" if limit else ""
+
+    def _kept(self, job: Job) -> str:
+        """Case 5."""
+        kept = self.context.kept_by(job)
+        return kept.why() if kept else ""
 
     def _waits_for_drained(self, attempt: Attempt) -> str:
         """Case 6."""
@@ -431,8 +436,14 @@ class Admission:
 
     def _wait(self, attempt: Attempt, why: str, paced: Parent | None = None) -> None:
         """All attempts of this shape that come later wait for the same."""
-        self.alike[self.queue.shape_of(attempt.id), self.context.without] = Waiting(why, paced)
+        self.alike[self._kin(attempt.id)] = Waiting(why, paced)
         self._tell(attempt, why)
+
+    def _kin(self, attempt_id: int) -> tuple[object, ...]:
+        """What decides for what an attempt waits, beside its turn: its shape, the hosts that count as closed for it,
+        and the reservation that keeps it."""
+        job = self.queue.job_of(attempt_id)
+        return self.queue.shape_of(attempt_id), self.context.without, self.context.kept_by(job)
 
     def _tell(self, attempt: Attempt, why: str) -> None:
         self.reasons.add(self.queue.job_of(attempt.id).rank, attempt.id, why)

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from multiverse.core.model import OFF_STATES, Attempt, Host, SchedulerView, World
+from multiverse.core.model import (
+    OFF_STATES,
+    Attempt,
+    Host,
+    Job,
+    NodeReservation,
+    SchedulerView,
+    World,
+    first_keeping,
+)
 from multiverse.core.policy import Policy
 from multiverse.core.state import State
 
@@ -79,6 +88,11 @@ class Context:
     def unix(self, monotonic: float) -> float:
         """A monotonic time in Unix time."""
         return monotonic + self.world.epoch
+
+    def kept_by(self, job: Job) -> NodeReservation | None:
+        """The scheduler's reservation because of which a job cannot start now, if there is one."""
+        found = self.scheduler.reservations
+        return first_keeping(found, self.now, job.limit) if found else None
 
     def image_of(self, attempt: Attempt) -> str:
         """The image of the attempt's VMs."""

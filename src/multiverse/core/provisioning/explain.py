@@ -74,7 +74,9 @@ def _waiting(context: Context, attempt: Attempt, now: float) -> Explanation:
         )
         return Explanation("", (f"It has waited for {since}. {seen}.",))
     if not job.eligible:
-        return Explanation("", (f"It has waited for {since}: {_kept_by_slurm(job)}.",))
+        kept = context.kept_by(job)
+        besides = (f"Besides, {kept.why()}.",) if kept else ()
+        return Explanation("", (f"It has waited for {since}: {_kept_by_slurm(job)}.", *besides))
     short = reason_of(attempt, job, state.reasons, now)
     own = short if short not in ("", BEHIND) else _own_obstacle(context, attempt)
     sentences = [f"It has waited for {since}: {own or short or 'it is about to be considered'}."]
@@ -111,6 +113,8 @@ def _own_obstacle(context: Context, attempt: Attempt) -> str:
     state = context.state
     if attempt.id in state.queue.why_unfit:
         return state.queue.why_unfit[attempt.id]
+    if kept := context.kept_by(state.queue.job_of(attempt.id)):
+        return kept.why()
     unexplained = state.vms_in(VmState.ORPHAN, VmState.LOST)
     return why_earlier_run(state, context.world, attempt, {vm.job_id: vm for vm in unexplained if vm.job_id})
 

@@ -16,6 +16,7 @@ from multiverse.core.model import (
     TemplateState,
     Vm,
     VmState,
+    first_on,
 )
 from multiverse.core.policy import Pool
 from multiverse.core.provisioning.capacity import Blockage, room_of
@@ -48,7 +49,8 @@ LAUNCH = 1.0
 
 def reconcile_pools(context: Context, blockage: Blockage) -> None:
     """Bring every pool to its size. Nothing is made while jobs wait for room or for a turn, and nothing is on offer
-    while jobs wait for room. Spares that were taken count towards the most that a pool has, until their jobs come."""
+    while jobs wait for room; neither while a reservation of the scheduler's keeps all nodes. Spares that were taken
+    count towards the most that a pool has, until their jobs come."""
     if context.world.scheduler is None or not context.world.sees_hosts:
         return
     if context.state.closing:
@@ -58,6 +60,7 @@ def reconcile_pools(context: Context, blockage: Blockage) -> None:
         if vm.host in hosts and short_of_memory(hosts[vm.host]):
             release_spare(state, vm, f"host {vm.host} is short of memory")
     unwanted = {vm.id: vm for vm in spares(state)}
+    kept = first_on(context.scheduler.reservations, context.now)
     for pool in context.policy.pools:
         mine = [vm for vm in unwanted.values() if is_of(vm, pool)]
         for vm in mine:
@@ -68,7 +71,7 @@ def reconcile_pools(context: Context, blockage: Blockage) -> None:
             release_spare(state, vm, f"its pool keeps {wanted} now")
         taken = sum(is_of(vm, pool) for vm in awaiting_job(state))
         lacking = min(wanted, pool.most - taken) - len(mine)
-        if not blockage and lacking > 0 and _may_make(context, pool):
+        if not blockage and not kept and lacking > 0 and _may_make(context, pool):
             _refill(context, pool, lacking)
     for vm in unwanted.values():
         release_spare(state, vm, "no pool of the settings wants it")
@@ -76,19 +79,19 @@ def reconcile_pools(context: Context, blockage: Blockage) -> None:
 
 
 def _reconcile_offers(context: Context, blockage: Blockage) -> None:
-    state = context.state
+    state, kept = context.state, first_on(context.scheduler.reservations, context.now)
     for vm in spares(state):
         offer = state.offers.get(vm.id)
         offered = is_offered(vm, context.policy)
         if offer is not None and offer.state is OfferState.OPEN:
-            if blockage is Blockage.ROOM:
-                withdraw(state, offer, "jobs wait for room")
+            if kept or blockage is Blockage.ROOM:
+                withdraw(state, offer, kept.why() if kept else "jobs wait for room")
             elif not offered:
                 withdraw(state, offer, "its pool offers none")
-        elif offer is not None and offer.state is OfferState.CLOSED and offered and not blockage:
+        elif offer is not None and offer.state is OfferState.CLOSED and offered and not blockage and not kept:
             if not _is_another_changing(context, vm):
                 release_spare(state, vm, "it was withdrawn, and nobody took it")  # another is made and offered
-        elif not blockage and may_offer(context, vm):
+        elif not blockage and not kept and may_offer(context, vm):
             open_offer(state, vm)
 
 

@@ -94,7 +94,7 @@ def joined_for(context: Context, attempt: Attempt, promised: Collection[int] = (
         )
 
     def is_idle(vm: Vm) -> bool:
-        return vm.name in nodes and nodes[vm.name].state is NodeState.IDLE
+        return vm.name in nodes and nodes[vm.name].state is NodeState.IDLE and not nodes[vm.name].reserved
 
     def is_late(vm: Vm) -> bool:
         offer = state.offers.get(vm.id)
@@ -211,7 +211,7 @@ def may_offer(context: Context, vm: Vm) -> bool:
     node, and is fit to serve."""
     node = context.scheduler.nodes.get(vm.name)
     fresh = vm.state is VmState.JOINED and context.state.offer_of(vm) is None
-    idle = node is not None and node.state is NodeState.IDLE
+    idle = node is not None and node.state is NodeState.IDLE and not node.reserved
     can = context.scheduler.offers is not None
     return can and fresh and idle and is_offered(vm, context.policy) and fit_to_serve(context, vm)
 

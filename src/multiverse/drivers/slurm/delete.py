@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Mapping
 from multiverse.core.errors import Gone, MultiverseError, NotYet, Refused
 from multiverse.drivers.slurm import parse
 from multiverse.drivers.slurm.command import SlurmCommands
-from multiverse.drivers.slurm.slurmctld import NODE_FORMAT, Backfill, Controller, backfill, node_words
+from multiverse.drivers.slurm.slurmctld import NODE_FORMAT, BackfillState, Slurmctld, backfill, node_words
 
 _BUSY = frozenset(("ALLOCATED", "MIXED", "COMPLETING"))
 _DRAIN = "State=DRAIN", "Reason=multiverse: its VM is gone"
@@ -37,7 +37,7 @@ class NodeDeleter:
 
     def __init__(self, commands: SlurmCommands, reserved: Callable[[str], bool] = _never) -> None:
         """`reserved` says whether a node was in a reservation as of the latest observation."""
-        self._commands, self._controller = commands, Controller(commands)
+        self._commands, self._controller = commands, Slurmctld(commands)
         self._reserved = reserved
         self._waiting: Verdicts = {}
         self._lock = asyncio.Lock()
@@ -107,7 +107,7 @@ class NodeDeleter:
         # Slurm itself refuses to delete a busy node, but a DOWN one.
         return {node for node in batch if "DOWN" in words.get(node, ())}
 
-    async def _is_planned(self, node: str, seen: Backfill, words: Collection[str]) -> bool:
+    async def _is_planned(self, node: str, seen: BackfillState, words: Collection[str]) -> bool:
         since = self._drained.get(node)
         if since is not None and seen.began > since:
             return False
@@ -129,9 +129,7 @@ class NodeDeleter:
 
     async def _words(self, nodes: Collection[str]) -> Mapping[str, frozenset[str]]:
         """The words of the nodes' states. Nodes that Slurm does not know are missing."""
-        return node_words(
-            await self._commands.run("sinfo", "-h", "-a", "-N", "-n", ",".join(nodes), "-O", NODE_FORMAT)
-        )
+        return node_words(await self._commands.run("sinfo", "-h", "-a", "-N", "-n", ",".join(nodes), "-O", NODE_FORMAT))
 
     # --- what Slurm takes for busy -------------------------------------------------------------------
 

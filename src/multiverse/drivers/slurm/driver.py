@@ -164,7 +164,9 @@ class SlurmScheduler:
     async def observe(self) -> SchedulerView:
         """See `ports.Scheduler`."""
         seen = self._renew()
-        (jobs, nodes, limits), (pilots, leasable) = await asyncio.gather(self._reader.whole(), self._pilots.read())
+        (jobs, nodes, limits), (pilots, leasable), reservations = await asyncio.gather(
+            self._reader.whole(), self._pilots.read(), self._reader.reservations()
+        )
         await self._gate.tend(taken_over=not any(_is_outside(job) for job in jobs.values()))
         self._renew_offers()
         return SchedulerView(
@@ -175,6 +177,7 @@ class SlurmScheduler:
             takers=seen.takers,
             pilots=pilots,
             leasable=leasable,
+            reservations=reservations,
         )
 
     async def read(
@@ -191,7 +194,8 @@ class SlurmScheduler:
         return self._offer_files.observe()
 
     def _renew_offers(self) -> None:
-        idle = [name for name, node in self._reader.nodes.items() if node.state is NodeState.IDLE]
+        nodes = self._reader.nodes.items()
+        idle = [name for name, node in nodes if node.state is NodeState.IDLE and not node.reserved]
         self._offer_files.renew(idle)
 
     async def _reread(self, job: JobRef) -> CurrentJob:

@@ -55,10 +55,21 @@ _STATES = {
 }
 ENDED_WORDS = frozenset(word for word, state in _STATES.items() if state is JobState.ENDED)
 # Reasons of jobs that may get VMs: they wait for their turn, or Slurm has not checked them yet, or, with an earlier
-# release, for the gate's nodes. With BeginTime the begin time itself decides. Any other reason is a dependency, a hold,
-# a closed partition or a limit that is not counted here: such a job waits, because its VM would be idle.
+# release, for the gate's nodes. With BeginTime the begin time itself decides, with Reservation the reservations. Any
+# other reason is a dependency, a hold, a closed partition or a limit that is not counted here: such a job waits,
+# because its VM would be idle.
 _FREE_REASONS = frozenset(
-    ["None", "Priority", "Resources", "ReqNodeNotAvail", "NodeDown", "PartitionConfig", "BadConstraints", "BeginTime"]
+    [
+        "None",
+        "Priority",
+        "Resources",
+        "ReqNodeNotAvail",
+        "NodeDown",
+        "PartitionConfig",
+        "BadConstraints",
+        "BeginTime",
+        "Reservation",
+    ]
 ) | {""}
 _GATE_REASONS = _FREE_REASONS | {"Licenses"}
 """The same of jobs at the gate, which wait for the gate's licence. What they ask for of other licences is counted."""

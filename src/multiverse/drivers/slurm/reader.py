@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from multiverse.config import Settings
 from multiverse.core.errors import Gone, Refused
-from multiverse.core.model import Job, JobState, Node, SchedulerPart
+from multiverse.core.model import Job, JobState, Node, NodeReservation, SchedulerPart
 from multiverse.drivers.slurm import bootstrap as node_bootstrap
 from multiverse.drivers.slurm import conf, gate, parse
 from multiverse.drivers.slurm.command import SlurmCommands
@@ -22,6 +22,7 @@ from multiverse.drivers.slurm.details import DetailReader
 from multiverse.drivers.slurm.jobs import JobRow, JobTable
 from multiverse.drivers.slurm.limits import AccountingLimits, arrays_left
 from multiverse.drivers.slurm.nodes import FORMAT, NodeTable
+from multiverse.drivers.slurm.slurmctld import reservations
 from multiverse.drivers.slurm.table import JobColumns
 from multiverse.drivers.slurm.time_limits import time_limits
 
@@ -54,6 +55,11 @@ class SlurmReader:
         self._nodes_took = 0.0
         self._read_at: dict[int | str, float] = {}  # when each user and base was read alone last
         self._nameless: set[int] = set()  # users whom squeue cannot name, since the last whole load
+
+    async def reservations(self) -> tuple[NodeReservation, ...]:
+        """Those that keep all nodes of VMs from jobs, or will."""
+        text = await self._commands.run("scontrol", "-o", "show", "reservation")
+        return reservations(text, (self._slurm.partition,))
 
     @property
     def nodes(self) -> Mapping[str, Node]:

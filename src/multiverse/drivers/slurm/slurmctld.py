@@ -1,12 +1,14 @@
-"""What slurmctld says of itself: its release, its reservations' and backfill's state. Pure, but for `Controller`."""
+"""What slurmctld says of itself: its release, reservations, and the state of backfill. Pure, but for `Slurmctld`."""
 
 from __future__ import annotations
 
 import re
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from multiverse.core.errors import Unknown
+from multiverse.core.model import NodeReservation
 from multiverse.drivers.slurm import parse
 from multiverse.drivers.slurm.command import SlurmCommands
 from multiverse.drivers.slurm.requirements import Version
@@ -40,7 +42,7 @@ def deletions(config: str) -> Deletions:
     return Deletions(release < _CRASHES_BEFORE or release == _CRASHES, max(_SHORTEST_PATIENCE, 10 * seconds))
 
 
-class Controller:
+class Slurmctld:
     """Asks slurmctld about itself, and remembers the answer for a while."""
 
     def __init__(self, commands: SlurmCommands) -> None:
@@ -55,7 +57,7 @@ class Controller:
 
 
 @dataclass(frozen=True, slots=True)
-class Backfill:
+class BackfillState:
     """The state of slurmctld's backfill: at `now`, whether a cycle is under way, and when the last one began that had
     jobs to look at, this one included. Unix time by slurmctld's clock, whole seconds."""
 
@@ -64,14 +66,40 @@ class Backfill:
     began: int
 
 
-def backfill(sdiag: str) -> Backfill:
+def backfill(sdiag: str) -> BackfillState:
     """From sdiag's text. Raises `Unknown` for any other."""
     now = re.search(r"^sdiag output at .*\((\d+)\)$", sdiag, re.MULTILINE)
     title = re.search(r"^Backfilling stats(.*)$", sdiag, re.MULTILINE)
     began = re.search(r"Last cycle when: (?:N/A|.*\((\d+)\))$", sdiag, re.MULTILINE)
     if now is None or title is None or began is None:
         raise Unknown("cannot understand what sdiag prints", hint="report scontrol --version")
-    return Backfill(int(now[1]), "in the middle" in title[1], int(began[1] or 0))
+    return BackfillState(int(now[1]), "in the middle" in title[1], int(began[1] or 0))
+
+
+def reservations(text: str, partitions: Collection[str]) -> tuple[NodeReservation, ...]:
+    """The reservations that keep all nodes of VMs from jobs, of what `scontrol -o show reservation` prints with times
+    in Unix seconds. Raises `Unknown` for any other text.
+
+    A dynamic node joins a reservation with the flag ALL_NODES (Nodes=ALL), and one of all nodes of its partition. A
+    node that is named is there already, so it is no VM of a job that waits. A reservation of licences has no nodes.
+    Slurm lets jobs into a MAGNETIC reservation that do not ask for it.
+    """
+    lines = text.splitlines()
+    if not all(line.startswith("ReservationName=") for line in lines) and not text.startswith("No reservations"):
+        raise Unknown("cannot understand Slurm's reservations", hint="see scontrol show reservation")
+    found = []
+    for line in lines if lines and lines[0].startswith("ReservationName=") else ():
+        fields: dict[str, str] = {}
+        for key, value in re.findall(r"(\w+)=(\S*)", line):
+            fields.setdefault(key, value)
+        flags = set(fields.get("Flags", "").split(","))
+        everywhere = "ALL_NODES" in flags or ("PART_NODES" in flags and fields.get("PartitionName") in partitions)
+        times = [fields.get(key, "") for key in ("StartTime", "EndTime")]
+        if not all(time.isdecimal() for time in times):
+            raise Unknown("a reservation of Slurm has no times", hint="see scontrol show reservation")
+        if everywhere and not flags & {"LICENSE_ONLY", "ANY_NODES", "MAGNETIC"}:
+            found.append(NodeReservation(fields["ReservationName"], *map(float, times)))
+    return tuple(found)
 
 
 NODE_FORMAT = "NodeList:0|,StateComplete:0|"
