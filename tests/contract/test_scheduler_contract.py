@@ -15,7 +15,7 @@ from random import Random
 
 import pytest
 
-from multiverse.core.errors import Gone, Refused, Stale, Unknown
+from multiverse.core.errors import Gone, NotYet, Refused, Stale, Unknown
 from multiverse.core.model import (
     Attempt,
     AttemptState,
@@ -112,6 +112,18 @@ class Harness(ABC):
         """Within this context the scheduler does not answer, or does not run if `gone`; calls fail within seconds."""
 
     @abstractmethod
+    async def reserve(self) -> None:
+        """Reserve all nodes for maintenance, from now on, for ten minutes, as `maintenance`."""
+
+    @abstractmethod
+    async def open_again(self) -> None:
+        """End that reservation, as an operator."""
+
+    @abstractmethod
+    async def reconfigure(self) -> None:
+        """Let the scheduler read its configuration again."""
+
+    @abstractmethod
     def forgetting(self) -> AbstractAsyncContextManager[None]:
         """After this context the scheduler has forgotten the jobs that were queued within it, and uses their ids
         again."""
@@ -194,6 +206,16 @@ class Harness(ABC):
             if part.job_ids >= jobs.keys() and part.users >= set(users):
                 return part
         raise AssertionError(f"never read: {jobs}, {users}")
+
+    async def delete(self, node: str) -> None:
+        """Delete a node, as soon as the scheduler lets it."""
+        for _ in range(int(self.patience / 0.2)):
+            try:
+                await self.scheduler.delete_node(node)
+                return
+            except NotYet:
+                await asyncio.sleep(0.2)
+        raise AssertionError(f"node {node} was never deleted")
 
     async def pin(self, ref: JobRef, tag: str, text: str = "") -> None:
         """Pin a job to all nodes that joined with this tag."""
@@ -366,7 +388,7 @@ async def deleting_a_missing_node_succeeds(h: Harness) -> None:
     await h.scheduler.set_down(name, "test")
     assert (await h.scheduler.observe()).nodes[name].is_unusable
     for _ in range(2):
-        await h.scheduler.delete_node(name)
+        await h.delete(name)
         assert name not in (await h.scheduler.observe()).nodes
     await h.scheduler.set_down(name, "test")
 
@@ -379,7 +401,7 @@ async def a_node_that_is_set_down_loses_its_job(h: Harness) -> None:
     await h.scheduler.unpin(back.ref)
     back = await h.job(job.ref.job_id)
     assert back.gated and back.eligible
-    await h.scheduler.delete_node(name)
+    await h.delete(name)
 
 
 async def a_line_is_left_for_the_user(h: Harness) -> None:
@@ -468,7 +490,7 @@ async def an_offer_is_taken_by_one_job_as_it_is_submitted(h: Harness) -> None:
     await h.pin(job.ref, vm.feature, "it took a spare")
     view = await h.view(lambda view: _over(view, job.ref) and view.nodes[vm.name].state is NodeState.IDLE)
     assert view.jobs.get(job.ref.job_id) is None or view.jobs[job.ref.job_id].result == "COMPLETED"
-    await h.scheduler.delete_node(vm.name)
+    await h.delete(vm.name)
     assert vm.name not in (await h.scheduler.observe()).offers
 
 
@@ -553,7 +575,7 @@ async def a_part_shows_a_job_from_its_start_to_its_end(h: Harness) -> None:
     assert name in part.node_names and part.nodes[name].state is NodeState.BUSY
     await h.scheduler.set_down(name, "its VM was lost")
     await h.job(job.ref.job_id, lambda job: job.state is JobState.PENDING)
-    await h.scheduler.delete_node(name)
+    await h.delete(name)
     for uid in (None, h.uid):
         part = await h.read({job.ref.job_id: uid}, (), [name])
         assert name in part.node_names and name not in part.nodes
@@ -619,7 +641,7 @@ class Simulated(Harness):
     uid = 1000
 
     def __init__(self, seed: int, pair: Pair) -> None:
-        cluster = ClusterSettings(last_id=1)  # all ids are used again
+        cluster = ClusterSettings(last_id=1, bf_cycle=(0.0, 0.0))  # all ids are used again
         self.world = SimulatedWorld(seed, WorldSettings(cluster=cluster, pair=pair))
         self.scheduler = self.world.scheduler(Random(seed))
         self.hypervisor = SimulatedHosts(self.world.machines, Random(seed))
@@ -670,6 +692,15 @@ class Simulated(Harness):
         self.world.cluster.go_away()
         yield
         self.world.cluster.come_back()
+
+    async def reserve(self) -> None:
+        self.world.cluster.reserve("maintenance", 0.0, 600.0)
+
+    async def open_again(self) -> None:
+        self.world.cluster.reservation = None
+
+    async def reconfigure(self) -> None:
+        self.world.cluster.reconfigure()
 
     @asynccontextmanager
     async def forgetting(self) -> AsyncIterator[None]:

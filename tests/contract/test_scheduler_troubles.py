@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 from tests.contract.test_scheduler_contract import PAIRS, Check, Harness, Simulated, later, next_run
 
-from multiverse.core.errors import Gone, MultiverseError, Refused, Stale, Unknown
+from multiverse.core.errors import Gone, MultiverseError, NotYet, Refused, Stale, Unknown
 from multiverse.core.model import Job, JobRef, JobState, NodeState
 from multiverse.simulation.loop import run
 from multiverse.simulation.world import Pair
@@ -116,7 +116,7 @@ async def a_node_is_deleted_whatever_replies_are_lost(h: Harness) -> None:
         await h.scheduler.set_down(name, "test")
         assert (await h.scheduler.observe()).nodes[name].is_unusable
         await cut(h.scheduler.delete_node(name), after)
-        await h.scheduler.delete_node(name)
+        await h.delete(name)
         assert name not in (await h.scheduler.observe()).nodes
 
 
@@ -246,7 +246,7 @@ async def an_ended_job_is_not_changed(h: Harness) -> None:
     await h.scheduler.revoke(job.ref, "it has ended as revoked would")
     assert (await h.job(job.ref.job_id)).state is JobState.ENDED
     await h.view(lambda view: view.nodes[name].state is NodeState.IDLE)
-    await h.scheduler.delete_node(name)
+    await h.delete(name)
 
 
 async def a_completing_job_is_not_changed_and_keeps_its_node(h: Harness) -> None:
@@ -275,7 +275,7 @@ async def a_node_that_was_set_down_is_not_deleted_under_its_job(h: Harness) -> N
         seen = (await h.scheduler.observe()).jobs[job.ref.job_id]
         try:
             await h.scheduler.delete_node(name)
-        except Refused:
+        except (Refused, NotYet):
             await asyncio.sleep(0.1)
         else:
             break
@@ -290,6 +290,43 @@ async def a_node_that_was_set_down_stays_down(h: Harness) -> None:
     for _ in range(5):
         assert (await h.scheduler.observe()).nodes[name].is_unusable
         await asyncio.sleep(0.3)
+
+
+async def a_node_is_deleted_though_its_job_was_counted_twice(h: Harness) -> None:
+    """After `scontrol reconfigure` slurmctld 22.05 counts the jobs on dynamic nodes once more (read_config.c,
+    _sync_nodes_to_active_job), and takes a node for busy that its job has left."""
+    job, name = await h.running()
+    await h.reconfigure()
+    await h.cancel(job.ref.job_id)
+    await h.job(job.ref.job_id, lambda job: job.state is JobState.ENDED)
+    await h.delete(name)
+    assert name not in (await h.scheduler.observe()).nodes
+
+
+async def a_reservation_of_all_nodes_is_shown_and_keeps_jobs_and_nodes(h: Harness) -> None:
+    """Nodes that join later belong to it, too, and a job that could start waits."""
+    await h.reserve()
+    try:
+        job = await h.job(await h.submit())
+        name, feature = await h.node(job)
+        view = await h.view(lambda view: view.nodes[name].reserved)
+        assert [one.name for one in view.reservations] == ["maintenance"]
+        kept = view.reservations[0]
+        assert 0 < kept.ends - kept.begins <= 600
+        assert kept.is_on(kept.begins) and not kept.is_on(kept.ends)
+        await h.pin(job.ref, feature)
+        for _ in range(3):
+            await asyncio.sleep(1.0)
+            assert (await h.job(job.ref.job_id)).state is JobState.PENDING
+        await h.scheduler.unpin(job.ref)
+        assert (await h.job(job.ref.job_id)).eligible, "whether it is to have a VM is the planner's decision"
+        with pytest.raises(NotYet):
+            await h.scheduler.delete_node(name)
+    finally:
+        await h.open_again()
+    await h.view(lambda view: not view.reservations and not view.nodes[name].reserved)
+    await h.delete(name)
+    assert name not in (await h.scheduler.observe()).nodes
 
 
 # --- what users do meanwhile -----------------------------------------------------------------------
@@ -345,7 +382,7 @@ async def a_job_whose_node_was_deleted_returns_to_the_gate(h: Harness) -> None:
     """The job may become BadConstraints, with priority 0, which is not a hold."""
     job, name, feature = await waiting_on_a_node(h)
     await h.pin(job.ref, feature)
-    await h.scheduler.delete_node(name)
+    await h.delete(name)
     for _ in range(15):
         seen = await h.job(job.ref.job_id)
         assert seen.pinned == feature and not seen.held
@@ -438,7 +475,7 @@ async def unknown_and_repeated(h: Harness, *, gone: bool) -> None:
         assert (await h.scheduler.user(h.uid)).uid == h.uid
     # The calls may have been executed or not: the node may be DOWN already, and its job requeued.
     await h.scheduler.set_down(node, "test")
-    await h.scheduler.delete_node(name)
+    await h.delete(name)
     view = await h.view(lambda view: name not in view.nodes and view.nodes[node].is_unusable)
     assert view.jobs[job.ref.job_id].ref == job.ref and view.jobs[job.ref.job_id].state is JobState.PENDING
     back = await h.job(other.ref.job_id, lambda job: job.state is JobState.PENDING)
@@ -473,6 +510,8 @@ TROUBLES: tuple[Check, ...] = (
     a_completing_job_is_not_changed_and_keeps_its_node,
     a_node_that_was_set_down_is_not_deleted_under_its_job,
     a_node_that_was_set_down_stays_down,
+    a_node_is_deleted_though_its_job_was_counted_twice,
+    a_reservation_of_all_nodes_is_shown_and_keeps_jobs_and_nodes,
     a_hold_is_kept_on_the_way_back_to_the_gate,
     a_suspended_job_is_requeued_or_goes_on,
     a_pinned_job_is_cancelled,
@@ -493,5 +532,6 @@ def test_simulated(check: Check, pair: Pair, seed: int) -> None:
         harness = Simulated(seed, pair)
         await check(harness)
         assert not harness.world.machines.violations
+        assert not [one for one in harness.world.cluster.violations if "crashes" in one]
 
     run(main(), seed)

@@ -116,6 +116,16 @@ class RealSlurm(Harness):
         finally:
             await lifecycle.up(self.lab.where, LabOptions(), controller=False)
 
+    async def reserve(self) -> None:
+        options = ("nodes=ALL", "users=root", "flags=maint,ignore_jobs", "starttime=now", "duration=10")
+        await self._run("scontrol", "create", "reservation", "reservationname=maintenance", *options)
+
+    async def open_again(self) -> None:
+        await self._run("scontrol", "delete", "reservationname=maintenance")
+
+    async def reconfigure(self) -> None:
+        await self._run("scontrol", "reconfigure")
+
     @asynccontextmanager
     async def forgetting(self) -> AsyncIterator[None]:
         """Restore slurmctld's state from a copy."""

@@ -15,6 +15,7 @@ from multiverse.core.model import (
     JobState,
     Key,
     Node,
+    NodeReservation,
     NodeState,
     Observation,
     Request,
@@ -87,6 +88,7 @@ class PlannerHarness:
         self.unknown_since = 0.0
         self.refused: dict[Key, str] = {}
         self.offers: dict[str, bool] | None = {}
+        self.reservations: tuple[NodeReservation, ...] = ()
         self.world = World()
         self.state = State(self.store.rows(), TABLES)
 
@@ -135,7 +137,8 @@ class PlannerHarness:
         now = self.clock.time
         latest = Seen(HypervisorView(dict(self.hosts), dict(self.vms), dict(self.templates)), now)
         offers = None if self.offers is None else dict(self.offers)
-        scheduler = SchedulerView(dict(self.jobs), dict(self.nodes), offers=offers)
+        nodes, reservations = dict(self.nodes), self.reservations
+        scheduler = SchedulerView(dict(self.jobs), nodes, offers=offers, reservations=reservations)
         self.world = World(
             scheduler=Seen(scheduler, now) if self.scheduler_known else None,
             sources={
@@ -188,6 +191,12 @@ class PlannerHarness:
     def reasons(self) -> dict[str, str]:
         """Why jobs wait, as far as they are told."""
         return {self.state.attempts[id_].job.job_id: why for id_, why in self.state.reasons.items()}
+
+    def reserve(self, begins: float = 0.0, seconds: float = 600.0) -> NodeReservation:
+        """Show a reservation of all nodes that begins so many seconds from now."""
+        at = self.clock.wall() + begins
+        self.reservations = (NodeReservation("maintenance", at, at + seconds),)
+        return self.reservations[0]
 
     # --- the way of a job ---------------------------------------------------------------------------
 

@@ -479,7 +479,7 @@ def test_a_vm_is_gone_when_both_sides_show_neither_vm_nor_node_after_its_destruc
     harness.ended(vm.key)
     harness.node(vm.name)
     harness.run()
-    assert states(harness) == ["releasing"], "the scheduler still shows its node"
+    assert states(harness) == ["deleting"], "the scheduler still shows its node"
     harness.nodes.clear()
     harness.run()
     assert states(harness) == ["gone"] and harness.attempt().state is A.CANCELLED

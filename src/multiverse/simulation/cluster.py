@@ -144,6 +144,7 @@ class Cluster:
     """slurmctld and its queue. `up` is whether slurmctld answers."""
 
     separator = "_"  # between the id of an array and the number of a task
+    counts_twice = True  # jobs on nodes, as it reads its configuration again: so does 22.05
 
     def __init__(self, rng: Random, settings: ClusterSettings) -> None:
         self.settings = settings
@@ -374,7 +375,7 @@ class Cluster:
         """slurmctld reads its configuration again, as at its start, and checks the features of every pending job."""
         self._check_features()
         for node in self.nodes.values():
-            node.counted_twice |= node.job is not None  # 22.05 counts the jobs on dynamic nodes once more
+            node.counted_twice |= self.counts_twice and node.job is not None
 
     def restart(self) -> None:
         """slurmctld has ended, and starts."""

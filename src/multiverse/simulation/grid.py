@@ -21,6 +21,7 @@ class GridCluster(Cluster):
     """The qmaster and its queue."""
 
     separator = "."
+    counts_twice = False
 
     def _is_unsatisfiable(self, job: JobRecord) -> bool:
         return False  # a job that names hosts which do not exist just stays pending
