@@ -48,7 +48,7 @@ def test_a_maintenance_reservation_costs_no_job_a_vm_and_no_node_crashes_slurmct
     waiting = [lab.sbatch("true", "--time=5", "--output=/dev/null") for _ in range(2)]
     told = until("the user is told", lambda: "maintenance" in (text := admin_comment(lab, waiting[0])) and text)
     assert "reservation maintenance keeps all nodes" in told
-    assert "reservation maintenance keeps all nodes" in " ".join(client.explain(waiting[1])["sentences"])
+    assert "reservation maintenance keeps all nodes" in client.explain(waiting[1])["jobs"][0]["text"]
     assert [each["name"] for each in client.vms()] == [vm] and latest(client, first)["state"] == "allocated"
 
     lab.run("scancel", first, user=lab.user)

@@ -103,6 +103,8 @@ class SimulatedBackfill:
     def restart(self) -> None:
         """slurmctld was restarted. What nodes are shown as it takes from its saved state, but not the plans."""
         self._planned.clear()
+        if self.active:
+            self._wait()
         self.active = False
         self._starts += 1
 
@@ -122,10 +124,10 @@ class SimulatedBackfill:
         starts = self._starts
         end = lambda: self._end() if starts == self._starts else None  # noqa: E731
         self._loop.call_later(self._rng.uniform(*self._cluster.settings.bf_cycle), end)
-        self._wait()
 
     def _end(self) -> None:
         self._check()
+        self._wait()
         self.active = False
         for name in sorted(self._planned & self._cluster.nodes.keys()):
             node = self._cluster.nodes[name]
