@@ -58,7 +58,7 @@ class SlurmReader:
 
     async def reservations(self) -> tuple[NodeReservation, ...]:
         """Those that keep all nodes of VMs from jobs, or will."""
-        text = await self._commands.run("scontrol", "-o", "show", "reservation")
+        text = await self._commands.run("scontrol", "show", "reservation", "--oneliner")
         return reservations(text, (self._slurm.partition,))
 
     @property

@@ -77,8 +77,8 @@ def backfill(sdiag: str) -> BackfillState:
 
 
 def reservations(text: str, partitions: Collection[str]) -> tuple[NodeReservation, ...]:
-    """The reservations that keep all nodes of VMs from jobs, of what `scontrol -o show reservation` prints with times
-    in Unix seconds. Raises `Unknown` for any other text.
+    """The reservations that keep all nodes of VMs from jobs, of what `scontrol show reservation --oneliner` prints with
+    times in Unix seconds. Raises `Unknown` for any other text.
 
     A dynamic node joins a reservation with the flag ALL_NODES (Nodes=ALL), and one of all nodes of its partition. A
     node that is named is there already, so it is no VM of a job that waits. A reservation of licences has no nodes.
