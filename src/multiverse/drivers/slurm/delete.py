@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Mapping
 from multiverse.core.errors import Gone, MultiverseError, NotYet, Refused
 from multiverse.drivers.slurm import parse
 from multiverse.drivers.slurm.command import SlurmCommands
-from multiverse.drivers.slurm.slurmctld import NODE_FORMAT, BackfillState, Slurmctld, backfill, node_words
+from multiverse.drivers.slurm.slurmctld import NODE_FORMAT, BackfillState, DeletionRules, backfill, node_words
 
 _BUSY = frozenset(("ALLOCATED", "MIXED", "COMPLETING"))
 _DRAIN = "State=DRAIN", "Reason=multiverse: its VM is gone"
@@ -37,7 +37,7 @@ class NodeDeleter:
 
     def __init__(self, commands: SlurmCommands, reserved: Callable[[str], bool] = _never) -> None:
         """`reserved` says whether a node was in a reservation as of the latest observation."""
-        self._commands, self._controller = commands, Slurmctld(commands)
+        self._commands, self._rules = commands, DeletionRules(commands)
         self._reserved = reserved
         self._waiting: Verdicts = {}
         self._lock = asyncio.Lock()
@@ -58,7 +58,7 @@ class NodeDeleter:
         await asyncio.shield(verdict)  # other callers may wait for the same node
 
     async def _delete_all(self, batch: Verdicts) -> None:
-        if (await self._controller.deletions()).planned_crash:
+        if (await self._rules.deletions()).planned_crash:
             may_have_jobs = await self._keep_planned(batch)
         else:
             may_have_jobs = set(batch)
@@ -113,7 +113,7 @@ class NodeDeleter:
             return False
         if seen.active:
             return True
-        patience = (await self._controller.deletions()).patience
+        patience = (await self._rules.deletions()).patience
         return "PLANNED" in words and (since is None or seen.now - since <= patience)
 
     async def _drain(self, nodes: Collection[str]) -> None:

@@ -1,4 +1,4 @@
-"""What slurmctld says of itself: its release, reservations, and the state of backfill. Pure, but for `Slurmctld`."""
+"""What slurmctld says of itself: its release, reservations, and the state of backfill. Pure, but for `DeletionRules`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def deletions(config: str) -> Deletions:
     return Deletions(release < _CRASHES_BEFORE or release == _CRASHES, max(_SHORTEST_PATIENCE, 10 * seconds))
 
 
-class Slurmctld:
+class DeletionRules:
     """Asks slurmctld about itself, and remembers the answer for a while."""
 
     def __init__(self, commands: SlurmCommands) -> None:
