@@ -134,7 +134,7 @@ def slurm() -> Slurm:
 
 def deleter(slurm: Slurm, *reserved: str) -> NodeDeleter:
     commands = SlurmCommands(SlurmSettings(), {}, slurm.execute)
-    return NodeDeleter(commands, ("vm", "vmrun"), lambda name: name in reserved)
+    return NodeDeleter(commands, lambda name: name in reserved)
 
 
 async def test_a_node_that_nothing_plans_to_use_is_deleted_at_once_with_two_questions(slurm: Slurm) -> None:

@@ -1,4 +1,4 @@
-"""What slurmctld says of itself: its release, reservations, and the state of backfill. Pure, but for `DeletionRules`."""
+"""What slurmctld says of itself: its release, its reservations, and the state of backfill."""
 
 from __future__ import annotations
 
