@@ -234,9 +234,12 @@ class RecordingScheduler:
     async def observe(self) -> SchedulerView:
         return await self._trace.observe("scheduler.observe", self._inner.observe(), self._trace.scheduler_view)
 
-    async def pin(self, job: JobRef, tag: str, nodes: Sequence[str], text: str = "") -> None:
-        pinning = self._inner.pin(job, tag, nodes, text)
-        await self._trace.call("scheduler.pin", pinning, job=_ref(job), feature=tag, text=text)
+    async def pin(self, job: JobRef, tag: str, nodes: Sequence[str], text: str = "", *, at_once: bool = False) -> None:
+        pinning = self._inner.pin(job, tag, nodes, text, at_once=at_once)
+        await self._trace.call("scheduler.pin", pinning, job=_ref(job), feature=tag, text=text, at_once=at_once)
+
+    async def hold(self, job: JobRef, reason: str) -> None:
+        await self._trace.call("scheduler.hold", self._inner.hold(job, reason), job=_ref(job), reason=reason)
 
     async def unpin(self, job: JobRef) -> None:
         await self._trace.call("scheduler.unpin", self._inner.unpin(job), job=_ref(job))

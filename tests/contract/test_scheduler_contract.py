@@ -217,9 +217,9 @@ class Harness(ABC):
                 await asyncio.sleep(0.2)
         raise AssertionError(f"node {node} was never deleted")
 
-    async def pin(self, ref: JobRef, tag: str, text: str = "") -> None:
+    async def pin(self, ref: JobRef, tag: str, text: str = "", *, at_once: bool = False) -> None:
         """Pin a job to all nodes that joined with this tag."""
-        await self.scheduler.pin(ref, tag, self.tagged.get(tag, ()), text)
+        await self.scheduler.pin(ref, tag, self.tagged.get(tag, ()), text, at_once=at_once)
 
     def _vm(self) -> Vm:
         self.used += 1

@@ -92,7 +92,7 @@ async def a_requeue_whose_reply_was_lost_is_executed_once(h: Harness) -> None:
         await h.scheduler.unpin(back.ref)
         assert (await still(h, back)).eligible
         _, feature = await h.node(back)  # each run has nodes of its own
-        await h.pin(back.ref, feature)  # in spite of the begin time that Slurm gives to requeued jobs
+        await h.pin(back.ref, feature, at_once=True)  # in spite of the begin time that Slurm gives to requeued jobs
         job = await h.job(job.ref.job_id, lambda job: job.state is JobState.RUNNING)
         assert job.ref == back.ref
 
@@ -226,7 +226,7 @@ async def a_call_to_the_run_before_changes_nothing(h: Harness) -> None:
     assert (await still(h, back)).eligible
     await h.view(lambda view: view.nodes[name].state is NodeState.IDLE)
     _, feature = await h.node(back)  # each run has nodes of its own
-    await h.pin(back.ref, feature)
+    await h.pin(back.ref, feature, at_once=True)
     again = await h.job(job.ref.job_id, lambda job: job.state is JobState.RUNNING)
     for call in calls_of(h, job.ref, feature).values():
         with pytest.raises(Stale):

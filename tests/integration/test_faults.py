@@ -104,6 +104,8 @@ def test_a_controller_killed_at_each_other_end_leaves_nothing(lab: LabUnderTest,
     unserved = lab.sbatch("true", "--cluster-constraint=x", "--output=/dev/null")
     until("it runs", lambda: attempt_is(daemon, again, "allocated") and path.exists())
     lab.run("scontrol", "requeue", again)
+    now = ("scontrol", "update", f"JobId={again}", "StartTime=now")  # without Slurm's delay
+    until("it is queued again", lambda: lab.run(*now, check=False).returncode == 0)
     lab.run("scancel", never)
     until("one is over", lambda: attempt_is(daemon, never, "cancelled"))
     until("one is refused", lambda: attempt_is(daemon, unserved, "revoked"))

@@ -120,6 +120,18 @@ RARE = (
     ("attempt", ("restoring",), "noted", "restoring"),
     ("attempt", ("restoring",), "cancelled", "reclaiming"),
     ("attempt", ("restoring",), "restarted", "reclaiming"),
+    ("attempt", ("nothing",), "submitted", "holding"),
+    *(("attempt", ("holding",), "held", state) for state in ("queued", "ungated", "restoring")),
+    ("attempt", ("holding",), "noted", "holding"),
+    ("attempt", ("holding",), "strayed", "stray"),
+    ("attempt", ("holding",), "impossible", "revoking"),
+    ("attempt", ("holding",), "cancelled", "reclaiming"),
+    ("attempt", ("holding",), "restarted", "reclaiming"),
+    *(
+        ("host", (state,), event, state)
+        for state in ("silent", "fencing", "fenced")
+        for event in ("avoided", "cleared")
+    ),
     ("offer", ("open",), "absent", "ended"),
     ("offer", ("closed", "closing"), "taken", "taken"),
     ("vm", ("retiring", "orphan"), "died", "ending"),
@@ -173,7 +185,7 @@ def test_promises_are_kept_with_faults() -> None:
     assert tables - TESTED_ELSEWHERE - seen == set()
     applied = {tuple(name.split(": ")) for result in results for name in result.faults}
     # Calls so rare that their faults are covered by the scenarios of one kind of fault, and by the contracts.
-    rare = {"scheduler.requeue", "scheduler.exclude", "hypervisor.add_user"}
+    rare = {"scheduler.requeue", "scheduler.hold", "scheduler.exclude", "hypervisor.add_user"}
     assert {call for call, _ in applied} | rare == {f"{port}.{method}" for port, method in CALL_IDS}
     for kind in FaultKind:
         able = {port for port, method in CALL_IDS if possible(port, method, kind)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from dataclasses import replace
 from pathlib import Path
 
 from multiverse.core.machines.tables import TABLES, permitted_effects
@@ -119,6 +120,11 @@ class PlannerHarness:
         seen = TemplateSeen("t", host, image, TemplateCondition.READY, size or self.policy.base)
         self.templates[seen.which] = seen
         return seen.which
+
+    def second_host(self) -> None:
+        """Another host that is like the first, with a template that is ready."""
+        self.hosts["h2"] = replace(self.hosts["h1"], name="h2")
+        self.template(host="h2")
 
     def seen(self, name: str, condition: VmCondition) -> None:
         self.vms[name] = VmSeen(name, "h1", condition)

@@ -801,12 +801,12 @@ def test_all_jobs_behind_one_that_waits_for_room_get_its_reason() -> None:
 
 
 def test_all_jobs_behind_one_that_waits_for_a_turn_get_its_reason() -> None:
-    making = vm(V.STARTING, id=9, attempt=9)
+    making = vm(V.PLANNED, id=9, attempt=9, since=NOW)
     waiting = [queued(number) for number in range(1, 5)]
     noted = notes(
         decided(
             READY,
-            attempt(A.SPAWNING, id=9, job="9"),
+            attempt(A.CLAIMED, id=9, job="9"),
             making,
             *waiting,
             hosts=[host()],

@@ -154,7 +154,7 @@ def test_a_job_that_runs_while_its_attempt_waits_is_requeued_before_it_is_admitt
     built(harness)
     harness.job(eligible=False)
     harness.run()
-    earlier = replace(hand.vm(V.PLANNED, id=9), version=0)
+    earlier = replace(hand.vm(V.PLANNED, id=9), version=0, since=harness.clock.time)
     with harness.store.transaction() as tx:
         tx.apply(Move((Change(earlier, Event.PLANNED),)))
     harness.state = State(harness.rows, TABLES)
@@ -231,6 +231,7 @@ def test_a_job_that_is_completing_when_it_is_first_seen_is_allocated_first() -> 
 
 def test_a_vm_that_fails_is_replaced_before_the_next_observation_of_the_scheduler() -> None:
     harness = PlannerHarness()
+    harness.second_host()
     built(harness)
     harness.job()
     harness.run()
@@ -324,6 +325,7 @@ def test_a_gang_of_two_whose_vms_have_started_is_given_up_when_one_fails() -> No
 
 def test_a_single_vm_that_fails_as_it_starts_is_replaced_and_the_new_one_is_started_too() -> None:
     harness = PlannerHarness()
+    harness.second_host()
     harness.to_spawning()
     harness.run(failed(harness.all_vms()[0], EffectKind.START, Broken("no luck")))
     assert harness.attempt().state is A.SPAWNING
@@ -336,6 +338,7 @@ def test_a_single_vm_that_fails_as_it_starts_is_replaced_and_the_new_one_is_star
 def test_a_job_is_not_pinned_while_it_might_start_on_a_vm_that_was_replaced(shown: NodeState | None) -> None:
     """Both VMs have the attempt's tag, and the start that failed may have succeeded."""
     harness = PlannerHarness()
+    harness.second_host()
     harness.to_spawning()
     harness.commit(failed(harness.all_vms()[0], EffectKind.START, Broken("no luck")))
     old, new = harness.all_vms()
@@ -372,6 +375,7 @@ def test_the_vms_of_an_attempt_are_started_in_the_move_that_finds_them_all_made(
 def test_a_vm_of_whichever_kind_is_best_is_replaced_too() -> None:
     harness = PlannerHarness(replace(POLICY, kind=CloneKind.AUTO))
     harness.hosts["h1"] = replace(harness.hosts["h1"], abilities=frozenset({"instant", "linked"}))
+    harness.second_host()
     harness.to_claimed()
     harness.run(failed(harness.all_vms()[0], EffectKind.CREATE, Broken("no luck")))
     assert [vm.state for vm in harness.all_vms()] == [V.ENDING, V.PLANNED] and not harness.attempt().quarantined

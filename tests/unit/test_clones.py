@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from multiverse.core.changes import mark_changes
-from multiverse.core.errors import Refused
+from multiverse.core.errors import Gone
 from multiverse.core.model import (
     Attempt,
     AttemptState,
@@ -263,7 +263,7 @@ def test_an_attempt_that_lacks_a_vm_waits_while_no_host_is_known() -> None:
     harness = PlannerHarness()
     harness.to_claimed()
     harness.hypervisor_known, harness.unknown_since = False, harness.clock.time
-    harness.run(failed(harness.all_vms()[0], EffectKind.CREATE, Refused("no luck")))
+    harness.run(failed(harness.all_vms()[0], EffectKind.CREATE, Gone("no luck")))
     assert (harness.attempt().state, [vm.state for vm in harness.all_vms()]) == (A.CLAIMED, [V.ENDING])
     harness.hypervisor_known = True
     harness.run()

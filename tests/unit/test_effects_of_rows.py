@@ -34,6 +34,7 @@ EFFECTS: list[tuple[Row, E | None, str]] = [
     (attempt(A.UNGATED, note="wait"), E.GATE, ""),
     (attempt(A.STRAY, note="wait"), E.REQUEUE, ""),
     (attempt(A.RESTORING, origin="batch"), E.RESTORE, ""),
+    (attempt(A.HOLDING, note="its last 10 runs ended"), E.HOLD, "its last 10 runs ended"),
     (attempt(A.CLAIMED, note="wait"), None, ""),
     (attempt(A.SPAWNING, note="wait"), None, ""),
     (attempt(A.SPAWNED, choice="instant on h1"), E.PIN, "instant on h1"),

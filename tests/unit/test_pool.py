@@ -105,7 +105,7 @@ def test_on_a_small_host_the_pool_waits_until_a_job_has_started() -> None:
 
 
 def test_the_pool_rests_after_a_failure() -> None:
-    s = harness(PARKED)
+    s = harness(replace(PARKED, least=1, most=1))
     s.run()
     s.run()
     s.run()
@@ -117,7 +117,7 @@ def test_the_pool_rests_after_a_failure() -> None:
     assert rest == s.clock.time + s.policy.retry_base
     assert not [c for move in moves for c in move.changes if c.event is Event.PLANNED], "not in the same moment"
     s.ended(first.key)
-    s.pass_time(1.0)
+    s.pass_time(s.policy.retry_base + 0.1)  # for which its host is avoided
     s.observe()
     s.world = replace(s.world, forecast=Forecast(rest={"slim": s.clock.time + 1.0}))
     assert not [c for move in s.commit() for c in move.changes if c.event is Event.PLANNED]

@@ -223,8 +223,9 @@ def test_an_unsupported_option_is_named(changes: dict[str, Any], word: str) -> N
         (
             {"state_reason": "JobHeldUser", "priority": 0, "state_description": "launch failed requeued held"},
             False,
-            False,
+            True,
         ),
+        ({"state_reason": "JobHoldMaxRequeue", "priority": 0}, False, True),
     ],
 )
 def test_reasons_decide_whether_a_job_is_eligible_or_held(changes: dict[str, Any], eligible: bool, held: bool) -> None:
@@ -238,7 +239,8 @@ def test_reasons_decide_whether_a_job_is_eligible_or_held(changes: dict[str, Any
         ("JobHeldUser", False),
         ("job requeued in held state", False),  # after `scontrol requeuehold` the column does not show JobHeldUser
         ("job requeued in special exit state", False),
-        ("launch failed requeued held", True),
+        ("launch failed requeued held", False),  # a launch that failed is Slurm's own back-off
+        ("JobHoldMaxRequeue", False),
         ("BadConstraints", True),
     ],
 )

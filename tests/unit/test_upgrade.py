@@ -299,6 +299,7 @@ def test_what_an_attempt_was_keeps_its_value(previous: Path) -> None:
         assert new["request"].pop("placement") is None, "no attempt of an earlier release named a policy"
         assert (new["request"].pop("per_host"), new["request"].pop("sockets")) == (0, 1)
         assert new["request"]["size"].pop("net") == 0
+        assert (new.pop("caused"), new.pop("short_runs"), new.pop("failed_on")) == (0, 0, [])
         assert {name: value for name, value in new.items() if name not in ("state", "overtaken", "origin")} == old
 
 
@@ -352,7 +353,8 @@ def test_ended_rows_are_read_after_the_upgrade_too(previous: Path) -> None:
         assert wall == last.get((kind, id_), wall) and wall > 0
     store.close()
     adapters: dict[str, type] = {"attempts": Attempt, "vms": Vm, "templates": Template, "offers": Offer}
-    later = {"offers": {"uid"}, "attempts": {"overtaken", "origin"}, "templates": {"build"}}
+    attempts = {"overtaken", "origin", "caused", "short_runs", "failed_on"}
+    later = {"offers": {"uid"}, "attempts": attempts, "vms": {"fault"}, "templates": {"build"}}
     for table, kind in adapters.items():
         fields = set(kind.__dataclass_fields__)  # type: ignore[attr-defined]
         for id_, body in bodies(previous, table).items():

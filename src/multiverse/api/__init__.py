@@ -18,7 +18,16 @@ from multiverse.api.explain import (
     TrialView,
 )
 from multiverse.api.jobs import JobUsageView, JobView, PhaseView, TimelineEntry, TimelineView
-from multiverse.api.machines import HostsChanged, HostView, LeaseView, NumaView, SizeView, TemplateView, VmView
+from multiverse.api.machines import (
+    HostFaultView,
+    HostsChanged,
+    HostView,
+    LeaseView,
+    NumaView,
+    SizeView,
+    TemplateView,
+    VmView,
+)
 from multiverse.api.requests import HostRequest, PruneRequest, RepairRequest, TemplateRequest, TrialRequest
 from multiverse.api.status import Alert, PoolView, PruneView, SourceView, StatusView
 from multiverse.api.utilization import CompatibleHostView, UsagePoint, UsageView, UtilizationView
@@ -30,6 +39,7 @@ __all__ = [
     "CompatibleHostView",
     "ExplanationView",
     "ExplanationsView",
+    "HostFaultView",
     "HostGroupView",
     "HostRequest",
     "HostView",

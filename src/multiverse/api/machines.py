@@ -94,6 +94,17 @@ class NumaView:
 
 
 @dataclass(frozen=True, slots=True)
+class HostFaultView:
+    """VMs of an image do not come up on a host: it gets none until then (Unix time), and after that one job at a time
+    until a VM of that image has joined. `failures` in a row there were; 0 if an operator had it tried at once."""
+
+    image: str
+    failures: int
+    until: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class HostView:
     """A host. `declared` is its capacity for VMs, `claimed` the part of it that is claimed, `machine` the size of the
     machine itself (None: unknown). `available` is the memory that the machine could give to new processes (0: unknown).
@@ -105,10 +116,11 @@ class HostView:
     that, such as vhost-net, and `features_off` what it does without, each with the reason. `numa` are its NUMA nodes,
     as far as it is reachable.
 
-    `state` is up, closing (drained from `drain_from` on, in Unix time), draining, drained, away, silent, fencing or
-    fenced, and `reason` why it is drained or fenced. While it is not `reachable`, its figures are as last observed (0
-    if it never was); `away_for` is how long nothing was heard of it, and `why` what reaching it fails of. `todo` is
-    what an operator can do, empty if nothing. `lease` is set of a host that is leased."""
+    `state` is up, avoided (VMs fail there: see `faults`), closing (drained from `drain_from` on, in Unix time),
+    draining, drained, away, silent, fencing or fenced, and `reason` why it is avoided, drained or fenced. While it is
+    not `reachable`, its figures are as last observed (0 if it never was); `away_for` is how long nothing was heard of
+    it, and `why` what reaching it fails of. `todo` is what an operator can do, empty if nothing. `lease` is set of a
+    host that is leased."""
 
     name: str
     reachable: bool
@@ -139,6 +151,7 @@ class HostView:
     features_off: Mapping[str, str] = field(default_factory=dict)
     lease: LeaseView | None = None
     numa: tuple[NumaView, ...] = ()
+    faults: tuple[HostFaultView, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ AlertKind = Literal[
     "image",
     "quarantine",
     "back-off",
+    "avoided",
     "placement",
     "template",
     "host",

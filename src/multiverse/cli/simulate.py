@@ -29,7 +29,7 @@ PairName = Annotated[
 History = Annotated[
     str,
     typer.Option(
-        help="Of a seed: crowded, operated, leasing, requesting or expanding. By default the history with faults."
+        help="Of a seed: crowded, operated, leasing, requesting, expanding or failing. By default that with faults."
     ),
 ]
 

@@ -60,7 +60,7 @@ wait for another: thousands of jobs that are cancelled free nothing, and a few t
 _FOR_USERS = (EffectKind.START, EffectKind.PIN)
 """Effects that need the job's user."""
 
-_ON_JOBS = (EffectKind.GATE, EffectKind.REQUEUE, EffectKind.REVOKE, EffectKind.RESTORE)
+_ON_JOBS = (EffectKind.GATE, EffectKind.REQUEUE, EffectKind.REVOKE, EffectKind.RESTORE, EffectKind.HOLD)
 
 TIMEOUTS: dict[EffectKind, float] = {EffectKind.BUILD: 600.0, EffectKind.CREATE: 300.0, EffectKind.START: 300.0,
                                    EffectKind.FENCE: 3600.0}  # fmt: skip
@@ -332,7 +332,9 @@ class Effects:
             case EffectKind.PIN:
                 await self._add_user(attempt)
                 nodes = [vm.name for vm in self._around.state.serving_vms_of(attempt)]
-                await self._scheduler.pin(job, attempt.feature, nodes, effect.text)
+                await self._scheduler.pin(job, attempt.feature, nodes, effect.text, at_once=attempt.at_once)
+            case EffectKind.HOLD:
+                await self._scheduler.hold(job, effect.text)
             case EffectKind.REQUEUE:
                 await self._scheduler.requeue(job)
             case EffectKind.REVOKE:

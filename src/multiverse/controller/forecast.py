@@ -14,6 +14,9 @@ SMOOTHING = 0.2
 """The share of the newest in the moving mean of how long VMs take."""
 
 
+SOON = 60.0
+"""Seconds. A spare, or a leased host, that is of no use so soon after it was ready counts as one that failed."""
+
 LEASE_REST = 5.0
 """So much longer than after a failed VM nothing is leased from a partition after a lease that was of no use."""
 
@@ -28,7 +31,8 @@ class ForecastRecorder:
         self._seconds: dict[tuple[str, CloneKind], float] = {}
         self._paced: dict[Parent, float] = {}
         self._failed: dict[str, tuple[int, float]] = {}  # by image: failures of spares in a row, and rest until
-
+        self._ready: dict[int, float] = {}  # spares that are ready, and since when
+        self._granted: dict[int, float] = {}  # leases whose hosts are in sight, and since when
         self._useless: dict[str, tuple[int, float]] = {}  # by partition: leases of no use in a row, and rest until
 
     def note(self, moves: Iterable[Move], now: float) -> None:
@@ -43,13 +47,17 @@ class ForecastRecorder:
                     self._note_lease(change.row, change.event, now)
 
     def _note_lease(self, lease: Lease, event: Event, now: float) -> None:
-        """A lease was of no use that failed, or whose host was in sight and got no VM."""
+        """A lease was of no use that failed, whose host was in sight and got no VM, or that ended by itself soon."""
         partition = lease.spec.partition
-        if event is Event.TAKEN:
+        if event is Event.FOUND:
+            self._granted[lease.id] = now
+        ended = lease.state in (LeaseState.ENDING, LeaseState.LOST, LeaseState.RELEASING, LeaseState.GONE)
+        since = self._granted.pop(lease.id, None) if ended else None
+        soon = since is not None and now - since < SOON and event is not Event.RELEASED
+        if since is not None and now - since >= SOON:
             self._useless.pop(partition, None)
-        elif lease.state is LeaseState.RELEASING and (
-            event is Event.FAILED or (event is Event.RELEASED and lease.ends is not None and not lease.used)
-        ):
+        unused = event is Event.RELEASED and lease.ends is not None and not lease.used
+        if soon or (lease.state is LeaseState.RELEASING and (event is Event.FAILED or unused)):
             tries = self._useless.get(partition, (0, 0.0))[0] + 1
             self._useless[partition] = (tries, now + LEASE_REST * self._policy.backoff(tries))
 
@@ -70,11 +78,24 @@ class ForecastRecorder:
             old = self._seconds.get((vm.image, vm.kind), now - began)
             self._seconds[vm.image, vm.kind] = old + SMOOTHING * (now - began - old)
         if vm.pool is not None and vm.attempt is None:
-            if event in (Event.FAILED, Event.DIED):
-                tries = self._failed.get(vm.image, (0, 0.0))[0] + 1
-                self._failed[vm.image] = (tries, now + self._policy.backoff(tries))
-            elif vm.state in (VmState.PARKED, VmState.JOINED) and vm.state == vm.pool.value:
-                self._failed.pop(vm.image, None)
+            self._note_spare(vm, event, now)
+        elif event is Event.TAKEN and self._ready.pop(vm.id, None) is not None:
+            self._failed.pop(vm.image, None)  # it was of use
+
+    def _note_spare(self, vm: Vm, event: Event, now: float) -> None:
+        """A spare failed that did not come up, or that died or was given up as unfit soon after it was ready. One that
+        was ready for long before that begins a new row of failures."""
+        if vm.pool is not None and vm.state.value == vm.pool.value:
+            self._ready.setdefault(vm.id, now)
+            return
+        if vm.state is VmState.STARTING or vm.state is VmState.PARKED:
+            return
+        since = self._ready.pop(vm.id, None)
+        lived = since is not None and now - since >= SOON
+        unfit = event in (Event.RELEASED, Event.RETIRED) and bool(vm.fault) and since is not None and not lived
+        if event in (Event.FAILED, Event.DIED) or unfit:
+            tries = 1 if lived else self._failed.get(vm.image, (0, 0.0))[0] + 1
+            self._failed[vm.image] = (tries, now + self._policy.backoff(tries))
 
     def _faded(self, image: str, now: float) -> float:
         count, at = self._arrivals.get(image, (0.0, now))

@@ -76,6 +76,7 @@ _CHANGE_THE_SCHEDULER = (
     EffectKind.REQUEUE,
     EffectKind.REVOKE,
     EffectKind.RESTORE,
+    EffectKind.HOLD,
     EffectKind.START,
 )
 _ON_PILOTS = (EffectKind.REQUEST, EffectKind.GIVE_BACK, EffectKind.CANCEL)

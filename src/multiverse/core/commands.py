@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from multiverse.core.avoidance import failing, tried_at_once
 from multiverse.core.errors import Broken, Exhausted, Gone, Refused
 from multiverse.core.machines.host import fence
 from multiverse.core.model import (
@@ -38,7 +39,7 @@ def may_add(message: Message) -> bool:
     return isinstance(message, Command) and message.verb in _ADDING
 
 
-def apply_result(state: State, done: Done) -> None:
+def apply_result(state: State, done: Done, world: World, policy: Policy) -> None:
     """Move the row whose effect failed for good, if the row is still in the state in which the effect began. An
     effect's report of success moves nothing: success is observed. But a host that is off cannot be observed."""
     row = state.get(done.key)
@@ -51,7 +52,10 @@ def apply_result(state: State, done: Done) -> None:
     why = str(done.error)
     match row:
         case Vm(state=VmState.PLANNED | VmState.STARTING) if done.kind in (EffectKind.CREATE, EffectKind.START):
-            state.move(Change(replace(row, state=VmState.ENDING, reason=why), Event.FAILED, why))
+            if isinstance(done.error, Gone):  # its template or its user, which is no fault of its host
+                state.move(Change(replace(row, state=VmState.ENDING, reason=why), Event.FAILED, why))
+            else:
+                state.move(*failing(state, row, Event.FAILED, why, world, policy))
         case Template(state=TemplateState.BUILDING) if done.kind is EffectKind.BUILD:
             broken = replace(row, state=TemplateState.BROKEN, reason=why, tries=row.tries + 1)
             state.move(Change(broken, Event.BROKE, why))
@@ -102,6 +106,8 @@ def _retry(context: Context, row: Row, why: str) -> None:
         state.move(Change(replace(row, quarantined="", not_before=0.0), Event.RETRIED, why))
     elif not isinstance(row, Attempt) and row.quarantined:
         state.move(Change(replace(row, quarantined=""), Event.RETRIED, why))
+    elif isinstance(row, KnownHost) and row != tried_at_once(row):
+        state.move(Change(tried_at_once(row), Event.RETRIED, why))
     elif isinstance(row, Template) and row.state is TemplateState.BROKEN:
         need_template(context, row.which, why)
 
@@ -131,7 +137,7 @@ def _add(state: State, name: str) -> None:
     if known is None:
         state.know_host(KnownHost(name, name))
     elif known.state is HostState.REMOVED:
-        again = replace(known, state=HostState.KNOWN, source=name, reason="", drain=None)
+        again = replace(known, state=HostState.KNOWN, source=name, reason="", drain=None, faults=())
         state.move(Change(again, Event.ADDED, "an operator added it"))
 
 
@@ -147,7 +153,7 @@ def _change_host(state: State, command: Command) -> None:
             if drained != host:
                 state.move(Change(drained, Event.DRAINED, command.drain.reason or why))
         case "resume":
-            resumed = replace(host, state=HostState.KNOWN, reason="", drain=None)
+            resumed = tried_at_once(replace(host, state=HostState.KNOWN, reason="", drain=None))
             if resumed != host:
                 state.move(Change(resumed, Event.RESUMED, why))
         case "remove":

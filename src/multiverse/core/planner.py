@@ -49,7 +49,7 @@ def plan(
     for message in messages:
         if isinstance(message, Done):
             with quarantine_on_error(state, message.key):
-                apply_result(state, message)
+                apply_result(state, message, world, policy)
         else:
             apply_command(state, message, world, policy)
     for _ in range(ROUNDS):

@@ -10,6 +10,13 @@ from types import MappingProxyType
 
 from multiverse.core.model import Attempt, CloneKind, Depth, Forecast, Placement, Size
 
+AVOIDED_LIMIT = 1800.0
+"""Seconds for which a host on which VMs fail to come up is avoided at most, before one is tried there again."""
+
+PAUSE_BASE, PAUSE_LIMIT = 15.0, 1800.0
+"""Seconds before the next run of a job whose last two ended within seconds; doubled for each further one, up to the
+limit."""
+
 
 @dataclass(frozen=True, slots=True)
 class Pool:
@@ -123,6 +130,17 @@ class Policy:
         if tries <= 0:
             return 0.0
         return float(min(self.retry_limit, self.retry_base * 2 ** min(tries - 1, 30)))
+
+    def avoids_for(self, failures: int, took: float) -> float:
+        """Seconds for which a host is avoided after so many failures in a row, of which the last one took so long."""
+        first = max(self.retry_base, took / 2)
+        return float(min(AVOIDED_LIMIT, first * 2 ** min(max(0, failures - 1), 30)))
+
+    def pause_after(self, short_runs: int) -> float:
+        """Seconds to wait after so many runs in a row that ended within seconds: none after the first, then doubled."""
+        if short_runs <= 1:
+            return 0.0
+        return float(min(PAUSE_LIMIT, PAUSE_BASE * 2 ** min(short_runs - 2, 30)))
 
     def interval(self, kind: CloneKind) -> float:
         """Seconds between clones of one template, on the average."""

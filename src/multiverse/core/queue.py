@@ -87,7 +87,7 @@ class Queue:
             return
         self._waiting[attempt.id] = (attempt, job, self._use_shape((attempt.request, job.uses)))
         self.unchecked.add(attempt.id)
-        if attempt.state is AttemptState.QUEUED and job.eligible:
+        if attempt.state is AttemptState.QUEUED and job.eligible and not attempt.waits_for_delay(job):
             self.candidates.put(attempt.id, job.rank)
             self.wanted[attempt.request.image] += attempt.request.nodes
 

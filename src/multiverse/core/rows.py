@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -12,6 +12,7 @@ from multiverse.core.model import (
     Claim,
     ClaimKey,
     Host,
+    HostFault,
     Key,
     KnownHost,
     Lease,
@@ -123,6 +124,15 @@ class Numbers:
         self._serial, self._attempt, self._template = rows.next_serial, rows.next_attempt, rows.next_template
         self._lease = rows.next_lease
 
+    def numbers_as_now(self) -> Callable[[], None]:
+        """Sets them back to what they are now."""
+        counters = (self._serial, self._attempt, self._template, self._lease)
+
+        def reset() -> None:
+            self._serial, self._attempt, self._template, self._lease = counters
+
+        return reset
+
     @property
     def next_serial(self) -> int:
         """The serial of the next VM, which `new_serial` counts."""
@@ -147,6 +157,20 @@ class Numbers:
     def new_template_id(self) -> int:
         self._template += 1
         return self._template - 1
+
+
+class Faults(dict[str, dict[str, HostFault]]):
+    """The faults of the known hosts, by image and host."""
+
+    def add(self, host: KnownHost) -> None:
+        for fault in host.faults:
+            self.setdefault(fault.image, {})[host.name] = fault
+
+    def drop(self, host: KnownHost) -> None:
+        for fault in host.faults:
+            del self[fault.image][host.name]
+            if not self[fault.image]:
+                del self[fault.image]
 
 
 class HeldClaims:
@@ -201,11 +225,13 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class VmsMissing:
-    """An attempt lacks VMs: provisioning is to plan so many more for it, or to give up on it."""
+    """An attempt lacks VMs: provisioning is to plan so many more for it, or to give up on it. `counts`: as failures of
+    the attempt, and not of hosts."""
 
     attempt: int
     count: int
     reason: str
+    counts: bool = True
 
 
 _NONE: frozenset[int] = frozenset()

@@ -35,7 +35,7 @@ from multiverse.core.model import (
     VmState,
 )
 from multiverse.core.queue import Queue
-from multiverse.core.rows import Compared, HeldClaims, Index, LiveRows, Numbers, Rows, VmsMissing
+from multiverse.core.rows import Compared, Faults, HeldClaims, Index, LiveRows, Numbers, Rows, VmsMissing
 from multiverse.core.slots import SlotTable, Touched
 from multiverse.core.transition import TERMINAL, Change, Command, Move, Tables
 
@@ -55,6 +55,7 @@ class State(LiveRows, Numbers, HeldClaims):
         self.hosts: dict[str, KnownHost] = {}  # also those that were removed from the site
         self._host_names: dict[int, str] = {}
         self.drains: dict[str, Drain] = {}  # by host
+        self.faults = Faults()
         self.host_changes = 0  # rises when a host's row changes
         self.closed: frozenset[str] = frozenset()  # hosts that take no new VM: off, removed or drained
         self.closing: frozenset[str] = frozenset()  # hosts that are to be drained later
@@ -119,12 +120,7 @@ class State(LiveRows, Numbers, HeldClaims):
         self.now, self.paced, self.entropy = now, dict(paced), entropy
         self.moves, self.missing, self.learned, self.refusals, self.wanted = [], [], {}, [], None
         self.waiting.clear()
-        counters = (self._serial, self._attempt, self._template, self._lease)
-
-        def reset() -> None:
-            self._serial, self._attempt, self._template, self._lease = counters
-
-        self._undo = [reset]
+        self._undo = [self.numbers_as_now()]
 
     def rollback(self) -> None:
         """Undo all that was changed since the pass began."""
@@ -245,6 +241,7 @@ class State(LiveRows, Numbers, HeldClaims):
                 self.hosts[row.name], self._host_names[row.id] = row, row.name
                 if row.drain is not None:
                     self.drains[row.name] = row.drain
+                self.faults.add(row)
         for index, key in self._index_keys(row):
             index.add(key, row.id)
         self._mark(row)
@@ -278,6 +275,7 @@ class State(LiveRows, Numbers, HeldClaims):
                 self.host_changes += 1
                 del self.hosts[old.name], self._host_names[old.id]
                 self.drains.pop(old.name, None)
+                self.faults.drop(old)
 
     def _index_keys(self, row: Row) -> Iterator[tuple[Index, object]]:
         yield self._by_state, (row.key.kind, row.state)

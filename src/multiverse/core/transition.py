@@ -56,6 +56,7 @@ class Event(StrEnum):
     AT_GATE = "at the gate"
     LEFT_GATE = "left the gate"
     SENT_BACK = "sent back"  # its job is to go back to the partition that it was moved from
+    HELD = "held"  # its job is held, as was to be done
     STRAYED = "strayed"  # its job runs on a VM of an earlier attempt
     ADMITTED = "admitted"
     OVERTAKEN = "overtaken"  # a later job started ahead of it, and nobody could tell when it would start itself
@@ -109,6 +110,8 @@ class Event(StrEnum):
     SILENT = "silent"
     FENCE = "fence"
     HELD_BACK = "held back"
+    AVOIDED = "avoided"  # VMs of an image do not come up there
+    CLEARED = "cleared"  # a VM of that image has joined
     GIVEN_BACK = "given back"  # its lease has ended
     # lease
     GRANTED = "granted"
@@ -173,6 +176,7 @@ class EffectKind(StrEnum):
     PIN = "pin"
     REQUEUE = "requeue"
     REVOKE = "revoke"
+    HOLD = "hold"  # hold the job, which its user may release
     RESTORE = "restore"  # put the job back into the partition that it was moved from
     CREATE = "create"
     START = "start"

@@ -59,11 +59,12 @@ class Scheduler(Protocol):
         `Unknown`; never a partial view."""
         ...
 
-    async def pin(self, job: JobRef, tag: str, nodes: Sequence[str], text: str = "") -> None:
+    async def pin(self, job: JobRef, tag: str, nodes: Sequence[str], text: str = "", *, at_once: bool = False) -> None:
         """Tie a pending job to `nodes`, whose `NodeSpec.tag` is `tag`, and let it start. Once tied, the job is shown
         with `Job.pinned` equal to `tag`. `text`, if any, is left for the job's user in the same command, as by
         `explain`. A job that its user holds raises `Stale`. A job that waits in its own partition (`Job.at_origin`) is
-        moved out of it by this, and its user is told so."""
+        moved out of it by this, and its user is told so. `at_once`: also if the scheduler itself holds the job back,
+        because it was queued again (`Job.delayed_until`)."""
         ...
 
     async def unpin(self, job: JobRef) -> None:
@@ -73,6 +74,11 @@ class Scheduler(Protocol):
 
     async def requeue(self, job: JobRef) -> None:
         """Stop a running job and queue it again, at the gate."""
+        ...
+
+    async def hold(self, job: JobRef, reason: str) -> None:
+        """Hold a pending job so that its user may release it, and leave `reason` where its user finds it. Nothing is
+        done for a job that is held; `Stale` for one that is not pending."""
         ...
 
     async def revoke(self, job: JobRef, reason: str) -> None:

@@ -14,6 +14,7 @@ from multiverse.service.findings import (
     FencedVms,
     Findings,
     HintsMissing,
+    HostAvoided,
     HostAway,
     HostShortOfDisk,
     HostShortOfMemory,
@@ -41,6 +42,7 @@ def alerts(found: Findings) -> list[Alert]:
         *map(_source, found.sources),
         *([_hints(found.hints)] if found.hints else ()),
         *map(_host, found.hosts_away),
+        *map(_avoided, found.avoided),
         *([_fenced(found.fenced)] if found.fenced.vms else ()),
         *map(_disk, found.short_of_disk),
         *map(_memory, found.short_of_memory),
@@ -108,6 +110,19 @@ def _host(one: HostAway) -> Alert:
         needs_fenced=True,
         version=one.version,
         jobs=one.jobs,
+    )
+
+
+def _avoided(one: HostAvoided) -> Alert:
+    again = f"in {_span(one.retry_in)} at the earliest" if one.retry_in > 0 else "now"
+    return Alert(
+        "avoided",
+        one.name,
+        f"VMs of {one.image} do not come up on host {one.host}{_times(one.failures)}: {one.reason}",
+        "see what is wrong there, in the log of its agent or with the image; other hosts are used meanwhile; one job "
+        f"at a time is tried there again {again}",
+        "lets a job be tried there now",
+        version=one.version,
     )
 
 
@@ -199,10 +214,13 @@ def _placement(one: PlacementFault) -> Alert:
 
 
 def _back_off(one: JobBackingOff) -> Alert:
+    what = f"job {one.job_id} could not be given its VMs{_times(one.failures)}"
+    if one.short_runs > 1:
+        what = f"the last {one.short_runs} runs of job {one.job_id} ended within seconds and were queued again"
     return Alert(
         "back-off",
         one.name,
-        f"job {one.job_id} could not be given its VMs{_times(one.failures)}",
+        what,
         f"see the reason: multiverse timeline {one.job_id} --events; the next attempt is in {_span(one.retry_in)}",
         "lets the next attempt begin now",
         version=one.version,

@@ -64,6 +64,7 @@ from multiverse.service.findings import (
     FailingEffect,
     FencedVms,
     Findings,
+    HostAvoided,
     HostAway,
     HostShortOfDisk,
     HostShortOfMemory,
@@ -73,6 +74,7 @@ from multiverse.service.findings import (
     QuarantinedRecord,
     UnknownUser,
 )
+from multiverse.service.hosts import avoided_for
 from multiverse.service.identity import KnownVm
 from multiverse.service.timeline import timeline
 from multiverse.store import Entry
@@ -304,6 +306,7 @@ def findings(rows: Rows, world: World, policy: Policy, now: float) -> Findings:
     """What is wrong according to the rows and to the last observations."""
     return Findings(
         hosts_away=tuple(_hosts_away(rows, world, policy, now)),
+        avoided=tuple(_hosts_avoided(rows, now + world.epoch)),
         fenced=_fenced_vms(rows),
         short_of_memory=tuple(_hosts_short_of_memory(world)),
         short_of_disk=tuple(_hosts_short_of_disk(rows, world)),
@@ -344,6 +347,15 @@ def _hosts_away(rows: Rows, world: World, policy: Policy, now: float) -> Iterato
     for host in sorted(losing):
         lost = [vm for _, vm in sorted(rows.vms.items()) if vm.host == host and vm.state is VmState.LOST]
         yield HostAway(host, tuple(vm.name for vm in lost), _jobs_of(rows, lost), max(vm.version for vm in lost))
+
+
+def _hosts_avoided(rows: Rows, now: float) -> Iterator[HostAvoided]:
+    """The hosts that are avoided at a Unix time, each with the image that failed there last, and the others."""
+    for _, host in sorted(rows.hosts.items()):
+        if host.is_member and (faults := avoided_for(host)):
+            last, images = faults[-1], ", ".join(one.image for one in faults)
+            failures, left = max(one.failures for one in faults), min(one.until for one in faults) - now
+            yield HostAvoided(_name_of(host.key), host.name, images, failures, last.reason, left, host.version)
 
 
 def _fenced_vms(rows: Rows) -> FencedVms:
@@ -412,7 +424,8 @@ def _broken_templates(rows: Rows, policy: Policy, now: float) -> Iterator[Broken
 def _jobs_backing_off(rows: Rows, now: float) -> Iterator[JobBackingOff]:
     for row in rows.attempts.values():
         if row.state is AttemptState.QUEUED and row.not_before > now and not row.quarantined:
-            yield JobBackingOff(_name_of(row.key), row.job.job_id, row.tries, row.not_before - now, row.version)
+            left = row.not_before - now
+            yield JobBackingOff(_name_of(row.key), row.job.job_id, row.tries, left, row.version, row.short_runs)
 
 
 def _out_of_reach(rows: Rows, world: World, policy: Policy, now: float) -> frozenset[str]:

@@ -189,12 +189,19 @@ def _time(at: float) -> float | None:
 def _about_the_scheduler(context: Context, attempt: Attempt) -> str:
     """What the user of a job can do that Slurm itself keeps waiting."""
     job = context.scheduler.jobs.get(attempt.job.job_id) if context.world.scheduler else None
-    if job is None or job.ref != attempt.job or job.eligible or attempt.state is not AttemptState.QUEUED:
+    if (
+        job is None
+        or job.ref != attempt.job
+        or (job.eligible and not attempt.waits_for_delay(job))
+        or attempt.state is not AttemptState.QUEUED
+    ):
         return ""
     own = job.ref.job_id
     if job.held:
         admin = "Admin" in job.reason
         return "ask the administrators of Slurm, who hold it" if admin else f"release it: scontrol release {own}"
+    if job.eligible:
+        return f"wait; if the cause is gone, let it start at once: scontrol update JobId={own} StartTime=now"
     known = {
         "Dependency": f"see which jobs it depends on: squeue --job={own} --Format=Dependency",
         "BeginTime": f"see when it may begin: squeue --job={own} --Format=StartTime",

@@ -50,6 +50,20 @@ class HostAway:
 
 
 @dataclass(frozen=True, slots=True)
+class HostAvoided:
+    """VMs of these images failed up to so many times in a row on a host, the last one for that reason. It gets none for
+    another `retry_in` seconds (0 or less: one job at a time is tried there)."""
+
+    name: str
+    host: str
+    image: str
+    failures: int
+    reason: str
+    retry_in: float
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
 class FencedVms:
     """VMs that are not gone yet, of hosts that an operator has declared to be switched off."""
 
@@ -109,11 +123,14 @@ class BrokenTemplate:
 
 @dataclass(frozen=True, slots=True)
 class JobBackingOff:
+    """A job whose next attempt waits: it failed so many times, or so many of its runs in a row ended within seconds."""
+
     name: str
     job_id: str
     failures: int
     retry_in: float
     version: int
+    short_runs: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +182,7 @@ class Findings:
     sources: Sequence[SourceFailure] = ()
     hints: HintsMissing | None = None
     hosts_away: Sequence[HostAway] = ()
+    avoided: Sequence[HostAvoided] = ()
     fenced: FencedVms = FencedVms()
     short_of_memory: Sequence[HostShortOfMemory] = ()
     short_of_disk: Sequence[HostShortOfDisk] = ()

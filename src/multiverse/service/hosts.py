@@ -9,11 +9,12 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from multiverse.api import HostView, LeaseView, NumaView, SizeView
+from multiverse.api import HostFaultView, HostView, LeaseView, NumaView, SizeView
 from multiverse.core.machines.host import silent_since
 from multiverse.core.model import (
     OPEN_LEASES,
     Host,
+    HostFault,
     HostState,
     HypervisorView,
     KnownHost,
@@ -25,6 +26,7 @@ from multiverse.core.model import (
     World,
 )
 from multiverse.core.provisioning.capacity import left_behind
+from multiverse.core.provisioning.draining import moment
 from multiverse.core.provisioning.limits import total
 from multiverse.core.rows import Rows
 
@@ -128,7 +130,9 @@ def _view(
         state=state,
         reason=known.drain.reason
         if known.drain and known.state is HostState.KNOWN
-        else known.reason or (lease.reason if lease is not None and lease.state not in OPEN_LEASES else ""),
+        else known.reason
+        or (lease.reason if lease is not None and lease.state not in OPEN_LEASES else "")
+        or (_why_avoided(known) if state == "avoided" else ""),
         drain_from=known.drain.begins if known.drain else None,
         away_for=0.0 if reachable else max(0.0, now - min(now, silent_since(known, world))),
         why=why,
@@ -138,6 +142,22 @@ def _view(
         features_off=dict(sorted(host.features_off.items())),
         lease=lease_view(lease, now) if lease is not None else None,
         numa=tuple(map(_numa, host.numa)) if reachable else (),
+        faults=tuple(HostFaultView(one.image, one.failures, one.until, one.reason) for one in known.faults),
+    )
+
+
+def avoided_for(known: KnownHost) -> list[HostFault]:
+    """For which images the host is avoided. What an operator has had tried at once, and an image that is not there any
+    more, does not count."""
+    there = known.value.images if known.value is not None else {}
+    return [one for one in known.faults if one.failures and one.image in there]
+
+
+def _why_avoided(known: KnownHost) -> str:
+    return "; ".join(
+        f"avoided for {one.image} until {moment(one.until)}, and then tried with one job at a time, because its VMs "
+        f"fail there{f' ({one.failures} times in a row)' if one.failures > 1 else ''}: {one.reason}"
+        for one in avoided_for(known)
     )
 
 
@@ -158,7 +178,7 @@ def _state(host: KnownHost, lease: Lease | None, *, reachable: bool, free: bool,
     if not reachable:
         return "away"
     if host.drain is None:
-        return "up"
+        return "avoided" if avoided_for(host) else "up"
     if host.drain.begins > now:
         return "closing"
     return "drained" if free else "draining"
@@ -200,6 +220,8 @@ def _todo(host: KnownHost, state: str, troubles: Troubles, *, vms: bool) -> str:
             return "the fence command is running"
         case "fenced":
             return f"repair it and switch it on; if it does not come back: multiverse hosts remove {name}"
+        case "avoided":
+            return f"remove the cause; it is tried by itself, and at once after: multiverse hosts resume {name}"
         case "drained":
             return f"it is free; to use it again: multiverse hosts resume {name}"
         case "draining" if vms:

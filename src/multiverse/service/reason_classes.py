@@ -15,6 +15,7 @@ BEGINNINGS = {
     "waiting for a free address": "address",
     "waiting for a host that is drained": "drained",
     "waiting for a host to be leased": "lease",
+    "waiting for a host that is avoided": "avoided",
     "waiting until the name service": "user",
     "no host has image": "image",
     "no host is in sight": "no host",

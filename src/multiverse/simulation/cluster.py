@@ -16,6 +16,8 @@ from typing import Any
 
 from multiverse.core.errors import NotYet, Refused
 from multiverse.core.model import (
+    MOST_SHORT_RUNS,
+    SHORT_RUN,
     YEAR,
     CloneKind,
     JobLimits,
@@ -29,12 +31,16 @@ from multiverse.simulation.clock import EPOCH
 from multiverse.simulation.guests import LIVE, Guest, Registration, Run
 from multiverse.simulation.jobs import KILL_WAIT, Batch, JobRecord, NodeRecord
 
+NOTICED = 5.0
+"""Seconds by which the controller may notice the start of a run later than its end."""
+
 
 @dataclass(frozen=True)
 class ClusterSettings:
     """Times are in seconds; ranges are drawn from. `flavor` is the largest size that the gate accepts. No user may run
     more than `max_jobs` jobs, or jobs on more than `max_cpus` CPUs, at once (0: no limit)."""
 
+    release_after: float = 30.0  # from the controller's hold of a job until its user releases it
     cycle: float = 1.0  # between two runs of the scheduler
     node_timeout: float = 60.0  # SlurmdTimeout
     requeue_delay: float = 121.0  # from the requeue of a job to the begin time that slurmctld gives to the job
@@ -168,6 +174,8 @@ class Cluster:
         self._offers: dict[str, OfferedNode] = {}
         self._used_offers: set[str] = set()  # nodes that were ever offered or withdrawn
         self.excluded: frozenset[int] = frozenset()  # users whose jobs take no offer
+        self.unlaunchable: set[int] = set()  # users whose jobs slurmctld makes no credentials for
+        self.hasty: list[str] = []  # starts before slurmctld's own delay was over, and holds without a reason
         self._observed = -math.inf
         self._undelivered: list[Callable[[], None]] = []
         self._answering = asyncio.Event()
@@ -227,6 +235,17 @@ class Cluster:
 
     def hold(self, job_id: str) -> None:
         self.jobs[job_id].held = True
+
+    def held_by_controller(self, job: JobRecord, reason: str) -> None:
+        """The controller holds a job whose runs end at once. Its user reads that, and releases it a while later."""
+        if job.short_runs < MOST_SHORT_RUNS or not reason:
+            self.hasty.append(f"job {job.job_id} was held after {job.short_runs} short runs: {reason!r}")
+        job.held, job.short_runs = True, 0
+
+        def release() -> None:
+            job.held = False
+
+        self._loop.call_later(self.settings.release_after, release)
 
     def release(self, job_id: str) -> None:
         self.jobs[job_id].held = False
@@ -306,6 +325,7 @@ class Cluster:
         guests = [self.nodes[name].guest for name in job.nodes if name in self.nodes]
         whole = all(guest.alive and guest.serves() is job and not guest.waits_for_user for guest in guests)
         whole = whole and not any(guest.has_run_before(job) for guest in guests)
+        whole = whole and not job.short_runs  # a run of which the launch failed had these nodes before
         if job.state in LIVE and whole:
             self.violations.append(f"job {job.job_id} ran on VMs that were all well, and {how}")
 
@@ -451,7 +471,9 @@ class Cluster:
     def view(self) -> SchedulerView:
         ranked = sorted(self.jobs.values(), key=self._order)
         jobs = {
-            job.job_id: job.shown(self._rank(job), self._may_be_served(job), self._uses(job), self._ends(job))
+            job.job_id: job.shown(
+                self._rank(job), self._may_be_served(job), self._uses(job), self._ends(job), self._delayed_until(job)
+            )
             for job in ranked
         }
         reserved = self.is_reserved()
@@ -462,6 +484,9 @@ class Cluster:
     def _ends(self, job: JobRecord) -> float | None:
         """The Unix time by which a job that runs has ended at the latest; None if it does not run."""
         return EPOCH + job.runs_until + KILL_WAIT if job.state is JobState.RUNNING else None
+
+    def _delayed_until(self, job: JobRecord) -> float | None:
+        return EPOCH + job.begin if job.delayed and job.begin > self._loop.time() else None
 
     def any_node_has(self, feature: str) -> bool:
         """Whether any node has this feature. Slurm refuses features that no node has."""
@@ -626,7 +651,15 @@ class Cluster:
 
     def _start(self, job: JobRecord, nodes: list[NodeRecord]) -> None:
         job.state, job.nodes, job.delayed = JobState.RUNNING, tuple(node.name for node in nodes), False
-        job.busy, job.started = list(job.nodes), self._loop.time()
+        now = self._loop.time()
+        if now < job.not_before:
+            self.hasty.append(
+                f"job {job.job_id} started {job.not_before - now:.1f} s before slurmctld's delay was over"
+            )
+        job.busy, job.started, job.by_controller = list(job.nodes), now, False
+        job.starts.append(now)
+        if len(recent := [at for at in job.starts if at > now - 600]) > 13:
+            self.hasty.append(f"job {job.job_id} started {len(recent)} times in ten minutes")
         on_hosts = Counter(self.host_of(node.name) for node in nodes)
         if (most := job.batch.per_host) and max(on_hosts.values()) > most:
             self.violations.append(
@@ -638,6 +671,9 @@ class Cluster:
         restarts = job.restarts
 
         def launch() -> None:
+            if job.batch.uid in self.unlaunchable and job.state in LIVE and job.restarts == restarts:
+                job.again = True  # job_complete() asks for it, whether or not the job may be queued again
+                self._stop(job, "")
             if job.state in LIVE and job.restarts == restarts:
                 nodes[0].guest.launch(job)
             if job.state is JobState.SUSPENDED:
@@ -648,6 +684,8 @@ class Cluster:
     def _stop(self, job: JobRecord, result: str) -> None:
         """End a run. The job is COMPLETING until every node has released it."""
         job.state, job.result = JobState.COMPLETING, result
+        job.run_seconds = self._loop.time() - job.started
+        job.by_controller = job.by_controller or result == "NODE_FAIL"
         self.hint(None, job.job_id)
         for name in list(job.busy):
             guest = self._node(name).guest
@@ -678,11 +716,13 @@ class Cluster:
         # The job keeps its constraints, the pin among them: the scheduler does not know that the nodes are no good.
         job.state, job.again, job.result, job.nodes = JobState.PENDING, False, "", ()
         job.restarts += 1
+        job.short_runs = job.short_runs + 1 if job.run_seconds < SHORT_RUN + NOTICED else 0
         self._requeued(job)
 
     def _requeued(self, job: JobRecord) -> None:
         job.submitted = self._wall()  # Slurm 22.05 gives a requeued job a new submit time
         job.begin, job.delayed = self._loop.time() + self.settings.requeue_delay, True
+        job.not_before = 0.0 if job.by_controller else job.begin
 
     def _end(self, job: JobRecord, result: str) -> None:
         job.state, job.result = JobState.ENDED, result

@@ -71,6 +71,7 @@ CALL_IDS: Mapping[tuple[Port, str], str] = {
     ("scheduler", "request"): "s16",
     ("scheduler", "release"): "s17",
     ("scheduler", "restore"): "s18",
+    ("scheduler", "hold"): "s19",
     ("hypervisor", "observe"): "h1",
     ("hypervisor", "build_template"): "h2",
     ("hypervisor", "delete_template"): "h3",
@@ -371,6 +372,10 @@ class IncidentKind(StrEnum):
     PILOT_REQUEUED = "an operator queues a pilot again"
     PILOT_LOST = "slurmctld forgets a pilot that has ended"
     PILOT_NODE_DOWN = "the node of a pilot is set DOWN, and its VMs go on"
+    HOST_REFUSES = "a host refuses to create VMs"
+    HOST_SPOILS = "a host cannot start VMs of the image slim"
+    HOST_MUTES = "VMs do not register from a host"
+    LAUNCHES_FAIL = "slurmctld makes no credentials for the jobs of a user"
     CONTROLLER_RIVAL = "another controller starts with a copy of the database, and the older one goes on"
 
 

@@ -62,8 +62,12 @@ class FaultyScheduler:
     async def observe(self) -> SchedulerView:
         return await self._call("observe", "", lambda: self._inner.observe())
 
-    async def pin(self, job: JobRef, tag: str, nodes: Sequence[str], text: str = "") -> None:
-        await self._call("pin", job.job_id, lambda: self._inner.pin(job, tag, nodes, text), job, tag)
+    async def pin(self, job: JobRef, tag: str, nodes: Sequence[str], text: str = "", *, at_once: bool = False) -> None:
+        make = lambda: self._inner.pin(job, tag, nodes, text, at_once=at_once)  # noqa: E731
+        await self._call("pin", job.job_id, make, job, tag)
+
+    async def hold(self, job: JobRef, reason: str) -> None:
+        await self._call("hold", job.job_id, lambda: self._inner.hold(job, reason), job)
 
     async def unpin(self, job: JobRef) -> None:
         await self._call("unpin", job.job_id, lambda: self._inner.unpin(job), job)

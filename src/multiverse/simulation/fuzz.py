@@ -18,7 +18,7 @@ import structlog
 from pydantic import TypeAdapter, ValidationError
 
 from multiverse.core.errors import Refused
-from multiverse.simulation.generate import crowded, expanding, leasing, operated, requesting, with_faults
+from multiverse.simulation.generate import crowded, expanding, failing, leasing, operated, requesting, with_faults
 from multiverse.simulation.run import simulate
 from multiverse.simulation.scenario import Scenario
 from multiverse.simulation.world import Pair
@@ -41,6 +41,10 @@ EXPANDING = 8
 """Of every so many seeds, another one than the above is also simulated with a partition that is expanded."""
 
 
+FAILING = 16
+"""Of every so many seeds, one is also simulated with hosts on which VMs fail, and launches that fail."""
+
+
 class SeedHistory(NamedTuple):
     """A history that of every so many seeds one has, that with this rest, beside the one with faults."""
 
@@ -55,6 +59,7 @@ HISTORIES = {
     "leasing": SeedHistory(leasing, LEASING),
     "requesting": SeedHistory(requesting, REQUESTING),
     "expanding": SeedHistory(expanding, EXPANDING, EXPANDING // 2),
+    "failing": SeedHistory(failing, FAILING, FAILING // 2 + 1),
 }
 
 

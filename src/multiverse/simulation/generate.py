@@ -152,6 +152,52 @@ def operated(seed: int) -> Scenario:
     )
 
 
+def failing(seed: int) -> Scenario:
+    """Hosts of which one cannot make VMs, or none of an image, or whose VMs do not register, for a time or for good;
+    users for whose jobs slurmctld makes no credentials for a time. In some scenarios the controller crashes, and
+    forgets what is no row."""
+    rng = Random(f"{seed}/failing")
+    hosts = tuple(
+        Host(f"h{n}", Size(rng.choice((4, 8)), 16384, 65536), ABILITIES, Size(8, 16384, 65536), "tcg")
+        for n in range(rng.choice((1, 2, 2, 3)))
+    )
+    arrivals = tuple(
+        Arrival(
+            rng.uniform(0.5, 200.0),
+            Batch(
+                uid=rng.choice((1000, 1001)),
+                seconds=rng.choice((2.0, 20.0, 60.0)),
+                nodes=rng.choice((1, 1, 1, 2)),
+                size=rng.choice((Size(1, 64), Size(2, 500))),
+                image=rng.choice((None, None, "stiff")),
+            ),
+            actions=(UserAction(rng.uniform(5.0, 60.0), "requeue"),) if rng.random() < 0.2 else (),
+        )
+        for _ in range(rng.randint(4, 12))
+    )
+    long = rng.choice((20.0, 300.0, 3000.0, *((1e9,) if len(hosts) > 1 else ())))
+    kind = rng.choice((IncidentKind.HOST_REFUSES, IncidentKind.HOST_SPOILS, IncidentKind.HOST_MUTES))
+    incidents = [Incident(rng.uniform(0.0, 60.0), kind, long, 0.0)]  # always the first host: others are well
+    if rng.random() < 0.5:
+        seconds = rng.choice((30.0, 300.0, 3000.0))
+        incidents.append(Incident(rng.uniform(0.0, 100.0), IncidentKind.LAUNCHES_FAIL, seconds, rng.random()))
+    cluster = ClusterSettings(min_job_age=(2.0, 30.0), flavor=Size(64, 2_000_000, 1 << 20))
+    settings = Settings(pacing=PacingSettings(provisioning=rng.choice((1, 4, 16)), attempts=2))
+    world = WorldSettings(
+        hosts, cluster=cluster, pair=rng.choice((Pair.SLURM_HOSTS, Pair.SLURM_HOSTS, Pair.GRID_HOSTS))
+    )
+    return Scenario(
+        seed,
+        arrivals,
+        world,
+        _with_pools(settings, rng),
+        incidents=tuple(sorted(incidents, key=lambda incident: incident.at)),
+        crashes=_crashes(rng, rng.choice((0, 0, 0, 3))),
+        hints=rng.choice((0.5, 0.9)),
+        limit=12_000.0,
+    )
+
+
 def leasing(seed: int) -> Scenario:
     """A small host and physical nodes that may be leased, and more jobs than the host holds, in bursts. Pilots are
     preempted, cancelled, queued again, forgotten, or lose their nodes, slurmctld is away, the controller crashes, and

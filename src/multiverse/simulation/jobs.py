@@ -74,6 +74,11 @@ class JobRecord:
     held: bool = False  # by its user
     bad: bool = False  # BadConstraints: priority 0, without a hold
     delayed: bool = False  # `begin` was set by slurmctld, after a requeue
+    by_controller: bool = False  # the controller has stopped the run, or set one of its nodes DOWN
+    not_before: float = 0.0  # until when slurmctld's own delay is to be waited for
+    short_runs: int = 0  # that ended within seconds and were queued again, in a row
+    run_seconds: float = 0.0  # of the run that has ended last
+    starts: list[float] = field(default_factory=list)
     nodes: tuple[str, ...] = ()
     busy: list[str] = field(default_factory=list)  # nodes that have not released the job yet
     again: bool = False  # it is queued again once its nodes have released it
@@ -118,7 +123,14 @@ class JobRecord:
         """When a run that is not suspended is ended by its time limit."""
         return self.started + (YEAR if self.batch.limit is None else self.batch.limit)
 
-    def shown(self, rank: int, eligible: bool, uses: Mapping[str, int], ends: float | None = None) -> Job:
+    def shown(
+        self,
+        rank: int,
+        eligible: bool,
+        uses: Mapping[str, int],
+        ends: float | None = None,
+        delayed_until: float | None = None,
+    ) -> Job:
         batch = self.batch
         request = Request(
             batch.nodes,
@@ -156,6 +168,7 @@ class JobRecord:
             requeues=batch.requeue,
             origin=batch.origin,
             at_origin=self.at_origin,
+            delayed_until=delayed_until if pending else None,
         )
 
 

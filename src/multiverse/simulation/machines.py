@@ -15,6 +15,7 @@ from multiverse.core.model import (
     Identity,
     ImageDisk,
     Load,
+    NodeBootstrap,
     Size,
     TemplateCondition,
     TemplateKey,
@@ -30,6 +31,9 @@ from multiverse.simulation.guests import Guest
 ABILITIES = frozenset({"instant", "linked", "full", "plug_cpus", "plug_memory"})
 IMAGE_ABILITIES = frozenset({"fork", "plug_cpus", "plug_memory", "limit_disk"})
 DISK = ImageDisk(whole=3000, overhead=100)
+
+SPOILT = "slim"
+"""The image of which VMs do not start on hosts that spoil it."""
 
 OVERHEAD = 32  # MiB that a hypervisor's process needs beside its guest's memory
 PARKED = 18.0  # MiB of private memory of a parked clone (DESIGN 5)
@@ -129,6 +133,10 @@ class Machines:
         self.created: list[str] = []  # names of all VMs that ever existed, in order
         self.has_agents = False  # calls come from agents on the hosts, also on those that nobody reaches
         self.full: set[str] = set()  # hosts whose disk is full
+        self.refusing: set[str] = set()  # hosts that create no VM
+        self.spoiling: set[str] = set()  # hosts on which VMs of the image `SPOILT` do not start
+        self.muting: set[str] = set()  # hosts from which no VM registers
+        self.tried: list[tuple[float, str, str, str]] = []  # VMs that failed for that: when, host, image, and name
         self.away: set[str] = set()  # hosts that cannot be reached; their VMs go on
         self.delays: dict[str, float] = {}  # seconds that each observation of a source takes longer
         self.peak_memory_ratio = 0.0  # the largest memory that a host carried, divided by its capacity
@@ -186,6 +194,9 @@ class Machines:
             return known
         self._check_room(spec.host)
         self._check_image(spec.image, spec.host)
+        if spec.host in self.refusing:
+            self._note_try(spec)
+            raise Exhausted(f"cannot create VM {spec.name}: Operation not permitted", hint="look at the host")
         self._check_unused(spec)
         machine = self.vms[spec.name] = self._admit(spec)
         self.created.append(spec.name)
@@ -215,6 +226,9 @@ class Machines:
         if machine.condition is not VmCondition.PARKED:
             return  # a repeated call
         self._check_room(machine.spec.host)
+        if machine.spec.host in self.spoiling and machine.spec.image == SPOILT:
+            self._note_try(machine.spec)
+            raise Broken(f"{name} does not start from image {SPOILT}", hint="look at the image on the host")
         if size != machine.spec.size and machine.spec.kind is not CloneKind.INSTANT:
             self.violations.append(f"{name} was made as {machine.spec.size} and started as {size}")
         machine.size = size
@@ -222,7 +236,14 @@ class Machines:
         self._check_identity(name, identity)
         machine.condition = VmCondition.STARTING
         machine.started_at = self._now()
+        if machine.spec.host in self.muting:
+            self._note_try(machine.spec)
+            identity = replace(identity, bootstrap=NodeBootstrap())  # a guest without a daemon never registers
         machine.guest = self._boot(name, identity)
+
+    def _note_try(self, spec: VmSpec) -> None:
+        if spec.name not in [name for *_, name in self.tried]:
+            self.tried.append((self._now(), spec.host, spec.image, spec.name))
 
     @staticmethod
     def _owns(machine: Machine, identity: Identity) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
+from math import log2
 
 from multiverse.core.machines.attempt import step_attempt
 from multiverse.core.machines.template import step_template
@@ -19,7 +21,7 @@ from multiverse.core.model import (
     VmState,
     World,
 )
-from multiverse.core.policy import Policy
+from multiverse.core.policy import AVOIDED_LIMIT, Policy
 from multiverse.core.provisioning.spares import is_of
 from multiverse.core.rows import Rows
 from multiverse.core.state import State
@@ -159,6 +161,55 @@ class LeaseWatch:
                 self.broken.add(f"VM {vm.name} was planned on {vm.host}, whose lease is {of.state}")
         self._leases = set(leases)
         self._last_lease, self._last_vm = max([self._last_lease, *rows.leases]), max([self._last_vm, *rows.vms])
+
+
+class BrakeWatch:
+    """Whether what fails again and again is braked, where nothing else goes wrong: how often VMs are tried on a host
+    where they fail, that no such failure counts as an attempt of a job, and that no run begins before the scheduler's
+    own delay is over unless we caused the restart."""
+
+    KINDS = (
+        IncidentKind.HOST_REFUSES,
+        IncidentKind.HOST_SPOILS,
+        IncidentKind.HOST_MUTES,
+        IncidentKind.LAUNCHES_FAIL,
+        IncidentKind.CONTROLLER_CRASH,
+    )
+
+    def __init__(self, scenario: Scenario) -> None:
+        quiet = not scenario.hypervisor_odds.rates and not scenario.scheduler_odds.rates and scenario.faults is None
+        kinds = {one.kind for one in scenario.incidents}
+        self._applies = quiet and kinds <= set(self.KINDS) and not scenario.world.pair.has_cloud
+        self._applies = self._applies and scenario.world.guests == GuestBehaviour()
+        self._scenario = scenario
+        # What was planned and not made when a controller crashed is no fault of a host.
+        self._counts = not scenario.crashes and IncidentKind.CONTROLLER_CRASH not in kinds
+        self._broken = set[str]()
+
+    def look(self, state: State) -> None:
+        """The state after a commit."""
+        if not self._applies or not self._counts:
+            return
+        for attempt in state.attempts.values():
+            if attempt.tries and attempt.failed_on:
+                self._broken.add(f"job {attempt.job.job_id} was charged for the failures of {attempt.failed_on}")
+
+    def violations(self, world: SimulatedWorld, now: float) -> list[str]:
+        """What was not braked until `now` (virtual seconds)."""
+        if not self._applies:
+            return []
+        tried = Counter((host, image) for _, host, image, _ in world.machines.tried)
+        widest = max((arrival.batch.nodes for arrival in self._scenario.arrivals), default=1)
+        pacing = self._scenario.settings.pacing
+        # Those that were on their way at the first failure, and then one job at a time, after a time that is doubled.
+        later = 2 + log2(max(1.0, now / pacing.retry_base)) + now / AVOIDED_LIMIT
+        most = pacing.provisioning + widest + widest * later * (1 + len(self._scenario.crashes))
+        often = [
+            f"{count} VMs of {image} were tried on {host}, where they fail, in {now:.0f} s"
+            for (host, image), count in sorted(tried.items())
+            if count > most
+        ]
+        return [*sorted(self._broken), *often, *world.cluster.hasty]
 
 
 class ExpansionWatch:

@@ -24,6 +24,7 @@ from multiverse.simulation.faulty import FaultyHypervisor, FaultyScheduler
 from multiverse.simulation.loop import run
 from multiverse.simulation.outcome import Outcome, journal_line, transition_name
 from multiverse.simulation.promises import (
+    BrakeWatch,
     ExpansionWatch,
     LeaseWatch,
     PromisedStarts,
@@ -53,6 +54,12 @@ OF_PILOTS = (
     IncidentKind.PILOT_REQUEUED,
     IncidentKind.PILOT_LOST,
     IncidentKind.PILOT_NODE_DOWN,
+)
+OF_FAILING = (
+    IncidentKind.HOST_REFUSES,
+    IncidentKind.HOST_SPOILS,
+    IncidentKind.HOST_MUTES,
+    IncidentKind.LAUNCHES_FAIL,
 )
 USED_UP = 0.3  # the share of full disks on which not even releases are committed
 SLOW = 600.0  # seconds that an observation of a slow source takes
@@ -164,6 +171,7 @@ class _Simulation:
         self.leases = LeaseWatch(self.world)
         self.starts = PromisedStarts(scenario)
         self.expansion = ExpansionWatch()
+        self.brakes = BrakeWatch(scenario)
         self.disk_full = 0
         self.process: _Process | None = None
         self.processes: list[_Process] = []  # kept, so that no crashed one ends when the collector happens to run
@@ -267,6 +275,8 @@ class _Simulation:
             self._apply_to_pilot(incident)
         elif incident.kind in OF_SITES:
             await self._apply_to_site(self.world.host(incident.pick), incident)
+        elif incident.kind in OF_FAILING:
+            await self._fail(self.world.host(incident.pick), incident)
         else:
             await self._apply(incident)
 
@@ -420,6 +430,24 @@ class _Simulation:
         self._log(f"the disk of host {host} has room again")
         machines.make_room(host)
 
+    async def _fail(self, host: str, incident: Incident) -> None:
+        """VMs fail on a host, or launches of a user's jobs. For good if the time is longer than the scenario."""
+        machines, uids = self.world.machines, self.scenario.world.users
+        uid = uids[int(incident.pick * len(uids))]
+        of_hosts = {
+            IncidentKind.HOST_REFUSES: machines.refusing,
+            IncidentKind.HOST_SPOILS: machines.spoiling,
+            IncidentKind.HOST_MUTES: machines.muting,
+        }
+        hosts, users = of_hosts.get(incident.kind, set[str]()), self.world.cluster.unlaunchable
+        subject = f"host {host}" if incident.kind in of_hosts else f"uid {uid}"
+        self._log(f"incident: {incident.kind}: {subject}, {incident.seconds:g} s")
+        hosts.add(host) if incident.kind in of_hosts else users.add(uid)
+        if incident.seconds < self.scenario.limit:
+            await asyncio.sleep(incident.seconds)
+            self._log(f"the end of: {incident.kind}: {subject}")
+            hosts.discard(host) if incident.kind in of_hosts else users.discard(uid)
+
     async def _slow_down(self, host: str, incident: Incident) -> None:
         machines = self.world.machines
         source = machines.source_of(host)
@@ -546,6 +574,7 @@ class _Simulation:
                 self.overfull.update(overfull_pools(rows, self.controller.policy))
                 self.starts.check(self.controller.state, self.clock.wall())
                 self.expansion.look(self.controller.state)
+                self.brakes.look(self.controller.state)
             if self.controller is not None and self.commits % AT_REST == 0:
                 self._check_rows_at_rest(self.controller)
         crash = self.crashes.pop((self.commits, after), None)
@@ -653,6 +682,7 @@ class _Simulation:
             + sorted(self.leases.broken)
             + sorted(self.starts.broken)
             + sorted(self.expansion.broken)
+            + self.brakes.violations(self.world, self.loop.time())
             + unclaimed_templates(rows, self.world)
         )
         violations += [f"{e.kind} {e.id} quarantined: {e.reason}" for e in entries if e.event == "quarantined"]

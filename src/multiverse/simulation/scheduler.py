@@ -91,7 +91,7 @@ class SimulatedScheduler(ABC):
         await self._reply()
         return view
 
-    async def pin(self, job: JobRef, tag: str, nodes: Sequence[str], text: str = "") -> None:
+    async def pin(self, job: JobRef, tag: str, nodes: Sequence[str], text: str = "", *, at_once: bool = False) -> None:
         await self._reach()
         record = self._reread(job)
         if record.pin == tag and record.state in LIVE:
@@ -101,7 +101,9 @@ class SimulatedScheduler(ABC):
         if record.held:
             raise Stale(f"job {job.job_id} is held by its user")
         self._tie(record, tag, nodes)
-        self._unblock(record)
+        record.bad = False
+        if at_once and record.delayed:
+            record.begin, record.delayed = asyncio.get_running_loop().time(), False
         if text:
             record.tell(text)
         await self._reply()
@@ -113,7 +115,17 @@ class SimulatedScheduler(ABC):
             raise Stale(f"job {job.job_id} is {record.state}")
         if not record.at_origin:
             record.unpin()
-            self._unblock(record)
+            record.bad = False  # slurmctld's own hold
+        await self._reply()
+
+    async def hold(self, job: JobRef, reason: str) -> None:
+        await self._reach()
+        record = self._reread(job)
+        if record.state is not JobState.PENDING:
+            raise Stale(f"job {job.job_id} is {record.state}")
+        if not record.held:
+            record.tell(reason)
+            self._cluster.held_by_controller(record, reason)
         await self._reply()
 
     async def requeue(self, job: JobRef) -> None:
@@ -121,11 +133,12 @@ class SimulatedScheduler(ABC):
         record = self._reread(job)
         if record.state is JobState.PENDING:
             record.unpin()
-            self._unblock(record)
+            record.bad = False
             return
         if record.state not in LIVE:
             raise Stale(f"job {job.job_id} is {record.state}")
         self._cluster.stopped_by_controller(record, "queued again")
+        record.by_controller = True
         self._cluster.requeue(job.job_id)
         record.unpin()
         await self._reply()
@@ -192,12 +205,6 @@ class SimulatedScheduler(ABC):
         if record.ref != job:
             raise Stale(f"job {job.job_id} is now {record.ref}")
         return record
-
-    def _unblock(self, record: JobRecord) -> None:
-        """Remove the obstacles that slurmctld itself has set; the user's own stay."""
-        record.bad = False
-        if record.delayed:
-            record.begin, record.delayed = asyncio.get_running_loop().time(), False
 
     async def _reach(self) -> None:
         await asyncio.sleep(self._rng.uniform(*self._latencies.request))

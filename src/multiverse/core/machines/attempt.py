@@ -8,11 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from multiverse.core.avoidance import forget_hosts, whose_fault
 from multiverse.core.expansion import why_stays
 from multiverse.core.machines.vm import may_take_job
 from multiverse.core.model import (
     ENDING_STATES,
+    MOST_SHORT_RUNS,
     PINNED_STATES,
+    SHORT_RUN,
     WAITING_STATES,
     Attempt,
     AttemptState,
@@ -44,17 +47,18 @@ _MAKING = (A.CLAIMED, A.SPAWNING)
 _LIVE = (*WAITING_STATES, *_MAKING, *PINNED_STATES, A.ALLOCATED)
 
 ATTEMPT: tuple[Transition, ...] = (
-    *transitions([None], Event.SUBMITTED, A.QUEUED, A.UNGATED),
+    *transitions([None], Event.SUBMITTED, A.QUEUED, A.UNGATED, A.HOLDING),
+    *transitions([A.HOLDING], Event.HELD, A.QUEUED, A.UNGATED, A.RESTORING),
     *transitions([A.UNGATED, A.STRAY, A.RESTORING], Event.AT_GATE, A.QUEUED),
     *transitions([A.QUEUED, A.STRAY, A.RESTORING], Event.LEFT_GATE, A.UNGATED),
     *transitions([A.QUEUED, A.UNGATED, A.STRAY], Event.SENT_BACK, A.RESTORING),
-    *transitions([A.QUEUED, A.UNGATED, A.RESTORING], Event.STRAYED, A.STRAY),
+    *transitions([A.QUEUED, A.UNGATED, A.RESTORING, A.HOLDING], Event.STRAYED, A.STRAY),
     *transitions([A.UNGATED], Event.TOOK, A.INTRODUCING),
     *transitions([A.QUEUED], Event.ADMITTED, A.CLAIMED),
     *transitions([A.CLAIMED], Event.MADE, A.SPAWNING),
     *transitions([A.SPAWNING], Event.ALL_JOINED, A.SPAWNED),
     *transitions(PINNED_STATES, Event.RUNS, A.ALLOCATED),
-    *transitions([A.QUEUED, A.UNGATED, A.STRAY], Event.IMPOSSIBLE, A.REVOKING),
+    *transitions([A.QUEUED, A.UNGATED, A.STRAY, A.HOLDING], Event.IMPOSSIBLE, A.REVOKING),
     *transitions(_MAKING, Event.GAVE_UP, A.RETURNING, A.REVOKING),
     *transitions(PINNED_STATES, Event.GAVE_UP, A.RETURNING),
     *transitions(PINNED_STATES, Event.PIN_EXPIRED, A.RETURNING),
@@ -69,7 +73,7 @@ ATTEMPT: tuple[Transition, ...] = (
     *transitions([A.REVOKING], Event.CANCELLED, A.RECLAIMING),
     *transitions([A.RECLAIMING], Event.RECLAIMED, A.DONE, A.CANCELLED, A.REQUEUED, A.REVOKED, A.FAILED),
     *unchanged(_MAKING, Event.REPLACED),
-    *unchanged([A.QUEUED, A.UNGATED, A.RESTORING, A.RECLAIMING], Event.NOTED),
+    *unchanged([A.QUEUED, A.UNGATED, A.RESTORING, A.HOLDING, *_MAKING, A.RECLAIMING], Event.NOTED),
     *unchanged([A.QUEUED], Event.OVERTAKEN),
     *unchanged([A.RECLAIMING], Event.RESTARTED),
     *unchanged([*_LIVE, *ENDING_STATES], Event.QUARANTINED, Event.RETRIED),
@@ -113,7 +117,7 @@ def job_status(expected: JobRef, view: SchedulerView) -> tuple[JobStatus, Job | 
     job = view.jobs.get(expected.job_id)
     if job is None:
         return JobStatus.UNSEEN, None
-    if job.ref.restarts > expected.restarts and job.ref.submitted >= expected.submitted:
+    if _is_next_run(expected, job.ref):
         return JobStatus.RESTARTED, job  # Slurm gives a requeued job a new submit time
     if job.ref != expected:
         return JobStatus.UNSEEN, None  # another job with the same id
@@ -152,7 +156,7 @@ def open_attempts(state: State, world: World, policy: Policy, *, only_taken: boo
         spare = spares.pop(job.pinned, None) if job.pinned else None
         if (job.state is JobState.PENDING and not only_taken) or spare:
             state.unserved.discard(job_id)
-            attempt = _open(state, job)
+            attempt = _open(state, job, _past_of_earlier_run(state, job, policy))
             if spare and not job.problem:
                 _take_spare(state, attempt, spare)
 
@@ -162,9 +166,49 @@ def _stays(job: Job, policy: Policy) -> bool:
     return job.at_origin and (job.state is not JobState.PENDING or bool(why_stays(job, policy)))
 
 
-def _open(
-    state: State, job: Job, *, tries: int = 0, not_before: float = 0.0, note: str = "", overtaken: int = 0
-) -> Attempt:
+@dataclass(frozen=True, slots=True)
+class _Past:
+    """What an attempt begins with that is known from the one before it: see `Attempt`."""
+
+    tries: int = 0
+    not_before: float = 0.0
+    note: str = ""
+    overtaken: int = 0
+    caused: int = 0
+    short_runs: int = 0
+    failed_on: tuple[str, ...] = ()
+
+
+def _past_of_earlier_run(state: State, job: Job, policy: Policy) -> _Past:
+    """What is known from the attempt of the run before this one, if that still lives. If a database was lost, nothing
+    is: then the scheduler's own delay is waited for."""
+    earlier = [one for one in state.attempts_of_job(job.ref.job_id) if _is_next_run(one.job, job.ref)]
+    if not earlier:
+        return _Past()
+    ended = _with_cause(state, _after_its_run(state, earlier[-1]), job)
+    pause = policy.pause_after(ended.short_runs)
+    why = ended.reason or _why_requeued(state, ended)
+    return _Past(
+        not_before=state.now + pause if pause else 0.0,
+        note=_many_short_runs(ended.short_runs, why),
+        caused=ended.caused,
+        short_runs=ended.short_runs,
+    )
+
+
+def _is_next_run(before: JobRef, job: JobRef) -> bool:
+    return job.job_id == before.job_id and job.restarts > before.restarts and job.submitted >= before.submitted
+
+
+def _many_short_runs(number: int, why: str) -> str:
+    """What is said to the user of a job of which so many runs in a row ended within seconds: nothing of one alone."""
+    if number <= 1:
+        return ""
+    held = "held by Multiverse: " if number >= MOST_SHORT_RUNS else ""
+    return f"{held}its last {number} runs ended within {SHORT_RUN:g} s of their start; of the last one: {why}"
+
+
+def _open(state: State, job: Job, past: _Past) -> Attempt:
     attempt = Attempt(
         id=state.new_attempt_id(),
         version=0,
@@ -174,13 +218,18 @@ def _open(
         job_name=job.name,
         uid=job.uid,
         request=_request_of(job),
-        tries=tries,
-        not_before=not_before,
-        note=note,
+        tries=past.tries,
+        not_before=past.not_before,
+        note=past.note,
         work_dir=job.work_dir,
-        overtaken=overtaken,
+        overtaken=past.overtaken,
         origin=job.origin,
+        caused=past.caused,
+        short_runs=past.short_runs,
+        failed_on=past.failed_on,
     )
+    if past.short_runs >= MOST_SHORT_RUNS and job.state is JobState.PENDING:
+        attempt = replace(attempt, state=A.HOLDING, short_runs=0, not_before=0.0)
     state.move(Change(attempt, Event.SUBMITTED, f"restart {job.ref.restarts}" if job.ref.restarts else ""))
     return state.attempts[attempt.id]
 
@@ -230,7 +279,7 @@ def step_attempt(state: State, attempt_id: int, world: World, policy: Policy) ->
         _step_ending(state, attempt, seen, world, policy)
     elif not _step_if_over(state, attempt, seen, world):
         match attempt.state:
-            case A.QUEUED | A.UNGATED | A.STRAY | A.RESTORING:
+            case A.QUEUED | A.UNGATED | A.STRAY | A.RESTORING | A.HOLDING:
                 _step_waiting(state, attempt, seen, world)
             case A.CLAIMED | A.SPAWNING:
                 _step_making(state, attempt, seen, world, policy)
@@ -278,9 +327,26 @@ def _step_if_over(state: State, attempt: Attempt, seen: Sighting, world: World) 
         return True
     if seen.status is JobStatus.RESTARTED:
         why = _why_requeued(state, attempt)
-        state.move(Change(attempt.reclaiming("requeued", why), Event.RESTARTED, why))
+        ended = _with_cause(state, _after_its_run(state, attempt), seen.shown)
+        state.move(Change(ended.reclaiming("requeued", why), Event.RESTARTED, why))
         return True
     return False
+
+
+def _after_its_run(state: State, attempt: Attempt) -> Attempt:
+    """The attempt as its job's run ends. A run that began and ended between two observations lasted for no time."""
+    if attempt.state is A.ALLOCATED:
+        return attempt.ran_for(state.now - attempt.since)
+    return attempt.ran_for(0.0) if attempt.state in PINNED_STATES else attempt
+
+
+def _with_cause(state: State, attempt: Attempt, job: Job) -> Attempt:
+    """The attempt, which knows of the restart of its job whether we have caused it: we stopped the run, or lost one of
+    its VMs and set the node DOWN. Of any other restart the scheduler's own delay is waited for."""
+    lost = any((vm.failed and vm.reason) or vm.state is VmState.LOST for vm in state.vms_of(attempt))
+    ours = attempt.state in (A.STRAY, A.UNGATED) or lost  # ungated: it was taken back from the nodes of the gate
+    next_run = job.ref.restarts == attempt.job.restarts + 1
+    return replace(attempt, caused=job.ref.restarts) if ours and next_run else attempt
 
 
 def _over(attempt: Attempt) -> Event:
@@ -307,6 +373,8 @@ def _step_waiting(state: State, attempt: Attempt, seen: Sighting, world: World) 
     if seen.status is JobStatus.PENDING:
         request = _request_of(job)
         target, moved = _where_it_belongs(state, attempt, job, world)
+        if attempt.state is A.HOLDING:
+            target, moved = (target, Event.HELD) if job.held else (A.HOLDING, Event.NOTED)
         known = (attempt.state, attempt.request, attempt.job_name, attempt.uid, attempt.work_dir, attempt.origin)
         origin = job.origin or attempt.origin  # a move that Slurm refused in part may leave no mark
         told = (request, job.name, job.uid, job.work_dir, origin)
@@ -317,6 +385,8 @@ def _step_waiting(state: State, attempt: Attempt, seen: Sighting, world: World) 
             origin=origin,
         )  # fmt: skip
         reason = "changed while waiting" if request != attempt.request else ""
+        if moved is Event.HELD and not reason:
+            reason = attempt.note
         if target is A.RESTORING and not reason:
             reason = f"it was submitted to partition {origin}, and may start there"
         state.move(Change(fresh, moved if target is not attempt.state else Event.NOTED, reason))
@@ -409,13 +479,18 @@ def _advance_vms(state: State, attempt: Attempt, policy: Policy, *, blocked: boo
 
 
 def _ask_for_vms(state: State, attempt: Attempt, missing: int, policy: Policy) -> None:
-    """Record that VMs are missing, or give up after too many."""
-    failures = [vm.reason for vm in state.vms_of(attempt) if vm.failed and vm.reason]
-    why = failures[-1] if failures else "a VM was lost"
+    """Record that VMs are missing, or give up after too many. What is a host's fault does not count: each host that
+    fails is avoided from then on."""
+    failures = [vm for vm in state.vms_of(attempt) if vm.failed]
+    why = next((vm.reason for vm in reversed(failures) if vm.reason), "a VM was lost")
+    fault = whose_fault(failures[-missing:])
     # The VMs of a gang know each other by name from their start on: later, all of them are made again or none.
     started = attempt.state is A.SPAWNING and attempt.request.nodes > 1
-    if not started and attempt.replaced + missing <= policy.replacements:
-        state.missing.append(VmsMissing(attempt.id, missing, why))
+    may_replace = fault == "host" or (fault != "job" and attempt.replaced + missing <= policy.replacements)
+    if not started and may_replace:
+        state.missing.append(VmsMissing(attempt.id, missing, why, counts=fault != "host"))
+    elif fault == "host":
+        _return(state, attempt, Event.GAVE_UP, why)
     elif attempt.tries + 1 >= policy.attempts and not attempt.origin:  # which needs no VM: it may start without
         text = f"no VM could be made for it in {policy.attempts} attempts: {why}"
         state.move(Change(attempt.revoking("failed", text), Event.GAVE_UP, text))
@@ -438,7 +513,7 @@ def _step_pinned(state: State, attempt: Attempt, seen: Sighting, world: World, p
         elif not waits:  # the end of the job waits too
             joined = [vm for vm in vms if vm.state is VmState.JOINED]
             serving = [Change(replace(vm, state=VmState.SERVING), Event.RUNS) for vm in joined]
-            state.move(Change(replace(attempt, state=A.ALLOCATED), Event.RUNS), *serving)
+            state.move(Change(replace(forget_hosts(attempt), state=A.ALLOCATED), Event.RUNS), *serving)
         return
     if _return_if_changed(state, attempt, seen, world):
         return
@@ -483,10 +558,11 @@ def lacks_user(state: State, vm: Vm, attempt: Attempt, world: World) -> bool:
 def _step_allocated(state: State, attempt: Attempt, seen: Sighting) -> None:
     if seen.status is JobStatus.COMPLETING:
         why = "its job is completing"
-        state.move(Change(attempt.reclaiming("done", why), Event.ENDED, why))
+        ended = _after_its_run(state, attempt)
+        state.move(Change(ended.reclaiming("done", why), Event.ENDED, why))
     elif seen.status is JobStatus.PENDING:
         # Pending again with the same restart count: the launch was taken back before it counted.
-        _return(state, attempt, Event.CHANGED, "the scheduler took the launch back")
+        _return(state, _after_its_run(state, attempt), Event.CHANGED, "the scheduler took the launch back")
 
 
 # --- the end ---------------------------------------------------------------------------------------
@@ -524,6 +600,7 @@ def _learn_the_outcome(state: State, attempt: Attempt, seen: Sighting) -> Attemp
         return attempt
     if seen.status is JobStatus.RESTARTED:
         learnt = replace(attempt, outcome="requeued", reason=_why_requeued(state, attempt))
+        learnt = _with_cause(state, learnt, seen.job)
     elif seen.status is JobStatus.ENDED and seen.job.result:
         learnt = replace(attempt, reason=seen.job.result)
     else:
@@ -603,16 +680,23 @@ def _finish(state: State, attempt: Attempt, seen: Sighting, policy: Policy) -> N
     outcome = attempt.outcome or "done"
     state.move(Change(replace(attempt, state=A(outcome), quarantined=""), Event.RECLAIMED, attempt.reason))
     if outcome == "requeued" and seen.status is JobStatus.PENDING and seen.job is not None:
-        wait = policy.backoff(attempt.tries)
-        not_before = state.now + wait if wait else 0.0
-        kept = {"tries": attempt.tries, "overtaken": attempt.overtaken}
-        _open(state, seen.job, not_before=not_before, note=attempt.reason, **kept)
+        wait = max(policy.backoff(attempt.tries), policy.pause_after(attempt.short_runs))
+        past = _Past(
+            tries=attempt.tries,
+            not_before=state.now + wait if wait else 0.0,
+            note=_many_short_runs(attempt.short_runs, attempt.reason) or attempt.reason,
+            overtaken=attempt.overtaken,
+            caused=attempt.caused,
+            short_runs=attempt.short_runs,
+            failed_on=attempt.failed_on,
+        )
+        _open(state, seen.job, past)
 
 
 # --- effect ----------------------------------------------------------------------------------------
 
 
-ACTING_ATTEMPTS = (A.STRAY, A.UNGATED, A.RESTORING, A.RETURNING, A.SPAWNED, A.INTRODUCING, A.REVOKING)
+ACTING_ATTEMPTS = (A.STRAY, A.UNGATED, A.RESTORING, A.HOLDING, A.RETURNING, A.SPAWNED, A.INTRODUCING, A.REVOKING)
 """The states that permit an effect."""
 
 
@@ -628,6 +712,8 @@ def attempt_effect(attempt: Attempt) -> Effect | None:
             return Effect(EffectKind.GATE, key)
         case A.RESTORING:
             return Effect(EffectKind.RESTORE, key)
+        case A.HOLDING:
+            return Effect(EffectKind.HOLD, key, attempt.note)
         case A.SPAWNED | A.INTRODUCING:
             return Effect(EffectKind.PIN, key, attempt.choice)
         case A.REVOKING:

@@ -31,7 +31,7 @@ HOST: tuple[Transition, ...] = (
     *transitions(_MEMBERS, Event.RESUMED, H.KNOWN),
     *transitions(_MEMBERS, Event.REMOVED, H.REMOVED),
     *transitions(_MEMBERS, Event.GIVEN_BACK, H.RETURNED),
-    *unchanged(_MEMBERS, Event.DRAINED, Event.QUARANTINED, Event.RETRIED),
+    *unchanged(_MEMBERS, Event.DRAINED, Event.AVOIDED, Event.CLEARED, Event.QUARANTINED, Event.RETRIED),
 )
 
 # --- step ------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from multiverse.core.avoidance import failing, joined
 from multiverse.core.model import (
     ENDING_STATES,
     LEAVING_STATES,
@@ -148,7 +149,7 @@ def _step_in_sight(state: State, vm: Vm, latest: Seen[HypervisorView], world: Wo
     dead = seen is not None and seen.condition is VmCondition.DEAD
     if dead or absent or vm.state is V.DEAD:
         why = vm.reason if vm.state is V.DEAD else (seen.reason if seen else "") or "the VM died"
-        _step_dead(state, vm, why, world)
+        _step_dead(state, vm, why, world, policy)
         return
     attempt = state.attempt_of(vm)
     to_join = vm.pool is Depth.JOINED and vm.is_spare
@@ -172,18 +173,21 @@ def _step_planned(state: State, vm: Vm, seen: VmSeen | None, began: float, world
         known = replace(vm, state=V.PARKED, address=vm.address or seen.address, mac=vm.mac or seen.mac)
         state.move(Change(known, Event.EXISTS))
     elif seen is not None and seen.condition is VmCondition.DEAD and began > ended:
-        _fail(state, vm, seen.reason or "the VM died while it was made")
+        _fail(state, vm, seen.reason or "the VM died while it was made", world, policy)
     elif began - vm.since > policy.spawn_timeout and began > world.ended_at(vm.key):
         # Not while its creation is under way: that has a time limit of its own, and copying a large disk takes long.
-        _fail(state, vm, f"it was not made within {policy.spawn_timeout:g} s")
+        _fail(state, vm, f"it was not made within {policy.spawn_timeout:g} s", world, policy)
 
 
-def _fail(state: State, vm: Vm, why: str) -> None:
-    state.move(Change(replace(vm, state=V.ENDING, reason=why), Event.FAILED, why))
+def _fail(state: State, vm: Vm, why: str, world: World, policy: Policy) -> None:
+    state.move(*failing(state, vm, Event.FAILED, why, world, policy))
 
 
-def _step_dead(state: State, vm: Vm, why: str, world: World) -> None:
+def _step_dead(state: State, vm: Vm, why: str, world: World, policy: Policy) -> None:
     """The job is unpinned first: while it may be tied to the node, the node stays."""
+    if vm.state is V.STARTING:
+        state.move(*failing(state, vm, Event.DIED, why, world, policy))
+        return
     tied = vm.state in (V.JOINED, V.SERVING, V.DEAD) and _job_is_pinned(state, vm, world)
     target = V.DEAD if tied else V.ENDING
     if vm.state is not target:
@@ -208,11 +212,11 @@ def _step_starting(state: State, vm: Vm, seen: VmSeen | None, world: World, poli
     node = world.scheduler.value.nodes.get(vm.name)
     registered = node is not None and node.state in (NodeState.IDLE, NodeState.BUSY)
     if registered and seen is not None and seen.condition is VmCondition.RUNNING:
-        state.move(Change(replace(vm, state=V.JOINED), Event.REGISTERED))
+        state.move(Change(replace(vm, state=V.JOINED), Event.REGISTERED), *joined(state, vm))
     elif node is not None and node.is_unusable:
-        _fail(state, vm, f"its node came up {node.state}: {node.reason or 'no reason given'}")
+        _fail(state, vm, f"its node came up {node.state}: {node.reason or 'no reason given'}", world, policy)
     elif world.node_began(vm.name) - _startable_since(state, vm, world) > policy.spawn_timeout:
-        _fail(state, vm, f"its node did not register within {policy.spawn_timeout:g} s")
+        _fail(state, vm, f"its node did not register within {policy.spawn_timeout:g} s", world, policy)
 
 
 def _startable_since(state: State, vm: Vm, world: World) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from types import MappingProxyType
 from typing import NamedTuple
@@ -149,9 +149,21 @@ class Drain:
 
 
 @dataclass(frozen=True, slots=True)
+class HostFault:
+    """VMs of an image do not come up on a host: it gets none before `until` (Unix time), and then one at a time until
+    one has joined. So many `failures` there were in a row, the last one for that `reason`."""
+
+    image: str
+    failures: int
+    until: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class KnownHost:
     """A host of the site: one that was observed, that the settings name, or that an operator added. `value` is as last
-    observed; None if it never was. A drained host stays drained, whatever its state, until an operator resumes it."""
+    observed; None if it never was. A drained host stays drained, whatever its state, until an operator resumes it.
+    `faults` say for which images it is avoided, each for one."""
 
     name: str
     source: str
@@ -163,10 +175,23 @@ class KnownHost:
     reason: str = ""
     quarantined: str = ""
     drain: Drain | None = None
+    faults: tuple[HostFault, ...] = ()
 
     @property
     def key(self) -> Key:
         return Key("host", self.id)
+
+    def fault_of(self, image: str) -> HostFault | None:
+        """How VMs of an image fail there, if they do."""
+        return next((one for one in self.faults if one.image == image), None)
+
+    def without_fault(self, image: str) -> KnownHost:
+        """Itself as good for the image."""
+        return replace(self, faults=tuple(one for one in self.faults if one.image != image))
+
+    def with_fault(self, fault: HostFault) -> KnownHost:
+        """Itself with that fault in place of what was known of its image."""
+        return replace(self, faults=(*self.without_fault(fault.image).faults, fault))
 
     @property
     def is_off(self) -> bool:

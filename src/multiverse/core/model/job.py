@@ -83,6 +83,9 @@ class Job(NamedTuple):
     ours: it is eligible then if it has waited for nodes long enough to be moved, and its rank is behind those of all
     jobs at the gate. `account` is the one that it is charged to.
 
+    `delayed_until` is the Unix time until which the scheduler itself holds back a job that was queued again (its own
+    back-off); None if it does not. It does not count for `eligible`.
+
     A named tuple, because each pass compares all jobs with those before, and Python compares tuples without a call for
     each (decision 30).
     """
@@ -111,6 +114,7 @@ class Job(NamedTuple):
     origin: str = ""
     at_origin: bool = False
     account: str = ""
+    delayed_until: float | None = None
 
 
 class NodeState(StrEnum):
@@ -257,6 +261,7 @@ class AttemptState(StrEnum):
     UNGATED = "ungated"  # its job waits, but not at the gate, where it is to be put first
     STRAY = "stray"  # its job runs on a VM of an earlier attempt, and is to be queued again
     RESTORING = "restoring"  # its job waits at the gate, and is to go back to the partition that it was moved from
+    HOLDING = "holding"  # its job waits, and is to be held: its runs ended at once, again and again
     CLAIMED = "claimed"  # its VMs are being created
     SPAWNING = "spawning"  # its VMs are being started
     SPAWNED = "spawned"  # its VMs have joined, and its job is being tied to them
@@ -272,7 +277,13 @@ class AttemptState(StrEnum):
     FAILED = "failed"
 
 
-WAITING_STATES = (AttemptState.QUEUED, AttemptState.UNGATED, AttemptState.STRAY, AttemptState.RESTORING)
+WAITING_STATES = (
+    AttemptState.QUEUED,
+    AttemptState.UNGATED,
+    AttemptState.STRAY,
+    AttemptState.RESTORING,
+    AttemptState.HOLDING,
+)
 """An attempt in one of these states has no VM yet."""
 
 PINNED_STATES = (AttemptState.SPAWNED, AttemptState.INTRODUCING)
@@ -280,6 +291,12 @@ PINNED_STATES = (AttemptState.SPAWNED, AttemptState.INTRODUCING)
 
 ENDING_STATES = (AttemptState.RETURNING, AttemptState.REVOKING, AttemptState.RECLAIMING)
 """An attempt in one of these states only ends."""
+
+SHORT_RUN = 10.0
+"""Seconds. A run that ends sooner and is queued again has done nothing that would have to be repeated at once."""
+
+MOST_SHORT_RUNS = 10
+"""So many short runs in a row, and the job is held. With the pauses between them that takes an hour."""
 
 Outcome = Literal["done", "cancelled", "requeued", "revoked", "failed"]
 
@@ -293,7 +310,10 @@ class Attempt:
     ends. `note` is why the attempt before it failed or was given up, until it is admitted. `pin` is the tag of the one
     joined spare that it took. `choice` says what its VMs are, and why: the job's user is told when the job is pinned.
     `overtaken` is how often a later job started ahead of it while nobody could tell when it would start itself.
-    `origin` is the partition that its job is moved from (`Job.origin`).
+    `origin` is the partition that its job is moved from (`Job.origin`). `caused` is the restart of its job that we have
+    caused, 0 if none is known: before that one alone the scheduler's own delay is not waited for. `short_runs` is how
+    many runs of its job in a row ended within seconds and were queued again. `failed_on` are the hosts on which VMs of
+    the job failed to come up since it last ran.
     """
 
     id: int
@@ -316,15 +336,31 @@ class Attempt:
     choice: str = ""
     overtaken: int = 0
     origin: str = ""
+    caused: int = 0
+    short_runs: int = 0
+    failed_on: tuple[str, ...] = ()
 
     @property
     def key(self) -> Key:
         return Key("attempt", self.id)
 
     @property
+    def at_once(self) -> bool:
+        """Whether we have caused the restart of its job, so that the scheduler's own delay is not waited for."""
+        return 0 < self.job.restarts == self.caused
+
+    def waits_for_delay(self, job: Job) -> bool:
+        """Whether the scheduler's own delay keeps its job waiting."""
+        return job.delayed_until is not None and not self.at_once
+
+    @property
     def feature(self) -> str:
         """The tag that ties its job to its nodes."""
         return self.pin or f"mv_{self.id}"
+
+    def ran_for(self, seconds: float) -> Attempt:
+        """Itself after its job has run for so long."""
+        return replace(self, short_runs=self.short_runs + 1 if seconds < SHORT_RUN else 0)
 
     def returning(self, reason: str, *, failed: bool = False) -> Attempt:
         """Itself on its way out, its job to go back to the gate; `failed` counts as a try that failed."""

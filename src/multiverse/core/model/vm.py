@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from multiverse.core.model.keys import Key
 from multiverse.core.model.sizes import CloneKind, Depth, Size
@@ -123,7 +123,8 @@ class Vm:
     which may end before the VM does; it is negative if no row tells of what an orphan was forked from. `host` is where
     its capacity is claimed: a host, or a cloud's quota. `source` answers for it. `mac` and `address` (with prefix
     length) are empty until they are known where the hypervisor assigns them. `job_id` is the job that was seen on the
-    node of an orphan, which has no attempt.
+    node of an orphan, which has no attempt. `fault` says of one that did not come up who is at fault: see
+    `core.avoidance`.
     """
 
     id: int  # the serial, except of a VM that was found as an orphan
@@ -148,6 +149,7 @@ class Vm:
     source: str = ""
     token: str = ""
     job_id: str = ""
+    fault: Literal["", "host", "job"] = ""
 
     @property
     def key(self) -> Key:

@@ -28,6 +28,7 @@ from multiverse.core.model import (
 from multiverse.core.model.names import mac_of, token_of, vm_name
 from multiverse.core.provisioning.capacity import every_host, room_of, some
 from multiverse.core.provisioning.context import Context
+from multiverse.core.provisioning.draining import for_attempt
 from multiverse.core.provisioning.pacing import ARRIVALS_FADE, paid, wait_for
 from multiverse.core.provisioning.permitted import Open, others_on
 from multiverse.core.provisioning.placement import address_of
@@ -346,6 +347,8 @@ def supply_missing(context: Context, missing: VmsMissing) -> None:
     attempt = state.attempts.get(missing.attempt)
     if attempt is None or not context.world.sees_hosts:
         return
+    imageless = bool(context.hosts) and not choose_clones(context, attempt).sizes
+    context = for_attempt(context, attempt)
     room = room_of(context)
     choice = choose_clones(context, attempt)
     able = on_hosts_making(context.image_of(attempt), choice.kind, choice.sizes)
@@ -356,12 +359,15 @@ def supply_missing(context: Context, missing: VmsMissing) -> None:
     chosen = place_vms(context, room, wanted, claims, attempt, Open(limit=others_on(state, attempt)))
     vms = plan_vms(context, request_of(context, attempt, choice), chosen) if chosen else None
     if vms is None:
-        imageless = bool(context.hosts) and not choice.sizes
         why = f"{missing.reason}; {'no host has its image' if imageless else 'no room for another VM'}"
-        state.move(Change(attempt.returning(why, failed=not imageless), Event.GAVE_UP, why))
+        state.move(Change(attempt.returning(why, failed=missing.counts and not imageless), Event.GAVE_UP, why))
         return
     story = describe(choice, vms, placed_by(context, attempt, choice, vms))
-    again = replace(attempt, replaced=attempt.replaced + missing.count, choice=f"{attempt.choice}; then {story}")
+    again = replace(
+        attempt,
+        replaced=attempt.replaced + (missing.count if missing.counts else 0),
+        choice=f"{attempt.choice}; then {story}",
+    )
     state.move(
         Change(again, Event.REPLACED, f"{missing.reason}; now {story}"),
         *(Change(vm, Event.PLANNED) for vm in vms),

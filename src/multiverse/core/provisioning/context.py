@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from multiverse.core.avoidance import avoided
 from multiverse.core.model import (
     OFF_STATES,
     Attempt,
@@ -43,8 +44,8 @@ class OpenHosts(Mapping[str, Host]):
 @dataclass(frozen=True, slots=True)
 class Context:
     """The state of a pass, what was observed, and the settings. `sight` are the hosts in sight that are kept from pass
-    to pass (`changes.mark_changes`); None: those of the world. `without` are hosts that count as closed, too; with
-    `drained`, drained hosts count as open."""
+    to pass (`changes.mark_changes`); None: those of the world. `without` are hosts that count as closed, too, of which
+    `avoided` are those on which VMs of the image that is asked for fail; with `drained`, drained ones count as open."""
 
     state: State
     world: World
@@ -52,6 +53,7 @@ class Context:
     sight: Mapping[str, Host] | None = None
     without: frozenset[str] = frozenset()
     drained: bool = False
+    avoided: frozenset[str] = frozenset()
 
     @property
     def in_sight(self) -> Mapping[str, Host]:
@@ -72,7 +74,18 @@ class Context:
 
     def with_drained(self) -> Context:
         """As if all hosts that are drained, or are to be, were resumed."""
-        return replace(self, without=frozenset(), drained=True) if self.without or self.state.drains else self
+        if not self.without and not self.state.drains:
+            return self
+        return replace(self, without=frozenset(), avoided=frozenset(), drained=True)
+
+    def without_avoided(self, image: str) -> Context:
+        """Without the hosts that are avoided for an image."""
+        found = avoided(self.state, image, self.now) if self.state.faults else frozenset[str]()
+        return replace(self, without=self.without | found, avoided=found) if found else self
+
+    def with_avoided(self) -> Context:
+        """As if no host were avoided."""
+        return replace(self, without=self.without - self.avoided, avoided=frozenset()) if self.avoided else self
 
     @property
     def scheduler(self) -> SchedulerView:

@@ -7,12 +7,17 @@ drained later only jobs are placed that surely end before that, and no spares, w
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import UTC, datetime
 
 from multiverse.core.model import Attempt, TemplateState, VmState
+from multiverse.core.provisioning.capacity import some
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.limits import ends_by
 from multiverse.core.provisioning.spares import release_spare, spares
 from multiverse.core.transition import Change, Event
+
+SHOWN = 4
+"""Of so many hosts that are avoided a sentence says why."""
 
 _PRESENT = (TemplateState.READY, TemplateState.BROKEN, TemplateState.BUILDING)
 
@@ -36,14 +41,14 @@ def empty_drained(context: Context) -> None:
 
 
 def for_attempt(context: Context, attempt: Attempt) -> Context:
-    """The context without the hosts that are to be drained before the attempt's job has surely ended, and the leased
-    ones that end before, or that it may not use."""
+    """The context without the hosts that are to be drained before the attempt's job has surely ended, the leased ones
+    that end before, or that it may not use, and those that are avoided for its image."""
     state = context.state
-    if not state.closing and not state.leases:
-        return context
-    ends = surely_ends_by(context, attempt)
-    drained = {name for name in state.closing if state.drains[name].begins < ends}
-    return replace(context, without=frozenset(drained | _unfit_leases(context, attempt, ends)))
+    if state.closing or state.leases:
+        ends = surely_ends_by(context, attempt)
+        drained = {name for name in state.closing if state.drains[name].begins < ends}
+        context = replace(context, without=frozenset(drained | _unfit_leases(context, attempt, ends)))
+    return context.without_avoided(context.image_of(attempt)) if state.faults else context
 
 
 def _unfit_leases(context: Context, attempt: Attempt, ends: float) -> set[str]:
@@ -71,6 +76,25 @@ def surely_ends_by(context: Context, attempt: Attempt) -> float:
     """By when, in Unix time, the attempt's job and its VMs are surely gone if it is admitted now. Infinity where nobody
     can tell: its job has no time limit, or the scheduler does not tell it."""
     return ends_by(context, attempt) + context.policy.reclaim
+
+
+def avoided_hosts(context: Context, image: str) -> str:
+    """What is said of the hosts in sight that are avoided for an image, each with why."""
+    names = sorted(context.avoided & context.in_sight.keys())
+    return some([f"{name} {why_avoided(context, name, image)}" for name in names], SHOWN)
+
+
+def why_avoided(context: Context, host: str, image: str) -> str:
+    """Until when a host is avoided for an image, and why."""
+    fault = context.state.faults[image][host]
+    if context.now < fault.until:
+        return f"until {moment(fault.until)}, because VMs of {image} fail there: {fault.reason}"
+    return f"while one job is tried there, because VMs of {image} failed there: {fault.reason}"
+
+
+def moment(at: float) -> str:
+    """A Unix time for people."""
+    return f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
 def drained_hosts(context: Context) -> str:

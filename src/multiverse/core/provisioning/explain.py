@@ -15,6 +15,7 @@ from multiverse.core.model import Attempt, AttemptState, Job, JobState, Vm, VmSt
 from multiverse.core.policy import Policy
 from multiverse.core.provisioning.backfill import when
 from multiverse.core.provisioning.context import Context
+from multiverse.core.provisioning.draining import moment
 from multiverse.core.provisioning.host_verdicts import HostVerdict, host_verdicts
 from multiverse.core.provisioning.obstacles import why_earlier_run
 from multiverse.core.provisioning.reasons import BEHIND, reason_of
@@ -53,6 +54,8 @@ def explain(context: Context, attempt: Attempt, now: float) -> Explanation:
         case A.RESTORING:
             why = f"It waits at the gate, and has been on its way back to partition {attempt.origin} for {since}."
             return Explanation("", (why,))
+        case A.HOLDING:
+            return Explanation("", (f"It is about to be held: {attempt.note}.",))
         case A.STRAY:
             why = f"The scheduler started it {since} ago on a VM of an earlier attempt; it is being queued again."
             return Explanation("", (why,))
@@ -73,10 +76,8 @@ def _waiting(context: Context, attempt: Attempt, now: float) -> Explanation:
             else "The scheduler does not show it"
         )
         return Explanation("", (f"It has waited for {since}. {seen}.",))
-    if not job.eligible:
-        kept = context.kept_by(job)
-        besides = (f"Besides, {kept.why()}.",) if kept else ()
-        return Explanation("", (f"It has waited for {since}: {_kept_by_slurm(job)}.", *besides))
+    if not job.eligible or attempt.waits_for_delay(job):
+        return _kept_by_the_scheduler(context, attempt, job, since)
     short = reason_of(attempt, job, state.reasons, now)
     own = short if short not in ("", BEHIND) else _own_obstacle(context, attempt)
     sentences = [f"It has waited for {since}: {own or short or 'it is about to be considered'}."]
@@ -95,6 +96,21 @@ def _waiting(context: Context, attempt: Attempt, now: float) -> Explanation:
     hosts = host_verdicts(context, attempt) if context.world.sees_hosts else []
     expected = state.promised.get(attempt.id, inf)
     return Explanation(short, tuple(sentences), _advice(context, attempt), ahead, behind, expected, hosts)
+
+
+def _kept_by_the_scheduler(context: Context, attempt: Attempt, job: Job, since: str) -> Explanation:
+    if not job.eligible or job.delayed_until is None:
+        kept = context.kept_by(job)
+        besides = [f"Besides, {kept.why()}."] if kept else []
+        if attempt.note:
+            besides.append(f"Before that: {attempt.note}.")
+        return Explanation("", (f"It has waited for {since}: {_kept_by_slurm(job)}.", *besides))
+    delay = (
+        f"It has waited for {since}: the scheduler queued it again, not because of Multiverse, and lets it start "
+        f"{moment(job.delayed_until)} (in {for_long(job.delayed_until - context.now)}) at the earliest."
+    )
+    note = (f"It waits longer, because {attempt.note}.",) if attempt.note else ()
+    return Explanation("", (delay, *note))
 
 
 def _kept_by_slurm(job: Job) -> str:

@@ -14,7 +14,7 @@ from multiverse.core.model import Attempt, Host, HostState, Size, Template, Temp
 from multiverse.core.provisioning.capacity import Room, room_of
 from multiverse.core.provisioning.clones import Choice, choose_clones, makes
 from multiverse.core.provisioning.context import Context
-from multiverse.core.provisioning.draining import for_attempt
+from multiverse.core.provisioning.draining import for_attempt, why_avoided
 from multiverse.core.provisioning.largest import could_ever_fit
 from multiverse.core.provisioning.pacing import wait_for
 from multiverse.core.provisioning.sizes import short_of_disk, template_claim, vm_claim, vm_size
@@ -101,6 +101,8 @@ class _Judge:
         context = self._context
         if name not in context.closed:
             return ""
+        if name in context.avoided and name not in context.with_avoided().closed:
+            return f"avoided {why_avoided(context, name, self._image)}".replace("{", "(").replace("}", ")")
         drain = context.state.drains.get(name)
         if drain is None:
             return "leased, and the lease may end before the job" if name in context.without else "takes no new VM"

@@ -100,7 +100,7 @@ def _waiting(context: Context) -> Iterator[Attempt]:
     for _, number in first:
         attempt, job = state.attempts[number], queue.job_of(number)
         limited = any(count > limits[limit] for limit, count in job.uses)
-        if not job.eligible or limited or state.now < attempt.not_before:
+        if not job.eligible or attempt.waits_for_delay(job) or limited or state.now < attempt.not_before:
             continue
         if why_earlier_run(state, context.world, attempt, {}):
             continue

@@ -9,7 +9,7 @@ from multiverse.core.model import Attempt, CloneKind, Size, Vm, VmState, World
 from multiverse.core.provisioning.capacity import every_host, some
 from multiverse.core.provisioning.clones import Way, unable_to_make, ways_now, ways_to_make
 from multiverse.core.provisioning.context import Context
-from multiverse.core.provisioning.draining import drained_hosts
+from multiverse.core.provisioning.draining import avoided_hosts, drained_hosts
 from multiverse.core.provisioning.largest import largest_on
 from multiverse.core.provisioning.leasing import fits_on_leases
 from multiverse.core.provisioning.templates import could_hold
@@ -24,6 +24,8 @@ def why_unfit(context: Context, attempt: Attempt) -> tuple[str, bool]:
     nobody knows what they could hold."""
     if _fits_now(context, attempt):
         return "", True
+    if context.avoided and _fits_now(context.with_avoided(), attempt):
+        return f"waiting for a host that is avoided: {avoided_hosts(context, context.image_of(attempt))}", True
     if context.policy.leases and fits_on_leases(context, attempt):
         return "waiting for a host to be leased", True
     resumed = context.with_drained()

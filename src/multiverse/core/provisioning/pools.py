@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 
+from multiverse.core.avoidance import is_tried
 from multiverse.core.model import (
     LEAVING_STATES,
     Attempt,
@@ -167,30 +168,34 @@ def _may_make(context: Context, pool: Pool) -> bool:
 
 def _release_if_spent(context: Context, vm: Vm, pool: Pool) -> bool:
     """Release the spare, with a reason, if it is of no use any more."""
-    why = _why_spent(context, vm, pool)
-    if why:
+    if why := _why_spent(context, vm, pool):
         release_spare(context.state, vm, why)
+    elif why := _why_unfit(context, vm):
+        release_spare(context.state, vm, why, unfit=True)
     return bool(why)
+
+
+def _why_unfit(context: Context, vm: Vm) -> str:
+    """Why the spare cannot serve although nothing has changed: a daemon in it has ended, or its node is unusable."""
+    node, seen = context.scheduler.nodes.get(vm.name), context.world.vm(vm)
+    if vm.state in (VmState.PARKED, VmState.JOINED) and seen is not None and seen.reason:
+        return seen.reason
+    unusable = node is None or node.is_unusable
+    if vm.state is VmState.JOINED and context.world.node_began(vm.name) > vm.since and unusable:
+        return f"its node is {node.state}: {node.reason}" if node else "its node is gone"
+    return ""
 
 
 def _why_spent(context: Context, vm: Vm, pool: Pool) -> str:
     """Why the spare is of no use any more; empty if it is of use."""
-    assert context.world.scheduler is not None
-    state, world = context.state, context.world
-    template = state.template_for(vm.template) if vm.template else None
-    node, seen, host = context.scheduler.nodes.get(vm.name), world.vm(vm), context.hosts.get(vm.host)
-    there = (VmState.PARKED, VmState.JOINED)
-    unusable = node is None or node.is_unusable
+    state = context.state
+    template, host = state.template_for(vm.template) if vm.template else None, context.hosts.get(vm.host)
     if host is not None and vm.image not in host.images:
         return "its image is gone"
     if template is None or template.state is not TemplateState.READY:
         return "its template is gone"
     if too_old(vm, pool, state.now):
         return f"it is older than {pool.max_age:g} s"
-    if vm.state in there and seen is not None and seen.reason:
-        return seen.reason  # a daemon in it has ended
-    if vm.state is VmState.JOINED and world.node_began(vm.name) > vm.since and unusable:
-        return f"its node is {node.state}: {node.reason}" if node else "its node is gone"
     return ""
 
 
@@ -199,6 +204,7 @@ def _refill(context: Context, pool: Pool, lacking: int) -> None:
     state, policy, kind = context.state, context.policy, CloneKind.INSTANT
     if state.leases:  # a host is leased for jobs, and its spares would keep it
         context = replace(context, without=context.without | state.leased)
+    context = context.without_avoided(pool.image)
     hosts, room = context.hosts, room_of(context)
     able = hosts_making(context, pool.image, kind)
     templates = able.map(lambda host, _: template_size(pool.size, host, pool.image, policy))
@@ -215,6 +221,8 @@ def _refill(context: Context, pool: Pool, lacking: int) -> None:
 
     def accept(name: str) -> bool:
         parent = (name, pool.image, kind)
+        if name in state.faults.get(pool.image, ()) and is_tried(state, name, pool.image):
+            return False  # another one is tried there first
         return not wait_for(parent, state.paced, state.now, policy) and _has_idle_cpus(context, hosts[name])
 
     wanted = CloneRequest(pool.image, kind, pool.size, templates, pool=pool.depth, sizes=sizes)

@@ -24,7 +24,7 @@ def reason_of(attempt: Attempt, job: Job | None, reasons: Mapping[int, str], now
         return ""
     if attempt.id in reasons:
         return reasons[attempt.id]
-    if job is None or job.ref != attempt.job or not job.eligible:
+    if job is None or job.ref != attempt.job or not job.eligible or attempt.waits_for_delay(job):
         return ""
     if now < attempt.not_before:
         return attempt.note

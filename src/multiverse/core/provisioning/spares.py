@@ -76,6 +76,7 @@ def joined_for(context: Context, attempt: Attempt, promised: Collection[int] = (
     """The joined spare that fits best: as many CPUs as asked for, no more memory than must be, and not on offer to
     other jobs if there is another. None of those that are `promised` to earlier jobs."""
     request, state, nodes, image = attempt.request, context.state, context.scheduler.nodes, context.image_of(attempt)
+    context = context.with_avoided()  # whatever fails there: these have joined
     if request.nodes != 1:
         return None  # the VMs of one job are tied to it by one tag, and know each other from their start
 
@@ -194,9 +195,11 @@ def node_spec(vm: Vm, attempt: Attempt | None, peers: tuple[tuple[str, str], ...
 # --- offers and release ----------------------------------------------------------------------------
 
 
-def release_spare(state: State, vm: Vm, why: str) -> None:
+def release_spare(state: State, vm: Vm, why: str, *, unfit: bool = False) -> None:
     """Plan the end of a spare. No job ever had its node, so the node may be deleted at once; but not while a job may
-    still take it."""
+    still take it. One that is `unfit` to serve is a failure of its image there."""
+    if unfit:
+        vm = replace(vm, fault="host")
     offer = state.offers.get(vm.id)
     if offer is not None and offer.state in (OfferState.OPEN, OfferState.CLOSING):
         state.move(Change(replace(vm, state=VmState.RETIRING, reason=why), Event.RETIRED, why))

@@ -157,7 +157,7 @@ def ask_for_template(
     name = _where_to_build(context, wish, room, may, beside)
     if coming and not (name and beside and _holds_both(context, wish, room, beside, name)):
         name = ""  # more than one at a time are of use only where VMs have room beside them now
-    if broken and not coming and (not name or broken[0] < name):
+    if broken and not coming and not name:  # a host on which it is not known to fail comes first
         need_template(context, wish.key(broken[0]), wanted)
         return f"the template of image {image} is being built on {broken[0]}"
     if name:

@@ -201,13 +201,13 @@ class SlurmScheduler:
     async def _reread(self, job: JobRef) -> CurrentJob:
         return await reread(self._commands, job, self._slurm)
 
-    async def pin(self, job: JobRef, tag: str, nodes: Sequence[str], text: str = "") -> None:
+    async def pin(self, job: JobRef, tag: str, nodes: Sequence[str], text: str = "", *, at_once: bool = False) -> None:
         """See `ports.Scheduler`. The nodes are found by their feature `tag`, not by name: a restart of slurmctld kills
         jobs that name a deleted node."""
         async with self._comment_turns.changing(job):
-            await self._pin(job, tag, text)
+            await self._pin(job, tag, text, at_once=at_once)
 
-    async def _pin(self, job: JobRef, tag: str, text: str) -> None:
+    async def _pin(self, job: JobRef, tag: str, text: str, *, at_once: bool) -> None:
         current = await self._reread(job)
         origin = current.origin or (current.partition if self._is_expanded(current.partition) else "")
         if origin:
@@ -234,7 +234,7 @@ class SlurmScheduler:
         wanted.append(f"Nice={nice}")
         if comment != current.comment:
             wanted.append(f"AdminComment={comment}")
-        if job.restarts:
+        if at_once:
             wanted.append("StartTime=now")  # a requeued job has a begin time two minutes off
         # One update: between two, the job would wait for its features in the wrong partition and lose its turn.
         try:
@@ -346,6 +346,19 @@ class SlurmScheduler:
             await self._to_gate(job, current)
         except (Stale, Gone, Refused):
             return  # the job is queued again; the next observation shows where, and `unpin` moves it to the gate
+
+    async def hold(self, job: JobRef, reason: str) -> None:
+        """See `ports.Scheduler`. It is a hold of the user's (`uhold`): the user could not release an operator's. The
+        reason is left in the job's AdminComment."""
+        async with self._comment_turns.changing(job):
+            current = await self._reread(job)
+            if not current.pending:
+                raise Stale(f"job {job.job_id} is {current.state.lower()}")
+            if current.priority == 0 and not parse.slurms_hold(current.reason, current.description):
+                return
+            if (comment := compose(current.comment, reason)) != current.comment:
+                await self._update(job, f"AdminComment={comment}")
+            await self._commands.run("scontrol", "uhold", job.job_id)
 
     async def revoke(self, job: JobRef, reason: str) -> None:
         """See `ports.Scheduler`. The reason is left in the job's AdminComment."""

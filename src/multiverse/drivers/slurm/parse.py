@@ -73,7 +73,7 @@ _FREE_REASONS = frozenset(
 ) | {""}
 _GATE_REASONS = _FREE_REASONS | {"Licenses"}
 """The same of jobs at the gate, which wait for the gate's licence. What they ask for of other licences is counted."""
-_USER_HOLDS = ("JobHeldUser", "JobHeldAdmin")
+_LASTING_HOLDS = ("JobHeldUser", "JobHeldAdmin", "JobHoldMaxRequeue")
 # Of several words the first state here counts. slurmctld ends the jobs of a node that is DOWN; those of one that it
 # does not reach run on until SlurmdTimeout, and those of one that is drained as long as they like.
 _NODE_STATES = {
@@ -283,7 +283,8 @@ def _job(record: Record, job_id: str, names: SiteNames, now: float, uses: Uses) 
     own, pinned = features(str(record.get("features") or ""), names.gate_feature)
     priority, begin = number(record["priority"]) or 0, number(record.get("eligible_time")) or 0
     dependency = str(record.get("dependency") or "")
-    # The delay that Slurm adds after a requeue ends with the pin. A begin time of the user has passed by then.
+    # The delay that Slurm adds after a requeue counts by itself (`delayed_until`): whether it is waited for depends on
+    # who caused the requeue. A begin time of the user has passed by then.
     delayed = restarts > 0 and 0 < begin - submitted <= REQUEUE_DELAY
     early = begin > now and not delayed
     held = priority == 0 and not slurms_hold(reason, str(record.get("state_description") or ""))
@@ -330,6 +331,7 @@ def _job(record: Record, job_id: str, names: SiteNames, now: float, uses: Uses) 
         origin=origin,
         at_origin=here is not None,
         account=str(record.get("account") or ""),
+        delayed_until=float(begin) if delayed and begin > now and state is JobState.PENDING else None,
     )
 
 
@@ -342,13 +344,14 @@ def _state(states: list[str]) -> JobState:
 
 
 def slurms_hold(reason: str, description: str) -> bool:
-    """Whether Slurm itself holds a job of priority 0: no node has its feature any more, or its launch failed.
+    """Whether Slurm itself holds a job of priority 0 because no node has its feature any more.
 
-    Multiverse releases such a job, but not one that a user or an operator holds. squeue's column of reasons shows the
-    description instead if there is one, for example after `scontrol requeuehold`.
+    Multiverse releases such a job, but not one that a user or an operator holds, nor one that Slurm holds because it
+    cannot run: its launch failed ("launch failed requeued held"), or it was queued again too often
+    (`JobHoldMaxRequeue`). squeue's column of reasons shows the description instead if there is one, for example after
+    `scontrol requeuehold`.
     """
-    users = reason in _USER_HOLDS or description.startswith("job requeued in ")
-    return not users or description.startswith("launch failed")
+    return reason not in _LASTING_HOLDS and not description.startswith(("job requeued in ", "launch failed"))
 
 
 # --- requests --------------------------------------------------------------------------------------

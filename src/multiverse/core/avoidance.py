@@ -1,0 +1,84 @@
+"""Hosts that are avoided for an image, because VMs of it fail to come up there.
+
+A VM that cannot be created or started, or whose node does not register, is taken for a fault of its host with its
+image: the host then gets no VM of that image for a time, which is doubled with each further failure in a row. When the
+time is over, one job at a time is tried there, until a VM has joined: that clears the host.
+
+It may be the job that is at fault. That shows when a VM of the job fails on a host on which one had failed before and
+VMs of others have joined since: such a failure is the job's, counts as one of its attempts, and avoids no host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from multiverse.core.model import Attempt, AttemptState, HostFault, KnownHost, Vm, VmState, World
+from multiverse.core.policy import Policy
+from multiverse.core.state import State
+from multiverse.core.transition import Change, Event
+
+_MAKING = (AttemptState.CLAIMED, AttemptState.SPAWNING)
+
+
+def failing(state: State, vm: Vm, event: Event, why: str, world: World, policy: Policy) -> list[Change]:
+    """What follows from a VM that did not come up: it is ended, and its host is avoided or its job is at fault."""
+    host, attempt = state.hosts.get(vm.host), state.attempt_of(vm)
+    known = host.fault_of(vm.image) if host is not None else None
+    at_fault = attempt is not None and known is None and vm.host in attempt.failed_on
+    ended = replace(vm, state=VmState.ENDING, reason=why, fault="job" if at_fault else "host")
+    changes = [Change(ended, event, why)]
+    if at_fault or host is None or not host.is_member:
+        return changes
+    now = state.now + world.epoch
+    if known is None or known.until <= now:  # others that were being made there when it failed are the same failure
+        failures = known.failures + 1 if known is not None else 1
+        until = now + policy.avoids_for(failures, state.now - vm.since)
+        changes.append(Change(host.with_fault(HostFault(vm.image, failures, until, why)), Event.AVOIDED, why))
+    if attempt is not None and attempt.state in _MAKING and vm.host not in attempt.failed_on:
+        changes.append(Change(replace(attempt, failed_on=(*attempt.failed_on, vm.host)), Event.NOTED, why))
+    return changes
+
+
+def joined(state: State, vm: Vm) -> list[Change]:
+    """What follows from a VM that has joined: its host is good for its image."""
+    host = state.hosts.get(vm.host)
+    if host is None or not host.is_member or host.fault_of(vm.image) is None:
+        return []
+    return [Change(host.without_fault(vm.image), Event.CLEARED, f"{vm.name} has joined")]
+
+
+def tried_at_once(host: KnownHost) -> KnownHost:
+    """The host, on which all that failed may be tried at once, by an operator's word; one job at a time."""
+    return replace(host, faults=tuple(replace(one, failures=0, until=0.0) for one in host.faults))
+
+
+def avoided(state: State, image: str, now: float) -> frozenset[str]:
+    """The hosts that get no VM of the image at a Unix time: those whose time is not over, and those on which one is
+    being tried."""
+    faults = state.faults.get(image)
+    if not faults:
+        return frozenset()
+    return frozenset(name for name, fault in faults.items() if now < fault.until or is_tried(state, name, image))
+
+
+def is_tried(state: State, host: str, image: str) -> bool:
+    """Whether a VM of the image is on its way up on the host."""
+    return any(vm.image == image and _is_coming(vm) for vm in state.vms_on(host))
+
+
+def _is_coming(vm: Vm) -> bool:
+    parked = vm.state is VmState.PARKED and vm.attempt is not None  # a parked spare stays as it is
+    return parked or vm.state in (VmState.PLANNED, VmState.STARTING)
+
+
+def whose_fault(vms: Sequence[Vm]) -> str:
+    """Of VMs that failed: `job` if one of them is the job's fault, `host` if all are their hosts'; else empty."""
+    if any(vm.fault == "job" for vm in vms):
+        return "job"
+    return "host" if vms and all(vm.fault == "host" for vm in vms) else ""
+
+
+def forget_hosts(attempt: Attempt) -> Attempt:
+    """The attempt, whose VMs have come up: what has failed before is over."""
+    return replace(attempt, failed_on=(), tries=0)
