@@ -368,6 +368,20 @@ async def requeuing_a_running_job_puts_it_at_the_gate(h: Harness) -> None:
         await h.pin(job.ref, "mv_1")
 
 
+async def a_job_that_is_held_tells_its_user_why_and_is_released_by_its_user(h: Harness) -> None:
+    job = await h.job(await h.submit())
+    for _ in range(2):
+        await h.scheduler.hold(job.ref, "its last 10 runs ended at once")
+    held = await h.job(job.ref.job_id, lambda job: job.held)
+    assert held.gated and not held.eligible and held.ref == job.ref
+    assert "its last 10 runs ended at once" in await h.comment(job.ref.job_id)
+    await h.release(job.ref.job_id)
+    assert (await h.job(job.ref.job_id, lambda job: not job.held)).eligible
+    running, _ = await h.running()
+    with pytest.raises(Stale):
+        await h.scheduler.hold(running.ref, "too late")
+
+
 async def revoke_ends_a_pending_job(h: Harness) -> None:
     job = await h.job(await h.submit())
     await h.scheduler.revoke(job.ref, "no host could ever hold it")
@@ -617,6 +631,7 @@ SUITE: tuple[Check, ...] = (
     requeuing_a_running_job_puts_it_at_the_gate,
     revoke_ends_a_pending_job,
     a_node_with_a_job_is_not_deleted,
+    a_job_that_is_held_tells_its_user_why_and_is_released_by_its_user,
     deleting_a_missing_node_succeeds,
     a_node_that_is_set_down_loses_its_job,
     a_line_is_left_for_the_user,

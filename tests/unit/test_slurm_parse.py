@@ -248,12 +248,14 @@ def test_squeues_column_shows_who_holds_a_job(column: str, slurms: bool) -> None
     assert parse.slurms_hold(column, column) is slurms
 
 
-def test_a_requeued_job_does_not_wait_for_slurms_delay() -> None:
+def test_slurms_delay_after_a_requeue_is_shown_by_itself() -> None:
     at = int(NOW)
     requeued = by_name("n2", restart_cnt=1, submit_time=at, eligible_time=at + 121, state_reason="BeginTime")
-    assert one(requeued).eligible
+    assert one(requeued).eligible and one(requeued).delayed_until == at + 121
+    assert one(requeued | {"eligible_time": at - 1}).delayed_until is None, "it is over"
     assert not one(requeued | {"restart_cnt": 0}).eligible
-    assert not one(requeued | {"eligible_time": at + 900}).eligible
+    own = one(requeued | {"eligible_time": at + 900})
+    assert not own.eligible and own.delayed_until is None, "the begin time is its user's"
 
 
 def test_a_requeued_job_that_is_completing_is_the_previous_run() -> None:
