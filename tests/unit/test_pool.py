@@ -126,6 +126,34 @@ def test_the_pool_rests_after_a_failure() -> None:
     assert [c for move in s.commit() for c in move.changes if c.event is Event.PLANNED]
 
 
+@pytest.mark.parametrize(
+    ("event", "state", "fault"), [(Event.DIED, V.ENDING, ""), (Event.RELEASED, V.RELEASING, "host")]
+)
+def test_a_pool_whose_spares_end_as_soon_as_they_are_ready_rests_longer_each_time(
+    event: Event, state: V, fault: str
+) -> None:
+    recorder, rests, now = ForecastRecorder(POLICY), [], 1000.0
+    for number in range(4):
+        ready = hand.vm(V.PARKED, id=number + 1, pool=Depth.PARKED)
+        recorder.note([Move((Change(ready, Event.EXISTS),))], now)
+        recorder.note([Move((Change(replace(ready, state=state, fault=fault), event),))], now + 1.0)
+        rests.append(recorder.forecast(now + 1.0).rest["slim"] - now - 1.0)
+        now += 10.0
+    assert rests == [POLICY.backoff(number) for number in (1, 2, 3, 4)]
+    ready = hand.vm(V.PARKED, id=9, pool=Depth.PARKED)
+    recorder.note([Move((Change(ready, Event.EXISTS),))], now)
+    recorder.note([Move((Change(replace(ready, attempt=1), Event.TAKEN),))], now + 1.0)
+    assert "slim" not in recorder.forecast(now + 1.0).rest, "it was of use"
+
+
+def test_a_spare_that_its_pool_wants_no_more_is_no_failure() -> None:
+    recorder = ForecastRecorder(POLICY)
+    ready = hand.vm(V.PARKED, pool=Depth.PARKED)
+    recorder.note([Move((Change(ready, Event.EXISTS),))], 1000.0)
+    recorder.note([Move((Change(replace(ready, state=V.RELEASING), Event.RELEASED),))], 1001.0)
+    assert not recorder.forecast(1001.0).rest
+
+
 # --- taking ----------------------------------------------------------------------------------------
 
 

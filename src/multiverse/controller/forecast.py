@@ -51,6 +51,8 @@ class ForecastRecorder:
         partition = lease.spec.partition
         if event is Event.FOUND:
             self._granted[lease.id] = now
+        elif event is Event.TAKEN and lease.id not in self._granted:
+            self._useless.pop(partition, None)
         ended = lease.state in (LeaseState.ENDING, LeaseState.LOST, LeaseState.RELEASING, LeaseState.GONE)
         since = self._granted.pop(lease.id, None) if ended else None
         soon = since is not None and now - since < SOON and event is not Event.RELEASED
@@ -87,6 +89,8 @@ class ForecastRecorder:
         was ready for long before that begins a new row of failures."""
         if vm.pool is not None and vm.state.value == vm.pool.value:
             self._ready.setdefault(vm.id, now)
+            if vm.image in self._failed:  # others may be made; whether it is of use is yet to be seen
+                self._failed[vm.image] = (self._failed[vm.image][0], now)
             return
         if vm.state is VmState.STARTING or vm.state is VmState.PARKED:
             return
@@ -111,7 +115,7 @@ class ForecastRecorder:
             arrivals={image: self._faded(image, now) / ARRIVALS_FADE for image in sorted(self._arrivals)},
             seconds=dict(self._seconds),
             paced=dict(self._paced),
-            rest={image: until for image, (_, until) in self._failed.items()},
+            rest={image: until for image, (_, until) in self._failed.items() if until > now},
             lease_rest={partition: until for partition, (_, until) in self._useless.items()},
         )
 
