@@ -49,7 +49,7 @@ def test_a_vm_is_told_of_while_a_job_may_run_in_it(state: VmState) -> None:
         await asyncio.sleep(1.0)
         may = state not in (
             *(VmState.PLANNED, VmState.PARKED, VmState.DEAD),
-            *(VmState.ENDING, VmState.REMOVING, VmState.RELEASING, VmState.GONE),
+            *(VmState.ENDING, VmState.REMOVING, VmState.RELEASING, VmState.DELETING, VmState.GONE),
         )
         assert told.nodes == [{"mv-1": "10.0.0.1"} if may else {}]
 

@@ -60,6 +60,7 @@ EFFECTS: list[tuple[Row, E | None, str]] = [
     (vm(V.LOST), None, ""),
     (vm(V.ENDING), E.END, ""),
     (vm(V.REMOVING), E.REMOVE, ""),
+    (vm(V.DELETING), E.DELETE, ""),
     (vm(V.RELEASING), E.RELEASE, ""),
     (vm(V.GONE), None, ""),
     (template(T.ABSENT), None, ""),

@@ -199,6 +199,7 @@ def test_a_node_that_is_shown_by_an_older_observation_only_is_waited_for(harness
 
 def test_a_node_on_which_the_job_could_start_keeps_its_vm(harness: PlannerHarness) -> None:
     """A VM that failed has the tag of those that replace it: its job must not be pinned while it may start there."""
+    harness.second_host()
     harness.to_spawning()
     (vm,) = harness.all_vms()
     harness.node(vm.name)

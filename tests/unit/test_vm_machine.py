@@ -541,11 +541,11 @@ def test_a_vm_rests_while_it_serves_and_while_nothing_is_known_of_it() -> None:
         return HypervisorView({"h1": H1}, {seen.name: seen for seen in vms})
 
     running, dead = (VmSeen("mvtest0-1", "h1", condition) for condition in (RUNNING, DEAD))
-    assert resting(shown(running)) == {V.SERVING}
-    assert resting(shown(dead)) == resting(shown()) == set()
+    assert resting(shown(running)) == {V.SERVING, V.DELETING}
+    assert resting(shown(dead)) == resting(shown()) == {V.DELETING}, "which waits for the scheduler only"
     assert resting(None) == live, "that its source has been silent for long marks it"
-    assert resting(HypervisorView()) == {V.LOST}, "its host is not shown"
+    assert resting(HypervisorView()) == {V.LOST, V.DELETING}, "its host is not shown"
     assert resting(None, fenced=True) == live - leaving, "these wait for the scheduler only"
-    assert resting(HypervisorView(), fenced=True) == {V.LOST}
+    assert resting(HypervisorView(), fenced=True) == {V.LOST, V.DELETING}
     for view in (shown(running), shown(dead), shown(), HypervisorView(), None):
         assert resting(view, quarantined="it cannot be") == live

@@ -104,7 +104,8 @@ class SimulatedBackfill:
         self._starts = 0  # of slurmctld
         self.active = False
         self.began = -math.inf
-        self._wait()
+        if cluster.plans_ahead:
+            self._wait()
 
     def restart(self) -> None:
         """slurmctld was restarted. What nodes are shown as it takes from its saved state, but not the plans."""
@@ -152,6 +153,7 @@ class Cluster:
     """slurmctld and its queue. `up` is whether slurmctld answers."""
 
     separator = "_"  # between the id of an array and the number of a task
+    plans_ahead = True  # which jobs are to start later on which nodes
     counts_twice = True  # jobs on nodes, as it reads its configuration again: so does 22.05
 
     def __init__(self, rng: Random, settings: ClusterSettings) -> None:

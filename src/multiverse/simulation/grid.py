@@ -22,6 +22,7 @@ class GridCluster(Cluster):
 
     separator = "."
     counts_twice = False
+    plans_ahead = False
 
     def _is_unsatisfiable(self, job: JobRecord) -> bool:
         return False  # a job that names hosts which do not exist just stays pending

@@ -482,7 +482,11 @@ def _settings(lines: list[Line]) -> WorldSettings:
         ),
         users=tuple(sorted(users)),
         cluster=ClusterSettings(
-            node_timeout=ENDLESS, min_job_age=(ENDLESS, ENDLESS), flavor=ANY_SIZE, max_nodes=1 << 20
+            node_timeout=ENDLESS,
+            min_job_age=(ENDLESS, ENDLESS),
+            flavor=ANY_SIZE,
+            max_nodes=1 << 20,
+            bf_interval=(ENDLESS, ENDLESS),
         ),
         guests=GuestBehaviour(mute=1.0),
     )
