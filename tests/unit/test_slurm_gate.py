@@ -265,9 +265,9 @@ def test_the_gates_nodes_get_their_addresses_back_until_slurm_has_powered_all_of
         slurmctld.calls.clear()
         return given
 
-    assert (tend(0), tend(300), tend(301)) == (1, 1, 0)
+    assert (tend(0), tend(60), tend(60)) == (1, 0, 0), "once, for what an earlier controller may have left"
     asyncio.run(found.release(["mvgate3"]))
-    assert (tend(60), tend(600)) == (1, 0)
+    assert (tend(60), tend(539), tend(60)) == (1, 1, 0)
 
 
 def test_a_slurmctld_without_the_licence_does_not_keep_anybody_from_observing(conf: Path) -> None:

@@ -112,7 +112,7 @@ class GateKeeper:
     ) -> None:
         self._slurm, self._commands, self._clock = slurm, commands, clock
         self._due = 0.0
-        self._power_down_until = clock() + _POWERED_DOWN  # an earlier controller may have powered nodes down
+        self._power_down_until = clock() + _CHECKED_EVERY  # once: an earlier controller may have powered nodes down
 
     @property
     def reservation(self) -> str:
@@ -158,7 +158,7 @@ class GateKeeper:
 
     async def _find(self) -> _Reservation | None:
         try:
-            text = await self._commands.run("scontrol", "-o", "show", "reservation", self.reservation)
+            text = await self._commands.run("scontrol", "show", "reservation", self.reservation, "--oneliner")
         except (Gone, Refused):
             return None
         fields = dict(re.findall(r"(\w+)=(\S*)", text))
