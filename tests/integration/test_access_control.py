@@ -31,8 +31,8 @@ def as_other(lab: LabUnderTest, *words: str) -> subprocess.CompletedProcess[str]
 
 
 # Paths that users of Slurm need, and paths that show only that there is a lab. The file of limits has the sizes that a
-# refused submission shows to any user.
-_PUBLIC = {"etc", "log", "lab.json", "munge", "munge/pid", "munge/socket", "run", "run/db", "run/db/socket", "run/nfs",
+# refused submission shows to any user, and bin what users load and execute.
+_PUBLIC = {"bin", "etc", "log", "lab.json", "munge", "munge/pid", "munge/socket", "run", "run/db", "run/db/socket", "run/nfs",
            "run/inbox.limits", "run/users.sock", "run/slurmdbd", "run/slurmdbd/pid"}  # fmt: skip
 _CLOSED = ("controller", "run/vms", "run/inbox", "slurmctld", "db")
 
@@ -60,7 +60,7 @@ def test_other_users_have_access_to_public_paths_only(
         assert not [p for p in found if any(p.is_relative_to(root / place) for place in _CLOSED)]
         assert not [p for p in found if not p.is_relative_to(root)], "no file of a template is readable"
         rest = {str(path.relative_to(root)) for path in found} - _PUBLIC
-        places = ("etc/", "log/", "run/nfs/")
+        places = ("bin/", "etc/", "log/", "run/nfs/")
         assert not {path for path in rest if not path.startswith(places) and not path.endswith(".json")}
     slurm = pwd.getpwnam("slurm").pw_uid
     assert allowed([root / "run/inbox"], slurm) == {root / "run/inbox": ["read", "make"]}
