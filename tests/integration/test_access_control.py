@@ -32,8 +32,8 @@ def as_other(lab: LabUnderTest, *words: str) -> subprocess.CompletedProcess[str]
 
 # Paths that users of Slurm need, and paths that show only that there is a lab. The file of limits has the sizes that a
 # refused submission shows to any user, and bin what users load and execute.
-_PUBLIC = {"bin", "etc", "log", "lab.json", "munge", "munge/pid", "munge/socket", "run", "run/db", "run/db/socket", "run/nfs",
-           "run/inbox.limits", "run/users.sock", "run/slurmdbd", "run/slurmdbd/pid"}  # fmt: skip
+_PUBLIC = {"bin", "etc", "log", "lab.json", "munge", "munge/pid", "munge/socket", "run", "run/db", "run/db/socket",
+           "run/nfs", "run/inbox.limits", "run/users.sock", "run/slurmdbd", "run/slurmdbd/pid"}  # fmt: skip
 _CLOSED = ("controller", "run/vms", "run/inbox", "slurmctld", "db")
 
 

@@ -262,6 +262,8 @@ class SlurmScheduler:
             raise Stale(f"job {job.job_id} left the gate at once")
         if after.priority == 0 and parse.slurms_hold(after.reason, after.description):
             await self._commands.run("scontrol", "release", job.job_id)
+            if nice := self._usual_nice(await self._reread(job)):
+                await self._update(job, *nice)
 
     async def _to_gate(self, job: JobRef, current: CurrentJob) -> None:
         if self._is_at_gate(current):
@@ -269,10 +271,8 @@ class SlurmScheduler:
         origin = current.origin or expansions.told_origin(current.comment)
         features = "&".join((*current.own, *_mark(origin), self._slurm.gate_feature))
         licences = ",".join((*current.licences, f"{self._slurm.licence}:1"))
-        nice = gate.unboosted(current.nice, self._boost)
-        await self._update(
-            job, *self._partition(current), f"Features={features}", f"Licenses={licences}", f"Nice={nice}"
-        )
+        wanted = [*self._partition(current), f"Features={features}", f"Licenses={licences}"]
+        await self._update(job, *wanted, *self._usual_nice(current))
 
     def _is_at_gate(self, current: CurrentJob) -> bool:
         return current.partition == self._slurm.partition and current.at_gate and current.licensed
@@ -281,6 +281,15 @@ class SlurmScheduler:
         """The change of a job's partition, if it is in another one: in that of its submission, which is expanded, or in
         that in which an earlier release ran jobs."""
         return () if current.partition == self._slurm.partition else (f"Partition={self._slurm.partition}",)
+
+    def _usual_nice(self, current: CurrentJob) -> tuple[str, ...]:
+        """The change back to the nice value of the job's user, if it has another one.
+
+        A held job keeps its own: with priority/basic a new nice value gives a job a priority, which releases it
+        (`_update_job` in job_mgr.c, 22.05 to 25.11).
+        """
+        nice = gate.unboosted(current.nice, self._boost)
+        return () if current.priority == 0 or nice == current.nice else (f"Nice={nice}",)
 
     @property
     def _boost(self) -> int:
@@ -324,7 +333,7 @@ class SlurmScheduler:
             raise Stale(f"job {job.job_id} is pinned")
         comment = compose(current.comment, f"back in partition {current.origin}")
         wanted = [f"Partition={current.origin}", f"Features={'&'.join(current.own)}"]
-        wanted += [f"Licenses={','.join(current.licences)}", f"Nice={gate.unboosted(current.nice, self._boost)}"]
+        wanted += [f"Licenses={','.join(current.licences)}", *self._usual_nice(current)]
         await self._update(job, *wanted, f"AdminComment={comment}")
         after = await self._reread(job)
         if after.pending and after.priority == 0 and parse.slurms_hold(after.reason, after.description):
