@@ -542,11 +542,10 @@ GROUPS = (
                 "a VM is created after its job was queued: submit without --immediate",
                 "test_an_immediate_start_is_refused",
             ),
-            refused(
+            tested(
                 "--test-only",
-                "Requested node configuration is not available",
-                "--test-only",
-                note="Slurm does not know the nodes that VMs will be",
+                "the request is checked; the start that it prints says nothing, because Slurm knows no VM yet",
+                "test_a_request_is_checked_without_a_job",
             ),
             refused(
                 "--reservation",
