@@ -660,12 +660,7 @@ GROUPS = (
             honoured("-K, --kill-on-bad-exit", "", "steps", "bad=[1-9].*"),
             honoured("-r, --relative", "", "spread", "mv.* of mv.*"),
             denied("--x11", "by Slurm's rule: not without `PrologFlags=X11`", "test_x11_is_not_forwarded"),
-            denied(
-                "sattach",
-                "before 24.11 it finds only nodes of slurm.conf: write to a file, or use srun --overlap",
-                "test_sattach_works_from_24_11_on",
-            ),
-            tested("sattach", "", "test_sattach_works_from_24_11_on", since="24.11"),
+            tested("sattach", "before 23.11 with `multiverse-client.conf`", "test_sattach_shows_a_step"),
             tested("sstat", "", "test_a_running_job_is_updated_suspended_and_requeued"),
             tested(
                 "sacct",
