@@ -238,7 +238,7 @@ async def test_the_job_of_a_failed_node_is_requeued_and_starts_at_once_when_pinn
     await guest.stop()
     await scheduler.delete_node(guest.name)
     await spawn(gated, 22)
-    await scheduler.pin(gated.ref, "mv_22", ())
+    await scheduler.pin(gated.ref, "mv_22", (), at_once=True)
     assert (await became(scheduler, job_id, JobState.RUNNING)).ref == gated.ref
 
 
@@ -279,7 +279,7 @@ async def test_requeue_stops_a_run_and_puts_the_job_back_at_the_gate(
     assert (back.ref.restarts, back.gated, back.pinned, back.eligible) == (1, True, None, True)
     with pytest.raises(Stale):
         await scheduler.requeue(job.ref)
-    await scheduler.pin(back.ref, "mv_31", ())
+    await scheduler.pin(back.ref, "mv_31", (), at_once=True)
     assert (await became(scheduler, job_id, JobState.RUNNING)).ref == back.ref
 
 
