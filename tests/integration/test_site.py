@@ -176,7 +176,7 @@ def test_the_sites_own_rules_hold_and_ours_follow(machine: SiteMachine) -> None:
     for partition in ("vm", "batch"):
         code, said = srun(machine, f"--partition={partition}", "--account=closed", "hostname")
         assert code != 0 and "the account is closed" in said
-    code, said = srun(machine, "--partition=vm", "--exclude=n1", "hostname")
+    code, said = srun(machine, "--partition=vm", "--nodelist=n1", "hostname")
     assert code != 0 and "nodes are created for each job" in said
     done = machine.run("srun", "--partition=vm", "hostname", uid=ADA_UID, cwd="/tmp", check=False)
     assert done.returncode != 0, "the site's other plugin requires a time limit"
