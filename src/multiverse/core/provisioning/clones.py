@@ -337,7 +337,7 @@ def placed_by(context: Context, attempt: Attempt, choice: Choice, made: Sequence
 
 def claims_of(context: Context, vms: Iterable[Vm]) -> list[Claim]:
     """What these VMs claim, each where it is placed."""
-    hosts = context.hosts
+    hosts = context.with_avoided().hosts  # of a joined spare, which is taken wherever it is
     return [Claim(vm.key, vm.host, vm_claim(vm.size, hosts[vm.host], vm.image, vm.kind)) for vm in vms]
 
 
