@@ -83,21 +83,22 @@ def test_slurms_own_delay_is_waited_for_and_explain_says_so() -> None:
     assert newest(harness).state is A.CLAIMED and not newest(harness).at_once
 
 
-def test_a_run_whose_vm_was_lost_is_followed_by_another_at_once() -> None:
+def queued_again_after_its_vm_was_lost() -> PlannerHarness:
     harness = started()
     runs(harness, 60.0)
     harness.seen(harness.all_vms(newest(harness).id)[0].name, VmCondition.DEAD)
     harness.run()
     requeued(harness)
+    return harness
+
+
+def test_a_run_whose_vm_was_lost_is_followed_by_another_at_once() -> None:
+    harness = queued_again_after_its_vm_was_lost()
     assert newest(harness).state is A.CLAIMED and newest(harness).at_once, "we set its node DOWN"
 
 
 def test_that_we_caused_a_restart_holds_for_that_one_only() -> None:
-    harness = started()
-    runs(harness, 60.0)
-    harness.seen(harness.all_vms(newest(harness).id)[0].name, VmCondition.DEAD)
-    harness.run()
-    requeued(harness)
+    harness = queued_again_after_its_vm_was_lost()
     runs(harness, 60.0)
     requeued(harness)
     assert newest(harness).state is A.QUEUED and not newest(harness).at_once
