@@ -31,7 +31,7 @@ def records(lab: LabUnderTest) -> dict[str, str]:
 
 def comments(lab: LabUnderTest) -> dict[str, str]:
     """The same as it is."""
-    rows = lab.run("squeue", "-h", "-a", "-r", "-p", "vm", "-O", "JobID:0;,admin_comment:0").stdout.splitlines()
+    rows = lab.run("squeue", "-h", "-r", "-t", "PD", "-p", "vm", "-O", "JobID:0;,admin_comment:0").stdout.splitlines()
     return dict(row.split(";", 1) for row in rows)
 
 

@@ -100,6 +100,7 @@ RARE = (
     ("attempt", ("introducing",), "ended", "reclaiming"),
     ("attempt", ("introducing",), "runs", "allocated"),
     ("attempt", ("introducing",), "gave up", "returning"),
+    ("attempt", ("claimed",), "gave up", "revoking"),
     ("attempt", ("stray", "ungated"), "impossible", "revoking"),
     ("attempt", ("reclaiming",), "left the gate", "returning"),
     ("attempt", ("queued", "stray"), "left the gate", "ungated"),

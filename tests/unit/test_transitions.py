@@ -145,11 +145,12 @@ def test_an_introducing_attempt_is_allocated_when_the_guest_knows_the_user() -> 
     ]
 
 
-def test_an_attempt_whose_vms_failed_too_often_while_they_started_has_its_job_cancelled() -> None:
-    row = attempt(A.SPAWNING, replaced=POLICY.replacements, tries=POLICY.attempts - 1)
+@pytest.mark.parametrize("making", [A.CLAIMED, A.SPAWNING])
+def test_an_attempt_whose_vms_failed_too_often_has_its_job_cancelled(making: A) -> None:
+    row = attempt(making, replaced=POLICY.replacements, tries=POLICY.attempts - 1)
     dead = vm(V.ENDING, attempt=1, reason="no luck")
     waits = job(row, gated=True, pinned=None)
-    assert taken(row, dead, shown=Shown(jobs=(waits,)))[0] == (row.key, A.SPAWNING, Event.GAVE_UP, A.REVOKING)
+    assert taken(row, dead, shown=Shown(jobs=(waits,)))[0] == (row.key, making, Event.GAVE_UP, A.REVOKING)
 
 
 @pytest.mark.parametrize(
