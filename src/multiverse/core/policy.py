@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from multiverse.core.model import Attempt, CloneKind, Depth, Forecast, Placement, Size
 
-AVOIDED_LIMIT = 1800.0
+AVOIDED_LIMIT = 600.0
 """Seconds for which a host on which VMs fail to come up is avoided at most, before one is tried there again."""
 
 PAUSE_BASE, PAUSE_LIMIT = 15.0, 1800.0
