@@ -229,7 +229,7 @@ class SlurmScheduler:
             await self._update(job, f"AdminComment={comment}")
             current = replace(current, comment=comment)
         features = "&".join((*current.own, *_mark(origin), tag))
-        nice = gate.boosted(current.nice, self._boost)
+        nice = gate.boosted(current.nice, await self._boost())
         wanted = [*self._partition(current), f"Features={features}", f"Licenses={','.join(current.licences)}"]
         wanted.append(f"Nice={nice}")
         if comment != current.comment:
@@ -262,7 +262,7 @@ class SlurmScheduler:
             raise Stale(f"job {job.job_id} left the gate at once")
         if after.priority == 0 and parse.slurms_hold(after.reason, after.description):
             await self._commands.run("scontrol", "release", job.job_id)
-            if nice := self._usual_nice(await self._reread(job)):
+            if nice := await self._usual_nice(await self._reread(job)):
                 await self._update(job, *nice)
 
     async def _to_gate(self, job: JobRef, current: CurrentJob) -> None:
@@ -272,7 +272,7 @@ class SlurmScheduler:
         features = "&".join((*current.own, *_mark(origin), self._slurm.gate_feature))
         licences = ",".join((*current.licences, f"{self._slurm.licence}:1"))
         wanted = [*self._partition(current), f"Features={features}", f"Licenses={licences}"]
-        await self._update(job, *wanted, *self._usual_nice(current))
+        await self._update(job, *wanted, *await self._usual_nice(current))
 
     def _is_at_gate(self, current: CurrentJob) -> bool:
         return current.partition == self._slurm.partition and current.at_gate and current.licensed
@@ -282,18 +282,18 @@ class SlurmScheduler:
         that in which an earlier release ran jobs."""
         return () if current.partition == self._slurm.partition else (f"Partition={self._slurm.partition}",)
 
-    def _usual_nice(self, current: CurrentJob) -> tuple[str, ...]:
+    async def _usual_nice(self, current: CurrentJob) -> tuple[str, ...]:
         """The change back to the nice value of the job's user, if it has another one.
 
         A held job keeps its own: with priority/basic a new nice value gives a job a priority, which releases it
         (`_update_job` in job_mgr.c, 22.05 to 25.11).
         """
-        nice = gate.unboosted(current.nice, self._boost)
+        nice = gate.unboosted(current.nice, await self._boost())
         return () if current.priority == 0 or nice == current.nice else (f"Nice={nice}",)
 
-    @property
-    def _boost(self) -> int:
-        return gate.boost(node_bootstrap.read(self._slurm.conf))
+    async def _boost(self) -> int:
+        # In a thread: the file may lie on a file system that does not answer.
+        return gate.boost(await asyncio.to_thread(node_bootstrap.read, self._slurm.conf))
 
     async def _call_back(self, job: JobRef, current: CurrentJob) -> None:
         """Take a job back that got past the gate's licence and was given nodes of the gate, where it runs nothing.
@@ -333,7 +333,7 @@ class SlurmScheduler:
             raise Stale(f"job {job.job_id} is pinned")
         comment = compose(current.comment, f"back in partition {current.origin}")
         wanted = [f"Partition={current.origin}", f"Features={'&'.join(current.own)}"]
-        wanted += [f"Licenses={','.join(current.licences)}", *self._usual_nice(current)]
+        wanted += [f"Licenses={','.join(current.licences)}", *await self._usual_nice(current)]
         await self._update(job, *wanted, f"AdminComment={comment}")
         after = await self._reread(job)
         if after.pending and after.priority == 0 and parse.slurms_hold(after.reason, after.description):
