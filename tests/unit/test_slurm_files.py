@@ -314,7 +314,42 @@ def test_only_a_spare_makes_its_job_wait_for_the_user(site: Settings, tmp_path: 
     os.close(descriptor)
     of_a_job = replace(SPARE, spare=False)
     files = {file.path: file for file in bootstrap.bootstrap(site, of_a_job).files}
+    assert INTRODUCED.encode() not in files["/etc/slurm/multiverse-prolog"].content
+    site.slurm.conf.write_text(site.slurm.conf.read_text().replace("Prolog=/site/prolog\n", ""))
+    files = {file.path: file for file in bootstrap.bootstrap(site, of_a_job).files}
     assert "/etc/slurm/multiverse-prolog" not in files and b"Prolog=" not in files[SLURMD_CONF].content
+
+
+def test_programs_of_the_site_run_in_guests_that_have_them(site: Settings, tmp_path: Path) -> None:
+    shared = tmp_path / "shared dir"
+    shared.mkdir()
+    for name, status in (("10-first", 0), ("20-last", 3), ("30-never", 0)):
+        (shared / name).write_text(f'#!/bin/sh\necho "{name} $*"\nexit {status}\n')
+        (shared / name).chmod(0o755)
+    (shared / "15-text").write_text("no program")
+    lines = f"Prolog={shared}/*\nEpilog=/nowhere/epilog\nTaskProlog={shared}/10-first\nHealthCheckProgram=/bin/true\n"
+    site.slurm.conf.write_text(site.slurm.conf.read_text() + lines)
+    files = {file.path: file for file in bootstrap.bootstrap(site, replace(SPARE, spare=False)).files}
+    made = dict(conf.settings(files[SLURMD_CONF].content.decode()))
+    assert "HealthCheckProgram" not in made and "TaskEpilog" not in made
+
+    def run(key: str) -> tuple[int, str]:
+        file = files[made[key]]
+        assert file.mode == 0o755
+        done = subprocess.run(["sh", "-c", file.content, "program", "x"], capture_output=True, text=True, check=False)
+        return done.returncode, done.stdout
+
+    assert run("Prolog") == (3, "10-first x\n20-last x\n"), "the first that fails is the last, as slurmd has it"
+    assert run("Epilog") == (0, ""), "it is not here"
+    assert run("TaskProlog") == (0, "10-first x\n")
+    spare = {file.path: file for file in bootstrap.bootstrap(site, SPARE).files}[made["Prolog"]].content.decode()
+    assert spare.index(INTRODUCED) < spare.index("for program"), "no program of the site runs before the user is known"
+
+
+def test_mpi_and_launch_parameters_are_the_sites_in_guests() -> None:
+    made = dict(conf.settings(conf.for_guest("MpiDefault=pmix\nLaunchParameters=mem_sort\n", [])))
+    assert (made["MpiDefault"], made["LaunchParameters"]) == ("pmix", "mem_sort")
+    assert "MpiDefault" not in dict(conf.settings(conf.for_guest("", []))), "which is Slurm's own: none"
 
 
 def test_what_a_job_runs_knows_all_its_nodes_and_slurmd_all_but_its_own(site: Settings, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import structlog
 from multiverse.config import Settings
 from multiverse.core.errors import Broken, MultiverseError
 from multiverse.core.model import Daemon, GuestFile, NodeBootstrap, NodeSpec
-from multiverse.drivers.slurm import conf, slurm_user
+from multiverse.drivers.slurm import conf, scripts, slurm_user
 from multiverse.drivers.slurm.parse import MOVED_FROM
 from multiverse.guest.protocol import INTRODUCED
 
@@ -36,12 +36,6 @@ _START_STEPD = f"""\
 #!/bin/sh
 # slurmd gives each job the path of its own slurm.conf, which must not name this node. This one names it (decision 83).
 SLURM_CONF={_SLURM_CONF} exec /usr/sbin/slurmstepd "$@"
-""".encode()
-_PROLOG = "/etc/slurm/multiverse-prolog"
-_WAIT = f"""\
-#!/bin/sh
-# A job that took this node as it was submitted waits here until the guest knows the job's user.
-read -r _ < {INTRODUCED}
 """.encode()
 
 
@@ -149,12 +143,13 @@ def _files(settings: Settings, text: str, node: NodeSpec) -> Iterator[GuestFile]
     cgroup = own.get("cgroup.conf", conf.cgroup_for_guest(text, of_site).encode())
     limited = conf.limits_memory(cgroup.decode(errors="replace"))
     slurmctlds = controllers(settings, text)
+    run = dict(scripts.programs(text, INTRODUCED if node.spare else ""))
+    yield from run.values()
+    named = {key: file.path for key, file in run.items()}
     derived = {
-        "slurm.conf": conf.for_guest(text, slurmctlds, _PROLOG if node.spare else "", memory_limited=limited).encode(),
+        "slurm.conf": conf.for_guest(text, slurmctlds, named, memory_limited=limited).encode(),
         "cgroup.conf": cgroup,
     }
-    if node.spare:
-        yield GuestFile(_PROLOG, _WAIT, 0o755)
     files = derived | own
     # slurmd, which declares its own node itself, ends if its slurm.conf names it, too. What a job runs needs both.
     yield GuestFile(_SLURMD_CONF, files.pop("slurm.conf") + b"\n" + conf.addresses(node.peers).encode())

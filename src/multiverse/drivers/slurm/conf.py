@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from ClusterShell.RangeSet import RangeSet
@@ -21,7 +22,7 @@ _DROPPED = frozenset(
     healthcheckprogram healthcheckinterval healthchecknodestate resumeprogram suspendprogram rebootprogram
     unkillablestepprogram proctracktype taskplugin taskpluginparam plugstackconfig jobsubmitplugins clifilterplugins
     grestypes acctgatherenergytype acctgatherfilesystemtype acctgatherinterconnecttype acctgatherprofiletype
-    topologyplugin debugflags jobcontainertype mpidefault plugindir launchparameters
+    topologyplugin debugflags jobcontainertype plugindir
     statesavelocation slurmctldpidfile slurmctldlogfile accountingstoragepass jobcompparams jobcomppass
     """.lower().split()
 )
@@ -36,7 +37,6 @@ SlurmdDebug=error
 StateSaveLocation=/var/spool/slurmd
 ProctrackType=proctrack/linuxproc
 TaskPlugin={task_plugins}
-MpiDefault=none
 DebugFlags=NO_CONF_HASH
 HealthCheckInterval=0
 """
@@ -156,11 +156,17 @@ def cgroup_for_guest(slurm_conf: str, cgroup_conf: str) -> str:
     return _CGROUP + (f"AllowedRAMSpace={allowed}\n" if re.fullmatch(r"\d{1,2}(\.\d*)?", allowed) else "")
 
 
-def for_guest(text: str, slurmctlds: Iterable[Slurmctld], prolog: str = "", *, memory_limited: bool = True) -> str:
+def for_guest(
+    text: str,
+    slurmctlds: Iterable[Slurmctld],
+    programs: Mapping[str, str] = MappingProxyType({}),
+    *,
+    memory_limited: bool = True,
+) -> str:
     """A guest's slurm.conf, derived from the site's: without machines, scripts and plugins of bare-metal nodes.
 
-    `slurmctlds` are the primary and its backups, at addresses that guests reach. `prolog` is a program in the guest
-    that runs before the job. `memory_limited` says whether the guest's cgroup.conf limits memory.
+    `slurmctlds` are the primary and its backups, at addresses that guests reach. `programs` are programs in the guest
+    by their keys, such as Prolog. `memory_limited` says whether the guest's cgroup.conf limits memory.
     """
     lines = "\n".join(f"SlurmctldHost={one.name}({one.address})" for one in slurmctlds)
     changed = [(key, _for_guest(key, found)) for key, found in settings(text) if key.lower() not in _DROPPED]
@@ -174,7 +180,7 @@ def for_guest(text: str, slurmctlds: Iterable[Slurmctld], prolog: str = "", *, m
             # task/cgroup is fatal to slurmd if cgroup.conf has CgroupPlugin=disabled (23.11 and later).
             task_plugins="task/affinity,task/cgroup" if memory_limited else "task/affinity",
         )
-        + (f"Prolog={prolog}\n" if prolog else "")
+        + "".join(f"{key}={path}\n" for key, path in programs.items())
     )
 
 
