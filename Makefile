@@ -55,7 +55,7 @@ unit-beside: setup
 	$(call quietly,unit,nice -n 19 $(UNIT))
 
 histories: setup
-	@echo "histories: 1,000 of them are simulated"
+	@echo "histories: 500 of them are simulated"
 	$(call quietly,histories,nice -n 19 pytest tests/simulation -m histories)
 
 spank: setup

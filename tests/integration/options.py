@@ -647,7 +647,13 @@ GROUPS = (
                 "steps",
                 "[01]: mv.*",
             ),
-            honoured("--cpu-bind", "to the VM's CPUs", "steps", r"Cpus_allowed_list:\s*1"),
+            honoured(
+                "--cpu-bind",
+                "to the VM's CPUs, by `task/affinity`; a job that a task submits inherits `SLURM_CPU_BIND`, as on nodes with "
+                "it: unset that before its own srun",
+                "steps",
+                r"Cpus_allowed_list:\s*1",
+            ),
             honoured("--exact", "", "steps", "exact=1"),
             honoured("--overlap", "", "steps", "overlapped"),
             honoured("srun --overcommit in a job", "", "steps", "tasks=5"),

@@ -86,3 +86,23 @@ def test_a_job_that_gets_past_the_gate_is_taken_back_and_runs_in_a_vm(lab: LabUn
     (vm,) = ended(client, job, "done")["vms"]
     assert written(out).strip() == vm, "it ran once, in a VM"
     nothing_left(lab, client)
+
+
+def test_commands_that_ask_slurmd_work_in_the_vm_and_on_the_login_node(lab: LabUnderTest, client: Client) -> None:
+    home, user = lab.user.home, lab.user
+    inside = (
+        f"cd {home}; sleep 600 & sleep 3; scontrol pidinfo $$ > pidinfo 2>&1; "
+        "scontrol listpids $SLURM_JOB_ID > listpids 2>&1; "
+        "echo $$ >> listpids; sstat -nP -a -j $SLURM_JOB_ID -o JobID,NTasks > sstat.new 2>&1; mv sstat.new sstat; wait"
+    )
+    job = lab.sbatch(inside, "--output=/dev/null")
+    until("its commands have run", lambda: (home / "sstat").exists())
+    assert f"Slurm JobId={job} ends at" in written(home / "pidinfo"), written(home / "pidinfo")
+    *rows, shell = written(home / "listpids").splitlines()
+    assert [row.split()[1:4] for row in rows if row.split()[0] == shell] == [[job, "batch", "0"]], rows
+    assert f"{job}.batch|1" in written(home / "sstat"), written(home / "sstat")
+    shown = lab.run("sstat", "-nP", "-a", "-j", job, "-o", "JobID,NTasks", user=user)
+    assert f"{job}.batch|1" in shown.stdout, shown.stderr
+    lab.run("scancel", job, user=user)
+    ended(client, job, "done")
+    nothing_left(lab, client)

@@ -71,7 +71,7 @@ from multiverse.simulation.shrink import breaks_the_same, explicit, shrink
 from multiverse.simulation.world import Pair, WorldSettings
 
 BLOCK = 10  # seeds for each test case
-SEEDS = 1000
+SEEDS = 500
 
 
 def keeps_its_promises(scenario: Scenario) -> Outcome:
@@ -80,7 +80,7 @@ def keeps_its_promises(scenario: Scenario) -> Outcome:
     return outcome
 
 
-@pytest.mark.parametrize("first", range(0, 60, BLOCK))
+@pytest.mark.parametrize("first", range(0, 30, BLOCK))
 def test_promises_are_kept_without_faults(first: int) -> None:
     for seed in range(first, first + BLOCK):
         keeps_its_promises(without_faults(seed))
@@ -186,14 +186,16 @@ def test_promises_are_kept_with_faults() -> None:
     assert tables - TESTED_ELSEWHERE - seen == set()
     applied = {tuple(name.split(": ")) for result in results for name in result.faults}
     # Calls so rare that their faults are covered by the scenarios of one kind of fault, and by the contracts.
-    rare = {"scheduler.requeue", "scheduler.hold", "scheduler.exclude", "hypervisor.add_user"}
+    rare = {
+        "scheduler.requeue", "scheduler.hold", "scheduler.exclude", "scheduler.withdraw", "hypervisor.add_user",
+    }  # fmt: skip
     assert {call for call, _ in applied} | rare == {f"{port}.{method}" for port, method in CALL_IDS}
     for kind in FaultKind:
         able = {port for port, method in CALL_IDS if possible(port, method, kind)}
         assert {call.partition(".")[0] for call, name in applied if name == kind} == able, kind
 
 
-@pytest.mark.parametrize("first", range(0, 40, BLOCK))
+@pytest.mark.parametrize("first", range(0, 20, BLOCK))
 def test_promises_are_kept_when_effects_on_jobs_wait_for_each_other(
     first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
