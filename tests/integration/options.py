@@ -649,8 +649,8 @@ GROUPS = (
             ),
             honoured(
                 "--cpu-bind",
-                "to the VM's CPUs, by `task/affinity`; a job that a task submits inherits `SLURM_CPU_BIND`, as on nodes with "
-                "it: unset that before its own srun",
+                "to the VM's CPUs, by `task/affinity`; a job that a task submits inherits `SLURM_CPU_BIND`, as on "
+                "nodes with it: unset that before its own srun",
                 "steps",
                 r"Cpus_allowed_list:\s*1",
             ),
