@@ -73,3 +73,21 @@ def test_waiting_jobs_and_arrays_are_told_once_and_a_restart_repeats_nothing(
     changed = comments(lab).items() - before.items()
     assert comments_written(lab) == written + len(changed), "no text was written that was there"
     lab.run("scancel", full, array, *jobs, extra)
+
+
+def test_a_limit_of_an_array_that_its_user_changes_as_a_task_starts_holds_at_once(
+    lab: LabUnderTest, client: Client, controller: Callable[[], int]
+) -> None:
+    """Slurm's table of jobs is the same before and after such a change, and the array has just been read."""
+    controller()
+    array = lab.sbatch("sleep 600", "--array=1-3%1", "--output=/dev/null")
+
+    def states() -> list[str]:
+        return [latest(client, f"{array}_{task}").get("state", "") for task in (1, 2, 3)]
+
+    until("one task runs", lambda: states() == ["allocated", "queued", "queued"])
+    lab.run("scontrol", "update", f"JobId={array}", "ArrayTaskThrottle=2", user=lab.user)
+    until("two tasks run", lambda: states() == ["allocated", "allocated", "queued"], 30.0)
+    lab.run("scontrol", "update", f"JobId={array}", "ArrayTaskThrottle=0")
+    until("all tasks run after the operator's change", lambda: states() == ["allocated"] * 3, 30.0)
+    lab.run("scancel", array)

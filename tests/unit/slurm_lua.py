@@ -47,7 +47,7 @@ slurm_job_submit(job, partitions, 1000)
 io.write("|", tostring(job.pn_min_cpus), "|", tostring(job.min_nodes))
 """
 _MODIFY = """
-io.write("|", slurm_job_modify({ %s }, { %s }, partitions, 1000), "|")
+io.write("|", slurm_job_modify({ %s }, { %s }, partitions, %d), "|")
 """
 PARTITIONS = "{ vm = UP, other = { flag_default = 0 } }"
 
@@ -107,9 +107,9 @@ def submit_each(directory: Path, jobs: Sequence[str]) -> list[Answer]:
     ]
 
 
-def modify(directory: Path, fields: str, record: str) -> str:
-    """Change these fields of a job with that record: `MESSAGE|CODE|`."""
-    return run(directory, _PROGRAM % PARTITIONS + _MODIFY % (fields, record))
+def modify(directory: Path, fields: str, record: str, uid: int = 1000) -> str:
+    """Change these fields of a job with that record, as user `uid`: `MESSAGE|CODE|`."""
+    return run(directory, _PROGRAM % PARTITIONS + _MODIFY % (fields, record, uid))
 
 
 def run(directory: Path, program: str) -> str:

@@ -198,6 +198,27 @@ def test_a_submission_and_a_change_leave_a_hint_with_the_user_of_the_job(site: S
     assert list(take(site.slurm.inbox)) == [Hint("submit", uid=1001)]
 
 
+@pytest.mark.parametrize(
+    ("change", "record", "named"),
+    [
+        ("array_inx = '2'", "array_job_id = 7, job_id = 9", "7"),
+        ("min_mem_per_node = 200", "array_job_id = 0, job_id = 9", "9"),
+        ("min_mem_per_cpu = 200", "array_job_id = 0, job_id = 9", "9"),
+        ("nice = 5", "array_job_id = 7, job_id = 9", None),
+    ],
+)
+@pytest.mark.parametrize("uid", [1000, 64], ids=["user", "administrator"])
+def test_a_change_that_squeue_does_not_show_leaves_a_hint_with_the_job(
+    site: Settings, change: str, record: str, named: str | None, uid: int
+) -> None:
+    directory = install_scripts(site)
+    modify(directory, change, f"user_id = 1000, partition = 'vm', job_state = 0, min_nodes = 1, {record}", uid)
+    left = [hint.job_id for hint in take(site.slurm.inbox) if hint.kind == "change"]
+    assert left == ([named] if named else [])
+    modify(directory, change, f"user_id = 1000, partition = 'other', job_state = 0, {record}", uid)
+    assert list(take(site.slurm.inbox)) == [], "the job is not ours"
+
+
 # --- offered nodes ---------------------------------------------------------------------------------
 
 

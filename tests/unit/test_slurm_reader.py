@@ -10,6 +10,7 @@ import pytest
 from multiverse.config import ImageSettings, Settings, SlurmSettings
 from multiverse.core.errors import Gone, Refused, Unknown
 from multiverse.core.model import JobState
+from multiverse.drivers.slurm import details
 from multiverse.drivers.slurm.jobs import JobTable
 from multiverse.drivers.slurm.reader import SlurmReader
 from multiverse.drivers.slurm.table import JobColumns
@@ -27,6 +28,7 @@ class Commands:
         self.unknown: set[str] = set()
         self.calls: list[tuple[str, ...]] = []
         self.nodes = NODES
+        self.shown = SHOWN
 
     async def run(self, *command: str, env: Mapping[str, str] | None = None, refused: str = "") -> str:
         self.calls.append(command)
@@ -37,7 +39,7 @@ class Commands:
             case "sinfo":
                 return self.nodes
             case _:
-                return SHOWN if "job" in command else "LicenseName=seat\n Total=1 Used=0 Free=1 \n"
+                return self.shown if "job" in command else "LicenseName=seat\n Total=1 Used=0 Free=1 \n"
 
     def _squeue(self, option: str, value: str) -> str:
         rows = self.rows
@@ -131,6 +133,20 @@ async def test_unchanged_jobs_are_the_same_objects_in_parts_and_wholes(reader: S
     assert all(part.jobs[job_id] is job for job_id, job in before.items())
     jobs, _, _ = await reader.whole()
     assert all(jobs[job_id] is job for job_id, job in before.items())
+
+
+async def test_a_changed_limit_of_an_array_is_seen_with_the_hint_and_with_the_next_whole(
+    reader: SlurmReader, commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands.shown = SHOWN.replace("ArrayTaskThrottle=2 ", "ArrayTaskThrottle=3 ")
+    part = await reader.part({}, [USER], ())
+    assert part.limits["JobArrayTaskLimit: 15007"] == 2 and not commands.asked("scontrol")
+    part = await reader.part({"15007": None}, (), ())
+    assert part.limits == {"JobArrayTaskLimit: 15007": 3}
+    commands.shown = SHOWN.replace("ArrayTaskThrottle=2 ", "ArrayTaskThrottle=1 ")
+    monkeypatch.setattr(details, "_AGE", 0.0)
+    _, _, limits = await reader.whole()
+    assert limits["JobArrayTaskLimit: 15007"] == 1
 
 
 async def test_limits_are_counted_again_after_a_job_started_or_ended(reader: SlurmReader, commands: Commands) -> None:

@@ -183,20 +183,26 @@ class FakeScontrol:
         return SHOWN
 
 
-async def test_details_are_read_once_and_again_after_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_details_are_read_once_and_again_in_turn_or_if_a_hint_names_the_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     scontrol = FakeScontrol()
     reader = DetailReader(scontrol)  # type: ignore[arg-type]  # only run() is called
-    await reader.refresh([("15007", 5), ("9", 5)])
+    await reader.complete([("15007", 5), ("9", 5)])
     assert (reader.of(("15007", 5)).at_most, reader.of(("9", 5)), reader.of(("15007", 6))) == (2, UNKNOWN, UNKNOWN)
-    await reader.refresh([("15007", 5)])
-    assert sorted(scontrol.asked) == ["15007", "9"]
-    await reader.refresh([("15007", 5)], changed=True)
-    assert sorted(scontrol.asked) == ["15007", "9"], "it was read just now"
-    monkeypatch.setattr(details, "_YOUNG", 0.0)
-    await reader.refresh([("15007", 5)], changed=True)
+    await reader.complete([("15007", 5)])
+    await reader.read_again()
+    assert sorted(scontrol.asked) == ["15007", "9"], "they were read just now"
+    await reader.complete([("15007", 5), ("9", 5)], named=[("15007", 5)])
     assert sorted(scontrol.asked) == ["15007", "15007", "9"]
+    monkeypatch.setattr(details, "_AGE", 0.0)
+    monkeypatch.setattr(details, "_AGAIN", 1)
+    await reader.read_again()
+    await reader.read_again()
+    assert scontrol.asked[-2:] == ["9", "15007"], "the one that was read longest ago comes first"
     reader.keep([])
-    assert reader.of(("15007", 5)) == UNKNOWN
+    await reader.read_again()
+    assert reader.of(("15007", 5)) == UNKNOWN and len(scontrol.asked) == 5
 
 
 # --- nodes -----------------------------------------------------------------------------------------

@@ -3,6 +3,9 @@
 These are how many tasks of an array may run at once, and whether the requested memory is that of a CPU or of a node in
 the few cases in which the table does not tell. Nothing else is taken from this output: a user chooses a job's name, in
 which any text may stand.
+
+Both may be changed while the job waits, and the table looks the same afterwards. multiverse.lua leaves a hint then that
+names the job. Should that be lost, some jobs are read again with each whole table, in turn.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from multiverse.core.errors import Gone
@@ -18,10 +21,8 @@ from multiverse.drivers.slurm.command import SlurmCommands
 
 _AT_ONCE = 4  # processes
 _NEW = 200  # jobs of which nothing is known yet that are read in one go; others follow with the next table
-_OLD = 10  # the same for jobs that were read before
-_AGE = 60.0  # seconds after which a job is read again: an administrator may have changed the array's limit
-_CHANGED = 2  # the same as _OLD, after a hint; a hint seldom means that the limit of an array was changed
-_YOUNG = 5.0  # the same as _AGE, after a hint
+_AGAIN = 10  # jobs that were read before and are read again with a whole table: those that were read longest ago
+_AGE = 1.0  # seconds for which a job that was read is not read again, unless a hint names it
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,23 +52,26 @@ class DetailReader:
         """Forget all jobs but these."""
         self._known = {key: known for key, known in self._known.items() if key in keys}
 
-    async def refresh(self, keys: Iterable[tuple[str, int]], *, changed: bool = False) -> None:
-        """Read what is not known or old. `changed`: their user may have changed them just now."""
-        now = time.monotonic()
-        wanted = set(keys)
-        new = sorted(wanted - self._known.keys())[:_NEW]
-        most, age = (_CHANGED, _YOUNG) if changed else (_OLD, _AGE)
-        old = sorted(
-            (self._known[key][1], key) for key in wanted & self._known.keys() if now - self._known[key][1] > age
-        )
+    async def complete(self, keys: Collection[tuple[str, int]], named: Collection[tuple[str, int]] = ()) -> None:
+        """Read what is not known of these, and those that are `named` in any case."""
+        new = sorted(set(keys) - self._known.keys())[:_NEW]
+        await self._read_all([*new, *sorted(set(named) & self._known.keys())])
+
+    async def read_again(self) -> None:
+        """Read the jobs again that were read longest ago."""
+        before = time.monotonic() - _AGE
+        old = sorted((at, key) for key, (_, at) in self._known.items() if at <= before)
+        await self._read_all([key for _, key in old[:_AGAIN]])
+
+    async def _read_all(self, keys: Collection[tuple[str, int]]) -> None:
         turn = asyncio.Semaphore(_AT_ONCE)
 
         async def read(key: tuple[str, int]) -> None:
             async with turn:
-                details = await self._read(key[0])
-            self._known[key] = details, now
+                began = time.monotonic()
+                self._known[key] = await self._read(key[0]), began
 
-        await asyncio.gather(*map(read, [*new, *(key for _, key in old[:most])]))
+        await asyncio.gather(*map(read, keys))
 
     async def _read(self, base: str) -> JobDetails:
         try:

@@ -80,7 +80,7 @@ class SlurmReader:
         names, enforced = await asyncio.to_thread(self._names)
         loads = self._plan(jobs, users)
         (rows, read), (found, everything) = await asyncio.gather(self._load(loads, names), self._some_nodes(nodes))
-        await self._complete(rows, changed=bool(read.users & set(users)))
+        await self._complete(rows, named=jobs)
         job_ids = self._ids_read(read)
         before = {job_id: job for job_id, job in self._jobs.jobs.items() if job_id in job_ids or job.uid in read.users}
         limits, counted = await self._limits_of_part(rows, before, enforced)
@@ -101,7 +101,7 @@ class SlurmReader:
 
     async def _whole_jobs(self, names: parse.SiteNames, enforced: bool) -> tuple[dict[str, JobRow], AccountingLimits]:
         """Jobs first, limits second: a job that starts in between is counted twice and never missed."""
-        rows = await self._squeue(names)
+        rows, _ = await asyncio.gather(self._squeue(names), self._details.read_again())
         await self._complete(rows)
         waits = any(row.waits for row in rows.values())
         licensed = any(row.needs_licences for row in rows.values())
@@ -187,11 +187,11 @@ class SlurmReader:
             *(job_id for uid in read.users for job_id in read.of_users.get(uid, ())),
         }
 
-    async def _complete(self, rows: Mapping[str, JobRow], *, changed: bool = False) -> None:
-        """Add what the table leaves out. `changed`: users may have changed their jobs just now."""
+    async def _complete(self, rows: Mapping[str, JobRow], named: Collection[str] = ()) -> None:
+        """Add what the table leaves out. `named` has jobs and arrays that a hint may have named, by id."""
         lacking = {row.base for row in rows.values() if row.needs_details}
         if lacking:
-            await self._details.refresh(lacking, changed=changed)
+            await self._details.complete(lacking, named={key for key in lacking if key[0] in named})
             # Of an array that waits, the running tasks count too.
             await asyncio.to_thread(self._add_details, [row for row in rows.values() if row.base in lacking])
 

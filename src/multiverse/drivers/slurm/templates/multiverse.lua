@@ -562,11 +562,21 @@ local function refuse(message)
   return slurm.ERROR
 end
 
--- Tell the controller to observe the jobs of a user soon, by an empty file. Each user has one name, so the files do not
--- pile up.
-local function hint(uid)
-  local file = io.open(site.inbox .. (uid and string.format("/submit.%d", uid) or "/submit"), "w")
+-- Tell the controller to observe the jobs of a user, or a job, soon, by an empty file. Each user has one name, and so has
+-- each job, so the files do not pile up.
+local function leave(name)
+  local file = io.open(site.inbox .. "/" .. name, "w")
   if file then file:close() end
+end
+
+local function hint(uid) leave(uid and string.format("submit.%d", uid) or "submit") end
+
+-- The same after an update of what squeue does not show: how many tasks of an array may run at once, and whether the
+-- memory is that of a node or of a CPU (details.py).
+local function hint_of_details(job, record)
+  if not (job.array_inx or job.min_mem_per_node or job.min_mem_per_cpu) then return end
+  local id = number(record.array_job_id, NO_VAL) or 0
+  leave(string.format("change.%d", id > 0 and id or record.job_id))
 end
 
 -- Why the licences that the job asks for are not supported, or nil.
@@ -738,6 +748,7 @@ function multiverse.submit(job, partitions, uid)
 end
 
 function multiverse.modify(job, record, partitions, uid)
+  if ours(record.partition) then pcall(hint_of_details, job, record) end
   if site.administrators[uid] then return slurm.SUCCESS end
   if ours(record.partition) or any_ours(job.partition) then return guarded(modify, job, record) end
   if job.comment or job.features then return guarded(modify_inside, job, record) end
