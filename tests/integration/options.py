@@ -154,6 +154,9 @@ scancel $SLURM_JOB_ID
         "echo nodes=$SLURM_NNODES\nsrun --quiet sh -c 'echo rank $SLURM_PROCID on $SLURM_NODEID'\n"
         "srun --quiet --relative=1 --nodes=1 --ntasks=1 sh -c 'echo $SLURMD_NODENAME of $SLURM_JOB_NODELIST'\n",
     ),
+    "shared": Submission(
+        "--overcommit --ntasks=5 --nodes=2 --mem=150", _SIZE + "srun --quiet sh -c 'echo sharing $SLURM_PROCID'\n"
+    ),
     "split": Submission("--ntasks=3 --ntasks-per-node=2 --mem=150", _SIZE),
     "array": Submission("--array=1-2%1 --output={home}/%A_%a-%N.out", _SPAN),
     "after": Submission("--dependency=afterok:{plain}", "ls {home}/plain.over\n"),
@@ -217,11 +220,12 @@ GROUPS = (
             ),
             honoured("--exclusive", "always: a VM runs one job only", "memory", "nproc=3 .*"),
             honoured("-s, --oversubscribe", "changes nothing: a VM runs one job only", "first", r"nproc=1 .*"),
-            refused(
+            honoured(
                 "-O, --overcommit",
-                "--overcommit is not supported: request a CPU for each task, and use srun --overcommit in the job",
-                "--overcommit",
-                "--ntasks=3",
+                "each VM has the CPUs of one task, which its tasks share",
+                "shared",
+                "nproc=1 nodes=2 .*",
+                "sharing 4",
             ),
             refused(
                 "more than any host has",
@@ -537,10 +541,10 @@ GROUPS = (
                 "test_sbatch_waits_and_exits_with_the_jobs_code",
             ),
             tested("-I, --immediate=SECONDS", "the job waits that long for a VM", "test_srun_has_a_terminal_in_the_vm"),
-            denied(
+            tested(
                 "-I, --immediate",
-                "a VM is created after its job was queued: submit without --immediate",
-                "test_an_immediate_start_is_refused",
+                "the job starts on a joined spare that is on offer, or is refused",
+                "test_without_a_spare_nothing_starts_immediately",
             ),
             tested(
                 "--test-only",
@@ -689,11 +693,12 @@ GROUPS = (
                 "Multiverse sets them: cancel the job and submit it again",
                 "test_users_cannot_update_what_multiverse_sets",
             ),
-            denied(
-                "update of a running job's number of nodes",
-                "the VMs of a running job cannot be changed",
-                "test_a_running_job_is_updated_suspended_and_requeued",
+            tested(
+                "update of a running job to fewer nodes",
+                "it goes on without the others, whose VMs are removed when it ends",
+                "test_a_running_job_gives_a_node_up",
             ),
+            denied("update of a running job to more nodes", "Slurm refuses", "test_a_running_job_gives_a_node_up"),
             tested(
                 "update of a running job's time, name and comment",
                 "by Slurm's rules",

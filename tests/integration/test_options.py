@@ -138,6 +138,7 @@ def test_a_refused_option_is_named_in_the_message(board: Board, row: Option) -> 
     command = words if words[0] == "srun" else ["sbatch", *words, "--begin=now+1hour", "--wrap=true"]
     done = board.lab.run(*command, user=board.lab.user, check=False)
     assert re.search(re.escape(row.message), done.stderr), done.stderr
+    assert "Unspecified error" not in done.stderr, "the last line says of what kind the error is"
     assert done.returncode != 0 or "Ignoring" in row.message
 
 
@@ -243,7 +244,8 @@ def test_users_cannot_update_what_multiverse_sets(board: Board) -> None:
         "DelayBoot=5",
         "AdminComment=mine",
     ):
-        assert board.update("fixed", change).returncode != 0, change
+        done = board.update("fixed", change)
+        assert done.returncode != 0 and "Unspecified error" not in done.stderr, change
     assert board.lab.run("squeue", "-h", "-a", "-j", job, "-o", "%P %f %D %m %i").stdout == before
 
 
@@ -281,6 +283,22 @@ def test_a_running_job_is_updated_suspended_and_requeued(board: Board, client: C
     assert client.jobs(job)[-1]["vms"] != [vm]
     (board.home / "busy.over").touch()
     assert "restarts=0" in board.over("busy"), "its output was appended"
+
+
+def test_a_running_job_gives_a_node_up(board: Board, client: Client) -> None:
+    """It goes on without it, and the VM goes with the others when the job ends."""
+    lab, go = board.lab, board.home / "smaller.over"
+    script = f"until [ -e {go} ]; do sleep 0.5; done; scontrol show job $SLURM_JOB_ID"
+    job = board.ids["smaller"] = lab.sbatch(script, "--nodes=2", "--mem=150", f"--output={board.home}/smaller.out")
+    until("it runs", lambda: latest(client, job).get("state") == "allocated", ENOUGH)
+    assert board.update("smaller", "NumNodes=1").returncode == 0
+    assert lab.run("squeue", "-h", "-j", job, "-o", "%T %D").stdout.split() == ["RUNNING", "1"]
+    assert board.update("smaller", "NumNodes=2").returncode != 0
+    go.touch()
+    assert " NumNodes=1 " in board.over("smaller").replace("\n", " ")
+    assert [row["state"] for row in client.jobs(job)] == ["done"]
+    records = lab.run("sacct", "-X", "-n", "-P", "-o", "State,NNodes", "-j", job).stdout.split()
+    assert records == ["RESIZING|2", "COMPLETED|1"]
 
 
 def test_a_request_is_checked_without_a_job(board: Board) -> None:
@@ -378,10 +396,11 @@ def test_sacct_shows_a_jobs_efficiency(board: Board) -> None:
     assert efficiency("signal") < 0.2
 
 
-def test_an_immediate_start_is_refused(board: Board) -> None:
+def test_without_a_spare_nothing_starts_immediately(board: Board) -> None:
+    """With one it does (`test_pool`)."""
     done = board.lab.run("srun", "--immediate", "true", user=board.lab.user, check=False)
     assert done.returncode != 0
-    assert "a VM is created after its job was queued: submit without --immediate" in done.stderr
+    assert "no VM is ready for this job" in done.stderr and "Job can not start immediately" in done.stderr
 
 
 def test_heterogeneous_jobs_are_refused(board: Board) -> None:

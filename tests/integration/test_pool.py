@@ -144,6 +144,12 @@ def test_a_job_that_came_when_the_controller_had_died_waits_in_its_node_until_th
     assert written(out).split() == [before["joined"], lab.user.name]
 
 
+def test_an_immediate_job_starts_on_one(lab: LabUnderTest, client: Client, controller: Callable[[], int]) -> None:
+    before = on_offer(lab, client, controller)
+    done = lab.run("srun", "--immediate", "--mem=250", "hostname", user=lab.user)
+    assert done.stdout.split() == [before["joined"]]
+
+
 def test_no_job_takes_one_when_the_controller_was_stopped(
     lab: LabUnderTest, client: Client, controller: Callable[[], int]
 ) -> None:

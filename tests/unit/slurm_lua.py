@@ -112,6 +112,11 @@ def modify(directory: Path, fields: str, record: str, uid: int = 1000) -> str:
     return run(directory, _PROGRAM % PARTITIONS + _MODIFY % (fields, record, uid))
 
 
+def with_slurm(directory: Path, program: str) -> str:
+    """The output of a Lua program that runs beside the loaded scripts."""
+    return run(directory, _PROGRAM % PARTITIONS + program)
+
+
 def run(directory: Path, program: str) -> str:
     """The output of a Lua program that runs in the directory of the scripts."""
     interpreter = lua()

@@ -43,11 +43,11 @@ def site(tmp_path: Path) -> Settings:
         (f"partition = 'other', {OPTION}, features = 'a,b'", "|0|a,b&job-vms|"),
         (f"partition = 'other', {OPTION}, features = 'a|b'", "|0|(a|b)&job-vms|"),
         (f"partition = 'other', {OPTION}, features = '(a|b)&c'", "|0|(a|b)&c&job-vms|"),
-        (f"partition = 'other', {OPTION}, features = '(a&b)|c'", "write (a|b)&c|-1|"),
+        (f"partition = 'other', {OPTION}, features = '(a&b)|c'", "write (a|b)&c|2036|"),
         (f"partition = 'other', {OPTION}, features = 'a*2'", "counts and brackets in --constraint are not supported"),
         (f"partition = 'other', {OPTION}, features = '[a|b]'", "counts and brackets in --constraint are not supported"),
         ("partition = 'other', comment = 'vm:imgae=slim'", "vm:imgae=slim in --comment is not supported"),
-        ("partition = 'other', comment = 'vm:net=1G'", "or submit to partition vm|-1|"),
+        ("partition = 'other', comment = 'vm:net=1G'", "or submit to partition vm|2036|"),
         ("partition = 'other', comment = 'vm:image=../x'", "vm:image=../x in --comment is wrong: give the name of"),
         ("partition = 'other', comment = 'vm:ivshmem=32'", f"{NOTE}|0|job-vms|"),
         (

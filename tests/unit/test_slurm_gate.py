@@ -137,7 +137,7 @@ def test_a_job_is_submitted_with_the_gates_licence_beside_its_own(scripts: Path)
 @needs_lua
 def test_no_job_is_accepted_while_nothing_holds_the_licence(scripts: Path) -> None:
     opened = _PROGRAM.replace("mvgate = {}", "other = {}") % PARTITIONS
-    assert "start Multiverse's daemon|-1|" in run(scripts, opened + _SHOWN % "user_id = 1000")
+    assert "start Multiverse's daemon|2070|" in run(scripts, opened + _SHOWN % "user_id = 1000")
     assert run(scripts, opened + _SHOWN % "user_id = 1000, partition = 'other'").startswith("|0|nil|")
 
 

@@ -19,6 +19,7 @@ from tests.unit.slurm_lua import (
     run_with_cpus,
     run_with_memory,
     submit,
+    with_slurm,
 )
 
 pytestmark = needs_lua
@@ -37,31 +38,44 @@ def site(tmp_path: Path) -> Settings:
         ("user_id = 1000, min_cpus = 1", "|0|mvgate"),
         ("user_id = 1000, features = 'slim'", "|0|slim&mvgate"),
         ("user_id = 1000, partition = 'other', features = 'a|b'", "|0|a|b"),
-        ("user_id = 0", "Multiverse runs no jobs of root: submit as a user, e.g. sbatch --uid=NAME|-1|nil"),
-        ("user_id = 1000, features = {}", f"{FAILED}|-1|"),
-        ("user_id = 1000, partition = 'vm', features = {}", f"{FAILED}|-1|"),
+        ("user_id = 0", "Multiverse runs no jobs of root: submit as a user, e.g. sbatch --uid=NAME|2010|nil"),
+        ("user_id = 1000, features = {}", f"{FAILED}|2090|"),
+        ("user_id = 1000, partition = 'vm', features = {}", f"{FAILED}|2090|"),
         ("user_id = 1000, partition = 'other', features = {}", "|0|table"),  # an error blocks no other partition
         ("user_id = 1000, num_tasks = 2, min_cpus = 2", "|mvgate|1-1"),  # without -N: one VM
         ("user_id = 1000, num_tasks = 2, min_cpus = 2, ntasks_per_node = 1", "|mvgate|2-2"),
         ("user_id = 1000, min_nodes = 2, max_nodes = 3, num_tasks = 4294967294", "|mvgate|2-2"),
         ("user_id = 1000, min_nodes = 250", "|mvgate|250-250"),
-        ("user_id = 1000, min_nodes = 251", "request fewer nodes|-1"),
+        ("user_id = 1000, min_nodes = 251", "request fewer nodes|2014"),
         ("user_id = 1000, contiguous = 65534, req_switch = 4294967294, delay_boot = 4294967294", "|0|mvgate"),
         ("user_id = 1000, contiguous = 1", "--contiguous changes nothing: VMs are connected to one network|0|mvgate"),
         ("user_id = 1000, shared = 1", "--oversubscribe changes nothing: a VM runs one job only|0|mvgate"),
         ("user_id = 1000, exc_nodes = 'mvab12c-7'", "|0|mvgate"),
         ("user_id = 1000, tres_per_job = 'gres:gpu:0'", "|0|mvgate"),
         ("user_id = 1000, tres_per_node = 'gres:gpu:0,gres:gpu:a100:0'", "|0|mvgate"),
-        ("user_id = 1000, tres_per_node = 'gres:gpu:0,gres:gpu:a100:10'", "without --gres and GPUs|-1"),
-        ("user_id = 1000, tres_per_node = 'gres:gpu'", "without --gres and GPUs|-1"),
+        ("user_id = 1000, tres_per_node = 'gres:gpu:0,gres:gpu:a100:10'", "without --gres and GPUs|2072"),
+        ("user_id = 1000, tres_per_node = 'gres:gpu'", "without --gres and GPUs|2072"),
         ("user_id = 1000, bitflags = 503316736", "--spread-job is not supported"),
         *((f"user_id = 1000, bitflags = 2^{bit}", "without --gres-flags") for bit in (4, 19, 38, 39, 40)),
         ("user_id = 1000, bitflags = 2^42 + 2^37 + 2^20 + 2^5", "|0|mvgate"),
         ("user_id = 1000, bitflags = 2^41", "--stepmgr is not supported"),
         ("user_id = 1000, min_mem_per_node = 0", "give the size with --mem"),
-        ("user_id = 1000, num_tasks = 3, min_cpus = 1", "--overcommit is not supported"),
-        ("user_id = 1000, core_spec = 1", "submit without --core-spec and --thread-spec|-1"),
-        ("user_id = 1000, thread_spec = 2", "submit without --core-spec and --thread-spec|-1"),
+        ("user_id = 1000, num_tasks = 3, min_cpus = 1", "|0|mvgate|1-1"),  # --overcommit
+        ("user_id = 1000, immediate = 1", "no VM is ready for this job: give the seconds in which there may be one"),
+        ("user_id = 1000, immediate = 0", "|0|mvgate"),  # salloc waits itself with --immediate=60
+        ("user_id = 1000, partition = 'vm,other'", "submit to vm only|2000"),
+        ("user_id = 1000, het_job_offset = 0", "submit each component as a separate job|2036"),
+        ("user_id = 1000, features = 'a|b'", "join features with &|2029"),
+        ("user_id = 1000, prefer = 'slim'", "use --constraint instead|2133"),
+        ("user_id = 1000, req_nodes = 'mv1'", "submit without --nodelist|2018"),
+        ("user_id = 1000, reservation = 'x'", "submit without --reservation|2053"),
+        ("user_id = 1000, licenses = 'vm:1'", "reserved for Multiverse: submit without it|2048"),
+        ("user_id = 1000, min_mem_per_node = 0", "give the size with --mem|2044"),
+        ("user_id = 1000, immediate = 1", "as in --immediate=60|2078"),
+        ("user_id = 1000, burst_buffer = 'x'", "without --bb and --bbf|2094"),
+        ("user_id = 1000, threads_per_core = 2", "--ntasks-per-core and --hint|2132"),
+        ("user_id = 1000, core_spec = 1", "submit without --core-spec and --thread-spec|2036"),
+        ("user_id = 1000, thread_spec = 2", "submit without --core-spec and --thread-spec|2036"),
         ("user_id = 1000, core_spec = 0", "|0|mvgate"),
         ("user_id = 1000, script = '#!/bin/sh'", "|0|mvgate"),
         *(
@@ -90,7 +104,7 @@ def site(tmp_path: Path) -> Settings:
                 (
                     "features = 'place-fast'",
                     "there is no placement policy fast: use --constraint=place-NAME with one of worst-fit, best-fit,"
-                    " first-fit, random-fit, pack, spread, least-loaded|-1",
+                    " first-fit, random-fit, pack, spread, least-loaded|2029",
                 ),
                 ("features = 'place-'", "there is no placement policy : use"),
                 (
@@ -183,7 +197,7 @@ def test_what_a_comment_asks_for_stays_as_it_was_submitted(
 ) -> None:
     record = f"user_id = 1000, partition = 'vm', job_state = 0, min_nodes = 1, min_cpus = 1, comment = '{comment}'"
     said = modify(install_scripts(site), change, record)
-    assert said == "|0|" if not message else message in said and "|-1|" in said
+    assert said == "|0|" if not message else message in said and "|2036|" in said
 
 
 def test_a_submission_and_a_change_leave_a_hint_with_the_user_of_the_job(site: Settings) -> None:
@@ -196,6 +210,36 @@ def test_a_submission_and_a_change_leave_a_hint_with_the_user_of_the_job(site: S
     assert list(take(site.slurm.inbox)) == [Hint("submit", uid=1000)]
     modify(directory, "nice = 5", "user_id = 1001, partition = 'vm', job_state = 0")
     assert list(take(site.slurm.inbox)) == [Hint("submit", uid=1001)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "size"),
+    [
+        ("num_tasks = 8, min_cpus = 1", "1|1"),
+        ("num_tasks = 8, min_cpus = 1, cpus_per_task = 2", "2|1"),
+        ("num_tasks = 8, min_cpus = 2, min_nodes = 2", "1|2"),
+        ("num_tasks = 8, min_cpus = 1, ntasks_per_node = 4", "1|2"),
+        ("num_tasks = 8, min_cpus = 8, min_nodes = 2", "4|2"),
+    ],
+)
+def test_tasks_that_share_cpus_have_those_of_one_on_each_node(site: Settings, fields: str, size: str) -> None:
+    """--overcommit. A request for cores makes the size show."""
+    assert run_with_cpus(install_scripts(site), f"user_id = 1000, {fields}, cores_per_socket = 1") == f"|{size}"
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_running_job_may_give_nodes_up(site: Settings, nodes: int) -> None:
+    """Slurm refuses more nodes than the job has. A waiting job may have another number, and then exactly that."""
+    record = "user_id = 1000, partition = 'vm', min_nodes = 2, max_nodes = 2, min_cpus = 2"
+    program = (
+        "local job = {{ min_nodes = {nodes} }}\n"
+        "local code = slurm_job_modify(job, {{ {record}, job_state = {state} }}, partitions, 1000)\n"
+        'io.write(code, " ", tostring(job.max_nodes))'
+    )
+    directory = install_scripts(site)
+    for state, most in (("1", "nil"), ("0", str(nodes))):
+        said = with_slurm(directory, program.format(nodes=nodes, record=record, state=state))
+        assert said == f"0 {most}"
 
 
 @pytest.mark.parametrize(
@@ -384,20 +428,20 @@ def test_a_broken_script_refuses_jobs_of_its_own_partitions_only(
         return f"{code} {message}".strip()
 
     works = defect == "none"
-    refused = f"-1 {FAILED}"
+    refused = f"2090 {FAILED}"
     for partition in ("partition = 'vm', ", "partition = 'other,vm', ", ""):
         said = answer(f"slurm_job_submit({{ {partition}user_id = 1000, min_cpus = 1 }}, parts, 1000)")
         accepted = partition in ("partition = 'vm', ", "")
-        assert said == refused if not works else said.startswith("0" if accepted else "-1")
+        assert said == refused if not works else said.startswith("0" if accepted else "2000 ")
     assert answer("slurm_job_submit({ partition = 'other', user_id = 1000 }, parts, 1000)") == "0"
     record = "{ partition = 'vm', job_state = 0 }"
     changed = answer(f"slurm_job_modify({{ features = 'x' }}, {record}, parts, 1000)")
-    assert changed == refused if not works else changed.startswith("-1") and "submit it again" in changed
+    assert changed == refused if not works else changed.startswith("2036 ") and "submit it again" in changed
     assert answer(f"slurm_job_modify({{ features = 'x' }}, {record}, parts, 64)") == "0", (
         "the controller may change jobs"
     )
     moved = answer("slurm_job_modify({ partition = 'vm' }, { partition = 'other' }, parts, 1000)")
-    assert moved == refused if not works else moved.startswith("-1 submit the job to partition vm")
+    assert moved == refused if not works else moved.startswith("2000 submit the job to partition vm")
     assert answer("slurm_job_modify({ features = 'x' }, { partition = 'other' }, parts, 1000)") == "0"
     for call in ("slurm_job_submit({ partition = 'other', account = 'closed' }, parts, 0)",
                  "slurm_job_modify({ account = 'closed' }, { partition = 'other' }, parts, 0)"):  # fmt: skip
@@ -421,7 +465,7 @@ def test_the_sites_own_rules_come_first_and_hold_for_our_partitions(site: Settin
     assert run(directory, _CALL % (job % ("vm", "closed", 1000))) == "this account is closed|-1|"
     assert run(directory, _CALL % (job % ("vm", "open", 1000))) == "|0|"
     moved = run(directory, _CALL % (job % ("other", "vms", 0)))
-    assert "no jobs of root" in moved and "|-1|" in moved, "our part sees the partition that the site's rules chose"
+    assert "no jobs of root" in moved and "|2010|" in moved, "our part sees the partition that the site's rules chose"
     changed = "slurm_job_modify({ account = '%s' }, { partition = 'vm', job_state = 0 }, parts, 1000)"
     assert run(directory, _CALL % (changed % "open")) == "|0|"
     assert "closed|-1" in run(directory, _CALL % (changed % "closed"))
@@ -434,7 +478,7 @@ def test_an_error_in_the_sites_own_rules_stays_slurms_to_handle(site: Settings) 
     assert "a defect in the rules" in run(directory, _CALL % (call % ("other", 1000)))
     assert "a defect in the rules" in run(directory, _CALL % (call % ("vm", 1000)))
     refused = run(directory, _CALL % (call % ("vm", 0)))
-    assert "no jobs of root" in refused and "|-1|" in refused, "what we refuse is refused all the same"
+    assert "no jobs of root" in refused and "|2010|" in refused, "what we refuse is refused all the same"
 
 
 def test_the_two_lines_may_be_there_twice(site: Settings) -> None:

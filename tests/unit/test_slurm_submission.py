@@ -150,6 +150,11 @@ async def test_no_symbolic_link_is_followed(settings: Settings, file: Path, tmp_
         ("num_tasks = 1, min_mem_per_node = 1501, features = 'auto'", "1 CPUs and 1501 MiB"),
         ("num_tasks = 1, min_mem_per_node = 9000, features = 'big'", ""),
         ("num_tasks = 1, min_mem_per_node = 9001, features = 'big&full'", "1 CPUs and 9001 MiB"),
+        (
+            "pn_min_cpus = 16959",
+            "16959 CPUs and 2543850 MiB of memory on one node (Slurm takes --mincpus modulo 65536)",
+        ),
+        ("num_tasks = 1, min_mem_per_node = 1501, pn_min_cpus = 1", "1501 MiB of memory on one node, but"),
         ("num_tasks = 1, min_mem_per_node = 99999, features = 'unlisted'", ""),
         ("num_tasks = 1, min_mem_per_node = 99999, partition = 'other'", ""),
     ],
@@ -164,7 +169,7 @@ async def test_a_job_that_no_published_size_holds_is_refused(
         assert said.startswith(ACCEPTED)
         return
     message, code, *_ = said.split("|")
-    assert code == "-1" and refused_size in message and "-N" in message
+    assert code == "2014" and refused_size in message and "-N" in message
     largest = ("8 CPUs and 9000 MiB",) if "big" in fields else ("2 CPUs and 1500 MiB", "4 CPUs and 700 MiB")
     assert all(size in message for size in largest)
 
@@ -175,7 +180,7 @@ async def test_a_disk_that_no_host_has_is_refused(settings: Settings) -> None:
     await submission_file(settings).publish(sizes(slim=[Size(8, 9000, 5000)]))
     assert submit(directory, "user_id = 1000, pn_min_tmp_disk = 5000").startswith(ACCEPTED)
     message = submit(directory, "user_id = 1000, pn_min_tmp_disk = 5001")
-    assert "|-1|" in message and "5001 MiB of disk" in message and "5000 MiB of disk" in message
+    assert "|2014|" in message and "5001 MiB of disk" in message and "5000 MiB of disk" in message
 
 
 @needs_lua
@@ -279,7 +284,7 @@ async def test_the_script_asks_for_patience_while_the_site_file_is_that_of_the_p
     directory = install_previous_release(settings, "multiverse_site.lua")
     await write_files_of_the_daemon(settings)
     said = submit(directory, "user_id = 1000, num_tasks = 1, min_mem_per_node = 300")
-    assert said.startswith("Multiverse is being upgraded: try again in a minute|-1|")
+    assert said.startswith("Multiverse is being upgraded: try again in a minute|2070|")
     assert "|0|nil|" in submit(directory, "user_id = 1000, partition = 'other'")
 
 

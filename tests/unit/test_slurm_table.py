@@ -70,6 +70,26 @@ def test_a_node_has_the_sockets_that_its_cpus_are_divided_among(
     assert job.request and job.request.sockets == found
 
 
+@pytest.mark.parametrize(
+    ("shown", "found"),
+    [
+        ({"cpus": 1, "tasks": 8, "cpus_per_task": 1}, 1),
+        ({"cpus": 1, "tasks": 8, "cpus_per_task": 2, "minimum_cpus_per_node": 2}, 2),
+        ({"cpus": 2, "tasks": 8, "node_count": 2, "tasks_per_node": 4}, 1),
+        ({"cpus": 8, "tasks": 8, "node_count": 2, "tasks_per_node": 4}, 4),
+    ],
+)
+def test_tasks_that_share_cpus_have_those_of_one(shown: dict[str, int], found: int) -> None:
+    """--overcommit, which Slurm does not show: no other job that can start has more tasks than CPUs."""
+    (record,) = [row.record for row in table().read(TABLE, NAMES).values() if row.base[0] == "15001"]
+    (job,) = parse.jobs(
+        [{**record, "minimum_cpus_per_node": 1, "cpus_per_task": 1, **shown}],
+        NAMES,
+        NOW,
+    ).values()
+    assert job.request and job.request.size.cpus == found
+
+
 def test_a_row_that_did_not_change_gives_the_same_objects() -> None:
     kept = table()
     before = read(kept)

@@ -395,8 +395,7 @@ def _sockets(record: Record, nodes: int, cpus: int) -> int:
     """Sockets of each node: multiverse.lua has made the CPUs a multiple of them (`sockets_of` there). One where an
     operator has changed the CPUs to another number."""
     asked, each = _word(record, "sockets_per_node"), _word(record, "tasks_per_socket")
-    tasks = max(number(record.get("tasks_per_node")) or 0, -(-(number(record.get("tasks")) or 1) // nodes))
-    sockets = max(asked, -(-tasks // each) if each else 1, 1)
+    sockets = max(asked, -(-_side_by_side(record, nodes) // each) if each else 1, 1)
     return sockets if cpus % sockets == 0 else 1
 
 
@@ -411,8 +410,15 @@ def _cpus(record: Record, nodes: int) -> int:
     """CPUs of each node. `cpus_per_task` is null in 22.05's JSON, so it is computed from the totals."""
     cpus, tasks = number(record.get("cpus")) or 1, number(record.get("tasks")) or 1
     per_task = max(number(record.get("cpus_per_task")) or 1, cpus // tasks, 1)
-    tasks_here = max(number(record.get("tasks_per_node")) or 0, -(-tasks // nodes))
-    return max(-(-cpus // nodes), tasks_here * per_task, number(record.get("minimum_cpus_per_node")) or 1)
+    here = _side_by_side(record, nodes) * per_task
+    return max(-(-cpus // nodes), here, number(record.get("minimum_cpus_per_node")) or 1)
+
+
+def _side_by_side(record: Record, nodes: int) -> int:
+    """How many tasks of a node have CPUs of their own. With --overcommit the tasks share those of one: Slurm shows the
+    option nowhere, but without it a job of more tasks than CPUs starts on no node at all."""
+    cpus, tasks = number(record.get("cpus")) or 1, number(record.get("tasks")) or 1
+    return 1 if tasks > cpus else max(number(record.get("tasks_per_node")) or 0, -(-tasks // nodes))
 
 
 def _unlike_a_vm(record: Record) -> str:

@@ -13,6 +13,27 @@ local NICE_OFFSET = 2147483648 -- the field of a nice value of 0 (slurm.h)
 local PENDING = 0 -- the base state of a waiting job (slurm.h)
 local KINDS = { instant = true, linked = true, full = true, auto = true } -- kinds of clones, as features
 
+-- Slurm's own errors (slurm_errno.h, the same numbers from 22.05 to 25.11): the last line that a user sees, and after an
+-- update with 22.05, which drops messages then, the only one. Lua knows few of their names before 23.02.
+local ERROR = {
+  partition = 2000, -- Invalid partition name specified
+  user = 2010, -- Invalid user id
+  size = 2014, -- Requested node configuration is not available
+  node_name = 2018, -- Invalid node name specified
+  feature = 2029, -- Invalid feature specification
+  unsupported = 2036, -- Requested operation not supported on this system
+  memory = 2044, -- Memory required by task is not available
+  licence = 2048, -- Invalid license specification
+  reservation = 2053, -- Requested reservation is invalid
+  closed = 2070, -- Required partition not available (inactive or drain)
+  gres = 2072, -- Invalid generic resource (gres) specification
+  immediate = 2078, -- Job can not start immediately
+  internal = 2090, -- Slurm internal error, contact system administrator
+  burst_buffer = 2094, -- Burst Buffer request invalid
+  threads = 2132, -- Cannot request more threads per core than the job allocation
+  prefer = 2133, -- Invalid preferred feature specification
+}
+
 -- The value of a numeric field; nil if the field is unset.
 local function number(value, unset)
   if type(value) ~= "number" or value == unset or value >= NO_VAL - 1 then return nil end
@@ -50,34 +71,34 @@ local function any_ours(text)
   return false
 end
 
--- Fields of options that Multiverse does not support, with the message for the user. Slurm would accept most of these
--- options and ignore them. A field that a release of Slurm does not have is nil there (core_spec and thread_spec before
--- 26.05).
+-- Fields of options that Multiverse does not support, with the message for the user and Slurm's error, unless that is
+-- "unsupported". Slurm would accept most of these options and ignore them. A field that a release of Slurm does not have is
+-- nil there (core_spec and thread_spec before 26.05).
 local UNSUPPORTED = {
-  { "burst_buffer", "burst buffers are not supported: stage files in the job itself, without --bb and --bbf" },
+  { "burst_buffer", "burst buffers are not supported: stage files in the job itself, without --bb and --bbf", "burst_buffer" },
   { "container", "--container is not supported: select an image with --constraint" },
   { "cpu_freq_min", "a VM cannot set the CPU frequency of its host: submit without --cpu-freq" },
   { "cpu_freq_max", "a VM cannot set the CPU frequency of its host: submit without --cpu-freq" },
   { "cpu_freq_gov", "a VM cannot set the CPU frequency of its host: submit without --cpu-freq" },
   { "core_spec", "specialized cores are not supported: submit without --core-spec and --thread-spec" },
-  { "cpus_per_tres", "generic resources are not supported: submit without GPUs" },
+  { "cpus_per_tres", "generic resources are not supported: submit without GPUs", "gres" },
   { "delay_boot", "the features of a VM never change: submit without --delay-boot" },
-  { "mem_per_tres", "generic resources are not supported: submit without GPUs" },
+  { "mem_per_tres", "generic resources are not supported: submit without GPUs", "gres" },
   { "network", "--network is not supported: a VM has one network" },
   { "power_flags", "--power is not supported: submit without it" },
-  { "prefer", "--prefer is not supported: use --constraint instead" },
+  { "prefer", "--prefer is not supported: use --constraint instead", "prefer" },
   { "reboot", "each VM is new: submit without --reboot" },
-  { "req_nodes", "nodes are created for each job: submit without --nodelist" },
+  { "req_nodes", "nodes are created for each job: submit without --nodelist", "node_name" },
   { "req_switch", "VMs are connected to no network switch: submit without --switches" },
-  { "reservation", "reservations are not supported: submit without --reservation" },
+  { "reservation", "reservations are not supported: submit without --reservation", "reservation" },
   { "thread_spec", "specialized cores are not supported: submit without --core-spec and --thread-spec" },
-  { "tres_per_job", "generic resources are not supported: submit without GPUs" },
-  { "tres_per_node", "generic resources are not supported: submit without --gres and GPUs" },
-  { "tres_per_socket", "generic resources are not supported: submit without GPUs" },
-  { "tres_per_task", "generic resources are not supported: submit without GPUs" },
+  { "tres_per_job", "generic resources are not supported: submit without GPUs", "gres" },
+  { "tres_per_node", "generic resources are not supported: submit without --gres and GPUs", "gres" },
+  { "tres_per_socket", "generic resources are not supported: submit without GPUs", "gres" },
+  { "tres_per_task", "generic resources are not supported: submit without GPUs", "gres" },
   -- After the GPUs themselves: from 24.05 on Slurm sets these fields for every job with GPUs.
-  { "tres_bind", "generic resources are not supported: submit without --gpu-bind" },
-  { "tres_freq", "generic resources are not supported: submit without --gpu-freq" },
+  { "tres_bind", "generic resources are not supported: submit without --gpu-bind", "gres" },
+  { "tres_freq", "generic resources are not supported: submit without --gpu-freq", "gres" },
 }
 -- Variables that sbatch writes into the job's environment, for options that no field holds.
 local UNSUPPORTED_VARIABLES = {
@@ -98,33 +119,34 @@ local function has_bit(value, bit)
   return type(value) == "number" and type(bit) == "number" and math.floor(value / bit) % 2 == 1
 end
 
--- Why the job's features and nodes are not supported, or nil.
+-- Why the job's features and nodes are not supported, with Slurm's error; or nil.
 local function unsupported_option(job)
   local features = job.features or ""
   for _, word in ipairs(words(features, "&,|%[%]%(%)%s")) do
     if string.sub(word, 1, 3) == "mv_" or word == site.gate_feature then
-      return "the constraint " .. word .. " is reserved for Multiverse: submit without it"
+      return "the constraint " .. word .. " is reserved for Multiverse: submit without it", "feature"
     end
   end
   if string.find(features, "[|%[%]%(%)%*!]") then
-    return "alternatives and counts in --constraint are not supported: join features with &"
+    return "alternatives and counts in --constraint are not supported: join features with &", "feature"
   end
   for _, row in ipairs(UNSUPPORTED) do
-    if is_set(job[row[1]]) then return row[2] end
+    if is_set(job[row[1]]) then return row[2], row[3] end
   end
   if has_bit(job.bitflags, SPREAD) then return "--spread-job is not supported: give the number of VMs with --nodes" end
   for _, bit in ipairs(GRES_FLAGS) do
-    if has_bit(job.bitflags, bit) then return "generic resources are not supported: submit without --gres-flags" end
+    if has_bit(job.bitflags, bit) then
+      return "generic resources are not supported: submit without --gres-flags", "gres"
+    end
   end
   if has_bit(job.bitflags, slurm.STEPMGR_ENABLED) then -- a name that Slurm has from 24.05 on
     return "--stepmgr is not supported: submit without it"
   end
   if string.find(job.script or "", "\n#[BD][BW]%s") then
-    return "burst buffers are not supported: stage files in the job itself, without #BB and #DW"
+    return "burst buffers are not supported: stage files in the job itself, without #BB and #DW", "burst_buffer"
   end
-  if job.immediate == 1 then return "a VM is created after its job was queued: submit without --immediate" end
   if job.min_mem_per_node == 0 then
-    return "--mem=0 (all memory of a node) is not supported: give the size with --mem"
+    return "--mem=0 (all memory of a node) is not supported: give the size with --mem", "memory"
   end
   return nil
 end
@@ -199,12 +221,19 @@ local function unsupported_topology(job)
   local threads = number(job.threads_per_core, NO_VAL16) or 1
   local per_core = type(job.ntasks_per_core) == "number" and job.ntasks_per_core ~= NO_VAL16 and job.ntasks_per_core
   if threads > 1 or (per_core or 1) > 1 then
-    return "VM cores have one thread each: submit without --threads-per-core, --ntasks-per-core and --hint"
+    return "VM cores have one thread each: submit without --threads-per-core, --ntasks-per-core and --hint", "threads"
   end
   if is_set(job.threads_per_core) and number(job.cores_per_socket, NO_VAL16) == 1 then
     return "--hint=memory_bound is not supported: a VM has as many cores as its job requests"
   end
   return nil
+end
+
+-- Whether the job's tasks share CPUs (--overcommit): each node has as many as one task asks for. No field holds the option,
+-- but no other job is submitted with more tasks than CPUs (parse.py tells such jobs in the same way).
+local function overcommitted(job)
+  local tasks, cpus = number(job.num_tasks, NO_VAL), number(job.min_cpus, NO_VAL)
+  return tasks ~= nil and cpus ~= nil and tasks > cpus
 end
 
 -- The number of sockets of each node, among which its CPUs are divided evenly, for so many tasks there.
@@ -262,12 +291,13 @@ local function node_size(job, wanted)
   if not nodes or nodes == 0 then nodes = tasks and tasks_per_node and ceil_div(tasks, tasks_per_node) or 1 end
   local per_task = math.max(number(job.cpus_per_task, NO_VAL16) or 1, 1)
   local tasks_here = math.max(tasks_per_node or 0, ceil_div(tasks or 1, nodes))
-  local cpus = math.max(tasks_here * per_task, number(job.pn_min_cpus, NO_VAL16) or 1,
+  local side_by_side = overcommitted(job) and 1 or tasks_here
+  local cpus = math.max(side_by_side * per_task, number(job.pn_min_cpus, NO_VAL16) or 1,
                         number(job.cores_per_socket, NO_VAL16) or 1,
                         ceil_div(number(job.min_cpus, NO_VAL) or 1, nodes))
-  local sockets = sockets_of(job, tasks_here)
+  local sockets = sockets_of(job, side_by_side)
   if sockets > 1 then
-    local tasks_there = math.min(is_set(job.ntasks_per_socket) and job.ntasks_per_socket or tasks_here, tasks_here)
+    local tasks_there = math.min(is_set(job.ntasks_per_socket) and job.ntasks_per_socket or side_by_side, side_by_side)
     local least = math.max(number(job.cores_per_socket, NO_VAL16) or 1,
                            is_set(job.ntasks_per_socket) and tasks_there * per_task or 1)
     cpus = math.max(ceil_div(cpus, sockets), least) * sockets
@@ -461,16 +491,18 @@ local function fits_one(sizes, cpus, memory, disk)
   return false
 end
 
--- Why not even one node of the job fits on any host, with the largest sizes that are possible.
-local function node_too_large(sizes, cpus, memory, disk)
-  local descriptions = {}
+-- Why not even one node of the job fits on any host, with the largest sizes that are possible. mincpus: what the job
+-- asks for with --mincpus, of which Slurm passes 16 bits on.
+local function node_too_large(sizes, cpus, memory, disk, mincpus)
+  local descriptions, note = {}, mincpus == cpus and " (Slurm takes --mincpus modulo 65536)" or ""
   for row, size in ipairs(sizes) do
+    if cpus <= size.cpus then note = "" end
     if row <= 3 then descriptions[row] = describe(size.cpus, size.memory, disk > 0 and size.disk or 0) end
   end
   if #sizes == 0 then return "no host here could hold a VM for this job: ask an administrator for larger hosts" end
-  return string.format("the job requests %s on one node, but the largest VM for a job here has %s: request less per"
+  return string.format("the job requests %s on one node%s, but the largest VM for a job here has %s: request less per"
     .. " node, or spread the job over more nodes with -N",
-    describe(cpus, memory, disk), table.concat(descriptions, ", or "))
+    describe(cpus, memory, disk), note, table.concat(descriptions, ", or "))
 end
 
 -- Why no host has the bandwidth that one VM of the job asks for, or nil.
@@ -504,12 +536,12 @@ local function too_large(job, known, wanted)
   local most = most_nodes(known.limits, cpus, memory, disk, asked)
   if not most then -- a controller of the previous release published sizes only
     if #known.sizes == 0 or fits_one(known.sizes, cpus, memory, disk) then return nil end
-    return node_too_large(known.sizes, cpus, memory, disk)
+    return node_too_large(known.sizes, cpus, memory, disk, job.pn_min_cpus)
   end
   if most >= nodes or nodes > MOST_NODES then return nil end
   local message = too_fast(known.limits, asked.net)
   if message then return message end
-  if most == 0 then return node_too_large(largest_nodes(known.limits), cpus, memory, disk) end
+  if most == 0 then return node_too_large(largest_nodes(known.limits), cpus, memory, disk, job.pn_min_cpus) end
   local each = asked.net and string.format(" and %d Mbit/s", asked.net) or ""
   local rule = asked["per-host"] and string.format(", at most %d on a host", asked["per-host"]) or ""
   return string.format("the job requests %d nodes with %s%s each%s, but all hosts together can hold %d of them at the"
@@ -530,15 +562,6 @@ local function choose_node_count(job)
   return nil, message
 end
 
--- Why --overcommit is not supported, or nil. No field holds the option, but no other job has more tasks than CPUs.
-local function overcommitted(job)
-  local tasks, cpus = number(job.num_tasks, NO_VAL), number(job.min_cpus, NO_VAL)
-  if tasks and cpus and tasks > cpus then
-    return "--overcommit is not supported: request a CPU for each task, and use srun --overcommit in the job"
-  end
-  return nil
-end
-
 -- Why the memory that the job asks for is not that of its tasks, or nil.
 local function contradicting_memory(job, nodes)
   local _, cpus, memory = node_size(job, nodes)
@@ -557,9 +580,18 @@ local function set_node_count(job, nodes)
   if is_set(job.cores_per_socket) or sockets > 1 then job.pn_min_cpus = cpus end
 end
 
-local function refuse(message)
+local function refuse(message, code)
   slurm.log_user("%s", message)
-  return slurm.ERROR
+  return ERROR[code or "unsupported"]
+end
+
+-- The first reason that one of these functions gives for a job, with its error or that of its row; nil if there is none.
+local function first_reason(checks, ...)
+  for _, check in ipairs(checks) do
+    local message, code = check[1](...)
+    if message then return message, code or check[2] end
+  end
+  return nil
 end
 
 -- Tell the controller to observe the jobs of a user, or a job, soon, by an empty file. Each user has one name, and so has
@@ -606,29 +638,48 @@ local function joined(text, separator, word)
   return text and text ~= "" and text .. separator .. word or word
 end
 
+local function unknown_wish(job)
+  local _, message = wishes(job.comment)
+  return message
+end
+
+-- What keeps a submission from being supported, in this order, with Slurm's errors.
+local SUBMISSION_CHECKS = {
+  { inside.unsupported },
+  { unknown_wish },
+  { unsupported_option },
+  { unsupported_variable },
+  { ambiguous_features, "feature" },
+  { unsupported_topology },
+  { unsupported_licences, "licence" },
+  { gate_is_open, "closed" },
+}
+
 local function submit(job, partition, partitions)
   if #words(partition, ",") > 1 then
-    return refuse("several partitions are not supported: submit to " .. site.partition .. " only")
+    return refuse("several partitions are not supported: submit to " .. site.partition .. " only", "partition")
   end
   if partition ~= site.partition then
-    return refuse("no job is submitted to partition " .. partition .. " any more: submit to " .. site.partition)
+    return refuse("no job is submitted to partition " .. partition .. " any more: submit to " .. site.partition, "partition")
   end
   if job.user_id == 0 then
-    return refuse("Multiverse runs no jobs of root: submit as a user, e.g. sbatch --uid=NAME")
+    return refuse("Multiverse runs no jobs of root: submit as a user, e.g. sbatch --uid=NAME", "user")
   end
   if number(job.het_job_offset, NO_VAL) then
     return refuse("heterogeneous jobs are not supported: submit each component as a separate job")
   end
   drop_what_holds_anyway(job)
-  local _, unknown = wishes(job.comment)
-  local message = inside.unsupported(job) or unknown or unsupported_option(job) or unsupported_variable(job) or ambiguous_features(job)
-    or unsupported_topology(job) or overcommitted(job) or unsupported_licences(job) or gate_is_open()
-  if message then return refuse(message) end
+  local message, code = first_reason(SUBMISSION_CHECKS, job)
+  if message then return refuse(message, code) end
   local nodes, too_many = choose_node_count(job)
-  message = too_many or contradicting_memory(job, nodes)
-  if message then return refuse(message) end
+  if too_many then return refuse(too_many, "size") end
+  message = contradicting_memory(job, nodes)
+  if message then return refuse(message, "memory") end
   set_node_count(job, nodes)
   local tag = take_offered_node(job, partitions)
+  if job.immediate == 1 and not tag then
+    return refuse("no VM is ready for this job: give the seconds in which there may be one, as in --immediate=60", "immediate")
+  end
   job.features = joined(job.features, "&", tag or site.gate_feature)
   if tag then -- before the jobs that wait: Slurm looks at the first ones only
     job.nice = (number(job.nice, NO_VAL) or NICE_OFFSET) - site.boost
@@ -688,10 +739,18 @@ local function unsupported_change(job, record)
   return nil
 end
 
+-- What keeps an update from being supported.
+local UPDATE_CHECKS = {
+  { unsupported_change },
+  { unsupported_option },
+  { unsupported_topology },
+  { unsupported_licences, "licence" },
+}
+
 local function modify(job, record)
   local wanted = job.partition or ""
   if not ours(record.partition) then
-    return refuse("submit the job to partition " .. site.partition .. " instead")
+    return refuse("submit the job to partition " .. site.partition .. " instead", "partition")
   end
   if wanted ~= "" and wanted ~= record.partition then
     return refuse("only Multiverse changes the partition of this job: cancel the job and submit it again")
@@ -700,17 +759,15 @@ local function modify(job, record)
     return refuse("the constraint and nodes of a submitted job cannot be changed: cancel the job and submit it again")
   end
   drop_what_holds_anyway(job)
+  local message, code = first_reason(UPDATE_CHECKS, job, record)
+  if message then return refuse(message, code) end
   local nodes = number(job.min_nodes, NO_VAL)
-  if nodes and record.job_state % 256 ~= PENDING then
-    return refuse("the VMs of a running job cannot be changed: cancel the job and submit it again")
-  end
-  local message = unsupported_change(job, record) or unsupported_option(job) or unsupported_topology(job)
-    or unsupported_licences(job)
-  if message then return refuse(message) end
-  if changes_size(job) then
+  local waits = record.job_state % 256 == PENDING
+  if not waits then nodes = nil end -- Slurm lets a running job give nodes up, and refuses more nodes
+  if waits and changes_size(job) then
     local whole = updated(job, record)
     message = too_large(whole, published(whole))
-    if message then return refuse(message) end
+    if message then return refuse(message, "size") end
   end
   if nodes then job.max_nodes = nodes end
   if job.licenses and has_word(record.licenses, ",;", site.licence .. ":1") then -- it waits at the gate
@@ -725,7 +782,7 @@ local function guarded(what, ...)
   local fine, answer = pcall(what, ...)
   if fine then return answer end
   slurm.log_error("multiverse: %s", tostring(answer))
-  return refuse("{{ failed }}")
+  return refuse("{{ failed }}", "internal")
 end
 
 -- Jobs of other partitions with VMs inside.

@@ -13,7 +13,7 @@ if type(multiverse) ~= "table" then
 
   local function refuse()
     slurm.log_user("%s", "{{ failed }}")
-    return slurm.ERROR
+    return 2090 -- ESLURM_INTERNAL: Slurm internal error, contact system administrator
   end
 
   local function answer(names)
