@@ -30,12 +30,13 @@ from multiverse.core.model import (
 )
 from multiverse.core.planner import plan
 from multiverse.core.provisioning.capacity import left_behind
-from multiverse.core.transition import Command, EffectKind, Event
+from multiverse.core.transition import Change, Command, EffectKind, Event, Move
 from multiverse.service import convert
 from multiverse.service.alerts import alerts
 from multiverse.store import Store, open_store
 from multiverse.store.database import NUMBERS_A_SECOND
 from tests.unit.planner_harness import POLICY, ManualClock, PlannerHarness
+from tests.unit.rows import attempt, vm
 
 A, V = AttemptState, VmState
 OLD = "mvtest0-150"
@@ -358,28 +359,75 @@ def test_a_vm_that_an_earlier_run_planned_is_not_created_unless_it_is_there() ->
 # --- numbers and sites --------------------------------------------------------------------------------
 
 
+def given(store: Store, numbers: int) -> None:
+    """So many VMs are made, and as many attempts."""
+    rows = store.rows()
+    with store.transaction() as tx:
+        for number in range(numbers):
+            attempt_id, serial = rows.next_attempt + number, rows.next_serial + number
+            one = replace(attempt(A.QUEUED, id=attempt_id), version=0)
+            tx.apply(Move((Change(one, Event.SUBMITTED),)))
+            made = replace(vm(V.PLANNED, id=serial, attempt=attempt_id), version=0)
+            tx.apply(Move((Change(made, Event.PLANNED),)))
+
+
+def test_a_restart_leaves_few_numbers_out(tmp_path: Path) -> None:
+    """Whether the daemon was stopped, or killed when nothing had changed for long."""
+    clock = ManualClock()
+    store = Store(tmp_path / "db", clock, site="test0")
+    given(store, 5)
+    for stopped in (True, False):
+        clock.time += 86400
+        if stopped:
+            store.close()
+        else:
+            store.note_use()
+        clock.time += 3
+        store = Store(tmp_path / "db", clock)
+        number = store.rows().next_serial
+        assert 6 <= number <= 6 + 2 * 3 * NUMBERS_A_SECOND
+        assert store.rows().next_attempt == number and store.rows().next_template == 1
+
+
 def test_a_copy_of_a_database_gives_no_number_that_was_given_after_it(tmp_path: Path) -> None:
     clock = ManualClock()
-    Store(tmp_path / "db", clock, site="test0").close()
+    store = Store(tmp_path / "db", clock, site="test0")
+    given(store, 5)
+    store.close()
     copied = (tmp_path / "db").read_bytes()
-    clock.time += 3600
-    later = Store(tmp_path / "db", clock).rows()
-    assert later.next_serial == later.next_attempt == 3600 * NUMBERS_A_SECOND
+    for seconds in (30, 3600):
+        clock.time += seconds
+        later = Store(tmp_path / "db", clock)
+        given(later, 50)
+        highest = later.rows().next_serial
+        later.close()
     clock.time += 60
     (tmp_path / "copy").write_bytes(copied)
     restored = Store(tmp_path / "copy", clock).rows()
-    assert restored.next_serial >= later.next_serial + 60 * NUMBERS_A_SECOND and restored.next_template == 1
+    assert restored.next_serial == restored.next_attempt >= highest and restored.next_template == 1
+
+
+def test_a_database_that_comes_to_another_machine_leaves_as_many_out_as_a_site_may_have_given(tmp_path: Path) -> None:
+    """Its controller may go on where it comes from."""
+    clock = ManualClock()
+    store = Store(tmp_path / "db", clock, site="test0")
+    clock.time += 3600
+    store.close()
+    clock.time, clock.boot = clock.time + 1, "another"
+    assert Store(tmp_path / "db", clock).rows().next_serial >= 3600 * NUMBERS_A_SECOND
 
 
 def test_a_clock_that_is_wrong_takes_no_numbers_back_and_not_all_of_them(tmp_path: Path) -> None:
     clock = ManualClock()
     Store(tmp_path / "db", clock, site="test0").close()
     clock.time += 3600
-    before = Store(tmp_path / "db", clock).rows()
-    clock.time -= 7200
-    assert Store(tmp_path / "db", clock).rows().next_serial == before.next_serial
-    clock.time += 1e10
-    assert Store(tmp_path / "db", clock).rows().next_serial == before.next_serial
+    before = Store(tmp_path / "db", clock).rows().next_serial
+    assert before >= 3600 * NUMBERS_A_SECOND
+    for boot in ("boot-1", "another"):
+        clock.boot = boot
+        for change in (-7200, 1e10, 7200 - 1e10):
+            clock.time += change
+            assert Store(tmp_path / "db", clock).rows().next_serial == before
 
 
 def test_an_empty_database_goes_on_with_the_site_of_the_vms_that_are_there(tmp_path: Path) -> None:

@@ -479,6 +479,7 @@ class Controller:
         self._effects.exclude_from_offers(self._exclusions.excluded(self._clock.now()))
         self.users.look_up(self.state.users_asked)
         self._effects.ensure(self._confirmed, releasing=problem is not None)
+        self._store.note_use()
         return problem is None
 
     def _job_limits(self) -> JobLimits | None:

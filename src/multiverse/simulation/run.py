@@ -106,11 +106,13 @@ class CrashingStore(Store):
         self._database().backup(copied)
         return copied
 
-    def restore(self, copied: sqlite3.Connection) -> None:
-        """Put a copy in place of the database, and open it anew."""
+    def restore(self, copied: sqlite3.Connection, *, elsewhere: bool = False) -> None:
+        """Put a copy in place of the database, and open it anew; `elsewhere`: on another machine."""
         copied.backup(self._database())
         self._forget()
         with self._begin():
+            if elsewhere:
+                self._put_meta("boot", "that of another machine")
             self._skip_numbers()
             self._active = None
 
@@ -507,7 +509,7 @@ class _Simulation:
         self.older.links[0].disconnect()
         self.store.at_commit = lambda _: None
         self.store = self._open()
-        self.store.restore(copied)
+        self.store.restore(copied, elsewhere=True)
         self.unheard = set(self.world.site.agents)
         self.world.cluster.unlist_offers()
         self.seconds_down = 0.0

@@ -72,6 +72,7 @@ _STATE = {
 _INSERT = {kind: table.insert() for kind, table in _TABLES.items()}
 _UPDATE = {kind: table.update().where(table.c.id == sa.bindparam("row")) for kind, table in _TABLES.items()}
 _COUNT = sa.text("UPDATE meta SET value = MAX(CAST(value AS INTEGER), :next) WHERE key = :key")
+_LEAVE_OUT = sa.text("UPDATE meta SET value = MAX(CAST(value AS INTEGER) + :number, :least) WHERE key = :key")
 _CLAIM = schema.claims.insert()
 _UNCLAIM = schema.claims.delete().where(
     schema.claims.c.kind == sa.bindparam("owner"),
@@ -140,9 +141,14 @@ Values = dict[str, Any] | list[dict[str, Any]]
 """The parameters of a statement, or of one that is executed for each of them."""
 
 NUMBERS_A_SECOND = 20
-"""Numbers that are left out at each opening for each second since the site's first: more VMs and attempts than a site
-makes, on average since its daemon was started. So a database that was restored from an older copy, or one that replaces
-a lost one, gives no number that was given before. The names of VMs suffice for 89 years of that."""
+"""Numbers that are left out at each opening for each second since the database was last known to be in use: more VMs
+and attempts than a site makes, on average. So a database that was restored from an older copy gives no number that was
+given after the copy was made. Where it was in use before this machine booted, or on another one, whose controller may
+go on, or where it replaces a lost one, they are left out for each second since the site's first. The names of VMs
+suffice for 89 years of that."""
+
+USE_NOTED_EVERY = 20.0
+"""Seconds between two notes of the time in a database in which nothing else changes."""
 
 FIRST_SITE = 1_600_000_000.0
 """Unix time before which no site began, September 2020: for a site that is older than its database."""
@@ -190,6 +196,8 @@ class Store:
                     self._set_default(counter, "1")
                 self._skip_numbers()
                 self._enter_boot()
+                self._put_meta("used", str(clock.wall()))
+            self._use_noted = clock.now()
             self._reserve.open()
             self._fill_reserve()
         except MultiverseError:
@@ -204,6 +212,8 @@ class Store:
         self.site = self._meta("site")
 
     def close(self) -> None:
+        self._use_noted = -USE_NOTED_EVERY
+        self.note_use()
         self._reserve.keep()
         self._connection.close()
         self._connection.engine.dispose()
@@ -226,8 +236,9 @@ class Store:
             yield Transaction(self, begin)
 
     @contextmanager
-    def _begin(self, *, adds: bool = False, borrows: bool = False) -> Iterator[None]:
-        """A transaction that `adds` is refused unless the reserve is whole; one that `borrows` may use it."""
+    def _begin(self, *, adds: bool = False, borrows: bool = False, counted: bool = True) -> Iterator[None]:
+        """A transaction that `adds` is refused unless the reserve is whole; one that `borrows` may use it. One that is
+        not `counted` changes nothing that anybody is shown."""
         try:
             self._connection.exec_driver_sql("BEGIN IMMEDIATE")
             self._open = True
@@ -240,7 +251,7 @@ class Store:
                 if changed:
                     self._reserve.prepare(adds=adds)
                 self._connection.exec_driver_sql("COMMIT")
-                self.commits += changed
+                self.commits += changed and counted
             except BaseException:
                 self._forget()
                 if self._connection.connection.dbapi_connection.in_transaction:  # type: ignore[union-attr]
@@ -294,12 +305,22 @@ class Store:
 
     def _skip_numbers(self) -> None:
         """Take no number that a later state of this database, or an earlier database, may have given."""
-        since = float(self._scalar("SELECT value FROM meta WHERE key = 'since'"))
-        left_out = int((self._clock.wall() - since) * NUMBERS_A_SECOND)
-        if left_out > LAST_SERIAL // 2:  # the clock is wrong
-            return
+        now, meta = self._clock.wall(), {row.key: row.value for row in self._connection.execute(_ALL_META)}
+        unused = now - float(meta.get("used", now))
+        here = "used" in meta and unused >= 0 and meta.get("boot") == self._clock.boot_id()
+        left_out, least = _numbers(unused), 0 if here else _numbers(now - float(meta["since"]))
         for counter in ("next_serial", "next_attempt", "next_lease"):
-            self._execute(_COUNT, {"next": left_out, "key": counter})
+            self._execute(_LEAVE_OUT, {"number": left_out, "least": least, "key": counter})
+
+    def note_use(self) -> None:
+        """Note the time in the database, if the last note is too old: until then, all numbers are in it that were given
+        (`_skip_numbers`). A failure is that of the next commit, too, which reports it."""
+        now = self._clock.now()
+        if now - self._use_noted < USE_NOTED_EVERY:
+            return
+        self._use_noted = now
+        with suppress(Exhausted), self._begin(counted=False):
+            self._put_meta("used", str(self._clock.wall()))
 
     def _enter_boot(self) -> None:
         """Monotonic times of an earlier boot mean nothing now: live rows are taken as of this moment."""
@@ -516,6 +537,12 @@ class Transaction:
                 "detail": json.dumps(detail),
             },
         )
+
+
+def _numbers(seconds: float) -> int:
+    """How many numbers may have been given in this time; 0 if the clock is wrong."""
+    count = int(seconds * NUMBERS_A_SECOND)
+    return count if 0 <= count <= LAST_SERIAL // 2 else 0
 
 
 def _new_site() -> str:
