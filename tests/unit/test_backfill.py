@@ -96,7 +96,8 @@ class Cluster:
         job = {name: more.pop(name) for name in ("uses", "array", "rank") if name in more}
         uid = more.pop("uid", 1000)
         request = Request(nodes, Size(cpus, 100), **{k: more.pop(k) for k in ("image", "kind") if k in more})
-        one = replace(attempt(A.QUEUED, id=number, job=str(number), request=request, **more), uid=uid)
+        one = attempt(A.QUEUED, id=number, job=str(number), request=request, **more)
+        one = replace(one, uid=uid, job=JobRef(str(number), int(EPOCH)))
         self.rows.append(one)
         self.jobs[str(number)] = Job(
             one.job, "hello", uid, JobState.PENDING, request, limit=limit, **{"rank": number, **job}
@@ -469,7 +470,7 @@ def test_a_job_whose_vms_are_being_made_runs_from_when_they_are_expected(
 ) -> None:
     cluster = Cluster()
     cluster.waits(1, 1, limit=100.0)
-    one = replace(attempt(state, job="1"), since=since)
+    one = replace(attempt(state), since=since, job=cluster.jobs["1"].ref)
     cluster.run()
     context = cluster.context()
     context.state._put(one)

@@ -114,6 +114,13 @@ def test_a_job_in_its_back_off_is_told_what_failed_and_when_it_is_tried_again() 
     )
 
 
+def test_a_job_whose_attempt_was_given_up_has_waited_since_it_was_submitted() -> None:
+    cluster = Cluster()
+    cluster.waits(1, 1, image="nowhere", since=NOW - 3, note="no VM joined")
+    cluster.run()
+    assert said(cluster, 1).startswith("It has waited for 17 min: ")
+
+
 def test_a_job_that_was_queued_again_is_told_why() -> None:
     cluster = Cluster()
     cluster.waits(1, 1, image="nowhere", note="the scheduler requeued the job: host h1: it is gone")

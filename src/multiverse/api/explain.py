@@ -21,7 +21,7 @@ class HostGroupView:
 @dataclass(frozen=True, slots=True)
 class ExplanationView:
     """What is said of one job, or of one task of an array. `attempt` is its latest attempt (None: it has none yet),
-    `state` the attempt's state, `waiting_since` when it began to wait in Unix time (None: it does not wait). `short` is
+    `state` the attempt's state, `waiting_since` when it was submitted in Unix time (None: it does not wait). `short` is
     what its user reads in Slurm's AdminComment, `text` one to three sentences, and `todo` what its user can do (empty:
     nothing). `ahead` is the number of jobs before it, `behind` the job that keeps it waiting (empty: none, or it may
     not be named), `expected` when it starts at the latest in Unix time (None: nobody can tell). `hosts` has each host

@@ -56,7 +56,7 @@ class Explanations:
             if attempt.request in asked:  # tasks of one array: it is the same for all
                 found = replace(found, hosts=())
             asked.add(attempt.request)
-            views.append(_view(attempt, found, self._waiting_since(attempt), viewer, names))
+            views.append(_view(attempt, found, viewer, names))
         views += [_view_of_new(one, context.policy, viewer, names) for one in new[: TASKS - len(views)]]
         return ExplanationsView(tuple(views), len(shown) + len(new) - len(views))
 
@@ -81,11 +81,6 @@ class Explanations:
             return replace(found, todo=found.todo or _about_the_scheduler(context, attempt))
         entries = self._store.journal(attempts=[attempt.id])
         return explain_ended(attempt, self._clock.wall() - entries[-1].wall if entries else 0.0)
-
-    def _waiting_since(self, attempt: Attempt) -> float | None:
-        if attempt.state is not AttemptState.QUEUED:
-            return None
-        return self._clock.wall() - (self._clock.now() - attempt.since)
 
     def _host_names(self) -> frozenset[str]:
         return frozenset(self._controller.state.hosts)
@@ -150,9 +145,7 @@ class Explanations:
         return context
 
 
-def _view(
-    attempt: Attempt, found: Explanation, since: float | None, viewer: Viewer, names: frozenset[str]
-) -> ExplanationView:
+def _view(attempt: Attempt, found: Explanation, viewer: Viewer, names: frozenset[str]) -> ExplanationView:
     own = attempt.job.job_id
     return ExplanationView(
         job_id=own,
@@ -160,7 +153,7 @@ def _view(
         uid=attempt.uid,
         attempt=attempt.id,
         state=str(attempt.state),
-        waiting_since=since,
+        waiting_since=float(attempt.job.submitted) if attempt.state is AttemptState.QUEUED else None,
         short=viewer.told(found.short, own, names),
         text=viewer.told(" ".join(found.sentences), own, names),
         todo=found.todo,

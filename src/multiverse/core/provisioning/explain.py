@@ -67,7 +67,8 @@ def explain(context: Context, attempt: Attempt, now: float) -> Explanation:
 
 
 def _waiting(context: Context, attempt: Attempt, now: float) -> Explanation:
-    since, state = for_long(now - attempt.since), context.state
+    # Attempts may have been given up meanwhile; Slurm gives a job that it queues again a new submit time.
+    since, state = for_long(max(0.0, context.unix(now) - attempt.job.submitted)), context.state
     job = context.scheduler.jobs.get(attempt.job.job_id) if context.world.scheduler else None
     if job is None or job.ref != attempt.job:
         seen = (
