@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -171,7 +172,10 @@ async def test_a_table_of_all_nodes_is_read_unless_single_nodes_cost_less(
     part = await reader.part({}, (), ["mvab12c-1", "mvab12c-9"])
     assert commands.asked("sinfo")[0][0] == "-O" and part.all_nodes
     assert part.node_names == {"mvab12c-1", "mvab12c-9"} and set(part.nodes) == {f"mvab12c-{n}" for n in (1, 2, 3)}
-    reader._nodes_took = 1.0
+    reader._nodes_took = deque([0.1, 0.3])
+    assert (await reader.part({}, (), {"mvab12c-9"})).all_nodes, "slurmctld would log an error for one it does not know"
+    commands.calls.clear()
+    reader._nodes_took = deque([0.3])
     commands.nodes = "".join(NODES.splitlines(keepends=True)[:1])
     part = await reader.part({}, (), ["mvab12c-1"])
     assert [call[3] for call in commands.calls if call[0] == "sinfo"] == ["mvab12c-1"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -29,7 +30,9 @@ from multiverse.drivers.slurm.time_limits import time_limits
 _PROCESSES = 8  # of squeue for one part, at most; the jobs and users that were read longest ago come first
 _FEW = 100  # jobs that cost no more than a process
 _PER_PROCESS = 500  # jobs of a user that cost as much as one process more (decision 26)
-_CHEAP = 0.05  # seconds: a table of all nodes that takes less is not worth reading single nodes
+_CHEAP = 0.05  # seconds: a table of all nodes that takes less, for each node that is wanted, is read instead
+_ALWAYS_CHEAP = 0.2  # the same for any number: slurmctld logs an error for a single node that it does not know (yet)
+_RECENT = 5  # tables of all nodes, of which the one that took the least tells what they cost: others had to wait
 
 _INVALID_USER = "Invalid user"  # squeue 22.05 shows no job then, and exits with 0
 
@@ -52,7 +55,7 @@ class SlurmReader:
         self._nodes = NodeTable()
         self._details = DetailReader(commands)
         self._limits = ("", "")  # the latest texts of associations and of licences
-        self._nodes_took = 0.0
+        self._nodes_took: deque[float] = deque(maxlen=_RECENT)
         self._read_at: dict[int | str, float] = {}  # when each user and base was read alone last
         self._nameless: set[int] = set()  # users whom squeue cannot name, since the last whole load
 
@@ -235,14 +238,14 @@ class SlurmReader:
         began = time.monotonic()
         output = await self._commands.run("sinfo", "-a", "-O", FORMAT)
         self._nodes.nodes = await asyncio.to_thread(self._nodes.read, output, self._site)
-        self._nodes_took = time.monotonic() - began
+        self._nodes_took.append(time.monotonic() - began)
         return self._nodes.nodes
 
     async def _some_nodes(self, names: Collection[str]) -> tuple[Mapping[str, Node], bool]:
         """The nodes among these, or all nodes and True if that costs less."""
         if not names:
             return {}, False
-        if self._nodes_took < _CHEAP * len(names):
+        if min(self._nodes_took, default=0.0) < max(_CHEAP * len(names), _ALWAYS_CHEAP):
             return await self._all_nodes(), True
         outputs = await asyncio.gather(
             *(self._commands.run("sinfo", "-a", "-n", name, "-O", FORMAT) for name in sorted(names))
