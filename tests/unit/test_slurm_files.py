@@ -27,6 +27,7 @@ from multiverse.drivers.slurm.reread import _cells
 from multiverse.guest import agent
 from multiverse.guest.protocol import INTRODUCED
 from tests.unit.slurm_lua import rendered
+from tests.unit.test_slurm_conf_hash import slurms_hash
 
 SITE_CONF = """\
 # the site's
@@ -365,7 +366,7 @@ def test_what_a_job_runs_knows_all_its_nodes_and_slurmd_all_but_its_own(site: Se
         argv = given.daemons[1].argv
         read_by_slurmd = files[argv[argv.index("-f") + 1]].content.decode()
         peers = "NodeName=mvab12c-[2-3] NodeAddr=10.1.2.[4-5]\n"
-        assert text in read_by_slurmd and read_by_slurmd.endswith(f"\n{peers}") and member.name not in read_by_slurmd
+        assert text in read_by_slurmd and f"\n{peers}" in read_by_slurmd and member.name not in read_by_slurmd
         of_job = files["/etc/slurm/slurm.conf"].content.decode()
         assert of_job == f"Include {SLURMD_CONF}\nNodeName=mvab12c-1 NodeAddr=10.1.2.3\n"
         start = files[argv[argv.index("-d") + 1]]
@@ -376,6 +377,14 @@ def test_what_a_job_runs_knows_all_its_nodes_and_slurmd_all_but_its_own(site: Se
     script = start.content.decode().replace("/usr/sbin/slurmstepd", str(stepd))
     said = subprocess.run(["sh", "-c", script, "x", "spank", "a b"], env={"SLURM_CONF": "x"}, capture_output=True)
     assert said.stdout == b"/etc/slurm/slurm.conf 2 a b\n"
+
+
+def test_slurmctld_finds_no_other_hash_in_a_guest(site: Settings) -> None:
+    above, included, below = "ClusterName=prod\nInclude more.conf\n", "KillWait=7", "# the end\nKillWait=8\n"
+    site.slurm.conf.write_text(above + below)
+    site.slurm.conf.with_name("more.conf").write_text(included)
+    made = {file.path: file.content for file in bootstrap.bootstrap(site, SPARE).files}[SLURMD_CONF]
+    assert slurms_hash(made) == slurms_hash((above + included + below).encode())
 
 
 def expanded(text: str) -> dict[str, str]:

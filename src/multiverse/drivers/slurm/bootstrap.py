@@ -14,6 +14,7 @@ from multiverse.config import Settings
 from multiverse.core.errors import Broken, MultiverseError
 from multiverse.core.model import Daemon, GuestFile, NodeBootstrap, NodeSpec
 from multiverse.drivers.slurm import conf, scripts, slurm_user
+from multiverse.drivers.slurm.conf_hash import with_hash_of
 from multiverse.drivers.slurm.parse import MOVED_FROM
 from multiverse.guest.protocol import INTRODUCED
 
@@ -46,6 +47,15 @@ def read(path: Path) -> str:
     except OSError as error:
         raise Broken(f"cannot read {path}: {error.strerror}", hint="set slurm.conf in the settings") from error
     return text + "".join("\n" + read(path.parent / name) for name in conf.included(text))
+
+
+def _as_slurm_reads_it(path: Path, directory: Path) -> bytes:
+    """The same in Slurm's order: a file stands behind the line that includes it. Names are relative to `directory`."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    found = ((line, conf.included(line.decode(errors="replace"))) for line in lines)
+    return b"".join(
+        line + b"".join(_as_slurm_reads_it(directory / name, directory) for name in names) for line, names in found
+    )
 
 
 def slurm_uid(settings: Settings) -> int | None:
@@ -152,7 +162,8 @@ def _files(settings: Settings, text: str, node: NodeSpec) -> Iterator[GuestFile]
     }
     files = derived | own
     # slurmd, which declares its own node itself, ends if its slurm.conf names it, too. What a job runs needs both.
-    yield GuestFile(_SLURMD_CONF, files.pop("slurm.conf") + b"\n" + conf.addresses(node.peers).encode())
+    own_conf = files.pop("slurm.conf") + b"\n" + conf.addresses(node.peers).encode()
+    yield GuestFile(_SLURMD_CONF, with_hash_of(own_conf, _as_slurm_reads_it(slurm.conf, slurm.conf.parent)))
     itself = (node.name, node.address.partition("/")[0])
     yield GuestFile(_SLURM_CONF, f"Include {_SLURMD_CONF}\n{conf.addresses([itself])}".encode())
     yield GuestFile(_STEPD, _START_STEPD, 0o755)

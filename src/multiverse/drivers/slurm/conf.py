@@ -37,7 +37,6 @@ SlurmdDebug=error
 StateSaveLocation=/var/spool/slurmd
 ProctrackType=proctrack/linuxproc
 TaskPlugin={task_plugins}
-DebugFlags=NO_CONF_HASH
 HealthCheckInterval=0
 """
 
