@@ -175,6 +175,27 @@ async def test_a_job_that_no_published_size_holds_is_refused(
 
 
 @needs_lua
+@pytest.mark.parametrize(
+    ("default", "memory"),
+    [
+        ("", 300),
+        ("def_mem_per_cpu = 0, def_mem_per_node = 0", 300),
+        ("def_mem_per_cpu = 900", 1800),
+        ("def_mem_per_node = 1600", 1600),
+    ],
+)
+async def test_a_job_that_requests_no_memory_has_the_default_of_the_partition(
+    settings: Settings, default: str, memory: int
+) -> None:
+    directory, job = install_scripts(settings), "user_id = 1000, num_tasks = 2, min_cpus = 2"
+    partitions = f"{{ vm = {{ state_up = 3, {default} }} }}"
+    await submission_file(settings).publish(sizes(slim=[Size(2, memory)]))
+    assert submit(directory, job, partitions).startswith(ACCEPTED)
+    await submission_file(settings).publish(sizes(slim=[Size(2, memory - 1)]))
+    assert f"requests 2 CPUs and {memory} MiB" in submit(directory, job, partitions)
+
+
+@needs_lua
 async def test_a_disk_that_no_host_has_is_refused(settings: Settings) -> None:
     directory = install_scripts(settings)
     await submission_file(settings).publish(sizes(slim=[Size(8, 9000, 5000)]))

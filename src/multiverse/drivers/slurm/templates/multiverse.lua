@@ -282,6 +282,17 @@ local function wish(job, key)
   return (wishes(job.comment) or {})[key]
 end
 
+local partition_now -- as Slurm knows our partition at the moment
+
+-- The memory in MiB of a node with so many CPUs that Slurm gives to a job which requests none: the partition's default comes
+-- before that of the cluster.
+local function default_memory(cpus)
+  local partition = partition_now or {}
+  local per_node, per_cpu = number(partition.def_mem_per_node, nil) or 0, number(partition.def_mem_per_cpu, nil) or 0
+  if per_node > 0 then return per_node end
+  return (per_cpu > 0 and per_cpu or site.memory_per_cpu) * cpus
+end
+
 -- The number of the job's nodes, and the CPUs, memory in MiB and disk in MiB of each node. wanted: another number of
 -- nodes than the smallest that the job accepts.
 local function node_size(job, wanted)
@@ -303,7 +314,10 @@ local function node_size(job, wanted)
     cpus = math.max(ceil_div(cpus, sockets), least) * sockets
   end
   local memory = number(job.min_mem_per_node, nil)
-  if not memory or memory == 0 then memory = (number(job.min_mem_per_cpu, nil) or site.memory_per_cpu) * cpus end
+  if not memory or memory == 0 then
+    local per_cpu = number(job.min_mem_per_cpu, nil)
+    memory = per_cpu and per_cpu * cpus or default_memory(cpus)
+  end
   local per_task_memory = wish(job, "mem-per-task")
   if per_task_memory then memory = per_task_memory * tasks_here end
   return nodes, cpus, memory, number(job.pn_min_tmp_disk, NO_VAL) or 0, sockets
@@ -799,12 +813,14 @@ end
 -- Other jobs of other partitions are accepted before any code runs that could fail.
 function multiverse.submit(job, partitions, uid)
   local partition = job.partition or default_partition(partitions)
+  partition_now = (partitions or {})[site.partition]
   if any_ours(partition) then return guarded(submit, job, partition, partitions) end
   if inside.asked(job) then return guarded(submit_inside, job) end
   return slurm.SUCCESS
 end
 
 function multiverse.modify(job, record, partitions, uid)
+  partition_now = (partitions or {})[site.partition]
   if ours(record.partition) then pcall(hint_of_details, job, record) end
   if site.administrators[uid] then return slurm.SUCCESS end
   if ours(record.partition) or any_ours(job.partition) then return guarded(modify, job, record) end
