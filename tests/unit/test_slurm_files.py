@@ -65,6 +65,31 @@ def test_a_guests_slurm_conf_is_derived_from_the_sites() -> None:
     assert "/site" not in made
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", {"AccountingStorageHost": "10.213.0.1"}),
+        ("AccountingStorageHost=localhost\n", {"AccountingStorageHost": "10.213.0.1"}),
+        ("DefaultStorageHost=127.0.0.1\n", {"AccountingStorageHost": "10.213.0.1"}),
+        ("AccountingStorageHost=head\n", {"AccountingStorageHost": "10.213.0.1"}),
+        (
+            "AccountingStorageHost=192.0.2.5\nAccountingStorageBackupHost=accounts\n",
+            {"AccountingStorageHost": "192.0.2.5", "AccountingStorageBackupHost": "192.0.2.6"},
+        ),
+    ],
+)
+def test_a_guest_reaches_slurmdbd(site: Settings, text: str, expected: dict[str, str]) -> None:
+    """The name localhost in the site's slurm.conf is not the guest itself."""
+    own = replace(site, network=replace(site.network, hosts=(("accounts", "192.0.2.6"),)))
+    kind = "AccountingStorageType=accounting_storage/slurmdbd\nAccountingStoragePort=7000\nSlurmctldHost=head\n"
+    slurmctlds = bootstrap.controllers(own, kind + text)
+    made = conf.for_guest(kind + text, slurmctlds, databases=bootstrap.databases(own, kind + text, slurmctlds))
+    found = dict(conf.settings(made))
+    assert {key: host for key, host in found.items() if "Host" in key and "Storage" in key} == expected
+    assert found["AccountingStoragePort"] == "7000"
+    assert bootstrap.databases(own, text, slurmctlds) == {}, "without slurmdbd"
+
+
 def test_a_guest_limits_memory_as_the_site_does_on_bare_metal() -> None:
     limited = "ConstrainRAMSpace=Yes\nAllowedRAMSpace=90\nMinRAMSpace=20\nMaxRAMPercent=50\nConstrainDevices=yes\n"
     keys = dict(conf.settings(conf.cgroup_for_guest(SITE_CONF, limited)))

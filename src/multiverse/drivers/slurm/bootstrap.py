@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -132,11 +132,20 @@ def controllers(settings: Settings, text: str) -> list[conf.Slurmctld]:
     return [conf.Slurmctld(one.name, address_of(position, one)) for position, one in enumerate(found)]
 
 
+def databases(settings: Settings, text: str, slurmctlds: Sequence[conf.Slurmctld]) -> dict[str, str]:
+    """Where guests reach slurmdbd and its backup, by their keys in slurm.conf. What this machine's own names are, and
+    localhost, is slurmctld's machine."""
+    known = dict(settings.network.hosts) | {one.name: one.address for one in slurmctlds}
+    found = {key: known.get(name) or _resolved(name) for key, name in conf.databases(text).items()}
+    own = ("localhost", "127.", "::1")
+    return {key: slurmctlds[0].address if address.startswith(own) else address for key, address in found.items()}
+
+
 def _resolved(name: str) -> str:
     try:
         return _address(name)
     except OSError as error:
-        log.warning("slurmctld has no known address", name=name, reason=str(error))
+        log.warning("a machine of slurm.conf has no known address", name=name, reason=str(error))
         return name  # the image may know the name
 
 
@@ -157,7 +166,9 @@ def _files(settings: Settings, text: str, node: NodeSpec) -> Iterator[GuestFile]
     yield from run.values()
     named = {key: file.path for key, file in run.items()}
     derived = {
-        "slurm.conf": conf.for_guest(text, slurmctlds, named, memory_limited=limited).encode(),
+        "slurm.conf": conf.for_guest(
+            text, slurmctlds, named, databases=databases(settings, text, slurmctlds), memory_limited=limited
+        ).encode(),
         "cgroup.conf": cgroup,
     }
     files = derived | own

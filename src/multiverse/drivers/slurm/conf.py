@@ -24,6 +24,7 @@ _DROPPED = frozenset(
     grestypes acctgatherenergytype acctgatherfilesystemtype acctgatherinterconnecttype acctgatherprofiletype
     topologyplugin debugflags jobcontainertype plugindir
     statesavelocation slurmctldpidfile slurmctldlogfile accountingstoragepass jobcompparams jobcomppass
+    accountingstoragehost accountingstoragebackuphost defaultstoragehost
     """.lower().split()
 )
 
@@ -135,6 +136,15 @@ def controllers(text: str) -> list[Slurmctld]:
     return [Slurmctld(name.strip(), address.strip(") ")) for name, _, address in pairs]
 
 
+def databases(text: str) -> dict[str, str]:
+    """The machine of slurmdbd and that of its backup by their keys in slurm.conf; none without slurmdbd."""
+    if "slurmdbd" not in value(text, "AccountingStorageType").lower():
+        return {}
+    primary = value(text, "AccountingStorageHost", value(text, "DefaultStorageHost", "localhost"))
+    backup = value(text, "AccountingStorageBackupHost")
+    return {"AccountingStorageHost": primary} | ({"AccountingStorageBackupHost": backup} if backup else {})
+
+
 def limits_memory(cgroup_conf: str) -> bool:
     """Whether a cgroup.conf makes task/cgroup limit the memory of jobs and steps."""
     return value(cgroup_conf, "ConstrainRAMSpace").lower() in ("yes", "true", "up", "1")
@@ -160,12 +170,14 @@ def for_guest(
     slurmctlds: Iterable[Slurmctld],
     programs: Mapping[str, str] = MappingProxyType({}),
     *,
+    databases: Mapping[str, str] = MappingProxyType({}),
     memory_limited: bool = True,
 ) -> str:
     """A guest's slurm.conf, derived from the site's: without machines, scripts and plugins of bare-metal nodes.
 
     `slurmctlds` are the primary and its backups, at addresses that guests reach. `programs` are programs in the guest
-    by their keys, such as Prolog. `memory_limited` says whether the guest's cgroup.conf limits memory.
+    by their keys, such as Prolog. `databases` are the addresses of each slurmdbd by their keys. `memory_limited` says
+    whether the guest's cgroup.conf limits memory.
     """
     lines = "\n".join(f"SlurmctldHost={one.name}({one.address})" for one in slurmctlds)
     changed = [(key, _for_guest(key, found)) for key, found in settings(text) if key.lower() not in _DROPPED]
@@ -179,7 +191,7 @@ def for_guest(
             # task/cgroup is fatal to slurmd if cgroup.conf has CgroupPlugin=disabled (23.11 and later).
             task_plugins="task/affinity,task/cgroup" if memory_limited else "task/affinity",
         )
-        + "".join(f"{key}={path}\n" for key, path in programs.items())
+        + "".join(f"{key}={found}\n" for key, found in {**databases, **programs}.items())
     )
 
 
