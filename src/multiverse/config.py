@@ -19,7 +19,7 @@ from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException
 from pydantic import TypeAdapter, ValidationError
 
 from multiverse.core.errors import Refused
-from multiverse.core.model import CloneKind, Depth, Mount, Placement
+from multiverse.core.model import CloneKind, Depth, Mount, Placement, Reach
 
 _LONGEST_SOCKET = "/mvxxxxx-99999999/agent"  # below qemu.run
 LEAST_SELF_FENCE = 60.0  # seconds: contact is made every few seconds, and lost for a moment by a restart
@@ -124,6 +124,12 @@ class NetworkSettings:
     gateway: str = "10.213.0.1"  # this host's address on the bridge
     first: int = 256  # the first address of a VM, counted from the address of the subnet
     hosts: tuple[tuple[str, str], ...] = ()  # (name, address) pairs for each guest's /etc/hosts
+    # Which other VMs a VM reaches, and finds by their names: those of its "job", those of its "user", or all of the
+    # "site". Only the controller's settings count.
+    reach: Reach = Reach.USER
+    # A file of hosts(5), mostly /etc/hosts of the controller's machine, in which the daemon keeps the names of VMs
+    # between two lines of its own. Empty: it keeps none, and changes no file that is not its own.
+    names: str = ""
 
 
 @dataclass(frozen=True)

@@ -332,6 +332,7 @@ class RecordingHypervisor:
         self.membership = inner.membership
         self.templates = RecordingTemplates(inner.templates, trace) if inner.templates else None
         self.users = RecordingUsers(inner.users, trace) if inner.users else None
+        self.groups = inner.groups  # what it tells decides nothing of what follows
 
     @property
     def sources(self) -> Sequence[RecordingSource]:
@@ -410,5 +411,5 @@ class RecordingUsers:
     def __init__(self, inner: GuestUsers, trace: Trace) -> None:
         self._inner, self._trace = inner, trace
 
-    async def add_user(self, vm: VmRef, user: User) -> None:
-        await self._trace.call("hypervisor.add_user", self._inner.add_user(vm, user), vm=vm.name, uid=user.uid)
+    async def add_user(self, vm: VmRef, user: User, group: int = 0) -> None:
+        await self._trace.call("hypervisor.add_user", self._inner.add_user(vm, user, group), vm=vm.name, uid=user.uid)

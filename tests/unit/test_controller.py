@@ -65,7 +65,7 @@ class Ports:
 
     def __init__(self, *sources: OneHost, submission: Submission | None = None) -> None:
         self.sources, self.submission, self.parts = sources, submission, None
-        self.addresses = self.offers = self.templates = self.users = self.membership = None
+        self.addresses = self.offers = self.templates = self.users = self.membership = self.groups = None
 
     async def observe(self) -> SchedulerView:
         await asyncio.sleep(0.01)

@@ -28,6 +28,7 @@ from multiverse.agent.protocol import (
     Observe,
     Stages,
     Start,
+    TellMembers,
     Utilization,
     Utilized,
 )
@@ -38,6 +39,7 @@ from multiverse.core.model import (
     HypervisorView,
     Identity,
     LeasedHost,
+    Member,
     Neighbour,
     Size,
     Stage,
@@ -56,6 +58,9 @@ OVERLAY = 3
 
 TASKS = 4
 """The first protocol with access for tasks in an identity."""
+
+GROUPS = 5
+"""The first protocol with the call `tell_members`, and with groups of VMs."""
 
 
 class AgentSource:
@@ -172,6 +177,11 @@ class AgentHypervisor:
         """See `ports.Hypervisor`."""
         return self
 
+    @property
+    def groups(self) -> AgentHypervisor:
+        """See `ports.Hypervisor`."""
+        return self
+
     async def create(self, vm: VmSpec) -> Sequence[Stage]:
         """See `ports.Hypervisor`."""
         return cast(Stages, await self._agent(vm.host).call(Create(vm=vm))).stages
@@ -201,9 +211,21 @@ class AgentHypervisor:
         """See `ports.Hypervisor`."""
         await self._agent(vm.source).call(Destroy(vm=vm, grace=grace))
 
-    async def add_user(self, vm: VmRef, user: User) -> None:
-        """See `ports.GuestUsers`."""
-        await self._agent(vm.source).call(AddUser(vm=vm, user=user))
+    async def add_user(self, vm: VmRef, user: User, group: int = 0) -> None:
+        """See `ports.GuestUsers`. An agent of a release without groups ignores it."""
+        await self._agent(vm.source).call(AddUser(vm=vm, user=user, group=group))
+
+    @property
+    def listening(self) -> Mapping[str, str]:
+        """See `ports.Groups`. An agent of a release without groups never listens."""
+        welcomes = ((name, source.connection.welcome) for name, source in self._sources.items())
+        return {name: one.agent for name, one in welcomes if one is not None and one.protocol >= GROUPS}
+
+    async def tell(self, host: str, members: Sequence[Member], gone: Sequence[str], *, whole: bool) -> None:
+        """See `ports.Groups`. With an overlay, what is told says to which machines it leads."""
+        if self.overlay is not None:
+            members = await self.overlay.located(host, members)
+        await self._agent(host).call(TellMembers(members=tuple(members), gone=tuple(gone), whole=whole))
 
     async def build_template(self, template: TemplateKey) -> Sequence[Stage]:
         """See `ports.Templates`."""

@@ -7,12 +7,17 @@ all of them; those that were started before it learn of the VM before it runs.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
-from multiverse.core.errors import Gone
-from multiverse.core.model import Identity, Neighbour, Vm, VmRef, VmState
+import structlog
+
+from multiverse.core.errors import Gone, Refused
+from multiverse.core.model import Identity, Member, Neighbour, Vm, VmRef, VmState
 from multiverse.core.model.names import without_prefix_length
+
+log = structlog.get_logger()
 
 NOT_STARTED = (VmState.PLANNED, VmState.PARKED)
 """A VM in one of these states learns of its peers when it is started."""
@@ -70,6 +75,23 @@ class OverlayDirectory:
             await machines.reach(vm.name, itself)
         await asyncio.gather(*(self._tell(peer, itself) for peer in peers if peer.state not in NOT_STARTED))
         return tuple(neighbours)
+
+    async def located(self, host: str, members: Sequence[Member]) -> list[Member]:
+        """These members with their machines, as `host` needs them, without those on a machine whose address is not
+        known: none of these starts, either. Raises `Refused` if that of `host` itself is not known."""
+        found, machine_of = list[Member](), {host: await self._machines.address_of(host)}
+        for member in members:
+            if member.host not in machine_of:
+                try:
+                    machine_of[member.host] = await self._machines.address_of(member.host)
+                except Refused as error:
+                    log.warning("VMs of a host are not reached", host=member.host, reason=str(error))
+                    machine_of[member.host] = ""
+            machine = machine_of[member.host]
+            if machine:
+                # The bridge of a node connects its leases.
+                found.append(replace(member, machine="" if machine == machine_of[host] else machine))
+        return found
 
     async def _tell(self, peer: Vm, neighbour: Neighbour) -> None:
         try:

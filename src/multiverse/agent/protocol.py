@@ -43,6 +43,7 @@ from multiverse.core.model import (
     HostUsage,
     HypervisorView,
     Identity,
+    Member,
     Neighbour,
     Size,
     Stage,
@@ -56,9 +57,9 @@ from multiverse.core.model import (
 
 M = TypeVar("M", bound=BaseModel)
 
-PROTOCOL = 4
+PROTOCOL = 5
 """What this release speaks. 2: the call `utilization`. 3: the call `connect`, and neighbours in an identity. 4:
-access for tasks in an identity."""
+access for tasks in an identity. 5: the call `tell_members`, and groups of VMs."""
 
 OLDEST = 1
 """The oldest protocol that this release understands: that of the release before it."""
@@ -178,6 +179,16 @@ class AddUser(Message):
     name: Literal["add_user"] = "add_user"
     vm: VmRef
     user: User
+    group: int = 0
+
+
+class TellMembers(Message):
+    """See `ports.Groups.tell`. An agent of protocol 4 does not know it, and would end the connection."""
+
+    name: Literal["tell_members"] = "tell_members"
+    members: tuple[Member, ...]
+    gone: tuple[str, ...]
+    whole: bool
 
 
 class BuildTemplate(Message):
@@ -226,6 +237,7 @@ Call = Annotated[
     | Connect
     | Destroy
     | AddUser
+    | TellMembers
     | BuildTemplate
     | DeleteTemplate
     | Measure
@@ -300,6 +312,7 @@ RESULTS: dict[type[Message], type[Result]] = {
     Connect: Nothing,
     Destroy: Nothing,
     AddUser: Nothing,
+    TellMembers: Nothing,
     BuildTemplate: Stages,
     DeleteTemplate: Nothing,
     Measure: Measured,

@@ -40,6 +40,7 @@ from multiverse.agent.protocol import (
     Result,
     Stages,
     Start,
+    TellMembers,
     Utilization,
     Utilized,
     Welcome,
@@ -59,7 +60,7 @@ from multiverse.core.model import (
     VmSpec,
     vm_prefix,
 )
-from multiverse.ports import GuestUsers, Hypervisor, Source, Templates
+from multiverse.ports import Groups, GuestUsers, Hypervisor, Source, Templates
 
 log = structlog.get_logger()
 
@@ -81,6 +82,9 @@ class LocalHypervisor(Hypervisor, Source, Protocol):
 
     @property
     def users(self) -> GuestUsers: ...
+
+    @property
+    def groups(self) -> Groups: ...
 
     @property
     def overlay(self) -> VmConnections | None:
@@ -358,7 +362,9 @@ class AgentServer:
             case Destroy():
                 await hypervisor.destroy(call.vm, call.grace)
             case AddUser():
-                await hypervisor.users.add_user(call.vm, call.user)
+                await hypervisor.users.add_user(call.vm, call.user, call.group)
+            case TellMembers():
+                await hypervisor.groups.tell(self._who.host, call.members, call.gone, whole=call.whole)
             case DeleteTemplate():
                 await hypervisor.templates.delete_template(call.template)
             case _:

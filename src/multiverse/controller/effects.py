@@ -24,6 +24,7 @@ import structlog
 
 from multiverse.controller.addresses import AddressBook
 from multiverse.controller.backoff import pause
+from multiverse.controller.groups import GroupBook
 from multiverse.controller.publication import Publication
 from multiverse.controller.users import UserDirectory
 from multiverse.core.errors import Broken, MultiverseError, NotYet, Refused, Stale, Unknown
@@ -37,6 +38,7 @@ from multiverse.core.model import (
     KnownHost,
     Lease,
     Mount,
+    Reach,
     Row,
     Stage,
     Template,
@@ -116,6 +118,7 @@ class Surroundings:
     state: State
     users: UserDirectory
     fencing: Fencing | None = None
+    reach: Reach = Reach.USER
 
 
 class Effects:
@@ -138,6 +141,7 @@ class Effects:
         self._limits = Publication[JobLimits]("largest job", clock, rng)
         self._excluded = Publication[frozenset[int]]("excluded users", clock, rng, known=frozenset())
         self._addresses = AddressBook(around.state.vms.values(), clock, rng)
+        self._groups = GroupBook(around.state, around.reach, clock, rng)
 
     # --- what runs, and when something is due -------------------------------------------------------
 
@@ -172,6 +176,7 @@ class Effects:
         """These moves were committed. Nobody asks any more when the last effect of a row that has ended ended."""
         moves = list(moves)
         self._addresses.note(moves)
+        self._groups.note(moves)
         for change in (change for move in moves for change in move.changes):
             if change.row.state in TERMINAL:
                 self._forget_ended(change.row.key)
@@ -236,6 +241,10 @@ class Effects:
         """Let users' commands know where nodes are, as of the latest commit."""
         self._addresses.ensure(self._scheduler.addresses)
 
+    def tell_groups(self) -> None:
+        """Let hosts know which VMs reach each other, as of the latest commit."""
+        self._groups.ensure(self._hypervisor.groups)
+
     def exclude_from_offers(self, users: frozenset[int]) -> None:
         """Let no job of these users take an offered node."""
         if (offers := self._scheduler.offers) is not None:
@@ -293,6 +302,7 @@ class Effects:
         await self._limits.close()
         await self._excluded.close()
         await self._addresses.close()
+        await self._groups.close()
 
     # --- the effects themselves ----------------------------------------------------------------------
 
@@ -408,7 +418,7 @@ class Effects:
             if users is None:
                 raise Refused(f"{vm.name} cannot learn of its user: its hypervisor adds none to a guest that runs")
             try:
-                await users.add_user(vm.ref, await self._around.users.user(attempt.uid))
+                await users.add_user(vm.ref, await self._around.users.user(attempt.uid), self._groups.group(vm))
             except Broken as error:  # another VM may take the user in; this one never will
                 raise Refused(f"{vm.name} could not be told of its user: {error.message}") from error
 
@@ -430,6 +440,7 @@ class Effects:
             mounts=self._around.mounts,
             peers=(*self._around.hosts, *peers),
             bootstrap=bootstrap,
+            group=self._groups.group(vm),
         )
         return await self._hypervisor.start(vm.ref, vm.size, identity)
 

@@ -241,6 +241,7 @@ class Controller:
             grace=settings.pacing.reclaim_grace,
             state=self.state,
             users=self.users,
+            reach=settings.network.reach,
         )
         self._around = surroundings
         self._effects = Effects(scheduler, hypervisor, clock, surroundings, self._effect_ended, self._rng)
@@ -476,6 +477,7 @@ class Controller:
             self._limits = self._job_limits()
         self._effects.limit_submissions(self._limits)
         self._effects.tell_addresses()
+        self._effects.tell_groups()
         self._effects.exclude_from_offers(self._exclusions.excluded(self._clock.now()))
         self.users.look_up(self.state.users_asked)
         self._effects.ensure(self._confirmed, releasing=problem is not None)

@@ -13,7 +13,7 @@ import base64
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, NotRequired, TypedDict
@@ -116,7 +116,8 @@ class WireIdentity(TypedDict):
 
 class IdentityMessage(TypedDict):
     """`random` are 64 bytes in base64, `plugged` MiB of memory, `disk` MiB that users may write, `time` seconds since
-    the epoch. The agents of earlier images ignore `disk`.
+    the epoch. `names` are those of the other VMs of its group, with their addresses. The agents of earlier images
+    ignore `disk` and `names`.
 
     The type comes first: the agent recognizes the message by its first bytes, before it parses it.
     """
@@ -127,15 +128,27 @@ class IdentityMessage(TypedDict):
     plugged: int
     disk: int
     identity: WireIdentity
+    names: list[tuple[str, str]]
     time: float
 
 
 class AddUserMessage(TypedDict):
-    """`time` is in seconds since the epoch."""
+    """`time` is in seconds since the epoch; `names` are as in an identity."""
 
     type: Literal["introduce"]
     user: WireUser
+    names: list[tuple[str, str]]
     time: float
+
+
+class NamesMessage(TypedDict):
+    """The names of other VMs, with their addresses: more of them, or with `whole` all. Those that are `gone` are no
+    more. It is not answered, and the agents of earlier images ignore it."""
+
+    type: Literal["names"]
+    names: list[tuple[str, str]]
+    gone: list[str]
+    whole: bool
 
 
 class WireCommands(TypedDict):
@@ -188,11 +201,14 @@ class TakeRegionsMessage(TypedDict):
     program: str
 
 
-def identity_message(identity: Identity, cpus: int, plugged: int, disk: int) -> bytes:
+def identity_message(
+    identity: Identity, cpus: int, plugged: int, disk: int, names: Iterable[tuple[str, str]] = ()
+) -> bytes:
     """The line that gives a clone its identity. It holds fresh random bytes and the time: never keep or resend it.
 
     `cpus` is the number of CPUs that the clone must have, `plugged` the MiB of memory that were plugged, `disk` the MiB
-    that its users may write. Raises `Refused` if the line is longer than MAX_LINE.
+    that its users may write, `names` those of other VMs, with their addresses. Raises
+    `Refused` if the line is longer than MAX_LINE.
     """
     line = _line(
         IdentityMessage(
@@ -202,6 +218,7 @@ def identity_message(identity: Identity, cpus: int, plugged: int, disk: int) -> 
             plugged=plugged,
             disk=disk,
             identity=_wire_identity(identity),
+            names=sorted(names),
             time=time.time(),
         )
     )
@@ -251,9 +268,15 @@ def take_functions_message(ports: Sequence[int], uid: int) -> bytes:
     return _line(TakeFunctionsMessage(type="take_functions", ports=list(ports), uid=uid))
 
 
-def add_user_message(user: User) -> bytes:
-    """The line that adds a user to a VM that runs, and corrects its clock. The agent answers `introduced`."""
-    return _line(AddUserMessage(type="introduce", user=_wire_user(user), time=time.time()))
+def add_user_message(user: User, names: Iterable[tuple[str, str]] = ()) -> bytes:
+    """The line that adds a user to a VM that runs, with the names of the user's other VMs, and corrects its clock. The
+    agent answers `introduced`."""
+    return _line(AddUserMessage(type="introduce", user=_wire_user(user), names=sorted(names), time=time.time()))
+
+
+def names_message(names: Sequence[tuple[str, str]], gone: Sequence[str], *, whole: bool) -> bytes:
+    """The line that tells a VM that runs the names of other VMs, with their addresses."""
+    return _line(NamesMessage(type="names", names=list(names), gone=list(gone), whole=whole))
 
 
 def serve_tasks_message(token: str, directory: str) -> bytes:
@@ -274,6 +297,7 @@ def take_regions_message(devices: Sequence[tuple[int, int]], uid: int) -> bytes:
 def _line(
     message: IdentityMessage
     | AddUserMessage
+    | NamesMessage
     | ServeTasksMessage
     | JoinJobMessage
     | TakeFunctionsMessage

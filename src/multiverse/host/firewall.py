@@ -2,13 +2,18 @@
 a fraction of a millisecond.
 
 A VM sends frames from its own MAC and IP address only; frames with other ones, and all that is neither IPv4 nor ARP,
-are dropped at its tap, before the bridge learns from them. VMs of one job reach each other, over the bridge only:
-packets between VMs that this host would route are dropped. A VM that is not in the table sends nothing. The table is
-derived from the VMs' manifests, and is made again from them whenever it is missing.
+are dropped at its tap, before the bridge learns from them. VMs of one group reach each other (`core.model.reach`), over
+the bridge only: packets between VMs that this host would route are dropped. A VM that is not in the table sends
+nothing. The table is derived from the VMs' manifests and from what the controller told (`host.members`), and is made
+again from them whenever it is missing.
+
+A group is a mark: a frame gets that of the tap that it comes from, and passes if the tap, or the address, that it is
+for has the same one. So there are two elements for each VM of this host and one for each VM of another host, and none
+for any pair. Pairs are there for VMs without a group: those inside jobs, and those of earlier releases.
 
 Each host checks what its own VMs send to VMs of other hosts, through the bridge's uplink: they reach the addresses of
-their peers, and addresses that have sent to them. The latter are VMs that replaced a peer after this VM was started;
-their own host lets them send to their peers only.
+their group, and addresses that have sent to them. The latter are VMs of which this host was not told yet; their own
+host lets them send to their group only, because it lets nobody send from another's address.
 
 A VM that claims bandwidth has two limits, for what it sends and for what it receives, at its tap: frames beyond the
 rate are dropped, to which TCP adapts. Nothing is queued, so no other VM's frames wait behind them.
@@ -17,15 +22,17 @@ rate are dropped, to which TCP adapts. Nothing is queued, so no other VM's frame
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import structlog
 
 from multiverse.core.errors import Broken
+from multiverse.core.model import Member
 from multiverse.host import manifest
 from multiverse.host.manifest import Manifest
+from multiverse.host.members import MemberRecord, changed
 from multiverse.host.nft import Nft
 from multiverse.host.registry import host_lock
 
@@ -44,6 +51,9 @@ table bridge {table} {{
     set addresses {{ type ipv4_addr; }}
     set owners {{ type ifname . ipv4_addr; }}
     set peers {{ type ifname . ipv4_addr; }}
+    map groups {{ type ifname : mark; }}
+    set members {{ type ifname . mark; }}
+    set elsewhere {{ type ipv4_addr . mark; }}
     map sending {{ type ifname : limit; }}
     map receiving {{ type ifname : limit; }}
     set senders {{ type ifname . ipv4_addr; flags dynamic, timeout; timeout 1h; size 65536; }}
@@ -64,17 +74,33 @@ table bridge {table} {{
     }}
     chain between {{
         type filter hook forward priority 0; policy accept;
-        iifname "{prefix}*" oifname "mv*" iifname . oifname != @pairs drop
+        iifname "{prefix}*" oifname "mv*" jump within
         iifname != "mv*" oifname "{prefix}*" jump from_elsewhere
         iifname "{prefix}*" oifname != "mv*" jump to_elsewhere
+    }}
+    chain within {{
+        iifname . oifname @pairs accept
+        meta mark set 0
+        meta mark set iifname map @groups
+        oifname . meta mark @members meta mark set 0 accept
+        drop
     }}
     chain from_elsewhere {{
         ip saddr {guests} update @senders {{ oifname . ip saddr }}
         arp saddr ip {guests} oifname . arp daddr ip @owners update @senders {{ oifname . arp saddr ip }}
     }}
     chain to_elsewhere {{
-        ip daddr {guests} iifname . ip daddr != @peers iifname . ip daddr != @senders drop
-        arp daddr ip {guests} iifname . arp daddr ip != @peers iifname . arp daddr ip != @senders drop
+        ip daddr != {guests} return
+        arp daddr ip != {guests} return
+        iifname . ip daddr @peers accept
+        iifname . ip daddr @senders accept
+        iifname . arp daddr ip @peers accept
+        iifname . arp daddr ip @senders accept
+        meta mark set 0
+        meta mark set iifname map @groups
+        ip daddr . meta mark @elsewhere meta mark set 0 accept
+        arp daddr ip . meta mark @elsewhere meta mark set 0 accept
+        drop
     }}
     chain routed {{
         type filter hook input priority 0; policy accept;
@@ -87,10 +113,11 @@ table bridge {table} {{
 
 class Firewall:
     """The table of the VMs whose names begin with `prefix` and whose manifests are below `vms`. `guests` are the first
-    and the last address of VMs, on any host."""
+    and the last address of VMs, on any host; `host` is the name of this one."""
 
-    def __init__(self, prefix: str, vms: Path, guests: tuple[str, str]) -> None:
-        self._prefix, self._vms, self._guests = prefix, vms, "-".join(guests)
+    def __init__(self, prefix: str, vms: Path, guests: tuple[str, str], host: str = "") -> None:
+        self._prefix, self._vms, self._guests, self._host = prefix, vms, "-".join(guests), host
+        self._record = MemberRecord(vms / f".{prefix}members")
         self._table = prefix.rstrip("-")
         self._lock = threading.Lock()
         self._nft = _library()
@@ -106,16 +133,81 @@ class Firewall:
         """Whether frames are checked and limited on this machine."""
         return self._nft is not None
 
+    @property
+    def members(self) -> Mapping[str, Member]:
+        """The VMs of groups that this host was told of, by name."""
+        return self._record.read()
+
+    def group(self, known: Manifest) -> int:
+        """The group of a VM of this host: what was told last, or else what it was started with."""
+        told = self._record.read().get(known.name)
+        return told.group if told is not None else known.group
+
+    def separates(self, known: Manifest) -> bool:
+        """Whether the VM is in a group, which is kept apart from others by the rules alone."""
+        return self._nft is not None and self.group(known) != 0
+
     def allow(self, known: Manifest) -> None:
-        """Let a VM send as its manifest says, and to its peers. The manifest has been written."""
+        """Let a VM send as its manifest says, and to its peers and its group. The manifest has been written."""
         with self._locked():
             if self._nft is None:
                 return
-            problem = self._nft.run("\n".join([*self._limits("add", known), *self._elements("add", known)]))
-            if _is_absent(problem):  # an administrator has flushed all rules, or the last VM was removed
+            group = self.group(known)
+            problem = self._nft.run("\n".join([*self._limits("add", known), *self._elements("add", known, group)]))
+            if problem:  # an administrator has flushed all rules, the last VM was removed, or it had another group
                 problem = self._create_table(self._nft)
             if problem:
                 raise Broken(f"cannot let VM {known.name} on the bridge: {problem}", hint="see `nft list ruleset`")
+
+    def learn(self, members: Collection[Member], gone: Collection[str], *, whole: bool) -> list[str]:
+        """Take what the controller tells: see `ports.Groups.tell`. Returns the VMs of this host whose group is another
+        one now."""
+        with self._locked():
+            before = self._record.read()
+            after = changed(before, members, gone, whole=whole)
+            self._record.write(after)
+            if self._nft is None:
+                return []
+            lines, regrouped = self._regrouping(before, after), [*self._regrouped(before, after)]
+            for known, old, new in regrouped:
+                # Added first, because an element that is absent cannot be deleted.
+                lines += [line for verb in ("add", "delete") for line in self._elements(verb, known, old)]
+                lines += self._elements("add", known, new)
+            problem = self._nft.run("\n".join(lines)) if lines else ""
+            if problem and any(self._homes()):
+                problem = self._create_table(self._nft)
+                if problem:
+                    raise Broken(f"cannot change which VMs reach each other: {problem}", hint="see `nft list ruleset`")
+            return [known.name for known, _, _ in regrouped]
+
+    def _regrouping(self, before: Mapping[str, Member], after: Mapping[str, Member]) -> list[str]:
+        """The commands for what has changed of VMs of other hosts."""
+        old, new = self._elsewhere(before), self._elsewhere(after)
+        lines = [line for verb in ("add", "delete") for line in self._addresses(verb, old - new)]
+        return [*lines, *self._addresses("add", new - old)]
+
+    def _regrouped(
+        self, before: Mapping[str, Member], after: Mapping[str, Member]
+    ) -> Iterator[tuple[Manifest, int, int]]:
+        """The VMs of this host whose group is another one, with the one before and the one now."""
+        for name in before.keys() | after.keys():
+            was, now = before.get(name), after.get(name)
+            if self._host not in (one.host for one in (was, now) if one is not None) or was == now:
+                continue
+            known = manifest.read(self._vms / name)
+            if known is not None and known.on_network:
+                old, new = (one.group if one is not None else known.group for one in (was, now))
+                if old != new:
+                    yield known, old, new
+
+    def _elsewhere(self, members: Mapping[str, Member]) -> set[tuple[str, int]]:
+        """Address and group of each VM of another host."""
+        return {(one.address, one.group) for one in members.values() if one.host != self._host}
+
+    def _addresses(self, verb: str, which: Collection[tuple[str, int]]) -> list[str]:
+        """The command about these addresses of VMs of other hosts, if there are any."""
+        elements = ", ".join(f"{address} . {group}" for address, group in sorted(which))
+        return [f"{verb} element bridge {self._table} elsewhere {{ {elements} }}"] if elements else []
 
     def revoke(self, known: Manifest) -> None:
         """Undo `allow`. A VM that was never allowed is success."""
@@ -123,10 +215,15 @@ class Firewall:
             if self._nft is None or not known.on_network:
                 return
             # Added first, because an element that is absent cannot be deleted.
-            both = [*self._limits("add", known), *self._elements("add", known)]
-            both += [*self._elements("delete", known), *self._limits("delete", known)]
+            group = self.group(known)
+            both = [*self._limits("add", known), *self._elements("add", known, group)]
+            both += [*self._elements("delete", known, group), *self._limits("delete", known)]
             problem = self._nft.run("\n".join(both))
-            if problem and not _is_absent(problem):
+        if not problem or _is_absent(problem):
+            return
+        with self._locked():  # an element is not what it should be, as after a change that failed
+            problem = self._create_table(self._nft, without=known.name)
+            if problem:
                 raise Broken(f"cannot take VM {known.name} off the bridge: {problem}", hint="see `nft list ruleset`")
 
     def remove_if_unused(self) -> None:
@@ -144,13 +241,15 @@ class Firewall:
         with self._lock, host_lock(self._vms) if self._vms.is_dir() else nullcontext():
             yield
 
-    def _create_table(self, nft: Nft) -> str:
-        """Create the whole table, or replace it, in one transaction. Returns the problem, or nothing."""
+    def _create_table(self, nft: Nft, without: str = "") -> str:
+        """Create the whole table, or replace it, in one transaction, without one of the VMs. Returns the problem, or
+        nothing."""
         lines = [_TABLE.format(table=self._table, prefix=self._prefix, guests=self._guests)]
         for home in self._homes():
             known = manifest.read(home)
-            if known is not None and known.on_network:
-                lines += [*self._limits("add", known), *self._elements("add", known)]
+            if known is not None and known.on_network and known.name != without:
+                lines += [*self._limits("add", known), *self._elements("add", known, self.group(known))]
+        lines += self._addresses("add", self._elsewhere(self._record.read()))
         return nft.run("\n".join(lines))
 
     def _homes(self) -> Iterable[Path]:
@@ -164,7 +263,7 @@ class Firewall:
         what = f" {{ rate over {rate} bytes/second burst {_BURST} bytes; }}" if verb == "add" else ""
         return [f"{verb} limit bridge {self._table} {known.name}.{way}{what}" for way in ("sending", "receiving")]
 
-    def _elements(self, verb: str, known: Manifest) -> list[str]:
+    def _elements(self, verb: str, known: Manifest, group: int) -> list[str]:
         lines = [
             f'{verb} element bridge {self._table} guests {{ "{known.name}" . {known.mac} . {known.address} }}',
             f"{verb} element bridge {self._table} addresses {{ {known.address} }}",
@@ -178,6 +277,12 @@ class Firewall:
                 f'{verb} element bridge {self._table} {way} {{ "{known.name}" : "{known.name}.{way}" }}'
                 for way in ("sending", "receiving")
             ]
+        if group:
+            lines += [
+                f'{verb} element bridge {self._table} groups {{ "{known.name}" : {group} }}',
+                f'{verb} element bridge {self._table} members {{ "{known.name}" . {group} }}',
+            ]
+            return [*lines, *self._addresses(verb, self._peers_elsewhere(verb, known, group))]
         lines += [
             f'{verb} element bridge {self._table} peers {{ "{known.name}" . {address} }}'
             for address in known.peer_addresses
@@ -186,6 +291,13 @@ class Firewall:
             for one, two in ((known.name, peer), (peer, known.name)):
                 lines.append(f'{verb} element bridge {self._table} pairs {{ "{one}" . "{two}" }}')
         return lines
+
+    def _peers_elsewhere(self, verb: str, known: Manifest, group: int) -> set[tuple[str, int]]:
+        """The peers of a VM on other hosts, which it reaches from its start on, whether or not this host was told of
+        them. Those that it was told of stay."""
+        peers = zip(known.peers, known.peer_addresses, strict=False)
+        found = {(address, group) for name, address in peers if not (self._vms / name).exists()}
+        return found - self._elsewhere(self._record.read()) if verb == "delete" else found
 
 
 def _library() -> Nft | None:

@@ -65,6 +65,7 @@ class Manifest:
     numa: int | None = None
     template_build: str = ""  # of an instant clone: which build of its template it maps; empty in earlier manifests
     net: int = 0  # Mbit/s that it may send, and may receive; 0: any
+    group: int = 0  # of VMs that reach each other, with which it was started or given to a user; 0: its peers alone
 
     @property
     def process(self) -> ProcessIdentity:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from pyroute2 import IPRoute
 
 _MACHINE = "machine:"
+_MEMBERS = "members:"
 _LOCK = ".lock"
 _LOCAL = {4: "vxlan_local", 6: "vxlan_local6"}  # by the version of IP
 # <linux/neighbour.h>, <errno.h>
@@ -44,6 +45,11 @@ ENOENT, EEXIST = 2, 17
 def machine_owner(vm: str) -> str:
     """The owner of the entry by which this machine itself reaches a VM of another host."""
     return f"{_MACHINE}{vm}"
+
+
+def members_owner(host: str) -> str:
+    """The owner of the entries for the groups of the VMs of this host, which may be a lease of the machine."""
+    return f"{_MEMBERS}{host}"
 
 
 def is_of_machine(owner: str) -> bool:
@@ -120,16 +126,34 @@ class Overlay:
         owner had before stays."""
         with self._changing() as ip:
             entries = {one.address: one for one in (*self._recorded(owner), *neighbours)}
-            try:
-                files.replace(self.config.records / owner, json.dumps([asdict(one) for one in entries.values()]))
-            except OSError as error:
-                hint = f"is there room in {self.config.records}?"
-                raise Exhausted(f"cannot record the network of {owner}: {error}", hint=hint) from error
+            self._record(owner, entries.values())
             index = self._index(ip)
             if index is None or not self._has_tables():  # somebody removed it, or flushed all rules
                 self._restore(ip)
             else:
                 self._program(ip, index, entries.values())
+
+    def replace(self, owner: str, neighbours: Iterable[Neighbour]) -> None:
+        """As `add`, but what the owner had before ends, unless another one has it, too."""
+        wanted = list({one.address: one for one in neighbours}.values())
+        record = self.config.records / owner
+        if not wanted and not record.exists():
+            return
+        with self._changing() as ip:
+            before = set(self._recorded(owner))
+            if before == set(wanted):
+                return
+            if wanted:
+                self._record(owner, wanted)
+            else:
+                record.unlink(missing_ok=True)
+            index = self._index(ip)
+            if index is None or not self._has_tables():  # somebody removed it, or flushed all rules
+                self._restore(ip)
+                return
+            left = {*self._entries(without=owner), *wanted}
+            self._unprogram(ip, index, before - left, left)
+            self._program(ip, index, [one for one in wanted if one not in before])
 
     def drop(self, owner: str) -> None:
         """Remove the entries that no other owner has. Unknown is success."""
@@ -204,6 +228,13 @@ class Overlay:
             return [Neighbour(**each) for each in json.loads((self.config.records / owner).read_text())]
         except (OSError, ValueError, TypeError):
             return []
+
+    def _record(self, owner: str, entries: Iterable[Neighbour]) -> None:
+        try:
+            files.replace(self.config.records / owner, json.dumps([asdict(one) for one in entries]))
+        except OSError as error:
+            hint = f"is there room in {self.config.records}?"
+            raise Exhausted(f"cannot record the network of {owner}: {error}", hint=hint) from error
 
     def _entries(self, without: str = "") -> list[Neighbour]:
         return [one for owner in self._owners() if owner != without for one in self._recorded(owner)]

@@ -179,7 +179,12 @@ def _sections(where: Layout, plan: LabPlan) -> dict[str, dict[str, Any]]:
             "bridge": plan.bridge,
             "uids": list(where.uids),
         },
-        "network": {"subnet": plan.subnet, "gateway": plan.gateway, "hosts": [[name, plan.gateway]]},
+        "network": {
+            "subnet": plan.subnet,
+            "gateway": plan.gateway,
+            "hosts": [[name, plan.gateway]],
+            "names": str(where.etc / "hosts"),  # not this machine's
+        },
         "image": {"default": plan.image},
         "job_vms": {
             "socket": str(where.jobs_socket),

@@ -18,7 +18,7 @@ from pyroute2 import IPRoute
 
 from multiverse.core.errors import Refused
 from multiverse.core.model.names import site_of_lease
-from multiverse.host.overlay import Overlay, OverlayConfig
+from multiverse.host.overlay import Overlay, OverlayConfig, members_owner
 from multiverse.pilot.place import LeasePlace, places
 
 
@@ -68,8 +68,8 @@ def _others(leases: Path, lease: LeasePlace) -> list[LeasePlace]:
     return [one for one in places(leases) if one.name != lease.name and site_of_lease(one.name) == site]
 
 
-def _has_vm(among: Iterable[LeasePlace], vm: str) -> bool:
-    return any((one.vms / vm).exists() for one in among)
+def _has_vm(among: Iterable[LeasePlace], owner: str) -> bool:
+    return any((one.vms / owner).exists() or owner == members_owner(one.name) for one in among)
 
 
 def _records(leases: Path, site: str) -> Path:

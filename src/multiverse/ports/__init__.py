@@ -11,7 +11,16 @@ Methods take values of `core.model`, never database rows.
 
 from multiverse.ports.clock import Clock
 from multiverse.ports.fencing import Fencing
-from multiverse.ports.hypervisor import NOT_LEASED, GuestUsers, Hypervisor, Measurements, Membership, Source, Templates
+from multiverse.ports.hypervisor import (
+    NOT_LEASED,
+    Groups,
+    GuestUsers,
+    Hypervisor,
+    Measurements,
+    Membership,
+    Source,
+    Templates,
+)
 from multiverse.ports.scheduler import Addresses, Expansion, Leases, Offers, Parts, Reports, Scheduler, SubmissionLimits
 
 __all__ = [
@@ -20,6 +29,7 @@ __all__ = [
     "Clock",
     "Expansion",
     "Fencing",
+    "Groups",
     "GuestUsers",
     "Hypervisor",
     "Leases",

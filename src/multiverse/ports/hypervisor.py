@@ -12,6 +12,7 @@ from multiverse.core.model import (
     HypervisorView,
     Identity,
     LeasedHost,
+    Member,
     Size,
     Stage,
     TemplateKey,
@@ -71,6 +72,11 @@ class Hypervisor(Protocol):
         """Adds users to running guests; None if a guest knows only the users that it was started with."""
         ...
 
+    @property
+    def groups(self) -> Groups | None:
+        """Tells hosts which VMs reach each other; None if the platform decides that by itself."""
+        ...
+
     async def create(self, vm: VmSpec) -> Sequence[Stage]:
         """Create a VM without identity, paused where the platform can. `Gone` if the template or host is missing,
         `Refused` if the name, token, address or MAC is another VM's. After an error something of the VM may remain,
@@ -123,9 +129,25 @@ class Templates(Protocol):
 class GuestUsers(Protocol):
     """Users of guests that run."""
 
-    async def add_user(self, vm: VmRef, user: User) -> None:
-        """Make a user known to a running VM that was started without that user, and set its clock. `Gone` if there is
-        no such VM, `Broken` or `Unknown` if its guest did not do it."""
+    async def add_user(self, vm: VmRef, user: User, group: int = 0) -> None:
+        """Make a user known to a running VM that was started without that user, and set its clock. From then on it
+        reaches the VMs of `group`, if that is not 0. `Gone` if there is no such VM, `Broken` or `Unknown` if its guest
+        did not do it."""
+        ...
+
+
+class Groups(Protocol):
+    """Which VMs reach each other, and by which names: see `core.model.reach`. What a host was told stays until it is
+    told something else, also while no controller runs."""
+
+    @property
+    def listening(self) -> Mapping[str, str]:
+        """The hosts that can be told now, each with a word that is another one when it may have forgotten all."""
+        ...
+
+    async def tell(self, host: str, members: Sequence[Member], gone: Sequence[str], *, whole: bool) -> None:
+        """From now on a host knows these VMs, its own among them, and no more those that are gone; with `whole` no
+        other ones. Two calls for a host are never under way at once. After an error it may know a part of that."""
         ...
 
 

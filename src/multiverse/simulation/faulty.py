@@ -192,8 +192,8 @@ class FaultyUsers:
         self._inner = inner
         self._call = link.call
 
-    async def add_user(self, vm: VmRef, user: User) -> None:
-        await self._call("add_user", vm.name, lambda: self._inner.add_user(vm, user), vm.name, user)
+    async def add_user(self, vm: VmRef, user: User, group: int = 0) -> None:
+        await self._call("add_user", vm.name, lambda: self._inner.add_user(vm, user, group), vm.name, user)
 
 
 class FaultyHypervisor:
@@ -207,6 +207,7 @@ class FaultyHypervisor:
         self.membership = inner.membership
         self.templates = FaultyTemplates(inner.templates, link) if inner.templates else None
         self.users = FaultyUsers(inner.users, link) if inner.users else None
+        self.groups = inner.groups  # its connections fail by themselves
 
     @property
     def sources(self) -> Sequence[FaultySource]:

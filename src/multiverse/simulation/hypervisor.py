@@ -61,6 +61,10 @@ class SimulatedHypervisor(ABC):
     @abstractmethod
     def users(self) -> GuestUsers | None: ...
 
+    @property
+    def groups(self) -> None:
+        return None
+
     @abstractmethod
     async def create(self, vm: VmSpec) -> Sequence[Stage]: ...
 
@@ -161,7 +165,7 @@ class SimulatedHosts(SimulatedHypervisor):
         self.machines.park(VmRef(vm.name, vm.host))
         return (command, clone)
 
-    async def add_user(self, vm: VmRef, user: User) -> None:
+    async def add_user(self, vm: VmRef, user: User, group: int = 0) -> None:
         await self.take("command", self.latencies.command)
         self.machines.add_user(vm, user)
         await self.take("reply", self.latencies.command)

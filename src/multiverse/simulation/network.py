@@ -21,7 +21,18 @@ from multiverse.agent.protocol import LONGEST_LINE, OLDEST, PING, PROTOCOL
 from multiverse.agent.self_fence import Contacts, FenceTimer, SelfFence
 from multiverse.agent.server import AgentIdentity, AgentServer
 from multiverse.core.errors import MultiverseError, Unknown
-from multiverse.core.model import HypervisorView, Identity, Size, Stage, TemplateKey, User, VmRef, VmSpec, site_of
+from multiverse.core.model import (
+    HypervisorView,
+    Identity,
+    Member,
+    Size,
+    Stage,
+    TemplateKey,
+    User,
+    VmRef,
+    VmSpec,
+    site_of,
+)
 from multiverse.simulation.hypervisor import HostSource, SimulatedHosts
 
 T = TypeVar("T")
@@ -86,6 +97,7 @@ class OneHost:
     def __init__(self, hosts: SimulatedHosts, source: HostSource, late: float = 0.0) -> None:
         self._hosts, self._source, self._late = hosts, source, late
         self.asked: set[str] = set()  # the names of all VMs that were to be created
+        self.members: dict[str, Member] = {}  # that it was told of
 
     async def _answer(self, call: Awaitable[T]) -> T:
         """What a call returns or raises, perhaps late."""
@@ -126,6 +138,14 @@ class OneHost:
         return self
 
     @property
+    def groups(self) -> OneHost:
+        return self
+
+    @property
+    def listening(self) -> Mapping[str, str]:
+        return {self.name: ""}
+
+    @property
     def silence(self) -> None:
         return None
 
@@ -142,8 +162,13 @@ class OneHost:
     async def destroy(self, vm: VmRef, grace: float) -> None:
         await self._answer(self._hosts.destroy(vm, grace))
 
-    async def add_user(self, vm: VmRef, user: User) -> None:
-        await self._answer(self._hosts.add_user(vm, user))
+    async def add_user(self, vm: VmRef, user: User, group: int = 0) -> None:
+        await self._answer(self._hosts.add_user(vm, user, group))
+
+    async def tell(self, host: str, members: Sequence[Member], gone: Sequence[str], *, whole: bool) -> None:
+        kept = {} if whole else {name: one for name, one in self.members.items() if name not in gone}
+        self.members = kept | {one.name: one for one in members}
+        await self._wait()
 
     async def build_template(self, template: TemplateKey) -> Sequence[Stage]:
         return await self._answer(self._hosts.build_template(template))

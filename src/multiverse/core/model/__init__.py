@@ -79,6 +79,7 @@ from multiverse.core.model.names import (
     vm_prefix,
 )
 from multiverse.core.model.offer import Offer, OfferState
+from multiverse.core.model.reach import OF_SITE, Member, Reach, group_of
 from multiverse.core.model.reservation import NodeReservation, first_keeping, first_on
 from multiverse.core.model.sizes import CloneKind, Depth, Placement, Size
 from multiverse.core.model.template import Template, TemplateCondition, TemplateKey, TemplateSeen, TemplateState
@@ -108,6 +109,7 @@ __all__ = [
     "MOST_NODES",
     "MOST_SHORT_RUNS",
     "OFF_STATES",
+    "OF_SITE",
     "OPEN_LEASES",
     "OTHER_IMAGES",
     "PINNED_STATES",
@@ -147,6 +149,7 @@ __all__ = [
     "LeaseState",
     "LeasedHost",
     "Load",
+    "Member",
     "Mount",
     "Neighbour",
     "Node",
@@ -163,6 +166,7 @@ __all__ = [
     "PilotSeen",
     "PilotState",
     "Placement",
+    "Reach",
     "Request",
     "Row",
     "RowKind",
@@ -190,6 +194,7 @@ __all__ = [
     "World",
     "first_keeping",
     "first_on",
+    "group_of",
     "is_site",
     "lease_name",
     "mac_of",

@@ -112,3 +112,4 @@ class Identity:
     bootstrap: NodeBootstrap = NodeBootstrap()
     neighbours: tuple[Neighbour, ...] = ()  # for the VM's host: its guest is not told of them
     tasks: TaskAccess | None = None  # a VM inside a job, to whose guest its tasks are sent
+    group: int = 0  # for the VM's host: see `core.model.reach`

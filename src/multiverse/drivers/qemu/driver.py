@@ -16,6 +16,7 @@ from multiverse.core.errors import Gone, MultiverseError
 from multiverse.core.model import (
     HypervisorView,
     Identity,
+    Member,
     Neighbour,
     Overcommitment,
     Size,
@@ -79,6 +80,11 @@ class QemuHypervisor:
 
     @property
     def users(self) -> QemuHypervisor:
+        """See `ports.Hypervisor`."""
+        return self
+
+    @property
+    def groups(self) -> QemuHypervisor:
         """See `ports.Hypervisor`."""
         return self
 
@@ -176,9 +182,20 @@ class QemuHypervisor:
         """See `ports.Hypervisor`."""
         return await self._in_thread(self._host.start, vm.name, size, identity)
 
-    async def add_user(self, vm: VmRef, user: User) -> None:
+    async def add_user(self, vm: VmRef, user: User, group: int = 0) -> None:
         """See `ports.Hypervisor`."""
-        await self._in_thread(self._host.add_user, vm.name, user)
+        await self._in_thread(self._host.add_user, vm.name, user, group)
+
+    @property
+    def listening(self) -> Mapping[str, str]:
+        """See `ports.Groups`: this machine forgets nothing."""
+        return {self.name: ""}
+
+    async def tell(self, host: str, members: Sequence[Member], gone: Sequence[str], *, whole: bool) -> None:
+        """See `ports.Groups`. It waits for no other call."""
+        if host != self.name:
+            raise Gone(f"there is no host {host}", hint=f"QEMU runs on {self.name} only")
+        await self._in_thread(partial(self._host.tell, members, gone, whole=whole), urgent=True)
 
     async def connect(self, vm: VmRef, neighbours: Sequence[Neighbour]) -> None:
         """See `agent.server.VmConnections`. It waits for no other call."""

@@ -1,4 +1,5 @@
-"""The file that tells Slurm's commands where VMs are, where Slurm itself does not (decision 84)."""
+"""The files that tell users where VMs are: Slurm's commands, where Slurm itself does not (decision 84), and all other
+programs, by the VMs' names (decision 91)."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from pathlib import Path
 from multiverse.core.errors import Exhausted
 from multiverse.drivers.slurm import conf
 from multiverse.system import files
+from multiverse.system.hosts_file import keep_names
 
 HEAD = """\
 # Where the VMs are, for commands of users: the daemon replaces this file whenever a VM comes or goes.
@@ -18,13 +20,26 @@ HEAD = """\
 
 
 class AddressFile:
-    """`ports.Addresses` by a file that the slurm.conf of users' commands includes. It stays while no daemon runs."""
+    """`ports.Addresses` by a file that the slurm.conf of users' commands includes, and by lines of the `site` in the
+    file `names`, as in /etc/hosts. Both stay while no daemon runs."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, names: Path | None = None, site: str = "") -> None:
+        self._path, self._names, self._site = path, names, site
 
     async def tell(self, nodes: Mapping[str, str]) -> None:
-        """See `ports.Addresses`. Raises `Exhausted` if the file cannot be written."""
+        """See `ports.Addresses`. Raises `Exhausted` if a file cannot be written."""
+        await self._tell_commands(nodes)
+        if self._names is not None:
+            try:
+                await asyncio.to_thread(keep_names, self._names, self._site, nodes)
+            except OSError as error:
+                raise Exhausted(
+                    f"cannot write {self._names}: {error.strerror}",
+                    hint="let the daemon write it, or set network.names in the settings, to another file or to none; "
+                    "until then users do not find newer VMs by their names",
+                ) from error
+
+    async def _tell_commands(self, nodes: Mapping[str, str]) -> None:
         try:
             await asyncio.to_thread(files.replace, self._path, HEAD + conf.addresses(nodes.items()), mode=0o644)
         except OSError as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from multiverse.config import Settings
 from multiverse.core.errors import Exhausted, Gone, Refused, Stale
@@ -85,7 +86,8 @@ class SlurmScheduler:
         self._offers = SlurmOffers(settings, self._offer_files)
         submission_term = max(_SUBMISSION_TERM, 10 * settings.poll)
         self._submission = SubmissionFile(settings.slurm.inbox, submission_term)
-        self._addresses = AddressFile(settings.slurm.addresses_file())
+        names = Path(settings.network.names) if settings.network.names else None
+        self._addresses = AddressFile(settings.slurm.addresses_file(), names, site)
         self._gate = gate.GateKeeper(settings.slurm, self._commands)
         self._node_deleter = NodeDeleter(self._commands, self._is_reserved)
 

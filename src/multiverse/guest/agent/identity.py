@@ -38,17 +38,18 @@ def set_random_state(seed: str) -> None:
     add_entropy(base64.b64decode(seed))
 
 
-def set_names(identity: dict[str, Any]) -> None:
-    """Set machine-id and host name, and write the names of the node and its peers to /etc/hosts."""
+def set_names(identity: dict[str, Any], others: list[list[str]]) -> None:
+    """Set machine-id and host name, and write the names of the node, its peers and other VMs to /etc/hosts."""
     write("/etc/machine-id", identity["machine_id"] + "\n", 0o444)
-    set_host_names(identity["hostname"], identity["address"], identity["peers"])
+    set_host_names(identity["hostname"], identity["address"], identity["peers"], others)
 
 
-def set_host_names(hostname: str, address: str, peers: list[list[str]]) -> None:
-    """Set the host name, and write it with its address (with prefix length) and the peers' names to /etc/hosts."""
+def set_host_names(hostname: str, address: str, peers: list[list[str]], others: list[list[str]]) -> None:
+    """Set the host name, and write it with its address (with prefix length), the peers' names and those of other VMs to
+    /etc/hosts."""
     socket.sethostname(hostname)
     write("/etc/hostname", hostname + "\n")
-    set_hosts(hostname, address.partition("/")[0], peers)
+    set_hosts(hostname, address.partition("/")[0], peers, others)
 
 
 def write_node_files(membership: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """The guest's network interface, its address and the names of other nodes."""
 
-# ruff: noqa: PTH110, PTH208
+# ruff: noqa: PTH104, PTH110, PTH208
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ IFF_UP, ARPHRD_ETHER = 0x1, 1
 RTM_NEWADDR, RTM_DELADDR, RTM_NEWROUTE = 20, 21, 24
 NLM_REQUEST_ACK, NLM_CREATE_REPLACE, NLMSG_ERROR = 0x5, 0x500, 2
 
+HOSTS = "/etc/hosts"
+
 _interface = ""  # name of the guest's network interface, once it is known
+_own_hosts: list[str] = []  # the lines of /etc/hosts that came with the identity
+_known: dict[str, str] = {}  # other VMs, by name: their addresses
 
 
 def interface() -> str:
@@ -114,10 +118,29 @@ def current_address(name: str) -> str:
     return socket.inet_ntoa(raw)
 
 
-def set_hosts(hostname: str, address: str, peers: list[list[str]]) -> None:
-    """Write /etc/hosts: this node and its peers, which are pairs of name and address."""
+def set_hosts(hostname: str, address: str, peers: list[list[str]], others: list[list[str]]) -> None:
+    """Write /etc/hosts: this node, its peers, and other VMs that it reaches, which are pairs of name and address."""
     lines = ["127.0.0.1 localhost", f"{address} {hostname}", *(f"{peer} {name}" for name, peer in peers)]
-    write("/etc/hosts", "\n".join(lines) + "\n")
+    _own_hosts[:] = lines
+    _known.clear()
+    _known.update((name, where) for name, where in others)
+    write(HOSTS, _hosts())
+
+
+def learn_names(names: list[list[str]], gone: list[str], whole: bool) -> None:
+    """Have other VMs in /etc/hosts, too, or with `whole` no others than these. What is gone is in it no more."""
+    if whole:
+        _known.clear()
+    for name in gone:
+        _known.pop(name, None)
+    _known.update((name, where) for name, where in names)
+    write(f"{HOSTS}.new", _hosts())
+    os.rename(f"{HOSTS}.new", HOSTS)  # a job may be reading it
+
+
+def _hosts() -> str:
+    own = {line.rpartition(" ")[2] for line in _own_hosts}
+    return "\n".join([*_own_hosts, *(f"{_known[name]} {name}" for name in _known if name not in own)]) + "\n"
 
 
 def address_request(kind: int, index: int, address: str) -> bytes:

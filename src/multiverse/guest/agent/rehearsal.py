@@ -70,7 +70,7 @@ def rehearse() -> None:
     }
     user = {"name": "rehearsal", "uid": 64999, "gid": 64999, "home": "/", "shell": "/bin/sh"}
     add_users([{**user, "groups": [["rehearsal", 64999]]}])
-    set_hosts("rehearsal", "127.0.0.1", [["a", "127.0.0.1"]])
+    set_hosts("rehearsal", "127.0.0.1", [["a", "127.0.0.1"]], [["b", "127.0.0.1"]])
     for path, content in kept.items():
         write(path, content, 0o444 if path == "/etc/machine-id" else 0o644)
     name = interface()

@@ -26,7 +26,7 @@ from multiverse.guest.agent.limits import raise_kernel_limits, raise_process_lim
 from multiverse.guest.agent.modules import load_on_demand
 from multiverse.guest.agent.mounts import mount_one
 from multiverse.guest.agent.mpi import JobVms, install_launcher
-from multiverse.guest.agent.network import interface, join_network, set_mtu, set_network
+from multiverse.guest.agent.network import interface, join_network, learn_names, set_mtu, set_network
 from multiverse.guest.agent.processes import ending, preload_job_programs
 from multiverse.guest.agent.regions import take_regions
 from multiverse.guest.agent.requests import install_commands, uncover
@@ -95,15 +95,10 @@ class GuestAgent:
                 self.flush()
             elif message.get("type") == "introduce":
                 self.add_user(message)
-            elif message.get("type") == "join_job":
-                self.join_job(message)
-            elif message.get("type") == "take_functions":
-                self.take_functions(message)
-            elif message.get("type") == "take_regions":
-                take_regions(message)
-                self.channel.send("took_regions")
-            elif message.get("type") == "serve_tasks":
-                self.serve_tasks(message)
+            elif message.get("type") == "names":
+                self.learn_names(message)
+            elif message.get("type") in ("join_job", "take_functions", "take_regions", "serve_tasks"):
+                self.handle_of_job(message)
             elif message.get("type") == "audit":
                 facts = {**clone_facts(), **self.state.get("audit", {}), **current_facts()}
                 self.channel.send("audited", audit=facts)
@@ -113,6 +108,18 @@ class GuestAgent:
             self._report("failed", reason=str(error))
         except Exception as error:
             self._report("failed", reason=f"the agent failed: {type(error).__name__}: {error}")
+
+    def handle_of_job(self, message: dict[str, Any]) -> None:
+        """Do what a message to a VM inside of a job asks for."""
+        if message["type"] == "join_job":
+            self.join_job(message)
+        elif message["type"] == "take_functions":
+            self.take_functions(message)
+        elif message["type"] == "serve_tasks":
+            self.serve_tasks(message)
+        else:
+            take_regions(message)
+            self.channel.send("took_regions")
 
     def _report(self, type_: str, **fields: Any) -> None:
         """Send a message that also answers every later `hello`."""
@@ -130,7 +137,7 @@ class GuestAgent:
         time.clock_settime(time.CLOCK_REALTIME, message["time"] + stage.elapsed())
         identity = message["identity"]
         membership = identity["membership"]
-        set_names(identity)
+        set_names(identity, message.get("names", []))  # the host of an earlier release sends none
         add_users([*membership.get("users", ()), *identity["users"]])  # the daemon of an earlier release sends no users
         stage("identity")
         self.own_address = (identity["address"], identity["gateway"])
@@ -169,6 +176,7 @@ class GuestAgent:
     def add_user(self, message: dict[str, Any]) -> None:
         """Add the user of a job that got this spare, correct the clock, and let the job continue."""
         add_users([message["user"]])
+        self.learn_names({"names": message.get("names", []), "gone": [], "whole": True})
         if abs(message["time"] - time.time()) > CLOCK_TOLERANCE:
             time.clock_settime(time.CLOCK_REALTIME, message["time"])
         if self.introduced is not None:
@@ -178,12 +186,20 @@ class GuestAgent:
                 pass  # the pipe is full of lines of earlier messages
         self.channel.send("introduced")
 
+    @staticmethod
+    def learn_names(message: dict[str, Any]) -> None:
+        """Know the names of other VMs. Without room for them the VM serves its job all the same."""
+        try:
+            learn_names(message["names"], message["gone"], message["whole"])
+        except OSError:
+            return
+
     def join_job(self, message: dict[str, Any]) -> None:
         """Take the name and the address that the VM has among the VMs of its job, and know the names of all of them."""
         if message["mtu"]:
             set_mtu(interface(), message["mtu"])
         join_network(interface(), message["address"], *self.own_address)
-        set_host_names(message["hostname"], message["address"], message["peers"])
+        set_host_names(message["hostname"], message["address"], message["peers"], [])
         if "nodes" in message:  # the host of an earlier release sends none
             names = [name for name, _ in message["peers"]]
             places = [(node, number) for node in message["nodes"] for number in range(message["vms"])]

@@ -94,6 +94,15 @@ class AgentChannel:
         finally:
             self._in_use.release()
 
+    def tell(self, line: bytes, timeout: float) -> None:
+        """Send a line that is not answered. Raises `Unknown` if that is not done within `timeout` seconds."""
+        if not self._in_use.acquire(timeout=timeout):
+            raise Unknown(f"another request to the agent has been waiting for {timeout:.0f} s already")
+        try:
+            self.send(line, timeout)
+        finally:
+            self._in_use.release()
+
     def poll_reports(self) -> list[Report]:
         """Reports that arrived unsolicited since the last call. Never waits."""
         if not self._in_use.acquire(blocking=False):

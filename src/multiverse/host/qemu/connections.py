@@ -43,9 +43,9 @@ class Connections:
     def keep_channel(self, name: str, session: QemuSession, report: Report) -> None:
         """The VM has been started, and its agent sent this report: only the channel is needed from now on."""
         self._reports[name] = report
+        self._channels[name] = session.channel  # first: at each moment there is one of the two
         self._sessions.pop(name, None)
         session.monitor.close()
-        self._channels[name] = session.channel
 
     def started_channel(self, name: str) -> AgentChannel:
         """The channel to the agent of a VM that was started. Raises `Gone` if there is no such VM."""

@@ -24,6 +24,7 @@ from multiverse.host.qemu.connections import Connections
 from multiverse.host.qemu.features import HostFeatures
 from multiverse.host.qemu.full_disk import PausedGuests
 from multiverse.host.qemu.machine import Accelerator, Feature, Memory, QemuMachine, limits
+from multiverse.host.qemu.names import GuestNames
 from multiverse.host.qemu.output import OutputStore
 from multiverse.host.qemu.session import Launch, Paths, QemuSession
 from multiverse.host.qemu.template_copies import TemplateCopies, cpu_of
@@ -132,9 +133,10 @@ class HostContext:
         self.sealed = SealedMemory()
         self.numa = NumaNodes(config.vms, config.overcommit.cpus, config.numa)
         self.cgroups = Cgroups(cpusets=self.numa.are_several)
-        self.firewall = Firewall(config.prefix, config.vms, config.guests)
+        self.firewall = Firewall(config.prefix, config.vms, config.guests, config.host)
         self.overlay = Overlay(config.overlay) if config.overlay is not None else None
         self.connections = Connections(self.paths)
+        self.names = GuestNames(config.host, self.firewall, self.connections)
         self.outputs = OutputStore()
         self.paused = PausedGuests(config.vms, self.paths)
         self.system = System.of(config.binary, self.accelerator.devices())

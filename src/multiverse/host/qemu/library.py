@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from multiverse.core.errors import Broken, Gone, Refused, Unknown
-from multiverse.core.model import HypervisorView, Identity, Neighbour, Size, Stage, TemplateKey, User
+from multiverse.core.model import HypervisorView, Identity, Member, Neighbour, Size, Stage, TemplateKey, User
 from multiverse.guest.protocol import (
     AUDIT,
     JobGuest,
@@ -26,6 +26,7 @@ from multiverse.guest.protocol import (
     take_regions_message,
 )
 from multiverse.host import manifest, namespaces, path_security, process
+from multiverse.host.overlay import members_owner
 from multiverse.host.qemu import creation, removal, start, templates
 from multiverse.host.qemu.context import HostContext, QemuHostConfig
 from multiverse.host.qemu.functions import plug_functions
@@ -34,7 +35,7 @@ from multiverse.host.qemu.observation import HostObserver
 from multiverse.host.qemu.qmp import Monitor
 from multiverse.host.qemu.regions import allocate_regions, allocation_group, plug_regions, region_places
 from multiverse.host.specification import Specification
-from multiverse.host.tap import open_tap
+from multiverse.host.tap import open_tap, set_isolated
 from multiverse.images.catalog import Image
 from multiverse.system.shared_memory import SharedMemory
 
@@ -82,7 +83,8 @@ class QemuHost:
         `Overlay.restore`."""
         vms = self.config.vms
         if (overlay := self._context.overlay) is not None:
-            overlay.restore(lambda owner: overlay.config.is_of_others(owner) or (vms / owner).exists())
+            own = members_owner(self.config.host)
+            overlay.restore(lambda owner: overlay.config.is_of_others(owner) or owner == own or (vms / owner).exists())
 
     def close(self) -> None:
         """End all connections and builds of templates; calls that still wait end with an error. VMs and finished
@@ -90,6 +92,7 @@ class QemuHost:
         self._closed = True
         for name in templates.list_builds(self.config.templates):
             templates.kill_builds(self.config.templates, name)
+        self._context.names.close()
         self._context.connections.shut_down()
         self._context.outputs.close()
 
@@ -219,17 +222,49 @@ class QemuHost:
             self.serve_tasks(name, tasks.token, tasks.commands)
         return stages
 
-    def add_user(self, name: str, user: User) -> None:
-        """Add a user to a guest that has been started, and set its clock. Raises `Gone` if it is not started, `Unknown`
-        if it does not answer, and `Broken` if it reports a failure."""
+    def add_user(self, name: str, user: User, group: int = 0) -> None:
+        """Add a user to a guest that has been started, and set its clock; before the user's job can begin, let the VM
+        reach this group, if it is not 0. Raises `Gone` if it is not started, `Unknown` if it does not answer, and
+        `Broken` if it reports a failure."""
         self._context.check_name(name)
         channel = self._context.connections.started_channel(name)
-        channel.ask(add_user_message(user), "introduced", _ANSWER_TIMEOUT)
         home = self._context.paths(name).home
+        if group:
+            self._join_group(name, group)
+        names = self._context.names.first(name, group)
+        channel.ask(add_user_message(user, names), "introduced", _ANSWER_TIMEOUT)
         with manifest.locked(home, create=False):
             known = manifest.read(home)
             if known is not None and user.uid not in known.introduced:
                 manifest.write(home, replace(known, introduced=(*known.introduced, user.uid)))
+
+    def _join_group(self, name: str, group: int) -> None:
+        """Let a VM that has had no group reach this one. Again is success."""
+        home, firewall = self._context.paths(name).home, self._context.firewall
+        with manifest.locked(home, create=False):
+            known = manifest.read(home)
+            if known is None:
+                return
+            if known.group != group:
+                known = replace(known, group=group)
+                manifest.write(home, known)
+            firewall.allow(known)
+            if firewall.separates(known):
+                set_isolated(name, False)
+
+    def tell(self, members: Collection[Member], gone: Collection[str], *, whole: bool) -> None:
+        """Let VMs reach each other, by address and by name, as the controller tells: see `ports.Groups.tell`. Raises
+        `Exhausted` or `Broken` if a part of it failed; then the controller tells all again."""
+        firewall, overlay = self._context.firewall, self._context.overlay
+        for name in firewall.learn(members, gone, whole=whole):
+            if self._context.firewall.in_use:
+                set_isolated(name, False)
+        if overlay is not None:
+            entries = (one for one in firewall.members.values() if one.machine)
+            overlay.replace(
+                members_owner(self.config.host), [Neighbour(one.address, one.mac, one.machine) for one in entries]
+            )
+        self._context.names.changed()
 
     def connect(self, name: str, neighbours: Iterable[Neighbour]) -> None:
         """Let a VM reach these addresses of other hosts through the overlay, beside those that it was started with.

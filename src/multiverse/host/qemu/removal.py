@@ -43,6 +43,7 @@ def destroy(host: HostContext, name: str, grace: float, token: str = "") -> None
         known = manifest.read(paths.home)
         kill_qemu(name, paths, known)
         host.connections.drop(name)
+        host.names.drop(name)
         host.outputs.drop(name)
         host.functions.release(name)
         tap.remove_tap(name)

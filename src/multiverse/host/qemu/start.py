@@ -53,7 +53,8 @@ def start(host: HostContext, name: str, size: Size, identity: Identity) -> list[
         timer("plug")
 
         def message() -> bytes:  # made when it is sent: it holds the time
-            return identity_message(identity, cpus, plugged, allowance)
+            names = host.names.first(name, host.firewall.group(known))
+            return identity_message(identity, cpus, plugged, allowance, names)
 
         resumed = known.phase is VmPhase.STARTING
         grown = replace(known, total_cpus=cpus, total_memory=known.memory + plugged, net=size.net)
@@ -67,6 +68,7 @@ def start(host: HostContext, name: str, size: Size, identity: Identity) -> list[
         except Exhausted as error:  # the VM runs all the same: asked again, its guest says so
             raise Unknown(f"VM {name} has been started, but: {error.message}", hint=error.hint) from error
         host.connections.keep_channel(name, session, report)
+        host.names.started(name)
     inside = sum(stage.seconds for stage in report.stages)
     timer("answer")
     *before, answer = timer.stages
@@ -114,7 +116,7 @@ def _limit_disk(known: Manifest, allowance: int) -> Manifest:
 
 
 def _join_network(host: HostContext, known: Manifest, identity: Identity) -> Manifest:
-    """Let the VM send as its address, and to its peers. Returns its manifest, as written."""
+    """Let the VM send as its address, to its peers and to its group. Returns its manifest, as written."""
     address = identity.address.partition("/")[0]
     # Peers that are VMs of this host have taps of the same names; other machines are not on ports of the bridge.
     peers = [one for one in identity.peers if one[0] != known.name and one[0].startswith(host.config.prefix)]
@@ -124,6 +126,7 @@ def _join_network(host: HostContext, known: Manifest, identity: Identity) -> Man
         address=address,
         peers=tuple(name for name, _ in peers),
         peer_addresses=tuple(where for _, where in peers),
+        group=identity.group,
     )
     home = host.paths(known.name).home
     if known.address:
@@ -136,7 +139,7 @@ def _join_network(host: HostContext, known: Manifest, identity: Identity) -> Man
     if host.overlay is not None:
         host.overlay.add(known.name, identity.neighbours)
     host.firewall.allow(joined)
-    tap.set_isolated(known.name, not peers)
+    tap.set_isolated(known.name, not (peers or host.firewall.separates(joined)))
     return joined
 
 

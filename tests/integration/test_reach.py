@@ -1,0 +1,172 @@
+"""VMs of different jobs on the real lab: which of them reach each other, and by which names, seen from inside."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from multiverse.client import Client
+from multiverse.lab import lifecycle
+from multiverse.lab.plan import LabOptions
+from multiverse.lab.services import AGENT, CONTROLLER
+from multiverse.lab.users import PrivateUser
+from tests.integration.conftest import LabUnderTest
+from tests.integration.watch import ended, nothing_left, until, written
+
+pytestmark = pytest.mark.integration
+
+# Answers each client with its own name, and with what becomes of a connection to the name that the client has sent.
+SERVER = """
+import json, os, socket, sys, time
+home = sys.argv[1]
+own = socket.gethostname()
+server = socket.create_server((socket.gethostbyname(own), 7100))
+server.settimeout(0.2)
+with open(f"{home}/server.new", "w") as file:
+    json.dump([own, socket.gethostbyname(own)], file)
+os.rename(f"{home}/server.new", f"{home}/server")
+while not os.path.exists(f"{home}/stop"):
+    try:
+        connection = server.accept()[0]
+    except TimeoutError:
+        continue
+    connection.settimeout(60)
+    with connection, connection.makefile("rw") as stream:
+        name, port = json.loads(stream.readline())
+        for _ in range(100):  # names of later VMs come beside their start
+            try:
+                back = socket.create_connection((name, port), 10)
+                back.close()
+                why = ""
+                break
+            except socket.gaierror as error:
+                why = str(error)
+                time.sleep(0.1)
+            except OSError as error:
+                why = str(error)
+                break
+        print(json.dumps([own, why]), file=stream, flush=True)
+"""
+
+# Prints what becomes of a connection to the server by its name, and by its address.
+CLIENT = """
+import json, socket, sys
+name, address = sys.argv[1:]
+own = socket.gethostname()
+def attempt(target):
+    try:
+        end = socket.create_server((socket.gethostbyname(own), 0))
+        with socket.create_connection((target, 7100), 10) as connection, connection.makefile("rw") as stream:
+            connection.settimeout(90)
+            print(json.dumps([own, end.getsockname()[1]]), file=stream, flush=True)
+            return json.loads(stream.readline())
+    except socket.gaierror:
+        return "unknown"
+    except OSError as error:
+        return "refused"
+print(json.dumps({"name": attempt(name), "address": attempt(address)}))
+"""
+
+OUTSIDE = """
+import socket, sys
+socket.create_connection((sys.argv[1], 7100), 10)
+print(socket.gethostbyname(sys.argv[1]))
+"""
+
+
+@contextmanager
+def settings(lab: LabUnderTest, text: str) -> Iterator[None]:
+    """The controller runs with these settings in addition."""
+    mounts = (line.split() for line in Path("/proc/self/mounts").read_text().splitlines())
+    assert "/etc" in {place for what, place, *_ in mounts if what == "multiverse-etc"}, "this machine's stays as it is"
+    site = lab.where.etc / "site.toml"
+    site.write_text('[network]\nnames = "/etc/hosts"\n' + text)
+    asyncio.run(lifecycle.up(lab.where, LabOptions()))
+    try:
+        yield
+    finally:
+        site.write_text("")
+        asyncio.run(lifecycle.up(lab.where, LabOptions()))
+
+
+@pytest.fixture(autouse=True)
+def _left(lab: LabUnderTest, controller: Callable[[], int]) -> Iterator[None]:
+    yield
+    lab.run("scancel", "--partition=vm", check=False)
+    nothing_left(lab, Client(lab.settings.socket))
+
+
+@contextmanager
+def server(lab: LabUnderTest, client: Client) -> Iterator[tuple[str, str]]:
+    """A job of the user that serves; its VM's name and address."""
+    home = lab.user.home
+    for name in ("server", "stop"):
+        (home / name).unlink(missing_ok=True)
+    (home / "server.py").write_text(SERVER)
+    job = lab.sbatch(f"exec python3 {home}/server.py {home}", "--mem=300", f"--output={home}/server.out")
+    yield tuple(json.loads(written(home / "server")))
+    (home / "stop").touch()
+    ended(client, job, "done")
+
+
+def tried(lab: LabUnderTest, client: Client, user: PrivateUser, where: tuple[str, str]) -> dict[str, Any]:
+    """What a client in a job of a user reaches."""
+    (user.home / "client.py").write_text(CLIENT)
+    out = user.home / "client.out"
+    out.unlink(missing_ok=True)
+    job = lab.sbatch(f"exec python3 {user.home}/client.py {' '.join(where)}", "--mem=300", f"--output={out}", user=user)
+    ended(client, job, "done")
+    found: dict[str, Any] = json.loads(written(out))
+    return found
+
+
+def test_jobs_of_one_user_reach_each_other_by_name_and_those_of_another_one_do_not(
+    lab: LabUnderTest, client: Client
+) -> None:
+    with settings(lab, ""), server(lab, client) as where:
+        name, address = where
+        assert tried(lab, client, lab.user, where) == {"name": [name, ""], "address": [name, ""]}
+        assert tried(lab, client, lab.other, where) == {"name": "unknown", "address": "refused"}
+        # From the machine where users submit, also another one, as to any node.
+        for user in (lab.user, lab.other):
+            found = lab.run("python3", "-c", OUTSIDE, name, user=user)
+            assert found.stdout.strip() == address
+        # What was told outlives those who told it.
+        for service in (CONTROLLER, AGENT):
+            asyncio.run(service.stop(lab.where))
+        asyncio.run(lifecycle.up(lab.where, LabOptions()))
+        assert tried(lab, client, lab.user, where)["name"] == [name, ""]
+        assert tried(lab, client, lab.other, where) == {"name": "unknown", "address": "refused"}
+    until("its name is gone", lambda: name not in Path("/etc/hosts").read_text())
+
+
+def test_a_spare_that_a_job_takes_reaches_the_other_vms_of_its_user(lab: LabUnderTest, client: Client) -> None:
+    pool = '[[pool]]\ndepth = "joined"\nmin = 1\nmemory = 300\n'
+    with server(lab, client) as where, settings(lab, pool):
+
+        def spares() -> list[str]:
+            return [vm["name"] for vm in client.vms() if vm["state"] == "joined" and not vm["job_id"]]
+
+        for user, reached in ((lab.other, False), (lab.user, True)):
+            (spare,) = until("there is a spare", spares)
+            found = tried(lab, client, user, where)
+            assert found["name"] == ([where[0], ""] if reached else "unknown")
+            assert found["address"] == ([where[0], ""] if reached else "refused")
+            assert any(spare in row["vms"] for row in client.jobs(limit=1)) or spare not in spares()
+
+
+@pytest.mark.parametrize(("reach", "own", "others"), [("job", False, False), ("site", True, True)])
+def test_a_site_chooses_who_reaches_whom(
+    lab: LabUnderTest, client: Client, reach: str, own: bool, others: bool
+) -> None:
+    with settings(lab, f'reach = "{reach}"\n'), server(lab, client) as where:
+        for user, reached in ((lab.user, own), (lab.other, others)):
+            found = tried(lab, client, user, where)
+            good = [where[0], ""]
+            assert found == ({"name": good, "address": good} if reached else {"name": "unknown", "address": "refused"})
