@@ -21,6 +21,7 @@ from multiverse.system import kernel
 from tests.integration.conftest import LabUnderTest, new_lab
 from tests.integration.images import slim
 from tests.integration.overlay_hosts import forged_packet
+from tests.integration.test_reach import server, tried
 from tests.integration.watch import ended, kill, latest, output_of, qemu_of, until
 
 pytestmark = [
@@ -246,3 +247,32 @@ def spawning(client: Client, job: str) -> int:
         except AssertionError:
             continue
     return 0
+
+
+def only_on(client: Client, host: str) -> None:
+    """Let jobs that come start on that host alone."""
+    for one in ("mvh1", "mvh2"):
+        client.change_hosts("resume" if one == host else "drain", one)
+
+
+@pytest.mark.slow
+def test_jobs_of_one_user_on_two_networks_reach_each_other_by_name(routed: LabUnderTest, client: Client) -> None:
+    """And nothing is left of what the hosts were told of each other's VMs."""
+    try:
+        only_on(client, "mvh1")
+        with server(routed, client) as where:
+            only_on(client, "mvh2")
+            reached = {"name": [where[0], ""], "address": [where[0], ""]}
+            assert tried(routed, client, routed.user, where) == reached
+            assert tried(routed, client, routed.other, where) == {"name": "unknown", "address": "refused"}
+            os.kill(pid_of(routed, plan_of(routed).own_hosts[0], 2), signal.SIGKILL)  # the agent of the server's host
+            up_again(routed)
+            assert tried(routed, client, routed.user, where) == reached
+    finally:
+        client.change_hosts("resume", "mvh[1-2]")
+    until("its VMs are gone", lambda: not client.vms())
+    until("nothing of them is left", lambda: not any(entries(routed, site_of(where[0])).values()))
+    for host in plan_of(routed).own_hosts:
+        kept = f"{routed.settings.qemu.vms}/.mv*members {routed.where.controller}/overlay-*/members:*"
+        records = f"ls {kept} 2>/dev/null || true"
+        assert on(routed, host, records) == ""
