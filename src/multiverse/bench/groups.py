@@ -271,7 +271,7 @@ def main() -> None:
     for command in (
         "mount -t sysfs sysfs /sys",
         "ip link set lo up",
-        "ip link add under type dummy",
+        "ip link add under type bridge",
         "ip addr add 10.8.0.1/24 dev under",
         "ip link set under up",
         "ip link add bridge0 type bridge",
