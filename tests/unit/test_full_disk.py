@@ -326,9 +326,10 @@ class FullStore(Store):
 class Nothing:
     """A scheduler and a hypervisor with one host, of which nobody calls anything."""
 
-    name, sources, submission, addresses, parts, offers, templates, users, membership = (
+    name, sources, submission, addresses, parts, offers, templates, users, membership, groups = (
         "h1",
         (),
+        None,
         None,
         None,
         None,

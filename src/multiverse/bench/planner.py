@@ -95,7 +95,7 @@ class MonotonicClock:
 class Endless:
     """A scheduler, a hypervisor and its sources, whose calls never return: only passes are measured."""
 
-    offers = submission = users = templates = membership = silence = None
+    offers = submission = users = templates = membership = silence = addresses = groups = None
 
     def __init__(self, name: str = "", hosts: Iterable[str] = ()) -> None:
         self.name, self.hosts, self.sources = name, (), [Endless(host) for host in hosts]
