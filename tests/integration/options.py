@@ -507,7 +507,13 @@ GROUPS = (
                 "test_a_job_gets_its_signal_and_ends_at_its_time_limit",
             ),
             honoured("--time-min", "the job gets at least that time", "plain", "TimeMin=00:05:00"),
-            honoured("--signal", "sent to the script or its steps", "signal", "signalled"),
+            honoured(
+                "--signal",
+                "sent to the script or its steps; lost if it comes before the script has begun, as on any node, but"
+                " with short time limits more often (see [operations](operations.md#when-something-is-wrong))",
+                "signal",
+                "signalled",
+            ),
             tested(
                 "--deadline",
                 "Slurm cancels a job that cannot end before it",
