@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from multiverse.controller.exclusions import EXCLUSION, EXCLUSION_LIMIT, FORGOTTEN, Exclusions
-from multiverse.core.model import OfferState
+from multiverse.core.model import AttemptState, OfferState
 from multiverse.core.transition import Change, Event, Move
-from tests.unit.rows import offer
+from tests.unit.rows import attempt, offer
 
 
 def of(uid: int | None, event: Event = Event.MISSED) -> Move:
@@ -19,6 +21,18 @@ def test_a_user_is_excluded_for_a_while_after_a_job_did_not_come() -> None:
     exclusions.note([of(1000, Event.TAKEN), of(None), of(1001)], 100.0)
     assert exclusions.excluded(100.0) == exclusions.excluded(100.0 + EXCLUSION - 0.1) == {1001}
     assert exclusions.excluded(100.0 + EXCLUSION) == frozenset()
+
+
+@pytest.mark.parametrize(("pin", "event", "excluded"), [
+    ("mv_v7", Event.PIN_EXPIRED, True),
+    ("mv_v7", Event.CHANGED, False),
+    ("", Event.PIN_EXPIRED, False),
+])  # fmt: skip
+def test_a_user_whose_job_took_a_spare_and_may_not_start_is_excluded(pin: str, event: Event, excluded: bool) -> None:
+    """The job may exceed a limit. Without a tag of the spare's own, the job had come through the gate."""
+    exclusions = Exclusions()
+    exclusions.note([Move((Change(attempt(AttemptState.RETURNING, pin=pin), event, "AssocMaxJobsLimit"),))], 100.0)
+    assert (exclusions.excluded(101.0) == {1000}) is excluded
 
 
 def test_each_further_time_doubles_the_exclusion_up_to_the_limit() -> None:

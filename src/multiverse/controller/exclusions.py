@@ -1,8 +1,10 @@
-"""Users who take offered nodes without jobs: they get none for a while.
+"""Users who take offered nodes in vain: they get none for a while.
 
 Slurm does not tell its submit script whether a request is a test (`sbatch --test-only`), and may refuse a job after the
-script. Such a submission takes a node, and no job comes. The node serves nobody else in the meantime, so the user is
-excluded from the offers for a while. The user's jobs wait at the gate then, as if nothing were offered.
+script. Such a submission takes a node, and no job comes. Or the job comes, and Slurm does not start it, because a limit
+of the user's is used up, which the script cannot know. The node serves nobody else in the meantime, so the user is
+excluded from the offers for a while. The user's jobs wait at the gate then, where limits are counted, as if nothing were
+offered.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from multiverse.core.model import Offer
+from multiverse.core.model import Attempt, Offer
 from multiverse.core.transition import Event, Move
 
 log = structlog.get_logger()
@@ -40,14 +42,17 @@ class Exclusions:
         """Learn from moves that were committed at `now`."""
         for move in moves:
             for change in move.changes:
-                if isinstance(change.row, Offer) and change.event is Event.MISSED and change.row.uid is not None:
-                    self._missed(change.row.uid, now)
+                row, event = change.row, change.event
+                if isinstance(row, Offer) and event is Event.MISSED and row.uid is not None:
+                    self._missed(row.uid, now, "no job came for a taken spare")
+                elif isinstance(row, Attempt) and event is Event.PIN_EXPIRED and row.pin:
+                    self._missed(row.uid, now, change.reason)
 
-    def _missed(self, uid: int, now: float) -> None:
+    def _missed(self, uid: int, now: float, reason: str) -> None:
         taker = self._takers.setdefault(uid, _Taker(0, now))
         seconds = min(EXCLUSION_LIMIT, EXCLUSION * 2.0 ** min(taker.times, 16))
         if taker.until <= now:
-            log.info("user is excluded from offers", uid=uid, seconds=seconds, reason="no job came for a taken spare")
+            log.info("user is excluded from offers", uid=uid, seconds=seconds, reason=reason)
         taker.times, taker.until = taker.times + 1, now + seconds
 
     def excluded(self, now: float) -> frozenset[int]:
