@@ -25,6 +25,18 @@ def test_a_job_runs_in_a_vm_of_its_own_as_its_user_where_it_was_submitted(lab: L
     nothing_left(lab, client)
 
 
+def test_slurmctld_logs_no_error_for_a_vm(lab: LabUnderTest, client: Client) -> None:
+    """Neither before its node has registered nor after it was deleted, nor because a guest has a slurm.conf of its
+    own."""
+    (log,) = lab.where.root.rglob("slurmctld.log")
+    before = log.stat().st_size
+    ended(client, lab.sbatch("true", "--output=/dev/null"), "done")
+    nothing_left(lab, client)
+    with log.open() as file:
+        file.seek(before)
+        assert [line for line in file if "lookup failure" in line or "different slurm.conf" in line] == []
+
+
 def test_the_exit_code_is_the_scripts(lab: LabUnderTest, client: Client) -> None:
     job = lab.sbatch("exit 3", "--output=/dev/null")
     ended(client, job, "done")

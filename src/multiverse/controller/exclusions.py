@@ -3,8 +3,7 @@
 Slurm does not tell its submit script whether a request is a test (`sbatch --test-only`), and may refuse a job after the
 script. Such a submission takes a node, and no job comes. Or the job comes, and Slurm does not start it, because a limit
 of the user's is used up, which the script cannot know. The node serves nobody else in the meantime, so the user is
-excluded from the offers for a while. The user's jobs wait at the gate then, where limits are counted, as if nothing were
-offered.
+excluded from the offers for a while. The user's jobs wait at the gate then, where limits are counted.
 """
 
 from __future__ import annotations
