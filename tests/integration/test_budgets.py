@@ -1,6 +1,7 @@
 """The number of Slurm commands, commits and processes for each job, counted on the real lab. No times are measured.
 
-Commands of periodic polling (squeue, sinfo, scontrol show) are not counted, because they do not depend on jobs.
+Commands of periodic polling (squeue, sinfo, scontrol show, and for arrays that wait scontrol -o) are not counted,
+because they do not depend on jobs.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ TOGETHER = ALONE | {"scontrol update": 2.1, "sacctmgr": 1.1 + IN_A_ROW / AT_ONCE
 the jobs before may be told only now."""
 
 
+POLLING = ("squeue", "sinfo", "scontrol show", "scontrol -o")
+
 AGAIN = {"scontrol update": 1.5}
 """From 24.11 on slurmctld may refuse to change a job for a moment, and the update is repeated once or twice."""
 
@@ -46,7 +49,7 @@ def counts(client: Client) -> dict[str, float]:
         for name, labels, value, *_ in family.samples:
             if name == "multiverse_commits_total":
                 found["commits"] = value
-            elif name == "multiverse_processes_total" and labels["program"] not in ("squeue", "sinfo", "scontrol show"):
+            elif name == "multiverse_processes_total" and labels["program"] not in POLLING:
                 program = labels["program"]
                 key = "qemu" if program.startswith("qemu-system") else program if program in ALONE else "others"
                 found[key] += value

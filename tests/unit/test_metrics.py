@@ -28,6 +28,9 @@ from multiverse.simulation.loop import run
 from multiverse.simulation.world import SimulatedWorld
 from multiverse.store import Store
 
+_PARTS = ("observe", "users", "sources", "templates", "offers", "submission", "membership", "addresses", "groups")
+"""What is asked for without being an effect."""
+
 
 class Counted:
     """A port that counts its calls, except observations, whose number depends on the time and not on jobs."""
@@ -36,7 +39,7 @@ class Counted:
         self._port, self._calls = port, calls
 
     def __getattr__(self, name: str) -> Any:
-        if name not in ("observe", "users", "sources", "templates", "offers", "submission", "membership", "addresses"):
+        if name not in _PARTS:
             self._calls[name] += 1
         return getattr(self._port, name)
 

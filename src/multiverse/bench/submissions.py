@@ -146,7 +146,7 @@ class TimedController(Controller):
 class FakeCluster:
     """A scheduler, a hypervisor and its sources that do at once what they are asked for."""
 
-    offers = submission = users = membership = parts = silence = addresses = None
+    offers = submission = users = membership = parts = silence = addresses = groups = None
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.jobs, self.nodes = plan, dict[str, Job](), dict[str, Node]()

@@ -41,7 +41,7 @@ _MEMBERS = (
 
 
 @dataclass
-class _Host:
+class _ToldHost:
     """What is to be told to one host. `run` is the word of the one that knows all but `changed`, None if none does."""
 
     run: str | None = None
@@ -64,7 +64,7 @@ class GroupBook:
         self._of_group: dict[int, dict[str, None]] = {}  # names
         self._hosts_of: dict[int, Counter[str]] = {}  # how many VMs of a group each host has
         self._groups_on: dict[str, dict[int, None]] = {}
-        self._hosts: defaultdict[str, _Host] = defaultdict(_Host)
+        self._hosts: defaultdict[str, _ToldHost] = defaultdict(_ToldHost)
         for vm in state.vms.values():
             self._note(vm)
 
@@ -147,7 +147,7 @@ class GroupBook:
                 continue
             host.task = asyncio.create_task(self._tell(groups, name, host, run), name=f"tell {name} of groups")
 
-    async def _tell(self, groups: Groups, name: str, host: _Host, run: str) -> None:
+    async def _tell(self, groups: Groups, name: str, host: _ToldHost, run: str) -> None:
         """Tell a host until it knows all."""
         try:
             while host.run != run or host.changed:

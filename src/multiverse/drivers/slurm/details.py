@@ -21,7 +21,7 @@ from multiverse.drivers.slurm.command import SlurmCommands
 
 _AT_ONCE = 4  # processes
 _NEW = 200  # jobs of which nothing is known yet that are read in one go; others follow with the next table
-_AGAIN = 10  # jobs that were read before and are read again with a whole table: those that were read longest ago
+_AGAIN = 3  # jobs that were read before and are read again with a whole table: those that were read longest ago
 _AGE = 1.0  # seconds for which a job that was read is not read again, unless a hint names it
 
 
