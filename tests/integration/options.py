@@ -329,7 +329,11 @@ GROUPS = (
                 "-F, --nodefile", "nodes are created for each job: submit without --nodelist", "--nodefile={home}/nodes"
             ),
             honoured(
-                "-x, --exclude", "of a VM that is gone, or of other nodes: no VM is one of them", "first", r"nproc=1 .*"
+                "-x, --exclude",
+                "of a VM that is gone, or of other nodes: no VM is one of them; with srun outside of a job only of "
+                "nodes that exist, because its step names them, too",
+                "first",
+                r"nproc=1 .*",
             ),
             refused(
                 "-p, --partition with several", "several partitions are not supported: submit to vm only", "-pvm,bare"
