@@ -410,6 +410,7 @@ def test_a_job_survives_the_loss_of_its_hosts_link(two: LabUnderTest, hosts: Cli
     assert Path(f"{file}.out").read_text().startswith("went on as ")
 
 
+@pytest.mark.slow
 def test_a_host_that_cannot_create_vms_is_avoided_and_costs_no_attempt(two: LabUnderTest, hosts: Client) -> None:
     """Its directory of VMs takes no file. The other host serves the jobs, until an operator says that it is mended."""
     vms = f"{two.where.controller}/vms"

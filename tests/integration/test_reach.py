@@ -157,6 +157,7 @@ def test_jobs_of_one_user_reach_each_other_by_name_and_those_of_another_one_do_n
     until("its name is gone", lambda: name not in Path("/etc/hosts").read_text())
 
 
+@pytest.mark.slow
 def test_a_spare_that_a_job_takes_reaches_the_other_vms_of_its_user(lab: LabUnderTest, client: Client) -> None:
     pool = '[[pool]]\ndepth = "joined"\nmin = 1\nmemory = 300\n'
     with server(lab, client) as where, settings(lab, pool):
@@ -171,6 +172,7 @@ def test_a_spare_that_a_job_takes_reaches_the_other_vms_of_its_user(lab: LabUnde
             assert tried_in(lab, client, user, where) == (spare, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("reach", "own", "others"), [("job", False, False), ("site", True, True)])
 def test_a_site_chooses_who_reaches_whom(
     lab: LabUnderTest, client: Client, reach: str, own: bool, others: bool
