@@ -157,7 +157,6 @@ scancel $SLURM_JOB_ID
     "shared": Submission(
         "--overcommit --ntasks=5 --nodes=2 --mem=150", _SIZE + "srun --quiet sh -c 'echo sharing $SLURM_PROCID'\n"
     ),
-    "crowded": Submission("--overcommit --nodes=1 --ntasks-per-node=2", _SIZE),
     "split": Submission("--ntasks=3 --ntasks-per-node=2 --mem=150", _SIZE),
     "array": Submission("--array=1-2%1 --output={home}/%A_%a-%N.out", _SPAN),
     "after": Submission("--dependency=afterok:{plain}", "ls {home}/plain.over\n"),
@@ -227,12 +226,6 @@ GROUPS = (
                 "shared",
                 "nproc=1 nodes=2 .*",
                 "sharing 4",
-            ),
-            honoured(
-                "-O, --overcommit with --ntasks-per-node",
-                "a CPU for each task of a node: Slurm uses no node with fewer",
-                "crowded",
-                "nproc=2 nodes=1 .*",
             ),
             refused(
                 "more than any host has",

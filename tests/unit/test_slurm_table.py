@@ -75,8 +75,7 @@ def test_a_node_has_the_sockets_that_its_cpus_are_divided_among(
     [
         ({"cpus": 1, "tasks": 8, "cpus_per_task": 1}, 1),
         ({"cpus": 1, "tasks": 8, "cpus_per_task": 2, "minimum_cpus_per_node": 2}, 2),
-        ({"cpus": 2, "tasks": 8, "node_count": 2}, 1),
-        ({"cpus": 2, "tasks": 8, "node_count": 2, "tasks_per_node": 4}, 4),
+        ({"cpus": 2, "tasks": 8, "node_count": 2, "tasks_per_node": 4}, 1),
         ({"cpus": 8, "tasks": 8, "node_count": 2, "tasks_per_node": 4}, 4),
     ],
 )
