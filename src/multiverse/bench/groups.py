@@ -33,7 +33,6 @@ from multiverse.core.model import (
     CloneKind,
     JobRef,
     Member,
-    Neighbour,
     Reach,
     Request,
     Size,
@@ -46,7 +45,7 @@ from multiverse.guest.protocol import names_message
 from multiverse.host import manifest
 from multiverse.host.firewall import Firewall
 from multiverse.host.manifest import Manifest, VmPhase
-from multiverse.host.overlay import Overlay, OverlayConfig, members_owner
+from multiverse.host.overlay import Overlay, OverlayConfig
 
 _INSIDE = "MULTIVERSE_BENCH_NAMESPACE"
 _USER, _SITE = 1000, "bench"
@@ -150,8 +149,7 @@ def elsewhere(count: int, hosts: int) -> dict[str, object]:
 
         def tell(members: Sequence[Member], *, whole: bool) -> None:
             firewall.learn(members, (), whole=whole)
-            there = [Neighbour(one.address, one.mac, one.machine) for one in firewall.members.values() if one.machine]
-            overlay.replace(members_owner("h1"), there)
+            overlay.replace_members("h1", firewall.members.values())
 
         *most, last = others
         whole = timed(lambda: tell([member(0, "h1"), *most], whole=True))

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from multiverse.core.errors import Broken, Exhausted, Refused
-from multiverse.core.model import Neighbour
+from multiverse.core.model import Member, Neighbour
 from multiverse.host.nft import Nft
 from multiverse.host.overlay_rules import OVERHEAD, tables
 from multiverse.system import files, kernel
@@ -154,6 +154,11 @@ class Overlay:
             left = {*self._entries(without=owner), *wanted}
             self._unprogram(ip, index, before - left, left)
             self._program(ip, index, [one for one in wanted if one not in before])
+
+    def replace_members(self, host: str, members: Iterable[Member]) -> None:
+        """As `replace`, for the groups of the VMs of this host: to those members that are on other machines."""
+        there = [Neighbour(one.address, one.mac, one.machine) for one in members if one.machine]
+        self.replace(members_owner(host), there)
 
     def drop(self, owner: str) -> None:
         """Remove the entries that no other owner has. Unknown is success."""

@@ -33,6 +33,7 @@ from multiverse.core.model import (
     VmSpec,
     site_of,
 )
+from multiverse.host.members import changed
 from multiverse.simulation.hypervisor import HostSource, SimulatedHosts
 
 T = TypeVar("T")
@@ -166,8 +167,7 @@ class OneHost:
         await self._answer(self._hosts.add_user(vm, user, group))
 
     async def tell(self, host: str, members: Sequence[Member], gone: Sequence[str], *, whole: bool) -> None:
-        kept = {} if whole else {name: one for name, one in self.members.items() if name not in gone}
-        self.members = kept | {one.name: one for one in members}
+        self.members = changed(self.members, members, gone, whole=whole)
         await self._wait()
 
     async def build_template(self, template: TemplateKey) -> Sequence[Stage]:

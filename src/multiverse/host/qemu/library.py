@@ -257,13 +257,9 @@ class QemuHost:
         `Exhausted` or `Broken` if a part of it failed; then the controller tells all again."""
         firewall, overlay = self._context.firewall, self._context.overlay
         for name in firewall.learn(members, gone, whole=whole):
-            if self._context.firewall.in_use:
-                set_isolated(name, False)
+            set_isolated(name, False)
         if overlay is not None:
-            entries = (one for one in firewall.members.values() if one.machine)
-            overlay.replace(
-                members_owner(self.config.host), [Neighbour(one.address, one.mac, one.machine) for one in entries]
-            )
+            overlay.replace_members(self.config.host, firewall.members.values())
         self._context.names.changed()
 
     def connect(self, name: str, neighbours: Iterable[Neighbour]) -> None:
