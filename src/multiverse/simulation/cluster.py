@@ -659,9 +659,16 @@ class Cluster:
                 f"job {job.job_id} started {job.not_before - now:.1f} s before slurmctld's delay was over"
             )
         job.busy, job.started, job.by_controller = list(job.nodes), now, False
-        job.starts.append(now)
-        if len(recent := [at for at in job.starts if at > now - 600]) > 13:
-            self.hasty.append(f"job {job.job_id} started {len(recent)} times in ten minutes")
+        # slurmctld starts a job again on the VMs that it has until the controller has seen the first start fail.
+        if job.nodes == job.placed:
+            job.repeats += 1
+        else:
+            job.placed, job.repeats = job.nodes, 1
+            job.placements.append(now)
+        if job.repeats > 10:
+            self.hasty.append(f"job {job.job_id} started {job.repeats} times on the same VMs")
+        if len(recent := [at for at in job.placements if at > now - 600]) > 13:
+            self.hasty.append(f"job {job.job_id} started on {len(recent)} sets of VMs in ten minutes")
         on_hosts = Counter(self.host_of(node.name) for node in nodes)
         if (most := job.batch.per_host) and max(on_hosts.values()) > most:
             self.violations.append(
