@@ -5,7 +5,6 @@ Its control groups are in a namespace of its own (`lab.hosts.confined`).
 
 from __future__ import annotations
 
-import asyncio
 import os
 import subprocess
 import sys
@@ -24,10 +23,7 @@ from multiverse.lab.service import Lab, Service
 from multiverse.system.interrupts import held, whole
 
 NODE = BARE_NODE
-_DELETED = 10.0  # seconds in which slurmctld takes the jobs off a node that is DOWN
-_SETTLED = 1.5
-"""Seconds until the node is deleted on which a job was killed. slurmctld 22.05.8 died in two of three trials without,
-and in none of ten with this pause. The node is the only one of its partition, which those of VMs never are."""
+_DELETED = 10.0  # seconds in which slurmctld takes the jobs off a node that is DOWN, and deletes the node
 _CONFINED = "multiverse.lab.hosts.confined"
 
 
@@ -106,12 +102,9 @@ async def stop(lab: Lab) -> None:
     groups are gone afterwards, whatever slurmctld says. `Broken` if it does not delete the node."""
     with held():
         try:
-            ran = (await whole(_slurm, lab, "squeue", "-h", "-w", NODE)).stdout.strip()
             await whole(_slurm, lab, "scontrol", "update", f"NodeName={NODE}", "State=DOWN", "Reason=stopped")
         finally:
             await end(lab.where)
-        if ran:
-            await asyncio.sleep(_SETTLED)
         said = await whole(_delete_node, lab)
     if said:
         raise Broken(f"cannot delete node {NODE}: {said}", hint="wait until no job is on it")
@@ -125,14 +118,22 @@ async def end(where: Layout) -> bool:
 
 
 def _delete_node(lab: Lab) -> str:
-    """Delete the node, as soon as the jobs that ran there are off it; why that is not possible. Absent is success."""
+    """Delete the node, as soon as the jobs that ran there are off it; why that is not possible. Absent is success.
+
+    slurmctld itself deletes a node that is DOWN although a job on it is completing. It crashes when the job's
+    EpilogSlurmctld ends, because it looks up the node for steps that are left (22.05.8, _step_dealloc_lps).
+    """
     deadline = time.monotonic() + _DELETED
     while True:
-        done = _slurm(lab, "scontrol", "delete", f"NodeName={NODE}")
-        if done.returncode == 0 or "Invalid node name" in done.stderr:
-            return ""
-        if time.monotonic() > deadline or "contact" in done.stderr:
-            return done.stderr.strip()
+        jobs = _slurm(lab, "squeue", "-h", "-a", "-w", NODE, "-t", "R,S,CG", "-o", "job %i is on it")
+        said = jobs.stdout.strip()
+        if not said:
+            done = _slurm(lab, "scontrol", "delete", f"NodeName={NODE}")
+            if done.returncode == 0 or "Invalid node name" in done.stderr:
+                return ""
+            said = done.stderr.strip()
+        if time.monotonic() > deadline or "contact" in said:
+            return said
         time.sleep(0.2)
 
 
