@@ -10,7 +10,7 @@ help:
 	@echo "make test       lint, types, unit, contract, simulation, integration on the real lab (root)"
 	@echo "make spank      Slurm's plugin for VMs inside jobs, into var/spank"
 	@echo "make unit, make histories, make integration: parts of it"
-	@echo "make test-slow  the slow tests and test-trixie: three hours or more"
+	@echo "make test-slow  the slow tests by groups, test-trixie and mutants: many hours; scripts/slow GROUP... runs some of them"
 	@echo "make test-trixie the integration tests on Debian 13, with its Slurm 24.11 and QEMU 10, in a root file system of its own"
 	@echo "make mutants    mutation tests of the core: do the unit tests notice changed decisions? an hour or more"
 	@echo "make setup      install packages and the Python environment only, for development; not on a site's machine"
@@ -78,8 +78,7 @@ isolated: spank
 	$(call quietly,isolated,pytest $(ISOLATED) -m "integration and not slow")
 
 test-slow: spank
-	pytest tests -m slow
-	$(MAKE) test-trixie
+	scripts/slow
 
 test-trixie:
 	scripts/in-debian trixie make setup images

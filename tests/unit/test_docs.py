@@ -27,6 +27,16 @@ def test_what_is_generated_from_the_commands_and_the_api_is_current() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_each_module_with_slow_tests_belongs_to_one_group_which_the_page_shows() -> None:
+    code = {"__name__": "slow", "__file__": str(ROOT / "scripts/slow")}
+    exec(compile((ROOT / "scripts/slow").read_text(), "scripts/slow", "exec"), code)
+    groups, others = code["GROUPS"], code["OTHERS"]
+    listed = [module for modules in groups.values() for module in modules]
+    marked = [path.stem for path in (ROOT / "tests").glob("*/test_*.py") if "mark.slow" in path.read_text()]
+    assert sorted(listed) == sorted(one for one in marked if one != Path(__file__).stem)
+    assert list(code["rows"]((ROOT / "docs/testing.md").read_text())) == [*groups, *others]
+
+
 def test_every_manual_page_can_be_formatted() -> None:
     pages = sorted((ROOT / "docs/man").glob("*.1"))
     assert len(pages) > 15
