@@ -299,6 +299,7 @@ async def a_node_is_deleted_though_its_job_was_counted_twice(h: Harness) -> None
     await h.reconfigure()
     await h.cancel(job.ref.job_id)
     await h.job(job.ref.job_id, lambda job: job.state is JobState.ENDED)
+    await h.view(lambda view: view.nodes[name].state is not NodeState.BUSY)
     await h.delete(name)
     assert name not in (await h.scheduler.observe()).nodes
 

@@ -47,6 +47,15 @@ def test_a_node_whose_job_was_counted_twice_is_deleted_though_slurmctld_never_gi
     assert list(outcome.results.values()) == ["COMPLETED"]
 
 
+def test_a_vm_of_which_no_record_tells_is_released_though_slurmctld_counts_its_job_for_ever() -> None:
+    """Seed 10301144: the database is lost, and slurmctld reads its configuration, while the job runs."""
+    never = ClusterSettings(node_timeout=1e6)
+    incidents = (Incident(9.0, IncidentKind.DATABASE_LOST), Incident(12.0, IncidentKind.RECONFIGURED))
+    outcome = simulate(scenario(*incidents, cluster=never, seconds=30.0))
+    assert not outcome.violations, outcome.story()
+    assert list(outcome.results.values()) == ["COMPLETED"]
+
+
 def test_the_world_notices_a_driver_that_deletes_nodes_which_backfill_plans_to_use(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

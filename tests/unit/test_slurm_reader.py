@@ -10,7 +10,7 @@ import pytest
 
 from multiverse.config import ImageSettings, Settings, SlurmSettings
 from multiverse.core.errors import Gone, Refused, Unknown
-from multiverse.core.model import JobState
+from multiverse.core.model import JobState, NodeState
 from multiverse.drivers.slurm import details
 from multiverse.drivers.slurm.jobs import JobTable
 from multiverse.drivers.slurm.reader import SlurmReader
@@ -29,11 +29,14 @@ class Commands:
         self.unknown: set[str] = set()
         self.calls: list[tuple[str, ...]] = []
         self.nodes = NODES
+        self.on_nodes = ""
         self.shown = SHOWN
 
     async def run(self, *command: str, env: Mapping[str, str] | None = None, refused: str = "") -> str:
         self.calls.append(command)
         match command[0]:
+            case "squeue" if "-w" in command:
+                return self.on_nodes
             case "squeue":
                 assert env and SECRET in env["SQUEUE_FORMAT2"] and not any(SECRET in word for word in command)
                 return self._squeue(*command[-2:])
@@ -197,3 +200,24 @@ async def test_a_damaged_part_is_unknown_and_forgets_nothing(reader: SlurmReader
     with pytest.raises(Unknown):
         await reader.part({}, (), ["mvab12c-1"])
     assert reader._jobs.jobs == before and set(reader.nodes) == {f"mvab12c-{n}" for n in (1, 2, 3)}
+
+
+async def test_a_node_that_stays_allocated_without_a_job_of_any_partition_is_drained(
+    reader: SlurmReader, commands: Commands
+) -> None:
+    commands.nodes = NODES.replace("idle+dynamic_norm", "allocated+dynamic_norm")
+    stuck = ("mvab12c-1", "mvab12c-2")
+    commands.on_nodes = "node1,mvab12c-2\n"
+    states = [(await reader.whole())[1] for _ in range(3)]
+    assert [[one[name].state for name in stuck] for one in states] == [
+        [NodeState.BUSY, NodeState.BUSY],  # a job may have started between the two tables
+        [NodeState.DRAINED, NodeState.BUSY],
+        [NodeState.DRAINED, NodeState.BUSY],
+    ]
+    assert states[2]["mvab12c-1"] is states[1]["mvab12c-1"]
+    part = await reader.part({}, (), ["mvab12c-1"])
+    assert part.nodes["mvab12c-1"].state is NodeState.DRAINED
+    commands.on_nodes = "mvab12c-[1-2]\n"  # a job of another partition has started there
+    assert (await reader.whole())[1]["mvab12c-1"].state is NodeState.BUSY
+    commands.nodes = NODES
+    assert (await reader.whole())[1]["mvab12c-1"].state is NodeState.IDLE

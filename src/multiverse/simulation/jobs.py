@@ -194,6 +194,7 @@ class NodeRecord:
     stuck: bool = False
 
     def shown(self, *, reserved: bool = False) -> Node:
-        busy = NodeState.BUSY if self.job or self.stuck else NodeState.IDLE
-        state = NodeState.DOWN if self.down else NodeState.DRAINED if self.drained else busy
+        busy = NodeState.BUSY if self.job else NodeState.IDLE
+        drained = self.drained or self.stuck  # as `drivers.slurm.reader` shows a node that is allocated without a job
+        state = NodeState.DOWN if self.down else NodeState.DRAINED if drained else busy
         return Node(self.name, state, self.features, self.reason, reserved)

@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Set
+from dataclasses import dataclass, field, replace
 
 from multiverse.config import Settings
 from multiverse.core.errors import Gone, Refused
-from multiverse.core.model import Job, JobState, Node, NodeReservation, SchedulerPart
+from multiverse.core.model import Job, JobState, Node, NodeReservation, NodeState, SchedulerPart, SchedulerView
 from multiverse.drivers.slurm import bootstrap as node_bootstrap
 from multiverse.drivers.slurm import conf, gate, parse
 from multiverse.drivers.slurm.command import SlurmCommands
@@ -34,6 +34,7 @@ _CHEAP = 0.05  # seconds: a table of all nodes that takes less, for each node th
 _ALWAYS_CHEAP = 0.2  # the same for any number: slurmctld logs an error for a single node that it does not know (yet)
 _RECENT = 5  # tables of all nodes, of which the one that took the least tells what they cost: others had to wait
 
+_JOBLESS = "slurmctld counts a job on it that has left"
 _INVALID_USER = "Invalid user"  # squeue 22.05 shows no job then, and exits with 0
 
 
@@ -53,6 +54,8 @@ class SlurmReader:
         self._commands = commands
         self._jobs = JobTable(JobColumns(physical=bool(settings.expand)))
         self._nodes = NodeTable()
+        self._jobless: Mapping[str, Node] = {}  # nodes that are allocated without a job, as they are shown instead
+        self._allocated: Set[str] = frozenset()  # on which the latest whole load showed no job
         self._details = DetailReader(commands)
         self._limits = ("", "")  # the latest texts of associations and of licences
         self._nodes_took: deque[float] = deque(maxlen=_RECENT)
@@ -74,7 +77,8 @@ class SlurmReader:
         names, enforced = await asyncio.to_thread(self._names)
         (rows, limits), nodes = await asyncio.gather(self._whole_jobs(names, enforced), self._all_nodes())
         jobs = await asyncio.to_thread(self._convert_whole, rows, names, limits)
-        return jobs, nodes, limits.left
+        await self._find_jobless(jobs, nodes)
+        return jobs, {**nodes, **self._jobless} if self._jobless else nodes, limits.left
 
     async def part(
         self, jobs: Mapping[str, int | None], users: Collection[int], nodes: Collection[str]
@@ -92,7 +96,7 @@ class SlurmReader:
         self._jobs.keep_part(rows, seen, before.keys() - seen.keys())
         return SchedulerPart(
             jobs=seen,
-            nodes=found,
+            nodes={name: self._jobless.get(name, node) for name, node in found.items()},
             job_ids=frozenset(job_ids),
             users=frozenset(read.users),
             node_names=frozenset(nodes),
@@ -254,6 +258,27 @@ class SlurmReader:
         rest = {name: node for name, node in self._nodes.nodes.items() if name not in names}
         self._nodes.nodes = {**rest, **found}
         return found, False
+
+    async def _find_jobless(self, jobs: Mapping[str, Job], nodes: Mapping[str, Node]) -> None:
+        """Find nodes that stay allocated although no job of any partition is on them: after `scontrol reconfigure`
+        slurmctld 22.05 counts the jobs on dynamic nodes twice. Such a node gets no job, so it is shown as drained."""
+        occupied = SchedulerView(jobs=jobs).occupied
+        before = self._allocated
+        self._allocated = {name for name, node in nodes.items() if node.state is NodeState.BUSY} - occupied
+        # A job that starts or ends between the two tables is in one of them only, but not twice.
+        if not (suspects := before & self._allocated):
+            self._jobless = {}
+            return
+        on_them = ("-w", ",".join(sorted(suspects)), "-t", "R,S,CG", "-o", "%N")
+        try:
+            shown = await self._commands.run("squeue", "-h", "-a", *on_them)
+        except (Gone, Refused):
+            return  # one of them is no more
+        held = {name for line in shown.splitlines() for name in parse.hosts(line.strip())}
+        found = {name: replace(nodes[name], state=NodeState.DRAINED, reason=_JOBLESS) for name in suspects - held}
+        self._jobless = {
+            name: known if (known := self._jobless.get(name)) == node else node for name, node in found.items()
+        }
 
     # --- the site ----------------------------------------------------------------------------------
 
