@@ -11,11 +11,18 @@ from multiverse.images.catalog import Image, load
 
 CACHE = Path(os.environ.get("MULTIVERSE_TEST_CACHE", Path(__file__).parents[2] / "var/cache/test"))
 IMAGES = CACHE / "images"
+BUILT = CACHE / "bench"
+"""Those of benchmarks, which build them as they are delivered."""
 
 
 def slim() -> Image:
     """The default image, with a real parallel program in it."""
     return build("slim", "slim", IMAGES, packages=("hpcc",), progress=print)
+
+
+def plain() -> Image:
+    """The default image as benchmarks build it."""
+    return build("slim", "slim", BUILT, progress=print)
 
 
 def mpi() -> Image:

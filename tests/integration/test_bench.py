@@ -20,7 +20,7 @@ from multiverse.lab.plan import load
 from multiverse.lab.services import Lab
 from multiverse.lab.session import LabSession, session_environment
 from tests.integration.conftest import LabUnderTest
-from tests.integration.images import IMAGES
+from tests.integration.images import BUILT
 from tests.integration.watch import nothing_left
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
@@ -75,7 +75,7 @@ def test_a_burst_uses_a_lab_of_its_own_and_leaves_nothing_of_it() -> None:
     directory = Path(tempfile.mkdtemp(prefix="mvb-"))
     directory.chmod(0o755)
     program = Path(sys.executable).with_name("multiverse")
-    words = ["bench", "burst", "3", "--kinds", "linked,instant", "--dir", f"{directory}/lab", "--images", f"{IMAGES}"]
+    words = ["bench", "burst", "3", "--kinds", "linked,instant", "--dir", f"{directory}/lab", "--images", f"{BUILT}"]
     try:
         done = subprocess.run([program, *words, "--json"], capture_output=True, text=True, timeout=400)
         assert done.returncode == 0, done.stderr

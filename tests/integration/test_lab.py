@@ -24,7 +24,7 @@ from multiverse.lab.layout import Layout, layout
 from multiverse.lab.plan import LabOptions, load
 from multiverse.lab.services import Lab
 from multiverse.soak import leftovers
-from tests.integration.images import IMAGES, slim
+from tests.integration.images import BUILT, IMAGES, plain, slim
 from tests.integration.watch import kept_by_slurm, kill, until
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("no_controller")]
@@ -127,14 +127,16 @@ _STAGES = ("munged started", "slurmctld started", "controller started", "1 of 4"
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_an_interrupted_benchmark_leaves_nothing(number: signal.Signals, stage: str) -> None:
     """Also if it is interrupted again and again. What one that was killed leaves is ended by `lab down`."""
-    slim()
+    plain()
     directory = Path(tempfile.mkdtemp(prefix="mvlab-"))
     directory.chmod(0o755)
-    where, program = layout(directory / "lab"), Path(sys.executable).with_name("multiverse")
-    words = ["bench", "latency", "-j", "2", "--kinds", "instant,bare_metal", "--dir", where.root, "--images", IMAGES]
+    where = layout(directory / "lab")
+    # A shell's background job, and its children, ignore SIGINT.
+    program = "env", "--default-signal=INT", Path(sys.executable).with_name("multiverse")
+    words = ["bench", "latency", "-j", "2", "--kinds", "instant,bare_metal", "--dir", where.root, "--images", BUILT]
     try:
         with subprocess.Popen(
-            [program, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+            [*program, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
         ) as bench:
             assert bench.stdout is not None
             said = []
