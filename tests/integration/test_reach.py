@@ -13,6 +13,7 @@ import pytest
 
 from multiverse.client import Client
 from multiverse.lab import lifecycle
+from multiverse.lab.own_etc import has_own_etc
 from multiverse.lab.plan import LabOptions
 from multiverse.lab.services import AGENT, CONTROLLER
 from multiverse.lab.users import PrivateUser
@@ -86,10 +87,10 @@ print(socket.gethostbyname(sys.argv[1]))
 @contextmanager
 def settings(lab: LabUnderTest, text: str) -> Iterator[None]:
     """The controller runs with these settings in addition."""
-    mounts = (line.split() for line in Path("/proc/self/mounts").read_text().splitlines())
-    assert "/etc" in {place for what, place, *_ in mounts if what == "multiverse-etc"}, "this machine's stays as it is"
+    assert has_own_etc(), "this machine's stays as it is"
+    assert str(lab.settings.network.names) == "/etc/hosts"
     site = lab.where.etc / "site.toml"
-    site.write_text('[network]\nnames = "/etc/hosts"\n' + text)
+    site.write_text("[network]\n" + text)
     asyncio.run(lifecycle.up(lab.where, LabOptions()))
     try:
         yield
