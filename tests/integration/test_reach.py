@@ -107,13 +107,14 @@ def _left(lab: LabUnderTest, controller: Callable[[], int]) -> Iterator[None]:
 
 
 @contextmanager
-def server(lab: LabUnderTest, client: Client) -> Iterator[tuple[str, str]]:
+def server(lab: LabUnderTest, client: Client, *options: str) -> Iterator[tuple[str, str]]:
     """A job of the user that serves; its VM's name and address."""
     home = lab.user.home
     for name in ("server", "stop"):
         (home / name).unlink(missing_ok=True)
     (home / "server.py").write_text(SERVER)
-    job = lab.sbatch(f"exec python3 {home}/server.py {home}", "--mem=300", f"--output={home}/server.out")
+    size = options or ("--mem=300",)
+    job = lab.sbatch(f"exec python3 {home}/server.py {home}", *size, f"--output={home}/server.out")
     until("the server listens", (home / "server").exists)  # its template may have to be built
     yield tuple(json.loads((home / "server").read_text()))
     (home / "stop").touch()
@@ -126,13 +127,14 @@ def tried(lab: LabUnderTest, client: Client, user: PrivateUser, where: tuple[str
 
 
 def tried_in(
-    lab: LabUnderTest, client: Client, user: PrivateUser, where: tuple[str, str]
+    lab: LabUnderTest, client: Client, user: PrivateUser, where: tuple[str, str], *options: str
 ) -> tuple[str, dict[str, Any]]:
     """In which VM such a client ran, and what it reached."""
     (user.home / "client.py").write_text(CLIENT)
     out = user.home / "client.out"
     out.unlink(missing_ok=True)
-    job = lab.sbatch(f"exec python3 {user.home}/client.py {' '.join(where)}", "--mem=300", f"--output={out}", user=user)
+    size = options or ("--mem=300",)
+    job = lab.sbatch(f"exec python3 {user.home}/client.py {' '.join(where)}", *size, f"--output={out}", user=user)
     ended(client, job, "done")
     vm, found = json.loads(written(out))
     return vm, found
