@@ -268,7 +268,7 @@ lines 4 sattach {running}.0
 lines 4 sattach -l {running}.0
 lines 2 sattach -Q --output-filter=1 --error-filter=1 --input-filter=1 {running}.0
 lines 6 sattach -v {running}.0
-lines 5 sattach --pty {running}.0
+lines 4 sattach --pty {running}.0
 sattach --layout {running}.0
 sattach {ended}.0
 """)

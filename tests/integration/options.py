@@ -157,6 +157,7 @@ scancel $SLURM_JOB_ID
     "shared": Submission(
         "--overcommit --ntasks=5 --nodes=2 --mem=150", _SIZE + "srun --quiet sh -c 'echo sharing $SLURM_PROCID'\n"
     ),
+    "crowded": Submission("--overcommit --nodes=1 --ntasks-per-node=2", _SIZE),
     "split": Submission("--ntasks=3 --ntasks-per-node=2 --mem=150", _SIZE),
     "array": Submission("--array=1-2%1 --output={home}/%A_%a-%N.out", _SPAN),
     "after": Submission("--dependency=afterok:{plain}", "ls {home}/plain.over\n"),
@@ -226,6 +227,13 @@ GROUPS = (
                 "shared",
                 "nproc=1 nodes=2 .*",
                 "sharing 4",
+            ),
+            honoured(
+                "-O, --overcommit with --ntasks-per-node",
+                "each VM has CPUs and memory for its tasks side by side, because Slurm uses no node with less; "
+                "the job gets as much of that as with --overcommit alone",
+                "crowded",
+                "nproc=1 nodes=1 .*",
             ),
             refused(
                 "more than any host has",

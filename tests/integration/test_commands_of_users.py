@@ -72,7 +72,7 @@ _LINES = """\
 lines() {
     wanted=$1; shift
     stdbuf -oL "$@" > lines.out 2>&1 & pid=$!
-    for _ in $(seq 100); do
+    for _ in $(seq 300); do
         [ $(wc -l < lines.out) -ge $wanted ] && break
         kill -0 $pid 2>/dev/null || break
         sleep 0.1
@@ -88,6 +88,11 @@ signals() {
     rm -f signals
 }
 """
+_KNOWN = """\
+mkdir {tmp}
+for _ in $(seq 100); do [ "$(sacct -nXPo Partition -j $SLURM_JOB_ID)" ] && break; sleep 0.2; done
+"""
+"""slurmdbd may learn of a step before it learns of its job."""
 _CASE = "\n----- case\n"
 
 
@@ -264,7 +269,7 @@ def _ask_all(place: Place) -> None:
         ("file", "given\n"),
         ("flat", _FLAT),
         ("task", _TASK),
-        ("inside", ("export SLURM_CONF={dir}/slurm.conf\n" if bare else "") + "mkdir {tmp}\n" + script(INSIDE)),
+        ("inside", ("export SLURM_CONF={dir}/slurm.conf\n" if bare else "") + _KNOWN + script(INSIDE)),
     ):
         place.write(name, text)
     place.submit("ended", _ENDED)

@@ -7,10 +7,12 @@ start. A real slurmctld enforces the limits, and jobs run in real VMs.
 from __future__ import annotations
 
 import asyncio
+import re
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from itertools import accumulate
+from pathlib import Path
 
 import pytest
 
@@ -214,3 +216,43 @@ def test_500_jobs_that_may_not_start_delay_no_job_that_may(
     finally:
         lab.run("scancel", f"--user={lab.user.name}")
     nothing_left(lab, client)
+
+
+@pytest.fixture
+def pool(lab: LabUnderTest, controller: Callable[[], int]) -> Iterator[Path]:
+    """The controller keeps a joined spare on offer; the directory of the offers."""
+    site = lab.where.etc / "site.toml"
+    site.write_text('[[pool]]\ndepth = "joined"\nmin = 1\nmemory = 300\n')
+    asyncio.run(lifecycle.up(lab.where, LabOptions()))
+    yield lab.settings.slurm.inbox / "spares"
+    site.write_text("")
+    asyncio.run(lifecycle.up(lab.where, LabOptions()))
+
+
+@pytest.mark.slow
+def test_of_jobs_beyond_a_limit_only_the_first_takes_a_spare(lab: LabUnderTest, client: Client, pool: Path) -> None:
+    """The submit script cannot know the limit, but its user gets no spare for a while after that."""
+    go = lab.user.home / "go"
+    go.unlink(missing_ok=True)
+    script = f"until [ -e {go} ]; do sleep 0.2; done"
+    within = [lab.sbatch(script, "--output=/dev/null", "--mem=400") for _ in range(2)]
+    until("the limit is used up", lambda: active(client).issuperset(within))
+    offers = pool / "list"
+    spare = until("a spare is on offer", lambda: offers.exists() and re.findall(r"\bmv\w+-\d+", offers.read_text()))[0]
+    beyond = [lab.sbatch(script, "--output=/dev/null", "--mem=250")]
+    assert (pool / f"taken.{spare}.{lab.user.uid}").exists()
+    until("its user is excluded", lambda: f"\nexcluded {lab.user.uid}\n" in offers.read_text())
+
+    def another() -> str | None:
+        found = [name for name in re.findall(r"\bmv\w+-\d+", offers.read_text()) if name != spare]
+        return found[0] if found else None
+
+    second = until("another spare is on offer", another)
+    beyond += [lab.sbatch(script, "--output=/dev/null", "--mem=250") for _ in range(3)]
+    reason = "held back by AssocMaxJobsLimit"
+    rows = lambda: {row["job_id"]: row["waiting"] for row in client.jobs()}  # noqa: E731
+    until("all wait", lambda: all(rows().get(job, "").startswith(reason) for job in beyond[1:]))
+    assert (pool / f"open.{second}").exists(), "nobody took it"
+    go.touch()
+    for job in (*within, *beyond):
+        ended(client, job, "done")

@@ -135,13 +135,54 @@ def lending(lab: LabUnderTest, controller: Callable[[], int]) -> Iterator[Path]:
 
 
 @slow
-def test_a_slurmd_killed_in_its_guest_is_noticed(lab: LabUnderTest, client: Client, lending: Path) -> None:
-    path, script = counting_job(lab, "slurmd", f"{lending} -p -c 'kill -9 $(pidof slurmd)'; echo end >> slurmd.count")
-    job = lab.sbatch(script, "--output=/dev/null", "--requeue")
-    until("the job has ended", lambda: path.exists() and "end" in path.read_text())
-    ended(client, job, "done")
-    assert written(path) == "run 0\nend\n", "a completed job is not run again"
-    assert len(client.jobs(job)) == 1
+def test_a_slurmd_killed_in_its_guest_is_started_again(lab: LabUnderTest, client: Client, lending: Path) -> None:
+    """The next one knows the job: it ends it when it is cancelled, and reports the end of one that ends by itself."""
+    killing = f"{lending} -p -c 'kill -9 $(pidof slurmd)'; echo end >> $SLURM_JOB_NAME.count; "
+    path, script = counting_job(lab, "short", killing)
+    short = lab.sbatch(script, "--output=/dev/null", "--requeue", "--job-name=short")
+    other, script = counting_job(lab, "long", killing + "sleep 600")
+    long = lab.sbatch(script, "--output=/dev/null", "--requeue", "--job-name=long")
+    ended(client, short, "done")
+    until("the other has killed it", lambda: other.exists() and "end" in other.read_text())
+    lab.run("scancel", long, user=lab.user)
+    # Without slurmd it would be COMPLETING for SlurmdTimeout, a minute here.
+    until("nothing waits for it", lambda: "COMPLETING" not in lab.run("squeue", "-h", "-o", "%T").stdout, 20)
+    ended(client, long, "done")
+    for file, job in ((path, short), (other, long)):
+        assert written(file) == "run 0\nend\n" and len(client.jobs(job)) == 1, "it ran once"
+    assert accounted(lab, short) == ("COMPLETED", "0:0")
+    nothing_left(lab, client)
+
+
+@pytest.fixture
+def attentive(lab: LabUnderTest) -> Iterator[None]:
+    """srun asks after some seconds whether the other end of a connection is still there."""
+    conf = lab.where.slurm_conf
+    whole = conf.read_text()
+    usual = "keepalivetime=60,keepaliveinterval=10,keepaliveprobes=6"
+    assert usual in whole
+    conf.write_text(whole.replace(usual, "keepalivetime=5,keepaliveinterval=2,keepaliveprobes=3"))
+    yield
+    conf.write_text(whole)
+
+
+@slow
+def test_srun_ends_with_its_vm_although_slurmctld_cannot_tell_it(
+    lab: LabUnderTest, client: Client, controller: Callable[[], int], attentive: None
+) -> None:
+    said = lab.user.home / "srun.said"
+    argv = ("srun", "sh", "-c", "hostname; sleep 600")
+    with said.open("w") as output, subprocess.Popen(
+        argv, env=lab.env, cwd=lab.user.home, user=lab.user.uid, group=lab.user.uid, extra_groups=[],
+        stdout=output, stderr=subprocess.STDOUT,
+    ) as srun:  # fmt: skip
+        vm = until("it runs", lambda: [word for word in said.read_text().split() if word.startswith("mv")])[-1]
+        kill(int(lifecycle.status(lab.where)["slurmctld"]["pid"]))
+        kill(qemu_of(vm))
+        srun.wait(120)
+    assert "io error with slurmstepd" in said.read_text()
+    mend(lab)
+    until("its VM is gone", lambda: not client.vms())
     nothing_left(lab, client)
 
 

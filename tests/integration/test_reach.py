@@ -13,6 +13,7 @@ import pytest
 
 from multiverse.client import Client
 from multiverse.lab import lifecycle
+from multiverse.lab.own_etc import has_own_etc
 from multiverse.lab.plan import LabOptions
 from multiverse.lab.services import AGENT, CONTROLLER
 from multiverse.lab.users import PrivateUser
@@ -86,10 +87,10 @@ print(socket.gethostbyname(sys.argv[1]))
 @contextmanager
 def settings(lab: LabUnderTest, text: str) -> Iterator[None]:
     """The controller runs with these settings in addition."""
-    mounts = (line.split() for line in Path("/proc/self/mounts").read_text().splitlines())
-    assert "/etc" in {place for what, place, *_ in mounts if what == "multiverse-etc"}, "this machine's stays as it is"
+    assert has_own_etc(), "this machine's stays as it is"
+    assert str(lab.settings.network.names) == "/etc/hosts"
     site = lab.where.etc / "site.toml"
-    site.write_text('[network]\nnames = "/etc/hosts"\n' + text)
+    site.write_text("[network]\n" + text)
     asyncio.run(lifecycle.up(lab.where, LabOptions()))
     try:
         yield
@@ -106,13 +107,14 @@ def _left(lab: LabUnderTest, controller: Callable[[], int]) -> Iterator[None]:
 
 
 @contextmanager
-def server(lab: LabUnderTest, client: Client) -> Iterator[tuple[str, str]]:
+def server(lab: LabUnderTest, client: Client, *options: str) -> Iterator[tuple[str, str]]:
     """A job of the user that serves; its VM's name and address."""
     home = lab.user.home
     for name in ("server", "stop"):
         (home / name).unlink(missing_ok=True)
     (home / "server.py").write_text(SERVER)
-    job = lab.sbatch(f"exec python3 {home}/server.py {home}", "--mem=300", f"--output={home}/server.out")
+    size = options or ("--mem=300",)
+    job = lab.sbatch(f"exec python3 {home}/server.py {home}", *size, f"--output={home}/server.out")
     until("the server listens", (home / "server").exists)  # its template may have to be built
     yield tuple(json.loads((home / "server").read_text()))
     (home / "stop").touch()
@@ -125,13 +127,14 @@ def tried(lab: LabUnderTest, client: Client, user: PrivateUser, where: tuple[str
 
 
 def tried_in(
-    lab: LabUnderTest, client: Client, user: PrivateUser, where: tuple[str, str]
+    lab: LabUnderTest, client: Client, user: PrivateUser, where: tuple[str, str], *options: str
 ) -> tuple[str, dict[str, Any]]:
     """In which VM such a client ran, and what it reached."""
     (user.home / "client.py").write_text(CLIENT)
     out = user.home / "client.out"
     out.unlink(missing_ok=True)
-    job = lab.sbatch(f"exec python3 {user.home}/client.py {' '.join(where)}", "--mem=300", f"--output={out}", user=user)
+    size = options or ("--mem=300",)
+    job = lab.sbatch(f"exec python3 {user.home}/client.py {' '.join(where)}", *size, f"--output={out}", user=user)
     ended(client, job, "done")
     vm, found = json.loads(written(out))
     return vm, found

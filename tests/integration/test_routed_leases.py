@@ -20,6 +20,7 @@ from multiverse.pilot.network import port_name
 from tests.integration.conftest import LabUnderTest, new_lab
 from tests.integration.images import slim
 from tests.integration.overlay_hosts import forged_packet
+from tests.integration.test_reach import server, tried_in
 from tests.integration.test_routed_hosts import GANG, TALK, entries, plan_of, send
 from tests.integration.watch import ended, output_of, until
 
@@ -130,6 +131,21 @@ def test_a_job_on_a_static_and_a_leased_host(routed: LabUnderTest, client: Clien
     until("the lease is given back", lambda: not client.leases())
     until("nothing is left on the node", lambda: not remains(routed))
     until("nothing is left elsewhere", lambda: not any(entries(routed, site).values()))
+
+
+def test_jobs_of_one_user_reach_each_other_on_a_static_and_a_leased_host(routed: LabUnderTest, client: Client) -> None:
+    """Also by name and in both directions; a job of another user on the leased host reaches nothing."""
+    whole_host = ("-c4", "--mem=5000", "--time=15")
+    with server(routed, client, *whole_host) as where:
+        (static,) = client.vms()
+        assert (static["name"], static["host"]) == (where[0], "mvh1")
+        reached = {"name": [where[0], ""], "address": [where[0], ""]}
+        for user, expected in ((routed.user, reached), (routed.other, {"name": "unknown", "address": "refused"})):
+            vm, found = tried_in(routed, client, user, where, "-c2", "--mem=1000", "--time=15")
+            assert vm != where[0] and found == expected
+            assert client.leases(), "no other host had room"
+    until("the lease is given back", lambda: not client.leases())
+    until("nothing is left on the node", lambda: not remains(routed))
 
 
 def test_leases_of_one_node_share_its_overlay_until_the_last_one_ends(routed: LabUnderTest, client: Client) -> None:

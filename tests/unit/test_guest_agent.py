@@ -237,6 +237,33 @@ def test_a_daemon_that_ends_before_it_is_ready_is_a_failure_with_its_log(
         assert fact in str(failure.value)
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may become a daemon's user")
+def test_a_daemon_that_ends_is_started_again_unless_it_ends_at_once_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "LOGS", str(tmp_path))
+    monkeypatch.setattr(daemons, "LOGS", str(tmp_path))
+    now = 100.0
+    monkeypatch.setattr(daemons.time, "monotonic", lambda: now)
+    children = daemons.Children()
+    argv = ["/bin/sh", "-c", "echo started; exit 3"]
+    daemon = daemons.DaemonProcess({"name": "slurmd", "argv": argv, "user": "root", "ready_path": ""})
+    children.start(daemon)
+
+    def ended() -> daemons.DaemonProcess:
+        os.waitid(os.P_PID, daemon.pid, os.WEXITED | os.WNOWAIT)
+        (found,) = children.collect()
+        return found
+
+    assert ended().start_again()
+    assert ended() is daemon
+    assert not daemon.start_again()
+    now += daemons.LASTING
+    assert daemon.start_again()
+    ended()
+    assert (tmp_path / "slurmd.log").read_text() == "started\n" * 3
+
+
 def test_a_program_that_cannot_be_started_has_no_wait_status() -> None:
     assert processes.run(["/nonexistent"]) == -1
     assert os.waitstatus_to_exitcode(processes.run(["/bin/sh", "-c", "exit 4"])) == 4

@@ -15,7 +15,7 @@ _MACHINE = """
 import os, pwd, shutil, subprocess, sys
 from pathlib import Path
 from multiverse.lab import users
-from multiverse.lab.own_etc import mount_own_etc
+from multiverse.lab.own_etc import has_own_etc, mount_own_etc
 from multiverse.system import kernel
 
 PASSWD, GROUP = Path("/etc/passwd"), Path("/etc/group")
@@ -23,6 +23,7 @@ PASSWD, GROUP = Path("/etc/passwd"), Path("/etc/group")
 kernel.unshare(kernel.CLONE_NEWNS)
 kernel.mount(None, Path("/"), kernel.MS_REC | kernel.MS_PRIVATE)
 mount_own_etc()
+assert has_own_etc()
 before = [PASSWD.read_text(), GROUP.read_text()]
 home = Path(sys.argv[1])
 

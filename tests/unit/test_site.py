@@ -33,6 +33,7 @@ SlurmUser=root
 SelectType=select/cons_tres
 MaxNodeCount=1024
 TreeWidth=65533
+CommunicationParameters=keepalivetime=300,keepaliveinterval=10
 DefMemPerCPU=2048
 JobSubmitPlugins=lua
 EpilogSlurmctld={directory}/multiverse-epilog
@@ -395,6 +396,7 @@ def test_an_alert_says_what_the_hosts_need_and_a_changed_file_is_read_again_and_
         ("JobSubmitPlugins=lua", "", "problem", "JobSubmitPlugins", "JobSubmitPlugins=lua"),
         ("JobSubmitPlugins=lua", "JobSubmitPlugins=partition", "problem", "JobSubmitPlugins", "=partition,lua"),
         ("EpilogSlurmctld=", "#EpilogSlurmctld=", "note", "EpilogSlurmctld", "multiverse-epilog"),
+        ("CommunicationParameters", "SlurmdTimeout=90\n#Comm", "note", "CommunicationParameters", "keepalivetime=90,"),
         ("bf_continue,", "", "note", "SchedulerParameters", "bf_continue"),
         (",bf_yield_interval=100000", "", "note", "SchedulerParameters", "bf_yield_interval=100000"),
         ("partition_job_depth=50,", "", "note", "SchedulerParameters", "partition_job_depth=50"),
@@ -416,8 +418,8 @@ def test_an_alert_says_what_the_hosts_need_and_a_changed_file_is_read_again_and_
         ("NodeName=gpu1", "NodeSet=mvvms Feature=x\nNodeName=gpu1", "problem", "NodeSet=mvvms", "name"),
         ("ClusterName=prod", "ClusterName=prod\nAuthType=auth/jwt", "problem", "AuthType", "munge"),
         (
-            "SlurmctldHost=head(192.0.2.1)",
-            "SlurmctldHost=head(192.0.2.1)\nCommunicationParameters=NoCtldInAddrAny",
+            "CommunicationParameters=",
+            "CommunicationParameters=NoCtldInAddrAny,",
             "problem",
             "CommunicationParameters",
             "10.213.0.1",

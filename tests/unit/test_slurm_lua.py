@@ -218,7 +218,7 @@ def test_a_submission_and_a_change_leave_a_hint_with_the_user_of_the_job(site: S
         ("num_tasks = 8, min_cpus = 1", "1|1"),
         ("num_tasks = 8, min_cpus = 1, cpus_per_task = 2", "2|1"),
         ("num_tasks = 8, min_cpus = 2, min_nodes = 2", "1|2"),
-        ("num_tasks = 8, min_cpus = 1, ntasks_per_node = 4", "1|2"),
+        ("num_tasks = 8, min_cpus = 1, ntasks_per_node = 4", "4|2"),  # Slurm uses no node with fewer
         ("num_tasks = 8, min_cpus = 8, min_nodes = 2", "4|2"),
     ],
 )

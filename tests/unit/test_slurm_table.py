@@ -75,7 +75,8 @@ def test_a_node_has_the_sockets_that_its_cpus_are_divided_among(
     [
         ({"cpus": 1, "tasks": 8, "cpus_per_task": 1}, 1),
         ({"cpus": 1, "tasks": 8, "cpus_per_task": 2, "minimum_cpus_per_node": 2}, 2),
-        ({"cpus": 2, "tasks": 8, "node_count": 2, "tasks_per_node": 4}, 1),
+        ({"cpus": 2, "tasks": 8, "node_count": 2}, 1),
+        ({"cpus": 2, "tasks": 8, "node_count": 2, "tasks_per_node": 4}, 4),
         ({"cpus": 8, "tasks": 8, "node_count": 2, "tasks_per_node": 4}, 4),
     ],
 )
@@ -178,6 +179,19 @@ def test_a_job_whose_details_are_unknown_gets_the_larger_memory() -> None:
     row.complete(JobDetails(0, memory_per_cpu=False))
     (job,) = parse.expand(row.record, NAMES, NOW, ())
     assert job.request is not None and job.request.size == Size(2, 333)
+
+
+@pytest.mark.parametrize(("tasks", "per_node", "ambiguous"), [(2, 0, False), (2, 1, False), (6, 3, True)])
+def test_memory_is_ambiguous_if_a_node_gets_more_cpus_than_the_total_says(
+    tasks: int, per_node: int, ambiguous: bool
+) -> None:
+    """With --overcommit and --ntasks-per-node, two nodes with three tasks each are a request for two CPUs."""
+    shape = "\x1f2\x1f4\x1f4\x1f2\x1f1\x1f100M\x1f2\x1f"
+    assert TABLE.count(shape) == 1
+    other = f"\x1f2\x1f2\x1f{tasks}\x1f{per_node}\x1f1\x1f100M\x1f1\x1f"
+    rows = table().read(TABLE.replace(shape, other), NAMES)
+    row = next(row for row in rows.values() if row.base[0] == "15002")
+    assert row.needs_details is ambiguous
 
 
 SHOWN = (

@@ -20,6 +20,7 @@ from multiverse.images.catalog import list_images
 from multiverse.lab import spank
 from multiverse.lab.hosts import ssh
 from multiverse.lab.layout import Layout
+from multiverse.lab.own_etc import ETC, has_own_etc
 from multiverse.lab.plan import MOST_HOSTS, MOST_PHYSICAL, UPLINK_RATE, LabPlan, outermost
 from multiverse.lab.program import multiverse
 from multiverse.system import files
@@ -183,7 +184,8 @@ def _sections(where: Layout, plan: LabPlan) -> dict[str, dict[str, Any]]:
             "subnet": plan.subnet,
             "gateway": plan.gateway,
             "hosts": [[name, plan.gateway]],
-            "names": str(where.etc / "hosts"),  # not this machine's
+            # This machine's file is changed by nobody but its administrator.
+            "names": str(ETC / "hosts") if has_own_etc() else str(where.etc / "hosts"),
         },
         "image": {"default": plan.image},
         "job_vms": {

@@ -16,6 +16,14 @@ from multiverse.system import kernel
 
 ETC = Path("/etc")
 _NEEDED = ("passwd", "group")
+_SOURCE = "multiverse-etc"
+
+
+def has_own_etc() -> bool:
+    """Whether this process has a copy of /etc: what it changes there is seen only in its mount namespace."""
+    lines = (line.split(" - ") for line in Path("/proc/self/mountinfo").read_text().splitlines())
+    mounted = {before.split()[4]: after.split()[1] for before, after in lines}
+    return mounted.get(str(ETC)) == _SOURCE
 
 
 def mount_own_etc() -> None:
@@ -23,7 +31,7 @@ def mount_own_etc() -> None:
     one whose mounts no other sees. Raises OSError."""
     stage = Path(tempfile.mkdtemp(prefix="mvetc-"))
     try:
-        kernel.mount("multiverse-etc", stage, kernel.MS_NOSUID | kernel.MS_NODEV, "tmpfs", "mode=0755")
+        kernel.mount(_SOURCE, stage, kernel.MS_NOSUID | kernel.MS_NODEV, "tmpfs", "mode=0755")
         done = subprocess.run(["cp", "-a", f"{ETC}/.", str(stage)], capture_output=True, text=True, check=False)
         # What a package replaces meanwhile may be missing; cp then says so.
         if done.returncode and not all((stage / name).exists() for name in _NEEDED):

@@ -26,6 +26,9 @@ PARTITION_JOB_DEPTH = 50
 """Jobs of each partition that a turn of Slurm's main scheduler looks at, with which jobs of VMs start in time
 (decision 82)."""
 
+SLURMD_TIMEOUT = 300
+"""Seconds after which Slurm gives up a silent node, if slurm.conf does not say (slurm.conf(5))."""
+
 BF_INTERVAL_OF_A_BACKUP = 5
 """Seconds between two cycles of backfill that are few enough where only backfill starts jobs."""
 
@@ -339,6 +342,14 @@ def _communication(settings: Settings, site: SiteConf) -> Iterator[Finding]:
             "CommunicationParameters",
             f"with NoCtldInAddrAny slurmctld does not listen at {address}, where guests look for it",
             f"remove NoCtldInAddrAny, or give SlurmctldHost the address {address}",
+        )
+    if not any(word.startswith("keepalivetime=") for word in site.words("CommunicationParameters")):
+        silence = site.number("SlurmdTimeout") or SLURMD_TIMEOUT
+        yield _note(
+            "CommunicationParameters",
+            "a VM that is gone closes no connection, so an srun that slurmctld cannot tell of it waits for ever",
+            f"add keepalivetime={silence},keepaliveinterval=10,keepaliveprobes=6 to CommunicationParameters, then run "
+            "scontrol reconfigure",
         )
     names = [value.partition("(")[0].strip() for key, value in conf.settings(site.text)
              if key.lower() in ("slurmctldhost", "controlmachine", "backupcontroller")]  # fmt: skip

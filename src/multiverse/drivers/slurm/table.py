@@ -160,8 +160,9 @@ def _record(cells: dict[str, str]) -> Record:
         "minimum_tmp_disk_per_node": int(_mib(cells["minimum_tmp_disk_per_node"])),
         "memory_per_node": None if per_cpu else memory,
         "memory_per_cpu": memory if per_cpu else None,
-        # The total of the memory is the same for both, and a node may get more CPUs than the total says.
-        "memory_is_ambiguous": bool(memory) and nodes == cpus and (_number(cells["minimum_cpus_per_node"]) or 1) > 1,
+        # The total of the memory is the same for both, and a node may get more CPUs than the total says: also with
+        # --overcommit and --ntasks-per-node.
+        "memory_is_ambiguous": bool(memory) and nodes == cpus and _least_cpus(cells) > 1,
         "core_spec": None if threads else _number(cells["core_spec"]),
         "thread_spec": int(threads[1]) if threads else None,
         "state_reason": next((word for text, word in _DESCRIPTIONS if reason.startswith(text)), reason),
@@ -186,6 +187,11 @@ _NUMBERS = (
     "requeue",
     "batch_flag",
 )
+
+
+def _least_cpus(cells: Mapping[str, str]) -> int:
+    """The fewest CPUs of a node on which Slurm starts the job, as far as the row tells."""
+    return max(_number(cells[key]) or 1 for key in ("minimum_cpus_per_node", "tasks_per_node"))
 
 
 def is_per_cpu(memory: int, nodes: int, cpus: int, tres: str) -> bool:

@@ -12,6 +12,8 @@ from multiverse.guest.agent.contract import DAEMON_TIMEOUT, LOGS, GuestAgentErro
 from multiverse.guest.agent.processes import ending, spawn
 from multiverse.guest.agent.stopped import take_stopped
 
+LASTING = 10.0  # seconds; a daemon that ends sooner after it was started again would go on doing that
+
 
 class DaemonProcess:
     """A child of the agent that is to live as long as the VM. `spec` is a daemon as the host describes it."""
@@ -23,6 +25,7 @@ class DaemonProcess:
         self.ready_path: str = spec["ready_path"]
         self.pid = 0
         self.status: int | None = None  # its wait status, once it has ended
+        self.again = 0.0  # when it was started again
 
     def start(self) -> None:
         """Start it in a process group of its own, with its output in a log. Raises GuestAgentError."""
@@ -36,6 +39,19 @@ class DaemonProcess:
             self.pid = spawn(self.name, self.argv, self.user) if stopped is None else stopped.release(self.argv)
         except (OSError, KeyError) as error:
             raise GuestAgentError(f"cannot start {self.name} ({self.argv[0]}): {error}") from error
+
+    def start_again(self) -> bool:
+        """Start it once more after it has ended, unless it did not live for long after the last time. Returns whether
+        it was started."""
+        now = time.monotonic()
+        if self.again and now - self.again < LASTING:
+            return False
+        self.again, self.status = now, None
+        try:
+            self.start()
+        except GuestAgentError:
+            return False
+        return True
 
     def log_tail(self) -> str:
         """The last 600 bytes of its log on one line, for the operator."""

@@ -229,15 +229,19 @@ class GuestAgent:
             self.tasks.accept()
 
     def report_ended_daemons(self) -> None:
-        """Empty the wake-up pipe, collect children that have ended, and report the daemons among them."""
+        """Empty the wake-up pipe, collect children that have ended, report the daemons among them, and start these.
+
+        Without slurmd the scheduler would give a job up that goes on in the guest, and wait for the end of one that has
+        ended, both for SlurmdTimeout seconds.
+        """
         try:
             os.read(self.wake, 4096)
         except BlockingIOError:
             pass
         for daemon in self.children.collect():
-            self.channel.send(
-                "daemon_ended", name=daemon.name, reason=f"{ending(daemon.status or 0)}: {daemon.log_tail()}"
-            )
+            how = f"{ending(daemon.status or 0)}: {daemon.log_tail()}"
+            again = "started again after " if daemon.start_again() else ""
+            self.channel.send("daemon_ended", name=daemon.name, reason=again + how)
 
     def flush(self) -> None:
         """Write everything back and unmount the cluster's file systems. Processes that still use them may fail."""

@@ -229,7 +229,8 @@ local function unsupported_topology(job)
   return nil
 end
 
--- Whether the job's tasks share CPUs (--overcommit): each node has as many as one task asks for. No field holds the option,
+-- Whether the job's tasks share CPUs (--overcommit): each node has as many as one task asks for, and with --ntasks-per-node
+-- one for each task there, because Slurm uses no node with fewer. No field holds the option,
 -- but no other job is submitted with more tasks than CPUs (parse.py tells such jobs in the same way).
 local function overcommitted(job)
   local tasks, cpus = number(job.num_tasks, NO_VAL), number(job.min_cpus, NO_VAL)
@@ -302,7 +303,7 @@ local function node_size(job, wanted)
   if not nodes or nodes == 0 then nodes = tasks and tasks_per_node and ceil_div(tasks, tasks_per_node) or 1 end
   local per_task = math.max(number(job.cpus_per_task, NO_VAL16) or 1, 1)
   local tasks_here = math.max(tasks_per_node or 0, ceil_div(tasks or 1, nodes))
-  local side_by_side = overcommitted(job) and 1 or tasks_here
+  local side_by_side = overcommitted(job) and math.max(tasks_per_node or 1, 1) or tasks_here
   local cpus = math.max(side_by_side * per_task, number(job.pn_min_cpus, NO_VAL16) or 1,
                         number(job.cores_per_socket, NO_VAL16) or 1,
                         ceil_div(number(job.min_cpus, NO_VAL) or 1, nodes))
