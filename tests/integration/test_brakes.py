@@ -30,6 +30,7 @@ def vanished(name: str) -> Iterator[None]:
         PASSWD.write_text(text)
 
 
+@pytest.mark.slow
 def test_a_job_that_slurm_cannot_launch_waits_for_slurms_own_delay(
     lab: LabUnderTest, start_daemon: StartDaemon
 ) -> None:

@@ -48,6 +48,7 @@ async def test_a_spare_gets_the_allowance_of_the_job_that_takes_it(lab: Lab) -> 
     assert view.vms[spare.name].disk == parked + 1000
 
 
+@pytest.mark.slow
 async def test_a_user_who_fills_the_disk_is_told_so_and_loses_no_data(lab: Lab) -> None:
     """With one large file, and then with as many small ones as there is room and there are inodes for."""
     spec = lab.spec()

@@ -140,6 +140,7 @@ async def test_plugged_memory_is_in_huge_pages_as_long_as_there_are_enough(huge_
     assert seen[first.name].private >= huge_pages > seen[second.name].private
 
 
+@pytest.mark.slow
 async def test_a_host_goes_on_without_a_feature_with_which_its_first_vm_does_not_start(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:

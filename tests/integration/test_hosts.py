@@ -269,6 +269,7 @@ def test_a_job_ends_while_its_hosts_sshd_is_dead(two: LabUnderTest, hosts: Clien
     assert Path(f"{file}.out").read_text().startswith("went on as ")
 
 
+@pytest.mark.slow
 def test_a_job_runs_again_after_its_host_was_killed(two: LabUnderTest, hosts: Client) -> None:
     """All processes of the host end with its first one. It comes back with another boot id, and without VMs."""
     job, file, name = waiting_job(two, hosts, "again", "--requeue")

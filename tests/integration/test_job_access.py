@@ -95,6 +95,7 @@ def _attempts(node: JobNode, uid: int, given: dict[str, object]) -> list[str]:
     return [str(one) for one in json.loads(done.stdout)]
 
 
+@pytest.mark.slow
 def test_no_user_of_the_node_reaches_the_vm_of_a_job_by_any_socket_file_or_process(lab_of_two: LabUnderTest) -> None:
     node = job_nodes(lab_of_two)[0]
     lab, settings = node.under_test, config.load(node.own.settings)

@@ -46,6 +46,7 @@ ask("cmd=finalize")
 """
 
 
+@pytest.mark.slow
 def test_the_tasks_of_a_step_exchange_what_they_know_by_sruns_pmi(lab_of_two: LabUnderTest) -> None:
     program = _program(lab_of_two, "pmi", PMI_1)
     where = ("--quiet", "--partition=physical", "--nodes=2", "--ntasks-per-node=2", "--mem=700", "--vm-image=slim")

@@ -27,6 +27,7 @@ def told(lab: LabUnderTest, job: str) -> str:
     return lab.run("sacct", "-n", "-X", "-P", "-j", job, "-o", "AdminComment").stdout.strip().lower()
 
 
+@pytest.mark.slow
 def test_a_job_that_burns_cpu_and_memory_shows_in_the_figures(lab: LabUnderTest, client: Client) -> None:
     job = lab.sbatch(BURN, "--mem=400", "--output=/dev/null")
     until("the job runs", lambda: latest(client, job).get("state") == "allocated")
