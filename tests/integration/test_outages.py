@@ -21,6 +21,8 @@ from multiverse.lab.services import CONTROLLER
 from tests.integration.conftest import LabUnderTest
 from tests.integration.restarting_daemon import counting_job
 from tests.integration.watch import (
+    LIMIT,
+    SLURMS_DELAY,
     accounted,
     ended,
     kept_by_slurm,
@@ -110,7 +112,7 @@ def test_the_job_of_a_vm_that_is_stopped_for_too_long_is_requeued(
     until("the script has begun", lambda: path.exists() and path.read_text() == "run 0\n")
     (vm,) = row["vms"]
     os.kill(qemu_of(vm), signal.SIGSTOP)
-    row = ended(client, job, "done")
+    row = ended(client, job, "done", LIMIT + SLURMS_DELAY)
     assert row["vms"] != [vm] and client.jobs(job)[0]["state"] == "requeued"
     assert written(path) == "run 0\nrun 1\nend\n", "the first run did not go on"
     assert accounted(lab, job) == ("COMPLETED", "0:0")

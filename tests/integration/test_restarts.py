@@ -117,12 +117,17 @@ def test_each_way_to_start_a_step_of_a_large_job_works_after_a_restart(
         terminal = lab.run("script", "-qec", " ".join((*at, "-N1", "-n1", "--pty", "tty")), "/dev/null", user=lab.user)
         assert "/dev/pts/" in terminal.stdout
         with subprocess.Popen(
-            (*at, "sh", "-c", "for i in 1 2 3 4 5 6 7 8 9; do echo tick; sleep 1; done"), env=lab.env, cwd=home,
-            user=lab.user.uid, group=lab.user.uid, extra_groups=[], stdout=subprocess.DEVNULL,
-        ):  # fmt: skip
+            (*at, "sh", "-c", "for i in $(seq 15); do echo tick $SLURM_PROCID; sleep 1; done"), env=lab.env, cwd=home,
+            user=lab.user.uid, group=lab.user.uid, extra_groups=[], stdout=subprocess.PIPE, text=True,
+        ) as srun:  # fmt: skip
+            assert srun.stdout is not None
+            seen: set[str] = set()
+            while len(seen) < count:  # sattach shows nothing of tasks that have not begun
+                seen.add(srun.stdout.readline())
             shown = ("squeue", "-h", "-s", "-j", gang.job, "-o", "%i %j")
             step = until("the step is shown", lambda: [w for w, n in steps_of(lab, shown) if n == "sh"])[-1]
             attached = lab.run("sattach", step, user=lab.user, check=False)
+            srun.stdout.read()
         assert attached.stdout.count("tick") >= count, attached.stderr
         gang.end(client)
     until("no VM is left", lambda: not client.vms() and not client.jobs(), 300)  # it takes minutes after a reconfigure

@@ -20,6 +20,7 @@ from multiverse.lab.service import patience
 if TYPE_CHECKING:
     from tests.integration.conftest import LabUnderTest
 
+SLURMS_DELAY = 121.0  # seconds for which Slurm keeps a job that it queues again itself
 LIMIT = 120.0
 _UNSEEN_CHANGE = re.compile(
     r"^slurmstepd\S*: error: Timeout waiting for \S+/cgroup\.events to become empty\.\n", re.MULTILINE
@@ -54,10 +55,10 @@ def latest(client: Client, job: str) -> dict[str, Any]:
     return found[-1] if found else {}
 
 
-def ended(client: Client, job: str, state: str) -> dict[str, Any]:
+def ended(client: Client, job: str, state: str, limit: float = LIMIT) -> dict[str, Any]:
     over = ("done", "cancelled", "revoked", "failed")
     try:
-        row = until(f"job {job} is over", lambda: (r := latest(client, job)) and r["state"] in over and r)
+        row = until(f"job {job} is over", lambda: (r := latest(client, job)) and r["state"] in over and r, limit)
     except AssertionError as error:
         raise AssertionError(f"{error}; it is {latest(client, job)}, and the VMs are {client.vms()}") from error
     assert row["state"] == state, row
