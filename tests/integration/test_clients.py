@@ -179,3 +179,13 @@ def test_simple_slurm(places: tuple[Place, Place]) -> None:
     assert vm["held"] == ["client", "PD", "(JobHeldUser)"] and vm["cancelled"]
     assert (vm["first"], vm["second"], vm["array"]) == ("PARTITION client", "PARTITION client", ["2", "3", "4"])
     assert (vm["step"], vm["code"]) == ("PARTITION", 0)
+
+
+def test_dask_jobqueue(places: tuple[Place, Place], lab: LabUnderTest) -> None:
+    vm, bare = (place.said("dask", lab.settings.network.gateway) for place in places)
+    assert vm == bare
+    assert (vm["workers"], vm["holders"]) == (2, 2), "both workers hold parts, so they have to send them"
+    total = sum(number * number % 7 for number in range(400_000))
+    assert (vm["sum"], vm["moved"]) == (total, 2 * total)
+    assert vm["said"] == [f"PARTITION {number}" for number in range(3)]
+    assert vm["adaptive"] == sum(number * number for number in range(100))
