@@ -97,6 +97,23 @@ def test_a_run_whose_vm_was_lost_is_followed_by_another_at_once() -> None:
     assert newest(harness).state is A.CLAIMED and newest(harness).at_once, "we set its node DOWN"
 
 
+def test_after_a_run_that_was_lost_as_it_began_its_launch_is_given_up_first() -> None:
+    """The failure of that launch would end the next run."""
+    harness = started()
+    runs(harness, 1.0)
+    harness.seen(harness.all_vms(newest(harness).id)[0].name, VmCondition.DEAD)
+    harness.run()
+    requeued(harness)
+    attempt = newest(harness)
+    assert attempt.state is A.QUEUED and attempt.at_once
+    assert PAUSE_BASE / 2 < attempt.not_before - harness.clock.time <= PAUSE_BASE
+    told = explain(Context(harness.state, harness.world, POLICY), attempt, harness.clock.time)
+    assert "the scheduler has yet to give up that start" in " ".join(told.sentences)
+    harness.pass_time(PAUSE_BASE)
+    harness.run()
+    assert newest(harness).state is A.CLAIMED and newest(harness).at_once, "and not after the scheduler's own delay"
+
+
 def test_that_we_caused_a_restart_holds_for_that_one_only() -> None:
     harness = queued_again_after_its_vm_was_lost()
     runs(harness, 60.0)

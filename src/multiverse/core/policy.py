@@ -136,11 +136,13 @@ class Policy:
         first = max(self.retry_base, took / 2)
         return float(min(AVOIDED_LIMIT, first * 2 ** min(max(0, failures - 1), 30)))
 
-    def pause_after(self, short_runs: int) -> float:
-        """Seconds to wait after so many runs in a row that ended within seconds: none after the first, then doubled."""
-        if short_runs <= 1:
+    def pause_after(self, short_runs: int, *, lost: bool = False) -> float:
+        """Seconds to wait after so many runs in a row that ended within seconds: none after the first, then doubled.
+        After a first one whose VM was lost, until the scheduler has given up its launch, whose failure would end the
+        next run."""
+        if short_runs <= 1 and not (short_runs and lost):
             return 0.0
-        return float(min(PAUSE_LIMIT, PAUSE_BASE * 2 ** min(short_runs - 2, 30)))
+        return float(min(PAUSE_LIMIT, PAUSE_BASE * 2 ** min(max(0, short_runs - 2), 30)))
 
     def interval(self, kind: CloneKind) -> float:
         """Seconds between clones of one template, on the average."""

@@ -186,11 +186,12 @@ def _past_of_earlier_run(state: State, job: Job, policy: Policy) -> _Past:
     if not earlier:
         return _Past()
     ended = _with_cause(state, _after_its_run(state, earlier[-1]), job)
-    pause = policy.pause_after(ended.short_runs)
+    pause = policy.pause_after(ended.short_runs, lost=ended.caused == job.ref.restarts)
     why = ended.reason or _why_requeued(state, ended)
+    launch = f"{why}, within {SHORT_RUN:g} s of its start: the scheduler has yet to give up that start" if pause else ""
     return _Past(
         not_before=state.now + pause if pause else 0.0,
-        note=_many_short_runs(ended.short_runs, why),
+        note=_many_short_runs(ended.short_runs, why) or launch,
         caused=ended.caused,
         short_runs=ended.short_runs,
     )
