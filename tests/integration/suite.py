@@ -9,7 +9,7 @@ from __future__ import annotations
 OTHERWISE = (
     (
         "want a node by name, or one that is idle before there is a job: nodes are created for each job",
-        "1.52, 1.84, 1.113, 1.114, 14.10, 15.37, 17.27, 17.60, 17.62",
+        "1.52, 1.84, 1.113, 1.114, 12.10, 14.10, 15.20, 15.37, 17.27, 17.60, 17.62",
     ),
     (
         "srun with `--exclude` of a VM that is gone: srun repeats the name for its step, which Slurm then refuses",
@@ -22,5 +22,10 @@ OTHERWISE = (
     ("want 30 CPUs for a job without `-N`, which is one VM", "1.35"),
     ("want 30500 processes, or 512 tasks on one CPU, of a VM of 150 MiB", "1.22, 1.29"),
     ("read an output file as soon as it exists, or want 60 jobs in two minutes", "1.120, 17.44"),
+    (
+        "want 50 steps within a minute, or millions of tiny writes to a shared file in half of one, of emulated CPUs",
+        "7.9, 12.2",
+    ),
+    ("wants a job's priority to stay while its VM is ready and it starts: it is higher then", "7.22"),
 )
 """The reasons, each with its tests."""
