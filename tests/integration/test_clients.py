@@ -24,13 +24,17 @@ from multiverse.lab import baremetal
 from multiverse.lab.plan import load
 from multiverse.lab.services import Lab
 from tests.integration.conftest import LabUnderTest
-from tests.integration.watch import nothing_left, until
+from tests.integration.watch import kill, nothing_left, qemu_of, until, written
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(2400)]
 
 CLIENTS = Path(__file__).parent / "clients"
 LIMIT = 1500.0
 """Seconds in which a client ends. Emulated guests start Python ten times more slowly than bare metal."""
+SNAKEMAKE = (
+    "-m snakemake --executor=slurm --jobs=4 --latency-wait=60 --slurm-init-seconds-before-status-checks=5"
+    " --slurm-no-account --slurm-no-requeue"
+)
 
 
 @dataclass(frozen=True)
@@ -189,3 +193,32 @@ def test_dask_jobqueue(places: tuple[Place, Place], lab: LabUnderTest) -> None:
     assert (vm["sum"], vm["moved"]) == (total, 2 * total)
     assert vm["said"] == [f"PARTITION {number}" for number in range(3)]
     assert vm["adaptive"] == sum(number * number for number in range(100))
+
+
+def snakemake(place: Place, *more: str) -> subprocess.Popen[str]:
+    """snakemake with the rules of clients/, whose jobs go to the partition."""
+    shutil.copy(CLIENTS / "Snakefile", place.directory)
+    resources = f"--default-resources slurm_partition={place.partition} mem_mb=500 runtime=30"
+    return place.start(*SNAKEMAKE.split(), *more, *resources.split())
+
+
+def test_snakemake(places: tuple[Place, Place]) -> None:
+    for place in reversed(places):  # bare metal first, because it is quick
+        finished(snakemake(place))
+        report = (place.directory / "report.txt").read_text().splitlines()
+        assert report == [f"2 2 {place.partition}", "2"], "the last rule has two CPUs"
+
+
+def test_snakemake_goes_on_after_a_lost_vm(places: tuple[Place, Place], lab: LabUnderTest) -> None:
+    """Its plugin excludes the lost VM in all jobs that it submits then."""
+    vm, _ = places
+    (vm.directory / "lose").touch()
+    process = snakemake(vm, "--retries=2")
+    begun = vm.directory / "begun"
+    until("the rule runs", begun.exists, 600)
+    lost = written(begun).strip()
+    kill(qemu_of(lost))
+    finished(process)
+    assert (vm.directory / "report.txt").read_text().splitlines() == ["2 2 vm", "2"]
+    rows = lab.run("sacct", "-nXP", "-u", lab.user.name, "-N", lost, "-o", "State").stdout.split()
+    assert rows == ["NODE_FAIL"], "Slurm lost the node, and nothing else ran there"
