@@ -100,7 +100,7 @@ echo complaint >&2
 lscpu | grep '^Thread'
 squeue -h -a -j $SLURM_JOB_ID -O wckey
 scontrol show job -o $SLURM_JOB_ID | tr ' ' '\\n'
-dd if=/dev/zero bs=100M count=1 2>/dev/null | sleep 4
+dd if=/dev/zero bs=100M count=1 2>/dev/null | { head -c 1 > /dev/null; sleep 4; }
 touch {home}/plain.over
 """,
         prefix=("prlimit", "--stack=4194304:"),

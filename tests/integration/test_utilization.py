@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
 from multiverse.client import Client
+from multiverse.drivers.slurm.time_limits import seconds_of
 from tests.integration.conftest import LabUnderTest
 from tests.integration.watch import ended, latest, nothing_left, until
 
@@ -62,3 +64,19 @@ def test_each_task_of_an_array_is_told_what_it_used(lab: LabUnderTest, client: C
         usage = until("what the task used is known", lambda task=task: latest(client, task)["usage"])
         line = f"[multiverse: {usage['text']}]".lower()
         until("its user is told", lambda task=task, line=line: told(lab, task) == line)
+
+
+@pytest.mark.slow
+def test_no_less_is_told_than_sacct_has(lab: LabUnderTest, client: Client) -> None:
+    """Eight jobs want a CPU each for more than a minute; where the machine has fewer, their guests count more than it
+    gave."""
+    jobs = [lab.sbatch("timeout 75 sh -c 'while :; do :; done'", "--output=/dev/null") for _ in range(8)]
+    for job in jobs:
+        ended(client, job, "done")
+    for job in jobs:
+        line = until("its user is told", lambda job=job: "used" in (text := told(lab, job)) and text)
+        used, seconds = (float(re.findall(form, line)[0]) for form in (r"used ([\d.]+) of 1 cpus", r"in (\d+) s"))
+        asked = ("sacct", "-n", "-P", "-j", job, "-o", "TotalCPU")
+        counted = seconds_of(lab.run(*asked).stdout.splitlines()[0])
+        assert counted > 1 and used >= counted / seconds - 0.02, (line, counted)
+    nothing_left(lab, client)

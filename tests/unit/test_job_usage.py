@@ -11,7 +11,7 @@ import pytest
 
 from multiverse.controller import job_usage
 from multiverse.controller.job_usage import JobUsageRecorder
-from multiverse.core.errors import Exhausted, Gone, MultiverseError, Unknown
+from multiverse.core.errors import Exhausted, Gone, MultiverseError, Refused, Unknown
 from multiverse.core.model import AttemptState, HostUsage, JobRef, Vm, VmUsage
 from multiverse.core.model.job_usage import Baseline, JobUsage
 from multiverse.store import Store
@@ -65,6 +65,16 @@ def test_of_several_nodes_the_cpus_are_a_mean_and_the_memory_is_the_most() -> No
     assert usage(nodes=2, known=1, cpu_s=200.0).cpus_used == 2.0, "nothing is known of the other node"
 
 
+def test_on_an_overloaded_host_what_guests_counted_is_what_was_used() -> None:
+    """A guest takes also for use what its CPUs waited for the host's; elsewhere it would be used."""
+    one = usage(cpu_s=20.0, counted_s=250.0)
+    assert (one.cpus_used, one.suggestion) == (2.5, (4, 1280))
+    assert "used 2.50 of 4 CPUs (62%)" in one.text and "(its host was overloaded, and gave 0.20 CPUs)" in one.text
+    one = usage(cpu_s=200.0, counted_s=180.0)
+    assert one.cpus_used == 2.0 and "overloaded" not in one.text, "the kernel and the emulator use some"
+    assert usage(nodes=2, known=1, cpu_s=20.0, counted_s=400.0).cpus_used == 2.0
+
+
 def test_of_what_is_not_known_nothing_is_said() -> None:
     assert usage(known=0).text == "" == usage(seconds=None).text
 
@@ -98,6 +108,7 @@ class Site:
         self.error: Exception | None = None
         self.refusals: list[MultiverseError] = []
         self.told: list[tuple[JobRef, str]] = []
+        self.counted: float | MultiverseError = 0.0
         self.recorder = self.again()
 
     def again(self) -> JobUsageRecorder:
@@ -113,6 +124,11 @@ class Site:
         if self.refusals:
             raise self.refusals.pop(0)
         self.told.append((job, text))
+
+    async def cpu_seconds(self, job: JobRef) -> float:
+        if isinstance(self.counted, MultiverseError):
+            raise self.counted
+        return self.counted
 
     def look(self) -> None:
         asyncio.run(self.recorder.look())
@@ -160,6 +176,22 @@ def test_a_job_is_followed_from_its_beginning_to_its_end() -> None:
     assert site.told == [(done.job, done.text)]
     site.look()
     assert not list(site.recorder.running)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "counted", "used"),
+    [(100.0, 90.0, 90.0), (100.0, Unknown("away"), 20.0), (100.0, Refused("no accounting"), 20.0), (5.0, 90.0, 20.0)],
+)
+def test_of_a_long_run_the_accounting_is_asked_too(
+    seconds: float, counted: float | MultiverseError, used: float
+) -> None:
+    site = Site()
+    site.counted = counted
+    put_job_usage(site.harness.store, [usage(seconds=seconds, cpu_s=20.0)], 1.0)
+    site.recorder._to_tell.append((0.0, usage(seconds=seconds, cpu_s=20.0)))
+    site.tell()
+    ((_, text),) = site.told
+    assert f"used {used / seconds:.2f} of 4 CPUs" in text and site.kept().text == text
 
 
 def test_the_next_controller_goes_on_with_the_baseline() -> None:

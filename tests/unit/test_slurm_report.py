@@ -77,3 +77,23 @@ def test_without_accounting_it_is_refused() -> None:
     slurm.failure = "You are not running a supported accounting_storage plugin"
     with pytest.raises(Refused, match="accounting_storage"):
         slurm.report()
+
+
+@pytest.mark.parametrize(
+    ("said", "seconds"),
+    [
+        ("7_1|01:33.250\n7_1.batch|01:32.000\n7_1.0|00:01.250\n", 93.25),
+        ("7_1|02:00:03\n", 7203.0),
+        ("7_1|1-02:00:03\n", 93603.0),
+        ("7_1|\n", 0.0),
+        ("7_10|01:33.250\n", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_the_accounting_tells_the_cpu_seconds_of_a_job(said: str, seconds: float) -> None:
+    async def execute(argv: Sequence[str], env: Mapping[str, str], timeout: float) -> Completed:
+        assert argv == ("sacct", "-n", "-P", "-j", "7_1", "-o", "JobID,TotalCPU")
+        return Completed(0, said.encode(), b"")
+
+    scheduler = SlurmScheduler(Settings(), "ab12c", env={}, execute=execute)
+    assert asyncio.run(scheduler.cpu_seconds(RUN)) == seconds

@@ -15,7 +15,7 @@ import structlog
 
 from multiverse.core.errors import Exhausted, MultiverseError, Unknown
 from multiverse.core.model import Attempt, AttemptState, VmUsage
-from multiverse.core.model.job_usage import Baseline, JobUsage
+from multiverse.core.model.job_usage import LONG_ENOUGH, Baseline, JobUsage
 from multiverse.core.state import State
 from multiverse.ports import Clock, Measurements, Reports
 from multiverse.store import Store
@@ -155,6 +155,7 @@ class JobUsageRecorder:
             await self._more.wait()
 
     async def _tell(self, usage: JobUsage) -> None:
+        usage = await self._counted(usage)
         for _ in range(TRIES):
             try:
                 async with asyncio.timeout(TELL_TIMEOUT):
@@ -168,6 +169,23 @@ class JobUsageRecorder:
             except Exception as error:
                 self._log("users not told what jobs used", f"{type(error).__name__}: {error}")
                 return
+
+    async def _counted(self, usage: JobUsage) -> JobUsage:
+        """The same with what the scheduler's accounting has, for a run that was long enough for it to matter."""
+        if not usage.text or usage.seconds is None or usage.seconds < LONG_ENOUGH:
+            return usage
+        try:
+            async with asyncio.timeout(TELL_TIMEOUT):
+                seconds = await self._reports.cpu_seconds(usage.job)
+        except (MultiverseError, TimeoutError) as error:
+            log.debug("use of a job not known to the accounting", job=usage.job.job_id, reason=str(error))
+            return usage
+        usage = replace(usage, counted_s=seconds)
+        try:
+            put_job_usage(self._store, [usage], self._clock.wall())
+        except MultiverseError as error:
+            self._log("use of jobs not kept", str(error))
+        return usage
 
     def _log(self, event: str, reason: str) -> None:
         """A failure is logged once for as long as it repeats."""

@@ -123,6 +123,11 @@ class Reports(Protocol):
         accounting, or if what others wrote would not stay as it is."""
         ...
 
+    async def cpu_seconds(self, job: JobRef) -> float:
+        """The CPU seconds of all processes of a job that has ended, as its nodes counted them; 0 if the accounting does
+        not have them. Raises `Unknown`, `Refused` or `Exhausted` if it cannot be asked."""
+        ...
+
 
 class Parts(Protocol):
     """Reads some jobs and nodes again, at a cost that does not grow with the cluster."""

@@ -17,6 +17,9 @@ LITTLE_USED = 0.75
 MARGIN = 1.25
 """What is suggested is so many times what was used."""
 
+OVERLOADED = 1.25
+"""Guests of which so many times as much was used as the host gave have waited for the host."""
+
 MEMORY_STEP = 64
 """MiB, to a multiple of which a suggestion is rounded up."""
 
@@ -38,7 +41,9 @@ class JobUsage:
     processes since it began, and `peak` the most memory, in MiB, that one of its VMs took beyond what it had then: both
     contain the guest's kernel and daemons as far as the job made them work, and `peak` the guest's page cache. Memory
     that a guest has used once stays with its VM, so `peak` is no less than what the job needed. `known` says of how
-    many of its VMs this is known.
+    many of its VMs this is known. `counted_s` are the CPU seconds that the scheduler's accounting has of its processes,
+    as its guests counted them; 0 if they are not known. A guest counts also the time in which its CPUs waited for the
+    host's: where these are overloaded, that is what the job would have used.
     """
 
     attempt: int
@@ -52,11 +57,18 @@ class JobUsage:
     cpu_s: float = 0.0
     peak: float = 0.0
     known: int = 0
+    counted_s: float = 0.0
+
+    @property
+    def cpus_given(self) -> float:
+        """CPUs that hosts gave to a node, as a mean over the nodes of which it is known and over the run."""
+        return self.cpu_s / max(1.0, self.seconds or 0.0) / max(1, self.known)
 
     @property
     def cpus_used(self) -> float:
-        """CPUs in use on a node, as a mean over the nodes of which it is known and over the run."""
-        return self.cpu_s / max(1.0, self.seconds or 0.0) / max(1, self.known)
+        """CPUs in use on a node, as a mean over the nodes and over the run: what hosts gave, or what guests counted
+        where that is more."""
+        return max(self.cpus_given, self.counted_s / max(1.0, self.seconds or 0.0) / max(1, self.nodes))
 
     @property
     def efficiency(self) -> float:
@@ -85,6 +97,8 @@ class JobUsage:
             f"used {self.cpus_used:.2f} of {self.cpus} CPUs ({self.efficiency:.0%}) and up to {self.peak:.0f} of"
             f" {self.memory} MiB{many} in {self.seconds:.0f} s, as measured at its VM with the page cache"
         )
+        if self.cpus_used > self.cpus_given * OVERLOADED:
+            line += f" (its host was overloaded, and gave {self.cpus_given:.2f} CPUs)"
         if (less := self.suggestion) is not None:
             line += f"; {less[0]} CPU{'s' if less[0] > 1 else ''} and {less[1]} MiB would have sufficed"
         return line

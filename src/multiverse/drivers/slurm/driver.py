@@ -45,6 +45,7 @@ from multiverse.drivers.slurm.pilot_reader import PilotReader
 from multiverse.drivers.slurm.reader import SlurmReader
 from multiverse.drivers.slurm.reread import CurrentJob, reread
 from multiverse.drivers.slurm.submission import SubmissionFile
+from multiverse.drivers.slurm.time_limits import seconds_of
 
 _RETRY_DELAYS = (0.05, 0.1, 0.2, *(0.4,) * 20)  # seconds before an update that slurmctld cannot do now is repeated
 _OFFER_TERM = 10.0  # seconds for which the list of offers is valid, at least
@@ -437,6 +438,12 @@ class SlurmScheduler:
         if comment != current.comment:
             which = ("where", f"jobid={job.job_id}")
             await self._commands.run("sacctmgr", "-i", "modify", "job", *which, "set", f"AdminComment={comment}")
+
+    async def cpu_seconds(self, job: JobRef) -> float:
+        """See `ports.Reports`. sacct's sum of a job is that of its steps."""
+        argv = ("sacct", "-n", "-P", "-j", job.job_id, "-o", "JobID,TotalCPU")
+        rows = (line.split("|") for line in (await self._commands.run(*argv)).splitlines())
+        return next((seconds_of(row[1]) for row in rows if row[0] == job.job_id and len(row) == 2), 0.0)
 
     async def bootstrap(self, node: NodeSpec) -> NodeBootstrap:
         """See `ports.Scheduler`."""

@@ -79,3 +79,12 @@ def seconds(text: str) -> float:
 def minutes_of(text: str) -> int | None:
     """A job's time limit as squeue prints it, in whole minutes; None if it has none."""
     return int(seconds(text)) // 60 if re.match(r"\d", text) else None
+
+
+def seconds_of(text: str) -> float:
+    """A span as sacct shows it: `00:01.234`, `01:02:03` or `4-01:02:03`; 0 if it is none."""
+    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+(?:\.\d+)?)", text.strip())
+    if match is None:
+        return 0.0
+    days, hours, minutes = (int(match[place] or 0) for place in (1, 2, 3))
+    return ((days * 24 + hours) * 60 + minutes) * 60 + float(match[4])
