@@ -73,6 +73,7 @@ def test_on_an_overloaded_host_what_guests_counted_is_what_was_used() -> None:
     one = usage(cpu_s=200.0, counted_s=180.0)
     assert one.cpus_used == 2.0 and "overloaded" not in one.text, "the kernel and the emulator use some"
     assert usage(nodes=2, known=1, cpu_s=20.0, counted_s=400.0).cpus_used == 2.0
+    assert "overloaded" not in usage(cpu_s=1.0, counted_s=2.0).text, "both are next to nothing"
 
 
 def test_of_what_is_not_known_nothing_is_said() -> None:

@@ -17,8 +17,8 @@ LITTLE_USED = 0.75
 MARGIN = 1.25
 """What is suggested is so many times what was used."""
 
-OVERLOADED = 1.25
-"""Guests of which so many times as much was used as the host gave have waited for the host."""
+OVERLOADED, NOTABLE = 0.25, 0.05
+"""A host was overloaded if its guests counted so much more than it gave, as a share and in CPUs."""
 
 MEMORY_STEP = 64
 """MiB, to a multiple of which a suggestion is rounded up."""
@@ -97,7 +97,7 @@ class JobUsage:
             f"used {self.cpus_used:.2f} of {self.cpus} CPUs ({self.efficiency:.0%}) and up to {self.peak:.0f} of"
             f" {self.memory} MiB{many} in {self.seconds:.0f} s, as measured at its VM with the page cache"
         )
-        if self.cpus_used > self.cpus_given * OVERLOADED:
+        if self.cpus_used - self.cpus_given > max(NOTABLE, self.cpus_given * OVERLOADED):
             line += f" (its host was overloaded, and gave {self.cpus_given:.2f} CPUs)"
         if (less := self.suggestion) is not None:
             line += f"; {less[0]} CPU{'s' if less[0] > 1 else ''} and {less[1]} MiB would have sufficed"

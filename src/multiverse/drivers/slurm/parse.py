@@ -417,7 +417,7 @@ def _cpus(record: Record, nodes: int) -> int:
 def _side_by_side(record: Record, nodes: int) -> int:
     """How many tasks of a node have CPUs of their own. With --overcommit the tasks share those of one: Slurm shows the
     option nowhere, but without it a job of more tasks than CPUs starts on no node at all. With --ntasks-per-node beside
-    it Slurm uses no node with fewer CPUs than that, if memory is requested for each CPU."""
+    it Slurm uses no node with fewer CPUs than that (can_job_run_on_node in select/cons_tres)."""
     cpus, tasks = number(record.get("cpus")) or 1, number(record.get("tasks")) or 1
     tasks_per_node = number(record.get("tasks_per_node")) or 0
     return max(tasks_per_node, 1 if tasks > cpus else -(-tasks // nodes))
