@@ -20,7 +20,7 @@ from multiverse.lab import baremetal
 from multiverse.lab.plan import load
 from multiverse.lab.services import Lab
 from tests.integration.conftest import LabUnderTest
-from tests.integration.watch import accounted, ended, nothing_left, until
+from tests.integration.watch import accounted, ended, nothing_left, output_of, until
 
 pytestmark = pytest.mark.integration
 
@@ -53,7 +53,7 @@ class Place:
             # slurmd reports the end of a job once slurmstepd no longer answers. slurmstepd closes the file a little
             # later, and only then the guest writes slurmstepd's own messages to the NFS server.
             until(f"the VM of job {job} is gone", lambda: not client.vms(), 60.0)
-        return job, out.read_text()
+        return job, output_of(out)
 
     def states(self, job: str) -> dict[str, tuple[str, str]]:
         """State and exit code of the job ("") and of its steps, once all of them have ended."""
