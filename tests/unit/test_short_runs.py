@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from multiverse.core.errors import Broken
 from multiverse.core.machines.tables import effect_of
 from multiverse.core.model import (
     MOST_SHORT_RUNS,
@@ -19,7 +20,7 @@ from multiverse.core.policy import PAUSE_BASE, PAUSE_LIMIT
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.explain import explain
 from multiverse.core.transition import EffectKind
-from tests.unit.planner_harness import POLICY, PlannerHarness
+from tests.unit.planner_harness import POLICY, PlannerHarness, failed
 
 A = AttemptState
 DELAY = 121.0
@@ -184,3 +185,24 @@ def test_a_long_run_begins_the_count_anew() -> None:
         harness.pass_time(PAUSE_BASE)
         harness.run()
     assert newest(harness).short_runs == 1
+
+
+def test_a_start_that_fails_does_not_begin_the_pause_anew() -> None:
+    """A host on which the VM fails is avoided for ten minutes at most: with a longer pause the job came back to it each
+    time (seed 10302425)."""
+    harness = started()
+    for _ in range(8):
+        runs(harness)
+        requeued(harness, delayed=False)
+        harness.pass_time(max(0.0, newest(harness).not_before - harness.clock.time))
+        harness.run()
+    attempt = newest(harness)
+    assert attempt.state is A.CLAIMED and attempt.short_runs == 8
+    (vm,) = harness.all_vms(attempt.id)
+    harness.run(failed(vm, EffectKind.CREATE, Broken("the host cannot")))
+    for _ in range(4):
+        harness.clear()
+        harness.run()
+    following = newest(harness)
+    assert following.id > attempt.id and following.short_runs == 8
+    assert following.not_before - harness.clock.time < PAUSE_BASE

@@ -681,10 +681,11 @@ def _finish(state: State, attempt: Attempt, seen: Sighting, policy: Policy) -> N
     outcome = attempt.outcome or "done"
     state.move(Change(replace(attempt, state=A(outcome), quarantined=""), Event.RECLAIMED, attempt.reason))
     if outcome == "requeued" and seen.status is JobStatus.PENDING and seen.job is not None:
-        wait = max(policy.backoff(attempt.tries), policy.pause_after(attempt.short_runs))
+        # The pause after short runs is not begun anew: it followed the last run, and there was none since.
+        later = max(attempt.not_before, state.now + policy.backoff(attempt.tries))
         past = _Past(
             tries=attempt.tries,
-            not_before=state.now + wait if wait else 0.0,
+            not_before=later if later > state.now else 0.0,
             note=_many_short_runs(attempt.short_runs, attempt.reason) or attempt.reason,
             overtaken=attempt.overtaken,
             caused=attempt.caused,
