@@ -157,9 +157,10 @@ class RealSlurm(Harness):
 
     async def clean(self) -> None:
         self.lab.run("scancel", "--partition=vm", check=False)
+        for guest in self.guests:  # first: whatever fails below, no process outlives the test
+            await guest.stop()
         for guest in self.guests:
             await self.scheduler.set_down(guest.name, "the test has ended")
-            await guest.stop()
             async with asyncio.timeout(30):
                 while True:
                     try:

@@ -221,13 +221,17 @@ def test_blocks_are_allocated_and_not_written(tmp_path: Path) -> None:
     assert failed.value.errno == errno.EBADF
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root may become a daemon's user")
-def test_a_daemon_that_ends_before_it_is_ready_is_a_failure_with_its_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where daemons write their logs."""
     monkeypatch.setattr(processes, "LOGS", str(tmp_path))
     monkeypatch.setattr(daemons, "LOGS", str(tmp_path))
-    ready = tmp_path / "ready"
+    return tmp_path
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may become a daemon's user")
+def test_a_daemon_that_ends_before_it_is_ready_is_a_failure_with_its_log(logs: Path) -> None:
+    ready = logs / "ready"
     ready.touch()  # left by an earlier run
     argv = ["/bin/sh", "-c", "echo no configuration; exit 3"]
     daemon = daemons.DaemonProcess({"name": "slurmd", "argv": argv, "user": "root", "ready_path": str(ready)})
@@ -239,10 +243,8 @@ def test_a_daemon_that_ends_before_it_is_ready_is_a_failure_with_its_log(
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root may become a daemon's user")
 def test_a_daemon_that_ends_is_started_again_unless_it_ends_at_once_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    logs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processes, "LOGS", str(tmp_path))
-    monkeypatch.setattr(daemons, "LOGS", str(tmp_path))
     now = 100.0
     monkeypatch.setattr(daemons.time, "monotonic", lambda: now)
     children = daemons.Children()
@@ -261,7 +263,7 @@ def test_a_daemon_that_ends_is_started_again_unless_it_ends_at_once_again(
     now += daemons.LASTING
     assert daemon.start_again()
     ended()
-    assert (tmp_path / "slurmd.log").read_text() == "started\n" * 3
+    assert (logs / "slurmd.log").read_text() == "started\n" * 3
 
 
 def test_a_program_that_cannot_be_started_has_no_wait_status() -> None:

@@ -84,9 +84,10 @@ def test_slurms_own_delay_is_waited_for_and_explain_says_so() -> None:
     assert newest(harness).state is A.CLAIMED and not newest(harness).at_once
 
 
-def queued_again_after_its_vm_was_lost() -> PlannerHarness:
+def queued_again_after_its_vm_was_lost(seconds: float = 60.0) -> PlannerHarness:
+    """After so long a run."""
     harness = started()
-    runs(harness, 60.0)
+    runs(harness, seconds)
     harness.seen(harness.all_vms(newest(harness).id)[0].name, VmCondition.DEAD)
     harness.run()
     requeued(harness)
@@ -100,11 +101,7 @@ def test_a_run_whose_vm_was_lost_is_followed_by_another_at_once() -> None:
 
 def test_after_a_run_that_was_lost_as_it_began_its_launch_is_given_up_first() -> None:
     """The failure of that launch would end the next run."""
-    harness = started()
-    runs(harness, 1.0)
-    harness.seen(harness.all_vms(newest(harness).id)[0].name, VmCondition.DEAD)
-    harness.run()
-    requeued(harness)
+    harness = queued_again_after_its_vm_was_lost(1.0)
     attempt = newest(harness)
     assert attempt.state is A.QUEUED and attempt.at_once
     assert PAUSE_BASE / 2 < attempt.not_before - harness.clock.time <= PAUSE_BASE
