@@ -23,7 +23,7 @@ from multiverse.lab.service import Lab
 from multiverse.lab.services import AGENT
 from multiverse.service.job_platform import site_of_node
 from tests.integration.conftest import LabUnderTest
-from tests.integration.watch import until
+from tests.integration.watch import matching, until
 
 BUILT = Path(__file__).parents[2] / "var" / "spank"
 IN_A_VM = ("--mem=700", "--vm-image=slim")
@@ -58,7 +58,7 @@ class BareNode:
         groups = [
             path
             for group in baremetal.control_groups_of(self.lab)
-            for path in group.glob("slurm_*/uid_*/job_*/mvjob-*")
+            for path in matching(group, "slurm_*/uid_*/job_*/mvjob-*")
         ]
         return found + [str(path) for path in (*groups, *self.regions())]
 

@@ -19,7 +19,7 @@ from multiverse.lab.plan import LabHost, load
 from multiverse.lab.process import DaemonCommand, RunningDaemon
 from multiverse.lab.service import Lab, Service
 from tests.integration.conftest import LabUnderTest
-from tests.integration.watch import accounted, kill, until, written
+from tests.integration.watch import accounted, below, kill, matching, until, written
 
 
 def job_nodes(under_test: LabUnderTest) -> list[JobNode]:
@@ -136,7 +136,7 @@ class JobNode:
 
     def groups_of(self, job: str) -> list[Path]:
         """The control groups of a job, one in each hierarchy."""
-        return [one for own in self._control_groups() for one in own.rglob(f"job_{job}")]
+        return [one for own in self._control_groups() for one in matching(own, f"**/job_{job}")]
 
     def stepds(self, job: str) -> dict[str, int]:
         """The pids of the slurmstepds of a job, by the names of their steps."""
@@ -186,7 +186,7 @@ class JobNode:
         until(f"{self.name} is idle", lambda: self.state() == "idle", 90)
         if killed:  # a node gets rid of these with its next boot, and other tests share this one
             for group in self.groups_of(killed):
-                for path in (*sorted(group.rglob("*/"), reverse=True), group):
+                for path in sorted(matching(group, "**/"), reverse=True):
                     path.rmdir()
             self.remember()
 
@@ -201,7 +201,7 @@ class JobNode:
         found |= {f"rule {' '.join(line.split())}" for line in rules.splitlines()}
         for daemon in (init, *self._daemons()):
             found |= {f"mount {line.split()[4]}" for line in _lines(f"/proc/{daemon}/mountinfo")}
-        groups = {path for own in self._control_groups() for path in own.glob("**/")}
+        groups = {path for own in self._control_groups() for path in matching(own, "**/")}
         found |= {f"group {path}" for path in groups if not self._is_of_a_step(path)}
         found |= {f"file {path}" for path in _below(self.own.root) if not self._is_of_slurmd(path)}
         root = Path(f"/proc/{init}/root")
@@ -277,6 +277,4 @@ def _lines(path: str) -> list[str]:
 
 
 def _below(place: Path, relative_to: Path = Path("/")) -> Iterator[Path]:
-    for directory, directories, files in os.walk(place):
-        for name in (*directories, *files):
-            yield Path(directory, name).relative_to(relative_to)
+    return (path.relative_to(relative_to) for path in below(place))

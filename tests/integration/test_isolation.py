@@ -17,7 +17,7 @@ from multiverse.host import manifest
 from multiverse.host.cgroups import Cgroups
 from multiverse.host.qemu.templates import FrozenTemplate, directory_name, load
 from tests.integration.test_qemu_driver import PARENT, Lab, lab, swept, until
-from tests.integration.watch import kill
+from tests.integration.watch import below, kill, matching
 
 __all__ = ["lab", "swept"]  # fixtures
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, reason="taps and images need root")]
@@ -57,7 +57,7 @@ def allowed(paths: Sequence[Path], uid: int, *groups: int) -> dict[Path, list[st
 
 
 def everything(*places: Path) -> list[Path]:
-    return [path for place in places for path in (place, *place.rglob("*")) if not path.is_symlink()]
+    return [path for place in places for path in (place, *below(place)) if not path.is_symlink()]
 
 
 def status(pid: int) -> dict[str, str]:
@@ -164,14 +164,14 @@ async def test_the_cgroup_of_a_vm_is_removed_with_it(lab: Lab) -> None:
     assert inside, "it is in a cgroup"
     kill(pid)
     await lab.hypervisor.destroy(VmRef(spec.name), 0)
-    assert not list(Path("/sys/fs/cgroup").glob(f"**/{spec.name}"))
+    assert not matching(Path("/sys/fs/cgroup"), f"**/{spec.name}")
 
 
 async def test_the_limits_of_a_vm_grow_with_its_size(lab: Lab) -> None:
     """A spare gets its size when it is started, and so do its limits."""
 
     def limits() -> dict[str, int]:
-        groups = [path for path in Path("/sys/fs/cgroup").glob(f"**/{spec.name}") if path.is_dir()]
+        groups = [path for path in matching(Path("/sys/fs/cgroup"), f"**/{spec.name}") if path.is_dir()]
         names = {"memory.max": "MiB", "memory.limit_in_bytes": "MiB", "pids.max": "threads"}
         found = {
             names[path.name]: int(path.read_text()) for one in groups for path in one.iterdir() if path.name in names

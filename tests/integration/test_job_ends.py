@@ -12,7 +12,7 @@ import pytest
 
 from tests.integration.conftest import LabUnderTest
 from tests.integration.job_nodes import JobNode, job_nodes
-from tests.integration.watch import accounted, kill, until
+from tests.integration.watch import accounted, kill, matching, until
 
 pytestmark = pytest.mark.integration
 
@@ -42,7 +42,7 @@ def memory_limit(group: Path) -> Path:
 def test_the_qemu_is_in_a_child_of_the_control_groups_of_its_job_beside_the_steps(node: JobNode) -> None:
     job, _ = node.begun("sleep 1000")
     (qemu,) = node.processes("qemu-system-x86_64", here=True)
-    found = {group: list(group.glob("mvjob-*/cgroup.procs")) for group in node.groups_of(job)}
+    found = {group: matching(group, "mvjob-*/cgroup.procs") for group in node.groups_of(job)}
     (own,) = (group for group, files in found.items() if files and str(qemu) in files[0].read_text().split())
     assert int(memory_limit(own).read_text()) == 700 << 20, "the job's limit holds for its VM"
     node.under_test.run("scancel", job)

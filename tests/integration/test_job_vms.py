@@ -22,7 +22,7 @@ from multiverse.lab.configure import BARE_FEATURE, changed_conf, hostname
 from multiverse.lab.services import AGENT
 from tests.integration.bare_node import BUILT, FEATURE, IN_A_VM, BareNode, bare_node, ensure_agent
 from tests.integration.conftest import LabUnderTest
-from tests.integration.watch import accounted, kill, until, written
+from tests.integration.watch import accounted, below, kill, matching, until, written
 
 pytestmark = pytest.mark.integration
 
@@ -379,7 +379,7 @@ def _programs_of_script(node: BareNode, job: str) -> set[str]:
     """The names of the programs in the control group of a job's batch script."""
     found = set()
     for own in baremetal.control_groups_of(node.lab):
-        for group in own.glob(f"slurm_*/uid_*/job_{job}/step_batch/**/cgroup.procs"):
+        for group in matching(own, f"slurm_*/uid_*/job_{job}/step_batch/**/cgroup.procs"):
             for pid in group.read_text().split():
                 with suppress(OSError):  # it has ended
                     found.add(Path("/proc", pid, "comm").read_text().strip())
@@ -449,7 +449,7 @@ def test_the_regions_of_a_job_are_its_own_and_of_its_memory(node: BareNode) -> N
         until("it has used its regions", lambda: out.exists() and out.read_text().count("\n") == 2, 180)
         assert out.read_text() == f"{lab.user.uid} 600\n" * 2
         groups = baremetal.control_groups_of(node.lab)
-        (stat,) = [path for group in groups for path in group.glob(f"slurm_*/uid_*/job_{job}/memory.stat")]
+        (stat,) = [path for group in groups for path in matching(group, f"slurm_*/uid_*/job_{job}/memory.stat")]
         assert max(int(each) for each in re.findall(r"(?m)^(?:total_)?shmem (\d+)$", stat.read_text())) >= 64 << 20
         inodes = {descriptor.stat().st_ino for descriptor in node.regions()}
         assert len(inodes) == 2
@@ -472,7 +472,7 @@ def _everything_of_vms(node: BareNode) -> list[Path]:
     and what the kernel shows of their processes and of the agent."""
     where = node.under_test.where
     places = (where.controller / "vms", where.run / "vms", where.agent / "jobs")
-    found = [path for place in places if place.is_dir() for path in place.rglob("*")]
+    found = [path for place in places if place.is_dir() for path in below(place)]
     pids = {descriptor.parts[2] for descriptor in node.regions()} | {str(_pid_of_agent(node))}
     for process in (Path("/proc", pid) for pid in pids):
         found += [*(process / "fd").iterdir(), *(process / "map_files").iterdir()]

@@ -20,7 +20,7 @@ from multiverse.lab.hosts.machine import HostInit
 from multiverse.lab.users import PrivateUser
 from tests.integration.conftest import BUILT, LabUnderTest
 from tests.integration.physical_nodes import inside, lab_of, nothing_left
-from tests.integration.watch import accounted, until
+from tests.integration.watch import accounted, below, until
 
 pytestmark = pytest.mark.integration
 
@@ -377,7 +377,7 @@ def _assert_out_of_reach_on_the_node(lab: LabUnderTest, job: str, here: Path) ->
     trees.append((memory, where.memory, memory))
     paths, sockets = list[str](), list[str]()
     for outside, seen, tree in trees:
-        for path in tree.rglob("*"):
+        for path in below(tree):
             kind = path.lstat().st_mode
             chosen = sockets if stat.S_ISSOCK(kind) else paths if stat.S_ISREG(kind) else None
             if chosen is not None:

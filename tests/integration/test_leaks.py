@@ -13,7 +13,7 @@ import pytest
 
 from multiverse.client import Client
 from tests.integration.conftest import LabUnderTest
-from tests.integration.watch import nothing_left, until
+from tests.integration.watch import below, nothing_left, until
 
 pytestmark = pytest.mark.integration
 
@@ -48,7 +48,7 @@ def usage(lab: LabUnderTest, pid: int) -> ResourceUsage:
         threads=int(fields["Threads"]),
         links=len(list(Path("/sys/class/net", lab.settings.qemu.bridge, "brif").iterdir())),
         mounts=len((process / "mounts").read_text().splitlines()),
-        files=sum(1 for place in places for path in place.rglob("*") if path.is_file()),
+        files=sum(1 for place in places for path in below(place) if path.is_file()),
         database=pages * size,
     )
 

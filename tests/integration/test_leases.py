@@ -38,7 +38,7 @@ from tests.integration.images import slim
 from tests.integration.job_nodes import job_nodes
 from tests.integration.test_agent import Behind, Controller, connected
 from tests.integration.test_contract_qemu import CHECKS, LONG, Real
-from tests.integration.watch import accounted, ended, kill, output_of, until
+from tests.integration.watch import accounted, ended, kill, matching, output_of, until
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, reason="namespaces need root")]
 
@@ -420,7 +420,7 @@ def test_a_lease_is_taken_for_a_job_that_waits_and_given_back(physical: LabUnder
         own = physical.where.host(NODE)
         until("the lease is given back", lambda: not physical.run("squeue", "-h", "-p", "physical").stdout)
         until("nothing is left on the node", lambda: not [*own.leases.glob("lease-*")])
-        assert not [*Path("/sys/fs/cgroup").glob(f"*/{physical.where.control_group}/**/lease-*")]
+        assert not matching(Path("/sys/fs/cgroup"), f"*/{physical.where.control_group}/**/lease-*")
         until("the host is gone", lambda: [one["name"] for one in client.hosts()] == [host])
         client.change_hosts("resume", host)
     asyncio.run(CONTROLLER.stop(physical.where))

@@ -17,7 +17,7 @@ import pytest
 from multiverse.drivers.slurm import requirements
 from tests.integration.images import IMAGES, slim
 from tests.integration.site_machine import ADA_UID, JOB_SUBMIT, SLURM_UID, SiteMachine
-from tests.integration.watch import release, until
+from tests.integration.watch import matching, release, until
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, reason="needs root")]
 
@@ -52,7 +52,7 @@ def machine(accelerator: Path) -> Iterator[SiteMachine]:
 def _remove_cgroups(top: Path) -> None:
     """The control groups of VMs are outside of the machine."""
     for vm in (top / "var/lib/multiverse/vms").glob("mv*"):
-        for group in Path("/sys/fs/cgroup").glob(f"**/multiverse/{vm.name}"):
+        for group in matching(Path("/sys/fs/cgroup"), f"**/multiverse/{vm.name}"):
             group.rmdir()
 
 

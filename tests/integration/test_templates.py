@@ -13,7 +13,7 @@ from multiverse.lab.plan import load
 from multiverse.lab.services import CONTROLLER, Lab
 from tests.integration.conftest import LabUnderTest
 from tests.integration.images import narrow, stiff
-from tests.integration.watch import accounted, ended, nothing_left, until, written
+from tests.integration.watch import accounted, below, ended, nothing_left, until, written
 
 pytestmark = pytest.mark.integration
 
@@ -89,7 +89,7 @@ def test_each_account_has_templates_of_its_own(
             ended(client, job, "done")
         ready = {row["account"] for row in client.templates() if row["state"] == "ready"}
         assert ready.issuperset(accounts)
-        assert not [path for path in lab.settings.qemu.templates.rglob("*") if "etc" in path.name]
+        assert not [path for path in below(lab.settings.qemu.templates) if "etc" in path.name]
         for account in accounts:
             dropped(client, "slim", account)
     finally:

@@ -8,7 +8,8 @@ import re
 import select
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,6 +100,17 @@ def written(path: Path) -> str:
     return str(until(f"{path.name} is written", lambda: path.exists() and output_of(path), 20))
 
 
+def below(top: Path) -> Iterator[Path]:
+    """All files and directories below one. Unlike Path.rglob, bears that one vanishes meanwhile."""
+    for directory, directories, files in os.walk(top):
+        yield from (Path(directory, name) for name in (*directories, *files))
+
+
+def matching(top: Path, pattern: str) -> list[Path]:
+    """The paths below `top` that match. Unlike Path.glob, bears that one vanishes meanwhile."""
+    return [Path(path) for path in glob(f"{top}/{pattern}", recursive=True)]
+
+
 def qemu_of(vm: str) -> int:
     """The pid of the VM's QEMU."""
     for process in Path("/proc").iterdir():
@@ -124,7 +136,7 @@ def nothing_left(lab: LabUnderTest, client: Client) -> None:
     (host,) = client.hosts()
     frozen = sum(one["memory"] for one in client.templates() if one["state"] != "absent") * host["template_copies"]
     assert (host["claimed"]["cpus"], host["claimed"]["memory"]) == (0, frozen)
-    assert not list(Path("/sys/fs/cgroup").glob(f"**/multiverse/mv{site}*"))
+    assert not matching(Path("/sys/fs/cgroup"), f"**/multiverse/mv{site}*")
 
 
 def emulators() -> list[str]:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from glob import iglob  # unlike Path.glob, bears that a directory vanishes meanwhile
 from pathlib import Path
 
 from multiverse.core.errors import Broken, Refused
@@ -83,14 +84,14 @@ def find_job(pid: int, proc: Path = Path("/proc")) -> int:
 def has_steps(job: Sequence[str]) -> bool:
     """Whether a process of a step is in one of these directories of a job's control groups. The directory of a step
     alone is no sign of one: Slurm leaves it there if a killed process has not left it yet."""
-    return any(_has_process(step) for directory in job for step in Path(directory).glob("step_*"))
+    return any(
+        _has_process(file) for directory in job for file in iglob(f"{directory}/step_*/**/cgroup.procs", recursive=True)
+    )
 
 
-def _has_process(step: Path) -> bool:
-    for file in step.glob("**/cgroup.procs"):
-        with suppress(OSError):  # the group is gone, or a threaded one, whose processes its parent shows
-            if file.read_text():
-                return True
+def _has_process(procs: str) -> bool:
+    with suppress(OSError):  # the group is gone, or a threaded one, whose processes its parent shows
+        return bool(Path(procs).read_text())
     return False
 
 
