@@ -103,6 +103,20 @@ async def nothing_happens(setting: Setting) -> None:
     await asyncio.sleep(59.0)
 
 
+def test_what_is_awaited_after_an_observation_is_read_before_the_next_poll() -> None:
+    async def script(setting: Setting) -> None:
+        setting.slurm.jobs["1"] = job("1", state=JobState.RUNNING)
+        await asyncio.sleep(POLL)
+        setting.pace, setting.awaited = 0.1, Awaited({"1": 1})
+        before = setting.slurm.clock.now()
+        setting.observer.reconsider()
+        await asyncio.sleep(1.0)
+        readings = [at for at, *_ in setting.slurm.reads if at >= before]
+        assert len(readings) >= 9 and readings[0] - before <= 0.1
+
+    play(Slurm(job("1")), script)
+
+
 @pytest.mark.parametrize(("seconds", "interval"), [(0.01, POLL), (0.05, POLL), (0.5, 10.0), (1.0, 20.0)])
 def test_whole_loads_are_as_rare_as_they_are_long(seconds: float, interval: float) -> None:
     wholes = play(Slurm(whole=seconds), nothing_happens).slurm.wholes

@@ -547,7 +547,10 @@ class Controller:
         state = self.state
         awaited = [vm.since for vm in state.vms_in(*_AWAITED_OF_VMS)]
         awaited += [attempt.since for attempt in state.attempts_in(*_AWAITED_OF_ATTEMPTS)]
-        self._expecting = max(awaited, default=None)
+        expecting = max(awaited, default=None)
+        if expecting != self._expecting:
+            self._expecting = expecting
+            self.scheduler.reconsider()
 
     def _confirmed_orphans(self, world: World) -> list[VmRef]:
         """The orphans that two observations have shown: a single one destroys nothing."""

@@ -64,6 +64,10 @@ class Observer(Generic[T]):
         self._due = sorted({*self._due, *(now + wait for wait in (BURST if burst else BURST[:1]))})
         self._poked.set()
 
+    def reconsider(self) -> None:
+        """The interval has changed: the next observation may be due sooner than it was when this one ended."""
+        self._poked.set()
+
     async def run(self) -> None:
         """Observe until cancelled. Any failure makes the source unknown; one that is not of the source itself is logged
         with its traceback."""
