@@ -13,7 +13,14 @@ from multiverse.images import initramfs, recipe
 from multiverse.images.build import build
 from multiverse.images.catalog import Flavour, Image, list_images, load, write_manifest
 from multiverse.images.recipe import Recipe
-from multiverse.images.root import AGENT_PATH, enable_unit, install_agent, kernel_release, strip_identity
+from multiverse.images.root import (
+    AGENT_PATH,
+    enable_unit,
+    install_agent,
+    kernel_release,
+    remove_dead_plugins,
+    strip_identity,
+)
 
 
 @pytest.mark.parametrize("name", ["", "../x", "A", "a/b", "-a", "x" * 41])
@@ -175,3 +182,17 @@ def test_modules_come_after_the_modules_that_they_need(tmp_path: Path) -> None:
     assert initramfs.module_files(tmp_path, "6.1", ("net_x", "ext4")) == ["c/core.ko", "b/failover.ko", "a/net-x.ko"]
     with pytest.raises(Broken, match="absent"):
         initramfs.module_files(tmp_path, "6.1", ("absent",))
+
+
+@pytest.mark.parametrize("has_library", [False, True])
+def test_the_plugin_for_pmix_is_removed_where_it_cannot_be_loaded(tmp_path: Path, has_library: bool) -> None:
+    plugins, library = tmp_path / "usr/lib/x86_64-linux-gnu/slurm-wlm", tmp_path / "usr/lib/x86_64-linux-gnu/pmix2/lib"
+    for directory in (plugins, library):
+        directory.mkdir(parents=True)
+    for name in ("mpi_pmix.so", "mpi_pmix_v4.so", "mpi_pmi2.so"):
+        (plugins / name).touch()
+    if has_library:
+        (library / "libpmix.so").touch()
+    remove_dead_plugins(tmp_path)
+    left = {path.name for path in plugins.iterdir()}
+    assert left == {"mpi_pmi2.so", *(("mpi_pmix.so", "mpi_pmix_v4.so") if has_library else ())}

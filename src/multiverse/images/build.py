@@ -17,7 +17,14 @@ from multiverse.images import digest, durations, initramfs, place
 from multiverse.images.catalog import Flavour, Image, load, write_manifest
 from multiverse.images.commands import Progress, mmdebstrap, run
 from multiverse.images.recipe import DISK_MIB, EXCLUDED, PACKAGES, VARIANT, Recipe
-from multiverse.images.root import AGENT_PATH, enable_unit, install_agent, kernel_release, strip_identity
+from multiverse.images.root import (
+    AGENT_PATH,
+    enable_unit,
+    install_agent,
+    kernel_release,
+    remove_dead_plugins,
+    strip_identity,
+)
 
 _PACKAGE = re.compile(r"[a-z0-9][a-z0-9+.:-]*")
 _SPACE = "check with `df` that the directory of the images has free space"
@@ -85,6 +92,7 @@ def _bootstrap(recipe: Recipe, name: str, work: Path, say: Progress) -> str:
     _install_packages(recipe, root, work, say)
     release = kernel_release(root)
     strip_identity(root)
+    remove_dead_plugins(root)
     install_agent(root, recipe.agent)
     if recipe.flavour == "slim":
         say(f"image {name}: making the initial ramdisk")

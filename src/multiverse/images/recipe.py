@@ -16,7 +16,7 @@ from multiverse.images import initramfs
 from multiverse.images.catalog import Flavour
 from multiverse.images.root import AGENT_PATH, AGENT_UNIT
 
-BUILDER_VERSION = 1  # increase it when a change of the builder's steps changes the images that it makes
+BUILDER_VERSION = 2  # increase it when a change of the builder's steps changes the images that it makes
 DISK_MIB = 16384  # size of the disk that the guest sees; the file is sparse, so only what is written takes space
 
 _COMMON = ("linux-image-amd64", "slurmd", "slurm-client", "munge", "nfs-common", "python3", "iproute2")

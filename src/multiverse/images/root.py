@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -53,6 +54,17 @@ def strip_identity(root: Path) -> None:
     (root / "etc/hosts").write_text("127.0.0.1 localhost\n")
     shadow = root / "etc/shadow"
     shadow.write_text(re.sub(r"(?m)^root:[^:]*:", "root:!*:", shadow.read_text()))
+
+
+def remove_dead_plugins(root: Path) -> None:
+    """Remove Slurm's plugin for PMIx if the image has no library of PMIx, without which the plugin cannot be loaded.
+    slurmd would try it twice at each start."""
+    libraries = root / "usr/lib"
+    if any("libpmix.so" in files for _, _, files in os.walk(libraries)):
+        return
+    for place in ("x86_64-linux-gnu/slurm-wlm", "x86_64-linux-gnu/slurm", "slurm"):
+        for plugin in (libraries / place).glob("mpi_pmix*.so"):
+            plugin.unlink()
 
 
 def install_agent(root: Path, source: str) -> None:

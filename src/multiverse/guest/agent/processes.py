@@ -10,6 +10,11 @@ import time
 from multiverse.guest.agent.contract import LOGS
 from multiverse.guest.agent.syscalls import PTRACE_TRACEME, ptrace
 
+HWLOC = {"HWLOC_COMPONENTS": "-x86", "HWLOC_PLUGINS_PATH": "/var/empty"}
+"""The environment of hwloc, by which slurmd and each slurmstepd learn what the machine is. Without the first variable
+it would ask the CPU (CPUID) for facts that the kernel also has, and a virtual CPU answers slowly. Without the second it
+would load its plugins, and with them the libraries of X11, OpenCL and XML, to look for GPUs."""
+
 
 def run(argv: list[str], timeout: float = 20.0) -> int:
     """Run a program to its end, without input or output. Returns its wait status, or -1 if it cannot be started.
@@ -68,8 +73,7 @@ def spawn(name: str, argv: list[str], user: str, traced: bool = False) -> int:
         os.setuid(entry.pw_uid)
         if traced:
             ptrace(PTRACE_TRACEME, 0)
-        # hwloc would ask the CPU (CPUID) for facts that the kernel also has. A virtual CPU answers slowly.
-        os.execve(argv[0], argv, {**os.environ, "HWLOC_COMPONENTS": "-x86"})
+        os.execve(argv[0], argv, {**os.environ, **HWLOC})
     except BaseException as error:
         os.write(2, f"{error}\n".encode())
     os._exit(127)
