@@ -598,7 +598,7 @@ async def test_a_pilot_that_is_granted_after_its_lease_was_given_up_ends(
     """No lease of the controller explains it. A job that runs is left alone."""
     own = lendable.settings.host.name
     until("the lab's host is observed", lambda: any(each["reachable"] for each in lending.hosts()))
-    file = lendable.user.home / "beside"
+    file = lendable.user.home / "left-alone"
     job = lendable.sbatch(_RUNS.format(file), "--time=5", f"--output={file}.out")
     until("a job runs", lambda: file.exists() and file.read_text(), 240)
     pilots = Pilots.of(lendable, "lendable")

@@ -87,6 +87,7 @@ def test_a_job_goes_on_in_its_vm_through_an_upgrade(lab: LabUnderTest, controlle
     client = Client(lab.settings.socket)
     database = lab.settings.state_dir / "multiverse.db"
     out, go = lab.user.home / "upgraded.out", lab.user.home / "go"
+    go.unlink(missing_ok=True)
     script = f"echo began in $(hostname); until [ -e {go} ]; do sleep 0.2; done; echo ended in $(hostname)"
     job = lab.sbatch(script, f"--output={out}")
     row = until("it runs", lambda: (r := latest(client, job)).get("state") == "allocated" and r)

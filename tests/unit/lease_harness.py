@@ -86,9 +86,9 @@ class LeaseHarness(PlannerHarness):
         self.answering.add(lease.name)
         self.run()
 
-    def with_template(self) -> None:
-        """The template that the waiting job needs is ready on the leased host."""
-        which = TemplateKey(self.lease.name, "slim", self.policy.base)
+    def with_template(self, host: str = "") -> None:
+        """The template that the waiting job needs is ready on a leased host, the first one if none is named."""
+        which = TemplateKey(host or self.lease.name, "slim", self.policy.base)
         self.templates[which] = TemplateSeen("t", which.host, "slim", TemplateCondition.READY, self.policy.base)
         self.run()
         self.run()

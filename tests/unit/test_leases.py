@@ -302,6 +302,34 @@ def test_a_host_that_builds_a_template_is_kept_and_one_that_a_job_is_about_to_us
     assert site.lease.state is L.RELEASING
 
 
+@pytest.mark.parametrize("builds", [True, False])
+def test_a_host_is_kept_while_the_template_of_another_host_of_the_same_job_is_built(builds: bool) -> None:
+    """The job would wait for ever if each host were given back before the other one is ready."""
+    site = LeaseHarness()
+    site.full()
+    site.waiting_job(nodes=4)
+    site.run_for(14.0)
+    first, second = site.state.leases.values()
+    for one in (first, second):
+        site.ended(one.key)
+        site.pilot(one, id_=str(50 + one.id), state=P.RUNNING, node=f"p{one.id}", ends=site.clock.wall() + 3600.0)
+    site.run()
+    site.answering |= {first.name, second.name}
+    site.run()
+    site.with_template()
+    (template,) = site.state.templates_on(second.name)
+    assert template.state is TemplateState.BUILDING
+    site.run_for(6 * PHYSICAL.idle, step=10.0)
+    assert [one.state for one in site.state.leases.values()] == [L.IDLE, L.IDLE]
+    if builds:
+        site.with_template(second.name)
+        assert [len(site.state.vms_on(one.name)) for one in (first, second)] == [2, 2]
+    else:
+        site.run(Done(template.key, EffectKind.BUILD, "building", Broken("it does not boot")))
+        site.run()
+        assert site.state.leases[first.id].state is L.RELEASING
+
+
 def test_a_host_to_which_an_image_is_brought_is_the_one_that_its_job_needs() -> None:
     """No other one is leased meanwhile, and it is kept longer than one that nobody needs, but not for ever."""
     site = LeaseHarness()

@@ -12,7 +12,7 @@ of its partition waits, each time for longer (`Forecast.lease_rest`).
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -46,7 +46,8 @@ DEPTH = 100
 """Waiting jobs, the first of the queue, for which hosts are leased."""
 
 PATIENCE = 5.0
-"""So many times the idle time a host is kept at most for jobs that would use it, and do not."""
+"""So many times the idle time a host is kept at most for jobs that would use it, and do not, once their templates are
+built."""
 
 
 @dataclass(slots=True)
@@ -117,7 +118,8 @@ class _Needs:
 
     def __init__(self, context: Context) -> None:
         self._context, self._room = context, room_of(context).copy()
-        self.used: set[str] = set()  # hosts in sight that jobs are about to use
+        # Hosts in sight that jobs are about to use, each with all those of the same jobs.
+        self.used: defaultdict[str, set[str]] = defaultdict(set)
         self.new: list[LeasePolicy] = []
         self._hopeless: set[tuple[int, float | None, bool]] = set()  # jobs for which there is nothing
         self._claims: dict[tuple[int, frozenset[str]], Mapping[str, Size]] = {}  # on hosts in sight, of jobs alike
@@ -166,8 +168,9 @@ class _Needs:
             return attempt.request.most_on_a_host(on[name] + 1) > on[name]
 
         while on.total() < attempt.request.nodes and (chosen := self._room.place(1, claims, hosts=Open(accept))):
-            self.used.update(chosen)
             on.update(chosen)
+        for name in on:
+            self.used[name].update(on)
         return on.total()
 
     def _place_on_leases(self, attempt: Attempt, count: int) -> bool:
@@ -198,7 +201,8 @@ class _Needs:
             for one, free, templates, uses in before:
                 one.free, one.templates, one.uses = free, templates, uses
             return False
-        self.used.update(one.lease.name for one in bare if one.lease is not None and one.uses)
+        for name in (one.lease.name for one in bare if one.lease is not None and one.uses):
+            self.used[name].add(name)
         for fresh in new:
             self._left[fresh.policy.partition] -= 1
             self.new.append(fresh.policy)
@@ -236,14 +240,21 @@ def _give_back_unneeded(context: Context, lease: Lease, needs: _Needs) -> None:
             _give_back(state, lease, "no job needs it any more")
         case LeaseState.IDLE if not state.vms_on(lease.name):
             idle = state.now - lease.since
-            # A template that is being built there has a time limit of its own.
-            builds = any(one.state is TemplateState.BUILDING for one in state.templates_on(lease.name))
-            kept = lease.name in needs.used and (builds or idle < PATIENCE * policy.idle)
+            kept = lease.name in needs.used and _kept_for_jobs(state, lease, needs.used[lease.name], policy)
             drain = state.drains.get(lease.name)
             if drain is not None and drain.begins <= context.now:
                 _give_back(state, lease, drain.reason or "an operator drained it")
             elif idle >= policy.idle and not kept:
                 _give_back(state, lease, f"it was idle for {policy.idle:g} s")
+
+
+def _kept_for_jobs(state: State, lease: Lease, used: set[str], policy: LeasePolicy) -> bool:
+    """Whether an idle host is kept for jobs that are about to use it. `used` are all their hosts. A job starts when the
+    last of them has its template, and a template that is being built has a time limit of its own."""
+    templates = [one for host in sorted(used) for one in state.templates_on(host)]
+    built = [one.since for one in templates if one.state is TemplateState.READY]
+    builds = any(one.state is TemplateState.BUILDING for one in templates)
+    return builds or state.now - max([lease.since, *built]) < PATIENCE * policy.idle
 
 
 def _give_back(state: State, lease: Lease, why: str) -> None:
