@@ -18,6 +18,7 @@ from multiverse.cli import (
     sampling,
     scale,
     submissions,
+    throughput,
     viewers,
 )
 
@@ -37,4 +38,5 @@ app.command("queue")(long_queue.queue)
 app.command("sampling")(sampling.sampling)
 app.command("scale")(scale.scale)
 app.command("neighbours")(long_queue.neighbours_)
+app.command("throughput")(throughput.throughput)
 app.command("viewers")(viewers.viewers)
