@@ -7,6 +7,7 @@ from multiverse.cli import (
     backfill,
     bench,
     burst,
+    compare,
     density,
     injob,
     lease_day,
@@ -25,6 +26,7 @@ from multiverse.cli import (
 app = bench.app
 app.command("across")(across.across)
 app.command("burst")(burst.burst)
+app.command("compare")(compare.compare)
 app.command("density")(density.density)
 app.command("injob")(injob.injob)
 app.command("leases")(lease_day.lease_day)
