@@ -97,9 +97,10 @@ def test_the_intervals_of_a_benchmark_count_too() -> None:
     assert _verdict("a.seconds", (1.0, 1.1), (1.5, 1.6), by=0.3) == ""
 
 
-def test_one_turn_tells_only_of_figures_with_an_interval() -> None:
+def test_one_turn_tells_nothing_even_with_an_interval() -> None:
     assert _verdict("a.seconds", (1.0,), (9.0,)) == ""
-    assert _verdict("a.seconds", (1.0,), (9.0,), by=0.5) == "worse"
+    assert _verdict("a.seconds", (1.0,), (9.0,), by=0.5) == ""
+    assert _verdict("a.seconds", (1.0, 1.0), (9.0,), by=0.5) == ""
 
 
 def test_a_number_that_never_differs_is_no_figure_and_zero_has_no_ratio() -> None:

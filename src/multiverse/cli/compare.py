@@ -32,8 +32,8 @@ from multiverse.system.locks import try_locked_file
 SHORT: dict[str, tuple[str, ...]] = {
     "latency": ("--jobs", "3", "--kinds", "instant,joined,bare_metal"),
     "burst": ("8", "--kinds", "instant"),
-    "throughput": ("--tasks", "12", "--kinds", "instant"),
-    "queue": ("--jobs", "2", "--waiting", "60", "--others", "60", "--idle", "5"),
+    "throughput": ("--tasks", "10", "--kinds", "instant"),
+    "queue": ("--jobs", "2", "--waiting", "40", "--others", "40", "--idle", "3"),
     "planner": ("--jobs", "1000", "--vms", "500", "--repeat", "5"),
     "density": ("--most", "6", "--step", "6"),
 }
@@ -59,8 +59,7 @@ def compare(
 
     A figure has changed if its medians differ by more than 10 %, and all its turns in one checkout lie on one side of
     all its turns in the other, with the 95 % intervals that a benchmark gives. Of ten figures that are the same, one
-    looks changed by chance with three turns, one of a hundred with five. One turn tells only of figures with an
-    interval.
+    looks changed by chance with three turns, one of a hundred with five. After one turn no figure has changed.
     """
     names = chosen(only)
     checkouts.commit_of(revision)
