@@ -16,6 +16,7 @@ from multiverse.cli import (
     observations,
     passes,
     placement,
+    report,
     sampling,
     scale,
     submissions,
@@ -37,6 +38,7 @@ app.command("submissions")(submissions.submissions)
 app.command("backfill")(backfill.backfill)
 app.command("placement")(placement.placement)
 app.command("queue")(long_queue.queue)
+app.command("report")(report.report)
 app.command("sampling")(sampling.sampling)
 app.command("scale")(scale.scale)
 app.command("neighbours")(long_queue.neighbours_)
