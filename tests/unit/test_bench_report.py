@@ -181,6 +181,24 @@ def test_a_benchmark_is_run_and_kept_with_its_machine_and_commit(
     assert one["words"] == ["latency", "--jobs", "3"] and one["machine"]["cpus"] >= 1 and one["machine"]["memory"] > 0
 
 
+def test_a_page_that_is_edited_while_benchmarks_run_keeps_its_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# Page\n")
+
+    def measured(*_: object) -> dict[str, Any]:
+        page.write_text(f"{page.read_text()}\nEdited.\n")
+        return _latency()
+
+    monkeypatch.setattr(command, "measure", measured)
+    words = ["bench", "report", "--run", "latency", "--run", "latency --jobs 3", "--write", f"{page}"]
+    assert CliRunner().invoke(build(), words).exit_code == 0
+    assert page.read_text().count("Edited.") == 2 and "bench latency --jobs 3`" in page.read_text()
+    gone = CliRunner().invoke(build(), ["bench", "report", "--run", "latency", "--write", f"{tmp_path}/none.md"])
+    assert "cannot read" in str(gone.exception)
+
+
 def test_the_page_has_regions_of_benchmarks_that_there_are() -> None:
     root = Path(__file__).parents[2]
     names = regions((root / "docs" / "benchmarks.md").read_text())

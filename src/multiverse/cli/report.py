@@ -52,40 +52,39 @@ def report(
     Without files and --run all benchmarks run as they are by default, for hours. The page keeps all text outside of the
     regions of these benchmarks. Without --write the regions are printed.
     """
-    page = _read(write)
+    commit = _commit()  # before the page itself is a change that is not committed
+    if write is not None:
+        _read(write)
     runs = [_file(path) for path in given or ()]
     for words in [shlex.split(one) for one in run or (() if given else ALL)]:
         if not words:
             raise Refused("--run names no benchmark", hint="multiverse bench --help lists them")
-        runs.append(_run(words, directory, images))
+        runs.append(_run(words, commit, directory, images))
         if keep is not None:
             keep.mkdir(parents=True, exist_ok=True)
             files.replace(keep / f"{runs[-1].name}.json", json_.dumps(reports.document(runs[-1])) + "\n", mode=0o644)
         if write is not None:  # what has been measured stays if a later one fails
-            page = _write(write, page, runs)
+            _write(write, runs[-1:])
     if json:
         as_json([reports.document(one) for one in runs])
     elif write is None:
         for one in runs:
             console.print(f"\n{reports.region(one)}", markup=False, soft_wrap=True)
     else:
-        _write(write, page, runs)
+        _write(write, runs)
         console.print(f"{write}: {', '.join(one.name for one in runs)}", markup=False)
 
 
-def _read(page: Path | None) -> str:
-    if page is None:
-        return ""
+def _read(page: Path) -> str:
     try:
         return page.read_text()
     except OSError as error:
         raise Refused(f"cannot read {page}: {error.strerror}", hint="give the page that is to be written") from error
 
 
-def _write(path: Path, page: str, runs: Sequence[Run]) -> str:
-    page = reports.written(page, runs)
-    files.replace(path, page, mode=0o644)
-    return page
+def _write(page: Path, runs: Sequence[Run]) -> None:
+    """Write the regions of these runs into the page as it is now: it may have been edited while benchmarks ran."""
+    files.replace(page, reports.written(_read(page), runs), mode=0o644)
 
 
 def _file(path: Path) -> Run:
@@ -100,12 +99,12 @@ def _day(at: float) -> str:
     return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d")
 
 
-def _run(words: Sequence[str], directory: Path, images: Path) -> Run:
+def _run(words: Sequence[str], commit: str, directory: Path, images: Path) -> Run:
     """Run a benchmark of this checkout, and say where and when."""
     machine, at = machine_now(), _day(time.time())
     progress.present().say(f"bench {' '.join(words)}")
     result: Any = measure("this checkout", own_program(), words, directory, images)
-    return Run(tuple(words), at, _commit(), machine, result)
+    return Run(tuple(words), at, commit, machine, result)
 
 
 def _commit() -> str:
