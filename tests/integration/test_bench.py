@@ -85,3 +85,27 @@ def test_a_burst_uses_a_lab_of_its_own_and_leaves_nothing_of_it() -> None:
         assert not (directory / "lab" / "run").exists()
     finally:
         shutil.rmtree(directory)
+
+
+def test_the_tasks_of_an_array_run_in_vms_in_spares_and_on_bare_metal_with_the_same_cpus() -> None:
+    directory = Path(tempfile.mkdtemp(prefix="mvb-"))
+    directory.chmod(0o755)
+    program = Path(sys.executable).with_name("multiverse")
+    words = ["bench", "throughput", "--tasks", "6", "--cpus", "3", "--seconds", "0.5", "--json"]
+    try:
+        done = subprocess.run(
+            [program, *words, "--dir", f"{directory}/lab", "--images", f"{BUILT}"],
+            capture_output=True, text=True, timeout=500,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        assert list(found["kinds"]) == ["bare_metal", "instant", "joined"]
+        for name, one in found["kinds"].items():
+            assert one["tasks_per_minute"] == pytest.approx(360 / one["all_ran"])
+            assert 0 < one["computing"] <= 1 and one["bounded_by"], name
+            assert one["stages"]["task"] >= 0.5 and one["again"] == 0
+        assert found["kinds"]["instant"]["stages"]["join"] > 0 and found["kinds"]["instant"]["spares"] == 0
+        assert found["kinds"]["joined"]["spares"] >= 3, "those that were there before the array"
+        assert not (directory / "lab" / "run").exists()
+    finally:
+        shutil.rmtree(directory)

@@ -75,13 +75,13 @@ def _run_kind(lab: LabSession, client: Client, plan: BurstPlan, kind: JobKind, p
         submitted = _submit(lab, arrivals.script, plan, kind)
         missing = arrivals.wait(submitted, START_LIMIT, lab.settings.socket.exists)
         if missing:
-            raise Broken(_not_started(client, kind, missing), hint="see the lab's log/controller.log")
+            raise Broken(not_started(client, kind, missing), hint="see the lab's log/controller.log")
         began = min(submitted.values())
         samples = BurstSamples(all_ran=max(arrivals.at[job] for job in submitted) - began)
         samples.submit_to_start = [arrivals.at[job] - at for job, at in submitted.items()]
     progress(kind.name, plan.jobs, plan.jobs, samples.all_ran)
     until_nothing_is_left(client, START_LIMIT)  # the next kind must not be measured while these jobs are reclaimed
-    _check_completed(lab, submitted)
+    check_completed(lab, submitted)
     documents = [document for job in dict.fromkeys(map(_submission, submitted)) for document in client.timeline(job)]
     add_timelines(samples, decode(list[TimelineView], documents), plan.jobs)
     return samples
@@ -107,14 +107,14 @@ def _submission(job: str) -> str:
     return job.partition("_")[0]
 
 
-def _not_started(client: Client, kind: JobKind, missing: Sequence[str]) -> str:
+def not_started(client: Client, kind: JobKind, missing: Sequence[str]) -> str:
     first = missing[0]
     found = {job.job_id: job.waiting or job.reason or job.state for job in decode(list[JobView], client.jobs())}
     reason = found.get(first, "the controller does not know it")
     return f"{len(missing)} jobs of kind {kind.name} did not start: job {first}: {reason}"
 
 
-def _check_completed(lab: LabSession, submitted: Mapping[str, float]) -> None:
+def check_completed(lab: LabSession, submitted: Mapping[str, float]) -> None:
     """Raise `Broken` unless Slurm's accounting says that each of these jobs has completed."""
     jobs = ",".join(dict.fromkeys(map(_submission, submitted)))
     deadline = time.monotonic() + ACCOUNTING_LIMIT

@@ -103,9 +103,9 @@ def run(lab: LabSession, client: Client, bounds: DensityBounds, progress: Progre
 def _measured(client: Client, vms: int, slowest: float, before: int) -> DensityStep:
     began = time.monotonic()
     seconds = {one.name: one.cpu_s for one in _vms(client)}
-    idle = _cpu_times()
+    idle = cpu_times()
     time.sleep(IDLE_SECONDS)
-    spent, passed = _cpu_times(), time.monotonic() - began
+    spent, passed = cpu_times(), time.monotonic() - began
     over = _vms(client)  # measuring the VMs takes CPU time too, so it is done outside the interval of the machine's
     shares = [(one.cpu_s - seconds[one.name]) / passed for one in over if one.name in seconds]
     available = _available(client)
@@ -126,7 +126,7 @@ def _vms(client: Client) -> list[VmView]:
     return decode(list[VmView], client.vms(exact=True))
 
 
-def _cpu_times() -> tuple[int, ...]:
+def cpu_times() -> tuple[int, ...]:
     """The machine's CPU time in clock ticks, by kind: the first eight fields of `cpu` in /proc/stat (proc(5))."""
     return tuple(int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9])
 

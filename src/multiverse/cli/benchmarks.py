@@ -7,6 +7,7 @@ from multiverse.cli import (
     backfill,
     bench,
     burst,
+    compare,
     density,
     injob,
     lease_day,
@@ -15,15 +16,18 @@ from multiverse.cli import (
     observations,
     passes,
     placement,
+    report,
     sampling,
     scale,
     submissions,
+    throughput,
     viewers,
 )
 
 app = bench.app
 app.command("across")(across.across)
 app.command("burst")(burst.burst)
+app.command("compare")(compare.compare)
 app.command("density")(density.density)
 app.command("injob")(injob.injob)
 app.command("leases")(lease_day.lease_day)
@@ -34,7 +38,9 @@ app.command("submissions")(submissions.submissions)
 app.command("backfill")(backfill.backfill)
 app.command("placement")(placement.placement)
 app.command("queue")(long_queue.queue)
+app.command("report")(report.report)
 app.command("sampling")(sampling.sampling)
 app.command("scale")(scale.scale)
 app.command("neighbours")(long_queue.neighbours_)
+app.command("throughput")(throughput.throughput)
 app.command("viewers")(viewers.viewers)

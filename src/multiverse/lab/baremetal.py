@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from multiverse.core.errors import Broken
@@ -49,6 +50,13 @@ def _prepare(lab: Lab) -> None:
     plugstack.write_text("")
 
 
+def _prepare_declared(lab: Lab) -> None:
+    """The same, where the CPUs that the node declares count, and not this machine's."""
+    _prepare(lab)
+    path = _directory(lab) / "slurm.conf"
+    path.write_text(changed_conf(path.read_text(), {"SlurmdParameters": "config_overrides"}))
+
+
 def _prepare_with_memory_limits(lab: Lab) -> None:
     """The same, with task/cgroup limiting the memory of jobs."""
     _write_configuration(lab, {"TaskPlugin": "task/cgroup"}, "ConstrainRAMSpace=yes\n")
@@ -64,10 +72,10 @@ def _write_configuration(lab: Lab, more: Mapping[str, str], cgroup: str) -> None
     (directory / "cgroup.conf").write_text(cgroup_conf(cgroup, _hierarchies(lab)))
 
 
-def _slurmd(lab: Lab) -> DaemonCommand:
+def _slurmd(lab: Lab, cpus: int | None = None) -> DaemonCommand:
     directory = _directory(lab)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2**20
-    node = f"CPUs={os.cpu_count() or 1} RealMemory={memory * 3 // 4} Feature={BARE_FEATURE}"
+    node = f"CPUs={cpus or os.cpu_count() or 1} RealMemory={memory * 3 // 4} Feature={BARE_FEATURE}"
     confined = [sys.executable, "-m", _CONFINED, lab.where.control_group, NODE, str(_hierarchies(lab))]
     argv = [*confined, "slurmd", "-D", "-Z", "-N", NODE, "-f", f"{directory}/slurm.conf", "--conf", node]
     return DaemonCommand(argv, lab.where.log / "slurmd.out", env={"SLURM_CONF": f"{directory}/slurm.conf"})
@@ -89,12 +97,14 @@ def _slurm(lab: Lab, *argv: str) -> subprocess.CompletedProcess[str]:
 SLURMD = Service("slurmd", _slurmd, ready=_ready, prepare=_prepare)
 
 
-async def start(lab: Lab, *, memory_limited: bool = False) -> None:
-    """Start slurmd, with task/cgroup if memory is to be limited. Returns when its node is idle in partition `bare`.
+async def start(lab: Lab, *, memory_limited: bool = False, cpus: int | None = None) -> None:
+    """Start slurmd, with task/cgroup if memory is to be limited. Its node has this machine's CPUs, or declares `cpus`
+    whatever this machine has. Returns when the node is idle in partition `bare`.
 
     `Broken` if slurmd does not start.
     """
-    await (replace(SLURMD, prepare=_prepare_with_memory_limits) if memory_limited else SLURMD).ensure(lab)
+    prepare = _prepare_with_memory_limits if memory_limited else _prepare_declared if cpus else _prepare
+    await replace(SLURMD, prepare=prepare, command=partial(_slurmd, cpus=cpus)).ensure(lab)
 
 
 async def stop(lab: Lab) -> None:
@@ -138,9 +148,9 @@ def _delete_node(lab: Lab) -> str:
 
 
 @asynccontextmanager
-async def baremetal(lab: Lab) -> AsyncIterator[str]:
-    """Run the node while the context lasts; gives the node's name."""
-    await start(lab)
+async def baremetal(lab: Lab, cpus: int | None = None) -> AsyncIterator[str]:
+    """Run the node while the context lasts, with `cpus` if they are given; gives the node's name."""
+    await start(lab, cpus=cpus)
     try:
         yield NODE
     finally:
