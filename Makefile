@@ -55,7 +55,7 @@ unit-beside: setup
 	$(call quietly,unit,nice -n 19 $(UNIT))
 
 histories: setup
-	@echo "histories: 500 of them are simulated"
+	@echo "histories: 250 of them are simulated"
 	$(call quietly,histories,nice -n 19 pytest tests/simulation -m histories)
 
 spank: setup
@@ -65,8 +65,11 @@ images: setup
 	python -m tests.integration.images
 
 INTEGRATION := pytest tests/contract tests/integration -m "integration and not slow"
-# These use no lab, but a simulated site, a site in namespaces and an emulated machine.
-ISOLATED := $(addprefix tests/integration/,test_web_page.py test_site.py test_virtual_functions.py)
+# These do not use the lab that the other tests share: they make labs of their own, a simulated site, a site in namespaces
+# or an emulated machine.
+ISOLATED := $(addprefix tests/integration/,$(addsuffix .py,test_web_page test_site test_virtual_functions test_hosts \
+	test_leases test_expansion test_job_access test_job_ends test_job_row test_job_vms_mpi test_job_vms_nodes \
+	test_job_vms_scenarios))
 
 integration: spank
 	$(INTEGRATION)
