@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 
-def one_of(every: int, values: Iterable[Any]) -> list[Any]:
+def one_in(every: int, values: Iterable[Any]) -> list[Any]:
     """The values, of which one in so many is in the usual run, the first one among them."""
     return [
         pytest.param(value, marks=pytest.mark.slow) if number % every else value for number, value in enumerate(values)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.sampled import one_of
+from tests.sampled import one_in
 
 from multiverse.config import PoolSettings, Settings
 from multiverse.core import planner
@@ -39,7 +39,7 @@ def replaced(kind: IncidentKind, at: float, seconds: float, pair: Pair, **more: 
 
 
 @pytest.mark.parametrize("pair", Pair)
-@pytest.mark.parametrize("at", one_of(3, [0.5, 4.0, 5.5, 6.2, 7.3, 9.0, 12.5, 20.0, 33.0]))
+@pytest.mark.parametrize("at", one_in(3, [0.5, 4.0, 5.5, 6.2, 7.3, 9.0, 12.5, 20.0, 33.0]))
 def test_a_lost_database_costs_no_job(pair: Pair, at: float) -> None:
     """Running jobs go on in VMs of which no row tells, and their room is not given to others."""
     outcome = replaced(IncidentKind.DATABASE_LOST, at, 0.0, pair)
@@ -47,8 +47,8 @@ def test_a_lost_database_costs_no_job(pair: Pair, at: float) -> None:
 
 
 @pytest.mark.parametrize("pair", Pair)
-@pytest.mark.parametrize("at", one_of(2, [0.5, 4.1, 5.5, 6.2, 9.0, 60.0]))
-@pytest.mark.parametrize("seconds", one_of(2, [1.0, 4.0, 12.0, 60.0]))
+@pytest.mark.parametrize("at", one_in(2, [0.5, 4.1, 5.5, 6.2, 9.0, 60.0]))
+@pytest.mark.parametrize("seconds", one_in(2, [1.0, 4.0, 12.0, 60.0]))
 def test_a_restored_database_costs_no_job(pair: Pair, at: float, seconds: float) -> None:
     outcome = replaced(IncidentKind.DATABASE_RESTORED, at, seconds, pair)
     assert set(outcome.results.values()) == {"COMPLETED"}
@@ -115,7 +115,7 @@ def test_a_restored_database_gives_the_room_of_a_template_that_was_built_again_t
 @pytest.mark.parametrize("offer", [False, True])
 @pytest.mark.parametrize("pair", [Pair.SLURM_HOSTS, Pair.GRID_HOSTS])
 @pytest.mark.parametrize("copied", [7.5, 35.0])
-@pytest.mark.parametrize("restored", one_of(3, [40.9, 41.6, 42.3]))
+@pytest.mark.parametrize("restored", one_in(3, [40.9, 41.6, 42.3]))
 def test_a_restored_database_gives_no_job_a_vm_in_which_another_job_ran(
     offer: bool, pair: Pair, copied: float, restored: float
 ) -> None:
@@ -241,7 +241,7 @@ SILENCE = 2000.0  # seconds; longer than all attempts of a job that fails again 
 
 @pytest.mark.parametrize("pair", Pair)
 @pytest.mark.parametrize("restarts", [False, True])
-@pytest.mark.parametrize("at", one_of(2, [0.1, 1.4, 4.5, 60.0]))
+@pytest.mark.parametrize("at", one_in(2, [0.1, 1.4, 4.5, 60.0]))
 def test_a_silent_name_service_costs_no_job_and_no_vm(pair: Pair, restarts: bool, at: float) -> None:
     """It falls silent before, while and after the VMs of jobs are made."""
     arrivals = tuple(Arrival(1.0 + n, Batch(uid=1000 + n % 2, nodes=1 + n % 2, seconds=20.0)) for n in range(4))

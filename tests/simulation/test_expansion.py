@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.sampled import one_of
+from tests.sampled import one_in
 
 from multiverse.config import ExpandSettings, Settings
 from multiverse.core.model import Host, Size
@@ -83,7 +83,7 @@ def test_a_job_that_was_moved_and_queued_again_goes_back_to_its_partition() -> N
     assert set(outcome.results.values()) == {"COMPLETED"}
 
 
-@pytest.mark.parametrize("first", one_of(2, range(0, 40, 10)))
+@pytest.mark.parametrize("first", one_in(2, range(0, 40, 10)))
 def test_promises_are_kept_with_a_partition_that_is_expanded(first: int) -> None:
     for seed in range(first, first + 10):
         outcome = simulate(expanding(seed))

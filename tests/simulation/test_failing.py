@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.sampled import one_of
+from tests.sampled import one_in
 
 from multiverse.config import PacingSettings, Settings
 from multiverse.core.model import Attempt, Host, Size
@@ -41,7 +41,7 @@ UNLAUNCHABLE = Scenario(
 """slurmctld makes no credentials for the job's user for ten minutes."""
 
 
-@pytest.mark.parametrize("seed", one_of(2, range(6)))
+@pytest.mark.parametrize("seed", one_in(2, range(6)))
 def test_what_fails_is_braked(seed: int) -> None:
     outcome = simulate(failing(seed))
     assert not outcome.violations, outcome.story()

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.sampled import one_of
+from tests.sampled import one_in
 
 from multiverse.config import FenceSettings, PacingSettings, Settings
 from multiverse.core.model import Host, Size
@@ -51,7 +51,7 @@ def said(outcome: Outcome, text: str) -> int:
     return sum(text in line for _, line in outcome.events)
 
 
-@pytest.mark.parametrize("seed", one_of(2, range(6)))
+@pytest.mark.parametrize("seed", one_in(2, range(6)))
 def test_whatever_happens_to_hosts_no_promise_is_broken(seed: int) -> None:
     outcome_of(operated(seed))
 

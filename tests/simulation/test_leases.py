@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.sampled import one_of
+from tests.sampled import one_in
 
 from multiverse.bench.leases import compare_leases
 from multiverse.config import LeaseSettings, PacingSettings, Settings
@@ -64,7 +64,7 @@ def test_jobs_run_on_a_leased_host_which_is_given_back_when_it_is_idle() -> None
     assert outcome.transitions["lease: releasing - absent -> gone"] == 1
 
 
-@pytest.mark.parametrize("at", one_of(2, MOMENTS))
+@pytest.mark.parametrize("at", one_in(2, MOMENTS))
 @pytest.mark.parametrize("kind", ENDS)
 def test_whatever_happens_to_a_pilot_each_job_runs_once_in_the_end(kind: IncidentKind, at: float) -> None:
     outcome = simulate(scenario(Incident(at, kind)))
@@ -85,7 +85,7 @@ def test_a_jobs_end_is_explained_by_the_pilots_though_the_scheduler_shows_that_l
     assert first == {True, False}
 
 
-@pytest.mark.parametrize("at", one_of(2, MOMENTS))
+@pytest.mark.parametrize("at", one_in(2, MOMENTS))
 @pytest.mark.parametrize("kind", ENDS)
 def test_the_same_while_slurmctld_is_away(kind: IncidentKind, at: float) -> None:
     away = Incident(max(2.0, at - 2.0), K.CLUSTER_AWAY, 60.0)
@@ -123,7 +123,7 @@ def test_no_lease_is_asked_for_again_and_again_where_hosts_stay_without_use() ->
     assert not outcome.violations and all_ran(outcome) and leases(outcome) == 0
 
 
-@pytest.mark.parametrize("seed", one_of(2, range(24)))
+@pytest.mark.parametrize("seed", one_in(2, range(24)))
 def test_histories_with_leases_keep_all_promises(seed: int) -> None:
     assert simulate(leasing(seed)).violations == []
 

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.sampled import one_of
+from tests.sampled import one_in
 
 from multiverse.config import PacingSettings, PoolSettings, Settings
 from multiverse.controller.loop import Controller
@@ -196,7 +196,7 @@ def test_promises_are_kept_with_faults() -> None:
         assert {call.partition(".")[0] for call, name in applied if name == kind} == able, kind
 
 
-@pytest.mark.parametrize("first", one_of(2, range(0, 20, BLOCK)))
+@pytest.mark.parametrize("first", one_in(2, range(0, 20, BLOCK)))
 def test_promises_are_kept_when_effects_on_jobs_wait_for_each_other(
     first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

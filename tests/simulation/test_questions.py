@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.sampled import one_of
+from tests.sampled import one_in
 
 from multiverse.controller.loop import Controller
 from multiverse.core.model import AttemptState, Request, Size
@@ -22,7 +22,7 @@ REPEATED = [*map(crowded, range(2)), *map(with_faults, range(3))]
 """Scenarios without simulated agents, whose tasks end in an order that differs from run to run."""
 
 
-@pytest.mark.parametrize("scenario", one_of(2, [*REPEATED, operated(0)]))
+@pytest.mark.parametrize("scenario", one_in(2, [*REPEATED, operated(0)]))
 def test_questions_change_no_history(scenario: Scenario, monkeypatch: pytest.MonkeyPatch) -> None:
     quiet = simulate(scenario)
     asked, run_pass = [0, 0], Controller.run_pass

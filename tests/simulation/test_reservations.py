@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.sampled import one_of
+from tests.sampled import one_in
 
 from multiverse.config import PoolSettings, Settings
 from multiverse.core.model import Depth, Size
@@ -30,7 +30,7 @@ def scenario(*incidents: Incident, cluster: ClusterSettings | None = None, pair:
 
 @pytest.mark.parametrize("pair", [Pair.SLURM_HOSTS, Pair.GRID_HOSTS])
 @pytest.mark.parametrize("pick", [NOW, SOON, LATER])
-@pytest.mark.parametrize("at", one_of(2, [0.5, 2.0, 4.0, 8.0, 16.0]))
+@pytest.mark.parametrize("at", one_in(2, [0.5, 2.0, 4.0, 8.0, 16.0]))
 def test_whenever_all_nodes_are_reserved_each_job_runs_once_and_nothing_is_left(
     pair: Pair, pick: float, at: float
 ) -> None:

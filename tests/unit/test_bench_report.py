@@ -14,17 +14,17 @@ from multiverse.bench.burst import PAPER, BurstSamples, ratios
 from multiverse.bench.burst import result as burst_result
 from multiverse.bench.latency import LatencySamples, beside_bare_metal
 from multiverse.bench.latency import result as latency_result
-from multiverse.bench.report import Machine, Run, document, read, region, regions, written
+from multiverse.bench.report import BenchmarkMachine, BenchmarkRun, document, read, region, regions, written
 from multiverse.bench.throughput import ThroughputPlan, ThroughputResult, paper
 from multiverse.cli import report as command
 from multiverse.cli.commands import build
 from multiverse.core.errors import Refused
 
-MACHINE = Machine("Some CPU", 2, 24576, "22.05.8", "7.2.11", 0.25)
+MACHINE = BenchmarkMachine("Some CPU", 2, 24576, "22.05.8", "7.2.11", 0.25)
 
 
-def _run(*words: str, result: Any, machine: Machine | None = MACHINE) -> Run:
-    return Run(words, "2026-11-28", "0123456789abcdef+", machine, json.loads(json.dumps(result)))
+def _run(*words: str, result: Any, machine: BenchmarkMachine | None = MACHINE) -> BenchmarkRun:
+    return BenchmarkRun(words, "2026-11-28", "0123456789abcdef+", machine, json.loads(json.dumps(result)))
 
 
 def _latency() -> dict[str, Any]:

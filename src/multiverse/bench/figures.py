@@ -101,7 +101,7 @@ def better(name: str) -> Better:
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class ComparedFigure:
     """A figure of two checkouts: the values of their turns, and the bounds within which each lies. `verdict` is empty
     if the figure has not changed beyond its interval."""
 
@@ -120,7 +120,7 @@ class Compared:
 
 def compare(
     old: Sequence[Mapping[str, Figure]], new: Sequence[Mapping[str, Figure]], threshold: float = THRESHOLD
-) -> list[Compared]:
+) -> list[ComparedFigure]:
     """Compare all figures that both have in any turn, one mapping for each turn. Figures that are the same number in
     all turns of both are left out: they were asked for."""
     names = dict.fromkeys(name for turn in old for name in turn)
@@ -133,10 +133,10 @@ def compare(
     return found
 
 
-def _compared(name: str, before: Sequence[Figure], after: Sequence[Figure], threshold: float) -> Compared:
+def _compared(name: str, before: Sequence[Figure], after: Sequence[Figure], threshold: float) -> ComparedFigure:
     old, new = tuple(one.value for one in before), tuple(one.value for one in after)
     bounds = [(min(one.low for one in some), max(one.high for one in some)) for some in (before, after)]
-    return Compared(name, old, new, bounds[0], bounds[1], _verdict(name, (before, after), bounds, threshold))
+    return ComparedFigure(name, old, new, bounds[0], bounds[1], _verdict(name, (before, after), bounds, threshold))
 
 
 def _verdict(

@@ -19,7 +19,7 @@ _BEGIN, _END = "<!-- measured: {name} -->\n", "<!-- end of measured -->\n"
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class BenchmarkMachine:
     """Where a run was. Memory in MiB. `load` is the machine's load over the minute before it: other work."""
 
     cpu: str
@@ -31,14 +31,14 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class BenchmarkRun:
     """A run of `multiverse bench` with these words: what it printed as JSON, when, and on which commit and machine.
     None or empty: that is not known."""
 
     words: tuple[str, ...]
     at: str
     commit: str
-    machine: Machine | None
+    machine: BenchmarkMachine | None
     result: Any
 
     @property
@@ -49,20 +49,20 @@ class Run:
         return self.words[0]
 
 
-def document(run: Run) -> dict[str, Any]:
+def document(run: BenchmarkRun) -> dict[str, Any]:
     """A run as it is kept in a file."""
     return asdict(run)
 
 
-def read(name: str, found: Any, at: str) -> Run:
+def read(name: str, found: Any, at: str) -> BenchmarkRun:
     """The run in a file of that name (without its ending) and date: one that was kept, or what a benchmark printed.
     Raises `Refused` if it is neither."""
     if isinstance(found, dict) and {"words", "result"} <= found.keys():
-        machine = found["machine"] and Machine(**found["machine"])
-        return Run(tuple(found["words"]), found["at"], found["commit"], machine, found["result"])
+        machine = found["machine"] and BenchmarkMachine(**found["machine"])
+        return BenchmarkRun(tuple(found["words"]), found["at"], found["commit"], machine, found["result"])
     if not isinstance(found, dict | list) or not flatten(name, found):
         raise Refused(f"{name} has no figures of a benchmark", hint="give files that bench NAME --json has printed")
-    return Run((name,), at, "", None, found)
+    return BenchmarkRun((name,), at, "", None, found)
 
 
 Row = tuple[str, ...]
@@ -70,7 +70,7 @@ Table = tuple[Row, Sequence[Row]]
 """The heads of the columns, and the rows."""
 
 
-def region(run: Run) -> str:
+def region(run: BenchmarkRun) -> str:
     """What the page says of a run, without its marks."""
     heads, rows = _TABLES.get(run.name, _generic)(run)
     lines = [f"{_where(run)}\n", _line(heads), _line(["---"] * len(heads)), *map(_line, rows)]
@@ -83,7 +83,7 @@ def _line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
 
 
-def _where(run: Run) -> str:
+def _where(run: BenchmarkRun) -> str:
     said = [f"`multiverse bench {' '.join(run.words)}`", run.at]
     if run.commit:
         said.append(f"commit {run.commit[:12]}{'+' if run.commit.endswith('+') else ''}")
@@ -97,7 +97,7 @@ def _where(run: Run) -> str:
     return ", ".join(said) + "."
 
 
-def written(page: str, runs: Sequence[Run]) -> str:
+def written(page: str, runs: Sequence[BenchmarkRun]) -> str:
     """The page with the regions of these runs."""
     for run in runs:
         begin = _BEGIN.format(name=run.name)
@@ -132,7 +132,7 @@ def _interval(one: Mapping[str, float] | None, unit: str = "", digits: int = 2) 
     return f"{_number(middle, unit, digits)} ({one['low']:,.{digits}f} to {one['high']:,.{digits}f})"
 
 
-def _latency(run: Run) -> Table:
+def _latency(run: BenchmarkRun) -> Table:
     beside = {one["kind"]: one for one in run.result["beside"]}
     rows = [
         (
@@ -166,7 +166,7 @@ def _stages(found: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _burst(run: Run) -> Table:
+def _burst(run: BenchmarkRun) -> Table:
     found = run.result
     ratios = {one["over"]: one for one in found["ratios"]}
     rows = [
@@ -194,7 +194,7 @@ def _burst(run: Run) -> Table:
     return heads, rows
 
 
-def _throughput(run: Run) -> Table:
+def _throughput(run: BenchmarkRun) -> Table:
     found = run.result
     rows = [
         (
@@ -224,7 +224,7 @@ def _parts(found: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _density(run: Run) -> Table:
+def _density(run: BenchmarkRun) -> Table:
     rows = [
         (
             str(one["vms"]),
@@ -246,7 +246,7 @@ def _density(run: Run) -> Table:
     return (*heads, "available", "CPUs of the machine, idle VMs", "of one CPU, each"), rows
 
 
-def _queue(run: Run) -> Table:
+def _queue(run: BenchmarkRun) -> Table:
     rows = []
     for one in run.result["phases"]:
         start, bare = (_middle(one[which]) for which in ("start", "bare"))
@@ -277,7 +277,7 @@ def _ratios(found: Mapping[str, Any]) -> str:
     )
 
 
-def _planner(run: Run) -> Table:
+def _planner(run: BenchmarkRun) -> Table:
     rows = [
         (
             f"{one['vms']:,}",
@@ -291,7 +291,7 @@ def _planner(run: Run) -> Table:
     return (*heads, "× one job ended"), rows
 
 
-def _submissions(run: Run) -> Table:
+def _submissions(run: BenchmarkRun) -> Table:
     rows = [
         (
             f"{one['rate']:g} a second, {'served' if one['served'] else 'waiting'}",
@@ -305,7 +305,7 @@ def _submissions(run: Run) -> Table:
     return ("submitted", "done a second", "the store alone", "of the store alone", "until committed, median"), rows
 
 
-def _generic(run: Run) -> Table:
+def _generic(run: BenchmarkRun) -> Table:
     """Every figure, where no table of its own is known."""
     figures = flatten(run.words[0], run.result)
     rows = [
@@ -315,7 +315,7 @@ def _generic(run: Run) -> Table:
     return ("figure", "value", "95 %"), rows
 
 
-_TABLES: dict[str, Callable[[Run], Table]] = {
+_TABLES: dict[str, Callable[[BenchmarkRun], Table]] = {
     "latency": _latency,
     "burst": _burst,
     "steady": _burst,

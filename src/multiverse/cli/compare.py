@@ -17,7 +17,7 @@ import typer
 
 from multiverse.bench import checkouts, figures
 from multiverse.bench.checkouts import Checkout
-from multiverse.bench.figures import Compared, Figure
+from multiverse.bench.figures import ComparedFigure, Figure
 from multiverse.bench.latency import KINDS, JobKind
 from multiverse.bench.stats import median
 from multiverse.cli import progress, render
@@ -183,7 +183,7 @@ def measure(where: str, program: Sequence[str], words: Sequence[str], lab: Path,
     return json_.loads(output)
 
 
-def _shown(one: Compared) -> dict[str, Any]:
+def _shown(one: ComparedFigure) -> dict[str, Any]:
     return {
         **asdict(one),
         "old_median": median(one.old),

@@ -18,7 +18,7 @@ import typer
 from multiverse.bench import checkouts
 from multiverse.bench import report as reports
 from multiverse.bench.density import machine_memory
-from multiverse.bench.report import Machine, Run
+from multiverse.bench.report import BenchmarkMachine, BenchmarkRun
 from multiverse.cli import progress
 from multiverse.cli.bench import DIRECTORY, IMAGES, Dir, Images, Json
 from multiverse.cli.compare import measure
@@ -82,12 +82,12 @@ def _read(page: Path) -> str:
         raise Refused(f"cannot read {page}: {error.strerror}", hint="give the page that is to be written") from error
 
 
-def _write(page: Path, runs: Sequence[Run]) -> None:
+def _write(page: Path, runs: Sequence[BenchmarkRun]) -> None:
     """Write the regions of these runs into the page as it is now: it may have been edited while benchmarks ran."""
     files.replace(page, reports.written(_read(page), runs), mode=0o644)
 
 
-def _file(path: Path) -> Run:
+def _file(path: Path) -> BenchmarkRun:
     try:
         found, at = json_.loads(path.read_text()), path.stat().st_mtime
     except (OSError, ValueError) as error:
@@ -99,12 +99,12 @@ def _day(at: float) -> str:
     return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d")
 
 
-def _run(words: Sequence[str], commit: str, directory: Path, images: Path) -> Run:
+def _run(words: Sequence[str], commit: str, directory: Path, images: Path) -> BenchmarkRun:
     """Run a benchmark of this checkout, and say where and when."""
     machine, at = machine_now(), _day(time.time())
     progress.present().say(f"bench {' '.join(words)}")
     result: Any = measure("this checkout", own_program(), words, directory, images)
-    return Run(tuple(words), at, commit, machine, result)
+    return BenchmarkRun(tuple(words), at, commit, machine, result)
 
 
 def _commit() -> str:
@@ -115,10 +115,10 @@ def _commit() -> str:
         return ""
 
 
-def machine_now() -> Machine:
+def machine_now() -> BenchmarkMachine:
     """This machine, with the versions of what is installed."""
     model = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    return Machine(
+    return BenchmarkMachine(
         cpu=model[1].strip() if model else "unknown",
         cpus=os.cpu_count() or 1,
         memory=machine_memory(),
