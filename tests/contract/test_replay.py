@@ -1,7 +1,8 @@
 """Traces of the real lab replay against the fakes, and one that was tampered with does not.
 
 `five_jobs`: one job ends well, one with 3, one is cancelled as it runs, one is held and released, one loses its VM,
-is requeued, and is cancelled then (tests/integration/test_trace.py records it).
+is requeued, and is cancelled then (tests/integration/test_trace.py records it). `five_jobs_busy` is of a busy machine:
+jobs were observed when they were pinned and not yet started, and a node while it was being set DOWN.
 """
 
 from __future__ import annotations
@@ -60,6 +61,12 @@ def change(kind: str, to: str) -> Callable[[dict[str, Any]], None]:
         ),
         (lambda line: "parked" in line.get("vms", {}).values(), change("vms", "running"), "the trace shows running"),
         (lambda line: "idle" in line.get("nodes", {}).values(), change("nodes", "down"), "the trace shows down"),
+        (lambda line: "idle" in line.get("nodes", {}).values(), change("nodes", "drained"), "the trace shows drained"),
+        (
+            shows("jobs", "1", state="running"),
+            change_job("1", state="pending", pinned="mv_99"),
+            "jobs 1: the trace shows pending False mv_99",
+        ),
     ],
 )
 def test_a_doctored_trace_is_found_out(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import secrets
 import shutil
@@ -577,6 +576,7 @@ async def test_qemu_behind_an_agent_by_ssh(check: Check, harness: OnHost) -> Non
 _IS_KILLED = """
 import asyncio, os, signal, sys
 from pathlib import Path
+from multiverse.drivers.qemu.job_bridge import JobBridge
 from multiverse.lab import bridge
 from multiverse.lab.configure import configure
 from multiverse.lab.hosts.services import host_services
@@ -588,6 +588,7 @@ where.make()
 plan = decide(where, LabOptions(hosts=2, images=Path(sys.argv[2])))
 configure(where, plan)
 bridge.up(plan)
+JobBridge(f"{plan.job_bridge}.7", "192.0.2.1", "192.0.2.0/28").make()
 init, sshd, _ = host_services(plan.own_hosts[0])
 asyncio.run(init.ensure(Lab(where, plan)))
 asyncio.run(sshd.ensure(Lab(where, plan)))
@@ -605,16 +606,26 @@ async def test_what_a_killed_start_has_left_is_removed() -> None:
             [sys.executable, "-c", _IS_KILLED, str(where.root), str(IMAGES)], capture_output=True, text=True, timeout=60
         )
         assert done.returncode == -signal.SIGKILL, done.stderr
-        (host, other), groups = plan_of(where), where.control_group
+        plan, groups = load(where), where.control_group
+        assert plan is not None
+        host, other = plan.own_hosts
+        job_bridge = f"{plan.job_bridge}.7"
+        assert Path("/sys/class/net", job_bridge).exists() and f"tasks-{job_bridge}" in tables()
         assert Path("/sys/class/net", host.uplink).exists() and own_processes(where) and own_groups(groups)
         await lifecycle.down(where)
         assert not own_processes(where) and not own_groups(groups)
-        for link in (host.uplink, other.uplink, json.loads(where.state.read_text())["bridge"]):
+        for link in (host.uplink, other.uplink, plan.bridge, job_bridge):
             assert not Path("/sys/class/net", link).exists()
+        assert f"tasks-{job_bridge}" not in tables()
         assert str(where.root) not in Path("/proc/self/mounts").read_text()
     finally:
         await lifecycle.down(where)
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def tables() -> list[str]:
+    """The names of nftables' tables on this machine."""
+    return subprocess.run(["nft", "list", "tables"], capture_output=True, text=True, check=True).stdout.split()
 
 
 def own_processes(where: Layout) -> list[str]:

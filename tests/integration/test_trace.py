@@ -10,8 +10,8 @@ import pytest
 
 from multiverse.client import Client
 from multiverse.lab import lifecycle
-from multiverse.lab.plan import load
-from multiverse.lab.services import CONTROLLER, Lab
+from multiverse.lab.plan import LabOptions
+from multiverse.lab.services import CONTROLLER
 from multiverse.simulation.replay import replay
 from tests.integration.conftest import LabUnderTest
 from tests.integration.watch import ended, kill, latest, nothing_left, qemu_of, until
@@ -22,16 +22,16 @@ pytestmark = pytest.mark.integration
 @pytest.fixture
 def trace(lab: LabUnderTest, controller: Callable[[], int]) -> Iterator[Path]:
     """The path of the trace of the lab's controller, which is restarted with `trace` in its settings."""
-    path = lab.where.log / "trace"
-    asyncio.run(lifecycle.stop_controller(lab.where))
-    settings = lab.where.settings.read_text()
-    lab.where.settings.write_text(f'trace = "{path}"\n{settings}')
-    plan = load(lab.where)
-    assert plan is not None
-    asyncio.run(CONTROLLER.ensure(Lab(lab.where, plan)))
-    yield path
-    asyncio.run(lifecycle.stop_controller(lab.where))
-    lab.where.settings.write_text(settings)
+    path, site = lab.where.log / "trace", lab.where.etc / "site.toml"
+    before = site.read_text()
+    site.write_text(f'trace = "{path}"\n{before}')
+    asyncio.run(CONTROLLER.stop(lab.where))
+    try:
+        asyncio.run(lifecycle.up(lab.where, LabOptions()))
+        yield path
+    finally:
+        asyncio.run(CONTROLLER.stop(lab.where))
+        site.write_text(before)
 
 
 @pytest.mark.slow
@@ -57,7 +57,7 @@ def test_a_trace_of_real_jobs_replays_against_the_fakes(lab: LabUnderTest, trace
     lab.run("scancel", killed, user=lab.user)
     ended(client, killed, "done")
     nothing_left(lab, client)
-    asyncio.run(lifecycle.stop_controller(lab.where))
+    asyncio.run(CONTROLLER.stop(lab.where))
     assert replay(lines(trace)) == []
 
 

@@ -333,6 +333,9 @@ def test_hosts_and_vms_are_shown_with_what_they_use_and_have_used(served: tuple[
     points = decode(list[UsagePoint], get(f"/utilization/{vm.name}/history").json())
     assert [(point.wall, point.usage.cpus) for point in points] == [(wall - 1800, 4.0), (wall - 120, 2.0)]
     assert get("/utilization/mvt-99/history").status_code == 404
+    for wrong in ({"cpus": 0, "memory": 1}, {"cpus": 1, "memory": 0}, {"cpus": 1, "memory": 1, "disk": -1}):
+        (said,) = get("/utilization/compatible", params=wrong).json()["detail"]
+        assert said["type"] == "greater_than_equal", "as FastAPI describes what is out of range"
 
 
 def test_the_example_of_the_documentation_runs(

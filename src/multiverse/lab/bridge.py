@@ -6,6 +6,7 @@ import socket
 
 from pyroute2 import IPRoute
 
+from multiverse.drivers.qemu import job_bridge
 from multiverse.lab.plan import LabPlan
 from multiverse.site.rendering import bridge_mac
 
@@ -42,11 +43,14 @@ def _is_of_a_job(name: str, plan: LabPlan) -> bool:
 
 
 def down(plan: LabPlan) -> bool:
-    """Delete the bridge; True if it existed. The taps on it belong to VMs and are deleted with them."""
+    """Delete the bridge; True if it existed. The taps on it belong to VMs and are deleted with them. So are the bridges
+    of jobs whose agents have died."""
     with IPRoute() as ip:
         there = _index(ip, plan.bridge)
-        jobs = [link["index"] for link in ip.get_links() if _is_of_a_job(link.get_attr("IFLA_IFNAME"), plan)]
-        for index in (there, *jobs):
-            if index is not None:
-                ip.link("del", index=index)
-        return there is not None
+        names = [str(link.get_attr("IFLA_IFNAME")) for link in ip.get_links()]
+        if there is not None:
+            ip.link("del", index=there)
+    for name in names:
+        if _is_of_a_job(name, plan):
+            job_bridge.remove(name)
+    return there is not None

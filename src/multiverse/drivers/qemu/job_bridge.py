@@ -50,25 +50,30 @@ class JobBridge:
 
     def remove(self) -> None:
         """Absent is success."""
-        with suppress(NetlinkError, OSError), IPRoute() as ip:
-            for index in ip.link_lookup(ifname=self.name):
-                ip.link("del", index=index)
-        _change(self._absent)
-
-    @property
-    def _table(self) -> str:
-        return f"tasks-{self.name}"
-
-    @property
-    def _absent(self) -> str:
-        """Deletes the table, whether there is one or not."""
-        return f"add table inet {self._table}\ndelete table inet {self._table}\n"
+        remove(self.name)
 
     def _guard(self) -> None:
         """Let only root reach the port of tasks in the guests. The table is replaced in one transaction."""
-        rules = _RULES.format(table=self._table, bridge=self.name, port=TASKS_PORT)
-        if problem := _change(self._absent + rules):
+        rules = _RULES.format(table=_table(self.name), bridge=self.name, port=TASKS_PORT)
+        if problem := _change(_absent(self.name) + rules):
             raise Broken(f"cannot guard the bridge {self.name}: {problem}", hint="see `nft list ruleset`")
+
+
+def remove(name: str) -> None:
+    """Remove a bridge, and what guards it. Absent is success."""
+    with suppress(NetlinkError, OSError), IPRoute() as ip:
+        for index in ip.link_lookup(ifname=name):
+            ip.link("del", index=index)
+    _change(_absent(name))
+
+
+def _table(bridge: str) -> str:
+    return f"tasks-{bridge}"
+
+
+def _absent(bridge: str) -> str:
+    """Deletes the table, whether there is one or not."""
+    return f"add table inet {_table(bridge)}\ndelete table inet {_table(bridge)}\n"
 
 
 def _change(commands: str) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, HTTPException
+from typing import Annotated
+
+from fastapi import APIRouter, HTTPException, Query
 
 from multiverse.api import CompatibleHostView, UsagePoint, UtilizationView
 from multiverse.core.errors import Gone, Refused
@@ -21,16 +23,20 @@ def router(backend: Backend) -> APIRouter:
 
     @routes.get("/utilization/compatible")
     async def compatible(
-        cpus: int, memory: int, disk: int = 0, image: str = "", kind: CloneKind | None = None, policy: str = ""
+        cpus: Annotated[int, Query(ge=1)],
+        memory: Annotated[int, Query(ge=1)],
+        disk: Annotated[int, Query(ge=0)] = 0,
+        image: str = "",
+        kind: CloneKind | None = None,
+        policy: str = "",
     ) -> list[CompatibleHostView]:
         """The hosts that have room for a VM of a node of that size now (memory and disk in MiB): first the one that the
         policy would take, then by their use. Nothing is claimed."""
-        if backend.utilization is None or cpus < 1 or memory < 1 or disk < 0:
-            raise HTTPException(422, "cpus and memory have to be 1 or more")
         try:
-            return backend.utilization.compatible(Size(cpus, memory, disk), image, kind, policy)
+            reader = backend.utilization
+            return reader.compatible(Size(cpus, memory, disk), image, kind, policy) if reader else []
         except Refused as error:
-            raise HTTPException(422, str(error)) from error
+            raise HTTPException(400, str(error)) from error
 
     @routes.get("/utilization/{name}/history")
     async def history(name: str, hours: float = 24.0) -> list[UsagePoint]:
