@@ -149,6 +149,19 @@ def test_only_the_images_that_were_used_last_are_kept(tmp_path: Path) -> None:
     assert sorted(one.name for one in tmp_path.iterdir()) == ["commit0", "commit3", "commit4"]
 
 
+def test_the_images_of_this_checkout_are_copied_once(tmp_path: Path) -> None:
+    like, own = tmp_path / "like", tmp_path / "own"
+    for name in ("slim", "stock"):
+        (like / name).mkdir(parents=True)
+        (like / name / "image.json").write_text("first")
+    own.mkdir()
+    checkouts._copy_images(like, own)
+    assert [one.name for one in own.iterdir()] == ["slim"], "no short benchmark uses the other"
+    (like / "slim" / "image.json").write_text("second")
+    checkouts._copy_images(like, own)
+    assert (own / "slim" / "image.json").read_text() == "first", "it is the other checkout's by now"
+
+
 def _program(path: Path, text: str) -> Checkout:
     path.write_text(f"#!{sys.executable}\n{text}")
     path.chmod(0o755)

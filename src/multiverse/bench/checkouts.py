@@ -17,9 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import multiverse
+from multiverse.bench.latency import WARM
 from multiverse.core.errors import Broken, Refused
 from multiverse.lab.program import multiverse as own_program
 from multiverse.system.interrupts import held
+
+_IMAGES = ("slim", WARM)
+"""Those that the short benchmarks use."""
 
 _KEPT = 3
 """Checkouts whose images are kept for the next comparison."""
@@ -133,9 +137,9 @@ def _forget_others(images: Path, own: Path) -> None:
 
 def _copy_images(like: Path, own: Path) -> None:
     """Give a checkout the images of this one to begin with, so that only what differs is built."""
-    for manifest in like.glob("*/image.json"):
+    for manifest in (like / name / "image.json" for name in _IMAGES):
         there = own / manifest.parent.name
-        if not there.exists() and not manifest.parent.name.startswith("."):
+        if manifest.exists() and not there.exists():
             beside = own / f".{there.name}.new"
             shutil.rmtree(beside, ignore_errors=True)
             subprocess.run(

@@ -20,13 +20,16 @@ from multiverse.lab.hosts.physical import physical_services
 from multiverse.lab.hosts.services import host_services
 from multiverse.lab.layout import Layout
 from multiverse.lab.plan import LabHost, LabOptions, LabPlan, decide, load
-from multiverse.lab.service import Lab, Service
+from multiverse.lab.service import Lab, Service, patience, run
 from multiverse.lab.services import AGENT, CONTROLLER, services
 from multiverse.system.interrupts import whole
 from multiverse.system.locks import try_locked_directory
 
 Progress = Callable[[str, str, float], None]
 """Called with the name of a step, its result, and the seconds it took."""
+
+_GATE = 10.0
+"""Seconds for the controller to hold the gate's licence."""
 
 
 @contextmanager
@@ -53,7 +56,21 @@ async def up(
     def wanted(plan: LabPlan) -> Iterable[Service]:
         return (service for service in services(plan) if controller or service not in (AGENT, CONTROLLER))
 
-    return await _up(where, options, progress, wanted)
+    settings = await _up(where, options, progress, wanted)
+    if controller:
+        await whole(_await_gate, where, settings)
+    return settings
+
+
+def _await_gate(where: Layout, settings: Settings) -> None:
+    """Wait until jobs can wait at the gate, which the controller's first observation of Slurm sees to. Before, Slurm
+    refuses every job. `multiverse status` shows what keeps it; here it is waited for no longer than usual."""
+    plan, name = load(where), settings.slurm.gate_feature
+    deadline = time.monotonic() + _GATE * patience()
+    while plan is not None and time.monotonic() < deadline:
+        if f"ReservationName={name} " in run(Lab(where, plan), "scontrol", "show", "reservation", "-o", check=False):
+            return
+        time.sleep(0.05)
 
 
 async def up_hosts(where: Layout, options: LabOptions, progress: Progress) -> Settings:
