@@ -74,3 +74,19 @@ def test_a_user_in_a_vm_cannot_claim_another_uid_at_the_file_server(lab: LabUnde
     assert "0" not in answers, "the server trusts no unprivileged port, and shows no files there"
     assert {"nosuid", "nodev"} <= set(options.split(","))
     nothing_left(lab, client)
+
+
+def test_a_file_that_is_open_after_another_vm_has_closed_it_has_what_was_written_there(
+    lab: LabUnderTest, client: Client
+) -> None:
+    """Close-to-open, as on any nodes: each step ends before the next one begins, and all texts are of one length."""
+    out = lab.user.home / "close-to-open.out"
+    script = f'cd {lab.user.home}; for n in 1 2 3 4 5; do srun -Q -N1 -n1 -r0 sh -c "echo $n > turns"; '
+    script += "srun -Q -N1 -n1 -r1 sh -c 'echo $(hostname) $(cat turns)'; done"
+    job = lab.sbatch(script, "-N2", f"--output={out}")
+    vms = ended(client, job, "done")["vms"]
+    lines = [line.split() for line in written(out).splitlines()]
+    assert [number for _, number in lines] == ["1", "2", "3", "4", "5"]
+    (reader,) = {node for node, _ in lines}
+    assert reader in vms and len(vms) == 2
+    nothing_left(lab, client)
