@@ -72,7 +72,7 @@ def report(
             console.print(f"\n{reports.region(one)}", markup=False, soft_wrap=True)
     else:
         _write(write, runs)
-        console.print(f"{write}: {', '.join(one.name for one in runs)}", markup=False)
+        console.print(f"{write}: {', '.join(one.name for one in runs)}", markup=False, soft_wrap=True)
 
 
 def _read(page: Path) -> str:
