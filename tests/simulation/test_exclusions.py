@@ -72,3 +72,11 @@ def test_the_world_reports_a_pool_that_grows_beyond_its_limit(monkeypatch: pytes
     monkeypatch.setattr(pools, "awaiting_job", lambda state: [])
     violations = simulate(SCENARIO).violations
     assert any("pool of slim may have 2 spares, and has 5" in violation for violation in violations), violations
+
+
+@pytest.mark.parametrize("fault", [FaultKind.FAILED, FaultKind.LOST, FaultKind.CUT, FaultKind.TWICE])
+def test_an_offer_that_fails_is_repeated(fault: FaultKind) -> None:
+    faults = tuple(PlannedFault(f"scheduler.offer mvsimul-{number} #1", fault, 1.0) for number in (1, 2, 3))
+    outcome = simulate(replace(SCENARIO, faults=faults))
+    assert [one.call for one in outcome.faults if one.call.startswith("scheduler.offer")], outcome.story()
+    assert not outcome.violations and set(outcome.results.values()) == {"COMPLETED"}, outcome.story()

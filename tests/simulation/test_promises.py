@@ -151,7 +151,7 @@ RARE = (
     ("host", ("fencing",), "held back", "silent"),
     ("host", ("silent",), "fence", "fencing"),
     ("host", ("silent", "fencing"), "fenced", "fenced"),
-    ("host", ("silent", "fencing", "fenced"), "removed", "removed"),
+    ("host", ("known", "silent", "fencing", "fenced"), "removed", "removed"),
     ("host", ("silent", "fencing"), "resumed", "known"),
     ("host", ("silent", "fencing"), "given back", "returned"),
     *(("lease", (state,), "noted", state) for state in ("waiting", "idle", "held")),
@@ -188,7 +188,8 @@ def test_promises_are_kept_with_faults() -> None:
     applied = {tuple(name.split(": ")) for result in results for name in result.faults}
     # Calls so rare that their faults are covered by the scenarios of one kind of fault, and by the contracts.
     rare = {
-        "scheduler.requeue", "scheduler.hold", "scheduler.exclude", "scheduler.withdraw", "hypervisor.add_user",
+        "scheduler.requeue", "scheduler.hold", "scheduler.exclude", "scheduler.offer", "scheduler.withdraw",
+        "hypervisor.add_user",
     }  # fmt: skip
     assert {call for call, _ in applied} | rare == {f"{port}.{method}" for port, method in CALL_IDS}
     for kind in FaultKind:
