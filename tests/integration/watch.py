@@ -9,7 +9,6 @@ import select
 import signal
 import time
 from collections.abc import Callable, Iterator
-from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from multiverse.client import Client
 from multiverse.lab import lifecycle
 from multiverse.lab.plan import LabOptions
 from multiverse.lab.service import patience
+from multiverse.system import listing
 
 if TYPE_CHECKING:
     from tests.integration.conftest import LabUnderTest
@@ -107,8 +107,8 @@ def below(top: Path) -> Iterator[Path]:
 
 
 def matching(top: Path, pattern: str) -> list[Path]:
-    """The paths below `top` that match. Unlike Path.glob, bears that one vanishes meanwhile."""
-    return [Path(path) for path in glob(f"{top}/{pattern}", recursive=True)]
+    """All paths below `top` that match, also while some vanish."""
+    return list(listing.matching(top, pattern))
 
 
 def qemu_of(vm: str) -> int:

@@ -11,11 +11,11 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from glob import iglob  # unlike Path.glob, bears that a directory vanishes meanwhile
 from pathlib import Path
 
 from multiverse.core.errors import Broken, Refused
 from multiverse.host.cgroups import Cgroups, inherit_cpuset, remove_with_children
+from multiverse.system.listing import matching
 
 _SLURMD = 0  # the user that makes the control groups of jobs
 _HINT = "did the job end meanwhile? see the control groups of its node"
@@ -84,14 +84,12 @@ def find_job(pid: int, proc: Path = Path("/proc")) -> int:
 def has_steps(job: Sequence[str]) -> bool:
     """Whether a process of a step is in one of these directories of a job's control groups. The directory of a step
     alone is no sign of one: Slurm leaves it there if a killed process has not left it yet."""
-    return any(
-        _has_process(file) for directory in job for file in iglob(f"{directory}/step_*/**/cgroup.procs", recursive=True)
-    )
+    return any(_has_process(file) for directory in job for file in matching(directory, "step_*/**/cgroup.procs"))
 
 
-def _has_process(procs: str) -> bool:
+def _has_process(procs: Path) -> bool:
     with suppress(OSError):  # the group is gone, or a threaded one, whose processes its parent shows
-        return bool(Path(procs).read_text())
+        return bool(procs.read_text())
     return False
 
 

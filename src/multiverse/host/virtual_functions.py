@@ -15,13 +15,13 @@ import subprocess
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
-from glob import iglob  # unlike Path.glob, bears that a directory vanishes meanwhile
 from pathlib import Path
 
 import structlog
 
 from multiverse.core.errors import Broken, Exhausted, Refused
 from multiverse.system import files
+from multiverse.system.listing import matching
 from multiverse.system.locks import locked_file
 
 log = structlog.get_logger(__name__)
@@ -134,7 +134,7 @@ class VirtualFunctions:
             with suppress(OSError, ValueError):  # the function has just been removed
                 ids = ":".join((directory / name).read_text().strip()[2:] for name in ("vendor", "device"))
                 parent = (directory / "physfn").resolve()
-                interfaces = [Path(path).name for path in iglob(f"{parent}/net/*")]
+                interfaces = [path.name for path in matching(parent, "net/*")]
                 if not self._offered & {ids, parent.name, parent.name.removeprefix("0000:"), *interfaces}:
                     continue
                 link = directory / "iommu_group"
@@ -153,7 +153,7 @@ class VirtualFunctions:
             return f"{', '.join(others)} is in its IOMMU group {group}: use another slot, whose bridges isolate (ACS)"
         if not (directory / "reset").exists():
             return "it cannot be reset, so the next VM would find what this one has left"
-        for flags in map(Path, iglob(f"{directory}/net/*/flags")):
+        for flags in matching(directory, "net/*/flags"):
             if int(flags.read_text(), 16) & 1:  # IFF_UP, netdevice(7)
                 return f"this host uses it as {flags.parent.name}: set that interface down, or offer other functions"
         with suppress(FileNotFoundError):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from glob import iglob
 from pathlib import Path
 
 from multiverse.api import HostView, StatusView, TemplateView, decode
@@ -12,6 +11,7 @@ from multiverse.client import Client
 from multiverse.core.errors import MultiverseError
 from multiverse.lab.layout import Layout
 from multiverse.lab.session import LabSession
+from multiverse.system.listing import matching
 
 LINKS, CGROUPS, MOUNTS = Path("/sys/class/net"), Path("/sys/fs/cgroup"), Path("/proc/self/mountinfo")
 
@@ -49,7 +49,7 @@ def _on_the_host(lab: LabSession, client: Client) -> Iterator[str]:
     for path in (*qemu.vms.glob("mv*"), *qemu.run.glob("*"), *qemu.templates.glob(".*.building-*")):
         yield f"file {path}"
     yield from (f"interface {path.name}" for path in LINKS.glob(f"mv{site}*"))
-    yield from (f"cgroup {path}" for path in iglob(f"{CGROUPS}/**/multiverse/mv{site}*", recursive=True))
+    yield from (f"cgroup {path}" for path in matching(CGROUPS, f"**/multiverse/mv{site}*"))
     for pid, words in _processes():
         if words[0].rpartition("/")[2].startswith("qemu-system") and any(str(qemu.vms) in word for word in words):
             yield f"process {pid}: {words[0]}"
