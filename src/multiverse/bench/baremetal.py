@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
-from multiverse.system.processes import stat_fields
+from multiverse.system.processes import cpu_seconds_with_children, stat_fields
 
 
 def cost(job: str) -> tuple[float, float, float] | None:
@@ -36,14 +35,13 @@ def _command(pid: int) -> str:
 
 def _cost(pid: int) -> tuple[float, float, float] | None:
     """utime and stime of proc(5), with those of waited-for children; Private_* and Pss of smaps_rollup."""
-    fields = stat_fields(pid)
+    cpu = cpu_seconds_with_children(pid)
     try:
         text = Path(f"/proc/{pid}/smaps_rollup").read_text()
     except OSError:
         return None
-    if not fields:
+    if cpu is None:
         return None
     sizes = {line.split(":")[0]: int(line.split()[1]) for line in text.splitlines()[1:] if line.endswith("kB")}
     private = sum(size for name, size in sizes.items() if name.startswith("Private_"))
-    cpu = sum(int(field) for field in fields[11:15]) / os.sysconf("SC_CLK_TCK")
     return cpu, private / 1024, sizes.get("Pss", 0) / 1024

@@ -28,7 +28,7 @@ from multiverse.core.errors import Broken, Refused
 from multiverse.lab.configure import environment
 from multiverse.lab.services import SERVICES
 from multiverse.lab.session import LabSession
-from multiverse.system.processes import stat_fields
+from multiverse.system.processes import cpu_seconds_with_children
 
 HOLDER = "#!/bin/sh\nexec sleep 100000\n"
 LOWER = "--nice=10000"
@@ -163,11 +163,10 @@ def _idle(lab: LabSession, seconds: float) -> dict[str, float]:
 
 
 def _cpu_seconds(pid: int) -> float:
-    """CPU seconds of a process and of its children that have ended (proc(5): utime, stime, cutime, cstime)."""
-    fields = stat_fields(pid)
-    if fields is None:
+    found = cpu_seconds_with_children(pid)
+    if found is None:
         raise Broken(f"process {pid} has ended", hint="see the lab's log directory")
-    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+    return found
 
 
 def mean_cycles(sdiag: str) -> dict[str, float]:

@@ -28,7 +28,7 @@ from multiverse.core.errors import Broken
 from multiverse.core.transition import Event
 from multiverse.lab.services import SERVICES
 from multiverse.lab.session import LabSession
-from multiverse.system.processes import stat_fields
+from multiverse.system.processes import cpu_seconds_with_children
 
 BARE = JobKind("bare_metal", ("--partition=bare", "--mem=10"), vm=False)
 INSTANT = JobKind("instant", ("--constraint=slim&instant", "--mem=150"))
@@ -208,9 +208,9 @@ def _cpu_seconds(lab: LabSession) -> dict[str, float]:
     found = {}
     for service in SERVICES:
         running = service.running(lab.where)
-        fields = stat_fields(running.pid) if running is not None else None
-        if fields is not None:
-            found[service.name] = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+        seconds = cpu_seconds_with_children(running.pid) if running is not None else None
+        if seconds is not None:
+            found[service.name] = seconds
     return found
 
 

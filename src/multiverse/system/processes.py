@@ -34,6 +34,13 @@ def start_time(pid: int) -> int:
     return int(fields[19]) if fields else 0
 
 
+def cpu_seconds_with_children(pid: int) -> float | None:
+    """CPU seconds of a process and of its children that have ended and were waited for (proc(5): utime, stime, cutime,
+    cstime). None if there is no such process."""
+    fields = stat_fields(pid)
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK") if fields else None
+
+
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
     """One process. `started` is in clock ticks since the boot that `boot_id` names. A `pid` of 0 names none."""
