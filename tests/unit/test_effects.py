@@ -11,8 +11,8 @@ from multiverse.controller.effects import JOBS_AT_ONCE, Effects, Surroundings
 from multiverse.core.errors import Refused
 from multiverse.core.model import Attempt, AttemptState, JobRef, Vm, VmState
 from multiverse.core.transition import Change, Done, EffectKind, Event
-from multiverse.simulation.clock import VirtualClock
-from multiverse.simulation.loop import run
+from multiverse_lab.simulation.clock import VirtualClock
+from multiverse_lab.simulation.loop import run
 from tests.unit.rows import attempt, vm
 from tests.unit.rows import state as state_of
 
