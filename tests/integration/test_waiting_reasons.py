@@ -62,11 +62,11 @@ def test_waiting_jobs_and_arrays_are_told_once_and_a_restart_repeats_nothing(
     before = comments(lab)
     expected = {job for job, text in before.items() if EXPECTED.search(text)}
     assert expected == told.keys() - set(jobs), "the first, which is the array, of which two records have the text"
-    assert latest(client, jobs[0])["waiting"] == WHY and latest(client, jobs[-1])["waiting"] == BEHIND
+    assert latest(client, jobs[0])["waiting"] == WHY and latest(client, jobs[-1])["waiting"] == str(BEHIND)
     written = comments_written(lab)
     asyncio.run(CONTROLLER.stop(lab.where))
     controller()
-    until("jobs have their reasons again", lambda: latest(client, jobs[-1]).get("waiting") == BEHIND)
+    until("jobs have their reasons again", lambda: latest(client, jobs[-1]).get("waiting") == str(BEHIND))
     extra = lab.sbatch("true")
     until("another job is told", lambda: "multiverse:" in records(lab)[extra], 60.0)
     assert records(lab) == told | {extra: f"[multiverse: {BEHIND}]"}

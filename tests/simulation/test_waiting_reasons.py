@@ -26,7 +26,7 @@ def test_a_long_queue_costs_few_texts_and_a_restart_none() -> None:
     outcomes = [simulate(Scenario(3, arrivals, WorldSettings((host,)), incidents=some)) for some in ((), (crash,))]
     for outcome in outcomes:
         assert not outcome.violations, outcome.story()
-        behind = [text for text in outcome.told if text == BEHIND]
+        behind = [text for text in outcome.told if text == str(BEHIND)]
         assert len(behind) == 20 + 40, "each job behind the first ten once, and each task with its array"
         full = [text for text in outcome.told if "the hosts are full" in text]
         assert len(full) == 10

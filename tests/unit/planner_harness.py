@@ -196,7 +196,7 @@ class PlannerHarness:
     @property
     def reasons(self) -> dict[str, str]:
         """Why jobs wait, as far as they are told."""
-        return {self.state.attempts[id_].job.job_id: why for id_, why in self.state.reasons.items()}
+        return {self.state.attempts[id_].job.job_id: str(why) for id_, why in self.state.reasons.items()}
 
     def reserve(self, begins: float = 0.0, seconds: float = 600.0) -> NodeReservation:
         """Show a reservation of all nodes that begins so many seconds from now."""

@@ -149,7 +149,7 @@ class Decided(list[Change]):
 
     def __init__(self, changes: Iterable[Change], here: State) -> None:
         super().__init__(changes)
-        self.reasons = dict(here.reasons)
+        self.reasons = {number: str(why) for number, why in here.reasons.items()}
 
 
 def effects_of(rows: LiveRows) -> Iterator[tuple[Row, Effect]]:

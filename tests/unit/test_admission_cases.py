@@ -49,7 +49,6 @@ from multiverse.core.provisioning.admission import Admission, admit
 from multiverse.core.provisioning.capacity import Blockage
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.largest import largest_on
-from multiverse.core.provisioning.others import TOO_LITTLE
 from multiverse.core.provisioning.pacing import Parent
 from multiverse.core.provisioning.reasons import PASSED_OVER
 from multiverse.core.provisioning.sizes import template_claim, vm_claim, vm_size
@@ -74,6 +73,7 @@ from tests.unit.rows import (
 
 A, V, T = AttemptState, VmState, TemplateState
 NOW = 1000.0
+TOO_LITTLE = "of which others there leave too little"
 SMALL = Size(1, 100)
 READY = template(T.READY)
 PARKED = Pool("slim", Depth.PARKED, 1, 9, SMALL, 1e9)
@@ -205,7 +205,9 @@ class Scenario:
         policy = replace(EAGER, **self.policy)  # type: ignore[arg-type]
         mark_changes(here, world, policy)
         blockage = admit(Context(here, world, policy))
-        return Outcomes(changes_of(here.moves), blockage, here.reasons, here.waiting)
+        return Outcomes(
+            changes_of(here.moves), blockage, {n: str(why) for n, why in here.reasons.items()}, here.waiting
+        )
 
 
 WAITS = "waits"
@@ -1050,7 +1052,7 @@ def test_a_job_that_lacked_memory_is_told_so_until_there_is_an_eighth_of_the_flo
         here.begin(NOW, {}, "test")
         mark_changes(here, world, EAGER)
         admit(Context(here, world, EAGER))
-        return here.reasons[1].endswith(TOO_LITTLE)
+        return str(here.reasons[1]).endswith(TOO_LITTLE)
 
     assert [lacks(more) for more in (0, -1, 0, 124, 125, 124, 0, -1)] == [
         False,

@@ -194,7 +194,8 @@ def test_explain_names_the_host_with_until_when_and_why() -> None:
     context = Context(harness.state, harness.world, harness.policy)
     attempt = harness.state.attempts[2]
     (verdict,) = [one for one in host_verdicts(context, attempt) if "h1" in one.hosts]
-    assert verdict.why.startswith("avoided until 20") and verdict.why.endswith("fail there: read-only")
+    why = str(verdict.why)
+    assert why.startswith("avoided until 20") and why.endswith("fail there: read-only")
     assert not verdict.fits
 
 
@@ -204,7 +205,8 @@ def test_explain_says_why_a_job_waits_for_a_host_that_is_avoided() -> None:
     fails(harness)
     waiting = harness.state.attempts[until_queued(harness)]
     told = explain(Context(harness.state, harness.world, harness.policy), waiting, harness.clock.time)
-    assert "a host that is avoided: h1 until 20" in told.sentences[0] and "read-only" in told.sentences[0]
+    said = str(told.sentences[0])
+    assert "a host that is avoided: h1 until 20" in said and "read-only" in said
 
 
 def test_the_alert_says_what_is_wrong_and_repairs_it() -> None:

@@ -129,7 +129,7 @@ class Cluster:
 
     def reason(self, number: int) -> str:
         assert self.state is not None
-        return self.state.reasons[number]
+        return str(self.state.reasons[number])
 
     def context(self) -> Context:
         assert self.state is not None
@@ -519,6 +519,6 @@ def test_what_the_user_is_told_of_the_start_holds_while_others_are_being_made() 
     assert set(admitted(cluster.run())) == {3} and cluster.state is not None
     state = cluster.state
     for _ in range(2):
-        assert "expected to start by" in state.reasons[2]
+        assert "expected to start by" in str(state.reasons[2])
         assert state.promised == {2: UNIX + 500.0 + RECLAIM}
         plan(state, cluster.world, [], NOW + 1, cluster.policy)

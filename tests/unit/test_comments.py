@@ -25,14 +25,15 @@ from multiverse.controller.comments import (
     Telling,
 )
 from multiverse.core.errors import Unknown
-from multiverse.core.model import Attempt, AttemptState, Job, JobRef, JobState
-from multiverse.core.provisioning.reasons import BEHIND
+from multiverse.core.model import Attempt, AttemptState, Job, JobRef, JobState, Reason, Why
+from multiverse.core.provisioning.reasons import BEHIND as _BEHIND
 from multiverse.core.transition import Change, Event, Move
 from multiverse_lab.simulation.loop import run
 from tests.unit.planner_harness import POLICY
 from tests.unit.rows import attempt
 
 A = AttemptState
+BEHIND = str(_BEHIND)
 FULL, TURN = "waiting for capacity: the hosts are full", "waiting for a turn"
 
 
@@ -59,7 +60,7 @@ class Calls:
         self.plan.note([Move(tuple(Change(one, Event.SUBMITTED) for one in some))])
 
     def reasons(self, *numbers: int, why: str = FULL) -> None:
-        self.plan.explained(dict.fromkeys(numbers, why))
+        self.plan.explained(dict.fromkeys(numbers, Why.SAID(text=why)))
 
     def until(self, time: float, *, failed: bool = False) -> list[tuple[float, tuple[str, ...], str]]:
         """Make the calls that are due until then: when, for which jobs, with which text."""
@@ -294,7 +295,7 @@ STEPS = st.lists(
 @example([("come", 6, FULL), ("wait", 1, FULL), ("come", 8, FULL), ("reason", 6, FULL), ("wait", 15, FULL)])
 def test_texts_keep_their_distance_and_are_never_repeated(steps: list[tuple[str, int, str]]) -> None:
     """Whatever happens, in whatever order; 1 to 5 are jobs, the others tasks of two arrays."""
-    calls, reasons, waiting = Calls(), dict[int, str](), dict[int, Attempt]()
+    calls, reasons, waiting = Calls(), dict[int, Reason](), dict[int, Attempt]()
     last: dict[str, tuple[float, str]] = {}
     for number, (what, which, text) in enumerate(steps):
         name = str(which) if which <= 5 else f"{50 + which % 2}_{which}"
@@ -307,7 +308,7 @@ def test_texts_keep_their_distance_and_are_never_repeated(steps: list[tuple[str,
             calls.move(replace(gone, state=A.CLAIMED))
             last.pop(name.partition("_")[0], None)
         elif what == "reason" and which in waiting:
-            reasons[waiting[which].id] = text
+            reasons[waiting[which].id] = Why.SAID(text=text)
         elif what == "hold" and which in waiting:
             calls.jobs[name] = calls.jobs[name]._replace(eligible=not calls.jobs[name].eligible)
         calls.plan.explained(reasons)

@@ -17,6 +17,7 @@ from multiverse.core.model import (
     TemplateSeen,
     VmSeen,
     World,
+    said,
 )
 from multiverse.core.provisioning.reasons import BEHIND
 from multiverse.core.transition import Command
@@ -53,7 +54,7 @@ def test_each_waiting_job_has_a_reason_its_own_or_that_it_waits_behind_others() 
     reasons = waiting_reasons(attempts, harness.world, harness.state.reasons, harness.clock.time)
     views = {view.job_id: view for view in job_views(attempts, [], reasons, harness.clock.time, POLICY)}
     assert "is being built" in views["1"].waiting and views["1"].waiting == views["10"].waiting
-    assert {views[job].waiting for job in ("11", "12", "13")} == {BEHIND}
+    assert {views[job].waiting for job in ("11", "12", "13")} == {str(BEHIND)}
     assert views["14"].waiting == "", "its user holds it"
     assert timeline_view(attempts[0], [], harness.clock.time, reasons[1]).waiting == views["1"].waiting
 
@@ -64,7 +65,7 @@ def test_a_job_in_its_back_off_shows_why_the_attempt_before_failed() -> None:
     harness.run()
     failed = replace(harness.attempt(), note="it does not boot", not_before=harness.clock.time + 60)
     for world in (harness.world, World()):
-        assert waiting_reasons([failed], world, {}, harness.clock.time) == {1: "it does not boot"}
+        assert waiting_reasons([failed], world, {}, harness.clock.time) == {1: said("it does not boot")}
     running = replace(failed, state=AttemptState.ALLOCATED)
     assert waiting_reasons([running], harness.world, {}, harness.clock.time) == {}
 

@@ -18,8 +18,10 @@ from multiverse.core.model import (
     Overcommitment,
     Size,
     TemplateState,
+    Why,
 )
-from multiverse.core.provisioning.explain import explain, explain_ended, explain_new, for_long
+from multiverse.core.model.reason import for_long
+from multiverse.core.provisioning.explain import Explanation, explain, explain_ended, explain_new
 from multiverse.core.provisioning.host_verdicts import HostVerdict, host_verdicts
 from multiverse.core.provisioning.reasons import BEHIND, FIRST
 from tests.unit.planner_harness import POLICY
@@ -30,14 +32,18 @@ from tests.unit.test_backfill import FILLING, NOW, UNIX, Cluster
 A, T = AttemptState, TemplateState
 
 
+def words(found: Explanation) -> tuple[str, ...]:
+    return tuple(map(str, found.sentences))
+
+
 def said(cluster: Cluster, number: int) -> str:
     assert cluster.state is not None
-    return " ".join(explain(cluster.context(), cluster.state.attempts[number], NOW + 20).sentences)
+    return " ".join(words(explain(cluster.context(), cluster.state.attempts[number], NOW + 20)))
 
 
 def verdicts(cluster: Cluster, number: int) -> dict[str, tuple[str, ...]]:
     assert cluster.state is not None
-    return {one.why: one.hosts for one in host_verdicts(cluster.context(), cluster.state.attempts[number])}
+    return {str(one.why): one.hosts for one in host_verdicts(cluster.context(), cluster.state.attempts[number])}
 
 
 def crowded() -> Cluster:
@@ -58,7 +64,7 @@ def test_the_first_job_is_told_since_when_and_until_when_it_waits() -> None:
     cluster = crowded()
     assert cluster.state is not None
     found = explain(cluster.context(), cluster.state.attempts[3], NOW + 20)
-    assert found.sentences == (f"It has waited for 17 min: {cluster.reason(3)}.",)
+    assert words(found) == (f"It has waited for 17 min: {cluster.reason(3)}.",)
     assert found.expected == cluster.state.promised[3] and not found.behind and found.ahead == 0
 
 
@@ -71,7 +77,7 @@ def test_any_job_behind_it_is_told_behind_whom_and_why_that_one_waits() -> None:
     assert (found.short, found.behind) == (BEHIND, "3")
     queued = [one for one in cluster.state.attempts.values() if one.state is A.QUEUED]
     assert found.ahead == len(queued) - 1
-    assert f"{found.ahead} jobs are ahead of it; job 3 keeps them waiting: waiting for capacity" in found.sentences[1]
+    assert f"{found.ahead} jobs are ahead of it; job 3 keeps them waiting: waiting for capacity" in words(found)[1]
 
 
 def test_what_the_scheduler_shows_users_is_the_short_form_of_the_same() -> None:
@@ -89,8 +95,8 @@ def test_what_the_scheduler_shows_users_is_the_short_form_of_the_same() -> None:
     assert len(told) > FIRST
     for job_id, text in told.items():
         found = explain(cluster.context(), state.attempts[int(job_id)], now)
-        assert found.short == text
-        assert text in found.sentences[0], "and the whole explanation begins with it"
+        assert str(found.short) == text
+        assert text in words(found)[0], "and the whole explanation begins with it"
 
 
 def test_a_job_that_slurm_keeps_waiting_is_told_so() -> None:
@@ -148,15 +154,15 @@ def test_each_stage_has_a_sentence_of_its_own() -> None:
             if state in (A.DONE, A.CANCELLED, A.REQUEUED, A.REVOKED, A.FAILED)
             else explain(cluster.context(), row, NOW)
         )
-        text = " ".join(found.sentences)
-        assert 1 <= len(found.sentences) <= 3 and text[0].isupper() and text.endswith(".")
+        text = " ".join(words(found))
+        assert 1 <= len(words(found)) <= 3 and text[0].isupper() and text.endswith(".")
         seen.add(text)
     assert len(seen) == len(A)
 
 
 def test_what_failed_says_why_and_what_to_do() -> None:
     found = explain_ended(attempt(A.FAILED, job="9", reason="no VM could be made for it"), 7200.0)
-    assert found.sentences == ("It failed 2 h ago: no VM could be made for it.",)
+    assert words(found) == ("It failed 2 h ago: no VM could be made for it.",)
     assert "multiverse timeline 9 --events" in found.todo
 
 
@@ -165,7 +171,7 @@ def test_a_quarantined_record_says_who_decides() -> None:
     cluster = Cluster()
     cluster.run()
     found = explain(cluster.context(), row, NOW)
-    assert "quarantined" in found.sentences[0] and "it is odd" in found.sentences[0] and "repair" in found.todo
+    assert "quarantined" in words(found)[0] and "it is odd" in words(found)[0] and "repair" in found.todo
 
 
 def test_a_running_job_is_told_where_and_until_when() -> None:
@@ -182,9 +188,9 @@ def test_a_running_job_is_told_where_and_until_when() -> None:
 def test_a_job_without_an_attempt_is_told_that_it_is_seen() -> None:
     cluster = Cluster()
     cluster.waits(1, 1)
-    assert "next pass" in explain_new(cluster.jobs["1"], POLICY).sentences[0]
+    assert "next pass" in words(explain_new(cluster.jobs["1"], POLICY))[0]
     wrong = cluster.jobs["1"]._replace(problem="it is heterogeneous")
-    assert "it is heterogeneous" in explain_new(wrong, POLICY).sentences[0]
+    assert "it is heterogeneous" in words(explain_new(wrong, POLICY))[0]
 
 
 def test_lengths_of_time_are_for_people() -> None:
@@ -238,8 +244,8 @@ def test_hosts_for_which_the_same_is_true_are_one_group() -> None:
     cluster.waits(9, 3, nodes=3)
     cluster.run()
     assert host_verdicts(cluster.context(), cluster.state.attempts[9]) == [  # type: ignore[union-attr]
-        HostVerdict(("h5", "h6"), "has room for 1 of its VMs", fits=True),
-        HostVerdict(("h1", "h2", "h3", "h4"), "full: 3 CPUs needed, 1 to 2 free"),
+        HostVerdict(("h5", "h6"), Why.HAS_ROOM(least=1), fits=True),
+        HostVerdict(("h1", "h2", "h3", "h4"), Why.LACKS(need=3, what="CPUs", beside=0, held=0, least=1, most=2)),
     ]
 
 
@@ -276,7 +282,7 @@ def test_a_host_that_is_closed_without_an_operators_word_is_told_apart(monkeypat
     monkeypatch.setattr("multiverse.core.provisioning.host_verdicts.for_attempt", lambda *_: without)
     cluster.state.close_hosts(frozenset({"h2"}), frozenset())
     row = attempt(A.QUEUED, id=3, job="3")
-    found = {one.hosts: one.why for one in host_verdicts(cluster.context(), row)}
+    found = {one.hosts: str(one.why) for one in host_verdicts(cluster.context(), row)}
     assert found["h1",] == "leased, and the lease may end before the job"
     assert found["h2",] == "takes no new VM"
 

@@ -86,7 +86,7 @@ def admitted(available: int | None) -> tuple[list[Change], dict[int, str]]:
     job = Job(one.job, one.job_name, one.uid, JobState.PENDING, one.request)
     ready = as_ready(here.templates.values())
     world = world_of(SchedulerView({"7": job}), HypervisorView({"h1": host(available)}, {}, ready), NOW)
-    return changes_of(plan(here, world, [], NOW, POLICY)), dict(here.reasons)
+    return changes_of(plan(here, world, [], NOW, POLICY)), {number: str(why) for number, why in here.reasons.items()}
 
 
 def test_a_job_waits_for_disk_and_no_template_is_given_up_for_it() -> None:

@@ -128,7 +128,7 @@ def test_a_job_waits_for_disk_that_other_vms_can_still_write() -> None:
     h.run()
     assert disk_claims(h) == {"vm": [2400, 3400], "template": [400]}
     assert [h.attempt(n).state for n in (1, 2, 3)] == [*[AttemptState.CLAIMED] * 2, AttemptState.QUEUED]
-    assert "the hosts are full" in h.state.reasons[3]
+    assert "the hosts are full" in str(h.state.reasons[3])
     h.hosts["h1"] = replace(h.hosts["h1"], capacity=Size(8, 16384, 400 + 2400 + 3400 + 2400))
     h.run()
     assert h.attempt(3).state is AttemptState.CLAIMED

@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import subprocess
 from collections import Counter
-from pathlib import Path
 from random import Random
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-import multiverse.core
 from multiverse.config import Settings
 from multiverse.controller.loop import Controller
-from multiverse.core.provisioning.making import NO_ADDRESS
+from multiverse.core.model import AttemptState, Why
 from multiverse.core.provisioning.reasons import BEHIND
 from multiverse.service import metrics
 from multiverse.service.backend import Backend
+from multiverse.service.convert import counted
 from multiverse.service.processes import ProcessCounter, Processes
-from multiverse.service.reason_classes import counted, word
 from multiverse.service.statistics import Statistics
 from multiverse.store import Store
 from multiverse_lab.simulation.clock import VirtualClock
 from multiverse_lab.simulation.jobs import Batch
 from multiverse_lab.simulation.loop import run
 from multiverse_lab.simulation.world import SimulatedWorld
+from tests.unit.rows import attempt
 
 _PARTS = ("observe", "users", "sources", "templates", "offers", "submission", "membership", "addresses", "groups")
 """What is asked for without being an effect."""
@@ -129,18 +127,13 @@ def test_the_metrics_have_every_counter() -> None:
     assert usable["h1", "memory_bytes"] == 8192 * 1024 * 1024
 
 
-def test_reasons_are_counted_by_a_few_words() -> None:
-    reasons = ("", BEHIND, "waiting for capacity: the hosts are full", "something new", NO_ADDRESS)
-    assert [word(reason) for reason in reasons] == ["scheduler", "behind", "capacity", "other", "address"]
-    assert counted([BEHIND, BEHIND])["behind"] == 2
-    assert word("waiting until mvtest0-1 of its earlier run is gone") == "earlier run"
-
-
-def test_each_sentence_of_the_core_about_waiting_has_a_word() -> None:
-    sources = Path(multiverse.core.__file__).parent.rglob("*.py")
-    found = {text for path in sources for text in re.findall(r'f?"(waiting [^"{]+)', path.read_text())}
-    assert "waiting for bandwidth: hosts that have room otherwise have " in found
-    assert [text for text in found - {"waiting until "} if word(text) == "other"] == []
+def test_waiting_jobs_are_counted_by_the_kinds_of_their_reasons() -> None:
+    attempts = [attempt(AttemptState.QUEUED, id=number, job=str(number)) for number in range(1, 7)]
+    running = attempt(AttemptState.ALLOCATED, id=9, job="9")
+    reasons = {1: BEHIND, 2: BEHIND, 3: Why.CAPACITY(), 4: Why.SAID(text="something new"), 5: Why.NO_ADDRESS()}
+    found = counted([*attempts, running], reasons)
+    assert +found == {"behind": 2, "capacity": 1, "other": 1, "address": 1, "scheduler": 1}
+    assert found.keys() >= {"turn", "limit", "earlier run"}, "each word is there, also with none"
 
 
 def test_a_transaction_that_changes_nothing_is_not_counted() -> None:

@@ -156,7 +156,7 @@ async def test_jobs_that_wait_for_the_same_limit_are_considered_once(
     passes.timed()
     requests = {a.request for a in passes.controller.state.attempts_in(AttemptState.QUEUED)}
     assert 0 < visited["consider"] <= len(requests)
-    assert all("QOSMaxJobsPerUserLimit" in why for why in passes.controller.state.reasons.values())
+    assert all("QOSMaxJobsPerUserLimit" in str(why) for why in passes.controller.state.reasons.values())
     assert len(passes.controller.state.reasons) == 10, "the first of the queue are told"
     await passes.controller.close()
 

@@ -79,7 +79,7 @@ def test_slurms_own_delay_is_waited_for_and_explain_says_so() -> None:
     attempt = newest(harness)
     assert attempt.state is A.QUEUED and not attempt.at_once
     told = explain(Context(harness.state, harness.world, POLICY), attempt, harness.clock.time)
-    assert "the scheduler queued it again, not because of Multiverse" in told.sentences[0]
+    assert "the scheduler queued it again, not because of Multiverse" in str(told.sentences[0])
     delay_ends(harness)
     assert newest(harness).state is A.CLAIMED and not newest(harness).at_once
 
@@ -106,7 +106,7 @@ def test_after_a_run_that_was_lost_as_it_began_its_launch_is_given_up_first() ->
     assert attempt.state is A.QUEUED and attempt.at_once
     assert PAUSE_BASE / 2 < attempt.not_before - harness.clock.time <= PAUSE_BASE
     told = explain(Context(harness.state, harness.world, POLICY), attempt, harness.clock.time)
-    assert "the scheduler has yet to give up that start" in " ".join(told.sentences)
+    assert "the scheduler has yet to give up that start" in " ".join(map(str, told.sentences))
     harness.pass_time(PAUSE_BASE)
     harness.run()
     assert newest(harness).state is A.CLAIMED and newest(harness).at_once, "and not after the scheduler's own delay"
@@ -156,7 +156,7 @@ def test_repeated_ends_within_seconds_slow_down_and_end_in_a_hold() -> None:
     held = newest(harness)
     assert (held.state, held.short_runs, effect_of(held)) == (A.QUEUED, 0, None)
     told = explain(Context(harness.state, harness.world, POLICY), held, harness.clock.time)
-    assert "its last 10 runs ended" in " ".join(told.sentences)
+    assert "its last 10 runs ended" in " ".join(map(str, told.sentences))
     harness.job(held=False, eligible=True)
     harness.run()
     assert newest(harness).state is A.CLAIMED, "its user has released it"

@@ -196,7 +196,7 @@ def test_what_no_host_could_hold_would_be_cancelled_and_what_a_host_lacks_would_
     cluster.run()
     assert try_request(cluster.context(), Request(1, Size(9, 100)), None, NOW).never
     found = try_request(cluster.context(), Request(1, Size(1, 100), image="nowhere"), None, NOW)
-    assert not found.starts and not found.never and "no host has image nowhere" in found.why
+    assert not found.starts and not found.never and "no host has image nowhere" in str(found.why)
 
 
 def test_a_template_that_is_missing_is_not_built_for_a_question() -> None:
@@ -204,7 +204,7 @@ def test_a_template_that_is_missing_is_not_built_for_a_question() -> None:
     cluster.rows, cluster.claims = [], []
     cluster.run()
     found = try_request(cluster.context(), Request(1, Size(1, 100)), None, NOW)
-    assert not found.starts and "is being built" in found.why
+    assert not found.starts and "is being built" in str(found.why)
     assert cluster.state is not None and not cluster.state.templates
 
 

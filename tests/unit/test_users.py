@@ -282,7 +282,7 @@ def test_a_job_whose_user_is_unknown_holds_up_other_jobs_for_two_seconds_at_most
     harness.pass_time(PATIENCE)
     harness.run()
     assert harness.attempt().state is A.QUEUED and harness.attempt(2).state is A.CLAIMED
-    assert "name service" in harness.state.reasons[1]
+    assert "name service" in str(harness.state.reasons[1])
     harness.job("9", uid=1002, rank=6)
     harness.job("91", uid=1003, rank=1)
     harness.run()

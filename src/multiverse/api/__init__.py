@@ -14,6 +14,7 @@ from multiverse.api.explain import (
     ExplanationsView,
     ExplanationView,
     HostGroupView,
+    ReasonView,
     StartableView,
     TrialView,
 )
@@ -53,6 +54,7 @@ __all__ = [
     "PoolView",
     "PruneRequest",
     "PruneView",
+    "ReasonView",
     "RepairRequest",
     "SizeView",
     "SourceView",

@@ -8,14 +8,29 @@ from multiverse.api.machines import SizeView
 
 
 @dataclass(frozen=True, slots=True)
+class ReasonView:
+    """A reason as a value: its `kind`, figures, ids of jobs and names of hosts (empty where these are not shown), and
+    the reasons that it rests on. `text` says the same in words."""
+
+    kind: str
+    text: str
+    figures: dict[str, int | float | str]
+    jobs: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
+    because: tuple[ReasonView, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class HostGroupView:
     """Hosts of which the same is true, for one job: a node set (empty where host names are not shown), and their
-    number. `fits`: they could take at least one of its VMs now. `why` says why they are passed over, or what fits."""
+    number. `fits`: they could take at least one of its VMs now. `why` says why they are passed over, or what fits;
+    `kind` is the kind of that reason."""
 
     hosts: str
     count: int
     fits: bool
     why: str
+    kind: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +40,7 @@ class ExplanationView:
     what its user reads in Slurm's AdminComment, `text` one to three sentences, and `todo` what its user can do (empty:
     nothing). `ahead` is the number of jobs before it, `behind` the job that keeps it waiting (empty: none, or it may
     not be named), `expected` when it starts at the latest in Unix time (None: nobody can tell). `hosts` has each host
-    of the site in one group while it waits for VMs."""
+    of the site in one group while it waits for VMs. `reasons` are the sentences of `text` as values."""
 
     job_id: str
     name: str
@@ -40,6 +55,7 @@ class ExplanationView:
     behind: str
     expected: float | None
     hosts: tuple[HostGroupView, ...] = ()
+    reasons: tuple[ReasonView, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

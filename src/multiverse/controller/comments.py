@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from multiverse.core.errors import MultiverseError
-from multiverse.core.model import Attempt, AttemptState, Job, JobRef
+from multiverse.core.model import Attempt, AttemptState, Job, JobRef, Reason, text_of
 from multiverse.core.policy import Policy
 from multiverse.core.provisioning.reasons import BEHIND, reason_of
 from multiverse.core.transition import Move
@@ -54,6 +54,8 @@ CALL_TIMEOUT = 60.0
 
 RETRY_PAUSE, RETRY_LIMIT = 2.0, 300.0
 """Seconds until a call that failed is repeated; doubled with each failure in a row, up to the limit."""
+
+_BEHIND = str(BEHIND)
 
 Jobs = Mapping[str, Job]
 """The jobs as observed last, by id."""
@@ -103,7 +105,8 @@ class CommentPlan:
         self._waiting: dict[int, Attempt] = {}
         self._subjects: dict[str, _Subject] = {}
         self._subject_of: dict[int, str] = {}  # by attempt, once its job was observed
-        self._reasons: Mapping[int, str] = {}
+        self._reasons: Mapping[int, Reason] = {}
+        self._texts: Mapping[int, str] = {}  # the same in words
         self._queue: list[tuple[float, int]] = []  # a heap: when to consider which attempt, which may be gone by then
         self._queued: set[int] = set()  # the attempts that are in it
         self._next_go = -math.inf
@@ -121,12 +124,13 @@ class CommentPlan:
                     self._follow(change.row)
         return len(self._queue) > before
 
-    def explained(self, reasons: Mapping[int, str]) -> bool:
+    def explained(self, reasons: Mapping[int, Reason]) -> bool:
         """Take what the latest admission says of the first jobs in the queue. Whether it differs from what was said
         before."""
         if reasons == self._reasons:
             return False
         self._reasons = dict(reasons)
+        self._texts = {attempt_id: str(why) for attempt_id, why in reasons.items()}
         return True
 
     def ended(self, telling: Telling, now: float, *, failed: bool) -> None:
@@ -176,7 +180,7 @@ class CommentPlan:
     def next_due(self) -> float:
         """When a call may be due again, unless something happens before; infinity if none will be."""
         times = [max(self._queue[0][0], self._next_go)] if self._queue else []
-        for attempt_id, text in self._reasons.items():
+        for attempt_id, text in self._texts.items():
             attempt, subject = self._waiting.get(attempt_id), self._subjects.get(self._subject_of.get(attempt_id, ""))
             if attempt is None or (subject and subject.knows(text)):
                 continue
@@ -184,7 +188,7 @@ class CommentPlan:
         return min(times, default=math.inf)
 
     def _of_the_first(self, jobs: Jobs, now: float) -> Telling | None:
-        for attempt_id, text in self._reasons.items():
+        for attempt_id, text in self._texts.items():
             attempt = self._waiting.get(attempt_id)
             if attempt is None or attempt.since + self._policy.patience > now:
                 continue
@@ -206,12 +210,12 @@ class CommentPlan:
             found = self._subject(attempt, jobs)
             if found is None or found[0] in told or found[1].free_at > now:
                 continue
-            text = reason_of(attempt, jobs.get(attempt.job.job_id), self._reasons, now)
+            text = text_of(reason_of(attempt, jobs.get(attempt.job.job_id), self._reasons, now))
             if not text or found[1].knows(text):
                 continue
-            if text != BEHIND and not group:
+            if text != _BEHIND and not group:
                 return Telling((found[0],), (attempt.job,), text)
-            if text == BEHIND:
+            if text == _BEHIND:
                 group[found[0]] = attempt.job
                 told.add(found[0])
                 if len(group) >= GROUP:
@@ -219,7 +223,7 @@ class CommentPlan:
         if not group:
             return None
         self._next_go = now + GROUP_INTERVAL
-        return Telling(tuple(group), tuple(group.values()), BEHIND)
+        return Telling(tuple(group), tuple(group.values()), _BEHIND)
 
     def _due(self, now: float) -> Iterator[Attempt]:
         """Some of the attempts that are due to be considered. Each comes again later."""
@@ -260,7 +264,7 @@ class CommentWriter:
         self._calls: dict[asyncio.Task[None], None] = {}
         self._wake = asyncio.Event()
 
-    def passed(self, moves: Iterable[Move], reasons: Mapping[int, str]) -> None:
+    def passed(self, moves: Iterable[Move], reasons: Mapping[int, Reason]) -> None:
         """Learn from a pass that was committed."""
         more, other = self._plan.note(moves), self._plan.explained(reasons)
         if more or other:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
-from multiverse.core.model import WAITING_STATES, Attempt, AttemptState, Job, Request
+from multiverse.core.model import WAITING_STATES, Attempt, AttemptState, Job, Reason, Request
 
 Shape = tuple[Request, tuple[tuple[str, int], ...]]
 """What admission's decision about an attempt depends on, beside its turn: its request, and the limits it uses."""
@@ -67,7 +67,7 @@ class Queue:
         self.jobs: Mapping[str, Job] = MappingProxyType({})  # as observed last
         self.candidates = Order()
         self.unfit = Order()
-        self.why_unfit: dict[int, str] = {}
+        self.why_unfit: dict[int, Reason] = {}
         self.unchecked: set[int] = set()
         self.unknown_users: Counter[int] = Counter()  # uids of the attempts that wait for that
         self._awaiting: dict[int, int] = {}  # these attempts, with their uids
@@ -117,14 +117,14 @@ class Queue:
             if not self.unknown_users[uid]:
                 del self.unknown_users[uid]
 
-    def set_aside(self, id_: int, reason: str) -> None:
+    def set_aside(self, id_: int, reason: Reason) -> None:
         """No host in sight could ever hold the attempt, and others may: it waits for those."""
         if id_ in self.candidates:
             self.candidates.drop(id_)
             self.unfit.put(id_, self._waiting[id_][1].rank)
             self.why_unfit[id_] = reason
 
-    def await_user(self, id_: int, reason: str) -> None:
+    def await_user(self, id_: int, reason: Reason) -> None:
         """It is not known who the attempt's user is: it waits for that."""
         if id_ in self.candidates:
             self.set_aside(id_, reason)

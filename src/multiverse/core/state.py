@@ -26,6 +26,7 @@ from multiverse.core.model import (
     KnownHost,
     Lease,
     Offer,
+    Reason,
     Request,
     Row,
     Template,
@@ -91,7 +92,7 @@ class State(LiveRows, Numbers, HeldClaims):
         self.waiting = Counter[tuple[str, str, CloneKind]]()  # clones that wait for their pace in this round
         self.wanted: Counter[str] | None = None  # VMs that jobs want now, by image; computed when first asked for
         self.users_asked: dict[int, float] = {}  # the users that jobs wait for, and since when they are asked for
-        self.reasons: dict[int, str] = {}  # why attempts wait: the first of the queue, in its order
+        self.reasons: dict[int, Reason] = {}  # why attempts wait: the first of the queue, in its order
         self.promised: dict[int, float] = {}  # by when the first that waits for room starts, as told
         self.blocking: int | None = None  # the attempt that waits for capacity and blocks those behind it
         self.looked: tuple[int, int, float] = (-1, -1, 0.0)  # when nothing could go ahead of which first attempt

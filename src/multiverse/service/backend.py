@@ -32,12 +32,12 @@ from multiverse.api.grid import GridHost, GridSummary
 from multiverse.controller import pruning
 from multiverse.controller.loop import Controller
 from multiverse.core.errors import Refused
-from multiverse.core.model import Attempt, HostUsage, Vm, VmSeen, World
+from multiverse.core.model import Attempt, HostUsage, Reason, Vm, VmSeen, World, text_of
 from multiverse.core.model.job_usage import JobUsage
 from multiverse.core.rows import Rows
 from multiverse.core.transition import Command, EffectKind
 from multiverse.ports import Clock
-from multiverse.service import convert, identity, reason_classes, snapshot
+from multiverse.service import convert, identity, snapshot
 from multiverse.service.alerts import alerts
 from multiverse.service.explanations import Explanations
 from multiverse.service.findings import HintsMissing, PlacementFault, SourceFailure, StoreFailure
@@ -47,7 +47,7 @@ from multiverse.service.processes import Processes
 from multiverse.service.snapshot import Changed, Documents, ShownJob
 from multiverse.service.statistics import Statistics
 from multiverse.service.utilization import UtilizationReader
-from multiverse.service.viewer import Viewer
+from multiverse.service.viewer import OPERATOR, Viewer
 from multiverse.store import Pruning, Store
 from multiverse.store.job_usage import read_job_usage
 
@@ -169,6 +169,7 @@ class Backend:
 
     async def counts(self) -> Counts:
         rows = self._rows()
+        waiting = list(rows.attempts.values())
         return Counts(
             commits=self.store.commits,
             processes=await self.processes.programs(),
@@ -176,7 +177,7 @@ class Backend:
             effects=self.controller.effects_ended,
             rows=convert.row_counts(rows),
             jobs=convert.job_counts(rows),
-            waiting=reason_classes.counted(self._waiting_reasons(convert.waiting(rows), self.clock.now()).values()),
+            waiting=convert.counted(waiting, self._waiting_reasons(waiting, self.clock.now())),
             alerts=Counter(alert.kind for alert in self.alerts()),
             hosts=[snapshot.grid_host(host, self.clock.wall()) for host in self.hosts()],
             statistics=self.statistics,
@@ -205,18 +206,20 @@ class Backend:
 
     def timelines(self, job: str) -> list[TimelineView]:
         """One timeline for each known attempt of the job, oldest first; empty if there is none."""
-        return self._timelines(self.store.attempts(job_id=job)[::-1])
+        return self._timelines(self.store.attempts(job_id=job)[::-1], OPERATOR)
 
     def timelines_for(self, job: str, viewer: Viewer) -> list[TimelineView]:
         """The same for a user: of their own jobs, and without what they may not be told of others'."""
         attempts = [one for one in self.store.attempts(job_id=job, limit=MAX_TIMELINES) if viewer.may_see(one.uid)]
-        return self.explanations.timelines(self._timelines(attempts[::-1]), viewer)
+        return self._timelines(attempts[::-1], viewer)
 
-    def _timelines(self, attempts: Sequence[Attempt]) -> list[TimelineView]:
+    def _timelines(self, attempts: Sequence[Attempt], viewer: Viewer) -> list[TimelineView]:
         now = self.clock.now()
         waiting = self._waiting_reasons(attempts, now)
+        entries = {one.id: self.store.journal(attempts=[one.id]) for one in attempts}
         return [
-            convert.timeline_view(a, self.store.journal(attempts=[a.id]), now, waiting.get(a.id, "")) for a in attempts
+            convert.timeline_view(one, entries[one.id], now, waiting.get(one.id), viewer.teller(one.job.job_id))
+            for one in attempts
         ]
 
     @property
@@ -224,7 +227,7 @@ class Backend:
         """Why jobs wait, and what would start at once."""
         return Explanations(self.controller, self.store, self.clock)
 
-    def _waiting_reasons(self, attempts: Sequence[Attempt], now: float) -> Mapping[int, str]:
+    def _waiting_reasons(self, attempts: Sequence[Attempt], now: float) -> Mapping[int, Reason]:
         return convert.waiting_reasons(attempts, self.controller.world(), self.controller.state.reasons, now)
 
     # --- VMs, hosts, templates ---------------------------------------------------------------------
@@ -294,7 +297,7 @@ class Backend:
             job = jobs.get(attempt.job.job_id)
             order = job.rank if job else snapshot.UNKNOWN_ORDER
             vms = tuple(names.get(attempt.id, ()))
-            yield attempt, ShownJob(waiting.get(attempt.id, ""), order, users.name(attempt.uid), vms)
+            yield attempt, ShownJob(text_of(waiting.get(attempt.id)), order, users.name(attempt.uid), vms)
 
     def _summary(self, wall: float) -> GridSummary:
         now, state = self.clock.now(), self.controller.state

@@ -41,6 +41,7 @@ from multiverse.core.model import (
     Lease,
     LeaseState,
     Offer,
+    Reason,
     Row,
     Size,
     Template,
@@ -49,7 +50,10 @@ from multiverse.core.model import (
     VmCondition,
     VmSeen,
     VmState,
+    Why,
     World,
+    said,
+    text_of,
 )
 from multiverse.core.model.job_usage import JobUsage
 from multiverse.core.model.names import without_prefix_length
@@ -76,7 +80,7 @@ from multiverse.service.findings import (
 )
 from multiverse.service.hosts import avoided_for
 from multiverse.service.identity import KnownVm
-from multiverse.service.timeline import timeline
+from multiverse.service.timeline import Tell, timeline
 from multiverse.store import Entry
 
 # --- views -----------------------------------------------------------------------------------------
@@ -168,7 +172,7 @@ def vm_names(vms: Sequence[Vm]) -> dict[int, list[str]]:
 def job_views(
     attempts: Sequence[Attempt],
     vms: Sequence[Vm],
-    waiting: Mapping[int, str],
+    waiting: Mapping[int, Reason],
     now: float,
     policy: Policy,
     usages: Mapping[int, JobUsage] = MappingProxyType({}),
@@ -177,7 +181,8 @@ def job_views(
     see `waiting_reasons`; `usages` is what they used, as far as it is known."""
     names = vm_names(vms)
     views = [
-        _job_view(attempt, names.get(attempt.id, ()), waiting.get(attempt.id, ""), now, policy) for attempt in attempts
+        _job_view(attempt, names.get(attempt.id, ()), text_of(waiting.get(attempt.id)), now, policy)
+        for attempt in attempts
     ]
     return [replace(view, usage=_job_usage(usages.get(view.attempt))) for view in views]
 
@@ -189,22 +194,27 @@ def _job_usage(usage: JobUsage | None) -> JobUsageView | None:
     return JobUsageView(*figures, usage.suggestion, usage.text)
 
 
-def waiting(rows: Rows) -> list[Attempt]:
-    """The attempts that have no VM yet."""
-    return [attempt for attempt in rows.attempts.values() if attempt.state in WAITING_STATES]
+_SCHEDULER = "scheduler"
+"""By this word those are counted that wait for no reason of ours: for a hold or a dependency in the scheduler."""
 
 
 def waiting_reasons(
-    attempts: Sequence[Attempt], world: World, reasons: Mapping[int, str], now: float
-) -> dict[int, str]:
+    attempts: Sequence[Attempt], world: World, reasons: Mapping[int, Reason], now: float
+) -> dict[int, Reason]:
     """Why each of these attempts waits, as far as that is known: `reasons` is what `State.reasons` says of the first in
     the queue. Where that says nothing, it is why the attempt before did not come to its end."""
     jobs = world.scheduler.value.jobs if world.scheduler else {}
-    return {
-        attempt.id: reason_of(attempt, jobs.get(attempt.job.job_id), reasons, now) or attempt.note
-        for attempt in attempts
-        if attempt.state in WAITING_STATES
-    }
+    waiting = (one for one in attempts if one.state in WAITING_STATES)
+    found = ((one.id, reason_of(one, jobs.get(one.job.job_id), reasons, now) or said(one.note)) for one in waiting)
+    return {attempt_id: why for attempt_id, why in found if why}
+
+
+def counted(attempts: Sequence[Attempt], reasons: Mapping[int, Reason]) -> Counter[str]:
+    """How many of these attempts wait for which kind of reason; each word is there, also with none."""
+    found = Counter(dict.fromkeys((*(kind.counted for kind in Why), _SCHEDULER), 0))
+    waiting = (one for one in attempts if one.state in WAITING_STATES)
+    found.update(reasons[one.id].kind.counted if one.id in reasons else _SCHEDULER for one in waiting)
+    return found
 
 
 def _job_view(attempt: Attempt, vms: Sequence[str], waiting: str, now: float, policy: Policy) -> JobView:
@@ -230,10 +240,14 @@ def _job_view(attempt: Attempt, vms: Sequence[str], waiting: str, now: float, po
     )
 
 
-def timeline_view(attempt: Attempt, entries: Sequence[Entry], now: float, waiting: str = "") -> TimelineView:
+def timeline_view(
+    attempt: Attempt, entries: Sequence[Entry], now: float, waiting: Reason | None = None, tell: Tell = text_of
+) -> TimelineView:
     """The timeline of one attempt. `entries` are those of the attempt and of its VMs, in order; `waiting` is why it
-    waits."""
-    return timeline(attempt.job.job_id, attempt.id, str(attempt.state), entries, now, waiting)
+    waits; `tell` words reasons."""
+    return replace(
+        timeline(attempt.job.job_id, attempt.id, str(attempt.state), entries, now, tell), waiting=tell(waiting)
+    )
 
 
 def vm_views(rows: Rows, world: World, exact: Mapping[str, tuple[float, float, float]], now: float) -> list[VmView]:

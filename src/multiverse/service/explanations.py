@@ -12,15 +12,15 @@ from multiverse.api import (
     ExplanationsView,
     ExplanationView,
     HostGroupView,
+    ReasonView,
     StartableView,
-    TimelineView,
     TrialRequest,
     TrialView,
 )
 from multiverse.config import folded
 from multiverse.controller.loop import Controller
 from multiverse.core.errors import Refused
-from multiverse.core.model import Attempt, AttemptState, CloneKind, Job, Request, Size
+from multiverse.core.model import Attempt, AttemptState, CloneKind, Job, Reason, Request, Size
 from multiverse.core.policy import Policy
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.explain import Explanation, explain, explain_ended, explain_new
@@ -47,7 +47,7 @@ class Explanations:
 
     def of_job(self, job: str, viewer: Viewer) -> ExplanationsView:
         """What is to be said of a job, or of the tasks of an array, that the viewer may see. Empty if there is none."""
-        context, names = self._controller.context(), self._host_names()
+        context = self._controller.context()
         shown = [one for one in self._latest(job) if viewer.may_see(one.uid)]
         new = [one for one in self._without_attempt(job, context, shown) if viewer.may_see(one.uid)]
         views, asked = [], set[Request]()
@@ -56,8 +56,8 @@ class Explanations:
             if attempt.request in asked:  # tasks of one array: it is the same for all
                 found = replace(found, hosts=())
             asked.add(attempt.request)
-            views.append(_view(attempt, found, viewer, names))
-        views += [_view_of_new(one, context.policy, viewer, names) for one in new[: TASKS - len(views)]]
+            views.append(_view(attempt, found, viewer))
+        views += [_view_of_new(one, context.policy, viewer) for one in new[: TASKS - len(views)]]
         return ExplanationsView(tuple(views), len(shown) + len(new) - len(views))
 
     def _latest(self, job: str) -> list[Attempt]:
@@ -81,21 +81,6 @@ class Explanations:
             return replace(found, todo=found.todo or _about_the_scheduler(context, attempt))
         entries = self._store.journal(attempts=[attempt.id])
         return explain_ended(attempt, self._clock.wall() - entries[-1].wall if entries else 0.0)
-
-    def _host_names(self) -> frozenset[str]:
-        return frozenset(self._controller.state.hosts)
-
-    def timelines(self, found: Sequence[TimelineView], viewer: Viewer) -> list[TimelineView]:
-        """The timelines of a viewer's own jobs, as far as they may be told."""
-        names = self._host_names()
-        return [
-            replace(
-                one,
-                waiting=viewer.told(one.waiting, one.job_id, names),
-                entries=tuple(replace(e, reason=viewer.told(e.reason, one.job_id, names)) for e in one.entries),
-            )
-            for one in found
-        ]
 
     # --- what would start ----------------------------------------------------------------------------
 
@@ -125,17 +110,17 @@ class Explanations:
         """What would become of a job. Raises `Refused` as `capacity` does."""
         size = Size(asked.cpus, asked.memory, asked.disk)
         request = Request(asked.nodes, size, asked.image, CloneKind(asked.kind) if asked.kind else None)
-        found, names = try_request(self._known(), request, asked.limit, self._clock.now()), self._host_names()
+        found = try_request(self._known(), request, asked.limit, self._clock.now())
         return TrialView(
             starts=found.starts,
             never=found.never,
-            why=viewer.told(found.why, "", names),
+            why=viewer.teller("")(found.why),
             hosts=folded(found.hosts) if viewer.hosts else "",
             ahead=found.ahead,
             behind=found.behind if viewer.others else "",
             expected=_time(found.expected),
             alone=_time(found.alone),
-            groups=tuple(_group(one, viewer, names) for one in found.verdicts),
+            groups=tuple(_group(one, viewer) for one in found.verdicts),
         )
 
     def _known(self) -> Context:
@@ -145,8 +130,9 @@ class Explanations:
         return context
 
 
-def _view(attempt: Attempt, found: Explanation, viewer: Viewer, names: frozenset[str]) -> ExplanationView:
+def _view(attempt: Attempt, found: Explanation, viewer: Viewer) -> ExplanationView:
     own = attempt.job.job_id
+    reasons = _reasons(found.sentences, viewer, own)
     return ExplanationView(
         job_id=own,
         name=attempt.job_name,
@@ -154,25 +140,37 @@ def _view(attempt: Attempt, found: Explanation, viewer: Viewer, names: frozenset
         attempt=attempt.id,
         state=str(attempt.state),
         waiting_since=float(attempt.job.submitted) if attempt.state is AttemptState.QUEUED else None,
-        short=viewer.told(found.short, own, names),
-        text=viewer.told(" ".join(found.sentences), own, names),
+        short=viewer.teller(own)(found.short),
+        text=" ".join(one.text for one in reasons),
         todo=found.todo,
         ahead=found.ahead,
         behind=found.behind if viewer.others else "",
         expected=_time(found.expected),
-        hosts=tuple(_group(one, viewer, names) for one in found.hosts),
+        hosts=tuple(_group(one, viewer) for one in found.hosts),
+        reasons=reasons,
     )
 
 
-def _view_of_new(job: Job, policy: Policy, viewer: Viewer, names: frozenset[str]) -> ExplanationView:
+def _view_of_new(job: Job, policy: Policy, viewer: Viewer) -> ExplanationView:
     found, own = explain_new(job, policy), job.ref.job_id
-    text = viewer.told(" ".join(found.sentences), own, names)
-    return ExplanationView(own, job.name, job.uid, None, str(job.state), None, "", text, found.todo, 0, "", None)
+    reasons = _reasons(found.sentences, viewer, own)
+    text = " ".join(one.text for one in reasons)
+    shown = (own, job.name, job.uid, None, str(job.state), None, "", text, found.todo, 0, "", None)
+    return ExplanationView(*shown, reasons=reasons)
 
 
-def _group(one: HostVerdict, viewer: Viewer, names: frozenset[str]) -> HostGroupView:
+def _reasons(found: Sequence[Reason], viewer: Viewer, own: str) -> tuple[ReasonView, ...]:
+    """These reasons, as far as the viewer may be told of them, as values of the API."""
+    return tuple(_reason(viewer.hidden(one, own)) for one in found)
+
+
+def _reason(one: Reason) -> ReasonView:
+    return ReasonView(one.kind, str(one), dict(one.figures), one.jobs, one.hosts, tuple(map(_reason, one.because)))
+
+
+def _group(one: HostVerdict, viewer: Viewer) -> HostGroupView:
     hosts = folded(one.hosts) if viewer.hosts else ""
-    return HostGroupView(hosts, len(one.hosts), one.fits, viewer.told(one.why, "", names))
+    return HostGroupView(hosts, len(one.hosts), one.fits, viewer.teller("")(one.why), one.why.kind)
 
 
 def _time(at: float) -> float | None:

@@ -25,8 +25,8 @@ from multiverse.core.model import (
     Vm,
     World,
 )
+from multiverse.core.model.reason import moment
 from multiverse.core.provisioning.capacity import left_behind
-from multiverse.core.provisioning.draining import moment
 from multiverse.core.provisioning.limits import total
 from multiverse.core.rows import Rows
 

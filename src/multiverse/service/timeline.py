@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from multiverse.api import PhaseView, TimelineEntry, TimelineView
+from multiverse.core.model import Reason, said, text_of
 from multiverse.core.transition import Event
 from multiverse.store import Entry
 
@@ -18,15 +19,23 @@ _PHASES: tuple[tuple[str, Event, Event], ...] = (
 )
 """Each phase with the events of the attempt that begin and end it."""
 
+Tell = Callable[[Reason | None], str]
+"""Words a reason, as far as whoever asks may be told of it."""
+
 _PHASE_OF_EFFECT = {"create": "clone", "start": "join"}
 """The phases whose stages are known, by the effect that reports them."""
 
 
 def timeline(
-    job_id: str, attempt: int, state: str, entries: Sequence[Entry], now: float, waiting: str = ""
+    job_id: str,
+    attempt: int,
+    state: str,
+    entries: Sequence[Entry],
+    now: float,
+    tell: Tell = text_of,
 ) -> TimelineView:
-    """The timeline of one attempt, which waits for the reason `waiting`, from the journal entries of the attempt and
-    its VMs, in order. `now` is the present monotonic time: a phase that has not ended lasts until then."""
+    """The timeline of one attempt, from the journal entries of the attempt and its VMs, in order. `now` is the present
+    monotonic time: a phase that has not ended lasts until then. `tell` words reasons."""
     first = entries[0].mono if entries else 0.0
     return TimelineView(
         job_id=job_id,
@@ -40,12 +49,11 @@ def timeline(
                 subject=f"{entry.kind} {entry.id}",
                 event=entry.event,
                 state=entry.target or "",
-                reason=entry.reason
+                reason=tell(said(entry.reason))
                 or ", ".join(f"{name} {seconds * 1000:.0f} ms" for name, seconds in entry.detail.get("stages", ())),
             )
             for entry in entries
         ),
-        waiting=waiting,
     )
 
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from multiverse.core.errors import MultiverseError
+from multiverse.core.model import Reason, text_of
 from multiverse.drivers.slurm import site_conf
-
-_JOB = re.compile(r"\b(jobs?) (?!in\b)(\d+(?:_\d+)?)")
-_WORD = re.compile(r"[A-Za-z0-9][\w.-]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,20 +23,16 @@ class Viewer:
     def may_see(self, uid: int) -> bool:
         return self.uid is None or self.uid == uid
 
-    def told(self, text: str, own: str, hosts: Collection[str]) -> str:
-        """The text without the ids of jobs but their `own`, and without these hosts' names, where these are hidden."""
-        if not self.others:
-            text = _JOB.sub(lambda found: found[0] if _is_own(found[2], own) else "another job", text)
-        if not self.hosts:
-            text = _WORD.sub(lambda found: "a host" if found[0].rstrip(".") in hosts else found[0], text)
-        return text
+    def hidden(self, reason: Reason, own: str) -> Reason:
+        """The reason without ids of jobs but their `own`, and without names of hosts, where these are hidden."""
+        return reason.hidden(own, others=self.others, hosts=self.hosts)
+
+    def teller(self, own: str) -> Callable[[Reason | None], str]:
+        """Words reasons of that job as far as the viewer may be told of them."""
+        return lambda reason: text_of(reason and self.hidden(reason, own))
 
 
 OPERATOR = Viewer()
-
-
-def _is_own(job_id: str, own: str) -> bool:
-    return job_id.partition("_")[0] == own.partition("_")[0]
 
 
 class PrivateData:

@@ -456,7 +456,7 @@ def _return_if_changed(state: State, attempt: Attempt, seen: Sighting, world: Wo
     if job.held:
         _return(state, attempt, Event.CHANGED, "the job was held")
     elif kept:
-        _return(state, attempt, Event.CHANGED, kept.why())
+        _return(state, attempt, Event.CHANGED, str(kept.why()))
     elif job.request != attempt.request:
         _return(state, attempt, Event.CHANGED, "the job's request was changed")
     return attempt != state.attempts[attempt.id]

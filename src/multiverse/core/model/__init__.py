@@ -80,6 +80,7 @@ from multiverse.core.model.names import (
 )
 from multiverse.core.model.offer import Offer, OfferState
 from multiverse.core.model.reach import OF_SITE, Member, Reach, group_of
+from multiverse.core.model.reason import Reason, Why, said, text_of
 from multiverse.core.model.reservation import NodeReservation, first_keeping, first_on
 from multiverse.core.model.sizes import CloneKind, Depth, Placement, Size
 from multiverse.core.model.template import Template, TemplateCondition, TemplateKey, TemplateSeen, TemplateState
@@ -167,6 +168,7 @@ __all__ = [
     "PilotState",
     "Placement",
     "Reach",
+    "Reason",
     "Request",
     "Row",
     "RowKind",
@@ -191,6 +193,7 @@ __all__ = [
     "VmSpec",
     "VmState",
     "VmUsage",
+    "Why",
     "World",
     "first_keeping",
     "first_on",
@@ -200,8 +203,10 @@ __all__ = [
     "mac_of",
     "machine_id",
     "network_id_of",
+    "said",
     "serial_of",
     "site_of",
+    "text_of",
     "token_of",
     "vm_name",
     "vm_prefix",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from datetime import UTC, datetime
+
+from multiverse.core.model.reason import Reason, Why
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +25,9 @@ class NodeReservation:
         """Whether a job that takes `limit` seconds at most (None: nobody knows) cannot start now because of it."""
         return now < self.ends and now + (limit or 0.0) > self.begins
 
-    def why(self) -> str:
+    def why(self) -> Reason:
         """Why such a job waits."""
-        begins, ends = (f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M}" for at in (self.begins, self.ends))
-        return f"reservation {self.name} keeps all nodes from {begins} until {ends} UTC"
+        return Why.RESERVED(name=self.name, begins=self.begins, ends=self.ends)
 
 
 def first_on(reservations: Collection[NodeReservation], now: float) -> NodeReservation | None:

@@ -53,12 +53,14 @@ from multiverse.core.model import (
     Job,
     Key,
     OfferState,
+    Reason,
     Request,
     Size,
     Vm,
     VmState,
+    Why,
 )
-from multiverse.core.provisioning.backfill import Overtaking, reserve, told_before, when
+from multiverse.core.provisioning.backfill import Overtaking, reserve, told_before
 from multiverse.core.provisioning.capacity import Blockage, room_of
 from multiverse.core.provisioning.clones import (
     Choice,
@@ -73,12 +75,12 @@ from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.draining import for_attempt
 from multiverse.core.provisioning.eviction import release_spares, retire_a_template
 from multiverse.core.provisioning.inquiries import Inquiries
-from multiverse.core.provisioning.making import NO_ADDRESS, Making, NoRoom
+from multiverse.core.provisioning.making import Making, NoRoom
 from multiverse.core.provisioning.obstacles import why_earlier_run, why_unfit
 from multiverse.core.provisioning.others import OthersMemory
 from multiverse.core.provisioning.pacing import Parent
 from multiverse.core.provisioning.permitted import others_on
-from multiverse.core.provisioning.reasons import PASSED_OVER, FirstReasons
+from multiverse.core.provisioning.reasons import BEHIND, PASSED_OVER, FirstReasons
 from multiverse.core.provisioning.sizes import template_claim, vm_claims
 from multiverse.core.provisioning.spares import joined_for, withdraw
 from multiverse.core.provisioning.templates import node_request
@@ -104,7 +106,7 @@ def admit(context: Context) -> Blockage:
 class Waiting:
     """What all attempts of one shape wait for. `paced`: for the pace of clones of that parent."""
 
-    reason: str
+    reason: Reason
     paced: Parent | None = None
 
 
@@ -121,18 +123,18 @@ class Admission:
         unexplained = self.state.vms_in(VmState.ORPHAN, VmState.LOST, *LEAVING_STATES)
         self.orphaned = {vm.job_id: vm for vm in unexplained if vm.job_id}
         self.promised: set[int] = set()  # spares that jobs wait for until they are withdrawn from other jobs
-        self.blocked = ""  # why the first job that waits for capacity waits
+        self.blocked: Reason | None = None  # why the first job that waits for capacity waits
         self.blocking: int | None = None  # its attempt
         self.blockage = Blockage.NONE
         self.overtaking: Overtaking | None = None  # what may start ahead of that job
         self.promises: dict[int, float] = {}  # by when it starts
-        self.before: dict[int, str] = {}  # what was said of the others, if that still holds
+        self.before: dict[int, Reason] = {}  # what was said of the others, if that still holds
         self.inquiries = Inquiries(self.state, context.world)
         self.undecided = False  # about those that come next, until the name service has had its time
         self.reasons = FirstReasons(self.queue)
         self.alike: dict[tuple[object, ...], Waiting] = {}  # what all attempts wait for that have the same `_kin`
         self.others = OthersMemory()
-        self._unfit: dict[Request, tuple[str, bool]] = {}
+        self._unfit: dict[Request, tuple[Reason | None, bool]] = {}
 
     @property
     def hosts(self) -> Mapping[str, Host]:
@@ -157,7 +159,7 @@ class Admission:
             if waiting := self.alike.get(self._kin(attempt_id)):
                 self._wait_alike(rank, attempt_id, waiting)
                 continue
-            if self.overtaking is not None and self.overtaking.is_hopeless(attempt_id, shape):
+            if self.overtaking is not None and self.blocked and self.overtaking.is_hopeless(attempt_id, shape):
                 self.reasons.add(rank, attempt_id, self.blocked)
                 continue
             with quarantine_on_error(self.state, Key("attempt", attempt_id)):
@@ -201,7 +203,7 @@ class Admission:
             self.queue.set_aside(attempt.id, why)
             return
         if job.problem:  # 1
-            self._revoke(attempt, job.problem)
+            self._revoke(attempt, Why.PROBLEM(text=job.problem))
             return
         if attempt.request not in self._unfit:
             self._unfit[attempt.request] = why_unfit(self.context, attempt)
@@ -233,35 +235,34 @@ class Admission:
             self._take_joined(attempt, spare)
         elif self._is_turn_over(attempt):  # 10
             # What its user was told of its start still holds.
-            told = self.state.reasons.get(attempt.id, "") if attempt.id in self.state.promised else ""
-            why = "waiting for a turn: as many VMs as may be made at once are being made"
-            self._block(attempt, Blockage.TURN, why, told)
+            told = self.state.reasons.get(attempt.id) if attempt.id in self.state.promised else None
+            self._block(attempt, Blockage.TURN, Why.TURN(), told)
         elif self._provision(attempt, choose_clones(self.context, attempt)):  # 11 to 14
             self.limits.subtract(dict(job.uses))
 
-    def _limit_reached(self, job: Job, first: Job | None = None) -> str:
+    def _limit_reached(self, job: Job, first: Job | None = None) -> Reason | None:
         """Case 5. What the first job that waits for room will use of a limit is left to it."""
         kept = dict(first.uses) if first else {}
         limit = next((limit for limit, count in job.uses if count > self.limits[limit] - kept.get(limit, 0)), "")
-        return f"held back by {limit}" if limit else ""
+        return Why.LIMIT(limit=limit) if limit else None
 
-    def _kept(self, job: Job) -> str:
+    def _kept(self, job: Job) -> Reason | None:
         """Case 5."""
         kept = self.context.kept_by(job)
-        return kept.why() if kept else ""
+        return kept.why() if kept else None
 
-    def _waits_for_drained(self, attempt: Attempt) -> str:
+    def _waits_for_drained(self, attempt: Attempt) -> Reason | None:
         """Case 6."""
-        return why_unfit(self.context, attempt)[0] if self.context.without else ""
+        return why_unfit(self.context, attempt)[0] if self.context.without else None
 
     def _refuse_or_ask(self, attempt: Attempt) -> None:
         """Case 8: the job's user is not known to exist. The user may have been added since an older answer."""
         if (user := (self.context.world.users or {}).get(attempt.uid)) and user.began > attempt.since:
-            self._revoke(attempt, f"{user.reason}: its job cannot run")
+            self._revoke(attempt, Why.NO_USER(text=user.reason))
         elif self.inquiries.ask_patiently(attempt.uid):
             self.undecided = True
         else:
-            self.queue.await_user(attempt.id, f"waiting until the name service says who uid {attempt.uid} is")
+            self.queue.await_user(attempt.id, Why.USER_AWAITED(uid=attempt.uid))
 
     def _joined_spare(self, attempt: Attempt, kept: Collection[int] = ()) -> Vm | None:
         """Case 9: a node that is there already, if one fits that is promised to no other job, nor `kept` for one."""
@@ -295,26 +296,26 @@ class Admission:
             return False
         placed = self.making.place(attempt, choice, usable)
         if isinstance(placed, NoRoom):
-            if placed.why == NO_ADDRESS:
-                self._block(attempt, Blockage.ROOM, NO_ADDRESS)
+            if placed.why and placed.why.kind is Why.NO_ADDRESS:
+                self._block(attempt, Blockage.ROOM, placed.why)
             else:
                 self._wait_for_room(attempt, choice, placed.claims, placed.why)
             return False
         self._admit(attempt, choice, *placed)
         return True
 
-    def _wait_for_template(self, attempt: Attempt, choice: Choice, why: str) -> None:
+    def _wait_for_template(self, attempt: Attempt, choice: Choice, why: Reason | None) -> None:
         if not why and not (why := self.others.why(self.context, attempt, choice)):
             # Its template needs room too, which no later job may take.
             image = self.context.image_of(attempt)
             able = on_hosts_making(image, choice.kind, choice.sizes)
             claims = able.map(lambda host, size: template_claim(size, host, image))
-            why = self.room.why_full(claims, f"no host has room for the template of image {image}")
+            why = self.room.why_full(claims, Why.NO_TEMPLATE_ROOM(image=image))
             self._block(attempt, self._make_room(attempt, 1, claims), why)
             return
         self._wait(attempt, why)
 
-    def _wait_for_room(self, attempt: Attempt, choice: Choice, claims: Mapping[str, Size], why: str) -> None:
+    def _wait_for_room(self, attempt: Attempt, choice: Choice, claims: Mapping[str, Size], why: Reason | None) -> None:
         """Case 13."""
         if paced := why:
             # Another kind of clone may be quicker for those behind it, where the kind is not asked for.
@@ -324,19 +325,17 @@ class Admission:
             self._wait(attempt, why)
         else:
             why = self.making.template_elsewhere(attempt, choice)
-            each = attempt.request.per_host
-            rule = f", and at most {each} of the job's VMs may be on one of them" if each else ""
-            why = why or self.room.why_full(claims, f"the hosts are full{rule}")
+            why = why or self.room.why_full(claims, Why.FULL(per_host=attempt.request.per_host))
             blockage = self._make_room(attempt, attempt.request.nodes, claims)
-            expected = ""
+            expected = None
             if blockage is Blockage.ROOM and not self.room.all_full(claims):
                 expected = self._let_overtake(attempt, choice)
-            self._block(attempt, blockage, why, why + expected)
+            self._block(attempt, blockage, why, why.also(expected))
 
-    def _let_overtake(self, attempt: Attempt, choice: Choice) -> str:
+    def _let_overtake(self, attempt: Attempt, choice: Choice) -> Reason | None:
         """Jobs behind this attempt may start ahead of it, unless they delay it. Says when it is expected to start."""
         if self.policy.backfill is None:
-            return ""
+            return None
         count, first, until = self.state.looked
         if (count, first) == (self.state.touched.count, attempt.id) and self.state.now < until:
             # Nothing could go ahead, and nothing has changed since.
@@ -348,9 +347,9 @@ class Admission:
             self.promises[attempt.id] = told_before(self.context, reservation)
         return self._expected(attempt)
 
-    def _expected(self, attempt: Attempt) -> str:
-        """Part of a reason: by when the first attempt that waits for room is expected to start, if anybody can tell."""
-        return f"; expected to start {when(self.promises[attempt.id])}" if attempt.id in self.promises else ""
+    def _expected(self, attempt: Attempt) -> Reason | None:
+        """By when the first attempt that waits for room is expected to start, if anybody can tell."""
+        return Why.EXPECTED(at=self.promises[attempt.id]) if attempt.id in self.promises else None
 
     def _overtake(self, attempt: Attempt, job: Job, overtaking: Overtaking) -> None:
         """Case 7: start the attempt ahead of the first one that waits for room, if it does not delay that one."""
@@ -361,7 +360,7 @@ class Admission:
             overtaking.looked_at += 1
             choice = choose_clones(self.context, attempt)
             in_time = overtaking.ends_in_time(attempt, choice.kind)
-            why = "" if in_time else self._limit_reached(job, overtaking.reservation.job)
+            why = None if in_time else self._limit_reached(job, overtaking.reservation.job)
             why = why or self._start_ahead(attempt, choice, overtaking, in_time=in_time)
             if not why:
                 self.limits.subtract(dict(job.uses))
@@ -370,15 +369,15 @@ class Admission:
             overtaking.refuse(shape, job, in_time=in_time)
             self._tell(attempt, why)
             return
-        self._tell(attempt, self.blocked)
+        self._tell(attempt, self.blocked or BEHIND)
 
-    def _start_ahead(self, attempt: Attempt, choice: Choice, overtaking: Overtaking, *, in_time: bool) -> str:
+    def _start_ahead(self, attempt: Attempt, choice: Choice, overtaking: Overtaking, *, in_time: bool) -> Reason | None:
         """Admit the attempt if there is room for it, beside what is kept unless it ends in time; or why not."""
         ahead = overtaking.why_allowed(in_time=in_time)
         kept = () if in_time else overtaking.spares_kept()
         if spare := self._joined_spare(attempt, kept):
             self._take_joined(attempt, spare, ahead)
-            return ""
+            return None
         claims = vm_claims(node_request(self.context, attempt, choice.kind), choice.sizes, self.hosts, self.policy)
         may = partial(overtaking.may_build, claims, in_time=in_time)
         usable, why = self.making.usable_hosts(attempt, choice, may)
@@ -388,7 +387,7 @@ class Admission:
             placed = self.making.place(attempt, choice, usable, kept, may)
         if not isinstance(placed, NoRoom):
             self._admit(attempt, choice, *placed, ahead)
-            return ""
+            return None
         if placed.why:
             return placed.why
         why = self.making.template_elsewhere(attempt, choice, may)
@@ -423,18 +422,19 @@ class Admission:
             make=claims_of(self.context, vms),
         )
 
-    def _revoke(self, attempt: Attempt, reason: str) -> None:
+    def _revoke(self, attempt: Attempt, reason: Reason) -> None:
         if attempt.origin:  # it needs no VM: it waits for physical nodes, as it was submitted
             self.queue.set_aside(attempt.id, reason)
             return
-        self.state.move(Change(attempt.revoking("revoked", reason), Event.IMPOSSIBLE, reason))
+        why = str(reason)
+        self.state.move(Change(attempt.revoking("revoked", why), Event.IMPOSSIBLE, why))
 
-    def _block(self, attempt: Attempt, blockage: Blockage, why: str, own: str = "") -> None:
+    def _block(self, attempt: Attempt, blockage: Blockage, why: Reason, own: Reason | None = None) -> None:
         """This attempt waits for capacity, and so do those behind it. Its user is told its `own` reason."""
         self.blocked, self.blocking, self.blockage = why, attempt.id, blockage
         self._tell(attempt, own or why)
 
-    def _wait(self, attempt: Attempt, why: str, paced: Parent | None = None) -> None:
+    def _wait(self, attempt: Attempt, why: Reason, paced: Parent | None = None) -> None:
         """All attempts of this shape that come later wait for the same."""
         self.alike[self._kin(attempt.id)] = Waiting(why, paced)
         self._tell(attempt, why)
@@ -445,5 +445,5 @@ class Admission:
         job = self.queue.job_of(attempt_id)
         return self.queue.shape_of(attempt_id), self.context.without, self.context.kept_by(job)
 
-    def _tell(self, attempt: Attempt, why: str) -> None:
+    def _tell(self, attempt: Attempt, why: Reason) -> None:
         self.reasons.add(self.queue.job_of(attempt.id).rank, attempt.id, why)

@@ -15,12 +15,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from functools import partial
-from math import ceil, inf
+from math import inf
 
 from multiverse.core.free import changed
-from multiverse.core.model import Attempt, AttemptState, CloneKind, Job, Size, TemplateKey, TemplateState
+from multiverse.core.model import Attempt, AttemptState, CloneKind, Job, Reason, Size, TemplateKey, TemplateState, Why
+from multiverse.core.model.reason import when
 from multiverse.core.policy import Backfill
 from multiverse.core.provisioning.capacity import Room
 from multiverse.core.provisioning.clones import Choice, on_hosts_making
@@ -221,13 +221,12 @@ class Overtaking:
         first job."""
         return {vm.id for host in self.reservation.held for vm in self.context.state.vms_on(host) if vm.is_spare}
 
-    def why_refused(self, nodes: int, claims: Mapping[str, Size]) -> str:
+    def why_refused(self, nodes: int, claims: Mapping[str, Size]) -> Reason | None:
         """Why a job waits for which there is no room beside what is kept, if there is room now."""
         chosen = self.room.place(nodes, claims)
         for host in chosen or ():
             self.room.give(host, claims[host])
-        name = self.reservation.job.ref.job_id
-        return f"by its time limit it may delay job {name}, which is earlier and waits for room" if chosen else ""
+        return Why.MAY_DELAY(job=self.reservation.job.ref.job_id) if chosen else None
 
     def why_allowed(self, *, in_time: bool) -> str:
         """What the user of a job that starts ahead of the first one is told."""
@@ -247,8 +246,3 @@ def told_before(context: Context, reservation: Reservation) -> float:
     sooner = max(_SOONER, (before - context.now) / 4)
     keep = at <= before + _LATER and at >= before - sooner
     return before if keep and before < inf else at
-
-
-def when(at: float) -> str:
-    """A time for people, rounded up to the minute."""
-    return f"by {datetime.fromtimestamp(ceil(at / 60) * 60, UTC):%Y-%m-%d %H:%M} UTC"

@@ -17,12 +17,14 @@ from multiverse.core.model import (
     Claim,
     Host,
     Key,
+    Reason,
     Request,
     Size,
     Template,
     TemplateState,
     Vm,
     VmState,
+    Why,
     World,
 )
 from multiverse.core.policy import Policy
@@ -122,16 +124,16 @@ class Room:
             return False
         return fits(size, self.free[domain])
 
-    def why_full(self, claims: Mapping[str, Size], otherwise: str) -> str:
+    def why_full(self, claims: Mapping[str, Size], otherwise: Reason) -> Reason:
         """Why there is no room for what is to be claimed there."""
         hosts = self._index.hosts
         if full := {name: hosts[name].overcommit.disk_floor for name in sorted(self.full) if name in claims}:
-            return f"waiting for disk: {must_keep(full, 'have')}"
+            return Why.DISK(*must_keep(full, Why.MUST_HAVE))
         if tight := self.lack_memory(claims):
-            return f"waiting for memory: {must_keep({name: hosts[name].overcommit.floor for name in tight}, 'keep')}"
+            return Why.MEMORY(*must_keep({name: hosts[name].overcommit.floor for name in tight}))
         if (lacking := self.lack_bandwidth(claims)) and (most := max(self.free[name][3] for name in lacking)) >= 0:
-            return f"waiting for bandwidth: hosts that have room otherwise have {most} Mbit/s free at most"
-        return f"waiting for capacity: {otherwise}"
+            return Why.BANDWIDTH(most=most)
+        return Why.CAPACITY(otherwise)
 
     def all_full(self, claims: Mapping[str, Size]) -> bool:
         """Whether every disk there has too little room for a VM."""
@@ -398,18 +400,12 @@ def _settles_at(context: Context, host: Host) -> float | None:
     return min((at for at in serving if at > state.now), default=None)
 
 
-def must_keep(floors: Mapping[str, int], verb: str) -> str:
+def must_keep(floors: Mapping[str, int], kind: Why = Why.MUST_KEEP) -> list[Reason]:
     """What hosts must keep or have, in MiB, by their names."""
     by_floor: dict[int, list[str]] = {}
     for name, floor in floors.items():
         by_floor.setdefault(floor, []).append(name)
-    return "; ".join(f"{some(names)} must {verb} {floor} MiB available" for floor, names in by_floor.items())
-
-
-def some(names: Sequence[str], most: int = 8) -> str:
-    """Names for a sentence, the first of them if they are many."""
-    more = len(names) - most
-    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+    return [kind(hosts=names, floor=floor) for floor, names in by_floor.items()]
 
 
 def _less(size: Size, *taken: Size) -> Free:

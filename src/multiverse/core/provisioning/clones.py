@@ -19,14 +19,16 @@ from multiverse.core.model import (
     CloneKind,
     Depth,
     Host,
+    Reason,
     Size,
     TemplateKey,
     TemplateState,
     Vm,
     VmState,
+    Why,
 )
 from multiverse.core.model.names import mac_of, token_of, vm_name
-from multiverse.core.provisioning.capacity import every_host, room_of, some
+from multiverse.core.provisioning.capacity import every_host, room_of
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.draining import for_attempt
 from multiverse.core.provisioning.pacing import ARRIVALS_FADE, paid, wait_for
@@ -124,10 +126,10 @@ def ways_now(context: Context, attempt: Attempt, ways: Sequence[Way]) -> Sequenc
     return [(kind, sizes) for kind, sizes in on if sizes]
 
 
-def unable_to_make(image: str, ways: Sequence[Way]) -> str:
-    """Part of a reason: the hosts that have the image and cannot make such clones of it."""
+def unable_to_make(image: str, ways: Sequence[Way]) -> list[Reason]:
+    """The hosts that have the image and cannot make such clones of it."""
     unable = [(kind, list(sizes.where(lambda host, kind=kind: not makes(host, image, kind)))) for kind, sizes in ways]  # type: ignore[misc]
-    return "".join(f"; unable to make {kind} clones: {some(names)}" for kind, names in unable if names)
+    return [Why.UNABLE(clones=kind, hosts=names) for kind, names in unable if names]
 
 
 def choose_kind(context: Context, attempt: Attempt, forking: ByHost[Size]) -> Choice:

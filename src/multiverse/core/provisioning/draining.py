@@ -7,17 +7,12 @@ drained later only jobs are placed that surely end before that, and no spares, w
 from __future__ import annotations
 
 from dataclasses import replace
-from datetime import UTC, datetime
 
-from multiverse.core.model import Attempt, TemplateState, VmState
-from multiverse.core.provisioning.capacity import some
+from multiverse.core.model import Attempt, Reason, TemplateState, VmState, Why, said
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.limits import ends_by
 from multiverse.core.provisioning.spares import release_spare, spares
 from multiverse.core.transition import Change, Event
-
-SHOWN = 4
-"""Of so many hosts that are avoided a sentence says why."""
 
 _PRESENT = (TemplateState.READY, TemplateState.BROKEN, TemplateState.BUILDING)
 
@@ -78,33 +73,27 @@ def surely_ends_by(context: Context, attempt: Attempt) -> float:
     return ends_by(context, attempt) + context.policy.reclaim
 
 
-def avoided_hosts(context: Context, image: str) -> str:
+def avoided_hosts(context: Context, image: str) -> list[Reason]:
     """What is said of the hosts in sight that are avoided for an image, each with why."""
     names = sorted(context.avoided & context.in_sight.keys())
-    return some([f"{name} {why_avoided(context, name, image)}" for name in names], SHOWN)
+    return [Why.AVOIDED_HOST(why_avoided(context, name, image), host=name) for name in names]
 
 
-def why_avoided(context: Context, host: str, image: str) -> str:
+def why_avoided(context: Context, host: str, image: str) -> Reason:
     """Until when a host is avoided for an image, and why."""
     fault = context.state.faults[image][host]
     if context.now < fault.until:
-        return f"until {moment(fault.until)}, because VMs of {image} fail there: {fault.reason}"
-    return f"while one job is tried there, because VMs of {image} failed there: {fault.reason}"
+        return Why.FAILS_UNTIL(said(fault.reason), until=fault.until, image=image)
+    return Why.FAILED_TRIED(said(fault.reason), image=image)
 
 
-def moment(at: float) -> str:
-    """A Unix time for people."""
-    return f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S} UTC"
-
-
-def drained_hosts(context: Context) -> str:
+def drained_hosts(context: Context) -> list[Reason]:
     """What is said of the hosts in sight that take no VM of an attempt, each with why. Empty if there are none."""
-    state, said = context.state, []
+    state, found = context.state, []
     leased = state.leased
     for name in sorted((state.closed | context.without) & context.in_sight.keys()):
         if name in state.drains:
-            reason = state.drains[name].reason
-            said.append(f"{name} ({reason})" if reason else name)
+            found.append(Why.THIS_HOST(said(state.drains[name].reason), host=name))
         elif name in leased:
-            said.append(f"{name} (its lease may end before the job)")
-    return ", ".join(said)
+            found.append(Why.THIS_HOST(Why.LEASE_MAY_END(), host=name))
+    return found

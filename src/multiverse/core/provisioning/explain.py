@@ -1,4 +1,4 @@
-"""Why a job waits, in which stage it is, or how it ended, in words. Pure, and computed on request.
+"""Why a job waits, in which stage it is, or how it ended. Pure, and computed on request.
 
 The first sentence of a job that waits contains what `reasons.reason_of` says, which is also what its user reads in the
 scheduler (`controller.comments`): that is the short form of the same explanation.
@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from math import inf
 
 from multiverse.core.expansion import why_stays
-from multiverse.core.model import Attempt, AttemptState, Job, JobState, Vm, VmState
+from multiverse.core.model import Attempt, AttemptState, Job, JobState, Reason, VmState, Why, said
 from multiverse.core.policy import Policy
-from multiverse.core.provisioning.backfill import when
 from multiverse.core.provisioning.context import Context
-from multiverse.core.provisioning.draining import moment
 from multiverse.core.provisioning.host_verdicts import HostVerdict, host_verdicts
 from multiverse.core.provisioning.obstacles import why_earlier_run
 from multiverse.core.provisioning.reasons import BEHIND, reason_of
@@ -31,8 +29,8 @@ class Explanation:
     `behind` is the id of the job that keeps it waiting, if one does, and `expected` by when it starts at the latest
     (Unix time; infinity: nobody can tell). `hosts` is empty unless it waits for VMs."""
 
-    short: str
-    sentences: tuple[str, ...]
+    sentences: tuple[Reason, ...]
+    short: Reason | None = None
     todo: str = ""
     ahead: int = 0
     behind: str = ""
@@ -40,27 +38,29 @@ class Explanation:
     hosts: Sequence[HostVerdict] = ()
 
 
+def _of(*sentences: Reason | None, todo: str = "") -> Explanation:
+    return Explanation(tuple(one for one in sentences if one), todo=todo)
+
+
 def explain(context: Context, attempt: Attempt, now: float) -> Explanation:
     """Explain a live attempt; `now` is the present monotonic time."""
-    since = for_long(now - attempt.since)
+    time = now - attempt.since
     if attempt.quarantined:
-        why = f"Its record has been quarantined for {since}: {attempt.quarantined}."
-        return Explanation("", (why,), f"an operator has to decide: multiverse repair {attempt.job.job_id}")
+        todo = f"an operator has to decide: multiverse repair {attempt.job.job_id}"
+        return _of(Why.QUARANTINED(said(attempt.quarantined), time=time), todo=todo)
     match attempt.state:
         case A.QUEUED:
             return _waiting(context, attempt, now)
         case A.UNGATED:
-            return Explanation("", (f"It left the gate {since} ago, and is being put back there.",))
+            return _of(Why.UNGATED(time=time))
         case A.RESTORING:
-            why = f"It waits at the gate, and has been on its way back to partition {attempt.origin} for {since}."
-            return Explanation("", (why,))
+            return _of(Why.RESTORING(partition=attempt.origin, time=time))
         case A.HOLDING:
-            return Explanation("", (f"It is about to be held: {attempt.note}.",))
+            return _of(Why.TO_BE_HELD(said(attempt.note)))
         case A.STRAY:
-            why = f"The scheduler started it {since} ago on a VM of an earlier attempt; it is being queued again."
-            return Explanation("", (why,))
+            return _of(Why.STRAY(time=time))
         case _:
-            return Explanation("", tuple(_stage(context, attempt, since)))
+            return _of(*_stage(context, attempt, time))
 
 
 # --- attempts that wait ----------------------------------------------------------------------------
@@ -68,64 +68,43 @@ def explain(context: Context, attempt: Attempt, now: float) -> Explanation:
 
 def _waiting(context: Context, attempt: Attempt, now: float) -> Explanation:
     # Attempts may have been given up meanwhile; Slurm gives a job that it queues again a new submit time.
-    since, state = for_long(max(0.0, context.unix(now) - attempt.job.submitted)), context.state
+    time, state = max(0.0, context.unix(now) - attempt.job.submitted), context.state
     job = context.scheduler.jobs.get(attempt.job.job_id) if context.world.scheduler else None
     if job is None or job.ref != attempt.job:
-        seen = (
-            "The scheduler has not been observed yet"
-            if context.world.scheduler is None
-            else "The scheduler does not show it"
-        )
-        return Explanation("", (f"It has waited for {since}. {seen}.",))
+        kind = Why.NOT_OBSERVED if context.world.scheduler is None else Why.NOT_SHOWN
+        return _of(kind(time=time))
     if not job.eligible or attempt.waits_for_delay(job):
-        return _kept_by_the_scheduler(context, attempt, job, since)
-    short = reason_of(attempt, job, state.reasons, now)
-    own = short if short not in ("", BEHIND) else _own_obstacle(context, attempt)
-    sentences = [f"It has waited for {since}: {own or short or 'it is about to be considered'}."]
+        return _of(*_kept_by_the_scheduler(context, attempt, job, time))
+    short, note = reason_of(attempt, job, state.reasons, now), said(attempt.note)
+    own = short if short not in (None, BEHIND) else _own_obstacle(context, attempt)
+    sentences = [Why.HAS_WAITED(own or short or Why.ABOUT_TO_CONSIDER(), time=time)]
     if job.at_origin:
-        sentences.append(f"It starts in a VM or in partition {job.origin}, whichever has room first.")
-    if now < attempt.not_before and attempt.note:
-        times = "once" if attempt.tries == 1 else f"{attempt.tries} times in a row"
-        failed = f" It failed {times}." if attempt.tries else ""
-        sentences.append(f"It is considered again in {for_long(attempt.not_before - now)}.{failed}")
-    elif attempt.note:
-        sentences.append(f"Its previous attempt was given up: {attempt.note}.")
+        sentences.append(Why.EITHER(partition=job.origin))
+    if note and now < attempt.not_before:
+        sentences.append(Why.AGAIN_IN(time=attempt.not_before - now, tries=attempt.tries))
+    elif note:
+        sentences.append(Why.GIVEN_UP_BEFORE(note))
     ahead, behind = _before(state, attempt, job), ""
     if ahead and attempt.id not in state.promised:
         behind, why = _first(state, attempt, ahead)
         sentences.append(why)
     hosts = host_verdicts(context, attempt) if context.world.sees_hosts else []
     expected = state.promised.get(attempt.id, inf)
-    return Explanation(short, tuple(sentences), _advice(context, attempt), ahead, behind, expected, hosts)
+    return Explanation(tuple(sentences), short, _advice(context, attempt), ahead, behind, expected, hosts)
 
 
-def _kept_by_the_scheduler(context: Context, attempt: Attempt, job: Job, since: str) -> Explanation:
+def _kept_by_the_scheduler(context: Context, attempt: Attempt, job: Job, time: float) -> list[Reason | None]:
+    note = said(attempt.note)
     if not job.eligible or job.delayed_until is None:
         kept = context.kept_by(job)
-        besides = [f"Besides, {kept.why()}."] if kept else []
-        if attempt.note:
-            besides.append(f"Before that: {attempt.note}.")
-        return Explanation("", (f"It has waited for {since}: {_kept_by_slurm(job)}.", *besides))
-    delay = (
-        f"It has waited for {since}: the scheduler queued it again, not because of Multiverse, and lets it start "
-        f"{moment(job.delayed_until)} (in {for_long(job.delayed_until - context.now)}) at the earliest."
-    )
-    note = (f"It waits longer, because {attempt.note}.",) if attempt.note else ()
-    return Explanation("", (delay, *note))
+        why = (Why.IS_HELD if job.held else Why.SLURM_KEEPS)(word=job.reason)
+        besides = Why.BESIDES(kept.why()) if kept else None
+        return [Why.HAS_WAITED(why, time=time), besides, Why.BEFORE_THAT(note) if note else None]
+    delay = Why.SLURM_DELAYS(until=job.delayed_until, time=job.delayed_until - context.now)
+    return [Why.HAS_WAITED(delay, time=time), Why.WAITS_LONGER(note) if note else None]
 
 
-def _kept_by_slurm(job: Job) -> str:
-    """Why the scheduler itself keeps a job waiting."""
-    if job.held:
-        return f"it is held ({job.reason})" if job.reason else "it is held"
-    return (
-        f"the scheduler itself keeps it waiting ({job.reason})"
-        if job.reason
-        else "the scheduler itself keeps it waiting"
-    )
-
-
-def _own_obstacle(context: Context, attempt: Attempt) -> str:
+def _own_obstacle(context: Context, attempt: Attempt) -> Reason | None:
     """What keeps the attempt from being admitted whoever is ahead of it."""
     state = context.state
     if attempt.id in state.queue.why_unfit:
@@ -141,16 +120,15 @@ def _before(state: State, attempt: Attempt, job: Job) -> int:
     return state.queue.candidates.before((job.rank, attempt.id))
 
 
-def _first(state: State, attempt: Attempt, ahead: int) -> tuple[str, str]:
+def _first(state: State, attempt: Attempt, ahead: int) -> tuple[str, Reason]:
     """The job that keeps those behind it waiting, if it is before this attempt, and a sentence about those before."""
-    jobs = "1 job is" if ahead == 1 else f"{ahead} jobs are"
     first = state.attempts.get(state.blocking) if state.blocking is not None else None
     if first is None or first.id not in state.queue.candidates or first.id == attempt.id:
-        return "", f"{jobs} ahead of it."
+        return "", Why.AHEAD(number=ahead)
     if state.queue.job_of(first.id).rank > state.queue.job_of(attempt.id).rank:
-        return "", f"{jobs} ahead of it."
-    why = state.reasons.get(first.id, "waiting for capacity")
-    return first.job.job_id, f"{jobs} ahead of it; job {first.job.job_id} keeps them waiting: {why}."
+        return "", Why.AHEAD(number=ahead)
+    behind = first.job.job_id
+    return behind, Why.AHEAD(state.reasons.get(first.id, Why.CAPACITY()), number=ahead, job=behind)
 
 
 def _advice(context: Context, attempt: Attempt) -> str:
@@ -165,57 +143,41 @@ def _advice(context: Context, attempt: Attempt) -> str:
 # --- attempts that have VMs ------------------------------------------------------------------------
 
 
-def _stage(context: Context, attempt: Attempt, since: str) -> list[str]:
-    state = context.state
-    vms = state.vms_of(attempt)
-    where = _where(vms)
+def _stage(context: Context, attempt: Attempt, time: float) -> list[Reason | None]:
+    vms = context.state.vms_of(attempt)
+    where = [Why.ON(vm=vm.name, host=vm.host) for vm in vms]
     match attempt.state:
         case A.CLAIMED:
-            return [f"It was admitted {since} ago, and its {_vms(vms)} being created{where}.", *_chosen(attempt)]
+            return [Why.BEING_CREATED(*where, time=time, vms=len(vms)), _chosen(attempt)]
         case A.SPAWNING:
             joined = sum(vm.state is VmState.JOINED for vm in vms)
-            said = f"Its VMs were created {since} ago and are being started{where}; {joined} of {len(vms)} joined."
-            return [said, *_chosen(attempt)]
+            return [Why.BEING_STARTED(*where, time=time, joined=joined, vms=len(vms)), _chosen(attempt)]
         case A.SPAWNED:
-            return [f"Its VMs joined {since} ago{where}, and the scheduler is about to start it.", *_chosen(attempt)]
+            return [Why.ABOUT_TO_START(*where, time=time), _chosen(attempt)]
         case A.INTRODUCING:
-            return [f"It took an idle node{where} {since} ago, whose guest is learning of its user.", *_chosen(attempt)]
+            return [Why.INTRODUCED(*where, time=time), _chosen(attempt)]
         case A.ALLOCATED:
-            return [f"It has run for {since}{where}.{_until(context, attempt)}", *_chosen(attempt)]
+            return [_running(context, attempt, where, time), _chosen(attempt)]
         case A.RETURNING:
-            return [f"It has been on its way back to the gate for {since}: {attempt.reason}."]
+            return [Why.GOING_BACK(said(attempt.reason), time=time)]
         case A.REVOKING:
-            return [f"Multiverse has been cancelling it for {since}: {attempt.reason}."]
+            return [Why.CANCELLING(said(attempt.reason), time=time)]
         case _:
-            left = f" {len(vms)} of its VMs are left." if vms else ""
-            return [f"It has been over for {since}, and its VMs are being released.{left}"]
+            return [Why.RELEASING(time=time, vms=len(vms))]
 
 
-def _chosen(attempt: Attempt) -> list[str]:
-    if not attempt.choice:
-        return []
-    moved = f" It is one of partition {attempt.origin}, which was full." if attempt.origin else ""
-    return [f"Chosen for it: {attempt.choice}.{moved}"]
+def _chosen(attempt: Attempt) -> Reason | None:
+    return Why.CHOSEN(said(attempt.choice), partition=attempt.origin) if attempt.choice else None
 
 
-def _where(vms: Sequence[Vm]) -> str:
-    shown = [f"{vm.name} on {vm.host}" for vm in vms[:4]]
-    more = f" and {len(vms) - 4} more" if len(vms) > 4 else ""
-    return f" ({', '.join(shown)}{more})" if shown else ""
-
-
-def _vms(vms: Sequence[Vm]) -> str:
-    return "VM is" if len(vms) == 1 else f"{len(vms)} VMs are"
-
-
-def _until(context: Context, attempt: Attempt) -> str:
-    """By when a job that runs has ended, by its time limit."""
+def _running(context: Context, attempt: Attempt, where: Sequence[Reason], time: float) -> Reason:
+    """That a job runs, and by when it has ended, by its time limit."""
     job = context.scheduler.jobs.get(attempt.job.job_id) if context.world.scheduler else None
     if job is None or job.ref != attempt.job:
-        return ""
+        return Why.HAS_RUN(*where, time=time)
     if job.state is JobState.SUSPENDED:
-        return " It is suspended."
-    return f" It ends {when(job.ends)} at the latest." if job.ends is not None else ""
+        return Why.SUSPENDED(*where, time=time)
+    return Why.HAS_RUN(*where, time=time, ends=job.ends)
 
 
 # --- what has ended --------------------------------------------------------------------------------
@@ -223,45 +185,30 @@ def _until(context: Context, attempt: Attempt) -> str:
 
 def explain_ended(attempt: Attempt, ended: float) -> Explanation:
     """Explain an attempt that has ended, so many seconds ago."""
-    ago, why = for_long(ended), attempt.reason
-    because = f": {why}" if why else ""
+    why = said(attempt.reason)
     match attempt.state:
         case A.DONE:
-            return Explanation("", (f"It ended {ago} ago{because}.", *_chosen(attempt)))
+            return _of(Why.ENDED(why, time=ended), _chosen(attempt))
         case A.REQUEUED:
             todo = f"its next attempt waits in the queue; where the time went: multiverse timeline {attempt.job.job_id}"
-            return Explanation("", (f"Its attempt was given up {ago} ago{because}.",), todo)
-        case A.CANCELLED:
-            what = "Its attempt ended" if attempt.origin else "It was cancelled"  # it may run on a physical node
-            return Explanation("", (f"{what} {ago} ago{because}.",))
+            return _of(Why.GIVEN_UP(why, time=ended), todo=todo)
+        case A.CANCELLED:  # one that was moved may run on a physical node
+            return _of((Why.ATTEMPT_ENDED if attempt.origin else Why.CANCELLED)(why, time=ended))
         case A.REVOKED:
             todo = "submit it again with a request that fits: multiverse capacity shows sizes"
-            return Explanation("", (f"Multiverse cancelled it {ago} ago{because}.",), todo)
+            return _of(Why.REVOKED(why, time=ended), todo=todo)
         case _:
             look = f"multiverse timeline {attempt.job.job_id} --events"
             todo = f"submit it again; if it fails again, operators find the cause with: {look}"
-            return Explanation("", (f"It failed {ago} ago{because}.",), todo)
+            return _of(Why.FAILED(why, time=ended), todo=todo)
 
 
 def explain_new(job: Job, policy: Policy) -> Explanation:
     """Explain a job that has no attempt yet."""
     if job.at_origin and job.state is not JobState.PENDING:
-        return Explanation("", (f"It runs in partition {job.origin} on a physical node, or has run there.",))
+        return _of(Why.RUNS_AT_ORIGIN(partition=job.origin))
     if job.at_origin and (why := why_stays(job, policy)):
-        return Explanation("", (f"It waits in partition {job.origin} and is not moved to a VM: {why}.",))
+        return _of(Why.STAYS(why, partition=job.origin))
     if job.problem:
-        return Explanation("", (f"It cannot be served: {job.problem}.",), "submit it again without that")
-    return Explanation("", ("The scheduler shows it, and the next pass considers it.",))
-
-
-# --- words -----------------------------------------------------------------------------------------
-
-
-def for_long(seconds: float) -> str:
-    """A length of time for a sentence: 4 s, 3 min 20 s, 2 h 5 min, 3 d 4 h."""
-    whole = max(0, round(seconds))
-    for unit, below, word, smaller in ((86400, 3600, "d", "h"), (3600, 60, "h", "min"), (60, 1, "min", "s")):
-        if whole >= unit:
-            rest = whole % unit // below
-            return f"{whole // unit} {word}" + (f" {rest} {smaller}" if rest else "")
-    return f"{whole} s"
+        return _of(Why.CANNOT_BE_SERVED(Why.PROBLEM(text=job.problem)), todo="submit it again without that")
+    return _of(Why.NEW())

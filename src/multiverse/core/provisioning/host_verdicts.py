@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from multiverse.core.free import Free
-from multiverse.core.model import Attempt, Host, HostState, Size, Template, TemplateState
+from multiverse.core.model import Attempt, Host, HostState, Reason, Size, Template, TemplateState, Why, said
 from multiverse.core.provisioning.capacity import Room, room_of
 from multiverse.core.provisioning.clones import Choice, choose_clones, makes
 from multiverse.core.provisioning.context import Context
@@ -27,7 +27,7 @@ class HostVerdict:
     """What is true of some hosts, for one attempt. `fits`: they could take at least one of its VMs now."""
 
     hosts: tuple[str, ...]
-    why: str
+    why: Reason
     fits: bool = False
 
 
@@ -45,14 +45,14 @@ class _Group:
             self.figures = min(least, figure), max(most, figure)
 
 
-_Finding = tuple[bool, str, int | None]
-"""Whether the host fits, why, with {} where the figure is to be, and the figure."""
+_Finding = tuple[bool, Reason, int | None]
+"""Whether the host fits, why, and the figure in which it may differ from others of which the same is true."""
 
 
 def host_verdicts(context: Context, attempt: Attempt) -> list[HostVerdict]:
     """Each host of the site in one group: those that fit first, then the largest groups. Costs a look at each host."""
     judge = _Judge(context, attempt)
-    groups: dict[tuple[bool, str], _Group] = {}
+    groups: dict[tuple[bool, Reason], _Group] = {}
     names = sorted({*context.in_sight, *context.state.hosts})
     for name in names:
         known = context.state.hosts.get(name)
@@ -60,15 +60,16 @@ def host_verdicts(context: Context, attempt: Attempt) -> list[HostVerdict]:
             continue
         fits, why, figure = judge.of(name)
         groups.setdefault((fits, why), _Group()).add(name, figure)
-    found = [HostVerdict(tuple(one.hosts), _text(why, one.figures), fits) for (fits, why), one in groups.items()]
-    return sorted(found, key=lambda one: (not one.fits, -len(one.hosts), one.why))
+    found = [HostVerdict(tuple(one.hosts), _with(why, one.figures), fits) for (fits, why), one in groups.items()]
+    return sorted(found, key=lambda one: (not one.fits, -len(one.hosts), str(one.why)))
 
 
-def _text(why: str, figures: tuple[int, int] | None) -> str:
+def _with(why: Reason, figures: tuple[int, int] | None) -> Reason:
     if figures is None:
         return why
     least, most = figures
-    return why.format(f"{least}" if least == most else f"{least} to {most}")
+    found = (("least", least), ("most", most))[: 1 if least == most else 2]
+    return replace(why, figures=(*why.figures, *found))
 
 
 class _Judge:
@@ -79,42 +80,41 @@ class _Judge:
         self._image = context.image_of(attempt)
         self._choice: Choice = choose_clones(self._context, attempt)
         self._room: Room = room_of(self._context)
-        self._too_small: dict[tuple[int, Size], str] = {}  # by class of hosts and size of the template
+        self._too_small: dict[tuple[int, Size], Reason | None] = {}  # by class of hosts and size of the template
 
     def of(self, name: str) -> _Finding:
         context, host = self._context, self._context.in_sight.get(name)
         if (known := context.state.hosts.get(name)) is not None and known.is_off:
-            return False, "fenced: it counts as off", None
+            return False, Why.IS_OFF(), None
         if host is None:
-            return False, "out of reach", None
+            return False, Why.IS_AWAY(), None
         if closed := self._closed(name):
             return False, closed, None
         kind = self._choice.kind
         if self._image not in host.images:
-            return False, f"has no image {self._image}", None
+            return False, Why.LACKS_IMAGE(image=self._image), None
         if not makes(host, self._image, kind):
-            return False, f"cannot make {kind} clones of image {self._image}", None
+            return False, Why.MAKES_NONE(clones=kind, image=self._image), None
         return self._of_open(name, host, self._choice.sizes[name])
 
-    def _closed(self, name: str) -> str:
+    def _closed(self, name: str) -> Reason | None:
         """Why the host takes no VM of the attempt whatever is free: by an operator's word, or its lease's."""
         context = self._context
         if name not in context.closed:
-            return ""
+            return None
         if name in context.avoided and name not in context.with_avoided().closed:
-            return f"avoided {why_avoided(context, name, self._image)}".replace("{", "(").replace("}", ")")
+            return Why.IS_AVOIDED(why_avoided(context, name, self._image))
         drain = context.state.drains.get(name)
         if drain is None:
-            return "leased, and the lease may end before the job" if name in context.without else "takes no new VM"
-        reason = f" ({drain.reason})" if drain.reason else ""
-        return ("to be drained before the job has surely ended" if name in context.without else "drained") + reason
+            return Why.LEASE_ENDS() if name in context.without else Why.TAKES_NONE()
+        return (Why.WILL_BE_DRAINED if name in context.without else Why.IS_DRAINED)(said(drain.reason))
 
     def _of_open(self, name: str, host: Host, template: Size) -> _Finding:
         """A host that takes new VMs, has the image, and makes such clones."""
         if why := self._never(name, host, template):
             return False, why, None
         if short_of_disk(host):
-            return False, f"less than {host.overcommit.disk_floor} MiB of disk are available there", None
+            return False, Why.SHORT_OF_DISK(floor=host.overcommit.disk_floor), None
         row = self._context.state.template_for(template_key(self._context, self._attempt, name, template))
         row = row if self._choice.forks else None
         claim = vm_claim(vm_size(self._attempt.request.size, template, host, self._context.policy), host, self._image,
@@ -128,10 +128,10 @@ class _Judge:
             return False, why, None
         state, policy = self._context.state, self._context.policy
         if wait_for((name, self._image, self._choice.kind), state.paced, state.now, policy) > 0:
-            return False, f"{self._choice.kind} clones wait for their pace there", None
-        return True, "has room for {} of its VMs", self._room.held(name, claim)
+            return False, Why.PACED_THERE(clones=self._choice.kind), None
+        return True, Why.HAS_ROOM(), self._room.held(name, claim)
 
-    def _never(self, name: str, host: Host, template: Size) -> str:
+    def _never(self, name: str, host: Host, template: Size) -> Reason | None:
         """Why the host could not hold one of the VMs if it were empty."""
         kind = self._context.state.free.class_of.get(name)
         key = (id(kind), template)
@@ -141,9 +141,9 @@ class _Judge:
             one = replace(self._attempt.request, nodes=1)
             fits = could_ever_fit(wanted, one, sizes, {name: host}, self._context.policy)
             capacity = host.capacity
-            net = f" and {capacity.net} Mbit/s" if self._attempt.request.size.net else ""
-            small = f"too small: {capacity.cpus} CPUs and {capacity.memory} MiB{net} for VMs"
-            self._too_small[key] = "" if fits else small
+            net = capacity.net if self._attempt.request.size.net else None
+            small = Why.TOO_SMALL(cpus=capacity.cpus, memory=capacity.memory, net=net)
+            self._too_small[key] = None if fits else small
         return self._too_small[key]
 
     def _lack(self, name: str, claim: Size, build: Size) -> _Finding | None:
@@ -152,22 +152,21 @@ class _Judge:
         amounts = ("CPUs", "MiB of memory", "MiB of disk", "Mbit/s")
         for what, need, have in zip(amounts, plus(claim, build).amounts, free, strict=True):
             if need > have:
-                beside = " with its template" if build.memory and what in amounts[1:3] else ""
-                tight = what == "MiB of memory" and name in self._room.tight
-                held = ", because others on its machine hold memory" if tight else ""
-                return False, f"full: {need} {what} needed{beside}, {{}} free{held}", max(0, have)
+                beside = bool(build.memory) and what in amounts[1:3]
+                held = what == "MiB of memory" and name in self._room.tight
+                return False, Why.LACKS(need=need, what=what, beside=int(beside), held=int(held)), max(0, have)
         return None
 
-    def _template(self, row: Template | None) -> str:
+    def _template(self, row: Template | None) -> Reason | None:
         """Why no VM can be forked there now although there is room for it."""
         match row.state if row else None:
             case TemplateState.READY:
-                return ""
+                return None
             case TemplateState.BUILDING:
-                return f"the template of image {self._image} is being built"
+                return Why.BEING_BUILT(image=self._image)
             case TemplateState.BROKEN if row:
-                return f"the template of image {self._image} is broken: {row.reason}".replace("{", "(")
+                return Why.TEMPLATE_BROKEN(said(row.reason), image=self._image)
             case TemplateState.RETIRING:
-                return f"the template of image {self._image} is being removed"
+                return Why.BEING_REMOVED(image=self._image)
             case _:
-                return f"the template of image {self._image} is not there yet"
+                return Why.NOT_YET_THERE(image=self._image)

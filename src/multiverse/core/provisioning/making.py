@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from multiverse.core.free import ByHost
-from multiverse.core.model import Attempt, CloneKind, Size, TemplateState, Vm
+from multiverse.core.model import Attempt, CloneKind, Reason, Size, TemplateState, Vm, Why, said
 from multiverse.core.provisioning.capacity import Room
 from multiverse.core.provisioning.clones import Choice, on_hosts_making, plan_vms, request_of
 from multiverse.core.provisioning.context import Context
@@ -24,15 +24,13 @@ from multiverse.core.provisioning.templates import (
     wish_of,
 )
 
-NO_ADDRESS = "waiting for a free address"
-
 
 @dataclass(frozen=True, slots=True)
 class NoRoom:
     """There is no room for what is claimed on each host, `why` if it is for want of something else."""
 
     claims: Mapping[str, Size]
-    why: str = ""
+    why: Reason | None = None
 
 
 class Making:
@@ -74,36 +72,38 @@ class Making:
             give_back(parked, self.room)
             for name in chosen:
                 self.room.give(name, claims[name])
-            return NoRoom(claims, NO_ADDRESS)
+            return NoRoom(claims, Why.NO_ADDRESS())
         return [vm for vm, _ in parked], vms
 
-    def usable_hosts(self, attempt: Attempt, choice: Choice, may: MayBuild = any_template) -> tuple[ByHost[Size], str]:
+    def usable_hosts(
+        self, attempt: Attempt, choice: Choice, may: MayBuild = any_template
+    ) -> tuple[ByHost[Size], Reason | None]:
         """Hosts that can make this attempt's VMs now; when there are none, why. Asks for a template where one is
         missing and may be built."""
         context, image = self.context, self.context.image_of(attempt)
         able = on_hosts_making(image, choice.kind, choice.sizes)
         if not able:
-            return able, f"no host can make {choice.kind} clones of image {image}"
+            return able, Why.NO_CLONES(clones=choice.kind, image=image)
         if not choice.forks:  # booted from the image, without a template
             if choice.prepare:
                 forking = on_hosts_making(image, CloneKind.INSTANT, template_sizes(context, attempt))
                 wish = wish_of(context, attempt, forking)
                 ask_for_template(context, wish, self.room, "others like this job will need it", may)
-            return able, ""
+            return able, None
         wish = wish_of(context, attempt, able)
         if ready := wish.ready():
-            return ready, ""
+            return ready, None
         why = ask_for_template(context, wish, self.room, f"job {attempt.job.job_id} needs it", may)
         broken = wish.rows(context, TemplateState.BROKEN)
         if not why and broken:
-            why = f"the template of image {image} is broken on {broken[0].host}: {broken[0].reason}"
+            why = Why.TEMPLATE_BROKEN(said(broken[0].reason), image=image, host=broken[0].host)
         return ready, why
 
-    def template_elsewhere(self, attempt: Attempt, choice: Choice, may: MayBuild = any_template) -> str:
+    def template_elsewhere(self, attempt: Attempt, choice: Choice, may: MayBuild = any_template) -> Reason | None:
         """The hosts that have the template are too full, or too small for all of a gang: build it on one more host
         where it may be."""
         if not choice.forks:
-            return ""
+            return None
         able = on_hosts_making(self.context.image_of(attempt), choice.kind, choice.sizes)
         lacking = wish_of(self.context, attempt, able).lacking()
         return ask_for_template(self.context, lacking, self.room, f"job {attempt.job.job_id} needs it", may)
@@ -115,8 +115,10 @@ class Making:
             return any_host
         return lambda host: wait_for((host, image, kind), state.paced, state.now, policy) <= 0
 
-    def _out_of_pace(self, attempt: Attempt, choice: Choice, usable: ByHost[Size], count: int, may: MayBuild) -> str:
-        """Why on none of these hosts a clone may be made now; empty if on one it may. Where the clones that wait for
+    def _out_of_pace(
+        self, attempt: Attempt, choice: Choice, usable: ByHost[Size], count: int, may: MayBuild
+    ) -> Reason | None:
+        """Why on none of these hosts a clone may be made now; None if on one it may. Where the clones that wait for
         their templates take longer than another template does, another one is asked for."""
         image, kind, state, policy = (
             self.context.image_of(attempt),
@@ -125,11 +127,10 @@ class Making:
             self.context.policy,
         )
         if not count or not policy.interval(kind) or any(map(self._pace_of(attempt, kind), usable)):
-            return ""
+            return None
         waits = {host: wait_for((host, image, kind), state.paced, state.now, policy) for host in usable}
         self.paced = (min(waits, key=lambda host: (waits[host], host)), image, kind)
         queued = waits[self.paced[0]] + state.waiting[self.paced] * policy.interval(kind)
-        elsewhere = self.template_elsewhere(attempt, choice, may) if queued > policy.template_seconds else ""
+        elsewhere = self.template_elsewhere(attempt, choice, may) if queued > policy.template_seconds else None
         state.waiting[self.paced] += count
-        why = f"waiting for a turn: {kind} clones of {image} are made at {policy.rates[kind]:g} a second"
-        return why + (f"; {elsewhere}" if elsewhere else "")
+        return Why.PACE(elsewhere, clones=kind, image=image, rate=policy.rates[kind])

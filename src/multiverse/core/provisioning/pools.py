@@ -86,7 +86,7 @@ def _reconcile_offers(context: Context, blockage: Blockage) -> None:
         offered = is_offered(vm, context.policy)
         if offer is not None and offer.state is OfferState.OPEN:
             if kept or blockage is Blockage.ROOM:
-                withdraw(state, offer, kept.why() if kept else "jobs wait for room")
+                withdraw(state, offer, str(kept.why()) if kept else "jobs wait for room")
             elif not offered:
                 withdraw(state, offer, "its pool offers none")
         elif offer is not None and offer.state is OfferState.CLOSED and offered and not blockage and not kept:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping
 
-from multiverse.core.model import Attempt, AttemptState, Job
+from multiverse.core.model import Attempt, AttemptState, Job, Reason, Why, said
 from multiverse.core.queue import Queue
 
 FIRST = 10
@@ -13,22 +13,22 @@ FIRST = 10
 PASSED_OVER = 100
 """The most attempts that are looked at for these jobs behind the one that blocks: a long array may be in between."""
 
-BEHIND = "waiting behind earlier jobs"
+BEHIND = Why.BEHIND()
 """What is said of all other jobs that wait for their turn. It has no figures, so it does not change."""
 
 
-def reason_of(attempt: Attempt, job: Job | None, reasons: Mapping[int, str], now: float) -> str:
-    """Why an attempt waits, or nothing: for a job that the scheduler itself keeps waiting (a hold, a dependency), for
+def reason_of(attempt: Attempt, job: Job | None, reasons: Mapping[int, Reason], now: float) -> Reason | None:
+    """Why an attempt waits, or None: for a job that the scheduler itself keeps waiting (a hold, a dependency), for
     one that is not at the gate, and as long as nothing was decided. `job` is its job as observed last."""
     if attempt.state is not AttemptState.QUEUED or attempt.quarantined:
-        return ""
+        return None
     if attempt.id in reasons:
         return reasons[attempt.id]
     if job is None or job.ref != attempt.job or not job.eligible or attempt.waits_for_delay(job):
-        return ""
+        return None
     if now < attempt.not_before:
-        return attempt.note
-    return BEHIND if reasons else ""
+        return said(attempt.note)
+    return BEHIND if reasons else None
 
 
 class FirstReasons:
@@ -36,7 +36,7 @@ class FirstReasons:
 
     def __init__(self, queue: Queue) -> None:
         self._queue = queue
-        self._found: list[tuple[int, int, str]] = []  # rank, attempt, reason
+        self._found: list[tuple[int, int, Reason]] = []  # rank, attempt, reason
         self._jobs: set[str] = set()  # these jobs and arrays
 
     @property
@@ -44,20 +44,20 @@ class FirstReasons:
         """Whether there are as many as are kept."""
         return len(self._found) >= FIRST
 
-    def add(self, rank: int, attempt_id: int, why: str) -> None:
+    def add(self, rank: int, attempt_id: int, why: Reason) -> None:
         """Add why an attempt waits. They are added in the order of the queue."""
         if not self.full:
             self._add(rank, attempt_id, why)
 
-    def _add(self, rank: int, attempt_id: int, why: str) -> None:
+    def _add(self, rank: int, attempt_id: int, why: Reason) -> None:
         job = self._queue.job_of(attempt_id)
         if (job_or_array := job.array or job.ref.job_id) not in self._jobs:
             self._jobs.add(job_or_array)
             self._found.append((rank, attempt_id, why))
 
-    def of(self, attempts: Container[int]) -> dict[int, str]:
+    def of(self, attempts: Container[int]) -> dict[int, Reason]:
         """The reasons of those that still wait, and of jobs that no host in sight could hold, in the queue's order."""
         for rank, attempt_id in self._queue.unfit.first(FIRST):
             self._add(rank, attempt_id, self._queue.why_unfit[attempt_id])
-        first = sorted(self._found)[:FIRST]
+        first = sorted(self._found, key=lambda one: one[:2])[:FIRST]
         return {attempt_id: why for _, attempt_id, why in first if attempt_id in attempts}

@@ -6,7 +6,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from multiverse.core.free import ByHost, Part
-from multiverse.core.model import Attempt, Claim, CloneKind, Placement, Size, Template, TemplateKey, TemplateState
+from multiverse.core.model import (
+    Attempt,
+    Claim,
+    CloneKind,
+    Placement,
+    Reason,
+    Size,
+    Template,
+    TemplateKey,
+    TemplateState,
+    Why,
+)
 from multiverse.core.provisioning.capacity import Room, every_host
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.largest import could_ever_fit
@@ -145,27 +156,27 @@ def any_template(_which: TemplateKey) -> bool:
 
 def ask_for_template(
     context: Context, wish: TemplateWish, room: Room, wanted: str, may: MayBuild = any_template
-) -> str:
+) -> Reason | None:
     """Ask for one of these templates that may be built, because it is `wanted`, unless those that are being built
     already are enough. Says so, or nothing if none of them can be had now."""
     image = wish.image
     coming = wish.rows(context, TemplateState.BUILDING, TemplateState.RETIRING)
     beside = _vms_beside(context, wish)
     if coming and not _are_too_few(context, wish, coming, room, beside):
-        return f"the template of image {image} is being built on {coming[0].host}"
+        return Why.BEING_BUILT(image=image, host=coming[0].host)
     broken = [row.host for row in wish.rows(context, TemplateState.BROKEN) if _is_due(context, row)]
     name = _where_to_build(context, wish, room, may, beside)
     if coming and not (name and beside and _holds_both(context, wish, room, beside, name)):
         name = ""  # more than one at a time are of use only where VMs have room beside them now
     if broken and not coming and not name:  # a host on which it is not known to fail comes first
         need_template(context, wish.key(broken[0]), wanted)
-        return f"the template of image {image} is being built on {broken[0]}"
+        return Why.BEING_BUILT(image=image, host=broken[0])
     if name:
         room.take(name, template_claim(wish.sizes[name], context.hosts[name], image))
         need_template(context, wish.key(name), wanted)
     if name or coming:
-        return f"the template of image {image} is being built on {name or coming[0].host}"
-    return ""
+        return Why.BEING_BUILT(image=image, host=name or coming[0].host)
+    return None
 
 
 def _where_to_build(context: Context, wish: TemplateWish, room: Room, may: MayBuild, beside: Mapping[str, Size]) -> str:

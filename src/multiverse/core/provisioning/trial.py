@@ -18,9 +18,11 @@ from multiverse.core.model import (
     Job,
     JobRef,
     JobState,
+    Reason,
     Request,
     UserSeen,
     VmState,
+    said,
 )
 from multiverse.core.provisioning.admission import Admission, Waiting
 from multiverse.core.provisioning.backfill import reserve
@@ -47,7 +49,7 @@ class TrialAnswer:
     `alone` is when it would start at the latest if no other job waited."""
 
     starts: bool
-    why: str
+    why: Reason | None
     never: bool = False
     hosts: tuple[str, ...] = ()
     ahead: int = 0
@@ -98,9 +100,10 @@ class _Trial(Admission):
 
     def __init__(self, context: Context, attempt: int) -> None:
         super().__init__(context)
-        self.attempt, self.why = attempt, ""
+        self.attempt = attempt
+        self.why: Reason | None = None
 
-    def _tell(self, attempt: Attempt, why: str) -> None:
+    def _tell(self, attempt: Attempt, why: Reason) -> None:
         if attempt.id == self.attempt:
             self.why = why
         super()._tell(attempt, why)
@@ -115,9 +118,9 @@ def _answer(context: Context, trial: _Trial, attempt: Attempt) -> TrialAnswer:
     state = context.state
     if attempt.state is AttemptState.CLAIMED:
         vms = [vm for vm in state.vms_of(attempt) if vm.state is not VmState.GONE]
-        return TrialAnswer(True, attempt.choice, hosts=tuple(sorted(vm.host for vm in vms)))
+        return TrialAnswer(True, said(attempt.choice), hosts=tuple(sorted(vm.host for vm in vms)))
     if attempt.state is AttemptState.REVOKING:
-        return TrialAnswer(False, attempt.reason, never=True)
+        return TrialAnswer(False, said(attempt.reason), never=True)
     if attempt.id in state.queue.why_unfit:
         return TrialAnswer(False, state.queue.why_unfit[attempt.id], verdicts=tuple(host_verdicts(context, attempt)))
     first = state.attempts.get(trial.blocking) if trial.blocking is not None else None

@@ -1,0 +1,353 @@
+"""Reasons: why a job waits, was moved back or failed, why a host is passed over, what was chosen.
+
+A reason is a value: its kind, figures, ids of jobs and names of hosts, and the reasons that it rests on. It is made
+where the decision is made. The words of each kind stand beside it in `Why`, and nowhere else is a reason worded.
+
+How words are written: `{name}` is a figure, `{job}` and `{jobs}` the jobs, `{host}` and `{hosts}` the hosts, and
+`{because}` the reasons that it rests on. What is in [ ] is left out if something named there is missing, zero or empty.
+Reasons that the words do not name follow them, each after a semicolon.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from enum import StrEnum
+from functools import cache
+from math import ceil
+from string import Formatter
+from typing import Any
+
+Figure = str | int | float
+
+
+class Why(StrEnum):
+    """The kinds of reasons: each with its words, and the word by which a job that waits for it is counted."""
+
+    words: str
+    counted: str
+
+    def __new__(cls, kind: str, words: str, counted: str = "other") -> Why:
+        made = str.__new__(cls, kind)
+        made._value_, made.words, made.counted = kind, words, counted
+        return made
+
+    def __call__(
+        self,
+        *because: Reason | None,
+        job: str = "",
+        host: str = "",
+        hosts: Iterable[str] = (),
+        **figures: Figure | None,
+    ) -> Reason:
+        """A reason of this kind. Figures, jobs and hosts that are None or empty are left out."""
+        return Reason(
+            self,
+            tuple((name, value) for name, value in figures.items() if value is not None and value != ""),
+            (job,) if job else (),
+            (host,) if host else tuple(hosts),
+            tuple(one for one in because if one is not None),
+        )
+
+    SAID = "said", "{text}"  # the text of something outside, such as QEMU, or of an operator
+    HIDDEN = "hidden", "for a reason that operators are shown"  # in place of such text, where it may name others
+    # --- why a job waits ---
+    BEHIND = "behind", "waiting behind earlier jobs", "behind"
+    TURN = "turn", "waiting for a turn: as many VMs as may be made at once are being made", "turn"
+    PACE = "pace", "waiting for a turn: {clones} clones of {image} are made at {rate:g} a second", "turn"
+    NO_ADDRESS = "no address", "waiting for a free address", "address"
+    CAPACITY = "capacity", "waiting for capacity[: {because}]", "capacity"
+    FULL = "full", "the hosts are full[, and at most {per_host} of the job's VMs may be on one of them]"
+    NO_TEMPLATE_ROOM = "no template room", "no host has room for the template of image {image}"
+    DISK = "disk", "waiting for disk: {because}", "disk"
+    MEMORY = "memory", "waiting for memory: {because}[, of which others there leave too little{others:if}]", "memory"
+    MUST_KEEP = "must keep", "{hosts} must keep {floor} MiB available"
+    MUST_HAVE = "must have", "{hosts} must have {floor} MiB available"
+    BANDWIDTH = (
+        "bandwidth",
+        "waiting for bandwidth: hosts that have room otherwise have {most} Mbit/s free at most",
+        "bandwidth",
+    )
+    EXPECTED = "expected", "expected to start {at:when}"
+    TO_BE_LEASED = "to be leased", "waiting for a host to be leased", "lease"
+    ALL_DRAINED = "all drained", "waiting for a host that is drained: {because:list}", "drained"
+    ALL_AVOIDED = "all avoided", "waiting for a host that is avoided: {because:four}", "avoided"
+    THIS_HOST = "this host", "{host}[ ({because})]"
+    AVOIDED_HOST = "avoided host", "{host} {because}"
+    LEASE_MAY_END = "lease may end", "its lease may end before the job"
+    NO_HOST = "no host", "no host is in sight", "no host"
+    NO_IMAGE = "no image", "no host has image {image}", "image"
+    TOO_LARGE = (
+        "too large",
+        "{vms:vms}{node}[ with at most {per_host} on a host] fits on no host; the largest that fits is {fit} per node",
+        "too large",
+    )
+    UNABLE = "unable", "unable to make {clones} clones: {hosts}"
+    WITHOUT_IMAGE = "without image", "without image {image}: {hosts}"
+    AWAY_NOW = "away now", "out of reach now: {hosts}"
+    NO_CLONES = "no clones", "no host can make {clones} clones of image {image}"
+    BEING_BUILT = "being built", "the template of image {image} is being built[ on {host}]"
+    TEMPLATE_BROKEN = "template broken", "the template of image {image} is broken[ on {host}][: {because}]"
+    LIMIT = "limit", "held back by {limit}", "limit"
+    RESERVED = "reserved", "reservation {name} keeps all nodes from {begins:minute} until {ends:minute} UTC"
+    EARLIER_RUN_AWAY = (
+        "earlier run away",
+        "its earlier run may go on in {vm}: host {host} is out of reach, neither back nor fenced",
+        "earlier run",
+    )
+    EARLIER_RUN_ENDS = "earlier run ends", "waiting until {vm} of its earlier run is gone", "earlier run"
+    EARLIER_RUN_FOUND = (
+        "earlier run found",
+        "its earlier run may go on in {vm}, which no record explained",
+        "earlier run",
+    )
+    EARLIER_RUN_UNKNOWN = (
+        "earlier run unknown",
+        "its earlier run may go on in {vm}, of which no record tells",
+        "earlier run",
+    )
+    USER_AWAITED = "user awaited", "waiting until the name service says who uid {uid} is", "user"
+    NO_USER = "no user", "{text}: its job cannot run"
+    MAY_DELAY = "may delay", "by its time limit it may delay {job}, which is earlier and waits for room"
+    PROBLEM = "problem", "{text}"  # what is wrong with the request, in the scheduler's words
+    NOT_EXPANDED = "not expanded", "partition {partition} is not expanded"
+    ONLY_ACCOUNT = "only account", "only jobs of account {account} are moved from partition {partition} to VMs"
+    ONLY_ACCOUNTS = "only accounts", "only jobs of the accounts {accounts} are moved from partition {partition} to VMs"
+    ONLY_FEATURE = (
+        "only feature",
+        "only jobs with --constraint={constraint} are moved from partition {partition} to VMs",
+    )
+    SEVERAL_NODES = "several nodes", "it needs {nodes} nodes, and a job is moved to one VM"
+    NO_REQUEUE = (
+        "no requeue",
+        "it could not be queued again if its VM were lost: srun, salloc and --no-requeue are not moved",
+    )
+    TOO_EARLY = "too early", "it has not waited for nodes of partition {partition} long enough"
+    # --- why a host is passed over ---
+    HAS_ROOM = "has room", "has room for {least}[ to {most}] of its VMs"
+    IS_OFF = "is off", "fenced: it counts as off"
+    IS_AWAY = "is away", "out of reach"
+    LACKS_IMAGE = "lacks image", "has no image {image}"
+    MAKES_NONE = "makes none", "cannot make {clones} clones of image {image}"
+    IS_AVOIDED = "is avoided", "avoided {because}"
+    FAILS_UNTIL = "fails until", "until {until:moment}, because VMs of {image} fail there[: {because}]"
+    FAILED_TRIED = "failed, tried", "while one job is tried there, because VMs of {image} failed there[: {because}]"
+    LEASE_ENDS = "lease ends", "leased, and the lease may end before the job"
+    TAKES_NONE = "takes none", "takes no new VM"
+    IS_DRAINED = "is drained", "drained[ ({because})]"
+    WILL_BE_DRAINED = "will be drained", "to be drained before the job has surely ended[ ({because})]"
+    SHORT_OF_DISK = "short of disk", "less than {floor} MiB of disk are available there"
+    PACED_THERE = "paced there", "{clones} clones wait for their pace there"
+    TOO_SMALL = "too small", "too small: {cpus} CPUs and {memory} MiB[ and {net} Mbit/s] for VMs"
+    LACKS = (
+        "lacks",
+        "full: {need} {what} needed[ with its template{beside:if}], {least}[ to {most}] free"
+        "[, because others on its machine hold memory{held:if}]",
+    )
+    BEING_REMOVED = "being removed", "the template of image {image} is being removed"
+    NOT_YET_THERE = "not yet there", "the template of image {image} is not there yet"
+    # --- what is said of a job: whole sentences ---
+    ABOUT_TO_CONSIDER = "about to consider", "it is about to be considered"
+    HAS_WAITED = "has waited", "It has waited for {time:long}: {because}."
+    NOT_OBSERVED = "not observed", "It has waited for {time:long}. The scheduler has not been observed yet."
+    NOT_SHOWN = "not shown", "It has waited for {time:long}. The scheduler does not show it."
+    EITHER = "either", "It starts in a VM or in partition {partition}, whichever has room first."
+    AGAIN_IN = "again in", "It is considered again in {time:long}.[ It failed {tries:times}.]"
+    GIVEN_UP_BEFORE = "given up before", "Its previous attempt was given up: {because}."
+    BESIDES = "besides", "Besides, {because}."
+    BEFORE_THAT = "before that", "Before that: {because}."
+    SLURM_DELAYS = (
+        "delayed",
+        "the scheduler queued it again, not because of Multiverse, and lets it start {until:moment} (in {time:long}) "
+        "at the earliest",
+    )
+    WAITS_LONGER = "waits longer", "It waits longer, because {because}."
+    IS_HELD = "is held", "it is held[ ({word})]"
+    SLURM_KEEPS = "kept by the scheduler", "the scheduler itself keeps it waiting[ ({word})]"
+    AHEAD = "ahead", "{number:jobs} ahead of it[; {job} keeps them waiting: {because}]."
+    QUARANTINED = "quarantined", "Its record has been quarantined for {time:long}: {because}."
+    UNGATED = "ungated", "It left the gate {time:long} ago, and is being put back there."
+    RESTORING = (
+        "restoring",
+        "It waits at the gate, and has been on its way back to partition {partition} for {time:long}.",
+    )
+    TO_BE_HELD = "to be held", "It is about to be held: {because}."
+    STRAY = (
+        "stray",
+        "The scheduler started it {time:long} ago on a VM of an earlier attempt; it is being queued again.",
+    )
+    ON = "on", "{vm} on {host}"
+    BEING_CREATED = (
+        "being created",
+        "It was admitted {time:long} ago, and its {vms:vms are} being created[ ({because:four})].",
+    )
+    BEING_STARTED = (
+        "being started",
+        "Its VMs were created {time:long} ago and are being started[ ({because:four})]; {joined} of {vms} joined.",
+    )
+    ABOUT_TO_START = (
+        "about to start",
+        "Its VMs joined {time:long} ago[ ({because:four})], and the scheduler is about to start it.",
+    )
+    INTRODUCED = (
+        "introduced",
+        "It took an idle node[ ({because:four})] {time:long} ago, whose guest is learning of its user.",
+    )
+    HAS_RUN = "has run", "It has run for {time:long}[ ({because:four})].[ It ends {ends:when} at the latest.]"
+    SUSPENDED = "suspended", "It has run for {time:long}[ ({because:four})]. It is suspended."
+    GOING_BACK = "going back", "It has been on its way back to the gate for {time:long}: {because}."
+    CANCELLING = "cancelling", "Multiverse has been cancelling it for {time:long}: {because}."
+    RELEASING = (
+        "releasing",
+        "It has been over for {time:long}, and its VMs are being released.[ {vms} of its VMs are left.]",
+    )
+    CHOSEN = "chosen", "Chosen for it: {because}.[ It is one of partition {partition}, which was full.]"
+    ENDED = "ended", "It ended {time:long} ago[: {because}]."
+    GIVEN_UP = "given up", "Its attempt was given up {time:long} ago[: {because}]."
+    ATTEMPT_ENDED = "attempt ended", "Its attempt ended {time:long} ago[: {because}]."
+    CANCELLED = "cancelled", "It was cancelled {time:long} ago[: {because}]."
+    REVOKED = "revoked", "Multiverse cancelled it {time:long} ago[: {because}]."
+    FAILED = "failed", "It failed {time:long} ago[: {because}]."
+    RUNS_AT_ORIGIN = "runs at origin", "It runs in partition {partition} on a physical node, or has run there."
+    STAYS = "stays", "It waits in partition {partition} and is not moved to a VM: {because}."
+    CANNOT_BE_SERVED = "cannot be served", "It cannot be served: {because}."
+    NEW = "new", "The scheduler shows it, and the next pass considers it."
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why something is as it is. An empty id of a job, or name of a host, is one that is not told."""
+
+    kind: Why
+    figures: tuple[tuple[str, Figure], ...] = ()
+    jobs: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
+    because: tuple[Reason, ...] = field(default=())
+
+    def __str__(self) -> str:
+        """The reason as a sentence, or as a part of one."""
+        return _worded(self)
+
+    def also(self, *more: Reason | None) -> Reason:
+        """Itself, and more of what it rests on."""
+        return replace(self, because=(*self.because, *(one for one in more if one is not None)))
+
+    def hidden(self, own: str, *, others: bool, hosts: bool) -> Reason:
+        """Itself as the owner of job `own` may be told of it: of the jobs of others and of hosts only where that is
+        allowed. Text from outside may name both."""
+        if others and hosts:
+            return self
+        if self.kind is Why.SAID:
+            return Why.HIDDEN()
+        mine = own.partition("_")[0]  # a task of the same array is one's own, too
+        return replace(
+            self,
+            jobs=tuple(job if others or job.partition("_")[0] == mine else "" for job in self.jobs),
+            hosts=tuple(host if hosts else "" for host in self.hosts),
+            because=tuple(one.hidden(own, others=others, hosts=hosts) for one in self.because),
+        )
+
+
+def said(text: str) -> Reason | None:
+    """The text of something outside, as a reason; none if it says nothing."""
+    return Why.SAID(text=text) if text else None
+
+
+def text_of(reason: Reason | None) -> str:
+    """The words of a reason; none have no words."""
+    return "" if reason is None else str(reason)
+
+
+# --- words -----------------------------------------------------------------------------------------
+
+_OPTIONAL = re.compile(r"\[([^\]]*)\]")
+
+
+def some(names: Sequence[str], most: int = 8) -> str:
+    """Names for a sentence, the first of them if they are many."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def when(at: float) -> str:
+    """A time for people, rounded up to the minute."""
+    return f"by {_minute(ceil(at / 60) * 60)} UTC"
+
+
+def moment(at: float) -> str:
+    """A Unix time for people."""
+    return f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S} UTC"
+
+
+def for_long(seconds: float) -> str:
+    """A length of time for a sentence: 4 s, 3 min 20 s, 2 h 5 min, 3 d 4 h."""
+    whole = max(0, round(seconds))
+    for unit, below, word, smaller in ((86400, 3600, "d", "h"), (3600, 60, "h", "min"), (60, 1, "min", "s")):
+        if whole >= unit:
+            rest = whole % unit // below
+            return f"{whole // unit} {word}" + (f" {rest} {smaller}" if rest else "")
+    return f"{whole} s"
+
+
+def _minute(at: float) -> str:
+    return f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M}"
+
+
+_FORMS: dict[str, Any] = {
+    "when": when,
+    "moment": moment,
+    "minute": _minute,
+    "long": for_long,
+    "if": lambda _: "",
+    "times": lambda number: "once" if number == 1 else f"{number} times in a row",
+    "jobs": lambda number: "1 job is" if number == 1 else f"{number} jobs are",
+    "vms": lambda number: "a VM of " if number == 1 else f"{number} VMs of ",
+    "vms are": lambda number: "VM is" if number == 1 else f"{number} VMs are",
+    "list": lambda texts: ", ".join(texts),
+    "four": lambda texts: some(texts, 4),
+    "": lambda value: "; ".join(value) if isinstance(value, list) else str(value),
+}
+"""How a figure is written; others are as in Python."""
+
+
+class _Words(Formatter):
+    """A reason that lacks what its words name is still worded: who asks why a job waits must not be refused."""
+
+    def get_value(self, key: Any, args: Any, kwargs: Any) -> Any:
+        return kwargs.get(key, "")
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        form = _FORMS.get(format_spec)
+        return "" if value == "" else str(form(value) if form else format(value, format_spec))
+
+
+_WORDS = _Words()
+
+
+@cache
+def _parts(words: str) -> tuple[tuple[str, bool, frozenset[str]], ...]:
+    """The parts of a kind's words, each with whether it may be left out, and what it names."""
+
+    def parts() -> Iterator[tuple[str, bool, frozenset[str]]]:
+        for number, part in enumerate(_OPTIONAL.split(words)):
+            yield part, bool(number % 2), frozenset(name for _, name, _, _ in _WORDS.parse(part) if name)
+
+    return tuple(parts())
+
+
+def _worded(reason: Reason) -> str:
+    because = [str(one) for one in reason.because]
+    values: dict[str, Any] = {
+        **dict(reason.figures),
+        "because": because,
+        "job": reason.jobs and (f"job {reason.jobs[0]}" if reason.jobs[0] else "another job"),
+        "host": reason.hosts and (reason.hosts[0] or "a host"),
+        "hosts": some(reason.hosts) if all(reason.hosts) else f"{len(reason.hosts)} hosts",
+    }
+    parts = _parts(reason.kind.words)
+    shown = [part for part, optional, names in parts if not optional or all(values.get(name) for name in names)]
+    text = _WORDS.vformat("".join(shown), (), values)
+    named = any("because" in names for _, _, names in parts)
+    return text if named else "; ".join([text, *because])

@@ -1,0 +1,48 @@
+"""Reasons in words: each kind has some, whatever is known."""
+
+from __future__ import annotations
+
+import pytest
+
+from multiverse.core.model import Reason, Why, said, text_of
+from multiverse.core.model.reason import _WORDS, _parts, some
+
+FIGURES = {"number": 2, "time": 5.0, "until": 60.0, "at": 61.0, "rate": 0.5}
+
+
+def named(kind: Why) -> set[str]:
+    return {name for _, _, names in _parts(kind.words) for name in names}
+
+
+@pytest.mark.parametrize("kind", list(Why))
+def test_each_kind_has_words_with_all_it_names_and_with_nothing(kind: Why) -> None:
+    figures = {name: FIGURES.get(name, 7) for name in named(kind) - {"job", "jobs", "host", "hosts", "because"}}
+    whole = kind(Why.BEHIND(), job="5", hosts=("n1",), **figures)
+    text = str(whole)
+    assert text and "{" not in text and "[" not in text and str(Why.BEHIND()) in text
+    assert ("job 5" in text) == ("job" in named(kind)) and ("n1" in text) == bool({"host", "hosts"} & named(kind))
+    assert "{" not in str(kind()), "what is not known is left out"
+    assert len(list(_WORDS.parse(kind.words))) > 0
+
+
+def test_what_is_not_known_is_left_out() -> None:
+    assert str(Why.FULL(per_host=0)) == "the hosts are full"
+    assert str(Why.AGAIN_IN(time=60.0, tries=0)) == "It is considered again in 1 min."
+    assert str(Why.AGAIN_IN(time=60.0, tries=1)) == "It is considered again in 1 min. It failed once."
+    assert said("") is None and text_of(None) == "" and text_of(said("no disk")) == "no disk"
+
+
+def test_more_reasons_follow_each_after_a_semicolon() -> None:
+    why = Why.CAPACITY(Why.FULL()).also(Why.EXPECTED(at=61.0), None)
+    assert str(why) == "waiting for capacity: the hosts are full; expected to start by 1970-01-01 00:02 UTC"
+    assert why.kind is Why.CAPACITY and why == Why.CAPACITY(Why.FULL(), Why.EXPECTED(at=61.0))
+
+
+def test_of_many_names_the_first_are_told() -> None:
+    names = [f"n{number}" for number in range(10)]
+    assert str(Why.AWAY_NOW(hosts=names)).endswith("n7 and 2 more") and some(names, 2) == "n0, n1 and 8 more"
+
+
+def test_a_kind_is_told_apart_from_its_words() -> None:
+    assert len({kind.value for kind in Why}) == len(Why), "each is counted and kept by its own name"
+    assert isinstance(Why.LIMIT(limit="QOSMaxJobs"), Reason) and Why.LIMIT(limit="QOSMaxJobs").kind.counted == "limit"
