@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from multiverse.api import Alert
 from multiverse.cli import repair, status
+from multiverse.controller.effects import Failure
 from multiverse.core.errors import Broken, Refused
 from multiverse.core.machines.tables import TABLES
 from multiverse.core.model import (
@@ -36,24 +37,22 @@ from multiverse.core.model import (
 )
 from multiverse.core.policy import Policy, Pool
 from multiverse.core.state import State
-from multiverse.core.transition import Change, Command, Done, EffectKind, Event, Move
-from multiverse.service.alerts import alerts
-from multiverse.service.convert import findings, job_counts, repair_command
-from multiverse.service.findings import FailingEffect, HintsMissing, SourceFailure, StoreFailure
+from multiverse.core.transition import Change, Command, Done, Effect, EffectKind, Event, Move
+from multiverse.service import alerts
+from multiverse.service.convert import job_counts
+from multiverse.service.findings import failing_effect, findings, repair_command, sources_away
 from multiverse.store import Transaction
 from tests.unit.planner_harness import POLICY, PlannerHarness
 from tests.unit.rows import SOURCE, offer, rows, vm, world_of
 
 
-def seen(
-    harness: PlannerHarness, *, hosts: Sequence[Host] | None = None, policy: Policy = POLICY, **more: Any
-) -> list[Alert]:
+def seen(harness: PlannerHarness, *, hosts: Sequence[Host] | None = None, policy: Policy = POLICY) -> list[Alert]:
     """The alerts while a source shows these hosts; None: while the source has just turned unknown."""
     view = HypervisorView({host.name: host for host in hosts}) if hosts is not None else None
     world = world_of(None, view, harness.clock.time)
     if view is None:
         world = replace(world, sources={SOURCE: Observation(None, harness.clock.time)})
-    return alerts(replace(findings(harness.rows, world, policy, harness.clock.time), **more))
+    return findings(harness.rows, world, policy, harness.clock.time)
 
 
 @contextmanager
@@ -123,13 +122,6 @@ def test_an_image_that_no_host_has_is_named_with_the_jobs_that_wait() -> None:
     assert found([replace(bare[0], images={"mine": frozenset()})], POLICY) == found(None, policy) == []
 
 
-def test_permanent_alerts_come_last() -> None:
-    harness = PlannerHarness()
-    quarantined(harness)
-    standing = Alert("unserved", "preemption", "it reaches nobody", "tell them")
-    assert [one.kind for one in seen(harness, permanent=[standing])] == ["quarantine", "unserved"]
-
-
 def test_a_record_quarantined_again_has_a_new_version() -> None:
     harness = PlannerHarness()
     quarantined(harness)
@@ -194,35 +186,44 @@ def test_a_job_that_backs_off_is_named_and_repair_ends_the_back_off() -> None:
     assert not [t for t in seen(harness) if t.kind == "back-off"]
 
 
+RELEASE = Failure(Effect(EffectKind.RELEASE, Key("vm", 3)), 5, "refused", 16.0)
+
+
 @pytest.mark.parametrize(
-    ("more", "name", "words"),
+    ("one", "name", "words"),
     [
         (
-            {"sources": [SourceFailure("scheduler", 300, "no answer")]},
+            sources_away([("scheduler", 300.0, "no answer"), ("h1", 9.0, "")])[0],
             "scheduler",
             ("the scheduler", "5 min", "no answer", "scontrol ping"),
         ),
-        ({"sources": [SourceFailure("cloud-1", 3, "gone")]}, "cloud-1", ("source cloud-1", "daemon's log")),
-        ({"sources": [SourceFailure("hypervisor", 3, "gone")]}, "hypervisor", ("source hypervisor", "3 s", "gone")),
+        (sources_away([("cloud-1", 3.0, "gone")])[0], "cloud-1", ("source cloud-1", "3 s: gone", "daemon's log")),
         (
-            {"hints": HintsMissing(300.0, 2.0, "/run/mv/inbox")},
+            alerts.HINTS(seconds=300.0, poll=2.0, inbox="/run/mv/inbox"),
             "hints",
             ("5 min", "up to 2 s late", "multiverse.lua", "/run/mv/inbox", "SlurmUser"),
         ),
-        ({"store": StoreFailure(7200.0, "disk is full")}, "store", ("2 h", "disk is full", "make room")),
-        (
-            {"failing_effects": [FailingEffect("release", "vm 3", 5, "refused", 16)]},
-            "vm-3",
-            ("release of vm 3 failed 5 times", "16 s"),
-        ),
-        ({"orphans": ["mvtest0-9"]}, "mvtest0-9", ("no record explains it", "two observations")),
+        (alerts.STORE(seconds=7200.0, reason="disk is full"), "store", ("2 h", "disk is full", "make room")),
+        (failing_effect(RELEASE, 0.0), "vm-3", ("release of vm 3 failed 5 times", "16 s")),
+        (alerts.STRANGER(name="mvtest0-9"), "mvtest0-9", ("no record explains it", "two observations")),
     ],
 )
-def test_an_alert_that_ends_by_itself_has_no_repair(more: Mapping[str, Any], name: str, words: Sequence[str]) -> None:
-    (one,) = seen(PlannerHarness(), **more)
+def test_an_alert_that_ends_by_itself_has_no_repair(one: Alert, name: str, words: Sequence[str]) -> None:
     assert one.name == name and not one.repair
     for word in words:
         assert word in f"{one.message} {one.remedy}"
+
+
+DEFINED = [one for one in vars(alerts).values() if isinstance(one, alerts.Wrong)]
+
+
+@pytest.mark.parametrize("wrong", DEFINED, ids=lambda one: one.message[:30])
+def test_each_alert_has_words_and_a_severity_whatever_is_known(wrong: alerts.Wrong) -> None:
+    bare = wrong()
+    assert bare.kind == wrong.kind and bare.severity == wrong.severity
+    for text in (bare.message, bare.remedy, bare.repair):
+        assert "{" not in text and "[" not in text
+    assert bare.message and bare.remedy and bare.needs_fenced == (wrong.kind == "host")
 
 
 def test_hosts_of_a_source_that_is_unknown_are_out_of_reach_after_a_while() -> None:
@@ -233,19 +234,21 @@ def test_hosts_of_a_source_that_is_unknown_are_out_of_reach_after_a_while() -> N
         silent = Observation(None, harness.clock.time - silence)
         world = World(sources={"near": Observation(seen_near), "silent": silent})
         found = findings(replace(harness.rows, hosts=known), world, POLICY, harness.clock.time)
-        assert [one.host for one in found.hosts_away] == away
+        assert [one.name for one in found if one.kind == "host"] == away
 
 
 def test_vms_of_a_fenced_host_are_shown_until_they_are_gone() -> None:
     fenced = {"h1": KnownHost("h1", SOURCE, HostState.FENCED), "h2": KnownHost("h2", SOURCE)}
     two = rows(vm(VmState.ENDING, id=1), vm(VmState.SERVING, id=2, host="h2"))
     found = findings(replace(two, hosts=fenced), World(), POLICY, 0.0)
-    assert found.fenced.vms == ("mvtest0-1",)
+    assert [one.message for one in found if one.kind == "fenced"] == [
+        "VMs of fenced hosts are not yet removed: mvtest0-1"
+    ]
 
 
 def test_a_quarantined_offer_is_named_by_its_vm_and_can_be_repaired() -> None:
     odd = replace(offer(OfferState.OPEN, id=3), quarantined="odd")
-    (one,) = alerts(findings(rows(vm(VmState.JOINED, id=3), odd), world_of(None, None, 0.0), POLICY, 0.0))
+    (one,) = findings(rows(vm(VmState.JOINED, id=3), odd), world_of(None, None, 0.0), POLICY, 0.0)
     assert one.name == "offer-3" and "offer of VM mvtest0-3" in one.message
     assert repair_command(one) == Command("retry", key=Key("offer", 3))
 

@@ -14,9 +14,7 @@ from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.explain import explain
 from multiverse.core.provisioning.host_verdicts import host_verdicts
 from multiverse.core.transition import Command, Done, EffectKind, Event
-from multiverse.service.alerts import alerts
-from multiverse.service.convert import findings, repair_command
-from multiverse.service.findings import Findings
+from multiverse.service.findings import findings, repair_command
 from tests.unit.planner_harness import POLICY, PlannerHarness, failed
 
 A, V = AttemptState, VmState
@@ -212,8 +210,8 @@ def test_explain_says_why_a_job_waits_for_a_host_that_is_avoided() -> None:
 def test_the_alert_says_what_is_wrong_and_repairs_it() -> None:
     harness = two_hosts()
     fails(harness)
-    found: Findings = findings(harness.rows, harness.world, harness.policy, harness.clock.time)
-    (alert,) = [one for one in alerts(found) if one.kind == "avoided"]
+    found = findings(harness.rows, harness.world, harness.policy, harness.clock.time)
+    (alert,) = [one for one in found if one.kind == "avoided"]
     assert alert.message == "VMs of slim do not come up on host h1: read-only"
     command = repair_command(alert)
     assert (command.verb, command.key) == ("retry", harness.rows.hosts["h1"].key)

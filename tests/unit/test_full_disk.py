@@ -42,8 +42,7 @@ from multiverse.host.qemu import full_disk
 from multiverse.host.qemu.full_disk import PausedGuests
 from multiverse.host.qemu.machine import Accelerator, Memory, QemuMachine, Wiring
 from multiverse.host.qemu.session import Paths
-from multiverse.service.alerts import alerts
-from multiverse.service.convert import findings
+from multiverse.service.findings import findings
 from multiverse.store import Store
 from tests.unit.planner_harness import POLICY, ManualClock, PlannerHarness
 from tests.unit.rows import IMAGES, as_ready, attempt, changes_of, rows, state, template, vm, world_of
@@ -139,7 +138,7 @@ def test_the_alert_names_paused_vms_their_jobs_the_room_and_what_to_do() -> None
         world = world_of(SchedulerView(), HypervisorView({"h1": host(available)}, seen), NOW)
         return [
             (one.name, one.message, one.remedy, one.jobs)
-            for one in alerts(findings(here, world, POLICY, NOW))
+            for one in findings(here, world, POLICY, NOW)
             if one.kind == "disk"
         ]
 

@@ -31,8 +31,7 @@ from multiverse.core.model import (
 from multiverse.core.planner import plan
 from multiverse.core.provisioning.capacity import left_behind
 from multiverse.core.transition import Change, Command, EffectKind, Event, Move
-from multiverse.service import convert
-from multiverse.service.alerts import alerts
+from multiverse.service.findings import findings, repair_command, unknown_user
 from multiverse.store import Store, open_store
 from multiverse.store.database import NUMBERS_A_SECOND
 from tests.unit.planner_harness import POLICY, ManualClock, PlannerHarness
@@ -190,10 +189,10 @@ def test_an_orphan_is_shown_with_its_job_and_the_command_that_ends_it(capsys: py
     harness = found()
     harness.run()
     vm = orphan(harness)
-    (one,) = alerts(convert.findings(harness.rows, harness.world, harness.policy, harness.clock.time))
+    (one,) = findings(harness.rows, harness.world, harness.policy, harness.clock.time)
     assert one.kind == "stranger" and one.name == f"vm-{vm.id}" and one.jobs == ("7",)
     assert OLD in one.message and "job 7" in one.message and f"multiverse repair {one.name}" in one.remedy
-    assert convert.repair_command(one) == Command("end", key=vm.key)
+    assert repair_command(one) == Command("end", key=vm.key)
     assert repair._choose([one], [], fenced=False) == [], "a repair of everything ends no job"
     assert one.name in capsys.readouterr().out
     assert repair._choose([one], [one.name], fenced=False) == [one]
@@ -201,7 +200,7 @@ def test_an_orphan_is_shown_with_its_job_and_the_command_that_ends_it(capsys: py
     idle = PlannerHarness()
     idle.vms = dict(harness.vms)
     idle.run()
-    (two,) = alerts(convert.findings(idle.rows, idle.world, idle.policy, idle.clock.time))
+    (two,) = findings(idle.rows, idle.world, idle.policy, idle.clock.time)
     assert not two.repair and OLD in two.message
     with pytest.raises(Refused):
         repair._choose([two], [two.name], fenced=False)
@@ -213,8 +212,7 @@ def test_a_user_who_is_unknown_is_shown_with_the_jobs_that_wait() -> None:
     harness.job("8", uid=1001)
     harness.run()
     failure = LookupFailure(1000, harness.clock.time - 90, "no answer")
-    unknown = convert.unknown_user(failure, harness.rows, harness.clock.time)
-    (one,) = alerts(replace(convert.findings(harness.rows, harness.world, POLICY, 0.0), unknown_users=[unknown]))
+    one = unknown_user(failure, harness.rows, harness.clock.time)
     assert one.kind == "user" and one.jobs == ("7",) and "1000" in one.message and "no answer" in one.message
 
 

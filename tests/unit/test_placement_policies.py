@@ -37,8 +37,7 @@ from multiverse.core.provisioning.capacity import Room
 from multiverse.core.provisioning.placement import BUILT_IN, COMPARED, CandidateHost, PlacementRequest
 from multiverse.core.state import State
 from multiverse.core.transition import Event
-from multiverse.service.alerts import alerts
-from multiverse.service.findings import Findings, PlacementFault
+from multiverse.service import alerts
 from multiverse.system import placements
 from tests.unit.planner_harness import POLICY
 from tests.unit.rows import IMAGES, as_ready, attempt, changes_of, state, template, world_of
@@ -283,7 +282,7 @@ def test_a_policy_that_fails_is_passed_over_and_reported(policy: object, why: st
     assert here.placement_faults["own"].startswith(why)
     assert "by worst-fit among 3 of 3 hosts with its template, because own failed" in here.attempts[1].choice
     assert "own" not in here.attempts[2].choice
-    (alert,) = alerts(Findings(placement_faults=[PlacementFault("own", here.placement_faults["own"])]))
+    alert = alerts.PLACEMENT(policy="own", reason=here.placement_faults["own"])
     assert why in alert.message and alert.name == "placement-own"
 
 

@@ -29,6 +29,8 @@ AlertKind = Literal[
     "unserved",
 ]
 
+Severity = Literal["critical", "warning", "notice"]
+
 
 @dataclass(frozen=True, slots=True)
 class Alert:
@@ -36,7 +38,7 @@ class Alert:
     operator can do. `repair` says what `multiverse repair NAME` would do (empty: there is no such repair). With
     `needs_fenced` that repair needs the operator's assurance that the host is switched off. `version` rises whenever
     the record has changed, so an alert that is still there after a repair is recognised as a new one. `jobs` are the
-    jobs that are affected."""
+    jobs that are affected. `severity`: what is critical stops or endangers jobs now, and a notice asks for nothing."""
 
     kind: AlertKind
     name: str
@@ -46,6 +48,7 @@ class Alert:
     needs_fenced: bool = False
     version: int = 0
     jobs: tuple[str, ...] = ()
+    severity: Severity = "warning"
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import asyncio
 import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 
 from multiverse import __version__
 from multiverse.api import (
@@ -37,10 +37,8 @@ from multiverse.core.model.job_usage import JobUsage
 from multiverse.core.rows import Rows
 from multiverse.core.transition import Command, EffectKind
 from multiverse.ports import Clock
-from multiverse.service import convert, identity, snapshot
-from multiverse.service.alerts import alerts
+from multiverse.service import alerts, convert, findings, identity, snapshot
 from multiverse.service.explanations import Explanations
-from multiverse.service.findings import HintsMissing, PlacementFault, SourceFailure, StoreFailure
 from multiverse.service.hosts import Troubles, host_views, lease_views
 from multiverse.service.identity import Facts
 from multiverse.service.processes import Processes
@@ -139,33 +137,24 @@ class Backend:
         return (convert.source_view(controller.scheduler, now), *hypervisors)
 
     def alerts(self) -> list[Alert]:
-        now, since = self.clock.now(), self.controller.uncommitted
-        found = replace(
-            convert.findings(self._rows(), self.controller.world(), self.controller.policy, now),
-            store=StoreFailure(now - since[0], since[1]) if since else None,
-            sources=[
-                SourceFailure(source.name, source.unknown_for, source.failure)
-                for source in self.sources()
-                if source.failure
-            ],
-            unknown_users=[
-                convert.unknown_user(failure, self._rows(), now) for failure in self.controller.unknown_users()
-            ],
-            hints=self._missing_hints(),
-            failing_effects=[
-                convert.failing_effect(failure, now) for failure in self.controller.failing(FAILURES_UNTIL_ALERT)
-            ],
-            placement_faults=[
-                PlacementFault(name, why) for name, why in sorted(self.controller.state.placement_faults.items())
-            ],
-            orphans=self.controller.orphans(),
-            permanent=[*self.lack_of_nodes(self.controller.claimable_cpus()), *self.permanent],
-        )
-        return alerts(found)
-
-    def _missing_hints(self) -> HintsMissing | None:
-        since = self.controller.missing_hints.since
-        return None if since is None else HintsMissing(self.clock.now() - since, self.poll, self.inbox)
+        """All alerts. Those that stop the most come first."""
+        now, controller, rows = self.clock.now(), self.controller, self._rows()
+        unkept, unhinted = controller.uncommitted, controller.missing_hints.since
+        return [
+            *([alerts.STORE(seconds=now - unkept[0], reason=unkept[1])] if unkept else ()),
+            *findings.sources_away((one.name, one.unknown_for, one.failure) for one in self.sources()),
+            *([alerts.HINTS(seconds=now - unhinted, poll=self.poll, inbox=self.inbox)] if unhinted is not None else ()),
+            *findings.findings(rows, controller.world(), controller.policy, now),
+            *(findings.unknown_user(one, rows, now) for one in controller.unknown_users()),
+            *(
+                alerts.PLACEMENT(policy=name, reason=why)
+                for name, why in sorted(controller.state.placement_faults.items())
+            ),
+            *(findings.failing_effect(one, now) for one in controller.failing(FAILURES_UNTIL_ALERT)),
+            *(alerts.STRANGER(name=name) for name in controller.orphans()),
+            *self.lack_of_nodes(controller.claimable_cpus()),
+            *self.permanent,
+        ]
 
     async def counts(self) -> Counts:
         rows = self._rows()
@@ -316,7 +305,7 @@ class Backend:
 
     async def repair(self, alert: Alert) -> None:
         """Have the alert's repair committed. Raises `TimeoutError` if it is not committed in time."""
-        await self._commit(convert.repair_command(alert))
+        await self._commit(findings.repair_command(alert))
 
     async def template(
         self, verb: str, image: str, host: str, size: tuple[int, int] | None, account: str | None

@@ -11,7 +11,7 @@ Reasons that the words do not name follow them, each after a semicolon.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -291,6 +291,13 @@ def for_long(seconds: float) -> str:
     return f"{whole} s"
 
 
+def _span(seconds: float) -> str:
+    """Whole seconds, minutes or hours: a figure that is as old as the last observation."""
+    if seconds < 120:
+        return f"{max(0, round(seconds))} s"
+    return f"{round(seconds / 60)} min" if seconds < 7200 else f"{round(seconds / 3600)} h"
+
+
 def _minute(at: float) -> str:
     return f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M}"
 
@@ -301,6 +308,8 @@ _FORMS: dict[str, Any] = {
     "minute": _minute,
     "long": for_long,
     "if": lambda _: "",
+    "span": _span,
+    "from": lambda left: f"in {_span(left)} at the earliest" if left > 0 else "now",
     "times": lambda number: "once" if number == 1 else f"{number} times in a row",
     "jobs": lambda number: "1 job is" if number == 1 else f"{number} jobs are",
     "vms": lambda number: "a VM of " if number == 1 else f"{number} VMs of ",
@@ -346,8 +355,13 @@ def _worded(reason: Reason) -> str:
         "host": reason.hosts and (reason.hosts[0] or "a host"),
         "hosts": some(reason.hosts) if all(reason.hosts) else f"{len(reason.hosts)} hosts",
     }
-    parts = _parts(reason.kind.words)
-    shown = [part for part, optional, names in parts if not optional or all(values.get(name) for name in names)]
-    text = _WORDS.vformat("".join(shown), (), values)
-    named = any("because" in names for _, _, names in parts)
+    text = worded(reason.kind.words, values)
+    named = any("because" in names for _, _, names in _parts(reason.kind.words))
     return text if named else "; ".join([text, *because])
+
+
+def worded(words: str, values: Mapping[str, Any]) -> str:
+    """The words with these values."""
+    parts = _parts(words)
+    shown = [part for part, optional, names in parts if not optional or all(values.get(name) for name in names)]
+    return _WORDS.vformat("".join(shown), (), values)
