@@ -71,7 +71,7 @@ def test_the_lab_lacks_only_what_a_site_installs(doctor: Doctor) -> None:
     hosts = {f"host {one['name']}" for one in Client(doctor.settings.socket).hosts()}
     assert {examined for examined, _ in doctor.before} <= allowed | hosts, doctor.before
     assert all(each.remedy and each.message for each in doctor.before.values())
-    for well in ("munge", "slurmctld", "slurmd in the guests", "reservations", "port of slurmctld", "name service", "node sets"):
+    for well in ("munge", "slurmctld", "slurmd in the guests", "reservations", "port of slurmctld", "node sets"):
         assert not [key for key in doctor.before if key[0] == well]
 
 
