@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from multiverse import __version__
@@ -29,6 +29,7 @@ from multiverse.api import (
     VmView,
 )
 from multiverse.api.grid import GridHost, GridSummary
+from multiverse.bundles.contract import GuestFacts, Notice
 from multiverse.controller import pruning
 from multiverse.controller.loop import Controller
 from multiverse.core.errors import Refused
@@ -40,7 +41,6 @@ from multiverse.ports import Clock
 from multiverse.service import alerts, convert, findings, identity, snapshot
 from multiverse.service.explanations import Explanations
 from multiverse.service.hosts import Troubles, host_views, lease_views
-from multiverse.service.identity import Facts
 from multiverse.service.processes import Processes
 from multiverse.service.snapshot import Changed, Documents, ShownJob
 from multiverse.service.statistics import Statistics
@@ -64,12 +64,6 @@ MAX_TIMELINES = 100
 MAX_JOBS = 10000
 """The most attempts that one answer lists."""
 
-Measure = Callable[[], Awaitable[Mapping[str, tuple[float, float, float]]]]
-"""Measures each VM now, to the page: CPU seconds, unique MiB and proportional MiB, by name."""
-
-Examine = Callable[[], Awaitable[Mapping[str, Facts]]]
-"""Asks each running guest what it is, by name."""
-
 
 @dataclass(frozen=True, slots=True)
 class Counts:
@@ -89,21 +83,20 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """`permanent` are alerts that last as long as this process. `lack_of_nodes` says what the scheduler lacks for VMs
-    that claim so many CPUs. The three before it are as in the settings. `utilization` is None where nothing
-    is recorded."""
+    """`guests` is None where VMs cannot be asked. `permanent` are alerts that last as long as this process; the two
+    after it are as in the settings. `hints_from` and `lack_of_nodes` are those of the `SchedulerSystem`. `utilization`
+    is None where nothing is recorded."""
 
     controller: Controller
     store: Store
     clock: Clock
-    measure: Measure
-    examine: Examine
+    guests: GuestFacts | None
     processes: Processes
     permanent: Sequence[Alert] = ()
     history_days: float = 0.0
     poll: float = 0.0
-    inbox: str = ""
-    lack_of_nodes: Callable[[int], Sequence[Alert]] = lambda cpus: ()
+    hints_from: str = ""
+    lack_of_nodes: Callable[[int], Sequence[Notice]] = lambda cpus: ()
     utilization: UtilizationReader | None = None
     statistics: Statistics = field(default_factory=Statistics)
 
@@ -139,11 +132,11 @@ class Backend:
     def alerts(self) -> list[Alert]:
         """All alerts. Those that stop the most come first."""
         now, controller, rows = self.clock.now(), self.controller, self._rows()
-        unkept, unhinted = controller.uncommitted, controller.missing_hints.since
+        unkept, unhinted = controller.uncommitted, [at for at in (controller.missing_hints.since,) if at is not None]
         return [
             *([alerts.STORE(seconds=now - unkept[0], reason=unkept[1])] if unkept else ()),
             *findings.sources_away((one.name, one.unknown_for, one.failure) for one in self.sources()),
-            *([alerts.HINTS(seconds=now - unhinted, poll=self.poll, inbox=self.inbox)] if unhinted is not None else ()),
+            *(alerts.HINTS(seconds=now - since, poll=self.poll, inbox=self.hints_from) for since in unhinted),
             *findings.findings(rows, controller.world(), controller.policy, now),
             *(findings.unknown_user(one, rows, now) for one in controller.unknown_users()),
             *(
@@ -152,7 +145,7 @@ class Backend:
             ),
             *(findings.failing_effect(one, now) for one in controller.failing(FAILURES_UNTIL_ALERT)),
             *(alerts.STRANGER(name=name) for name in controller.orphans()),
-            *self.lack_of_nodes(controller.claimable_cpus()),
+            *(Alert(*one) for one in self.lack_of_nodes(controller.claimable_cpus())),
             *self.permanent,
         ]
 
@@ -222,7 +215,7 @@ class Backend:
     # --- VMs, hosts, templates ---------------------------------------------------------------------
 
     async def vms(self, *, exact: bool = False) -> list[VmView]:
-        measured = await self.measure() if exact else {}
+        measured = await self.guests.measure() if exact and self.guests else {}
         return convert.vm_views(self._rows(), self.controller.world(), measured, self.clock.now())
 
     def leases(self) -> list[LeaseView]:
@@ -255,7 +248,7 @@ class Backend:
         return convert.size_view(self.controller.policy.base)
 
     async def identity_audit(self) -> IdentityAudit:
-        return identity.audit(convert.known_vms(self._rows()), await self.examine())
+        return identity.audit(convert.known_vms(self._rows()), await self.guests.examine() if self.guests else {})
 
     # --- the whole, for viewers --------------------------------------------------------------------
 
