@@ -41,7 +41,12 @@ def step_offer(state: State, offer_id: int, world: World) -> None:
     """Move one offer by what the scheduler shows. Whether it was taken, or is withdrawn, only an observation tells that
     began after the last effect in the matter ended."""
     offer, vm = state.offers.get(offer_id), state.vms.get(offer_id)
-    if offer is None or vm is None or offer.quarantined:
+    if offer is None:
+        return
+    if vm is None or vm.state is VmState.DELETING:
+        state.move(Change(replace(offer, state=O.ENDED), Event.ABSENT))
+        return
+    if offer.quarantined:
         return
     if offer.state is O.OPEN and (vm.quarantined or vm.state not in (VmState.JOINED, VmState.RETIRING)):
         why = "its VM can serve no job"

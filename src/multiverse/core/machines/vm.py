@@ -236,17 +236,12 @@ def _step_leaving(state: State, vm: Vm, world: World) -> None:
     node_is_gone = vm.name not in world.scheduler.value.nodes and world.node_began(vm.name) > since
     off = _is_off_its_host(state, vm, since, world)
     if off and node_is_gone:
-        state.move(Change(replace(vm, state=V.GONE), Event.ABSENT), *_end_offer(state, vm), free=[vm.key])
+        state.move(Change(replace(vm, state=V.GONE), Event.ABSENT), free=[vm.key])
     elif off and vm.state in (V.REMOVING, V.RELEASING) and _only_its_node_is_left(state, vm, since, world):
         left = Change(replace(vm, state=V.DELETING), Event.NODE_LEFT, "its node is still to be deleted")
-        state.move(left, *_end_offer(state, vm), free=[vm.key])
+        state.move(left, free=[vm.key])
     elif vm.state is V.ENDING and _jobs_began(state, vm, world) > since and not _may_be_needed(state, vm, world):
         state.move(Change(replace(vm, state=V.REMOVING), Event.NODE_FREE, "no job is on its node"))
-
-
-def _end_offer(state: State, vm: Vm) -> list[Change]:
-    offer = state.offers.get(vm.id)
-    return [Change(replace(offer, state=OfferState.ENDED), Event.ABSENT)] if offer else []
 
 
 def _only_its_node_is_left(state: State, vm: Vm, since: float, world: World) -> bool:
