@@ -18,7 +18,6 @@ import pytest
 from multiverse.core.errors import Gone, NotYet, Refused, Stale, Unknown
 from multiverse.core.model import (
     Attempt,
-    AttemptState,
     CloneKind,
     Depth,
     Identity,
@@ -161,8 +160,6 @@ class Harness(ABC):
         vm = self._vm()
         attempt = Attempt(
             int(feature.removeprefix("mv_") or vm.id),
-            1,
-            AttemptState.SPAWNING,
             0.0,
             job.ref,
             job.name,
@@ -226,8 +223,6 @@ class Harness(ABC):
         number = self.base + self.used
         return Vm(
             id=number,
-            version=1,
-            state=VmState.STARTING,
             since=0.0,
             name=f"mv{self.site}-{number}",
             host="h1",

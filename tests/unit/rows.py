@@ -121,7 +121,7 @@ def state(*some: Row, now: float = 0.0, **more: Any) -> State:
 
 def offer(state: OfferState, *, id: int = 1, since: float = 0.0) -> Offer:
     """The offer of the VM with that serial."""
-    return Offer(id, 1, state, since)
+    return Offer(id, since, state=state, version=1)
 
 
 def world_of(scheduler: SchedulerView | None, hypervisor: HypervisorView | None, began: float, **more: Any) -> World:

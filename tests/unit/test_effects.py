@@ -9,8 +9,9 @@ from typing import Any
 from multiverse.controller.backoff import AGAIN, AGAIN_LIMIT, pause
 from multiverse.controller.effects import JOBS_AT_ONCE, Effects, Surroundings
 from multiverse.core.errors import Refused
+from multiverse.core.machines.attempt import reclaim_attempt
 from multiverse.core.model import Attempt, AttemptState, JobRef, Vm, VmState
-from multiverse.core.transition import Change, Done, EffectKind, Event
+from multiverse.core.transition import Done, EffectKind, Event
 from multiverse.simulation.clock import VirtualClock
 from multiverse.simulation.loop import run
 from tests.unit.rows import attempt, vm
@@ -66,8 +67,9 @@ class Harness:
     def _ended(self, done: Done) -> None:
         self.done.append(done)
         if done.error is None and done.key.kind == "attempt":
-            over = self.state.attempts[done.key.id].reclaiming("cancelled", "its effect succeeded")
-            self.state.move(Change(over, Event.CANCELLED if done.kind is EffectKind.REVOKE else Event.RESTARTED))
+            event = Event.CANCELLED if done.kind is EffectKind.REVOKE else Event.RESTARTED
+            attempt = self.state.attempts[done.key.id]
+            self.state.move(reclaim_attempt(attempt, "cancelled", event, "its effect succeeded"))
         self.ended.set()
 
     async def run(self, seconds: float) -> None:

@@ -1,6 +1,7 @@
 """Hosts of the site: whether they belong to it, and whether what was on them has surely ended.
 
-In this order: the table, the step by which observations move a host, and the effect that each state permits.
+In this order: the table, the changes, the step by which observations move a host, and the effect that each state
+permits.
 """
 
 from __future__ import annotations
@@ -8,7 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cached_property
 
-from multiverse.core.model import HostState, KnownHost, VmState, World
+from multiverse.core.avoidance import tried_at_once
+from multiverse.core.machines.vm import end_vms
+from multiverse.core.model import Drain, HostState, KnownHost, World
 from multiverse.core.policy import Policy
 from multiverse.core.runs import is_waited_for
 from multiverse.core.state import State
@@ -33,6 +36,41 @@ HOST: tuple[Transition, ...] = (
     *transitions(_MEMBERS, Event.GIVEN_BACK, H.RETURNED),
     *unchanged(_MEMBERS, Event.DRAINED, Event.AVOIDED, Event.CLEARED, Event.QUARANTINED, Event.RETRIED),
 )
+
+# --- changes ---------------------------------------------------------------------------------------
+
+
+def fence(state: State, host: KnownHost, why: str) -> None:
+    """The host is surely off, or nothing of its VMs goes on: they count as ended."""
+    state.move(Change(replace(host, state=H.FENCED, reason=why), Event.FENCED, why))
+    end_vms(state, state.vms_on(host.name), Event.FENCED, why)
+
+
+def add_host(host: KnownHost, why: str) -> Change:
+    """It belongs to the site again. Its agent is its source."""
+    again = replace(host, state=H.KNOWN, source=host.name, reason="", drain=None, faults=())
+    return Change(again, Event.ADDED, why)
+
+
+def drain_host(host: KnownHost, drain: Drain, why: str) -> Change:
+    """It is to get no new VM."""
+    return Change(replace(host, drain=drain), Event.DRAINED, drain.reason or why)
+
+
+def resume_host(host: KnownHost, why: str) -> Change:
+    """It is on, may get VMs, and all that failed there may be tried at once."""
+    return Change(tried_at_once(replace(host, state=H.KNOWN, reason="", drain=None)), Event.RESUMED, why)
+
+
+def remove_host(host: KnownHost, why: str) -> Change:
+    """It belongs to the site no more."""
+    return Change(replace(host, state=H.REMOVED, reason="", drain=None), Event.REMOVED, why)
+
+
+def return_host(host: KnownHost, why: str) -> Change:
+    """Its lease has ended."""
+    return Change(replace(host, state=H.RETURNED, drain=None), Event.GIVEN_BACK, why)
+
 
 # --- step ------------------------------------------------------------------------------------------
 
@@ -92,15 +130,6 @@ def fences(state: State, host: KnownHost, policy: Policy) -> bool:
     other jobs on it by now, unless the site says otherwise."""
     lease = state.lease_of(host.name)
     return policy.fences and (lease is None or policy.lease_from(lease.spec.partition).fence)
-
-
-def fence(state: State, host: KnownHost, why: str) -> None:
-    """The host is surely off, or nothing of its VMs goes on: they count as ended."""
-    state.move(Change(replace(host, state=H.FENCED, reason=why), Event.FENCED, why))
-    for vm in state.vms_on(host.name):
-        if not vm.leaving:
-            ending = replace(vm, state=VmState.ENDING, quarantined="", reason=vm.reason or why)
-            state.move(Change(ending, Event.FENCED, why))
 
 
 def silent_since(host: KnownHost, world: World) -> float:

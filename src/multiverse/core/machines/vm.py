@@ -1,18 +1,21 @@
 """VMs: from before they exist until they are seen gone.
 
-In this order: the table, the steps by which observations move a VM, and the effect that each state permits.
+In this order: the table; what is awaited in each state; the changes, of which those that others ask for have no
+underscore; the steps by which observations move a VM; and the effect that each state permits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
-from multiverse.core.avoidance import failing, joined
+from multiverse.core.avoidance import blame, joined
 from multiverse.core.model import (
     ENDING_STATES,
     LEAVING_STATES,
     PINNED_STATES,
     UPCOMING_STATES,
+    Attempt,
     AttemptState,
     Depth,
     HypervisorView,
@@ -68,6 +71,65 @@ VM: tuple[Transition, ...] = (
 
 OFFER_TERM = 15.0
 """Seconds for which a job may still take an idle orphan as it is submitted, by an offer of an earlier controller."""
+
+# --- changes ---------------------------------------------------------------------------------------
+
+
+def plan_vm(vm: Vm, why: str = "") -> Change:
+    """A new VM is to be made."""
+    return Change(vm, Event.PLANNED, why)
+
+
+def adopt_vm(vm: Vm, why: str) -> Change:
+    """A VM was found that no record explains, or that serves what no record tells of."""
+    return Change(replace(vm, state=V.ORPHAN), Event.FOUND, why)
+
+
+def start_vm(vm: Vm) -> Change:
+    """It is given its identity."""
+    return Change(replace(vm, state=V.STARTING), Event.START)
+
+
+def take_vm(vm: Vm, attempt: Attempt, why: str) -> Change:
+    """A spare serves the attempt from now on, even if it was to go."""
+    state = V.JOINED if vm.state is V.RETIRING else vm.state
+    return Change(replace(vm, state=state, attempt=attempt.id, reason=""), Event.TAKEN, why)
+
+
+def run_job_on_vm(vm: Vm) -> Change:
+    """Its job runs."""
+    return Change(replace(vm, state=V.SERVING), Event.RUNS)
+
+
+def retire_vm(vm: Vm, why: str) -> Change:
+    """A joined spare is to go as soon as no job can take it any more."""
+    return Change(replace(vm, state=V.RETIRING, reason=why), Event.RETIRED, why)
+
+
+def release_vm(vm: Vm, why: str, *, occupied: bool = False) -> Change:
+    """It is needed no more. The node of one that is `occupied` by a job goes DOWN first. A quarantine was for the sake
+    of its job, and is over with it."""
+    target = V.REMOVING if vm.state is V.DEAD else V.RELEASING
+    return Change(replace(vm, state=V.ENDING if occupied else target, quarantined=""), Event.RELEASED, why)
+
+
+def end_vm(vm: Vm, event: Event, why: str) -> Change:
+    """It is destroyed at once, and its node goes DOWN."""
+    return Change(replace(vm, state=V.ENDING, quarantined="", reason=why), event, why)
+
+
+def end_vms(state: State, vms: Iterable[Vm], event: Event, why: str) -> None:
+    """The same of those that are not ending yet, each by itself. What was said of one before is still said of it."""
+    for vm in vms:
+        if not vm.leaving:
+            state.move(replace(end_vm(vm, event, vm.reason or why), reason=why))
+
+
+def fail_vm(state: State, vm: Vm, event: Event, why: str, world: World, policy: Policy) -> list[Change]:
+    """It did not come up: it is ended, and its host is avoided or its job is at fault."""
+    fault, changes = blame(state, vm, why, world, policy)
+    return [end_vm(replace(vm, fault=fault), event, why), *changes]
+
 
 # --- step ------------------------------------------------------------------------------------------
 
@@ -137,7 +199,7 @@ def _find_again(state: State, vm: Vm, world: World) -> None:
         state.move(Change(replace(vm, state=V.SERVING, reason=""), Event.FOUND, "its job runs on"))
     elif not tied:
         why = f"host {vm.host} was out of reach"
-        state.move(Change(replace(vm, state=V.ENDING, reason=why), Event.FOUND))
+        state.move(end_vm(vm, Event.FOUND, why))
 
 
 def _step_in_sight(state: State, vm: Vm, latest: Seen[HypervisorView], world: World, policy: Policy) -> None:
@@ -154,18 +216,18 @@ def _step_in_sight(state: State, vm: Vm, latest: Seen[HypervisorView], world: Wo
     attempt = state.attempt_of(vm)
     to_join = vm.pool is Depth.JOINED and vm.is_spare
     if vm.state is V.PARKED and (to_join or (attempt is not None and attempt.state is AttemptState.SPAWNING)):
-        state.move(Change(replace(vm, state=V.STARTING), Event.START))
+        state.move(start_vm(vm))
     elif vm.state is V.STARTING:
         _step_starting(state, vm, seen, world, policy)
     elif vm.state is V.RETIRING and state.offer_of(vm) in (OfferState.CLOSED, None):
-        state.move(Change(replace(vm, state=V.RELEASING), Event.RELEASED, vm.reason))
+        state.move(release_vm(vm, vm.reason))
 
 
 def _step_planned(state: State, vm: Vm, seen: VmSeen | None, began: float, world: World, policy: Policy) -> None:
     ended = world.ended_at(vm.key, vm.since)
     if seen is None and vm.key in state.unmade:
         why = "the daemon was restarted before it was made"  # no failure of its image
-        state.move(Change(replace(vm, state=V.ENDING, reason=why), Event.RELEASED, why))
+        state.move(end_vm(vm, Event.RELEASED, why))
         return
     state.unmade.discard(vm.key)
     if seen is not None and seen.condition not in (VmCondition.MAKING, VmCondition.DEAD):
@@ -180,18 +242,17 @@ def _step_planned(state: State, vm: Vm, seen: VmSeen | None, began: float, world
 
 
 def _fail(state: State, vm: Vm, why: str, world: World, policy: Policy) -> None:
-    state.move(*failing(state, vm, Event.FAILED, why, world, policy))
+    state.move(*fail_vm(state, vm, Event.FAILED, why, world, policy))
 
 
 def _step_dead(state: State, vm: Vm, why: str, world: World, policy: Policy) -> None:
     """The job is unpinned first: while it may be tied to the node, the node stays."""
     if vm.state is V.STARTING:
-        state.move(*failing(state, vm, Event.DIED, why, world, policy))
-        return
-    tied = vm.state in (V.JOINED, V.SERVING, V.DEAD) and _job_is_pinned(state, vm, world)
-    target = V.DEAD if tied else V.ENDING
-    if vm.state is not target:
-        state.move(Change(replace(vm, state=target, reason=why), Event.DIED, why))
+        state.move(*fail_vm(state, vm, Event.DIED, why, world, policy))
+    elif vm.state not in (V.JOINED, V.SERVING, V.DEAD) or not _job_is_pinned(state, vm, world):
+        state.move(end_vm(vm, Event.DIED, why))
+    elif vm.state is not V.DEAD:
+        state.move(Change(replace(vm, state=V.DEAD, reason=why), Event.DIED, why))
 
 
 def _job_is_pinned(state: State, vm: Vm, world: World) -> bool:
@@ -314,7 +375,7 @@ def _step_orphan(state: State, vm: Vm, world: World) -> None:
     seen = world.vm(vm)
     if seen is None or seen.condition is VmCondition.DEAD:
         why = (seen.reason if seen else "") or "the VM died"
-        state.move(Change(replace(vm, state=V.ENDING, reason=why), Event.DIED, why))
+        state.move(end_vm(vm, Event.DIED, why))
         return
     if world.scheduler is None:
         return
@@ -324,7 +385,7 @@ def _step_orphan(state: State, vm: Vm, world: World) -> None:
         if job_id not in ("", vm.job_id):
             state.move(Change(replace(vm, job_id=job_id), Event.NOTED, f"job {job_id} is on it"))
     elif began > vm.since + OFFER_TERM:
-        state.move(Change(replace(vm, state=V.RELEASING), Event.RELEASED, "no job is on it"))
+        state.move(release_vm(vm, "no job is on it"))
 
 
 def _job_on(view: SchedulerView, name: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -60,8 +60,8 @@ class Template:
     many VMs refer to it is counted from the VM rows. `build` is which build of it is ready, as its host calls it."""
 
     id: int
-    version: int
-    state: TemplateState
+    version: int = field(default=0, kw_only=True)
+    state: TemplateState = field(default=TemplateState.BUILDING, kw_only=True)
     since: float
     host: str
     image: str

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal, NamedTuple
 
@@ -113,6 +113,9 @@ UPCOMING_STATES = (VmState.PLANNED, VmState.PARKED, VmState.STARTING)
 """A VM in one of these states is not a node yet."""
 
 
+Fault = Literal["", "host", "job"]
+
+
 @dataclass(frozen=True, slots=True)
 class Vm:
     """A VM, from before it exists until it is seen gone.
@@ -128,8 +131,8 @@ class Vm:
     """
 
     id: int  # the serial, except of a VM that was found as an orphan
-    version: int
-    state: VmState
+    version: int = field(default=0, kw_only=True)
+    state: VmState = field(default=VmState.PLANNED, kw_only=True)
     since: float
     name: str
     host: str
@@ -149,7 +152,7 @@ class Vm:
     source: str = ""
     token: str = ""
     job_id: str = ""
-    fault: Literal["", "host", "job"] = ""
+    fault: Fault = ""
 
     @property
     def key(self) -> Key:

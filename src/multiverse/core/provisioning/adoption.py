@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from multiverse.core.machines.template import adopt_template, lose_template
+from multiverse.core.machines.vm import adopt_vm
 from multiverse.core.model import (
     Claim,
     CloneKind,
@@ -29,7 +31,6 @@ from multiverse.core.model import (
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.sizes import template_claim
 from multiverse.core.state import State
-from multiverse.core.transition import Change, Event
 
 WHY = "it was found on its host, and no record explained it"
 
@@ -74,10 +75,10 @@ def _make_orphan(context: Context, vm: Vm) -> None:
     """Its claim grows to what it has."""
     seen, host = context.world.vm(vm), context.in_sight.get(vm.host)
     size = (seen.size if seen else None) or vm.size
-    orphan = replace(vm, state=VmState.ORPHAN, pool=None, size=size)
+    orphan = replace(vm, pool=None, size=size)
     claims = [Claim(vm.key, vm.host, _claim_of(size, seen, host))] if seen and host else []
     why = "it serves, or served, a job of which no record tells"
-    context.state.move(Change(orphan, Event.FOUND, why), make=claims, free=[vm.key] if claims else ())
+    context.state.move(adopt_vm(orphan, why), make=claims, free=[vm.key] if claims else ())
 
 
 def _claim_of(size: Size, seen: VmSeen, host: Host) -> Size:
@@ -90,9 +91,7 @@ def _drop_earlier_build(state: State, which: TemplateKey, seen: TemplateSeen) ->
     beside the new one's as long as they live (`capacity.left_behind`)."""
     row = state.template_for(which)
     if row is not None and row.state is TemplateState.READY and row.build and seen.build not in ("", row.build):
-        state.move(
-            Change(replace(row, state=TemplateState.ABSENT), Event.VANISHED, "it was built anew"), free=[row.key]
-        )
+        state.move(lose_template(row, "it was built anew"), free=[row.key])
 
 
 def _template_of(
@@ -123,8 +122,6 @@ def _adopt_vm(context: Context, source: str, seen: VmSeen, shown: Mapping[Templa
     has_prefix = not seen.address or "/" in seen.address
     vm = Vm(
         id=serial,
-        version=0,
-        state=VmState.ORPHAN,
         since=state.now,
         name=seen.name,
         host=seen.host,
@@ -140,17 +137,14 @@ def _adopt_vm(context: Context, source: str, seen: VmSeen, shown: Mapping[Templa
         template_size=template_size,
     )
     claim = Claim(vm.key, seen.host, _claim_of(size, seen, context.in_sight[seen.host]))
-    state.move(Change(vm, Event.FOUND, WHY), make=[claim])
+    state.move(adopt_vm(vm, WHY), make=[claim])
 
 
 def _adopt_template(context: Context, source: str, seen: TemplateSeen) -> None:
-    """A template that is being built holds memory already. Its row lets the build be finished."""
+    """A template that is being built holds memory already."""
     state = context.state
-    ready = seen.condition is TemplateCondition.READY
     template = Template(
         id=state.new_template_id(),
-        version=0,
-        state=TemplateState.READY if ready else TemplateState.BUILDING,
         since=state.now,
         host=seen.host,
         image=seen.image,
@@ -160,4 +154,5 @@ def _adopt_template(context: Context, source: str, seen: TemplateSeen) -> None:
         build=seen.build,
     )
     claim = Claim(template.key, seen.host, template_claim(seen.size, context.in_sight[seen.host], seen.image))
-    state.move(Change(template, Event.FOUND, WHY), make=[claim])
+    found = adopt_template(template, WHY, ready=seen.condition is TemplateCondition.READY)
+    state.move(found, make=[claim])

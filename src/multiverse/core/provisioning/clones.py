@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from multiverse.core.free import ByHost
+from multiverse.core.machines.attempt import replace_vms, return_attempt
+from multiverse.core.machines.vm import plan_vm
 from multiverse.core.model import (
     Attempt,
     AttemptState,
@@ -47,7 +49,7 @@ from multiverse.core.provisioning.templates import (
     wish_of,
 )
 from multiverse.core.rows import VmsMissing
-from multiverse.core.transition import Change, Event
+from multiverse.core.transition import Event
 
 # --- the kind of clone -----------------------------------------------------------------------------
 
@@ -281,8 +283,6 @@ def plan_vms(context: Context, wanted: CloneRequest, hosts: list[str]) -> list[V
         vms.append(
             Vm(
                 id=serial,
-                version=0,
-                state=VmState.PLANNED,
                 since=state.now,
                 name=vm_name(state.site, serial),
                 host=name,
@@ -360,16 +360,8 @@ def supply_missing(context: Context, missing: VmsMissing) -> None:
     vms = plan_vms(context, request_of(context, attempt, choice), chosen) if chosen else None
     if vms is None:
         why = f"{missing.reason}; {'no host has its image' if imageless else 'no room for another VM'}"
-        state.move(Change(attempt.returning(why, failed=missing.counts and not imageless), Event.GAVE_UP, why))
+        state.move(return_attempt(attempt, Event.GAVE_UP, why, failed=missing.counts and not imageless))
         return
     story = describe(choice, vms, placed_by(context, attempt, choice, vms))
-    again = replace(
-        attempt,
-        replaced=attempt.replaced + (missing.count if missing.counts else 0),
-        choice=f"{attempt.choice}; then {story}",
-    )
-    state.move(
-        Change(again, Event.REPLACED, f"{missing.reason}; now {story}"),
-        *(Change(vm, Event.PLANNED) for vm in vms),
-        make=claims_of(context, vms),
-    )
+    again = replace_vms(attempt, missing, story)
+    state.move(again, *(plan_vm(vm) for vm in vms), make=claims_of(context, vms))
