@@ -8,6 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import multiverse.core
+from multiverse.controller import loop
 from multiverse.core.machines.tables import TABLES
 from multiverse.core.model import Attempt, KnownHost, Lease, Offer, Template, Vm
 
@@ -90,3 +91,13 @@ def test_a_new_row_is_in_a_state_in_which_its_machine_lets_one_begin() -> None:
     for kind, row in ROWS.items():
         (state,) = [field.default for field in fields(row) if field.name == "state"]
         assert None in {one.source for one in TABLES[kind] if one.target == state}, kind
+
+
+def test_the_controllers_loop_names_no_state_and_no_effect() -> None:
+    named = {
+        f"{node.value.id}.{node.attr}"
+        for node in ast.walk(ast.parse(Path(loop.__file__).read_text()))
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.attr.isupper()
+    }
+    assert {name for name in named if name.split(".")[0] in {*STATES, "EffectKind", "Event"}} == set()
+    assert "Awaiting.AT_ONCE" in named, "it is the loop that is looked at"

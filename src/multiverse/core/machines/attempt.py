@@ -1,7 +1,7 @@
 """Attempts: one try at giving a job its VMs. It only goes forward; a job that goes back to the gate gets a new attempt.
 
-In this order: the table; the changes, of which those that others ask for have no underscore; the steps by which
-observations move an attempt; and the effect that each state permits.
+In this order: the table; what is awaited; the changes; the steps by which observations move an attempt; and the effect
+that each state permits.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from multiverse.core.quarantine import quarantine
 from multiverse.core.rows import VmsMissing
 from multiverse.core.runs import earlier_run, node_without_record
 from multiverse.core.state import State
-from multiverse.core.transition import Change, Effect, EffectKind, Event, Transition, transitions, unchanged
+from multiverse.core.transition import Awaiting, Change, Effect, EffectKind, Event, Transition, transitions, unchanged
 
 A = AttemptState
 
@@ -81,6 +81,14 @@ ATTEMPT: tuple[Transition, ...] = (
     *unchanged([A.RECLAIMING], Event.RESTARTED),
     *unchanged([*_LIVE, *ENDING_STATES], Event.QUARANTINED, Event.RETRIED),
 )
+
+# --- what is awaited -------------------------------------------------------------------------------
+
+AWAITED_ATTEMPTS = {
+    **dict.fromkeys((A.SPAWNED, A.INTRODUCING, A.RETURNING, A.REVOKING), Awaiting.AFTER_EFFECT),
+    A.RECLAIMING: Awaiting.AT_ONCE,
+}
+"""In which states the scheduler is read for the attempt's job, and for the nodes of its VMs."""
 
 # --- changes ---------------------------------------------------------------------------------------
 

@@ -181,6 +181,13 @@ class Quorum:
         return ""
 
 
+def held_back(state: State, world: World, policy: Policy) -> dict[str, str]:
+    """Why silent hosts are not fenced by the site's command though they could be, by host."""
+    quorum, silent = Quorum(state, world, policy), state.hosts_in(H.SILENT)
+    found = {host.name: quorum.held_back(host) for host in silent if fences(state, host, policy)}
+    return {name: why for name, why in found.items() if why}
+
+
 # --- effect ----------------------------------------------------------------------------------------
 
 

@@ -1,7 +1,7 @@
 """VMs: from before they exist until they are seen gone.
 
-In this order: the table; what is awaited in each state; the changes, of which those that others ask for have no
-underscore; the steps by which observations move a VM; and the effect that each state permits.
+In this order: the table; what is awaited; the changes; the steps by which observations move a VM; and the effect that
+each state permits.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from multiverse.core.model import (
 )
 from multiverse.core.policy import Policy
 from multiverse.core.state import State
-from multiverse.core.transition import Change, Effect, EffectKind, Event, Transition, transitions, unchanged
+from multiverse.core.transition import Awaiting, Change, Effect, EffectKind, Event, Transition, transitions, unchanged
 
 V = VmState
 
@@ -71,6 +71,14 @@ VM: tuple[Transition, ...] = (
 
 OFFER_TERM = 15.0
 """Seconds for which a job may still take an idle orphan as it is submitted, by an offer of an earlier controller."""
+
+# --- what is awaited -------------------------------------------------------------------------------
+
+AWAITED_VMS = {
+    **dict.fromkeys((V.STARTING, V.ENDING, V.REMOVING, V.RELEASING), Awaiting.AFTER_EFFECT),
+    V.RETIRING: Awaiting.UNHURRIED,
+}
+"""In which states the scheduler is read for the VM's node."""
 
 # --- changes ---------------------------------------------------------------------------------------
 
