@@ -10,9 +10,9 @@ from random import Random
 from multiverse.agent.connection import AgentConnection, ControllerIdentity
 from multiverse.agent.controller_epoch import ControllerEpoch
 from multiverse.agent.hypervisor import AgentHypervisor
-from multiverse.simulation.hypervisor import SimulatedHosts
-from multiverse.simulation.network import SimulatedAgent
-from multiverse.simulation.world import SimulatedWorld
+from multiverse_lab.simulation.hypervisor import SimulatedHosts
+from multiverse_lab.simulation.network import SimulatedAgent
+from multiverse_lab.simulation.world import SimulatedWorld
 
 
 def agents_of(world: SimulatedWorld, seed: int) -> list[SimulatedAgent]:

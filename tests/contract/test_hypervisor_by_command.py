@@ -18,9 +18,9 @@ from multiverse.agent.hypervisor import AgentHypervisor
 from multiverse.agent.protocol import LONGEST_LINE
 from multiverse.agent.server import AgentIdentity, AgentServer
 from multiverse.agent.transport import CommandTransport
-from multiverse.simulation.hypervisor import HostLatencies, HostSource, SimulatedHosts
-from multiverse.simulation.network import OneHost
-from multiverse.simulation.world import Pair
+from multiverse_lab.simulation.hypervisor import HostLatencies, HostSource, SimulatedHosts
+from multiverse_lab.simulation.network import OneHost
+from multiverse_lab.simulation.world import Pair
 
 QUICK = HostLatencies(
     (0.0, 0.001), (0.0, 0.001), (0.05, 0.1), (0.01, 0.02), (0.02, 0.05), (0.01, 0.02), (0.0, 0.01), (0.1, 0.2)

@@ -32,10 +32,10 @@ from multiverse.core.model import (
     VmSpec,
 )
 from multiverse.ports import GuestUsers, Hypervisor, Source, Templates
-from multiverse.simulation.cloud import CLOUD_ABILITIES, QUOTA
-from multiverse.simulation.loop import run
-from multiverse.simulation.machines import ABILITIES
-from multiverse.simulation.world import Pair, SimulatedWorld, WorldSettings
+from multiverse_lab.simulation.cloud import CLOUD_ABILITIES, QUOTA
+from multiverse_lab.simulation.loop import run
+from multiverse_lab.simulation.machines import ABILITIES
+from multiverse_lab.simulation.world import Pair, SimulatedWorld, WorldSettings
 
 
 class Harness(ABC):

@@ -12,8 +12,8 @@ from tests.contract.test_hypervisor_contract import PAIRS, Check, Harness, Simul
 
 from multiverse.core.errors import Gone, MultiverseError, Refused
 from multiverse.core.model import CloneKind, Size, TemplateCondition, VmCondition
-from multiverse.simulation.loop import run
-from multiverse.simulation.world import Pair
+from multiverse_lab.simulation.loop import run
+from multiverse_lab.simulation.world import Pair
 
 
 async def cut(call: Awaitable[object], after: float) -> None:

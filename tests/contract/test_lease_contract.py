@@ -19,10 +19,10 @@ from multiverse.core.errors import Refused
 from multiverse.core.model import LeaseSpec, PilotSeen, PilotState, SchedulerView, Size
 from multiverse.core.model.names import lease_name
 from multiverse.ports import Leases, Scheduler
-from multiverse.simulation.clock import EPOCH
-from multiverse.simulation.loop import run
-from multiverse.simulation.pilots import PARTITION, PhysicalNodes
-from multiverse.simulation.world import SimulatedWorld, WorldSettings
+from multiverse_lab.simulation.clock import EPOCH
+from multiverse_lab.simulation.loop import run
+from multiverse_lab.simulation.pilots import PARTITION, PhysicalNodes
+from multiverse_lab.simulation.world import SimulatedWorld, WorldSettings
 
 
 class Lender(ABC):

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from multiverse.simulation.replay import replay
+from multiverse_lab.simulation.replay import replay
 
 TRACES = sorted((Path(__file__).parent / "traces").glob("*.jsonl"))
 LINES = [json.loads(line) for line in TRACES[0].read_text().splitlines()]

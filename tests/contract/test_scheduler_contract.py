@@ -37,11 +37,11 @@ from multiverse.core.model import (
 )
 from multiverse.core.provisioning.spares import node_spec
 from multiverse.ports import Offers, Parts, Scheduler
-from multiverse.simulation.cluster import ClusterSettings
-from multiverse.simulation.hypervisor import SimulatedHosts
-from multiverse.simulation.jobs import Batch
-from multiverse.simulation.loop import run
-from multiverse.simulation.world import Pair, SimulatedWorld, WorldSettings
+from multiverse_lab.simulation.cluster import ClusterSettings
+from multiverse_lab.simulation.hypervisor import SimulatedHosts
+from multiverse_lab.simulation.jobs import Batch
+from multiverse_lab.simulation.loop import run
+from multiverse_lab.simulation.world import Pair, SimulatedWorld, WorldSettings
 
 
 class Harness(ABC):

@@ -15,8 +15,8 @@ from tests.contract.test_scheduler_contract import PAIRS, Check, Harness, Simula
 
 from multiverse.core.errors import Gone, MultiverseError, NotYet, Refused, Stale, Unknown
 from multiverse.core.model import Job, JobRef, JobState, NodeState
-from multiverse.simulation.loop import run
-from multiverse.simulation.world import Pair
+from multiverse_lab.simulation.loop import run
+from multiverse_lab.simulation.world import Pair
 
 CUTS = (0.0, 0.008, 0.016, 0.03, 0.06)  # seconds; a command of Slurm's takes some 0.01
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from multiverse.lab import lifecycle
+from multiverse_lab.lab import lifecycle
 
 if TYPE_CHECKING:
     from tests.integration.conftest import LabUnderTest

@@ -17,11 +17,11 @@ from multiverse.config import JobVmSettings
 from multiverse.core.errors import Broken
 from multiverse.core.model import vm_prefix
 from multiverse.drivers.slurm.plugstack import loads_plugin, plugstack
-from multiverse.lab import baremetal
-from multiverse.lab.plan import load
-from multiverse.lab.service import Lab
-from multiverse.lab.services import AGENT
 from multiverse.service.job_platform import site_of_node
+from multiverse_lab.lab import baremetal
+from multiverse_lab.lab.plan import load
+from multiverse_lab.lab.service import Lab
+from multiverse_lab.lab.services import AGENT
 from tests.integration.conftest import LabUnderTest
 from tests.integration.watch import matching, until
 

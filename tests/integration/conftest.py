@@ -19,12 +19,12 @@ from multiverse.client import Client
 from multiverse.config import HostSettings, ImageSettings, JobVmSettings, QemuSettings, Settings
 from multiverse.drivers.slurm.driver import SlurmScheduler
 from multiverse.host.qemu import probe
-from multiverse.lab import configure, lifecycle
-from multiverse.lab.layout import Layout, layout
-from multiverse.lab.plan import LabOptions
-from multiverse.lab.service import patience
-from multiverse.lab.services import AGENT, CONTROLLER
-from multiverse.lab.users import PrivateUser, enter_private_namespace, private_users, remove_private_users
+from multiverse_lab.lab import configure, lifecycle
+from multiverse_lab.lab.layout import Layout, layout
+from multiverse_lab.lab.plan import LabOptions
+from multiverse_lab.lab.service import patience
+from multiverse_lab.lab.services import AGENT, CONTROLLER
+from multiverse_lab.lab.users import PrivateUser, enter_private_namespace, private_users, remove_private_users
 from tests.integration.images import IMAGES, slim
 from tests.integration.restarting_daemon import RestartingDaemon, StartDaemon
 from tests.integration.watch import until

@@ -28,10 +28,10 @@ from multiverse.drivers.qemu.job_vms import QemuJobVms
 from multiverse.drivers.slurm.command import SlurmCommands
 from multiverse.host import manifest
 from multiverse.host.qemu import session
-from multiverse.lab.process import recorded
 from multiverse.service.agent import serve as serve_agent
 from multiverse.store import Store, Transaction
 from multiverse.system.locks import locked_file
+from multiverse_lab.lab.process import recorded
 
 ROLES = ("controller", "agent")
 JOB_STEPS = ("write", "connect_network", "write_groups", "make", "connect", "remove", "remove_network")

@@ -13,11 +13,11 @@ from functools import partial
 from pathlib import Path
 
 from multiverse.config import JobVmSettings
-from multiverse.lab.hosts.machine import HostInit
-from multiverse.lab.hosts.physical import physical_services
-from multiverse.lab.plan import LabHost, load
-from multiverse.lab.process import DaemonCommand, RunningDaemon
-from multiverse.lab.service import Lab, Service
+from multiverse_lab.lab.hosts.machine import HostInit
+from multiverse_lab.lab.hosts.physical import physical_services
+from multiverse_lab.lab.plan import LabHost, load
+from multiverse_lab.lab.process import DaemonCommand, RunningDaemon
+from multiverse_lab.lab.service import Lab, Service
 from tests.integration.conftest import LabUnderTest
 from tests.integration.watch import accounted, below, kill, matching, until, written
 

@@ -22,7 +22,6 @@ from typing import Any
 
 import structlog
 
-from multiverse.bench.viewers import ViewersPlan, blocked_site
 from multiverse.config import Settings
 from multiverse.controller.loop import Controller
 from multiverse.core.model import Host, JobState, Size
@@ -32,11 +31,12 @@ from multiverse.service.publisher import Publisher
 from multiverse.service.startup import bind, http_server, stop_signal
 from multiverse.service.statistics import Statistics
 from multiverse.service.web import make_web
-from multiverse.simulation.clock import VirtualClock
-from multiverse.simulation.jobs import Batch
-from multiverse.simulation.machines import ABILITIES
-from multiverse.simulation.world import SimulatedWorld, WorldSettings
 from multiverse.store import Store
+from multiverse_lab.bench.viewers import ViewersPlan, blocked_site
+from multiverse_lab.simulation.clock import VirtualClock
+from multiverse_lab.simulation.jobs import Batch
+from multiverse_lab.simulation.machines import ABILITIES
+from multiverse_lab.simulation.world import SimulatedWorld, WorldSettings
 
 NAMES = ("relax", "md-water", "hpl", "lammps", "fold-3", "cfd wing", "train", "<b>not bold</b>", "sweep", "qc-opt")
 SIZES = (Size(1, 500), Size(2, 2000), Size(4, 8000), Size(1, 1000), Size(8, 16000))

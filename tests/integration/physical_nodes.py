@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from multiverse.lab.hosts.machine import HostInit
-from multiverse.lab.plan import load
-from multiverse.lab.service import Lab
+from multiverse_lab.lab.hosts.machine import HostInit
+from multiverse_lab.lab.plan import load
+from multiverse_lab.lab.service import Lab
 from tests.integration.conftest import LabUnderTest
 from tests.integration.job_nodes import job_nodes
 from tests.integration.watch import until

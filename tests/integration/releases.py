@@ -17,10 +17,10 @@ import multiverse
 from multiverse.agent import connection, transport
 from multiverse.agent.server import AgentIdentity, AgentServer
 from multiverse.cli.main import main
-from multiverse.lab.process import DaemonCommand
-from multiverse.lab.service import Lab, Service
 from multiverse.service import agent
-from multiverse.simulation.network import NEIGHBOURS, THIS, ProtocolRelease
+from multiverse_lab.lab.process import DaemonCommand
+from multiverse_lab.lab.service import Lab, Service
+from multiverse_lab.simulation.network import NEIGHBOURS, THIS, ProtocolRelease
 
 
 def of_release(service: Service, release: ProtocolRelease) -> Service:

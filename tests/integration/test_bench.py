@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from multiverse.bench import arrivals, burst, density
-from multiverse.bench.burst import BurstPlan
 from multiverse.client import Client
 from multiverse.core.errors import Broken
-from multiverse.lab.plan import load
-from multiverse.lab.services import Lab
-from multiverse.lab.session import LabSession, session_environment
+from multiverse_lab.bench import arrivals, burst, density
+from multiverse_lab.bench.burst import BurstPlan
+from multiverse_lab.lab.plan import load
+from multiverse_lab.lab.services import Lab
+from multiverse_lab.lab.session import LabSession, session_environment
 from tests.integration.conftest import LabUnderTest
 from tests.integration.images import BUILT
 from tests.integration.watch import nothing_left

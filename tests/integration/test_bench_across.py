@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from multiverse.bench import across
 from multiverse.client import Client
-from multiverse.lab.plan import LabOptions, load
-from multiverse.lab.service import Lab
-from multiverse.lab.session import LabSession, session_environment
+from multiverse_lab.bench import across
+from multiverse_lab.lab.plan import LabOptions, load
+from multiverse_lab.lab.service import Lab
+from multiverse_lab.lab.session import LabSession, session_environment
 from tests.integration.conftest import new_lab
 from tests.integration.images import slim
 

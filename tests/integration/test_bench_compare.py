@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from multiverse.bench import checkouts
+from multiverse_lab.bench import checkouts
 from tests.integration.images import BUILT
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
@@ -55,9 +55,9 @@ def test_a_lab_of_the_other_checkout_runs_the_other_code(directory: Path) -> Non
         with checkouts.checked_out("HEAD", work, directory / "images", directory) as other:
             (program,) = other.program
             python = Path(program).with_name("python")
-            code = "import multiverse.lab.program as p; print(p.__file__, p.multiverse('daemon')[0])"
+            code = "import multiverse_lab.lab.program as p; print(p.__file__, p.multiverse('daemon')[0])"
             done = subprocess.run([python, "-c", code], env={}, capture_output=True, text=True, check=True)
-            assert done.stdout.split() == [f"{work}/tree/src/multiverse/lab/program.py", program]
+            assert done.stdout.split() == [f"{work}/tree/src/multiverse_lab/lab/program.py", program]
         assert not (work / "tree").exists()
     finally:
         subprocess.run(["rm", "-r", work], check=True)

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from multiverse.bench import applications, injob
-from multiverse.bench.injob import SLURM, SUBMISSION, InjobPlan
-from multiverse.bench.launches import INSTANT, PARTS, WAYS, Launches
-from multiverse.lab.plan import LabOptions, load
-from multiverse.lab.service import Lab
-from multiverse.lab.session import LabSession, session_environment
+from multiverse_lab.bench import applications, injob
+from multiverse_lab.bench.injob import SLURM, SUBMISSION, InjobPlan
+from multiverse_lab.bench.launches import INSTANT, PARTS, WAYS, Launches
+from multiverse_lab.lab.plan import LabOptions, load
+from multiverse_lab.lab.service import Lab
+from multiverse_lab.lab.session import LabSession, session_environment
 from tests.integration.conftest import new_lab
 from tests.integration.images import slim
 from tests.integration.watch import emulators

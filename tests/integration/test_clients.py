@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 
 from multiverse.client import Client
-from multiverse.lab import baremetal
-from multiverse.lab.plan import load
-from multiverse.lab.services import Lab
+from multiverse_lab.lab import baremetal
+from multiverse_lab.lab.plan import load
+from multiverse_lab.lab.services import Lab
 from tests.integration.conftest import LabUnderTest
 from tests.integration.watch import kill, nothing_left, qemu_of, until, written
 

@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 
 from multiverse.client import Client
-from multiverse.lab import baremetal, lifecycle
-from multiverse.lab.plan import LabOptions, load
-from multiverse.lab.services import Lab
+from multiverse_lab.lab import baremetal, lifecycle
+from multiverse_lab.lab.plan import LabOptions, load
+from multiverse_lab.lab.services import Lab
 from tests.integration import commands
 from tests.integration.commands import CANCELLED, DIFFERENCES, INSIDE, SHOWN, SIGNALLED, Difference
 from tests.integration.conftest import LabUnderTest

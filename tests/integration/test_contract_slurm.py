@@ -19,9 +19,9 @@ from multiverse.core.errors import Refused
 from multiverse.core.model import Attempt, Vm
 from multiverse.core.provisioning.spares import node_spec
 from multiverse.drivers.slurm.driver import SlurmScheduler
-from multiverse.lab import lifecycle
-from multiverse.lab.plan import LabOptions
-from multiverse.lab.services import SERVICES
+from multiverse_lab.lab import lifecycle
+from multiverse_lab.lab.plan import LabOptions
+from multiverse_lab.lab.services import SERVICES
 from tests.contract.test_scheduler_contract import SUITE, Check, Harness
 from tests.contract.test_scheduler_troubles import TROUBLES
 from tests.integration.fake_guest import SITE, FakeGuest

@@ -15,9 +15,9 @@ from multiverse.client import Client
 from multiverse.core.errors import Refused
 from multiverse.core.model import Job, JobState
 from multiverse.drivers.slurm.driver import SlurmScheduler
-from multiverse.lab import lifecycle
-from multiverse.lab.plan import LabOptions
-from multiverse.lab.services import CONTROLLER
+from multiverse_lab.lab import lifecycle
+from multiverse_lab.lab.plan import LabOptions
+from multiverse_lab.lab.services import CONTROLLER
 from tests.integration.conftest import LabUnderTest, new_lab
 from tests.integration.images import slim
 from tests.integration.watch import ended, latest, output_of, until

@@ -15,9 +15,9 @@ from multiverse import config
 from multiverse.client import Client
 from multiverse.drivers.slurm.driver import SlurmScheduler
 from multiverse.images import digest
-from multiverse.lab import lifecycle
-from multiverse.lab.plan import LabOptions
-from multiverse.lab.services import AGENT, CONTROLLER
+from multiverse_lab.lab import lifecycle
+from multiverse_lab.lab.plan import LabOptions
+from multiverse_lab.lab.services import AGENT, CONTROLLER
 from tests.integration.conftest import LabUnderTest, new_lab
 from tests.integration.images import slim
 from tests.integration.watch import ended, until

@@ -20,10 +20,10 @@ import pytest
 
 from multiverse.client import Client
 from multiverse.controller.missing_hints import SKEW
-from multiverse.lab import configure, lifecycle, plan
-from multiverse.lab.layout import layout
-from multiverse.lab.plan import LabOptions
-from multiverse.lab.users import enter_private_namespace, private_users, remove_private_users
+from multiverse_lab.lab import configure, lifecycle, plan
+from multiverse_lab.lab.layout import layout
+from multiverse_lab.lab.plan import LabOptions
+from multiverse_lab.lab.users import enter_private_namespace, private_users, remove_private_users
 from tests.integration.conftest import LabUnderTest
 from tests.integration.images import IMAGES, slim
 from tests.integration.watch import ended, kill, until, written

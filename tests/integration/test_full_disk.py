@@ -19,11 +19,11 @@ from multiverse.host import manifest
 from multiverse.host.manifest import Manifest, VmPhase
 from multiverse.host.qemu import observation
 from multiverse.host.qemu.library import QemuHost, QemuHostConfig
-from multiverse.lab import lifecycle
-from multiverse.lab.plan import LabOptions
-from multiverse.lab.services import CONTROLLER
 from multiverse.service.startup import locked
 from multiverse.system.processes import ProcessIdentity
+from multiverse_lab.lab import lifecycle
+from multiverse_lab.lab.plan import LabOptions
+from multiverse_lab.lab.services import CONTROLLER
 from tests.integration.conftest import LabUnderTest
 from tests.integration.small_disk import available, fill, small_disk
 from tests.integration.watch import accounted, ended, nothing_left, until, written

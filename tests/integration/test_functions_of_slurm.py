@@ -20,7 +20,7 @@ import pytest
 
 from multiverse.agent.job_protocol import ProvideVm, parse
 from multiverse.config import JobVmSettings, Settings, SlurmSettings
-from multiverse.lab.configure import cgroup_conf
+from multiverse_lab.lab.configure import cgroup_conf
 from tests.integration.watch import until
 from tests.unit.slurm_lua import install_scripts
 

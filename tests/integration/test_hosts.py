@@ -23,12 +23,12 @@ from multiverse.client import Client
 from multiverse.host import manifest
 from multiverse.images import transfer
 from multiverse.images.catalog import Image, list_images, write_manifest
-from multiverse.lab import lifecycle
-from multiverse.lab.hosts.services import host_services
-from multiverse.lab.layout import Layout, layout
-from multiverse.lab.plan import LabHost, LabOptions, load
-from multiverse.lab.services import CONTROLLER
 from multiverse.system.processes import stat_fields
+from multiverse_lab.lab import lifecycle
+from multiverse_lab.lab.hosts.services import host_services
+from multiverse_lab.lab.layout import Layout, layout
+from multiverse_lab.lab.plan import LabHost, LabOptions, load
+from multiverse_lab.lab.services import CONTROLLER
 from tests.contract.test_hypervisor_contract import SUITE, Check
 from tests.contract.test_hypervisor_troubles import TROUBLES
 from tests.integration.conftest import LabUnderTest, new_lab
@@ -577,12 +577,12 @@ _IS_KILLED = """
 import asyncio, os, signal, sys
 from pathlib import Path
 from multiverse.drivers.qemu.job_bridge import JobBridge
-from multiverse.lab import bridge
-from multiverse.lab.configure import configure
-from multiverse.lab.hosts.services import host_services
-from multiverse.lab.layout import layout
-from multiverse.lab.plan import LabOptions, decide
-from multiverse.lab.service import Lab
+from multiverse_lab.lab import bridge
+from multiverse_lab.lab.configure import configure
+from multiverse_lab.lab.hosts.services import host_services
+from multiverse_lab.lab.layout import layout
+from multiverse_lab.lab.plan import LabOptions, decide
+from multiverse_lab.lab.service import Lab
 where = layout(Path(sys.argv[1]))
 where.make()
 plan = decide(where, LabOptions(hosts=2, images=Path(sys.argv[2])))

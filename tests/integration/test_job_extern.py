@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from multiverse.lab import lifecycle
-from multiverse.lab.plan import LabOptions
+from multiverse_lab.lab import lifecycle
+from multiverse_lab.lab.plan import LabOptions
 from tests.integration.conftest import new_lab, nodes_with_job_vms
 from tests.integration.job_nodes import JobNode, job_nodes
 from tests.integration.watch import accounted, kill, until, written

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from multiverse.lab.service import PATIENCE
+from multiverse_lab.lab.service import PATIENCE
 from tests.integration import iommu_guest
 from tests.integration.conftest import TEMPLATES, new_lab, nodes_with_job_vms
 from tests.integration.images import CACHE, slim

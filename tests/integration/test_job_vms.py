@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from multiverse import config
-from multiverse.bench.ivshmem import measure_passing
-from multiverse.lab import baremetal
-from multiverse.lab.configure import BARE_FEATURE, changed_conf, hostname
-from multiverse.lab.services import AGENT
+from multiverse_lab.bench.ivshmem import measure_passing
+from multiverse_lab.lab import baremetal
+from multiverse_lab.lab.configure import BARE_FEATURE, changed_conf, hostname
+from multiverse_lab.lab.services import AGENT
 from tests.integration.bare_node import BUILT, FEATURE, IN_A_VM, BareNode, bare_node, ensure_agent
 from tests.integration.conftest import LabUnderTest
 from tests.integration.watch import accounted, below, kill, matching, until, written

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from multiverse.lab.hosts.physical import physical_services
-from multiverse.lab.service import Lab
+from multiverse_lab.lab.hosts.physical import physical_services
+from multiverse_lab.lab.service import Lab
 from tests.integration.bare_node import BUILT
 from tests.integration.conftest import LabUnderTest
 from tests.integration.physical_nodes import lab_of, networks, nothing_left

@@ -13,9 +13,9 @@ import pytest
 from multiverse import config
 from multiverse.core.model import vm_prefix
 from multiverse.host import manifest
-from multiverse.lab import baremetal
-from multiverse.lab.services import AGENT
 from multiverse.service.job_platform import site_of_node
+from multiverse_lab.lab import baremetal
+from multiverse_lab.lab.services import AGENT
 from tests.integration.bare_node import BareNode, bare_node, ensure_agent
 from tests.integration.conftest import LabUnderTest
 from tests.integration.test_job_vms import (  # noqa: F401 - they run here, too

@@ -13,10 +13,10 @@ import pytest
 
 from multiverse.config import JobVmSettings
 from multiverse.images.catalog import Image
-from multiverse.lab.configure import changed_conf
-from multiverse.lab.hosts.physical import physical_services
-from multiverse.lab.plan import LabOptions
-from multiverse.lab.users import enter_private_namespace
+from multiverse_lab.lab.configure import changed_conf
+from multiverse_lab.lab.hosts.physical import physical_services
+from multiverse_lab.lab.plan import LabOptions
+from multiverse_lab.lab.users import enter_private_namespace
 from tests.integration.conftest import LabUnderTest, new_lab
 from tests.integration.images import mpi
 from tests.integration.physical_nodes import lab_of, nothing_left

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from multiverse.guest.protocol import TASKS_PORT
-from multiverse.lab.hosts.machine import HostInit
-from multiverse.lab.users import PrivateUser
+from multiverse_lab.lab.hosts.machine import HostInit
+from multiverse_lab.lab.users import PrivateUser
 from tests.integration.conftest import BUILT, LabUnderTest
 from tests.integration.physical_nodes import inside, lab_of, nothing_left
 from tests.integration.watch import accounted, below, until

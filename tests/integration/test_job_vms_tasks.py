@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from multiverse.lab.configure import hostname
-from multiverse.lab.services import AGENT
+from multiverse_lab.lab.configure import hostname
+from multiverse_lab.lab.services import AGENT
 from tests.integration.bare_node import BUILT, BareNode, bare_node, ensure_agent
 from tests.integration.conftest import LabUnderTest
 from tests.integration.watch import accounted, kill, until

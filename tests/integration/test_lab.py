@@ -18,12 +18,12 @@ import pytest
 
 from multiverse.cli.exit_codes import INTERRUPTED
 from multiverse.host import process
-from multiverse.lab import baremetal, lifecycle
-from multiverse.lab.hosts import control_groups
-from multiverse.lab.layout import Layout, layout
-from multiverse.lab.plan import LabOptions, load
-from multiverse.lab.services import Lab
-from multiverse.soak import leftovers
+from multiverse_lab.lab import baremetal, lifecycle
+from multiverse_lab.lab.hosts import control_groups
+from multiverse_lab.lab.layout import Layout, layout
+from multiverse_lab.lab.plan import LabOptions, load
+from multiverse_lab.lab.services import Lab
+from multiverse_lab.soak import leftovers
 from tests.integration.images import BUILT, IMAGES, plain, slim
 from tests.integration.watch import kept_by_slurm, kill, until
 

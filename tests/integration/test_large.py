@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from multiverse.client import Client
-from multiverse.lab import lifecycle
-from multiverse.lab.plan import LabOptions
+from multiverse_lab.lab import lifecycle
+from multiverse_lab.lab.plan import LabOptions
 from tests.integration.conftest import LabUnderTest
 from tests.integration.watch import ended, nothing_left, until, written
 

@@ -24,13 +24,13 @@ from multiverse.core.model import CloneKind, HypervisorView, LeasedHost, LeaseSp
 from multiverse.core.model.names import lease_name
 from multiverse.drivers.slurm.driver import SlurmScheduler
 from multiverse.host import manifest
-from multiverse.lab import lifecycle
-from multiverse.lab.hosts import control_groups
-from multiverse.lab.layout import Layout
-from multiverse.lab.plan import LabOptions
-from multiverse.lab.services import AGENT, CONTROLLER, SERVICES
 from multiverse.service.agents import PilotTransport
 from multiverse.system.processes import ProcessIdentity, stat_fields
+from multiverse_lab.lab import lifecycle
+from multiverse_lab.lab.hosts import control_groups
+from multiverse_lab.lab.layout import Layout
+from multiverse_lab.lab.plan import LabOptions
+from multiverse_lab.lab.services import AGENT, CONTROLLER, SERVICES
 from tests.contract.test_hypervisor_contract import Check
 from tests.contract.test_lease_contract import LEASES, LeaseCheck, Lender
 from tests.integration.conftest import LabUnderTest, new_lab

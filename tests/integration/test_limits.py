@@ -18,9 +18,9 @@ import pytest
 
 from multiverse.client import Client
 from multiverse.core.model import serial_of
-from multiverse.lab import lifecycle
-from multiverse.lab.plan import LabOptions
-from multiverse.lab.services import CONTROLLER
+from multiverse_lab.lab import lifecycle
+from multiverse_lab.lab.plan import LabOptions
+from multiverse_lab.lab.services import CONTROLLER
 from tests.integration.conftest import LabUnderTest
 from tests.integration.watch import ended, latest, nothing_left, until
 

@@ -16,9 +16,9 @@ import pytest
 
 from multiverse.client import Client
 from multiverse.core.errors import Broken
-from multiverse.lab import baremetal
-from multiverse.lab.plan import load
-from multiverse.lab.services import Lab
+from multiverse_lab.lab import baremetal
+from multiverse_lab.lab.plan import load
+from multiverse_lab.lab.services import Lab
 from tests.integration.conftest import LabUnderTest
 from tests.integration.watch import accounted, ended, nothing_left, output_of, until
 

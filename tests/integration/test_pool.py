@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from multiverse.client import Client
-from multiverse.lab import lifecycle
-from multiverse.lab.plan import LabOptions
+from multiverse_lab.lab import lifecycle
+from multiverse_lab.lab.plan import LabOptions
 from tests.integration.conftest import CONTROLLER, LabUnderTest
 from tests.integration.watch import ended, kill, nothing_left, until, written
 

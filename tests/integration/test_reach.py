@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from multiverse.client import Client
-from multiverse.lab import lifecycle
-from multiverse.lab.own_etc import has_own_etc
-from multiverse.lab.plan import LabOptions
-from multiverse.lab.services import AGENT, CONTROLLER
-from multiverse.lab.users import PrivateUser
+from multiverse_lab.lab import lifecycle
+from multiverse_lab.lab.own_etc import has_own_etc
+from multiverse_lab.lab.plan import LabOptions
+from multiverse_lab.lab.services import AGENT, CONTROLLER
+from multiverse_lab.lab.users import PrivateUser
 from tests.integration.conftest import LabUnderTest
 from tests.integration.watch import ended, nothing_left, until, written
 

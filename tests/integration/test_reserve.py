@@ -14,12 +14,12 @@ from typing import Any, cast
 import pytest
 import sqlalchemy as sa
 
-from multiverse.bench.planner import UncheckedTables
 from multiverse.core.errors import Exhausted
 from multiverse.core.model import AttemptState, Claim, ClaimKey, Size, VmState
 from multiverse.core.transition import Change, Event, Move
 from multiverse.store import Store
 from multiverse.store.reserve import PAGES
+from multiverse_lab.bench.planner import UncheckedTables
 from tests.integration.small_disk import available, fill, small_disk
 from tests.unit.planner_harness import ManualClock
 from tests.unit.rows import attempt, vm

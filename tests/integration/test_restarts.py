@@ -10,8 +10,8 @@ from collections.abc import Callable
 import pytest
 
 from multiverse.client import Client
-from multiverse.lab import lifecycle
-from multiverse.lab.services import SERVICES
+from multiverse_lab.lab import lifecycle
+from multiverse_lab.lab.services import SERVICES
 from tests.integration.conftest import LabUnderTest
 from tests.integration.images import copy_of_slim
 from tests.integration.watch import accounted, ended, latest, mend, nothing_left, until, written

@@ -14,10 +14,10 @@ import pytest
 
 from multiverse.client import Client
 from multiverse.core.model import mac_of, network_id_of, serial_of, site_of
-from multiverse.lab import lifecycle
-from multiverse.lab.hosts.services import host_services
-from multiverse.lab.plan import LabHost, LabOptions, LabPlan, load
 from multiverse.system import kernel
+from multiverse_lab.lab import lifecycle
+from multiverse_lab.lab.hosts.services import host_services
+from multiverse_lab.lab.plan import LabHost, LabOptions, LabPlan, load
 from tests.integration.conftest import LabUnderTest, new_lab
 from tests.integration.images import slim
 from tests.integration.overlay_hosts import forged_packet

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from multiverse.soak.disk import fill, small_disk
+from multiverse_lab.soak.disk import fill, small_disk
 from tests.integration.images import CACHE
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1800)]
@@ -89,8 +89,8 @@ def test_a_small_disk_gets_full_and_is_taken_away(tmp_path: Path) -> None:
 IN_A_NAMESPACE = """\
 import os, sys
 from pathlib import Path
-from multiverse.lab.users import enter_private_namespace
-from multiverse.soak.disk import small_disk
+from multiverse_lab.lab.users import enter_private_namespace
+from multiverse_lab.soak.disk import small_disk
 with small_disk(Path(sys.argv[1])):
     enter_private_namespace()
     if sys.argv[2] == "killed":

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from multiverse.client import Client
-from multiverse.lab.services import CONTROLLER
+from multiverse_lab.lab.services import CONTROLLER
 from tests.integration.conftest import LabUnderTest
 from tests.integration.test_jobs import accounted, ended, latest, nothing_left, until
 

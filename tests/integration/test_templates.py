@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from multiverse.client import Client
-from multiverse.lab.plan import load
-from multiverse.lab.services import CONTROLLER, Lab
+from multiverse_lab.lab.plan import load
+from multiverse_lab.lab.services import CONTROLLER, Lab
 from tests.integration.conftest import LabUnderTest
 from tests.integration.images import narrow, stiff
 from tests.integration.watch import accounted, below, ended, nothing_left, until, written

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from multiverse.client import Client
-from multiverse.lab import lifecycle
-from multiverse.lab.plan import LabOptions
-from multiverse.lab.services import CONTROLLER
-from multiverse.simulation.replay import replay
+from multiverse_lab.lab import lifecycle
+from multiverse_lab.lab.plan import LabOptions
+from multiverse_lab.lab.services import CONTROLLER
+from multiverse_lab.simulation.replay import replay
 from tests.integration.conftest import LabUnderTest
 from tests.integration.watch import ended, kill, latest, nothing_left, qemu_of, until
 

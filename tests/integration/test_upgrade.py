@@ -17,11 +17,11 @@ from alembic.script import ScriptDirectory
 
 import multiverse
 from multiverse.client import Client
-from multiverse.lab.plan import load
-from multiverse.lab.service import Lab
-from multiverse.lab.services import AGENT, CONTROLLER
-from multiverse.simulation.network import NEIGHBOURS, THIS, ProtocolRelease
 from multiverse.store import schema, upgrade
+from multiverse_lab.lab.plan import load
+from multiverse_lab.lab.service import Lab
+from multiverse_lab.lab.services import AGENT, CONTROLLER
+from multiverse_lab.simulation.network import NEIGHBOURS, THIS, ProtocolRelease
 from tests.integration.conftest import LabUnderTest
 from tests.integration.releases import of_release
 from tests.integration.watch import accounted, ended, latest, nothing_left, qemu_of, until

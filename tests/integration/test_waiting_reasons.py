@@ -11,7 +11,7 @@ import pytest
 
 from multiverse.client import Client
 from multiverse.core.provisioning.reasons import BEHIND
-from multiverse.lab.services import CONTROLLER
+from multiverse_lab.lab.services import CONTROLLER
 from tests.integration.conftest import LabUnderTest
 from tests.integration.watch import latest, until
 

@@ -15,9 +15,9 @@ import httpx
 import pytest
 
 from multiverse.client import Client
-from multiverse.lab import lifecycle
-from multiverse.lab.plan import LabOptions
-from multiverse.lab.services import CONTROLLER
+from multiverse_lab.lab import lifecycle
+from multiverse_lab.lab.plan import LabOptions
+from multiverse_lab.lab.services import CONTROLLER
 from tests.integration.conftest import LabUnderTest
 from tests.integration.test_jobs import latest, until
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from multiverse.client import Client
-from multiverse.lab import lifecycle
-from multiverse.lab.plan import LabOptions
-from multiverse.lab.service import patience
 from multiverse.system import listing
+from multiverse_lab.lab import lifecycle
+from multiverse_lab.lab.plan import LabOptions
+from multiverse_lab.lab.service import patience
 
 if TYPE_CHECKING:
     from tests.integration.conftest import LabUnderTest

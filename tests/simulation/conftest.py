@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import structlog
 
-from multiverse.simulation.fuzz import silence_logs
+from multiverse_lab.simulation.fuzz import silence_logs
 
 
 @pytest.fixture(autouse=True)

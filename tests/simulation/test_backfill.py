@@ -10,14 +10,14 @@ import pytest
 from multiverse.config import BackfillSettings, Settings
 from multiverse.core.model import Host, Size
 from multiverse.core.provisioning import backfill
-from multiverse.simulation.faults import Incident, IncidentKind
-from multiverse.simulation.generate import crowded
-from multiverse.simulation.jobs import Batch
-from multiverse.simulation.machines import ABILITIES
-from multiverse.simulation.outcome import Outcome
-from multiverse.simulation.run import simulate
-from multiverse.simulation.scenario import Arrival, Scenario, UserAction
-from multiverse.simulation.world import Pair, WorldSettings
+from multiverse_lab.simulation.faults import Incident, IncidentKind
+from multiverse_lab.simulation.generate import crowded
+from multiverse_lab.simulation.jobs import Batch
+from multiverse_lab.simulation.machines import ABILITIES
+from multiverse_lab.simulation.outcome import Outcome
+from multiverse_lab.simulation.run import simulate
+from multiverse_lab.simulation.scenario import Arrival, Scenario, UserAction
+from multiverse_lab.simulation.world import Pair, WorldSettings
 
 HOST = Host("h1", Size(4, 8192, 65536), ABILITIES, Size(4, 8192, 65536), "tcg")
 

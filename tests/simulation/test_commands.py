@@ -8,10 +8,10 @@ from random import Random
 from multiverse.config import Settings
 from multiverse.controller.loop import Controller
 from multiverse.core.transition import Command
-from multiverse.simulation.clock import VirtualClock
-from multiverse.simulation.loop import run
-from multiverse.simulation.run import CrashingStore
-from multiverse.simulation.world import SimulatedWorld
+from multiverse_lab.simulation.clock import VirtualClock
+from multiverse_lab.simulation.loop import run
+from multiverse_lab.simulation.run import CrashingStore
+from multiverse_lab.simulation.world import SimulatedWorld
 
 
 def test_a_command_is_answered_once_it_is_committed() -> None:

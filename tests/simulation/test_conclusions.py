@@ -11,14 +11,14 @@ from multiverse.config import PoolSettings, Settings
 from multiverse.core import planner
 from multiverse.core.machines import attempt, tables, vm
 from multiverse.core.model import Depth, Key, Size
-from multiverse.simulation.faults import FaultKind, Incident, IncidentKind, PlannedFault
-from multiverse.simulation.generate import with_pair
-from multiverse.simulation.jobs import Batch
-from multiverse.simulation.outcome import Outcome
-from multiverse.simulation.run import simulate
-from multiverse.simulation.scenario import Arrival, Scenario
-from multiverse.simulation.world import Pair, WorldSettings
 from multiverse.store import Store
+from multiverse_lab.simulation.faults import FaultKind, Incident, IncidentKind, PlannedFault
+from multiverse_lab.simulation.generate import with_pair
+from multiverse_lab.simulation.jobs import Batch
+from multiverse_lab.simulation.outcome import Outcome
+from multiverse_lab.simulation.run import simulate
+from multiverse_lab.simulation.scenario import Arrival, Scenario
+from multiverse_lab.simulation.world import Pair, WorldSettings
 
 
 def keeps_its_promises(scenario: Scenario) -> Outcome:

@@ -6,11 +6,11 @@ import pytest
 
 from multiverse.config import Settings
 from multiverse.core.transition import Event
-from multiverse.simulation.cluster import ClusterSettings
-from multiverse.simulation.jobs import Batch
-from multiverse.simulation.run import simulate
-from multiverse.simulation.scenario import Arrival, Scenario
-from multiverse.simulation.world import WorldSettings
+from multiverse_lab.simulation.cluster import ClusterSettings
+from multiverse_lab.simulation.jobs import Batch
+from multiverse_lab.simulation.run import simulate
+from multiverse_lab.simulation.scenario import Arrival, Scenario
+from multiverse_lab.simulation.world import WorldSettings
 
 EPILOG = 0.15  # seconds for which the job is COMPLETING
 

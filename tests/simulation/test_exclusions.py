@@ -10,13 +10,13 @@ from multiverse.config import PoolSettings, Settings
 from multiverse.core.model import Depth, Size
 from multiverse.core.provisioning import pools
 from multiverse.core.transition import Event
-from multiverse.simulation.cluster import ClusterSettings
-from multiverse.simulation.faults import FaultKind, Incident, IncidentKind, PlannedFault
-from multiverse.simulation.jobs import Batch
-from multiverse.simulation.outcome import Outcome
-from multiverse.simulation.run import simulate
-from multiverse.simulation.scenario import Arrival, Scenario
-from multiverse.simulation.world import WorldSettings
+from multiverse_lab.simulation.cluster import ClusterSettings
+from multiverse_lab.simulation.faults import FaultKind, Incident, IncidentKind, PlannedFault
+from multiverse_lab.simulation.jobs import Batch
+from multiverse_lab.simulation.outcome import Outcome
+from multiverse_lab.simulation.run import simulate
+from multiverse_lab.simulation.scenario import Arrival, Scenario
+from multiverse_lab.simulation.world import WorldSettings
 
 TESTER = 1002
 TIMES = (15.0, 100.0, 200.0, 300.0, 400.0, 500.0)

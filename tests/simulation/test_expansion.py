@@ -9,14 +9,14 @@ from tests.sampled import one_in
 
 from multiverse.config import ExpandSettings, Settings
 from multiverse.core.model import Host, Size
-from multiverse.simulation.cluster import ClusterSettings
-from multiverse.simulation.generate import EXPANDED, expanding
-from multiverse.simulation.jobs import Batch
-from multiverse.simulation.machines import ABILITIES
-from multiverse.simulation.outcome import Outcome
-from multiverse.simulation.run import simulate
-from multiverse.simulation.scenario import Arrival, Scenario, UserAction
-from multiverse.simulation.world import WorldSettings
+from multiverse_lab.simulation.cluster import ClusterSettings
+from multiverse_lab.simulation.generate import EXPANDED, expanding
+from multiverse_lab.simulation.jobs import Batch
+from multiverse_lab.simulation.machines import ABILITIES
+from multiverse_lab.simulation.outcome import Outcome
+from multiverse_lab.simulation.run import simulate
+from multiverse_lab.simulation.scenario import Arrival, Scenario, UserAction
+from multiverse_lab.simulation.world import WorldSettings
 
 HOST = Host("h1", Size(2, 4096, 65536), ABILITIES, Size(2, 4096, 65536), "tcg")
 JOB = Batch(seconds=60.0, origin=EXPANDED, limit=300.0)

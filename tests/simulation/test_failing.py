@@ -10,13 +10,13 @@ from tests.sampled import one_in
 from multiverse.config import PacingSettings, Settings
 from multiverse.core.model import Attempt, Host, Size
 from multiverse.core.policy import Policy
-from multiverse.simulation.faults import Incident, IncidentKind
-from multiverse.simulation.generate import failing
-from multiverse.simulation.jobs import Batch
-from multiverse.simulation.machines import ABILITIES
-from multiverse.simulation.run import simulate
-from multiverse.simulation.scenario import Arrival, Scenario
-from multiverse.simulation.world import WorldSettings
+from multiverse_lab.simulation.faults import Incident, IncidentKind
+from multiverse_lab.simulation.generate import failing
+from multiverse_lab.simulation.jobs import Batch
+from multiverse_lab.simulation.machines import ABILITIES
+from multiverse_lab.simulation.run import simulate
+from multiverse_lab.simulation.scenario import Arrival, Scenario
+from multiverse_lab.simulation.world import WorldSettings
 
 
 def host(name: str, cpus: int) -> Host:

@@ -10,16 +10,16 @@ from tests.sampled import one_in
 
 from multiverse.config import FenceSettings, PacingSettings, Settings
 from multiverse.core.model import Host, Size
-from multiverse.simulation.cluster import ClusterSettings
-from multiverse.simulation.faults import Incident, IncidentKind
-from multiverse.simulation.generate import operated
-from multiverse.simulation.jobs import Batch
-from multiverse.simulation.machines import ABILITIES
-from multiverse.simulation.network import AgentBehaviour
-from multiverse.simulation.outcome import Outcome
-from multiverse.simulation.run import simulate
-from multiverse.simulation.scenario import Arrival, Scenario
-from multiverse.simulation.world import WorldSettings
+from multiverse_lab.simulation.cluster import ClusterSettings
+from multiverse_lab.simulation.faults import Incident, IncidentKind
+from multiverse_lab.simulation.generate import operated
+from multiverse_lab.simulation.jobs import Batch
+from multiverse_lab.simulation.machines import ABILITIES
+from multiverse_lab.simulation.network import AgentBehaviour
+from multiverse_lab.simulation.outcome import Outcome
+from multiverse_lab.simulation.run import simulate
+from multiverse_lab.simulation.scenario import Arrival, Scenario
+from multiverse_lab.simulation.world import WorldSettings
 
 HOSTS = tuple(Host(f"h{n}", Size(4, 8192, 65536), ABILITIES, Size(4, 16384), "tcg") for n in range(3))
 FENCE = FenceSettings(("fence", "{host}"), after=30.0)

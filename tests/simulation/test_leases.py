@@ -7,19 +7,19 @@ from dataclasses import replace
 import pytest
 from tests.sampled import one_in
 
-from multiverse.bench.leases import compare_leases
 from multiverse.config import LeaseSettings, PacingSettings, Settings
 from multiverse.core.model import Host, Size
-from multiverse.simulation.cluster import ClusterSettings
-from multiverse.simulation.faults import ControllerCrash, Incident, IncidentKind
-from multiverse.simulation.generate import leasing
-from multiverse.simulation.jobs import Batch
-from multiverse.simulation.machines import ABILITIES
-from multiverse.simulation.outcome import Outcome
-from multiverse.simulation.pilots import PARTITION, PhysicalNodes
-from multiverse.simulation.run import simulate
-from multiverse.simulation.scenario import Arrival, Scenario, UserAction
-from multiverse.simulation.world import WorldSettings
+from multiverse_lab.bench.leases import compare_leases
+from multiverse_lab.simulation.cluster import ClusterSettings
+from multiverse_lab.simulation.faults import ControllerCrash, Incident, IncidentKind
+from multiverse_lab.simulation.generate import leasing
+from multiverse_lab.simulation.jobs import Batch
+from multiverse_lab.simulation.machines import ABILITIES
+from multiverse_lab.simulation.outcome import Outcome
+from multiverse_lab.simulation.pilots import PARTITION, PhysicalNodes
+from multiverse_lab.simulation.run import simulate
+from multiverse_lab.simulation.scenario import Arrival, Scenario, UserAction
+from multiverse_lab.simulation.world import WorldSettings
 
 K = IncidentKind
 HOST = Host("h1", Size(1, 4096, 65536), ABILITIES, Size(2, 4096, 65536), "tcg")

@@ -8,14 +8,14 @@ import pytest
 
 from multiverse.config import ImageSettings, PoolSettings, Settings
 from multiverse.core.model import CloneKind, Depth, Host, Size
-from multiverse.simulation.cloud import CLOUD_ABILITIES, QUOTA
-from multiverse.simulation.faults import FaultKind, Incident, IncidentKind, PlannedFault
-from multiverse.simulation.generate import PAIRS, with_faults, without_faults
-from multiverse.simulation.jobs import Batch
-from multiverse.simulation.outcome import Outcome
-from multiverse.simulation.run import simulate
-from multiverse.simulation.scenario import Arrival, Scenario
-from multiverse.simulation.world import Pair, WorldSettings
+from multiverse_lab.simulation.cloud import CLOUD_ABILITIES, QUOTA
+from multiverse_lab.simulation.faults import FaultKind, Incident, IncidentKind, PlannedFault
+from multiverse_lab.simulation.generate import PAIRS, with_faults, without_faults
+from multiverse_lab.simulation.jobs import Batch
+from multiverse_lab.simulation.outcome import Outcome
+from multiverse_lab.simulation.run import simulate
+from multiverse_lab.simulation.scenario import Arrival, Scenario
+from multiverse_lab.simulation.world import Pair, WorldSettings
 
 CLOUD = WorldSettings((Host(QUOTA, Size(4, 8192, 65536), CLOUD_ABILITIES, template_copies=0, vm_overhead=0),))
 FULL = Settings(image=ImageSettings(kind=CloneKind.FULL))

@@ -9,13 +9,13 @@ import pytest
 
 from multiverse.config import PacingSettings, PlacementSettings, Settings
 from multiverse.core.model import Host, Overcommitment, Placement, Size
-from multiverse.simulation.faults import IncidentKind, Odds, every
-from multiverse.simulation.jobs import Batch
-from multiverse.simulation.machines import ABILITIES, Machines
-from multiverse.simulation.outcome import Outcome
-from multiverse.simulation.run import simulate
-from multiverse.simulation.scenario import Arrival, Scenario
-from multiverse.simulation.world import WorldSettings
+from multiverse_lab.simulation.faults import IncidentKind, Odds, every
+from multiverse_lab.simulation.jobs import Batch
+from multiverse_lab.simulation.machines import ABILITIES, Machines
+from multiverse_lab.simulation.outcome import Outcome
+from multiverse_lab.simulation.run import simulate
+from multiverse_lab.simulation.scenario import Arrival, Scenario
+from multiverse_lab.simulation.world import WorldSettings
 
 SITE = tuple(
     Host(f"h{number}", size, ABILITIES, Size(32, 65536, 0), "tcg", template_copies=1, overcommit=Overcommitment(times))

@@ -47,9 +47,9 @@ from multiverse.core.policy import Policy
 from multiverse.core.provisioning.sizes import vm_claim, vm_size
 from multiverse.core.state import State
 from multiverse.core.transition import Change, Event
-from multiverse.simulation import fuzz as fuzzing
-from multiverse.simulation.cluster import ClusterSettings
-from multiverse.simulation.faults import (
+from multiverse_lab.simulation import fuzz as fuzzing
+from multiverse_lab.simulation.cluster import ClusterSettings
+from multiverse_lab.simulation.faults import (
     CALL_IDS,
     ControllerCrash,
     FaultKind,
@@ -60,16 +60,16 @@ from multiverse.simulation.faults import (
     every,
     possible,
 )
-from multiverse.simulation.fuzz import SeedResult, fuzz, load, save
-from multiverse.simulation.generate import IMPOSSIBLE, operated, with_faults, with_pair, without_faults
-from multiverse.simulation.jobs import Batch
-from multiverse.simulation.machines import ABILITIES, Machines, SimulatedImage
-from multiverse.simulation.outcome import Outcome, transition_name
-from multiverse.simulation.run import simulate
-from multiverse.simulation.scenario import Arrival, Scenario, UserAction
-from multiverse.simulation.scheduler import SimulatedSlurm
-from multiverse.simulation.shrink import breaks_the_same, explicit, shrink
-from multiverse.simulation.world import Pair, WorldSettings
+from multiverse_lab.simulation.fuzz import SeedResult, fuzz, load, save
+from multiverse_lab.simulation.generate import IMPOSSIBLE, operated, with_faults, with_pair, without_faults
+from multiverse_lab.simulation.jobs import Batch
+from multiverse_lab.simulation.machines import ABILITIES, Machines, SimulatedImage
+from multiverse_lab.simulation.outcome import Outcome, transition_name
+from multiverse_lab.simulation.run import simulate
+from multiverse_lab.simulation.scenario import Arrival, Scenario, UserAction
+from multiverse_lab.simulation.scheduler import SimulatedSlurm
+from multiverse_lab.simulation.shrink import breaks_the_same, explicit, shrink
+from multiverse_lab.simulation.world import Pair, WorldSettings
 
 BLOCK = 10  # seeds for each test case
 SEEDS = 250
@@ -828,8 +828,8 @@ def test_no_host_is_ever_oversubscribed(
 _PROGRAM = """
 import logging, structlog
 structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
-from multiverse.simulation.run import simulate
-from multiverse.simulation.generate import with_faults
+from multiverse_lab.simulation.run import simulate
+from multiverse_lab.simulation.generate import with_faults
 for seed in (3, 4):
     print("\\n".join(simulate(with_faults(seed)).journal))
 """
@@ -847,7 +847,7 @@ def test_a_scenario_is_made_smaller_only_while_it_breaks_the_same_promise(monkey
     failing = breaks_the_same(broken)
     for text, same in (("job 3 ran in p2 while it still ran in mvsimul-1", True), ("job 3 is pending", False)):
         other = replace(broken, violations=(text,))
-        monkeypatch.setattr("multiverse.simulation.shrink.simulate", lambda _, found=other: found)
+        monkeypatch.setattr("multiverse_lab.simulation.shrink.simulate", lambda _, found=other: found)
         assert failing(ONE) is same
 
 

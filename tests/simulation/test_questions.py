@@ -11,9 +11,9 @@ from multiverse.core.provisioning.explain import explain
 from multiverse.core.provisioning.reasons import reason_of
 from multiverse.core.provisioning.startable import sizes_to_show, startable, usage
 from multiverse.core.provisioning.trial import try_request
-from multiverse.simulation.generate import crowded, operated, with_faults
-from multiverse.simulation.run import simulate
-from multiverse.simulation.scenario import Scenario
+from multiverse_lab.simulation.generate import crowded, operated, with_faults
+from multiverse_lab.simulation.run import simulate
+from multiverse_lab.simulation.scenario import Scenario
 
 ASKED = (Request(1, Size(1, 100)), Request(2, Size(2, 500)), Request(1, Size(1, 100), image="nowhere"))
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from multiverse.core.model import Host, Job, Size
-from multiverse.simulation.cluster import Cluster
-from multiverse.simulation.generate import requesting
-from multiverse.simulation.jobs import Batch, JobRecord
-from multiverse.simulation.machines import ABILITIES
-from multiverse.simulation.run import simulate
-from multiverse.simulation.scenario import Arrival, Scenario
-from multiverse.simulation.world import Pair, WorldSettings
+from multiverse_lab.simulation.cluster import Cluster
+from multiverse_lab.simulation.generate import requesting
+from multiverse_lab.simulation.jobs import Batch, JobRecord
+from multiverse_lab.simulation.machines import ABILITIES
+from multiverse_lab.simulation.run import simulate
+from multiverse_lab.simulation.scenario import Arrival, Scenario
+from multiverse_lab.simulation.world import Pair, WorldSettings
 
 HOSTS = tuple(Host(f"h{n}", Size(8, 16384, 65536, 1000), ABILITIES, Size(8, 16384, 65536), "tcg") for n in (1, 2))
 

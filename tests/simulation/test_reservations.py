@@ -10,13 +10,13 @@ from tests.sampled import one_in
 
 from multiverse.config import PoolSettings, Settings
 from multiverse.core.model import Depth, Size
-from multiverse.simulation.cluster import ClusterSettings
-from multiverse.simulation.faults import Incident, IncidentKind
-from multiverse.simulation.jobs import Batch
-from multiverse.simulation.run import simulate
-from multiverse.simulation.scenario import Arrival, Scenario
-from multiverse.simulation.scheduler import SimulatedSlurm
-from multiverse.simulation.world import Pair, WorldSettings
+from multiverse_lab.simulation.cluster import ClusterSettings
+from multiverse_lab.simulation.faults import Incident, IncidentKind
+from multiverse_lab.simulation.jobs import Batch
+from multiverse_lab.simulation.run import simulate
+from multiverse_lab.simulation.scenario import Arrival, Scenario
+from multiverse_lab.simulation.scheduler import SimulatedSlurm
+from multiverse_lab.simulation.world import Pair, WorldSettings
 
 NOW, SOON, LATER = 0.0, 0.001, 0.002  # `Incident.pick`: when the reservation begins
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from multiverse.core.model import Host, Size
-from multiverse.simulation.faults import FOREVER, Incident, IncidentKind
-from multiverse.simulation.jobs import Batch
-from multiverse.simulation.machines import ABILITIES
-from multiverse.simulation.outcome import Outcome
-from multiverse.simulation.run import simulate
-from multiverse.simulation.scenario import Arrival, Scenario
-from multiverse.simulation.world import WorldSettings
+from multiverse_lab.simulation.faults import FOREVER, Incident, IncidentKind
+from multiverse_lab.simulation.jobs import Batch
+from multiverse_lab.simulation.machines import ABILITIES
+from multiverse_lab.simulation.outcome import Outcome
+from multiverse_lab.simulation.run import simulate
+from multiverse_lab.simulation.scenario import Arrival, Scenario
+from multiverse_lab.simulation.world import WorldSettings
 
 FIVE = tuple(Host(f"h{n}", Size(4, 4096, 65536), ABILITIES) for n in range(5))
 WHOLE_HOST = Batch(seconds=300.0, size=Size(4, 1000))

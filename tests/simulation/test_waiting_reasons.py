@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from multiverse.core.model import Host, JobRef, Size
 from multiverse.core.provisioning.reasons import BEHIND
-from multiverse.simulation.faults import CALL_IDS, Incident, IncidentKind
-from multiverse.simulation.jobs import Batch
-from multiverse.simulation.machines import ABILITIES
-from multiverse.simulation.run import simulate
-from multiverse.simulation.scenario import Arrival, Scenario, UserAction
-from multiverse.simulation.world import WorldSettings
+from multiverse_lab.simulation.faults import CALL_IDS, Incident, IncidentKind
+from multiverse_lab.simulation.jobs import Batch
+from multiverse_lab.simulation.machines import ABILITIES
+from multiverse_lab.simulation.run import simulate
+from multiverse_lab.simulation.scenario import Arrival, Scenario, UserAction
+from multiverse_lab.simulation.world import WorldSettings
 
 EXPLAIN = CALL_IDS["scheduler", "explain"]
 

@@ -37,8 +37,8 @@ from multiverse.core.policy import Policy
 from multiverse.core.rows import Rows
 from multiverse.core.state import State
 from multiverse.core.transition import Done, Event, Message, Move
-from multiverse.simulation.promises import moves_at_rest, orphans_by_looking_at_all
 from multiverse.store import Store
+from multiverse_lab.simulation.promises import moves_at_rest, orphans_by_looking_at_all
 from tests.unit.rows import IMAGES, SOURCE, effects_of
 
 POLICY = Policy(subnet=ipaddress.IPv4Network("10.9.0.0/16"), gateway="10.9.0.1")

@@ -13,8 +13,8 @@ from multiverse.controller.addresses import AddressBook
 from multiverse.core.errors import Exhausted
 from multiverse.core.model import Vm, VmState
 from multiverse.core.transition import Change, Event, Move
-from multiverse.simulation.clock import VirtualClock
-from multiverse.simulation.loop import run
+from multiverse_lab.simulation.clock import VirtualClock
+from multiverse_lab.simulation.loop import run
 from tests.unit.rows import vm
 
 

@@ -36,11 +36,11 @@ from multiverse.core.model import (
     VmRef,
     VmSpec,
 )
-from multiverse.simulation.loop import run
-from multiverse.simulation.machines import ABILITIES
-from multiverse.simulation.network import NEIGHBOURS, STRANGERS, AgentBehaviour, ProtocolRelease, SimulatedAgent
-from multiverse.simulation.world import Pair, SimulatedWorld, WorldSettings
 from multiverse.system import record
+from multiverse_lab.simulation.loop import run
+from multiverse_lab.simulation.machines import ABILITIES
+from multiverse_lab.simulation.network import NEIGHBOURS, STRANGERS, AgentBehaviour, ProtocolRelease, SimulatedAgent
+from multiverse_lab.simulation.world import Pair, SimulatedWorld, WorldSettings
 from tests.contract.agents import TestedController, agents_of, controller
 
 SIZE = Size(1, 256)

@@ -15,11 +15,13 @@ import pytest
 from typer.testing import CliRunner
 
 from multiverse.api import HostView, PhaseView, SizeView, TimelineView, VmView
-from multiverse.bench import burst as bursts
-from multiverse.bench import density as densities
-from multiverse.bench.arrivals import Arrivals
-from multiverse.bench.density import busy, overcommit
-from multiverse.bench.latency import (
+from multiverse.cli.commands import build
+from multiverse.core.errors import Broken, Refused
+from multiverse_lab.bench import burst as bursts
+from multiverse_lab.bench import density as densities
+from multiverse_lab.bench.arrivals import Arrivals
+from multiverse_lab.bench.density import busy, overcommit
+from multiverse_lab.bench.latency import (
     KINDS,
     LatencySamples,
     add_both_ends,
@@ -28,11 +30,9 @@ from multiverse.bench.latency import (
     plugging,
     result,
 )
-from multiverse.bench.long_queue import STAGES, mean_cycles
-from multiverse.bench.stats import excess, percentile, ratio, summary
-from multiverse.cli.bench import kinds_of
-from multiverse.cli.commands import build
-from multiverse.core.errors import Broken, Refused
+from multiverse_lab.bench.long_queue import STAGES, mean_cycles
+from multiverse_lab.bench.stats import excess, percentile, ratio, summary
+from multiverse_lab.cli.bench import kinds_of
 
 
 def test_percentiles_lie_between_neighbours() -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from multiverse.bench.across import ONE_HOST, PLAIN, TWO_HOSTS, AcrossSample, sample_of
-from multiverse.bench.hpcc import hpcc_figures
-from multiverse.cli.across import FIGURES, document
 from multiverse.core.errors import Broken
+from multiverse_lab.bench.across import ONE_HOST, PLAIN, TWO_HOSTS, AcrossSample, sample_of
+from multiverse_lab.bench.hpcc import hpcc_figures
+from multiverse_lab.cli.across import FIGURES, document
 
 SUMMARY = """Begin of Summary section.
 VersionMajor=1

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from multiverse.bench import easy, lublin, swf
-from multiverse.bench.backfill import TOGETHER, bounded_slowdown, compare, figures, scenario_of
-from multiverse.bench.easy import Stay
-from multiverse.bench.swf import TraceJob
 from multiverse.cli.commands import build
 from multiverse.config import BackfillSettings
 from multiverse.core.errors import Refused
+from multiverse_lab.bench import easy, lublin, swf
+from multiverse_lab.bench.backfill import TOGETHER, bounded_slowdown, compare, figures, scenario_of
+from multiverse_lab.bench.easy import Stay
+from multiverse_lab.bench.swf import TraceJob
 
 
 def job(number: int, submitted: float, runs: float, processors: int, limit: float | None = None) -> TraceJob:

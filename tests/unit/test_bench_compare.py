@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from multiverse.bench import checkouts, figures
-from multiverse.bench.checkouts import Checkout
-from multiverse.bench.figures import Figure, better, compare, flatten, only_in
-from multiverse.cli import compare as command
 from multiverse.cli.commands import build
 from multiverse.core.errors import Broken, Refused
+from multiverse_lab.bench import checkouts, figures
+from multiverse_lab.bench.checkouts import Checkout
+from multiverse_lab.bench.figures import Figure, better, compare, flatten, only_in
+from multiverse_lab.cli import compare as command
 
 SUMMARY = {"n": 3, "mean": 2.0, "p50": 1.5, "p95": 3.0, "max": 4.0, "low": 1.0, "high": 2.0}
 LATENCY = {

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from multiverse.bench import applications
-from multiverse.bench.applications import BFS, EASJ, HPL, ApplicationSamples, compile_kernel, speed_of
-from multiverse.bench.injob import PAPER, SLURM, SUBMISSION, ManyVms, StartSamples
-from multiverse.bench.ivshmem import PassingFigures, PassingRound
-from multiverse.bench.launches import ADDRESSES, ANSWER, COPY, IMAGE, INSTANT, WAYS
-from multiverse.cli.injob import applications_document, many_document, passing_document, start_document
 from multiverse.core.errors import Broken
+from multiverse_lab.bench import applications
+from multiverse_lab.bench.applications import BFS, EASJ, HPL, ApplicationSamples, compile_kernel, speed_of
+from multiverse_lab.bench.injob import PAPER, SLURM, SUBMISSION, ManyVms, StartSamples
+from multiverse_lab.bench.ivshmem import PassingFigures, PassingRound
+from multiverse_lab.bench.launches import ADDRESSES, ANSWER, COPY, IMAGE, INSTANT, WAYS
+from multiverse_lab.cli.injob import applications_document, many_document, passing_document, start_document
 
 _MASK = (1 << 64) - 1
 _SCALE, _EDGES, _SEARCHES = 6, 4, 3

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from multiverse.bench.ivshmem import STEP, PassingRound, measure_passing
 from multiverse.core.errors import Broken
+from multiverse_lab.bench.ivshmem import STEP, PassingRound, measure_passing
 
 
 def _round(factor: float) -> str:

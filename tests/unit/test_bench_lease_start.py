@@ -11,9 +11,9 @@ from typing import Any, cast
 import pytest
 
 from multiverse.api import JobView, LeaseView, TemplateView, VmView
-from multiverse.bench import lease_start
-from multiverse.bench.lease_start import PHASES, LeaseStart
-from multiverse.cli.lease_start import document
+from multiverse_lab.bench import lease_start
+from multiverse_lab.bench.lease_start import PHASES, LeaseStart
+from multiverse_lab.cli.lease_start import document
 
 LEASE = "lease-x-1"
 

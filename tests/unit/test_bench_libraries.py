@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from multiverse.bench.libraries import Case, compare, optional
+from multiverse_lab.bench.libraries import Case, compare, optional
 
 
 def test_rounds_alternate_and_each_action_is_followed_by_the_restoring() -> None:

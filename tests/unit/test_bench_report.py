@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from multiverse.bench.burst import PAPER, BurstSamples, ratios
-from multiverse.bench.burst import result as burst_result
-from multiverse.bench.latency import LatencySamples, beside_bare_metal
-from multiverse.bench.latency import result as latency_result
-from multiverse.bench.report import BenchmarkMachine, BenchmarkRun, document, read, region, regions, written
-from multiverse.bench.throughput import ThroughputPlan, ThroughputResult, paper
-from multiverse.cli import report as command
 from multiverse.cli.commands import build
 from multiverse.core.errors import Refused
+from multiverse_lab.bench.burst import PAPER, BurstSamples, ratios
+from multiverse_lab.bench.burst import result as burst_result
+from multiverse_lab.bench.latency import LatencySamples, beside_bare_metal
+from multiverse_lab.bench.latency import result as latency_result
+from multiverse_lab.bench.report import BenchmarkMachine, BenchmarkRun, document, read, region, regions, written
+from multiverse_lab.bench.throughput import ThroughputPlan, ThroughputResult, paper
+from multiverse_lab.cli import report as command
 
 MACHINE = BenchmarkMachine("Some CPU", 2, 24576, "22.05.8", "7.2.11", 0.25)
 

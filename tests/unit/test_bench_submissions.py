@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from multiverse.bench.submissions import Plan, TimedController, measure
 from multiverse.cli.commands import build
+from multiverse_lab.bench.submissions import Plan, TimedController, measure
 
 
 def test_jobs_that_wait_are_all_taken_in() -> None:

@@ -11,7 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 from multiverse.api import PhaseView, TimelineEntry, TimelineView
-from multiverse.bench.throughput import (
+from multiverse.cli.commands import build
+from multiverse.core.transition import Event
+from multiverse_lab.bench.throughput import (
     TaskReports,
     ThroughputPlan,
     ThroughputSamples,
@@ -21,8 +23,6 @@ from multiverse.bench.throughput import (
     stages,
     took_spare,
 )
-from multiverse.cli.commands import build
-from multiverse.core.transition import Event
 
 PLAN = ThroughputPlan(tasks=2, seconds=1.0, cpus=1)
 

@@ -1,4 +1,4 @@
-"""Class names are unique in the whole program, so that a name in a log, a trace or a discussion means one class."""
+"""No two classes have the same name, so that a name in a log, a trace or a discussion means one class."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-SOURCES = Path(__file__).parents[2] / "src/multiverse"
+SOURCES = Path(__file__).parents[2] / "src"
 
 
 def duplicates(root: Path) -> dict[str, list[str]]:
@@ -22,7 +22,7 @@ def duplicates(root: Path) -> dict[str, list[str]]:
 
 
 def test_no_two_modules_define_classes_of_the_same_name() -> None:
-    assert (SOURCES / "guest/agent").is_dir()
+    assert (SOURCES / "multiverse/guest/agent").is_dir()
     assert duplicates(SOURCES) == {}
 
 

@@ -28,7 +28,7 @@ from multiverse.core.errors import Unknown
 from multiverse.core.model import Attempt, AttemptState, Job, JobRef, JobState
 from multiverse.core.provisioning.reasons import BEHIND
 from multiverse.core.transition import Change, Event, Move
-from multiverse.simulation.loop import run
+from multiverse_lab.simulation.loop import run
 from tests.unit.planner_harness import POLICY
 from tests.unit.rows import attempt
 

@@ -14,7 +14,7 @@ from multiverse.cli.tree import tree
 def completed(*words: str) -> list[str]:
     """What bash proposes for the last word."""
     lines = [
-        script(Shell.BASH),
+        script(Shell.BASH, tree()),
         f"COMP_WORDS=(multiverse {' '.join(repr(word) for word in words)})",
         f"COMP_CWORD={len(words)}",
         "PATH=/nowhere; _multiverse",
@@ -41,7 +41,7 @@ def test_every_command_and_option_is_in_every_script() -> None:
     nodes = tree().all()
     assert len(nodes) > 40
     for shell in Shell:
-        text = script(shell)
+        text = script(shell, tree())
         for node in nodes:
             for word in (*node.words, *node.options):
                 assert (word.lstrip("-") if shell is Shell.FISH else word) in text, (shell, word)

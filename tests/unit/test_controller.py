@@ -17,9 +17,9 @@ from multiverse.controller.publication import TIMEOUT
 from multiverse.core.errors import Refused, Unknown
 from multiverse.core.model import Host, HypervisorView, JobLimits, SchedulerView, Size
 from multiverse.core.provisioning.largest import largest_on
-from multiverse.simulation.clock import VirtualClock
-from multiverse.simulation.loop import run
 from multiverse.store import Store
+from multiverse_lab.simulation.clock import VirtualClock
+from multiverse_lab.simulation.loop import run
 from tests.unit.rows import IMAGES
 
 Published = Mapping[str, Sequence[Size]]

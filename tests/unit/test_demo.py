@@ -9,12 +9,12 @@ from typing import Any, cast
 import pytest
 
 from multiverse.api import JobView, LeaseView
-from multiverse.bench.latency import LatencySamples
-from multiverse.cli.demo_first import BARE, VM, lines
-from multiverse.cli.demo_jobs import REQUEUE_LIMIT, DemoJob, follow
-from multiverse.cli.demo_physical import _given_back
 from multiverse.client import Client
 from multiverse.core.errors import Broken
+from multiverse_lab.bench.latency import LatencySamples
+from multiverse_lab.cli.demo_first import BARE, VM, lines
+from multiverse_lab.cli.demo_jobs import REQUEUE_LIMIT, DemoJob, follow
+from multiverse_lab.cli.demo_physical import _given_back
 
 
 def test_both_are_shown_in_proportion_with_where_the_time_went() -> None:

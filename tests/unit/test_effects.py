@@ -12,8 +12,8 @@ from multiverse.core.errors import Refused
 from multiverse.core.machines.attempt import reclaim_attempt
 from multiverse.core.model import Attempt, AttemptState, JobRef, Vm, VmState
 from multiverse.core.transition import Done, EffectKind, Event
-from multiverse.simulation.clock import VirtualClock
-from multiverse.simulation.loop import run
+from multiverse_lab.simulation.clock import VirtualClock
+from multiverse_lab.simulation.loop import run
 from tests.unit.rows import attempt, vm
 from tests.unit.rows import state as state_of
 

@@ -30,9 +30,9 @@ from multiverse.core.provisioning.largest import largest_on
 from multiverse.core.transition import Command
 from multiverse.ports import NOT_LEASED
 from multiverse.service.agents import connect_agents, declared, transport_to
-from multiverse.simulation.clock import VirtualClock
-from multiverse.simulation.loop import run
 from multiverse.store import Store
+from multiverse_lab.simulation.clock import VirtualClock
+from multiverse_lab.simulation.loop import run
 from tests.unit.planner_harness import ManualClock
 from tests.unit.rows import IMAGES
 from tests.unit.test_api import ControllerAtRest, serve

@@ -8,8 +8,8 @@ import pytest
 
 from multiverse.core.errors import Refused
 from multiverse.host.cgroups import inherit_cpuset
-from multiverse.lab.hosts.control_groups import join_daemons_of
-from multiverse.lab.service import PATIENCE, patience
+from multiverse_lab.lab.hosts.control_groups import join_daemons_of
+from multiverse_lab.lab.service import PATIENCE, patience
 
 
 def _group(root: Path, version: int, controllers: str = "cpuset memory") -> Path:

@@ -21,15 +21,15 @@ from pathlib import Path
 import pytest
 
 from multiverse import config
-from multiverse.cli.lab import chosen
 from multiverse.core.errors import Broken, Refused
 from multiverse.core.model import site_of, vm_name
-from multiverse.lab import configure, lifecycle, plan, process, users_command
-from multiverse.lab.layout import Layout, layout
-from multiverse.lab.plan import LabOptions, LabPlan
-from multiverse.lab.services import SERVICES, services
-from multiverse.lab.spank import built_plugin
 from multiverse.system.locks import try_locked_directory
+from multiverse_lab.cli.lab import chosen
+from multiverse_lab.lab import configure, lifecycle, plan, process, users_command
+from multiverse_lab.lab.layout import Layout, layout
+from multiverse_lab.lab.plan import LabOptions, LabPlan
+from multiverse_lab.lab.services import SERVICES, services
+from multiverse_lab.lab.spank import built_plugin
 
 PLAN = LabPlan(
     cores=8,

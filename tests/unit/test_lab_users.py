@@ -14,8 +14,8 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for a mou
 _MACHINE = """
 import os, pwd, shutil, subprocess, sys
 from pathlib import Path
-from multiverse.lab import users
-from multiverse.lab.own_etc import has_own_etc, mount_own_etc
+from multiverse_lab.lab import users
+from multiverse_lab.lab.own_etc import has_own_etc, mount_own_etc
 from multiverse.system import kernel
 
 PASSWD, GROUP = Path("/etc/passwd"), Path("/etc/group")

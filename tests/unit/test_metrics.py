@@ -22,11 +22,11 @@ from multiverse.service.backend import Backend
 from multiverse.service.processes import ProcessCounter, Processes
 from multiverse.service.reason_classes import counted, word
 from multiverse.service.statistics import Statistics
-from multiverse.simulation.clock import VirtualClock
-from multiverse.simulation.jobs import Batch
-from multiverse.simulation.loop import run
-from multiverse.simulation.world import SimulatedWorld
 from multiverse.store import Store
+from multiverse_lab.simulation.clock import VirtualClock
+from multiverse_lab.simulation.jobs import Batch
+from multiverse_lab.simulation.loop import run
+from multiverse_lab.simulation.world import SimulatedWorld
 
 _PARTS = ("observe", "users", "sources", "templates", "offers", "submission", "membership", "addresses", "groups")
 """What is asked for without being an effect."""

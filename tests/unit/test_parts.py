@@ -18,7 +18,7 @@ from multiverse.core.model import (
 )
 from multiverse.core.policy import Pool
 from multiverse.core.transition import Move
-from multiverse.simulation.scheduler import part_of
+from multiverse_lab.simulation.scheduler import part_of
 from tests.unit.planner_harness import POLICY, PlannerHarness
 
 A, V = AttemptState, VmState

@@ -11,9 +11,6 @@ from typing import Any, cast
 
 import pytest
 
-from multiverse.bench.placement import OBSERVED, FullSite, Planning
-from multiverse.bench.placement import measure as measure_placement
-from multiverse.bench.planner import BlockedCluster, MonotonicClock, Passes, UncheckedTables, measure
 from multiverse.core import changes, planner
 from multiverse.core.free import FreeIndex, HostGroup, HostKind, _FirstFit
 from multiverse.core.model import AttemptState, CloneKind, Drain, JobState, Placement
@@ -24,6 +21,9 @@ from multiverse.core.provisioning.placement import COMPARED
 from multiverse.core.queue import Queue
 from multiverse.core.state import State
 from multiverse.store import Store
+from multiverse_lab.bench.placement import OBSERVED, FullSite, Planning
+from multiverse_lab.bench.placement import measure as measure_placement
+from multiverse_lab.bench.planner import BlockedCluster, MonotonicClock, Passes, UncheckedTables, measure
 
 HOSTS_POLICY = Policy(IPv4Network("10.0.0.0/8"), "10.0.0.1")
 

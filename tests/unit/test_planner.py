@@ -31,7 +31,7 @@ from multiverse.core.provisioning import admission
 from multiverse.core.provisioning.context import Context
 from multiverse.core.state import State
 from multiverse.core.transition import Change, Command, Done, EffectKind, Event
-from multiverse.simulation.promises import orphans_by_looking_at_all
+from multiverse_lab.simulation.promises import orphans_by_looking_at_all
 from tests.unit.planner_harness import POLICY, PlannerHarness, failed
 from tests.unit.rows import SOURCE
 

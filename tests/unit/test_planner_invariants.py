@@ -18,6 +18,7 @@ from multiverse.core.model import (
     Job,
     JobRef,
     JobState,
+    Key,
     NodeState,
     Request,
     Row,
@@ -28,7 +29,7 @@ from multiverse.core.model import (
     VmState,
 )
 from multiverse.core.planner import plan
-from multiverse.core.policy import Pool
+from multiverse.core.policy import Policy, Pool
 from multiverse.core.transition import Command, Done, EffectKind, Message, Move
 from tests.unit.planner_harness import POLICY, PlannerHarness
 
@@ -191,7 +192,7 @@ def act(harness: PlannerHarness, what: str, which: int, how: int, much: int) -> 
     return message_of(harness, what, which, how, much)
 
 
-def check(harness: PlannerHarness) -> None:
+def check(harness: RepeatingHarness) -> None:
     rows = harness.rows
     owners = {claim.owner for claim in rows.claims}
     gone = {vm.key for vm in rows.vms.values() if vm.state is VmState.DELETING}
@@ -201,8 +202,8 @@ def check(harness: PlannerHarness) -> None:
     assert len({vm.address for vm in rows.vms.values()}) == len(rows.vms)
     capacity = PlannerHarness().hosts["h1"].capacity
     # A VM that is found holds its claim because it exists, even on a full host; nothing else may claim too much.
-    found = {vm.key for vm in rows.vms.values() if vm.name == UNEXPLAINED}
-    chosen = [claim.size for claim in rows.claims if claim.owner not in found]
+    harness.found |= {vm.key for vm in rows.vms.values() if vm.name == UNEXPLAINED or vm.state is VmState.ORPHAN}
+    chosen = [claim.size for claim in rows.claims if claim.owner not in harness.found]
     assert sum(size.cpus for size in chosen) <= capacity.cpus
     assert sum(size.memory for size in chosen) <= capacity.memory
     live = [a.job for a in rows.attempts.values() if a.state not in ENDING_STATES]
@@ -218,7 +219,11 @@ def check(harness: PlannerHarness) -> None:
 
 
 class RepeatingHarness(PlannerHarness):
-    """A harness that plans each pass twice, with a rollback between."""
+    """A harness that plans each pass twice, with a rollback between. `found` are the VMs that were found."""
+
+    def __init__(self, policy: Policy = POLICY) -> None:
+        super().__init__(policy)
+        self.found = set[Key]()
 
     def commit(self, *messages: Message) -> list[Move]:
         before, indexes, addresses = self.state.rows(), self.state.indexes(), dict(self.state.addresses)
@@ -258,6 +263,16 @@ def test_a_vm_that_is_found_on_a_full_host_holds_its_claim() -> None:
         check(harness)
     claimed = sum(claim.size.cpus for claim in harness.rows.claims)
     assert claimed == PlannerHarness().hosts["h1"].capacity.cpus + 1
+
+
+def test_a_parked_spare_whose_guest_knows_a_user_holds_the_claim_of_a_vm_that_runs() -> None:
+    harness = RepeatingHarness(replace(POLICY, pools=(Pool("slim", Depth.PARKED, 1, 1, Size(1, 100)),)))
+    for turn in [("submit", 0, 3, 0), ("template", 0, 1, 0), ("introduce", 1, 0, 0), ("refuse", 2, 0, 0)]:
+        act(harness, *turn)
+        harness.run()
+        check(harness)
+    assert {vm.state for vm in harness.rows.vms.values()} == {VmState.PLANNED, VmState.ORPHAN}
+    assert sum(claim.size.cpus for claim in harness.rows.claims) == PlannerHarness().hosts["h1"].capacity.cpus + 1
 
 
 def test_every_state_of_every_table_can_be_left_but_the_last_ones() -> None:

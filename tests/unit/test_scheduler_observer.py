@@ -24,9 +24,9 @@ from multiverse.core.model import (
     Size,
     World,
 )
-from multiverse.simulation.clock import VirtualClock
-from multiverse.simulation.loop import run
-from multiverse.simulation.scheduler import part_of
+from multiverse_lab.simulation.clock import VirtualClock
+from multiverse_lab.simulation.loop import run
+from multiverse_lab.simulation.scheduler import part_of
 
 POLL = 2.0
 

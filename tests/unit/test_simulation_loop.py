@@ -12,9 +12,9 @@ from collections.abc import Awaitable, Callable
 import async_solipsism
 import pytest
 
-from multiverse.simulation import loop as virtual
-from multiverse.simulation.clock import VirtualClock
-from multiverse.simulation.loop import RealWorldAccess, run
+from multiverse_lab.simulation import loop as virtual
+from multiverse_lab.simulation.clock import VirtualClock
+from multiverse_lab.simulation.loop import RealWorldAccess, run
 
 
 async def _race(n: int = 8) -> list[int]:

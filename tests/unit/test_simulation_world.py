@@ -29,13 +29,13 @@ from multiverse.core.model import (
 )
 from multiverse.core.provisioning.spares import node_spec
 from multiverse.ports import Scheduler
-from multiverse.simulation.cloud import CLOUD_ABILITIES, QUOTA, CloudMachines, SimulatedCloud
-from multiverse.simulation.cluster import ClusterSettings
-from multiverse.simulation.hypervisor import SimulatedHosts
-from multiverse.simulation.jobs import Batch
-from multiverse.simulation.loop import run
-from multiverse.simulation.machines import ABILITIES
-from multiverse.simulation.world import Pair, SimulatedWorld, WorldSettings
+from multiverse_lab.simulation.cloud import CLOUD_ABILITIES, QUOTA, CloudMachines, SimulatedCloud
+from multiverse_lab.simulation.cluster import ClusterSettings
+from multiverse_lab.simulation.hypervisor import SimulatedHosts
+from multiverse_lab.simulation.jobs import Batch
+from multiverse_lab.simulation.loop import run
+from multiverse_lab.simulation.machines import ABILITIES
+from multiverse_lab.simulation.world import Pair, SimulatedWorld, WorldSettings
 
 SIZE = Size(1, 256)
 

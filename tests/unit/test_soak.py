@@ -12,15 +12,15 @@ from typing import cast
 import pytest
 
 from multiverse.api import JobView
-from multiverse.cli import soak as command
-from multiverse.lab.session import LabSession
-from multiverse.soak import facts, summary
-from multiverse.soak.judge import SETTLE, SLACK, Ending, HappenedIncident, JobFacts, JudgedAttempt, judge
-from multiverse.soak.kinds import BY_NAME, CONTROLLER_KILLED, INCIDENT_BY_NAME, INCIDENTS, KINDS, Harm
-from multiverse.soak.plan import Rates, make_plan
-from multiverse.soak.record import RecordedRun, parse, script, whole
-from multiverse.soak.run import SoakResult
-from multiverse.soak.workload import SubmittedJob
+from multiverse_lab.cli import soak as command
+from multiverse_lab.lab.session import LabSession
+from multiverse_lab.soak import facts, summary
+from multiverse_lab.soak.judge import SETTLE, SLACK, Ending, HappenedIncident, JobFacts, JudgedAttempt, judge
+from multiverse_lab.soak.kinds import BY_NAME, CONTROLLER_KILLED, INCIDENT_BY_NAME, INCIDENTS, KINDS, Harm
+from multiverse_lab.soak.plan import Rates, make_plan
+from multiverse_lab.soak.record import RecordedRun, parse, script, whole
+from multiverse_lab.soak.run import SoakResult
+from multiverse_lab.soak.workload import SubmittedJob
 
 HOUR = 3600.0
 

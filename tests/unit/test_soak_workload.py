@@ -16,16 +16,16 @@ import pytest
 from multiverse.api import JobView
 from multiverse.client import Client
 from multiverse.core.errors import Refused
-from multiverse.lab.layout import Layout
-from multiverse.lab.process import RunningDaemon
-from multiverse.lab.services import SERVICES
-from multiverse.lab.session import LabSession
-from multiverse.soak import hog, leftovers
-from multiverse.soak.incidents import Incidents
-from multiverse.soak.kinds import BY_NAME
-from multiverse.soak.plan import Submission
-from multiverse.soak.workload import MOST_WAITING, Workload
 from multiverse.system.processes import ProcessIdentity
+from multiverse_lab.lab.layout import Layout
+from multiverse_lab.lab.process import RunningDaemon
+from multiverse_lab.lab.services import SERVICES
+from multiverse_lab.lab.session import LabSession
+from multiverse_lab.soak import hog, leftovers
+from multiverse_lab.soak.incidents import Incidents
+from multiverse_lab.soak.kinds import BY_NAME
+from multiverse_lab.soak.plan import Submission
+from multiverse_lab.soak.workload import MOST_WAITING, Workload
 
 
 @dataclass

@@ -23,11 +23,11 @@ from multiverse.core.model import (
     TemplateKey,
     VmRef,
 )
-from multiverse.simulation.clock import VirtualClock
-from multiverse.simulation.jobs import Batch
-from multiverse.simulation.loop import run
-from multiverse.simulation.world import SimulatedWorld
 from multiverse.trace import RecordingHypervisor, RecordingScheduler, RecordingSource, Trace
+from multiverse_lab.simulation.clock import VirtualClock
+from multiverse_lab.simulation.jobs import Batch
+from multiverse_lab.simulation.loop import run
+from multiverse_lab.simulation.world import SimulatedWorld
 
 Drive = Callable[[SimulatedWorld, RecordingScheduler, RecordingHypervisor], Coroutine[Any, Any, None]]
 

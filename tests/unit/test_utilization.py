@@ -29,10 +29,6 @@ from multiverse.core.model import Host, HostUsage, Load, Size, Usage, Vm, VmUsag
 from multiverse.service.api import make_api
 from multiverse.service.backend import Backend
 from multiverse.service.utilization import UtilizationReader
-from multiverse.simulation.loop import run
-from multiverse.simulation.machines import ABILITIES
-from multiverse.simulation.network import ProtocolRelease, SimulatedAgent
-from multiverse.simulation.world import Pair, SimulatedWorld, WorldSettings
 from multiverse.store import Store
 from multiverse.store.utilization import (
     ADDED,
@@ -46,6 +42,10 @@ from multiverse.store.utilization import (
     add_usage,
     read_usage,
 )
+from multiverse_lab.simulation.loop import run
+from multiverse_lab.simulation.machines import ABILITIES
+from multiverse_lab.simulation.network import ProtocolRelease, SimulatedAgent
+from multiverse_lab.simulation.world import Pair, SimulatedWorld, WorldSettings
 from tests.contract.agents import agents_of, controller
 from tests.unit.planner_harness import ManualClock, PlannerHarness
 

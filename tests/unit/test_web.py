@@ -33,12 +33,12 @@ from multiverse.service.snapshot import command_of
 from multiverse.service.startup import bind_web
 from multiverse.service.statistics import Statistics
 from multiverse.service.web import HEADERS, make_web
-from multiverse.simulation.clock import VirtualClock
-from multiverse.simulation.jobs import Batch
-from multiverse.simulation.loop import run
-from multiverse.simulation.world import SimulatedWorld
 from multiverse.store import Store
 from multiverse.web import files
+from multiverse_lab.simulation.clock import VirtualClock
+from multiverse_lab.simulation.jobs import Batch
+from multiverse_lab.simulation.loop import run
+from multiverse_lab.simulation.world import SimulatedWorld
 
 EVIL = '"><script>alert(1)</script>'
 

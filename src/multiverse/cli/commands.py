@@ -3,8 +3,9 @@ take longer to import than most commands take."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib import import_module
+from importlib.metadata import entry_points
 
 import typer
 
@@ -26,21 +27,26 @@ COMMANDS = {
     "image": "image",
     "daemon": "daemon",
     "agent": "agent",
-    "lab": "lab",
     "site": "site",
     "doctor": "doctor",
-    "bench": "benchmarks",
-    "simulate": "simulate",
-    "demo": "demo",
-    "soak": "soak",
     "completion": "completion",
 }
 """By name, in the order of the help, the module of a command: it has an `app` with commands of its own, or a function
 of the same name."""
 
+GROUP = "multiverse.commands"
+"""The entry points by which other distributions add commands: the name of a command, and its module, as above."""
 
-def build(names: Iterable[str] = COMMANDS) -> typer.Typer:
-    """The command line with these commands."""
+
+def modules() -> Mapping[str, str]:
+    """The module of each command, by name: those of this distribution, and then those that others add."""
+    own = {name: f"multiverse.cli.{module}" for name, module in COMMANDS.items()}
+    added = {one.name: one.value for one in entry_points(group=GROUP)}
+    return own | {name: added[name] for name in sorted(added) if name not in own}
+
+
+def build(names: Iterable[str] | None = None) -> typer.Typer:
+    """The command line with these commands, or all."""
     app = typer.Typer(
         name="multiverse",
         help="A virtual machine of its own for every Slurm job.",
@@ -51,8 +57,9 @@ def build(names: Iterable[str] = COMMANDS) -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_together)
-    for name in names:
-        module = import_module(f"multiverse.cli.{COMMANDS[name]}")
+    known = modules()
+    for name in known if names is None else names:
+        module = import_module(known[name])
         if (group := getattr(module, "app", None)) is not None:
             app.add_typer(group, name=name)
         else:
@@ -64,7 +71,7 @@ def _together() -> None:
     """A virtual machine of its own for every Slurm job."""  # without a callback, a single command would have no name
 
 
-def needed(arguments: list[str]) -> Iterable[str]:
-    """The commands that these arguments may name: one, or all of them for help and for errors."""
+def needed(arguments: list[str]) -> Iterable[str] | None:
+    """The commands that these arguments may name: one, or None, for all of them, for help and for errors."""
     first = arguments[0] if arguments else ""
-    return [first] if first in COMMANDS else COMMANDS
+    return [first] if first in modules() else None

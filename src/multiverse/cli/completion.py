@@ -76,12 +76,12 @@ def completion(shell: Annotated[Shell, typer.Argument(help="The shell.")]) -> No
     """Print a shell's completion script. Packages install it; or, for one user:
 
     multiverse completion bash > ~/.local/share/bash-completion/completions/multiverse"""
-    sys.stdout.write(script(shell))
+    sys.stdout.write(script(shell, tree()))
 
 
-def script(shell: Shell) -> str:
-    """The script for a shell."""
-    nodes = tree().all()
+def script(shell: Shell, commands: CommandNode) -> str:
+    """The script for a shell, for these commands."""
+    nodes = commands.all()
     template = {Shell.BASH: _BASH, Shell.ZSH: _ZSH, Shell.FISH: _FISH}[shell]
     return template % {"paths": _paths(nodes, shell), "words": "\n".join(_line(one, shell) for one in nodes)}
 

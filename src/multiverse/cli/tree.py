@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,9 +41,9 @@ class CommandNode:
         return [name for one in self.parameters for name in one.names]
 
 
-def tree() -> CommandNode:
-    """All commands."""
-    return _node(get_command(build()), ())
+def tree(names: Iterable[str] | None = None) -> CommandNode:
+    """These commands, or all that are installed."""
+    return _node(get_command(build(names)), ())
 
 
 def _node(command: Any, words: tuple[str, ...]) -> CommandNode:

@@ -1,0 +1,46 @@
+"""`multiverse bench`: all benchmarks, each in a module of its own."""
+
+from __future__ import annotations
+
+from multiverse_lab.cli import (
+    across,
+    backfill,
+    bench,
+    burst,
+    compare,
+    density,
+    injob,
+    lease_day,
+    lease_start,
+    long_queue,
+    observations,
+    passes,
+    placement,
+    report,
+    sampling,
+    scale,
+    submissions,
+    throughput,
+    viewers,
+)
+
+app = bench.app
+app.command("across")(across.across)
+app.command("burst")(burst.burst)
+app.command("compare")(compare.compare)
+app.command("density")(density.density)
+app.command("injob")(injob.injob)
+app.command("leases")(lease_day.lease_day)
+app.command("lease-start")(lease_start.lease_start)
+app.command("observations")(observations.observations)
+app.command("planner")(passes.planner)
+app.command("submissions")(submissions.submissions)
+app.command("backfill")(backfill.backfill)
+app.command("placement")(placement.placement)
+app.command("queue")(long_queue.queue)
+app.command("report")(report.report)
+app.command("sampling")(sampling.sampling)
+app.command("scale")(scale.scale)
+app.command("neighbours")(long_queue.neighbours_)
+app.command("throughput")(throughput.throughput)
+app.command("viewers")(viewers.viewers)

@@ -1,0 +1,211 @@
+"""Hypervisors over the simulated hosts. Every call takes time and can be cancelled between any two steps."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from multiverse.core.errors import Unknown
+from multiverse.core.model import (
+    Host,
+    HypervisorView,
+    Identity,
+    LeasedHost,
+    Size,
+    Stage,
+    TemplateKey,
+    User,
+    VmRef,
+    VmSpec,
+)
+from multiverse.ports import NOT_LEASED, GuestUsers, Membership, Source, Templates
+from multiverse_lab.simulation.machines import Machines
+
+
+@dataclass(frozen=True)
+class HostLatencies:
+    """How long the steps of calls take: ranges in seconds that are drawn from. Measurements are in DESIGN 5."""
+
+    observe: tuple[float, float] = (0.001, 0.02)
+    command: tuple[float, float] = (0.001, 0.01)
+    template: tuple[float, float] = (3.0, 5.0)
+    instant: tuple[float, float] = (0.08, 0.2)
+    full: tuple[float, float] = (1.0, 3.0)
+    start: tuple[float, float] = (0.03, 0.3)
+    stop: tuple[float, float] = (0.01, 0.2)
+    unreachable: tuple[float, float] = (1.0, 5.0)  # until a call to a source that does not answer fails
+
+
+class SimulatedHypervisor(ABC):
+    """What the simulated hypervisors have in common."""
+
+    def __init__(self, machines: Machines, rng: Random, latencies: HostLatencies) -> None:
+        self.machines, self.rng, self.latencies = machines, rng, latencies
+
+    @property
+    @abstractmethod
+    def sources(self) -> Sequence[Source]: ...
+
+    @property
+    def membership(self) -> Membership | None:
+        return None
+
+    @property
+    @abstractmethod
+    def templates(self) -> Templates | None: ...
+
+    @property
+    @abstractmethod
+    def users(self) -> GuestUsers | None: ...
+
+    @property
+    def groups(self) -> None:
+        return None
+
+    @abstractmethod
+    async def create(self, vm: VmSpec) -> Sequence[Stage]: ...
+
+    async def start(self, vm: VmRef, size: Size, identity: Identity) -> Sequence[Stage]:
+        plug = await self.take("plug", self.latencies.command)
+        self.machines.start(vm, size, identity)
+        identity_sent = await self.take("identity", self.latencies.start)
+        self.machines.started(vm)
+        return (plug, identity_sent)
+
+    async def destroy(self, vm: VmRef, grace: float) -> None:
+        await self.take("command", self.latencies.command)
+        if grace > 0:
+            await self.take("flush", (0.0, min(grace, 0.5)))
+            self.machines.write_back(vm)
+        self.machines.destroy(vm)
+        await self.take("stop", self.latencies.stop)
+
+    async def observe_host(self, host: str) -> HypervisorView:
+        """What the source of a host answers. Raises `Unknown` if the host cannot be reached."""
+        await self.take("request", self.latencies.observe)
+        if delay := self.machines.delays.get(self.machines.source_of(host), 0.0):
+            await asyncio.sleep(delay)
+        try:
+            view = self.machines.view(host)
+        except Unknown:
+            await self.take("timeout", self.latencies.unreachable)
+            raise
+        await self.take("reply", self.latencies.observe)
+        return view
+
+    async def take(self, name: str, bounds: tuple[float, float]) -> Stage:
+        """Let a step take its time, which is drawn from a range in seconds."""
+        seconds = self.rng.uniform(*bounds)
+        await asyncio.sleep(seconds)
+        return Stage(name, seconds)
+
+
+class SimulatedHosts(SimulatedHypervisor):
+    """Hosts like those of the QEMU driver: each is a source of its own, with templates, and addresses are given."""
+
+    def __init__(
+        self,
+        machines: Machines,
+        rng: Random,
+        latencies: HostLatencies | None = None,
+        scheduler_answers: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """`scheduler_answers` says whether leased hosts can be reached, by steps of their pilots."""
+        super().__init__(machines, rng, latencies or HostLatencies())
+        self.all_sources = [HostSource(self, host) for host in machines.hosts]
+        self._leased: dict[str, LeasedSource] = {}
+        self._scheduler_answers = scheduler_answers
+        self._members = set(machines.hosts)
+
+    @property
+    def sources(self) -> Sequence[HostSource]:
+        return [*(source for source in self.all_sources if source.name in self._members), *self._leased.values()]
+
+    @property
+    def membership(self) -> SimulatedHosts:
+        return self
+
+    def keep(self, hosts: Collection[str], leased: Mapping[str, LeasedHost] = NOT_LEASED) -> None:
+        self._members = set(hosts)
+        self._leased = {
+            name: self._leased.get(name) or LeasedSource(self, name, self._scheduler_answers) for name in leased
+        }
+
+    def declared(self, host: str) -> Host | None:
+        return self.machines.hosts.get(host)
+
+    @property
+    def templates(self) -> SimulatedHosts:
+        return self
+
+    @property
+    def users(self) -> SimulatedHosts:
+        return self
+
+    async def build_template(self, template: TemplateKey) -> Sequence[Stage]:
+        await self.take("command", self.latencies.command)
+        if not self.machines.begin_template(template):
+            return ()
+        boot = await self.take("boot", self.latencies.template)
+        self.machines.finish_template(template)
+        return (boot,)
+
+    async def delete_template(self, template: TemplateKey) -> None:
+        await self.take("command", self.latencies.command)
+        self.machines.delete_template(template)
+        await self.take("reply", self.latencies.command)
+
+    async def create(self, vm: VmSpec) -> Sequence[Stage]:
+        command = await self.take("command", self.latencies.command)
+        self.machines.begin(vm)
+        clone = await self.take("clone", self.latencies.full if vm.kind == "full" else self.latencies.instant)
+        self.machines.park(VmRef(vm.name, vm.host))
+        return (command, clone)
+
+    async def add_user(self, vm: VmRef, user: User, group: int = 0) -> None:
+        await self.take("command", self.latencies.command)
+        self.machines.add_user(vm, user)
+        await self.take("reply", self.latencies.command)
+
+
+class HostSource:
+    """One host as a `ports.Source`, named like the host."""
+
+    def __init__(self, hypervisor: SimulatedHosts, host: str) -> None:
+        self._hypervisor, self._host = hypervisor, host
+
+    @property
+    def name(self) -> str:
+        return self._host
+
+    @property
+    def hosts(self) -> Sequence[str]:
+        return (self._host,)
+
+    @property
+    def silence(self) -> None:
+        return None
+
+    async def observe(self) -> HypervisorView:
+        return await self._hypervisor.observe_host(self._host)
+
+
+class LeasedSource(HostSource):
+    """A leased host: it answers once its agent runs, and while the scheduler does."""
+
+    def __init__(self, hypervisor: SimulatedHosts, host: str, scheduler_answers: Callable[[], bool]) -> None:
+        super().__init__(hypervisor, host)
+        self._scheduler_answers = scheduler_answers
+
+    @property
+    def hosts(self) -> Sequence[str]:
+        return ()  # no settings name it
+
+    async def observe(self) -> HypervisorView:
+        if not self._scheduler_answers() or self._host not in self._hypervisor.machines.hosts:
+            await self._hypervisor.take("connect", self._hypervisor.latencies.unreachable)
+            raise Unknown(f"the pilot of {self._host} is not reached")
+        return await super().observe()

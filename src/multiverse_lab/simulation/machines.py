@@ -1,0 +1,566 @@
+"""Simulated hosts with their templates and VMs, and checks of what the hosts are made to carry."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from zlib import crc32
+
+from multiverse.core.errors import Broken, Exhausted, Gone, Refused, Unknown
+from multiverse.core.model import (
+    CloneKind,
+    Host,
+    HypervisorView,
+    Identity,
+    ImageDisk,
+    Load,
+    NodeBootstrap,
+    Size,
+    TemplateCondition,
+    TemplateKey,
+    TemplateSeen,
+    User,
+    VmCondition,
+    VmRef,
+    VmSeen,
+    VmSpec,
+)
+from multiverse_lab.simulation.guests import Guest
+
+ABILITIES = frozenset({"instant", "linked", "full", "plug_cpus", "plug_memory"})
+IMAGE_ABILITIES = frozenset({"fork", "plug_cpus", "plug_memory", "limit_disk"})
+DISK = ImageDisk(whole=3000, overhead=100)
+
+SPOILT = "slim"
+"""The image of which VMs do not start on hosts that spoil it."""
+
+OVERHEAD = 32  # MiB that a hypervisor's process needs beside its guest's memory
+PARKED = 18.0  # MiB of private memory of a parked clone (DESIGN 5)
+FILLS = 20.0  # seconds in which a VM touches its memory; afterwards the touched part grows by a fifth within a minute
+
+
+@dataclass(frozen=True)
+class SimulatedImage:
+    """An image by name. `boots` is whether a template of it can be built. `abilities` are as in `Host.images`. `since`
+    is the virtual second from which the image exists on each host, in the order of the hosts; the last one holds for
+    all further hosts, and an empty tuple means from the start. `disk` is how large the files of its VMs can become."""
+
+    name: str
+    boots: bool = True
+    abilities: frozenset[str] = IMAGE_ABILITIES
+    since: tuple[float, ...] = ()
+    disk: ImageDisk = DISK
+
+    def written(self, machine: Machine) -> int:
+        """MiB that a VM can write to its host's disk: what its guest is limited to, or all of its disk."""
+        limited = "limit_disk" in self.abilities and machine.spec.kind is not CloneKind.FULL
+        if machine.spec.kind is CloneKind.INSTANT and machine.size is None:
+            return self.disk.overhead  # it is paused
+        return machine.takes.disk + self.disk.overhead if limited else self.disk.whole
+
+
+@dataclass(frozen=True)
+class TemplateBuild:
+    """One build of a template. A template that is built again has other memory."""
+
+    key: TemplateKey
+    number: int
+
+    @property
+    def name(self) -> str:
+        """What its host calls it, which tells it from all others there."""
+        image, size, account = self.key.image, self.key.size, self.key.account
+        return f"{image}@{size.cpus}x{size.memory}@{account}#{self.number}"
+
+
+@dataclass(eq=False)
+class Machine:
+    """A VM on a host, or the remains of a dead one. Once `channel_closed`, the host and the guest cannot talk to each
+    other any more."""
+
+    spec: VmSpec
+    condition: VmCondition = VmCondition.MAKING
+    reason: str = ""
+    guest: Guest | None = None
+    size: Size | None = None  # that it was started with
+    channel_closed: bool = False
+    started_at: float = 0.0
+    template: TemplateBuild | None = None  # whose memory it maps
+    mac: str = ""  # assigned by the platform, and so the address and the place
+    address: str = ""
+    placed_on: str = ""
+
+    def private(self, now: float) -> float:
+        """MiB of private memory at a virtual time. How much of its memory a VM touches is drawn from its name."""
+        if self.condition is VmCondition.DEAD:
+            return 0.0
+        if self.guest is None:
+            return PARKED
+        whole = self.takes.memory + OVERHEAD - PARKED
+        share = (0.1 + crc32(self.spec.name.encode()) % 70 / 100) * whole
+        age = now - self.started_at
+        return PARKED + share * (min(1.0, age / FILLS) + min(0.2, max(0.0, age - FILLS) / 300))
+
+    @property
+    def takes(self) -> Size:
+        """What the VM takes of its host. An instant clone takes nothing until it is started."""
+        if self.size is None and self.spec.kind is CloneKind.INSTANT:
+            return Size(0, 0, 0)
+        return self.size or self.spec.size
+
+
+class Machines:
+    """All hosts, templates and VMs. Methods take no time; `boot` creates the guest of a started VM. With `overcommit`
+    above 1 the memory of each host's machine is checked: `floor` MiB must stay available beside the `others` MiB that
+    processes of others hold. Violations of what must always hold are collected in `violations`."""
+
+    def __init__(
+        self,
+        hosts: tuple[Host, ...],
+        images: tuple[SimulatedImage, ...],
+        boot: Callable[[str, Identity], Guest],
+        overcommit: float = 1.0,
+        floor: int = 0,
+        others: int = 0,
+    ) -> None:
+        self.images = {image.name: image for image in images}
+        self.hosts = {host.name: host for host in hosts}
+        self.vms: dict[str, Machine] = {}
+        self.templates: dict[TemplateKey, TemplateSeen] = {}
+        self._builds: dict[TemplateKey, int] = {}
+        self.violations: list[str] = []
+        self.created: list[str] = []  # names of all VMs that ever existed, in order
+        self.has_agents = False  # calls come from agents on the hosts, also on those that nobody reaches
+        self.full: set[str] = set()  # hosts whose disk is full
+        self.refusing: set[str] = set()  # hosts that create no VM
+        self.spoiling: set[str] = set()  # hosts on which VMs of the image `SPOILT` do not start
+        self.muting: set[str] = set()  # hosts from which no VM registers
+        self.tried: list[tuple[float, str, str, str]] = []  # VMs that failed for that: when, host, image, and name
+        self.away: set[str] = set()  # hosts that cannot be reached; their VMs go on
+        self.delays: dict[str, float] = {}  # seconds that each observation of a source takes longer
+        self.peak_memory_ratio = 0.0  # the largest memory that a host carried, divided by its capacity
+        self._boot, self._overcommit, self._floor, self._others = boot, overcommit, floor, others
+
+    # --- templates
+
+    def begin_template(self, which: TemplateKey) -> bool:
+        """Begin to build a template; False if the template is ready already. Raises `Gone`, `Refused`, `Exhausted`."""
+        self._check_reachable(which.host)
+        self._check_taken(which.host)
+        self._check_room(which.host)
+        self._check_image(which.image, which.host)
+        known = self.templates.get(which)
+        if known is not None and known.condition is TemplateCondition.READY:
+            return False
+        self._builds[which] = self._builds.get(which, 0) + 1
+        self._show(which, TemplateCondition.BUILDING)
+        self._check_capacity(which.host)
+        return True
+
+    def finish_template(self, which: TemplateKey) -> None:
+        """End the build. Raises `Broken` if the image does not boot, `Gone` if the template was deleted meanwhile."""
+        if which not in self.templates:
+            raise Gone(f"the template of {which.image} on {which.host} was deleted while it was built")
+        if self.images[which.image].boots:
+            self._show(which, TemplateCondition.READY)
+        else:
+            self._show(which, TemplateCondition.BROKEN, "the guest never came to its fork point")
+        self._check_reachable(which.host)
+        if not self.images[which.image].boots:
+            raise Broken(f"image {which.image} does not boot", hint="look at its console")
+
+    def delete_template(self, which: TemplateKey) -> None:
+        self._check_reachable(which.host)
+        self._check_floor(which.host)
+        self.templates.pop(which, None)
+
+    def _show(self, which: TemplateKey, condition: TemplateCondition, reason: str = "") -> None:
+        host, image, size, account = which
+        self.templates[which] = TemplateSeen(image, host, image, condition, size, reason, account=account)
+
+    # --- VMs
+
+    def begin(self, spec: VmSpec) -> Machine:
+        """Begin to create a VM, which takes capacity from now on. Raises `Gone`, `Refused`, `Broken`, `Exhausted`."""
+        self._check_reachable(spec.host)
+        self._check_taken(spec.host)
+        known = self.vms.get(spec.name)
+        if known is not None:
+            if known.spec != spec:
+                raise Refused(f"{spec.name} exists already with another specification", hint="destroy it first")
+            if known.condition is VmCondition.DEAD:
+                raise Broken(f"{spec.name} is dead", hint="destroy it")
+            return known
+        self._check_room(spec.host)
+        self._check_image(spec.image, spec.host)
+        if spec.host in self.refusing:
+            self._note_try(spec)
+            raise Exhausted(f"cannot create VM {spec.name}: Operation not permitted", hint="look at the host")
+        self._check_unused(spec)
+        machine = self.vms[spec.name] = self._admit(spec)
+        self.created.append(spec.name)
+        self._check_capacity(spec.host)
+        return machine
+
+    def _admit(self, spec: VmSpec) -> Machine:
+        self._check_template(spec)
+        return Machine(spec, template=self._current_build(spec.template))
+
+    def park(self, vm: VmRef) -> None:
+        """End the creation of a VM. Raises `Gone` if the VM or its template was destroyed meanwhile."""
+        machine = self._get(vm)
+        if machine.condition is VmCondition.MAKING:
+            self._check_template(machine.spec)
+            machine.condition = VmCondition.PARKED
+
+    def start(self, vm: VmRef, size: Size, identity: Identity) -> None:
+        """Give a VM its identity and let it run. Raises `Gone` if there is no complete, living VM, `Refused` if the
+        identity is another VM's."""
+        machine, name = self._get(vm), vm.name
+        self._check_taken(machine.spec.host)
+        if machine.condition in (VmCondition.MAKING, VmCondition.DEAD):
+            raise Gone(f"{name} is {machine.condition}: {machine.reason or 'not complete'}", hint="destroy it")
+        if not self._owns(machine, identity):
+            raise Refused(f"{name} cannot be {identity.hostname} with {identity.mac}", hint="destroy it")
+        if machine.condition is not VmCondition.PARKED:
+            return  # a repeated call
+        self._check_room(machine.spec.host)
+        if machine.spec.host in self.spoiling and machine.spec.image == SPOILT:
+            self._note_try(machine.spec)
+            raise Broken(f"{name} does not start from image {SPOILT}", hint="look at the image on the host")
+        if size != machine.spec.size and machine.spec.kind is not CloneKind.INSTANT:
+            self.violations.append(f"{name} was made as {machine.spec.size} and started as {size}")
+        machine.size = size
+        self._check_capacity(machine.spec.host)
+        self._check_identity(name, identity)
+        machine.condition = VmCondition.STARTING
+        machine.started_at = self._now()
+        if machine.spec.host in self.muting:
+            self._note_try(machine.spec)
+            identity = replace(identity, bootstrap=NodeBootstrap())  # a guest without a daemon never registers
+        machine.guest = self._boot(name, identity)
+
+    def _note_try(self, spec: VmSpec) -> None:
+        if spec.name not in [name for *_, name in self.tried]:
+            self.tried.append((self._now(), spec.host, spec.image, spec.name))
+
+    @staticmethod
+    def _owns(machine: Machine, identity: Identity) -> bool:
+        return (identity.hostname, identity.mac) == (machine.spec.name, machine.spec.mac)
+
+    def started(self, vm: VmRef) -> None:
+        """End the start of a VM. Raises `Gone` if the VM was destroyed meanwhile, `Broken` if it died."""
+        machine, name = self._get(vm), vm.name
+        if machine.condition is VmCondition.DEAD:
+            raise Broken(f"{name} died while it was started: {machine.reason}", hint="destroy it")
+        if machine.channel_closed and machine.condition is VmCondition.STARTING:
+            raise Broken(f"{name} was not started: {machine.reason}", hint="destroy it")
+        machine.condition = VmCondition.RUNNING
+        if machine.spec.host in self.full:
+            self._pause(machine)
+
+    def add_user(self, vm: VmRef, user: User) -> None:
+        """Add a user to the guest of a VM. Raises `Gone` if the VM does not run, `Broken` if its channel is closed,
+        `Unknown` if it is paused."""
+        machine, name = self._get(vm), vm.name
+        if machine.guest is None:
+            raise Gone(f"{name} is {machine.condition}", hint="start it first")
+        if machine.channel_closed:
+            raise Broken(f"{name} cannot be told of a user: {machine.reason}", hint="destroy it")
+        if machine.condition is VmCondition.PAUSED:
+            raise Unknown(f"{name} does not answer")
+        machine.guest.add_user(user.uid)
+
+    def flood(self, name: str) -> None:
+        """The guest of a VM sends too much, and its channel is closed. The script that it runs goes on."""
+        machine = self.vms[name]
+        if machine.guest is not None:
+            machine.channel_closed, machine.reason = True, "the guest flooded its channel, which was closed"
+
+    def write_back(self, vm: VmRef) -> None:
+        """The guest writes its memory back to the file systems, if its channel is open."""
+        machine = self.vms.get(vm.name)
+        able = machine is not None and not machine.channel_closed and machine.condition is not VmCondition.PAUSED
+        if able and machine is not None and machine.guest is not None:
+            machine.guest.log(f"{vm.name}: the guest has written everything back")
+
+    def die(self, name: str, reason: str) -> None:
+        """The process of a VM ends. Its files on the host remain."""
+        machine = self.vms.get(name)
+        if machine is not None and machine.condition is not VmCondition.DEAD:
+            self._check_floor(machine.spec.host)
+            machine.condition, machine.reason = VmCondition.DEAD, reason
+            self._stop(machine)
+
+    def destroy(self, vm: VmRef) -> None:
+        """Remove all of a VM. Nothing to do if its source has none of that name."""
+        machine = self.find(vm)
+        if machine is not None:
+            self._check_floor(machine.spec.host)
+            del self.vms[vm.name]
+            if machine.guest is not None and (job := machine.guest.serves()) is not None:
+                self.violations.append(f"{vm.name} was destroyed while job {job.job_id} ran on it")
+            self._stop(machine)
+
+    # --- hosts
+
+    def go_away(self, host: str) -> None:
+        """The host cannot be reached any more, neither by the controller nor by the scheduler."""
+        self.away.add(host)
+        for guest in self._guests(host):
+            guest.cut_off()
+
+    def come_back(self, host: str) -> None:
+        self.away.discard(host)
+        for guest in self._guests(host):
+            guest.reconnect()
+
+    def switch_off(self, host: str) -> None:
+        """End all VMs and templates of the host; nothing of them remains."""
+        self._check_floor(host)
+        for name in self.vms_on(host):
+            self.remove(name)
+        for which in [which for which in self.templates if which.host == host]:
+            del self.templates[which]
+
+    def host_of(self, vm: str) -> str:
+        """The host of a VM; empty if there is no such VM."""
+        machine = self.vms.get(vm)
+        return machine.spec.host if machine is not None else ""
+
+    def vms_on(self, host: str) -> list[str]:
+        """The names of the VMs of a host."""
+        return [name for name, machine in self.vms.items() if machine.spec.host == host]
+
+    def remove(self, name: str) -> None:
+        """End a VM, whatever it does."""
+        self._stop(self.vms.pop(name))
+
+    def fill_disk(self, host: str) -> None:
+        """The disk of the host has no room left. The guests that run write, and are paused."""
+        self.full.add(host)
+        for machine in self.vms.values():
+            if machine.spec.host == host and machine.condition is VmCondition.RUNNING:
+                self._pause(machine)
+
+    def make_room(self, host: str) -> None:
+        """The disk of the host has room again."""
+        self.full.discard(host)
+        for machine in self.vms.values():
+            if machine.spec.host == host and machine.condition is VmCondition.PAUSED:
+                machine.condition = VmCondition.RUNNING
+                if machine.guest is not None:
+                    machine.guest.unpause()
+
+    @staticmethod
+    def _pause(machine: Machine) -> None:
+        machine.condition = VmCondition.PAUSED
+        if machine.guest is not None:
+            machine.guest.pause()
+
+    def _check_room(self, host: str) -> None:
+        if host in self.full:
+            raise Exhausted(f"the disk of {host} is full", hint="make room")
+
+    def serves(self, host: str) -> bool:
+        """Whether a job runs on the host, as the guests know."""
+        return any(guest.alive and guest.serves() is not None for guest in self._guests(host))
+
+    def _guests(self, host: str) -> list[Guest]:
+        return [machine.guest for machine in self.vms.values() if machine.spec.host == host and machine.guest]
+
+    # --- observation
+
+    def source_of(self, host: str) -> str:
+        """The name of the source that answers for a host."""
+        return host
+
+    def find(self, vm: VmRef) -> Machine | None:
+        """The VM of that name at that source. Raises `Unknown` if the source does not answer, `Refused` if there is no
+        such source."""
+        hosts = [host for host in self.hosts if self.source_of(host) == vm.source]
+        if not hosts:
+            raise Refused(f"there is no source {vm.source!r} for VM {vm.name}", hint="name the source of its host")
+        self._check_reachable(hosts[0])
+        machine = self.vms.get(vm.name)
+        return machine if machine is not None and self.source_of(machine.spec.host) == vm.source else None
+
+    def used(self, host: str) -> Size:
+        """What VMs and templates take of a host now; of its disk, what they can write. A template takes no CPU."""
+        machines = [machine for machine in self.vms.values() if machine.spec.host == host]
+        memory = sum(machine.takes.memory + OVERHEAD for machine in machines) + self._frozen(host)
+        disk = sum(self.images[machine.spec.image].written(machine) for machine in machines)
+        disk += sum(self.images[which.image].disk.overhead for which in self.templates if which.host == host)
+        net = sum(machine.takes.net for machine in machines)
+        return Size(sum(machine.takes.cpus for machine in machines), memory, disk, net)
+
+    def available(self, host: str) -> int:
+        """MiB that a host's machine has left beside what VMs, templates and others really use."""
+        machine = self.hosts[host].machine
+        assert machine is not None, "a host whose memory is checked has a machine"
+        vms = sum(one.private(self._now()) for one in self.vms.values() if one.spec.host == host)
+        return int(machine.memory - self._others - vms - self._frozen(host))
+
+    def _frozen(self, host: str) -> int:
+        """MiB of templates. One that was deleted while VMs map it counts once, without copies."""
+        existing = {self._current_build(which) for which in self.templates}
+        mapped = {one.template for one in self.vms.values() if one.condition is not VmCondition.DEAD}
+        copies = self.hosts[host].template_copies
+        return sum(
+            one.key.size.memory * (copies if one in existing else 1)
+            for one in existing | mapped
+            if one is not None and one.key.host == host
+        )
+
+    def _held(self, seen: TemplateSeen) -> float:
+        """MiB that an observation shows as held by a template: none until the template is ready."""
+        ready = seen.condition is TemplateCondition.READY
+        return float(seen.size.memory * self.hosts[seen.host].template_copies) if ready else 0.0
+
+    def _build_shown(self, seen: TemplateSeen) -> str:
+        build = self._current_build(seen.which) if seen.condition is TemplateCondition.READY else None
+        return build.name if build else ""
+
+    def _current_build(self, which: TemplateKey | None) -> TemplateBuild | None:
+        return TemplateBuild(which, self._builds[which]) if which is not None else None
+
+    def view(self, host: str) -> HypervisorView:
+        """What the source of one host shows. Raises `Unknown` if the host cannot be reached."""
+        self._check_reachable(host)
+        vms = {
+            name: VmSeen(
+                name,
+                host,
+                machine.condition,
+                machine.reason,
+                private=machine.private(self._now()),
+                introduced=tuple(sorted(machine.guest.users)) if machine.guest else (),
+                address=machine.address or machine.spec.address,
+                mac=machine.mac or machine.spec.mac,
+                placed_on=machine.placed_on,
+                token=machine.spec.token,
+                size=machine.size or machine.spec.size,
+                disk=self._written(machine),
+                template_build=machine.template.name if machine.template else "",
+                template_memory=machine.template.key.size.memory if machine.template else 0,
+            )
+            for name, machine in sorted(self.vms.items())
+            if machine.spec.host == host
+        }
+        available = self.available(host) if self._overcommit > 1 else 0
+        left = 0 if host in self.full else None
+        images, disks = self._images(host), self._disks()
+        seen = replace(self.hosts[host], images=images, disks=disks, available=available, available_disk=left)
+        seen = replace(seen, load=self._load(host))
+        templates = {
+            which: replace(template, held=self._held(template), build=self._build_shown(template))
+            for which, template in sorted(self.templates.items())
+            if which.host == host
+        }
+        return HypervisorView({host: seen}, vms, templates)
+
+    def _load(self, host: str) -> Load:
+        """Guests that run use all their CPUs."""
+        running = [one for one in self.vms.values() if one.spec.host == host and one.condition is VmCondition.RUNNING]
+        cpus = sum((one.size or one.spec.size).cpus for one in running)
+        return Load(float(cpus), int(sum(one.private(self._now()) for one in running)) // 64 * 64)
+
+    # --- checks
+
+    def _get(self, vm: VmRef) -> Machine:
+        machine = self.find(vm)
+        if machine is None:
+            raise Gone(f"no VM {vm.name} at {vm.source}")
+        return machine
+
+    def refuse(self, host: str, why: str) -> None:
+        """The host's agent takes no VM any more, and says so with each observation."""
+        if host in self.hosts:  # its agent has started
+            self.hosts[host] = replace(self.hosts[host], refuses=why)
+
+    def _check_taken(self, host: str) -> None:
+        if why := self.hosts[host].refuses:
+            raise Refused(why, hint="another host takes the VM")
+
+    def _check_reachable(self, host: str) -> None:
+        if host not in self.hosts:
+            raise Gone(f"no host {host}")
+        if host in self.away and not self.has_agents:
+            raise Unknown(f"host {host} does not answer", hint="see whether it runs")
+
+    def _images(self, host: str) -> dict[str, frozenset[str]]:
+        number, now = list(self.hosts).index(host), self._now()
+        return {
+            image.name: image.abilities
+            for image in self.images.values()
+            if not image.since or image.since[min(number, len(image.since) - 1)] <= now
+        }
+
+    def _disks(self) -> dict[str, ImageDisk]:
+        """What hosts report of the disks of images."""
+        return {image.name: image.disk for image in self.images.values()}
+
+    def _written(self, machine: Machine) -> int:
+        """What the source shows that a VM can write."""
+        return self.images[machine.spec.image].written(machine)
+
+    def _check_image(self, name: str, host: str) -> None:
+        if name not in self._images(host):
+            raise Refused(f"no image {name}", hint="build it first")
+
+    def _check_unused(self, spec: VmSpec) -> None:
+        """Refuse a token, MAC or address that another VM has."""
+        for other in self.vms.values():
+            for what in ("token", "mac", "address"):
+                value = getattr(spec, what)
+                if value and value == getattr(other.spec, what):
+                    raise Refused(f"{spec.name}: {other.spec.name} has the same {what}", hint="destroy one of them")
+
+    def _check_template(self, spec: VmSpec) -> None:
+        if spec.kind is not CloneKind.INSTANT:
+            return  # it boots from its image
+        template = self.templates.get(spec.template) if spec.template else None
+        if template is None or template.condition is not TemplateCondition.READY:
+            raise Gone(f"no such template of {spec.image} on {spec.host}", hint="build it first")
+        can = self.images[spec.image].abilities
+        if ("plug_cpus" not in can and spec.size.cpus != template.size.cpus) or (
+            "plug_memory" not in can and spec.size.memory != template.size.memory
+        ):
+            self.violations.append(f"{spec.name} of {spec.size} cannot come from {template.image} of {template.size}")
+
+    def _stop(self, machine: Machine) -> None:
+        if machine.guest is not None:
+            guest, machine.guest = machine.guest, None
+            guest.die()
+            guest.cluster.stopped_answering(guest)
+
+    def _check_capacity(self, host: str) -> None:
+        used, capacity = self.used(host), self.hosts[host].capacity
+        times = used.memory / capacity.memory
+        self.peak_memory_ratio = max(self.peak_memory_ratio, times)
+        cpus = int(capacity.cpus * self.hosts[host].overcommit.cpus)
+        if used.cpus > cpus or times > self._overcommit or used.disk > capacity.disk or used.net > capacity.net:
+            self.violations.append(f"host {host} of {capacity} was made to carry {used}")
+        self._check_floor(host)
+
+    def _check_floor(self, host: str) -> None:
+        """Check the memory that is left. Called before memory is released, because until then the rest only falls."""
+        if self._overcommit > 1 and (left := self.available(host)) < self._floor:
+            self.violations.append(f"host {host} had {left} MiB available, and had to keep {self._floor}")
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()
+
+    def _check_identity(self, name: str, identity: Identity) -> None:
+        if identity.hostname != name:
+            self.violations.append(f"{name} was started as {identity.hostname}")
+        for other in self.vms.values():
+            if other.guest is None:
+                continue
+            theirs = other.guest.identity
+            for what in ("hostname", "mac", "address", "machine_id"):
+                mine = getattr(identity, what)  # empty if the driver makes it
+                if mine and getattr(theirs, what) == mine:
+                    self.violations.append(f"{name} and {theirs.hostname} share {what} {mine}")

@@ -1,0 +1,383 @@
+"""Schedulers over the simulated cluster. Commands take time and fail as those of Slurm 22.05 do."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from random import Random
+
+from multiverse.config import ImageSettings
+from multiverse.core.errors import Gone, NotYet, Refused, Stale, Unknown
+from multiverse.core.model import (
+    JobLimits,
+    JobRef,
+    JobState,
+    LeaseSpec,
+    NodeBootstrap,
+    NodeSpec,
+    SchedulerPart,
+    SchedulerView,
+    User,
+)
+from multiverse.core.provisioning.spares import named_by_none
+from multiverse.ports import Addresses, Expansion, Leases, Offers, Parts, SubmissionLimits
+from multiverse_lab.simulation.cluster import Cluster, OfferedNode
+from multiverse_lab.simulation.guests import LIVE, Registration
+from multiverse_lab.simulation.jobs import JobRecord
+from multiverse_lab.simulation.pilots import Pilots
+
+
+@dataclass(frozen=True)
+class CommandLatencies:
+    """How long commands take before their effect and after it, and how long they wait for a slurmctld that does not
+    answer: ranges in seconds that are drawn from."""
+
+    request: tuple[float, float] = (0.005, 0.05)
+    reply: tuple[float, float] = (0.002, 0.03)
+    patience: tuple[float, float] = (2.0, 10.0)
+    look_up: float = 0.001
+
+
+FindUser = Callable[[int], User | None]
+
+
+class SimulatedScheduler(ABC):
+    """What the simulated schedulers have in common."""
+
+    def __init__(
+        self, cluster: Cluster, find_user: FindUser, rng: Random, latencies: CommandLatencies | None = None
+    ) -> None:
+        self._cluster = cluster
+        self._find_user = find_user
+        self._rng = rng
+        self._latencies = latencies or CommandLatencies()
+
+    @property
+    @abstractmethod
+    def offers(self) -> Offers | None: ...
+
+    @property
+    @abstractmethod
+    def parts(self) -> Parts | None: ...
+
+    @property
+    @abstractmethod
+    def submission(self) -> SubmissionLimits | None: ...
+
+    @property
+    @abstractmethod
+    def addresses(self) -> Addresses | None: ...
+
+    @property
+    @abstractmethod
+    def leases(self) -> Leases | None: ...
+
+    @property
+    @abstractmethod
+    def expansion(self) -> Expansion | None: ...
+
+    @abstractmethod
+    async def bootstrap(self, node: NodeSpec) -> NodeBootstrap: ...
+
+    @abstractmethod
+    def _tie(self, record: JobRecord, tag: str, nodes: Sequence[str]) -> None:
+        """Tie a pending job to its nodes. Raises `Refused` if they do not exist; the job is at the gate then."""
+
+    async def observe(self) -> SchedulerView:
+        await self._reach()
+        view = self._view()
+        await self._reply()
+        return view
+
+    async def pin(self, job: JobRef, tag: str, nodes: Sequence[str], text: str = "", *, at_once: bool = False) -> None:
+        await self._reach()
+        record = self._reread(job)
+        if record.pin == tag and record.state in LIVE:
+            return  # a repeated call: the job has started since
+        if record.state is not JobState.PENDING:
+            raise Stale(f"job {job.job_id} is {record.state}")
+        if record.held:
+            raise Stale(f"job {job.job_id} is held by its user")
+        self._tie(record, tag, nodes)
+        record.bad = False
+        if at_once and record.delayed:
+            record.begin, record.delayed = asyncio.get_running_loop().time(), False
+        if text:
+            record.tell(text)
+        await self._reply()
+
+    async def unpin(self, job: JobRef) -> None:
+        await self._reach()
+        record = self._reread(job)
+        if record.state is not JobState.PENDING:
+            raise Stale(f"job {job.job_id} is {record.state}")
+        if not record.at_origin:
+            record.unpin()
+            record.bad = False  # slurmctld's own hold
+        await self._reply()
+
+    async def hold(self, job: JobRef, reason: str) -> None:
+        await self._reach()
+        record = self._reread(job)
+        if record.state is not JobState.PENDING:
+            raise Stale(f"job {job.job_id} is {record.state}")
+        if not record.held:
+            record.tell(reason)
+            self._cluster.held_by_controller(record, reason)
+        await self._reply()
+
+    async def requeue(self, job: JobRef) -> None:
+        await self._reach()
+        record = self._reread(job)
+        if record.state is JobState.PENDING:
+            record.unpin()
+            record.bad = False
+            return
+        if record.state not in LIVE:
+            raise Stale(f"job {job.job_id} is {record.state}")
+        self._cluster.stopped_by_controller(record, "queued again")
+        record.by_controller = True
+        self._cluster.requeue(job.job_id)
+        record.unpin()
+        await self._reply()
+
+    async def revoke(self, job: JobRef, reason: str) -> None:
+        await self._reach()
+        record = self._reread(job)
+        if record.state is JobState.ENDED and record.result == "CANCELLED":
+            return
+        if record.state is not JobState.PENDING:
+            raise Stale(f"job {job.job_id} is {record.state}")
+        record.tell(reason)
+        record.revoked = reason
+        record.cancelled = asyncio.get_running_loop().time()
+        self._cluster.cancel(job.job_id, by_user=False)
+        await self._reply()
+
+    def _view(self) -> SchedulerView:
+        return self._cluster.view()
+
+    def _is_taken_away(self, node: str) -> bool:
+        """Whether the node is a VM on a leased host that the scheduler takes away."""
+        return False
+
+    async def set_down(self, node: str, reason: str) -> None:
+        await self._reach()
+        known = self._cluster.nodes.get(node)
+        going = self._is_taken_away(node)
+        if known is not None and known.job is not None and not known.down and known.guest.alive and not going:
+            self._cluster.stopped_by_controller(known.job, f"lost {node}, which we set DOWN")
+        self._cluster.set_down(node, reason)
+        await self._reply()
+
+    async def delete_node(self, node: str) -> None:
+        await self._reach()
+        await self._delete(node)
+        await self._reply()
+
+    async def _delete(self, node: str) -> None:
+        self._cluster.delete(node)
+
+    async def explain(self, jobs: Sequence[JobRef], text: str) -> None:
+        await self._reach()
+        for job in jobs:
+            record = self._cluster.jobs.get(job.job_id)
+            if record is None or record.ref != job or not record.waits_at_gate:
+                continue
+            for one in self._cluster.tasks_beside(record):
+                if one.waits_at_gate and not one.held:
+                    one.tell(text)
+        await self._reply()
+
+    async def user(self, uid: int) -> User:
+        await asyncio.sleep(self._latencies.look_up)
+        user = self._find_user(uid)
+        if user is None:
+            raise Gone(f"no user has the uid {uid}", hint="look at the site's user database")
+        return user
+
+    def _reread(self, job: JobRef) -> JobRecord:
+        record = self._cluster.jobs.get(job.job_id)
+        if record is None:
+            raise Gone(f"no job {job.job_id}")
+        if record.ref != job:
+            raise Stale(f"job {job.job_id} is now {record.ref}")
+        return record
+
+    async def _reach(self) -> None:
+        await asyncio.sleep(self._rng.uniform(*self._latencies.request))
+        if not self._cluster.up:
+            await asyncio.sleep(self._rng.uniform(*self._latencies.patience))
+            raise Unknown("slurmctld does not answer", hint="see whether it runs")
+
+    async def _reply(self) -> None:
+        await asyncio.sleep(self._rng.uniform(*self._latencies.reply))
+
+
+def part_of(
+    view: SchedulerView, jobs: Collection[str], users: Collection[int], nodes: Collection[str]
+) -> SchedulerPart:
+    """What a view shows of these jobs, users and nodes."""
+    return SchedulerPart(
+        jobs={job_id: job for job_id, job in view.jobs.items() if job_id in jobs or job.uid in users},
+        nodes={name: view.nodes[name] for name in nodes if name in view.nodes},
+        job_ids=frozenset(jobs),
+        users=frozenset(users),
+        node_names=frozenset(nodes),
+        limits=view.limits,
+        offers=view.offers,
+        takers=view.takers,
+    )
+
+
+class SimulatedSlurm(SimulatedScheduler):
+    """Slurm: ties jobs to nodes by features, and lets jobs take offered nodes as they are submitted."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        find_user: FindUser,
+        rng: Random,
+        *,
+        image: ImageSettings | None = None,
+        pilots: Pilots | None = None,
+    ) -> None:
+        super().__init__(cluster, find_user, rng)
+        self._image, self._pilots = image or ImageSettings(), pilots
+        self._drained: dict[str, float] = {}  # nodes that are to be deleted, and since when they are drained
+
+    @property
+    def offers(self) -> SimulatedSlurm:
+        return self
+
+    @property
+    def parts(self) -> SimulatedSlurm:
+        return self
+
+    @property
+    def submission(self) -> SimulatedSlurm:
+        return self
+
+    @property
+    def addresses(self) -> SimulatedSlurm:
+        return self
+
+    def _is_taken_away(self, node: str) -> bool:
+        return self._pilots is not None and self._pilots.take_away(node)
+
+    @property
+    def leases(self) -> SimulatedSlurm | None:
+        return self if self._pilots is not None else None
+
+    @property
+    def expansion(self) -> SimulatedSlurm:
+        return self
+
+    async def restore(self, job: JobRef) -> None:
+        """See `ports.Expansion`."""
+        await self._reach()
+        record = self._reread(job)
+        if record.state is not JobState.PENDING or record.pin is not None:
+            raise Stale(f"job {job.job_id} is {record.state} or pinned")
+        if record.batch.origin and not record.at_origin:
+            record.at_origin, record.waits_for_nodes = True, False
+            record.tell(f"back in partition {record.batch.origin}")
+        await self._reply()
+
+    async def request(self, lease: LeaseSpec) -> None:
+        """See `ports.Leases`."""
+        await self._reach()
+        assert self._pilots is not None, "without pilots nobody asks"
+        self._pilots.request(lease)
+        await self._reply()
+
+    async def release(self, name: str, pilots: Sequence[str]) -> None:
+        """See `ports.Leases`."""
+        await self._reach()
+        assert self._pilots is not None, "without pilots nobody asks"
+        self._pilots.release(name, tuple(pilots))
+        await self._reply()
+
+    async def read(
+        self, jobs: Mapping[str, int | None], users: Collection[int], nodes: Collection[str]
+    ) -> SchedulerPart:
+        """See `ports.Parts`. Nothing is asked of slurmctld if nothing but the offers is wanted. Now and then it reads
+        less than was asked for, and all nodes in place of some."""
+        if not (jobs or users or nodes):
+            return part_of(self._view(), (), (), ())
+        await self._reach()
+        view = self._view()
+        everything = self._rng.random() < 0.9
+        asked = sorted(jobs) if everything else [job_id for job_id in sorted(jobs) if self._rng.random() < 0.5]
+        of_users = sorted(users) if everything else [uid for uid in sorted(users) if self._rng.random() < 0.5]
+        part = part_of(view, asked, of_users, nodes)
+        if nodes and self._rng.random() < 0.5:
+            part = replace(part, nodes=view.nodes, all_nodes=True)
+        await self._reply()
+        return part
+
+    async def tell(self, nodes: Mapping[str, str]) -> None:
+        """See `ports.Addresses`."""
+        self._cluster.addresses = nodes
+
+    async def publish(self, limits: JobLimits) -> None:
+        self._cluster.limit_submissions(limits)
+
+    def _view(self) -> SchedulerView:
+        offers = self._cluster.observe_offers()
+        view = replace(self._cluster.view(), offers=offers, takers=self._cluster.takers())
+        if self._pilots is None:
+            return view
+        return replace(view, pilots=self._pilots.view(), leasable=self._pilots.leasable())
+
+    def _tie(self, record: JobRecord, tag: str, nodes: Sequence[str]) -> None:
+        if record.at_origin:
+            self._cluster.check_move(record)
+        if not self._cluster.any_node_has(tag):
+            record.pin = None  # Slurm moves the job all the same, and the driver puts it back at the gate
+            raise Refused(f"no node has the feature {tag}", hint="pin after its nodes have registered")
+        record.pin, record.at_origin = tag, False
+
+    async def set_down(self, node: str, reason: str) -> None:
+        self._cluster.withdraw(node)
+        await super().set_down(node, reason)
+
+    async def delete_node(self, node: str) -> None:
+        self._cluster.withdraw(node)
+        await super().delete_node(node)
+
+    async def _delete(self, node: str) -> None:
+        """As `drivers.slurm.delete` does."""
+        if self._may_be_planned(node):
+            if node not in self._drained:
+                self._cluster.drain(node)
+                self._drained[node] = asyncio.get_running_loop().time()
+            raise NotYet(f"backfill may plan to use node {node}")
+        await asyncio.sleep(self._rng.uniform(*self._latencies.request))
+        known = self._cluster.nodes.get(node)
+        if known is not None and known.stuck and not self._cluster.is_reserved():
+            self._cluster.set_down(node, "its VM is gone")
+        self._cluster.delete(node)
+        self._cluster.forget(node)
+        self._drained.pop(node, None)
+
+    def _may_be_planned(self, node: str) -> bool:
+        known, backfill, since = self._cluster.nodes.get(node), self._cluster.backfill, self._drained.get(node)
+        if known is None or (since is not None and backfill.began > since):
+            return False
+        return backfill.active or known.planned
+
+    async def offer(self, node: NodeSpec) -> None:
+        self._cluster.offer(OfferedNode(node, *named_by_none(node.image, self._image.default, self._image.kind)))
+
+    async def withdraw(self, node: str) -> None:
+        self._cluster.withdraw(node)
+
+    async def exclude(self, users: Collection[int]) -> None:
+        self._cluster.excluded = frozenset(users)
+
+    async def bootstrap(self, node: NodeSpec) -> NodeBootstrap:
+        features = (self._cluster.settings.node_feature, *node.features)
+        return Registration(node.name, features, node.size, node.sockets).pack()
