@@ -19,6 +19,7 @@ from multiverse.core.model import (
     Job,
     JobState,
     NodeState,
+    Place,
     Request,
     Size,
     TemplateKey,
@@ -64,7 +65,7 @@ class Driver:
         name = f"mvsim-{self.serial}"
         mac, address = f"02:00:00:00:00:{self.serial:02x}", f"10.1.0.{self.serial}/16"
         node_size = Size(size.cpus, size.memory - 80)
-        vm = Vm(self.serial, 0.0, name, "h1", "slim", CloneKind.INSTANT, size, node_size, mac, address)
+        vm = Vm(self.serial, 0.0, name, (Place("h1"),), "slim", CloneKind.INSTANT, size, node_size, mac, address)
         request = Request(1, node_size)
         jobs = (await self.scheduler.observe()).jobs
         job = next(iter(jobs.values())).ref

@@ -453,11 +453,11 @@ def _specification(vm: Vm) -> VmSpec:
         kind=vm.kind,
         size=vm.size,
         mac=vm.mac,
-        template=vm.template,
+        template=vm.place.template,
         spare=vm.pool is Depth.PARKED,
         token=vm.token,
         address=vm.address,
-        source=vm.source,
+        source=vm.place.source,
     )
 
 

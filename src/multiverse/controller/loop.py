@@ -581,6 +581,6 @@ class Controller:
     def _observe_source_of(self, done: Done) -> None:
         """Observe sooner what the effect may have changed: the source of its row, or all if that is not known."""
         row = self.state.get(done.key)
-        observer = self.sources.get(getattr(row, "source", ""))
-        for one in [observer] if observer else self.sources.values():
+        names = [place.source for place in row.places] if isinstance(row, Vm) else [getattr(row, "source", "")]
+        for one in [self.sources[name] for name in names if name in self.sources] or self.sources.values():
             one.poke()

@@ -174,4 +174,4 @@ def _remove(state: State, host: KnownHost, why: str) -> None:
             f"confirm that: multiverse repair {host.name} --fenced",
         )
     gone = remove_templates(templates, why)
-    state.move(remove_host(host, why), *gone, free=[row.key for row in templates])
+    state.move(remove_host(host, why), *gone, free=[row.claim_key for row in templates])

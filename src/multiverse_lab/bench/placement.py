@@ -39,6 +39,7 @@ from multiverse.core.model import (
     Node,
     NodeState,
     Observation,
+    Place,
     Placement,
     Request,
     SchedulerView,
@@ -46,6 +47,7 @@ from multiverse.core.model import (
     Size,
     Template,
     TemplateCondition,
+    TemplateKey,
     TemplateSeen,
     TemplateState,
     Vm,
@@ -145,9 +147,9 @@ class FullSite:
         request = Request(1, Size(1, 900))
         attempt = Attempt(number, 0.0, ref, "job", 1000, request, state=AttemptState.ALLOCATED)
         address = f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}/8"
-        vm = Vm(number, 0.0, name, host, "slim", CloneKind.INSTANT, VM, request.size, "", address,
-                attempt=number, template_size=BASE, template_id=place + 1, source=host, token=str(number),
-                state=VmState.SERVING)  # fmt: skip
+        places = (Place(host, host, TemplateKey(host, "slim", BASE), place + 1),)
+        vm = Vm(number, 0.0, name, places, "slim", CloneKind.INSTANT, VM, request.size, "", address,
+                attempt=number, token=str(number), state=VmState.SERVING)  # fmt: skip
         job = Job(ref, "job", 1000, JobState.RUNNING, request, gated=False, pinned=attempt.feature, nodes=(name,))
         return attempt, vm, job
 

@@ -579,7 +579,7 @@ def _waits_for_its_user(state: State, attempt: Attempt, world: World, policy: Po
     goes DOWN, and the scheduler queues the job again."""
     lacking = [vm for vm in state.vms_of(attempt) if lacks_user(state, vm, attempt, world)]
     for vm in lacking:
-        latest = world.latest(vm.source)
+        latest = world.latest(vm.place.source)
         # The effect that ended last may have added the user: only a later observation tells.
         if latest is None or latest.began <= world.ended_at(attempt.key, float("inf")) or vm.state is VmState.LOST:
             continue
@@ -700,7 +700,7 @@ def _end_vms_without_user(state: State, attempt: Attempt, world: World) -> bool:
     """A job that took its spare started when the attempt added no user any more: its VMs are ended."""
     vms = [vm for vm in state.vms_of(attempt) if vm.state is not VmState.LOST and lacks_user(state, vm, attempt, world)]
     since = max(attempt.since, world.ended_at(attempt.key))
-    if not vms or any((latest := world.latest(vm.source)) is None or latest.began <= since for vm in vms):
+    if not vms or any((latest := world.latest(vm.place.source)) is None or latest.began <= since for vm in vms):
         return False
     why = "its job started when no user was added any more"
     state.move(*(end_vm(vm, Event.DIED, why) for vm in vms))

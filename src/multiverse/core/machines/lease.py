@@ -251,7 +251,7 @@ def _step_releasing(state: State, lease: Lease, view: SchedulerView, world: Worl
         if host is not None:
             gone.append(return_host(host, lease.reason))
         over = Change(replace(lease, state=L.GONE), Event.ABSENT, lease.reason)
-        state.move(over, *gone, free=[row.key for row in templates])
+        state.move(over, *gone, free=[row.claim_key for row in templates])
 
 
 def _give_up(state: State, lease: Lease, event: Event, why: str) -> None:

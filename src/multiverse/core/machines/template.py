@@ -89,9 +89,9 @@ def step_template(state: State, template_id: int, world: World) -> None:
         state.move(Change(replace(row, state=T.READY, tries=0, build=seen.build), Event.BUILT))
     elif row.state is T.READY and not ready:
         why = seen.reason if seen else "it is no longer there"
-        state.move(lose_template(row, why), free=[row.key])
+        state.move(lose_template(row, why), free=[row.claim_key])
     elif row.state is T.RETIRING and ended is not None and seen is None:
-        state.move(Change(replace(row, state=T.ABSENT), Event.ABSENT), free=[row.key])
+        state.move(Change(replace(row, state=T.ABSENT), Event.ABSENT), free=[row.claim_key])
 
 
 def template_rests(template: Template) -> bool:

@@ -147,7 +147,7 @@ def step_vm(state: State, vm_id: int, world: World, policy: Policy) -> None:
     vm = state.vms.get(vm_id)
     if vm is None or vm.quarantined:
         return
-    latest = world.latest(vm.source)
+    latest = world.latest(vm.place.source)
     if vm.state is V.DELETING:
         _step_deleting(state, vm, world)
     elif vm.state is V.ORPHAN:
@@ -165,7 +165,7 @@ def step_vm(state: State, vm_id: int, world: World, policy: Policy) -> None:
 def vm_rests(state: State, vm: Vm, world: World) -> bool:
     """Whether nothing moves the VM until it, its attempt, its offer, its source or what its source shows of it changes:
     neither time nor another observation that shows the same."""
-    latest = world.latest(vm.source)
+    latest = world.latest(vm.place.source)
     if vm.quarantined:
         return True
     if vm.state is V.DELETING:  # that its node is shown no more is a change of the VM
@@ -184,7 +184,7 @@ def _step_out_of_sight(state: State, vm: Vm, latest: Seen[HypervisorView] | None
         if vm.leaving:
             _step_leaving(state, vm, world)
         return
-    observation = world.sources.get(vm.source)
+    observation = world.sources.get(vm.place.source)
     if vm.state is V.LOST or observation is None:
         return
     if latest is not None or state.now - observation.since > policy.silence:
@@ -305,10 +305,10 @@ def _step_leaving(state: State, vm: Vm, world: World) -> None:
     node_is_gone = vm.name not in world.scheduler.value.nodes and world.node_began(vm.name) > since
     off = _is_off_its_host(state, vm, since, world)
     if off and node_is_gone:
-        state.move(Change(replace(vm, state=V.GONE), Event.ABSENT), free=[vm.key])
+        state.move(Change(replace(vm, state=V.GONE), Event.ABSENT), free=vm.claim_keys)
     elif off and vm.state in (V.REMOVING, V.RELEASING) and _only_its_node_is_left(state, vm, since, world):
         left = Change(replace(vm, state=V.DELETING), Event.NODE_LEFT, "its node is still to be deleted")
-        state.move(left, free=[vm.key])
+        state.move(left, free=vm.claim_keys)
     elif vm.state is V.ENDING and _jobs_began(state, vm, world) > since and not _may_be_needed(state, vm, world):
         state.move(Change(replace(vm, state=V.REMOVING), Event.NODE_FREE, "no job is on its node"))
 
@@ -367,7 +367,7 @@ def _is_occupied(vm: Vm, world: World) -> bool:
 
 
 def _is_off_its_host(state: State, vm: Vm, since: float, world: World) -> bool:
-    latest = world.latest(vm.source)
+    latest = world.latest(vm.place.source)
     if latest is None or vm.host not in latest.value.hosts:
         return state.is_fenced(vm.host)
     return latest.began > since and vm.name not in latest.value.vms
@@ -377,7 +377,7 @@ def _step_orphan(state: State, vm: Vm, world: World) -> None:
     """A VM that no record explained is kept while a job is, or may be, on its node, until it dies, its host is fenced
     or an operator decides. An idle one is released after a second observation. While its host is out of sight nothing
     is concluded, and a job that was seen on it does not start elsewhere."""
-    latest = world.latest(vm.source)
+    latest = world.latest(vm.place.source)
     if latest is None or vm.host not in latest.value.hosts or latest.began <= vm.since:
         return
     seen = world.vm(vm)

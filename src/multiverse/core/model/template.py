@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from multiverse.core.model.keys import Key
+from multiverse.core.model.keys import ClaimKey, Key
 from multiverse.core.model.sizes import Size
 
 
@@ -76,6 +76,11 @@ class Template:
     @property
     def key(self) -> Key:
         return Key("template", self.id)
+
+    @property
+    def claim_key(self) -> ClaimKey:
+        """The claim that it holds."""
+        return ClaimKey(self.key, self.host)
 
     @property
     def which(self) -> TemplateKey:

@@ -420,7 +420,7 @@ class Admission:
             admit_attempt(attempt, story),
             *(take_vm(vm, attempt, f"by job {attempt.job.job_id}") for vm in taken),
             *map(plan_vm, made),
-            free=[vm.key for vm in taken],
+            free=[key for vm in taken for key in vm.claim_keys],
             make=claims_of(self.context, vms),
         )
 

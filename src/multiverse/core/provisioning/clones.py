@@ -21,6 +21,7 @@ from multiverse.core.model import (
     CloneKind,
     Depth,
     Host,
+    Place,
     Size,
     TemplateKey,
     TemplateState,
@@ -148,7 +149,7 @@ def choose_kind(context: Context, attempt: Attempt, forking: ByHost[Size]) -> Ch
         return Choice(CloneKind.LINKED, "no host could hold the template beside it")
     wish = wish_of(context, attempt, forking)
     if policy.pools and any(
-        vm.state is VmState.PARKED and wish.is_for(vm.template) and fit_to_serve(context, vm)
+        vm.state is VmState.PARKED and wish.is_for(vm.place.template) and fit_to_serve(context, vm)
         for vm in spares(context.state, Depth.PARKED)
     ):
         return Choice(CloneKind.INSTANT, "one is parked")
@@ -279,13 +280,15 @@ def plan_vms(context: Context, wanted: CloneRequest, hosts: list[str]) -> list[V
         if address is None:
             return None
         fresh[address] = serial
-        template = state.template_for(TemplateKey(name, wanted.image, size, wanted.account)) if instant else None
+        which = TemplateKey(name, wanted.image, size, wanted.account) if instant else None
+        template = state.template_for(which) if which else None
+        place = Place(name, state.source_of(name), which, template.id if template else None)
         vms.append(
             Vm(
                 id=serial,
                 since=state.now,
                 name=vm_name(state.site, serial),
-                host=name,
+                places=(place,),
                 image=wanted.image,
                 kind=wanted.kind,
                 size=wanted.sizes[name] if wanted.sizes else vm_size(wanted.node, size, host, policy),
@@ -293,11 +296,8 @@ def plan_vms(context: Context, wanted: CloneRequest, hosts: list[str]) -> list[V
                 mac="" if assigned else mac_of(state.site, serial),
                 address=address,
                 attempt=wanted.attempt,
-                template_size=size if instant else None,
                 account=wanted.account,
-                template_id=template.id if template else None,
                 pool=wanted.pool,
-                source=state.source_of(name),
                 token=token_of(state.entropy, serial),
             )
         )

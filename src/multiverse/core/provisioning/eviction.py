@@ -46,7 +46,8 @@ def retire_a_template(context: Context, attempt: Attempt) -> None:
         return
     image = context.image_of(attempt)
     # Nobody knows which template an adopted VM maps, and one that is mapped gives no memory back.
-    adopted = {vm.host for vm in state.vms_in(VmState.ORPHAN, *LEAVING_STATES) if not vm.image}
+    unknown = (vm for vm in state.vms_in(VmState.ORPHAN, *LEAVING_STATES) if not vm.image)
+    adopted = {place.host for vm in unknown for place in vm.places}
     idle = sorted(
         (
             template

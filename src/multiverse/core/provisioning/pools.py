@@ -188,7 +188,8 @@ def _why_unfit(context: Context, vm: Vm) -> str:
 def _why_spent(context: Context, vm: Vm, pool: Pool) -> str:
     """Why the spare is of no use any more; empty if it is of use."""
     state = context.state
-    template, host = state.template_for(vm.template) if vm.template else None, context.hosts.get(vm.host)
+    which, host = vm.place.template, context.hosts.get(vm.host)
+    template = state.template_for(which) if which else None
     if host is not None and vm.image not in host.images:
         return "its image is gone"
     if template is None or template.state is not TemplateState.READY:

@@ -122,7 +122,8 @@ def parked_for(context: Context, attempt: Attempt, templates: Mapping[str, Size]
         vm
         for vm in spares(context.state, Depth.PARKED)
         if vm.state is VmState.PARKED and vm.image == image and vm.account == request.account
-        if vm.template_size == templates.get(vm.host) and vm.host in context.hosts and fit_to_serve(context, vm)
+        if (vm.place.template and vm.place.template.size) == templates.get(vm.host)
+        if vm.host in context.hosts and fit_to_serve(context, vm)
     ]
     while left and len(found) < request.nodes:
         left.sort(key=lambda vm: (-room.free[vm.host][0], -room.free[vm.host][1], vm.id))
