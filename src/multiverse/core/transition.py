@@ -91,6 +91,7 @@ class Event(StrEnum):
     NODE_FREE = "node free"  # no job is on its node any more
     ABSENT = "absent"
     NODE_LEFT = "node left"  # the VM is absent, and its node is not
+    PLACE_LEFT = "place left"  # it surely is at one of its places no more
     # offer
     OFFERED = "offered"
     WITHDRAWN = "withdrawn"

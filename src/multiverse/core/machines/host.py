@@ -142,11 +142,11 @@ def is_given_up(state: State, host: KnownHost, world: World) -> bool:
     """Whether the scheduler reaches none of the host's VMs, has given one of them up, and has queued a job again that
     waits for the host. While a node answers, the host is on, whatever has happened to its agent or to the way there. We
     set a node DOWN ourselves when its VM ends: mostly no job waits then. While the scheduler is unknown, it queues
-    nothing again, and nothing is concluded."""
+    nothing again, and nothing is concluded. The node of a VM at two places tells nothing of either."""
     if world.scheduler is None:
         return False
     shown = world.scheduler.value.nodes
-    vms = state.vms_on(host.name)
+    vms = [vm for vm in state.vms_on(host.name) if len(vm.places) == 1]
     nodes = [shown[vm.name] for vm in vms if vm.name in shown]
     if not any(node.is_given_up for node in nodes) or any(node.answers for node in nodes):
         return False

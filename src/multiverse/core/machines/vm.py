@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from math import inf
 
 from multiverse.core.avoidance import blame, joined
 from multiverse.core.model import (
@@ -17,11 +18,13 @@ from multiverse.core.model import (
     UPCOMING_STATES,
     Attempt,
     AttemptState,
+    ClaimKey,
     Depth,
     HypervisorView,
     JobState,
     NodeState,
     OfferState,
+    Place,
     SchedulerView,
     Seen,
     Vm,
@@ -66,6 +69,7 @@ VM: tuple[Transition, ...] = (
     *transitions([V.DELETING], Event.ABSENT, V.GONE),
     *unchanged([V.PARKED, V.JOINED], Event.TAKEN),
     *unchanged([V.ORPHAN], Event.NOTED),
+    *unchanged([*_LIVE, V.LOST, *LEAVING_STATES], Event.PLACE_LEFT),
     *unchanged([*_LIVE, V.ORPHAN, V.LOST, *LEAVING_STATES, V.DELETING], Event.QUARANTINED, Event.RETRIED),
 )
 
@@ -127,9 +131,10 @@ def end_vm(vm: Vm, event: Event, why: str) -> Change:
 
 
 def end_vms(state: State, vms: Iterable[Vm], event: Event, why: str) -> None:
-    """The same of those that are not ending yet, each by itself. What was said of one before is still said of it."""
+    """The same of those that are not ending yet, each by itself, and are nowhere else, of which their own steps tell.
+    What was said of one before is still said of it."""
     for vm in vms:
-        if not vm.leaving:
+        if not vm.leaving and len(vm.places) == 1:
             state.move(replace(end_vm(vm, event, vm.reason or why), reason=why))
 
 
@@ -147,19 +152,57 @@ def step_vm(state: State, vm_id: int, world: World, policy: Policy) -> None:
     vm = state.vms.get(vm_id)
     if vm is None or vm.quarantined:
         return
-    latest = world.latest(vm.place.source)
+    place = _place_to_go_by(vm, world)
+    latest = world.latest(place.source)
     if vm.state is V.DELETING:
         _step_deleting(state, vm, world)
     elif vm.state is V.ORPHAN:
         _step_orphan(state, vm, world)
-    elif latest is None or vm.host not in latest.value.hosts:
-        _step_out_of_sight(state, vm, latest, world, policy)
+    elif left := _place_left(state, vm, world):
+        _leave(state, vm, left, world)
+    elif latest is None or place.host not in latest.value.hosts:
+        _step_out_of_sight(state, vm, place, world, policy)
     elif vm.state is V.LOST:
         _find_again(state, vm, world)
     elif vm.leaving:
         _step_leaving(state, vm, world)
     else:
         _step_in_sight(state, vm, latest, world, policy)
+
+
+def _place_to_go_by(vm: Vm, world: World) -> Place:
+    """Of a VM at two places, the one where it goes on. If it is shown to go on at neither, it may be at the one that is
+    out of sight; but one that is to end can be ended at the one in sight."""
+    if len(vm.places) == 1:
+        return vm.place
+
+    def rank(place: Place) -> tuple[bool, bool]:
+        seen = world.at(vm, place)
+        return seen is None or not seen.runs, world.shows(place) is not vm.leaving
+
+    return min(vm.places, key=rank)
+
+
+def _place_left(state: State, vm: Vm, world: World) -> Place | None:
+    """Of a VM at two places, one where it surely is no more. If an effect is to bring it to one of them, or to end it
+    there, its absence counts only after that."""
+    if len(vm.places) == 1:
+        return None
+    never = inf if vm.state in ACTING_VMS else vm.since
+    since = max(world.ended_at(vm.key, never), vm.since)
+    return next((place for place in vm.places if _is_off(state, vm, place, since, world)), None)
+
+
+def _leave(state: State, vm: Vm, left: Place, world: World) -> None:
+    """It is at its other place alone, which keeps its claim. If it is not shown to go on there, it is lost until that
+    place tells what has become of it."""
+    why = f"host {left.host} is off" if state.is_fenced(left.host) else f"it is not on host {left.host} any more"
+    there = replace(vm, places=tuple(place for place in vm.places if place is not left))
+    seen, free = world.vm(there), [ClaimKey(vm.key, left.host)]
+    if (seen is not None and seen.runs) or vm.leaving or vm.state is V.LOST:
+        state.move(Change(there, Event.PLACE_LEFT, why), free=free)
+    else:
+        state.move(Change(replace(there, state=V.LOST), Event.LOST, why), free=free)
 
 
 def vm_rests(state: State, vm: Vm, world: World) -> bool:
@@ -170,6 +213,8 @@ def vm_rests(state: State, vm: Vm, world: World) -> bool:
         return True
     if vm.state is V.DELETING:  # that its node is shown no more is a change of the VM
         return world.scheduler is None or vm.name in world.scheduler.value.nodes
+    if len(vm.places) > 1:
+        return False
     if latest is None or vm.host not in latest.value.hosts:
         # That a source has been silent for long is a change of the source.
         return not (vm.leaving and state.is_fenced(vm.host)) and (latest is None or vm.state is V.LOST)
@@ -177,18 +222,18 @@ def vm_rests(state: State, vm: Vm, world: World) -> bool:
     return vm.state is V.SERVING and seen is not None and seen.condition is not VmCondition.DEAD
 
 
-def _step_out_of_sight(state: State, vm: Vm, latest: Seen[HypervisorView] | None, world: World, policy: Policy) -> None:
+def _step_out_of_sight(state: State, vm: Vm, place: Place, world: World, policy: Policy) -> None:
     """Its host is not shown, or its source is unknown. Nothing is concluded about the VM itself. It no longer counts
     for its job once the source has answered without its host, or has been unknown for long."""
-    if state.is_fenced(vm.host):
+    if state.is_fenced(place.host):
         if vm.leaving:
             _step_leaving(state, vm, world)
         return
-    observation = world.sources.get(vm.place.source)
+    observation = world.sources.get(place.source)
     if vm.state is V.LOST or observation is None:
         return
-    if latest is not None or state.now - observation.since > policy.silence:
-        why = f"host {vm.host} is out of reach"
+    if observation.latest is not None or state.now - observation.since > policy.silence:
+        why = f"host {place.host} is out of reach"
         state.move(Change(replace(vm, state=V.LOST), Event.LOST, why))
 
 
@@ -303,7 +348,7 @@ def _step_leaving(state: State, vm: Vm, world: World) -> None:
         return
     since = max(ended, vm.since)
     node_is_gone = vm.name not in world.scheduler.value.nodes and world.node_began(vm.name) > since
-    off = _is_off_its_host(state, vm, since, world)
+    off = len(vm.places) == 1 and _is_off(state, vm, vm.place, since, world)
     if off and node_is_gone:
         state.move(Change(replace(vm, state=V.GONE), Event.ABSENT), free=vm.claim_keys)
     elif off and vm.state in (V.REMOVING, V.RELEASING) and _only_its_node_is_left(state, vm, since, world):
@@ -359,18 +404,21 @@ def may_take_job(state: State, vm: Vm, world: World) -> bool:
     node = world.scheduler.value.nodes.get(vm.name)
     if node is not None and node.state not in (NodeState.SILENT, NodeState.JOINING):
         return not node.is_unusable or world.node_began(vm.name) <= vm.since
-    return not _is_off_its_host(state, vm, world.ended_at(vm.key, float("inf")), world)
+    since = world.ended_at(vm.key, inf)
+    return not all(_is_off(state, vm, place, since, world) for place in vm.places)
 
 
 def _is_occupied(vm: Vm, world: World) -> bool:
     return world.scheduler is not None and vm.name in world.scheduler.value.occupied
 
 
-def _is_off_its_host(state: State, vm: Vm, since: float, world: World) -> bool:
-    latest = world.latest(vm.place.source)
-    if latest is None or vm.host not in latest.value.hosts:
-        return state.is_fenced(vm.host)
-    return latest.began > since and vm.name not in latest.value.vms
+def _is_off(state: State, vm: Vm, place: Place, since: float, world: World) -> bool:
+    """Whether nothing of its name is at one of its places, as observed since then."""
+    latest = world.latest(place.source)
+    if latest is None or place.host not in latest.value.hosts:
+        return state.is_fenced(place.host)
+    seen = latest.value.vms.get(vm.name)
+    return latest.began > since and (seen is None or seen.host != place.host)
 
 
 def _step_orphan(state: State, vm: Vm, world: World) -> None:
