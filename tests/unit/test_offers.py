@@ -642,10 +642,19 @@ def test_the_journal_says_why_the_offer_of_a_vm_that_serves_nobody_is_withdrawn(
     assert [change.reason for change in hand.changes_of(held.moves)] == ["its VM can serve no job"]
 
 
-def test_an_offer_without_a_vm_and_a_vm_without_an_offer_are_left_alone() -> None:
-    for held in (hand.state(SPARE), hand.state(hand.offer(O.OPEN))):
+def test_an_offer_ends_once_nothing_or_only_the_node_of_its_vm_is_left() -> None:
+    quarantined = replace(hand.offer(O.OPEN), quarantined="a fault")
+    for rows in ([hand.offer(O.TAKEN)], [quarantined], [hand.offer(O.CLOSED), replace(SPARE, state=V.DELETING)]):
+        held = hand.state(*rows)
         step_offer(held, 1, World())
-        assert held.moves == []
+        assert [(change.row.state, change.event) for change in hand.changes_of(held.moves)] == [(O.ENDED, Event.ABSENT)]
+        assert not held.offers
+
+
+def test_a_vm_without_an_offer_is_left_alone() -> None:
+    held = hand.state(SPARE)
+    step_offer(held, 1, World())
+    assert held.moves == []
 
 
 # --- one step of an attempt whose job took a spare ----------------------------------------------------
