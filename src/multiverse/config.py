@@ -411,6 +411,9 @@ class Settings:
     history_days: float = 30.0
     # A file in which all calls to Slurm and to the hypervisor are recorded; emptied at each start of the daemon.
     trace: Path | None = None
+    scheduler: str = "slurm"  # the batch scheduler: the name of an entry point of the group multiverse.schedulers
+    # What runs VMs: names of entry points of the group multiverse.platforms.
+    platforms: tuple[str, ...] = ("qemu",)
     agent: AgentSettings = field(default_factory=AgentSettings)
     fence: FenceSettings = field(default_factory=FenceSettings)
     job_vms: JobVmSettings = field(default_factory=JobVmSettings)

@@ -289,6 +289,31 @@ async def destroy_leaves_nothing_in_any_condition(h: Harness) -> None:
         await h.hypervisor.destroy(h.ref(name), 1.0)
 
 
+async def a_vm_with_another_token_is_not_touched(h: Harness) -> None:
+    user = User("late", 4711, 4711, "/home/late", "/bin/sh", (("late", 4711),))
+    await h.created()  # with it, its template
+    spec = replace(h.spec(), token="0123456789abcdef")
+    await h.hypervisor.create(spec)
+    own = h.ref(spec.name)._replace(token=spec.token)
+    other = own._replace(token="fedcba9876543210")
+    with pytest.raises(Refused):
+        await h.hypervisor.start(other, spec.size, h.identity(spec))
+    assert await h.condition(spec.name) is VmCondition.PARKED
+    await h.hypervisor.start(own, spec.size, h.identity(spec))
+    with pytest.raises(Refused):
+        await h.hypervisor.start(other, spec.size, h.identity(spec))
+    if h.hypervisor.users is not None:
+        with pytest.raises(Refused):
+            await h.hypervisor.users.add_user(other, user)
+    for grace in (0, 1):
+        with pytest.raises(Refused):
+            await h.hypervisor.destroy(other, grace)
+    seen = await h.seen(spec.name)
+    assert seen is not None and seen.condition is VmCondition.RUNNING and not seen.introduced
+    await h.hypervisor.destroy(own, 0)
+    assert not h.remains(spec.name)
+
+
 async def a_dead_vm_is_shown_until_it_is_destroyed(h: Harness) -> None:
     spec = await h.created()
     await h.hypervisor.start(h.ref(spec.name), spec.size, h.identity(spec))
@@ -378,6 +403,7 @@ SUITE: tuple[Check, ...] = (
     a_vm_can_write_what_it_claims,
     a_user_is_added_to_a_running_vm,
     destroy_leaves_nothing_in_any_condition,
+    a_vm_with_another_token_is_not_touched,
     a_dead_vm_is_shown_until_it_is_destroyed,
     destroy_removes_what_a_cancelled_create_leaves,
     a_cancelled_create_may_be_repeated,

@@ -54,10 +54,6 @@ class NobodyCounts:
         return Counter({"scontrol update": 7, "sbatch": 2})
 
 
-async def _nothing() -> dict[str, Any]:
-    return {}
-
-
 def hosts(number: int) -> tuple[Host, ...]:
     return tuple(
         Host(f"node{n:02d}", Size((16, 32, 24)[n % 3], (65536, 131072, 98304)[n % 3], 1 << 22), ABILITIES,
@@ -102,7 +98,7 @@ async def serve(given: argparse.Namespace) -> None:
     world.cluster.hint = controller.hint
     statistics = Statistics()
     controller.watch(statistics)
-    backend = Backend(controller, store, clock, _nothing, _nothing, NobodyCounts(), statistics=statistics)  # type: ignore[arg-type]
+    backend = Backend(controller, store, clock, None, NobodyCounts(), statistics=statistics)  # type: ignore[arg-type]
     publisher = Publisher(backend)
     server = http_server(make_api(backend, publisher) if given.api else make_web(backend, publisher))
     work = [asyncio.create_task(controller.run()), asyncio.create_task(submit(world, Random(5), given.jobs, seconds))]

@@ -18,7 +18,7 @@ import pytest
 from multiverse.client import Client
 from multiverse.config import Settings
 from multiverse.drivers.slurm.requirements import Finding
-from multiverse.site.doctor import examine
+from multiverse.service.doctor import examine
 from tests.integration.conftest import LabUnderTest
 from tests.integration.test_users import command
 from tests.integration.watch import until
@@ -71,7 +71,7 @@ def test_the_lab_lacks_only_what_a_site_installs(doctor: Doctor) -> None:
     hosts = {f"host {one['name']}" for one in Client(doctor.settings.socket).hosts()}
     assert {examined for examined, _ in doctor.before} <= allowed | hosts, doctor.before
     assert all(each.remedy and each.message for each in doctor.before.values())
-    for well in ("munge", "slurmctld", "slurmd in the guests", "reservations", "ports", "name service", "node sets"):
+    for well in ("munge", "slurmctld", "slurmd in the guests", "reservations", "port of slurmctld", "node sets"):
         assert not [key for key in doctor.before if key[0] == well]
 
 
@@ -92,7 +92,7 @@ def _with_line(doctor: Doctor, place: Path, line: str) -> Path:
     [
         ("NodeSet=mine Feature=vm", "node sets", "NodeSet=mine"),
         ("SlurmctldHost=nohost.invalid", "name service", "SlurmctldHost=nohost.invalid"),
-        ("SlurmctldPort=1", "ports", "{gateway}:1"),
+        ("SlurmctldPort=1", "port of slurmctld", "{gateway}:1"),
         ("JobSubmitPlugins=none", "slurm.conf", "JobSubmitPlugins"),
         ("MaxNodeCount=2", "slurm.conf", "MaxNodeCount"),
         ("TreeWidth=50", "slurm.conf", "TreeWidth"),
@@ -192,6 +192,6 @@ def test_a_host_that_is_drained_is_found_through_the_daemon(doctor: Doctor, clie
 def test_the_command_prints_the_same_for_people_and_programs(lab: LabUnderTest, controller: Callable[[], int]) -> None:
     document: Any = json.loads(command(lab, 0, "doctor", "--no-kvm", "--json").stdout)
     names = [one["name"] for one in document]
-    assert len(names) == len(set(names)) and {"munge", "memory", "ports", "alerts"} <= set(names)
+    assert len(names) == len(set(names)) and {"munge", "memory", "ports of the daemon", "alerts"} <= set(names)
     nobody = command(lab, 65534, "doctor", "--no-kvm")
     assert nobody.returncode != 0 and "Traceback" not in nobody.stderr

@@ -146,7 +146,7 @@ def test_a_clone_lives_its_whole_life_in_a_process_without_a_controller(
     assert (facts["parked"], facts["running"], facts["destroyed"]) == (["parked"], ["running"], [])
     assert facts["users"] == [4711] and facts["guest"] == spec.name
     assert lab.remains(spec.name) == []
-    forbidden = {"config", "ports", "store", "controller", "drivers", "lab", "service", "client", "simulation", "trace"}
+    forbidden = {"config", "ports", "store", "controller", "drivers", "service", "bundles", "client", "trace"}
     assert not forbidden & {name.split(".")[1] for name in facts["modules"]}
 
 

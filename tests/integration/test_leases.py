@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from multiverse.bundles.qemu.agents import PilotTransport
+from multiverse.bundles.slurm.leased import PilotSteps
 from multiverse.client import Client
 from multiverse.config import LEASE_RESERVE, JobVmSettings, LeaseSettings, Settings
 from multiverse.core.errors import MultiverseError, Unknown
@@ -24,7 +26,6 @@ from multiverse.core.model import CloneKind, HypervisorView, LeasedHost, LeaseSp
 from multiverse.core.model.names import lease_name
 from multiverse.drivers.slurm.driver import SlurmScheduler
 from multiverse.host import manifest
-from multiverse.service.agents import PilotTransport
 from multiverse.system.processes import ProcessIdentity, stat_fields
 from multiverse_lab.lab import lifecycle
 from multiverse_lab.lab.hosts import control_groups
@@ -158,7 +159,7 @@ class Pilots:
     @contextlib.asynccontextmanager
     async def reached(self, host: LeasedHost) -> AsyncIterator[Controller]:
         """A controller that is connected with the agent of a leased host."""
-        async with connected(PilotTransport(self.settings, host), SITE, host.lease.name) as controller:
+        async with connected(PilotTransport(PilotSteps(self.settings), host), SITE, host.lease.name) as controller:
             yield controller
 
 

@@ -6,6 +6,8 @@ import ipaddress
 from dataclasses import replace
 from pathlib import Path
 
+from multiverse.bundles.contract import PlatformContext
+from multiverse.config import Settings
 from multiverse.core.machines.tables import TABLES, permitted_effects
 from multiverse.core.model import (
     Attempt,
@@ -50,6 +52,11 @@ SELF_EXPLAINING = frozenset(
     }
 )  # fmt: skip
 """Events with which the journal need not give a reason."""
+
+
+def context_of(settings: Settings, store: Store) -> PlatformContext:
+    """What a platform is opened with."""
+    return PlatformContext(settings, store.site, ManualClock(), store.rows(), store.epoch, store.keep_epoch)
 
 
 class ManualClock:

@@ -32,6 +32,7 @@ from multiverse.api import (
     VmView,
     decode,
 )
+from multiverse.bundles.contract import Notice
 from multiverse.controller.effects import Failure
 from multiverse.controller.users import LookupFailure
 from multiverse.core.model import (
@@ -212,24 +213,23 @@ def serve(controller: ControllerAtRest) -> FastAPI:
     async def programs() -> dict[str, int]:
         return {}
 
-    processes = SimpleNamespace(programs=programs)
+    processes, guests = SimpleNamespace(programs=programs), SimpleNamespace(measure=measure, examine=examine)
     return make_api(
-        Backend(controller, StoreOfRows(), ManualClock(), measure, examine, processes, permanent)  # type: ignore[arg-type]
+        Backend(controller, StoreOfRows(), ManualClock(), guests, processes, permanent)  # type: ignore[arg-type]
     )
 
 
 def test_the_nodes_that_all_hosts_need_are_among_the_alerts() -> None:
-    def lack(cpus: int) -> list[Alert]:
-        return [Alert("nodes", "MaxNodeCount", f"it has no room for VMs of {cpus} CPUs", "raise it")]
+    def lack(cpus: int) -> list[Notice]:
+        return [Notice("nodes", "MaxNodeCount", f"it has no room for VMs of {cpus} CPUs", "raise it")]
 
     backend = Backend(
         ControllerAtRest(),
         StoreOfRows(),
         ManualClock(),
-        measure,
-        examine,
         None,
-        lack_of_nodes=lack,  # type: ignore[arg-type]
+        None,  # type: ignore[arg-type]
+        lack_of_nodes=lack,
     )
     (alert,) = (one for one in backend.alerts() if one.kind == "nodes")
     assert "12 CPUs" in alert.message

@@ -15,6 +15,7 @@ import pytest
 from typer.main import get_command
 
 from multiverse.api import Alert, HostView, SizeView, StatusView
+from multiverse.bundles.slurm import examine as of_slurm
 from multiverse.cli.commands import build
 from multiverse.config import (
     HostSettings,
@@ -31,7 +32,8 @@ from multiverse.drivers.slurm.requirements import Finding, Level, Version
 from multiverse.drivers.slurm.site_conf import SiteConf
 from multiverse.host.virtual_functions import VirtualFunction
 from multiverse.images.installed import package_version
-from multiverse.site import doctor, examine_machine, machine_facts
+from multiverse.service import doctor
+from multiverse.site import examine_machine, machine_facts
 from multiverse.site.machine_facts import FileSystem, MachineFacts
 from multiverse.system import clock
 
@@ -200,16 +202,16 @@ def test_a_slurmctld_that_the_name_service_does_not_know_is_found(monkeypatch: p
             raise OSError(-2, "Name or service not known")
         return []
 
-    monkeypatch.setattr(doctor.socket, "getaddrinfo", known)
-    (only,) = doctor.names(site)
+    monkeypatch.setattr(of_slurm.socket, "getaddrinfo", known)
+    (only,) = of_slurm.names(site)
     assert only.name == "SlurmctldHost=there" and "not known" in only.message and "getent" in only.remedy
 
 
 def test_a_slow_name_service_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter((0.0, 5.0))
-    monkeypatch.setattr(doctor.socket, "getaddrinfo", lambda *_: [])
-    monkeypatch.setattr(doctor.time, "monotonic", lambda: next(times))
-    (only,) = doctor.names(SiteConf("SlurmctldHost=here\n"))
+    monkeypatch.setattr(of_slurm.socket, "getaddrinfo", lambda *_: [])
+    monkeypatch.setattr(of_slurm.time, "monotonic", lambda: next(times))
+    (only,) = of_slurm.names(SiteConf("SlurmctldHost=here\n"))
     assert only.level is Level.NOTE and "took 5.0 s" in only.message
 
 
@@ -224,7 +226,8 @@ def test_ports_at_which_nobody_answers_are_found(port: int) -> None:
         slurm = SlurmSettings(controller_address="127.0.0.1")
         page = WebSettings(listen=f"127.0.0.1:{web}" if web else "")
         settings = Settings(slurm=slurm, users=UsersSettings(listen="127.0.0.1", port=users), web=page)
-        return [each.name for each in doctor._ports(settings, SiteConf(f"SlurmctldPort={slurmctld}-{slurmctld + 1}\n"))]
+        site = SiteConf(f"SlurmctldPort={slurmctld}-{slurmctld + 1}\n")
+        return [each.name for each in (*of_slurm._slurmctld_port(settings, site), *doctor._ports(settings))]
 
     with socket.create_server(("127.0.0.1", 0)) as other:
         closed = other.getsockname()[1]
@@ -239,7 +242,7 @@ def test_the_munge_that_slurm_uses_is_the_one_that_is_tried(tmp_path: Path) -> N
     conf = tmp_path / "slurm.conf"
     conf.write_text(f"ClusterName=c\nAuthInfo=cred_expire=60,socket={tmp_path}/munge\n")
     assert munge_socket(conf) == tmp_path / "munge"
-    (only,) = doctor._munge(Settings(slurm=SlurmSettings(conf=conf)))
+    (only,) = of_slurm._munge(Settings(slurm=SlurmSettings(conf=conf)))
     assert only.name == "munge" and str(tmp_path) in only.message
     conf.write_text("ClusterName=c\n")
     assert munge_socket(conf) is None and munge_socket(tmp_path / "none") is None

@@ -8,11 +8,12 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from multiverse.core.errors import Broken, Gone, Refused
-from multiverse.core.model import CloneKind, Identity, Size, VmCondition
+from multiverse.core.model import CloneKind, Identity, Neighbour, Size, VmCondition
 from multiverse.host import manifest, process
 from multiverse.host.manifest import Manifest, VmPhase
 from multiverse.host.qemu import creation
@@ -241,6 +242,19 @@ def test_a_vm_with_another_token_is_not_destroyed(config: QemuHostConfig, qemu: 
     assert qemu.is_alive() and names(config.vms) == {"mva-1"}
     host.destroy("mva-1", 0, ONE.token)
     assert not qemu.is_alive() and names(config.vms) == set()
+
+
+def test_a_vm_with_another_token_gets_no_neighbours(config: QemuHostConfig, qemu: ProcessIdentity) -> None:
+    record(config.vms, ONE, qemu)
+    host, added = QemuHost(config), list[str]()
+    there = [Neighbour("10.9.0.3", "02:00:00:00:00:03", "192.0.2.2")]
+    host._context.overlay = SimpleNamespace(add=lambda name, _: added.append(name))  # type: ignore[assignment]
+    with pytest.raises(Refused, match="mva-1 is another VM"):
+        host.connect("mva-1", there, "secret-other")
+    assert added == []
+    host.connect("mva-1", there, ONE.token)
+    assert added == ["mva-1"]
+    QemuHost(config).destroy("mva-1", 0)
 
 
 def test_an_orphan_is_destroyed_whatever_its_token(config: QemuHostConfig, qemu: ProcessIdentity) -> None:

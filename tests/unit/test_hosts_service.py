@@ -18,6 +18,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from multiverse.agent.transport import CommandTransport, UnixTransport, command_of
+from multiverse.bundles.qemu.agents import connect_agents, declared, transport_to
 from multiverse.cli import render
 from multiverse.cli.commands import build
 from multiverse.cli.times import unix_time
@@ -29,11 +30,10 @@ from multiverse.core.model import Drain, Host, HostState, KnownHost, LeasedHost,
 from multiverse.core.provisioning.largest import largest_on
 from multiverse.core.transition import Command
 from multiverse.ports import NOT_LEASED
-from multiverse.service.agents import connect_agents, declared, transport_to
 from multiverse.store import Store
 from multiverse_lab.simulation.clock import VirtualClock
 from multiverse_lab.simulation.loop import run
-from tests.unit.planner_harness import ManualClock
+from tests.unit.planner_harness import ManualClock, context_of
 from tests.unit.rows import IMAGES
 from tests.unit.test_api import ControllerAtRest, serve
 from tests.unit.test_controller import OneHost, Ports, Submission
@@ -67,9 +67,9 @@ def test_the_hosts_of_the_settings_and_of_the_store_are_connected_but_those_that
     with store.transaction() as tx:
         tx.keep_host(KnownHost("n2", "n2", HostState.REMOVED, id=1))
         tx.keep_host(KnownHost("n9", "n9", id=2))
-    assert [one.name for one in connect_agents(SETTINGS, store).sources] == ["n1", "n3", "n9"]
+    assert [one.name for one in connect_agents(context_of(SETTINGS, store)).sources] == ["n1", "n3", "n9"]
     alone = Store(tmp_path / "alone", ManualClock())
-    assert [one.name for one in connect_agents(Settings(), alone).sources] == ["localhost"]
+    assert [one.name for one in connect_agents(context_of(Settings(), alone)).sources] == ["localhost"]
 
 
 class Members(Ports):
@@ -160,7 +160,7 @@ def test_a_host_is_declared_as_its_class_and_the_defaults_say() -> None:
     assert one and fat and declared(here, "n4") is None and declared(here, "head") is None
     assert (one.capacity.cpus, one.capacity.memory, one.overcommit.cpus, one.overcommit.memory) == (8, 9000, 2.0, 1.0)
     assert (fat.capacity.cpus, fat.overcommit.cpus, fat.overcommit.memory) == (64, 1.0, 1.5)
-    agents = connect_agents(here, Store(":memory:", ManualClock(), site="test0"))
+    agents = connect_agents(context_of(here, Store(":memory:", ManualClock(), site="test0")))
     assert agents.declared("n2") == one and agents.declared("n4") is None
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from multiverse.bundles.qemu import image_copies
+from multiverse.bundles.qemu.image_copies import RETRY, ImageCopies, wanted_copies
 from multiverse.core.errors import Broken
 from multiverse.core.model import (
     AttemptState,
@@ -26,8 +28,6 @@ from multiverse.core.model import (
 from multiverse.core.policy import Pool
 from multiverse.core.rows import Rows
 from multiverse.images.catalog import Image
-from multiverse.service import image_copies
-from multiverse.service.image_copies import RETRY, ImageCopies, wanted_copies
 from tests.unit import rows
 from tests.unit.planner_harness import POLICY
 from tests.unit.test_image_transfer import image

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from multiverse.bundles.qemu.agents import PilotTransport, connect_agents
 from multiverse.config import Settings
 from multiverse.controller.forecast import ForecastRecorder
 from multiverse.core.errors import Broken, Refused, Unknown
@@ -35,8 +36,8 @@ from multiverse.core.model import (
 from multiverse.core.provisioning.leasing import leasable_hosts
 from multiverse.core.provisioning.submission import job_limits
 from multiverse.core.transition import Change, Command, Done, EffectKind, Event, Move
-from multiverse.service.agents import PilotTransport, connect_agents
 from tests.unit.lease_harness import LEASING, PHYSICAL, LeaseHarness
+from tests.unit.planner_harness import context_of
 from tests.unit.rows import IMAGES, lease, state, vm, world_of
 
 L, P = LeaseState, PilotState
@@ -632,7 +633,7 @@ def test_a_leased_host_is_fenced_by_command_only_where_the_site_says_so() -> Non
 def test_a_controller_that_starts_reaches_leased_hosts_by_their_pilots() -> None:
     site = LeaseHarness()
     lease = site.until_idle()
-    agents = {one.name: one.connection for one in connect_agents(Settings(), site.store).sources}
+    agents = {one.name: one.connection for one in connect_agents(context_of(Settings(), site.store)).sources}
     assert isinstance(agents[lease.name]._transport, PilotTransport)
     assert not isinstance(agents["localhost"]._transport, PilotTransport)
 

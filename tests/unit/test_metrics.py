@@ -69,7 +69,7 @@ async def _serve(jobs: int) -> tuple[Counter[str], int, str]:
             await asyncio.sleep(1.0)
     work.cancel()
     assert world.violations() == []
-    backend = Backend(controller, store, clock, _nothing, _nothing, _PROCESSES, statistics=statistics)
+    backend = Backend(controller, store, clock, None, _PROCESSES, statistics=statistics)
     return calls, store.commits - commits, metrics.text(await backend.counts(), backend.used()).decode()
 
 

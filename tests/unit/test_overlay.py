@@ -12,14 +12,14 @@ import pytest
 
 from multiverse import config
 from multiverse.agent.overlay import OverlayDirectory
+from multiverse.bundles.qemu import overlay as service
+from multiverse.bundles.qemu.overlay import MachineOverlay
 from multiverse.config import HostSettings, NetworkSettings, OverlaySettings, QemuSettings, Settings, overlay_address
 from multiverse.core.errors import Gone, Refused, Unknown
 from multiverse.core.model import Identity, Neighbour, Vm, VmRef, VmState, network_id_of
 from multiverse.drivers.qemu.driver import JOB_SITE, host_config
 from multiverse.host.overlay import Overlay, OverlayConfig, is_of_machine, machine_owner
 from multiverse.host.qemu import templates
-from multiverse.service import overlay as service
-from multiverse.service.overlay import MachineOverlay
 from tests.unit import rows
 from tests.unit.test_qemu_host import machine
 

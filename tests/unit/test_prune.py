@@ -351,7 +351,7 @@ class LocalClient(Client):
 
     def __init__(self, history: History, days: float = 30.0) -> None:
         nobody: Any = None
-        backend = Backend(nobody, history.store, history.clock, nobody, nobody, nobody, history_days=days)
+        backend = Backend(nobody, history.store, history.clock, None, nobody, history_days=days)
         self.asked = 0
         self._api = make_api(backend)
 

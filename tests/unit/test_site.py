@@ -14,13 +14,13 @@ from unittest import mock
 
 import pytest
 
+from multiverse.bundles.slurm.node_count import NodeCount
 from multiverse.config import AgentSettings, HostClass, HostSettings, QemuSettings, Settings, SlurmSettings
 from multiverse.core.errors import Broken
 from multiverse.core.model import User
 from multiverse.drivers.slurm import inbox_access, install, requirements, site_conf
 from multiverse.drivers.slurm.requirements import Finding, Level, Version
 from multiverse.drivers.slurm.site_conf import SiteConf
-from multiverse.service.node_count import NodeCount
 from multiverse.site import checking, rendering
 from multiverse.site.writing import WriteOutcome, write
 from multiverse.system import rendered
@@ -369,17 +369,17 @@ def test_an_alert_says_what_the_hosts_need_and_a_changed_file_is_read_again_and_
     read = site_conf.read
     monkeypatch.setattr(site_conf, "read", lambda path: reads.append(path) or read(path))
     count = NodeCount(settings.slurm.conf)
-    assert count.alerts(382) == count.alerts(382) == [] and len(reads) == 1
-    (alert,) = count.alerts(383)
+    assert count.lack(382) == count.lack(382) == [] and len(reads) == 1
+    (alert,) = count.lack(383)
     assert (alert.kind, alert.name) == ("nodes", "MaxNodeCount") and "1026 nodes can exist" in alert.message
     assert "MaxNodeCount=1280" in alert.remedy and "restart slurmctld" in alert.remedy
-    assert count.alerts(383) == [alert] and len(reads) == 2
+    assert count.lack(383) == [alert] and len(reads) == 2
     more.write_text("MaxNodeCount=1280\n")
-    assert count.alerts(383) == [] and len(reads) == 3
+    assert count.lack(383) == [] and len(reads) == 3
     more.unlink()
-    assert count.alerts(4096) == count.alerts(4096) == [] and len(reads) == 5, "the site's check says so"
+    assert count.lack(4096) == count.lack(4096) == [] and len(reads) == 5, "the site's check says so"
     more.write_text("MaxNodeCount=1280\n")
-    assert count.alerts(4096) != []
+    assert count.lack(4096) != []
 
 
 @pytest.mark.parametrize(

@@ -18,13 +18,14 @@ import pytest
 
 from multiverse.api import ExplanationsView, ExplanationView, TimelineView
 from multiverse.api.asking import LONGEST_QUESTION, PURPOSE
+from multiverse.bundles.contract import Privacy
+from multiverse.bundles.slurm.credentials import _parsed
 from multiverse.cli.asking import UsersClient, _address
 from multiverse.core.errors import Gone, MultiverseError, Refused
 from multiverse.service import users_socket
-from multiverse.service.credentials import _parsed
 from multiverse.service.startup import bind
 from multiverse.service.users_socket import Desk, Pace, serve_users
-from multiverse.service.viewer import PrivateData, Viewer
+from multiverse.service.viewer import Viewer
 from tests.unit.planner_harness import ManualClock
 
 ME = os.getuid()
@@ -57,7 +58,7 @@ class Clock(ManualClock):
 
 def desk(tmp_path: Path) -> Desk:
     backend = SimpleNamespace(explanations=Explanations(), timelines_for=_timelines)
-    return Desk(backend, PrivateData(tmp_path / "none"), Pace(Clock()))  # type: ignore[arg-type]
+    return Desk(backend, lambda uid: Privacy(others=False, hosts=False), Pace(Clock()))  # type: ignore[arg-type]
 
 
 @asynccontextmanager
@@ -151,7 +152,7 @@ async def test_a_silent_peer_is_closed_and_one_user_cannot_take_all_places(
             writer.close()
 
 
-async def test_by_munge_only_what_the_credential_carries_counts(tmp_path: Path) -> None:
+async def test_by_credential_only_what_the_credential_carries_counts(tmp_path: Path) -> None:
     class Munge:
         async def decode(self, credential: str) -> tuple[int, str]:
             if credential == "forged":

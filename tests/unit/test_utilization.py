@@ -316,7 +316,7 @@ def served() -> tuple[Vm, int, Backend]:
     return (
         vm,
         wall,
-        Backend(cast(Any, fake), harness.store, harness.clock, _nothing, _nothing, cast(Any, None), utilization=reader),
+        Backend(cast(Any, fake), harness.store, harness.clock, None, cast(Any, None), utilization=reader),
     )
 
 

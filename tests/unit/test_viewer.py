@@ -1,11 +1,9 @@
-"""What a user is told of others, by Slurm's PrivateData."""
+"""What a user is told of others."""
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
-from multiverse.service.viewer import OPERATOR, PrivateData, Viewer
+from multiverse.bundles.contract import Privacy
+from multiverse.service.viewer import OPERATOR, Viewer
 
 HOSTS = frozenset({"n1", "n2", "n-10"})
 TEXT = "job 7 keeps them waiting, ahead of job 12_3; its VMs are on n1, n2 and n-10 (job in doubt)"
@@ -34,22 +32,6 @@ def test_only_ones_own_jobs_are_seen() -> None:
     assert Viewer(1000).may_see(1000) and not Viewer(1000).may_see(1001) and not Viewer(0).may_see(1000)
 
 
-def test_private_data_is_read_again_when_it_changes(tmp_path: Path) -> None:
-    conf = tmp_path / "slurm.conf"
-    private = PrivateData(conf)
-    assert private.viewer(1) == Viewer(1, others=False, hosts=False), "what cannot be read keeps everything private"
-    for number, (value, expected) in enumerate(
-        {
-            "": Viewer(1),
-            "PrivateData=accounts": Viewer(1),
-            "PrivateData=Jobs,usage": Viewer(1, others=False),
-            "PrivateData=nodes": Viewer(1, hosts=False),
-            "PrivateData=all": Viewer(1, others=False, hosts=False),
-        }.items(),
-        1,
-    ):
-        conf.write_text(f"ClusterName=c\n{value}\n")
-        os.utime(conf, ns=(number, number))
-        assert private.viewer(1) == expected, value
-    conf.unlink()
-    assert private.viewer(1) == Viewer(1, others=False, hosts=False)
+def test_a_user_is_told_what_the_scheduler_permits() -> None:
+    assert Viewer.of(1000, Privacy(others=False)) == Viewer(1000, others=False)
+    assert Viewer.of(1000, Privacy(hosts=False)) == Viewer(1000, hosts=False)

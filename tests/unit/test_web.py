@@ -59,9 +59,8 @@ class Site:
         self.world.cluster.hint = self.controller.hint
         statistics = Statistics()
         self.controller.watch(statistics)
-        nobody: Any = None
         counter = Processes(SimpleNamespace(programs=Counter()), _no_processes)  # type: ignore[arg-type]
-        self.backend = Backend(self.controller, store, self.clock, nobody, nobody, counter, statistics=statistics)
+        self.backend = Backend(self.controller, store, self.clock, None, counter, statistics=statistics)
         self.publisher = Publisher(self.backend, most)
         self.web = make_web(self.backend, self.publisher)
 

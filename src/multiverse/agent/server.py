@@ -70,7 +70,7 @@ class VmConnections(Protocol):
 
     async def connect(self, vm: VmRef, neighbours: Sequence[Neighbour]) -> None:
         """Let a VM reach these addresses, beside those that it was or will be started with. `Gone` if there is no such
-        VM."""
+        VM, `Refused` if the VM of that name has another token."""
         ...
 
 

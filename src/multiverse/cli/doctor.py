@@ -9,11 +9,12 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
+from multiverse.bundles.contract import Examination
 from multiverse.cli import render
 from multiverse.cli.exit_codes import NOT_DONE
 from multiverse.config import Settings, load
-from multiverse.drivers.slurm.finding import Level
-from multiverse.site.doctor import Examination, examine, examine_agent
+from multiverse.ports.finding import Level
+from multiverse.service.doctor import examine, examine_agent
 
 _CONFIG = Path("/etc/multiverse/multiverse.toml")
 

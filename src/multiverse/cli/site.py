@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.text import Text
 
+from multiverse.bundles.contract import SiteFiles
+from multiverse.bundles.registry import scheduler_bundle
 from multiverse.cli import render as output
 from multiverse.config import Settings, load
-from multiverse.drivers.slurm import site_conf
-from multiverse.drivers.slurm.finding import Finding, Level
-from multiverse.site.checking import check as findings
+from multiverse.core.errors import Refused
+from multiverse.ports.finding import Finding, Level
 from multiverse.site.checking import check_agent, is_ready
-from multiverse.site.rendering import render as rendered_files
 from multiverse.site.rendering import render_agent
 from multiverse.site.writing import WriteOutcome, beside, write
 
@@ -36,6 +35,13 @@ def _read(config: Path, slurm_conf: Path | None) -> tuple[Settings, Path]:
     return settings, slurm_conf or settings.slurm.conf
 
 
+def _files(settings: Settings) -> SiteFiles:
+    files = scheduler_bundle(settings).files
+    if files is None:
+        raise Refused(f"a site adds no files for the scheduler {settings.scheduler}", hint="start the daemon")
+    return files
+
+
 @app.command()
 def render(
     directory: Annotated[Path, typer.Argument(help="Files are written below it; / installs them on this machine.")],
@@ -52,8 +58,7 @@ def render(
     if agent:
         wanted = render_agent(settings, config.absolute())
     else:
-        site = site_conf.read(source)
-        wanted = rendered_files(settings, config.absolute(), replace(site, ours="") if retire else site)
+        wanted = _files(settings).render(settings, config.absolute(), source, retire=retire)
     table = output.table("FILE", "WHAT WAS DONE", fold=("FILE",))
     kept = []
     for path, outcome in write(wanted, directory.absolute(), force=force):
@@ -80,7 +85,7 @@ def check(
 
     def look() -> list[Finding]:
         path = config.absolute()
-        return check_agent(settings, path) if agent else findings(settings, path, source)
+        return check_agent(settings, path) if agent else _files(settings).check(settings, path, source)
 
     while not is_ready(found := look()) and time.monotonic() < deadline:
         time.sleep(_INTERVAL)

@@ -57,7 +57,10 @@ log = structlog.get_logger()
 class JobUsageRecorder:
     """Follows the jobs that run, as committed in `state`."""
 
-    def __init__(self, store: Store, state: State, measurements: Measurements, reports: Reports, clock: Clock) -> None:
+    def __init__(
+        self, store: Store, state: State, measurements: Measurements, reports: Reports | None, clock: Clock
+    ) -> None:
+        """`reports` is None where users cannot be told."""
         self._store, self._state, self._clock = store, state, clock
         self._measurements, self._reports = measurements, reports
         self._running: dict[int, JobUsage] = {}
@@ -155,11 +158,14 @@ class JobUsageRecorder:
             await self._more.wait()
 
     async def _tell(self, usage: JobUsage) -> None:
-        usage = await self._counted(usage)
+        reports = self._reports
+        if reports is None:
+            return
+        usage = await self._counted(usage, reports)
         for _ in range(TRIES):
             try:
                 async with asyncio.timeout(TELL_TIMEOUT):
-                    await self._reports.report(usage.job, usage.text)
+                    await reports.report(usage.job, usage.text)
                 return
             except (Exhausted, Unknown, TimeoutError):
                 await asyncio.sleep(PAUSE)
@@ -170,13 +176,13 @@ class JobUsageRecorder:
                 self._log("users not told what jobs used", f"{type(error).__name__}: {error}")
                 return
 
-    async def _counted(self, usage: JobUsage) -> JobUsage:
+    async def _counted(self, usage: JobUsage, reports: Reports) -> JobUsage:
         """The same with what the scheduler's accounting has, for a run that was long enough for it to matter."""
         if not usage.text or usage.seconds is None or usage.seconds < LONG_ENOUGH:
             return usage
         try:
             async with asyncio.timeout(TELL_TIMEOUT):
-                seconds = await self._reports.cpu_seconds(usage.job)
+                seconds = await reports.cpu_seconds(usage.job)
         except (MultiverseError, TimeoutError) as error:
             log.debug("use of a job not known to the accounting", job=usage.job.job_id, reason=str(error))
             return usage

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from pathlib import Path
 
-from multiverse.core.errors import Exhausted
+from multiverse.core.errors import Exhausted, Refused
 from multiverse.core.model import CloneKind, DiskCost
 from multiverse.system import files
 from multiverse.system.locks import locked_directory
@@ -105,6 +105,14 @@ def read(directory: Path) -> Manifest | None:
 
 
 _FIELDS = frozenset(field.name for field in fields(Manifest))
+
+
+def refuse_other(known: Manifest | None, token: str) -> None:
+    """Raise `Refused` if a VM has another token than `token`: then it is another VM, as of a database that was restored
+    from a copy. An empty token, or none in the manifest, matches any."""
+    if known is not None and token and known.token not in ("", token):
+        hint = f"a controller with another database made it; if nobody needs it, end process {known.pid}"
+        raise Refused(f"{known.name} is another VM: it has another token", hint=hint)
 
 
 def locked(directory: Path, *, create: bool) -> AbstractContextManager[bool]:

@@ -49,7 +49,9 @@ class Source(Protocol):
 
 
 class Hypervisor(Protocol):
-    """What runs VMs, on one host or many. What a host can do, and what things cost there, is data (`Host`)."""
+    """What runs VMs, on one host or many. What a host can do, and what things cost there, is data (`Host`).
+
+    Each call that names a VM (`VmRef`) is `Refused` if the VM of that name has another token, and touches nothing."""
 
     @property
     def sources(self) -> Sequence[Source]:
@@ -91,8 +93,7 @@ class Hypervisor(Protocol):
 
     async def destroy(self, vm: VmRef, grace: float) -> None:
         """Let the guest write back and unmount for up to `grace` seconds (0: not at all), end the VM and remove all of
-        it. Success if there is none; returning means that nothing of it is left. `Refused` if the VM of that name has
-        another token."""
+        it. Success if there is none; returning means that nothing of it is left."""
         ...
 
 

@@ -9,7 +9,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
 import structlog
@@ -19,12 +19,11 @@ from multiverse.agent.epochs import EpochFile
 from multiverse.agent.protocol import LONGEST_LINE
 from multiverse.agent.self_fence import ContactFile, FenceTimer, SelfFence
 from multiverse.agent.server import AgentIdentity, AgentServer
+from multiverse.bundles.contract import HostSide, LocalHost
+from multiverse.bundles.registry import platform_bundles, scheduler_bundle
 from multiverse.config import OverlaySettings, Settings
 from multiverse.core.errors import MultiverseError, Refused
 from multiverse.core.model import HostUsage, Load, VmRef, is_site
-from multiverse.drivers.qemu.driver import QemuHypervisor, sites
-from multiverse.drivers.slurm.command import SlurmCommands
-from multiverse.drivers.slurm.nodes import reached_nodes
 from multiverse.host.overlay import OverlayConfig
 from multiverse.host.sampling import Sampler
 from multiverse.pilot.init import END_VMS
@@ -39,28 +38,38 @@ from multiverse.system.processes import boot_id
 log = structlog.get_logger()
 
 
+def _host_side(settings: Settings) -> HostSide:
+    """The platform of this machine. Raises `Refused` if hosts of the site's platforms have no agents."""
+    for bundle in platform_bundles(settings).values():
+        if bundle.host is not None:
+            return bundle.host
+    raise Refused(
+        f"hosts of the platform {' and '.join(settings.platforms)} have no agents", hint="see platforms in the settings"
+    )
+
+
 class _Hypervisors:
     """The hypervisor of each site whose controller has connected."""
 
     def __init__(self, settings: Settings, overlay: OverlayConfig | None = None) -> None:
         """`overlay` is that of the node, for the agent of a lease."""
-        self._settings, self._overlay = settings, overlay
-        self._of_site: dict[str, QemuHypervisor] = {}
+        self._settings, self._overlay, self._side = settings, overlay, _host_side(settings)
+        self._of_site: dict[str, LocalHost] = {}
 
     def check(self) -> None:
-        """Make the host's directories; see `QemuHypervisor.check`. That does not depend on the site."""
+        """Make the host's directories; see `LocalHost.check`. That does not depend on the site."""
         alone = replace(self._settings, overlay=OverlaySettings())  # an overlay belongs to a site
-        QemuHypervisor(alone, "check").check()
+        self._side.local(alone, "check").check()
 
-    def of(self, site: str) -> QemuHypervisor:
+    def of(self, site: str) -> LocalHost:
         """The one of this site, the same each time. Raises `Refused` for what is no name of a site."""
         if not is_site(site):
             raise Refused(f"{site!r} is no name of a site", hint="is the other side a controller of Multiverse?")
         if site not in self._of_site:
-            self._of_site[site] = QemuHypervisor(self._settings, site, self._overlay)
+            self._of_site[site] = self._side.local(self._settings, site, self._overlay)
         return self._of_site[site]
 
-    def of_controller(self, site: str) -> QemuHypervisor:
+    def of_controller(self, site: str) -> LocalHost:
         """The one of this site, whose controller connects. Its VMs are observed and ended also where its overlay cannot
         be made; none is started there. Raises what `of` raises."""
         hypervisor = self.of(site)
@@ -69,6 +78,10 @@ class _Hypervisors:
         except MultiverseError as error:
             log.warning("the overlay cannot be made", reason=str(error))
         return hypervisor
+
+    def sites(self) -> Sequence[str]:
+        """The sites of which VMs are on this machine."""
+        return self._side.sites(self._settings)
 
     def close(self) -> None:
         for hypervisor in self._of_site.values():
@@ -91,25 +104,25 @@ async def _self_fence(settings: Settings, hypervisors: _Hypervisors) -> SelfFenc
     """What ends this host's VMs when neither controller nor slurmctld is reached; None where that is off, and every
     controller knows. Raises `Refused` if slurmctld cannot be asked from here: the absence of the controller alone must
     end no job."""
-    commands, seconds = SlurmCommands(settings.slurm), settings.agent.self_fence
+    nodes, seconds = scheduler_bundle(settings).reached(settings), settings.agent.self_fence
     file = ContactFile(settings.agent.state_dir / "contacts", boot_id())
     contacts = file.read()
     if not seconds and not contacts.limits:
         return None
     try:
         if seconds:
-            await commands.run("scontrol", "--version")
+            await nodes.check()
     except MultiverseError as error:
         raise Refused(
-            f"agent.self_fence needs Slurm's commands on this host: {error.message}",
+            f"agent.self_fence needs the scheduler's commands on this host: {error.message}",
             hint="install slurm-client and the site's slurm.conf, or set agent.self_fence = 0",
         ) from error
     return SelfFence(
         # This clock goes on while the machine is suspended.
         FenceTimer(seconds or math.inf, contacts, lambda: time.clock_gettime(time.CLOCK_BOOTTIME)),
-        lambda: sites(settings),
+        hypervisors.sites,
         hypervisors.of,
-        lambda site: reached_nodes(commands, site),
+        nodes.of,
         file.write,
     )
 
@@ -153,7 +166,7 @@ async def _sampling(settings: Settings) -> AsyncIterator[_Samples | None]:
 async def _end_vms(settings: Settings, hypervisors: _Hypervisors) -> None:
     """End all VMs of this host, whose guests may write back first. What does not end, ends with the lease."""
     ending = []
-    for site in sites(settings):
+    for site in hypervisors.sites():
         hypervisor = hypervisors.of(site)
         names = await hypervisor.list_vms()
         ending += [hypervisor.destroy(VmRef(name), settings.pacing.reclaim_grace) for name in names]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from multiverse import __version__
@@ -29,6 +29,7 @@ from multiverse.api import (
     VmView,
 )
 from multiverse.api.grid import GridHost, GridSummary
+from multiverse.bundles.contract import GuestFacts, Notice
 from multiverse.controller import pruning
 from multiverse.controller.loop import Controller
 from multiverse.core.errors import Refused
@@ -42,7 +43,6 @@ from multiverse.service.alerts import alerts
 from multiverse.service.explanations import Explanations
 from multiverse.service.findings import HintsMissing, PlacementFault, SourceFailure, StoreFailure
 from multiverse.service.hosts import Troubles, host_views, lease_views
-from multiverse.service.identity import Facts
 from multiverse.service.processes import Processes
 from multiverse.service.snapshot import Changed, Documents, ShownJob
 from multiverse.service.statistics import Statistics
@@ -66,12 +66,6 @@ MAX_TIMELINES = 100
 MAX_JOBS = 10000
 """The most attempts that one answer lists."""
 
-Measure = Callable[[], Awaitable[Mapping[str, tuple[float, float, float]]]]
-"""Measures each VM now, to the page: CPU seconds, unique MiB and proportional MiB, by name."""
-
-Examine = Callable[[], Awaitable[Mapping[str, Facts]]]
-"""Asks each running guest what it is, by name."""
-
 
 @dataclass(frozen=True, slots=True)
 class Counts:
@@ -91,21 +85,20 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """`permanent` are alerts that last as long as this process. `lack_of_nodes` says what the scheduler lacks for VMs
-    that claim so many CPUs. The three before it are as in the settings. `utilization` is None where nothing
-    is recorded."""
+    """`guests` is None where VMs cannot be asked. `permanent` are alerts that last as long as this process; the two
+    after it are as in the settings. `hints_from` and `lack_of_nodes` are those of the `SchedulerSystem`. `utilization`
+    is None where nothing is recorded."""
 
     controller: Controller
     store: Store
     clock: Clock
-    measure: Measure
-    examine: Examine
+    guests: GuestFacts | None
     processes: Processes
     permanent: Sequence[Alert] = ()
     history_days: float = 0.0
     poll: float = 0.0
-    inbox: str = ""
-    lack_of_nodes: Callable[[int], Sequence[Alert]] = lambda cpus: ()
+    hints_from: str = ""
+    lack_of_nodes: Callable[[int], Sequence[Notice]] = lambda cpus: ()
     utilization: UtilizationReader | None = None
     statistics: Statistics = field(default_factory=Statistics)
 
@@ -140,6 +133,7 @@ class Backend:
 
     def alerts(self) -> list[Alert]:
         now, since = self.clock.now(), self.controller.uncommitted
+        lacking = self.lack_of_nodes(self.controller.claimable_cpus())
         found = replace(
             convert.findings(self._rows(), self.controller.world(), self.controller.policy, now),
             store=StoreFailure(now - since[0], since[1]) if since else None,
@@ -159,13 +153,13 @@ class Backend:
                 PlacementFault(name, why) for name, why in sorted(self.controller.state.placement_faults.items())
             ],
             orphans=self.controller.orphans(),
-            permanent=[*self.lack_of_nodes(self.controller.claimable_cpus()), *self.permanent],
+            permanent=[*(Alert(*one) for one in lacking), *self.permanent],
         )
         return alerts(found)
 
     def _missing_hints(self) -> HintsMissing | None:
         since = self.controller.missing_hints.since
-        return None if since is None else HintsMissing(self.clock.now() - since, self.poll, self.inbox)
+        return None if since is None else HintsMissing(self.clock.now() - since, self.poll, self.hints_from)
 
     async def counts(self) -> Counts:
         rows = self._rows()
@@ -230,7 +224,7 @@ class Backend:
     # --- VMs, hosts, templates ---------------------------------------------------------------------
 
     async def vms(self, *, exact: bool = False) -> list[VmView]:
-        measured = await self.measure() if exact else {}
+        measured = await self.guests.measure() if exact and self.guests else {}
         return convert.vm_views(self._rows(), self.controller.world(), measured, self.clock.now())
 
     def leases(self) -> list[LeaseView]:
@@ -263,7 +257,7 @@ class Backend:
         return convert.size_view(self.controller.policy.base)
 
     async def identity_audit(self) -> IdentityAudit:
-        return identity.audit(convert.known_vms(self._rows()), await self.examine())
+        return identity.audit(convert.known_vms(self._rows()), await self.guests.examine() if self.guests else {})
 
     # --- the whole, for viewers --------------------------------------------------------------------
 

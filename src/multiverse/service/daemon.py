@@ -7,54 +7,41 @@ import contextlib
 import os
 import socket
 import time
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import structlog
 
-from multiverse.agent.hypervisor import AgentHypervisor
-from multiverse.agent.overlay import OverlayDirectory
 from multiverse.api import Alert
+from multiverse.bundles.composite import together
+from multiverse.bundles.contract import DaemonTask, Notice, Platform, PlatformContext, SchedulerSystem
+from multiverse.bundles.registry import platform_bundles, scheduler_bundle
 from multiverse.config import Settings, users_socket
 from multiverse.controller.job_usage import JobUsageRecorder
 from multiverse.controller.loop import Controller
 from multiverse.controller.pruning import prune_regularly
 from multiverse.controller.utilization import UtilizationRecorder
 from multiverse.core.errors import Refused
-from multiverse.core.model import Key, Vm, serial_of
-from multiverse.drivers.qemu.driver import overlay_config, sites
-from multiverse.drivers.slurm.auth import munge_socket
-from multiverse.drivers.slurm.bootstrap import slurm_uid
-from multiverse.drivers.slurm.driver import SlurmScheduler
-from multiverse.drivers.slurm.inbox import Hint, hints, take
 from multiverse.ports import Clock, Hypervisor, Scheduler
-from multiverse.service.agents import connect_agents
 from multiverse.service.api import make_api
 from multiverse.service.backend import Backend
-from multiverse.service.credentials import Credentials
 from multiverse.service.fencing import FenceCommand
-from multiverse.service.image_copies import copy_regularly
-from multiverse.service.inbox_access import warn_of_closed_inbox
 from multiverse.service.move_log import MoveLog
-from multiverse.service.node_count import NodeCount
-from multiverse.service.overlay import MachineOverlay, follow_regularly
 from multiverse.service.processes import ProcessCounter, Processes
 from multiverse.service.publisher import Publisher
 from multiverse.service.startup import Server, bind, bind_tcp, bind_web, http_server, locked, stop_signal
 from multiverse.service.statistics import Statistics
 from multiverse.service.users_socket import Desk, Pace, serve_users
 from multiverse.service.utilization import UtilizationReader
-from multiverse.service.viewer import PrivateData
 from multiverse.service.web import make_web
-from multiverse.store import open_store
+from multiverse.store import Store, open_store
 from multiverse.system import placements
 from multiverse.system.processes import boot_id
 from multiverse.trace import RecordingHypervisor, RecordingScheduler, Trace
 
 log = structlog.get_logger()
-
-NAME_SERVICE_TIMEOUT = 10.0
-"""Seconds that the daemon waits, once it has started, to learn who slurmctld's user is."""
 
 
 class SystemClock:
@@ -74,12 +61,7 @@ def _restrict_access(settings: Settings) -> None:
     """Make the daemon's directories. Files that this process creates from here on are readable by its user only,
     unless a mode is given. Raises `Refused` if a directory cannot be used."""
     try:
-        for path in (
-            settings.state_dir,
-            settings.socket.parent,
-            users_socket(settings).parent,
-            settings.slurm.inbox.parent,
-        ):
+        for path in (settings.state_dir, settings.socket.parent, users_socket(settings).parent):
             path.mkdir(parents=True, exist_ok=True)  # other users pass through these to files that are theirs
         os.umask(0o077)
         settings.state_dir.chmod(0o711)
@@ -88,7 +70,7 @@ def _restrict_access(settings: Settings) -> None:
     except OSError as error:
         raise Refused(
             f"cannot use {error.filename}: {error.strerror}",
-            hint="run the daemon as root, or see state_dir, socket and slurm.inbox in its settings",
+            hint="run the daemon as root, or see state_dir and socket in its settings",
         ) from error
 
 
@@ -96,21 +78,20 @@ async def serve(settings: Settings) -> None:
     """Run until SIGTERM or SIGINT. Running VMs and jobs are left as they are; the next start finds them."""
     _restrict_access(settings)
     placements.check(settings.placement.policy)
+    bundles = platform_bundles(settings)
     with locked(settings.state_dir / "lock", "daemon"), contextlib.ExitStack() as stack:
         counter, clock = ProcessCounter(), SystemClock()
-        there = sites(settings)
+        there = [site for bundle in bundles.values() for site in bundle.sites(settings)]
         store = open_store(settings.state_dir, clock, there)
         stack.callback(store.close)
-        scheduler = SlurmScheduler(settings, store.site, leased=[one.spec for one in store.rows().leases.values()])
-        scheduler.check_gate()
-        scheduler.check_leases()
-        scheduler.check_expansions()
-        hypervisor = connect_agents(settings, store)
-        traced = _traced(scheduler, hypervisor, settings, clock, stack)
-        controller = Controller(store, *traced, clock, settings)
+        rows = store.rows()
+        system = scheduler_bundle(settings).open(settings, store.site, [one.spec for one in rows.leases.values()])
+        context = PlatformContext(settings, store.site, clock, rows, store.epoch, store.keep_epoch, system.leased)
+        platform = together({name: bundle.open(context) for name, bundle in bundles.items()})
+        controller = Controller(store, *_traced(system, platform, settings, clock, stack), clock, settings)
         controller.fence_by(FenceCommand(settings.fence))
         controller.place_by(placements.load())
-        overlay = await _overlay(settings, store.site, hypervisor, controller)
+        work = await platform.follow(controller)
         sock = bind(settings.socket, "socket")
         stack.callback(settings.socket.unlink, missing_ok=True)
         web = bind_web(settings.web)
@@ -119,58 +100,52 @@ async def serve(settings: Settings) -> None:
         statistics = Statistics()
         controller.watch(statistics)
         controller.watch(MoveLog(controller.state))
-        permanent = [Alert("unserved", *each) for each in scheduler.unserved()]
-        permanent += map(_other_site, (site for site in there if site != store.site))
-        jobs = JobUsageRecorder(store, controller.state, hypervisor, scheduler, clock)
-        recorder = UtilizationRecorder(store, hypervisor, lambda: controller.sources, clock)
+        notices = [*system.notices, *(_other_site(site) for site in there if site != store.site)]
         users = _bind_for_users(settings, stack)
         backend = Backend(
             controller,
             store,
             clock,
-            hypervisor.measure,
-            hypervisor.examine,
-            Processes(counter, hypervisor.count_processes),
-            permanent,
+            platform.guests,
+            Processes(counter, platform.programs),
+            [Alert(*notice) for notice in notices],
             settings.history_days,
             settings.poll,
-            str(settings.slurm.inbox),
-            NodeCount(settings.slurm.conf).alerts,
-            UtilizationReader(controller, recorder, jobs, clock),
+            system.hints_from,
+            system.lack_of_nodes,
+            _utilization(platform, system, store, controller, clock),
             statistics,
         )
-        for alert in permanent:
-            event = "setting of Slurm has no effect on VMs" if alert.kind == "unserved" else "VMs of another site"
-            log.warning(event, name=alert.name, reason=alert.message)
+        for notice in notices:
+            event = "setting of Slurm has no effect on VMs" if notice.kind == "unserved" else "VMs of another site"
+            log.warning(event, name=notice.name, reason=notice.message)
         log.info("daemon started", site=store.site, socket=str(settings.socket), pid=os.getpid())
-        stack.callback(scheduler.close)
-        await _run(settings, backend, hypervisor, overlay, (sock, web), users)
+        stack.callback(system.close)
+        work = [*work, *system.work(partial(_tell, controller)), *_own_work(settings, backend, system, users)]
+        await _run(settings, backend, work, (sock, web))
     log.info("daemon stopped")
 
 
-async def _overlay(
-    settings: Settings, site: str, hypervisor: AgentHypervisor, controller: Controller
-) -> MachineOverlay | None:
-    """This machine in the overlay, in which the hypervisor's hosts take part from here on; None if there is none."""
-    config = overlay_config(settings, site)
-    if config is None:
+def _tell(controller: Controller, *, submitted: bool, uid: int | None, job_id: str) -> None:
+    """`bundles.contract.Tell`."""
+    if submitted:
+        controller.missing_hints.hint_came()
+    controller.hint(uid, job_id)
+
+
+def _utilization(
+    platform: Platform, system: SchedulerSystem, store: Store, controller: Controller, clock: Clock
+) -> UtilizationReader | None:
+    """What records the use of hosts and jobs; None where nothing is sampled."""
+    if platform.measurements is None:
         return None
-
-    def find(name: str) -> Vm | None:
-        row = controller.state.get(Key("vm", serial_of(name)))
-        return row if isinstance(row, Vm) and row.name == name else None
-
-    def node_of(host: str) -> str:
-        leases = controller.state.leases.values()
-        return next((lease.node for lease in leases if lease.name == host), host)
-
-    machine = await asyncio.to_thread(MachineOverlay, settings, config, node_of)
-    hypervisor.overlay = OverlayDirectory(machine, find, hypervisor.connect)
-    return machine
+    jobs = JobUsageRecorder(store, controller.state, platform.measurements, system.reports, clock)
+    recorder = UtilizationRecorder(store, platform.measurements, lambda: controller.sources, clock)
+    return UtilizationReader(controller, recorder, jobs, clock)
 
 
-def _other_site(site: str) -> Alert:
-    return Alert(
+def _other_site(site: str) -> Notice:
+    return Notice(
         "stranger",
         f"site-{site}",
         f"there are VMs of another site, {site}, in qemu.vms: another daemon's, or of a database that was lost",
@@ -200,86 +175,56 @@ def _servers(settings: Settings, backend: Backend, publisher: Publisher, *, web:
 async def _run(
     settings: Settings,
     backend: Backend,
-    hypervisor: AgentHypervisor,
-    overlay: MachineOverlay | None,
+    work: Sequence[DaemonTask],
     sockets: tuple[socket.socket, socket.socket | None],
-    users: Listening | None,
 ) -> None:
-    """Run the controller, the connections to the agents, the inbox, the pruning, the API and the web page until a
-    signal comes or one of them fails, then end all. `sockets` are the API's and the web page's."""
+    """Do the work, and serve the API and the web page, until a signal comes or one of them fails, then end all.
+    `sockets` are the API's and the web page's."""
     publisher = Publisher(backend, settings.web.viewers)
     listening = [sock for sock in sockets if sock is not None]
     servers = _servers(settings, backend, publisher, web=len(listening) > 1)
-    stop, controller = stop_signal(), backend.controller
-    work: list[asyncio.Task[Any]] = [
-        asyncio.create_task(hypervisor.run(), name="agents"),
-        asyncio.create_task(controller.run(), name="controller"),
-        asyncio.create_task(_forward_hints(settings, controller), name="inbox"),
-        asyncio.create_task(_poll_inbox(settings, controller), name="shared inbox"),
-        asyncio.create_task(warn_of_closed_inbox(settings), name="access to the inbox"),
-        asyncio.create_task(prune_regularly(backend.store, backend.clock, settings.history_days), name="pruning"),
-    ]
-    if backend.utilization is not None:
-        work.append(asyncio.create_task(backend.utilization.jobs.run(), name="use of jobs"))
-        work.append(asyncio.create_task(backend.utilization.recorder.run(), name="utilization"))
-    if overlay is not None:
-        following = follow_regularly(overlay, lambda: controller.state.vms, settings.poll)
-        work.append(asyncio.create_task(following, name="overlay"))
-    if users is not None:
-        desk = Desk(backend, PrivateData(settings.slurm.conf), Pace(backend.clock))
-        answering = serve_users(desk, *users, Credentials(munge_socket(settings.slurm.conf)))
-        work.append(asyncio.create_task(answering, name="questions of users"))
-    if settings.image.source is None:  # or else hosts copy by themselves
-        copying = copy_regularly(settings, controller.state.rows, controller.world, controller.policy, backend.clock)
-        work.append(asyncio.create_task(copying, name="images"))
+    stop = stop_signal()
+    tasks: list[asyncio.Task[Any]] = [asyncio.create_task(one.run(), name=one.name) for one in work]
     serving = [
         asyncio.create_task(server.serve(sockets=[sock]), name="api or web page")
         for server, sock in zip(servers, listening, strict=True)
     ]
     stopping: asyncio.Task[Any] = asyncio.create_task(stop.wait(), name="stop")
     try:
-        await asyncio.wait([*work, *serving, stopping], return_when=asyncio.FIRST_COMPLETED)
-        for task in (*work, *serving):
+        await asyncio.wait([*tasks, *serving, stopping], return_when=asyncio.FIRST_COMPLETED)
+        for task in (*tasks, *serving):
             if task.done():
                 task.result()  # only a defect ends one of them: raise its error
     finally:
         for server in servers:
             server.should_exit = True  # it answers the requests that it has, and then ends
         await publisher.close()  # or else the requests of viewers would not end
-        for task in (*work, stopping):
+        for task in (*tasks, stopping):
             task.cancel()
-        await asyncio.gather(*work, *serving, stopping, return_exceptions=True)
+        await asyncio.gather(*tasks, *serving, stopping, return_exceptions=True)
+
+
+def _own_work(
+    settings: Settings, backend: Backend, system: SchedulerSystem, users: Listening | None
+) -> Iterator[DaemonTask]:
+    """What runs in every daemon."""
+    yield DaemonTask("controller", backend.controller.run)
+    yield DaemonTask("pruning", partial(prune_regularly, backend.store, backend.clock, settings.history_days))
+    if backend.utilization is not None:
+        yield DaemonTask("use of jobs", backend.utilization.jobs.run)
+        yield DaemonTask("utilization", backend.utilization.recorder.run)
+    if users is not None:
+        desk = Desk(backend, system.privacy, Pace(backend.clock))
+        yield DaemonTask("questions of users", partial(serve_users, desk, *users, system.identities))
 
 
 def _traced(
-    scheduler: Scheduler, hypervisor: Hypervisor, settings: Settings, clock: Clock, stack: contextlib.ExitStack
+    system: SchedulerSystem, platform: Platform, settings: Settings, clock: Clock, stack: contextlib.ExitStack
 ) -> tuple[Scheduler, Hypervisor]:
     """The drivers; with `trace` in the settings, drivers that record every call. `stack` closes the trace."""
+    scheduler, hypervisor = system.scheduler, platform.hypervisor
     if not settings.trace:
         return scheduler, hypervisor
     trace = Trace(settings.trace, clock)
     stack.callback(trace.close)
     return RecordingScheduler(scheduler, trace), RecordingHypervisor(hypervisor, trace)
-
-
-async def _forward_hints(settings: Settings, controller: Controller) -> None:
-    inbox = settings.slurm.inbox
-    owner = None  # as it is now
-    with contextlib.suppress(TimeoutError):  # of a name service that does not answer
-        owner = await asyncio.wait_for(asyncio.to_thread(slurm_uid, settings), NAME_SERVICE_TIMEOUT)
-    async for hint in hints(inbox, owner):
-        _forward(hint, controller)
-
-
-async def _poll_inbox(settings: Settings, controller: Controller) -> None:
-    """Hints that another machine wrote into a shared directory: inotify does not report these."""
-    while True:
-        await asyncio.sleep(settings.poll)
-        for hint in await asyncio.to_thread(lambda: list(take(settings.slurm.inbox))):
-            _forward(hint, controller)
-
-
-def _forward(hint: Hint, controller: Controller) -> None:
-    if hint.kind == "submit":
-        controller.missing_hints.hint_came()
-    controller.hint(hint.uid, hint.job_id)

@@ -27,6 +27,7 @@ from multiverse.agent.controller_epoch import ControllerEpoch
 from multiverse.agent.hypervisor import AgentHypervisor
 from multiverse.agent.job_protocol import MOST_VMS
 from multiverse.agent.job_vm import RUNS, JobVm
+from multiverse.bundles.qemu.agents import EPOCH_WAIT, transport_to
 from multiverse.config import Settings
 from multiverse.core.errors import Gone, MultiverseError, Refused, Unknown
 from multiverse.core.model import (
@@ -49,7 +50,6 @@ from multiverse.core.model.names import mac_of, without_prefix_length
 from multiverse.drivers.qemu.job_network import guest_name
 from multiverse.guest.protocol import TASKS_PORT
 from multiverse.host.job_groups import find_job, find_job_groups, has_steps
-from multiverse.service.agents import EPOCH_WAIT, transport_to
 from multiverse.system import files
 from multiverse.system.shared_memory import SharedMemory
 

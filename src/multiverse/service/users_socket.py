@@ -21,11 +21,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from multiverse.api import ExplanationsView
 from multiverse.api.asking import LONGEST_QUESTION, PURPOSE, Question
+from multiverse.bundles.contract import Identities, Privacy
 from multiverse.core.errors import Gone, MultiverseError, Refused
 from multiverse.ports import Clock
 from multiverse.service.backend import Backend
-from multiverse.service.credentials import Credentials
-from multiverse.service.viewer import PrivateData, Viewer
+from multiverse.service.viewer import Viewer
 from multiverse.system.peers import peer_of
 
 log = structlog.get_logger()
@@ -77,13 +77,15 @@ class Desk:
     """Answers one question of a user."""
 
     backend: Backend
-    private: PrivateData
+    privacy: Callable[[int], Privacy]
     pace: Pace
 
     async def answer(self, uid: int, question: Question) -> Any:
         """The answer as a document of JSON. Raises `Gone` for a job that is not the user's, or does not exist."""
         async with self.pace.turn(uid):
-            return _ADAPTER.dump_python(self._found(self.private.viewer(uid), question), mode="json", by_alias=True)
+            return _ADAPTER.dump_python(
+                self._found(Viewer.of(uid, self.privacy(uid)), question), mode="json", by_alias=True
+            )
 
     def _found(self, viewer: Viewer, question: Question) -> Any:
         explanations = self.backend.explanations
@@ -168,15 +170,15 @@ async def by_kernel(line: bytes, writer: Writer) -> tuple[int, Question]:
     return uid, Question.model_validate_json(line)
 
 
-def by_munge(credentials: Credentials) -> Identify:
-    """Who asks is who made the credential, which carries the question."""
+def by_credential(identities: Identities) -> Identify:
+    """Who asks is who made the credential (munge's, of Slurm), which carries the question."""
 
     async def identify(line: bytes, _writer: Writer) -> tuple[int, Question]:
         try:
             credential = json.loads(line)["credential"]
         except (ValueError, KeyError, TypeError) as error:
             raise Refused("there is no credential") from error
-        uid, payload = await credentials.decode(str(credential))
+        uid, payload = await identities.decode(str(credential))
         question = Question.model_validate_json(payload)
         if question.purpose != PURPOSE:
             raise Refused("the credential was made for another purpose")
@@ -193,11 +195,14 @@ def _peer_uid(writer: Writer) -> int | None:
     return peer_of(sock).uid
 
 
-async def serve_users(desk: Desk, sock: socket.socket, tcp: socket.socket | None, credentials: Credentials) -> None:
-    """Answer users until cancelled: on a Unix socket, and on a TCP socket if there is one."""
+async def serve_users(
+    desk: Desk, sock: socket.socket, tcp: socket.socket | None, identities: Identities | None
+) -> None:
+    """Answer users until cancelled: on a Unix socket, and on a TCP socket if there is one and users of other machines
+    can be told apart."""
     servers = [await asyncio.start_unix_server(Listener(desk, by_kernel).serve, sock=sock, limit=LONGEST_QUESTION)]
-    if tcp is not None:
-        listener = Listener(desk, by_munge(credentials))
+    if tcp is not None and identities is not None:
+        listener = Listener(desk, by_credential(identities))
         servers.append(await asyncio.start_server(listener.serve, sock=tcp, limit=LONGEST_QUESTION))
     try:
         await asyncio.Event().wait()

@@ -17,12 +17,12 @@ from multiverse.config import Settings, host_names, overlay_address, site_cpus
 from multiverse.core.errors import Gone, MultiverseError, Refused, Unknown
 from multiverse.drivers.slurm import expansions, inbox_access, install, requirements, site_conf, slurm_user
 from multiverse.drivers.slurm.command import SlurmCommands
-from multiverse.drivers.slurm.finding import Finding, Level
 from multiverse.drivers.slurm.site_conf import SiteConf
 from multiverse.images.catalog import list_images
-from multiverse.site.rendering import AGENT_SERVICE, SERVICE, SiteFile, own_job_submit, render, render_agent
+from multiverse.ports.finding import Finding, Level
+from multiverse.site.rendering import AGENT_SERVICE, SERVICE, own_job_submit, render, render_agent
 from multiverse.system import rendered
-from multiverse.system.rendered import Origin
+from multiverse.system.rendered import Origin, SiteFile
 
 _UNIT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"  # systemd's, of services (systemd.exec(5))
 _RENDER = "run multiverse site render /"

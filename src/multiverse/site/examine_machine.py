@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from multiverse.config import Settings
-from multiverse.drivers.slurm.finding import Finding, Level
 from multiverse.host.qemu.probe import is_since
+from multiverse.ports.finding import Finding, Level
 from multiverse.site.machine_facts import MachineFacts, in_memory
 
 OLDEST_QEMU = (7, 2)

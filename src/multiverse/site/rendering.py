@@ -6,7 +6,6 @@ import ipaddress
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -17,20 +16,11 @@ from multiverse.drivers.slurm import addresses, install, plugstack, slurm_user
 from multiverse.drivers.slurm.site_conf import SiteConf
 from multiverse.images.catalog import list_images
 from multiverse.system import rendered
-from multiverse.system.rendered import Origin
+from multiverse.system.rendered import Origin, SiteFile
 
 SYSTEMD = Path("/etc/systemd/system")
 SERVICE, AGENT_SERVICE = "multiverse.service", "multiverse-agent.service"
 BRIDGE_SERVICE = "multiverse-bridge.service"
-
-
-class SiteFile(NamedTuple):
-    """A file at its place on the site's machine. One that is `begun` is changed by the daemon: what is there stays."""
-
-    path: Path
-    content: str
-    mode: int
-    begun: bool = False
 
 
 def render(settings: Settings, config: Path, site: SiteConf) -> list[SiteFile]:

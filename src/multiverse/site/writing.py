@@ -7,9 +7,8 @@ from enum import StrEnum
 from pathlib import Path
 
 from multiverse.core.errors import Refused
-from multiverse.site.rendering import SiteFile
 from multiverse.system import files, rendered
-from multiverse.system.rendered import Origin
+from multiverse.system.rendered import Origin, SiteFile
 
 
 class WriteOutcome(StrEnum):

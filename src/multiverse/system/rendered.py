@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import re
 from enum import StrEnum
+from pathlib import Path
+from typing import NamedTuple
 
 _LAST = re.compile(
     r"(?P<text>.*\n)?(?:#|--) Rendered by multiverse; sha256 of the above: (?P<digest>[0-9a-f]{16})\n", re.S
@@ -19,6 +21,15 @@ class Origin(StrEnum):
     RENDERED = "rendered"  # and unchanged since
     CHANGED = "changed"  # rendered, and then changed by somebody
     FOREIGN = "foreign"  # written by somebody else
+
+
+class SiteFile(NamedTuple):
+    """A file at its place on the site's machine. One that is `begun` is changed by the daemon: what is there stays."""
+
+    path: Path
+    content: str
+    mode: int
+    begun: bool = False
 
 
 def signed(text: str, comment: str = "#") -> str:

@@ -111,7 +111,7 @@ async def blocked_site(plan: ViewersPlan, directory: Path, sock: socket.socket) 
         passes.timed()  # opens the attempts, and lets all rows come to rest
     statistics = Statistics()
     passes.controller.watch(statistics)
-    backend = Backend(passes.controller, store, clock, _nothing, _nothing, cast(Any, None), statistics=statistics)
+    backend = Backend(passes.controller, store, clock, None, cast(Any, None), statistics=statistics)
     publisher = Publisher(backend, plan.viewers)
     server = http_server(make_web(backend, publisher))
     work = [asyncio.create_task(server.serve(sockets=[sock])), asyncio.create_task(_live(passes, plan.vms))]
@@ -137,10 +137,6 @@ async def _live(passes: Passes, vms: int) -> None:
             passes.cluster.end_a_job(ended)
             await asyncio.sleep(1.0)
         passes.timed()
-
-
-async def _nothing() -> dict[str, Any]:
-    return {}
 
 
 # --- the viewers, in a process of their own --------------------------------------------------------

@@ -280,7 +280,7 @@ class Machines:
 
     def write_back(self, vm: VmRef) -> None:
         """The guest writes its memory back to the file systems, if its channel is open."""
-        machine = self.vms.get(vm.name)
+        machine = self.find(vm)
         able = machine is not None and not machine.channel_closed and machine.condition is not VmCondition.PAUSED
         if able and machine is not None and machine.guest is not None:
             machine.guest.log(f"{vm.name}: the guest has written everything back")
@@ -378,13 +378,17 @@ class Machines:
 
     def find(self, vm: VmRef) -> Machine | None:
         """The VM of that name at that source. Raises `Unknown` if the source does not answer, `Refused` if there is no
-        such source."""
+        such source, or if the VM has another token."""
         hosts = [host for host in self.hosts if self.source_of(host) == vm.source]
         if not hosts:
             raise Refused(f"there is no source {vm.source!r} for VM {vm.name}", hint="name the source of its host")
         self._check_reachable(hosts[0])
         machine = self.vms.get(vm.name)
-        return machine if machine is not None and self.source_of(machine.spec.host) == vm.source else None
+        if machine is None or self.source_of(machine.spec.host) != vm.source:
+            return None
+        if vm.token and machine.spec.token not in ("", vm.token):
+            raise Refused(f"{vm.name} is another VM: it has another token", hint="look who made it")
+        return machine
 
     def used(self, host: str) -> Size:
         """What VMs and templates take of a host now; of its disk, what they can write. A template takes no CPU."""

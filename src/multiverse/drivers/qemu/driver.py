@@ -180,11 +180,11 @@ class QemuHypervisor:
 
     async def start(self, vm: VmRef, size: Size, identity: Identity) -> Sequence[Stage]:
         """See `ports.Hypervisor`."""
-        return await self._in_thread(self._host.start, vm.name, size, identity)
+        return await self._in_thread(self._host.start, vm.name, size, identity, vm.token)
 
     async def add_user(self, vm: VmRef, user: User, group: int = 0) -> None:
         """See `ports.Hypervisor`."""
-        await self._in_thread(self._host.add_user, vm.name, user, group)
+        await self._in_thread(self._host.add_user, vm.name, user, group, vm.token)
 
     @property
     def listening(self) -> Mapping[str, str]:
@@ -199,7 +199,7 @@ class QemuHypervisor:
 
     async def connect(self, vm: VmRef, neighbours: Sequence[Neighbour]) -> None:
         """See `agent.server.VmConnections`. It waits for no other call."""
-        await self._in_thread(self._host.connect, vm.name, neighbours, urgent=True)
+        await self._in_thread(self._host.connect, vm.name, neighbours, vm.token, urgent=True)
 
     async def destroy(self, vm: VmRef, grace: float) -> None:
         """See `ports.Hypervisor`."""

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping
 from ClusterShell.NodeSet import NodeSet
 
 from multiverse.config import ExpandSettings, Settings
-from multiverse.drivers.slurm.finding import Finding, Level
 from multiverse.drivers.slurm.parse import MOVED_FROM
 from multiverse.drivers.slurm.site_conf import SiteConf, folded, records
 from multiverse.drivers.slurm.time_limits import seconds
+from multiverse.ports.finding import Finding, Level
 
 EQUAL = (
     "AllocNodes", "AllowAccounts", "AllowGroups", "AllowQos", "DefMemPerCPU", "DefMemPerNode", "DefaultTime",

@@ -10,8 +10,8 @@ from typing import NamedTuple
 from multiverse.config import Settings, site_cpus
 from multiverse.core.errors import Unknown
 from multiverse.drivers.slurm import conf, expansions, gate, install
-from multiverse.drivers.slurm.finding import Finding, Level
 from multiverse.drivers.slurm.site_conf import OURS, SiteConf, folded, records
+from multiverse.ports.finding import Finding, Level
 
 TREE_WIDTH = 65533
 """Slurm's largest. Before 23.11 no slurmd can pass messages on to dynamic nodes (Slurm's page on dynamic nodes)."""

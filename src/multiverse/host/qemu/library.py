@@ -212,21 +212,22 @@ class QemuHost:
         """Create a VM, paused and without an identity. See `creation.create`."""
         return creation.create(self._context, spec, memory)
 
-    def start(self, name: str, size: Size, identity: Identity) -> list[Stage]:
+    def start(self, name: str, size: Size, identity: Identity, token: str = "") -> list[Stage]:
         """Give a VM its size and its identity and let it run, until its daemons have been started, and it accepts the
         tasks of its job, if it is to. See `start.start`."""
-        stages = start.start(self._context, name, size, identity)
+        stages = start.start(self._context, name, size, identity, token)
         if (tasks := identity.tasks) is not None:
             guest = JobGuest(tasks.hostname, identity.address, tasks.hosts, tasks.vms, tasks.nodes, mtu=0)
             self.join_job(name, guest)
             self.serve_tasks(name, tasks.token, tasks.commands)
         return stages
 
-    def add_user(self, name: str, user: User, group: int = 0) -> None:
+    def add_user(self, name: str, user: User, group: int = 0, token: str = "") -> None:
         """Add a user to a guest that has been started, and set its clock; before the user's job can begin, let the VM
-        reach this group, if it is not 0. Raises `Gone` if it is not started, `Unknown` if it does not answer, and
-        `Broken` if it reports a failure."""
+        reach this group, if it is not 0. Raises `Gone` if it is not started, `Unknown` if it does not answer,
+        `Broken` if it reports a failure, and what `manifest.refuse_other` raises."""
         self._context.check_name(name)
+        manifest.refuse_other(manifest.read(self._context.paths(name).home), token)
         channel = self._context.connections.started_channel(name)
         home = self._context.paths(name).home
         if group:
@@ -262,13 +263,14 @@ class QemuHost:
             overlay.replace_members(self.config.host, firewall.members.values())
         self._context.names.changed()
 
-    def connect(self, name: str, neighbours: Iterable[Neighbour]) -> None:
+    def connect(self, name: str, neighbours: Iterable[Neighbour], token: str = "") -> None:
         """Let a VM reach these addresses of other hosts through the overlay, beside those that it was started with.
-        Raises `Gone` if there is no such VM, and what `Overlay.add` raises."""
+        Raises `Gone` if there is no such VM, and what `Overlay.add` and `manifest.refuse_other` raise."""
         self._context.check_name(name)
         overlay, home = self._context.overlay, self._context.paths(name).home
         if overlay is None:
             raise Refused(f"host {self.config.host} has no overlay", hint="set overlay.enabled on all hosts")
+        manifest.refuse_other(manifest.read(home), token)
         if home.exists():
             overlay.add(name, neighbours)
             if home.exists():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from multiverse.core.errors import Broken, MultiverseError, Refused
+from multiverse.core.errors import Broken, MultiverseError
 from multiverse.guest.protocol import FLUSH
 from multiverse.host import manifest, process, tap
 from multiverse.host.manifest import Manifest, VmPhase
@@ -19,9 +19,7 @@ def destroy(host: HostContext, name: str, grace: float, token: str = "") -> None
     """Let the guest write back and unmount for up to `grace` seconds, unless it is paused because the disk is full, end
     the VM, and remove all of it.
 
-    Absent is success. Raises `Broken` if its process cannot be ended, `Refused` if the VM has another token than
-    `token`: then it is another VM, as of a database that was restored from a copy. An empty token, or none in the
-    manifest, matches any.
+    Absent is success. Raises `Broken` if its process cannot be ended, and what `manifest.refuse_other` raises.
     """
     host.check_name(name)
     paths = host.paths(name)
@@ -29,9 +27,7 @@ def destroy(host: HostContext, name: str, grace: float, token: str = "") -> None
         host.connections.drop(name)
         return
     known = manifest.read(paths.home)
-    if known is not None and token and known.token not in ("", token):
-        hint = f"a controller with another database made it; if nobody needs it, end process {known.pid}"
-        raise Refused(f"{name} is another VM: it has another token than the one to be destroyed", hint=hint)
+    manifest.refuse_other(known, token)
     alive = known is not None and known.process.is_alive()
     if known is not None and alive:
         if grace > 0 and known.phase in (VmPhase.STARTED, VmPhase.STARTING) and name not in host.paused:

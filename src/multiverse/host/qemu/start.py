@@ -21,18 +21,20 @@ _WAKE_TIMEOUT = 30.0  # seconds for a restored guest's first message
 _START_TIMEOUT = 120.0  # seconds for its mounts and daemons
 
 
-def start(host: HostContext, name: str, size: Size, identity: Identity) -> list[Stage]:
+def start(host: HostContext, name: str, size: Size, identity: Identity, token: str = "") -> list[Stage]:
     """Plug a VM up to its size, send its identity and let it run, until its daemons have been started.
 
-    A VM that has been started is success. Raises `Gone` if there is no such VM, `Refused` if the identity is another
-    VM's, `Exhausted` if the VM cannot be plugged up to that size, `Broken` if the guest reports a failure and `Unknown`
-    if it does not answer.
+    A VM that has been started is success. Raises `Gone` if there is no such VM, `Refused` if the identity or the token
+    is another VM's, `Exhausted` if the VM cannot be plugged up to that size, `Broken` if the guest reports a failure
+    and `Unknown` if it does not answer.
     """
     host.check_name(name)
     timer = VmStageTimer()
     home = host.paths(name).home
     with manifest.locked(home, create=False) as there:
-        known = _startable(name, manifest.read(home) if there else None, identity)
+        found = manifest.read(home) if there else None
+        manifest.refuse_other(found, token)
+        known = _startable(name, found, identity)
         if known.phase is VmPhase.STARTED:
             return []
         session = host.connections.session(known)

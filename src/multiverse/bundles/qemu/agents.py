@@ -12,33 +12,32 @@ from multiverse.agent.connection import AgentConnection, ControllerIdentity
 from multiverse.agent.controller_epoch import ControllerEpoch
 from multiverse.agent.hypervisor import AgentHypervisor
 from multiverse.agent.transport import CommandTransport, Stream, Transport, UnixTransport, command_of
+from multiverse.bundles.contract import LeasedTransport, PlatformContext
 from multiverse.config import Settings, host_names, host_settings, uplink_of
 from multiverse.core.errors import Refused, Unknown
 from multiverse.core.model import CloneKind, Host, HostState, LeasedHost, Overcommitment, Size
-from multiverse.drivers.slurm.leases import dial_command
-from multiverse.store import Store
 
 EPOCH_WAIT = 5.0
 """Seconds that the agents have, as the controller starts, to say which epochs they have seen."""
 
 
-def connect_agents(settings: Settings, store: Store) -> AgentHypervisor:
+def connect_agents(context: PlatformContext) -> AgentHypervisor:
     """The hypervisor behind the agents of the site's hosts: those of the settings, unless an operator removed them, and
-    those that the store knows beside them, with those that are leased. Its `run` makes the connections."""
-    who = ControllerIdentity(multiverse.__version__, secrets.token_hex(8), store.site, socket.gethostname())
-    rows = store.rows()
-    known, leased = rows.hosts, rows.leased_hosts()
+    those that have rows beside them, with those that are leased. Its `run` makes the connections."""
+    settings = context.settings
+    who = ControllerIdentity(multiverse.__version__, secrets.token_hex(8), context.site, socket.gethostname())
+    known, leased = context.rows.hosts, context.rows.leased_hosts()
     removed = {host.name for host in known.values() if host.state is HostState.REMOVED}
     hosts = [
         name for name in dict.fromkeys((*host_names(settings), *known)) if name not in removed and name not in leased
     ]
-    epoch = ControllerEpoch(store.epoch, store.keep_epoch, hosts, EPOCH_WAIT)
+    epoch = ControllerEpoch(context.epoch, context.keep_epoch, hosts, EPOCH_WAIT)
 
     def connect(host: str) -> AgentConnection:
         return AgentConnection(host, transport_to(host, settings), who, epoch, Random())
 
     def connect_leased(host: LeasedHost) -> AgentConnection:
-        return AgentConnection(host.lease.name, PilotTransport(settings, host), who, epoch, Random())
+        return AgentConnection(host.lease.name, PilotTransport(context.leased, host), who, epoch, Random())
 
     return AgentHypervisor([*hosts, *leased], connect, partial(declared, settings), connect_leased, leased)
 
@@ -70,13 +69,15 @@ def declared(settings: Settings, name: str) -> Host | None:
 class PilotTransport:
     """The agent of a leased host, by a step in its pilot."""
 
-    def __init__(self, settings: Settings, host: LeasedHost) -> None:
-        self._settings, self._host = settings, host
+    def __init__(self, leased: LeasedTransport | None, host: LeasedHost) -> None:
+        self._leased, self._host = leased, host
 
     async def open(self) -> Stream:
         """See `Transport`. A step that runs goes on without slurmctld; to start one, slurmctld is needed."""
+        if self._leased is None:
+            raise Unknown(f"the scheduler does not lead to {self._host.lease.name}", hint="it leases no hosts now")
         try:
-            command = dial_command(self._settings, self._host)
+            command = self._leased.dial(self._host)
         except Refused as error:
             raise Unknown(error.message, hint=error.hint) from error
         return await CommandTransport(command).open()

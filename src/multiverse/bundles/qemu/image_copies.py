@@ -1,7 +1,5 @@
 """Copies the images of the controller's machine to hosts that lack them, once jobs or pools want them.
 
-To a leased host the archive is brought by sbcast(1): the input of a step is half as fast.
-
 That decides nothing: a job waits as long as no host shows its image, whoever brings it there. A copy that is repeated,
 late or interrupted does no harm (`images.transfer`). With `image.source` hosts copy by themselves, and show an image
 before they have it.
@@ -11,9 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import pwd
-import subprocess
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
@@ -22,12 +17,12 @@ from pathlib import Path
 import structlog
 
 from multiverse.agent.transport import other_command
+from multiverse.bundles.contract import Followed, LeasedTransport
 from multiverse.config import Settings
-from multiverse.core.errors import Broken, MultiverseError
+from multiverse.core.errors import MultiverseError, Unknown
 from multiverse.core.model import AttemptState, LeasedHost, World
 from multiverse.core.policy import Policy, image_of
 from multiverse.core.rows import Rows
-from multiverse.drivers.slurm.leases import bring_command, receive_command, user_of
 from multiverse.images import transfer
 from multiverse.images.catalog import Image, list_images
 from multiverse.ports import Clock
@@ -42,9 +37,6 @@ RETRY = 60.0
 
 AT_ONCE = 4
 """Copies at the same time."""
-
-BROADCAST = 1800.0
-"""Seconds that sbcast may take."""
 
 Send = Callable[[Image, str], bool]
 """Copies an image to a host, as `transfer.send` does. Blocks."""
@@ -108,37 +100,26 @@ class ImageCopies:
 
 
 async def copy_regularly(
-    settings: Settings, rows: Callable[[], Rows], world: Callable[[], World], policy: Policy, clock: Clock
+    settings: Settings, controller: Followed, clock: Clock, transport: LeasedTransport | None
 ) -> None:
-    """Copy images until cancelled."""
+    """Copy images until cancelled, to leased hosts by this transport."""
     leased: Mapping[str, LeasedHost] = {}
 
     def send(image: Image, host: str) -> bool:
         if (lease := leased.get(host)) is None:
             return transfer.send(image, other_command(settings.agent.connect, host, "receive-image"))
-        bring = partial(_broadcast, settings, lease, image.name)
-        return transfer.send(image, receive_command(settings, lease), bring)
+        if transport is None:
+            raise Unknown(f"the scheduler does not lead to {host}", hint="it leases no hosts now")
+        return transfer.send(image, transport.receive(lease), partial(transport.bring, lease, image.name))
 
     copies = ImageCopies(settings.qemu.images, settings.host.name, send, clock)
     try:
         while True:
-            leased = rows().leased_hosts()
-            await copies.look(rows, world, policy)
+            leased = controller.state.rows().leased_hosts()
+            await copies.look(controller.state.rows, controller.world, controller.policy)
             await asyncio.sleep(PERIOD)
     finally:
         await copies.close()
-
-
-def _broadcast(settings: Settings, host: LeasedHost, image: str, archive: Path) -> None:
-    """Bring the archive of an image to a leased host, as the user of its pilot (sbcast(1))."""
-    os.chown(archive, pwd.getpwnam(user_of(host.lease.user)).pw_uid, -1)
-    argv = bring_command(settings, host, str(archive), image)
-    try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=BROADCAST, stdin=subprocess.DEVNULL)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise Broken(f"sbcast of image {image} failed: {error}", hint="it is repeated") from error
-    if done.returncode:
-        raise Broken(f"sbcast of image {image} failed: {done.stderr.strip()[-300:]}", hint="it is repeated")
 
 
 async def _in_thread(work: Callable[[], bool]) -> bool:

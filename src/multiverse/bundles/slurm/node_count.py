@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from multiverse.api import Alert
+from multiverse.bundles.contract import Notice
 from multiverse.core.errors import MultiverseError
 from multiverse.drivers.slurm import requirements, site_conf
 
@@ -17,23 +17,23 @@ class NodeCount:
     def __init__(self, conf: Path) -> None:
         self._conf, self._cpus = conf, -1
         self._files: Mapping[Path, int] = {}
-        self._alerts: list[Alert] = []
+        self._lack: list[Notice] = []
 
-    def alerts(self, cpus: int) -> list[Alert]:
+    def lack(self, cpus: int) -> list[Notice]:
         """What is lacking for VMs that claim so many CPUs together. Nothing while the file cannot be read, of which
         `multiverse site check` tells."""
         if cpus != self._cpus or self._has_changed():
             self._cpus = cpus
-            self._files, self._alerts = self._read(cpus)
-        return self._alerts
+            self._files, self._lack = self._read(cpus)
+        return self._lack
 
-    def _read(self, cpus: int) -> tuple[Mapping[Path, int], list[Alert]]:
+    def _read(self, cpus: int) -> tuple[Mapping[Path, int], list[Notice]]:
         try:
             site = site_conf.read(self._conf)
         except MultiverseError:
             return {}, []
         lack = requirements.lack_of_nodes(cpus, site)
-        return site.files, [Alert("nodes", lack.name, lack.message, lack.remedy)] if lack else []
+        return site.files, [Notice("nodes", lack.name, lack.message, lack.remedy)] if lack else []
 
     def _has_changed(self) -> bool:
         try:

@@ -1,0 +1,1 @@
+"""Everything that a kind of hypervisor or of scheduler brings, each as one bundle."""

@@ -1,0 +1,217 @@
+"""Several platforms of one site as one: each source belongs to one of them, and each host to a source."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from multiverse.bundles.contract import DaemonTask, Followed, GuestFacts, Platform
+from multiverse.core.errors import Gone, Refused
+from multiverse.core.model import (
+    HostUsage,
+    HypervisorView,
+    Identity,
+    Member,
+    Size,
+    Stage,
+    TemplateKey,
+    User,
+    VmRef,
+    VmSpec,
+)
+from multiverse.ports import Groups, GuestUsers, Hypervisor, Measurements, Membership, Source, Templates
+
+
+def together(platforms: Mapping[str, Platform]) -> Platform:
+    """One platform of these, by name. Raises `Refused` if they do not go together."""
+    return next(iter(platforms.values())) if len(platforms) == 1 else CompositePlatform(platforms)
+
+
+class CompositeSource:
+    """A source of one of the platforms, which remembers its hosts."""
+
+    def __init__(self, source: Source, platform: Platform) -> None:
+        self.source, self.platform = source, platform
+        self.shown: frozenset[str] = frozenset(source.hosts)
+
+    @property
+    def name(self) -> str:
+        """See `ports.Source`."""
+        return self.source.name
+
+    @property
+    def hosts(self) -> Sequence[str]:
+        """See `ports.Source`."""
+        return self.source.hosts
+
+    @property
+    def silence(self) -> float | None:
+        """See `ports.Source`."""
+        return self.source.silence
+
+    async def observe(self) -> HypervisorView:
+        """See `ports.Source`."""
+        view = await self.source.observe()
+        self.shown = frozenset((*view.hosts, *self.source.hosts))
+        return view
+
+
+class CompositeHypervisor:
+    """`ports.Hypervisor`: a VM is its source's, a template its host's."""
+
+    def __init__(self, platforms: Mapping[str, Platform]) -> None:
+        """Raises `Refused` if operators could add hosts to more than one platform: nobody would know to which."""
+        self._platforms = tuple(platforms.values())
+        members = [name for name, one in platforms.items() if one.hypervisor.membership is not None]
+        if len(members) > 1:
+            raise Refused(
+                f"the platforms {' and '.join(members)} both have hosts that operators add",
+                hint="name only one of them in platforms",
+            )
+        self._sources: dict[str, CompositeSource] = {}
+
+    @property
+    def sources(self) -> Sequence[CompositeSource]:
+        """See `ports.Hypervisor`. Raises `Refused` if two platforms have a source of the same name."""
+        found: dict[str, CompositeSource] = {}
+        for platform in self._platforms:
+            for source in platform.hypervisor.sources:
+                known = self._sources.get(source.name)
+                if source.name in found:
+                    raise Refused(
+                        f"two platforms have a source named {source.name}", hint="rename a host or an account"
+                    )
+                same = known is not None and known.source is source
+                found[source.name] = known if known and same else CompositeSource(source, platform)
+        self._sources = found
+        return tuple(found.values())
+
+    def of_source(self, name: str) -> Platform:
+        """The platform whose source this is. Raises `Gone` if there is none."""
+        if name not in self._sources:
+            _ = self.sources
+        if name not in self._sources:
+            raise Gone(f"there is no source {name}", hint="multiverse hosts lists the hosts")
+        return self._sources[name].platform
+
+    def of_host(self, host: str) -> Platform:
+        """The platform that has this host. Raises `Gone` if none shows it."""
+        found = next((one for one in self.sources if host in one.shown), None)
+        if found is None:
+            raise Gone(f"there is no host {host}", hint="multiverse hosts lists the hosts")
+        return found.platform
+
+    @property
+    def membership(self) -> Membership | None:
+        """See `ports.Hypervisor`."""
+        return next((one.hypervisor.membership for one in self._platforms if one.hypervisor.membership), None)
+
+    @property
+    def templates(self) -> Templates | None:
+        """See `ports.Hypervisor`. The hosts of a platform without templates cannot fork, so none is built there."""
+        return self if any(one.hypervisor.templates for one in self._platforms) else None
+
+    @property
+    def users(self) -> GuestUsers | None:
+        """See `ports.Hypervisor`."""
+        return self if any(one.hypervisor.users for one in self._platforms) else None
+
+    @property
+    def groups(self) -> Groups | None:
+        """See `ports.Hypervisor`."""
+        return self if any(one.hypervisor.groups for one in self._platforms) else None
+
+    async def create(self, vm: VmSpec) -> Sequence[Stage]:
+        """See `ports.Hypervisor`."""
+        return await self._hypervisor(vm.ref).create(vm)
+
+    async def start(self, vm: VmRef, size: Size, identity: Identity) -> Sequence[Stage]:
+        """See `ports.Hypervisor`."""
+        return await self._hypervisor(vm).start(vm, size, identity)
+
+    async def destroy(self, vm: VmRef, grace: float) -> None:
+        """See `ports.Hypervisor`."""
+        await self._hypervisor(vm).destroy(vm, grace)
+
+    async def add_user(self, vm: VmRef, user: User, group: int = 0) -> None:
+        """See `ports.GuestUsers`. Raises `Refused` where guests know only the users that they were started with."""
+        users = self._hypervisor(vm).users
+        if users is None:
+            raise Refused(f"users cannot be added to the VMs of {vm.source}", hint="set offer = false for its pools")
+        await users.add_user(vm, user, group)
+
+    async def build_template(self, template: TemplateKey) -> Sequence[Stage]:
+        """See `ports.Templates`. Raises `Refused` where clones only boot."""
+        return await self._templates(template).build_template(template)
+
+    async def delete_template(self, template: TemplateKey) -> None:
+        """See `ports.Templates`."""
+        await self._templates(template).delete_template(template)
+
+    @property
+    def listening(self) -> Mapping[str, str]:
+        """See `ports.Groups`."""
+        all_groups = (one.hypervisor.groups for one in self._platforms)
+        return {host: word for groups in all_groups if groups for host, word in groups.listening.items()}
+
+    async def tell(self, host: str, members: Sequence[Member], gone: Sequence[str], *, whole: bool) -> None:
+        """See `ports.Groups`."""
+        groups = self.of_host(host).hypervisor.groups
+        if groups is not None:  # a host that does not listen is told nothing
+            await groups.tell(host, members, gone, whole=whole)
+
+    def _hypervisor(self, vm: VmRef) -> Hypervisor:
+        return self.of_source(vm.source).hypervisor
+
+    def _templates(self, template: TemplateKey) -> Templates:
+        found = self.of_host(template.host).hypervisor.templates
+        if found is None:
+            raise Refused(f"host {template.host} forks no clones", hint="its jobs boot from images")
+        return found
+
+
+class CompositePlatform:
+    """`bundles.contract.Platform` of several."""
+
+    def __init__(self, platforms: Mapping[str, Platform]) -> None:
+        self._platforms = tuple(platforms.values())
+        self.hypervisor = CompositeHypervisor(platforms)
+
+    @property
+    def measurements(self) -> Measurements | None:
+        """See `Platform`."""
+        return self if any(one.measurements for one in self._platforms) else None
+
+    async def used(self, source: str, span: float) -> Mapping[str, HostUsage]:
+        """See `ports.Measurements`."""
+        measurements = self.hypervisor.of_source(source).measurements
+        if measurements is None:
+            raise Refused(f"nothing is sampled at {source}", hint="its platform measures nothing")
+        return await measurements.used(source, span)
+
+    @property
+    def guests(self) -> GuestFacts | None:
+        """See `Platform`."""
+        return self if any(one.guests for one in self._platforms) else None
+
+    async def measure(self) -> Mapping[str, tuple[float, float, float]]:
+        """See `GuestFacts`."""
+        found = await asyncio.gather(*(one.guests.measure() for one in self._platforms if one.guests))
+        return {name: figures for one in found for name, figures in one.items()}
+
+    async def examine(self) -> Mapping[str, Mapping[str, str | int]]:
+        """See `GuestFacts`."""
+        found = await asyncio.gather(*(one.guests.examine() for one in self._platforms if one.guests))
+        return {name: facts for one in found for name, facts in one.items()}
+
+    async def follow(self, controller: Followed) -> Sequence[DaemonTask]:
+        """See `Platform`."""
+        return [work for one in self._platforms for work in await one.follow(controller)]
+
+    async def programs(self) -> Counter[str]:
+        """See `Platform`."""
+        total: Counter[str] = Counter()
+        for one in await asyncio.gather(*(platform.programs() for platform in self._platforms)):
+            total.update(one)
+        return total

@@ -1,0 +1,307 @@
+"""What a kind of hypervisor, and a kind of scheduler, bring for the daemon, the agents and the commands of a site.
+
+A bundle is chosen by its name in the settings, and found by an entry point (`bundles.registry`). What not every kind
+has is None, or an empty sequence. Nothing else in the service knows a driver.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol
+
+from multiverse.agent.self_fence import HostedVms
+from multiverse.agent.server import LocalHypervisor
+from multiverse.config import Settings
+from multiverse.core.model import LeasedHost, LeaseSpec, World
+from multiverse.core.policy import Policy
+from multiverse.core.rows import Rows
+from multiverse.core.state import State
+from multiverse.host.overlay import OverlayConfig
+from multiverse.ports import Clock, Hypervisor, Measurements, Reports, Scheduler
+from multiverse.ports.finding import Finding
+from multiverse.system.rendered import SiteFile
+
+# --- common to both --------------------------------------------------------------------------------
+
+
+class DaemonTask(NamedTuple):
+    """What runs beside the controller until it is cancelled. If it ends by itself, the daemon ends with its error."""
+
+    name: str
+    run: Callable[[], Coroutine[Any, Any, None]]
+
+
+class Notice(NamedTuple):
+    """Something that an operator should know for as long as it is so: the kind of the alert that tells it, what it
+    concerns, and what to do."""
+
+    kind: Literal["nodes", "unserved", "stranger"]
+    name: str
+    message: str
+    remedy: str
+
+
+@dataclass(frozen=True, slots=True)
+class Examination:
+    """One thing that `multiverse doctor` examined, and what was found. `skipped` is why it was not."""
+
+    name: str
+    findings: tuple[Finding, ...] = ()
+    skipped: str = ""
+
+
+class Followed(Protocol):
+    """What a bundle may read of the controller: rows as committed, and what was observed last."""
+
+    @property
+    def state(self) -> State: ...
+
+    @property
+    def policy(self) -> Policy: ...
+
+    def world(self) -> World: ...
+
+
+# --- platforms -------------------------------------------------------------------------------------
+
+
+class GuestFacts(Protocol):
+    """What is asked of VMs that run, for operators. No decision waits for it."""
+
+    async def measure(self) -> Mapping[str, tuple[float, float, float]]:
+        """(CPU seconds, unique MiB, proportional MiB) of each VM that lives, on the hosts that answer, by name."""
+        ...
+
+    async def examine(self) -> Mapping[str, Mapping[str, str | int]]:
+        """What each running guest says of itself now, by name; `error` if a guest does not answer."""
+        ...
+
+
+class LeasedTransport(Protocol):
+    """How a host is reached that a scheduler has leased."""
+
+    def dial(self, host: LeasedHost) -> Sequence[str]:
+        """The command whose standard input and output lead to the agent there. Raises `Refused` if it is not known."""
+        ...
+
+    def receive(self, host: LeasedHost) -> Sequence[str]:
+        """The command that receives an image there. Raises `Refused`."""
+        ...
+
+    def bring(self, host: LeasedHost, image: str, archive: Path) -> None:
+        """Bring the archive of an image there. Blocks. Raises `Broken`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PlatformContext:
+    """What a platform is opened with. `rows` are those with which the daemon starts, `epoch` is the number of its last
+    start, and `keep_epoch` keeps that of this one. `leased` is None if the scheduler leases no hosts."""
+
+    settings: Settings
+    site: str
+    clock: Clock
+    rows: Rows
+    epoch: int
+    keep_epoch: Callable[[int], None]
+    leased: LeasedTransport | None = None
+
+
+class Platform(Protocol):
+    """One hypervisor of a site, open for the daemon."""
+
+    @property
+    def hypervisor(self) -> Hypervisor: ...
+
+    @property
+    def measurements(self) -> Measurements | None:
+        """None if nothing is sampled there."""
+        ...
+
+    @property
+    def guests(self) -> GuestFacts | None:
+        """None if VMs cannot be asked."""
+        ...
+
+    async def follow(self, controller: Followed) -> Sequence[DaemonTask]:
+        """Called once, before the controller runs: what runs beside it (connections, the network between hosts, the
+        distribution of images). Raises `Refused` if the daemon cannot start."""
+        ...
+
+    async def programs(self) -> Counter[str]:
+        """How many processes it has started on hosts, by program."""
+        ...
+
+
+class LocalHost(LocalHypervisor, HostedVms, Protocol):
+    """The hypervisor of the host that an agent runs on, for one site."""
+
+    def check(self) -> None:
+        """Make the host's directories, and see whether VMs can run. Raises `Refused`."""
+        ...
+
+    def restore_overlay(self) -> None:
+        """Make the host's part of the network between hosts again, if it has one. Raises a `MultiverseError`."""
+        ...
+
+    def close(self) -> None:
+        """Wait for nothing: calls that still wait end with an error. VMs stay as they are."""
+        ...
+
+
+class HostSide(Protocol):
+    """What the agent of a host needs, on platforms whose hosts have agents."""
+
+    def local(self, settings: Settings, site: str, overlay: OverlayConfig | None = None) -> LocalHost:
+        """The hypervisor of this machine; `overlay` is that of a leased node, in place of the settings'."""
+        ...
+
+    def sites(self, settings: Settings) -> Sequence[str]:
+        """The sites of which VMs, or remains of VMs, are on this machine. Raises OSError if they cannot be listed."""
+        ...
+
+
+class PlatformBundle(Protocol):
+    """A kind of hypervisor."""
+
+    @property
+    def host(self) -> HostSide | None:
+        """None if its hosts have no agents of ours."""
+        ...
+
+    def open(self, context: PlatformContext) -> Platform:
+        """Raises `Refused` if the settings do not go together."""
+        ...
+
+    def sites(self, settings: Settings) -> Sequence[str]:
+        """The sites of which VMs are in reach of the daemon's machine, as far as that is known at once."""
+        ...
+
+    def examine(self, settings: Settings, *, run_guests: bool) -> Iterator[Examination]:
+        """What `multiverse doctor` examines of it on this machine; with `run_guests`, small guests are run."""
+        ...
+
+
+# --- schedulers ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Privacy:
+    """What a user may be told of: `others`, the ids of other users' jobs; `hosts`, the names of hosts."""
+
+    others: bool = True
+    hosts: bool = True
+
+
+class Identities(Protocol):
+    """Who a user of another machine is."""
+
+    async def decode(self, credential: str) -> tuple[int, str]:
+        """The uid that made a credential, and its payload. `Refused` for one that is forged, replayed, expired, or for
+        another user; `Unknown` if nobody can tell."""
+        ...
+
+
+class Tell(Protocol):
+    """Takes a hint of the scheduler: it has something new, perhaps of this user or job."""
+
+    def __call__(self, *, submitted: bool, uid: int | None, job_id: str) -> None: ...
+
+
+class SchedulerSystem(Protocol):
+    """The scheduler of a site, open for the daemon."""
+
+    @property
+    def scheduler(self) -> Scheduler: ...
+
+    @property
+    def reports(self) -> Reports | None:
+        """None if users cannot be told what their jobs used."""
+        ...
+
+    @property
+    def leased(self) -> LeasedTransport | None:
+        """None if it leases no hosts."""
+        ...
+
+    @property
+    def identities(self) -> Identities | None:
+        """None if users of other machines cannot be told apart."""
+        ...
+
+    @property
+    def notices(self) -> Sequence[Notice]:
+        """What of its settings has no effect in VMs."""
+        ...
+
+    @property
+    def hints_from(self) -> str:
+        """Where hints come from, for people; empty if it gives none."""
+        ...
+
+    def lack_of_nodes(self, cpus: int) -> Sequence[Notice]:
+        """What it lacks for VMs that claim so many CPUs together."""
+        ...
+
+    def privacy(self, uid: int) -> Privacy:
+        """What a user may be told."""
+        ...
+
+    def say(self, reason: str) -> str:
+        """In plain words, why the scheduler itself keeps a job waiting, by the word that it shows; empty if that word
+        says enough."""
+        ...
+
+    def work(self, tell: Tell) -> Sequence[DaemonTask]:
+        """What runs beside the controller. Hints are given to `tell`."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class SiteFiles(Protocol):
+    """The files that a site adds for this scheduler, and what it lacks. `source` is the scheduler's configuration."""
+
+    def render(self, settings: Settings, config: Path, source: Path, *, retire: bool = False) -> list[SiteFile]:
+        """All files; with `retire`, without what only jobs of an earlier release need. Raises `Broken`."""
+        ...
+
+    def check(self, settings: Settings, config: Path, source: Path) -> list[Finding]:
+        """What is missing or different, in the order in which to deal with it. Blocks. Raises `Broken`."""
+        ...
+
+
+class ReachedNodes(Protocol):
+    """Asks, from a host, which of its VMs the scheduler reaches: such a host ends none of these by itself."""
+
+    async def check(self) -> None:
+        """Raises a `MultiverseError` if the scheduler cannot be asked from here."""
+        ...
+
+    def of(self, site: str) -> Awaitable[Collection[str]]:
+        """The nodes of a site that it reaches, by name. Raises a `MultiverseError`."""
+        ...
+
+
+class SchedulerBundle(Protocol):
+    """A kind of scheduler."""
+
+    @property
+    def files(self) -> SiteFiles | None:
+        """None if a site adds no files for it."""
+        ...
+
+    def open(self, settings: Settings, site: str, leased: Collection[LeaseSpec]) -> SchedulerSystem:
+        """`leased` are the leases that there are already. Raises `Refused` if the scheduler is not set up for us."""
+        ...
+
+    def reached(self, settings: Settings) -> ReachedNodes:
+        """For agents that end VMs by themselves."""
+        ...
+
+    def examine(self, settings: Settings, config: Path, source: Path) -> Iterator[Examination]:
+        """What `multiverse doctor` examines of it."""
+        ...

@@ -1,0 +1,1 @@
+"""QEMU on hosts with agents, as a platform."""

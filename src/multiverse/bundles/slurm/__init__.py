@@ -1,0 +1,1 @@
+"""Slurm, as a scheduler."""

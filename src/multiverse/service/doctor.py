@@ -1,0 +1,129 @@
+"""All that can be examined of a site from the controller's machine, or of a host from that host, before and after
+installation: what the scheduler and the platforms examine of themselves, and all hosts through the daemon. Every
+finding says what was seen, and has its remedy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from multiverse.api import HostView, StatusView, decode
+from multiverse.bundles.contract import Examination
+from multiverse.bundles.registry import platform_bundles, scheduler_bundle
+from multiverse.client import Client
+from multiverse.config import Settings, host_names, web_address
+from multiverse.core.errors import MultiverseError
+from multiverse.ports.finding import Finding, Level
+from multiverse.site import checking
+from multiverse.site.checking import tried
+from multiverse.system.listening import unreachable
+
+
+def examine(settings: Settings, config: Path, source: Path, *, kvm: bool = True) -> Iterator[Examination]:
+    """Examine the controller's machine and its site, whose scheduler is configured in `source`. With `kvm` small guests
+    are run, which takes seconds. Blocks."""
+    yield Examination("settings", tuple(tried(partial(_settings_file, config))))
+    yield from scheduler_bundle(settings).examine(settings, config, source)
+    yield Examination("ports of the daemon", tuple(_ports(settings)))
+    if settings.host.name in host_names(settings):
+        yield from _host(settings, kvm=kvm)
+    else:
+        yield Examination("this machine as a host", skipped="the settings do not name it among the hosts")
+    yield from _through_the_daemon(settings)
+
+
+def examine_agent(settings: Settings, config: Path, *, kvm: bool = True) -> Iterator[Examination]:
+    """Examine a host that runs an agent and no controller."""
+    yield Examination("agent", tuple(tried(lambda: checking.check_agent(settings, config))))
+    yield from _host(settings, kvm=kvm)
+
+
+def _host(settings: Settings, *, kvm: bool) -> Iterator[Examination]:
+    """Examine this machine as a host."""
+    for bundle in platform_bundles(settings).values():
+        yield from bundle.examine(settings, run_guests=kvm)
+
+
+def _settings_file(config: Path) -> Iterator[Finding]:
+    if not config.exists():
+        yield Finding(
+            Level.NOTE,
+            str(config),
+            "there are no settings yet, so the defaults were examined",
+            "write them (docs/operations.md, On a site), or give the file with --config",
+        )
+
+
+def _ports(settings: Settings) -> Iterator[Finding]:
+    """Whether the daemon listens where users and the reverse proxy look for it."""
+    users = settings.users
+    if users.enabled and users.listen and (why := unreachable(users.listen, users.port)):
+        yield Finding(
+            Level.PROBLEM,
+            f"{users.listen}:{users.port}",
+            f"users of other machines ask there, and nobody answers: {why}",
+            "start the daemon, or see users.listen in the settings",
+        )
+    web = web_address(settings.web.listen) if settings.web.listen else None
+    if web and (why := unreachable(*web)):
+        yield Finding(
+            Level.PROBLEM,
+            settings.web.listen,
+            f"the web page is to be there, and nobody answers: {why}",
+            "start the daemon, or see web.listen in the settings",
+        )
+
+
+# --- through the daemon ----------------------------------------------------------------------------
+
+
+def _through_the_daemon(settings: Settings) -> Iterator[Examination]:
+    """What the daemon knows of all hosts and of itself."""
+    try:
+        with Client(settings.socket) as client:
+            hosts, status = decode(list[HostView], client.hosts()), decode(StatusView, client.status())
+    except MultiverseError as error:
+        yield Examination("hosts and alerts", skipped=f"{error.message}; see daemon")
+        return
+    for host in hosts:
+        yield Examination(f"host {host.name}", tuple(of_host(host, settings.host.name)))
+    yield Examination("alerts", tuple(of_status(status)))
+
+
+def of_host(host: HostView, own: str = "") -> Iterator[Finding]:
+    """What the daemon says of a host that is not as it should be. `own`: the name of this machine as a host."""
+    if host.state != "up" or not host.reachable:
+        said = "; ".join(filter(None, (host.reason, host.why))) or f"its state is {host.state}"
+        level = Level.NOTE if host.reachable and host.state in ("closing", "draining", "drained") else Level.PROBLEM
+        remedy = host.todo or f"multiverse hosts resume {host.name}"
+        yield Finding(level, f"host {host.name}", f"it is {host.state}: {said}", remedy)
+    elif not host.images:
+        yield Finding(
+            Level.PROBLEM,
+            f"host {host.name}",
+            "it has no image, so no VM can be made there",
+            f"multiverse image push NAME {host.name}, or set image.source",
+        )
+    if host.accelerator == "tcg":
+        yield Finding(
+            Level.NOTE,
+            f"KVM on {host.name}",
+            "its guests are emulated, several times slower than on KVM",
+            f"see why, on that host: multiverse doctor{' --agent' if host.name != own else ''}",
+        )
+    if host.machine is not None and host.declared.memory > host.machine.memory:
+        yield Finding(
+            Level.PROBLEM,
+            f"memory of {host.name}",
+            f"{host.declared.memory} MiB are declared for VMs, but the machine has {host.machine.memory} MiB",
+            "declare less memory in [host], or in the host's class",
+        )
+
+
+def of_status(status: StatusView) -> Iterator[Finding]:
+    """The daemon's alerts."""
+    for alert in status.alerts:
+        level = Level.NOTE if alert.kind == "unserved" else Level.PROBLEM
+        yield Finding(level, f"{alert.kind} {alert.name}", alert.message, alert.remedy)
