@@ -18,7 +18,6 @@ import pytest
 from multiverse.core.errors import Gone, NotYet, Refused, Stale, Unknown
 from multiverse.core.model import (
     Attempt,
-    AttemptState,
     CloneKind,
     Depth,
     Identity,
@@ -26,6 +25,7 @@ from multiverse.core.model import (
     JobRef,
     JobState,
     NodeState,
+    Place,
     Request,
     SchedulerPart,
     SchedulerView,
@@ -161,8 +161,6 @@ class Harness(ABC):
         vm = self._vm()
         attempt = Attempt(
             int(feature.removeprefix("mv_") or vm.id),
-            1,
-            AttemptState.SPAWNING,
             0.0,
             job.ref,
             job.name,
@@ -226,11 +224,9 @@ class Harness(ABC):
         number = self.base + self.used
         return Vm(
             id=number,
-            version=1,
-            state=VmState.STARTING,
             since=0.0,
             name=f"mv{self.site}-{number}",
-            host="h1",
+            places=(Place("h1"),),
             image="slim",
             kind=CloneKind.INSTANT,
             size=Size(1, 256),

@@ -756,7 +756,7 @@ def test_the_world_reports_a_healthy_run_that_the_controller_ends(monkeypatch: p
 
 def test_the_world_reports_a_vm_without_a_claim(monkeypatch: pytest.MonkeyPatch) -> None:
     def unsound(state: State, vm: Vm, world: World) -> None:
-        state.move(Change(replace(vm, state=VmState.GONE), Event.ABSENT), free=[vm.key])
+        state.move(Change(replace(vm, state=VmState.GONE), Event.ABSENT), free=vm.claim_keys)
 
     monkeypatch.setattr(vm_machine, "_step_leaving", unsound)
     assert any("nothing is claimed for it" in wrong for wrong in simulate(ONE).violations)

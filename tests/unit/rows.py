@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from multiverse.core.machines.tables import TABLES, effect_of
@@ -21,6 +22,7 @@ from multiverse.core.model import (
     Observation,
     Offer,
     OfferState,
+    Place,
     Request,
     Row,
     SchedulerView,
@@ -55,11 +57,24 @@ def attempt(state: AttemptState, *, id: int = 1, job: str = "7", restarts: int =
     return Attempt(id=id, version=1, state=state, job=ref, job_name="hello", uid=1000, **values)  # type: ignore[arg-type]
 
 
+def place(
+    host: str,
+    source: str = SOURCE,
+    size: Size | None = None,
+    template_id: int | None = None,
+    image: str = "slim",
+    account: str = "",
+) -> Place:
+    """A place of a VM that maps a template of this size there; None: that boots."""
+    return Place(host, source, TemplateKey(host, image, size, account) if size else None, template_id)
+
+
 def vm(state: VmState, *, id: int = 1, **more: object) -> Vm:
-    values: dict[str, object] = {"since": 0.0, "host": "h1", "image": "slim", "kind": CloneKind.INSTANT, **more}
+    values: dict[str, object] = {"since": 0.0, "image": "slim", "kind": CloneKind.INSTANT, "account": "", **more}
     values.setdefault("node_size", Size(1, 100))
-    values.setdefault("source", SOURCE)
-    values.setdefault("template_size", Size(1, 256) if values["kind"] is CloneKind.INSTANT else None)
+    size = values.pop("template_size", Size(1, 256) if values["kind"] is CloneKind.INSTANT else None)
+    where = (values.pop("host", "h1"), values.pop("source", SOURCE), size, values.pop("template_id", None))
+    values.setdefault("places", (place(*where, str(values["image"]), str(values["account"])),))  # type: ignore[arg-type]
     return Vm(
         id=id,
         version=1,
@@ -70,6 +85,20 @@ def vm(state: VmState, *, id: int = 1, **more: object) -> Vm:
         address=f"10.9.1.{id}/16",
         **values,  # type: ignore[arg-type]
     )
+
+
+def on_host(row: Vm, host: str) -> Vm:
+    """The VM on another host of the same source."""
+    which = row.place.template
+    there = replace(row.place, host=host, template=which._replace(host=host) if which else None)
+    return replace(row, places=(there,))
+
+
+def mapping(row: Vm, **template: object) -> Vm:
+    """The VM, but forked from another template, whose image and account are its own."""
+    assert row.place.template is not None
+    which = row.place.template._replace(**template)  # type: ignore[arg-type]
+    return replace(row, image=which.image, account=which.account, places=(replace(row.place, template=which),))
 
 
 def template(state: TemplateState, *, id: int = 1, **more: object) -> Template:
@@ -121,7 +150,7 @@ def state(*some: Row, now: float = 0.0, **more: Any) -> State:
 
 def offer(state: OfferState, *, id: int = 1, since: float = 0.0) -> Offer:
     """The offer of the VM with that serial."""
-    return Offer(id, 1, state, since)
+    return Offer(id, since, state=state, version=1)
 
 
 def world_of(scheduler: SchedulerView | None, hypervisor: HypervisorView | None, began: float, **more: Any) -> World:

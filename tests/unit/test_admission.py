@@ -44,7 +44,19 @@ from multiverse.core.rows import Rows
 from multiverse.core.state import State
 from multiverse.core.transition import Change, Event
 from tests.unit.planner_harness import POLICY
-from tests.unit.rows import IMAGES, SOURCE, Decided, as_ready, attempt, changes_of, rows, template, vm, world_of
+from tests.unit.rows import (
+    IMAGES,
+    SOURCE,
+    Decided,
+    as_ready,
+    attempt,
+    changes_of,
+    on_host,
+    rows,
+    template,
+    vm,
+    world_of,
+)
 
 A, V, T = AttemptState, VmState, TemplateState
 SMALL = Size(1, 100)
@@ -176,7 +188,7 @@ def test_an_image_that_can_plug_nothing_gets_a_template_of_the_vms_size() -> Non
     assert isinstance(asked.row, Template) and asked.row.size == Size(2, 1024) and asked.row.state is T.BUILDING
     here = rows(*here.attempts.values(), template(T.READY, size=Size(2, 1024)))
     (made,) = of(planned(here, without_plugging()), "vm")
-    assert isinstance(made.row, Vm) and made.row.template == TemplateKey("h1", "slim", Size(2, 1024))
+    assert isinstance(made.row, Vm) and made.row.place.template == TemplateKey("h1", "slim", Size(2, 1024))
     assert made.row.size == Size(2, 1024) and made.row.node_size == Size(2, 700)
 
 
@@ -191,7 +203,8 @@ def test_an_image_that_can_plug_nothing_gets_a_template_of_the_vms_size() -> Non
 def test_what_an_image_can_plug_is_plugged(can: tuple[str, ...], parent: Size, size: Size) -> None:
     here = rows(attempt(A.QUEUED, request=Request(1, Size(2, 700))), template(T.READY, size=parent))
     (made,) = of(planned(here, without_plugging(can=can)), "vm")
-    assert isinstance(made.row, Vm) and (made.row.template_size, made.row.size) == (parent, size)
+    assert isinstance(made.row, Vm) and made.row.place.template
+    assert (made.row.place.template.size, made.row.size) == (parent, size)
 
 
 def test_the_closest_template_that_is_ready_serves_before_another_is_built() -> None:
@@ -206,7 +219,8 @@ def test_the_closest_template_that_is_ready_serves_before_another_is_built() -> 
     )
     changes = planned(here, without_plugging())
     (made,) = of(changes, "vm")
-    assert isinstance(made.row, Vm) and made.row.template_size == made.row.size == Size(2, 512)
+    assert isinstance(made.row, Vm) and made.row.place.template
+    assert made.row.place.template.size == made.row.size == Size(2, 512)
 
 
 def test_a_gang_that_fits_only_with_a_smaller_template_gets_that_template() -> None:
@@ -224,7 +238,7 @@ def test_a_job_with_an_account_uses_only_that_accounts_templates() -> None:
     assert isinstance(asked.row, Template) and (asked.row.size, asked.row.account) == (POLICY.base, "physics")
     here = rows(attempt(A.QUEUED, request=theirs), template(T.READY), template(T.READY, id=2, account="physics"))
     (made,) = of(planned(here, host()), "vm")
-    assert isinstance(made.row, Vm) and made.row.template == here.templates[2].which
+    assert isinstance(made.row, Vm) and made.row.place.template == here.templates[2].which
 
 
 @pytest.mark.parametrize("kind", [None, *CloneKind])
@@ -272,7 +286,7 @@ def test_nothing_is_released_on_a_host_that_lacks_the_image() -> None:
     policy = replace(policy, pools=(*policy.pools, replace(policy.pools[0], image="mine")))
     busy = replace(vm(V.SERVING, id=3, image="mine", since=NOW), size=Size(2, 512))
     idle_node = replace(vm(V.JOINED, since=NOW), pool=Depth.JOINED, size=Size(2, 512), node_size=Size(2, 100))
-    elsewhere, here = replace(idle_node, id=7, host="h2"), replace(idle_node, id=8, image="mine")
+    elsewhere, here = replace(on_host(idle_node, "h2"), id=7), replace(idle_node, id=8, image="mine")
     claims = [
         Claim(one.key, one.host, vm_claim(one.size, host(), "slim", CloneKind.INSTANT))
         for one in (busy, elsewhere, here)
@@ -308,7 +322,7 @@ def test_an_image_that_cannot_be_forked_serves_booted_clones_only() -> None:
     assert notes(changes) == {1: "no host can make instant clones of image slim"} and not of(changes, "template")
     its = replace(without_plugging(can=()), abilities=frozenset({"full"}))
     (made,) = of(planned(rows(attempt(A.QUEUED, request=full_clone)), its), "vm")
-    assert isinstance(made.row, Vm) and made.row.template is None and made.row.size == Size(2, 896)
+    assert isinstance(made.row, Vm) and made.row.place.template is None and made.row.size == Size(2, 896)
 
 
 def test_a_job_that_waits_for_room_for_its_template_blocks_later_jobs() -> None:

@@ -949,14 +949,14 @@ def test_a_larger_template_serves_where_the_image_cannot_plug_what_it_has_more_o
     hosts = [host("h1", cpus=1), replace(host("h2"), images={"slim": frozenset(can.split())})]
     full = Claim(Key("vm", 90), "h1", Size(1, 0))
     (one,) = made(decided(here, queued(1), hosts=hosts, claims=[full]))
-    assert (one.host, one.template_size) == ("h2", ready)
+    assert one.place.template and (one.host, one.place.template.size) == ("h2", ready)
 
 
 def test_of_larger_templates_the_one_with_the_least_memory_serves() -> None:
     lean, fat = template(T.READY, id=1, size=Size(2, 512)), template(T.READY, id=2, size=Size(1, 1024))
     stiff = host(can="fork")
     (one,) = made(decided(fat, lean, queued(1, Size(1, 400)), hosts=[stiff]))
-    assert one.template_size == Size(2, 512)
+    assert one.place.template and one.place.template.size == Size(2, 512)
 
 
 def test_a_template_for_later_jobs_is_as_large_as_what_cannot_be_plugged() -> None:

@@ -216,7 +216,7 @@ def test_the_row_of_an_instant_clone_names_the_row_of_its_template(account: str)
             harness.templates[row.which] = replace(seen, account=account)
     (template,) = harness.rows.templates.values()
     (vm,) = harness.all_vms()
-    assert (vm.template_id, vm.template, vm.account) == (template.id, template.which, account)
+    assert (vm.place.template_id, vm.place.template, vm.account) == (template.id, template.which, account)
 
 
 def test_the_row_of_a_clone_that_boots_names_no_template() -> None:
@@ -225,9 +225,9 @@ def test_the_row_of_a_clone_that_boots_names_no_template() -> None:
     harness.job("8", request=Request(1, POLICY.base, kind=CloneKind.FULL))
     harness.run()
     (vm,) = harness.all_vms(2)
-    assert (vm.kind, vm.template_id, vm.template) == (CloneKind.FULL, None, None)
+    assert (vm.kind, vm.place.template_id, vm.place.template) == (CloneKind.FULL, None, None)
     (instant,) = harness.all_vms(1)
-    assert instant.template_id == next(iter(harness.rows.templates)), "although there is one"
+    assert instant.place.template_id == next(iter(harness.rows.templates)), "although there is one"
 
 
 def test_the_node_of_a_vm_is_its_attempts_or_for_the_job_that_takes_it() -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import multiverse.core
+from multiverse.controller import loop
+from multiverse.core.machines.tables import TABLES
+from multiverse.core.model import Attempt, KnownHost, Lease, Offer, Template, Vm
 
 CORE = Path(multiverse.core.__file__).parent
-LONGER = {"machines/attempt.py"}
+LONGER = {"machines/attempt.py", "machines/vm.py"}
 """Modules that may be longer than the limit: a state machine reads better whole."""
 
 
@@ -46,3 +50,54 @@ def test_each_state_machine_has_its_table_steps_and_effect_in_this_order() -> No
         text = (CORE / "machines" / f"{machine}.py").read_text()
         table, step, effect = (text.index(what) for what in ("# --- table", "def step_", f"def {machine}_effect"))
         assert table < step < effect, machine
+
+
+ROWS = {"attempt": Attempt, "vm": Vm, "offer": Offer, "template": Template, "host": KnownHost, "lease": Lease}
+STATES = {"A": "attempt", "V": "vm", "O": "offer", "T": "template", "H": "host", "L": "lease"}
+"""The kind of row that has these states, by what each machine calls its own, and by the names of the states' types."""
+STATES |= {f"{(row.__name__ if kind != 'host' else 'Host')}State": kind for kind, row in ROWS.items()}
+
+
+def states_given(text: str) -> Iterator[tuple[str, int]]:
+    """The kinds of rows to whose state a call gives a value, each with the line. Any value but one of a named type is
+    of the kind that is empty."""
+    for call in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)):
+        for given in (keyword.value for keyword in call.keywords if keyword.arg == "state"):
+            names = {node.id for node in ast.walk(given) if isinstance(node, ast.Name)}
+            yield from ((STATES[name], call.lineno) for name in sorted(names & STATES.keys()))
+            if not names & STATES.keys():
+                yield "", call.lineno
+
+
+def test_no_module_but_its_machine_gives_a_row_a_state() -> None:
+    found = {name: list(states_given(text)) for name, text in modules()}
+    assert {name for name, given in found.items() if given} == {f"machines/{kind}.py" for kind in ROWS}
+    for kind in ROWS:
+        others = [line for of, line in found[f"machines/{kind}.py"] if of not in ("", kind)]
+        assert not others, f"machines/{kind}.py gives other rows a state in the lines {others}"
+
+
+def test_changes_are_made_by_machines_and_those_without_a_state_by_two_modules_below_them() -> None:
+    makers = {
+        name
+        for name, text in modules()
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Change"
+    }
+    assert makers == {"avoidance.py", "quarantine.py", *(f"machines/{kind}.py" for kind in ROWS)}
+
+
+def test_a_new_row_is_in_a_state_in_which_its_machine_lets_one_begin() -> None:
+    for kind, row in ROWS.items():
+        (state,) = [field.default for field in fields(row) if field.name == "state"]
+        assert None in {one.source for one in TABLES[kind] if one.target == state}, kind
+
+
+def test_the_controllers_loop_names_no_state_and_no_effect() -> None:
+    named = {
+        f"{node.value.id}.{node.attr}"
+        for node in ast.walk(ast.parse(Path(loop.__file__).read_text()))
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.attr.isupper()
+    }
+    assert {name for name in named if name.split(".")[0] in {*STATES, "EffectKind", "Event"}} == set()
+    assert "Awaiting.AT_ONCE" in named, "it is the loop that is looked at"

@@ -6,11 +6,14 @@ import asyncio
 from random import Random
 from typing import Any
 
+import pytest
+
 from multiverse.controller.backoff import AGAIN, AGAIN_LIMIT, pause
 from multiverse.controller.effects import JOBS_AT_ONCE, Effects, Surroundings
-from multiverse.core.errors import Refused
-from multiverse.core.model import Attempt, AttemptState, JobRef, Vm, VmState
-from multiverse.core.transition import Change, Done, EffectKind, Event
+from multiverse.core.errors import Refused, Unknown
+from multiverse.core.machines.attempt import reclaim_attempt
+from multiverse.core.model import Attempt, AttemptState, HostState, JobRef, KnownHost, Place, Vm, VmRef, VmState
+from multiverse.core.transition import Done, EffectKind, Event
 from multiverse_lab.simulation.clock import VirtualClock
 from multiverse_lab.simulation.loop import run
 from tests.unit.rows import attempt, vm
@@ -25,6 +28,8 @@ class Ports:
         self.running: list[str] = []
         self.most = 0
         self.refused: set[str] = set()
+        self.destroyed: list[str] = []
+        self.silent: set[str] = set()
         self.submission = self.addresses = self.offers = self.templates = None
 
     async def revoke(self, job: JobRef, reason: str) -> None:
@@ -45,7 +50,10 @@ class Ports:
         await asyncio.sleep(1.0)
         self.running.remove(subject)
 
-    async def destroy(self, ref: object, grace: float) -> None: ...
+    async def destroy(self, ref: VmRef, grace: float) -> None:
+        self.destroyed.append(ref.source)
+        if ref.source in self.silent:
+            raise Unknown(f"{ref.source} does not answer")
 
     async def delete_node(self, node: str) -> None: ...
 
@@ -66,8 +74,9 @@ class Harness:
     def _ended(self, done: Done) -> None:
         self.done.append(done)
         if done.error is None and done.key.kind == "attempt":
-            over = self.state.attempts[done.key.id].reclaiming("cancelled", "its effect succeeded")
-            self.state.move(Change(over, Event.CANCELLED if done.kind is EffectKind.REVOKE else Event.RESTARTED))
+            event = Event.CANCELLED if done.kind is EffectKind.REVOKE else Event.RESTARTED
+            attempt = self.state.attempts[done.key.id]
+            self.state.move(reclaim_attempt(attempt, "cancelled", event, "its effect succeeded"))
         self.ended.set()
 
     async def run(self, seconds: float) -> None:
@@ -170,3 +179,19 @@ def test_a_pause_is_doubled_up_to_its_limit_and_up_to_half_longer_by_chance() ->
     for runs, shortest in ((1, AGAIN), (2, 2 * AGAIN), (3, 4 * AGAIN), (10, AGAIN_LIMIT), (10_000, AGAIN_LIMIT)):
         pauses = [pause(runs, Random(seed)) for seed in range(200)]
         assert shortest <= min(pauses) < 1.1 * shortest and 1.4 * shortest < max(pauses) < 1.5 * shortest
+
+
+@pytest.mark.parametrize(
+    ("silent", "off", "fails"), [("", "", False), ("a1", "", True), ("a2", "", True), ("a1", "h1", False)]
+)
+def test_a_vm_is_destroyed_at_both_of_its_places_though_one_is_out_of_reach(silent: str, off: str, fails: bool) -> None:
+    async def script() -> None:
+        harness = Harness(vm(VmState.ENDING, places=(Place("h1", "a1"), Place("h2", "a2"))))
+        harness.ports.silent = {silent}
+        if off:
+            harness.state.know_host(KnownHost(off, "a1", HostState.FENCED))
+        await harness.run(1.2)
+        assert harness.ports.destroyed == ["a1", "a2"]
+        assert [isinstance(done.error, Unknown) for done in harness.done] == [fails]
+
+    run(script(), 1)

@@ -164,7 +164,7 @@ def test_a_job_is_followed_from_its_beginning_to_its_end() -> None:
     vm = site.begin()
     site.vms[vm.name] = VmUsage(3.0, 150.0, memory=120.0)
     site.look()
-    assert site.kept().baselines == (Baseline(vm.name, vm.source, 3.0, 120.0),) and site.kept().seconds is None
+    assert site.kept().baselines == (Baseline(vm.name, vm.place.source, 3.0, 120.0),) and site.kept().seconds is None
     site.look()
     site.harness.pass_time(100.0)
     site.vms[vm.name] = VmUsage(83.0, 420.0)

@@ -642,10 +642,19 @@ def test_the_journal_says_why_the_offer_of_a_vm_that_serves_nobody_is_withdrawn(
     assert [change.reason for change in hand.changes_of(held.moves)] == ["its VM can serve no job"]
 
 
-def test_an_offer_without_a_vm_and_a_vm_without_an_offer_are_left_alone() -> None:
-    for held in (hand.state(SPARE), hand.state(hand.offer(O.OPEN))):
+def test_an_offer_ends_once_nothing_or_only_the_node_of_its_vm_is_left() -> None:
+    quarantined = replace(hand.offer(O.OPEN), quarantined="a fault")
+    for rows in ([hand.offer(O.TAKEN)], [quarantined], [hand.offer(O.CLOSED), replace(SPARE, state=V.DELETING)]):
+        held = hand.state(*rows)
         step_offer(held, 1, World())
-        assert held.moves == []
+        assert [(change.row.state, change.event) for change in hand.changes_of(held.moves)] == [(O.ENDED, Event.ABSENT)]
+        assert not held.offers
+
+
+def test_a_vm_without_an_offer_is_left_alone() -> None:
+    held = hand.state(SPARE)
+    step_offer(held, 1, World())
+    assert held.moves == []
 
 
 # --- one step of an attempt whose job took a spare ----------------------------------------------------
@@ -670,7 +679,7 @@ def step_on(
     view = HypervisorView(vms={SPARE.name: VmSeen(SPARE.name, "h1", VmCondition.RUNNING, introduced=introduced)})
     world = World(
         scheduler=Seen(SchedulerView({"7": RUNS}), 500.0),
-        sources={SPARE.source: Observation(None if began is None else Seen(view, began), 0.0)},
+        sources={SPARE.place.source: Observation(None if began is None else Seen(view, began), 0.0)},
         effect_ended_at={} if ended is None else {row.key: ended},
         refused={row.key: refused} if refused else {},
     )

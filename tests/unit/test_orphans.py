@@ -305,7 +305,10 @@ def test_a_template_that_no_record_explains_gets_a_row_and_a_claim_unless_it_is_
 
 def memory_of_templates(harness: PlannerHarness) -> int:
     """MiB that templates take on h1, those included whose rows have ended and whose VMs live."""
-    claims = [*harness.rows.claims, *left_behind(harness.rows.vms.values(), harness.rows.templates)]
+    claims = [
+        *harness.rows.claims,
+        *left_behind((vm.place for vm in harness.rows.vms.values()), harness.rows.templates),
+    ]
     return sum(claim.size.memory for claim in claims if claim.owner.kind == "template")
 
 
@@ -324,7 +327,7 @@ def test_the_memory_of_a_template_is_counted_for_its_vms_though_it_was_built_aga
     harness.run()
     assert memory_of_templates(harness) == 2 * once, "both builds are in memory"
     (row,) = harness.rows.templates.values()
-    assert (row.build, row.state) == ("second", TemplateState.READY) and row.id != vm.template_id
+    assert (row.build, row.state) == ("second", TemplateState.READY) and row.id != vm.place.template_id
 
 
 @pytest.mark.parametrize(("builds", "times"), [(("first",), 1), (("second",), 2), (("second", "second"), 2)])

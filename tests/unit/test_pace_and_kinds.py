@@ -173,10 +173,10 @@ def test_a_parked_spare_decides_only_if_this_job_can_take_it() -> None:
     assert chosen(None, spares=[spare(V.PARKED)], policy=POOLED) == Choice(INSTANT, "one is parked")
     others = [
         spare(V.PLANNED),
-        replace(spare(V.PARKED, 2), image="other"),
+        hand.mapping(spare(V.PARKED, 2), image="other"),
         spare(V.PARKED, 3, Depth.JOINED),
-        replace(spare(V.PARKED, 4), template_size=Size(2, 512)),
-        replace(spare(V.PARKED, 5), account="other"),
+        hand.mapping(spare(V.PARKED, 4), size=Size(2, 512)),
+        hand.mapping(spare(V.PARKED, 5), account="other"),
         replace(spare(V.PARKED, 6), since=100.0 - PARKED.max_age - 1),
     ]
     for some in ([], *([one] for one in others), others):

@@ -145,7 +145,7 @@ def test_a_template_is_claimed_as_often_as_its_host_holds_it() -> None:
 def test_a_deleted_template_counts_once_while_vms_map_it() -> None:
     vms = [vm(VmState.SERVING, id=n, template_id=origin) for n, origin in ((1, 1), (2, 7), (3, 7), (4, 8), (5, None))]
     boots = vm(VmState.SERVING, id=6, kind=CloneKind.FULL)
-    held = left_behind([*vms, boots], {1: template(TemplateState.READY)})
+    held = left_behind([one.place for one in (*vms, boots)], {1: template(TemplateState.READY)})
     assert held == [Claim(Key("template", n), "h1", Size(0, 256)) for n in (7, 8)]
 
 

@@ -573,7 +573,7 @@ def test_a_job_that_boots_has_a_template_built_for_later_jobs() -> None:
         s.commit()
     (template,) = s.rows.templates.values()
     assert template.state is T.BUILDING and s.attempt().state is A.CLAIMED
-    assert s.all_vms()[0].kind is CloneKind.LINKED and s.all_vms()[0].template_size is None
+    assert s.all_vms()[0].kind is CloneKind.LINKED and s.all_vms()[0].place.template is None
     (needed,) = [entry for entry in s.store.journal() if entry.event == "needed"]
     assert needed.reason == "others like this job will need it"
 

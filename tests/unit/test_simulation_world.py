@@ -13,13 +13,13 @@ import pytest
 from multiverse.core.errors import Broken, Exhausted, Gone, Refused, Stale, Unknown
 from multiverse.core.model import (
     Attempt,
-    AttemptState,
     CloneKind,
     Host,
     Identity,
     Job,
     JobState,
     NodeState,
+    Place,
     Request,
     Size,
     TemplateKey,
@@ -27,7 +27,6 @@ from multiverse.core.model import (
     VmCondition,
     VmRef,
     VmSpec,
-    VmState,
 )
 from multiverse.core.provisioning.spares import node_spec
 from multiverse.ports import Scheduler
@@ -66,13 +65,11 @@ class Driver:
         name = f"mvsim-{self.serial}"
         mac, address = f"02:00:00:00:00:{self.serial:02x}", f"10.1.0.{self.serial}/16"
         node_size = Size(size.cpus, size.memory - 80)
-        vm = Vm(
-            self.serial, 1, VmState.STARTING, 0.0, name, "h1", "slim", CloneKind.INSTANT, size, node_size, mac, address
-        )
+        vm = Vm(self.serial, 0.0, name, (Place("h1"),), "slim", CloneKind.INSTANT, size, node_size, mac, address)
         request = Request(1, node_size)
         jobs = (await self.scheduler.observe()).jobs
         job = next(iter(jobs.values())).ref
-        attempt = Attempt(number, 1, AttemptState.SPAWNING, 0.0, job, "job", 1000, request)
+        attempt = Attempt(number, 0.0, job, "job", 1000, request)
         template = TemplateKey("h1", "slim", SIZE)
         await self.hypervisor.build_template(template)
         await self.hypervisor.create(VmSpec(name, "h1", "slim", CloneKind.INSTANT, size, mac, template))

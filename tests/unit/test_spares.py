@@ -49,7 +49,20 @@ from multiverse.core.rows import Rows
 from multiverse.core.state import State
 from multiverse.core.transition import Change, Event, Move
 from tests.unit.planner_harness import POLICY
-from tests.unit.rows import IMAGES, SOURCE, as_ready, attempt, changes_of, offer, rows, state, template, vm, world_of
+from tests.unit.rows import (
+    IMAGES,
+    SOURCE,
+    as_ready,
+    attempt,
+    changes_of,
+    offer,
+    on_host,
+    rows,
+    state,
+    template,
+    vm,
+    world_of,
+)
 
 A, V, T = AttemptState, VmState, TemplateState
 NOW = 1000.0
@@ -356,7 +369,7 @@ def test_joined_spares_have_the_memory_that_their_nodes_declare() -> None:
 
 
 def test_a_spare_on_a_host_out_of_reach_is_replaced_on_another_host() -> None:
-    lost = replace(parked(1), host="h2", state=V.LOST)
+    lost = replace(on_host(parked(1), "h2"), state=V.LOST)
     planned = moves_of(rows(READY, lost), world(ready=[READY]), replace(POLICY, pools=(PARKED,)))
     (one,) = made(changes_of(planned))
     assert one.host == "h1"

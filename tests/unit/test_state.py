@@ -43,7 +43,7 @@ from multiverse.core.rows import Rows, VmsMissing
 from multiverse.core.state import State
 from multiverse.core.transition import TERMINAL, Change, Event, Tables, Transition, transitions, unchanged
 from tests.unit.planner_harness import POLICY
-from tests.unit.rows import SOURCE, attempt, offer, state, template, vm, world_of
+from tests.unit.rows import SOURCE, attempt, offer, on_host, state, template, vm, world_of
 
 A, V, T, O = AttemptState, VmState, TemplateState, OfferState  # noqa: E741
 MAKERS: dict[RowKind, Callable[..., Row]] = {"attempt": attempt, "vm": vm, "template": template, "offer": offer}
@@ -96,7 +96,8 @@ def change_row(row: Row, how: int) -> Row:
             return replace(row, job=JobRef(str(how % 4), 500, how % 2))
         case Vm():
             address = f"10.9.1.{how % 6}/16" if how % 4 else ""
-            return replace(row, host=HOSTS[how % 3], attempt=how % 5 or None, address=address)
+            places = [on_host(row, host).place for host in HOSTS[how % 3 :][: 1 + how % 2]]
+            return replace(row, places=tuple(places), attempt=how % 5 or None, address=address)
         case Template():
             return replace(row, host=HOSTS[how % 3], account=("", "physics")[how % 2])
         case Offer():
@@ -115,13 +116,13 @@ def act(held: State, what: str, which: int, how: int, much: int) -> None:
             if fitting:
                 taken = fitting[how % len(fitting)]
                 changed = replace(change_row(row, much), state=taken.target)  # type: ignore[arg-type]
-                free = [row.key] if taken.target in TERMINAL else []
+                free = held.claims_of(row.key) if taken.target in TERMINAL else []
                 held.move(Change(changed, taken.event), free=free)
         case "claim" if existing:
             row = existing[which % len(existing)]
             held.move(make=[Claim(row.key, HOSTS[how % 3], Size(1, much))])
         case "free" if existing:
-            held.move(free=[existing[which % len(existing)].key])
+            held.move(free=held.claims_of(existing[which % len(existing)].key)[: 1 + how % 2])
         case "host":
             name = HOSTS[which % 3]
             held.know_host(KnownHost(name, f"agent {how % 2}", list(HostState)[much % 2]))
@@ -133,7 +134,8 @@ def act(held: State, what: str, which: int, how: int, much: int) -> None:
             row = existing[which % len(existing)]
             good = Change(row, Event.QUARANTINED)
             with pytest.raises(Broken):
-                held.move(good, Change(row, Event.EXISTS), make=[Claim(row.key, "h9", Size(1, 1))], free=[row.key])
+                more = [Claim(row.key, "h9", Size(1, 1))]
+                held.move(good, Change(row, Event.EXISTS), make=more, free=held.claims_of(row.key))
         case _:
             pass
 
@@ -199,7 +201,7 @@ def test_what_is_used_of_a_domain_is_the_sum_of_its_claims() -> None:
     assert held.used["h1"] == Size(1, 356, 5)
     held.move(make=[replace(first, size=Size(3, 300, 9))])
     assert held.used["h1"] == Size(3, 556, 9), "a claim takes the place of the one with its key"
-    held.move(free=[first.owner])
+    held.move(free=[first.key])
     assert (held.used["h1"], held.used["h2"]) == (other.size, away.size)
     held.rollback()
     assert (held.used["h1"], held.used["h2"]) == (first.size, away.size)
@@ -354,8 +356,9 @@ def test_templates_offers_claims_and_hosts_are_found_by_their_keys() -> None:
     assert held.offer_of(vm(V.JOINED)) is O.OPEN and held.offer_of(vm(V.JOINED, id=2)) is None
     assert held.claims_of(Key("vm", 1)) == [ClaimKey(Key("vm", 1), "h1"), ClaimKey(Key("vm", 1), "h2")]
     assert held.claims_of(Key("template", 1)) == []
-    held.move(free=[Key("vm", 1)])
-    assert not held.claims and {key.domain for key in held.moves[0].free} == {"h1", "h2"}
+    held.move(free=[ClaimKey(Key("vm", 1), "h2"), ClaimKey(Key("vm", 1), "h9")])
+    assert list(held.claims) == [ClaimKey(Key("vm", 1), "h1")], "the other one is still held"
+    assert held.moves[0].free == (ClaimKey(Key("vm", 1), "h2"),), "and what is not held is not released"
     assert held.source_of("h1") == "hosts" and held.source_of("h9") == "" and not held.is_fenced("h9")
     held.know_host(KnownHost("h1", "hosts", HostState.FENCED))
     assert held.is_fenced("h1") and set(held.learned) == {"h1"}

@@ -105,5 +105,5 @@ def test_a_vm_is_shown_by_its_own_source_only() -> None:
     harness, vm = planned("one")
     harness.vms[vm.name] = VmSeen(vm.name, "h1", VmCondition.PARKED, token=vm.token)
     harness.observe()
-    assert vm.source == SOURCE and harness.world.vm(vm) is not None
-    assert harness.world.vm(replace(vm, source="another")) is None
+    assert vm.place.source == SOURCE and harness.world.vm(vm) is not None
+    assert harness.world.vm(replace(vm, places=(replace(vm.place, source="another"),))) is None

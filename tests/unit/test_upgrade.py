@@ -95,7 +95,7 @@ def test_a_database_from_before_alembic_is_upgraded_with_all_its_rows(old: Path)
     assert [a.state for a in rows.attempts.values()] == [AttemptState.ALLOCATED, AttemptState.CLAIMED]
     assert [vm.state for vm in rows.vms.values()] == [VmState.SERVING, VmState.PLANNED]
     (template,) = rows.templates.values()
-    assert {vm.template for vm in rows.vms.values()} == {template.which}
+    assert {vm.place.template for vm in rows.vms.values()} == {template.which}
     assert len(rows.claims) == 3 and len(store.journal()) == 15
     store.close()
     assert dump(old.with_name("db.schema-0001")) == before, "the copy is what there was"
@@ -281,9 +281,10 @@ def test_what_a_vm_was_keeps_its_value_under_its_new_name(previous: Path) -> Non
     rows = Store(previous, ManualClock()).rows()
     for id_, vm in rows.vms.items():
         old = before[id_]
-        assert (size(vm.node_size), vm.template_id) == (old["told"], old["origin"])
-        assert (size(vm.template_size) if vm.template_size else None) == old["parent"]
-        assert (vm.source, vm.token) == (vm.host, "")
+        assert (size(vm.node_size), vm.place.template_id) == (old["told"], old["origin"])
+        assert (size(vm.place.template.size) if vm.place.template else None) == old["parent"]
+        assert (len(vm.places), vm.place.source, vm.token) == (1, vm.host, "")
+        assert vm.place.template is None or vm.place.template[:2] == (vm.host, vm.image)
         same = ("id", "version", "since", "name", "host", "mac", "address", "attempt", "quarantined", "account", "pool")
         assert {name: getattr(vm, name) for name in same} == {name: old[name] for name in same}
         if vm.state is not V.RETIRING:

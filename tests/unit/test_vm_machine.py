@@ -517,7 +517,7 @@ def test_a_move_that_no_table_has_names_the_transition_and_changes_nothing() -> 
     with pytest.raises(Broken, match=r"vm 1: .* releasing --runs--> serving"):
         held.move(Change(vm(V.SERVING), Event.RUNS))
     assert not held.moves and held.vms[1].state is V.RELEASING
-    held.move(Change(vm(V.GONE), Event.ABSENT), free=[Key("vm", 1)])  # a row that holds no claim releases none
+    held.move(Change(vm(V.GONE), Event.ABSENT), free=vm(V.GONE).claim_keys)  # a row that holds no claim releases none
     assert not held.vms and held.moves[0].free == ()
 
 

@@ -404,11 +404,16 @@ class Effects:
             await offers.withdraw(vm.name)
 
     async def _destroy(self, vm: Vm, grace: float) -> None:
-        try:
-            await self._hypervisor.destroy(vm.ref, grace)
-        except MultiverseError:
-            if not self._around.state.is_fenced(vm.host):  # then what is left of it goes when the host is back
-                raise
+        """At all its places, of which one may be out of reach."""
+        failed = None
+        for place in vm.places:
+            try:
+                await self._hypervisor.destroy(vm.ref_at(place), grace)
+            except MultiverseError as error:
+                if not self._around.state.is_fenced(place.host):  # then what is left of it goes when the host is back
+                    failed = error
+        if failed is not None:
+            raise failed
 
     async def _add_user(self, attempt: Attempt) -> None:
         """A VM that joined before its job came learns whom it serves, before the job may start there."""
@@ -453,11 +458,11 @@ def _specification(vm: Vm) -> VmSpec:
         kind=vm.kind,
         size=vm.size,
         mac=vm.mac,
-        template=vm.template,
+        template=vm.place.template,
         spare=vm.pool is Depth.PARKED,
         token=vm.token,
         address=vm.address,
-        source=vm.source,
+        source=vm.place.source,
     )
 
 

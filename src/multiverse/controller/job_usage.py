@@ -93,7 +93,7 @@ class JobUsageRecorder:
         self._running.update(known)
         begun = [attempt for attempt in begun if attempt.id not in known]
         begins = {attempt.id: self._clock.now() - attempt.since < FRESH for attempt in begun}
-        sources = {vm.source for attempt in begun for vm in self._state.vms_of(attempt)}
+        sources = {vm.place.source for attempt in begun for vm in self._state.vms_of(attempt)}
         sources |= {one.source for usage in ended for one in usage.baselines}
         used = await self._used(sources)
         changed = [self._begun(attempt, used if begins[attempt.id] else {}) for attempt in begun]
@@ -112,7 +112,7 @@ class JobUsageRecorder:
         request, baselines = attempt.request, []
         for vm in self._state.vms_of(attempt):
             seen = used.get(vm.name)
-            baselines.append(Baseline(vm.name, vm.source, *((seen.cpu_s, seen.memory) if seen else (0.0, 0.0))))
+            baselines.append(Baseline(vm.name, vm.place.source, *((seen.cpu_s, seen.memory) if seen else (0.0, 0.0))))
         began = self._clock.wall() - (self._clock.now() - attempt.since)
         size = request.size
         return JobUsage(attempt.id, attempt.job, request.nodes, size.cpus, size.memory, began, tuple(baselines))

@@ -25,14 +25,12 @@ from multiverse.controller.users import LookupFailure, UserDirectory
 from multiverse.controller.watching import Watcher
 from multiverse.core.commands import may_add
 from multiverse.core.errors import Exhausted, MultiverseError
-from multiverse.core.machines.host import Quorum, fences
+from multiverse.core.machines.host import held_back
 from multiverse.core.machines.lease import unexplained_pilots
-from multiverse.core.machines.tables import TABLES
+from multiverse.core.machines.tables import TABLES, awaited_rows, note_unmade
 from multiverse.core.model import (
     Attempt,
-    AttemptState,
     CloneKind,
-    HostState,
     HypervisorView,
     Job,
     JobLimits,
@@ -40,10 +38,8 @@ from multiverse.core.model import (
     Observation,
     SchedulerView,
     Size,
-    TemplateState,
     Vm,
     VmRef,
-    VmState,
     World,
 )
 from multiverse.core.planner import orphans, plan
@@ -54,7 +50,7 @@ from multiverse.core.provisioning.pools import PoolStatus, pool_status
 from multiverse.core.provisioning.sizes import claimable_cpus
 from multiverse.core.provisioning.submission import job_limits
 from multiverse.core.state import State
-from multiverse.core.transition import Command, Done, EffectKind, Message
+from multiverse.core.transition import Awaiting, Command, Done, Message, ShownBy
 from multiverse.ports import Clock, Fencing, Hypervisor, Scheduler, Source
 from multiverse.store import Store
 
@@ -71,34 +67,6 @@ UNCOMMITTED = 1.0
 
 DESTROYED = 3.0
 """Seconds that the destruction of a VM takes, with what comes before it in its lane."""
-
-_CHANGE_THE_SCHEDULER = (
-    EffectKind.GATE,
-    EffectKind.PIN,
-    EffectKind.REQUEUE,
-    EffectKind.REVOKE,
-    EffectKind.RESTORE,
-    EffectKind.HOLD,
-    EffectKind.START,
-)
-_ON_PILOTS = (EffectKind.REQUEST, EffectKind.GIVE_BACK, EffectKind.CANCEL)
-_SHOWN_BY_THE_SCHEDULER = (
-    EffectKind.WITHDRAW,
-    EffectKind.END,
-    EffectKind.REMOVE,
-    EffectKind.RELEASE,
-    EffectKind.DELETE,
-    EffectKind.SWEEP,
-)
-
-_AWAITED_OF_VMS = (VmState.STARTING, VmState.ENDING, VmState.REMOVING, VmState.RELEASING)
-_AWAITED_OF_ATTEMPTS = (
-    AttemptState.SPAWNED,
-    AttemptState.INTRODUCING,
-    AttemptState.RETURNING,
-    AttemptState.REVOKING,
-    AttemptState.RECLAIMING,
-)
 
 
 def policy_of(settings: Settings) -> Policy:
@@ -187,10 +155,7 @@ class Controller:
         self.policy = policy_of(settings)
         self.state = State(store.rows(), TABLES, clock.now())
         """The live rows as committed, between passes."""
-        # The database may be a copy that is older than the end of these: names of VMs are not given again, and what
-        # has come since may need the room of a template.
-        self.state.unmade.update(vm.key for vm in self.state.vms_in(VmState.PLANNED))
-        self.state.unmade.update(template.key for template in self.state.templates_in(TemplateState.BUILDING))
+        note_unmade(self.state)
         self.observed = World()
         """What the latest pass was planned upon."""
         self._forecast = ForecastRecorder(self.policy)
@@ -247,9 +212,8 @@ class Controller:
         )
         self._around = surroundings
         self._effects = Effects(scheduler, hypervisor, clock, surroundings, self._effect_ended, self._rng)
-        self._comments = CommentWriter(
-            scheduler, clock, CommentPlan(self.policy, self.state.attempts_in(AttemptState.QUEUED)), self._observed_jobs
-        )
+        comments = CommentPlan(self.policy, self.state.attempts.values())
+        self._comments = CommentWriter(scheduler, clock, comments, self._observed_jobs)
 
     # --- from outside --------------------------------------------------------------------------------
 
@@ -332,13 +296,7 @@ class Controller:
 
     def held_back(self) -> Mapping[str, str]:
         """Why silent hosts are not fenced by the site's command though they could be, by host."""
-        quorum = Quorum(self.state, self.world(), self.policy)
-        found = {host.name: quorum.held_back(host) for host in self._silent_hosts()}
-        return {name: why for name, why in found.items() if why}
-
-    def _silent_hosts(self) -> list[KnownHost]:
-        silent = self.state.hosts_in(HostState.SILENT)
-        return [host for host in silent if fences(self.state, host, self.policy)]
+        return held_back(self.state, self.world(), self.policy)
 
     def known_hosts(self) -> dict[str, KnownHost]:
         """The hosts of the site, by name, as they were observed last. One that never was is as the settings declare it,
@@ -346,7 +304,7 @@ class Controller:
         members, found = self._hypervisor.membership, dict[str, KnownHost]()
         for name, host in self.state.hosts.items():
             value = host.value or (members.declared(name) if members else None)
-            if host.state is not HostState.REMOVED and (value or members is None):
+            if host.is_member and (value or members is None):
                 found[name] = replace(host, value=value)
         return found
 
@@ -418,7 +376,7 @@ class Controller:
         if membership is not None:
             # Until a pass is committed, the state lacks hosts that it would have added.
             hosts = {host.name: host for host in self._declared} | self.state.hosts
-            names = [host.name for host in hosts.values() if host.state is not HostState.REMOVED]
+            names = [host.name for host in hosts.values() if host.is_member]
             membership.keep(names, self.state.leased_hosts())
             self._follow_sources()
 
@@ -546,20 +504,18 @@ class Controller:
                 else:
                     committed.set_result(None)
         self._asked = [(command, committed) for command, committed in self._asked if id(command) not in kept]
-        rows: list[Vm | Attempt] = [
-            *self.state.vms_in(*_AWAITED_OF_VMS), *self.state.attempts_in(*_AWAITED_OF_ATTEMPTS)
-        ]  # fmt: skip
-        expecting = max((row.since for row in rows if self._is_awaited(row)), default=None)
+        since = [row.since for row, when in awaited_rows(self.state) if self._is_awaited(row, when)]
+        expecting = max(since, default=None)
         if expecting != self._expecting:
             self._expecting = expecting
             self.scheduler.reconsider()
 
-    def _is_awaited(self, row: Vm | Attempt) -> bool:
+    def _is_awaited(self, row: Vm | Attempt, when: Awaiting) -> bool:
         """Whether the scheduler may show at any moment that the row goes on. It will not before the effect of the row's
         state has ended, and asking it ten times a second costs a VM that starts on the same machine a tenth of its
         pace."""
         ended = self._effects.ended_at().get(row.key, -inf)
-        return row.state is AttemptState.RECLAIMING or row.since <= ended < inf
+        return when is Awaiting.AT_ONCE or (when is Awaiting.AFTER_EFFECT and row.since <= ended < inf)
 
     def _confirmed_orphans(self, world: World) -> list[VmRef]:
         """The orphans that two observations have shown: a single one destroys nothing."""
@@ -591,9 +547,9 @@ class Controller:
 
     def _awaited(self) -> Awaited:
         """The jobs and nodes whose change is awaited."""
-        state = self.state
-        vms = state.vms_in(*_AWAITED_OF_VMS, VmState.RETIRING)
-        attempts = {attempt.id: attempt for attempt in state.attempts_in(*_AWAITED_OF_ATTEMPTS)}
+        state, rows = self.state, [row for row, _ in awaited_rows(self.state)]
+        vms = [row for row in rows if isinstance(row, Vm)]
+        attempts = {row.id: row for row in rows if isinstance(row, Attempt)}
         serving = {vm.attempt for vm in vms if vm.attempt is not None} - attempts.keys()
         attempts |= {id_: state.attempts[id_] for id_ in serving if id_ in state.attempts}
         nodes = {vm.name for vm in vms} | {vm.name for one in attempts.values() for vm in state.vms_of(one)}
@@ -610,12 +566,13 @@ class Controller:
         self.effects_ended[str(done.kind), type(done.error).__name__.lower() if done.error else "done"] += 1
         for watcher in self._watchers:
             watcher.ended(done)
-        if done.kind in _ON_PILOTS:
+        shown_by = done.kind.shown_by
+        if shown_by & ShownBy.WHOLE_SCHEDULER:
             self.scheduler.hint()
-        elif done.key.kind != "attempt" or done.kind is EffectKind.PIN:
+        if shown_by & ShownBy.SOURCE:
             self._observe_source_of(done)
-        if done.kind in _CHANGE_THE_SCHEDULER or done.kind in _SHOWN_BY_THE_SCHEDULER:
-            self.scheduler.poke(burst=done.kind in _CHANGE_THE_SCHEDULER)
+        if shown_by & (ShownBy.SCHEDULER | ShownBy.SCHEDULER_SOON):
+            self.scheduler.poke(burst=ShownBy.SCHEDULER_SOON in shown_by)
             attempt = self.state.attempts.get(done.key.id) if done.key.kind == "attempt" else None
             if attempt is not None:
                 self.scheduler.hint(job_id=attempt.job.job_id)
@@ -624,6 +581,6 @@ class Controller:
     def _observe_source_of(self, done: Done) -> None:
         """Observe sooner what the effect may have changed: the source of its row, or all if that is not known."""
         row = self.state.get(done.key)
-        observer = self.sources.get(getattr(row, "source", ""))
-        for one in [observer] if observer else self.sources.values():
+        names = [place.source for place in row.places] if isinstance(row, Vm) else [getattr(row, "source", "")]
+        for one in [self.sources[name] for name in names if name in self.sources] or self.sources.values():
             one.poke()

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from multiverse.core.model import Attempt, AttemptState, HostFault, KnownHost, Vm, VmState, World
+from multiverse.core.model import Attempt, AttemptState, Fault, HostFault, KnownHost, Vm, VmState, World
 from multiverse.core.policy import Policy
 from multiverse.core.state import State
 from multiverse.core.transition import Change, Event
@@ -21,15 +21,16 @@ from multiverse.core.transition import Change, Event
 _MAKING = (AttemptState.CLAIMED, AttemptState.SPAWNING)
 
 
-def failing(state: State, vm: Vm, event: Event, why: str, world: World, policy: Policy) -> list[Change]:
-    """What follows from a VM that did not come up: it is ended, and its host is avoided or its job is at fault."""
+def blame(state: State, vm: Vm, why: str, world: World, policy: Policy) -> tuple[Fault, list[Change]]:
+    """Who is at fault that a VM did not come up, and what follows: its host is avoided, unless it is its job."""
     host, attempt = state.hosts.get(vm.host), state.attempt_of(vm)
     known = host.fault_of(vm.image) if host is not None else None
     at_fault = attempt is not None and known is None and vm.host in attempt.failed_on
-    ended = replace(vm, state=VmState.ENDING, reason=why, fault="job" if at_fault else "host")
-    changes = [Change(ended, event, why)]
-    if at_fault or host is None or not host.is_member:
-        return changes
+    changes: list[Change] = []
+    if at_fault:
+        return "job", changes
+    if host is None or not host.is_member:
+        return "host", changes
     now = state.now + world.epoch
     if known is None or known.until <= now:  # others that were being made there when it failed are the same failure
         failures = known.failures + 1 if known is not None else 1
@@ -37,7 +38,7 @@ def failing(state: State, vm: Vm, event: Event, why: str, world: World, policy: 
         changes.append(Change(host.with_fault(HostFault(vm.image, failures, until, why)), Event.AVOIDED, why))
     if attempt is not None and attempt.state in _MAKING and vm.host not in attempt.failed_on:
         changes.append(Change(replace(attempt, failed_on=(*attempt.failed_on, vm.host)), Event.NOTED, why))
-    return changes
+    return "host", changes
 
 
 def joined(state: State, vm: Vm) -> list[Change]:

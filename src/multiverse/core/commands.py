@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from multiverse.core.avoidance import failing, tried_at_once
+from multiverse.core.avoidance import tried_at_once
 from multiverse.core.errors import Broken, Exhausted, Gone, Refused
-from multiverse.core.machines.host import fence
+from multiverse.core.machines.attempt import return_attempt
+from multiverse.core.machines.host import add_host, drain_host, fence, remove_host, resume_host
+from multiverse.core.machines.lease import release_lease
+from multiverse.core.machines.template import break_template, drop_template, is_present, remove_templates
+from multiverse.core.machines.vm import end_vm, fail_vm
 from multiverse.core.model import (
     Attempt,
     AttemptState,
@@ -24,9 +28,10 @@ from multiverse.core.model import (
 )
 from multiverse.core.policy import Policy
 from multiverse.core.provisioning.context import Context
-from multiverse.core.provisioning.templates import need_template
+from multiverse.core.provisioning.templates import build_template
+from multiverse.core.quarantine import retry
 from multiverse.core.state import State
-from multiverse.core.transition import Change, Command, Done, EffectKind, Event, Message
+from multiverse.core.transition import Command, Done, EffectKind, Event, Message
 
 _ADDING = ("build", "retry", "add", "resume")
 """Commands after which something may be made."""
@@ -53,17 +58,16 @@ def apply_result(state: State, done: Done, world: World, policy: Policy) -> None
     match row:
         case Vm(state=VmState.PLANNED | VmState.STARTING) if done.kind in (EffectKind.CREATE, EffectKind.START):
             if isinstance(done.error, Gone):  # its template or its user, which is no fault of its host
-                state.move(Change(replace(row, state=VmState.ENDING, reason=why), Event.FAILED, why))
+                state.move(end_vm(row, Event.FAILED, why))
             else:
-                state.move(*failing(state, row, Event.FAILED, why, world, policy))
+                state.move(*fail_vm(state, row, Event.FAILED, why, world, policy))
         case Template(state=TemplateState.BUILDING) if done.kind is EffectKind.BUILD:
-            broken = replace(row, state=TemplateState.BROKEN, reason=why, tries=row.tries + 1)
-            state.move(Change(broken, Event.BROKE, why))
+            state.move(break_template(row, why))
         case Lease(state=LeaseState.PLANNED) if done.kind is EffectKind.REQUEST:
-            state.move(Change(row.releasing(why), Event.FAILED, why))
+            state.move(release_lease(row, Event.FAILED, why))
         case Attempt(state=AttemptState.SPAWNED) if isinstance(done.error, Refused):
             # A job that took its spare by itself may run already: its attempt is introducing, and its step decides.
-            state.move(Change(row.returning(why, failed=True), Event.GAVE_UP, why))
+            state.move(return_attempt(row, Event.GAVE_UP, why, failed=True))
 
 
 def apply_command(state: State, command: Command, world: World, policy: Policy) -> None:
@@ -74,18 +78,16 @@ def apply_command(state: State, command: Command, world: World, policy: Policy) 
             which = TemplateKey(command.host, command.image, command.size or policy.base, command.account or "")
             row = state.template_for(which)
             if row is None or row.state is TemplateState.BROKEN:
-                need_template(Context(state, world, policy), which, why)
+                build_template(Context(state, world, policy), which, why)
         case "drop":
-            present = (TemplateState.READY, TemplateState.BROKEN, TemplateState.BUILDING)
             for _, row in sorted(state.templates.items()):
-                if _describes(command, row) and row.state in present:
-                    state.move(Change(replace(row, state=TemplateState.RETIRING), Event.DROPPED, why))
+                if _describes(command, row) and is_present(row):
+                    state.move(drop_template(row, why))
         case "retry" if command.key is not None and (record := state.get(command.key)) is not None:
             _retry(Context(state, world, policy), record, why)
         case "end" if command.key is not None and (record := state.get(command.key)) is not None:
             if isinstance(record, Vm) and record.state is VmState.ORPHAN:
-                ending = replace(record, state=VmState.ENDING, quarantined="", reason=why)
-                state.move(Change(ending, Event.RELEASED, why))
+                state.move(end_vm(record, Event.RELEASED, why))
         case "fence":
             _fence(state, command.host, world)
         case _:
@@ -103,13 +105,13 @@ def _describes(command: Command, row: Template) -> bool:
 def _retry(context: Context, row: Row, why: str) -> None:
     state = context.state
     if isinstance(row, Attempt) and (row.quarantined or row.not_before > state.now):
-        state.move(Change(replace(row, quarantined="", not_before=0.0), Event.RETRIED, why))
+        state.move(retry(replace(row, not_before=0.0), why))
     elif not isinstance(row, Attempt) and row.quarantined:
-        state.move(Change(replace(row, quarantined=""), Event.RETRIED, why))
+        state.move(retry(row, why))
     elif isinstance(row, KnownHost) and row != tried_at_once(row):
-        state.move(Change(tried_at_once(row), Event.RETRIED, why))
+        state.move(retry(tried_at_once(row), why))
     elif isinstance(row, Template) and row.state is TemplateState.BROKEN:
-        need_template(context, row.which, why)
+        build_template(context, row.which, why)
 
 
 def _fence(state: State, host: str, world: World) -> None:
@@ -137,8 +139,7 @@ def _add(state: State, name: str) -> None:
     if known is None:
         state.know_host(KnownHost(name, name))
     elif known.state is HostState.REMOVED:
-        again = replace(known, state=HostState.KNOWN, source=name, reason="", drain=None, faults=())
-        state.move(Change(again, Event.ADDED, "an operator added it"))
+        state.move(add_host(known, "an operator added it"))
 
 
 def _change_host(state: State, command: Command) -> None:
@@ -147,17 +148,12 @@ def _change_host(state: State, command: Command) -> None:
     if host is None or host.state is HostState.REMOVED:
         raise Refused(f"there is no host {command.host}", hint="multiverse hosts lists the hosts")
     why = "an operator asked for it"
-    match command.verb:
-        case "drain" if command.drain is not None:
-            drained = replace(host, drain=command.drain)
-            if drained != host:
-                state.move(Change(drained, Event.DRAINED, command.drain.reason or why))
-        case "resume":
-            resumed = tried_at_once(replace(host, state=HostState.KNOWN, reason="", drain=None))
-            if resumed != host:
-                state.move(Change(resumed, Event.RESUMED, why))
-        case "remove":
-            _remove(state, host, why)
+    if command.verb == "remove":
+        _remove(state, host, why)
+    elif command.verb == "resume" or command.drain is not None:
+        change = drain_host(host, command.drain, why) if command.drain is not None else resume_host(host, why)
+        if change.row != host:
+            state.move(change)
 
 
 def _remove(state: State, host: KnownHost, why: str) -> None:
@@ -177,6 +173,5 @@ def _remove(state: State, host: KnownHost, why: str) -> None:
             hint=f"multiverse hosts drain {host.name}, and remove it once it is drained; if it is off for good, first "
             f"confirm that: multiverse repair {host.name} --fenced",
         )
-    gone = [Change(replace(row, state=TemplateState.ABSENT), Event.REMOVED, why) for row in templates]
-    removed = replace(host, state=HostState.REMOVED, reason="", drain=None)
-    state.move(Change(removed, Event.REMOVED, why), *gone, free=[row.key for row in templates])
+    gone = remove_templates(templates, why)
+    state.move(remove_host(host, why), *gone, free=[row.claim_key for row in templates])

@@ -1,4 +1,4 @@
-"""Keeps a fault of ours to the record in whose decision it happened."""
+"""Keeps a fault of ours, or a state and an observation that cannot be, to the record that it concerns."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from multiverse.core.model import Key
+from multiverse.core.model import Key, Row
 from multiverse.core.state import State
 from multiverse.core.transition import Change, Event
 
@@ -23,4 +23,14 @@ def quarantine_on_error(state: State, key: Key) -> Iterator[None]:
         if row.quarantined:
             return
         why = f"a fault of Multiverse, please report it: {error!r}"
-        state.move(Change(replace(row, quarantined=why), Event.QUARANTINED, why))
+        state.move(quarantine(row, why))
+
+
+def quarantine(row: Row, why: str) -> Change:
+    """Nothing moves the row, and it permits nothing, until an operator retries it."""
+    return Change(replace(row, quarantined=why), Event.QUARANTINED, why)
+
+
+def retry(row: Row, why: str) -> Change:
+    """The row goes on, by an operator's word."""
+    return Change(replace(row, quarantined=""), Event.RETRIED, why)

@@ -151,8 +151,8 @@ class State(LiveRows, Numbers, HeldClaims):
 
     # --- changes -----------------------------------------------------------------------------------
 
-    def move(self, *changes: Change, make: Iterable[Claim] = (), free: Iterable[Key] = ()) -> None:
-        """Make one move. Rows that enter a new state get `since` = now; the rows in `free` lose all their claims.
+    def move(self, *changes: Change, make: Iterable[Claim] = (), free: Iterable[ClaimKey] = ()) -> None:
+        """Make one move. Rows that enter a new state get `since` = now; `free` are claims that are released, if held.
         Raises `Broken`, with nothing changed, if the tables lack a transition that the move needs."""
         stamped = []
         for change in changes:
@@ -166,10 +166,9 @@ class State(LiveRows, Numbers, HeldClaims):
             stamped.append(replace(change, row=row))
         for change in stamped:
             self._change(replace(change.row, version=change.row.version + 1))
-        freed = tuple(key for owner in free for key in self.claims_of(owner))
+        made, freed = tuple(make), tuple(key for key in free if key in self.claims)
         for key in freed:
             self._set_claim(key, None)
-        made = tuple(make)
         for claim in made:
             self._set_claim(claim.key, claim)
         self.moves.append(Move(tuple(stamped), made, freed))
@@ -203,9 +202,10 @@ class State(LiveRows, Numbers, HeldClaims):
         self._undo.append(lambda: self._put(old) if old is not None else self._drop(row.key))
         if row.state in TERMINAL:
             self._drop(row.key)
-            self.compared.unadopted.add(getattr(row, "source", ""))
+            sources = [place.source for place in row.places] if isinstance(row, Vm) else [getattr(row, "source", "")]
+            self.compared.unadopted.update(sources)
             if isinstance(row, Vm):
-                self.compared.unexplained.update(((row.name, ""), (row.name, row.source)))
+                self.compared.unexplained.update((row.name, source) for source in ("", *sources))
         else:
             self._put(row)
 
@@ -284,14 +284,15 @@ class State(LiveRows, Numbers, HeldClaims):
                 yield self._by_job, row.job
                 yield self._by_job, row.job.job_id
             case Vm() if row.state is not VmState.DELETING:  # of which nothing is left but a node
-                yield self._vms_by_host, row.host
-                yield self._vms_by_source, row.source
                 if row.attempt is not None:
                     yield self._vms_by_attempt, row.attempt
-                if row.template_id is not None:
-                    yield self._vms_by_template, row.template_id
-                if row.template is not None:
-                    yield self._vms_by_template, row.template
+                for place in row.places:
+                    yield self._vms_by_host, place.host
+                    yield self._vms_by_source, place.source
+                    if place.template_id is not None:
+                        yield self._vms_by_template, place.template_id
+                    if place.template is not None:
+                        yield self._vms_by_template, place.template
             case Template():
                 yield self._templates_by_key, row.which
                 yield self._templates_by_key, row.host
@@ -312,12 +313,12 @@ class State(LiveRows, Numbers, HeldClaims):
                 self.dirty_attempts.add(row.id)
                 self.touched.note()
                 for id_ in self._vms_by_attempt[row.id]:
-                    self.dirty_vms.add(id_)
-                    self.touched.note(self.vms[id_].host)
+                    self._mark_vm(self.vms[id_])
             case Vm():
-                self.free.stale.add(row.host)
-                if row.template is not None:
-                    self._perhaps_idle.add(row.template)
+                for place in row.places:
+                    self.free.stale.add(place.host)
+                    if place.template is not None:
+                        self._perhaps_idle.add(place.template)
                 self._mark_vm(row)
             case Offer(id=id_) if id_ in self.vms:
                 self._mark_vm(self.vms[id_])
@@ -331,7 +332,8 @@ class State(LiveRows, Numbers, HeldClaims):
 
     def _mark_vm(self, vm: Vm) -> None:
         self.dirty_vms.add(vm.id)
-        self.touched.note(vm.host)
+        for place in vm.places:
+            self.touched.note(place.host)
         if vm.attempt is not None:
             self.dirty_attempts.add(vm.attempt)
 
@@ -388,7 +390,7 @@ class State(LiveRows, Numbers, HeldClaims):
         return [self.vms[id_] for id_ in self._vms_by_attempt[attempt.id]]
 
     def vms_on(self, host: str) -> list[Vm]:
-        """The VMs whose capacity is claimed on a host, by serial."""
+        """The VMs that have a place on a host, by serial."""
         return [self.vms[id_] for id_ in self._vms_by_host[host]]
 
     def vms_of_template(self, template: int) -> list[Vm]:

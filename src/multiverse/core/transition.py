@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum, Flag, StrEnum, auto
 
 from multiverse.core.errors import MultiverseError
 from multiverse.core.model import (
@@ -91,6 +91,7 @@ class Event(StrEnum):
     NODE_FREE = "node free"  # no job is on its node any more
     ABSENT = "absent"
     NODE_LEFT = "node left"  # the VM is absent, and its node is not
+    PLACE_LEFT = "place left"  # it surely is at one of its places no more
     # offer
     OFFERED = "offered"
     WITHDRAWN = "withdrawn"
@@ -171,28 +172,59 @@ class Move:
     free: tuple[ClaimKey, ...] = ()
 
 
+class Awaiting(Enum):
+    """When a row in a state may go on at any moment, by what the scheduler shows: it is read often from then on. Each
+    machine says so of its states."""
+
+    AT_ONCE = auto()
+    AFTER_EFFECT = auto()  # not before the effect of the state has ended
+    UNHURRIED = auto()  # it is read whenever another one is, and never for its own sake
+
+
+class ShownBy(Flag):
+    """Who is observed as soon as an effect has ended, because its result shows there."""
+
+    SOURCE = auto()  # that of its row; all sources if its row has none
+    SCHEDULER = auto()
+    SCHEDULER_SOON = auto()  # several times: it may take a moment
+    WHOLE_SCHEDULER = auto()  # the same, and all of it, because no part of it shows that
+
+
+_SOURCE, _SOON, _WHOLE = ShownBy.SOURCE, ShownBy.SCHEDULER_SOON, ShownBy.WHOLE_SCHEDULER
+_BOTH = ShownBy.SOURCE | ShownBy.SCHEDULER
+
+
 class EffectKind(StrEnum):
-    GATE = "gate"  # put the job back at the gate
-    PIN = "pin"
-    REQUEUE = "requeue"
-    REVOKE = "revoke"
-    HOLD = "hold"  # hold the job, which its user may release
-    RESTORE = "restore"  # put the job back into the partition that it was moved from
-    CREATE = "create"
-    START = "start"
-    OFFER = "offer"
-    WITHDRAW = "withdraw"
-    END = "end"  # set the node DOWN and destroy the VM
-    REMOVE = "remove"  # set the node DOWN, destroy the VM, and delete the node
-    RELEASE = "release"  # let the guest write back, destroy the VM, and delete the node
-    DELETE = "delete"  # delete the node
-    SWEEP = "sweep"  # set the node DOWN, destroy the VM, and delete the node, of a name that no row explains
-    BUILD = "build"
-    DROP = "drop"
-    FENCE = "fence"  # make sure that the host is off
-    REQUEST = "request"  # submit the lease's pilot
-    GIVE_BACK = "give back"  # cancel the lease's pilot
-    CANCEL = "cancel"  # cancel a pilot that no lease explains
+    """The effects, each with who shows its result."""
+
+    shown_by: ShownBy
+
+    def __new__(cls, value: str, shown_by: ShownBy) -> EffectKind:
+        kind = str.__new__(cls, value)
+        kind._value_, kind.shown_by = value, shown_by
+        return kind
+
+    GATE = "gate", _SOON  # put the job back at the gate
+    PIN = "pin", _SOON | _SOURCE
+    REQUEUE = "requeue", _SOON
+    REVOKE = "revoke", _SOON
+    HOLD = "hold", _SOON  # hold the job, which its user may release
+    RESTORE = "restore", _SOON  # put the job back into the partition that it was moved from
+    CREATE = "create", _SOURCE
+    START = "start", _SOON | _SOURCE
+    OFFER = "offer", _SOURCE
+    WITHDRAW = "withdraw", _BOTH
+    END = "end", _BOTH  # set the node DOWN and destroy the VM
+    REMOVE = "remove", _BOTH  # set the node DOWN, destroy the VM, and delete the node
+    RELEASE = "release", _BOTH  # let the guest write back, destroy the VM, and delete the node
+    DELETE = "delete", _BOTH  # delete the node
+    SWEEP = "sweep", _BOTH  # set the node DOWN, destroy the VM, and delete the node, of a name that no row explains
+    BUILD = "build", _SOURCE
+    DROP = "drop", _SOURCE
+    FENCE = "fence", _SOURCE  # make sure that the host is off
+    REQUEST = "request", _WHOLE  # submit the lease's pilot
+    GIVE_BACK = "give back", _WHOLE  # cancel the lease's pilot
+    CANCEL = "cancel", _WHOLE  # cancel a pilot that no lease explains
 
 
 RELEASING_EFFECTS = frozenset(set(EffectKind) - {EffectKind.CREATE, EffectKind.START, EffectKind.BUILD,

@@ -269,7 +269,7 @@ def vm_views(rows: Rows, world: World, exact: Mapping[str, tuple[float, float, f
 
 
 def template_views(rows: Rows, now: float) -> list[TemplateView]:
-    forked = Counter(vm.template for vm in rows.vms.values())
+    forked = Counter(place.template for vm in rows.vms.values() for place in vm.places)
     return [
         TemplateView(
             host=row.host,

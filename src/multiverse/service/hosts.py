@@ -64,7 +64,8 @@ class _OnHost:
 
 def _by_host(rows: Rows) -> Mapping[str, _OnHost]:
     found: defaultdict[str, _OnHost] = defaultdict(_OnHost)
-    for claim in (*rows.claims, *left_behind(rows.vms.values(), rows.templates)):
+    places = [place for vm in rows.vms.values() for place in vm.places]
+    for claim in (*rows.claims, *left_behind(places, rows.templates)):
         found[claim.domain].held.append(claim.size)
     for _, vm in sorted(rows.vms.items()):
         found[vm.host].vms.append(vm)

@@ -29,10 +29,10 @@ from typing import Any
 from multiverse.controller.groups import GroupBook
 from multiverse.core.model import (
     Attempt,
-    AttemptState,
     CloneKind,
     JobRef,
     Member,
+    Place,
     Reach,
     Request,
     Size,
@@ -209,7 +209,7 @@ class _Clock:
 
 async def told(count: int, hosts: int) -> dict[str, object]:
     """What the controller tells while so many VMs of one user come, one after the other, and go."""
-    attempt = Attempt(1, 1, AttemptState.ALLOCATED, 0.0, JobRef("1", 0), "", _USER, Request(1, Size(1, 256)))
+    attempt = Attempt(1, 0.0, JobRef("1", 0), "", _USER, Request(1, Size(1, 256)))
     state: Any = SimpleNamespace(vms={}, attempt_of=lambda vm: attempt)
     book, groups = GroupBook(state, Reach.USER, _Clock(), Random(1)), _Hosts(hosts)
     began = time.process_time()
@@ -235,11 +235,9 @@ def _row(n: int, hosts: int, *, there: bool) -> Vm:
     size = Size(1, 256)
     return Vm(
         n,
-        1,
-        VmState.SERVING if there else VmState.RELEASING,
         0.0,
         name(n),
-        f"h{n % hosts}",
+        (Place(f"h{n % hosts}"),),
         "slim",
         CloneKind.INSTANT,
         size,
@@ -247,6 +245,7 @@ def _row(n: int, hosts: int, *, there: bool) -> Vm:
         mac_of(_SITE, n),
         f"{address(n)}/16",
         attempt=1,
+        state=VmState.SERVING if there else VmState.RELEASING,
     )
 
 

@@ -83,7 +83,7 @@ class Fact:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Surrounding:
     """Where the measurements run: a temporary directory, and a QEMU whose VM is stopped."""
 
     directory: Path
@@ -122,7 +122,7 @@ def optional(name: str) -> Any:
 # ------------------------------------------------------------------------------------------ psutil
 
 
-def psutil_pairs(psutil: Any, place: Place) -> Iterator[Case]:
+def psutil_pairs(psutil: Any, place: Surrounding) -> Iterator[Case]:
     pid, identity = place.pid, ProcessIdentity.of(place.pid)
     handle = psutil.Process(pid)
     created = handle.create_time()
@@ -150,7 +150,7 @@ def psutil_pairs(psutil: Any, place: Place) -> Iterator[Case]:
     )
 
 
-def psutil_facts(psutil: Any, place: Place) -> Iterator[Fact]:
+def psutil_facts(psutil: Any, place: Surrounding) -> Iterator[Fact]:
     """The clock is "set" by a copy of /proc whose boot time is a second later, as the kernel shows after a step."""
     pid = place.pid
     before = psutil.Process(pid).create_time()
@@ -189,7 +189,7 @@ def open_tap(ip: Any, name: str) -> int:
     return fd
 
 
-def pyroute2_pairs(pyroute2: Any, place: Place) -> Iterator[Case]:
+def pyroute2_pairs(pyroute2: Any, place: Surrounding) -> Iterator[Case]:
     kept = pyroute2.IPRoute()
     opened: list[int] = []
 
@@ -234,7 +234,7 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))  # noqa: PTH208  (numbers, not paths)
 
 
-def pyroute2_facts(pyroute2: Any, place: Place) -> Iterator[Fact]:
+def pyroute2_facts(pyroute2: Any, place: Surrounding) -> Iterator[Fact]:
     fd = tap.open_tap("mvb-fact", BRIDGE, MAC)
     ours = port("mvb-fact")
     os.close(fd)
@@ -298,7 +298,7 @@ def json_elements(verb: str) -> dict[str, Any]:
     }
 
 
-def nftables_pairs(nftables: Any, place: Place) -> Iterator[Case]:
+def nftables_pairs(nftables: Any, place: Surrounding) -> Iterator[Case]:
     own, theirs = Nft(), nftables.Nftables()
     table = firewall._TABLE.format(table="mvb", prefix="mvb-", guests="10.9.0.1-10.9.0.254")
     assert own.run(table) == ""
@@ -331,7 +331,7 @@ def inheritable() -> set[int]:
     return found
 
 
-def nftables_facts(nftables: Any, place: Place) -> Iterator[Fact]:
+def nftables_facts(nftables: Any, place: Surrounding) -> Iterator[Fact]:
     counts = []
     for make in (Nft, nftables.Nftables):
         before = inheritable()
@@ -346,7 +346,7 @@ def nftables_facts(nftables: Any, place: Place) -> Iterator[Fact]:
 # ------------------------------------------------------------------------------------------ filelock
 
 
-def filelock_pairs(filelock: Any, place: Place) -> Iterator[Case]:
+def filelock_pairs(filelock: Any, place: Surrounding) -> Iterator[Case]:
     directory = place.directory / "locked"
     directory.mkdir()
     path = directory / "lock"
@@ -390,7 +390,7 @@ def handover(lock: Callable[[], Any]) -> float:
     return taken[0] - released
 
 
-def filelock_facts(filelock: Any, place: Place) -> Iterator[Fact]:
+def filelock_facts(filelock: Any, place: Surrounding) -> Iterator[Fact]:
     directory = place.directory / "removed"
     directory.mkdir()
     try:
@@ -404,7 +404,7 @@ def filelock_facts(filelock: Any, place: Place) -> Iterator[Fact]:
 # ------------------------------------------------------------------------------------------ qemu.qmp
 
 
-def qmp_pairs(qmp: Any, place: Place) -> Iterator[Case]:
+def qmp_pairs(qmp: Any, place: Surrounding) -> Iterator[Case]:
     legacy = importlib.import_module("qemu.qmp.legacy")
     path = str(place.qmp)
     four: list[Command] = [("query-status", {}), ("query-name", {}), ("query-kvm", {}), ("query-uuid", {})]
@@ -447,7 +447,7 @@ def qmp_pairs(qmp: Any, place: Place) -> Iterator[Case]:
     asyncio.set_event_loop(None)
 
 
-def qmp_facts(qmp: Any, place: Place) -> Iterator[Fact]:
+def qmp_facts(qmp: Any, place: Surrounding) -> Iterator[Fact]:
     legacy = importlib.import_module("qemu.qmp.legacy")
 
     def theirs() -> None:
@@ -496,8 +496,8 @@ class Candidate:
     name: str
     module: str
     ours: str
-    pairs: Callable[[Any, Place], Iterator[Case]]
-    facts: Callable[[Any, Place], Iterator[Fact]]
+    pairs: Callable[[Any, Surrounding], Iterator[Case]]
+    facts: Callable[[Any, Surrounding], Iterator[Fact]]
     install: str = "pip install --target DIR, and DIR in PYTHONPATH"
 
 
@@ -512,7 +512,7 @@ CANDIDATES = (
 
 
 @contextmanager
-def prepared() -> Iterator[Place]:
+def prepared() -> Iterator[Surrounding]:
     """A bridge, a temporary directory and a QEMU with two monitors; nothing of them remains."""
     for argv in (["link", "add", BRIDGE, "type", "bridge"], ["link", "set", BRIDGE, "up"]):
         subprocess.run(["ip", *argv], check=True)
@@ -528,12 +528,12 @@ def prepared() -> Iterator[Place]:
                 while not all(path.exists() for path in sockets) and time.monotonic() < deadline:
                     time.sleep(0.05)
                 Monitor.connect(sockets[0]).close()
-                yield Place(directory, sockets[0], qemu.pid)
+                yield Surrounding(directory, sockets[0], qemu.pid)
             finally:
                 qemu.kill()
 
 
-def measure(candidate: Candidate, module: Any, place: Place, scale: float) -> None:
+def measure(candidate: Candidate, module: Any, place: Surrounding, scale: float) -> None:
     print(f"\n{candidate.name} {getattr(module, '__version__', '')}\n")
     print(f"  {'microseconds, medians':38}{'ours':>10}{'theirs':>10}{'ratio':>8}   95 % interval   rounds")
     for pair in candidate.pairs(module, place):

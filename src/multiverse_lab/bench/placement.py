@@ -39,6 +39,7 @@ from multiverse.core.model import (
     Node,
     NodeState,
     Observation,
+    Place,
     Placement,
     Request,
     SchedulerView,
@@ -46,6 +47,7 @@ from multiverse.core.model import (
     Size,
     Template,
     TemplateCondition,
+    TemplateKey,
     TemplateSeen,
     TemplateState,
     Vm,
@@ -143,10 +145,11 @@ class FullSite:
     def _running(self, number: int, place: int) -> tuple[Attempt, Vm, Job]:
         name, host, ref = f"mvbench-{number}", self.names[place], JobRef(str(number), 500)
         request = Request(1, Size(1, 900))
-        attempt = Attempt(number, 0, AttemptState.ALLOCATED, 0.0, ref, "job", 1000, request)
+        attempt = Attempt(number, 0.0, ref, "job", 1000, request, state=AttemptState.ALLOCATED)
         address = f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}/8"
-        vm = Vm(number, 0, VmState.SERVING, 0.0, name, host, "slim", CloneKind.INSTANT, VM, request.size, "", address,
-                attempt=number, template_size=BASE, template_id=place + 1, source=host, token=str(number))  # fmt: skip
+        places = (Place(host, host, TemplateKey(host, "slim", BASE), place + 1),)
+        vm = Vm(number, 0.0, name, places, "slim", CloneKind.INSTANT, VM, request.size, "", address,
+                attempt=number, token=str(number), state=VmState.SERVING)  # fmt: skip
         job = Job(ref, "job", 1000, JobState.RUNNING, request, gated=False, pinned=attempt.feature, nodes=(name,))
         return attempt, vm, job
 
@@ -163,7 +166,7 @@ class FullSite:
 
     @staticmethod
     def _template(number: int, host: str) -> Template:
-        return Template(number, 0, TemplateState.READY, 0.0, host, "slim", BASE, source=host)
+        return Template(number, 0.0, host, "slim", BASE, source=host, state=TemplateState.READY)
 
 
 class Planning:

@@ -39,12 +39,14 @@ from multiverse.core.model import (
     JobState,
     Node,
     NodeState,
+    Place,
     Request,
     SchedulerView,
     Seen,
     Size,
     Template,
     TemplateCondition,
+    TemplateKey,
     TemplateSeen,
     TemplateState,
     User,
@@ -135,11 +137,12 @@ class BlockedCluster:
     def _running(self, number: int) -> tuple[Attempt, Vm, Job]:
         place = (number - 1) // self.per_host
         name, host = f"mvbench-{number}", f"h{place}"
+        places = (Place(host, host, TemplateKey(host, "slim", BASE), 1 + place),)
         ref, request = JobRef(str(number), 500), Request(1, Size(1, 200))
-        attempt = Attempt(number, 0, AttemptState.ALLOCATED, 0.0, ref, "job", 1000, request)
-        vm = Vm(number, 0, VmState.SERVING, 0.0, name, host, "slim", CloneKind.INSTANT, Size(1, 300), Size(1, 200), "",
-                f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}/8", attempt=number, template_size=BASE,
-                template_id=1 + place, source=host, token=str(number))  # fmt: skip
+        attempt = Attempt(number, 0.0, ref, "job", 1000, request, state=AttemptState.ALLOCATED)
+        vm = Vm(number, 0.0, name, places, "slim", CloneKind.INSTANT, Size(1, 300), Size(1, 200), "",
+                f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}/8", attempt=number,
+                token=str(number), state=VmState.SERVING)  # fmt: skip
         job = Job(ref, "job", 1000, JobState.RUNNING, request, gated=False, pinned=attempt.feature, nodes=(name,),
                   limit=DAY, ends=self.began + 3600 + number * 7919 % DAY)  # fmt: skip
         return attempt, vm, job
@@ -147,7 +150,7 @@ class BlockedCluster:
     def moves(self) -> Iterator[Move]:
         """The moves that make the rows, however they came about."""
         for number, host in enumerate(self.hosts, 1):
-            row = Template(number, 0, TemplateState.READY, 0.0, host, "slim", BASE, source=host)
+            row = Template(number, 0.0, host, "slim", BASE, source=host, state=TemplateState.READY)
             yield Move((Change(row, Event.NEEDED),), (Claim(row.key, host, Size(0, BASE.memory)),))
         for attempt, vm, _ in self.running:
             changes = (Change(attempt, Event.SUBMITTED), Change(vm, Event.PLANNED))

@@ -27,7 +27,6 @@ from multiverse.config import PacingSettings, Settings
 from multiverse.controller.loop import Controller
 from multiverse.core.model import (
     Attempt,
-    AttemptState,
     Host,
     HypervisorView,
     Identity,
@@ -294,7 +293,7 @@ def commits_alone(jobs: int, commits: int) -> float:
             with store.transaction() as tx:
                 for number in range(part * jobs // commits + 1, (part + 1) * jobs // commits + 1):
                     ref = JobRef(str(number), 500)
-                    attempt = Attempt(number, 0, AttemptState.QUEUED, 0.0, ref, "job", 1000, REQUEST)
+                    attempt = Attempt(number, 0.0, ref, "job", 1000, REQUEST)
                     tx.apply(Move((Change(attempt, Event.SUBMITTED),)))
         seconds = time.perf_counter() - began
         store.close()

@@ -1,6 +1,7 @@
 """Attempts: one try at giving a job its VMs. It only goes forward; a job that goes back to the gate gets a new attempt.
 
-In this order: the table, the steps by which observations move an attempt, and the effect that each state permits.
+In this order: the table; what is awaited; the changes; the steps by which observations move an attempt; and the effect
+that each state permits.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from enum import StrEnum
 
 from multiverse.core.avoidance import forget_hosts, whose_fault
 from multiverse.core.expansion import why_stays
-from multiverse.core.machines.vm import may_take_job
+from multiverse.core.machines.offer import take_offer
+from multiverse.core.machines.vm import end_vm, may_take_job, release_vm, run_job_on_vm, start_vm, take_vm
 from multiverse.core.model import (
     ENDING_STATES,
     MOST_SHORT_RUNS,
@@ -34,10 +36,11 @@ from multiverse.core.model import (
     first_keeping,
 )
 from multiverse.core.policy import Policy
+from multiverse.core.quarantine import quarantine
 from multiverse.core.rows import VmsMissing
 from multiverse.core.runs import earlier_run, node_without_record
 from multiverse.core.state import State
-from multiverse.core.transition import Change, Effect, EffectKind, Event, Transition, transitions, unchanged
+from multiverse.core.transition import Awaiting, Change, Effect, EffectKind, Event, Transition, transitions, unchanged
 
 A = AttemptState
 
@@ -78,6 +81,58 @@ ATTEMPT: tuple[Transition, ...] = (
     *unchanged([A.RECLAIMING], Event.RESTARTED),
     *unchanged([*_LIVE, *ENDING_STATES], Event.QUARANTINED, Event.RETRIED),
 )
+
+# --- what is awaited -------------------------------------------------------------------------------
+
+AWAITED_ATTEMPTS = {
+    **dict.fromkeys((A.SPAWNED, A.INTRODUCING, A.RETURNING, A.REVOKING), Awaiting.AFTER_EFFECT),
+    A.RECLAIMING: Awaiting.AT_ONCE,
+}
+"""In which states the scheduler is read for the attempt's job, and for the nodes of its VMs."""
+
+# --- changes ---------------------------------------------------------------------------------------
+
+
+def submit_attempt(attempt: Attempt, why: str = "") -> Change:
+    """A new attempt, whose job waits."""
+    return Change(attempt, Event.SUBMITTED, why)
+
+
+def admit_attempt(attempt: Attempt, choice: str) -> Change:
+    """It is claimed with all its VMs, which are as `choice` says."""
+    return Change(replace(attempt, state=A.CLAIMED, note="", choice=choice), Event.ADMITTED, choice)
+
+
+def overtake_attempt(attempt: Attempt, why: str) -> Change:
+    """A later job starts ahead of it."""
+    return Change(replace(attempt, overtaken=attempt.overtaken + 1), Event.OVERTAKEN, why)
+
+
+def replace_vms(attempt: Attempt, missing: VmsMissing, choice: str) -> Change:
+    """It is given other VMs in place of those that are missing."""
+    replaced = attempt.replaced + (missing.count if missing.counts else 0)
+    again = replace(attempt, replaced=replaced, choice=f"{attempt.choice}; then {choice}")
+    return Change(again, Event.REPLACED, f"{missing.reason}; now {choice}")
+
+
+def return_attempt(attempt: Attempt, event: Event, why: str, *, failed: bool = False) -> Change:
+    """It is on its way out, its job to go back to the gate; `failed` counts as a try that failed."""
+    tries = attempt.tries + failed
+    returning = replace(attempt, state=A.RETURNING, outcome="requeued", reason=why, tries=tries, note="")
+    return Change(returning, event, why)
+
+
+def revoke_attempt(attempt: Attempt, outcome: Outcome, event: Event, why: str) -> Change:
+    """It is on its way out, its job to be cancelled."""
+    revoking = replace(attempt, state=A.REVOKING, outcome=outcome, reason=why, note="", quarantined="")
+    return Change(revoking, event, why)
+
+
+def reclaim_attempt(attempt: Attempt, outcome: Outcome, event: Event, why: str) -> Change:
+    """It is on its way out, its job over or started anew by the scheduler."""
+    reclaiming = replace(attempt, state=A.RECLAIMING, outcome=outcome, reason=why, note="", quarantined="")
+    return Change(reclaiming, event, why)
+
 
 # --- what an observation says of an attempt's job --------------------------------------------------
 
@@ -212,7 +267,6 @@ def _many_short_runs(number: int, why: str) -> str:
 def _open(state: State, job: Job, past: _Past) -> Attempt:
     attempt = Attempt(
         id=state.new_attempt_id(),
-        version=0,
         state=A.QUEUED if _at_gate(job) else A.UNGATED,
         since=state.now,
         job=job.ref,
@@ -231,7 +285,7 @@ def _open(state: State, job: Job, past: _Past) -> Attempt:
     )
     if past.short_runs >= MOST_SHORT_RUNS and job.state is JobState.PENDING:
         attempt = replace(attempt, state=A.HOLDING, short_runs=0, not_before=0.0)
-    state.move(Change(attempt, Event.SUBMITTED, f"restart {job.ref.restarts}" if job.ref.restarts else ""))
+    state.move(submit_attempt(attempt, f"restart {job.ref.restarts}" if job.ref.restarts else ""))
     return state.attempts[attempt.id]
 
 
@@ -240,12 +294,11 @@ def _take_spare(state: State, attempt: Attempt, spare: Vm) -> None:
     user."""
     choice = f"{spare.kind} on {spare.host}, joined before, taken as it was submitted"
     taken = replace(attempt, state=A.INTRODUCING, pin=spare.feature, choice=choice)
-    serving = replace(spare, state=VmState.JOINED, attempt=attempt.id, reason="")
     by = f"by job {attempt.job.job_id}, as it came"
-    changes = [Change(taken, Event.TOOK, choice), Change(serving, Event.TAKEN, by)]
+    changes = [Change(taken, Event.TOOK, choice), take_vm(spare, attempt, by)]
     offer = state.offers[spare.id]
     if offer.state is not OfferState.TAKEN:
-        changes.append(Change(replace(offer, state=OfferState.TAKEN), Event.TAKEN, by))
+        changes.append(take_offer(offer, by))
     state.move(*changes)
 
 
@@ -317,19 +370,19 @@ def _step_if_over(state: State, attempt: Attempt, seen: Sighting, world: World) 
         return True  # the job is not shown, but the observation is too old to tell that it is gone
     if seen.status is JobStatus.ELSEWHERE:
         why = f"it has started on a physical node of partition {seen.shown.origin}"
-        state.move(Change(attempt.reclaiming("cancelled", why), _over(attempt), why))
+        state.move(reclaim_attempt(attempt, "cancelled", _over(attempt), why))
         return True
     if seen.status in (JobStatus.ENDED, JobStatus.UNSEEN):
         result = seen.job.result if seen.job else ""
         ran = attempt.state is A.ALLOCATED or (attempt.state in PINNED_STATES and result != "CANCELLED")
         why = result if seen.job else "the scheduler no longer shows the job"
         outcome: Outcome = "done" if ran else "cancelled"
-        state.move(Change(attempt.reclaiming(outcome, why), Event.ENDED if ran else Event.CANCELLED, why))
+        state.move(reclaim_attempt(attempt, outcome, Event.ENDED if ran else Event.CANCELLED, why))
         return True
     if seen.status is JobStatus.RESTARTED:
         why = _why_requeued(state, attempt)
         ended = _with_cause(state, _after_its_run(state, attempt), seen.shown)
-        state.move(Change(ended.reclaiming("requeued", why), Event.RESTARTED, why))
+        state.move(reclaim_attempt(ended, "requeued", Event.RESTARTED, why))
         return True
     return False
 
@@ -358,14 +411,6 @@ def _why_requeued(state: State, attempt: Attempt) -> str:
     """What is said of a job that the scheduler has queued again, with what ended its VMs, if something did."""
     why = "the scheduler requeued the job"
     return next((f"{why}: {vm.reason}" for vm in state.vms_of(attempt) if vm.reason), why)
-
-
-def _quarantine(state: State, attempt: Attempt, why: str) -> None:
-    state.move(Change(replace(attempt, quarantined=why), Event.QUARANTINED, why))
-
-
-def _return(state: State, attempt: Attempt, event: Event, reason: str, *, failed: bool = False) -> None:
-    state.move(Change(attempt.returning(reason, failed=failed), event, reason))
 
 
 def _step_waiting(state: State, attempt: Attempt, seen: Sighting, world: World) -> None:
@@ -426,7 +471,7 @@ def _leave_to_the_scheduler(state: State, attempt: Attempt, job: Job) -> None:
     """The job runs on VMs that no record explains, as after the restore of an older database: nothing is to be made for
     it, and it must not be stopped."""
     why = f"its job runs on {', '.join(job.nodes)}, which no record explains"
-    state.move(Change(attempt.reclaiming("cancelled", why), Event.CANCELLED, why))
+    state.move(reclaim_attempt(attempt, "cancelled", Event.CANCELLED, why))
 
 
 def _step_making(state: State, attempt: Attempt, seen: Sighting, world: World, policy: Policy) -> None:
@@ -442,7 +487,7 @@ def _step_making(state: State, attempt: Attempt, seen: Sighting, world: World, p
     elif started and nodes & dying and nodes <= own | dying:
         pass  # the row is older than the job's start, and a VM has died since: the scheduler ends or requeues the job
     elif seen.status is not JobStatus.PENDING:
-        _quarantine(state, attempt, f"the job is {seen.status} before it was given its nodes")
+        state.move(quarantine(attempt, f"the job is {seen.status} before it was given its nodes"))
     elif not _return_if_changed(state, attempt, seen, world):
         blocked = any(may_take_job(state, vm, world) for vm in state.vms_of(attempt))
         _advance_vms(state, attempt, policy, blocked=blocked)
@@ -454,11 +499,11 @@ def _return_if_changed(state: State, attempt: Attempt, seen: Sighting, world: Wo
     job = seen.shown
     kept = first_keeping(seen.view.reservations, state.now + world.epoch, job.limit)
     if job.held:
-        _return(state, attempt, Event.CHANGED, "the job was held")
+        state.move(return_attempt(attempt, Event.CHANGED, "the job was held"))
     elif kept:
-        _return(state, attempt, Event.CHANGED, kept.why())
+        state.move(return_attempt(attempt, Event.CHANGED, kept.why()))
     elif job.request != attempt.request:
-        _return(state, attempt, Event.CHANGED, "the job's request was changed")
+        state.move(return_attempt(attempt, Event.CHANGED, "the job's request was changed"))
     return attempt != state.attempts[attempt.id]
 
 
@@ -473,8 +518,7 @@ def _advance_vms(state: State, attempt: Attempt, policy: Policy, *, blocked: boo
         _ask_for_vms(state, attempt, missing, policy)
     elif attempt.state is A.CLAIMED and all(vm.state is not VmState.PLANNED for vm in vms):
         parked = [vm for vm in vms if vm.state is VmState.PARKED]
-        started = [Change(replace(vm, state=VmState.STARTING), Event.START) for vm in parked]
-        state.move(Change(replace(attempt, state=A.SPAWNING), Event.MADE), *started)
+        state.move(Change(replace(attempt, state=A.SPAWNING), Event.MADE), *map(start_vm, parked))
     elif attempt.state is A.SPAWNING and not blocked and all(vm.state is VmState.JOINED for vm in vms):
         state.move(Change(replace(attempt, state=A.SPAWNED), Event.ALL_JOINED))
 
@@ -491,12 +535,12 @@ def _ask_for_vms(state: State, attempt: Attempt, missing: int, policy: Policy) -
     if not started and may_replace:
         state.missing.append(VmsMissing(attempt.id, missing, why, counts=fault != "host"))
     elif fault == "host":
-        _return(state, attempt, Event.GAVE_UP, why)
+        state.move(return_attempt(attempt, Event.GAVE_UP, why))
     elif attempt.tries + 1 >= policy.attempts and not attempt.origin:  # which needs no VM: it may start without
         text = f"no VM could be made for it in {policy.attempts} attempts: {why}"
-        state.move(Change(attempt.revoking("failed", text), Event.GAVE_UP, text))
+        state.move(revoke_attempt(attempt, "failed", Event.GAVE_UP, text))
     else:
-        _return(state, attempt, Event.GAVE_UP, why, failed=True)
+        state.move(return_attempt(attempt, Event.GAVE_UP, why, failed=True))
 
 
 def _step_pinned(state: State, attempt: Attempt, seen: Sighting, world: World, policy: Policy) -> None:
@@ -510,22 +554,23 @@ def _step_pinned(state: State, attempt: Attempt, seen: Sighting, world: World, p
             if _is_anothers(state, attempt, job):
                 _leave_to_the_scheduler(state, attempt, job)
             else:
-                _quarantine(state, attempt, f"its job runs on {', '.join(job.nodes)}, not on its own VMs")
+                state.move(quarantine(attempt, f"its job runs on {', '.join(job.nodes)}, not on its own VMs"))
         elif not waits:  # the end of the job waits too
             joined = [vm for vm in vms if vm.state is VmState.JOINED]
-            serving = [Change(replace(vm, state=VmState.SERVING), Event.RUNS) for vm in joined]
-            state.move(Change(replace(forget_hosts(attempt), state=A.ALLOCATED), Event.RUNS), *serving)
+            runs = Change(replace(forget_hosts(attempt), state=A.ALLOCATED), Event.RUNS)
+            state.move(runs, *map(run_job_on_vm, joined))
         return
     if _return_if_changed(state, attempt, seen, world):
         return
     unusable = next((vm.name for vm in vms if state.offer_of(vm) and seen.view.is_unusable(vm.name)), "")
     if len(vms) < attempt.request.nodes or any(vm.state is VmState.DEAD for vm in vms):
-        _return(state, attempt, Event.GAVE_UP, "a VM was lost before the job ran", failed=True)
+        state.move(return_attempt(attempt, Event.GAVE_UP, "a VM was lost before the job ran", failed=True))
     elif unusable:
-        _return(state, attempt, Event.GAVE_UP, f"node {unusable} is {seen.view.nodes[unusable].state}", failed=True)
+        why = f"node {unusable} is {seen.view.nodes[unusable].state}"
+        state.move(return_attempt(attempt, Event.GAVE_UP, why, failed=True))
     elif seen.began - attempt.since > (policy.pin_timeout if job.eligible or not job.pinned else policy.held_timeout):
         why = f"the scheduler did not start it: {job.reason or 'no reason'}"
-        _return(state, attempt, Event.PIN_EXPIRED, why, failed=True)
+        state.move(return_attempt(attempt, Event.PIN_EXPIRED, why, failed=True))
 
 
 def _waits_for_its_user(state: State, attempt: Attempt, world: World, policy: Policy) -> bool:
@@ -534,7 +579,7 @@ def _waits_for_its_user(state: State, attempt: Attempt, world: World, policy: Po
     goes DOWN, and the scheduler queues the job again."""
     lacking = [vm for vm in state.vms_of(attempt) if lacks_user(state, vm, attempt, world)]
     for vm in lacking:
-        latest = world.latest(vm.source)
+        latest = world.latest(vm.place.source)
         # The effect that ended last may have added the user: only a later observation tells.
         if latest is None or latest.began <= world.ended_at(attempt.key, float("inf")) or vm.state is VmState.LOST:
             continue
@@ -543,7 +588,7 @@ def _waits_for_its_user(state: State, attempt: Attempt, world: World, policy: Po
         if why := world.refused.get(attempt.key, "") or (
             f"its guest was not told of the user within {policy.pin_timeout:g} s" if late else ""
         ):
-            state.move(Change(replace(vm, state=VmState.ENDING, reason=why), Event.DIED, why))
+            state.move(end_vm(vm, Event.DIED, why))
     return bool(lacking) or world.ended_at(attempt.key) == float("inf")
 
 
@@ -558,12 +603,11 @@ def lacks_user(state: State, vm: Vm, attempt: Attempt, world: World) -> bool:
 
 def _step_allocated(state: State, attempt: Attempt, seen: Sighting) -> None:
     if seen.status is JobStatus.COMPLETING:
-        why = "its job is completing"
-        ended = _after_its_run(state, attempt)
-        state.move(Change(ended.reclaiming("done", why), Event.ENDED, why))
+        state.move(reclaim_attempt(_after_its_run(state, attempt), "done", Event.ENDED, "its job is completing"))
     elif seen.status is JobStatus.PENDING:
         # Pending again with the same restart count: the launch was taken back before it counted.
-        _return(state, _after_its_run(state, attempt), Event.CHANGED, "the scheduler took the launch back")
+        why = "the scheduler took the launch back"
+        state.move(return_attempt(_after_its_run(state, attempt), Event.CHANGED, why))
 
 
 # --- the end ---------------------------------------------------------------------------------------
@@ -656,25 +700,18 @@ def _end_vms_without_user(state: State, attempt: Attempt, world: World) -> bool:
     """A job that took its spare started when the attempt added no user any more: its VMs are ended."""
     vms = [vm for vm in state.vms_of(attempt) if vm.state is not VmState.LOST and lacks_user(state, vm, attempt, world)]
     since = max(attempt.since, world.ended_at(attempt.key))
-    if not vms or any((latest := world.latest(vm.source)) is None or latest.began <= since for vm in vms):
+    if not vms or any((latest := world.latest(vm.place.source)) is None or latest.began <= since for vm in vms):
         return False
     why = "its job started when no user was added any more"
-    state.move(*(Change(replace(vm, state=VmState.ENDING, reason=why), Event.DIED, why) for vm in vms))
+    state.move(*(end_vm(vm, Event.DIED, why) for vm in vms))
     return True
 
 
 def _release_vms(state: State, attempt: Attempt, vms: list[Vm], occupied: set[str]) -> None:
     """Release all VMs. The node of a VM that a job has not left, though a limit has passed, goes DOWN first."""
     leaving = [vm for vm in vms if not vm.leaving and vm.state is not VmState.LOST]
-    changes = []
-    for vm in leaving:
-        target = VmState.REMOVING if vm.state is VmState.DEAD else VmState.RELEASING
-        if vm.name in occupied:
-            target = VmState.ENDING
-        # A quarantine was for the job's sake and is over with it.
-        changes.append(Change(replace(vm, state=target, quarantined=""), Event.RELEASED, attempt.reason))
-    if changes:
-        state.move(*changes)
+    if leaving:
+        state.move(*(release_vm(vm, attempt.reason, occupied=vm.name in occupied) for vm in leaving))
 
 
 def _finish(state: State, attempt: Attempt, seen: Sighting, policy: Policy) -> None:

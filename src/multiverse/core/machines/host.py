@@ -1,6 +1,7 @@
 """Hosts of the site: whether they belong to it, and whether what was on them has surely ended.
 
-In this order: the table, the step by which observations move a host, and the effect that each state permits.
+In this order: the table, the changes, the step by which observations move a host, and the effect that each state
+permits.
 """
 
 from __future__ import annotations
@@ -8,7 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cached_property
 
-from multiverse.core.model import HostState, KnownHost, VmState, World
+from multiverse.core.avoidance import tried_at_once
+from multiverse.core.machines.vm import end_vms
+from multiverse.core.model import Drain, HostState, KnownHost, World
 from multiverse.core.policy import Policy
 from multiverse.core.runs import is_waited_for
 from multiverse.core.state import State
@@ -33,6 +36,41 @@ HOST: tuple[Transition, ...] = (
     *transitions(_MEMBERS, Event.GIVEN_BACK, H.RETURNED),
     *unchanged(_MEMBERS, Event.DRAINED, Event.AVOIDED, Event.CLEARED, Event.QUARANTINED, Event.RETRIED),
 )
+
+# --- changes ---------------------------------------------------------------------------------------
+
+
+def fence(state: State, host: KnownHost, why: str) -> None:
+    """The host is surely off, or nothing of its VMs goes on: they count as ended."""
+    state.move(Change(replace(host, state=H.FENCED, reason=why), Event.FENCED, why))
+    end_vms(state, state.vms_on(host.name), Event.FENCED, why)
+
+
+def add_host(host: KnownHost, why: str) -> Change:
+    """It belongs to the site again. Its agent is its source."""
+    again = replace(host, state=H.KNOWN, source=host.name, reason="", drain=None, faults=())
+    return Change(again, Event.ADDED, why)
+
+
+def drain_host(host: KnownHost, drain: Drain, why: str) -> Change:
+    """It is to get no new VM."""
+    return Change(replace(host, drain=drain), Event.DRAINED, drain.reason or why)
+
+
+def resume_host(host: KnownHost, why: str) -> Change:
+    """It is on, may get VMs, and all that failed there may be tried at once."""
+    return Change(tried_at_once(replace(host, state=H.KNOWN, reason="", drain=None)), Event.RESUMED, why)
+
+
+def remove_host(host: KnownHost, why: str) -> Change:
+    """It belongs to the site no more."""
+    return Change(replace(host, state=H.REMOVED, reason="", drain=None), Event.REMOVED, why)
+
+
+def return_host(host: KnownHost, why: str) -> Change:
+    """Its lease has ended."""
+    return Change(replace(host, state=H.RETURNED, drain=None), Event.GIVEN_BACK, why)
+
 
 # --- step ------------------------------------------------------------------------------------------
 
@@ -94,15 +132,6 @@ def fences(state: State, host: KnownHost, policy: Policy) -> bool:
     return policy.fences and (lease is None or policy.lease_from(lease.spec.partition).fence)
 
 
-def fence(state: State, host: KnownHost, why: str) -> None:
-    """The host is surely off, or nothing of its VMs goes on: they count as ended."""
-    state.move(Change(replace(host, state=H.FENCED, reason=why), Event.FENCED, why))
-    for vm in state.vms_on(host.name):
-        if not vm.leaving:
-            ending = replace(vm, state=VmState.ENDING, quarantined="", reason=vm.reason or why)
-            state.move(Change(ending, Event.FENCED, why))
-
-
 def silent_since(host: KnownHost, world: World) -> float:
     """Since when nothing was heard of a host (monotonic); infinity while it is shown, or while nobody listens."""
     observation = world.sources.get(host.source)
@@ -113,11 +142,11 @@ def is_given_up(state: State, host: KnownHost, world: World) -> bool:
     """Whether the scheduler reaches none of the host's VMs, has given one of them up, and has queued a job again that
     waits for the host. While a node answers, the host is on, whatever has happened to its agent or to the way there. We
     set a node DOWN ourselves when its VM ends: mostly no job waits then. While the scheduler is unknown, it queues
-    nothing again, and nothing is concluded."""
+    nothing again, and nothing is concluded. The node of a VM at two places tells nothing of either."""
     if world.scheduler is None:
         return False
     shown = world.scheduler.value.nodes
-    vms = state.vms_on(host.name)
+    vms = [vm for vm in state.vms_on(host.name) if len(vm.places) == 1]
     nodes = [shown[vm.name] for vm in vms if vm.name in shown]
     if not any(node.is_given_up for node in nodes) or any(node.answers for node in nodes):
         return False
@@ -150,6 +179,13 @@ class Quorum:
         if not shown or shown < self._policy.quorum * total:
             return f"only {shown} of {total} hosts are in sight: the controller may be cut off from them"
         return ""
+
+
+def held_back(state: State, world: World, policy: Policy) -> dict[str, str]:
+    """Why silent hosts are not fenced by the site's command though they could be, by host."""
+    quorum, silent = Quorum(state, world, policy), state.hosts_in(H.SILENT)
+    found = {host.name: quorum.held_back(host) for host in silent if fences(state, host, policy)}
+    return {name: why for name, why in found.items() if why}
 
 
 # --- effect ----------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Leases: hosts that are borrowed from the scheduler, each by a pilot job.
 
-In this order: the table, the step by which observations move a lease, and the effect that each state permits. When one
-is asked for or given back, `provisioning.leases` decides.
+In this order: the table, the changes, the step by which observations move a lease, and the effect that each state
+permits. When one is asked for or given back, `provisioning.leases` decides.
 
 The host of a lease is a row of its own, from when its pilot was seen running until the lease is gone. Its number is
 that of the lease, made negative: no number of a host that is not leased is, and none recurs.
@@ -13,7 +13,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import inf
 
-from multiverse.core.machines.host import fence
+from multiverse.core.machines.host import fence, return_host
+from multiverse.core.machines.template import remove_templates
+from multiverse.core.machines.vm import end_vms
 from multiverse.core.model import (
     GIVEN_UP_LEASES,
     Host,
@@ -24,7 +26,6 @@ from multiverse.core.model import (
     PilotSeen,
     PilotState,
     SchedulerView,
-    TemplateState,
     VmState,
     World,
 )
@@ -57,6 +58,24 @@ LEASE: tuple[Transition, ...] = (
     *unchanged([L.WAITING, L.IDLE, L.HELD], Event.NOTED),
     *unchanged(_LIVE, Event.QUARANTINED, Event.RETRIED),
 )
+
+# --- changes ---------------------------------------------------------------------------------------
+
+
+def plan_lease(lease: Lease, why: str) -> Change:
+    """A new lease is asked for."""
+    return Change(lease, Event.PLANNED, why)
+
+
+def release_lease(lease: Lease, event: Event, why: str) -> Change:
+    """Its pilot is to be cancelled."""
+    return Change(replace(lease, state=L.RELEASING, reason=why, quarantined=""), event, why)
+
+
+def _lose(lease: Lease, why: str) -> Change:
+    """Its pilot is over, and VMs may go on."""
+    return Change(replace(lease, state=L.LOST, reason=why), Event.LOST, why)
+
 
 # --- step ------------------------------------------------------------------------------------------
 
@@ -169,10 +188,8 @@ def _ending(pilot: PilotSeen, host: Host | None) -> str:
 
 def _end_vms(state: State, lease: Lease, why: str) -> None:
     """Its agent ends the VMs by itself. Their nodes are set DOWN, so that the scheduler queues their jobs again."""
-    for vm in state.vms_on(lease.name):
-        if not vm.leaving and vm.state is not VmState.LOST:
-            ending = replace(vm, state=VmState.ENDING, quarantined="", reason=vm.reason or why)
-            state.move(Change(ending, Event.RELEASED, why))
+    in_reach = [vm for vm in state.vms_on(lease.name) if vm.state is not VmState.LOST]
+    end_vms(state, in_reach, Event.RELEASED, why)
 
 
 def _step_ending(state: State, lease: Lease, pilot: PilotSeen | None) -> None:
@@ -189,8 +206,7 @@ def _over(state: State, lease: Lease, pilot: PilotSeen | None) -> None:
     if pilot is not None and pilot.state is PilotState.ENDED and pilot.clean:
         _fence_host(state, lease, f"host {lease.name}: {why}")
     elif _may_go_on(state, lease):
-        lost = f"{why}, and whether its node {lease.node} has ended its VMs is not known"
-        state.move(Change(replace(lease, state=L.LOST, reason=lost), Event.LOST, lost))
+        state.move(_lose(lease, f"{why}, and whether its node {lease.node} has ended its VMs is not known"))
         return
     _give_up(state, lease, Event.VANISHED, why)
 
@@ -227,21 +243,19 @@ def _step_releasing(state: State, lease: Lease, view: SchedulerView, world: Worl
     if last is not None and last.clean:
         _fence_host(state, lease, f"host {lease.name}: its pilot {lease.pilot} has ended")
     if _may_go_on(state, lease):
-        why = f"its pilot is gone, and whether its node {lease.node} has ended its VMs is not known"
-        state.move(Change(replace(lease, state=L.LOST, reason=why), Event.LOST, why))
+        state.move(_lose(lease, f"its pilot is gone, and whether its node {lease.node} has ended its VMs is not known"))
     elif not state.vms_on(lease.name):
         templates = state.templates_on(lease.name)
-        gone = [Change(replace(row, state=TemplateState.ABSENT), Event.REMOVED, "its host is given back")
-                for row in templates]  # fmt: skip
+        gone = remove_templates(templates, "its host is given back")
         host = state.hosts.get(lease.name)
         if host is not None:
-            gone.append(Change(replace(host, state=HostState.RETURNED, drain=None), Event.GIVEN_BACK, lease.reason))
+            gone.append(return_host(host, lease.reason))
         over = Change(replace(lease, state=L.GONE), Event.ABSENT, lease.reason)
-        state.move(over, *gone, free=[row.key for row in templates])
+        state.move(over, *gone, free=[row.claim_key for row in templates])
 
 
 def _give_up(state: State, lease: Lease, event: Event, why: str) -> None:
-    state.move(Change(lease.releasing(why), event, why))
+    state.move(release_lease(lease, event, why))
 
 
 def unexplained_pilots(leases: Mapping[int, Lease], view: SchedulerView) -> list[tuple[str, str]]:

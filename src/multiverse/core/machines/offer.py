@@ -1,12 +1,14 @@
 """Offers: joined spares that jobs may take by themselves, as they are submitted.
 
-In this order: the table, the steps by which observations move an offer, and the effect that each state permits.
+In this order: the table, the changes, the steps by which observations move an offer, and the effect that each state
+permits.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from multiverse.core.machines.vm import release_vm
 from multiverse.core.model import Key, Offer, OfferState, Vm, VmState, World
 from multiverse.core.state import State
 from multiverse.core.transition import Change, Effect, EffectKind, Event, Transition, transitions, unchanged
@@ -34,6 +36,24 @@ OFFER: tuple[Transition, ...] = (
     *unchanged(_LIVE, Event.QUARANTINED, Event.RETRIED),
 )
 
+# --- changes ---------------------------------------------------------------------------------------
+
+
+def open_offer(vm: Vm, now: float) -> Change:
+    """A job that comes may take the spare by itself."""
+    return Change(Offer(vm.id, now), Event.OFFERED, "to jobs as they come")
+
+
+def take_offer(offer: Offer, why: str) -> Change:
+    """A submission took the spare."""
+    return Change(replace(offer, state=O.TAKEN), Event.TAKEN, why)
+
+
+def withdraw_offer(offer: Offer, why: str) -> Change:
+    """No job may take the spare by itself any more. It counts as withdrawn when an observation shows it."""
+    return Change(replace(offer, state=O.CLOSING, reason=why), Event.WITHDRAWN, why)
+
+
 # --- step ------------------------------------------------------------------------------------------
 
 
@@ -41,11 +61,15 @@ def step_offer(state: State, offer_id: int, world: World) -> None:
     """Move one offer by what the scheduler shows. Whether it was taken, or is withdrawn, only an observation tells that
     began after the last effect in the matter ended."""
     offer, vm = state.offers.get(offer_id), state.vms.get(offer_id)
-    if offer is None or vm is None or offer.quarantined:
+    if offer is None:
+        return
+    if vm is None or vm.state is VmState.DELETING:
+        state.move(Change(replace(offer, state=O.ENDED), Event.ABSENT))
+        return
+    if offer.quarantined:
         return
     if offer.state is O.OPEN and (vm.quarantined or vm.state not in (VmState.JOINED, VmState.RETIRING)):
-        why = "its VM can serve no job"
-        state.move(Change(offer.closing(why), Event.WITHDRAWN, why))
+        state.move(withdraw_offer(offer, "its VM can serve no job"))
         return
     serves_nobody = vm.is_spare and vm.state in (VmState.JOINED, VmState.RETIRING)
     if world.scheduler is None or not serves_nobody:
@@ -60,7 +84,7 @@ def step_offer(state: State, offer_id: int, world: World) -> None:
     elif taken:
         uid = world.scheduler.value.takers.get(vm.name)
         by = "by a submission" if uid is None else f"by a submission of uid {uid}"
-        state.move(Change(replace(offer, state=O.TAKEN, uid=uid), Event.TAKEN, by))
+        state.move(take_offer(replace(offer, uid=uid), by))
     elif offer.state is O.CLOSING and taken is None and vm.key in world.effect_ended_at:
         state.move(Change(replace(offer, state=O.CLOSED), Event.CLOSED, offer.reason))
 
@@ -69,8 +93,8 @@ def _step_taken(state: State, offer: Offer, vm: Vm, began: float, *, occupied: b
     """The job that took the VM must appear soon. A job that cannot be served occupies it: its node goes DOWN then."""
     if began - offer.since > (UNSERVED if occupied else ARRIVAL):
         why = "the job that took it did not come"
-        target = VmState.ENDING if occupied else VmState.RELEASING
-        state.move(Change(replace(vm, state=target, reason=why), Event.RELEASED, why), Change(offer, Event.MISSED, why))
+        gone = release_vm(replace(vm, reason=why), why, occupied=occupied)
+        state.move(gone, Change(offer, Event.MISSED, why))
 
 
 # --- effect ----------------------------------------------------------------------------------------

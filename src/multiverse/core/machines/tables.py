@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from multiverse.core.machines.attempt import ACTING_ATTEMPTS, ATTEMPT, attempt_effect
+from multiverse.core.machines.attempt import ACTING_ATTEMPTS, ATTEMPT, AWAITED_ATTEMPTS, attempt_effect
 from multiverse.core.machines.host import HOST, host_effect
 from multiverse.core.machines.lease import ACTING_LEASES, LEASE, lease_effect
 from multiverse.core.machines.offer import OFFER, offer_effect
 from multiverse.core.machines.template import ACTING_TEMPLATES, TEMPLATE, template_effect
-from multiverse.core.machines.vm import ACTING_VMS, VM, vm_effect
+from multiverse.core.machines.vm import ACTING_VMS, AWAITED_VMS, VM, vm_effect
 from multiverse.core.model import Attempt, HostState, KnownHost, Lease, Offer, Row, Template, TemplateState, Vm, VmState
 from multiverse.core.state import State
-from multiverse.core.transition import Effect, Tables
+from multiverse.core.transition import Awaiting, Effect, Tables
 
 TABLES = Tables({"attempt": ATTEMPT, "vm": VM, "offer": OFFER, "template": TEMPLATE, "host": HOST,
                  "lease": LEASE})  # fmt: skip
@@ -33,6 +33,20 @@ def effect_of(row: Row) -> Effect | None:
             return host_effect(row)
         case Lease():
             return lease_effect(row)
+
+
+def awaited_rows(state: State) -> list[tuple[Vm | Attempt, Awaiting]]:
+    """The rows for whose sake the scheduler is read, each with when it may go on."""
+    vms = [(vm, AWAITED_VMS[vm.state]) for vm in state.vms_in(*AWAITED_VMS)]
+    return [*vms, *((one, AWAITED_ATTEMPTS[one.state]) for one in state.attempts_in(*AWAITED_ATTEMPTS))]
+
+
+def note_unmade(state: State) -> None:
+    """These rows are those of an earlier run of the daemon, perhaps of a copy that is older than its end: names of VMs
+    are not given again, and what has come since may need the room of a template. So what was to be made then is made
+    only if it is seen."""
+    state.unmade.update(vm.key for vm in state.vms_in(VmState.PLANNED))
+    state.unmade.update(template.key for template in state.templates_in(TemplateState.BUILDING))
 
 
 def permitted_effects(state: State) -> Iterator[tuple[Row, Effect]]:

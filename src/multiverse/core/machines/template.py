@@ -1,10 +1,12 @@
 """Templates: frozen parents of instant clones.
 
-In this order: the table, the step by which observations move a template, and the effect that each state permits.
+In this order: the table, the changes, the step by which observations move a template, and the effect that each state
+permits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from multiverse.core.model import Template, TemplateCondition, TemplateState, World
@@ -27,6 +29,44 @@ TEMPLATE: tuple[Transition, ...] = (
     *unchanged([T.BUILDING, T.READY, T.BROKEN, T.RETIRING], Event.QUARANTINED, Event.RETRIED),
 )
 
+# --- changes ---------------------------------------------------------------------------------------
+
+
+def need_template(template: Template, why: str) -> Change:
+    """It is to be built, whether it was never there or is broken."""
+    return Change(replace(template, state=T.BUILDING, reason=""), Event.NEEDED, why)
+
+
+def adopt_template(template: Template, why: str, *, ready: bool) -> Change:
+    """A template was found that no record explains. The row of one that is being built lets that be finished."""
+    return Change(replace(template, state=T.READY if ready else T.BUILDING), Event.FOUND, why)
+
+
+def break_template(template: Template, why: str) -> Change:
+    """It could not be built."""
+    return Change(replace(template, state=T.BROKEN, reason=why, tries=template.tries + 1), Event.BROKE, why)
+
+
+def is_present(template: Template) -> bool:
+    """Whether it is there, or is to be, and may be dropped."""
+    return template.state in (T.READY, T.BROKEN, T.BUILDING)
+
+
+def drop_template(template: Template, why: str) -> Change:
+    """It is to be removed."""
+    return Change(replace(template, state=T.RETIRING), Event.DROPPED, why)
+
+
+def lose_template(template: Template, why: str) -> Change:
+    """It is no longer there, or another build has taken its place. Its claim is to be released with it."""
+    return Change(replace(template, state=T.ABSENT), Event.VANISHED, why)
+
+
+def remove_templates(templates: Iterable[Template], why: str) -> list[Change]:
+    """Their host belongs to the site no more. Their claims are to be released with them."""
+    return [Change(replace(one, state=T.ABSENT), Event.REMOVED, why) for one in templates]
+
+
 # --- step ------------------------------------------------------------------------------------------
 
 
@@ -41,8 +81,7 @@ def step_template(state: State, template_id: int, world: World) -> None:
     seen = latest.value.templates.get(row.which)
     if row.state is T.BUILDING and row.key in state.unmade:
         if seen is None:  # it is asked for anew if it is needed, and if there is still room
-            why = "the daemon was restarted before it was built"
-            state.move(Change(replace(row, state=T.RETIRING), Event.DROPPED, why))
+            state.move(drop_template(row, "the daemon was restarted before it was built"))
             return
         state.unmade.discard(row.key)
     ready = seen is not None and seen.condition is TemplateCondition.READY
@@ -50,9 +89,9 @@ def step_template(state: State, template_id: int, world: World) -> None:
         state.move(Change(replace(row, state=T.READY, tries=0, build=seen.build), Event.BUILT))
     elif row.state is T.READY and not ready:
         why = seen.reason if seen else "it is no longer there"
-        state.move(Change(replace(row, state=T.ABSENT), Event.VANISHED, why), free=[row.key])
+        state.move(lose_template(row, why), free=[row.claim_key])
     elif row.state is T.RETIRING and ended is not None and seen is None:
-        state.move(Change(replace(row, state=T.ABSENT), Event.ABSENT), free=[row.key])
+        state.move(Change(replace(row, state=T.ABSENT), Event.ABSENT), free=[row.claim_key])
 
 
 def template_rests(template: Template) -> bool:

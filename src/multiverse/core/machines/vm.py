@@ -1,24 +1,30 @@
 """VMs: from before they exist until they are seen gone.
 
-In this order: the table, the steps by which observations move a VM, and the effect that each state permits.
+In this order: the table; what is awaited; the changes; the steps by which observations move a VM; and the effect that
+each state permits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
+from math import inf
 
-from multiverse.core.avoidance import failing, joined
+from multiverse.core.avoidance import blame, joined
 from multiverse.core.model import (
     ENDING_STATES,
     LEAVING_STATES,
     PINNED_STATES,
     UPCOMING_STATES,
+    Attempt,
     AttemptState,
+    ClaimKey,
     Depth,
     HypervisorView,
     JobState,
     NodeState,
     OfferState,
+    Place,
     SchedulerView,
     Seen,
     Vm,
@@ -29,7 +35,7 @@ from multiverse.core.model import (
 )
 from multiverse.core.policy import Policy
 from multiverse.core.state import State
-from multiverse.core.transition import Change, Effect, EffectKind, Event, Transition, transitions, unchanged
+from multiverse.core.transition import Awaiting, Change, Effect, EffectKind, Event, Transition, transitions, unchanged
 
 V = VmState
 
@@ -63,11 +69,80 @@ VM: tuple[Transition, ...] = (
     *transitions([V.DELETING], Event.ABSENT, V.GONE),
     *unchanged([V.PARKED, V.JOINED], Event.TAKEN),
     *unchanged([V.ORPHAN], Event.NOTED),
+    *unchanged([*_LIVE, V.LOST, *LEAVING_STATES], Event.PLACE_LEFT),
     *unchanged([*_LIVE, V.ORPHAN, V.LOST, *LEAVING_STATES, V.DELETING], Event.QUARANTINED, Event.RETRIED),
 )
 
 OFFER_TERM = 15.0
 """Seconds for which a job may still take an idle orphan as it is submitted, by an offer of an earlier controller."""
+
+# --- what is awaited -------------------------------------------------------------------------------
+
+AWAITED_VMS = {
+    **dict.fromkeys((V.STARTING, V.ENDING, V.REMOVING, V.RELEASING), Awaiting.AFTER_EFFECT),
+    V.RETIRING: Awaiting.UNHURRIED,
+}
+"""In which states the scheduler is read for the VM's node."""
+
+# --- changes ---------------------------------------------------------------------------------------
+
+
+def plan_vm(vm: Vm, why: str = "") -> Change:
+    """A new VM is to be made."""
+    return Change(vm, Event.PLANNED, why)
+
+
+def adopt_vm(vm: Vm, why: str) -> Change:
+    """A VM was found that no record explains, or that serves what no record tells of."""
+    return Change(replace(vm, state=V.ORPHAN), Event.FOUND, why)
+
+
+def start_vm(vm: Vm) -> Change:
+    """It is given its identity."""
+    return Change(replace(vm, state=V.STARTING), Event.START)
+
+
+def take_vm(vm: Vm, attempt: Attempt, why: str) -> Change:
+    """A spare serves the attempt from now on, even if it was to go."""
+    state = V.JOINED if vm.state is V.RETIRING else vm.state
+    return Change(replace(vm, state=state, attempt=attempt.id, reason=""), Event.TAKEN, why)
+
+
+def run_job_on_vm(vm: Vm) -> Change:
+    """Its job runs."""
+    return Change(replace(vm, state=V.SERVING), Event.RUNS)
+
+
+def retire_vm(vm: Vm, why: str) -> Change:
+    """A joined spare is to go as soon as no job can take it any more."""
+    return Change(replace(vm, state=V.RETIRING, reason=why), Event.RETIRED, why)
+
+
+def release_vm(vm: Vm, why: str, *, occupied: bool = False) -> Change:
+    """It is needed no more. The node of one that is `occupied` by a job goes DOWN first. A quarantine was for the sake
+    of its job, and is over with it."""
+    target = V.REMOVING if vm.state is V.DEAD else V.RELEASING
+    return Change(replace(vm, state=V.ENDING if occupied else target, quarantined=""), Event.RELEASED, why)
+
+
+def end_vm(vm: Vm, event: Event, why: str) -> Change:
+    """It is destroyed at once, and its node goes DOWN."""
+    return Change(replace(vm, state=V.ENDING, quarantined="", reason=why), event, why)
+
+
+def end_vms(state: State, vms: Iterable[Vm], event: Event, why: str) -> None:
+    """The same of those that are not ending yet, each by itself, and are nowhere else, of which their own steps tell.
+    What was said of one before is still said of it."""
+    for vm in vms:
+        if not vm.leaving and len(vm.places) == 1:
+            state.move(replace(end_vm(vm, event, vm.reason or why), reason=why))
+
+
+def fail_vm(state: State, vm: Vm, event: Event, why: str, world: World, policy: Policy) -> list[Change]:
+    """It did not come up: it is ended, and its host is avoided or its job is at fault."""
+    fault, changes = blame(state, vm, why, world, policy)
+    return [end_vm(replace(vm, fault=fault), event, why), *changes]
+
 
 # --- step ------------------------------------------------------------------------------------------
 
@@ -77,13 +152,16 @@ def step_vm(state: State, vm_id: int, world: World, policy: Policy) -> None:
     vm = state.vms.get(vm_id)
     if vm is None or vm.quarantined:
         return
-    latest = world.latest(vm.source)
+    place = _place_to_go_by(vm, world)
+    latest = world.latest(place.source)
     if vm.state is V.DELETING:
         _step_deleting(state, vm, world)
     elif vm.state is V.ORPHAN:
         _step_orphan(state, vm, world)
-    elif latest is None or vm.host not in latest.value.hosts:
-        _step_out_of_sight(state, vm, latest, world, policy)
+    elif left := _place_left(state, vm, world):
+        _leave(state, vm, left, world)
+    elif latest is None or place.host not in latest.value.hosts:
+        _step_out_of_sight(state, vm, place, world, policy)
     elif vm.state is V.LOST:
         _find_again(state, vm, world)
     elif vm.leaving:
@@ -92,14 +170,51 @@ def step_vm(state: State, vm_id: int, world: World, policy: Policy) -> None:
         _step_in_sight(state, vm, latest, world, policy)
 
 
+def _place_to_go_by(vm: Vm, world: World) -> Place:
+    """Of a VM at two places, the one where it goes on. If it is shown to go on at neither, it may be at the one that is
+    out of sight; but one that is to end can be ended at the one in sight."""
+    if len(vm.places) == 1:
+        return vm.place
+
+    def rank(place: Place) -> tuple[bool, bool]:
+        seen = world.at(vm, place)
+        return seen is None or not seen.runs, world.shows(place) is not vm.leaving
+
+    return min(vm.places, key=rank)
+
+
+def _place_left(state: State, vm: Vm, world: World) -> Place | None:
+    """Of a VM at two places, one where it surely is no more. If an effect is to bring it to one of them, or to end it
+    there, its absence counts only after that."""
+    if len(vm.places) == 1:
+        return None
+    never = inf if vm.state in ACTING_VMS else vm.since
+    since = max(world.ended_at(vm.key, never), vm.since)
+    return next((place for place in vm.places if _is_off(state, vm, place, since, world)), None)
+
+
+def _leave(state: State, vm: Vm, left: Place, world: World) -> None:
+    """It is at its other place alone, which keeps its claim. If it is not shown to go on there, it is lost until that
+    place tells what has become of it."""
+    why = f"host {left.host} is off" if state.is_fenced(left.host) else f"it is not on host {left.host} any more"
+    there = replace(vm, places=tuple(place for place in vm.places if place is not left))
+    seen, free = world.vm(there), [ClaimKey(vm.key, left.host)]
+    if (seen is not None and seen.runs) or vm.leaving or vm.state is V.LOST:
+        state.move(Change(there, Event.PLACE_LEFT, why), free=free)
+    else:
+        state.move(Change(replace(there, state=V.LOST), Event.LOST, why), free=free)
+
+
 def vm_rests(state: State, vm: Vm, world: World) -> bool:
     """Whether nothing moves the VM until it, its attempt, its offer, its source or what its source shows of it changes:
     neither time nor another observation that shows the same."""
-    latest = world.latest(vm.source)
+    latest = world.latest(vm.place.source)
     if vm.quarantined:
         return True
     if vm.state is V.DELETING:  # that its node is shown no more is a change of the VM
         return world.scheduler is None or vm.name in world.scheduler.value.nodes
+    if len(vm.places) > 1:
+        return False
     if latest is None or vm.host not in latest.value.hosts:
         # That a source has been silent for long is a change of the source.
         return not (vm.leaving and state.is_fenced(vm.host)) and (latest is None or vm.state is V.LOST)
@@ -107,18 +222,18 @@ def vm_rests(state: State, vm: Vm, world: World) -> bool:
     return vm.state is V.SERVING and seen is not None and seen.condition is not VmCondition.DEAD
 
 
-def _step_out_of_sight(state: State, vm: Vm, latest: Seen[HypervisorView] | None, world: World, policy: Policy) -> None:
+def _step_out_of_sight(state: State, vm: Vm, place: Place, world: World, policy: Policy) -> None:
     """Its host is not shown, or its source is unknown. Nothing is concluded about the VM itself. It no longer counts
     for its job once the source has answered without its host, or has been unknown for long."""
-    if state.is_fenced(vm.host):
+    if state.is_fenced(place.host):
         if vm.leaving:
             _step_leaving(state, vm, world)
         return
-    observation = world.sources.get(vm.source)
+    observation = world.sources.get(place.source)
     if vm.state is V.LOST or observation is None:
         return
-    if latest is not None or state.now - observation.since > policy.silence:
-        why = f"host {vm.host} is out of reach"
+    if observation.latest is not None or state.now - observation.since > policy.silence:
+        why = f"host {place.host} is out of reach"
         state.move(Change(replace(vm, state=V.LOST), Event.LOST, why))
 
 
@@ -137,7 +252,7 @@ def _find_again(state: State, vm: Vm, world: World) -> None:
         state.move(Change(replace(vm, state=V.SERVING, reason=""), Event.FOUND, "its job runs on"))
     elif not tied:
         why = f"host {vm.host} was out of reach"
-        state.move(Change(replace(vm, state=V.ENDING, reason=why), Event.FOUND))
+        state.move(end_vm(vm, Event.FOUND, why))
 
 
 def _step_in_sight(state: State, vm: Vm, latest: Seen[HypervisorView], world: World, policy: Policy) -> None:
@@ -154,18 +269,18 @@ def _step_in_sight(state: State, vm: Vm, latest: Seen[HypervisorView], world: Wo
     attempt = state.attempt_of(vm)
     to_join = vm.pool is Depth.JOINED and vm.is_spare
     if vm.state is V.PARKED and (to_join or (attempt is not None and attempt.state is AttemptState.SPAWNING)):
-        state.move(Change(replace(vm, state=V.STARTING), Event.START))
+        state.move(start_vm(vm))
     elif vm.state is V.STARTING:
         _step_starting(state, vm, seen, world, policy)
     elif vm.state is V.RETIRING and state.offer_of(vm) in (OfferState.CLOSED, None):
-        state.move(Change(replace(vm, state=V.RELEASING), Event.RELEASED, vm.reason))
+        state.move(release_vm(vm, vm.reason))
 
 
 def _step_planned(state: State, vm: Vm, seen: VmSeen | None, began: float, world: World, policy: Policy) -> None:
     ended = world.ended_at(vm.key, vm.since)
     if seen is None and vm.key in state.unmade:
         why = "the daemon was restarted before it was made"  # no failure of its image
-        state.move(Change(replace(vm, state=V.ENDING, reason=why), Event.RELEASED, why))
+        state.move(end_vm(vm, Event.RELEASED, why))
         return
     state.unmade.discard(vm.key)
     if seen is not None and seen.condition not in (VmCondition.MAKING, VmCondition.DEAD):
@@ -180,18 +295,17 @@ def _step_planned(state: State, vm: Vm, seen: VmSeen | None, began: float, world
 
 
 def _fail(state: State, vm: Vm, why: str, world: World, policy: Policy) -> None:
-    state.move(*failing(state, vm, Event.FAILED, why, world, policy))
+    state.move(*fail_vm(state, vm, Event.FAILED, why, world, policy))
 
 
 def _step_dead(state: State, vm: Vm, why: str, world: World, policy: Policy) -> None:
     """The job is unpinned first: while it may be tied to the node, the node stays."""
     if vm.state is V.STARTING:
-        state.move(*failing(state, vm, Event.DIED, why, world, policy))
-        return
-    tied = vm.state in (V.JOINED, V.SERVING, V.DEAD) and _job_is_pinned(state, vm, world)
-    target = V.DEAD if tied else V.ENDING
-    if vm.state is not target:
-        state.move(Change(replace(vm, state=target, reason=why), Event.DIED, why))
+        state.move(*fail_vm(state, vm, Event.DIED, why, world, policy))
+    elif vm.state not in (V.JOINED, V.SERVING, V.DEAD) or not _job_is_pinned(state, vm, world):
+        state.move(end_vm(vm, Event.DIED, why))
+    elif vm.state is not V.DEAD:
+        state.move(Change(replace(vm, state=V.DEAD, reason=why), Event.DIED, why))
 
 
 def _job_is_pinned(state: State, vm: Vm, world: World) -> bool:
@@ -234,19 +348,14 @@ def _step_leaving(state: State, vm: Vm, world: World) -> None:
         return
     since = max(ended, vm.since)
     node_is_gone = vm.name not in world.scheduler.value.nodes and world.node_began(vm.name) > since
-    off = _is_off_its_host(state, vm, since, world)
+    off = len(vm.places) == 1 and _is_off(state, vm, vm.place, since, world)
     if off and node_is_gone:
-        state.move(Change(replace(vm, state=V.GONE), Event.ABSENT), *_end_offer(state, vm), free=[vm.key])
+        state.move(Change(replace(vm, state=V.GONE), Event.ABSENT), free=vm.claim_keys)
     elif off and vm.state in (V.REMOVING, V.RELEASING) and _only_its_node_is_left(state, vm, since, world):
         left = Change(replace(vm, state=V.DELETING), Event.NODE_LEFT, "its node is still to be deleted")
-        state.move(left, *_end_offer(state, vm), free=[vm.key])
+        state.move(left, free=vm.claim_keys)
     elif vm.state is V.ENDING and _jobs_began(state, vm, world) > since and not _may_be_needed(state, vm, world):
         state.move(Change(replace(vm, state=V.REMOVING), Event.NODE_FREE, "no job is on its node"))
-
-
-def _end_offer(state: State, vm: Vm) -> list[Change]:
-    offer = state.offers.get(vm.id)
-    return [Change(replace(offer, state=OfferState.ENDED), Event.ABSENT)] if offer else []
 
 
 def _only_its_node_is_left(state: State, vm: Vm, since: float, world: World) -> bool:
@@ -295,31 +404,34 @@ def may_take_job(state: State, vm: Vm, world: World) -> bool:
     node = world.scheduler.value.nodes.get(vm.name)
     if node is not None and node.state not in (NodeState.SILENT, NodeState.JOINING):
         return not node.is_unusable or world.node_began(vm.name) <= vm.since
-    return not _is_off_its_host(state, vm, world.ended_at(vm.key, float("inf")), world)
+    since = world.ended_at(vm.key, inf)
+    return not all(_is_off(state, vm, place, since, world) for place in vm.places)
 
 
 def _is_occupied(vm: Vm, world: World) -> bool:
     return world.scheduler is not None and vm.name in world.scheduler.value.occupied
 
 
-def _is_off_its_host(state: State, vm: Vm, since: float, world: World) -> bool:
-    latest = world.latest(vm.source)
-    if latest is None or vm.host not in latest.value.hosts:
-        return state.is_fenced(vm.host)
-    return latest.began > since and vm.name not in latest.value.vms
+def _is_off(state: State, vm: Vm, place: Place, since: float, world: World) -> bool:
+    """Whether nothing of its name is at one of its places, as observed since then."""
+    latest = world.latest(place.source)
+    if latest is None or place.host not in latest.value.hosts:
+        return state.is_fenced(place.host)
+    seen = latest.value.vms.get(vm.name)
+    return latest.began > since and (seen is None or seen.host != place.host)
 
 
 def _step_orphan(state: State, vm: Vm, world: World) -> None:
     """A VM that no record explained is kept while a job is, or may be, on its node, until it dies, its host is fenced
     or an operator decides. An idle one is released after a second observation. While its host is out of sight nothing
     is concluded, and a job that was seen on it does not start elsewhere."""
-    latest = world.latest(vm.source)
+    latest = world.latest(vm.place.source)
     if latest is None or vm.host not in latest.value.hosts or latest.began <= vm.since:
         return
     seen = world.vm(vm)
     if seen is None or seen.condition is VmCondition.DEAD:
         why = (seen.reason if seen else "") or "the VM died"
-        state.move(Change(replace(vm, state=V.ENDING, reason=why), Event.DIED, why))
+        state.move(end_vm(vm, Event.DIED, why))
         return
     if world.scheduler is None:
         return
@@ -329,7 +441,7 @@ def _step_orphan(state: State, vm: Vm, world: World) -> None:
         if job_id not in ("", vm.job_id):
             state.move(Change(replace(vm, job_id=job_id), Event.NOTED, f"job {job_id} is on it"))
     elif began > vm.since + OFFER_TERM:
-        state.move(Change(replace(vm, state=V.RELEASING), Event.RELEASED, "no job is on it"))
+        state.move(release_vm(vm, "no job is on it"))
 
 
 def _job_on(view: SchedulerView, name: str) -> str:

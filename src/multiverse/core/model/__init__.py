@@ -7,7 +7,6 @@ Memory and disk are MiB, times are seconds, processors are counts of vCPUs. Mono
 from multiverse.core.model.host import (
     OFF_STATES,
     Claim,
-    ClaimKey,
     DiskCost,
     Drain,
     Host,
@@ -50,7 +49,7 @@ from multiverse.core.model.job import (
     SchedulerPart,
     SchedulerView,
 )
-from multiverse.core.model.keys import Key, RowKind
+from multiverse.core.model.keys import ClaimKey, Key, RowKind
 from multiverse.core.model.lease import (
     COMING_LEASES,
     GIVEN_UP_LEASES,
@@ -88,6 +87,8 @@ from multiverse.core.model.vm import (
     FAILED_STATES,
     LEAVING_STATES,
     UPCOMING_STATES,
+    Fault,
+    Place,
     Stage,
     Vm,
     VmCondition,
@@ -128,6 +129,7 @@ __all__ = [
     "DiskCost",
     "Drain",
     "EqualHosts",
+    "Fault",
     "Forecast",
     "GuestFile",
     "Host",
@@ -165,6 +167,7 @@ __all__ = [
     "Overcommitment",
     "PilotSeen",
     "PilotState",
+    "Place",
     "Placement",
     "Reach",
     "Request",

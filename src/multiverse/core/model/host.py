@@ -8,7 +8,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import NamedTuple
 
-from multiverse.core.model.keys import Key
+from multiverse.core.model.keys import ClaimKey, Key
 from multiverse.core.model.sizes import CloneKind, Size
 from multiverse.core.model.template import TemplateKey, TemplateSeen
 from multiverse.core.model.usage import Load
@@ -213,16 +213,9 @@ class HypervisorView:
     templates: Mapping[TemplateKey, TemplateSeen] = field(default_factory=lambda: MappingProxyType({}))
 
 
-class ClaimKey(NamedTuple):
-    """Names a claim. A VM that moves holds two, in two domains."""
-
-    owner: Key
-    domain: str
-
-
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Capacity that one row holds in one capacity domain: a host, or a cloud's quota."""
+    """Capacity that one row holds in one capacity domain."""
 
     owner: Key
     domain: str

@@ -317,8 +317,8 @@ class Attempt:
     """
 
     id: int
-    version: int
-    state: AttemptState
+    version: int = field(default=0, kw_only=True)
+    state: AttemptState = field(default=AttemptState.QUEUED, kw_only=True)
     since: float
     job: JobRef
     job_name: str
@@ -361,16 +361,3 @@ class Attempt:
     def ran_for(self, seconds: float) -> Attempt:
         """Itself after its job has run for so long."""
         return replace(self, short_runs=self.short_runs + 1 if seconds < SHORT_RUN else 0)
-
-    def returning(self, reason: str, *, failed: bool = False) -> Attempt:
-        """Itself on its way out, its job to go back to the gate; `failed` counts as a try that failed."""
-        tries = self.tries + failed
-        return replace(self, state=AttemptState.RETURNING, outcome="requeued", reason=reason, tries=tries, note="")
-
-    def revoking(self, outcome: Outcome, reason: str) -> Attempt:
-        """Itself on its way out, its job to be cancelled."""
-        return replace(self, state=AttemptState.REVOKING, outcome=outcome, reason=reason, note="", quarantined="")
-
-    def reclaiming(self, outcome: Outcome, reason: str) -> Attempt:
-        """Itself on its way out, its job over or started anew by the scheduler."""
-        return replace(self, state=AttemptState.RECLAIMING, outcome=outcome, reason=reason, note="", quarantined="")

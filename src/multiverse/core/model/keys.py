@@ -16,3 +16,11 @@ class Key(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.kind} {self.id}"
+
+
+class ClaimKey(NamedTuple):
+    """Names a claim: whose it is, and in which capacity domain, a host or a cloud's quota. A VM at two places holds
+    two."""
+
+    owner: Key
+    domain: str

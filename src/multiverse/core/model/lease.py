@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from math import inf
 
@@ -96,8 +96,8 @@ class Lease:
     """
 
     id: int
-    version: int
-    state: LeaseState
+    version: int = field(default=0, kw_only=True)
+    state: LeaseState = field(default=LeaseState.PLANNED, kw_only=True)
     since: float
     spec: LeaseSpec
     pilot: str = ""
@@ -119,7 +119,3 @@ class Lease:
     def host(self) -> LeasedHost:
         """How its host is reached."""
         return LeasedHost(self.spec, self.pilot, self.node, inf if self.ends is None else self.ends)
-
-    def releasing(self, reason: str) -> Lease:
-        """Itself on its way out, its pilot to be cancelled."""
-        return replace(self, state=LeaseState.RELEASING, reason=reason, quarantined="")

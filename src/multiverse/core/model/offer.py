@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from multiverse.core.model.keys import Key
@@ -21,8 +21,8 @@ class Offer:
     """The offer of one joined spare. `id` is its VM's serial. `uid` is the user whose submission took it, if known."""
 
     id: int
-    version: int
-    state: OfferState
+    version: int = field(default=0, kw_only=True)
+    state: OfferState = field(default=OfferState.OPEN, kw_only=True)
     since: float
     reason: str = ""
     quarantined: str = ""
@@ -31,7 +31,3 @@ class Offer:
     @property
     def key(self) -> Key:
         return Key("offer", self.id)
-
-    def closing(self, reason: str) -> Offer:
-        """Itself, its VM to be taken by no job any more."""
-        return replace(self, state=OfferState.CLOSING, reason=reason)

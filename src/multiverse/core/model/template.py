@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from multiverse.core.model.keys import Key
+from multiverse.core.model.keys import ClaimKey, Key
 from multiverse.core.model.sizes import Size
 
 
@@ -60,8 +60,8 @@ class Template:
     many VMs refer to it is counted from the VM rows. `build` is which build of it is ready, as its host calls it."""
 
     id: int
-    version: int
-    state: TemplateState
+    version: int = field(default=0, kw_only=True)
+    state: TemplateState = field(default=TemplateState.BUILDING, kw_only=True)
     since: float
     host: str
     image: str
@@ -76,6 +76,11 @@ class Template:
     @property
     def key(self) -> Key:
         return Key("template", self.id)
+
+    @property
+    def claim_key(self) -> ClaimKey:
+        """The claim that it holds."""
+        return ClaimKey(self.key, self.host)
 
     @property
     def which(self) -> TemplateKey:

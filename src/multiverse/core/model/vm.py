@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal, NamedTuple
 
-from multiverse.core.model.keys import Key
+from multiverse.core.model.keys import ClaimKey, Key
 from multiverse.core.model.sizes import CloneKind, Depth, Size
 from multiverse.core.model.template import TemplateKey
 
@@ -49,6 +49,11 @@ class VmSeen:
     disk: int = 0
     template_build: str = ""
     template_memory: int = 0
+
+    @property
+    def runs(self) -> bool:
+        """Whether it goes on there, or will once its host has room again."""
+        return self.condition in (VmCondition.RUNNING, VmCondition.PAUSED)
 
 
 class VmRef(NamedTuple):
@@ -113,26 +118,40 @@ UPCOMING_STATES = (VmState.PLANNED, VmState.PARKED, VmState.STARTING)
 """A VM in one of these states is not a node yet."""
 
 
+Fault = Literal["", "host", "job"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a VM is, or may be. `host` is where its capacity is claimed: a host, or a cloud's quota. `source` answers
+    for it there. `template` is the one that it maps there, None if it boots from its image; `template_id` is that
+    template's row, which may end before the VM does, and is negative if no row tells of what an orphan was forked
+    from."""
+
+    host: str
+    source: str = ""
+    template: TemplateKey | None = None
+    template_id: int | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Vm:
     """A VM, from before it exists until it is seen gone.
 
     `size` is the VM's own, `node_size` what its node declares. `pool` says that it was made for a warm pool, and how
-    far; it is a spare until it serves an `attempt`. `template_size` is the size of the template that it is forked from,
-    None if it boots from its image; `account` says whose template that is, and `template_id` is the template's row,
-    which may end before the VM does; it is negative if no row tells of what an orphan was forked from. `host` is where
-    its capacity is claimed: a host, or a cloud's quota. `source` answers for it. `mac` and `address` (with prefix
-    length) are empty until they are known where the hypervisor assigns them. `job_id` is the job that was seen on the
-    node of an orphan, which has no attempt. `fault` says of one that did not come up who is at fault: see
-    `core.avoidance`.
+    far; it is a spare until it serves an `attempt`. `account` says whose template it is forked from. `places` are where
+    it is claimed for: the first one is where it is or is to be, and a second one, which only a VM that moves has, where
+    it may be as well. `mac` and `address` (with prefix length) are empty until they are known where the hypervisor
+    assigns them. `job_id` is the job that was seen on the node of an orphan, which has no attempt. `fault` says of one
+    that did not come up who is at fault: see `core.avoidance`.
     """
 
     id: int  # the serial, except of a VM that was found as an orphan
-    version: int
-    state: VmState
+    version: int = field(default=0, kw_only=True)
+    state: VmState = field(default=VmState.PLANNED, kw_only=True)
     since: float
     name: str
-    host: str
+    places: tuple[Place, ...]
     image: str
     kind: CloneKind
     size: Size
@@ -142,26 +161,43 @@ class Vm:
     attempt: int | None = None
     reason: str = ""
     quarantined: str = ""
-    template_size: Size | None = None
     account: str = ""
-    template_id: int | None = None
     pool: Depth | None = None
-    source: str = ""
     token: str = ""
     job_id: str = ""
-    fault: Literal["", "host", "job"] = ""
+    fault: Fault = ""
 
     @property
     def key(self) -> Key:
         return Key("vm", self.id)
 
     @property
-    def ref(self) -> VmRef:
-        return VmRef(self.name, self.source, self.token)
+    def place(self) -> Place:
+        """Where it is, or is to be."""
+        return self.places[0]
 
     @property
-    def template(self) -> TemplateKey | None:
-        return TemplateKey(self.host, self.image, self.template_size, self.account) if self.template_size else None
+    def host(self) -> str:
+        """The host of that place."""
+        return self.places[0].host
+
+    def place_on(self, host: str) -> Place:
+        """Its place on a host that is one of its places."""
+        return next(place for place in self.places if place.host == host)
+
+    @property
+    def claim_keys(self) -> tuple[ClaimKey, ...]:
+        """The claims that it holds, one for each place."""
+        return tuple(ClaimKey(self.key, place.host) for place in self.places)
+
+    def ref_at(self, place: Place) -> VmRef:
+        """How it is found at one of its places."""
+        return VmRef(self.name, place.source, self.token)
+
+    @property
+    def ref(self) -> VmRef:
+        """How it is found where it is."""
+        return self.ref_at(self.place)
 
     @property
     def feature(self) -> str:

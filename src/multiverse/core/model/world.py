@@ -17,7 +17,7 @@ from multiverse.core.model.lease import Lease
 from multiverse.core.model.offer import Offer
 from multiverse.core.model.sizes import CloneKind
 from multiverse.core.model.template import Template
-from multiverse.core.model.vm import Vm, VmSeen
+from multiverse.core.model.vm import Place, Vm, VmSeen
 
 Row = Attempt | Vm | Template | Offer | KnownHost | Lease
 
@@ -116,12 +116,24 @@ class World:
         """The source of each host in sight."""
         return {host: source for source, view in self.views.items() for host in view.hosts}
 
-    def vm(self, vm: Vm) -> VmSeen | None:
-        """The VM as its source shows it. None if the source does not show it, or is unknown. A VM with another token is
-        another VM; a row or a VM of a release without tokens has none."""
-        latest = self.latest(vm.source)
+    def shows(self, place: Place) -> bool:
+        """Whether the host of a place is in sight."""
+        latest = self.latest(place.source)
+        return latest is not None and place.host in latest.value.hosts
+
+    def at(self, vm: Vm, place: Place) -> VmSeen | None:
+        """The VM as it is shown at one of its places. None if it is not, or if the source there is unknown. A VM with
+        another token is another VM; a row or a VM of a release without tokens has none."""
+        latest = self.latest(place.source)
         seen = latest.value.vms.get(vm.name) if latest else None
-        return seen if seen is None or not vm.token or seen.token in ("", vm.token) else None
+        if seen is None or seen.host != place.host:
+            return None
+        return seen if not vm.token or seen.token in ("", vm.token) else None
+
+    def vm(self, vm: Vm) -> VmSeen | None:
+        """The VM at the place where it goes on or, if it is shown to go on nowhere, at the first one that shows it."""
+        shown = [seen for place in vm.places if (seen := self.at(vm, place)) is not None]
+        return next((seen for seen in shown if seen.runs), shown[0] if shown else None)
 
     def user_known_since(self, uid: int) -> float:
         """Since when the name service has known the user; infinity while it does not say so."""

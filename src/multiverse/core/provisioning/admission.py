@@ -43,6 +43,9 @@ from functools import partial
 from math import inf
 
 from multiverse.core.expansion import why_stays
+from multiverse.core.machines.attempt import admit_attempt, revoke_attempt
+from multiverse.core.machines.offer import withdraw_offer
+from multiverse.core.machines.vm import plan_vm, take_vm
 from multiverse.core.model import (
     LEAVING_STATES,
     WAITING_STATES,
@@ -80,10 +83,10 @@ from multiverse.core.provisioning.pacing import Parent
 from multiverse.core.provisioning.permitted import others_on
 from multiverse.core.provisioning.reasons import PASSED_OVER, FirstReasons
 from multiverse.core.provisioning.sizes import template_claim, vm_claims
-from multiverse.core.provisioning.spares import joined_for, withdraw
+from multiverse.core.provisioning.spares import joined_for
 from multiverse.core.provisioning.templates import node_request
 from multiverse.core.quarantine import quarantine_on_error
-from multiverse.core.transition import Change, Event
+from multiverse.core.transition import Event
 
 LOOK_AGAIN = 5.0
 """Seconds after which jobs are considered again that could not go ahead of the first one, though no row has changed."""
@@ -276,10 +279,9 @@ class Admission:
         if offer is not None and offer.state in (OfferState.OPEN, OfferState.CLOSING):
             self.promised.add(vm.id)
             if offer.state is OfferState.OPEN:
-                withdraw(self.state, offer, f"job {attempt.job.job_id} is to have it")
+                self.state.move(withdraw_offer(offer, f"job {attempt.job.job_id} is to have it"))
             return
-        taken = replace(vm, attempt=attempt.id)
-        self._admit(replace(attempt, pin=vm.feature), Choice(CloneKind.INSTANT), [taken], [], ahead)
+        self._admit(replace(attempt, pin=vm.feature), Choice(CloneKind.INSTANT), [vm], [], ahead)
 
     def _is_turn_over(self, attempt: Attempt) -> bool:
         """Case 10: whether as many VMs are being made as may be made at once."""
@@ -414,20 +416,19 @@ class Admission:
         vms = (*taken, *made)
         before = "".join(f", {vm.pool} before" for vm in taken[:1])
         story = describe(choice, vms, before + placed_by(self.context, attempt, choice, made)) + ahead
-        admitted = replace(attempt, state=AttemptState.CLAIMED, note="", choice=story)
         self.state.move(
-            Change(admitted, Event.ADMITTED, story),
-            *(Change(vm, Event.TAKEN, f"by job {attempt.job.job_id}") for vm in taken),
-            *(Change(vm, Event.PLANNED) for vm in made),
-            free=[vm.key for vm in taken],
+            admit_attempt(attempt, story),
+            *(take_vm(vm, attempt, f"by job {attempt.job.job_id}") for vm in taken),
+            *map(plan_vm, made),
+            free=[key for vm in taken for key in vm.claim_keys],
             make=claims_of(self.context, vms),
         )
 
     def _revoke(self, attempt: Attempt, reason: str) -> None:
         if attempt.origin:  # it needs no VM: it waits for physical nodes, as it was submitted
             self.queue.set_aside(attempt.id, reason)
-            return
-        self.state.move(Change(attempt.revoking("revoked", reason), Event.IMPOSSIBLE, reason))
+        else:
+            self.state.move(revoke_attempt(attempt, "revoked", Event.IMPOSSIBLE, reason))
 
     def _block(self, attempt: Attempt, blockage: Blockage, why: str, own: str = "") -> None:
         """This attempt waits for capacity, and so do those behind it. Its user is told its `own` reason."""

@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from multiverse.core.machines.template import adopt_template, lose_template
+from multiverse.core.machines.vm import adopt_vm
 from multiverse.core.model import (
     Claim,
     CloneKind,
     Host,
     HypervisorView,
+    Place,
     Size,
     Template,
     TemplateCondition,
@@ -29,7 +32,6 @@ from multiverse.core.model import (
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.sizes import template_claim
 from multiverse.core.state import State
-from multiverse.core.transition import Change, Event
 
 WHY = "it was found on its host, and no record explained it"
 
@@ -74,10 +76,10 @@ def _make_orphan(context: Context, vm: Vm) -> None:
     """Its claim grows to what it has."""
     seen, host = context.world.vm(vm), context.in_sight.get(vm.host)
     size = (seen.size if seen else None) or vm.size
-    orphan = replace(vm, state=VmState.ORPHAN, pool=None, size=size)
+    orphan = replace(vm, pool=None, size=size)
     claims = [Claim(vm.key, vm.host, _claim_of(size, seen, host))] if seen and host else []
     why = "it serves, or served, a job of which no record tells"
-    context.state.move(Change(orphan, Event.FOUND, why), make=claims, free=[vm.key] if claims else ())
+    context.state.move(adopt_vm(orphan, why), make=claims, free=vm.claim_keys if claims else ())
 
 
 def _claim_of(size: Size, seen: VmSeen, host: Host) -> Size:
@@ -90,27 +92,25 @@ def _drop_earlier_build(state: State, which: TemplateKey, seen: TemplateSeen) ->
     beside the new one's as long as they live (`capacity.left_behind`)."""
     row = state.template_for(which)
     if row is not None and row.state is TemplateState.READY and row.build and seen.build not in ("", row.build):
-        state.move(
-            Change(replace(row, state=TemplateState.ABSENT), Event.VANISHED, "it was built anew"), free=[row.key]
-        )
+        state.move(lose_template(row, "it was built anew"), free=[row.claim_key])
 
 
-def _template_of(
-    context: Context, serial: int, seen: VmSeen, shown: Mapping[TemplateKey, TemplateSeen]
-) -> tuple[int | None, Size | None]:
-    """The number of the template that a VM was forked from, and its size. If no row is that of its build, the VMs of
-    this build have a number that no row has, the serial of one of them made negative: so the build's memory is counted
-    once, as that of a template whose row has ended."""
-    state, build = context.state, seen.template_build
+def _place_of(
+    context: Context, serial: int, source: str, seen: VmSeen, shown: Mapping[TemplateKey, TemplateSeen]
+) -> Place:
+    """Where a VM was found, and which template it was forked from. If no row is that of its build, the VMs of this
+    build have a number that no row has, the serial of one of them made negative: so the build's memory is counted once,
+    as that of a template whose row has ended."""
+    state, host, build = context.state, seen.host, seen.template_build
     if not build:
-        return None, None
-    for row in state.templates_on(seen.host):
+        return Place(host, source)
+    for row in state.templates_on(host):
         if row.build == build or (row.which in shown and shown[row.which].build == build):
-            return row.id, row.size
-    for vm in state.vms_on(seen.host):
-        if vm.template_id is not None and (other := context.world.vm(vm)) and other.template_build == build:
-            return vm.template_id, vm.template_size
-    return -serial, Size(0, seen.template_memory)
+            return Place(host, source, row.which, row.id)
+    for place, vm in ((vm.place_on(host), vm) for vm in state.vms_on(host)):
+        if place.template and (other := context.world.at(vm, place)) and other.template_build == build:
+            return place
+    return Place(host, source, TemplateKey(host, "", Size(0, seen.template_memory)), -serial)
 
 
 def _adopt_vm(context: Context, source: str, seen: VmSeen, shown: Mapping[TemplateKey, TemplateSeen]) -> None:
@@ -119,38 +119,29 @@ def _adopt_vm(context: Context, source: str, seen: VmSeen, shown: Mapping[Templa
     state.skip_serials(serial_of(seen.name) + 1)
     size = seen.size or policy.base
     serial = state.new_serial()
-    template_id, template_size = _template_of(context, serial, seen, shown)
     has_prefix = not seen.address or "/" in seen.address
     vm = Vm(
         id=serial,
-        version=0,
-        state=VmState.ORPHAN,
         since=state.now,
         name=seen.name,
-        host=seen.host,
+        places=(_place_of(context, serial, source, seen, shown),),
         image="",
         kind=CloneKind.FULL,
         size=size,
         node_size=size,
         mac=seen.mac,
         address=seen.address if has_prefix else f"{seen.address}/{policy.subnet.prefixlen}",
-        source=source,
         token=seen.token,
-        template_id=template_id,
-        template_size=template_size,
     )
     claim = Claim(vm.key, seen.host, _claim_of(size, seen, context.in_sight[seen.host]))
-    state.move(Change(vm, Event.FOUND, WHY), make=[claim])
+    state.move(adopt_vm(vm, WHY), make=[claim])
 
 
 def _adopt_template(context: Context, source: str, seen: TemplateSeen) -> None:
-    """A template that is being built holds memory already. Its row lets the build be finished."""
+    """A template that is being built holds memory already."""
     state = context.state
-    ready = seen.condition is TemplateCondition.READY
     template = Template(
         id=state.new_template_id(),
-        version=0,
-        state=TemplateState.READY if ready else TemplateState.BUILDING,
         since=state.now,
         host=seen.host,
         image=seen.image,
@@ -160,4 +151,5 @@ def _adopt_template(context: Context, source: str, seen: TemplateSeen) -> None:
         build=seen.build,
     )
     claim = Claim(template.key, seen.host, template_claim(seen.size, context.in_sight[seen.host], seen.image))
-    state.move(Change(template, Event.FOUND, WHY), make=[claim])
+    found = adopt_template(template, WHY, ready=seen.condition is TemplateCondition.READY)
+    state.move(found, make=[claim])

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from math import ceil, inf
 
 from multiverse.core.free import changed
+from multiverse.core.machines.attempt import overtake_attempt
 from multiverse.core.model import Attempt, AttemptState, CloneKind, Job, Size, TemplateKey, TemplateState
 from multiverse.core.policy import Backfill
 from multiverse.core.provisioning.capacity import Room
@@ -29,7 +30,6 @@ from multiverse.core.provisioning.limits import Release, claimed, ends_by, relea
 from multiverse.core.provisioning.sizes import template_claim, vm_claims
 from multiverse.core.provisioning.templates import node_request, template_key
 from multiverse.core.slots import HostSlots, Slot, SlotTable
-from multiverse.core.transition import Change, Event
 
 _LATER = 60.0
 """Seconds by which the first job may have to wait longer than its user was told before it is told anew."""
@@ -156,9 +156,8 @@ class Overtaking:
         """The attempt was admitted ahead of the first one: count that where nobody knows when that one starts."""
         state, first = self.context.state, self._first
         if self.reservation.at == inf and state.attempts[attempt.id].state is AttemptState.CLAIMED:
-            overtaken = replace(first, overtaken=first.overtaken + 1)
-            often = f"{overtaken.overtaken} of {self.limits.overtakes} times"
-            state.move(Change(overtaken, Event.OVERTAKEN, f"by job {attempt.job.job_id}, {often}"))
+            often = f"{first.overtaken + 1} of {self.limits.overtakes} times"
+            state.move(overtake_attempt(first, f"by job {attempt.job.job_id}, {often}"))
 
     def ends_in_time(self, attempt: Attempt, kind: CloneKind) -> bool:
         """Whether the attempt's VMs, made now, are gone when the first job is to start."""

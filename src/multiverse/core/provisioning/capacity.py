@@ -15,8 +15,10 @@ from typing import TypeVar
 from multiverse.core.free import ByHost, Free, FreeIndex, HostGroup, Order, Part, changed, fits, how_many
 from multiverse.core.model import (
     Claim,
+    ClaimKey,
     Host,
     Key,
+    Place,
     Request,
     Size,
     Template,
@@ -325,7 +327,8 @@ def room_of(context: Context, *, without: Collection[Key] = ()) -> Room:
     room = Room.of(index_of(context)).copy()
     state = context.state
     touched = {key.domain for owner in without for key in state.claims_of(owner)}
-    touched |= {row.host for owner in without if isinstance(row := state.get(owner), Vm)}
+    vms = (row for owner in without if isinstance(row := state.get(owner), Vm))
+    touched |= {place.host for vm in vms for place in vm.places}
     for name in sorted(touched & context.in_sight.keys()):
         _refresh(context, room, name, without)
     return room
@@ -356,7 +359,7 @@ def _refresh(context: Context, room: Room, name: str, without: Collection[Key] =
     state, host, policy = context.state, context.in_sight[name], context.policy
     claims = state.claims_in(name)
     vms = state.vms_on(name)
-    mapped = left_behind((vm for vm in vms if vm.key not in without), state.templates)
+    mapped = left_behind((vm.place_on(name) for vm in vms if vm.key not in without), state.templates)
     whole = Size(claimable_cpus(host), host.capacity.memory, claimable_disk(host), host.capacity.net)
     free = _less(whole, *(
         claim.size for claim in (*(one for one in claims if one.owner not in without), *mapped)
@@ -365,10 +368,10 @@ def _refresh(context: Context, room: Room, name: str, without: Collection[Key] =
     if host.overcommit.memory > 1 and host.available > 0:
         coming = 0
         for claim in claims:
-            held, settled = held_by(state, claim.owner, context.world, policy)
+            held, settled = held_by(state, claim.key, context.world, policy)
             gone = claim.owner in without
             coming += -int(held) if gone else yet_to_come(claim.size, held, settled=settled)
-        for claim in left_behind(vms, state.templates):
+        for claim in left_behind((vm.place_on(name) for vm in vms), state.templates):
             coming -= claim.size.memory if claim not in mapped else 0
         free, tight = overcommitted(host, free, coming)
     room.set(name, free, tight=tight, full=short_of_disk(host))
@@ -416,11 +419,11 @@ def _less(size: Size, *taken: Size) -> Free:
     return [have - sum(of_each) for have, *of_each in zip(size.amounts, *(one.amounts for one in taken), strict=True)]
 
 
-def held_by(state: State, owner: Key, world: World, policy: Policy) -> tuple[float, bool]:
-    """MiB that a row holds of its host's machine, and whether that has settled. A VM on its way out may yet take the
-    rest of its claim, for its end may be long in coming."""
-    match row := state.get(owner):
-        case Vm() if (vm := world.vm(row)) is not None:
+def held_by(state: State, claim: ClaimKey, world: World, policy: Policy) -> tuple[float, bool]:
+    """MiB that the owner of a claim holds there of the host's machine, and whether that has settled. A VM on its way
+    out may yet take the rest of its claim, for its end may be long in coming."""
+    match row := state.get(claim.owner):
+        case Vm() if (vm := world.at(row, row.place_on(claim.domain))) is not None:
             settled = vm.private > 0 and row.state is VmState.SERVING and state.now - row.since >= policy.settle
             return vm.private, settled
         case Template() if (latest := world.latest(row.source)) and (seen := latest.value.templates.get(row.which)):
@@ -429,13 +432,13 @@ def held_by(state: State, owner: Key, world: World, policy: Policy) -> tuple[flo
             return 0.0, False
 
 
-def left_behind(vms: Iterable[Vm], templates: Mapping[int, Template]) -> list[Claim]:
-    """What templates hold whose rows have ended, because they were dropped or their image was built anew: their VMs map
-    their memory to the end. That memory exists once then, however often a template is held."""
+def left_behind(places: Iterable[Place], templates: Mapping[int, Template]) -> list[Claim]:
+    """What templates hold whose rows have ended, because they were dropped or their image was built anew: the VMs at
+    these places map their memory to the end. That memory exists once then, however often a template is held."""
     gone = {
-        vm.template_id: Claim(Key("template", vm.template_id), vm.host, Size(0, vm.template_size.memory, 0))
-        for vm in vms
-        if vm.template_id is not None and vm.template_size and vm.template_id not in templates
+        id_: Claim(Key("template", id_), place.host, Size(0, place.template.size.memory, 0))
+        for place in places
+        if (id_ := place.template_id) is not None and place.template and id_ not in templates
     }
     return [claim for _, claim in sorted(gone.items())]
 

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from multiverse.core.free import ByHost
+from multiverse.core.machines.attempt import replace_vms, return_attempt
+from multiverse.core.machines.vm import plan_vm
 from multiverse.core.model import (
     Attempt,
     AttemptState,
@@ -19,6 +21,7 @@ from multiverse.core.model import (
     CloneKind,
     Depth,
     Host,
+    Place,
     Size,
     TemplateKey,
     TemplateState,
@@ -47,7 +50,7 @@ from multiverse.core.provisioning.templates import (
     wish_of,
 )
 from multiverse.core.rows import VmsMissing
-from multiverse.core.transition import Change, Event
+from multiverse.core.transition import Event
 
 # --- the kind of clone -----------------------------------------------------------------------------
 
@@ -146,7 +149,7 @@ def choose_kind(context: Context, attempt: Attempt, forking: ByHost[Size]) -> Ch
         return Choice(CloneKind.LINKED, "no host could hold the template beside it")
     wish = wish_of(context, attempt, forking)
     if policy.pools and any(
-        vm.state is VmState.PARKED and wish.is_for(vm.template) and fit_to_serve(context, vm)
+        vm.state is VmState.PARKED and wish.is_for(vm.place.template) and fit_to_serve(context, vm)
         for vm in spares(context.state, Depth.PARKED)
     ):
         return Choice(CloneKind.INSTANT, "one is parked")
@@ -277,15 +280,15 @@ def plan_vms(context: Context, wanted: CloneRequest, hosts: list[str]) -> list[V
         if address is None:
             return None
         fresh[address] = serial
-        template = state.template_for(TemplateKey(name, wanted.image, size, wanted.account)) if instant else None
+        which = TemplateKey(name, wanted.image, size, wanted.account) if instant else None
+        template = state.template_for(which) if which else None
+        place = Place(name, state.source_of(name), which, template.id if template else None)
         vms.append(
             Vm(
                 id=serial,
-                version=0,
-                state=VmState.PLANNED,
                 since=state.now,
                 name=vm_name(state.site, serial),
-                host=name,
+                places=(place,),
                 image=wanted.image,
                 kind=wanted.kind,
                 size=wanted.sizes[name] if wanted.sizes else vm_size(wanted.node, size, host, policy),
@@ -293,11 +296,8 @@ def plan_vms(context: Context, wanted: CloneRequest, hosts: list[str]) -> list[V
                 mac="" if assigned else mac_of(state.site, serial),
                 address=address,
                 attempt=wanted.attempt,
-                template_size=size if instant else None,
                 account=wanted.account,
-                template_id=template.id if template else None,
                 pool=wanted.pool,
-                source=state.source_of(name),
                 token=token_of(state.entropy, serial),
             )
         )
@@ -360,16 +360,8 @@ def supply_missing(context: Context, missing: VmsMissing) -> None:
     vms = plan_vms(context, request_of(context, attempt, choice), chosen) if chosen else None
     if vms is None:
         why = f"{missing.reason}; {'no host has its image' if imageless else 'no room for another VM'}"
-        state.move(Change(attempt.returning(why, failed=missing.counts and not imageless), Event.GAVE_UP, why))
+        state.move(return_attempt(attempt, Event.GAVE_UP, why, failed=missing.counts and not imageless))
         return
     story = describe(choice, vms, placed_by(context, attempt, choice, vms))
-    again = replace(
-        attempt,
-        replaced=attempt.replaced + (missing.count if missing.counts else 0),
-        choice=f"{attempt.choice}; then {story}",
-    )
-    state.move(
-        Change(again, Event.REPLACED, f"{missing.reason}; now {story}"),
-        *(Change(vm, Event.PLANNED) for vm in vms),
-        make=claims_of(context, vms),
-    )
+    again = replace_vms(attempt, missing, story)
+    state.move(again, *(plan_vm(vm) for vm in vms), make=claims_of(context, vms))

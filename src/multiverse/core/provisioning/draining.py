@@ -9,17 +9,15 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import UTC, datetime
 
-from multiverse.core.model import Attempt, TemplateState, VmState
+from multiverse.core.machines.template import drop_template, is_present
+from multiverse.core.model import Attempt, VmState
 from multiverse.core.provisioning.capacity import some
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.limits import ends_by
 from multiverse.core.provisioning.spares import release_spare, spares
-from multiverse.core.transition import Change, Event
 
 SHOWN = 4
 """Of so many hosts that are avoided a sentence says why."""
-
-_PRESENT = (TemplateState.READY, TemplateState.BROKEN, TemplateState.BUILDING)
 
 
 def empty_drained(context: Context) -> None:
@@ -35,9 +33,8 @@ def empty_drained(context: Context) -> None:
     for template in [one for name in sorted(leaving & state.closed) for one in state.templates_on(name)]:
         # A VM that was planned before is still to be forked from it.
         needed = any(vm.state is VmState.PLANNED for vm in state.vms_of_template(template.id))
-        if template.state in _PRESENT and not needed:
-            why = f"host {template.host} is drained"
-            state.move(Change(replace(template, state=TemplateState.RETIRING), Event.DROPPED, why))
+        if is_present(template) and not needed:
+            state.move(drop_template(template, f"host {template.host} is drained"))
 
 
 def for_attempt(context: Context, attempt: Attempt) -> Context:

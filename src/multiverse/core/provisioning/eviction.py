@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
+from multiverse.core.machines.template import drop_template
 from multiverse.core.model import LEAVING_STATES, Attempt, CloneKind, Depth, Size, Template, TemplateState, Vm, VmState
 from multiverse.core.provisioning.capacity import room_of
 from multiverse.core.provisioning.clones import may_fork
@@ -12,7 +12,6 @@ from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.permitted import Limit, Open, any_number
 from multiverse.core.provisioning.spares import release_spare, spares
 from multiverse.core.provisioning.templates import TemplateWish, could_hold, template_sizes, wish_of
-from multiverse.core.transition import Change, Event
 
 
 def release_spares(
@@ -47,7 +46,8 @@ def retire_a_template(context: Context, attempt: Attempt) -> None:
         return
     image = context.image_of(attempt)
     # Nobody knows which template an adopted VM maps, and one that is mapped gives no memory back.
-    adopted = {vm.host for vm in state.vms_in(VmState.ORPHAN, *LEAVING_STATES) if not vm.image}
+    unknown = (vm for vm in state.vms_in(VmState.ORPHAN, *LEAVING_STATES) if not vm.image)
+    adopted = {place.host for vm in unknown for place in vm.places}
     idle = sorted(
         (
             template
@@ -73,7 +73,7 @@ def retire_a_template(context: Context, attempt: Attempt) -> None:
     in_the_way = (t for t in idle if not (mine and mine.is_for(t.which)) and not is_busy(t.host))
     spare = next(unwanted, None) or next(in_the_way, None)
     if spare:
-        state.move(Change(replace(spare, state=TemplateState.RETIRING), Event.DROPPED, "its memory is needed"))
+        state.move(drop_template(spare, "its memory is needed"))
 
 
 def wanted_templates(context: Context, attempt: Attempt) -> TemplateWish | None:

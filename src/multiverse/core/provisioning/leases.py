@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from multiverse.core.free import changed
+from multiverse.core.machines.lease import plan_lease, release_lease
 from multiverse.core.model import (
     COMING_LEASES,
     Attempt,
@@ -40,7 +41,7 @@ from multiverse.core.provisioning.sizes import empty_capacity, vm_claims
 from multiverse.core.provisioning.templates import node_request
 from multiverse.core.quarantine import quarantine_on_error
 from multiverse.core.state import State
-from multiverse.core.transition import Change, Event
+from multiverse.core.transition import Event
 
 DEPTH = 100
 """Waiting jobs, the first of the queue, for which hosts are leased."""
@@ -227,7 +228,7 @@ def _request(context: Context, policy: LeasePolicy) -> None:
     # Numbers of VMs and of leases are the same now and then, and their tokens must not be.
     token = token_of(f"{context.state.entropy}/{name}", number)
     spec = LeaseSpec(name, token, policy.partition, policy.size, policy.time_limit, policy.account, policy.user)
-    state.move(Change(Lease(number, 0, LeaseState.PLANNED, state.now, spec), Event.PLANNED, "jobs wait for room"))
+    state.move(plan_lease(Lease(number, state.now, spec), "jobs wait for room"))
 
 
 def _give_back_unneeded(context: Context, lease: Lease, needs: _Needs) -> None:
@@ -237,15 +238,15 @@ def _give_back_unneeded(context: Context, lease: Lease, needs: _Needs) -> None:
     policy = context.policy.lease_from(lease.spec.partition)
     match lease.state:
         case LeaseState.PLANNED | LeaseState.WAITING if not needs.needs(lease):
-            _give_back(state, lease, "no job needs it any more")
+            state.move(release_lease(lease, Event.RELEASED, "no job needs it any more"))
         case LeaseState.IDLE if not state.vms_on(lease.name):
             idle = state.now - lease.since
             kept = lease.name in needs.used and _kept_for_jobs(state, lease, needs.used[lease.name], policy)
             drain = state.drains.get(lease.name)
             if drain is not None and drain.begins <= context.now:
-                _give_back(state, lease, drain.reason or "an operator drained it")
+                state.move(release_lease(lease, Event.RELEASED, drain.reason or "an operator drained it"))
             elif idle >= policy.idle and not kept:
-                _give_back(state, lease, f"it was idle for {policy.idle:g} s")
+                state.move(release_lease(lease, Event.RELEASED, f"it was idle for {policy.idle:g} s"))
 
 
 def _kept_for_jobs(state: State, lease: Lease, used: set[str], policy: LeasePolicy) -> bool:
@@ -255,7 +256,3 @@ def _kept_for_jobs(state: State, lease: Lease, used: set[str], policy: LeasePoli
     built = [one.since for one in templates if one.state is TemplateState.READY]
     builds = any(one.state is TemplateState.BUILDING for one in templates)
     return builds or state.now - max([lease.since, *built]) < PATIENCE * policy.idle
-
-
-def _give_back(state: State, lease: Lease, why: str) -> None:
-    state.move(Change(lease.releasing(why), Event.RELEASED, why))

@@ -111,9 +111,10 @@ def releases_on(context: Context, host: str) -> list[Release]:
         attempt = state.attempt_of(vm)
         steady = at == inf or (vm.state is VmState.SERVING and attempt is not None and attempt.state is A.ALLOCATED)
         found.append(Release(at, claimed(context, vm.key, host), steady))
-        if vm.template_id is not None and vm.template_size and vm.template_id not in state.templates:
-            left_behind[vm.template_id] = max(left_behind[vm.template_id], at)
-            memory[vm.template_id] = vm.template_size.memory
+        place = vm.place_on(host)
+        if (id_ := place.template_id) is not None and place.template and id_ not in state.templates:
+            left_behind[id_] = max(left_behind[id_], at)
+            memory[id_] = place.template.size.memory
     found += (Release(at, Size(0, memory[id_], 0), steady=False) for id_, at in left_behind.items())
     for template in state.templates_on(host):
         if template.state is TemplateState.RETIRING:

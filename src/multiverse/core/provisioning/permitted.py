@@ -39,5 +39,6 @@ def others_on(state: State, attempt: Attempt, taken: Iterable[Vm] = ()) -> Limit
     per_host = attempt.request.per_host
     if not per_host:
         return any_number
-    there = Counter(vm.host for vm in (*(one for one in state.vms_of(attempt) if not one.failed), *taken))
+    vms = (*(one for one in state.vms_of(attempt) if not one.failed), *taken)
+    there = Counter(place.host for vm in vms for place in vm.places)
     return lambda name: per_host - there[name]

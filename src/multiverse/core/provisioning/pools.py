@@ -6,6 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from multiverse.core.avoidance import is_tried
+from multiverse.core.machines.offer import open_offer, withdraw_offer
+from multiverse.core.machines.vm import plan_vm
 from multiverse.core.model import (
     LEAVING_STATES,
     Attempt,
@@ -31,16 +33,13 @@ from multiverse.core.provisioning.spares import (
     is_of,
     is_offered,
     may_offer,
-    open_offer,
     release_spare,
     spare_claim,
     spare_size,
     spares,
     too_old,
-    withdraw,
 )
 from multiverse.core.provisioning.templates import TemplateWish, ask_for_template
-from multiverse.core.transition import Change, Event
 
 _MAKING = (VmState.PLANNED, VmState.STARTING)
 
@@ -86,14 +85,14 @@ def _reconcile_offers(context: Context, blockage: Blockage) -> None:
         offered = is_offered(vm, context.policy)
         if offer is not None and offer.state is OfferState.OPEN:
             if kept or blockage is Blockage.ROOM:
-                withdraw(state, offer, kept.why() if kept else "jobs wait for room")
+                state.move(withdraw_offer(offer, kept.why() if kept else "jobs wait for room"))
             elif not offered:
-                withdraw(state, offer, "its pool offers none")
+                state.move(withdraw_offer(offer, "its pool offers none"))
         elif offer is not None and offer.state is OfferState.CLOSED and offered and not blockage and not kept:
             if not _is_another_changing(context, vm):
                 release_spare(state, vm, "it was withdrawn, and nobody took it")  # another is made and offered
         elif not blockage and not kept and may_offer(context, vm):
-            open_offer(state, vm)
+            state.move(open_offer(vm, state.now))
 
 
 def _is_another_changing(context: Context, spare: Vm) -> bool:
@@ -189,7 +188,8 @@ def _why_unfit(context: Context, vm: Vm) -> str:
 def _why_spent(context: Context, vm: Vm, pool: Pool) -> str:
     """Why the spare is of no use any more; empty if it is of use."""
     state = context.state
-    template, host = state.template_for(vm.template) if vm.template else None, context.hosts.get(vm.host)
+    which, host = vm.place.template, context.hosts.get(vm.host)
+    template = state.template_for(which) if which else None
     if host is not None and vm.image not in host.images:
         return "its image is gone"
     if template is None or template.state is not TemplateState.READY:
@@ -232,6 +232,6 @@ def _refill(context: Context, pool: Pool, lacking: int) -> None:
         if vms is None:
             return
         state.move(
-            *(Change(vm, Event.PLANNED, f"for the {pool.depth} pool of {pool.image}") for vm in vms),
+            *(plan_vm(vm, f"for the {pool.depth} pool of {pool.image}") for vm in vms),
             make=(Claim(vm.key, vm.host, claims[vm.host]) for vm in vms),
         )

@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
+from multiverse.core.machines.offer import withdraw_offer
+from multiverse.core.machines.vm import release_vm, retire_vm
 from multiverse.core.model import (
     Attempt,
     CloneKind,
@@ -18,7 +20,6 @@ from multiverse.core.model import (
     Host,
     NodeSpec,
     NodeState,
-    Offer,
     OfferState,
     Size,
     Vm,
@@ -31,7 +32,6 @@ from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.sizes import parked_claim, vm_claim, vm_size
 from multiverse.core.rows import plus
 from multiverse.core.state import State
-from multiverse.core.transition import Change, Event
 
 Taken = tuple[Vm, Size]
 """A spare as it serves, and what it claims more than before."""
@@ -122,7 +122,8 @@ def parked_for(context: Context, attempt: Attempt, templates: Mapping[str, Size]
         vm
         for vm in spares(context.state, Depth.PARKED)
         if vm.state is VmState.PARKED and vm.image == image and vm.account == request.account
-        if vm.template_size == templates.get(vm.host) and vm.host in context.hosts and fit_to_serve(context, vm)
+        if (vm.place.template and vm.place.template.size) == templates.get(vm.host)
+        if vm.host in context.hosts and fit_to_serve(context, vm)
     ]
     while left and len(found) < request.nodes:
         left.sort(key=lambda vm: (-room.free[vm.host][0], -room.free[vm.host][1], vm.id))
@@ -133,7 +134,7 @@ def parked_for(context: Context, attempt: Attempt, templates: Mapping[str, Size]
         if room.fits(vm.host, more) and mine[vm.host] < request.most_on_a_host(request.nodes):
             mine[vm.host] += 1
             room.take(vm.host, more)
-            found.append((replace(vm, attempt=attempt.id, size=size, node_size=request.size), more))
+            found.append((replace(vm, size=size, node_size=request.size), more))
     return found
 
 
@@ -202,11 +203,11 @@ def release_spare(state: State, vm: Vm, why: str, *, unfit: bool = False) -> Non
         vm = replace(vm, fault="host")
     offer = state.offers.get(vm.id)
     if offer is not None and offer.state in (OfferState.OPEN, OfferState.CLOSING):
-        state.move(Change(replace(vm, state=VmState.RETIRING, reason=why), Event.RETIRED, why))
+        state.move(retire_vm(vm, why))
         if offer.state is OfferState.OPEN:
-            withdraw(state, offer, why)
+            state.move(withdraw_offer(offer, why))
     else:
-        state.move(Change(replace(vm, state=VmState.RELEASING, reason=why), Event.RELEASED, why))
+        state.move(release_vm(replace(vm, reason=why), why))
 
 
 def may_offer(context: Context, vm: Vm) -> bool:
@@ -228,14 +229,3 @@ def named_by_none(image: str, default: str, kind: CloneKind) -> tuple[bool, bool
     """Whether jobs that name no image, and those that name no kind of clone, are served by an instant clone of `image`,
     where these are the site's defaults."""
     return image == default, kind in (CloneKind.INSTANT, CloneKind.AUTO)
-
-
-def open_offer(state: State, vm: Vm) -> None:
-    """Let a job that comes take the spare by itself."""
-    offer = Offer(vm.id, 0, OfferState.OPEN, state.now)
-    state.move(Change(offer, Event.OFFERED, "to jobs as they come"))
-
-
-def withdraw(state: State, offer: Offer, why: str) -> None:
-    """Plan that no job may take the spare by itself any more. It counts as withdrawn when an observation shows it."""
-    state.move(Change(offer.closing(why), Event.WITHDRAWN, why))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from multiverse.core.model import Attempt, AttemptState, Depth, JobRef, Request, Size
+from multiverse.core.model import Attempt, Depth, JobRef, Request, Size
 from multiverse.core.provisioning.capacity import room_of
 from multiverse.core.provisioning.clones import choose_clones, may_fork, on_hosts_making
 from multiverse.core.provisioning.context import Context
@@ -49,7 +49,7 @@ class CapacityUsage:
 
 def startable(context: Context, size: Size, image: str | None = None) -> Startable:
     """How many nodes of a size, and of an image (None: the site's), would start at once."""
-    attempt = Attempt(0, 0, AttemptState.QUEUED, context.state.now, JobRef("", 0), "", 0, Request(1, size, image))
+    attempt = Attempt(0, context.state.now, JobRef("", 0), "", 0, Request(1, size, image))
     choice = choose_clones(context, attempt)
     name, kind = context.image_of(attempt), choice.kind
     able = on_hosts_making(name, kind, choice.sizes)

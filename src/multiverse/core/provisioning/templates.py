@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from multiverse.core.free import ByHost, Part
+from multiverse.core.machines.template import need_template
 from multiverse.core.model import Attempt, Claim, CloneKind, Placement, Size, Template, TemplateKey, TemplateState
 from multiverse.core.provisioning.capacity import Room, every_host
 from multiverse.core.provisioning.context import Context
@@ -14,7 +15,6 @@ from multiverse.core.provisioning.permitted import Open
 from multiverse.core.provisioning.placement import BUILT_IN
 from multiverse.core.provisioning.sizes import NodeRequest, serves_as, template_claim, template_size, vm_claims
 from multiverse.core.rows import plus
-from multiverse.core.transition import Change, Event
 
 
 def could_hold(context: Context, attempt: Attempt, kind: CloneKind, templates: ByHost[Size]) -> bool:
@@ -110,13 +110,11 @@ def wish_of(context: Context, attempt: Attempt, sizes: ByHost[Size]) -> Template
     return TemplateWish(context.image_of(attempt), attempt.request.account, sizes, attempt)
 
 
-def need_template(context: Context, which: TemplateKey, reason: str) -> None:
+def build_template(context: Context, which: TemplateKey, reason: str) -> None:
     """Plan the building of a template, whether it was never there or is broken."""
     state, (host, image, size, account) = context.state, which
     row = state.template_for(which) or Template(
         id=state.new_template_id(),
-        version=0,
-        state=TemplateState.ABSENT,
         since=state.now,
         host=host,
         image=image,
@@ -126,7 +124,7 @@ def need_template(context: Context, which: TemplateKey, reason: str) -> None:
     )
     claimed = state.claims_of(row.key)
     state.move(
-        Change(replace(row, state=TemplateState.BUILDING, reason=""), Event.NEEDED, reason),
+        need_template(row, reason),
         make=[] if claimed else [Claim(row.key, host, template_claim(size, context.hosts.get(host), image))],
     )
 
@@ -158,11 +156,11 @@ def ask_for_template(
     if coming and not (name and beside and _holds_both(context, wish, room, beside, name)):
         name = ""  # more than one at a time are of use only where VMs have room beside them now
     if broken and not coming and not name:  # a host on which it is not known to fail comes first
-        need_template(context, wish.key(broken[0]), wanted)
+        build_template(context, wish.key(broken[0]), wanted)
         return f"the template of image {image} is being built on {broken[0]}"
     if name:
         room.take(name, template_claim(wish.sizes[name], context.hosts[name], image))
-        need_template(context, wish.key(name), wanted)
+        build_template(context, wish.key(name), wanted)
     if name or coming:
         return f"the template of image {image} is being built on {name or coming[0].host}"
     return ""

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import inf
 
+from multiverse.core.machines.attempt import submit_attempt
 from multiverse.core.model import (
     Attempt,
     AttemptState,
@@ -31,7 +32,6 @@ from multiverse.core.provisioning.draining import for_attempt
 from multiverse.core.provisioning.host_verdicts import HostVerdict, host_verdicts
 from multiverse.core.provisioning.reasons import BEHIND
 from multiverse.core.state import State
-from multiverse.core.transition import Change, Event
 
 NAME = "(this one)"
 """The id of the job that does not exist. The scheduler gives no job such an id."""
@@ -70,8 +70,8 @@ def try_request(context: Context, request: Request, limit: float | None, now: fl
         ref = JobRef(NAME, int(context.now))
         job = Job(ref, NAME, _UID, JobState.PENDING, request, rank=rank, limit=limit)
         state.queue.jobs = ChainMap({NAME: job}, dict(state.queue.jobs))
-        tried = Attempt(state.new_attempt_id(), 0, AttemptState.QUEUED, now, ref, NAME, _UID, request)
-        state.move(Change(tried, Event.SUBMITTED))
+        tried = Attempt(state.new_attempt_id(), now, ref, NAME, _UID, request)
+        state.move(submit_attempt(tried))
         trial = _Trial(context, tried.id)
         trial.run()
         return _answer(context, trial, state.attempts[tried.id])
