@@ -118,7 +118,7 @@ async def test_jobs_run_and_leave_nothing(settings: Settings) -> None:
         cluster.cancel(long)
         await daemon.until(lambda: not world.machines.vms and not cluster.nodes)
         async with asyncio.timeout(PATIENCE):
-            while decode(list[VmView], await daemon.ask(lambda client: client.vms())):
+            while decode(list[VmView], await daemon.ask(lambda client: client.vms())):  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
         hosts = decode(list[HostView], await daemon.ask(lambda client: client.hosts()))
         assert [(host.name, host.vms) for host in hosts] == [(name, 0) for name in world.machines.hosts]
