@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 P = TypeVar("P")
 T = TypeVar("T")
+Make = Callable[..., Coroutine[Any, Any, Any]]
 
 ABILITIES = frozenset({"offers", "submission", "parts", "leases", "expansion", "templates", "users"})
 """The attributes of ports that are ports themselves, or None."""
@@ -41,6 +42,7 @@ class _Around:
         self._inner, self._through, self._abilities = inner, through, abilities
         self._known: dict[str, _Around] = {}  # abilities, by their names
         self._sources: dict[Any, _Around] = {}
+        self._signatures: dict[str, inspect.Signature] = {}  # of methods, which takes long to find out
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._inner, name)
@@ -56,14 +58,15 @@ class _Around:
     def _around(self, port: object) -> _Around:
         return _Around(port, self._through, self._abilities)
 
-    def _call(
-        self, name: str, method: Callable[..., Coroutine[Any, Any, Any]]
-    ) -> Callable[..., Coroutine[Any, Any, Any]]:
+    def _call(self, name: str, method: Make) -> Make:
+        if name not in self._signatures:
+            self._signatures[name] = inspect.signature(method)
+        signature = self._signatures[name]
         # What observes and has hosts is a source.
         source = str(self._inner.name) if name == "observe" and hasattr(self._inner, "hosts") else ""
 
         async def call(*positional: Any, **named: Any) -> Any:
-            bound = inspect.signature(method).bind(*positional, **named)
+            bound = signature.bind(*positional, **named)
             bound.apply_defaults()
             return await self._through(PortCall(name, bound.arguments, source), lambda: method(*positional, **named))
 
