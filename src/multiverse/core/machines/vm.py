@@ -346,7 +346,7 @@ def _step_leaving(state: State, vm: Vm, world: World) -> None:
         return
     since = max(ended, vm.since)
     node_is_gone = vm.name not in world.scheduler.value.nodes and world.node_began(vm.name) > since
-    off = len(vm.places) == 1 and _is_off(state, vm, vm.place, since, world)
+    off = _is_off(state, vm, vm.place, since, world)
     if off and node_is_gone:
         state.move(Change(replace(vm, state=V.GONE), Event.ABSENT), free=vm.claim_keys)
     elif off and vm.state in (V.REMOVING, V.RELEASING) and _only_its_node_is_left(state, vm, since, world):
