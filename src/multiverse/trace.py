@@ -11,42 +11,17 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import structlog
 
 from multiverse.core.errors import Refused
-from multiverse.core.model import (
-    HypervisorView,
-    Identity,
-    Job,
-    JobRef,
-    LeaseSpec,
-    NodeBootstrap,
-    NodeSpec,
-    SchedulerPart,
-    SchedulerView,
-    Size,
-    Stage,
-    TemplateKey,
-    User,
-    VmRef,
-    VmSpec,
-)
-from multiverse.ports import (
-    Clock,
-    Expansion,
-    GuestUsers,
-    Hypervisor,
-    Leases,
-    Offers,
-    Parts,
-    Scheduler,
-    Source,
-    Templates,
-)
+from multiverse.core.model import HypervisorView, Job, JobRef, SchedulerPart, SchedulerView, Size, TemplateKey
+from multiverse.ports import Clock, Hypervisor, Scheduler
+from multiverse.ports.around import PortCall, around
 
 T = TypeVar("T")
 View = dict[str, dict[str, Any]]
@@ -220,196 +195,59 @@ def _ref(job: JobRef) -> list[Any]:
     return [job.job_id, job.submitted, job.restarts]
 
 
-class RecordingScheduler:
-    """A `ports.Scheduler` that passes every call on to another one and traces it."""
+_JOB = lambda job, **_: {"job": _ref(job)}  # noqa: E731
+_JOB_AND_REASON = lambda job, reason: {"job": _ref(job), "reason": reason}  # noqa: E731
+_NODE = lambda node, **_: {"node": node}  # noqa: E731
+_TEMPLATE = lambda template: _template(template)  # noqa: E731
 
-    def __init__(self, inner: Scheduler, trace: Trace) -> None:
-        self._inner, self._trace = inner, trace
-        self.offers = RecordingOffers(inner.offers, trace) if inner.offers else None
-        self.parts = RecordingParts(inner.parts, trace) if inner.parts else None
-        self.submission, self.addresses = inner.submission, inner.addresses
-        self.leases = RecordingLeases(inner.leases, trace) if inner.leases else None
-        self.expansion = RecordingExpansion(inner.expansion, trace) if inner.expansion else None
-
-    async def observe(self) -> SchedulerView:
-        return await self._trace.observe("scheduler.observe", self._inner.observe(), self._trace.scheduler_view)
-
-    async def pin(self, job: JobRef, tag: str, nodes: Sequence[str], text: str = "", *, at_once: bool = False) -> None:
-        pinning = self._inner.pin(job, tag, nodes, text, at_once=at_once)
-        await self._trace.call("scheduler.pin", pinning, job=_ref(job), feature=tag, text=text, at_once=at_once)
-
-    async def hold(self, job: JobRef, reason: str) -> None:
-        await self._trace.call("scheduler.hold", self._inner.hold(job, reason), job=_ref(job), reason=reason)
-
-    async def unpin(self, job: JobRef) -> None:
-        await self._trace.call("scheduler.unpin", self._inner.unpin(job), job=_ref(job))
-
-    async def requeue(self, job: JobRef) -> None:
-        await self._trace.call("scheduler.requeue", self._inner.requeue(job), job=_ref(job))
-
-    async def revoke(self, job: JobRef, reason: str) -> None:
-        await self._trace.call("scheduler.revoke", self._inner.revoke(job, reason), job=_ref(job), reason=reason)
-
-    async def set_down(self, node: str, reason: str) -> None:
-        await self._trace.call("scheduler.set_down", self._inner.set_down(node, reason), node=node, reason=reason)
-
-    async def delete_node(self, node: str) -> None:
-        await self._trace.call("scheduler.delete_node", self._inner.delete_node(node), node=node)
-
-    async def explain(self, jobs: Sequence[JobRef], text: str) -> None:
-        explaining = self._inner.explain(jobs, text)
-        await self._trace.call("scheduler.explain", explaining, refs=[_ref(job) for job in jobs], text=text)
-
-    async def bootstrap(self, node: NodeSpec) -> NodeBootstrap:
-        making = self._inner.bootstrap(node)
-        features = list(node.features)
-        return await self._trace.call(
-            "scheduler.bootstrap", making, node=node.name, told=plain(node.size), features=features
-        )
-
-    async def user(self, uid: int) -> User:
-        return await self._trace.call("scheduler.user", self._inner.user(uid), uid=uid)
+_WRITTEN: Mapping[str, Callable[..., dict[str, Any]]] = {
+    "pin": lambda job, tag, nodes, text, at_once: {
+        "job": _ref(job), "feature": tag, "text": text, "at_once": at_once,
+    },
+    "hold": _JOB_AND_REASON,
+    "revoke": _JOB_AND_REASON,
+    "unpin": _JOB,
+    "requeue": _JOB,
+    "restore": _JOB,
+    "set_down": _NODE,
+    "delete_node": _NODE,
+    "withdraw": _NODE,
+    "explain": lambda jobs, text: {"refs": [_ref(job) for job in jobs], "text": text},
+    "bootstrap": lambda node: {"node": node.name, "told": plain(node.size), "features": list(node.features)},
+    "user": lambda uid: {"uid": uid},
+    "offer": lambda node: {"node": node.name, "image": node.image, "told": plain(node.size)},
+    "exclude": lambda users: {"users": sorted(users)},
+    "request": lambda lease: {"lease": lease.name},
+    "release": lambda name, pilots: {"lease": name, "pilots": list(pilots)},
+    "create": lambda vm: {
+        "vm": vm.name, "host": vm.host, "image": vm.image, "kind": str(vm.kind), "size": plain(vm.size), "mac": vm.mac,
+        "template": vm.template and _template(vm.template),
+    },
+    "start": lambda vm, size, identity: {
+        "vm": vm.name, "size": plain(size), "hostname": identity.hostname, "mac": identity.mac,
+        "address": identity.address,
+    },
+    "destroy": lambda vm, grace: {"vm": vm.name, "grace": grace},
+    "build_template": _TEMPLATE,
+    "delete_template": _TEMPLATE,
+    "add_user": lambda vm, user, group: {"vm": vm.name, "uid": user.uid},
+}  # fmt: skip
+"""What is written of the arguments of each call."""
 
 
-class RecordingExpansion:
-    """A `ports.Expansion` that passes every call on to another one and traces it."""
-
-    def __init__(self, inner: Expansion, trace: Trace) -> None:
-        self._inner, self._trace = inner, trace
-
-    async def restore(self, job: JobRef) -> None:
-        await self._trace.call("scheduler.restore", self._inner.restore(job), job=_ref(job))
+def recording(scheduler: Scheduler, hypervisor: Hypervisor, trace: Trace) -> tuple[Scheduler, Hypervisor]:
+    """The same ports, all of whose calls are written; but for the limits of submission, of which nothing follows."""
+    return (
+        around(scheduler, partial(_traced, trace, "scheduler"), besides=("submission",)),
+        around(hypervisor, partial(_traced, trace, "hypervisor")),
+    )
 
 
-class RecordingParts:
-    """A `ports.Parts` that passes every call on to another one and traces what it changes in the latest view."""
-
-    def __init__(self, inner: Parts, trace: Trace) -> None:
-        self._inner, self._trace = inner, trace
-
-    async def read(
-        self, jobs: Mapping[str, int | None], users: Collection[int], nodes: Collection[str]
-    ) -> SchedulerPart:
-        return await self._trace.part("scheduler.observe", self._inner.read(jobs, users, nodes))
-
-
-class RecordingOffers:
-    """A `ports.Offers` that passes every call on to another one and traces it."""
-
-    def __init__(self, inner: Offers, trace: Trace) -> None:
-        self._inner, self._trace = inner, trace
-
-    async def offer(self, node: NodeSpec) -> None:
-        offering = self._inner.offer(node)
-        await self._trace.call("scheduler.offer", offering, node=node.name, image=node.image, told=plain(node.size))
-
-    async def withdraw(self, node: str) -> None:
-        await self._trace.call("scheduler.withdraw", self._inner.withdraw(node), node=node)
-
-    async def exclude(self, users: Collection[int]) -> None:
-        await self._trace.call("scheduler.exclude", self._inner.exclude(users), users=sorted(users))
-
-
-class RecordingLeases:
-    """A `ports.Leases` that passes every call on to another one and traces it."""
-
-    def __init__(self, inner: Leases, trace: Trace) -> None:
-        self._inner, self._trace = inner, trace
-
-    async def request(self, lease: LeaseSpec) -> None:
-        await self._trace.call("scheduler.request", self._inner.request(lease), lease=lease.name)
-
-    async def release(self, name: str, pilots: Sequence[str]) -> None:
-        await self._trace.call("scheduler.release", self._inner.release(name, pilots), lease=name, pilots=list(pilots))
-
-
-class RecordingHypervisor:
-    """A `ports.Hypervisor` that passes every call on to another one and traces it."""
-
-    def __init__(self, inner: Hypervisor, trace: Trace) -> None:
-        self._inner, self._trace = inner, trace
-        self._sources: dict[Source, RecordingSource] = {}
-        self.membership = inner.membership
-        self.templates = RecordingTemplates(inner.templates, trace) if inner.templates else None
-        self.users = RecordingUsers(inner.users, trace) if inner.users else None
-        self.groups = inner.groups  # what it tells decides nothing of what follows
-
-    @property
-    def sources(self) -> Sequence[RecordingSource]:
-        """See `ports.Hypervisor`."""
-        known = self._sources
-        self._sources = {one: known.get(one) or RecordingSource(one, self._trace) for one in self._inner.sources}
-        return list(self._sources.values())
-
-    async def create(self, vm: VmSpec) -> Sequence[Stage]:
-        return await self._trace.call(
-            "hypervisor.create",
-            self._inner.create(vm),
-            vm=vm.name,
-            host=vm.host,
-            image=vm.image,
-            kind=str(vm.kind),
-            size=plain(vm.size),
-            mac=vm.mac,
-            template=vm.template and _template(vm.template),
-        )
-
-    async def start(self, vm: VmRef, size: Size, identity: Identity) -> Sequence[Stage]:
-        return await self._trace.call(
-            "hypervisor.start",
-            self._inner.start(vm, size, identity),
-            vm=vm.name,
-            size=plain(size),
-            hostname=identity.hostname,
-            mac=identity.mac,
-            address=identity.address,
-        )
-
-    async def destroy(self, vm: VmRef, grace: float) -> None:
-        await self._trace.call("hypervisor.destroy", self._inner.destroy(vm, grace), vm=vm.name, grace=grace)
-
-
-class RecordingSource:
-    """A `ports.Source` that passes every observation on from another one and traces it."""
-
-    def __init__(self, inner: Source, trace: Trace) -> None:
-        self._inner, self._trace = inner, trace
-        self.name = inner.name
-
-    @property
-    def hosts(self) -> Sequence[str]:
-        return self._inner.hosts
-
-    @property
-    def silence(self) -> float | None:
-        return self._inner.silence
-
-    async def observe(self) -> HypervisorView:
-        return await self._trace.observe("hypervisor.observe", self._inner.observe(), hypervisor_view, self.name)
-
-
-class RecordingTemplates:
-    """A `ports.Templates` that passes every call on to another one and traces it."""
-
-    def __init__(self, inner: Templates, trace: Trace) -> None:
-        self._inner, self._trace = inner, trace
-
-    async def build_template(self, template: TemplateKey) -> Sequence[Stage]:
-        return await self._trace.call(
-            "hypervisor.build_template", self._inner.build_template(template), **_template(template)
-        )
-
-    async def delete_template(self, template: TemplateKey) -> None:
-        await self._trace.call(
-            "hypervisor.delete_template", self._inner.delete_template(template), **_template(template)
-        )
-
-
-class RecordingUsers:
-    """A `ports.GuestUsers` that passes every call on to another one and traces it."""
-
-    def __init__(self, inner: GuestUsers, trace: Trace) -> None:
-        self._inner, self._trace = inner, trace
-
-    async def add_user(self, vm: VmRef, user: User, group: int = 0) -> None:
-        await self._trace.call("hypervisor.add_user", self._inner.add_user(vm, user, group), vm=vm.name, uid=user.uid)
+async def _traced(trace: Trace, port: str, call: PortCall, make: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    """`ports.around.Through`."""
+    if call.method == "read":  # a part changes the view of the whole
+        return await trace.part(f"{port}.observe", make())
+    if call.method == "observe":
+        view = hypervisor_view if call.source else trace.scheduler_view
+        return await trace.observe(f"{port}.observe", make(), view, call.source)
+    return await trace.call(f"{port}.{call.method}", make(), **_WRITTEN[call.method](**call.arguments))

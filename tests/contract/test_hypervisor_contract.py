@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from random import Random
 
 import pytest
 from tests.contract.agents import agents_of, controller
 
+from multiverse.bundles.composite import CompositeHypervisor
+from multiverse.bundles.contract import DaemonTask, Followed
 from multiverse.core.errors import Broken, Exhausted, Gone, Refused
 from multiverse.core.model import (
     CloneKind,
@@ -110,7 +113,8 @@ class Harness(ABC):
         self.serial += 1
         mac = "" if self.assigns_addresses else f"02:00:5e:00:00:{self.serial:02x}"
         template = self.template if kind is CloneKind.INSTANT else None
-        return VmSpec(self.name(self.serial), self.host, self.image, kind, self.size, mac, template)
+        source = self.source.name
+        return VmSpec(self.name(self.serial), self.host, self.image, kind, self.size, mac, template, source=source)
 
     def identity(self, spec: VmSpec) -> Identity:
         """A guest that joins nothing: its only daemon sleeps."""
@@ -455,6 +459,35 @@ def test_simulated(check: Check, pair: Pair, seed: int) -> None:
         assert not harness.world.violations()
 
     run(main(), seed)
+
+
+class OnePlatform:
+    """A platform that is nothing but a hypervisor."""
+
+    measurements = guests = None
+
+    def __init__(self, hypervisor: Hypervisor) -> None:
+        self.hypervisor = hypervisor
+
+    async def follow(self, controller: Followed) -> Sequence[DaemonTask]:
+        return []
+
+    async def programs(self) -> Counter[str]:
+        return Counter()
+
+
+@pytest.mark.parametrize("check", SUITE, ids=lambda check: check.__name__)
+def test_simulated_beside_a_cloud(check: Check) -> None:
+    """Hosts of a site that has a cloud, too."""
+
+    async def main() -> None:
+        harness, cloud = Simulated(1, Pair.SLURM_HOSTS), Simulated(2, Pair.SLURM_CLOUD)
+        platforms = {"cloud": OnePlatform(cloud.hypervisor), "hosts": OnePlatform(harness.hypervisor)}
+        harness.hypervisor = CompositeHypervisor(platforms)
+        await check(harness)
+        assert not harness.world.violations() and not cloud.world.machines.created
+
+    run(main(), 1)
 
 
 @pytest.mark.parametrize("seed", range(2))

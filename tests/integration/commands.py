@@ -126,7 +126,7 @@ squeue -s {running}.0
 squeue --me -p {partition} -v -o %i
 lines 1 squeue -i 1 -j {running} -h -o %i
 squeue --me --json | python3 {dir}/flat job_id {running}
-squeue --me --yaml | grep -c "str partition: !!str {partition}$"
+squeue --me --yaml | grep -c "str command: !!str {dir}/running.sh$"
 sinfo -n {node} -p {partition} -o %P
 sinfo -n {node} -p {partition} -a -o "%P %t %D"
 sinfo -n {node} -p {partition} --hide -o "%P %t %D"
@@ -300,7 +300,7 @@ sstat -j $SLURM_JOB_ID.batch -n -o JobID,NTasks
 sprio -j $SLURM_JOB_ID -o %i
 sshare -U -o Account,User
 scancel -s WINCH $SLURM_JOB_ID
-srun -Q --label echo $SLURM_JOB_PARTITION
+srun -Q --label echo $SLURM_JOB_PARTITION | sort
 """)
 """What the job that ends asks, on its node."""
 

@@ -284,6 +284,7 @@ def _ask_all(place: Place) -> None:
     out = place.directory / "same-running.out"
     until("its tasks run", lambda: out.exists() and out.read_text().count("says") == 2)
     words["node"] = place.state("running", "%N")
+    until("Slurm says why the other waits", lambda: place.state("eligible", "%r") == "Licenses")
     started = ("sacct", "-nPo", "State", "-j", f"{words['running']}.0")
     until("its step is accounted", lambda: "RUNNING" in lab.run(*started).stdout)
     place.ask(SHOWN)

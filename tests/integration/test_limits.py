@@ -18,6 +18,7 @@ import pytest
 
 from multiverse.client import Client
 from multiverse.core.model import serial_of
+from multiverse.core.provisioning.reasons import BEHIND
 from multiverse_lab.lab import lifecycle
 from multiverse_lab.lab.plan import LabOptions
 from multiverse_lab.lab.services import CONTROLLER
@@ -175,19 +176,20 @@ def test_a_user_who_has_used_less_of_the_share_comes_first(
 
 
 @pytest.mark.slow
-def test_a_job_gets_no_vm_while_slurm_shows_a_limit_that_is_not_counted_here(
+def test_a_limit_that_slurm_shows_only_after_the_pin_sends_the_job_back_with_a_reason(
     lab: LabUnderTest, client: Client, controller: Callable[[], int]
 ) -> None:
-    """A QOS of the partition."""
+    """A QOS of the partition. Slurm tests the gate's licence before it, and so does not show it at the gate."""
     controller()
     partition = f"PartitionName={lab.settings.slurm.partition}"
     lab.run("scontrol", "update", partition, "QOS=closed")
     try:
         job = lab.sbatch("true", "--output=/dev/null")
-        shown = ("squeue", "-h", "-j", job, "-o", "%r")
-        until("its user sees the reason", lambda: "QOSGrpCpuLimit" in lab.run(*shown, user=lab.user).stdout)
-        until("it waits for that", lambda: "QOSGrpCpuLimit" in str(latest(client, job).get("waiting")))
-        assert not latest(client, job)["vms"] and len(client.jobs(job)) == 1
+        until("its attempt is given up", lambda: any(row["state"] == "requeued" for row in client.jobs(job)))
+        assert "QOSGrpCpuLimit" in client.jobs(job)[0]["reason"]
+        shown = ("scontrol", "show", "job", job)
+        told = lambda: re.search("AdminComment=.*QOSGrpCpuLimit", lab.run(*shown, user=lab.user).stdout)  # noqa: E731
+        until("its user sees the reason", told)
     finally:
         lab.run("scontrol", "update", partition, "QOS=")
     ended(client, job, "done")
@@ -212,7 +214,9 @@ def test_500_jobs_that_may_not_start_delay_no_job_that_may(
             until("the controller has seen the next one", lambda: client.jobs(waiting[-1]))
             assert journalled(lab, free)["admitted"] < journalled(lab, waiting[-1])["submitted"]
         assert active(client) == set(holders)
-        until("it is shown", lambda: "AssocMaxJobsLimit" in str(latest(client, waiting[-1]).get("waiting")), 300)
+        until("the first one says why", lambda: "AssocMaxJobsLimit" in str(latest(client, waiting[0]).get("waiting")))
+        assert latest(client, waiting[-1])["waiting"] == BEHIND
+        assert "held back by AssocMaxJobsLimit" in client.explain(waiting[-1])["jobs"][0]["text"]
     finally:
         lab.run("scancel", f"--user={lab.user.name}")
     nothing_left(lab, client)

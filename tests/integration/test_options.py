@@ -455,6 +455,7 @@ def test_a_job_that_is_requeued_and_held_waits_without_a_vm(board: Board, client
     assert second["state"] == "queued" and not second["vms"]
     over.touch()
     lab.run("scontrol", "release", job, user=lab.user)
+    lab.run("scontrol", "update", f"JobId={job}", "StartTime=now", user=lab.user)  # without Slurm's delay
     assert ended(client, job, "done")["vms"] != first["vms"]
     assert accounted(lab, job)[0] == "COMPLETED"
 

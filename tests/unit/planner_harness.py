@@ -134,7 +134,8 @@ class PlannerHarness:
         self.template(host="h2")
 
     def seen(self, name: str, condition: VmCondition) -> None:
-        self.vms[name] = VmSeen(name, "h1", condition)
+        host = next((vm.host for vm in self.rows.vms.values() if vm.name == name), "h1")
+        self.vms[name] = VmSeen(name, host, condition)
 
     def node(self, name: str, state: NodeState = NodeState.IDLE) -> None:
         self.nodes[name] = Node(name, state)

@@ -82,8 +82,8 @@ class Cluster:
         """A job runs on a host, and ends so many seconds from now at the latest (None: nobody knows)."""
         size = Size(cpus, 100)
         one = attempt(A.ALLOCATED, id=number, job=str(number), request=Request(1, size), since=NOW - 50)
-        its = vm(V.SERVING, id=number, attempt=number, host=on, node_size=size, since=NOW - 50)
-        its = replace(its, size=Size(cpus, 256), template_id=int(on[1:]))
+        more = {"attempt": number, "host": on, "node_size": size, "since": NOW - 50, "template_id": int(on[1:])}
+        its = replace(vm(V.SERVING, id=number, **more), size=Size(cpus, 256))
         self.rows += [one, its]
         self.claims.append(claim_of(its))
         self.jobs[str(number)] = Job(

@@ -80,6 +80,21 @@ def test_any_job_behind_it_is_told_behind_whom_and_why_that_one_waits() -> None:
     assert f"{found.ahead} jobs are ahead of it; job 3 keeps them waiting: waiting for capacity" in words(found)[1]
 
 
+def test_any_job_that_a_limit_holds_back_is_told_so_wherever_it_is_in_the_queue() -> None:
+    cluster = Cluster(limits={"jobs": 1, "seats": 0})
+    for number in range(1, FIRST + 4):
+        cluster.waits(number, 1, uses=(("seats", 1),))
+    cluster.waits(99, 1, uses=(("jobs", 2),))
+    cluster.waits(100, 4, uses=(("jobs", 1),))
+    cluster.run()
+    assert cluster.state is not None
+    for number, limit in ((1, "seats"), (FIRST + 3, "seats"), (99, "jobs")):
+        assert f": held back by {limit}." in said(cluster, number)
+    found = explain(cluster.context(), cluster.state.attempts[FIRST + 3], NOW + 20)
+    assert (found.short, found.ahead) == (BEHIND, FIRST + 2)
+    assert "held back" not in said(cluster, 100)
+
+
 def test_what_the_scheduler_shows_users_is_the_short_form_of_the_same() -> None:
     cluster = crowded()
     state = cluster.state

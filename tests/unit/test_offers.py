@@ -679,7 +679,7 @@ def step_on(
     view = HypervisorView(vms={SPARE.name: VmSeen(SPARE.name, "h1", VmCondition.RUNNING, introduced=introduced)})
     world = World(
         scheduler=Seen(SchedulerView({"7": RUNS}), 500.0),
-        sources={SPARE.source: Observation(None if began is None else Seen(view, began), 0.0)},
+        sources={SPARE.place.source: Observation(None if began is None else Seen(view, began), 0.0)},
         effect_ended_at={} if ended is None else {row.key: ended},
         refused={row.key: refused} if refused else {},
     )

@@ -15,7 +15,6 @@ from multiverse.core.errors import Gone, Refused, Stale
 from multiverse.core.model import (
     GuestFile,
     Host,
-    HypervisorView,
     Identity,
     JobRef,
     NodeBootstrap,
@@ -23,23 +22,21 @@ from multiverse.core.model import (
     TemplateKey,
     VmRef,
 )
-from multiverse.trace import RecordingHypervisor, RecordingScheduler, RecordingSource, Trace
+from multiverse.ports import Hypervisor, Scheduler
+from multiverse.ports.around import PortCall, around
+from multiverse.trace import Trace, recording
 from multiverse_lab.simulation.clock import VirtualClock
 from multiverse_lab.simulation.jobs import Batch
 from multiverse_lab.simulation.loop import run
-from multiverse_lab.simulation.world import SimulatedWorld
+from multiverse_lab.simulation.world import SimulatedWorld, WorldSettings
 
-Drive = Callable[[SimulatedWorld, RecordingScheduler, RecordingHypervisor], Coroutine[Any, Any, None]]
+Drive = Callable[[SimulatedWorld, Scheduler, Hypervisor], Coroutine[Any, Any, None]]
 
 
-def record(path: Path, drive: Drive) -> None:
+def record(path: Path, drive: Drive, settings: WorldSettings | None = None) -> None:
     async def main() -> None:
-        world, trace = SimulatedWorld(0), Trace(path, VirtualClock())
-        await drive(
-            world,
-            RecordingScheduler(world.scheduler(Random(0)), trace),
-            RecordingHypervisor(world.hypervisor(Random(0)), trace),
-        )
+        world, trace = SimulatedWorld(0, settings), Trace(path, VirtualClock())
+        await drive(world, *recording(world.scheduler(Random(0)), world.hypervisor(Random(0)), trace))
         trace.close()
 
     run(main(), seed=0)
@@ -50,7 +47,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def test_a_call_is_a_line_with_its_arguments_and_its_result(tmp_path: Path) -> None:
-    async def drive(world: SimulatedWorld, scheduler: RecordingScheduler, hypervisor: RecordingHypervisor) -> None:
+    async def drive(world: SimulatedWorld, scheduler: Scheduler, hypervisor: Hypervisor) -> None:
         await hypervisor.templates.build_template(TemplateKey("h1", "slim", Size(1, 256)))
         with pytest.raises(Gone):
             await scheduler.unpin(JobRef("7", 5, 1))
@@ -70,7 +67,7 @@ def test_a_call_is_a_line_with_its_arguments_and_its_result(tmp_path: Path) -> N
 
 
 def test_an_observation_is_written_with_its_differences_only(tmp_path: Path) -> None:
-    async def drive(world: SimulatedWorld, scheduler: RecordingScheduler, hypervisor: RecordingHypervisor) -> None:
+    async def drive(world: SimulatedWorld, scheduler: Scheduler, hypervisor: Hypervisor) -> None:
         one, two = world.cluster.submit(Batch()), world.cluster.submit(Batch())
         await scheduler.observe()
         await scheduler.observe()
@@ -88,28 +85,18 @@ def test_an_observation_is_written_with_its_differences_only(tmp_path: Path) -> 
 
 
 def test_an_observation_names_its_source_and_is_compared_within_it(tmp_path: Path) -> None:
-    def host(name: str) -> HypervisorView:
-        return HypervisorView({name: Host(name, Size(1, 256))})
-
-    class OneHost:
-        def __init__(self, name: str) -> None:
-            self.name, self.hosts = name, (name,)
-
-        async def observe(self) -> HypervisorView:
-            return host(self.name)
-
-    async def drive(world: SimulatedWorld, scheduler: RecordingScheduler, hypervisor: RecordingHypervisor) -> None:
-        trace = hypervisor._trace
-        for source in [RecordingSource(OneHost(name), trace) for name in ("h1", "h2")] * 2:
+    async def drive(world: SimulatedWorld, scheduler: Scheduler, hypervisor: Hypervisor) -> None:
+        for source in [*hypervisor.sources] * 2:
             await source.observe()
 
-    record(tmp_path / "trace", drive)
+    hosts = tuple(Host(name, Size(1, 256)) for name in ("h1", "h2"))
+    record(tmp_path / "trace", drive, WorldSettings(hosts))
     found = lines(tmp_path / "trace")
     assert [(line["source"], set(line["hosts"])) for line in found] == [("h1", {"h1"}), ("h2", {"h2"})]
 
 
 def test_no_secret_is_written_and_only_the_owner_can_read_the_file(tmp_path: Path) -> None:
-    async def drive(world: SimulatedWorld, scheduler: RecordingScheduler, hypervisor: RecordingHypervisor) -> None:
+    async def drive(world: SimulatedWorld, scheduler: Scheduler, hypervisor: Hypervisor) -> None:
         secret = NodeBootstrap((GuestFile("/etc/munge/munge.key", b"hush"),))
         identity = Identity("mvx-1", "02:00:00:00:00:01", "10.0.0.1/16", "", "0" * 32, bootstrap=secret)
         with pytest.raises(Gone):
@@ -122,7 +109,7 @@ def test_no_secret_is_written_and_only_the_owner_can_read_the_file(tmp_path: Pat
 
 
 def test_a_full_disk_ends_the_trace_and_fails_no_call() -> None:
-    async def drive(world: SimulatedWorld, scheduler: RecordingScheduler, hypervisor: RecordingHypervisor) -> None:
+    async def drive(world: SimulatedWorld, scheduler: Scheduler, hypervisor: Hypervisor) -> None:
         job = world.cluster.submit(Batch())
         assert job in (await scheduler.observe()).jobs
         with pytest.raises(Stale):
@@ -134,3 +121,37 @@ def test_a_full_disk_ends_the_trace_and_fails_no_call() -> None:
 def test_a_trace_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(Refused, match="set trace"):
         record(tmp_path / "absent" / "trace", None)  # type: ignore[arg-type]
+
+
+def test_what_a_call_goes_through_gets_its_arguments_by_name_and_abilities_stay_the_same() -> None:
+    class Users:
+        async def add_user(self, vm: str, user: str, group: int = 0) -> None:
+            made.append((vm, user, group))
+
+    class Port:
+        users, templates, groups = Users(), None, "as it is"
+
+        async def destroy(self, vm: str, grace: float) -> str:
+            return f"{vm} is gone"
+
+        def declared(self, host: str) -> str:
+            return host
+
+    seen, made = list[tuple[str, dict[str, Any]]](), list[tuple[str, str, int]]()
+
+    async def through(call: PortCall, make: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        seen.append((call.method, dict(call.arguments)))
+        await make()
+        return await make()
+
+    async def main() -> None:
+        port = around(Port(), through)
+        assert await port.destroy("a", grace=1.0) == "a is gone"
+        await port.users.add_user("a", "u")
+        assert port.users is port.users and port.templates is None and port.groups == "as it is"
+        assert port.declared("h1") == "h1"
+        assert around(Port(), through, besides=("users",)).users is Port.users
+
+    asyncio.run(main())
+    assert seen == [("destroy", {"vm": "a", "grace": 1.0}), ("add_user", {"vm": "a", "user": "u", "group": 0})]
+    assert made == [("a", "u", 0)] * 2

@@ -39,7 +39,7 @@ from multiverse.service.web import make_web
 from multiverse.store import Store, open_store
 from multiverse.system import placements
 from multiverse.system.processes import boot_id
-from multiverse.trace import RecordingHypervisor, RecordingScheduler, Trace
+from multiverse.trace import Trace, recording
 
 log = structlog.get_logger()
 
@@ -227,4 +227,4 @@ def _traced(
         return scheduler, hypervisor
     trace = Trace(settings.trace, clock)
     stack.callback(trace.close)
-    return RecordingScheduler(scheduler, trace), RecordingHypervisor(hypervisor, trace)
+    return recording(scheduler, hypervisor, trace)

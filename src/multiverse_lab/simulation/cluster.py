@@ -165,6 +165,7 @@ class Cluster:
         self.history: list[JobRecord] = []  # all jobs that ever were submitted
         self.violations: list[str] = []
         # What job_submit.lua and EpilogSlurmctld call, with the uid of the job's user or the job's id.
+        self.epoch = EPOCH  # Unix time when the time of the event loop is 0
         self.hint: Callable[[int | None, str], None] = lambda uid, job_id: None
         self.host_of: Callable[[str], str] = lambda node: node  # on which host a node is
         self._rng = rng
@@ -367,17 +368,17 @@ class Cluster:
 
     def reserve(self, name: str, delay: float, seconds: float) -> None:
         """From some seconds on let no job run on any node, for so long."""
-        begins = EPOCH + self._loop.time() + delay
+        begins = self.epoch + self._loop.time() + delay
         self.reservation = NodeReservation(name, begins, begins + seconds)
 
     def is_reserved(self) -> bool:
         """Whether the reservation of all nodes has begun, and is not over."""
-        return self.reservation is not None and self.reservation.is_on(EPOCH + self._loop.time())
+        return self.reservation is not None and self.reservation.is_on(self.epoch + self._loop.time())
 
     def _kept(self, job: JobRecord) -> bool:
         """Whether the job cannot start because of the reservation."""
         limit = YEAR if job.batch.limit is None else job.batch.limit
-        return self.reservation is not None and self.reservation.keeps(EPOCH + self._loop.time(), limit)
+        return self.reservation is not None and self.reservation.keeps(self.epoch + self._loop.time(), limit)
 
     def waited_for(self) -> set[str]:
         """The nodes on which backfill lets jobs start later. Now and then it plans one for a job that may start."""
@@ -480,15 +481,17 @@ class Cluster:
         }
         reserved = self.is_reserved()
         nodes = {name: node.shown(reserved=reserved) for name, node in sorted(self.nodes.items())}
-        found = (self.reservation,) if self.reservation and self.reservation.ends > EPOCH + self._loop.time() else ()
+        found = (
+            (self.reservation,) if self.reservation and self.reservation.ends > self.epoch + self._loop.time() else ()
+        )
         return SchedulerView(jobs, nodes, self._limits_left(), reservations=found)
 
     def _ends(self, job: JobRecord) -> float | None:
         """The Unix time by which a job that runs has ended at the latest; None if it does not run."""
-        return EPOCH + job.runs_until + KILL_WAIT if job.state is JobState.RUNNING else None
+        return self.epoch + job.runs_until + KILL_WAIT if job.state is JobState.RUNNING else None
 
     def _delayed_until(self, job: JobRecord) -> float | None:
-        return EPOCH + job.begin if job.delayed and job.begin > self._loop.time() else None
+        return self.epoch + job.begin if job.delayed and job.begin > self._loop.time() else None
 
     def any_node_has(self, feature: str) -> bool:
         """Whether any node has this feature. Slurm refuses features that no node has."""
@@ -758,4 +761,4 @@ class Cluster:
         self._loop.call_later(self._rng.uniform(*bounds), do)
 
     def _wall(self) -> int:
-        return int(EPOCH + self._loop.time())
+        return int(self.epoch + self._loop.time())

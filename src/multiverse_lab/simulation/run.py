@@ -21,7 +21,7 @@ from multiverse.ports import Clock, Hypervisor
 from multiverse.store import Store, Transaction
 from multiverse_lab.simulation.clock import VirtualClock
 from multiverse_lab.simulation.faults import FaultPlan, FaultyLink, Incident, IncidentKind
-from multiverse_lab.simulation.faulty import FaultyHypervisor, FaultyScheduler
+from multiverse_lab.simulation.faulty import faulty
 from multiverse_lab.simulation.loop import run
 from multiverse_lab.simulation.outcome import Outcome, journal_line, transition_name
 from multiverse_lab.simulation.promises import (
@@ -612,14 +612,8 @@ class _Simulation:
         if self.scenario.world.agents:
             self.hypervisor = behind_agents = self.world.site.connect(self.store, run)
             agents = asyncio.create_task(behind_agents.run())
-        controller = Controller(
-            self.store,
-            FaultyScheduler(self.scheduler, links[0]),
-            FaultyHypervisor(self.hypervisor, links[1]),
-            self.clock,
-            self.settings,
-            self.rng,
-        )
+        ports = faulty(self.scheduler, self.hypervisor, links)
+        controller = Controller(self.store, *ports, self.clock, self.settings, self.rng)
         controller.fence_by(self.world.site)
         process = _Process(run, controller, links, self.hypervisor, agents, asyncio.create_task(controller.run()))
         if agents is not None:

@@ -152,13 +152,14 @@ def step_vm(state: State, vm_id: int, world: World, policy: Policy) -> None:
     vm = state.vms.get(vm_id)
     if vm is None or vm.quarantined:
         return
-    place = _place_to_go_by(vm, world)
+    at_two = len(vm.places) > 1
+    place = _place_to_go_by(vm, world) if at_two else vm.places[0]
     latest = world.latest(place.source)
     if vm.state is V.DELETING:
         _step_deleting(state, vm, world)
     elif vm.state is V.ORPHAN:
         _step_orphan(state, vm, world)
-    elif left := _place_left(state, vm, world):
+    elif at_two and (left := _place_left(state, vm, world)):
         _leave(state, vm, left, world)
     elif latest is None or place.host not in latest.value.hosts:
         _step_out_of_sight(state, vm, place, world, policy)
@@ -173,8 +174,6 @@ def step_vm(state: State, vm_id: int, world: World, policy: Policy) -> None:
 def _place_to_go_by(vm: Vm, world: World) -> Place:
     """Of a VM at two places, the one where it goes on. If it is shown to go on at neither, it may be at the one that is
     out of sight; but one that is to end can be ended at the one in sight."""
-    if len(vm.places) == 1:
-        return vm.place
 
     def rank(place: Place) -> tuple[bool, bool]:
         seen = world.at(vm, place)
@@ -186,8 +185,6 @@ def _place_to_go_by(vm: Vm, world: World) -> Place:
 def _place_left(state: State, vm: Vm, world: World) -> Place | None:
     """Of a VM at two places, one where it surely is no more. If an effect is to bring it to one of them, or to end it
     there, its absence counts only after that."""
-    if len(vm.places) == 1:
-        return None
     never = inf if vm.state in ACTING_VMS else vm.since
     since = max(world.ended_at(vm.key, never), vm.since)
     return next((place for place in vm.places if _is_off(state, vm, place, since, world)), None)
@@ -208,16 +205,17 @@ def _leave(state: State, vm: Vm, left: Place, world: World) -> None:
 def vm_rests(state: State, vm: Vm, world: World) -> bool:
     """Whether nothing moves the VM until it, its attempt, its offer, its source or what its source shows of it changes:
     neither time nor another observation that shows the same."""
-    latest = world.latest(vm.place.source)
+    place = vm.places[0]
+    latest = world.latest(place.source)
     if vm.quarantined:
         return True
     if vm.state is V.DELETING:  # that its node is shown no more is a change of the VM
         return world.scheduler is None or vm.name in world.scheduler.value.nodes
     if len(vm.places) > 1:
         return False
-    if latest is None or vm.host not in latest.value.hosts:
+    if latest is None or place.host not in latest.value.hosts:
         # That a source has been silent for long is a change of the source.
-        return not (vm.leaving and state.is_fenced(vm.host)) and (latest is None or vm.state is V.LOST)
+        return not (vm.leaving and state.is_fenced(place.host)) and (latest is None or vm.state is V.LOST)
     seen = world.vm(vm)
     return vm.state is V.SERVING and seen is not None and seen.condition is not VmCondition.DEAD
 
@@ -348,7 +346,7 @@ def _step_leaving(state: State, vm: Vm, world: World) -> None:
         return
     since = max(ended, vm.since)
     node_is_gone = vm.name not in world.scheduler.value.nodes and world.node_began(vm.name) > since
-    off = len(vm.places) == 1 and _is_off(state, vm, vm.place, since, world)
+    off = _is_off(state, vm, vm.place, since, world)
     if off and node_is_gone:
         state.move(Change(replace(vm, state=V.GONE), Event.ABSENT), free=vm.claim_keys)
     elif off and vm.state in (V.REMOVING, V.RELEASING) and _only_its_node_is_left(state, vm, since, world):

@@ -132,6 +132,8 @@ class World:
 
     def vm(self, vm: Vm) -> VmSeen | None:
         """The VM at the place where it goes on or, if it is shown to go on nowhere, at the first one that shows it."""
+        if len(vm.places) == 1:
+            return self.at(vm, vm.places[0])
         shown = [seen for place in vm.places if (seen := self.at(vm, place)) is not None]
         return next((seen for seen in shown if seen.runs), shown[0] if shown else None)
 

@@ -109,7 +109,10 @@ def _own_obstacle(context: Context, attempt: Attempt) -> Reason | None:
     state = context.state
     if attempt.id in state.queue.why_unfit:
         return state.queue.why_unfit[attempt.id]
-    if kept := context.kept_by(state.queue.job_of(attempt.id)):
+    job, left = state.queue.job_of(attempt.id), context.scheduler.limits
+    if limit := next((limit for limit, count in job.uses if count > left.get(limit, 0)), ""):
+        return Why.LIMIT(limit=limit)
+    if kept := context.kept_by(job):
         return kept.why()
     unexplained = state.vms_in(VmState.ORPHAN, VmState.LOST)
     return why_earlier_run(state, context.world, attempt, {vm.job_id: vm for vm in unexplained if vm.job_id})
