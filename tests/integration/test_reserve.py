@@ -15,7 +15,7 @@ import pytest
 import sqlalchemy as sa
 
 from multiverse.core.errors import Exhausted
-from multiverse.core.model import AttemptState, Claim, ClaimKey, Size, VmState
+from multiverse.core.model import AttemptState, Claim, ClaimKey, Size, VmState, said
 from multiverse.core.transition import Change, Event, Move
 from multiverse.store import Store
 from multiverse.store.reserve import PAGES
@@ -156,7 +156,7 @@ def test_a_long_life_on_a_full_disk_ends_in_a_refusal_and_not_in_damage(disk: Pa
     noted = 0
     with pytest.raises(Exhausted):
         while True:
-            move = Move((Change(row, Event.NOTED, "x" * 1000),))
+            move = Move((Change(row, Event.NOTED, said("x" * 1000)),))
             run(store, *[move], releasing=True)
             row = replace(row, version=row.version + 1)
             noted += 1

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from multiverse.config import BackfillSettings, Settings
-from multiverse.core.model import Host, Size
+from multiverse.core.model import Host, Size, text_of
 from multiverse.core.provisioning import backfill
 from multiverse_lab.simulation.faults import Incident, IncidentKind
 from multiverse_lab.simulation.generate import crowded
@@ -78,7 +78,7 @@ def test_a_job_behind_a_suspended_one_is_overtaken_so_often_across_a_restart() -
     restart = Incident(30.0, IncidentKind.CONTROLLER_CRASH, 1.0)
     outcome = simulate(replace(scenario(stuck, WIDE, *short, overtakes=3), incidents=(restart,)))
     assert not outcome.violations and outcome.crash_count == 1
-    overtaken = [entry.reason for entry in outcome.entries if entry.event == "overtaken"]
+    overtaken = [text_of(entry.reason) for entry in outcome.entries if entry.event == "overtaken"]
     assert [text.partition(", ")[2] for text in overtaken] == ["1 of 3 times", "2 of 3 times", "3 of 3 times"]
     began = begins(outcome)
     assert began["short2"] < 100.0 and min(began["short3"], began["short4"], began["short5"]) > began["wide"] > 200.0
@@ -90,7 +90,9 @@ def test_crowded_hosts_keep_their_promises() -> None:
         outcome = simulate(crowded(seed))
         assert not outcome.violations, outcome.story(60)
         seen["kept"] += outcome.starts_kept
-        seen["ahead"] += sum("ahead of job" in entry.reason for entry in outcome.entries if entry.event == "admitted")
+        seen["ahead"] += sum(
+            "ahead of job" in text_of(entry.reason) for entry in outcome.entries if entry.event == "admitted"
+        )
         seen["timeouts"] += sum(result == "TIMEOUT" for result in outcome.results.values())
     assert min(seen[what] for what in ("kept", "ahead", "timeouts")) > 0
 

@@ -42,6 +42,7 @@ from multiverse.core.model import (
     Vm,
     VmState,
     World,
+    said,
 )
 from multiverse.core.policy import Policy
 from multiverse.core.provisioning.sizes import vm_claim, vm_size
@@ -744,7 +745,7 @@ def test_the_world_reports_a_healthy_run_that_the_controller_ends(monkeypatch: p
         vm = state.vms.get(vm_id)
         if vm is not None and vm.state is VmState.SERVING and not ended:
             ended.add(vm_id)
-            state.move(Change(replace(vm, state=VmState.ENDING), Event.DIED, "no reason"))
+            state.move(Change(replace(vm, state=VmState.ENDING), Event.DIED, said("no reason")))
         else:
             step(state, vm_id, world, policy)
 

@@ -6,7 +6,7 @@ import pytest
 from tests.sampled import one_in
 
 from multiverse.controller.loop import Controller
-from multiverse.core.model import AttemptState, Request, Size
+from multiverse.core.model import AttemptState, Request, Size, text_of
 from multiverse.core.provisioning.explain import explain
 from multiverse.core.provisioning.reasons import reason_of
 from multiverse.core.provisioning.startable import sizes_to_show, startable, usage
@@ -37,7 +37,7 @@ def test_questions_change_no_history(scenario: Scenario, monkeypatch: pytest.Mon
             assert 1 <= len(found.sentences) <= 3
             if attempt.state is AttemptState.QUEUED:
                 job = context.scheduler.jobs.get(attempt.job.job_id)
-                if job is not None and job.eligible and job.ref == attempt.job and not attempt.quarantined:
+                if job is not None and job.eligible and job.ref == attempt.job and not text_of(attempt.quarantined):
                     assert found.short == reason_of(attempt, job, self.state.reasons, now)
                     asked[0] += 1
         for request in ASKED:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -36,6 +36,7 @@ from multiverse.core.model import (
     Vm,
     VmState,
     World,
+    said,
 )
 from multiverse.core.rows import LiveRows, Rows
 from multiverse.core.state import State
@@ -51,9 +52,15 @@ IMAGES = {
 """Images that a host has, unless a test says otherwise: they can do all."""
 
 
+def _with_reasons(values: Mapping[str, object]) -> dict[str, object]:
+    """Fields of a row, in which reasons may be text."""
+    names = {"reason", "note", "quarantined", "choice"} & values.keys()
+    return {**values, **{name: said(text) for name in names if isinstance(text := values[name], str)}}
+
+
 def attempt(state: AttemptState, *, id: int = 1, job: str = "7", restarts: int = 0, **more: object) -> Attempt:
     ref = JobRef(job, 500, restarts)
-    values: dict[str, object] = {"since": 0.0, "request": Request(1, Size(1, 100)), **more}
+    values: dict[str, object] = {"since": 0.0, "request": Request(1, Size(1, 100)), **_with_reasons(more)}
     return Attempt(id=id, version=1, state=state, job=ref, job_name="hello", uid=1000, **values)  # type: ignore[arg-type]
 
 
@@ -70,7 +77,13 @@ def place(
 
 
 def vm(state: VmState, *, id: int = 1, **more: object) -> Vm:
-    values: dict[str, object] = {"since": 0.0, "image": "slim", "kind": CloneKind.INSTANT, "account": "", **more}
+    values: dict[str, object] = {
+        "since": 0.0,
+        "image": "slim",
+        "kind": CloneKind.INSTANT,
+        "account": "",
+        **_with_reasons(more),
+    }
     values.setdefault("node_size", Size(1, 100))
     size = values.pop("template_size", Size(1, 256) if values["kind"] is CloneKind.INSTANT else None)
     where = (values.pop("host", "h1"), values.pop("source", SOURCE), size, values.pop("template_id", None))
@@ -108,7 +121,7 @@ def template(state: TemplateState, *, id: int = 1, **more: object) -> Template:
         "image": "slim",
         "size": Size(1, 256),
         "source": SOURCE,
-        **more,
+        **_with_reasons(more),
     }
     return Template(id=id, version=1, state=state, **values)  # type: ignore[arg-type]
 
@@ -119,7 +132,7 @@ def known_host(state: HostState, **more: object) -> KnownHost:
 
 def lease(state: LeaseState, *, id: int = 1, **more: object) -> Lease:
     spec = LeaseSpec(f"lease-test0-{id}", "token", "physical")
-    values: dict[str, object] = {"since": 0.0, "spec": spec, "pilot": "50", "node": "p1", **more}
+    values: dict[str, object] = {"since": 0.0, "spec": spec, "pilot": "50", "node": "p1", **_with_reasons(more)}
     return Lease(id=id, version=1, state=state, **values)  # type: ignore[arg-type]
 
 

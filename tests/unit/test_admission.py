@@ -33,6 +33,7 @@ from multiverse.core.model import (
     VmSeen,
     VmState,
     World,
+    text_of,
 )
 from multiverse.core.planner import plan
 from multiverse.core.policy import Policy, Pool
@@ -176,7 +177,7 @@ def test_no_template_is_built_without_room_or_for_a_job_that_needs_none() -> Non
 def test_a_broken_template_is_built_again_once_its_back_off_is_over(waited: float, built: bool) -> None:
     here = rows(attempt(A.QUEUED), template(T.BROKEN, tries=2, reason="no boot", since=NOW - waited))
     changes = of(planned(here, host()), "template")
-    assert [(c.row.state, c.row.reason) for c in changes] == ([(T.BUILDING, "")] if built else [])
+    assert [(c.row.state, text_of(c.row.reason)) for c in changes] == ([(T.BUILDING, "")] if built else [])
 
 
 # --- templates by size and account ------------------------------------------------------------------
@@ -276,7 +277,7 @@ def test_a_job_too_large_for_the_hosts_with_its_image_waits_if_it_would_fit_on_o
 
 def test_a_job_too_large_for_any_host_is_revoked_even_if_no_host_has_its_image() -> None:
     (change,) = of(planned(rows(attempt(A.QUEUED, request=Request(1, Size(1, 9000), image="mine"))), host()), "attempt")
-    assert change.event is Event.IMPOSSIBLE and "9000 MiB fits on no host" in change.reason
+    assert change.event is Event.IMPOSSIBLE and "9000 MiB fits on no host" in text_of(change.reason)
 
 
 def test_nothing_is_released_on_a_host_that_lacks_the_image() -> None:
@@ -521,7 +522,7 @@ def admission_beside(available: int, *vms: tuple[Vm, float], overcommit: Overcom
     view = HypervisorView({"h1": h1}, seen, {ready.which: frozen})
     world = world_of(SchedulerView({job.ref.job_id: job}), view, NOW - 1)
     decided = decisions(here, world)
-    return next((c.reason for c in decided if c.row.key == Key("attempt", 1)), decided.reasons.get(1, ""))
+    return next((text_of(c.reason) for c in decided if c.row.key == Key("attempt", 1)), decided.reasons.get(1, ""))
 
 
 CLAIM = vm_claim(vm_size(SMALL, POLICY.base, host(), POLICY), host(), "slim", CloneKind.INSTANT).memory
@@ -623,5 +624,7 @@ def test_releasing_a_spare_frees_the_memory_that_it_uses() -> None:
         h1 = replace(host(cpus=64, memory=8192), available=1000 + 256, overcommit=OVERCOMMITTED)  # the template's alone
         view = HypervisorView({"h1": h1}, seen, as_ready([ready]))
         changes = decisions(here, world_of(SchedulerView({"7": job}), view, NOW), policy=pooled)
-        gone = [c for c in of(changes, "vm") if c.event is Event.RELEASED and c.reason == "its memory is needed"]
+        gone = [
+            c for c in of(changes, "vm") if c.event is Event.RELEASED and text_of(c.reason) == "its memory is needed"
+        ]
         assert bool(gone) == released, held

@@ -42,6 +42,7 @@ from multiverse.core.model import (
     VmCondition,
     VmSeen,
     VmState,
+    text_of,
 )
 from multiverse.core.planner import plan
 from multiverse.core.policy import Policy, Pool
@@ -224,7 +225,7 @@ class Outcomes:
 
     def of(self, number: int) -> tuple[Event | str | None, str]:
         """The event of an attempt, or that it waits, and its reason; None if nothing was decided about it."""
-        found = [(c.event, c.reason) for c in self.changes if c.row.key == Key("attempt", number)]
+        found = [(c.event, text_of(c.reason)) for c in self.changes if c.row.key == Key("attempt", number)]
         assert len(found) <= 1, "one decision in a round"
         assert not found or number not in self.reasons
         return found[0] if found else (WAITS, self.reasons[number]) if number in self.reasons else (None, "")
@@ -360,14 +361,20 @@ def test_a_revoked_attempt_ends_as_revoked() -> None:
     job_cannot_be_served(scenario)
     (change,) = scenario.admit().changes
     assert isinstance(change.row, Attempt)
-    assert (change.row.state, change.row.outcome, change.row.reason) == (A.REVOKING, "revoked", "two partitions")
+    assert (change.row.state, change.row.outcome, text_of(change.row.reason)) == (
+        A.REVOKING,
+        "revoked",
+        "two partitions",
+    )
 
 
 def test_an_admitted_attempt_keeps_no_reason_for_waiting() -> None:
     outcomes = Scenario(attempt={"note": "the attempt before failed"}).admit()
     (admitted_,) = [c.row for c in outcomes.changes if isinstance(c.row, Attempt)]
     assert not outcomes.reasons
-    assert (admitted_.state, admitted_.note) == (A.CLAIMED, "") and admitted_.choice.startswith("instant on h1")
+    assert (admitted_.state, text_of(admitted_.note)) == (A.CLAIMED, "") and text_of(admitted_.choice).startswith(
+        "instant on h1"
+    )
 
 
 def test_a_job_too_large_for_hosts_in_sight_waits_for_one_that_is_fenced_and_not_for_one_that_is_removed() -> None:
@@ -636,7 +643,7 @@ def spare_on_offer(offered: OfferState | None, since: float = NOW - 50, *behind:
 
 def test_an_offered_spare_is_withdrawn_from_other_jobs_before_it_is_given_to_one() -> None:
     outcomes = spare_on_offer(OfferState.OPEN)
-    ((key, event, reason),) = [(c.row.key, c.event, c.reason) for c in outcomes.changes]
+    ((key, event, reason),) = [(c.row.key, c.event, text_of(c.reason)) for c in outcomes.changes]
     assert (key, event) == (Key("offer", 8), Event.WITHDRAWN) and "job 5" in reason
     assert outcomes.of(5) == (None, "") and outcomes.blockage is Blockage.NONE
 
@@ -715,7 +722,7 @@ def test_a_job_that_fits_only_on_a_host_that_cannot_make_its_clones_waits_and_bl
 def test_a_job_too_large_for_every_host_is_revoked_though_one_cannot_make_its_clones() -> None:
     unable = replace(host("h2"), abilities=frozenset({"linked"}))
     (change,) = decided(queued(1, Size(99, 100)), hosts=[host(), unable])
-    assert change.event is Event.IMPOSSIBLE and "unable" not in change.reason
+    assert change.event is Event.IMPOSSIBLE and "unable" not in text_of(change.reason)
 
 
 def test_the_hosts_that_cannot_make_each_kind_of_clone_are_named() -> None:
@@ -763,7 +770,9 @@ def test_the_reason_names_what_did_not_fit_and_the_largest_that_does(nodes: int)
     (refused,) = [c for c in decided(queued(1, Size(9, 100), nodes=nodes), hosts=[stiff]) if c.event == "impossible"]
     many = "a VM" if nodes == 1 else f"{nodes} VMs"
     fit = "4 CPUs, 1804 MiB, 65536 MiB disk"
-    assert refused.reason == f"{many} of 9 CPUs, 100 MiB fits on no host; the largest that fits is {fit} per node"
+    assert (
+        text_of(refused.reason) == f"{many} of 9 CPUs, 100 MiB fits on no host; the largest that fits is {fit} per node"
+    )
 
 
 def test_the_reason_names_the_host_with_the_most_memory_and_then_the_most_cpus() -> None:
@@ -771,7 +780,7 @@ def test_the_reason_names_the_host_with_the_most_memory_and_then_the_most_cpus()
     for hosts in ((small, roomy, many), (many, roomy, small)):
         (refused,) = [c for c in decided(queued(1, Size(99, 100)), hosts=hosts) if c.event is Event.IMPOSSIBLE]
         fit = largest_on(many, "slim", EAGER)
-        assert f"; the largest that fits is {fit} per node" in refused.reason
+        assert f"; the largest that fits is {fit} per node" in text_of(refused.reason)
         assert fit.cpus == 4 and fit.memory > 4096
 
 
@@ -782,7 +791,7 @@ def test_the_largest_that_fits_depends_on_whether_the_vm_boots() -> None:
         (refused,) = [c for c in decided(queued(1, Size(1, 9000), kind=kind), hosts=[rigid])
                       if c.event is Event.IMPOSSIBLE]  # fmt: skip
         fit = largest_on(rigid, "slim", EAGER, kind)
-        assert f"the largest that fits is {fit} per node" in refused.reason
+        assert f"the largest that fits is {fit} per node" in text_of(refused.reason)
     assert largest_on(rigid, "slim", EAGER, CloneKind.LINKED).memory > largest_on(rigid, "slim", EAGER).memory
 
 
@@ -866,13 +875,13 @@ def test_the_admission_says_where_the_vms_are_and_why() -> None:
     (change,) = [
         c for c in decided(*both, *parked, queued(1, nodes=2), hosts=hosts, policy=policy) if c.event == "admitted"
     ]
-    assert change.reason == "instant on h1, h2, parked before, one is parked"
+    assert text_of(change.reason) == "instant on h1, h2, parked before, one is parked"
 
 
 def test_the_admission_to_a_joined_spare_says_so() -> None:
     policy = replace(EAGER, pools=(replace(PARKED, depth=Depth.JOINED),))
     changes = decided(READY, vm(V.JOINED, pool=Depth.JOINED), queued(1), hosts=[host()], policy=policy)
-    reasons = {c.event: c.reason for c in changes}
+    reasons = {c.event: text_of(c.reason) for c in changes}
     assert reasons[Event.ADMITTED] == "instant on h1, joined before" and reasons[Event.TAKEN] == "by job 1"
 
 
@@ -894,7 +903,7 @@ def test_spares_are_released_for_a_template_that_a_job_needs() -> None:
     policy = replace(EAGER, pools=(replace(PARKED, depth=Depth.JOINED),))
     small = host(memory=256 + 544)
     changes = decided(READY, spare, queued(1, image="other"), hosts=[small], claims=held, policy=policy)
-    assert [(c.row.key, c.reason) for c in changes if c.event is Event.RELEASED] == [
+    assert [(c.row.key, text_of(c.reason)) for c in changes if c.event is Event.RELEASED] == [
         (spare.key, "its memory is needed")
     ]
     # Room for one such template, not for two, nor for one that is kept twice.
@@ -902,7 +911,9 @@ def test_spares_are_released_for_a_template_that_a_job_needs() -> None:
     lean = replace(spare, size=Size(1, 256))
     held = [claim_of(READY), claim_of(lean)]
     changes = decided(READY, lean, queued(1, Size(1, 50), image="other"), hosts=[tight], claims=held, policy=policy)
-    assert [(c.row.key, c.reason) for c in changes if c.event is Event.RELEASED] == [(lean.key, "its memory is needed")]
+    assert [(c.row.key, text_of(c.reason)) for c in changes if c.event is Event.RELEASED] == [
+        (lean.key, "its memory is needed")
+    ]
 
 
 def test_parked_spares_of_the_jobs_own_image_are_released_last() -> None:
@@ -931,7 +942,7 @@ def test_a_template_that_broke_on_another_host_is_tried_again_when_the_first_is_
         for c in decided(READY, broken, queued(1), hosts=[host("h1"), host("h2")], claims=[claim_of(READY), full])
         if isinstance(c.row, Template)
     ]
-    assert (change.row.id, change.event, change.reason) == (2, Event.NEEDED, "job 1 needs it")
+    assert (change.row.id, change.event, text_of(change.reason)) == (2, Event.NEEDED, "job 1 needs it")
 
 
 def test_of_templates_of_the_same_age_the_one_with_the_lower_id_is_retired() -> None:
@@ -939,7 +950,7 @@ def test_of_templates_of_the_same_age_the_one_with_the_lower_id_is_retired() -> 
     full = Claim(Key("vm", 90), "h1", Size(64, 0))
     changes = decided(READY, *idle, queued(1), hosts=[host()], claims=[full])
     assert [(event, row.id) for event, row in templates(changes)] == [(Event.DROPPED, 2)]
-    assert [c.reason for c in changes if c.event is Event.DROPPED] == ["its memory is needed"]
+    assert [text_of(c.reason) for c in changes if c.event is Event.DROPPED] == ["its memory is needed"]
 
 
 @pytest.mark.parametrize(

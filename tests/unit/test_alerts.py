@@ -34,6 +34,7 @@ from multiverse.core.model import (
     TemplateState,
     VmState,
     World,
+    said,
 )
 from multiverse.core.policy import Policy, Pool
 from multiverse.core.state import State
@@ -136,8 +137,8 @@ def test_quarantined_vms_and_templates_are_named_too() -> None:
     harness.to_allocated()
     vm, template = harness.all_vms()[0], harness.rows.templates[1]
     with committing(harness) as tx:
-        tx.apply(Move((Change(replace(vm, quarantined="odd"), Event.QUARANTINED),)))
-        tx.apply(Move((Change(replace(template, quarantined="odd too"), Event.QUARANTINED),)))
+        tx.apply(Move((Change(replace(vm, quarantined=said("odd")), Event.QUARANTINED),)))
+        tx.apply(Move((Change(replace(template, quarantined=said("odd too")), Event.QUARANTINED),)))
     first, second = seen(harness)
     assert (first.name, first.jobs) == ("vm-1", ("7",)) and f"VM {vm.name} of job 7" in first.message
     assert second.name == "template-1" and "the template of slim on h1" in second.message
@@ -247,7 +248,7 @@ def test_vms_of_a_fenced_host_are_shown_until_they_are_gone() -> None:
 
 
 def test_a_quarantined_offer_is_named_by_its_vm_and_can_be_repaired() -> None:
-    odd = replace(offer(OfferState.OPEN, id=3), quarantined="odd")
+    odd = replace(offer(OfferState.OPEN, id=3), quarantined=said("odd"))
     (one,) = findings(rows(vm(VmState.JOINED, id=3), odd), world_of(None, None, 0.0), POLICY, 0.0)
     assert one.name == "offer-3" and "offer of VM mvtest0-3" in one.message
     assert repair_command(one) == Command("retry", key=Key("offer", 3))

@@ -59,6 +59,7 @@ from multiverse.core.model import (
     VmSeen,
     VmState,
     World,
+    said,
 )
 from multiverse.core.policy import Policy, Pool
 from multiverse.core.provisioning.pools import PoolStatus
@@ -78,16 +79,16 @@ POLICY = Policy(subnet=ipaddress.IPv4Network("10.9.0.0/16"), gateway="10.9.0.1",
 ATTEMPTS = (
     attempt(AttemptState.ALLOCATED, id=1, since=950.0),
     attempt(
-        AttemptState.QUEUED, id=2, job="8_1", since=600.0, note="no room", not_before=1300.0, tries=4,
+        AttemptState.QUEUED, id=2, job="8_1", since=600.0, note=said("no room"), not_before=1300.0, tries=4,
         request=Request(2, Size(2, 700), image="mine", kind=CloneKind.FULL),
     ),
-    attempt(AttemptState.SPAWNING, id=3, job="9", restarts=1, since=990.0, quarantined="it is odd"),
+    attempt(AttemptState.SPAWNING, id=3, job="9", restarts=1, since=990.0, quarantined=said("it is odd")),
 )  # fmt: skip
 VMS = (
     replace(vm(VmState.SERVING, id=1, attempt=1, since=940.0, template_id=1), mac="02:2"),
     vm(VmState.LOST, id=2, attempt=3, host="h2", kind=CloneKind.FULL, reason="its host is away"),
     vm(VmState.JOINED, id=3, pool=Depth.JOINED, account="physics", template_id=9),
-    vm(VmState.ENDING, id=4, host="h4", quarantined="what is it"),
+    vm(VmState.ENDING, id=4, host="h4", quarantined=said("what is it")),
 )
 TEMPLATES = (
     template(TemplateState.READY, id=1, since=100.0),
@@ -114,14 +115,14 @@ SEEN = HypervisorView(
 
 
 def entry(seq: int, mono: float, kind: str, event: str, target: str | None, **more: Any) -> Entry:
-    values = {"boot": "b", "wall": 1_700_000_000.0 + mono, "id": 1, "attempt": 1, "source": None, "reason": "",
+    values = {"boot": "b", "wall": 1_700_000_000.0 + mono, "id": 1, "attempt": 1, "source": None, "reason": None,
               "detail": {}, **more}  # fmt: skip
     return Entry(seq=seq, mono=mono, kind=kind, event=event, target=target, **values)  # type: ignore[arg-type]
 
 
 JOURNAL = [
     entry(1, 900.0, "attempt", "submitted", "queued"),
-    entry(2, 901.0, "attempt", "admitted", "claimed", reason="it fits on h1"),
+    entry(2, 901.0, "attempt", "admitted", "claimed", reason=said("it fits on h1")),
     entry(3, 901.0, "vm", "planned", "planned"),
     entry(4, 901.5, "vm", "create", None, detail={"stages": [["overlay", 0.002], ["exec", 0.047]]}),
     entry(5, 902.0, "attempt", "made", "spawning"),
@@ -135,7 +136,7 @@ def live_rows() -> Rows:
     found = rows(*ATTEMPTS, *VMS, *TEMPLATES, *OFFERS, claims=CLAIMS, known=["h1", "h2", "h3"])
     silent = replace(found.hosts["h3"], state=HostState.SILENT, id=3)
     drained = replace(found.hosts["h1"], drain=Drain(0.0, "a fan"), id=1)
-    off = KnownHost("h4", SOURCE, HostState.FENCED, id=4, reason="an operator says that host h4 is off")
+    off = KnownHost("h4", SOURCE, HostState.FENCED, id=4, reason=said("an operator says that host h4 is off"))
     gone = KnownHost("h5", SOURCE, HostState.REMOVED, id=5)
     return replace(found, hosts={**found.hosts, "h1": drained, "h3": silent, "h4": off, "h5": gone})
 

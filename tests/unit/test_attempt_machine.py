@@ -28,6 +28,8 @@ from multiverse.core.model import (
     VmCondition,
     VmState,
     World,
+    said,
+    text_of,
 )
 from multiverse.core.planner import plan
 from multiverse.core.provisioning.admission import Admission
@@ -41,7 +43,9 @@ A, V, T = AttemptState, VmState, TemplateState
 
 def reasons(harness: PlannerHarness, event: Event) -> list[str]:
     """The reasons that the journal gives for such an event of attempts, in order."""
-    return [entry.reason for entry in harness.store.journal() if entry.event == event and entry.kind == "attempt"]
+    return [
+        text_of(entry.reason) for entry in harness.store.journal() if entry.event == event and entry.kind == "attempt"
+    ]
 
 
 def built(harness: PlannerHarness) -> None:
@@ -74,7 +78,7 @@ def test_a_fresh_attempt_knows_its_job_and_is_held_back_by_nothing() -> None:
     harness.job(work_dir="/home/ada")
     harness.run()
     attempt = harness.attempt()
-    assert (attempt.work_dir, attempt.not_before, attempt.tries, attempt.note) == ("/home/ada", 0.0, 0, "")
+    assert (attempt.work_dir, attempt.not_before, attempt.tries, text_of(attempt.note)) == ("/home/ada", 0.0, 0, "")
     assert reasons(harness, Event.SUBMITTED) == [""]
 
 
@@ -164,7 +168,7 @@ def test_a_job_that_runs_while_its_attempt_waits_is_requeued_before_it_is_admitt
     found = effect_of(harness.attempt())
     assert harness.attempt().state is A.STRAY and found and found.kind is EffectKind.REQUEUE
     assert reasons(harness, Event.STRAYED) == ["it runs on a VM of an earlier attempt"], "once"
-    assert not harness.attempt().quarantined
+    assert not text_of(harness.attempt().quarantined)
     harness.job(state=JobState.PENDING, gated=True, pinned=None)
     harness.run()
     assert harness.attempt().state is A.CLAIMED
@@ -186,7 +190,7 @@ def test_a_job_that_ends_while_it_waits_is_told_nothing_more() -> None:
     assert harness.reasons["7"]
     harness.job(state=JobState.ENDED, result="CANCELLED")
     harness.run()
-    assert (harness.attempt().outcome, harness.attempt().reason) == ("cancelled", "CANCELLED")
+    assert (harness.attempt().outcome, text_of(harness.attempt().reason)) == ("cancelled", "CANCELLED")
     assert not harness.reasons
 
 
@@ -209,7 +213,7 @@ def test_a_job_that_an_old_observation_does_not_show_goes_on(stage: str) -> None
     harness.jobs.clear()
     harness.ended(before.key)
     observe_at_once(harness)
-    assert (harness.attempt().state, harness.attempt().quarantined) == (before.state, "")
+    assert (harness.attempt().state, text_of(harness.attempt().quarantined)) == (before.state, "")
 
 
 def test_a_waiting_job_that_an_old_observation_does_not_show_goes_on_waiting() -> None:
@@ -218,7 +222,7 @@ def test_a_waiting_job_that_an_old_observation_does_not_show_goes_on_waiting() -
     harness.run()
     harness.jobs.clear()
     observe_at_once(harness)
-    assert (harness.attempt().state, harness.attempt().quarantined) == (A.QUEUED, "")
+    assert (harness.attempt().state, text_of(harness.attempt().quarantined)) == (A.QUEUED, "")
 
 
 def test_a_job_that_is_completing_when_it_is_first_seen_is_allocated_first() -> None:
@@ -238,7 +242,7 @@ def test_a_vm_that_fails_is_replaced_before_the_next_observation_of_the_schedule
     assert harness.attempt().since > harness.clock.time - 0.5
     harness.commit(failed(harness.all_vms()[0], EffectKind.CREATE, Refused("no luck")))
     assert [vm.state for vm in harness.all_vms()] == [V.ENDING, V.PLANNED]
-    assert harness.attempt().state is A.CLAIMED and not harness.attempt().quarantined
+    assert harness.attempt().state is A.CLAIMED and not text_of(harness.attempt().quarantined)
 
 
 # --- making -----------------------------------------------------------------------------------------
@@ -256,7 +260,7 @@ def test_a_job_that_ends_or_starts_over_while_its_vms_are_made_leaves_nothing_in
     else:
         requeue(harness)
     harness.run()
-    assert harness.attempt().state is A.RECLAIMING and not harness.attempt().quarantined
+    assert harness.attempt().state is A.RECLAIMING and not text_of(harness.attempt().quarantined)
 
 
 @pytest.mark.parametrize("stage", ["to_claimed", "to_spawned"])
@@ -272,13 +276,13 @@ def test_the_next_attempt_says_why_the_one_before_gave_up(stage: str, change: di
     getattr(harness, stage)()
     harness.job(**change)  # type: ignore[arg-type]
     harness.run()
-    assert reasons(harness, Event.CHANGED) == [why] and harness.attempt().note == ""
+    assert reasons(harness, Event.CHANGED) == [why] and text_of(harness.attempt().note) == ""
     harness.ended(harness.attempt().key)
     harness.run()
     harness.clear()
     harness.run()
     again = harness.attempt(2)
-    assert (again.state, again.note, again.tries, again.not_before) == (A.QUEUED, why, 0, 0.0)
+    assert (again.state, text_of(again.note), again.tries, again.not_before) == (A.QUEUED, why, 0, 0.0)
 
 
 @pytest.mark.parametrize(("reason", "why"), [("Resources", "Resources"), ("", "no reason")])
@@ -288,7 +292,7 @@ def test_a_pin_that_expires_says_what_the_scheduler_said(reason: str, why: str) 
     harness.job(gated=False, pinned=attempt.feature, reason=reason)
     harness.pass_time(POLICY.pin_timeout + 1)
     harness.run()
-    assert harness.attempt().reason == f"the scheduler did not start it: {why}"
+    assert text_of(harness.attempt().reason) == f"the scheduler did not start it: {why}"
 
 
 def test_a_vm_that_is_lost_while_it_is_made_is_replaced_on_a_host_that_is_in_sight() -> None:
@@ -301,9 +305,9 @@ def test_a_vm_that_is_lost_while_it_is_made_is_replaced_on_a_host_that_is_in_sig
     del harness.hosts["h1"]
     harness.run()
     assert [(vm.host, vm.state) for vm in harness.all_vms()] == [("h1", V.LOST), ("h2", V.PLANNED)]
-    assert harness.attempt().choice == "instant on h1; then instant on h2"
+    assert text_of(harness.attempt().choice) == "instant on h1; then instant on h2"
     assert reasons(harness, Event.REPLACED) == ["a VM was lost; now instant on h2"]
-    assert not harness.attempt().quarantined
+    assert not text_of(harness.attempt().quarantined)
 
 
 def test_an_attempt_whose_image_went_meanwhile_waits_for_it_and_is_charged_no_try() -> None:
@@ -378,7 +382,9 @@ def test_a_vm_of_whichever_kind_is_best_is_replaced_too() -> None:
     harness.second_host()
     harness.to_claimed()
     harness.run(failed(harness.all_vms()[0], EffectKind.CREATE, Broken("no luck")))
-    assert [vm.state for vm in harness.all_vms()] == [V.ENDING, V.PLANNED] and not harness.attempt().quarantined
+    assert [vm.state for vm in harness.all_vms()] == [V.ENDING, V.PLANNED] and not text_of(
+        harness.attempt().quarantined
+    )
 
 
 def test_the_pace_of_the_passes_before_is_kept() -> None:
@@ -417,7 +423,7 @@ def test_a_quarantine_says_on_which_nodes_the_job_runs() -> None:
     on(harness, "elsewhere", pinned=attempt.feature)
     harness.run()
     why = "its job runs on elsewhere, not on its own VMs"
-    assert harness.attempt().quarantined == why and reasons(harness, Event.QUARANTINED) == [why]
+    assert text_of(harness.attempt().quarantined) == why and reasons(harness, Event.QUARANTINED) == [why]
 
 
 def test_an_attempt_whose_vm_was_lost_or_whose_launch_was_taken_back_says_so() -> None:
@@ -425,12 +431,12 @@ def test_an_attempt_whose_vm_was_lost_or_whose_launch_was_taken_back_says_so() -
     harness.to_spawned()
     harness.seen(harness.all_vms()[0].name, VmCondition.DEAD)
     harness.run()
-    assert harness.attempt().reason == "a VM was lost before the job ran"
+    assert text_of(harness.attempt().reason) == "a VM was lost before the job ran"
     other = PlannerHarness()
     other.to_allocated()
     other.job(state=JobState.PENDING)
     other.run()
-    assert other.attempt().reason == "the scheduler took the launch back"
+    assert text_of(other.attempt().reason) == "the scheduler took the launch back"
 
 
 # --- the end ----------------------------------------------------------------------------------------
@@ -441,7 +447,7 @@ def end(state: A = A.RECLAIMING, **more: object) -> list[tuple[str, str, Event]]
     held = hand.state(hand.attempt(state, **more), now=1000.0)
     world = hand.world_of(SchedulerView(), HypervisorView(), 1000.0)
     found = hand.changes_of(plan(held, world, [], 1000.0, POLICY))
-    return [(str(change.row.state), change.row.quarantined, change.event) for change in found]
+    return [(str(change.row.state), text_of(change.row.quarantined), change.event) for change in found]
 
 
 def test_a_job_that_vanishes_on_its_way_back_to_the_gate_is_not_tried_again() -> None:
@@ -453,7 +459,7 @@ def test_a_job_that_vanishes_on_its_way_back_to_the_gate_is_not_tried_again() ->
 
 
 def test_the_quarantine_of_an_attempt_ends_with_the_attempt() -> None:
-    assert end(outcome="done", quarantined="it cannot be") == [("done", "", Event.RECLAIMED)]
+    assert end(outcome="done", quarantined=said("it cannot be")) == [("done", "", Event.RECLAIMED)]
     assert end() == [("done", "", Event.RECLAIMED)], "as does one that no outcome was recorded of"
 
 
@@ -476,8 +482,8 @@ def test_a_vm_whose_job_has_ended_is_released_without_a_reason_of_its_own() -> N
     harness.run()
     harness.run()
     (vm,) = harness.all_vms()
-    assert (vm.state, vm.failed, vm.reason) == (V.RELEASING, False, "")
-    assert {entry.reason for entry in harness.store.journal() if entry.event == "released"} == {"COMPLETED"}
+    assert (vm.state, vm.failed, text_of(vm.reason)) == (V.RELEASING, False, "")
+    assert {text_of(entry.reason) for entry in harness.store.journal() if entry.event == "released"} == {"COMPLETED"}
 
 
 def test_the_journal_says_that_a_job_was_changed_before_it_was_cancelled_or_started_after_all() -> None:
@@ -531,7 +537,7 @@ def test_a_job_that_was_completing_and_is_requeued_says_so() -> None:
     harness.run()
     requeue(harness, state=JobState.PENDING, gated=True, pinned=None)
     harness.run()
-    assert harness.attempt().reason == "the scheduler requeued the job"
+    assert text_of(harness.attempt().reason) == "the scheduler requeued the job"
     assert reasons(harness, Event.RESTARTED) == ["the scheduler requeued the job"]
 
 
@@ -543,7 +549,7 @@ def test_how_a_job_ended_is_noted_when_it_is_known() -> None:
     harness.job(state=JobState.ENDED, result="TIMEOUT")
     harness.run()
     assert reasons(harness, Event.NOTED) == ["TIMEOUT"] and reasons(harness, Event.RESTARTED) == []
-    assert (harness.attempt().outcome, harness.attempt().reason) == ("done", "TIMEOUT")
+    assert (harness.attempt().outcome, text_of(harness.attempt().reason)) == ("done", "TIMEOUT")
 
 
 def test_a_job_that_an_old_observation_does_not_show_is_not_over() -> None:
@@ -556,7 +562,7 @@ def test_a_job_that_an_old_observation_does_not_show_is_not_over() -> None:
     assert harness.attempt().state is A.ALLOCATED, "the observation began as the last effect ended"
     harness.run()
     assert harness.attempt().outcome == "done"
-    assert harness.attempt().reason == "the scheduler no longer shows the job"
+    assert text_of(harness.attempt().reason) == "the scheduler no longer shows the job"
 
 
 def test_a_job_that_changes_into_one_that_cannot_be_served_is_revoked_with_the_reason() -> None:
@@ -566,7 +572,7 @@ def test_a_job_that_changes_into_one_that_cannot_be_served_is_revoked_with_the_r
     harness.job(problem="it cannot be served", request=None)
     harness.run()
     harness.run()
-    assert (harness.attempt().outcome, harness.attempt().reason) == ("revoked", "it cannot be served")
+    assert (harness.attempt().outcome, text_of(harness.attempt().reason)) == ("revoked", "it cannot be served")
     assert harness.attempt().request.nodes == 0
 
 
@@ -591,7 +597,7 @@ def test_a_fault_in_deciding_about_a_record_puts_it_in_quarantine(monkeypatch: p
     monkeypatch.setattr(planner, step, lambda *_: {}["x"])
     harness.run()
     (row,) = harness.rows.templates.values() if step == "step_template" else harness.rows.attempts.values()
-    assert row.quarantined.startswith("a fault of Multiverse")
+    assert text_of(row.quarantined).startswith("a fault of Multiverse")
 
 
 def test_a_fault_in_applying_a_result_puts_its_record_in_quarantine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -600,7 +606,7 @@ def test_a_fault_in_applying_a_result_puts_its_record_in_quarantine(monkeypatch:
     (vm,) = harness.all_vms()
     monkeypatch.setattr(planner, "apply_result", lambda *_: {}["x"])
     harness.run(failed(vm, EffectKind.CREATE, Refused("no luck")))
-    assert harness.all_vms()[0].quarantined.startswith("a fault of Multiverse")
+    assert text_of(harness.all_vms()[0].quarantined).startswith("a fault of Multiverse")
     assert harness.all_vms()[0].key == Key("vm", vm.id)
 
 
@@ -617,8 +623,8 @@ def test_a_fault_in_admission_puts_its_attempt_in_quarantine(monkeypatch: pytest
     harness.job("7")
     harness.job("8")
     harness.run()
-    assert harness.attempt(1).quarantined.startswith("a fault of Multiverse")
-    assert (harness.attempt(2).state, harness.attempt(2).quarantined) == (A.CLAIMED, "")
+    assert text_of(harness.attempt(1).quarantined).startswith("a fault of Multiverse")
+    assert (harness.attempt(2).state, text_of(harness.attempt(2).quarantined)) == (A.CLAIMED, "")
 
 
 def test_a_fault_in_replacing_a_vm_puts_its_attempt_in_quarantine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -626,8 +632,8 @@ def test_a_fault_in_replacing_a_vm_puts_its_attempt_in_quarantine(monkeypatch: p
     harness.to_claimed()
     monkeypatch.setattr(planner, "supply_missing", lambda *_: {}["x"])
     harness.run(failed(harness.all_vms()[0], EffectKind.CREATE, Refused("no luck")))
-    assert harness.attempt().quarantined.startswith("a fault of Multiverse")
-    assert harness.all_vms()[0].state is V.ENDING and not harness.all_vms()[0].quarantined
+    assert text_of(harness.attempt().quarantined).startswith("a fault of Multiverse")
+    assert harness.all_vms()[0].state is V.ENDING and not text_of(harness.all_vms()[0].quarantined)
 
 
 # --- messages ---------------------------------------------------------------------------------------
@@ -647,7 +653,7 @@ def test_the_journal_has_the_message_of_a_failed_effect() -> None:
     )
     (broken,) = [one for one in other.rows.templates.values() if one.key != row.key]
     other.run(Done(broken.key, EffectKind.BUILD, "building", Broken("no boot")))
-    by_event = {entry.event: entry.reason for entry in other.store.journal()}
+    by_event = {entry.event: text_of(entry.reason) for entry in other.store.journal()}
     assert by_event["failed"] == "no such image" and by_event["broke"] == "no boot"
 
 
@@ -662,17 +668,17 @@ def test_the_journal_says_that_an_operator_asked_for_it() -> None:
     harness = PlannerHarness()
     harness.run(Command("build", "h1", "slim"))
     harness.run(Command("drop", "h1", "slim"))
-    assert {entry.event: entry.reason for entry in harness.store.journal()} == dict.fromkeys(
+    assert {entry.event: text_of(entry.reason) for entry in harness.store.journal()} == dict.fromkeys(
         ("needed", "dropped"), "an operator asked for it"
     )
 
 
 def test_the_journal_says_who_ended_a_quarantine() -> None:
-    stuck = hand.attempt(A.QUEUED, quarantined="it cannot be")
-    vm = hand.vm(V.SERVING, quarantined="it cannot be")
+    stuck = hand.attempt(A.QUEUED, quarantined=said("it cannot be"))
+    vm = hand.vm(V.SERVING, quarantined=said("it cannot be"))
     held = hand.state(stuck, vm, now=1000.0)
     moves = plan(held, World(), [Command("retry", key=row.key) for row in (stuck, vm)], 1000.0, POLICY)
-    found = [(change.event, change.reason) for change in hand.changes_of(moves)]
+    found = [(change.event, text_of(change.reason)) for change in hand.changes_of(moves)]
     assert found == [(Event.RETRIED, "an operator asked for it")] * 2
 
 
@@ -704,5 +710,5 @@ def test_rows_that_rest_are_not_looked_at_again() -> None:
 
 def test_an_attempt_in_quarantine_rests_until_its_job_is_over() -> None:
     for state in (A.QUEUED, A.SPAWNING, A.ALLOCATED, A.RECLAIMING):
-        found = {shown for shown in [None, *JobState] if rests(state, shown, quarantined="it cannot be")}
+        found = {shown for shown in [None, *JobState] if rests(state, shown, quarantined=said("it cannot be"))}
         assert found == {JobState.PENDING, JobState.RUNNING, JobState.SUSPENDED, JobState.COMPLETING}, state

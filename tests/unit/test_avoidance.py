@@ -8,7 +8,16 @@ from itertools import pairwise
 import pytest
 
 from multiverse.core.errors import Broken, Exhausted, Gone, Refused
-from multiverse.core.model import AttemptState, CloneKind, Key, Template, TemplateState, VmCondition, VmState
+from multiverse.core.model import (
+    AttemptState,
+    CloneKind,
+    Key,
+    Template,
+    TemplateState,
+    VmCondition,
+    VmState,
+    text_of,
+)
 from multiverse.core.policy import AVOIDED_LIMIT
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.explain import explain
@@ -63,7 +72,9 @@ def test_a_host_is_avoided_after_the_first_failure_and_the_job_goes_on_elsewhere
     assert [vm.host for vm in harness.all_vms()] == ["h1", "h2"] and attempt.state is A.CLAIMED
     assert (attempt.tries, attempt.replaced, attempt.failed_on) == (0, 0, ("h1",)), "that costs it nothing"
     (fault,) = harness.rows.hosts["h1"].faults
-    assert (fault.image, fault.failures, fault.reason) == ("slim", 1, "no") and not harness.rows.hosts["h2"].faults
+    assert (fault.image, fault.failures, text_of(fault.reason)) == ("slim", 1, "no") and not harness.rows.hosts[
+        "h2"
+    ].faults
     harness.job("8")
     harness.run()
     assert [vm.host for vm in harness.all_vms(2)] == ["h2"], "though h1 is emptier"
@@ -142,7 +153,9 @@ def test_a_failure_where_vms_of_others_have_joined_since_is_the_jobs_own() -> No
     harness.run()
     mine = max(one.id for one in harness.rows.attempts.values() if one.job.job_id == "7")
     fails(harness, mine)
-    assert harness.attempt(mine).outcome == "failed" and "1 attempts: read-only" in harness.attempt(mine).reason
+    assert harness.attempt(mine).outcome == "failed" and "1 attempts: read-only" in text_of(
+        harness.attempt(mine).reason
+    )
     assert not harness.rows.hosts["h1"].faults, "others go on there"
 
 
@@ -203,8 +216,8 @@ def test_explain_says_why_a_job_waits_for_a_host_that_is_avoided() -> None:
     fails(harness)
     waiting = harness.state.attempts[until_queued(harness)]
     told = explain(Context(harness.state, harness.world, harness.policy), waiting, harness.clock.time)
-    said = str(told.sentences[0])
-    assert "a host that is avoided: h1 until 20" in said and "read-only" in said
+    text = str(told.sentences[0])
+    assert "a host that is avoided: h1 until 20" in text and "read-only" in text
 
 
 def test_the_alert_says_what_is_wrong_and_repairs_it() -> None:

@@ -36,6 +36,8 @@ from multiverse.core.model import (
     VmCondition,
     VmSeen,
     VmState,
+    said,
+    text_of,
 )
 from multiverse.core.planner import plan
 from multiverse.core.policy import Backfill, Policy, Pool
@@ -138,7 +140,7 @@ class Cluster:
 
 def admitted(changes: Iterable[Change]) -> dict[int, str]:
     """The attempts that were admitted, and what is said of their VMs."""
-    return {c.row.id: c.reason for c in changes if c.event is Event.ADMITTED}
+    return {c.row.id: text_of(c.reason) for c in changes if c.event is Event.ADMITTED}
 
 
 def made_on(changes: Iterable[Change]) -> dict[int | None, str]:
@@ -272,7 +274,7 @@ def test_where_nobody_knows_when_the_first_job_starts_it_is_overtaken_so_often(w
     changes = cluster.run()
     found = admitted(changes)
     assert set(found) == {3, 4} and "whose start nobody can tell" in found[3]
-    told = [c.reason for c in changes if c.event is Event.OVERTAKEN]
+    told = [text_of(c.reason) for c in changes if c.event is Event.OVERTAKEN]
     assert told == ["by job 3, 1 of 2 times", "by job 4, 2 of 2 times"]
     assert cluster.state is not None and cluster.state.attempts[2].overtaken == 2
     assert cluster.reason(2) == "waiting for capacity: the hosts are full" and not cluster.state.promised
@@ -487,7 +489,7 @@ def test_a_job_whose_vms_are_being_made_runs_from_when_they_are_expected(
         (vm(V.LOST), inf),
         (vm(V.ORPHAN), inf),
         (vm(V.ORPHAN, job_id="7"), UNIX + 70.0 + RECLAIM),
-        (vm(V.SERVING, quarantined="odd"), inf),
+        (vm(V.SERVING, quarantined=said("odd")), inf),
     ],
 )
 def test_when_a_vm_without_an_attempt_is_gone(its: Vm, expected: float) -> None:

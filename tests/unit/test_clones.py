@@ -25,6 +25,8 @@ from multiverse.core.model import (
     Template,
     TemplateState,
     VmState,
+    Why,
+    text_of,
 )
 from multiverse.core.provisioning.capacity import every_host
 from multiverse.core.provisioning.clones import (
@@ -112,13 +114,13 @@ def chosen(
 
 
 def test_where_clones_are_neither_booted_nor_forked_they_are_copied() -> None:
-    assert chosen(on=host("full")) == Choice(CloneKind.FULL, "no host forks")
-    assert chosen(on=host("full instant")) == Choice(CloneKind.INSTANT, "no host boots clones")
+    assert chosen(on=host("full")) == Choice(CloneKind.FULL, Why.NONE_FORKS())
+    assert chosen(on=host("full instant")) == Choice(CloneKind.INSTANT, Why.NONE_BOOTS())
 
 
 def test_a_job_whose_template_no_host_could_hold_beside_it_boots() -> None:
     found = chosen(on=host(memory=4200))
-    assert found == Choice(CloneKind.LINKED, "no host could hold the template beside it")
+    assert found == Choice(CloneKind.LINKED, Why.NO_ROOM_BESIDE())
 
 
 def wanted_by(other: Attempt, **job: object) -> bool:
@@ -151,7 +153,7 @@ def test_the_wants_of_all_jobs_of_an_image_count_whether_they_name_it_or_not() -
 
 # A VM that boots is larger here than one that is forked: memory comes in blocks of 1 GiB, and templates cost nothing.
 TIGHT = replace(host(can="fork plug_cpus", memory=1200), template_copies=0, memory_block=1024)
-FORKED = Choice(CloneKind.INSTANT, "no host could hold it booted", templates={"h1": Size(1, 1024)})
+FORKED = Choice(CloneKind.INSTANT, Why.NO_ROOM_BOOTED(), templates={"h1": Size(1, 1024)})
 
 
 def kind_on(on: Host, *rows: Row, kind: CloneKind | None = None, site: CloneKind = CloneKind.AUTO) -> Choice:
@@ -165,18 +167,18 @@ def test_a_vm_that_no_host_could_hold_booted_is_forked() -> None:
     assert kind_on(TIGHT) == FORKED
     assert kind_on(TIGHT, kind=CloneKind.AUTO, site=CloneKind.LINKED) == FORKED
     roomy, tiny = (replace(TIGHT, capacity=Size(16, memory, 65536)) for memory in (1400, 1000))
-    assert kind_on(roomy).kind is CloneKind.LINKED and "not worth a template" in kind_on(roomy).why
+    assert kind_on(roomy).kind is CloneKind.LINKED and "not worth a template" in text_of(kind_on(roomy).why)
     assert kind_on(tiny).kind is CloneKind.LINKED, "no host could hold it forked either"
     stiff = replace(TIGHT, images={"slim": frozenset({"plug_cpus"})})
-    assert kind_on(stiff).why == "no host can fork its image" and kind_on(stiff).kind is CloneKind.LINKED
+    assert text_of(kind_on(stiff).why) == "no host can fork its image" and kind_on(stiff).kind is CloneKind.LINKED
 
 
 def test_a_kind_that_is_chosen_for_another_reason_or_asked_for_is_kept() -> None:
     assert kind_on(TIGHT, kind=CloneKind.LINKED).kind is CloneKind.LINKED
     assert kind_on(TIGHT, site=CloneKind.LINKED).kind is CloneKind.LINKED
-    assert kind_on(TIGHT, kind=CloneKind.LINKED, site=CloneKind.AUTO).why == ""
+    assert kind_on(TIGHT, kind=CloneKind.LINKED, site=CloneKind.AUTO).why is None
     frozen = kind_on(TIGHT, ready(Size(1, 1024)))
-    assert frozen.kind is CloneKind.INSTANT and frozen.why.startswith("its template is ready")
+    assert frozen.kind is CloneKind.INSTANT and text_of(frozen.why).startswith("its template is ready")
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,8 @@ from multiverse.core.model import (
     VmSeen,
     VmState,
     World,
+    said,
+    text_of,
 )
 from multiverse.core.planner import plan
 from multiverse.core.rows import Rows
@@ -61,7 +63,7 @@ def test_a_drop_command_retires_the_templates_that_it_describes() -> None:
 
 def test_a_fence_ends_all_vms_on_that_host_and_no_others() -> None:
     here = rows(
-        vm(V.LOST, id=1, reason="it was out of reach", quarantined="odd"),
+        vm(V.LOST, id=1, reason="it was out of reach", quarantined=said("odd")),
         vm(V.LOST, id=2, host="h2"),
         vm(V.SERVING, id=3),
         vm(V.RELEASING, id=4),
@@ -71,8 +73,8 @@ def test_a_fence_ends_all_vms_on_that_host_and_no_others() -> None:
     off, *changes = changes_of(plan(state, World(), [Command("fence", "h1")], NOW, POLICY))
     assert (off.row.key, off.event, off.row.state) == (Key("host", 1), Event.FENCED, HostState.FENCED)
     assert [(c.row.id, c.event) for c in changes] == [(1, Event.FENCED), (3, Event.FENCED)]
-    assert changes[0].row == replace(here.vms[1], state=V.ENDING, since=NOW, quarantined="")
-    assert state.vms[3].state is V.ENDING and "an operator" in state.vms[3].reason
+    assert changes[0].row == replace(here.vms[1], state=V.ENDING, since=NOW, quarantined=None)
+    assert state.vms[3].state is V.ENDING and "an operator" in text_of(state.vms[3].reason)
     assert state.is_fenced("h1") and not state.is_fenced("h2")
 
 
@@ -122,12 +124,12 @@ RETRIED: list[tuple[Row, dict[str, object] | None]] = [
     (attempt(A.QUEUED, not_before=NOW + 0.5), {"not_before": 0.0}),
     (attempt(A.QUEUED, not_before=NOW), None),
     (attempt(A.QUEUED), None),
-    (attempt(A.SPAWNED, quarantined="odd"), {"quarantined": ""}),
-    (vm(V.JOINED, quarantined="odd"), {"quarantined": ""}),
+    (attempt(A.SPAWNED, quarantined=said("odd")), {"quarantined": None}),
+    (vm(V.JOINED, quarantined=said("odd")), {"quarantined": None}),
     (vm(V.JOINED), None),
-    (template(T.READY, quarantined="odd"), {"quarantined": ""}),
-    (template(T.BROKEN, quarantined="odd"), {"quarantined": ""}),
-    (template(T.BROKEN, reason="no boot", tries=3), {"state": T.BUILDING, "since": NOW, "reason": ""}),
+    (template(T.READY, quarantined=said("odd")), {"quarantined": None}),
+    (template(T.BROKEN, quarantined=said("odd")), {"quarantined": None}),
+    (template(T.BROKEN, reason="no boot", tries=3), {"state": T.BUILDING, "since": NOW, "reason": None}),
     (template(T.READY), None),
 ]
 

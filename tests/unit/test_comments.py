@@ -25,7 +25,7 @@ from multiverse.controller.comments import (
     Telling,
 )
 from multiverse.core.errors import Unknown
-from multiverse.core.model import Attempt, AttemptState, Job, JobRef, JobState, Reason, Why
+from multiverse.core.model import Attempt, AttemptState, Job, JobRef, JobState, Reason, Why, said
 from multiverse.core.provisioning.reasons import BEHIND as _BEHIND
 from multiverse.core.transition import Change, Event, Move
 from multiverse_lab.simulation.loop import run
@@ -156,7 +156,7 @@ def test_a_job_that_is_held_back_by_the_scheduler_is_told_nothing_until_it_may_r
 
 def test_a_job_in_its_back_off_is_told_why_the_attempt_before_failed() -> None:
     calls = Calls()
-    calls.add(queued(1, note="it does not boot", not_before=100.0, tries=4))
+    calls.add(queued(1, note=said("it does not boot"), not_before=100.0, tries=4))
     assert texts(calls.until(50.0)) == [(("1",), "it does not boot")]
 
 
@@ -216,7 +216,7 @@ def test_a_job_that_waits_no_more_is_told_nothing(left: A) -> None:
 
 def test_a_job_whose_row_is_quarantined_is_told_nothing() -> None:
     calls = Calls()
-    calls.add(queued(1), replace(queued(2), quarantined="it is odd"))
+    calls.add(queued(1), replace(queued(2), quarantined=said("it is odd")))
     calls.reasons(1)
     assert texts(calls.until(500.0)) == [(("1",), FULL)]
 

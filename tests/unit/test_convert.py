@@ -63,7 +63,7 @@ def test_a_job_in_its_back_off_shows_why_the_attempt_before_failed() -> None:
     harness = PlannerHarness()
     harness.job(eligible=False)
     harness.run()
-    failed = replace(harness.attempt(), note="it does not boot", not_before=harness.clock.time + 60)
+    failed = replace(harness.attempt(), note=said("it does not boot"), not_before=harness.clock.time + 60)
     for world in (harness.world, World()):
         assert waiting_reasons([failed], world, {}, harness.clock.time) == {1: said("it does not boot")}
     running = replace(failed, state=AttemptState.ALLOCATED)

@@ -19,6 +19,8 @@ from multiverse.core.model import (
     TemplateState,
     VmState,
     World,
+    said,
+    text_of,
 )
 from multiverse.core.transition import Effect, EffectKind
 from tests.unit.planner_harness import POLICY
@@ -29,16 +31,16 @@ L = LeaseState
 
 # Of each state of each kind of row: the effect, and its text.
 EFFECTS: list[tuple[Row, E | None, str]] = [
-    (attempt(A.QUEUED, note="wait"), None, ""),
+    (attempt(A.QUEUED, note=said("wait")), None, ""),
     (attempt(A.QUEUED), None, ""),
-    (attempt(A.UNGATED, note="wait"), E.GATE, ""),
-    (attempt(A.STRAY, note="wait"), E.REQUEUE, ""),
+    (attempt(A.UNGATED, note=said("wait")), E.GATE, ""),
+    (attempt(A.STRAY, note=said("wait")), E.REQUEUE, ""),
     (attempt(A.RESTORING, origin="batch"), E.RESTORE, ""),
-    (attempt(A.HOLDING, note="its last 10 runs ended"), E.HOLD, "its last 10 runs ended"),
-    (attempt(A.CLAIMED, note="wait"), None, ""),
-    (attempt(A.SPAWNING, note="wait"), None, ""),
-    (attempt(A.SPAWNED, choice="instant on h1"), E.PIN, "instant on h1"),
-    (attempt(A.INTRODUCING, choice="instant on h1"), E.PIN, "instant on h1"),
+    (attempt(A.HOLDING, note=said("its last 10 runs ended")), E.HOLD, "its last 10 runs ended"),
+    (attempt(A.CLAIMED, note=said("wait")), None, ""),
+    (attempt(A.SPAWNING, note=said("wait")), None, ""),
+    (attempt(A.SPAWNED, choice=said("instant on h1")), E.PIN, "instant on h1"),
+    (attempt(A.INTRODUCING, choice=said("instant on h1")), E.PIN, "instant on h1"),
     (attempt(A.ALLOCATED), None, ""),
     (attempt(A.RETURNING, outcome="requeued", reason="held"), E.GATE, ""),
     (attempt(A.REVOKING, outcome="revoked", reason="too large"), E.REVOKE, "too large"),
@@ -92,13 +94,13 @@ OFFERS: list[tuple[O, E | None]] = [
 @pytest.mark.parametrize(("row", "kind", "text"), EFFECTS)
 def test_a_state_permits_one_effect_on_its_own_row_and_none_in_quarantine(row: Row, kind: E | None, text: str) -> None:
     assert effect_of(row) == (Effect(kind, row.key, text) if kind else None)
-    assert effect_of(replace(row, quarantined="an operator has to end it")) is None
+    assert effect_of(replace(row, quarantined=said("an operator has to end it"))) is None
 
 
 @pytest.mark.parametrize(("state", "kind"), OFFERS)
 def test_an_offer_permits_its_effect_under_the_key_of_its_vm(state: O, kind: E | None) -> None:
     assert effect_of(offer(state, id=3)) == (Effect(kind, Key("vm", 3)) if kind else None)
-    assert effect_of(replace(offer(state, id=3), quarantined="an operator has to end it")) is None
+    assert effect_of(replace(offer(state, id=3), quarantined=said("an operator has to end it"))) is None
 
 
 def test_the_effect_of_a_vm_replaces_that_of_its_offer() -> None:
@@ -121,7 +123,7 @@ def test_the_offer_of_a_vm_that_can_serve_no_job_is_withdrawn(trouble: dict[str,
     held = state(spare, offer(O.OPEN))
     step_offer(held, 1, World())
     (row,) = held.offers.values()
-    assert row.state is O.CLOSING and "no job" in row.reason
+    assert row.state is O.CLOSING and "no job" in text_of(row.reason)
     effects = {effect.kind for _, effect in effects_of(held)}
     assert effects == {E.WITHDRAW}
 

@@ -110,7 +110,7 @@ def test_a_job_that_starts_on_a_physical_node_first_needs_its_vm_no_more(came: s
     harness.run()
     harness.run()
     ended = harness.attempt()
-    assert (ended.state, ended.reason) == (A.CANCELLED, "it has started on a physical node of partition batch")
+    assert (ended.state, text_of(ended.reason)) == (A.CANCELLED, "it has started on a physical node of partition batch")
     assert not harness.rows.attempts and not harness.rows.vms, "and no other attempt is opened"
     assert str(explain_ended(ended, 5.0).sentences[0]).startswith(
         "Its attempt ended 5 s ago: it has started on a physical"
@@ -125,7 +125,7 @@ def test_a_job_that_its_user_cancels_before_it_is_moved_is_cancelled() -> None:
     harness.to_claimed(**AT_ORIGIN)
     harness.job(state=JobState.ENDED, result="CANCELLED")
     harness.run()
-    assert harness.attempt().reason == "CANCELLED"
+    assert text_of(harness.attempt().reason) == "CANCELLED"
 
 
 def test_a_job_whose_pin_expires_goes_back_through_the_gate_to_its_partition() -> None:

@@ -19,8 +19,9 @@ from multiverse.core.model import (
     Size,
     TemplateState,
     Why,
+    said,
 )
-from multiverse.core.model.reason import for_long
+from multiverse.core.model.wording import for_long
 from multiverse.core.provisioning.explain import Explanation, explain, explain_ended, explain_new
 from multiverse.core.provisioning.host_verdicts import HostVerdict, host_verdicts
 from multiverse.core.provisioning.reasons import BEHIND, FIRST
@@ -36,7 +37,7 @@ def words(found: Explanation) -> tuple[str, ...]:
     return tuple(map(str, found.sentences))
 
 
-def said(cluster: Cluster, number: int) -> str:
+def told(cluster: Cluster, number: int) -> str:
     assert cluster.state is not None
     return " ".join(words(explain(cluster.context(), cluster.state.attempts[number], NOW + 20)))
 
@@ -89,10 +90,10 @@ def test_any_job_that_a_limit_holds_back_is_told_so_wherever_it_is_in_the_queue(
     cluster.run()
     assert cluster.state is not None
     for number, limit in ((1, "seats"), (FIRST + 3, "seats"), (99, "jobs")):
-        assert f": held back by {limit}." in said(cluster, number)
+        assert f": held back by {limit}." in told(cluster, number)
     found = explain(cluster.context(), cluster.state.attempts[FIRST + 3], NOW + 20)
     assert (found.short, found.ahead) == (BEHIND, FIRST + 2)
-    assert "held back" not in said(cluster, 100)
+    assert "held back" not in told(cluster, 100)
 
 
 def test_what_the_scheduler_shows_users_is_the_short_form_of_the_same() -> None:
@@ -121,32 +122,32 @@ def test_a_job_that_slurm_keeps_waiting_is_told_so() -> None:
     cluster.jobs["1"] = cluster.jobs["1"]._replace(eligible=False, reason="Dependency")
     cluster.jobs["2"] = cluster.jobs["2"]._replace(eligible=False, held=True, reason="JobHeldUser")
     cluster.run()
-    assert said(cluster, 1).endswith("the scheduler itself keeps it waiting (Dependency).")
-    assert said(cluster, 2).endswith("it is held (JobHeldUser).")
+    assert told(cluster, 1).endswith("the scheduler itself keeps it waiting (Dependency).")
+    assert told(cluster, 2).endswith("it is held (JobHeldUser).")
 
 
 def test_a_job_in_its_back_off_is_told_what_failed_and_when_it_is_tried_again() -> None:
     cluster = Cluster()
-    cluster.waits(1, 1, note="no VM joined", not_before=NOW + 80, tries=3)
+    cluster.waits(1, 1, note=said("no VM joined"), not_before=NOW + 80, tries=3)
     cluster.run()
     assert (
         "It has waited for 17 min: no VM joined. It is considered again in 1 min. It failed 3 times in a row."
-        in said(cluster, 1)
+        in told(cluster, 1)
     )
 
 
 def test_a_job_whose_attempt_was_given_up_has_waited_since_it_was_submitted() -> None:
     cluster = Cluster()
-    cluster.waits(1, 1, image="nowhere", since=NOW - 3, note="no VM joined")
+    cluster.waits(1, 1, image="nowhere", since=NOW - 3, note=said("no VM joined"))
     cluster.run()
-    assert said(cluster, 1).startswith("It has waited for 17 min: ")
+    assert told(cluster, 1).startswith("It has waited for 17 min: ")
 
 
 def test_a_job_that_was_queued_again_is_told_why() -> None:
     cluster = Cluster()
-    cluster.waits(1, 1, image="nowhere", note="the scheduler requeued the job: host h1: it is gone")
+    cluster.waits(1, 1, image="nowhere", note=said("the scheduler requeued the job: host h1: it is gone"))
     cluster.run()
-    assert "Its previous attempt was given up: the scheduler requeued the job: host h1: it is gone." in said(cluster, 1)
+    assert "Its previous attempt was given up: the scheduler requeued the job: host h1: it is gone." in told(cluster, 1)
 
 
 def test_a_job_that_fits_on_no_host_is_told_that_and_not_who_is_ahead() -> None:
@@ -154,7 +155,7 @@ def test_a_job_that_fits_on_no_host_is_told_that_and_not_who_is_ahead() -> None:
     cluster.waits(1, 1)
     cluster.waits(2, 1, image="nowhere")
     cluster.run()
-    assert "no host has image nowhere" in said(cluster, 2)
+    assert "no host has image nowhere" in told(cluster, 2)
 
 
 def test_each_stage_has_a_sentence_of_its_own() -> None:
@@ -182,7 +183,7 @@ def test_what_failed_says_why_and_what_to_do() -> None:
 
 
 def test_a_quarantined_record_says_who_decides() -> None:
-    row = attempt(A.QUEUED, quarantined="it is odd")
+    row = attempt(A.QUEUED, quarantined=said("it is odd"))
     cluster = Cluster()
     cluster.run()
     found = explain(cluster.context(), row, NOW)
@@ -193,11 +194,11 @@ def test_a_running_job_is_told_where_and_until_when() -> None:
     cluster = Cluster()
     cluster.runs(1, 3, ends=500.0)
     cluster.run()
-    text = said(cluster, 1)
+    text = told(cluster, 1)
     assert "It has run for 1 min 10 s (mvtest0-1 on h1)." in text and "at the latest" in text
     cluster.jobs["1"] = cluster.jobs["1"]._replace(state=JobState.SUSPENDED)
     cluster.run()
-    assert "suspended" in said(cluster, 1)
+    assert "suspended" in told(cluster, 1)
 
 
 def test_a_job_without_an_attempt_is_told_that_it_is_seen() -> None:

@@ -32,6 +32,8 @@ from multiverse.core.model import (
     VmCondition,
     VmSeen,
     VmState,
+    said,
+    text_of,
 )
 from multiverse.core.planner import plan
 from multiverse.core.provisioning.capacity import Room, room_of
@@ -292,15 +294,15 @@ def test_only_what_releases_is_committed_until_the_reserve_is_whole_again(
     allocation(False)
 
     def note(number: int, *, releasing: bool) -> None:
-        noted = replace(harness.store.rows().attempts[its.id], note=f"{number}")
+        noted = replace(harness.store.rows().attempts[its.id], note=said(f"{number}"))
         with harness.store.transaction(releasing=releasing) as tx:
-            tx.apply(Move((Change(noted, Event.QUARANTINED, "x" * 3000),)))
+            tx.apply(Move((Change(noted, Event.QUARANTINED, said("x" * 3000)),)))
 
     for number in range(20):
         note(number, releasing=True)
     with pytest.raises(Exhausted, match="make room"):
         note(20, releasing=False)
-    assert harness.store.rows().attempts[its.id].note == "19"
+    assert text_of(harness.store.rows().attempts[its.id].note) == "19"
     allocation(True)
     note(21, releasing=False)
     allocation(False)

@@ -19,6 +19,7 @@ from multiverse.core.model import (
     VmCondition,
     VmSeen,
     VmState,
+    text_of,
 )
 from multiverse.core.policy import Pool
 from multiverse.core.provisioning.sizes import template_claim, vm_claim, vm_size
@@ -139,7 +140,7 @@ def test_a_job_that_no_disk_could_hold_is_cancelled_and_told_the_largest() -> No
     h.job(request=Request(1, Size(1, 100, 65536 - 799)))
     h.run()
     assert h.attempt().state is AttemptState.REVOKING
-    assert "64736 MiB disk per node" in h.attempt().reason
+    assert "64736 MiB disk per node" in text_of(h.attempt().reason)
 
 
 def test_a_parked_spare_claims_disk_of_its_own_size_once_a_job_takes_it() -> None:

@@ -32,6 +32,7 @@ from multiverse.core.model import (
     Request,
     SchedulerView,
     Size,
+    text_of,
 )
 from multiverse.core.policy import Policy
 from multiverse.core.provisioning.admission import admit
@@ -121,7 +122,7 @@ def is_cancelled(hosts: Sequence[Host], policy: Policy, request: Request) -> boo
     world = world_of(SchedulerView({job.ref.job_id: job}), view, 1000.0)
     mark_changes(here, world, policy)
     admit(Context(here, world, policy))
-    assert not here.attempts[asks.id].quarantined
+    assert not text_of(here.attempts[asks.id].quarantined)
     return Event.IMPOSSIBLE in [change.event for change in changes_of(here.moves)]
 
 

@@ -32,6 +32,7 @@ from multiverse.core.model import (
     VmCondition,
     VmSeen,
     VmState,
+    text_of,
 )
 from multiverse.core.provisioning.leasing import leasable_hosts
 from multiverse.core.provisioning.submission import job_limits
@@ -202,7 +203,7 @@ def test_the_agent_of_a_pilot_has_a_time_to_answer() -> None:
     assert site.lease.state is L.STARTING, "while nothing is known of the scheduler, nothing is concluded"
     site.scheduler_known = True
     site.run()
-    assert site.lease.state is L.RELEASING and "did not answer" in site.lease.reason
+    assert site.lease.state is L.RELEASING and "did not answer" in text_of(site.lease.reason)
 
 
 def test_a_lease_whose_request_is_refused_is_given_up_and_one_without_a_reply_is_asked_for_again() -> None:
@@ -211,7 +212,7 @@ def test_a_lease_whose_request_is_refused_is_given_up_and_one_without_a_reply_is
     site.run(Done(lease.key, EffectKind.REQUEST, "planned", Unknown("no reply")))
     assert site.lease.state is L.PLANNED
     site.run(Done(lease.key, EffectKind.REQUEST, "planned", Refused("no such account")))
-    assert site.lease.state is L.RELEASING and site.lease.reason == "no such account"
+    assert site.lease.state is L.RELEASING and text_of(site.lease.reason) == "no such account"
 
 
 def test_absence_counts_only_after_the_last_cancellation_has_ended() -> None:
@@ -374,7 +375,7 @@ def test_an_operator_who_drains_a_leased_host_has_it_given_back_once_it_is_empty
     site.ended(vm.key)
     site.run()
     site.run()
-    assert site.lease.state is L.RELEASING and site.lease.reason == "they need it"
+    assert site.lease.state is L.RELEASING and text_of(site.lease.reason) == "they need it"
 
 
 def test_a_leased_host_is_not_removed_from_the_site_but_given_back() -> None:
@@ -434,7 +435,9 @@ def test_while_a_pilot_ends_its_host_takes_no_vm_and_its_jobs_are_queued_again()
     site.run()
     vm = site.state.vms[site.state.vm_named[name]]
     assert site.lease.state is L.ENDING and site.lease.name in site.state.closed
-    assert vm.state is VmState.ENDING and "PREEMPTED" in vm.reason, "its node is set DOWN, and the reason is told"
+    assert vm.state is VmState.ENDING and "PREEMPTED" in text_of(vm.reason), (
+        "its node is set DOWN, and the reason is told"
+    )
 
 
 def test_the_agent_of_a_lease_may_say_that_it_ends_before_the_scheduler_does() -> None:
@@ -447,11 +450,11 @@ def test_the_agent_of_a_lease_may_say_that_it_ends_before_the_scheduler_does() -
     why = f"host {lease.name}: its pilot 50 is ending: its agent says that the lease ends"
     vm = site.state.vms[site.state.vm_named[name]]
     assert site.lease.state is L.ENDING and lease.name in site.state.closed
-    assert vm.leaving and vm.reason == why, "and not only that it died"
+    assert vm.leaving and text_of(vm.reason) == why, "and not only that it died"
     ref = replace(site.jobs["7"].ref, restarts=1)
     site.jobs["7"] = site.jobs["7"]._replace(ref=ref, state=JobState.PENDING, nodes=(), gated=True, pinned=None)
     site.run()
-    assert site.attempt(2).reason == f"the scheduler requeued the job: {why}"
+    assert text_of(site.attempt(2).reason) == f"the scheduler requeued the job: {why}"
     site.nodes.clear()
     site.ended(vm.key)
     site.run()
@@ -605,7 +608,7 @@ def test_why_a_pilot_waits_is_noted() -> None:
     for reason in ("Priority", "Resources"):
         site.pilot(reason=reason)
         site.run()
-        assert (site.lease.state, site.lease.reason) == (L.WAITING, reason)
+        assert (site.lease.state, text_of(site.lease.reason)) == (L.WAITING, reason)
 
 
 def test_an_outage_of_the_scheduler_ends_no_lease() -> None:

@@ -35,6 +35,8 @@ from multiverse.core.model import (
     VmSeen,
     VmState,
     World,
+    said,
+    text_of,
 )
 from multiverse.core.policy import Pool
 from multiverse.core.provisioning.context import Context
@@ -174,10 +176,14 @@ def test_what_is_said_of_a_job_that_took_a_spare() -> None:
     s.comes("7", vm)
     s.run()
     choice = "instant on h1, joined before, taken as it was submitted"
-    assert s.attempt().choice == choice
-    found = {(entry.kind, entry.event): entry.reason for entry in s.store.journal() if entry.event.startswith("took")}
+    assert text_of(s.attempt().choice) == choice
+    found = {
+        (entry.kind, entry.event): text_of(entry.reason)
+        for entry in s.store.journal()
+        if entry.event.startswith("took")
+    }
     assert found == {("attempt", Event.TOOK): choice}
-    taken = {entry.kind: entry.reason for entry in s.store.journal() if entry.event == Event.TAKEN}
+    taken = {entry.kind: text_of(entry.reason) for entry in s.store.journal() if entry.event == Event.TAKEN}
     assert taken == dict.fromkeys(("vm", "offer"), "by job 7, as it came")
 
 
@@ -243,7 +249,7 @@ def test_a_guest_that_refuses_the_user_ends_and_its_node_goes_down(state: JobSta
     s.pass_time(5.0)
     s.run()
     (vm,) = s.all_vms()
-    assert vm.state is V.ENDING and vm.reason == "it could not add the user"
+    assert vm.state is V.ENDING and text_of(vm.reason) == "it could not add the user"
     assert effect_of(vm) == Effect(EffectKind.END, vm.key), "which sets its node DOWN"
     assert s.attempt().state is A.ALLOCATED, "the scheduler decides about its job"
 
@@ -268,7 +274,7 @@ def test_a_guest_that_does_not_answer_is_given_up_after_a_time() -> None:
     s.ended(s.attempt().key)
     s.run()
     (vm,) = s.all_vms()
-    assert vm.state is V.ENDING and "60 s" in vm.reason
+    assert vm.state is V.ENDING and "60 s" in text_of(vm.reason)
 
 
 def test_a_guest_is_not_given_up_while_its_effect_runs() -> None:
@@ -354,7 +360,7 @@ def test_a_spare_that_was_taken_is_released_if_its_job_does_not_come() -> None:
     s.pass_time(10.0)
     s.run()
     gone = s.rows.vms[vm.id]
-    assert gone.state is V.RELEASING and gone.reason == "the job that took it did not come"
+    assert gone.state is V.RELEASING and text_of(gone.reason) == "the job that took it did not come"
 
 
 def test_a_spare_with_a_job_that_cannot_be_served_ends() -> None:
@@ -424,12 +430,12 @@ def test_a_spare_that_is_too_old_is_withdrawn_before_it_is_released() -> None:
     s.pass_time(101.0)
     s.run()
     old = s.rows.vms[vm.id]
-    assert (old.state, s.offer_of(old)) == (V.RETIRING, O.CLOSING) and "older" in old.reason
+    assert (old.state, s.offer_of(old)) == (V.RETIRING, O.CLOSING) and "older" in text_of(old.reason)
     assert s.offer_effect(old) is EffectKind.WITHDRAW
     del s.shown[vm.name]
     s.ended(vm.key)
     s.run()
-    assert s.rows.vms[vm.id].state is V.RELEASING and "older" in s.rows.vms[vm.id].reason
+    assert s.rows.vms[vm.id].state is V.RELEASING and "older" in text_of(s.rows.vms[vm.id].reason)
 
 
 def test_a_retiring_spare_that_is_taken_while_it_is_withdrawn_serves() -> None:
@@ -440,7 +446,7 @@ def test_a_retiring_spare_that_is_taken_while_it_is_withdrawn_serves() -> None:
     attempt = s.taken()
     (vm,) = s.all_vms()
     assert (attempt.state, vm.state, s.offer_of(vm)) == (A.INTRODUCING, V.JOINED, O.TAKEN)
-    assert (vm.attempt, vm.reason) == (attempt.id, ""), "nothing says any more that it is to go"
+    assert (vm.attempt, text_of(vm.reason)) == (attempt.id, ""), "nothing says any more that it is to go"
 
 
 def test_a_spare_on_a_host_out_of_reach_is_withdrawn() -> None:
@@ -470,7 +476,7 @@ def test_a_spare_withdrawn_for_a_job_that_went_is_replaced_by_one_on_offer() -> 
     s.jobs.clear()
     s.ended(vm.key)
     s.run()
-    assert s.rows.vms[vm.id].state is V.RELEASING and "nobody took it" in s.rows.vms[vm.id].reason
+    assert s.rows.vms[vm.id].state is V.RELEASING and "nobody took it" in text_of(s.rows.vms[vm.id].reason)
 
 
 def test_while_jobs_wait_for_room_no_spare_is_on_offer() -> None:
@@ -531,7 +537,7 @@ def test_the_offer_of_a_spare_in_quarantine_is_withdrawn_and_nothing_else_is_don
     s.run()
     monkeypatch.undo()
     s.run()
-    assert s.spare.quarantined and s.spare.state is V.JOINED
+    assert text_of(s.spare.quarantined) and s.spare.state is V.JOINED
     assert (s.offer_of(s.spare), s.offer_effect(s.spare)) == (O.CLOSING, EffectKind.WITHDRAW)
     assert effect_of(s.spare) is None
 
@@ -572,7 +578,7 @@ def stepped(
     offers = {} if shown is None else {SPARE.name: shown}
     view = SchedulerView({job.ref.job_id: job for job in jobs}, offers=offers)
     step_offer(held, offer.id, hand.world_of(view, None, began, effect_ended_at={SPARE.key: ended}))
-    return [(change.event, str(change.row.state), change.reason) for change in hand.changes_of(held.moves)]
+    return [(change.event, str(change.row.state), text_of(change.reason)) for change in hand.changes_of(held.moves)]
 
 
 @pytest.mark.parametrize(("jobs", "limit", "target"), [((), 30.0, "releasing"), ((STRANGE,), 5.0, "ending")])
@@ -593,7 +599,7 @@ def test_a_taken_offer_names_the_user_if_the_scheduler_does(takers: dict[str, in
     step_offer(held, 1, hand.world_of(SchedulerView(offers={SPARE.name: True}, takers=takers), None, 100.0))
     (change,) = hand.changes_of(held.moves)
     assert isinstance(change.row, Offer) and change.row.uid == takers.get(SPARE.name)
-    assert change.reason == f"by a submission{by}"
+    assert text_of(change.reason) == f"by a submission{by}"
 
 
 @pytest.mark.parametrize("most", [1, 3])
@@ -639,11 +645,11 @@ def test_an_observation_tells_of_an_offer_if_it_began_after_its_state_and_its_ef
 def test_the_journal_says_why_the_offer_of_a_vm_that_serves_nobody_is_withdrawn() -> None:
     held = hand.state(replace(SPARE, state=V.LOST), hand.offer(O.OPEN))
     step_offer(held, 1, World())
-    assert [change.reason for change in hand.changes_of(held.moves)] == ["its VM can serve no job"]
+    assert [text_of(change.reason) for change in hand.changes_of(held.moves)] == ["its VM can serve no job"]
 
 
 def test_an_offer_ends_once_nothing_or_only_the_node_of_its_vm_is_left() -> None:
-    quarantined = replace(hand.offer(O.OPEN), quarantined="a fault")
+    quarantined = replace(hand.offer(O.OPEN), quarantined=said("a fault"))
     for rows in ([hand.offer(O.TAKEN)], [quarantined], [hand.offer(O.CLOSED), replace(SPARE, state=V.DELETING)]):
         held = hand.state(*rows)
         step_offer(held, 1, World())
@@ -684,8 +690,12 @@ def step_on(
         refused={row.key: refused} if refused else {},
     )
     step_attempt(held, 1, world, POLICY)
-    assert all(c.row.reason == c.reason for c in hand.changes_of(held.moves) if c.row.key.kind == "vm")
-    return [(change.row.key.kind, str(change.row.state), change.reason) for change in hand.changes_of(held.moves)]
+    assert all(
+        text_of(c.row.reason) == text_of(c.reason) for c in hand.changes_of(held.moves) if c.row.key.kind == "vm"
+    )
+    return [
+        (change.row.key.kind, str(change.row.state), text_of(change.reason)) for change in hand.changes_of(held.moves)
+    ]
 
 
 def test_a_guest_has_until_its_limit_to_learn_of_the_user() -> None:

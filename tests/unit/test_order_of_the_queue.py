@@ -8,7 +8,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multiverse.core.model import Attempt, AttemptState, Job, JobState, Request, Size
+from multiverse.core.model import Attempt, AttemptState, Job, JobState, Request, Size, said
 from multiverse.core.queue import Order, Queue
 from tests.unit.rows import attempt
 
@@ -61,7 +61,7 @@ def test_only_eligible_jobs_at_the_gate_are_candidates_and_all_are_checked() -> 
 
 def test_attempts_in_quarantine_with_vms_or_whose_job_is_another_run_do_not_wait() -> None:
     one = waiting(1)
-    for other in (replace(one, quarantined="broken"), replace(one, state=A.CLAIMED),
+    for other in (replace(one, quarantined=said("broken")), replace(one, state=A.CLAIMED),
                   replace(one, job=replace(one.job, restarts=1))):  # fmt: skip
         queue = queue_of(one)
         queue.put(other)

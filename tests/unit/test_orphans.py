@@ -27,6 +27,7 @@ from multiverse.core.model import (
     VmCondition,
     VmSeen,
     VmState,
+    text_of,
 )
 from multiverse.core.planner import plan
 from multiverse.core.provisioning.capacity import left_behind
@@ -172,7 +173,7 @@ def test_an_orphan_that_has_died_is_ended() -> None:
     harness = found()
     harness.vms[OLD] = replace(harness.vms[OLD], condition=VmCondition.DEAD, reason="its QEMU has ended")
     harness.run()
-    assert (orphan(harness).state, orphan(harness).reason) == (V.ENDING, "its QEMU has ended")
+    assert (orphan(harness).state, text_of(orphan(harness).reason)) == (V.ENDING, "its QEMU has ended")
 
 
 def test_an_operator_ends_an_orphan_and_nothing_else() -> None:
@@ -241,7 +242,7 @@ def test_a_job_that_runs_in_other_vms_than_its_attempt_has_is_left_alone(stage: 
     harness.vms[OLD] = VmSeen(OLD, "h1", VmCondition.RUNNING)
     harness.jobs["7"] = harness.jobs["7"]._replace(state=JobState.RUNNING, gated=False, pinned=tag, nodes=(OLD,))
     harness.run()
-    assert harness.attempt().state is A.RECLAIMING and not harness.attempt().quarantined
+    assert harness.attempt().state is A.RECLAIMING and not text_of(harness.attempt().quarantined)
     assert orphan(harness).state is V.ORPHAN
     harness.run()
     assert all(vm.state in (V.RELEASING, V.ENDING) for vm in harness.all_vms()), "its own are not needed"

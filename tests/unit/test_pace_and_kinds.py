@@ -22,7 +22,9 @@ from multiverse.core.model import (
     VmCondition,
     VmSeen,
     VmState,
+    Why,
     World,
+    text_of,
 )
 from multiverse.core.policy import Policy, Pool
 from multiverse.core.provisioning.capacity import every_host
@@ -170,7 +172,7 @@ POOLED = replace(POLICY, pools=(PARKED,))
 
 
 def test_a_parked_spare_decides_only_if_this_job_can_take_it() -> None:
-    assert chosen(None, spares=[spare(V.PARKED)], policy=POOLED) == Choice(INSTANT, "one is parked")
+    assert chosen(None, spares=[spare(V.PARKED)], policy=POOLED) == Choice(INSTANT, Why.PARKED())
     others = [
         spare(V.PLANNED),
         hand.mapping(spare(V.PARKED, 2), image="other"),
@@ -182,24 +184,24 @@ def test_a_parked_spare_decides_only_if_this_job_can_take_it() -> None:
     for some in ([], *([one] for one in others), others):
         assert chosen(None, spares=some, policy=POOLED) == chosen(None), some
     assert chosen(None, spares=[spare(V.PARKED)]) == chosen(None), "no pool of the settings wants it any more"
-    assert chosen(spares=[spare(V.PARKED)], policy=POOLED) == Choice(LINKED, "no host can fork its image")
+    assert chosen(spares=[spare(V.PARKED)], policy=POOLED) == Choice(LINKED, Why.IMAGE_NOT_FORKED())
 
 
 def test_a_clone_waits_for_those_before_it_that_wait_for_the_same_pace() -> None:
     ready, pace = hand.template(T.READY), replace(POLICY, rates={INSTANT: 2.0})
     choices = [chosen(ready, policy=pace, waiting=count, seconds=seconds(1.0, 5.0)) for count in (7, 8, 9)]
     assert [choice.kind for choice in choices] == [INSTANT, INSTANT, LINKED]
-    assert choices[2].why == "clones queued on its template take 4.5 s more, a boot 5.0 s"
+    assert text_of(choices[2].why) == "clones queued on its template take 4.5 s more, a boot 5.0 s"
 
 
 def test_the_choice_of_a_kind_says_why() -> None:
-    assert chosen(None, hosts="instant full") == Choice(INSTANT, "no host boots clones")
+    assert chosen(None, hosts="instant full") == Choice(INSTANT, Why.NONE_BOOTS())
     ready = hand.template(T.READY)
     waits = replace(POLICY, rates={INSTANT: 0.5})
     assert chosen(ready, policy=waits, paced={PARENT: 102.0}, seconds=seconds(1.0, 9.0)) == Choice(
-        INSTANT, "its template is ready: 3.0 s, a boot 9.0 s"
+        INSTANT, Why.FORK_SOONER(fork=3.0, boot=9.0)
     )
-    assert chosen(None) == Choice(LINKED, "no other job wants this image of late: not worth a template")
+    assert chosen(None) == Choice(LINKED, Why.RARE())
 
 
 def test_where_both_kinds_take_as_long_a_ready_template_is_used_and_a_building_one_is_not() -> None:
@@ -212,15 +214,13 @@ def test_where_both_kinds_take_as_long_a_ready_template_is_used_and_a_building_o
 
 def test_a_template_that_is_overdue_is_expected_to_take_as_long_again() -> None:
     on_time, late = (hand.template(T.BUILDING, since=100.0 - POLICY.template_seconds - late) for late in (0, 4))
-    assert chosen(on_time, seconds=seconds(1.5, 5.0)) == Choice(
-        INSTANT, "its template is ready in 0 s, sooner than a boot of 5.0 s"
-    )
-    assert chosen(late, seconds=seconds(1.5, 5.0)) == Choice(LINKED, "a boot takes 5.0 s, its template 4 s more")
+    assert chosen(on_time, seconds=seconds(1.5, 5.0)) == Choice(INSTANT, Why.TEMPLATE_SOONER(wait=0.0, boot=5.0))
+    assert chosen(late, seconds=seconds(1.5, 5.0)) == Choice(LINKED, Why.BOOT_SOONER(wait=4.0, boot=5.0))
 
 
 def test_a_retiring_template_does_not_count_as_being_built() -> None:
     retiring = hand.template(T.RETIRING, since=99.0)
-    assert chosen(retiring).why == "no other job wants this image of late: not worth a template"
+    assert text_of(chosen(retiring).why) == "no other job wants this image of late: not worth a template"
     assert chosen(retiring, arrivals={"slim": 1.0}) == chosen(None, arrivals={"slim": 1.0})
 
 

@@ -30,6 +30,7 @@ from multiverse.core.model import (
     SchedulerView,
     Size,
     TemplateState,
+    text_of,
 )
 from multiverse.core.planner import plan
 from multiverse.core.policy import Policy
@@ -97,7 +98,7 @@ def test_the_settings_and_the_job_name_a_policy(policy: str, chosen: list[str]) 
     for settings, named in ((policy, None), ("random-fit", policy)):
         here, placed = admit(replace(EAGER, placement=settings), job(6, named))
         assert sorted(placed[1]) == sorted(chosen)
-        assert f" by {policy} among 3 of 3 hosts with its template" in here.attempts[1].choice
+        assert f" by {policy} among 3 of 3 hosts with its template" in text_of(here.attempts[1].choice)
 
 
 def test_least_loaded_takes_the_host_with_the_least_measured_use_of_cpus_or_memory() -> None:
@@ -155,7 +156,9 @@ def test_no_more_vms_of_a_job_are_on_a_host_than_it_asks_for(policy: str) -> Non
     assert sorted(placed[1].count(name) for name in set(placed[1])) == [2, 2] and not here.placement_faults
     here, placed = admit(site, replace(job(3, cpus=1), per_host=1), replace(job(4, cpus=1), per_host=1))
     assert sorted(placed[1]) == ["h1", "h2", "h3"] and 2 not in placed
-    assert here.attempts[2].reason.startswith("4 VMs of 1 CPU, 100 MiB with at most 1 on a host fits on no host")
+    assert text_of(here.attempts[2].reason).startswith(
+        "4 VMs of 1 CPU, 100 MiB with at most 1 on a host fits on no host"
+    )
 
 
 def test_bandwidth_is_claimed_and_a_job_waits_for_it_with_that_reason() -> None:
@@ -169,7 +172,9 @@ def test_bandwidth_is_claimed_and_a_job_waits_for_it_with_that_reason() -> None:
     assert placed == {1: ["h1"], 2: ["h1"], 3: ["h1"]}
     assert sum(claim.size.net for claim in here.claims.values()) == 1000
     here, placed = admit(EAGER, asking(1), cpus={"h1": 8})
-    assert "a VM of 1 CPU, 100 MiB, 1 Mbit/s fits on no host" in here.attempts[1].reason, "nothing to claim is declared"
+    assert "a VM of 1 CPU, 100 MiB, 1 Mbit/s fits on no host" in text_of(here.attempts[1].reason), (
+        "nothing to claim is declared"
+    )
 
 
 def test_the_same_pass_places_at_random_alike_and_jobs_differently() -> None:
@@ -280,8 +285,8 @@ def test_a_policy_that_fails_is_passed_over_and_reported(policy: object, why: st
     here, placed = admit(replace(EAGER, placements={"own": policy}), job(2, "own", cpus=4), job(1))  # type: ignore[dict-item]
     assert placed[1] == ["h3", "h3"] and placed[2], "the default places the VMs, and the loop goes on"
     assert here.placement_faults["own"].startswith(why)
-    assert "by worst-fit among 3 of 3 hosts with its template, because own failed" in here.attempts[1].choice
-    assert "own" not in here.attempts[2].choice
+    assert "by worst-fit among 3 of 3 hosts with its template, because own failed" in text_of(here.attempts[1].choice)
+    assert "own" not in text_of(here.attempts[2].choice)
     alert = alerts.PLACEMENT(policy="own", reason=here.placement_faults["own"])
     assert why in alert.message and alert.name == "placement-own"
 
@@ -332,7 +337,7 @@ def test_a_package_registers_a_policy(installed: None) -> None:
     policy = replace(EAGER, placements=placements.load(), placement="same-rack")
     here, placed = admit(policy, job(5), cpus=racks)
     assert {name[:2] for name in placed[1]} == {"r2"} and not here.placement_faults
-    assert "by same-rack" in here.attempts[1].choice
+    assert "by same-rack" in text_of(here.attempts[1].choice)
 
 
 def register(monkeypatch: pytest.MonkeyPatch, **policies: str) -> None:

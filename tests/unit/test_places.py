@@ -29,6 +29,7 @@ from multiverse.core.model import (
     VmSeen,
     VmState,
     World,
+    said,
 )
 from multiverse.core.state import State
 from multiverse.core.transition import Change, Command, EffectKind, Event, Move, Tables, unchanged
@@ -91,7 +92,7 @@ class Site(PlannerHarness):
         row, which = self.vm, TemplateKey("h2", "slim", self.policy.base)
         moving = replace(row, places=(row.place, Place("h2", "h2", which)))
         self.state.begin(self.clock.time, {})
-        self.state.move(Change(moving, Event.NOTED, "it moves"), make=[Claim(row.key, "h2", CLAIM)])
+        self.state.move(Change(moving, Event.NOTED, said("it moves")), make=[Claim(row.key, "h2", CLAIM)])
         with self.store.transaction() as tx:
             for move in self.state.moves:
                 tx.apply(move)
@@ -278,7 +279,9 @@ def test_the_node_of_a_vm_at_two_places_does_not_show_that_a_host_is_given_up() 
     site.lose("h1")
     h1 = site.state.hosts["h1"]
     assert is_given_up(site.state, h1, site.world)
-    site.state.move(Change(replace(site.vm, places=(*site.vm.places, Place("h2", "h2"))), Event.PLACE_LEFT, "as if"))
+    site.state.move(
+        Change(replace(site.vm, places=(*site.vm.places, Place("h2", "h2"))), Event.PLACE_LEFT, said("as if"))
+    )
     assert not is_given_up(site.state, h1, site.world)
 
 

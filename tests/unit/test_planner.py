@@ -25,6 +25,7 @@ from multiverse.core.model import (
     TemplateState,
     VmCondition,
     VmState,
+    text_of,
 )
 from multiverse.core.planner import orphans
 from multiverse.core.provisioning import admission
@@ -125,7 +126,7 @@ def test_what_fits_on_no_host_is_revoked_with_what_would_fit() -> None:
     harness.run()
     attempt = harness.attempt()
     assert attempt.state is A.REVOKING and attempt.outcome == "revoked"
-    assert "5 CPUs" in attempt.reason and "the largest that fits is 4 CPUs" in attempt.reason
+    assert "5 CPUs" in text_of(attempt.reason) and "the largest that fits is 4 CPUs" in text_of(attempt.reason)
     assert effect(attempt) is EffectKind.REVOKE
     harness.run()
     assert harness.attempt().state is A.REVOKING, "not over before the scheduler says so"
@@ -220,7 +221,7 @@ def test_a_failed_vm_is_replaced_within_the_attempt_and_then_no_more() -> None:
     assert second.state is A.CLAIMED and second.tries == 1, "the same job, another attempt"
     for _ in range(3):
         harness.run(failed(harness.all_vms(2)[-1], EffectKind.CREATE, Gone("no luck")))
-    assert harness.attempt(2).outcome == "failed" and "2 attempts: no luck" in harness.attempt(2).reason
+    assert harness.attempt(2).outcome == "failed" and "2 attempts: no luck" in text_of(harness.attempt(2).reason)
     assert effect(harness.attempt(2)) is EffectKind.REVOKE, "given up, and the user is told"
 
 
@@ -270,7 +271,7 @@ def test_a_pin_that_starts_nothing_goes_back_to_the_gate_and_backs_off_with_slur
     harness.pass_time(POLICY.pin_timeout)
     harness.run()
     attempt = harness.attempt()
-    assert attempt.outcome == "requeued" and "QOSMaxJobsPerUserLimit" in attempt.reason
+    assert attempt.outcome == "requeued" and "QOSMaxJobsPerUserLimit" in text_of(attempt.reason)
     assert effect(attempt) is EffectKind.GATE and states(harness) == ["joined"], "the gate comes before the node goes"
     harness.job(gated=True, pinned=None)
     harness.ended(attempt.key)
@@ -280,7 +281,7 @@ def test_a_pin_that_starts_nothing_goes_back_to_the_gate_and_backs_off_with_slur
     harness.run()
     assert harness.attempt().state is A.REQUEUED
     assert harness.attempt(2).not_before > harness.clock.time
-    assert "QOSMaxJobsPerUserLimit" in harness.attempt(2).note, "its user is told"
+    assert "QOSMaxJobsPerUserLimit" in text_of(harness.attempt(2).note), "its user is told"
 
 
 def test_a_pinned_job_that_slurm_holds_back_gives_its_vm_up_soon() -> None:
@@ -293,7 +294,7 @@ def test_a_pinned_job_that_slurm_holds_back_gives_its_vm_up_soon() -> None:
     assert harness.attempt().state is A.SPAWNED
     harness.pass_time(POLICY.held_timeout / 2)
     harness.run()
-    assert harness.attempt().outcome == "requeued" and "AssocGrpCPUMinutesLimit" in harness.attempt().reason
+    assert harness.attempt().outcome == "requeued" and "AssocGrpCPUMinutesLimit" in text_of(harness.attempt().reason)
 
 
 def test_a_pin_that_is_on_its_way_is_waited_for_whatever_held_the_job_back() -> None:
@@ -371,7 +372,7 @@ def test_a_job_that_was_completing_when_it_was_requeued_is_told_so() -> None:
     ref = replace(harness.jobs["7"].ref, restarts=1)
     harness.jobs["7"] = harness.jobs["7"]._replace(state=JobState.PENDING, ref=ref, nodes=(), eligible=False)
     harness.run()
-    assert harness.attempt().outcome == "requeued" and "requeued" in harness.attempt().reason
+    assert harness.attempt().outcome == "requeued" and "requeued" in text_of(harness.attempt().reason)
 
 
 def test_an_ended_attempt_says_how_its_job_ended() -> None:
@@ -383,7 +384,7 @@ def test_an_ended_attempt_says_how_its_job_ended() -> None:
     harness.run()
     harness.clear()
     harness.run()
-    assert harness.attempt().state is A.DONE and harness.attempt().reason == "TIMEOUT"
+    assert harness.attempt().state is A.DONE and text_of(harness.attempt().reason) == "TIMEOUT"
 
 
 def test_a_held_job_gives_its_vms_back_and_waits_without_penalty() -> None:
@@ -436,7 +437,7 @@ def test_a_job_that_began_on_a_vm_that_has_died_is_left_to_the_scheduler(status:
     harness.seen(vm.name, VmCondition.DEAD)
     for _ in range(3):
         harness.run()
-    assert not harness.attempt().quarantined
+    assert not text_of(harness.attempt().quarantined)
     assert [each.state for each in harness.all_vms()] == [V.ENDING]
     harness.jobs["7"] = harness.jobs["7"]._replace(state=JobState.ENDED, result="NODE_FAIL")
     harness.run()
@@ -450,7 +451,7 @@ def test_an_impossible_observation_quarantines_one_attempt_and_stops_no_other() 
     harness.job("8")
     harness.jobs["8"] = harness.jobs["8"]._replace(ref=JobRef("8", 501))
     harness.run()
-    assert "before it was given its nodes" in harness.attempt().quarantined
+    assert "before it was given its nodes" in text_of(harness.attempt().quarantined)
     assert effect(harness.attempt()) is None
     assert harness.attempt(2).state is A.CLAIMED
     harness.jobs["7"] = harness.jobs["7"]._replace(state=JobState.ENDED, result="COMPLETED")
@@ -557,7 +558,7 @@ def test_a_refused_pin_goes_back_to_the_gate() -> None:
     harness = PlannerHarness()
     attempt = harness.to_spawned()
     harness.run(failed(attempt, EffectKind.PIN, Refused("no such feature")))
-    assert harness.attempt().outcome == "requeued" and harness.attempt().reason == "no such feature"
+    assert harness.attempt().outcome == "requeued" and text_of(harness.attempt().reason) == "no such feature"
 
 
 def test_orphans_are_named_with_their_source_but_never_a_node_with_a_job() -> None:
@@ -653,12 +654,12 @@ def test_a_retry_ends_quarantine_and_back_off() -> None:
     attempt = harness.to_claimed()
     harness.job(state=JobState.RUNNING, nodes=("elsewhere",))
     harness.run()
-    assert harness.attempt().quarantined
+    assert text_of(harness.attempt().quarantined)
     harness.job(state=JobState.PENDING, nodes=())
     harness.run()
-    assert harness.attempt().quarantined, "it stays until an operator ends it"
+    assert text_of(harness.attempt().quarantined), "it stays until an operator ends it"
     harness.run(Command("retry", key=attempt.key))
-    assert not harness.attempt().quarantined
+    assert not text_of(harness.attempt().quarantined)
     harness.run(Command("retry", key=Key("attempt", 99)))  # long gone: nothing to do
 
     broken = PlannerHarness()
@@ -706,10 +707,10 @@ def test_a_job_that_runs_elsewhere_is_quarantined_with_the_nodes_named() -> None
     harness.jobs["7"] = harness.jobs["7"]._replace(nodes=("elsewhere", "beyond"))
     harness.run()
     assert harness.attempt().state is A.SPAWNED
-    assert "runs on elsewhere, beyond, not on its own VMs" in harness.attempt().quarantined
+    assert "runs on elsewhere, beyond, not on its own VMs" in text_of(harness.attempt().quarantined)
     harness.jobs["7"] = harness.jobs["7"]._replace(state=JobState.ENDED, result="COMPLETED")
     harness.run()
-    assert harness.attempt().state is A.RECLAIMING and not harness.attempt().quarantined
+    assert harness.attempt().state is A.RECLAIMING and not text_of(harness.attempt().quarantined)
 
 
 def test_a_job_that_is_completing_when_it_is_first_seen_on_its_nodes_has_run() -> None:
@@ -905,7 +906,7 @@ def test_without_room_for_a_replacement_the_attempt_gives_up_and_that_counts() -
     harness.run(failed(harness.all_vms()[0], EffectKind.CREATE, Gone("no luck")))
     attempt = harness.attempt()
     assert attempt.state is A.RETURNING and attempt.outcome == "requeued" and attempt.tries == 1
-    assert attempt.reason == "no luck; no room for another VM" and len(harness.all_vms()) == 1
+    assert text_of(attempt.reason) == "no luck; no room for another VM" and len(harness.all_vms()) == 1
 
 
 def test_a_vm_lost_before_its_job_ran_counts_as_a_failure() -> None:
@@ -955,7 +956,7 @@ def test_a_node_down_before_its_guest_is_ready_says_why_it_failed() -> None:
     vm = harness.all_vms()[0]
     harness.node(vm.name, NodeState.DOWN)
     harness.run()
-    assert states(harness)[0] == "ending" and "came up down" in harness.all_vms()[0].reason
+    assert states(harness)[0] == "ending" and "came up down" in text_of(harness.all_vms()[0].reason)
 
 
 def test_a_job_goes_on_after_its_host_was_out_of_reach_for_a_moment() -> None:
@@ -1045,7 +1046,7 @@ def test_a_failed_attempt_waits_for_its_jobs_cancellation() -> None:
     harness.to_claimed()
     (vm,) = harness.all_vms()
     harness.run(failed(vm, EffectKind.CREATE, Gone("no luck")))
-    assert harness.attempt().outcome == "failed" and harness.attempt().reason.endswith("1 attempts: no luck")
+    assert harness.attempt().outcome == "failed" and text_of(harness.attempt().reason).endswith("1 attempts: no luck")
     harness.clear()
     harness.run()
     harness.run()
@@ -1080,7 +1081,7 @@ def completing() -> PlannerHarness:
     harness.to_allocated()
     show(harness, state=JobState.COMPLETING)
     harness.run()
-    assert harness.attempt().outcome == "done" and harness.attempt().reason == "its job is completing"
+    assert harness.attempt().outcome == "done" and text_of(harness.attempt().reason) == "its job is completing"
     return harness
 
 
@@ -1088,7 +1089,7 @@ def test_an_end_without_a_result_leaves_the_reason_as_it_was() -> None:
     harness = completing()
     show(harness, state=JobState.ENDED, result="", nodes=())
     harness.run()
-    assert harness.attempt().reason == "its job is completing" and states(harness) == ["releasing"]
+    assert text_of(harness.attempt().reason) == "its job is completing" and states(harness) == ["releasing"]
 
 
 def test_a_completing_job_that_vanishes_is_done() -> None:
@@ -1098,7 +1099,7 @@ def test_a_completing_job_that_vanishes_is_done() -> None:
     assert states(harness) == ["releasing"]
     harness.clear()
     harness.run()
-    assert harness.attempt().state is A.DONE and harness.attempt().reason == "its job is completing"
+    assert harness.attempt().state is A.DONE and text_of(harness.attempt().reason) == "its job is completing"
 
 
 def test_the_gate_of_a_job_requeued_while_completing_is_left_to_its_next_attempt() -> None:
@@ -1119,10 +1120,10 @@ def test_only_an_attempt_that_ran_learns_how_its_job_ended() -> None:
     harness.to_claimed()
     job = harness.jobs.pop("7")
     harness.run()
-    assert harness.attempt().outcome == "cancelled" and "no longer shows" in harness.attempt().reason
+    assert harness.attempt().outcome == "cancelled" and "no longer shows" in text_of(harness.attempt().reason)
     harness.jobs["7"] = job._replace(state=JobState.ENDED, result="TIMEOUT")
     harness.run()
-    assert harness.attempt().outcome == "cancelled" and "no longer shows" in harness.attempt().reason
+    assert harness.attempt().outcome == "cancelled" and "no longer shows" in text_of(harness.attempt().reason)
 
 
 # --- replacing --------------------------------------------------------------------------------------
@@ -1167,7 +1168,7 @@ def test_replacements_are_counted_by_vm_and_the_last_failure_is_the_reason() -> 
     harness.run(failed(one, EffectKind.CREATE, Gone("third")), failed(other, EffectKind.CREATE, Gone("fourth")))
     attempt = harness.attempt()
     assert attempt.state is A.RETURNING and attempt.outcome == "requeued" and attempt.tries == 1
-    assert attempt.reason == "fourth", "three may be replaced, not four"
+    assert text_of(attempt.reason) == "fourth", "three may be replaced, not four"
 
 
 @pytest.mark.parametrize("fault", ["it breaks", "it wants what the tables forbid"])
@@ -1193,7 +1194,7 @@ def test_a_fault_in_deciding_about_one_record_quarantines_that_record_only(
     harness.run()
     harness.run()
     first, second = harness.store.vms_of([1, 2])
-    assert first.state is V.PLANNED and first.quarantined.startswith("a fault of Multiverse")
+    assert first.state is V.PLANNED and text_of(first.quarantined).startswith("a fault of Multiverse")
     assert second.state is V.STARTING
     monkeypatch.undo()
     harness.run(Command("retry", key=first.key))
@@ -1207,7 +1208,7 @@ def test_a_quarantined_vm_goes_when_its_job_has_ended(monkeypatch: pytest.Monkey
     harness.seen("mvtest0-1", VmCondition.STARTING)
     harness.run()
     (vm,) = harness.all_vms()
-    assert vm.quarantined
+    assert text_of(vm.quarantined)
     monkeypatch.undo()
     harness.run()
     assert harness.all_vms()[0].state is V.SERVING, "it serves its job, and no effect of it begins"
@@ -1233,7 +1234,7 @@ def test_a_fault_in_admitting_one_job_costs_the_others_nothing(monkeypatch: pyte
     for _ in range(3):
         harness.run()
     by_job = {attempt.job.job_id: attempt for attempt in harness.rows.attempts.values()}
-    assert by_job["7"].state is A.QUEUED and by_job["7"].quarantined.startswith("a fault of Multiverse")
+    assert by_job["7"].state is A.QUEUED and text_of(by_job["7"].quarantined).startswith("a fault of Multiverse")
     assert by_job["8"].state is A.CLAIMED
 
 

@@ -27,6 +27,8 @@ from multiverse.core.model import (
     VmCondition,
     VmSeen,
     VmState,
+    said,
+    text_of,
 )
 from multiverse.core.planner import plan
 from multiverse.core.policy import Policy, Pool
@@ -209,7 +211,7 @@ def check(harness: RepeatingHarness) -> None:
     live = [a.job for a in rows.attempts.values() if a.state not in ENDING_STATES]
     assert len(set(live)) == len(live), "one attempt at a time for each run of a job"
     for row in (*rows.attempts.values(), *rows.vms.values(), *rows.templates.values(), *rows.offers.values()):
-        assert "a fault of Multiverse" not in row.quarantined
+        assert "a fault of Multiverse" not in text_of(row.quarantined)
     assert set(rows.offers) <= set(rows.vms), "no offer outlives its VM"
     for vm in rows.vms.values():
         assert vm.state is not VmState.RETIRING or vm.attempt is None, "a VM that serves a job does not retire"
@@ -288,4 +290,4 @@ def test_a_quarantined_row_wants_nothing() -> None:
     harness.to_claimed()
     rows: list[Attempt | Vm] = [*harness.rows.attempts.values(), *harness.rows.vms.values()]
     assert any(effect_of(row) for row in rows)
-    assert not any(effect_of(replace(row, quarantined="because")) for row in rows)
+    assert not any(effect_of(replace(row, quarantined=said("because"))) for row in rows)

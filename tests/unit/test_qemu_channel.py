@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from multiverse.core.errors import Broken, Unknown
+from multiverse.core.model import text_of
 from multiverse.guest.protocol import AUDIT
 from multiverse.host.qemu.channel import AgentChannel
 
@@ -71,4 +72,4 @@ def test_reports_that_arrive_before_an_answer_are_kept(ends: tuple[AgentChannel,
     )
     assert channel.ask(AUDIT, "audited", 10).audit == {"a": 1}
     assert guest.recv(100) == AUDIT
-    assert [report.reason for report in channel.poll_reports()] == ["munged: exit code 1"]
+    assert [text_of(report.reason) for report in channel.poll_reports()] == ["munged: exit code 1"]

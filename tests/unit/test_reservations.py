@@ -21,6 +21,7 @@ from multiverse.core.model import (
     Size,
     Vm,
     VmState,
+    text_of,
 )
 from multiverse.core.policy import Pool
 from multiverse.core.provisioning.context import Context
@@ -104,7 +105,7 @@ def test_a_job_whose_vm_is_on_its_way_goes_back_without_a_failure(harness: Plann
     kept = harness.reserve()
     harness.run()
     attempt = harness.attempt()
-    assert attempt.state is A.RETURNING and attempt.reason == str(kept.why()) and attempt.tries == 0
+    assert attempt.state is A.RETURNING and text_of(attempt.reason) == str(kept.why()) and attempt.tries == 0
 
 
 def test_a_job_that_runs_goes_on(harness: PlannerHarness) -> None:

@@ -27,6 +27,7 @@ from multiverse.core.model import (
     VmCondition,
     VmRef,
     VmSpec,
+    text_of,
 )
 from multiverse.core.provisioning.spares import node_spec
 from multiverse.ports import Scheduler
@@ -193,7 +194,7 @@ def test_a_pin_without_a_node_is_refused_and_a_pin_that_lost_its_node_is_bad() -
         await driver.clear([name])
         await asyncio.sleep(10)
         job = await driver.job(job_id)
-        assert (job.reason, job.eligible, job.held) == ("BadConstraints", False, False)
+        assert (text_of(job.reason), job.eligible, job.held) == ("BadConstraints", False, False)
         await driver.scheduler.unpin(ref)
         assert (await driver.job(job_id)).eligible
         driver.world.cluster.cancel(job_id)
@@ -308,7 +309,7 @@ def test_the_grid_shows_a_node_that_was_set_down_as_disabled() -> None:
         await driver.until(lambda: name in world.cluster.nodes)
         await driver.scheduler.set_down(name, "a test")
         node = (await driver.scheduler.observe()).nodes[name]
-        assert node.state is NodeState.DOWN and node.reason.startswith("disabled")
+        assert node.state is NodeState.DOWN and text_of(node.reason).startswith("disabled")
 
     run(main(), 12)
 

@@ -14,7 +14,7 @@ import pytest
 
 from multiverse.config import AgentSettings, LeaseSettings, OverlaySettings, Settings, SlurmSettings
 from multiverse.core.errors import Refused, Unknown
-from multiverse.core.model import LeasedHost, LeaseSpec, PilotState, Size
+from multiverse.core.model import LeasedHost, LeaseSpec, PilotState, Size, text_of
 from multiverse.drivers.slurm import leases as slurm_leases
 from multiverse.drivers.slurm import site_conf
 from multiverse.drivers.slurm.driver import SlurmScheduler
@@ -180,7 +180,7 @@ async def test_a_pilot_is_shown_as_slurm_shows_it(
     pilots, free = await reader(commands).read()
     assert pilots.keys() == {"17"}
     seen = pilots["17"]
-    assert (seen.name, seen.token, seen.state, seen.reason) == (SPEC.name, "t0ken", state, reason)
+    assert (seen.name, seen.token, seen.state, text_of(seen.reason)) == (SPEC.name, "t0ken", state, reason)
     assert seen.ends == (inf if state is PilotState.PENDING else 5000.0)
     assert free == {"physical": Size(4, 16000 - 512)}, "the least of each, without what the pilot needs itself"
 

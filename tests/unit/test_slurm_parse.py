@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from multiverse.core.model import CloneKind, Job, JobRef, JobState, NodeState, Size
+from multiverse.core.model import CloneKind, Job, JobRef, JobState, NodeState, Size, text_of
 from multiverse.drivers.slurm import parse
 from multiverse.drivers.slurm.limits import AccountingLimits
 
@@ -346,7 +346,7 @@ def test_waiting_jobs_of_24_11_are_understood() -> None:
     assert not [job.problem for job in found.values() if job.problem]
     assert found["1"].request and found["1"].request.size == Size(2, 700)
     assert found["4"].held and found["4"].request and found["4"].request.size == Size(4, 1200)
-    assert not found["5"].eligible and found["5"].reason in ("Dependency", "BeginTime")
+    assert not found["5"].eligible and text_of(found["5"].reason) in ("Dependency", "BeginTime")
     assert all(found[job].eligible for job in ("1", "2", "3_1", "3_2", "3_3"))
     assert limits.left == {"JobArrayTaskLimit: 3": 1} and found["3_3"].uses == (("JobArrayTaskLimit: 3", 1),)
     assert sorted(("1", "2", "3_1"), key=lambda job: found[job].rank) == ["1", "2", "3_1"]

@@ -21,6 +21,7 @@ from multiverse.core.model import (
     VmSeen,
     VmState,
     World,
+    text_of,
 )
 from multiverse.core.transition import Command
 from tests.unit import rows
@@ -148,7 +149,7 @@ def test_fencing_the_host_of_a_silent_source_ends_its_vms_and_releases_their_cla
     harness.run()
     assert harness.vm_state() is (V.LOST if lost else V.SERVING)
     harness.run(Command("fence", host))
-    assert harness.vm_state() is V.ENDING and "operator" in harness.all_vms()[0].reason
+    assert harness.vm_state() is V.ENDING and "operator" in text_of(harness.all_vms()[0].reason)
     assert harness.rows.hosts[host].state is HostState.FENCED
     assert harness.state.claims_of(vm.key), "no observation has shown yet that its node is gone"
     harness.jobs.clear()

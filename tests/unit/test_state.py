@@ -37,6 +37,8 @@ from multiverse.core.model import (
     TemplateState,
     Vm,
     VmState,
+    said,
+    text_of,
 )
 from multiverse.core.quarantine import quarantine_on_error
 from multiverse.core.rows import Rows, VmsMissing
@@ -221,7 +223,7 @@ def test_a_new_pass_keeps_what_the_pass_before_changed() -> None:
 
 def test_a_row_gets_the_time_of_a_state_that_it_enters_and_keeps_it_in_the_same_state() -> None:
     held = state(vm(V.JOINED, since=3.0), now=9.0)
-    held.move(Change(replace(held.vms[1], quarantined="x"), Event.QUARANTINED))
+    held.move(Change(replace(held.vms[1], quarantined=said("x")), Event.QUARANTINED))
     assert (held.vms[1].since, held.vms[1].version) == (3.0, 2)
     held.move(Change(replace(held.vms[1], state=V.SERVING), Event.RUNS))
     assert (held.vms[1].since, held.vms[1].version) == (9.0, 3)
@@ -299,10 +301,10 @@ def test_a_fault_quarantines_the_one_record_that_it_is_about() -> None:
         raise KeyError("x")
     why = "a fault of Multiverse, please report it: KeyError('x')"
     (move,) = held.moves
-    assert [(change.event, change.reason, change.row.quarantined) for change in move.changes] == [
+    assert [(change.event, text_of(change.reason), text_of(change.row.quarantined)) for change in move.changes] == [
         (Event.QUARANTINED, why, why)
     ]
-    assert held.vms[1].quarantined == why and held.vms[2] == vm(V.PLANNED, id=2)
+    assert text_of(held.vms[1].quarantined) == why and held.vms[2] == vm(V.PLANNED, id=2)
     with quarantine_on_error(held, Key("vm", 1)):
         raise KeyError("y")
     assert held.moves == [move], "it is in quarantine already"

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from structlog.testing import capture_logs
 
-from multiverse.core.model import AttemptState, Key, LeaseState, Stage, TemplateState, VmState
+from multiverse.core.model import AttemptState, Key, LeaseState, Stage, TemplateState, VmState, said
 from multiverse.core.transition import Change, Done, EffectKind, Event, Move
 from multiverse.service.move_log import MoveLog
 from multiverse.service.statistics import KEPT, STEP, Histogram, Statistics
@@ -126,7 +126,7 @@ def test_a_line_is_logged_for_each_row_that_a_move_changes() -> None:
     with capture_logs() as lines:
         move = Move(
             (
-                Change(replace(queued, state=A.CLAIMED), Event.ADMITTED, "fits"),
+                Change(replace(queued, state=A.CLAIMED), Event.ADMITTED, said("fits")),
                 Change(vm(VmState.PLANNED, attempt=1), Event.PLANNED),
             )
         )
@@ -146,7 +146,7 @@ def test_the_log_knows_what_a_lease_was_before_it_began() -> None:
     one = lease(LeaseState.IDLE)
     log = MoveLog(rows(one))
     with capture_logs() as lines:
-        log.moved([Move((Change(replace(one, state=LeaseState.HELD), Event.TAKEN, "for a VM"),))], 5.0)
+        log.moved([Move((Change(replace(one, state=LeaseState.HELD), Event.TAKEN, said("for a VM")),))], 5.0)
     assert (lines[0]["row"], lines[0]["old"], lines[0]["new"]) == ("lease 1", "idle", "held")
 
 

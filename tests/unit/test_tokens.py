@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from multiverse.core.model import AttemptState, Vm, VmCondition, VmSeen, VmState
+from multiverse.core.model import AttemptState, Vm, VmCondition, VmSeen, VmState, text_of
 from multiverse.core.model.names import token_of
 from tests.unit.planner_harness import PlannerHarness
 from tests.unit.rows import SOURCE
@@ -75,7 +75,7 @@ def test_a_serving_vm_of_which_only_one_with_another_token_is_shown_is_absent() 
     (vm,) = harness.all_vms()
     harness.vms[vm.name] = VmSeen(vm.name, "h1", VmCondition.RUNNING, token="another")
     harness.run()
-    assert harness.all_vms()[0].state is V.ENDING and harness.all_vms()[0].reason == "the VM died"
+    assert harness.all_vms()[0].state is V.ENDING and text_of(harness.all_vms()[0].reason) == "the VM died"
     assert harness.attempt().state is A.ALLOCATED, "the scheduler decides about the job"
 
 

@@ -30,6 +30,7 @@ from multiverse.core.model import (
     VmCondition,
     VmSeen,
     VmState,
+    said,
 )
 from multiverse.core.planner import plan
 from multiverse.core.policy import Policy, Pool
@@ -237,7 +238,7 @@ HOST_FENCED = (Key("host", 1), None, Event.FENCED, HostState.FENCED)
 @pytest.mark.parametrize("before", [*ALL_VMS, V.LOST])
 def test_a_vm_of_any_state_ends_when_its_host_is_fenced(before: V) -> None:
     away = Shown(hosts=(replace(H1, name="h2"),))
-    found = taken(vm(before, quarantined="x"), shown=away, messages=(Command("fence", "h1"),))
+    found = taken(vm(before, quarantined=said("x")), shown=away, messages=(Command("fence", "h1"),))
     assert found == [HOST_FENCED, (Key("vm", 1), before, Event.FENCED, V.ENDING)]
 
 
@@ -323,7 +324,7 @@ def test_an_offer_of_any_state_is_taken_when_the_scheduler_shows_it(before: O) -
 @pytest.mark.parametrize("before", [O.OPEN, O.TAKEN, O.CLOSING, O.CLOSED])
 def test_an_offer_of_any_state_ends_with_its_vm(before: O) -> None:
     gone = vm(V.REMOVING, pool=Depth.JOINED)
-    quarantined = replace(offer(before), quarantined="x")
+    quarantined = replace(offer(before), quarantined=said("x"))
     found = taken(gone, quarantined, shown=Shown(seen=None, ended=(gone.key,)))
     assert found == [
         (gone.key, V.REMOVING, Event.ABSENT, V.GONE),
@@ -366,6 +367,6 @@ def test_a_row_of_any_state_is_quarantined_by_a_fault_and_released_by_an_operato
         patch.setattr(planner, STEPS[kind], lambda *_: {}["x"])
         found = taken(*rows, shown=unknown)
     assert (row.key, before, Event.QUARANTINED, before) in found
-    held = tuple(replace(one, quarantined="x") if one is row else one for one in rows)
+    held = tuple(replace(one, quarantined=said("x")) if one is row else one for one in rows)
     found = taken(*held, shown=unknown, messages=(Command("retry", key=row.key),))
     assert found[0] == (row.key, before, Event.RETRIED, before)

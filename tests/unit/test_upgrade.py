@@ -43,7 +43,10 @@ from multiverse.core.model import (
     VmCondition,
     VmSeen,
     VmState,
+    Why,
     World,
+    said,
+    text_of,
 )
 from multiverse.core.planner import plan
 from multiverse.core.state import State
@@ -266,8 +269,8 @@ def test_the_columns_of_an_upgraded_row_agree_with_its_body(previous: Path) -> N
 def test_the_offers_of_schema_0003_have_rows_of_their_own(previous: Path) -> None:
     rows = Store(previous, ManualClock()).rows()
     assert {id_: (row.state, row.since) for id_, row in rows.offers.items()} == OFFERS
-    assert not any(row.quarantined for row in rows.offers.values())
-    assert rows.vms[10].reason == "it is older than 3600 s", "why it is to go is kept"
+    assert not any(text_of(row.quarantined) for row in rows.offers.values())
+    assert text_of(rows.vms[10].reason) == "it is older than 3600 s", "why it is to go is kept"
 
 
 def size(value: Size) -> dict[str, int]:
@@ -285,10 +288,11 @@ def test_what_a_vm_was_keeps_its_value_under_its_new_name(previous: Path) -> Non
         assert (size(vm.place.template.size) if vm.place.template else None) == old["parent"]
         assert (len(vm.places), vm.place.source, vm.token) == (1, vm.host, "")
         assert vm.place.template is None or vm.place.template[:2] == (vm.host, vm.image)
-        same = ("id", "version", "since", "name", "host", "mac", "address", "attempt", "quarantined", "account", "pool")
+        same = ("id", "version", "since", "name", "host", "mac", "address", "attempt", "account", "pool")
         assert {name: getattr(vm, name) for name in same} == {name: old[name] for name in same}
+        assert vm.quarantined == said(old["quarantined"])
         if vm.state is not V.RETIRING:
-            assert vm.reason == old["reason"]
+            assert vm.reason == said(old["reason"])
     assert all(template.source == template.host for template in rows.templates.values())
 
 
@@ -301,7 +305,25 @@ def test_what_an_attempt_was_keeps_its_value(previous: Path) -> None:
         assert (new["request"].pop("per_host"), new["request"].pop("sockets")) == (0, 1)
         assert new["request"]["size"].pop("net") == 0
         assert (new.pop("caused"), new.pop("short_runs"), new.pop("failed_on")) == (0, 0, [])
-        assert {name: value for name, value in new.items() if name not in ("state", "overtaken", "origin")} == old
+        reasons = ("reason", "note", "quarantined", "choice")
+        assert [getattr(attempt, name) for name in reasons] == [said(old.pop(name)) for name in reasons], "as text"
+        left = ("state", "overtaken", "origin", *reasons)
+        assert {name: value for name, value in new.items() if name not in left} == old
+
+
+def test_reasons_of_earlier_releases_are_text_also_in_the_journal(previous: Path) -> None:
+    with closing(sqlite3.connect(previous)) as connection:
+        connection.execute("UPDATE journal SET reason = 'no luck on h1' WHERE seq = (SELECT max(seq) FROM journal)")
+        connection.commit()
+        texts = [text for (text,) in connection.execute("SELECT reason FROM journal ORDER BY seq")]
+    store = Store(previous, ManualClock())
+    assert texts[-1] and [entry.reason for entry in store.journal()] == [said(text) for text in texts]
+    attempt = min(store.rows().attempts.values(), key=lambda one: one.id)
+    why = Why.REQUEUED(Why.EARLIER_RUN_AWAY(vm="mvtest0-1", host="h1"), job="7", limit=2.5, number=3)
+    with store.transaction() as tx:
+        tx.apply(Move((Change(replace(attempt, quarantined=why), Event.QUARANTINED, why),)))
+    again = Store(previous, ManualClock())
+    assert again.rows().attempts[attempt.id].quarantined == why and again.journal()[-1].reason == why
 
 
 def test_claims_are_held_in_the_domain_of_their_host(previous: Path) -> None:
@@ -405,7 +427,9 @@ def test_the_planner_goes_on_with_upgraded_rows(previous: Path) -> None:
             for move in moves:
                 tx.apply(move)
         assert moves and state.rows() == store.rows()
-        faulty = [row.key for row in (*state.vms.values(), *state.attempts.values()) if "a fault" in row.quarantined]
+        faulty = [
+            row.key for row in (*state.vms.values(), *state.attempts.values()) if "a fault" in text_of(row.quarantined)
+        ]
         assert faulty in ([], [Key("vm", 22)]), "none but the one that was in quarantine before"
     gone = {id_ for id_ in before.vms if id_ not in state.vms}
     assert {20, 21} <= gone, "the VMs of the fenced host end without an observation of it"

@@ -15,7 +15,7 @@ import pytest
 from multiverse.controller.users import FRESH, KEPT, UserDirectory
 from multiverse.core.errors import Gone, Refused, Unknown
 from multiverse.core.machines.tables import permitted_effects
-from multiverse.core.model import AttemptState, User, UserSeen, VmCondition, VmState
+from multiverse.core.model import AttemptState, User, UserSeen, VmCondition, VmState, text_of
 from multiverse.core.provisioning.inquiries import PATIENCE
 from multiverse.core.transition import EffectKind
 from multiverse.drivers.slurm import account
@@ -321,7 +321,7 @@ def test_a_job_whose_user_surely_does_not_exist_is_revoked_before_a_vm_is_made()
     harness.answer(False)
     harness.run()
     attempt = harness.attempt()
-    assert attempt.state is A.REVOKING and "no user has uid 1000" in attempt.reason and not harness.rows.vms
+    assert attempt.state is A.REVOKING and "no user has uid 1000" in text_of(attempt.reason) and not harness.rows.vms
     (effect,) = (effect for _, effect in permitted_effects(harness.state) if effect.kind is EffectKind.REVOKE)
     assert "no user has uid 1000" in effect.text
 

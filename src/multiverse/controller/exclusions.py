@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from multiverse.core.model import Attempt, Offer
+from multiverse.core.model import Attempt, Offer, text_of
 from multiverse.core.transition import Event, Move
 
 log = structlog.get_logger()
@@ -45,7 +45,7 @@ class Exclusions:
                 if isinstance(row, Offer) and event is Event.MISSED and row.uid is not None:
                     self._missed(row.uid, now, "no job came for a taken spare")
                 elif isinstance(row, Attempt) and event is Event.PIN_EXPIRED and row.pin:
-                    self._missed(row.uid, now, change.reason)
+                    self._missed(row.uid, now, text_of(change.reason))
 
     def _missed(self, uid: int, now: float, reason: str) -> None:
         taker = self._takers.setdefault(uid, _Taker(0, now))

@@ -36,6 +36,7 @@ from multiverse.core.model import (
     JobLimits,
     KnownHost,
     Observation,
+    Reason,
     SchedulerView,
     Size,
     Vm,
@@ -294,7 +295,7 @@ class Controller:
         """Effects that failed at least `often` times in a row."""
         return self._effects.failing(often)
 
-    def held_back(self) -> Mapping[str, str]:
+    def held_back(self) -> Mapping[str, Reason]:
         """Why silent hosts are not fenced by the site's command though they could be, by host."""
         return held_back(self.state, self.world(), self.policy)
 

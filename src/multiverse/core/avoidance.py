@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from multiverse.core.model import Attempt, AttemptState, Fault, HostFault, KnownHost, Vm, VmState, World
+from multiverse.core.model import Attempt, AttemptState, Fault, HostFault, KnownHost, Reason, Vm, VmState, Why, World
 from multiverse.core.policy import Policy
 from multiverse.core.state import State
 from multiverse.core.transition import Change, Event
@@ -21,7 +21,7 @@ from multiverse.core.transition import Change, Event
 _MAKING = (AttemptState.CLAIMED, AttemptState.SPAWNING)
 
 
-def blame(state: State, vm: Vm, why: str, world: World, policy: Policy) -> tuple[Fault, list[Change]]:
+def blame(state: State, vm: Vm, why: Reason, world: World, policy: Policy) -> tuple[Fault, list[Change]]:
     """Who is at fault that a VM did not come up, and what follows: its host is avoided, unless it is its job."""
     host, attempt = state.hosts.get(vm.host), state.attempt_of(vm)
     known = host.fault_of(vm.image) if host is not None else None
@@ -46,7 +46,7 @@ def joined(state: State, vm: Vm) -> list[Change]:
     host = state.hosts.get(vm.host)
     if host is None or not host.is_member or host.fault_of(vm.image) is None:
         return []
-    return [Change(host.without_fault(vm.image), Event.CLEARED, f"{vm.name} has joined")]
+    return [Change(host.without_fault(vm.image), Event.CLEARED, Why.JOINED(vm=vm.name))]
 
 
 def tried_at_once(host: KnownHost) -> KnownHost:

@@ -18,12 +18,14 @@ from multiverse.core.model import (
     KnownHost,
     Lease,
     LeaseState,
+    Reason,
     Row,
     Template,
     TemplateKey,
     TemplateState,
     Vm,
     VmState,
+    Why,
     World,
 )
 from multiverse.core.policy import Policy
@@ -50,11 +52,11 @@ def apply_result(state: State, done: Done, world: World, policy: Policy) -> None
     row = state.get(done.key)
     if isinstance(row, KnownHost) and done.kind is EffectKind.FENCE and done.error is None:
         if row.state is HostState.FENCING and done.state == row.state:  # the only observation of a machine that is off
-            fence(state, row, f"the fence command says that host {row.name} is off")
+            fence(state, row, Why.COMMAND_OFF(host=row.name))
         return
     if not isinstance(done.error, _DEFINITE) or row is None or row.state != done.state or row.quarantined:
         return
-    why = str(done.error)
+    why = Why.SAID(text=str(done.error))
     match row:
         case Vm(state=VmState.PLANNED | VmState.STARTING) if done.kind in (EffectKind.CREATE, EffectKind.START):
             if isinstance(done.error, Gone):  # its template or its user, which is no fault of its host
@@ -72,7 +74,7 @@ def apply_result(state: State, done: Done, world: World, policy: Policy) -> None
 
 def apply_command(state: State, command: Command, world: World, policy: Policy) -> None:
     """Do what an operator asks for. A command that names nothing there is has no effect."""
-    why = "an operator asked for it"
+    why = Why.OPERATOR()
     match command.verb:
         case "build":
             which = TemplateKey(command.host, command.image, command.size or policy.base, command.account or "")
@@ -102,7 +104,7 @@ def _describes(command: Command, row: Template) -> bool:
     )
 
 
-def _retry(context: Context, row: Row, why: str) -> None:
+def _retry(context: Context, row: Row, why: Reason) -> None:
     state = context.state
     if isinstance(row, Attempt) and (row.quarantined or row.not_before > state.now):
         state.move(retry(replace(row, not_before=0.0), why))
@@ -119,7 +121,7 @@ def _fence(state: State, host: str, world: World) -> None:
     known = state.hosts.get(host)
     if known is None or known.is_off or host in world.hosts:
         return
-    fence(state, known, f"an operator says that host {host} is off")
+    fence(state, known, Why.OPERATOR_OFF(host=host))
 
 
 # --- hosts -----------------------------------------------------------------------------------------
@@ -139,7 +141,7 @@ def _add(state: State, name: str) -> None:
     if known is None:
         state.know_host(KnownHost(name, name))
     elif known.state is HostState.REMOVED:
-        state.move(add_host(known, "an operator added it"))
+        state.move(add_host(known, Why.OPERATOR_ADDED()))
 
 
 def _change_host(state: State, command: Command) -> None:
@@ -147,7 +149,7 @@ def _change_host(state: State, command: Command) -> None:
     host = state.hosts.get(command.host)
     if host is None or host.state is HostState.REMOVED:
         raise Refused(f"there is no host {command.host}", hint="multiverse hosts lists the hosts")
-    why = "an operator asked for it"
+    why = Why.OPERATOR()
     if command.verb == "remove":
         _remove(state, host, why)
     elif command.verb == "resume" or command.drain is not None:
@@ -156,7 +158,7 @@ def _change_host(state: State, command: Command) -> None:
             state.move(change)
 
 
-def _remove(state: State, host: KnownHost, why: str) -> None:
+def _remove(state: State, host: KnownHost, why: Reason) -> None:
     """Take a host out of the site. What is claimed on it has to be gone, or the host surely off."""
     if state.lease_of(host.name) is not None:
         raise Refused(

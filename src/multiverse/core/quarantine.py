@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from multiverse.core.model import Key, Row
+from multiverse.core.model import Key, Reason, Row, Why
 from multiverse.core.state import State
 from multiverse.core.transition import Change, Event
 
@@ -22,15 +22,15 @@ def quarantine_on_error(state: State, key: Key) -> Iterator[None]:
             raise
         if row.quarantined:
             return
-        why = f"a fault of Multiverse, please report it: {error!r}"
+        why = Why.FAULT(Why.SAID(text=repr(error)))
         state.move(quarantine(row, why))
 
 
-def quarantine(row: Row, why: str) -> Change:
+def quarantine(row: Row, why: Reason) -> Change:
     """Nothing moves the row, and it permits nothing, until an operator retries it."""
     return Change(replace(row, quarantined=why), Event.QUARANTINED, why)
 
 
-def retry(row: Row, why: str) -> Change:
+def retry(row: Row, why: Reason) -> Change:
     """The row goes on, by an operator's word."""
-    return Change(replace(row, quarantined=""), Event.RETRIED, why)
+    return Change(replace(row, quarantined=None), Event.RETRIED, why)

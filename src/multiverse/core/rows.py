@@ -22,6 +22,7 @@ from multiverse.core.model import (
     Observation,
     Offer,
     OfferState,
+    Reason,
     Row,
     SchedulerView,
     Seen,
@@ -230,7 +231,7 @@ class VmsMissing:
 
     attempt: int
     count: int
-    reason: str
+    reason: Reason
     counts: bool = True
 
 

@@ -45,8 +45,7 @@ class State(LiveRows, Numbers, HeldClaims):
     """The live rows, their indexes, and what the current pass has changed in them."""
 
     def __init__(self, rows: Rows, tables: Tables, now: float = 0.0) -> None:
-        self.site = rows.site
-        self.now = now
+        self.site, self.now = rows.site, now
         self.attempts: dict[int, Attempt] = {}
         self.vms: dict[int, Vm] = {}
         self.templates: dict[int, Template] = {}

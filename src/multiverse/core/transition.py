@@ -20,6 +20,7 @@ from multiverse.core.model import (
     Key,
     LeaseState,
     OfferState,
+    Reason,
     Row,
     RowKind,
     Size,
@@ -159,7 +160,7 @@ class Change:
 
     row: Row
     event: Event
-    reason: str = ""
+    reason: Reason | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 from multiverse.api import Alert
 from multiverse.api.status import AlertKind, Severity
-from multiverse.core.model.reason import worded
+from multiverse.core.model.wording import worded
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ AVOIDED = Wrong(
     "avoided", "warning", "{name}",
     "VMs of {images:list} do not come up on host {host}[, {times} times in a row]: {reason}",
     "see what is wrong there, in the log of its agent or with the image; other hosts are used meanwhile; one job at a "
-    "time is tried there again {left:from}",
+    "time is tried there again {left:or now}",
     "lets a job be tried there now",
 )  # fmt: skip
 FENCED = Wrong(
@@ -119,7 +119,7 @@ QUARANTINED = Wrong(
 TEMPLATE_BROKEN = Wrong(
     "template", "warning", "{name}",
     "{label} is broken[, {times} times in a row]: {reason}",
-    "build a better image: multiverse image build; when a job needs the template, it is built again {left:from}",
+    "build a better image: multiverse image build; when a job needs the template, it is built again {left:or at once}",
     "builds the template again now",
 )  # fmt: skip
 _BACK_OFF = (

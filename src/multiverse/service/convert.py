@@ -39,7 +39,6 @@ from multiverse.core.model import (
     VmSeen,
     Why,
     World,
-    said,
     text_of,
 )
 from multiverse.core.model.job_usage import JobUsage
@@ -176,7 +175,7 @@ def waiting_reasons(
     the queue. Where that says nothing, it is why the attempt before did not come to its end."""
     jobs = world.scheduler.value.jobs if world.scheduler else {}
     waiting = (one for one in attempts if one.state in WAITING_STATES)
-    found = ((one.id, reason_of(one, jobs.get(one.job.job_id), reasons, now) or said(one.note)) for one in waiting)
+    found = ((one.id, reason_of(one, jobs.get(one.job.job_id), reasons, now) or one.note) for one in waiting)
     return {attempt_id: why for attempt_id, why in found if why}
 
 
@@ -203,10 +202,10 @@ def _job_view(attempt: Attempt, vms: Sequence[str], waiting: str, now: float, po
         kind=str(request.kind or policy.kind),
         age=max(0.0, now - attempt.since),
         waiting=waiting,
-        reason=attempt.reason,
+        reason=text_of(attempt.reason),
         restarts=attempt.job.restarts,
         vms=tuple(vms),
-        quarantined=attempt.quarantined,
+        quarantined=text_of(attempt.quarantined),
         origin=attempt.origin,
     )
 
@@ -246,8 +245,8 @@ def vm_views(rows: Rows, world: World, exact: Mapping[str, tuple[float, float, f
                 private=private,
                 shared=last.shared,
                 pss=pss,
-                reason=vm.reason,
-                quarantined=vm.quarantined,
+                reason=text_of(vm.reason),
+                quarantined=text_of(vm.quarantined),
             )
         )
     return views
@@ -265,7 +264,7 @@ def template_views(rows: Rows, now: float) -> list[TemplateView]:
             account=row.account,
             age=now - row.since,
             references=forked[row.which],
-            reason=row.reason,
+            reason=text_of(row.reason),
         )
         for row in rows.templates.values()
     ]

@@ -21,11 +21,13 @@ from multiverse.core.model import (
     Lease,
     LeaseState,
     NumaNode,
+    Reason,
     Size,
     Vm,
     World,
+    text_of,
 )
-from multiverse.core.model.reason import moment
+from multiverse.core.model.wording import moment
 from multiverse.core.provisioning.capacity import left_behind
 from multiverse.core.provisioning.limits import total
 from multiverse.core.rows import Rows
@@ -39,7 +41,7 @@ class Troubles:
     command that fails has said."""
 
     sources: Mapping[str, str]
-    held_back: Mapping[str, str]
+    held_back: Mapping[str, Reason]
     fences: Mapping[str, str]
 
 
@@ -93,7 +95,7 @@ def lease_view(lease: Lease, now: float) -> LeaseView:
         node=lease.node,
         ends=lease.ends,
         age=max(0.0, now - lease.since),
-        reason=lease.quarantined or lease.reason,
+        reason=text_of(lease.quarantined or lease.reason),
     )
 
 
@@ -131,8 +133,8 @@ def _view(
         state=state,
         reason=known.drain.reason
         if known.drain and known.state is HostState.KNOWN
-        else known.reason
-        or (lease.reason if lease is not None and lease.state not in OPEN_LEASES else "")
+        else text_of(known.reason)
+        or (text_of(lease.reason) if lease is not None and lease.state not in OPEN_LEASES else "")
         or (_why_avoided(known) if state == "avoided" else ""),
         drain_from=known.drain.begins if known.drain else None,
         away_for=0.0 if reachable else max(0.0, now - min(now, silent_since(known, world))),
@@ -143,7 +145,7 @@ def _view(
         features_off=dict(sorted(host.features_off.items())),
         lease=lease_view(lease, now) if lease is not None else None,
         numa=tuple(map(_numa, host.numa)) if reachable else (),
-        faults=tuple(HostFaultView(one.image, one.failures, one.until, one.reason) for one in known.faults),
+        faults=tuple(HostFaultView(one.image, one.failures, one.until, text_of(one.reason)) for one in known.faults),
     )
 
 

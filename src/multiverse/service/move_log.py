@@ -7,7 +7,7 @@ from typing import Any
 
 import structlog
 
-from multiverse.core.model import Attempt, Row, Vm
+from multiverse.core.model import Attempt, Reason, Row, Vm, text_of
 from multiverse.core.rows import LiveRows
 from multiverse.core.transition import TERMINAL, Change, Done, Move
 
@@ -37,7 +37,7 @@ class MoveLog:
             self._states[row.key] = str(row.state)
         log.info(
             "moved", row=str(row.key), old=old, new=str(row.state), by=str(change.event), **_whose(row),
-            reason=change.reason or _why(row, old),
+            reason=text_of(change.reason or _why(row, old)),
         )  # fmt: skip
 
 
@@ -49,6 +49,6 @@ def _whose(row: Row) -> dict[str, Any]:
     return {}
 
 
-def _why(row: Row, old: str) -> str:
+def _why(row: Row, old: str) -> Reason | None:
     """The row's own reason, where the state that it tells of has just begun."""
-    return str(getattr(row, "reason", "")) if old != row.state else ""
+    return row.reason if old != row.state else None

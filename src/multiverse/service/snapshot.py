@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 
 from multiverse.api import Alert, HostView, SizeView
 from multiverse.api.grid import GridAlert, GridHost, GridJob, GridSummary, GridVm
-from multiverse.core.model import Attempt, Vm, VmSeen
+from multiverse.core.model import Attempt, Vm, VmSeen, text_of
 from multiverse.core.model.names import without_prefix_length
 from multiverse.core.policy import Policy, image_of
 from multiverse.service import convert
@@ -136,8 +136,8 @@ def _vm(vm: Vm, private: int, job_id: str, epoch: float) -> GridVm:
         attempt=vm.attempt,
         since=round(epoch + vm.since, 1),
         private=private,
-        reason=vm.reason,
-        quarantined=vm.quarantined,
+        reason=text_of(vm.reason),
+        quarantined=text_of(vm.quarantined),
     )
 
 
@@ -171,10 +171,10 @@ def _job(attempt: Attempt, facts: ShownJob, policy: Policy, epoch: float) -> Gri
         kind=str(request.kind or policy.kind),
         since=round(epoch + attempt.since, 1),
         order=facts.order,
-        reason=facts.waiting or attempt.reason,
+        reason=facts.waiting or text_of(attempt.reason),
         restarts=attempt.job.restarts,
         vms=facts.vms,
-        quarantined=attempt.quarantined,
+        quarantined=text_of(attempt.quarantined),
     )
 
 

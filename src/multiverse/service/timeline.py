@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from multiverse.api import PhaseView, TimelineEntry, TimelineView
-from multiverse.core.model import Reason, said, text_of
+from multiverse.core.model import Reason, text_of
 from multiverse.core.transition import Event
 from multiverse.store import Entry
 
@@ -49,7 +49,7 @@ def timeline(
                 subject=f"{entry.kind} {entry.id}",
                 event=entry.event,
                 state=entry.target or "",
-                reason=tell(said(entry.reason))
+                reason=tell(entry.reason)
                 or ", ".join(f"{name} {seconds * 1000:.0f} ms" for name, seconds in entry.detail.get("stages", ())),
             )
             for entry in entries

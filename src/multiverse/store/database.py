@@ -29,12 +29,14 @@ from multiverse.core.model import (
     KnownHost,
     Lease,
     Offer,
+    Reason,
     Row,
     RowKind,
     Size,
     Stage,
     Template,
     Vm,
+    said,
 )
 from multiverse.core.rows import Rows
 from multiverse.core.transition import TERMINAL, Change, Move, Tables
@@ -98,6 +100,9 @@ _ADAPTERS: dict[RowKind, TypeAdapter[Any]] = {
 }
 
 
+_REASON = TypeAdapter(Reason)
+
+
 def _body(row: Row) -> str:
     """A row as it is kept."""
     if isinstance(row, KnownHost):  # what was observed of a host has sets, too; it is seldom written
@@ -106,11 +111,21 @@ def _body(row: Row) -> str:
 
 
 def _plain(value: object) -> object:
-    """What JSON has in place of a value that it lacks. `asdict` would copy all that is in it first, which took a fifth
-    of the time of passes."""
+    """What JSON has in place of a value that it lacks; of a reason, without what is empty. `asdict` would copy all that
+    is in it first, which took a fifth of the time of passes."""
     kind: Any = type(value)
     names = _field_names(kind)
+    if kind is Reason:
+        return {name: found for name in names if (found := getattr(value, name))}
     return {name: getattr(value, name) for name in names} if names else str(value)
+
+
+def _told(text: str) -> Reason | None:
+    """The reason of an entry of the journal; earlier releases wrote its words."""
+    try:
+        return _REASON.validate_json(text) if text.startswith("{") else said(text)
+    except ValueError:
+        return said(text)
 
 
 @cache
@@ -133,7 +148,7 @@ class Entry:
     event: str
     source: str | None
     target: str | None
-    reason: str
+    reason: Reason | None
     detail: dict[str, Any]
 
 
@@ -409,7 +424,7 @@ class Store:
             query = query.where(schema.journal.c.attempt.in_(attempts))
         with self._reading():
             rows = self._execute(query.order_by(schema.journal.c.seq)).mappings().all()
-        return [Entry(**{**row, "detail": json.loads(row["detail"])}) for row in rows]
+        return [Entry(**{**row, "reason": _told(row["reason"]), "detail": json.loads(row["detail"])}) for row in rows]
 
 
 class Transaction:
@@ -514,10 +529,10 @@ class Transaction:
         """Journal what an effect reported: its stages, in seconds, or its error."""
         self._begin()
         detail = {"stages": [[stage.name, round(stage.seconds, 6)] for stage in stages]} if stages else {}
-        self._journal(row, event, None, None, error, detail)
+        self._journal(row, event, None, None, said(error), detail)
 
     def _journal(
-        self, row: Row, event: str, source: object, target: object, reason: str, detail: dict[str, Any]
+        self, row: Row, event: str, source: object, target: object, reason: Reason | None, detail: dict[str, Any]
     ) -> None:
         s = self._store
         attempt = row.id if isinstance(row, Attempt) else row.attempt if isinstance(row, Vm) else None
@@ -533,7 +548,7 @@ class Transaction:
                 "event": event,
                 "source": str(source) if source else None,
                 "target": str(target) if target else None,
-                "reason": reason,
+                "reason": json.dumps(reason, default=_plain) if reason else "",
                 "detail": json.dumps(detail),
             },
         )

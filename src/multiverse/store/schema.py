@@ -6,7 +6,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-HEAD = "0012"
+HEAD = "0013"
 """The newest revision: what a database is upgraded to."""
 
 metadata = sa.MetaData()

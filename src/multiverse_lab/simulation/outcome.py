@@ -56,6 +56,6 @@ def journal_line(entry: Entry) -> str:
     if entry.kind == "vm" and entry.attempt is not None:
         who += f" of attempt {entry.attempt}"
     if entry.target is None:
-        return f"{who}: effect {entry.event} {'failed: ' + entry.reason if entry.reason else 'ended'}"
+        return f"{who}: effect {entry.event} {f'failed: {entry.reason}' if entry.reason else 'ended'}"
     change = entry.target if entry.source in (None, entry.target) else f"{entry.source} -> {entry.target}"
-    return f"{who}: {change} ({entry.event}{', ' + entry.reason if entry.reason else ''})"
+    return f"{who}: {change} ({entry.event}{f', {entry.reason}' if entry.reason else ''})"

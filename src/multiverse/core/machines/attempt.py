@@ -26,14 +26,18 @@ from multiverse.core.model import (
     JobState,
     OfferState,
     Outcome,
+    Reason,
     Request,
     SchedulerView,
     Size,
     Vm,
     VmCondition,
     VmState,
+    Why,
     World,
     first_keeping,
+    said,
+    text_of,
 )
 from multiverse.core.policy import Policy
 from multiverse.core.quarantine import quarantine
@@ -93,44 +97,44 @@ AWAITED_ATTEMPTS = {
 # --- changes ---------------------------------------------------------------------------------------
 
 
-def submit_attempt(attempt: Attempt, why: str = "") -> Change:
+def submit_attempt(attempt: Attempt, why: Reason | None = None) -> Change:
     """A new attempt, whose job waits."""
     return Change(attempt, Event.SUBMITTED, why)
 
 
-def admit_attempt(attempt: Attempt, choice: str) -> Change:
+def admit_attempt(attempt: Attempt, choice: Reason) -> Change:
     """It is claimed with all its VMs, which are as `choice` says."""
-    return Change(replace(attempt, state=A.CLAIMED, note="", choice=choice), Event.ADMITTED, choice)
+    return Change(replace(attempt, state=A.CLAIMED, note=None, choice=choice), Event.ADMITTED, choice)
 
 
-def overtake_attempt(attempt: Attempt, why: str) -> Change:
+def overtake_attempt(attempt: Attempt, why: Reason) -> Change:
     """A later job starts ahead of it."""
     return Change(replace(attempt, overtaken=attempt.overtaken + 1), Event.OVERTAKEN, why)
 
 
-def replace_vms(attempt: Attempt, missing: VmsMissing, choice: str) -> Change:
+def replace_vms(attempt: Attempt, missing: VmsMissing, choice: Reason) -> Change:
     """It is given other VMs in place of those that are missing."""
     replaced = attempt.replaced + (missing.count if missing.counts else 0)
-    again = replace(attempt, replaced=replaced, choice=f"{attempt.choice}; then {choice}")
-    return Change(again, Event.REPLACED, f"{missing.reason}; now {choice}")
+    again = replace(attempt, replaced=replaced, choice=Why.AND(attempt.choice, Why.THEN(choice)))
+    return Change(again, Event.REPLACED, Why.AND(missing.reason, Why.NOW(choice)))
 
 
-def return_attempt(attempt: Attempt, event: Event, why: str, *, failed: bool = False) -> Change:
+def return_attempt(attempt: Attempt, event: Event, why: Reason, *, failed: bool = False) -> Change:
     """It is on its way out, its job to go back to the gate; `failed` counts as a try that failed."""
     tries = attempt.tries + failed
-    returning = replace(attempt, state=A.RETURNING, outcome="requeued", reason=why, tries=tries, note="")
+    returning = replace(attempt, state=A.RETURNING, outcome="requeued", reason=why, tries=tries, note=None)
     return Change(returning, event, why)
 
 
-def revoke_attempt(attempt: Attempt, outcome: Outcome, event: Event, why: str) -> Change:
+def revoke_attempt(attempt: Attempt, outcome: Outcome, event: Event, why: Reason) -> Change:
     """It is on its way out, its job to be cancelled."""
-    revoking = replace(attempt, state=A.REVOKING, outcome=outcome, reason=why, note="", quarantined="")
+    revoking = replace(attempt, state=A.REVOKING, outcome=outcome, reason=why, note=None, quarantined=None)
     return Change(revoking, event, why)
 
 
-def reclaim_attempt(attempt: Attempt, outcome: Outcome, event: Event, why: str) -> Change:
+def reclaim_attempt(attempt: Attempt, outcome: Outcome, event: Event, why: Reason | None) -> Change:
     """It is on its way out, its job over or started anew by the scheduler."""
-    reclaiming = replace(attempt, state=A.RECLAIMING, outcome=outcome, reason=why, note="", quarantined="")
+    reclaiming = replace(attempt, state=A.RECLAIMING, outcome=outcome, reason=why, note=None, quarantined=None)
     return Change(reclaiming, event, why)
 
 
@@ -227,7 +231,7 @@ class _Past:
 
     tries: int = 0
     not_before: float = 0.0
-    note: str = ""
+    note: Reason | None = None
     overtaken: int = 0
     caused: int = 0
     short_runs: int = 0
@@ -243,7 +247,7 @@ def _past_of_earlier_run(state: State, job: Job, policy: Policy) -> _Past:
     ended = _with_cause(state, _after_its_run(state, earlier[-1]), job)
     pause = policy.pause_after(ended.short_runs, lost=ended.caused == job.ref.restarts)
     why = ended.reason or _why_requeued(state, ended)
-    launch = f"{why}, within {SHORT_RUN:g} s of its start: the scheduler has yet to give up that start" if pause else ""
+    launch = Why.LAUNCH_PENDING(why, limit=SHORT_RUN) if pause else None
     return _Past(
         not_before=state.now + pause if pause else 0.0,
         note=_many_short_runs(ended.short_runs, why) or launch,
@@ -256,12 +260,11 @@ def _is_next_run(before: JobRef, job: JobRef) -> bool:
     return job.job_id == before.job_id and job.restarts > before.restarts and job.submitted >= before.submitted
 
 
-def _many_short_runs(number: int, why: str) -> str:
+def _many_short_runs(number: int, why: Reason | None) -> Reason | None:
     """What is said to the user of a job of which so many runs in a row ended within seconds: nothing of one alone."""
     if number <= 1:
-        return ""
-    held = "held by Multiverse: " if number >= MOST_SHORT_RUNS else ""
-    return f"{held}its last {number} runs ended within {SHORT_RUN:g} s of their start; of the last one: {why}"
+        return None
+    return Why.SHORT_RUNS(why, held=int(number >= MOST_SHORT_RUNS), runs=number, limit=SHORT_RUN)
 
 
 def _open(state: State, job: Job, past: _Past) -> Attempt:
@@ -285,16 +288,16 @@ def _open(state: State, job: Job, past: _Past) -> Attempt:
     )
     if past.short_runs >= MOST_SHORT_RUNS and job.state is JobState.PENDING:
         attempt = replace(attempt, state=A.HOLDING, short_runs=0, not_before=0.0)
-    state.move(submit_attempt(attempt, f"restart {job.ref.restarts}" if job.ref.restarts else ""))
+    state.move(submit_attempt(attempt, Why.RESTART(number=job.ref.restarts) if job.ref.restarts else None))
     return state.attempts[attempt.id]
 
 
 def _take_spare(state: State, attempt: Attempt, spare: Vm) -> None:
     """The job has taken a spare by itself and is tied to it already. The spare's guest is still to learn of the
     user."""
-    choice = f"{spare.kind} on {spare.host}, joined before, taken as it was submitted"
+    choice = Why.TOOK_SPARE(clones=spare.kind, host=spare.host)
     taken = replace(attempt, state=A.INTRODUCING, pin=spare.feature, choice=choice)
-    by = f"by job {attempt.job.job_id}, as it came"
+    by = Why.AS_IT_CAME(job=attempt.job.job_id)
     changes = [Change(taken, Event.TOOK, choice), take_vm(spare, attempt, by)]
     offer = state.offers[spare.id]
     if offer.state is not OfferState.TAKEN:
@@ -369,13 +372,13 @@ def _step_if_over(state: State, attempt: Attempt, seen: Sighting, world: World) 
     if seen.status is JobStatus.UNSEEN and seen.began <= world.ended_at(attempt.key, attempt.since):
         return True  # the job is not shown, but the observation is too old to tell that it is gone
     if seen.status is JobStatus.ELSEWHERE:
-        why = f"it has started on a physical node of partition {seen.shown.origin}"
+        why: Reason | None = Why.ON_PHYSICAL(partition=seen.shown.origin)
         state.move(reclaim_attempt(attempt, "cancelled", _over(attempt), why))
         return True
     if seen.status in (JobStatus.ENDED, JobStatus.UNSEEN):
         result = seen.job.result if seen.job else ""
         ran = attempt.state is A.ALLOCATED or (attempt.state in PINNED_STATES and result != "CANCELLED")
-        why = result if seen.job else "the scheduler no longer shows the job"
+        why = (Why.RESULT(word=result) if result else None) if seen.job else Why.SHOWN_NO_MORE()
         outcome: Outcome = "done" if ran else "cancelled"
         state.move(reclaim_attempt(attempt, outcome, Event.ENDED if ran else Event.CANCELLED, why))
         return True
@@ -407,10 +410,9 @@ def _over(attempt: Attempt) -> Event:
     return Event.ENDED if attempt.state is A.ALLOCATED else Event.CANCELLED
 
 
-def _why_requeued(state: State, attempt: Attempt) -> str:
+def _why_requeued(state: State, attempt: Attempt) -> Reason:
     """What is said of a job that the scheduler has queued again, with what ended its VMs, if something did."""
-    why = "the scheduler requeued the job"
-    return next((f"{why}: {vm.reason}" for vm in state.vms_of(attempt) if vm.reason), why)
+    return Why.REQUEUED(next((vm.reason for vm in state.vms_of(attempt) if vm.reason), None))
 
 
 def _step_waiting(state: State, attempt: Attempt, seen: Sighting, world: World) -> None:
@@ -430,17 +432,17 @@ def _step_waiting(state: State, attempt: Attempt, seen: Sighting, world: World) 
             attempt, state=target, request=request, job_name=job.name, uid=job.uid, work_dir=job.work_dir,
             origin=origin,
         )  # fmt: skip
-        reason = "changed while waiting" if request != attempt.request else ""
+        reason = Why.CHANGED_WAITING() if request != attempt.request else None
         if moved is Event.HELD and not reason:
             reason = attempt.note
         if target is A.RESTORING and not reason:
-            reason = f"it was submitted to partition {origin}, and may start there"
+            reason = Why.MAY_START_THERE(partition=origin)
         state.move(Change(fresh, moved if target is not attempt.state else Event.NOTED, reason))
     elif seen.status is JobStatus.RUNNING and not _has_explained_node(state, job):
         _leave_to_the_scheduler(state, attempt, job)
     elif seen.status is JobStatus.RUNNING and attempt.state is not A.STRAY:
         # The scheduler requeued the job with its old pin and started it on a VM that is about to go.
-        state.move(Change(replace(attempt, state=A.STRAY), Event.STRAYED, "it runs on a VM of an earlier attempt"))
+        state.move(Change(replace(attempt, state=A.STRAY), Event.STRAYED, Why.ON_EARLIER_VM()))
 
 
 def _where_it_belongs(state: State, attempt: Attempt, job: Job, world: World) -> tuple[AttemptState, Event]:
@@ -470,7 +472,7 @@ def _is_anothers(state: State, attempt: Attempt, job: Job) -> bool:
 def _leave_to_the_scheduler(state: State, attempt: Attempt, job: Job) -> None:
     """The job runs on VMs that no record explains, as after the restore of an older database: nothing is to be made for
     it, and it must not be stopped."""
-    why = f"its job runs on {', '.join(job.nodes)}, which no record explains"
+    why = Why.ON_UNEXPLAINED(hosts=job.nodes)
     state.move(reclaim_attempt(attempt, "cancelled", Event.CANCELLED, why))
 
 
@@ -487,7 +489,7 @@ def _step_making(state: State, attempt: Attempt, seen: Sighting, world: World, p
     elif started and nodes & dying and nodes <= own | dying:
         pass  # the row is older than the job's start, and a VM has died since: the scheduler ends or requeues the job
     elif seen.status is not JobStatus.PENDING:
-        state.move(quarantine(attempt, f"the job is {seen.status} before it was given its nodes"))
+        state.move(quarantine(attempt, Why.TOO_SOON(status=seen.status)))
     elif not _return_if_changed(state, attempt, seen, world):
         blocked = any(may_take_job(state, vm, world) for vm in state.vms_of(attempt))
         _advance_vms(state, attempt, policy, blocked=blocked)
@@ -499,11 +501,11 @@ def _return_if_changed(state: State, attempt: Attempt, seen: Sighting, world: Wo
     job = seen.shown
     kept = first_keeping(seen.view.reservations, state.now + world.epoch, job.limit)
     if job.held:
-        state.move(return_attempt(attempt, Event.CHANGED, "the job was held"))
+        state.move(return_attempt(attempt, Event.CHANGED, Why.JOB_HELD()))
     elif kept:
-        state.move(return_attempt(attempt, Event.CHANGED, str(kept.why())))
+        state.move(return_attempt(attempt, Event.CHANGED, kept.why()))
     elif job.request != attempt.request:
-        state.move(return_attempt(attempt, Event.CHANGED, "the job's request was changed"))
+        state.move(return_attempt(attempt, Event.CHANGED, Why.REQUEST_CHANGED()))
     return attempt != state.attempts[attempt.id]
 
 
@@ -527,7 +529,7 @@ def _ask_for_vms(state: State, attempt: Attempt, missing: int, policy: Policy) -
     """Record that VMs are missing, or give up after too many. What is a host's fault does not count: each host that
     fails is avoided from then on."""
     failures = [vm for vm in state.vms_of(attempt) if vm.failed]
-    why = next((vm.reason for vm in reversed(failures) if vm.reason), "a VM was lost")
+    why = next((vm.reason for vm in reversed(failures) if vm.reason), Why.VM_LOST())
     fault = whose_fault(failures[-missing:])
     # The VMs of a gang know each other by name from their start on: later, all of them are made again or none.
     started = attempt.state is A.SPAWNING and attempt.request.nodes > 1
@@ -537,7 +539,7 @@ def _ask_for_vms(state: State, attempt: Attempt, missing: int, policy: Policy) -
     elif fault == "host":
         state.move(return_attempt(attempt, Event.GAVE_UP, why))
     elif attempt.tries + 1 >= policy.attempts and not attempt.origin:  # which needs no VM: it may start without
-        text = f"no VM could be made for it in {policy.attempts} attempts: {why}"
+        text = Why.NO_VM_MADE(why, attempts=policy.attempts)
         state.move(revoke_attempt(attempt, "failed", Event.GAVE_UP, text))
     else:
         state.move(return_attempt(attempt, Event.GAVE_UP, why, failed=True))
@@ -554,7 +556,7 @@ def _step_pinned(state: State, attempt: Attempt, seen: Sighting, world: World, p
             if _is_anothers(state, attempt, job):
                 _leave_to_the_scheduler(state, attempt, job)
             else:
-                state.move(quarantine(attempt, f"its job runs on {', '.join(job.nodes)}, not on its own VMs"))
+                state.move(quarantine(attempt, Why.NOT_ON_OWN(hosts=job.nodes)))
         elif not waits:  # the end of the job waits too
             joined = [vm for vm in vms if vm.state is VmState.JOINED]
             runs = Change(replace(forget_hosts(attempt), state=A.ALLOCATED), Event.RUNS)
@@ -564,12 +566,12 @@ def _step_pinned(state: State, attempt: Attempt, seen: Sighting, world: World, p
         return
     unusable = next((vm.name for vm in vms if state.offer_of(vm) and seen.view.is_unusable(vm.name)), "")
     if len(vms) < attempt.request.nodes or any(vm.state is VmState.DEAD for vm in vms):
-        state.move(return_attempt(attempt, Event.GAVE_UP, "a VM was lost before the job ran", failed=True))
+        state.move(return_attempt(attempt, Event.GAVE_UP, Why.VM_LOST_BEFORE(), failed=True))
     elif unusable:
-        why = f"node {unusable} is {seen.view.nodes[unusable].state}"
+        why = Why.NODE_UNUSABLE(node=unusable, found=seen.view.nodes[unusable].state)
         state.move(return_attempt(attempt, Event.GAVE_UP, why, failed=True))
     elif seen.began - attempt.since > (policy.pin_timeout if job.eligible or not job.pinned else policy.held_timeout):
-        why = f"the scheduler did not start it: {job.reason or 'no reason'}"
+        why = Why.NOT_STARTED(word=job.reason or "no reason")
         state.move(return_attempt(attempt, Event.PIN_EXPIRED, why, failed=True))
 
 
@@ -585,9 +587,8 @@ def _waits_for_its_user(state: State, attempt: Attempt, world: World, policy: Po
             continue
         # A name service that does not answer is waited for.
         late = latest.began - max(attempt.since, world.user_known_since(attempt.uid)) > policy.pin_timeout
-        if why := world.refused.get(attempt.key, "") or (
-            f"its guest was not told of the user within {policy.pin_timeout:g} s" if late else ""
-        ):
+        not_told = Why.USER_NOT_TOLD(limit=policy.pin_timeout) if late else None
+        if why := said(world.refused.get(attempt.key, "")) or not_told:
             state.move(end_vm(vm, Event.DIED, why))
     return bool(lacking) or world.ended_at(attempt.key) == float("inf")
 
@@ -603,10 +604,10 @@ def lacks_user(state: State, vm: Vm, attempt: Attempt, world: World) -> bool:
 
 def _step_allocated(state: State, attempt: Attempt, seen: Sighting) -> None:
     if seen.status is JobStatus.COMPLETING:
-        state.move(reclaim_attempt(_after_its_run(state, attempt), "done", Event.ENDED, "its job is completing"))
+        state.move(reclaim_attempt(_after_its_run(state, attempt), "done", Event.ENDED, Why.COMPLETING()))
     elif seen.status is JobStatus.PENDING:
         # Pending again with the same restart count: the launch was taken back before it counted.
-        why = "the scheduler took the launch back"
+        why = Why.TAKEN_BACK()
         state.move(return_attempt(_after_its_run(state, attempt), Event.CHANGED, why))
 
 
@@ -622,7 +623,7 @@ def _step_ending(state: State, attempt: Attempt, seen: Sighting, world: World, p
     vms = state.vms_of(attempt)
     names = {vm.name for vm in vms}
     if attempt.state is A.REVOKING and _asks_anew(attempt, seen):
-        why = "its user changed the job before it was cancelled"
+        why = Why.CHANGED_LATE()
         state.move(Change(replace(attempt, state=A.RETURNING, outcome="requeued"), Event.CHANGED, why))
         attempt = state.attempts[attempt.id]
     if _keeps_its_nodes(state, attempt, seen, world, policy):
@@ -632,7 +633,7 @@ def _step_ending(state: State, attempt: Attempt, seen: Sighting, world: World, p
             return  # not cancelled yet
         state.move(Change(replace(attempt, state=A.RECLAIMING), Event.CANCELLED, attempt.reason))
     elif attempt.state is A.RETURNING:
-        state.move(Change(replace(attempt, state=A.RECLAIMING), Event.RETURNED, "its job is off its nodes"))
+        state.move(Change(replace(attempt, state=A.RECLAIMING), Event.RETURNED, Why.OFF_NODES()))
     attempt = state.attempts[attempt.id]
     _release_vms(state, attempt, vms, names & seen.view.occupied)
     if not vms:
@@ -647,7 +648,7 @@ def _learn_the_outcome(state: State, attempt: Attempt, seen: Sighting) -> Attemp
         learnt = replace(attempt, outcome="requeued", reason=_why_requeued(state, attempt))
         learnt = _with_cause(state, learnt, seen.job)
     elif seen.status is JobStatus.ENDED and seen.job.result:
-        learnt = replace(attempt, reason=seen.job.result)
+        learnt = replace(attempt, reason=Why.RESULT(word=seen.job.result))
     else:
         return attempt
     if learnt != attempt:
@@ -682,7 +683,7 @@ def _keeps_its_nodes(state: State, attempt: Attempt, seen: Sighting, world: Worl
                 return True
             if attempt.state is A.RETURNING and seen.status is JobStatus.RUNNING:
                 # The pin was answered after the attempt had given up on it: the job has its nodes, and runs.
-                why = "the job started after all"
+                why = Why.STARTED_AFTER_ALL()
                 state.move(Change(replace(attempt, state=A.RECLAIMING, outcome="done"), Event.STARTED_LATE, why))
             # A job that was restarted is being requeued by the attempt that came after this one.
             return seen.status is not JobStatus.RESTARTED or in_time
@@ -690,7 +691,7 @@ def _keeps_its_nodes(state: State, attempt: Attempt, seen: Sighting, world: Worl
             # The gate first: a pending job with a tag that no node has may never start.
             requeued = attempt.state is A.RECLAIMING and attempt.outcome == "requeued"
             if requeued and seen.status is JobStatus.PENDING:
-                state.move(Change(replace(attempt, state=A.RETURNING), Event.LEFT_GATE, "its job is tied to its nodes"))
+                state.move(Change(replace(attempt, state=A.RETURNING), Event.LEFT_GATE, Why.TIED()))
             return True
         case _:
             return False
@@ -702,7 +703,7 @@ def _end_vms_without_user(state: State, attempt: Attempt, world: World) -> bool:
     since = max(attempt.since, world.ended_at(attempt.key))
     if not vms or any((latest := world.latest(vm.place.source)) is None or latest.began <= since for vm in vms):
         return False
-    why = "its job started when no user was added any more"
+    why = Why.NO_USER_ADDED()
     state.move(*(end_vm(vm, Event.DIED, why) for vm in vms))
     return True
 
@@ -716,7 +717,7 @@ def _release_vms(state: State, attempt: Attempt, vms: list[Vm], occupied: set[st
 
 def _finish(state: State, attempt: Attempt, seen: Sighting, policy: Policy) -> None:
     outcome = attempt.outcome or "done"
-    state.move(Change(replace(attempt, state=A(outcome), quarantined=""), Event.RECLAIMED, attempt.reason))
+    state.move(Change(replace(attempt, state=A(outcome), quarantined=None), Event.RECLAIMED, attempt.reason))
     if outcome == "requeued" and seen.status is JobStatus.PENDING and seen.job is not None:
         # The pause after short runs is not begun anew: it followed the last run, and there was none since.
         later = max(attempt.not_before, state.now + policy.backoff(attempt.tries))
@@ -752,10 +753,10 @@ def attempt_effect(attempt: Attempt) -> Effect | None:
         case A.RESTORING:
             return Effect(EffectKind.RESTORE, key)
         case A.HOLDING:
-            return Effect(EffectKind.HOLD, key, attempt.note)
+            return Effect(EffectKind.HOLD, key, text_of(attempt.note))
         case A.SPAWNED | A.INTRODUCING:
-            return Effect(EffectKind.PIN, key, attempt.choice)
+            return Effect(EffectKind.PIN, key, text_of(attempt.choice))
         case A.REVOKING:
-            return Effect(EffectKind.REVOKE, key, attempt.reason)
+            return Effect(EffectKind.REVOKE, key, text_of(attempt.reason))
         case _:
             return None

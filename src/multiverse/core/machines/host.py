@@ -11,7 +11,7 @@ from functools import cached_property
 
 from multiverse.core.avoidance import tried_at_once
 from multiverse.core.machines.vm import end_vms
-from multiverse.core.model import Drain, HostState, KnownHost, World
+from multiverse.core.model import Drain, HostState, KnownHost, Reason, Why, World, said
 from multiverse.core.policy import Policy
 from multiverse.core.runs import is_waited_for
 from multiverse.core.state import State
@@ -40,34 +40,34 @@ HOST: tuple[Transition, ...] = (
 # --- changes ---------------------------------------------------------------------------------------
 
 
-def fence(state: State, host: KnownHost, why: str) -> None:
+def fence(state: State, host: KnownHost, why: Reason) -> None:
     """The host is surely off, or nothing of its VMs goes on: they count as ended."""
     state.move(Change(replace(host, state=H.FENCED, reason=why), Event.FENCED, why))
     end_vms(state, state.vms_on(host.name), Event.FENCED, why)
 
 
-def add_host(host: KnownHost, why: str) -> Change:
+def add_host(host: KnownHost, why: Reason) -> Change:
     """It belongs to the site again. Its agent is its source."""
-    again = replace(host, state=H.KNOWN, source=host.name, reason="", drain=None, faults=())
+    again = replace(host, state=H.KNOWN, source=host.name, reason=None, drain=None, faults=())
     return Change(again, Event.ADDED, why)
 
 
-def drain_host(host: KnownHost, drain: Drain, why: str) -> Change:
+def drain_host(host: KnownHost, drain: Drain, why: Reason) -> Change:
     """It is to get no new VM."""
-    return Change(replace(host, drain=drain), Event.DRAINED, drain.reason or why)
+    return Change(replace(host, drain=drain), Event.DRAINED, said(drain.reason) or why)
 
 
-def resume_host(host: KnownHost, why: str) -> Change:
+def resume_host(host: KnownHost, why: Reason) -> Change:
     """It is on, may get VMs, and all that failed there may be tried at once."""
-    return Change(tried_at_once(replace(host, state=H.KNOWN, reason="", drain=None)), Event.RESUMED, why)
+    return Change(tried_at_once(replace(host, state=H.KNOWN, reason=None, drain=None)), Event.RESUMED, why)
 
 
-def remove_host(host: KnownHost, why: str) -> Change:
+def remove_host(host: KnownHost, why: Reason) -> Change:
     """It belongs to the site no more."""
-    return Change(replace(host, state=H.REMOVED, reason="", drain=None), Event.REMOVED, why)
+    return Change(replace(host, state=H.REMOVED, reason=None, drain=None), Event.REMOVED, why)
 
 
-def return_host(host: KnownHost, why: str) -> Change:
+def return_host(host: KnownHost, why: Reason | None) -> Change:
     """Its lease has ended."""
     return Change(replace(host, state=H.RETURNED, drain=None), Event.GIVEN_BACK, why)
 
@@ -93,23 +93,23 @@ def step_host(state: State, name: str, world: World, policy: Policy, quorum: Quo
     # An answer that was on its way for long may be older than the moment from which on the host was off.
     if latest is not None and name in latest.value.hosts:
         if host.state is not H.KNOWN and latest.began > host.since:
-            _find(state, host, "it is back")
+            _find(state, host, Why.IS_BACK())
         return
     if host.state is H.FENCED:
         return
     since = silent_since(host, world)
     if host.state is H.KNOWN:
         if state.now - since > policy.silence and is_given_up(state, host, world):
-            why = "nothing is heard of it, the scheduler does not reach its VMs, and a job waits for it"
+            why = Why.IS_SILENT()
             state.move(Change(replace(host, state=H.SILENT), Event.SILENT, why))
     elif state.now - since <= policy.silence or not is_given_up(state, host, world):
-        _find(state, host, "it is not silent any more, the scheduler reaches a VM of it, or no job waits for it")
+        _find(state, host, Why.NOT_SILENT())
     else:
         _step_silent(state, host, since, policy, quorum)
 
 
-def _find(state: State, host: KnownHost, why: str) -> None:
-    state.move(Change(replace(host, state=H.KNOWN, reason=""), Event.FOUND, why))
+def _find(state: State, host: KnownHost, why: Reason) -> None:
+    state.move(Change(replace(host, state=H.KNOWN, reason=None), Event.FOUND, why))
 
 
 def _step_silent(state: State, host: KnownHost, since: float, policy: Policy, quorum: Quorum) -> None:
@@ -117,11 +117,11 @@ def _step_silent(state: State, host: KnownHost, since: float, policy: Policy, qu
     limit = host.value.self_fence if host.value else 0.0
     held = quorum.held_back(host)
     if limit and state.now - alone > limit + max(policy.fence_margin, limit / 5):
-        fence(state, host, f"host {host.name} has ended its VMs by itself, after {limit:g} s without the site")
+        fence(state, host, Why.SELF_FENCED(host=host.name, limit=limit))
     elif host.state is H.FENCING and held:
         state.move(Change(replace(host, state=H.SILENT), Event.HELD_BACK, held))
     elif host.state is H.SILENT and fences(state, host, policy) and not held and state.now - since > policy.fence_after:
-        why = f"nothing was heard of it for {state.now - since:.0f} s"
+        why = Why.HEARD_NOTHING(time=state.now - since)
         state.move(Change(replace(host, state=H.FENCING), Event.FENCE, why))
 
 
@@ -160,16 +160,16 @@ class Quorum:
     def __init__(self, state: State, world: World, policy: Policy) -> None:
         self._state, self._world, self._policy = state, world, policy
 
-    def held_back(self, host: KnownHost) -> str:
-        """Why this host is not fenced; empty if it may be."""
+    def held_back(self, host: KnownHost) -> Reason | None:
+        """Why this host is not fenced; None if it may be."""
         if host.name == self._policy.here:
-            return "the controller runs on it: it is on"
+            return Why.CONTROLLER_THERE()
         return self._lack
 
     @cached_property
-    def _lack(self) -> str:
+    def _lack(self) -> Reason | None:
         if not self._policy.quorum:
-            return ""
+            return None
         hosts, here, leased = self._world.hosts, self._policy.here, self._state.leased
         # Leased hosts are out of sight whenever the scheduler is.
         known = [one for one in self._state.hosts.values() if one.name != here and one.name not in leased]
@@ -177,11 +177,11 @@ class Quorum:
         shown = sum(one.name in hosts for one in others)
         total = shown + sum(one.name not in hosts and one.drain is None for one in others)
         if not shown or shown < self._policy.quorum * total:
-            return f"only {shown} of {total} hosts are in sight: the controller may be cut off from them"
-        return ""
+            return Why.FEW_IN_SIGHT(shown=shown, total=total)
+        return None
 
 
-def held_back(state: State, world: World, policy: Policy) -> dict[str, str]:
+def held_back(state: State, world: World, policy: Policy) -> dict[str, Reason]:
     """Why silent hosts are not fenced by the site's command though they could be, by host."""
     quorum, silent = Quorum(state, world, policy), state.hosts_in(H.SILENT)
     found = {host.name: quorum.held_back(host) for host in silent if fences(state, host, policy)}

@@ -25,9 +25,12 @@ from multiverse.core.model import (
     LeaseState,
     PilotSeen,
     PilotState,
+    Reason,
     SchedulerView,
     VmState,
+    Why,
     World,
+    said,
 )
 from multiverse.core.policy import Policy
 from multiverse.core.state import State
@@ -62,17 +65,17 @@ LEASE: tuple[Transition, ...] = (
 # --- changes ---------------------------------------------------------------------------------------
 
 
-def plan_lease(lease: Lease, why: str) -> Change:
+def plan_lease(lease: Lease, why: Reason) -> Change:
     """A new lease is asked for."""
     return Change(lease, Event.PLANNED, why)
 
 
-def release_lease(lease: Lease, event: Event, why: str) -> Change:
+def release_lease(lease: Lease, event: Event, why: Reason | None) -> Change:
     """Its pilot is to be cancelled."""
-    return Change(replace(lease, state=L.RELEASING, reason=why, quarantined=""), event, why)
+    return Change(replace(lease, state=L.RELEASING, reason=why, quarantined=None), event, why)
 
 
-def _lose(lease: Lease, why: str) -> Change:
+def _lose(lease: Lease, why: Reason) -> Change:
     """Its pilot is over, and VMs may go on."""
     return Change(replace(lease, state=L.LOST, reason=why), Event.LOST, why)
 
@@ -121,31 +124,32 @@ def _step_asked(state: State, lease: Lease, view: SchedulerView, world: World) -
         assert world.scheduler is not None
         # One that is planned is submitted again.
         if lease.state is L.WAITING and world.scheduler.began > max(lease.since, world.ended_at(lease.key)):
-            _give_up(state, lease, Event.VANISHED, "its pilot is gone")
+            _give_up(state, lease, Event.VANISHED, Why.PILOT_GONE())
         return
     id_ = known[0][2]
     pilot = view.pilots[id_]
     seen = replace(lease, pilot=id_)
     if pilot.restarts or pilot.state in (PilotState.ENDING, PilotState.ENDED):
-        _give_up(state, seen, Event.FAILED, f"its pilot {id_} {_why(pilot)}")
+        _give_up(state, seen, Event.FAILED, _why(id_, pilot))
     elif pilot.state is PilotState.RUNNING:
         state.know_host(KnownHost(lease.name, lease.name, id=-lease.id))
         granted = replace(seen, state=L.STARTING, node=pilot.node, ends=_ends(pilot))
-        state.move(Change(granted, Event.GRANTED, f"pilot {id_} runs on {pilot.node}"))
+        state.move(Change(granted, Event.GRANTED, Why.PILOT_RUNS(pilot=id_, node=pilot.node)))
     elif lease.state is L.PLANNED:
-        state.move(Change(replace(seen, state=L.WAITING, reason=pilot.reason), Event.EXISTS))
-    elif (seen.pilot, pilot.reason) != (lease.pilot, lease.reason):
-        state.move(Change(replace(seen, reason=pilot.reason), Event.NOTED, pilot.reason))
+        state.move(Change(replace(seen, state=L.WAITING, reason=said(pilot.reason)), Event.EXISTS))
+    elif (seen.pilot, said(pilot.reason)) != (lease.pilot, lease.reason):
+        state.move(Change(replace(seen, reason=said(pilot.reason)), Event.NOTED, said(pilot.reason)))
 
 
 def _ends(pilot: PilotSeen) -> float | None:
     return None if pilot.ends == inf else pilot.ends
 
 
-def _why(pilot: PilotSeen) -> str:
-    if pilot.restarts:
-        return "was queued again"
-    return f"ended: {pilot.reason}" if pilot.reason else "ended"
+def _why(id_: str, pilot: PilotSeen | None) -> Reason:
+    """Why a pilot is of no use any more."""
+    if pilot is None:
+        return Why.PILOT_GONE(pilot=id_)
+    return Why.PILOT_QUEUED(pilot=id_) if pilot.restarts else Why.PILOT_ENDED(said(pilot.reason), pilot=id_)
 
 
 def _step_running(state: State, lease: Lease, pilot: PilotSeen | None, world: World, policy: Policy) -> None:
@@ -153,40 +157,40 @@ def _step_running(state: State, lease: Lease, pilot: PilotSeen | None, world: Wo
         _over(state, lease, pilot)
         return
     shown = world.hosts.get(lease.name)
-    if said := _ending(pilot, shown):
-        why = f"its pilot {lease.pilot} is ending: {said}"
+    if ending := _ending(pilot, shown):
+        why = Why.PILOT_ENDS(ending, pilot=lease.pilot)
         state.move(Change(replace(lease, state=L.ENDING, reason=why), Event.ENDED, why))
-        _end_vms(state, lease, f"host {lease.name}: {why}")
+        _end_vms(state, lease, Why.OF_HOST(why, host=lease.name))
         return
     host = state.hosts.get(lease.name)
     if host is not None and host.state in (HostState.SILENT, HostState.FENCING):
         # What is heard of its pilot when that has ended fences it.
-        _give_up(state, lease, Event.FAILED, "nothing is heard of its agent, and a job waits for it")
+        _give_up(state, lease, Event.FAILED, Why.AGENT_SILENT())
         return
     in_sight, vms = shown is not None, state.vms_on(lease.name)
     if lease.state is L.STARTING:
         limit = policy.lease_from(lease.spec.partition).start_timeout
         if in_sight:
-            state.move(Change(replace(lease, state=L.IDLE), Event.FOUND, "its agent answers"))
+            state.move(Change(replace(lease, state=L.IDLE), Event.FOUND, Why.AGENT_ANSWERS()))
         elif world.scheduler is not None and world.scheduler.began - lease.since > limit:
-            _give_up(state, lease, Event.FAILED, f"its agent did not answer within {limit:g} s")
+            _give_up(state, lease, Event.FAILED, Why.AGENT_LATE(limit=limit))
     elif lease.state is L.IDLE and vms:
-        state.move(Change(replace(lease, state=L.HELD, used=lease.used + 1), Event.TAKEN, f"for {vms[0].name}"))
+        state.move(Change(replace(lease, state=L.HELD, used=lease.used + 1), Event.TAKEN, Why.FOR_VM(vm=vms[0].name)))
     elif lease.state is L.HELD and not vms:
-        state.move(Change(replace(lease, state=L.IDLE), Event.EMPTIED, "no VM is left on it"))
+        state.move(Change(replace(lease, state=L.IDLE), Event.EMPTIED, Why.NO_VM_LEFT()))
     elif (ends := _ends(pilot)) != lease.ends:
-        state.move(Change(replace(lease, ends=ends), Event.NOTED, "its time limit was changed"))
+        state.move(Change(replace(lease, ends=ends), Event.NOTED, Why.LIMIT_CHANGED()))
 
 
-def _ending(pilot: PilotSeen, host: Host | None) -> str:
-    """Why a pilot is ending; empty if it is not. Its agent, which ends its VMs then, may say so before the scheduler
+def _ending(pilot: PilotSeen, host: Host | None) -> Reason | None:
+    """Why a pilot is ending; None if it is not. Its agent, which ends its VMs then, may say so before the scheduler
     does."""
     if pilot.state is PilotState.ENDING:
-        return pilot.reason or "no reason given"
-    return f"its agent says that {host.refuses}" if host is not None and host.refuses else ""
+        return said(pilot.reason or "no reason given")
+    return Why.AGENT_SAYS(said(host.refuses)) if host is not None and host.refuses else None
 
 
-def _end_vms(state: State, lease: Lease, why: str) -> None:
+def _end_vms(state: State, lease: Lease, why: Reason) -> None:
     """Its agent ends the VMs by itself. Their nodes are set DOWN, so that the scheduler queues their jobs again."""
     in_reach = [vm for vm in state.vms_on(lease.name) if vm.state is not VmState.LOST]
     end_vms(state, in_reach, Event.RELEASED, why)
@@ -202,16 +206,16 @@ def _step_ending(state: State, lease: Lease, pilot: PilotSeen | None) -> None:
 
 def _over(state: State, lease: Lease, pilot: PilotSeen | None) -> None:
     """Its pilot does not run any more. Its end is that of its VMs only if its node is known to be clean of it."""
-    why = f"its pilot {lease.pilot} {_why(pilot) if pilot is not None else 'is gone'}"
+    why = _why(lease.pilot, pilot)
     if pilot is not None and pilot.state is PilotState.ENDED and pilot.clean:
-        _fence_host(state, lease, f"host {lease.name}: {why}")
+        _fence_host(state, lease, Why.OF_HOST(why, host=lease.name))
     elif _may_go_on(state, lease):
-        state.move(_lose(lease, f"{why}, and whether its node {lease.node} has ended its VMs is not known"))
+        state.move(_lose(lease, Why.MAY_GO_ON(why, node=lease.node)))
         return
     _give_up(state, lease, Event.VANISHED, why)
 
 
-def _fence_host(state: State, lease: Lease, why: str) -> None:
+def _fence_host(state: State, lease: Lease, why: Reason) -> None:
     host = state.hosts.get(lease.name)
     if host is not None and not host.is_off:
         fence(state, host, why)
@@ -226,9 +230,9 @@ def _step_lost(state: State, lease: Lease, pilot: PilotSeen | None) -> None:
     """Its host is fenced like any other: by the scheduler's word that its node is clean after all, by command, or by an
     operator."""
     if pilot is not None and pilot.state is PilotState.ENDED and pilot.clean:
-        _fence_host(state, lease, f"host {lease.name}: its node {lease.node} is clean of pilot {lease.pilot}")
+        _fence_host(state, lease, Why.NODE_CLEAN(host=lease.name, node=lease.node, pilot=lease.pilot))
     if not _may_go_on(state, lease):
-        _give_up(state, lease, Event.FENCED, "nothing of its VMs goes on")
+        _give_up(state, lease, Event.FENCED, Why.NOTHING_GOES_ON())
 
 
 def _step_releasing(state: State, lease: Lease, view: SchedulerView, world: World) -> None:
@@ -241,12 +245,12 @@ def _step_releasing(state: State, lease: Lease, view: SchedulerView, world: Worl
         return
     last = pilots.get(lease.pilot)
     if last is not None and last.clean:
-        _fence_host(state, lease, f"host {lease.name}: its pilot {lease.pilot} has ended")
+        _fence_host(state, lease, Why.PILOT_OVER(host=lease.name, pilot=lease.pilot))
     if _may_go_on(state, lease):
-        state.move(_lose(lease, f"its pilot is gone, and whether its node {lease.node} has ended its VMs is not known"))
+        state.move(_lose(lease, Why.MAY_GO_ON(Why.PILOT_GONE(), node=lease.node)))
     elif not state.vms_on(lease.name):
         templates = state.templates_on(lease.name)
-        gone = remove_templates(templates, "its host is given back")
+        gone = remove_templates(templates, Why.HOST_GIVEN_BACK())
         host = state.hosts.get(lease.name)
         if host is not None:
             gone.append(return_host(host, lease.reason))
@@ -254,7 +258,7 @@ def _step_releasing(state: State, lease: Lease, view: SchedulerView, world: Worl
         state.move(over, *gone, free=[row.claim_key for row in templates])
 
 
-def _give_up(state: State, lease: Lease, event: Event, why: str) -> None:
+def _give_up(state: State, lease: Lease, event: Event, why: Reason | None) -> None:
     state.move(release_lease(lease, event, why))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from multiverse.core.machines.vm import release_vm
-from multiverse.core.model import Key, Offer, OfferState, Vm, VmState, World
+from multiverse.core.model import Key, Offer, OfferState, Reason, Vm, VmState, Why, World
 from multiverse.core.state import State
 from multiverse.core.transition import Change, Effect, EffectKind, Event, Transition, transitions, unchanged
 
@@ -41,15 +41,15 @@ OFFER: tuple[Transition, ...] = (
 
 def open_offer(vm: Vm, now: float) -> Change:
     """A job that comes may take the spare by itself."""
-    return Change(Offer(vm.id, now), Event.OFFERED, "to jobs as they come")
+    return Change(Offer(vm.id, now), Event.OFFERED, Why.OFFERED())
 
 
-def take_offer(offer: Offer, why: str) -> Change:
+def take_offer(offer: Offer, why: Reason) -> Change:
     """A submission took the spare."""
     return Change(replace(offer, state=O.TAKEN), Event.TAKEN, why)
 
 
-def withdraw_offer(offer: Offer, why: str) -> Change:
+def withdraw_offer(offer: Offer, why: Reason) -> Change:
     """No job may take the spare by itself any more. It counts as withdrawn when an observation shows it."""
     return Change(replace(offer, state=O.CLOSING, reason=why), Event.WITHDRAWN, why)
 
@@ -69,7 +69,7 @@ def step_offer(state: State, offer_id: int, world: World) -> None:
     if offer.quarantined:
         return
     if offer.state is O.OPEN and (vm.quarantined or vm.state not in (VmState.JOINED, VmState.RETIRING)):
-        state.move(withdraw_offer(offer, "its VM can serve no job"))
+        state.move(withdraw_offer(offer, Why.SERVES_NONE()))
         return
     serves_nobody = vm.is_spare and vm.state in (VmState.JOINED, VmState.RETIRING)
     if world.scheduler is None or not serves_nobody:
@@ -83,7 +83,7 @@ def step_offer(state: State, offer_id: int, world: World) -> None:
         _step_taken(state, offer, vm, whole, occupied=vm.name in world.scheduler.value.occupied)
     elif taken:
         uid = world.scheduler.value.takers.get(vm.name)
-        by = "by a submission" if uid is None else f"by a submission of uid {uid}"
+        by = Why.SUBMITTED(uid=uid)
         state.move(take_offer(replace(offer, uid=uid), by))
     elif offer.state is O.CLOSING and taken is None and vm.key in world.effect_ended_at:
         state.move(Change(replace(offer, state=O.CLOSED), Event.CLOSED, offer.reason))
@@ -92,7 +92,7 @@ def step_offer(state: State, offer_id: int, world: World) -> None:
 def _step_taken(state: State, offer: Offer, vm: Vm, began: float, *, occupied: bool) -> None:
     """The job that took the VM must appear soon. A job that cannot be served occupies it: its node goes DOWN then."""
     if began - offer.since > (UNSERVED if occupied else ARRIVAL):
-        why = "the job that took it did not come"
+        why = Why.DID_NOT_COME()
         gone = release_vm(replace(vm, reason=why), why, occupied=occupied)
         state.move(gone, Change(offer, Event.MISSED, why))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from multiverse.core.model import Template, TemplateCondition, TemplateState, World
+from multiverse.core.model import Reason, Template, TemplateCondition, TemplateState, Why, World, said
 from multiverse.core.state import State
 from multiverse.core.transition import Change, Effect, EffectKind, Event, Transition, transitions, unchanged
 
@@ -32,17 +32,17 @@ TEMPLATE: tuple[Transition, ...] = (
 # --- changes ---------------------------------------------------------------------------------------
 
 
-def need_template(template: Template, why: str) -> Change:
+def need_template(template: Template, why: Reason) -> Change:
     """It is to be built, whether it was never there or is broken."""
-    return Change(replace(template, state=T.BUILDING, reason=""), Event.NEEDED, why)
+    return Change(replace(template, state=T.BUILDING, reason=None), Event.NEEDED, why)
 
 
-def adopt_template(template: Template, why: str, *, ready: bool) -> Change:
+def adopt_template(template: Template, why: Reason, *, ready: bool) -> Change:
     """A template was found that no record explains. The row of one that is being built lets that be finished."""
     return Change(replace(template, state=T.READY if ready else T.BUILDING), Event.FOUND, why)
 
 
-def break_template(template: Template, why: str) -> Change:
+def break_template(template: Template, why: Reason) -> Change:
     """It could not be built."""
     return Change(replace(template, state=T.BROKEN, reason=why, tries=template.tries + 1), Event.BROKE, why)
 
@@ -52,17 +52,17 @@ def is_present(template: Template) -> bool:
     return template.state in (T.READY, T.BROKEN, T.BUILDING)
 
 
-def drop_template(template: Template, why: str) -> Change:
+def drop_template(template: Template, why: Reason) -> Change:
     """It is to be removed."""
     return Change(replace(template, state=T.RETIRING), Event.DROPPED, why)
 
 
-def lose_template(template: Template, why: str) -> Change:
+def lose_template(template: Template, why: Reason) -> Change:
     """It is no longer there, or another build has taken its place. Its claim is to be released with it."""
     return Change(replace(template, state=T.ABSENT), Event.VANISHED, why)
 
 
-def remove_templates(templates: Iterable[Template], why: str) -> list[Change]:
+def remove_templates(templates: Iterable[Template], why: Reason) -> list[Change]:
     """Their host belongs to the site no more. Their claims are to be released with them."""
     return [Change(replace(one, state=T.ABSENT), Event.REMOVED, why) for one in templates]
 
@@ -81,14 +81,14 @@ def step_template(state: State, template_id: int, world: World) -> None:
     seen = latest.value.templates.get(row.which)
     if row.state is T.BUILDING and row.key in state.unmade:
         if seen is None:  # it is asked for anew if it is needed, and if there is still room
-            state.move(drop_template(row, "the daemon was restarted before it was built"))
+            state.move(drop_template(row, Why.UNBUILT()))
             return
         state.unmade.discard(row.key)
     ready = seen is not None and seen.condition is TemplateCondition.READY
     if row.state is T.BUILDING and seen is not None and ready:
         state.move(Change(replace(row, state=T.READY, tries=0, build=seen.build), Event.BUILT))
     elif row.state is T.READY and not ready:
-        why = seen.reason if seen else "it is no longer there"
+        why = (said(seen.reason) if seen else None) or Why.NO_LONGER_THERE()
         state.move(lose_template(row, why), free=[row.claim_key])
     elif row.state is T.RETIRING and ended is not None and seen is None:
         state.move(Change(replace(row, state=T.ABSENT), Event.ABSENT), free=[row.claim_key])

@@ -25,13 +25,16 @@ from multiverse.core.model import (
     NodeState,
     OfferState,
     Place,
+    Reason,
     SchedulerView,
     Seen,
     Vm,
     VmCondition,
     VmSeen,
     VmState,
+    Why,
     World,
+    said,
 )
 from multiverse.core.policy import Policy
 from multiverse.core.state import State
@@ -87,12 +90,12 @@ AWAITED_VMS = {
 # --- changes ---------------------------------------------------------------------------------------
 
 
-def plan_vm(vm: Vm, why: str = "") -> Change:
+def plan_vm(vm: Vm, why: Reason | None = None) -> Change:
     """A new VM is to be made."""
     return Change(vm, Event.PLANNED, why)
 
 
-def adopt_vm(vm: Vm, why: str) -> Change:
+def adopt_vm(vm: Vm, why: Reason) -> Change:
     """A VM was found that no record explains, or that serves what no record tells of."""
     return Change(replace(vm, state=V.ORPHAN), Event.FOUND, why)
 
@@ -102,10 +105,10 @@ def start_vm(vm: Vm) -> Change:
     return Change(replace(vm, state=V.STARTING), Event.START)
 
 
-def take_vm(vm: Vm, attempt: Attempt, why: str) -> Change:
+def take_vm(vm: Vm, attempt: Attempt, why: Reason) -> Change:
     """A spare serves the attempt from now on, even if it was to go."""
     state = V.JOINED if vm.state is V.RETIRING else vm.state
-    return Change(replace(vm, state=state, attempt=attempt.id, reason=""), Event.TAKEN, why)
+    return Change(replace(vm, state=state, attempt=attempt.id, reason=None), Event.TAKEN, why)
 
 
 def run_job_on_vm(vm: Vm) -> Change:
@@ -113,24 +116,24 @@ def run_job_on_vm(vm: Vm) -> Change:
     return Change(replace(vm, state=V.SERVING), Event.RUNS)
 
 
-def retire_vm(vm: Vm, why: str) -> Change:
+def retire_vm(vm: Vm, why: Reason) -> Change:
     """A joined spare is to go as soon as no job can take it any more."""
     return Change(replace(vm, state=V.RETIRING, reason=why), Event.RETIRED, why)
 
 
-def release_vm(vm: Vm, why: str, *, occupied: bool = False) -> Change:
+def release_vm(vm: Vm, why: Reason | None, *, occupied: bool = False) -> Change:
     """It is needed no more. The node of one that is `occupied` by a job goes DOWN first. A quarantine was for the sake
     of its job, and is over with it."""
     target = V.REMOVING if vm.state is V.DEAD else V.RELEASING
-    return Change(replace(vm, state=V.ENDING if occupied else target, quarantined=""), Event.RELEASED, why)
+    return Change(replace(vm, state=V.ENDING if occupied else target, quarantined=None), Event.RELEASED, why)
 
 
-def end_vm(vm: Vm, event: Event, why: str) -> Change:
+def end_vm(vm: Vm, event: Event, why: Reason) -> Change:
     """It is destroyed at once, and its node goes DOWN."""
-    return Change(replace(vm, state=V.ENDING, quarantined="", reason=why), event, why)
+    return Change(replace(vm, state=V.ENDING, quarantined=None, reason=why), event, why)
 
 
-def end_vms(state: State, vms: Iterable[Vm], event: Event, why: str) -> None:
+def end_vms(state: State, vms: Iterable[Vm], event: Event, why: Reason) -> None:
     """The same of those that are not ending yet, each by itself, and are nowhere else, of which their own steps tell.
     What was said of one before is still said of it."""
     for vm in vms:
@@ -138,7 +141,7 @@ def end_vms(state: State, vms: Iterable[Vm], event: Event, why: str) -> None:
             state.move(replace(end_vm(vm, event, vm.reason or why), reason=why))
 
 
-def fail_vm(state: State, vm: Vm, event: Event, why: str, world: World, policy: Policy) -> list[Change]:
+def fail_vm(state: State, vm: Vm, event: Event, why: Reason, world: World, policy: Policy) -> list[Change]:
     """It did not come up: it is ended, and its host is avoided or its job is at fault."""
     fault, changes = blame(state, vm, why, world, policy)
     return [end_vm(replace(vm, fault=fault), event, why), *changes]
@@ -193,7 +196,7 @@ def _place_left(state: State, vm: Vm, world: World) -> Place | None:
 def _leave(state: State, vm: Vm, left: Place, world: World) -> None:
     """It is at its other place alone, which keeps its claim. If it is not shown to go on there, it is lost until that
     place tells what has become of it."""
-    why = f"host {left.host} is off" if state.is_fenced(left.host) else f"it is not on host {left.host} any more"
+    why = (Why.HOST_OFF if state.is_fenced(left.host) else Why.NOT_THERE)(host=left.host)
     there = replace(vm, places=tuple(place for place in vm.places if place is not left))
     seen, free = world.vm(there), [ClaimKey(vm.key, left.host)]
     if (seen is not None and seen.runs) or vm.leaving or vm.state is V.LOST:
@@ -231,7 +234,7 @@ def _step_out_of_sight(state: State, vm: Vm, place: Place, world: World, policy:
     if vm.state is V.LOST or observation is None:
         return
     if observation.latest is not None or state.now - observation.since > policy.silence:
-        why = f"host {place.host} is out of reach"
+        why = Why.HOST_AWAY(host=place.host)
         state.move(Change(replace(vm, state=V.LOST), Event.LOST, why))
 
 
@@ -247,9 +250,9 @@ def _find_again(state: State, vm: Vm, world: World) -> None:
         goes_on = attempt.state is AttemptState.ALLOCATED or _is_occupied(vm, world)
         tied = _job_is_pinned(state, vm, world)
     if goes_on:
-        state.move(Change(replace(vm, state=V.SERVING, reason=""), Event.FOUND, "its job runs on"))
+        state.move(Change(replace(vm, state=V.SERVING, reason=None), Event.FOUND, Why.RUNS_ON()))
     elif not tied:
-        why = f"host {vm.host} was out of reach"
+        why = Why.HOST_WAS_AWAY(host=vm.host)
         state.move(end_vm(vm, Event.FOUND, why))
 
 
@@ -261,7 +264,7 @@ def _step_in_sight(state: State, vm: Vm, latest: Seen[HypervisorView], world: Wo
     absent = seen is None and began > world.ended_at(vm.key, vm.since) and began > vm.since
     dead = seen is not None and seen.condition is VmCondition.DEAD
     if dead or absent or vm.state is V.DEAD:
-        why = vm.reason if vm.state is V.DEAD else (seen.reason if seen else "") or "the VM died"
+        why = (vm.reason if vm.state is V.DEAD else said(seen.reason if seen else "")) or Why.VM_DIED()
         _step_dead(state, vm, why, world, policy)
         return
     attempt = state.attempt_of(vm)
@@ -277,7 +280,7 @@ def _step_in_sight(state: State, vm: Vm, latest: Seen[HypervisorView], world: Wo
 def _step_planned(state: State, vm: Vm, seen: VmSeen | None, began: float, world: World, policy: Policy) -> None:
     ended = world.ended_at(vm.key, vm.since)
     if seen is None and vm.key in state.unmade:
-        why = "the daemon was restarted before it was made"  # no failure of its image
+        why = Why.UNMADE()  # no failure of its image
         state.move(end_vm(vm, Event.RELEASED, why))
         return
     state.unmade.discard(vm.key)
@@ -286,17 +289,17 @@ def _step_planned(state: State, vm: Vm, seen: VmSeen | None, began: float, world
         known = replace(vm, state=V.PARKED, address=vm.address or seen.address, mac=vm.mac or seen.mac)
         state.move(Change(known, Event.EXISTS))
     elif seen is not None and seen.condition is VmCondition.DEAD and began > ended:
-        _fail(state, vm, seen.reason or "the VM died while it was made", world, policy)
+        _fail(state, vm, said(seen.reason) or Why.DIED_MADE(), world, policy)
     elif began - vm.since > policy.spawn_timeout and began > world.ended_at(vm.key):
         # Not while its creation is under way: that has a time limit of its own, and copying a large disk takes long.
-        _fail(state, vm, f"it was not made within {policy.spawn_timeout:g} s", world, policy)
+        _fail(state, vm, Why.NOT_MADE(limit=policy.spawn_timeout), world, policy)
 
 
-def _fail(state: State, vm: Vm, why: str, world: World, policy: Policy) -> None:
+def _fail(state: State, vm: Vm, why: Reason, world: World, policy: Policy) -> None:
     state.move(*fail_vm(state, vm, Event.FAILED, why, world, policy))
 
 
-def _step_dead(state: State, vm: Vm, why: str, world: World, policy: Policy) -> None:
+def _step_dead(state: State, vm: Vm, why: Reason, world: World, policy: Policy) -> None:
     """The job is unpinned first: while it may be tied to the node, the node stays."""
     if vm.state is V.STARTING:
         state.move(*fail_vm(state, vm, Event.DIED, why, world, policy))
@@ -326,9 +329,9 @@ def _step_starting(state: State, vm: Vm, seen: VmSeen | None, world: World, poli
     if registered and seen is not None and seen.condition is VmCondition.RUNNING:
         state.move(Change(replace(vm, state=V.JOINED), Event.REGISTERED), *joined(state, vm))
     elif node is not None and node.is_unusable:
-        _fail(state, vm, f"its node came up {node.state}: {node.reason or 'no reason given'}", world, policy)
+        _fail(state, vm, Why.CAME_UP(said(node.reason or "no reason given"), found=node.state), world, policy)
     elif world.node_began(vm.name) - _startable_since(state, vm, world) > policy.spawn_timeout:
-        _fail(state, vm, f"its node did not register within {policy.spawn_timeout:g} s", world, policy)
+        _fail(state, vm, Why.NOT_REGISTERED(limit=policy.spawn_timeout), world, policy)
 
 
 def _startable_since(state: State, vm: Vm, world: World) -> float:
@@ -350,10 +353,10 @@ def _step_leaving(state: State, vm: Vm, world: World) -> None:
     if off and node_is_gone:
         state.move(Change(replace(vm, state=V.GONE), Event.ABSENT), free=vm.claim_keys)
     elif off and vm.state in (V.REMOVING, V.RELEASING) and _only_its_node_is_left(state, vm, since, world):
-        left = Change(replace(vm, state=V.DELETING), Event.NODE_LEFT, "its node is still to be deleted")
+        left = Change(replace(vm, state=V.DELETING), Event.NODE_LEFT, Why.NODE_LEFT())
         state.move(left, free=vm.claim_keys)
     elif vm.state is V.ENDING and _jobs_began(state, vm, world) > since and not _may_be_needed(state, vm, world):
-        state.move(Change(replace(vm, state=V.REMOVING), Event.NODE_FREE, "no job is on its node"))
+        state.move(Change(replace(vm, state=V.REMOVING), Event.NODE_FREE, Why.NODE_FREE()))
 
 
 def _only_its_node_is_left(state: State, vm: Vm, since: float, world: World) -> bool:
@@ -428,7 +431,7 @@ def _step_orphan(state: State, vm: Vm, world: World) -> None:
         return
     seen = world.vm(vm)
     if seen is None or seen.condition is VmCondition.DEAD:
-        why = (seen.reason if seen else "") or "the VM died"
+        why = said(seen.reason if seen else "") or Why.VM_DIED()
         state.move(end_vm(vm, Event.DIED, why))
         return
     if world.scheduler is None:
@@ -437,9 +440,9 @@ def _step_orphan(state: State, vm: Vm, world: World) -> None:
     if may_have_a_job(view, vm.name):
         job_id = _job_on(view, vm.name)
         if job_id not in ("", vm.job_id):
-            state.move(Change(replace(vm, job_id=job_id), Event.NOTED, f"job {job_id} is on it"))
+            state.move(Change(replace(vm, job_id=job_id), Event.NOTED, Why.JOB_ON_IT(job=job_id)))
     elif began > vm.since + OFFER_TERM:
-        state.move(release_vm(vm, "no job is on it"))
+        state.move(release_vm(vm, Why.NO_JOB_ON_IT()))
 
 
 def _job_on(view: SchedulerView, name: str) -> str:

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from multiverse.core.model.keys import ClaimKey, Key
+from multiverse.core.model.reason import Reason
 from multiverse.core.model.sizes import CloneKind, Size
 from multiverse.core.model.template import TemplateKey, TemplateSeen
 from multiverse.core.model.usage import Load
@@ -156,7 +157,7 @@ class HostFault:
     image: str
     failures: int
     until: float
-    reason: str
+    reason: Reason | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +173,8 @@ class KnownHost:
     id: int = 0
     version: int = 0
     since: float = 0.0
-    reason: str = ""
-    quarantined: str = ""
+    reason: Reason | None = None
+    quarantined: Reason | None = None
     drain: Drain | None = None
     faults: tuple[HostFault, ...] = ()
 

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 from multiverse.core.model.keys import Key
 from multiverse.core.model.lease import PilotSeen
+from multiverse.core.model.reason import Reason
 from multiverse.core.model.reservation import NodeReservation
 from multiverse.core.model.sizes import CloneKind, Size
 
@@ -325,15 +326,15 @@ class Attempt:
     uid: int
     request: Request
     outcome: Outcome | None = None
-    reason: str = ""
+    reason: Reason | None = None
     not_before: float = 0.0
     tries: int = 0
     replaced: int = 0
-    note: str = ""
+    note: Reason | None = None
     work_dir: str = ""
-    quarantined: str = ""
+    quarantined: Reason | None = None
     pin: str = ""
-    choice: str = ""
+    choice: Reason | None = None
     overtaken: int = 0
     origin: str = ""
     caused: int = 0

@@ -7,6 +7,7 @@ from enum import StrEnum
 from math import inf
 
 from multiverse.core.model.keys import Key
+from multiverse.core.model.reason import Reason
 from multiverse.core.model.sizes import Size
 
 
@@ -103,8 +104,8 @@ class Lease:
     pilot: str = ""
     node: str = ""
     ends: float | None = None
-    reason: str = ""
-    quarantined: str = ""
+    reason: Reason | None = None
+    quarantined: Reason | None = None
     used: int = 0
 
     @property

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from multiverse.core.model.keys import Key
+from multiverse.core.model.reason import Reason
 
 
 class OfferState(StrEnum):
@@ -24,8 +25,8 @@ class Offer:
     version: int = field(default=0, kw_only=True)
     state: OfferState = field(default=OfferState.OPEN, kw_only=True)
     since: float
-    reason: str = ""
-    quarantined: str = ""
+    reason: Reason | None = None
+    quarantined: Reason | None = None
     uid: int | None = None
 
     @property

@@ -10,19 +10,17 @@ Reasons that the words do not name follow them, each after a semicolon.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
-from enum import StrEnum
-from functools import cache
-from math import ceil
-from string import Formatter
+from enum import StrEnum, unique
 from typing import Any
+
+from multiverse.core.model.wording import parts_of, some, worded
 
 Figure = str | int | float
 
 
+@unique
 class Why(StrEnum):
     """The kinds of reasons: each with its words, and the word by which a job that waits for it is counted."""
 
@@ -51,6 +49,7 @@ class Why(StrEnum):
             tuple(one for one in because if one is not None),
         )
 
+    # fmt: off
     SAID = "said", "{text}"  # the text of something outside, such as QEMU, or of an operator
     HIDDEN = "hidden", "for a reason that operators are shown"  # in place of such text, where it may name others
     # --- why a job waits ---
@@ -65,11 +64,8 @@ class Why(StrEnum):
     MEMORY = "memory", "waiting for memory: {because}[, of which others there leave too little{others:if}]", "memory"
     MUST_KEEP = "must keep", "{hosts} must keep {floor} MiB available"
     MUST_HAVE = "must have", "{hosts} must have {floor} MiB available"
-    BANDWIDTH = (
-        "bandwidth",
-        "waiting for bandwidth: hosts that have room otherwise have {most} Mbit/s free at most",
-        "bandwidth",
-    )
+    BANDWIDTH = ("bandwidth", "waiting for bandwidth: hosts that have room otherwise have {most} Mbit/s free at most",
+        "bandwidth")
     EXPECTED = "expected", "expected to start {at:when}"
     TO_BE_LEASED = "to be leased", "waiting for a host to be leased", "lease"
     ALL_DRAINED = "all drained", "waiting for a host that is drained: {because:list}", "drained"
@@ -79,11 +75,9 @@ class Why(StrEnum):
     LEASE_MAY_END = "lease may end", "its lease may end before the job"
     NO_HOST = "no host", "no host is in sight", "no host"
     NO_IMAGE = "no image", "no host has image {image}", "image"
-    TOO_LARGE = (
-        "too large",
+    TOO_LARGE = ("too large",
         "{vms:vms}{node}[ with at most {per_host} on a host] fits on no host; the largest that fits is {fit} per node",
-        "too large",
-    )
+        "too large")
     UNABLE = "unable", "unable to make {clones} clones: {hosts}"
     WITHOUT_IMAGE = "without image", "without image {image}: {hosts}"
     AWAY_NOW = "away now", "out of reach now: {hosts}"
@@ -92,22 +86,13 @@ class Why(StrEnum):
     TEMPLATE_BROKEN = "template broken", "the template of image {image} is broken[ on {host}][: {because}]"
     LIMIT = "limit", "held back by {limit}", "limit"
     RESERVED = "reserved", "reservation {name} keeps all nodes from {begins:minute} until {ends:minute} UTC"
-    EARLIER_RUN_AWAY = (
-        "earlier run away",
-        "its earlier run may go on in {vm}: host {host} is out of reach, neither back nor fenced",
-        "earlier run",
-    )
+    EARLIER_RUN_AWAY = ("earlier run away",
+        "its earlier run may go on in {vm}: host {host} is out of reach, neither back nor fenced", "earlier run")
     EARLIER_RUN_ENDS = "earlier run ends", "waiting until {vm} of its earlier run is gone", "earlier run"
-    EARLIER_RUN_FOUND = (
-        "earlier run found",
-        "its earlier run may go on in {vm}, which no record explained",
-        "earlier run",
-    )
-    EARLIER_RUN_UNKNOWN = (
-        "earlier run unknown",
-        "its earlier run may go on in {vm}, of which no record tells",
-        "earlier run",
-    )
+    EARLIER_RUN_FOUND = ("earlier run found", "its earlier run may go on in {vm}, which no record explained",
+        "earlier run")
+    EARLIER_RUN_UNKNOWN = ("earlier run unknown", "its earlier run may go on in {vm}, of which no record tells",
+        "earlier run")
     USER_AWAITED = "user awaited", "waiting until the name service says who uid {uid} is", "user"
     NO_USER = "no user", "{text}: its job cannot run"
     MAY_DELAY = "may delay", "by its time limit it may delay {job}, which is earlier and waits for room"
@@ -115,15 +100,11 @@ class Why(StrEnum):
     NOT_EXPANDED = "not expanded", "partition {partition} is not expanded"
     ONLY_ACCOUNT = "only account", "only jobs of account {account} are moved from partition {partition} to VMs"
     ONLY_ACCOUNTS = "only accounts", "only jobs of the accounts {accounts} are moved from partition {partition} to VMs"
-    ONLY_FEATURE = (
-        "only feature",
-        "only jobs with --constraint={constraint} are moved from partition {partition} to VMs",
-    )
+    ONLY_FEATURE = ("only feature",
+        "only jobs with --constraint={constraint} are moved from partition {partition} to VMs")
     SEVERAL_NODES = "several nodes", "it needs {nodes} nodes, and a job is moved to one VM"
-    NO_REQUEUE = (
-        "no requeue",
-        "it could not be queued again if its VM were lost: srun, salloc and --no-requeue are not moved",
-    )
+    NO_REQUEUE = ("no requeue",
+        "it could not be queued again if its VM were lost: srun, salloc and --no-requeue are not moved")
     TOO_EARLY = "too early", "it has not waited for nodes of partition {partition} long enough"
     # --- why a host is passed over ---
     HAS_ROOM = "has room", "has room for {least}[ to {most}] of its VMs"
@@ -141,13 +122,147 @@ class Why(StrEnum):
     SHORT_OF_DISK = "short of disk", "less than {floor} MiB of disk are available there"
     PACED_THERE = "paced there", "{clones} clones wait for their pace there"
     TOO_SMALL = "too small", "too small: {cpus} CPUs and {memory} MiB[ and {net} Mbit/s] for VMs"
-    LACKS = (
-        "lacks",
-        "full: {need} {what} needed[ with its template{beside:if}], {least}[ to {most}] free"
-        "[, because others on its machine hold memory{held:if}]",
-    )
+    LACKS = ("lacks", "full: {need} {what} needed[ with its template{beside:if}], {least}[ to {most}] free"
+        "[, because others on its machine hold memory{held:if}]")
     BEING_REMOVED = "being removed", "the template of image {image} is being removed"
     NOT_YET_THERE = "not yet there", "the template of image {image} is not there yet"
+    # --- why a job was moved back, or ended ---
+    AND = "and", "{because}"
+    THEN = "then", "then {because}"
+    NOW = "now", "now {because}"
+    RESTART = "restart", "restart {number}"
+    LAUNCH_PENDING = ("launch pending",
+        "{because}, within {limit:g} s of its start: the scheduler has yet to give up that start")
+    SHORT_RUNS = ("short runs",
+        "[held by Multiverse: {held:if}]its last {runs} runs ended within {limit:g} s of their start; of the last one: "
+        "{because}")
+    ON_PHYSICAL = "on physical node", "it has started on a physical node of partition {partition}"
+    RESULT = "result", "{word}"
+    SHOWN_NO_MORE = "shown no more", "the scheduler no longer shows the job"
+    REQUEUED = "requeued", "the scheduler requeued the job[: {because}]"
+    CHANGED_WAITING = "changed waiting", "changed while waiting"
+    MAY_START_THERE = "may start there", "it was submitted to partition {partition}, and may start there"
+    ON_EARLIER_VM = "on earlier vm", "it runs on a VM of an earlier attempt"
+    ON_UNEXPLAINED = "on unexplained", "its job runs on {every}, which no record explains"
+    NOT_ON_OWN = "not on own", "its job runs on {every}, not on its own VMs"
+    TOO_SOON = "too soon", "the job is {status} before it was given its nodes"
+    JOB_HELD = "job held", "the job was held"
+    REQUEST_CHANGED = "request changed", "the job's request was changed"
+    VM_LOST = "vm lost", "a VM was lost"
+    VM_LOST_BEFORE = "vm lost before", "a VM was lost before the job ran"
+    NO_VM_MADE = "no vm made", "no VM could be made for it in {attempts} attempts: {because}"
+    NODE_UNUSABLE = "node unusable", "node {node} is {found}"
+    NOT_STARTED = "not started", "the scheduler did not start it: {word}"
+    USER_NOT_TOLD = "user not told", "its guest was not told of the user within {limit:g} s"
+    COMPLETING = "completing", "its job is completing"
+    TAKEN_BACK = "taken back", "the scheduler took the launch back"
+    CHANGED_LATE = "changed late", "its user changed the job before it was cancelled"
+    OFF_NODES = "off nodes", "its job is off its nodes"
+    STARTED_AFTER_ALL = "started after all", "the job started after all"
+    TIED = "tied", "its job is tied to its nodes"
+    NO_USER_ADDED = "no user added", "its job started when no user was added any more"
+    NO_ROOM_LEFT = "no room left", "no room for another VM"
+    IMAGELESS = "imageless", "no host has its image"
+    FAULT = "fault", "a fault of Multiverse, please report it: {because}"
+    # --- what an attempt's VMs are, and why ---
+    CHOICE = ("choice",
+        "{clones} on {every}[, {pool} before][ by {policy} among {among}][, because {failed} failed][, {because}]")
+    TOOK_SPARE = "took spare", "{clones} on {host}, joined before, taken as it was submitted"
+    NONE_BOOTS = "none boots", "no host boots clones"
+    NONE_FORKS = "none forks", "no host forks"
+    IMAGE_NOT_FORKED = "image not forked", "no host can fork its image"
+    NO_ROOM_BESIDE = "no room beside", "no host could hold the template beside it"
+    NO_ROOM_BOOTED = "no room booted", "no host could hold it booted"
+    PARKED = "parked", "one is parked"
+    BROKEN_THERE = "broken there", "its template is broken on {host}"
+    RARE = "rare", "no other job wants this image of late: not worth a template"
+    TEMPLATE_SOONER = "template sooner", "its template is ready in {wait:.0f} s, sooner than a boot of {boot:.1f} s"
+    BOOT_SOONER = "boot sooner", "a boot takes {boot:.1f} s, its template {wait:.0f} s more"
+    FORK_SOONER = "fork sooner", "its template is ready: {fork:.1f} s, a boot {boot:.1f} s"
+    QUEUED_FORKS = "queued forks", "clones queued on its template take {wait:.1f} s more, a boot {boot:.1f} s"
+    AHEAD_UNKNOWN = "ahead, unknown", "ahead of {job}, whose start nobody can tell"
+    AHEAD_IN_TIME = ("ahead, in time",
+        "ahead of {job}, which starts {at:when}, when this one has ended by its time limit")
+    AHEAD_BESIDE = "ahead, beside", "ahead of {job}, which starts {at:when} and for which other room is kept"
+    # --- what happens to VMs, hosts, leases, templates and offers ---
+    FOR_JOB = "for job", "by {job}"
+    AS_IT_CAME = "as it came", "by {job}, as it came"
+    OVERTAKEN = "overtaken", "by {job}, {times} of {most} times"
+    IS_TO_HAVE = "is to have it", "{job} is to have it"
+    JOB_NEEDS = "job needs it", "{job} needs it"
+    OTHERS_NEED = "others need it", "others like this job will need it"
+    HOST_OFF = "host off", "host {host} is off"
+    NOT_THERE = "not there", "it is not on host {host} any more"
+    HOST_AWAY = "host away", "host {host} is out of reach"
+    HOST_WAS_AWAY = "host was away", "host {host} was out of reach"
+    HOST_DRAINED = "host drained", "host {host} is drained"
+    HOST_TIGHT = "host tight", "host {host} is short of memory"
+    RUNS_ON = "runs on", "its job runs on"
+    VM_DIED = "vm died", "the VM died"
+    DIED_MADE = "died made", "the VM died while it was made"
+    UNMADE = "unmade", "the daemon was restarted before it was made"
+    UNBUILT = "unbuilt", "the daemon was restarted before it was built"
+    NOT_MADE = "not made", "it was not made within {limit:g} s"
+    CAME_UP = "came up", "its node came up {found}: {because}"
+    NOT_REGISTERED = "not registered", "its node did not register within {limit:g} s"
+    NODE_LEFT = "node left", "its node is still to be deleted"
+    NODE_FREE = "node free", "no job is on its node"
+    JOB_ON_IT = "job on it", "{job} is on it"
+    NO_JOB_ON_IT = "no job on it", "no job is on it"
+    JOINED = "joined", "{vm} has joined"
+    NO_LONGER_THERE = "no longer there", "it is no longer there"
+    REBUILT = "rebuilt", "it was built anew"
+    FOUND_THERE = "found there", "it was found on its host, and no record explained it"
+    SERVES_UNTOLD = "serves untold", "it serves, or served, a job of which no record tells"
+    MEMORY_NEEDED = "memory needed", "its memory is needed"
+    NO_POOL = "no pool", "no pool of the settings wants it"
+    POOL_KEEPS = "pool keeps", "its pool keeps {wanted} now"
+    POOL_OFFERS_NONE = "pool offers none", "its pool offers none"
+    POOL_NEEDS = "pool needs it", "its pool needs it"
+    FOR_POOL = "for pool", "for the {depth} pool of {image}"
+    UNTAKEN = "untaken", "it was withdrawn, and nobody took it"
+    JOBS_WAIT = "jobs wait", "jobs wait for room"
+    NODE_STATE = "node state", "its node is {found}: {because}"
+    NODE_GONE = "node gone", "its node is gone"
+    IMAGE_GONE = "image gone", "its image is gone"
+    TEMPLATE_GONE = "template gone", "its template is gone"
+    TOO_OLD = "too old", "it is older than {limit:g} s"
+    SERVES_NONE = "serves none", "its VM can serve no job"
+    DID_NOT_COME = "did not come", "the job that took it did not come"
+    SUBMITTED = "submitted", "by a submission[ of uid {uid}]"
+    OFFERED = "offered", "to jobs as they come"
+    OPERATOR = "operator", "an operator asked for it"
+    OPERATOR_ADDED = "operator added", "an operator added it"
+    OPERATOR_OFF = "operator says off", "an operator says that host {host} is off"
+    OPERATOR_DRAINED = "operator drained", "an operator drained it"
+    COMMAND_OFF = "command says off", "the fence command says that host {host} is off"
+    SELF_FENCED = "self-fenced", "host {host} has ended its VMs by itself, after {limit:g} s without the site"
+    IS_BACK = "is back", "it is back"
+    NOT_SILENT = "not silent", "it is not silent any more, the scheduler reaches a VM of it, or no job waits for it"
+    IS_SILENT = "is silent", "nothing is heard of it, the scheduler does not reach its VMs, and a job waits for it"
+    HEARD_NOTHING = "heard nothing", "nothing was heard of it for {time:.0f} s"
+    CONTROLLER_THERE = "controller there", "the controller runs on it: it is on"
+    FEW_IN_SIGHT = "few in sight", "only {shown} of {total} hosts are in sight: the controller may be cut off from them"
+    PILOT_GONE = "pilot gone", "its pilot[ {pilot}] is gone"
+    PILOT_QUEUED = "pilot queued", "its pilot {pilot} was queued again"
+    PILOT_ENDED = "pilot ended", "its pilot {pilot} ended[: {because}]"
+    PILOT_ENDS = "pilot ends", "its pilot {pilot} is ending: {because}"
+    PILOT_RUNS = "pilot runs", "pilot {pilot} runs on {node}"
+    PILOT_OVER = "pilot over", "host {host}: its pilot {pilot} has ended"
+    NODE_CLEAN = "node clean", "host {host}: its node {node} is clean of pilot {pilot}"
+    OF_HOST = "of host", "host {host}: {because}"
+    MAY_GO_ON = "may go on", "{because}, and whether its node {node} has ended its VMs is not known"
+    AGENT_SAYS = "agent says", "its agent says that {because}"
+    AGENT_SILENT = "agent silent", "nothing is heard of its agent, and a job waits for it"
+    AGENT_ANSWERS = "agent answers", "its agent answers"
+    AGENT_LATE = "agent late", "its agent did not answer within {limit:g} s"
+    FOR_VM = "for vm", "for {vm}"
+    NO_VM_LEFT = "no vm left", "no VM is left on it"
+    LIMIT_CHANGED = "limit changed", "its time limit was changed"
+    NOTHING_GOES_ON = "nothing goes on", "nothing of its VMs goes on"
+    HOST_GIVEN_BACK = "host given back", "its host is given back"
+    NO_JOB_NEEDS = "no job needs it", "no job needs it any more"
+    WAS_IDLE = "was idle", "it was idle for {limit:g} s"
     # --- what is said of a job: whole sentences ---
     ABOUT_TO_CONSIDER = "about to consider", "it is about to be considered"
     HAS_WAITED = "has waited", "It has waited for {time:long}: {because}."
@@ -158,51 +273,35 @@ class Why(StrEnum):
     GIVEN_UP_BEFORE = "given up before", "Its previous attempt was given up: {because}."
     BESIDES = "besides", "Besides, {because}."
     BEFORE_THAT = "before that", "Before that: {because}."
-    SLURM_DELAYS = (
-        "delayed",
+    SLURM_DELAYS = ("delayed",
         "the scheduler queued it again, not because of Multiverse, and lets it start {until:moment} (in {time:long}) "
-        "at the earliest",
-    )
+        "at the earliest")
     WAITS_LONGER = "waits longer", "It waits longer, because {because}."
     IS_HELD = "is held", "it is held[ ({word})]"
     SLURM_KEEPS = "kept by the scheduler", "the scheduler itself keeps it waiting[ ({word})]"
     AHEAD = "ahead", "{number:jobs} ahead of it[; {job} keeps them waiting: {because}]."
     QUARANTINED = "quarantined", "Its record has been quarantined for {time:long}: {because}."
     UNGATED = "ungated", "It left the gate {time:long} ago, and is being put back there."
-    RESTORING = (
-        "restoring",
-        "It waits at the gate, and has been on its way back to partition {partition} for {time:long}.",
-    )
+    RESTORING = ("restoring",
+        "It waits at the gate, and has been on its way back to partition {partition} for {time:long}.")
     TO_BE_HELD = "to be held", "It is about to be held: {because}."
-    STRAY = (
-        "stray",
-        "The scheduler started it {time:long} ago on a VM of an earlier attempt; it is being queued again.",
-    )
+    STRAY = ("stray",
+        "The scheduler started it {time:long} ago on a VM of an earlier attempt; it is being queued again.")
     ON = "on", "{vm} on {host}"
-    BEING_CREATED = (
-        "being created",
-        "It was admitted {time:long} ago, and its {vms:vms are} being created[ ({because:four})].",
-    )
-    BEING_STARTED = (
-        "being started",
-        "Its VMs were created {time:long} ago and are being started[ ({because:four})]; {joined} of {vms} joined.",
-    )
-    ABOUT_TO_START = (
-        "about to start",
-        "Its VMs joined {time:long} ago[ ({because:four})], and the scheduler is about to start it.",
-    )
-    INTRODUCED = (
-        "introduced",
-        "It took an idle node[ ({because:four})] {time:long} ago, whose guest is learning of its user.",
-    )
+    BEING_CREATED = ("being created",
+        "It was admitted {time:long} ago, and its {vms:vms are} being created[ ({because:four})].")
+    BEING_STARTED = ("being started",
+        "Its VMs were created {time:long} ago and are being started[ ({because:four})]; {joined} of {vms} joined.")
+    ABOUT_TO_START = ("about to start",
+        "Its VMs joined {time:long} ago[ ({because:four})], and the scheduler is about to start it.")
+    INTRODUCED = ("introduced",
+        "It took an idle node[ ({because:four})] {time:long} ago, whose guest is learning of its user.")
     HAS_RUN = "has run", "It has run for {time:long}[ ({because:four})].[ It ends {ends:when} at the latest.]"
     SUSPENDED = "suspended", "It has run for {time:long}[ ({because:four})]. It is suspended."
     GOING_BACK = "going back", "It has been on its way back to the gate for {time:long}: {because}."
     CANCELLING = "cancelling", "Multiverse has been cancelling it for {time:long}: {because}."
-    RELEASING = (
-        "releasing",
-        "It has been over for {time:long}, and its VMs are being released.[ {vms} of its VMs are left.]",
-    )
+    RELEASING = ("releasing",
+        "It has been over for {time:long}, and its VMs are being released.[ {vms} of its VMs are left.]")
     CHOSEN = "chosen", "Chosen for it: {because}.[ It is one of partition {partition}, which was full.]"
     ENDED = "ended", "It ended {time:long} ago[: {because}]."
     GIVEN_UP = "given up", "Its attempt was given up {time:long} ago[: {because}]."
@@ -214,6 +313,7 @@ class Why(StrEnum):
     STAYS = "stays", "It waits in partition {partition} and is not moved to a VM: {because}."
     CANNOT_BE_SERVED = "cannot be served", "It cannot be served: {because}."
     NEW = "new", "The scheduler shows it, and the next pass considers it."
+    # fmt: on
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,92 +360,6 @@ def text_of(reason: Reason | None) -> str:
     return "" if reason is None else str(reason)
 
 
-# --- words -----------------------------------------------------------------------------------------
-
-_OPTIONAL = re.compile(r"\[([^\]]*)\]")
-
-
-def some(names: Sequence[str], most: int = 8) -> str:
-    """Names for a sentence, the first of them if they are many."""
-    more = len(names) - most
-    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
-
-
-def when(at: float) -> str:
-    """A time for people, rounded up to the minute."""
-    return f"by {_minute(ceil(at / 60) * 60)} UTC"
-
-
-def moment(at: float) -> str:
-    """A Unix time for people."""
-    return f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S} UTC"
-
-
-def for_long(seconds: float) -> str:
-    """A length of time for a sentence: 4 s, 3 min 20 s, 2 h 5 min, 3 d 4 h."""
-    whole = max(0, round(seconds))
-    for unit, below, word, smaller in ((86400, 3600, "d", "h"), (3600, 60, "h", "min"), (60, 1, "min", "s")):
-        if whole >= unit:
-            rest = whole % unit // below
-            return f"{whole // unit} {word}" + (f" {rest} {smaller}" if rest else "")
-    return f"{whole} s"
-
-
-def _span(seconds: float) -> str:
-    """Whole seconds, minutes or hours: a figure that is as old as the last observation."""
-    if seconds < 120:
-        return f"{max(0, round(seconds))} s"
-    return f"{round(seconds / 60)} min" if seconds < 7200 else f"{round(seconds / 3600)} h"
-
-
-def _minute(at: float) -> str:
-    return f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M}"
-
-
-_FORMS: dict[str, Any] = {
-    "when": when,
-    "moment": moment,
-    "minute": _minute,
-    "long": for_long,
-    "if": lambda _: "",
-    "span": _span,
-    "from": lambda left: f"in {_span(left)} at the earliest" if left > 0 else "now",
-    "times": lambda number: "once" if number == 1 else f"{number} times in a row",
-    "jobs": lambda number: "1 job is" if number == 1 else f"{number} jobs are",
-    "vms": lambda number: "a VM of " if number == 1 else f"{number} VMs of ",
-    "vms are": lambda number: "VM is" if number == 1 else f"{number} VMs are",
-    "list": lambda texts: ", ".join(texts),
-    "four": lambda texts: some(texts, 4),
-    "": lambda value: "; ".join(value) if isinstance(value, list) else str(value),
-}
-"""How a figure is written; others are as in Python."""
-
-
-class _Words(Formatter):
-    """A reason that lacks what its words name is still worded: who asks why a job waits must not be refused."""
-
-    def get_value(self, key: Any, args: Any, kwargs: Any) -> Any:
-        return kwargs.get(key, "")
-
-    def format_field(self, value: Any, format_spec: str) -> str:
-        form = _FORMS.get(format_spec)
-        return "" if value == "" else str(form(value) if form else format(value, format_spec))
-
-
-_WORDS = _Words()
-
-
-@cache
-def _parts(words: str) -> tuple[tuple[str, bool, frozenset[str]], ...]:
-    """The parts of a kind's words, each with whether it may be left out, and what it names."""
-
-    def parts() -> Iterator[tuple[str, bool, frozenset[str]]]:
-        for number, part in enumerate(_OPTIONAL.split(words)):
-            yield part, bool(number % 2), frozenset(name for _, name, _, _ in _WORDS.parse(part) if name)
-
-    return tuple(parts())
-
-
 def _worded(reason: Reason) -> str:
     because = [str(one) for one in reason.because]
     values: dict[str, Any] = {
@@ -354,14 +368,8 @@ def _worded(reason: Reason) -> str:
         "job": reason.jobs and (f"job {reason.jobs[0]}" if reason.jobs[0] else "another job"),
         "host": reason.hosts and (reason.hosts[0] or "a host"),
         "hosts": some(reason.hosts) if all(reason.hosts) else f"{len(reason.hosts)} hosts",
+        "every": ", ".join(reason.hosts) if all(reason.hosts) else f"{len(reason.hosts)} hosts",
     }
     text = worded(reason.kind.words, values)
-    named = any("because" in names for _, _, names in _parts(reason.kind.words))
+    named = any("because" in names for _, _, names in parts_of(reason.kind.words))
     return text if named else "; ".join([text, *because])
-
-
-def worded(words: str, values: Mapping[str, Any]) -> str:
-    """The words with these values."""
-    parts = _parts(words)
-    shown = [part for part, optional, names in parts if not optional or all(values.get(name) for name in names)]
-    return _WORDS.vformat("".join(shown), (), values)

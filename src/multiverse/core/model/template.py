@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from multiverse.core.model.keys import ClaimKey, Key
+from multiverse.core.model.reason import Reason
 from multiverse.core.model.sizes import Size
 
 
@@ -66,9 +67,9 @@ class Template:
     host: str
     image: str
     size: Size
-    reason: str = ""
+    reason: Reason | None = None
     tries: int = 0
-    quarantined: str = ""
+    quarantined: Reason | None = None
     account: str = ""
     source: str = ""
     build: str = ""

@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import Literal, NamedTuple
 
 from multiverse.core.model.keys import ClaimKey, Key
+from multiverse.core.model.reason import Reason
 from multiverse.core.model.sizes import CloneKind, Depth, Size
 from multiverse.core.model.template import TemplateKey
 
@@ -159,8 +160,8 @@ class Vm:
     mac: str
     address: str
     attempt: int | None = None
-    reason: str = ""
-    quarantined: str = ""
+    reason: Reason | None = None
+    quarantined: Reason | None = None
     account: str = ""
     pool: Depth | None = None
     token: str = ""

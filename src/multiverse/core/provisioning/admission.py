@@ -273,14 +273,14 @@ class Admission:
             return None
         return joined_for(self.context, attempt, self.promised.union(kept))
 
-    def _take_joined(self, attempt: Attempt, vm: Vm, ahead: str = "") -> None:
+    def _take_joined(self, attempt: Attempt, vm: Vm, ahead: Reason | None = None) -> None:
         """Admit the attempt at once to a node that is there already. A node on offer is withdrawn from other jobs
         first, which may come before."""
         offer = self.state.offers.get(vm.id)
         if offer is not None and offer.state in (OfferState.OPEN, OfferState.CLOSING):
             self.promised.add(vm.id)
             if offer.state is OfferState.OPEN:
-                self.state.move(withdraw_offer(offer, f"job {attempt.job.job_id} is to have it"))
+                self.state.move(withdraw_offer(offer, Why.IS_TO_HAVE(job=attempt.job.job_id)))
             return
         self._admit(replace(attempt, pin=vm.feature), Choice(CloneKind.INSTANT), [vm], [], ahead)
 
@@ -329,9 +329,8 @@ class Admission:
             why = self.making.template_elsewhere(attempt, choice)
             why = why or self.room.why_full(claims, Why.FULL(per_host=attempt.request.per_host))
             blockage = self._make_room(attempt, attempt.request.nodes, claims)
-            expected = None
-            if blockage is Blockage.ROOM and not self.room.all_full(claims):
-                expected = self._let_overtake(attempt, choice)
+            room = blockage is Blockage.ROOM and not self.room.all_full(claims)
+            expected = self._let_overtake(attempt, choice) if room else None
             self._block(attempt, blockage, why, why.also(expected))
 
     def _let_overtake(self, attempt: Attempt, choice: Choice) -> Reason | None:
@@ -409,15 +408,17 @@ class Admission:
 
     # --- what is decided ---------------------------------------------------------------------------
 
-    def _admit(self, attempt: Attempt, choice: Choice, taken: list[Vm], made: list[Vm], ahead: str = "") -> None:
+    def _admit(
+        self, attempt: Attempt, choice: Choice, taken: list[Vm], made: list[Vm], ahead: Reason | None = None
+    ) -> None:
         """One move: the attempt is claimed with all its VMs, spares that it takes and VMs that are to be made. `ahead`:
         which job it starts ahead of."""
         vms = (*taken, *made)
-        before = "".join(f", {vm.pool} before" for vm in taken[:1])
-        story = describe(choice, vms, before + placed_by(self.context, attempt, choice, made)) + ahead
+        placed = {"pool": taken[0].pool if taken else None, **placed_by(self.context, attempt, choice, made)}
+        story = Why.AND(describe(choice, vms, **placed), ahead)
         self.state.move(
             admit_attempt(attempt, story),
-            *(take_vm(vm, attempt, f"by job {attempt.job.job_id}") for vm in taken),
+            *(take_vm(vm, attempt, Why.FOR_JOB(job=attempt.job.job_id)) for vm in taken),
             *map(plan_vm, made),
             free=[key for vm in taken for key in vm.claim_keys],
             make=claims_of(self.context, vms),
@@ -427,7 +428,7 @@ class Admission:
         if attempt.origin:  # it needs no VM: it waits for physical nodes, as it was submitted
             self.queue.set_aside(attempt.id, reason)
         else:
-            self.state.move(revoke_attempt(attempt, "revoked", Event.IMPOSSIBLE, str(reason)))
+            self.state.move(revoke_attempt(attempt, "revoked", Event.IMPOSSIBLE, reason))
 
     def _block(self, attempt: Attempt, blockage: Blockage, why: Reason, own: Reason | None = None) -> None:
         """This attempt waits for capacity, and so do those behind it. Its user is told its `own` reason."""

@@ -27,13 +27,14 @@ from multiverse.core.model import (
     VmCondition,
     VmSeen,
     VmState,
+    Why,
     serial_of,
 )
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.sizes import template_claim
 from multiverse.core.state import State
 
-WHY = "it was found on its host, and no record explained it"
+WHY = Why.FOUND_THERE()
 
 
 def adopt_unexplained(context: Context) -> None:
@@ -78,7 +79,7 @@ def _make_orphan(context: Context, vm: Vm) -> None:
     size = (seen.size if seen else None) or vm.size
     orphan = replace(vm, pool=None, size=size)
     claims = [Claim(vm.key, vm.host, _claim_of(size, seen, host))] if seen and host else []
-    why = "it serves, or served, a job of which no record tells"
+    why = Why.SERVES_UNTOLD()
     context.state.move(adopt_vm(orphan, why), make=claims, free=vm.claim_keys if claims else ())
 
 
@@ -92,7 +93,7 @@ def _drop_earlier_build(state: State, which: TemplateKey, seen: TemplateSeen) ->
     beside the new one's as long as they live (`capacity.left_behind`)."""
     row = state.template_for(which)
     if row is not None and row.state is TemplateState.READY and row.build and seen.build not in ("", row.build):
-        state.move(lose_template(row, "it was built anew"), free=[row.claim_key])
+        state.move(lose_template(row, Why.REBUILT()), free=[row.claim_key])
 
 
 def _place_of(

@@ -21,7 +21,6 @@ from math import inf
 from multiverse.core.free import changed
 from multiverse.core.machines.attempt import overtake_attempt
 from multiverse.core.model import Attempt, AttemptState, CloneKind, Job, Reason, Size, TemplateKey, TemplateState, Why
-from multiverse.core.model.reason import when
 from multiverse.core.policy import Backfill
 from multiverse.core.provisioning.capacity import Room
 from multiverse.core.provisioning.clones import Choice, on_hosts_making
@@ -156,8 +155,8 @@ class Overtaking:
         """The attempt was admitted ahead of the first one: count that where nobody knows when that one starts."""
         state, first = self.context.state, self._first
         if self.reservation.at == inf and state.attempts[attempt.id].state is AttemptState.CLAIMED:
-            often = f"{first.overtaken + 1} of {self.limits.overtakes} times"
-            state.move(overtake_attempt(first, f"by job {attempt.job.job_id}, {often}"))
+            why = Why.OVERTAKEN(job=attempt.job.job_id, times=first.overtaken + 1, most=self.limits.overtakes)
+            state.move(overtake_attempt(first, why))
 
     def ends_in_time(self, attempt: Attempt, kind: CloneKind) -> bool:
         """Whether the attempt's VMs, made now, are gone when the first job is to start."""
@@ -227,14 +226,12 @@ class Overtaking:
             self.room.give(host, claims[host])
         return Why.MAY_DELAY(job=self.reservation.job.ref.job_id) if chosen else None
 
-    def why_allowed(self, *, in_time: bool) -> str:
+    def why_allowed(self, *, in_time: bool) -> Reason:
         """What the user of a job that starts ahead of the first one is told."""
-        first = f"; ahead of job {self.reservation.job.ref.job_id}"
-        if self.reservation.at == inf:
-            return f"{first}, whose start nobody can tell"
-        if in_time:
-            return f"{first}, which starts {when(self.reservation.at)}, when this one has ended by its time limit"
-        return f"{first}, which starts {when(self.reservation.at)} and for which other room is kept"
+        first, at = self.reservation.job.ref.job_id, self.reservation.at
+        if at == inf:
+            return Why.AHEAD_UNKNOWN(job=first)
+        return (Why.AHEAD_IN_TIME if in_time else Why.AHEAD_BESIDE)(job=first, at=at)
 
 
 def told_before(context: Context, reservation: Reservation) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import ChainMap, Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from multiverse.core.free import ByHost
 from multiverse.core.machines.attempt import replace_vms, return_attempt
@@ -59,12 +60,12 @@ from multiverse.core.transition import Event
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A kind of clone, and why it was chosen (empty: it was asked for). `prepare`: its template is worth making for the
+    """A kind of clone, and why it was chosen (None: it was asked for). `prepare`: its template is worth making for the
     jobs that come after, though this job does not wait for it. `templates` is the size of the template that the VMs are
     forked from, or as if they were, on each host that has their image."""
 
     kind: CloneKind
-    why: str = ""
+    why: Reason | None = None
     prepare: bool = False
     templates: ByHost[Size] | None = None
 
@@ -92,7 +93,7 @@ def _unless_too_large(context: Context, attempt: Attempt, sizes: ByHost[Size], c
     if (attempt.request.kind or context.policy.kind) is not CloneKind.AUTO or may_boot(context, attempt):
         return choice
     if could_hold(context, attempt, CloneKind.INSTANT, sizes):
-        return Choice(CloneKind.INSTANT, "no host could hold it booted")
+        return Choice(CloneKind.INSTANT, Why.NO_ROOM_BOOTED())
     return choice
 
 
@@ -144,17 +145,17 @@ def choose_kind(context: Context, attempt: Attempt, forking: ByHost[Size]) -> Ch
         return Choice(asked)
     if not _is_any_able(context, CloneKind.LINKED):
         forks = _is_any_able(context, CloneKind.INSTANT)
-        return Choice(CloneKind.INSTANT, "no host boots clones") if forks else Choice(CloneKind.FULL, "no host forks")
+        return Choice(CloneKind.INSTANT, Why.NONE_BOOTS()) if forks else Choice(CloneKind.FULL, Why.NONE_FORKS())
     if not forking:
-        return Choice(CloneKind.LINKED, "no host can fork its image")
+        return Choice(CloneKind.LINKED, Why.IMAGE_NOT_FORKED())
     if not could_hold(context, attempt, CloneKind.INSTANT, forking):
-        return Choice(CloneKind.LINKED, "no host could hold the template beside it")
+        return Choice(CloneKind.LINKED, Why.NO_ROOM_BESIDE())
     wish = wish_of(context, attempt, forking)
     if policy.pools and any(
         vm.state is VmState.PARKED and wish.is_for(vm.place.template) and fit_to_serve(context, vm)
         for vm in spares(context.state, Depth.PARKED)
     ):
-        return Choice(CloneKind.INSTANT, "one is parked")
+        return Choice(CloneKind.INSTANT, Why.PARKED())
     return _quicker(context, attempt, wish)
 
 
@@ -173,15 +174,15 @@ def _quicker(context: Context, attempt: Attempt, wish: TemplateWish) -> Choice:
         worth = _wanted_by_others(context, attempt, image) >= 1
         broken = next(iter(wish.rows(context, TemplateState.BROKEN)), None)
         if broken:
-            return Choice(CloneKind.LINKED, f"its template is broken on {broken.host}", prepare=worth)
+            return Choice(CloneKind.LINKED, Why.BROKEN_THERE(host=broken.host), prepare=worth)
         if not worth:
-            return Choice(CloneKind.LINKED, "no other job wants this image of late: not worth a template")
+            return Choice(CloneKind.LINKED, Why.RARE())
     # A template that is overdue is expected to take as long again as it is overdue.
     waits = [abs(row.since + policy.template_seconds - context.state.now) for row in building]
     wait = min(waits, default=policy.template_seconds)
     if wait + fork < boot:
-        return Choice(CloneKind.INSTANT, f"its template is ready in {wait:.0f} s, sooner than a boot of {boot:.1f} s")
-    return Choice(CloneKind.LINKED, f"a boot takes {boot:.1f} s, its template {wait:.0f} s more", prepare=not building)
+        return Choice(CloneKind.INSTANT, Why.TEMPLATE_SOONER(wait=wait, boot=boot))
+    return Choice(CloneKind.LINKED, Why.BOOT_SOONER(wait=wait, boot=boot), prepare=not building)
 
 
 def _of_ready(context: Context, image: str, ready: Iterable[str], fork: float, boot: float) -> Choice:
@@ -193,8 +194,8 @@ def _of_ready(context: Context, image: str, ready: Iterable[str], fork: float, b
         if wait <= 0:
             break
     if wait + fork > boot:
-        return Choice(CloneKind.LINKED, f"clones queued on its template take {wait:.1f} s more, a boot {boot:.1f} s")
-    return Choice(CloneKind.INSTANT, f"its template is ready: {fork + wait:.1f} s, a boot {boot:.1f} s")
+        return Choice(CloneKind.LINKED, Why.QUEUED_FORKS(wait=wait, boot=boot))
+    return Choice(CloneKind.INSTANT, Why.FORK_SOONER(fork=fork + wait, boot=boot))
 
 
 def _wanted_by_others(context: Context, attempt: Attempt, image: str) -> float:
@@ -317,24 +318,23 @@ def request_of(context: Context, attempt: Attempt, choice: Choice) -> CloneReque
     return CloneRequest(image, choice.kind, request.size, choice.sizes, request.account, attempt=attempt.id)
 
 
-def describe(choice: Choice, vms: Iterable[Vm], before: str = "") -> str:
+def describe(choice: Choice, vms: Iterable[Vm], **figures: Any) -> Reason:
     """What was chosen for an attempt, as its user is told."""
-    hosts = ", ".join(vm.host for vm in vms)
-    return f"{choice.kind} on {hosts}{before}{', ' if choice.why else ''}{choice.why}"
+    return Why.CHOICE(choice.why, clones=choice.kind, hosts=[vm.host for vm in vms], **figures)
 
 
-def placed_by(context: Context, attempt: Attempt, choice: Choice, made: Sequence[Vm]) -> str:
-    """Part of what the user is told: which policy chose the hosts of new VMs, and among how many. Nothing where there
-    is one host."""
+def placed_by(context: Context, attempt: Attempt, choice: Choice, made: Sequence[Vm]) -> dict[str, str]:
+    """Figures of what the user is told: which policy chose the hosts of new VMs, and among how many. None where
+    there is one host."""
     if not made or len(context.hosts) < 2:
-        return ""
+        return {}
     able = on_hosts_making(context.image_of(attempt), choice.kind, choice.sizes)
     which = f"{len(able)} hosts"
     if choice.forks:
         which = f"{len(wish_of(context, attempt, able).ready())} of {which} with its template"
     name = placement_of(context, attempt)
     followed = name not in context.state.placement_faults
-    return f" by {name} among {which}" if followed else f" by {FALLBACK} among {which}, because {name} failed"
+    return {"policy": name, "among": which} if followed else {"policy": FALLBACK, "among": which, "failed": name}
 
 
 def claims_of(context: Context, vms: Iterable[Vm]) -> list[Claim]:
@@ -361,9 +361,9 @@ def supply_missing(context: Context, missing: VmsMissing) -> None:
     chosen = place_vms(context, room, wanted, claims, attempt, Open(limit=others_on(state, attempt)))
     vms = plan_vms(context, request_of(context, attempt, choice), chosen) if chosen else None
     if vms is None:
-        why = f"{missing.reason}; {'no host has its image' if imageless else 'no room for another VM'}"
+        why = Why.AND(missing.reason, Why.IMAGELESS() if imageless else Why.NO_ROOM_LEFT())
         state.move(return_attempt(attempt, Event.GAVE_UP, why, failed=missing.counts and not imageless))
         return
-    story = describe(choice, vms, placed_by(context, attempt, choice, vms))
+    story = describe(choice, vms, **placed_by(context, attempt, choice, vms))
     again = replace_vms(attempt, missing, story)
     state.move(again, *(plan_vm(vm) for vm in vms), make=claims_of(context, vms))

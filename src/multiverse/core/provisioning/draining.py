@@ -24,12 +24,12 @@ def empty_drained(context: Context) -> None:
         return
     for vm in spares(state):
         if vm.host in leaving:
-            release_spare(state, vm, f"host {vm.host} is drained")
+            release_spare(state, vm, Why.HOST_DRAINED(host=vm.host))
     for template in [one for name in sorted(leaving & state.closed) for one in state.templates_on(name)]:
         # A VM that was planned before is still to be forked from it.
         needed = any(vm.state is VmState.PLANNED for vm in state.vms_of_template(template.id))
         if is_present(template) and not needed:
-            state.move(drop_template(template, f"host {template.host} is drained"))
+            state.move(drop_template(template, Why.HOST_DRAINED(host=template.host)))
 
 
 def for_attempt(context: Context, attempt: Attempt) -> Context:
@@ -80,8 +80,8 @@ def why_avoided(context: Context, host: str, image: str) -> Reason:
     """Until when a host is avoided for an image, and why."""
     fault = context.state.faults[image][host]
     if context.now < fault.until:
-        return Why.FAILS_UNTIL(said(fault.reason), until=fault.until, image=image)
-    return Why.FAILED_TRIED(said(fault.reason), image=image)
+        return Why.FAILS_UNTIL(fault.reason, until=fault.until, image=image)
+    return Why.FAILED_TRIED(fault.reason, image=image)
 
 
 def drained_hosts(context: Context) -> list[Reason]:

@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from multiverse.core.machines.template import drop_template
-from multiverse.core.model import LEAVING_STATES, Attempt, CloneKind, Depth, Size, Template, TemplateState, Vm, VmState
+from multiverse.core.model import (
+    LEAVING_STATES,
+    Attempt,
+    CloneKind,
+    Depth,
+    Size,
+    Template,
+    TemplateState,
+    Vm,
+    VmState,
+    Why,
+)
 from multiverse.core.provisioning.capacity import room_of
 from multiverse.core.provisioning.clones import may_fork
 from multiverse.core.provisioning.context import Context
@@ -30,7 +41,7 @@ def release_spares(
         without = leaving | {vm.key for vm in order[:going]}
         if room_of(context, without=without).place(count, claims, hosts=Open(limit=limit)) is not None:
             for vm in order[:going]:
-                release_spare(state, vm, "its memory is needed")
+                release_spare(state, vm, Why.MEMORY_NEEDED())
             return True
     return False
 
@@ -73,7 +84,7 @@ def retire_a_template(context: Context, attempt: Attempt) -> None:
     in_the_way = (t for t in idle if not (mine and mine.is_for(t.which)) and not is_busy(t.host))
     spare = next(unwanted, None) or next(in_the_way, None)
     if spare:
-        state.move(drop_template(spare, "its memory is needed"))
+        state.move(drop_template(spare, Why.MEMORY_NEEDED()))
 
 
 def wanted_templates(context: Context, attempt: Attempt) -> TemplateWish | None:

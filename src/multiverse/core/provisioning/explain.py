@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import inf
 
 from multiverse.core.expansion import why_stays
-from multiverse.core.model import Attempt, AttemptState, Job, JobState, Reason, VmState, Why, said
+from multiverse.core.model import Attempt, AttemptState, Job, JobState, Reason, VmState, Why
 from multiverse.core.policy import Policy
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.host_verdicts import HostVerdict, host_verdicts
@@ -47,7 +47,7 @@ def explain(context: Context, attempt: Attempt, now: float) -> Explanation:
     time = now - attempt.since
     if attempt.quarantined:
         todo = f"an operator has to decide: multiverse repair {attempt.job.job_id}"
-        return _of(Why.QUARANTINED(said(attempt.quarantined), time=time), todo=todo)
+        return _of(Why.QUARANTINED(attempt.quarantined, time=time), todo=todo)
     match attempt.state:
         case A.QUEUED:
             return _waiting(context, attempt, now)
@@ -56,7 +56,7 @@ def explain(context: Context, attempt: Attempt, now: float) -> Explanation:
         case A.RESTORING:
             return _of(Why.RESTORING(partition=attempt.origin, time=time))
         case A.HOLDING:
-            return _of(Why.TO_BE_HELD(said(attempt.note)))
+            return _of(Why.TO_BE_HELD(attempt.note))
         case A.STRAY:
             return _of(Why.STRAY(time=time))
         case _:
@@ -75,7 +75,7 @@ def _waiting(context: Context, attempt: Attempt, now: float) -> Explanation:
         return _of(kind(time=time))
     if not job.eligible or attempt.waits_for_delay(job):
         return _of(*_kept_by_the_scheduler(context, attempt, job, time))
-    short, note = reason_of(attempt, job, state.reasons, now), said(attempt.note)
+    short, note = reason_of(attempt, job, state.reasons, now), attempt.note
     own = short if short not in (None, BEHIND) else _own_obstacle(context, attempt)
     sentences = [Why.HAS_WAITED(own or short or Why.ABOUT_TO_CONSIDER(), time=time)]
     if job.at_origin:
@@ -94,7 +94,7 @@ def _waiting(context: Context, attempt: Attempt, now: float) -> Explanation:
 
 
 def _kept_by_the_scheduler(context: Context, attempt: Attempt, job: Job, time: float) -> list[Reason | None]:
-    note = said(attempt.note)
+    note = attempt.note
     if not job.eligible or job.delayed_until is None:
         kept = context.kept_by(job)
         why = (Why.IS_HELD if job.held else Why.SLURM_KEEPS)(word=job.reason)
@@ -162,15 +162,15 @@ def _stage(context: Context, attempt: Attempt, time: float) -> list[Reason | Non
         case A.ALLOCATED:
             return [_running(context, attempt, where, time), _chosen(attempt)]
         case A.RETURNING:
-            return [Why.GOING_BACK(said(attempt.reason), time=time)]
+            return [Why.GOING_BACK(attempt.reason, time=time)]
         case A.REVOKING:
-            return [Why.CANCELLING(said(attempt.reason), time=time)]
+            return [Why.CANCELLING(attempt.reason, time=time)]
         case _:
             return [Why.RELEASING(time=time, vms=len(vms))]
 
 
 def _chosen(attempt: Attempt) -> Reason | None:
-    return Why.CHOSEN(said(attempt.choice), partition=attempt.origin) if attempt.choice else None
+    return Why.CHOSEN(attempt.choice, partition=attempt.origin) if attempt.choice else None
 
 
 def _running(context: Context, attempt: Attempt, where: Sequence[Reason], time: float) -> Reason:
@@ -188,7 +188,7 @@ def _running(context: Context, attempt: Attempt, where: Sequence[Reason], time: 
 
 def explain_ended(attempt: Attempt, ended: float) -> Explanation:
     """Explain an attempt that has ended, so many seconds ago."""
-    why = said(attempt.reason)
+    why = attempt.reason
     match attempt.state:
         case A.DONE:
             return _of(Why.ENDED(why, time=ended), _chosen(attempt))

@@ -165,7 +165,7 @@ class _Judge:
             case TemplateState.BUILDING:
                 return Why.BEING_BUILT(image=self._image)
             case TemplateState.BROKEN if row:
-                return Why.TEMPLATE_BROKEN(said(row.reason), image=self._image)
+                return Why.TEMPLATE_BROKEN(row.reason, image=self._image)
             case TemplateState.RETIRING:
                 return Why.BEING_REMOVED(image=self._image)
             case _:

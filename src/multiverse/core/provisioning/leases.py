@@ -27,6 +27,8 @@ from multiverse.core.model import (
     LeaseState,
     Size,
     TemplateState,
+    Why,
+    said,
 )
 from multiverse.core.model.names import lease_name, token_of
 from multiverse.core.policy import LeasePolicy
@@ -228,7 +230,7 @@ def _request(context: Context, policy: LeasePolicy) -> None:
     # Numbers of VMs and of leases are the same now and then, and their tokens must not be.
     token = token_of(f"{context.state.entropy}/{name}", number)
     spec = LeaseSpec(name, token, policy.partition, policy.size, policy.time_limit, policy.account, policy.user)
-    state.move(plan_lease(Lease(number, state.now, spec), "jobs wait for room"))
+    state.move(plan_lease(Lease(number, state.now, spec), Why.JOBS_WAIT()))
 
 
 def _give_back_unneeded(context: Context, lease: Lease, needs: _Needs) -> None:
@@ -238,15 +240,15 @@ def _give_back_unneeded(context: Context, lease: Lease, needs: _Needs) -> None:
     policy = context.policy.lease_from(lease.spec.partition)
     match lease.state:
         case LeaseState.PLANNED | LeaseState.WAITING if not needs.needs(lease):
-            state.move(release_lease(lease, Event.RELEASED, "no job needs it any more"))
+            state.move(release_lease(lease, Event.RELEASED, Why.NO_JOB_NEEDS()))
         case LeaseState.IDLE if not state.vms_on(lease.name):
             idle = state.now - lease.since
             kept = lease.name in needs.used and _kept_for_jobs(state, lease, needs.used[lease.name], policy)
             drain = state.drains.get(lease.name)
             if drain is not None and drain.begins <= context.now:
-                state.move(release_lease(lease, Event.RELEASED, drain.reason or "an operator drained it"))
+                state.move(release_lease(lease, Event.RELEASED, said(drain.reason) or Why.OPERATOR_DRAINED()))
             elif idle >= policy.idle and not kept:
-                state.move(release_lease(lease, Event.RELEASED, f"it was idle for {policy.idle:g} s"))
+                state.move(release_lease(lease, Event.RELEASED, Why.WAS_IDLE(limit=policy.idle)))
 
 
 def _kept_for_jobs(state: State, lease: Lease, used: set[str], policy: LeasePolicy) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from multiverse.core.free import ByHost
-from multiverse.core.model import Attempt, CloneKind, Reason, Size, TemplateState, Vm, Why, said
+from multiverse.core.model import Attempt, CloneKind, Reason, Size, TemplateState, Vm, Why
 from multiverse.core.provisioning.capacity import Room
 from multiverse.core.provisioning.clones import Choice, on_hosts_making, plan_vms, request_of
 from multiverse.core.provisioning.context import Context
@@ -88,15 +88,15 @@ class Making:
             if choice.prepare:
                 forking = on_hosts_making(image, CloneKind.INSTANT, template_sizes(context, attempt))
                 wish = wish_of(context, attempt, forking)
-                ask_for_template(context, wish, self.room, "others like this job will need it", may)
+                ask_for_template(context, wish, self.room, Why.OTHERS_NEED(), may)
             return able, None
         wish = wish_of(context, attempt, able)
         if ready := wish.ready():
             return ready, None
-        why = ask_for_template(context, wish, self.room, f"job {attempt.job.job_id} needs it", may)
+        why = ask_for_template(context, wish, self.room, Why.JOB_NEEDS(job=attempt.job.job_id), may)
         broken = wish.rows(context, TemplateState.BROKEN)
         if not why and broken:
-            why = Why.TEMPLATE_BROKEN(said(broken[0].reason), image=image, host=broken[0].host)
+            why = Why.TEMPLATE_BROKEN(broken[0].reason, image=image, host=broken[0].host)
         return ready, why
 
     def template_elsewhere(self, attempt: Attempt, choice: Choice, may: MayBuild = any_template) -> Reason | None:
@@ -106,7 +106,7 @@ class Making:
             return None
         able = on_hosts_making(self.context.image_of(attempt), choice.kind, choice.sizes)
         lacking = wish_of(self.context, attempt, able).lacking()
-        return ask_for_template(self.context, lacking, self.room, f"job {attempt.job.job_id} needs it", may)
+        return ask_for_template(self.context, lacking, self.room, Why.JOB_NEEDS(job=attempt.job.job_id), may)
 
     def _pace_of(self, attempt: Attempt, kind: CloneKind) -> Callable[[str], bool]:
         """Says of a host whether the pace lets such a clone be made there now."""

@@ -16,10 +16,13 @@ from multiverse.core.model import (
     CloneKind,
     Host,
     OfferState,
+    Reason,
     TemplateState,
     Vm,
     VmState,
+    Why,
     first_on,
+    said,
 )
 from multiverse.core.policy import Pool
 from multiverse.core.provisioning.capacity import Blockage, room_of
@@ -58,7 +61,7 @@ def reconcile_pools(context: Context, blockage: Blockage) -> None:
     state, hosts = context.state, context.hosts
     for vm in spares(state):
         if vm.host in hosts and short_of_memory(hosts[vm.host]):
-            release_spare(state, vm, f"host {vm.host} is short of memory")
+            release_spare(state, vm, Why.HOST_TIGHT(host=vm.host))
     unwanted = {vm.id: vm for vm in spares(state)}
     kept = first_on(context.scheduler.reservations, context.now)
     for pool in context.policy.pools:
@@ -68,13 +71,13 @@ def reconcile_pools(context: Context, blockage: Blockage) -> None:
         mine = [vm for vm in mine if not _release_if_spent(context, vm, pool)]
         wanted = wanted_of(context, pool)
         for vm in mine[: max(0, len(mine) - wanted)]:  # the oldest
-            release_spare(state, vm, f"its pool keeps {wanted} now")
+            release_spare(state, vm, Why.POOL_KEEPS(wanted=wanted))
         taken = sum(is_of(vm, pool) for vm in awaiting_job(state))
         lacking = min(wanted, pool.most - taken) - len(mine)
         if not blockage and not kept and lacking > 0 and _may_make(context, pool):
             _refill(context, pool, lacking)
     for vm in unwanted.values():
-        release_spare(state, vm, "no pool of the settings wants it")
+        release_spare(state, vm, Why.NO_POOL())
     _reconcile_offers(context, blockage)
 
 
@@ -85,12 +88,12 @@ def _reconcile_offers(context: Context, blockage: Blockage) -> None:
         offered = is_offered(vm, context.policy)
         if offer is not None and offer.state is OfferState.OPEN:
             if kept or blockage is Blockage.ROOM:
-                state.move(withdraw_offer(offer, str(kept.why()) if kept else "jobs wait for room"))
+                state.move(withdraw_offer(offer, kept.why() if kept else Why.JOBS_WAIT()))
             elif not offered:
-                state.move(withdraw_offer(offer, "its pool offers none"))
+                state.move(withdraw_offer(offer, Why.POOL_OFFERS_NONE()))
         elif offer is not None and offer.state is OfferState.CLOSED and offered and not blockage and not kept:
             if not _is_another_changing(context, vm):
-                release_spare(state, vm, "it was withdrawn, and nobody took it")  # another is made and offered
+                release_spare(state, vm, Why.UNTAKEN())  # another is made and offered
         elif not blockage and not kept and may_offer(context, vm):
             state.move(open_offer(vm, state.now))
 
@@ -174,29 +177,29 @@ def _release_if_spent(context: Context, vm: Vm, pool: Pool) -> bool:
     return bool(why)
 
 
-def _why_unfit(context: Context, vm: Vm) -> str:
+def _why_unfit(context: Context, vm: Vm) -> Reason | None:
     """Why the spare cannot serve although nothing has changed: a daemon in it has ended, or its node is unusable."""
     node, seen = context.scheduler.nodes.get(vm.name), context.world.vm(vm)
     if vm.state in (VmState.PARKED, VmState.JOINED) and seen is not None and seen.reason:
-        return seen.reason
+        return said(seen.reason)
     unusable = node is None or node.is_unusable
     if vm.state is VmState.JOINED and context.world.node_began(vm.name) > vm.since and unusable:
-        return f"its node is {node.state}: {node.reason}" if node else "its node is gone"
-    return ""
+        return Why.NODE_STATE(said(node.reason), found=node.state) if node else Why.NODE_GONE()
+    return None
 
 
-def _why_spent(context: Context, vm: Vm, pool: Pool) -> str:
-    """Why the spare is of no use any more; empty if it is of use."""
+def _why_spent(context: Context, vm: Vm, pool: Pool) -> Reason | None:
+    """Why the spare is of no use any more; None if it is of use."""
     state = context.state
     which, host = vm.place.template, context.hosts.get(vm.host)
     template = state.template_for(which) if which else None
     if host is not None and vm.image not in host.images:
-        return "its image is gone"
+        return Why.IMAGE_GONE()
     if template is None or template.state is not TemplateState.READY:
-        return "its template is gone"
+        return Why.TEMPLATE_GONE()
     if too_old(vm, pool, state.now):
-        return f"it is older than {pool.max_age:g} s"
-    return ""
+        return Why.TOO_OLD(limit=pool.max_age)
+    return None
 
 
 def _refill(context: Context, pool: Pool, lacking: int) -> None:
@@ -211,7 +214,7 @@ def _refill(context: Context, pool: Pool, lacking: int) -> None:
     wish = TemplateWish(pool.image, "", templates)
     ready = wish.ready()
     if not ready:
-        ask_for_template(context, wish, room, "its pool needs it")
+        ask_for_template(context, wish, room, Why.POOL_NEEDS())
         return
     being_made = Counter(vm.attempt is None for vm in state.vms_in(*_MAKING))
     turns = policy.provisioning - being_made[False]  # those of jobs come first
@@ -232,6 +235,6 @@ def _refill(context: Context, pool: Pool, lacking: int) -> None:
         if vms is None:
             return
         state.move(
-            *(plan_vm(vm, f"for the {pool.depth} pool of {pool.image}") for vm in vms),
+            *(plan_vm(vm, Why.FOR_POOL(depth=pool.depth, image=pool.image)) for vm in vms),
             make=(Claim(vm.key, vm.host, claims[vm.host]) for vm in vms),
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping
 
-from multiverse.core.model import Attempt, AttemptState, Job, Reason, Why, said
+from multiverse.core.model import Attempt, AttemptState, Job, Reason, Why
 from multiverse.core.queue import Queue
 
 FIRST = 10
@@ -27,7 +27,7 @@ def reason_of(attempt: Attempt, job: Job | None, reasons: Mapping[int, Reason], 
     if job is None or job.ref != attempt.job or not job.eligible or attempt.waits_for_delay(job):
         return None
     if now < attempt.not_before:
-        return said(attempt.note)
+        return attempt.note
     return BEHIND if reasons else None
 
 

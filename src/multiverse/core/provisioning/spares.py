@@ -21,6 +21,7 @@ from multiverse.core.model import (
     NodeSpec,
     NodeState,
     OfferState,
+    Reason,
     Size,
     Vm,
     VmCondition,
@@ -196,7 +197,7 @@ def node_spec(vm: Vm, attempt: Attempt | None, peers: tuple[tuple[str, str], ...
 # --- offers and release ----------------------------------------------------------------------------
 
 
-def release_spare(state: State, vm: Vm, why: str, *, unfit: bool = False) -> None:
+def release_spare(state: State, vm: Vm, why: Reason, *, unfit: bool = False) -> None:
     """Plan the end of a spare. No job ever had its node, so the node may be deleted at once; but not while a job may
     still take it. One that is `unfit` to serve is a failure of its image there."""
     if unfit:

@@ -121,7 +121,7 @@ def wish_of(context: Context, attempt: Attempt, sizes: ByHost[Size]) -> Template
     return TemplateWish(context.image_of(attempt), attempt.request.account, sizes, attempt)
 
 
-def build_template(context: Context, which: TemplateKey, reason: str) -> None:
+def build_template(context: Context, which: TemplateKey, reason: Reason) -> None:
     """Plan the building of a template, whether it was never there or is broken."""
     state, (host, image, size, account) = context.state, which
     row = state.template_for(which) or Template(
@@ -153,7 +153,7 @@ def any_template(_which: TemplateKey) -> bool:
 
 
 def ask_for_template(
-    context: Context, wish: TemplateWish, room: Room, wanted: str, may: MayBuild = any_template
+    context: Context, wish: TemplateWish, room: Room, wanted: Reason, may: MayBuild = any_template
 ) -> Reason | None:
     """Ask for one of these templates that may be built, because it is `wanted`, unless those that are being built
     already are enough. Says so, or nothing if none of them can be had now."""

@@ -23,7 +23,6 @@ from multiverse.core.model import (
     Request,
     UserSeen,
     VmState,
-    said,
 )
 from multiverse.core.provisioning.admission import Admission, Waiting
 from multiverse.core.provisioning.backfill import reserve
@@ -118,9 +117,9 @@ def _answer(context: Context, trial: _Trial, attempt: Attempt) -> TrialAnswer:
     state = context.state
     if attempt.state is AttemptState.CLAIMED:
         vms = [vm for vm in state.vms_of(attempt) if vm.state is not VmState.GONE]
-        return TrialAnswer(True, said(attempt.choice), hosts=tuple(sorted(vm.host for vm in vms)))
+        return TrialAnswer(True, attempt.choice, hosts=tuple(sorted(vm.host for vm in vms)))
     if attempt.state is AttemptState.REVOKING:
-        return TrialAnswer(False, said(attempt.reason), never=True)
+        return TrialAnswer(False, attempt.reason, never=True)
     if attempt.id in state.queue.why_unfit:
         return TrialAnswer(False, state.queue.why_unfit[attempt.id], verdicts=tuple(host_verdicts(context, attempt)))
     first = state.attempts.get(trial.blocking) if trial.blocking is not None else None
