@@ -155,3 +155,15 @@ async def test_the_routes_answer_with_what_is_wrong() -> None:
         assert (await client.post("/capacity", json={})).status_code == 503
     with pytest.raises(Refused, match="unknown"):
         found.capacity(OPERATOR)
+
+
+def test_what_the_schedulers_own_words_mean_is_told_beside_them() -> None:
+    cluster = crowded()
+    cluster.jobs["2"] = cluster.jobs["2"]._replace(eligible=False, reason="Dependency")
+    cluster.jobs["3"] = cluster.jobs["3"]._replace(eligible=False, held=True, reason="JobHeldUser")
+    cluster.run()
+    found = explanations(cluster)
+    found._say = lambda word: "it depends on other jobs" if word == "Dependency" else ""
+    (kept,), (held,) = (found.of_job(job, OPERATOR).jobs for job in ("2", "3"))
+    assert "the scheduler itself keeps it waiting: it depends on other jobs (Dependency)." in kept.text
+    assert "it is held (JobHeldUser)." in held.text

@@ -84,8 +84,8 @@ class Counts:
 @dataclass(frozen=True, slots=True)
 class Backend:
     """`guests` is None where VMs cannot be asked. `permanent` are alerts that last as long as this process; the two
-    after it are as in the settings. `hints_from` and `lack_of_nodes` are those of the `SchedulerSystem`. `utilization`
-    is None where nothing is recorded."""
+    after it are as in the settings. `hints_from`, `lack_of_nodes` and `say` are those of the `SchedulerSystem`.
+    `utilization` is None where nothing is recorded."""
 
     controller: Controller
     store: Store
@@ -97,6 +97,7 @@ class Backend:
     poll: float = 0.0
     hints_from: str = ""
     lack_of_nodes: Callable[[int], Sequence[Notice]] = lambda cpus: ()
+    say: Callable[[str], str] = lambda word: ""
     utilization: UtilizationReader | None = None
     statistics: Statistics = field(default_factory=Statistics)
 
@@ -207,7 +208,7 @@ class Backend:
     @property
     def explanations(self) -> Explanations:
         """Why jobs wait, and what would start at once."""
-        return Explanations(self.controller, self.store, self.clock)
+        return Explanations(self.controller, self.store, self.clock, self.say)
 
     def _waiting_reasons(self, attempts: Sequence[Attempt], now: float) -> Mapping[int, Reason]:
         return convert.waiting_reasons(attempts, self.controller.world(), self.controller.state.reasons, now)

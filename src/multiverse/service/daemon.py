@@ -113,6 +113,7 @@ async def serve(settings: Settings) -> None:
             settings.poll,
             system.hints_from,
             system.lack_of_nodes,
+            system.say,
             _utilization(platform, system, store, controller, clock),
             statistics,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import inf
 
@@ -20,7 +20,7 @@ from multiverse.api import (
 from multiverse.config import folded
 from multiverse.controller.loop import Controller
 from multiverse.core.errors import Refused
-from multiverse.core.model import Attempt, AttemptState, CloneKind, Job, Reason, Request, Size
+from multiverse.core.model import Attempt, AttemptState, CloneKind, Job, Reason, Request, Size, Why
 from multiverse.core.policy import Policy
 from multiverse.core.provisioning.context import Context
 from multiverse.core.provisioning.explain import Explanation, explain, explain_ended, explain_new
@@ -42,8 +42,11 @@ _SEARCHED = 1000
 class Explanations:
     """Answers from the controller's state between two passes."""
 
-    def __init__(self, controller: Controller, store: Store, clock: Clock) -> None:
-        self._controller, self._store, self._clock = controller, store, clock
+    def __init__(
+        self, controller: Controller, store: Store, clock: Clock, say: Callable[[str], str] = lambda word: ""
+    ) -> None:
+        """`say` is that of the `SchedulerSystem`."""
+        self._controller, self._store, self._clock, self._say = controller, store, clock, say
 
     def of_job(self, job: str, viewer: Viewer) -> ExplanationsView:
         """What is to be said of a job, or of the tasks of an array, that the viewer may see. Empty if there is none."""
@@ -78,9 +81,17 @@ class Explanations:
     def _explain(self, context: Context, attempt: Attempt) -> Explanation:
         if attempt.id in context.state.attempts:
             found = explain(context, attempt, self._clock.now())
-            return replace(found, todo=found.todo or _about_the_scheduler(context, attempt))
+            sentences = tuple(map(self._explained, found.sentences))
+            return replace(found, sentences=sentences, todo=found.todo or _about_the_scheduler(context, attempt))
         entries = self._store.journal(attempts=[attempt.id])
         return explain_ended(attempt, self._clock.wall() - entries[-1].wall if entries else 0.0)
+
+    def _explained(self, reason: Reason) -> Reason:
+        """The same with what the scheduler's own words mean."""
+        word = dict(reason.figures).get("word")
+        meaning = self._say(str(word)) if word and reason.kind in (Why.IS_HELD, Why.SLURM_KEEPS) else ""
+        more = (("meaning", meaning),) if meaning else ()
+        return replace(reason, figures=(*reason.figures, *more), because=tuple(map(self._explained, reason.because)))
 
     # --- what would start ----------------------------------------------------------------------------
 

@@ -277,8 +277,8 @@ class Why(StrEnum):
         "the scheduler queued it again, not because of Multiverse, and lets it start {until:moment} (in {time:long}) "
         "at the earliest")
     WAITS_LONGER = "waits longer", "It waits longer, because {because}."
-    IS_HELD = "is held", "it is held[ ({word})]"
-    SLURM_KEEPS = "kept by the scheduler", "the scheduler itself keeps it waiting[ ({word})]"
+    IS_HELD = "is held", "it is held[: {meaning}][ ({word})]"
+    SLURM_KEEPS = "kept by the scheduler", "the scheduler itself keeps it waiting[: {meaning}][ ({word})]"
     AHEAD = "ahead", "{number:jobs} ahead of it[; {job} keeps them waiting: {because}]."
     QUARANTINED = "quarantined", "Its record has been quarantined for {time:long}: {because}."
     UNGATED = "ungated", "It left the gate {time:long} ago, and is being put back there."
