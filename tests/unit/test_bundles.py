@@ -14,10 +14,10 @@ from multiverse.bundles.contract import DaemonTask, Followed
 from multiverse.bundles.qemu.platform import QEMU
 from multiverse.bundles.registry import platform_bundles, scheduler_bundle
 from multiverse.bundles.slurm.scheduler import SLURM
+from multiverse.bundles.slurm.words import SlurmWords
 from multiverse.config import Settings
 from multiverse.core.errors import Gone, Refused
 from multiverse.core.model import Host, HostUsage, HypervisorView, Size, TemplateKey, User, VmRef, VmSpec
-from multiverse.drivers.slurm.reasons import in_words
 
 USER = User("u", 1000, 1000, "/home/u", "/bin/sh", ())
 SIZE = Size(1, 256)
@@ -204,5 +204,5 @@ def test_bundles_are_found_by_the_settings() -> None:
     ],
 )
 def test_slurms_reasons_in_words(reason: str, said: str) -> None:
-    words = in_words(reason)
+    words = SlurmWords().say(reason)
     assert said in words and bool(words) is bool(said)

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from multiverse.api import TrialRequest
+from multiverse.bundles.slurm.words import SlurmWords
 from multiverse.core.errors import Refused
 from multiverse.core.model import Attempt, AttemptState
 from multiverse.service.api import make_api
@@ -41,7 +42,7 @@ class Store:
 
 def explanations(cluster: Cluster, *ended: Attempt) -> Explanations:
     controller = SimpleNamespace(context=cluster.context, state=cluster.state)
-    return Explanations(controller, Store(cluster, list(ended)), CLOCK)  # type: ignore[arg-type]
+    return Explanations(controller, Store(cluster, list(ended)), CLOCK, SlurmWords())  # type: ignore[arg-type]
 
 
 def crowded() -> Cluster:
@@ -163,7 +164,9 @@ def test_what_the_schedulers_own_words_mean_is_told_beside_them() -> None:
     cluster.jobs["3"] = cluster.jobs["3"]._replace(eligible=False, held=True, reason="JobHeldUser")
     cluster.run()
     found = explanations(cluster)
-    found._say = lambda word: "it depends on other jobs" if word == "Dependency" else ""
     (kept,), (held,) = (found.of_job(job, OPERATOR).jobs for job in ("2", "3"))
-    assert "the scheduler itself keeps it waiting: it depends on other jobs (Dependency)." in kept.text
-    assert "it is held (JobHeldUser)." in held.text
+    assert (
+        "the scheduler itself keeps it waiting: it depends on jobs that have not ended as it asks (Dependency)."
+        in kept.text
+    )
+    assert "it is held: its user holds it (JobHeldUser)." in held.text

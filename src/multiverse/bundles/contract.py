@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from multiverse.agent.self_fence import HostedVms
 from multiverse.agent.server import LocalHypervisor
 from multiverse.config import Settings
-from multiverse.core.model import LeasedHost, LeaseSpec, World
+from multiverse.core.model import Job, LeasedHost, LeaseSpec, World
 from multiverse.core.policy import Policy
 from multiverse.core.rows import Rows
 from multiverse.core.state import State
@@ -211,6 +211,22 @@ class Tell(Protocol):
     def __call__(self, *, submitted: bool, uid: int | None, job_id: str) -> None: ...
 
 
+class SchedulerWords:
+    """What the scheduler's own reasons mean, for the users of jobs that it keeps waiting itself. Nobody can tell of an
+    unknown scheduler."""
+
+    def say(self, word: str) -> str:
+        """The meaning of a reason (`Job.reason`), in plain words; empty if the word says enough."""
+        return ""
+
+    def advise(self, job: Job) -> str:
+        """What the user of such a job can do; empty if nobody knows."""
+        return ""
+
+
+UNKNOWN_WORDS = SchedulerWords()
+
+
 class SchedulerSystem(Protocol):
     """The scheduler of a site, open for the daemon."""
 
@@ -250,10 +266,8 @@ class SchedulerSystem(Protocol):
         """What a user may be told."""
         ...
 
-    def say(self, reason: str) -> str:
-        """In plain words, why the scheduler itself keeps a job waiting, by the word that it shows; empty if that word
-        says enough."""
-        ...
+    @property
+    def words(self) -> SchedulerWords: ...
 
     def work(self, tell: Tell) -> Sequence[DaemonTask]:
         """What runs beside the controller. Hints are given to `tell`."""

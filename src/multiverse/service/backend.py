@@ -29,7 +29,7 @@ from multiverse.api import (
     VmView,
 )
 from multiverse.api.grid import GridHost, GridSummary
-from multiverse.bundles.contract import GuestFacts, Notice
+from multiverse.bundles.contract import UNKNOWN_WORDS, GuestFacts, Notice, SchedulerWords
 from multiverse.controller import pruning
 from multiverse.controller.loop import Controller
 from multiverse.core.errors import Refused
@@ -84,7 +84,7 @@ class Counts:
 @dataclass(frozen=True, slots=True)
 class Backend:
     """`guests` is None where VMs cannot be asked. `permanent` are alerts that last as long as this process; the two
-    after it are as in the settings. `hints_from`, `lack_of_nodes` and `say` are those of the `SchedulerSystem`.
+    after it are as in the settings. `hints_from`, `lack_of_nodes` and `words` are those of the `SchedulerSystem`.
     `utilization` is None where nothing is recorded."""
 
     controller: Controller
@@ -97,7 +97,7 @@ class Backend:
     poll: float = 0.0
     hints_from: str = ""
     lack_of_nodes: Callable[[int], Sequence[Notice]] = lambda cpus: ()
-    say: Callable[[str], str] = lambda word: ""
+    words: SchedulerWords = UNKNOWN_WORDS
     utilization: UtilizationReader | None = None
     statistics: Statistics = field(default_factory=Statistics)
 
@@ -208,7 +208,7 @@ class Backend:
     @property
     def explanations(self) -> Explanations:
         """Why jobs wait, and what would start at once."""
-        return Explanations(self.controller, self.store, self.clock, self.say)
+        return Explanations(self.controller, self.store, self.clock, self.words)
 
     def _waiting_reasons(self, attempts: Sequence[Attempt], now: float) -> Mapping[int, Reason]:
         return convert.waiting_reasons(attempts, self.controller.world(), self.controller.state.reasons, now)

@@ -113,7 +113,7 @@ async def serve(settings: Settings) -> None:
             settings.poll,
             system.hints_from,
             system.lack_of_nodes,
-            system.say,
+            system.words,
             _utilization(platform, system, store, controller, clock),
             statistics,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 
@@ -17,6 +17,7 @@ from multiverse.api import (
     TrialRequest,
     TrialView,
 )
+from multiverse.bundles.contract import UNKNOWN_WORDS, SchedulerWords
 from multiverse.config import folded
 from multiverse.controller.loop import Controller
 from multiverse.core.errors import Refused
@@ -43,10 +44,9 @@ class Explanations:
     """Answers from the controller's state between two passes."""
 
     def __init__(
-        self, controller: Controller, store: Store, clock: Clock, say: Callable[[str], str] = lambda word: ""
+        self, controller: Controller, store: Store, clock: Clock, words: SchedulerWords = UNKNOWN_WORDS
     ) -> None:
-        """`say` is that of the `SchedulerSystem`."""
-        self._controller, self._store, self._clock, self._say = controller, store, clock, say
+        self._controller, self._store, self._clock, self._words = controller, store, clock, words
 
     def of_job(self, job: str, viewer: Viewer) -> ExplanationsView:
         """What is to be said of a job, or of the tasks of an array, that the viewer may see. Empty if there is none."""
@@ -81,15 +81,16 @@ class Explanations:
     def _explain(self, context: Context, attempt: Attempt) -> Explanation:
         if attempt.id in context.state.attempts:
             found = explain(context, attempt, self._clock.now())
-            sentences = tuple(map(self._explained, found.sentences))
-            return replace(found, sentences=sentences, todo=found.todo or _about_the_scheduler(context, attempt))
+            kept = _kept_by_the_scheduler(context, attempt)
+            todo = found.todo or (self._words.advise(kept) if kept else "")
+            return replace(found, sentences=tuple(map(self._explained, found.sentences)), todo=todo)
         entries = self._store.journal(attempts=[attempt.id])
         return explain_ended(attempt, self._clock.wall() - entries[-1].wall if entries else 0.0)
 
     def _explained(self, reason: Reason) -> Reason:
         """The same with what the scheduler's own words mean."""
         word = dict(reason.figures).get("word")
-        meaning = self._say(str(word)) if word and reason.kind in (Why.IS_HELD, Why.SLURM_KEEPS) else ""
+        meaning = self._words.say(str(word)) if word and reason.kind in (Why.IS_HELD, Why.SLURM_KEEPS) else ""
         more = (("meaning", meaning),) if meaning else ()
         return replace(reason, figures=(*reason.figures, *more), because=tuple(map(self._explained, reason.because)))
 
@@ -188,24 +189,9 @@ def _time(at: float) -> float | None:
     return None if at == inf else at
 
 
-def _about_the_scheduler(context: Context, attempt: Attempt) -> str:
-    """What the user of a job can do that Slurm itself keeps waiting."""
+def _kept_by_the_scheduler(context: Context, attempt: Attempt) -> Job | None:
+    """The job of the attempt, if the scheduler itself keeps it waiting."""
     job = context.scheduler.jobs.get(attempt.job.job_id) if context.world.scheduler else None
-    if (
-        job is None
-        or job.ref != attempt.job
-        or (job.eligible and not attempt.waits_for_delay(job))
-        or attempt.state is not AttemptState.QUEUED
-    ):
-        return ""
-    own = job.ref.job_id
-    if job.held:
-        admin = "Admin" in job.reason
-        return "ask the administrators of Slurm, who hold it" if admin else f"release it: scontrol release {own}"
-    if job.eligible:
-        return f"wait; if the cause is gone, let it start at once: scontrol update JobId={own} StartTime=now"
-    known = {
-        "Dependency": f"see which jobs it depends on: squeue --job={own} --Format=Dependency",
-        "BeginTime": f"see when it may begin: squeue --job={own} --Format=StartTime",
-    }
-    return known.get(job.reason, f"see what Slurm says of it: scontrol show job {own}")
+    if job is None or job.ref != attempt.job or attempt.state is not AttemptState.QUEUED:
+        return None
+    return None if job.eligible and not attempt.waits_for_delay(job) else job

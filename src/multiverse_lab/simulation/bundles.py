@@ -13,6 +13,7 @@ from pathlib import Path
 from random import Random
 
 from multiverse.bundles.contract import (
+    UNKNOWN_WORDS,
     DaemonTask,
     Examination,
     Followed,
@@ -105,6 +106,7 @@ class SimulatedSystem:
     reports = leased = identities = None
     notices: Sequence[Notice] = ()
     hints_from = ""
+    words = UNKNOWN_WORDS
 
     def __init__(self, world: SimulatedWorld) -> None:
         self._world = world
@@ -117,10 +119,6 @@ class SimulatedSystem:
     def privacy(self, uid: int) -> Privacy:
         """See `SchedulerSystem`."""
         return Privacy()
-
-    def say(self, reason: str) -> str:
-        """See `SchedulerSystem`."""
-        return ""
 
     def work(self, tell: Tell) -> Sequence[DaemonTask]:
         """See `SchedulerSystem`. The cluster gives its hints at once."""

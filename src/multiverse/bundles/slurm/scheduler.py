@@ -16,6 +16,7 @@ from multiverse.bundles.slurm.inbox_access import warn_of_closed_inbox
 from multiverse.bundles.slurm.leased import PilotSteps
 from multiverse.bundles.slurm.node_count import NodeCount
 from multiverse.bundles.slurm.private import PrivateData
+from multiverse.bundles.slurm.words import SlurmWords
 from multiverse.config import Settings
 from multiverse.core.errors import Refused
 from multiverse.core.model import LeaseSpec
@@ -26,7 +27,6 @@ from multiverse.drivers.slurm.command import SlurmCommands
 from multiverse.drivers.slurm.driver import SlurmScheduler
 from multiverse.drivers.slurm.inbox import Hint, hints, take
 from multiverse.drivers.slurm.nodes import reached_nodes
-from multiverse.drivers.slurm.reasons import in_words
 from multiverse.ports.finding import Finding
 from multiverse.site import checking, rendering
 from multiverse.system.rendered import SiteFile
@@ -37,6 +37,8 @@ NAME_SERVICE_TIMEOUT = 10.0
 
 class SlurmSystem:
     """`bundles.contract.SchedulerSystem`."""
+
+    words = SlurmWords()
 
     def __init__(self, settings: Settings, site: str, leased: Collection[LeaseSpec]) -> None:
         """Raises `Refused` if the site's Slurm is not set up for us."""
@@ -76,10 +78,6 @@ class SlurmSystem:
     def privacy(self, uid: int) -> Privacy:
         """See `SchedulerSystem`: by PrivateData, which is the same for all users."""
         return self._private.privacy()
-
-    def say(self, reason: str) -> str:
-        """See `SchedulerSystem`."""
-        return in_words(reason)
 
     def work(self, tell: Tell) -> Sequence[DaemonTask]:
         """See `SchedulerSystem`."""
