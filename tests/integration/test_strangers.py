@@ -27,6 +27,8 @@ from multiverse_lab.simulation.bundles import WORLDS, world_of
 from multiverse_lab.simulation.jobs import Batch
 from multiverse_lab.simulation.world import Pair, SimulatedWorld
 
+pytestmark = pytest.mark.integration
+
 PATIENCE = 60.0
 
 
