@@ -327,7 +327,12 @@ class SiteMachine:
     def provide_packages(self) -> None:
         """What pip would fetch from a registry for /opt/multiverse: the packages of these tests' own environment."""
         (target,) = (self.top / "opt/multiverse/lib").glob("python3.*/site-packages")
-        (target / "registry.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        registry = self.top / "opt/registry"
+        registry.mkdir(exist_ok=True)
+        for package in Path(sysconfig.get_path("purelib")).iterdir():
+            if "multiverse" not in package.name:  # the laboratory is no part of a site
+                (registry / package.name).symlink_to(package)
+        (target / "registry.pth").write_text("/opt/registry\n")
 
     def end(self) -> None:
         for process in (self._backup, self._first):

@@ -146,6 +146,22 @@ RARE = (
     ("vm", ("lost",), "found", "serving"),
     ("vm", ("dead", "joined", "parked", "planned", "retiring", "serving", "starting"), "released", "ending"),
     ("vm", ("retiring",), "taken", "joined"),
+    *(
+        ("vm", (state,), "place left", state)  # no effect begins a move yet: tests/unit/test_places.py
+        for state in (
+            "planned",
+            "parked",
+            "starting",
+            "joined",
+            "serving",
+            "retiring",
+            "dead",
+            "lost",
+            "ending",
+            "removing",
+            "releasing",
+        )
+    ),
     ("host", ("nothing",), "added", "known"),
     *(("host", (state,), "drained", state) for state in ("silent", "fencing", "fenced")),
     ("host", ("fencing",), "found", "known"),
