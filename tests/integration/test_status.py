@@ -81,8 +81,8 @@ def test_a_quarantined_record_is_shown_and_repaired(lab: LabUnderTest, controlle
     asyncio.run(CONTROLLER.stop(lab.where))
     with closing(sqlite3.connect(lab.settings.state_dir / "multiverse.db")) as database, database:
         database.execute(
-            "UPDATE attempts SET body = json_set(body, '$.quarantined', 'for the test') WHERE live = 1 AND job_id = ?",
-            (job,),
+            "UPDATE attempts SET body = json_set(body, '$.quarantined', json(?)) WHERE live = 1 AND job_id = ?",
+            ('{"kind": "said", "figures": [["text", "for the test"]]}', job),
         )
     controller()
     (one,) = until("it is shown", lambda: shown_alerts(lab))
