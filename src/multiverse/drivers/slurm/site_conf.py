@@ -1,16 +1,20 @@
-"""What a site's slurm.conf says about the whole cluster: nodes, partitions, scripts. Pure, but for `read`."""
+"""What a site's slurm.conf says about the whole cluster: nodes, partitions, scripts. Pure, but for `read` and
+`UntilChanged`."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from ClusterShell.NodeSet import NodeSet, NodeSetException
 
 from multiverse.core.errors import Broken
 from multiverse.drivers.slurm import conf
+
+T = TypeVar("T")
 
 OURS = "multiverse.conf"
 """The file that a site's slurm.conf includes. What it says is ours, not the site's."""
@@ -73,6 +77,33 @@ def read(path: Path) -> SiteConf:
             text += part
     own = path.parent / OURS
     return SiteConf(text, above, files, own.read_text() if above is not None and own.is_file() else "")
+
+
+class UntilChanged(Generic[T]):
+    """What is found in the slurm.conf at `path`, until it, or a file that it includes, changes: to read a large file
+    takes a tenth of a second, in which the daemon does nothing else. `unread` counts while it cannot be read."""
+
+    def __init__(self, path: Path, unread: T) -> None:
+        self._path, self._unread = path, unread
+        self._found = unread
+        self._files: Mapping[Path, int] = {}
+
+    def get(self, find: Callable[[SiteConf], T], *, anew: bool = False) -> T:
+        """What `find` has found, or finds in the file if it has changed; with `anew` in any case."""
+        if anew or self._has_changed():
+            try:
+                site = read(self._path)
+            except Broken:
+                self._found, self._files = self._unread, {}
+            else:
+                self._found, self._files = find(site), site.files
+        return self._found
+
+    def _has_changed(self) -> bool:
+        try:
+            return not self._files or any(file.stat().st_mtime_ns != at for file, at in self._files.items())
+        except OSError:
+            return True
 
 
 def _parts(path: Path, directory: Path, files: dict[Path, int]) -> Iterator[tuple[str, str]]:
