@@ -40,9 +40,13 @@ GROUP = "multiverse.commands"
 
 def modules() -> Mapping[str, str]:
     """The module of each command, by name: those of this distribution, and then those that others add."""
-    own = {name: f"multiverse.cli.{module}" for name, module in COMMANDS.items()}
     added = {one.name: one.value for one in entry_points(group=GROUP)}
-    return own | {name: added[name] for name in sorted(added) if name not in own}
+    return {name: _own(name) for name in COMMANDS} | {name: added[name] for name in sorted(added.keys() - COMMANDS)}
+
+
+def _own(name: str) -> str:
+    """The module of a command of this distribution."""
+    return f"multiverse.cli.{COMMANDS[name]}"
 
 
 def build(names: Iterable[str] | None = None) -> typer.Typer:
@@ -57,9 +61,9 @@ def build(names: Iterable[str] | None = None) -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_together)
-    known = modules()
-    for name in known if names is None else names:
-        module = import_module(known[name])
+    for name in modules() if names is None else names:
+        # Other distributions are looked for only where this one does not have the command: that reads many files.
+        module = import_module(_own(name) if name in COMMANDS else modules()[name])
         if (group := getattr(module, "app", None)) is not None:
             app.add_typer(group, name=name)
         else:
@@ -74,4 +78,4 @@ def _together() -> None:
 def needed(arguments: list[str]) -> Iterable[str] | None:
     """The commands that these arguments may name: one, or None, for all of them, for help and for errors."""
     first = arguments[0] if arguments else ""
-    return [first] if first in modules() else None
+    return [first] if first in COMMANDS or first in modules() else None
