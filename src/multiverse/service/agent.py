@@ -104,11 +104,12 @@ async def _self_fence(settings: Settings, hypervisors: _Hypervisors) -> SelfFenc
     """What ends this host's VMs when neither controller nor slurmctld is reached; None where that is off, and every
     controller knows. Raises `Refused` if slurmctld cannot be asked from here: the absence of the controller alone must
     end no job."""
-    nodes, seconds = scheduler_bundle(settings).reached(settings), settings.agent.self_fence
+    seconds = settings.agent.self_fence
     file = ContactFile(settings.agent.state_dir / "contacts", boot_id())
     contacts = file.read()
     if not seconds and not contacts.limits:
         return None
+    nodes = scheduler_bundle(settings).reached(settings)
     try:
         if seconds:
             await nodes.check()
