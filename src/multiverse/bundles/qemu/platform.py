@@ -14,7 +14,7 @@ from multiverse.bundles.qemu.agents import connect_agents
 from multiverse.bundles.qemu.image_copies import copy_regularly
 from multiverse.bundles.qemu.overlay import MachineOverlay, follow_regularly
 from multiverse.config import Settings
-from multiverse.core.model import Key, Vm, serial_of
+from multiverse.core.model import Vm
 from multiverse.core.state import State
 from multiverse.drivers.qemu.driver import QemuHypervisor, overlay_config, sites
 from multiverse.host.overlay import OverlayConfig
@@ -59,13 +59,13 @@ class QemuPlatform:
 
 
 def _find(state: State, name: str) -> Vm | None:
-    row = state.get(Key("vm", serial_of(name)))
-    return row if isinstance(row, Vm) and row.name == name else None
+    return state.vms[state.vm_named[name]] if name in state.vm_named else None
 
 
 def _node_of(state: State, host: str) -> str:
     """The machine that a host is on, by what the settings call it: a leased host has a name of its own."""
-    return next((lease.node for lease in state.leases.values() if lease.name == host), host)
+    lease = state.lease_of(host)
+    return lease.node if lease else host
 
 
 class QemuHostSide:
