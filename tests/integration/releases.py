@@ -1,12 +1,14 @@
-"""`multiverse` as a neighbouring release speaks: `python -m tests.integration.releases RELEASE WORD...`.
+"""`multiverse` of a neighbouring release: `python -m tests.integration.releases RELEASE WORD...`.
 
-RELEASE is the name of one of `simulation.network.NEIGHBOURS`; the words are those of `multiverse`.
+RELEASE is the name of one of `simulation.network.NEIGHBOURS`, or that of `NEWER_SCHEMA`; the words are those of
+`multiverse`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
+import tempfile
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
@@ -21,6 +23,10 @@ from multiverse.service import agent
 from multiverse_lab.lab.process import DaemonCommand
 from multiverse_lab.lab.service import Lab, Service
 from multiverse_lab.simulation.network import NEIGHBOURS, THIS, ProtocolRelease
+from tests.newer_schema import make_newer
+
+NEWER_SCHEMA = ProtocolRelease("1.0.1")
+"""A release that speaks as this one does, and has a newer schema."""
 
 
 def of_release(service: Service, release: ProtocolRelease) -> Service:
@@ -71,5 +77,8 @@ def become(release: ProtocolRelease) -> None:
 
 if __name__ == "__main__":
     name, *sys.argv[1:] = sys.argv[1:]
-    become(next(one for one in NEIGHBOURS if one.name == name))
-    main()
+    with tempfile.TemporaryDirectory() as directory:
+        if name == NEWER_SCHEMA.name:
+            make_newer(Path(directory) / "versions")
+        become(next(one for one in (*NEIGHBOURS, NEWER_SCHEMA) if one.name == name))
+        main()

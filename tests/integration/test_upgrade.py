@@ -10,86 +10,32 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-import sqlalchemy as sa
-from alembic.operations import Operations
-from alembic.runtime.migration import MigrationContext
-from alembic.script import ScriptDirectory
 
 import multiverse
 from multiverse.client import Client
-from multiverse.store import schema, upgrade
+from multiverse.store import schema
 from multiverse_lab.lab.plan import load
 from multiverse_lab.lab.service import Lab
 from multiverse_lab.lab.services import AGENT, CONTROLLER
 from multiverse_lab.simulation.network import NEIGHBOURS, THIS, ProtocolRelease
 from tests.integration.conftest import LabUnderTest
-from tests.integration.releases import of_release
+from tests.integration.releases import NEWER_SCHEMA, of_release
 from tests.integration.watch import accounted, ended, latest, nothing_left, qemu_of, until
+from tests.newer_schema import NEWER
 
 pytestmark = pytest.mark.integration
 
 
-TO_SCHEMA_0003 = (
-    "DROP TABLE leases",
-    "DROP TABLE job_usage",
-    "DROP TABLE utilization",
-    "DROP TABLE reserve",
-    "DROP TABLE ended",
-    "DROP INDEX ix_attempts_live_job",
-    "DROP INDEX ix_journal_row",
-    """UPDATE vms SET body = json_remove(json_set(body, '$.told', json_extract(body, '$.node_size'),
-           '$.host', json_extract(body, '$.places[0].host'),
-           '$.parent', json_extract(body, '$.places[0].template[2]'),
-           '$.origin', json_extract(body, '$.places[0].template_id'),
-           '$.failed', json('false'), '$.forget', json('false'), '$.fenced', json('false'), '$.offer', NULL,
-           '$.offered', 0.0, '$.unwanted', ''),
-           '$.node_size', '$.places', '$.token')""",
-    """UPDATE attempts SET body = json_set(body, '$.gated', json('false'), '$.stray', json('false'), '$.reason', '',
-           '$.note', '', '$.quarantined', '', '$.choice', 'as it was')""",
-    "UPDATE vms SET body = json_set(body, '$.reason', '', '$.quarantined', '')",
-    "UPDATE templates SET body = json_set(body, '$.reason', '', '$.quarantined', '')",
-    "UPDATE templates SET body = json_remove(body, '$.source')",
-    """INSERT OR REPLACE INTO meta SELECT 'hosts', json_group_array(name) FROM hosts""",
-    "DROP TABLE hosts",
-    "DROP TABLE offers",
-    "CREATE TABLE old_claims AS SELECT kind, id, domain AS host, cpus, memory, disk FROM claims",
-    "DROP TABLE claims",
-    """CREATE TABLE claims (kind VARCHAR NOT NULL, id INTEGER NOT NULL, host VARCHAR NOT NULL, cpus INTEGER NOT NULL,
-           memory INTEGER NOT NULL, disk INTEGER NOT NULL, PRIMARY KEY (kind, id))""",
-    "INSERT INTO claims SELECT * FROM old_claims",
-    "DROP TABLE old_claims",
-    "UPDATE alembic_version SET version_num = '0003'",
-)
-"""Makes the database of one running job what the release before schema 0004 had written. A downgrade cannot: not all
-that the states say can be said by that release."""
-
-
-def put_back(path: Path) -> None:
-    """The database as the software from before Alembic would have left it."""
-    with closing(sqlite3.connect(path)) as connection, connection:
-        for statement in TO_SCHEMA_0003:
-            connection.execute(statement)
-    scripts = ScriptDirectory(upgrade.VERSIONS.parent, version_locations=[upgrade.VERSIONS])
-    engine = sa.create_engine(f"sqlite:///{path}")
-    with engine.begin() as connection:
-        context = MigrationContext.configure(
-            connection, opts={"fn": lambda revisions, _: scripts._downgrade_revs(upgrade.BASELINE, revisions)}
-        )
-        with Operations.context(context):
-            context.run_migrations()
-        connection.execute(sa.text("DROP TABLE alembic_version"))
-    engine.dispose()
-
-
-def schema_of(path: Path) -> str | None:
+def schema_of(path: Path) -> str:
     with closing(sqlite3.connect(path)) as connection:
-        if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'alembic_version'").fetchone():
-            return None
         return str(connection.execute("SELECT version_num FROM alembic_version").fetchone()[0])
 
 
-def test_a_job_goes_on_in_its_vm_through_an_upgrade(lab: LabUnderTest, controller: Callable[[], int]) -> None:
-    client = Client(lab.settings.socket)
+def test_a_job_goes_on_in_its_vm_through_an_upgrade_and_the_way_back(
+    lab: LabUnderTest, controller: Callable[[], int]
+) -> None:
+    client, plan = Client(lab.settings.socket), load(lab.where)
+    assert plan is not None
     database = lab.settings.state_dir / "multiverse.db"
     out, go = lab.user.home / "upgraded.out", lab.user.home / "go"
     go.unlink(missing_ok=True)
@@ -100,12 +46,17 @@ def test_a_job_goes_on_in_its_vm_through_an_upgrade(lab: LabUnderTest, controlle
     qemu = qemu_of(vm)
 
     asyncio.run(CONTROLLER.stop(lab.where))
-    put_back(database)
-    assert schema_of(database) is None
-    controller()
+    asyncio.run(of_release(CONTROLLER, NEWER_SCHEMA).ensure(Lab(lab.where, plan)))
+    copy = database.with_name(f"multiverse.db.schema-{schema.HEAD}")
+    assert (schema_of(database), schema_of(copy)) == (NEWER, schema.HEAD)
+    assert latest(client, job)["state"] == "allocated" and qemu_of(vm) == qemu
 
+    asyncio.run(CONTROLLER.stop(lab.where))
+    for name in ("multiverse.db-wal", "multiverse.db-shm"):
+        database.with_name(name).unlink(missing_ok=True)
+    copy.rename(database)
+    controller()
     assert schema_of(database) == schema.HEAD
-    assert schema_of(database.with_name("multiverse.db.schema-0001")) is None, "the copy is the old one"
     assert latest(client, job)["state"] == "allocated" and qemu_of(vm) == qemu
     go.touch()
     ended(client, job, "done")

@@ -120,14 +120,6 @@ def _plain(value: object) -> object:
     return {name: getattr(value, name) for name in names} if names else str(value)
 
 
-def _told(text: str) -> Reason | None:
-    """The reason of an entry of the journal; earlier releases wrote its words."""
-    try:
-        return _REASON.validate_json(text) if text.startswith("{") else said(text)
-    except ValueError:
-        return said(text)
-
-
 @cache
 def _field_names(kind: type[Any]) -> tuple[str, ...]:
     """The fields of a dataclass; none of any other type."""
@@ -424,7 +416,16 @@ class Store:
             query = query.where(schema.journal.c.attempt.in_(attempts))
         with self._reading():
             rows = self._execute(query.order_by(schema.journal.c.seq)).mappings().all()
-        return [Entry(**{**row, "reason": _told(row["reason"]), "detail": json.loads(row["detail"])}) for row in rows]
+        return [
+            Entry(
+                **{
+                    **row,
+                    "reason": _REASON.validate_json(row["reason"]) if row["reason"] else None,
+                    "detail": json.loads(row["detail"]),
+                }
+            )
+            for row in rows
+        ]
 
 
 class Transaction:

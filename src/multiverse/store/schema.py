@@ -6,7 +6,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-HEAD = "0013"
+HEAD = "0001"
 """The newest revision: what a database is upgraded to."""
 
 metadata = sa.MetaData()

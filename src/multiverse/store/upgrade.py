@@ -1,8 +1,10 @@
 """Brings a database to the schema of this software, within the transaction that opens it.
 
-A fresh database is made at once, one from before Alembic is taken for the first revision, an older one is
-upgraded, and one of newer software is refused. After a failure the database is as it was; before an upgrade a
-copy of it is kept beside it.
+A fresh database is made at once, an older one is upgraded, and one of newer software is refused. After a failure
+the database is as it was. Before an upgrade a copy of it is kept beside it.
+
+To change the schema, change `schema.py` and add a file to `versions`: its `revision` is the new `schema.HEAD`, its
+`down_revision` the one before, and its function `upgrade` changes the tables and rows by `alembic.op`.
 """
 
 from __future__ import annotations
@@ -23,9 +25,6 @@ log = structlog.get_logger()
 
 TELLS_EVERY = 5.0
 """Seconds between two lines of the log while an upgrade goes on."""
-
-BASELINE = "0001"
-"""What a database from before Alembic has, though nothing in it says so."""
 
 VERSIONS = Path(__file__).parent / "versions"
 
@@ -58,8 +57,6 @@ def revision(connection: sa.Connection) -> str | None:
         return None
     if _VERSION.name in tables and (found := connection.scalar(sa.select(_VERSION.c.version_num))):
         return str(found)
-    if {"meta", "attempts", "vms", "journal"} <= tables:
-        return BASELINE
     raise Broken("it is a database of something else", hint="set state_dir in the settings")
 
 
@@ -85,8 +82,6 @@ def _run(connection: sa.Connection, path: Path | None, found: str) -> None:
     with _told("database is being copied"):
         copy = _keep_copy(path, found) if path else None
     try:
-        if not context.get_current_revision():
-            context.stamp(scripts, BASELINE)
         with _told("database is being upgraded"), Operations.context(context):
             context.run_migrations()
     except sa.exc.DatabaseError as error:
