@@ -573,13 +573,6 @@ def parse(raw: dict[str, Any], origin: str) -> Settings:
     raise Refused(f"{origin}: " + "; ".join(problems), hint="correct these keys and start again")
 
 
-_GONE = {
-    "slurm.gate_partition": "it is slurm.partition now: jobs wait and run in one partition",
-    "slurm.run_partition": "remove it: jobs run in slurm.partition, where they wait",
-}
-"""Keys of earlier releases, with what to do."""
-
-
 def _unknown_keys(cls: type, raw: dict[str, Any], prefix: str) -> Iterator[str]:
     """Each key that `cls` does not have, with the most similar one; also in nested tables."""
     hints = get_type_hints(cls)
@@ -587,8 +580,7 @@ def _unknown_keys(cls: type, raw: dict[str, Any], prefix: str) -> Iterator[str]:
     for key, value in raw.items():
         if key not in names:
             near = difflib.get_close_matches(key, names, n=1)
-            advice = _GONE.get(f"{prefix}{key}") or (f"did you mean {near[0]}?" if near else "")
-            yield f"{prefix}{key}: no such key" + (f", {advice}" if advice else "")
+            yield f"{prefix}{key}: no such key" + (f", did you mean {near[0]}?" if near else "")
         else:
             for inner, table, path in _tables(hints[key], value, key):
                 yield from _unknown_keys(inner, table, f"{prefix}{path}.")

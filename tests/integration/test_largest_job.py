@@ -21,7 +21,7 @@ def largest(lab: LabUnderTest, client: Client) -> tuple[int, int]:
 
     def published() -> tuple[int, int] | None:
         text = limits.read_text() if limits.exists() else ""
-        found = re.findall(r"^\S+ 1 (\d+) (\d+) \d+$", text, re.MULTILINE)
+        found = re.findall(r"^\S+ 1 \d+ \S+ 1 \d+/(\d+) \S+ (\d+)", text, re.MULTILINE)
         return (int(found[0][0]), int(found[0][1])) if found else None
 
     size: tuple[int, int] = until("the controller has published the largest sizes", published)

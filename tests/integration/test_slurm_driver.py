@@ -15,7 +15,19 @@ import pytest
 
 from multiverse.config import Settings
 from multiverse.core.errors import Gone, MultiverseError, Refused, Stale, Unknown
-from multiverse.core.model import YEAR, CloneKind, Job, JobLimits, JobRef, JobState, NodeState, SchedulerView, Size
+from multiverse.core.model import (
+    YEAR,
+    CloneKind,
+    EqualHosts,
+    Job,
+    JobLimit,
+    JobLimits,
+    JobRef,
+    JobState,
+    NodeState,
+    SchedulerView,
+    Size,
+)
 from multiverse.drivers.slurm.command import Completed, SlurmCommands, execute
 from multiverse.drivers.slurm.driver import SlurmScheduler
 from multiverse.drivers.slurm.inbox import Hint, hints
@@ -463,7 +475,9 @@ async def publish(scheduler: SlurmScheduler) -> AsyncIterator[Callable[..., Awai
     """Publish the largest sizes of an image, as the controller does; `close` withdraws them."""
 
     async def sizes(image: str, *largest: Size) -> None:
-        await scheduler.submission.publish(JobLimits("slim", CloneKind.INSTANT, {image: largest}, {}))
+        hosts = tuple(EqualHosts(9, one.cpus, one.disk, (one.memory,)) for one in largest)
+        limits = {image: (JobLimit(frozenset(CloneKind), hosts),)}
+        await scheduler.submission.publish(JobLimits("slim", CloneKind.INSTANT, limits))
 
     yield sizes
     scheduler.close()

@@ -47,7 +47,7 @@ slurm_job_submit(job, partitions, 1000)
 io.write("|", tostring(job.pn_min_cpus), "|", tostring(job.min_nodes))
 """
 _MODIFY = """
-io.write("|", slurm_job_modify({ %s }, { %s }, partitions, %d), "|")
+io.write("|", slurm_job_modify({ %s }, { user_id = 1000, %s }, partitions, %d), "|")
 """
 PARTITIONS = "{ vm = UP, other = { flag_default = 0 } }"
 

@@ -1,39 +1,26 @@
-"""The largest node that a host could ever hold, and what the scheduler is told of it."""
+"""The largest node that a host could ever hold."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from multiverse.core.changes import mark_changes
 from multiverse.core.model import (
-    AttemptState,
     CloneKind,
     Host,
-    HostState,
-    HypervisorView,
     ImageDisk,
-    Job,
-    JobState,
-    KnownHost,
     Overcommitment,
     Request,
-    SchedulerView,
     Size,
 )
 from multiverse.core.policy import Policy
-from multiverse.core.provisioning.admission import admit
 from multiverse.core.provisioning.capacity import Room
-from multiverse.core.provisioning.context import Context
-from multiverse.core.provisioning.largest import could_ever_fit, largest_nodes, largest_on
+from multiverse.core.provisioning.largest import could_ever_fit, largest_on
 from multiverse.core.provisioning.sizes import NodeRequest, template_size
-from multiverse.core.transition import Event
 from tests.unit.planner_harness import POLICY
-from tests.unit.rows import SOURCE, attempt, changes_of, state, world_of
 
 ABLE = frozenset({"fork", "plug_cpus", "plug_memory"})
 
@@ -163,99 +150,3 @@ def test_vms_of_which_one_has_no_room_take_no_room() -> None:
     assert room.place(6, claims) is None
     assert room.free == {"h1": [3, 4096, 100, 0], "h2": [2, 4096, 100, 0]}
     assert room.place(5, claims) == ["h1", "h2", "h1", "h1", "h2"]
-
-
-# --- what the scheduler is told ---------------------------------------------------------------------
-
-
-def known(name: str, cpus: int, memory: int, disk: int = 0, **more: object) -> KnownHost:
-    facts: dict[str, object] = {"images": {"slim": ABLE}, **more}
-    return KnownHost(name, SOURCE, value=Host(name, Size(cpus, memory, disk), **facts))  # type: ignore[arg-type]
-
-
-def nodes(*some: KnownHost, policy: Policy = POLICY) -> dict[str, tuple[Size, ...]]:
-    return largest_nodes({one.name: one for one in some}, policy)
-
-
-def test_a_size_that_another_host_contains_is_left_out() -> None:
-    many, much, small, disk = known("h1", 64, 4096), known("h2", 4, 65536), known("h3", 4, 4096), known("h4", 1, 900, 9)
-    largest = {one.name: largest_on(one.value, "slim", POLICY) for one in (many, much, small, disk) if one.value}
-    for some in ((many, much, small, disk), (disk, small, much, many)):
-        found = nodes(*some)["slim"]
-        assert set(found) == {largest["h1"], largest["h2"], largest["h4"]} and len(found) == 3
-    assert nodes(small, replace(small, name="h5"))["slim"] == (largest["h3"],), "of equals one is kept"
-
-
-def test_hosts_out_of_reach_count_as_they_were_observed_last() -> None:
-    """`largest_nodes` is given all known hosts: a fenced one will be repaired, as in admission."""
-    near, away = known("h1", 4, 4096), known("h2", 64, 65536)
-    assert nodes(near, away) == nodes(away) == nodes(near, replace(away, state=HostState.FENCED))
-    for away_for_good in (HostState.REMOVED, HostState.RETURNED):
-        assert nodes(near, replace(away, state=away_for_good)) == nodes(near) != nodes(away)
-
-
-@pytest.mark.parametrize("named", [1, 2])
-def test_nothing_is_said_while_a_host_of_the_settings_was_never_observed(named: int) -> None:
-    unseen = [KnownHost(f"h{n}", SOURCE) for n in range(2, 2 + named)]
-    assert nodes(known("h1", 4, 4096), *unseen) == {}
-    assert nodes(*unseen) == {} and nodes() == {}
-    assert nodes(known("h1", 4, 4096))
-
-
-def test_every_image_of_any_host_and_the_default_image_are_listed() -> None:
-    able, unable = known("h1", 4, 4096, images={"a": ABLE}), known("h2", 4, 4096, images={"b": frozenset({"fork"})})
-    found = nodes(able, unable)
-    assert set(found) == {"a", "b", "slim"}
-    assert found["slim"] == found["a"], "an image that is not there yet may plug all that it lacks"
-    assert found["b"] == nodes(known("h1", 4, 4096))["slim"], "h1 may yet get the image, and could hold more of it"
-    assert nodes(unable)["b"] < found["b"]
-
-
-@pytest.mark.parametrize(("ability", "larger"), [("instant", False), ("linked", True), ("full", True)])
-def test_a_host_that_boots_holds_larger_nodes_of_an_image_that_cannot_plug(ability: str, larger: bool) -> None:
-    host = known("h1", 4, 8192, images={"slim": frozenset({"fork"})}, abilities=frozenset({"instant", ability}))
-    (size,) = nodes(host)["slim"]
-    assert (size.memory >= 5000) is larger
-
-
-def is_refused(host: Host, policy: Policy, request: Request) -> bool:
-    """Whether admission cancels a job because of its size, where that host is the only one."""
-    asks = attempt(AttemptState.QUEUED, request=request)
-    here = state(asks, now=1000.0)
-    job = Job(asks.job, "hello", 1000, JobState.PENDING, request)
-    world = world_of(SchedulerView({job.ref.job_id: job}), HypervisorView({"h1": host}), 1000.0)
-    mark_changes(here, world, policy)
-    admit(Context(here, world, policy))
-    return Event.IMPOSSIBLE in [change.event for change in changes_of(here.moves)]
-
-
-@settings(deadline=None)
-@given(hosts(), policies, node_sizes, st.sampled_from(CloneKind), st.sets(st.sampled_from(["linked", "full"])))
-@example(
-    Host("h1", Size(4, 8192), images={"slim": frozenset({"fork"})}), POLICY, Size(1, 5000), CloneKind.AUTO, {"linked"}
-)
-def test_whatever_submission_refuses_admission_would_refuse_too(
-    host: Host, policy: Policy, node: Size, kind: CloneKind, boots: set[str]
-) -> None:
-    host = replace(host, abilities=frozenset({"instant", *boots}))
-    listed = nodes(KnownHost("h1", SOURCE, value=host), policy=policy)["slim"]
-    is_listed = any(contains(size, node) for size in listed)
-    refused = is_refused(host, policy, Request(1, node, kind=kind))
-    makes_it = kind is CloneKind.AUTO or kind.value in host.abilities
-    if not is_listed and makes_it:
-        assert refused
-    if is_listed and host.images.get("slim", ABLE) >= ABLE:
-        assert not refused, "of an image that can plug all, any kind of clone may be as large"
-
-
-@given(st.lists(st.tuples(st.integers(1, 8), st.integers(0, 8192), st.integers(0, 3)), min_size=1, max_size=5))
-def test_no_listed_size_contains_another_and_each_host_s_largest_is_contained(
-    machines: list[tuple[int, int, int]],
-) -> None:
-    some = [known(f"h{n}", *size) for n, size in enumerate(machines)]
-    found = nodes(*some)["slim"]
-    assert not [(one, other) for one, other in product(found, found) if one != other and contains(one, other)]
-    assert len(set(found)) == len(found)
-    for one in some:
-        assert one.value is not None
-        assert any(contains(listed, largest_on(one.value, "slim", POLICY)) for listed in found)

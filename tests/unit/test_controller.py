@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -15,21 +14,19 @@ from multiverse.controller.backoff import AGAIN, AGAIN_LIMIT
 from multiverse.controller.loop import Controller
 from multiverse.controller.publication import TIMEOUT
 from multiverse.core.errors import Refused, Unknown
-from multiverse.core.model import Host, HypervisorView, JobLimits, SchedulerView, Size
-from multiverse.core.provisioning.largest import largest_on
+from multiverse.core.model import Host, HypervisorView, JobLimits, KnownHost, SchedulerView, Size
+from multiverse.core.provisioning.submission import job_limits
 from multiverse.store import Store
 from multiverse_lab.simulation.clock import VirtualClock
 from multiverse_lab.simulation.loop import run
 from tests.unit.rows import IMAGES
-
-Published = Mapping[str, Sequence[Size]]
 
 
 class Submission:
     """Keeps what was published. The next calls fail with `errors`, or do not return while `hangs`."""
 
     def __init__(self) -> None:
-        self.published: list[Published] = []
+        self.published: list[JobLimits] = []
         self.calls = 0
         self.errors: list[Exception] = []
         self.hangs = False
@@ -40,7 +37,7 @@ class Submission:
             await asyncio.sleep(1.0)
         if self.errors:
             raise self.errors.pop(0)
-        self.published.append(limits.largest)
+        self.published.append(limits)
 
 
 class OneHost:
@@ -90,9 +87,9 @@ class Running:
         await asyncio.gather(self._task, return_exceptions=True)
 
 
-def expected(controller: Running, *hosts: Host) -> Published:
+def expected(controller: Running, *hosts: Host) -> JobLimits | None:
     policy = Controller(controller.store, controller.ports, controller.ports, controller.clock, Settings()).policy
-    return {"slim": tuple(sorted(largest_on(host, "slim", policy) for host in hosts))}
+    return job_limits({host.name: KnownHost(host.name, host.name, value=host) for host in hosts}, policy)
 
 
 def test_the_largest_nodes_are_published_once_for_each_change() -> None:
@@ -110,7 +107,7 @@ def test_the_largest_nodes_are_published_once_for_each_change() -> None:
             assert submission.published[1:] == [expected(running, source.host)] and submission.calls == 2
             source.host = replace(source.host, images={**source.host.images, "new": IMAGES["slim"]})
             await asyncio.sleep(300.0)
-            assert submission.calls == 3 and set(submission.published[2]) == {"slim", "new"}
+            assert submission.calls == 3 and set(submission.published[2].limits) == {"slim", "new", "*"}
             assert source.observations > 100
 
     run(script(), 1)
@@ -185,7 +182,7 @@ def test_nothing_is_published_before_every_host_of_the_settings_has_answered_onc
             assert submission.calls == 0
             away.away = False
             await asyncio.sleep(60.0)
-            assert submission.published == [expected(running, away.host)], "it contains the other host's"
+            assert submission.published == [expected(running, near.host, away.host)]
             away.away = True
             await asyncio.sleep(300.0)
             assert submission.calls == 1, "a host out of reach counts as before"
@@ -203,7 +200,7 @@ def test_a_controller_that_starts_anew_publishes_what_it_knows_of_hosts_out_of_r
         again = Running(near, away, store=first.store)
         async with again as submission:
             await asyncio.sleep(300.0)
-            assert submission.published == [expected(again, away.host)] and submission.calls == 1
+            assert submission.published == [expected(again, near.host, away.host)] and submission.calls == 1
 
     run(script(), 1)
 

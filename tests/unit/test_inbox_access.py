@@ -59,7 +59,7 @@ async def test_a_file_server_that_gives_no_directory_away_does_not_end_the_daemo
         raise PermissionError("Operation not permitted")
 
     monkeypatch.setattr(os, "chown", refuse)
-    (settings.slurm.inbox / "submit").touch()
+    (settings.slurm.inbox / "submit.7").touch()
     found = hints(settings.slurm.inbox, owner=5)
     assert (await asyncio.wait_for(anext(found), 30)).kind == "submit"
     await found.aclose()

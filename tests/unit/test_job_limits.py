@@ -349,7 +349,9 @@ def test_a_waiting_job_cannot_grow_to_more_nodes_than_the_hosts_can_hold(tmp_pat
 
 
 @needs_lua
-@pytest.mark.parametrize("line", ["slim 1 1 default 1 8 0 x", "slim 1 1 default", "slim 1 x default 1 8 0 5", "* 0 1"])
+@pytest.mark.parametrize(
+    "line", ["slim 1 1 default 1 8/8 0/0/0/0 x", "slim 1 1 default", "slim 1 x default 1 8/8 0/0/0/0 5", "* 0 1"]
+)
 def test_a_damaged_line_refuses_nothing(tmp_path: Path, line: str) -> None:
     installed = publish(tmp_path, limits_of(LAB))
     file = tmp_path / "inbox.limits"

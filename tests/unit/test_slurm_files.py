@@ -582,7 +582,7 @@ async def test_the_inbox_belongs_to_slurmctlds_user(tmp_path: Path, there: bool)
     assert inbox.stat().st_uid == 4242
     shutil.rmtree(inbox)
     await asyncio.wait_for(asyncio.to_thread(_appears, inbox), 5)
-    (inbox / "submit").touch()
+    (inbox / "submit.7").touch()
     assert (await asyncio.wait_for(waiting, 5)).kind == "submit"
     assert inbox.stat().st_uid == 4242
 
@@ -590,14 +590,14 @@ async def test_the_inbox_belongs_to_slurmctlds_user(tmp_path: Path, there: bool)
 async def test_hints_are_consumed_also_after_the_directory_was_removed(tmp_path: Path) -> None:
     inbox = tmp_path / "inbox"
     inbox.mkdir()
-    (inbox / "submit").touch()
+    (inbox / "submit.7").touch()
     (inbox / "end.12;rm").touch()
     stream = hints(inbox)
 
     async def following() -> Hint:
         return await asyncio.wait_for(anext(stream), 5)
 
-    assert await following() == Hint("submit", "")
+    assert await following() == Hint("submit", uid=7)
     waiting = asyncio.create_task(following())
     await asyncio.sleep(0)
     (inbox / "end.12_3").touch()

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from multiverse.config import Settings, SlurmSettings
-from multiverse.core.errors import Refused, Stale
+from multiverse.core.errors import Stale
 from multiverse.core.model import JobRef, JobState
-from multiverse.drivers.slurm import gate, install, parse, site_conf
+from multiverse.drivers.slurm import gate, install, parse
 from multiverse.drivers.slurm.command import Completed, SlurmCommands
 from multiverse.drivers.slurm.driver import SlurmScheduler
 from tests.unit.slurm_lua import _PROGRAM, PARTITIONS, install_scripts, modify, needs_lua, run, submit
@@ -64,7 +64,7 @@ def test_a_job_is_at_the_gate_by_its_partition_its_feature_and_its_licence() -> 
         return job.gated, job.eligible, job.pinned
 
     assert gated() == (True, True, None)
-    assert gated(licenses="") == (False, False, None), "as an earlier release left it"
+    assert gated(licenses="") == (False, False, None)
     assert gated(features="slim") == (False, False, None)
     assert gated(features="slim&mv_3", licenses="") == (False, False, "mv_3"), "a licence of its user is short"
 
@@ -75,32 +75,6 @@ def test_a_job_that_got_past_the_licence_is_shown_as_waiting_outside_the_gate() 
     assert (job.state, job.gated, job.pinned, job.nodes) == (JobState.PENDING, False, None, ())
     (job,) = parse.jobs([leaked | {"nodes": "mvab12c-3"}], NAMES, 1e9).values()
     assert (job.state, job.nodes) == (JobState.RUNNING, ("mvab12c-3",))
-
-
-# --- an upgrade ----------------------------------------------------------------------------------------
-
-BEFORE = """\
-NodeName=mvgate[1-250] NodeAddr=127.0.1.[1-250] Port=1 Feature=mvgate State=DRAIN Reason="multiverse gate"
-PartitionName=vm Nodes=mvgate[1-250] Default=NO PriorityTier=0 MaxTime=INFINITE State=UP
-NodeSet=mvvms Feature=vm
-PartitionName=vmrun Nodes=mvvms Default=NO Hidden=YES PriorityTier=10 MaxTime=INFINITE State=UP
-"""
-
-
-def test_the_partition_in_which_an_earlier_release_ran_jobs_is_kept(tmp_path: Path) -> None:
-    assert not gate.is_declared(BEFORE, "vm") and gate.retired_partitions(BEFORE, "vm") == ("vmrun",)
-    conf = tmp_path / "slurm.conf"
-    conf.write_text("SlurmUser=root\nLicenses=seat:1\nInclude multiverse.conf\n")
-    (tmp_path / install.OURS).write_text(BEFORE)
-    settings = Settings(slurm=SlurmSettings(conf=conf))
-    with pytest.raises(Refused, match="earlier release"):
-        SlurmScheduler(settings, "ab12c").check_gate()
-    after = install.render(settings, install.derive(settings, site_conf.read(conf), (), 0))[install.OURS]
-    assert gate.is_declared(after, "vm") and gate.retired_partitions(after, "vm") == ("vmrun",)
-    assert "PartitionName=vmrun Nodes=mvvms Default=NO Hidden=YES" in after
-    assert "\nLicenses=" not in after, "a second line would take the place of the site's own"
-    (tmp_path / install.OURS).write_text(after)
-    SlurmScheduler(settings, "ab12c").check_gate()
 
 
 # --- the submit script ---------------------------------------------------------------------------------
@@ -195,7 +169,7 @@ def conf(tmp_path: Path) -> Path:
     """A slurm.conf with our file beside it."""
     conf = tmp_path / "slurm.conf"
     conf.write_text("Include multiverse.conf\n")
-    (tmp_path / install.OURS).write_text(BEFORE.replace("DRAIN", "CLOUD"))
+    (tmp_path / install.OURS).write_text("NodeName=mvgate[1-250] NodeAddr=127.0.1.[1-250] Port=1 State=CLOUD\n")
     return conf
 
 
@@ -216,7 +190,7 @@ def keeper(slurmctld: Slurmctld, now: list[float], conf: Path) -> gate.GateKeepe
 )
 def test_the_licence_is_held_by_a_reservation_that_does_not_end(reservation: str, change: str, conf: Path) -> None:
     slurmctld = Slurmctld(reservation)
-    asyncio.run(keeper(slurmctld, [100.0], conf).tend(taken_over=True))
+    asyncio.run(keeper(slurmctld, [100.0], conf).tend())
     assert [call for call in slurmctld.changes() if change and change in call] == slurmctld.changes()
     assert bool(slurmctld.changes()) == bool(change)
 
@@ -227,7 +201,7 @@ def test_the_gate_is_looked_after_once_a_minute_and_at_once_after_a_job_got_past
 
     async def tend() -> int:
         before = len(slurmctld.calls)
-        await found.tend(taken_over=True)
+        await found.tend()
         return len(slurmctld.calls) - before
 
     assert asyncio.run(tend()) and not asyncio.run(tend())
@@ -239,15 +213,9 @@ def test_the_gate_is_looked_after_once_a_minute_and_at_once_after_a_job_got_past
     assert asyncio.run(tend())
 
 
-def test_the_gates_nodes_are_put_in_service_once_all_jobs_of_an_earlier_release_have_the_licence(
-    conf: Path,
-) -> None:
-    slurmctld, now = Slurmctld(shown_reservation(), "mvgate1 mvgate2 mvab12c-3"), [100.0]
-    found = keeper(slurmctld, now, conf)
-    asyncio.run(found.tend(taken_over=False))
-    assert slurmctld.changes() == []
-    now[0] += 60
-    asyncio.run(found.tend(taken_over=True))
+def test_nodes_of_the_gate_that_are_out_of_service_are_put_back(conf: Path) -> None:
+    slurmctld = Slurmctld(shown_reservation(), "mvgate1 mvgate2 mvab12c-3")
+    asyncio.run(keeper(slurmctld, [100.0], conf).tend())
     assert [call.partition("NodeName=mvgate1,mvgate2 State=")[2] for call in slurmctld.changes()] == [
         "DOWN Reason=multiverse gate", "RESUME", "POWER_DOWN_FORCE",
     ]  # fmt: skip
@@ -260,7 +228,7 @@ def test_the_gates_nodes_get_their_addresses_back_until_slurm_has_powered_all_of
 
     def tend(seconds: float) -> int:
         now[0] += seconds
-        asyncio.run(found.tend(taken_over=True))
+        asyncio.run(found.tend())
         given = sum("update NodeName=mvgate[1-250] NodeAddr=127.0.1.[1-250]" in call for call in slurmctld.calls)
         slurmctld.calls.clear()
         return given
@@ -273,7 +241,7 @@ def test_the_gates_nodes_get_their_addresses_back_until_slurm_has_powered_all_of
 def test_a_slurmctld_without_the_licence_does_not_keep_anybody_from_observing(conf: Path) -> None:
     slurmctld = Slurmctld()
     slurmctld.failure = "Error creating the reservation: Invalid license specification"
-    asyncio.run(keeper(slurmctld, [100.0], conf).tend(taken_over=True))
+    asyncio.run(keeper(slurmctld, [100.0], conf).tend())
 
 
 # --- a job that got past the gate ----------------------------------------------------------------------

@@ -53,10 +53,9 @@ def listed(inbox: Path) -> list[str]:
     return (inbox / "spares" / "list").read_text().splitlines()[2:]
 
 
-def taken(inbox: Path, *uid: int, node: str = NODE) -> None:
-    """A submission takes the node, as the script of this release does for a user, or that of an earlier one."""
-    name = ".".join(["taken", node, *map(str, uid)])
-    (inbox / "spares" / f"open.{node}").rename(inbox / "spares" / name)
+def taken(inbox: Path, uid: int, node: str = NODE) -> None:
+    """A submission of that user takes the node, as the script does."""
+    (inbox / "spares" / f"open.{node}").rename(inbox / "spares" / f"taken.{node}.{uid}")
 
 
 def test_an_offer_is_a_file_and_a_line_in_the_list(inbox: Path, now: list[float]) -> None:
@@ -78,15 +77,6 @@ def test_a_node_is_taken_by_renaming_its_file_and_never_offered_again(inbox: Pat
     assert one.observe() == ({NODE: True}, {NODE: 1000})
     one.renew([NODE])
     assert listed(inbox) == []
-
-
-def test_who_took_a_node_is_unknown_if_a_script_of_an_earlier_release_took_it(inbox: Path) -> None:
-    one = offers(inbox)
-    offer(one)
-    taken(inbox)
-    assert one.observe() == ({NODE: True}, {})
-    one.forget(NODE)
-    assert names(inbox) == ["list"]
 
 
 def test_files_with_other_names_are_ignored_and_stay(inbox: Path) -> None:

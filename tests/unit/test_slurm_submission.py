@@ -11,14 +11,11 @@ import pytest
 
 from multiverse.config import ImageSettings, Settings, SlurmSettings
 from multiverse.core.errors import Exhausted
-from multiverse.core.model import CloneKind, JobLimits, NodeSpec, Size
+from multiverse.core.model import CloneKind, EqualHosts, JobLimit, JobLimits, Size
 from multiverse.drivers.slurm import submission
-from multiverse.drivers.slurm.inbox import Hint, take
-from multiverse.drivers.slurm.offers import OfferFiles
 from multiverse.drivers.slurm.submission import SubmissionFile
 from tests.unit.slurm_lua import install_scripts, modify, needs_lua, submit
 
-PREVIOUS_RELEASE = Path(__file__).parent / "slurm_data" / "previous_release"
 SIZES = (Size(2, 1500, 65536), Size(4, 700, 65536))
 ACCEPTED = "|0|"
 
@@ -46,28 +43,33 @@ def submission_file(settings: Settings, term: float = 60.0) -> SubmissionFile:
 
 
 def sizes(**largest: Sequence[Size]) -> JobLimits:
-    """Limits that consist of the largest nodes only, by image."""
-    return JobLimits("slim", CloneKind.INSTANT, {image: tuple(some) for image, some in largest.items()}, {})
+    """Limits of nine hosts for each image and size, which hold one node each."""
+    hosts = {
+        image: tuple(EqualHosts(9, one.cpus, one.disk, (one.memory,)) for one in some)
+        for image, some in largest.items()
+    }
+    limits = {image: (JobLimit(frozenset(CloneKind), some),) for image, some in hosts.items()}
+    return JobLimits("slim", CloneKind.INSTANT, limits)
 
 
 # --- the file --------------------------------------------------------------------------------------
 
 
-async def test_each_size_is_a_line(settings: Settings, file: Path, now: list[float]) -> None:
+async def test_each_number_of_equal_hosts_is_a_line(settings: Settings, file: Path, now: list[float]) -> None:
     before = os.umask(0o077)
     try:
         await submission_file(settings).publish(sizes(slim=SIZES, big=[Size(8, 9000)]))
     finally:
         os.umask(before)
-    assert file.read_text() == "1 1060\nbig 0 8 9000 0\nslim 1 2 1500 65536\nslim 1 4 700 65536\n"
+    kinds = "auto,default,full,instant,linked"
+    assert file.read_text().splitlines() == [
+        "1 1060",
+        f"big 0 1 {kinds} 9 8/8 0/0/0/0 9000",
+        f"slim 1 1 {kinds} 9 2/2 65536/0/0/0 1500",
+        f"slim 1 1 {kinds} 9 4/4 65536/0/0/0 700",
+    ]
     assert file.stat().st_mode & 0o777 == 0o644, "slurmctld's user reads it"
     assert [path.name for path in file.parent.iterdir()] == [file.name]
-
-
-async def test_sizes_that_hold_no_job_are_left_out(settings: Settings, file: Path, now: list[float]) -> None:
-    some = sizes(slim=[Size(4, 0), Size(4, 700), Size(0, 9)], none=[Size(0, 0)], empty=[])
-    await submission_file(settings).publish(some)
-    assert file.read_text().splitlines()[1:] == ["slim 1 4 700 0"]
 
 
 @pytest.mark.parametrize("image", ["two words", "line\nbreak", "", "-x", 'a"b'])
@@ -211,11 +213,11 @@ async def test_a_disk_that_no_host_has_is_refused(settings: Settings) -> None:
         None,
         "",
         "\n",
-        "1\nslim 1 1 100 0\n",
-        "1 1000\nslim 1 1 100 0\n",  # expired
-        "4 99999999999\nslim 1 1 100 0\n",  # of another release
-        "1 99999999999\nslim 1 1 many 0\nslim 1 1 100\nslim\n1 1 100 0\n",
-        "99999999999\nslim 1 1 100 0\n",
+        "1\nslim 1 1 default 1 1/1 0/0/0/0 100\n",
+        "1 1000\nslim 1 1 default 1 1/1 0/0/0/0 100\n",  # expired
+        "2 99999999999\nslim 1 1 default 1 1/1 0/0/0/0 100\n",  # of another release
+        "1 99999999999\nslim 1 1 default 1 1/1 0/0/0/0 many\nslim 1 1 100\nslim\n1 1 100 0\n",
+        "99999999999\nslim 1 1 default 1 1/1 0/0/0/0 100\n",
         "\0\0\0",
     ],
 )
@@ -257,67 +259,3 @@ async def test_an_update_is_refused_only_if_it_makes_the_job_too_large(
     said = modify(directory, changes, f"partition = 'vm', job_state = 0, min_nodes = 1, min_cpus = 1, {record}")
     assert ("|0|" in said) == accepted
     assert ("the largest VM" in said) != accepted
-
-
-# --- an upgrade ------------------------------------------------------------------------------------
-
-
-def install_previous_release(settings: Settings, *names: str) -> Path:
-    """Put these scripts of the previous release in the place of today's."""
-    directory = install_scripts(settings)
-    for name in names:
-        text = (PREVIOUS_RELEASE / name).read_text()
-        text = text.replace("/run/multiverse/inbox", str(settings.slurm.inbox)).replace("/etc/slurm", str(directory))
-        (directory / name).write_text(text)
-    return directory
-
-
-async def write_files_of_the_daemon(settings: Settings) -> None:
-    """One offered node, and the published sizes."""
-    node = NodeSpec("mvab-2", "10.0.0.2/16", Size(1, 300, 500), ("slim", "instant", "auto", "mv_v2"), "mv_v2", "slim")
-    OfferFiles(settings.slurm.inbox, "ab", 60.0).offer(node, any_image=True, any_kind=True)
-    await submission_file(settings).publish(sizes(slim=[Size(2, 3000, 65536)]))
-
-
-@needs_lua
-async def test_the_scripts_of_the_previous_release_work_with_the_files_of_this_daemon(settings: Settings) -> None:
-    names = ("multiverse.lua", "multiverse_site.lua", "job_submit.lua")
-    directory = install_previous_release(settings, *names)
-    await write_files_of_the_daemon(settings)
-    both = "{ vm = UP, vmrun = UP }"  # that release had a partition of its own in which jobs ran
-    assert submit(directory, "user_id = 1000, num_tasks = 1, min_mem_per_node = 300", both).startswith("|0|mv_v2|")
-    assert submit(directory, "user_id = 1000, num_tasks = 1, min_mem_per_node = 3760", both).startswith("|0|mvgate|")
-    assert "the largest VM" in submit(directory, "user_id = 1000, num_tasks = 1, min_mem_per_node = 3761", both)
-
-
-@needs_lua
-def test_the_script_of_the_previous_release_leaves_a_hint_that_names_nobody(settings: Settings) -> None:
-    directory = install_previous_release(settings, "multiverse.lua", "multiverse_site.lua")
-    submit(directory, "user_id = 1000")
-    assert list(take(settings.slurm.inbox)) == [Hint("submit")]
-
-
-@needs_lua
-async def test_the_script_asks_for_patience_while_the_site_file_is_that_of_the_previous_release(
-    settings: Settings,
-) -> None:
-    """The files are installed one after the other. A job without the gate's licence would start on the gate's nodes."""
-    directory = install_previous_release(settings, "multiverse_site.lua")
-    await write_files_of_the_daemon(settings)
-    said = submit(directory, "user_id = 1000, num_tasks = 1, min_mem_per_node = 300")
-    assert said.startswith("Multiverse is being upgraded: try again in a minute|2070|")
-    assert "|0|nil|" in submit(directory, "user_id = 1000, partition = 'other'")
-
-
-@needs_lua
-def test_the_script_works_with_the_files_of_the_previous_daemon(settings: Settings) -> None:
-    """That daemon offered nodes in the same format, and published no sizes."""
-    directory = install_scripts(settings)
-    offers = settings.slurm.inbox / "spares"
-    offers.mkdir()
-    (offers / "list").write_text("99999999999\nmvab-2 mv_v2 slim 1 1 1 300 500\n")
-    for name in ("open.mvab-2", "made.mvab-2"):
-        (offers / name).touch()
-    assert submit(directory, "user_id = 1000, num_tasks = 1, min_mem_per_node = 99999").startswith("|0|mvgate|")
-    assert submit(directory, "user_id = 1000, num_tasks = 1, min_mem_per_node = 300").startswith("|0|mv_v2|")
-    assert sorted(path.name for path in offers.iterdir()) == ["list", "made.mvab-2", "taken.mvab-2"]

@@ -279,8 +279,8 @@ class SchedulerSystem(Protocol):
 class SiteFiles(Protocol):
     """The files that a site adds for this scheduler, and what it lacks. `source` is the scheduler's configuration."""
 
-    def render(self, settings: Settings, config: Path, source: Path, *, retire: bool = False) -> list[SiteFile]:
-        """All files; with `retire`, without what only jobs of an earlier release need. Raises `Broken`."""
+    def render(self, settings: Settings, config: Path, source: Path) -> list[SiteFile]:
+        """All files. Raises `Broken`."""
         ...
 
     def check(self, settings: Settings, config: Path, source: Path) -> list[Finding]:

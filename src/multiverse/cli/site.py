@@ -49,16 +49,13 @@ def render(
     slurm_conf: SlurmConf = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite files that were changed by hand, too.")] = False,
     agent: Agent = False,
-    retire: Annotated[
-        bool, typer.Option("--retire", help="Leave out the partition in which an earlier release ran jobs.")
-    ] = False,
 ) -> None:
     """Write all files that a site adds. A file that was changed by hand stays, and the new one is written beside it."""
     settings, source = _read(config, slurm_conf)
     if agent:
         wanted = render_agent(settings, config.absolute())
     else:
-        wanted = _files(settings).render(settings, config.absolute(), source, retire=retire)
+        wanted = _files(settings).render(settings, config.absolute(), source)
     table = output.table("FILE", "WHAT WAS DONE", fold=("FILE",))
     kept = []
     for path, outcome in write(wanted, directory.absolute(), force=force):

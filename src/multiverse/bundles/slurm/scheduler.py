@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Collection, Iterator, Sequence
-from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -45,7 +44,6 @@ class SlurmSystem:
         self._settings = settings
         _make_passable(settings.slurm.inbox.parent)
         self.scheduler = SlurmScheduler(settings, site, leased=leased)
-        self.scheduler.check_gate()
         self.scheduler.check_leases()
         self.scheduler.check_expansions()
         self.leased = PilotSteps(settings)
@@ -129,10 +127,10 @@ def _tell(hint: Hint, tell: Tell) -> None:
 class SlurmFiles:
     """`bundles.contract.SiteFiles`, beside slurm.conf and for systemd."""
 
-    def render(self, settings: Settings, config: Path, source: Path, *, retire: bool = False) -> list[SiteFile]:
+    def render(self, settings: Settings, config: Path, source: Path) -> list[SiteFile]:
         """See `SiteFiles`."""
         site = site_conf.read(source)
-        return rendering.render(settings, config, replace(site, ours="") if retire else site)
+        return rendering.render(settings, config, site)
 
     def check(self, settings: Settings, config: Path, source: Path) -> list[Finding]:
         """See `SiteFiles`."""

@@ -63,7 +63,7 @@ class JobLimit:
 
 @dataclass(frozen=True, slots=True)
 class JobLimits:
-    """What jobs must not exceed, by image. `largest` are the largest single nodes, whatever the kind of clone.
+    """What jobs must not exceed, by image.
 
     A job has to keep one of the `limits` of its image and kind. Jobs that name no image or no kind get the default one.
     An image that is not listed has the limits of `OTHER_IMAGES`; where these are missing, too, nothing is limited.
@@ -71,7 +71,6 @@ class JobLimits:
 
     image: str
     kind: CloneKind
-    largest: Mapping[str, tuple[Size, ...]]
     limits: Mapping[str, tuple[JobLimit, ...]]
 
     def allow(self, image: str | None, kind: CloneKind | None, nodes: int, size: Size, per_host: int = 0) -> bool:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from multiverse.core.free import ByHost, changed, how_many
-from multiverse.core.model import CloneKind, Host, KnownHost, Request, Size
+from multiverse.core.model import CloneKind, Host, Request, Size
 from multiverse.core.policy import Policy
 from multiverse.core.provisioning.sizes import (
     NodeRequest,
@@ -69,33 +69,3 @@ def largest_on(host: Host, image: str, policy: Policy, kind: CloneKind = CloneKi
         middle = (least + most) // 2
         least, most = (middle, most) if fits_empty(middle) else (least, middle)
     return Size(host.capacity.cpus, least, max(0, disk - able.disk_cost(image, kind).overhead), capacity.net)
-
-
-def largest_nodes(hosts: Mapping[str, KnownHost], policy: Policy) -> dict[str, tuple[Size, ...]]:
-    """By image, the largest nodes that could ever run on any known host, also one that is drained, fenced or out of
-    reach: what a job must not exceed. A size that another one contains is left out. Nothing is said while nothing is
-    known of a host but its name."""
-    values = [known.value for _, known in sorted(hosts.items()) if known.is_member]
-    known_values = [value for value in values if value is not None]
-    if not known_values or len(known_values) < len(values):
-        return {}
-    images = sorted({policy.image, *(image for value in known_values for image in value.images)})
-    ways = [(host, kind) for host in known_values for kind in _kinds(host)]
-    return {image: _maxima([largest_on(host, image, policy, kind) for host, kind in ways]) for image in images}
-
-
-def _kinds(host: Host) -> list[CloneKind]:
-    """The kinds of clones whose sizes count on the host. Those that boot may be larger than one that is forked, where
-    an image cannot plug all."""
-    return [
-        CloneKind.INSTANT,
-        *(kind for kind in (CloneKind.LINKED, CloneKind.FULL) if kind.value in host.abilities),
-    ]
-
-
-def _maxima(sizes: Sequence[Size]) -> tuple[Size, ...]:
-    def contains(one: Size, other: Size) -> bool:
-        return all(mine >= its for mine, its in zip(one.amounts, other.amounts, strict=True))
-
-    distinct = sorted(set(sizes))
-    return tuple(s for s in distinct if not any(contains(other, s) for other in distinct if other != s))

@@ -9,7 +9,7 @@ how many nodes a host could hold is limited by CPUs, by memory and by disk, each
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from ipaddress import IPv4Network
@@ -28,7 +28,6 @@ from multiverse.core.model import (
     Size,
 )
 from multiverse.core.policy import Policy
-from multiverse.core.provisioning.largest import largest_nodes
 from multiverse.core.provisioning.sizes import allowance, empty_capacity, template_claim, template_size, vm_size
 
 _PLUG = frozenset({"plug_cpus", "plug_memory"})
@@ -39,20 +38,20 @@ _NO_SUBNET = IPv4Network("0.0.0.0/32")  # nor is an address
 def job_limits(hosts: Mapping[str, KnownHost], policy: Policy) -> JobLimits | None:
     """What jobs must not exceed, by all known hosts, also those that are drained, fenced or out of reach, as last
     observed. None while nothing is known of a host but its name."""
-    largest = largest_nodes(hosts, policy)
-    if not largest:
+    members = [one.value for _, one in sorted(hosts.items()) if one.is_member]
+    known = [value for value in members if value is not None]
+    if not known or len(known) < len(members):
         return None
-    known = {name: one.value for name, one in sorted(hosts.items()) if one.is_member and one.value}
-    limits = {image: _limits_of(image, known, policy) for image in (*largest, OTHER_IMAGES)}
-    return JobLimits(policy.image, policy.kind, largest, limits)
+    images = sorted({policy.image, *(image for host in known for image in host.images)})
+    limits = {image: _limits_of(image, known, policy) for image in (*images, OTHER_IMAGES)}
+    return JobLimits(policy.image, policy.kind, limits)
 
 
-def _limits_of(image: str, hosts: Mapping[str, Host], policy: Policy) -> tuple[JobLimit, ...]:
+def _limits_of(image: str, all_hosts: Sequence[Host], policy: Policy) -> tuple[JobLimit, ...]:
     """The limits of jobs of an image: for each kind of clone the ways of `clones.ways_to_make`. An image that is not on
     a host yet is taken to be able to plug everything there, as in admission, where a job waits for the image only if
     its VMs would be made in the first of the ways."""
     instant, linked, full = CloneKind.INSTANT, CloneKind.LINKED, CloneKind.FULL
-    all_hosts = list(hosts.values())
     ways = {kind: [_hosts_for(kind, image, all_hosts, policy)] for kind in (instant, linked, full)}
     having = [host for host in all_hosts if image in host.images]
     boots = any(linked.value in host.abilities for host in all_hosts)

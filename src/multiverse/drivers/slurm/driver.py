@@ -14,9 +14,7 @@ from pathlib import Path
 from multiverse.config import Settings
 from multiverse.core.errors import Exhausted, Gone, Refused, Stale
 from multiverse.core.model import (
-    Job,
     JobRef,
-    JobState,
     LeaseSpec,
     NodeBootstrap,
     NodeSpec,
@@ -55,11 +53,6 @@ _SUBMISSION_TERM = 60.0  # seconds for which the published sizes are valid, at l
 def _mark(origin: str) -> tuple[str, ...]:
     """The feature by which a job that was moved is recognised, if it was."""
     return (parse.MOVED_FROM + origin,) if origin else ()
-
-
-def _is_outside(job: Job) -> bool:
-    """Whether a job of our partition waits without what keeps it at the gate, as an earlier release left it."""
-    return job.state is JobState.PENDING and not (job.gated or job.pinned or job.at_origin)
 
 
 class SlurmScheduler:
@@ -122,17 +115,6 @@ class SlurmScheduler:
         """See `ports.Scheduler`. Also where no partition is expanded any more: moved jobs are put back."""
         return self
 
-    def check_gate(self) -> None:
-        """Raise `Refused` if the site's Slurm has the gate of an earlier release: its jobs would not wait for a
-        licence."""
-        ours = site_conf.read(self._slurm.conf).ours
-        if ours and not gate.is_declared(ours, self._slurm.partition):
-            raise Refused(
-                f"{site_conf.OURS} is that of an earlier release, in which jobs ran in a partition of their own",
-                hint="run multiverse site render, install its files, run scontrol reconfigure, and start the daemon "
-                "again: jobs that wait and jobs that run are taken over (docs/operations.md, Upgrades)",
-            )
-
     def check_expansions(self) -> None:
         """Raise `Refused` if jobs of the partitions that the settings want to expand would fare otherwise in VMs."""
         if self._settings.expand:
@@ -170,7 +152,7 @@ class SlurmScheduler:
         (jobs, nodes, limits), (pilots, leasable), reservations = await asyncio.gather(
             self._reader.whole(), self._pilots.read(), self._reader.reservations()
         )
-        await self._gate.tend(taken_over=not any(_is_outside(job) for job in jobs.values()))
+        await self._gate.tend()
         self._renew_offers()
         return SchedulerView(
             jobs=jobs,
@@ -281,8 +263,7 @@ class SlurmScheduler:
         return current.partition == self._slurm.partition and current.at_gate and current.licensed
 
     def _partition(self, current: CurrentJob) -> tuple[str, ...]:
-        """The change of a job's partition, if it is in another one: in that of its submission, which is expanded, or in
-        that in which an earlier release ran jobs."""
+        """The change of a job's partition, if it is in another one: in that of its submission, which is expanded."""
         return () if current.partition == self._slurm.partition else (f"Partition={self._slurm.partition}",)
 
     async def _usual_nice(self, current: CurrentJob) -> tuple[str, ...]:

@@ -83,18 +83,6 @@ def on_gate(nodes: Collection[str]) -> bool:
     return bool(nodes) and all(re.fullmatch(rf"{GATE_NODE}\d+", node) for node in nodes)
 
 
-def is_declared(ours: str, partition: str) -> bool:
-    """Whether our file, by its text, declares this gate: the nodes of the gate and all VMs are in one partition."""
-    found = (one for one in site_conf.records(ours, "PartitionName") if one["partitionname"] == partition)
-    return any(NODE_SET in one.get("nodes", "") for one in found)
-
-
-def retired_partitions(slurm_conf: str, partition: str) -> tuple[str, ...]:
-    """Partitions of VMs alone, as our file of an earlier release declares: jobs that started there end there."""
-    found = (one for one in site_conf.records(slurm_conf, "PartitionName") if one.get("nodes") == NODE_SET)
-    return tuple(one["partitionname"] for one in found if one["partitionname"] != partition)
-
-
 # --- the reservation and the gate's nodes --------------------------------------------------------------
 
 
@@ -119,9 +107,8 @@ class GateKeeper:
         """The reservation's name."""
         return self._slurm.gate_feature
 
-    async def tend(self, *, taken_over: bool) -> None:
-        """See once a minute that the licence is held and that the gate's nodes are in service. `taken_over`: every job
-        that waits has the licence; before, nodes that an earlier release has drained stay as they are.
+    async def tend(self) -> None:
+        """See once a minute that the licence is held and that the gate's nodes are in service.
 
         An answer of slurmctld that this is impossible is logged, and does not keep anybody from observing jobs.
         """
@@ -129,8 +116,7 @@ class GateKeeper:
             return
         try:
             await self._hold_licence()
-            if taken_over:
-                await self._put_in_service()
+            await self._put_in_service()
             if self._clock() < self._power_down_until:
                 await self._set_addresses()
         except (Refused, Gone) as error:
@@ -171,8 +157,8 @@ class GateKeeper:
         return _Reservation(fields.get("Licenses", ""), ends)
 
     async def _put_in_service(self) -> None:
-        """Undo what took a node of the gate out of service: the drain of an earlier release, or a job that got past the
-        licence. Nodes that are powered down, as they should be, are not shown before 23.02."""
+        """Undo what took a node of the gate out of service: an operator, or a job that got past the licence. Nodes that
+        are powered down, as they should be, are not shown before 23.02."""
         shown = await self._commands.run(
             *("sinfo", "-h", "-N", "-p", self._slurm.partition, "-t", "down,drain,fail", "-o", "%N")
         )

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from asyncinotify import Inotify, Mask
 
-_NAME = re.compile(r"submit(?:\.(?P<uid>\d{1,10}))?|(?:end|change)(?:\.(?P<job_id>\d{1,10}(?:_\d{1,10})?))?")
+_NAME = re.compile(r"submit\.(?P<uid>\d{1,10})|(?:end|change)\.(?P<job_id>\d{1,10}(?:_\d{1,10})?)")
 _AT_ONCE = 1000  # files that are read in one go; the others are read at the next event
 _ARRIVED = Mask.CLOSE_WRITE | Mask.MOVED_TO
 _LOST = Mask.DELETE_SELF | Mask.MOVE_SELF
@@ -23,10 +23,7 @@ _LOST = Mask.DELETE_SELF | Mask.MOVE_SELF
 
 class Hint(NamedTuple):
     """`submit`: a job of the user `uid` was submitted or changed. `end`: the job `job_id` is ending. `change`: what the
-    table of jobs does not show of the job or array `job_id` was changed (`details`).
-
-    The user or job is not named (None, empty) by a multiverse.lua of an earlier release.
-    """
+    table of jobs does not show of the job or array `job_id` was changed (`details`)."""
 
     kind: str
     job_id: str = ""

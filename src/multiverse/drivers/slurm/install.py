@@ -57,7 +57,6 @@ class Site:
     that its jobs are limited and charged in VMs as before. `boost` is that of `gate.boost`. `licences` and
     `power_saving` say that our file has the gate's licence and the programs of power saving, because the site has none
     of its own.
-    `retired` are partitions of an earlier release in which jobs may still run.
     """
 
     images: Collection[str]
@@ -70,7 +69,6 @@ class Site:
     boost: int = 60_000
     licences: bool = True
     power_saving: bool = True
-    retired: tuple[str, ...] = ()
 
 
 def derive(settings: Settings, site: SiteConf, images: Iterable[str], slurm_uid: int, *, default: bool = False) -> Site:
@@ -87,7 +85,6 @@ def derive(settings: Settings, site: SiteConf, images: Iterable[str], slurm_uid:
         boost=gate.boost(site.text),
         licences=not site.value("Licenses"),
         power_saving=not (site.value("SuspendProgram") or site.value("ResumeProgram")),
-        retired=gate.retired_partitions(site.ours, settings.slurm.partition),
     )
 
 
@@ -119,8 +116,6 @@ def render(settings: Settings, site: Site) -> dict[str, str]:
         "sriov_gres": settings.job_vms.sriov_gres,
         "job_design": settings.job_vms.design,
         "partition": slurm.partition,
-        "partitions": [slurm.partition, *site.retired],
-        "retired": site.retired,
         "licence": slurm.licence,
         "own_licences": site.licences,
         "own_power_saving": site.power_saving,

@@ -2,8 +2,7 @@
 
 A directory of the inbox holds empty files for each such node: `open.NODE` while the node is offered, `taken.NODE.UID`
 after a submission of that user took it, and `made.NODE` from before the offer until the node is deleted, so that a node
-is offered once. Of two processes that rename the same file one succeeds: that one has the node. multiverse.lua of an
-earlier release renames it to `taken.NODE`.
+is offered once. Of two processes that rename the same file one succeeds: that one has the node.
 
 The file `list` describes the offered nodes for multiverse.lua. Its first line is the Unix time in seconds until which
 the list is valid. The second one is the word `excluded` with the uids of the users whose jobs may take no node. Each
@@ -75,7 +74,7 @@ class OfferFiles:
         self._inbox = inbox
         node = rf"(?P<node>{re.escape(vm_prefix(site))}{SERIAL})"
         self._open = re.compile(rf"open\.{node}")
-        self._taken = re.compile(rf"taken\.{node}(?:\.(?P<uid>[0-9]{{1,10}}))?")
+        self._taken = re.compile(rf"taken\.{node}\.(?P<uid>[0-9]{{1,10}})")
         self._term = term
         self._lines: dict[str, str] = {}  # by node, of those that this process offered
         self._observed: OffersSeen | None = None
@@ -152,9 +151,8 @@ class OfferFiles:
             return self._observed
         names.sort()
         offered = [match["node"] for name in names if (match := self._open.fullmatch(name))]
-        taken = {match["node"]: match["uid"] for name in names if (match := self._taken.fullmatch(name))}
-        takers = {node: int(uid) for node, uid in taken.items() if uid is not None}
-        self._observed = OffersSeen({**dict.fromkeys(offered, False), **dict.fromkeys(taken, True)}, takers)
+        takers = {match["node"]: int(match["uid"]) for name in names if (match := self._taken.fullmatch(name))}
+        self._observed = OffersSeen({**dict.fromkeys(offered, False), **dict.fromkeys(takers, True)}, takers)
         return self._observed
 
     def renew(self, nodes: Collection[str]) -> None:

@@ -102,8 +102,7 @@ class SiteNames:
     """What parsing needs to know of the site.
 
     `memory_per_cpu` is Slurm's DefMemPerCPU in MiB. `per_account`: each account has templates of its own.
-    `time_limits` are those of Multiverse's partitions. `expanded` are partitions of physical nodes. Jobs that an
-    earlier release started may still run in a partition that is `retired`.
+    `time_limits` are those of Multiverse's partitions. `expanded` are partitions of physical nodes.
     """
 
     site: str
@@ -114,12 +113,11 @@ class SiteNames:
     per_account: bool = False
     time_limits: TimeLimits = TimeLimits()
     expanded: tuple[ExpandSettings, ...] = ()
-    retired: tuple[str, ...] = ()
 
     @property
     def partitions(self) -> tuple[str, ...]:
         """The partitions of which jobs are read."""
-        return self.partition, *self.retired, *(one.partition for one in self.expanded)
+        return self.partition, *(one.partition for one in self.expanded)
 
     def expansion_of(self, partition: str) -> ExpandSettings | None:
         """How a partition is expanded, if it is."""

@@ -17,7 +17,7 @@ from multiverse.config import Settings
 from multiverse.core.errors import Gone, Refused
 from multiverse.core.model import Job, JobState, Node, NodeReservation, NodeState, SchedulerPart, SchedulerView
 from multiverse.drivers.slurm import bootstrap as node_bootstrap
-from multiverse.drivers.slurm import conf, gate, parse
+from multiverse.drivers.slurm import conf, parse
 from multiverse.drivers.slurm.command import SlurmCommands
 from multiverse.drivers.slurm.details import DetailReader
 from multiverse.drivers.slurm.jobs import JobRow, JobTable
@@ -291,7 +291,6 @@ class SlurmReader:
             partition=self._slurm.partition,
             gate_feature=self._slurm.gate_feature,
             licence=self._slurm.licence,
-            retired=gate.retired_partitions(text, self._slurm.partition),
             memory_per_cpu=default,
             per_account=self._settings.image.per_account,
             time_limits=time_limits(text, self._slurm.partition),

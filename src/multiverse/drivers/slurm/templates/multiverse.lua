@@ -3,9 +3,6 @@
 
 local multiverse = {}
 local site = dofile("{{ directory }}/multiverse_site.lua")
--- During an upgrade the file is that of the previous release for a moment, which has other names and no licence.
-site.partition = site.partition or site.gate_partition
-site.partitions = site.partitions or { [site.partition] = true, [site.run_partition or ""] = true }
 local inside = dofile("{{ directory }}/multiverse_jobs.lua") -- VMs inside jobs of other partitions
 
 local NO_VAL, NO_VAL16 = 4294967294, 65534
@@ -62,7 +59,7 @@ local function default_partition(partitions)
   return nil
 end
 
-local function ours(name) return site.partitions[name] == true end
+local function ours(name) return name == site.partition end
 
 local function any_ours(text)
   for _, name in ipairs(words(text, ",")) do
@@ -360,10 +357,9 @@ end
 
 -- Whether the user's jobs may take no node now, and the end of the name of a node's file after the job has taken it. The
 -- user took nodes for which no job came: by --test-only, which Slurm does not tell, or by jobs that Slurm then refused.
--- A controller of an earlier release does not write the line `excluded`, and knows no names with the user.
 local function taker(line, uid)
   local uids = string.match(line or "", "^excluded([ %d]*)$")
-  if not uids then return false, "" end
+  if not uids then return true end
   return string.find(uids .. " ", string.format(" %d ", uid), 1, true) ~= nil, string.format(".%d", uid)
 end
 
@@ -401,37 +397,33 @@ local function image_and_kind(job)
   return image, kind
 end
 
--- What the controller published for jobs like this one (submission.py describes the file). sizes: the largest nodes.
--- limits: what hosts can hold, of which the job has to keep one. Both are empty if nothing was published, or if no
--- controller has confirmed it for a while: then no job is refused for its size.
-local LIMITS_VERSIONS = { ["1"] = true, ["2"] = true, ["3"] = true }
+-- What hosts can hold of jobs like this one, as the controller published it (submission.py describes the file): limits of
+-- which the job has to keep one. There are none if nothing was published, or if no controller has confirmed it for a
+-- while: then no job is refused for its size.
+local LIMITS_VERSION = "1"
 
 local function published(job)
   local image, kind = image_and_kind(job)
   local lines = lines_of(site.inbox .. ".limits", "*a")
-  local found, others, listed = { sizes = {}, limits = {} }, { sizes = {}, limits = {} }, false
+  local found, others, listed = {}, {}, false
   local version, valid_until = string.match(lines[1] or "", "^(%d+) (%d+)$")
-  if not LIMITS_VERSIONS[version] or tonumber(valid_until) < os.time() then return found end
+  if version ~= LIMITS_VERSION or tonumber(valid_until) < os.time() then return found end
   for row = 2, #lines do
     local name, default, rest = string.match(lines[row], "^(%S+) ([01]) (.+)$")
     local mine = name and (name == image or not image and default == "1")
     listed = listed or mine
     if mine or name == "*" then
       local into = mine and found or others
-      local cpus, memory, disk = string.match(rest, "^(%d+) (%d+) (%d+)$")
-      if cpus then
-        table.insert(into.sizes, { cpus = tonumber(cpus), memory = tonumber(memory), disk = tonumber(disk) })
-      end
       local limit, kinds, count, host_cpus, node_cpus, host_disk, least, overhead, net, sizes =
-        string.match(rest, "^(%d+) ([%a,]+) (%d+) (%d+)/?(%d*) (%d+)/(%d+)/(%d+)/?(%d*)([%d ]*)$")
+        string.match(rest, "^(%d+) ([%a,]+) (%d+) (%d+)/(%d+) (%d+)/(%d+)/(%d+)/(%d+)([%d ]*)$")
       if limit and string.find("," .. kinds .. ",", "," .. (kind or "default") .. ",", 1, true) then
         local hosts = { count = tonumber(count), cpus = tonumber(host_cpus), disk = tonumber(host_disk),
-                        node_cpus = tonumber(node_cpus) or tonumber(host_cpus),
-                        least_disk = tonumber(least), disk_overhead = tonumber(overhead), net = tonumber(net) or 0,
+                        node_cpus = tonumber(node_cpus),
+                        least_disk = tonumber(least), disk_overhead = tonumber(overhead), net = tonumber(net),
                         memory = {} }
         for word in string.gmatch(sizes, "%d+") do table.insert(hosts.memory, tonumber(word)) end
-        into.limits[limit] = into.limits[limit] or {}
-        table.insert(into.limits[limit], hosts)
+        into[limit] = into[limit] or {}
+        table.insert(into[limit], hosts)
       end
     end
   end
@@ -499,13 +491,6 @@ local function describe(cpus, memory, disk)
   return string.format("%s with %d MiB of disk", text, disk)
 end
 
-local function fits_one(sizes, cpus, memory, disk)
-  for _, size in ipairs(sizes) do
-    if cpus <= size.cpus and memory <= size.memory and (size.disk == 0 or disk <= size.disk) then return true end
-  end
-  return false
-end
-
 -- Why not even one node of the job fits on any host, with the largest sizes that are possible. mincpus: what the job
 -- asks for with --mincpus, of which Slurm passes 16 bits on.
 local function node_too_large(sizes, cpus, memory, disk, mincpus)
@@ -533,14 +518,13 @@ local function too_fast(limits, net)
 end
 
 -- Why the job is too large for all hosts together, or nil. wanted: the number of nodes, if it is not the smallest.
-local function too_large(job, known, wanted)
+local function too_large(job, limits, wanted)
   local nodes, cpus, memory, disk, sockets = node_size(job, wanted)
-  local most_sockets = site.max_sockets or 1 -- the files of the previous release have one socket
-  if sockets > most_sockets then
+  if sockets > site.max_sockets then
     return string.format("the job requests %d sockets on a node, but a VM has %d at most: request fewer", sockets,
-      most_sockets)
+      site.max_sockets)
   end
-  if site.max_nodes and nodes > site.max_nodes then -- Slurm checks this for submissions, but not for updates
+  if nodes > site.max_nodes then -- Slurm checks this for submissions, but not for updates
     return string.format("the job requests %d nodes, but a job can have %d: request fewer nodes", nodes, site.max_nodes)
   end
   if disk > site.max_disk then
@@ -548,15 +532,11 @@ local function too_large(job, known, wanted)
       disk, site.max_disk)
   end
   local asked = wishes(job.comment) or {}
-  local most = most_nodes(known.limits, cpus, memory, disk, asked)
-  if not most then -- a controller of the previous release published sizes only
-    if #known.sizes == 0 or fits_one(known.sizes, cpus, memory, disk) then return nil end
-    return node_too_large(known.sizes, cpus, memory, disk, job.pn_min_cpus)
-  end
-  if most >= nodes or nodes > MOST_NODES then return nil end
-  local message = too_fast(known.limits, asked.net)
+  local most = most_nodes(limits, cpus, memory, disk, asked)
+  if not most or most >= nodes or nodes > MOST_NODES then return nil end
+  local message = too_fast(limits, asked.net)
   if message then return message end
-  if most == 0 then return node_too_large(largest_nodes(known.limits), cpus, memory, disk, job.pn_min_cpus) end
+  if most == 0 then return node_too_large(largest_nodes(limits), cpus, memory, disk, job.pn_min_cpus) end
   local each = asked.net and string.format(" and %d Mbit/s", asked.net) or ""
   local rule = asked["per-host"] and string.format(", at most %d on a host", asked["per-host"]) or ""
   return string.format("the job requests %d nodes with %s%s each%s, but all hosts together can hold %d of them at the"
@@ -566,11 +546,11 @@ end
 -- The number of nodes of a new job, or nil and why the job is too large. Of a range (-N2-4) it is the smallest number
 -- that the hosts could hold.
 local function choose_node_count(job)
-  local known, least = published(job), node_size(job)
+  local limits, least = published(job), node_size(job)
   local most, message = least, nil
   if number(job.min_nodes, NO_VAL) then most = math.max(least, number(job.max_nodes, NO_VAL) or least) end
-  for nodes = least, math.min(most, math.max(least, site.max_nodes or least)) do
-    local reason = too_large(job, known, nodes)
+  for nodes = least, math.min(most, math.max(least, site.max_nodes)) do
+    local reason = too_large(job, limits, nodes)
     if not reason then return nodes end
     message = message or reason
   end
@@ -616,7 +596,7 @@ local function leave(name)
   if file then file:close() end
 end
 
-local function hint(uid) leave(uid and string.format("submit.%d", uid) or "submit") end
+local function hint(uid) leave(string.format("submit.%d", uid)) end
 
 -- The same after an update of what squeue does not show: how many tasks of an array may run at once, and whether the
 -- memory is that of a node or of a CPU (details.py).
@@ -643,7 +623,6 @@ end
 -- Why no job can wait at the gate, or nil. Only the name is looked for: the rest of a reservation that was deleted a
 -- moment ago is memory that slurmctld has freed.
 local function gate_is_open()
-  if not site.licence then return "Multiverse is being upgraded: try again in a minute" end
   if (slurm.reservations or {})[site.gate_feature] then return nil end
   return "no job can wait in partition " .. site.partition .. " now: try again in a minute, or ask an administrator"
     .. " to start Multiverse's daemon"
@@ -673,9 +652,6 @@ local SUBMISSION_CHECKS = {
 local function submit(job, partition, partitions)
   if #words(partition, ",") > 1 then
     return refuse("several partitions are not supported: submit to " .. site.partition .. " only", "partition")
-  end
-  if partition ~= site.partition then
-    return refuse("no job is submitted to partition " .. partition .. " any more: submit to " .. site.partition, "partition")
   end
   if job.user_id == 0 then
     return refuse("Multiverse runs no jobs of root: submit as a user, e.g. sbatch --uid=NAME", "user")

@@ -5,7 +5,7 @@
 
 local inside = {}
 local site = dofile("{{ directory }}/multiverse_site.lua")
-local feature = site.job_feature or "job-vms" -- the file of the previous release has none
+local feature = site.job_feature
 
 local PREFIX = "_SLURM_SPANK_OPTION_multiverse_" -- how Slurm names the options of the plugin in spank_job_env
 local MIB = { [""] = 1, k = 1 / 1024, m = 1, g = 1024, t = 1048576 }

@@ -1,7 +1,6 @@
 -- Written by Multiverse from its settings. Install the file again after a change of the settings.
 return {
   partition = "{{ partition }}",
-  partitions = { {% for name in partitions %}["{{ name }}"] = true, {% endfor %}},
   gate_feature = "{{ gate_feature }}",
   licence = "{{ licence }}",
   boost = {{ boost }},

@@ -8,7 +8,6 @@ if type(multiverse) ~= "table" then
   -- Without multiverse.lua no job is sent to the gate, and none with a VM inside is kept from nodes that cannot have it.
   -- Jobs of Multiverse's partitions are refused, and those that ask for a VM inside. All others are accepted.
   slurm.log_error("multiverse: %s", tostring(multiverse))
-  local ours = { {% for name in partitions %}["{{ name }}"] = true, {% endfor %}}
   local administrators = { {% for uid in administrators %}[{{ uid }}] = true, {% endfor %}}
 
   local function refuse()
@@ -18,7 +17,7 @@ if type(multiverse) ~= "table" then
 
   local function answer(names)
     for name in string.gmatch(names, "[^,]+") do
-      if ours[name] then return refuse() end
+      if name == "{{ partition }}" then return refuse() end
     end
     return slurm.SUCCESS
   end
