@@ -34,7 +34,7 @@
 
 #define EXPORTED __attribute__((visibility("default")))
 #define LONGEST_LIST 3072 /* bytes */
-#define PROTOCOL 4 /* of what plugin and agent say to each other: agent/job_protocol.py has the same */
+#define PROTOCOL 1 /* of what plugin and agent say to each other: agent/job_protocol.py has the same */
 #define TEST "MULTIVERSE_PLUGIN_TEST" /* set by the agent, which runs srun --help to test the plugin */
 
 EXPORTED extern const char plugin_name[], plugin_type[];

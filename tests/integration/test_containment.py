@@ -283,27 +283,6 @@ async def test_what_a_guest_printed_is_kept_when_it_has_died_and_after_a_restart
     assert lab.remains(spec.name) == []
 
 
-@pytest.mark.usefixtures("all_destroyed")
-async def test_a_vm_of_a_release_without_namespaces_goes_on(lab: Lab) -> None:
-    spec = lab.spec()
-    lab.hypervisor._host._context.system = None  # type: ignore[assignment]  # as an earlier release started QEMU
-    await lab.hypervisor.create(spec)
-    assert namespaces_of(lab.pid(spec.name)) == namespaces_of(os.getpid())
-    lab.hypervisor.close()
-    lab.hypervisor = QemuHypervisor(lab.settings, SITE)
-    await lab.hypervisor.start(VmRef(spec.name), spec.size, lab.identity(spec))
-    console = lab.settings.qemu.vms / spec.name / "console.log"
-    os.truncate(console, 3 << 20)
-
-    async def bounded() -> bool:
-        await lab.hypervisor.observe()
-        return console.stat().st_size < 2 << 20
-
-    await until(bounded)
-    await lab.hypervisor.destroy(VmRef(spec.name), 2.0)
-    assert lab.remains(spec.name) == []
-
-
 # --- the launcher alone -------------------------------------------------------------------------------
 
 _FILL = """

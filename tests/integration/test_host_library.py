@@ -15,7 +15,7 @@ import pytest
 
 from multiverse.config import Settings
 from multiverse.core.errors import Refused
-from multiverse.core.model import CloneKind, Size, VmCondition, VmRef, VmSpec
+from multiverse.core.model import CloneKind, VmCondition, VmRef, VmSpec
 from multiverse.drivers.qemu.driver import QemuHypervisor, host_config
 from multiverse.host import manifest
 from multiverse.host.manifest import Manifest
@@ -240,25 +240,3 @@ def check_distinct(lab: Lab, parties: dict[str, list[Specification]], came: dict
     assert len(found) == 20
     for field in ("name", "uid", "pid", "mac", "address", "token"):
         assert len({getattr(known, field) for known in found}) == len(found), field
-
-
-async def test_a_vm_of_an_earlier_release_goes_on(lab: Lab, settings: Settings) -> None:
-    """Its manifest has no token, and its uid is reserved by a link."""
-    spec = lab.spec()
-    await lab.started(spec)
-    home = settings.qemu.vms / spec.name
-    raw = json.loads((home / manifest.FILE).read_text())
-    del raw["token"]
-    (home / manifest.FILE).write_text(json.dumps(raw))
-    (settings.qemu.vms / ".uids").mkdir()
-    (settings.qemu.vms / ".uids" / str(raw["uid"])).symlink_to(spec.name)
-    lab.hypervisor.close()
-    lab.hypervisor = QemuHypervisor(settings, SITE)
-    assert await lab.condition(spec.name) is VmCondition.RUNNING
-    assert await lab.hypervisor.create(replace(spec, token="new")) == []
-    assert await lab.hypervisor.start(VmRef(spec.name), Size(1, 256), lab.identity(spec)) == []
-    with pytest.raises(Refused, match=spec.name):
-        await lab.hypervisor.create(replace(lab.spec(), mac=spec.mac))
-    await lab.hypervisor.destroy(VmRef(spec.name), 2.0)
-    assert lab.remains(spec.name) == []
-    assert not (settings.qemu.vms / ".uids").exists()

@@ -359,13 +359,10 @@ def test_the_group_that_was_told_last_counts(tmp_path: Path, monkeypatch: pytest
     assert rules.group(known) == 1000 and not rules.separates(known)
 
 
-def test_a_manifest_keeps_the_group_and_one_of_an_earlier_release_has_none(tmp_path: Path) -> None:
+def test_a_manifest_keeps_the_group(tmp_path: Path) -> None:
     known = Manifest("mv-1", CloneKind.INSTANT, VmPhase.STARTED, "02:00:00:00:00:01", 1, 256, group=5)
     manifest.write(tmp_path, known)
     assert manifest.read(tmp_path) == known
-    file = tmp_path / manifest.FILE
-    file.write_text(file.read_text().replace(', "group": 5', ""))
-    assert manifest.read(tmp_path) == replace(known, group=0)
 
 
 # --- names ------------------------------------------------------------------------------------------

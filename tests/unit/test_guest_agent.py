@@ -373,8 +373,10 @@ IDENTITY = {
             "files": [],
             "directories": [],
             "daemons": [{"name": "slurmd", "argv": ["/usr/sbin/slurmd", "-D"], "user": "root", "ready_path": ""}],
+            "users": [],
         },
     },
+    "names": [],
     "time": 1.7e9,
 }
 
@@ -456,12 +458,12 @@ def test_a_user_is_added_before_the_job_continues(
     channel, host = wire
     guest_agent = GuestAgent(channel, -1)
     reading, guest_agent.introduced = os.pipe2(os.O_NONBLOCK)
-    guest_agent.handle({"type": "introduce", "user": {"name": "alice"}, "time": time.time()})
+    guest_agent.handle({"type": "introduce", "user": {"name": "alice"}, "names": [], "time": time.time()})
     nobody = ("learn_names", ([], [], True))
     assert steps == [("add_users", ([{"name": "alice"}],)), nobody], "the clock was right"
     assert os.read(reading, 1000) == b"\n" * contract.MOST_WAIT
     assert json.loads(host.recv(1000)) == {"type": "introduced"}
-    guest_agent.handle({"type": "introduce", "user": {"name": "alice"}, "time": time.time() + 10})
+    guest_agent.handle({"type": "introduce", "user": {"name": "alice"}, "names": [], "time": time.time() + 10})
     assert [name for name, _ in steps] == ["add_users", "learn_names", "add_users", "learn_names", "clock_settime"]
     for descriptor in (reading, guest_agent.introduced):
         os.close(descriptor)

@@ -122,26 +122,15 @@ def test_the_same_specification_again_is_success_and_a_dead_vm_is_broken(
         host.create(ONE)
 
 
-def test_a_vm_without_a_token_or_an_address_matches_any(config: QemuHostConfig, qemu: ProcessIdentity) -> None:
-    """An earlier release records no token, and no address before the start."""
-    known = record(config.vms, ONE, qemu)
-    old = {key: value for key, value in asdict(known).items() if key not in ("token", "address")}
-    (config.vms / ONE.name / manifest.FILE).write_text(json.dumps(old))
-    found = manifest.read(config.vms / ONE.name)
-    assert found == replace(known, token="", address="")
+def test_a_vm_that_has_no_address_yet_matches_any(config: QemuHostConfig, qemu: ProcessIdentity) -> None:
+    record(config.vms, ONE, qemu, address="")
     assert QemuHost(config).create(ONE) == []
 
 
-def test_vms_of_an_earlier_release_keep_what_they_have(config: QemuHostConfig, qemu: ProcessIdentity) -> None:
-    record(config.vms, ONE, qemu, token="", uid=1001, phase=VmPhase.STARTED)
-    (config.vms / ".uids").mkdir()
-    (config.vms / ".uids/1001").symlink_to("mva-1")  # by this such a release reserves a uid
-    host = QemuHost(config)
-    for field in ("mac", "address"):
-        with pytest.raises(Refused, match="mva-1 has it"):
-            host.create(replace(TWO, **{field: getattr(ONE, field)}))
-    host.destroy("mva-1", 0)
-    assert {path.name for path in config.vms.iterdir()} == {".lock"}
+def test_a_manifest_with_fields_of_a_later_release_is_read(config: QemuHostConfig, qemu: ProcessIdentity) -> None:
+    known = record(config.vms, ONE, qemu)
+    (config.vms / ONE.name / manifest.FILE).write_text(json.dumps(asdict(known) | {"of a later release": [1]}))
+    assert manifest.read(config.vms / ONE.name) == known
 
 
 def test_an_observation_shows_the_token_of_each_vm(config: QemuHostConfig, qemu: ProcessIdentity) -> None:

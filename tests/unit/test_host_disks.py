@@ -17,7 +17,7 @@ from multiverse.host.manifest import Manifest, VmPhase
 from multiverse.host.qemu import start
 from multiverse.host.qemu.library import QemuHost, QemuHostConfig
 from multiverse.system.processes import ProcessIdentity
-from tests.unit.test_host_allocation import ONE, TWO, config, qemu, record
+from tests.unit.test_host_allocation import ONE, config, qemu, record
 
 __all__ = ["config", "qemu"]  # fixtures
 GIB = 1 << 30
@@ -46,24 +46,14 @@ def test_a_manifest_keeps_what_the_disk_costs(tmp_path: Path) -> None:
                      disk_cost=DiskCost(0, 452), disk=2500)  # fmt: skip
     manifest.write(tmp_path, known)
     assert manifest.read(tmp_path) == known
-    raw = json.loads((tmp_path / manifest.FILE).read_text())
-    for field in ("disk_cost", "disk"):
-        del raw[field]
-    (tmp_path / manifest.FILE).write_text(json.dumps(raw))
-    earlier = manifest.read(tmp_path)
-    assert earlier is not None and (earlier.disk_cost, earlier.disk) == (None, 0), "of an earlier release"
 
 
 def test_a_host_says_what_its_vms_can_write(config: QemuHostConfig, qemu: ProcessIdentity) -> None:
-    """A VM of an earlier release is not limited: it can write to all of its disk."""
     os.truncate(config.images / "slim" / "disk.raw", GIB)
     record(config.vms, ONE, qemu, disk_cost=DiskCost(0, 452), disk=2500)
-    record(config.vms, TWO, qemu)
-    earlier = config.vms / TWO.name / "disk.qcow2"
-    subprocess.run(["qemu-img", "create", "-q", "-f", "qcow2", earlier, "3G"], check=True)
     view = QemuHost(config).observe()
     assert view.hosts["h"].disks == {"slim": disks.image_disk(GIB)}
-    assert [view.vms[name].disk for name in (ONE.name, TWO.name)] == [2500, disks.image_disk(3 * GIB).whole]
+    assert view.vms[ONE.name].disk == 2500
 
 
 @pytest.mark.parametrize(("abilities", "least"), [([], 1026), (["limit_disk"], 0)])
@@ -82,14 +72,8 @@ def test_a_vm_is_limited_to_its_allowance_if_its_image_says_that_guests_keep_to_
     assert shown.disk_cost("slim", CloneKind.FULL) == DiskCost(1026, 0)
 
 
-def test_a_vm_is_limited_as_it_is_started_and_one_of_an_earlier_release_is_not(
-    config: QemuHostConfig, qemu: ProcessIdentity
-) -> None:
-    earlier = record(config.vms, ONE, qemu)
-    before = resource.prlimit(qemu.pid, resource.RLIMIT_FSIZE)
-    assert start._limit_disk(earlier, 2048) == earlier
-    assert resource.prlimit(qemu.pid, resource.RLIMIT_FSIZE) == before
-    known = replace(earlier, disk_cost=DiskCost(0, 452), disk=452)
+def test_a_vm_is_limited_as_it_is_started(config: QemuHostConfig, qemu: ProcessIdentity) -> None:
+    known = record(config.vms, ONE, qemu, disk_cost=DiskCost(0, 452), disk=452)
     for _ in range(2):  # a start that was interrupted is repeated
         assert start._limit_disk(known, 2048) == replace(known, disk=2500)
         assert resource.prlimit(qemu.pid, resource.RLIMIT_FSIZE) == (2500 << 20, 2500 << 20)

@@ -31,7 +31,7 @@ from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException
 from multiverse.core.errors import MultiverseError, Refused
 from multiverse.core.model import Size
 
-PROTOCOL = 4
+PROTOCOL = 1
 """What the plugin and the agent say to each other, records included. spank/multiverse.c has the same number."""
 
 LONGEST_REQUEST = 8192

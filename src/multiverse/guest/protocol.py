@@ -1,7 +1,8 @@
 """What the host and a guest agent send each other: one JSON object per line, at most `MAX_LINE` bytes.
 
-The JSON is a contract with guest agents of earlier releases, which run in VMs and lie in frozen templates: a field is
-never renamed or removed. The wire types here are that contract. Each has one conversion from the value that it carries.
+The JSON is a contract with guest agents of other releases, which run in VMs and lie in frozen templates: a field that
+was released is never renamed or removed. The wire types here are that contract. Each has one conversion from the value
+that it carries.
 
 Nothing that comes from a guest is trusted, because its user may be root there: types are checked, unknown messages are
 ignored, and nothing is kept without a limit.
@@ -16,7 +17,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Any, Literal, TypedDict
 
 from multiverse.core.errors import Refused
 from multiverse.core.model import Daemon, GuestFile, Identity, Mount, NodeBootstrap, Stage, User
@@ -91,13 +92,12 @@ class WireDaemon(TypedDict):
 
 
 class WireMembership(TypedDict):
-    """What a node needs to join the scheduler; directories are triples of path, owner and mode. The agents of earlier
-    images ignore `users`."""
+    """What a node needs to join the scheduler; directories are triples of path, owner and mode."""
 
     files: list[WireFile]
     directories: list[tuple[str, str, int]]
     daemons: list[WireDaemon]
-    users: NotRequired[list[WireUser]]
+    users: list[WireUser]
 
 
 class WireIdentity(TypedDict):
@@ -116,8 +116,7 @@ class WireIdentity(TypedDict):
 
 class IdentityMessage(TypedDict):
     """`random` are 64 bytes in base64, `plugged` MiB of memory, `disk` MiB that users may write, `time` seconds since
-    the epoch. `names` are those of the other VMs of its group, with their addresses. The agents of earlier images
-    ignore `disk` and `names`.
+    the epoch. `names` are those of the other VMs of its group, with their addresses.
 
     The type comes first: the agent recognizes the message by its first bytes, before it parses it.
     """
@@ -143,7 +142,7 @@ class AddUserMessage(TypedDict):
 
 class NamesMessage(TypedDict):
     """The names of other VMs, with their addresses: more of them, or with `whole` all. Those that are `gone` are no
-    more. It is not answered, and the agents of earlier images ignore it."""
+    more. It is not answered."""
 
     type: Literal["names"]
     names: list[tuple[str, str]]
@@ -170,8 +169,7 @@ class ServeTasksMessage(TypedDict):
 
 class JoinJobMessage(TypedDict):
     """`address` has a prefix length, peers are (name, address), an `mtu` of 0 leaves that of the interface. The job has
-    `vms` VMs on each of its `nodes`, which are the last ones of the peers, in the order of the nodes. The agents of
-    earlier images ignore `nodes` and `vms`."""
+    `vms` VMs on each of its `nodes`, which are the last ones of the peers, in the order of the nodes."""
 
     type: Literal["join_job"]
     hostname: str
@@ -264,7 +262,7 @@ def join_job_message(guest: JobGuest) -> bytes:
 
 def take_functions_message(ports: Sequence[int], uid: int) -> bytes:
     """The line that gives this user of a VM the virtual functions that were plugged into these root ports. The agent
-    answers `took_functions`; agents of earlier images ignore it."""
+    answers `took_functions`."""
     return _line(TakeFunctionsMessage(type="take_functions", ports=list(ports), uid=uid))
 
 
@@ -281,15 +279,14 @@ def names_message(names: Sequence[tuple[str, str]], gone: Sequence[str], *, whol
 
 def serve_tasks_message(token: str, directory: str) -> bytes:
     """The line that makes the agent accept the tasks of a job, on connections that begin with this token, and stand in
-    for Slurm's commands, which the host has in `directory`. It answers `serving_tasks`; agents of earlier images ignore
-    it."""
+    for Slurm's commands, which the host has in `directory`. It answers `serving_tasks`."""
     commands = WireCommands(names=list(INSTALLED), directory=directory, program=program())
     return _line(ServeTasksMessage(type="serve_tasks", token=token, commands=commands))
 
 
 def take_regions_message(devices: Sequence[tuple[int, int]], uid: int) -> bytes:
     """The line that makes the agent give regions of shared memory, which have been plugged, to that user. It answers
-    `took_regions`; agents of earlier images ignore it."""
+    `took_regions`."""
     program = shared_memory_program()
     return _line(TakeRegionsMessage(type="take_regions", devices=list(devices), uid=uid, program=program))
 
@@ -331,14 +328,12 @@ def _wire_mount(mount: Mount) -> WireMount:
 
 
 def _wire_membership(bootstrap: NodeBootstrap) -> WireMembership:
-    found = WireMembership(
+    return WireMembership(
         files=[_wire_file(file) for file in bootstrap.files],
         directories=list(bootstrap.directories),
         daemons=[_wire_daemon(daemon) for daemon in bootstrap.daemons],
+        users=[_wire_user(user) for user in bootstrap.users],
     )
-    if bootstrap.users:
-        found["users"] = [_wire_user(user) for user in bootstrap.users]
-    return found
 
 
 def _wire_file(file: GuestFile) -> WireFile:

@@ -9,7 +9,7 @@ again from them whenever it is missing.
 
 A group is a mark: a frame gets that of the tap that it comes from, and passes if the tap, or the address, that it is
 for has the same one. So there are two elements for each VM of this host and one for each VM of another host, and none
-for any pair. Pairs are there for VMs without a group: those inside jobs, and those of earlier releases.
+for any pair. Pairs are there for VMs without a group, which are inside jobs.
 
 Each host checks what its own VMs send to VMs of other hosts, through the bridge's uplink: they reach the addresses of
 their group, and addresses that have sent to them. The latter are VMs of which this host was not told yet; their own

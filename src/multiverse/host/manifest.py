@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
+
+from pydantic import TypeAdapter
 
 from multiverse.core.errors import Exhausted, Refused
 from multiverse.core.model import CloneKind, DiskCost
@@ -32,7 +34,7 @@ class VmPhase(StrEnum):
 
 @dataclass(frozen=True)
 class Manifest:
-    """One VM. The names of the fields are those on disk, which earlier releases have written.
+    """One VM. The names of the fields are those on disk, so they stay from release to release.
 
     `cpus` and `memory` (MiB) are what the VM had before anything was plugged. A `pid` of 0 says that its QEMU was not
     started, or that this was not recorded; `started` is the process's start in clock ticks since the boot `boot_id`. A
@@ -51,19 +53,19 @@ class Manifest:
     uid: int = 0
     address: str = ""  # without prefix length; empty if the VM has none yet
     peers: tuple[str, ...] = ()  # names of the other VMs of its job
-    peer_addresses: tuple[str, ...] = ()  # of these VMs, in the same order; empty in manifests of earlier releases
+    peer_addresses: tuple[str, ...] = ()  # of these VMs, in the same order
     introduced: tuple[int, ...] = ()  # uids of the users that were added to its guest after the start
-    total_cpus: int = 0  # with what was plugged; 0: nothing was, or an earlier release did not record it
+    total_cpus: int = 0  # with what was plugged; 0: nothing was
     total_memory: int = 0  # MiB, like `total_cpus`
     huge_memory: int = 0  # MiB of it in huge pages, which are taken whether or not the guest uses them
-    token: str = ""  # empty in manifests of releases without tokens
-    disk_cost: DiskCost | None = None  # None in manifests of releases that did not limit disks
+    token: str = ""
+    disk_cost: DiskCost = DiskCost()
     job_groups: tuple[str, ...] = ()  # control groups of the job that the VM is inside of
     job_address: str = ""  # without prefix length: a second one, in the network of that job
-    disk: int = 0  # MiB that its files can grow to now; 0: they are not limited
+    disk: int = 0  # MiB that its files can grow to now
     # The NUMA node that it is kept on; -1: on none of them, None: no node was chosen, as on a machine with one node.
     numa: int | None = None
-    template_build: str = ""  # of an instant clone: which build of its template it maps; empty in earlier manifests
+    template_build: str = ""  # of an instant clone: which build of its template it maps
     net: int = 0  # Mbit/s that it may send, and may receive; 0: any
     group: int = 0  # of VMs that reach each other, with which it was started or given to a user; 0: its peers alone
 
@@ -76,6 +78,9 @@ class Manifest:
     def on_network(self) -> bool:
         """Whether the VM may have sent frames as its address."""
         return self.phase in (VmPhase.STARTING, VmPhase.STARTED) and bool(self.address)
+
+
+_ADAPTER = TypeAdapter(Manifest)
 
 
 def write(directory: Path, manifest: Manifest) -> None:
@@ -91,26 +96,15 @@ def write(directory: Path, manifest: Manifest) -> None:
 def read(directory: Path) -> Manifest | None:
     """The manifest in `directory`; None if there is none that can be read. Fields of a later release are ignored."""
     try:
-        raw = json.loads((directory / FILE).read_text())
-        raw = {key: value for key, value in raw.items() if key in _FIELDS}
-        raw["kind"], raw["phase"] = CloneKind(raw["kind"]), VmPhase(raw["phase"])
-        raw["peers"] = tuple(raw.get("peers", ()))
-        raw["peer_addresses"] = tuple(raw.get("peer_addresses", ()))
-        raw["job_groups"] = tuple(raw.get("job_groups", ()))
-        raw["introduced"] = tuple(raw.get("introduced", ()))
-        raw["disk_cost"] = DiskCost(*raw["disk_cost"]) if raw.get("disk_cost") else None
-        return Manifest(**raw)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return _ADAPTER.validate_json((directory / FILE).read_bytes())
+    except (OSError, ValueError):
         return None
-
-
-_FIELDS = frozenset(field.name for field in fields(Manifest))
 
 
 def refuse_other(known: Manifest | None, token: str) -> None:
     """Raise `Refused` if a VM has another token than `token`: then it is another VM, as of a database that was restored
-    from a copy. An empty token, or none in the manifest, matches any."""
-    if known is not None and token and known.token not in ("", token):
+    from a copy. An empty token matches any."""
+    if known is not None and token and known.token != token:
         hint = f"a controller with another database made it; if nobody needs it, end process {known.pid}"
         raise Refused(f"{known.name} is another VM: it has another token", hint=hint)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,12 +68,3 @@ class UidPool:
             if registry.holder(Resource.UID, str(uid)) in ("", name):
                 return ProcessUser(uid, self._first)
         raise Exhausted(f"all {self._count - 1} users for VMs are taken", hint="widen qemu.uids")
-
-
-def remove_earlier_reservation(vms: Path, uid: int) -> None:
-    """Remove the link by which an earlier release reserved the uid of a VM that is gone now: `.uids/<uid>`."""
-    link = vms / ".uids" / str(uid)
-    if link.is_symlink():
-        link.unlink(missing_ok=True)
-        with suppress(OSError):  # other VMs of that release still have links
-            link.parent.rmdir()

@@ -13,7 +13,7 @@ from multiverse.system import files
 FILES = ("image.json", "vmlinuz", "initrd.img", "disk.raw")
 """The files of an image."""
 
-_RECORD = "image.sha256"  # not in the manifest: earlier releases know all fields of theirs
+_RECORD = "image.sha256"  # not in the manifest, which is one of the files
 _BLOCK = 64 << 10
 _ZEROS = bytes(_BLOCK)
 

@@ -133,7 +133,7 @@ def copy(image: Image, images: Path) -> bool:
 
 
 def stated_digest(image: Image) -> str:
-    """The digest that is recorded of the image; computed if an earlier release built it, which takes seconds."""
+    """The digest that is recorded of the image; computed if none is, which takes seconds."""
     return digest.recorded(image.path) or digest.digest_of(image.path)
 
 

@@ -77,10 +77,10 @@ class LabPlan:
     `cores` and `memory` are what each of them declares. Besides, there are `physical` nodes, which users use directly.
     With `routed`, each host and node has a network of its own, and a router connects these with this machine.
 
-    `disk` is what VMs may write: the space that was free when the lab was made; a plan of an earlier release has the
-    default of the settings. `bridge` has the first address of `subnet`. The ports are on this machine. `settings`
-    override the controller's settings that the lab would choose, by section and key. `plugin` and `enter` are Slurm's
-    plugin for VMs inside jobs and its program; empty if they are not built.
+    `disk` is what VMs may write: the space that was free when the lab was made. `bridge` has the first address of
+    `subnet`. The ports are on this machine. `settings` override the controller's settings that the lab would choose, by
+    section and key. `plugin` and `enter` are Slurm's plugin for VMs inside jobs and its program; empty if they are not
+    built.
     """
 
     cores: int

@@ -86,8 +86,8 @@ class Host:
     `limit_disk` (its guests keep to an allowance). `memory_block` is the granularity of plugged memory, `vm_overhead`
     what a VM needs beside its guest's memory. `disks` says of images how large the files of their VMs can become; of an
     image that it does not name, VMs take their allowance. `self_fence` is after how many seconds without the controller
-    and the scheduler its agent ends its VMs; 0: never. `overcommit` says how much more may be claimed than is declared;
-    an agent of an earlier release does not report it, and nothing is over-committed there. `features` are what its VMs
+    and the scheduler its agent ends its VMs; 0: never. `overcommit` says how much more may be claimed than is declared.
+    `features` are what its VMs
     have because this host can do it, and `features_off` what they do without, each with the reason: shown to operators,
     and of no consequence for decisions; and so are its NUMA nodes (`numa`), which are the host's own concern. `load` is
     what all its processes have used in the last minute, None if that is not measured. `refuses` is why its agent takes

@@ -1,7 +1,7 @@
 """Names of VMs, which never recur: `mv<site>-<serial>`. The only place that makes or reads them. And those of leases.
 
 A name is at most 15 bytes, because it names a network interface too (IFNAMSIZ in <linux/if.h>): seven characters are
-left for the serial beside a site of five. Up to 9,999,999 a serial is written in decimal, as in earlier releases. From
+left for the serial beside a site of five. Up to 9,999,999 a serial is written in decimal. From
 10,000,000 on it is written with seven digits of base 36 of which the first is a letter, from `a000000` on: no name has
 two meanings, and none that was ever given has another one than before.
 """

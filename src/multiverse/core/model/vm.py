@@ -28,8 +28,8 @@ class VmSeen:
     Memory is in MiB (0: not measured) and a few seconds old at most: `private` is freed when the VM ends; `shared` is
     what it maps of its template and of programs, counted whole however many VMs map it. `introduced` are the users that
     were added to its guest after its start. `address` (with prefix length) and `mac` are shown where the hypervisor
-    assigns them, or where they are known, `placed_on` where it chooses the machine. `token` is empty for a VM of a
-    release without tokens. `size` is what the VM has, with all that was plugged; None if it is not known. `disk` is
+    assigns them, or where they are known, `placed_on` where it chooses the machine. `token` is empty if the
+    hypervisor keeps none. `size` is what the VM has, with all that was plugged; None if it is not known. `disk` is
     what its files can grow to, in MiB; 0 if that is not known. `template_build` is which build of a template it was
     forked from, with `template_memory` MiB; empty if it boots from its image, or if that is not known.
     """

@@ -123,7 +123,7 @@ class World:
 
     def at(self, vm: Vm, place: Place) -> VmSeen | None:
         """The VM as it is shown at one of its places. None if it is not, or if the source there is unknown. A VM with
-        another token is another VM; a row or a VM of a release without tokens has none."""
+        another token is another VM. Where a hypervisor keeps no tokens, a VM has none."""
         latest = self.latest(place.source)
         seen = latest.value.vms.get(vm.name) if latest else None
         if seen is None or seen.host != place.host:

@@ -137,8 +137,8 @@ class GuestAgent:
         time.clock_settime(time.CLOCK_REALTIME, message["time"] + stage.elapsed())
         identity = message["identity"]
         membership = identity["membership"]
-        set_names(identity, message.get("names", []))  # the host of an earlier release sends none
-        add_users([*membership.get("users", ()), *identity["users"]])  # the daemon of an earlier release sends no users
+        set_names(identity, message["names"])
+        add_users([*membership["users"], *identity["users"]])
         stage("identity")
         self.own_address = (identity["address"], identity["gateway"])
         set_network(interface(), identity["mac"], *self.own_address)
@@ -148,7 +148,7 @@ class GuestAgent:
         use_plugged(message["cpus"], message["plugged"])
         raise_process_limits(stopped_pids())
         stage("plugged")
-        set_allowance(message.get("disk", 0))  # the daemon of an earlier release sends none
+        set_allowance(message["disk"])
         stage("disk")
         is_spare = not identity["users"]
         if is_spare:
@@ -176,7 +176,7 @@ class GuestAgent:
     def add_user(self, message: dict[str, Any]) -> None:
         """Add the user of a job that got this spare, correct the clock, and let the job continue."""
         add_users([message["user"]])
-        self.learn_names({"names": message.get("names", []), "gone": [], "whole": True})
+        self.learn_names({"names": message["names"], "gone": [], "whole": True})
         if abs(message["time"] - time.time()) > CLOCK_TOLERANCE:
             time.clock_settime(time.CLOCK_REALTIME, message["time"])
         if self.introduced is not None:
@@ -200,11 +200,10 @@ class GuestAgent:
             set_mtu(interface(), message["mtu"])
         join_network(interface(), message["address"], *self.own_address)
         set_host_names(message["hostname"], message["address"], message["peers"], [])
-        if "nodes" in message:  # the host of an earlier release sends none
-            names = [name for name, _ in message["peers"]]
-            places = [(node, number) for node in message["nodes"] for number in range(message["vms"])]
-            self.job_vms[:] = [(name, *place) for name, place in zip(names[-len(places) :], places, strict=True)]
-            install_launcher(self.job_vms)
+        names = [name for name, _ in message["peers"]]
+        places = [(node, number) for node in message["nodes"] for number in range(message["vms"])]
+        self.job_vms[:] = [(name, *place) for name, place in zip(names[-len(places) :], places, strict=True)]
+        install_launcher(self.job_vms)
         self.channel.send("joined_job")
 
     def take_functions(self, message: dict[str, Any]) -> None:
@@ -217,8 +216,7 @@ class GuestAgent:
         if self.tasks is None:
             self.tasks = TaskListener(self.mounts, self.job_vms)
             self.poller.register(self.tasks.sock, select.POLLIN)
-            if "commands" in message:  # the host of an earlier release sends none
-                self.covered = install_commands(message["commands"])
+            self.covered = install_commands(message["commands"])
         self.tasks.token = message["token"]
         self.channel.send("serving_tasks")
 

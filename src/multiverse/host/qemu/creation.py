@@ -89,11 +89,10 @@ def _exists(spec: Specification, paths: Paths) -> bool:
 def _check_same(spec: Specification, known: Manifest) -> None:
     """Raise `Refused` if the VM of that name is not the specified one.
 
-    A manifest of an earlier release has no token, and a VM that such a release created has no address before it is
-    started: these match any.
+    A VM that was specified without an address has none before it is started: that matches any.
     """
     same = {
-        "token": not known.token or known.token == spec.token,
+        "token": known.token == spec.token,
         "MAC": known.mac == spec.mac,
         "kind": known.kind == spec.kind,
         "address": not known.address or not spec.address or known.address == spec.bare_address,

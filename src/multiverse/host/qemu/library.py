@@ -293,7 +293,7 @@ class QemuHost:
         try:
             channel.ask(take_functions_message(ports, uid), "took_functions", _DRIVER_TIMEOUT)
         except Unknown as error:
-            hint = "build its image again: an earlier release's guest agent does not know them"
+            hint = "is its image of this release? Build it again"
             raise Broken(f"the guest of VM {name} did not take its virtual functions", hint=hint) from error
 
     def return_functions(self) -> None:
@@ -319,7 +319,7 @@ class QemuHost:
         try:
             channel.ask(take_regions_message(devices, uid), "took_regions", _PLUG_TIMEOUT)
         except Unknown as error:
-            hint = "build its image again if an earlier release has built it; its guest agent may not know such memory"
+            hint = "is its image of this release? Build it again"
             raise Broken(f"the guest of VM {name} does not take its shared memory", hint=hint) from error
 
     def control_groups(self, name: str, job_groups: Sequence[str]) -> list[str]:

@@ -21,7 +21,7 @@ from multiverse.core.model import (
     VmCondition,
     VmSeen,
 )
-from multiverse.host import disks, manifest, process, tap
+from multiverse.host import manifest, process, tap
 from multiverse.host.manifest import Manifest, VmPhase
 from multiverse.host.qemu import templates
 from multiverse.host.qemu.context import HostContext
@@ -37,7 +37,6 @@ _CONDITIONS = {
 }
 _ABILITIES = frozenset({"instant", "linked", "full", "plug_cpus", "plug_memory"})
 _MEASURED_FOR = 2.0  # seconds that a VM's figures count as new
-_OUTPUT_LIMIT = 1 << 20  # bytes that are kept of what a QEMU prints that is not contained; see `output`
 _WARNINGS = {"daemon_ended": "daemon ended in guest", "flooded": "guest channel closed"}
 
 
@@ -163,7 +162,7 @@ class HostObserver:
             mac=known.mac,
             token=known.token,
             size=Size(known.total_cpus or known.cpus, known.total_memory or known.memory, net=known.net),
-            disk=known.disk or self._whole_disk(name),
+            disk=known.disk,
             template_build=known.template_build,
             template_memory=known.memory if known.template_build else 0,
         )
@@ -177,11 +176,6 @@ class HostObserver:
         if name in self._host.paused:
             return replace(measured, condition=VmCondition.PAUSED, reason=REASON)
         return measured
-
-    def _whole_disk(self, name: str) -> int:
-        """MiB that the files of a VM of an earlier release can grow to, which did not limit them."""
-        paths = self._host.paths(name)
-        return disks.image_disk(max(map(disks.virtual_size, (paths.overlay, paths.full_disk)))).whole
 
     def _measured(self, seen: VmSeen, known: Manifest) -> VmSeen:
         """With what the VM takes. It is measured every few seconds, which is less often than it is observed; then what
@@ -200,22 +194,10 @@ class HostObserver:
         return replace(seen, cpu_s=before.cpu_s, private=before.private, shared=before.shared)
 
     def _copy_outputs(self, known: Manifest) -> None:
-        paths = self._host.paths(known.name)
-        self._host.outputs.save(known.name, known.process, paths.outputs)
-        for path in paths.outputs:
-            _truncate(path)
+        self._host.outputs.save(known.name, known.process, self._host.paths(known.name).outputs)
 
     def _note_reports(self, name: str) -> None:
         for report in self._host.connections.poll_reports(name):
             if report.type in _WARNINGS:
                 self._reasons[name] = report.reason
                 log.warning(_WARNINGS[report.type], vm=name, reason=report.reason)
-
-
-def _truncate(path: Path) -> None:
-    """Empty a long file of a QEMU that is not contained. QEMU appends, so it goes on from the new end."""
-    try:
-        if path.stat().st_size > _OUTPUT_LIMIT:
-            os.truncate(path, 0)
-    except FileNotFoundError:
-        return

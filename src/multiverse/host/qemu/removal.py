@@ -11,7 +11,6 @@ from multiverse.host.manifest import Manifest, VmPhase
 from multiverse.host.qemu.channel import AgentChannel
 from multiverse.host.qemu.context import HostContext
 from multiverse.host.qemu.session import Paths, remove_files
-from multiverse.host.uids import remove_earlier_reservation
 from multiverse.system.processes import boot_id
 
 
@@ -46,7 +45,6 @@ def destroy(host: HostContext, name: str, grace: float, token: str = "") -> None
         host.groups(known.job_groups if known is not None else ()).remove(name)
         if known is not None:
             host.firewall.revoke(known)
-            remove_earlier_reservation(host.config.vms, known.uid)
         if host.overlay is not None:
             host.overlay.drop(name)
         remove_files(paths)

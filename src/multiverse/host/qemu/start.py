@@ -109,9 +109,7 @@ def _choose_node(host: HostContext, known: Manifest, size: Size) -> Manifest:
 
 def _limit_disk(known: Manifest, allowance: int) -> Manifest:
     """Let the VM's files grow to what its guest may write. Returns its manifest, which is still to be written: a limit
-    that it does not tell of is set again by the next call. A VM of an earlier release is not limited."""
-    if known.disk_cost is None:
-        return known
+    that it does not tell of is set again by the next call."""
     disk = known.disk_cost.of(allowance)
     process.limit_files(known.process, known.uid, disk << 20)
     return replace(known, disk=disk)

@@ -45,7 +45,7 @@ _OPENED_BY_QEMU = frozenset({"memory", "disk.qcow2", "kernel.stub", "initrd.stub
 @dataclass(frozen=True)
 class FrozenTemplate:
     """A template that is ready. `size` is what its clones have before anything is plugged; `key` says what made it.
-    `build` tells it from one of the same key that was there earlier; it is empty if an earlier release built it."""
+    `build` tells it from one of the same key that was there earlier."""
 
     image: str
     key: str
