@@ -7,15 +7,15 @@ import json
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
-from multiverse.agent import protocol
+from multiverse.agent import calls, protocol
+from multiverse.agent.calls import Call, Create, Nothing
 from multiverse.agent.dial import permitted
 from multiverse.agent.epochs import Epoch, EpochFile, Epochs
-from multiverse.agent.hypervisor import OVERLAY, TASKS
-from multiverse.agent.protocol import Answer, Create, Line, decode_answer, decode_line, encode
+from multiverse.agent.protocol import Answer, Line, decode_answer, decode_line, encode
 from multiverse.agent.self_fence import Contacts, FenceTimer
 from multiverse.agent.server import AgentIdentity, AgentServer
 from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError, Refused, Stale, Superseded, Unknown
@@ -27,9 +27,7 @@ from multiverse.core.model import (
     Identity,
     Neighbour,
     NodeBootstrap,
-    Overcommitment,
     Size,
-    TaskAccess,
     TemplateKey,
     User,
     VmCondition,
@@ -211,7 +209,7 @@ async def test_an_agent_that_hangs_is_given_up(agents: list[SimulatedAgent]) -> 
     async with controller(agents) as one:
         await one.connected()
         agents[1].link.cut()
-        assert f"{protocol.SILENCE:g} s" in await unknown(one.connections[1].call(protocol.Observe()))
+        assert f"{protocol.SILENCE:g} s" in await unknown(one.connections[1].call(calls.Observe()))
         assert one.connections[1].reason and one.connections[0].reason == ""
 
 
@@ -589,15 +587,15 @@ def test_a_line_keeps_what_it_says() -> None:
     bootstrap = NodeBootstrap(files=(GuestFile("/etc/munge.key", bytes(range(256)), 0o400),))
     identity = Identity("mv-1", "02:00:5e:00:00:01", "10.0.0.2/16", "10.0.0.1", "0" * 32, (user,), bootstrap=bootstrap)
     for call in (
-        protocol.Create(vm=spec(kind=CloneKind.INSTANT)),
-        protocol.Start(vm=VmRef("mv-1", "h", "t"), size=SIZE, identity=identity),
-        protocol.Destroy(vm=VmRef("mv-1", "h", "t"), grace=1.5),
-        protocol.AddUser(vm=VmRef("mv-1"), user=user),
-        protocol.Connect(vm=VmRef("mv-1"), neighbours=(Neighbour("10.0.0.3", "02:00:5e:00:00:02", "192.0.2.1"),)),
-        protocol.BuildTemplate(template=TemplateKey("h", "slim", SIZE, "physics")),
-        protocol.DeleteTemplate(template=TemplateKey("h", "slim", SIZE)),
-        protocol.Measure(),
-        protocol.Examine(),
+        calls.Create(vm=spec(kind=CloneKind.INSTANT)),
+        calls.Start(vm=VmRef("mv-1", "h", "t"), size=SIZE, identity=identity),
+        calls.Destroy(vm=VmRef("mv-1", "h", "t"), grace=1.5),
+        calls.AddUser(vm=VmRef("mv-1"), user=user),
+        calls.Connect(vm=VmRef("mv-1"), neighbours=(Neighbour("10.0.0.3", "02:00:5e:00:00:02", "192.0.2.1"),)),
+        calls.BuildTemplate(template=TemplateKey("h", "slim", SIZE, "physics")),
+        calls.DeleteTemplate(template=TemplateKey("h", "slim", SIZE)),
+        calls.Measure(),
+        calls.Examine(),
     ):
         line = Line(id=1, call=call)
         data = encode(line)
@@ -606,37 +604,29 @@ def test_a_line_keeps_what_it_says() -> None:
 
 
 @virtual
-async def test_a_host_without_an_overlay_and_an_agent_without_the_call_refuse_it(agents: list[SimulatedAgent]) -> None:
-    """An agent of the release before would end the connection, with all calls that run on it."""
+async def test_a_host_without_an_overlay_refuses_to_connect_vms(agents: list[SimulatedAgent]) -> None:
     async with controller(agents) as one:
         await one.connected()
         await one.hypervisor.create(spec())
         with pytest.raises(Refused, match="has no overlay"):
             await one.hypervisor.connect(VmRef("mvtest0-1", "h1"), ())
-        old = one.connections[1]
-        assert old.welcome is not None
-        old.welcome = old.welcome.model_copy(update={"protocol": OVERLAY - 1})
-        with pytest.raises(Refused, match="release without overlays"):
-            await one.hypervisor.connect(VmRef("mvtest0-1", "h1"), ())
-        assert "mvtest0-1" in await observed(one)
+
+
+class Dance(Call[Nothing]):
+    """A made-up call of the next release."""
+
+    name: Literal["dance"] = "dance"
+    since = protocol.PROTOCOL + 1
 
 
 @virtual
-async def test_an_agent_that_sends_no_tasks_to_guests_starts_no_vm_that_needs_them(
-    agents: list[SimulatedAgent],
-) -> None:
-    """It would ignore what it does not know, and no task could enter the VM."""
+async def test_an_agent_of_the_release_before_is_not_asked_what_it_does_not_know(agents: list[SimulatedAgent]) -> None:
+    """It would end the connection, with all calls that run on it."""
     async with controller(agents) as one:
         await one.connected()
-        await one.hypervisor.create(spec())
-        identity = Identity("mvtest0-1", spec().mac, "10.0.0.2/16", "10.0.0.1", "0" * 32)
-        access = replace(identity, tasks=TaskAccess("mvjob-1-0", (), (), ("n1",), "secret", "/usr/bin"))
-        ref, old = VmRef("mvtest0-1", "h1"), one.connections[1]
-        assert old.welcome is not None
-        old.welcome = old.welcome.model_copy(update={"protocol": TASKS - 1})
-        with pytest.raises(Refused, match="release that sends no tasks"):
-            await one.hypervisor.start(ref, SIZE, access)
-        await one.hypervisor.start(ref, SIZE, identity)
+        with pytest.raises(Refused, match="does not know dance"):
+            await one.connections[1].call(Dance())
+        assert one.connections[1].welcome is not None and await observed(one) == {}
 
 
 def test_an_error_of_a_later_release_says_nothing_about_what_was_done() -> None:
@@ -653,11 +643,3 @@ async def _greeted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, e
     assert decode_answer(await reader.readuntil()).welcome is not None
     writer.write(encode(Line(take=epoch)))
     assert decode_answer(await reader.readuntil()) == Answer(taken=epoch)
-
-
-def test_a_host_that_an_earlier_agent_reports_over_commits_nothing() -> None:
-    host = Host("h1", Size(4, 8192, 1000), overcommit=Overcommitment(2.0, 1.5, 3.0, 7, 9))
-    sent = json.loads(protocol.HypervisorAnswer.of(HypervisorView({"h1": host})).model_dump_json())
-    assert protocol.HypervisorAnswer.model_validate(sent).view().hosts == {"h1": host}
-    del sent["hosts"]["h1"]["overcommit"]
-    assert protocol.HypervisorAnswer.model_validate(sent).view().hosts["h1"].overcommit == Overcommitment()

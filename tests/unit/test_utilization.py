@@ -17,7 +17,6 @@ import httpx
 import pytest
 from rich.console import Console
 
-from multiverse.agent.protocol import OLDEST, PROTOCOL
 from multiverse.api import UsagePoint, UtilizationView, decode
 from multiverse.cli import render
 from multiverse.cli.commands import build
@@ -44,7 +43,7 @@ from multiverse.store.utilization import (
 )
 from multiverse_lab.simulation.loop import run
 from multiverse_lab.simulation.machines import ABILITIES
-from multiverse_lab.simulation.network import ProtocolRelease, SimulatedAgent
+from multiverse_lab.simulation.network import SimulatedAgent
 from multiverse_lab.simulation.world import Pair, SimulatedWorld, WorldSettings
 from tests.contract.agents import agents_of, controller
 from tests.unit.planner_harness import ManualClock, PlannerHarness
@@ -84,7 +83,7 @@ def with_samples(one: SimulatedAgent) -> Samples:
     """Let the agent sample, until it is started again."""
     samples = Samples()
     assert one.running is not None
-    one.running._samples = samples
+    one.running.samples = samples
     return samples
 
 
@@ -103,24 +102,6 @@ def test_an_agent_tells_what_was_used_and_its_load() -> None:
                 await one.hypervisor.used("h0", 15.0)
             with pytest.raises(Gone):
                 await one.hypervisor.used("h7", 15.0)
-        for agent in made:
-            await agent.stop()
-
-    run(main(), 1)
-
-
-def test_an_agent_of_the_release_before_is_not_asked_and_stays_connected() -> None:
-    async def main() -> None:
-        made = agents()
-        await made[1].replace(ProtocolRelease("0.9", 1, OLDEST - 1))
-        assert PROTOCOL >= 2
-        async with controller(made) as one:
-            await one.connected()
-            with pytest.raises(Refused, match="of a release that samples nothing"):
-                await one.hypervisor.used("h1", 15.0)
-            assert (
-                one.connections[1].welcome is not None and len((await one.hypervisor.sources[1].observe()).hosts) == 1
-            )
         for agent in made:
             await agent.stop()
 

@@ -8,23 +8,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 from random import Random
-from typing import cast
+from typing import Any
 
 import structlog
 
+from multiverse.agent.calls import Call, Message, R
 from multiverse.agent.controller_epoch import ControllerEpoch
 from multiverse.agent.protocol import (
     LONGEST_LINE,
     OLDEST,
     PING,
     PROTOCOL,
-    RESULTS,
     SILENCE,
     Answer,
-    Call,
     Hello,
     Line,
-    Result,
     Welcome,
     decode_answer,
     encode,
@@ -64,11 +62,11 @@ class AgentConnection:
         """When the last line of the agent came, by the event loop's clock."""
         self._transport, self._who, self._epoch, self._random = transport, who, epoch, random
         self._ids = itertools.count(1)
-        self._calls: dict[int, tuple[Call, asyncio.Future[Result]]] = {}
+        self._calls: dict[int, tuple[Call[Any], asyncio.Future[Any]]] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._ponged = 0  # the last ping of this connection that the agent has answered
         self._settled = asyncio.Event()  # cleared while an attempt to connect is under way
-        self._last: dict[type[Result], Result] = {}  # the last result of each kind on this connection
+        self._last: dict[type[Message], Message] = {}  # the last result of each kind on this connection
 
     async def run(self) -> None:
         """Keep the connection up until cancelled. Raises `Superseded` if the agent obeys another controller, which is
@@ -98,18 +96,22 @@ class AgentConnection:
             pause = min(AGAIN * 2.0**failures, AGAIN_LIMIT)
             await asyncio.sleep(pause * (1 - self._random.random() / 2))
 
-    async def call(self, call: Call) -> Result:
-        """Let the agent do something. Raises the agent's error, or `Unknown` without an answer: then it may have been
-        done. A caller that is cancelled lets the agent know."""
+    async def call(self, call: Call[R]) -> R:
+        """Let the agent do something. Raises the agent's error, `Refused` if its release does not know the call, or
+        `Unknown` without an answer: then it may have been done. A caller that is cancelled lets the agent know."""
         await self._settled.wait()
         if self._writer is None:
             raise Unknown(f"{self.host} has no connection to its agent: {self.reason}")
-        number, waiting = next(self._ids), asyncio.get_running_loop().create_future()
+        if self.welcome is not None and self.welcome.protocol < call.since:
+            text = f"the agent of {self.host} is of release {self.welcome.release}, which does not know {call.name}"
+            raise Refused(text, hint="install the same release on both machines")
+        waiting: asyncio.Future[R] = asyncio.get_running_loop().create_future()
+        number = next(self._ids)
         # It stays until it is answered, also when nobody waits any more: a later answer may say that it is the same.
         self._calls[number] = (call, waiting)
         self._send(Line(id=number, call=call))
         try:
-            return cast(Result, await waiting)
+            return await waiting
         except asyncio.CancelledError:
             self._send(Line(cancel=number))
             raise
@@ -127,10 +129,10 @@ class AgentConnection:
             if not waiting.done():
                 waiting.set_result(result)
 
-    def _result(self, call: Call, answer: Answer) -> Result:
+    def _result(self, call: Call[Any], answer: Answer) -> Message:
         if answer.error is not None:
             raise answer.error.error()
-        kind = RESULTS[type(call)]
+        kind = call.result
         if answer.same and kind in self._last:
             return self._last[kind]
         # From here on the agent takes this answer for the last one, whether or not it can be read.

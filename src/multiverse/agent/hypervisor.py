@@ -7,32 +7,28 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import cast
 
-from multiverse.agent.connection import AgentConnection
-from multiverse.agent.overlay import OverlayDirectory
-from multiverse.agent.protocol import (
+from multiverse.agent.calls import (
     AddUser,
     BuildTemplate,
+    Call,
     Connect,
-    Counted,
     CountProcesses,
     Create,
     DeleteTemplate,
     Destroy,
     Examine,
-    Examined,
     HypervisorAnswer,
     Measure,
-    Measured,
     Observe,
-    Stages,
+    R,
     Start,
     TellMembers,
     Utilization,
-    Utilized,
 )
-from multiverse.core.errors import Gone, MultiverseError, Refused
+from multiverse.agent.connection import AgentConnection
+from multiverse.agent.overlay import OverlayDirectory
+from multiverse.core.errors import Gone, MultiverseError
 from multiverse.core.model import (
     Host,
     HostUsage,
@@ -49,18 +45,6 @@ from multiverse.core.model import (
     VmSpec,
 )
 from multiverse.ports import NOT_LEASED
-
-SAMPLING = 2
-"""The first protocol with the call `utilization`."""
-
-OVERLAY = 3
-"""The first protocol with the call `connect`, and with neighbours in an identity."""
-
-TASKS = 4
-"""The first protocol with access for tasks in an identity."""
-
-GROUPS = 5
-"""The first protocol with the call `tell_members`, and with groups of VMs."""
 
 
 class AgentSource:
@@ -87,7 +71,7 @@ class AgentSource:
 
     async def observe(self) -> HypervisorView:
         """See `ports.Source`. An observation that shows what the one before it showed is the same object."""
-        view = cast(HypervisorAnswer, await self.connection.call(Observe()))
+        view = await self.connection.call(Observe())
         if self._shown is None or self._shown[0] is not view:
             self._shown = view, view.view()
         return self._shown[1]
@@ -184,42 +168,32 @@ class AgentHypervisor:
 
     async def create(self, vm: VmSpec) -> Sequence[Stage]:
         """See `ports.Hypervisor`."""
-        return cast(Stages, await self._agent(vm.host).call(Create(vm=vm))).stages
+        return (await self._agent(vm.host).call(Create(vm=vm))).stages
 
     async def start(self, vm: VmRef, size: Size, identity: Identity) -> Sequence[Stage]:
         """See `ports.Hypervisor`. With an overlay, its peers and the controller's machine can reach the VM before
         it runs; raises what `OverlayDirectory.introduce` raises."""
-        agent = self._agent(vm.source)
-        if identity.tasks is not None and agent.welcome is not None and agent.welcome.protocol < TASKS:
-            raise Refused(f"the agent of {vm.source} is of a release that sends no tasks to guests", hint="upgrade it")
         if self.overlay is not None:
-            self._overlaid(vm.source)
             identity = replace(identity, neighbours=await self.overlay.introduce(vm, identity))
-        return cast(Stages, await self._agent(vm.source).call(Start(vm=vm, size=size, identity=identity))).stages
+        return (await self._agent(vm.source).call(Start(vm=vm, size=size, identity=identity))).stages
 
     async def connect(self, vm: VmRef, neighbours: tuple[Neighbour, ...]) -> None:
-        """See `agent.server.VmConnections`. Raises `Refused` if its agent is of a release without overlays."""
-        await self._overlaid(vm.source).call(Connect(vm=vm, neighbours=neighbours))
-
-    def _overlaid(self, host: str) -> AgentConnection:
-        agent = self._agent(host)
-        if agent.welcome is not None and agent.welcome.protocol < OVERLAY:
-            raise Refused(f"the agent of {host} is of a release without overlays", hint="upgrade it")
-        return agent
+        """See `agent.calls.VmConnections`."""
+        await self._agent(vm.source).call(Connect(vm=vm, neighbours=neighbours))
 
     async def destroy(self, vm: VmRef, grace: float) -> None:
         """See `ports.Hypervisor`."""
         await self._agent(vm.source).call(Destroy(vm=vm, grace=grace))
 
     async def add_user(self, vm: VmRef, user: User, group: int = 0) -> None:
-        """See `ports.GuestUsers`. An agent of a release without groups ignores it."""
+        """See `ports.GuestUsers`."""
         await self._agent(vm.source).call(AddUser(vm=vm, user=user, group=group))
 
     @property
     def listening(self) -> Mapping[str, str]:
-        """See `ports.Groups`. An agent of a release without groups never listens."""
+        """See `ports.Groups`."""
         welcomes = ((name, source.connection.welcome) for name, source in self._sources.items())
-        return {name: one.agent for name, one in welcomes if one is not None and one.protocol >= GROUPS}
+        return {name: one.agent for name, one in welcomes if one is not None}
 
     async def tell(self, host: str, members: Sequence[Member], gone: Sequence[str], *, whole: bool) -> None:
         """See `ports.Groups`. With an overlay, what is told says to which machines it leads."""
@@ -229,7 +203,7 @@ class AgentHypervisor:
 
     async def build_template(self, template: TemplateKey) -> Sequence[Stage]:
         """See `ports.Templates`."""
-        return cast(Stages, await self._agent(template.host).call(BuildTemplate(template=template))).stages
+        return (await self._agent(template.host).call(BuildTemplate(template=template))).stages
 
     async def delete_template(self, template: TemplateKey) -> None:
         """See `ports.Templates`."""
@@ -237,33 +211,30 @@ class AgentHypervisor:
 
     async def used(self, source: str, span: float) -> Mapping[str, HostUsage]:
         """See `ports.Measurements`."""
-        agent = self._agent(source)
-        if agent.welcome is not None and agent.welcome.protocol < SAMPLING:
-            raise Refused(f"the agent of {source} is of a release that samples nothing", hint="upgrade it")
-        return {source: cast(Utilized, await agent.call(Utilization(span=span))).host}
+        return {source: (await self._agent(source).call(Utilization(span=span))).host}
 
     async def measure(self) -> Mapping[str, tuple[float, float, float]]:
         """(CPU seconds, unique MiB, proportional MiB) of each VM that lives, on the hosts that answer."""
         found: dict[str, tuple[float, float, float]] = {}
         for result in await self._ask_all(Measure()):
-            found.update(cast(Measured, result).vms)
+            found.update(result.vms)
         return found
 
     async def examine(self) -> Mapping[str, Mapping[str, str | int]]:
         """What each running guest says of itself now, on the hosts that answer; `error` if a guest does not."""
         found: dict[str, Mapping[str, str | int]] = {}
         for result in await self._ask_all(Examine()):
-            found.update(cast(Examined, result).vms)
+            found.update(result.vms)
         return found
 
     async def count_processes(self) -> Counter[str]:
         """How many processes the agents have started, by program; those that answer."""
         found: Counter[str] = Counter()
         for result in await self._ask_all(CountProcesses()):
-            found.update(cast(Counted, result).programs)
+            found.update(result.programs)
         return found
 
-    async def _ask_all(self, call: Measure | Examine | CountProcesses) -> list[object]:
+    async def _ask_all(self, call: Call[R]) -> list[R]:
         """The results of the hosts that answer."""
         calls = (source.connection.call(call) for source in self._sources.values())
         results = await asyncio.gather(*calls, return_exceptions=True)

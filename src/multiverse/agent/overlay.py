@@ -23,7 +23,7 @@ NOT_STARTED = (VmState.PLANNED, VmState.PARKED)
 """A VM in one of these states learns of its peers when it is started."""
 
 Connect = Callable[[VmRef, tuple[Neighbour, ...]], Awaitable[None]]
-"""Let a VM reach these addresses, as `agent.server.VmConnections` does on the VM's host."""
+"""Let a VM reach these addresses, as `agent.calls.VmConnections` does on the VM's host."""
 
 
 class OverlayMachines(Protocol):

@@ -19,16 +19,17 @@ whose epoch is below the highest that the agent has seen. In the middle of a con
 `{"id": 3, "same": true}`.
 
 A field that the other release does not know is ignored; one that it does not send has its default. So fields may be
-added, with defaults, and `PROTOCOL` rises when a call or the meaning of a field changes. An agent and a controller
-understand each other if each one's `PROTOCOL` is at least the other's `OLDEST`.
+added, with defaults, and `PROTOCOL` rises when there is another call (`calls.Call.since`) or the meaning of a field
+changes. An agent and a controller understand each other if each one's `PROTOCOL` is at least the other's `OLDEST`.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ValidationError
 
+from multiverse.agent.calls import AnyCall, Message
 from multiverse.core.errors import (
     Broken,
     Exhausted,
@@ -38,28 +39,11 @@ from multiverse.core.errors import (
     Stale,
     Unknown,
 )
-from multiverse.core.model import (
-    Host,
-    HostUsage,
-    HypervisorView,
-    Identity,
-    Member,
-    Neighbour,
-    Size,
-    Stage,
-    TemplateKey,
-    TemplateSeen,
-    User,
-    VmRef,
-    VmSeen,
-    VmSpec,
-)
 
 M = TypeVar("M", bound=BaseModel)
 
-PROTOCOL = 5
-"""What this release speaks. 2: the call `utilization`. 3: the call `connect`, and neighbours in an identity. 4:
-access for tasks in an identity. 5: the call `tell_members`, and groups of VMs."""
+PROTOCOL = 1
+"""What this release speaks."""
 
 OLDEST = 1
 """The oldest protocol that this release understands: that of the release before it."""
@@ -72,12 +56,6 @@ PING = 5.0
 
 SILENCE = 20.0
 """Seconds without a line after which a connection counts as lost; an agent waits three times as long."""
-
-
-class Message(BaseModel):
-    """Part of a line. Bytes are written in base 64 (URL-safe)."""
-
-    model_config = ConfigDict(frozen=True, ser_json_bytes="base64", val_json_bytes="base64")
 
 
 # --- handshake -----------------------------------------------------------------------------------
@@ -132,197 +110,6 @@ _ERRORS: dict[str, type[MultiverseError]] = {
 }
 
 
-# --- calls ---------------------------------------------------------------------------------------
-
-
-class Observe(Message):
-    """See `ports.Source.observe`."""
-
-    name: Literal["observe"] = "observe"
-
-
-class Create(Message):
-    """See `ports.Hypervisor.create`."""
-
-    name: Literal["create"] = "create"
-    vm: VmSpec
-
-
-class Start(Message):
-    """See `ports.Hypervisor.start`."""
-
-    name: Literal["start"] = "start"
-    vm: VmRef
-    size: Size
-    identity: Identity
-
-
-class Connect(Message):
-    """See `agent.server.VmConnections`. An agent of protocol 2 does not know it, and would end the connection."""
-
-    name: Literal["connect"] = "connect"
-    vm: VmRef
-    neighbours: tuple[Neighbour, ...]
-
-
-class Destroy(Message):
-    """See `ports.Hypervisor.destroy`."""
-
-    name: Literal["destroy"] = "destroy"
-    vm: VmRef
-    grace: float
-
-
-class AddUser(Message):
-    """See `ports.GuestUsers.add_user`."""
-
-    name: Literal["add_user"] = "add_user"
-    vm: VmRef
-    user: User
-    group: int = 0
-
-
-class TellMembers(Message):
-    """See `ports.Groups.tell`. An agent of protocol 4 does not know it, and would end the connection."""
-
-    name: Literal["tell_members"] = "tell_members"
-    members: tuple[Member, ...]
-    gone: tuple[str, ...]
-    whole: bool
-
-
-class BuildTemplate(Message):
-    """See `ports.Templates.build_template`."""
-
-    name: Literal["build_template"] = "build_template"
-    template: TemplateKey
-
-
-class DeleteTemplate(Message):
-    """See `ports.Templates.delete_template`."""
-
-    name: Literal["delete_template"] = "delete_template"
-    template: TemplateKey
-
-
-class Measure(Message):
-    """See `agent.server.LocalHypervisor.measure`."""
-
-    name: Literal["measure"] = "measure"
-
-
-class Examine(Message):
-    """See `agent.server.LocalHypervisor.examine`."""
-
-    name: Literal["examine"] = "examine"
-
-
-class CountProcesses(Message):
-    """How many processes the agent has started, by program."""
-
-    name: Literal["count_processes"] = "count_processes"
-
-
-class Utilization(Message):
-    """See `ports.Measurements`. An agent of protocol 1 does not know it, and would end the connection."""
-
-    name: Literal["utilization"] = "utilization"
-    span: float
-
-
-Call = Annotated[
-    Observe
-    | Create
-    | Start
-    | Connect
-    | Destroy
-    | AddUser
-    | TellMembers
-    | BuildTemplate
-    | DeleteTemplate
-    | Measure
-    | Examine
-    | CountProcesses
-    | Utilization,
-    Field(discriminator="name"),
-]
-
-
-# --- results -------------------------------------------------------------------------------------
-
-
-class Nothing(Message):
-    """It was done."""
-
-
-class Stages(Message):
-    """It was done, and how long its parts took."""
-
-    stages: tuple[Stage, ...] = ()
-
-
-class HypervisorAnswer(Message):
-    """An observation. Templates are pairs, because their keys are no strings."""
-
-    hosts: dict[str, Host]
-    vms: dict[str, VmSeen]
-    templates: tuple[tuple[TemplateKey, TemplateSeen], ...]
-
-    @staticmethod
-    def of(view: HypervisorView) -> HypervisorAnswer:
-        # Nothing is checked: these are objects of our own, and this is done at each observation.
-        return HypervisorAnswer.model_construct(
-            hosts=dict(view.hosts), vms=dict(view.vms), templates=tuple(view.templates.items())
-        )
-
-    def view(self) -> HypervisorView:
-        return HypervisorView(self.hosts, self.vms, dict(self.templates))
-
-
-class Measured(Message):
-    """By VM, what `measure` returns of it."""
-
-    vms: dict[str, tuple[float, float, float]]
-
-
-class Examined(Message):
-    """By VM, what `examine` returns of it."""
-
-    vms: dict[str, dict[str, str | int]]
-
-
-class Counted(Message):
-    """Numbers of processes, by program."""
-
-    programs: dict[str, int]
-
-
-class Utilized(Message):
-    """What the host and the VMs of the site have used."""
-
-    host: HostUsage
-
-
-Result = Nothing | Stages | HypervisorAnswer | Measured | Examined | Counted | Utilized
-
-RESULTS: dict[type[Message], type[Result]] = {
-    Observe: HypervisorAnswer,
-    Create: Stages,
-    Start: Stages,
-    Connect: Nothing,
-    Destroy: Nothing,
-    AddUser: Nothing,
-    TellMembers: Nothing,
-    BuildTemplate: Stages,
-    DeleteTemplate: Nothing,
-    Measure: Measured,
-    Examine: Examined,
-    CountProcesses: Counted,
-    Utilization: Utilized,
-}
-"""What each call results in."""
-
-
 # --- lines ---------------------------------------------------------------------------------------
 
 
@@ -333,14 +120,14 @@ class Line(Message):
     hello: Hello | None = None
     take: int | None = None
     id: int | None = None
-    call: Call | None = None
+    call: AnyCall | None = None
     cancel: int | None = None
     ping: int | None = None
     heard: int | None = None
 
 
 class Answer(Message):
-    """A line of an agent. One field is set, or `id` and one more. `result` is read by `RESULTS`."""
+    """A line of an agent. One field is set, or `id` and one more. `result` is read as `Call.result` says."""
 
     welcome: Welcome | None = None
     refused: CallFailure | None = None

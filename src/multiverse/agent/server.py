@@ -11,38 +11,17 @@ from typing import Any, Protocol
 
 import structlog
 
+from multiverse.agent.calls import Call, LocalHypervisor, Message, Observe
 from multiverse.agent.epochs import Epoch, Epochs
 from multiverse.agent.protocol import (
     LONGEST_LINE,
     OLDEST,
     PROTOCOL,
     SILENCE,
-    AddUser,
     Answer,
-    BuildTemplate,
-    Call,
     CallFailure,
-    Connect,
-    Counted,
-    CountProcesses,
-    Create,
-    DeleteTemplate,
-    Destroy,
-    Examine,
-    Examined,
     Hello,
-    HypervisorAnswer,
     Line,
-    Measure,
-    Measured,
-    Nothing,
-    Observe,
-    Result,
-    Stages,
-    Start,
-    TellMembers,
-    Utilization,
-    Utilized,
     Welcome,
     decode_line,
     encode,
@@ -53,51 +32,14 @@ from multiverse.core.model import (
     HostUsage,
     HypervisorView,
     Load,
-    Neighbour,
+    Stage,
     VmCondition,
-    VmRef,
     VmSeen,
     VmSpec,
     vm_prefix,
 )
-from multiverse.ports import Groups, GuestUsers, Hypervisor, Source, Templates
 
 log = structlog.get_logger()
-
-
-class VmConnections(Protocol):
-    """The overlay that connects this host's bridge with VMs of other hosts."""
-
-    async def connect(self, vm: VmRef, neighbours: Sequence[Neighbour]) -> None:
-        """Let a VM reach these addresses, beside those that it was or will be started with. `Gone` if there is no such
-        VM, `Refused` if the VM of that name has another token."""
-        ...
-
-
-class LocalHypervisor(Hypervisor, Source, Protocol):
-    """The hypervisor of one host: itself the only source, with templates and users, and with what operators ask for."""
-
-    @property
-    def templates(self) -> Templates: ...
-
-    @property
-    def users(self) -> GuestUsers: ...
-
-    @property
-    def groups(self) -> Groups: ...
-
-    @property
-    def overlay(self) -> VmConnections | None:
-        """None if nothing but the site's own layer 2 connects the bridges of hosts."""
-        ...
-
-    async def measure(self) -> Mapping[str, tuple[float, float, float]]:
-        """(CPU seconds, unique MiB, proportional MiB) of each VM that lives."""
-        ...
-
-    async def examine(self) -> Mapping[str, Mapping[str, str | int]]:
-        """What each running guest says of itself now; `error` if it does not answer."""
-        ...
 
 
 class Samples(Protocol):
@@ -127,8 +69,10 @@ class AgentIdentity:
 
 @dataclass(eq=False)
 class _Connection:
-    """One connection, from its handshake on, to a controller on a machine, since a time of the event loop."""
+    """One connection, from its handshake on, to a controller on a machine, since a time of the event loop: the
+    `SiteAgent` of its calls."""
 
+    server: AgentServer
     writer: asyncio.StreamWriter
     site: str
     epoch: Epoch
@@ -147,6 +91,47 @@ class _Connection:
         if not self.writer.is_closing():
             self.writer.write(line)
 
+    @property
+    def host(self) -> str:
+        return self.server.who.host
+
+    @property
+    def processes(self) -> Mapping[str, int]:
+        return self.server.processes
+
+    async def observe(self) -> HypervisorView:
+        """The view, with the host's load, with whether VMs are ended here by the agent itself, with why it takes no
+        VM any more, and with the VMs whose creation runs and has left nothing to see yet. The call may have come over a
+        connection that was lost since: its controller must not take the VM for absent."""
+        view, server = await self.hypervisor.observe(), self.server
+        vms = dict(view.vms)
+        for (of, name), vm in server.creating.items():
+            if of == self.site and name not in vms:
+                vms[name] = VmSeen(name, vm.host, VmCondition.MAKING, token=vm.token)
+        news: dict[str, Any] = {}
+        if server.samples is not None and (load := server.samples.load()) is not None:
+            news["load"] = load
+        if server.refusing:
+            news["refuses"] = server.refusing
+        if server.fence_timer is not None:
+            news["self_fence"] = self.shown = server.fence_timer.shown(self.site)
+        hosts = {name: replace(host, **news) for name, host in view.hosts.items()}
+        return replace(view, hosts=hosts, vms=MappingProxyType(vms))
+
+    async def create(self, vm: VmSpec) -> Sequence[Stage]:
+        key, creating = (self.site, vm.name), self.server.creating
+        creating[key] = vm
+        try:
+            return await self.hypervisor.create(vm)
+        finally:
+            if creating.get(key) is vm:
+                del creating[key]
+
+    async def usage(self, span: float) -> HostUsage:
+        if self.server.samples is None:
+            raise Refused(f"{self.host} samples nothing", hint="see agent.sample in its settings")
+        return await self.server.samples.usage(span, vm_prefix(self.site))
+
 
 class AgentServer:
     """Answers the controllers of all sites. `hypervisor` gives the one of a site, the same one each time. `processes`
@@ -161,10 +146,10 @@ class AgentServer:
         fence_timer: FenceTimer | None = None,
         samples: Samples | None = None,
     ) -> None:
-        self._fence_timer, self._samples = fence_timer, samples
-        self._who, self._epochs, self._hypervisor, self._processes = who, epochs, hypervisor, processes
-        self._refusing = ""
-        self._creating: dict[tuple[str, str], VmSpec] = {}  # by site and name
+        self.fence_timer, self.samples = fence_timer, samples
+        self.who, self._epochs, self._hypervisor, self.processes = who, epochs, hypervisor, processes
+        self.refusing = ""
+        self.creating: dict[tuple[str, str], VmSpec] = {}  # by site and name
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._serving: dict[asyncio.Task[Any], asyncio.StreamWriter] = {}
         self._connections: set[_Connection] = set()
@@ -192,7 +177,7 @@ class AgentServer:
 
     def refuse(self, why: str) -> None:
         """Take no VM from now on, and build no template: this host is about to end."""
-        self._refusing = why
+        self.refusing = why
 
     async def close(self) -> None:
         """End all calls that run, and all connections. What the calls have begun is observed by the next agent."""
@@ -216,7 +201,7 @@ class AgentServer:
         try:
             self._check_protocol(hello)
             welcome = self._welcome(hello.site)
-            greeted = self._fence_timer.now() if self._fence_timer else 0.0
+            greeted = self.fence_timer.now() if self.fence_timer else 0.0
             writer.write(encode(Answer(welcome=welcome)))
             # The controller may wait for other agents before it takes its epoch; meanwhile it sends pings.
             while (line := await _line(reader)) is not None and line.take is None:
@@ -226,8 +211,8 @@ class AgentServer:
             hypervisor = self._hypervisor(hello.site)
             epoch = Epoch(line.take, hello.controller)
             self._epochs.take(hello.site, epoch)
-            if self._fence_timer is not None:  # the controller has got the greeting
-                self._fence_timer.heard(hello.site, greeted)
+            if self.fence_timer is not None:  # the controller has got the greeting
+                self.fence_timer.heard(hello.site, greeted)
         except MultiverseError as error:
             log.warning("controller refused", controller=hello.controller, reason=str(error))
             writer.write(encode(Answer(refused=CallFailure.of(error))))
@@ -235,17 +220,17 @@ class AgentServer:
         writer.write(encode(Answer(taken=epoch.number)))
         log.info("controller connected", site=hello.site, release=hello.release, epoch=epoch.number)
         since = asyncio.get_running_loop().time()
-        return _Connection(writer, hello.site, epoch, hypervisor, hello.machine, since)
+        return _Connection(self, writer, hello.site, epoch, hypervisor, hello.machine, since)
 
     def _welcome(self, site: str) -> Welcome:
         highest, now = self._epochs.highest(site), asyncio.get_running_loop().time()
         holders = [one for one in self._connections if (one.site, one.epoch) == (site, highest)]
         return Welcome(
-            release=self._who.release,
-            protocol=self._who.protocol,
-            host=self._who.host,
-            boot_id=self._who.boot_id,
-            agent=self._who.run,
+            release=self.who.release,
+            protocol=self.who.protocol,
+            host=self.who.host,
+            boot_id=self.who.boot_id,
+            agent=self.who.run,
             epoch=highest.number,
             holder=highest.holder,
             commanding=max((now - one.since for one in holders), default=None),
@@ -253,9 +238,9 @@ class AgentServer:
         )
 
     def _check_protocol(self, hello: Hello) -> None:
-        if hello.protocol < self._who.oldest or hello.oldest > self._who.protocol:
+        if hello.protocol < self.who.oldest or hello.oldest > self.who.protocol:
             raise Refused(
-                f"the agent of {self._who.host} is of release {self._who.release} and does not understand"
+                f"the agent of {self.who.host} is of release {self.who.release} and does not understand"
                 f" release {hello.release}",
                 hint="only neighbouring releases work together: install the same release on both machines",
             )
@@ -267,7 +252,7 @@ class AgentServer:
             self._check_obeyed(connection)
             if line.ping is not None:
                 connection.send(encode(Answer(pong=line.ping)))
-                self._note_contact(connection, line.ping, line.heard)
+                self._note_contact(connection, line.ping, line.heard or 0)
             elif line.cancel is not None:
                 if task := connection.calls.get(line.cancel):
                     task.cancel()
@@ -286,21 +271,20 @@ class AgentServer:
             connection.send(encode(Answer(refused=CallFailure.of(error))))
             raise
 
-    def _note_contact(self, connection: _Connection, ping: int, heard: int | None) -> None:
-        """The controller has heard the answer to an earlier ping, which was sent when `pongs` says. One of the release
-        before does not say what it has heard."""
-        if self._fence_timer is None:
+    def _note_contact(self, connection: _Connection, ping: int, heard: int) -> None:
+        """The controller has heard the answer to an earlier ping, which was sent when `pongs` says."""
+        if self.fence_timer is None:
             return
-        now = self._fence_timer.now()
+        now = self.fence_timer.now()
         connection.pongs[ping] = now, connection.shown
-        at, shown = (now, None) if heard is None else connection.pongs.get(heard, (None, None))
+        at, shown = connection.pongs.get(heard, (None, None))
         if shown is not None:
-            self._fence_timer.known(connection.site, shown)
+            self.fence_timer.known(connection.site, shown)
         if at is not None:
-            self._fence_timer.heard(connection.site, at)
-            connection.pongs = {number: sent for number, sent in connection.pongs.items() if number > (heard or ping)}
+            self.fence_timer.heard(connection.site, at)
+            connection.pongs = {number: sent for number, sent in connection.pongs.items() if number > heard}
 
-    def _begin(self, connection: _Connection, number: int, call: Call) -> None:
+    def _begin(self, connection: _Connection, number: int, call: Call[Any]) -> None:
         task = asyncio.create_task(self._run(connection, number, call), name=f"{call.name} {number}")
         connection.calls[number] = task
         self._tasks[task] = None
@@ -311,12 +295,12 @@ class AgentServer:
 
         task.add_done_callback(ended)
 
-    async def _run(self, connection: _Connection, number: int, call: Call) -> None:
+    async def _run(self, connection: _Connection, number: int, call: Call[Any]) -> None:
         """Do what the call asks, and send what came of it."""
         failure: MultiverseError | None = None
         try:
             self._check_taken(call)
-            result = await self._call(connection, call)
+            result = await call.answer(connection)
         except asyncio.CancelledError:
             failure = Unknown(f"{call.name} was cancelled")
             raise
@@ -331,7 +315,7 @@ class AgentServer:
             if failure is not None:
                 connection.send(encode(Answer(id=number, error=CallFailure.of(failure))))
 
-    def _send_result(self, connection: _Connection, number: int, call: Call, result: Result) -> None:
+    def _send_result(self, connection: _Connection, number: int, call: Call[Any], result: Message) -> None:
         data = result.model_dump_json(exclude_none=True).encode()
         if isinstance(call, Observe) and connection.results.get(call.name) == data:
             connection.send(encode(Answer(id=number, same=True)))
@@ -340,81 +324,9 @@ class AgentServer:
             connection.results[call.name] = data
         connection.send(b'{"id":%d,"result":%s}\n' % (number, data))
 
-    def _check_taken(self, call: Call) -> None:
-        if self._refusing and isinstance(call, Create | Start | BuildTemplate):
-            raise Refused(self._refusing, hint="another host takes the VM")
-
-    async def _call(self, connection: _Connection, call: Call) -> Result:
-        hypervisor = connection.hypervisor
-        match call:
-            case Observe():
-                return HypervisorAnswer.of(self._completed(connection, await hypervisor.observe()))
-            case Create():
-                return await self._create(connection, call.vm)
-            case Start():
-                return Stages(stages=tuple(await hypervisor.start(call.vm, call.size, call.identity)))
-            case Connect():
-                if hypervisor.overlay is None:
-                    raise Refused("this host has no overlay", hint="set overlay.enabled on all hosts")
-                await hypervisor.overlay.connect(call.vm, call.neighbours)
-            case BuildTemplate():
-                return Stages(stages=tuple(await hypervisor.templates.build_template(call.template)))
-            case Destroy():
-                await hypervisor.destroy(call.vm, call.grace)
-            case AddUser():
-                await hypervisor.users.add_user(call.vm, call.user, call.group)
-            case TellMembers():
-                await hypervisor.groups.tell(self._who.host, call.members, call.gone, whole=call.whole)
-            case DeleteTemplate():
-                await hypervisor.templates.delete_template(call.template)
-            case _:
-                return await self._tell(connection, call)
-        return Nothing()
-
-    async def _tell(self, connection: _Connection, call: Measure | Examine | CountProcesses | Utilization) -> Result:
-        """What an operator or a metric asks for."""
-        hypervisor = connection.hypervisor
-        match call:
-            case Measure():
-                return Measured(vms=dict(await hypervisor.measure()))
-            case Examine():
-                return Examined(vms={name: dict(facts) for name, facts in (await hypervisor.examine()).items()})
-            case CountProcesses():
-                return Counted(programs=dict(self._processes))
-            case Utilization():
-                return await self._utilization(connection.site, call.span)
-
-    async def _utilization(self, site: str, span: float) -> Utilized:
-        if self._samples is None:
-            raise Refused(f"{self._who.host} samples nothing", hint="see agent.sample in its settings")
-        return Utilized(host=await self._samples.usage(span, vm_prefix(site)))
-
-    async def _create(self, connection: _Connection, vm: VmSpec) -> Stages:
-        key = (connection.site, vm.name)
-        self._creating[key] = vm
-        try:
-            return Stages(stages=tuple(await connection.hypervisor.create(vm)))
-        finally:
-            if self._creating.get(key) is vm:
-                del self._creating[key]
-
-    def _completed(self, connection: _Connection, view: HypervisorView) -> HypervisorView:
-        """The view, with the host's load, with whether VMs are ended here by the agent itself, with why it takes no
-        VM any more, and with the VMs whose creation runs and has left nothing to see yet. The call may have come over a
-        connection that was lost since: its controller must not take the VM for absent."""
-        vms = dict(view.vms)
-        for (of, name), vm in self._creating.items():
-            if of == connection.site and name not in vms:
-                vms[name] = VmSeen(name, vm.host, VmCondition.MAKING, token=vm.token)
-        hosts = view.hosts
-        if self._samples is not None and (load := self._samples.load()) is not None:
-            hosts = {name: replace(host, load=load) for name, host in hosts.items()}
-        if self._refusing:
-            hosts = {name: replace(host, refuses=self._refusing) for name, host in hosts.items()}
-        if self._fence_timer is not None:
-            connection.shown = shown = self._fence_timer.shown(connection.site)
-            hosts = {name: replace(host, self_fence=shown) for name, host in hosts.items()}
-        return replace(view, hosts=hosts, vms=MappingProxyType(vms))
+    def _check_taken(self, call: Call[Any]) -> None:
+        if self.refusing and call.adds:
+            raise Refused(self.refusing, hint="another host takes the VM")
 
 
 async def _line(reader: asyncio.StreamReader) -> Line | None:

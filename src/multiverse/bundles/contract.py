@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
+from multiverse.agent.calls import LocalHypervisor
 from multiverse.agent.self_fence import HostedVms
-from multiverse.agent.server import LocalHypervisor
 from multiverse.config import Settings
 from multiverse.core.model import Job, LeasedHost, LeaseSpec, World
 from multiverse.core.policy import Policy

@@ -75,7 +75,7 @@ class ProtocolRelease:
 
 THIS = ProtocolRelease("1.0")
 NEIGHBOURS = (
-    ProtocolRelease("0.9", OLDEST, OLDEST - 1, lacks=("heard", "overcommit", "load")),
+    ProtocolRelease("0.9", OLDEST, OLDEST - 1, lacks=("overcommit", "load")),
     ProtocolRelease("1.1", PROTOCOL + 1, PROTOCOL, adds=True),
 )
 STRANGERS = (ProtocolRelease("0.8", OLDEST - 1, OLDEST - 1), ProtocolRelease("2.0", PROTOCOL + 2, PROTOCOL + 1))

@@ -90,7 +90,7 @@ class QemuHypervisor:
 
     @property
     def overlay(self) -> QemuHypervisor | None:
-        """See `agent.server.LocalHypervisor`."""
+        """See `agent.calls.LocalHypervisor`."""
         return self if self._host.config.overlay is not None else None
 
     @property
@@ -198,7 +198,7 @@ class QemuHypervisor:
         await self._in_thread(partial(self._host.tell, members, gone, whole=whole), urgent=True)
 
     async def connect(self, vm: VmRef, neighbours: Sequence[Neighbour]) -> None:
-        """See `agent.server.VmConnections`. It waits for no other call."""
+        """See `agent.calls.VmConnections`. It waits for no other call."""
         await self._in_thread(self._host.connect, vm.name, neighbours, vm.token, urgent=True)
 
     async def destroy(self, vm: VmRef, grace: float) -> None:
