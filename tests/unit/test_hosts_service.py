@@ -131,7 +131,7 @@ def test_hosts_that_never_answered_count_as_the_settings_declare_them_and_not_if
         task = asyncio.create_task(controller.run())
         await asyncio.sleep(60.0)
         largest = largest_on(ports.declared("h2"), "slim", controller.policy)
-        assert submission.published[-1] == {"slim": (largest,)} and controller.claimable_cpus() == 4 + 16
+        assert submission.published[-1].allow(None, None, 1, largest) and controller.claimable_cpus() == 4 + 16
         calls = submission.calls
         new = OneHost("h9", 1 << 20)
         new.away = True
@@ -142,7 +142,7 @@ def test_hosts_that_never_answered_count_as_the_settings_declare_them_and_not_if
         new.away = away.away = False
         await asyncio.sleep(60.0)
         assert controller.claimable_cpus() == 4 + 4 + 4, "as they were observed"
-        assert submission.published[-1] == {"slim": (largest_on(new.host, "slim", controller.policy),)}
+        assert submission.published[-1].allow(None, None, 1, largest_on(new.host, "slim", controller.policy))
         await controller.command(Command("remove", "h9"))
         assert controller.claimable_cpus() == 4 + 4
         task.cancel()
