@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import ipaddress
-import math
 import re
 import shutil
 import socket
@@ -13,10 +12,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from multiverse.core.errors import Refused
 from multiverse.core.model import CloneKind, Depth, Mount, Placement, Reach
@@ -29,6 +28,18 @@ LEAST_SCRATCH = 64  # MiB: Slurm writes scripts and logs there, too
 LEASE_RESERVE = 512
 """MiB of a pilot's memory that are not for VMs: of the pilot, the agent, and Slurm's own processes in its job."""
 
+Natural = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0)]
+Wait = Annotated[float, Field(ge=0)]
+"""Seconds, perhaps none."""
+Rate = Annotated[float, Field(ge=0)]
+Factor = Annotated[float, Field(ge=1)]
+"""How many times more may be claimed than there is."""
+Port = Annotated[int, Field(ge=1, le=65535)]
+Mtu = Annotated[int, Field(ge=576, le=9000)]
+NetworkId = Annotated[int, Field(ge=0, lt=1 << 24)]
+
 LOCALHOST = "localhost"
 """The name of this machine as a host, where it is the only one."""
 
@@ -39,19 +50,19 @@ class HostSettings:
     hosts have whose class says nothing else."""
 
     name: str = LOCALHOST  # with [[hosts]], by default the machine's short host name
-    cores: int = 2
+    cores: Positive = 2
     memory: int = 4096
     disk: int = 65536
     # VMs may claim this many times `cores` together. One VM has no more than `cores` CPUs all the same.
-    cpu_overcommit: float = 1.0
+    cpu_overcommit: Factor = 1.0
     # VMs may claim this many times `memory`. Above 1, a VM that has run for a while counts with the memory it uses.
-    overcommit: float = 1.0
-    floor: int = 1024  # MiB that stay available on the machine: with less, no VM starts (if overcommit is above 1)
+    overcommit: Factor = 1.0
+    floor: Natural = 1024  # MiB that stay available on the machine: with less, no VM starts (if overcommit is above 1)
     # VMs may claim this many times `disk`. Above 1, a VM that finds no room for what it writes waits for room.
-    disk_overcommit: float = 1.0
-    disk_floor: int = 1024  # with less MiB available on the file system of qemu.vms, no VM is added
+    disk_overcommit: Factor = 1.0
+    disk_floor: Natural = 1024  # with less MiB available on the file system of qemu.vms, no VM is added
     # Mbit/s that VMs may claim of the network. 0: what qemu.uplink reports, and nothing if there is no uplink.
-    net: int = 0
+    net: Natural = 0
 
 
 @dataclass(frozen=True)
@@ -74,7 +85,7 @@ class SlurmSettings:
     # machine on which users work must see it at this path.
     addresses: Path | None = None
     command_timeout: float = 20.0  # seconds
-    commands: int = 16  # of Slurm's commands that run at the same time, at most
+    commands: Annotated[int, Field(ge=2)] = 16  # of Slurm's commands that run at the same time, at most
 
     def addresses_file(self) -> Path:
         """The file by which users' commands find VMs."""
@@ -142,9 +153,9 @@ class OverlaySettings:
     # address at which the others reach it, of all of them by IPv4, or of all by IPv6. Where it is not given, it is what
     # the name service says of the name.
     addresses: tuple[tuple[str, str], ...] = ()
-    port: int = 14789  # UDP, to be used for nothing else on these machines
-    mtu: int = 1450  # of VMs: 50 bytes less than every packet between hosts may have, or 70 with IPv6
-    network: int = 0  # the 24-bit id of the virtual network; 0: derived from the site
+    port: Port = 14789  # UDP, to be used for nothing else on these machines
+    mtu: Mtu = 1450  # of VMs: 50 bytes less than every packet between hosts may have, or 70 with IPv6
+    network: NetworkId = 0  # the 24-bit id of the virtual network; 0: derived from the site
 
 
 @dataclass(frozen=True)
@@ -180,9 +191,9 @@ class PacingSettings:
     retry_limit: float = 300.0  # before a retry, at most
     replacements: int = 2  # VMs that are replaced within one attempt
     # Clones per second from one template, or of one image on one host. 0: no limit.
-    instant_rate: float = 0.0
-    linked_rate: float = 0.0
-    full_rate: float = 0.0
+    instant_rate: Rate = 0.0
+    linked_rate: Rate = 0.0
+    full_rate: Rate = 0.0
     attempts: int = 12  # failed attempts in a row until the job is cancelled; with the retry delays, half an hour
 
 
@@ -191,8 +202,8 @@ class BackfillSettings:
     """Jobs that start ahead of the first one that waits for room, because by the time limits they do not delay it."""
 
     enabled: bool = True
-    depth: int = 100  # jobs behind the first one that are considered at a time
-    overtakes: int = 20  # times that the first one may be overtaken while nobody can tell when it will start
+    depth: Positive = 100  # jobs behind the first one that are considered at a time
+    overtakes: Natural = 20  # times that the first one may be overtaken while nobody can tell when it will start
 
 
 @dataclass(frozen=True)
@@ -212,7 +223,7 @@ class WebSettings:
     # user of this machine reaches. Empty: there is no web page.
     listen: str = ""
     group: str = ""  # the group, beside root, that may use the Unix socket: the reverse proxy's
-    viewers: int = 500  # at the same time, at most
+    viewers: Positive = 500  # at the same time, at most
 
 
 @dataclass(frozen=True)
@@ -221,11 +232,11 @@ class PoolSettings:
 
     image: str = "slim"
     depth: Depth = Depth.PARKED
-    min: int = 1
-    max: int = 0  # 0: as many as `min`
-    cpus: int = 1  # of joined VMs: the size of their nodes (a parked VM can get any size)
-    memory: int = 512  # of joined VMs, in MiB
-    max_age: float = 3600.0  # seconds until a spare is replaced by a new one
+    min: Natural = 1
+    max: Natural = 0  # 0: as many as `min`
+    cpus: Positive = 1  # of joined VMs: the size of their nodes (a parked VM can get any size)
+    memory: Positive = 512  # of joined VMs, in MiB
+    max_age: Seconds = 3600.0  # seconds until a spare is replaced by a new one
     offer: bool = True  # of joined VMs: a job may take one as it is submitted, without waiting at the gate
 
 
@@ -234,15 +245,15 @@ class HostClass:
     """Hosts that are alike, by name. What is not given is as in [host] and [qemu]. Memory and disk in MiB."""
 
     nodes: str  # the hosts' names, as a ClusterShell node set: n[1-32,40]
-    cores: int | None = None
+    cores: Positive | None = None
     memory: int | None = None
     disk: int | None = None
-    cpu_overcommit: float | None = None
-    overcommit: float | None = None
-    floor: int | None = None
-    disk_overcommit: float | None = None
-    disk_floor: int | None = None
-    net: int | None = None
+    cpu_overcommit: Factor | None = None
+    overcommit: Factor | None = None
+    floor: Natural | None = None
+    disk_overcommit: Factor | None = None
+    disk_floor: Natural | None = None
+    net: Natural | None = None
     images: Path | None = None
     templates: Path | None = None
     vms: Path | None = None
@@ -299,10 +310,10 @@ class FenceSettings:
     # host's name. Without one, an operator's word is waited for.
     command: tuple[str, ...] = ()
     after: float = 60.0  # seconds without any sign of the host
-    timeout: float = 120.0  # seconds that the command may take; then it is killed, and repeated later
+    timeout: Seconds = 120.0  # seconds that the command may take; then it is killed, and repeated later
     # The share of the other hosts, beside the controller's own, that must be in sight: or else it is likelier that the
     # controller is cut off. 0: none, for a site with a single other host.
-    quorum: float = 0.5
+    quorum: Annotated[float, Field(ge=0, le=1)] = 0.5
 
 
 @dataclass(frozen=True)
@@ -313,13 +324,13 @@ class LeaseSettings:
     partition: str  # one lease per partition: whole nodes, or parts of one size
     account: str = ""  # that the pilots are charged to; empty: the default account of `user`
     user: str = ""  # whose jobs the pilots are; empty: the controller's own user, mostly root
-    cpus: int = 0  # 0: a whole node, which no other job shares
-    memory: int = 0  # 0: what the partition gives to a job by default; of a whole node, all
-    time_limit: float = 14400.0  # seconds; no job is placed there whose time limit exceeds what is left of it
-    max: int = 1  # leases at a time; 0: none is added, and those that there are end when they are idle
-    min_wait: float = 10.0  # seconds that a job has waited for room before a lease is requested for it
-    idle: float = 120.0  # seconds without a VM until it is given back
-    start_timeout: float = 120.0  # seconds from the pilot's start until its agent answers
+    cpus: Natural = 0  # 0: a whole node, which no other job shares
+    memory: Natural = 0  # 0: what the partition gives to a job by default; of a whole node, all
+    time_limit: Seconds = 14400.0  # seconds; no job is placed there whose time limit exceeds what is left of it
+    max: Natural = 1  # leases at a time; 0: none is added, and those that there are end when they are idle
+    min_wait: Wait = 10.0  # seconds that a job has waited for room before a lease is requested for it
+    idle: Seconds = 120.0  # seconds without a VM until it is given back
+    start_timeout: Seconds = 120.0  # seconds from the pilot's start until its agent answers
     # Whether jobs that Slurm cannot queue again (srun, salloc, --no-requeue) or that have no time limit may use it,
     # though its pilot may be preempted or cancelled at any time. Set it where nothing preempts the pilots.
     preemptable_ok: bool = False
@@ -338,7 +349,7 @@ class ExpandSettings:
     partition: str
     constraint: str = ""  # only jobs that ask for this feature of the physical nodes; empty: all
     accounts: tuple[str, ...] = ()  # only jobs of these accounts; empty: of all
-    min_wait: float = 30.0  # seconds that a job has waited for nodes before a VM is made for it
+    min_wait: Wait = 30.0  # seconds that a job has waited for nodes before a VM is made for it
 
 
 @dataclass(frozen=True)
@@ -349,7 +360,7 @@ class UsersSettings:
     socket: Path | None = None  # which every user of this machine may use; None: users.sock beside `socket`
     # The IP address at which users of other machines ask, with a munge credential. Empty: they cannot.
     listen: str = ""
-    port: int = 6821
+    port: Port = 6821
 
 
 OVERLAY_PORTS = 1024
@@ -370,12 +381,12 @@ class JobVmSettings:
     records: Path = Path("/run/multiverse/jobs")  # where the plugin records which jobs have a VM
     plugin: Path = Path("/usr/local/lib/slurm/multiverse.so")
     enter: Path = Path("/usr/local/libexec/multiverse/mventer")  # runs a task's command in the job's VM
-    timeout: int = 300  # seconds that a task waits for its VM: its template may have to be built
+    timeout: Positive = 300  # seconds that a task waits for its VM: its template may have to be built
     # The feature of nodes that take jobs with VMs inside. The agent gives it to its node as long as the plugin passes a
     # test there, each `check` seconds. `node` is what Slurm calls this host; empty: host.name.
     feature: str = "job-vms"
     node: str = ""
-    check: float = 15.0
+    check: Annotated[float, Field(ge=1)] = 15.0
     # Each job has a bridge on its hosts as long as it has VMs there, named so and by a number. No bridges of different
     # jobs are connected, so all jobs have the same addresses. The same on each host.
     bridge: str = "mvjobs"
@@ -389,7 +400,7 @@ class JobVmSettings:
     # UDP, the first of 1024: the nodes of a job are connected by a VXLAN with the port that its id chooses. Its MTU and
     # the addresses of nodes are those of [overlay].
     port: int = 20480
-    overhead: int = 192  # of a job's memory, what its VM's QEMU takes beside the guest's own
+    overhead: Annotated[int, Field(ge=64)] = 192  # of a job's memory, what its VM's QEMU takes beside the guest's own
     # Which virtual functions (SR-IOV) VMs may have: of a device, by its PCI address (0000:3b:00.0) or its network
     # interface, or with these ids (8086:154c). Each is of one VM at a time.
     sriov: tuple[str, ...] = ()
@@ -408,7 +419,7 @@ class Settings:
     socket: Path = Path("/run/multiverse/api.sock")
     poll: float = 2.0  # seconds between observations without a hint
     # Days that records of ended jobs, VMs and templates are kept, with their journal. 0: for ever.
-    history_days: float = 30.0
+    history_days: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
     # A file in which all calls to Slurm and to the hypervisor are recorded; emptied at each start of the daemon.
     trace: Path | None = None
     scheduler: str = "slurm"  # the batch scheduler: the name of an entry point of the group multiverse.schedulers
@@ -608,7 +619,6 @@ def _contradictions(s: Settings) -> Iterator[str]:
     yield from _wrong_job_vms(s)
     yield from _wrong_platform(s)
     yield from _wrong_qemu(s.qemu)
-    yield from _wrong_slurm(s.slurm)
     yield from _wrong_pools(s)
     yield from _wrong_leases(s.lease)
     yield from _wrong_expansions(s)
@@ -616,29 +626,11 @@ def _contradictions(s: Settings) -> Iterator[str]:
     yield from _wrong_web(s.web)
     if not LEAST_SCRATCH <= s.image.scratch <= s.image.tmp_disk:
         yield f"image.scratch: must be at least {LEAST_SCRATCH} MiB and at most image.tmp_disk, {s.image.tmp_disk} MiB"
-    if not 0 <= s.history_days < math.inf:
-        yield "history_days: must be a number of days, or 0 to keep everything"
-    if min(s.pacing.instant_rate, s.pacing.linked_rate, s.pacing.full_rate) < 0:
-        yield "pacing: a rate is a number of clones per second, or 0 for no limit"
-    if s.backfill.depth < 1 or s.backfill.overtakes < 0:
-        yield "backfill: depth must be at least 1, and overtakes at least 0; to have none, set enabled = false"
 
 
 def _wrong_host(s: Settings) -> Iterator[str]:
-    if s.host.cores < 1 or s.host.memory < s.qemu.base_memory:
-        yield f"host: needs at least one core and {s.qemu.base_memory} MiB of memory"
-    if s.host.cpu_overcommit < 1:
-        yield "host.cpu_overcommit: must be 1 or more; to claim less, reduce host.cores"
-    if s.host.overcommit < 1:
-        yield "host.overcommit: must be 1 or more; to claim less, reduce host.memory"
-    if s.host.floor < 0:
-        yield "host.floor: must be 0 or more MiB"
-    if s.host.disk_overcommit < 1:
-        yield "host.disk_overcommit: must be 1 or more; to claim less, reduce host.disk"
-    if s.host.disk_floor < 0:
-        yield "host.disk_floor: must be 0 or more MiB"
-    if s.host.net < 0:
-        yield "host.net: must be 0 or more Mbit/s"
+    if s.host.memory < s.qemu.base_memory:
+        yield f"host.memory: must be at least qemu.base_memory, {s.qemu.base_memory} MiB"
 
 
 def _wrong_classes(s: Settings) -> Iterator[str]:
@@ -672,10 +664,6 @@ def _wrong_fence(s: Settings) -> Iterator[str]:
         yield "fence.command: must name the host, as {host}"
     if s.fence.command and s.fence.after < s.pacing.silence:
         yield f"fence.after: must be at least pacing.silence, {s.pacing.silence:g} s"
-    if not 0 <= s.fence.quorum <= 1:
-        yield "fence.quorum: must be from 0 to 1"
-    if s.fence.timeout <= 0:
-        yield "fence.timeout: must be more than 0"
     if s.agent.self_fence and s.agent.self_fence < LEAST_SELF_FENCE:
         yield f"agent.self_fence: must be at least {LEAST_SELF_FENCE:g} s, or 0"
 
@@ -726,12 +714,6 @@ def _wrong_overlay(s: Settings) -> Iterator[str]:
             yield f"overlay.addresses: {address} of {name} is of one link only; give one that all machines reach"
     if len(versions) > 1:
         yield "overlay.addresses: IPv4 and IPv6 cannot be mixed; give all machines addresses of one version"
-    if not 0 < overlay.port < 65536:
-        yield "overlay.port: must be from 1 to 65535"
-    if not 576 <= overlay.mtu <= 9000:
-        yield "overlay.mtu: must be from 576 to 9000 bytes"
-    if not 0 <= overlay.network < 1 << 24:
-        yield "overlay.network: must be below 16777216, or 0"
     if overlay.enabled and any(_of_class(s, one).qemu.uplink for one in (None, *s.hosts)):
         yield "overlay: with qemu.uplink, frames would reach a host in two ways; set one of the two"
 
@@ -750,8 +732,6 @@ def _wrong_job_vms(s: Settings) -> Iterator[str]:
         yield "job_vms.only: such an agent serves nothing unless job_vms.enabled is true"
     if not 0 < jobs.port <= 65536 - OVERLAY_PORTS or s.overlay.port in range(jobs.port, jobs.port + OVERLAY_PORTS):
         yield f"job_vms.port: this and {OVERLAY_PORTS - 1} ports after it, without overlay.port, must be UDP ports"
-    if jobs.overhead < 64 or jobs.timeout < 1 or jobs.check < 1:
-        yield "job_vms: overhead must be at least 64 MiB, and timeout and check at least 1 s"
     if jobs.ivshmem_size not in (1 << exponent for exponent in range(9)):
         yield "job_vms.ivshmem_size: must be a power of two, from 1 to 256 MiB"
     if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", jobs.feature) or jobs.feature.startswith("mv_"):
@@ -796,14 +776,7 @@ def _wrong_qemu(qemu: QemuSettings) -> Iterator[str]:
         yield f"qemu.run: {qemu.run} is too long for the sockets in it; use at most {107 - len(_LONGEST_SOCKET)} bytes"
 
 
-def _wrong_slurm(slurm: SlurmSettings) -> Iterator[str]:
-    if slurm.commands < 2:
-        yield "slurm.commands: must be at least 2: one that observes, and one that changes something"
-
-
 def _wrong_users(users: UsersSettings) -> Iterator[str]:
-    if not 0 < users.port < 65536:
-        yield "users.port: must be from 1 to 65535"
     try:
         ipaddress.ip_address(users.listen or "127.0.0.1")
     except ValueError:
@@ -838,17 +811,12 @@ def _wrong_web(web: WebSettings) -> Iterator[str]:
         yield "web.listen: the path of a socket has at most 107 bytes"
     if web.group and not path:
         yield "web.group: only a Unix socket belongs to a group; set web.listen to a path"
-    if web.viewers < 1:
-        yield "web.viewers: must be at least 1"
 
 
 def _wrong_pools(s: Settings) -> Iterator[str]:
     for i, pool in enumerate(s.pool):
-        most = pool.max or pool.min
-        if not 0 <= pool.min <= most or most < 1:
-            yield f"pool.{i}: min must be at least 0, and max at least 1 and not less than min"
-        if pool.cpus < 1 or pool.memory < 1 or pool.max_age <= 0:
-            yield f"pool.{i}: cpus, memory and max_age must be more than 0"
+        if not pool.min <= (pool.max or pool.min) or not (pool.max or pool.min):
+            yield f"pool.{i}: max must be at least 1, and not less than min"
     if s.pool and s.image.per_account:
         yield "pool: not possible with image.per_account, because the templates of a pool serve all accounts"
     same = [(p.image, p.depth, (p.cpus, p.memory) if p.depth is Depth.JOINED else ()) for p in s.pool]
@@ -860,12 +828,8 @@ def _wrong_leases(leases: tuple[LeaseSettings, ...]) -> Iterator[str]:
     for i, one in enumerate(leases):
         if not one.partition or "," in one.partition:
             yield f"lease.{i}.partition: must be the name of one partition"
-        if min(one.max, one.cpus, one.memory) < 0:
-            yield f"lease.{i}: max, cpus and memory must be at least 0"
         if not one.cpus and one.memory:
             yield f"lease.{i}.memory: a whole node has all its memory; set cpus, too, to lease a part"
-        if min(one.time_limit, one.idle, one.start_timeout) <= 0 or one.min_wait < 0:
-            yield f"lease.{i}: time_limit, idle and start_timeout must be more than 0 s, and min_wait at least 0 s"
     if len({one.partition for one in leases}) < len(leases):
         yield "lease: two leases of one partition; combine them into one"
 
@@ -878,8 +842,6 @@ def _wrong_expansions(s: Settings) -> Iterator[str]:
             yield f"expand.{i}.partition: {one.partition} has no physical nodes"
         if one.constraint and not re.fullmatch(r"\w[\w.-]*", one.constraint, re.ASCII):
             yield f"expand.{i}.constraint: must be the name of one feature"
-        if one.min_wait < 0:
-            yield f"expand.{i}.min_wait: must be at least 0 s"
     if len({one.partition for one in s.expand}) < len(s.expand):
         yield "expand: one partition twice; combine the two into one"
     if both := {one.partition for one in s.expand} & {one.partition for one in s.lease}:
