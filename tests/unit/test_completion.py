@@ -1,23 +1,24 @@
-"""Completion: the scripts complete what the commands take, and start no process for it."""
+"""Completion: the shells' scripts ask the program, which answers with commands and options."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from multiverse.cli.completion import Shell, script
-from multiverse.cli.tree import tree
 
 
 def completed(*words: str) -> list[str]:
     """What bash proposes for the last word."""
     lines = [
-        script(Shell.BASH, tree()),
+        script(Shell.BASH),
         f"COMP_WORDS=(multiverse {' '.join(repr(word) for word in words)})",
         f"COMP_CWORD={len(words)}",
-        "PATH=/nowhere; _multiverse",
+        f"PATH={Path(sys.executable).parent}:$PATH; _multiverse_completion multiverse",
         'printf "%s\\n" "${COMPREPLY[@]}"',
     ]
     done = subprocess.run(["bash", "--norc", "-c", "\n".join(lines)], capture_output=True, text=True, check=True)
@@ -27,7 +28,7 @@ def completed(*words: str) -> list[str]:
 def test_commands_and_their_commands_are_completed() -> None:
     assert completed("expl") == ["explain"]
     assert completed("hosts", "dr") == ["drain"]
-    assert set(completed("hosts", "")) >= {"add", "drain", "resume", "remove", "--json"}
+    assert set(completed("hosts", "")) >= {"add", "drain", "resume", "remove"}
     assert completed("nothing", "ho") == ["hosts"], "a word that is no command leads nowhere"
 
 
@@ -35,16 +36,6 @@ def test_options_are_completed_behind_other_words() -> None:
     assert completed("hosts", "drain", "n1", "--rea") == ["--reason"]
     assert completed("explain", "7", "--js") == ["--json"]
     assert completed("jobs", "--nothing") == []
-
-
-def test_every_command_and_option_is_in_every_script() -> None:
-    nodes = tree().all()
-    assert len(nodes) > 40
-    for shell in Shell:
-        text = script(shell, tree())
-        for node in nodes:
-            for word in (*node.words, *node.options):
-                assert (word.lstrip("-") if shell is Shell.FISH else word) in text, (shell, word)
 
 
 @pytest.mark.parametrize(("shell", "check"), [(Shell.ZSH, ["zsh", "-n"]), (Shell.FISH, ["fish", "--no-execute"])])

@@ -38,6 +38,10 @@ GROUP = "multiverse.commands"
 """The entry points by which other distributions add commands: the name of a command, and its module, as above."""
 
 
+COMPLETE = "_MULTIVERSE_COMPLETE"
+"""The variable that a shell's script sets as it asks how a command line may go on."""
+
+
 def modules() -> Mapping[str, str]:
     """The module of each command, by name: those of this distribution, and then those that others add."""
     added = {one.name: one.value for one in entry_points(group=GROUP)}

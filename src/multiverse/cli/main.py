@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import typer
 
-from multiverse.cli.commands import build, needed
+from multiverse.cli.commands import COMPLETE, build, needed
 from multiverse.cli.exit_codes import CLOSED, INTERRUPTED, NO_ANSWER, NOT_DONE, SUPERSEDED
 from multiverse.cli.render import errors
 from multiverse.core.errors import MultiverseError, Superseded, Unknown, Unreachable
@@ -30,11 +31,20 @@ def _status_of(error: MultiverseError) -> int:
     return NO_ANSWER if isinstance(error, (Unreachable, Unknown)) else NOT_DONE
 
 
+def _words() -> list[str]:
+    """The words of the command line: of this one, or of the one that a shell wants to complete."""
+    if COMPLETE not in os.environ:
+        return sys.argv[1:]
+    from multiverse.cli.completion import words  # it imports what no other command needs
+
+    return words()
+
+
 def main() -> None:
     """Entry point. Errors for operators go to stderr with their next step. The exit status is one of `EXIT_CODES`."""
     interrupts.handle()
     try:
-        status = build(needed(sys.argv[1:]))(prog_name="multiverse", standalone_mode=False)
+        status = build(needed(_words()))(prog_name="multiverse", standalone_mode=False)
     except MultiverseError as error:
         errors.print(f"multiverse: {error.message}", markup=False)
         if error.hint:
