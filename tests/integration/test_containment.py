@@ -100,8 +100,8 @@ class Intruder:
     def spec(self) -> Specification:
         mac = f"02:00:5e:02:{os.getpid() % 256:02x}:01"
         return Specification(
-            f"mv{SITE}-900", "token", "slim", CloneKind.LINKED, Size(1, 256), mac, "10.98.0.1/16",
-            self.settings.qemu.bridge,
+            f"mv{SITE}-900", self.settings.host.name, "slim", CloneKind.LINKED, Size(1, 256), mac, token="token",
+            address="10.98.0.1/16", bridge=self.settings.qemu.bridge,
         )  # fmt: skip
 
     def inside(self) -> dict[tuple[str, object], str]:

@@ -42,7 +42,7 @@ host = QemuHost(TypeAdapter(QemuHostConfig).validate_json((place / "config.json"
 _LIFE = """
 spec = Specification.from_json((place / "spec.json").read_text())
 host.check()
-host.build_template(TemplateKey(host.config.host, spec.image, spec.template_size))
+host.build_template(spec.template)
 seen = lambda: [str(vm.condition) for vm in host.observe().vms.values() if vm.name == spec.name]
 facts = {"created": [stage.name for stage in host.create(spec)], "parked": seen(), "again": host.create(spec)}
 sleeper = NodeBootstrap(daemons=(Daemon("sleeper", ("/bin/sleep", "1000000")),))
@@ -72,7 +72,7 @@ for number in (0, 1):
 from multiverse.host import manifest
 host = QemuHost(dataclasses.replace(host.config, numa=place / "nodes"))
 specs = [Specification.from_json(json.dumps(raw)) for raw in json.loads((place / "specs.json").read_text())]
-host.build_template(TemplateKey(host.config.host, specs[0].image, specs[0].template_size))
+host.build_template(specs[0].template)
 sleeper = NodeBootstrap(daemons=(Daemon("sleeper", ("/bin/sleep", "1000000")),))
 found = []
 for spec in specs:
@@ -122,6 +122,7 @@ def python(script: str, *arguments: object) -> subprocess.Popen[str]:
 def specification(settings: Settings, serial: int, token: str) -> Specification:
     return Specification(
         name=f"mv{SITE}-{serial}",
+        host=settings.host.name,
         token=token,
         image="slim",
         kind=CloneKind.INSTANT,
@@ -129,7 +130,7 @@ def specification(settings: Settings, serial: int, token: str) -> Specification:
         mac=f"02:00:5e:01:{os.getpid() % 256:02x}:{serial % 256:02x}",
         address=f"10.99.{serial >> 8}.{serial & 255}/16",
         bridge=settings.qemu.bridge,
-        template_size=PARENT.size,
+        template=PARENT,
     )
 
 

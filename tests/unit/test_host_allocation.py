@@ -24,6 +24,7 @@ from multiverse.system.processes import ProcessIdentity
 
 ONE = Specification(
     name="mva-1",
+    host="h",
     token="secret-one",
     image="slim",
     kind=CloneKind.LINKED,

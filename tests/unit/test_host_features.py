@@ -262,7 +262,7 @@ def test_only_the_disk_of_a_full_clone_is_read_past_the_page_cache(
     context: HostContext, tmp_path: Path, kind: CloneKind, disk: str, used: set[Feature]
 ) -> None:
     image = Image("slim", "slim", "k", "b", tmp_path, "", "", "", ())
-    spec = Specification("mva-1", "token", "slim", kind, Size(1, 256), "02:00:00:00:00:01", "10.1.2.1/24", "br0")
+    spec = Specification("mva-1", "h", "slim", kind, Size(1, 256), "02:00:00:00:00:01")
     assert context.vm_machine(spec, image, None, Path(disk)).features == used
     assert context.template_machine(image, Size(1, 256))(Path("/"), Path("/")).features == {F.IOTHREAD}
 

@@ -8,11 +8,12 @@ import re
 import pytest
 
 from multiverse.core.errors import Refused
-from multiverse.core.model import CloneKind, Size
+from multiverse.core.model import CloneKind, Size, TemplateKey
 from multiverse.host.specification import Specification
 
 RAW = {
     "name": "mva-1",
+    "host": "h",
     "token": "t-0_9",
     "image": "slim",
     "kind": "instant",
@@ -20,18 +21,18 @@ RAW = {
     "mac": "02:00:00:00:00:01",
     "address": "10.1.2.3/16",
     "bridge": "br0",
-    "template_size": {"cpus": 1, "memory": 256},
+    "template": ["h", "slim", {"cpus": 1, "memory": 256}, ""],
 }
 
 
 def test_a_specification_is_read_from_json() -> None:
     found = Specification.from_json(json.dumps(RAW))
     assert found.kind is CloneKind.INSTANT and found.bare_address == "10.1.2.3"
-    assert (found.size, found.template_size) == (Size(2, 512), Size(1, 256))
-    assert (found.template_account, found.spare) == ("", False)
+    assert (found.size, found.template) == (Size(2, 512), TemplateKey("h", "slim", Size(1, 256)))
+    assert found.spare is False
 
 
-@pytest.mark.parametrize("field", ["name", "token", "image", "kind", "size", "mac", "address", "bridge"])
+@pytest.mark.parametrize("field", ["name", "host", "token", "image", "kind", "size", "mac", "address", "bridge"])
 def test_a_missing_field_is_named(field: str) -> None:
     with pytest.raises(Refused, match=field):
         Specification.from_json(json.dumps({key: value for key, value in RAW.items() if key != field}))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import ipaddress
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from multiverse.core.errors import Refused
-from multiverse.core.model import CloneKind, Size
+from multiverse.core.model import CloneKind, VmSpec
 
 _MAC = re.compile(r"[0-9a-f]{2}(:[0-9a-f]{2}){5}")
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -18,35 +18,17 @@ _HINT = "correct the specification"
 
 
 @dataclass(frozen=True, slots=True)
-class Specification:
+class Specification(VmSpec):
     """One VM. Everything that tells it from other VMs was chosen by whoever wrote the specification: name, token, MAC
-    and address. The host adds what is its own: uid, tap and directory.
-
-    `address` has a prefix length. `template_size` is the size of the template that an instant clone is forked from, and
-    `template_account` the account that the template is for, empty if for all; a VM of another kind has none. `spare`
-    says that no job waits for the VM yet, so its creation may take longer to make its start quicker. `job_groups` are
-    the directories of the control groups of the job that the VM is inside of; without any, the host limits the VM.
-    `job_address`, with prefix length, is a second one that such a VM has in the network of its job. `functions` is how
-    many virtual functions of this host it has, and `function_groups` the IOMMU groups that these may be of; None if
-    any.
-    `token` and `address` may be empty, for callers that know neither yet; then nothing is checked about them.
+    and address, which has a prefix length. The host adds what is its own: uid, tap and directory. Token and address may
+    be empty, for callers that know neither yet; then nothing is checked about them.
     """
 
-    name: str
-    token: str
-    image: str
-    kind: CloneKind
-    size: Size
-    mac: str
-    address: str
-    bridge: str
-    template_size: Size | None = None
-    template_account: str = ""
-    spare: bool = False
-    job_groups: tuple[str, ...] = ()
-    job_address: str = ""
-    functions: int = 0
-    function_groups: tuple[int, ...] | None = None
+    bridge: str = ""
+    job_groups: tuple[str, ...] = ()  # directories of the control groups of the job that it is inside of, if it is
+    job_address: str = ""  # with prefix length: a second one that such a VM has in the network of its job
+    functions: int = 0  # virtual functions of this host that it has
+    function_groups: tuple[int, ...] | None = None  # the IOMMU groups that these may be of; None: any
 
     @property
     def bare_address(self) -> str:
@@ -79,14 +61,13 @@ class Specification:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Specification:
-        """The specification that is a JSON object with these fields; `size` and `template_size` are objects with
-        `cpus`, `memory` and `disk` (MiB). Raises `Refused`, naming every wrong field; token, address and bridge too
-        must be there."""
+        """The specification that is a JSON object with these fields; a size is an object with `cpus`, `memory` and
+        `disk` (MiB). Raises `Refused`, naming every wrong field; token, address and bridge too must be there."""
         from pydantic import TypeAdapter, ValidationError  # a tenth of a second that nobody else needs
 
         try:
             raw: Any = json.loads(text)
-            unknown = sorted(set(raw) - set(cls.__slots__)) if isinstance(raw, dict) else []
+            unknown = sorted(set(raw) - {one.name for one in fields(cls)}) if isinstance(raw, dict) else []
             if unknown:
                 raise Refused(f"unknown fields in a specification: {', '.join(unknown)}", hint=_HINT)
             found = TypeAdapter(cls).validate_json(text, strict=True)

@@ -188,6 +188,7 @@ class Launches:
         address = f"{network[-1 - serial]}/{network.prefixlen}"
         spec = Specification(
             name=name,
+            host=self._template.host,
             token=secrets.token_hex(8),
             image=self._image,
             kind=kind,
@@ -195,7 +196,7 @@ class Launches:
             mac=mac,
             address=address,
             bridge=self._settings.qemu.bridge,
-            template_size=self._template.size if kind is CloneKind.INSTANT else None,
+            template=self._template if kind is CloneKind.INSTANT else None,
         )
         mounts = self._settings.mounts
         return spec, Identity(name, mac, address, self._settings.network.gateway, machine_id(name), mounts=mounts)

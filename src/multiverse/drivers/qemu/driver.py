@@ -7,7 +7,7 @@ import ipaddress
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import TypeVar
 
@@ -222,20 +222,7 @@ class QemuHypervisor:
     def _specification(self, vm: VmSpec) -> Specification:
         if vm.host != self._host.config.host:
             raise Gone(f"there is no host {vm.host}", hint=f"QEMU runs on {self._host.config.host} only")
-        template = vm.template
-        return Specification(
-            name=vm.name,
-            token=vm.token,
-            image=vm.image,
-            kind=vm.kind,
-            size=vm.size,
-            mac=vm.mac,
-            address=vm.address,
-            bridge=self._bridge,
-            template_size=template.size if template is not None else None,
-            template_account=template.account if template is not None else "",
-            spare=vm.spare,
-        )
+        return Specification(**{one.name: getattr(vm, one.name) for one in fields(vm)}, bridge=self._bridge)
 
     async def _in_thread(self, function: Callable[..., T], *arguments: object, urgent: bool = False) -> T:
         threads = self._urgent if urgent else self._threads

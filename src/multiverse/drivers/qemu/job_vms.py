@@ -100,9 +100,9 @@ class QemuJobVms:
         try:
             self._host.create(spec, memory)
         except Gone:
-            if spec.template_size is None:
+            if spec.template is None:
                 raise
-            self._host.build_template(TemplateKey(self._host.config.host, spec.image, spec.template_size))
+            self._host.build_template(spec.template)
             self._host.create(spec, memory)
 
     def is_alive(self, vm: JobVm) -> bool:
@@ -158,8 +158,10 @@ class QemuJobVms:
         instant = {"plug_cpus", "plug_memory"} <= abilities
         base = Size(qemu.base_cpus, qemu.base_memory)
         prefix = self._addresses.prefix
+        host = self._host.config.host
         return Specification(
             name=job_vm_name(vm),
+            host=host,
             token=vm.token,
             image=vm.image,
             kind=CloneKind.INSTANT if instant else CloneKind.LINKED,
@@ -167,7 +169,7 @@ class QemuJobVms:
             mac=guest_mac(vm.job, vm.place),
             address=f"{self._addresses.local(vm)}/{prefix}",
             bridge=self._bridge_name(vm),
-            template_size=base if instant else None,
+            template=TemplateKey(host, vm.image, base) if instant else None,
             job_groups=vm.groups,
             job_address=f"{self._addresses.shared(vm.place)}/{prefix}",
             functions=vm.functions,

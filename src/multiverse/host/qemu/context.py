@@ -163,8 +163,7 @@ class HostContext:
     def template_for(self, spec: Specification) -> FrozenTemplate:
         """The template that the VM is forked from. Raises `Gone` if it does not exist or cannot be used any more."""
         config, template = self.config, None
-        if spec.template_size is not None:
-            which = TemplateKey(config.host, spec.image, spec.template_size, spec.template_account)
+        if (which := spec.template) is not None:
             template = templates.load(config.templates / templates.directory_name(which))
         if template is None or not self.is_usable(template):
             raise Gone(f"VM {spec.name} has no template of image {spec.image} on {config.host}", hint="build it first")
