@@ -89,6 +89,7 @@ class AgentHypervisor:
         connect_leased: Callable[[LeasedHost], AgentConnection] | None = None,
         leased: Mapping[str, LeasedHost] = NOT_LEASED,
     ) -> None:
+        self.membership = self.templates = self.users = self.groups = self
         self._connect, self._declare = connect, declare
         self._connect_leased = connect_leased or (lambda host: connect(host.lease.name))
         self._sources: dict[str, AgentSource] = {}
@@ -145,26 +146,6 @@ class AgentHypervisor:
     def sources(self) -> Sequence[AgentSource]:
         """See `ports.Hypervisor`."""
         return tuple(self._sources.values())
-
-    @property
-    def membership(self) -> AgentHypervisor:
-        """See `ports.Hypervisor`."""
-        return self
-
-    @property
-    def templates(self) -> AgentHypervisor:
-        """See `ports.Hypervisor`."""
-        return self
-
-    @property
-    def users(self) -> AgentHypervisor:
-        """See `ports.Hypervisor`."""
-        return self
-
-    @property
-    def groups(self) -> AgentHypervisor:
-        """See `ports.Hypervisor`."""
-        return self
 
     async def create(self, vm: VmSpec) -> Sequence[Stage]:
         """See `ports.Hypervisor`."""

@@ -21,27 +21,13 @@ from typing import Any, Literal, TypedDict
 
 from multiverse.core.errors import Refused
 from multiverse.core.model import Daemon, GuestFile, Identity, Mount, NodeBootstrap, Stage, User
-from multiverse.guest.agent import DISK, INTRODUCED, MAX_LINE, PORT, TASKS_PORT, TEMPLATE
+from multiverse.guest.agent import DISK as DISK
+from multiverse.guest.agent import INTRODUCED as INTRODUCED
+from multiverse.guest.agent import MAX_LINE as MAX_LINE
+from multiverse.guest.agent import PORT as PORT
+from multiverse.guest.agent import TASKS_PORT as TASKS_PORT
+from multiverse.guest.agent import TEMPLATE as TEMPLATE
 from multiverse.guest.commands import INSTALLED, program, shared_memory_program
-
-__all__ = [
-    "AUDIT",
-    "DISK",
-    "FLUSH",
-    "HELLO",
-    "INTRODUCED",
-    "MAX_LINE",
-    "PORT",
-    "TASKS_PORT",
-    "TEMPLATE",
-    "Report",
-    "ReportParser",
-    "add_user_message",
-    "identity_message",
-    "join_job_message",
-    "serve_tasks_message",
-    "take_regions_message",
-]
 
 # --- messages to a guest ------------------------------------------------------------------------------
 

@@ -22,24 +22,3 @@ from multiverse.ports.hypervisor import (
     Templates,
 )
 from multiverse.ports.scheduler import Addresses, Expansion, Leases, Offers, Parts, Reports, Scheduler, SubmissionLimits
-
-__all__ = [
-    "NOT_LEASED",
-    "Addresses",
-    "Clock",
-    "Expansion",
-    "Fencing",
-    "Groups",
-    "GuestUsers",
-    "Hypervisor",
-    "Leases",
-    "Measurements",
-    "Membership",
-    "Offers",
-    "Parts",
-    "Reports",
-    "Scheduler",
-    "Source",
-    "SubmissionLimits",
-    "Templates",
-]

@@ -2,5 +2,3 @@
 
 from multiverse.store.database import Entry, Store, StoreConflict, Transaction, open_store
 from multiverse.store.prune import Pruned, Pruning
-
-__all__ = ["Entry", "Pruned", "Pruning", "Store", "StoreConflict", "Transaction", "open_store"]

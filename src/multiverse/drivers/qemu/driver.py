@@ -47,6 +47,9 @@ class QemuHypervisor:
         """`overlay` is that of a leased node, in place of the settings'."""
         self._bridge = settings.qemu.bridge
         config = host_config(settings, site)
+        self.templates = self.users = self.groups = self
+        self.membership = None  # this machine alone
+        self.silence = None  # this process answers for the machine that it is on
         self._host = QemuHost(config if overlay is None else replace(config, overlay=overlay))
         self._creating: dict[str, Future[list[Stage]]] = {}
         self._deletions: Counter[TemplateKey] = Counter()
@@ -69,26 +72,6 @@ class QemuHypervisor:
         return (self,)
 
     @property
-    def membership(self) -> None:
-        """See `ports.Hypervisor`: this machine alone."""
-        return None
-
-    @property
-    def templates(self) -> QemuHypervisor:
-        """See `ports.Hypervisor`."""
-        return self
-
-    @property
-    def users(self) -> QemuHypervisor:
-        """See `ports.Hypervisor`."""
-        return self
-
-    @property
-    def groups(self) -> QemuHypervisor:
-        """See `ports.Hypervisor`."""
-        return self
-
-    @property
     def overlay(self) -> QemuHypervisor | None:
         """See `agent.calls.LocalHypervisor`."""
         return self if self._host.config.overlay is not None else None
@@ -97,11 +80,6 @@ class QemuHypervisor:
     def hosts(self) -> Sequence[str]:
         """See `ports.Hypervisor`."""
         return [self._host.config.host]
-
-    @property
-    def silence(self) -> None:
-        """See `ports.Source`: this process answers for the machine that it is on."""
-        return None
 
     def check(self) -> None:
         """Make the host's directories; see `QemuHost.check`."""
