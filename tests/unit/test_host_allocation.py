@@ -47,7 +47,7 @@ def config(tmp_path: Path) -> QemuHostConfig:
     for name in ("disk.raw", "vmlinuz", "initrd.img"):
         (image / name).touch()
     facts = {"name": "slim", "flavour": "slim", "key": "k", "base": "b", "path": "", "cmdline": "", "release": "",
-             "suite": "", "packages": []}  # fmt: skip
+             "suite": "", "packages": [], "abilities": ["fork", "plug_cpus", "plug_memory"]}  # fmt: skip
     (image / "image.json").write_text(json.dumps(facts))
     return QemuHostConfig("h", "mva-", Size(1, 256), image.parent, tmp_path / "t", tmp_path / "vms", tmp_path / "run",
                           tmp_path / "cache", str(binary), "tcg")  # fmt: skip

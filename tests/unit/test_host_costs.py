@@ -238,7 +238,7 @@ def test_a_vm_with_another_token_is_another_vm() -> None:
     h.vms[planned.name] = foreign
     h.run()
     assert h.all_vms() == [planned]
-    h.vms[planned.name] = replace(foreign, token="")  # of a release without tokens
+    h.vms[planned.name] = replace(foreign, token="")  # its hypervisor keeps none
     h.run()
     (made,) = h.all_vms()
     assert isinstance(made, Vm) and made.address == "10.9.1.77/16"

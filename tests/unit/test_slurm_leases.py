@@ -138,7 +138,7 @@ def test_a_submission_asks_for_a_whole_node_or_for_a_part() -> None:
     )
     (script,) = (word for word in whole if word.startswith("--wrap="))
     assert ' sudo -n /opt/mv agent pilot lease-ab12c-7 --token=t0ken "--job=$SLURM_JOB_ID,' in script
-    assert "SLURMD_NODENAME" not in script, "pilots of a release without overlays for leases refuse it"
+    assert "SLURMD_NODENAME" not in script
     overlaid = submission(replace(SETTINGS, overlay=OverlaySettings(enabled=True)), SPEC)
     assert overlaid[-1].endswith(',${SLURM_MEM_PER_NODE:-0},$SLURMD_NODENAME"')
 

@@ -22,6 +22,7 @@ from typing import TypeVar
 from weakref import WeakValueDictionary
 
 import structlog
+from pydantic import TypeAdapter
 
 from multiverse.agent.job_protocol import LAUNCH, EnterVm, ProvideVm, ReleaseVm, StepRequest, answer, parse, vm_size
 from multiverse.agent.job_vm import MOST_JOBS, RUNS, JobHost, JobVm
@@ -78,7 +79,7 @@ class JobVmService:
         for path in self._state.glob("*.json"):
             try:
                 vms = _read(path)
-            except (OSError, ValueError, TypeError, KeyError) as error:
+            except (OSError, ValueError) as error:
                 log.warning(
                     "VMs of a job are unknown, because their file cannot be read; cancel the job, end what "
                     "`pgrep -af mvjob` shows of it, and remove the file",
@@ -383,12 +384,12 @@ class JobVmSizes:
     region: int = 0
 
 
+_VMS = TypeAdapter(tuple[JobVm, ...])
+
+
 def _read(path: Path) -> tuple[JobVm, ...]:
     """The VMs of a job, from their file. Raises what a damaged file raises."""
-    lists = ("groups", "nodes", "function_groups", "regions")
-    described = json.loads(path.read_text())
-    found = tuple(JobVm(**one | {key: tuple(one[key]) for key in lists if key in one}) for one in described)
-    if not found:
+    if not (found := _VMS.validate_json(path.read_bytes())):
         raise ValueError(f"{path} is empty")
     return found
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from multiverse.core.errors import Refused
 
@@ -19,7 +19,6 @@ ABILITIES = ("fork", "plug_cpus", "plug_memory", "limit_disk")
 """What an image that we build can do. `fork`: a template can be frozen at the guest agent's fork point. `plug_cpus` and
 `plug_memory`: the guest takes CPUs and memory that are plugged while it runs. `limit_disk`: the guest agent keeps users
 to an allowance of the disk."""
-_FIRST_ABILITIES = ("fork", "plug_cpus", "plug_memory")  # of images of a release whose manifests did not name them
 
 _MANIFEST = "image.json"
 
@@ -29,8 +28,7 @@ class Image:
     """An image on disk.
 
     `key` is a hash of everything that the image was made of, `base` the same without the guest agent. `cmdline` is the
-    kernel's command line, `release` the kernel's release, `suite` Debian's. `abilities` are some of ABILITIES; a
-    manifest without this field means those of the first release.
+    kernel's command line, `release` the kernel's release, `suite` Debian's. `abilities` are some of ABILITIES.
     """
 
     name: str
@@ -103,6 +101,6 @@ def _missing(image: Image) -> list[str]:
 
 def _read(path: Path) -> Image:
     known = {field.name for field in fields(Image)}  # a later release may have added some
-    raw = {key: value for key, value in json.loads((path / _MANIFEST).read_text()).items() if key in known}
-    abilities = tuple(raw.get("abilities", _FIRST_ABILITIES))
-    return Image(**{**raw, "path": path, "packages": tuple(raw["packages"]), "abilities": abilities})
+    raw: dict[str, Any] = json.loads((path / _MANIFEST).read_text())
+    found: dict[str, Any] = {key: tuple(it) if isinstance(it, list) else it for key, it in raw.items() if key in known}
+    return Image(**found | {"path": path})

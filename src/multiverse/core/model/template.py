@@ -30,7 +30,7 @@ class TemplateCondition(StrEnum):
 class TemplateSeen:
     """A template as its host sees it. `held` is the memory that it takes there now, all copies, in MiB. `build` is
     another one for each time that it was built, because VMs of an earlier build keep that one's memory; it is empty
-    while the template is being built, and where the host's agent is of a release that does not tell it."""
+    while the template is being built."""
 
     name: str
     host: str
