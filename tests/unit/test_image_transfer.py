@@ -294,7 +294,7 @@ def test_an_image_of_the_site_is_listed_and_copied_when_it_is_needed(tmp_path: P
 
 
 def test_an_image_that_was_built_again_is_found_though_nobody_lists_any(tmp_path: Path) -> None:
-    """As in an agent for VMs inside jobs alone, whose copy is of an earlier release."""
+    """As in an agent for VMs inside jobs alone, whose copy is older."""
     site, local = tmp_path / "site", tmp_path / "local"
     image(local, key="old")
     offered = image(site, key="new")

@@ -46,7 +46,7 @@ PROTOCOL = 1
 """What this release speaks."""
 
 OLDEST = 1
-"""The oldest protocol that this release understands: that of the release before it."""
+"""The oldest protocol that this release understands: that of the release before it, once there is one."""
 
 LONGEST_LINE = 1 << 24
 """Bytes. An observation of a thousand VMs has about 250 kB; a longer line is an error of the other side."""

@@ -221,8 +221,7 @@ class _Replay:
             case ["scheduler", ("unpin" | "requeue") as name]:
                 return getattr(self.scheduler, name)(self._ref(line))  # type: ignore[no-any-return]
             case ["scheduler", "pin"]:
-                at_once = line.get("at_once", True)  # of an older trace; then each requeued job was pinned at once
-                return self.scheduler.pin(self._ref(line), line["feature"], (), at_once=at_once)
+                return self.scheduler.pin(self._ref(line), line["feature"], (), at_once=line["at_once"])
             case ["scheduler", "hold"]:
                 return self.scheduler.hold(self._ref(line), line["reason"])
             case ["scheduler", "revoke"]:

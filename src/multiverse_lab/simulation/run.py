@@ -46,7 +46,7 @@ AT_REST = 8
 
 HINT_DELAY = (0.5, 10.0)  # seconds that a late hint takes
 DECISION = 30.0  # seconds between two looks of the operator at what no record explains
-UNNAMED = 0.2  # the share of hints of submissions that name no user, as those of an older multiverse.lua
+UNNAMED = 0.2  # the share of hints of submissions that name no user, as another scheduler's may
 CONFIRMED = 20.0  # seconds between two looks of the operator at leased hosts whose pilots are over
 OF_PILOTS = (
     IncidentKind.PILOT_PREEMPTED,
