@@ -15,6 +15,7 @@ from random import Random
 
 import pytest
 
+from multiverse.core.clones.spares import node_spec
 from multiverse.core.errors import Gone, NotYet, Refused, Stale, Unknown
 from multiverse.core.model import (
     Attempt,
@@ -36,7 +37,6 @@ from multiverse.core.model import (
     VmSpec,
     VmState,
 )
-from multiverse.core.provisioning.spares import node_spec
 from multiverse.ports import Offers, Parts, Scheduler
 from multiverse_lab.simulation.cluster import ClusterSettings
 from multiverse_lab.simulation.hypervisor import SimulatedHosts

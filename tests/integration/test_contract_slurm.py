@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
+from multiverse.core.clones.spares import node_spec
 from multiverse.core.errors import Refused
 from multiverse.core.model import Attempt, Vm
-from multiverse.core.provisioning.spares import node_spec
 from multiverse.drivers.slurm.driver import SlurmScheduler
 from multiverse_lab.lab import lifecycle
 from multiverse_lab.lab.plan import LabOptions

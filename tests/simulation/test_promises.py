@@ -25,6 +25,7 @@ from tests.sampled import one_in
 from multiverse.config import PacingSettings, PoolSettings, Settings
 from multiverse.controller.loop import Controller
 from multiverse.core import planner
+from multiverse.core.capacity.sizes import vm_claim, vm_size
 from multiverse.core.errors import Refused
 from multiverse.core.machines import vm as vm_machine
 from multiverse.core.machines.tables import TABLES
@@ -45,7 +46,6 @@ from multiverse.core.model import (
     said,
 )
 from multiverse.core.policy import Policy
-from multiverse.core.provisioning.sizes import vm_claim, vm_size
 from multiverse.core.state import State
 from multiverse.core.transition import Change, Event
 from multiverse_lab.simulation import fuzz as fuzzing
@@ -748,7 +748,7 @@ def test_a_broken_planner_is_found_and_its_scenario_shrunk_saved_and_replayed(
 
 
 def test_the_world_reports_a_job_that_is_cancelled_without_a_true_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multiverse.core.provisioning.obstacles.could_hold", lambda *_: False)
+    monkeypatch.setattr("multiverse.core.admission.obstacles.could_hold", lambda *_: False)
     (wrong,) = simulate(ONE).violations
     assert "nothing justifies" in wrong and "fits on no host" in wrong
 

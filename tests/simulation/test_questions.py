@@ -6,11 +6,11 @@ import pytest
 from tests.sampled import one_in
 
 from multiverse.controller.loop import Controller
+from multiverse.core.admission.reasons import reason_of
+from multiverse.core.explanation.explain import explain
+from multiverse.core.explanation.immediate_capacity import sizes_to_show, startable, usage
+from multiverse.core.explanation.what_if import try_request
 from multiverse.core.model import AttemptState, Request, Size, text_of
-from multiverse.core.provisioning.explain import explain
-from multiverse.core.provisioning.reasons import reason_of
-from multiverse.core.provisioning.startable import sizes_to_show, startable, usage
-from multiverse.core.provisioning.trial import try_request
 from multiverse_lab.simulation.generate import crowded, operated, with_faults
 from multiverse_lab.simulation.run import simulate
 from multiverse_lab.simulation.scenario import Scenario

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from multiverse.core import planner
+from multiverse.core.admission.admit import Admission
 from multiverse.core.errors import Broken, Refused
 from multiverse.core.machines.attempt import attempt_rests
 from multiverse.core.machines.tables import TABLES, effect_of
@@ -32,7 +33,6 @@ from multiverse.core.model import (
     text_of,
 )
 from multiverse.core.planner import plan
-from multiverse.core.provisioning.admission import Admission
 from multiverse.core.state import State
 from multiverse.core.transition import TERMINAL, Change, Command, Done, EffectKind, Event, Move
 from tests.unit import rows as hand

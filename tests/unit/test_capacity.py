@@ -9,7 +9,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from multiverse.core.admission.admit import admit
+from multiverse.core.capacity.empty_hosts import could_ever_fit, largest_nodes, largest_on
+from multiverse.core.capacity.room import Room
+from multiverse.core.capacity.sizes import NodeRequest, template_size
 from multiverse.core.changes import mark_changes
+from multiverse.core.context import Context
 from multiverse.core.model import (
     AttemptState,
     CloneKind,
@@ -26,11 +31,6 @@ from multiverse.core.model import (
     Size,
 )
 from multiverse.core.policy import Policy
-from multiverse.core.provisioning.admission import admit
-from multiverse.core.provisioning.capacity import Room
-from multiverse.core.provisioning.context import Context
-from multiverse.core.provisioning.largest import could_ever_fit, largest_nodes, largest_on
-from multiverse.core.provisioning.sizes import NodeRequest, template_size
 from multiverse.core.transition import Event
 from tests.unit.planner_harness import POLICY
 from tests.unit.rows import SOURCE, attempt, changes_of, state, world_of

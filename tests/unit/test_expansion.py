@@ -9,7 +9,8 @@ import pytest
 from multiverse.api import JobView
 from multiverse.cli.jobs import _reason as reason_shown
 from multiverse.controller.comments import CommentPlan
-from multiverse.core.expansion import why_stays
+from multiverse.core.context import Context
+from multiverse.core.explanation.explain import explain, explain_ended, explain_new
 from multiverse.core.machines.tables import effect_of
 from multiverse.core.model import (
     AttemptState,
@@ -23,9 +24,8 @@ from multiverse.core.model import (
     VmState,
     text_of,
 )
+from multiverse.core.overflow import why_stays
 from multiverse.core.policy import ExpansionPolicy
-from multiverse.core.provisioning.context import Context
-from multiverse.core.provisioning.explain import explain, explain_ended, explain_new
 from multiverse.core.transition import EffectKind, Event
 from tests.unit.planner_harness import POLICY, PlannerHarness
 

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multiverse.core.free import FreeIndex, HostGroup, fits
+from multiverse.core.capacity.host_limits import Open
+from multiverse.core.capacity.placement_policies import BUILT_IN, draws
+from multiverse.core.capacity.room import Room, every_host, room_of
+from multiverse.core.capacity_index import FreeIndex, HostGroup, fits
+from multiverse.core.context import Context
 from multiverse.core.machines.tables import TABLES
 from multiverse.core.model import Host, HypervisorView, Overcommitment, Placement, Size, TemplateKey
-from multiverse.core.provisioning.capacity import Room, every_host, room_of
-from multiverse.core.provisioning.context import Context
-from multiverse.core.provisioning.permitted import Open
-from multiverse.core.provisioning.placement import BUILT_IN, draws
 from multiverse.core.state import State
 from tests.unit.planner_harness import POLICY
 from tests.unit.rows import rows, world_of

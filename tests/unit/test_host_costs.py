@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from multiverse.core.capacity.sizes import template_claim, vm_claim, vm_size
 from multiverse.core.model import (
     AttemptState,
     CloneKind,
@@ -22,7 +23,6 @@ from multiverse.core.model import (
     text_of,
 )
 from multiverse.core.policy import Pool
-from multiverse.core.provisioning.sizes import template_claim, vm_claim, vm_size
 from tests.unit.planner_harness import POLICY, PlannerHarness
 
 BOOTS = Request(1, Size(1, 500), kind=CloneKind.FULL)

@@ -9,6 +9,8 @@ import pytest
 
 from multiverse.core import planner
 from multiverse.core.changes import mark_changes
+from multiverse.core.clones.spares import named_by_none
+from multiverse.core.context import Context
 from multiverse.core.errors import Refused, Unknown
 from multiverse.core.machines.attempt import open_attempts, step_attempt
 from multiverse.core.machines.offer import step_offer
@@ -39,9 +41,7 @@ from multiverse.core.model import (
     text_of,
 )
 from multiverse.core.policy import Pool
-from multiverse.core.provisioning.context import Context
-from multiverse.core.provisioning.pools import pool_status
-from multiverse.core.provisioning.spares import named_by_none
+from multiverse.core.pools.reconcile import pool_status
 from multiverse.core.transition import Effect, EffectKind, Event
 from multiverse.service.timeline import phases
 from tests.unit import rows as hand

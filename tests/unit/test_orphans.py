@@ -9,6 +9,7 @@ import pytest
 
 from multiverse.cli import repair
 from multiverse.controller.users import LookupFailure
+from multiverse.core.capacity.room import left_behind
 from multiverse.core.errors import Refused
 from multiverse.core.machines.tables import permitted_effects
 from multiverse.core.machines.vm import OFFER_TERM
@@ -30,7 +31,6 @@ from multiverse.core.model import (
     text_of,
 )
 from multiverse.core.planner import plan
-from multiverse.core.provisioning.capacity import left_behind
 from multiverse.core.transition import Change, Command, EffectKind, Event, Move
 from multiverse.service.findings import findings, repair_command, unknown_user
 from multiverse.store import Store, open_store

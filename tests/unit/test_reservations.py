@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from multiverse.core.context import Context
+from multiverse.core.explanation.explain import explain
 from multiverse.core.machines.tables import effect_of
 from multiverse.core.machines.vm import vm_rests
 from multiverse.core.model import (
@@ -24,8 +26,6 @@ from multiverse.core.model import (
     text_of,
 )
 from multiverse.core.policy import Pool
-from multiverse.core.provisioning.context import Context
-from multiverse.core.provisioning.explain import explain
 from multiverse.core.transition import EffectKind
 from tests.unit.planner_harness import POLICY, PlannerHarness
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from multiverse.core.clones.spares import node_spec
 from multiverse.core.errors import Broken, Exhausted, Gone, Refused, Stale, Unknown
 from multiverse.core.model import (
     Attempt,
@@ -29,7 +30,6 @@ from multiverse.core.model import (
     VmSpec,
     text_of,
 )
-from multiverse.core.provisioning.spares import node_spec
 from multiverse.ports import Scheduler
 from multiverse_lab.simulation.cloud import CLOUD_ABILITIES, QUOTA, CloudMachines, SimulatedCloud
 from multiverse_lab.simulation.cluster import ClusterSettings

@@ -10,22 +10,11 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from multiverse.core.model import (
-    AttemptState,
-    Depth,
-    Job,
-    JobRef,
-    JobState,
-    Request,
-    Size,
-    TemplateState,
-    Vm,
-    VmState,
-)
+from multiverse.core.explanation.immediate_capacity import sizes_to_show, startable, usage
+from multiverse.core.explanation.what_if import try_request
+from multiverse.core.model import AttemptState, Depth, Job, JobRef, JobState, Request, Size, TemplateState, Vm, VmState
 from multiverse.core.planner import plan
 from multiverse.core.policy import Pool
-from multiverse.core.provisioning.startable import sizes_to_show, startable, usage
-from multiverse.core.provisioning.trial import try_request
 from multiverse.core.rows import Index
 from multiverse.core.state import State
 from multiverse.core.transition import Change

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from multiverse.controller.users import FRESH, KEPT, UserDirectory
+from multiverse.core.admission.unknown_users import PATIENCE
 from multiverse.core.errors import Gone, Refused, Unknown
 from multiverse.core.machines.tables import permitted_effects
 from multiverse.core.model import AttemptState, User, UserSeen, VmCondition, VmState, text_of
-from multiverse.core.provisioning.inquiries import PATIENCE
 from multiverse.core.transition import EffectKind
 from multiverse.drivers.slurm import account
 from multiverse.drivers.slurm.account import NameService, is_surely_absent, lookup

@@ -23,8 +23,12 @@ from multiverse.controller.missing_hints import MissingHints
 from multiverse.controller.observers import Awaited, Observer, SchedulerObserver
 from multiverse.controller.users import LookupFailure, UserDirectory
 from multiverse.controller.watching import Watcher
+from multiverse.core.capacity.empty_hosts import job_limits
+from multiverse.core.capacity.sizes import claimable_cpus
 from multiverse.core.commands import may_add
+from multiverse.core.context import Context
 from multiverse.core.errors import Exhausted, MultiverseError
+from multiverse.core.leases.leasable import leasable_hosts
 from multiverse.core.machines.host import held_back
 from multiverse.core.machines.lease import unexplained_pilots
 from multiverse.core.machines.tables import TABLES, awaited_rows, note_unmade
@@ -45,11 +49,7 @@ from multiverse.core.model import (
 )
 from multiverse.core.planner import orphans, plan
 from multiverse.core.policy import Backfill, ExpansionPolicy, LeasePolicy, Policy, Pool
-from multiverse.core.provisioning.context import Context
-from multiverse.core.provisioning.leasing import leasable_hosts
-from multiverse.core.provisioning.pools import PoolStatus, pool_status
-from multiverse.core.provisioning.sizes import claimable_cpus
-from multiverse.core.provisioning.submission import job_limits
+from multiverse.core.pools.reconcile import PoolStatus, pool_status
 from multiverse.core.state import State
 from multiverse.core.transition import Awaiting, Command, Done, Message, ShownBy
 from multiverse.ports import Clock, Fencing, Hypervisor, Scheduler, Source

@@ -116,7 +116,7 @@ class Policy:
     reclaim: float = 10.0  # from a job's end until its VMs are gone
     placement: str = Placement.WORST_FIT  # the policy that places VMs of jobs that name none
     placements: Mapping[str, Callable[..., Sequence[str]]] = field(default_factory=lambda: MappingProxyType({}))
-    """The site's own policies, by name: see `core.provisioning.placement.PlacementPolicy`."""
+    """The site's own policies, by name: see `core.capacity.placement_policies.PlacementPolicy`."""
     rates: Mapping[CloneKind, float] = field(default_factory=lambda: MappingProxyType({}))
     """Clones a second from one template, or of one image on one host; kinds that are not in it go unpaced."""
     seconds: Mapping[CloneKind, float] = field(

@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
+from multiverse.core.capacity_index import FreeIndex
 from multiverse.core.errors import Broken, Refused
-from multiverse.core.free import FreeIndex
 from multiverse.core.model import (
     Attempt,
     AttemptState,

@@ -20,14 +20,14 @@ from multiverse.api import (
 from multiverse.bundles.contract import UNKNOWN_WORDS, SchedulerWords
 from multiverse.config import folded
 from multiverse.controller.loop import Controller
+from multiverse.core.context import Context
 from multiverse.core.errors import Refused
+from multiverse.core.explanation.explain import Explanation, explain, explain_ended, explain_new
+from multiverse.core.explanation.host_verdicts import HostVerdict
+from multiverse.core.explanation.immediate_capacity import sizes_to_show, startable, usage
+from multiverse.core.explanation.what_if import try_request
 from multiverse.core.model import Attempt, AttemptState, CloneKind, Job, Reason, Request, Size, Why
 from multiverse.core.policy import Policy
-from multiverse.core.provisioning.context import Context
-from multiverse.core.provisioning.explain import Explanation, explain, explain_ended, explain_new
-from multiverse.core.provisioning.host_verdicts import HostVerdict
-from multiverse.core.provisioning.startable import sizes_to_show, startable, usage
-from multiverse.core.provisioning.trial import try_request
 from multiverse.ports import Clock
 from multiverse.service.convert import size_view
 from multiverse.service.viewer import Viewer

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from math import log2
 
+from multiverse.core.clones.spares import is_of
 from multiverse.core.machines.attempt import step_attempt
 from multiverse.core.machines.template import step_template
 from multiverse.core.machines.vm import may_have_a_job, step_vm
@@ -22,7 +23,6 @@ from multiverse.core.model import (
     World,
 )
 from multiverse.core.policy import AVOIDED_LIMIT, Policy
-from multiverse.core.provisioning.spares import is_of
 from multiverse.core.rows import Rows
 from multiverse.core.state import State
 from multiverse.core.transition import Event, Move

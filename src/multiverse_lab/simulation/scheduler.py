@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from multiverse.config import ImageSettings
+from multiverse.core.clones.spares import named_by_none
 from multiverse.core.errors import Gone, NotYet, Refused, Stale, Unknown
 from multiverse.core.model import (
     JobLimits,
@@ -21,7 +22,6 @@ from multiverse.core.model import (
     SchedulerView,
     User,
 )
-from multiverse.core.provisioning.spares import named_by_none
 from multiverse.ports import Addresses, Expansion, Leases, Offers, Parts, SubmissionLimits
 from multiverse_lab.simulation.cluster import Cluster, OfferedNode
 from multiverse_lab.simulation.guests import LIVE, Registration

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from multiverse.core.avoidance import forget_hosts, whose_fault
-from multiverse.core.expansion import why_stays
 from multiverse.core.machines.offer import take_offer
 from multiverse.core.machines.vm import end_vm, may_take_job, release_vm, run_job_on_vm, start_vm, take_vm
 from multiverse.core.model import (
@@ -39,6 +38,7 @@ from multiverse.core.model import (
     said,
     text_of,
 )
+from multiverse.core.overflow import why_stays
 from multiverse.core.policy import Policy
 from multiverse.core.quarantine import quarantine
 from multiverse.core.rows import VmsMissing
