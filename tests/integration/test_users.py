@@ -20,7 +20,7 @@ from multiverse.api.asking import PURPOSE
 from multiverse.bundles.slurm.credentials import Credentials
 from multiverse.bundles.slurm.private import PrivateData
 from multiverse.client import Client
-from multiverse.drivers.slurm.auth import munge_socket
+from multiverse.drivers.slurm.site.site_conf import munge_socket
 from multiverse.service.startup import bind
 from multiverse.service.users_socket import Desk, Pace, serve_users
 from multiverse.service.viewer import Viewer

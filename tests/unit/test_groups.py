@@ -30,7 +30,7 @@ from multiverse.core.model import (
     group_of,
 )
 from multiverse.core.transition import Change, Event, Move
-from multiverse.drivers.slurm.addresses import AddressFile
+from multiverse.drivers.slurm.site.addresses import AddressFile
 from multiverse.guest.agent import network
 from multiverse.host import manifest
 from multiverse.host.firewall import Firewall

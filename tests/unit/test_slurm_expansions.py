@@ -10,12 +10,12 @@ import pytest
 from multiverse.config import ExpandSettings, LeaseSettings, Settings, SlurmSettings, parse
 from multiverse.core.errors import Refused
 from multiverse.core.model import Job, JobState
-from multiverse.drivers.slurm import install, site_conf
-from multiverse.drivers.slurm import parse as slurm_parse
 from multiverse.drivers.slurm.driver import SlurmScheduler
-from multiverse.drivers.slurm.expansions import examine, leased_nodes, limits_like, moved_text, told_origin
-from multiverse.drivers.slurm.requirements import Version
-from multiverse.drivers.slurm.requirements import examine as examine_site
+from multiverse.drivers.slurm.reading import parse as slurm_parse
+from multiverse.drivers.slurm.site import install, site_conf
+from multiverse.drivers.slurm.site.overflow import examine, leased_nodes, limits_like, moved_text, told_origin
+from multiverse.drivers.slurm.site.requirements import Version
+from multiverse.drivers.slurm.site.requirements import examine as examine_site
 
 EXPAND = ExpandSettings("batch", constraint="any", min_wait=30.0)
 NAMES = slurm_parse.SiteNames("ab12c", "vm", "mvgate", "vm", expanded=(EXPAND,))

@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from multiverse.config import Settings, SlurmSettings
 from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError, Refused, Stale, Unknown
 from multiverse.core.model import NodeSpec, Size, User
-from multiverse.drivers.slurm import addresses, bootstrap, conf, install, slurm_user
+from multiverse.drivers.slurm.acting.reread import _cells
 from multiverse.drivers.slurm.command import meaning
-from multiverse.drivers.slurm.inbox import Hint, hints, take
-from multiverse.drivers.slurm.reread import _cells
+from multiverse.drivers.slurm.site import addresses, bootstrap, conf, install, slurm_user
+from multiverse.drivers.slurm.submission.inbox import Hint, hints, take
 from multiverse.guest import agent
 from multiverse.guest.protocol import INTRODUCED
 from tests.unit.slurm_lua import rendered

@@ -15,10 +15,9 @@ import pytest
 from multiverse.config import AgentSettings, LeaseSettings, OverlaySettings, Settings, SlurmSettings
 from multiverse.core.errors import Refused, Unknown
 from multiverse.core.model import LeasedHost, LeaseSpec, PilotState, Size, text_of
-from multiverse.drivers.slurm import leases as slurm_leases
-from multiverse.drivers.slurm import site_conf
 from multiverse.drivers.slurm.driver import SlurmScheduler
-from multiverse.drivers.slurm.leases import (
+from multiverse.drivers.slurm.leases import lease_jobs as slurm_leases
+from multiverse.drivers.slurm.leases.lease_jobs import (
     SlurmLeases,
     as_user,
     bring_command,
@@ -26,9 +25,10 @@ from multiverse.drivers.slurm.leases import (
     receive_command,
     submission,
 )
-from multiverse.drivers.slurm.pilot_reader import PilotReader
-from multiverse.drivers.slurm.pilots import PilotColumns, boot_time, leasable, read_nodes
-from multiverse.drivers.slurm.requirements import lease_sources
+from multiverse.drivers.slurm.leases.pilot_reader import PilotReader
+from multiverse.drivers.slurm.leases.pilots import PilotColumns, boot_time, leasable, read_nodes
+from multiverse.drivers.slurm.site import site_conf
+from multiverse.drivers.slurm.site.requirements import lease_sources
 from multiverse.pilot.place import LeasePlace
 
 SPEC = LeaseSpec("lease-ab12c-7", "t0ken", "physical", time_limit=3601.0)

@@ -12,10 +12,10 @@ import pytest
 from multiverse.config import ImageSettings, Settings, SlurmSettings
 from multiverse.core.errors import Exhausted
 from multiverse.core.model import CloneKind, JobLimits, NodeSpec, Size
-from multiverse.drivers.slurm import submission
-from multiverse.drivers.slurm.inbox import Hint, take
-from multiverse.drivers.slurm.offers import OfferFiles
-from multiverse.drivers.slurm.submission import SubmissionFile
+from multiverse.drivers.slurm.submission import limits_file
+from multiverse.drivers.slurm.submission.inbox import Hint, take
+from multiverse.drivers.slurm.submission.limits_file import SubmissionFile
+from multiverse.drivers.slurm.submission.offers import OfferFiles
 from tests.unit.slurm_lua import install_scripts, modify, needs_lua, submit
 
 PREVIOUS_RELEASE = Path(__file__).parent / "slurm_data" / "previous_release"
@@ -37,7 +37,7 @@ def file(tmp_path: Path) -> Path:
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     moment = [1000.0]
-    monkeypatch.setattr(submission.time, "time", lambda: moment[0])
+    monkeypatch.setattr(limits_file.time, "time", lambda: moment[0])
     return moment
 
 

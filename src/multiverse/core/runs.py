@@ -5,16 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from multiverse.core.model import (
-    LEAVING_STATES,
-    WAITING_STATES,
-    Attempt,
-    Reason,
-    Vm,
-    VmState,
-    Why,
-    World,
-)
+from multiverse.core.model import LEAVING_STATES, WAITING_STATES, Attempt, Reason, Vm, VmState, Why, World
 from multiverse.core.state import State
 
 

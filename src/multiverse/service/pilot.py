@@ -15,7 +15,7 @@ from multiverse.config import Settings, overlay_address
 from multiverse.core.errors import Refused
 from multiverse.core.model.names import site_of_lease
 from multiverse.drivers.qemu.driver import overlay_config
-from multiverse.drivers.slurm.pilots import ENDING
+from multiverse.drivers.slurm.leases.pilots import ENDING
 from multiverse.host.overlay import OverlayConfig
 from multiverse.pilot.groups import memory_limit
 from multiverse.pilot.init import PilotOrder

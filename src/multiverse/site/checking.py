@@ -15,9 +15,9 @@ from pyroute2 import IPRoute
 
 from multiverse.config import Settings, host_names, overlay_address, site_cpus
 from multiverse.core.errors import Gone, MultiverseError, Refused, Unknown
-from multiverse.drivers.slurm import expansions, inbox_access, install, requirements, site_conf, slurm_user
 from multiverse.drivers.slurm.command import SlurmCommands
-from multiverse.drivers.slurm.site_conf import SiteConf
+from multiverse.drivers.slurm.site import install, overflow, requirements, site_conf, slurm_user
+from multiverse.drivers.slurm.site.site_conf import SiteConf
 from multiverse.images.catalog import list_images
 from multiverse.ports.finding import Finding, Level
 from multiverse.site.rendering import AGENT_SERVICE, SERVICE, own_job_submit, render, render_agent
@@ -233,7 +233,7 @@ def _calls_epilog(program: Path, ours: Path) -> bool:
 
 def _machine(settings: Settings, site: SiteConf) -> Iterator[Finding]:
     """What this machine needs: SlurmUser's access, the bridge, an image, the munge key, Slurm's commands."""
-    reason = inbox_access.why_not_writable(settings.slurm.inbox, slurm_user.of(site.text))
+    reason = slurm_user.why_not_writable(settings.slurm.inbox, slurm_user.of(site.text))
     if reason is not None:
         yield Finding(
             Level.PROBLEM,
@@ -248,7 +248,7 @@ def _machine(settings: Settings, site: SiteConf) -> Iterator[Finding]:
             f"there is no bridge {settings.qemu.bridge} with the address {settings.network.gateway}",
             f"run {_START_BRIDGE}",
         )
-    machines = (settings.host.name, *host_names(settings), *expansions.leased_nodes(settings, site))
+    machines = (settings.host.name, *host_names(settings), *overflow.leased_nodes(settings, site))
     yield from _overlay(settings, dict.fromkeys(machines))
     if settings.image.default not in {image.name for image in list_images(settings.qemu.images)}:
         yield Finding(

@@ -14,8 +14,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from multiverse import config
 from multiverse.config import Settings
-from multiverse.drivers.slurm import addresses, install, site_conf
-from multiverse.drivers.slurm.plugstack import loads_plugin, plugstack
+from multiverse.drivers.slurm.site import addresses, install, site_conf
+from multiverse.drivers.slurm.site.plugstack import loads_plugin, plugstack
 from multiverse.images.catalog import list_images
 from multiverse.system import files
 from multiverse_lab.lab import spank

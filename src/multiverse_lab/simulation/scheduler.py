@@ -349,7 +349,7 @@ class SimulatedSlurm(SimulatedScheduler):
         await super().delete_node(node)
 
     async def _delete(self, node: str) -> None:
-        """As `drivers.slurm.delete` does."""
+        """As `drivers.slurm.acting.delete` does."""
         if self._may_be_planned(node):
             if node not in self._drained:
                 self._cluster.drain(node)

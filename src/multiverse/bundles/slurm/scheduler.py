@@ -20,13 +20,13 @@ from multiverse.bundles.slurm.words import SlurmWords
 from multiverse.config import Settings
 from multiverse.core.errors import Refused
 from multiverse.core.model import LeaseSpec
-from multiverse.drivers.slurm import site_conf
-from multiverse.drivers.slurm.auth import munge_socket
-from multiverse.drivers.slurm.bootstrap import slurm_uid
 from multiverse.drivers.slurm.command import SlurmCommands
 from multiverse.drivers.slurm.driver import SlurmScheduler
-from multiverse.drivers.slurm.inbox import Hint, hints, take
-from multiverse.drivers.slurm.nodes import reached_nodes
+from multiverse.drivers.slurm.reading.nodes import reached_nodes
+from multiverse.drivers.slurm.site import site_conf
+from multiverse.drivers.slurm.site.bootstrap import slurm_uid
+from multiverse.drivers.slurm.site.site_conf import munge_socket
+from multiverse.drivers.slurm.submission.inbox import Hint, hints, take
 from multiverse.ports.finding import Finding
 from multiverse.site import checking, rendering
 from multiverse.system.rendered import SiteFile

@@ -14,18 +14,7 @@ from multiverse.core.clones.kinds import Choice, on_hosts_making
 from multiverse.core.clones.pacing import paid
 from multiverse.core.clones.templates import wish_of
 from multiverse.core.context import Context
-from multiverse.core.model import (
-    Attempt,
-    Claim,
-    CloneKind,
-    Depth,
-    Place,
-    Reason,
-    Size,
-    TemplateKey,
-    Vm,
-    Why,
-)
+from multiverse.core.model import Attempt, Claim, CloneKind, Depth, Place, Reason, Size, TemplateKey, Vm, Why
 from multiverse.core.model.names import mac_of, token_of, vm_name
 
 

@@ -3,23 +3,10 @@
 from __future__ import annotations
 
 from multiverse.core.capacity.room import Blockage
-from multiverse.core.clones.spares import (
-    fit_to_serve,
-    is_of,
-    release_spare,
-    spares,
-)
+from multiverse.core.clones.spares import fit_to_serve, is_of, release_spare, spares
 from multiverse.core.context import Context
 from multiverse.core.machines.offer import open_offer, withdraw_offer
-from multiverse.core.model import (
-    LEAVING_STATES,
-    NodeState,
-    OfferState,
-    Vm,
-    VmState,
-    Why,
-    first_on,
-)
+from multiverse.core.model import LEAVING_STATES, NodeState, OfferState, Vm, VmState, Why, first_on
 from multiverse.core.policy import Policy
 
 

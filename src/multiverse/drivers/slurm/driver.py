@@ -25,12 +25,8 @@ from multiverse.core.model import (
     SchedulerView,
     User,
 )
-from multiverse.drivers.slurm import bootstrap as node_bootstrap
-from multiverse.drivers.slurm import conf, expansions, gate, parse, requirements, site_conf
-from multiverse.drivers.slurm.account import NameService
-from multiverse.drivers.slurm.addresses import AddressFile
-from multiverse.drivers.slurm.command import Execute, SlurmCommands, execute
-from multiverse.drivers.slurm.comment import (
+from multiverse.drivers.slurm.acting import gate_keeper
+from multiverse.drivers.slurm.acting.comment import (
     CommentTurns,
     compose,
     plain_line,
@@ -38,14 +34,20 @@ from multiverse.drivers.slurm.comment import (
     updates,
     waiting_records,
 )
-from multiverse.drivers.slurm.delete import NodeDeleter
-from multiverse.drivers.slurm.leases import SlurmLeases, user_of
-from multiverse.drivers.slurm.offers import OfferFiles, OffersSeen, SlurmOffers
-from multiverse.drivers.slurm.pilot_reader import PilotReader
-from multiverse.drivers.slurm.reader import SlurmReader
-from multiverse.drivers.slurm.reread import CurrentJob, reread
-from multiverse.drivers.slurm.submission import SubmissionFile
-from multiverse.drivers.slurm.time_limits import seconds_of
+from multiverse.drivers.slurm.acting.delete import NodeDeleter
+from multiverse.drivers.slurm.acting.reread import CurrentJob, reread
+from multiverse.drivers.slurm.command import Execute, SlurmCommands, execute
+from multiverse.drivers.slurm.leases.lease_jobs import SlurmLeases, user_of
+from multiverse.drivers.slurm.leases.pilot_reader import PilotReader
+from multiverse.drivers.slurm.reading import parse
+from multiverse.drivers.slurm.reading.name_service import NameService
+from multiverse.drivers.slurm.reading.reader import SlurmReader
+from multiverse.drivers.slurm.site import bootstrap as node_bootstrap
+from multiverse.drivers.slurm.site import conf, gate, overflow, requirements, site_conf
+from multiverse.drivers.slurm.site.addresses import AddressFile
+from multiverse.drivers.slurm.site.time_limits import seconds_of
+from multiverse.drivers.slurm.submission.limits_file import SubmissionFile
+from multiverse.drivers.slurm.submission.offers import OfferFiles, OffersSeen, SlurmOffers
 
 _RETRY_DELAYS = (0.05, 0.1, 0.2, *(0.4,) * 20)  # seconds before an update that slurmctld cannot do now is repeated
 _OFFER_TERM = 10.0  # seconds for which the list of offers is valid, at least
@@ -54,7 +56,7 @@ _SUBMISSION_TERM = 60.0  # seconds for which the published sizes are valid, at l
 
 def _mark(origin: str) -> tuple[str, ...]:
     """The feature by which a job that was moved is recognised, if it was."""
-    return (parse.MOVED_FROM + origin,) if origin else ()
+    return (gate.MOVED_FROM + origin,) if origin else ()
 
 
 def _is_outside(job: Job) -> bool:
@@ -89,7 +91,7 @@ class SlurmScheduler:
         self._submission = SubmissionFile(settings.slurm.inbox, submission_term)
         names = Path(settings.network.names) if settings.network.names else None
         self._addresses = AddressFile(settings.slurm.addresses_file(), names, site)
-        self._gate = gate.GateKeeper(settings.slurm, self._commands)
+        self._gate = gate_keeper.GateKeeper(settings.slurm, self._commands)
         self._node_deleter = NodeDeleter(self._commands, self._is_reserved)
 
     @property
@@ -136,7 +138,7 @@ class SlurmScheduler:
     def check_expansions(self) -> None:
         """Raise `Refused` if jobs of the partitions that the settings want to expand would fare otherwise in VMs."""
         if self._settings.expand:
-            for found in expansions.examine(self._settings, site_conf.read(self._slurm.conf)):
+            for found in overflow.examine(self._settings, site_conf.read(self._slurm.conf)):
                 raise Refused(found.message, hint=found.remedy)
 
     def check_leases(self) -> None:
@@ -214,7 +216,7 @@ class SlurmScheduler:
         current = await self._reread(job)
         origin = current.origin or (current.partition if self._is_expanded(current.partition) else "")
         if origin:
-            text = expansions.moved_text(origin, text)
+            text = overflow.moved_text(origin, text)
         comment = compose(current.comment, text) if text else current.comment
         pinned = current.partition == self._slurm.partition and current.pinned == tag and not current.licensed
         if pinned and (current.active or (current.pending and current.priority)):
@@ -271,7 +273,7 @@ class SlurmScheduler:
     async def _to_gate(self, job: JobRef, current: CurrentJob) -> None:
         if self._is_at_gate(current):
             return
-        origin = current.origin or expansions.told_origin(current.comment)
+        origin = current.origin or overflow.told_origin(current.comment)
         features = "&".join((*current.own, *_mark(origin), self._slurm.gate_feature))
         licences = ",".join((*current.licences, f"{self._slurm.licence}:1"))
         wanted = [*self._partition(current), f"Features={features}", f"Licenses={licences}"]
@@ -434,7 +436,7 @@ class SlurmScheduler:
             raise Stale(f"job {job.job_id} is {current.state.lower()}")
         if not survives_sacctmgr(current.comment):
             raise Refused(f"sacctmgr would change what others wrote into the AdminComment of job {job.job_id}")
-        comment = compose(current.comment, expansions.moved_text(current.origin, text) if current.origin else text)
+        comment = compose(current.comment, overflow.moved_text(current.origin, text) if current.origin else text)
         if comment != current.comment:
             which = ("where", f"jobid={job.job_id}")
             await self._commands.run("sacctmgr", "-i", "modify", "job", *which, "set", f"AdminComment={comment}")
