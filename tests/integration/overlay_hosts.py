@@ -25,8 +25,8 @@ from pathlib import Path
 from multiverse.core.errors import Refused
 from multiverse.core.model import Neighbour
 from multiverse.host.overlay import Overlay, OverlayConfig
+from multiverse.pilot.lease_directory import LeaseDirectory
 from multiverse.pilot.overlay import join, leave, on_node
-from multiverse.pilot.place import LeasePlace
 from multiverse.system import kernel
 
 PORT, NETWORK, MTU = 14789, 0x123456, 1450
@@ -304,7 +304,7 @@ def leases(directory: Path) -> dict[str, object]:
     base = directory / "leases"
     with inside("h1"):
         config = on_node(overlay(directory, 1).config, base, lambda: machine(1))
-    one, two = LeasePlace(base / "lease-test0-1"), LeasePlace(base / "lease-test0-2")
+    one, two = LeaseDirectory(base / "lease-test0-1"), LeaseDirectory(base / "lease-test0-2")
     for place, vm in ((one, "mvtest0-1"), (two, "mvtest0-2")):
         (place.vms / vm).mkdir(parents=True)
         with inside("h1"):

@@ -9,7 +9,7 @@ import pytest
 from multiverse.core import planner
 from multiverse.core.admission.admit import Admission
 from multiverse.core.errors import Broken, Refused
-from multiverse.core.machines.attempt import attempt_rests
+from multiverse.core.machines.attempt import attempt_is_settled
 from multiverse.core.machines.tables import TABLES, effect_of
 from multiverse.core.model import (
     Attempt,
@@ -690,7 +690,7 @@ def rests(state: A, shown: JobState | None, *, began: float = 10.0, **more: obje
     row = hand.attempt(state, **{"since": 10.0, **more})
     job = Job(row.job, row.job_name, row.uid, shown, row.request) if shown else None
     view = SchedulerView({"7": job} if job else {})
-    return attempt_rests(row, hand.world_of(view, None, began))
+    return attempt_is_settled(row, hand.world_of(view, None, began))
 
 
 def test_an_attempt_rests_while_its_job_waits_or_runs_as_before() -> None:
@@ -698,7 +698,7 @@ def test_an_attempt_rests_while_its_job_waits_or_runs_as_before() -> None:
     live = [state for state in A if state not in TERMINAL]
     assert {(state, shown) for state in live for shown in [None, *JobState] if rests(state, shown)} == resting
     assert not rests(A.QUEUED, JobState.PENDING, began=9.9), "it is newer than the observation"
-    assert not attempt_rests(hand.attempt(A.QUEUED), World()), "the scheduler is unknown"
+    assert not attempt_is_settled(hand.attempt(A.QUEUED), World()), "the scheduler is unknown"
 
 
 def test_rows_that_rest_are_not_looked_at_again() -> None:

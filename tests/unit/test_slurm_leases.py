@@ -29,7 +29,7 @@ from multiverse.drivers.slurm.leases.pilot_reader import PilotReader
 from multiverse.drivers.slurm.leases.pilots import PilotColumns, boot_time, leasable, read_nodes
 from multiverse.drivers.slurm.site import site_conf
 from multiverse.drivers.slurm.site.requirements import lease_sources
-from multiverse.pilot.place import LeasePlace
+from multiverse.pilot.lease_directory import LeaseDirectory
 
 SPEC = LeaseSpec("lease-ab12c-7", "t0ken", "physical", time_limit=3601.0)
 ME = pwd.getpwuid(os.geteuid()).pw_name
@@ -122,7 +122,7 @@ def test_an_image_is_brought_to_where_the_receiver_of_the_lease_expects_it(tmp_p
     assert receives[: receives.index("receive-image")] == dial_command(SETTINGS, host)[: len(receives) - 3]
     bring = bring_command(SETTINGS, host, "/var/tmp/x", "slim")
     assert bring[-5:] == ["sbcast", "--jobid=17", "--force", "/var/tmp/x", f"{leases / SPEC.name}/incoming/slim.tar"]
-    with LeasePlace(tmp_path).incoming("slim", os.geteuid()) as file:
+    with LeaseDirectory(tmp_path).incoming("slim", os.geteuid()) as file:
         assert file == tmp_path / "incoming" / "slim.tar"
         file.write_text("archive")
     assert not file.exists()

@@ -9,7 +9,7 @@ import pytest
 
 from multiverse.core.errors import Broken
 from multiverse.core.machines.tables import effect_of
-from multiverse.core.machines.vm import step_vm, vm_rests
+from multiverse.core.machines.vm import step_vm, vm_is_settled
 from multiverse.core.model import (
     Attempt,
     AttemptState,
@@ -534,7 +534,7 @@ def resting(view: HypervisorView | None, *, fenced: bool = False, **more: object
     if fenced:
         held.know_host(KnownHost("h1", SOURCE, HostState.FENCED))
     world = world_of(None, view, NOW)
-    return {one for one in V if one is not V.GONE and vm_rests(held, vm(one, **more), world)}
+    return {one for one in V if one is not V.GONE and vm_is_settled(held, vm(one, **more), world)}
 
 
 def test_a_vm_rests_while_it_serves_and_while_nothing_is_known_of_it() -> None:

@@ -60,7 +60,7 @@ log = structlog.get_logger()
 EXPECTING = 0.1
 """Seconds between observations of the scheduler while a node's registration or a job's end is awaited."""
 
-WANING = 0.05
+AWAIT_BACKOFF = 0.05
 """What has been awaited for long is observed less often: pauses grow to this share of the time waited."""
 
 UNCOMMITTED = 1.0
@@ -560,7 +560,7 @@ class Controller:
         if self._expecting is None:
             return self._settings.poll
         waited = self._clock.now() - self._expecting
-        return min(self._settings.poll, max(EXPECTING, WANING * waited))
+        return min(self._settings.poll, max(EXPECTING, AWAIT_BACKOFF * waited))
 
     def _effect_ended(self, done: Done) -> None:
         self._inbox.append(done)

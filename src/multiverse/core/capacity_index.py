@@ -243,7 +243,7 @@ class Part(Generic[T]):
         return next(iter(self), None) is not None
 
 
-class ByHost(Mapping[str, T]):
+class HostMap(Mapping[str, T]):
     """A value for each of some hosts, by name. It is kept for parts of the hosts, of which each host is in one."""
 
     def __init__(self, parts: Iterable[Part[T]]) -> None:
@@ -265,29 +265,29 @@ class ByHost(Mapping[str, T]):
     def __bool__(self) -> bool:
         return any(self.parts)
 
-    def map(self, change: Callable[[Host, T], U]) -> ByHost[U]:
+    def map(self, change: Callable[[Host, T], U]) -> HostMap[U]:
         """Other values for the same hosts; `change` gets a host that stands for each of its part."""
-        return ByHost(
+        return HostMap(
             Part(part.kind, part.hosts, change(part.kind.host, part.value), part.but, part.names) for part in self.parts
         )
 
-    def plus(self: ByHost[Size], other: Mapping[str, Size]) -> ByHost[Size]:
+    def plus(self: HostMap[Size], other: Mapping[str, Size]) -> HostMap[Size]:
         """The sums with the sizes of another mapping of the same parts."""
-        assert isinstance(other, ByHost) and len(other.parts) == len(self.parts)
-        return ByHost(
+        assert isinstance(other, HostMap) and len(other.parts) == len(self.parts)
+        return HostMap(
             Part(one.kind, one.hosts, Size(*changed(one.value.amounts, more.value, 1)), one.but, one.names)
             for one, more in zip(self.parts, other.parts, strict=True)
         )
 
-    def where(self, keep: Callable[[Host], bool]) -> ByHost[T]:
+    def where(self, keep: Callable[[Host], bool]) -> HostMap[T]:
         """The hosts for which this is true; it is asked once for each class."""
-        return ByHost(part for part in self.parts if keep(part.kind.host))
+        return HostMap(part for part in self.parts if keep(part.kind.host))
 
-    def without(self, names: Collection[str]) -> ByHost[T]:
+    def without(self, names: Collection[str]) -> HostMap[T]:
         """All hosts but some."""
         if not names:
             return self
-        return ByHost(replace(p, names={*p.names, *names} if p.names else names) for p in self.parts)
+        return HostMap(replace(p, names={*p.names, *names} if p.names else names) for p in self.parts)
 
 
 class Keeper(Protocol):
@@ -298,7 +298,7 @@ class Keeper(Protocol):
         ...
 
 
-class FreeIndex:
+class CapacityIndex:
     """What is free on the hosts in sight. Claims, rows and observations that change make a host `stale`: what is free
     there is to be computed again, before it is next asked for (`capacity.room_of`)."""
 

@@ -18,12 +18,12 @@ from multiverse.core.clones.supply import supply_missing
 from multiverse.core.commands import apply_command, apply_result
 from multiverse.core.context import Context
 from multiverse.core.leases.reconcile import reconcile_leases
-from multiverse.core.machines.attempt import attempt_rests, open_attempts, step_attempt
+from multiverse.core.machines.attempt import attempt_is_settled, open_attempts, step_attempt
 from multiverse.core.machines.host import Quorum, hosts_to_step, step_host
 from multiverse.core.machines.lease import step_lease
 from multiverse.core.machines.offer import step_offer
-from multiverse.core.machines.template import step_template, template_rests
-from multiverse.core.machines.vm import may_have_a_job, step_vm, vm_rests
+from multiverse.core.machines.template import step_template, template_is_settled
+from multiverse.core.machines.vm import may_have_a_job, step_vm, vm_is_settled
 from multiverse.core.model import Key, World
 from multiverse.core.policy import Policy
 from multiverse.core.pools.reconcile import reconcile_pools
@@ -89,7 +89,7 @@ def step_all(state: State, world: World, policy: Policy, *, releasing: bool = Fa
         state.dirty_templates.discard(template_id)
         with quarantine_on_error(state, Key("template", template_id)):
             step_template(state, template_id, world)
-        if (template := state.templates.get(template_id)) and not template_rests(template):
+        if (template := state.templates.get(template_id)) and not template_is_settled(template):
             state.dirty_templates.add(template_id)
     for offer_id in sorted(state.offers):
         with quarantine_on_error(state, Key("offer", offer_id)):
@@ -98,13 +98,13 @@ def step_all(state: State, world: World, policy: Policy, *, releasing: bool = Fa
         state.dirty_vms.discard(vm_id)  # what its own move, or another row's, marks is stepped in the next round
         with quarantine_on_error(state, Key("vm", vm_id)):
             step_vm(state, vm_id, world, policy)
-        if (vm := state.vms.get(vm_id)) and not vm_rests(state, vm, world):
+        if (vm := state.vms.get(vm_id)) and not vm_is_settled(state, vm, world):
             state.dirty_vms.add(vm_id)
     for attempt_id in sorted(state.dirty_attempts):
         state.dirty_attempts.discard(attempt_id)
         with quarantine_on_error(state, Key("attempt", attempt_id)):
             step_attempt(state, attempt_id, world, policy)
-        if (attempt := state.attempts.get(attempt_id)) and not attempt_rests(attempt, world):
+        if (attempt := state.attempts.get(attempt_id)) and not attempt_is_settled(attempt, world):
             state.dirty_attempts.add(attempt_id)
 
 

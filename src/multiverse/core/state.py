@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
-from multiverse.core.capacity_index import FreeIndex
+from multiverse.core.capacity_index import CapacityIndex
 from multiverse.core.errors import Broken, Refused
 from multiverse.core.model import (
     Attempt,
@@ -73,7 +73,7 @@ class State(LiveRows, Numbers, HeldClaims):
         self.queue = Queue()
         self.touched = Touched()
         self.slots: dict[object, SlotTable] = {}  # when hosts will have room, for the requests asked for last
-        self.free = FreeIndex()  # what is free on the hosts in sight
+        self.free = CapacityIndex()  # what is free on the hosts in sight
         # What the next step looks at: rows that changed, that depend on something that did, or that time may move.
         self.dirty_attempts: set[int] = set()
         self.dirty_vms: set[int] = set()

@@ -16,7 +16,7 @@ from multiverse.core.errors import MultiverseError
 from multiverse.host.overlay import OverlayConfig
 from multiverse.pilot import groups, network
 from multiverse.pilot.groups import LeaseGroup
-from multiverse.pilot.place import LeasePlace, share_of
+from multiverse.pilot.lease_directory import LeaseDirectory, share_of
 from multiverse.system import kernel
 from multiverse.system.sysfs import mount_new, mount_sys
 
@@ -44,7 +44,7 @@ class PilotOrder:
     drain: float = 25.0
 
 
-def leased_settings(order: PilotOrder, place: LeasePlace, slot: int) -> Settings:
+def leased_settings(order: PilotOrder, place: LeaseDirectory, slot: int) -> Settings:
     """The settings of the lease's agent: the node's own, for a host that is the lease and has what the job has. The
     directories of VMs, sockets and templates are the same, because others are mounted there (`_mount`)."""
     settings = order.settings
@@ -62,7 +62,7 @@ def leased_settings(order: PilotOrder, place: LeasePlace, slot: int) -> Settings
 
 
 def begin(
-    order: PilotOrder, place: LeasePlace, made: Sequence[LeaseGroup], slot: int, connected: Callable[[], None]
+    order: PilotOrder, place: LeaseDirectory, made: Sequence[LeaseGroup], slot: int, connected: Callable[[], None]
 ) -> int:
     """Be the first process of the lease; the exit status. `connected` waits until the network has its uplink."""
     kernel.die_with_parent()
@@ -82,7 +82,7 @@ def _failed(why: str) -> int:
     return 1
 
 
-def _mount(settings: Settings, place: LeasePlace, made: Sequence[LeaseGroup]) -> None:
+def _mount(settings: Settings, place: LeaseDirectory, made: Sequence[LeaseGroup]) -> None:
     """Mount the lease's own directories where the settings name them. Sockets and templates are in memory, which
     belongs to the lease's control groups and is free when the last process has ended."""
     kernel.mount(None, Path("/"), kernel.MS_REC | kernel.MS_PRIVATE)

@@ -19,7 +19,7 @@ from pyroute2 import IPRoute
 from multiverse.core.errors import Refused
 from multiverse.core.model.names import site_of_lease
 from multiverse.host.overlay import Overlay, OverlayConfig, members_owner
-from multiverse.pilot.place import LeasePlace, places
+from multiverse.pilot.lease_directory import LeaseDirectory, lease_directories
 
 
 def on_node(config: OverlayConfig, leases: Path, find_address: Callable[[], str]) -> OverlayConfig:
@@ -31,7 +31,7 @@ def on_node(config: OverlayConfig, leases: Path, find_address: Callable[[], str]
         find_address=find_address,
         records=_records(leases, config.site),
         namespace=namespace,
-        is_of_others=lambda owner: _has_vm(places(leases), owner),
+        is_of_others=lambda owner: _has_vm(lease_directories(leases), owner),
     )
 
 
@@ -48,7 +48,7 @@ def join(config: OverlayConfig, gateway: str) -> None:
     Overlay(config).restore(config.is_of_others)
 
 
-def leave(leases: Path, lease: LeasePlace) -> None:
+def leave(leases: Path, lease: LeaseDirectory) -> None:
     """Remove what VMs of a lease that has ended have in the overlay, and all of it with the last lease of the site.
     The lease's directory still exists, so that this is repeated if it is interrupted. Absent is success."""
     site = site_of_lease(lease.name)
@@ -62,13 +62,13 @@ def leave(leases: Path, lease: LeasePlace) -> None:
     overlay.remove(unless=lambda: bool(_others(leases, lease)))
 
 
-def _others(leases: Path, lease: LeasePlace) -> list[LeasePlace]:
+def _others(leases: Path, lease: LeaseDirectory) -> list[LeaseDirectory]:
     """The other leases of the same site on this node, those that have ended and are not removed yet among them."""
     site = site_of_lease(lease.name)
-    return [one for one in places(leases) if one.name != lease.name and site_of_lease(one.name) == site]
+    return [one for one in lease_directories(leases) if one.name != lease.name and site_of_lease(one.name) == site]
 
 
-def _has_vm(among: Iterable[LeasePlace], owner: str) -> bool:
+def _has_vm(among: Iterable[LeaseDirectory], owner: str) -> bool:
     return any((one.vms / owner).exists() or owner == members_owner(one.name) for one in among)
 
 

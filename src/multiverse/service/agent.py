@@ -27,7 +27,7 @@ from multiverse.core.model import HostUsage, Load, VmRef, is_site
 from multiverse.host.overlay import OverlayConfig
 from multiverse.host.sampling import Sampler
 from multiverse.pilot.init import END_VMS
-from multiverse.pilot.place import NODE_SHARE, share_of
+from multiverse.pilot.lease_directory import NODE_SHARE, share_of
 from multiverse.service import metrics
 from multiverse.service.job_vms import serve_jobs
 from multiverse.service.processes import ProcessCounter

@@ -44,7 +44,7 @@ from math import inf
 
 from multiverse.core.admission.backfill import Overtaking, reserve, told_before
 from multiverse.core.admission.make_room import release_spares, retire_a_template
-from multiverse.core.admission.obstacles import OthersMemory, why_unfit
+from multiverse.core.admission.obstacles import ForeignMemory, why_unfit
 from multiverse.core.admission.reasons import BEHIND, PASSED_OVER, FirstReasons
 from multiverse.core.admission.unknown_users import Inquiries
 from multiverse.core.capacity.host_limits import others_on
@@ -55,7 +55,7 @@ from multiverse.core.clones.kinds import Choice, choose_clones, may_fork, on_hos
 from multiverse.core.clones.pacing import Parent
 from multiverse.core.clones.planning import claims_of, describe, placed_by
 from multiverse.core.clones.spares import joined_for
-from multiverse.core.clones.supply import Making, NoRoom
+from multiverse.core.clones.supply import CloneSupply, NoRoom
 from multiverse.core.clones.templates import node_request
 from multiverse.core.context import Context
 from multiverse.core.machines.attempt import admit_attempt, revoke_attempt
@@ -114,7 +114,7 @@ class Admission:
         self.state, self.policy = context.state, context.policy
         self.queue = context.state.queue
         self.room = room_of(context)
-        self.making = Making(context, self.room)
+        self.making = CloneSupply(context, self.room)
         self.limits = self._limits_left()
         unexplained = self.state.vms_in(VmState.ORPHAN, VmState.LOST, *LEAVING_STATES)
         self.orphaned = {vm.job_id: vm for vm in unexplained if vm.job_id}
@@ -129,7 +129,7 @@ class Admission:
         self.undecided = False  # about those that come next, until the name service has had its time
         self.reasons = FirstReasons(self.queue)
         self.alike: dict[tuple[object, ...], Waiting] = {}  # what all attempts wait for that have the same `_kin`
-        self.others = OthersMemory()
+        self.others = ForeignMemory()
         self._unfit: dict[Request, tuple[Reason | None, bool]] = {}
 
     @property

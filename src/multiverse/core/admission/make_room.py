@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from multiverse.core.capacity.host_limits import Limit, Open, any_number
+from multiverse.core.capacity.host_limits import HostLimits, Limit, any_number
 from multiverse.core.capacity.room import room_of
 from multiverse.core.clones.kinds import may_fork
 from multiverse.core.clones.spares import release_spare, spares
@@ -40,7 +40,7 @@ def release_spares(
         return False
     for going in range(len(order) + 1):
         without = leaving | {vm.key for vm in order[:going]}
-        if room_of(context, without=without).place(count, claims, hosts=Open(limit=limit)) is not None:
+        if room_of(context, without=without).place(count, claims, hosts=HostLimits(limit=limit)) is not None:
             for vm in order[:going]:
                 release_spare(state, vm, Why.MEMORY_NEEDED())
             return True

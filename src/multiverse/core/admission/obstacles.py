@@ -9,7 +9,7 @@ from multiverse.core.capacity.empty_hosts import largest_on
 from multiverse.core.capacity.room import every_host, index_of, memory_beyond, must_keep
 from multiverse.core.capacity.sizes import template_claim, vm_claims
 from multiverse.core.capacity.usable_hosts import avoided_hosts, drained_hosts
-from multiverse.core.capacity_index import ByHost
+from multiverse.core.capacity_index import HostMap
 from multiverse.core.clones.kinds import Choice, Way, on_hosts_making, unable_to_make, ways_now, ways_to_make
 from multiverse.core.clones.templates import could_hold, node_request
 from multiverse.core.context import Context
@@ -46,7 +46,7 @@ def _why_unfit(context: Context, attempt: Attempt) -> tuple[Reason, bool]:
     kind, templates = ways[0]
     unable = unable_to_make(image, ways) if _fits_one_way(context, attempt, ways) else []
     without = every_host(context, context.policy.base, lambda host: image not in host.images)
-    anywhere = ByHost((*templates.parts, *without.parts))
+    anywhere = HostMap((*templates.parts, *without.parts))
     hope = bool(unable) or could_hold(context, attempt, kind, anywhere)
     if not hosts:
         why = Why.NO_HOST()
@@ -63,7 +63,7 @@ def _fits_one_way(context: Context, attempt: Attempt, ways: Sequence[Way]) -> bo
     return any(could_hold(context, attempt, kind, sizes) for kind, sizes in ways)
 
 
-def _largest(context: Context, attempt: Attempt, kind: CloneKind, templates: ByHost[Size]) -> Reason:
+def _largest(context: Context, attempt: Attempt, kind: CloneKind, templates: HostMap[Size]) -> Reason:
     node, nodes, image = attempt.request.size, attempt.request.nodes, context.image_of(attempt)
     parts = (templates or every_host(context, context.policy.base)).parts
     most = (largest_on(part.kind.host, image, context.policy, kind) for part in parts if part)
@@ -71,7 +71,7 @@ def _largest(context: Context, attempt: Attempt, kind: CloneKind, templates: ByH
     return Why.TOO_LARGE(vms=nodes, node=str(node), per_host=attempt.request.per_host, fit=str(fit))
 
 
-class OthersMemory:
+class ForeignMemory:
     """Says in one round of admission of which attempts others hold the memory; alike ones are looked at once."""
 
     def __init__(self) -> None:

@@ -25,7 +25,7 @@ from multiverse.core.capacity.sizes import (
     vm_claim,
     vm_size,
 )
-from multiverse.core.capacity_index import ByHost, changed, how_many
+from multiverse.core.capacity_index import HostMap, changed, how_many
 from multiverse.core.model import (
     MOST_NODES,
     OTHER_IMAGES,
@@ -52,7 +52,7 @@ def could_ever_fit(
     """Whether empty hosts, with nothing on them but the template of that size, could hold all VMs that are requested,
     each for the node that is wanted."""
     held, count = 0, request.nodes
-    if isinstance(templates, ByHost):
+    if isinstance(templates, HostMap):
         for part in templates.parts:
             if held < count and (each := _held_empty(wanted, part.value, part.kind.host, policy)):
                 held += request.most_on_a_host(each) * len(part)

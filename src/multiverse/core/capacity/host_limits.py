@@ -23,14 +23,14 @@ def any_number(_name: str) -> int:
     return MOST_NODES
 
 
-class Open(NamedTuple):
+class HostLimits(NamedTuple):
     """Which hosts may be used, and for how many VMs each."""
 
     accept: Accept = any_host
     limit: Limit = any_number
 
 
-ALL_OPEN = Open()
+NO_LIMITS = HostLimits()
 """All hosts may be used, for any number of VMs."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from multiverse.core.capacity.host_limits import ALL_OPEN, Open
+from multiverse.core.capacity.host_limits import NO_LIMITS, HostLimits
 from multiverse.core.capacity.placement_policies import BUILT_IN, CandidateHost, PlacementRequest, why_impossible
 from multiverse.core.capacity.room import Room
 from multiverse.core.capacity.sizes import claimable_cpus, claimable_disk
@@ -31,7 +31,7 @@ def place_vms(
     wanted: PlacementRequest,
     claims: Mapping[str, Size],
     attempt: Attempt,
-    hosts: Open = ALL_OPEN,
+    hosts: HostLimits = NO_LIMITS,
 ) -> list[str] | None:
     """Hosts for VMs of the attempt, all or none, each with what it would claim there; takes the room."""
     name, state, count = placement_of(context, attempt), context.state, wanted.vms
@@ -54,7 +54,7 @@ def place_vms(
     return room.place(count, claims, hosts=hosts)
 
 
-def _candidates(context: Context, room: Room, claims: Mapping[str, Size], hosts: Open) -> list[CandidateHost]:
+def _candidates(context: Context, room: Room, claims: Mapping[str, Size], hosts: HostLimits) -> list[CandidateHost]:
     found, (accept, limit) = list[CandidateHost](), hosts
     for name in room.holding(claims, lambda one: accept(one) and limit(one) > 0):
         host, claim = context.hosts[name], claims[name]

@@ -13,10 +13,10 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from multiverse.core.capacity import load
-from multiverse.core.capacity.host_limits import ALL_OPEN, Accept, Open, any_host, any_number
+from multiverse.core.capacity.host_limits import NO_LIMITS, Accept, HostLimits, any_host, any_number
 from multiverse.core.capacity.placement_policies import BUILT_IN, Chooser, draws
 from multiverse.core.capacity.sizes import claimable_cpus, claimable_disk, short_of_disk
-from multiverse.core.capacity_index import ByHost, Free, FreeIndex, HostGroup, Order, Part, changed, fits, how_many
+from multiverse.core.capacity_index import CapacityIndex, Free, HostGroup, HostMap, Order, Part, changed, fits, how_many
 from multiverse.core.context import Context
 from multiverse.core.model import (
     Claim,
@@ -60,7 +60,7 @@ class Room:
 
     def __init__(self, hosts: Mapping[str, Host], used: Mapping[str, Size] = MappingProxyType({})) -> None:
         """The room of these hosts as declared, without what is used."""
-        self._index = FreeIndex()
+        self._index = CapacityIndex()
         self._index.follow(hosts)
         for name, host in hosts.items():
             self._index.set_free(name, _less(host.capacity, used.get(name, Size(0, 0))))
@@ -68,7 +68,7 @@ class Room:
         self.tight, self.full = self._index.tight, self._index.full
 
     @classmethod
-    def of(cls, index: FreeIndex) -> Room:
+    def of(cls, index: CapacityIndex) -> Room:
         """The room of a pass: what it takes is taken from the index."""
         room = cls({})
         room._index, room.tight, room.full = index, index.tight, index.full
@@ -173,7 +173,7 @@ class Room:
         count: int,
         claims: Mapping[str, Size],
         *,
-        hosts: Open = ALL_OPEN,
+        hosts: HostLimits = NO_LIMITS,
         choose: Chooser = BUILT_IN["worst-fit"],
         seed: str = "",
         siblings: Iterable[str] = (),
@@ -219,7 +219,7 @@ class Room:
         return how_many(claim, self.free[name]) if self.fits(name, claim) else 0
 
     def _parts(self, claims: Mapping[str, Size]) -> Sequence[Part[Size]]:
-        if isinstance(claims, ByHost):
+        if isinstance(claims, HostMap):
             return claims.parts
         index = self._index
         return [
@@ -294,7 +294,7 @@ class _Search:
 # --- the room of a pass ----------------------------------------------------------------------------
 
 
-def index_of(context: Context) -> FreeIndex:
+def index_of(context: Context) -> CapacityIndex:
     """What is free on the hosts in sight, brought up to date with what has changed since it was last asked for."""
     state, index = context.state, context.state.free
     index.follow(context.in_sight)
@@ -312,11 +312,11 @@ def index_of(context: Context) -> FreeIndex:
     return index
 
 
-def every_host(context: Context, value: T, keep: Callable[[Host], bool] = lambda _: True) -> ByHost[T]:
+def every_host(context: Context, value: T, keep: Callable[[Host], bool] = lambda _: True) -> HostMap[T]:
     """The hosts in sight that take new VMs and for which that is true, all with that value; it is asked once for each
     class of hosts."""
     classes = [kind for kind in index_of(context).classes.values() if context.drained or not kind.closed]
-    every = ByHost(Part(kind, kind.hosts, value) for kind in classes if keep(kind.host))
+    every = HostMap(Part(kind, kind.hosts, value) for kind in classes if keep(kind.host))
     return every.without(context.closed if context.drained else context.without)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from multiverse.core.capacity_index import ByHost
+from multiverse.core.capacity_index import HostMap
 from multiverse.core.model import CloneKind, Host, Size
 from multiverse.core.policy import Policy
 
@@ -119,7 +119,7 @@ def vm_claims(
     def claim(host: Host, template: Size) -> Size:
         return vm_claim(vm_size(node, template, host, policy), host, image, kind)
 
-    if isinstance(templates, ByHost):
+    if isinstance(templates, HostMap):
         return templates.map(claim)
     return {name: claim(hosts[name], template) for name, template in templates.items()}
 

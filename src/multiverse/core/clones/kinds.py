@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from multiverse.core.capacity.room import every_host
-from multiverse.core.capacity_index import ByHost
+from multiverse.core.capacity_index import HostMap
 from multiverse.core.clones.pacing import ARRIVALS_FADE, wait_for
 from multiverse.core.clones.spares import fit_to_serve, spares
 from multiverse.core.clones.templates import TemplateWish, could_hold, template_sizes, wish_of
@@ -40,15 +40,15 @@ class Choice:
     kind: CloneKind
     why: Reason | None = None
     prepare: bool = False
-    templates: ByHost[Size] | None = None
+    templates: HostMap[Size] | None = None
 
     @property
     def forks(self) -> bool:
         return self.kind is CloneKind.INSTANT
 
     @property
-    def sizes(self) -> ByHost[Size]:
-        return self.templates or ByHost(())
+    def sizes(self) -> HostMap[Size]:
+        return self.templates or HostMap(())
 
 
 def choose_clones(context: Context, attempt: Attempt) -> Choice:
@@ -61,7 +61,7 @@ def choose_clones(context: Context, attempt: Attempt) -> Choice:
     return replace(choice, templates=sizes if choice.forks else _as_base(context, sizes))
 
 
-def _unless_too_large(context: Context, attempt: Attempt, sizes: ByHost[Size], choice: Choice) -> Choice:
+def _unless_too_large(context: Context, attempt: Attempt, sizes: HostMap[Size], choice: Choice) -> Choice:
     """A clone that boots may be larger than one that is forked: fork where no host could ever hold the former."""
     if (attempt.request.kind or context.policy.kind) is not CloneKind.AUTO or may_boot(context, attempt):
         return choice
@@ -76,7 +76,7 @@ def may_boot(context: Context, attempt: Attempt) -> bool:
     return could_hold(context, attempt, CloneKind.LINKED, bases)
 
 
-Way = tuple[CloneKind, ByHost[Size]]
+Way = tuple[CloneKind, HostMap[Size]]
 """A kind of clone, and the size of the template, or of the base, on each host."""
 
 
@@ -109,7 +109,7 @@ def unable_to_make(image: str, ways: Sequence[Way]) -> list[Reason]:
     return [Why.UNABLE(clones=kind, hosts=names) for kind, names in unable if names]
 
 
-def choose_kind(context: Context, attempt: Attempt, forking: ByHost[Size]) -> Choice:
+def choose_kind(context: Context, attempt: Attempt, forking: HostMap[Size]) -> Choice:
     """The kind for an attempt that is to be admitted now: as asked for, or else the one that will be a node first.
     `forking` are the hosts that fork its image, with the size of the template that it could be forked from there."""
     policy = context.policy
@@ -201,16 +201,16 @@ def makes(host: Host, image: str, kind: CloneKind) -> bool:
     return image in host.images and kind.value in host.abilities and forks
 
 
-def hosts_making(context: Context, image: str, kind: CloneKind) -> ByHost[Size]:
+def hosts_making(context: Context, image: str, kind: CloneKind) -> HostMap[Size]:
     """The hosts that can make such clones, all with the base size."""
     return every_host(context, context.policy.base, lambda host: makes(host, image, kind))
 
 
-def on_hosts_making(image: str, kind: CloneKind, sizes: ByHost[Size]) -> ByHost[Size]:
+def on_hosts_making(image: str, kind: CloneKind, sizes: HostMap[Size]) -> HostMap[Size]:
     """Those of the hosts that can make such clones."""
     return sizes.where(lambda host: makes(host, image, kind))
 
 
-def _as_base(context: Context, sizes: ByHost[Size]) -> ByHost[Size]:
+def _as_base(context: Context, sizes: HostMap[Size]) -> HostMap[Size]:
     """The same hosts with the base size, which clones that boot are made as if they were forked from."""
     return sizes.map(lambda _host, _size: context.policy.base)

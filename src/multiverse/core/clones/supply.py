@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-from multiverse.core.capacity.host_limits import Open, any_host, others_on
+from multiverse.core.capacity.host_limits import HostLimits, any_host, others_on
 from multiverse.core.capacity.placement import place_vms, placement_request
 from multiverse.core.capacity.room import Room, room_of
 from multiverse.core.capacity.sizes import vm_claims
 from multiverse.core.capacity.usable_hosts import for_attempt
-from multiverse.core.capacity_index import ByHost
+from multiverse.core.capacity_index import HostMap
 from multiverse.core.clones.kinds import Choice, choose_clones, on_hosts_making
 from multiverse.core.clones.pacing import Parent, wait_for
 from multiverse.core.clones.planning import claims_of, describe, placed_by, plan_vms, request_of
@@ -39,7 +39,7 @@ class NoRoom:
     why: Reason | None = None
 
 
-class Making:
+class CloneSupply:
     """Finds in one round of admission what attempts' VMs can be made of, and takes the room for them."""
 
     def __init__(self, context: Context, room: Room) -> None:
@@ -50,7 +50,7 @@ class Making:
         self,
         attempt: Attempt,
         choice: Choice,
-        usable: ByHost[Size],
+        usable: HostMap[Size],
         kept: Collection[int] = (),
         may: MayBuild = any_template,
     ) -> tuple[list[Vm], list[Vm]] | NoRoom:
@@ -68,7 +68,7 @@ class Making:
         if not why:
             wanted = placement_request(self.context, attempt, kind, count)
             limit = others_on(self.context.state, attempt, [vm for vm, _ in parked])
-            hosts = Open(self._pace_of(attempt, kind), limit)
+            hosts = HostLimits(self._pace_of(attempt, kind), limit)
             chosen = place_vms(self.context, self.room, wanted, claims, attempt, hosts)
         if chosen is None:
             give_back(parked, self.room)
@@ -83,7 +83,7 @@ class Making:
 
     def usable_hosts(
         self, attempt: Attempt, choice: Choice, may: MayBuild = any_template
-    ) -> tuple[ByHost[Size], Reason | None]:
+    ) -> tuple[HostMap[Size], Reason | None]:
         """Hosts that can make this attempt's VMs now; when there are none, why. Asks for a template where one is
         missing and may be built."""
         context, image = self.context, self.context.image_of(attempt)
@@ -122,7 +122,7 @@ class Making:
         return lambda host: wait_for((host, image, kind), state.paced, state.now, policy) <= 0
 
     def _out_of_pace(
-        self, attempt: Attempt, choice: Choice, usable: ByHost[Size], count: int, may: MayBuild
+        self, attempt: Attempt, choice: Choice, usable: HostMap[Size], count: int, may: MayBuild
     ) -> Reason | None:
         """Why on none of these hosts a clone may be made now; None if on one it may. Where the clones that wait for
         their templates take longer than another template does, another one is asked for."""
@@ -157,7 +157,7 @@ def supply_missing(context: Context, missing: VmsMissing) -> None:
         able = wish_of(context, attempt, able).ready()
     claims = vm_claims(node_request(context, attempt, choice.kind), able, context.hosts, context.policy)
     wanted = placement_request(context, attempt, choice.kind, missing.count)
-    chosen = place_vms(context, room, wanted, claims, attempt, Open(limit=others_on(state, attempt)))
+    chosen = place_vms(context, room, wanted, claims, attempt, HostLimits(limit=others_on(state, attempt)))
     vms = plan_vms(context, request_of(context, attempt, choice), chosen) if chosen else None
     if vms is None:
         why = Why.AND(missing.reason, Why.IMAGELESS() if imageless else Why.NO_ROOM_LEFT())

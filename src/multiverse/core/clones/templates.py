@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from multiverse.core.capacity.empty_hosts import could_ever_fit
-from multiverse.core.capacity.host_limits import Open
+from multiverse.core.capacity.host_limits import HostLimits
 from multiverse.core.capacity.placement_policies import BUILT_IN
 from multiverse.core.capacity.room import Room, every_host
 from multiverse.core.capacity.sizes import NodeRequest, serves_as, template_claim, template_size, vm_claims
-from multiverse.core.capacity_index import ByHost, Part
+from multiverse.core.capacity_index import HostMap, Part
 from multiverse.core.context import Context
 from multiverse.core.machines.template import need_template
 from multiverse.core.model import (
@@ -28,7 +28,7 @@ from multiverse.core.model import (
 from multiverse.core.rows import plus
 
 
-def could_hold(context: Context, attempt: Attempt, kind: CloneKind, templates: ByHost[Size]) -> bool:
+def could_hold(context: Context, attempt: Attempt, kind: CloneKind, templates: HostMap[Size]) -> bool:
     """Whether the hosts of `templates`, were they empty, could hold the attempt's VMs as clones of that kind."""
     wanted = node_request(context, attempt, kind)
     return could_ever_fit(wanted, attempt.request, templates, context.hosts, context.policy)
@@ -39,7 +39,7 @@ def node_request(context: Context, attempt: Attempt, kind: CloneKind) -> NodeReq
     return NodeRequest(attempt.request.size, context.image_of(attempt), kind)
 
 
-def template_sizes(context: Context, attempt: Attempt) -> ByHost[Size]:
+def template_sizes(context: Context, attempt: Attempt) -> HostMap[Size]:
     """The size of the template that the attempt's VMs are forked from, on each host that has their image. Of what the
     image cannot plug, a ready template with more of it is as good as one that would have to be built, unless a gang
     could never have room with it."""
@@ -52,9 +52,9 @@ def template_sizes(context: Context, attempt: Attempt) -> ByHost[Size]:
             ready = _ready_parts(part, size, image, attempt.request.account)
         own.append(Part(part.kind, part.hosts, size, (), part.names))
         nearest += [*ready, Part(part.kind, part.hosts, size, tuple(one.hosts for one in ready), part.names)]
-    if len(nearest) == len(own) or could_hold(context, attempt, CloneKind.INSTANT, ByHost(nearest)):
-        return ByHost(nearest)
-    return ByHost(own)
+    if len(nearest) == len(own) or could_hold(context, attempt, CloneKind.INSTANT, HostMap(nearest)):
+        return HostMap(nearest)
+    return HostMap(own)
 
 
 def _ready_parts(part: Part[None], own: Size, image: str, account: str) -> list[Part[Size]]:
@@ -79,7 +79,7 @@ class TemplateWish:
 
     image: str
     account: str
-    sizes: ByHost[Size]
+    sizes: HostMap[Size]
     attempt: Attempt | None = None  # whose VMs they are; None for a pool's
 
     def key(self, host: str) -> TemplateKey:
@@ -92,9 +92,9 @@ class TemplateWish:
             return False
         return self.sizes.get(which.host) == which.size
 
-    def ready(self) -> ByHost[Size]:
+    def ready(self) -> HostMap[Size]:
         """The hosts that have theirs ready."""
-        return ByHost(
+        return HostMap(
             Part(
                 part.kind, part.kind.ready_with(self.image, self.account, part.value), part.value, part.but, part.names
             )
@@ -108,7 +108,7 @@ class TemplateWish:
             ready = part.kind.ready_with(self.image, self.account, part.value)
             if len(ready) < len(part.hosts):  # or else all have it: they are hosts of the same class
                 parts.append(replace(part, but=(*part.but, ready)))
-        return replace(self, sizes=ByHost(parts))
+        return replace(self, sizes=HostMap(parts))
 
     def rows(self, context: Context, *states: TemplateState) -> list[Template]:
         """The rows of these templates in one of the states, by host."""
@@ -116,7 +116,7 @@ class TemplateWish:
         return sorted(found, key=lambda row: row.host)
 
 
-def wish_of(context: Context, attempt: Attempt, sizes: ByHost[Size]) -> TemplateWish:
+def wish_of(context: Context, attempt: Attempt, sizes: HostMap[Size]) -> TemplateWish:
     """The templates that the attempt's VMs could be forked from."""
     return TemplateWish(context.image_of(attempt), attempt.request.account, sizes, attempt)
 
@@ -188,7 +188,7 @@ def _where_to_build(context: Context, wish: TemplateWish, room: Room, may: MayBu
     alone = wish.sizes.map(lambda host, size: template_claim(size, host, wish.image))
     both = [alone.plus(beside)] if beside else []
     for claims in (*both, alone):
-        if found := room.place(1, claims, hosts=Open(accept), choose=BUILT_IN[Placement.FIRST_FIT]):
+        if found := room.place(1, claims, hosts=HostLimits(accept), choose=BUILT_IN[Placement.FIRST_FIT]):
             room.give(found[0], claims[found[0]])
             return found[0]
     return ""

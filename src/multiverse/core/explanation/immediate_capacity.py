@@ -26,7 +26,7 @@ LADDER = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Startable:
+class ImmediateCapacity:
     """So many nodes of a size would start at once, and so many more as soon as hosts have built the template."""
 
     size: Size
@@ -50,7 +50,7 @@ class CapacityUsage:
     closed_hosts: int
 
 
-def startable(context: Context, size: Size, image: str | None = None) -> Startable:
+def immediate_capacity(context: Context, size: Size, image: str | None = None) -> ImmediateCapacity:
     """How many nodes of a size, and of an image (None: the site's), would start at once."""
     attempt = Attempt(0, context.state.now, JobRef("", 0), "", 0, Request(1, size, image))
     choice = choose_clones(context, attempt)
@@ -65,7 +65,7 @@ def startable(context: Context, size: Size, image: str | None = None) -> Startab
         return wait_for((host, name, kind), state.paced, state.now, context.policy) <= 0
 
     now = sum(held[host] for host in ready if is_due(host)) + _joined(context, attempt)
-    return Startable(size, now, sum(count for host, count in held.items() if host not in ready))
+    return ImmediateCapacity(size, now, sum(count for host, count in held.items() if host not in ready))
 
 
 def _joined(context: Context, attempt: Attempt) -> int:

@@ -31,7 +31,7 @@ _UID = -1  # nobody's
 
 
 @dataclass(frozen=True, slots=True)
-class TrialAnswer:
+class WhatIfAnswer:
     """What would become of a job that is submitted now. `starts`: its VMs would be claimed at once, on `hosts`.
     `never`: it would be cancelled. Else `why` it would wait, behind `ahead` attempts of which job `behind` is the one
     that blocks the others (empty: none), until `expected` at the latest (Unix time; infinity: nobody can tell).
@@ -48,7 +48,7 @@ class TrialAnswer:
     verdicts: tuple[HostVerdict, ...] = ()
 
 
-def try_request(context: Context, request: Request, limit: float | None, now: float) -> TrialAnswer:
+def what_if(context: Context, request: Request, limit: float | None, now: float) -> WhatIfAnswer:
     """Try a job that asks for this and runs for `limit` seconds at most. `now` is the present monotonic time. The
     scheduler and a host must be in sight."""
     state, world = context.state, context.world
@@ -103,18 +103,18 @@ class _Trial(Admission):
         super()._wait_alike(rank, attempt_id, waiting)
 
 
-def _answer(context: Context, trial: _Trial, attempt: Attempt) -> TrialAnswer:
+def _answer(context: Context, trial: _Trial, attempt: Attempt) -> WhatIfAnswer:
     state = context.state
     if attempt.state is AttemptState.CLAIMED:
         vms = [vm for vm in state.vms_of(attempt) if vm.state is not VmState.GONE]
-        return TrialAnswer(True, attempt.choice, hosts=tuple(sorted(vm.host for vm in vms)))
+        return WhatIfAnswer(True, attempt.choice, hosts=tuple(sorted(vm.host for vm in vms)))
     if attempt.state is AttemptState.REVOKING:
-        return TrialAnswer(False, attempt.reason, never=True)
+        return WhatIfAnswer(False, attempt.reason, never=True)
     if attempt.id in state.queue.why_unfit:
-        return TrialAnswer(False, state.queue.why_unfit[attempt.id], verdicts=tuple(host_verdicts(context, attempt)))
+        return WhatIfAnswer(False, state.queue.why_unfit[attempt.id], verdicts=tuple(host_verdicts(context, attempt)))
     first = state.attempts.get(trial.blocking) if trial.blocking is not None else None
     behind = first.job.job_id if first is not None and first.id != attempt.id else ""
-    return TrialAnswer(
+    return WhatIfAnswer(
         False,
         trial.why or trial.blocked or BEHIND,
         ahead=state.queue.candidates.before((state.queue.job_of(attempt.id).rank, attempt.id)),

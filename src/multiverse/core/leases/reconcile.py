@@ -16,7 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from multiverse.core.capacity.host_limits import Open
+from multiverse.core.capacity.host_limits import HostLimits
 from multiverse.core.capacity.room import room_of
 from multiverse.core.capacity.sizes import empty_capacity, vm_claims
 from multiverse.core.capacity.usable_hosts import for_attempt
@@ -170,7 +170,7 @@ class _Needs:
         def accept(name: str) -> bool:
             return attempt.request.most_on_a_host(on[name] + 1) > on[name]
 
-        while on.total() < attempt.request.nodes and (chosen := self._room.place(1, claims, hosts=Open(accept))):
+        while on.total() < attempt.request.nodes and (chosen := self._room.place(1, claims, hosts=HostLimits(accept))):
             on.update(chosen)
         for name in on:
             self.used[name].update(on)

@@ -346,7 +346,7 @@ def step_attempt(state: State, attempt_id: int, world: World, policy: Policy) ->
                 _step_allocated(state, attempt, seen)
 
 
-def attempt_rests(attempt: Attempt, world: World) -> bool:
+def attempt_is_settled(attempt: Attempt, world: World) -> bool:
     """Whether nothing moves the attempt until it, its job or one of its VMs changes: neither time nor another
     observation that shows the same."""
     if world.scheduler is None or world.job_began(attempt.job.job_id) < attempt.since:

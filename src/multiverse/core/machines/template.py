@@ -94,7 +94,7 @@ def step_template(state: State, template_id: int, world: World) -> None:
         state.move(Change(replace(row, state=T.ABSENT), Event.ABSENT), free=[row.claim_key])
 
 
-def template_rests(template: Template) -> bool:
+def template_is_settled(template: Template) -> bool:
     """Whether neither time nor another effect can move the row before its source is observed anew."""
     return bool(template.quarantined) or template.state in (T.READY, T.BROKEN)
 

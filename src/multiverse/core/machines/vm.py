@@ -205,7 +205,7 @@ def _leave(state: State, vm: Vm, left: Place, world: World) -> None:
         state.move(Change(replace(there, state=V.LOST), Event.LOST, why), free=free)
 
 
-def vm_rests(state: State, vm: Vm, world: World) -> bool:
+def vm_is_settled(state: State, vm: Vm, world: World) -> bool:
     """Whether nothing moves the VM until it, its attempt, its offer, its source or what its source shows of it changes:
     neither time nor another observation that shows the same."""
     place = vm.places[0]

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from multiverse.core.avoidance import is_tried
-from multiverse.core.capacity.host_limits import Open
+from multiverse.core.capacity.host_limits import HostLimits
 from multiverse.core.capacity.room import Blockage, room_of
 from multiverse.core.capacity.sizes import short_of_memory, template_size
 from multiverse.core.clones.kinds import hosts_making
@@ -192,7 +192,7 @@ def _refill(context: Context, pool: Pool, lacking: int) -> None:
 
     wanted = CloneRequest(pool.image, kind, pool.size, templates, pool=pool.depth, sizes=sizes)
     for _ in range(min(lacking, may)):
-        chosen = room.place(1, claims, hosts=Open(accept))
+        chosen = room.place(1, claims, hosts=HostLimits(accept))
         vms = plan_vms(context, wanted, chosen) if chosen else None
         if vms is None:
             return

@@ -60,10 +60,10 @@ class JobOverlay:
         """The VMs of the job on its other nodes."""
         vm = self._vm
         return [
-            Neighbour(self._addresses.shared(place), guest_mac(vm.job, place), machine)
+            Neighbour(self._addresses.shared(rank), guest_mac(vm.job, rank), machine)
             for node, machine in enumerate(machines)
             if node != vm.node
-            for place in range(node * vm.vms, (node + 1) * vm.vms)
+            for rank in range(node * vm.vms, (node + 1) * vm.vms)
         ]
 
     @property

@@ -58,7 +58,7 @@ class QemuJobVms:
 
     def known_as(self, vm: JobVm) -> tuple[str, str]:
         """See `JobHost`."""
-        return guest_name(vm.job, vm.place), self._addresses.shared(vm.place)
+        return guest_name(vm.job, vm.rank), self._addresses.shared(vm.rank)
 
     def connect_network(self, vms: tuple[JobVm, ...]) -> None:
         """See `JobHost`."""
@@ -80,7 +80,7 @@ class QemuJobVms:
         """See `JobHost`. The template is built if there is none."""
         spec = self._specification(vm)
         guest = JobGuest(
-            hostname=guest_name(vm.job, vm.place),
+            hostname=guest_name(vm.job, vm.rank),
             address=spec.job_address,
             hosts=self._settings.network.hosts,
             vms=self._addresses.peers(vm),
@@ -164,12 +164,12 @@ class QemuJobVms:
             image=vm.image,
             kind=CloneKind.INSTANT if instant else CloneKind.LINKED,
             size=vm.size,
-            mac=guest_mac(vm.job, vm.place),
+            mac=guest_mac(vm.job, vm.rank),
             address=f"{self._addresses.local(vm)}/{prefix}",
             bridge=self._bridge_name(vm),
             template_size=base if instant else None,
             job_groups=vm.groups,
-            job_address=f"{self._addresses.shared(vm.place)}/{prefix}",
+            job_address=f"{self._addresses.shared(vm.rank)}/{prefix}",
             functions=vm.functions,
             # Where Slurm knows the functions, those that it did not give to the job cannot be opened by it.
             function_groups=vm.function_groups if self._settings.job_vms.sriov_gres else None,
@@ -182,11 +182,11 @@ class QemuJobVms:
 
     def _identity(self, spec: Specification, vm: JobVm, vms: tuple[JobVm, ...], user: User) -> Identity:
         # By these names the firewall knows the VM's peers: those of this host by their taps.
-        taps = {one.place: job_vm_name(one) for one in vms}
+        taps = {one.rank: job_vm_name(one) for one in vms}
         peers = [
-            (taps.get(place, f"{vm_prefix(JOB_SITE)}of-{place}"), address)
-            for place, (_, address) in enumerate(self._addresses.peers(vm))
-            if place != vm.place
+            (taps.get(rank, f"{vm_prefix(JOB_SITE)}of-{rank}"), address)
+            for rank, (_, address) in enumerate(self._addresses.peers(vm))
+            if rank != vm.rank
         ]
         return Identity(
             hostname=spec.name,

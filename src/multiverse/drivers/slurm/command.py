@@ -94,7 +94,7 @@ class SlurmCommands:
         self._bin = settings.bin_dir
         self._timeout = settings.command_timeout
         self._execute = execute
-        self._turns = CommandTurns(settings.commands)
+        self._limiter = CommandLimiter(settings.commands)
         self._observes = False
         inherited = os.environ if env is None else env
         # Variables such as SQUEUE_FORMAT or SLURM_CLUSTERS would change the commands' output.
@@ -127,7 +127,7 @@ class SlurmCommands:
         slurmctld did not answer in time, because it may still act on the request.
         """
         path = str(Path(self._bin) / program) if self._bin else program
-        async with self._turns.turn(observes=self._observes):
+        async with self._limiter.slot(observes=self._observes):
             try:
                 done = await self._execute((*via, path, *args), {**self._env, **(env or {})}, self._timeout)
             except TimeoutError as error:
@@ -155,7 +155,7 @@ def meaning(program: str, output: str) -> MultiverseError:
     return Refused(text)
 
 
-class CommandTurns:
+class CommandLimiter:
     """At most `most` commands run at the same time, of which at most three quarters change something.
 
     Observations go before changes that wait, so that any number of changes delays an observation by no more than the
@@ -170,8 +170,8 @@ class CommandTurns:
         self._running = self._changing = 0
 
     @asynccontextmanager
-    async def turn(self, *, observes: bool) -> AsyncIterator[None]:
-        """The turn of one command. A command must not wait for the turn of another one."""
+    async def slot(self, *, observes: bool) -> AsyncIterator[None]:
+        """The slot of one command. A command must not wait for the slot of another one."""
         granted = asyncio.get_running_loop().create_future()
         waiting = self._observations if observes else self._changes
         waiting.append(granted)

@@ -40,7 +40,7 @@ class PilotRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class LeasePlace:
+class LeaseDirectory:
     """The directory of one lease. `vms` has its VMs' disks, `socket` is its agent's, as the whole node sees it."""
 
     root: Path
@@ -116,19 +116,21 @@ class LeasePlace:
         return self.root / "pilot.json"
 
 
-def place_of(leases: Path, name: str) -> LeasePlace:
+def directory_of(leases: Path, name: str) -> LeaseDirectory:
     """The place of a lease. Raises `Refused` for what is no name of a lease: it names a directory."""
     plain = name.replace("-", "").isalnum() and name.isascii() and not name.startswith("-")
     if not plain or len(name) > 40:
         raise Refused(f"{name!r} is no name of a lease", hint="the controller names them: lease-SITE-NUMBER")
-    return LeasePlace(leases / name)
+    return LeaseDirectory(leases / name)
 
 
-def places(leases: Path) -> list[LeasePlace]:
+def lease_directories(leases: Path) -> list[LeaseDirectory]:
     """The places of all leases of which something is on this node."""
     if not leases.is_dir():
         return []
-    return [LeasePlace(path) for path in sorted(leases.iterdir()) if path.is_dir() and not path.name.startswith(".")]
+    return [
+        LeaseDirectory(path) for path in sorted(leases.iterdir()) if path.is_dir() and not path.name.startswith(".")
+    ]
 
 
 @contextmanager
