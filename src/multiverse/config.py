@@ -332,7 +332,7 @@ class LeaseSettings:
 
 
 @dataclass(frozen=True)
-class ExpandSettings:
+class OverflowSettings:
     """A partition of physical nodes whose jobs run in VMs while it is full, without their users' doing."""
 
     partition: str
@@ -432,7 +432,7 @@ class Settings:
     mounts: tuple[Mount, ...] = ()
     pool: tuple[PoolSettings, ...] = ()
     lease: tuple[LeaseSettings, ...] = ()
-    expand: tuple[ExpandSettings, ...] = ()
+    overflow: tuple[OverflowSettings, ...] = ()
 
 
 def load(path: Path) -> Settings:
@@ -619,7 +619,7 @@ def _contradictions(s: Settings) -> Iterator[str]:
     yield from _wrong_slurm(s.slurm)
     yield from _wrong_pools(s)
     yield from _wrong_leases(s.lease)
-    yield from _wrong_expansions(s)
+    yield from _wrong_overflow_partitions(s)
     yield from _wrong_users(s.users)
     yield from _wrong_web(s.web)
     if not LEAST_SCRATCH <= s.image.scratch <= s.image.tmp_disk:
@@ -878,17 +878,17 @@ def _wrong_leases(leases: tuple[LeaseSettings, ...]) -> Iterator[str]:
         yield "lease: two leases of one partition; combine them into one"
 
 
-def _wrong_expansions(s: Settings) -> Iterator[str]:
-    for i, one in enumerate(s.expand):
+def _wrong_overflow_partitions(s: Settings) -> Iterator[str]:
+    for i, one in enumerate(s.overflow):
         if not re.fullmatch(r"[A-Za-z0-9_.-]+", one.partition):  # it becomes part of a feature of nodes
-            yield f"expand.{i}.partition: must be the name of one partition, of letters, digits, '_', '.' and '-'"
+            yield f"overflow.{i}.partition: must be the name of one partition, of letters, digits, '_', '.' and '-'"
         if one.partition == s.slurm.partition:
-            yield f"expand.{i}.partition: {one.partition} has no physical nodes"
+            yield f"overflow.{i}.partition: {one.partition} has no physical nodes"
         if one.constraint and not re.fullmatch(r"\w[\w.-]*", one.constraint, re.ASCII):
-            yield f"expand.{i}.constraint: must be the name of one feature"
+            yield f"overflow.{i}.constraint: must be the name of one feature"
         if one.min_wait < 0:
-            yield f"expand.{i}.min_wait: must be at least 0 s"
-    if len({one.partition for one in s.expand}) < len(s.expand):
-        yield "expand: one partition twice; combine the two into one"
-    if both := {one.partition for one in s.expand} & {one.partition for one in s.lease}:
-        yield f"expand: {', '.join(sorted(both))} is leased, too; lease from, or expand, another partition"
+            yield f"overflow.{i}.min_wait: must be at least 0 s"
+    if len({one.partition for one in s.overflow}) < len(s.overflow):
+        yield "overflow: one partition twice; combine the two into one"
+    if both := {one.partition for one in s.overflow} & {one.partition for one in s.lease}:
+        yield f"overflow: {', '.join(sorted(both))} is leased, too; lease from, or let overflow, another partition"

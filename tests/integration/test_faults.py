@@ -19,7 +19,7 @@ ELSEWHERE = {
     "attempt:failed": "takes half an hour of attempts without a VM; simulation",
     "attempt:ungated": "the job would have to leave the gate by another hand than ours; simulation",
     "attempt:stray": "the scheduler would have to start a requeued job on its old VM; simulation",
-    "attempt:restoring": "takes a partition that is expanded, see test_expansion; simulation",
+    "attempt:restoring": "takes a partition that overflows into VMs, see test_overflow; simulation",
     "attempt:introducing": "takes a pool that offers its spares, see test_pool; simulation",
     "attempt:holding": "takes ten runs in a row that end at once, see the contract of the scheduler; simulation",
     "attempt:returning": "its user would have to hold the job while its VMs are made; simulation",

@@ -853,10 +853,10 @@ for seed in (3, 4):
 
 
 def test_a_seed_names_the_history_in_which_a_promise_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    (seed,) = (seed for seed in range(1, 8) if seed % fuzzing.EXPANDING == fuzzing.EXPANDING // 2)
+    (seed,) = (seed for seed in range(1, 8) if seed % fuzzing.OVERFLOWING == fuzzing.OVERFLOWING // 2)
     monkeypatch.setattr(fuzzing, "simulate", lambda scenario: replace(simulate(scenario), violations=("it is broken",)))
-    assert fuzzing.run_seed(seed).violations == ("it is broken", "--history expanding: it is broken")
-    assert "expanding" in fuzzing.HISTORIES
+    assert fuzzing.run_seed(seed).violations == ("it is broken", "--history overflowing: it is broken")
+    assert "overflowing" in fuzzing.HISTORIES
 
 
 def test_a_scenario_is_made_smaller_only_while_it_breaks_the_same_promise(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from multiverse.drivers.slurm.driver import SlurmScheduler
 from multiverse.drivers.slurm.reading import parse
 from multiverse.drivers.slurm.site import gate, install, site_conf
 from tests.unit.slurm_lua import _PROGRAM, PARTITIONS, install_scripts, modify, needs_lua, run, submit
-from tests.unit.test_slurm_expansions import RECORD
+from tests.unit.test_slurm_overflow import RECORD
 
 NAMES = parse.SiteNames("ab12c", "vm", "mvgate", "vm")
 RUN = JobRef("7", 500)

@@ -336,9 +336,9 @@ class Effects:
             case EffectKind.GATE:
                 await self._scheduler.unpin(job)
             case EffectKind.RESTORE:
-                if (expansion := self._scheduler.expansion) is None:
+                if (overflow := self._scheduler.overflow) is None:
                     raise Refused("the scheduler moves no jobs", hint="move the job by hand to where it belongs")
-                await expansion.restore(job)
+                await overflow.restore(job)
             case EffectKind.PIN:
                 await self._add_user(attempt)
                 nodes = [vm.name for vm in self._around.state.serving_vms_of(attempt)]

@@ -48,7 +48,7 @@ from multiverse.core.model import (
     World,
 )
 from multiverse.core.planner import orphans, plan
-from multiverse.core.policy import Backfill, ExpansionPolicy, LeasePolicy, Policy, Pool
+from multiverse.core.policy import Backfill, LeasePolicy, OverflowPolicy, Policy, Pool
 from multiverse.core.pools.reconcile import PoolStatus, pool_status
 from multiverse.core.state import State
 from multiverse.core.transition import Awaiting, Command, Done, Message, ShownBy
@@ -127,7 +127,7 @@ def policy_of(settings: Settings) -> Policy:
             )
             for lease in s.lease
         ),
-        expansions=tuple(ExpansionPolicy(one.partition, one.constraint, one.accounts) for one in s.expand),
+        overflows=tuple(OverflowPolicy(one.partition, one.constraint, one.accounts) for one in s.overflow),
         rates={
             CloneKind.INSTANT: p.instant_rate,
             CloneKind.LINKED: p.linked_rate,

@@ -8,9 +8,9 @@ from multiverse.core.policy import Policy
 
 def why_stays(job: Job, policy: Policy) -> Reason | None:
     """Why a job that waits for physical nodes is not moved to a VM, whatever is free; None if it may be."""
-    rule = next((one for one in policy.expansions if one.partition == job.origin), None)
+    rule = next((one for one in policy.overflows if one.partition == job.origin), None)
     if rule is None:
-        return Why.NOT_EXPANDED(partition=job.origin)
+        return Why.NO_OVERFLOW(partition=job.origin)
     if job.problem:
         return Why.PROBLEM(text=job.problem)
     request = job.request

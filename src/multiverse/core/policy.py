@@ -70,7 +70,7 @@ class LeasePolicy:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpansionPolicy:
+class OverflowPolicy:
     """A partition of physical nodes whose waiting jobs may run in VMs: those that ask for `constraint` (empty: all), of
     `accounts` (empty: of all)."""
 
@@ -111,7 +111,7 @@ class Policy:
     patience: float = 2.0  # how long a job waits before its user is told why
     pools: tuple[Pool, ...] = ()
     leases: tuple[LeasePolicy, ...] = ()
-    expansions: tuple[ExpansionPolicy, ...] = ()
+    overflows: tuple[OverflowPolicy, ...] = ()
     backfill: Backfill | None = None  # None: nothing starts ahead of the first job that waits for room
     reclaim: float = 10.0  # from a job's end until its VMs are gone
     placement: str = Placement.WORST_FIT  # the policy that places VMs of jobs that name none

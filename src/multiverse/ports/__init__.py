@@ -21,13 +21,12 @@ from multiverse.ports.hypervisor import (
     Source,
     Templates,
 )
-from multiverse.ports.scheduler import Addresses, Expansion, Leases, Offers, Parts, Reports, Scheduler, SubmissionLimits
+from multiverse.ports.scheduler import Addresses, Leases, Offers, Overflow, Parts, Reports, Scheduler, SubmissionLimits
 
 __all__ = [
     "NOT_LEASED",
     "Addresses",
     "Clock",
-    "Expansion",
     "Fencing",
     "Groups",
     "GuestUsers",
@@ -36,6 +35,7 @@ __all__ = [
     "Measurements",
     "Membership",
     "Offers",
+    "Overflow",
     "Parts",
     "Reports",
     "Scheduler",

@@ -212,8 +212,8 @@ class BrakeWatch:
         return [*sorted(self._broken), *often, *world.cluster.hasty]
 
 
-class ExpansionWatch:
-    """Checks at each commit that jobs of a partition that is expanded get VMs in their order: none is admitted while
+class OverflowWatch:
+    """Checks at each commit that jobs of a partition that overflows get VMs in their order: none is admitted while
     one before it that asks for the same could be."""
 
     def __init__(self) -> None:

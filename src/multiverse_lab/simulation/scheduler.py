@@ -22,7 +22,7 @@ from multiverse.core.model import (
     SchedulerView,
     User,
 )
-from multiverse.ports import Addresses, Expansion, Leases, Offers, Parts, SubmissionLimits
+from multiverse.ports import Addresses, Leases, Offers, Overflow, Parts, SubmissionLimits
 from multiverse_lab.simulation.cluster import Cluster, OfferedNode
 from multiverse_lab.simulation.guests import LIVE, Registration
 from multiverse_lab.simulation.jobs import JobRecord
@@ -76,7 +76,7 @@ class SimulatedScheduler(ABC):
 
     @property
     @abstractmethod
-    def expansion(self) -> Expansion | None: ...
+    def overflow(self) -> Overflow | None: ...
 
     @abstractmethod
     async def bootstrap(self, node: NodeSpec) -> NodeBootstrap: ...
@@ -272,11 +272,11 @@ class SimulatedSlurm(SimulatedScheduler):
         return self if self._pilots is not None else None
 
     @property
-    def expansion(self) -> SimulatedSlurm:
+    def overflow(self) -> SimulatedSlurm:
         return self
 
     async def restore(self, job: JobRef) -> None:
-        """See `ports.Expansion`."""
+        """See `ports.Overflow`."""
         await self._reach()
         record = self._reread(job)
         if record.state is not JobState.PENDING or record.pin is not None:

@@ -47,7 +47,7 @@ class SlurmSystem:
         self.scheduler = SlurmScheduler(settings, site, leased=leased)
         self.scheduler.check_gate()
         self.scheduler.check_leases()
-        self.scheduler.check_expansions()
+        self.scheduler.check_overflow()
         self.leased = PilotSteps(settings)
         self._node_count, self._private = NodeCount(settings.slurm.conf), PrivateData(settings.slurm.conf)
 

@@ -97,7 +97,7 @@ class Why(StrEnum):
     NO_USER = "no user", "{text}: its job cannot run"
     MAY_DELAY = "may delay", "by its time limit it may delay {job}, which is earlier and waits for room"
     PROBLEM = "problem", "{text}"  # what is wrong with the request, in the scheduler's words
-    NOT_EXPANDED = "not expanded", "partition {partition} is not expanded"
+    NO_OVERFLOW = "no overflow", "jobs of partition {partition} do not overflow into VMs"
     ONLY_ACCOUNT = "only account", "only jobs of account {account} are moved from partition {partition} to VMs"
     ONLY_ACCOUNTS = "only accounts", "only jobs of the accounts {accounts} are moved from partition {partition} to VMs"
     ONLY_FEATURE = ("only feature",

@@ -120,8 +120,8 @@ class SlurmScheduler:
         return self._addresses
 
     @property
-    def expansion(self) -> SlurmScheduler:
-        """See `ports.Scheduler`. Also where no partition is expanded any more: moved jobs are put back."""
+    def overflow(self) -> SlurmScheduler:
+        """See `ports.Scheduler`. Also where no partition overflows into VMs any more: moved jobs are put back."""
         return self
 
     def check_gate(self) -> None:
@@ -135,9 +135,9 @@ class SlurmScheduler:
                 "again: jobs that wait and jobs that run are taken over (docs/operations.md, Upgrades)",
             )
 
-    def check_expansions(self) -> None:
-        """Raise `Refused` if jobs of the partitions that the settings want to expand would fare otherwise in VMs."""
-        if self._settings.expand:
+    def check_overflow(self) -> None:
+        """Raise `Refused` if jobs of the partitions that are to overflow into VMs would fare otherwise in VMs."""
+        if self._settings.overflow:
             for found in overflow.examine(self._settings, site_conf.read(self._slurm.conf)):
                 raise Refused(found.message, hint=found.remedy)
 
@@ -214,7 +214,7 @@ class SlurmScheduler:
 
     async def _pin(self, job: JobRef, tag: str, text: str, *, at_once: bool) -> None:
         current = await self._reread(job)
-        origin = current.origin or (current.partition if self._is_expanded(current.partition) else "")
+        origin = current.origin or (current.partition if self._overflows(current.partition) else "")
         if origin:
             text = overflow.moved_text(origin, text)
         comment = compose(current.comment, text) if text else current.comment
@@ -249,7 +249,7 @@ class SlurmScheduler:
             # means that the nodes are busy or too small at this moment.
             after = await self._reread(job)
             if after.partition != self._slurm.partition or after.pinned != tag or after.licensed:
-                if not self._is_expanded(after.partition):
+                if not self._overflows(after.partition):
                     await self._to_gate(job, after)  # Slurm refused the features and changed the partition all the same
                 raise
 
@@ -259,7 +259,7 @@ class SlurmScheduler:
         await self._call_back(job, current)
         if not current.pending:
             raise Stale(f"job {job.job_id} is {current.state.lower()}")
-        if self._is_expanded(current.partition) and current.pinned is None:
+        if self._overflows(current.partition) and current.pinned is None:
             return
         await self._to_gate(job, current)
         after = await self._reread(job)
@@ -283,7 +283,7 @@ class SlurmScheduler:
         return current.partition == self._slurm.partition and current.at_gate and current.licensed
 
     def _partition(self, current: CurrentJob) -> tuple[str, ...]:
-        """The change of a job's partition, if it is in another one: in that of its submission, which is expanded, or in
+        """The change of a job's partition, if it is in another one: in that of its submission, which overflows, or in
         that in which an earlier release ran jobs."""
         return () if current.partition == self._slurm.partition else (f"Partition={self._slurm.partition}",)
 
@@ -320,11 +320,11 @@ class SlurmScheduler:
         await self._gate.release(current.gate_nodes)
         raise Stale(f"job {job.job_id} got past the gate and was taken back")
 
-    def _is_expanded(self, partition: str) -> bool:
-        return any(one.partition == partition for one in self._settings.expand)
+    def _overflows(self, partition: str) -> bool:
+        return any(one.partition == partition for one in self._settings.overflow)
 
     async def restore(self, job: JobRef) -> None:
-        """See `ports.Expansion`."""
+        """See `ports.Overflow`."""
         async with self._comment_turns.changing(job):
             await self._restore(job)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet
 
-from multiverse.config import ExpandSettings
+from multiverse.config import OverflowSettings
 from multiverse.core.model import CloneKind, Job, JobRef, JobState, Node, NodeState, Request, Size, vm_prefix
 from multiverse.drivers.slurm.reading import requests
 from multiverse.drivers.slurm.site import gate
@@ -93,7 +93,7 @@ class SiteNames:
     """What parsing needs to know of the site.
 
     `memory_per_cpu` is Slurm's DefMemPerCPU in MiB. `per_account`: each account has templates of its own.
-    `time_limits` are those of Multiverse's partitions. `expanded` are partitions of physical nodes. Jobs that an
+    `time_limits` are those of Multiverse's partitions. `overflowing` are partitions of physical nodes. Jobs that an
     earlier release started may still run in a partition that is `retired`.
     """
 
@@ -104,17 +104,17 @@ class SiteNames:
     memory_per_cpu: int = MEMORY_PER_CPU
     per_account: bool = False
     time_limits: TimeLimits = TimeLimits()
-    expanded: tuple[ExpandSettings, ...] = ()
+    overflowing: tuple[OverflowSettings, ...] = ()
     retired: tuple[str, ...] = ()
 
     @property
     def partitions(self) -> tuple[str, ...]:
         """The partitions of which jobs are read."""
-        return self.partition, *self.retired, *(one.partition for one in self.expanded)
+        return self.partition, *self.retired, *(one.partition for one in self.overflowing)
 
-    def expansion_of(self, partition: str) -> ExpandSettings | None:
-        """How a partition is expanded, if it is."""
-        return next((one for one in self.expanded if one.partition == partition), None)
+    def overflow_of(self, partition: str) -> OverflowSettings | None:
+        """How a partition overflows into VMs, if it does."""
+        return next((one for one in self.overflowing if one.partition == partition), None)
 
 
 # --- values ----------------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ def rank(priority: int, submitted: int, job_id: str) -> int:
 def changes_at(record: Record, names: SiteNames, now: float) -> float:
     """The Unix time from which on `expand` may show an unchanged record differently; infinity if never."""
     eligible = number(record.get("eligible_time")) or 0
-    waits = [one.min_wait for one in names.expanded]
+    waits = [one.min_wait for one in names.overflowing]
     times = (eligible, (number(record.get("end_time")) or 0) - _SKEW, *(eligible + wait for wait in waits))
     return min((time for time in times if time > now), default=inf)
 
@@ -286,7 +286,7 @@ def _job(record: Record, job_id: str, names: SiteNames, now: float, uses: Uses) 
         gated = False
     else:
         gated = is_gated(record, names) and pinned is None
-    here = next(filter(None, map(names.expansion_of, words(partition))), None)
+    here = next(filter(None, map(names.overflow_of, words(partition))), None)
     origin = here.partition if here else moved_from(str(record.get("features") or ""))
     # Slurm's reason may be outdated. Of a limit that is counted here, the count decides until the job is pinned.
     counted = gated and reason in {limit.partition(":")[0] for limit, _ in uses}
@@ -350,7 +350,7 @@ def slurms_hold(reason: str, description: str) -> bool:
 
 def _request(record: Record, own: tuple[str, ...], names: SiteNames, origin: str) -> tuple[Request | None, str]:
     wishes = requests.read(str(record.get("comment") or ""))
-    rule = names.expansion_of(origin)
+    rule = names.overflow_of(origin)
     wanted = tuple(word for word in own if rule is None or word != rule.constraint)
     problem = _problem(record, wanted, names, origin) or wishes.problem or (origin and _unlike_a_vm(record))
     if problem:

@@ -53,7 +53,7 @@ class SlurmReader:
     def __init__(self, settings: Settings, site: str, commands: SlurmCommands) -> None:
         self._settings, self._slurm, self._site = settings, settings.slurm, site
         self._commands = commands
-        self._jobs = JobTable(JobColumns(physical=bool(settings.expand)))
+        self._jobs = JobTable(JobColumns(physical=bool(settings.overflow)))
         self._nodes = NodeTable()
         self._jobless: Mapping[str, Node] = {}  # nodes that are allocated without a job, as they are shown instead
         self._allocated: Set[str] = frozenset()  # on which the latest whole load showed no job
@@ -296,7 +296,7 @@ class SlurmReader:
             memory_per_cpu=default,
             per_account=self._settings.image.per_account,
             time_limits=time_limits(text, self._slurm.partition),
-            expanded=self._settings.expand,
+            overflowing=self._settings.overflow,
         ), conf.limits_are_kept(text)
 
 

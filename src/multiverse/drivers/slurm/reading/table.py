@@ -75,7 +75,7 @@ _TEXTS = {
     "name": "Name",
     "current_working_directory": "WorkDir",
 }
-# What tells which jobs of physical nodes a VM can serve: read only where a partition is expanded.
+# What tells which jobs of physical nodes a VM can serve: read only where a partition overflows into VMs.
 _PHYSICAL = {
     "oversubscribe": "OverSubscribe",
     "reboot": "Reboot",

@@ -78,7 +78,7 @@ def bootstrap(settings: Settings, node: NodeSpec) -> NodeBootstrap:
     asks the name service for the addresses of slurmctld and for its user."""
     text = read(settings.slurm.conf)
     owner = slurm_user.of(text)
-    moved = (MOVED_FROM + one.partition for one in settings.expand)  # jobs of these partitions ask for it
+    moved = (MOVED_FROM + one.partition for one in settings.overflow)  # jobs of these partitions ask for it
     line = conf.node_conf(node.size, (settings.slurm.node_feature, *node.features, *moved), node.sockets)
     argv = ("/usr/sbin/slurmd", "-D", "-Z", "-N", node.name, "-f", _SLURMD_CONF, "-d", _STEPD, "--conf", line)
     return NodeBootstrap(

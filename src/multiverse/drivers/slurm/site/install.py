@@ -53,7 +53,7 @@ class Site:
 
     `images` are the features that jobs may request, and `placements` the placement policies. `gate_network` is the
     first three numbers of the gate's addresses, which nothing uses. `memory_per_cpu` is Slurm's DefMemPerCPU in MiB.
-    `default` makes ours the default partition. `limits` are those of our partition: of one that is expanded, so
+    `default` makes ours the default partition. `limits` are those of our partition: of one that overflows into VMs, so
     that its jobs are limited and charged in VMs as before. `boost` is that of `gate.boost`. `licences` and
     `power_saving` say that our file has the gate's licence and the programs of power saving, because the site has none
     of its own.
@@ -83,7 +83,7 @@ def derive(settings: Settings, site: SiteConf, images: Iterable[str], slurm_uid:
         slurm_uid=slurm_uid,
         default=default,
         gate_network=_free_network(site.node_addresses()),
-        limits=overflow.limits_like(settings.expand[0].partition if settings.expand else "", site),
+        limits=overflow.limits_like(settings.overflow[0].partition if settings.overflow else "", site),
         boost=gate.boost(site.text),
         licences=not site.value("Licenses"),
         power_saving=not (site.value("SuspendProgram") or site.value("ResumeProgram")),
@@ -107,7 +107,7 @@ def render(settings: Settings, site: Site) -> dict[str, str]:
     )
     places = [gate.PLACE + name for name in site.placements]
     # Of jobs that were moved, and wait at the gate until they are put back.
-    moved = [word for one in settings.expand for word in (gate.MOVED_FROM + one.partition, one.constraint) if word]
+    moved = [word for one in settings.overflow for word in (gate.MOVED_FROM + one.partition, one.constraint) if word]
     values = {
         "directory": slurm.conf.parent,
         "conf": slurm.conf,

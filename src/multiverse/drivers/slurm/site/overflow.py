@@ -2,7 +2,7 @@
 moved jobs are told. Pure.
 
 A job that is moved must be limited, charged and ranked as before. So the gate and the partition for running get the
-limits of the partition that is expanded when our file is rendered, and what slurmctld has is compared at the start.
+limits of the partition that overflows when our file is rendered, and what slurmctld has is compared at the start.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 
 from ClusterShell.NodeSet import NodeSet
 
-from multiverse.config import ExpandSettings, Settings
+from multiverse.config import OverflowSettings, Settings
 from multiverse.drivers.slurm.site.gate import MOVED_FROM
 from multiverse.drivers.slurm.site.site_conf import SiteConf, folded, records
 from multiverse.drivers.slurm.site.time_limits import seconds
@@ -50,28 +50,28 @@ def told_origin(comment: str) -> str:
 
 
 def examine(settings: Settings, site: SiteConf) -> Iterator[Finding]:
-    """What is wrong with the partitions that are expanded: each makes it impossible to expand them."""
+    """What is wrong with the partitions that overflow into VMs: each makes it impossible for them to overflow."""
     partitions = {one["partitionname"]: one for one in _partitions(site.text)}
     leased = {one.partition: _nodes(site, partitions.get(one.partition, {})) for one in settings.lease}
-    for one in settings.expand:
+    for one in settings.overflow:
         name = f"PartitionName={one.partition}"
         mine = partitions.get(one.partition)
         if mine is None:
-            yield _problem(name, "it is expanded, but there is no such partition", "correct [[expand]]")
+            yield _problem(name, "it overflows into VMs, but there is no such partition", "correct [[overflow]]")
             continue
         for other, nodes in leased.items():
             if shared := nodes & _nodes(site, mine):
                 yield _problem(
                     name,
-                    f"partition {one.partition} is expanded, and shares {shared} with partition {other}, from which "
+                    f"partition {one.partition} overflows, and shares {shared} with partition {other}, from which "
                     "hosts are leased: its jobs would take the nodes that their VMs need",
-                    "lease from, or expand, a partition with other nodes",
+                    "lease from, or let overflow, a partition with other nodes",
                 )
         if "exclusive" in mine.get("oversubscribe", "").lower():
             yield _problem(
                 name,
                 f"each job of partition {one.partition} gets whole nodes (OverSubscribe=EXCLUSIVE), which VMs are not",
-                "remove it from [[expand]]",
+                "remove it from [[overflow]]",
             )
         yield from _differences(settings, site, mine)
         yield from _unmarked(site, one)
@@ -89,11 +89,11 @@ def _differences(settings: Settings, site: SiteConf, mine: Mapping[str, str]) ->
             f"PartitionName={name}",
             f"jobs of partition {mine['partitionname']} would have other limits or prices in VMs: "
             f"{', '.join(differing)} of partition {name} differ{'s' if len(differing) == 1 else ''}",
-            "run multiverse site render again, install its files and run scontrol reconfigure; or remove [[expand]]",
+            "run multiverse site render again, install its files and run scontrol reconfigure; or remove [[overflow]]",
         )
 
 
-def _unmarked(site: SiteConf, one: ExpandSettings) -> Iterator[Finding]:
+def _unmarked(site: SiteConf, one: OverflowSettings) -> Iterator[Finding]:
     """Slurm would fail a job that is put back at a gate whose nodes lack one of its features."""
     gate = next((node for node in records(site.ours, "NodeName")), None)
     known = (gate or {}).get("feature", "").split(",")
@@ -102,7 +102,7 @@ def _unmarked(site: SiteConf, one: ExpandSettings) -> Iterator[Finding]:
         yield _problem(
             f"NodeName={gate['nodename']}",
             f"the gate's nodes lack the feature {' and '.join(lacking)}, which jobs of partition {one.partition} have",
-            "run multiverse site render again, install its files and run scontrol reconfigure; or remove [[expand]]",
+            "run multiverse site render again, install its files and run scontrol reconfigure; or remove [[overflow]]",
         )
 
 

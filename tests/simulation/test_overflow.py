@@ -1,4 +1,4 @@
-"""A partition of physical nodes that is expanded: what becomes of its jobs, in virtual time."""
+"""A partition of physical nodes that overflows into VMs: what becomes of its jobs, in virtual time."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 from tests.sampled import one_in
 
-from multiverse.config import ExpandSettings, Settings
+from multiverse.config import OverflowSettings, Settings
 from multiverse.core.model import Host, Size
 from multiverse_lab.simulation.cluster import ClusterSettings
-from multiverse_lab.simulation.generate import EXPANDED, expanding
+from multiverse_lab.simulation.generate import OVERFLOWING_PARTITION, overflowing
 from multiverse_lab.simulation.jobs import Batch
 from multiverse_lab.simulation.machines import ABILITIES
 from multiverse_lab.simulation.outcome import Outcome
@@ -19,14 +19,14 @@ from multiverse_lab.simulation.scenario import Arrival, Scenario, UserAction
 from multiverse_lab.simulation.world import WorldSettings
 
 HOST = Host("h1", Size(2, 4096, 65536), ABILITIES, Size(2, 4096, 65536), "tcg")
-JOB = Batch(seconds=60.0, origin=EXPANDED, limit=300.0)
+JOB = Batch(seconds=60.0, origin=OVERFLOWING_PARTITION, limit=300.0)
 
 
 def outcome_of(*arrivals: Arrival, min_wait: float = 5.0, nodes: int = 1) -> Outcome:
     """With one host of two CPUs, and so many physical nodes."""
     cluster = ClusterSettings(min_wait=min_wait)
-    world = WorldSettings((HOST,), cluster=cluster, expanded=nodes)
-    settings = Settings(expand=(ExpandSettings(EXPANDED, min_wait=min_wait),))
+    world = WorldSettings((HOST,), cluster=cluster, overflowing=nodes)
+    settings = Settings(overflow=(OverflowSettings(OVERFLOWING_PARTITION, min_wait=min_wait),))
     outcome = simulate(Scenario(1, arrivals, world, settings))
     assert not outcome.violations, outcome.story()
     return outcome
@@ -84,7 +84,7 @@ def test_a_job_that_was_moved_and_queued_again_goes_back_to_its_partition() -> N
 
 
 @pytest.mark.parametrize("first", one_in(2, range(0, 40, 10)))
-def test_promises_are_kept_with_a_partition_that_is_expanded(first: int) -> None:
+def test_promises_are_kept_with_a_partition_that_overflows(first: int) -> None:
     for seed in range(first, first + 10):
-        outcome = simulate(expanding(seed))
+        outcome = simulate(overflowing(seed))
         assert not outcome.violations, outcome.story()

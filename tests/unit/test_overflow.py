@@ -25,14 +25,14 @@ from multiverse.core.model import (
     text_of,
 )
 from multiverse.core.overflow import why_stays
-from multiverse.core.policy import ExpansionPolicy
+from multiverse.core.policy import OverflowPolicy
 from multiverse.core.transition import EffectKind, Event
 from tests.unit.planner_harness import POLICY, PlannerHarness
 
 A = AttemptState
-EXPANDED = replace(POLICY, expansions=(ExpansionPolicy("batch"),))
+OVERFLOWING = replace(POLICY, overflows=(OverflowPolicy("batch"),))
 AT_ORIGIN = {"origin": "batch", "at_origin": True, "gated": False}
-BY_RULE = replace(POLICY, expansions=(ExpansionPolicy("batch", "any", ("physics", "chemistry")),))
+BY_RULE = replace(POLICY, overflows=(OverflowPolicy("batch", "any", ("physics", "chemistry")),))
 
 
 def waiting(**more: object) -> Job:
@@ -50,7 +50,7 @@ def runs_on(harness: PlannerHarness, node: str, **more: object) -> None:
     ("job", "why"),
     [
         (waiting(), ""),
-        (waiting(origin="other"), "partition other is not expanded"),
+        (waiting(origin="other"), "jobs of partition other do not overflow into VMs"),
         (waiting(request=None, problem="it asks for whole nodes"), "it asks for whole nodes"),
         (waiting(account="biology"), "only jobs of the accounts physics, chemistry are moved"),
         (waiting(request=Request(1, Size(1, 100))), "only jobs with --constraint=any are moved"),
@@ -65,11 +65,11 @@ def test_the_sites_rule_and_what_a_vm_can_be_decide_which_jobs_are_moved(job: Jo
 
 def test_all_jobs_are_moved_where_the_site_has_no_rule() -> None:
     plain = waiting(request=Request(1, Size(1, 100)), account="")
-    assert why_stays(plain, EXPANDED) is None
+    assert why_stays(plain, OVERFLOWING) is None
 
 
 def test_a_job_that_waits_for_nodes_is_moved_by_its_pin_once_its_vm_has_joined() -> None:
-    harness = PlannerHarness(EXPANDED)
+    harness = PlannerHarness(OVERFLOWING)
     attempt = harness.to_spawned(**AT_ORIGIN)
     found = effect_of(attempt)
     assert (attempt.origin, found and found.kind) == ("batch", EffectKind.PIN)
@@ -81,11 +81,11 @@ def test_a_job_that_waits_for_nodes_is_moved_by_its_pin_once_its_vm_has_joined()
 
 @pytest.mark.parametrize("why", [{"requeues": False}, {"eligible": False}, {"request": None, "problem": "no"}])
 def test_a_job_that_stays_has_no_attempt_and_costs_a_pass_nothing(why: dict[str, object]) -> None:
-    harness = PlannerHarness(EXPANDED)
+    harness = PlannerHarness(OVERFLOWING)
     harness.job(**AT_ORIGIN, **why)  # type: ignore[arg-type]
     harness.run()
     assert not harness.rows.attempts and not harness.state.unserved
-    assert "is not moved to a VM" in str(explain_new(harness.jobs["7"], EXPANDED).sentences[0])
+    assert "is not moved to a VM" in str(explain_new(harness.jobs["7"], OVERFLOWING).sentences[0])
     harness.job(requeues=True, eligible=True, request=Request(1, Size(1, 100)), problem="")
     harness.run()
     assert harness.attempt().state is A.QUEUED, "it may be moved now"
@@ -95,7 +95,7 @@ def test_a_job_that_stays_has_no_attempt_and_costs_a_pass_nothing(why: dict[str,
 @pytest.mark.parametrize("came", ["queued", "claimed", "spawning", "spawned"])
 def test_a_job_that_starts_on_a_physical_node_first_needs_its_vm_no_more(came: str, cancelled: bool) -> None:
     """Also one that was cancelled there before it was seen to run."""
-    harness = PlannerHarness(EXPANDED)
+    harness = PlannerHarness(OVERFLOWING)
     if came == "queued":
         harness.job(**AT_ORIGIN)  # type: ignore[arg-type]
         harness.run()
@@ -115,13 +115,13 @@ def test_a_job_that_starts_on_a_physical_node_first_needs_its_vm_no_more(came: s
     assert str(explain_ended(ended, 5.0).sentences[0]).startswith(
         "Its attempt ended 5 s ago: it has started on a physical"
     )
-    assert tuple(map(str, explain_new(harness.jobs["7"], EXPANDED).sentences)) == (
+    assert tuple(map(str, explain_new(harness.jobs["7"], OVERFLOWING).sentences)) == (
         "It runs in partition batch on a physical node, or has run there.",
     )
 
 
 def test_a_job_that_its_user_cancels_before_it_is_moved_is_cancelled() -> None:
-    harness = PlannerHarness(EXPANDED)
+    harness = PlannerHarness(OVERFLOWING)
     harness.to_claimed(**AT_ORIGIN)
     harness.job(state=JobState.ENDED, result="CANCELLED")
     harness.run()
@@ -130,10 +130,10 @@ def test_a_job_that_its_user_cancels_before_it_is_moved_is_cancelled() -> None:
 
 def test_a_job_whose_pin_expires_goes_back_through_the_gate_to_its_partition() -> None:
     """Another controller may find it at any moment of this: the scheduler shows where it belongs."""
-    harness = PlannerHarness(EXPANDED)
+    harness = PlannerHarness(OVERFLOWING)
     attempt = harness.to_spawned(**AT_ORIGIN)
     harness.job(at_origin=False, pinned=attempt.feature)
-    harness.pass_time(EXPANDED.pin_timeout + 1)
+    harness.pass_time(OVERFLOWING.pin_timeout + 1)
     harness.run()
     found = effect_of(harness.attempt())
     assert harness.attempt().state is A.RETURNING and found and found.kind is EffectKind.GATE
@@ -147,7 +147,7 @@ def test_a_job_whose_pin_expires_goes_back_through_the_gate_to_its_partition() -
     found = effect_of(again)
     assert (again.state, again.origin, again.tries) == (A.RESTORING, "batch", 1)
     assert found and found.kind is EffectKind.RESTORE
-    assert explain(Context(harness.state, harness.world, EXPANDED, harness.state.free.hosts), again, 0.0).sentences
+    assert explain(Context(harness.state, harness.world, OVERFLOWING, harness.state.free.hosts), again, 0.0).sentences
     harness.job(**AT_ORIGIN, eligible=False)  # type: ignore[arg-type]
     harness.run()
     assert harness.attempt(2).state is A.QUEUED and harness.attempt(2).not_before > 0, "its next try backs off"
@@ -155,12 +155,12 @@ def test_a_job_whose_pin_expires_goes_back_through_the_gate_to_its_partition() -
 
 def test_a_job_whose_earlier_run_may_go_on_waits_at_the_gate() -> None:
     """In its own partition it would start on a physical node beside that run."""
-    harness = PlannerHarness(EXPANDED)
+    harness = PlannerHarness(OVERFLOWING)
     attempt = harness.to_spawned(**AT_ORIGIN)
     runs_on(harness, "mvtest0-1", at_origin=False, pinned=attempt.feature)
     harness.run()
     harness.hypervisor_known, harness.unknown_since = False, harness.clock.time
-    harness.pass_time(EXPANDED.silence + 1)
+    harness.pass_time(OVERFLOWING.silence + 1)
     harness.run()
     assert harness.all_vms()[0].state is VmState.LOST
     harness.job(ref=JobRef("7", 600, 1), state=JobState.PENDING, pinned=attempt.feature)
@@ -190,7 +190,7 @@ def test_a_job_whose_earlier_run_may_go_on_waits_at_the_gate() -> None:
     ],
 )
 def test_an_attempt_on_its_way_back_follows_its_job(shown: dict[str, object], event: Event, target: A) -> None:
-    harness = PlannerHarness(EXPANDED)
+    harness = PlannerHarness(OVERFLOWING)
     harness.job(origin="batch")
     harness.run()
     harness.run()
@@ -203,7 +203,7 @@ def test_an_attempt_on_its_way_back_follows_its_job(shown: dict[str, object], ev
 
 @pytest.mark.parametrize("state", [A.UNGATED, A.STRAY])
 def test_a_job_that_comes_back_to_the_gate_by_itself_is_sent_back(state: A) -> None:
-    harness = PlannerHarness(EXPANDED)
+    harness = PlannerHarness(OVERFLOWING)
     harness.job(origin="batch", gated=False, pinned="mv_9")
     harness.run()
     if state is A.STRAY:
@@ -217,22 +217,22 @@ def test_a_job_that_comes_back_to_the_gate_by_itself_is_sent_back(state: A) -> N
 
 
 def test_a_job_that_no_host_could_hold_or_that_ceases_to_qualify_waits_and_is_never_cancelled() -> None:
-    harness = PlannerHarness(EXPANDED)
+    harness = PlannerHarness(OVERFLOWING)
     harness.job(size=Size(64, 100), **AT_ORIGIN)  # type: ignore[arg-type]
     harness.run()
-    context = Context(harness.state, harness.world, EXPANDED, harness.state.free.hosts)
+    context = Context(harness.state, harness.world, OVERFLOWING, harness.state.free.hosts)
     assert harness.attempt().state is A.QUEUED
     said = [str(one) for one in explain(context, harness.attempt(), harness.clock.time).sentences]
     assert "fits on no host" in said[0] and "whichever has room first" in said[1]
     harness.job(request=None, problem="it asks for whole nodes")
     harness.run()
-    context = Context(harness.state, harness.world, EXPANDED, harness.state.free.hosts)
+    context = Context(harness.state, harness.world, OVERFLOWING, harness.state.free.hosts)
     assert harness.attempt().state is A.QUEUED and not harness.rows.vms
     assert "whole nodes" in str(explain(context, harness.attempt(), harness.clock.time).sentences[0])
 
 
 def test_a_job_whose_vms_cannot_be_made_is_not_cancelled() -> None:
-    policy = replace(EXPANDED, attempts=1, replacements=0)
+    policy = replace(OVERFLOWING, attempts=1, replacements=0)
     harness = PlannerHarness(policy)
     harness.to_spawning(**AT_ORIGIN)
     for vm in harness.all_vms():
@@ -245,7 +245,7 @@ def test_a_job_whose_vms_cannot_be_made_is_not_cancelled() -> None:
 def test_a_mark_that_the_scheduler_lost_is_remembered() -> None:
     """Slurm may change the partition of a job and refuse its features: then only the row tells that it is no job of the
     gate, whose request could be impossible."""
-    harness = PlannerHarness(EXPANDED)
+    harness = PlannerHarness(OVERFLOWING)
     harness.job(**AT_ORIGIN)  # type: ignore[arg-type]
     harness.run()
     harness.job(origin="", at_origin=False, request=None, problem="there is no image any")
@@ -256,11 +256,11 @@ def test_a_mark_that_the_scheduler_lost_is_remembered() -> None:
 
 
 def test_the_user_of_a_job_that_waits_for_nodes_is_told_nothing_in_the_scheduler() -> None:
-    harness = PlannerHarness(EXPANDED)
+    harness = PlannerHarness(OVERFLOWING)
     harness.job(**AT_ORIGIN)  # type: ignore[arg-type]
     harness.job("8")
     harness.run()
-    plan = CommentPlan(EXPANDED, harness.rows.attempts.values())
+    plan = CommentPlan(OVERFLOWING, harness.rows.attempts.values())
     plan.explained(dict.fromkeys(harness.rows.attempts, "the hosts are full"))
     telling = plan.next_call(harness.jobs, harness.clock.time + 60)
     assert telling is not None and [job.job_id for job in telling.jobs] == ["8"]

@@ -42,7 +42,7 @@ PartitionName={FULL} Nodes=mvp1 PriorityJobFactor=5 MaxTime=INFINITE State=UP
 PartitionName={LENT} Nodes=mvp2 PriorityJobFactor=1 MaxTime=INFINITE State=UP
 """
 _SITE = f"""
-[[expand]]
+[[overflow]]
 partition = "{FULL}"
 min_wait = 1
 [[lease]]
@@ -56,7 +56,7 @@ become = ["{{become}}", "--reuid=0", "--regid=0", "--clear-groups", "--"]
 
 
 @pytest.fixture(scope="module")
-def expanded(accelerator: Path) -> Iterator[LabUnderTest]:
+def overflowing(accelerator: Path) -> Iterator[LabUnderTest]:
     """A lab with two bare-metal nodes, one of each partition. The first one is taken. Neither has images."""
     slim()
     options = LabOptions(cores=2, memory=6144, physical=2, settings={"image": {"source": ""}})
@@ -88,10 +88,10 @@ def priority(lab: LabUnderTest, job: str) -> int:
     return int(shown(lab, job, "%Q"))
 
 
-async def test_a_job_that_is_moved_and_put_back_has_the_priority_of_one_that_was_not(expanded: LabUnderTest) -> None:
+async def test_a_job_that_is_moved_and_put_back_has_the_priority_of_one_that_was_not(overflowing: LabUnderTest) -> None:
     """At the gate, and in the partition of VMs, it may have another one meanwhile: Slurm takes a job's TRES as shares
     of its partition. There it does not wait for its turn."""
-    lab, scheduler = expanded, SlurmScheduler(expanded.settings, "xp")
+    lab, scheduler = overflowing, SlurmScheduler(overflowing.settings, "xp")
     options = ("-p", FULL, "--mem=100", "--time=5")
     moved, twin = (lab.sbatch("true", *options) for _ in range(2))
     until("both age", lambda: all("N/A" not in times(lab, job) for job in (moved, twin)))
@@ -116,9 +116,9 @@ async def test_a_job_that_is_moved_and_put_back_has_the_priority_of_one_that_was
         lab.run("scancel", moved, twin)
 
 
-def test_a_job_of_a_full_partition_runs_on_a_lease_of_another_one(expanded: LabUnderTest) -> None:
+def test_a_job_of_a_full_partition_runs_on_a_lease_of_another_one(overflowing: LabUnderTest) -> None:
     """The lab's own host is drained, so only a lease can have the job's VM. The image is brought to it by sbcast."""
-    lab, output = expanded, expanded.user.home / "moved"
+    lab, output = overflowing, overflowing.user.home / "moved"
     asyncio.run(lifecycle.up(lab.where, LabOptions()))
     try:
         with Client(lab.settings.socket) as client:

@@ -1,4 +1,4 @@
-"""Expanded partitions in Slurm: what squeue says of their jobs, and which sites can expand a partition."""
+"""Overflow of partitions in Slurm: what squeue says of their jobs, and at which sites a partition can overflow."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from multiverse.config import ExpandSettings, LeaseSettings, Settings, SlurmSettings, parse
+from multiverse.config import LeaseSettings, OverflowSettings, Settings, SlurmSettings, parse
 from multiverse.core.errors import Refused
 from multiverse.core.model import Job, JobState
 from multiverse.drivers.slurm.driver import SlurmScheduler
@@ -17,8 +17,8 @@ from multiverse.drivers.slurm.site.overflow import examine, leased_nodes, limits
 from multiverse.drivers.slurm.site.requirements import Version
 from multiverse.drivers.slurm.site.requirements import examine as examine_site
 
-EXPAND = ExpandSettings("batch", constraint="any", min_wait=30.0)
-NAMES = slurm_parse.SiteNames("ab12c", "vm", "mvgate", "vm", expanded=(EXPAND,))
+OVERFLOW = OverflowSettings("batch", constraint="any", min_wait=30.0)
+NAMES = slurm_parse.SiteNames("ab12c", "vm", "mvgate", "vm", overflowing=(OVERFLOW,))
 NOW = 1_000_000.0
 RECORD: dict[str, Any] = {
     "job_id": 7, "array_job_id": 0, "array_task_id": None, "partition": "batch", "job_state": "PENDING",
@@ -134,16 +134,16 @@ def problems(tmp_path: Path, text: str, ours: str = "", rule: str = "", **more: 
     conf = tmp_path / "slurm.conf"
     conf.write_text(f"{text}\nInclude multiverse.conf\n")
     (tmp_path / "multiverse.conf").write_text(ours)
-    settings = Settings(expand=(ExpandSettings("batch", constraint=rule),), slurm=SlurmSettings(conf=conf), **more)
+    settings = Settings(overflow=(OverflowSettings("batch", constraint=rule),), slurm=SlurmSettings(conf=conf), **more)
     found = list(examine(settings, site_conf.read(conf)))
     scheduler = SlurmScheduler(settings, "ab12c")
     if found:
         with pytest.raises(Refused) as refused:
-            scheduler.check_expansions()
+            scheduler.check_overflow()
         assert refused.value.hint, "with the next step"
         assert set(found) <= set(examine_site(settings, site_conf.read(conf), Version(22, 5)))
     else:
-        scheduler.check_expansions()
+        scheduler.check_overflow()
     return [each.message for each in found]
 
 
@@ -151,13 +151,13 @@ def rendered(tmp_path: Path, text: str) -> str:
     """Our file for a site with that slurm.conf."""
     conf = tmp_path / "before.conf"
     conf.write_text(text)
-    settings = Settings(expand=(ExpandSettings("batch", constraint="any"),))
+    settings = Settings(overflow=(OverflowSettings("batch", constraint="any"),))
     files = install.render(settings, install.derive(settings, site_conf.read(conf), ["slim"], 64030))
     return files["multiverse.conf"]
 
 
 @pytest.mark.parametrize("defaults", ["", "PartitionName=DEFAULT MaxNodes=3 DefaultTime=60\n"])
-def test_our_partition_is_rendered_with_the_limits_of_the_one_that_is_expanded(tmp_path: Path, defaults: str) -> None:
+def test_our_partition_is_rendered_with_the_limits_of_the_one_that_overflows(tmp_path: Path, defaults: str) -> None:
     text = f"{SITE}{defaults}{BATCH} {LIMITS}"
     ours = rendered(tmp_path, text)
     assert problems(tmp_path, text, ours) == []
@@ -172,7 +172,7 @@ def test_our_partition_is_rendered_with_the_limits_of_the_one_that_is_expanded(t
         "PriorityJobFactor=3", "DefaultTime=5", "OverTimeLimit=5", "AllowGroups=x", "MaxNodes=1",
     ],
 )  # fmt: skip
-def test_a_partition_with_other_limits_than_ours_is_not_expanded(tmp_path: Path, changed: str) -> None:
+def test_a_partition_with_other_limits_than_ours_does_not_overflow(tmp_path: Path, changed: str) -> None:
     ours = rendered(tmp_path, f"{SITE}{BATCH} {LIMITS}")
     key = changed.partition("=")[0]
     limits = " ".join([*(word for word in LIMITS.split() if not word.startswith(f"{key}=")), changed])
@@ -202,7 +202,7 @@ def test_the_same_limits_may_be_written_in_other_words(tmp_path: Path) -> None:
     ("nodes", "shared"),
     [("n[2-4]", "n2"), ("some", "n[1-2]"), ("one", "n2"), ("ALL", "n[1-2]"), ("m1,n1", "n1"), ("n[3-4],m1", "")],
 )
-def test_a_partition_that_is_expanded_shares_no_node_with_one_that_is_leased(
+def test_a_partition_that_overflows_shares_no_node_with_one_that_is_leased(
     tmp_path: Path, nodes: str, shared: str
 ) -> None:
     text = f"{SITE}{BATCH}\nPartitionName=lent Nodes={nodes}"
@@ -210,7 +210,7 @@ def test_a_partition_that_is_expanded_shares_no_node_with_one_that_is_leased(
     assert len(found) == bool(shared) and all(f"shares {shared} with partition lent" in text for text in found)
 
 
-def test_a_partition_that_is_missing_or_gives_whole_nodes_is_not_expanded(tmp_path: Path) -> None:
+def test_a_partition_that_is_missing_or_gives_whole_nodes_does_not_overflow(tmp_path: Path) -> None:
     assert "there is no such partition" in problems(tmp_path, SITE)[0]
     assert "gets whole nodes" in problems(tmp_path, f"{SITE}{BATCH} OverSubscribe=EXCLUSIVE")[0]
 
@@ -218,18 +218,18 @@ def test_a_partition_that_is_missing_or_gives_whole_nodes_is_not_expanded(tmp_pa
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ({"expand": [{"partition": "a b"}]}, "expand.0.partition: must be the name"),
-        ({"expand": [{"partition": "vm"}]}, "expand.0.partition: vm has no physical nodes"),
-        ({"expand": [{"partition": "batch", "constraint": "a&b"}]}, "expand.0.constraint"),
-        ({"expand": [{"partition": "batch", "min_wait": -1}]}, "expand.0.min_wait"),
-        ({"expand": [{"partition": "batch"}, {"partition": "batch"}]}, "one partition twice"),
-        ({"expand": [{"partition": "batch"}], "lease": [{"partition": "batch"}]}, "batch is leased, too"),
+        ({"overflow": [{"partition": "a b"}]}, "overflow.0.partition: must be the name"),
+        ({"overflow": [{"partition": "vm"}]}, "overflow.0.partition: vm has no physical nodes"),
+        ({"overflow": [{"partition": "batch", "constraint": "a&b"}]}, "overflow.0.constraint"),
+        ({"overflow": [{"partition": "batch", "min_wait": -1}]}, "overflow.0.min_wait"),
+        ({"overflow": [{"partition": "batch"}, {"partition": "batch"}]}, "one partition twice"),
+        ({"overflow": [{"partition": "batch"}], "lease": [{"partition": "batch"}]}, "batch is leased, too"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(text: dict[str, Any], problem: str) -> None:
     with pytest.raises(Refused, match=problem):
         parse(text, "settings")
-    assert parse({"expand": [{"partition": "batch", "accounts": ["a"]}]}, "s").expand[0].accounts == ("a",)
+    assert parse({"overflow": [{"partition": "batch", "accounts": ["a"]}]}, "s").overflow[0].accounts == ("a",)
 
 
 def test_the_nodes_that_may_be_leased_are_known(tmp_path: Path) -> None:

@@ -29,11 +29,11 @@ _UNTIL = "until [ -e {0} ]; do sleep 0.2; done"
 
 
 @pytest.fixture(scope="module")
-def expanded(accelerator: Path) -> Iterator[LabUnderTest]:
-    """A lab whose bare-metal node has one core, in a partition that is expanded; without a controller at first."""
+def overflowing(accelerator: Path) -> Iterator[LabUnderTest]:
+    """A lab whose bare-metal node has one core, in a partition that overflows; without a controller at first."""
     slim()
     with new_lab(accelerator, LabOptions(cores=2, memory=6144, physical=1), controller=False) as made:
-        text = f'[[expand]]\npartition = "{PARTITION}"\nmin_wait = 1\n'
+        text = f'[[overflow]]\npartition = "{PARTITION}"\nmin_wait = 1\n'
         (made.where.etc / "site.toml").write_text(text)
         asyncio.run(lifecycle.up(made.where, LabOptions(), controller=False))
         yield replace(made, settings=config.load(made.where.settings))
@@ -49,14 +49,14 @@ class Full:
 
 
 @pytest.fixture
-def full(expanded: LabUnderTest) -> Iterator[Full]:
-    file = expanded.user.home / f"enough{os.urandom(4).hex()}"
-    job = expanded.sbatch(_UNTIL.format(file), "-p", PARTITION, "--cpus-per-task=2", "--time=20", "--mem=100")
-    until("the node is taken", lambda: shown(expanded, job, "%T") == "RUNNING")
-    yield Full(expanded, job, file)
+def full(overflowing: LabUnderTest) -> Iterator[Full]:
+    file = overflowing.user.home / f"enough{os.urandom(4).hex()}"
+    job = overflowing.sbatch(_UNTIL.format(file), "-p", PARTITION, "--cpus-per-task=2", "--time=20", "--mem=100")
+    until("the node is taken", lambda: shown(overflowing, job, "%T") == "RUNNING")
+    yield Full(overflowing, job, file)
     file.touch()
-    expanded.run("scancel", f"--partition={PARTITION},vm", check=False)
-    until("the node is free", lambda: not expanded.run("squeue", "-h", "-a").stdout)
+    overflowing.run("scancel", f"--partition={PARTITION},vm", check=False)
+    until("the node is free", lambda: not overflowing.run("squeue", "-h", "-a").stdout)
 
 
 def shown(lab: LabUnderTest, job: str, what: str) -> str:
