@@ -146,8 +146,8 @@ class RealSlurm(Harness):
         network = ipaddress.IPv4Network(self.lab.settings.network.subnet)
         return f"{network[number]}/{network.prefixlen}"
 
-    async def introduce(self, node: str) -> None:
-        next(guest for guest in self.guests if guest.name == node).introduce()
+    async def add_user(self, node: str) -> None:
+        next(guest for guest in self.guests if guest.name == node).add_user()
 
     async def join(self, vm: Vm, attempt: Attempt | None) -> None:
         guest = FakeGuest(self.lab.settings, vm.name, vm.address, self.lab.where.root.parent / "fake")

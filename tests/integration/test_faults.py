@@ -20,7 +20,7 @@ ELSEWHERE = {
     "attempt:ungated": "the job would have to leave the gate by another hand than ours; simulation",
     "attempt:stray": "the scheduler would have to start a requeued job on its old VM; simulation",
     "attempt:restoring": "takes a partition that overflows into VMs, see test_overflow; simulation",
-    "attempt:introducing": "takes a pool that offers its spares, see test_pool; simulation",
+    "attempt:adding_user": "takes a pool that offers its spares, see test_pool; simulation",
     "attempt:holding": "takes ten runs in a row that end at once, see the contract of the scheduler; simulation",
     "attempt:returning": "its user would have to hold the job while its VMs are made; simulation",
     "vm:retiring": "takes a pool that offers its spares, see test_pool; simulation",

@@ -97,26 +97,26 @@ def check_seeds(seeds: range) -> list[SeedResult]:
 
 RARE = (
     ("attempt", ("stray",), "at the gate", "queued"),
-    ("attempt", ("introducing", "stray", "ungated"), "cancelled", "reclaiming"),
-    ("attempt", ("allocated", "introducing", "revoking", "spawned"), "changed", "returning"),
-    ("attempt", ("introducing",), "ended", "reclaiming"),
-    ("attempt", ("introducing",), "runs", "allocated"),
-    ("attempt", ("introducing",), "gave up", "returning"),
+    ("attempt", ("adding_user", "stray", "ungated"), "cancelled", "reclaiming"),
+    ("attempt", ("allocated", "adding_user", "revoking", "spawned"), "changed", "returning"),
+    ("attempt", ("adding_user",), "ended", "reclaiming"),
+    ("attempt", ("adding_user",), "runs", "allocated"),
+    ("attempt", ("adding_user",), "gave up", "returning"),
     ("attempt", ("claimed",), "gave up", "revoking"),
     ("attempt", ("stray", "ungated"), "impossible", "revoking"),
     ("attempt", ("reclaiming",), "left the gate", "returning"),
     ("attempt", ("queued", "stray"), "left the gate", "ungated"),
     ("attempt", ("ungated",), "noted", "ungated"),
     ("attempt", ("returning",), "started late", "reclaiming"),
-    ("attempt", ("introducing", "spawned"), "pin expired", "returning"),
+    ("attempt", ("adding_user", "spawned"), "pin expired", "returning"),
     (
         "attempt",
-        ("claimed", "introducing", "queued", "spawned", "spawning", "stray", "ungated"),
+        ("claimed", "adding_user", "queued", "spawned", "spawning", "stray", "ungated"),
         "restarted",
         "reclaiming",
     ),
     ("attempt", ("queued", "ungated"), "strayed", "stray"),
-    ("attempt", ("ungated",), "took a spare", "introducing"),
+    ("attempt", ("ungated",), "took a spare", "adding_user"),
     ("attempt", ("stray", "ungated"), "sent back", "restoring"),
     ("attempt", ("restoring",), "left the gate", "ungated"),
     ("attempt", ("restoring",), "strayed", "stray"),
@@ -495,7 +495,7 @@ def test_something_breaks_at_each_moment(what: IncidentKind, scenario: Scenario)
 
 def test_a_job_takes_an_offered_spare() -> None:
     outcome = keeps_its_promises(OFFERED)
-    assert outcome.transitions[transition_name("attempt", "ungated", "took a spare", "introducing")] == 1
+    assert outcome.transitions[transition_name("attempt", "ungated", "took a spare", "adding_user")] == 1
 
 
 @pytest.mark.parametrize("fault", [FaultKind.FAILED, FaultKind.LOST, FaultKind.CUT, FaultKind.TWICE])

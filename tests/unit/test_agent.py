@@ -174,7 +174,7 @@ async def test_a_creation_that_outlives_its_connection_is_observed(agents: list[
         creating.cancel()
         async with controller(agents, "second", one.kept) as two:
             await two.connected()
-            assert await observed(two) == {spec().name: VmCondition.MAKING}
+            assert await observed(two) == {spec().name: VmCondition.CREATING}
             assert next(s for s in two.hypervisor.sources if s.name == "h1").name == "h1"
             await asyncio.sleep(400.0)
             assert await observed(two) == {}

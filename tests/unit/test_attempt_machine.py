@@ -372,8 +372,8 @@ def test_the_vms_of_an_attempt_are_started_in_the_move_that_finds_them_all_made(
     for vm in harness.all_vms():
         harness.seen(vm.name, VmCondition.PARKED)
     moves = harness.run()
-    (started,) = [move for move in moves if any(change.event is Event.MADE for change in move.changes)]
-    assert [change.event for change in started.changes] == [Event.MADE, Event.START, Event.START]
+    (started,) = [move for move in moves if any(change.event is Event.CREATED for change in move.changes)]
+    assert [change.event for change in started.changes] == [Event.CREATED, Event.START, Event.START]
 
 
 def test_a_vm_of_whichever_kind_is_best_is_replaced_too() -> None:

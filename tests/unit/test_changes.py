@@ -107,7 +107,7 @@ def test_a_job_that_comes_or_goes_is_a_change(jobs: tuple[Job, ...]) -> None:
     ("change", "marks"),
     [
         ({"cpu_s": 99.0}, False), ({"private": 50.0, "shared": 1.0}, False), ({"condition": VmCondition.DEAD}, True),
-        ({"token": "another"}, True), ({"introduced": (1000,)}, True), ({"host": "h2"}, True),
+        ({"token": "another"}, True), ({"users_added": (1000,)}, True), ({"host": "h2"}, True),
     ],
 )  # fmt: skip
 def test_a_vm_is_marked_by_what_moves_it_and_not_by_what_it_uses(change: dict[str, object], marks: bool) -> None:

@@ -177,8 +177,8 @@ def test_each_stage_has_a_sentence_of_its_own() -> None:
 
 
 def test_what_failed_says_why_and_what_to_do() -> None:
-    found = explain_ended(attempt(A.FAILED, job="9", reason="no VM could be made for it"), 7200.0)
-    assert words(found) == ("It failed 2 h ago: no VM could be made for it.",)
+    found = explain_ended(attempt(A.FAILED, job="9", reason="no VM could be created for it"), 7200.0)
+    assert words(found) == ("It failed 2 h ago: no VM could be created for it.",)
     assert "multiverse timeline 9 --events" in found.todo
 
 

@@ -101,7 +101,7 @@ def test_what_another_vm_has_is_refused_and_that_vm_is_named(
         ({"kind": CloneKind.FULL}, "kind"),
     ],
 )
-@pytest.mark.parametrize("phase", [VmPhase.MAKING, VmPhase.PARKED, VmPhase.STARTED])
+@pytest.mark.parametrize("phase", [VmPhase.CREATING, VmPhase.PARKED, VmPhase.STARTED])
 def test_a_name_in_use_by_another_vm_is_refused(
     config: QemuHostConfig, qemu: ProcessIdentity, change: dict[str, object], shown: str, phase: VmPhase
 ) -> None:
@@ -146,7 +146,7 @@ def test_vms_of_an_earlier_release_keep_what_they_have(config: QemuHostConfig, q
 
 def test_an_observation_shows_the_token_of_each_vm(config: QemuHostConfig, qemu: ProcessIdentity) -> None:
     record(config.vms, ONE, qemu)
-    record(config.vms, TWO, qemu, token="", phase=VmPhase.MAKING)
+    record(config.vms, TWO, qemu, token="", phase=VmPhase.CREATING)
     (config.vms / "mva-3").mkdir()
     host = QemuHost(config)
     assert {name: vm.token for name, vm in host.observe().vms.items()} == {"mva-1": ONE.token, "mva-2": "", "mva-3": ""}
@@ -218,7 +218,7 @@ def test_the_registry_follows_what_other_processes_do(tmp_path: Path, qemu: Proc
 def test_an_interrupted_creation_is_done_again_with_the_same_specification(
     config: QemuHostConfig, qemu: ProcessIdentity, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    record(config.vms, ONE, qemu, phase=VmPhase.MAKING, pid=0)
+    record(config.vms, ONE, qemu, phase=VmPhase.CREATING, pid=0)
     (config.vms / ONE.name / "disk.qcow2").touch()
     begun: list[list[str]] = []
 

@@ -175,7 +175,7 @@ def test_where_the_hypervisor_assigns_addresses_a_vm_learns_its_own_when_it_exis
     (planned,) = h.all_vms()
     assert planned.state is VmState.PLANNED and (planned.mac, planned.address) == ("", "")
     assert planned.token and planned.place.source == "hosts"
-    shown = VmSeen(planned.name, "h1", VmCondition.MAKING, token=planned.token)
+    shown = VmSeen(planned.name, "h1", VmCondition.CREATING, token=planned.token)
     h.vms[planned.name] = shown
     h.run()
     assert h.all_vms() == [planned], "it is still being made"

@@ -334,7 +334,7 @@ def test_the_cloud_builds_a_vm_although_its_caller_has_gone() -> None:
         call = asyncio.ensure_future(cloud.create(cloud_spec("mvsim-1")))
         await asyncio.sleep(2.0)
         call.cancel()
-        assert (await cloud.observe()).vms["mvsim-1"].condition is VmCondition.MAKING
+        assert (await cloud.observe()).vms["mvsim-1"].condition is VmCondition.CREATING
         await asyncio.sleep(90.0)
         seen = (await cloud.observe()).vms["mvsim-1"]
         assert seen.condition is VmCondition.PARKED and seen.host == QUOTA and seen.placed_on != QUOTA

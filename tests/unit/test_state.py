@@ -235,7 +235,7 @@ def test_a_move_of_several_rows_of_which_one_may_not_change_changes_none() -> No
     before = everything(held)
     with pytest.raises(Broken):
         held.move(
-            Change(attempt(A.SPAWNING), Event.MADE),
+            Change(attempt(A.SPAWNING), Event.CREATED),
             Change(vm(V.SERVING), Event.RUNS),
             make=[Claim(Key("vm", 1), "h1", Size(1, 1))],
         )

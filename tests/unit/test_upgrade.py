@@ -207,7 +207,7 @@ A, V, T, O = AttemptState, VmState, TemplateState, OfferState  # noqa: E741
 
 ATTEMPTS = {
     1: A.QUEUED, 2: A.UNGATED, 3: A.STRAY, 4: A.CLAIMED, 5: A.SPAWNING, 6: A.SPAWNED,
-    7: A.INTRODUCING,  # the offer of its VM was taken
+    7: A.ADDING_USER,  # the offer of its VM was taken
     8: A.ALLOCATED, 9: A.RECLAIMING, 10: A.RECLAIMING,
     11: A.RETURNING,  # requeued, and not at the gate yet
     12: A.RECLAIMING,  # requeued, and at the gate

@@ -405,7 +405,7 @@ class AgentServer:
         vms = dict(view.vms)
         for (of, name), vm in self._creating.items():
             if of == connection.site and name not in vms:
-                vms[name] = VmSeen(name, vm.host, VmCondition.MAKING, token=vm.token)
+                vms[name] = VmSeen(name, vm.host, VmCondition.CREATING, token=vm.token)
         hosts = view.hosts
         if self._samples is not None and (load := self._samples.load()) is not None:
             hosts = {name: replace(host, load=load) for name, host in hosts.items()}

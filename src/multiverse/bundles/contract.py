@@ -38,7 +38,7 @@ class Notice(NamedTuple):
     """Something that an operator should know for as long as it is so: the kind of the alert that tells it, what it
     concerns, and what to do."""
 
-    kind: Literal["nodes", "unserved", "stranger"]
+    kind: Literal["nodes", "unserved", "orphan"]
     name: str
     message: str
     remedy: str

@@ -31,7 +31,7 @@ from multiverse.core.errors import Exhausted, MultiverseError
 from multiverse.core.leases.leasable import leasable_hosts
 from multiverse.core.machines.host import held_back
 from multiverse.core.machines.lease import unexplained_pilots
-from multiverse.core.machines.tables import TABLES, awaited_rows, note_unmade
+from multiverse.core.machines.tables import TABLES, awaited_rows, note_unconfirmed
 from multiverse.core.model import (
     Attempt,
     CloneKind,
@@ -156,7 +156,7 @@ class Controller:
         self.policy = policy_of(settings)
         self.state = State(store.rows(), TABLES, clock.now())
         """The live rows as committed, between passes."""
-        note_unmade(self.state)
+        note_unconfirmed(self.state)
         self.observed = World()
         """What the latest pass was planned upon."""
         self._forecast = ForecastRecorder(self.policy)

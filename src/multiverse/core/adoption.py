@@ -64,7 +64,7 @@ def _serves_another(context: Context, vm: Vm) -> bool:
     state, world, seen = context.state, context.world, context.world.vm(vm)
     if seen is None:
         return False
-    if vm.state is not VmState.PARKED and seen.introduced:
+    if vm.state is not VmState.PARKED and seen.users_added:
         return True
     if world.scheduler is None or world.scheduler.began <= vm.since:
         return False

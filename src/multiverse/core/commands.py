@@ -68,7 +68,7 @@ def apply_result(state: State, done: Done, world: World, policy: Policy) -> None
         case Lease(state=LeaseState.PLANNED) if done.kind is EffectKind.REQUEST:
             state.move(release_lease(row, Event.FAILED, why))
         case Attempt(state=AttemptState.SPAWNED) if isinstance(done.error, Refused):
-            # A job that took its spare by itself may run already: its attempt is introducing, and its step decides.
+            # A job that took its spare by itself may run already: its attempt adds the user, and its step decides.
             state.move(return_attempt(row, Event.GAVE_UP, why, failed=True))
 
 

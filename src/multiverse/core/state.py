@@ -78,7 +78,7 @@ class State(LiveRows, Numbers, HeldClaims):
         self.dirty_attempts: set[int] = set()
         self.dirty_vms: set[int] = set()
         self.dirty_templates: set[int] = set()
-        self.unmade: set[Key] = set()  # VMs and templates planned by an earlier run of the daemon, and not seen yet
+        self.unconfirmed: set[Key] = set()  # VMs and templates that an earlier run of the daemon planned, not seen yet
         self.unserved: set[str] = set()  # ids of jobs that may need an attempt
         self.compared = Compared()
         self.addresses: Counter[str] = Counter()  # that VMs have

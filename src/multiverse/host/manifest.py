@@ -24,7 +24,7 @@ FILE = "manifest.json"
 class VmPhase(StrEnum):
     """How far the creation or the start of a VM has come."""
 
-    MAKING = "making"
+    CREATING = "creating"
     PARKED = "parked"
     STARTING = "starting"  # its guest may have its identity already
     STARTED = "started"
@@ -52,7 +52,7 @@ class Manifest:
     address: str = ""  # without prefix length; empty if the VM has none yet
     peers: tuple[str, ...] = ()  # names of the other VMs of its job
     peer_addresses: tuple[str, ...] = ()  # of these VMs, in the same order; empty in manifests of earlier releases
-    introduced: tuple[int, ...] = ()  # uids of the users that were added to its guest after the start
+    users_added: tuple[int, ...] = ()  # uids of the users that were added to its guest after the start
     total_cpus: int = 0  # with what was plugged; 0: nothing was, or an earlier release did not record it
     total_memory: int = 0  # MiB, like `total_cpus`
     huge_memory: int = 0  # MiB of it in huge pages, which are taken whether or not the guest uses them
@@ -97,7 +97,7 @@ def read(directory: Path) -> Manifest | None:
         raw["peers"] = tuple(raw.get("peers", ()))
         raw["peer_addresses"] = tuple(raw.get("peer_addresses", ()))
         raw["job_groups"] = tuple(raw.get("job_groups", ()))
-        raw["introduced"] = tuple(raw.get("introduced", ()))
+        raw["users_added"] = tuple(raw.get("users_added", ()))
         raw["disk_cost"] = DiskCost(*raw["disk_cost"]) if raw.get("disk_cost") else None
         return Manifest(**raw)
     except (OSError, ValueError, TypeError, KeyError, AttributeError):

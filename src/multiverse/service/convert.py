@@ -217,7 +217,7 @@ def vm_views(rows: Rows, world: World, exact: Mapping[str, tuple[float, float, f
     views = []
     for vm in rows.vms.values():
         attempt = rows.attempt_of(vm)
-        last = world.vm(vm) or VmSeen(vm.name, vm.host, VmCondition.MAKING)
+        last = world.vm(vm) or VmSeen(vm.name, vm.host, VmCondition.CREATING)
         cpu_s, private, pss = exact.get(vm.name, (last.cpu_s, last.private, 0.0))
         views.append(
             VmView(

@@ -147,7 +147,7 @@ def _utilization(
 
 def _other_site(site: str) -> Notice:
     return Notice(
-        "stranger",
+        "orphan",
         f"site-{site}",
         f"there are VMs of another site, {site}, in qemu.vms: another daemon's, or of a database that was lost",
         "if no daemon is to have them, put back its database, or end them: they keep memory that is not claimed here",

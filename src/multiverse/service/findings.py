@@ -258,5 +258,5 @@ def repair_command(alert: Alert) -> Command:
     if alert.kind == "host":
         return Command("fence", host=alert.name)
     kind, _, number = alert.name.partition("-")
-    verb = "end" if alert.kind == "stranger" else "retry"
+    verb = "end" if alert.kind == "orphan" else "retry"
     return Command(verb, key=Key(kind, int(number)))  # type: ignore[arg-type]  # made by _name_of

@@ -298,7 +298,7 @@ def unjustified_cancellations(scenario: Scenario, history: Iterable[JobRecord]) 
             job.batch.problem: bool(job.batch.problem),
             "fits on no host": removed or not all(_surely_fits(scenario, batch) for batch in _recent_requests(job)),
             f"no user has the uid {job.batch.uid}": job.batch.uid not in scenario.world.users,
-            "no VM could be made": disturbed or not boots.get(job.batch.image or "slim", False),
+            "no VM could be created": disturbed or not boots.get(job.batch.image or "slim", False),
         }
         if not any(true and reason in job.revoked for reason, true in true_reasons.items()):
             found.append(f"job {job.job_id} was cancelled by us, which nothing justifies: {job.revoked!r}")

@@ -157,7 +157,7 @@ def fit_to_serve(context: Context, vm: Vm) -> bool:
         seen is None
         or seen.condition not in (VmCondition.PARKED, VmCondition.RUNNING)
         or seen.reason
-        or seen.introduced
+        or seen.users_added
     ):
         return False
     return not any(too_old(vm, pool, context.state.now) for pool in context.policy.pools if is_of(vm, pool))

@@ -157,8 +157,8 @@ def _stage(context: Context, attempt: Attempt, time: float) -> list[Reason | Non
             return [Why.BEING_STARTED(*where, time=time, joined=joined, vms=len(vms)), _chosen(attempt)]
         case A.SPAWNED:
             return [Why.ABOUT_TO_START(*where, time=time), _chosen(attempt)]
-        case A.INTRODUCING:
-            return [Why.INTRODUCED(*where, time=time), _chosen(attempt)]
+        case A.ADDING_USER:
+            return [Why.ADDING_USER(*where, time=time), _chosen(attempt)]
         case A.ALLOCATED:
             return [_running(context, attempt, where, time), _chosen(attempt)]
         case A.RETURNING:

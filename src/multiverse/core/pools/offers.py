@@ -25,7 +25,7 @@ def is_offered(vm: Vm, policy: Policy) -> bool:
     return any(pool.offer for pool in policy.pools if is_of(vm, pool))
 
 
-MAKING = (VmState.PLANNED, VmState.STARTING)
+BEING_CREATED = (VmState.PLANNED, VmState.STARTING)
 
 
 def reconcile_offers(context: Context, blockage: Blockage) -> None:
@@ -47,7 +47,7 @@ def reconcile_offers(context: Context, blockage: Blockage) -> None:
 
 def _is_another_changing(context: Context, spare: Vm) -> bool:
     """Whether another such spare is being made or released: they are replaced one after the other."""
-    changing = (*MAKING, VmState.PARKED, *LEAVING_STATES, VmState.RETIRING)
+    changing = (*BEING_CREATED, VmState.PARKED, *LEAVING_STATES, VmState.RETIRING)
     return any(
         vm.attempt is None and (vm.pool, vm.image) == (spare.pool, spare.image)
         for vm in context.state.vms_in(*changing)

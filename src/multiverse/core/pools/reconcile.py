@@ -32,7 +32,7 @@ from multiverse.core.model import (
     said,
 )
 from multiverse.core.policy import Pool
-from multiverse.core.pools.offers import MAKING, reconcile_offers
+from multiverse.core.pools.offers import BEING_CREATED, reconcile_offers
 
 LAUNCH = 1.0
 """Seconds from a job's running, as Slurm shows it, until its script has begun."""
@@ -108,7 +108,7 @@ def _has_idle_cpus(context: Context, host: Host) -> bool:
     at_work = 0
     for vm in context.state.vms_on(host.name):
         attempt = context.state.attempt_of(vm)
-        at_work += _is_starting(attempt, context.state.now) if attempt is not None else vm.state in MAKING
+        at_work += _is_starting(attempt, context.state.now) if attempt is not None else vm.state in BEING_CREATED
     return at_work < max(1, cpus // 2)
 
 
@@ -116,7 +116,7 @@ def _is_starting(attempt: Attempt, now: float) -> bool:
     """From its admission until its script has begun, which nobody reports: some time after the job runs."""
     if attempt.state is AttemptState.ALLOCATED:
         return now - attempt.since < LAUNCH
-    starting = (AttemptState.CLAIMED, AttemptState.SPAWNING, AttemptState.SPAWNED, AttemptState.INTRODUCING)
+    starting = (AttemptState.CLAIMED, AttemptState.SPAWNING, AttemptState.SPAWNED, AttemptState.ADDING_USER)
     return attempt.state in starting
 
 
@@ -178,7 +178,7 @@ def _refill(context: Context, pool: Pool, lacking: int) -> None:
     if not ready:
         ask_for_template(context, wish, room, Why.POOL_NEEDS())
         return
-    being_made = Counter(vm.attempt is None for vm in state.vms_in(*MAKING))
+    being_made = Counter(vm.attempt is None for vm in state.vms_in(*BEING_CREATED))
     turns = policy.provisioning - being_made[False]  # those of jobs come first
     may = max(1, turns // 2) - being_made[True] if turns > 0 else 0
     sizes = ready.map(lambda host, template: spare_size(pool, template, host, policy))

@@ -233,11 +233,11 @@ class QemuHost:
         if group:
             self._join_group(name, group)
         names = self._context.names.first(name, group)
-        channel.ask(add_user_message(user, names), "introduced", _ANSWER_TIMEOUT)
+        channel.ask(add_user_message(user, names), "user_added", _ANSWER_TIMEOUT)
         with manifest.locked(home, create=False):
             known = manifest.read(home)
-            if known is not None and user.uid not in known.introduced:
-                manifest.write(home, replace(known, introduced=(*known.introduced, user.uid)))
+            if known is not None and user.uid not in known.users_added:
+                manifest.write(home, replace(known, users_added=(*known.users_added, user.uid)))
 
     def _join_group(self, name: str, group: int) -> None:
         """Let a VM that has had no group reach this one. Again is success."""

@@ -22,7 +22,7 @@ _ATTEMPT_STATE = """CASE
     WHEN state = 'queued' AND json_extract(body, '$.stray') THEN 'stray'
     WHEN state = 'queued' AND NOT json_extract(body, '$.gated') THEN 'ungated'
     WHEN state = 'spawned' AND id IN
-        (SELECT attempt FROM vms WHERE live AND json_extract(body, '$.offer') = 'taken') THEN 'introducing'
+        (SELECT attempt FROM vms WHERE live AND json_extract(body, '$.offer') = 'taken') THEN 'adding_user'
     WHEN state = 'reclaiming' AND json_extract(body, '$.outcome') IN ('revoked', 'failed') THEN 'revoking'
     WHEN state = 'reclaiming' AND json_extract(body, '$.outcome') = 'requeued'
         AND NOT json_extract(body, '$.gated') THEN 'returning'

@@ -16,7 +16,7 @@ from multiverse.core.model import Daemon, GuestFile, NodeBootstrap, NodeSpec
 from multiverse.drivers.slurm.site import conf, guest_scripts, slurm_user
 from multiverse.drivers.slurm.site.conf_hash import with_hash_of
 from multiverse.drivers.slurm.site.gate import MOVED_FROM
-from multiverse.guest.protocol import INTRODUCED
+from multiverse.guest.protocol import USER_ADDED
 
 log = structlog.get_logger()
 
@@ -162,7 +162,7 @@ def _files(settings: Settings, text: str, node: NodeSpec) -> Iterator[GuestFile]
     cgroup = own.get("cgroup.conf", conf.cgroup_for_guest(text, of_site).encode())
     limited = conf.limits_memory(cgroup.decode(errors="replace"))
     slurmctlds = controllers(settings, text)
-    run = dict(guest_scripts.programs(text, INTRODUCED if node.spare else ""))
+    run = dict(guest_scripts.programs(text, USER_ADDED if node.spare else ""))
     yield from run.values()
     named = {key: file.path for key, file in run.items()}
     derived = {

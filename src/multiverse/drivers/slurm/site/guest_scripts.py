@@ -18,7 +18,7 @@ RUN_IN_GUESTS = ("Prolog", "Epilog", "TaskProlog", "TaskEpilog", "SrunProlog", "
 
 _WAIT = """\
 # A job that took this node as it was submitted waits here until the guest knows the job's user.
-read -r _ < {introduced}
+read -r _ < {user_added}
 """
 
 _RUN = """\
@@ -29,16 +29,16 @@ done
 """
 
 
-def programs(slurm_conf: str, introduced: str = "") -> Iterator[tuple[str, GuestFile]]:
+def programs(slurm_conf: str, user_added: str = "") -> Iterator[tuple[str, GuestFile]]:
     """Keys of slurm.conf with the program in the guest to which each is set.
 
-    `introduced` is what to read in the guest's prolog until the guest knows the job's user; empty if there is no need.
+    `user_added` is what to read in the guest's prolog until the guest knows the job's user; empty if there is no need.
     Slurm accepts patterns of file names, and from 24.05 on several lines of one key.
     """
     for key in RUN_IN_GUESTS:
         found = [value.strip('"') for name, value in conf.settings(slurm_conf) if name.lower() == key.lower()]
         patterns = [_quoted(value) for value in dict.fromkeys(found) if value.startswith("/")]
-        text = _WAIT.format(introduced=introduced) if introduced and key == "Prolog" else ""
+        text = _WAIT.format(user_added=user_added) if user_added and key == "Prolog" else ""
         if patterns:
             text += _RUN.format(patterns=" ".join(patterns))
         if text:
