@@ -8,7 +8,7 @@ import pytest
 
 from multiverse import config
 from multiverse.config import Settings, host_names, load, on_machine, parse, site_cpus
-from multiverse.controller.loop import policy_of
+from multiverse.controller.policy import policy_of
 from multiverse.core.errors import Refused
 from multiverse.core.model import Mount, Overcommitment
 from multiverse.core.policy import Backfill

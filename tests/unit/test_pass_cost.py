@@ -326,7 +326,7 @@ async def test_a_pass_that_one_host_has_woken_goes_through_no_list_of_all(looked
     controller = passes.controller
     effects, state = controller._effects, controller.state
     effects._ended_at.update((vm.key, 1.0) for vm in state.vms.values())
-    told = controller._told = Walked(controller._told)
+    told = controller._hosts._told = Walked(controller._hosts._told)
     ended_at = effects._ended_at = cast(Any, Walked(cast(Any, effects._ended_at)))
     templates = state.templates = cast(Any, Walked(cast(Any, state.templates)))
     passes.observe_host("h7")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from multiverse.config import parse
-from multiverse.controller.loop import policy_of
+from multiverse.controller.policy import policy_of
 from multiverse.core.capacity.placement_policies import BUILT_IN, COMPARED, CandidateHost, PlacementRequest
 from multiverse.core.capacity.room import Room
 from multiverse.core.errors import Refused
