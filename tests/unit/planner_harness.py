@@ -275,4 +275,4 @@ def failed(row: Attempt | Vm, kind: object, error: object) -> Done:
 
 
 def _held(state: State) -> dict[str, Size]:
-    return {domain: size for domain, size in state.used.items() if size != Size(0, 0, 0)}
+    return {domain: size for domain, size in state.claims.used.items() if size != Size(0, 0, 0)}

@@ -705,7 +705,7 @@ def test_rows_that_rest_are_not_looked_at_again() -> None:
     harness = PlannerHarness()
     harness.to_allocated()
     harness.run()
-    assert (harness.state.dirty_attempts, harness.state.dirty_vms) == (set(), set())
+    assert (harness.state.dirty.attempts, harness.state.dirty.vms) == (set(), set())
 
 
 def test_an_attempt_in_quarantine_rests_until_its_job_is_over() -> None:

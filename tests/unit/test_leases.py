@@ -274,7 +274,7 @@ def test_a_host_without_vms_is_given_back_after_its_idle_time() -> None:
     site.run()
     assert not site.state.leases and lease.name not in site.state.hosts
     assert not site.state.templates_on(lease.name), "what was on it has gone with it"
-    assert not site.state.claims_in(lease.name)
+    assert not site.state.claims.on(lease.name)
 
 
 def test_nothing_is_made_on_a_host_in_the_pass_in_which_its_lease_ends_though_it_is_still_shown() -> None:

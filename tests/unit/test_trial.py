@@ -42,7 +42,7 @@ def cluster_of(hosts: int, running: Running, queue: Waiting) -> Cluster:
 
 
 DERIVED = {
-    "queue", "free", "slots", "touched", "compared", "unserved", "dirty_attempts", "dirty_vms", "dirty_templates",
+    "queue", "free", "slots", "touched", "compared", "unserved", "dirty", "claims", "numbers", "_indexes",
     "moves", "missing", "learned", "refusals", "wanted", "_undo", "_perhaps_idle", "_idle_templates",
 }  # fmt: skip
 """Of a state: what is derived from the rest, what says where to look again, and what a pass begins anew."""
@@ -59,7 +59,8 @@ def kept(state: State) -> tuple[object, ...]:
     return (
         state.rows(), state.indexes(), dict(state.reasons), dict(state.promised), state.looked, state.blocking,
         state.now, dict(state.paced), state.waiting.copy(), dict(state.users_asked), dict(state.placement_faults),
-        set(state.lacking), state.entropy, state.next_serial, queue.candidates.entries(), queue.unfit.entries(),
+        set(state.lacking), state.entropy, dict(state.claims.used), state.numbers.next_serial,
+        queue.candidates.entries(), queue.unfit.entries(),
         dict(queue.wanted), queue.shapes(), dict(queue.jobs), {k: list(v) for k, v in state.free.free.items()},
     )  # fmt: skip
 

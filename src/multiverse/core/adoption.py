@@ -117,9 +117,9 @@ def _place_of(
 def _adopt_vm(context: Context, source: str, seen: VmSeen, shown: Mapping[TemplateKey, TemplateSeen]) -> None:
     """Its number is a new one, because an ended row may have that of its name; what comes after has neither."""
     state, policy = context.state, context.policy
-    state.skip_serials(serial_of(seen.name) + 1)
+    state.numbers.skip_serials(serial_of(seen.name) + 1)
     size = seen.size or policy.base
-    serial = state.new_serial()
+    serial = state.numbers.new_serial()
     has_prefix = not seen.address or "/" in seen.address
     vm = Vm(
         id=serial,
@@ -142,7 +142,7 @@ def _adopt_template(context: Context, source: str, seen: TemplateSeen) -> None:
     """A template that is being built holds memory already."""
     state = context.state
     template = Template(
-        id=state.new_template_id(),
+        id=state.numbers.new_template_id(),
         since=state.now,
         host=seen.host,
         image=seen.image,

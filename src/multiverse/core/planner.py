@@ -85,27 +85,27 @@ def step_all(state: State, world: World, policy: Policy, *, releasing: bool = Fa
             step_lease(state, number, world, policy)
     close_hosts(state, world)
     open_attempts(state, world, policy, only_taken=releasing)
-    for template_id in sorted(state.dirty_templates):
-        state.dirty_templates.discard(template_id)
+    for template_id in sorted(state.dirty.templates):
+        state.dirty.templates.discard(template_id)
         with quarantine_on_error(state, Key("template", template_id)):
             step_template(state, template_id, world)
         if (template := state.templates.get(template_id)) and not template_is_settled(template):
-            state.dirty_templates.add(template_id)
+            state.dirty.templates.add(template_id)
     for offer_id in sorted(state.offers):
         with quarantine_on_error(state, Key("offer", offer_id)):
             step_offer(state, offer_id, world)
-    for vm_id in sorted(state.dirty_vms):
-        state.dirty_vms.discard(vm_id)  # what its own move, or another row's, marks is stepped in the next round
+    for vm_id in sorted(state.dirty.vms):
+        state.dirty.vms.discard(vm_id)  # what its own move, or another row's, marks is stepped in the next round
         with quarantine_on_error(state, Key("vm", vm_id)):
             step_vm(state, vm_id, world, policy)
         if (vm := state.vms.get(vm_id)) and not vm_is_settled(state, vm, world):
-            state.dirty_vms.add(vm_id)
-    for attempt_id in sorted(state.dirty_attempts):
-        state.dirty_attempts.discard(attempt_id)
+            state.dirty.vms.add(vm_id)
+    for attempt_id in sorted(state.dirty.attempts):
+        state.dirty.attempts.discard(attempt_id)
         with quarantine_on_error(state, Key("attempt", attempt_id)):
             step_attempt(state, attempt_id, world, policy)
         if (attempt := state.attempts.get(attempt_id)) and not attempt_is_settled(attempt, world):
-            state.dirty_attempts.add(attempt_id)
+            state.dirty.attempts.add(attempt_id)
 
 
 def orphans(state: State, world: World) -> list[tuple[str, str]]:

@@ -342,11 +342,11 @@ def moves_at_rest(state: State, world: World, now: float, policy: Policy) -> lis
     """The moves of rows that are not to be looked at before something changes. There must be none."""
     scratch = State(state.rows(), state.tables)
     scratch.begin(now, {})
-    for vm_id in scratch.vms.keys() - state.dirty_vms:
+    for vm_id in scratch.vms.keys() - state.dirty.vms:
         step_vm(scratch, vm_id, world, policy)
-    for template_id in scratch.templates.keys() - state.dirty_templates:
+    for template_id in scratch.templates.keys() - state.dirty.templates:
         step_template(scratch, template_id, world)
-    for attempt_id in scratch.attempts.keys() - state.dirty_attempts:
+    for attempt_id in scratch.attempts.keys() - state.dirty.attempts:
         step_attempt(scratch, attempt_id, world, policy)
     return scratch.moves
 

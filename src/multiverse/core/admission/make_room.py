@@ -78,7 +78,7 @@ def retire_a_template(context: Context, attempt: Attempt) -> None:
         return any(wish.is_for(template.which) for wish in wanted)
 
     def is_busy(host: str) -> bool:  # spares go with their template
-        rows = (state.get(claim.owner) for claim in state.claims_in(host) if claim.owner.kind == "vm")
+        rows = (state.get(claim.owner) for claim in state.claims.on(host) if claim.owner.kind == "vm")
         return any(not (isinstance(row, Vm) and row.is_spare) for row in rows)
 
     unwanted = (t for t in idle if t.state is TemplateState.READY and not is_wanted(t))

@@ -328,7 +328,7 @@ def room_of(context: Context, *, without: Collection[Key] = ()) -> Room:
         return Room.of(index_of(context))
     room = Room.of(index_of(context)).copy()
     state = context.state
-    touched = {key.domain for owner in without for key in state.claims_of(owner)}
+    touched = {key.domain for owner in without for key in state.claims.of(owner)}
     vms = (row for owner in without if isinstance(row := state.get(owner), Vm))
     touched |= {place.host for vm in vms for place in vm.places}
     for name in sorted(touched & context.in_sight.keys()):
@@ -345,7 +345,7 @@ def memory_beyond(
     room, held, floors = Room.of(index_of(context)).copy(), 0, {}
     for name, claim in claims.items():
         host = context.hosts[name]
-        _refresh(context, room, name, {one.owner for one in context.state.claims_in(name)})
+        _refresh(context, room, name, {one.owner for one in context.state.claims.on(name)})
         if name in room.tight:
             floors[name] = host.overcommit.floor
         spare = host.overcommit.floor // 8 if margin else 0
@@ -359,7 +359,7 @@ def memory_beyond(
 def _refresh(context: Context, room: Room, name: str, without: Collection[Key] = ()) -> None:
     """Compute what is free on one host from its claims and from what was observed."""
     state, host, policy = context.state, context.in_sight[name], context.policy
-    claims = state.claims_in(name)
+    claims = state.claims.on(name)
     vms = state.vms_on(name)
     mapped = left_behind((vm.place_on(name) for vm in vms if vm.key not in without), state.templates)
     whole = Size(claimable_cpus(host), host.capacity.memory, claimable_disk(host), host.capacity.net)

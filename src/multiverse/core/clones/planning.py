@@ -36,8 +36,8 @@ class CloneRequest:
 def _skip_names_of_nodes(context: Context, count: int) -> None:
     """Let the next serials be ones whose names no node has, also in a database that has lost its place."""
     state, nodes = context.state, context.world.scheduler.value.nodes if context.world.scheduler else {}
-    while taken := [n for n in range(count) if vm_name(state.site, state.next_serial + n) in nodes]:
-        state.skip_serials(state.next_serial + taken[-1] + 1)
+    while taken := [n for n in range(count) if vm_name(state.site, state.numbers.next_serial + n) in nodes]:
+        state.numbers.skip_serials(state.numbers.next_serial + taken[-1] + 1)
 
 
 def plan_vms(context: Context, wanted: CloneRequest, hosts: list[str]) -> list[Vm] | None:
@@ -48,7 +48,7 @@ def plan_vms(context: Context, wanted: CloneRequest, hosts: list[str]) -> list[V
     _skip_names_of_nodes(context, len(hosts))
     fresh: dict[str, int] = {}
     used = ChainMap(fresh, state.addresses)
-    for serial, name in enumerate(hosts, state.next_serial):
+    for serial, name in enumerate(hosts, state.numbers.next_serial):
         host, size = context.hosts[name], wanted.templates[name]
         assigned = "assigns_addresses" in host.abilities
         address = "" if assigned else address_of(serial, used, policy)
@@ -77,7 +77,7 @@ def plan_vms(context: Context, wanted: CloneRequest, hosts: list[str]) -> list[V
             )
         )
     for name in hosts:
-        state.new_serial()  # not before all have an address: a serial that is counted has a row
+        state.numbers.new_serial()  # not before all have an address: a serial that is counted has a row
         pace = (name, wanted.image, wanted.kind)
         state.paced[pace] = paid(pace, state.paced, state.now, policy)
     return vms

@@ -125,7 +125,7 @@ def build_template(context: Context, which: TemplateKey, reason: Reason) -> None
     """Plan the building of a template, whether it was never there or is broken."""
     state, (host, image, size, account) = context.state, which
     row = state.template_for(which) or Template(
-        id=state.new_template_id(),
+        id=state.numbers.new_template_id(),
         since=state.now,
         host=host,
         image=image,
@@ -133,7 +133,7 @@ def build_template(context: Context, which: TemplateKey, reason: Reason) -> None
         account=account,
         source=state.source_of(host),
     )
-    claimed = state.claims_of(row.key)
+    claimed = state.claims.of(row.key)
     state.move(
         need_template(row, reason),
         make=[] if claimed else [Claim(row.key, host, template_claim(size, context.hosts.get(host), image))],

@@ -105,7 +105,7 @@ def usage(context: Context) -> CapacityUsage:
     for name, host in context.in_sight.items():
         most = int(host.capacity.memory * host.overcommit.memory)
         add("total", Size(claimable_cpus(host), most, claimable_disk(host), host.capacity.net))
-        for claim in state.claims_in(name):
+        for claim in state.claims.on(name):
             row = state.get(claim.owner)
             what = "template" if claim.owner.kind == "template" else "job"
             what = "spare" if getattr(row, "is_spare", False) else what

@@ -225,7 +225,7 @@ class _Needs:
 
 def _request(context: Context, policy: LeasePolicy) -> None:
     state = context.state
-    number = state.new_lease_id()
+    number = state.numbers.new_lease_id()
     name = lease_name(state.site, number)
     # Numbers of VMs and of leases are the same now and then, and their tokens must not be.
     token = token_of(f"{context.state.entropy}/{name}", number)

@@ -269,7 +269,7 @@ def _many_short_runs(number: int, why: Reason | None) -> Reason | None:
 
 def _open(state: State, job: Job, past: _Past) -> Attempt:
     attempt = Attempt(
-        id=state.new_attempt_id(),
+        id=state.numbers.new_attempt_id(),
         state=A.QUEUED if _at_gate(job) else A.UNGATED,
         since=state.now,
         job=job.ref,
