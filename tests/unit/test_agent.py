@@ -14,7 +14,7 @@ import pytest
 from multiverse.agent import protocol
 from multiverse.agent.dial import permitted
 from multiverse.agent.epochs import Epoch, EpochFile, Epochs
-from multiverse.agent.hypervisor import OVERLAY, TASKS
+from multiverse.agent.hypervisor import TASKS, VXLAN
 from multiverse.agent.protocol import Answer, Create, Line, decode_answer, decode_line, encode
 from multiverse.agent.self_fence import Contacts, FenceTimer
 from multiverse.agent.server import AgentIdentity, AgentServer
@@ -606,17 +606,17 @@ def test_a_line_keeps_what_it_says() -> None:
 
 
 @virtual
-async def test_a_host_without_an_overlay_and_an_agent_without_the_call_refuse_it(agents: list[SimulatedAgent]) -> None:
+async def test_a_host_without_an_vxlan_and_an_agent_without_the_call_refuse_it(agents: list[SimulatedAgent]) -> None:
     """An agent of the release before would end the connection, with all calls that run on it."""
     async with controller(agents) as one:
         await one.connected()
         await one.hypervisor.create(spec())
-        with pytest.raises(Refused, match="has no overlay"):
+        with pytest.raises(Refused, match="has no VXLAN"):
             await one.hypervisor.connect(VmRef("mvtest0-1", "h1"), ())
         old = one.connections[1]
         assert old.welcome is not None
-        old.welcome = old.welcome.model_copy(update={"protocol": OVERLAY - 1})
-        with pytest.raises(Refused, match="release without overlays"):
+        old.welcome = old.welcome.model_copy(update={"protocol": VXLAN - 1})
+        with pytest.raises(Refused, match="release without vxlans"):
             await one.hypervisor.connect(VmRef("mvtest0-1", "h1"), ())
         assert "mvtest0-1" in await observed(one)
 

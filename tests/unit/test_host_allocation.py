@@ -248,7 +248,7 @@ def test_a_vm_with_another_token_gets_no_neighbours(config: QemuHostConfig, qemu
     record(config.vms, ONE, qemu)
     host, added = QemuHost(config), list[str]()
     there = [Neighbour("10.9.0.3", "02:00:00:00:00:03", "192.0.2.2")]
-    host._context.overlay = SimpleNamespace(add=lambda name, _: added.append(name))  # type: ignore[assignment]
+    host._context.vxlan = SimpleNamespace(add=lambda name, _: added.append(name))  # type: ignore[assignment]
     with pytest.raises(Refused, match="mva-1 is another VM"):
         host.connect("mva-1", there, "secret-other")
     assert added == []

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from multiverse.config import AgentSettings, LeaseSettings, OverlaySettings, Settings, SlurmSettings
+from multiverse.config import AgentSettings, LeaseSettings, Settings, SlurmSettings, VxlanSettings
 from multiverse.core.errors import Refused, Unknown
 from multiverse.core.model import LeasedHost, LeaseSpec, PilotState, Size, text_of
 from multiverse.drivers.slurm.driver import SlurmScheduler
@@ -138,8 +138,8 @@ def test_a_submission_asks_for_a_whole_node_or_for_a_part() -> None:
     )
     (script,) = (word for word in whole if word.startswith("--wrap="))
     assert ' sudo -n /opt/mv agent pilot lease-ab12c-7 --token=t0ken "--job=$SLURM_JOB_ID,' in script
-    assert "SLURMD_NODENAME" not in script, "pilots of a release without overlays for leases refuse it"
-    overlaid = submission(replace(SETTINGS, overlay=OverlaySettings(enabled=True)), SPEC)
+    assert "SLURMD_NODENAME" not in script, "pilots of a release without VXLANs for leases refuse it"
+    overlaid = submission(replace(SETTINGS, vxlan=VxlanSettings(enabled=True)), SPEC)
     assert overlaid[-1].endswith(',${SLURM_MEM_PER_NODE:-0},$SLURMD_NODENAME"')
 
 

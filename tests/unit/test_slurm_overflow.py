@@ -233,7 +233,7 @@ def test_settings_that_make_no_sense_are_refused(text: dict[str, Any], problem: 
 
 
 def test_the_nodes_that_may_be_leased_are_known(tmp_path: Path) -> None:
-    """Their addresses are checked where there is an overlay."""
+    """Their addresses are checked where there is a VXLAN."""
     conf = tmp_path / "slurm.conf"
     conf.write_text(
         "NodeName=n[1-3]\nPartitionName=DEFAULT State=UP\nPartitionName=lent Nodes=n[2-3]\nPartitionName=b Nodes=n1\n"

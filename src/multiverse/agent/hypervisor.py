@@ -10,7 +10,6 @@ from functools import partial
 from typing import cast
 
 from multiverse.agent.connection import AgentConnection
-from multiverse.agent.overlay import OverlayDirectory
 from multiverse.agent.protocol import (
     AddUser,
     BuildTemplate,
@@ -32,6 +31,7 @@ from multiverse.agent.protocol import (
     Utilization,
     Utilized,
 )
+from multiverse.agent.vxlan import VxlanDirectory
 from multiverse.core.errors import Gone, MultiverseError, Refused
 from multiverse.core.model import (
     Host,
@@ -53,7 +53,7 @@ from multiverse.ports import NOT_LEASED
 SAMPLING = 2
 """The first protocol with the call `utilization`."""
 
-OVERLAY = 3
+VXLAN = 3
 """The first protocol with the call `connect`, and with neighbours in an identity."""
 
 TASKS = 4
@@ -109,7 +109,7 @@ class AgentHypervisor:
         self._connect_leased = connect_leased or (lambda host: connect(host.lease.name))
         self._sources: dict[str, AgentSource] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}  # that keep connections up
-        self.overlay: OverlayDirectory | None = None  # by which hosts reach VMs of other hosts, if they need one
+        self.vxlan: VxlanDirectory | None = None  # by which hosts reach VMs of other hosts, if they need one
         self._failed: asyncio.Future[None] | None = None  # while `run` runs: gets the first error of a connection
         self.keep(hosts, leased)
 
@@ -187,24 +187,24 @@ class AgentHypervisor:
         return cast(Stages, await self._agent(vm.host).call(Create(vm=vm))).stages
 
     async def start(self, vm: VmRef, size: Size, identity: Identity) -> Sequence[Stage]:
-        """See `ports.Hypervisor`. With an overlay, its peers and the controller's machine can reach the VM before
-        it runs; raises what `OverlayDirectory.introduce` raises."""
+        """See `ports.Hypervisor`. With a VXLAN, its peers and the controller's machine can reach the VM before
+        it runs; raises what `VxlanDirectory.introduce` raises."""
         agent = self._agent(vm.source)
         if identity.tasks is not None and agent.welcome is not None and agent.welcome.protocol < TASKS:
             raise Refused(f"the agent of {vm.source} is of a release that sends no tasks to guests", hint="upgrade it")
-        if self.overlay is not None:
+        if self.vxlan is not None:
             self._overlaid(vm.source)
-            identity = replace(identity, neighbours=await self.overlay.introduce(vm, identity))
+            identity = replace(identity, neighbours=await self.vxlan.introduce(vm, identity))
         return cast(Stages, await self._agent(vm.source).call(Start(vm=vm, size=size, identity=identity))).stages
 
     async def connect(self, vm: VmRef, neighbours: tuple[Neighbour, ...]) -> None:
-        """See `agent.server.VmConnections`. Raises `Refused` if its agent is of a release without overlays."""
+        """See `agent.server.VmConnections`. Raises `Refused` if its agent is of a release without VXLANs."""
         await self._overlaid(vm.source).call(Connect(vm=vm, neighbours=neighbours))
 
     def _overlaid(self, host: str) -> AgentConnection:
         agent = self._agent(host)
-        if agent.welcome is not None and agent.welcome.protocol < OVERLAY:
-            raise Refused(f"the agent of {host} is of a release without overlays", hint="upgrade it")
+        if agent.welcome is not None and agent.welcome.protocol < VXLAN:
+            raise Refused(f"the agent of {host} is of a release without vxlans", hint="upgrade it")
         return agent
 
     async def destroy(self, vm: VmRef, grace: float) -> None:
@@ -222,9 +222,9 @@ class AgentHypervisor:
         return {name: one.agent for name, one in welcomes if one is not None and one.protocol >= GROUPS}
 
     async def tell(self, host: str, members: Sequence[Member], gone: Sequence[str], *, whole: bool) -> None:
-        """See `ports.Groups`. With an overlay, what is told says to which machines it leads."""
-        if self.overlay is not None:
-            members = await self.overlay.located(host, members)
+        """See `ports.Groups`. With a VXLAN, what is told says to which machines it leads."""
+        if self.vxlan is not None:
+            members = await self.vxlan.located(host, members)
         await self._agent(host).call(TellMembers(members=tuple(members), gone=tuple(gone), whole=whole))
 
     async def build_template(self, template: TemplateKey) -> Sequence[Stage]:

@@ -66,7 +66,7 @@ log = structlog.get_logger()
 
 
 class VmConnections(Protocol):
-    """The overlay that connects this host's bridge with VMs of other hosts."""
+    """The VXLAN that connects this host's bridge with VMs of other hosts."""
 
     async def connect(self, vm: VmRef, neighbours: Sequence[Neighbour]) -> None:
         """Let a VM reach these addresses, beside those that it was or will be started with. `Gone` if there is no such
@@ -87,7 +87,7 @@ class LocalHypervisor(Hypervisor, Source, Protocol):
     def groups(self) -> Groups: ...
 
     @property
-    def overlay(self) -> VmConnections | None:
+    def vxlan(self) -> VmConnections | None:
         """None if nothing but the site's own layer 2 connects the bridges of hosts."""
         ...
 
@@ -354,9 +354,9 @@ class AgentServer:
             case Start():
                 return Stages(stages=tuple(await hypervisor.start(call.vm, call.size, call.identity)))
             case Connect():
-                if hypervisor.overlay is None:
-                    raise Refused("this host has no overlay", hint="set overlay.enabled on all hosts")
-                await hypervisor.overlay.connect(call.vm, call.neighbours)
+                if hypervisor.vxlan is None:
+                    raise Refused("this host has no VXLAN", hint="set vxlan.enabled on all hosts")
+                await hypervisor.vxlan.connect(call.vm, call.neighbours)
             case BuildTemplate():
                 return Stages(stages=tuple(await hypervisor.templates.build_template(call.template)))
             case Destroy():

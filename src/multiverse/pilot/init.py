@@ -13,7 +13,7 @@ from pathlib import Path
 
 from multiverse.config import LEASE_RESERVE, Settings
 from multiverse.core.errors import MultiverseError
-from multiverse.host.overlay import OverlayConfig
+from multiverse.host.vxlan import VxlanConfig
 from multiverse.pilot import groups, network
 from multiverse.pilot.groups import LeaseGroup
 from multiverse.pilot.lease_directory import LeaseDirectory, share_of
@@ -31,7 +31,7 @@ _RESTART = 1.0  # seconds until an agent that has ended is started again
 @dataclass(frozen=True, slots=True)
 class PilotOrder:
     """What the pilot of a lease is told. `cores` and `memory` (MiB) are the job's. `agent` runs an agent with these
-    settings, and with the `overlay` of the node if there is to be one, until it is told to end. `drain` is how many
+    settings, and with the `vxlan` of the node if there is to be one, until it is told to end. `drain` is how many
     seconds the agent has to end its VMs."""
 
     name: str
@@ -39,8 +39,8 @@ class PilotOrder:
     cores: int
     memory: int
     settings: Settings
-    agent: Callable[[Settings, OverlayConfig | None], None]
-    overlay: OverlayConfig | None = None
+    agent: Callable[[Settings, VxlanConfig | None], None]
+    vxlan: VxlanConfig | None = None
     drain: float = 25.0
 
 
@@ -138,7 +138,7 @@ class _Supervisor:
                 groups.join(self._made)
                 signal.signal(END_VMS, signal.SIG_IGN)  # until the agent handles it
                 signal.pthread_sigmask(signal.SIG_SETMASK, set())
-                self._order.agent(self._settings, self._order.overlay)
+                self._order.agent(self._settings, self._order.vxlan)
                 status = 0
             except (OSError, MultiverseError) as error:
                 print(f"the agent cannot start: {error}", file=sys.stderr, flush=True)

@@ -9,7 +9,7 @@ import structlog
 
 from multiverse.core.errors import MultiverseError
 from multiverse.host import process
-from multiverse.pilot import network, overlay
+from multiverse.pilot import network, vxlan
 from multiverse.pilot.groups import remove_groups
 from multiverse.pilot.lease_directory import LeaseDirectory, PilotRecord, group_paths, lease_directories
 from multiverse.system.locks import is_locked, try_locked_directory
@@ -40,7 +40,7 @@ def remove_place(place: LeaseDirectory, known: PilotRecord | None, *, over: bool
         left = remove_groups(group_paths(known)) if known is not None else []
         try:
             network.unplug(place.name)
-            overlay.leave(place.root.parent, place)
+            vxlan.leave(place.root.parent, place)
             shutil.rmtree(place.root)
         except (OSError, MultiverseError) as error:
             left.append(str(error))

@@ -11,7 +11,7 @@ from pathlib import Path
 import structlog
 
 from multiverse.core.errors import Broken, Refused
-from multiverse.pilot import init, network, overlay, remains
+from multiverse.pilot import init, network, remains, vxlan
 from multiverse.pilot.groups import LeaseGroup, job_of, make_groups
 from multiverse.pilot.init import SIGNALS, PilotOrder
 from multiverse.pilot.lease_directory import LeaseDirectory, PilotRecord, directory_of, slot
@@ -31,7 +31,7 @@ def run(order: PilotOrder, signalled: Callable[[], None] = lambda: None) -> int:
     a SIGKILL the epilog does, or the next pilot.
 
     Raises `Refused` for a name that is none, and where another agent has this node; `Broken` without a bridge; what
-    `overlay.join` raises.
+    `vxlan.join` raises.
     """
     settings = order.settings
     if os.geteuid() != 0:
@@ -53,8 +53,8 @@ def run(order: PilotOrder, signalled: Callable[[], None] = lambda: None) -> int:
             log.warning("the pilot is in no control group of its job", job=order.job, group_of=own)
         made = make_groups(order.name)
         try:
-            if order.overlay is not None:
-                overlay.join(order.overlay, settings.network.gateway)
+            if order.vxlan is not None:
+                vxlan.join(order.vxlan, settings.network.gateway)
             return _run(order, place, made, number, signalled)
         finally:
             left = remains.remove_place(place, place.recorded())

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pyroute2 import IPRoute
 
-from multiverse.config import Settings, host_names, overlay_address, site_cpus
+from multiverse.config import Settings, host_names, site_cpus, vxlan_address
 from multiverse.core.errors import Gone, MultiverseError, Refused, Unknown
 from multiverse.drivers.slurm.command import SlurmCommands
 from multiverse.drivers.slurm.site import install, overflow, requirements, site_conf, slurm_user
@@ -95,17 +95,17 @@ def _agent(settings: Settings) -> Iterator[Finding]:
         yield Finding(Level.PROBLEM, bridge, f"there is no bridge {bridge}", f"run {_START_BRIDGE}")
     elif uplink and not (_INTERFACES / bridge / "brif" / uplink).exists():
         yield Finding(Level.PROBLEM, bridge, f"{uplink} is no port of the bridge {bridge}", f"run {_START_BRIDGE}")
-    yield from _overlay(settings, [settings.host.name])
+    yield from _vxlan(settings, [settings.host.name])
     yield from _answers(settings.agent.socket, AGENT_SERVICE, "the agent")
 
 
-def _overlay(settings: Settings, names: Iterable[str]) -> Iterator[Finding]:
-    """A finding for each of these machines without an address in the network of the hosts, if there is an overlay."""
-    for name in names if settings.overlay.enabled else ():
+def _vxlan(settings: Settings, names: Iterable[str]) -> Iterator[Finding]:
+    """A finding for each of these machines without an address in the network of the hosts, if there is a VXLAN."""
+    for name in names if settings.vxlan.enabled else ():
         try:
-            overlay_address(settings, name)
+            vxlan_address(settings, name)
         except Refused as error:
-            yield Finding(Level.PROBLEM, "overlay", error.message, error.hint)
+            yield Finding(Level.PROBLEM, "vxlan", error.message, error.hint)
 
 
 def _answers(path: Path, service: str, who: str) -> Iterator[Finding]:
@@ -249,7 +249,7 @@ def _machine(settings: Settings, site: SiteConf) -> Iterator[Finding]:
             f"run {_START_BRIDGE}",
         )
     machines = (settings.host.name, *host_names(settings), *overflow.leased_nodes(settings, site))
-    yield from _overlay(settings, dict.fromkeys(machines))
+    yield from _vxlan(settings, dict.fromkeys(machines))
     if settings.image.default not in {image.name for image in list_images(settings.qemu.images)}:
         yield Finding(
             Level.PROBLEM,

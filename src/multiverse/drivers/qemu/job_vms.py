@@ -15,7 +15,7 @@ from multiverse.core.model import CloneKind, Identity, Size, TemplateKey, User, 
 from multiverse.drivers.qemu.driver import JOB_SITE, host_config
 from multiverse.drivers.qemu.job_bridge import JobBridge
 from multiverse.drivers.qemu.job_network import JobAddresses, guest_mac, guest_name
-from multiverse.drivers.qemu.job_overlay import JobOverlay
+from multiverse.drivers.qemu.job_vxlan import JobVxlan
 from multiverse.guest.protocol import TASKS_PORT, JobGuest
 from multiverse.host.job_groups import find_job, find_job_groups, has_steps
 from multiverse.host.qemu.library import QemuHost
@@ -63,7 +63,7 @@ class QemuJobVms:
     def connect_network(self, vms: tuple[JobVm, ...]) -> None:
         """See `JobHost`."""
         self._bridge(vms[0]).make()
-        self._overlay(vms[0]).make()
+        self._vxlan(vms[0]).make()
 
     def control_groups(self, vm: JobVm) -> list[str]:
         """See `JobHost`."""
@@ -85,7 +85,7 @@ class QemuJobVms:
             hosts=self._settings.network.hosts,
             vms=self._addresses.peers(vm),
             nodes=vm.nodes,
-            mtu=self._overlay(vm).mtu,
+            mtu=self._vxlan(vm).mtu,
         )
         self._create(spec, memory)
         self._host.start(spec.name, self._plugged(vm), self._identity(spec, vm, vms, user))
@@ -140,15 +140,15 @@ class QemuJobVms:
 
     def remove_network(self, vms: tuple[JobVm, ...]) -> None:
         """See `JobHost`."""
-        self._overlay(vms[0]).remove()
+        self._vxlan(vms[0]).remove()
         self._bridge(vms[0]).remove()
 
     def _bridge(self, vm: JobVm) -> JobBridge:
         addresses, number = self._addresses, vm.number
         return JobBridge(self._bridge_name(vm), addresses.host(number), addresses.block(number))
 
-    def _overlay(self, vm: JobVm) -> JobOverlay:
-        return JobOverlay(self._settings, self._addresses, vm, self._bridge_name(vm))
+    def _vxlan(self, vm: JobVm) -> JobVxlan:
+        return JobVxlan(self._settings, self._addresses, vm, self._bridge_name(vm))
 
     def _bridge_name(self, vm: JobVm) -> str:
         return f"{self._settings.job_vms.bridge}.{vm.number}"

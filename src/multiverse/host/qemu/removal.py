@@ -47,8 +47,8 @@ def destroy(host: HostContext, name: str, grace: float, token: str = "") -> None
         if known is not None:
             host.firewall.revoke(known)
             remove_earlier_reservation(host.config.vms, known.uid)
-        if host.overlay is not None:
-            host.overlay.drop(name)
+        if host.vxlan is not None:
+            host.vxlan.drop(name)
         remove_files(paths)
     host.firewall.remove_if_unused()
 

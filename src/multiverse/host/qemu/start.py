@@ -138,8 +138,8 @@ def _join_network(host: HostContext, known: Manifest, identity: Identity) -> Man
             host.registry.refresh()
             host.registry.check_free(known.name, {Resource.ADDRESS: address})
             manifest.write(home, joined)
-    if host.overlay is not None:
-        host.overlay.add(known.name, identity.neighbours)
+    if host.vxlan is not None:
+        host.vxlan.add(known.name, identity.neighbours)
     host.firewall.allow(joined)
     tap.set_isolated(known.name, not (peers or host.firewall.separates(joined)))
     return joined

@@ -103,8 +103,8 @@ def pilot_script(settings: Settings, lease: LeaseSpec) -> str:
     become = settings_of(settings, lease.partition).become
     pilot = [*become, *settings.agent.program, "pilot", lease.name, f"--token={lease.token}"]
     step = [_slurms(settings, "srun"), *_STEP]
-    # The pilots of a release without overlays for leases do not take it.
-    node = ",$SLURMD_NODENAME" if settings.overlay.enabled else ""
+    # The pilots of a release without VXLANs for leases do not take it.
+    node = ",$SLURMD_NODENAME" if settings.vxlan.enabled else ""
     return (
         f"export PATH={_PATH} SLURM_CONF={shlex.quote(str(settings.slurm.conf))}; unset SLURM_EXPORT_ENV; "
         # A whole node's batch step has one task, but its job all CPUs.

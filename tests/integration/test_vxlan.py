@@ -1,4 +1,4 @@
-"""The overlay of hosts that a router separates, without VMs: what reaches whom, and what cannot be forged."""
+"""The VXLAN of hosts that a router separates, without VMs: what reaches whom, and what cannot be forged."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, rea
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """See `overlay_hosts`."""
-    directory = str(tmp_path_factory.mktemp("overlay"))
-    argv = ["unshare", "--net", "--mount", sys.executable, "-m", "tests.integration.overlay_hosts", directory]
+    """See `vxlan_hosts`."""
+    directory = str(tmp_path_factory.mktemp("vxlan"))
+    argv = ["unshare", "--net", "--mount", sys.executable, "-m", "tests.integration.vxlan_hosts", directory]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -69,7 +69,7 @@ def test_what_does_not_fit_the_machine_is_refused(seen: dict[str, Any]) -> None:
     assert "other with the id 9, has the port 14790" in seen["collision"]
 
 
-def test_leases_of_a_node_share_its_overlay_until_the_last_one_ends(seen: dict[str, Any]) -> None:
+def test_leases_of_a_node_share_its_vxlan_until_the_last_one_ends(seen: dict[str, Any]) -> None:
     found = seen["leases"]
     assert found["both"] == ["mvtest0-1", "mvtest0-2"] and found["reached"]
     assert found["other"], "what is the other one's stays"

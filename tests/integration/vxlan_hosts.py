@@ -1,6 +1,6 @@
 """Two hosts with a router between them, and a stranger, as a program: without VMs, in namespaces of its own.
 
-Run it as `unshare --net --mount python -m tests.integration.overlay_hosts DIRECTORY`. Each host has a bridge with a
+Run it as `unshare --net --mount python -m tests.integration.vxlan_hosts DIRECTORY`. Each host has a bridge with a
 guest, which is a namespace too. It prints what reaches whom, as JSON. Nothing of it is left when it has ended.
 """
 
@@ -24,9 +24,9 @@ from pathlib import Path
 
 from multiverse.core.errors import Refused
 from multiverse.core.model import Neighbour
-from multiverse.host.overlay import Overlay, OverlayConfig
+from multiverse.host.vxlan import Vxlan, VxlanConfig
 from multiverse.pilot.lease_directory import LeaseDirectory
-from multiverse.pilot.overlay import join, leave, on_node
+from multiverse.pilot.vxlan import join, leave, on_node
 from multiverse.system import kernel
 
 PORT, NETWORK, MTU = 14789, 0x123456, 1450
@@ -89,10 +89,10 @@ def build() -> None:
         run("ip link set eth0 up", f"g{n}")
 
 
-def overlay(directory: Path, n: int, *, port: int = PORT, mtu: int = MTU, address: str = "") -> Overlay:
+def vxlan(directory: Path, n: int, *, port: int = PORT, mtu: int = MTU, address: str = "") -> Vxlan:
     """Made where this thread is in the host's namespace."""
     records = directory / f"records{n}"
-    return Overlay(OverlayConfig("test0", NETWORK, port, lambda: address or machine(n), mtu, "bridge0", records))
+    return Vxlan(VxlanConfig("test0", NETWORK, port, lambda: address or machine(n), mtu, "bridge0", records))
 
 
 def passes(size: int, target: str = guest(2).address, tries: int = 10) -> bool:
@@ -224,10 +224,10 @@ def forging(second: Guest) -> dict[str, bool]:
     run("nft add rule ip site nat oifname under masquerade", "h1")
     found["guest"] = second.hears("g1")
     # That each of them would come through, if there were no such rule.
-    run("nft flush chain inet mvtest0.overlay leaving", "h1")
+    run("nft flush chain inet mvtest0.vxlan leaving", "h1")
     found["user without rule"] = second.hears("h1", NOBODY)
     found["guest without rule"] = second.hears("g1")
-    run("nft flush chain inet mvtest0.overlay arriving", "h2")
+    run("nft flush chain inet mvtest0.vxlan arriving", "h2")
     found["stranger without rule"] = second.hears("stranger")
     return found
 
@@ -237,7 +237,7 @@ def forging(second: Guest) -> dict[str, bool]:
 
 def entries(host: str) -> dict[str, list[str]]:
     """What the kernel and the firewall know of other hosts."""
-    nft = json.loads(run("nft -j list set inet mvtest0.overlay machines", host))
+    nft = json.loads(run("nft -j list set inet mvtest0.vxlan machines", host))
     elements = next(each["set"] for each in nft["nftables"] if "set" in each).get("elem", [])
     return {
         "fdb": sorted(line.split(" self")[0] for line in run("bridge fdb show dev vxtest0", host).splitlines()
@@ -254,7 +254,7 @@ def sent(host: str) -> int:
 
 def refusal(directory: Path, n: int, **other: int | str) -> str:
     try:
-        overlay(directory, n, **other).restore()  # type: ignore[arg-type]
+        vxlan(directory, n, **other).restore()  # type: ignore[arg-type]
     except Refused as error:
         return error.message
     return ""
@@ -278,7 +278,7 @@ def over_ipv6(directory: Path) -> dict[str, bool]:
     for n, other in ((1, 2), (2, 1)):
         with inside(f"h{n}"):
             records = directory / f"six{n}"
-            made[n] = Overlay(OverlayConfig("test0", NETWORK, PORT, partial(six, n), MTU - 20, "bridge0", records))
+            made[n] = Vxlan(VxlanConfig("test0", NETWORK, PORT, partial(six, n), MTU - 20, "bridge0", records))
             for _ in range(2):  # the second time, it is there
                 made[n].restore()
             made[n].add(f"mvtest0-{n}", [replace(guest(other), machine=six(other))])
@@ -286,7 +286,7 @@ def over_ipv6(directory: Path) -> dict[str, bool]:
     second = Guest()
     found |= {"user": second.hears("h1", NOBODY, six(2)), "stranger": second.hears("stranger", 0, six(2))}
     found["by IPv4"] = second.hears("h1", NOBODY)
-    run("nft flush chain inet mvtest0.overlay leaving", "h1")
+    run("nft flush chain inet mvtest0.vxlan leaving", "h1")
     found["user without rule"] = second.hears("h1", NOBODY, six(2))
     for n in (1, 2):
         with inside(f"h{n}"):
@@ -299,23 +299,23 @@ def over_ipv6(directory: Path) -> dict[str, bool]:
 
 
 def leases(directory: Path) -> dict[str, object]:
-    """Two leases of the first host share its overlay, and end one after the other. Their agents are elsewhere, as this
+    """Two leases of the first host share its VXLAN, and end one after the other. Their agents are elsewhere, as this
     thread is: in networks of their own."""
     base = directory / "leases"
     with inside("h1"):
-        config = on_node(overlay(directory, 1).config, base, lambda: machine(1))
+        config = on_node(vxlan(directory, 1).config, base, lambda: machine(1))
     one, two = LeaseDirectory(base / "lease-test0-1"), LeaseDirectory(base / "lease-test0-2")
     for place, vm in ((one, "mvtest0-1"), (two, "mvtest0-2")):
         (place.vms / vm).mkdir(parents=True)
         with inside("h1"):
             join(config, "10.77.0.1")
-        Overlay(config).add(vm, [guest(2)])
-    Overlay(config).restore(config.is_of_others)  # as the agent of one of them does when it starts again
-    found: dict[str, object] = {"both": sorted(Overlay(config).owners()), "reached": passes(MTU)}
+        Vxlan(config).add(vm, [guest(2)])
+    Vxlan(config).restore(config.is_of_others)  # as the agent of one of them does when it starts again
+    found: dict[str, object] = {"both": sorted(Vxlan(config).owners()), "reached": passes(MTU)}
     with inside("h1"):
         leave(base, one)
         shutil.rmtree(one.root)
-        found["other"] = sorted(Overlay(config).owners()) == ["mvtest0-2"] and passes(MTU)
+        found["other"] = sorted(Vxlan(config).owners()) == ["mvtest0-2"] and passes(MTU)
         leave(base, two)
         leave(base, two)
         found["left"] = "vxtest0" in run("ip link show") or "mvtest0" in run("nft list ruleset")
@@ -333,7 +333,7 @@ def main() -> None:
     made = {}
     for n, other in ((1, 2), (2, 1)):
         with inside(f"h{n}"):
-            made[n] = overlay(directory, n)
+            made[n] = vxlan(directory, n)
             made[n].restore()
             made[n].add(f"mvtest0-{n}", [guest(other)])
     found["full size"] = passes(MTU)
@@ -346,7 +346,7 @@ def main() -> None:
     with inside("h1"):
         run("nft flush ruleset")
         made[1].add("mvtest0-1", [guest(2)])
-        found["after a flush"] = passes(MTU) and "mark" in run("nft list chain inet mvtest0.overlay leaving")
+        found["after a flush"] = passes(MTU) and "mark" in run("nft list chain inet mvtest0.vxlan leaving")
         made[1].add("mvtest0-4", [Neighbour("10.77.0.4", "02:00:00:00:00:04", machine(2))])
         run("nft flush ruleset")
         made[1].drop("mvtest0-4")
@@ -355,8 +355,8 @@ def main() -> None:
     found["entries"] = entries("h1")
     with inside("h1"):
         run("ip link del vxtest0")
-        run("nft delete table inet mvtest0.overlay")
-        again = overlay(directory, 1)
+        run("nft delete table inet mvtest0.vxlan")
+        again = vxlan(directory, 1)
         again.restore()
         found["restored"] = entries("h1") == found["entries"] and passes(MTU)
         again.add("mvtest0-3", [guest(2)])

@@ -1,4 +1,4 @@
-"""The rules of an overlay (`host.overlay`): who may send to its port from here, and whose packets are accepted.
+"""The rules of a VXLAN (`host.vxlan`): who may send to its port from here, and whose packets are accepted.
 
 They are about the whole port, not about the id in the packet: the kernel may carry several datagrams of one sender as
 one packet, of which a rule sees the first id only (udp(7), UDP_SEGMENT).

@@ -1,4 +1,4 @@
-"""The overlay of a leased node: one VXLAN of the site at the node's own bridge, which all leases of the node share.
+"""The VXLAN of a leased node: one of the site at the node's own bridge, which all leases of the node share.
 
 It is where a static host has it, in the node's network, because a mark of a frame does not outlive the change of a
 network namespace, and because a port belongs to one VXLAN. VMs of a lease reach it by the lease's uplink. The agent of
@@ -18,12 +18,12 @@ from pyroute2 import IPRoute
 
 from multiverse.core.errors import Refused
 from multiverse.core.model.names import site_of_lease
-from multiverse.host.overlay import Overlay, OverlayConfig, members_owner
+from multiverse.host.vxlan import Vxlan, VxlanConfig, members_owner
 from multiverse.pilot.lease_directory import LeaseDirectory, lease_directories
 
 
-def on_node(config: OverlayConfig, leases: Path, find_address: Callable[[], str]) -> OverlayConfig:
-    """The overlay of a host as it is for a lease of this node, whose network this thread is in. `find_address` gives
+def on_node(config: VxlanConfig, leases: Path, find_address: Callable[[], str]) -> VxlanConfig:
+    """The VXLAN of a host as it is for a lease of this node, whose network this thread is in. `find_address` gives
     the node's own address."""
     namespace = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     return replace(
@@ -35,31 +35,31 @@ def on_node(config: OverlayConfig, leases: Path, find_address: Callable[[], str]
     )
 
 
-def join(config: OverlayConfig, gateway: str) -> None:
+def join(config: VxlanConfig, gateway: str) -> None:
     """Make the VXLAN for a lease whose directory exists, unless another lease has made it. Raises `Refused` on the
-    controller's machine, which has the address `gateway` and an overlay already, and what `Overlay.restore` raises."""
+    controller's machine, which has the address `gateway` and a VXLAN already, and what `Vxlan.restore` raises."""
     with IPRoute() as ip:
         own = {each.get_attr("IFA_ADDRESS") for each in ip.get_addr(family=socket.AF_INET)}
     if gateway in own:
         raise Refused(
-            "this node is the controller's machine, whose overlay a lease cannot share",
+            "this node is the controller's machine, whose VXLAN a lease cannot share",
             hint="lease other nodes: take this one out of the partition under [[lease]]",
         )
-    Overlay(config).restore(config.is_of_others)
+    Vxlan(config).restore(config.is_of_others)
 
 
 def leave(leases: Path, lease: LeaseDirectory) -> None:
-    """Remove what VMs of a lease that has ended have in the overlay, and all of it with the last lease of the site.
+    """Remove what VMs of a lease that has ended have in the VXLAN, and all of it with the last lease of the site.
     The lease's directory still exists, so that this is repeated if it is interrupted. Absent is success."""
     site = site_of_lease(lease.name)
     records = _records(leases, site)
     if not records.is_dir():
         return
-    overlay = Overlay(OverlayConfig(site, 0, 0, str, 0, "", records))  # what is recorded is removed without the rest
-    for owner in overlay.owners():
+    vxlan = Vxlan(VxlanConfig(site, 0, 0, str, 0, "", records))  # what is recorded is removed without the rest
+    for owner in vxlan.owners():
         if not _has_vm(_others(leases, lease), owner):
-            overlay.drop(owner)
-    overlay.remove(unless=lambda: bool(_others(leases, lease)))
+            vxlan.drop(owner)
+    vxlan.remove(unless=lambda: bool(_others(leases, lease)))
 
 
 def _others(leases: Path, lease: LeaseDirectory) -> list[LeaseDirectory]:
@@ -73,4 +73,4 @@ def _has_vm(among: Iterable[LeaseDirectory], owner: str) -> bool:
 
 
 def _records(leases: Path, site: str) -> Path:
-    return leases / f".overlay-{site}"
+    return leases / f".vxlan-{site}"

@@ -8,16 +8,16 @@ from functools import partial
 from pathlib import Path
 
 from multiverse.agent.job_vm import JobVm
-from multiverse.config import OVERLAY_PORTS, Settings, overlay_address
+from multiverse.config import VXLAN_PORTS, Settings, vxlan_address
 from multiverse.core.errors import Refused
 from multiverse.core.model import Neighbour
 from multiverse.drivers.qemu.job_network import JobAddresses, guest_mac
-from multiverse.host.overlay import Overlay, OverlayConfig
+from multiverse.host.vxlan import Vxlan, VxlanConfig
 
 _EVERY_VM = "job"  # who owns all entries
 
 
-class JobOverlay:
+class JobVxlan:
     """The VXLAN of the job of `vm`, for all VMs of that job on this host. A job of one node has none, and needs none.
     Calls block for milliseconds, and mean *ensure*."""
 
@@ -27,7 +27,7 @@ class JobOverlay:
     @property
     def mtu(self) -> int:
         """That of guests; 0 if nothing limits it."""
-        return self._settings.overlay.mtu if self._exists else 0
+        return self._settings.vxlan.mtu if self._exists else 0
 
     @property
     def _exists(self) -> bool:
@@ -38,22 +38,22 @@ class JobOverlay:
         `Broken` if the kernel refuses it; then a part of it may remain."""
         vm = self._vm
         if self._exists:
-            machines = [overlay_address(self._settings, name) for name in vm.nodes]
-            overlay = self._overlay()
+            machines = [vxlan_address(self._settings, name) for name in vm.nodes]
+            vxlan = self._vxlan()
             try:
-                overlay.restore()
+                vxlan.restore()
             except Refused as error:
                 hint = (
                     f"{error.hint}; if the VXLAN of a job has the port, submit this job again, and it gets another one"
                 )
                 raise Refused(error.message, hint=hint) from error
-            overlay.add(_EVERY_VM, self._elsewhere(machines))
+            vxlan.add(_EVERY_VM, self._elsewhere(machines))
 
     def remove(self) -> None:
         """Absent is success."""
         if self._exists:
             with suppress(Refused):  # there is no nftables, so it was never made
-                self._overlay().remove()
+                self._vxlan().remove()
             shutil.rmtree(self._records, ignore_errors=True)
 
     def _elsewhere(self, machines: list[str]) -> list[Neighbour]:
@@ -68,17 +68,17 @@ class JobOverlay:
 
     @property
     def _records(self) -> Path:
-        return self._settings.agent.state_dir / "job-overlays" / str(self._vm.number)
+        return self._settings.agent.state_dir / "job-vxlans" / str(self._vm.number)
 
-    def _overlay(self) -> Overlay:
+    def _vxlan(self) -> Vxlan:
         vm = self._vm
-        return Overlay(
-            OverlayConfig(
+        return Vxlan(
+            VxlanConfig(
                 site=f"job{vm.number}",
                 network=vm.job % (1 << 24) or 1,
-                port=self._settings.job_vms.port + vm.job % OVERLAY_PORTS,
-                find_address=partial(overlay_address, self._settings, vm.nodes[vm.node]),
-                mtu=self._settings.overlay.mtu,
+                port=self._settings.job_vms.port + vm.job % VXLAN_PORTS,
+                find_address=partial(vxlan_address, self._settings, vm.nodes[vm.node]),
+                mtu=self._settings.vxlan.mtu,
                 bridge=self._bridge,
                 records=self._records,
             )

@@ -1,4 +1,4 @@
-"""The controller's part of an overlay: it tells each host on which machines there is what the host's VMs may need.
+"""The controller's part of a VXLAN: it tells each host on which machines there is what the host's VMs may need.
 
 A VM needs the other VMs of its job, and the controller's machine, which needs the VM. A VM that is started learns of
 all of them; those that were started before it learn of the VM before it runs.
@@ -26,8 +26,8 @@ Connect = Callable[[VmRef, tuple[Neighbour, ...]], Awaitable[None]]
 """Let a VM reach these addresses, as `agent.server.VmConnections` does on the VM's host."""
 
 
-class OverlayMachines(Protocol):
-    """The machines that the overlay connects."""
+class VxlanMachines(Protocol):
+    """The machines that the VXLAN connects."""
 
     @property
     def own(self) -> str:
@@ -48,10 +48,10 @@ class OverlayMachines(Protocol):
         ...
 
 
-class OverlayDirectory:
+class VxlanDirectory:
     """Where the VMs of a site are. `find` gives the row of the VM of that name, if there is one."""
 
-    def __init__(self, machines: OverlayMachines, find: Callable[[str], Vm | None], connect: Connect) -> None:
+    def __init__(self, machines: VxlanMachines, find: Callable[[str], Vm | None], connect: Connect) -> None:
         self._machines, self._find, self._connect = machines, find, connect
 
     async def introduce(self, vm: VmRef, identity: Identity) -> tuple[Neighbour, ...]:

@@ -26,12 +26,13 @@ from typing import TYPE_CHECKING, Any
 from multiverse.core.errors import Broken, Exhausted, Refused
 from multiverse.core.model import Member, Neighbour
 from multiverse.host.nft import Nft
-from multiverse.host.overlay_rules import OVERHEAD, tables
+from multiverse.host.vxlan_rules import OVERHEAD, tables
 from multiverse.system import files, kernel
 from multiverse.system.locks import locked_file
 
 if TYPE_CHECKING:
     from pyroute2 import IPRoute
+
 
 _MACHINE = "machine:"
 _MEMBERS = "members:"
@@ -58,7 +59,7 @@ def is_of_machine(owner: str) -> bool:
 
 
 @dataclass(frozen=True)
-class OverlayConfig:
+class VxlanConfig:
     """The VXLAN of one site on one host.
 
     `network` is its 24-bit id, and `port` its UDP port, the same on all hosts. `find_address` gives the host's own
@@ -88,14 +89,14 @@ class OverlayConfig:
     @property
     def table(self) -> str:
         """The nftables tables, of the families bridge and inet."""
-        return f"mv{self.site}.overlay"
+        return f"mv{self.site}.vxlan"
 
 
-class Overlay:
+class Vxlan:
     """See the module. Calls block for milliseconds, and may be made from any process, and any thread without an event
     loop. All of them mean *ensure*; after an error or an interruption the same call may be repeated."""
 
-    def __init__(self, config: OverlayConfig) -> None:
+    def __init__(self, config: VxlanConfig) -> None:
         """Raises `Refused` if this machine has no nftables: then everybody could send packets to VMs."""
         self.config = config
         self._lock = threading.Lock()
@@ -104,7 +105,7 @@ class Overlay:
                 self._nft = Nft()
         except OSError as error:
             raise Refused(
-                f"an overlay needs nftables on this host: {error}", hint="install libnftables, or set overlay.enabled"
+                f"a VXLAN needs nftables on this host: {error}", hint="install libnftables, or set vxlan.enabled"
             ) from error
 
     def restore(self, keep: Callable[[str], bool] = lambda owner: True) -> None:
@@ -192,7 +193,7 @@ class Overlay:
     @contextmanager
     def _changing(self) -> Iterator[IPRoute]:
         """Hold the lock of the records, with a connection to the kernel. Its errors become `Broken`."""
-        from pyroute2 import IPRoute  # a tenth of a second, and most hosts have no overlay
+        from pyroute2 import IPRoute  # a tenth of a second, and most hosts have no VXLAN
         from pyroute2.netlink.exceptions import NetlinkError
 
         records = self.config.records
@@ -202,7 +203,7 @@ class Overlay:
                 yield ip
         except (NetlinkError, OSError) as error:
             raise Broken(
-                f"cannot change the overlay {self.config.device}: {error}",
+                f"cannot change the VXLAN {self.config.device}: {error}",
                 hint=f"see `ip -d link show {self.config.device}`",
             ) from error
 
@@ -265,14 +266,14 @@ class Overlay:
         if not own:
             raise Refused(
                 f"no interface of this host has the address {address}",
-                hint="give the host's own address in overlay.addresses",
+                hint="give the host's own address in vxlan.addresses",
             )
         mtu = ip.get_links(own[0])[0].get_attr("IFLA_MTU")
         overhead = OVERHEAD[ip_address(address).version]
         if mtu < config.mtu + overhead:
             raise Refused(
-                f"packets of {config.mtu} bytes and the overlay's {overhead} do not fit the MTU {mtu} of this host",
-                hint=f"set overlay.mtu to {mtu - overhead} or less on all hosts",
+                f"packets of {config.mtu} bytes and the VXLAN's {overhead} do not fit the MTU {mtu} of this host",
+                hint=f"set vxlan.mtu to {mtu - overhead} or less on all hosts",
             )
 
     def _make_tables(self, entries: Collection[Neighbour], address: str) -> None:
@@ -329,7 +330,7 @@ class Overlay:
                 raise Refused(
                     f"another VXLAN of this host, {name} with the id {found['IFLA_VXLAN_ID']}, has the port "
                     f"{self.config.port}",
-                    hint=f"give this site another overlay.port; if {name} is not needed: ip link del {name}",
+                    hint=f"give this site another vxlan.port; if {name} is not needed: ip link del {name}",
                 )
 
     def _program(self, ip: IPRoute, index: int, entries: Collection[Neighbour]) -> None:

@@ -1,4 +1,4 @@
-"""Who is told of which VM in an overlay, what settings it takes, and what the host library does with it."""
+"""Who is told of which VM in a VXLAN, what settings it takes, and what the host library does with it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from unittest import mock
 import pytest
 
 from multiverse import config
-from multiverse.agent.overlay import OverlayDirectory
-from multiverse.bundles.qemu import overlay as service
-from multiverse.bundles.qemu.overlay import MachineOverlay
-from multiverse.config import HostSettings, NetworkSettings, OverlaySettings, QemuSettings, Settings, overlay_address
+from multiverse.agent.vxlan import VxlanDirectory
+from multiverse.bundles.qemu import vxlan as service
+from multiverse.bundles.qemu.vxlan import MachineVxlan
+from multiverse.config import HostSettings, NetworkSettings, QemuSettings, Settings, VxlanSettings, vxlan_address
 from multiverse.core.errors import Gone, Refused, Unknown
 from multiverse.core.model import Identity, Neighbour, Vm, VmRef, VmState, network_id_of
 from multiverse.drivers.qemu.driver import JOB_SITE, host_config
-from multiverse.host.overlay import Overlay, OverlayConfig, is_of_machine, machine_owner
 from multiverse.host.qemu import templates
+from multiverse.host.vxlan import Vxlan, VxlanConfig, is_of_machine, machine_owner
 from tests.unit import rows
 from tests.unit.test_qemu_host import machine
 
@@ -31,7 +31,7 @@ ADDRESSES = (
     ("h3", "203.0.113.13"),
     ("h4", "192.0.2.11"),
 )
-SETTINGS = Settings(host=HostSettings(name="ctl"), overlay=OverlaySettings(enabled=True, addresses=ADDRESSES))
+SETTINGS = Settings(host=HostSettings(name="ctl"), vxlan=VxlanSettings(enabled=True, addresses=ADDRESSES))
 
 
 class Machines:
@@ -42,7 +42,7 @@ class Machines:
         self.reached: dict[str, Neighbour] = {}
 
     async def address_of(self, host: str) -> str:
-        return overlay_address(SETTINGS, host)
+        return vxlan_address(SETTINGS, host)
 
     async def gateway(self) -> Neighbour:
         return GATEWAY
@@ -80,13 +80,13 @@ class Told:
         self.of[vm.name] = neighbours
 
 
-def directory(machines: Machines, told: Told, *vms: Vm) -> OverlayDirectory:
+def directory(machines: Machines, told: Told, *vms: Vm) -> VxlanDirectory:
     by_name = {vm.name: vm for vm in vms}
-    return OverlayDirectory(machines, by_name.get, told.connect)
+    return VxlanDirectory(machines, by_name.get, told.connect)
 
 
 async def test_a_vm_and_its_peers_on_other_hosts_learn_of_each_other() -> None:
-    """Those on its own host need no overlay, and those that are not started yet learn of it at their own start."""
+    """Those on its own host need no VXLAN, and those that are not started yet learn of it at their own start."""
     one, beside, other, later = (
         placed(1, "h1"),
         placed(2, "h1"),
@@ -109,7 +109,7 @@ async def test_a_vm_on_the_controllers_machine_needs_no_way_to_it() -> None:
     assert machines.reached == {} and told.of == {other.name: (neighbour(one),)}
 
 
-async def test_vms_on_two_leases_of_one_node_need_no_overlay_between_them() -> None:
+async def test_vms_on_two_leases_of_one_node_need_no_vxlan_between_them() -> None:
     """h1 and h4 are on the same machine."""
     one, beside, other = placed(1, "h1"), placed(2, "h4"), placed(3, "h2")
     machines, told = Machines(), Told()
@@ -134,7 +134,7 @@ async def test_a_peer_that_is_gone_hinders_nobody_but_one_that_does_not_answer_d
 
 
 class Entries:
-    """`host.overlay.Overlay` without a kernel."""
+    """`host.vxlan.Vxlan` without a kernel."""
 
     def __init__(self, _: object) -> None:
         self.of: dict[str, list[Neighbour]] = {"mvtest0-9": []}
@@ -155,36 +155,36 @@ class Entries:
 
 async def test_the_controllers_machine_follows_the_rows() -> None:
     """It forgets VMs without a row, reaches those that run, and leaves the entries of its own VMs to its agent."""
-    qemu = OverlayConfig("test0", 1, 14789, lambda: "192.0.2.1", 1450, "mvbr0", Path("/none"))
-    with mock.patch.object(service, "Overlay", Entries):
-        overlay = MachineOverlay(SETTINGS, qemu)
-    entries = overlay._overlay
+    qemu = VxlanConfig("test0", 1, 14789, lambda: "192.0.2.1", 1450, "mvbr0", Path("/none"))
+    with mock.patch.object(service, "Vxlan", Entries):
+        vxlan = MachineVxlan(SETTINGS, qemu)
+    entries = vxlan._vxlan
     assert isinstance(entries, Entries)
     gone, running, planned, own = placed(1, "h1"), placed(2, "h2"), placed(3, "h1", VmState.PLANNED), placed(4, "ctl")
-    await overlay.reach(gone.name, neighbour(gone))
+    await vxlan.reach(gone.name, neighbour(gone))
     live = {vm.id: vm for vm in (running, planned, own)}
     for _ in range(2):
-        await overlay.follow(lambda: live)
+        await vxlan.follow(lambda: live)
         assert entries.of == {"mvtest0-9": [], machine_owner(running.name): [neighbour(running)]}
-    await overlay.reach(planned.name, neighbour(planned))
-    await overlay.follow(lambda: live)
+    await vxlan.reach(planned.name, neighbour(planned))
+    await vxlan.follow(lambda: live)
     assert machine_owner(planned.name) in entries.of, "a VM that is about to be started is not forgotten"
     assert is_of_machine(machine_owner("mvtest0-1")) and not is_of_machine("mvtest0-1")
 
 
 async def test_a_leased_host_is_where_its_node_is() -> None:
-    qemu = OverlayConfig("test0", 1, 14789, lambda: "192.0.2.1", 1450, "mvbr0", Path("/none"))
-    with mock.patch.object(service, "Overlay", Entries):
-        overlay = MachineOverlay(SETTINGS, qemu, {"lease-test0-1": "h2", "h1": "h1"}.__getitem__)
-    assert await overlay.address_of("lease-test0-1") == "198.51.100.12"
-    assert await overlay.address_of("h1") == "192.0.2.11"
+    qemu = VxlanConfig("test0", 1, 14789, lambda: "192.0.2.1", 1450, "mvbr0", Path("/none"))
+    with mock.patch.object(service, "Vxlan", Entries):
+        vxlan = MachineVxlan(SETTINGS, qemu, {"lease-test0-1": "h2", "h1": "h1"}.__getitem__)
+    assert await vxlan.address_of("lease-test0-1") == "198.51.100.12"
+    assert await vxlan.address_of("h1") == "192.0.2.11"
 
 
 # --- settings ----------------------------------------------------------------------------------------
 
 
 def test_an_address_is_given_or_known_to_the_name_service(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert overlay_address(SETTINGS, "h2") == "198.51.100.12"
+    assert vxlan_address(SETTINGS, "h2") == "198.51.100.12"
     answers = {"h7": "192.0.2.77", "h8": "127.0.1.1"}
 
     def lookup(name: str, *_: object) -> list[tuple[object, ...]]:
@@ -193,28 +193,28 @@ def test_an_address_is_given_or_known_to_the_name_service(monkeypatch: pytest.Mo
         return [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", (answers[name], 0))]
 
     monkeypatch.setattr(config.socket, "getaddrinfo", lookup)
-    assert overlay_address(SETTINGS, "h7") == "192.0.2.77"
+    assert vxlan_address(SETTINGS, "h7") == "192.0.2.77"
     for name, said in (("h8", "127.0.1.1, which no other machine reaches"), ("h9", "knows no IPv4 address of h9")):
         with pytest.raises(Refused, match=said) as caught:
-            overlay_address(SETTINGS, name)
+            vxlan_address(SETTINGS, name)
         assert f'["{name}", "ADDRESS"]' in caught.value.hint
 
 
 def test_a_name_is_looked_up_for_the_version_of_ip_of_the_given_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = Settings(overlay=OverlaySettings(enabled=True, addresses=(("h1", "FD00:0::1"),)))
+    settings = Settings(vxlan=VxlanSettings(enabled=True, addresses=(("h1", "FD00:0::1"),)))
 
     def lookup(_: str, __: None, family: int, *___: object) -> list[tuple[object, ...]]:
         assert family == socket.AF_INET6
         return [(family, socket.SOCK_DGRAM, 17, "", ("::1", 0, 0, 0))]
 
     monkeypatch.setattr(config.socket, "getaddrinfo", lookup)
-    assert overlay_address(settings, "h1") == "fd00::1", "as the kernel writes it"
+    assert vxlan_address(settings, "h1") == "fd00::1", "as the kernel writes it"
     with pytest.raises(Refused, match="::1, which no other machine reaches"):
-        overlay_address(settings, "h2")
+        vxlan_address(settings, "h2")
 
 
 def test_each_site_has_an_id_and_an_interface_of_its_own() -> None:
-    own = host_config(replace(SETTINGS, qemu=QemuSettings(vms=Path("/v"))), "test0").overlay
+    own = host_config(replace(SETTINGS, qemu=QemuSettings(vms=Path("/v"))), "test0").vxlan
     assert (
         own is not None
         and own.find_address() == "192.0.2.1"
@@ -223,24 +223,24 @@ def test_each_site_has_an_id_and_an_interface_of_its_own() -> None:
     )
     assert own.network == network_id_of("test0") and 0 < own.network < 1 << 24
     assert network_id_of("test0") != network_id_of("test1")
-    chosen = replace(SETTINGS, overlay=replace(SETTINGS.overlay, network=77))
-    given = host_config(chosen, "test0").overlay
+    chosen = replace(SETTINGS, vxlan=replace(SETTINGS.vxlan, network=77))
+    given = host_config(chosen, "test0").vxlan
     assert given is not None and given.network == 77
-    assert host_config(SETTINGS, JOB_SITE).overlay is None, "no network connects VMs inside jobs"
+    assert host_config(SETTINGS, JOB_SITE).vxlan is None, "no network connects VMs inside jobs"
     assert host_config(SETTINGS, JOB_SITE).mtu == 1450, "they are forked from the same templates"
-    assert host_config(Settings(network=NetworkSettings()), "test0").overlay is None
+    assert host_config(Settings(network=NetworkSettings()), "test0").vxlan is None
     assert host_config(Settings(), "test0").mtu == 0
 
 
-def test_a_machine_whose_address_nobody_knows_makes_no_overlay_but_removes_what_it_has(tmp_path: Path) -> None:
+def test_a_machine_whose_address_nobody_knows_makes_no_vxlan_but_removes_what_it_has(tmp_path: Path) -> None:
     """An agent observes its VMs and ends them also while the name service is away."""
     settings = replace(SETTINGS, state_dir=tmp_path, host=HostSettings(name="nowhere.invalid"))
-    own = host_config(settings, "test0").overlay
+    own = host_config(settings, "test0").vxlan
     assert own is not None
     with pytest.raises(Refused, match="nowhere"):
         own.find_address()
-    with mock.patch("multiverse.host.overlay.Nft"):
-        Overlay(own).drop("mvtest0-1")
+    with mock.patch("multiverse.host.vxlan.Nft"):
+        Vxlan(own).drop("mvtest0-1")
 
 
 def test_guests_are_told_of_the_mtu_by_their_interface() -> None:
