@@ -144,7 +144,7 @@ class NetworkSettings:
 
 
 @dataclass(frozen=True)
-class OverlaySettings:
+class VxlanSettings:
     """A VXLAN between the hosts and the controller's machine, where no layer 2 connects their bridges. All of them have
     the same settings."""
 
@@ -343,7 +343,7 @@ class LeaseSettings:
 
 
 @dataclass(frozen=True)
-class ExpandSettings:
+class OverflowSettings:
     """A partition of physical nodes whose jobs run in VMs while it is full, without their users' doing."""
 
     partition: str
@@ -363,7 +363,7 @@ class UsersSettings:
     port: Port = 6821
 
 
-OVERLAY_PORTS = 1024
+VXLAN_PORTS = 1024
 """Different ports of the networks of jobs. Two jobs with the same one have no VMs on the same host."""
 
 
@@ -398,7 +398,7 @@ class JobVmSettings:
     platform_host: str = ""
     platform_subnet: str = ""
     # UDP, the first of 1024: the nodes of a job are connected by a VXLAN with the port that its id chooses. Its MTU and
-    # the addresses of nodes are those of [overlay].
+    # the addresses of nodes are those of [vxlan].
     port: int = 20480
     overhead: Annotated[int, Field(ge=64)] = 192  # of a job's memory, what its VM's QEMU takes beside the guest's own
     # Which virtual functions (SR-IOV) VMs may have: of a device, by its PCI address (0000:3b:00.0) or its network
@@ -434,7 +434,7 @@ class Settings:
     slurm: SlurmSettings = field(default_factory=SlurmSettings)
     qemu: QemuSettings = field(default_factory=QemuSettings)
     network: NetworkSettings = field(default_factory=NetworkSettings)
-    overlay: OverlaySettings = field(default_factory=OverlaySettings)
+    vxlan: VxlanSettings = field(default_factory=VxlanSettings)
     image: ImageSettings = field(default_factory=ImageSettings)
     pacing: PacingSettings = field(default_factory=PacingSettings)
     backfill: BackfillSettings = field(default_factory=BackfillSettings)
@@ -443,7 +443,7 @@ class Settings:
     mounts: tuple[Mount, ...] = ()
     pool: tuple[PoolSettings, ...] = ()
     lease: tuple[LeaseSettings, ...] = ()
-    expand: tuple[ExpandSettings, ...] = ()
+    overflow: tuple[OverflowSettings, ...] = ()
 
 
 def load(path: Path) -> Settings:
@@ -494,16 +494,16 @@ def uplink_of(settings: Settings, name: str) -> str:
     return _of_class(settings, _classes(settings).get(name)).qemu.uplink
 
 
-def overlay_address(settings: Settings, name: str) -> str:
+def vxlan_address(settings: Settings, name: str) -> str:
     """The address of a host, or of the controller's machine, in the network of the hosts. Asks the name service if the
     settings do not say it, for one of the version of IP that those in the settings have. Raises `Refused` if neither
     knows one by which other machines reach it."""
-    addresses = dict(settings.overlay.addresses)
+    addresses = dict(settings.vxlan.addresses)
     if name in addresses:
         return str(ipaddress.ip_address(addresses[name]))
     version = next((ipaddress.ip_address(one).version for one in addresses.values()), 4)
     family = socket.AF_INET if version == 4 else socket.AF_INET6
-    hint = f'give it in the settings of all hosts: [overlay] addresses = [["{name}", "ADDRESS"]]'
+    hint = f'give it in the settings of all hosts: [vxlan] addresses = [["{name}", "ADDRESS"]]'
     try:
         found = str(socket.getaddrinfo(name, None, family, socket.SOCK_DGRAM)[0][4][0])
     except OSError as error:
@@ -615,13 +615,13 @@ def _contradictions(s: Settings) -> Iterator[str]:
     yield from _wrong_fence(s)
     yield from _wrong_sampling(s.agent)
     yield from _wrong_network(s)
-    yield from _wrong_overlay(s)
+    yield from _wrong_vxlan(s)
     yield from _wrong_job_vms(s)
     yield from _wrong_platform(s)
     yield from _wrong_qemu(s.qemu)
     yield from _wrong_pools(s)
     yield from _wrong_leases(s.lease)
-    yield from _wrong_expansions(s)
+    yield from _wrong_overflow_partitions(s)
     yield from _wrong_users(s.users)
     yield from _wrong_web(s.web)
     if not LEAST_SCRATCH <= s.image.scratch <= s.image.tmp_disk:
@@ -700,22 +700,22 @@ def _wrong_network(s: Settings) -> Iterator[str]:
         yield f"network: {error}"
 
 
-def _wrong_overlay(s: Settings) -> Iterator[str]:
-    overlay = s.overlay
+def _wrong_vxlan(s: Settings) -> Iterator[str]:
+    vxlan = s.vxlan
     versions = set()
-    for name, address in overlay.addresses:
+    for name, address in vxlan.addresses:
         try:
             found = ipaddress.ip_address(address)
         except ValueError:
-            yield f"overlay.addresses: {address!r} of {name} is no address"
+            yield f"vxlan.addresses: {address!r} of {name} is no address"
             continue
         versions.add(found.version)
         if found.is_link_local:
-            yield f"overlay.addresses: {address} of {name} is of one link only; give one that all machines reach"
+            yield f"vxlan.addresses: {address} of {name} is of one link only; give one that all machines reach"
     if len(versions) > 1:
-        yield "overlay.addresses: IPv4 and IPv6 cannot be mixed; give all machines addresses of one version"
-    if overlay.enabled and any(_of_class(s, one).qemu.uplink for one in (None, *s.hosts)):
-        yield "overlay: with qemu.uplink, frames would reach a host in two ways; set one of the two"
+        yield "vxlan.addresses: IPv4 and IPv6 cannot be mixed; give all machines addresses of one version"
+    if vxlan.enabled and any(_of_class(s, one).qemu.uplink for one in (None, *s.hosts)):
+        yield "vxlan: with qemu.uplink, frames would reach a host in two ways; set one of the two"
 
 
 def _wrong_job_vms(s: Settings) -> Iterator[str]:
@@ -730,8 +730,8 @@ def _wrong_job_vms(s: Settings) -> Iterator[str]:
         yield f"job_vms.subnet: {error}"
     if jobs.only and not jobs.enabled:
         yield "job_vms.only: such an agent serves nothing unless job_vms.enabled is true"
-    if not 0 < jobs.port <= 65536 - OVERLAY_PORTS or s.overlay.port in range(jobs.port, jobs.port + OVERLAY_PORTS):
-        yield f"job_vms.port: this and {OVERLAY_PORTS - 1} ports after it, without overlay.port, must be UDP ports"
+    if not 0 < jobs.port <= 65536 - VXLAN_PORTS or s.vxlan.port in range(jobs.port, jobs.port + VXLAN_PORTS):
+        yield f"job_vms.port: this and {VXLAN_PORTS - 1} ports after it, without vxlan.port, must be UDP ports"
     if jobs.ivshmem_size not in (1 << exponent for exponent in range(9)):
         yield "job_vms.ivshmem_size: must be a power of two, from 1 to 256 MiB"
     if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", jobs.feature) or jobs.feature.startswith("mv_"):
@@ -834,15 +834,15 @@ def _wrong_leases(leases: tuple[LeaseSettings, ...]) -> Iterator[str]:
         yield "lease: two leases of one partition; combine them into one"
 
 
-def _wrong_expansions(s: Settings) -> Iterator[str]:
-    for i, one in enumerate(s.expand):
+def _wrong_overflow_partitions(s: Settings) -> Iterator[str]:
+    for i, one in enumerate(s.overflow):
         if not re.fullmatch(r"[A-Za-z0-9_.-]+", one.partition):  # it becomes part of a feature of nodes
-            yield f"expand.{i}.partition: must be the name of one partition, of letters, digits, '_', '.' and '-'"
+            yield f"overflow.{i}.partition: must be the name of one partition, of letters, digits, '_', '.' and '-'"
         if one.partition == s.slurm.partition:
-            yield f"expand.{i}.partition: {one.partition} has no physical nodes"
+            yield f"overflow.{i}.partition: {one.partition} has no physical nodes"
         if one.constraint and not re.fullmatch(r"\w[\w.-]*", one.constraint, re.ASCII):
-            yield f"expand.{i}.constraint: must be the name of one feature"
-    if len({one.partition for one in s.expand}) < len(s.expand):
-        yield "expand: one partition twice; combine the two into one"
-    if both := {one.partition for one in s.expand} & {one.partition for one in s.lease}:
-        yield f"expand: {', '.join(sorted(both))} is leased, too; lease from, or expand, another partition"
+            yield f"overflow.{i}.constraint: must be the name of one feature"
+    if len({one.partition for one in s.overflow}) < len(s.overflow):
+        yield "overflow: one partition twice; combine the two into one"
+    if both := {one.partition for one in s.overflow} & {one.partition for one in s.lease}:
+        yield f"overflow: {', '.join(sorted(both))} is leased, too; lease from, or let overflow, another partition"

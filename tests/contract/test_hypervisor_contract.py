@@ -313,7 +313,7 @@ async def a_vm_with_another_token_is_not_touched(h: Harness) -> None:
         with pytest.raises(Refused):
             await h.hypervisor.destroy(other, grace)
     seen = await h.seen(spec.name)
-    assert seen is not None and seen.condition is VmCondition.RUNNING and not seen.introduced
+    assert seen is not None and seen.condition is VmCondition.RUNNING and not seen.users_added
     await h.hypervisor.destroy(own, 0)
     assert not h.remains(spec.name)
 

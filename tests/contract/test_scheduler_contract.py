@@ -15,6 +15,7 @@ from random import Random
 
 import pytest
 
+from multiverse.core.clones.spares import node_spec
 from multiverse.core.errors import Gone, NotYet, Refused, Stale, Unknown
 from multiverse.core.model import (
     Attempt,
@@ -36,7 +37,6 @@ from multiverse.core.model import (
     VmSpec,
     VmState,
 )
-from multiverse.core.provisioning.spares import node_spec
 from multiverse.ports import Offers, Parts, Scheduler
 from multiverse_lab.simulation.cluster import ClusterSettings
 from multiverse_lab.simulation.hypervisor import SimulatedHosts
@@ -133,7 +133,7 @@ class Harness(ABC):
         """Start a node of this VM, with the bootstrap that the port returns."""
 
     @abstractmethod
-    async def introduce(self, node: str) -> None:
+    async def add_user(self, node: str) -> None:
         """Add the user of the jobs to the guest of a node."""
 
     def address(self, number: int) -> str:
@@ -496,7 +496,7 @@ async def an_offer_is_taken_by_one_job_as_it_is_submitted(h: Harness) -> None:
     assert other.state is JobState.PENDING and other.gated
     await asyncio.sleep(3.0)
     assert (await h.job(job.ref.job_id)).state is JobState.RUNNING, "the user has not been added yet"
-    await h.introduce(vm.name)
+    await h.add_user(vm.name)
     await h.pin(job.ref, vm.feature, "it took a spare")
     view = await h.view(lambda view: _over(view, job.ref) and view.nodes[vm.name].state is NodeState.IDLE)
     assert view.jobs.get(job.ref.job_id) is None or view.jobs[job.ref.job_id].result == "COMPLETED"
@@ -721,7 +721,7 @@ class Simulated(Harness):
         await asyncio.sleep(self.world.settings.cluster.min_job_age[1] + 1.0)
         assert set(jobs) == before
 
-    async def introduce(self, node: str) -> None:
+    async def add_user(self, node: str) -> None:
         user = self.world.user(self.uid)
         assert user is not None
         await self.hypervisor.users.add_user(VmRef(node, "h1"), user)

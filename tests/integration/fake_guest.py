@@ -11,7 +11,7 @@ from pathlib import Path
 from multiverse.config import Settings
 from multiverse.core.model import NodeBootstrap, NodeSpec, Size
 from multiverse.guest.agent import MOST_WAIT, make_pipe
-from multiverse.guest.protocol import INTRODUCED
+from multiverse.guest.protocol import USER_ADDED
 
 SITE = f"t{os.getpid() % 65536:04x}"  # of this process: two test runs must not share network namespaces
 
@@ -32,7 +32,7 @@ class FakeGuest:
         self._link = name.replace("mv", "mf", 1)
         self._directory = directory / name
         self._process: asyncio.subprocess.Process | None = None
-        self._introduced: int | None = None
+        self._user_added: int | None = None
 
     async def start(self, bootstrap: NodeBootstrap, peers: tuple[tuple[str, str], ...] = ()) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -76,22 +76,22 @@ class FakeGuest:
                 content = content.replace(old.encode(), new.encode())
             (self._directory / "spool").mkdir(exist_ok=True)
         if path.endswith("/multiverse-prolog"):
-            self._introduced = make_pipe(str(self._directory / "introduced"))
-            return content.replace(INTRODUCED.encode(), f"{self._directory}/introduced".encode())
+            self._user_added = make_pipe(str(self._directory / "user_added"))
+            return content.replace(USER_ADDED.encode(), f"{self._directory}/user-added".encode())
         if path.endswith("/cgroup.conf"):
             version = "v2" if Path("/sys/fs/cgroup/cgroup.controllers").exists() else "v1"
             return f"CgroupPlugin=cgroup/{version}\nCgroupMountpoint=/sys/fs/cgroup\nIgnoreSystemd=yes\n".encode()
         return content
 
-    def introduce(self) -> None:
+    def add_user(self) -> None:
         """Let waiting jobs go on, as the guest agent does after it has added a user."""
-        assert self._introduced is not None
-        os.write(self._introduced, b"\n" * MOST_WAIT)
+        assert self._user_added is not None
+        os.write(self._user_added, b"\n" * MOST_WAIT)
 
     async def stop(self) -> None:
-        if self._introduced is not None:
-            os.close(self._introduced)
-            self._introduced = None
+        if self._user_added is not None:
+            os.close(self._user_added)
+            self._user_added = None
         if self._process is not None:
             if self._process.returncode is None:
                 self._process.kill()

@@ -166,7 +166,7 @@ class JobNode:
     def of_jobs(self) -> list[str]:
         """What exists that is recognizably of a job, whatever existed before."""
         names = rf"mvjob|{self.lab.plan.job_bridge}\.|vxjob|/job_\d|slurmstepd: \[|process \d+ .*mventer"
-        files = r"run/jobs/\d|agent/jobs/\d|job-overlays/"
+        files = r"run/jobs/\d|agent/jobs/\d|job-vxlans/"
         return sorted(one for one in self.everything() if re.search(f"{names}|{files}", one))
 
     def remains_of_vms(self, job: str) -> list[str]:

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
+from multiverse.core.clones.spares import node_spec
 from multiverse.core.errors import Refused
 from multiverse.core.model import Attempt, Vm
-from multiverse.core.provisioning.spares import node_spec
 from multiverse.drivers.slurm.driver import SlurmScheduler
 from multiverse_lab.lab import lifecycle
 from multiverse_lab.lab.plan import LabOptions
@@ -146,8 +146,8 @@ class RealSlurm(Harness):
         network = ipaddress.IPv4Network(self.lab.settings.network.subnet)
         return f"{network[number]}/{network.prefixlen}"
 
-    async def introduce(self, node: str) -> None:
-        next(guest for guest in self.guests if guest.name == node).introduce()
+    async def add_user(self, node: str) -> None:
+        next(guest for guest in self.guests if guest.name == node).add_user()
 
     async def join(self, vm: Vm, attempt: Attempt | None) -> None:
         guest = FakeGuest(self.lab.settings, vm.name, vm.address, self.lab.where.root.parent / "fake")

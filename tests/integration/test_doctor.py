@@ -17,7 +17,7 @@ import pytest
 
 from multiverse.client import Client
 from multiverse.config import Settings
-from multiverse.drivers.slurm.requirements import Finding
+from multiverse.drivers.slurm.site.requirements import Finding
 from multiverse.service.doctor import examine
 from tests.integration.conftest import LabUnderTest
 from tests.integration.test_users import command

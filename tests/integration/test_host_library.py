@@ -51,7 +51,7 @@ host.start(spec.name, spec.size, identity)
 facts["running"] = seen()
 user = User("late", 4711, 4711, "/home/late", "/bin/sh", (("late", 4711),))
 host.add_user(spec.name, user)
-facts["users"] = host.observe().vms[spec.name].introduced
+facts["users"] = host.observe().vms[spec.name].users_added
 facts["guest"] = host.examine(spec.name)["hostname"]
 host.destroy(spec.name, 2.0)
 facts["destroyed"] = seen()

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from multiverse.client import Client
-from multiverse.drivers.slurm import gate
+from multiverse.drivers.slurm.site import gate
 from tests.integration.conftest import LabUnderTest
 from tests.integration.options import GROUPS, JOBS, Option
 from tests.integration.watch import accounted, ended, kill, latest, output_of, qemu_of, release, until

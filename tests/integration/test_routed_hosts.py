@@ -20,8 +20,8 @@ from multiverse_lab.lab.hosts.services import host_services
 from multiverse_lab.lab.plan import LabHost, LabOptions, LabPlan, load
 from tests.integration.conftest import LabUnderTest, new_lab
 from tests.integration.images import slim
-from tests.integration.overlay_hosts import forged_packet
 from tests.integration.test_reach import server, tried
+from tests.integration.vxlan_hosts import forged_packet
 from tests.integration.watch import ended, kill, latest, output_of, qemu_of, until
 
 pytestmark = [
@@ -198,7 +198,7 @@ def test_vms_of_a_job_on_two_networks_reach_each_other_and_nobody_else_them(
     packet = forged_packet(
         network_id_of(site), *((macs[name], where) for name, where in zip(macs, addresses, strict=True))
     )
-    target, port = plan.own_hosts[1].address, routed.settings.overlay.port
+    target, port = plan.own_hosts[1].address, routed.settings.vxlan.port
     host = Path(f"/proc/{pid_of(routed, plan.own_hosts[0])}/ns/net")
     for namespace, uid in ((Path(f"/run/netns/{plan.router}"), 0), (host, 0), (host, routed.other.uid)):
         for _ in range(5):
@@ -273,6 +273,6 @@ def test_jobs_of_one_user_on_two_networks_reach_each_other_by_name(routed: LabUn
     until("its VMs are gone", lambda: not client.vms())
     until("nothing of them is left", lambda: not any(entries(routed, site_of(where[0])).values()))
     for host in plan_of(routed).own_hosts:
-        kept = f"{routed.settings.qemu.vms}/.mv*members {routed.where.controller}/overlay-*/members:*"
+        kept = f"{routed.settings.qemu.vms}/.mv*members {routed.where.controller}/vxlan-*/members:*"
         records = f"ls {kept} 2>/dev/null || true"
         assert on(routed, host, records) == ""

@@ -19,9 +19,9 @@ from multiverse_lab.lab.hosts.physical import physical_services
 from multiverse_lab.lab.plan import LabOptions
 from tests.integration.conftest import LabUnderTest, new_lab
 from tests.integration.images import slim
-from tests.integration.overlay_hosts import forged_packet
 from tests.integration.test_reach import server, tried_in
 from tests.integration.test_routed_hosts import GANG, TALK, entries, plan_of, send
+from tests.integration.vxlan_hosts import forged_packet
 from tests.integration.watch import ended, output_of, until
 
 pytestmark = [
@@ -87,9 +87,9 @@ def remains(lab: LabUnderTest) -> list[str]:
     tables = on_node(lab, "nft", "list", "tables").splitlines()
     return [
         *(f"lease {path.name}" for path in own.leases.glob("lease-*")),
-        *(str(path) for path in own.leases.glob(".overlay-*/[!.]*")),
+        *(str(path) for path in own.leases.glob(".vxlan-*/[!.]*")),
         *(name for name in links if name.startswith(("vx", "lse"))),
-        *(table for table in tables if "overlay" in table),
+        *(table for table in tables if "vxlan" in table),
     ]
 
 
@@ -114,7 +114,7 @@ def test_a_job_on_a_static_and_a_leased_host(routed: LabUnderTest, client: Clien
     assert known["mvh1"].count(macs["lease"]) == 1 and macs["lease"] in known["controller"]
     assert macs["mvh1"] in on_node(routed, "bridge", "fdb", "show", "dev", f"vx{site}")
 
-    # A user of the node, and root of another machine, send what only the node's overlay may.
+    # A user of the node, and root of another machine, send what only the node's vxlan may.
     addresses = {which: vm["address"].partition("/")[0] for which, vm in vms.items()}
     packet = forged_packet(network_id_of(site), *((macs[which], addresses[which]) for which in ("lease", "mvh1")))
     first = physical_services(plan.physical_nodes[0])[0].running(routed.where)
@@ -122,7 +122,7 @@ def test_a_job_on_a_static_and_a_leased_host(routed: LabUnderTest, client: Clien
     node, target = Path(f"/proc/{first.pid}/ns/net"), plan.own_hosts[0].address
     for namespace, uid in ((node, routed.other.uid), (node, 0), (Path(f"/run/netns/{plan.router}"), 0)):
         for _ in range(5):
-            send(namespace, uid, packet, target, routed.settings.overlay.port)
+            send(namespace, uid, packet, target, routed.settings.vxlan.port)
     (home / "sent").touch()
     ended(client, gang, "done")
     talked = f"mtu 1450 heard 1450 larger EMSGSIZE got {8 << 20}"
@@ -148,9 +148,9 @@ def test_jobs_of_one_user_reach_each_other_on_a_static_and_a_leased_host(routed:
     until("nothing is left on the node", lambda: not remains(routed))
 
 
-def test_leases_of_one_node_share_its_overlay_until_the_last_one_ends(routed: LabUnderTest, client: Client) -> None:
+def test_leases_of_one_node_share_its_vxlan_until_the_last_one_ends(routed: LabUnderTest, client: Client) -> None:
     """VMs of a job on two leases of one node reach each other by its bridge. A pilot that is killed leaves nothing, and
-    the overlay stays for the other lease."""
+    the VXLAN stays for the other lease."""
     home, out = routed.user.home, routed.user.home / "both.out"
     client.change_hosts("drain", "mvh1")
     (home / "meet.py").write_text(_MEET)
@@ -165,7 +165,7 @@ def test_leases_of_one_node_share_its_overlay_until_the_last_one_ends(routed: La
     first, _ = held
     routed.run("scancel", "--signal=KILL", held[first])
     until("nothing is left of the first", lambda: not {f"lease {first}", port_name(first)} & set(remains(routed)))
-    assert {f"vx{site}", f"table inet mv{site}.overlay"} <= set(remains(routed)), "the other lease needs it"
+    assert {f"vx{site}", f"table inet mv{site}.vxlan"} <= set(remains(routed)), "the other lease needs it"
     routed.run("scancel", job)
     until("its job is over", lambda: not client.vms())
     client.change_hosts("resume", "mvh1")

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from multiverse.drivers.slurm import requirements
+from multiverse.drivers.slurm.site import requirements
 from tests.integration.images import IMAGES, slim
 from tests.integration.site_machine import ADA_UID, JOB_SUBMIT, SLURM_UID, SiteMachine
 from tests.integration.watch import matching, release, until

@@ -20,9 +20,9 @@ from multiverse.api.asking import PURPOSE
 from multiverse.bundles.slurm.credentials import Credentials
 from multiverse.bundles.slurm.private import PrivateData
 from multiverse.client import Client
-from multiverse.drivers.slurm.auth import munge_socket
+from multiverse.drivers.slurm.site.site_conf import munge_socket
 from multiverse.service.startup import bind
-from multiverse.service.users_socket import Desk, Pace, serve_users
+from multiverse.service.users_socket import Pace, UserQuestions, serve_users
 from multiverse.service.viewer import Viewer
 from tests.integration.conftest import LabUnderTest
 from tests.integration.test_jobs import ended, latest, until
@@ -112,9 +112,9 @@ async def _serving(lab: LabUnderTest, place: Path, address: str = "127.0.0.1") -
     tcp = socket.create_server((address, 0))
     clock = SimpleNamespace(now=asyncio.get_running_loop().time)
     backend = SimpleNamespace(explanations=_Explanations(lab.user.uid))
-    desk = Desk(backend, lambda uid: PrivateData(lab.where.slurm_conf).privacy(), Pace(clock))  # type: ignore[arg-type]
+    questions = UserQuestions(backend, lambda uid: PrivateData(lab.where.slurm_conf).privacy(), Pace(clock))  # type: ignore[arg-type]
     sock = bind(place / "users.sock", "socket", all_users=True)
-    serving = asyncio.create_task(serve_users(desk, sock, tcp, Credentials(munge_socket(lab.where.slurm_conf))))
+    serving = asyncio.create_task(serve_users(questions, sock, tcp, Credentials(munge_socket(lab.where.slurm_conf))))
     try:
         yield tcp.getsockname()[1]
     finally:

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from multiverse.config import BackfillSettings, Settings
+from multiverse.core.admission import backfill
 from multiverse.core.model import Host, Size, text_of
-from multiverse.core.provisioning import backfill
 from multiverse_lab.simulation.faults import Incident, IncidentKind
 from multiverse_lab.simulation.generate import crowded
 from multiverse_lab.simulation.jobs import Batch

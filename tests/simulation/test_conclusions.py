@@ -212,7 +212,7 @@ def broken_scenario(kind: IncidentKind, at: float, seconds: float, length: float
         ((planner, "adopt_unexplained"), lambda _: None, broken_scenario(LOST, 9.0, 0.0), "was made to carry"),
         ((attempt, "_has_explained_node"), lambda *_: True, broken_scenario(RESTORED, 4.1, 4.0), "were all well"),
         ((vm, "may_have_a_job"), lambda *_: False, broken_scenario(LOST, 12.5, 0.0, 60.0), "while job"),
-        ((tables.State, "unmade"), frozenset(), broken_scenario(RESTORED, 6.2, 60.0), "was used again"),
+        ((tables.State, "unconfirmed"), frozenset(), broken_scenario(RESTORED, 6.2, 60.0), "was used again"),
         ((Store, "_skip_numbers"), lambda _: None, broken_scenario(RESTORED, 0.5, 80.0), "was used again"),
     ],
 )
@@ -220,7 +220,7 @@ def test_the_world_notices_a_controller_that_concludes_too_much(
     what: tuple[object, str], instead: object, scenario: Scenario, noticed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keeps_its_promises(scenario)
-    if what[1] == "unmade":  # every State has one of its own
+    if what[1] == "unconfirmed":  # every State has one of its own
         instead = property(lambda _: NeverUnmade(), lambda *_: None)
         monkeypatch.setattr(*what, instead, raising=False)
     else:

@@ -8,7 +8,7 @@ import pytest
 
 from multiverse.config import PoolSettings, Settings
 from multiverse.core.model import Depth, Size
-from multiverse.core.provisioning import pools
+from multiverse.core.pools import reconcile
 from multiverse.core.transition import Event
 from multiverse_lab.simulation.cluster import ClusterSettings
 from multiverse_lab.simulation.faults import FaultKind, Incident, IncidentKind, PlannedFault
@@ -69,7 +69,7 @@ def test_a_restart_forgets_an_exclusion_and_the_next_spare_in_vain_begins_it_ane
 
 
 def test_the_world_reports_a_pool_that_grows_beyond_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pools, "awaiting_job", lambda state: [])
+    monkeypatch.setattr(reconcile, "awaiting_job", lambda state: [])
     violations = simulate(SCENARIO).violations
     assert any("pool of slim may have 2 spares, and has 5" in violation for violation in violations), violations
 

@@ -62,7 +62,7 @@ def test_slurms_delay_is_waited_for() -> None:
 
 
 def test_the_world_notices_a_host_that_is_chosen_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multiverse.core.provisioning.context.avoided", lambda *_: frozenset())
+    monkeypatch.setattr("multiverse.core.context.avoided", lambda *_: frozenset())
     found = simulate(replace(BROKEN, limit=900.0)).violations
     assert any("VMs of slim were tried on h0, where they fail" in one for one in found)
 

@@ -25,6 +25,7 @@ from tests.sampled import one_in
 from multiverse.config import PacingSettings, PoolSettings, Settings
 from multiverse.controller.loop import Controller
 from multiverse.core import planner
+from multiverse.core.capacity.sizes import vm_claim, vm_size
 from multiverse.core.errors import Refused
 from multiverse.core.machines import vm as vm_machine
 from multiverse.core.machines.tables import TABLES
@@ -45,7 +46,6 @@ from multiverse.core.model import (
     said,
 )
 from multiverse.core.policy import Policy
-from multiverse.core.provisioning.sizes import vm_claim, vm_size
 from multiverse.core.state import State
 from multiverse.core.transition import Change, Event
 from multiverse_lab.simulation import fuzz as fuzzing
@@ -97,26 +97,26 @@ def check_seeds(seeds: range) -> list[SeedResult]:
 
 RARE = (
     ("attempt", ("stray",), "at the gate", "queued"),
-    ("attempt", ("introducing", "stray", "ungated"), "cancelled", "reclaiming"),
-    ("attempt", ("allocated", "introducing", "revoking", "spawned"), "changed", "returning"),
-    ("attempt", ("introducing",), "ended", "reclaiming"),
-    ("attempt", ("introducing",), "runs", "allocated"),
-    ("attempt", ("introducing",), "gave up", "returning"),
+    ("attempt", ("adding_user", "stray", "ungated"), "cancelled", "reclaiming"),
+    ("attempt", ("allocated", "adding_user", "revoking", "spawned"), "changed", "returning"),
+    ("attempt", ("adding_user",), "ended", "reclaiming"),
+    ("attempt", ("adding_user",), "runs", "allocated"),
+    ("attempt", ("adding_user",), "gave up", "returning"),
     ("attempt", ("claimed",), "gave up", "revoking"),
     ("attempt", ("stray", "ungated"), "impossible", "revoking"),
     ("attempt", ("reclaiming",), "left the gate", "returning"),
     ("attempt", ("queued", "stray"), "left the gate", "ungated"),
     ("attempt", ("ungated",), "noted", "ungated"),
     ("attempt", ("returning",), "started late", "reclaiming"),
-    ("attempt", ("introducing", "spawned"), "pin expired", "returning"),
+    ("attempt", ("adding_user", "spawned"), "pin expired", "returning"),
     (
         "attempt",
-        ("claimed", "introducing", "queued", "spawned", "spawning", "stray", "ungated"),
+        ("claimed", "adding_user", "queued", "spawned", "spawning", "stray", "ungated"),
         "restarted",
         "reclaiming",
     ),
     ("attempt", ("queued", "ungated"), "strayed", "stray"),
-    ("attempt", ("ungated",), "took a spare", "introducing"),
+    ("attempt", ("ungated",), "took a spare", "adding_user"),
     ("attempt", ("stray", "ungated"), "sent back", "restoring"),
     ("attempt", ("restoring",), "left the gate", "ungated"),
     ("attempt", ("restoring",), "strayed", "stray"),
@@ -495,7 +495,7 @@ def test_something_breaks_at_each_moment(what: IncidentKind, scenario: Scenario)
 
 def test_a_job_takes_an_offered_spare() -> None:
     outcome = keeps_its_promises(OFFERED)
-    assert outcome.transitions[transition_name("attempt", "ungated", "took a spare", "introducing")] == 1
+    assert outcome.transitions[transition_name("attempt", "ungated", "took a spare", "adding_user")] == 1
 
 
 @pytest.mark.parametrize("fault", [FaultKind.FAILED, FaultKind.LOST, FaultKind.CUT, FaultKind.TWICE])
@@ -748,7 +748,7 @@ def test_a_broken_planner_is_found_and_its_scenario_shrunk_saved_and_replayed(
 
 
 def test_the_world_reports_a_job_that_is_cancelled_without_a_true_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multiverse.core.provisioning.obstacles.could_hold", lambda *_: False)
+    monkeypatch.setattr("multiverse.core.admission.obstacles.could_hold", lambda *_: False)
     (wrong,) = simulate(ONE).violations
     assert "nothing justifies" in wrong and "fits on no host" in wrong
 
@@ -853,10 +853,10 @@ for seed in (3, 4):
 
 
 def test_a_seed_names_the_history_in_which_a_promise_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    (seed,) = (seed for seed in range(1, 8) if seed % fuzzing.EXPANDING == fuzzing.EXPANDING // 2)
+    (seed,) = (seed for seed in range(1, 8) if seed % fuzzing.OVERFLOWING == fuzzing.OVERFLOWING // 2)
     monkeypatch.setattr(fuzzing, "simulate", lambda scenario: replace(simulate(scenario), violations=("it is broken",)))
-    assert fuzzing.run_seed(seed).violations == ("it is broken", "--history expanding: it is broken")
-    assert "expanding" in fuzzing.HISTORIES
+    assert fuzzing.run_seed(seed).violations == ("it is broken", "--history overflowing: it is broken")
+    assert "overflowing" in fuzzing.HISTORIES
 
 
 def test_a_scenario_is_made_smaller_only_while_it_breaks_the_same_promise(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,11 +6,11 @@ import pytest
 from tests.sampled import one_in
 
 from multiverse.controller.loop import Controller
+from multiverse.core.admission.reasons import reason_of
+from multiverse.core.explanation.explain import explain
+from multiverse.core.explanation.immediate_capacity import immediate_capacity, sizes_to_show, usage
+from multiverse.core.explanation.what_if import what_if
 from multiverse.core.model import AttemptState, Request, Size, text_of
-from multiverse.core.provisioning.explain import explain
-from multiverse.core.provisioning.reasons import reason_of
-from multiverse.core.provisioning.startable import sizes_to_show, startable, usage
-from multiverse.core.provisioning.trial import try_request
 from multiverse_lab.simulation.generate import crowded, operated, with_faults
 from multiverse_lab.simulation.run import simulate
 from multiverse_lab.simulation.scenario import Scenario
@@ -41,12 +41,12 @@ def test_questions_change_no_history(scenario: Scenario, monkeypatch: pytest.Mon
                     assert found.short == reason_of(attempt, job, self.state.reasons, now)
                     asked[0] += 1
         for request in ASKED:
-            answer = try_request(context, request, 60.0, now)
+            answer = what_if(context, request, 60.0, now)
             assert answer.starts or answer.why
             asked[1] += answer.starts
         usage(context)
         for size in sizes_to_show(context):
-            startable(context, size)
+            immediate_capacity(context, size)
         return committed
 
     monkeypatch.setattr(Controller, "run_pass", asking)

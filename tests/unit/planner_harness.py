@@ -47,7 +47,7 @@ POLICY = Policy(subnet=ipaddress.IPv4Network("10.9.0.0/16"), gateway="10.9.0.1")
 
 SELF_EXPLAINING = frozenset(
     {
-        Event.SUBMITTED, Event.NOTED, Event.AT_GATE, Event.LEFT_GATE, Event.MADE, Event.ALL_JOINED, Event.RUNS,
+        Event.SUBMITTED, Event.NOTED, Event.AT_GATE, Event.LEFT_GATE, Event.CREATED, Event.ALL_JOINED, Event.RUNS,
         Event.PLANNED, Event.EXISTS, Event.START, Event.REGISTERED, Event.FOUND, Event.ABSENT, Event.BUILT,
     }
 )  # fmt: skip
@@ -275,4 +275,4 @@ def failed(row: Attempt | Vm, kind: object, error: object) -> Done:
 
 
 def _held(state: State) -> dict[str, Size]:
-    return {domain: size for domain, size in state.used.items() if size != Size(0, 0, 0)}
+    return {domain: size for domain, size in state.claims.used.items() if size != Size(0, 0, 0)}

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 
 from multiverse.config import Settings
-from multiverse.drivers.slurm import install
+from multiverse.drivers.slurm.site import install
 
 _PROGRAM = """
 slurm = { SUCCESS = 0, ERROR = -1, STEPMGR_ENABLED = 2^41,

@@ -7,6 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from multiverse.core.capacity.empty_hosts import largest_on
+from multiverse.core.capacity.room import room_of
+from multiverse.core.capacity.sizes import template_claim, vm_claim, vm_size
+from multiverse.core.context import Context
 from multiverse.core.machines.tables import TABLES
 from multiverse.core.model import (
     AttemptState,
@@ -37,10 +41,6 @@ from multiverse.core.model import (
 )
 from multiverse.core.planner import plan
 from multiverse.core.policy import Policy, Pool
-from multiverse.core.provisioning.capacity import room_of
-from multiverse.core.provisioning.context import Context
-from multiverse.core.provisioning.largest import largest_on
-from multiverse.core.provisioning.sizes import template_claim, vm_claim, vm_size
 from multiverse.core.rows import Rows
 from multiverse.core.state import State
 from multiverse.core.transition import Change, Event

@@ -1,4 +1,4 @@
-"""Admission, case by case (see the docstring of `provisioning.admission`), and the order of the cases."""
+"""Admission, case by case (see the docstring of `core.admission.admit`), and the order of the cases."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ from itertools import combinations
 
 import pytest
 
+from multiverse.core.admission.admit import Admission, admit
+from multiverse.core.admission.reasons import PASSED_OVER
+from multiverse.core.capacity.empty_hosts import largest_on
+from multiverse.core.capacity.room import Blockage
+from multiverse.core.capacity.sizes import template_claim, vm_claim, vm_size
 from multiverse.core.changes import mark_changes
+from multiverse.core.clones.pacing import Parent
+from multiverse.core.clones.spares import WITHDRAWAL
+from multiverse.core.context import Context
 from multiverse.core.machines.tables import TABLES
 from multiverse.core.model import (
     Attempt,
@@ -46,14 +54,6 @@ from multiverse.core.model import (
 )
 from multiverse.core.planner import plan
 from multiverse.core.policy import Policy, Pool
-from multiverse.core.provisioning.admission import Admission, admit
-from multiverse.core.provisioning.capacity import Blockage
-from multiverse.core.provisioning.context import Context
-from multiverse.core.provisioning.largest import largest_on
-from multiverse.core.provisioning.pacing import Parent
-from multiverse.core.provisioning.reasons import PASSED_OVER
-from multiverse.core.provisioning.sizes import template_claim, vm_claim, vm_size
-from multiverse.core.provisioning.spares import WITHDRAWAL
 from multiverse.core.state import State
 from multiverse.core.transition import Change, Event
 from tests.unit.planner_harness import POLICY

@@ -172,7 +172,7 @@ async def test_a_creation_that_outlives_its_connection_is_observed(agents: list[
         creating.cancel()
         async with controller(agents, "second", one.kept) as two:
             await two.connected()
-            assert await observed(two) == {spec().name: VmCondition.MAKING}
+            assert await observed(two) == {spec().name: VmCondition.CREATING}
             assert next(s for s in two.hypervisor.sources if s.name == "h1").name == "h1"
             await asyncio.sleep(400.0)
             assert await observed(two) == {}
@@ -604,11 +604,11 @@ def test_a_line_keeps_what_it_says() -> None:
 
 
 @virtual
-async def test_a_host_without_an_overlay_refuses_to_connect_vms(agents: list[SimulatedAgent]) -> None:
+async def test_a_host_without_an_vxlan_refuses_to_connect_vms(agents: list[SimulatedAgent]) -> None:
     async with controller(agents) as one:
         await one.connected()
         await one.hypervisor.create(spec())
-        with pytest.raises(Refused, match="has no overlay"):
+        with pytest.raises(Refused, match="has no VXLAN"):
             await one.hypervisor.connect(VmRef("mvtest0-1", "h1"), ())
 
 

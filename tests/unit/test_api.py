@@ -62,7 +62,7 @@ from multiverse.core.model import (
     said,
 )
 from multiverse.core.policy import Policy, Pool
-from multiverse.core.provisioning.pools import PoolStatus
+from multiverse.core.pools.reconcile import PoolStatus
 from multiverse.core.rows import Rows
 from multiverse.core.transition import Command, Effect, EffectKind
 from multiverse.service.api import make_api
@@ -125,7 +125,7 @@ JOURNAL = [
     entry(2, 901.0, "attempt", "admitted", "claimed", reason=said("it fits on h1")),
     entry(3, 901.0, "vm", "planned", "planned"),
     entry(4, 901.5, "vm", "create", None, detail={"stages": [["overlay", 0.002], ["exec", 0.047]]}),
-    entry(5, 902.0, "attempt", "made", "spawning"),
+    entry(5, 902.0, "attempt", "created", "spawning"),
     entry(6, 904.0, "attempt", "all joined", "spawned"),
     entry(7, 905.0, "attempt", "runs", "allocated"),
 ]

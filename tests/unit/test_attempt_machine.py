@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from multiverse.core import planner
+from multiverse.core.admission.admit import Admission
 from multiverse.core.errors import Broken, Refused
-from multiverse.core.machines.attempt import attempt_rests
+from multiverse.core.machines.attempt import attempt_is_settled
 from multiverse.core.machines.tables import TABLES, effect_of
 from multiverse.core.model import (
     Attempt,
@@ -32,7 +33,6 @@ from multiverse.core.model import (
     text_of,
 )
 from multiverse.core.planner import plan
-from multiverse.core.provisioning.admission import Admission
 from multiverse.core.state import State
 from multiverse.core.transition import TERMINAL, Change, Command, Done, EffectKind, Event, Move
 from tests.unit import rows as hand
@@ -372,8 +372,8 @@ def test_the_vms_of_an_attempt_are_started_in_the_move_that_finds_them_all_made(
     for vm in harness.all_vms():
         harness.seen(vm.name, VmCondition.PARKED)
     moves = harness.run()
-    (started,) = [move for move in moves if any(change.event is Event.MADE for change in move.changes)]
-    assert [change.event for change in started.changes] == [Event.MADE, Event.START, Event.START]
+    (started,) = [move for move in moves if any(change.event is Event.CREATED for change in move.changes)]
+    assert [change.event for change in started.changes] == [Event.CREATED, Event.START, Event.START]
 
 
 def test_a_vm_of_whichever_kind_is_best_is_replaced_too() -> None:
@@ -690,7 +690,7 @@ def rests(state: A, shown: JobState | None, *, began: float = 10.0, **more: obje
     row = hand.attempt(state, **{"since": 10.0, **more})
     job = Job(row.job, row.job_name, row.uid, shown, row.request) if shown else None
     view = SchedulerView({"7": job} if job else {})
-    return attempt_rests(row, hand.world_of(view, None, began))
+    return attempt_is_settled(row, hand.world_of(view, None, began))
 
 
 def test_an_attempt_rests_while_its_job_waits_or_runs_as_before() -> None:
@@ -698,14 +698,14 @@ def test_an_attempt_rests_while_its_job_waits_or_runs_as_before() -> None:
     live = [state for state in A if state not in TERMINAL]
     assert {(state, shown) for state in live for shown in [None, *JobState] if rests(state, shown)} == resting
     assert not rests(A.QUEUED, JobState.PENDING, began=9.9), "it is newer than the observation"
-    assert not attempt_rests(hand.attempt(A.QUEUED), World()), "the scheduler is unknown"
+    assert not attempt_is_settled(hand.attempt(A.QUEUED), World()), "the scheduler is unknown"
 
 
 def test_rows_that_rest_are_not_looked_at_again() -> None:
     harness = PlannerHarness()
     harness.to_allocated()
     harness.run()
-    assert (harness.state.dirty_attempts, harness.state.dirty_vms) == (set(), set())
+    assert (harness.state.dirty.attempts, harness.state.dirty.vms) == (set(), set())
 
 
 def test_an_attempt_in_quarantine_rests_until_its_job_is_over() -> None:

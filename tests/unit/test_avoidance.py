@@ -7,21 +7,12 @@ from itertools import pairwise
 
 import pytest
 
+from multiverse.core.context import Context
 from multiverse.core.errors import Broken, Exhausted, Gone, Refused
-from multiverse.core.model import (
-    AttemptState,
-    CloneKind,
-    Key,
-    Template,
-    TemplateState,
-    VmCondition,
-    VmState,
-    text_of,
-)
+from multiverse.core.explanation.explain import explain
+from multiverse.core.explanation.host_verdicts import host_verdicts
+from multiverse.core.model import AttemptState, CloneKind, Key, Template, TemplateState, VmCondition, VmState, text_of
 from multiverse.core.policy import AVOIDED_LIMIT
-from multiverse.core.provisioning.context import Context
-from multiverse.core.provisioning.explain import explain
-from multiverse.core.provisioning.host_verdicts import host_verdicts
 from multiverse.core.transition import Command, Done, EffectKind, Event
 from multiverse.service.findings import findings, repair_command
 from tests.unit.planner_harness import POLICY, PlannerHarness, failed

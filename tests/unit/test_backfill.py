@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from multiverse.core.capacity.job_ends import OVERDUE, STARTING, ends_by, frees_by
+from multiverse.core.context import Context
 from multiverse.core.machines.tables import TABLES
 from multiverse.core.model import (
     Attempt,
@@ -41,8 +43,6 @@ from multiverse.core.model import (
 )
 from multiverse.core.planner import plan
 from multiverse.core.policy import Backfill, Policy, Pool
-from multiverse.core.provisioning.context import Context
-from multiverse.core.provisioning.limits import OVERDUE, STARTING, ends_by, frees_by
 from multiverse.core.state import State
 from multiverse.core.transition import Change, Event
 from tests.unit.planner_harness import POLICY

@@ -79,7 +79,7 @@ def test_an_attempt_that_was_given_up_counts_as_again_and_holds_a_cpu() -> None:
     ("event", "state", "took"),
     [
         (Event.TAKEN, "joined", True),
-        (Event.TOOK, "introducing", True),
+        (Event.TOOK, "adding_user", True),
         (Event.TAKEN, "parked", False),
         (Event.PLANNED, "planned", False),
     ],

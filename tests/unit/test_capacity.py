@@ -8,6 +8,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from multiverse.core.capacity.empty_hosts import could_ever_fit, largest_on
+from multiverse.core.capacity.room import Room
+from multiverse.core.capacity.sizes import NodeRequest, template_size
 from multiverse.core.model import (
     CloneKind,
     Host,
@@ -17,9 +20,6 @@ from multiverse.core.model import (
     Size,
 )
 from multiverse.core.policy import Policy
-from multiverse.core.provisioning.capacity import Room
-from multiverse.core.provisioning.largest import could_ever_fit, largest_on
-from multiverse.core.provisioning.sizes import NodeRequest, template_size
 from tests.unit.planner_harness import POLICY
 
 ABLE = frozenset({"fork", "plug_cpus", "plug_memory"})

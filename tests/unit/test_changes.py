@@ -75,15 +75,15 @@ def settled(*worlds: World) -> State:
     )  # fmt: skip
     for one in worlds:
         mark_changes(here, one, POLICY)
-    here.dirty_attempts.clear()
-    here.dirty_vms.clear()
+    here.dirty.attempts.clear()
+    here.dirty.vms.clear()
     here.unserved.clear()
     return here
 
 
 def marked(here: State, seen: World) -> tuple[set[int], set[int], set[str]]:
     mark_changes(here, seen, POLICY)
-    return here.dirty_attempts, here.dirty_vms, here.unserved
+    return here.dirty.attempts, here.dirty.vms, here.unserved
 
 
 def running(name: str = "mvtest0-1", **more: object) -> VmSeen:
@@ -107,7 +107,7 @@ def test_a_job_that_comes_or_goes_is_a_change(jobs: tuple[Job, ...]) -> None:
     ("change", "marks"),
     [
         ({"cpu_s": 99.0}, False), ({"private": 50.0, "shared": 1.0}, False), ({"condition": VmCondition.DEAD}, True),
-        ({"token": "another"}, True), ({"introduced": (1000,)}, True), ({"host": "h2"}, True),
+        ({"token": "another"}, True), ({"users_added": (1000,)}, True), ({"host": "h2"}, True),
     ],
 )  # fmt: skip
 def test_a_vm_is_marked_by_what_moves_it_and_not_by_what_it_uses(change: dict[str, object], marks: bool) -> None:
@@ -125,10 +125,10 @@ def test_a_source_that_turns_unknown_known_or_silent_marks_its_own_vms_once() ->
     unknown = world(known=False, since=NOW)
     assert marked(here, unknown)[1] == {1}
     for elapsed, marks in ((POLICY.silence, False), (POLICY.silence + 1, True), (POLICY.silence + 2, False)):
-        here.dirty_vms.clear()
+        here.dirty.vms.clear()
         here.now = NOW + elapsed
         assert bool(marked(here, world(known=False, since=NOW))[1]) is marks, elapsed
-    here.dirty_vms.clear()
+    here.dirty.vms.clear()
     assert marked(here, world(vms=(running(),)))[1] == {1}, "it is known again"
 
 

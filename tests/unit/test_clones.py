@@ -6,7 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from multiverse.core.capacity.room import every_host
 from multiverse.core.changes import mark_changes
+from multiverse.core.clones.kinds import Choice, choose_clones, choose_kind, ways_to_make
+from multiverse.core.clones.spares import node_spec
+from multiverse.core.clones.supply import supply_missing
+from multiverse.core.clones.templates import template_sizes
+from multiverse.core.context import Context
 from multiverse.core.errors import Gone
 from multiverse.core.model import (
     Attempt,
@@ -28,17 +34,6 @@ from multiverse.core.model import (
     Why,
     text_of,
 )
-from multiverse.core.provisioning.capacity import every_host
-from multiverse.core.provisioning.clones import (
-    Choice,
-    choose_clones,
-    choose_kind,
-    supply_missing,
-    ways_to_make,
-)
-from multiverse.core.provisioning.context import Context
-from multiverse.core.provisioning.spares import node_spec
-from multiverse.core.provisioning.templates import template_sizes
 from multiverse.core.rows import VmsMissing
 from multiverse.core.transition import EffectKind
 from tests.unit import rows as hand

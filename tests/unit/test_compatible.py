@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from multiverse.core.context import Context
 from multiverse.core.errors import Refused
+from multiverse.core.explanation.immediate_capacity import compatible_hosts
 from multiverse.core.model import CloneKind, Drain, Host, HypervisorView, KnownHost, Load, SchedulerView, Size
 from multiverse.core.planner import plan
-from multiverse.core.provisioning.compatible import compatible_hosts
-from multiverse.core.provisioning.context import Context
 from tests.unit.planner_harness import POLICY
 from tests.unit.rows import IMAGES, state, world_of
 

@@ -8,7 +8,7 @@ import pytest
 
 from multiverse import config
 from multiverse.config import Settings, host_names, load, on_machine, parse, site_cpus
-from multiverse.controller.loop import policy_of
+from multiverse.controller.policy import policy_of
 from multiverse.core.errors import Refused
 from multiverse.core.model import Mount, Overcommitment
 from multiverse.core.policy import Backfill
@@ -76,17 +76,17 @@ def test_a_lease_is_of_a_whole_node_unless_the_site_says_how_much() -> None:
         ({"qemu": {"uplink": "a/b"}}, "qemu.uplink"),
         ({"qemu": {"uplink": "mvup0"}}, "qemu.uplink"),
         ({"qemu": {"run": "/run/" + "x" * 100}}, "qemu.run"),
-        ({"overlay": {"addresses": [["n1", "n1.site"]]}}, "overlay.addresses: 'n1.site' of n1 is no address"),
-        ({"overlay": {"addresses": [["n1", "fe80::1"]]}}, "overlay.addresses: fe80::1 of n1 is of one link only"),
+        ({"vxlan": {"addresses": [["n1", "n1.site"]]}}, "vxlan.addresses: 'n1.site' of n1 is no address"),
+        ({"vxlan": {"addresses": [["n1", "fe80::1"]]}}, "vxlan.addresses: fe80::1 of n1 is of one link only"),
         (
-            {"overlay": {"addresses": [["n1", "fd00::1"], ["n2", "192.0.2.2"]]}},
-            "overlay.addresses: IPv4 and IPv6 cannot be mixed",
+            {"vxlan": {"addresses": [["n1", "fd00::1"], ["n2", "192.0.2.2"]]}},
+            "vxlan.addresses: IPv4 and IPv6 cannot be mixed",
         ),
-        ({"overlay": {"port": 0}}, "overlay.port"),
-        ({"overlay": {"mtu": 100}}, "overlay.mtu"),
-        ({"overlay": {"network": 1 << 24}}, "overlay.network"),
-        ({"overlay": {"enabled": True}, "qemu": {"uplink": "up0"}}, "overlay: with qemu.uplink"),
-        ({"overlay": {"enabled": True}, "hosts": [{"nodes": "n1", "uplink": "up0"}]}, "overlay: with qemu.uplink"),
+        ({"vxlan": {"port": 0}}, "vxlan.port"),
+        ({"vxlan": {"mtu": 100}}, "vxlan.mtu"),
+        ({"vxlan": {"network": 1 << 24}}, "vxlan.network"),
+        ({"vxlan": {"enabled": True}, "qemu": {"uplink": "up0"}}, "vxlan: with qemu.uplink"),
+        ({"vxlan": {"enabled": True}, "hosts": [{"nodes": "n1", "uplink": "up0"}]}, "vxlan: with qemu.uplink"),
         ({"backfill": {"depth": 0}}, "backfill.depth: input should be"),
         ({"backfill": {"overtakes": -1}}, "backfill.overtakes: input should be"),
     ],

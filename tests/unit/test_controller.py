@@ -13,9 +13,9 @@ from multiverse.config import Settings
 from multiverse.controller.backoff import AGAIN, AGAIN_LIMIT
 from multiverse.controller.loop import Controller
 from multiverse.controller.publication import TIMEOUT
+from multiverse.core.capacity.empty_hosts import job_limits
 from multiverse.core.errors import Refused, Unknown
 from multiverse.core.model import Host, HypervisorView, JobLimits, KnownHost, SchedulerView, Size
-from multiverse.core.provisioning.submission import job_limits
 from multiverse.store import Store
 from multiverse_lab.simulation.clock import VirtualClock
 from multiverse_lab.simulation.loop import run

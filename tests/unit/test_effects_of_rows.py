@@ -40,7 +40,7 @@ EFFECTS: list[tuple[Row, E | None, str]] = [
     (attempt(A.CLAIMED, note=said("wait")), None, ""),
     (attempt(A.SPAWNING, note=said("wait")), None, ""),
     (attempt(A.SPAWNED, choice=said("instant on h1")), E.PIN, "instant on h1"),
-    (attempt(A.INTRODUCING, choice=said("instant on h1")), E.PIN, "instant on h1"),
+    (attempt(A.ADDING_USER, choice=said("instant on h1")), E.PIN, "instant on h1"),
     (attempt(A.ALLOCATED), None, ""),
     (attempt(A.RETURNING, outcome="requeued", reason="held"), E.GATE, ""),
     (attempt(A.REVOKING, outcome="revoked", reason="too large"), E.REVOKE, "too large"),

@@ -9,6 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from multiverse.controller.comments import CommentPlan
+from multiverse.core.admission.reasons import BEHIND, FIRST
+from multiverse.core.explanation.explain import Explanation, explain, explain_ended, explain_new
+from multiverse.core.explanation.host_verdicts import HostVerdict, host_verdicts
 from multiverse.core.model import (
     AttemptState,
     Drain,
@@ -22,9 +25,6 @@ from multiverse.core.model import (
     said,
 )
 from multiverse.core.model.wording import for_long
-from multiverse.core.provisioning.explain import Explanation, explain, explain_ended, explain_new
-from multiverse.core.provisioning.host_verdicts import HostVerdict, host_verdicts
-from multiverse.core.provisioning.reasons import BEHIND, FIRST
 from tests.unit.planner_harness import POLICY
 from tests.unit.rows import SOURCE, attempt, template
 from tests.unit.test_admission_cases import host
@@ -177,8 +177,8 @@ def test_each_stage_has_a_sentence_of_its_own() -> None:
 
 
 def test_what_failed_says_why_and_what_to_do() -> None:
-    found = explain_ended(attempt(A.FAILED, job="9", reason="no VM could be made for it"), 7200.0)
-    assert words(found) == ("It failed 2 h ago: no VM could be made for it.",)
+    found = explain_ended(attempt(A.FAILED, job="9", reason="no VM could be created for it"), 7200.0)
+    assert words(found) == ("It failed 2 h ago: no VM could be created for it.",)
     assert "multiverse timeline 9 --events" in found.todo
 
 
@@ -295,7 +295,7 @@ def test_a_host_that_is_closed_without_an_operators_word_is_told_apart(monkeypat
     cluster.run()
     assert cluster.state is not None
     without = replace(cluster.context(), without=frozenset({"h1"}))
-    monkeypatch.setattr("multiverse.core.provisioning.host_verdicts.for_attempt", lambda *_: without)
+    monkeypatch.setattr("multiverse.core.explanation.host_verdicts.for_attempt", lambda *_: without)
     cluster.state.close_hosts(frozenset({"h2"}), frozenset())
     row = attempt(A.QUEUED, id=3, job="3")
     found = {one.hosts: str(one.why) for one in host_verdicts(cluster.context(), row)}

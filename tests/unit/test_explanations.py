@@ -77,9 +77,9 @@ def test_what_is_private_is_left_out_of_every_field() -> None:
 
 def test_the_latest_attempt_of_a_job_is_told() -> None:
     older = attempt(A.REQUEUED, id=1, job="5", reason="no VM joined")
-    newer = attempt(A.FAILED, id=9, job="5", reason="no VM could be made")
+    newer = attempt(A.FAILED, id=9, job="5", reason="no VM could be created")
     (one,) = explanations(crowded(), older, newer).of_job("5", OPERATOR).jobs
-    assert one.attempt == 9 and one.text == "It failed 2 h ago: no VM could be made." and one.todo
+    assert one.attempt == 9 and one.text == "It failed 2 h ago: no VM could be created." and one.todo
     assert not one.hosts and one.waiting_since is None
 
 

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multiverse.core.free import FreeIndex, HostGroup, fits
+from multiverse.core.capacity.host_limits import HostLimits
+from multiverse.core.capacity.placement_policies import BUILT_IN, draws
+from multiverse.core.capacity.room import Room, every_host, room_of
+from multiverse.core.capacity_index import CapacityIndex, HostGroup, fits
+from multiverse.core.context import Context
 from multiverse.core.machines.tables import TABLES
 from multiverse.core.model import Host, HypervisorView, Overcommitment, Placement, Size, TemplateKey
-from multiverse.core.provisioning.capacity import Room, every_host, room_of
-from multiverse.core.provisioning.context import Context
-from multiverse.core.provisioning.permitted import Open
-from multiverse.core.provisioning.placement import BUILT_IN, draws
 from multiverse.core.state import State
 from tests.unit.planner_harness import POLICY
 from tests.unit.rows import rows, world_of
@@ -107,8 +107,8 @@ def test_random_fit_depends_on_the_seed_alone_and_chooses_each_host_that_fits() 
 def test_random_fit_finds_the_only_usable_host_among_many() -> None:
     many = room(*[(4, 4000)] * 400)
     only = dict.fromkeys(many.free, Size(1, 1))
-    assert many.place(1, only, choose=BUILT_IN["random-fit"], hosts=Open(lambda name: name == "h399")) == ["h399"]
-    assert many.place(1, only, choose=BUILT_IN["random-fit"], hosts=Open(lambda _: False)) is None
+    assert many.place(1, only, choose=BUILT_IN["random-fit"], hosts=HostLimits(lambda name: name == "h399")) == ["h399"]
+    assert many.place(1, only, choose=BUILT_IN["random-fit"], hosts=HostLimits(lambda _: False)) is None
 
 
 def test_packing_takes_the_host_that_holds_the_most_and_the_tightest_for_the_rest() -> None:
@@ -154,7 +154,7 @@ def test_no_policy_places_more_on_a_host_than_the_job_allows(
     on, claim = room(*[(have, 4000) for have in cpus]), Size(1, 1)
     before = {name: list(free) for name, free in on.free.items()}
     chosen = on.place(
-        count, dict.fromkeys(on.free, claim), choose=BUILT_IN[policy], seed="s", hosts=Open(limit=lambda _: most)
+        count, dict.fromkeys(on.free, claim), choose=BUILT_IN[policy], seed="s", hosts=HostLimits(limit=lambda _: most)
     )
     assert (chosen is not None) == (sum(min(most, have) for have in cpus) >= count)
     if chosen is None:
@@ -195,7 +195,7 @@ def test_a_copy_and_its_room_change_by_themselves(steps: list[tuple[bool, str, i
 
 
 def test_equal_hosts_form_a_class_whatever_they_have_available() -> None:
-    index = FreeIndex()
+    index = CapacityIndex()
     index.follow({
         "h1": host("h1", available=10), "h2": host("h2", available=20, available_disk=5), "h3": host("h3", 5),
     })  # fmt: skip
@@ -207,7 +207,7 @@ def test_equal_hosts_form_a_class_whatever_they_have_available() -> None:
 
 
 def test_closed_hosts_are_classes_of_their_own_until_they_are_open_again() -> None:
-    index, which = FreeIndex(), TemplateKey("h1", "slim", Size(1, 256))
+    index, which = CapacityIndex(), TemplateKey("h1", "slim", Size(1, 256))
     index.close(frozenset({"h1", "h9"}))
     index.follow({name: host(name) for name in ("h1", "h2")})
     index.set_free("h1", [1, 1, 1, 0])
@@ -246,7 +246,7 @@ def test_decisions_are_as_if_closed_hosts_were_not_there(
 
 
 def test_hosts_with_a_template_ready_are_kept_apart_while_they_are_in_sight() -> None:
-    index, which = FreeIndex(), TemplateKey("h1", "slim", Size(1, 256))
+    index, which = CapacityIndex(), TemplateKey("h1", "slim", Size(1, 256))
     index.follow({name: host(name) for name in ("h1", "h2")})
     for name in ("h1", "h2"):
         index.set_free(name, [1, 1, 1, 0])
@@ -264,7 +264,7 @@ def test_hosts_with_a_template_ready_are_kept_apart_while_they_are_in_sight() ->
 
 
 def test_what_time_alone_changes_is_computed_again_when_its_time_has_come() -> None:
-    index = FreeIndex()
+    index = CapacityIndex()
     index.follow({name: host(name) for name in ("h1", "h2")})
     assert index.take_stale(0.0) == ["h1", "h2"] and index.take_stale(0.0) == []
     index.when("h1", 10.0)

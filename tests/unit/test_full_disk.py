@@ -18,6 +18,9 @@ import pytest
 
 from multiverse.config import Settings
 from multiverse.controller.loop import Controller
+from multiverse.core.capacity.empty_hosts import largest_on
+from multiverse.core.capacity.room import Room, room_of
+from multiverse.core.context import Context
 from multiverse.core.errors import Exhausted
 from multiverse.core.model import (
     AttemptState,
@@ -36,9 +39,6 @@ from multiverse.core.model import (
     text_of,
 )
 from multiverse.core.planner import plan
-from multiverse.core.provisioning.capacity import Room, room_of
-from multiverse.core.provisioning.context import Context
-from multiverse.core.provisioning.largest import largest_on
 from multiverse.core.transition import RELEASING_EFFECTS, Change, Command, EffectKind, Event, Move
 from multiverse.host.qemu import full_disk
 from multiverse.host.qemu.full_disk import PausedGuests

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multiverse import config
-from multiverse.agent.overlay import OverlayDirectory
+from multiverse.agent.vxlan import VxlanDirectory
 from multiverse.controller.groups import GroupBook
 from multiverse.core.errors import Exhausted, Refused, Unknown
 from multiverse.core.model import (
@@ -30,7 +30,7 @@ from multiverse.core.model import (
     group_of,
 )
 from multiverse.core.transition import Change, Event, Move
-from multiverse.drivers.slurm.addresses import AddressFile
+from multiverse.drivers.slurm.site.addresses import AddressFile
 from multiverse.guest.agent import network
 from multiverse.host import manifest
 from multiverse.host.firewall import Firewall
@@ -41,7 +41,7 @@ from multiverse.system.hosts_file import keep_names
 from multiverse_lab.simulation.clock import VirtualClock
 from multiverse_lab.simulation.loop import run
 from tests.unit import rows
-from tests.unit.test_overlay import Machines, Told
+from tests.unit.test_vxlan import Machines, Told
 
 # --- groups -----------------------------------------------------------------------------------------
 
@@ -253,10 +253,10 @@ def test_hosts_always_come_to_know_what_is(
     run(script(), 1)
 
 
-async def test_members_are_told_with_the_machines_to_which_the_overlay_leads() -> None:
+async def test_members_are_told_with_the_machines_to_which_the_vxlan_leads() -> None:
     """None is needed to the host's own machine, and those on an unknown one are left out."""
     members = [placed_member(n, host) for n, host in enumerate(("h1", "h2", "h4", "nowhere.invalid"), 1)]
-    directory = OverlayDirectory(Machines(), lambda _: None, Told().connect)
+    directory = VxlanDirectory(Machines(), lambda _: None, Told().connect)
     found = await directory.located("h1", members)
     assert {one.host: one.machine for one in found} == {"h1": "", "h2": "198.51.100.12", "h4": ""}
 

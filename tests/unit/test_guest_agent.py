@@ -369,7 +369,7 @@ IDENTITY = {
         "users": [],
         "mounts": [{"source": "10.0.0.1:/home", "target": "/home", "type": "nfs4", "options": "ro"}],
         "peers": [["mva-2", "10.0.0.10"]],
-        "membership": {
+        "bootstrap": {
             "files": [],
             "directories": [],
             "daemons": [{"name": "slurmd", "argv": ["/usr/sbin/slurmd", "-D"], "user": "root", "ready_path": ""}],
@@ -435,7 +435,7 @@ def test_a_spare_knows_the_users_of_its_daemons_and_stays_a_spare(
     wire: tuple[HostChannel, socket.socket], steps: list[tuple[str, tuple[object, ...]]]
 ) -> None:
     message: dict[str, Any] = copy.deepcopy(IDENTITY)
-    message["identity"]["membership"]["users"] = [{"name": "slurm"}]
+    message["identity"]["bootstrap"]["users"] = [{"name": "slurm"}]
     GuestAgent(wire[0], -1).handle(message)
     assert dict(steps)["add_users"] == ([{"name": "slurm"}],)
     assert "make_pipe" in dict(steps)
@@ -457,15 +457,15 @@ def test_a_user_is_added_before_the_job_continues(
 ) -> None:
     channel, host = wire
     guest_agent = GuestAgent(channel, -1)
-    reading, guest_agent.introduced = os.pipe2(os.O_NONBLOCK)
-    guest_agent.handle({"type": "introduce", "user": {"name": "alice"}, "names": [], "time": time.time()})
+    reading, guest_agent.user_added = os.pipe2(os.O_NONBLOCK)
+    guest_agent.handle({"type": "add_user", "user": {"name": "alice"}, "names": [], "time": time.time()})
     nobody = ("learn_names", ([], [], True))
     assert steps == [("add_users", ([{"name": "alice"}],)), nobody], "the clock was right"
     assert os.read(reading, 1000) == b"\n" * contract.MOST_WAIT
-    assert json.loads(host.recv(1000)) == {"type": "introduced"}
-    guest_agent.handle({"type": "introduce", "user": {"name": "alice"}, "names": [], "time": time.time() + 10})
+    assert json.loads(host.recv(1000)) == {"type": "user_added"}
+    guest_agent.handle({"type": "add_user", "user": {"name": "alice"}, "names": [], "time": time.time() + 10})
     assert [name for name, _ in steps] == ["add_users", "learn_names", "add_users", "learn_names", "clock_settime"]
-    for descriptor in (reading, guest_agent.introduced):
+    for descriptor in (reading, guest_agent.user_added):
         os.close(descriptor)
 
 

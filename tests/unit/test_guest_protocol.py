@@ -27,7 +27,7 @@ from multiverse.guest.protocol import (
     identity_message,
 )
 
-TYPES = ("fork_point", "forked", "becoming", "started", "failed", "flushed", "daemon_ended", "audited", "introduced")
+TYPES = ("fork_point", "forked", "becoming", "started", "failed", "flushed", "daemon_ended", "audited", "user_added")
 ALICE = User("alice", 2000, 2000, "/home/alice", "/bin/bash", (("alice", 2000), ("hpc", 2100)))
 
 # What release 0.9.0 sends. Its guest agents run in VMs and lie in frozen templates, so the text of these lines, without
@@ -42,7 +42,7 @@ IDENTITY_ON_THE_WIRE = (
     '"mounts":[{"source":"10.0.0.1:/home","target":"/home","type":"nfs4","options":""},'
     '{"source":"work","target":"/work","type":"9p","options":"trans=virtio"}],'
     '"peers":[["mva-1","10.0.0.9"],["mva-2","10.0.0.10"]],'
-    '"membership":{"files":[{"path":"/etc/munge/munge.key","content":"AGtleQ==","mode":256,"owner":"munge"}],'
+    '"bootstrap":{"files":[{"path":"/etc/munge/munge.key","content":"AGtleQ==","mode":256,"owner":"munge"}],'
     '"directories":[["/var/spool/slurmd","root",493]],'
     '"daemons":[{"name":"munged","argv":["/usr/sbin/munged","-F"],"user":"munge",'
     '"ready_path":"/run/munge/munge.socket.2"},'
@@ -75,7 +75,7 @@ def test_the_users_of_the_nodes_daemons_are_sent_beside_those_of_jobs() -> None:
     """A VM without users of jobs is a spare, whatever its daemons need."""
     spare = replace(identity(), users=(), bootstrap=NodeBootstrap(users=(ALICE,)))
     message = json.loads(identity_message(spare, cpus=1, plugged=0, disk=0))["identity"]
-    assert message["users"] == [] and message["membership"]["users"] == [json.loads(ALICE_ON_THE_WIRE)]
+    assert message["users"] == [] and message["bootstrap"]["users"] == [json.loads(ALICE_ON_THE_WIRE)]
 
 
 def test_an_identity_is_the_line_that_released_agents_read() -> None:
@@ -94,7 +94,7 @@ def test_an_identity_begins_with_the_bytes_by_which_the_agent_recognizes_it() ->
 
 def test_a_user_is_the_line_that_released_agents_read() -> None:
     line = add_user_message(ALICE)
-    expected = f'{{"type":"introduce","user":{ALICE_ON_THE_WIRE},"names":[],"time":{json.loads(line)["time"]}}}\n'
+    expected = f'{{"type":"add_user","user":{ALICE_ON_THE_WIRE},"names":[],"time":{json.loads(line)["time"]}}}\n'
     assert line.decode() == expected
 
 
@@ -130,7 +130,7 @@ def test_the_requests_are_the_lines_that_released_agents_read() -> None:
                 audit={"hostname": "mva-1", "host_keys": "AAA BBB", "now": 1700000000000, "fresh": "cd"},
             ),
         ),
-        (b'{"type":"introduced"}\n', Report("introduced")),
+        (b'{"type":"user_added"}\n', Report("user_added")),
         (b'{"type":"flushed"}\n', Report("flushed")),
     ],
 )

@@ -102,7 +102,7 @@ def test_what_another_vm_has_is_refused_and_that_vm_is_named(
         ({"kind": CloneKind.FULL}, "kind"),
     ],
 )
-@pytest.mark.parametrize("phase", [VmPhase.MAKING, VmPhase.PARKED, VmPhase.STARTED])
+@pytest.mark.parametrize("phase", [VmPhase.CREATING, VmPhase.PARKED, VmPhase.STARTED])
 def test_a_name_in_use_by_another_vm_is_refused(
     config: QemuHostConfig, qemu: ProcessIdentity, change: dict[str, object], shown: str, phase: VmPhase
 ) -> None:
@@ -136,7 +136,7 @@ def test_a_manifest_with_fields_of_a_later_release_is_read(config: QemuHostConfi
 
 def test_an_observation_shows_the_token_of_each_vm(config: QemuHostConfig, qemu: ProcessIdentity) -> None:
     record(config.vms, ONE, qemu)
-    record(config.vms, TWO, qemu, token="", phase=VmPhase.MAKING)
+    record(config.vms, TWO, qemu, token="", phase=VmPhase.CREATING)
     (config.vms / "mva-3").mkdir()
     host = QemuHost(config)
     assert {name: vm.token for name, vm in host.observe().vms.items()} == {"mva-1": ONE.token, "mva-2": "", "mva-3": ""}
@@ -208,7 +208,7 @@ def test_the_registry_follows_what_other_processes_do(tmp_path: Path, qemu: Proc
 def test_an_interrupted_creation_is_done_again_with_the_same_specification(
     config: QemuHostConfig, qemu: ProcessIdentity, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    record(config.vms, ONE, qemu, phase=VmPhase.MAKING, pid=0)
+    record(config.vms, ONE, qemu, phase=VmPhase.CREATING, pid=0)
     (config.vms / ONE.name / "disk.qcow2").touch()
     begun: list[list[str]] = []
 
@@ -238,7 +238,7 @@ def test_a_vm_with_another_token_gets_no_neighbours(config: QemuHostConfig, qemu
     record(config.vms, ONE, qemu)
     host, added = QemuHost(config), list[str]()
     there = [Neighbour("10.9.0.3", "02:00:00:00:00:03", "192.0.2.2")]
-    host._context.overlay = SimpleNamespace(add=lambda name, _: added.append(name))  # type: ignore[assignment]
+    host._context.vxlan = SimpleNamespace(add=lambda name, _: added.append(name))  # type: ignore[assignment]
     with pytest.raises(Refused, match="mva-1 is another VM"):
         host.connect("mva-1", there, "secret-other")
     assert added == []

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from multiverse.core.capacity.sizes import template_claim, vm_claim, vm_size
 from multiverse.core.model import (
     AttemptState,
     CloneKind,
@@ -22,7 +23,6 @@ from multiverse.core.model import (
     text_of,
 )
 from multiverse.core.policy import Pool
-from multiverse.core.provisioning.sizes import template_claim, vm_claim, vm_size
 from tests.unit.planner_harness import POLICY, PlannerHarness
 
 BOOTS = Request(1, Size(1, 500), kind=CloneKind.FULL)
@@ -175,7 +175,7 @@ def test_where_the_hypervisor_assigns_addresses_a_vm_learns_its_own_when_it_exis
     (planned,) = h.all_vms()
     assert planned.state is VmState.PLANNED and (planned.mac, planned.address) == ("", "")
     assert planned.token and planned.place.source == "hosts"
-    shown = VmSeen(planned.name, "h1", VmCondition.MAKING, token=planned.token)
+    shown = VmSeen(planned.name, "h1", VmCondition.CREATING, token=planned.token)
     h.vms[planned.name] = shown
     h.run()
     assert h.all_vms() == [planned], "it is still being made"

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from multiverse.core.capacity.empty_hosts import job_limits
 from multiverse.core.model import Depth, Drain, HostState, KnownHost, Size, TemplateState, VmCondition, VmState, text_of
 from multiverse.core.policy import Pool
-from multiverse.core.provisioning.submission import job_limits
 from multiverse.core.transition import Command, Event
 from tests.unit.planner_harness import POLICY, PlannerHarness
 from tests.unit.rows import SOURCE, changes_of

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multiverse.core.errors import Broken, Exhausted, Refused
-from multiverse.images import catalog, digest, place, transfer
+from multiverse.images import catalog, digest, install, transfer
 from multiverse.images.catalog import Image, list_images, load, write_manifest
 from multiverse.images.store import ImageStore
 
@@ -127,7 +127,7 @@ def crashing(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
         monkeypatch.setattr(Path, "rename", rename_or_crash)
         # Nothing is removed after a crash either.
-        monkeypatch.setattr(place.shutil, "rmtree", lambda *args, **kwargs: None)
+        monkeypatch.setattr(install.shutil, "rmtree", lambda *args, **kwargs: None)
 
     return crash_after
 
@@ -158,7 +158,7 @@ def test_where_names_cannot_be_exchanged_the_old_image_is_put_back_after_a_crash
     def cannot(one: Path, other: Path) -> None:
         raise OSError(errno.EINVAL, "not on NFS")
 
-    monkeypatch.setattr(place.kernel, "exchange", cannot)
+    monkeypatch.setattr(install.kernel, "exchange", cannot)
     crashing(renames)
     with contextlib.suppress(Crash):
         transfer.copy(newer, there)
@@ -248,8 +248,8 @@ def test_a_name_leads_to_no_other_directory(tmp_path: Path) -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 40 * 16), st.binary(min_size=1, max_size=8)), max_size=5))
 def test_a_digest_depends_on_content_and_not_on_holes(pieces: list[tuple[int, bytes]]) -> None:
-    with tempfile.TemporaryDirectory() as place:
-        one, other = (image(Path(place, name)) for name in ("one", "other"))
+    with tempfile.TemporaryDirectory() as install:
+        one, other = (image(Path(install, name)) for name in ("one", "other"))
         size = 41 * BLOCK
         plain = bytearray(size)
         with one.disk.open("wb") as file:

@@ -13,7 +13,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from multiverse.config import ImageSettings, Settings, SlurmSettings
+from multiverse.core.admission.admit import admit
+from multiverse.core.capacity.empty_hosts import could_ever_fit, job_limits, largest_on
+from multiverse.core.capacity.sizes import NodeRequest, template_size
 from multiverse.core.changes import mark_changes
+from multiverse.core.context import Context
 from multiverse.core.model import (
     MOST_NODES,
     OTHER_IMAGES,
@@ -35,13 +39,8 @@ from multiverse.core.model import (
     text_of,
 )
 from multiverse.core.policy import Policy
-from multiverse.core.provisioning.admission import admit
-from multiverse.core.provisioning.context import Context
-from multiverse.core.provisioning.largest import could_ever_fit, largest_on
-from multiverse.core.provisioning.sizes import NodeRequest, template_size
-from multiverse.core.provisioning.submission import job_limits
 from multiverse.core.transition import Event
-from multiverse.drivers.slurm.submission import SubmissionFile
+from multiverse.drivers.slurm.submission.limits_file import SubmissionFile
 from tests.unit.planner_harness import POLICY
 from tests.unit.rows import SOURCE, attempt, changes_of, state, world_of
 from tests.unit.slurm_lua import install_scripts, modify, needs_lua, submit_each

@@ -24,7 +24,7 @@ def vms(number: int = 0) -> list[JobVm]:
 
 def test_the_agents_of_a_jobs_nodes_agree_on_names_and_addresses_whatever_the_job_is_on_their_host() -> None:
     known = {ADDRESSES.peers(replace(vm, number=number)) for number, vm in enumerate(vms())}
-    assert known == {tuple((guest_name(7, vm.place), ADDRESSES.shared(vm.place)) for vm in vms())}
+    assert known == {tuple((guest_name(7, vm.rank), ADDRESSES.shared(vm.rank)) for vm in vms())}
     assert len({address for _, address in ADDRESSES.peers(VM)}) == 4
 
 

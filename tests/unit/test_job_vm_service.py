@@ -190,7 +190,7 @@ async def test_a_job_has_as_many_vms_as_it_asked_for_and_the_next_agent_knows_th
     assert sorted(served.host.vms) == [(7, 0), (7, 1)]
     one, two = (served.host.vms[7, index] for index in (0, 1))
     assert (one.cpus, one.memory) == (two.cpus, two.memory) == (1, 308)
-    assert one.number == two.number and (one.place, two.place) == (0, 1)
+    assert one.number == two.number and (one.rank, two.rank) == (0, 1)
     for own in ("run", "token", "task_token"):
         assert getattr(one, own) != getattr(two, own), own
     lines = (served.directory / "records" / "7.groups").read_text().splitlines()

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from multiverse.agent.job_protocol import PROTOCOL, PluginTest, parse
 from multiverse.agent.job_protocol import answer as answer_of_agent
 from multiverse.config import JobVmSettings, Settings, SlurmSettings
-from multiverse.drivers.slurm.job_feature import TEST
-from multiverse.drivers.slurm.plugstack import plugstack
+from multiverse.drivers.slurm.job_vms.feature import TEST
+from multiverse.drivers.slurm.site.plugstack import plugstack
 from tests.unit.plugin_harness import SPANK, build, needs_plugin
 from tests.unit.slurm_lua import PARTITIONS, install_scripts, modify, needs_lua, run, submit, submit_each
 

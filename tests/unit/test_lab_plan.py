@@ -223,11 +223,11 @@ def test_routed_hosts_are_in_networks_of_their_own(short: Path) -> None:
     where = layout(short)
     where.make()
     sections = configure._sections(where, made)
-    given = dict(sections["overlay"]["addresses"])
+    given = dict(sections["vxlan"]["addresses"])
     assert given == {configure.hostname(): made.underlay(0)[1]} | {one.name: one.address for one in made.own_hosts}
     other = configure._sections(where, replace(made, bridge="mvlab211", subnet="10.211.0.0/16"))
-    assert sections["overlay"]["port"] != other["overlay"]["port"]
-    assert "overlay" not in configure._sections(where, replace(PLAN, hosts=2))
+    assert sections["vxlan"]["port"] != other["vxlan"]["port"]
+    assert "vxlan" not in configure._sections(where, replace(PLAN, hosts=2))
     with pytest.raises(Refused, match="this lab has one"):
         plan.decide(where, LabOptions(routed=True))
     assert plan.decide(where, LabOptions(hosts=2, routed=True)).routed == plan.decide(where, LabOptions()).routed

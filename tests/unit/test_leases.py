@@ -9,7 +9,9 @@ import pytest
 from multiverse.bundles.qemu.agents import PilotTransport, connect_agents
 from multiverse.config import Settings
 from multiverse.controller.forecast import ForecastRecorder
+from multiverse.core.capacity.empty_hosts import job_limits
 from multiverse.core.errors import Broken, Refused, Unknown
+from multiverse.core.leases.leasable import leasable_hosts
 from multiverse.core.machines.host import fences
 from multiverse.core.machines.lease import step_lease, unexplained_pilots
 from multiverse.core.model import (
@@ -34,8 +36,6 @@ from multiverse.core.model import (
     VmState,
     text_of,
 )
-from multiverse.core.provisioning.leasing import leasable_hosts
-from multiverse.core.provisioning.submission import job_limits
 from multiverse.core.transition import Change, Command, Done, EffectKind, Event, Move
 from tests.unit.lease_harness import LEASING, PHYSICAL, LeaseHarness
 from tests.unit.planner_harness import context_of
@@ -274,7 +274,7 @@ def test_a_host_without_vms_is_given_back_after_its_idle_time() -> None:
     site.run()
     assert not site.state.leases and lease.name not in site.state.hosts
     assert not site.state.templates_on(lease.name), "what was on it has gone with it"
-    assert not site.state.claims_in(lease.name)
+    assert not site.state.claims.on(lease.name)
 
 
 def test_nothing_is_made_on_a_host_in_the_pass_in_which_its_lease_ends_though_it_is_still_shown() -> None:

@@ -27,8 +27,8 @@ from multiverse.core.model import (
 )
 from multiverse.core.model.names import site_of_lease
 from multiverse.core.state import State
-from multiverse.drivers.slurm import parse
-from multiverse.drivers.slurm.offers import OfferFiles
+from multiverse.drivers.slurm.reading import parse
+from multiverse.drivers.slurm.submission.offers import OfferFiles
 from multiverse.host.qemu.context import HostContext
 from multiverse.host.registry import VmRegistry
 from multiverse.host.uids import UidPool

@@ -9,6 +9,8 @@ import pytest
 
 from multiverse.core import planner
 from multiverse.core.changes import mark_changes
+from multiverse.core.clones.spares import named_by_none
+from multiverse.core.context import Context
 from multiverse.core.errors import Refused, Unknown
 from multiverse.core.machines.attempt import open_attempts, step_attempt
 from multiverse.core.machines.offer import step_offer
@@ -39,9 +41,7 @@ from multiverse.core.model import (
     text_of,
 )
 from multiverse.core.policy import Pool
-from multiverse.core.provisioning.context import Context
-from multiverse.core.provisioning.pools import pool_status
-from multiverse.core.provisioning.spares import named_by_none
+from multiverse.core.pools.reconcile import pool_status
 from multiverse.core.transition import Effect, EffectKind, Event
 from multiverse.service.timeline import phases
 from tests.unit import rows as hand
@@ -103,9 +103,9 @@ class SparesHarness(PlannerHarness):
         """The states of the first attempt's VMs."""
         return [str(vm.state) for vm in self.all_vms()]
 
-    def introduced(self) -> None:
+    def user_added(self) -> None:
         vm = next(iter(self.rows.vms.values()))
-        self.vms[vm.name] = VmSeen(vm.name, "h1", VmCondition.RUNNING, introduced=(1000,))
+        self.vms[vm.name] = VmSeen(vm.name, "h1", VmCondition.RUNNING, users_added=(1000,))
         self.ended(self.attempt().key)
         self.run()
 
@@ -153,7 +153,7 @@ def test_a_job_that_took_a_spare_has_it_in_whichever_state_it_is(state: JobState
     s = SparesHarness()
     attempt = s.taken(state)
     vm = next(vm for vm in s.rows.vms.values() if vm.attempt == attempt.id)
-    assert (attempt.state, attempt.feature) == (A.INTRODUCING, vm.feature)
+    assert (attempt.state, attempt.feature) == (A.ADDING_USER, vm.feature)
     assert (vm.state, s.offer_of(vm)) == (V.JOINED, O.TAKEN)
     effect = effect_of(attempt)
     assert effect is not None and effect.kind is EffectKind.PIN, "which adds its user"
@@ -208,20 +208,20 @@ def test_the_attempt_is_allocated_when_the_guest_knows_the_user_and_not_before()
     s.taken()
     s.run()
     s.run()
-    assert s.attempt().state is A.INTRODUCING
+    assert s.attempt().state is A.ADDING_USER
     s.hypervisor_known, s.unknown_since = False, s.clock.time
     s.run()
-    assert s.attempt().state is A.INTRODUCING, "nothing is known of the guest"
+    assert s.attempt().state is A.ADDING_USER, "nothing is known of the guest"
     s.hypervisor_known = True
     vm = s.spare
-    s.vms[vm.name] = VmSeen(vm.name, "h1", VmCondition.RUNNING, introduced=(1,))
+    s.vms[vm.name] = VmSeen(vm.name, "h1", VmCondition.RUNNING, users_added=(1,))
     s.run()
-    assert s.attempt().state is A.INTRODUCING, "another user was added"
-    s.vms[vm.name] = VmSeen(vm.name, "h1", VmCondition.RUNNING, introduced=(1000,))
+    assert s.attempt().state is A.ADDING_USER, "another user was added"
+    s.vms[vm.name] = VmSeen(vm.name, "h1", VmCondition.RUNNING, users_added=(1000,))
     s.effect_ended_at[s.attempt().key] = math.inf
     s.run()
-    assert s.attempt().state is A.INTRODUCING, "its effect still runs"
-    s.introduced()
+    assert s.attempt().state is A.ADDING_USER, "its effect still runs"
+    s.user_added()
     assert s.attempt().state is A.ALLOCATED
     assert [vm.state for vm in s.all_vms()] == [V.SERVING]
 
@@ -231,8 +231,8 @@ def test_the_end_of_the_job_waits_until_the_guest_knows_the_user_too() -> None:
     s.taken()
     s.job(state=JobState.COMPLETING)
     s.run()
-    assert s.attempt().state is A.INTRODUCING, "or its node would never be free of it"
-    s.introduced()
+    assert s.attempt().state is A.ADDING_USER, "or its node would never be free of it"
+    s.user_added()
     s.run()
     assert s.attempt().state is A.RECLAIMING
 
@@ -245,7 +245,7 @@ def test_a_guest_that_refuses_the_user_ends_and_its_node_goes_down(state: JobSta
     s.effect_ended_at[s.attempt().key] = s.clock.time + 5.0
     s.refused[s.attempt().key] = "it could not add the user"
     s.run(failed(s.attempt(), EffectKind.PIN, Refused("it could not add the user")))
-    assert s.attempt().state is A.INTRODUCING, "the observation began before the effect ended"
+    assert s.attempt().state is A.ADDING_USER, "the observation began before the effect ended"
     s.pass_time(5.0)
     s.run()
     (vm,) = s.all_vms()
@@ -261,7 +261,7 @@ def test_a_guest_that_knows_the_user_is_not_ended_because_it_refuses_the_second_
     s.refused[s.attempt().key] = "it could not add the user"
     s.run(failed(s.attempt(), EffectKind.PIN, Refused("it could not add the user")))
     s.pass_time(5.0)
-    s.introduced()  # by the first request, whose answer was lost
+    s.user_added()  # by the first request, whose answer was lost
     assert s.attempt().state is A.ALLOCATED and [vm.state for vm in s.all_vms()] == [V.SERVING]
 
 
@@ -269,7 +269,7 @@ def test_a_guest_that_does_not_answer_is_given_up_after_a_time() -> None:
     s = SparesHarness()
     s.taken()
     s.run(failed(s.attempt(), EffectKind.PIN, Unknown("no answer")))
-    assert s.attempt().state is A.INTRODUCING and [vm.state for vm in s.all_vms()] == [V.JOINED]
+    assert s.attempt().state is A.ADDING_USER and [vm.state for vm in s.all_vms()] == [V.JOINED]
     s.pass_time(s.policy.pin_timeout)
     s.ended(s.attempt().key)
     s.run()
@@ -284,7 +284,7 @@ def test_a_guest_is_not_given_up_while_its_effect_runs() -> None:
     s.pass_time(2 * s.policy.pin_timeout)
     s.run()
     assert [vm.state for vm in s.all_vms()] == [V.JOINED]
-    s.introduced()
+    s.user_added()
     assert s.attempt().state is A.ALLOCATED
 
 
@@ -295,7 +295,7 @@ def test_a_job_whose_user_was_added_goes_on_after_its_host_was_out_of_reach() ->
     s.run()
     assert [vm.state for vm in s.all_vms()] == [V.LOST]
     s.hosts["h1"] = away
-    s.introduced()
+    s.user_added()
     s.run()
     assert (s.attempt().state, [vm.state for vm in s.all_vms()]) == (A.ALLOCATED, [V.SERVING])
 
@@ -307,7 +307,7 @@ def test_a_taken_spare_on_a_host_out_of_reach_is_given_up_when_the_host_is_back(
     s.run()
     s.pass_time(s.policy.pin_timeout)
     s.run()
-    assert s.attempt().state is A.INTRODUCING and [vm.state for vm in s.all_vms()] == [V.LOST]
+    assert s.attempt().state is A.ADDING_USER and [vm.state for vm in s.all_vms()] == [V.LOST]
     s.hosts["h1"] = away
     s.run()
     assert [vm.state for vm in s.all_vms()] == [V.ENDING], "its job has not begun"
@@ -401,7 +401,7 @@ def test_a_job_that_takes_a_promised_spare_keeps_it_and_the_job_at_the_gate_gets
     s.comes("8", vm)
     s.run()
     first, second = s.attempt(1), s.attempt(2)
-    assert (second.job.job_id, second.state) == ("8", A.INTRODUCING)
+    assert (second.job.job_id, second.state) == ("8", A.ADDING_USER)
     assert s.rows.vms[vm.id].attempt == 2
     assert first.state is A.CLAIMED and [one.id != vm.id for one in s.all_vms(1)] == [True]
 
@@ -445,7 +445,7 @@ def test_a_retiring_spare_that_is_taken_while_it_is_withdrawn_serves() -> None:
     assert s.spare.state is V.RETIRING
     attempt = s.taken()
     (vm,) = s.all_vms()
-    assert (attempt.state, vm.state, s.offer_of(vm)) == (A.INTRODUCING, V.JOINED, O.TAKEN)
+    assert (attempt.state, vm.state, s.offer_of(vm)) == (A.ADDING_USER, V.JOINED, O.TAKEN)
     assert (vm.attempt, text_of(vm.reason)) == (attempt.id, ""), "nothing says any more that it is to go"
 
 
@@ -560,7 +560,7 @@ def test_whether_jobs_without_image_or_kind_are_served(
 def test_the_phases_of_a_job_that_took_a_spare_follow_each_other_without_gap() -> None:
     s = SparesHarness()
     s.taken()
-    s.introduced()
+    s.user_added()
     found = phases(s.store.journal(attempts=[1]), s.clock.time)
     assert [p.name for p in found] == ["queued", "clone", "join", "launch", "run"]
     assert [p.seconds for p in found[:3]] == [0.0] * 3 and found[3].seconds > 0
@@ -666,8 +666,8 @@ def test_a_vm_without_an_offer_is_left_alone() -> None:
 # --- one step of an attempt whose job took a spare ----------------------------------------------------
 
 SINCE = 100.0
-INTRODUCING = hand.attempt(A.INTRODUCING, since=SINCE, pin=SPARE.feature)
-RUNS = STRANGE._replace(request=INTRODUCING.request, problem="", gated=False, pinned=SPARE.feature)
+ADDING_USER = hand.attempt(A.ADDING_USER, since=SINCE, pin=SPARE.feature)
+RUNS = STRANGE._replace(request=ADDING_USER.request, problem="", gated=False, pinned=SPARE.feature)
 
 
 def step_on(
@@ -677,12 +677,12 @@ def step_on(
     *,
     ended: float | None = None,
     refused: str = "",
-    introduced: tuple[int, ...] = (),
+    users_added: tuple[int, ...] = (),
 ) -> list[tuple[str, str, str]]:
     """What one step of an attempt decides, whose job runs on the spare: kind of row, new state, reason. The source of
     the VM was observed at `began` (None: it is unknown), and the attempt's effect ended at `ended` (None: none has)."""
     held = hand.state(row, replace(spare, attempt=1), hand.offer(O.TAKEN), now=500.0)
-    view = HypervisorView(vms={SPARE.name: VmSeen(SPARE.name, "h1", VmCondition.RUNNING, introduced=introduced)})
+    view = HypervisorView(vms={SPARE.name: VmSeen(SPARE.name, "h1", VmCondition.RUNNING, users_added=users_added)})
     world = World(
         scheduler=Seen(SchedulerView({"7": RUNS}), 500.0),
         sources={SPARE.place.source: Observation(None if began is None else Seen(view, began), 0.0)},
@@ -701,22 +701,22 @@ def step_on(
 def test_a_guest_has_until_its_limit_to_learn_of_the_user() -> None:
     limit = SINCE + POLICY.pin_timeout
     late = "its guest was not told of the user within 60 s"
-    assert step_on(INTRODUCING, SPARE, SINCE + 1, ended=SINCE) == []
-    assert step_on(INTRODUCING, SPARE, limit, ended=SINCE) == []
-    assert step_on(INTRODUCING, SPARE, limit + 0.1, ended=SINCE) == [("vm", "ending", late)]
-    assert step_on(INTRODUCING, SPARE, limit + 0.1) == [], "nobody has tried to add the user yet"
+    assert step_on(ADDING_USER, SPARE, SINCE + 1, ended=SINCE) == []
+    assert step_on(ADDING_USER, SPARE, limit, ended=SINCE) == []
+    assert step_on(ADDING_USER, SPARE, limit + 0.1, ended=SINCE) == [("vm", "ending", late)]
+    assert step_on(ADDING_USER, SPARE, limit + 0.1) == [], "nobody has tried to add the user yet"
 
 
 def test_a_refusal_counts_in_an_observation_that_began_after_the_effect_ended() -> None:
-    assert step_on(INTRODUCING, SPARE, SINCE + 5, ended=SINCE + 5, refused="no such user") == [], (
+    assert step_on(ADDING_USER, SPARE, SINCE + 5, ended=SINCE + 5, refused="no such user") == [], (
         "the user may be there since"
     )
-    assert step_on(INTRODUCING, SPARE, SINCE + 5.1, ended=SINCE + 5, refused="no such user") == [
+    assert step_on(ADDING_USER, SPARE, SINCE + 5.1, ended=SINCE + 5, refused="no such user") == [
         ("vm", "ending", "no such user")
     ]
 
 
-RETURNING = replace(INTRODUCING, state=A.RETURNING, outcome="requeued")
+RETURNING = replace(ADDING_USER, state=A.RETURNING, outcome="requeued")
 LATE = [("attempt", "reclaiming", "the job started after all")]
 
 
@@ -732,5 +732,5 @@ def test_a_vm_stays_while_no_observation_since_shows_that_its_guest_lacks_the_us
     assert step_on(RETURNING, SPARE, SINCE) == LATE, "it may have been added as the attempt gave up"
     assert step_on(RETURNING, SPARE, SINCE + 9, ended=SINCE + 9) == LATE, "it may have been added by the last effect"
     assert step_on(RETURNING, SPARE, None) == LATE, "nothing is known of the guest"
-    assert step_on(RETURNING, SPARE, SINCE + 1, introduced=(1000,)) == LATE, "the guest knows the user"
+    assert step_on(RETURNING, SPARE, SINCE + 1, users_added=(1000,)) == LATE, "the guest knows the user"
     assert step_on(RETURNING, replace(SPARE, state=V.LOST), SINCE + 1) == LATE, "its host is out of reach"

@@ -9,6 +9,7 @@ import pytest
 
 from multiverse.cli import repair
 from multiverse.controller.users import LookupFailure
+from multiverse.core.capacity.room import left_behind
 from multiverse.core.errors import Refused
 from multiverse.core.machines.tables import permitted_effects
 from multiverse.core.machines.vm import OFFER_TERM
@@ -30,7 +31,6 @@ from multiverse.core.model import (
     text_of,
 )
 from multiverse.core.planner import plan
-from multiverse.core.provisioning.capacity import left_behind
 from multiverse.core.transition import Change, Command, EffectKind, Event, Move
 from multiverse.service.findings import findings, repair_command, unknown_user
 from multiverse.store import Store, open_store
@@ -191,7 +191,7 @@ def test_an_orphan_is_shown_with_its_job_and_the_command_that_ends_it(capsys: py
     harness.run()
     vm = orphan(harness)
     (one,) = findings(harness.rows, harness.world, harness.policy, harness.clock.time)
-    assert one.kind == "stranger" and one.name == f"vm-{vm.id}" and one.jobs == ("7",)
+    assert one.kind == "orphan" and one.name == f"vm-{vm.id}" and one.jobs == ("7",)
     assert OLD in one.message and "job 7" in one.message and f"multiverse repair {one.name}" in one.remedy
     assert repair_command(one) == Command("end", key=vm.key)
     assert repair._choose([one], [], fenced=False) == [], "a repair of everything ends no job"
@@ -351,7 +351,7 @@ def test_a_vm_that_an_earlier_run_planned_is_not_created_unless_it_is_there() ->
     harness = PlannerHarness()
     harness.to_claimed()
     (vm,) = harness.all_vms()
-    harness.state.unmade.add(vm.key)
+    harness.state.unconfirmed.add(vm.key)
     assert not any(row.key == vm.key for row, _ in permitted_effects(harness.state))
     harness.run()
     assert harness.all_vms()[0].state is V.ENDING and harness.all_vms()[1].state is V.PLANNED

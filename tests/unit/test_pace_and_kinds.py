@@ -8,6 +8,10 @@ from dataclasses import replace
 import pytest
 
 from multiverse.controller.forecast import SMOOTHING, ForecastRecorder
+from multiverse.core.capacity.room import every_host
+from multiverse.core.clones.kinds import Choice, choose_kind
+from multiverse.core.clones.pacing import ARRIVALS_FADE, wait_for
+from multiverse.core.context import Context
 from multiverse.core.model import (
     AttemptState,
     CloneKind,
@@ -27,11 +31,7 @@ from multiverse.core.model import (
     text_of,
 )
 from multiverse.core.policy import Policy, Pool
-from multiverse.core.provisioning.capacity import every_host
-from multiverse.core.provisioning.clones import Choice, choose_kind
-from multiverse.core.provisioning.context import Context
-from multiverse.core.provisioning.pacing import ARRIVALS_FADE, wait_for
-from multiverse.core.provisioning.pools import wanted_of
+from multiverse.core.pools.reconcile import wanted_of
 from multiverse.core.transition import Change, Event, Move
 from tests.unit import rows as hand
 from tests.unit.planner_harness import POLICY

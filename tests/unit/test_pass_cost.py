@@ -12,12 +12,13 @@ from typing import Any, cast
 import pytest
 
 from multiverse.core import changes, planner
-from multiverse.core.free import FreeIndex, HostGroup, HostKind, _FirstFit
+from multiverse.core.admission import backfill
+from multiverse.core.admission.admit import Admission
+from multiverse.core.capacity import room
+from multiverse.core.capacity.placement_policies import COMPARED
+from multiverse.core.capacity_index import CapacityIndex, HostGroup, HostKind, _FirstFit
 from multiverse.core.model import AttemptState, CloneKind, Drain, JobState, Placement
 from multiverse.core.policy import Backfill, Policy
-from multiverse.core.provisioning import backfill, capacity
-from multiverse.core.provisioning.admission import Admission
-from multiverse.core.provisioning.placement import COMPARED
 from multiverse.core.queue import Queue
 from multiverse.core.state import State
 from multiverse.store import Store
@@ -182,7 +183,7 @@ def looked_at(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         monkeypatch.setattr(owner, name, counted)
 
     for owner, name in (
-        (capacity, "_refresh"), (capacity._Search, "usable"), (HostGroup, "put"), (FreeIndex, "show"),
+        (room, "_refresh"), (room._Search, "usable"), (HostGroup, "put"), (CapacityIndex, "show"),
         (planner, "step_template"), (planner, "step_vm"), (changes, "_mark_source"), (changes, "_follow_hosts"),
         (State, "template_for"), (_FirstFit, "__init__"), (_FirstFit, "put"), (HostKind, "ready_with"),
     ):  # fmt: skip
@@ -325,7 +326,7 @@ async def test_a_pass_that_one_host_has_woken_goes_through_no_list_of_all(looked
     controller = passes.controller
     effects, state = controller._effects, controller.state
     effects._ended_at.update((vm.key, 1.0) for vm in state.vms.values())
-    told = controller._told = Walked(controller._told)
+    told = controller._hosts._told = Walked(controller._hosts._told)
     ended_at = effects._ended_at = cast(Any, Walked(cast(Any, effects._ended_at)))
     templates = state.templates = cast(Any, Walked(cast(Any, state.templates)))
     passes.observe_host("h7")

@@ -11,8 +11,17 @@ from multiverse.config import LEASE_RESERVE, AgentSettings, JobVmSettings, QemuS
 from multiverse.core.errors import Exhausted, Refused
 from multiverse.pilot.groups import job_of, make_groups, memory_limit, remove_groups
 from multiverse.pilot.init import PilotOrder, leased_settings
+from multiverse.pilot.lease_directory import (
+    NODE_SHARE,
+    SLOTS,
+    LeaseDirectory,
+    PilotRecord,
+    directory_of,
+    lease_directories,
+    share_of,
+    slot,
+)
 from multiverse.pilot.network import port_name
-from multiverse.pilot.place import NODE_SHARE, SLOTS, LeasePlace, PilotRecord, place_of, places, share_of, slot
 from multiverse.pilot.remains import sweep
 from multiverse.service.pilot import PilotJob, _completed
 from multiverse.system.locks import try_locked_directory
@@ -42,7 +51,7 @@ def test_a_lease_is_a_host_of_its_own(tmp_path: Path) -> None:
         agent=AgentSettings(self_fence=600.0, leases=tmp_path),
         job_vms=JobVmSettings(enabled=True, only=True),
     )
-    place = LeasePlace(tmp_path / "lease-ab12c-1")
+    place = LeaseDirectory(tmp_path / "lease-ab12c-1")
     place.root.mkdir()
     order = PilotOrder("lease-ab12c-1", "17", 8, 4000, settings, lambda *_: None)
     own = leased_settings(order, place, 3)
@@ -61,18 +70,18 @@ def test_a_lease_is_a_host_of_its_own(tmp_path: Path) -> None:
 
 
 def test_names_of_leases_are_checked(tmp_path: Path) -> None:
-    assert place_of(tmp_path, "lease-ab12c-1z").name == "lease-ab12c-1z"
+    assert directory_of(tmp_path, "lease-ab12c-1z").name == "lease-ab12c-1z"
     for wrong in ("", "..", "a/b", ".logs", "-x", "é", "x" * 41):
         with pytest.raises(Refused):
-            place_of(tmp_path, wrong)
+            directory_of(tmp_path, wrong)
 
 
 def test_what_the_sweep_needs_is_written_down(tmp_path: Path) -> None:
-    place = LeasePlace(tmp_path / "lease-ab12c-1")
-    assert place.recorded() is None and places(tmp_path) == [] == places(tmp_path / "none")
+    place = LeaseDirectory(tmp_path / "lease-ab12c-1")
+    assert place.recorded() is None and lease_directories(tmp_path) == [] == lease_directories(tmp_path / "none")
     place.make()
     (tmp_path / ".logs").mkdir()
-    assert places(tmp_path) == [place]
+    assert lease_directories(tmp_path) == [place]
     known = PilotRecord("17", os.getpid(), 5, "boot", ("/sys/fs/cgroup/x",))
     place.record(known)
     assert place.recorded() == known
@@ -82,13 +91,13 @@ def test_what_the_sweep_needs_is_written_down(tmp_path: Path) -> None:
 
 def test_a_sweep_leaves_a_lease_alone_from_its_pilots_first_moment_on(tmp_path: Path) -> None:
     """A pilot that starts has recorded nothing yet."""
-    place, ended = LeasePlace(tmp_path / "lease-ab12c-1"), LeasePlace(tmp_path / "lease-ab12c-2")
+    place, ended = LeaseDirectory(tmp_path / "lease-ab12c-1"), LeaseDirectory(tmp_path / "lease-ab12c-2")
     ended.make()
     with place.held() as ours:
-        assert ours and sweep(tmp_path) == [] and places(tmp_path) == [place]
+        assert ours and sweep(tmp_path) == [] and lease_directories(tmp_path) == [place]
         with place.held() as again:
             assert not again, "another pilot of this name"
-    assert sweep(tmp_path) == [] and places(tmp_path) == []
+    assert sweep(tmp_path) == [] and lease_directories(tmp_path) == []
     with ended.held() as ours, try_locked_directory(ended.root) as free:
         assert ours and free, "only while the directories are made"
 
@@ -101,7 +110,7 @@ def test_slots_are_held_one_by_one(tmp_path: Path) -> None:
 
 
 def test_a_node_has_so_many_leases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multiverse.pilot.place.SLOTS", 1)
+    monkeypatch.setattr("multiverse.pilot.lease_directory.SLOTS", 1)
     with slot(tmp_path), pytest.raises(Exhausted), slot(tmp_path):
         pass
 

@@ -8,13 +8,10 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multiverse.core.model import Claim, CloneKind, Host, Key, Overcommitment, Request, Size, TemplateState, VmState
-from multiverse.core.model.names import mac_of
-from multiverse.core.policy import Policy
-from multiverse.core.provisioning.capacity import Room, left_behind, overcommitted, yet_to_come
-from multiverse.core.provisioning.largest import could_ever_fit, largest_on
-from multiverse.core.provisioning.placement import address_of
-from multiverse.core.provisioning.sizes import (
+from multiverse.core.capacity.empty_hosts import could_ever_fit, largest_on
+from multiverse.core.capacity.placement_policies import address_of
+from multiverse.core.capacity.room import Room, left_behind, overcommitted, yet_to_come
+from multiverse.core.capacity.sizes import (
     NodeRequest,
     serves_as,
     short_of_memory,
@@ -23,6 +20,9 @@ from multiverse.core.provisioning.sizes import (
     vm_claims,
     vm_size,
 )
+from multiverse.core.model import Claim, CloneKind, Host, Key, Overcommitment, Request, Size, TemplateState, VmState
+from multiverse.core.model.names import mac_of
+from multiverse.core.policy import Policy
 from tests.unit.planner_harness import POLICY
 from tests.unit.rows import IMAGES, template, vm
 

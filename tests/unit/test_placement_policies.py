@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from multiverse.config import parse
-from multiverse.controller.loop import policy_of
+from multiverse.controller.policy import policy_of
+from multiverse.core.capacity.placement_policies import BUILT_IN, COMPARED, CandidateHost, PlacementRequest
+from multiverse.core.capacity.room import Room
 from multiverse.core.errors import Refused
 from multiverse.core.model import (
     AttemptState,
@@ -34,8 +36,6 @@ from multiverse.core.model import (
 )
 from multiverse.core.planner import plan
 from multiverse.core.policy import Policy
-from multiverse.core.provisioning.capacity import Room
-from multiverse.core.provisioning.placement import BUILT_IN, COMPARED, CandidateHost, PlacementRequest
 from multiverse.core.state import State
 from multiverse.core.transition import Event
 from multiverse.service import alerts
@@ -348,7 +348,7 @@ def register(monkeypatch: pytest.MonkeyPatch, **policies: str) -> None:
 
 
 def test_a_package_that_cannot_be_loaded_is_reported_when_its_policy_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    register(monkeypatch, missing="no.such.module:policy", constant="multiverse.core.provisioning.placement:DRAWS")
+    register(monkeypatch, missing="no.such.module:policy", constant="multiverse.core.capacity.placement_policies:DRAWS")
     loaded = placements.load()
     for name, why in (("missing", "no.such.module:policy cannot be loaded"), ("constant", "is no function")):
         here, placed = admit(replace(EAGER, placements=loaded), job(1, name))

@@ -38,7 +38,7 @@ from tests.unit.planner_harness import PlannerHarness
 from tests.unit.rows import vm as vm_row
 
 V = VmState
-RUNNING, MAKING, PAUSED = VmCondition.RUNNING, VmCondition.MAKING, VmCondition.PAUSED
+RUNNING, MAKING, PAUSED = VmCondition.RUNNING, VmCondition.CREATING, VmCondition.PAUSED
 WITH_MOVES = Tables({**TABLES, "vm": (*TABLES["vm"], *unchanged([V.SERVING], Event.NOTED))})
 CLAIM = Size(1, 300)
 

@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 
 from multiverse.core import planner
+from multiverse.core.admission import admit
 from multiverse.core.changes import mark_changes
+from multiverse.core.context import Context
 from multiverse.core.errors import Broken, Exhausted, Gone, Refused, Unknown
 from multiverse.core.machines.tables import TABLES, effect_of
 from multiverse.core.model import (
@@ -28,8 +30,6 @@ from multiverse.core.model import (
     text_of,
 )
 from multiverse.core.planner import orphans
-from multiverse.core.provisioning import admission
-from multiverse.core.provisioning.context import Context
 from multiverse.core.state import State
 from multiverse.core.transition import Change, Command, Done, EffectKind, Event
 from multiverse_lab.simulation.promises import orphans_by_looking_at_all
@@ -1225,12 +1225,12 @@ def test_a_fault_in_admitting_one_job_costs_the_others_nothing(monkeypatch: pyte
     harness.template()
     harness.job("7")
     harness.job("8")
-    sound = admission.choose_clones
+    sound = admit.choose_clones
 
     def unsound(context: Context, attempt: Attempt, *rest: object) -> object:
         return {}["x"] if attempt.job.job_id == "7" else sound(context, attempt, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(admission, "choose_clones", unsound)
+    monkeypatch.setattr(admit, "choose_clones", unsound)
     for _ in range(3):
         harness.run()
     by_job = {attempt.job.job_id: attempt for attempt in harness.rows.attempts.values()}

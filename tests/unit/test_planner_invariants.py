@@ -60,7 +60,7 @@ def turns(draw: st.DrawFn) -> list[tuple[str, int, int, int]]:
                 "command",
                 "forget",
             ),
-            *("offer", "refuse", "introduce", "progress"),
+            *("offer", "refuse", "add_user", "progress"),
         ]
     )
     number = st.integers(0, 11)
@@ -142,8 +142,8 @@ def act_on_hypervisor(harness: PlannerHarness, what: str, which: int, how: int) 
     match what:
         case "vm":
             harness.seen(name, list(VmCondition)[how % len(VmCondition)])
-        case "introduce":
-            harness.vms[name] = VmSeen(name, "h1", VmCondition.RUNNING, introduced=(1000,))
+        case "add_user":
+            harness.vms[name] = VmSeen(name, "h1", VmCondition.RUNNING, users_added=(1000,))
         case "progress":
             advance_vms(harness)
         case "template":
@@ -259,7 +259,7 @@ def test_whatever_happens_the_planner_answers_and_keeps_its_invariants(
 
 def test_a_vm_that_is_found_on_a_full_host_holds_its_claim() -> None:
     harness = RepeatingHarness(replace(POLICY, pools=()))
-    for turn in [("template", 0, 9, 0), *[("submit", 0, 3, 0)] * 4, ("introduce", 1, 0, 0)]:
+    for turn in [("template", 0, 9, 0), *[("submit", 0, 3, 0)] * 4, ("add_user", 1, 0, 0)]:
         act(harness, *turn)
         harness.run()
         check(harness)
@@ -269,7 +269,7 @@ def test_a_vm_that_is_found_on_a_full_host_holds_its_claim() -> None:
 
 def test_a_parked_spare_whose_guest_knows_a_user_holds_the_claim_of_a_vm_that_runs() -> None:
     harness = RepeatingHarness(replace(POLICY, pools=(Pool("slim", Depth.PARKED, 1, 1, Size(1, 100)),)))
-    for turn in [("submit", 0, 3, 0), ("template", 0, 1, 0), ("introduce", 1, 0, 0), ("refuse", 2, 0, 0)]:
+    for turn in [("submit", 0, 3, 0), ("template", 0, 1, 0), ("add_user", 1, 0, 0), ("refuse", 2, 0, 0)]:
         act(harness, *turn)
         harness.run()
         check(harness)

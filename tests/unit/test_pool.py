@@ -8,6 +8,10 @@ from dataclasses import replace
 import pytest
 
 from multiverse.controller.forecast import ForecastRecorder
+from multiverse.core.clones.kinds import choose_clones
+from multiverse.core.clones.pacing import paid, wait_for
+from multiverse.core.clones.spares import node_spec
+from multiverse.core.context import Context
 from multiverse.core.errors import Broken
 from multiverse.core.machines.tables import effect_of
 from multiverse.core.model import (
@@ -27,11 +31,7 @@ from multiverse.core.model import (
     text_of,
 )
 from multiverse.core.policy import Policy, Pool
-from multiverse.core.provisioning.clones import choose_clones
-from multiverse.core.provisioning.context import Context
-from multiverse.core.provisioning.pacing import paid, wait_for
-from multiverse.core.provisioning.pools import pool_status
-from multiverse.core.provisioning.spares import node_spec
+from multiverse.core.pools.reconcile import pool_status
 from multiverse.core.transition import Change, EffectKind, Event, Move
 from tests.unit import rows as hand
 from tests.unit.planner_harness import POLICY, PlannerHarness, failed

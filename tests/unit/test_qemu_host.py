@@ -271,7 +271,7 @@ def host(tmp_path: Path) -> Iterator[QemuHypervisor]:
 def test_an_observation_forgets_vms_that_are_gone(tmp_path: Path, host: QemuHypervisor) -> None:
     home = tmp_path / "vms" / "mva-1"
     home.mkdir(parents=True)
-    manifest.write(home, Manifest(home.name, CloneKind.INSTANT, VmPhase.MAKING, "02:00:00:00:00:01", 1, 256))
+    manifest.write(home, Manifest(home.name, CloneKind.INSTANT, VmPhase.CREATING, "02:00:00:00:00:01", 1, 256))
 
     def held() -> int:
         gc.collect()

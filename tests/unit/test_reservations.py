@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from multiverse.core.context import Context
+from multiverse.core.explanation.explain import explain
 from multiverse.core.machines.tables import effect_of
-from multiverse.core.machines.vm import vm_rests
+from multiverse.core.machines.vm import vm_is_settled
 from multiverse.core.model import (
     YEAR,
     AttemptState,
@@ -24,8 +26,6 @@ from multiverse.core.model import (
     text_of,
 )
 from multiverse.core.policy import Pool
-from multiverse.core.provisioning.context import Context
-from multiverse.core.provisioning.explain import explain
 from multiverse.core.transition import EffectKind
 from tests.unit.planner_harness import POLICY, PlannerHarness
 
@@ -169,7 +169,7 @@ def test_a_vm_that_is_gone_claims_nothing_while_its_node_is_left(harness: Planne
     assert not claims(harness, vm) and not harness.state.vms_on(vm.host)
     harness.run()
     assert harness.attempt().state is A.DONE, "it waits for no node"
-    assert vm_rests(harness.state, left, harness.world), "only what is shown of its node moves it"
+    assert vm_is_settled(harness.state, left, harness.world), "only what is shown of its node moves it"
     del harness.nodes[vm.name]
     harness.ended(vm.key)
     harness.run()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from multiverse.core.context import Context
 from multiverse.core.errors import Broken
+from multiverse.core.explanation.explain import explain
 from multiverse.core.machines.tables import effect_of
 from multiverse.core.model import (
     MOST_SHORT_RUNS,
@@ -17,8 +19,6 @@ from multiverse.core.model import (
     VmCondition,
 )
 from multiverse.core.policy import PAUSE_BASE, PAUSE_LIMIT
-from multiverse.core.provisioning.context import Context
-from multiverse.core.provisioning.explain import explain
 from multiverse.core.transition import EffectKind
 from tests.unit.planner_harness import POLICY, PlannerHarness, failed
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from multiverse.core.clones.spares import node_spec
 from multiverse.core.errors import Broken, Exhausted, Gone, Refused, Stale, Unknown
 from multiverse.core.model import (
     Attempt,
@@ -29,7 +30,6 @@ from multiverse.core.model import (
     VmSpec,
     text_of,
 )
-from multiverse.core.provisioning.spares import node_spec
 from multiverse.ports import Scheduler
 from multiverse_lab.simulation.cloud import CLOUD_ABILITIES, QUOTA, CloudMachines, SimulatedCloud
 from multiverse_lab.simulation.cluster import ClusterSettings
@@ -334,7 +334,7 @@ def test_the_cloud_builds_a_vm_although_its_caller_has_gone() -> None:
         call = asyncio.ensure_future(cloud.create(cloud_spec("mvsim-1")))
         await asyncio.sleep(2.0)
         call.cancel()
-        assert (await cloud.observe()).vms["mvsim-1"].condition is VmCondition.MAKING
+        assert (await cloud.observe()).vms["mvsim-1"].condition is VmCondition.CREATING
         await asyncio.sleep(90.0)
         seen = (await cloud.observe()).vms["mvsim-1"]
         assert seen.condition is VmCondition.PARKED and seen.host == QUOTA and seen.placed_on != QUOTA

@@ -18,9 +18,9 @@ from multiverse.bundles.slurm.node_count import NodeCount
 from multiverse.config import AgentSettings, HostClass, HostSettings, QemuSettings, Settings, SlurmSettings
 from multiverse.core.errors import Broken
 from multiverse.core.model import User
-from multiverse.drivers.slurm import inbox_access, install, requirements, site_conf
-from multiverse.drivers.slurm.requirements import Finding, Level, Version
-from multiverse.drivers.slurm.site_conf import SiteConf
+from multiverse.drivers.slurm.site import install, requirements, site_conf, slurm_user
+from multiverse.drivers.slurm.site.requirements import Finding, Level, Version
+from multiverse.drivers.slurm.site.site_conf import SiteConf
 from multiverse.site import checking, rendering
 from multiverse.site.writing import WriteOutcome, write
 from multiverse.system import rendered
@@ -512,13 +512,13 @@ def test_it_is_found_out_whether_slurms_user_can_write_hints(request: pytest.Fix
     request.addfinalizer(lambda: shutil.rmtree(top))
     top.chmod(0o755)
     inbox = top / "run" / "inbox"
-    assert "does not exist" in (inbox_access.why_not_writable(inbox, user) or "")
+    assert "does not exist" in (slurm_user.why_not_writable(inbox, user) or "")
     inbox.mkdir(parents=True)
-    assert f"cannot write to {inbox}" in (inbox_access.why_not_writable(inbox, user) or "")
+    assert f"cannot write to {inbox}" in (slurm_user.why_not_writable(inbox, user) or "")
     os.chown(inbox, user.uid, -1)
-    assert inbox_access.why_not_writable(inbox, user) is None
+    assert slurm_user.why_not_writable(inbox, user) is None
     inbox.parent.chmod(0o700)
-    assert f"cannot pass through {inbox.parent}" in (inbox_access.why_not_writable(inbox, user) or "")
+    assert f"cannot pass through {inbox.parent}" in (slurm_user.why_not_writable(inbox, user) or "")
 
 
 def test_where_steps_launch_vms_slurm_loads_no_plugin_and_limits_jobs_by_control_groups(settings: Settings) -> None:

@@ -6,13 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from multiverse.core.errors import MultiverseError
-from multiverse.core.model import CloneKind, Host, ImageDisk, Overcommitment, Size
-from multiverse.core.model.names import mac_of
-from multiverse.core.provisioning.capacity import Room, overcommitted
-from multiverse.core.provisioning.largest import largest_on
-from multiverse.core.provisioning.placement import address_of
-from multiverse.core.provisioning.sizes import (
+from multiverse.core.capacity.empty_hosts import largest_on
+from multiverse.core.capacity.placement_policies import address_of
+from multiverse.core.capacity.room import Room, overcommitted
+from multiverse.core.capacity.sizes import (
     parked_claim,
     serves_as,
     short_of_memory,
@@ -21,6 +18,9 @@ from multiverse.core.provisioning.sizes import (
     vm_claim,
     vm_size,
 )
+from multiverse.core.errors import MultiverseError
+from multiverse.core.model import CloneKind, Host, ImageDisk, Overcommitment, Size
+from multiverse.core.model.names import mac_of
 from tests.unit.planner_harness import POLICY
 from tests.unit.rows import IMAGES
 

@@ -1,4 +1,5 @@
-"""How AdminComment is composed, which records of slurmctld are told, and whose turn it is (`drivers.slurm.comment`)."""
+"""How AdminComment is composed, which records of slurmctld are told, and whose turn it
+is (`drivers.slurm.acting.comment`)."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multiverse.core.model import JobRef
-from multiverse.drivers.slurm.comment import (
+from multiverse.drivers.slurm.acting.comment import (
     CommentColumn,
     CommentTurns,
     WaitingRecord,
@@ -19,7 +20,7 @@ from multiverse.drivers.slurm.comment import (
     ranges,
     updates,
 )
-from multiverse.drivers.slurm.parse import task_ids
+from multiverse.drivers.slurm.reading.parse import task_ids
 
 # --- the text ----------------------------------------------------------------------------------------
 

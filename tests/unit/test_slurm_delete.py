@@ -1,5 +1,5 @@
-"""In which order nodes are deleted (`drivers.slurm.delete`), with a fake of Slurm's commands that crashes as 22.05.8
-does."""
+"""In which order nodes are deleted (`drivers.slurm.acting.delete`), with a fake of Slurm's commands that crashes as
+22.05.8 does."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 from multiverse.config import SlurmSettings
 from multiverse.core.errors import NotYet, Refused, Unknown
 from multiverse.core.model import NodeReservation
+from multiverse.drivers.slurm.acting.delete import NodeDeleter
 from multiverse.drivers.slurm.command import Completed, SlurmCommands
-from multiverse.drivers.slurm.delete import NodeDeleter
-from multiverse.drivers.slurm.slurmctld import backfill, deletions, node_words, reservations
+from multiverse.drivers.slurm.reading.slurmctld import backfill, deletions, node_words, reservations
 
 CONFIG = """\
 Configuration data as of 2026-11-27T15:51:12

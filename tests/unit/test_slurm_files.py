@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 from multiverse.config import Settings, SlurmSettings
 from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError, Refused, Stale, Unknown
 from multiverse.core.model import NodeSpec, Size, User
-from multiverse.drivers.slurm import addresses, bootstrap, conf, install, slurm_user
+from multiverse.drivers.slurm.acting.reread import _cells
 from multiverse.drivers.slurm.command import meaning
-from multiverse.drivers.slurm.inbox import Hint, hints, take
-from multiverse.drivers.slurm.reread import _cells
+from multiverse.drivers.slurm.site import addresses, bootstrap, conf, install, slurm_user
+from multiverse.drivers.slurm.submission.inbox import Hint, hints, take
 from multiverse.guest import agent
-from multiverse.guest.protocol import INTRODUCED
+from multiverse.guest.protocol import USER_ADDED
 from tests.unit.slurm_lua import rendered
 from tests.unit.test_slurm_conf_hash import slurms_hash
 
@@ -328,9 +328,9 @@ def test_the_sites_own_cgroup_conf_is_read_beside_its_slurm_conf(site: Settings)
 def test_only_a_spare_makes_its_job_wait_for_the_user(site: Settings, tmp_path: Path) -> None:
     files = {file.path: file for file in bootstrap.bootstrap(site, SPARE).files}
     assert b"\nProlog=/etc/slurm/multiverse-prolog\n" in files[SLURMD_CONF].content
-    assert (files["/etc/slurm/multiverse-prolog"].mode, agent.INTRODUCED) == (0o755, INTRODUCED)
+    assert (files["/etc/slurm/multiverse-prolog"].mode, agent.USER_ADDED) == (0o755, USER_ADDED)
     pipe = tmp_path / "pipe"
-    waiting = files["/etc/slurm/multiverse-prolog"].content.replace(INTRODUCED.encode(), str(pipe).encode())
+    waiting = files["/etc/slurm/multiverse-prolog"].content.replace(USER_ADDED.encode(), str(pipe).encode())
     descriptor = agent.make_pipe(str(pipe))
     with subprocess.Popen(["sh", "-c", waiting]) as job:
         with pytest.raises(subprocess.TimeoutExpired):
@@ -340,7 +340,7 @@ def test_only_a_spare_makes_its_job_wait_for_the_user(site: Settings, tmp_path: 
     os.close(descriptor)
     of_a_job = replace(SPARE, spare=False)
     files = {file.path: file for file in bootstrap.bootstrap(site, of_a_job).files}
-    assert INTRODUCED.encode() not in files["/etc/slurm/multiverse-prolog"].content
+    assert USER_ADDED.encode() not in files["/etc/slurm/multiverse-prolog"].content
     site.slurm.conf.write_text(site.slurm.conf.read_text().replace("Prolog=/site/prolog\n", ""))
     files = {file.path: file for file in bootstrap.bootstrap(site, of_a_job).files}
     assert "/etc/slurm/multiverse-prolog" not in files and b"Prolog=" not in files[SLURMD_CONF].content
@@ -369,7 +369,7 @@ def test_programs_of_the_site_run_in_guests_that_have_them(site: Settings, tmp_p
     assert run("Epilog") == (0, ""), "it is not here"
     assert run("TaskProlog") == (0, "10-first x\n")
     spare = {file.path: file for file in bootstrap.bootstrap(site, SPARE).files}[made["Prolog"]].content.decode()
-    assert spare.index(INTRODUCED) < spare.index("for program"), "no program of the site runs before the user is known"
+    assert spare.index(USER_ADDED) < spare.index("for program"), "no program of the site runs before the user is known"
 
 
 def test_mpi_and_launch_parameters_are_the_sites_in_guests() -> None:

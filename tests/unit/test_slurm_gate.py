@@ -12,11 +12,13 @@ import pytest
 from multiverse.config import Settings, SlurmSettings
 from multiverse.core.errors import Stale
 from multiverse.core.model import JobRef, JobState
-from multiverse.drivers.slurm import gate, install, parse
+from multiverse.drivers.slurm.acting import gate_keeper
 from multiverse.drivers.slurm.command import Completed, SlurmCommands
 from multiverse.drivers.slurm.driver import SlurmScheduler
+from multiverse.drivers.slurm.reading import parse
+from multiverse.drivers.slurm.site import gate, install
 from tests.unit.slurm_lua import _PROGRAM, PARTITIONS, install_scripts, modify, needs_lua, run, submit
-from tests.unit.test_slurm_expansions import RECORD
+from tests.unit.test_slurm_overflow import RECORD
 
 NAMES = parse.SiteNames("ab12c", "vm", "mvgate", "vm")
 RUN = JobRef("7", 500)
@@ -173,9 +175,9 @@ def conf(tmp_path: Path) -> Path:
     return conf
 
 
-def keeper(slurmctld: Slurmctld, now: list[float], conf: Path) -> gate.GateKeeper:
+def keeper(slurmctld: Slurmctld, now: list[float], conf: Path) -> gate_keeper.GateKeeper:
     slurm = SlurmSettings(conf=conf)
-    return gate.GateKeeper(slurm, SlurmCommands(slurm, {}, slurmctld.execute), lambda: now[0])
+    return gate_keeper.GateKeeper(slurm, SlurmCommands(slurm, {}, slurmctld.execute), lambda: now[0])
 
 
 @pytest.mark.parametrize(

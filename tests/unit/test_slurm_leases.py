@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 
-from multiverse.config import AgentSettings, LeaseSettings, OverlaySettings, Settings, SlurmSettings
+from multiverse.config import AgentSettings, LeaseSettings, Settings, SlurmSettings, VxlanSettings
 from multiverse.core.errors import Refused, Unknown
 from multiverse.core.model import LeasedHost, LeaseSpec, PilotState, Size, text_of
-from multiverse.drivers.slurm import leases as slurm_leases
-from multiverse.drivers.slurm import site_conf
 from multiverse.drivers.slurm.driver import SlurmScheduler
-from multiverse.drivers.slurm.leases import (
+from multiverse.drivers.slurm.leases import lease_jobs as slurm_leases
+from multiverse.drivers.slurm.leases.lease_jobs import (
     SlurmLeases,
     as_user,
     bring_command,
@@ -26,10 +25,11 @@ from multiverse.drivers.slurm.leases import (
     receive_command,
     submission,
 )
-from multiverse.drivers.slurm.pilot_reader import PilotReader
-from multiverse.drivers.slurm.pilots import PilotColumns, boot_time, leasable, read_nodes
-from multiverse.drivers.slurm.requirements import lease_sources
-from multiverse.pilot.place import LeasePlace
+from multiverse.drivers.slurm.leases.pilot_reader import PilotReader
+from multiverse.drivers.slurm.leases.pilots import PilotColumns, boot_time, leasable, read_nodes
+from multiverse.drivers.slurm.site import site_conf
+from multiverse.drivers.slurm.site.requirements import lease_sources
+from multiverse.pilot.lease_directory import LeaseDirectory
 
 SPEC = LeaseSpec("lease-ab12c-7", "t0ken", "physical", time_limit=3601.0)
 ME = pwd.getpwuid(os.geteuid()).pw_name
@@ -122,7 +122,7 @@ def test_an_image_is_brought_to_where_the_receiver_of_the_lease_expects_it(tmp_p
     assert receives[: receives.index("receive-image")] == dial_command(SETTINGS, host)[: len(receives) - 3]
     bring = bring_command(SETTINGS, host, "/var/tmp/x", "slim")
     assert bring[-5:] == ["sbcast", "--jobid=17", "--force", "/var/tmp/x", f"{leases / SPEC.name}/incoming/slim.tar"]
-    with LeasePlace(tmp_path).incoming("slim", os.geteuid()) as file:
+    with LeaseDirectory(tmp_path).incoming("slim", os.geteuid()) as file:
         assert file == tmp_path / "incoming" / "slim.tar"
         file.write_text("archive")
     assert not file.exists()
@@ -139,7 +139,7 @@ def test_a_submission_asks_for_a_whole_node_or_for_a_part() -> None:
     (script,) = (word for word in whole if word.startswith("--wrap="))
     assert ' sudo -n /opt/mv agent pilot lease-ab12c-7 --token=t0ken "--job=$SLURM_JOB_ID,' in script
     assert "SLURMD_NODENAME" not in script
-    overlaid = submission(replace(SETTINGS, overlay=OverlaySettings(enabled=True)), SPEC)
+    overlaid = submission(replace(SETTINGS, vxlan=VxlanSettings(enabled=True)), SPEC)
     assert overlaid[-1].endswith(',${SLURM_MEM_PER_NODE:-0},$SLURMD_NODENAME"')
 
 

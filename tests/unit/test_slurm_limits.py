@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from multiverse.drivers.slurm import conf
-from multiverse.drivers.slurm.limits import AccountingLimits, licences
+from multiverse.drivers.slurm.reading.accounting_limits import AccountingLimits, licences
+from multiverse.drivers.slurm.site import conf
 
 ASSOC_MGR = (Path(__file__).parent / "slurm_data" / "assoc_mgr-22.05.8.txt").read_text()
 LICENSES = "LicenseName=matlab\n    Total=3 Used=1 Free=2 Reserved=0 Remote=no\n"

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from multiverse.config import Settings, SlurmSettings
-from multiverse.drivers.slurm import install
-from multiverse.drivers.slurm.inbox import Hint, take
+from multiverse.drivers.slurm.site import install
+from multiverse.drivers.slurm.submission.inbox import Hint, take
 from tests.unit.slurm_lua import (
     install_scripts,
     modify,

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from multiverse.core.model import CloneKind, Job, JobRef, JobState, NodeState, Size, text_of
-from multiverse.drivers.slurm import parse
-from multiverse.drivers.slurm.limits import AccountingLimits
+from multiverse.drivers.slurm.reading import parse
+from multiverse.drivers.slurm.reading.accounting_limits import AccountingLimits
+from multiverse.drivers.slurm.site import conf
 
 DATA = Path(__file__).parent / "slurm_data"
 JOBS: list[dict[str, Any]] = json.loads((DATA / "squeue-22.05.8.json").read_text())["jobs"]
@@ -163,7 +164,7 @@ def test_the_size_of_each_node_is_computed() -> None:
     assert jobs["23"].request is not None
     assert (jobs["23"].request.size, jobs["23"].request.nodes) == (Size(4, 600), 2)  # -N2 -n3 -c2: two tasks on one
     assert jobs["27"].request is not None
-    assert jobs["27"].request.size == Size(1, parse.MEMORY_PER_CPU)  # --mem=0: all memory of the VM
+    assert jobs["27"].request.size == Size(1, conf.MEMORY_PER_CPU)  # --mem=0: all memory of the VM
 
 
 def test_a_job_without_a_profile_has_no_problem() -> None:

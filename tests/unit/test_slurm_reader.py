@@ -11,10 +11,10 @@ import pytest
 from multiverse.config import ImageSettings, Settings, SlurmSettings
 from multiverse.core.errors import Gone, Refused, Unknown
 from multiverse.core.model import JobState, NodeState
-from multiverse.drivers.slurm import details
-from multiverse.drivers.slurm.jobs import JobTable
-from multiverse.drivers.slurm.reader import SlurmReader
-from multiverse.drivers.slurm.table import JobColumns
+from multiverse.drivers.slurm.reading import details
+from multiverse.drivers.slurm.reading.jobs import JobTable
+from multiverse.drivers.slurm.reading.reader import SlurmReader
+from multiverse.drivers.slurm.reading.table import JobColumns
 from tests.unit.test_slurm_table import END, NODES, SECRET, SHOWN, TABLE
 
 USER = 65534

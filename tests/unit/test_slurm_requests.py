@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multiverse.config import Settings, SlurmSettings
-from multiverse.drivers.slurm.requests import Wishes, read
+from multiverse.drivers.slurm.reading.requests import Wishes, read
 from tests.unit.slurm_lua import install_scripts, needs_lua, submit_each
 
 

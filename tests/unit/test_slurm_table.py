@@ -12,12 +12,12 @@ import pytest
 from multiverse.config import SlurmSettings
 from multiverse.core.errors import Gone, Unknown
 from multiverse.core.model import Job, JobRef, NodeState, Size, text_of
-from multiverse.drivers.slurm import details, nodes, parse
 from multiverse.drivers.slurm.command import Completed, SlurmCommands
-from multiverse.drivers.slurm.details import UNKNOWN, DetailReader, JobDetails, parse_details
-from multiverse.drivers.slurm.jobs import JobRow, JobTable
-from multiverse.drivers.slurm.limits import AccountingLimits
-from multiverse.drivers.slurm.table import JobColumns, is_per_cpu
+from multiverse.drivers.slurm.reading import details, nodes, parse
+from multiverse.drivers.slurm.reading.accounting_limits import AccountingLimits
+from multiverse.drivers.slurm.reading.details import UNKNOWN, DetailReader, JobDetails, parse_details
+from multiverse.drivers.slurm.reading.jobs import JobRow, JobTable
+from multiverse.drivers.slurm.reading.table import JobColumns, is_per_cpu
 
 DATA = Path(__file__).parent / "slurm_data"
 SECRET = "5ec3e7"

@@ -151,7 +151,7 @@ def test_fencing_the_host_of_a_silent_source_ends_its_vms_and_releases_their_cla
     harness.run(Command("fence", host))
     assert harness.vm_state() is V.ENDING and "operator" in text_of(harness.all_vms()[0].reason)
     assert harness.rows.hosts[host].state is HostState.FENCED
-    assert harness.state.claims_of(vm.key), "no observation has shown yet that its node is gone"
+    assert harness.state.claims.of(vm.key), "no observation has shown yet that its node is gone"
     harness.jobs.clear()
     harness.ended(harness.attempt().key)
     harness.ended(vm.key)
@@ -160,7 +160,7 @@ def test_fencing_the_host_of_a_silent_source_ends_its_vms_and_releases_their_cla
     assert harness.vm_state() is V.GONE
     (ending,) = [m for m in moves for c in m.changes if c.row.key == vm.key and c.row.state is V.GONE]
     assert [key.owner for key in ending.free] == [vm.key], "released in the move that records the end"
-    assert not harness.state.claims_of(vm.key)
+    assert not harness.state.claims.of(vm.key)
     assert not harness.rows.vms
 
 
@@ -174,7 +174,7 @@ def test_a_fenced_vm_claims_nothing_and_its_node_is_deleted() -> None:
     harness.jobs.clear()
     for _ in range(3):
         harness.run()
-    assert harness.vm_state() is V.DELETING and not harness.state.claims_of(vm.key)
+    assert harness.vm_state() is V.DELETING and not harness.state.claims.of(vm.key)
     harness.scheduler_known = False
     harness.nodes.clear()
     harness.run()
@@ -198,10 +198,10 @@ def test_a_fenced_host_that_is_observed_again_is_not_fenced_and_what_is_left_the
     harness.ended(vm.key)
     harness.run()
     assert harness.rows.hosts["h1"].state is HostState.KNOWN
-    assert harness.vm_state() is not V.GONE and harness.state.claims_of(vm.key), "its host still shows it"
+    assert harness.vm_state() is not V.GONE and harness.state.claims.of(vm.key), "its host still shows it"
     harness.vms.clear()
     harness.run()
-    assert harness.vm_state() is V.GONE and not harness.state.claims_of(vm.key)
+    assert harness.vm_state() is V.GONE and not harness.state.claims.of(vm.key)
 
 
 def test_a_host_that_no_row_and_no_setting_knows_cannot_be_fenced() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from multiverse.config import ExpandSettings, LeaseSettings, Settings, SlurmSettings
+from multiverse.config import LeaseSettings, OverflowSettings, Settings, SlurmSettings
 from multiverse.core.errors import Refused
 from multiverse.service import daemon
 
@@ -19,16 +19,16 @@ BATCH = "PartitionName=batch Nodes=n1"
     ("text", "more", "why"),
     [
         (f"{NODES}\n{BATCH} PreemptMode=SUSPEND", {"lease": (LeaseSettings("batch"),)}, "may be suspended"),
-        (f"{NODES}\n{BATCH} OverSubscribe=EXCLUSIVE", {"expand": (ExpandSettings("batch"),)}, "gets whole nodes"),
+        (f"{NODES}\n{BATCH} OverSubscribe=EXCLUSIVE", {"overflow": (OverflowSettings("batch"),)}, "gets whole nodes"),
         (
             f"{NODES}\n{BATCH}\nPartitionName=lent Nodes=n[1-2]",
-            {"expand": (ExpandSettings("batch"),), "lease": (LeaseSettings("lent"),)},
+            {"overflow": (OverflowSettings("batch"),), "lease": (LeaseSettings("lent"),)},
             "shares n1 with partition lent",
         ),
     ],
 )
-def test_partitions_that_cannot_be_leased_or_expanded_are_refused(
-    tmp_path: Path, text: str, more: dict[str, tuple[LeaseSettings | ExpandSettings, ...]], why: str
+def test_partitions_that_cannot_be_leased_or_overflow_are_refused(
+    tmp_path: Path, text: str, more: dict[str, tuple[LeaseSettings | OverflowSettings, ...]], why: str
 ) -> None:
     conf = tmp_path / "slurm.conf"
     conf.write_text(f"{text}\n")

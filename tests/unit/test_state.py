@@ -55,8 +55,8 @@ HOSTS = ("h1", "h2", "h3")
 def everything(held: State) -> tuple[object, ...]:
     """All that a pass can change and the next one reads."""
     owners = [Key(kind, id_) for kind in MAKERS for id_ in range(12)]
-    claims = {owner: held.claims_of(owner) for owner in owners}
-    return held.rows(), held.indexes(), dict(held.addresses), claims, held.next_serial
+    claims = {owner: held.claims.of(owner) for owner in owners}
+    return held.rows(), held.indexes(), dict(held.addresses), claims, held.numbers.next_serial
 
 
 def assert_consistent(held: State) -> None:
@@ -118,26 +118,26 @@ def act(held: State, what: str, which: int, how: int, much: int) -> None:
             if fitting:
                 taken = fitting[how % len(fitting)]
                 changed = replace(change_row(row, much), state=taken.target)  # type: ignore[arg-type]
-                free = held.claims_of(row.key) if taken.target in TERMINAL else []
+                free = held.claims.of(row.key) if taken.target in TERMINAL else []
                 held.move(Change(changed, taken.event), free=free)
         case "claim" if existing:
             row = existing[which % len(existing)]
             held.move(make=[Claim(row.key, HOSTS[how % 3], Size(1, much))])
         case "free" if existing:
-            held.move(free=held.claims_of(existing[which % len(existing)].key)[: 1 + how % 2])
+            held.move(free=held.claims.of(existing[which % len(existing)].key)[: 1 + how % 2])
         case "host":
             name = HOSTS[which % 3]
             held.know_host(KnownHost(name, f"agent {how % 2}", list(HostState)[much % 2]))
         case "number":
-            held.new_serial()
-            held.new_attempt_id()
-            held.new_template_id()
+            held.numbers.new_serial()
+            held.numbers.new_attempt_id()
+            held.numbers.new_template_id()
         case "illegal" if existing:
             row = existing[which % len(existing)]
             good = Change(row, Event.QUARANTINED)
             with pytest.raises(Broken):
                 more = [Claim(row.key, "h9", Size(1, 1))]
-                held.move(good, Change(row, Event.EXISTS), make=more, free=held.claims_of(row.key))
+                held.move(good, Change(row, Event.EXISTS), make=more, free=held.claims.of(row.key))
         case _:
             pass
 
@@ -198,15 +198,19 @@ def test_what_is_used_of_a_domain_is_the_sum_of_its_claims() -> None:
         Claim(Key("vm", 2), "h2", Size(2, 200, 7)),
     )
     held = state(vm(V.PLANNED), vm(V.PLANNED, id=2), template(T.READY), claims=[first, away])
-    assert (held.used["h1"], held.used["h2"], held.used["h9"]) == (first.size, away.size, Size(0, 0, 0))
+    assert (held.claims.used["h1"], held.claims.used["h2"], held.claims.used["h9"]) == (
+        first.size,
+        away.size,
+        Size(0, 0, 0),
+    )
     held.move(make=[other])
-    assert held.used["h1"] == Size(1, 356, 5)
+    assert held.claims.used["h1"] == Size(1, 356, 5)
     held.move(make=[replace(first, size=Size(3, 300, 9))])
-    assert held.used["h1"] == Size(3, 556, 9), "a claim takes the place of the one with its key"
+    assert held.claims.used["h1"] == Size(3, 556, 9), "a claim takes the place of the one with its key"
     held.move(free=[first.key])
-    assert (held.used["h1"], held.used["h2"]) == (other.size, away.size)
+    assert (held.claims.used["h1"], held.claims.used["h2"]) == (other.size, away.size)
     held.rollback()
-    assert (held.used["h1"], held.used["h2"]) == (first.size, away.size)
+    assert (held.claims.used["h1"], held.claims.used["h2"]) == (first.size, away.size)
 
 
 def test_a_new_pass_keeps_what_the_pass_before_changed() -> None:
@@ -235,7 +239,7 @@ def test_a_move_of_several_rows_of_which_one_may_not_change_changes_none() -> No
     before = everything(held)
     with pytest.raises(Broken):
         held.move(
-            Change(attempt(A.SPAWNING), Event.MADE),
+            Change(attempt(A.SPAWNING), Event.CREATED),
             Change(vm(V.SERVING), Event.RUNS),
             make=[Claim(Key("vm", 1), "h1", Size(1, 1))],
         )
@@ -270,10 +274,10 @@ def test_a_rollback_takes_a_new_attempt_out_of_the_queue() -> None:
 
 def marked(held: State, *changes: Change) -> tuple[set[int], set[int]]:
     """The attempts and the VMs that are to be looked at after these changes."""
-    held.dirty_attempts.clear()
-    held.dirty_vms.clear()
+    held.dirty.attempts.clear()
+    held.dirty.vms.clear()
     held.move(*changes)
-    return held.dirty_attempts, held.dirty_vms
+    return held.dirty.attempts, held.dirty.vms
 
 
 def test_a_change_marks_the_rows_whose_steps_depend_on_it() -> None:
@@ -356,8 +360,8 @@ def test_templates_offers_claims_and_hosts_are_found_by_their_keys() -> None:
     assert held.template_for(mine.which) == mine
     assert held.template_for(TemplateKey("h2", "slim", Size(1, 256))) is None
     assert held.offer_of(vm(V.JOINED)) is O.OPEN and held.offer_of(vm(V.JOINED, id=2)) is None
-    assert held.claims_of(Key("vm", 1)) == [ClaimKey(Key("vm", 1), "h1"), ClaimKey(Key("vm", 1), "h2")]
-    assert held.claims_of(Key("template", 1)) == []
+    assert held.claims.of(Key("vm", 1)) == [ClaimKey(Key("vm", 1), "h1"), ClaimKey(Key("vm", 1), "h2")]
+    assert held.claims.of(Key("template", 1)) == []
     held.move(free=[ClaimKey(Key("vm", 1), "h2"), ClaimKey(Key("vm", 1), "h9")])
     assert list(held.claims) == [ClaimKey(Key("vm", 1), "h1")], "the other one is still held"
     assert held.moves[0].free == (ClaimKey(Key("vm", 1), "h2"),), "and what is not held is not released"
@@ -388,8 +392,13 @@ def test_the_sources_of_live_vms_are_known() -> None:
 
 
 def test_a_serial_is_counted_once() -> None:
-    held = state()
-    assert [held.next_serial, held.new_serial(), held.new_serial(), held.next_serial] == [100, 100, 101, 102]
+    numbers = state().numbers
+    assert [numbers.next_serial, numbers.new_serial(), numbers.new_serial(), numbers.next_serial] == [
+        100,
+        100,
+        101,
+        102,
+    ]
 
 
 def test_an_address_is_in_use_until_the_last_vm_that_has_it_is_gone() -> None:

@@ -27,7 +27,7 @@ A = AttemptState
 WHOLE_LIFE = (
     (100.0, A.QUEUED, Event.SUBMITTED),
     (103.0, A.CLAIMED, Event.ADMITTED),
-    (103.2, A.SPAWNING, Event.MADE),
+    (103.2, A.SPAWNING, Event.CREATED),
     (104.2, A.SPAWNED, Event.ALL_JOINED),
     (104.7, A.ALLOCATED, Event.RUNS),
     (164.7, A.RECLAIMING, Event.ENDED),
@@ -61,7 +61,7 @@ def test_an_event_that_is_repeated_ends_no_phase_again() -> None:
 
 def test_a_spare_that_a_job_took_had_been_cloned_before() -> None:
     statistics = Statistics()
-    life(statistics, (10.0, A.UNGATED, Event.SUBMITTED), (10.0, A.INTRODUCING, Event.TOOK),
+    life(statistics, (10.0, A.UNGATED, Event.SUBMITTED), (10.0, A.ADDING_USER, Event.TOOK),
          (10.4, A.ALLOCATED, Event.RUNS))  # fmt: skip
     assert statistics.phases["start"].total == pytest.approx(0.4)
     assert statistics.phases["launch"].total == pytest.approx(0.4)
@@ -131,14 +131,14 @@ def test_a_line_is_logged_for_each_row_that_a_move_changes() -> None:
             )
         )
         log.moved([move], 5.0)
-        log.moved([Move((Change(replace(queued, state=A.SPAWNING), Event.MADE),))], 6.0)
+        log.moved([Move((Change(replace(queued, state=A.SPAWNING), Event.CREATED),))], 6.0)
     assert lines == [
         {"event": "moved", "log_level": "info", "row": "attempt 1", "old": "queued", "new": "claimed", "by": "admitted",
          "attempt": 1, "job": "7", "reason": "fits"},
         {"event": "moved", "log_level": "info", "row": "vm 1", "old": "", "new": "planned", "by": "planned",
          "attempt": 1, "vm": "mvtest0-1", "host": "h1", "reason": ""},
-        {"event": "moved", "log_level": "info", "row": "attempt 1", "old": "claimed", "new": "spawning", "by": "made",
-         "attempt": 1, "job": "7", "reason": ""},
+        {"event": "moved", "log_level": "info", "row": "attempt 1", "old": "claimed", "new": "spawning",
+         "by": "created", "attempt": 1, "job": "7", "reason": ""},
     ]  # fmt: skip
 
 

@@ -33,7 +33,7 @@ def test_an_exception_in_a_transaction_keeps_nothing() -> None:
     before, lines = harness.rows, len(harness.store.journal())
     attempt = harness.attempt()
     move = Move(
-        (Change(replace(attempt, state=AttemptState.SPAWNING), Event.MADE),),
+        (Change(replace(attempt, state=AttemptState.SPAWNING), Event.CREATED),),
         make=(Claim(attempt.key, "h1", Size(1, 1)),),
     )
     with pytest.raises(RuntimeError), harness.store.transaction() as tx:
@@ -47,7 +47,7 @@ def test_a_move_made_for_an_older_version_is_refused() -> None:
     harness.to_claimed()
     stale = replace(harness.attempt(), version=harness.attempt().version - 1, state=AttemptState.SPAWNING)
     with pytest.raises(StoreConflict, match="version"), harness.store.transaction() as tx:
-        tx.apply(Move((Change(stale, Event.MADE),)))
+        tx.apply(Move((Change(stale, Event.CREATED),)))
 
 
 def test_a_transition_that_no_table_has_is_refused() -> None:

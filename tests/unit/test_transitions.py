@@ -50,7 +50,7 @@ class Shown:
 
     jobs: tuple[Job, ...] = ()
     seen: VmCondition | None = VmCondition.RUNNING
-    introduced: tuple[int, ...] = ()
+    users_added: tuple[int, ...] = ()
     node: NodeState | None = None
     offers: dict[str, bool] = field(default_factory=dict)
     hosts: tuple[Host, ...] = (H1,)
@@ -63,7 +63,7 @@ def taken(*rows: Row, shown: Shown, messages: tuple[Message, ...] = (), policy: 
     """The transitions that one pass takes."""
     held = state(*rows, now=NOW)
     before: dict[Key, RowState] = {row.key: row.state for row in rows}
-    vms = {NAME: VmSeen(NAME, "h1", shown.seen, introduced=shown.introduced)} if shown.seen else {}
+    vms = {NAME: VmSeen(NAME, "h1", shown.seen, users_added=shown.users_added)} if shown.seen else {}
     nodes = {NAME: Node(NAME, shown.node)} if shown.node else {}
     scheduler = SchedulerView({job.ref.job_id: job for job in shown.jobs}, nodes, offers=shown.offers)
     built = as_ready(rows) if shown.hosts else {}
@@ -94,7 +94,7 @@ def again(of: Attempt) -> Job:
 # --- attempts ---------------------------------------------------------------------------------------
 
 UNGATED, STRAY, QUEUED = attempt(A.UNGATED), attempt(A.STRAY), attempt(A.QUEUED)
-INTRODUCING = attempt(A.INTRODUCING, pin="mv_v1")
+ADDING_USER = attempt(A.ADDING_USER, pin="mv_v1")
 SPARE = vm(V.JOINED, pool=Depth.JOINED, attempt=1)
 TAKEN = offer(O.TAKEN)
 OTHER = Request(1, Size(2, 100))
@@ -120,28 +120,28 @@ def test_a_waiting_attempt_follows_its_job(row: Attempt, shown: Job | None, even
 
 
 PINNED: list[tuple[Job, Event, A]] = [
-    (on_it(INTRODUCING, JobState.PENDING), Event.PIN_EXPIRED, A.RETURNING),
-    (on_it(INTRODUCING, JobState.PENDING, held=True), Event.CHANGED, A.RETURNING),
-    (on_it(INTRODUCING, JobState.PENDING, request=OTHER), Event.CHANGED, A.RETURNING),
-    (on_it(INTRODUCING, JobState.ENDED, result="COMPLETED"), Event.ENDED, A.RECLAIMING),
-    (on_it(INTRODUCING, JobState.ENDED, result="CANCELLED"), Event.CANCELLED, A.RECLAIMING),
-    (again(INTRODUCING), Event.RESTARTED, A.RECLAIMING),
+    (on_it(ADDING_USER, JobState.PENDING), Event.PIN_EXPIRED, A.RETURNING),
+    (on_it(ADDING_USER, JobState.PENDING, held=True), Event.CHANGED, A.RETURNING),
+    (on_it(ADDING_USER, JobState.PENDING, request=OTHER), Event.CHANGED, A.RETURNING),
+    (on_it(ADDING_USER, JobState.ENDED, result="COMPLETED"), Event.ENDED, A.RECLAIMING),
+    (on_it(ADDING_USER, JobState.ENDED, result="CANCELLED"), Event.CANCELLED, A.RECLAIMING),
+    (again(ADDING_USER), Event.RESTARTED, A.RECLAIMING),
 ]
 
 
 @pytest.mark.parametrize(("shown", "event", "target"), PINNED)
-def test_an_introducing_attempt_follows_its_job(shown: Job, event: Event, target: A) -> None:
-    found = taken(INTRODUCING, SPARE, TAKEN, shown=Shown(jobs=(shown,), introduced=(1000,), node=NodeState.IDLE))
-    first = next(one for one in found if one[0] == INTRODUCING.key)
-    assert first == (INTRODUCING.key, A.INTRODUCING, event, target)
+def test_an_attempt_that_adds_a_user_follows_its_job(shown: Job, event: Event, target: A) -> None:
+    found = taken(ADDING_USER, SPARE, TAKEN, shown=Shown(jobs=(shown,), users_added=(1000,), node=NodeState.IDLE))
+    first = next(one for one in found if one[0] == ADDING_USER.key)
+    assert first == (ADDING_USER.key, A.ADDING_USER, event, target)
 
 
-def test_an_introducing_attempt_is_allocated_when_the_guest_knows_the_user() -> None:
-    shown = Shown(jobs=(on_it(INTRODUCING),), node=NodeState.BUSY)
-    fresh = replace(INTRODUCING, since=NOW - 1)
+def test_an_attempt_that_adds_a_user_is_allocated_when_the_guest_knows_the_user() -> None:
+    shown = Shown(jobs=(on_it(ADDING_USER),), node=NodeState.BUSY)
+    fresh = replace(ADDING_USER, since=NOW - 1)
     assert taken(fresh, SPARE, TAKEN, shown=shown) == []
-    assert taken(fresh, SPARE, TAKEN, shown=replace(shown, introduced=(1000,))) == [
-        (INTRODUCING.key, A.INTRODUCING, Event.RUNS, A.ALLOCATED),
+    assert taken(fresh, SPARE, TAKEN, shown=replace(shown, users_added=(1000,))) == [
+        (ADDING_USER.key, A.ADDING_USER, Event.RUNS, A.ALLOCATED),
         (SPARE.key, V.JOINED, Event.RUNS, V.SERVING),
     ]
 

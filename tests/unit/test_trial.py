@@ -10,22 +10,11 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from multiverse.core.model import (
-    AttemptState,
-    Depth,
-    Job,
-    JobRef,
-    JobState,
-    Request,
-    Size,
-    TemplateState,
-    Vm,
-    VmState,
-)
+from multiverse.core.explanation.immediate_capacity import immediate_capacity, sizes_to_show, usage
+from multiverse.core.explanation.what_if import what_if
+from multiverse.core.model import AttemptState, Depth, Job, JobRef, JobState, Request, Size, TemplateState, Vm, VmState
 from multiverse.core.planner import plan
 from multiverse.core.policy import Pool
-from multiverse.core.provisioning.startable import sizes_to_show, startable, usage
-from multiverse.core.provisioning.trial import try_request
 from multiverse.core.rows import Index
 from multiverse.core.state import State
 from multiverse.core.transition import Change
@@ -53,7 +42,7 @@ def cluster_of(hosts: int, running: Running, queue: Waiting) -> Cluster:
 
 
 DERIVED = {
-    "queue", "free", "slots", "touched", "compared", "unserved", "dirty_attempts", "dirty_vms", "dirty_templates",
+    "queue", "free", "slots", "touched", "compared", "unserved", "dirty", "claims", "numbers", "_indexes",
     "moves", "missing", "learned", "refusals", "wanted", "_undo", "_perhaps_idle", "_idle_templates",
 }  # fmt: skip
 """Of a state: what is derived from the rest, what says where to look again, and what a pass begins anew."""
@@ -70,7 +59,8 @@ def kept(state: State) -> tuple[object, ...]:
     return (
         state.rows(), state.indexes(), dict(state.reasons), dict(state.promised), state.looked, state.blocking,
         state.now, dict(state.paced), state.waiting.copy(), dict(state.users_asked), dict(state.placement_faults),
-        set(state.lacking), state.entropy, state.next_serial, queue.candidates.entries(), queue.unfit.entries(),
+        set(state.lacking), state.entropy, dict(state.claims.used), state.numbers.next_serial,
+        queue.candidates.entries(), queue.unfit.entries(),
         dict(queue.wanted), queue.shapes(), dict(queue.jobs), {k: list(v) for k, v in state.free.free.items()},
     )  # fmt: skip
 
@@ -105,7 +95,7 @@ def test_a_request_would_start_exactly_if_the_planner_starts_the_job(
     cluster = cluster_of(hosts, running, queue)
     cluster.run()
     request = Request(nodes, Size(cpus, 100))
-    found = try_request(cluster.context(), request, limit, NOW)
+    found = what_if(cluster.context(), request, limit, NOW)
 
     changes = submitted(cluster, request, limit)
     assert cluster.state is not None
@@ -129,12 +119,12 @@ def test_asking_changes_nothing(hosts: int, running: Running, queue: Waiting, as
     cluster.run()
     state = cluster.state
     assert state is not None
-    startable(cluster.context(), Size(1, 100))  # what is free is computed when it is first asked for
+    immediate_capacity(cluster.context(), Size(1, 100))  # what is free is computed when it is first asked for
     before, rest = kept(state), all_else(state)
     indexes = {name for name, value in rest.items() if isinstance(value, Index)}  # compared in `kept`
     for _ in range(2):
-        try_request(cluster.context(), Request(asked[1], Size(asked[0], 100)), asked[2], NOW)
-        startable(cluster.context(), Size(1, 100))
+        what_if(cluster.context(), Request(asked[1], Size(asked[0], 100)), asked[2], NOW)
+        immediate_capacity(cluster.context(), Size(1, 100))
         assert kept(state) == before
         assert {k: v for k, v in all_else(state).items() if k not in indexes} == {
             k: v for k, v in rest.items() if k not in indexes
@@ -147,7 +137,7 @@ def test_asking_changes_nothing(hosts: int, running: Running, queue: Waiting, as
 def test_as_many_would_start_at_once_as_the_planner_starts(hosts: int, running: Running, cpus: int) -> None:
     cluster = cluster_of(hosts, running, [])
     cluster.run()
-    found = startable(cluster.context(), Size(cpus, 100))
+    found = immediate_capacity(cluster.context(), Size(cpus, 100))
     really = cluster_of(hosts, running, [])
     for number in range(50, 51 + found.now):
         really.waits(number, cpus)
@@ -162,9 +152,9 @@ def test_a_joined_spare_is_one_more_that_would_start() -> None:
     cluster.rows.append(spare)
     cluster.claims.append(claim_of(spare))
     cluster.run()
-    assert startable(cluster.context(), Size(1, 100)).now == 1
-    assert startable(cluster.context(), Size(2, 100)).now == 0
-    assert try_request(cluster.context(), Request(1, Size(1, 100)), None, NOW).starts
+    assert immediate_capacity(cluster.context(), Size(1, 100)).now == 1
+    assert immediate_capacity(cluster.context(), Size(2, 100)).now == 0
+    assert what_if(cluster.context(), Request(1, Size(1, 100)), None, NOW).starts
     assert usage(cluster.context()).spares.cpus == 1
 
 
@@ -172,7 +162,7 @@ def test_hosts_without_the_template_count_for_later() -> None:
     cluster = Cluster(hosts=2)
     cluster.rows, cluster.claims = cluster.rows[:1], cluster.claims[:1]
     cluster.run()
-    found = startable(cluster.context(), Size(2, 100))
+    found = immediate_capacity(cluster.context(), Size(2, 100))
     assert (found.now, found.with_template) == (2, 2)
 
 
@@ -181,21 +171,21 @@ def test_a_job_that_waits_is_told_behind_whom_and_until_when_alone() -> None:
     cluster.runs(1, 3, ends=500.0)
     cluster.waits(2, 4)
     cluster.run()
-    found = try_request(cluster.context(), Request(1, Size(2, 100)), None, NOW)
+    found = what_if(cluster.context(), Request(1, Size(2, 100)), None, NOW)
     assert not found.starts and (found.ahead, found.behind, found.expected) == (1, "2", inf)
     assert found.alone == UNIX + 500.0 + FILLING.reclaim
     first = Cluster()
     first.runs(1, 3, ends=500.0)
     first.run()
-    alone = try_request(first.context(), Request(1, Size(2, 100)), None, NOW)
+    alone = what_if(first.context(), Request(1, Size(2, 100)), None, NOW)
     assert alone.expected == UNIX + 500.0 + FILLING.reclaim and not alone.behind
 
 
 def test_what_no_host_could_hold_would_be_cancelled_and_what_a_host_lacks_would_wait() -> None:
     cluster = Cluster()
     cluster.run()
-    assert try_request(cluster.context(), Request(1, Size(9, 100)), None, NOW).never
-    found = try_request(cluster.context(), Request(1, Size(1, 100), image="nowhere"), None, NOW)
+    assert what_if(cluster.context(), Request(1, Size(9, 100)), None, NOW).never
+    found = what_if(cluster.context(), Request(1, Size(1, 100), image="nowhere"), None, NOW)
     assert not found.starts and not found.never and "no host has image nowhere" in str(found.why)
 
 
@@ -203,7 +193,7 @@ def test_a_template_that_is_missing_is_not_built_for_a_question() -> None:
     cluster = Cluster()
     cluster.rows, cluster.claims = [], []
     cluster.run()
-    found = try_request(cluster.context(), Request(1, Size(1, 100)), None, NOW)
+    found = what_if(cluster.context(), Request(1, Size(1, 100)), None, NOW)
     assert not found.starts and "is being built" in str(found.why)
     assert cluster.state is not None and not cluster.state.templates
 
@@ -237,4 +227,4 @@ def test_a_template_that_is_not_ready_lets_nothing_start(state: TemplateState) -
     cluster = Cluster()
     cluster.rows = [template(state, id=1, host="h1", since=NOW, tries=1)]
     cluster.run()
-    assert startable(cluster.context(), Size(1, 100)).now == 0
+    assert immediate_capacity(cluster.context(), Size(1, 100)).now == 0

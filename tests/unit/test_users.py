@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from multiverse.controller.users import FRESH, KEPT, UserDirectory
+from multiverse.core.admission.unknown_users import PATIENCE
 from multiverse.core.errors import Gone, Refused, Unknown
 from multiverse.core.machines.tables import permitted_effects
 from multiverse.core.model import AttemptState, User, UserSeen, VmCondition, VmState, text_of
-from multiverse.core.provisioning.inquiries import PATIENCE
 from multiverse.core.transition import EffectKind
-from multiverse.drivers.slurm import account
-from multiverse.drivers.slurm.account import NameService, is_surely_absent, lookup
+from multiverse.drivers.slurm.reading import name_service
+from multiverse.drivers.slurm.reading.name_service import NameService, is_surely_absent, lookup
 from tests.unit.planner_harness import POLICY, ManualClock, PlannerHarness
 
 A, V = AttemptState, VmState
@@ -40,8 +40,8 @@ def test_a_user_is_found_with_all_groups() -> None:
 def etc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "passwd").write_text("root:x:0:0:root:/root:/bin/bash\nada:x:1000:1000::/home/ada:/bin/sh\n")
     (tmp_path / "nsswitch.conf").write_text("passwd:         files systemd\ngroup: files sss\n")
-    monkeypatch.setattr(account, "PASSWD", tmp_path / "passwd")
-    monkeypatch.setattr(account, "NSSWITCH", tmp_path / "nsswitch.conf")
+    monkeypatch.setattr(name_service, "PASSWD", tmp_path / "passwd")
+    monkeypatch.setattr(name_service, "NSSWITCH", tmp_path / "nsswitch.conf")
     return tmp_path
 
 
@@ -79,7 +79,7 @@ def test_an_error_of_the_name_service_is_unknown(etc: Path, monkeypatch: pytest.
         def getpwuid_r(*_: object) -> int:
             return errno.EMFILE
 
-    monkeypatch.setattr(account.ctypes, "CDLL", lambda _: Library)
+    monkeypatch.setattr(name_service.ctypes, "CDLL", lambda _: Library)
     with pytest.raises(Unknown, match=os.strerror(errno.EMFILE)):
         lookup(NOBODY)
 

@@ -24,7 +24,7 @@ from multiverse.cli.asking import UsersClient, _address
 from multiverse.core.errors import Gone, MultiverseError, Refused
 from multiverse.service import users_socket
 from multiverse.service.startup import bind
-from multiverse.service.users_socket import Desk, Pace, serve_users
+from multiverse.service.users_socket import Pace, UserQuestions, serve_users
 from multiverse.service.viewer import Viewer
 from tests.unit.planner_harness import ManualClock
 
@@ -56,16 +56,16 @@ class Clock(ManualClock):
         return asyncio.get_running_loop().time()
 
 
-def desk(tmp_path: Path) -> Desk:
+def questions(tmp_path: Path) -> UserQuestions:
     backend = SimpleNamespace(explanations=Explanations(), timelines_for=_timelines)
-    return Desk(backend, lambda uid: Privacy(others=False, hosts=False), Pace(Clock()))  # type: ignore[arg-type]
+    return UserQuestions(backend, lambda uid: Privacy(others=False, hosts=False), Pace(Clock()))  # type: ignore[arg-type]
 
 
 @asynccontextmanager
 async def served(tmp_path: Path, credentials: Any = None) -> AsyncIterator[tuple[Path, int]]:
     path, tcp = tmp_path / "users.sock", socket.create_server(("127.0.0.1", 0))
     sock = bind(path, "socket", all_users=True)
-    task = asyncio.create_task(serve_users(desk(tmp_path), sock, tcp, credentials))
+    task = asyncio.create_task(serve_users(questions(tmp_path), sock, tcp, credentials))
     await asyncio.sleep(0)
     try:
         yield path, tcp.getsockname()[1]

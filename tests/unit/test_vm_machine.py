@@ -9,7 +9,7 @@ import pytest
 
 from multiverse.core.errors import Broken
 from multiverse.core.machines.tables import effect_of
-from multiverse.core.machines.vm import step_vm, vm_rests
+from multiverse.core.machines.vm import step_vm, vm_is_settled
 from multiverse.core.model import (
     Attempt,
     AttemptState,
@@ -138,7 +138,7 @@ def test_a_dead_vm_that_was_observed_before_its_creation_is_another_one() -> Non
 def test_a_vm_is_not_made_in_time_if_an_observation_after_the_limit_and_after_its_creation_does_not_show_it() -> None:
     limit = POLICY.spawn_timeout
     one, planned = attempt(A.CLAIMED, since=NOW - 500), vm(V.PLANNED, attempt=1, since=NOW - limit - 5)
-    late = [(Event.FAILED, "ending", "it was not made within 60 s")]
+    late = [(Event.FAILED, "ending", "it was not created within 60 s")]
     for at, ended, expected in (
         (NOW - 5, NOW - 20, []),
         (NOW - 4, NOW - 20, late),
@@ -389,13 +389,13 @@ def test_a_vm_that_is_dead_without_a_reason_is_given_one() -> None:
     (vm,) = harness.all_vms()
     harness.seen(vm.name, VmCondition.DEAD)
     harness.run()
-    assert text_of(harness.all_vms()[0].reason) == "the VM died while it was made"
+    assert text_of(harness.all_vms()[0].reason) == "the VM died while it was created"
 
 
 def test_a_vm_that_is_being_made_stays_planned() -> None:
     harness = PlannerHarness()
     harness.to_claimed()
-    harness.seen(only(harness), VmCondition.MAKING)
+    harness.seen(only(harness), VmCondition.CREATING)
     harness.run()
     assert harness.all_vms()[0].state is V.PLANNED
 
@@ -534,7 +534,7 @@ def resting(view: HypervisorView | None, *, fenced: bool = False, **more: object
     if fenced:
         held.know_host(KnownHost("h1", SOURCE, HostState.FENCED))
     world = world_of(None, view, NOW)
-    return {one for one in V if one is not V.GONE and vm_rests(held, vm(one, **more), world)}
+    return {one for one in V if one is not V.GONE and vm_is_settled(held, vm(one, **more), world)}
 
 
 def test_a_vm_rests_while_it_serves_and_while_nothing_is_known_of_it() -> None:

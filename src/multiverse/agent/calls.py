@@ -96,7 +96,7 @@ class Utilized(Message):
 
 
 class VmConnections(Protocol):
-    """The overlay that connects this host's bridge with VMs of other hosts."""
+    """The VXLAN that connects this host's bridge with VMs of other hosts."""
 
     async def connect(self, vm: VmRef, neighbours: Sequence[Neighbour]) -> None:
         """Let a VM reach these addresses, beside those that it was or will be started with. `Gone` if there is no such
@@ -117,7 +117,7 @@ class LocalHypervisor(Hypervisor, Source, Protocol):
     def groups(self) -> Groups: ...
 
     @property
-    def overlay(self) -> VmConnections | None:
+    def vxlan(self) -> VmConnections | None:
         """None if nothing but the site's own layer 2 connects the bridges of hosts."""
         ...
 
@@ -225,9 +225,9 @@ class Connect(Call[Nothing]):
     neighbours: tuple[Neighbour, ...]
 
     async def answer(self, agent: SiteAgent) -> Nothing:
-        if agent.hypervisor.overlay is None:
-            raise Refused("this host has no overlay", hint="set overlay.enabled on all hosts")
-        await agent.hypervisor.overlay.connect(self.vm, self.neighbours)
+        if agent.hypervisor.vxlan is None:
+            raise Refused("this host has no VXLAN", hint="set vxlan.enabled on all hosts")
+        await agent.hypervisor.vxlan.connect(self.vm, self.neighbours)
         return Nothing()
 
 

@@ -27,7 +27,7 @@ from multiverse.agent.calls import (
     Utilization,
 )
 from multiverse.agent.connection import AgentConnection
-from multiverse.agent.overlay import OverlayDirectory
+from multiverse.agent.vxlan import VxlanDirectory
 from multiverse.core.errors import Gone, MultiverseError
 from multiverse.core.model import (
     Host,
@@ -94,7 +94,7 @@ class AgentHypervisor:
         self._connect_leased = connect_leased or (lambda host: connect(host.lease.name))
         self._sources: dict[str, AgentSource] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}  # that keep connections up
-        self.overlay: OverlayDirectory | None = None  # by which hosts reach VMs of other hosts, if they need one
+        self.vxlan: VxlanDirectory | None = None  # by which hosts reach VMs of other hosts, if they need one
         self._failed: asyncio.Future[None] | None = None  # while `run` runs: gets the first error of a connection
         self.keep(hosts, leased)
 
@@ -152,10 +152,10 @@ class AgentHypervisor:
         return (await self._agent(vm.host).call(Create(vm=vm))).stages
 
     async def start(self, vm: VmRef, size: Size, identity: Identity) -> Sequence[Stage]:
-        """See `ports.Hypervisor`. With an overlay, its peers and the controller's machine can reach the VM before
-        it runs; raises what `OverlayDirectory.introduce` raises."""
-        if self.overlay is not None:
-            identity = replace(identity, neighbours=await self.overlay.introduce(vm, identity))
+        """See `ports.Hypervisor`. With a VXLAN, its peers and the controller's machine can reach the VM before
+        it runs; raises what `VxlanDirectory.introduce` raises."""
+        if self.vxlan is not None:
+            identity = replace(identity, neighbours=await self.vxlan.introduce(vm, identity))
         return (await self._agent(vm.source).call(Start(vm=vm, size=size, identity=identity))).stages
 
     async def connect(self, vm: VmRef, neighbours: tuple[Neighbour, ...]) -> None:
@@ -177,9 +177,9 @@ class AgentHypervisor:
         return {name: one.agent for name, one in welcomes if one is not None}
 
     async def tell(self, host: str, members: Sequence[Member], gone: Sequence[str], *, whole: bool) -> None:
-        """See `ports.Groups`. With an overlay, what is told says to which machines it leads."""
-        if self.overlay is not None:
-            members = await self.overlay.located(host, members)
+        """See `ports.Groups`. With a VXLAN, what is told says to which machines it leads."""
+        if self.vxlan is not None:
+            members = await self.vxlan.located(host, members)
         await self._agent(host).call(TellMembers(members=tuple(members), gone=tuple(gone), whole=whole))
 
     async def build_template(self, template: TemplateKey) -> Sequence[Stage]:

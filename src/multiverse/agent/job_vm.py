@@ -49,7 +49,7 @@ class JobVm:
     watched: bool = False
 
     @property
-    def place(self) -> int:
+    def rank(self) -> int:
         """Which one of all the job's VMs it is, from 0 on."""
         return self.node * self.vms + self.index
 

@@ -107,7 +107,7 @@ class _Connection:
         vms = dict(view.vms)
         for (of, name), vm in server.creating.items():
             if of == self.site and name not in vms:
-                vms[name] = VmSeen(name, vm.host, VmCondition.MAKING, token=vm.token)
+                vms[name] = VmSeen(name, vm.host, VmCondition.CREATING, token=vm.token)
         news: dict[str, Any] = {}
         if server.samples is not None and (load := server.samples.load()) is not None:
             news["load"] = load

@@ -25,7 +25,7 @@ AlertKind = Literal[
     "nodes",
     "user",
     "effect",
-    "stranger",  # an orphan: an object with our site's name that no record explains
+    "orphan",  # an orphan: an object with our site's name that no record explains
     "unserved",
 ]
 

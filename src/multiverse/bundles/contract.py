@@ -19,7 +19,7 @@ from multiverse.core.model import Job, LeasedHost, LeaseSpec, World
 from multiverse.core.policy import Policy
 from multiverse.core.rows import Rows
 from multiverse.core.state import State
-from multiverse.host.overlay import OverlayConfig
+from multiverse.host.vxlan import VxlanConfig
 from multiverse.ports import Clock, Hypervisor, Measurements, Reports, Scheduler
 from multiverse.ports.finding import Finding
 from multiverse.system.rendered import SiteFile
@@ -38,7 +38,7 @@ class Notice(NamedTuple):
     """Something that an operator should know for as long as it is so: the kind of the alert that tells it, what it
     concerns, and what to do."""
 
-    kind: Literal["nodes", "unserved", "stranger"]
+    kind: Literal["nodes", "unserved", "orphan"]
     name: str
     message: str
     remedy: str
@@ -143,7 +143,7 @@ class LocalHost(LocalHypervisor, HostedVms, Protocol):
         """Make the host's directories, and see whether VMs can run. Raises `Refused`."""
         ...
 
-    def restore_overlay(self) -> None:
+    def restore_vxlan(self) -> None:
         """Make the host's part of the network between hosts again, if it has one. Raises a `MultiverseError`."""
         ...
 
@@ -155,8 +155,8 @@ class LocalHost(LocalHypervisor, HostedVms, Protocol):
 class HostSide(Protocol):
     """What the agent of a host needs, on platforms whose hosts have agents."""
 
-    def local(self, settings: Settings, site: str, overlay: OverlayConfig | None = None) -> LocalHost:
-        """The hypervisor of this machine; `overlay` is that of a leased node, in place of the settings'."""
+    def local(self, settings: Settings, site: str, vxlan: VxlanConfig | None = None) -> LocalHost:
+        """The hypervisor of this machine; `vxlan` is that of a leased node, in place of the settings'."""
         ...
 
     def sites(self, settings: Settings) -> Sequence[str]:

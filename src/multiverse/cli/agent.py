@@ -110,15 +110,15 @@ def receive_image(
     from multiverse.config import load
     from multiverse.host import path_security
     from multiverse.images import transfer
-    from multiverse.images.place import check_name
-    from multiverse.pilot.place import place_of
+    from multiverse.images.install import check_name
+    from multiverse.pilot.lease_directory import directory_of
 
     settings = load(context.obj)
     images, streams = settings.qemu.images, (sys.stdin.buffer, sys.stdout.buffer)
     check_name(name)
     path_security.make_directory(images, 0o755)
     if leased:
-        with place_of(settings.agent.leases, leased).incoming(name, owner) as brought:
+        with directory_of(settings.agent.leases, leased).incoming(name, owner) as brought:
             transfer.receive(images, name, digest, *streams, brought)
     else:
         transfer.receive(images, name, digest, *streams)

@@ -30,7 +30,7 @@ STATE_STYLES = {
     "claimed": "cyan",
     "spawning": "cyan",
     "spawned": "blue",
-    "introducing": "blue",
+    "adding_user": "blue",
     "allocated": "bold green",
     "returning": "magenta",
     "revoking": "magenta",

@@ -64,7 +64,7 @@ def _choose(found: Sequence[Alert], names: Sequence[str], *, fenced: bool) -> li
 
 def _must_be_named(alert: Alert) -> bool:
     """Whether the repair may end what still runs."""
-    return alert.needs_fenced or alert.kind == "stranger"
+    return alert.needs_fenced or alert.kind == "orphan"
 
 
 def _named(found: Sequence[Alert], name: str, *, fenced: bool) -> list[Alert]:

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 
 import structlog
 
+from multiverse.core.admission.reasons import BEHIND, reason_of
 from multiverse.core.errors import MultiverseError
 from multiverse.core.model import Attempt, AttemptState, Job, JobRef, Reason, text_of
 from multiverse.core.policy import Policy
-from multiverse.core.provisioning.reasons import BEHIND, reason_of
 from multiverse.core.transition import Move
 from multiverse.ports import Clock, Scheduler
 

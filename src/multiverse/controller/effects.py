@@ -27,6 +27,7 @@ from multiverse.controller.backoff import pause
 from multiverse.controller.groups import GroupBook
 from multiverse.controller.publication import Publication
 from multiverse.controller.users import UserDirectory
+from multiverse.core.clones.spares import node_spec
 from multiverse.core.errors import Broken, MultiverseError, NotYet, Refused, Stale, Unknown
 from multiverse.core.machines.tables import permitted_effects
 from multiverse.core.model import (
@@ -48,7 +49,6 @@ from multiverse.core.model import (
     machine_id,
     serial_of,
 )
-from multiverse.core.provisioning.spares import node_spec
 from multiverse.core.state import State
 from multiverse.core.transition import RELEASING_EFFECTS, TERMINAL, Done, Effect, EffectKind, Move
 from multiverse.ports import Clock, Fencing, Hypervisor, Scheduler
@@ -336,9 +336,9 @@ class Effects:
             case EffectKind.GATE:
                 await self._scheduler.unpin(job)
             case EffectKind.RESTORE:
-                if (expansion := self._scheduler.expansion) is None:
+                if (overflow := self._scheduler.overflow) is None:
                     raise Refused("the scheduler moves no jobs", hint="move the job by hand to where it belongs")
-                await expansion.restore(job)
+                await overflow.restore(job)
             case EffectKind.PIN:
                 await self._add_user(attempt)
                 nodes = [vm.name for vm in self._around.state.serving_vms_of(attempt)]

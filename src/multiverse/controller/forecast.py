@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from multiverse.core.clones.pacing import ARRIVALS_FADE, Parent, paid
 from multiverse.core.model import Attempt, CloneKind, Forecast, Lease, LeaseState, Vm, VmState
 from multiverse.core.policy import Policy, image_of
-from multiverse.core.provisioning.pacing import ARRIVALS_FADE, Parent, paid
 from multiverse.core.transition import Event, Move
 
 SMOOTHING = 0.2

@@ -3,56 +3,48 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from math import inf
 from random import Random, SystemRandom
-from types import MappingProxyType
 
 import structlog
 
 from multiverse.config import Settings
+from multiverse.controller.command_inbox import CommandInbox
 from multiverse.controller.comments import CommentPlan, CommentWriter
-from multiverse.controller.effects import Effects, Failure, PilotRef, Surroundings
+from multiverse.controller.effects import Effects, Failure, Surroundings
 from multiverse.controller.exclusions import Exclusions
+from multiverse.controller.followed_hosts import FollowedHosts
 from multiverse.controller.forecast import ForecastRecorder
 from multiverse.controller.missing_hints import MissingHints
-from multiverse.controller.observers import Awaited, Observer, SchedulerObserver
+from multiverse.controller.observers import Awaited, ObserverTasks, SchedulerObserver
+from multiverse.controller.orphans import OrphanConfirmation
+from multiverse.controller.policy import policy_of
 from multiverse.controller.users import LookupFailure, UserDirectory
 from multiverse.controller.watching import Watcher
-from multiverse.core.commands import may_add
+from multiverse.core.capacity.sizes import claimable_cpus
+from multiverse.core.context import Context
 from multiverse.core.errors import Exhausted, MultiverseError
 from multiverse.core.machines.host import held_back
-from multiverse.core.machines.lease import unexplained_pilots
-from multiverse.core.machines.tables import TABLES, awaited_rows, note_unmade
+from multiverse.core.machines.tables import TABLES, awaited_rows, note_unconfirmed
 from multiverse.core.model import (
     Attempt,
-    CloneKind,
-    HypervisorView,
     Job,
     JobLimits,
     KnownHost,
     Observation,
     Reason,
-    SchedulerView,
     Size,
     Vm,
-    VmRef,
     World,
 )
-from multiverse.core.planner import orphans, plan
-from multiverse.core.policy import Backfill, ExpansionPolicy, LeasePolicy, Policy, Pool
-from multiverse.core.provisioning.context import Context
-from multiverse.core.provisioning.leasing import leasable_hosts
-from multiverse.core.provisioning.pools import PoolStatus, pool_status
-from multiverse.core.provisioning.sizes import claimable_cpus
-from multiverse.core.provisioning.submission import job_limits
+from multiverse.core.planner import plan
+from multiverse.core.pools.reconcile import PoolStatus, pool_status
 from multiverse.core.state import State
 from multiverse.core.transition import Awaiting, Command, Done, Message, ShownBy
-from multiverse.ports import Clock, Fencing, Hypervisor, Scheduler, Source
+from multiverse.ports import Clock, Fencing, Hypervisor, Scheduler
 from multiverse.store import Store
 
 log = structlog.get_logger()
@@ -60,80 +52,11 @@ log = structlog.get_logger()
 EXPECTING = 0.1
 """Seconds between observations of the scheduler while a node's registration or a job's end is awaited."""
 
-WANING = 0.05
+AWAIT_BACKOFF = 0.05
 """What has been awaited for long is observed less often: pauses grow to this share of the time waited."""
 
 UNCOMMITTED = 1.0
 """Seconds until a pass that was not committed is tried again: whatever is due stays due, and must not make us spin."""
-
-DESTROYED = 3.0
-"""Seconds that the destruction of a VM takes, with what comes before it in its lane."""
-
-
-def policy_of(settings: Settings) -> Policy:
-    """The planner's policy from the settings."""
-    s, p = settings, settings.pacing
-    return Policy(
-        subnet=ipaddress.IPv4Network(s.network.subnet),
-        gateway=s.network.gateway,
-        first_address=s.network.first,
-        image=s.image.default,
-        kind=s.image.kind,
-        base=Size(s.qemu.base_cpus, s.qemu.base_memory),
-        guest_reserve=s.image.guest_reserve,
-        scratch=s.image.scratch,
-        placement=s.placement.policy,
-        provisioning=p.provisioning,
-        silence=p.silence,
-        spawn_timeout=p.spawn_timeout,
-        pin_timeout=p.pin_timeout,
-        complete_timeout=p.complete_timeout,
-        retry_base=p.retry_base,
-        retry_limit=p.retry_limit,
-        replacements=p.replacements,
-        attempts=p.attempts,
-        here=s.host.name,
-        fences=bool(s.fence.command),
-        fence_after=s.fence.after,
-        quorum=s.fence.quorum,
-        backfill=Backfill(s.backfill.depth, s.backfill.overtakes) if s.backfill.enabled else None,
-        # A guest writes back, and two observations are to show that the job, and then the VM, is gone.
-        reclaim=p.reclaim_grace + 2 * s.poll + DESTROYED,
-        pools=tuple(
-            Pool(
-                image=pool.image,
-                depth=pool.depth,
-                least=pool.min,
-                most=pool.max or pool.min,
-                size=Size(pool.cpus, pool.memory),
-                max_age=pool.max_age,
-                offer=pool.offer,
-            )
-            for pool in s.pool
-        ),
-        leases=tuple(
-            LeasePolicy(
-                partition=lease.partition,
-                size=Size(lease.cpus, lease.memory),
-                account=lease.account,
-                user=lease.user,
-                time_limit=lease.time_limit,
-                most=lease.max,
-                min_wait=lease.min_wait,
-                idle=lease.idle,
-                start_timeout=lease.start_timeout,
-                preemptable_ok=lease.preemptable_ok,
-                fence=lease.fence,
-            )
-            for lease in s.lease
-        ),
-        expansions=tuple(ExpansionPolicy(one.partition, one.constraint, one.accounts) for one in s.expand),
-        rates={
-            CloneKind.INSTANT: p.instant_rate,
-            CloneKind.LINKED: p.linked_rate,
-            CloneKind.FULL: p.full_rate,
-        },
-    )
 
 
 class Controller:
@@ -156,7 +79,7 @@ class Controller:
         self.policy = policy_of(settings)
         self.state = State(store.rows(), TABLES, clock.now())
         """The live rows as committed, between passes."""
-        note_unmade(self.state)
+        note_unconfirmed(self.state)
         self.observed = World()
         """What the latest pass was planned upon."""
         self._forecast = ForecastRecorder(self.policy)
@@ -164,25 +87,12 @@ class Controller:
         self._watchers: list[Watcher] = []
         self._exclusions = Exclusions()
         self._wake = asyncio.Event()
-        self._inbox: deque[Message] = deque()
-        self._asked: list[tuple[Command, asyncio.Future[None]]] = []  # for each command in the inbox
+        self._inbox = CommandInbox(self._wake.set)
         self._expecting: float | None = None  # since when the newest of what is awaited is
-        self._orphans: dict[tuple[str, str], float] = {}  # name and source, with the observation that showed it first
-        self._pilots: dict[tuple[str, str], float] = {}  # pilots that no lease explains: name and id, and the same
-        self._confirmed: list[VmRef | PilotRef] = []  # the orphans that are to be removed, as of the latest commit
-        # A host that the settings name and that has not answered yet may hold what those that have answered cannot.
-        # One that is leased is a row, and ends with it.
-        named = [(host, source.name) for source in hypervisor.sources for host in source.hosts]
-        leased = self.state.leased
-        self._declared = [KnownHost(*one) for one in named if one[0] not in leased]
-        self._hypervisor = hypervisor
-        self._running: dict[Observer[SchedulerView] | Observer[HypervisorView], asyncio.Task[None]] = {}
-        self._runs = False
-        self._ended: list[asyncio.Task[None]] = []  # of observers and the like, which do not end
+        self._orphans = OrphanConfirmation(self.state)
         self._placement_faults: dict[str, str] = {}  # those that were logged
         self._limits: JobLimits | None = None  # what no job must exceed
         self._leasable: Mapping[str, Size] = {}  # as of which they are
-        self._hosts_followed = -1  # `State.host_changes`, as of which this and the sources are
         self.began = clock.now()
         self.uncommitted: tuple[float, str] | None = None
         """Since when passes are not kept, and why."""
@@ -191,14 +101,10 @@ class Controller:
         self.scheduler = SchedulerObserver(
             scheduler, clock, settings.poll, self._scheduler_interval, self._awaited, self._wake.set
         )
-        self._listened: dict[str, Source] = {}
-        self.sources: dict[str, Observer[HypervisorView]] = {}
+        self._tasks = ObserverTasks(self._wake.set)
+        self._hosts = FollowedHosts(hypervisor, self.state, clock, settings.poll, self._wake.set, self._tasks)
+        self.sources = self._hosts.sources
         """One observer for each source of the hypervisor, by the source's name."""
-        # What the latest pass was told of each source, also of those that only rows refer to; and of which sources the
-        # next one is told something else: those observed since, those that came or went, and those that are unknown.
-        self._told: dict[str, Observation] = {}
-        self._anew: set[str] = self.state.sources()
-        self._follow_sources()
         self.users = UserDirectory(
             lambda uid: scheduler.user(uid), clock, self._wake.set, lambda: self._effects.try_again_for_users()
         )
@@ -237,22 +143,16 @@ class Controller:
 
     def orphans(self) -> list[str]:
         """Names of our site that no row explained at the last pass."""
-        return sorted({name for name, _ in self._orphans})
+        return self._orphans.names()
 
     def world(self) -> World:
         """What is observed now."""
-        told = {**self._told, **{name: self._observation(name) for name in sorted(self._anew)}}
-        return self._world({name: one for name, one in told.items() if one is not None})
+        return self._world(self._hosts.observations())
 
     def _world_of_pass(self) -> World:
         """The same for a pass, whose cost is that of the sources of which something else is known than before."""
-        anew = frozenset(self._anew)
-        for name in sorted(anew):
-            if (observation := self._observation(name)) is not None:
-                self._told[name] = observation
-            else:
-                self._told.pop(name, None)
-        return self._world(MappingProxyType(self._told), anew)
+        anew = frozenset(self._hosts.anew)
+        return self._world(self._hosts.tell(), anew)
 
     def _world(self, sources: Mapping[str, Observation], anew: Collection[str] | None = None) -> World:
         return World(
@@ -265,20 +165,8 @@ class Controller:
             entropy=f"{self._rng.getrandbits(128):032x}",
             users=self.users.seen(),
             epoch=self._clock.wall() - self._clock.now(),
-            declared=self._declared,
+            declared=self._hosts.declared,
         )
-
-    def _observation(self, name: str) -> Observation | None:
-        """What is known of a source now; None if there is none. One that rows refer to and that is none of the
-        hypervisor's is unknown since the controller began."""
-        if (one := self.sources.get(name)) is not None:
-            return Observation(one.latest, one.since, self._heard(one))
-        return Observation(None, self.began) if self.state.has_vms_at(name) else None
-
-    def _heard(self, source: Observer[HypervisorView]) -> float:
-        """When anything was last heard of a source, while it is unknown."""
-        silence = self._listened[source.name].silence if source.latest is None else None
-        return -inf if silence is None else self._clock.now() - silence
 
     def _observed_jobs(self) -> Mapping[str, Job]:
         return self.scheduler.latest.value.jobs if self.scheduler.latest else {}
@@ -302,12 +190,7 @@ class Controller:
     def known_hosts(self) -> dict[str, KnownHost]:
         """The hosts of the site, by name, as they were observed last. One that never was is as the settings declare it,
         and left out if only an operator has named it."""
-        members, found = self._hypervisor.membership, dict[str, KnownHost]()
-        for name, host in self.state.hosts.items():
-            value = host.value or (members.declared(name) if members else None)
-            if host.is_member and (value or members is None):
-                found[name] = replace(host, value=value)
-        return found
+        return self._hosts.known_hosts()
 
     def claimable_cpus(self) -> int:
         """CPUs that VMs may claim together on all known hosts, also those that are drained, off or out of reach."""
@@ -320,21 +203,14 @@ class Controller:
     def command(self, command: Command) -> asyncio.Future[None]:
         """Take what an operator asks for; the rows show what comes of it. Done when it is committed: until then it is
         lost if the daemon dies. Raises `Refused` if it may not be done."""
-        self._inbox.append(command)
-        self._wake.set()
-        committed = asyncio.get_running_loop().create_future()
-        self._asked.append((command, committed))
-        return committed
+        return self._inbox.ask(command)
 
     # --- the loop ------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Observe, plan and act until cancelled."""
-        comments = self._watched(asyncio.create_task(self._comments.run()))
-        self._runs = True
-        self._run_observer(self.scheduler)
-        for source in self.sources.values():
-            self._run_observer(source)
+        comments = self._tasks.watched(asyncio.create_task(self._comments.run()))
+        self._tasks.begin(self.scheduler, *self.sources.values())
         try:
             while True:
                 self._wake.clear()
@@ -343,62 +219,13 @@ class Controller:
                 else:  # what is due stays due
                     await asyncio.sleep(UNCOMMITTED)
         finally:
-            self._runs = False
-            tasks = [comments, *self._running.values()]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._tasks.end(comments)
             await self.close()
 
     async def close(self) -> None:
         """Stop the effects that run. What they have begun is found again by the next controller's observations."""
         await self.users.close()
         await self._effects.close()
-
-    def _run_observer(self, observer: Observer[SchedulerView] | Observer[HypervisorView]) -> None:
-        if self._runs:
-            task = asyncio.create_task(observer.run(), name=f"observer of {observer.name}")
-            self._running[observer] = self._watched(task)
-
-    def _watched(self, task: asyncio.Task[None]) -> asyncio.Task[None]:
-        """A task that ends only if it is cancelled, or by a bug: then the loop ends."""
-
-        def ended(_: asyncio.Task[None]) -> None:
-            if not task.cancelled():
-                self._ended.append(task)
-                self._wake.set()
-
-        task.add_done_callback(ended)
-        return task
-
-    def _follow_hosts(self) -> None:
-        """Let the hypervisor have the hosts that belong to the site, as committed."""
-        membership = self._hypervisor.membership
-        if membership is not None:
-            # Until a pass is committed, the state lacks hosts that it would have added.
-            hosts = {host.name: host for host in self._declared} | self.state.hosts
-            names = [host.name for host in hosts.values() if host.is_member]
-            membership.keep(names, self.state.leased_hosts())
-            self._follow_sources()
-
-    def _follow_sources(self) -> None:
-        """One observer for each source, and none for those that are gone."""
-        sources = {source.name: source for source in self._hypervisor.sources}
-        for name in [name for name in self.sources if name not in sources]:
-            del self._listened[name]
-            self._anew.add(name)
-            if task := self._running.pop(self.sources.pop(name), None):
-                task.cancel()
-        for name in [name for name in sources if name not in self.sources]:
-            observe, interval = sources[name].observe, lambda: self._settings.poll
-            observer = Observer(name, observe, self._clock, interval, partial(self._observed_anew, name))
-            self.sources[name], self._listened[name] = observer, sources[name]
-            self._anew.add(name)
-            self._run_observer(observer)
-
-    def _observed_anew(self, source: str) -> None:
-        self._anew.add(source)
-        self._wake.set()
 
     async def _sleep(self) -> None:
         now = self._clock.now()
@@ -410,8 +237,7 @@ class Controller:
                     await self._wake.wait()
             except TimeoutError:
                 pass
-        for task in self._ended:
-            task.result()  # an observer ends only by a bug: raise it here
+        self._tasks.raise_bugs()
 
     def run_pass(self) -> bool:
         """One pass: observe, plan, one commit, then the effects. Awaits nothing. False if it was not committed: then
@@ -421,8 +247,7 @@ class Controller:
         problem = self._plan_and_commit(world)
         if problem is None:
             self.uncommitted = None
-            self._anew = {name for name in world.anew or () if name in self._told and self._told[name].latest is None}
-            self._declared = []  # they are rows
+            self._hosts.committed(world)
         else:
             log.error("pass not committed", reason=str(problem))
             self.uncommitted = (self.uncommitted[0] if self.uncommitted else self._clock.now(), str(problem))
@@ -430,10 +255,9 @@ class Controller:
                 return False
             if failure := self._plan_and_commit(world, releasing=True):
                 log.error("releases not committed", reason=str(failure))
-        if self._hosts_followed != self.state.host_changes:
-            self._hosts_followed = self.state.host_changes
+        if self._hosts.have_changed:
             self._limits = self._job_limits()
-            self._follow_hosts()
+            self._hosts.follow()
         elif world.scheduler is not None and world.scheduler.value.leasable != self._leasable:
             self._limits = self._job_limits()
         self._effects.limit_submissions(self._limits)
@@ -441,22 +265,20 @@ class Controller:
         self._effects.tell_groups()
         self._effects.exclude_from_offers(self._exclusions.excluded(self._clock.now()))
         self.users.look_up(self.state.users_asked)
-        self._effects.ensure(self._confirmed, releasing=problem is not None)
+        self._effects.ensure(self._orphans.confirmed, releasing=problem is not None)
         self._store.note_use()
         return problem is None
 
     def _job_limits(self) -> JobLimits | None:
         """What no job must exceed, by the hosts of the site and those that can be leased."""
         self._leasable = self.observed.scheduler.value.leasable if self.observed.scheduler else self._leasable
-        leased = self.state.leased
-        static = {name: one for name, one in self.known_hosts().items() if name not in leased}
-        return job_limits({**static, **leasable_hosts(self._leasable, self.policy)}, self.policy)
+        return self._hosts.job_limits(self.policy, self._leasable)
 
     def _plan_and_commit(self, world: World, *, releasing: bool = False) -> MultiverseError | None:
         """Plan and commit; with `releasing` only what releases. The error because of which nothing was kept: then the
         state is as it was before, and the messages stay."""
         now, state = self._clock.now(), self.state
-        messages = [message for message in self._inbox if not (releasing and may_add(message))]
+        messages = self._inbox.of_pass(releasing=releasing)
         done = [(message, state.get(message.key)) for message in messages if isinstance(message, Done)]
         try:
             with self._store.transaction(releasing=releasing) as tx:
@@ -483,7 +305,7 @@ class Controller:
         for watcher in self._watchers:
             watcher.moved(moves, now)
         self._committed(messages)
-        self._confirmed = [*self._confirmed_orphans(world), *self._confirmed_pilots(world)]
+        self._orphans.committed(world)
         return None
 
     def _log_placement_faults(self) -> None:
@@ -495,16 +317,7 @@ class Controller:
 
     def _committed(self, messages: list[Message]) -> None:
         """The pass is kept, and with it what came of these messages."""
-        kept = {id(message) for message in messages}
-        self._inbox = deque(message for message in self._inbox if id(message) not in kept)
-        refused = {id(command): error for command, error in self.state.refusals}
-        for command, committed in self._asked:
-            if id(command) in kept and not committed.done():  # whoever asked may have gone
-                if error := refused.get(id(command)):
-                    committed.set_exception(error)
-                else:
-                    committed.set_result(None)
-        self._asked = [(command, committed) for command, committed in self._asked if id(command) not in kept]
+        self._inbox.committed(messages, self.state.refusals)
         since = [row.since for row, when in awaited_rows(self.state) if self._is_awaited(row, when)]
         expecting = max(since, default=None)
         if expecting != self._expecting:
@@ -517,32 +330,6 @@ class Controller:
         pace."""
         ended = self._effects.ended_at().get(row.key, -inf)
         return when is Awaiting.AT_ONCE or (when is Awaiting.AFTER_EFFECT and row.since <= ended < inf)
-
-    def _confirmed_orphans(self, world: World) -> list[VmRef]:
-        """The orphans that two observations have shown: a single one destroys nothing."""
-        if world.scheduler is None:
-            return []
-        confirmed, first = [], {}
-        for name, source in orphans(self.state, world):
-            latest = world.latest(source)
-            # A source that is unknown may hold the VM of a node that only the scheduler shows.
-            if source == "" and any(one.latest is None for one in world.sources.values()):
-                continue
-            began = min([world.node_began(name), *([latest.began] if latest else [])])
-            first[name, source] = self._orphans.get((name, source), began)
-            if first[name, source] < began:
-                confirmed.append(VmRef(name, source))
-        self._orphans = first
-        return confirmed
-
-    def _confirmed_pilots(self, world: World) -> list[PilotRef]:
-        """The same of pilots."""
-        if world.scheduler is None:
-            return []
-        began = world.scheduler.began
-        unexplained = unexplained_pilots(self.state.leases, world.scheduler.value)
-        self._pilots = {one: self._pilots.get(one, began) for one in unexplained}
-        return [PilotRef(*one) for one, first in self._pilots.items() if first < began]
 
     # --- pace ----------------------------------------------------------------------------------------
 
@@ -560,10 +347,10 @@ class Controller:
         if self._expecting is None:
             return self._settings.poll
         waited = self._clock.now() - self._expecting
-        return min(self._settings.poll, max(EXPECTING, WANING * waited))
+        return min(self._settings.poll, max(EXPECTING, AWAIT_BACKOFF * waited))
 
     def _effect_ended(self, done: Done) -> None:
-        self._inbox.append(done)
+        self._inbox.put(done)
         self.effects_ended[str(done.kind), type(done.error).__name__.lower() if done.error else "done"] += 1
         for watcher in self._watchers:
             watcher.ended(done)

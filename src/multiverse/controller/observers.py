@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 import structlog
 
 from multiverse.core.errors import MultiverseError
-from multiverse.core.model import SchedulerPart, SchedulerView, Seen
+from multiverse.core.model import HypervisorView, SchedulerPart, SchedulerView, Seen
 from multiverse.ports import Clock, Scheduler
 
 T = TypeVar("T")
@@ -242,3 +242,54 @@ class SchedulerObserver(Observer[SchedulerView]):
         # Not after the whole loads in between: parts that took long once would be put off by each of them, for ever.
         part = max(min([super()._next(), *hints]), self._part_began + PART_SHARE * self._part_took)
         return min(self._whole_due(), part)
+
+
+class ObserverTasks:
+    """The tasks of observers. They run from `begin` to `end`, and end before only if they are stopped, or by a bug."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._running: dict[Observer[SchedulerView] | Observer[HypervisorView], asyncio.Task[None]] = {}
+        self._runs = False
+        self._ended: list[asyncio.Task[None]] = []  # by a bug
+
+    def begin(self, *observers: Observer[SchedulerView] | Observer[HypervisorView]) -> None:
+        """Run these, and from now on those that `run` is told."""
+        self._runs = True
+        for observer in observers:
+            self.run(observer)
+
+    def run(self, observer: Observer[SchedulerView] | Observer[HypervisorView]) -> None:
+        """Run an observer, if observers run."""
+        if self._runs:
+            task = asyncio.create_task(observer.run(), name=f"observer of {observer.name}")
+            self._running[observer] = self.watched(task)
+
+    def stop(self, observer: Observer[HypervisorView]) -> None:
+        """End the task of an observer, if it has one."""
+        if task := self._running.pop(observer, None):
+            task.cancel()
+
+    def watched(self, task: asyncio.Task[None]) -> asyncio.Task[None]:
+        """A task that ends only if it is cancelled, or by a bug: then the loop ends."""
+
+        def ended(_: asyncio.Task[None]) -> None:
+            if not task.cancelled():
+                self._ended.append(task)
+                self._wake()
+
+        task.add_done_callback(ended)
+        return task
+
+    def raise_bugs(self) -> None:
+        """Raise what has ended a task."""
+        for task in self._ended:
+            task.result()
+
+    async def end(self, *others: asyncio.Task[None]) -> None:
+        """End the tasks of all observers, and these."""
+        self._runs = False
+        tasks = [*others, *self._running.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -134,7 +134,7 @@ def _moves(old: VmSeen, new: VmSeen) -> bool:
     return (
         old.condition is not new.condition
         or old.token != new.token
-        or old.introduced != new.introduced
+        or old.users_added != new.users_added
         or old.host != new.host
     )
 

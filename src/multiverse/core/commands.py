@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from multiverse.core.avoidance import tried_at_once
+from multiverse.core.clones.templates import build_template
+from multiverse.core.context import Context
 from multiverse.core.errors import Broken, Exhausted, Gone, Refused
 from multiverse.core.machines.attempt import return_attempt
 from multiverse.core.machines.host import add_host, drain_host, fence, remove_host, resume_host
@@ -29,8 +31,6 @@ from multiverse.core.model import (
     World,
 )
 from multiverse.core.policy import Policy
-from multiverse.core.provisioning.context import Context
-from multiverse.core.provisioning.templates import build_template
 from multiverse.core.quarantine import retry
 from multiverse.core.state import State
 from multiverse.core.transition import Command, Done, EffectKind, Event, Message
@@ -68,7 +68,7 @@ def apply_result(state: State, done: Done, world: World, policy: Policy) -> None
         case Lease(state=LeaseState.PLANNED) if done.kind is EffectKind.REQUEST:
             state.move(release_lease(row, Event.FAILED, why))
         case Attempt(state=AttemptState.SPAWNED) if isinstance(done.error, Refused):
-            # A job that took its spare by itself may run already: its attempt is introducing, and its step decides.
+            # A job that took its spare by itself may run already: its attempt adds the user, and its step decides.
             state.move(return_attempt(row, Event.GAVE_UP, why, failed=True))
 
 

@@ -10,23 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from multiverse.core.admission.admit import admit
+from multiverse.core.admission.make_room import empty_drained
+from multiverse.core.adoption import adopt_unexplained
 from multiverse.core.changes import close_hosts, mark_changes, unexplained
+from multiverse.core.clones.supply import supply_missing
 from multiverse.core.commands import apply_command, apply_result
-from multiverse.core.machines.attempt import attempt_rests, open_attempts, step_attempt
+from multiverse.core.context import Context
+from multiverse.core.leases.reconcile import reconcile_leases
+from multiverse.core.machines.attempt import attempt_is_settled, open_attempts, step_attempt
 from multiverse.core.machines.host import Quorum, hosts_to_step, step_host
 from multiverse.core.machines.lease import step_lease
 from multiverse.core.machines.offer import step_offer
-from multiverse.core.machines.template import step_template, template_rests
-from multiverse.core.machines.vm import may_have_a_job, step_vm, vm_rests
+from multiverse.core.machines.template import step_template, template_is_settled
+from multiverse.core.machines.vm import may_have_a_job, step_vm, vm_is_settled
 from multiverse.core.model import Key, World
 from multiverse.core.policy import Policy
-from multiverse.core.provisioning.admission import admit
-from multiverse.core.provisioning.adoption import adopt_unexplained
-from multiverse.core.provisioning.clones import supply_missing
-from multiverse.core.provisioning.context import Context
-from multiverse.core.provisioning.draining import empty_drained
-from multiverse.core.provisioning.leases import reconcile_leases
-from multiverse.core.provisioning.pools import reconcile_pools
+from multiverse.core.pools.reconcile import reconcile_pools
 from multiverse.core.quarantine import quarantine_on_error
 from multiverse.core.state import State
 from multiverse.core.transition import Done, Message, Move
@@ -85,33 +85,33 @@ def step_all(state: State, world: World, policy: Policy, *, releasing: bool = Fa
             step_lease(state, number, world, policy)
     close_hosts(state, world)
     open_attempts(state, world, policy, only_taken=releasing)
-    for template_id in sorted(state.dirty_templates):
-        state.dirty_templates.discard(template_id)
+    for template_id in sorted(state.dirty.templates):
+        state.dirty.templates.discard(template_id)
         with quarantine_on_error(state, Key("template", template_id)):
             step_template(state, template_id, world)
-        if (template := state.templates.get(template_id)) and not template_rests(template):
-            state.dirty_templates.add(template_id)
+        if (template := state.templates.get(template_id)) and not template_is_settled(template):
+            state.dirty.templates.add(template_id)
     for offer_id in sorted(state.offers):
         with quarantine_on_error(state, Key("offer", offer_id)):
             step_offer(state, offer_id, world)
-    for vm_id in sorted(state.dirty_vms):
-        state.dirty_vms.discard(vm_id)  # what its own move, or another row's, marks is stepped in the next round
+    for vm_id in sorted(state.dirty.vms):
+        state.dirty.vms.discard(vm_id)  # what its own move, or another row's, marks is stepped in the next round
         with quarantine_on_error(state, Key("vm", vm_id)):
             step_vm(state, vm_id, world, policy)
-        if (vm := state.vms.get(vm_id)) and not vm_rests(state, vm, world):
-            state.dirty_vms.add(vm_id)
-    for attempt_id in sorted(state.dirty_attempts):
-        state.dirty_attempts.discard(attempt_id)
+        if (vm := state.vms.get(vm_id)) and not vm_is_settled(state, vm, world):
+            state.dirty.vms.add(vm_id)
+    for attempt_id in sorted(state.dirty.attempts):
+        state.dirty.attempts.discard(attempt_id)
         with quarantine_on_error(state, Key("attempt", attempt_id)):
             step_attempt(state, attempt_id, world, policy)
-        if (attempt := state.attempts.get(attempt_id)) and not attempt_rests(attempt, world):
-            state.dirty_attempts.add(attempt_id)
+        if (attempt := state.attempts.get(attempt_id)) and not attempt_is_settled(attempt, world):
+            state.dirty.attempts.add(attempt_id)
 
 
 def orphans(state: State, world: World) -> list[tuple[str, str]]:
     """Names of our site that the last pass saw, on a host or in the scheduler, without a live row, each with the source
     that shows it (empty: only the scheduler does). A node on which the scheduler runs a job, or may at any moment, is
-    never among them, nor is a VM on a host in sight, which has a row (`provisioning.adoption`)."""
+    never among them, nor is a VM on a host in sight, which has a row (`core.adoption`)."""
     if world.scheduler is None:
         return []
     shown, found = world.scheduler.value, unexplained(state, world)

@@ -70,7 +70,7 @@ class LeasePolicy:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpansionPolicy:
+class OverflowPolicy:
     """A partition of physical nodes whose waiting jobs may run in VMs: those that ask for `constraint` (empty: all), of
     `accounts` (empty: of all)."""
 
@@ -111,12 +111,12 @@ class Policy:
     patience: float = 2.0  # how long a job waits before its user is told why
     pools: tuple[Pool, ...] = ()
     leases: tuple[LeasePolicy, ...] = ()
-    expansions: tuple[ExpansionPolicy, ...] = ()
+    overflows: tuple[OverflowPolicy, ...] = ()
     backfill: Backfill | None = None  # None: nothing starts ahead of the first job that waits for room
     reclaim: float = 10.0  # from a job's end until its VMs are gone
     placement: str = Placement.WORST_FIT  # the policy that places VMs of jobs that name none
     placements: Mapping[str, Callable[..., Sequence[str]]] = field(default_factory=lambda: MappingProxyType({}))
-    """The site's own policies, by name: see `core.provisioning.placement.PlacementPolicy`."""
+    """The site's own policies, by name: see `core.capacity.placement_policies.PlacementPolicy`."""
     rates: Mapping[CloneKind, float] = field(default_factory=lambda: MappingProxyType({}))
     """Clones a second from one template, or of one image on one host; kinds that are not in it go unpaced."""
     seconds: Mapping[CloneKind, float] = field(

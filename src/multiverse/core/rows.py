@@ -30,6 +30,7 @@ from multiverse.core.model import (
     Template,
     Vm,
     VmSeen,
+    VmState,
 )
 
 
@@ -125,8 +126,8 @@ class Numbers:
         self._serial, self._attempt, self._template = rows.next_serial, rows.next_attempt, rows.next_template
         self._lease = rows.next_lease
 
-    def numbers_as_now(self) -> Callable[[], None]:
-        """Sets them back to what they are now."""
+    def as_now(self) -> Callable[[], None]:
+        """What sets them back to what they are now."""
         counters = (self._serial, self._attempt, self._template, self._lease)
 
         def reset() -> None:
@@ -138,6 +139,19 @@ class Numbers:
     def next_serial(self) -> int:
         """The serial of the next VM, which `new_serial` counts."""
         return self._serial
+
+    @property
+    def next_attempt(self) -> int:
+        """The number of the next attempt, and alike of the next template and lease."""
+        return self._attempt
+
+    @property
+    def next_template(self) -> int:
+        return self._template
+
+    @property
+    def next_lease(self) -> int:
+        return self._lease
 
     def new_serial(self) -> int:
         self._serial += 1
@@ -174,37 +188,46 @@ class Faults(dict[str, dict[str, HostFault]]):
                 del self[fault.image]
 
 
-class HeldClaims:
-    """The claims that rows hold, by owner and by domain."""
+class HeldClaims(Mapping[ClaimKey, Claim]):
+    """The claims that rows hold, by key, by owner and by domain."""
 
     def __init__(self) -> None:
-        self.claims: dict[ClaimKey, Claim] = {}
+        self._claims: dict[ClaimKey, Claim] = {}
         self.used: defaultdict[str, Size] = defaultdict(lambda: Size(0, 0, 0))  # what claims hold, by domain
-        self._claims_in: defaultdict[str, dict[Key, Claim]] = defaultdict(dict)  # by domain and owner
+        self._on: defaultdict[str, dict[Key, Claim]] = defaultdict(dict)  # by domain and owner
         self._domains: defaultdict[Key, set[str]] = defaultdict(set)  # in which an owner holds claims
 
-    def _keep_claim(self, key: ClaimKey, claim: Claim | None) -> None:
+    def __getitem__(self, key: ClaimKey) -> Claim:
+        return self._claims[key]
+
+    def __iter__(self) -> Iterator[ClaimKey]:
+        return iter(self._claims)
+
+    def __len__(self) -> int:
+        return len(self._claims)
+
+    def put(self, key: ClaimKey, claim: Claim | None) -> None:
         """This is the claim of that key; None: there is none."""
-        old = self.claims.pop(key, None)
+        old = self._claims.pop(key, None)
         if old is not None:
-            del self._claims_in[key.domain][key.owner]
+            del self._on[key.domain][key.owner]
             self.used[key.domain] = plus(self.used[key.domain], old.size, -1)
             self._domains[key.owner].discard(key.domain)
             if not self._domains[key.owner]:
                 del self._domains[key.owner]
         if claim is not None:
-            self.claims[key] = claim
-            self._claims_in[key.domain][key.owner] = claim
+            self._claims[key] = claim
+            self._on[key.domain][key.owner] = claim
             self.used[key.domain] = plus(self.used[key.domain], claim.size)
             self._domains[key.owner].add(key.domain)
 
-    def claims_of(self, owner: Key) -> list[ClaimKey]:
+    def of(self, owner: Key) -> list[ClaimKey]:
         """The claims that a row holds."""
         return [ClaimKey(owner, domain) for domain in sorted(self._domains.get(owner, ()))]
 
-    def claims_in(self, domain: str) -> list[Claim]:
+    def on(self, domain: str) -> list[Claim]:
         """The claims in a domain, in no order."""
-        return list(self._claims_in[domain].values()) if domain in self._claims_in else []
+        return list(self._on[domain].values()) if domain in self._on else []
 
 
 @dataclass(slots=True)
@@ -275,3 +298,60 @@ class Index:
 def plus(one: Size, other: Size, sign: int = 1) -> Size:
     """The sum, or with `sign` -1 the difference, of two sizes."""
     return Size(*(have + sign * amount for have, amount in zip(one.amounts, other.amounts, strict=True)))
+
+
+class RowIndexes:
+    """Ids of rows by what they are asked for by."""
+
+    def __init__(self) -> None:
+        self.by_job = Index()  # attempts, by job id and by JobRef
+        self.by_state = Index()  # all rows, by kind of row and state
+        self.vms_by_attempt = Index()
+        self.vms_by_host = Index()
+        self.vms_by_source = Index()
+        self.vms_by_template = Index()  # by the number of the template's row, and by its key
+        self.templates_by_key = Index()  # by key, by host and by source
+
+    def add(self, row: Row) -> None:
+        """A row is there."""
+        for index, key in self._keys(row):
+            index.add(key, row.key.id)
+
+    def remove(self, row: Row) -> None:
+        """A row is there no more."""
+        for index, key in self._keys(row):
+            index.remove(key, row.key.id)
+
+    def entries(self) -> dict[str, dict[object, frozenset[int]]]:
+        """All that is in them: for comparing."""
+        return {name: index.entries() for name, index in vars(self).items()}
+
+    def _keys(self, row: Row) -> Iterator[tuple[Index, object]]:
+        yield self.by_state, (row.key.kind, row.state)
+        match row:
+            case Attempt():
+                yield self.by_job, row.job
+                yield self.by_job, row.job.job_id
+            case Vm() if row.state is not VmState.DELETING:  # of which nothing is left but a node
+                if row.attempt is not None:
+                    yield self.vms_by_attempt, row.attempt
+                for place in row.places:
+                    yield self.vms_by_host, place.host
+                    yield self.vms_by_source, place.source
+                    if place.template_id is not None:
+                        yield self.vms_by_template, place.template_id
+                    if place.template is not None:
+                        yield self.vms_by_template, place.template
+            case Template():
+                yield self.templates_by_key, row.which
+                yield self.templates_by_key, row.host
+                yield self.templates_by_key, ("source", row.source)
+
+
+@dataclass(slots=True)
+class DirtyRows:
+    """What the next step looks at: rows that changed, that depend on something that did, or that time may move."""
+
+    attempts: set[int] = field(default_factory=set)
+    vms: set[int] = field(default_factory=set)
+    templates: set[int] = field(default_factory=set)

@@ -3,7 +3,9 @@ and no job may run twice: its next run waits until these VMs are surely gone."""
 
 from __future__ import annotations
 
-from multiverse.core.model import LEAVING_STATES, WAITING_STATES, Attempt, Vm, VmState, World
+from collections.abc import Mapping
+
+from multiverse.core.model import LEAVING_STATES, WAITING_STATES, Attempt, Reason, Vm, VmState, Why, World
 from multiverse.core.state import State
 
 
@@ -46,3 +48,19 @@ def node_without_record(state: State, world: World, attempt: Attempt) -> str:
     if not node or all(host.is_off or name in world.hosts for name, host in state.hosts.items()):
         return ""
     return node
+
+
+def why_earlier_run(state: State, world: World, attempt: Attempt, orphaned: Mapping[str, Vm]) -> Reason | None:
+    """Why an earlier run of the same job may still go on, if it may. `orphaned` are VMs that no record explained, by
+    their jobs."""
+    mine = (vm for other in state.attempts_of_job(attempt.job.job_id) for vm in state.vms_of(other))
+    vm = next((vm for vm in mine if may_hold_earlier_run(state, vm, attempt)), None)
+    if vm is not None and vm.state is VmState.LOST:
+        return Why.EARLIER_RUN_AWAY(vm=vm.name, host=vm.host)
+    if vm is not None:
+        return Why.EARLIER_RUN_ENDS(vm=vm.name)
+    orphan = orphaned.get(attempt.job.job_id)
+    if orphan:
+        return Why.EARLIER_RUN_FOUND(vm=orphan.name)
+    unknown = node_without_record(state, world, attempt)
+    return Why.EARLIER_RUN_UNKNOWN(vm=unknown) if unknown else None

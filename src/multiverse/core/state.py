@@ -8,11 +8,11 @@ pass is that of its moves, not that of all rows.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
+from multiverse.core.capacity_index import CapacityIndex
 from multiverse.core.errors import Broken, Refused
-from multiverse.core.free import FreeIndex
 from multiverse.core.model import (
     Attempt,
     AttemptState,
@@ -36,12 +36,22 @@ from multiverse.core.model import (
     VmState,
 )
 from multiverse.core.queue import Queue
-from multiverse.core.rows import Compared, Faults, HeldClaims, Index, LiveRows, Numbers, Rows, VmsMissing
+from multiverse.core.rows import (
+    Compared,
+    DirtyRows,
+    Faults,
+    HeldClaims,
+    LiveRows,
+    Numbers,
+    RowIndexes,
+    Rows,
+    VmsMissing,
+)
 from multiverse.core.slots import SlotTable, Touched
 from multiverse.core.transition import TERMINAL, Change, Command, Move, Tables
 
 
-class State(LiveRows, Numbers, HeldClaims):
+class State(LiveRows):
     """The live rows, their indexes, and what the current pass has changed in them."""
 
     def __init__(self, rows: Rows, tables: Tables, now: float = 0.0) -> None:
@@ -51,7 +61,8 @@ class State(LiveRows, Numbers, HeldClaims):
         self.templates: dict[int, Template] = {}
         self.offers: dict[int, Offer] = {}
         self.leases: dict[int, Lease] = {}
-        HeldClaims.__init__(self)
+        self.claims = HeldClaims()
+        self.numbers = Numbers(rows)
         self.hosts: dict[str, KnownHost] = {}  # also those that were removed from the site
         self._host_names: dict[int, str] = {}
         self.drains: dict[str, Drain] = {}  # by host
@@ -60,25 +71,17 @@ class State(LiveRows, Numbers, HeldClaims):
         self.closed: frozenset[str] = frozenset()  # hosts that take no new VM: off, removed or drained
         self.closing: frozenset[str] = frozenset()  # hosts that are to be drained later
         # Indexes, which every change of a row keeps.
-        self._by_job = Index()  # attempts, by job id and by JobRef
-        self._by_state = Index()  # all rows, by kind of row and state
-        self._vms_by_attempt = Index()
-        self._vms_by_host = Index()
-        self._vms_by_source = Index()
-        self._vms_by_template = Index()  # by the number of the template's row, and by its key
-        self._templates_by_key = Index()  # by key, by host and by source
+        self._indexes = RowIndexes()
         self._idle_templates: set[int] = set()  # see `idle_templates`, but for those of the keys in the next
         self._perhaps_idle: set[TemplateKey] = set()
         self.vm_named: dict[str, int] = {}
         self.queue = Queue()
         self.touched = Touched()
         self.slots: dict[object, SlotTable] = {}  # when hosts will have room, for the requests asked for last
-        self.free = FreeIndex()  # what is free on the hosts in sight
-        # What the next step looks at: rows that changed, that depend on something that did, or that time may move.
-        self.dirty_attempts: set[int] = set()
-        self.dirty_vms: set[int] = set()
-        self.dirty_templates: set[int] = set()
-        self.unmade: set[Key] = set()  # VMs and templates planned by an earlier run of the daemon, and not seen yet
+        self.free = CapacityIndex()  # what is free on the hosts in sight
+        # What is to be looked at.
+        self.dirty = DirtyRows()
+        self.unconfirmed: set[Key] = set()  # VMs and templates that an earlier run of the daemon planned, not seen yet
         self.unserved: set[str] = set()  # ids of jobs that may need an attempt
         self.compared = Compared()
         self.addresses: Counter[str] = Counter()  # that VMs have
@@ -100,7 +103,6 @@ class State(LiveRows, Numbers, HeldClaims):
         self.entropy = ""
         self.tables = tables
         self._undo: list[Callable[[], None]] = []
-        Numbers.__init__(self, rows)
         self._read(rows)
 
     def _read(self, rows: Rows) -> None:
@@ -120,7 +122,7 @@ class State(LiveRows, Numbers, HeldClaims):
         self.now, self.paced, self.entropy = now, dict(paced), entropy
         self.moves, self.missing, self.learned, self.refusals, self.wanted = [], [], {}, [], None
         self.waiting.clear()
-        self._undo = [self.numbers_as_now()]
+        self._undo = [self.numbers.as_now()]
 
     def rollback(self) -> None:
         """Undo all that was changed since the pass began."""
@@ -132,9 +134,9 @@ class State(LiveRows, Numbers, HeldClaims):
         """A snapshot, as the store keeps it."""
         return Rows(
             self.site,
-            self._serial,
-            self._attempt,
-            self._template,
+            self.numbers.next_serial,
+            self.numbers.next_attempt,
+            self.numbers.next_template,
             dict(sorted(self.attempts.items())),
             dict(sorted(self.vms.items())),
             dict(sorted(self.templates.items())),
@@ -142,12 +144,12 @@ class State(LiveRows, Numbers, HeldClaims):
             tuple(claim for _, claim in sorted(self.claims.items())),
             dict(sorted(self.hosts.items())),
             dict(sorted(self.leases.items())),
-            self._lease,
+            self.numbers.next_lease,
         )
 
     def indexes(self) -> dict[str, dict[object, frozenset[int]]]:
         """All indexes: for comparing with those of a state made anew."""
-        return {name.lstrip("_"): index.entries() for name, index in vars(self).items() if isinstance(index, Index)}
+        return self._indexes.entries()
 
     # --- changes -----------------------------------------------------------------------------------
 
@@ -217,7 +219,7 @@ class State(LiveRows, Numbers, HeldClaims):
     def _put_claim(self, key: ClaimKey, claim: Claim | None) -> None:
         self.touched.note(key.domain)
         self.free.stale.add(key.domain)
-        self._keep_claim(key, claim)
+        self.claims.put(key, claim)
 
     def _put(self, row: Row) -> None:
         self._drop(row.key)
@@ -242,8 +244,7 @@ class State(LiveRows, Numbers, HeldClaims):
                 if row.drain is not None:
                     self.drains[row.name] = row.drain
                 self.faults.add(row)
-        for index, key in self._index_keys(row):
-            index.add(key, row.id)
+        self._indexes.add(row)
         self._mark(row)
 
     def _drop(self, key: Key) -> None:
@@ -251,8 +252,7 @@ class State(LiveRows, Numbers, HeldClaims):
         if old is None:
             return
         self._mark(old)
-        for index, entry in self._index_keys(old):
-            index.remove(entry, old.id)
+        self._indexes.remove(old)
         match old:
             case Attempt():
                 del self.attempts[old.id]
@@ -277,42 +277,21 @@ class State(LiveRows, Numbers, HeldClaims):
                 self.drains.pop(old.name, None)
                 self.faults.drop(old)
 
-    def _index_keys(self, row: Row) -> Iterator[tuple[Index, object]]:
-        yield self._by_state, (row.key.kind, row.state)
-        match row:
-            case Attempt():
-                yield self._by_job, row.job
-                yield self._by_job, row.job.job_id
-            case Vm() if row.state is not VmState.DELETING:  # of which nothing is left but a node
-                if row.attempt is not None:
-                    yield self._vms_by_attempt, row.attempt
-                for place in row.places:
-                    yield self._vms_by_host, place.host
-                    yield self._vms_by_source, place.source
-                    if place.template_id is not None:
-                        yield self._vms_by_template, place.template_id
-                    if place.template is not None:
-                        yield self._vms_by_template, place.template
-            case Template():
-                yield self._templates_by_key, row.which
-                yield self._templates_by_key, row.host
-                yield self._templates_by_key, ("source", row.source)
-
     # --- what is to be looked at -------------------------------------------------------------------
 
     def _mark(self, row: Row) -> None:
         """A row has changed: look at it, at those whose steps depend on it, and at what is free on its host."""
         match row:
             case Template():
-                self.dirty_templates.add(row.id)
+                self.dirty.templates.add(row.id)
                 self._perhaps_idle.add(row.which)
                 self.touched.note(row.host)
                 self.free.stale.add(row.host)
                 self.free.stale_templates.add(row.which)
             case Attempt():
-                self.dirty_attempts.add(row.id)
+                self.dirty.attempts.add(row.id)
                 self.touched.note()
-                for id_ in self._vms_by_attempt[row.id]:
+                for id_ in self._indexes.vms_by_attempt[row.id]:
                     self._mark_vm(self.vms[id_])
             case Vm():
                 for place in row.places:
@@ -327,15 +306,15 @@ class State(LiveRows, Numbers, HeldClaims):
             case KnownHost():
                 self.queue.check_all()
                 self.touched.note(row.name)
-                for id_ in self._vms_by_host[row.name]:
+                for id_ in self._indexes.vms_by_host[row.name]:
                     self._mark_vm(self.vms[id_])
 
     def _mark_vm(self, vm: Vm) -> None:
-        self.dirty_vms.add(vm.id)
+        self.dirty.vms.add(vm.id)
         for place in vm.places:
             self.touched.note(place.host)
         if vm.attempt is not None:
-            self.dirty_attempts.add(vm.attempt)
+            self.dirty.attempts.add(vm.attempt)
 
     def mark_job(self, job_id: str) -> None:
         """A job is shown otherwise than before."""
@@ -352,12 +331,12 @@ class State(LiveRows, Numbers, HeldClaims):
 
     def mark_source(self, source: str) -> None:
         """A source has turned known, unknown or silent, or shows other hosts."""
-        for id_ in self._vms_by_source[source]:
+        for id_ in self._indexes.vms_by_source[source]:
             self._mark_vm(self.vms[id_])
 
     def mark_observed(self, source: str) -> None:
         """A source was observed anew."""
-        self.dirty_templates.update(self._templates_by_key.ids(("source", source)))
+        self.dirty.templates.update(self._indexes.templates_by_key.ids(("source", source)))
         self.compared.unadopted.add(source)
 
     def take_unadopted(self) -> list[str]:
@@ -371,31 +350,31 @@ class State(LiveRows, Numbers, HeldClaims):
 
     def attempts_in(self, *states: AttemptState) -> list[Attempt]:
         """The attempts in one of these states, by number."""
-        return [self.attempts[id_] for id_ in sorted(i for s in states for i in self._by_state["attempt", s])]
+        return [self.attempts[id_] for id_ in sorted(i for s in states for i in self._indexes.by_state["attempt", s])]
 
     def attempts_of_job(self, job: JobRef | str) -> list[Attempt]:
         """The attempts of one run of a job, or of all runs of a job id, by number."""
-        return [self.attempts[id_] for id_ in self._by_job[job]]
+        return [self.attempts[id_] for id_ in self._indexes.by_job[job]]
 
     def serves_job(self, job: JobRef) -> bool:
         """Whether this run of a job has a live attempt."""
-        return job in self._by_job
+        return job in self._indexes.by_job
 
     def vms_in(self, *states: VmState) -> list[Vm]:
         """The VMs in one of these states, by serial."""
-        return [self.vms[id_] for id_ in sorted(i for s in states for i in self._by_state["vm", s])]
+        return [self.vms[id_] for id_ in sorted(i for s in states for i in self._indexes.by_state["vm", s])]
 
     def vms_of(self, attempt: Attempt) -> list[Vm]:
         """The attempt's live VMs, those being released too, by serial. One of which only the node is left is none."""
-        return [self.vms[id_] for id_ in self._vms_by_attempt[attempt.id]]
+        return [self.vms[id_] for id_ in self._indexes.vms_by_attempt[attempt.id]]
 
     def vms_on(self, host: str) -> list[Vm]:
         """The VMs that have a place on a host, by serial."""
-        return [self.vms[id_] for id_ in self._vms_by_host[host]]
+        return [self.vms[id_] for id_ in self._indexes.vms_by_host[host]]
 
     def vms_of_template(self, template: int) -> list[Vm]:
         """The VMs forked, or about to be forked, from a template, by serial."""
-        return [self.vms[id_] for id_ in self._vms_by_template[template]]
+        return [self.vms[id_] for id_ in self._indexes.vms_by_template[template]]
 
     def serving_vms_of(self, attempt: Attempt) -> list[Vm]:
         """The attempt's VMs that are neither lost nor being destroyed."""
@@ -403,13 +382,13 @@ class State(LiveRows, Numbers, HeldClaims):
 
     def count_vms(self, *states: VmState) -> int:
         """How many VMs are in one of these states."""
-        return sum(len(self._by_state.ids(("vm", state))) for state in states)
+        return sum(len(self._indexes.by_state.ids(("vm", state))) for state in states)
 
     def idle_templates(self) -> list[Template]:
         """The templates that are ready or broken and that nothing but spares uses, by number."""
         for which in self._perhaps_idle:
             idle = not self.serves_from(which)
-            for id_ in self._templates_by_key.ids(which):
+            for id_ in self._indexes.templates_by_key.ids(which):
                 there = self.templates[id_].state in (TemplateState.READY, TemplateState.BROKEN)
                 (self._idle_templates.add if idle and there else self._idle_templates.discard)(id_)
         self._perhaps_idle.clear()
@@ -417,27 +396,27 @@ class State(LiveRows, Numbers, HeldClaims):
 
     def templates_on(self, host: str) -> list[Template]:
         """The templates on a host, by number."""
-        return [self.templates[id_] for id_ in self._templates_by_key[host]]
+        return [self.templates[id_] for id_ in self._indexes.templates_by_key[host]]
 
     def templates_in(self, *states: TemplateState) -> list[Template]:
         """The templates in one of these states, by number."""
-        return [self.templates[id_] for id_ in sorted(i for s in states for i in self._by_state["template", s])]
+        return [self.templates[id_] for id_ in sorted(i for s in states for i in self._indexes.by_state["template", s])]
 
     def serves_from(self, which: TemplateKey) -> bool:
         """Whether a VM was, or is about to be, forked from the template, other than spares, which go with it."""
-        return any(not self.vms[id_].is_spare for id_ in self._vms_by_template.ids(which))
+        return any(not self.vms[id_].is_spare for id_ in self._indexes.vms_by_template.ids(which))
 
     def sources(self) -> set[str]:
         """The sources of all live VMs."""
-        return {str(source) for source in self._vms_by_source}
+        return {str(source) for source in self._indexes.vms_by_source}
 
     def has_vms_at(self, source: str) -> bool:
         """Whether a live VM is of that source."""
-        return source in self._vms_by_source
+        return source in self._indexes.vms_by_source
 
     def template_for(self, which: TemplateKey) -> Template | None:
         """The live template of that key."""
-        ids = self._templates_by_key[which]
+        ids = self._indexes.templates_by_key[which]
         return self.templates[ids[0]] if ids else None
 
     def host_numbered(self, number: int) -> KnownHost | None:
@@ -446,5 +425,5 @@ class State(LiveRows, Numbers, HeldClaims):
 
     def hosts_in(self, *states: HostState) -> list[KnownHost]:
         """The hosts in one of these states, by number."""
-        ids = sorted(i for s in states for i in self._by_state["host", s])
+        ids = sorted(i for s in states for i in self._indexes.by_state["host", s])
         return [self.hosts[self._host_names[id_]] for id_ in ids]

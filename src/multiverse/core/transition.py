@@ -63,7 +63,7 @@ class Event(StrEnum):
     OVERTAKEN = "overtaken"  # a later job started ahead of it, and nobody could tell when it would start itself
     TOOK = "took a spare"  # its job took a joined spare by itself, as it was submitted
     IMPOSSIBLE = "impossible"
-    MADE = "made"
+    CREATED = "created"
     REPLACED = "replaced"
     ALL_JOINED = "all joined"
     RUNS = "runs"

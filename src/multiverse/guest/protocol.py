@@ -22,11 +22,11 @@ from typing import Any, Literal, TypedDict
 from multiverse.core.errors import Refused
 from multiverse.core.model import Daemon, GuestFile, Identity, Mount, NodeBootstrap, Stage, User
 from multiverse.guest.agent import DISK as DISK
-from multiverse.guest.agent import INTRODUCED as INTRODUCED
 from multiverse.guest.agent import MAX_LINE as MAX_LINE
 from multiverse.guest.agent import PORT as PORT
 from multiverse.guest.agent import TASKS_PORT as TASKS_PORT
 from multiverse.guest.agent import TEMPLATE as TEMPLATE
+from multiverse.guest.agent import USER_ADDED as USER_ADDED
 from multiverse.guest.commands import INSTALLED, program, shared_memory_program
 
 # --- messages to a guest ------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ class WireDaemon(TypedDict):
     ready_path: str
 
 
-class WireMembership(TypedDict):
+class WireBootstrap(TypedDict):
     """What a node needs to join the scheduler; directories are triples of path, owner and mode."""
 
     files: list[WireFile]
@@ -97,7 +97,7 @@ class WireIdentity(TypedDict):
     users: list[WireUser]
     mounts: list[WireMount]
     peers: list[tuple[str, str]]
-    membership: WireMembership
+    bootstrap: WireBootstrap
 
 
 class IdentityMessage(TypedDict):
@@ -120,7 +120,7 @@ class IdentityMessage(TypedDict):
 class AddUserMessage(TypedDict):
     """`time` is in seconds since the epoch; `names` are as in an identity."""
 
-    type: Literal["introduce"]
+    type: Literal["add_user"]
     user: WireUser
     names: list[tuple[str, str]]
     time: float
@@ -254,8 +254,8 @@ def take_functions_message(ports: Sequence[int], uid: int) -> bytes:
 
 def add_user_message(user: User, names: Iterable[tuple[str, str]] = ()) -> bytes:
     """The line that adds a user to a VM that runs, with the names of the user's other VMs, and corrects its clock. The
-    agent answers `introduced`."""
-    return _line(AddUserMessage(type="introduce", user=_wire_user(user), names=sorted(names), time=time.time()))
+    agent answers `user_added`."""
+    return _line(AddUserMessage(type="add_user", user=_wire_user(user), names=sorted(names), time=time.time()))
 
 
 def names_message(names: Sequence[tuple[str, str]], gone: Sequence[str], *, whole: bool) -> bytes:
@@ -299,7 +299,7 @@ def _wire_identity(identity: Identity) -> WireIdentity:
         users=[_wire_user(user) for user in identity.users],
         mounts=[_wire_mount(mount) for mount in identity.mounts],
         peers=list(identity.peers),
-        membership=_wire_membership(identity.bootstrap),
+        bootstrap=_wire_bootstrap(identity.bootstrap),
     )
 
 
@@ -313,8 +313,8 @@ def _wire_mount(mount: Mount) -> WireMount:
     return WireMount(source=mount.source, target=mount.target, type=mount.type, options=mount.options)
 
 
-def _wire_membership(bootstrap: NodeBootstrap) -> WireMembership:
-    return WireMembership(
+def _wire_bootstrap(bootstrap: NodeBootstrap) -> WireBootstrap:
+    return WireBootstrap(
         files=[_wire_file(file) for file in bootstrap.files],
         directories=list(bootstrap.directories),
         daemons=[_wire_daemon(daemon) for daemon in bootstrap.daemons],
@@ -343,7 +343,7 @@ _TYPES = frozenset(
         "flushed",
         "daemon_ended",
         "audited",
-        "introduced",
+        "user_added",
         "joined_job",
         "serving_tasks",
         "took_functions",

@@ -26,7 +26,7 @@ FILE = "manifest.json"
 class VmPhase(StrEnum):
     """How far the creation or the start of a VM has come."""
 
-    MAKING = "making"
+    CREATING = "creating"
     PARKED = "parked"
     STARTING = "starting"  # its guest may have its identity already
     STARTED = "started"
@@ -54,7 +54,7 @@ class Manifest:
     address: str = ""  # without prefix length; empty if the VM has none yet
     peers: tuple[str, ...] = ()  # names of the other VMs of its job
     peer_addresses: tuple[str, ...] = ()  # of these VMs, in the same order
-    introduced: tuple[int, ...] = ()  # uids of the users that were added to its guest after the start
+    users_added: tuple[int, ...] = ()  # uids of the users that were added to its guest after the start
     total_cpus: int = 0  # with what was plugged; 0: nothing was
     total_memory: int = 0  # MiB, like `total_cpus`
     huge_memory: int = 0  # MiB of it in huge pages, which are taken whether or not the guest uses them

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from multiverse.core.errors import Broken, Refused
-from multiverse.images import digest, durations, initramfs, place
+from multiverse.images import digest, durations, initramfs, install
 from multiverse.images.catalog import Flavour, Image, load, write_manifest
 from multiverse.images.commands import Progress, mmdebstrap, run
 from multiverse.images.recipe import DISK_MIB, EXCLUDED, PACKAGES, VARIANT, Recipe
@@ -50,7 +50,7 @@ def build(
     recipe = Recipe.of(flavour, packages, hooks)
     base, key = recipe.keys()
     out_dir.mkdir(parents=True, exist_ok=True)
-    with place.locked(out_dir, name):
+    with install.locked(out_dir, name):
         try:
             old = load(out_dir, name)
         except Refused:
@@ -58,7 +58,7 @@ def build(
         if old is not None and old.key == key:
             say(f"image {name}: is up to date")
             return old
-        with place.beside(out_dir, name) as work:
+        with install.beside(out_dir, name) as work:
             if old is not None and old.base == base and flavour == "slim":
                 say(f"image {name}: replacing the guest agent")
                 release = _refresh(old, recipe, work)
@@ -71,13 +71,13 @@ def build(
             )
             write_manifest(image, work)
             digest.record(work, digest.digest_of(work))
-            place.put(work, out_dir, name)
+            install.put(work, out_dir, name)
     say(f"image {name}: ready, {image.disk.stat().st_blocks * 512 >> 20} MiB on disk")
     return image
 
 
 def _check_arguments(name: str, flavour: Flavour, packages: Sequence[str]) -> None:
-    place.check_name(name)
+    install.check_name(name)
     wrong = [p for p in packages if not _PACKAGE.fullmatch(p)]
     if wrong:
         raise Refused(f"not valid names of packages: {' '.join(wrong)}", hint="use names that `apt-cache show` knows")

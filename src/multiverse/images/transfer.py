@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from multiverse.core.errors import Broken, Exhausted, MultiverseError
-from multiverse.images import catalog, digest, place
+from multiverse.images import catalog, digest, install
 from multiverse.images.catalog import Image
 
 _SEND, _HAVE, _DONE = b"send\n", b"have\n", b"done\n"
@@ -82,13 +82,13 @@ def receive(
 
     Raises `Broken` if what arrives is not that image, and `Exhausted` if there is no room; nothing of it is left then.
     """
-    place.check_name(name)
-    with place.locked(images, name):
+    install.check_name(name)
+    with install.locked(images, name):
         if digest.recorded(images / name) == expected and _is_complete(images, name):
             _say(answers, _HAVE)
             return
         _say(answers, _SEND)
-        with place.beside(images, name) as work, _archive_of(source, brought) as archive:
+        with install.beside(images, name) as work, _archive_of(source, brought) as archive:
             argv = ["tar", "--extract", "--file=-", "--no-same-owner", f"--directory={work}", *digest.FILES]
             with _start(argv, stdin=archive, stdout=subprocess.DEVNULL) as tar:
                 assert tar.stderr is not None
@@ -116,11 +116,11 @@ def copy(image: Image, images: Path) -> bool:
 
     Raises `Broken` if the copy is not the image, and `Exhausted` if there is no room; nothing of it is left then.
     """
-    with place.locked(images, image.name):
+    with install.locked(images, image.name):
         expected = digest.recorded(image.path)
         if _is_same(image, images, expected):
             return False
-        with place.beside(images, image.name) as work:
+        with install.beside(images, image.name) as work:
             files = [str(image.path / file) for file in digest.FILES]
             argv = ["cp", "--reflink=auto", "--sparse=always", "--dereference", "--", *files, str(work)]
             with _start(argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as cp:
@@ -146,7 +146,7 @@ def _accept(work: Path, images: Path, name: str, expected: str) -> None:
     for file in digest.FILES:
         (work / file).chmod(0o644)  # whatever the umask: the users of QEMU read them
     digest.record(work, found)
-    place.put(work, images, name)
+    install.put(work, images, name)
 
 
 def _is_same(image: Image, images: Path, expected: str) -> bool:

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from multiverse.config import LEASE_RESERVE, Settings
 from multiverse.core.errors import MultiverseError
-from multiverse.host.overlay import OverlayConfig
+from multiverse.host.vxlan import VxlanConfig
 from multiverse.pilot import groups, network
 from multiverse.pilot.groups import LeaseGroup
-from multiverse.pilot.place import LeasePlace, share_of
+from multiverse.pilot.lease_directory import LeaseDirectory, share_of
 from multiverse.system import kernel
 from multiverse.system.sysfs import mount_new, mount_sys
 
@@ -31,7 +31,7 @@ _RESTART = 1.0  # seconds until an agent that has ended is started again
 @dataclass(frozen=True, slots=True)
 class PilotOrder:
     """What the pilot of a lease is told. `cores` and `memory` (MiB) are the job's. `agent` runs an agent with these
-    settings, and with the `overlay` of the node if there is to be one, until it is told to end. `drain` is how many
+    settings, and with the `vxlan` of the node if there is to be one, until it is told to end. `drain` is how many
     seconds the agent has to end its VMs."""
 
     name: str
@@ -39,12 +39,12 @@ class PilotOrder:
     cores: int
     memory: int
     settings: Settings
-    agent: Callable[[Settings, OverlayConfig | None], None]
-    overlay: OverlayConfig | None = None
+    agent: Callable[[Settings, VxlanConfig | None], None]
+    vxlan: VxlanConfig | None = None
     drain: float = 25.0
 
 
-def leased_settings(order: PilotOrder, place: LeasePlace, slot: int) -> Settings:
+def leased_settings(order: PilotOrder, place: LeaseDirectory, slot: int) -> Settings:
     """The settings of the lease's agent: the node's own, for a host that is the lease and has what the job has. The
     directories of VMs, sockets and templates are the same, because others are mounted there (`_mount`)."""
     settings = order.settings
@@ -62,7 +62,7 @@ def leased_settings(order: PilotOrder, place: LeasePlace, slot: int) -> Settings
 
 
 def begin(
-    order: PilotOrder, place: LeasePlace, made: Sequence[LeaseGroup], slot: int, connected: Callable[[], None]
+    order: PilotOrder, place: LeaseDirectory, made: Sequence[LeaseGroup], slot: int, connected: Callable[[], None]
 ) -> int:
     """Be the first process of the lease; the exit status. `connected` waits until the network has its uplink."""
     kernel.die_with_parent()
@@ -82,7 +82,7 @@ def _failed(why: str) -> int:
     return 1
 
 
-def _mount(settings: Settings, place: LeasePlace, made: Sequence[LeaseGroup]) -> None:
+def _mount(settings: Settings, place: LeaseDirectory, made: Sequence[LeaseGroup]) -> None:
     """Mount the lease's own directories where the settings name them. Sockets and templates are in memory, which
     belongs to the lease's control groups and is free when the last process has ended."""
     kernel.mount(None, Path("/"), kernel.MS_REC | kernel.MS_PRIVATE)
@@ -138,7 +138,7 @@ class _Supervisor:
                 groups.join(self._made)
                 signal.signal(END_VMS, signal.SIG_IGN)  # until the agent handles it
                 signal.pthread_sigmask(signal.SIG_SETMASK, set())
-                self._order.agent(self._settings, self._order.overlay)
+                self._order.agent(self._settings, self._order.vxlan)
                 status = 0
             except (OSError, MultiverseError) as error:
                 print(f"the agent cannot start: {error}", file=sys.stderr, flush=True)

@@ -9,9 +9,9 @@ import structlog
 
 from multiverse.core.errors import MultiverseError
 from multiverse.host import process
-from multiverse.pilot import network, overlay
+from multiverse.pilot import network, vxlan
 from multiverse.pilot.groups import remove_groups
-from multiverse.pilot.place import LeasePlace, PilotRecord, group_paths, places
+from multiverse.pilot.lease_directory import LeaseDirectory, PilotRecord, group_paths, lease_directories
 from multiverse.system.locks import is_locked, try_locked_directory
 
 log = structlog.get_logger()
@@ -21,7 +21,7 @@ def sweep(leases: Path, job: str = "") -> list[str]:
     """Remove what is left of leases whose pilots have ended; of the lease of that job also if its pilot lives: the
     scheduler has ended the job. Returns what could not be removed, for the operator."""
     left = []
-    for place in places(leases):
+    for place in lease_directories(leases):
         known = place.recorded()
         over = known is not None and bool(job) and known.job == job
         if over and known is not None and not process.kill(known.process):
@@ -31,7 +31,7 @@ def sweep(leases: Path, job: str = "") -> list[str]:
     return left
 
 
-def remove_place(place: LeasePlace, known: PilotRecord | None, *, over: bool = True) -> list[str]:
+def remove_place(place: LeaseDirectory, known: PilotRecord | None, *, over: bool = True) -> list[str]:
     """Remove all of a lease. Unless it is known to be over, that is done only if its pilot has ended. Returns what is
     left."""
     with try_locked_directory(place.root) as ours:
@@ -40,7 +40,7 @@ def remove_place(place: LeasePlace, known: PilotRecord | None, *, over: bool = T
         left = remove_groups(group_paths(known)) if known is not None else []
         try:
             network.unplug(place.name)
-            overlay.leave(place.root.parent, place)
+            vxlan.leave(place.root.parent, place)
             shutil.rmtree(place.root)
         except (OSError, MultiverseError) as error:
             left.append(str(error))

@@ -11,10 +11,10 @@ from pathlib import Path
 import structlog
 
 from multiverse.core.errors import Broken, Refused
-from multiverse.pilot import init, network, overlay, remains
+from multiverse.pilot import init, network, remains, vxlan
 from multiverse.pilot.groups import LeaseGroup, job_of, make_groups
 from multiverse.pilot.init import SIGNALS, PilotOrder
-from multiverse.pilot.place import LeasePlace, PilotRecord, place_of, slot
+from multiverse.pilot.lease_directory import LeaseDirectory, PilotRecord, directory_of, slot
 from multiverse.system import kernel
 from multiverse.system.locks import is_locked
 from multiverse.system.processes import ProcessIdentity
@@ -31,7 +31,7 @@ def run(order: PilotOrder, signalled: Callable[[], None] = lambda: None) -> int:
     a SIGKILL the epilog does, or the next pilot.
 
     Raises `Refused` for a name that is none, and where another agent has this node; `Broken` without a bridge; what
-    `overlay.join` raises.
+    `vxlan.join` raises.
     """
     settings = order.settings
     if os.geteuid() != 0:
@@ -39,7 +39,7 @@ def run(order: PilotOrder, signalled: Callable[[], None] = lambda: None) -> int:
     if is_locked(settings.agent.state_dir / "lock"):
         hint = "lease other nodes, or set job_vms.only if the agent is for VMs inside jobs alone"
         raise Refused("this node is a host of the site already: its agent runs", hint=hint)
-    place = place_of(settings.agent.leases, order.name)
+    place = directory_of(settings.agent.leases, order.name)
     settings.state_dir.mkdir(parents=True, exist_ok=True)  # what is found out about the node is kept there
     settings.state_dir.chmod(0o711)
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
@@ -53,8 +53,8 @@ def run(order: PilotOrder, signalled: Callable[[], None] = lambda: None) -> int:
             log.warning("the pilot is in no control group of its job", job=order.job, group_of=own)
         made = make_groups(order.name)
         try:
-            if order.overlay is not None:
-                overlay.join(order.overlay, settings.network.gateway)
+            if order.vxlan is not None:
+                vxlan.join(order.vxlan, settings.network.gateway)
             return _run(order, place, made, number, signalled)
         finally:
             left = remains.remove_place(place, place.recorded())
@@ -75,7 +75,7 @@ def _log_to(logs: Path, name: str) -> None:
 
 
 def _run(
-    order: PilotOrder, place: LeasePlace, made: Sequence[LeaseGroup], number: int, signalled: Callable[[], None]
+    order: PilotOrder, place: LeaseDirectory, made: Sequence[LeaseGroup], number: int, signalled: Callable[[], None]
 ) -> int:
     """Start the first process, connect its network, and wait for its end; its exit status."""
     (ready, made_ready), (go, give) = os.pipe(), os.pipe()

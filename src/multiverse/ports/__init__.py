@@ -21,4 +21,4 @@ from multiverse.ports.hypervisor import (
     Source,
     Templates,
 )
-from multiverse.ports.scheduler import Addresses, Expansion, Leases, Offers, Parts, Reports, Scheduler, SubmissionLimits
+from multiverse.ports.scheduler import Addresses, Leases, Offers, Overflow, Parts, Reports, Scheduler, SubmissionLimits

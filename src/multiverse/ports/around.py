@@ -10,7 +10,7 @@ P = TypeVar("P")
 T = TypeVar("T")
 Make = Callable[..., Coroutine[Any, Any, Any]]
 
-ABILITIES = frozenset({"offers", "submission", "parts", "leases", "expansion", "templates", "users"})
+ABILITIES = frozenset({"offers", "submission", "parts", "leases", "overflow", "templates", "users"})
 """The attributes of ports that are ports themselves, or None."""
 
 

@@ -50,12 +50,12 @@ class Scheduler(Protocol):
         ...
 
     @property
-    def expansion(self) -> Expansion | None:
+    def overflow(self) -> Overflow | None:
         """Puts jobs back into the partitions that they were moved from; None if the scheduler moves none."""
         ...
 
     async def observe(self) -> SchedulerView:
-        """All jobs of our partitions or queues, and of those that are expanded, and all nodes of our site. Raises
+        """All jobs of our partitions or queues, and of those that overflow into VMs, and all nodes of our site. Raises
         `Unknown`; never a partial view."""
         ...
 
@@ -202,7 +202,7 @@ class Leases(Protocol):
         ...
 
 
-class Expansion(Protocol):
+class Overflow(Protocol):
     """Lets jobs of partitions of physical nodes run in VMs. `Job.origin` shows which jobs these are, `pin` moves one
     out of its partition, and `unpin` and `requeue` leave it at the gate."""
 

@@ -21,13 +21,13 @@ from multiverse.agent.self_fence import ContactFile, FenceTimer, SelfFence
 from multiverse.agent.server import AgentIdentity, AgentServer
 from multiverse.bundles.contract import HostSide, LocalHost
 from multiverse.bundles.registry import platform_bundles, scheduler_bundle
-from multiverse.config import OverlaySettings, Settings
+from multiverse.config import Settings, VxlanSettings
 from multiverse.core.errors import MultiverseError, Refused
 from multiverse.core.model import HostUsage, Load, VmRef, is_site
-from multiverse.host.overlay import OverlayConfig
 from multiverse.host.sampling import Sampler
+from multiverse.host.vxlan import VxlanConfig
 from multiverse.pilot.init import END_VMS
-from multiverse.pilot.place import NODE_SHARE, share_of
+from multiverse.pilot.lease_directory import NODE_SHARE, share_of
 from multiverse.service import metrics
 from multiverse.service.job_vms import serve_jobs
 from multiverse.service.processes import ProcessCounter
@@ -51,14 +51,14 @@ def _host_side(settings: Settings) -> HostSide:
 class _Hypervisors:
     """The hypervisor of each site whose controller has connected."""
 
-    def __init__(self, settings: Settings, overlay: OverlayConfig | None = None) -> None:
-        """`overlay` is that of the node, for the agent of a lease."""
-        self._settings, self._overlay, self._side = settings, overlay, _host_side(settings)
+    def __init__(self, settings: Settings, vxlan: VxlanConfig | None = None) -> None:
+        """`vxlan` is that of the node, for the agent of a lease."""
+        self._settings, self._vxlan, self._side = settings, vxlan, _host_side(settings)
         self._of_site: dict[str, LocalHost] = {}
 
     def check(self) -> None:
         """Make the host's directories; see `LocalHost.check`. That does not depend on the site."""
-        alone = replace(self._settings, overlay=OverlaySettings())  # an overlay belongs to a site
+        alone = replace(self._settings, vxlan=VxlanSettings())  # a VXLAN belongs to a site
         self._side.local(alone, "check").check()
 
     def of(self, site: str) -> LocalHost:
@@ -66,17 +66,17 @@ class _Hypervisors:
         if not is_site(site):
             raise Refused(f"{site!r} is no name of a site", hint="is the other side a controller of Multiverse?")
         if site not in self._of_site:
-            self._of_site[site] = self._side.local(self._settings, site, self._overlay)
+            self._of_site[site] = self._side.local(self._settings, site, self._vxlan)
         return self._of_site[site]
 
     def of_controller(self, site: str) -> LocalHost:
-        """The one of this site, whose controller connects. Its VMs are observed and ended also where its overlay cannot
+        """The one of this site, whose controller connects. Its VMs are observed and ended also where its VXLAN cannot
         be made; none is started there. Raises what `of` raises."""
         hypervisor = self.of(site)
         try:
-            hypervisor.restore_overlay()
+            hypervisor.restore_vxlan()
         except MultiverseError as error:
-            log.warning("the overlay cannot be made", reason=str(error))
+            log.warning("the VXLAN cannot be made", reason=str(error))
         return hypervisor
 
     def sites(self) -> Sequence[str]:
@@ -209,9 +209,9 @@ async def _serve_jobs_alone(settings: Settings) -> None:
     log.info("agent stopped")
 
 
-async def serve(settings: Settings, *, leased: bool = False, overlay: OverlayConfig | None = None) -> None:
+async def serve(settings: Settings, *, leased: bool = False, vxlan: VxlanConfig | None = None) -> None:
     """Run until SIGTERM or SIGINT. VMs are left as they are; the next agent finds them. With `leased`, the pilot of a
-    lease runs this agent, and tells it when the lease ends; `overlay` is that of its node."""
+    lease runs this agent, and tells it when the lease ends; `vxlan` is that of its node."""
     _make_directories(settings)
     if settings.job_vms.only:
         await _serve_jobs_alone(settings)
@@ -220,7 +220,7 @@ async def serve(settings: Settings, *, leased: bool = False, overlay: OverlayCon
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(locked(state / "lock", "agent"))
         processes = ProcessCounter()
-        hypervisors = _Hypervisors(settings, overlay)
+        hypervisors = _Hypervisors(settings, vxlan)
         hypervisors.check()
         stack.callback(hypervisors.close)  # otherwise this process would last as long as its longest call
         who = AgentIdentity(multiverse.__version__, settings.host.name, boot_id(), secrets.token_hex(8))

@@ -150,18 +150,18 @@ EFFECT = Wrong(
     "remove the cause; the next attempt is in {left:span}",
 )  # fmt: skip
 ORPHAN_IDLE = Wrong(
-    "stranger", "notice", "{name}",
+    "orphan", "notice", "{name}",
     "VM {vm} is on host {host}, and no record explains it",
     "nothing is to be done: it is removed once two observations have shown that no job is on it",
 )  # fmt: skip
 ORPHAN_BUSY = Wrong(
-    "stranger", "warning", "{name}",
+    "orphan", "warning", "{name}",
     "VM {vm} on host {host} runs job {job}, and no record explains it: the database was restored from a copy, or lost",
     "let the job end, and the VM is removed then; or end it now: multiverse repair {name}",
     "ends VM {vm} and with it job {job}, which Slurm queues again if it may be requeued",
 )  # fmt: skip
 STRANGER = Wrong(
-    "stranger", "notice", "{name}",
+    "orphan", "notice", "{name}",
     "{name} has our site's name, but no record explains it",
     "nothing is to be done: it is removed once two observations have shown it",
 )  # fmt: skip

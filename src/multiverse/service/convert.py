@@ -12,17 +12,9 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from multiverse.api import (
-    JobUsageView,
-    JobView,
-    PoolView,
-    SizeView,
-    SourceView,
-    TemplateView,
-    TimelineView,
-    VmView,
-)
+from multiverse.api import JobUsageView, JobView, PoolView, SizeView, SourceView, TemplateView, TimelineView, VmView
 from multiverse.controller.observers import Observer
+from multiverse.core.admission.reasons import reason_of
 from multiverse.core.model import (
     ENDING_STATES,
     PINNED_STATES,
@@ -44,8 +36,7 @@ from multiverse.core.model import (
 from multiverse.core.model.job_usage import JobUsage
 from multiverse.core.model.names import without_prefix_length
 from multiverse.core.policy import Policy, image_of
-from multiverse.core.provisioning.pools import PoolStatus
-from multiverse.core.provisioning.reasons import reason_of
+from multiverse.core.pools.reconcile import PoolStatus
 from multiverse.core.rows import Rows
 from multiverse.core.transition import Command
 from multiverse.service.identity import KnownVm
@@ -226,7 +217,7 @@ def vm_views(rows: Rows, world: World, exact: Mapping[str, tuple[float, float, f
     views = []
     for vm in rows.vms.values():
         attempt = rows.attempt_of(vm)
-        last = world.vm(vm) or VmSeen(vm.name, vm.host, VmCondition.MAKING)
+        last = world.vm(vm) or VmSeen(vm.name, vm.host, VmCondition.CREATING)
         cpu_s, private, pss = exact.get(vm.name, (last.cpu_s, last.private, 0.0))
         views.append(
             VmView(

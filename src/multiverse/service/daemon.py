@@ -33,7 +33,7 @@ from multiverse.service.processes import ProcessCounter, Processes
 from multiverse.service.publisher import Publisher
 from multiverse.service.startup import Server, bind, bind_tcp, bind_web, http_server, locked, stop_signal
 from multiverse.service.statistics import Statistics
-from multiverse.service.users_socket import Desk, Pace, serve_users
+from multiverse.service.users_socket import Pace, UserQuestions, serve_users
 from multiverse.service.utilization import UtilizationReader
 from multiverse.service.web import make_web
 from multiverse.store import Store, open_store
@@ -147,7 +147,7 @@ def _utilization(
 
 def _other_site(site: str) -> Notice:
     return Notice(
-        "stranger",
+        "orphan",
         f"site-{site}",
         f"there are VMs of another site, {site}, in qemu.vms: another daemon's, or of a database that was lost",
         "if no daemon is to have them, put back its database, or end them: they keep memory that is not claimed here",
@@ -215,8 +215,8 @@ def _own_work(
         yield DaemonTask("use of jobs", backend.utilization.jobs.run)
         yield DaemonTask("utilization", backend.utilization.recorder.run)
     if users is not None:
-        desk = Desk(backend, system.privacy, Pace(backend.clock))
-        yield DaemonTask("questions of users", partial(serve_users, desk, *users, system.identities))
+        questions = UserQuestions(backend, system.privacy, Pace(backend.clock))
+        yield DaemonTask("questions of users", partial(serve_users, questions, *users, system.identities))
 
 
 def _traced(

@@ -20,14 +20,14 @@ from multiverse.api import (
 from multiverse.bundles.contract import UNKNOWN_WORDS, SchedulerWords
 from multiverse.config import folded
 from multiverse.controller.loop import Controller
+from multiverse.core.context import Context
 from multiverse.core.errors import Refused
+from multiverse.core.explanation.explain import Explanation, explain, explain_ended, explain_new
+from multiverse.core.explanation.host_verdicts import HostVerdict
+from multiverse.core.explanation.immediate_capacity import immediate_capacity, sizes_to_show, usage
+from multiverse.core.explanation.what_if import what_if
 from multiverse.core.model import Attempt, AttemptState, CloneKind, Job, Reason, Request, Size, Why
 from multiverse.core.policy import Policy
-from multiverse.core.provisioning.context import Context
-from multiverse.core.provisioning.explain import Explanation, explain, explain_ended, explain_new
-from multiverse.core.provisioning.host_verdicts import HostVerdict
-from multiverse.core.provisioning.startable import sizes_to_show, startable, usage
-from multiverse.core.provisioning.trial import try_request
 from multiverse.ports import Clock
 from multiverse.service.convert import size_view
 from multiverse.service.viewer import Viewer
@@ -111,7 +111,7 @@ class Explanations:
             ),
             sizes=tuple(
                 StartableView(one.size.cpus, one.size.memory, one.size.disk, one.now, one.with_template)
-                for one in (startable(context, size) for size in sizes_to_show(context))
+                for one in (immediate_capacity(context, size) for size in sizes_to_show(context))
             ),
             waiting=len(state.queue.candidates) + len(state.queue.unfit),
             blocked=blocking is not None,
@@ -122,7 +122,7 @@ class Explanations:
         """What would become of a job. Raises `Refused` as `capacity` does."""
         size = Size(asked.cpus, asked.memory, asked.disk)
         request = Request(asked.nodes, size, asked.image, CloneKind(asked.kind) if asked.kind else None)
-        found = try_request(self._known(), request, asked.limit, self._clock.now())
+        found = what_if(self._known(), request, asked.limit, self._clock.now())
         return TrialView(
             starts=found.starts,
             never=found.never,

@@ -9,6 +9,7 @@ from typing import Any
 from multiverse.api import Alert
 from multiverse.controller.effects import Failure
 from multiverse.controller.users import LookupFailure
+from multiverse.core.capacity.sizes import short_of_disk, short_of_memory
 from multiverse.core.model import (
     OPEN_LEASES,
     Attempt,
@@ -28,7 +29,6 @@ from multiverse.core.model import (
     World,
 )
 from multiverse.core.policy import Policy, image_of
-from multiverse.core.provisioning.sizes import short_of_disk, short_of_memory
 from multiverse.core.rows import Rows
 from multiverse.core.transition import Command, EffectKind
 from multiverse.service import alerts
@@ -258,5 +258,5 @@ def repair_command(alert: Alert) -> Command:
     if alert.kind == "host":
         return Command("fence", host=alert.name)
     kind, _, number = alert.name.partition("-")
-    verb = "end" if alert.kind == "stranger" else "retry"
+    verb = "end" if alert.kind == "orphan" else "retry"
     return Command(verb, key=Key(kind, int(number)))  # type: ignore[arg-type]  # made by _name_of

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from multiverse.api import HostFaultView, HostView, LeaseView, NumaView, SizeView
+from multiverse.core.capacity.job_ends import total
+from multiverse.core.capacity.room import left_behind
 from multiverse.core.machines.host import silent_since
 from multiverse.core.model import (
     OPEN_LEASES,
@@ -28,8 +30,6 @@ from multiverse.core.model import (
     text_of,
 )
 from multiverse.core.model.wording import moment
-from multiverse.core.provisioning.capacity import left_behind
-from multiverse.core.provisioning.limits import total
 from multiverse.core.rows import Rows
 
 _NOTHING = Host("", Size(0, 0, 0), template_copies=0)

@@ -129,7 +129,7 @@ class PlatformJobVms:
 
     def known_as(self, vm: JobVm) -> tuple[str, str]:
         """See `JobHost`."""
-        return guest_name(vm.job, vm.place), self._address(vm)
+        return guest_name(vm.job, vm.rank), self._address(vm)
 
     def connect_network(self, vms: tuple[JobVm, ...]) -> None:
         """See `JobHost`: the VMs are on the network of the platform."""
@@ -288,7 +288,7 @@ class PlatformJobVms:
             users=(user,),
             mounts=self._settings.mounts,
             peers=(*network.hosts, *((self._name(one), self._address(one)) for one in others)),
-            tasks=TaskAccess(guest_name(vm.job, vm.place), network.hosts, known, vm.nodes, vm.task_token, commands),
+            tasks=TaskAccess(guest_name(vm.job, vm.rank), network.hosts, known, vm.nodes, vm.task_token, commands),
         )
 
 

@@ -11,16 +11,16 @@ from functools import partial
 
 import structlog
 
-from multiverse.config import Settings, overlay_address
+from multiverse.config import Settings, vxlan_address
 from multiverse.core.errors import Refused
 from multiverse.core.model.names import site_of_lease
-from multiverse.drivers.qemu.driver import overlay_config
-from multiverse.drivers.slurm.pilots import ENDING
-from multiverse.host.overlay import OverlayConfig
+from multiverse.drivers.qemu.driver import vxlan_config
+from multiverse.drivers.slurm.leases.pilots import ENDING
+from multiverse.host.vxlan import VxlanConfig
 from multiverse.pilot.groups import memory_limit
 from multiverse.pilot.init import PilotOrder
-from multiverse.pilot.overlay import on_node
 from multiverse.pilot.run import run
+from multiverse.pilot.vxlan import on_node
 
 log = structlog.get_logger()
 
@@ -55,7 +55,7 @@ def run_pilot(settings: Settings, name: str, given: PilotJob) -> int:
     """Run the pilot of the lease `name`; its exit status. Raises `Refused` for a job of which nothing is known, and as
     `pilot.run`."""
     job = _completed(given, os.environ)
-    order = PilotOrder(name, job.id, job.cores, job.memory, settings, _run_agent, _overlay(settings, name, job.node))
+    order = PilotOrder(name, job.id, job.cores, job.memory, settings, _run_agent, _vxlan(settings, name, job.node))
     return run(order, lambda: _tell(settings, job))
 
 
@@ -84,18 +84,18 @@ def _memory_of_cores(cores: int, environment: Mapping[str, str]) -> int:
     return int(each) * cores if each.isdigit() and int(each) else min(memory_limit() or machine, machine)
 
 
-def _overlay(settings: Settings, lease: str, node: str) -> OverlayConfig | None:
-    """The overlay of the node; None if the site has none."""
-    config = overlay_config(settings, site_of_lease(lease))
+def _vxlan(settings: Settings, lease: str, node: str) -> VxlanConfig | None:
+    """The VXLAN of the node; None if the site has none."""
+    config = vxlan_config(settings, site_of_lease(lease))
     if config is None:
         return None
-    return on_node(config, settings.agent.leases, partial(overlay_address, settings, node or settings.host.name))
+    return on_node(config, settings.agent.leases, partial(vxlan_address, settings, node or settings.host.name))
 
 
-def _run_agent(settings: Settings, overlay: OverlayConfig | None) -> None:
+def _run_agent(settings: Settings, vxlan: VxlanConfig | None) -> None:
     from multiverse.service.agent import serve  # imported late: the first process of a lease stays small
 
-    asyncio.run(serve(settings, leased=True, overlay=overlay))
+    asyncio.run(serve(settings, leased=True, vxlan=vxlan))
 
 
 def _tell(settings: Settings, job: PilotJob) -> None:

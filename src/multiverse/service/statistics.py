@@ -29,8 +29,8 @@ SERIES = ("submitted", "started", "ended", "vms", "failures")
 
 PHASES: Mapping[str, tuple[Event, Event]] = {
     "queued": (Event.SUBMITTED, Event.ADMITTED),
-    "clone": (Event.ADMITTED, Event.MADE),
-    "join": (Event.MADE, Event.ALL_JOINED),
+    "clone": (Event.ADMITTED, Event.CREATED),
+    "join": (Event.CREATED, Event.ALL_JOINED),
     "launch": (Event.ALL_JOINED, Event.RUNS),
     "start": (Event.SUBMITTED, Event.RUNS),
     "provision": (Event.ADMITTED, Event.RUNS),
@@ -163,7 +163,7 @@ class Statistics:
         moments = self._moments.setdefault(attempt.id, {})
         moments.setdefault(event, now)
         if event is Event.TOOK:  # the spare had been cloned and had joined before
-            for implied in (Event.ADMITTED, Event.MADE, Event.ALL_JOINED):
+            for implied in (Event.ADMITTED, Event.CREATED, Event.ALL_JOINED):
                 moments.setdefault(implied, now)
         for name, (first, last) in PHASES.items():
             if event is last and first in moments and moments[event] == now:

@@ -11,8 +11,8 @@ from multiverse.store import Entry
 
 _PHASES: tuple[tuple[str, Event, Event], ...] = (
     ("queued", Event.SUBMITTED, Event.ADMITTED),
-    ("clone", Event.ADMITTED, Event.MADE),
-    ("join", Event.MADE, Event.ALL_JOINED),
+    ("clone", Event.ADMITTED, Event.CREATED),
+    ("join", Event.CREATED, Event.ALL_JOINED),
     ("launch", Event.ALL_JOINED, Event.RUNS),
     ("run", Event.RUNS, Event.ENDED),
     ("reclaim", Event.ENDED, Event.RECLAIMED),
@@ -85,7 +85,7 @@ def _moments(entries: Sequence[Entry]) -> tuple[dict[str, float], float | None]:
         if entry.target == "reclaiming" and entry.source != "reclaiming":
             reclaiming = entry.mono
     if (took := moments.get(Event.TOOK)) is not None:  # the spare had been cloned and had joined before
-        moments |= dict.fromkeys((Event.ADMITTED, Event.MADE, Event.ALL_JOINED), took)
+        moments |= dict.fromkeys((Event.ADMITTED, Event.CREATED, Event.ALL_JOINED), took)
     return moments, reclaiming
 
 

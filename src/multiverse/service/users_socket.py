@@ -73,7 +73,7 @@ class Pace:
 
 
 @dataclass(frozen=True, slots=True)
-class Desk:
+class UserQuestions:
     """Answers one question of a user."""
 
     backend: Backend
@@ -114,8 +114,8 @@ Identify = Callable[[bytes, Writer], Awaitable[tuple[int, Question]]]
 class Listener:
     """Serves connections, each with one question."""
 
-    def __init__(self, desk: Desk, identify: Identify) -> None:
-        self._desk, self._identify = desk, identify
+    def __init__(self, questions: UserQuestions, identify: Identify) -> None:
+        self._questions, self._identify = questions, identify
         self._open, self._of_user = 0, Counter[int]()
 
     async def serve(self, reader: Reader, writer: Writer) -> None:
@@ -147,7 +147,7 @@ class Listener:
             line = await reader.readuntil(b"\n")
         try:
             uid, question = await self._identify(line, writer)
-            return await self._desk.answer(uid, question)
+            return await self._questions.answer(uid, question)
         except ValidationError:
             return {"error": "this is no question", "hint": "use a command of this release", "status": 400}
         except MultiverseError as error:
@@ -196,13 +196,13 @@ def _peer_uid(writer: Writer) -> int | None:
 
 
 async def serve_users(
-    desk: Desk, sock: socket.socket, tcp: socket.socket | None, identities: Identities | None
+    questions: UserQuestions, sock: socket.socket, tcp: socket.socket | None, identities: Identities | None
 ) -> None:
     """Answer users until cancelled: on a Unix socket, and on a TCP socket if there is one and users of other machines
     can be told apart."""
-    servers = [await asyncio.start_unix_server(Listener(desk, by_kernel).serve, sock=sock, limit=LONGEST_QUESTION)]
+    servers = [await asyncio.start_unix_server(Listener(questions, by_kernel).serve, sock=sock, limit=LONGEST_QUESTION)]
     if tcp is not None and identities is not None:
-        listener = Listener(desk, by_credential(identities))
+        listener = Listener(questions, by_credential(identities))
         servers.append(await asyncio.start_server(listener.serve, sock=tcp, limit=LONGEST_QUESTION))
     try:
         await asyncio.Event().wait()

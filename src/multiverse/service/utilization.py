@@ -11,11 +11,11 @@ from multiverse.api import CompatibleHostView, UsagePoint, UsageView, Utilizatio
 from multiverse.controller.job_usage import JobUsageRecorder
 from multiverse.controller.loop import Controller
 from multiverse.controller.utilization import UtilizationRecorder
+from multiverse.core.context import Context
 from multiverse.core.errors import Gone
+from multiverse.core.explanation.immediate_capacity import compatible_hosts
 from multiverse.core.model import CloneKind, HostUsage, Size, Usage, Vm
 from multiverse.core.model.usage import combined
-from multiverse.core.provisioning.compatible import compatible_hosts
-from multiverse.core.provisioning.context import Context
 from multiverse.ports import Clock
 from multiverse.service.convert import size_view
 from multiverse.store.utilization import UsageRecord, UsedBy, read_usage

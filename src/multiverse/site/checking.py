@@ -13,11 +13,11 @@ from pathlib import Path
 
 from pyroute2 import IPRoute
 
-from multiverse.config import Settings, host_names, overlay_address, site_cpus
+from multiverse.config import Settings, host_names, site_cpus, vxlan_address
 from multiverse.core.errors import Gone, MultiverseError, Refused, Unknown
-from multiverse.drivers.slurm import expansions, inbox_access, install, requirements, site_conf, slurm_user
 from multiverse.drivers.slurm.command import SlurmCommands
-from multiverse.drivers.slurm.site_conf import SiteConf
+from multiverse.drivers.slurm.site import install, overflow, requirements, site_conf, slurm_user
+from multiverse.drivers.slurm.site.site_conf import SiteConf
 from multiverse.images.catalog import list_images
 from multiverse.ports.finding import Finding, Level
 from multiverse.site.rendering import AGENT_SERVICE, SERVICE, own_job_submit, render, render_agent
@@ -95,17 +95,17 @@ def _agent(settings: Settings) -> Iterator[Finding]:
         yield Finding(Level.PROBLEM, bridge, f"there is no bridge {bridge}", f"run {_START_BRIDGE}")
     elif uplink and not (_INTERFACES / bridge / "brif" / uplink).exists():
         yield Finding(Level.PROBLEM, bridge, f"{uplink} is no port of the bridge {bridge}", f"run {_START_BRIDGE}")
-    yield from _overlay(settings, [settings.host.name])
+    yield from _vxlan(settings, [settings.host.name])
     yield from _answers(settings.agent.socket, AGENT_SERVICE, "the agent")
 
 
-def _overlay(settings: Settings, names: Iterable[str]) -> Iterator[Finding]:
-    """A finding for each of these machines without an address in the network of the hosts, if there is an overlay."""
-    for name in names if settings.overlay.enabled else ():
+def _vxlan(settings: Settings, names: Iterable[str]) -> Iterator[Finding]:
+    """A finding for each of these machines without an address in the network of the hosts, if there is a VXLAN."""
+    for name in names if settings.vxlan.enabled else ():
         try:
-            overlay_address(settings, name)
+            vxlan_address(settings, name)
         except Refused as error:
-            yield Finding(Level.PROBLEM, "overlay", error.message, error.hint)
+            yield Finding(Level.PROBLEM, "vxlan", error.message, error.hint)
 
 
 def _answers(path: Path, service: str, who: str) -> Iterator[Finding]:
@@ -233,7 +233,7 @@ def _calls_epilog(program: Path, ours: Path) -> bool:
 
 def _machine(settings: Settings, site: SiteConf) -> Iterator[Finding]:
     """What this machine needs: SlurmUser's access, the bridge, an image, the munge key, Slurm's commands."""
-    reason = inbox_access.why_not_writable(settings.slurm.inbox, slurm_user.of(site.text))
+    reason = slurm_user.why_not_writable(settings.slurm.inbox, slurm_user.of(site.text))
     if reason is not None:
         yield Finding(
             Level.PROBLEM,
@@ -248,8 +248,8 @@ def _machine(settings: Settings, site: SiteConf) -> Iterator[Finding]:
             f"there is no bridge {settings.qemu.bridge} with the address {settings.network.gateway}",
             f"run {_START_BRIDGE}",
         )
-    machines = (settings.host.name, *host_names(settings), *expansions.leased_nodes(settings, site))
-    yield from _overlay(settings, dict.fromkeys(machines))
+    machines = (settings.host.name, *host_names(settings), *overflow.leased_nodes(settings, site))
+    yield from _vxlan(settings, dict.fromkeys(machines))
     if settings.image.default not in {image.name for image in list_images(settings.qemu.images)}:
         yield Finding(
             Level.PROBLEM,

@@ -12,8 +12,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from multiverse.config import Settings, users_socket
 from multiverse.core.errors import Broken
 from multiverse.core.model.names import mac_of_address
-from multiverse.drivers.slurm import addresses, install, plugstack, slurm_user
-from multiverse.drivers.slurm.site_conf import SiteConf
+from multiverse.drivers.slurm.site import addresses, install, plugstack, slurm_user
+from multiverse.drivers.slurm.site.site_conf import SiteConf
 from multiverse.images.catalog import list_images
 from multiverse.system import rendered
 from multiverse.system.rendered import Origin, SiteFile

@@ -5,8 +5,8 @@ A package registers a policy by its name, in its pyproject.toml:
     [project.entry-points."multiverse.placement"]
     rack-first = "my_package:rack_first"
 
-What the function is given and returns is in `core.provisioning.placement.PlacementPolicy`. Users name the policy with
-`--constraint=place-rack-first`, and `placement.policy` in the settings makes it that of all other jobs.
+What the function is given and returns is in `core.capacity.placement_policies.PlacementPolicy`. Users name the policy
+with `--constraint=place-rack-first`, and `placement.policy` in the settings makes it that of all other jobs.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 For each number of VMs it prints how many elements the rules have, and how long it takes to let the VMs in one after the
 other, to let in the last one, to make the whole table again, and to take all out: by groups, and beside that by pairs,
-as VMs of one job had it before. Then what a host holds of as many VMs on other hosts, with an overlay; what a guest
+as VMs of one job had it before. Then what a host holds of as many VMs on other hosts, with a VXLAN; what a guest
 has of their names; and what the controller tells all hosts while they come and go. Root, `unshare`, `nft`, `ip` and
 `bridge` are needed. Rules and links are made in a network namespace that ends with this process.
 """
@@ -45,7 +45,7 @@ from multiverse.guest.protocol import names_message
 from multiverse.host import manifest
 from multiverse.host.firewall import Firewall
 from multiverse.host.manifest import Manifest, VmPhase
-from multiverse.host.overlay import Overlay, OverlayConfig
+from multiverse.host.vxlan import Vxlan, VxlanConfig
 
 _INSIDE = "MULTIVERSE_BENCH_NAMESPACE"
 _USER, _SITE = 1000, "bench"
@@ -144,12 +144,12 @@ def elsewhere(count: int, hosts: int) -> dict[str, object]:
         (vms / name(0)).mkdir(parents=True)
         manifest.write(vms / name(0), _manifest(0, ()))
         firewall = Firewall(f"mv{_SITE}-", vms, _GUESTS, "h1")
-        overlay = Overlay(OverlayConfig(_SITE, 77, 14999, lambda: "10.8.0.1", 1400, "bridge0", records))
-        overlay.restore()
+        vxlan = Vxlan(VxlanConfig(_SITE, 77, 14999, lambda: "10.8.0.1", 1400, "bridge0", records))
+        vxlan.restore()
 
         def tell(members: Sequence[Member], *, whole: bool) -> None:
             firewall.learn(members, (), whole=whole)
-            overlay.replace_members("h1", firewall.members.values())
+            vxlan.replace_members("h1", firewall.members.values())
 
         *most, last = others
         whole = timed(lambda: tell([member(0, "h1"), *most], whole=True))
@@ -164,7 +164,7 @@ def elsewhere(count: int, hosts: int) -> dict[str, object]:
             "one more, ms": round(one, 1),
             "record, KB": round(sum(file.stat().st_size for file in vms.glob(".mv*members")) / 1000),
         }
-        overlay.remove()
+        vxlan.remove()
         firewall.revoke(_manifest(0, ()))
         return found
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from multiverse.core.errors import Broken
 from multiverse.drivers.slurm.command import SlurmCommands
-from multiverse.drivers.slurm.reader import SlurmReader
+from multiverse.drivers.slurm.reading.reader import SlurmReader
 from multiverse.system.processes import stat_fields
 from multiverse_lab.bench.stats import median
 from multiverse_lab.lab.configure import environment

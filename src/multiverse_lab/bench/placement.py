@@ -25,7 +25,8 @@ from ipaddress import IPv4Network
 from random import Random
 from typing import Any, cast
 
-from multiverse.core.free import fits
+from multiverse.core.admission.admit import Admission
+from multiverse.core.capacity_index import fits
 from multiverse.core.model import (
     Attempt,
     AttemptState,
@@ -58,7 +59,6 @@ from multiverse.core.model import (
 )
 from multiverse.core.planner import plan
 from multiverse.core.policy import Policy
-from multiverse.core.provisioning.admission import Admission
 from multiverse.core.rows import Rows
 from multiverse.core.state import State
 from multiverse_lab.bench.planner import ABILITIES, BASE, UncheckedTables

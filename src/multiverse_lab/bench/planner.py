@@ -225,8 +225,8 @@ class Passes:
     def look_at_all(self) -> None:
         """Mark every row, as if all had changed."""
         state = self.controller.state
-        state.dirty_attempts.update(state.attempts)
-        state.dirty_vms.update(state.vms)
+        state.dirty.attempts.update(state.attempts)
+        state.dirty.vms.update(state.vms)
         state.unserved.update(self.cluster.jobs)
         state.queue.check_all()
         state.compared.scheduler = None

@@ -284,7 +284,7 @@ def stages(samples: ThroughputSamples, plan: ThroughputPlan) -> dict[str, float]
 def took_spare(one: TimelineView) -> bool:
     """Whether the task's VM was a joined spare."""
     return any(
-        entry.event in (Event.TAKEN, Event.TOOK) and entry.state in ("joined", "introducing") for entry in one.entries
+        entry.event in (Event.TAKEN, Event.TOOK) and entry.state in ("joined", "adding_user") for entry in one.entries
     )
 
 

@@ -36,7 +36,7 @@ FIGURES = {
 
 def across(
     repeat: Annotated[int, typer.Option(min=1, help="Runs of each kind, in turns.")] = 3,
-    routed: Annotated[bool, typer.Option("--routed", help="A router between the hosts, and so an overlay.")] = False,
+    routed: Annotated[bool, typer.Option("--routed", help="A router between the hosts, and so a VXLAN.")] = False,
     directory: Dir = DIRECTORY,
     images: Images = IMAGES,
     json: Json = False,
@@ -78,7 +78,7 @@ def _compared(figure: str, some: Sequence[AcrossSample], plain: Sequence[AcrossS
 
 
 def _print(found: dict[str, Any]) -> None:
-    between = "a router, so an overlay," if found["routed"] else "a switch"
+    between = "a router, so a VXLAN," if found["routed"] else "a switch"
     console.print(
         f"\nHPCC with two ranks, medians of {found['repeat']} runs of each kind in turns, with {between} between the "
         f"hosts. Guests: {found['accelerator']}. All hosts and nodes share this machine's CPUs.\n",

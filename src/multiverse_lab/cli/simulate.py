@@ -29,7 +29,7 @@ PairName = Annotated[
 History = Annotated[
     str,
     typer.Option(
-        help="Of a seed: crowded, operated, leasing, requesting, expanding or failing. By default that with faults."
+        help="Of a seed: crowded, operated, leasing, requesting, overflowing or failing. By default that with faults."
     ),
 ]
 

@@ -14,8 +14,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from multiverse import config
 from multiverse.config import Settings
-from multiverse.drivers.slurm import addresses, install, site_conf
-from multiverse.drivers.slurm.plugstack import loads_plugin, plugstack
+from multiverse.drivers.slurm.site import addresses, install, site_conf
+from multiverse.drivers.slurm.site.plugstack import loads_plugin, plugstack
 from multiverse.images.catalog import list_images
 from multiverse.system import files
 from multiverse_lab.lab import spank
@@ -139,7 +139,7 @@ def _configure_nodes(where: Layout, plan: LabPlan, environment: Environment, val
             sections["image"] = {**sections["image"], "source": plan.images}
         # The node can be leased, too, if the agent serves no controller.
         sections["job_vms"] = {**sections["job_vms"], "node": node.name, "only": plan.job_vms}
-        sections.setdefault("overlay", {"addresses": [[one.name, one.address] for one in plan.physical_nodes]})
+        sections.setdefault("vxlan", {"addresses": [[one.name, one.address] for one in plan.physical_nodes]})
         _write_settings(own, where, environment, values, sections)
         changes = _NODE_SETTINGS | {"Epilog": str(where.etc / "epilog")}
         _write(own.etc / "slurm.conf", changed_conf(where.slurm_conf.read_text(), changes))
@@ -213,10 +213,10 @@ def _sections(where: Layout, plan: LabPlan) -> dict[str, dict[str, Any]]:
         if plan.routed:
             hosts = (*plan.own_hosts, *plan.physical_nodes)
             machines = [(name, plan.underlay(0)[1]), *((host.name, host.address) for host in hosts)]
-            sections["overlay"] = {
+            sections["vxlan"] = {
                 "enabled": True,
                 "addresses": [list(each) for each in machines],
-                "port": plan.overlay_port,
+                "port": plan.vxlan_port,
             }
         sections["agent"]["connect"] = ssh.connect_command(where, remote)
     for section, requested in plan.settings.items():

@@ -170,7 +170,7 @@ async def down(where: Layout, progress: Progress = lambda name, result, seconds:
                 result.append("deleted" if await whole(router.down, plan) else "did not exist")
         if plan is not None:
             async with _step("bridge", progress, errors) as result:
-                await whole(router.remove_overlays, where)
+                await whole(router.remove_vxlans, where)
                 result.append("deleted" if await whole(bridge.down, plan) else "did not exist")
         async with _step("others", progress, errors) as result:
             result.append(f"{await whole(process.end_unrecorded, where.root)} ended")

@@ -45,7 +45,7 @@ class LabOptions:
 MOST_HOSTS = MOST_PHYSICAL = 4
 UPLINK_RATE = 10_000
 """Mbit/s that each host of a lab has for its VMs: what the veth that is its uplink reports, whatever it carries."""
-_OVERLAY_PORTS = 14500
+_VXLAN_PORTS = 14500
 _FIRST_HOST = 10  # host 1 has the address after this one
 _FIRST_PHYSICAL = 20  # and physical node 1 the one after this
 
@@ -145,9 +145,9 @@ class LabPlan:
         return f"{first}.{(second + 50) % 200}.0.0/16"
 
     @property
-    def overlay_port(self) -> int:
-        """The UDP port of the overlay. No other lab has it: their controllers share this machine's network."""
-        return _OVERLAY_PORTS + ipaddress.IPv4Network(self.subnet).network_address.packed[1]
+    def vxlan_port(self) -> int:
+        """The UDP port of the VXLAN. No other lab has it: their controllers share this machine's network."""
+        return _VXLAN_PORTS + ipaddress.IPv4Network(self.subnet).network_address.packed[1]
 
     @property
     def machine_port(self) -> str:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from multiverse import config
 from multiverse.core.errors import Broken
-from multiverse.drivers.qemu.driver import overlay_config
-from multiverse.host.overlay import Overlay
+from multiverse.drivers.qemu.driver import vxlan_config
+from multiverse.host.vxlan import Vxlan
 from multiverse.site.rendering import bridge_mac
 from multiverse_lab.lab.layout import Layout
 from multiverse_lab.lab.plan import LabHost, LabPlan
@@ -75,12 +75,12 @@ def connect(plan: LabPlan, host: LabHost, pid: int) -> None:
         _run("nsenter", f"--net=/proc/{pid}/ns/net", "ip", "-batch", "-", text=lines)
 
 
-def remove_overlays(where: Layout) -> None:
-    """Remove what the lab's overlay has on this machine, which outlives the controller."""
-    for records in where.controller.glob("overlay-*"):
-        found = overlay_config(config.load(where.settings), records.name.partition("-")[2])
+def remove_vxlans(where: Layout) -> None:
+    """Remove what the lab's VXLAN has on this machine, which outlives the controller."""
+    for records in where.controller.glob("vxlan-*"):
+        found = vxlan_config(config.load(where.settings), records.name.partition("-")[2])
         if found is not None:
-            Overlay(found).remove()
+            Vxlan(found).remove()
 
 
 def _run(*argv: str, text: tuple[str, ...] = ()) -> None:

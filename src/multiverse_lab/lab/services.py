@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 from multiverse.core.errors import Broken
-from multiverse.drivers.slurm import conf, install, site_conf
+from multiverse.drivers.slurm.site import conf, install, site_conf
 from multiverse_lab.lab.configure import CLUSTER, SLURM_USER, environment
 from multiverse_lab.lab.hosts.physical import physical_services
 from multiverse_lab.lab.hosts.services import host_services

@@ -74,7 +74,7 @@ class CloudMachines(Machines):
     def build(self, name: str) -> None:
         """The cloud has built a VM, whether or not the caller still waits. Nothing to do if the VM was destroyed."""
         machine = self.vms.get(name)
-        if machine is not None and machine.condition is VmCondition.MAKING:
+        if machine is not None and machine.condition is VmCondition.CREATING:
             if self.images[machine.spec.image].boots:
                 machine.condition = VmCondition.PARKED
             else:
@@ -145,6 +145,6 @@ class SimulatedCloud(SimulatedHypervisor):
         if not known:
             loop.call_later(self.rng.uniform(*self.latencies.full), self._cloud.build, vm.name)
         ref = VmRef(vm.name, SOURCE)
-        while self._cloud.condition(ref) is VmCondition.MAKING:  # noqa: ASYNC110 - a cloud is polled
+        while self._cloud.condition(ref) is VmCondition.CREATING:  # noqa: ASYNC110 - a cloud is polled
             await asyncio.sleep(POLL)
         return (command, Stage("build", loop.time() - began))

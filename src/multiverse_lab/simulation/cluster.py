@@ -161,7 +161,7 @@ class Cluster:
         self.up = True
         self.jobs: dict[str, JobRecord] = {}
         self.nodes: dict[str, NodeRecord] = {}
-        self.physical: dict[str, NodeRecord] = {}  # of the partition that is expanded; each runs one job at a time
+        self.physical: dict[str, NodeRecord] = {}  # of the partition that overflows; each runs one job at a time
         self.history: list[JobRecord] = []  # all jobs that ever were submitted
         self.violations: list[str] = []
         # What job_submit.lua and EpilogSlurmctld call, with the uid of the job's user or the job's id.

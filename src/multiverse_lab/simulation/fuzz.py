@@ -18,7 +18,7 @@ import structlog
 from pydantic import TypeAdapter, ValidationError
 
 from multiverse.core.errors import Refused
-from multiverse_lab.simulation.generate import crowded, expanding, failing, leasing, operated, requesting, with_faults
+from multiverse_lab.simulation.generate import crowded, failing, leasing, operated, overflowing, requesting, with_faults
 from multiverse_lab.simulation.run import simulate
 from multiverse_lab.simulation.scenario import Scenario
 from multiverse_lab.simulation.world import Pair
@@ -37,8 +37,8 @@ REQUESTING = 16
 """Of every so many seeds, one is also simulated with jobs that request a bandwidth, VMs per host or sockets."""
 
 
-EXPANDING = 8
-"""Of every so many seeds, another one than the above is also simulated with a partition that is expanded."""
+OVERFLOWING = 8
+"""Of every so many seeds, another one than the above is also simulated with a partition that overflows into VMs."""
 
 
 FAILING = 16
@@ -58,7 +58,7 @@ HISTORIES = {
     "operated": SeedHistory(operated, OPERATED),
     "leasing": SeedHistory(leasing, LEASING),
     "requesting": SeedHistory(requesting, REQUESTING),
-    "expanding": SeedHistory(expanding, EXPANDING, EXPANDING // 2),
+    "overflowing": SeedHistory(overflowing, OVERFLOWING, OVERFLOWING // 2),
     "failing": SeedHistory(failing, FAILING, FAILING // 2 + 1),
 }
 

@@ -8,9 +8,9 @@ from random import Random
 
 from multiverse.config import (
     BackfillSettings,
-    ExpandSettings,
     FenceSettings,
     LeaseSettings,
+    OverflowSettings,
     PacingSettings,
     PlacementSettings,
     PoolSettings,
@@ -248,7 +248,7 @@ def leasing(seed: int) -> Scenario:
     )
 
 
-def expanding(seed: int) -> Scenario:
+def overflowing(seed: int) -> Scenario:
     """Physical nodes whose partition is full now and then, and hosts with room for some of its jobs beside those of the
     gate; in some scenarios other physical nodes may be leased. In most, calls fail, VMs and hosts die, slurmctld is
     away, and the controller crashes."""
@@ -271,7 +271,7 @@ def expanding(seed: int) -> Scenario:
                 image=rng.choice((*(None,) * 7, "dud")),
                 problem=rng.choice((*("",) * 7, "asks for a GPU")),
                 limit=rng.choice((None, seconds + 20)),
-                origin=EXPANDED,
+                origin=OVERFLOWING_PARTITION,
                 delay=rng.choice((0.0, 0.0, 0.0, 20.0)),
             )
             if rng.random() < 0.15:
@@ -280,7 +280,7 @@ def expanding(seed: int) -> Scenario:
             arrivals.append(Arrival(burst + rng.uniform(0.0, 10.0), batch, tasks, _actions(rng)))
     quiet = rng.random() < 0.3
     odds = Odds() if quiet else Odds.even(rng.choice((0.0, 0.1, 0.2)), until=300.0)
-    incidents = () if quiet else _incidents(EXPANDING, rng, until=300.0)
+    incidents = () if quiet else _incidents(OVERFLOWING, rng, until=300.0)
     min_wait = rng.choice((0.0, 5.0, 30.0))
     cluster = ClusterSettings(
         node_timeout=rng.choice((10.0, 60.0)), min_job_age=(2.0, 30.0), flavor=Size(64, 2_000_000), min_wait=min_wait
@@ -293,11 +293,11 @@ def expanding(seed: int) -> Scenario:
     return Scenario(
         seed,
         tuple(arrivals),
-        WorldSettings(hosts, cluster=cluster, users=(1000, 1001, 1003), physical=lending, expanded=nodes),
+        WorldSettings(hosts, cluster=cluster, users=(1000, 1001, 1003), physical=lending, overflowing=nodes),
         Settings(
             pacing=pacing,
             lease=(lease,) if lending.count else (),
-            expand=(ExpandSettings(EXPANDED, min_wait=min_wait),),
+            overflow=(OverflowSettings(OVERFLOWING_PARTITION, min_wait=min_wait),),
         ),
         scheduler_odds=odds,
         hypervisor_odds=odds,
@@ -308,10 +308,10 @@ def expanding(seed: int) -> Scenario:
     )
 
 
-EXPANDED = "batch"
-"""The partition that is expanded."""
+OVERFLOWING_PARTITION = "batch"
+"""The partition that overflows into VMs."""
 
-EXPANDING: Mapping[IncidentKind, tuple[float, ...]] = {
+OVERFLOWING: Mapping[IncidentKind, tuple[float, ...]] = {
     IncidentKind.VM_DIES: (0.0, 10.0, 20.0),
     IncidentKind.CLUSTER_AWAY: (0.0, 0.0, 100.0),
     IncidentKind.CLUSTER_RESTARTS: (0.0, 0.0, 100.0),
@@ -320,7 +320,7 @@ EXPANDING: Mapping[IncidentKind, tuple[float, ...]] = {
     IncidentKind.CONTROLLER_CRASH: (0.0, 0.0, 60.0),
     IncidentKind.DATABASE_LOST: (0.0, 0.0, 0.0, 200.0),
 }
-"""Mean seconds between incidents where a partition is expanded; 0: none."""
+"""Mean seconds between incidents where a partition overflows into VMs; 0: none."""
 
 LEASING: Mapping[IncidentKind, tuple[float, ...]] = {
     IncidentKind.PILOT_PREEMPTED: (0.0, 100.0),

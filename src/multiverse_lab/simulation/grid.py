@@ -48,7 +48,7 @@ class SimulatedGrid(SimulatedScheduler):
     submission = None
     addresses = None
     leases = None
-    expansion = None
+    overflow = None
 
     def _view(self) -> SchedulerView:
         return replace(super()._view(), offers=None)

@@ -195,6 +195,6 @@ class NodeRecord:
 
     def shown(self, *, reserved: bool = False) -> Node:
         busy = NodeState.BUSY if self.job else NodeState.IDLE
-        drained = self.drained or self.stuck  # as `drivers.slurm.reader` shows a node that is allocated without a job
+        drained = self.drained or self.stuck  # as Slurm's driver shows a node that is allocated without a job
         state = NodeState.DOWN if self.down else NodeState.DRAINED if drained else busy
         return Node(self.name, state, self.features, self.reason, reserved)

@@ -80,7 +80,7 @@ class Machine:
     other any more."""
 
     spec: VmSpec
-    condition: VmCondition = VmCondition.MAKING
+    condition: VmCondition = VmCondition.CREATING
     reason: str = ""
     guest: Guest | None = None
     size: Size | None = None  # that it was started with
@@ -210,7 +210,7 @@ class Machines:
     def park(self, vm: VmRef) -> None:
         """End the creation of a VM. Raises `Gone` if the VM or its template was destroyed meanwhile."""
         machine = self._get(vm)
-        if machine.condition is VmCondition.MAKING:
+        if machine.condition is VmCondition.CREATING:
             self._check_template(machine.spec)
             machine.condition = VmCondition.PARKED
 
@@ -219,7 +219,7 @@ class Machines:
         identity is another VM's."""
         machine, name = self._get(vm), vm.name
         self._check_taken(machine.spec.host)
-        if machine.condition in (VmCondition.MAKING, VmCondition.DEAD):
+        if machine.condition in (VmCondition.CREATING, VmCondition.DEAD):
             raise Gone(f"{name} is {machine.condition}: {machine.reason or 'not complete'}", hint="destroy it")
         if not self._owns(machine, identity):
             raise Refused(f"{name} cannot be {identity.hostname} with {identity.mac}", hint="destroy it")
@@ -439,7 +439,7 @@ class Machines:
                 machine.condition,
                 machine.reason,
                 private=machine.private(self._now()),
-                introduced=tuple(sorted(machine.guest.users)) if machine.guest else (),
+                users_added=tuple(sorted(machine.guest.users)) if machine.guest else (),
                 address=machine.address or machine.spec.address,
                 mac=machine.mac or machine.spec.mac,
                 placed_on=machine.placed_on,

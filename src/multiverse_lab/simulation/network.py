@@ -177,7 +177,7 @@ class OneHost:
         await self._answer(self._hosts.delete_template(template))
 
     @property
-    def overlay(self) -> None:
+    def vxlan(self) -> None:
         return None
 
     async def measure(self) -> Mapping[str, tuple[float, float, float]]:

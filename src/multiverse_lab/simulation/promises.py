@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from math import log2
 
+from multiverse.core.clones.spares import is_of
 from multiverse.core.machines.attempt import step_attempt
 from multiverse.core.machines.template import step_template
 from multiverse.core.machines.vm import may_have_a_job, step_vm
@@ -22,7 +23,6 @@ from multiverse.core.model import (
     World,
 )
 from multiverse.core.policy import AVOIDED_LIMIT, Policy
-from multiverse.core.provisioning.spares import is_of
 from multiverse.core.rows import Rows
 from multiverse.core.state import State
 from multiverse.core.transition import Event, Move
@@ -212,8 +212,8 @@ class BrakeWatch:
         return [*sorted(self._broken), *often, *world.cluster.hasty]
 
 
-class ExpansionWatch:
-    """Checks at each commit that jobs of a partition that is expanded get VMs in their order: none is admitted while
+class OverflowWatch:
+    """Checks at each commit that jobs of a partition that overflows get VMs in their order: none is admitted while
     one before it that asks for the same could be."""
 
     def __init__(self) -> None:
@@ -298,7 +298,7 @@ def unjustified_cancellations(scenario: Scenario, history: Iterable[JobRecord]) 
             job.batch.problem: bool(job.batch.problem),
             "fits on no host": removed or not all(_surely_fits(scenario, batch) for batch in _recent_requests(job)),
             f"no user has the uid {job.batch.uid}": job.batch.uid not in scenario.world.users,
-            "no VM could be made": disturbed or not boots.get(job.batch.image or "slim", False),
+            "no VM could be created": disturbed or not boots.get(job.batch.image or "slim", False),
         }
         if not any(true and reason in job.revoked for reason, true in true_reasons.items()):
             found.append(f"job {job.job_id} was cancelled by us, which nothing justifies: {job.revoked!r}")
@@ -342,11 +342,11 @@ def moves_at_rest(state: State, world: World, now: float, policy: Policy) -> lis
     """The moves of rows that are not to be looked at before something changes. There must be none."""
     scratch = State(state.rows(), state.tables)
     scratch.begin(now, {})
-    for vm_id in scratch.vms.keys() - state.dirty_vms:
+    for vm_id in scratch.vms.keys() - state.dirty.vms:
         step_vm(scratch, vm_id, world, policy)
-    for template_id in scratch.templates.keys() - state.dirty_templates:
+    for template_id in scratch.templates.keys() - state.dirty.templates:
         step_template(scratch, template_id, world)
-    for attempt_id in scratch.attempts.keys() - state.dirty_attempts:
+    for attempt_id in scratch.attempts.keys() - state.dirty.attempts:
         step_attempt(scratch, attempt_id, world, policy)
     return scratch.moves
 

@@ -26,8 +26,8 @@ from multiverse_lab.simulation.loop import run
 from multiverse_lab.simulation.outcome import Outcome, journal_line, transition_name
 from multiverse_lab.simulation.promises import (
     BrakeWatch,
-    ExpansionWatch,
     LeaseWatch,
+    OverflowWatch,
     PromisedStarts,
     moves_at_rest,
     orphans_by_looking_at_all,
@@ -172,7 +172,7 @@ class _Simulation:
         self.hosts = HostWatch(self.world.machines)
         self.leases = LeaseWatch(self.world)
         self.starts = PromisedStarts(scenario)
-        self.expansion = ExpansionWatch()
+        self.overflow = OverflowWatch()
         self.brakes = BrakeWatch(scenario)
         self.disk_full = 0
         self.process: _Process | None = None
@@ -575,7 +575,7 @@ class _Simulation:
             if self.controller is not None:
                 self.overfull.update(overfull_pools(rows, self.controller.policy))
                 self.starts.check(self.controller.state, self.clock.wall())
-                self.expansion.look(self.controller.state)
+                self.overflow.look(self.controller.state)
                 self.brakes.look(self.controller.state)
             if self.controller is not None and self.commits % AT_REST == 0:
                 self._check_rows_at_rest(self.controller)
@@ -677,7 +677,7 @@ class _Simulation:
             + sorted(self.hosts.broken)
             + sorted(self.leases.broken)
             + sorted(self.starts.broken)
-            + sorted(self.expansion.broken)
+            + sorted(self.overflow.broken)
             + self.brakes.violations(self.world, self.loop.time())
             + unclaimed_templates(rows, self.world)
         )

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from multiverse.config import ImageSettings
+from multiverse.core.clones.spares import named_by_none
 from multiverse.core.errors import Gone, NotYet, Refused, Stale, Unknown
 from multiverse.core.model import (
     JobLimits,
@@ -21,8 +22,7 @@ from multiverse.core.model import (
     SchedulerView,
     User,
 )
-from multiverse.core.provisioning.spares import named_by_none
-from multiverse.ports import Addresses, Expansion, Leases, Offers, Parts, SubmissionLimits
+from multiverse.ports import Addresses, Leases, Offers, Overflow, Parts, SubmissionLimits
 from multiverse_lab.simulation.cluster import Cluster, OfferedNode
 from multiverse_lab.simulation.guests import LIVE, Registration
 from multiverse_lab.simulation.jobs import JobRecord
@@ -76,7 +76,7 @@ class SimulatedScheduler(ABC):
 
     @property
     @abstractmethod
-    def expansion(self) -> Expansion | None: ...
+    def overflow(self) -> Overflow | None: ...
 
     @abstractmethod
     async def bootstrap(self, node: NodeSpec) -> NodeBootstrap: ...
@@ -272,11 +272,11 @@ class SimulatedSlurm(SimulatedScheduler):
         return self if self._pilots is not None else None
 
     @property
-    def expansion(self) -> SimulatedSlurm:
+    def overflow(self) -> SimulatedSlurm:
         return self
 
     async def restore(self, job: JobRef) -> None:
-        """See `ports.Expansion`."""
+        """See `ports.Overflow`."""
         await self._reach()
         record = self._reread(job)
         if record.state is not JobState.PENDING or record.pin is not None:
@@ -349,7 +349,7 @@ class SimulatedSlurm(SimulatedScheduler):
         await super().delete_node(node)
 
     async def _delete(self, node: str) -> None:
-        """As `drivers.slurm.delete` does."""
+        """As `drivers.slurm.acting.delete` does."""
         if self._may_be_planned(node):
             if node not in self._drained:
                 self._cluster.drain(node)

@@ -65,7 +65,7 @@ class WorldSettings:
     pair: Pair = Pair.SLURM_HOSTS
     agents: AgentBehaviour | None = None  # through which hosts are reached, over streams of bytes
     physical: PhysicalNodes = field(default_factory=PhysicalNodes)  # that may be leased
-    expanded: int = 0  # physical nodes of the partition that is expanded
+    overflowing: int = 0  # physical nodes of the partition that overflows into VMs
     slow_sources: Mapping[str, float] = field(default_factory=dict)  # seconds that their observations take longer
 
 
@@ -88,7 +88,7 @@ class SimulatedWorld:
         self.machines.delays.update(self.settings.slow_sources)
         self.cluster.host_of = self.machines.host_of
         self.static = tuple(self.machines.hosts)
-        for number in range(self.settings.expanded):
+        for number in range(self.settings.overflowing):
             self._add_physical(f"p{number + 1}")
         self.pilots = Pilots(self.machines, self.settings.physical, Random(f"{seed}/pilots"))
         self.pilots.log = lambda text: self.log(text)

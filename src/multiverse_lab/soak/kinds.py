@@ -18,8 +18,8 @@ class Action(StrEnum):
 
 
 WHEN: Mapping[Action, Collection[str]] = {
-    Action.CANCEL_QUEUED: ("queued", "ungated", "claimed", "spawning", "spawned", "introducing", "allocated"),
-    Action.CANCEL_CREATED: ("claimed", "spawning", "spawned", "introducing", "allocated"),
+    Action.CANCEL_QUEUED: ("queued", "ungated", "claimed", "spawning", "spawned", "adding_user", "allocated"),
+    Action.CANCEL_CREATED: ("claimed", "spawning", "spawned", "adding_user", "allocated"),
     Action.CANCEL_RUNNING: ("allocated",),
     Action.REQUEUE: ("allocated",),
 }

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from hashlib import sha256
 
-from multiverse.core.provisioning.placement import CandidateHost, PlacementRequest
+from multiverse.core.capacity.placement_policies import CandidateHost, PlacementRequest
 
 
 def same_rack(request: PlacementRequest, hosts: Sequence[CandidateHost], seed: str) -> list[str]:

@@ -8,16 +8,16 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from multiverse.agent.hypervisor import AgentHypervisor
-from multiverse.agent.overlay import OverlayDirectory
+from multiverse.agent.vxlan import VxlanDirectory
 from multiverse.bundles.contract import DaemonTask, Examination, Followed, PlatformContext
 from multiverse.bundles.qemu.agents import connect_agents
 from multiverse.bundles.qemu.image_copies import copy_regularly
-from multiverse.bundles.qemu.overlay import MachineOverlay, follow_regularly
+from multiverse.bundles.qemu.vxlan import MachineVxlan, follow_regularly
 from multiverse.config import Settings
 from multiverse.core.model import Vm
 from multiverse.core.state import State
-from multiverse.drivers.qemu.driver import QemuHypervisor, overlay_config, sites
-from multiverse.host.overlay import OverlayConfig
+from multiverse.drivers.qemu.driver import QemuHypervisor, sites, vxlan_config
+from multiverse.host.vxlan import VxlanConfig
 from multiverse.site import examine_machine, machine_facts
 
 
@@ -43,15 +43,15 @@ class QemuPlatform:
         return await self.hypervisor.count_processes()
 
     async def follow(self, controller: Followed) -> Sequence[DaemonTask]:
-        """See `Platform`: the connections to agents, the controller's machine in the overlay, and copies of images."""
+        """See `Platform`: the connections to agents, the controller's machine in the VXLAN, and copies of images."""
         context, settings = self._context, self._context.settings
         work = [DaemonTask("agents", self.hypervisor.run)]
-        config = overlay_config(settings, context.site)
+        config = vxlan_config(settings, context.site)
         if config is not None:
             state = controller.state
-            machine = await asyncio.to_thread(MachineOverlay, settings, config, partial(_node_of, state))
-            self.hypervisor.overlay = OverlayDirectory(machine, partial(_find, state), self.hypervisor.connect)
-            work.append(DaemonTask("overlay", partial(follow_regularly, machine, lambda: state.vms, settings.poll)))
+            machine = await asyncio.to_thread(MachineVxlan, settings, config, partial(_node_of, state))
+            self.hypervisor.vxlan = VxlanDirectory(machine, partial(_find, state), self.hypervisor.connect)
+            work.append(DaemonTask("vxlan", partial(follow_regularly, machine, lambda: state.vms, settings.poll)))
         if settings.image.source is None:  # or else hosts copy by themselves
             copying = partial(copy_regularly, settings, controller, context.clock, context.leased)
             work.append(DaemonTask("images", copying))
@@ -71,9 +71,9 @@ def _node_of(state: State, host: str) -> str:
 class QemuHostSide:
     """`bundles.contract.HostSide`."""
 
-    def local(self, settings: Settings, site: str, overlay: OverlayConfig | None = None) -> QemuHypervisor:
+    def local(self, settings: Settings, site: str, vxlan: VxlanConfig | None = None) -> QemuHypervisor:
         """See `HostSide`."""
-        return QemuHypervisor(settings, site, overlay)
+        return QemuHypervisor(settings, site, vxlan)
 
     def sites(self, settings: Settings) -> Sequence[str]:
         """See `HostSide`."""

@@ -17,10 +17,9 @@ from pathlib import Path
 from multiverse.bundles.contract import Examination
 from multiverse.config import Settings
 from multiverse.core.errors import MultiverseError
-from multiverse.drivers.slurm import catches, conf, requirements, site_conf
-from multiverse.drivers.slurm.auth import munge_socket
 from multiverse.drivers.slurm.command import SlurmCommands
-from multiverse.drivers.slurm.site_conf import SiteConf
+from multiverse.drivers.slurm.site import conf, conflicts, requirements, site_conf
+from multiverse.drivers.slurm.site.site_conf import SiteConf, munge_socket
 from multiverse.images.catalog import list_images
 from multiverse.images.installed import package_version
 from multiverse.ports.finding import Finding, Level
@@ -56,7 +55,7 @@ def _of_slurm(settings: Settings, config: Path, site: SiteConf) -> Iterator[Exam
         yield Examination(name, tuple(tried(part)))
     more: dict[str, Part] = {
         "slurmd in the guests": lambda: _guests(settings),
-        "node sets": lambda: catches.node_sets(settings.slurm, site),
+        "node sets": lambda: conflicts.node_sets(settings.slurm, site),
         "reservations": lambda: _reservations(settings),
         "name service": lambda: names(site),
         "port of slurmctld": lambda: _slurmctld_port(settings, site),
@@ -71,13 +70,13 @@ def _guests(settings: Settings) -> Iterator[Finding]:
     found = re.search(r"^SLURM_VERSION\s*=\s*(\S+)", shown, re.MULTILINE)
     running = requirements.version(f"slurm {found[1] if found else ''}")
     images = list_images(settings.qemu.images)
-    yield from catches.guests(running, {image.name: package_version(image.disk, "slurmd") for image in images})
+    yield from conflicts.guests(running, {image.name: package_version(image.disk, "slurmd") for image in images})
 
 
 def _reservations(settings: Settings) -> Iterator[Finding]:
     commands = SlurmCommands(settings.slurm)
     shown = asyncio.run(commands.run("scontrol", "show", "reservation", "--oneliner"))
-    yield from catches.reservations(settings.slurm, shown)
+    yield from conflicts.reservations(settings.slurm, shown)
 
 
 def names(site: SiteConf) -> Iterator[Finding]:

@@ -8,9 +8,9 @@ import structlog
 
 from multiverse.config import Settings
 from multiverse.core.errors import MultiverseError
-from multiverse.drivers.slurm import slurm_user
-from multiverse.drivers.slurm.bootstrap import read
-from multiverse.drivers.slurm.inbox_access import why_not_writable
+from multiverse.drivers.slurm.site import slurm_user
+from multiverse.drivers.slurm.site.bootstrap import read
+from multiverse.drivers.slurm.site.slurm_user import why_not_writable
 
 log = structlog.get_logger()
 

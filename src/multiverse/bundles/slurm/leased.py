@@ -14,7 +14,7 @@ from pathlib import Path
 from multiverse.config import Settings
 from multiverse.core.errors import Broken
 from multiverse.core.model import LeasedHost
-from multiverse.drivers.slurm.leases import bring_command, dial_command, receive_command, user_of
+from multiverse.drivers.slurm.leases.lease_jobs import bring_command, dial_command, receive_command, user_of
 
 BROADCAST = 1800.0
 """Seconds that sbcast may take."""

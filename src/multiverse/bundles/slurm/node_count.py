@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from multiverse.bundles.contract import Notice
-from multiverse.drivers.slurm import requirements
-from multiverse.drivers.slurm.site_conf import SiteConf, UntilChanged
+from multiverse.drivers.slurm.site import requirements
+from multiverse.drivers.slurm.site.site_conf import SiteConf, UntilChanged
 
 
 class NodeCount:

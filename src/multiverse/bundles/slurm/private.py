@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from multiverse.bundles.contract import Privacy
-from multiverse.drivers.slurm.site_conf import SiteConf, UntilChanged
+from multiverse.drivers.slurm.site.site_conf import SiteConf, UntilChanged
 
 
 class PrivateData:

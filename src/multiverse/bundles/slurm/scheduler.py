@@ -19,13 +19,13 @@ from multiverse.bundles.slurm.words import SlurmWords
 from multiverse.config import Settings
 from multiverse.core.errors import Refused
 from multiverse.core.model import LeaseSpec
-from multiverse.drivers.slurm import site_conf
-from multiverse.drivers.slurm.auth import munge_socket
-from multiverse.drivers.slurm.bootstrap import slurm_uid
 from multiverse.drivers.slurm.command import SlurmCommands
 from multiverse.drivers.slurm.driver import SlurmScheduler
-from multiverse.drivers.slurm.inbox import Hint, hints, take
-from multiverse.drivers.slurm.nodes import reached_nodes
+from multiverse.drivers.slurm.reading.nodes import reached_nodes
+from multiverse.drivers.slurm.site import site_conf
+from multiverse.drivers.slurm.site.bootstrap import slurm_uid
+from multiverse.drivers.slurm.site.site_conf import munge_socket
+from multiverse.drivers.slurm.submission.inbox import Hint, hints, take
 from multiverse.ports.finding import Finding
 from multiverse.site import checking, rendering
 from multiverse.system.rendered import SiteFile
@@ -45,7 +45,7 @@ class SlurmSystem:
         _make_passable(settings.slurm.inbox.parent)
         self.scheduler = SlurmScheduler(settings, site, leased=leased)
         self.scheduler.check_leases()
-        self.scheduler.check_expansions()
+        self.scheduler.check_overflow()
         self.leased = PilotSteps(settings)
         self._node_count, self._private = NodeCount(settings.slurm.conf), PrivateData(settings.slurm.conf)
 

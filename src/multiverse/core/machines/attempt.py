@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from multiverse.core.avoidance import forget_hosts, whose_fault
-from multiverse.core.expansion import why_stays
 from multiverse.core.machines.offer import take_offer
 from multiverse.core.machines.vm import end_vm, may_take_job, release_vm, run_job_on_vm, start_vm, take_vm
 from multiverse.core.model import (
@@ -39,6 +38,7 @@ from multiverse.core.model import (
     said,
     text_of,
 )
+from multiverse.core.overflow import why_stays
 from multiverse.core.policy import Policy
 from multiverse.core.quarantine import quarantine
 from multiverse.core.rows import VmsMissing
@@ -60,9 +60,9 @@ ATTEMPT: tuple[Transition, ...] = (
     *transitions([A.QUEUED, A.STRAY, A.RESTORING], Event.LEFT_GATE, A.UNGATED),
     *transitions([A.QUEUED, A.UNGATED, A.STRAY], Event.SENT_BACK, A.RESTORING),
     *transitions([A.QUEUED, A.UNGATED, A.RESTORING, A.HOLDING], Event.STRAYED, A.STRAY),
-    *transitions([A.UNGATED], Event.TOOK, A.INTRODUCING),
+    *transitions([A.UNGATED], Event.TOOK, A.ADDING_USER),
     *transitions([A.QUEUED], Event.ADMITTED, A.CLAIMED),
-    *transitions([A.CLAIMED], Event.MADE, A.SPAWNING),
+    *transitions([A.CLAIMED], Event.CREATED, A.SPAWNING),
     *transitions([A.SPAWNING], Event.ALL_JOINED, A.SPAWNED),
     *transitions(PINNED_STATES, Event.RUNS, A.ALLOCATED),
     *transitions([A.QUEUED, A.UNGATED, A.STRAY, A.HOLDING], Event.IMPOSSIBLE, A.REVOKING),
@@ -89,7 +89,7 @@ ATTEMPT: tuple[Transition, ...] = (
 # --- what is awaited -------------------------------------------------------------------------------
 
 AWAITED_ATTEMPTS = {
-    **dict.fromkeys((A.SPAWNED, A.INTRODUCING, A.RETURNING, A.REVOKING), Awaiting.AFTER_EFFECT),
+    **dict.fromkeys((A.SPAWNED, A.ADDING_USER, A.RETURNING, A.REVOKING), Awaiting.AFTER_EFFECT),
     A.RECLAIMING: Awaiting.AT_ONCE,
 }
 """In which states the scheduler is read for the attempt's job, and for the nodes of its VMs."""
@@ -269,7 +269,7 @@ def _many_short_runs(number: int, why: Reason | None) -> Reason | None:
 
 def _open(state: State, job: Job, past: _Past) -> Attempt:
     attempt = Attempt(
-        id=state.new_attempt_id(),
+        id=state.numbers.new_attempt_id(),
         state=A.QUEUED if _at_gate(job) else A.UNGATED,
         since=state.now,
         job=job.ref,
@@ -296,7 +296,7 @@ def _take_spare(state: State, attempt: Attempt, spare: Vm) -> None:
     """The job has taken a spare by itself and is tied to it already. The spare's guest is still to learn of the
     user."""
     choice = Why.TOOK_SPARE(clones=spare.kind, host=spare.host)
-    taken = replace(attempt, state=A.INTRODUCING, pin=spare.feature, choice=choice)
+    taken = replace(attempt, state=A.ADDING_USER, pin=spare.feature, choice=choice)
     by = Why.AS_IT_CAME(job=attempt.job.job_id)
     changes = [Change(taken, Event.TOOK, choice), take_vm(spare, attempt, by)]
     offer = state.offers[spare.id]
@@ -340,13 +340,13 @@ def step_attempt(state: State, attempt_id: int, world: World, policy: Policy) ->
                 _step_waiting(state, attempt, seen, world)
             case A.CLAIMED | A.SPAWNING:
                 _step_making(state, attempt, seen, world, policy)
-            case A.SPAWNED | A.INTRODUCING:
+            case A.SPAWNED | A.ADDING_USER:
                 _step_pinned(state, attempt, seen, world, policy)
             case _:
                 _step_allocated(state, attempt, seen)
 
 
-def attempt_rests(attempt: Attempt, world: World) -> bool:
+def attempt_is_settled(attempt: Attempt, world: World) -> bool:
     """Whether nothing moves the attempt until it, its job or one of its VMs changes: neither time nor another
     observation that shows the same."""
     if world.scheduler is None or world.job_began(attempt.job.job_id) < attempt.since:
@@ -520,7 +520,7 @@ def _advance_vms(state: State, attempt: Attempt, policy: Policy, *, blocked: boo
         _ask_for_vms(state, attempt, missing, policy)
     elif attempt.state is A.CLAIMED and all(vm.state is not VmState.PLANNED for vm in vms):
         parked = [vm for vm in vms if vm.state is VmState.PARKED]
-        state.move(Change(replace(attempt, state=A.SPAWNING), Event.MADE), *map(start_vm, parked))
+        state.move(Change(replace(attempt, state=A.SPAWNING), Event.CREATED), *map(start_vm, parked))
     elif attempt.state is A.SPAWNING and not blocked and all(vm.state is VmState.JOINED for vm in vms):
         state.move(Change(replace(attempt, state=A.SPAWNED), Event.ALL_JOINED))
 
@@ -539,16 +539,16 @@ def _ask_for_vms(state: State, attempt: Attempt, missing: int, policy: Policy) -
     elif fault == "host":
         state.move(return_attempt(attempt, Event.GAVE_UP, why))
     elif attempt.tries + 1 >= policy.attempts and not attempt.origin:  # which needs no VM: it may start without
-        text = Why.NO_VM_MADE(why, attempts=policy.attempts)
+        text = Why.NO_VM_CREATED(why, attempts=policy.attempts)
         state.move(revoke_attempt(attempt, "failed", Event.GAVE_UP, text))
     else:
         state.move(return_attempt(attempt, Event.GAVE_UP, why, failed=True))
 
 
 def _step_pinned(state: State, attempt: Attempt, seen: Sighting, world: World, policy: Policy) -> None:
-    """Spawned or introducing: the job is to run on the attempt's VMs, which have joined."""
+    """Spawned or adding a user: the job is to run on the attempt's VMs, which have joined."""
     job = seen.shown
-    waits = attempt.state is A.INTRODUCING and _waits_for_its_user(state, attempt, world, policy)
+    waits = attempt.state is A.ADDING_USER and _waits_for_its_user(state, attempt, world, policy)
     vms = state.serving_vms_of(attempt)
     if seen.status in (JobStatus.RUNNING, JobStatus.COMPLETING):
         own = {vm.name for vm in state.vms_of(attempt)}  # the VMs that were lost in this very moment too
@@ -599,7 +599,7 @@ def lacks_user(state: State, vm: Vm, attempt: Attempt, world: World) -> bool:
     if state.offer_of(vm) is not OfferState.TAKEN or vm.leaving or vm.state is VmState.DEAD:
         return False
     seen = world.vm(vm)
-    return seen is None or attempt.uid not in seen.introduced
+    return seen is None or attempt.uid not in seen.users_added
 
 
 def _step_allocated(state: State, attempt: Attempt, seen: Sighting) -> None:
@@ -736,7 +736,7 @@ def _finish(state: State, attempt: Attempt, seen: Sighting, policy: Policy) -> N
 # --- effect ----------------------------------------------------------------------------------------
 
 
-ACTING_ATTEMPTS = (A.STRAY, A.UNGATED, A.RESTORING, A.HOLDING, A.RETURNING, A.SPAWNED, A.INTRODUCING, A.REVOKING)
+ACTING_ATTEMPTS = (A.STRAY, A.UNGATED, A.RESTORING, A.HOLDING, A.RETURNING, A.SPAWNED, A.ADDING_USER, A.REVOKING)
 """The states that permit an effect."""
 
 
@@ -754,7 +754,7 @@ def attempt_effect(attempt: Attempt) -> Effect | None:
             return Effect(EffectKind.RESTORE, key)
         case A.HOLDING:
             return Effect(EffectKind.HOLD, key, text_of(attempt.note))
-        case A.SPAWNED | A.INTRODUCING:
+        case A.SPAWNED | A.ADDING_USER:
             return Effect(EffectKind.PIN, key, text_of(attempt.choice))
         case A.REVOKING:
             return Effect(EffectKind.REVOKE, key, text_of(attempt.reason))

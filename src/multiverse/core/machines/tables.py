@@ -41,12 +41,12 @@ def awaited_rows(state: State) -> list[tuple[Vm | Attempt, Awaiting]]:
     return [*vms, *((one, AWAITED_ATTEMPTS[one.state]) for one in state.attempts_in(*AWAITED_ATTEMPTS))]
 
 
-def note_unmade(state: State) -> None:
+def note_unconfirmed(state: State) -> None:
     """These rows are those of an earlier run of the daemon, perhaps of a copy that is older than its end: names of VMs
     are not given again, and what has come since may need the room of a template. So what was to be made then is made
     only if it is seen."""
-    state.unmade.update(vm.key for vm in state.vms_in(VmState.PLANNED))
-    state.unmade.update(template.key for template in state.templates_in(TemplateState.BUILDING))
+    state.unconfirmed.update(vm.key for vm in state.vms_in(VmState.PLANNED))
+    state.unconfirmed.update(template.key for template in state.templates_in(TemplateState.BUILDING))
 
 
 def permitted_effects(state: State) -> Iterator[tuple[Row, Effect]]:
@@ -58,9 +58,9 @@ def permitted_effects(state: State) -> Iterator[tuple[Row, Effect]]:
     offered = [vm for id_ in sorted(state.offers) if (vm := state.vms.get(id_))]
     acting = {vm.id: vm for vm in [*state.vms_in(*ACTING_VMS), *offered]}
     for _, vm in sorted(acting.items()):
-        unmade = vm.state is VmState.PLANNED and vm.key in state.unmade
+        unconfirmed = vm.state is VmState.PLANNED and vm.key in state.unconfirmed
         offer = state.offers.get(vm.id)
-        if not unmade and (effect := vm_effect(vm) or (offer_effect(offer) if offer else None)):
+        if not unconfirmed and (effect := vm_effect(vm) or (offer_effect(offer) if offer else None)):
             yield vm, effect
     for host in state.hosts_in(HostState.FENCING):
         if effect := host_effect(host):
@@ -69,6 +69,6 @@ def permitted_effects(state: State) -> Iterator[tuple[Row, Effect]]:
         if effect := lease_effect(lease):
             yield lease, effect
     for template in state.templates_in(*ACTING_TEMPLATES):
-        unmade = template.state is TemplateState.BUILDING and template.key in state.unmade
-        if not unmade and (effect := template_effect(template)):
+        unconfirmed = template.state is TemplateState.BUILDING and template.key in state.unconfirmed
+        if not unconfirmed and (effect := template_effect(template)):
             yield template, effect

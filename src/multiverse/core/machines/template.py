@@ -79,11 +79,11 @@ def step_template(state: State, template_id: int, world: World) -> None:
     if latest is None or row.host not in latest.value.hosts or latest.began <= max(ended or 0.0, row.since):
         return
     seen = latest.value.templates.get(row.which)
-    if row.state is T.BUILDING and row.key in state.unmade:
+    if row.state is T.BUILDING and row.key in state.unconfirmed:
         if seen is None:  # it is asked for anew if it is needed, and if there is still room
             state.move(drop_template(row, Why.UNBUILT()))
             return
-        state.unmade.discard(row.key)
+        state.unconfirmed.discard(row.key)
     ready = seen is not None and seen.condition is TemplateCondition.READY
     if row.state is T.BUILDING and seen is not None and ready:
         state.move(Change(replace(row, state=T.READY, tries=0, build=seen.build), Event.BUILT))
@@ -94,7 +94,7 @@ def step_template(state: State, template_id: int, world: World) -> None:
         state.move(Change(replace(row, state=T.ABSENT), Event.ABSENT), free=[row.claim_key])
 
 
-def template_rests(template: Template) -> bool:
+def template_is_settled(template: Template) -> bool:
     """Whether neither time nor another effect can move the row before its source is observed anew."""
     return bool(template.quarantined) or template.state in (T.READY, T.BROKEN)
 

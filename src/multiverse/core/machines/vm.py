@@ -205,7 +205,7 @@ def _leave(state: State, vm: Vm, left: Place, world: World) -> None:
         state.move(Change(replace(there, state=V.LOST), Event.LOST, why), free=free)
 
 
-def vm_rests(state: State, vm: Vm, world: World) -> bool:
+def vm_is_settled(state: State, vm: Vm, world: World) -> bool:
     """Whether nothing moves the VM until it, its attempt, its offer, its source or what its source shows of it changes:
     neither time nor another observation that shows the same."""
     place = vm.places[0]
@@ -244,8 +244,8 @@ def _find_again(state: State, vm: Vm, world: World) -> None:
     attempt, seen = state.attempt_of(vm), world.vm(vm)
     if attempt is None or seen is None or seen.condition not in (VmCondition.RUNNING, VmCondition.PAUSED):
         goes_on = tied = False
-    elif attempt.state is AttemptState.INTRODUCING:
-        goes_on, tied = attempt.uid in seen.introduced, False
+    elif attempt.state is AttemptState.ADDING_USER:
+        goes_on, tied = attempt.uid in seen.users_added, False
     else:
         goes_on = attempt.state is AttemptState.ALLOCATED or _is_occupied(vm, world)
         tied = _job_is_pinned(state, vm, world)
@@ -279,20 +279,20 @@ def _step_in_sight(state: State, vm: Vm, latest: Seen[HypervisorView], world: Wo
 
 def _step_planned(state: State, vm: Vm, seen: VmSeen | None, began: float, world: World, policy: Policy) -> None:
     ended = world.ended_at(vm.key, vm.since)
-    if seen is None and vm.key in state.unmade:
-        why = Why.UNMADE()  # no failure of its image
+    if seen is None and vm.key in state.unconfirmed:
+        why = Why.UNCONFIRMED()  # no failure of its image
         state.move(end_vm(vm, Event.RELEASED, why))
         return
-    state.unmade.discard(vm.key)
-    if seen is not None and seen.condition not in (VmCondition.MAKING, VmCondition.DEAD):
+    state.unconfirmed.discard(vm.key)
+    if seen is not None and seen.condition not in (VmCondition.CREATING, VmCondition.DEAD):
         # Where the hypervisor assigns addresses, they are known from here on.
         known = replace(vm, state=V.PARKED, address=vm.address or seen.address, mac=vm.mac or seen.mac)
         state.move(Change(known, Event.EXISTS))
     elif seen is not None and seen.condition is VmCondition.DEAD and began > ended:
-        _fail(state, vm, said(seen.reason) or Why.DIED_MADE(), world, policy)
+        _fail(state, vm, said(seen.reason) or Why.DIED_CREATING(), world, policy)
     elif began - vm.since > policy.spawn_timeout and began > world.ended_at(vm.key):
         # Not while its creation is under way: that has a time limit of its own, and copying a large disk takes long.
-        _fail(state, vm, Why.NOT_MADE(limit=policy.spawn_timeout), world, policy)
+        _fail(state, vm, Why.NOT_CREATED(limit=policy.spawn_timeout), world, policy)
 
 
 def _fail(state: State, vm: Vm, why: Reason, world: World, policy: Policy) -> None:

@@ -75,7 +75,7 @@ class NodeBootstrap:
 
 @dataclass(frozen=True, slots=True)
 class Neighbour:
-    """What a VM reaches through the overlay of the hosts: an address and its MAC. `machine` is where that is, by its
+    """What a VM reaches through the VXLAN of the hosts: an address and its MAC. `machine` is where that is, by its
     address in the network of the hosts."""
 
     address: str

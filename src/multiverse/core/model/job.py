@@ -266,7 +266,7 @@ class AttemptState(StrEnum):
     CLAIMED = "claimed"  # its VMs are being created
     SPAWNING = "spawning"  # its VMs are being started
     SPAWNED = "spawned"  # its VMs have joined, and its job is being tied to them
-    INTRODUCING = "introducing"  # its job took a joined spare by itself, whose guest is to learn of the job's user
+    ADDING_USER = "adding_user"  # its job took a joined spare by itself, whose guest is to learn of the job's user
     ALLOCATED = "allocated"  # its job runs
     RETURNING = "returning"  # its job is to go back to the gate, before its VMs go
     REVOKING = "revoking"  # its job is to be cancelled, before its VMs go
@@ -287,7 +287,7 @@ WAITING_STATES = (
 )
 """An attempt in one of these states has no VM yet."""
 
-PINNED_STATES = (AttemptState.SPAWNED, AttemptState.INTRODUCING)
+PINNED_STATES = (AttemptState.SPAWNED, AttemptState.ADDING_USER)
 """The job of an attempt in one of these states is tied to its nodes, or is about to be."""
 
 ENDING_STATES = (AttemptState.RETURNING, AttemptState.REVOKING, AttemptState.RECLAIMING)

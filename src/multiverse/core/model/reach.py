@@ -30,7 +30,7 @@ class Reach(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Member:
     """A VM of a group. `address` is without prefix length. `machine` is where its host is, by its address in the
-    network of the hosts; empty where no overlay leads to it."""
+    network of the hosts; empty where no VXLAN leads to it."""
 
     name: str
     address: str

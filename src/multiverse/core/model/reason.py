@@ -97,7 +97,7 @@ class Why(StrEnum):
     NO_USER = "no user", "{text}: its job cannot run"
     MAY_DELAY = "may delay", "by its time limit it may delay {job}, which is earlier and waits for room"
     PROBLEM = "problem", "{text}"  # what is wrong with the request, in the scheduler's words
-    NOT_EXPANDED = "not expanded", "partition {partition} is not expanded"
+    NO_OVERFLOW = "no overflow", "jobs of partition {partition} do not overflow into VMs"
     ONLY_ACCOUNT = "only account", "only jobs of account {account} are moved from partition {partition} to VMs"
     ONLY_ACCOUNTS = "only accounts", "only jobs of the accounts {accounts} are moved from partition {partition} to VMs"
     ONLY_FEATURE = ("only feature",
@@ -150,7 +150,7 @@ class Why(StrEnum):
     REQUEST_CHANGED = "request changed", "the job's request was changed"
     VM_LOST = "vm lost", "a VM was lost"
     VM_LOST_BEFORE = "vm lost before", "a VM was lost before the job ran"
-    NO_VM_MADE = "no vm made", "no VM could be made for it in {attempts} attempts: {because}"
+    NO_VM_CREATED = "no vm created", "no VM could be created for it in {attempts} attempts: {because}"
     NODE_UNUSABLE = "node unusable", "node {node} is {found}"
     NOT_STARTED = "not started", "the scheduler did not start it: {word}"
     USER_NOT_TOLD = "user not told", "its guest was not told of the user within {limit:g} s"
@@ -199,10 +199,10 @@ class Why(StrEnum):
     HOST_TIGHT = "host tight", "host {host} is short of memory"
     RUNS_ON = "runs on", "its job runs on"
     VM_DIED = "vm died", "the VM died"
-    DIED_MADE = "died made", "the VM died while it was made"
-    UNMADE = "unmade", "the daemon was restarted before it was made"
+    DIED_CREATING = "died creating", "the VM died while it was created"
+    UNCONFIRMED = "unconfirmed", "the daemon was restarted before it was created"
     UNBUILT = "unbuilt", "the daemon was restarted before it was built"
-    NOT_MADE = "not made", "it was not made within {limit:g} s"
+    NOT_CREATED = "not created", "it was not created within {limit:g} s"
     CAME_UP = "came up", "its node came up {found}: {because}"
     NOT_REGISTERED = "not registered", "its node did not register within {limit:g} s"
     NODE_LEFT = "node left", "its node is still to be deleted"
@@ -294,7 +294,7 @@ class Why(StrEnum):
         "Its VMs were created {time:long} ago and are being started[ ({because:four})]; {joined} of {vms} joined.")
     ABOUT_TO_START = ("about to start",
         "Its VMs joined {time:long} ago[ ({because:four})], and the scheduler is about to start it.")
-    INTRODUCED = ("introduced",
+    ADDING_USER = ("adding user",
         "It took an idle node[ ({because:four})] {time:long} ago, whose guest is learning of its user.")
     HAS_RUN = "has run", "It has run for {time:long}[ ({because:four})].[ It ends {ends:when} at the latest.]"
     SUSPENDED = "suspended", "It has run for {time:long}[ ({because:four})]. It is suspended."

@@ -16,7 +16,7 @@ class CloneKind(StrEnum):
 
 
 class Placement(StrEnum):
-    """The placement policies that are built in, by name: see `core.provisioning.placement`."""
+    """The placement policies that are built in, by name: see `core.capacity.placement_policies`."""
 
     WORST_FIT = "worst-fit"
     BEST_FIT = "best-fit"
@@ -52,5 +52,5 @@ class Size:
 
     @property
     def amounts(self) -> tuple[int, int, int, int]:
-        """How much of each resource, in the order of `core.free.Free`."""
+        """How much of each resource, in the order of `core.capacity_index.Free`."""
         return self.cpus, self.memory, self.disk, self.net

@@ -13,7 +13,7 @@ from multiverse.core.model.template import TemplateKey
 
 
 class VmCondition(StrEnum):
-    MAKING = "making"  # its creation has begun and is not complete
+    CREATING = "creating"  # its creation has begun and is not complete
     PARKED = "parked"  # restored and paused, or ready to boot; without identity
     STARTING = "starting"  # it runs, but its mounts, users and daemons are not complete
     RUNNING = "running"  # it has its identity and its mounts, and its daemons have been started
@@ -26,13 +26,12 @@ class VmSeen:
     """A VM as its source shows it.
 
     Memory is in MiB (0: not measured) and a few seconds old at most: `private` is freed when the VM ends; `shared` is
-    what it maps of its template and of programs, counted whole however many VMs map it. `introduced` are the users that
-    were added to its guest after its start. `address` (with prefix length) and `mac` are shown where the hypervisor
-    assigns them, or where they are known, `placed_on` where it chooses the machine. `token` is empty if the
-    hypervisor keeps none. `size` is what the VM has, with all that was plugged; None if it is not known. `disk` is
-    what its files can grow to, in MiB; 0 if that is not known. `template_build` is which build of a template it was
-    forked from, with `template_memory` MiB; empty if it boots from its image, or if that is not known.
-    """
+    what it maps of its template and of programs, counted whole however many VMs map it. `users_added` are the users
+    that were added to its guest after its start. `address` (with prefix length) and `mac` are shown where the
+    hypervisor assigns them, or where they are known, `placed_on` where it chooses the machine. `token` is empty if
+    the hypervisor keeps none. `size` is what the VM has, with all that was plugged; None if it is not known.
+    `disk` is what its files can grow to, in MiB; 0 if that is not known. `template_build` is which build of a template
+    it was forked from, with `template_memory` MiB; empty if it boots from its image, or if that is not known."""
 
     name: str
     host: str
@@ -41,7 +40,7 @@ class VmSeen:
     cpu_s: float = 0.0
     private: float = 0.0
     shared: float = 0.0
-    introduced: tuple[int, ...] = ()
+    users_added: tuple[int, ...] = ()
     address: str = ""
     mac: str = ""
     placed_on: str = ""

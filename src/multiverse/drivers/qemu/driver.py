@@ -11,7 +11,7 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import TypeVar
 
-from multiverse.config import Settings, overlay_address
+from multiverse.config import Settings, vxlan_address
 from multiverse.core.errors import Gone, MultiverseError
 from multiverse.core.model import (
     HypervisorView,
@@ -29,10 +29,10 @@ from multiverse.core.model import (
     site_of,
     vm_prefix,
 )
-from multiverse.host.overlay import OverlayConfig
 from multiverse.host.qemu.library import QemuHost, QemuHostConfig
 from multiverse.host.qemu.machine import Accelerator, Feature
 from multiverse.host.specification import Specification
+from multiverse.host.vxlan import VxlanConfig
 
 T = TypeVar("T")
 
@@ -43,14 +43,14 @@ _URGENT = 4
 class QemuHypervisor:
     """`ports.Hypervisor` with QEMU on this machine. `site` marks which VMs are ours: `mv<site>-<serial>`."""
 
-    def __init__(self, settings: Settings, site: str, overlay: OverlayConfig | None = None) -> None:
-        """`overlay` is that of a leased node, in place of the settings'."""
+    def __init__(self, settings: Settings, site: str, vxlan: VxlanConfig | None = None) -> None:
+        """`vxlan` is that of a leased node, in place of the settings'."""
         self._bridge = settings.qemu.bridge
         config = host_config(settings, site)
         self.templates = self.users = self.groups = self
         self.membership = None  # this machine alone
         self.silence = None  # this process answers for the machine that it is on
-        self._host = QemuHost(config if overlay is None else replace(config, overlay=overlay))
+        self._host = QemuHost(config if vxlan is None else replace(config, vxlan=vxlan))
         self._creating: dict[str, Future[list[Stage]]] = {}
         self._deletions: Counter[TemplateKey] = Counter()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="qemu")
@@ -72,9 +72,9 @@ class QemuHypervisor:
         return (self,)
 
     @property
-    def overlay(self) -> QemuHypervisor | None:
+    def vxlan(self) -> QemuHypervisor | None:
         """See `agent.calls.LocalHypervisor`."""
-        return self if self._host.config.overlay is not None else None
+        return self if self._host.config.vxlan is not None else None
 
     @property
     def hosts(self) -> Sequence[str]:
@@ -85,9 +85,9 @@ class QemuHypervisor:
         """Make the host's directories; see `QemuHost.check`."""
         self._host.check()
 
-    def restore_overlay(self) -> None:
-        """See `QemuHost.restore_overlay`."""
-        self._urgent.submit(self._host.restore_overlay).result()  # pyroute2 runs in no thread with an event loop
+    def restore_vxlan(self) -> None:
+        """See `QemuHost.restore_vxlan`."""
+        self._urgent.submit(self._host.restore_vxlan).result()  # pyroute2 runs in no thread with an event loop
 
     async def observe(self) -> HypervisorView:
         """See `ports.Hypervisor`."""
@@ -217,19 +217,19 @@ def sites(settings: Settings) -> list[str]:
     return sorted({site_of(path.name) for place in places for path in place.iterdir()} - {"", JOB_SITE})
 
 
-def overlay_config(settings: Settings, site: str) -> OverlayConfig | None:
-    """The overlay of this machine; None if there is none, as for VMs inside jobs."""
-    overlay = settings.overlay
-    if not overlay.enabled or site == JOB_SITE:
+def vxlan_config(settings: Settings, site: str) -> VxlanConfig | None:
+    """The VXLAN of this machine; None if there is none, as for VMs inside jobs."""
+    vxlan = settings.vxlan
+    if not vxlan.enabled or site == JOB_SITE:
         return None
-    return OverlayConfig(
+    return VxlanConfig(
         site,
-        overlay.network or network_id_of(site),
-        overlay.port,
-        partial(overlay_address, settings, settings.host.name),
-        overlay.mtu,
+        vxlan.network or network_id_of(site),
+        vxlan.port,
+        partial(vxlan_address, settings, settings.host.name),
+        vxlan.mtu,
         settings.qemu.bridge,
-        settings.state_dir.absolute() / f"overlay-{site}",
+        settings.state_dir.absolute() / f"vxlan-{site}",
     )
 
 
@@ -266,6 +266,6 @@ def host_config(settings: Settings, site: str) -> QemuHostConfig:
             Feature.IOTHREAD: qemu.iothread,
         },
         guests=(str(network[settings.network.first]), str(network[-2])),
-        overlay=overlay_config(settings, site),
-        mtu=settings.overlay.mtu if settings.overlay.enabled else 0,
+        vxlan=vxlan_config(settings, site),
+        mtu=settings.vxlan.mtu if settings.vxlan.enabled else 0,
     )

@@ -54,26 +54,26 @@ class JobAddresses:
         """A VM's address on its host."""
         return str(self.subnet[_FIRST_BLOCK + vm.number * _BLOCK + vm.index])
 
-    def shared(self, place: int) -> str:
+    def shared(self, rank: int) -> str:
         """The address of a job's VM in the network of the job. Raises `Refused` if the job has too many."""
         half = self.subnet.num_addresses // 2
-        if place >= (most := min(half - 2, MOST_OF_A_JOB)):
+        if rank >= (most := min(half - 2, MOST_OF_A_JOB)):
             raise Refused(f"the job has more than {most} VMs", hint="submit it for fewer, or enlarge job_vms.subnet")
-        return str(self.subnet[half + 1 + place])
+        return str(self.subnet[half + 1 + rank])
 
     def peers(self, vm: JobVm) -> tuple[tuple[str, str], ...]:
         """Names and addresses of all VMs of its job, in the network of the job."""
-        return tuple((guest_name(vm.job, place), self.shared(place)) for place in range(len(vm.nodes) * vm.vms))
+        return tuple((guest_name(vm.job, rank), self.shared(rank)) for rank in range(len(vm.nodes) * vm.vms))
 
 
-def guest_name(job: int, place: int) -> str:
+def guest_name(job: int, rank: int) -> str:
     """What a VM is called in its guest, and in those of the job's other VMs."""
-    return f"mvjob-{job}-{place}"
+    return f"mvjob-{job}-{rank}"
 
 
-def guest_mac(job: int, place: int) -> str:
+def guest_mac(job: int, rank: int) -> str:
     """The MAC of a job's VM: locally administered, and one that no VM outside of jobs has, whose first octet is below
     0x80. It has 26 bits of the job, as Slurm's job ids have, and 16 of the VM."""
-    number = job << 16 | place
+    number = job << 16 | rank
     octets = number.to_bytes(6, "big")
     return f"{0x82 | octets[0] << 2:02x}:{octets[1:].hex(':')}"

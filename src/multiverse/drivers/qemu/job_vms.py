@@ -15,7 +15,7 @@ from multiverse.core.model import CloneKind, Identity, Size, TemplateKey, User, 
 from multiverse.drivers.qemu.driver import JOB_SITE, host_config
 from multiverse.drivers.qemu.job_bridge import JobBridge
 from multiverse.drivers.qemu.job_network import JobAddresses, guest_mac, guest_name
-from multiverse.drivers.qemu.job_overlay import JobOverlay
+from multiverse.drivers.qemu.job_vxlan import JobVxlan
 from multiverse.guest.protocol import TASKS_PORT, JobGuest
 from multiverse.host.job_groups import find_job, find_job_groups, has_steps
 from multiverse.host.qemu.library import QemuHost
@@ -58,12 +58,12 @@ class QemuJobVms:
 
     def known_as(self, vm: JobVm) -> tuple[str, str]:
         """See `JobHost`."""
-        return guest_name(vm.job, vm.place), self._addresses.shared(vm.place)
+        return guest_name(vm.job, vm.rank), self._addresses.shared(vm.rank)
 
     def connect_network(self, vms: tuple[JobVm, ...]) -> None:
         """See `JobHost`."""
         self._bridge(vms[0]).make()
-        self._overlay(vms[0]).make()
+        self._vxlan(vms[0]).make()
 
     def control_groups(self, vm: JobVm) -> list[str]:
         """See `JobHost`."""
@@ -80,12 +80,12 @@ class QemuJobVms:
         """See `JobHost`. The template is built if there is none."""
         spec = self._specification(vm)
         guest = JobGuest(
-            hostname=guest_name(vm.job, vm.place),
+            hostname=guest_name(vm.job, vm.rank),
             address=spec.job_address,
             hosts=self._settings.network.hosts,
             vms=self._addresses.peers(vm),
             nodes=vm.nodes,
-            mtu=self._overlay(vm).mtu,
+            mtu=self._vxlan(vm).mtu,
         )
         self._create(spec, memory)
         self._host.start(spec.name, self._plugged(vm), self._identity(spec, vm, vms, user))
@@ -140,15 +140,15 @@ class QemuJobVms:
 
     def remove_network(self, vms: tuple[JobVm, ...]) -> None:
         """See `JobHost`."""
-        self._overlay(vms[0]).remove()
+        self._vxlan(vms[0]).remove()
         self._bridge(vms[0]).remove()
 
     def _bridge(self, vm: JobVm) -> JobBridge:
         addresses, number = self._addresses, vm.number
         return JobBridge(self._bridge_name(vm), addresses.host(number), addresses.block(number))
 
-    def _overlay(self, vm: JobVm) -> JobOverlay:
-        return JobOverlay(self._settings, self._addresses, vm, self._bridge_name(vm))
+    def _vxlan(self, vm: JobVm) -> JobVxlan:
+        return JobVxlan(self._settings, self._addresses, vm, self._bridge_name(vm))
 
     def _bridge_name(self, vm: JobVm) -> str:
         return f"{self._settings.job_vms.bridge}.{vm.number}"
@@ -166,12 +166,12 @@ class QemuJobVms:
             image=vm.image,
             kind=CloneKind.INSTANT if instant else CloneKind.LINKED,
             size=vm.size,
-            mac=guest_mac(vm.job, vm.place),
+            mac=guest_mac(vm.job, vm.rank),
             address=f"{self._addresses.local(vm)}/{prefix}",
             bridge=self._bridge_name(vm),
             template=TemplateKey(host, vm.image, base) if instant else None,
             job_groups=vm.groups,
-            job_address=f"{self._addresses.shared(vm.place)}/{prefix}",
+            job_address=f"{self._addresses.shared(vm.rank)}/{prefix}",
             functions=vm.functions,
             # Where Slurm knows the functions, those that it did not give to the job cannot be opened by it.
             function_groups=vm.function_groups if self._settings.job_vms.sriov_gres else None,
@@ -184,11 +184,11 @@ class QemuJobVms:
 
     def _identity(self, spec: Specification, vm: JobVm, vms: tuple[JobVm, ...], user: User) -> Identity:
         # By these names the firewall knows the VM's peers: those of this host by their taps.
-        taps = {one.place: job_vm_name(one) for one in vms}
+        taps = {one.rank: job_vm_name(one) for one in vms}
         peers = [
-            (taps.get(place, f"{vm_prefix(JOB_SITE)}of-{place}"), address)
-            for place, (_, address) in enumerate(self._addresses.peers(vm))
-            if place != vm.place
+            (taps.get(rank, f"{vm_prefix(JOB_SITE)}of-{rank}"), address)
+            for rank, (_, address) in enumerate(self._addresses.peers(vm))
+            if rank != vm.rank
         ]
         return Identity(
             hostname=spec.name,

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import copy
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple, Self
 
 from multiverse.config import SlurmSettings
 from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError, Refused, Stale, Unknown
-from multiverse.drivers.slurm.turns import CommandTurns
 
 # Parts of Slurm's messages (from slurm_errno.c and the commands) and the errors they mean. The first match counts.
 _MEANINGS: tuple[tuple[str, type[MultiverseError]], ...] = (
@@ -93,7 +94,7 @@ class SlurmCommands:
         self._bin = settings.bin_dir
         self._timeout = settings.command_timeout
         self._execute = execute
-        self._turns = CommandTurns(settings.commands)
+        self._limiter = CommandLimiter(settings.commands)
         self._observes = False
         inherited = os.environ if env is None else env
         # Variables such as SQUEUE_FORMAT or SLURM_CLUSTERS would change the commands' output.
@@ -126,7 +127,7 @@ class SlurmCommands:
         slurmctld did not answer in time, because it may still act on the request.
         """
         path = str(Path(self._bin) / program) if self._bin else program
-        async with self._turns.turn(observes=self._observes):
+        async with self._limiter.slot(observes=self._observes):
             try:
                 done = await self._execute((*via, path, *args), {**self._env, **(env or {})}, self._timeout)
             except TimeoutError as error:
@@ -152,3 +153,61 @@ def meaning(program: str, output: str) -> MultiverseError:
         if phrase in lowered:
             return kind(text, hint=_CHECK_SLURMCTLD) if kind is Unknown else kind(text)
     return Refused(text)
+
+
+class CommandLimiter:
+    """At most `most` commands run at the same time, of which at most three quarters change something.
+
+    Observations go before changes that wait, so that any number of changes delays an observation by no more than the
+    commands that run. The order is otherwise that of asking: a burst of one kind of change does not starve the others.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._most_changes = max(1, most - max(1, most // 4))
+        self._observations: deque[asyncio.Future[None]] = deque()
+        self._changes: deque[asyncio.Future[None]] = deque()
+        self._running = self._changing = 0
+
+    @asynccontextmanager
+    async def slot(self, *, observes: bool) -> AsyncIterator[None]:
+        """The slot of one command. A command must not wait for the slot of another one."""
+        granted = asyncio.get_running_loop().create_future()
+        waiting = self._observations if observes else self._changes
+        waiting.append(granted)
+        self._grant()
+        try:
+            await granted
+        except asyncio.CancelledError:
+            if not granted.cancelled():  # it was granted in the meantime
+                self._end(observes=observes)
+            raise
+        try:
+            yield
+        finally:
+            self._end(observes=observes)
+
+    def _end(self, *, observes: bool) -> None:
+        self._running -= 1
+        self._changing -= not observes
+        self._grant()
+
+    def _grant(self) -> None:
+        while self._running < self._most:
+            if (granted := _next(self._observations)) is not None:
+                self._running += 1
+            elif self._changing < self._most_changes and (granted := _next(self._changes)) is not None:
+                self._running += 1
+                self._changing += 1
+            else:
+                return
+            granted.set_result(None)
+
+
+def _next(waiting: deque[asyncio.Future[None]]) -> asyncio.Future[None] | None:
+    """Take out the first that still waits, and those before it that were cancelled."""
+    while waiting:
+        granted = waiting.popleft()
+        if not granted.done():
+            return granted
+    return None

@@ -23,12 +23,8 @@ from multiverse.core.model import (
     SchedulerView,
     User,
 )
-from multiverse.drivers.slurm import bootstrap as node_bootstrap
-from multiverse.drivers.slurm import conf, expansions, gate, parse, requirements, site_conf
-from multiverse.drivers.slurm.account import NameService
-from multiverse.drivers.slurm.addresses import AddressFile
-from multiverse.drivers.slurm.command import Execute, SlurmCommands, execute
-from multiverse.drivers.slurm.comment import (
+from multiverse.drivers.slurm.acting import gate_keeper
+from multiverse.drivers.slurm.acting.comment import (
     CommentTurns,
     compose,
     plain_line,
@@ -36,14 +32,20 @@ from multiverse.drivers.slurm.comment import (
     updates,
     waiting_records,
 )
-from multiverse.drivers.slurm.delete import NodeDeleter
-from multiverse.drivers.slurm.leases import SlurmLeases, user_of
-from multiverse.drivers.slurm.offers import OfferFiles, OffersSeen, SlurmOffers
-from multiverse.drivers.slurm.pilot_reader import PilotReader
-from multiverse.drivers.slurm.reader import SlurmReader
-from multiverse.drivers.slurm.reread import CurrentJob, reread
-from multiverse.drivers.slurm.submission import SubmissionFile
-from multiverse.drivers.slurm.time_limits import seconds_of
+from multiverse.drivers.slurm.acting.delete import NodeDeleter
+from multiverse.drivers.slurm.acting.reread import CurrentJob, reread
+from multiverse.drivers.slurm.command import Execute, SlurmCommands, execute
+from multiverse.drivers.slurm.leases.lease_jobs import SlurmLeases, user_of
+from multiverse.drivers.slurm.leases.pilot_reader import PilotReader
+from multiverse.drivers.slurm.reading import parse
+from multiverse.drivers.slurm.reading.name_service import NameService
+from multiverse.drivers.slurm.reading.reader import SlurmReader
+from multiverse.drivers.slurm.site import bootstrap as node_bootstrap
+from multiverse.drivers.slurm.site import conf, gate, overflow, requirements, site_conf
+from multiverse.drivers.slurm.site.addresses import AddressFile
+from multiverse.drivers.slurm.site.time_limits import seconds_of
+from multiverse.drivers.slurm.submission.limits_file import SubmissionFile
+from multiverse.drivers.slurm.submission.offers import OfferFiles, OffersSeen, SlurmOffers
 
 _RETRY_DELAYS = (0.05, 0.1, 0.2, *(0.4,) * 20)  # seconds before an update that slurmctld cannot do now is repeated
 _OFFER_TERM = 10.0  # seconds for which the list of offers is valid, at least
@@ -52,7 +54,7 @@ _SUBMISSION_TERM = 60.0  # seconds for which the published sizes are valid, at l
 
 def _mark(origin: str) -> tuple[str, ...]:
     """The feature by which a job that was moved is recognised, if it was."""
-    return (parse.MOVED_FROM + origin,) if origin else ()
+    return (gate.MOVED_FROM + origin,) if origin else ()
 
 
 class SlurmScheduler:
@@ -82,7 +84,7 @@ class SlurmScheduler:
         self._submission = SubmissionFile(settings.slurm.inbox, submission_term)
         names = Path(settings.network.names) if settings.network.names else None
         self._addresses = AddressFile(settings.slurm.addresses_file(), names, site)
-        self._gate = gate.GateKeeper(settings.slurm, self._commands)
+        self._gate = gate_keeper.GateKeeper(settings.slurm, self._commands)
         self._node_deleter = NodeDeleter(self._commands, self._is_reserved)
 
     @property
@@ -111,14 +113,14 @@ class SlurmScheduler:
         return self._addresses
 
     @property
-    def expansion(self) -> SlurmScheduler:
-        """See `ports.Scheduler`. Also where no partition is expanded any more: moved jobs are put back."""
+    def overflow(self) -> SlurmScheduler:
+        """See `ports.Scheduler`. Also where no partition overflows into VMs any more: moved jobs are put back."""
         return self
 
-    def check_expansions(self) -> None:
-        """Raise `Refused` if jobs of the partitions that the settings want to expand would fare otherwise in VMs."""
-        if self._settings.expand:
-            for found in expansions.examine(self._settings, site_conf.read(self._slurm.conf)):
+    def check_overflow(self) -> None:
+        """Raise `Refused` if jobs of the partitions that are to overflow into VMs would fare otherwise in VMs."""
+        if self._settings.overflow:
+            for found in overflow.examine(self._settings, site_conf.read(self._slurm.conf)):
                 raise Refused(found.message, hint=found.remedy)
 
     def check_leases(self) -> None:
@@ -194,9 +196,9 @@ class SlurmScheduler:
 
     async def _pin(self, job: JobRef, tag: str, text: str, *, at_once: bool) -> None:
         current = await self._reread(job)
-        origin = current.origin or (current.partition if self._is_expanded(current.partition) else "")
+        origin = current.origin or (current.partition if self._overflows(current.partition) else "")
         if origin:
-            text = expansions.moved_text(origin, text)
+            text = overflow.moved_text(origin, text)
         comment = compose(current.comment, text) if text else current.comment
         pinned = current.partition == self._slurm.partition and current.pinned == tag and not current.licensed
         if pinned and (current.active or (current.pending and current.priority)):
@@ -229,7 +231,7 @@ class SlurmScheduler:
             # means that the nodes are busy or too small at this moment.
             after = await self._reread(job)
             if after.partition != self._slurm.partition or after.pinned != tag or after.licensed:
-                if not self._is_expanded(after.partition):
+                if not self._overflows(after.partition):
                     await self._to_gate(job, after)  # Slurm refused the features and changed the partition all the same
                 raise
 
@@ -239,7 +241,7 @@ class SlurmScheduler:
         await self._call_back(job, current)
         if not current.pending:
             raise Stale(f"job {job.job_id} is {current.state.lower()}")
-        if self._is_expanded(current.partition) and current.pinned is None:
+        if self._overflows(current.partition) and current.pinned is None:
             return
         await self._to_gate(job, current)
         after = await self._reread(job)
@@ -253,7 +255,7 @@ class SlurmScheduler:
     async def _to_gate(self, job: JobRef, current: CurrentJob) -> None:
         if self._is_at_gate(current):
             return
-        origin = current.origin or expansions.told_origin(current.comment)
+        origin = current.origin or overflow.told_origin(current.comment)
         features = "&".join((*current.own, *_mark(origin), self._slurm.gate_feature))
         licences = ",".join((*current.licences, f"{self._slurm.licence}:1"))
         wanted = [*self._partition(current), f"Features={features}", f"Licenses={licences}"]
@@ -263,7 +265,7 @@ class SlurmScheduler:
         return current.partition == self._slurm.partition and current.at_gate and current.licensed
 
     def _partition(self, current: CurrentJob) -> tuple[str, ...]:
-        """The change of a job's partition, if it is in another one: in that of its submission, which is expanded."""
+        """The change of a job's partition, if it is in another one: in that of its submission, which overflows."""
         return () if current.partition == self._slurm.partition else (f"Partition={self._slurm.partition}",)
 
     async def _usual_nice(self, current: CurrentJob) -> tuple[str, ...]:
@@ -299,11 +301,11 @@ class SlurmScheduler:
         await self._gate.release(current.gate_nodes)
         raise Stale(f"job {job.job_id} got past the gate and was taken back")
 
-    def _is_expanded(self, partition: str) -> bool:
-        return any(one.partition == partition for one in self._settings.expand)
+    def _overflows(self, partition: str) -> bool:
+        return any(one.partition == partition for one in self._settings.overflow)
 
     async def restore(self, job: JobRef) -> None:
-        """See `ports.Expansion`."""
+        """See `ports.Overflow`."""
         async with self._comment_turns.changing(job):
             await self._restore(job)
 
@@ -415,7 +417,7 @@ class SlurmScheduler:
             raise Stale(f"job {job.job_id} is {current.state.lower()}")
         if not survives_sacctmgr(current.comment):
             raise Refused(f"sacctmgr would change what others wrote into the AdminComment of job {job.job_id}")
-        comment = compose(current.comment, expansions.moved_text(current.origin, text) if current.origin else text)
+        comment = compose(current.comment, overflow.moved_text(current.origin, text) if current.origin else text)
         if comment != current.comment:
             which = ("where", f"jobid={job.job_id}")
             await self._commands.run("sacctmgr", "-i", "modify", "job", *which, "set", f"AdminComment={comment}")

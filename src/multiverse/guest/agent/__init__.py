@@ -13,7 +13,7 @@ used without buffers, addresses are set by one netlink message each, and nothing
 of their own (random, tempfile, uuid) are never imported here, because all clones would share that state.
 """
 
-from multiverse.guest.agent.contract import DISK, INTRODUCED, MAX_LINE, MOST_WAIT, PORT, TASKS_PORT, TEMPLATE, VERSION
+from multiverse.guest.agent.contract import DISK, MAX_LINE, MOST_WAIT, PORT, TASKS_PORT, TEMPLATE, USER_ADDED, VERSION
 from multiverse.guest.agent.files import make_pipe
 
-__all__ = ["DISK", "INTRODUCED", "MAX_LINE", "MOST_WAIT", "PORT", "TASKS_PORT", "TEMPLATE", "VERSION", "make_pipe"]
+__all__ = ["DISK", "MAX_LINE", "MOST_WAIT", "PORT", "TASKS_PORT", "TEMPLATE", "USER_ADDED", "VERSION", "make_pipe"]

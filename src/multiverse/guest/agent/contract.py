@@ -7,7 +7,7 @@ PORT = "org.multiverse.agent"  # name of the virtio port
 MAX_LINE = 1 << 20  # bytes of one message, in either direction
 TEMPLATE = "multiverse.template"  # on the kernel's command line of a VM that will be frozen as a template
 DISK = "multiverse.disk="  # there, too: MiB of the disk that users may write; the rest of it is kept reserved
-INTRODUCED = "/run/multiverse/introduced"  # a pipe that can be read once the job's user is known
+USER_ADDED = "/run/multiverse/user-added"  # a pipe that can be read once the job's user is known
 MOST_WAIT = 64  # lines that are written to that pipe; each waiting process reads one
 
 # TCP, where the agent accepts the tasks of a job. No user's process can listen there, and NFS mounts connect from other

@@ -52,12 +52,12 @@ def set_host_names(hostname: str, address: str, peers: list[list[str]], others: 
     set_hosts(hostname, address.partition("/")[0], peers, others)
 
 
-def write_node_files(membership: dict[str, Any]) -> None:
+def write_node_files(bootstrap: dict[str, Any]) -> None:
     """Make the directories and files that the daemons of the node need, with their owners and modes."""
-    for path, owner, mode in membership["directories"]:
+    for path, owner, mode in bootstrap["directories"]:
         make_directory(path)
         os.chown(path, *owner_ids(owner))
         os.chmod(path, mode)
-    for file in membership["files"]:
+    for file in bootstrap["files"]:
         make_directory(os.path.dirname(file["path"]))
         write(file["path"], base64.b64decode(file["content"]), file["mode"], owner_ids(file["owner"]))

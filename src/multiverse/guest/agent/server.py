@@ -10,7 +10,7 @@ from typing import Any
 from multiverse.guest.agent.allowance import set_allowance
 from multiverse.guest.agent.audit import clone_facts, current_facts
 from multiverse.guest.agent.channel import HostChannel
-from multiverse.guest.agent.contract import INTRODUCED, MOST_WAIT, VERSION, GuestAgentError
+from multiverse.guest.agent.contract import MOST_WAIT, USER_ADDED, VERSION, GuestAgentError
 from multiverse.guest.agent.daemons import Children, DaemonProcess
 from multiverse.guest.agent.files import make_pipe, write_kernel_file
 from multiverse.guest.agent.functions import take_functions
@@ -54,7 +54,7 @@ class GuestAgent:
         self.own_address = ("", "")  # and the gateway, as the identity said
         self.job_vms: JobVms = []  # all of the job that the VM is inside of
         self.covered: list[str] = []  # files that Slurm's commands were put over
-        self.introduced: int | None = None  # the pipe from which a job reads until its user is known
+        self.user_added: int | None = None  # the pipe from which a job reads until its user is known
         # The answer to `hello`. A host that missed a report, or has restarted, asks again.
         self.state: dict[str, Any] = {"type_": "fork_point", "version": VERSION, "possible": count_cpus("possible")}
 
@@ -93,7 +93,7 @@ class GuestAgent:
                 self.take_identity(message)
             elif message.get("type") == "flush":
                 self.flush()
-            elif message.get("type") == "introduce":
+            elif message.get("type") == "add_user":
                 self.add_user(message)
             elif message.get("type") == "names":
                 self.learn_names(message)
@@ -136,14 +136,14 @@ class GuestAgent:
         set_random_state(message["random"])
         time.clock_settime(time.CLOCK_REALTIME, message["time"] + stage.elapsed())
         identity = message["identity"]
-        membership = identity["membership"]
+        bootstrap = identity["bootstrap"]
         set_names(identity, message["names"])
-        add_users([*membership["users"], *identity["users"]])
+        add_users([*bootstrap["users"], *identity["users"]])
         stage("identity")
         self.own_address = (identity["address"], identity["gateway"])
         set_network(interface(), identity["mac"], *self.own_address)
         stage("network")
-        write_node_files(membership)
+        write_node_files(bootstrap)
         stage("files")
         use_plugged(message["cpus"], message["plugged"])
         raise_process_limits(stopped_pids())
@@ -152,10 +152,10 @@ class GuestAgent:
         stage("disk")
         is_spare = not identity["users"]
         if is_spare:
-            self.introduced = make_pipe(INTRODUCED)
+            self.user_added = make_pipe(USER_ADDED)
         # The daemons are started before the file systems are mounted, because they wait for other machines, and the
         # mounts use that time. No job runs here before `started` is reported.
-        for daemon in [DaemonProcess(spec) for spec in membership["daemons"]]:
+        for daemon in [DaemonProcess(spec) for spec in bootstrap["daemons"]]:
             self.children.start(daemon)
             stage(f"daemon_{daemon.name}")
         for each in identity["mounts"]:
@@ -179,12 +179,12 @@ class GuestAgent:
         self.learn_names({"names": message["names"], "gone": [], "whole": True})
         if abs(message["time"] - time.time()) > CLOCK_TOLERANCE:
             time.clock_settime(time.CLOCK_REALTIME, message["time"])
-        if self.introduced is not None:
+        if self.user_added is not None:
             try:
-                os.write(self.introduced, b"\n" * MOST_WAIT)
+                os.write(self.user_added, b"\n" * MOST_WAIT)
             except BlockingIOError:
                 pass  # the pipe is full of lines of earlier messages
-        self.channel.send("introduced")
+        self.channel.send("user_added")
 
     @staticmethod
     def learn_names(message: dict[str, Any]) -> None:

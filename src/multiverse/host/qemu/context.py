@@ -17,7 +17,6 @@ from multiverse.host.job_groups import JobGroups
 from multiverse.host.memfd import SealedMemory
 from multiverse.host.namespaces import System
 from multiverse.host.numa import NODES, NumaNodes
-from multiverse.host.overlay import Overlay, OverlayConfig
 from multiverse.host.qemu import features, probe, templates
 from multiverse.host.qemu.ability_cache import AbilityCache
 from multiverse.host.qemu.connections import Connections
@@ -33,6 +32,7 @@ from multiverse.host.registry import VmRegistry
 from multiverse.host.specification import Specification
 from multiverse.host.uids import UidPool
 from multiverse.host.virtual_functions import RECORDS, VirtualFunctions
+from multiverse.host.vxlan import Vxlan, VxlanConfig
 from multiverse.images.catalog import Image
 from multiverse.images.store import ImageStore
 from multiverse.system import tsc
@@ -54,7 +54,7 @@ class QemuHostConfig:
     that a VM of any host can have. `uplink` connects the bridge with other hosts, if it is known; where `capacity` has
     no bandwidth, that of the uplink counts. Images that are not in `images` are copied from `image_source`, and
     templates that another host has built from `template_source`. `features` are the modes of `HostFeatures`. `numa` is
-    where the kernel describes the machine's NUMA nodes. `overlay` connects the bridge with those of other hosts, and
+    where the kernel describes the machine's NUMA nodes. `vxlan` connects the bridge with those of other hosts, and
     `mtu` is that of guests where it is not 1500. `functions` says which virtual functions VMs may have (see
     `VirtualFunctions`).
     """
@@ -80,7 +80,7 @@ class QemuHostConfig:
     guests: tuple[str, str] = ("0.0.0.0", "0.255.255.255")
     uplink: str = ""
     numa: Path = NODES
-    overlay: OverlayConfig | None = None
+    vxlan: VxlanConfig | None = None
     mtu: int = 0
     functions: tuple[str, ...] = ()
     features: Mapping[Feature, str] = field(default_factory=dict)
@@ -134,7 +134,7 @@ class HostContext:
         self.numa = NumaNodes(config.vms, config.overcommit.cpus, config.numa)
         self.cgroups = Cgroups(cpusets=self.numa.are_several)
         self.firewall = Firewall(config.prefix, config.vms, config.guests, config.host)
-        self.overlay = Overlay(config.overlay) if config.overlay is not None else None
+        self.vxlan = Vxlan(config.vxlan) if config.vxlan is not None else None
         self.connections = Connections(self.paths)
         self.names = GuestNames(config.host, self.firewall, self.connections)
         self.outputs = OutputStore()

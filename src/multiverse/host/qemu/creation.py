@@ -76,7 +76,7 @@ def _exists(spec: Specification, paths: Paths) -> bool:
     known = manifest.read(paths.home)
     if known is not None:
         _check_same(spec, known)
-        if known.phase is not VmPhase.MAKING:
+        if known.phase is not VmPhase.CREATING:
             if known.process.is_alive():
                 return True
             raise Broken(f"VM {spec.name} is dead", hint="destroy it first")
@@ -145,7 +145,7 @@ def _allocate(
         record = Manifest(
             spec.name,
             spec.kind,
-            VmPhase.MAKING,
+            VmPhase.CREATING,
             spec.mac,
             booted.cpus,
             booted.memory,

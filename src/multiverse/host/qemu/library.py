@@ -26,7 +26,6 @@ from multiverse.guest.protocol import (
     take_regions_message,
 )
 from multiverse.host import manifest, namespaces, path_security, process
-from multiverse.host.overlay import members_owner
 from multiverse.host.qemu import creation, removal, start, templates
 from multiverse.host.qemu.context import HostContext, QemuHostConfig
 from multiverse.host.qemu.functions import plug_functions
@@ -36,6 +35,7 @@ from multiverse.host.qemu.qmp import Monitor
 from multiverse.host.qemu.regions import allocate_regions, allocation_group, plug_regions, region_places
 from multiverse.host.specification import Specification
 from multiverse.host.tap import open_tap, set_isolated
+from multiverse.host.vxlan import members_owner
 from multiverse.images.catalog import Image
 from multiverse.system.shared_memory import SharedMemory
 
@@ -78,13 +78,13 @@ class QemuHost:
         if config.images.exists():  # each image is checked when it is used
             path_security.check(config.images)
 
-    def restore_overlay(self) -> None:
-        """Make the overlay's interface, its rules and the entries of this host's VMs, if there is to be an overlay. See
-        `Overlay.restore`."""
+    def restore_vxlan(self) -> None:
+        """Make the VXLAN's interface, its rules and the entries of this host's VMs, if there is to be a VXLAN. See
+        `Vxlan.restore`."""
         vms = self.config.vms
-        if (overlay := self._context.overlay) is not None:
+        if (vxlan := self._context.vxlan) is not None:
             own = members_owner(self.config.host)
-            overlay.restore(lambda owner: overlay.config.is_of_others(owner) or owner == own or (vms / owner).exists())
+            vxlan.restore(lambda owner: vxlan.config.is_of_others(owner) or owner == own or (vms / owner).exists())
 
     def close(self) -> None:
         """End all connections and builds of templates; calls that still wait end with an error. VMs and finished
@@ -233,11 +233,11 @@ class QemuHost:
         if group:
             self._join_group(name, group)
         names = self._context.names.first(name, group)
-        channel.ask(add_user_message(user, names), "introduced", _ANSWER_TIMEOUT)
+        channel.ask(add_user_message(user, names), "user_added", _ANSWER_TIMEOUT)
         with manifest.locked(home, create=False):
             known = manifest.read(home)
-            if known is not None and user.uid not in known.introduced:
-                manifest.write(home, replace(known, introduced=(*known.introduced, user.uid)))
+            if known is not None and user.uid not in known.users_added:
+                manifest.write(home, replace(known, users_added=(*known.users_added, user.uid)))
 
     def _join_group(self, name: str, group: int) -> None:
         """Let a VM that has had no group reach this one. Again is success."""
@@ -256,26 +256,26 @@ class QemuHost:
     def tell(self, members: Collection[Member], gone: Collection[str], *, whole: bool) -> None:
         """Let VMs reach each other, by address and by name, as the controller tells: see `ports.Groups.tell`. Raises
         `Exhausted` or `Broken` if a part of it failed; then the controller tells all again."""
-        firewall, overlay = self._context.firewall, self._context.overlay
+        firewall, vxlan = self._context.firewall, self._context.vxlan
         for name in firewall.learn(members, gone, whole=whole):
             set_isolated(name, False)
-        if overlay is not None:
-            overlay.replace_members(self.config.host, firewall.members.values())
+        if vxlan is not None:
+            vxlan.replace_members(self.config.host, firewall.members.values())
         self._context.names.changed()
 
     def connect(self, name: str, neighbours: Iterable[Neighbour], token: str = "") -> None:
-        """Let a VM reach these addresses of other hosts through the overlay, beside those that it was started with.
-        Raises `Gone` if there is no such VM, and what `Overlay.add` and `manifest.refuse_other` raise."""
+        """Let a VM reach these addresses of other hosts through the VXLAN, beside those that it was started with.
+        Raises `Gone` if there is no such VM, and what `Vxlan.add` and `manifest.refuse_other` raise."""
         self._context.check_name(name)
-        overlay, home = self._context.overlay, self._context.paths(name).home
-        if overlay is None:
-            raise Refused(f"host {self.config.host} has no overlay", hint="set overlay.enabled on all hosts")
+        vxlan, home = self._context.vxlan, self._context.paths(name).home
+        if vxlan is None:
+            raise Refused(f"host {self.config.host} has no VXLAN", hint="set vxlan.enabled on all hosts")
         manifest.refuse_other(manifest.read(home), token)
         if home.exists():
-            overlay.add(name, neighbours)
+            vxlan.add(name, neighbours)
             if home.exists():
                 return
-            overlay.drop(name)  # it was destroyed meanwhile
+            vxlan.drop(name)  # it was destroyed meanwhile
         raise Gone(f"there is no VM {name}", hint="create it first")
 
     def join_job(self, name: str, guest: JobGuest) -> None:

@@ -30,7 +30,7 @@ from multiverse.host.qemu.full_disk import REASON, available_disk
 log = structlog.get_logger(__name__)
 
 _CONDITIONS = {
-    VmPhase.MAKING: VmCondition.MAKING,
+    VmPhase.CREATING: VmCondition.CREATING,
     VmPhase.PARKED: VmCondition.PARKED,
     VmPhase.STARTING: VmCondition.STARTING,
     VmPhase.STARTED: VmCondition.RUNNING,
@@ -152,12 +152,12 @@ class HostObserver:
         known = self._manifest(path)
         self._note_reports(name)
         if known is None:
-            return VmSeen(name, host, VmCondition.MAKING, "its creation was begun")
+            return VmSeen(name, host, VmCondition.CREATING, "its creation was begun")
         seen = VmSeen(
             name,
             host,
             _CONDITIONS[known.phase],
-            introduced=known.introduced,
+            users_added=known.users_added,
             address=known.address,
             mac=known.mac,
             token=known.token,
@@ -166,7 +166,7 @@ class HostObserver:
             template_build=known.template_build,
             template_memory=known.memory if known.template_build else 0,
         )
-        if known.phase is VmPhase.MAKING and not known.pid:
+        if known.phase is VmPhase.CREATING and not known.pid:
             return seen
         if not known.process.is_alive():
             process.reap(known.process)

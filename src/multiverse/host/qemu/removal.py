@@ -45,8 +45,8 @@ def destroy(host: HostContext, name: str, grace: float, token: str = "") -> None
         host.groups(known.job_groups if known is not None else ()).remove(name)
         if known is not None:
             host.firewall.revoke(known)
-        if host.overlay is not None:
-            host.overlay.drop(name)
+        if host.vxlan is not None:
+            host.vxlan.drop(name)
         remove_files(paths)
     host.firewall.remove_if_unused()
 

@@ -79,7 +79,7 @@ def start(host: HostContext, name: str, size: Size, identity: Identity, token: s
 
 def _startable(name: str, known: Manifest | None, identity: Identity) -> Manifest:
     """The manifest of a VM that can be started with that identity, or has been."""
-    if known is None or known.phase is VmPhase.MAKING:
+    if known is None or known.phase is VmPhase.CREATING:
         raise Gone(f"there is no VM {name} to start", hint="create it first")
     if not known.process.is_alive():
         raise Gone(f"VM {name} is dead", hint="destroy it and create another")
@@ -136,8 +136,8 @@ def _join_network(host: HostContext, known: Manifest, identity: Identity) -> Man
             host.registry.refresh()
             host.registry.check_free(known.name, {Resource.ADDRESS: address})
             manifest.write(home, joined)
-    if host.overlay is not None:
-        host.overlay.add(known.name, identity.neighbours)
+    if host.vxlan is not None:
+        host.vxlan.add(known.name, identity.neighbours)
     host.firewall.allow(joined)
     tap.set_isolated(known.name, not (peers or host.firewall.separates(joined)))
     return joined

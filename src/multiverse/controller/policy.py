@@ -1,0 +1,78 @@
+"""The planner's policy, as the settings say it."""
+
+from __future__ import annotations
+
+import ipaddress
+
+from multiverse.config import Settings
+from multiverse.core.model import CloneKind, Size
+from multiverse.core.policy import Backfill, LeasePolicy, OverflowPolicy, Policy, Pool
+
+DESTROYED = 3.0
+"""Seconds that the destruction of a VM takes, with what comes before it in its lane."""
+
+
+def policy_of(settings: Settings) -> Policy:
+    """The planner's policy from the settings."""
+    s, p = settings, settings.pacing
+    return Policy(
+        subnet=ipaddress.IPv4Network(s.network.subnet),
+        gateway=s.network.gateway,
+        first_address=s.network.first,
+        image=s.image.default,
+        kind=s.image.kind,
+        base=Size(s.qemu.base_cpus, s.qemu.base_memory),
+        guest_reserve=s.image.guest_reserve,
+        scratch=s.image.scratch,
+        placement=s.placement.policy,
+        provisioning=p.provisioning,
+        silence=p.silence,
+        spawn_timeout=p.spawn_timeout,
+        pin_timeout=p.pin_timeout,
+        complete_timeout=p.complete_timeout,
+        retry_base=p.retry_base,
+        retry_limit=p.retry_limit,
+        replacements=p.replacements,
+        attempts=p.attempts,
+        here=s.host.name,
+        fences=bool(s.fence.command),
+        fence_after=s.fence.after,
+        quorum=s.fence.quorum,
+        backfill=Backfill(s.backfill.depth, s.backfill.overtakes) if s.backfill.enabled else None,
+        # A guest writes back, and two observations are to show that the job, and then the VM, is gone.
+        reclaim=p.reclaim_grace + 2 * s.poll + DESTROYED,
+        pools=tuple(
+            Pool(
+                image=pool.image,
+                depth=pool.depth,
+                least=pool.min,
+                most=pool.max or pool.min,
+                size=Size(pool.cpus, pool.memory),
+                max_age=pool.max_age,
+                offer=pool.offer,
+            )
+            for pool in s.pool
+        ),
+        leases=tuple(
+            LeasePolicy(
+                partition=lease.partition,
+                size=Size(lease.cpus, lease.memory),
+                account=lease.account,
+                user=lease.user,
+                time_limit=lease.time_limit,
+                most=lease.max,
+                min_wait=lease.min_wait,
+                idle=lease.idle,
+                start_timeout=lease.start_timeout,
+                preemptable_ok=lease.preemptable_ok,
+                fence=lease.fence,
+            )
+            for lease in s.lease
+        ),
+        overflows=tuple(OverflowPolicy(one.partition, one.constraint, one.accounts) for one in s.overflow),
+        rates={
+            CloneKind.INSTANT: p.instant_rate,
+            CloneKind.LINKED: p.linked_rate,
+            CloneKind.FULL: p.full_rate,
+        },
+    )

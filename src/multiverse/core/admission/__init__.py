@@ -1,0 +1,1 @@
+"""Which waiting jobs start now, which wait and why, and what gives way to them."""

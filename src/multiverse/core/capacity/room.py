@@ -1,0 +1,446 @@
+"""What is free on each host, and what rows claim of it."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import ChainMap, Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import replace
+from enum import StrEnum
+from itertools import islice
+from types import MappingProxyType
+from typing import TypeVar
+
+from multiverse.core.capacity import load
+from multiverse.core.capacity.host_limits import NO_LIMITS, Accept, HostLimits, any_host, any_number
+from multiverse.core.capacity.placement_policies import BUILT_IN, Chooser, draws
+from multiverse.core.capacity.sizes import claimable_cpus, claimable_disk, short_of_disk
+from multiverse.core.capacity_index import CapacityIndex, Free, HostGroup, HostMap, Order, Part, changed, fits, how_many
+from multiverse.core.context import Context
+from multiverse.core.model import (
+    Claim,
+    ClaimKey,
+    Host,
+    Key,
+    Place,
+    Reason,
+    Request,
+    Size,
+    Template,
+    TemplateState,
+    Vm,
+    VmState,
+    Why,
+    World,
+)
+from multiverse.core.policy import Policy
+from multiverse.core.state import State
+
+T = TypeVar("T")
+
+_ANY_BANDWIDTH = -(1 << 40)  # Mbit/s: fits wherever the rest of a claim does
+
+
+class Blockage(StrEnum):
+    """Why admission is blocked, so that nothing may be made for jobs that have not come yet."""
+
+    NONE = ""
+    TURN = "turn"  # as many VMs as may be made at once are being made, or room is being freed for a job
+    ROOM = "room"  # jobs wait for room or for an address
+
+
+class Room:
+    """What is free in each capacity domain, while one pass takes from it and gives back. `tight` are the hosts whose
+    machine has less memory available than could be claimed, `full` those whose disk has too little room for a VM.
+
+    The room of a pass works on the index that outlives the pass. A copy has its own figures of the hosts that it, or
+    the other, changes.
+    """
+
+    def __init__(self, hosts: Mapping[str, Host], used: Mapping[str, Size] = MappingProxyType({})) -> None:
+        """The room of these hosts as declared, without what is used."""
+        self._index = CapacityIndex()
+        self._index.follow(hosts)
+        for name, host in hosts.items():
+            self._index.set_free(name, _less(host.capacity, used.get(name, Size(0, 0))))
+        self.own: dict[str, Free] | None = None  # of a copy: hosts of which it has figures of its own
+        self.tight, self.full = self._index.tight, self._index.full
+
+    @classmethod
+    def of(cls, index: CapacityIndex) -> Room:
+        """The room of a pass: what it takes is taken from the index."""
+        room = cls({})
+        room._index, room.tight, room.full = index, index.tight, index.full
+        return room
+
+    def copy(self) -> Room:
+        """A copy, which changes by itself. Its cost is that of the hosts that change later."""
+        room = Room.of(self._index)
+        room.own = dict(self.own or {})
+        room.tight, room.full = set(self.tight), set(self.full)
+        self._index.copies.add(room)
+        return room
+
+    def keep(self, name: str, free: Free) -> None:
+        """See `free.Keeper`."""
+        if self.own is not None:
+            self.own.setdefault(name, free)
+
+    @property
+    def free(self) -> Mapping[str, Free]:
+        """What is free on each host."""
+        if self.own is None:
+            return self._index.free
+        below: MutableMapping[str, Free] = self._index.free
+        return ChainMap(self.own, below)
+
+    def set(self, name: str, free: Free, *, tight: bool, full: bool) -> None:
+        """So much is free on the host."""
+        (self.tight.add if tight else self.tight.discard)(name)
+        (self.full.add if full else self.full.discard)(name)
+        self._put(name, free)
+
+    def _put(self, name: str, free: Free) -> None:
+        if self.own is None:
+            self._index.set_free(name, free)
+        else:
+            self.own[name] = free
+
+    def take(self, domain: str, size: Size) -> None:
+        self._add(domain, size, -1)
+
+    def give(self, domain: str, size: Size) -> None:
+        self._add(domain, size, 1)
+
+    def _add(self, domain: str, size: Size, sign: int) -> None:
+        free = self.free.get(domain)
+        if free is not None:
+            if self.own is None:
+                self._index.tentative.add(domain)
+            self._put(domain, changed(free, size, sign))
+
+    def fits(self, domain: str, size: Size) -> bool:
+        """Whether one VM, or a template, that claims so much has room there."""
+        if domain in self.full or size.cpus > self._index.hosts[domain].capacity.cpus:
+            return False
+        return fits(size, self.free[domain])
+
+    def why_full(self, claims: Mapping[str, Size], otherwise: Reason) -> Reason:
+        """Why there is no room for what is to be claimed there."""
+        hosts = self._index.hosts
+        if full := {name: hosts[name].overcommit.disk_floor for name in sorted(self.full) if name in claims}:
+            return Why.DISK(*must_keep(full, Why.MUST_HAVE))
+        if tight := self.lack_memory(claims):
+            return Why.MEMORY(*must_keep({name: hosts[name].overcommit.floor for name in tight}))
+        if (lacking := self.lack_bandwidth(claims)) and (most := max(self.free[name][3] for name in lacking)) >= 0:
+            return Why.BANDWIDTH(most=most)
+        return Why.CAPACITY(otherwise)
+
+    def all_full(self, claims: Mapping[str, Size]) -> bool:
+        """Whether every disk there has too little room for a VM."""
+        return all(name in self.full for name in claims)
+
+    def lack_memory(self, claims: Mapping[str, Size]) -> list[str]:
+        """Hosts that would fit what is to be claimed there, but for the memory that their machine has available."""
+        return [
+            name
+            for name in sorted(self.tight)
+            if name in claims
+            and claims[name].memory > self.free[name][1]
+            and self.fits(name, replace(claims[name], memory=self.free[name][1]))
+        ]
+
+    def lack_bandwidth(self, claims: Mapping[str, Size]) -> list[str]:
+        """Hosts that would fit what is to be claimed there, but for the bandwidth of their network; some of them, if
+        they are many."""
+        search = _Search(self, any_host)
+        parts = [(part, replace(part.value, net=_ANY_BANDWIDTH)) for part in self._parts(claims) if part.value.net]
+        return [name for part, claim in parts for name in islice(search.all(part, "emptiest", claim), 100)]
+
+    def most_free(self) -> tuple[int, int]:
+        """The most CPUs, and the most memory, that any host has free which takes new VMs."""
+        own = self.own or {}
+        mine = [free for name, free in own.items() if name not in self.full and name not in self._index.closed]
+        found = [kind.hosts.most({*self.full, *own}) for kind in self._index.classes.values() if not kind.closed]
+        found += [(free[0], free[1]) for free in mine]
+        return max((cpus for cpus, _ in found), default=0), max((memory for _, memory in found), default=0)
+
+    # --- placement -----------------------------------------------------------------------------------
+
+    def place(
+        self,
+        count: int,
+        claims: Mapping[str, Size],
+        *,
+        hosts: HostLimits = NO_LIMITS,
+        choose: Chooser = BUILT_IN["worst-fit"],
+        seed: str = "",
+        siblings: Iterable[str] = (),
+    ) -> list[str] | None:
+        """Domains for `count` VMs, each with what it would claim there, all or none; takes the room. Only `hosts`
+        that may be used, and on each of them no more than may be. `siblings` are the hosts of other VMs of the job.
+        By default the emptiest domain comes first, by free CPUs, then memory, then name, so that equals are decided
+        alike in every run."""
+        chosen: list[str] = []
+
+        def left_on(name: str) -> int:
+            return hosts.limit(name) - (chosen.count(name) if hosts.limit is not any_number else 0)
+
+        search = _Search(self, lambda name: hosts.accept(name) and left_on(name) > 0, siblings)
+        parts = [part for part in self._parts(claims) if part.value.cpus <= part.kind.host.capacity.cpus]
+        random = draws(seed)
+        while len(chosen) < count:
+            found = choose(search, parts, count - len(chosen), random)
+            if found is None:
+                for name in chosen:
+                    self.give(name, claims[name])
+                return None
+            name, number = found[0], min(found[1], left_on(found[0]))
+            for _ in range(number):
+                self.take(name, claims[name])
+            search.note(name, number)
+            chosen += [name] * number
+        return chosen
+
+    def holding(self, claims: Mapping[str, Size], accept: Accept = any_host) -> list[str]:
+        """All hosts that have room for what is to be claimed there, by name."""
+        search = _Search(self, accept)
+        parts = [part for part in self._parts(claims) if part.value.cpus <= part.kind.host.capacity.cpus]
+        return sorted(name for part in parts for name in search.all(part, "by_name", part.value))
+
+    def use(self, name: str) -> float:
+        """See `load.use`."""
+        before, unmeasured = self._index.computed.get(name, (self.free[name], Size(0, 0)))
+        return load.use(self._index.hosts[name], self.free[name], before, unmeasured)
+
+    def held(self, name: str, claim: Size) -> int:
+        """How many VMs that claim so much have room on the host."""
+        return how_many(claim, self.free[name]) if self.fits(name, claim) else 0
+
+    def _parts(self, claims: Mapping[str, Size]) -> Sequence[Part[Size]]:
+        if isinstance(claims, HostMap):
+            return claims.parts
+        index = self._index
+        return [
+            Part(kind, _Lone(self, name), claim)
+            for name, claim in claims.items()
+            if (kind := index.class_of.get(name)) is not None
+        ]
+
+
+class _Lone(HostGroup):
+    """A group of one host, for claims that are not kept by parts."""
+
+    def __init__(self, room: Room, name: str) -> None:
+        super().__init__()
+        self._room, self._name = room, name
+        self.put(name, room.free[name])
+
+    def _fitting(self, claim: Size) -> Iterator[str]:
+        return iter([self._name] if fits(claim, self._room.free[self._name]) else [])
+
+    emptiest = tightest = by_name = _fitting
+
+    def count(self, claim: Size) -> int:
+        return len(list(self._fitting(claim)))
+
+    def nth(self, claim: Size, number: int) -> str | None:
+        return next(self._fitting(claim), None)
+
+
+class _Search:
+    """See `placement.Found`."""
+
+    def __init__(self, room: Room, accept: Accept, siblings: Iterable[str] = ()) -> None:
+        self._room, self._accept = room, accept
+        self._siblings = Counter(siblings)
+
+    def note(self, name: str, count: int) -> None:
+        """So many VMs are placed there."""
+        self._siblings[name] += count
+
+    def siblings(self, name: str) -> int:
+        return self._siblings[name]
+
+    def use(self, name: str) -> float:
+        return self._room.use(name)
+
+    def usable(self, part: Part[Size], name: str) -> bool:
+        return name in part and name not in self._room.full and self._accept(name)
+
+    def left(self, name: str, claim: Size) -> tuple[int, int]:
+        free = self._room.free[name]
+        return free[0] - claim.cpus, free[1] - claim.memory
+
+    def best(self, part: Part[Size], order: Order, claim: Size) -> str | None:
+        return next(self.all(part, order, claim), None)
+
+    def all(self, part: Part[Size], order: Order, claim: Size) -> Iterator[str]:
+        """All usable hosts of the part on which the claim fits."""
+        found: Iterator[str] = getattr(part.hosts, order)(claim)
+        if own := self._room.own:  # of a copy, whose figures differ from those of the index
+            mine = [name for name in own if name in part.hosts and fits(claim, own[name])]
+            others = (name for name in found if name not in own)
+            found = heapq.merge(others, sorted(mine, key=self._key(order)), key=self._key(order))
+        return (name for name in found if self.usable(part, name))
+
+    def _key(self, order: Order) -> Callable[[str], tuple[int, int, str]]:
+        sign = {"emptiest": -1, "tightest": 1, "by_name": 0}[order]
+        free = self._room.free
+        return lambda name: (sign * free[name][0], sign * free[name][1], name)
+
+
+# --- the room of a pass ----------------------------------------------------------------------------
+
+
+def index_of(context: Context) -> CapacityIndex:
+    """What is free on the hosts in sight, brought up to date with what has changed since it was last asked for."""
+    state, index = context.state, context.state.free
+    index.follow(context.in_sight)
+    for host in index.arrived:
+        index.stale_templates.update(row.which for row in state.templates_on(host))
+    index.arrived.clear()
+    for which in index.stale_templates:
+        row = state.template_for(which)
+        index.set_ready(which, ready=row is not None and row.state is TemplateState.READY)
+    index.stale_templates.clear()
+    room = Room.of(index)
+    for name in index.take_stale(state.now):
+        _refresh(context, room, name)
+        index.when(name, _settles_at(context, index.hosts[name]))
+    return index
+
+
+def every_host(context: Context, value: T, keep: Callable[[Host], bool] = lambda _: True) -> HostMap[T]:
+    """The hosts in sight that take new VMs and for which that is true, all with that value; it is asked once for each
+    class of hosts."""
+    classes = [kind for kind in index_of(context).classes.values() if context.drained or not kind.closed]
+    every = HostMap(Part(kind, kind.hosts, value) for kind in classes if keep(kind.host))
+    return every.without(context.closed if context.drained else context.without)
+
+
+def room_of(context: Context, *, without: Collection[Key] = ()) -> Room:
+    """What is free on the hosts in sight, as far as declared, or over-committed; `without` some rows, as if what they
+    claim and hold had been given back. Its cost is that of the hosts on which something has changed."""
+    if not without:
+        context.state.free.forget_tentative()
+        return Room.of(index_of(context))
+    room = Room.of(index_of(context)).copy()
+    state = context.state
+    touched = {key.domain for owner in without for key in state.claims.of(owner)}
+    vms = (row for owner in without if isinstance(row := state.get(owner), Vm))
+    touched |= {place.host for vm in vms for place in vm.places}
+    for name in sorted(touched & context.in_sight.keys()):
+        _refresh(context, room, name, without)
+    return room
+
+
+def memory_beyond(
+    context: Context, claims: Mapping[str, Size], frozen: Mapping[str, Size], request: Request, *, margin: bool
+) -> dict[str, int] | None:
+    """What hosts must keep available, in MiB, if they could not hold all such VMs of a request, were nothing of ours on
+    them but what is `frozen`: others on their machines have the memory. None if they could. With `margin`, only if
+    there is some more than enough."""
+    room, held, floors = Room.of(index_of(context)).copy(), 0, {}
+    for name, claim in claims.items():
+        host = context.hosts[name]
+        _refresh(context, room, name, {one.owner for one in context.state.claims.on(name)})
+        if name in room.tight:
+            floors[name] = host.overcommit.floor
+        spare = host.overcommit.floor // 8 if margin else 0
+        room.take(name, Size(0, spare + (frozen[name].memory if frozen else 0), 0))
+        held += request.most_on_a_host(room.held(name, claim))
+        if held >= request.nodes:
+            return None
+    return floors
+
+
+def _refresh(context: Context, room: Room, name: str, without: Collection[Key] = ()) -> None:
+    """Compute what is free on one host from its claims and from what was observed."""
+    state, host, policy = context.state, context.in_sight[name], context.policy
+    claims = state.claims.on(name)
+    vms = state.vms_on(name)
+    mapped = left_behind((vm.place_on(name) for vm in vms if vm.key not in without), state.templates)
+    whole = Size(claimable_cpus(host), host.capacity.memory, claimable_disk(host), host.capacity.net)
+    free = _less(whole, *(
+        claim.size for claim in (*(one for one in claims if one.owner not in without), *mapped)
+    ))  # fmt: skip
+    tight = False
+    if host.overcommit.memory > 1 and host.available > 0:
+        coming = 0
+        for claim in claims:
+            held, settled = held_by(state, claim.key, context.world, policy)
+            gone = claim.owner in without
+            coming += -int(held) if gone else yet_to_come(claim.size, held, settled=settled)
+        for claim in left_behind((vm.place_on(name) for vm in vms), state.templates):
+            coming -= claim.size.memory if claim not in mapped else 0
+        free, tight = overcommitted(host, free, coming)
+    room.set(name, free, tight=tight, full=short_of_disk(host))
+    if not without:
+        state.free.computed[name] = free, load.unmeasured(state.now, vms, claims)
+
+
+def overcommitted(host: Host, free: Free, coming: int) -> tuple[Free, bool]:
+    """What is free where more memory may be claimed than is declared, as long as the machine has it once all memory is
+    used that is yet to be used (`coming`, MiB), above what it must keep; and whether that limits it. Not where nobody
+    knows what the machine has."""
+    times = host.overcommit
+    if times.memory <= 1 or host.available <= 0:
+        return free, False
+    cpus, memory, disk, net = free
+    memory += int(host.capacity.memory * (times.memory - 1))
+    left = host.available - times.floor - coming
+    return [cpus, min(memory, left), disk, net], left < memory
+
+
+def _settles_at(context: Context, host: Host) -> float | None:
+    """When the next VM on the host has served for so long that it counts as what it takes."""
+    if host.overcommit.memory <= 1:
+        return None
+    state, settle = context.state, context.policy.settle
+    serving = [vm.since + settle for vm in state.vms_on(host.name) if vm.state is VmState.SERVING]
+    return min((at for at in serving if at > state.now), default=None)
+
+
+def must_keep(floors: Mapping[str, int], kind: Why = Why.MUST_KEEP) -> list[Reason]:
+    """What hosts must keep or have, in MiB, by their names."""
+    by_floor: dict[int, list[str]] = {}
+    for name, floor in floors.items():
+        by_floor.setdefault(floor, []).append(name)
+    return [kind(hosts=names, floor=floor) for floor, names in by_floor.items()]
+
+
+def _less(size: Size, *taken: Size) -> Free:
+    return [have - sum(of_each) for have, *of_each in zip(size.amounts, *(one.amounts for one in taken), strict=True)]
+
+
+def held_by(state: State, claim: ClaimKey, world: World, policy: Policy) -> tuple[float, bool]:
+    """MiB that the owner of a claim holds there of the host's machine, and whether that has settled. A VM on its way
+    out may yet take the rest of its claim, for its end may be long in coming."""
+    match row := state.get(claim.owner):
+        case Vm() if (vm := world.at(row, row.place_on(claim.domain))) is not None:
+            settled = vm.private > 0 and row.state is VmState.SERVING and state.now - row.since >= policy.settle
+            return vm.private, settled
+        case Template() if (latest := world.latest(row.source)) and (seen := latest.value.templates.get(row.which)):
+            return seen.held, False
+        case _:
+            return 0.0, False
+
+
+def left_behind(places: Iterable[Place], templates: Mapping[int, Template]) -> list[Claim]:
+    """What templates hold whose rows have ended, because they were dropped or their image was built anew: the VMs at
+    these places map their memory to the end. That memory exists once then, however often a template is held."""
+    gone = {
+        id_: Claim(Key("template", id_), place.host, Size(0, place.template.size.memory, 0))
+        for place in places
+        if (id_ := place.template_id) is not None and place.template and id_ not in templates
+    }
+    return [claim for _, claim in sorted(gone.items())]
+
+
+def yet_to_come(claim: Size, held: float, *, settled: bool) -> int:
+    """MiB that the holder of a claim may yet use beside the `held` MiB that it uses: the rest of the claim; a holder
+    that has settled is taken to stay as it is, within a quarter."""
+    rest = max(0, math.ceil(claim.memory - held))
+    return min(rest, math.ceil(held / 4)) if settled else rest

@@ -1,0 +1,450 @@
+"""The hosts in sight by what is free on them: an index that outlives passes, kept while something changes.
+
+Equal hosts, but for their names and what they have available, form a class: whatever is computed for one of them holds
+for all. Within a class, and within the hosts of it that have a certain template ready, hosts are found by their free
+CPUs and memory or by name, without looking at those that are too full.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Generic, Literal, Protocol, TypeVar
+from weakref import WeakSet
+
+from multiverse.core.model import Host, Size, TemplateKey
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+Order = Literal["emptiest", "tightest", "by_name"]
+"""Names of the orders of a `HostGroup`."""
+
+Free = list[int]
+"""CPUs, memory and disk in MiB, and bandwidth in Mbit/s, that are free on a host; negative where more is claimed than
+may be. It is replaced when it changes, never changed."""
+
+
+def fits(claim: Size, free: Sequence[int]) -> bool:
+    """Whether that much is free. What claims no bandwidth fits even if more is claimed than the network has by now."""
+    return claim.cpus <= free[0] and claim.memory <= free[1] and claim.disk <= free[2] and claim.net <= max(0, free[3])
+
+
+def changed(free: Sequence[int], size: Size, sign: int) -> Free:
+    """What is free once that much is given back (1) or taken (-1)."""
+    return [have + sign * amount for have, amount in zip(free, size.amounts, strict=True)]
+
+
+def how_many(claim: Size, free: Sequence[int]) -> int:
+    """How many such claims fit."""
+    if not fits(claim, free):
+        return 0
+    return min(have // need for have, need in zip(free, claim.amounts, strict=True) if need)
+
+
+class HostGroup:
+    """Hosts by what is free on them."""
+
+    def __init__(self) -> None:
+        self._free: dict[str, Free] = {}
+        self._names: list[str] = []  # in order
+        self._cpus: list[int] = []  # the numbers of free CPUs that hosts have, in order
+        self._buckets: dict[int, list[tuple[int, str]]] = {}  # by free CPUs: free memory, negative, and name; in order
+        self._tree: _FirstFit | None = None  # made when it is first asked for
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._free
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def put(self, name: str, free: Free) -> None:
+        """The host belongs to the group, and so much is free on it."""
+        old = self._free.get(name)
+        if old == free:
+            return
+        if old is None:
+            insort(self._names, name)
+            self._tree = None
+        else:
+            self._take_out(name, old)
+        self._free[name] = free
+        bucket = self._buckets.get(free[0])
+        if bucket is None:
+            bucket = self._buckets[free[0]] = []
+            insort(self._cpus, free[0])
+        insort(bucket, (-free[1], name))
+        if self._tree is not None:
+            self._tree.put(bisect_left(self._names, name), free)
+
+    def drop(self, name: str) -> None:
+        """The host belongs to the group no more."""
+        old = self._free.pop(name, None)
+        if old is not None:
+            self._take_out(name, old)
+            del self._names[bisect_left(self._names, name)]
+            self._tree = None
+
+    def _take_out(self, name: str, free: Free) -> None:
+        bucket = self._buckets[free[0]]
+        del bucket[bisect_left(bucket, (-free[1], name))]
+        if not bucket:
+            del self._buckets[free[0]]
+            del self._cpus[bisect_left(self._cpus, free[0])]
+
+    # --- hosts on which a claim fits, in an order ----------------------------------------------------
+
+    def emptiest(self, claim: Size) -> Iterator[str]:
+        """The most free CPUs first, then the most free memory, then by name."""
+        for cpus in reversed(self._cpus):
+            if cpus < claim.cpus:
+                return
+            for memory, name in self._buckets[cpus]:
+                if -memory < claim.memory:
+                    break
+                if fits(claim, self._free[name]):
+                    yield name
+
+    def tightest(self, claim: Size) -> Iterator[str]:
+        """The fewest free CPUs first, then the least free memory, then by name."""
+        for cpus in islice(self._cpus, bisect_left(self._cpus, claim.cpus), None):
+            bucket = self._buckets[cpus]
+            end = self._enough_memory(bucket, claim)
+            while end:
+                begin = bisect_left(bucket, (bucket[end - 1][0], ""))  # hosts with as much memory as the last one
+                for _, name in bucket[begin:end]:
+                    if fits(claim, self._free[name]):
+                        yield name
+                end = begin
+
+    def by_name(self, claim: Size) -> Iterator[str]:
+        """In the order of their names."""
+        if self._tree is None:
+            self._tree = _FirstFit([self._free[name] for name in self._names])
+        return (self._names[at] for at in self._tree.fitting(claim))
+
+    def count(self, claim: Size) -> int:
+        """How many have as much CPUs and memory free as the claim; the rest is left to `nth`."""
+        first = bisect_left(self._cpus, claim.cpus)
+        return sum(self._enough_memory(self._buckets[cpus], claim) for cpus in islice(self._cpus, first, None))
+
+    def nth(self, claim: Size, number: int) -> str | None:
+        """The host of that number, from 0, among those that `count` counts; None if the claim does not fit there."""
+        for cpus in islice(self._cpus, bisect_left(self._cpus, claim.cpus), None):
+            bucket = self._buckets[cpus]
+            enough = self._enough_memory(bucket, claim)
+            if number < enough:
+                name = bucket[number][1]
+                return name if fits(claim, self._free[name]) else None
+            number -= enough
+        return None
+
+    def most(self, but: Collection[str] = ()) -> tuple[int, int]:
+        """The most CPUs, and the most memory, that any of the hosts has free, `but` some; at least 0 each. Looks at no
+        more than these, and at one host for each number of free CPUs."""
+        cpus = memory = 0
+        for have in reversed(self._cpus):
+            free = next((-less for less, name in self._buckets[have] if name not in but), None)
+            if free is not None:
+                cpus, memory = max(cpus, have), max(memory, free)
+        return cpus, memory
+
+    @staticmethod
+    def _enough_memory(bucket: list[tuple[int, str]], claim: Size) -> int:
+        """How many at the beginning of a bucket have enough memory."""
+        return bisect_right(bucket, (-claim.memory, "\U0010ffff"))
+
+
+class _FirstFit:
+    """A tree over hosts in an order. Each node holds the most that is free on one of the hosts below it, of CPUs,
+    memory, disk and bandwidth each for itself, so that hosts without room are passed over many at a time."""
+
+    def __init__(self, free: list[Free]) -> None:
+        self._leaves = 1 << max(0, len(free) - 1).bit_length()
+        nothing = [-1, -1, -1, -1]
+        self._most: list[Free] = [nothing] * self._leaves + free + [nothing] * (self._leaves - len(free))
+        for at in range(self._leaves - 1, 0, -1):
+            self._most[at] = self._below(at)
+
+    def _below(self, at: int) -> Free:
+        one, other = self._most[2 * at], self._most[2 * at + 1]
+        return [max(one[0], other[0]), max(one[1], other[1]), max(one[2], other[2]), max(one[3], other[3])]
+
+    def put(self, place: int, free: Free) -> None:
+        at = self._leaves + place
+        self._most[at] = free
+        while at := at // 2:
+            most = self._below(at)
+            if most == self._most[at]:
+                return
+            self._most[at] = most
+
+    def fitting(self, claim: Size) -> Iterator[int]:
+        """The places of hosts on which the claim fits, in order."""
+        stack = [1]
+        while stack:
+            at = stack.pop()
+            if not fits(claim, self._most[at]):
+                continue
+            if at >= self._leaves:
+                yield at - self._leaves
+            else:
+                stack += (2 * at + 1, 2 * at)
+
+
+@dataclass(eq=False)
+class HostKind:
+    """Hosts that are equal but for their names and what they have available. `host` stands for each of them. `closed`:
+    they take no new VM. `ready` are those with a ready template, by its image and account and then by its size."""
+
+    host: Host
+    closed: bool = False
+    names: set[str] = field(default_factory=set)
+    hosts: HostGroup = field(default_factory=HostGroup)  # those of which it is known what is free
+    ready: dict[tuple[str, str], dict[Size, HostGroup]] = field(default_factory=dict)
+
+    def ready_with(self, image: str, account: str, size: Size) -> HostGroup:
+        """Those that have such a template ready."""
+        return self.ready.get((image, account), {}).get(size) or _NONE
+
+
+_NONE = HostGroup()
+
+
+@dataclass(frozen=True, slots=True)
+class Part(Generic[T]):
+    """Hosts of one class for which a value is the same: those of a group that are in none of other groups, and not
+    among `names`."""
+
+    kind: HostKind
+    hosts: HostGroup
+    value: T
+    but: tuple[HostGroup, ...] = ()
+    names: Collection[str] = ()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.hosts and name not in self.names and not any(name in other for other in self.but)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self.hosts if name in self) if self.but or self.names else iter(self.hosts)
+
+    def __len__(self) -> int:
+        if self.but:
+            return sum(1 for _ in self)
+        return len(self.hosts) - sum(name in self.hosts for name in self.names)
+
+    def __bool__(self) -> bool:
+        return next(iter(self), None) is not None
+
+
+class HostMap(Mapping[str, T]):
+    """A value for each of some hosts, by name. It is kept for parts of the hosts, of which each host is in one."""
+
+    def __init__(self, parts: Iterable[Part[T]]) -> None:
+        self.parts = tuple(parts)
+
+    def __getitem__(self, name: str) -> T:
+        for part in self.parts:
+            if name in part:
+                return part.value
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        """By name."""
+        return heapq.merge(*self.parts) if len(self.parts) > 1 else (n for part in self.parts for n in part)
+
+    def __len__(self) -> int:
+        return sum(len(part) for part in self.parts)
+
+    def __bool__(self) -> bool:
+        return any(self.parts)
+
+    def map(self, change: Callable[[Host, T], U]) -> HostMap[U]:
+        """Other values for the same hosts; `change` gets a host that stands for each of its part."""
+        return HostMap(
+            Part(part.kind, part.hosts, change(part.kind.host, part.value), part.but, part.names) for part in self.parts
+        )
+
+    def plus(self: HostMap[Size], other: Mapping[str, Size]) -> HostMap[Size]:
+        """The sums with the sizes of another mapping of the same parts."""
+        assert isinstance(other, HostMap) and len(other.parts) == len(self.parts)
+        return HostMap(
+            Part(one.kind, one.hosts, Size(*changed(one.value.amounts, more.value, 1)), one.but, one.names)
+            for one, more in zip(self.parts, other.parts, strict=True)
+        )
+
+    def where(self, keep: Callable[[Host], bool]) -> HostMap[T]:
+        """The hosts for which this is true; it is asked once for each class."""
+        return HostMap(part for part in self.parts if keep(part.kind.host))
+
+    def without(self, names: Collection[str]) -> HostMap[T]:
+        """All hosts but some."""
+        if not names:
+            return self
+        return HostMap(replace(p, names={*p.names, *names} if p.names else names) for p in self.parts)
+
+
+class Keeper(Protocol):
+    """A copy of what is free at one time."""
+
+    def keep(self, name: str, free: Free) -> None:
+        """What is free on the host changes: so much was free until now."""
+        ...
+
+
+class CapacityIndex:
+    """What is free on the hosts in sight. Claims, rows and observations that change make a host `stale`: what is free
+    there is to be computed again, before it is next asked for (`capacity.room_of`)."""
+
+    def __init__(self) -> None:
+        self.hosts: dict[str, Host] = {}  # in sight
+        self.free: dict[str, Free] = {}
+        self.stale: set[str] = set()
+        self.tentative: set[str] = set()  # hosts from which a room has taken what is not claimed yet
+        self.copies: WeakSet[Keeper] = WeakSet()  # what keeps what was free before it changes
+        self.stale_templates: set[TemplateKey] = set()  # of which it is to be found out whether they are ready
+        self.arrived: set[str] = set()  # hosts of which it is to be found out which templates are ready
+        self.tight: set[str] = set()  # hosts whose machine has less memory available than could be claimed
+        self.full: set[str] = set()  # hosts whose disk has too little room for a VM
+        # What was free when a host was last observed or changed, and what VMs claim whose use is not measured yet.
+        self.computed: dict[str, tuple[Free, Size]] = {}
+        self.closed: frozenset[str] = frozenset()  # hosts that take no new VM, which are classes of their own
+        self.classes: dict[Hashable, HostKind] = {}
+        self.class_of: dict[str, HostKind] = {}
+        self._groups_of: dict[str, set[HostGroup]] = {}
+        self._due: list[tuple[float, str]] = []  # a heap: when time alone changes what is free on a host
+        self._due_of: dict[str, float] = {}
+
+    # --- the hosts in sight --------------------------------------------------------------------------
+
+    def follow(self, hosts: Mapping[str, Host]) -> None:
+        """These hosts are in sight. What is observed on them may have changed."""
+        if hosts is self.hosts:
+            return
+        for name in [name for name in self.hosts if name not in hosts]:
+            self.hide(name)
+        for host in hosts.values():
+            self.show(host)
+
+    def show(self, host: Host) -> None:
+        """The host is in sight, and was observed anew."""
+        old = self.hosts.get(host.name)
+        if old is not host:
+            self.hosts[host.name] = host
+            if old is None or shape_of(host) != shape_of(old):
+                self._classify(host)
+            self.stale.add(host.name)
+        elif host.overcommit.memory > 1:  # what its VMs hold may have changed
+            self.stale.add(host.name)
+
+    def hide(self, name: str) -> None:
+        """The host is in sight no more."""
+        if self.hosts.pop(name, None) is not None:
+            self._leave_class(name)
+            for names in (self.stale, self.tight, self.full):
+                names.discard(name)
+            self.free.pop(name, None)
+            self.computed.pop(name, None)
+            self._due_of.pop(name, None)
+
+    def close(self, closed: frozenset[str]) -> None:
+        """These hosts take no new VM, and all others do: a search for room does not meet them."""
+        changed, self.closed = self.closed ^ closed, closed
+        for name in sorted(changed & self.hosts.keys()):
+            self._classify(self.hosts[name])
+
+    def _classify(self, host: Host) -> None:
+        """Put the host among those that are equal to it."""
+        self._leave_class(host.name)
+        shape = (closed := host.name in self.closed, shape_of(host))
+        kind = self.classes.get(shape)
+        if kind is None:
+            kind = self.classes[shape] = HostKind(host, closed)
+        self.class_of[host.name] = kind
+        self.arrived.add(host.name)
+        kind.names.add(host.name)
+        self._groups_of[host.name] = {kind.hosts}
+        if (free := self.free.get(host.name)) is not None:
+            kind.hosts.put(host.name, free)
+
+    def _leave_class(self, name: str) -> None:
+        for group in self._groups_of.pop(name, ()):
+            group.drop(name)
+        kind = self.class_of.pop(name, None)
+        if kind is not None:
+            kind.names.discard(name)
+            if not kind.names:
+                self.classes = {shape: other for shape, other in self.classes.items() if other is not kind}
+
+    def set_ready(self, which: TemplateKey, *, ready: bool) -> None:
+        """The host has the template ready, or has not."""
+        kind = self.class_of.get(which.host)
+        if kind is None:
+            return
+        by_size = kind.ready.setdefault((which.image, which.account), {})
+        if ready:
+            group = by_size.setdefault(which.size, HostGroup())
+            self._groups_of[which.host].add(group)
+            if (free := self.free.get(which.host)) is not None:
+                group.put(which.host, free)
+        elif (known := by_size.get(which.size)) is not None:
+            known.drop(which.host)
+            self._groups_of[which.host].discard(known)
+            if not len(known):
+                del by_size[which.size]
+
+    # --- what is free --------------------------------------------------------------------------------
+
+    def set_free(self, name: str, free: Free) -> None:
+        """So much is free on the host."""
+        if (old := self.free.get(name)) is not None:
+            for copy in self.copies:
+                copy.keep(name, old)
+        self.free[name] = free
+        for group in self._groups_of[name]:
+            group.put(name, free)
+
+    def forget_tentative(self) -> None:
+        """What was taken and is not claimed is free again."""
+        self.stale |= self.tentative
+        self.tentative.clear()
+
+    def when(self, name: str, due: float | None) -> None:
+        """Time alone changes at `due` what is free on the host; None: it does not."""
+        if due is None:
+            self._due_of.pop(name, None)
+        elif self._due_of.get(name) != due:
+            self._due_of[name] = due
+            heapq.heappush(self._due, (due, name))
+
+    def take_stale(self, now: float) -> list[str]:
+        """The hosts whose free capacity is to be computed again, by name. They count as computed from here on."""
+        while self._due and self._due[0][0] <= now:
+            due, name = heapq.heappop(self._due)
+            if self._due_of.get(name) == due:
+                del self._due_of[name]
+                self.stale.add(name)
+        found = sorted(name for name in self.stale if name in self.hosts and name not in self.tentative)
+        self.stale.clear()  # those left out are in `tentative`
+        return found
+
+
+def shape_of(host: Host) -> Hashable:
+    """What equal hosts have in common. Equal shapes mean equal sizes, claims and abilities."""
+    return (
+        host.capacity,
+        host.abilities,
+        host.machine,
+        host.template_copies,
+        host.memory_block,
+        host.vm_overhead,
+        host.overcommit,
+        frozenset(host.images.items()),
+        frozenset(host.disks.items()),
+    )

@@ -1,0 +1,217 @@
+"""Spares of the warm pools: VMs made before any job asks for them, each taken by one job and never given back.
+
+A *parked* spare is a clone that is restored and paused: it takes any size and identity when it is taken, and until then
+uses hardly any memory and no CPU. A *joined* spare is an idle node of one size: a job of one VM that fits is tied to it
+at once, by the tag that is the VM's own. Spares give way to whatever needs their memory.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+from multiverse.core.capacity.room import Room
+from multiverse.core.capacity.sizes import parked_claim, vm_claim, vm_size
+from multiverse.core.context import Context
+from multiverse.core.machines.offer import withdraw_offer
+from multiverse.core.machines.vm import release_vm, retire_vm
+from multiverse.core.model import (
+    Attempt,
+    CloneKind,
+    Depth,
+    Host,
+    NodeSpec,
+    NodeState,
+    OfferState,
+    Reason,
+    Size,
+    Vm,
+    VmCondition,
+    VmState,
+)
+from multiverse.core.policy import Policy, Pool
+from multiverse.core.rows import plus
+from multiverse.core.state import State
+
+Taken = tuple[Vm, Size]
+"""A spare as it serves, and what it claims more than before."""
+
+WITHDRAWAL = 2.0
+"""Seconds that a job waits for a spare to be withdrawn from other jobs; then the job is given another VM."""
+
+_LIVE = (VmState.PLANNED, VmState.PARKED, VmState.STARTING, VmState.JOINED)
+
+
+def spares(state: State, depth: Depth | None = None) -> list[Vm]:
+    """The spares that serve nobody yet, are not on their way out, and were not taken by a job on its way, by serial."""
+    return [
+        vm
+        for vm in state.vms_in(*_LIVE)
+        if vm.is_spare and depth in (None, vm.pool) and state.offer_of(vm) is not OfferState.TAKEN
+    ]
+
+
+def awaiting_job(state: State) -> list[Vm]:
+    """The spares that a submission took and whose job has not come, until they are gone; by serial."""
+    taken = [id_ for id_ in sorted(state.offers) if state.offers[id_].state is OfferState.TAKEN]
+    return [vm for id_ in taken if (vm := state.vms.get(id_)) and vm.attempt is None]
+
+
+def spare_size(pool: Pool, template: Size, host: Host, policy: Policy) -> Size:
+    """The size that a pool's VM is made with, forked from a template of the size `template`."""
+    return template if pool.depth is Depth.PARKED else vm_size(pool.size, template, host, policy)
+
+
+def spare_claim(pool: Pool, size: Size, host: Host) -> Size:
+    """What a pool's VM of `size` claims on the host."""
+    if pool.depth is Depth.PARKED:
+        return parked_claim(host, pool.image)
+    return vm_claim(size, host, pool.image, CloneKind.INSTANT)
+
+
+# --- taking ----------------------------------------------------------------------------------------
+
+
+def joined_for(context: Context, attempt: Attempt, promised: Collection[int] = ()) -> Vm | None:
+    """The joined spare that fits best: as many CPUs as asked for, no more memory than must be, and not on offer to
+    other jobs if there is another. None of those that are `promised` to earlier jobs."""
+    request, state, nodes, image = attempt.request, context.state, context.scheduler.nodes, context.image_of(attempt)
+    context = context.with_avoided()  # whatever fails there: these have joined
+    if request.nodes != 1:
+        return None  # the VMs of one job are tied to it by one tag, and know each other from their start
+
+    def is_open_to_all(vm: Vm) -> bool:
+        return set(request.features) <= {image, CloneKind.INSTANT, CloneKind.AUTO}
+
+    def fits(vm: Vm) -> bool:
+        return (
+            vm.image == image
+            and vm.account == request.account
+            and vm.node_size.cpus == request.size.cpus
+            and vm.node_size.memory >= request.size.memory
+            and vm.node_size.disk >= request.size.disk
+            and not request.size.net  # a joined spare has no limit, and claims no bandwidth
+            and request.sockets == 1
+        )
+
+    def is_idle(vm: Vm) -> bool:
+        return vm.name in nodes and nodes[vm.name].state is NodeState.IDLE and not nodes[vm.name].reserved
+
+    def is_late(vm: Vm) -> bool:
+        offer = state.offers.get(vm.id)
+        return offer is not None and offer.state is OfferState.CLOSING and state.now - offer.since > WITHDRAWAL
+
+    fit = [
+        vm
+        for vm in spares(state, Depth.JOINED)
+        if vm.state is VmState.JOINED and vm.id not in promised and not is_late(vm) and vm.host in context.hosts
+        if fits(vm) and is_open_to_all(vm) and is_idle(vm) and fit_to_serve(context, vm)
+    ]
+    return min(fit, key=lambda vm: (vm.node_size.memory, state.offer_of(vm) is OfferState.OPEN, vm.id), default=None)
+
+
+def parked_for(context: Context, attempt: Attempt, templates: Mapping[str, Size], room: Room) -> list[Taken]:
+    """Parked spares that can become the attempt's VMs where they are, on the emptiest hosts first, and no more than it
+    needs. Takes the room that they come to need."""
+    found: list[Taken] = []
+    if not context.policy.pools:
+        return found
+    image, request = context.image_of(attempt), attempt.request
+    mine: Counter[str] = Counter(vm.host for vm in context.state.vms_of(attempt) if not vm.failed)
+    left = [
+        vm
+        for vm in spares(context.state, Depth.PARKED)
+        if vm.state is VmState.PARKED and vm.image == image and vm.account == request.account
+        if (vm.place.template and vm.place.template.size) == templates.get(vm.host)
+        if vm.host in context.hosts and fit_to_serve(context, vm)
+    ]
+    while left and len(found) < request.nodes:
+        left.sort(key=lambda vm: (-room.free[vm.host][0], -room.free[vm.host][1], vm.id))
+        vm = left.pop(0)
+        host = context.hosts[vm.host]
+        size = vm_size(request.size, templates[vm.host], host, context.policy)
+        more = _less(vm_claim(size, host, image, vm.kind), parked_claim(host, image))
+        if room.fits(vm.host, more) and mine[vm.host] < request.most_on_a_host(request.nodes):
+            mine[vm.host] += 1
+            room.take(vm.host, more)
+            found.append((replace(vm, size=size, node_size=request.size), more))
+    return found
+
+
+def give_back(taken: list[Taken], room: Room) -> None:
+    """Undo what `parked_for` took of the room."""
+    for vm, more in taken:
+        room.give(vm.host, more)
+
+
+def _less(one: Size, other: Size) -> Size:
+    return plus(one, other, -1)
+
+
+def fit_to_serve(context: Context, vm: Vm) -> bool:
+    """Whether a spare may still become a job's: it lives, nothing in it has failed, its guest knows no user of an
+    earlier job, and it is not older than its pool lets it be, though it may not have been released yet."""
+    seen = context.world.vm(vm)
+    if (
+        seen is None
+        or seen.condition not in (VmCondition.PARKED, VmCondition.RUNNING)
+        or seen.reason
+        or seen.users_added
+    ):
+        return False
+    return not any(too_old(vm, pool, context.state.now) for pool in context.policy.pools if is_of(vm, pool))
+
+
+def is_of(vm: Vm, pool: Pool) -> bool:
+    """Whether the VM is such a one as the pool keeps."""
+    same = vm.image == pool.image and vm.pool is pool.depth
+    return same and (pool.depth is Depth.PARKED or vm.node_size == pool.size)
+
+
+def too_old(vm: Vm, pool: Pool, now: float) -> bool:
+    return vm.state in (VmState.PARKED, VmState.JOINED) and now - vm.since > pool.max_age
+
+
+def node_spec(vm: Vm, attempt: Attempt | None, peers: tuple[tuple[str, str], ...] = ()) -> NodeSpec:
+    """The VM as a node. It offers its features to its attempt's job alone or, as a spare, to whichever job takes it.
+    `peers` are the other VMs of its attempt."""
+    if attempt is not None:
+        features: tuple[str, ...] = (*attempt.request.features, attempt.feature)
+    else:
+        features = (vm.image, CloneKind.INSTANT.value, CloneKind.AUTO.value, vm.feature)
+    return NodeSpec(
+        name=vm.name,
+        address=vm.address,
+        size=vm.node_size,
+        features=features,
+        tag=attempt.feature if attempt is not None else vm.feature,
+        image=vm.image,
+        account=vm.account,
+        spare=attempt is None,
+        sockets=attempt.request.sockets if attempt is not None else 1,
+        peers=peers,
+    )
+
+
+# --- release ---------------------------------------------------------------------------------------
+
+
+def release_spare(state: State, vm: Vm, why: Reason, *, unfit: bool = False) -> None:
+    """Plan the end of a spare. No job ever had its node, so the node may be deleted at once; but not while a job may
+    still take it. One that is `unfit` to serve is a failure of its image there."""
+    if unfit:
+        vm = replace(vm, fault="host")
+    offer = state.offers.get(vm.id)
+    if offer is not None and offer.state in (OfferState.OPEN, OfferState.CLOSING):
+        state.move(retire_vm(vm, why))
+        if offer.state is OfferState.OPEN:
+            state.move(withdraw_offer(offer, why))
+    else:
+        state.move(release_vm(replace(vm, reason=why), why))
+
+
+def named_by_none(image: str, default: str, kind: CloneKind) -> tuple[bool, bool]:
+    """Whether jobs that name no image, and those that name no kind of clone, are served by an instant clone of `image`,
+    where these are the site's defaults."""
+    return image == default, kind in (CloneKind.INSTANT, CloneKind.AUTO)

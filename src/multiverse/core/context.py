@@ -1,0 +1,103 @@
+"""What every decision of provisioning looks at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from multiverse.core.avoidance import avoided
+from multiverse.core.model import OFF_STATES, Attempt, Host, Job, NodeReservation, SchedulerView, World, first_keeping
+from multiverse.core.policy import Policy
+from multiverse.core.state import State
+
+
+class OpenHosts(Mapping[str, Host]):
+    """Hosts by name, but those that are closed. Making one costs nothing, however many hosts there are."""
+
+    def __init__(self, hosts: Mapping[str, Host], closed: frozenset[str]) -> None:
+        self._hosts, self._closed = hosts, closed
+
+    def __getitem__(self, name: str) -> Host:
+        if name in self._closed:
+            raise KeyError(name)
+        return self._hosts[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._hosts and name not in self._closed
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._hosts if name not in self._closed)
+
+    def __len__(self) -> int:
+        return len(self._hosts) - sum(name in self._hosts for name in self._closed)
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """The state of a pass, what was observed, and the settings. `sight` are the hosts in sight that are kept from pass
+    to pass (`changes.mark_changes`); None: those of the world. `without` are hosts that count as closed, too, of which
+    `avoided` are those on which VMs of the image that is asked for fail; with `drained`, drained ones count as open."""
+
+    state: State
+    world: World
+    policy: Policy
+    sight: Mapping[str, Host] | None = None
+    without: frozenset[str] = frozenset()
+    drained: bool = False
+    avoided: frozenset[str] = frozenset()
+
+    @property
+    def in_sight(self) -> Mapping[str, Host]:
+        """The hosts in sight, by name, whether or not they take new VMs."""
+        return self.world.hosts if self.sight is None else self.sight
+
+    @property
+    def closed(self) -> frozenset[str]:
+        """The hosts that take no new VM."""
+        if self.drained:
+            return frozenset(host.name for host in self.state.hosts_in(*OFF_STATES))
+        return self.state.closed | self.without if self.without else self.state.closed
+
+    @property
+    def hosts(self) -> Mapping[str, Host]:
+        """The hosts in sight that take new VMs, by name."""
+        return OpenHosts(self.in_sight, closed) if (closed := self.closed) else self.in_sight
+
+    def with_drained(self) -> Context:
+        """As if all hosts that are drained, or are to be, were resumed."""
+        if not self.without and not self.state.drains:
+            return self
+        return replace(self, without=frozenset(), avoided=frozenset(), drained=True)
+
+    def without_avoided(self, image: str) -> Context:
+        """Without the hosts that are avoided for an image."""
+        found = avoided(self.state, image, self.now) if self.state.faults else frozenset[str]()
+        return replace(self, without=self.without | found, avoided=found) if found else self
+
+    def with_avoided(self) -> Context:
+        """As if no host were avoided."""
+        return replace(self, without=self.without - self.avoided, avoided=frozenset()) if self.avoided else self
+
+    @property
+    def scheduler(self) -> SchedulerView:
+        """The scheduler's view. Only asked for where the scheduler is known."""
+        assert self.world.scheduler is not None, "provisioning begins only when the scheduler is known"
+        return self.world.scheduler.value
+
+    @property
+    def now(self) -> float:
+        """Now, in Unix time."""
+        return self.unix(self.state.now)
+
+    def unix(self, monotonic: float) -> float:
+        """A monotonic time in Unix time."""
+        return monotonic + self.world.epoch
+
+    def kept_by(self, job: Job) -> NodeReservation | None:
+        """The scheduler's reservation because of which a job cannot start now, if there is one."""
+        found = self.scheduler.reservations
+        return first_keeping(found, self.now, job.limit) if found else None
+
+    def image_of(self, attempt: Attempt) -> str:
+        """The image of the attempt's VMs."""
+        return attempt.request.image or self.policy.image

@@ -1,0 +1,260 @@
+"""When a host is leased, and when it is given back.
+
+A lease is asked for when jobs have waited for room for a while and would fit on its host, and no more of them than the
+free capacity and the leases that are coming do not hold already. So the jobs that wait are distributed in their order,
+as admission would: first to what is free now, then to the leases that are coming, then to new ones.
+
+One that is coming and that none of them needs any more is given up. One whose host has had no VM for the time that the
+settings say is given back, unless a job is about to use it. Nothing oscillates: a job that would not fit into what is
+left of a lease by the time that its VM is there is no reason for one, and after a lease that was of no use the next one
+of its partition waits, each time for longer (`Forecast.lease_rest`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from multiverse.core.capacity.host_limits import HostLimits
+from multiverse.core.capacity.room import room_of
+from multiverse.core.capacity.sizes import empty_capacity, vm_claims
+from multiverse.core.capacity.usable_hosts import for_attempt
+from multiverse.core.capacity_index import changed
+from multiverse.core.clones.kinds import choose_clones, on_hosts_making
+from multiverse.core.clones.templates import node_request
+from multiverse.core.context import Context
+from multiverse.core.leases.leasable import claims_there, leasable_host, may_use
+from multiverse.core.machines.lease import plan_lease, release_lease
+from multiverse.core.model import (
+    COMING_LEASES,
+    Attempt,
+    Host,
+    Lease,
+    LeaseSpec,
+    LeaseState,
+    Size,
+    TemplateState,
+    Why,
+    said,
+)
+from multiverse.core.model.names import lease_name, token_of
+from multiverse.core.policy import LeasePolicy
+from multiverse.core.quarantine import quarantine_on_error
+from multiverse.core.runs import why_earlier_run
+from multiverse.core.state import State
+from multiverse.core.transition import Event
+
+DEPTH = 100
+"""Waiting jobs, the first of the queue, for which hosts are leased."""
+
+PATIENCE = 5.0
+"""So many times the idle time a host is kept at most for jobs that would use it, and do not, once their templates are
+built."""
+
+
+@dataclass(slots=True)
+class _Coming:
+    """A host that is coming, or may be asked for, and what is still free on it. `lease` None: it is not asked for."""
+
+    policy: LeasePolicy
+    host: Host
+    lease: Lease | None = None
+    free: list[int] = field(default_factory=list)
+    templates: set[tuple[str, Size]] = field(default_factory=set)
+    uses: int = 0
+
+    def __post_init__(self) -> None:
+        self.free = list(empty_capacity(self.host).amounts)
+
+    def take(self, image: str, claim: Size, frozen: Size) -> bool:
+        """Take the room for one VM, and for its template if it is the first of it; whether there was enough."""
+        left = changed(self.free, claim, -1)
+        if (image, frozen) not in self.templates:
+            left = changed(left, frozen, -1)
+        if min(left) < 0 or claim.cpus > self.host.capacity.cpus:
+            return False
+        self.free = left
+        self.templates.add((image, frozen))
+        self.uses += 1
+        return True
+
+
+def reconcile_leases(context: Context) -> None:
+    """Ask for the leases that jobs need, and give back those that none needs. Needs the scheduler."""
+    state = context.state
+    if context.world.scheduler is None or not (context.policy.leases or state.leases):
+        return
+    needs = _Needs(context)
+    for attempt in _waiting(context):
+        with quarantine_on_error(state, attempt.key):
+            needs.add(attempt)
+    for lease in [state.leases[number] for number in sorted(state.leases)]:
+        with quarantine_on_error(state, lease.key):
+            _give_back_unneeded(context, lease, needs)
+    for new in needs.new:
+        _request(context, new)
+
+
+def _waiting(context: Context) -> Iterator[Attempt]:
+    """The first attempts that wait for nothing but room, in their order: also those that no host in sight can hold."""
+    state, queue = context.state, context.state.queue
+    limits = Counter(context.scheduler.limits)
+    first = sorted([*queue.candidates.first(DEPTH), *queue.unfit.first(DEPTH)])[:DEPTH]
+    for _, number in first:
+        attempt, job = state.attempts[number], queue.job_of(number)
+        limited = any(count > limits[limit] for limit, count in job.uses)
+        if not job.eligible or attempt.waits_for_delay(job) or limited or state.now < attempt.not_before:
+            continue
+        if why_earlier_run(state, context.world, attempt, {}):
+            continue
+        if context.world.user_known_since(attempt.uid) == float("inf"):
+            # No host in sight may be able to hold it, so nobody else has asked who the user is.
+            state.users_asked.setdefault(attempt.uid, state.now)
+            continue
+        limits.subtract(dict(job.uses))
+        yield attempt
+
+
+class _Needs:
+    """Distributes waiting jobs to what is free, to the leases that are coming, and to new ones."""
+
+    def __init__(self, context: Context) -> None:
+        self._context, self._room = context, room_of(context).copy()
+        # Hosts in sight that jobs are about to use, each with all those of the same jobs.
+        self.used: defaultdict[str, set[str]] = defaultdict(set)
+        self.new: list[LeasePolicy] = []
+        self._hopeless: set[tuple[int, float | None, bool]] = set()  # jobs for which there is nothing
+        self._claims: dict[tuple[int, frozenset[str]], Mapping[str, Size]] = {}  # on hosts in sight, of jobs alike
+        self._coming = [
+            _Coming(policy, host, lease)
+            for lease in context.state.leases_in(*COMING_LEASES)
+            if (host := leasable_host(context, policy := context.policy.lease_from(lease.spec.partition))) is not None
+        ]
+        # Images are brought to them; until then, no job has room there.
+        self._without_images = [
+            _Coming(context.policy.lease_from(lease.spec.partition), context.hosts[lease.name], lease)
+            for lease in context.state.leases_in(LeaseState.IDLE)
+            if lease.name in context.hosts
+        ]
+        self._left = Counter({one.partition: one.most for one in context.policy.leases})
+        self._left.subtract(lease.spec.partition for lease in context.state.leases.values())
+        self._giving_back = {lease.spec.partition for lease in context.state.leases_in(LeaseState.RELEASING)}
+
+    def needs(self, lease: Lease) -> bool:
+        """Whether a job needs this lease, which is coming."""
+        return any(one.uses for one in self._coming if one.lease is not None and one.lease.id == lease.id)
+
+    def add(self, attempt: Attempt) -> None:
+        """Another job, behind those before: it needs what it gets, all of it or nothing. Where there was nothing for
+        one, there is nothing for those behind it that are alike."""
+        job = self._context.state.queue.job_of(attempt.id)
+        alike = (self._context.state.queue.shape_of(attempt.id), job.limit, job.requeues)
+        if alike in self._hopeless:
+            return
+        left = attempt.request.nodes - self._place_in_sight(attempt)
+        if left > 0 and not self._place_on_leases(attempt, left):
+            self._hopeless.add(alike)
+
+    def _place_in_sight(self, attempt: Attempt) -> int:
+        """How many of its VMs have room on the hosts in sight."""
+        context = for_attempt(self._context, attempt)
+        alike = (context.state.queue.shape_of(attempt.id), context.without)
+        if alike not in self._claims:
+            choice = choose_clones(context, attempt)
+            able = on_hosts_making(context.image_of(attempt), choice.kind, choice.sizes)
+            wanted = node_request(context, attempt, choice.kind)
+            self._claims[alike] = vm_claims(wanted, able, context.hosts, context.policy) if able else {}
+        claims, on = self._claims[alike], Counter[str]()
+
+        def accept(name: str) -> bool:
+            return attempt.request.most_on_a_host(on[name] + 1) > on[name]
+
+        while on.total() < attempt.request.nodes and (chosen := self._room.place(1, claims, hosts=HostLimits(accept))):
+            on.update(chosen)
+        for name in on:
+            self.used[name].update(on)
+        return on.total()
+
+    def _place_on_leases(self, attempt: Attempt, count: int) -> bool:
+        """Take what so many of its VMs need of leases; whether there was enough for all of them."""
+        context, state = self._context, self._context.state
+        usable = [one for one in context.policy.leases if may_use(context, attempt, one)]
+        partitions = {one.partition for one in usable}
+        image = context.image_of(attempt)
+        bare = [one for one in self._without_images if image not in one.host.images]
+        coming = [one for one in (*self._coming, *bare) if one.policy.partition in partitions]
+        before = [(one, list(one.free), set(one.templates), one.uses) for one in coming]
+        left = self._take(attempt, coming, count)
+        new: list[_Coming] = []
+        for policy in usable:
+            waited = state.now - attempt.since >= policy.min_wait
+            rests = state.now < context.world.forecast.lease_rest.get(policy.partition, 0.0)
+            rests = rests or policy.partition in self._giving_back  # why is not in the forecast yet
+            host = leasable_host(context, policy) if waited and not rests else None
+            already = sum(one.policy.partition == policy.partition for one in new)
+            while host is not None and left and self._left[policy.partition] > already:
+                fresh = _Coming(policy, host)
+                rest = self._take(attempt, [fresh], left)
+                if rest == left:
+                    break
+                left, already = rest, already + 1
+                new.append(fresh)
+        if left:  # not all of it: it needs nothing yet
+            for one, free, templates, uses in before:
+                one.free, one.templates, one.uses = free, templates, uses
+            return False
+        for name in (one.lease.name for one in bare if one.lease is not None and one.uses):
+            self.used[name].add(name)
+        for fresh in new:
+            self._left[fresh.policy.partition] -= 1
+            self.new.append(fresh.policy)
+        self._coming += new
+        return True
+
+    def _take(self, attempt: Attempt, hosts: list[_Coming], count: int) -> int:
+        """Take the room for so many VMs on these hosts; for how many there is none."""
+        image = self._context.image_of(attempt)
+        for one in hosts:
+            claim, frozen = claims_there(self._context, attempt, one.host)
+            may = attempt.request.most_on_a_host(count)
+            while count and may and one.take(image, claim, frozen):
+                count, may = count - 1, may - 1
+        return count
+
+
+def _request(context: Context, policy: LeasePolicy) -> None:
+    state = context.state
+    number = state.numbers.new_lease_id()
+    name = lease_name(state.site, number)
+    # Numbers of VMs and of leases are the same now and then, and their tokens must not be.
+    token = token_of(f"{context.state.entropy}/{name}", number)
+    spec = LeaseSpec(name, token, policy.partition, policy.size, policy.time_limit, policy.account, policy.user)
+    state.move(plan_lease(Lease(number, state.now, spec), Why.JOBS_WAIT()))
+
+
+def _give_back_unneeded(context: Context, lease: Lease, needs: _Needs) -> None:
+    state = context.state
+    if lease.quarantined:
+        return
+    policy = context.policy.lease_from(lease.spec.partition)
+    match lease.state:
+        case LeaseState.PLANNED | LeaseState.WAITING if not needs.needs(lease):
+            state.move(release_lease(lease, Event.RELEASED, Why.NO_JOB_NEEDS()))
+        case LeaseState.IDLE if not state.vms_on(lease.name):
+            idle = state.now - lease.since
+            kept = lease.name in needs.used and _kept_for_jobs(state, lease, needs.used[lease.name], policy)
+            drain = state.drains.get(lease.name)
+            if drain is not None and drain.begins <= context.now:
+                state.move(release_lease(lease, Event.RELEASED, said(drain.reason) or Why.OPERATOR_DRAINED()))
+            elif idle >= policy.idle and not kept:
+                state.move(release_lease(lease, Event.RELEASED, Why.WAS_IDLE(limit=policy.idle)))
+
+
+def _kept_for_jobs(state: State, lease: Lease, used: set[str], policy: LeasePolicy) -> bool:
+    """Whether an idle host is kept for jobs that are about to use it. `used` are all their hosts. A job starts when the
+    last of them has its template, and a template that is being built has a time limit of its own."""
+    templates = [one for host in sorted(used) for one in state.templates_on(host)]
+    built = [one.since for one in templates if one.state is TemplateState.READY]
+    builds = any(one.state is TemplateState.BUILDING for one in templates)
+    return builds or state.now - max([lease.since, *built]) < PATIENCE * policy.idle

@@ -1,0 +1,202 @@
+"""The warm pools: release spares that are of no use and create missing ones, after all queued jobs were considered."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from multiverse.core.avoidance import is_tried
+from multiverse.core.capacity.host_limits import HostLimits
+from multiverse.core.capacity.room import Blockage, room_of
+from multiverse.core.capacity.sizes import short_of_memory, template_size
+from multiverse.core.clones.kinds import hosts_making
+from multiverse.core.clones.pacing import wait_for
+from multiverse.core.clones.planning import CloneRequest, plan_vms
+from multiverse.core.clones.spares import awaiting_job, is_of, release_spare, spare_claim, spare_size, spares, too_old
+from multiverse.core.clones.templates import TemplateWish, ask_for_template
+from multiverse.core.context import Context
+from multiverse.core.machines.vm import plan_vm
+from multiverse.core.model import (
+    Attempt,
+    AttemptState,
+    Claim,
+    CloneKind,
+    Host,
+    OfferState,
+    Reason,
+    TemplateState,
+    Vm,
+    VmState,
+    Why,
+    first_on,
+    said,
+)
+from multiverse.core.policy import Pool
+from multiverse.core.pools.offers import BEING_CREATED, reconcile_offers
+
+LAUNCH = 1.0
+"""Seconds from a job's running, as Slurm shows it, until its script has begun."""
+
+
+def reconcile_pools(context: Context, blockage: Blockage) -> None:
+    """Bring every pool to its size. Nothing is made while jobs wait for room or for a turn, and nothing is on offer
+    while jobs wait for room; neither while a reservation of the scheduler's keeps all nodes. Spares that were taken
+    count towards the most that a pool has, until their jobs come."""
+    if context.world.scheduler is None or not context.world.sees_hosts:
+        return
+    if context.state.closing:
+        context = replace(context, without=context.state.closing)
+    state, hosts = context.state, context.hosts
+    for vm in spares(state):
+        if vm.host in hosts and short_of_memory(hosts[vm.host]):
+            release_spare(state, vm, Why.HOST_TIGHT(host=vm.host))
+    unwanted = {vm.id: vm for vm in spares(state)}
+    kept = first_on(context.scheduler.reservations, context.now)
+    for pool in context.policy.pools:
+        mine = [vm for vm in unwanted.values() if is_of(vm, pool)]
+        for vm in mine:
+            del unwanted[vm.id]
+        mine = [vm for vm in mine if not _release_if_spent(context, vm, pool)]
+        wanted = wanted_of(context, pool)
+        for vm in mine[: max(0, len(mine) - wanted)]:  # the oldest
+            release_spare(state, vm, Why.POOL_KEEPS(wanted=wanted))
+        taken = sum(is_of(vm, pool) for vm in awaiting_job(state))
+        lacking = min(wanted, pool.most - taken) - len(mine)
+        if not blockage and not kept and lacking > 0 and _may_make(context, pool):
+            _refill(context, pool, lacking)
+    for vm in unwanted.values():
+        release_spare(state, vm, Why.NO_POOL())
+    reconcile_offers(context, blockage)
+
+
+def wanted_of(context: Context, pool: Pool) -> int:
+    """How many spares the pool is to have now."""
+    forecast = context.world.forecast
+    seconds = context.policy.takes(pool.image, CloneKind.INSTANT, forecast)
+    return pool.wanted(forecast.arrivals.get(pool.image, 0.0), seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStatus:
+    """How it stands with a pool: how many spares it is to have now, has ready, of these on offer to jobs as they come,
+    and has in the making."""
+
+    pool: Pool
+    wanted: int
+    ready: int
+    making: int
+    offered: int
+
+
+def pool_status(context: Context) -> list[PoolStatus]:
+    """Every pool of the settings, in their order."""
+    shown = context.world.scheduler.value.offers if context.world.scheduler else {}
+    found = []
+    for pool in context.policy.pools:
+        mine = [vm for vm in spares(context.state) if is_of(vm, pool)]
+        ready = sum(vm.state.value == pool.depth.value for vm in mine)
+        opened = [vm for vm in mine if context.state.offer_of(vm) is OfferState.OPEN]
+        offered = sum((shown or {}).get(vm.name) is False for vm in opened)
+        found.append(PoolStatus(pool, wanted_of(context, pool), ready, len(mine) - ready, offered))
+    return found
+
+
+def _has_idle_cpus(context: Context, host: Host) -> bool:
+    """Whether another spare may be made there without slowing down jobs that are starting. Half of the machine's CPUs
+    are enough for both together, and one of a single pair."""
+    cpus = (host.machine or host.capacity).cpus
+    at_work = 0
+    for vm in context.state.vms_on(host.name):
+        attempt = context.state.attempt_of(vm)
+        at_work += _is_starting(attempt, context.state.now) if attempt is not None else vm.state in BEING_CREATED
+    return at_work < max(1, cpus // 2)
+
+
+def _is_starting(attempt: Attempt, now: float) -> bool:
+    """From its admission until its script has begun, which nobody reports: some time after the job runs."""
+    if attempt.state is AttemptState.ALLOCATED:
+        return now - attempt.since < LAUNCH
+    starting = (AttemptState.CLAIMED, AttemptState.SPAWNING, AttemptState.SPAWNED, AttemptState.ADDING_USER)
+    return attempt.state in starting
+
+
+def _may_make(context: Context, pool: Pool) -> bool:
+    """Not while a spare that failed is being destroyed, and then not before its image's rest is over. A spare whose
+    host is out of reach has not failed to come up, and may be there for long."""
+    failed = any(
+        vm.pool and vm.attempt is None and vm.image == pool.image
+        for vm in context.state.vms_in(VmState.ENDING, VmState.REMOVING)
+    )
+    return not failed and context.state.now >= context.world.forecast.rest.get(pool.image, 0.0)
+
+
+def _release_if_spent(context: Context, vm: Vm, pool: Pool) -> bool:
+    """Release the spare, with a reason, if it is of no use any more."""
+    if why := _why_spent(context, vm, pool):
+        release_spare(context.state, vm, why)
+    elif why := _why_unfit(context, vm):
+        release_spare(context.state, vm, why, unfit=True)
+    return bool(why)
+
+
+def _why_unfit(context: Context, vm: Vm) -> Reason | None:
+    """Why the spare cannot serve although nothing has changed: a daemon in it has ended, or its node is unusable."""
+    node, seen = context.scheduler.nodes.get(vm.name), context.world.vm(vm)
+    if vm.state in (VmState.PARKED, VmState.JOINED) and seen is not None and seen.reason:
+        return said(seen.reason)
+    unusable = node is None or node.is_unusable
+    if vm.state is VmState.JOINED and context.world.node_began(vm.name) > vm.since and unusable:
+        return Why.NODE_STATE(said(node.reason), found=node.state) if node else Why.NODE_GONE()
+    return None
+
+
+def _why_spent(context: Context, vm: Vm, pool: Pool) -> Reason | None:
+    """Why the spare is of no use any more; None if it is of use."""
+    state = context.state
+    which, host = vm.place.template, context.hosts.get(vm.host)
+    template = state.template_for(which) if which else None
+    if host is not None and vm.image not in host.images:
+        return Why.IMAGE_GONE()
+    if template is None or template.state is not TemplateState.READY:
+        return Why.TEMPLATE_GONE()
+    if too_old(vm, pool, state.now):
+        return Why.TOO_OLD(limit=pool.max_age)
+    return None
+
+
+def _refill(context: Context, pool: Pool, lacking: int) -> None:
+    """Plan as many spares as may be made beside what is being made for jobs: half of a turn, one at least."""
+    state, policy, kind = context.state, context.policy, CloneKind.INSTANT
+    if state.leases:  # a host is leased for jobs, and its spares would keep it
+        context = replace(context, without=context.without | state.leased)
+    context = context.without_avoided(pool.image)
+    hosts, room = context.hosts, room_of(context)
+    able = hosts_making(context, pool.image, kind)
+    templates = able.map(lambda host, _: template_size(pool.size, host, pool.image, policy))
+    wish = TemplateWish(pool.image, "", templates)
+    ready = wish.ready()
+    if not ready:
+        ask_for_template(context, wish, room, Why.POOL_NEEDS())
+        return
+    being_made = Counter(vm.attempt is None for vm in state.vms_in(*BEING_CREATED))
+    turns = policy.provisioning - being_made[False]  # those of jobs come first
+    may = max(1, turns // 2) - being_made[True] if turns > 0 else 0
+    sizes = ready.map(lambda host, template: spare_size(pool, template, host, policy))
+    claims = sizes.map(lambda host, size: spare_claim(pool, size, host))
+
+    def accept(name: str) -> bool:
+        parent = (name, pool.image, kind)
+        if name in state.faults.get(pool.image, ()) and is_tried(state, name, pool.image):
+            return False  # another one is tried there first
+        return not wait_for(parent, state.paced, state.now, policy) and _has_idle_cpus(context, hosts[name])
+
+    wanted = CloneRequest(pool.image, kind, pool.size, templates, pool=pool.depth, sizes=sizes)
+    for _ in range(min(lacking, may)):
+        chosen = room.place(1, claims, hosts=HostLimits(accept))
+        vms = plan_vms(context, wanted, chosen) if chosen else None
+        if vms is None:
+            return
+        state.move(
+            *(plan_vm(vm, Why.FOR_POOL(depth=pool.depth, image=pool.image)) for vm in vms),
+            make=(Claim(vm.key, vm.host, claims[vm.host]) for vm in vms),
+        )

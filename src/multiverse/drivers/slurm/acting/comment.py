@@ -1,0 +1,231 @@
+"""AdminComment: what a job's user reads there of Multiverse, beside the text of others.
+
+Slurm keeps one AdminComment for each of its job records. An array is one record until a task is changed or started
+alone: the waiting tasks that were not yet separated share the record `ID_[…]`. An update of `ID_[…]` with all tasks of
+the record changes the record as a whole; an update of some of its tasks makes a record of each of these first, and an
+update of `ID` changes all tasks of the array, those that run too (slurmctld/job_mgr.c, `update_job_str`, the same from
+22.05 to 25.11). Tasks only ever leave the shared record, so the tasks that were read a moment before are still all of
+it, and the record is never split by an update of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+from collections import Counter
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+
+from multiverse.core.errors import Gone
+from multiverse.core.model import JobRef
+from multiverse.drivers.slurm.command import SlurmCommands
+from multiverse.drivers.slurm.reading import parse
+
+_LONGEST_LINE = 500  # characters of a line for a user
+_LONGEST_COMMENT = 30_000  # characters; a longer comment, which is not ours, is left as it is
+_LONGEST_TASKS = 100_000  # characters of a list of tasks; Linux lets one argument of a command have 131,071 bytes
+_OURS = re.compile(r"\[multiverse: [^\[\]]*\]")
+_NO_COMMENT = ("", "(null)", "N/A")
+_BRACKETS = str.maketrans("[]", "()")
+
+
+# --- the text --------------------------------------------------------------------------------------
+
+
+def plain_line(text: str) -> str:
+    """One printable line without double quotes: scontrol takes the whole argument as the value, quotes included."""
+    plain = "".join(c if c.isprintable() else " " for c in text.replace('"', "'"))
+    return " ".join(plain.split())[:_LONGEST_LINE]
+
+
+def compose(present: str, text: str) -> str:
+    """The AdminComment of a job that has the AdminComment `present`, once its user is told `text`.
+
+    Our part is `[multiverse: TEXT]`. It takes the place of our earlier part, or else follows what others wrote. The
+    text of others stays as it is. A comment that could not be written again unchanged is returned as it is: one that is
+    very long, or not UTF-8.
+    """
+    ours = f"[multiverse: {plain_line(text).translate(_BRACKETS)}]"
+    if "\ufffd" in present or len(present) > _LONGEST_COMMENT:
+        return present
+    if _OURS.search(present) is None:
+        return f"{present} {ours}" if present else ours
+    return _OURS.sub(lambda _: ours, present, count=1)
+
+
+def survives_sacctmgr(present: str) -> bool:
+    """Whether the text of others in an AdminComment stays as it is if sacctmgr writes the comment: sacctmgr of 22.05
+    turns letters into small ones, and quotes into backquotes (`strip_quotes` in slurm_protocol_api.c)."""
+    others = _OURS.sub("", present, count=1)
+    return others == others.lower() and not {'"', "'"} & set(others)
+
+
+# --- the records of waiting jobs -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class CommentColumn:
+    """squeue's column of AdminComments in full, as the last column. What ends it cannot be foreseen by whoever writes a
+    comment, so that no comment is taken for another row."""
+
+    end: str
+
+    @classmethod
+    def new(cls) -> CommentColumn:
+        return cls(f";{secrets.token_hex(8)}")
+
+    @property
+    def format(self) -> str:
+        return f"admin_comment:0{self.end}"  # of width 0: not padded and not cut, in 22.05 to 25.11
+
+    def rows(self, text: str) -> list[str]:
+        """The rows of squeue's output, without the end of this column."""
+        return [row.removeprefix("\n") for row in text.split(self.end)[:-1]]
+
+
+def comment_of(cell: str) -> str:
+    """An AdminComment as squeue prints it."""
+    return "" if cell in _NO_COMMENT else cell
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingRecord:
+    """A pending record of slurmctld. `tasks` are those that share it, empty for a job that is no array; `held` includes
+    Slurm's own holds."""
+
+    base: str
+    tasks: tuple[int, ...]
+    submitted: int
+    restarts: int
+    at_gate: bool
+    held: bool
+    comment: str
+
+    @property
+    def address(self) -> str:
+        """How scontrol names the record as a whole."""
+        return f"{self.base}_[{ranges(self.tasks)}]" if self.tasks else self.base
+
+    def is_run(self, job: JobRef) -> bool:
+        """Whether it is, or has among its tasks, this run of a job."""
+        base, _, task = job.job_id.partition("_")
+        mine = int(task) in self.tasks if task else not self.tasks
+        return base == self.base and mine and (self.submitted, self.restarts) == (job.submitted, job.restarts)
+
+
+# These columns have no fixed width, and hold no text of users and no space.
+_COLUMNS = ("JobID", "ArrayJobID", "ArrayTaskID", "Partition", "RestartCnt", "SubmitTime", "PriorityLong")
+
+
+async def waiting_records(
+    commands: SlurmCommands, bases: Collection[str], partition: str, gate_feature: str
+) -> list[WaitingRecord]:
+    """The pending records of jobs and arrays with these ids. For one id slurmctld sends only its records; for several
+    it sends all jobs, and squeue chooses.
+
+    squeue shows each task in a row of its own (-r), because it otherwise shows tasks that have records of their own as
+    if they shared that of their array. Tasks of one record have the same JobID."""
+    column = CommentColumn.new()
+    columns = ",".join((*(f"{name}:0 " for name in _COLUMNS), f"Feature:0{column.end}", column.format))
+    listing = ("squeue", "-h", "-a", "-r", "-t", "PENDING", "-j", ",".join(sorted(bases)), "-O", columns)
+    try:
+        text = await commands.run(*listing)
+    except Gone:  # the only job that was asked for
+        return []
+    # A long array with a long comment is megabytes of text.
+    return await asyncio.to_thread(_records, column.rows(text), partition, gate_feature)
+
+
+def _records(cells: Sequence[str], partition: str, gate_feature: str) -> list[WaitingRecord]:
+    """`cells` are, for each task, the first columns with its features, and its comment."""
+    tasks: dict[str, list[int]] = {}
+    found: dict[str, WaitingRecord] = {}
+    for head, comment in zip(cells[::2], cells[1::2], strict=True):
+        job_id, base, task, its_partition, restarts, submitted, priority, features = head.split(" ", len(_COLUMNS))
+        tasks.setdefault(job_id, []).extend([int(task)] if task.isdigit() else [])
+        if job_id not in found:
+            _, pinned = parse.features("" if features == "(null)" else features, gate_feature)
+            found[job_id] = WaitingRecord(
+                base=base,
+                tasks=(),
+                submitted=int(submitted),
+                restarts=int(restarts),
+                at_gate=partition in its_partition.split(",") and pinned is None,
+                held=priority == "0",
+                comment=comment_of(comment),
+            )
+    return [replace(record, tasks=tuple(tasks[job_id])) for job_id, record in found.items()]
+
+
+def ranges(tasks: Iterable[int]) -> str:
+    """`1,2,3,7` as `1-3,7`: scontrol understands no steps."""
+    found: list[list[int]] = []
+    for task in sorted(tasks):
+        if found and task == found[-1][1] + 1:
+            found[-1][1] = task
+        else:
+            found.append([task, task])
+    return ",".join(f"{first}-{last}" if first < last else str(first) for first, last in found)
+
+
+def updates(records: Sequence[WaitingRecord], jobs: Iterable[JobRef], text: str) -> Iterator[tuple[str, list[str]]]:
+    """The comments to write so that the users of these jobs are told `text`, each with the addresses of the records
+    that are to have it.
+
+    A task stands for its array: all records of the array that wait at the gate are told. Held records and those that
+    read the text already are left alone.
+    """
+    wanted = {job.job_id.partition("_")[0] for job in jobs if any(one.is_run(job) and one.at_gate for one in records)}
+    found: dict[str, list[str]] = {}
+    for record in records:
+        new = compose(record.comment, text)
+        if record.base not in wanted or not record.at_gate or record.held or new == record.comment:
+            continue
+        if len(address := record.address) <= _LONGEST_TASKS:
+            found.setdefault(new, []).append(address)
+    yield from found.items()
+
+
+# --- turns -----------------------------------------------------------------------------------------
+
+
+class CommentTurns:
+    """Keeps explanations apart from changes of the same job or array: an explanation of waiting tasks that was read
+    before a task is pinned must not be written after it, over what the pin wrote. Changes do not exclude each other."""
+
+    def __init__(self) -> None:
+        self._changing: Counter[str] = Counter()
+        self._explaining: dict[str, asyncio.Event] = {}
+
+    @asynccontextmanager
+    async def changing(self, job: JobRef) -> AsyncIterator[None]:
+        """A change of a job. It waits while the job, or its array, is being explained."""
+        base = job.job_id.partition("_")[0]
+        while (busy := self._explaining.get(base)) is not None:
+            await busy.wait()
+        self._changing[base] += 1
+        try:
+            yield
+        finally:
+            self._changing[base] -= 1
+            if not self._changing[base]:
+                del self._changing[base]
+
+    @asynccontextmanager
+    async def explaining(self, jobs: Iterable[JobRef]) -> AsyncIterator[list[JobRef]]:
+        """An explanation of waiting jobs. Gives those of them that are not being changed."""
+        jobs = list(jobs)
+        bases = {job.job_id.partition("_")[0] for job in jobs}
+        while busy := next((self._explaining[base] for base in sorted(bases) if base in self._explaining), None):
+            await busy.wait()
+        bases = {base for base in bases if not self._changing[base]}
+        event = asyncio.Event()
+        self._explaining.update(dict.fromkeys(bases, event))
+        try:
+            yield [job for job in jobs if job.job_id.partition("_")[0] in bases]
+        finally:
+            for base in bases:
+                del self._explaining[base]
+            event.set()

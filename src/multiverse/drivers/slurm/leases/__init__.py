@@ -1,0 +1,1 @@
+"""Physical nodes as hosts: the pilot jobs that lease them."""

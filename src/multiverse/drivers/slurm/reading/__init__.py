@@ -1,0 +1,1 @@
+"""What Slurm shows: the tables of its commands, and the jobs, nodes, limits and users that they become."""

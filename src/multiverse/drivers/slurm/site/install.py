@@ -1,0 +1,172 @@
+"""Renders the files that a site adds beside its slurm.conf, so that its Slurm works with Multiverse."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ClusterShell.NodeSet import NodeSet
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from multiverse.config import Settings
+from multiverse.core.errors import Refused
+from multiverse.core.model import CloneKind, Placement, Size
+from multiverse.drivers.slurm.site import conf, gate, overflow
+from multiverse.drivers.slurm.site.gate import GATE_NODE, NODE_SET
+from multiverse.drivers.slurm.site.site_conf import OURS, SiteConf
+from multiverse.system import files, placements, rendered
+
+# NodeAddr=127.0.N.[1-250]; the most nodes of a job. As many however few CPUs the hosts have: a host may be added later.
+GATE_NODES = 250
+# Far above any host, so that Slurm refuses no job that a VM could hold. Memory and disk in MiB: 16 TiB.
+GATE_SOCKETS = 8
+"""The most sockets of a node."""
+GATE_SIZE = Size(cpus=1024, memory=1 << 24, disk=1 << 24)
+# 127.0.0.1 is the machine itself, and 127.0.1.1 its name on Debian: a slurmd may listen at both.
+_GATE_NETWORKS = tuple(f"127.0.{number}" for number in (1, *range(77, 256)))
+
+JOB_SUBMIT = "job_submit.lua"
+HOOK = "multiverse_submit.lua"
+EPILOG = "multiverse-epilog"
+CLIENT = "multiverse-client.conf"
+# File name to mode. All belong beside slurm.conf, readable by slurmctld.
+FILES = {
+    OURS: 0o644,
+    "multiverse_jobs.lua": 0o644,  # before multiverse.lua, which loads it
+    "multiverse.lua": 0o644,
+    "multiverse_site.lua": 0o644,
+    HOOK: 0o644,
+    JOB_SUBMIT: 0o644,
+    EPILOG: 0o755,
+    CLIENT: 0o644,
+}
+_TEMPLATES = {EPILOG: "epilog"}
+# The message for users of Multiverse's partitions after an error in multiverse.lua.
+_FAILED = "Multiverse could not check this job: ask an administrator to read slurmctld's log"
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """What the files need to know beside the settings.
+
+    `images` are the features that jobs may request, and `placements` the placement policies. `gate_network` is the
+    first three numbers of the gate's addresses, which nothing uses. `memory_per_cpu` is Slurm's DefMemPerCPU in MiB.
+    `default` makes ours the default partition. `limits` are those of our partition: of one that overflows into VMs, so
+    that its jobs are limited and charged in VMs as before. `boost` is that of `gate.boost`. `licences` and
+    `power_saving` say that our file has the gate's licence and the programs of power saving, because the site has none
+    of its own.
+    """
+
+    images: Collection[str]
+    memory_per_cpu: int
+    slurm_uid: int
+    default: bool = False
+    gate_network: str = _GATE_NETWORKS[0]
+    placements: Collection[str] = tuple(one.value for one in Placement)
+    limits: str = "MaxTime=INFINITE"
+    boost: int = 60_000
+    licences: bool = True
+    power_saving: bool = True
+
+
+def derive(settings: Settings, site: SiteConf, images: Iterable[str], slurm_uid: int, *, default: bool = False) -> Site:
+    """What the files need to know, from the settings, the site's slurm.conf and the names of the images."""
+    names = [settings.image.default, *(pool.image for pool in settings.pool), *sorted(images)]
+    return Site(
+        images=tuple(dict.fromkeys(names)),
+        placements=tuple(placements.names()),
+        memory_per_cpu=conf.memory_per_cpu(site.text, conf.MEMORY_PER_CPU),
+        slurm_uid=slurm_uid,
+        default=default,
+        gate_network=_free_network(site.node_addresses()),
+        limits=overflow.limits_like(settings.overflow[0].partition if settings.overflow else "", site),
+        boost=gate.boost(site.text),
+        licences=not site.value("Licenses"),
+        power_saving=not (site.value("SuspendProgram") or site.value("ResumeProgram")),
+    )
+
+
+def _free_network(used: NodeSet) -> str:
+    """A network of loopback addresses that no node of the site has. Raises `Refused` if there is none."""
+    for network in _GATE_NETWORKS:
+        if not any(str(address).startswith(f"{network}.") for address in used):
+            return network
+    raise Refused("the site's nodes use all addresses that the gate could have", hint="report this slurm.conf")
+
+
+def render(settings: Settings, site: Site) -> dict[str, str]:
+    """File contents by name."""
+    slurm = settings.slurm
+    environment = Environment(
+        loader=PackageLoader("multiverse.drivers.slurm"), undefined=StrictUndefined, keep_trailing_newline=True
+    )
+    places = [gate.PLACE + name for name in site.placements]
+    # Of jobs that were moved, and wait at the gate until they are put back.
+    moved = [word for one in settings.overflow for word in (gate.MOVED_FROM + one.partition, one.constraint) if word]
+    values = {
+        "directory": slurm.conf.parent,
+        "conf": slurm.conf,
+        "client": CLIENT,
+        "addresses": slurm.addresses_file(),
+        "hook": hook_lines(settings),
+        "inbox": slurm.inbox,
+        "job_feature": settings.job_vms.feature,
+        "sriov_gres": settings.job_vms.sriov_gres,
+        "job_design": settings.job_vms.design,
+        "partition": slurm.partition,
+        "licence": slurm.licence,
+        "own_licences": site.licences,
+        "own_power_saving": site.power_saving,
+        "boost": site.boost,
+        "gate_feature": slurm.gate_feature,
+        "node_feature": slurm.node_feature,
+        "gate_node": GATE_NODE,
+        "node_set": NODE_SET,
+        "gate_nodes": GATE_NODES,
+        "gate_network": site.gate_network,
+        "features": [*dict.fromkeys((*site.images, *(kind.value for kind in CloneKind), *places, *moved))],
+        "placements": list(site.placements),
+        "gate_size": GATE_SIZE,
+        "gate_sockets": GATE_SOCKETS,
+        "max_disk": settings.image.tmp_disk,
+        "memory_per_cpu": site.memory_per_cpu,
+        "administrators": sorted({0, site.slurm_uid}),
+        "default": site.default,
+        "limits": site.limits,
+        "failed": _FAILED,
+    }
+    return {
+        name: rendered.signed(
+            environment.get_template(_TEMPLATES.get(name, name)).render(values), "--" if name.endswith(".lua") else "#"
+        )
+        for name in FILES
+    }
+
+
+def hook_lines(settings: Settings) -> str:
+    """The two lines that a site adds to the end of its own job_submit.lua, before the last `return`.
+
+    The second one is for a missing or unreadable file: jobs of our partitions are refused then, and all others go on.
+    """
+    slurm = settings.slurm
+    return (
+        f'local fine, problem = pcall(dofile, "{slurm.conf.parent}/{HOOK}")\n'
+        f'if not fine then slurm.log_error("multiverse: %s", tostring(problem)); local own = slurm_job_submit; '
+        f"function slurm_job_submit(job, ...) if "
+        f'job.partition == "{slurm.partition}" then return slurm.ERROR end; return own(job, ...) end end\n'
+    )
+
+
+def write(contents: dict[str, str], directory: Path) -> None:
+    """Write rendered files. Each file is replaced as a whole."""
+    for name, content in contents.items():
+        files.replace(directory / name, content, mode=FILES.get(name, 0o644))
+
+
+def make_inbox(inbox: Path, slurm_uid: int) -> None:
+    """Create the directory for hints. Only slurmctld's user (and root) may write to it."""
+    inbox.mkdir(parents=True, exist_ok=True)
+    inbox.chmod(0o700)
+    os.chown(inbox, slurm_uid, -1)

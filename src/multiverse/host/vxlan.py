@@ -1,0 +1,395 @@
+"""The way from this host's bridge to VMs of other hosts, where no layer 2 connects the hosts: a VXLAN (RFC 7348).
+
+Nothing is learnt from packets, and nothing is flooded. For each address that a VM of this host may need there is one
+entry that says on which machine it is, and one by which the kernel answers ARP for it here. A frame for any other
+address ends at this host. Entries belong to owners, mostly VMs, in whose files they are recorded; they end with the
+last owner that has them.
+
+Packets are accepted from machines of such entries only. What this host sends to the port has to come from its bridge:
+frames that leave by the VXLAN are marked, and a packet with this host's address and without the mark is dropped,
+whichever user or guest has made it. The VXLAN and these two rules stay when there is no entry, because other hosts may
+still accept what comes from this one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from ipaddress import ip_address
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from multiverse.core.errors import Broken, Exhausted, Refused
+from multiverse.core.model import Member, Neighbour
+from multiverse.host.nft import Nft
+from multiverse.host.vxlan_rules import OVERHEAD, tables
+from multiverse.system import files, kernel
+from multiverse.system.locks import locked_file
+
+if TYPE_CHECKING:
+    from pyroute2 import IPRoute
+
+
+_MACHINE = "machine:"
+_MEMBERS = "members:"
+_LOCK = ".lock"
+_LOCAL = {4: "vxlan_local", 6: "vxlan_local6"}  # by the version of IP
+# <linux/neighbour.h>, <errno.h>
+NTF_SELF, NUD_PERMANENT = 0x02, 0x80
+ENOENT, EEXIST = 2, 17
+
+
+def machine_owner(vm: str) -> str:
+    """The owner of the entry by which this machine itself reaches a VM of another host."""
+    return f"{_MACHINE}{vm}"
+
+
+def members_owner(host: str) -> str:
+    """The owner of the entries for the groups of the VMs of this host, which may be a lease of the machine."""
+    return f"{_MEMBERS}{host}"
+
+
+def is_of_machine(owner: str) -> bool:
+    """Whether an owner is one of `machine_owner`."""
+    return owner.startswith(_MACHINE)
+
+
+@dataclass(frozen=True)
+class VxlanConfig:
+    """The VXLAN of one site on one host.
+
+    `network` is its 24-bit id, and `port` its UDP port, the same on all hosts. `find_address` gives the host's own
+    address in the network of the hosts, or raises `Refused`; it is asked only where the VXLAN is made, because VMs must
+    be observed and removed also while a name service does not answer. `mtu` is that of guests. `records` is the
+    directory that says which entries there are; all processes of the host agree on it.
+
+    `namespace` is a descriptor of the network namespace that has the bridge and the hosts' network, if that is not the
+    caller's. `is_of_others` says whether an owner is not this caller's but somebody else's on the machine.
+    """
+
+    site: str
+    network: int
+    port: int
+    find_address: Callable[[], str]
+    mtu: int
+    bridge: str
+    records: Path
+    namespace: int | None = None
+    is_of_others: Callable[[str], bool] = is_of_machine
+
+    @property
+    def device(self) -> str:
+        """The interface. The firewall of the bridge takes only interfaces named "mv…" for VMs."""
+        return f"vx{self.site}"
+
+    @property
+    def table(self) -> str:
+        """The nftables tables, of the families bridge and inet."""
+        return f"mv{self.site}.vxlan"
+
+
+class Vxlan:
+    """See the module. Calls block for milliseconds, and may be made from any process, and any thread without an event
+    loop. All of them mean *ensure*; after an error or an interruption the same call may be repeated."""
+
+    def __init__(self, config: VxlanConfig) -> None:
+        """Raises `Refused` if this machine has no nftables: then everybody could send packets to VMs."""
+        self.config = config
+        self._lock = threading.Lock()
+        try:
+            with self._inside():
+                self._nft = Nft()
+        except OSError as error:
+            raise Refused(
+                f"a VXLAN needs nftables on this host: {error}", hint="install libnftables, or set vxlan.enabled"
+            ) from error
+
+    def restore(self, keep: Callable[[str], bool] = lambda owner: True) -> None:
+        """Make the VXLAN, its rules and the entries of recorded owners, and remove all other entries, also of recorded
+        owners that are not to be kept. Raises `Refused` if the settings do not fit this machine, or if another VXLAN
+        has the port, and `Broken` if the kernel refuses it."""
+        with self._changing() as ip:
+            for owner in self._owners():
+                if not keep(owner):
+                    (self.config.records / owner).unlink(missing_ok=True)
+            self._restore(ip)
+
+    def owners(self) -> frozenset[str]:
+        """Whose entries are recorded."""
+        return frozenset(self._owners())
+
+    def add(self, owner: str, neighbours: Iterable[Neighbour]) -> None:
+        """Let what is behind this host's bridge reach these addresses, as long as `owner` is not dropped. What the
+        owner had before stays."""
+        with self._changing() as ip:
+            entries = {one.address: one for one in (*self._recorded(owner), *neighbours)}
+            self._record(owner, entries.values())
+            index = self._index(ip)
+            if index is None or not self._has_tables():  # somebody removed it, or flushed all rules
+                self._restore(ip)
+            else:
+                self._program(ip, index, entries.values())
+
+    def replace(self, owner: str, neighbours: Iterable[Neighbour]) -> None:
+        """As `add`, but what the owner had before ends, unless another one has it, too."""
+        wanted = list({one.address: one for one in neighbours}.values())
+        record = self.config.records / owner
+        if not wanted and not record.exists():
+            return
+        with self._changing() as ip:
+            before = set(self._recorded(owner))
+            if before == set(wanted):
+                return
+            if wanted:
+                self._record(owner, wanted)
+            else:
+                record.unlink(missing_ok=True)
+            index = self._index(ip)
+            if index is None or not self._has_tables():  # somebody removed it, or flushed all rules
+                self._restore(ip)
+                return
+            left = {*self._entries(without=owner), *wanted}
+            self._unprogram(ip, index, before - left, left)
+            self._program(ip, index, [one for one in wanted if one not in before])
+
+    def replace_members(self, host: str, members: Iterable[Member]) -> None:
+        """As `replace`, for the groups of the VMs of this host: to those members that are on other machines."""
+        there = [Neighbour(one.address, one.mac, one.machine) for one in members if one.machine]
+        self.replace(members_owner(host), there)
+
+    def drop(self, owner: str) -> None:
+        """Remove the entries that no other owner has. Unknown is success."""
+        record = self.config.records / owner
+        if not record.exists():
+            return
+        with self._changing() as ip:
+            left = set(self._entries(without=owner))
+            index = self._index(ip)
+            if index is not None:
+                self._unprogram(ip, index, set(self._recorded(owner)) - left, left)
+            record.unlink(missing_ok=True)
+
+    def remove(self, unless: Callable[[], bool] = lambda: False) -> None:
+        """Remove all of it from this machine. Absent is success. Nothing is removed if `unless` says so, which is asked
+        while nobody else can change anything."""
+        with self._changing() as ip:
+            if unless():
+                return
+            index = self._index(ip)
+            if index is not None:
+                ip.link("del", index=index)
+            table = self.config.table
+            for family in ("bridge", "inet"):
+                self._run(f"add table {family} {table}\ndelete table {family} {table}")
+            for owner in self._owners():
+                (self.config.records / owner).unlink(missing_ok=True)
+
+    # --- records ----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _changing(self) -> Iterator[IPRoute]:
+        """Hold the lock of the records, with a connection to the kernel. Its errors become `Broken`."""
+        from pyroute2 import IPRoute  # a tenth of a second, and most hosts have no VXLAN
+        from pyroute2.netlink.exceptions import NetlinkError
+
+        records = self.config.records
+        try:
+            records.mkdir(parents=True, exist_ok=True)
+            with self._lock, locked_file(records / _LOCK), self._inside(), IPRoute() as ip:
+                yield ip
+        except (NetlinkError, OSError) as error:
+            raise Broken(
+                f"cannot change the VXLAN {self.config.device}: {error}",
+                hint=f"see `ip -d link show {self.config.device}`",
+            ) from error
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        """This thread is in the namespace of the bridge."""
+        if self.config.namespace is None:
+            yield
+            return
+        own = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            kernel.setns(self.config.namespace, kernel.CLONE_NEWNET)
+            try:
+                yield
+            finally:
+                kernel.setns(own, kernel.CLONE_NEWNET)
+        finally:
+            os.close(own)
+
+    def _owners(self) -> list[str]:
+        with suppress(FileNotFoundError):
+            return sorted(entry.name for entry in os.scandir(self.config.records) if not entry.name.startswith("."))
+        return []
+
+    def _recorded(self, owner: str) -> list[Neighbour]:
+        """What is recorded of an owner. A file that cannot be read says nothing, as after a crash of the machine."""
+        try:
+            return [Neighbour(**each) for each in json.loads((self.config.records / owner).read_text())]
+        except (OSError, ValueError, TypeError):
+            return []
+
+    def _record(self, owner: str, entries: Iterable[Neighbour]) -> None:
+        try:
+            files.replace(self.config.records / owner, json.dumps([asdict(one) for one in entries]))
+        except OSError as error:
+            hint = f"is there room in {self.config.records}?"
+            raise Exhausted(f"cannot record the network of {owner}: {error}", hint=hint) from error
+
+    def _entries(self, without: str = "") -> list[Neighbour]:
+        return [one for owner in self._owners() if owner != without for one in self._recorded(owner)]
+
+    # --- the kernel -------------------------------------------------------------------------------------
+
+    def _index(self, ip: IPRoute) -> int | None:
+        found = ip.link_lookup(ifname=self.config.device)
+        return int(found[0]) if found else None
+
+    def _restore(self, ip: IPRoute) -> None:
+        address = str(ip_address(self.config.find_address()))
+        entries = list({one.address: one for one in self._entries()}.values())
+        self._check_underlay(ip, address)
+        self._make_tables(entries, address)  # first: without them, forged packets would be accepted
+        index = self._make_device(ip, address)
+        _forget_others(ip, index, entries)
+        self._program(ip, index, entries)
+
+    def _check_underlay(self, ip: IPRoute, address: str) -> None:
+        config = self.config
+        own = [each["index"] for each in ip.get_addr() if each.get_attr("IFA_ADDRESS") == address]
+        if not own:
+            raise Refused(
+                f"no interface of this host has the address {address}",
+                hint="give the host's own address in vxlan.addresses",
+            )
+        mtu = ip.get_links(own[0])[0].get_attr("IFLA_MTU")
+        overhead = OVERHEAD[ip_address(address).version]
+        if mtu < config.mtu + overhead:
+            raise Refused(
+                f"packets of {config.mtu} bytes and the VXLAN's {overhead} do not fit the MTU {mtu} of this host",
+                hint=f"set vxlan.mtu to {mtu - overhead} or less on all hosts",
+            )
+
+    def _make_tables(self, entries: Collection[Neighbour], address: str) -> None:
+        config = self.config
+        self._run(tables(config.table, config.device, config.port, address, {one.machine for one in entries}))
+
+    def _make_device(self, ip: IPRoute, address: str) -> int:
+        """The index of the VXLAN, as a port of the bridge. One with other settings is replaced."""
+        config = self.config
+        bridge = ip.link_lookup(ifname=config.bridge)
+        if not bridge:
+            raise Broken(f"there is no bridge {config.bridge}", hint="start it: systemctl start multiverse-bridge")
+        index = self._index(ip)
+        if index is not None and not self._is_as_configured(ip.get_links(index)[0], address):
+            ip.link("del", index=index)
+            index = None
+        if index is None:
+            self._check_port(ip)
+            # A bridge without an address of its own takes the lowest of its ports. A high one keeps the bridge's.
+            mac = f"fe:4d:{ip_address(address).packed[-4:].hex(':')}"
+            ip.link(
+                "add",
+                ifname=config.device,
+                kind="vxlan",
+                address=mac,
+                mtu=config.mtu,
+                vxlan_id=config.network,
+                vxlan_port=config.port,
+                vxlan_learning=False,
+                vxlan_proxy=True,
+                **{_LOCAL[ip_address(address).version]: address},
+            )
+            (index,) = ip.link_lookup(ifname=config.device)
+        ip.link("set", index=index, master=bridge[0], state="up")
+        ip.brport("set", index=index, learning=0)
+        return int(index)
+
+    def _is_as_configured(self, link: Any, address: str) -> bool:
+        config, found = self.config, _vxlan(link)
+        wanted = {
+            "IFLA_VXLAN_ID": config.network,
+            f"IFLA_{_LOCAL[ip_address(address).version].upper()}": address,
+            "IFLA_VXLAN_PORT": config.port,
+            "IFLA_VXLAN_LEARNING": 0,
+            "IFLA_VXLAN_PROXY": 1,
+        }
+        return found is not None and link.get_attr("IFLA_MTU") == config.mtu and wanted.items() <= found.items()
+
+    def _check_port(self, ip: IPRoute) -> None:
+        """The rules are about the port, so no other VXLAN may have it, be its id the same or not."""
+        for link in ip.get_links():
+            found, name = _vxlan(link), link.get_attr("IFLA_IFNAME")
+            if found is not None and found["IFLA_VXLAN_PORT"] == self.config.port:
+                raise Refused(
+                    f"another VXLAN of this host, {name} with the id {found['IFLA_VXLAN_ID']}, has the port "
+                    f"{self.config.port}",
+                    hint=f"give this site another vxlan.port; if {name} is not needed: ip link del {name}",
+                )
+
+    def _program(self, ip: IPRoute, index: int, entries: Collection[Neighbour]) -> None:
+        if machines := ", ".join(sorted({one.machine for one in entries})):
+            self._run(f"add element inet {self.config.table} machines {{ {machines} }}")
+        for one in entries:
+            ip.fdb("replace", flags=NTF_SELF, ifindex=index, lladdr=one.mac, dst=one.machine)
+            ip.neigh("replace", ifindex=index, dst=one.address, lladdr=one.mac, state=NUD_PERMANENT)
+
+    def _unprogram(self, ip: IPRoute, index: int, gone: set[Neighbour], left: set[Neighbour]) -> None:
+        macs, addresses = {one.mac for one in left}, {one.address for one in left}
+        for one in gone:
+            if one.address not in addresses:
+                _ensure_absent(ip.neigh, ifindex=index, dst=one.address, lladdr=one.mac)
+            if one.mac not in macs:
+                _ensure_absent(ip.fdb, flags=NTF_SELF, ifindex=index, lladdr=one.mac, dst=one.machine)
+        table = self.config.table
+        if not self._has_tables():  # somebody has flushed all rules
+            return
+        for machine in {one.machine for one in gone} - {one.machine for one in left}:
+            # Added first, because an element that is absent cannot be deleted.
+            self._run("\n".join(f"{verb} element inet {table} machines {{ {machine} }}" for verb in ("add", "delete")))
+
+    def _has_tables(self) -> bool:
+        return not any(self._nft.run(f"list table {family} {self.config.table}") for family in ("bridge", "inet"))
+
+    def _run(self, commands: str) -> None:
+        problem = self._nft.run(commands)
+        if problem:
+            raise Broken(f"cannot change the rules of {self.config.device}: {problem}", hint="see `nft list ruleset`")
+
+
+def _vxlan(link: Any) -> dict[str, Any] | None:
+    """The attributes of a VXLAN; None for another interface."""
+    info = link.get_attr("IFLA_LINKINFO")
+    if info is None or info.get_attr("IFLA_INFO_KIND") != "vxlan":
+        return None
+    return dict(info.get_attr("IFLA_INFO_DATA")["attrs"])
+
+
+def _forget_others(ip: IPRoute, index: int, entries: Iterable[Neighbour]) -> None:
+    """Remove the entries of the VXLAN that are not among these."""
+    known = {(one.mac, one.machine) for one in entries}
+    addresses = {one.address for one in entries}
+    for each in ip.fdb("dump", ifindex=index):
+        mac, machine = each.get_attr("NDA_LLADDR"), each.get_attr("NDA_DST")
+        if machine is not None and (mac, machine) not in known:
+            _ensure_absent(ip.fdb, flags=NTF_SELF, ifindex=index, lladdr=mac, dst=machine)
+    for each in ip.get_neighbours(ifindex=index):
+        if each.get_attr("NDA_DST") not in addresses and each["state"] == NUD_PERMANENT:
+            address, mac = each.get_attr("NDA_DST"), each.get_attr("NDA_LLADDR")
+            _ensure_absent(ip.neigh, ifindex=index, dst=address, lladdr=mac)
+
+
+def _ensure_absent(change: Callable[..., object], **entry: object) -> None:
+    from pyroute2.netlink.exceptions import NetlinkError
+
+    try:
+        change("del", **entry)
+    except NetlinkError as error:
+        if error.code != ENOENT:
+            raise
