@@ -12,7 +12,7 @@ from typing import Any, Literal
 import pytest
 
 from multiverse.agent import calls, protocol
-from multiverse.agent.calls import Call, Create, Nothing
+from multiverse.agent.calls import AgentCall, Create, Nothing
 from multiverse.agent.dial import permitted
 from multiverse.agent.epochs import Epoch, EpochFile, Epochs
 from multiverse.agent.protocol import Answer, Line, decode_answer, decode_line, encode
@@ -612,7 +612,7 @@ async def test_a_host_without_an_vxlan_refuses_to_connect_vms(agents: list[Simul
             await one.hypervisor.connect(VmRef("mvtest0-1", "h1"), ())
 
 
-class Dance(Call[Nothing]):
+class Dance(AgentCall[Nothing]):
     """A made-up call of the next release."""
 
     name: Literal["dance"] = "dance"

@@ -160,10 +160,10 @@ class SiteAgent(Protocol):
 # --- calls ---------------------------------------------------------------------------------------
 
 R = TypeVar("R", bound=Message)
-_CALLS: list[type[Call[Any]]] = []
+_CALLS: list[type[AgentCall[Any]]] = []
 
 
-class Call(Message, Generic[R]):
+class AgentCall(Message, Generic[R]):
     """What a controller asks for, which results in an `R`. A class has a `name` of its own on the line."""
 
     name: str
@@ -184,7 +184,7 @@ class Call(Message, Generic[R]):
         raise NotImplementedError
 
 
-class Observe(Call[HypervisorAnswer]):
+class Observe(AgentCall[HypervisorAnswer]):
     """See `ports.Source.observe`."""
 
     name: Literal["observe"] = "observe"
@@ -193,7 +193,7 @@ class Observe(Call[HypervisorAnswer]):
         return HypervisorAnswer.of(await agent.observe())
 
 
-class Create(Call[Stages]):
+class Create(AgentCall[Stages]):
     """See `ports.Hypervisor.create`."""
 
     name: Literal["create"] = "create"
@@ -204,7 +204,7 @@ class Create(Call[Stages]):
         return Stages(stages=tuple(await agent.create(self.vm)))
 
 
-class Start(Call[Stages]):
+class Start(AgentCall[Stages]):
     """See `ports.Hypervisor.start`."""
 
     name: Literal["start"] = "start"
@@ -217,7 +217,7 @@ class Start(Call[Stages]):
         return Stages(stages=tuple(await agent.hypervisor.start(self.vm, self.size, self.identity)))
 
 
-class Connect(Call[Nothing]):
+class Connect(AgentCall[Nothing]):
     """See `VmConnections`."""
 
     name: Literal["connect"] = "connect"
@@ -231,7 +231,7 @@ class Connect(Call[Nothing]):
         return Nothing()
 
 
-class Destroy(Call[Nothing]):
+class Destroy(AgentCall[Nothing]):
     """See `ports.Hypervisor.destroy`."""
 
     name: Literal["destroy"] = "destroy"
@@ -243,7 +243,7 @@ class Destroy(Call[Nothing]):
         return Nothing()
 
 
-class AddUser(Call[Nothing]):
+class AddUser(AgentCall[Nothing]):
     """See `ports.GuestUsers.add_user`."""
 
     name: Literal["add_user"] = "add_user"
@@ -256,7 +256,7 @@ class AddUser(Call[Nothing]):
         return Nothing()
 
 
-class TellMembers(Call[Nothing]):
+class TellMembers(AgentCall[Nothing]):
     """See `ports.Groups.tell`."""
 
     name: Literal["tell_members"] = "tell_members"
@@ -269,7 +269,7 @@ class TellMembers(Call[Nothing]):
         return Nothing()
 
 
-class BuildTemplate(Call[Stages]):
+class BuildTemplate(AgentCall[Stages]):
     """See `ports.Templates.build_template`."""
 
     name: Literal["build_template"] = "build_template"
@@ -280,7 +280,7 @@ class BuildTemplate(Call[Stages]):
         return Stages(stages=tuple(await agent.hypervisor.templates.build_template(self.template)))
 
 
-class DeleteTemplate(Call[Nothing]):
+class DeleteTemplate(AgentCall[Nothing]):
     """See `ports.Templates.delete_template`."""
 
     name: Literal["delete_template"] = "delete_template"
@@ -291,7 +291,7 @@ class DeleteTemplate(Call[Nothing]):
         return Nothing()
 
 
-class Measure(Call[Measured]):
+class Measure(AgentCall[Measured]):
     """See `LocalHypervisor.measure`."""
 
     name: Literal["measure"] = "measure"
@@ -300,7 +300,7 @@ class Measure(Call[Measured]):
         return Measured(vms=dict(await agent.hypervisor.measure()))
 
 
-class Examine(Call[Examined]):
+class Examine(AgentCall[Examined]):
     """See `LocalHypervisor.examine`."""
 
     name: Literal["examine"] = "examine"
@@ -309,7 +309,7 @@ class Examine(Call[Examined]):
         return Examined(vms={name: dict(facts) for name, facts in (await agent.hypervisor.examine()).items()})
 
 
-class CountProcesses(Call[Counted]):
+class CountProcesses(AgentCall[Counted]):
     """How many processes the agent has started, by program."""
 
     name: Literal["count_processes"] = "count_processes"
@@ -318,7 +318,7 @@ class CountProcesses(Call[Counted]):
         return Counted(programs=dict(agent.processes))
 
 
-class Utilization(Call[Utilized]):
+class Utilization(AgentCall[Utilized]):
     """See `ports.Measurements`."""
 
     name: Literal["utilization"] = "utilization"
@@ -329,6 +329,6 @@ class Utilization(Call[Utilized]):
 
 
 if TYPE_CHECKING:
-    AnyCall = Call[Any]
+    AnyCall = AgentCall[Any]
 else:
     AnyCall = Annotated[Union[tuple(_CALLS)], Field(discriminator="name")]  # noqa: UP007

@@ -12,7 +12,7 @@ from typing import Any
 
 import structlog
 
-from multiverse.agent.calls import Call, Message, R
+from multiverse.agent.calls import AgentCall, Message, R
 from multiverse.agent.controller_epoch import ControllerEpoch
 from multiverse.agent.protocol import (
     LONGEST_LINE,
@@ -62,7 +62,7 @@ class AgentConnection:
         """When the last line of the agent came, by the event loop's clock."""
         self._transport, self._who, self._epoch, self._random = transport, who, epoch, random
         self._ids = itertools.count(1)
-        self._calls: dict[int, tuple[Call[Any], asyncio.Future[Any]]] = {}
+        self._calls: dict[int, tuple[AgentCall[Any], asyncio.Future[Any]]] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._ponged = 0  # the last ping of this connection that the agent has answered
         self._settled = asyncio.Event()  # cleared while an attempt to connect is under way
@@ -96,7 +96,7 @@ class AgentConnection:
             pause = min(AGAIN * 2.0**failures, AGAIN_LIMIT)
             await asyncio.sleep(pause * (1 - self._random.random() / 2))
 
-    async def call(self, call: Call[R]) -> R:
+    async def call(self, call: AgentCall[R]) -> R:
         """Let the agent do something. Raises the agent's error, `Refused` if its release does not know the call, or
         `Unknown` without an answer: then it may have been done. A caller that is cancelled lets the agent know."""
         await self._settled.wait()
@@ -129,7 +129,7 @@ class AgentConnection:
             if not waiting.done():
                 waiting.set_result(result)
 
-    def _result(self, call: Call[Any], answer: Answer) -> Message:
+    def _result(self, call: AgentCall[Any], answer: Answer) -> Message:
         if answer.error is not None:
             raise answer.error.error()
         kind = call.result

@@ -10,8 +10,8 @@ from functools import partial
 
 from multiverse.agent.calls import (
     AddUser,
+    AgentCall,
     BuildTemplate,
-    Call,
     Connect,
     CountProcesses,
     Create,
@@ -215,7 +215,7 @@ class AgentHypervisor:
             found.update(result.programs)
         return found
 
-    async def _ask_all(self, call: Call[R]) -> list[R]:
+    async def _ask_all(self, call: AgentCall[R]) -> list[R]:
         """The results of the hosts that answer."""
         calls = (source.connection.call(call) for source in self._sources.values())
         results = await asyncio.gather(*calls, return_exceptions=True)

@@ -19,7 +19,7 @@ whose epoch is below the highest that the agent has seen. In the middle of a con
 `{"id": 3, "same": true}`.
 
 A field that the other release does not know is ignored; one that it does not send has its default. So fields may be
-added, with defaults, and `PROTOCOL` rises when there is another call (`calls.Call.since`) or the meaning of a field
+added, with defaults, and `PROTOCOL` rises when there is another call (`AgentCall.since`) or the meaning of a field
 changes. An agent and a controller understand each other if each one's `PROTOCOL` is at least the other's `OLDEST`.
 """
 
@@ -127,7 +127,7 @@ class Line(Message):
 
 
 class Answer(Message):
-    """A line of an agent. One field is set, or `id` and one more. `result` is read as `Call.result` says."""
+    """A line of an agent. One field is set, or `id` and one more. `result` is read as `AgentCall.result` says."""
 
     welcome: Welcome | None = None
     refused: CallFailure | None = None

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import structlog
 
-from multiverse.agent.calls import Call, LocalHypervisor, Message, Observe
+from multiverse.agent.calls import AgentCall, LocalHypervisor, Message, Observe
 from multiverse.agent.epochs import Epoch, Epochs
 from multiverse.agent.protocol import (
     LONGEST_LINE,
@@ -284,7 +284,7 @@ class AgentServer:
             self.fence_timer.heard(connection.site, at)
             connection.pongs = {number: sent for number, sent in connection.pongs.items() if number > heard}
 
-    def _begin(self, connection: _Connection, number: int, call: Call[Any]) -> None:
+    def _begin(self, connection: _Connection, number: int, call: AgentCall[Any]) -> None:
         task = asyncio.create_task(self._run(connection, number, call), name=f"{call.name} {number}")
         connection.calls[number] = task
         self._tasks[task] = None
@@ -295,7 +295,7 @@ class AgentServer:
 
         task.add_done_callback(ended)
 
-    async def _run(self, connection: _Connection, number: int, call: Call[Any]) -> None:
+    async def _run(self, connection: _Connection, number: int, call: AgentCall[Any]) -> None:
         """Do what the call asks, and send what came of it."""
         failure: MultiverseError | None = None
         try:
@@ -315,7 +315,7 @@ class AgentServer:
             if failure is not None:
                 connection.send(encode(Answer(id=number, error=CallFailure.of(failure))))
 
-    def _send_result(self, connection: _Connection, number: int, call: Call[Any], result: Message) -> None:
+    def _send_result(self, connection: _Connection, number: int, call: AgentCall[Any], result: Message) -> None:
         data = result.model_dump_json(exclude_none=True).encode()
         if isinstance(call, Observe) and connection.results.get(call.name) == data:
             connection.send(encode(Answer(id=number, same=True)))
@@ -324,7 +324,7 @@ class AgentServer:
             connection.results[call.name] = data
         connection.send(b'{"id":%d,"result":%s}\n' % (number, data))
 
-    def _check_taken(self, call: Call[Any]) -> None:
+    def _check_taken(self, call: AgentCall[Any]) -> None:
         if self.refusing and call.adds:
             raise Refused(self.refusing, hint="another host takes the VM")
 
