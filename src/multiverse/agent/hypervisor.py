@@ -193,15 +193,15 @@ class AgentHypervisor:
         if identity.tasks is not None and agent.welcome is not None and agent.welcome.protocol < TASKS:
             raise Refused(f"the agent of {vm.source} is of a release that sends no tasks to guests", hint="upgrade it")
         if self.vxlan is not None:
-            self._overlaid(vm.source)
+            self._with_vxlan(vm.source)
             identity = replace(identity, neighbours=await self.vxlan.introduce(vm, identity))
         return cast(Stages, await self._agent(vm.source).call(Start(vm=vm, size=size, identity=identity))).stages
 
     async def connect(self, vm: VmRef, neighbours: tuple[Neighbour, ...]) -> None:
         """See `agent.server.VmConnections`. Raises `Refused` if its agent is of a release without VXLANs."""
-        await self._overlaid(vm.source).call(Connect(vm=vm, neighbours=neighbours))
+        await self._with_vxlan(vm.source).call(Connect(vm=vm, neighbours=neighbours))
 
-    def _overlaid(self, host: str) -> AgentConnection:
+    def _with_vxlan(self, host: str) -> AgentConnection:
         agent = self._agent(host)
         if agent.welcome is not None and agent.welcome.protocol < VXLAN:
             raise Refused(f"the agent of {host} is of a release without vxlans", hint="upgrade it")
