@@ -57,6 +57,25 @@ def test_each_row_of_the_page_of_options_has_a_test() -> None:
         assert not row.job or (row.job in JOBS and row.output_lines), row.names
 
 
+def test_a_jobs_life_names_what_is_there_and_needs_at_most_35_files() -> None:
+    page = (ROOT / "docs/architecture.md").read_text()
+    life = page.partition("## A job's life, file by file\n")[2].partition("\n## ")[0]
+    rows = [line.split(" | ") for line in life.splitlines() if line.startswith("| ")][1:]
+    files: list[str] = []
+    for step, named, names in rows:
+        found = re.findall(r"(\d+) `([^`]+)`", named)
+        assert [int(number) for number, _ in found] == list(range(len(files) + 1, len(files) + len(found) + 1)), step
+        files += [file for _, file in found]
+        again = [files[int(number) - 1] for number in re.findall(r"\b(\d+)\b(?! `)", named)]
+        texts = "".join((ROOT / "src/multiverse" / file).read_text() for file in [*again, *(file for _, file in found)])
+        for name in re.findall(r"`([\w.]+)`", names):
+            last = name.rpartition(".")[2]
+            assert re.search(rf"\b(class|def|function) (\w+\.)?{last}\b", texts), (
+                f"{name} is not in the files of: {step}"
+            )
+    assert len(files) == len(set(files)) <= 35
+
+
 def test_links_between_pages_have_a_target() -> None:
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     for page in pages:

@@ -46,7 +46,7 @@ from multiverse.core.admission.backfill import Overtaking, reserve, told_before
 from multiverse.core.admission.make_room import release_spares, retire_a_template
 from multiverse.core.admission.obstacles import ForeignMemory, why_unfit
 from multiverse.core.admission.reasons import BEHIND, PASSED_OVER, FirstReasons
-from multiverse.core.admission.unknown_users import Inquiries
+from multiverse.core.admission.unknown_users import UnknownUsers
 from multiverse.core.capacity.host_limits import others_on
 from multiverse.core.capacity.room import Blockage, room_of
 from multiverse.core.capacity.sizes import template_claim, vm_claims
@@ -114,7 +114,7 @@ class Admission:
         self.state, self.policy = context.state, context.policy
         self.queue = context.state.queue
         self.room = room_of(context)
-        self.making = CloneSupply(context, self.room)
+        self.supply = CloneSupply(context, self.room)
         self.limits = self._limits_left()
         unexplained = self.state.vms_in(VmState.ORPHAN, VmState.LOST, *LEAVING_STATES)
         self.orphaned = {vm.job_id: vm for vm in unexplained if vm.job_id}
@@ -125,11 +125,11 @@ class Admission:
         self.overtaking: Overtaking | None = None  # what may start ahead of that job
         self.promises: dict[int, float] = {}  # by when it starts
         self.before: dict[int, Reason] = {}  # what was said of the others, if that still holds
-        self.inquiries = Inquiries(self.state, context.world)
+        self.unknown_users = UnknownUsers(self.state, context.world)
         self.undecided = False  # about those that come next, until the name service has had its time
         self.reasons = FirstReasons(self.queue)
         self.alike: dict[tuple[object, ...], Waiting] = {}  # what all attempts wait for that have the same `_kin`
-        self.others = ForeignMemory()
+        self.foreign_memory = ForeignMemory()
         self._unfit: dict[Request, tuple[Reason | None, bool]] = {}
 
     @property
@@ -151,7 +151,7 @@ class Admission:
                 break
             behind += bool(self.blocked)
             shape = self.queue.shape_of(attempt_id)
-            self.context = self.making.context = for_attempt(self.whole, self.state.attempts[attempt_id])
+            self.context = self.supply.context = for_attempt(self.whole, self.state.attempts[attempt_id])
             if waiting := self.alike.get(self._kin(attempt_id)):
                 self._wait_alike(rank, attempt_id, waiting)
                 continue
@@ -255,7 +255,7 @@ class Admission:
         """Case 8: the job's user is not known to exist. The user may have been added since an older answer."""
         if (user := (self.context.world.users or {}).get(attempt.uid)) and user.began > attempt.since:
             self._revoke(attempt, Why.NO_USER(text=user.reason))
-        elif self.inquiries.ask_patiently(attempt.uid):
+        elif self.unknown_users.ask_patiently(attempt.uid):
             self.undecided = True
         else:
             self.queue.await_user(attempt.id, Why.USER_AWAITED(uid=attempt.uid))
@@ -285,11 +285,11 @@ class Admission:
 
     def _provision(self, attempt: Attempt, choice: Choice) -> bool:
         """Cases 11 to 14: hosts, spares, pace, room, addresses. Whether the attempt was admitted."""
-        usable, why = self.making.usable_hosts(attempt, choice)
+        usable, why = self.supply.usable_hosts(attempt, choice)
         if not usable:
             self._wait_for_template(attempt, choice, why)
             return False
-        placed = self.making.place(attempt, choice, usable)
+        placed = self.supply.place(attempt, choice, usable)
         if isinstance(placed, NoRoom):
             if placed.why and placed.why.kind is Why.NO_ADDRESS:
                 self._block(attempt, Blockage.ROOM, placed.why)
@@ -300,7 +300,7 @@ class Admission:
         return True
 
     def _wait_for_template(self, attempt: Attempt, choice: Choice, why: Reason | None) -> None:
-        if not why and not (why := self.others.why(self.context, attempt, choice)):
+        if not why and not (why := self.foreign_memory.why(self.context, attempt, choice)):
             # Its template needs room too, which no later job may take.
             image = self.context.image_of(attempt)
             able = on_hosts_making(image, choice.kind, choice.sizes)
@@ -315,11 +315,11 @@ class Admission:
         if paced := why:
             # Another kind of clone may be quicker for those behind it, where the kind is not asked for.
             asked = attempt.request.kind or self.policy.kind
-            self._tell(attempt, paced) if asked is CloneKind.AUTO else self._wait(attempt, paced, self.making.paced)
-        elif why := self.others.why(self.context, attempt, choice):
+            self._tell(attempt, paced) if asked is CloneKind.AUTO else self._wait(attempt, paced, self.supply.paced)
+        elif why := self.foreign_memory.why(self.context, attempt, choice):
             self._wait(attempt, why)
         else:
-            why = self.making.template_elsewhere(attempt, choice)
+            why = self.supply.template_elsewhere(attempt, choice)
             why = why or self.room.why_full(claims, Why.FULL(per_host=attempt.request.per_host))
             blockage = self._make_room(attempt, attempt.request.nodes, claims)
             room = blockage is Blockage.ROOM and not self.room.all_full(claims)
@@ -349,7 +349,7 @@ class Admission:
         """Case 7: start the attempt ahead of the first one that waits for room, if it does not delay that one."""
         shape = self.queue.shape_of(attempt.id)
         if self.context.world.user_known_since(attempt.uid) == inf:
-            self.inquiries.ask(attempt.uid)
+            self.unknown_users.ask(attempt.uid)
         elif not self._is_turn_over(attempt):
             overtaking.looked_at += 1
             choice = choose_clones(self.context, attempt)
@@ -374,17 +374,17 @@ class Admission:
             return None
         claims = vm_claims(node_request(self.context, attempt, choice.kind), choice.sizes, self.hosts, self.policy)
         may = partial(overtaking.may_build, claims, in_time=in_time)
-        usable, why = self.making.usable_hosts(attempt, choice, may)
+        usable, why = self.supply.usable_hosts(attempt, choice, may)
         if not usable:
             return why or self.blocked
         with nullcontext() if in_time else overtaking.kept_free():
-            placed = self.making.place(attempt, choice, usable, kept, may)
+            placed = self.supply.place(attempt, choice, usable, kept, may)
         if not isinstance(placed, NoRoom):
             self._admit(attempt, choice, *placed, ahead)
             return None
         if placed.why:
             return placed.why
-        why = self.making.template_elsewhere(attempt, choice, may)
+        why = self.supply.template_elsewhere(attempt, choice, may)
         if why or in_time or self.reasons.full:
             return why or self.blocked
         return overtaking.why_refused(attempt.request.nodes, placed.claims) or self.blocked

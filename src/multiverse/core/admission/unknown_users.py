@@ -15,7 +15,7 @@ ASKED_AHEAD = 20
 """With a user, those of so many attempts at the head of the queue are asked for."""
 
 
-class Inquiries:
+class UnknownUsers:
     """The users that one round of admission asks for. Since when each was asked for is kept in the state."""
 
     def __init__(self, state: State, world: World) -> None:
