@@ -18,7 +18,7 @@ import pytest
 from multiverse.api import ExplanationsView, ExplanationView
 from multiverse.api.asking import PURPOSE
 from multiverse.bundles.slurm.credentials import Credentials
-from multiverse.bundles.slurm.private import PrivateData
+from multiverse.bundles.slurm.slurm_conf import PrivateData
 from multiverse.client import Client
 from multiverse.drivers.slurm.site.site_conf import munge_socket
 from multiverse.service.startup import bind

@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from multiverse.controller.addresses import AddressBook
+from multiverse.controller.publication import AddressBook
 from multiverse.core.errors import Exhausted
 from multiverse.core.model import Vm, VmState
 from multiverse.core.transition import Change, Event, Move

@@ -10,9 +10,8 @@ from typing import Any
 from structlog.testing import capture_logs
 
 from multiverse.config import Settings
-from multiverse.controller.backoff import AGAIN, AGAIN_LIMIT
 from multiverse.controller.loop import Controller
-from multiverse.controller.publication import TIMEOUT
+from multiverse.controller.publication import AGAIN, AGAIN_LIMIT, TIMEOUT
 from multiverse.core.capacity.empty_hosts import job_limits
 from multiverse.core.errors import Refused, Unknown
 from multiverse.core.model import Host, HypervisorView, JobLimits, KnownHost, SchedulerView, Size

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from multiverse.controller.backoff import AGAIN, AGAIN_LIMIT, pause
 from multiverse.controller.effects import JOBS_AT_ONCE, Effects, Surroundings
+from multiverse.controller.publication import AGAIN, AGAIN_LIMIT, pause
 from multiverse.core.errors import Refused, Unknown
 from multiverse.core.machines.attempt import reclaim_attempt
 from multiverse.core.model import Attempt, AttemptState, HostState, JobRef, KnownHost, Place, Vm, VmRef, VmState

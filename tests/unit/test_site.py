@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 
-from multiverse.bundles.slurm.node_count import NodeCount
+from multiverse.bundles.slurm.slurm_conf import NodeCount
 from multiverse.config import AgentSettings, HostClass, HostSettings, QemuSettings, Settings, SlurmSettings
 from multiverse.core.errors import Broken
 from multiverse.core.model import User

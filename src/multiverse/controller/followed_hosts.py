@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -27,12 +27,12 @@ class FollowedHosts:
         state: State,
         clock: Clock,
         poll: float,
-        wake: Callable[[], None],
+        began: float,
         tasks: ObserverTasks,
     ) -> None:
+        """`began` is since when sources are unknown that the hypervisor does not have."""
         self._hypervisor, self._state, self._clock = hypervisor, state, clock
-        self._poll, self._wake, self._tasks = poll, wake, tasks
-        self._began = clock.now()
+        self._poll, self._began, self._tasks = poll, began, tasks
         # A host that the settings name and that has not answered yet may hold what those that have answered cannot.
         # One that is leased is a row, and ends with it.
         named = [(host, source.name) for source in hypervisor.sources for host in source.hosts]
@@ -132,4 +132,4 @@ class FollowedHosts:
 
     def _observed_anew(self, source: str) -> None:
         self.anew.add(source)
-        self._wake()
+        self._tasks.wake()

@@ -15,7 +15,7 @@ from random import Random
 
 import structlog
 
-from multiverse.controller.backoff import pause
+from multiverse.controller.publication import pause
 from multiverse.core.errors import MultiverseError
 from multiverse.core.model import Member, Reach, Vm, VmState, group_of
 from multiverse.core.model.names import without_prefix_length

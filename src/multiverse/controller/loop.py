@@ -102,7 +102,7 @@ class Controller:
             scheduler, clock, settings.poll, self._scheduler_interval, self._awaited, self._wake.set
         )
         self._tasks = ObserverTasks(self._wake.set)
-        self._hosts = FollowedHosts(hypervisor, self.state, clock, settings.poll, self._wake.set, self._tasks)
+        self._hosts = FollowedHosts(hypervisor, self.state, clock, settings.poll, self.began, self._tasks)
         self.sources = self._hosts.sources
         """One observer for each source of the hypervisor, by the source's name."""
         self.users = UserDirectory(

@@ -248,7 +248,7 @@ class ObserverTasks:
     """The tasks of observers. They run from `begin` to `end`, and end before only if they are stopped, or by a bug."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
-        self._wake = wake
+        self.wake = wake
         self._running: dict[Observer[SchedulerView] | Observer[HypervisorView], asyncio.Task[None]] = {}
         self._runs = False
         self._ended: list[asyncio.Task[None]] = []  # by a bug
@@ -276,7 +276,7 @@ class ObserverTasks:
         def ended(_: asyncio.Task[None]) -> None:
             if not task.cancelled():
                 self._ended.append(task)
-                self._wake()
+                self.wake()
 
         task.add_done_callback(ended)
         return task

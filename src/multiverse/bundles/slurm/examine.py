@@ -25,7 +25,7 @@ from multiverse.images.installed import package_version
 from multiverse.ports.finding import Finding, Level
 from multiverse.site import checking, machine_facts
 from multiverse.site.checking import Part, tried
-from multiverse.system.listening import unreachable
+from multiverse.system.sockets import unreachable
 
 SLURMCTLD_PORT = 6817
 """Slurm's own default (slurm.conf(5))."""

@@ -13,8 +13,7 @@ from multiverse.bundles.slurm import examine
 from multiverse.bundles.slurm.credentials import Credentials
 from multiverse.bundles.slurm.inbox_access import warn_of_closed_inbox
 from multiverse.bundles.slurm.leased import PilotSteps
-from multiverse.bundles.slurm.node_count import NodeCount
-from multiverse.bundles.slurm.private import PrivateData
+from multiverse.bundles.slurm.slurm_conf import NodeCount, PrivateData
 from multiverse.bundles.slurm.words import SlurmWords
 from multiverse.config import Settings
 from multiverse.core.errors import Refused

@@ -1,4 +1,4 @@
-"""What is free on each host, and what rows claim of it."""
+"""What is free on each host, what rows claim of it, and how much is in use, as it was measured."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from itertools import islice
 from types import MappingProxyType
 from typing import TypeVar
 
-from multiverse.core.capacity import load
 from multiverse.core.capacity.host_limits import NO_LIMITS, Accept, HostLimits, any_host, any_number
 from multiverse.core.capacity.placement_policies import BUILT_IN, Chooser, draws
 from multiverse.core.capacity.sizes import claimable_cpus, claimable_disk, short_of_disk
@@ -212,7 +211,7 @@ class Room:
     def use(self, name: str) -> float:
         """See `load.use`."""
         before, unmeasured = self._index.computed.get(name, (self.free[name], Size(0, 0)))
-        return load.use(self._index.hosts[name], self.free[name], before, unmeasured)
+        return use(self._index.hosts[name], self.free[name], before, unmeasured)
 
     def held(self, name: str, claim: Size) -> int:
         """How many VMs that claim so much have room on the host."""
@@ -378,7 +377,7 @@ def _refresh(context: Context, room: Room, name: str, without: Collection[Key] =
         free, tight = overcommitted(host, free, coming)
     room.set(name, free, tight=tight, full=short_of_disk(host))
     if not without:
-        state.free.computed[name] = free, load.unmeasured(state.now, vms, claims)
+        state.free.computed[name] = free, unmeasured(state.now, vms, claims)
 
 
 def overcommitted(host: Host, free: Free, coming: int) -> tuple[Free, bool]:
@@ -444,3 +443,34 @@ def yet_to_come(claim: Size, held: float, *, settled: bool) -> int:
     that has settled is taken to stay as it is, within a quarter."""
     rest = max(0, math.ceil(claim.memory - held))
     return min(rest, math.ceil(held / 4)) if settled else rest
+
+
+MEASURED_FOR = 60.0
+"""Seconds of which the load of a host is the mean."""
+
+
+def use(host: Host, free: Free, before: Free, unmeasured: Size) -> float:
+    """The share of a host's CPUs or memory, whichever is more, that is in use: as measured in the last minute, with
+    what is claimed and not measured yet, and with what was taken since `before` was free. What is claimed, if nothing
+    is known of its use."""
+    cpus, memory = free[:2]
+    if host.load is None:
+        whole = Size(claimable_cpus(host), host.capacity.memory)
+        return _share(whole.cpus - cpus, whole.memory - memory, whole)
+    return _share(
+        host.load.cpus + unmeasured.cpus + before[0] - cpus,
+        host.load.memory + unmeasured.memory + before[1] - memory,
+        host.machine or host.capacity,
+    )
+
+
+def _share(cpus: float, memory: float, size: Size) -> float:
+    return max(cpus / max(1, size.cpus), memory / max(1, size.memory))
+
+
+def unmeasured(now: float, vms: Iterable[Vm], claims: Iterable[Claim]) -> Size:
+    """What VMs claim that have been in their state for so short a time that the load of their host, which is a mean,
+    does not show them yet."""
+    young = {vm.key for vm in vms if now - vm.since < MEASURED_FOR and not vm.leaving}
+    sizes = [claim.size for claim in claims if claim.owner in young]
+    return Size(sum(size.cpus for size in sizes), sum(size.memory for size in sizes))
