@@ -15,7 +15,7 @@ import pytest
 
 from multiverse.config import Settings
 from multiverse.core.errors import Refused
-from multiverse.core.model import CloneKind, Size, VmCondition, VmRef, VmSpec
+from multiverse.core.model import CloneKind, VmCondition, VmRef, VmSpec
 from multiverse.drivers.qemu.driver import QemuHypervisor, host_config
 from multiverse.host import manifest
 from multiverse.host.manifest import Manifest
@@ -256,7 +256,7 @@ async def test_a_vm_of_an_earlier_release_goes_on(lab: Lab, settings: Settings) 
     lab.hypervisor = QemuHypervisor(settings, SITE)
     assert await lab.condition(spec.name) is VmCondition.RUNNING
     assert await lab.hypervisor.create(replace(spec, token="new")) == []
-    assert await lab.hypervisor.start(VmRef(spec.name), Size(1, 256), lab.identity(spec)) == []
+    assert await lab.hypervisor.start(VmRef(spec.name), BASE, lab.identity(spec)) == []
     with pytest.raises(Refused, match=spec.name):
         await lab.hypervisor.create(replace(lab.spec(), mac=spec.mac))
     await lab.hypervisor.destroy(VmRef(spec.name), 2.0)

@@ -66,7 +66,7 @@ def test_a_job_that_is_out_of_time_is_told_so_in_its_vm_and_ends(node: JobNode) 
 
 @pytest.mark.slow
 def test_a_guest_without_memory_tells_the_job_and_goes_on(node: JobNode) -> None:
-    job, out = node.begun(f"{HOG.format(size=300)}; echo after; srun --quiet hostname", "--mem=450")
+    job, out = node.begun(f"{HOG.format(size=300)}; echo after; srun --quiet hostname", "--mem=490")
     assert accounted(node.under_test, job, 180)[0] == "COMPLETED"
     said = out.read_text()
     assert "the VM of this job ran out of memory" in said and "submit the job with more --mem" in said
