@@ -114,7 +114,7 @@ class QemuSettings:
     # default range is unused according to systemd's UIDS-GIDS. [0, 0]: all QEMU processes have the daemon's uid.
     uids: tuple[int, int] = (0x7000_0000, 65536)
     base_cpus: int = 1  # of a template
-    base_memory: int = 256  # of a template
+    base_memory: int = 288  # of a template: a job of 165 MiB needs no more
     max_cpus: int = 64  # the most CPUs that can be plugged into a VM
     max_memory: int = 262144  # the most memory that a VM can have
     # Memory for the translated code of an emulated guest. Code beyond it is translated again, which costs CPU time.
@@ -169,7 +169,7 @@ class ImageSettings:
     # instead of booting its own. Whoever is root on one of the hosts can then change the VMs of all.
     templates: Path | None = None
     kind: CloneKind = CloneKind.INSTANT  # of jobs that request none
-    guest_reserve: int = 80  # MiB of a VM's memory for its kernel and daemons
+    guest_reserve: int = 120  # MiB of a VM's memory for its kernel and daemons
     per_account: bool = (
         False  # each Slurm account has templates of its own, whose memory layout no other account shares
     )

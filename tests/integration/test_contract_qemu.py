@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from multiverse.config import Settings
+from multiverse.config import QemuSettings, Settings
 from multiverse.core.model import Size, VmRef
 from multiverse.drivers.qemu.driver import QemuHypervisor
 from multiverse.host import manifest
@@ -25,7 +25,7 @@ CHECKS = sorted((*SUITE, *TROUBLES), key=lambda c: (c is only_an_instant_clone_n
 
 
 class Real(Harness):
-    host, image, size = "h", "slim", Size(1, 256)
+    host, image, size = "h", "slim", Size(1, QemuSettings().base_memory)
     site = f"c{os.getpid() % 10000:04d}"
 
     def __init__(self, settings: Settings) -> None:

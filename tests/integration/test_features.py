@@ -20,7 +20,7 @@ from multiverse.host.qemu import features
 from multiverse.host.qemu.features import HostFeatures, huge_page_trial, trials
 from multiverse.host.qemu.machine import Feature
 from multiverse.host.qemu.qmp import Monitor
-from tests.integration.test_qemu_driver import PARENT, SITE, Lab, answers_of, swept
+from tests.integration.test_qemu_driver import BASE, PARENT, SITE, Lab, answers_of, swept
 
 __all__ = ["swept"]  # a fixture
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, reason="taps and images need root")]
@@ -123,7 +123,7 @@ async def test_plugged_memory_is_in_huge_pages_as_long_as_there_are_enough(huge_
     lab.hypervisor.close()
     lab.hypervisor = QemuHypervisor(lab.settings, SITE)  # as after a restart of the agent
     assert Feature.HUGE_PAGES in (await shown(lab))[0]
-    size = Size(1, 256 + huge_pages)
+    size = Size(1, BASE.memory + huge_pages)
     first, second = lab.spec(size=size), lab.spec(size=size)
     for spec in (first, second):
         await lab.hypervisor.create(spec)

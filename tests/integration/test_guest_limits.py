@@ -10,7 +10,7 @@ from tests.integration.watch import nothing_left, until
 
 pytestmark = pytest.mark.integration
 
-MIB = 1024  # of the VM's memory; the template has booted with 256
+MIB = 1024  # of the VM's memory; the template has booted with 288
 
 _SHOWS = """
 ulimit -n; ulimit -Hn; ulimit -u; ulimit -i; ulimit -Hl; ulimit -Hs

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from multiverse.cli.exit_codes import INTERRUPTED
+from multiverse.config import QemuSettings
 from multiverse.host import process
 from multiverse_lab.lab import baremetal, lifecycle
 from multiverse_lab.lab.hosts import control_groups
@@ -43,14 +44,14 @@ from multiverse.drivers.qemu.driver import QemuHypervisor
 
 settings = config.load(Path(sys.argv[1]))
 settings = replace(settings, qemu=replace(settings.qemu, accel="tcg"))
-template = TemplateKey(settings.host.name, "slim", Size(1, 256))
+template = TemplateKey(settings.host.name, "slim", Size(1, settings.qemu.base_memory))
 asyncio.run(QemuHypervisor(settings, "dead0").build_template(template))
 """
 
 
 def _makers(where: Layout) -> set[int]:
     """The QEMU processes that build a template of that lab."""
-    works = where.memory.glob(".slim@1x256.building-*")
+    works = where.memory.glob(f".slim@1x{QemuSettings().base_memory}.building-*")
     return {found.pid for work in works for found in process.find_by_argument(f"mem-path={work / 'memory'}")}
 
 

@@ -27,6 +27,9 @@ pytestmark = pytest.mark.integration
 HOG = "head -c {size}M /dev/zero | tail | wc -c"
 """Makes tail(1) allocate `size` MiB, because the input has no line end."""
 
+TIGHT = 165
+"""MiB: the largest job in a VM of 288 MiB, which has no memory beside the reserve."""
+
 KILLED = ("OUT_OF_MEMORY", "0:125")
 """State and exit code in Slurm's accounting."""
 
@@ -140,6 +143,14 @@ def test_only_the_array_task_that_runs_out_of_memory_fails(place: Place) -> None
     assert accounted(place.lab, f"{job}_2", 120.0) == KILLED
 
 
+@pytest.mark.parametrize("memory", [TIGHT, 1000])
+def test_a_job_may_use_what_it_asked_for(place: Place, memory: int) -> None:
+    """Python itself and the script have the rest."""
+    job, said = place.run(f"exec python3 -IS -c 'print(len(b\"x\" * ({memory - 20} << 20)))'", f"--mem={memory}")
+    assert said.split() == [str(memory - 20 << 20)]
+    assert place.states(job)[""] == ("COMPLETED", "0:0")
+
+
 WRITE = "f=$(mktemp -p {directory}); dd if=/dev/zero of=$f bs=1M count=300 status=none && echo written; rm -f $f"
 
 
@@ -158,9 +169,6 @@ def test_files_in_memory_count(lab: LabUnderTest, client: Client) -> None:
     assert place.states(job)[""] == KILLED
     nothing_left(lab, client)
 
-
-TIGHT = 172
-"""MiB: the largest job in a VM of 256 MiB, which has no memory beside the reserve."""
 
 ADJUSTMENTS = """\
 for process in /proc/[0-9]*; do

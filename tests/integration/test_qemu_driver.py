@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from multiverse.config import Settings
+from multiverse.config import QemuSettings, Settings
 from multiverse.core.errors import Broken, Gone, MultiverseError
 from multiverse.core.model import (
     CloneKind,
@@ -38,7 +38,7 @@ from tests.integration.watch import kill
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, reason="taps and images need root")]
 
 SITE = f"q{os.getpid() % 46656:04x}"[:5]
-BASE = Size(1, 256)
+BASE = Size(1, QemuSettings().base_memory)
 PARENT = TemplateKey("h", "slim", BASE)
 HEAD = f"{GUESTS_NETWORK}.254"
 SLEEPER = Daemon("sleeper", ("/bin/sleep", "1000000"))

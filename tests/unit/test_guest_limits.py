@@ -60,6 +60,18 @@ def test_daemons_inherit_the_limits_of_a_node_and_mappings_may_exceed_the_memory
     assert (tmp_path / "overcommit_memory").read_text() == "1"
 
 
+@pytest.mark.parametrize(("memory", "kept"), [(200, 1810), (2000, 5724)])
+def test_the_kernel_keeps_no_more_memory_free_than_without_huge_pages(
+    memory: int, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: dict[str, str] = {}
+    monkeypatch.setattr(limits, "usable_memory", lambda: memory)
+    monkeypatch.setattr(limits, "write_kernel_file", written.__setitem__)
+    limits.use_huge_pages()
+    pages, least = "/sys/kernel/mm/transparent_hugepage/enabled", "/proc/sys/vm/min_free_kbytes"
+    assert list(written.items()) == [(pages, "always"), (least, str(kept))], "the first one sets the second one, too"
+
+
 def test_limits_grow_with_the_memory_that_was_plugged(
     raised: Raised, plug: Callable[[int], None], tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ point, where it costs a clone no time.
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 
@@ -29,6 +30,9 @@ KERNEL_FILES = (
     ("/proc/sys/vm/overcommit_memory", "1"),
     # As systemd sets them (its sysctl.d/50-pid-max.conf, and bump_file_max_and_nr_open() in its main.c).
     ("/proc/sys/kernel/pid_max", "4194304"), ("/proc/sys/fs/file-max", "9223372036854775807"),
+    # When the pages that were used within this time (milliseconds) no longer fit into the memory, the kernel ends
+    # processes of the job. Otherwise it evicts and reads those of slurmd again and again, and the node falls silent.
+    ("/sys/kernel/mm/lru_gen/enabled", "y"), ("/sys/kernel/mm/lru_gen/min_ttl_ms", "1000"),
 )  # fmt: skip
 
 KERNEL_LIMITS = (
@@ -100,3 +104,11 @@ def raise_kernel_limits() -> None:
             write_kernel_file(path, " ".join(map(str, raised)))
         except OSError:
             continue
+
+
+def use_huge_pages() -> None:
+    """Let all programs have huge pages without being asked for them, and let jobs have the memory that the kernel then
+    keeps free for making them: 5 % of it, up to 66 MiB. What it keeps without huge pages stays free, as
+    init_per_zone_wmark_min() in mm/page_alloc.c computes it."""
+    write_kernel_file("/sys/kernel/mm/transparent_hugepage/enabled", "always")
+    write_kernel_file("/proc/sys/vm/min_free_kbytes", str(math.isqrt(16 * 1024 * usable_memory())))

@@ -12,7 +12,7 @@ from multiverse.guest.agent.audit import clone_facts, current_facts
 from multiverse.guest.agent.channel import HostChannel
 from multiverse.guest.agent.contract import MOST_WAIT, USER_ADDED, VERSION, GuestAgentError
 from multiverse.guest.agent.daemons import Children, DaemonProcess
-from multiverse.guest.agent.files import make_pipe, write_kernel_file
+from multiverse.guest.agent.files import make_pipe
 from multiverse.guest.agent.functions import take_functions
 from multiverse.guest.agent.hotplug import count_cpus, use_plugged
 from multiverse.guest.agent.identity import (
@@ -22,7 +22,7 @@ from multiverse.guest.agent.identity import (
     set_random_state,
     write_node_files,
 )
-from multiverse.guest.agent.limits import raise_kernel_limits, raise_process_limits
+from multiverse.guest.agent.limits import raise_kernel_limits, raise_process_limits, use_huge_pages
 from multiverse.guest.agent.modules import load_on_demand
 from multiverse.guest.agent.mounts import mount_one
 from multiverse.guest.agent.mpi import JobVms, install_launcher
@@ -171,7 +171,7 @@ class GuestAgent:
         if os.getpid() == 1:
             # Not earlier: each page that the agent touched first would become a huge page of 2 MiB that clones do not
             # share.
-            write_kernel_file("/sys/kernel/mm/transparent_hugepage/enabled", "always")
+            use_huge_pages()
 
     def add_user(self, message: dict[str, Any]) -> None:
         """Add the user of a job that got this spare, correct the clock, and let the job continue."""
