@@ -217,14 +217,16 @@ def site(lab: LabUnderTest) -> Iterator[None]:
     """Priorities by fair share, an account, and licences enough for all jobs of this module."""
     conf = lab.where.etc / "site.conf"
     before = conf.read_text()
-    for words in ("account physics", f"user {lab.user.name} account=physics"):
-        lab.run("sacctmgr", "-i", "add", *words.split())
-    conf.write_text(before + SITE)
-    asyncio.run(lifecycle.up(lab.where, LabOptions(), controller=False))
-    yield
-    conf.write_text(before)
-    lab.run("sacctmgr", "-i", "delete", "account", "physics", check=False)
-    asyncio.run(lifecycle.up(lab.where, LabOptions(), controller=False))
+    try:
+        for words in ("account physics", f"user {lab.user.name} account=physics"):
+            lab.run("sacctmgr", "-i", "add", *words.split())
+        conf.write_text(before + SITE)
+        asyncio.run(lifecycle.up(lab.where, LabOptions(), controller=False))
+        yield
+    finally:
+        conf.write_text(before)
+        lab.run("sacctmgr", "-i", "delete", "account", "physics", check=False)
+        asyncio.run(lifecycle.up(lab.where, LabOptions(), controller=False))
 
 
 @pytest.fixture(scope="module")

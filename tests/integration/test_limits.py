@@ -43,8 +43,15 @@ def sacctmgr(lab: LabUnderTest, *words: str) -> None:
 
 @pytest.fixture(scope="module")
 def limited(lab: LabUnderTest) -> Iterator[None]:
-    """Slurm enforces limits during the tests of this module."""
-    site = lab.where.etc / "site.conf"
+    """Slurm enforces limits during the tests of this module. Whatever failed, later modules find the lab as it was."""
+    try:
+        _limit(lab)
+        yield
+    finally:
+        _unlimit(lab)
+
+
+def _limit(lab: LabUnderTest) -> None:
     sacctmgr(lab, "add", "account", "physics", "Description=physics", "Organization=lab")
     sacctmgr(lab, "add", "qos", "tight", "GrpTRES=cpu=2")
     sacctmgr(lab, "add", "qos", "urgent", "Priority=100")
@@ -52,12 +59,18 @@ def limited(lab: LabUnderTest) -> Iterator[None]:
     qos = "qos=normal,tight,urgent"
     sacctmgr(lab, "add", "user", lab.user.name, "account=physics", "MaxJobs=2", "Fairshare=1", qos)
     sacctmgr(lab, "add", "user", lab.other.name, "account=physics", "Fairshare=1000", qos)
-    site.write_text(SITE)
+    (lab.where.etc / "site.conf").write_text(SITE)
     asyncio.run(lifecycle.up(lab.where, LabOptions(), controller=False))
-    yield
-    site.write_text("")
-    sacctmgr(lab, "delete", "account", "physics")
-    sacctmgr(lab, "delete", "qos", "tight,urgent,closed")
+
+
+def _unlimit(lab: LabUnderTest) -> None:
+    """slurmdbd deletes no account, and no user of it, who has a job that goes on."""
+    (lab.where.etc / "site.conf").write_text("")
+    for user in (lab.user, lab.other):
+        lab.run("scancel", f"--user={user.name}", check=False)
+        until(f"no job of {user.name} goes on", lambda name=user.name: not lab.run("squeue", "-h", "-u", name).stdout)
+    for words in ("account physics", "qos tight,urgent,closed"):
+        lab.run("sacctmgr", "-i", "delete", *words.split(), check=False)  # one that is not there is an error
     asyncio.run(lifecycle.up(lab.where, LabOptions(), controller=False))
 
 
