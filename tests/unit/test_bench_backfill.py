@@ -167,4 +167,4 @@ def test_the_command_prints_a_table_and_writes_the_trace(tmp_path: Path) -> None
     for text in ("NONE", "BACKFILL", "IDEAL EASY", "utilization", "mean bounded slowdown"):
         assert text in result.output
     again = CliRunner().invoke(build(), ["bench", "backfill", "--processors", "4", "--trace", str(path), "--json"])
-    assert again.exit_code == 0 and json.loads(again.output)["jobs"] == 6
+    assert again.exit_code == 0 and json.loads(again.stdout)["jobs"] == 6
