@@ -82,7 +82,7 @@ def test_a_restored_database_gives_the_room_of_templates_to_nobody_else(copied: 
     that template has been dropped, and the host is full of the second job's VM and of the template that it maps."""
     jobs = (
         Arrival(1.0, Batch(seconds=0.0)),
-        Arrival(20.0, Batch(image="stiff", size=Size(1, 900), seconds=300.0)),
+        Arrival(20.0, Batch(image="stiff", size=Size(1, 860), seconds=300.0)),
         Arrival(60.0, Batch()),
     )
     world = WorldSettings(hosts=(replace(WorldSettings().hosts[0], capacity=Size(4, 2150, 65536)),))

@@ -105,7 +105,7 @@ async def test_a_vm_is_made_from_a_template_that_is_built_and_its_guest_is_told_
     assert host.control_groups(second) == []
     (spec,) = platform.created
     assert (spec.kind, spec.template, spec.token) == (
-        CloneKind.INSTANT, TemplateKey("vmhost", "slim", Size(1, 256)), "token1"
+        CloneKind.INSTANT, TemplateKey("vmhost", "slim", Size(1, 288)), "token1"
     )  # fmt: skip
     assert spec.address == "10.213.8.1/16" and spec.name.startswith(f"mv{SITE}-")
     ((size, identity),) = platform.started

@@ -24,9 +24,9 @@ from multiverse.core.state import State
 from multiverse.store import Store
 from multiverse_lab.bench.placement import OBSERVED, FullSite, Planning
 from multiverse_lab.bench.placement import measure as measure_placement
-from multiverse_lab.bench.planner import BlockedCluster, MonotonicClock, Passes, UncheckedTables, measure
+from multiverse_lab.bench.planner import BASE, BlockedCluster, MonotonicClock, Passes, UncheckedTables, measure
 
-HOSTS_POLICY = Policy(IPv4Network("10.0.0.0/8"), "10.0.0.1")
+HOSTS_POLICY = Policy(IPv4Network("10.0.0.0/8"), "10.0.0.1", base=BASE)
 
 SMALL, LARGE = (60, 100), (600, 400)
 """Queued jobs and VMs."""

@@ -213,7 +213,7 @@ def measure(
 ) -> list[PlacementTimes]:
     """Measure every policy on one site."""
     planning = Planning(FullSite(hosts, vms, waiting))
-    policy = Policy(IPv4Network("10.0.0.0/8"), "10.0.0.1")
+    policy = Policy(IPv4Network("10.0.0.0/8"), "10.0.0.1", base=BASE)
     planning.run(replace(policy, provisioning=0), keep=True)  # opens the attempts, and lets all rows come to rest
     planning.run(replace(policy, provisioning=0), keep=True)
     gc.collect()

@@ -62,7 +62,7 @@ from multiverse_lab.bench.stats import Summary, summary
 
 VMS_PER_HOST = 50
 REQUESTS = (Size(1, 100), Size(1, 1000), Size(2, 500), Size(4, 2000))
-BASE = Size(1, 256)
+BASE = Size(Settings().qemu.base_cpus, Settings().qemu.base_memory)
 DAY = 86400
 ABILITIES = frozenset({"fork", "plug_cpus", "plug_memory"})
 
