@@ -181,7 +181,7 @@ async def test_the_limits_of_a_vm_grow_with_its_size(lab: Lab) -> None:
     spec = lab.spec()
     await lab.hypervisor.create(spec)
     parked = limits()
-    grown = Size(lab.cpus, 768)
+    grown = Size(lab.cpus, spec.size.memory + 512)  # in whole blocks of 128 MiB
     await lab.hypervisor.start(VmRef(spec.name), grown, lab.identity(spec))
     assert lab.hypervisor.audit(spec.name)["cpus"] == grown.cpus
     more = {"MiB": grown.memory - spec.size.memory, "threads": grown.cpus - spec.size.cpus}

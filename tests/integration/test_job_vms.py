@@ -111,7 +111,7 @@ def test_each_mistake_has_a_sentence(node: BareNode) -> None:
         (("--mem=700", "--vm-per-node=2"), "submit it with --cpus-per-task=2"),
         (("--mem=700", "--sriov"), "no virtual functions that job_vms.sriov offers"),
         (("--mem=700", "--comment=vm:sriov=2"), "no virtual functions that job_vms.sriov offers"),
-        (("--mem=479", "--ivshmem=1"), "submit the job with --mem=480"),
+        (("--mem=511", "--ivshmem=1"), "submit the job with --mem=512"),
     ):
         failed = node.srun(*options, "hostname", vm=False)
         assert failed.returncode == 1 and sentence in failed.stderr and not failed.stdout, failed.stderr

@@ -65,7 +65,7 @@ def test_a_job_has_all_of_its_memory_in_a_vm_beside_it_which_goes_with_the_job(n
     (home,) = _vms(node)
     known = manifest.read(home)
     assert known is not None and not known.job_groups
-    assert known.total_memory == 640, "700 MiB, in whole blocks: the QEMU is not in the job"
+    assert known.total_memory == 672, "700 MiB, in whole blocks: the QEMU is not in the job"
     groups = Path("/proc", str(known.pid), "cgroup").read_text()
     assert f"job_{job}" not in groups
     node.under_test.run("scancel", job)

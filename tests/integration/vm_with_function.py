@@ -28,7 +28,7 @@ from tests.integration.functions_in_guest import as_user, state
 TOP = Path("/run/mv")
 USER = User("ada", 4711, 4711, "/tmp", "/bin/sh")
 STRANGER = 4712
-BASE, ASKED, REGION = 256, 384, 32
+BASE, ASKED, REGION = 288, 416, 32
 # What the task prints: the serial number and a block's beginning, as the driver has read them from the function; the
 # owners of its device files and of the region of memory; whose task it is; and where the function and the region are.
 TASK = """cat /sys/class/nvme/nvme0/serial; head -c 512 /dev/nvme0n1 | tr -d '\\0'; echo

@@ -13,8 +13,8 @@ from multiverse.guest import assemble as assembler
 from multiverse.guest.assemble import AssemblyError, assemble, assemble_sources
 
 # The agent may import these modules and no others. Each one that is added makes every guest boot slower.
-IMPORTS = {"base64", "ctypes", "errno", "fcntl", "gc", "json", "math", "os", "pwd", "re", "resource", "select", "signal",
-           "socket", "struct", "sys", "time"}  # fmt: skip
+IMPORTS = {"base64", "ctypes", "errno", "fcntl", "gc", "json", "math", "os", "pwd", "re", "resource", "select",
+           "signal", "socket", "struct", "sys", "time"}  # fmt: skip
 
 FUTURE = "from __future__ import annotations\n"
 MAIN = {"main": f"{FUTURE}def main() -> None: ...\n"}
