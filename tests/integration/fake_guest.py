@@ -76,7 +76,7 @@ class FakeGuest:
                 content = content.replace(old.encode(), new.encode())
             (self._directory / "spool").mkdir(exist_ok=True)
         if path.endswith("/multiverse-prolog"):
-            self._user_added = make_pipe(str(self._directory / "user_added"))
+            self._user_added = make_pipe(str(self._directory / "user-added"))
             return content.replace(USER_ADDED.encode(), f"{self._directory}/user-added".encode())
         if path.endswith("/cgroup.conf"):
             version = "v2" if Path("/sys/fs/cgroup/cgroup.controllers").exists() else "v1"

@@ -198,9 +198,15 @@ GROUPS = (
             honoured(
                 "--ntasks-per-node", "without `-N` it determines the number of VMs", "split", "nproc=2 nodes=2 .*"
             ),
-            honoured("--mem-per-cpu", "in MiB that the job may use", "size", "per_node= per_cpu=200", "memory=1..."),
+            honoured(
+                "--mem-per-cpu",
+                "in MiB that the job may use",
+                "size",
+                "per_node= per_cpu=200",
+                "memory=(?:[89]..|1...)",
+            ),
             honoured("--mem", "in MiB that the job may use, in each VM", "memory", "per_node=700 .*", "memory=[7-9].."),
-            honoured("no --mem", "`DefMemPerCPU` for each CPU", "default", "per_node= per_cpu=150", "memory=[2-3].."),
+            honoured("no --mem", "`DefMemPerCPU` for each CPU", "default", "per_node= per_cpu=150", "memory=[3-4].."),
             refused(
                 "--mem=0",
                 "--mem=0 (all memory of a node) is not supported: give the size with --mem",

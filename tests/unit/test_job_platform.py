@@ -109,7 +109,7 @@ async def test_a_vm_is_made_from_a_template_that_is_built_and_its_guest_is_told_
     )  # fmt: skip
     assert spec.address == "10.213.8.1/16" and spec.name.startswith(f"mv{SITE}-")
     ((size, identity),) = platform.started
-    assert size == Size(2, 896), "whole blocks of memory, and not more than the job has"
+    assert size == Size(2, 928), "whole blocks of memory, and not more than the job has"
     assert (identity.hostname, identity.mac, identity.gateway) == (spec.name, spec.mac, "10.213.0.1")
     assert identity.users == (ADA,) and identity.tasks is not None
     assert (identity.tasks.hostname, identity.tasks.token) == ("mvjob-12-1", "secret")
