@@ -376,6 +376,7 @@ class IncidentKind(StrEnum):
     HOST_SPOILS = "a host cannot start VMs of the image slim"
     HOST_MUTES = "VMs do not register from a host"
     LAUNCHES_FAIL = "slurmctld makes no credentials for the jobs of a user"
+    VM_MOVES = "a VM moves to another host, or comes as far as having two places"
     CONTROLLER_RIVAL = "another controller starts with a copy of the database, and the older one goes on"
 
 

@@ -127,6 +127,7 @@ class Machines:
         self.images = {image.name: image for image in images}
         self.hosts = {host.name: host for host in hosts}
         self.vms: dict[str, Machine] = {}
+        self.copies: dict[tuple[str, str], Machine] = {}  # by name and host: the other place of a VM that moves
         self.templates: dict[TemplateKey, TemplateSeen] = {}
         self._builds: dict[TemplateKey, int] = {}
         self.violations: list[str] = []
@@ -298,10 +299,24 @@ class Machines:
         machine = self.find(vm)
         if machine is not None:
             self._check_floor(machine.spec.host)
-            del self.vms[vm.name]
+            if self.copies.pop((vm.name, machine.spec.host), None) is None:
+                del self.vms[vm.name]
             if machine.guest is not None and (job := machine.guest.serves()) is not None:
                 self.violations.append(f"{vm.name} was destroyed while job {job.job_id} ran on it")
             self._stop(machine)
+
+    # --- moves
+
+    def copy(self, name: str, host: str) -> None:
+        """A process for a VM begins on another host, to which the VM may move."""
+        self.copies[name, host] = Machine(replace(self.vms[name].spec, host=host), size=self.vms[name].size)
+        self._check_capacity(host)
+
+    def switch(self, name: str, host: str) -> None:
+        """A VM goes on in its copy on a host. The process that it leaves is paused."""
+        machine, there = self.vms[name], self.copies.pop((name, host))
+        self.copies[name, machine.spec.host] = replace(machine, condition=VmCondition.PAUSED, guest=None)
+        machine.spec, machine.template = there.spec, None  # all of its memory is its own
 
     # --- hosts
 
@@ -319,8 +334,9 @@ class Machines:
     def switch_off(self, host: str) -> None:
         """End all VMs and templates of the host; nothing of them remains."""
         self._check_floor(host)
-        for name in self.vms_on(host):
+        for name in [name for name, machine in self.vms.items() if machine.spec.host == host]:
             self.remove(name)
+        self.copies = {key: copied for key, copied in self.copies.items() if copied.spec.host != host}
         for which in [which for which in self.templates if which.host == host]:
             del self.templates[which]
 
@@ -330,8 +346,11 @@ class Machines:
         return machine.spec.host if machine is not None else ""
 
     def vms_on(self, host: str) -> list[str]:
-        """The names of the VMs of a host."""
-        return [name for name, machine in self.vms.items() if machine.spec.host == host]
+        """The names of the VMs of a host, also of those that have their other place there."""
+        return [machine.spec.name for machine in self._on(host)]
+
+    def _on(self, host: str) -> list[Machine]:
+        return [one for one in (*self.vms.values(), *self.copies.values()) if one.spec.host == host]
 
     def remove(self, name: str) -> None:
         """End a VM, whatever it does."""
@@ -385,6 +404,8 @@ class Machines:
         self._check_reachable(hosts[0])
         machine = self.vms.get(vm.name)
         if machine is None or self.source_of(machine.spec.host) != vm.source:
+            machine = self.copies.get((vm.name, hosts[0]))
+        if machine is None:
             return None
         if vm.token and machine.spec.token not in ("", vm.token):
             raise Refused(f"{vm.name} is another VM: it has another token", hint="look who made it")
@@ -392,7 +413,7 @@ class Machines:
 
     def used(self, host: str) -> Size:
         """What VMs and templates take of a host now; of its disk, what they can write. A template takes no CPU."""
-        machines = [machine for machine in self.vms.values() if machine.spec.host == host]
+        machines = self._on(host)
         memory = sum(machine.takes.memory + OVERHEAD for machine in machines) + self._frozen(host)
         disk = sum(self.images[machine.spec.image].written(machine) for machine in machines)
         disk += sum(self.images[which.image].disk.overhead for which in self.templates if which.host == host)
@@ -403,13 +424,14 @@ class Machines:
         """MiB that a host's machine has left beside what VMs, templates and others really use."""
         machine = self.hosts[host].machine
         assert machine is not None, "a host whose memory is checked has a machine"
-        vms = sum(one.private(self._now()) for one in self.vms.values() if one.spec.host == host)
+        vms = sum(one.private(self._now()) for one in self._on(host))
         return int(machine.memory - self._others - vms - self._frozen(host))
 
     def _frozen(self, host: str) -> int:
         """MiB of templates. One that was deleted while VMs map it counts once, without copies."""
         existing = {self._current_build(which) for which in self.templates}
-        mapped = {one.template for one in self.vms.values() if one.condition is not VmCondition.DEAD}
+        every = (*self.vms.values(), *self.copies.values())
+        mapped = {one.template for one in every if one.condition is not VmCondition.DEAD}
         copies = self.hosts[host].template_copies
         return sum(
             one.key.size.memory * (copies if one in existing else 1)
@@ -433,8 +455,8 @@ class Machines:
         """What the source of one host shows. Raises `Unknown` if the host cannot be reached."""
         self._check_reachable(host)
         vms = {
-            name: VmSeen(
-                name,
+            machine.spec.name: VmSeen(
+                machine.spec.name,
                 host,
                 machine.condition,
                 machine.reason,
@@ -449,8 +471,7 @@ class Machines:
                 template_build=machine.template.name if machine.template else "",
                 template_memory=machine.template.key.size.memory if machine.template else 0,
             )
-            for name, machine in sorted(self.vms.items())
-            if machine.spec.host == host
+            for machine in sorted(self._on(host), key=lambda machine: machine.spec.name)
         }
         available = self.available(host) if self._overcommit > 1 else 0
         left = 0 if host in self.full else None

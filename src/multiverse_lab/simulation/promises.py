@@ -48,7 +48,8 @@ def unclaimed_vms(rows: Rows, world: SimulatedWorld, inherited: Collection[str] 
     claimed = {(claim.owner, claim.domain) for claim in rows.claims}
     live = {vm.name: vm for vm in rows.vms.values()}
     found = []
-    for name, machine in world.machines.vms.items():
+    for machine in (*world.machines.vms.values(), *world.machines.copies.values()):
+        name = machine.spec.name
         vm = live.get(name)
         if vm is None and name in inherited:
             continue

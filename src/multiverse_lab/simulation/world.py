@@ -143,6 +143,7 @@ class SimulatedWorld:
         """VMs and nodes that exist. Templates may remain."""
         return (
             [f"vm {name}" for name in self.machines.vms]
+            + [f"copy of {name} on {host}" for name, host in self.machines.copies]
             + [f"node {name}" for name in self.cluster.nodes]
             + self.pilots.alive
         )

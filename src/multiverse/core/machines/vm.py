@@ -167,7 +167,8 @@ def step_vm(state: State, vm_id: int, world: World, policy: Policy) -> None:
     elif latest is None or place.host not in latest.value.hosts:
         _step_out_of_sight(state, vm, place, world, policy)
     elif vm.state is V.LOST:
-        _find_again(state, vm, world)
+        if latest.began > vm.since:  # what a place showed before the VM left the other one tells nothing
+            _find_again(state, vm, world)
     elif vm.leaving:
         _step_leaving(state, vm, world)
     else:
