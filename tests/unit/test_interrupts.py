@@ -155,3 +155,21 @@ except asyncio.CancelledError:
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "cancelled\n"
+
+
+def test_a_signal_that_comes_while_python_ends_does_not_change_the_status_of_an_interruption() -> None:
+    script = """
+import os, signal, sys, time
+from multiverse.cli import main
+class Late:
+    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGINT, sleep=time.sleep):
+        kill(pid, number)
+        sleep(1)
+late = Late()
+def interrupted(*_arguments, **_more):
+    raise KeyboardInterrupt
+main.build = lambda *_: interrupted
+main.main()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 130, done.stderr

@@ -54,6 +54,7 @@ def main() -> None:
         _show(error)
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
+        interrupts.ignore()
         sys.exit(INTERRUPTED)
     except BrokenPipeError:
         sys.stderr.close()

@@ -40,6 +40,13 @@ def handle() -> None:
             signal.signal(number, _interrupt)
 
 
+def ignore() -> None:
+    """Ignore the signals from now on. An interrupted process ends with its own status, also if another signal comes
+    while Python ends, which no handler would take then."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def _interrupt(_number: int, _frame: object) -> None:
     if signal.getsignal(signal.SIGINT) not in (_interrupt, signal.SIG_IGN):  # a daemon has its own way to end
         signal.raise_signal(signal.SIGINT)
