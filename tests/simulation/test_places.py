@@ -86,7 +86,7 @@ def test_a_new_controller_goes_on_with_a_vm_at_two_places(outcome: float, at: fl
     assert list(found.results.values()) == ["COMPLETED"]
 
 
-@pytest.mark.parametrize("seed", list(range(1500)))
+@pytest.mark.parametrize("seed", one_in(10, list(range(300))))
 def test_whatever_else_happens_what_is_there_is_claimed_for_and_nothing_is_left(seed: int) -> None:
     """Moves, losses of either host, deaths and crashes at times that are drawn, with calls that fail."""
     rng = Random(seed)
@@ -94,9 +94,7 @@ def test_whatever_else_happens_what_is_there_is_claimed_for_and_nothing_is_left(
     incidents = [
         Incident(rng.uniform(5, 150), IncidentKind.VM_MOVES, rng.uniform(1, 60), rng.random()) for _ in range(5)
     ]
-    incidents += [
-        Incident(rng.uniform(5, 200), rng.choice(kinds), rng.uniform(1, 120), rng.random()) for _ in range(4)
-    ]
+    incidents += [Incident(rng.uniform(5, 200), rng.choice(kinds), rng.uniform(1, 120), rng.random()) for _ in range(4)]
     jobs = tuple(
         Arrival(rng.uniform(0, 60), Batch(nodes=rng.randint(1, 2), seconds=rng.uniform(1, 100))) for _ in range(4)
     )

@@ -313,9 +313,11 @@ class Machines:
         self._check_capacity(host)
 
     def switch(self, name: str, host: str) -> None:
-        """A VM goes on in its copy on a host. The process that it leaves is paused."""
+        """A VM goes on in its copy on a host. The process that it leaves never runs again: it is shown as dead."""
         machine, there = self.vms[name], self.copies.pop((name, host))
-        self.copies[name, machine.spec.host] = replace(machine, condition=VmCondition.PAUSED, guest=None)
+        self.copies[name, machine.spec.host] = replace(
+            machine, condition=VmCondition.DEAD, reason="it has moved", guest=None
+        )
         machine.spec, machine.template = there.spec, None  # all of its memory is its own
 
     # --- hosts

@@ -167,10 +167,14 @@ def step_vm(state: State, vm_id: int, world: World, policy: Policy) -> None:
     elif latest is None or place.host not in latest.value.hosts:
         _step_out_of_sight(state, vm, place, world, policy)
     elif vm.state is V.LOST:
-        if latest.began > vm.since:  # what a place showed before the VM left the other one tells nothing
+        if _is_shown_anew(vm, world):
             _find_again(state, vm, world)
     elif vm.leaving:
         _step_leaving(state, vm, world)
+    elif at_two and ((seen := world.at(vm, place)) is None or not seen.runs):
+        # It may have gone on at its other place since that was observed.
+        why = said(seen.reason if seen else "") or Why.VM_DIED()
+        state.move(Change(replace(vm, state=V.LOST, reason=why), Event.LOST, why))
     else:
         _step_in_sight(state, vm, latest, world, policy)
 
@@ -239,6 +243,13 @@ def _step_out_of_sight(state: State, vm: Vm, place: Place, world: World, policy:
         state.move(Change(replace(vm, state=V.LOST), Event.LOST, why))
 
 
+def _is_shown_anew(vm: Vm, world: World) -> bool:
+    """Whether each of its places that is in sight was observed since the VM was lost. It may have gone on at one place
+    after that was observed and before the other one was."""
+    latest = [(place, one) for place in vm.places if (one := world.latest(place.source)) is not None]
+    return all(one.began > vm.since for place, one in latest if place.host in one.value.hosts)
+
+
 def _find_again(state: State, vm: Vm, world: World) -> None:
     """Its host is back. A VM with a job goes on, and any other VM has missed too much. Before a VM is ended, the
     scheduler must have shown that no job is on its node, and must have untied the job that may begin there."""
@@ -253,7 +264,7 @@ def _find_again(state: State, vm: Vm, world: World) -> None:
     if goes_on:
         state.move(Change(replace(vm, state=V.SERVING, reason=None), Event.FOUND, Why.RUNS_ON()))
     elif not tied:
-        why = Why.HOST_WAS_AWAY(host=vm.host)
+        why = (vm.reason if len(vm.places) > 1 else None) or Why.HOST_WAS_AWAY(host=vm.host)
         state.move(end_vm(vm, Event.FOUND, why))
 
 
