@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from multiverse.core.errors import Broken, Exhausted, Refused
 from multiverse.core.model import Size
 from multiverse.guest import shared_memory_program
-from multiverse.guest.agent import regions
-from multiverse.guest.agent.contract import GuestAgentError
+from multiverse.guest.agent import devices
+from multiverse.guest.agent.system import GuestAgentError
 from multiverse.guest.protocol import take_regions_message
 from multiverse.guest.shared_memory_program import END, HEAD, Region
 from multiverse.host.qemu.machine import PORTS, Accelerator, Memory, QemuMachine, RegionPlace, Wiring
@@ -164,14 +164,14 @@ def guest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             (there / name).write_text(content)
         (there / "resource2").write_bytes(bytes(64))
     for name, value in (("PCI", "pci"), ("REGIONS", "dev/ivshmem"), ("REGION_PROGRAM", "bin/mvshm")):
-        monkeypatch.setattr(regions, name, str(tmp_path / value))
+        monkeypatch.setattr(devices, name, str(tmp_path / value))
     return tmp_path
 
 
 def test_the_guest_gives_each_region_to_the_user_by_its_number(guest: Path) -> None:
     message = {"devices": [[0x11, 1], [0x11, 0]], "uid": os.getuid(), "program": "text"}
     for _ in range(2):  # the host asks again after a lost answer
-        regions.take_regions(message)
+        devices.take_regions(message)
     for number, function in ((0, 1), (1, 0)):
         link = guest / "dev/ivshmem" / str(number)
         device = guest / "pci/0000:00:11.0" / f"0000:02:00.{function}"
@@ -181,10 +181,10 @@ def test_the_guest_gives_each_region_to_the_user_by_its_number(guest: Path) -> N
 
 
 def test_a_region_that_does_not_appear_is_a_failure(guest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(regions, "DAEMON_TIMEOUT", 0.02)
+    monkeypatch.setattr(devices, "DAEMON_TIMEOUT", 0.02)
     for missing in ([0x11, 7], [0x10, 0]):
         with pytest.raises(GuestAgentError, match="no shared memory appeared"):
-            regions.take_regions({"devices": [missing], "uid": os.getuid(), "program": ""})
+            devices.take_regions({"devices": [missing], "uid": os.getuid(), "program": ""})
 
 
 def test_the_message_says_where_the_regions_are_and_brings_the_program() -> None:

@@ -1,7 +1,7 @@
 #!/usr/bin/python3 -IS
 """mvshm: pass data between two VMs of a job through a region of memory that they share, and measure that.
 
-The guest agent puts this file into a VM that has such regions (`guest.agent.regions`). Standard library only.
+The guest agent puts this file into a VM that has such regions (`guest.agent.devices`). Standard library only.
 
 A region has a head and two rings of bytes, one for each direction; whatever is in it, it was zero at first. A message
 is its length and its bytes, padded to words. One process sends in a direction, and one receives. The sender writes the

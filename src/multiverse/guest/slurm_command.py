@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import MutableMapping
     from typing import Never
 
-SOCKETS = "/run/multiverse/tasks"  # as in guest.agent.contract
+SOCKETS = "/run/multiverse/tasks"  # as in guest.agent.system
 GROUPS = "multiverse-tasks/"
 CREDIT = 1 << 16  # bytes of input that the host takes before it grants more: ROOM in spank/commands.c
 ROOM = 1 << 16  # bytes of output that are received before earlier ones are written
@@ -277,7 +277,7 @@ def broadcast(argv: list[str]) -> tuple[list[str], int]:
 
 # --- the launcher of MPI ------------------------------------------------------------------------------
 
-DIRECTORY = "/run/multiverse/mpi"  # as in guest.agent.mpi
+DIRECTORY = "/run/multiverse/mpi"  # as in guest.agent.requests
 VMS = f"{DIRECTORY}/vms"
 # What tasks here are told for MPI, beside paths below DIRECTORY.
 VALUES = {"OMPI_MCA_plm": "rsh", "OMPI_MCA_ras": "^slurm", "OMPI_MCA_routed_radix": "16", "HYDRA_LAUNCHER": "ssh"}

@@ -1,6 +1,6 @@
-"""The command of a task: a user's process, in a control group of its own."""
+"""The command of a task: a user's process in a control group of its own, its prologs, and its streams of PMI."""
 
-# ruff: noqa: PTH106, PTH108
+# ruff: noqa: PTH106, PTH108, PTH123
 
 from __future__ import annotations
 
@@ -8,15 +8,224 @@ import fcntl
 import os
 import re
 import resource
+import select
 import signal
+import socket
 import struct
 import time
 
-from multiverse.guest.agent.boot import CGROUPS
-from multiverse.guest.agent.contract import GuestAgentError
-from multiverse.guest.agent.files import make_directory, read, write_kernel_file
-from multiverse.guest.agent.pmi import PmiStreams
-from multiverse.guest.agent.prolog import run_prolog
+from multiverse.guest.agent.system import CGROUPS, GuestAgentError, make_directory, read, write_kernel_file
+
+# --- prologs -----------------------------------------------------------------------------------------
+
+
+LONGEST_OUTPUT = 1 << 20  # bytes of a prolog's output that are taken
+
+
+def run_prolog(path: bytes, content: bytes, environment: dict[bytes, bytes]) -> None:
+    """Run one, as this process's user, and do what its output says. As in slurmstepd, its exit status means nothing.
+
+    `content` is what the host has at `path`. Where the guest has the same file, that one runs, so that the program
+    finds what lies beside it; otherwise a copy in memory does.
+    """
+    reading, writing = os.pipe2(os.O_CLOEXEC)
+    pid = os.fork()
+    if not pid:
+        _become(path, content, environment, writing)
+    os.close(writing)
+    output = bytearray()
+    while data := os.read(reading, 65536):
+        output += data[: LONGEST_OUTPUT - len(output)]
+    os.close(reading)
+    os.waitpid(pid, 0)
+    try:
+        os.killpg(pid, signal.SIGKILL)  # as slurmstepd does
+    except (ProcessLookupError, PermissionError):
+        pass
+    os.write(1, apply_output(bytes(output), environment))
+
+
+def _become(path: bytes, content: bytes, environment: dict[bytes, bytes], output: int) -> None:
+    try:
+        os.setpgid(0, 0)
+        null = os.open("/dev/null", os.O_RDWR)
+        for target, fd in enumerate((null, output, null)):
+            os.dup2(fd, target)
+        program = path
+        if not _has(path, content):
+            copy = os.memfd_create("prolog", 0)
+            with open(copy, "wb", closefd=False) as file:
+                file.write(content)
+            # An open description for writing would make the program busy; one for reading is for its interpreter.
+            program = b"/proc/self/fd/%d" % os.open(f"/proc/self/fd/{copy}", os.O_RDONLY)
+            os.set_inheritable(int(program.rpartition(b"/")[2]), True)
+            os.close(copy)
+        os.execve(program, [path], environment)
+    except BaseException:
+        os._exit(127)
+
+
+def _has(path: bytes, content: bytes) -> bool:
+    """Whether this guest can run the file, and it is the host's."""
+    try:
+        with open(path, "rb") as file:
+            return os.access(path, os.X_OK) and file.read(len(content) + 1) == content
+    except OSError:
+        return False
+
+
+def apply_output(output: bytes, environment: dict[bytes, bytes]) -> bytes:
+    """Do what the lines of a prolog say: `export NAME=VALUE` and `unset NAME`; `print TEXT` is the task's output, which
+    is returned. Other lines mean nothing (TaskProlog in slurm.conf(5))."""
+    printed = b""
+    for line in output.split(b"\n"):
+        word, _, rest = line.partition(b" ")
+        rest = rest.lstrip()
+        if word == b"print":
+            printed += rest + b"\n"
+        elif word == b"export" and b"=" in rest:
+            name, _, value = rest.partition(b"=")
+            environment[name.rstrip()] = value
+        elif word == b"unset":
+            environment.pop(rest.rstrip(), None)
+    return printed
+
+
+# --- PMI ---------------------------------------------------------------------------------------------
+
+
+LARGEST_READ = 1 << 13
+MOST_STREAMS = 64  # STREAMS in spank/streams.c; further connections wait
+INHERITED = 0  # the number of the stream of PMI-2
+PMIX_SERVER = re.compile(rb"(tcp4://127\.0\.0\.1:)[0-9]+")
+
+
+class PmiStream:
+    """This process's end of one stream. `fd` is its descriptor, or -1 once it is closed."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.host_ended = False
+        self._waiting = bytearray()  # for the command
+        os.set_blocking(fd, False)
+
+    @property
+    def events(self) -> int:
+        """What poll(2) should watch the descriptor for."""
+        return select.POLLIN | (select.POLLOUT if self._waiting else 0)
+
+    def take(self, data: bytes) -> None:
+        """Pass on what the host has sent; nothing is its end."""
+        self._waiting += data
+        self.host_ended = self.host_ended or not data
+
+    def carry(self) -> bytes:
+        """Write what can be written. Returns what the command has sent since then. At the end of either side this end
+        is closed. Never blocks."""
+        try:
+            while self._waiting:
+                del self._waiting[: os.write(self.fd, self._waiting[:LARGEST_READ])]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._waiting.clear()  # nobody reads it
+        try:
+            data = os.read(self.fd, LARGEST_READ)
+        except BlockingIOError:
+            data = b""
+            if self.host_ended and not self._waiting:
+                self.close()
+        except OSError:
+            data = b""
+            self.close()
+        else:
+            if not data:
+                self.close()
+        return data
+
+    def close(self) -> None:
+        """Close this end; again is success."""
+        if self.fd >= 0:
+            os.close(self.fd)
+        self.fd = -1
+
+
+class PmiStreams:
+    """Those of one task. A stream has a number: its frames begin with it. Both sides say its end, and then the number
+    may stand for another one."""
+
+    def __init__(self) -> None:
+        self._streams: dict[int, PmiStream] = {}
+        self._server: socket.socket | None = None
+
+    def inherit(self, environment: dict[bytes, bytes]) -> int:
+        """Make the stream of PMI-2. Returns the descriptor that the command is to inherit."""
+        ours, theirs = (end.detach() for end in socket.socketpair())
+        self._streams[INHERITED] = PmiStream(ours)
+        environment[b"PMI_FD"] = b"%d" % theirs
+        return theirs
+
+    def serve(self, environment: dict[bytes, bytes]) -> None:
+        """Accept the connections of PMIx if the environment says where the host serves it."""
+        servers = [name for name in environment if name.startswith(b"PMIX_SERVER_URI")]
+        if not any(PMIX_SERVER.search(environment[name]) for name in servers):
+            return
+        self._server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self._server.bind(("127.0.0.1", 0))
+        self._server.listen(MOST_STREAMS)
+        self._server.setblocking(False)
+        port = b"%d" % self._server.getsockname()[1]
+        for name in servers:
+            environment[name] = PMIX_SERVER.sub(lambda found: found[1] + port, environment[name])
+        # The other modules for data share files with the host, and say that they find none.
+        environment[b"PMIX_GDS_MODULE"] = b"hash"
+        environment.setdefault(b"PMIX_MCA_gds", b"hash")
+
+    @property
+    def watched(self) -> dict[int, int]:
+        """What poll(2) should watch."""
+        found = {stream.fd: stream.events for stream in self._streams.values() if stream.fd >= 0}
+        if self._server is not None and len(self._streams) < MOST_STREAMS:
+            found[self._server.fileno()] = select.POLLIN
+        return found
+
+    def take(self, frame: bytes) -> None:
+        """Pass on what the host has sent."""
+        if (stream := self._streams.get(frame[0])) is not None:
+            stream.take(frame[1:])
+
+    def carry(self) -> list[bytes]:
+        """Accept connections, and write what can be written. Returns what is to be sent to the host."""
+        frames = []
+        while self._server is not None and len(self._streams) < MOST_STREAMS:
+            try:
+                connection, _ = self._server.accept()
+            except OSError:
+                break
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            free = next(number for number in range(INHERITED + 1, MOST_STREAMS + 1) if number not in self._streams)
+            self._streams[free] = PmiStream(connection.detach())
+        for number, stream in list(self._streams.items()):
+            if stream.fd >= 0:
+                if data := stream.carry():
+                    frames.append(bytes((number,)) + data)
+                if stream.fd < 0:
+                    frames.append(bytes((number,)))
+            if stream.fd < 0 and stream.host_ended:
+                del self._streams[number]
+        return frames
+
+    def close(self) -> None:
+        """Close all."""
+        for stream in self._streams.values():
+            stream.close()
+        self._streams.clear()
+        if self._server is not None:
+            self._server.close()
+
+
+# --- the command -------------------------------------------------------------------------------------
+
 
 TASKS = f"{CGROUPS}/multiverse-tasks"
 TIOCSCTTY, TIOCSWINSZ = 0x540E, 0x5414  # <asm-generic/ioctls.h>

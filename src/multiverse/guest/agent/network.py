@@ -10,8 +10,7 @@ import os
 import socket
 import struct
 
-from multiverse.guest.agent.contract import GuestAgentError
-from multiverse.guest.agent.files import write
+from multiverse.guest.agent.system import GuestAgentError, write
 
 # <linux/sockios.h>, <linux/if.h>, <linux/if_arp.h>, <linux/rtnetlink.h>, <linux/netlink.h>
 SIOCGIFFLAGS, SIOCSIFFLAGS, SIOCSIFHWADDR, SIOCGIFADDR, SIOCSIFMTU = 0x8913, 0x8914, 0x8924, 0x8915, 0x8922

@@ -24,11 +24,8 @@ import struct
 import time
 
 from multiverse.guest.agent.command import TaskCommand
-from multiverse.guest.agent.contract import LONGEST_FRAME, TASKS_PORT, GuestAgentError
-from multiverse.guest.agent.files import read
-from multiverse.guest.agent.mpi import JobVms, prepare_mpi, remove_files
-from multiverse.guest.agent.requests import CommandRequests, hand_over
-from multiverse.guest.agent.syscalls import sync_file_system
+from multiverse.guest.agent.requests import CommandRequests, JobVms, hand_over, prepare_mpi, remove_files
+from multiverse.guest.agent.system import LONGEST_FRAME, TASKS_PORT, GuestAgentError, read, sync_file_system
 
 DESCRIPTION_TIMEOUT = 30.0  # seconds for the host to describe the command
 OUTPUT_TIMEOUT = 5.0  # seconds for the output to end after its last process was killed

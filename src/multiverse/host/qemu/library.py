@@ -42,7 +42,7 @@ from multiverse.system.shared_memory import SharedMemory
 __all__ = ["QemuHost", "QemuHostConfig", "Specification"]
 
 _ANSWER_TIMEOUT = 10.0  # seconds for an answer that needs no work; a guest may be busy
-_DRIVER_TIMEOUT = 240.0  # seconds until a guest has found and taken functions: see `guest.agent.functions`
+_DRIVER_TIMEOUT = 240.0  # seconds until a guest has found and taken functions: see `guest.agent.devices`
 _PLUG_TIMEOUT = 60.0  # seconds for devices to appear in a guest
 _OPEN_FILES = 65536
 
@@ -309,7 +309,7 @@ class QemuHost:
 
     def plug_regions(self, name: str, memory: SharedMemory, uid: int) -> None:
         """Plug the memory that a running VM was created with, and make the guest give it to that user: see
-        `guest.agent.regions`. Raises `Gone` if it is not started, `Unknown` if its QEMU does not answer, and `Broken`
+        `guest.agent.devices`. Raises `Gone` if it is not started, `Unknown` if its QEMU does not answer, and `Broken`
         if QEMU refuses it or the guest does not take it."""
         channel = self._context.connections.started_channel(name)
         places = region_places(len(memory.fds), memory.size)

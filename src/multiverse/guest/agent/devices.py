@@ -1,14 +1,25 @@
-"""Virtual functions of the host's devices (SR-IOV) that were plugged into the VM for its job."""
+"""PCI devices that the host plugs for a job: virtual functions (SR-IOV), and memory shared with other VMs."""
 
-# ruff: noqa: PTH110, PTH123, PTH208
+# ruff: noqa: PTH108, PTH110, PTH120, PTH123, PTH208, PTH211
 
 from __future__ import annotations
 
 import os
 import time
+from typing import Any
 
-from multiverse.guest.agent.contract import GuestAgentError
-from multiverse.guest.agent.processes import run
+from multiverse.guest.agent.system import (
+    DAEMON_TIMEOUT,
+    GuestAgentError,
+    make_directory,
+    read,
+    run,
+    write,
+    write_kernel_file,
+)
+
+# --- virtual functions -------------------------------------------------------------------------------
+
 
 PCI_DEVICES = "/sys/bus/pci/devices"
 NVME_SUBSYSTEMS = "/sys/class/nvme-subsystem"
@@ -106,3 +117,45 @@ def event_name(device: str) -> str:
     """The name of a device's file in /dev; empty if it has none."""
     lines = read_attribute(device, "uevent").split("\n")
     return next((line[8:] for line in lines if line.startswith("DEVNAME=")), "")
+
+
+# --- shared memory -----------------------------------------------------------------------------------
+
+
+PCI = "/sys/bus/pci/devices"
+REGIONS = "/dev/ivshmem"  # with a link for each region, by its number
+REGION_PROGRAM = "/usr/local/bin/mvshm"
+IVSHMEM = ("0x1af4", "0x1110")  # vendor and device
+
+
+def take_regions(message: dict[str, Any]) -> None:
+    """Wait for the regions, and let the user of the message map them. Raises GuestAgentError if they do not come."""
+    make_directory(REGIONS)
+    deadline = time.monotonic() + DAEMON_TIMEOUT
+    for number, (port, function) in enumerate(message["devices"]):
+        device = wait_for_region(port, function, deadline)
+        if read(f"{device}/enable")[:1] == "0":
+            write_kernel_file(f"{device}/enable", "1")
+        memory = f"{device}/resource2"  # uncached where the CPU is not emulated, so all CPUs see one order of accesses
+        os.chown(memory, message["uid"], -1)
+        link = f"{REGIONS}/{number}"
+        if os.path.lexists(link):
+            os.unlink(link)
+        os.symlink(memory, link)
+    make_directory(os.path.dirname(REGION_PROGRAM))
+    write(REGION_PROGRAM, message["program"], 0o755)
+
+
+def wait_for_region(port: int, function: int, deadline: float) -> str:
+    """The directory of the device that is this function below that root port."""
+    root = f"{PCI}/0000:00:{port:02x}.0"
+    while True:
+        for name in os.listdir(root):
+            device = f"{root}/{name}"
+            if not name.endswith(f":00.{function}") or not os.path.exists(f"{device}/resource2"):
+                continue
+            if (read(f"{device}/vendor").strip(), read(f"{device}/device").strip()) == IVSHMEM:
+                return os.path.realpath(device)
+        if time.monotonic() > deadline:
+            raise GuestAgentError(f"no shared memory appeared at function {function} of port {port:02x}")
+        time.sleep(0.005)  # the kernel needs this CPU for the plugging

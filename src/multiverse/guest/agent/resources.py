@@ -1,21 +1,131 @@
-"""Limits of resources: those of a well-kept node, and those that the kernel computes from the memory it booted with.
+"""CPUs, memory and disk of the guest: what the host plugs, what users may write, and limits in proportion."""
 
-A clone's kernel has booted with the template's memory. Once more is plugged, these are raised to what the kernel would
-have computed from all of it; nearly all are in proportion to it. What costs nothing to be high is set before the fork
-point, where it costs a clone no time.
-"""
-
-# ruff: noqa: PTH110
+# ruff: noqa: PTH110, PTH116, PTH208
 
 from __future__ import annotations
 
 import math
 import os
 import resource
+import time
 
-from multiverse.guest.agent.files import read, write_kernel_file
-from multiverse.guest.agent.hotplug import usable_memory
-from multiverse.guest.agent.syscalls import mount
+from multiverse.guest.agent.system import (
+    DAEMON_TIMEOUT,
+    DISK,
+    GuestAgentError,
+    fallocate,
+    mount,
+    read,
+    write_kernel_file,
+)
+
+# --- CPUs and memory ---------------------------------------------------------------------------------
+
+
+CPUS, BLOCKS = "/sys/devices/system/cpu", "/sys/devices/system/memory"
+
+# MiB at the fork point: memory blocks that were online, and the memory that the kernel gave to processes.
+_boot_blocks = _boot_usable = 0
+
+
+def remember_boot_memory() -> None:
+    """Record how much memory there is before any is plugged."""
+    global _boot_blocks, _boot_usable
+    _boot_blocks, _boot_usable = memory_blocks(), usable_memory()
+
+
+def use_plugged(cpus: int, memory: int) -> None:
+    """Set plugged CPUs online; wait until `cpus` CPUs and `memory` MiB more than at the fork point are online.
+
+    Raises GuestAgentError if that takes longer than DAEMON_TIMEOUT.
+    """
+    if cpus == 1 and not memory:
+        return
+    deadline = time.monotonic() + DAEMON_TIMEOUT
+    while True:
+        online = count_cpus("online")
+        for number in range(1, cpus) if online < cpus else ():
+            path = f"{CPUS}/cpu{number}/online"
+            if os.path.exists(path) and read(path)[:1] == "0":
+                write_kernel_file(path, "1")
+                online = count_cpus("online")
+        # A large guest has hundreds of blocks, so they are counted only when the memory is nearly there. The kernel may
+        # keep 1/64 of each block for itself.
+        nearly = memory and usable_memory() - _boot_usable >= memory * 63 // 64
+        blocks = memory_blocks() - _boot_blocks if nearly else 0
+        if online >= cpus and blocks >= memory:
+            return
+        if time.monotonic() > deadline:
+            raise GuestAgentError(
+                f"of {cpus} CPUs and {memory} MiB plugged memory, {online} and {blocks} MiB came online"
+            )
+        time.sleep(0.01)  # the kernel needs this CPU for the plugging
+
+
+def count_cpus(which: str) -> int:
+    """The number of CPUs that are `online`, or `possible`: the most that the kernel supports. A file says `0-2,5`."""
+    count = 0
+    for part in read(f"{CPUS}/{which}").strip().split(","):
+        first, _, last = part.partition("-")
+        count += int(last or first) - int(first) + 1
+    return count
+
+
+def usable_memory() -> int:
+    """MiB of memory that the kernel gives to processes. This takes one system call."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20
+
+
+def memory_blocks() -> int:
+    """MiB of all memory blocks that are online. This reads one file for each block."""
+    size = int(read(f"{BLOCKS}/block_size_bytes"), 16) >> 20
+    names = [n for n in os.listdir(BLOCKS) if n[:6] == "memory" and n[6:].isdigit()]
+    return size * sum(read(f"{BLOCKS}/{name}/online")[:1] == "1" for name in names)
+
+
+# --- disk --------------------------------------------------------------------------------------------
+
+
+RESERVE = "/.multiverse-reserve"
+NODE_FILES = 64 << 20  # bytes beside the allowance, for what the daemons write: logs, scripts of jobs
+
+_allowance = 0  # MiB; 0: nothing is reserved
+
+
+def reserve_disk(options: list[str]) -> None:
+    """Reserve the free space beyond the allowance that the kernel's command line gives, if it gives one.
+
+    The blocks of the file are allocated and never written (fallocate(2)), so they take no space on the host. A disk
+    that has less free space than the allowance is left as it is. Raises OSError.
+    """
+    global _allowance
+    for option in options:
+        if option.startswith(DISK):
+            _allowance = int(option[len(DISK) :])
+    if not _allowance:
+        return
+    disk = os.statvfs("/")
+    size = disk.f_bavail * disk.f_frsize - (_allowance << 20) - NODE_FILES
+    if size > 0:
+        fd = os.open(RESERVE, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            fallocate(fd, size)
+        finally:
+            os.close(fd)
+
+
+def set_allowance(allowance: int) -> None:
+    """Free as much of the reserved space as users may write more than was said at boot. Raises OSError."""
+    global _allowance
+    if 0 < _allowance < allowance:
+        if os.path.exists(RESERVE):
+            size = os.stat(RESERVE).st_size
+            os.truncate(RESERVE, max(0, size - (allowance - _allowance << 20)))
+        _allowance = allowance
+
+
+# --- limits ------------------------------------------------------------------------------------------
+
 
 OF_NODES = ((resource.RLIMIT_NOFILE, 131072), (resource.RLIMIT_MEMLOCK, resource.RLIM_INFINITY),
             (resource.RLIMIT_STACK, resource.RLIM_INFINITY))  # fmt: skip
