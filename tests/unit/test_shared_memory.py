@@ -21,9 +21,9 @@ from multiverse.guest.agent import devices
 from multiverse.guest.agent.system import GuestAgentError
 from multiverse.guest.protocol import take_regions_message
 from multiverse.guest.shared_memory_program import END, HEAD, Region
+from multiverse.host.qemu.channels import QmpError
+from multiverse.host.qemu.hotplug import allocate_regions, plug_regions, region_places
 from multiverse.host.qemu.machine import PORTS, Accelerator, Memory, QemuMachine, RegionPlace, Wiring
-from multiverse.host.qemu.qmp import QmpError
-from multiverse.host.qemu.regions import allocate_regions, plug_regions, region_places
 from multiverse.system.shared_memory import SharedMemory
 
 NOWHERE = Path("/")
@@ -84,7 +84,7 @@ def test_nothing_is_left_where_the_regions_cannot_be_allocated(monkeypatch: pyte
     with pytest.raises(Broken, match="the job has ended"):
         allocate_regions(groups, "vm", ["a"], 1)  # type: ignore[arg-type]
     assert groups.log[-1] == "remove vm"
-    monkeypatch.setattr("multiverse.host.qemu.regions._PROGRAM", "read -r go; echo full >&2; exit 1")
+    monkeypatch.setattr("multiverse.host.qemu.hotplug._PROGRAM", "read -r go; echo full >&2; exit 1")
     with pytest.raises(Exhausted, match="no room for 1 regions of 1 MiB: full"):
         allocate_regions(Groups(), "vm", ["a"], 1)  # type: ignore[arg-type]
     assert _descriptors() == before

@@ -4,7 +4,7 @@ a fraction of a millisecond.
 A VM sends frames from its own MAC and IP address only; frames with other ones, and all that is neither IPv4 nor ARP,
 are dropped at its tap, before the bridge learns from them. VMs of one group reach each other (`core.model.reach`), over
 the bridge only: packets between VMs that this host would route are dropped. A VM that is not in the table sends
-nothing. The table is derived from the VMs' manifests and from what the controller told (`host.members`), and is made
+nothing. The table is derived from the VMs' manifests and from what the controller told (`host.firewall`), and is made
 again from them whenever it is missing.
 
 A group is a mark: a frame gets that of the tap that it comes from, and passes if the tap, or the address, that it is
@@ -21,22 +21,79 @@ rate are dropped, to which TCP adapts. Nothing is queued, so no other VM's frame
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 
 import structlog
 
-from multiverse.core.errors import Broken
+from multiverse.core.errors import Broken, Exhausted
 from multiverse.core.model import Member
 from multiverse.host import manifest
 from multiverse.host.manifest import Manifest
-from multiverse.host.members import MemberRecord, changed
-from multiverse.host.nft import Nft
+from multiverse.host.network import Nft
 from multiverse.host.registry import host_lock
+from multiverse.system import files
 
 log = structlog.get_logger(__name__)
+
+_Signature = tuple[int, int, int]
+
+
+class MemberRecord:
+    """The members of one site. Whoever changes them holds the host's lock."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._signature: _Signature | None = None  # of the file as it was read last
+        self._members: Mapping[str, Member] = {}
+
+    def read(self) -> Mapping[str, Member]:
+        """All members, by name. A file that cannot be read says nothing, as after a crash of the machine."""
+        found = _signature(self._path)
+        if found is None or found != self._signature:
+            self._members = _parsed(self._path) if found is not None else {}
+            self._signature = found
+        return self._members
+
+    def write(self, members: Mapping[str, Member]) -> None:
+        """Replace all members. Raises `Exhausted`, and then the old ones stay."""
+        try:
+            if not members:
+                self._path.unlink(missing_ok=True)
+            else:
+                files.replace(self._path, json.dumps([asdict(one) for one in members.values()]))
+        except OSError as error:
+            hint = f"is there room in {self._path.parent}?"
+            raise Exhausted(f"cannot record which VMs reach each other: {error}", hint=hint) from error
+        self._members, self._signature = dict(members), _signature(self._path)
+
+
+def changed(
+    known: Mapping[str, Member], members: Collection[Member], gone: Collection[str], *, whole: bool
+) -> dict[str, Member]:
+    """The members after a call of `ports.Groups.tell`."""
+    left = {} if whole else {name: one for name, one in known.items() if name not in gone}
+    return left | {one.name: one for one in members}
+
+
+def _signature(path: Path) -> _Signature | None:
+    try:
+        about = path.stat()
+    except OSError:
+        return None
+    return about.st_ino, about.st_mtime_ns, about.st_size
+
+
+def _parsed(path: Path) -> dict[str, Member]:
+    try:
+        return {each["name"]: Member(**each) for each in json.loads(path.read_text())}
+    except (OSError, ValueError, TypeError, KeyError):
+        return {}
+
 
 _OPEN = "VMs' addresses are not checked, and VMs of different jobs reach each other"
 # Bytes that a VM may send at once, beside what its rate lets it send in a second (net/netfilter/nft_limit.c counts so):

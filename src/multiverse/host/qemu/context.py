@@ -10,27 +10,21 @@ from pathlib import Path
 from multiverse.core.errors import Gone, Refused
 from multiverse.core.model import CloneKind, DiskCost, ImageDisk, Overcommitment, Size, Stage, TemplateKey
 from multiverse.guest.protocol import DISK, TEMPLATE
-from multiverse.host import disks, path_security
-from multiverse.host.cgroups import Cgroups
+from multiverse.host import path_security
+from multiverse.host.cgroups import Cgroups, JobGroups
 from multiverse.host.firewall import Firewall
-from multiverse.host.job_groups import JobGroups
-from multiverse.host.memfd import SealedMemory
+from multiverse.host.manifest import Specification
 from multiverse.host.namespaces import System
 from multiverse.host.numa import NODES, NumaNodes
-from multiverse.host.qemu import features, probe, templates
-from multiverse.host.qemu.ability_cache import AbilityCache
-from multiverse.host.qemu.connections import Connections
-from multiverse.host.qemu.features import HostFeatures
-from multiverse.host.qemu.full_disk import PausedGuests
+from multiverse.host.qemu import abilities, disks, templates
+from multiverse.host.qemu.abilities import AbilityCache, HostFeatures
+from multiverse.host.qemu.connections import Connections, GuestNames
+from multiverse.host.qemu.disks import PausedGuests
 from multiverse.host.qemu.machine import Accelerator, Feature, Memory, QemuMachine, limits
-from multiverse.host.qemu.names import GuestNames
-from multiverse.host.qemu.output import OutputStore
-from multiverse.host.qemu.session import Launch, Paths, QemuSession
-from multiverse.host.qemu.template_copies import TemplateCopies, cpu_of
+from multiverse.host.qemu.session import Launch, OutputStore, Paths, QemuSession
+from multiverse.host.qemu.template_copies import SealedMemory, TemplateCopies, cpu_of
 from multiverse.host.qemu.templates import FrozenTemplate
-from multiverse.host.registry import VmRegistry
-from multiverse.host.specification import Specification
-from multiverse.host.uids import UidPool
+from multiverse.host.registry import UidPool, VmRegistry
 from multiverse.host.virtual_functions import RECORDS, VirtualFunctions
 from multiverse.host.vxlan import Vxlan, VxlanConfig
 from multiverse.images.catalog import Image
@@ -105,14 +99,14 @@ class HostContext:
 
     def __init__(self, config: QemuHostConfig) -> None:
         self.config = config
-        self.version = probe.qemu_version(config.binary)
-        found = probe.accelerator(config.accelerator, config.binary, self.version, config.cache / "kvm.json")
-        relocates = probe.is_since(self.version, 8)
+        self.version = abilities.qemu_version(config.binary)
+        found = abilities.accelerator(config.accelerator, config.binary, self.version, config.cache / "kvm.json")
+        relocates = abilities.is_since(self.version, 8)
         self.accelerator: Accelerator = replace(
             found, tb_size=config.tb_size, relocates=relocates, tsc_khz=tsc.measured_khz() or 0
         )
-        self.maps_readonly = probe.is_since(self.version, 8, 2)  # see `memfd`
-        trials = features.trials(
+        self.maps_readonly = abilities.is_since(self.version, 8, 2)  # see `memfd`
+        trials = abilities.trials(
             config.binary, self.version, self.accelerator, config.vms, config.cache / "features.json"
         )
         self.features = HostFeatures(config.features, self.accelerator, trials)

@@ -26,15 +26,14 @@ from multiverse.guest.protocol import (
     take_regions_message,
 )
 from multiverse.host import manifest, namespaces, path_security, process
-from multiverse.host.qemu import creation, removal, start, templates
+from multiverse.host.manifest import Specification
+from multiverse.host.network import open_tap, set_isolated
+from multiverse.host.qemu import lifecycle, templates
+from multiverse.host.qemu.channels import Monitor
 from multiverse.host.qemu.context import HostContext, QemuHostConfig
-from multiverse.host.qemu.functions import plug_functions
+from multiverse.host.qemu.hotplug import allocate_regions, allocation_group, plug_functions, plug_regions, region_places
 from multiverse.host.qemu.machine import PORTS, Accelerator
 from multiverse.host.qemu.observation import HostObserver
-from multiverse.host.qemu.qmp import Monitor
-from multiverse.host.qemu.regions import allocate_regions, allocation_group, plug_regions, region_places
-from multiverse.host.specification import Specification
-from multiverse.host.tap import open_tap, set_isolated
 from multiverse.host.vxlan import members_owner
 from multiverse.images.catalog import Image
 from multiverse.system.shared_memory import SharedMemory
@@ -210,12 +209,12 @@ class QemuHost:
 
     def create(self, spec: Specification, memory: SharedMemory | None = None) -> list[Stage]:
         """Create a VM, paused and without an identity. See `creation.create`."""
-        return creation.create(self._context, spec, memory)
+        return lifecycle.create(self._context, spec, memory)
 
     def start(self, name: str, size: Size, identity: Identity, token: str = "") -> list[Stage]:
         """Give a VM its size and its identity and let it run, until its daemons have been started, and it accepts the
         tasks of its job, if it is to. See `start.start`."""
-        stages = start.start(self._context, name, size, identity, token)
+        stages = lifecycle.start(self._context, name, size, identity, token)
         if (tasks := identity.tasks) is not None:
             guest = JobGuest(tasks.hostname, identity.address, tasks.hosts, tasks.vms, tasks.nodes, mtu=0)
             self.join_job(name, guest)
@@ -343,7 +342,7 @@ class QemuHost:
 
     def destroy(self, name: str, grace: float, token: str = "") -> None:
         """End a VM and remove all of it. See `removal.destroy`."""
-        removal.destroy(self._context, name, grace, token)
+        lifecycle.destroy(self._context, name, grace, token)
 
     def _check_host(self, host: str) -> None:
         if host != self.config.host:

@@ -21,11 +21,11 @@ from multiverse.core.model import (
     VmCondition,
     VmSeen,
 )
-from multiverse.host import manifest, process, tap
+from multiverse.host import manifest, network, process
 from multiverse.host.manifest import Manifest, VmPhase
 from multiverse.host.qemu import templates
 from multiverse.host.qemu.context import HostContext
-from multiverse.host.qemu.full_disk import REASON, available_disk
+from multiverse.host.qemu.disks import REASON, available_disk
 
 log = structlog.get_logger(__name__)
 
@@ -116,7 +116,7 @@ class HostObserver:
             return replace(capacity, net=0)
         if capacity.net or not self._host.config.uplink:
             return capacity
-        self._uplink_rate = tap.link_rate(self._host.config.uplink) or self._uplink_rate
+        self._uplink_rate = network.link_rate(self._host.config.uplink) or self._uplink_rate
         return replace(capacity, net=self._uplink_rate)
 
     def _templates(self) -> list[TemplateSeen]:

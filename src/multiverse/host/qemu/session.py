@@ -1,4 +1,4 @@
-"""A running QEMU and the two connections to it: its monitor and the channel to its guest's agent."""
+"""A running QEMU: how it is started, the connections to it, its files, and what it prints."""
 
 from __future__ import annotations
 
@@ -6,20 +6,112 @@ import errno
 import os
 import shutil
 import socket
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from multiverse.core.errors import Broken, Exhausted, Unknown
 from multiverse.host import manifest, namespaces, process
-from multiverse.host.namespaces import System, View
-from multiverse.host.qemu.channel import AgentChannel
+from multiverse.host.namespaces import OUTPUT_ROOM, System, View
+from multiverse.host.network import open_tap, open_vhost_net
+from multiverse.host.qemu.channels import AgentChannel, Command, Monitor
 from multiverse.host.qemu.machine import Feature, QemuMachine, Wiring
-from multiverse.host.qemu.output import GuestOutput
-from multiverse.host.qemu.qmp import Command, Monitor
-from multiverse.host.tap import open_tap, open_vhost_net
-from multiverse.host.uids import ProcessUser
+from multiverse.host.registry import ProcessUser
+from multiverse.system import files
 from multiverse.system.processes import ProcessIdentity
+
+# --- output ------------------------------------------------------------------------------------------
+
+
+_FULL = OUTPUT_ROOM // 4
+"""Bytes after which a file is begun anew. The copy of the old one is kept as `<name>.old` until the next time."""
+
+
+class GuestOutput:
+    """The log and the console of one contained QEMU. `opened` are descriptors, by the path of each copy."""
+
+    def __init__(self, opened: Mapping[Path, int]) -> None:
+        self._opened = dict(opened)
+        self._saved: dict[Path, tuple[int, int]] = {}
+
+    @classmethod
+    def of(cls, process: ProcessIdentity, outputs: Sequence[Path]) -> GuestOutput | None:
+        """The output of a QEMU that another process started. None if it has ended, or is not contained."""
+        found = {path: namespaces.open_inside(process, path, os.O_RDWR) for path in outputs}
+        opened = {path: fd for path, fd in found.items() if fd is not None}
+        return cls(opened) if opened else None
+
+    def save(self) -> None:
+        """Copy what has changed. A disk that is full is no error: the next call tries again."""
+        for path, fd in self._opened.items():
+            found = os.fstat(fd)
+            stamp = (found.st_size, found.st_mtime_ns)
+            if stamp == self._saved.get(path):
+                continue
+            content = os.pread(fd, OUTPUT_ROOM, 0)  # a QEMU that was taken over can make its file appear of any size
+            with suppress(OSError):
+                files.replace(path, content)
+                self._saved[path] = stamp
+                if found.st_size > _FULL:
+                    path.replace(path.with_name(f"{path.name}.old"))
+                    os.ftruncate(fd, 0)
+
+    def close(self) -> None:
+        while self._opened:
+            os.close(self._opened.popitem()[1])
+
+
+class OutputStore:
+    """The outputs of this host's VMs, by name. They are found again after a restart of this process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._outputs: dict[str, GuestOutput] = {}
+
+    def keep(self, name: str, output: GuestOutput | None) -> None:
+        """Keep the output of a VM that was launched."""
+        with self._lock:
+            self._drop(name)
+            if output is not None:
+                self._outputs[name] = output
+
+    def save(self, name: str, process: ProcessIdentity, outputs: Sequence[Path]) -> None:
+        """Copy what a VM has printed. Nothing is written to the directory of a VM after `drop`, if its QEMU was ended
+        before."""
+        with self._lock:
+            output = self._outputs.get(name) or GuestOutput.of(process, outputs)
+            if output is None:
+                return
+            self._outputs[name] = output
+            output.save()
+
+    def finish(self, name: str) -> None:
+        """Copy the last of what a VM has printed, whose QEMU has ended."""
+        with self._lock:
+            if name in self._outputs:
+                self._outputs[name].save()
+                self._drop(name)
+
+    def drop(self, name: str) -> None:
+        """The VM is being removed, and its QEMU has ended."""
+        with self._lock:
+            self._drop(name)
+
+    def close(self) -> None:
+        with self._lock:
+            for name in list(self._outputs):
+                self._drop(name)
+
+    def _drop(self, name: str) -> None:
+        output = self._outputs.pop(name, None)
+        if output is not None:
+            output.close()
+
+
+# --- sessions ----------------------------------------------------------------------------------------
+
 
 _ENVIRONMENT = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C"}
 _STATE_TIMEOUT = 30.0  # seconds to save or restore the state of the devices, which is under one MiB

@@ -1,12 +1,8 @@
-"""Templates that the hosts of a site share by a directory: what one host has booted and frozen, another one copies.
-
-The state of a frozen guest fits hosts with the same image, QEMU, machine and kind of CPU. All but the last is in the
-template's key; a copy is found by both. A copy appears as a whole, and is verified by its digest as it is taken.
-Templates of one account alone are not shared. Blocks.
-"""
+"""Copies of templates: whole ones for other hosts, and sealed copies of their memory for an old QEMU."""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -14,17 +10,21 @@ import re
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
 
-from multiverse.core.errors import Broken, MultiverseError
+from multiverse.core.errors import Broken, Gone, MultiverseError
 from multiverse.host.qemu.machine import Accelerator
 from multiverse.images.digest import digest_of_files
 
-log = structlog.get_logger()
+log = structlog.get_logger(__name__)
+
+# --- copies for other hosts --------------------------------------------------------------------------
+
 
 _FILES = ("memory", "state", "disk.qcow2", "kernel.stub", "initrd.stub")
 _FACTS = "copy.json"
@@ -136,3 +136,72 @@ def _rebase(disk: Path, image: Path) -> None:
     done = subprocess.run(argv, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
     if done.returncode:
         raise Broken(f"qemu-img failed: {done.stderr.strip()[-300:]}")
+
+
+# --- sealed memory -----------------------------------------------------------------------------------
+
+
+_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+
+
+class SealedMemory:
+    """One sealed copy of each memory file, kept until the file is replaced or the copy is discarded."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._copies: dict[Path, tuple[int, int]] = {}  # by path: the inode that was copied, the memfd
+
+    def open(self, path: Path) -> int:
+        """A descriptor of the sealed copy, which the caller closes. Raises `Gone` if there is no such file."""
+        with self._lock:
+            try:
+                with path.open("rb") as file:
+                    inode = os.fstat(file.fileno()).st_ino
+                    if self._copies.get(path, (0, 0))[0] != inode:
+                        self._close(path)
+                        self._copies[path] = (inode, _sealed_copy(file.fileno()))
+            except FileNotFoundError as error:
+                raise Gone(f"there is no memory file {path}", hint="its template is built again on demand") from error
+            return fcntl.fcntl(self._copies[path][1], fcntl.F_DUPFD_CLOEXEC, 3)
+
+    def size(self, path: Path) -> int:
+        """Bytes of memory that the copy of this file takes; 0 if there is none."""
+        with self._lock:
+            found = self._copies.get(path)
+            return os.fstat(found[1]).st_blocks * 512 if found else 0
+
+    def discard(self, path: Path) -> None:
+        """Close the copy of this file; VMs that map the copy keep it until they end."""
+        with self._lock:
+            self._close(path)
+
+    def _close(self, path: Path) -> None:
+        if path in self._copies:
+            os.close(self._copies.pop(path)[1])
+
+
+def _sealed_copy(source: int) -> int:
+    size = os.fstat(source).st_size
+    # The copy's name ends as the file's does: `process.exact_memory` tells shared pages by that.
+    copy = os.memfd_create("multiverse/memory", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(copy, size)
+        at = 0
+        while (at := _seek(source, at, os.SEEK_DATA, size)) < size:
+            end = _seek(source, at, os.SEEK_HOLE, size)
+            os.lseek(copy, at, os.SEEK_SET)
+            while at < end:
+                at += os.sendfile(copy, source, at, end - at)
+        fcntl.fcntl(copy, fcntl.F_ADD_SEALS, _SEALS)
+    except BaseException:
+        os.close(copy)
+        raise
+    return copy
+
+
+def _seek(fd: int, at: int, whence: int, size: int) -> int:
+    """Where data or a hole begins from `at` on; the file's size if nowhere."""
+    try:
+        return os.lseek(fd, at, whence)
+    except OSError:  # ENXIO: no more data
+        return size

@@ -24,13 +24,14 @@ from pathlib import Path
 from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError
 from multiverse.core.model import Size, Stage, TemplateKey
 from multiverse.guest.protocol import Report
-from multiverse.host import disks, process
+from multiverse.host import process
 from multiverse.host.namespaces import System
+from multiverse.host.qemu import disks
 from multiverse.host.qemu import machine as machine_module
 from multiverse.host.qemu.machine import QemuMachine
 from multiverse.host.qemu.session import Launch, Paths, QemuSession
 from multiverse.host.qemu.template_copies import TemplateCopies
-from multiverse.host.uids import ProcessUser
+from multiverse.host.registry import ProcessUser
 from multiverse.images.catalog import Image
 from multiverse.system.locks import is_locked, locked_file, try_locked_file
 from multiverse.system.processes import ProcessIdentity
