@@ -1,10 +1,9 @@
 """Assembles the modules of the guest agent into the one file that a guest runs.
 
-In a guest, one file starts faster than a package, and the initial ramdisk can name it as the first process. The file
-consists of the modules' own text, and the result depends on nothing else. It has neither docstrings nor comment lines,
-because a guest parses it each time that it boots, and does not import `typing`, which would be a twelfth of all that
-runs until then. The modules share one namespace in that file, so the assembler refuses whatever would behave
-differently there than in the package.
+In a guest, one file starts faster than a package, and the initial ramdisk can name it as the first process. The file is
+made of the modules' text alone, without docstrings, comment lines and imports of `typing`, because a guest parses it at
+each boot. The modules share one namespace there, so the assembler refuses code that would behave differently than in
+the package.
 """
 
 from __future__ import annotations
@@ -33,18 +32,15 @@ class AssemblyError(Exception):
 
 @dataclass(frozen=True)
 class _Module:
-    """One module of the package, taken apart.
-
-    `imports` maps each import of the standard library, a statement of one name, to the name that it binds. `uses` maps
-    other modules of the package to the names imported from them. `defines` are the other names that the module binds at
-    its top level. `body` is its text without docstrings, comment lines and imports.
-    """
+    """One module of the package, taken apart."""
 
     name: str
-    imports: Mapping[str, str]
-    uses: Mapping[str, frozenset[str]]
-    defines: frozenset[str]
-    body: str
+    imports: Mapping[
+        str, str
+    ]  # imports of the standard library as statements of one name, with the name that each binds
+    uses: Mapping[str, frozenset[str]]  # names that are imported, by other module of the package
+    defines: frozenset[str]  # the other names that the module binds at its top level
+    body: str  # its text without docstrings, comment lines and imports
 
 
 def assemble() -> str:
@@ -57,9 +53,9 @@ def assemble() -> str:
 def assemble_sources(sources: Mapping[str, str]) -> str:
     """Join modules, given by name, into one program that runs the module `main`. Raises `AssemblyError`.
 
-    Each module may import modules and names of the standard library, and names of other modules of the package by
-    `from multiverse.guest.agent.MODULE import NAME`, both at its top level and without renaming. Names of `typing` may
-    be used in annotations only. No two modules may bind the same name to different objects, and no module may hide a
+    Each module may import modules and names of the standard library, and names of other modules of the package by `from
+    multiverse.guest.agent.MODULE import NAME`, both at its top level and without renaming. Names of `typing` may be
+    used in annotations only. No two modules may bind the same name to different objects, and no module may hide a
     builtin.
     """
     modules = {name: _take_apart(name, sources[name]) for name in sorted(sources)}

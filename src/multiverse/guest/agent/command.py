@@ -16,17 +16,15 @@ import time
 
 from multiverse.guest.agent.system import CGROUPS, GuestAgentError, make_directory, read, write_kernel_file
 
-# --- prologs -----------------------------------------------------------------------------------------
-
-
 LONGEST_OUTPUT = 1 << 20  # bytes of a prolog's output that are taken
 
 
 def run_prolog(path: bytes, content: bytes, environment: dict[bytes, bytes]) -> None:
-    """Run one, as this process's user, and do what its output says. As in slurmstepd, its exit status means nothing.
+    """Run a prolog of a task as this process's user, before the command, and do what its output says. As in slurmstepd,
+    its exit status means nothing.
 
-    `content` is what the host has at `path`. Where the guest has the same file, that one runs, so that the program
-    finds what lies beside it; otherwise a copy in memory does.
+    `content` is the host's file at `path`. If the guest has the same file, that one runs, so that the program finds
+    what lies beside it; otherwise a copy in memory runs.
     """
     reading, writing = os.pipe2(os.O_CLOEXEC)
     pid = os.fork()
@@ -75,8 +73,8 @@ def _has(path: bytes, content: bytes) -> bool:
 
 
 def apply_output(output: bytes, environment: dict[bytes, bytes]) -> bytes:
-    """Do what the lines of a prolog say: `export NAME=VALUE` and `unset NAME`; `print TEXT` is the task's output, which
-    is returned. Other lines mean nothing (TaskProlog in slurm.conf(5))."""
+    """Do what the lines of a prolog say: `export NAME=VALUE` and `unset NAME`. Returns the task's output, from lines
+    `print TEXT`. Other lines mean nothing (TaskProlog in slurm.conf(5))."""
     printed = b""
     for line in output.split(b"\n"):
         word, _, rest = line.partition(b" ")
@@ -91,9 +89,6 @@ def apply_output(output: bytes, environment: dict[bytes, bytes]) -> bytes:
     return printed
 
 
-# --- PMI ---------------------------------------------------------------------------------------------
-
-
 LARGEST_READ = 1 << 13
 MOST_STREAMS = 64  # STREAMS in spank/streams.c; further connections wait
 INHERITED = 0  # the number of the stream of PMI-2
@@ -101,7 +96,7 @@ PMIX_SERVER = re.compile(rb"(tcp4://127\.0\.0\.1:)[0-9]+")
 
 
 class PmiStream:
-    """This process's end of one stream. `fd` is its descriptor, or -1 once it is closed."""
+    """This process's end of a stream. `fd` is -1 once it is closed."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -111,7 +106,7 @@ class PmiStream:
 
     @property
     def events(self) -> int:
-        """What poll(2) should watch the descriptor for."""
+        """The events that poll(2) should watch for."""
         return select.POLLIN | (select.POLLOUT if self._waiting else 0)
 
     def take(self, data: bytes) -> None:
@@ -144,22 +139,26 @@ class PmiStream:
         return data
 
     def close(self) -> None:
-        """Close this end; again is success."""
         if self.fd >= 0:
             os.close(self.fd)
         self.fd = -1
 
 
 class PmiStreams:
-    """Those of one task. A stream has a number: its frames begin with it. Both sides say its end, and then the number
-    may stand for another one."""
+    """The streams on which Slurm serves PMI to a task: the host has one end of each, and the task's command the other.
+
+    With `srun --mpi=pmi2` the command inherits a stream. With `srun --mpi=pmix` each process of MPI connects to a port
+    of the host's loopback interface; for the command it is a port of this guest, where this process accepts the
+    connections. Frames begin with the number of their stream. A number is free for another stream when both sides have
+    ended the old one.
+    """
 
     def __init__(self) -> None:
         self._streams: dict[int, PmiStream] = {}
         self._server: socket.socket | None = None
 
     def inherit(self, environment: dict[bytes, bytes]) -> int:
-        """Make the stream of PMI-2. Returns the descriptor that the command is to inherit."""
+        """Make the stream of PMI-2. Returns the descriptor for the command to inherit."""
         ours, theirs = (end.detach() for end in socket.socketpair())
         self._streams[INHERITED] = PmiStream(ours)
         environment[b"PMI_FD"] = b"%d" % theirs
@@ -183,7 +182,7 @@ class PmiStreams:
 
     @property
     def watched(self) -> dict[int, int]:
-        """What poll(2) should watch."""
+        """The descriptors that poll(2) should watch, with their events."""
         found = {stream.fd: stream.events for stream in self._streams.values() if stream.fd >= 0}
         if self._server is not None and len(self._streams) < MOST_STREAMS:
             found[self._server.fileno()] = select.POLLIN
@@ -195,7 +194,7 @@ class PmiStreams:
             stream.take(frame[1:])
 
     def carry(self) -> list[bytes]:
-        """Accept connections, and write what can be written. Returns what is to be sent to the host."""
+        """Accept connections, and write what can be written. Returns the frames for the host."""
         frames = []
         while self._server is not None and len(self._streams) < MOST_STREAMS:
             try:
@@ -216,15 +215,11 @@ class PmiStreams:
         return frames
 
     def close(self) -> None:
-        """Close all."""
         for stream in self._streams.values():
             stream.close()
         self._streams.clear()
         if self._server is not None:
             self._server.close()
-
-
-# --- the command -------------------------------------------------------------------------------------
 
 
 TASKS = f"{CGROUPS}/multiverse-tasks"
@@ -235,10 +230,10 @@ GONE_TIMEOUT = 5.0  # seconds for the kernel to take the last process of a task 
 
 
 class TaskCommand:
-    """What a task runs, as the host has described it; see `frame`. `name`, `uid` and `gid` are the user's."""
+    """The command of a task, as frames of the host describe it."""
 
     def __init__(self, name: str, uid: int, gid: int) -> None:
-        self.name, self.uid, self.gid = name, uid, gid
+        self.name, self.uid, self.gid = name, uid, gid  # of the user
         self.argv: list[bytes] = []
         self.environment: dict[bytes, bytes] = {}
         self.directory = b"/"
@@ -254,32 +249,29 @@ class TaskCommand:
         self.group = f"{TASKS}/{os.getpid()}"
 
     def frame(self, kind: bytes, body: bytes) -> None:
-        """Take one frame of the description: argument, environment variable, directory, umask, resource limit (number,
-        soft, hard), a terminal of so many rows and columns, a file or a prolog (path, a zero byte, content), or that
-        there is PMI."""
-        if kind == b"A":
+        if kind == b"A":  # argument
             self.argv.append(body)
-        elif kind == b"E":
+        elif kind == b"E":  # environment variable
             key, _, value = body.partition(b"=")
             self.environment[key] = value
-        elif kind == b"C":
+        elif kind == b"C":  # directory
             self.directory = body
-        elif kind == b"U":
+        elif kind == b"U":  # umask
             self.umask = int(body, 8)
-        elif kind == b"L":
+        elif kind == b"L":  # resource limit: number, soft, hard
             number, soft, hard = body.split()
             self.limits.append((int(number), int(soft), int(hard)))
-        elif kind == b"T":
+        elif kind == b"T":  # terminal of so many rows and columns
             rows, columns = body.split()
             self.has_terminal, self.window = True, (int(rows), int(columns))
-        elif kind == b"F":
+        elif kind == b"F":  # file: path, a zero byte, content
             path, _, content = body.partition(b"\0")
             write_script(path, content, self.uid, self.gid)
             self.script = path
-        elif kind == b"P":
+        elif kind == b"P":  # prolog: path, a zero byte, content
             path, _, content = body.partition(b"\0")
             self.prologs.append((path, content))
-        elif kind == b"J":
+        elif kind == b"J":  # PMI-2
             self.has_pmi = True
 
     def start(self) -> tuple[int, int, int]:
@@ -387,7 +379,7 @@ class TaskCommand:
                 continue
 
     def end(self) -> None:
-        """Kill all that is left of the command, and remove its control group and its file."""
+        """Kill the processes that are left of the command, and remove its control group and its file."""
         deadline = time.monotonic() + GONE_TIMEOUT
         while True:
             try:
@@ -410,8 +402,8 @@ class TaskCommand:
 def write_script(path: bytes, content: bytes, uid: int, gid: int) -> None:
     """Make the file of a batch script, for this user.
 
-    What the host says of a task comes from its user, and this process is root: only a path as slurmd's is taken, below
-    directories of root or of that user. Raises GuestAgentError for another one, and OSError.
+    The user determines what the host says of a task, and this process is root. So only a path like slurmd's is
+    accepted, below directories of root or of that user. Raises GuestAgentError for another path, and OSError.
     """
     shown = os.fsdecode(path)
     if not SCRIPT.fullmatch(path):
@@ -442,7 +434,7 @@ def write_script(path: bytes, content: bytes, uid: int, gid: int) -> None:
 
 
 def _enter(directory: int, name: bytes) -> int:
-    """A descriptor of a directory in that one, which is made if it is absent. That one's descriptor is closed."""
+    """Open a subdirectory, which is made if it is absent. The descriptor of `directory` is closed."""
     try:
         try:
             os.mkdir(name, 0o755, dir_fd=directory)

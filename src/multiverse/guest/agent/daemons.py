@@ -27,9 +27,6 @@ from multiverse.guest.agent.system import (
     spawn,
 )
 
-# --- daemons that are stopped before their first instruction -----------------------------------------
-
-
 AT_ENTRY = 9  # <linux/auxvec.h>: the address of a program's first instruction
 RIP, RSP, FS_BASE, REGISTERS = 16, 19, 21, 27  # <sys/user.h> of x86-64: places in user_regs_struct, and its words
 STACK_GUARD = 0x28  # place of the stack guard in the thread's control block (glibc's tcbhead_t)
@@ -40,8 +37,8 @@ class StoppedProcess:
     """A program that is stopped before its first instruction; `release` continues it with arguments.
 
     The program is loaded and linked once for all clones, but has read no argument, key or random byte. The clones share
-    what the kernel drew at random for it: its place in memory, as they share the kernel's place. The guard of its stack
-    is drawn again at its release. This works on x86-64 only (ptrace(2), ld.so(8)). Raises OSError.
+    the random place of the program in memory, as they share the kernel's. The guard of its stack is drawn again at its
+    release. This works on x86-64 only (ptrace(2), ld.so(8)). Raises OSError.
     """
 
     def __init__(self, name: str, program: str, user: str) -> None:
@@ -92,7 +89,7 @@ _stopped: dict[str, StoppedProcess] = {}  # by the name of the daemon
 
 
 def stop_daemons_at_entry() -> None:
-    """Start the daemons that clones will continue. A clone reports what this image lacks when it starts the daemon."""
+    """Start the daemons that clones will continue. What this image lacks, a clone reports when it starts the daemon."""
     for path in ("/etc/slurm", "/var/lib/munge", "/var/log/munge", "/var/spool/slurmd"):
         make_directory(path)  # making one takes a clone 15 ms; the clone sets owner and mode
     for name, user in (("munged", "munge"), ("slurmd", "root")):
@@ -104,26 +101,22 @@ def stop_daemons_at_entry() -> None:
 
 
 def stopped_pids() -> list[int]:
-    """The processes of the daemons that are stopped."""
     return [process.pid for process in _stopped.values()]
 
 
 def take_stopped(name: str, program: str, user: str) -> StoppedProcess | None:
-    """The stopped process of the daemon `name`, once; none if it is another program or runs as another user."""
+    """The stopped process of the daemon `name`, once; None if it is another program or runs as another user."""
     process = _stopped.pop(name, None)
     if process is not None and (process.program, process.user) == (program, user):
         return process
     return None
 
 
-# --- daemons that run --------------------------------------------------------------------------------
-
-
 LASTING = 10.0  # seconds; a daemon that ends sooner after it was started again would go on doing that
 
 
 class DaemonProcess:
-    """A child of the agent that is to live as long as the VM. `spec` is a daemon as the host describes it."""
+    """A child of the agent that is to live as long as the VM. `spec` is the daemon's part of the identity message."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
         self.name: str = spec["name"]
@@ -148,8 +141,8 @@ class DaemonProcess:
             raise GuestAgentError(f"cannot start {self.name} ({self.argv[0]}): {error}") from error
 
     def start_again(self) -> bool:
-        """Start it once more after it has ended, unless it did not live for long after the last time. Returns whether
-        it was started."""
+        """Start it once more after it has ended, unless it ended soon after the last time. Returns whether it was
+        started."""
         now = time.monotonic()
         if self.again and now - self.again < LASTING:
             return False

@@ -18,9 +18,6 @@ from multiverse.guest.agent.system import (
     write_kernel_file,
 )
 
-# --- virtual functions -------------------------------------------------------------------------------
-
-
 PCI_DEVICES = "/sys/bus/pci/devices"
 NVME_SUBSYSTEMS = "/sys/class/nvme-subsystem"
 DEVICE_FILES = "/dev"
@@ -29,8 +26,8 @@ DRIVER_TIMEOUT = 30.0  # seconds until a driver that is loaded has taken its fun
 
 
 def take_functions(ports: list[int], uid: int) -> None:
-    """Load the drivers of the devices that were plugged into the root ports with these device numbers, and make their
-    device files this user's own. Raises GuestAgentError if a device does not appear, or no driver takes it."""
+    """Load the drivers of the devices in these root ports, and give their device files to this user. Raises
+    GuestAgentError if a device does not appear, or no driver takes it."""
     deadline = time.monotonic() + TAKING_TIMEOUT
     # modprobe(8) returns when a driver has done all that it does at first with the devices that it finds. So all of
     # them have to be there before one is loaded: two functions of one card have the same driver.
@@ -44,7 +41,7 @@ def take_functions(ports: list[int], uid: int) -> None:
 
 
 def appeared_device(port: int, deadline: float) -> str:
-    """The directory in sysfs of the device below that root port, when the kernel has found it."""
+    """Wait for the device in that root port. Returns its directory in sysfs."""
     while (device := plugged_device(port)) is None:
         if time.monotonic() > deadline:
             raise GuestAgentError(f"the virtual function at port {port:#x} did not appear in the guest")
@@ -53,7 +50,7 @@ def appeared_device(port: int, deadline: float) -> str:
 
 
 def load_drivers(devices: list[str], deadline: float) -> None:
-    """Load the drivers of these devices and of those that their drivers make, as for RDMA, until each has a driver."""
+    """Load the drivers of these devices, and of devices that the drivers make, as for RDMA, until each has a driver."""
     tried: set[str] = set()
     taken_by = time.monotonic() + DRIVER_TIMEOUT
     while True:
@@ -73,7 +70,7 @@ def load_drivers(devices: list[str], deadline: float) -> None:
 
 
 def plugged_device(port: int) -> str | None:
-    """The directory in sysfs of the device below that root port, if the kernel has found one."""
+    """The directory in sysfs of the device in that root port, if the kernel has found one."""
     bridge = f"{PCI_DEVICES}/0000:00:{port:02x}.0"
     try:
         found = [name for name in sorted(os.listdir(bridge)) if os.path.exists(f"{bridge}/{name}/vendor")]
@@ -83,18 +80,17 @@ def plugged_device(port: int) -> str | None:
 
 
 def parts_of(device: str) -> list[str]:
-    """The directories of a device and of all devices that its drivers have made of it."""
+    """The directories of a device and of all devices that its drivers have made."""
     return [*described_below(device), *shared_namespaces(device)]
 
 
 def described_below(directory: str) -> list[str]:
-    """The directories of devices there."""
     return [place for place, _, files in os.walk(directory) if "uevent" in files]
 
 
 def shared_namespaces(device: str) -> list[str]:
-    """The directories of the NVMe namespaces that can be reached by a device. The kernel has those that several
-    controllers share, as functions of one card do, below their subsystem and not below a controller."""
+    """The directories of the NVMe namespaces of a device. Where several controllers share a namespace, as functions of
+    a card do, the kernel has it below their subsystem."""
     found: list[str] = []
     for name in os.listdir(NVME_SUBSYSTEMS) if os.path.exists(NVME_SUBSYSTEMS) else ():
         subsystem = os.path.realpath(f"{NVME_SUBSYSTEMS}/{name}")
@@ -105,7 +101,7 @@ def shared_namespaces(device: str) -> list[str]:
 
 
 def read_attribute(device: str, name: str) -> str:
-    """The content of a file of a device, in one line; empty if there is none."""
+    """The content of a file of a device; empty if there is none."""
     try:
         with open(f"{device}/{name}") as file:
             return file.read().strip()
@@ -129,7 +125,11 @@ IVSHMEM = ("0x1af4", "0x1110")  # vendor and device
 
 
 def take_regions(message: dict[str, Any]) -> None:
-    """Wait for the regions, and let the user of the message map them. Raises GuestAgentError if they do not come."""
+    """Wait for the regions of memory that the VM shares with other VMs of its job, and let the job's user map them.
+
+    Each region is a PCI device (ivshmem-plain in QEMU). It needs no driver: the kernel shows its memory as a file.
+    Raises GuestAgentError if a region does not appear.
+    """
     make_directory(REGIONS)
     deadline = time.monotonic() + DAEMON_TIMEOUT
     for number, (port, function) in enumerate(message["devices"]):
@@ -147,7 +147,7 @@ def take_regions(message: dict[str, Any]) -> None:
 
 
 def wait_for_region(port: int, function: int, deadline: float) -> str:
-    """The directory of the device that is this function below that root port."""
+    """The directory in sysfs of this function of the device in that root port."""
     root = f"{PCI}/0000:00:{port:02x}.0"
     while True:
         for name in os.listdir(root):

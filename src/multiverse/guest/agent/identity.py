@@ -27,7 +27,7 @@ from multiverse.guest.agent.system import (
 
 
 class StageTimer:
-    """Measures stages that follow each other; `stages` are pairs of name and seconds."""
+    """Measures stages that follow each other: `stages` are pairs of name and seconds."""
 
     def __init__(self) -> None:
         self.stages: list[tuple[str, float]] = []
@@ -40,12 +40,12 @@ class StageTimer:
         self._last = now
 
     def elapsed(self) -> float:
-        """Seconds since the last stage ended, or since the start."""
+        """Seconds since the last stage ended."""
         return time.monotonic() - self._last
 
 
 def set_random_state(seed: str) -> None:
-    """Give the kernel random bytes of this clone's own, in base64."""
+    """Give the kernel random bytes, in base64."""
     add_entropy(base64.b64decode(seed))
 
 
@@ -56,15 +56,14 @@ def set_names(identity: dict[str, Any], others: list[list[str]]) -> None:
 
 
 def set_host_names(hostname: str, address: str, peers: list[list[str]], others: list[list[str]]) -> None:
-    """Set the host name, and write it with its address (with prefix length), the peers' names and those of other VMs to
-    /etc/hosts."""
+    """Set the host name, and write /etc/hosts with its address, its peers and other VMs."""
     socket.sethostname(hostname)
     write("/etc/hostname", hostname + "\n")
     set_hosts(hostname, address.partition("/")[0], peers, others)
 
 
 def write_node_files(bootstrap: dict[str, Any]) -> None:
-    """Make the directories and files that the daemons of the node need, with their owners and modes."""
+    """Make the directories and files that the daemons of the node need."""
     for path, owner, mode in bootstrap["directories"]:
         make_directory(path)
         os.chown(path, *owner_ids(owner))
@@ -74,14 +73,9 @@ def write_node_files(bootstrap: dict[str, Any]) -> None:
         write(file["path"], base64.b64decode(file["content"]), file["mode"], owner_ids(file["owner"]))
 
 
-# --- users -------------------------------------------------------------------------------------------
-
-
 def add_users(users: list[dict[str, Any]]) -> None:
-    """Add passwd and group entries for `users`, replacing entries of the same user name.
-
-    If the image has a group with the same number, that group keeps its name and gets the user as a member.
-    """
+    """Add passwd and group entries for `users`, replacing entries of the same user name. A group of the image with the
+    same number keeps its name and gets the user as a member."""
     passwd = read("/etc/passwd").splitlines()
     groups = [line.split(":") for line in read("/etc/group").splitlines() if line.count(":") >= 3]
     for user in users:
@@ -104,9 +98,6 @@ def _add_to_group(groups: list[list[str]], group: str, gid: str, user: str) -> N
         entry[3] = ",".join([*members, user])
 
 
-# --- mounts ------------------------------------------------------------------------------------------
-
-
 # Options of mount(8) that are flags of mount(2), from <linux/mount.h>.
 MOUNT_FLAGS = {"ro": 1, "nosuid": 2, "nodev": 4, "noexec": 8, "sync": 16, "dirsync": 128, "noatime": 1024,
                "nodiratime": 2048, "relatime": 1 << 21, "strictatime": 1 << 24}  # fmt: skip
@@ -117,10 +108,8 @@ USERSPACE_OPTIONS = frozenset(
 
 
 def mount_one(source: str, target: str, kind: str, options: str) -> None:
-    """Mount a file system; the arguments are the fields of fstab(5). Raises GuestAgentError.
-
-    NFSv4 is mounted by mount(2) without a helper program. Other types are mounted by mount(8).
-    """
+    """Mount a file system; the arguments are the fields of fstab(5). NFSv4 is mounted by mount(2), other types by
+    mount(8). Raises GuestAgentError."""
     make_directory(target)
     if kind == "nfs4":
         _mount_nfs4(source, target, options)
@@ -161,21 +150,18 @@ def _kernel_options(options: str) -> tuple[int, list[str]]:
     return flags, data
 
 
-# --- facts -------------------------------------------------------------------------------------------
-
-
 SSH = "/etc/ssh"
 
 
 def clone_facts() -> dict[str, Any]:
-    """What distinguishes clones, and their size (`memory` in MiB). The random bytes are used for nothing else."""
+    """Facts that distinguish clones, and the size of the VM (`memory` in MiB)."""
     boot_id = read("/proc/sys/kernel/random/boot_id").strip()
     return {"cpus": count_cpus("online"), "memory": usable_memory(), "machine_id": read("/etc/machine-id").strip(),
             "boot_id": boot_id, "random": os.urandom(8).hex()}  # fmt: skip
 
 
 def current_facts() -> dict[str, Any]:
-    """What the VM is now: its names on the network, the ends of its public host keys, the time in milliseconds."""
+    """Current facts: names on the network, the ends of the public host keys, the time in milliseconds."""
     name = interface()
     return {"hostname": socket.gethostname(), "mac": read(f"/sys/class/net/{name}/address").strip(),
             "address": current_address(name), "host_keys": " ".join(_host_keys()),

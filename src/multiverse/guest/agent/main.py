@@ -44,10 +44,8 @@ from multiverse.guest.agent.system import (
 
 
 def protect_from_oom_killer() -> None:
-    """Make the kernel never end the agent when memory runs out, nor the daemons that it starts from now on.
-
-    They inherit this, and so does slurmstepd, which undoes it for the processes of a job.
-    """
+    """Make the kernel never end the agent when memory runs out, nor its daemons, which inherit this. slurmstepd undoes
+    it for the processes of a job."""
     write_kernel_file("/proc/self/oom_score_adj", "-1000")
 
 
@@ -80,8 +78,8 @@ def set_up_system() -> None:
 def set_up_cgroups() -> None:
     """Make what slurmd needs on cgroup v2 without systemd: the hierarchy, its controllers and `system.slice`.
 
-    The controllers are enabled here, before the fork point, because the kernel rewrites parts of its code when the
-    first group of a controller is made.
+    The controllers are enabled before the fork point, because the kernel rewrites parts of its code when the first
+    group of a controller is made.
     """
     if not os.path.exists(f"{CGROUPS}/cgroup.controllers") and not _mount_cgroups():
         return  # the guest uses cgroup v1; the site's cgroup.conf must be made for that
@@ -98,11 +96,8 @@ def set_up_cgroups() -> None:
 
 
 def _mount_cgroups() -> bool:
-    """Mount cgroup v2; False if the kernel cannot.
-
-    slurmstepd moves itself and the job's first process while a job starts. With `favordynmods` (Linux 6.0) a move does
-    not wait until all CPUs have passed a quiescent state of RCU.
-    """
+    """Mount cgroup v2; False if the kernel cannot. With `favordynmods` (Linux 6.0) moving a process, which slurmstepd
+    does while a job starts, does not wait for a quiescent state of RCU on all CPUs."""
     for options in ("favordynmods", ""):
         try:
             mount("cgroup2", CGROUPS, "cgroup2", 14, options)
@@ -129,11 +124,8 @@ NodeName=rehearsal NodeAddr=127.0.0.1 CPUs=1
 
 
 def load_programs() -> None:
-    """Run the programs that clones run, and read all libraries and plugins, so that clones share their memory.
-
-    The programs are run so that they end by themselves and need neither key nor network. What this image lacks is
-    skipped.
-    """
+    """Run the programs that clones run, and read all libraries and plugins, so that clones share their memory. The
+    programs end by themselves and need neither key nor network. What this image lacks is skipped."""
     for argv in (["/usr/sbin/slurmd", "-V"], ["/usr/sbin/slurmd", "-C"], ["/usr/sbin/munged", "--version"],
                  ["/usr/sbin/slurmstepd"], ["/usr/bin/srun", "--version"], ["/bin/bash", "-c", "exit 0"],
                  ["/bin/bash", "-lc", "hostname; id; date; sleep 0"], ["/bin/sh", "-c", "exit 0"]):  # fmt: skip
@@ -152,8 +144,8 @@ def load_programs() -> None:
 def rehearse() -> None:
     """Apply an invented identity, as each clone will apply a real one, and undo it.
 
-    What this reads, resolves or allocates is then shared by all clones. The keys used here are invented, and end with
-    the processes that held them.
+    What this reads, resolves or allocates is then shared by all clones. The invented keys end with the processes that
+    held them.
     """
     line = json.dumps(
         {"type": "rehearsal", "random": base64.b64encode(os.urandom(64)).decode(), "list": [1.5, None, {}]}
@@ -191,8 +183,7 @@ def _rehearse_daemons() -> None:
             daemon.start()
             started.append(daemon)
             deadline = time.monotonic() + seconds
-            # slurmd has no controller and would try to register for ever. After these seconds it has loaded what it
-            # needs.
+            # slurmd has no controller and would try to register for ever. By then it has loaded what it needs.
             while time.monotonic() < deadline and os.waitpid(daemon.pid, os.WNOHANG)[0] == 0:
                 time.sleep(0.02)
     except (GuestAgentError, ChildProcessError):
@@ -206,7 +197,6 @@ def _rehearse_daemons() -> None:
 
 
 def _daemons() -> tuple[DaemonProcess, DaemonProcess]:
-    """munged and slurmd."""
     options = [f"--{name}={REHEARSAL}/{value}" for name, value in (
         ("key-file", "key"), ("socket", "munge"), ("pid-file", "munged.pid"), ("seed-file", "seed"),
         ("log-file", "log"))]  # fmt: skip
@@ -239,7 +229,6 @@ def _empty(directory: str) -> None:
 
 
 def main() -> None:
-    """Prepare the guest, report the fork point, and serve until the VM ends."""
     first = os.getpid() == 1
     if first:
         set_up_system()
@@ -276,10 +265,8 @@ def main() -> None:
 
 
 def _catch_signals(first: bool) -> int:
-    """Make each SIGCHLD and SIGIO write a byte into a pipe, and return its reading end.
-
-    The first process of a guest ignores signals that ask it to end.
-    """
+    """Make each SIGCHLD and SIGIO write a byte into a pipe, and return its reading end. The first process of a guest
+    ignores signals that ask it to end."""
     reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     for number in (signal.SIGCHLD, signal.SIGIO):

@@ -1,4 +1,14 @@
-"""Slurm's commands and the launcher of MPI in the VM of a job: the host runs them for the processes of a task."""
+"""Slurm's commands and the launcher of MPI in the VM of a job: the host runs them for the processes of a task.
+
+In place of each command lies a program (`guest.slurm_command`). It asks the process that carries its task for a
+connection to the host, and this process passes the request on. The host then connects to TASKS_PORT. The process that
+accepts the connection hands it to the carrier, and the carrier to the program, which speaks with the host alone from
+then on.
+
+The launcher is the same program by another name. It starts a command in another VM of the job as a step of srun: so
+Slurm decides whether the user may, and the step ends with the job. Launchers of MPI find it, and the VMs, by variables
+in the environment of each task.
+"""
 
 # ruff: noqa: PTH101, PTH108, PTH112, PTH116, PTH120, PTH211
 
@@ -12,9 +22,6 @@ from typing import Any
 
 from multiverse.guest.agent.system import MNT_DETACH, SOCKETS, make_directory, mount, unmount, write
 
-# --- Slurm's commands --------------------------------------------------------------------------------
-
-
 MOST_ASKING = 500  # programs of a task that wait for their connections; descriptors are limited
 PROGRAM = "/run/multiverse/slurm-command"
 PLACES = ("/usr/local/bin", "/usr/bin")  # where an image has commands; they are put into the first one if it has none
@@ -22,8 +29,7 @@ MS_BIND = 4096  # <linux/mount.h>
 
 
 class CommandRequests:
-    """The requests of one task's programs, at a socket that its user can connect to. `watched` are the descriptors that
-    `attend` should be called for when one of them can be read."""
+    """The requests of one task's programs, at a socket that its user can connect to."""
 
     def __init__(self, uid: int) -> None:
         self.path = f"{SOCKETS}/{os.getpid()}"
@@ -45,7 +51,7 @@ class CommandRequests:
 
     @property
     def watched(self) -> list[int]:
-        """See the class."""
+        """The descriptors to watch: call `attend` when one can be read."""
         return [sock.fileno() for sock in (self._sock, *self._silent, *self._asking.values())]
 
     def attend(self) -> None:
@@ -113,7 +119,7 @@ class CommandRequests:
 
 
 def hand_over(name: bytes, connection: socket.socket) -> None:
-    """Give the host's connection to the process that the request `name` came from. Its user describes the name, so it
+    """Give the host's connection to the process that sent the request `name`. A user may have made the name up, so it
     is read as numbers only. Raises OSError if nobody waits for it, and ValueError."""
     pid, number = map(int, name.split())
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
@@ -122,9 +128,9 @@ def hand_over(name: bytes, connection: socket.socket) -> None:
 
 
 def install_commands(commands: dict[str, Any]) -> list[str]:
-    """Put the program in the place of each of Slurm's commands: over those that the image or a mounted file system has,
-    and otherwise into `directory`, where the host has them, or the first of PLACES. The files of mounted file systems
-    stay as they are. Returns what has to be unmounted before those can be."""
+    """Put the program in the place of each of Slurm's commands: over those of the image and of mounted file systems,
+    otherwise into `directory`, where the host has them, or the first of PLACES. The files of mounted file systems stay
+    as they are. Returns the paths that were mounted over: they must be unmounted before their file systems."""
     directory = commands["directory"]
     make_directory(os.path.dirname(PROGRAM))
     write(PROGRAM, commands["program"], 0o755)
@@ -174,9 +180,6 @@ def _link(path: str) -> bool:
     return True
 
 
-# --- MPI ---------------------------------------------------------------------------------------------
-
-
 DIRECTORY = "/run/multiverse/mpi"
 VMS = f"{DIRECTORY}/vms"  # for the launcher: a line for each VM, of its name, its node and its number there
 LAUNCHERS = (f"{DIRECTORY}/launch", f"{DIRECTORY}/launch-hydra")  # that of Open MPI, and that of MPICH
@@ -187,7 +190,7 @@ JobVms = list[tuple[str, str, int]]
 
 
 def install_launcher(vms: JobVms) -> None:
-    """Put the launchers into their place. `vms` are the job's, in their order: name, node, and number on the node."""
+    """Put the launchers into their place. `vms` are the job's VMs: name, node, and number on the node."""
     make_directory(DIRECTORY)
     write(VMS, "".join(f"{name} {node} {number}\n" for name, node, number in vms))
     for path in LAUNCHERS:
@@ -196,8 +199,8 @@ def install_launcher(vms: JobVms) -> None:
 
 
 def prepare_mpi(environment: dict[bytes, bytes], vms: JobVms) -> list[str]:
-    """Tell the launchers of MPI, by a task's environment, of the job's VMs and of ours. What the user has set stays.
-    Returns the files that are to be removed after the task."""
+    """Set the variables of a task's environment that tell launchers of MPI about the job's VMs and our launcher. What
+    the user has set stays. Returns the files to remove after the task."""
     if not vms:
         return []
     slots = list(zip((name for name, _, _ in vms), slots_of(environment, vms), strict=True))
@@ -222,10 +225,8 @@ def prepare_mpi(environment: dict[bytes, bytes], vms: JobVms) -> list[str]:
 
 
 def slots_of(environment: dict[bytes, bytes], vms: JobVms) -> list[int]:
-    """How many ranks each VM is for: the tasks that the job has on its node, divided as srun divides them, at least 1.
-
-    A step of fewer nodes does not know the tasks of all nodes. Then it is as if the job had named none.
-    """
+    """The number of ranks for each VM: the tasks that the job has on its node, divided as srun divides them, at least
+    1. A step of fewer nodes does not know the tasks of all nodes: then the job counts as one that named none."""
     each = max(number for _, _, number in vms) + 1
     nodes = len(vms) // each
     tasks = _counts(environment.get(b"SLURM_TASKS_PER_NODE", b""))
@@ -247,7 +248,6 @@ def _counts(text: bytes) -> list[int]:
 
 
 def remove_files(paths: list[str]) -> None:
-    """Remove those of a task."""
     for path in paths:
         try:
             os.unlink(path)

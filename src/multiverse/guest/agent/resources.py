@@ -19,9 +19,6 @@ from multiverse.guest.agent.system import (
     write_kernel_file,
 )
 
-# --- CPUs and memory ---------------------------------------------------------------------------------
-
-
 CPUS, BLOCKS = "/sys/devices/system/cpu", "/sys/devices/system/memory"
 
 # MiB at the fork point: memory blocks that were online, and the memory that the kernel gave to processes.
@@ -29,16 +26,13 @@ _boot_blocks = _boot_usable = 0
 
 
 def remember_boot_memory() -> None:
-    """Record how much memory there is before any is plugged."""
     global _boot_blocks, _boot_usable
     _boot_blocks, _boot_usable = memory_blocks(), usable_memory()
 
 
 def use_plugged(cpus: int, memory: int) -> None:
-    """Set plugged CPUs online; wait until `cpus` CPUs and `memory` MiB more than at the fork point are online.
-
-    Raises GuestAgentError if that takes longer than DAEMON_TIMEOUT.
-    """
+    """Set plugged CPUs online; wait until `cpus` CPUs and `memory` MiB more than at the fork point are online. Raises
+    GuestAgentError if that takes longer than DAEMON_TIMEOUT."""
     if cpus == 1 and not memory:
         return
     deadline = time.monotonic() + DAEMON_TIMEOUT
@@ -63,7 +57,7 @@ def use_plugged(cpus: int, memory: int) -> None:
 
 
 def count_cpus(which: str) -> int:
-    """The number of CPUs that are `online`, or `possible`: the most that the kernel supports. A file says `0-2,5`."""
+    """The number of CPUs that are `online` or `possible`. A file says `0-2,5`."""
     count = 0
     for part in read(f"{CPUS}/{which}").strip().split(","):
         first, _, last = part.partition("-")
@@ -77,7 +71,7 @@ def usable_memory() -> int:
 
 
 def memory_blocks() -> int:
-    """MiB of all memory blocks that are online. This reads one file for each block."""
+    """MiB of all memory blocks that are online. This reads a file for each block."""
     size = int(read(f"{BLOCKS}/block_size_bytes"), 16) >> 20
     names = [n for n in os.listdir(BLOCKS) if n[:6] == "memory" and n[6:].isdigit()]
     return size * sum(read(f"{BLOCKS}/{name}/online")[:1] == "1" for name in names)
@@ -93,10 +87,12 @@ _allowance = 0  # MiB; 0: nothing is reserved
 
 
 def reserve_disk(options: list[str]) -> None:
-    """Reserve the free space beyond the allowance that the kernel's command line gives, if it gives one.
+    """Let users write only the MiB that the kernel's command line gives: a file of root's takes all other free space.
 
-    The blocks of the file are allocated and never written (fallocate(2)), so they take no space on the host. A disk
-    that has less free space than the allowance is left as it is. Raises OSError.
+    The host lets the files of this VM grow to this allowance and what the file system needs. The reserve makes the file
+    system tell users at once that the disk is full, and not by errors when data is written back. Its blocks are
+    allocated and never written (fallocate(2)), so they take no space on the host. A disk with less free space than the
+    allowance is left as it is.
     """
     global _allowance
     for option in options:
@@ -115,7 +111,7 @@ def reserve_disk(options: list[str]) -> None:
 
 
 def set_allowance(allowance: int) -> None:
-    """Free as much of the reserved space as users may write more than was said at boot. Raises OSError."""
+    """Free as much of the reserve as users may write more than was said at boot."""
     global _allowance
     if 0 < _allowance < allowance:
         if os.path.exists(RESERVE):
@@ -165,8 +161,8 @@ _values: list[tuple[str, list[int], int]] = []  # of KERNEL_LIMITS at the fork p
 
 
 def set_node_limits() -> None:
-    """Give this process the limits of a node, which the daemons inherit, and set what is the same for all sizes. Call
-    it before a daemon is started. What the kernel does not have is left out."""
+    """Give this process, and the daemons that it will start, the limits of a node, and set those of the kernel that are
+    the same for all sizes. A limit that the kernel does not have is left out."""
     for number, limit in OF_NODES:
         resource.setrlimit(number, (limit, limit))
     for path, text in KERNEL_FILES:
@@ -187,8 +183,7 @@ def remember_limits() -> None:
 
 
 def raise_process_limits(daemons: list[int]) -> None:
-    """Let this process, and the daemons that were started before, have as many processes as suit the memory that there
-    is now. Does nothing if none was plugged."""
+    """Let this process, and the daemons that were started before, have as many processes as suit the plugged memory."""
     now = usable_memory()
     if now <= _booted:
         return
@@ -202,7 +197,7 @@ def raise_process_limits(daemons: list[int]) -> None:
 
 
 def raise_kernel_limits() -> None:
-    """Raise the kernel's limits to what suits the memory that there is now. Does nothing if none was plugged."""
+    """Raise the kernel's limits to what suits the plugged memory."""
     now = usable_memory()
     if now <= _booted:
         return
@@ -217,8 +212,8 @@ def raise_kernel_limits() -> None:
 
 
 def use_huge_pages() -> None:
-    """Let all programs have huge pages without being asked for them, and let jobs have the memory that the kernel then
-    keeps free for making them: 5 % of it, up to 66 MiB. What it keeps without huge pages stays free, as
-    init_per_zone_wmark_min() in mm/page_alloc.c computes it."""
+    """Let all programs have huge pages without asking, and let jobs have the memory that the kernel then keeps free for
+    making them: 5 % of it, up to 66 MiB. The kernel keeps as much as without huge pages: see init_per_zone_wmark_min()
+    in mm/page_alloc.c."""
     write_kernel_file("/sys/kernel/mm/transparent_hugepage/enabled", "always")
     write_kernel_file("/proc/sys/vm/min_free_kbytes", str(math.isqrt(16 * 1024 * usable_memory())))

@@ -51,9 +51,6 @@ from multiverse.guest.agent.system import (
 )
 from multiverse.guest.agent.tasks import TaskListener
 
-# --- the channel to the host -------------------------------------------------------------------------
-
-
 IDENTITY = b'{"type":"identity"'  # how an identity message begins
 FORKED = b'{"type":"forked"}\n'
 
@@ -143,17 +140,12 @@ class HostChannel:
         return messages
 
 
-# --- the agent ---------------------------------------------------------------------------------------
-
-
 CLOCK_TOLERANCE = 0.5  # seconds; a smaller difference is not corrected, because daemons run
 
 
 class GuestAgent:
-    """Answers the host's messages and watches the daemons.
-
-    `wake` is a pipe into which each signal writes a byte (signal.set_wakeup_fd).
-    """
+    """Answers the host's messages and watches the daemons. `wake` is a pipe that gets a byte for each signal
+    (signal.set_wakeup_fd)."""
 
     def __init__(self, channel: HostChannel, wake: int) -> None:
         self.channel = channel
@@ -199,38 +191,29 @@ class GuestAgent:
 
     def handle(self, message: dict[str, Any]) -> None:
         """Do what a message asks for; ignore unknown ones. A failure is reported to the host and never raised."""
+        handlers: dict[str, Any] = {
+            "hello": lambda _: self.channel.send(**self.state),
+            "identity": self.take_identity,
+            "names": self.learn_names,
+            "add_user": self.add_user,
+            "audit": self.audit,
+            "flush": lambda _: self.flush(),
+            "join_job": self.join_job,
+            "serve_tasks": self.serve_tasks,
+            "take_functions": self.take_functions,
+            "take_regions": self.take_regions,
+        }
         try:
-            if message.get("type") == "identity":
-                self.take_identity(message)
-            elif message.get("type") == "flush":
-                self.flush()
-            elif message.get("type") == "add_user":
-                self.add_user(message)
-            elif message.get("type") == "names":
-                self.learn_names(message)
-            elif message.get("type") in ("join_job", "take_functions", "take_regions", "serve_tasks"):
-                self.handle_of_job(message)
-            elif message.get("type") == "audit":
-                facts = {**clone_facts(), **self.state.get("audit", {}), **current_facts()}
-                self.channel.send("audited", audit=facts)
-            elif message.get("type") == "hello":
-                self.channel.send(**self.state)
+            if handler := handlers.get(str(message.get("type"))):
+                handler(message)
         except GuestAgentError as error:
             self._report("failed", reason=str(error))
         except Exception as error:
             self._report("failed", reason=f"the agent failed: {type(error).__name__}: {error}")
 
-    def handle_of_job(self, message: dict[str, Any]) -> None:
-        """Do what a message to a VM inside of a job asks for."""
-        if message["type"] == "join_job":
-            self.join_job(message)
-        elif message["type"] == "take_functions":
-            self.take_functions(message)
-        elif message["type"] == "serve_tasks":
-            self.serve_tasks(message)
-        else:
-            take_regions(message)
-            self.channel.send("took_regions")
+    def audit(self, _: dict[str, Any]) -> None:
+        facts = {**clone_facts(), **self.state.get("audit", {}), **current_facts()}
+        self.channel.send("audited", audit=facts)
 
     def _report(self, type_: str, **fields: Any) -> None:
         """Send a message that also answers every later `hello`."""
@@ -306,7 +289,7 @@ class GuestAgent:
             return
 
     def join_job(self, message: dict[str, Any]) -> None:
-        """Take the name and the address that the VM has among the VMs of its job, and know the names of all of them."""
+        """Take the VM's name and address in the network of its job, and know the names of the job's VMs."""
         if message["mtu"]:
             set_mtu(interface(), message["mtu"])
         join_network(interface(), message["address"], *self.own_address)
@@ -318,12 +301,15 @@ class GuestAgent:
         self.channel.send("joined_job")
 
     def take_functions(self, message: dict[str, Any]) -> None:
-        """Give the user of the VM's job the virtual functions that were plugged."""
         take_functions(message["ports"], message["uid"])
         self.channel.send("took_functions")
 
+    def take_regions(self, message: dict[str, Any]) -> None:
+        take_regions(message)
+        self.channel.send("took_regions")
+
     def serve_tasks(self, message: dict[str, Any]) -> None:
-        """Accept the tasks of the VM's job from now on, on connections that begin with the token of the message."""
+        """Accept the tasks of the VM's job, on connections that begin with the token of the message."""
         if self.tasks is None:
             self.tasks = TaskListener(self.mounts, self.job_vms)
             self.poller.register(self.tasks.sock, select.POLLIN)
@@ -332,15 +318,14 @@ class GuestAgent:
         self.channel.send("serving_tasks")
 
     def attend(self) -> None:
-        """Do what there is to do besides the host's messages."""
         self.report_ended_daemons()
         if self.tasks is not None:
             self.tasks.accept()
 
     def report_ended_daemons(self) -> None:
-        """Empty the wake-up pipe, collect children that have ended, report the daemons among them, and start these.
+        """Empty the wake-up pipe, collect children that have ended, and report and restart the daemons among them.
 
-        Without slurmd the scheduler would give a job up that goes on in the guest, and wait for the end of one that has
+        Without slurmd the scheduler would give up a job that goes on in the guest, and wait for the end of one that has
         ended, both for SlurmdTimeout seconds.
         """
         try:

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import fcntl
 import os
 import pwd
@@ -43,7 +42,7 @@ _known_owners = {"root": (0, 0)}
 
 
 def read(path: str) -> str:
-    """The content of a small file, at most MAX_LINE bytes of it."""
+    """The content of a small file, at most MAX_LINE bytes."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.read(fd, MAX_LINE).decode("utf-8", "surrogateescape")
@@ -54,8 +53,8 @@ def read(path: str) -> str:
 def write(path: str, content: str | bytes, mode: int = 0o644, owner: tuple[int, int] = (0, 0)) -> None:
     """Make a file hold `content`, with this mode and owner (uid, gid). Nobody else can open a new file before that.
 
-    The file is written in place, because nothing else runs yet: a rename would make the kernel allocate and write
-    blocks. A symbolic link at `path` is not followed. Raises OSError.
+    The file is written in place: a rename would make the kernel allocate and write blocks. A symbolic link at `path` is
+    not followed.
     """
     data = content.encode("utf-8", "surrogateescape") if isinstance(content, str) else content
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -75,7 +74,7 @@ def write(path: str, content: str | bytes, mode: int = 0o644, owner: tuple[int, 
 
 
 def write_kernel_file(path: str, text: str) -> None:
-    """Write to a file of procfs or sysfs, by one call. Raises OSError."""
+    """Write to a file of procfs or sysfs, by one call."""
     fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
         os.write(fd, text.encode())
@@ -84,13 +83,13 @@ def write_kernel_file(path: str, text: str) -> None:
 
 
 def make_directory(path: str) -> None:
-    """Make a directory and its parents, if it is absent. Testing first runs less code than catching an exception."""
+    """Make a directory and its parents. Testing first runs less code than catching an exception."""
     if not os.path.isdir(path):
         os.makedirs(path, exist_ok=True)
 
 
 def make_pipe(path: str) -> int:
-    """Make a named pipe and return a descriptor of it. The pipe is open for writing, so its readers block."""
+    """Make a named pipe and return a descriptor of it, which is open for writing, so that readers block."""
     make_directory(os.path.dirname(path))
     try:
         os.mkfifo(path, 0o600)
@@ -100,7 +99,7 @@ def make_pipe(path: str) -> int:
 
 
 def owner_ids(name: str) -> tuple[int, int]:
-    """The uid and gid of a user of the image; they are looked up once. Raises GuestAgentError for an unknown user."""
+    """The uid and gid of a user of the image. Raises GuestAgentError for an unknown user."""
     if name not in _known_owners:
         try:
             entry = pwd.getpwnam(name)
@@ -122,32 +121,29 @@ PTRACE_TRACEME, PTRACE_CONT, PTRACE_GETREGS, PTRACE_SETREGS, PTRACE_DETACH = 0, 
 
 
 def mount(source: str, target: str, kind: str, flags: int = 0, data: str = "") -> None:
-    """mount(2)."""
     args = (os.fsencode(source), os.fsencode(target), kind.encode(), ctypes.c_ulong(flags), data.encode())
-    if _libc.mount(*args) != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code), target)
+    _check(_libc.mount(*args), target)
 
 
 def unmount(target: str, flags: int = 0) -> None:
-    """umount2(2)."""
-    if _libc.umount2(os.fsencode(target), flags) != 0:
+    _check(_libc.umount2(os.fsencode(target), flags), target)
+
+
+def _check(result: int, what: str) -> None:
+    if result != 0:
         code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code), target)
+        raise OSError(code, os.strerror(code), what)
 
 
 def fallocate(fd: int, size: int) -> None:
     """fallocate(2) of the first `size` bytes. Where the file system cannot, os.posix_fallocate would write them."""
-    if _libc.fallocate(ctypes.c_int(fd), ctypes.c_int(0), ctypes.c_long(0), ctypes.c_long(size)) != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code), "fallocate")
+    args = (ctypes.c_int(fd), ctypes.c_int(0), ctypes.c_long(0), ctypes.c_long(size))
+    _check(_libc.fallocate(*args), "fallocate")
 
 
 def add_entropy(seed: bytes) -> None:
-    """Give random bytes to the kernel and make its generator use them at once (random(4)).
-
-    Adding them alone would leave two clones with identical bytes until the kernel reseeds its generator.
-    """
+    """Give random bytes to the kernel and make its generator use them at once (random(4)). Adding them alone would
+    leave two clones with identical bytes until the kernel reseeds its generator."""
     device = os.open("/dev/random", os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.ioctl(device, RNDADDENTROPY, struct.pack("ii", len(seed) * 8, len(seed)) + seed)
@@ -157,31 +153,25 @@ def add_entropy(seed: bytes) -> None:
 
 
 def load_module(path: str) -> None:
-    """finit_module(2), by number because glibc has no wrapper. A module that is already loaded is no error."""
+    """finit_module(2), by number because glibc has no wrapper. A module that is loaded already is no error."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        if _libc.syscall(ctypes.c_long(SYS_FINIT_MODULE), ctypes.c_int(fd), b"", ctypes.c_int(0)) != 0:
-            code = ctypes.get_errno()
-            if code != errno.EEXIST:
-                raise OSError(code, os.strerror(code), path)
+        _check(_libc.syscall(ctypes.c_long(SYS_FINIT_MODULE), ctypes.c_int(fd), b"", ctypes.c_int(0)), path)
+    except FileExistsError:
+        pass
     finally:
         os.close(fd)
 
 
 def ptrace(request: int, pid: int, data: ctypes.Array[ctypes.c_ulong] | None = None) -> None:
-    """ptrace(2) with no address."""
-    if _libc.ptrace(ctypes.c_long(request), ctypes.c_long(pid), None, data) == -1:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code), "ptrace")
+    _check(_libc.ptrace(ctypes.c_long(request), ctypes.c_long(pid), None, data), "ptrace")
 
 
 def sync_file_system(path: str) -> None:
-    """syncfs(2): write back what is not written yet of the file system that `path` is in."""
+    """syncfs(2): write back the file system that `path` is in."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        if _libc.syncfs(ctypes.c_int(fd)) != 0:
-            code = ctypes.get_errno()
-            raise OSError(code, os.strerror(code), path)
+        _check(_libc.syncfs(ctypes.c_int(fd)), path)
     finally:
         os.close(fd)
 
@@ -190,16 +180,14 @@ def sync_file_system(path: str) -> None:
 
 
 HWLOC = {"HWLOC_COMPONENTS": "-x86", "HWLOC_PLUGINS_PATH": "/var/empty"}
-"""The environment of hwloc, by which slurmd and each slurmstepd learn what the machine is. Without the first variable
-it would ask the CPU (CPUID) for facts that the kernel also has, and a virtual CPU answers slowly. Without the second it
-would load its plugins, and with them the libraries of X11, OpenCL and XML, to look for GPUs."""
+"""For hwloc, by which slurmd and slurmstepd learn what the machine is. Without the first variable it would ask the CPU
+(CPUID) for facts that the kernel also has, and a virtual CPU answers slowly. Without the second it would load plugins
+with the libraries of X11, OpenCL and XML, to look for GPUs."""
 
 
 def run(argv: list[str], timeout: float = 20.0) -> int:
-    """Run a program to its end, without input or output. Returns its wait status, or -1 if it cannot be started.
-
-    It is killed, with its process group, after `timeout` seconds.
-    """
+    """Run a program to its end, without input or output. Returns its wait status, or -1 if it cannot be started. After
+    `timeout` seconds its process group is killed."""
     null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
     try:
         pid = os.posix_spawn(argv[0], argv, os.environ, setpgroup=0, setsigdef=range(1, 32), setsigmask=(),
@@ -221,19 +209,15 @@ def run(argv: list[str], timeout: float = 20.0) -> int:
 
 def preload_job_programs() -> None:
     """Run what the first job will start, so that the programs are in memory and an emulator has translated them.
-
-    slurmstepd ends at once because it gets no request.
-    """
+    slurmstepd ends at once because it gets no request."""
     for argv in (["/bin/sh", "-c", ":"], ["/usr/sbin/slurmstepd"], ["/bin/bash", "-c", "exit 0"]):
         for _ in range(2):
             run(argv, 5.0)
 
 
 def spawn(name: str, argv: list[str], user: str, traced: bool = False) -> int:
-    """Start a program as `user` in a process group of its own, with its output in the log `name`. Returns its pid.
-
-    A traced program stops when it is executed. Raises OSError, and KeyError if the image has no such user.
-    """
+    """Start a program as `user` in a process group of its own, with its output in the log `name`. Returns its pid. A
+    traced program stops when it is executed. Raises OSError, and KeyError if the image has no such user."""
     entry = pwd.getpwnam(user)
     groups = os.getgrouplist(user, entry.pw_gid)
     pid = os.fork()
@@ -259,7 +243,7 @@ def spawn(name: str, argv: list[str], user: str, traced: bool = False) -> int:
 
 
 def ending(status: int) -> str:
-    """How a process ended, for the operator. `status` is a wait status."""
+    """How a process ended, for the operator, by its wait status."""
     code = os.waitstatus_to_exitcode(status)
     return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
 
@@ -292,8 +276,8 @@ def load_modules() -> None:
 def load_on_demand(allowed: bool) -> None:
     """Allow or forbid the kernel to run modprobe for a module that it misses.
 
-    It is forbidden while a clone starts. Each mount makes the kernel ask for modules that do not exist. Each time it
-    would run a program, which takes 0.25 s on an emulated CPU and 12 MiB of memory that clones do not share. All
-    modules that are needed are loaded by then.
+    It is forbidden while a clone starts: all modules that are needed are loaded by then, but each mount makes the
+    kernel ask for modules that do not exist. Each time it would run a program, which takes 0.25 s on an emulated CPU
+    and 12 MiB of memory that clones do not share.
     """
     write_kernel_file("/proc/sys/kernel/modprobe", "/sbin/modprobe\n" if allowed else "\n")

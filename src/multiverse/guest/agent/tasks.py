@@ -1,16 +1,15 @@
-"""The tasks of a job that has its VM inside its allocation: the host connects for each task and describes the command.
+"""The tasks of a job whose VM is inside its allocation: for each task the host connects and describes the command.
 
-A connection begins with a line of JSON from the agent of the host: the token of this VM, and the user. Frames follow,
-each a type of one byte, the length of its body in four bytes (most significant first) and the body, at most
-LONGEST_FRAME bytes. From the host: the description of the command (see `TaskCommand.frame`) up to X, which starts it;
+A connection begins with a line of JSON from the agent of the host: the token of this VM, and the user. Frames follow: a
+type of one byte, the length of the body in four bytes (most significant first), and the body, at most LONGEST_FRAME
+bytes. Types of frames from the host: the description of the command (`TaskCommand.frame`) up to X, which starts it;
 then I input, Z the end of the input, S a signal (a byte with its number, and `1` for the command alone or `a` for its
-other processes), W rows and columns of the terminal. To the host: O output, D errors, K how many more bytes of input
-there is room for, M why the command could not be started, and last Q its wait status. V names a request for one of
-Slurm's commands (`requests`): the host makes a connection that begins with the same V, or answers N. J are bytes of a
-stream of Slurm's PMI (`pmi`), in both directions: they follow its number, and a number alone is its end. In the
-description, it says that there is a stream for the command to inherit.
+other processes), W rows and columns of the terminal. Types to the host: O output, D errors, K room for that many more
+bytes of input, M why the command could not be started, and last Q its wait status. V names a request for one of Slurm's
+commands (`requests`): the host makes a connection that begins with the same V, or answers N. J is in both directions:
+the number of a stream of PMI (`PmiStreams`) and its bytes; a number alone ends the stream.
 
-Each task has a process of its own, forked from the agent, which ends with the connection; and with it the command.
+Each task has a process of its own, forked from the agent. It ends with the connection, and the command ends with it.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ class TaskListener:
     def accept(self) -> None:
         """Start a process for each connection that has come from the agent of the host. Never blocks.
 
-        Any process of the host can connect. Those without the token must not have processes here, of which there would
-        be no limit: this process must not fail, because the VM ends with it.
+        Any process of the host can connect. One without the token gets no process here, because their number would have
+        no limit: this process must not fail, because the VM ends with it.
         """
         for _ in range(ACCEPTED_AT_ONCE):
             try:
@@ -72,7 +71,7 @@ class TaskListener:
         return bool(end and self.token) and self.token.encode() in line
 
     def _fork(self) -> int:
-        """As os.fork; a failure, as for want of memory, is as if there were a child."""
+        """os.fork; a failure, such as a lack of memory, counts as a child."""
         try:
             return os.fork()
         except OSError as error:
@@ -96,7 +95,7 @@ class TaskListener:
 
 
 class TaskRelay:
-    """Carries one task. `mounts` are the file systems that are written back before the task ends, `vms` the job's."""
+    """Carries one task. `mounts` are written back before the task ends. `vms` are the job's VMs."""
 
     def __init__(self, connection: socket.socket, token: str, mounts: list[str], vms: JobVms) -> None:
         self._connection, self._token, self._mounts, self._vms = connection, token, mounts, vms
@@ -112,7 +111,6 @@ class TaskRelay:
         self._mpi: list[str] = []  # files for launchers of MPI
 
     def run(self) -> None:
-        """Run the task to its end."""
         self._connection.settimeout(DESCRIPTION_TIMEOUT)
         self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if not self._greeted():
@@ -141,7 +139,7 @@ class TaskRelay:
         self._flush()
 
     def _greeted(self) -> bool:
-        """Read who the user is, and check that the agent of the host says so."""
+        """Read the user, and check the token of the host's agent."""
         line = self._line()
         try:
             who = json.loads(line)
@@ -163,7 +161,7 @@ class TaskRelay:
         return line
 
     def _describe(self) -> bytes:
-        """Read the description of the command; or the name of a request, for which this connection is."""
+        """Read the description of the command. If the connection is for a request, returns the name of the request."""
         while True:
             while frame := self._next_frame():
                 if frame[0] == b"X":
@@ -177,7 +175,7 @@ class TaskRelay:
             self._received += data
 
     def _next_frame(self) -> tuple[bytes, bytes] | None:
-        """Type and body of the next frame, if all of it has come."""
+        """Type and body of the next frame, if it has come whole."""
         if len(self._received) < 5:
             return None
         (length,) = struct.unpack_from(">I", self._received, 1)
@@ -200,10 +198,8 @@ class TaskRelay:
             os.set_blocking(fd, False)
         self._connection.setblocking(False)
 
-    # --- carrying -------------------------------------------------------------------------------------
-
     def _carry(self) -> int:
-        """Carry input, output and signals until the command and its output have ended; the wait status."""
+        """Carry input, output and signals until the command and its output have ended. Returns the wait status."""
         process = os.pidfd_open(self._command.pid)
         status, deadline = -1, 0.0
         while status < 0 or (self._files and not self._host_gone and time.monotonic() < deadline):
@@ -227,7 +223,6 @@ class TaskRelay:
         return status
 
     def _wait(self, process: int) -> None:
-        """Wait until there is something to do."""
         wanted = {self._connection.fileno(): select.POLLIN | (select.POLLOUT if self._unsent else 0)}
         if self._host_gone:
             wanted = {}
@@ -360,7 +355,7 @@ class TaskRelay:
             return
 
     def _tell_of_memory(self) -> None:
-        """Slurm counts what is killed in the job's control groups on the host, and nothing of that is in these."""
+        """Tell the user that processes were killed: Slurm sees only the job's control groups on the host."""
         total = read("/proc/meminfo").split()[1]
         end = b"\r\n" if self._command.has_terminal else b"\n"
         told = f"multiverse: the VM of this job ran out of memory ({int(total) >> 10} MiB), and processes were killed"
@@ -375,7 +370,7 @@ class TaskRelay:
 
 
 def _killed_for_memory() -> int:
-    """How many processes of this guest the kernel has killed because there was no memory left."""
+    """The number of processes of this guest that the kernel has killed because no memory was left."""
     for line in read("/proc/vmstat").splitlines():
         name, _, count = line.partition(" ")
         if name == "oom_kill":
