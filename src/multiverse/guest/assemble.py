@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import ast
 import builtins
-import io
 import sys
-import tokenize
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
@@ -71,21 +69,18 @@ def assemble_sources(sources: Mapping[str, str]) -> str:
     return text
 
 
-# --- taking a module apart ----------------------------------------------------------------------------
-
-
 def _take_apart(name: str, text: str) -> _Module:
     tree = ast.parse(text, f"{name}.py")
     imports: dict[str, str] = {}
     uses: dict[str, frozenset[str]] = {}
     defines: set[str] = set()
-    imported: set[int] = set()  # the lines of imports, by number
+    body: list[ast.stmt] = []
     future = False
     for statement in tree.body:
         if not isinstance(statement, ast.Import | ast.ImportFrom):
             defines |= set(_bound(statement))
+            body.append(statement)
             continue
-        imported |= _lines_of(statement)
         source = _source_of(statement)
         if source == "__future__":
             future = True
@@ -98,10 +93,22 @@ def _take_apart(name: str, text: str) -> _Module:
             imports |= _standard_imports(name, statement)
     if not future:
         raise AssemblyError(f"{name}.py must have `from __future__ import annotations`, as the assembled file has")
-    _check_places(name, tree, imported)
-    dropped = imported | _docstrings(tree) | _comments(text)
-    lines = [line for number, line in enumerate(text.splitlines(), 1) if number not in dropped]
-    return _Module(name, imports, uses, frozenset(defines), "\n".join(lines).strip("\n"))
+    return _Module(name, imports, uses, frozenset(defines), _text_of(name, body))
+
+
+def _text_of(name: str, body: list[ast.stmt]) -> str:
+    """The text of these statements without comments and docstrings. Imports below the top level are refused."""
+    module = ast.Module(body, [])
+    for node in ast.walk(module):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            raise AssemblyError(f"{_place(name, node)} is not at the top level")
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            node.body = [each for each in node.body if not _is_docstring(each)] or [ast.Pass()]
+    return ast.unparse(module)
+
+
+def _is_docstring(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
 def _source_of(statement: ast.Import | ast.ImportFrom) -> str:
@@ -147,48 +154,6 @@ def _bound(statement: ast.stmt) -> Iterator[str]:
             yield node.id
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
-
-
-def _lines_of(statement: ast.stmt) -> set[int]:
-    return set(range(statement.lineno, (statement.end_lineno or statement.lineno) + 1))
-
-
-def _docstrings(tree: ast.Module) -> set[int]:
-    """The lines of docstrings, except where a body holds nothing else."""
-    found: set[int] = set()
-    for node in ast.walk(tree):
-        if (
-            isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-            and len(node.body) > 1
-            and ast.get_docstring(node, clean=False) is not None
-        ):
-            found |= _lines_of(node.body[0])
-    return found
-
-
-def _comments(text: str) -> set[int]:
-    """The lines that hold a comment and nothing else."""
-    return {
-        token.start[0]
-        for token in tokenize.generate_tokens(io.StringIO(text).readline)
-        if token.type == tokenize.COMMENT and not token.line[: token.start[1]].strip()
-    }
-
-
-# --- checks -------------------------------------------------------------------------------------------
-
-
-def _check_places(name: str, tree: ast.Module, imported: set[int]) -> None:
-    """Refuse imports below the top level, and other statements on the lines of imports, which are left out."""
-    top = set(map(id, tree.body))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import | ast.ImportFrom) and id(node) not in top:
-            raise AssemblyError(f"{_place(name, node)} is not at the top level")
-    seen: set[int] = set()
-    for statement in tree.body:
-        if _lines_of(statement) & seen & imported:
-            raise AssemblyError(f"{_place(name, statement)} shares a line with another statement")
-        seen |= _lines_of(statement)
 
 
 def _check_annotations(name: str, tree: ast.Module, names: set[str]) -> None:
