@@ -17,7 +17,8 @@ from multiverse.core.model import CloneKind, Identity, Neighbour, Size, VmCondit
 from multiverse.host import manifest, process
 from multiverse.host.manifest import Manifest, Specification, VmPhase
 from multiverse.host.qemu import lifecycle
-from multiverse.host.qemu.library import QemuHost, QemuHostConfig
+from multiverse.host.qemu.context import QemuHostConfig
+from multiverse.host.qemu.library import QemuHost
 from multiverse.host.registry import Resource, VmRegistry
 from multiverse.system.processes import ProcessIdentity
 

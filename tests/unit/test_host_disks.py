@@ -15,7 +15,8 @@ from multiverse.core.model import CloneKind, DiskCost, ImageDisk, Size
 from multiverse.host import manifest
 from multiverse.host.manifest import Manifest, VmPhase
 from multiverse.host.qemu import disks, lifecycle
-from multiverse.host.qemu.library import QemuHost, QemuHostConfig
+from multiverse.host.qemu.context import QemuHostConfig
+from multiverse.host.qemu.library import QemuHost
 from multiverse.system.processes import ProcessIdentity
 from tests.unit.test_host_allocation import ONE, config, qemu, record
 

@@ -11,7 +11,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from multiverse.core.errors import Exhausted, Refused
 from multiverse.core.model import CloneKind, DiskCost, VmSpec
@@ -27,10 +27,9 @@ _SPECIFICATION_HINT = "correct the specification"
 
 @dataclass(frozen=True, slots=True)
 class Specification(VmSpec):
-    """One VM. Everything that tells it from other VMs was chosen by whoever wrote the specification: name, token, MAC
-    and address, which has a prefix length. The host adds what is its own: uid, tap and directory. Token and address may
-    be empty, for callers that know neither yet; then nothing is checked about them.
-    """
+    """One VM that is to be created. Whoever wrote the specification chose everything that tells it from other VMs. The
+    host adds uid, tap and directory. Callers that know no token or address yet leave them empty: then nothing is
+    checked about them."""
 
     bridge: str = ""
     job_groups: tuple[str, ...] = ()  # directories of the control groups of the job that it is inside of, if it is
@@ -71,8 +70,6 @@ class Specification(VmSpec):
     def from_json(cls, text: str | bytes) -> Specification:
         """The specification that is a JSON object with these fields; a size is an object with `cpus`, `memory` and
         `disk` (MiB). Raises `Refused`, naming every wrong field; token, address and bridge too must be there."""
-        from pydantic import TypeAdapter, ValidationError  # a tenth of a second that nobody else needs
-
         try:
             raw: Any = json.loads(text)
             unknown = sorted(set(raw) - {one.name for one in fields(cls)}) if isinstance(raw, dict) else []
@@ -107,23 +104,23 @@ class VmPhase(StrEnum):
 
 @dataclass(frozen=True)
 class Manifest:
-    """One VM. The names of the fields are those on disk, so they stay from release to release.
+    """Everything that is needed to find a VM and to remove it, whichever process died meanwhile. The names of the
+    fields are those on disk, so they stay from release to release.
 
-    `cpus` and `memory` (MiB) are what the VM had before anything was plugged. A `pid` of 0 says that its QEMU was not
-    started, or that this was not recorded; `started` is the process's start in clock ticks since the boot `boot_id`. A
-    `uid` of 0 says that its QEMU runs as the user of the process that created it.
+    A manifest is replaced as a whole, before the step that it records. It is not synced to disk: it describes
+    processes, which end with the machine. A manifest that cannot be read therefore belongs to a VM that is dead.
     """
 
     name: str
     kind: CloneKind
     phase: VmPhase
     mac: str
-    cpus: int
-    memory: int
-    pid: int = 0
-    started: int = 0
+    cpus: int  # before anything was plugged
+    memory: int  # MiB, before anything was plugged
+    pid: int = 0  # 0: its QEMU was not started, or that was not recorded
+    started: int = 0  # start of the process in clock ticks since the boot `boot_id`
     boot_id: str = ""
-    uid: int = 0
+    uid: int = 0  # 0: its QEMU runs as the user of the process that created it
     address: str = ""  # without prefix length; empty if the VM has none yet
     peers: tuple[str, ...] = ()  # names of the other VMs of its job
     peer_addresses: tuple[str, ...] = ()  # of these VMs, in the same order
@@ -144,7 +141,6 @@ class Manifest:
 
     @property
     def process(self) -> ProcessIdentity:
-        """The VM's QEMU."""
         return ProcessIdentity(self.pid, self.started, self.boot_id)
 
     @property

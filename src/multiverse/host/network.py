@@ -23,7 +23,8 @@ SIOCSIFHWADDR, ARPHRD_ETHER = 0x8924, 1
 
 
 def open_tap(name: str, bridge: str | None, mac: str = "") -> int:
-    """Create a tap and return its descriptor. With a bridge, the tap is up, and an isolated port of the bridge.
+    """Create a tap and return its descriptor. With a bridge, the tap is up, and an isolated port of the bridge. The
+    kernel removes the tap when the QEMU that holds its descriptor ends.
 
     The bridge forwards to the port frames for `mac` and broadcasts, but not frames for unknown addresses. Raises
     `Exhausted` if there is an interface of that name, `Broken` if there is no such bridge or for want of permission.
@@ -50,8 +51,7 @@ def open_tap(name: str, bridge: str | None, mac: str = "") -> int:
 
 
 def open_vhost_net() -> int:
-    """A new descriptor of /dev/vhost-net, by which the kernel moves the frames of one tap. Raises `Broken` if it cannot
-    be opened."""
+    """A descriptor of /dev/vhost-net, by which the kernel moves the frames of one tap. Raises `Broken`."""
     try:
         return os.open("/dev/vhost-net", os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
@@ -102,8 +102,7 @@ def _add_fdb_entry(index: int, octets: bytes) -> None:
 
 
 def link_rate(name: str) -> int:
-    """What an interface can carry each way, in Mbit/s, as its driver reports; 0 if that is not known, as of one that is
-    down."""
+    """Mbit/s that an interface can carry each way, as its driver reports; 0 if unknown, as of one that is down."""
     try:
         return max(0, int(Path(f"/sys/class/net/{name}/speed").read_text()))
     except (OSError, ValueError):
@@ -124,21 +123,18 @@ def remove_tap(name: str) -> None:
         os.close(fd)
 
 
-# --- nftables ----------------------------------------------------------------------------------------
-
-
 _LIBRARY = "libnftables.so.1"
 
 
 def _descriptors() -> set[int]:
-    """The open descriptors of this process, without the one that this listing uses itself: that one is closed again,
-    and its number is the next to be given out."""
+    """The open descriptors of this process, without that of this listing."""
     listed = os.listdir("/proc/self/fd")  # noqa: PTH208  (numbers, not paths)
     return {int(number) for number in listed if os.path.lexists(f"/proc/self/fd/{number}")}
 
 
 class Nft:
-    """libnftables, loaded into this process. One thread at a time may use it."""
+    """libnftables, loaded into this process: a change takes a fraction of a millisecond. One thread at a time may use
+    it."""
 
     def __init__(self) -> None:
         """Raises `OSError` if this machine has no such library."""

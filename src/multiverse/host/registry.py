@@ -1,8 +1,8 @@
 """Which VM of this host has which name, uid, MAC, address and token: an index of the manifests.
 
-The manifests alone are the truth, so nothing can be reserved for a VM that does not exist. Whoever creates a VM holds
-the host's lock while it reads the index, chooses, and writes the new manifest. All processes that share the directory
-of the VMs therefore agree. Creations hold the lock one after the other, for about a millisecond each.
+The manifests alone are the truth, so nothing can be reserved for a VM that does not exist. To create a VM, a process
+holds the host's lock while it reads the index, chooses, and writes the new manifest. So all processes that share the
+directory of the VMs agree. A creation holds the lock for about a millisecond.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LOCK = ".lock"
 
 
 class Resource(StrEnum):
-    """What only one VM may have."""
+    """Values that only one VM may have."""
 
     UID = "uid"
     MAC = "MAC"
@@ -40,7 +40,7 @@ def host_lock(vms: Path) -> Iterator[None]:
 
 
 class VmRegistry:
-    """What the VMs below `vms` have, whichever process or release created them. Its users hold the host's lock.
+    """The values of the VMs below `vms`, whichever process or release created them. Its users hold the host's lock.
 
     A manifest is read once. It is read again while it lacks an address, which a start may add, and if the directory is
     another one; the other values of a VM never change.
@@ -65,7 +65,7 @@ class VmRegistry:
                 self._add(name, inode, found)
 
     def holder(self, resource: Resource, value: str) -> str:
-        """The name of the VM that has this value, which is not empty; empty if no VM has it."""
+        """The name of the VM that has this value; empty if no VM has it."""
         return self._holders.get((resource, value), "")
 
     def check_free(self, name: str, wanted: Mapping[Resource, str]) -> None:
@@ -100,13 +100,10 @@ class VmRegistry:
                 del self._holders[key]
 
 
-# --- users -------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class ProcessUser:
-    """The user that a QEMU runs as: user and group of the same number, and a member of the group `readers`, which may
-    read templates."""
+    """The user of a QEMU, without a name: a guest that breaks out of its QEMU can reach its own VM only. Its group has
+    the same number, and it is a member of the group `readers`, which may read templates."""
 
     uid: int
     readers: int
@@ -130,8 +127,8 @@ class ProcessUser:
 
 
 class UidPool:
-    """The users of one host: `count` of them from `first` on. The first owns templates, and is no VM's user. A count
-    of 0 means that every QEMU runs as the user of this process."""
+    """The users of one host: `count` of them from `first` on. The first owns templates, and is no VM's user. A count of
+    0 means that every QEMU runs as the user of this process."""
 
     def __init__(self, first: int, count: int) -> None:
         self._first, self._count = first, count

@@ -24,9 +24,6 @@ from multiverse.system.processes import ProcessIdentity, boot_id
 
 log = structlog.get_logger(__name__)
 
-__all__ = ["Sampler"]
-
-
 # --- history -----------------------------------------------------------------------------------------
 
 
@@ -45,7 +42,8 @@ _CPUS, _MEMORY = 1 + MEANS.index("cpus"), 1 + MEANS.index("memory")
 
 
 class History:
-    """The last samples, `limit` at least if there were as many, and a minute's more at most."""
+    """The samples of an hour, of one host or VM, in compact arrays: the last `limit` at least, and a minute's more at
+    most."""
 
     def __init__(self, limit: int = 3600) -> None:
         self.limit = limit
@@ -65,8 +63,8 @@ class History:
         data.extend(figures)
 
     def usage(self, after: float, interval: float) -> Usage | None:
-        """What the samples later than `after` (monotonic) come to, each of which covers `interval` seconds; None if
-        there is none. A figure that some of them do not know is the mean of the others."""
+        """The means and peaks of the samples later than `after` (monotonic); None if there is none. Each sample covers
+        `interval` seconds. A figure that some samples do not know is the mean of the others."""
         parts = list(self._since(after))
         count = sum(len(part) for part in parts) // WIDTH
         if not count:
@@ -111,8 +109,8 @@ Traffic = Mapping[bytes, tuple[int, int]]
 
 
 class Reading(NamedTuple):
-    """What was read at one moment. CPU seconds, bytes and seconds of pressure are counted since the beginning; memory
-    is in MiB. `UNKNOWN`: the kernel does not tell."""
+    """The counters at one moment. CPU seconds, bytes and seconds of pressure are counted since the beginning; memory is
+    in MiB. `UNKNOWN`: the kernel does not tell."""
 
     cpu_s: float
     memory: float
@@ -125,7 +123,12 @@ class Reading(NamedTuple):
 
 
 class OpenFile:
-    """A file of the kernel that is kept open."""
+    """A file of the kernel that is kept open, because opening a file of /proc costs several times as much as reading
+    it.
+
+    A file of /proc/PID stays with its process: once that has ended, reading it fails with ESRCH, whichever process gets
+    the pid next.
+    """
 
     __slots__ = ("_fd",)
 
@@ -133,11 +136,10 @@ class OpenFile:
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def read(self) -> bytes:
-        """What it says now."""
         return os.pread(self._fd, _READ, 0)
 
     def read_all(self) -> bytes:
-        """The same of a file whose lines are many: the kernel gives some pages at a time."""
+        """The content of a file with many lines: the kernel gives some pages at a time."""
         parts, at = [], 0
         while part := os.pread(self._fd, _READ, at):
             parts.append(part)
@@ -164,9 +166,6 @@ def _opened(paths: Sequence[Path]) -> OpenFile | None:
     return None
 
 
-# --- pressure -------------------------------------------------------------------------------------
-
-
 class Pressures:
     """The pressure stall information of a host or of a control group of version 2."""
 
@@ -188,9 +187,6 @@ def _stalled(data: bytes) -> float:
     """The `total` of the first line, "some", which is in microseconds."""
     begin = data.find(b"total=") + 6
     return int(data[begin : data.find(b"\n", begin)]) / 1e6
-
-
-# --- VMs ------------------------------------------------------------------------------------------
 
 
 class VmProbe:
@@ -230,7 +226,7 @@ class VmProbe:
         return file
 
     def read(self, traffic: Traffic) -> Reading:
-        """What it has used by now. Raises `ProcessLookupError` once its process has ended."""
+        """Raises `ProcessLookupError` once the process has ended."""
         fields = self._fields()
         memory, shared = self._statm.read().split(None, 3)[1:3]
         sent, received = traffic.get(self._tap, (0, 0))  # what a tap receives, its guest has sent
@@ -294,9 +290,6 @@ def active_bytes(memory_stat: bytes) -> int:
     return found
 
 
-# --- the host -------------------------------------------------------------------------------------
-
-
 class HostProbe:
     """Reads what all processes of this machine use together."""
 
@@ -309,7 +302,7 @@ class HostProbe:
         self._whole: dict[bytes, bool] = {}  # by disk, whether it is a whole one
 
     def read(self) -> tuple[Reading, Traffic]:
-        """What was used by now, and the traffic of each interface."""
+        """The counters, and the traffic of each interface."""
         fields = self._stat.read().split(b"\n", 1)[0].split()
         # user, nice, system; irq, softirq, steal. Guests' time is in user (proc(5)).
         busy = sum(map(int, (*fields[1:4], *fields[6:9])))
@@ -392,7 +385,7 @@ _CPU_STEP, _MEMORY_STEP = 0.1, 64  # to which a load is rounded, so that observa
 
 @dataclass(slots=True)
 class _Series:
-    """The samples of a host or VM, and what the last one was made of."""
+    """The samples of a host or VM, and the last counters."""
 
     history: History = field(default_factory=History)
     last: tuple[float, Reading] | None = None
@@ -425,7 +418,12 @@ class _Vm:
 
 
 class Sampler:
-    """Samples this host, and the VMs below `vms`. Methods other than `run` may be called from any thread."""
+    """Samples this host, and the VMs below `vms`, in a thread of its own. Methods other than `run` may be called from
+    any thread.
+
+    VMs are found by their manifests, whichever site or process created them. A VM that vanishes in the middle of a
+    sample is left out of it. An error with one VM does not stop the sampling of others.
+    """
 
     def __init__(
         self, vms: Path, interval: float = 1.0, found: Callable[[], Sequence[Hierarchy]] = hierarchies
@@ -445,7 +443,6 @@ class Sampler:
     # --- sampling -------------------------------------------------------------------------------------
 
     def run(self, stop: threading.Event) -> None:
-        """Sample until `stop` is set."""
         due = time.monotonic()
         while not stop.wait(max(0.0, due - time.monotonic())):
             try:
@@ -480,7 +477,7 @@ class Sampler:
         self._note_load(now)
 
     def _find_vms(self, now: float) -> None:
-        """Open what there is of VMs that are new. The directory is read only if it has changed."""
+        """Open the probes of new VMs. The directory is read only if it has changed."""
         try:
             stamp = os.stat(self._directory).st_mtime_ns  # noqa: PTH116  (each second)
         except OSError:
@@ -541,7 +538,7 @@ class Sampler:
             self._load = now, Load(cpus, round(usage.memory / _MEMORY_STEP) * _MEMORY_STEP)
 
     def close(self) -> None:
-        """Close all files. What was sampled stays."""
+        """Close all files. The samples stay."""
         with self._lock:
             for vm in self._vms.values():
                 vm.probe.close()
@@ -551,13 +548,13 @@ class Sampler:
     # --- what was sampled -----------------------------------------------------------------------------
 
     def load(self) -> Load | None:
-        """What the host has used in the last minute; None if that is not known."""
+        """The use of the host in the last minute; None if that is not known."""
         latest = self._load
         return latest[1] if latest is not None and time.monotonic() - latest[0] < _LOAD_STALE else None
 
     def usage(self, span: float, prefix: str = "") -> HostUsage:
-        """What was used in the last `span` seconds, by the host and by the VMs whose names begin with `prefix`. Takes
-        a fraction of a millisecond for each VM and minute."""
+        """The use in the last `span` seconds, by the host and by the VMs whose names begin with `prefix`. Takes a
+        fraction of a millisecond for each VM and minute."""
         now = time.monotonic()
         with self._lock:
             host = self._host.history.usage(now - span, self.interval)

@@ -30,7 +30,8 @@ from multiverse.core.model import (
     vm_prefix,
 )
 from multiverse.host.manifest import Specification
-from multiverse.host.qemu.library import QemuHost, QemuHostConfig
+from multiverse.host.qemu.context import QemuHostConfig
+from multiverse.host.qemu.library import QemuHost
 from multiverse.host.qemu.machine import Accelerator, Feature
 from multiverse.host.vxlan import VxlanConfig
 

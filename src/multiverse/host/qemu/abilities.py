@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import structlog
 
@@ -33,7 +34,6 @@ log = structlog.get_logger(__name__)
 
 
 def save(file: Path, facts: object) -> None:
-    """Write a cache of `facts` as JSON. A file that cannot be written is logged: the facts are found out again."""
     try:
         if not file.parent.exists():
             path_security.make_directory(file.parent, 0o711)  # users of QEMU and of a lab's daemons pass through it
@@ -43,10 +43,22 @@ def save(file: Path, facts: object) -> None:
         log.warning("cache not written", path=str(file), reason=reason)
 
 
+def _load(file: Path) -> dict[str, Any]:
+    """The facts in a cache. A file that cannot be read counts as empty."""
+    try:
+        return dict(json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
 class AbilityCache:
-    """Abilities that an image's guests lack. An image that is built again, another QEMU and another accelerator
-    (`environment` names both) start without entries. A file that cannot be read counts as empty: the next template
-    finds out what it held."""
+    """Abilities that guests of images lack on this host, kept across restarts.
+
+    An image's manifest says what its guests can have plugged. Whether their kernel accepts it depends on the
+    accelerator and QEMU too, which `environment` names. Linux since November 2025 (6.18, and Debian's 6.12) counts the
+    CPUs that ACPI shows as disabled only under a hypervisor that it knows, and QEMU's emulation is none: such a guest
+    boots with "0 hotplug CPUs".
+    """
 
     def __init__(self, file: Path, environment: str) -> None:
         self._file = file
@@ -55,7 +67,7 @@ class AbilityCache:
         self._lacking = self._read()
 
     def abilities(self, image: Image) -> frozenset[str]:
-        """What the guests of the image can do here, as far as is known."""
+        """The known abilities of the image's guests."""
         return frozenset(image.abilities) - self._lacking.get(self._key(image), frozenset())
 
     def record_lacking(self, image: Image, ability: str, reason: str, known: Collection[Image]) -> None:
@@ -75,8 +87,8 @@ class AbilityCache:
 
     def _read(self) -> dict[str, frozenset[str]]:
         try:
-            return {str(key): frozenset(map(str, what)) for key, what in json.loads(self._file.read_text()).items()}
-        except (OSError, ValueError, TypeError, AttributeError):
+            return {key: frozenset(map(str, what)) for key, what in _load(self._file).items()}
+        except TypeError:
             return {}
 
 
@@ -119,12 +131,16 @@ def is_since(version: str, *release: int) -> bool:
 
 
 def accelerator(wanted: str, binary: str, version: str, cache: Path) -> Accelerator:
-    """The accelerator to use, for `wanted`: `auto`, `kvm` or `tcg`. `auto` runs the probe, and logs a warning when it
-    falls back to emulation; `cache` is the file that keeps the answer. Raises `Broken` if `kvm` is wanted and does not
-    run guests."""
+    """The accelerator for `wanted`: `auto`, `kvm` or `tcg`. `auto` tries KVM, and logs a warning when it falls back to
+    emulation; the file `cache` keeps the answer for this kernel and QEMU. Raises `Broken` if `kvm` is wanted and does
+    not run guests."""
     if wanted == "tcg":
         return Accelerator("tcg")
-    reason = _cached_probe(f"{os.uname().release} {version} {zlib.crc32(_BOOT_SECTOR):x}", binary, cache)
+    key, kept = f"{os.uname().release} {version} {zlib.crc32(_BOOT_SECTOR):x}", _load(cache)
+    reason = kept.get("reason")
+    if kept.get("key") != key or not isinstance(reason, str):
+        reason = why_no_kvm(binary)
+        save(cache, {"key": key, "reason": reason})
     if not reason:
         return Accelerator("kvm")
     if wanted == "kvm":
@@ -133,24 +149,12 @@ def accelerator(wanted: str, binary: str, version: str, cache: Path) -> Accelera
     return Accelerator("tcg")
 
 
-def _cached_probe(key: str, binary: str, cache: Path) -> str:
-    try:
-        kept = json.loads(cache.read_text())
-        if kept["key"] == key and isinstance(kept["reason"], str):
-            return str(kept["reason"])
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
-    reason = why_no_kvm(binary)
-    save(cache, {"key": key, "reason": reason})
-    return reason
-
-
 def why_no_kvm(binary: str) -> str:
     """The reason why KVM cannot be used, or nothing if it can.
 
-    That a guest boots is not enough: where KVM is itself emulated, the boot takes twenty times as long as without KVM,
-    sometimes under two seconds and sometimes over. So emulation is timed first, on the same machine in the same minute,
-    and KVM must be about as fast.
+    That /dev/kvm opens is no proof, and neither is a guest that boots: where KVM is itself emulated, a guest hangs or
+    is twenty to sixty times slower. So a disk is booted whose boot sector writes to `isa-debug-exit`, with the CPU
+    model of VMs. QEMU must exit with the expected code, about as soon as with emulation in the same minute.
     """
     try:
         os.close(os.open("/dev/kvm", os.O_RDWR | os.O_CLOEXEC))
@@ -225,8 +229,14 @@ _ON_REQUEST = {
 
 
 class HostFeatures:
-    """The features of one host. `modes` are `off`, `on` (used if it works) or `auto`, the default (used if it works and
-    makes no VM slower). Trials run when the features are first asked for, because they take up to some seconds."""
+    """The features of this host's VMs: those that work, as trials show. `modes` are `off`, `on` or `auto`, the default;
+    with `auto` a feature is used unless it makes VMs slower.
+
+    A trial does what VMs will do: QEMU boots a sector from a disk, or with an interface; /dev/vhost-net serves this
+    process; a huge page is allocated. Trials run when the features are first asked for, because they take up to some
+    seconds. The first VM shows the rest: if its QEMU does not start, this process starts VMs without these features
+    from then on.
+    """
 
     def __init__(self, modes: Mapping[Feature, str], accelerator: Accelerator, trials: Trials) -> None:
         self._modes, self._accelerator, self._trials = modes, accelerator, trials
@@ -247,16 +257,15 @@ class HostFeatures:
 
     @property
     def in_use(self) -> frozenset[Feature]:
-        """The features that VMs have."""
         return frozenset(Feature) - self.lacking.keys()
 
     def started(self, used: frozenset[Feature]) -> None:
-        """A QEMU with these features has started: if another one does not, they are not why."""
+        """A QEMU with these features has started: if another one does not, they are not the reason."""
         self._proven |= used
 
     def failed(self, used: frozenset[Feature], reason: str) -> None:
-        """A QEMU with these features did not start. Those with which none has started are used no more. It is not
-        started again here: whoever asked for that VM asks again, for one without them."""
+        """A QEMU with these features did not start. Those with which none has started are used no more. The VM is not
+        started again here: the caller asks again, for one without them."""
         suspects = used - self._proven
         if not suspects:
             return
@@ -276,14 +285,15 @@ class HostFeatures:
 
 
 def trials(binary: str, version: str, accelerator: Accelerator, storage: Path, cache: Path) -> Trials:
-    """The trials of this host, whose VMs have their disks in `storage`. The file `cache` keeps which boots have
-    succeeded with this kernel, this QEMU and these arguments; one that failed is tried again by the next process."""
+    """The trials of this host, whose VMs have their disks in `storage`. The file `cache` keeps successful boots with
+    this kernel, this QEMU and these arguments; a failed one is tried again by the next process."""
     arguments = zlib.crc32(Path(machine_module.__file__).read_bytes())
     key = f"{os.uname().release} {version} {accelerator.name} {storage} {arguments:x}"
 
     def boots(feature: Feature) -> Callable[[], str]:
         def boot() -> str:
-            known = _succeeded(cache, key)
+            kept = _load(cache)
+            known = kept.get("succeeded", []) if kept.get("key") == key else []
             if feature in known:
                 return ""
             if not (reason := _boot(feature, binary, accelerator, storage)):
@@ -301,7 +311,7 @@ def trials(binary: str, version: str, accelerator: Accelerator, storage: Path, c
 
 
 def vhost_net_trial() -> str:
-    """Whether the kernel moves frames for this process: it has to start a thread for that."""
+    """Why the kernel cannot move frames for this process: it has to start a thread for that."""
     try:
         fd = open_vhost_net()
     except Broken as error:
@@ -316,7 +326,7 @@ def vhost_net_trial() -> str:
 
 
 def huge_page_trial(pool: Path = _POOL) -> str:
-    """Whether memory can consist of huge pages. Where all are taken now, VMs get ordinary ones meanwhile."""
+    """Why memory cannot consist of huge pages. Where all are taken now, VMs get ordinary ones meanwhile."""
     try:
         fd = os.memfd_create("huge", os.MFD_HUGETLB | os.MFD_HUGE_2MB | os.MFD_CLOEXEC)
     except OSError as error:
@@ -342,16 +352,8 @@ def _read(file: Path) -> int:
         return 0
 
 
-def _succeeded(cache: Path, key: str) -> frozenset[str]:
-    try:
-        kept = json.loads(cache.read_text())
-        return frozenset(kept["succeeded"]) if kept["key"] == key else frozenset()
-    except (OSError, ValueError, KeyError, TypeError):
-        return frozenset()
-
-
 def _boot(feature: Feature, binary: str, accelerator: Accelerator, storage: Path) -> str:
-    """Boot a sector with the devices of a machine that has the feature. Returns why that failed, or nothing."""
+    """Boot a sector with the devices of a machine that has the feature. Returns the problem, or nothing."""
     nowhere = Path("/")
     machine = QemuMachine("trial", accelerator, 1, Memory(64), Size(1, 64), nowhere, "raw", "02:00:00:00:00:02",
                           nowhere, nowhere, "", features=frozenset({feature}))  # fmt: skip

@@ -7,16 +7,13 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from multiverse.core.errors import Broken, Unknown
 from multiverse.guest.protocol import MAX_LINE, Report, ReportParser
-
-# --- the monitor -------------------------------------------------------------------------------------
-
 
 Command = tuple[str, dict[str, Any]]
 _MAX_LINE = 4 << 20
@@ -27,7 +24,8 @@ class QmpError(Broken):
 
 
 class Monitor:
-    """One connection to a QEMU's monitor. Any method raises `Unknown` if QEMU does not answer."""
+    """One connection to a QEMU's monitor: a synchronous QMP client (qemu-qmp-spec). Any method raises `Unknown` if QEMU
+    does not answer."""
 
     def __init__(self, sock: socket.socket, timeout: float) -> None:
         self._sock = sock
@@ -58,10 +56,10 @@ class Monitor:
         return self.execute_all([(command, arguments)])[0]
 
     def execute_all(self, commands: Sequence[Command], fd: int | None = None) -> list[Any]:
-        """Send commands together; QEMU runs them one after the other. Returns their values.
+        """Send commands in one write; QEMU runs them one after the other. Returns their values.
 
-        All of them are run even if QEMU refuses one; then the first refusal is raised, a `QmpError`. The descriptor
-        `fd` is passed to QEMU, for a `getfd` among the commands.
+        All are run even if QEMU refuses one; then the first refusal is raised, a `QmpError`. The descriptor `fd` is
+        passed to QEMU, for a `getfd` among the commands.
         """
         lines = [json.dumps({"execute": name, "arguments": args}) for name, args in commands]
         try:
@@ -89,8 +87,8 @@ class Monitor:
         return values
 
     def wait_event(self, name: str, timeout: float, **wanted: Any) -> dict[str, Any]:
-        """The data of the next event `name` that has all of `wanted`, waiting up to `timeout` seconds. Events that
-        arrived before the call count."""
+        """The data of the next event `name` that has all of `wanted`, within `timeout` seconds. Events that arrived
+        before the call count."""
         deadline = time.monotonic() + timeout
         while True:
             message = self._events.popleft() if self._events else self._read(deadline)
@@ -105,10 +103,8 @@ class Monitor:
 
     def shut_down(self) -> None:
         """End the connection. Another thread that waits for an answer on it gets `Unknown`."""
-        try:
+        with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
 
     def close(self) -> None:
         self._sock.close()
@@ -116,9 +112,7 @@ class Monitor:
     def __enter__(self) -> Monitor:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _read(self, deadline: float) -> dict[str, Any]:
@@ -142,19 +136,17 @@ class Monitor:
         return message if isinstance(message, dict) else {}
 
 
-# --- the channel to the agent ------------------------------------------------------------------------
-
-
 # The most that this process reads from one guest. An agent sends some hundred bytes per job, and at most one long line.
 _BURST = 4 * MAX_LINE  # bytes
 _RATE = 64 << 10  # bytes per second
 
 
 class AgentChannel:
-    """One connection to an agent. What a guest sends is bounded in size and rate: its user may be root there."""
+    """One connection to the agent in a guest, through a socket that QEMU serves. What a guest sends is bounded in size
+    and rate: its user may be root there."""
 
     def __init__(self, path: Path) -> None:
-        """Connect. Raises `Unknown` if nothing listens at `path`."""
+        """Raises `Unknown` if nothing listens at `path`."""
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._parser = ReportParser()
         self._reports: deque[Report] = deque(maxlen=256)
@@ -181,7 +173,6 @@ class AgentChannel:
         return line[sent:]
 
     def send(self, line: bytes, timeout: float) -> None:
-        """Send a whole line, within `timeout` seconds."""
         if not line:
             return
         self._sock.settimeout(timeout)
@@ -220,20 +211,21 @@ class AgentChannel:
     def ask(self, line: bytes, answer: str, timeout: float) -> Report:
         """Send a line, and return the report of type `answer`. One thread at a time; others wait for their turn."""
         deadline = time.monotonic() + timeout
-        if not self._in_use.acquire(timeout=timeout):
-            raise Unknown(f"another request to the agent has been waiting for {timeout:.0f} s already")
-        try:
+        with self._turn(timeout):
             self.send(line, timeout)
             return self.expect(frozenset({answer}), max(0.0, deadline - time.monotonic()))
-        finally:
-            self._in_use.release()
 
     def tell(self, line: bytes, timeout: float) -> None:
         """Send a line that is not answered. Raises `Unknown` if that is not done within `timeout` seconds."""
+        with self._turn(timeout):
+            self.send(line, timeout)
+
+    @contextmanager
+    def _turn(self, timeout: float) -> Iterator[None]:
         if not self._in_use.acquire(timeout=timeout):
             raise Unknown(f"another request to the agent has been waiting for {timeout:.0f} s already")
         try:
-            self.send(line, timeout)
+            yield
         finally:
             self._in_use.release()
 
@@ -257,7 +249,7 @@ class AgentChannel:
         return found
 
     def _receive(self) -> bytes:
-        """What has arrived. Raises `Broken`, and ends the connection, if it exceeds the rate."""
+        """The bytes that have arrived. Raises `Broken`, and ends the connection, if they exceed the rate."""
         if self._credit < 0:
             return b""
         data = self._sock.recv(65536)
@@ -271,10 +263,8 @@ class AgentChannel:
 
     def shut_down(self) -> None:
         """End the connection. Another thread that waits for an answer on it gets `Unknown`."""
-        try:
+        with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
 
     def close(self) -> None:
         self._sock.close()

@@ -1,4 +1,8 @@
-"""Connections to running VMs, and the names that guests are told through them."""
+"""Connections to running VMs, and the names that guests are told through them.
+
+QEMU serves one connection to a monitor, and one to an agent, at a time: while a process holds them, no other process
+can start that VM or talk to its guest. A connection that is missing is opened again.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,6 @@ class Connections:
         self._reports: dict[str, Report] = {}
 
     def add_session(self, name: str, session: QemuSession) -> None:
-        """Keep the session of a VM that was created."""
         self._sessions[name] = session
 
     def session(self, known: Manifest) -> QemuSession:
@@ -71,12 +74,11 @@ class Connections:
         return channel.poll_reports() if channel is not None else []
 
     def audit(self, name: str) -> Mapping[str, str | int]:
-        """What the guest said of itself when it was started; empty if another process started it."""
+        """The facts that the guest sent when it was started; empty if another process started it."""
         report = self._reports.get(name)
         return dict(report.audit) if report is not None else {}
 
     def drop(self, name: str) -> None:
-        """Close all connections to a VM."""
         session = self._sessions.pop(name, None)
         if session is not None:
             session.close()
@@ -93,9 +95,6 @@ class Connections:
             channel.shut_down()
 
 
-# --- names -------------------------------------------------------------------------------------------
-
-
 PACE = 1.0
 """Seconds between two messages to a guest, at least."""
 
@@ -106,7 +105,12 @@ Names = frozenset[tuple[str, str]]
 
 
 class GuestNames:
-    """What the guests of one host were told by this process. `host` is the host's name."""
+    """The names of other VMs of their groups that this process has told guests. `host` is the host's name.
+
+    A guest gets the names that its host knows with its identity. Later ones it gets from a thread here, once a second
+    at most, so that its job is hardly disturbed. Nothing waits for a guest: one that does not take a message gets all
+    names with the next change.
+    """
 
     def __init__(self, host: str, firewall: Firewall, connections: Connections) -> None:
         self._host, self._firewall, self._connections = host, firewall, connections
@@ -116,13 +120,13 @@ class GuestNames:
         self._due, self._closed = threading.Event(), threading.Event()
 
     def first(self, vm: str, group: int) -> Names:
-        """The names for a VM of this group that is about to be told them with other facts."""
+        """The names for a VM of this group, which the caller is about to send."""
         names = _names(vm, group, self._firewall.members.values())
         self._told[vm] = names
         return names
 
     def changed(self) -> None:
-        """The groups have changed, or a guest can be told now: tell what is to be told, soon."""
+        """The groups have changed, or a guest can be told now: tell guests soon."""
         with self._lock:
             if self._thread is None and not self._closed.is_set():
                 self._thread = threading.Thread(target=self._run, name="names", daemon=True)
@@ -130,16 +134,14 @@ class GuestNames:
         self._due.set()
 
     def started(self, vm: str) -> None:
-        """A VM runs: it may have been told of other names while it was started."""
+        """A VM runs: its names may have changed while it was started."""
         if vm in self._firewall.members:
             self.changed()
 
     def drop(self, vm: str) -> None:
-        """A VM is gone."""
         self._told.pop(vm, None)
 
     def close(self) -> None:
-        """Tell nobody any more."""
         self._closed.set()
         self._due.set()
 
@@ -156,7 +158,7 @@ class GuestNames:
             self._closed.wait(PACE)
 
     def tell(self) -> None:
-        """Tell each guest what it does not know yet. Blocks as long as guests do not take it."""
+        """Tell each guest the names that it does not know yet. Blocks as long as guests do not take it."""
         members = self._firewall.members
         for vm in sorted({one.name for one in members.values() if one.host == self._host} | set(self._told)):
             own = members.get(vm)

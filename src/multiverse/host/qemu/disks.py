@@ -26,8 +26,8 @@ _NO_REFLINK = frozenset({errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.ENOT
 _MIB = 1 << 20
 _CLUSTER = 64 << 10  # of qcow2, as `qemu-img create` makes it
 _GROUP = 128 << 20  # bytes of ext4 that one bitmap of blocks describes
-# What a node's daemons write, changes of the image's own files, and clusters of which a guest writes a part: a block of
-# 4 KiB takes a whole cluster of the overlay.
+# What a node's daemons write, changes of the image's own files, and clusters that a guest writes in part: a block
+# of 4 KiB takes a whole cluster of the overlay.
 _NODE_FILES = 192
 
 
@@ -55,11 +55,8 @@ def virtual_size(disk: Path) -> int:
 
 
 def copy_disk(source: Path, target: Path) -> str:
-    """Make `target` a copy of `source`, by reference where the file system can: then they share all unwritten blocks.
-
-    Returns how: `reflink`, or `copy` where the file system has no reflinks or the two are on different ones. Raises
-    `Exhausted` if there is no room; a part of `target` may remain then.
-    """
+    """Make `target` a copy of `source`. Returns how: `reflink`, so that they share unwritten blocks, or `copy` where
+    the file system cannot do that. Raises `Exhausted` if there is no room; a part of `target` may remain then."""
     try:
         with source.open("rb") as old, target.open("wb") as new:
             fcntl.ioctl(new.fileno(), _FICLONE, old.fileno())
@@ -78,9 +75,6 @@ def _failed(source: Path, reason: str) -> Exhausted:
     return Exhausted(f"cannot copy the disk {source}: {reason}", hint="is the disk full?")
 
 
-# --- full disks --------------------------------------------------------------------------------------
-
-
 REASON = "it is paused, because the disk of its host is full"
 
 _SHORT = 1 << 30  # bytes below which a disk may have been full a moment ago
@@ -90,8 +84,13 @@ _TIMEOUT = 1.0  # seconds for an answer; somebody else may be connected to the m
 
 
 class PausedGuests:
-    """The guests of one host that are known to be paused, by name. `directory` is on the file system of their disks;
-    `paths` gives the files of a VM."""
+    """The guests of one host that are known to be paused because its disk is full, by name. `directory` is on the file
+    system of their disks; `paths` gives the files of a VM.
+
+    QEMU pauses a guest whose write found no room (`werror=enospc`) and keeps the request; `cont` repeats it. So no
+    guest sees an error. QEMU tells only its monitor's connection, so it is asked. A paused guest uses no CPU time: only
+    guests that used none since their last measurement are asked, and at most once a minute while the disk has room.
+    """
 
     def __init__(self, directory: Path, paths: Callable[[str], Paths]) -> None:
         self._directory, self._paths = directory, paths
@@ -104,7 +103,9 @@ class PausedGuests:
     def ask(self, name: str) -> None:
         """Ask a guest that has been started, and used no CPU time lately, whether it is paused."""
         now = time.monotonic()
-        if name in self._paused or (now - self._asked.get(name, -_AGAIN) < _AGAIN and self._available() >= _SHORT):
+        if name in self._paused or (
+            now - self._asked.get(name, -_AGAIN) < _AGAIN and available_disk(self._directory) >= _SHORT
+        ):
             return
         self._asked[name] = now
         if self._execute(name, "query-status") == "io-error":
@@ -113,7 +114,7 @@ class PausedGuests:
 
     def resume(self) -> None:
         """Let the paused guests go on, if the disk has room again. One that ends meanwhile is no error."""
-        if not self._paused or self._available() < _ROOM:
+        if not self._paused or available_disk(self._directory) < _ROOM:
             return
         for name in sorted(self._paused):
             if self._execute(name, "cont") is not None:
@@ -121,13 +122,9 @@ class PausedGuests:
                 log.info("guest resumed", vm=name)
 
     def keep_only(self, names: Collection[str]) -> None:
-        """Forget all guests but these."""
         self._paused.intersection_update(names)
         for gone in self._asked.keys() - names:
             del self._asked[gone]
-
-    def _available(self) -> int:
-        return available_disk(self._directory)
 
     def _execute(self, name: str, command: str) -> str | None:
         """The status of the guest after that command. None if its QEMU does not answer."""

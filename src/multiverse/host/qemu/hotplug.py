@@ -27,7 +27,7 @@ _RATIO = 8  # see `dimm_sizes`
 
 
 def memory_to_plug(booted: int, wanted: int) -> int:
-    """MiB that have to be plugged into a guest with `booted` MiB to give it `wanted`, in whole blocks."""
+    """MiB that give a guest with `booted` MiB at least `wanted`, in whole blocks."""
     return max(0, -(-(wanted - booted) // _BLOCK) * _BLOCK)
 
 
@@ -35,7 +35,7 @@ def dimm_sizes(memory: int, plugged: int) -> list[int]:
     """Sizes in MiB of the DIMMs by which a guest of `memory` MiB gets `plugged` MiB more.
 
     Linux describes each page of 4 KiB in 64 bytes, for a whole DIMM before it can use any of it. So a DIMM is at most
-    eight times what the guest had before; the descriptions then take an eighth of that.
+    eight times the earlier memory; the descriptions then take an eighth of that.
     """
     sizes: list[int] = []
     while (left := plugged - sum(sizes)) > 0:
@@ -44,12 +44,11 @@ def dimm_sizes(memory: int, plugged: int) -> list[int]:
 
 
 def plug(monitor: Monitor, known: Manifest, cpus: int, plugged: int, *, huge: bool = False) -> int:
-    """Plug the VM of that manifest up to `cpus` CPUs, and `plugged` MiB of memory. Returns how many MiB of the memory
-    are in huge pages.
+    """Plug the VM of that manifest up to `cpus` CPUs, and `plugged` MiB of memory. Returns the MiB of it in huge pages.
 
-    With `huge` these are used as far as enough of them are free; the log says so if they are not. The memory is taken
-    from the VM's NUMA node, if it has one, as long as there is some. Devices and objects are found by their ids, so
-    what an earlier, interrupted call has plugged is left. Raises `Exhausted` if the machine has no room for as much.
+    With `huge`, huge pages are used as far as enough of them are free. The memory is taken from the VM's NUMA node, if
+    it has one, while there is some. Devices and objects are found by their ids, so those of an earlier, interrupted
+    call are left. Raises `Exhausted` if the machine has no room.
     """
     listed: list[Command] = [("qom-list", {"path": path}) for path in ("/machine/peripheral", "/objects")]
     present, objects = ({one["name"] for one in found} for found in monitor.execute_all(listed))
@@ -81,8 +80,8 @@ def _near(known: Manifest) -> dict[str, object]:
 
 
 def _allocate_huge(monitor: Monitor, known: Manifest, sizes: Mapping[int, int]) -> set[str]:
-    """Make backends of huge pages, by the numbers of their DIMMs. Returns the names of those for which there are enough
-    free pages: QEMU reserves a backend's pages when it makes it, so a guest never finds too few."""
+    """Make backends of huge pages. Returns the names of those for which enough pages are free: QEMU reserves a
+    backend's pages when it makes it, so a guest never finds too few."""
     made: set[str] = set()
     for number, size in sizes.items():
         options = {"size": size << 20, "hugetlb": True, "hugetlbsize": HUGE_PAGE, **_near(known)}
@@ -97,7 +96,7 @@ def _allocate_huge(monitor: Monitor, known: Manifest, sizes: Mapping[int, int]) 
 
 
 def _memory_commands(known: Manifest, sizes: Mapping[int, int], present: set[str], objects: set[str]) -> list[Command]:
-    """The commands that plug what is not `present`, each DIMM on its backend of huge pages if it has one."""
+    """The commands that plug DIMMs that are not `present`, on backends of huge pages if they have them."""
     commands: list[Command] = []
     for number, size in sizes.items():
         if f"dimm{number}" in present:
@@ -138,12 +137,12 @@ _PER_SECOND = 1024  # MiB
 
 
 def plug_functions(host: HostContext, name: str) -> list[int]:
-    """Plug the functions of a VM into its last root ports; one that an interrupted call has plugged is left. Returns
-    the device numbers of these ports.
+    """Plug the functions of a VM into its last root ports, unless they are plugged. Returns the device numbers of the
+    ports.
 
-    The IOMMU translates what the function addresses, so the guest's memory stays where it is from then on, all of it,
-    and a clone shares none of it with its template any more. Raises `Gone` if the VM does not run, and `Broken` if it
-    has no port left or QEMU refuses a function.
+    The IOMMU translates the addresses of functions, so all of the guest's memory stays in place from then on, and a
+    clone shares none of it with its template any more. Raises `Gone` if the VM does not run, and `Broken` if it has no
+    port left or QEMU refuses a function.
     """
     paths = host.paths(name)
     known = manifest.read(paths.home)
@@ -183,8 +182,8 @@ _ENVIRONMENT = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C"}
 
 
 def region_places(count: int, size: int, ports: int = len(PORTS)) -> list[RegionPlace]:
-    """Where `count` regions of `size` MiB are plugged: functions of devices in the first ports of the machine, of which
-    `ports` may be used. Raises `Refused` if they do not fit."""
+    """Where `count` regions of `size` MiB are plugged: functions of devices in the first ports, `ports` at most. Raises
+    `Refused` if they do not fit."""
     each = min(_FUNCTIONS, WINDOW // size)
     if count > (most := each * ports):
         raise Refused(
@@ -196,13 +195,17 @@ def region_places(count: int, size: int, ports: int = len(PORTS)) -> list[Region
 
 
 def allocation_group(name: str) -> str:
-    """The control groups of the process that allocates the regions of the VM of that name, and of others."""
+    """The name of the control groups of the process that allocates the regions of that VM."""
     return f"{name}-ivshmem"
 
 
 def allocate_regions(groups: Cgroups | JobGroups, name: str, ids: Sequence[str], size: int) -> SharedMemory:
-    """New regions of `size` MiB, allocated in the control groups `name`, which are removed again. Raises `Exhausted` if
-    there is no room for them, and `Broken` if the groups cannot be made."""
+    """New regions of `size` MiB. Raises `Exhausted` if there is no room, and `Broken` if control groups cannot be made.
+
+    A region is a file without a name. Each QEMU of the job inherits it, and it ends with the last of them. A process in
+    the groups `name` allocates it, because the kernel charges a page of a file to the group of its first user
+    (cgroups(7)). The groups are removed again.
+    """
     try:
         memory = SharedMemory(ids, size)
     except OSError as error:
@@ -243,8 +246,8 @@ def _allocate(groups: Cgroups | JobGroups, name: str, memory: SharedMemory) -> N
 
 
 def plug_regions(monitor: Monitor, name: str, places: Sequence[RegionPlace]) -> None:
-    """Plug the regions that the VM of that name was created with. The guest looks at a port when its function 0
-    appears, so that comes last. Those that are plugged already are left. Raises `Broken` if QEMU refuses it."""
+    """Plug the regions of that VM, each as a device of QEMU's (ivshmem-plain), unless they are plugged. The guest looks
+    at a port when its function 0 appears, so that comes last. Raises `Broken` if QEMU refuses it."""
     present = {one["name"] for one in monitor.execute("qom-list", path="/machine/peripheral")}
     commands: list[Command] = [
         ("device_add", {"driver": "ivshmem-plain", "id": f"ivshmem{number}", "memdev": region_id(number),

@@ -35,12 +35,10 @@ _WAKE_TIMEOUT = 30.0  # seconds for a restored guest's first message
 
 @dataclass(frozen=True)
 class _Parts:
-    """What a VM is launched from. `record` is its manifest as written so far, `functions` are bound for it."""
-
     machine: QemuMachine
     image: Image
     template: FrozenTemplate | None
-    record: Manifest
+    record: Manifest  # as written so far
     user: ProcessUser | None
     functions: Sequence[VirtualFunction] = ()
     memory: SharedMemory | None = None
@@ -75,7 +73,7 @@ def create(host: HostContext, spec: Specification, memory: SharedMemory | None =
 
 
 def _exists(spec: Specification, paths: Paths) -> bool:
-    """Whether the VM of that specification exists as a whole. What an interrupted creation left is removed."""
+    """Whether the VM of that specification exists as a whole. The remains of an interrupted creation are removed."""
     known = manifest.read(paths.home)
     if known is not None:
         _check_same(spec, known)
@@ -90,10 +88,8 @@ def _exists(spec: Specification, paths: Paths) -> bool:
 
 
 def _check_same(spec: Specification, known: Manifest) -> None:
-    """Raise `Refused` if the VM of that name is not the specified one.
-
-    A VM that was specified without an address has none before it is started: that matches any.
-    """
+    """Raise `Refused` if the VM of that name is not the specified one. A VM that was specified without an address has
+    none before it is started: that matches any."""
     same = {
         "token": known.token == spec.token,
         "MAC": known.mac == spec.mac,
@@ -132,11 +128,9 @@ def _create(
 def _allocate(
     host: HostContext, spec: Specification, image: Image, template: FrozenTemplate | None
 ) -> tuple[Manifest, ProcessUser | None]:
-    """Check that no other VM has what the specification says, pick the VM's user, and write its first manifest.
-
-    Until the VM is started, its guest is paused and its disk
-    hardly written, unless that is a copy. After an error nothing is allocated.
-    """
+    """Check that no other VM has the values of the specification, pick the VM's user, and write its first manifest.
+    Until the VM is started, its guest is paused and its disk hardly written, unless that is a copy. After an error
+    nothing is allocated."""
     vms, disk = host.config.vms, host.image_disk(image)
     booted = template.size if template is not None else spec.size  # what it has before anything is plugged
     vms.chmod(0o711)  # each QEMU passes through it to its own directory
@@ -229,14 +223,14 @@ def _launch(host: HostContext, spec: Specification, parts: _Parts, timer: VmStag
 
 
 def _sharing(machine: QemuMachine, memory: SharedMemory | None) -> QemuMachine:
-    """The machine as it maps that memory too. QEMU opens what it inherits by its path."""
+    """The machine as it maps that memory too. QEMU opens inherited descriptors by their paths."""
     if memory is None:
         return machine
     return replace(machine, regions=tuple(Memory(memory.size, Path(f"/proc/self/fd/{fd}")) for fd in memory.fds))
 
 
 def _readable(image: Image, template: FrozenTemplate | None) -> tuple[Path, ...]:
-    """What the VM's QEMU opens besides its own disk. A file of an image may be a link to another place."""
+    """The files that the VM's QEMU opens besides its own disk. A file of an image may be a link to another place."""
     if template is not None:
         return (template.path, image.disk)
     return (image.disk, image.kernel, image.initrd)
@@ -361,8 +355,8 @@ def _choose_node(host: HostContext, known: Manifest, size: Size) -> Manifest:
 
 
 def _limit_disk(known: Manifest, allowance: int) -> Manifest:
-    """Let the VM's files grow to what its guest may write. Returns its manifest, which is still to be written: a limit
-    that it does not tell of is set again by the next call."""
+    """Limit the VM's files to its guest's allowance. Returns its manifest, which the caller writes: the next call sets
+    a limit again that no manifest records."""
     disk = known.disk_cost.of(allowance)
     process.limit_files(known.process, known.uid, disk << 20)
     return replace(known, disk=disk)
@@ -405,7 +399,7 @@ def _wake(session: QemuSession, message: Callable[[], bytes], timer: VmStageTime
 
 
 def _boot_or_resume(session: QemuSession, message: Callable[[], bytes], timer: VmStageTimer, stage: str) -> Report:
-    """Let a guest run that boots first, or that may have been sent its identity before: it is asked how far it is."""
+    """Let a guest run that boots first, or that may have been sent its identity before: ask for its state."""
     session.monitor.execute("cont")
     session.channel.send(HELLO, _WAKE_TIMEOUT)
     answer = session.channel.expect(frozenset({"fork_point", "becoming", "started"}), BOOT_TIMEOUT)

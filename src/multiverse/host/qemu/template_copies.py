@@ -23,9 +23,6 @@ from multiverse.images.digest import digest_of_files
 
 log = structlog.get_logger(__name__)
 
-# --- copies for other hosts --------------------------------------------------------------------------
-
-
 _FILES = ("memory", "state", "disk.qcow2", "kernel.stub", "initrd.stub")
 _FACTS = "copy.json"
 _CPUINFO = Path("/proc/cpuinfo")
@@ -36,17 +33,21 @@ _PLACE = re.compile(r"(?P<name>.+)@[0-9a-f]{16}")
 
 @dataclass(frozen=True)
 class TemplateCopies:
-    """The templates in `directory`. `cpu` says what a guest's state depends on beside its key (`cpu_of`). `check` is
-    called with a directory before something is taken from there; its errors are those of `path_security.check`."""
+    """Templates that the hosts of a site share by a directory: one host has booted and frozen them, others copy them.
+
+    The state of a frozen guest fits hosts with the same image, QEMU, machine and kind of CPU. A copy is found by the
+    template's key, which covers all but the last, and by the kind of CPU. It appears as a whole, and is verified by its
+    digest. Templates of one account alone are not shared.
+    """
 
     directory: Path
-    cpu: str
-    check: Callable[[Path], None]
+    cpu: str  # the kind of CPU: `cpu_of`
+    check: Callable[[Path], None]  # called with a directory before something is taken from there
 
     def take(self, name: str, key: str, work: Path, disk: Path) -> int | None:
-        """Copy the template of that directory name and key to `work`, on top of the image's disk. Returns how many CPUs
-        its guest's kernel has room for (0: unknown), or None if there is no such copy, or none that can be used: then
-        the template has to be booted."""
+        """Copy the template of that directory name and key to `work`, on top of the image's disk. Returns the number of
+        CPUs that its guest's kernel has room for (0: unknown). None if there is no usable copy: then the template has
+        to be booted."""
         place = self._place(name, key)
         if not place.is_dir():
             return None
@@ -65,8 +66,8 @@ class TemplateCopies:
             return None
 
     def offer(self, template: Path, key: str, possible: int) -> None:
-        """Let other hosts copy this template. Copies of its name that are older than a week are removed. What goes
-        wrong is logged: nothing depends on it."""
+        """Let other hosts copy this template. Copies of its name that are older than a week are removed. Errors are
+        logged: nothing depends on it."""
         place = self._place(template.name, key)
         if place.exists():
             return
@@ -91,8 +92,8 @@ class TemplateCopies:
         return self.directory / f"{name}@{hashlib.sha256(f'{key} {self.cpu}'.encode()).hexdigest()[:16]}"
 
     def _remove_others(self, name: str, own: Path) -> None:
-        """Remove old copies of that name, and what hosts that crashed have left of theirs. Hosts of another kind may
-        still want one: they boot, and offer it again."""
+        """Remove old copies of that name, and what crashed hosts have left of theirs. Hosts of another kind may still
+        want one: they boot, and offer it again."""
         oldest = own.stat().st_mtime - _KEPT
         for place in self.directory.iterdir():
             match = _PLACE.fullmatch(place.name)
@@ -102,7 +103,8 @@ class TemplateCopies:
 
 
 def cpu_of(accelerator: Accelerator, cpuinfo: Path = _CPUINFO) -> str:
-    """What the state of a guest depends on of this machine's CPUs. Emulated ones are the same everywhere."""
+    """The kind of this machine's CPUs, as far as the state of a guest depends on it. Emulated CPUs are the same
+    everywhere."""
     if accelerator.name != "kvm":
         return accelerator.name
     found = {}
@@ -114,10 +116,9 @@ def cpu_of(accelerator: Accelerator, cpuinfo: Path = _CPUINFO) -> str:
 
 
 def _copy(source: Path, target: Path) -> None:
-    argv = ["cp", "--sparse=always", "--", *(str(source / file) for file in _FILES), str(target)]
-    done = subprocess.run(argv, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
-    if done.returncode:
-        raise Broken(f"cannot copy it: {done.stderr.strip()[-300:]}")
+    files = [str(source / file) for file in _FILES]
+    if problem := failure_of(["cp", "--sparse=always", "--", *files, str(target)]):
+        raise Broken(f"cannot copy it: {problem}")
 
 
 def _sync(directory: Path) -> None:
@@ -132,20 +133,27 @@ def _sync(directory: Path) -> None:
 
 def _rebase(disk: Path, image: Path) -> None:
     """Name the image's disk of this host: the copy has the path that it had on another one."""
-    argv = ["qemu-img", "rebase", "-u", "-b", str(image), "-F", "raw", str(disk)]
-    done = subprocess.run(argv, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
-    if done.returncode:
-        raise Broken(f"qemu-img failed: {done.stderr.strip()[-300:]}")
+    if problem := failure_of(["qemu-img", "rebase", "-u", "-b", str(image), "-F", "raw", str(disk)]):
+        raise Broken(f"qemu-img failed: {problem}")
 
 
-# --- sealed memory -----------------------------------------------------------------------------------
+def failure_of(argv: list[str]) -> str:
+    """Run a program. Returns the end of its errors if it fails, or nothing."""
+    done = subprocess.run(argv, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL)
+    return (done.stderr.strip()[-300:] or f"exit status {done.returncode}") if done.returncode else ""
 
 
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 
 class SealedMemory:
-    """One sealed copy of each memory file, kept until the file is replaced or the copy is discarded."""
+    """One sealed copy of each memory file (memfd_create(2)), kept until the file is replaced or the copy is discarded.
+
+    A QEMU before 8.2 maps such a copy, because it opens a template's file for writing even when it maps it privately,
+    and a tmpfs cannot allow that without letting it write. Not even root can write to a sealed memfd, and all clones
+    share its pages. Each template is copied once per process: this takes about as long as a clone, and the template's
+    size of memory.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
