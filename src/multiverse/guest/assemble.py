@@ -30,8 +30,6 @@ class AssemblyError(Exception):
 
 @dataclass(frozen=True)
 class _Module:
-    """One module of the package, taken apart."""
-
     name: str
     imports: Mapping[
         str, str
@@ -145,7 +143,6 @@ def _place(module: str, statement: ast.stmt) -> str:
 
 
 def _bound(statement: ast.stmt) -> Iterator[str]:
-    """The names that a statement of the top level binds there."""
     if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         yield statement.name
         return

@@ -188,8 +188,6 @@ _TYPES = frozenset({"fork_point", "forked", "becoming", "started", "failed", "fl
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A message from a guest agent."""
-
     type: str
     reason: str = ""  # for operators: bounded, and without control characters
     stages: tuple[Stage, ...] = ()

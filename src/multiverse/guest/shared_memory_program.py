@@ -54,8 +54,6 @@ def list_regions() -> list[str]:
 
 
 class Region:
-    """A region of shared memory, mapped."""
-
     def __init__(self, number: str) -> None:
         path = f"{REGIONS}/{number}"
         try:
@@ -222,7 +220,6 @@ def measure(link: RegionLink | TcpLink) -> dict[str, float]:
 
 
 def answer(link: RegionLink | TcpLink) -> None:
-    """The other side of `measure`."""
     buffer = memoryview(bytearray(LARGEST))
     for _ in range(ROUNDS):
         link.receive(buffer)

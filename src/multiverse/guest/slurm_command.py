@@ -54,7 +54,6 @@ def fail(text: str) -> Never:
 
 
 def connect() -> socket.socket:
-    """A connection to the host for one command."""
     with open("/proc/self/cgroup") as file:  # noqa: PTH123
         _, found, rest = file.read().partition(GROUPS)
     task = rest.split()[0].partition("/")[0] if found else ""
@@ -73,8 +72,6 @@ def connect() -> socket.socket:
 
 
 class Carrier:
-    """Carries one command on its connection to the host."""
-
     def __init__(self, connection: socket.socket) -> None:
         self._host = connection
         self._host_gone = False

@@ -267,7 +267,6 @@ def find_job_groups(job: str, pid: int, proc: Path = Path("/proc")) -> tuple[str
 
 
 def _read(pid: int, proc: Path) -> tuple[str, str]:
-    """The mounts of this machine, and the control groups of that process."""
     try:
         return (proc / "mounts").read_text(), (proc / str(pid) / "cgroup").read_text()
     except OSError as error:
@@ -283,7 +282,6 @@ def _memberships(text: str) -> Iterator[tuple[set[str], str]]:
 
 
 def _mount_of(controllers: set[str], mounts: str) -> str | None:
-    """Where the hierarchy with these controllers is mounted."""
     for line in mounts.splitlines():
         _, where, kind, options, *_ = line.split(" ")
         if kind == "cgroup" and controllers and controllers <= set(options.split(",")):

@@ -39,7 +39,6 @@ class Specification(VmSpec):
 
     @property
     def bare_address(self) -> str:
-        """The address without its prefix length."""
         return self.address.partition("/")[0]
 
     def check(self) -> None:

@@ -39,9 +39,8 @@ from multiverse.system.processes import ProcessIdentity
 
 T = TypeVar("T")
 
+# Bytes that a contained program can write to its outputs in all, unless somebody truncates them meanwhile.
 OUTPUT_ROOM = 1 << 20
-"""Bytes that a contained program can write to its outputs in all, unless somebody truncates them meanwhile."""
-
 _INODES = 256  # of the root's own file system: some fifty mount points, and the outputs
 _DATA = MS_NOSUID | MS_NODEV | MS_NOEXEC
 _HINT = (
@@ -194,8 +193,6 @@ def _binds(view: View) -> Iterator[tuple[Path, int | None]]:
 
 
 class _Root:
-    """A root directory that is being built at `base`."""
-
     def __init__(self, base: Path) -> None:
         self._base = base
 

@@ -9,6 +9,7 @@ import os
 import socket
 import struct
 import weakref
+from contextlib import suppress
 from pathlib import Path
 
 from multiverse.core.errors import Broken, Exhausted
@@ -148,10 +149,8 @@ class Nft:
         library.nft_ctx_free.argtypes, library.nft_ctx_free.restype = [ctypes.c_void_p], None
         weakref.finalize(self, library.nft_ctx_free, self._context)  # it has a socket, and megabytes
         for fd in _descriptors() - before:
-            try:
+            with suppress(OSError):
                 os.set_inheritable(fd, False)  # programs that this process starts must not inherit its socket
-            except OSError:
-                continue
         for buffer in (library.nft_ctx_buffer_error, library.nft_ctx_buffer_output):
             buffer.argtypes = [ctypes.c_void_p]
             buffer(self._context)

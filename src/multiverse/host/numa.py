@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,8 +23,6 @@ NODES = Path("/sys/devices/system/node")
 
 @dataclass(frozen=True, slots=True)
 class CpuNode:
-    """A NUMA node."""
-
     number: int
     cpus: AbstractSet[int]  # that this process may use
     memory: int  # MiB
@@ -43,7 +42,6 @@ class NumaNodes:
         return len(self.nodes) > 1
 
     def cpus_of(self, number: int) -> AbstractSet[int]:
-        """The CPUs of a node; none if there is no such node any more."""
         return next((node.cpus for node in self.nodes if node.number == number), frozenset())
 
     def choose(self, name: str, size: Size) -> int | None:
@@ -92,13 +90,11 @@ def read_nodes(root: Path, allowed: AbstractSet[int]) -> tuple[CpuNode, ...]:
     number."""
     found = []
     for path in root.glob("node[0-9]*"):
-        try:
+        with suppress(OSError, ValueError):  # it went offline
             cpus = cpu_list((path / "cpulist").read_text()) & allowed
             distances = tuple(int(word) for word in (path / "distance").read_text().split())
             if cpus:
                 found.append(CpuNode(int(path.name[4:]), cpus, _memory(path, "MemTotal"), distances))
-        except (OSError, ValueError):
-            continue  # it went offline
     return tuple(sorted(found, key=lambda node: node.number))
 
 
@@ -113,11 +109,9 @@ def cpu_list(text: str) -> frozenset[int]:
 
 def _memory(node: Path, key: str) -> int:
     """A figure of the node's meminfo in MiB: lines such as `Node 0 MemTotal: 8039276 kB`."""
-    try:
+    with suppress(OSError, ValueError):
         for line in (node / "meminfo").read_text().splitlines():
             words = line.split()
             if len(words) >= 4 and words[2] == f"{key}:":
                 return int(words[3]) >> 10
-    except (OSError, ValueError):
-        pass
     return 0

@@ -10,6 +10,7 @@ from array import array
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -27,17 +28,10 @@ log = structlog.get_logger(__name__)
 # --- history -----------------------------------------------------------------------------------------
 
 
-UNKNOWN = -1.0
-"""In place of a figure that the kernel does not tell: no figure is negative."""
-
-WIDTH = 1 + len(MEANS)
-"""Values of a sample: its time, in seconds since its chunk began, and the figures in the order of `MEANS`."""
-
-CHUNK = 60
-"""Samples of a chunk. The oldest chunk is dropped as a whole."""
-
+UNKNOWN = -1.0  # in place of a figure that the kernel does not tell: no figure is negative
+WIDTH = 1 + len(MEANS)  # values of a sample: its time in seconds since its chunk began, and the figures of `MEANS`
+CHUNK = 60  # samples; the oldest chunk is dropped as a whole
 SAMPLE_BYTES = 4 * WIDTH
-
 _CPUS, _MEMORY = 1 + MEANS.index("cpus"), 1 + MEANS.index("memory")
 
 
@@ -104,8 +98,7 @@ _SECTOR = 512  # bytes, in /proc/diskstats on any disk
 _READ = 1 << 16  # bytes: the files read here are smaller, but for those of many interfaces or disks
 _PRESSURES = ("cpu", "memory", "io")
 
-Traffic = Mapping[bytes, tuple[int, int]]
-"""Bytes that were received and sent, by interface."""
+Traffic = Mapping[bytes, tuple[int, int]]  # bytes that were received and sent, by interface
 
 
 class Reading(NamedTuple):
@@ -184,7 +177,6 @@ class Pressures:
 
 
 def _stalled(data: bytes) -> float:
-    """The `total` of the first line, "some", which is in microseconds."""
     begin = data.find(b"total=") + 6
     return int(data[begin : data.find(b"\n", begin)]) / 1e6
 
@@ -195,8 +187,7 @@ class VmProbe:
     def __init__(self, name: str, process: ProcessIdentity, hierarchies: Sequence[Hierarchy]) -> None:
         """Raises `ProcessLookupError` if the process has ended, and OSError if its files cannot be opened."""
         self.process = process
-        self.huge_memory = 0
-        """MiB in huge pages, which the kernel counts in no process's resident memory."""
+        self.huge_memory = 0  # MiB in huge pages, which the kernel counts in no process's resident memory
         self._tap = name.encode()
         self._files: list[OpenFile] = []
         self._memory_stat: OpenFile | None = None
@@ -250,11 +241,9 @@ class VmProbe:
 
     def _disk_bytes(self) -> tuple[int, int]:
         """Bytes that the kernel read from and wrote to disks for it. Some containers do not permit to ask."""
-        try:
+        with suppress(PermissionError, IndexError):
             lines = self._io.read().split(b"\n")
             self._last_io = int(lines[4].split()[1]), int(lines[5].split()[1])
-        except (PermissionError, IndexError):
-            pass
         return self._last_io
 
     @staticmethod
@@ -302,7 +291,6 @@ class HostProbe:
         self._whole: dict[bytes, bool] = {}  # by disk, whether it is a whole one
 
     def read(self) -> tuple[Reading, Traffic]:
-        """The counters, and the traffic of each interface."""
         fields = self._stat.read().split(b"\n", 1)[0].split()
         # user, nice, system; irq, softirq, steal. Guests' time is in user (proc(5)).
         busy = sum(map(int, (*fields[1:4], *fields[6:9])))
@@ -368,15 +356,9 @@ def _traffic(data: bytes) -> dict[bytes, tuple[int, int]]:
 # --- sampling ----------------------------------------------------------------------------------------
 
 
-HOUR = 3600.0
-"""Seconds that are remembered."""
-
-MOST_BYTES = 64 << 20
-"""Of all samples together. An hour of 400 VMs takes as much; with more VMs, less than an hour is remembered."""
-
-KNOWN_AFTER_END, MOST_ENDED = 600.0, 1000
-"""Seconds for which what a VM had used is remembered after its end, and of how many."""
-
+HOUR = 3600.0  # seconds that are remembered
+MOST_BYTES = 64 << 20  # of all samples together: an hour of 400 VMs; with more VMs, less than an hour is remembered
+KNOWN_AFTER_END, MOST_ENDED = 600.0, 1000  # seconds for which the use of a VM is remembered after its end; VMs
 _LOOK_AGAIN = 10.0  # seconds after which directories and manifests are read again, though they seem unchanged
 _LOAD_SPAN = 60.0  # seconds
 _LOAD_STALE = 10.0  # seconds without a sample after which the load is unknown

@@ -25,20 +25,14 @@ from multiverse.system.locks import locked_file
 
 log = structlog.get_logger(__name__)
 
-DRIVER = "vfio-pci"
-"""The driver that gives a function to a process of the host."""
-
-RECORDS = ".functions"
-"""The directory of the records, in that of the VMs."""
-
+DRIVER = "vfio-pci"  # gives a function to a process of the host
+RECORDS = ".functions"  # directory of the records, in that of the VMs
 _ADDRESS = re.compile(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 _NO_GROUP = "it has no IOMMU group: turn the IOMMU on in the firmware and by intel_iommu=on or amd_iommu=on"
 
 
 @dataclass(frozen=True, slots=True)
 class VirtualFunction:
-    """One function as sysfs shows it."""
-
     address: str  # `0000:3b:02.1`
     ids: str  # vendor and device: `8086:154c`
     parent: str  # the address of its device
@@ -273,7 +267,6 @@ def _override(device: Path) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write to a file of sysfs, in one call."""
     fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
         os.write(fd, text.encode())

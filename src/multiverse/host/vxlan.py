@@ -34,12 +34,9 @@ from multiverse.system.locks import locked_file
 if TYPE_CHECKING:
     from pyroute2 import IPRoute
 
+# Bytes that a packet grows by: outer Ethernet header, IPv4 or IPv6, UDP and VXLAN (RFC 7348, section 5).
 OVERHEAD = {4: 50, 6: 70}
-"""Bytes that a packet grows by: outer Ethernet header, IPv4 or IPv6, UDP and VXLAN (RFC 7348, section 5)."""
-
-_MARK = 0x6D76_4F56
-"""Of frames that leave by a VXLAN of ours. Only root can mark a packet of its own (socket(7), SO_MARK)."""
-
+_MARK = 0x6D76_4F56  # of frames that leave by our VXLAN; only root can mark other packets (socket(7), SO_MARK)
 # The last chain runs after the translation of source addresses (priority 100). So it also sees what guests or
 # containers send, if it leaves with this host's address.
 _TABLES = """
@@ -97,8 +94,6 @@ def is_of_machine(owner: str) -> bool:
 
 @dataclass(frozen=True)
 class VxlanConfig:
-    """The VXLAN of one site on one host."""
-
     site: str
     network: int  # its 24-bit id, the same on all hosts
     port: int  # its UDP port, the same on all hosts

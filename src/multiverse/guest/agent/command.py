@@ -14,7 +14,7 @@ import socket
 import struct
 import time
 
-from multiverse.guest.agent.system import CGROUPS, GuestAgentError, make_directory, read, write_kernel_file
+from multiverse.guest.agent.system import CGROUPS, GuestAgentError, make_directory, read, suppress, write_kernel_file
 
 LONGEST_OUTPUT = 1 << 20  # bytes of a prolog's output that are taken
 
@@ -36,10 +36,8 @@ def run_prolog(path: bytes, content: bytes, environment: dict[bytes, bytes]) -> 
         output += data[: LONGEST_OUTPUT - len(output)]
     os.close(reading)
     os.waitpid(pid, 0)
-    try:
+    with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)  # as slurmstepd does
-    except (ProcessLookupError, PermissionError):
-        pass
     os.write(1, apply_output(bytes(output), environment))
 
 
@@ -189,7 +187,6 @@ class PmiStreams:
         return found
 
     def take(self, frame: bytes) -> None:
-        """Pass on what the host has sent."""
         if (stream := self._streams.get(frame[0])) is not None:
             stream.take(frame[1:])
 
@@ -322,10 +319,8 @@ class TaskCommand:
                     signal.signal(known, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_SETMASK, ())
             for number, soft, hard in self.limits:
-                try:
+                with suppress(OSError, ValueError):  # this kernel allows less
                     resource.setrlimit(number, (soft, hard))
-                except (OSError, ValueError):
-                    continue  # this kernel allows less
             os.umask(self.umask)
             os.setgroups(os.getgrouplist(self.name, self.gid))
             os.setgid(self.gid)
@@ -372,11 +367,9 @@ class TaskCommand:
         """Send a signal to the command, or to all its processes but the first, which got the signal itself."""
         group = read(f"{self.group}/cgroup.procs").split() if everyone else [str(self.pid)]
         for pid in group:
-            try:
+            with suppress(ProcessLookupError):
                 if not everyone or int(pid) != self.pid:
                     os.kill(int(pid), number)
-            except ProcessLookupError:
-                continue
 
     def end(self) -> None:
         """Kill the processes that are left of the command, and remove its control group and its file."""
@@ -393,10 +386,8 @@ class TaskCommand:
                     break
                 time.sleep(0.005)
         if self.script:
-            try:
+            with suppress(OSError):
                 os.unlink(self.script)
-            except OSError:
-                pass
 
 
 def write_script(path: bytes, content: bytes, uid: int, gid: int) -> None:
@@ -416,10 +407,8 @@ def write_script(path: bytes, content: bytes, uid: int, gid: int) -> None:
                 at = _enter(at, each)
             if os.fstat(at).st_uid not in (0, uid):
                 raise GuestAgentError(f"{shown} is below a directory of another user")
-        try:
+        with suppress(FileNotFoundError):
             os.unlink(name, dir_fd=at)
-        except FileNotFoundError:
-            pass
         script = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o700, dir_fd=at)
     finally:
         os.close(at)
@@ -436,10 +425,8 @@ def write_script(path: bytes, content: bytes, uid: int, gid: int) -> None:
 def _enter(directory: int, name: bytes) -> int:
     """Open a subdirectory, which is made if it is absent. The descriptor of `directory` is closed."""
     try:
-        try:
+        with suppress(FileExistsError):
             os.mkdir(name, 0o755, dir_fd=directory)
-        except FileExistsError:
-            pass
         return os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory)
     finally:
         os.close(directory)

@@ -25,6 +25,7 @@ from multiverse.guest.agent.system import (
     owner_ids,
     ptrace,
     spawn,
+    suppress,
 )
 
 AT_ENTRY = 9  # <linux/auxvec.h>: the address of a program's first instruction
@@ -93,11 +94,9 @@ def stop_daemons_at_entry() -> None:
     for path in ("/etc/slurm", "/var/lib/munge", "/var/log/munge", "/var/spool/slurmd"):
         make_directory(path)  # making one takes a clone 15 ms; the clone sets owner and mode
     for name, user in (("munged", "munge"), ("slurmd", "root")):
-        try:
+        with suppress(OSError, KeyError, GuestAgentError):
             owner_ids(user)
             _stopped[name] = StoppedProcess(name, f"/usr/sbin/{name}", user)
-        except (OSError, KeyError, GuestAgentError):
-            continue
 
 
 def stopped_pids() -> list[int]:
@@ -130,10 +129,8 @@ class DaemonProcess:
     def start(self) -> None:
         """Start it in a process group of its own, with its output in a log. Raises GuestAgentError."""
         if self.ready_path:
-            try:
+            with suppress(FileNotFoundError):
                 os.unlink(self.ready_path)  # an old one would make a daemon look ready too early
-            except FileNotFoundError:
-                pass
         try:
             stopped = take_stopped(self.name, self.argv[0], self.user)
             self.pid = spawn(self.name, self.argv, self.user) if stopped is None else stopped.release(self.argv)

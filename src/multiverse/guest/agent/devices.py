@@ -101,7 +101,6 @@ def shared_namespaces(device: str) -> list[str]:
 
 
 def read_attribute(device: str, name: str) -> str:
-    """The content of a file of a device; empty if there is none."""
     try:
         with open(f"{device}/{name}") as file:
             return file.read().strip()

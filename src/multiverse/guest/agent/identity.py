@@ -34,7 +34,6 @@ class StageTimer:
         self._last = time.monotonic()
 
     def __call__(self, name: str) -> None:
-        """End the stage `name`; the next one begins."""
         now = time.monotonic()
         self.stages.append((name, round(now - self._last, 6)))
         self._last = now
@@ -45,7 +44,6 @@ class StageTimer:
 
 
 def set_random_state(seed: str) -> None:
-    """Give the kernel random bytes, in base64."""
     add_entropy(base64.b64decode(seed))
 
 
@@ -63,7 +61,6 @@ def set_host_names(hostname: str, address: str, peers: list[list[str]], others: 
 
 
 def write_node_files(bootstrap: dict[str, Any]) -> None:
-    """Make the directories and files that the daemons of the node need."""
     for path, owner, mode in bootstrap["directories"]:
         make_directory(path)
         os.chown(path, *owner_ids(owner))

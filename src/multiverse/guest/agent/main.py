@@ -36,6 +36,7 @@ from multiverse.guest.agent.system import (
     mount,
     read,
     run,
+    suppress,
     write,
     write_kernel_file,
 )
@@ -88,11 +89,8 @@ def set_up_cgroups() -> None:
     with open(f"{CGROUPS}/cgroup.controllers") as file:
         wanted = " ".join(f"+{name}" for name in file.read().split())
     for directory in (CGROUPS, slice_):
-        try:
-            with open(f"{directory}/cgroup.subtree_control", "w") as file:
-                file.write(wanted)
-        except OSError:
-            pass  # a service manager controls these
+        with suppress(OSError), open(f"{directory}/cgroup.subtree_control", "w") as file:
+            file.write(wanted)  # fails where a service manager controls these
 
 
 def _mount_cgroups() -> bool:
@@ -133,12 +131,9 @@ def load_programs() -> None:
     plugins = [f"{top}/{name}" for top in ("/usr/lib/x86_64-linux-gnu/slurm-wlm", "/usr/lib/x86_64-linux-gnu/slurm")
                if os.path.isdir(top) for name in sorted(os.listdir(top))]  # fmt: skip
     for path in ["/usr/sbin/slurmd", "/usr/sbin/slurmstepd", "/usr/sbin/munged", *plugins]:
-        try:
-            with open(path, "rb", buffering=0) as file:
-                while file.read(1 << 20):
-                    pass
-        except OSError:
-            continue
+        with suppress(OSError), open(path, "rb", buffering=0) as file:
+            while file.read(1 << 20):
+                pass
 
 
 def rehearse() -> None:
@@ -209,11 +204,9 @@ def _daemons() -> tuple[DaemonProcess, DaemonProcess]:
 
 
 def _kill(daemon: DaemonProcess) -> None:
-    try:
+    with suppress(ProcessLookupError, ChildProcessError):
         os.killpg(daemon.pid, signal.SIGKILL)
         os.waitpid(daemon.pid, 0)
-    except (ProcessLookupError, ChildProcessError):
-        pass
 
 
 def _empty(directory: str) -> None:

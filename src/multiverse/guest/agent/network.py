@@ -98,7 +98,6 @@ def _route_request(index: int, source: bytes = b"", network: bytes = b"", prefix
 
 
 def set_mtu(name: str, mtu: int) -> None:
-    """Limit the packets of an interface to so many bytes."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         fcntl.ioctl(sock, SIOCSIFMTU, struct.pack("16si20x", name.encode(), mtu))
 

@@ -20,7 +20,7 @@ import re
 import socket
 from typing import Any
 
-from multiverse.guest.agent.system import MNT_DETACH, SOCKETS, make_directory, mount, unmount, write
+from multiverse.guest.agent.system import MNT_DETACH, SOCKETS, make_directory, mount, suppress, unmount, write
 
 MOST_ASKING = 500  # programs of a task that wait for their connections; descriptors are limited
 PROGRAM = "/run/multiverse/slurm-command"
@@ -39,10 +39,8 @@ class CommandRequests:
         self._silent: list[socket.socket] = []  # that have connected and said nothing yet
         make_directory(SOCKETS)
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
+        with suppress(FileNotFoundError):
             os.unlink(self.path)
-        except FileNotFoundError:
-            pass
         self._sock.bind(self.path)
         os.chmod(self.path, 0o600)
         os.chown(self.path, uid, -1)
@@ -84,11 +82,9 @@ class CommandRequests:
             self.outgoing.append(name)
             return
         asking = self._asking.pop(data, None) if data else None
-        try:
+        with suppress(OSError):  # the program has ended
             if asking is not None:
                 socket.send_fds(asking, [b"connected"], files[:1])
-        except OSError:
-            pass  # the program has ended
         for each in files:
             os.close(each)
         for one in (sock, asking):
@@ -104,7 +100,6 @@ class CommandRequests:
             return True
 
     def refuse(self, name: bytes) -> None:
-        """The host makes no connection for this request."""
         if (sock := self._asking.pop(name, None)) is not None:
             sock.close()
 
@@ -112,10 +107,8 @@ class CommandRequests:
         """Take no more requests. Programs that wait end with an error."""
         for sock in (self._sock, *self._silent, *self._asking.values()):
             sock.close()
-        try:
+        with suppress(OSError):
             os.unlink(self.path)
-        except OSError:
-            pass
 
 
 def hand_over(name: bytes, connection: socket.socket) -> None:
@@ -148,20 +141,16 @@ def install_commands(commands: dict[str, Any]) -> list[str]:
 def uncover(covered: list[str]) -> None:
     """Unmount what `install_commands` has mounted."""
     for path in reversed(covered):
-        try:
+        with suppress(OSError):
             unmount(path, MNT_DETACH)
-        except OSError:
-            continue
     covered.clear()
 
 
 def _cover(path: str) -> bool:
-    try:
+    with suppress(OSError):
         if os.path.realpath(path) != PROGRAM:
             mount(PROGRAM, path, "", MS_BIND, "")
             return True
-    except OSError:
-        pass
     return False
 
 
@@ -249,7 +238,5 @@ def _counts(text: bytes) -> list[int]:
 
 def remove_files(paths: list[str]) -> None:
     for path in paths:
-        try:
+        with suppress(OSError):
             os.unlink(path)
-        except OSError:
-            continue

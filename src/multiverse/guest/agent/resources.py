@@ -16,6 +16,7 @@ from multiverse.guest.agent.system import (
     fallocate,
     mount,
     read,
+    suppress,
     write_kernel_file,
 )
 
@@ -166,14 +167,11 @@ def set_node_limits() -> None:
     for number, limit in OF_NODES:
         resource.setrlimit(number, (limit, limit))
     for path, text in KERNEL_FILES:
-        try:
+        with suppress(OSError):
             write_kernel_file(path, text)
-        except OSError:
-            continue
 
 
 def remember_limits() -> None:
-    """Record the kernel's limits before any memory is plugged."""
     global _booted
     _booted = usable_memory()
     _values.clear()
@@ -205,10 +203,8 @@ def raise_kernel_limits() -> None:
         raised = [value * now // _booted for value in values]
         if most:  # of several values the last one alone depends on the memory
             raised = [*values[:-1], max(values[-1], min(most, raised[-1]))]
-        try:
+        with suppress(OSError):
             write_kernel_file(path, " ".join(map(str, raised)))
-        except OSError:
-            continue
 
 
 def use_huge_pages() -> None:

@@ -47,6 +47,7 @@ from multiverse.guest.agent.system import (
     load_on_demand,
     make_pipe,
     preload_job_programs,
+    suppress,
     unmount,
 )
 from multiverse.guest.agent.tasks import TaskListener
@@ -274,19 +275,15 @@ class GuestAgent:
         if abs(message["time"] - time.time()) > CLOCK_TOLERANCE:
             time.clock_settime(time.CLOCK_REALTIME, message["time"])
         if self.user_added is not None:
-            try:
+            with suppress(BlockingIOError):  # the pipe is full of lines of earlier messages
                 os.write(self.user_added, b"\n" * MOST_WAIT)
-            except BlockingIOError:
-                pass  # the pipe is full of lines of earlier messages
         self.channel.send("user_added")
 
     @staticmethod
     def learn_names(message: dict[str, Any]) -> None:
         """Know the names of other VMs. Without room for them the VM serves its job all the same."""
-        try:
+        with suppress(OSError):
             learn_names(message["names"], message["gone"], message["whole"])
-        except OSError:
-            return
 
     def join_job(self, message: dict[str, Any]) -> None:
         """Take the VM's name and address in the network of its job, and know the names of the job's VMs."""
@@ -328,10 +325,8 @@ class GuestAgent:
         Without slurmd the scheduler would give up a job that goes on in the guest, and wait for the end of one that has
         ended, both for SlurmdTimeout seconds.
         """
-        try:
+        with suppress(BlockingIOError):
             os.read(self.wake, 4096)
-        except BlockingIOError:
-            pass
         for daemon in self.children.collect():
             how = f"{ending(daemon.status or 0)}: {daemon.log_tail()}"
             again = "started again after " if daemon.start_again() else ""

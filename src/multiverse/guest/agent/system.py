@@ -38,6 +38,19 @@ class GuestAgentError(Exception):
 # --- files -------------------------------------------------------------------------------------------
 
 
+class suppress:
+    """contextlib.suppress, without loading that module."""
+
+    def __init__(self, *errors: type[BaseException]) -> None:
+        self.errors = errors
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        return kind is not None and issubclass(kind, self.errors)
+
+
 _known_owners = {"root": (0, 0)}
 
 
@@ -91,10 +104,8 @@ def make_directory(path: str) -> None:
 def make_pipe(path: str) -> int:
     """Make a named pipe and return a descriptor of it, which is open for writing, so that readers block."""
     make_directory(os.path.dirname(path))
-    try:
+    with suppress(FileExistsError):
         os.mkfifo(path, 0o600)
-    except FileExistsError:
-        pass
     return os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
 
 

@@ -24,7 +24,7 @@ import time
 
 from multiverse.guest.agent.command import TaskCommand
 from multiverse.guest.agent.requests import CommandRequests, JobVms, hand_over, prepare_mpi, remove_files
-from multiverse.guest.agent.system import LONGEST_FRAME, TASKS_PORT, GuestAgentError, read, sync_file_system
+from multiverse.guest.agent.system import LONGEST_FRAME, TASKS_PORT, GuestAgentError, read, suppress, sync_file_system
 
 DESCRIPTION_TIMEOUT = 30.0  # seconds for the host to describe the command
 OUTPUT_TIMEOUT = 5.0  # seconds for the output to end after its last process was killed
@@ -59,8 +59,11 @@ class TaskListener:
             except OSError:
                 return
             with connection:
-                if self._is_greeted(connection) and not self._fork():
-                    self._serve(connection)
+                try:
+                    if self._is_greeted(connection) and not os.fork():
+                        self._serve(connection)
+                except OSError as error:  # as for want of memory
+                    os.write(2, f"task: {error}\n".encode())
 
     def _is_greeted(self, connection: socket.socket) -> bool:
         """Whether a greeting with the token has come. `TaskRelay` reads it."""
@@ -69,14 +72,6 @@ class TaskListener:
         except OSError:
             return False
         return bool(end and self.token) and self.token.encode() in line
-
-    def _fork(self) -> int:
-        """os.fork; a failure, such as a lack of memory, counts as a child."""
-        try:
-            return os.fork()
-        except OSError as error:
-            os.write(2, f"task: {error}\n".encode())
-            return -1
 
     def _serve(self, connection: socket.socket) -> None:
         """In the child: run one task, and end."""
@@ -207,7 +202,11 @@ class TaskRelay:
             self._receive()
             self._write_input()
             self._read_output()
-            self._pass_requests()
+            if self._requests is not None:
+                self._requests.attend()
+                for name in self._requests.outgoing:
+                    self._frame(b"V", name)
+                self._requests.outgoing.clear()
             if len(self._unsent) < ROOM:
                 self._pass_streams()
             self._send()
@@ -261,7 +260,10 @@ class TaskRelay:
         elif kind == b"Z":
             self._input_ended = True
         elif kind == b"S":
-            self._signal(body[0], everyone=body[1:2] == b"a")
+            # Stopping by the terminal's signal does nothing to processes without a shell above them.
+            number = signal.SIGSTOP if body[0] == signal.SIGTSTP else body[0]
+            with suppress(OSError):
+                command.send_signal(number, everyone=body[1:2] == b"a")
         elif kind == b"N" and self._requests is not None:
             self._requests.refuse(body)
         elif kind == b"J":
@@ -270,20 +272,6 @@ class TaskRelay:
             rows, columns = body.split()
             for fd in self._files:
                 command.set_window(fd, (int(rows), int(columns)))
-
-    def _signal(self, number: int, *, everyone: bool) -> None:
-        try:
-            # Stopping by the terminal's signal does nothing to processes without a shell above them.
-            self._command.send_signal(signal.SIGSTOP if number == signal.SIGTSTP else number, everyone=everyone)
-        except OSError:
-            return
-
-    def _pass_requests(self) -> None:
-        if self._requests is not None:
-            self._requests.attend()
-            for name in self._requests.outgoing:
-                self._frame(b"V", name)
-            self._requests.outgoing.clear()
 
     def _pass_streams(self) -> bool:
         frames = self._command.streams.carry()
@@ -343,7 +331,7 @@ class TaskRelay:
 
     def _flush(self) -> None:
         """Send all that is left, however long the host takes to read it."""
-        try:
+        with suppress(OSError):
             self._connection.settimeout(None)
             self._connection.sendall(self._unsent)
             self._connection.shutdown(socket.SHUT_WR)
@@ -351,8 +339,6 @@ class TaskRelay:
             self._connection.settimeout(LINGER)
             while self._connection.recv(65536):
                 pass
-        except OSError:
-            return
 
     def _tell_of_memory(self) -> None:
         """Tell the user that processes were killed: Slurm sees only the job's control groups on the host."""
@@ -363,10 +349,8 @@ class TaskRelay:
 
     def _write_back(self) -> None:
         for mount in self._mounts:
-            try:
+            with suppress(OSError):
                 sync_file_system(mount)
-            except OSError:
-                continue
 
 
 def _killed_for_memory() -> int:

@@ -95,13 +95,10 @@ class Connections:
             channel.shut_down()
 
 
-PACE = 1.0
-"""Seconds between two messages to a guest, at least."""
-
+PACE = 1.0  # seconds between two messages to a guest, at least
 _TIMEOUT = 2.0  # seconds until a guest has taken a message
 
-Names = frozenset[tuple[str, str]]
-"""Pairs of name and address."""
+Names = frozenset[tuple[str, str]]  # of name and address
 
 
 class GuestNames:

@@ -75,7 +75,6 @@ class VmStageTimer:
         self._last = time.monotonic()
 
     def __call__(self, name: str) -> None:
-        """The stage of that name ends now."""
         now = time.monotonic()
         self.stages.append(Stage(name, now - self._last))
         self._last = now

@@ -325,7 +325,6 @@ def start(host: HostContext, name: str, size: Size, identity: Identity, token: s
 
 
 def _startable(name: str, known: Manifest | None, identity: Identity) -> Manifest:
-    """The manifest of a VM that can be started with that identity, or has been."""
     if known is None or known.phase is VmPhase.CREATING:
         raise Gone(f"there is no VM {name} to start", hint="create it first")
     if not known.process.is_alive():

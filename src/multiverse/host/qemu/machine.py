@@ -108,8 +108,6 @@ class RegionPlace:
 
 @dataclass(frozen=True)
 class Wiring:
-    """The descriptors that connect one QEMU, and its console's log."""
-
     monitor: int  # a listening socket
     agent: int  # a listening socket
     tap: int
@@ -119,8 +117,6 @@ class Wiring:
 
 @dataclass(frozen=True)
 class QemuMachine:
-    """One VM, as QEMU is to create it."""
-
     name: str
     accelerator: Accelerator
     cpus: int

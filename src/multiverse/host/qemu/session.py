@@ -23,8 +23,8 @@ from multiverse.host.registry import ProcessUser
 from multiverse.system import files
 from multiverse.system.processes import ProcessIdentity
 
+# Bytes after which a file is begun anew. The copy of the old one is kept as `<name>.old` until the next time.
 _FULL = OUTPUT_ROOM // 4
-"""Bytes after which a file is begun anew. The copy of the old one is kept as `<name>.old` until the next time."""
 
 
 class GuestOutput:
@@ -97,7 +97,6 @@ class OutputStore:
                 self._drop(name)
 
     def drop(self, name: str) -> None:
-        """The VM is being removed, and its QEMU has ended."""
         with self._lock:
             self._drop(name)
 
@@ -153,8 +152,6 @@ class Paths:
 
 @dataclass(frozen=True)
 class Launch:
-    """How a QEMU is started."""
-
     machine: QemuMachine
     paths: Paths
     binary: str

@@ -45,8 +45,6 @@ _OPENED_BY_QEMU = frozenset({"memory", "disk.qcow2", "kernel.stub", "initrd.stub
 
 @dataclass(frozen=True)
 class FrozenTemplate:
-    """A template that is ready."""
-
     image: str
     key: str  # says what made it
     path: Path
@@ -72,8 +70,6 @@ class FrozenTemplate:
 
 @dataclass(frozen=True)
 class Build:
-    """How a template is built."""
-
     image: Image
     account: str
     machine: Callable[[Path, Path], QemuMachine]  # gives the VM to boot, from its disk and its memory file
