@@ -10,7 +10,7 @@
 
 #define LONGEST (1 << 20)                 /* bytes in a frame */
 #define COMMANDS_AT_ONCE 32               /* Slurm's commands of one task; further ones wait */
-#define STREAMS 65                        /* of PMI: MOST_STREAMS in guest/agent/pmi.py, and number 0 */
+#define STREAMS 65                        /* of PMI: MOST_STREAMS in guest/agent/command.py, and number 0 */
 
 extern char **environ;
 

@@ -18,7 +18,7 @@ import pytest
 from multiverse.client import Client
 from multiverse.config import HostSettings, ImageSettings, JobVmSettings, QemuSettings, Settings
 from multiverse.drivers.slurm.driver import SlurmScheduler
-from multiverse.host.qemu import probe
+from multiverse.host.qemu import abilities
 from multiverse_lab.lab import configure, lifecycle
 from multiverse_lab.lab.layout import Layout, layout
 from multiverse_lab.lab.plan import LabOptions
@@ -80,7 +80,7 @@ class LabUnderTest:
 def accelerator(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The file in which a state directory keeps whether KVM runs guests here: to find that out takes seconds."""
     file, binary = tmp_path_factory.mktemp("probe") / "kvm.json", QemuSettings().binary
-    probe.accelerator("auto", binary, probe.qemu_version(binary), file)
+    abilities.accelerator("auto", binary, abilities.qemu_version(binary), file)
     return file
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from multiverse.config import Settings
 from multiverse.core.model import NodeBootstrap, NodeSpec, Size
-from multiverse.guest.agent import MOST_WAIT, make_pipe
+from multiverse.guest.agent.system import MOST_WAIT, make_pipe
 from multiverse.guest.protocol import USER_ADDED
 
 SITE = f"t{os.getpid() % 65536:04x}"  # of this process: two test runs must not share network namespaces

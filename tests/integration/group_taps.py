@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from multiverse.core.model import CloneKind, Member
-from multiverse.host import manifest, tap
+from multiverse.host import manifest, network
 from multiverse.host.firewall import Firewall
 from multiverse.host.manifest import Manifest, VmPhase
 
@@ -72,12 +72,12 @@ class Host:
         for command in ("mount -t sysfs sysfs /sys", "ip link set lo up", "ip link add bridge0 type bridge",
                         "ip addr add 10.9.0.1/16 dev bridge0", "ip link set bridge0 up"):  # fmt: skip
             run(command)
-        self.uplink = tap.open_tap("uplink", None)
+        self.uplink = network.open_tap("uplink", None)
         run("ip link set uplink master bridge0 up")
         self.head = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self.restart()
         for n, group in GROUPS.items():
-            self.taps[n] = tap.open_tap(name(n), "bridge0", mac(n))
+            self.taps[n] = network.open_tap(name(n), "bridge0", mac(n))
             (vms / name(n)).mkdir()
             run(f"ip neigh replace {address(n)} lladdr {mac(n)} dev bridge0")
             self.allow(n, group)
@@ -93,12 +93,12 @@ class Host:
     def allow(self, n: int, group: int) -> None:
         manifest.write(self.vms / name(n), self.known(n, group))
         self.rules.allow(self.known(n, group))
-        tap.set_isolated(name(n), not self.rules.separates(self.known(n, group)))
+        network.set_isolated(name(n), not self.rules.separates(self.known(n, group)))
 
     def learn(self, members: Iterable[Member] = (), gone: Iterable[str] = (), *, whole: bool = False) -> list[str]:
         regrouped = self.rules.learn([*members], [*gone], whole=whole)
         for each in regrouped:
-            tap.set_isolated(each, False)
+            network.set_isolated(each, False)
         return sorted(regrouped)
 
     def restart(self) -> None:

@@ -24,10 +24,10 @@ from multiverse.core.errors import Broken, Exhausted
 from multiverse.core.model import CloneKind, Daemon, Size, VmCondition, VmRef
 from multiverse.drivers.qemu.driver import QemuHypervisor, host_config
 from multiverse.host import manifest, namespaces, process
+from multiverse.host.manifest import Specification
 from multiverse.host.namespaces import OUTPUT_ROOM, System, View
 from multiverse.host.qemu.library import QemuHost
-from multiverse.host.qemu.output import GuestOutput
-from multiverse.host.specification import Specification
+from multiverse.host.qemu.session import GuestOutput
 from multiverse.system import kernel
 from multiverse.system.processes import ProcessIdentity
 from tests.integration.test_qemu_driver import SITE, Lab, lab, until

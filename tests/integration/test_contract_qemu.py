@@ -12,7 +12,7 @@ from multiverse.config import QemuSettings, Settings
 from multiverse.core.model import Size, VmRef
 from multiverse.drivers.qemu.driver import QemuHypervisor
 from multiverse.host import manifest
-from multiverse.host.qemu.qmp import Monitor
+from multiverse.host.qemu.channels import Monitor
 from tests.contract.test_hypervisor_contract import SUITE, Check, Harness
 from tests.contract.test_hypervisor_troubles import TROUBLES, only_an_instant_clone_needs_a_template
 from tests.integration.watch import kill

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from multiverse.host import disks
+from multiverse.host.qemu import disks
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")]
 

@@ -16,10 +16,10 @@ from multiverse.core.errors import Broken
 from multiverse.core.model import CloneKind, Size
 from multiverse.drivers.qemu.driver import QemuHypervisor
 from multiverse.host import manifest
-from multiverse.host.qemu import features
-from multiverse.host.qemu.features import HostFeatures, huge_page_trial, trials
+from multiverse.host.qemu import abilities
+from multiverse.host.qemu.abilities import HostFeatures, huge_page_trial, trials
+from multiverse.host.qemu.channels import Monitor
 from multiverse.host.qemu.machine import Feature
-from multiverse.host.qemu.qmp import Monitor
 from tests.integration.test_qemu_driver import BASE, PARENT, SITE, Lab, answers_of, swept
 
 __all__ = ["swept"]  # a fixture
@@ -92,8 +92,8 @@ async def test_each_feature_of_disks_is_tried_by_a_boot(lab: Lab, tmp_path: Path
 
 def test_a_vhost_net_that_does_not_serve_qemu_is_found_by_a_boot(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """The descriptor is of another device. QEMU accepts the arguments, and finds that out."""
-    monkeypatch.setattr(features, "open_vhost_net", lambda: os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC))
-    monkeypatch.setattr(features, "vhost_net_trial", lambda: "")
+    monkeypatch.setattr(abilities, "open_vhost_net", lambda: os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC))
+    monkeypatch.setattr(abilities, "vhost_net_trial", lambda: "")
     context, place = lab.hypervisor._host._context, lab.settings.state_dir
     tried = trials(context.config.binary, context.version, context.accelerator, place, place / "none.json")
     assert "instead of 85" in tried[Feature.VHOST_NET]()
@@ -146,7 +146,7 @@ async def test_a_host_goes_on_without_a_feature_with_which_its_first_vm_does_not
 ) -> None:
     context = lab.hypervisor._host._context
     context.features = HostFeatures({}, context.accelerator, dict.fromkeys(Feature, lambda: ""))
-    monkeypatch.setattr(features, "_EMULATED", {})
+    monkeypatch.setattr(abilities, "_EMULATED", {})
     monkeypatch.setattr(
         "multiverse.host.qemu.session.open_vhost_net", lambda: os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
     )

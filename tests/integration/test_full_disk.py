@@ -18,7 +18,8 @@ from multiverse.core.model import CloneKind, Size, VmCondition
 from multiverse.host import manifest
 from multiverse.host.manifest import Manifest, VmPhase
 from multiverse.host.qemu import observation
-from multiverse.host.qemu.library import QemuHost, QemuHostConfig
+from multiverse.host.qemu.context import QemuHostConfig
+from multiverse.host.qemu.library import QemuHost
 from multiverse.service.startup import locked
 from multiverse.system.processes import ProcessIdentity
 from multiverse_lab.lab import lifecycle

@@ -18,9 +18,8 @@ from multiverse.core.errors import Refused
 from multiverse.core.model import CloneKind, VmCondition, VmRef, VmSpec
 from multiverse.drivers.qemu.driver import QemuHypervisor, host_config
 from multiverse.host import manifest
-from multiverse.host.manifest import Manifest
+from multiverse.host.manifest import Manifest, Specification
 from multiverse.host.qemu.library import QemuHostConfig
-from multiverse.host.specification import Specification
 from tests.integration.test_qemu_driver import BASE, PARENT, SITE, Lab, lab, swept
 
 __all__ = ["lab", "swept"]  # fixtures

@@ -40,8 +40,8 @@ from multiverse.core.model import (
 )
 from multiverse.core.planner import plan
 from multiverse.core.transition import RELEASING_EFFECTS, Change, Command, EffectKind, Event, Move
-from multiverse.host.qemu import full_disk
-from multiverse.host.qemu.full_disk import PausedGuests
+from multiverse.host.qemu import disks
+from multiverse.host.qemu.disks import PausedGuests
 from multiverse.host.qemu.machine import Accelerator, Memory, QemuMachine, Wiring
 from multiverse.host.qemu.session import Paths
 from multiverse.service.findings import findings
@@ -205,8 +205,8 @@ class Guests:
         self.qemu = FakeQemu(directory / "run" / "qmp")
         self.available, self.now = 100 << 30, 5000.0
         self.paused = PausedGuests(directory, lambda name: Paths(directory / "home", directory / "run"))
-        monkeypatch.setattr(full_disk, "available_disk", lambda _: self.available)
-        monkeypatch.setattr("multiverse.host.qemu.full_disk.time.monotonic", lambda: self.now)
+        monkeypatch.setattr(disks, "available_disk", lambda _: self.available)
+        monkeypatch.setattr("multiverse.host.qemu.disks.time.monotonic", lambda: self.now)
 
 
 @pytest.fixture

@@ -33,10 +33,9 @@ from multiverse.core.transition import Change, Event, Move
 from multiverse.drivers.slurm.site.addresses import AddressFile
 from multiverse.guest.agent import network
 from multiverse.host import manifest
-from multiverse.host.firewall import Firewall
+from multiverse.host.firewall import Firewall, MemberRecord, changed
 from multiverse.host.manifest import Manifest, VmPhase
-from multiverse.host.members import MemberRecord, changed
-from multiverse.host.qemu.names import GuestNames
+from multiverse.host.qemu.connections import GuestNames
 from multiverse.system.hosts_file import keep_names
 from multiverse_lab.simulation.clock import VirtualClock
 from multiverse_lab.simulation.loop import run

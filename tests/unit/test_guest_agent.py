@@ -16,24 +16,9 @@ from typing import Any
 
 import pytest
 
-from multiverse.guest.agent import (
-    allowance,
-    audit,
-    boot,
-    contract,
-    daemons,
-    hotplug,
-    mounts,
-    network,
-    processes,
-    server,
-    stopped,
-    syscalls,
-    users,
-)
-from multiverse.guest.agent.channel import HostChannel
-from multiverse.guest.agent.files import write
-from multiverse.guest.agent.server import GuestAgent
+from multiverse.guest.agent import daemons, identity, main, network, resources, server, system
+from multiverse.guest.agent.server import GuestAgent, HostChannel
+from multiverse.guest.agent.system import write
 
 
 def test_a_file_is_made_with_its_mode_and_a_second_write_replaces_all_of_it(tmp_path: Path) -> None:
@@ -59,15 +44,15 @@ def accounts(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         "/etc/passwd": "root:x:0:0:root:/root:/bin/bash\nalice:x:1:1::/old:/bin/sh\n",
         "/etc/group": "root:x:0:\nusers:x:100:bob\n",
     }
-    monkeypatch.setattr(users, "read", files.__getitem__)
-    monkeypatch.setattr(users, "write", files.__setitem__)
+    monkeypatch.setattr(identity, "read", files.__getitem__)
+    monkeypatch.setattr(identity, "write", files.__setitem__)
     return files
 
 
 def test_a_user_is_added_with_every_group(accounts: dict[str, str]) -> None:
     alice = {"name": "alice", "uid": 2000, "gid": 2000, "home": "/home/alice", "shell": "/bin/bash",
              "groups": [["alice", 2000], ["staff", 100], ["hpc", 2100]]}  # fmt: skip
-    users.add_users([alice])
+    identity.add_users([alice])
     assert accounts["/etc/passwd"].splitlines() == [
         "root:x:0:0:root:/root:/bin/bash",
         "alice:*:2000:2000::/home/alice:/bin/bash",
@@ -75,7 +60,7 @@ def test_a_user_is_added_with_every_group(accounts: dict[str, str]) -> None:
     groups = accounts["/etc/group"].splitlines()
     assert groups == ["root:x:0:", "users:x:100:bob,alice", "alice:*:2000:alice", "hpc:*:2100:alice"]
     before = dict(accounts)
-    users.add_users([alice])
+    identity.add_users([alice])
     assert accounts == before
 
 
@@ -102,37 +87,37 @@ def test_an_address_that_is_also_that_of_the_jobs_network_stays_on_its_interface
 
 
 def test_the_ends_of_the_public_host_keys_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(audit, "SSH", str(tmp_path / "ssh"))
-    monkeypatch.setattr(audit, "interface", lambda: "lo")
-    assert audit.current_facts()["host_keys"] == ""
+    monkeypatch.setattr(identity, "SSH", str(tmp_path / "ssh"))
+    monkeypatch.setattr(identity, "interface", lambda: "lo")
+    assert identity.current_facts()["host_keys"] == ""
     (tmp_path / "ssh").mkdir()
     for kind in ("rsa", "ed25519"):
         (tmp_path / f"ssh/ssh_host_{kind}_key").write_text("a secret")
         (tmp_path / f"ssh/ssh_host_{kind}_key.pub").write_text(f"ssh-{kind} AAAA{kind:.>30} root@here\n")
-    assert audit.current_facts()["host_keys"] == f"{'ed25519':.>20} {'rsa':.>20}"
+    assert identity.current_facts()["host_keys"] == f"{'ed25519':.>20} {'rsa':.>20}"
 
 
 def test_cpu_lists_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     for text, count in (("0\n", 1), ("0-3\n", 4), ("0-1,3,6-7\n", 5)):
-        monkeypatch.setattr(hotplug, "read", lambda path, text=text: text)
-        assert hotplug.count_cpus("online") == count
+        monkeypatch.setattr(resources, "read", lambda path, text=text: text)
+        assert resources.count_cpus("online") == count
 
 
 @pytest.fixture
 def sysfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A guest with one CPU online, a second one plugged, and 1024 MiB of memory in blocks of 128 MiB."""
-    monkeypatch.setattr(hotplug, "CPUS", str(tmp_path / "cpu"))
-    monkeypatch.setattr(hotplug, "BLOCKS", str(tmp_path / "memory"))
-    monkeypatch.setattr(hotplug, "usable_memory", lambda: 128 * len(list((tmp_path / "memory").glob("memory*"))) - 30)
+    monkeypatch.setattr(resources, "CPUS", str(tmp_path / "cpu"))
+    monkeypatch.setattr(resources, "BLOCKS", str(tmp_path / "memory"))
+    monkeypatch.setattr(resources, "usable_memory", lambda: 128 * len(list((tmp_path / "memory").glob("memory*"))) - 30)
     (tmp_path / "cpu/cpu1").mkdir(parents=True)
     (tmp_path / "cpu/cpu1/online").write_text("0\n")
     (tmp_path / "cpu/online").write_text("0\n")
     (tmp_path / "memory").mkdir()
     (tmp_path / "memory/block_size_bytes").write_text("8000000\n")
     add_blocks(tmp_path, 8)
-    monkeypatch.setattr(hotplug, "_boot_blocks", 0)
-    monkeypatch.setattr(hotplug, "_boot_usable", 0)
-    hotplug.remember_boot_memory()
+    monkeypatch.setattr(resources, "_boot_blocks", 0)
+    monkeypatch.setattr(resources, "_boot_usable", 0)
+    resources.remember_boot_memory()
     return tmp_path
 
 
@@ -159,72 +144,72 @@ def test_plugged_cpus_are_set_online_and_plugged_memory_is_waited_for(
         assert (path, text) == (str(sysfs / "cpu/cpu1/online"), "1")
         (sysfs / "cpu/online").write_text("0-1\n")
 
-    monkeypatch.setattr(hotplug.time, "sleep", kernel_works)
-    monkeypatch.setattr(hotplug, "write_kernel_file", set_online)
-    hotplug.use_plugged(2, 256)
-    assert hotplug.count_cpus("online") == 2
-    assert len(waits) == 2 and hotplug.memory_blocks() == 1024 + 256
+    monkeypatch.setattr(resources.time, "sleep", kernel_works)
+    monkeypatch.setattr(resources, "write_kernel_file", set_online)
+    resources.use_plugged(2, 256)
+    assert resources.count_cpus("online") == 2
+    assert len(waits) == 2 and resources.memory_blocks() == 1024 + 256
 
 
 def test_memory_that_does_not_come_is_a_failure_that_tells_how_much_came(
     sysfs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hotplug, "DAEMON_TIMEOUT", 0.05)
+    monkeypatch.setattr(resources, "DAEMON_TIMEOUT", 0.05)
     add_blocks(sysfs, 1)
-    with pytest.raises(contract.GuestAgentError) as failure:
-        hotplug.use_plugged(1, 256)
+    with pytest.raises(system.GuestAgentError) as failure:
+        resources.use_plugged(1, 256)
     assert "256 MiB" in str(failure.value)
 
 
 @pytest.fixture
 def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file that reserves space on a guest's disk, of which 10000 MiB are free."""
-    monkeypatch.setattr(allowance, "RESERVE", str(tmp_path / "reserve"))
-    monkeypatch.setattr(allowance, "_allowance", 0)
+    monkeypatch.setattr(resources, "RESERVE", str(tmp_path / "reserve"))
+    monkeypatch.setattr(resources, "_allowance", 0)
     free = os.statvfs_result((4096, 4096, 0, 0, 10000 << 8, 0, 0, 0, 0, 255))
-    monkeypatch.setattr(allowance.os, "statvfs", lambda path: free)
-    monkeypatch.setattr(allowance, "fallocate", os.ftruncate)
+    monkeypatch.setattr(resources.os, "statvfs", lambda path: free)
+    monkeypatch.setattr(resources, "fallocate", os.ftruncate)
     return tmp_path / "reserve"
 
 
-NODE_FILES = allowance.NODE_FILES >> 20
+NODE_FILES = resources.NODE_FILES >> 20
 
 
 def test_all_but_the_allowance_is_reserved_and_only_root_can_read_it(disk: Path) -> None:
-    allowance.reserve_disk(["quiet", "multiverse.disk=2048"])
+    resources.reserve_disk(["quiet", "multiverse.disk=2048"])
     assert disk.stat().st_size == 10000 - 2048 - NODE_FILES << 20
     assert stat.S_IMODE(disk.stat().st_mode) == 0o600
 
 
 @pytest.mark.parametrize(("asked", "freed"), [(0, 0), (2048, 0), (2047, 0), (2049, 1), (5000, 2952), (9999, 7888)])
 def test_a_larger_allowance_frees_the_difference(disk: Path, asked: int, freed: int) -> None:
-    allowance.reserve_disk(["multiverse.disk=2048"])
+    resources.reserve_disk(["multiverse.disk=2048"])
     before = disk.stat().st_size
-    allowance.set_allowance(asked)
-    allowance.set_allowance(asked)  # a second time it changes nothing
+    resources.set_allowance(asked)
+    resources.set_allowance(asked)  # a second time it changes nothing
     assert before - disk.stat().st_size == freed << 20
 
 
 @pytest.mark.parametrize("options", [["quiet"], ["multiverse.disk=10000"]])
 def test_a_guest_without_an_allowance_or_without_more_space_reserves_nothing(disk: Path, options: list[str]) -> None:
-    allowance.reserve_disk(options)
-    allowance.set_allowance(12000)
+    resources.reserve_disk(options)
+    resources.set_allowance(12000)
     assert not disk.exists()
 
 
 def test_blocks_are_allocated_and_not_written(tmp_path: Path) -> None:
     with (tmp_path / "file").open("wb") as file:
-        syscalls.fallocate(file.fileno(), 1 << 20)
+        system.fallocate(file.fileno(), 1 << 20)
         assert os.fstat(file.fileno()).st_blocks * 512 >= 1 << 20
     with (tmp_path / "file").open("rb") as file, pytest.raises(OSError) as failed:
-        syscalls.fallocate(file.fileno(), 1 << 20)
+        system.fallocate(file.fileno(), 1 << 20)
     assert failed.value.errno == errno.EBADF
 
 
 @pytest.fixture
 def logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where daemons write their logs."""
-    monkeypatch.setattr(processes, "LOGS", str(tmp_path))
+    monkeypatch.setattr(system, "LOGS", str(tmp_path))
     monkeypatch.setattr(daemons, "LOGS", str(tmp_path))
     return tmp_path
 
@@ -235,7 +220,7 @@ def test_a_daemon_that_ends_before_it_is_ready_is_a_failure_with_its_log(logs: P
     ready.touch()  # left by an earlier run
     argv = ["/bin/sh", "-c", "echo no configuration; exit 3"]
     daemon = daemons.DaemonProcess({"name": "slurmd", "argv": argv, "user": "root", "ready_path": str(ready)})
-    with pytest.raises(contract.GuestAgentError) as failure:
+    with pytest.raises(system.GuestAgentError) as failure:
         daemons.Children().start(daemon)
     for fact in ("slurmd", "exit code 3", "no configuration"):
         assert fact in str(failure.value)
@@ -267,9 +252,9 @@ def test_a_daemon_that_ends_is_started_again_unless_it_ends_at_once_again(
 
 
 def test_a_program_that_cannot_be_started_has_no_wait_status() -> None:
-    assert processes.run(["/nonexistent"]) == -1
-    assert os.waitstatus_to_exitcode(processes.run(["/bin/sh", "-c", "exit 4"])) == 4
-    assert os.waitstatus_to_exitcode(processes.run(["/bin/sleep", "60"], timeout=0.05)) == -9
+    assert system.run(["/nonexistent"]) == -1
+    assert os.waitstatus_to_exitcode(system.run(["/bin/sh", "-c", "exit 4"])) == 4
+    assert os.waitstatus_to_exitcode(system.run(["/bin/sleep", "60"], timeout=0.05)) == -9
 
 
 @pytest.mark.parametrize("refused", [(), ("favordynmods",)], ids=["linux-6.0", "before"])
@@ -284,13 +269,13 @@ def test_cgroup_v2_is_mounted_with_what_the_kernel_supports_and_has_all_controll
         mounted.append(data)
         (tmp_path / "cgroup.controllers").write_text("cpu memory\n")
 
-    monkeypatch.setattr(boot, "CGROUPS", str(tmp_path))
-    monkeypatch.setattr(boot, "mount", mount)
-    boot.set_up_cgroups()
+    monkeypatch.setattr(main, "CGROUPS", str(tmp_path))
+    monkeypatch.setattr(main, "mount", mount)
+    main.set_up_cgroups()
     assert mounted == ["" if refused else "favordynmods"]
     for directory in (tmp_path, tmp_path / "system.slice"):
         assert (directory / "cgroup.subtree_control").read_text() == "+cpu +memory"
-    boot.set_up_cgroups()
+    main.set_up_cgroups()
     assert len(mounted) == 1, "what a service manager has mounted is used"
 
 
@@ -298,9 +283,9 @@ def test_a_kernel_without_cgroup_v2_is_left_alone(tmp_path: Path, monkeypatch: p
     def mount(*_: object) -> None:
         raise OSError(errno.ENODEV, "no such file system")
 
-    monkeypatch.setattr(boot, "CGROUPS", str(tmp_path))
-    monkeypatch.setattr(boot, "mount", mount)
-    boot.set_up_cgroups()
+    monkeypatch.setattr(main, "CGROUPS", str(tmp_path))
+    monkeypatch.setattr(main, "mount", mount)
+    main.set_up_cgroups()
     assert not list(tmp_path.iterdir())
 
 
@@ -350,8 +335,8 @@ def test_a_failure_is_reported_and_answers_later_requests_for_the_state(
 def test_a_line_that_is_too_long_is_dropped(wire: tuple[HostChannel, socket.socket]) -> None:
     channel, _ = wire
     for _ in range(5):
-        assert channel._feed(b"x" * (contract.MAX_LINE // 2)) == []
-        assert len(channel._buffer) <= contract.MAX_LINE
+        assert channel._feed(b"x" * (system.MAX_LINE // 2)) == []
+        assert len(channel._buffer) <= system.MAX_LINE
 
 
 IDENTITY = {
@@ -461,7 +446,7 @@ def test_a_user_is_added_before_the_job_continues(
     guest_agent.handle({"type": "add_user", "user": {"name": "alice"}, "names": [], "time": time.time()})
     nobody = ("learn_names", ([], [], True))
     assert steps == [("add_users", ([{"name": "alice"}],)), nobody], "the clock was right"
-    assert os.read(reading, 1000) == b"\n" * contract.MOST_WAIT
+    assert os.read(reading, 1000) == b"\n" * system.MOST_WAIT
     assert json.loads(host.recv(1000)) == {"type": "user_added"}
     guest_agent.handle({"type": "add_user", "user": {"name": "alice"}, "names": [], "time": time.time() + 10})
     assert [name for name, _ in steps] == ["add_users", "learn_names", "add_users", "learn_names", "clock_settime"]
@@ -478,16 +463,16 @@ def test_a_user_is_added_before_the_job_continues(
     ],
 )
 def test_mount_options_are_flags_or_go_to_the_file_system(options: str, flags: int, data: list[str]) -> None:
-    assert mounts._kernel_options(options) == (flags, data)
+    assert identity._kernel_options(options) == (flags, data)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root may become a daemon's user")
 def test_a_stopped_program_runs_when_it_is_released_and_with_the_arguments_of_its_release(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processes, "LOGS", str(tmp_path))
+    monkeypatch.setattr(system, "LOGS", str(tmp_path))
     monkeypatch.setenv("KEPT", "from the agent")
-    held = stopped.StoppedProcess("sh", "/bin/sh", "root")
+    held = daemons.StoppedProcess("sh", "/bin/sh", "root")
     assert os.waitpid(held.pid, os.WNOHANG) == (0, 0)
     script = 'echo "$KEPT $# $1 ${#2}"; exit 7'
     pid = held.release(["/bin/sh", "-c", script, "x", "a b", "y" * 5000])
@@ -499,6 +484,6 @@ def test_a_stopped_program_runs_when_it_is_released_and_with_the_arguments_of_it
 def test_a_program_that_is_missing_cannot_be_stopped_at_its_entry(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processes, "LOGS", str(tmp_path))
+    monkeypatch.setattr(system, "LOGS", str(tmp_path))
     with pytest.raises(OSError, match="did not stop"):
-        stopped.StoppedProcess("nothing", "/nonexistent", "root")
+        daemons.StoppedProcess("nothing", "/nonexistent", "root")

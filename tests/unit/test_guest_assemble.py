@@ -120,7 +120,6 @@ def main() -> str:
         ("from multiverse.guest.agent.absent import x\n", "absent.py"),
         ("from multiverse.guest.agent.main import absent\n", "absent"),
         ("def f() -> None:\n    import os\n", "line 3"),
-        ("import os; SIZE = 1\n", "line 2"),
         ("def open() -> None: ...\n", "open"),
         ("def main() -> None: ...\n", "main"),
         ("from typing import Any, cast\nx = cast('Any', 1)\n", "cast"),

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from multiverse.guest.agent import functions
-from multiverse.guest.agent.contract import GuestAgentError
+from multiverse.guest.agent import devices
+from multiverse.guest.agent.system import GuestAgentError
 from multiverse.host.qemu import library
 
 
@@ -56,12 +56,12 @@ class Guest:
 @pytest.fixture
 def guest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Guest:
     found = Guest(tmp_path)
-    monkeypatch.setattr(functions, "PCI_DEVICES", str(tmp_path / "pci"))
-    monkeypatch.setattr(functions, "NVME_SUBSYSTEMS", str(tmp_path / "class"))
-    monkeypatch.setattr(functions, "DEVICE_FILES", str(found.files))
-    monkeypatch.setattr(functions, "TAKING_TIMEOUT", 0.4)
-    monkeypatch.setattr(functions, "DRIVER_TIMEOUT", 0.2)
-    monkeypatch.setattr(functions, "run", found.modprobe)
+    monkeypatch.setattr(devices, "PCI_DEVICES", str(tmp_path / "pci"))
+    monkeypatch.setattr(devices, "NVME_SUBSYSTEMS", str(tmp_path / "class"))
+    monkeypatch.setattr(devices, "DEVICE_FILES", str(found.files))
+    monkeypatch.setattr(devices, "TAKING_TIMEOUT", 0.4)
+    monkeypatch.setattr(devices, "DRIVER_TIMEOUT", 0.2)
+    monkeypatch.setattr(devices, "run", found.modprobe)
     return found
 
 
@@ -77,7 +77,7 @@ def test_the_drivers_of_a_function_are_loaded_and_its_device_files_are_the_users
     guest: Guest, given: dict[str, tuple[int, int]]
 ) -> None:
     guest.plug()
-    functions.take_functions([0x11], 4711)
+    devices.take_functions([0x11], 4711)
     assert guest.loaded == ["pci:v1B36", "auxiliary:nvme"], "of devices that the driver makes, too"
     assert given == {"nvme0": (4711, -1), "nvme0n1": (4711, -1)}, "and of the namespace, which is elsewhere in sysfs"
 
@@ -87,7 +87,7 @@ def test_namespaces_of_other_controllers_stay_roots(guest: Guest, given: dict[st
     guest.plug(0x10)
     guest.modprobe(["pci:v1B36"], 1)
     (guest.subsystem / "nvme0").unlink()
-    functions.take_functions([0x11], 4711)
+    devices.take_functions([0x11], 4711)
     assert given == {"nvme0": (4711, -1)}
 
 
@@ -97,7 +97,7 @@ def test_several_functions_are_all_there_before_their_driver_is_loaded(
     guest.plug(0x11)
     late = threading.Timer(0.1, guest.plug, [0x10])
     late.start()
-    functions.take_functions([0x11, 0x10], 4711)
+    devices.take_functions([0x11, 0x10], 4711)
     late.join()
     assert guest.loaded == ["pci:v1B36", "auxiliary:nvme"]
     assert given == dict.fromkeys(("nvme0", "nvme1", "nvme0n1"), (4711, -1))
@@ -105,9 +105,9 @@ def test_several_functions_are_all_there_before_their_driver_is_loaded(
 
 def test_a_function_that_does_not_appear_is_a_failure(guest: Guest) -> None:
     with pytest.raises(GuestAgentError, match="port 0x11 did not appear"):
-        functions.take_functions([0x11], 4711)
+        devices.take_functions([0x11], 4711)
     with pytest.raises(GuestAgentError, match="port 0x8 did not appear"):
-        functions.take_functions([0x08], 4711)
+        devices.take_functions([0x08], 4711)
 
 
 def test_a_function_that_no_driver_takes_is_a_failure_that_names_the_next_step(guest: Guest) -> None:
@@ -116,7 +116,7 @@ def test_a_function_that_no_driver_takes_is_a_failure_that_names_the_next_step(g
     with pytest.raises(
         GuestAgentError, match="no driver of this image takes the virtual function 1b36:0010: use another"
     ):
-        functions.take_functions([0x11], 4711)
+        devices.take_functions([0x11], 4711)
     assert guest.loaded == ["pci:v1B36"]
 
 
@@ -124,10 +124,10 @@ def test_a_driver_that_is_not_loaded_in_time_is_not_taken_for_one_that_is_missin
     guest.drives, guest.hangs = False, True
     guest.plug()
     with pytest.raises(GuestAgentError, match="were not loaded in"):
-        functions.take_functions([0x11], 4711)
+        devices.take_functions([0x11], 4711)
 
 
 def test_the_host_waits_longer_than_the_guest_and_less_than_the_plugin() -> None:
     plugin = (Path(__file__).parents[2] / "spank/multiverse.c").read_text()
     (limit,) = re.findall(r"static int timeout = (\d+);", plugin)
-    assert functions.TAKING_TIMEOUT < library._DRIVER_TIMEOUT < int(limit)
+    assert devices.TAKING_TIMEOUT < library._DRIVER_TIMEOUT < int(limit)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from multiverse.guest.agent import mpi
-from multiverse.guest.agent.mpi import JobVms, prepare_mpi, remove_files, slots_of
+from multiverse.guest.agent import requests
+from multiverse.guest.agent.requests import JobVms, prepare_mpi, remove_files, slots_of
 from multiverse.guest.slurm_command import forget_mpi
 
 
@@ -41,8 +41,8 @@ def test_a_step_that_does_not_know_the_tasks_of_all_nodes_counts_cores() -> None
 def test_a_task_finds_the_launcher_and_the_vms_and_keeps_what_its_user_has_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mpi, "DIRECTORY", str(tmp_path))
-    monkeypatch.setattr(mpi, "write", lambda path, text: Path(path).write_text(text))
+    monkeypatch.setattr(requests, "DIRECTORY", str(tmp_path))
+    monkeypatch.setattr(requests, "write", lambda path, text: Path(path).write_text(text))
     users = {b"OMPI_MCA_plm": b"slurm", b"SLURM_TASKS_PER_NODE": b"4"}
     of_another_task = {b"HYDRA_HOST_FILE": f"{tmp_path}/1.hydra".encode()}
     environment = {**users, **of_another_task}
@@ -61,7 +61,7 @@ def test_a_task_finds_the_launcher_and_the_vms_and_keeps_what_its_user_has_set(
 def test_a_job_that_is_submitted_in_a_vm_is_not_told_how_mpi_reaches_the_vms_of_this_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(mpi, "write", lambda path, text: None)
+    monkeypatch.setattr(requests, "write", lambda path, text: None)
     users = {"HYDRA_LAUNCHER": "slurm", "OMPI_MCA_btl": "^openib", "PATH": "/usr/bin"}
     told = {os.fsencode(name): os.fsencode(value) for name, value in users.items()}
     prepare_mpi(told, vms(1, 2))

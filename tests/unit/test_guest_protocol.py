@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from multiverse.core.errors import Refused
 from multiverse.core.model import Daemon, GuestFile, Identity, Mount, NodeBootstrap, Stage, User, text_of
 from multiverse.guest import agent
-from multiverse.guest.agent.channel import IDENTITY
+from multiverse.guest.agent.server import IDENTITY
 from multiverse.guest.protocol import (
     AUDIT,
     FLUSH,

@@ -15,11 +15,11 @@ import pytest
 from multiverse.core.errors import Broken, Gone, Refused
 from multiverse.core.model import CloneKind, Identity, Neighbour, Size, VmCondition
 from multiverse.host import manifest, process
-from multiverse.host.manifest import Manifest, VmPhase
-from multiverse.host.qemu import creation
-from multiverse.host.qemu.library import QemuHost, QemuHostConfig
+from multiverse.host.manifest import Manifest, Specification, VmPhase
+from multiverse.host.qemu import lifecycle
+from multiverse.host.qemu.context import QemuHostConfig
+from multiverse.host.qemu.library import QemuHost
 from multiverse.host.registry import Resource, VmRegistry
-from multiverse.host.specification import Specification
 from multiverse.system.processes import ProcessIdentity
 
 ONE = Specification(
@@ -216,7 +216,7 @@ def test_an_interrupted_creation_is_done_again_with_the_same_specification(
         begun.append(sorted(path.name for path in (config.vms / spec.name).iterdir()))
         raise Broken("far enough")
 
-    monkeypatch.setattr(creation, "_create", created)
+    monkeypatch.setattr(lifecycle, "_create", created)
     with pytest.raises(Broken, match="far enough"):
         QemuHost(config).create(ONE)
     assert begun == [[]], "what the interrupted creation left was removed first"

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from multiverse.core.model import CloneKind, DiskCost, ImageDisk, Size
-from multiverse.host import disks, manifest
+from multiverse.host import manifest
 from multiverse.host.manifest import Manifest, VmPhase
-from multiverse.host.qemu import start
-from multiverse.host.qemu.library import QemuHost, QemuHostConfig
+from multiverse.host.qemu import disks, lifecycle
+from multiverse.host.qemu.context import QemuHostConfig
+from multiverse.host.qemu.library import QemuHost
 from multiverse.system.processes import ProcessIdentity
 from tests.unit.test_host_allocation import ONE, config, qemu, record
 
@@ -75,7 +76,7 @@ def test_a_vm_is_limited_to_its_allowance_if_its_image_says_that_guests_keep_to_
 def test_a_vm_is_limited_as_it_is_started(config: QemuHostConfig, qemu: ProcessIdentity) -> None:
     known = record(config.vms, ONE, qemu, disk_cost=DiskCost(0, 452), disk=452)
     for _ in range(2):  # a start that was interrupted is repeated
-        assert start._limit_disk(known, 2048) == replace(known, disk=2500)
+        assert lifecycle._limit_disk(known, 2048) == replace(known, disk=2500)
         assert resource.prlimit(qemu.pid, resource.RLIMIT_FSIZE) == (2500 << 20, 2500 << 20)
 
 

@@ -20,16 +20,15 @@ from multiverse.core.errors import Broken, Exhausted, Refused
 from multiverse.core.model import CloneKind, Host, HypervisorView, Size
 from multiverse.drivers.qemu.driver import QemuHypervisor, host_config
 from multiverse.host import manifest, process
-from multiverse.host.manifest import Manifest, VmPhase
-from multiverse.host.qemu import features, session, templates
+from multiverse.host.manifest import Manifest, Specification, VmPhase
+from multiverse.host.qemu import abilities, session, templates
+from multiverse.host.qemu.abilities import HostFeatures, huge_page_trial, trials, vhost_net_trial
+from multiverse.host.qemu.channels import Command, Monitor, QmpError
 from multiverse.host.qemu.context import HostContext, QemuHostConfig
-from multiverse.host.qemu.features import HostFeatures, huge_page_trial, trials, vhost_net_trial
 from multiverse.host.qemu.hotplug import plug
 from multiverse.host.qemu.machine import Accelerator, Feature, Memory, QemuMachine, Wiring
 from multiverse.host.qemu.observation import HostObserver
-from multiverse.host.qemu.qmp import Command, Monitor, QmpError
 from multiverse.host.qemu.session import Launch, Paths, QemuSession
-from multiverse.host.specification import Specification
 from multiverse.images.catalog import Image
 
 F = Feature
@@ -180,12 +179,12 @@ def test_a_kernel_without_vhost_net_is_told_from_one_that_does_not_serve_us(monk
     def absent() -> int:
         raise Broken("cannot open /dev/vhost-net: No such file or directory", hint="load the vhost_net module")
 
-    monkeypatch.setattr(features, "open_vhost_net", absent)
+    monkeypatch.setattr(abilities, "open_vhost_net", absent)
     assert vhost_net_trial().endswith("No such file or directory; load the vhost_net module")
-    monkeypatch.setattr(features, "open_vhost_net", lambda: os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC))
+    monkeypatch.setattr(abilities, "open_vhost_net", lambda: os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC))
     assert "does not serve this process: Inappropriate ioctl" in vhost_net_trial()
     asked: list[int] = []
-    monkeypatch.setattr(features.fcntl, "ioctl", lambda fd, request: asked.append(request))
+    monkeypatch.setattr(abilities.fcntl, "ioctl", lambda fd, request: asked.append(request))
     assert vhost_net_trial() == "" and asked == [0xAF01], "VHOST_SET_OWNER of <linux/vhost.h>"
 
 
@@ -244,7 +243,7 @@ def context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HostContext:
     binary = tmp_path / "qemu"
     binary.write_text("#!/bin/sh\necho QEMU emulator version 8.2.0\n")
     binary.chmod(0o755)
-    monkeypatch.setattr(features, "trials", lambda *_: tried()[0])
+    monkeypatch.setattr(abilities, "trials", lambda *_: tried()[0])
     return HostContext(
         QemuHostConfig("h", "mva-", Size(1, 256), tmp_path, tmp_path / "t", tmp_path / "vms", tmp_path / "run",
                        tmp_path, str(binary), "tcg", features=ASKED)
@@ -272,7 +271,7 @@ async def test_vms_are_listed_without_trying_anything(
 ) -> None:
     """Who only removes VMs, as the end of a lab does, waits for no trial."""
     ways, run = tried()
-    monkeypatch.setattr(features, "trials", lambda *_: ways)
+    monkeypatch.setattr(abilities, "trials", lambda *_: ways)
     (tmp_path / "vms" / "mva-1").mkdir(parents=True)
     qemu = QemuSettings(context.config.binary, "tcg", images=tmp_path, templates=tmp_path / "t",
                         vms=tmp_path / "vms", run=tmp_path / "run")  # fmt: skip

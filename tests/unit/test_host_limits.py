@@ -17,9 +17,8 @@ from multiverse.host import manifest, process
 from multiverse.host.cgroups import Cgroups
 from multiverse.host.firewall import Firewall
 from multiverse.host.manifest import Manifest, VmPhase
-from multiverse.host.memfd import SealedMemory
-from multiverse.host.registry import VmRegistry
-from multiverse.host.uids import UidPool
+from multiverse.host.qemu.template_copies import SealedMemory
+from multiverse.host.registry import UidPool, VmRegistry
 
 
 def exists(vms: Path, name: str, uid: int) -> None:

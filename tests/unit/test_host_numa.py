@@ -13,8 +13,8 @@ from multiverse.host import manifest
 from multiverse.host.cgroups import Cgroups
 from multiverse.host.manifest import Manifest, VmPhase
 from multiverse.host.numa import NODES, NumaNodes, cpu_list, read_nodes
+from multiverse.host.qemu.channels import Monitor, QmpError
 from multiverse.host.qemu.hotplug import plug
-from multiverse.host.qemu.qmp import Monitor, QmpError
 
 ALL = frozenset(range(64))
 

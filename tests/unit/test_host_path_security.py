@@ -14,7 +14,7 @@ from multiverse.config import HostSettings, QemuSettings, Settings
 from multiverse.core.errors import Refused
 from multiverse.core.model import CloneKind, Size, TemplateKey, VmSpec
 from multiverse.drivers.qemu.driver import QemuHypervisor
-from multiverse.host import path_security, tap
+from multiverse.host import network, path_security
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give things away")
 
@@ -141,7 +141,7 @@ def host(memory: Path, tmp_path: Path) -> Iterator[QemuHypervisor]:
 
 @pytest.fixture
 def no_taps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tap, "open_tap", lambda name, bridge: os.open("/dev/null", os.O_RDONLY))
+    monkeypatch.setattr(network, "open_tap", lambda name, bridge: os.open("/dev/null", os.O_RDONLY))
 
 
 @pytest.mark.usefixtures("masked", "no_taps")

@@ -9,7 +9,7 @@ import pytest
 
 from multiverse.core.errors import Refused
 from multiverse.core.model import CloneKind, Size, TemplateKey
-from multiverse.host.specification import Specification
+from multiverse.host.manifest import Specification
 
 RAW = {
     "name": "mva-1",

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from multiverse.host import process
-from multiverse.host.uids import ProcessUser
+from multiverse.host.registry import ProcessUser
 from multiverse.system import files
 from multiverse.system.locks import is_locked, locked_directory, locked_file, try_locked_directory, try_locked_file
 from multiverse.system.processes import ProcessIdentity

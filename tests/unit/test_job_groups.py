@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from multiverse.core.errors import Broken, Refused
-from multiverse.host import job_groups
-from multiverse.host.cgroups import Cgroups
-from multiverse.host.job_groups import JobGroups, find_job, find_job_groups, has_steps
+from multiverse.host import cgroups
+from multiverse.host.cgroups import Cgroups, JobGroups, find_job, find_job_groups, has_steps
 
 V1 = """\
 cgroup /sys/fs/cgroup/cpuset cgroup rw,cpuset 0 0
@@ -54,7 +53,7 @@ def test_the_groups_of_another_job_are_not_its(tmp_path: Path, groups: str) -> N
 @pytest.fixture
 def mounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A hierarchy of control groups, with those of two jobs, which are as good as root's."""
-    monkeypatch.setattr(job_groups, "_SLURMD", os.getuid())
+    monkeypatch.setattr(cgroups, "_SLURMD", os.getuid())
     for job in (12, 13):
         (tmp_path / f"slurm/uid_1000/job_{job}/step_0/task_0").mkdir(parents=True)
     return tmp_path
@@ -91,7 +90,7 @@ def test_a_process_that_no_step_or_more_than_one_job_has_is_in_no_job(mounted: P
 def test_control_groups_that_a_user_named_like_those_of_a_job_are_none(
     mounted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job_groups, "_SLURMD", os.getuid() + 1)
+    monkeypatch.setattr(cgroups, "_SLURMD", os.getuid() + 1)
     assert find_job(5, asker(mounted, "memory:/slurm/uid_1000/job_12/step_0")) == 0
 
 

@@ -30,8 +30,7 @@ from multiverse.core.state import State
 from multiverse.drivers.slurm.reading import parse
 from multiverse.drivers.slurm.submission.offers import OfferFiles
 from multiverse.host.qemu.context import HostContext
-from multiverse.host.registry import VmRegistry
-from multiverse.host.uids import UidPool
+from multiverse.host.registry import UidPool, VmRegistry
 from tests.unit.planner_harness import POLICY, PlannerHarness
 
 FIRST_LETTER = LAST_DECIMAL + 1

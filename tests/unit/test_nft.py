@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from multiverse.host.nft import Nft
+from multiverse.host.network import Nft
 
 
 def test_one_that_is_not_used_any_more_leaves_no_socket() -> None:

@@ -17,7 +17,7 @@ from multiverse.core.model import CloneKind
 from multiverse.host import manifest, process
 from multiverse.host.manifest import Manifest, VmPhase
 from multiverse.host.qemu.context import HostContext
-from multiverse.host.qemu.functions import plug_functions
+from multiverse.host.qemu.hotplug import plug_functions
 from multiverse.host.qemu.session import Paths
 from multiverse.system.processes import ProcessIdentity, boot_id
 from tests.unit.test_virtual_functions import Tree

@@ -12,7 +12,7 @@ import pytest
 from multiverse.core.errors import Broken, Unknown
 from multiverse.core.model import text_of
 from multiverse.guest.protocol import AUDIT
-from multiverse.host.qemu.channel import AgentChannel
+from multiverse.host.qemu.channels import AgentChannel
 
 WORDS = {
     "nothing but reports": b'{"type":"becoming"}\n',

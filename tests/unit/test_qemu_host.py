@@ -28,15 +28,14 @@ from multiverse.config import HostSettings, QemuSettings, Settings
 from multiverse.core.errors import Broken, Exhausted, Unknown
 from multiverse.core.model import CloneKind, Size, TemplateKey
 from multiverse.drivers.qemu.driver import QemuHypervisor
-from multiverse.host import disks, manifest, process
+from multiverse.host import manifest, process
 from multiverse.host.manifest import Manifest, VmPhase
-from multiverse.host.qemu import probe, templates
-from multiverse.host.qemu.ability_cache import AbilityCache, save
+from multiverse.host.qemu import abilities, disks, templates
+from multiverse.host.qemu.abilities import AbilityCache, save
+from multiverse.host.qemu.channels import Monitor, QmpError
 from multiverse.host.qemu.hotplug import dimm_sizes
 from multiverse.host.qemu.machine import DIMMS, Accelerator, Memory, QemuMachine, Wiring, limits
-from multiverse.host.qemu.output import GuestOutput, OutputStore
-from multiverse.host.qemu.qmp import Monitor, QmpError
-from multiverse.host.qemu.session import Paths, remove_files
+from multiverse.host.qemu.session import GuestOutput, OutputStore, Paths, remove_files
 from multiverse.images.catalog import Image
 from multiverse.system import tsc
 from multiverse.system.processes import ProcessIdentity
@@ -228,7 +227,7 @@ def test_a_version_line_tells_the_release() -> None:
         "10.0.2": True,
         "of mine": False,
     }
-    assert {word: probe.is_since(f"QEMU emulator version {word}", 8, 2) for word in said} == said
+    assert {word: abilities.is_since(f"QEMU emulator version {word}", 8, 2) for word in said} == said
 
 
 def test_an_unreadable_manifest_reads_as_none(tmp_path: Path) -> None:
@@ -433,20 +432,20 @@ def test_the_answer_of_the_probe_is_cached(tmp_path: Path, monkeypatch: pytest.M
         asked.append(binary)
         return "it hung"
 
-    monkeypatch.setattr(probe, "why_no_kvm", ask)
+    monkeypatch.setattr(abilities, "why_no_kvm", ask)
     kept = tmp_path / "state/kvm.json"
     for _ in range(2):
-        assert probe.accelerator("auto", "qemu", "7.2", kept).name == "tcg"
+        assert abilities.accelerator("auto", "qemu", "7.2", kept).name == "tcg"
     assert len(asked) == 1
-    assert probe.accelerator("auto", "qemu", "8.0", kept).name == "tcg"
+    assert abilities.accelerator("auto", "qemu", "8.0", kept).name == "tcg"
     assert len(asked) == 2
     with pytest.raises(Broken, match="it hung"):
-        probe.accelerator("kvm", "qemu", "8.0", kept)
-    assert probe.accelerator("tcg", "qemu", "8.0", tmp_path / "none").name == "tcg"
+        abilities.accelerator("kvm", "qemu", "8.0", kept)
+    assert abilities.accelerator("tcg", "qemu", "8.0", tmp_path / "none").name == "tcg"
 
 
 def test_the_boot_sector_is_one() -> None:
-    assert len(probe._BOOT_SECTOR) == 512 and probe._BOOT_SECTOR.endswith(b"\x55\xaa")
+    assert len(abilities._BOOT_SECTOR) == 512 and abilities._BOOT_SECTOR.endswith(b"\x55\xaa")
 
 
 def test_unique_memory_leaves_out_the_shared_file(tmp_path: Path) -> None:

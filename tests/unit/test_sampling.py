@@ -15,12 +15,10 @@ import pytest
 
 from multiverse.core.model import CloneKind, Usage
 from multiverse.core.model.usage import MEANS, PEAKS, combined
-from multiverse.host import manifest
+from multiverse.host import manifest, sampling
 from multiverse.host.cgroups import Hierarchy
 from multiverse.host.manifest import Manifest, VmPhase
-from multiverse.host.sampling import Sampler, sampler
-from multiverse.host.sampling.history import CHUNK, UNKNOWN, WIDTH, History
-from multiverse.host.sampling.probes import HostProbe, VmProbe, active_bytes
+from multiverse.host.sampling import CHUNK, UNKNOWN, WIDTH, History, HostProbe, Sampler, VmProbe, active_bytes
 from multiverse.system.processes import ProcessIdentity
 
 ALLOCATE = "import sys; held = bytearray(b'x' * ({mib} << 20)); print(flush=True); sys.stdin.read()"
@@ -273,7 +271,7 @@ def test_the_load_is_rounded_and_unknown_without_samples(machine: Machine, monke
         one.sample(now + second)
     load = one.load()
     assert load is not None and load.memory % 64 == 0 and round(load.cpus, 1) == load.cpus
-    monkeypatch.setattr(sampler, "_LOAD_STALE", -1e9)
+    monkeypatch.setattr(sampling, "_LOAD_STALE", -1e9)
     assert one.load() is None
     one.close()
 
@@ -299,7 +297,7 @@ def test_the_thread_goes_on_after_a_defect_and_ends_when_it_is_told(machine: Mac
 
 
 def test_all_samples_together_are_bounded(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampler, "MOST_BYTES", 100 * 4 * WIDTH * 3)
+    monkeypatch.setattr(sampling, "MOST_BYTES", 100 * 4 * WIDTH * 3)
     for number in (1, 2):
         machine.add(f"mvt-{number}")
     one = machine.sampler()

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from multiverse.core.errors import Broken, Exhausted, Refused
 from multiverse.core.model import Size
 from multiverse.guest import shared_memory_program
-from multiverse.guest.agent import regions
-from multiverse.guest.agent.contract import GuestAgentError
+from multiverse.guest.agent import devices
+from multiverse.guest.agent.system import GuestAgentError
 from multiverse.guest.protocol import take_regions_message
 from multiverse.guest.shared_memory_program import END, HEAD, Region
+from multiverse.host.qemu.channels import QmpError
+from multiverse.host.qemu.hotplug import allocate_regions, plug_regions, region_places
 from multiverse.host.qemu.machine import PORTS, Accelerator, Memory, QemuMachine, RegionPlace, Wiring
-from multiverse.host.qemu.qmp import QmpError
-from multiverse.host.qemu.regions import allocate_regions, plug_regions, region_places
 from multiverse.system.shared_memory import SharedMemory
 
 NOWHERE = Path("/")
@@ -84,7 +84,7 @@ def test_nothing_is_left_where_the_regions_cannot_be_allocated(monkeypatch: pyte
     with pytest.raises(Broken, match="the job has ended"):
         allocate_regions(groups, "vm", ["a"], 1)  # type: ignore[arg-type]
     assert groups.log[-1] == "remove vm"
-    monkeypatch.setattr("multiverse.host.qemu.regions._PROGRAM", "read -r go; echo full >&2; exit 1")
+    monkeypatch.setattr("multiverse.host.qemu.hotplug._PROGRAM", "read -r go; echo full >&2; exit 1")
     with pytest.raises(Exhausted, match="no room for 1 regions of 1 MiB: full"):
         allocate_regions(Groups(), "vm", ["a"], 1)  # type: ignore[arg-type]
     assert _descriptors() == before
@@ -164,14 +164,14 @@ def guest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             (there / name).write_text(content)
         (there / "resource2").write_bytes(bytes(64))
     for name, value in (("PCI", "pci"), ("REGIONS", "dev/ivshmem"), ("REGION_PROGRAM", "bin/mvshm")):
-        monkeypatch.setattr(regions, name, str(tmp_path / value))
+        monkeypatch.setattr(devices, name, str(tmp_path / value))
     return tmp_path
 
 
 def test_the_guest_gives_each_region_to_the_user_by_its_number(guest: Path) -> None:
     message = {"devices": [[0x11, 1], [0x11, 0]], "uid": os.getuid(), "program": "text"}
     for _ in range(2):  # the host asks again after a lost answer
-        regions.take_regions(message)
+        devices.take_regions(message)
     for number, function in ((0, 1), (1, 0)):
         link = guest / "dev/ivshmem" / str(number)
         device = guest / "pci/0000:00:11.0" / f"0000:02:00.{function}"
@@ -181,10 +181,10 @@ def test_the_guest_gives_each_region_to_the_user_by_its_number(guest: Path) -> N
 
 
 def test_a_region_that_does_not_appear_is_a_failure(guest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(regions, "DAEMON_TIMEOUT", 0.02)
+    monkeypatch.setattr(devices, "DAEMON_TIMEOUT", 0.02)
     for missing in ([0x11, 7], [0x10, 0]):
         with pytest.raises(GuestAgentError, match="no shared memory appeared"):
-            regions.take_regions({"devices": [missing], "uid": os.getuid(), "program": ""})
+            devices.take_regions({"devices": [missing], "uid": os.getuid(), "program": ""})
 
 
 def test_the_message_says_where_the_regions_are_and_brings_the_program() -> None:

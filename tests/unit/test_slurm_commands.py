@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from multiverse.guest import commands
+from multiverse.guest import protocol
 from multiverse.guest.agent import requests
 from multiverse.guest.slurm_command import LAUNCHERS
 from tests.unit.entered_task import LIMIT, NEEDS_COMPILER, SOURCES, FakeAgent, agents, build
@@ -35,7 +35,7 @@ class Guest:
             directory.mkdir()
         for name, script in host.items():
             self._write(agent.commands / name, script)
-        for name in (*commands.INSTALLED, *LAUNCHERS):
+        for name in (*protocol.INSTALLED, *LAUNCHERS):
             self._write(self.places / name, text)
 
     def _write(self, path: Path, text: str) -> None:
@@ -58,7 +58,7 @@ def mventer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def guest(mventer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Guest]]:
     group = tmp_path / "cgroup"
     group.write_text(f"0::/multiverse-tasks/{os.getpid()}\n")
-    text = commands.program().replace("/proc/self/cgroup", str(group))
+    text = protocol.program("slurm_command").replace("/proc/self/cgroup", str(group))
     text = text.replace("/run/multiverse/tasks", str(tmp_path / "sockets"))
     text = text.replace("/run/multiverse/mpi", str(tmp_path))
     making = agents(mventer, tmp_path, monkeypatch)
@@ -243,7 +243,7 @@ def test_the_launcher_says_what_it_cannot_start(
 def test_the_host_and_the_guest_know_the_same_commands() -> None:
     (source,) = [path.read_text() for path in SOURCES if path.name == "commands.c"]
     listed = re.search(r"names\[\] = \{(.*?)\};", source, re.DOTALL)
-    assert listed is not None and re.findall(r'"(\w+)"', listed[1]) == list(commands.COMMANDS)
+    assert listed is not None and re.findall(r'"(\w+)"', listed[1]) == list(protocol.COMMANDS)
 
 
 def test_the_program_is_put_over_an_images_commands_and_beside_none_of_a_mounted_file_system(

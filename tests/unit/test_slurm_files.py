@@ -24,7 +24,7 @@ from multiverse.drivers.slurm.acting.reread import _cells
 from multiverse.drivers.slurm.command import meaning
 from multiverse.drivers.slurm.site import addresses, bootstrap, conf, install, slurm_user
 from multiverse.drivers.slurm.submission.inbox import Hint, hints, take
-from multiverse.guest import agent
+from multiverse.guest.agent import system as agent
 from multiverse.guest.protocol import USER_ADDED
 from tests.unit.slurm_lua import rendered
 from tests.unit.test_slurm_conf_hash import slurms_hash

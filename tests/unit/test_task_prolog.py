@@ -10,7 +10,7 @@ import pytest
 from multiverse.core.errors import Unknown
 from multiverse.drivers.slurm.job_vms import runs
 from multiverse.drivers.slurm.job_vms.runs import TaskProlog
-from multiverse.guest.agent.prolog import apply_output
+from multiverse.guest.agent.command import apply_output
 from tests.unit.entered_task import NEEDS_COMPILER, FakeAgent, agents, build
 
 
@@ -49,7 +49,7 @@ def test_the_sites_and_the_users_prologs_run_once_each_before_the_command_and_ma
 def test_a_prolog_that_the_guest_has_not_runs_from_a_copy(
     agent: Callable[..., FakeAgent], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from multiverse.guest.agent import prolog as module
+    from multiverse.guest.agent import command as module
 
     monkeypatch.setattr(module, "_has", lambda path, content: False)
     sites = prolog(tmp_path / "site", 'echo "export FROM=$0"')

@@ -23,7 +23,7 @@ from types import SimpleNamespace
 import pytest
 
 from multiverse.guest.agent import command, tasks
-from multiverse.guest.agent.contract import GuestAgentError
+from multiverse.guest.agent.system import GuestAgentError
 from tests.unit.entered_task import LIMIT, NEEDS_COMPILER, FakeAgent, agents, build, user
 
 pytestmark = NEEDS_COMPILER

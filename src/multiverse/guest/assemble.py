@@ -1,19 +1,16 @@
 """Assembles the modules of the guest agent into the one file that a guest runs.
 
-In a guest, one file starts faster than a package, and the initial ramdisk can name it as the first process. The file
-consists of the modules' own text, and the result depends on nothing else. It has neither docstrings nor comment lines,
-because a guest parses it each time that it boots, and does not import `typing`, which would be a twelfth of all that
-runs until then. The modules share one namespace in that file, so the assembler refuses whatever would behave
-differently there than in the package.
+In a guest, one file starts faster than a package, and the initial ramdisk can name it as the first process. The file is
+made of the modules' text alone, without docstrings, comment lines and imports of `typing`, because a guest parses it at
+each boot. The modules share one namespace there, so the assembler refuses code that would behave differently than in
+the package.
 """
 
 from __future__ import annotations
 
 import ast
 import builtins
-import io
 import sys
-import tokenize
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
@@ -33,18 +30,13 @@ class AssemblyError(Exception):
 
 @dataclass(frozen=True)
 class _Module:
-    """One module of the package, taken apart.
-
-    `imports` maps each import of the standard library, a statement of one name, to the name that it binds. `uses` maps
-    other modules of the package to the names imported from them. `defines` are the other names that the module binds at
-    its top level. `body` is its text without docstrings, comment lines and imports.
-    """
-
     name: str
-    imports: Mapping[str, str]
-    uses: Mapping[str, frozenset[str]]
-    defines: frozenset[str]
-    body: str
+    imports: Mapping[
+        str, str
+    ]  # imports of the standard library as statements of one name, with the name that each binds
+    uses: Mapping[str, frozenset[str]]  # names that are imported, by other module of the package
+    defines: frozenset[str]  # the other names that the module binds at its top level
+    body: str  # its text without docstrings, comment lines and imports
 
 
 def assemble() -> str:
@@ -57,9 +49,9 @@ def assemble() -> str:
 def assemble_sources(sources: Mapping[str, str]) -> str:
     """Join modules, given by name, into one program that runs the module `main`. Raises `AssemblyError`.
 
-    Each module may import modules and names of the standard library, and names of other modules of the package by
-    `from multiverse.guest.agent.MODULE import NAME`, both at its top level and without renaming. Names of `typing` may
-    be used in annotations only. No two modules may bind the same name to different objects, and no module may hide a
+    Each module may import modules and names of the standard library, and names of other modules of the package by `from
+    multiverse.guest.agent.MODULE import NAME`, both at its top level and without renaming. Names of `typing` may be
+    used in annotations only. No two modules may bind the same name to different objects, and no module may hide a
     builtin.
     """
     modules = {name: _take_apart(name, sources[name]) for name in sorted(sources)}
@@ -75,21 +67,18 @@ def assemble_sources(sources: Mapping[str, str]) -> str:
     return text
 
 
-# --- taking a module apart ----------------------------------------------------------------------------
-
-
 def _take_apart(name: str, text: str) -> _Module:
     tree = ast.parse(text, f"{name}.py")
     imports: dict[str, str] = {}
     uses: dict[str, frozenset[str]] = {}
     defines: set[str] = set()
-    imported: set[int] = set()  # the lines of imports, by number
+    body: list[ast.stmt] = []
     future = False
     for statement in tree.body:
         if not isinstance(statement, ast.Import | ast.ImportFrom):
             defines |= set(_bound(statement))
+            body.append(statement)
             continue
-        imported |= _lines_of(statement)
         source = _source_of(statement)
         if source == "__future__":
             future = True
@@ -102,10 +91,22 @@ def _take_apart(name: str, text: str) -> _Module:
             imports |= _standard_imports(name, statement)
     if not future:
         raise AssemblyError(f"{name}.py must have `from __future__ import annotations`, as the assembled file has")
-    _check_places(name, tree, imported)
-    dropped = imported | _docstrings(tree) | _comments(text)
-    lines = [line for number, line in enumerate(text.splitlines(), 1) if number not in dropped]
-    return _Module(name, imports, uses, frozenset(defines), "\n".join(lines).strip("\n"))
+    return _Module(name, imports, uses, frozenset(defines), _text_of(name, body))
+
+
+def _text_of(name: str, body: list[ast.stmt]) -> str:
+    """The text of these statements without comments and docstrings. Imports below the top level are refused."""
+    module = ast.Module(body, [])
+    for node in ast.walk(module):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            raise AssemblyError(f"{_place(name, node)} is not at the top level")
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            node.body = [each for each in node.body if not _is_docstring(each)] or [ast.Pass()]
+    return ast.unparse(module)
+
+
+def _is_docstring(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
 def _source_of(statement: ast.Import | ast.ImportFrom) -> str:
@@ -142,7 +143,6 @@ def _place(module: str, statement: ast.stmt) -> str:
 
 
 def _bound(statement: ast.stmt) -> Iterator[str]:
-    """The names that a statement of the top level binds there."""
     if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         yield statement.name
         return
@@ -151,48 +151,6 @@ def _bound(statement: ast.stmt) -> Iterator[str]:
             yield node.id
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
-
-
-def _lines_of(statement: ast.stmt) -> set[int]:
-    return set(range(statement.lineno, (statement.end_lineno or statement.lineno) + 1))
-
-
-def _docstrings(tree: ast.Module) -> set[int]:
-    """The lines of docstrings, except where a body holds nothing else."""
-    found: set[int] = set()
-    for node in ast.walk(tree):
-        if (
-            isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-            and len(node.body) > 1
-            and ast.get_docstring(node, clean=False) is not None
-        ):
-            found |= _lines_of(node.body[0])
-    return found
-
-
-def _comments(text: str) -> set[int]:
-    """The lines that hold a comment and nothing else."""
-    return {
-        token.start[0]
-        for token in tokenize.generate_tokens(io.StringIO(text).readline)
-        if token.type == tokenize.COMMENT and not token.line[: token.start[1]].strip()
-    }
-
-
-# --- checks -------------------------------------------------------------------------------------------
-
-
-def _check_places(name: str, tree: ast.Module, imported: set[int]) -> None:
-    """Refuse imports below the top level, and other statements on the lines of imports, which are left out."""
-    top = set(map(id, tree.body))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import | ast.ImportFrom) and id(node) not in top:
-            raise AssemblyError(f"{_place(name, node)} is not at the top level")
-    seen: set[int] = set()
-    for statement in tree.body:
-        if _lines_of(statement) & seen & imported:
-            raise AssemblyError(f"{_place(name, statement)} shares a line with another statement")
-        seen |= _lines_of(statement)
 
 
 def _check_annotations(name: str, tree: ast.Module, names: set[str]) -> None:

@@ -1,7 +1,7 @@
 #!/usr/bin/python3 -IS
 """mvshm: pass data between two VMs of a job through a region of memory that they share, and measure that.
 
-The guest agent puts this file into a VM that has such regions (`guest.agent.regions`). Standard library only.
+The guest agent puts this file into a VM that has such regions (`guest.agent.devices`). Standard library only.
 
 A region has a head and two rings of bytes, one for each direction; whatever is in it, it was zero at first. A message
 is its length and its bytes, padded to words. One process sends in a direction, and one receives. The sender writes the
@@ -43,7 +43,6 @@ USAGE = """usage: mvshm list                 the regions that the VMs of this jo
 
 
 def fail(text: str) -> Never:
-    """End with this error."""
     sys.stderr.write(f"mvshm: {text}\n")
     sys.exit(1)
 
@@ -55,8 +54,6 @@ def list_regions() -> list[str]:
 
 
 class Region:
-    """A region of shared memory, mapped."""
-
     def __init__(self, number: str) -> None:
         path = f"{REGIONS}/{number}"
         try:
@@ -68,26 +65,23 @@ class Region:
         os.close(fd)
 
     def ring(self, direction: int) -> Ring:
-        """The ring of one direction."""
         size = (len(self.bytes) - HEAD) // 2 // 64 * 64
         begin = HEAD + direction * size
         return Ring(self.words, (1 + 2 * direction) * LINE, self.bytes[begin : begin + size])
 
     def clear(self) -> None:
-        """Forget what is in it."""
         self.bytes[:HEAD] = bytes(HEAD)
 
 
 class Ring:
-    """One direction of a region. `words[at]` is how many bytes were written in all, and one line after it is how many
-    were read."""
+    """One direction of a region. `words[at]` counts the bytes that were written, and the next line those that were
+    read."""
 
     def __init__(self, words: memoryview, at: int, data: memoryview) -> None:
         self.words, self.written, self.read, self.data = words, at, at + LINE, data
         self.patience = 0.0  # seconds to wait for the other side; 0: for ever
 
     def send(self, message: bytes | memoryview) -> None:
-        """Send one message."""
         self._put(struct.pack("Q", len(message)))
         self._put(message)
         self._put(bytes(-len(message) % WORD))
@@ -137,7 +131,8 @@ class Ring:
             into = into[count:]
 
     def _until(self, count: Callable[[], int]) -> int:
-        """Wait until this is not 0 any more, and return it; at first awake, because that may take microseconds only."""
+        """Wait until this is not 0, and return it. At first this does not sleep, because the wait may take
+        microseconds."""
         for _ in range(2000):
             if found := count():
                 return found
@@ -160,11 +155,9 @@ class RegionLink:
         self.outgoing.patience = self.incoming.patience = PEER_TIMEOUT
 
     def send(self, message: bytes) -> None:
-        """Send one message."""
         self.outgoing.send(message)
 
     def receive(self, into: memoryview) -> int:
-        """Receive one message."""
         return self.incoming.receive(into)
 
 
@@ -177,11 +170,9 @@ class TcpLink:
         self.sock = sock
 
     def send(self, message: bytes) -> None:
-        """Send one message."""
         self.sock.sendall(struct.pack("Q", len(message)) + message)
 
     def receive(self, into: memoryview) -> int:
-        """Receive one message."""
         head = memoryview(bytearray(WORD))
         self._fill(head)
         (length,) = struct.unpack("Q", head)
@@ -198,7 +189,7 @@ class TcpLink:
 
 
 def connect(region: RegionLink, side: int) -> TcpLink:
-    """A TCP connection on the job's network; where to, the other side says through the region."""
+    """A TCP connection on the job's network, to the address that the other side sends through the region."""
     if side == 1:
         with socket.create_server((socket.gethostname(), 0)) as server:
             server.settimeout(PEER_TIMEOUT)
@@ -212,7 +203,7 @@ def connect(region: RegionLink, side: int) -> TcpLink:
 
 
 def measure(link: RegionLink | TcpLink) -> dict[str, float]:
-    """Half of a round trip of 8 bytes, and how fast messages of 1 MiB arrive."""
+    """Half of a round trip of 8 bytes, and the throughput with messages of 1 MiB."""
     buffer, small, large = memoryview(bytearray(LARGEST)), bytes(WORD), bytes(LARGEST)
     times = []
     for _ in range(ROUNDS):
@@ -229,7 +220,6 @@ def measure(link: RegionLink | TcpLink) -> dict[str, float]:
 
 
 def answer(link: RegionLink | TcpLink) -> None:
-    """The other side of `measure`."""
     buffer = memoryview(bytearray(LARGEST))
     for _ in range(ROUNDS):
         link.receive(buffer)
@@ -259,7 +249,6 @@ def bench(number: str, *, as_json: bool) -> None:
 
 
 def main() -> None:
-    """Do what the arguments say."""
     asked, *rest = sys.argv[1:] or [""]
     numbers = [each for each in rest if each.isdecimal()]
     if asked == "list" and not rest:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import MutableMapping
     from typing import Never
 
-SOCKETS = "/run/multiverse/tasks"  # as in guest.agent.contract
+SOCKETS = "/run/multiverse/tasks"  # as in guest.agent.system
 GROUPS = "multiverse-tasks/"
 CREDIT = 1 << 16  # bytes of input that the host takes before it grants more: ROOM in spank/commands.c
 ROOM = 1 << 16  # bytes of output that are received before earlier ones are written
@@ -36,7 +36,6 @@ UNCAUGHT = {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, signal.SIGPIPE, sign
 
 
 def main() -> None:
-    """Run the command that this file was called as."""
     argv = [os.path.basename(sys.argv[0]), *sys.argv[1:]]  # noqa: PTH119
     if argv[0] == "sbcast":
         argv, source = broadcast(argv[1:])
@@ -50,13 +49,11 @@ def main() -> None:
 
 
 def fail(text: str) -> Never:
-    """End with this error."""
     sys.stderr.write(f"multiverse: {text}\n")
     sys.exit(1)
 
 
 def connect() -> socket.socket:
-    """A connection to the host for one command."""
     with open("/proc/self/cgroup") as file:  # noqa: PTH123
         _, found, rest = file.read().partition(GROUPS)
     task = rest.split()[0].partition("/")[0] if found else ""
@@ -75,8 +72,6 @@ def connect() -> socket.socket:
 
 
 class Carrier:
-    """Carries one command on its connection to the host."""
-
     def __init__(self, connection: socket.socket) -> None:
         self._host = connection
         self._host_gone = False
@@ -88,7 +83,6 @@ class Carrier:
         self._before = termios.tcgetattr(0) if self._terminal else None
 
     def run(self, argv: list[bytes]) -> Never:
-        """Run the command, and end as it ends."""
         waking, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
         for number in signal.valid_signals() - UNCAUGHT:
@@ -179,7 +173,7 @@ class Carrier:
         self._received += data
 
     def _take_frames(self) -> None:
-        """Take the frames that have come, up to one with output for another file than what is still to be written."""
+        """Take the frames that have come. Output for another file waits until earlier output is written."""
         while len(self._received) >= 5:
             kind, length = bytes(self._received[:1]), struct.unpack_from(">I", self._received, 1)[0]
             if length > LONGEST_FRAME:
@@ -244,8 +238,8 @@ cat > "$1" && chmod "$3" "$1" && { [ -z "$4" ] || touch -d "@$4" "$1"; }"""
 
 
 def broadcast(argv: list[str]) -> tuple[list[str], int]:
-    """What copies a file of this guest to the VMs of all the job's nodes, as sbcast does for nodes: a step that reads
-    it. Returns its arguments and a descriptor of the file."""
+    """A step that copies a file of this guest to the VMs of all the job's nodes, as sbcast does for nodes. Returns the
+    step's arguments and a descriptor of the file, its input."""
     flags, names = set(), []
     values = iter(argv)
     for each in values:
@@ -277,7 +271,7 @@ def broadcast(argv: list[str]) -> tuple[list[str], int]:
 
 # --- the launcher of MPI ------------------------------------------------------------------------------
 
-DIRECTORY = "/run/multiverse/mpi"  # as in guest.agent.mpi
+DIRECTORY = "/run/multiverse/mpi"  # as in guest.agent.requests
 VMS = f"{DIRECTORY}/vms"
 # What tasks here are told for MPI, beside paths below DIRECTORY.
 VALUES = {"OMPI_MCA_plm": "rsh", "OMPI_MCA_ras": "^slurm", "OMPI_MCA_routed_radix": "16", "HYDRA_LAUNCHER": "ssh"}
@@ -289,8 +283,8 @@ KEPT = ("SLURM_JOB", "SLURM_ARRAY_", "SLURM_SUBMIT_", "SLURM_CLUSTER_NAME", "SLU
 
 
 def launch(argv: list[str], most: int) -> list[str]:
-    """What starts a command in another VM of the job: a step of srun's, of which the plugin reads the number of the VM.
-    `argv` is what ssh would get: options, which mean nothing here, the name of a VM, and a command for the shell."""
+    """The arguments of srun that start a command in another VM of the job. `argv` are those of ssh: options, which mean
+    nothing here, the name of a VM, and a command for the shell."""
     while argv and argv[0].startswith("-"):
         del argv[: 2 if len(argv[0]) == 2 and argv[0][1] in OPTIONS_WITH_VALUE else 1]
     if len(argv) < 2:
@@ -314,8 +308,8 @@ def launch(argv: list[str], most: int) -> list[str]:
 
 
 def forget_mpi(environment: MutableMapping[str, str]) -> None:
-    """Remove what tells MPI how it reaches the VMs of this job: in another job, which may have none, mpirun would look
-    for our launcher. What the user has set stays."""
+    """Remove the variables that tell MPI how it reaches the VMs of this job: in another job, which may have none,
+    mpirun would look for our launcher. What the user has set stays."""
     names = [name for name in environment if name.startswith(("OMPI_MCA_", "HYDRA_"))]
     paths = [name for name in names if environment[name].startswith(f"{DIRECTORY}/")]
     for name in [*paths, *(name for name, value in VALUES.items() if paths and environment.get(name) == value)]:

@@ -1,42 +1,99 @@
-"""Which frames VMs may send on the bridge, and how many: one nftables table per site, changed through libnftables(3) in
-a fraction of a millisecond.
+"""The frames that VMs may send on the bridge: one nftables table per site, changed in a fraction of a millisecond.
 
-A VM sends frames from its own MAC and IP address only; frames with other ones, and all that is neither IPv4 nor ARP,
-are dropped at its tap, before the bridge learns from them. VMs of one group reach each other (`core.model.reach`), over
-the bridge only: packets between VMs that this host would route are dropped. A VM that is not in the table sends
-nothing. The table is derived from the VMs' manifests and from what the controller told (`host.members`), and is made
-again from them whenever it is missing.
+A VM sends frames from its own MAC and IP address only. Frames with other addresses, and protocols other than IPv4 and
+ARP, are dropped at its tap, before the bridge learns from them. VMs of one group reach each other (`core.model.reach`),
+over the bridge only: packets between VMs that this host would route are dropped. A VM that is not in the table sends
+nothing. The table is derived from the VMs' manifests and from the groups that the controller told (`MemberRecord`), and
+is made again from them whenever it is missing.
 
-A group is a mark: a frame gets that of the tap that it comes from, and passes if the tap, or the address, that it is
-for has the same one. So there are two elements for each VM of this host and one for each VM of another host, and none
-for any pair. Pairs are there for VMs without a group, which are inside jobs.
+A group is a mark: a frame gets the mark of its tap, and passes if its target, a tap or an address, has the same one. So
+there are two elements for each VM of this host and one for each VM of another host, and none for any pair. Pairs are
+for VMs without a group, which are inside jobs.
 
-Each host checks what its own VMs send to VMs of other hosts, through the bridge's uplink: they reach the addresses of
-their group, and addresses that have sent to them. The latter are VMs of which this host was not told yet; their own
+Each host checks the frames of its own VMs to VMs of other hosts, through the bridge's uplink: they reach the addresses
+of their group, and addresses that have sent to them. The latter are VMs that this host was not told of yet; their own
 host lets them send to their group only, because it lets nobody send from another's address.
 
-A VM that claims bandwidth has two limits, for what it sends and for what it receives, at its tap: frames beyond the
-rate are dropped, to which TCP adapts. Nothing is queued, so no other VM's frames wait behind them.
+A VM that claims bandwidth has a limit in each direction at its tap: frames beyond the rate are dropped, and TCP adapts.
+Nothing is queued, so no other VM's frames wait behind them.
 """
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 
 import structlog
 
-from multiverse.core.errors import Broken
+from multiverse.core.errors import Broken, Exhausted
 from multiverse.core.model import Member
 from multiverse.host import manifest
 from multiverse.host.manifest import Manifest
-from multiverse.host.members import MemberRecord, changed
-from multiverse.host.nft import Nft
+from multiverse.host.network import Nft
 from multiverse.host.registry import host_lock
+from multiverse.system import files
 
 log = structlog.get_logger(__name__)
+
+_Signature = tuple[int, int, int]
+
+
+class MemberRecord:
+    """The members of groups of one site, as the controller told them last. All processes of the host share the file,
+    which outlives agents, controllers and their connections. Whoever changes it holds the host's lock."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._signature: _Signature | None = None  # of the file as it was read last
+        self._members: Mapping[str, Member] = {}
+
+    def read(self) -> Mapping[str, Member]:
+        """All members, by name. A file that cannot be read says nothing, as after a crash of the machine."""
+        found = _signature(self._path)
+        if found is None or found != self._signature:
+            self._members = _parsed(self._path) if found is not None else {}
+            self._signature = found
+        return self._members
+
+    def write(self, members: Mapping[str, Member]) -> None:
+        """Replace all members. Raises `Exhausted`, and then the old ones stay."""
+        try:
+            if not members:
+                self._path.unlink(missing_ok=True)
+            else:
+                files.replace(self._path, json.dumps([asdict(one) for one in members.values()]))
+        except OSError as error:
+            hint = f"is there room in {self._path.parent}?"
+            raise Exhausted(f"cannot record which VMs reach each other: {error}", hint=hint) from error
+        self._members, self._signature = dict(members), _signature(self._path)
+
+
+def changed(
+    known: Mapping[str, Member], members: Collection[Member], gone: Collection[str], *, whole: bool
+) -> dict[str, Member]:
+    """The members after a call of `ports.Groups.tell`."""
+    left = {} if whole else {name: one for name, one in known.items() if name not in gone}
+    return left | {one.name: one for one in members}
+
+
+def _signature(path: Path) -> _Signature | None:
+    try:
+        about = path.stat()
+    except OSError:
+        return None
+    return about.st_ino, about.st_mtime_ns, about.st_size
+
+
+def _parsed(path: Path) -> dict[str, Member]:
+    try:
+        return {each["name"]: Member(**each) for each in json.loads(path.read_text())}
+    except (OSError, ValueError, TypeError, KeyError):
+        return {}
+
 
 _OPEN = "VMs' addresses are not checked, and VMs of different jobs reach each other"
 # Bytes that a VM may send at once, beside what its rate lets it send in a second (net/netfilter/nft_limit.c counts so):
@@ -135,11 +192,11 @@ class Firewall:
 
     @property
     def members(self) -> Mapping[str, Member]:
-        """The VMs of groups that this host was told of, by name."""
+        """The members of groups that this host was told of, by name."""
         return self._record.read()
 
     def group(self, known: Manifest) -> int:
-        """The group of a VM of this host: what was told last, or else what it was started with."""
+        """The group of a VM of this host: as the controller told last, or as at its start."""
         told = self._record.read().get(known.name)
         return told.group if told is not None else known.group
 
@@ -160,8 +217,8 @@ class Firewall:
                 raise Broken(f"cannot let VM {known.name} on the bridge: {problem}", hint="see `nft list ruleset`")
 
     def learn(self, members: Collection[Member], gone: Collection[str], *, whole: bool) -> list[str]:
-        """Take what the controller tells: see `ports.Groups.tell`. Returns the VMs of this host whose group is another
-        one now."""
+        """Take the members that the controller tells: see `ports.Groups.tell`. Returns the VMs of this host with a new
+        group."""
         with self._locked():
             before = self._record.read()
             after = changed(before, members, gone, whole=whole)
@@ -181,7 +238,7 @@ class Firewall:
             return [known.name for known, _, _ in regrouped]
 
     def _regrouping(self, before: Mapping[str, Member], after: Mapping[str, Member]) -> list[str]:
-        """The commands for what has changed of VMs of other hosts."""
+        """The commands for changes of VMs of other hosts."""
         old, new = self._elsewhere(before), self._elsewhere(after)
         lines = [line for verb in ("add", "delete") for line in self._addresses(verb, old - new)]
         return [*lines, *self._addresses("add", new - old)]
@@ -189,7 +246,7 @@ class Firewall:
     def _regrouped(
         self, before: Mapping[str, Member], after: Mapping[str, Member]
     ) -> Iterator[tuple[Manifest, int, int]]:
-        """The VMs of this host whose group is another one, with the one before and the one now."""
+        """The VMs of this host with another group, each with the old and the new one."""
         for name in before.keys() | after.keys():
             was, now = before.get(name), after.get(name)
             if self._host not in (one.host for one in (was, now) if one is not None) or was == now:
@@ -219,7 +276,7 @@ class Firewall:
             both = [*self._limits("add", known), *self._elements("add", known, group)]
             both += [*self._elements("delete", known, group), *self._limits("delete", known)]
             problem = self._nft.run("\n".join(both))
-        if not problem or _is_absent(problem):
+        if not problem or "No such file or directory" in problem:
             return
         with self._locked():  # an element is not what it should be, as after a change that failed
             problem = self._create_table(self._nft, without=known.name)
@@ -236,8 +293,8 @@ class Firewall:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the host's lock too: the table that another process makes from the manifests would lack a VM whose
-        manifest was written after they were read, and whose elements were added before the table was replaced."""
+        """Hold the host's lock too: otherwise a table that another process makes from the manifests could lack a VM
+        whose manifest was written after they were read, and whose elements were added before the table was replaced."""
         with self._lock, host_lock(self._vms) if self._vms.is_dir() else nullcontext():
             yield
 
@@ -256,7 +313,8 @@ class Firewall:
         return self._vms.glob(f"{self._prefix}*")
 
     def _limits(self, verb: str, known: Manifest) -> list[str]:
-        """The limits to which `_elements` tie a VM that claims bandwidth. They are added before, and deleted after."""
+        """The limits of a VM that claims bandwidth. `_elements` refer to them, so they are added before, and deleted
+        after."""
         if not known.net:
             return []
         rate = known.net * 1_000_000 // 8  # bytes a second
@@ -293,8 +351,8 @@ class Firewall:
         return lines
 
     def _peers_elsewhere(self, verb: str, known: Manifest, group: int) -> set[tuple[str, int]]:
-        """The peers of a VM on other hosts, which it reaches from its start on, whether or not this host was told of
-        them. Those that it was told of stay."""
+        """The peers of a VM on other hosts, which it reaches from its start on. Those that this host was told of
+        stay."""
         peers = zip(known.peers, known.peer_addresses, strict=False)
         found = {(address, group) for name, address in peers if not (self._vms / name).exists()}
         return found - self._elsewhere(self._record.read()) if verb == "delete" else found
@@ -307,7 +365,3 @@ def _library() -> Nft | None:
     except OSError as error:
         log.warning(_OPEN, reason=str(error))
         return None
-
-
-def _is_absent(problem: str) -> bool:
-    return "No such file or directory" in problem

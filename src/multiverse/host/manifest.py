@@ -1,24 +1,93 @@
-"""The manifest of a VM: all that is needed to find the VM and to remove it, whichever process died meanwhile.
-
-A manifest is replaced as a whole, before the step that it records. It is not synced to disk: it describes processes,
-which end with the machine. A manifest that cannot be read therefore belongs to a VM that is dead.
-"""
+"""What a VM is to be (`Specification`), and what it is (`Manifest`)."""
 
 from __future__ import annotations
 
+import ipaddress
 import json
+import re
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from multiverse.core.errors import Exhausted, Refused
-from multiverse.core.model import CloneKind, DiskCost
+from multiverse.core.model import CloneKind, DiskCost, VmSpec
 from multiverse.system import files
 from multiverse.system.locks import locked_directory
 from multiverse.system.processes import ProcessIdentity
+
+_MAC = re.compile(r"[0-9a-f]{2}(:[0-9a-f]{2}){5}")
+_TOKEN = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_BRIDGE = re.compile(r"[^\s/]{1,15}")
+_SPECIFICATION_HINT = "correct the specification"
+
+
+@dataclass(frozen=True, slots=True)
+class Specification(VmSpec):
+    """One VM that is to be created. Whoever wrote the specification chose everything that tells it from other VMs. The
+    host adds uid, tap and directory. Callers that know no token or address yet leave them empty: then nothing is
+    checked about them."""
+
+    bridge: str = ""
+    job_groups: tuple[str, ...] = ()  # directories of the control groups of the job that it is inside of, if it is
+    job_address: str = ""  # with prefix length: a second one that such a VM has in the network of its job
+    functions: int = 0  # virtual functions of this host that it has
+    function_groups: tuple[int, ...] | None = None  # the IOMMU groups that these may be of; None: any
+
+    @property
+    def bare_address(self) -> str:
+        return self.address.partition("/")[0]
+
+    def check(self) -> None:
+        """Raise `Refused`, naming the field, if a value makes no sense."""
+        problem = self._problem()
+        if problem:
+            raise Refused(f"the specification of VM {self.name!r} is wrong: {problem}", hint=_SPECIFICATION_HINT)
+
+    def _problem(self) -> str:
+        if not _MAC.fullmatch(self.mac) or int(self.mac[1], 16) & 1:
+            return f"mac: {self.mac!r} is no unicast MAC, six pairs of lower-case hex digits"
+        if self.token and not _TOKEN.fullmatch(self.token):
+            return "token: 1 to 64 letters, digits, - and _"
+        if not _BRIDGE.fullmatch(self.bridge):
+            return f"bridge: {self.bridge!r} is no name of an interface"
+        if self.size.cpus < 1 or self.size.memory < 1:
+            return f"size: {self.size}, at least 1 CPU and 1 MiB"
+        if self.kind is CloneKind.AUTO:
+            return "kind: a VM is instant, linked or full"
+        if self.address:
+            try:
+                ipaddress.IPv4Interface(self.address)
+            except ValueError:
+                return f"address: {self.address!r} is no IPv4 address with a prefix length"
+        return ""
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Specification:
+        """The specification that is a JSON object with these fields; a size is an object with `cpus`, `memory` and
+        `disk` (MiB). Raises `Refused`, naming every wrong field; token, address and bridge too must be there."""
+        try:
+            raw: Any = json.loads(text)
+            unknown = sorted(set(raw) - {one.name for one in fields(cls)}) if isinstance(raw, dict) else []
+            if unknown:
+                raise Refused(f"unknown fields in a specification: {', '.join(unknown)}", hint=_SPECIFICATION_HINT)
+            found = TypeAdapter(cls).validate_json(text, strict=True)
+        except ValidationError as error:
+            problems = [f"{'.'.join(map(str, each['loc']))}: {each['msg'].lower()}" for each in error.errors()]
+            raise Refused(
+                f"this is no specification of a VM: {'; '.join(problems)}", hint=_SPECIFICATION_HINT
+            ) from error
+        except ValueError as error:
+            raise Refused(f"this is not JSON: {error}", hint=_SPECIFICATION_HINT) from error
+        empty = [field for field in ("token", "address") if not getattr(found, field)]
+        if empty:
+            raise Refused(f"the specification of VM {found.name!r} lacks: {', '.join(empty)}", hint=_SPECIFICATION_HINT)
+        found.check()
+        return found
+
 
 FILE = "manifest.json"
 
@@ -34,23 +103,23 @@ class VmPhase(StrEnum):
 
 @dataclass(frozen=True)
 class Manifest:
-    """One VM. The names of the fields are those on disk, so they stay from release to release.
+    """Everything that is needed to find a VM and to remove it, whichever process died meanwhile. The names of the
+    fields are those on disk, so they stay from release to release.
 
-    `cpus` and `memory` (MiB) are what the VM had before anything was plugged. A `pid` of 0 says that its QEMU was not
-    started, or that this was not recorded; `started` is the process's start in clock ticks since the boot `boot_id`. A
-    `uid` of 0 says that its QEMU runs as the user of the process that created it.
+    A manifest is replaced as a whole, before the step that it records. It is not synced to disk: it describes
+    processes, which end with the machine. A manifest that cannot be read therefore belongs to a VM that is dead.
     """
 
     name: str
     kind: CloneKind
     phase: VmPhase
     mac: str
-    cpus: int
-    memory: int
-    pid: int = 0
-    started: int = 0
+    cpus: int  # before anything was plugged
+    memory: int  # MiB, before anything was plugged
+    pid: int = 0  # 0: its QEMU was not started, or that was not recorded
+    started: int = 0  # start of the process in clock ticks since the boot `boot_id`
     boot_id: str = ""
-    uid: int = 0
+    uid: int = 0  # 0: its QEMU runs as the user of the process that created it
     address: str = ""  # without prefix length; empty if the VM has none yet
     peers: tuple[str, ...] = ()  # names of the other VMs of its job
     peer_addresses: tuple[str, ...] = ()  # of these VMs, in the same order
@@ -71,7 +140,6 @@ class Manifest:
 
     @property
     def process(self) -> ProcessIdentity:
-        """The VM's QEMU."""
         return ProcessIdentity(self.pid, self.started, self.boot_id)
 
     @property

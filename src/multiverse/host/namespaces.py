@@ -1,8 +1,8 @@
 """Namespaces of a program's own (namespaces(7)): it reaches only the files, sockets and interfaces that it is given.
 
 A short-lived thread of this process enters new namespaces, builds a root directory there, and starts the program. So no
-other program has to be executed, and a start takes about a millisecond more. Namespaces and mounts belong to the
-program: the kernel removes them when it ends, however it ends.
+other program is executed, and a start takes about a millisecond more. The kernel removes namespaces and mounts when the
+program ends.
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from multiverse.core.errors import Broken, Exhausted
+from multiverse.host.process import in_thread
 from multiverse.system import kernel
 from multiverse.system.kernel import (
     CLONE_FS,
@@ -40,9 +39,8 @@ from multiverse.system.processes import ProcessIdentity
 
 T = TypeVar("T")
 
+# Bytes that a contained program can write to its outputs in all, unless somebody truncates them meanwhile.
 OUTPUT_ROOM = 1 << 20
-"""Bytes that a contained program can write to its outputs in all, unless somebody truncates them meanwhile."""
-
 _INODES = 256  # of the root's own file system: some fifty mount points, and the outputs
 _DATA = MS_NOSUID | MS_NODEV | MS_NOEXEC
 _HINT = (
@@ -54,21 +52,18 @@ _FULL = "see `sysctl user | grep namespaces` and the free memory"
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """What every contained program sees of this machine: the directories with programs and libraries, and devices.
+    """The part of this machine that every contained program sees."""
 
-    `hidden` are directories in them that appear empty. `links` are symbolic links, by the path of each.
-    """
-
-    programs: tuple[Path, ...]
+    programs: tuple[Path, ...]  # directories with programs and libraries
     files: tuple[Path, ...]
-    hidden: tuple[Path, ...]
-    links: Mapping[Path, str]
+    hidden: tuple[Path, ...]  # directories in `programs` that appear empty
+    links: Mapping[Path, str]  # symbolic links, by their paths
     devices: tuple[Path, ...]
 
     @classmethod
     def of(cls, binary: str, devices: tuple[Path, ...]) -> System:
-        """What a program needs that is this machine's `binary`: /usr, the places of libraries outside of it, and, if it
-        is installed in a prefix of its own, that prefix. The site's own software in /usr/local is hidden."""
+        """The parts that this machine's program `binary` needs: /usr, the places of libraries outside of it, and the
+        prefix in which it is installed. The site's own software in /usr/local is hidden."""
         usual = [Path(path) for path in ("/usr", "/bin", "/sbin", "/lib", "/lib64")]
         links = {path: os.fspath(path.readlink()) for path in usual if path.is_symlink()}
         programs = [path for path in usual if path.is_dir() and path not in links]
@@ -87,22 +82,16 @@ class System:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What one program can reach. Paths are absolute, and the same inside as outside; files keep owner and mode.
-
-    `base` is an empty directory: the new root is mounted there, inside only. `readable` are files and directories,
-    `writable` are files, `devices` are device files beside those of the system. `outputs` are new files, owned by
-    `owner`, in a file system of `OUTPUT_ROOM` bytes that ends with the program. `proc` says that the program sees /proc
-    with itself alone, until `remove_proc` is called.
-    """
+    """The files that one program can reach. Paths are the same inside as outside; files keep owner and mode."""
 
     system: System
-    base: Path
-    readable: tuple[Path, ...] = ()
-    writable: tuple[Path, ...] = ()
-    devices: tuple[Path, ...] = ()
-    outputs: tuple[Path, ...] = ()
-    owner: int = 0
-    proc: bool = False
+    base: Path  # an empty directory: the new root is mounted there, inside only
+    readable: tuple[Path, ...] = ()  # files and directories
+    writable: tuple[Path, ...] = ()  # files
+    devices: tuple[Path, ...] = ()  # beside those of the system
+    outputs: tuple[Path, ...] = ()  # new files in a file system of `OUTPUT_ROOM` bytes that ends with the program
+    owner: int = 0  # of the outputs
+    proc: bool = False  # the program sees /proc with itself alone, until `remove_proc` is called
 
 
 def start(view: View, spawn: Callable[[Mapping[Path, int]], T]) -> tuple[T, dict[Path, int]]:
@@ -110,10 +99,10 @@ def start(view: View, spawn: Callable[[Mapping[Path, int]], T]) -> tuple[T, dict
     which the caller closes.
 
     The first process that `spawn` starts is process 1 of its PID namespace: when it ends, the kernel kills all others
-    there. From outside it has an ordinary pid too. Raises `Broken` if namespaces are not permitted, `Exhausted` if
-    there is no room for more, and what `spawn` raises.
+    there. Raises `Broken` if namespaces are not permitted, `Exhausted` if there is no room for more, and what `spawn`
+    raises.
     """
-    return _in_thread(lambda: _start(view, spawn))
+    return in_thread(lambda: _start(view, spawn))
 
 
 def check(system: System, base: Path) -> None:
@@ -122,13 +111,13 @@ def check(system: System, base: Path) -> None:
 
 
 def remove_proc(process: ProcessIdentity) -> None:
-    """Remove /proc from the sight of a contained program that has been started. A program that has ended is success."""
+    """Remove /proc from the sight of a contained program. A program that has ended is success."""
     with suppress(ProcessLookupError, FileNotFoundError):
-        _in_thread(lambda: _remove_proc(process))
+        in_thread(lambda: _remove_proc(process))
 
 
 def command_prefix(view: View) -> list[str]:
-    """The start of a command line that completes the view, from inside: only a process of the new PID namespace can
+    """The start of a command line that completes the view from inside: only a process of the new PID namespace can
     mount its /proc (proc(5))."""
     return ["unshare", "--mount-proc=/proc", "--"] if view.proc else []
 
@@ -147,22 +136,6 @@ def open_inside(process: ProcessIdentity, path: Path, flags: int) -> int | None:
         return fd
     os.close(fd)  # the pid may be another process's already
     return None
-
-
-def _in_thread(work: Callable[[], T]) -> T:
-    """Do `work` in a thread of its own, which ends afterwards: what it has entered, no other thread is in."""
-    done: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:
-            done.set_exception(error)
-
-    thread = threading.Thread(target=run, name="namespaces")
-    thread.start()
-    thread.join()
-    return done.result()
 
 
 def _start(view: View, spawn: Callable[[Mapping[Path, int]], T]) -> tuple[T, dict[Path, int]]:
@@ -184,10 +157,8 @@ def _start(view: View, spawn: Callable[[Mapping[Path, int]], T]) -> tuple[T, dic
 
 def _enter(view: View, outputs: dict[Path, int]) -> None:
     """Move this thread into new namespaces, and build their root. Adds a descriptor of each output to `outputs`.
-
-    unshare(2) gives a thread a mount namespace and a working directory of its own; of the new PID namespace only its
-    children are members.
-    """
+    unshare(2) gives a thread a mount namespace and a working directory of its own; the new PID namespace has its
+    children only."""
     kernel.unshare(CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWPID)
     os.umask(0o022)
     kernel.mount(None, Path("/"), MS_REC | MS_PRIVATE)
@@ -210,7 +181,7 @@ def _enter(view: View, outputs: dict[Path, int]) -> None:
 
 
 def _binds(view: View) -> Iterator[tuple[Path, int | None]]:
-    """What is mounted, with its flags; None for an empty directory. Outer directories come before inner ones."""
+    """The paths to mount, with their flags; None for an empty directory. Outer directories come before inner ones."""
     found: dict[Path, int | None] = {}
     system = view.system
     found |= dict.fromkeys(system.programs, MS_RDONLY | MS_NOSUID | MS_NODEV)
@@ -222,8 +193,6 @@ def _binds(view: View) -> Iterator[tuple[Path, int | None]]:
 
 
 class _Root:
-    """A root directory that is being built at `base`."""
-
     def __init__(self, base: Path) -> None:
         self._base = base
 
@@ -243,8 +212,8 @@ class _Root:
         return there
 
     def bind(self, path: Path, flags: int) -> None:
-        """Show what is at `path` outside. File systems that are mounted below it are not shown. Flags of a bind mount
-        are set by a second call (mount(2))."""
+        """Show the file or directory at `path` outside, without file systems that are mounted below it. Flags of a bind
+        mount are set by a second call (mount(2))."""
         there = self.directory(path) if path.is_dir() else self.file(path)
         kernel.mount(os.fspath(path), there, MS_BIND)
         kernel.mount(None, there, MS_REMOUNT | MS_BIND | flags)

@@ -1,9 +1,9 @@
-"""The NUMA nodes of this machine, and on which of them each VM is kept: its CPUs, and the memory that it gets beside
-its template's, which all clones share and which stays where it is.
+"""The NUMA nodes of this machine, and the node of each VM, for its CPUs and for memory that is plugged. The memory of
+its template stays where it is, because all clones share it.
 
-A node is chosen when a VM is given its size, under the host's lock, and recorded in the VM's manifest before anything
-follows from it. The node with the most CPUs left is taken, so that VMs share memory channels as late as possible. A VM
-that fits on no node is kept on none, and nothing fails for it.
+A node is chosen when a VM gets its size, under the host's lock, and recorded in the VM's manifest before it has
+effects. The node with the most free CPUs is taken, so that VMs share memory channels as late as possible. A VM that
+fits on no node is kept on none, and nothing fails for it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,18 +23,15 @@ NODES = Path("/sys/devices/system/node")
 
 @dataclass(frozen=True, slots=True)
 class CpuNode:
-    """A NUMA node: the CPUs of it that this process may use, its memory in MiB, and how far the nodes are from it, in
-    the kernel's unit (10: the node itself), by their order."""
-
     number: int
-    cpus: AbstractSet[int]
-    memory: int
-    distances: tuple[int, ...]
+    cpus: AbstractSet[int]  # that this process may use
+    memory: int  # MiB
+    distances: tuple[int, ...]  # of all nodes from it, in the kernel's unit (10: the node itself)
 
 
 class NumaNodes:
-    """The nodes of a machine that have CPUs for VMs. `vms` is the directory of the VMs of this machine; each node may
-    carry `cpu_overcommit` times its CPUs. Without a description of nodes there are none."""
+    """The nodes of a machine that have CPUs for VMs; none if the kernel describes none. `vms` is the directory of the
+    VMs of this machine; each node may carry `cpu_overcommit` times its CPUs."""
 
     def __init__(self, vms: Path, cpu_overcommit: float = 1.0, root: Path = NODES) -> None:
         self._vms, self._overcommit, self._root = vms, cpu_overcommit, root
@@ -41,11 +39,9 @@ class NumaNodes:
 
     @property
     def are_several(self) -> bool:
-        """Whether it matters where a VM is."""
         return len(self.nodes) > 1
 
     def cpus_of(self, number: int) -> AbstractSet[int]:
-        """The CPUs of a node; none if there is no such node any more."""
         return next((node.cpus for node in self.nodes if node.number == number), frozenset())
 
     def choose(self, name: str, size: Size) -> int | None:
@@ -60,7 +56,7 @@ class NumaNodes:
         return max(fitting, key=lambda number: (*left[number], -number), default=None)
 
     def view(self) -> tuple[NumaNode, ...]:
-        """The nodes as operators see them, with what VMs have of them."""
+        """The nodes as operators see them, with the parts that VMs have."""
         taken = self._taken() if self.are_several else {}
         return tuple(
             NumaNode(
@@ -75,7 +71,7 @@ class NumaNodes:
         )
 
     def _taken(self, but: str = "") -> Mapping[int, Size]:
-        """What the VMs have of each node. One that is kept on no node has as much of each."""
+        """The part of each node that VMs have. A VM that is kept on no node has an equal part of each."""
         cpus = dict.fromkeys((node.number for node in self.nodes), 0)
         memory = dict(cpus)
         for path in self._vms.glob(f"*/{manifest.FILE}"):
@@ -94,13 +90,11 @@ def read_nodes(root: Path, allowed: AbstractSet[int]) -> tuple[CpuNode, ...]:
     number."""
     found = []
     for path in root.glob("node[0-9]*"):
-        try:
+        with suppress(OSError, ValueError):  # it went offline
             cpus = cpu_list((path / "cpulist").read_text()) & allowed
             distances = tuple(int(word) for word in (path / "distance").read_text().split())
             if cpus:
                 found.append(CpuNode(int(path.name[4:]), cpus, _memory(path, "MemTotal"), distances))
-        except (OSError, ValueError):
-            continue  # it went offline
     return tuple(sorted(found, key=lambda node: node.number))
 
 
@@ -115,11 +109,9 @@ def cpu_list(text: str) -> frozenset[int]:
 
 def _memory(node: Path, key: str) -> int:
     """A figure of the node's meminfo in MiB: lines such as `Node 0 MemTotal: 8039276 kB`."""
-    try:
+    with suppress(OSError, ValueError):
         for line in (node / "meminfo").read_text().splitlines():
             words = line.split()
             if len(words) >= 4 and words[2] == f"{key}:":
                 return int(words[3]) >> 10
-    except (OSError, ValueError):
-        pass
     return 0

@@ -1,5 +1,5 @@
-"""Who could change a path. VMs are made from files that see the munge key, so only root and this process's user may be
-able to put anything into the directories that hold them."""
+"""The users who could change a path. VMs are made from files that see the munge key, so only root and this process's
+user may be able to put anything into the directories that hold them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ _PLACES = "choose other directories under [qemu]"
 
 
 def make_directory(path: Path, mode: int) -> None:
-    """Make sure that there is such a directory, with that mode, and that only trusted users can change it.
-
-    Missing directories above it get mode 0755, whatever the umask. Raises `Refused` as `check` does, also for a
-    directory that somebody else created meanwhile.
-    """
+    """Make sure that there is such a directory, with that mode, and that only trusted users can change it. Missing
+    directories above it get mode 0755, whatever the umask. Raises `Refused` as `check` does, also for a directory that
+    somebody else created meanwhile."""
     missing = [above for above in path.parents if not above.exists()]
     try:
         for each in (*reversed(missing), path):
@@ -32,9 +30,9 @@ def make_directory(path: Path, mode: int) -> None:
 def check(path: Path, *, inside: bool = False) -> None:
     """Raise `Refused` if an untrusted user could put something into this directory, or replace the directory.
 
-    Trusted are root, the user of this process and the owner of this program. The path itself, and every directory and
-    link on the way to it, must belong to one of them and be writable by nobody else. Sticky directories, such as /tmp,
-    are accepted above it. With `inside`, each file in the directory is checked too.
+    Trusted are root, the user of this process and the owner of this program. The path, and every directory and link on
+    the way to it, must belong to one of them and be writable by nobody else. Sticky directories, such as /tmp, are
+    accepted above it. With `inside`, each file in the directory is checked too.
     """
     # Whoever owns this program could change it as well. A user's own group has the user's number (as in sudo(8)).
     trusted = frozenset((0, os.geteuid(), Path(__file__).stat().st_uid))
@@ -67,7 +65,8 @@ def _check_one(path: Path, found: os.stat_result, trusted: frozenset[int], *, ab
 
 
 def _components(path: Path) -> Iterator[Path]:
-    """All that the kernel passes on the way to that path, from the root on: directories, links, and the path itself."""
+    """All directories and links that the kernel passes on the way to that path, from the root on, and the path
+    itself."""
     here, left = Path("/"), [*reversed(path.absolute().parts[1:])]
     yield here
     while left:

@@ -9,11 +9,15 @@ import select
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 from multiverse.core.errors import Broken
 from multiverse.system.processes import ProcessIdentity, stat_fields
+
+T = TypeVar("T")
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -29,10 +33,8 @@ _DEFAULT_SIGNALS = frozenset(range(1, 32)) - {signal.SIGXFSZ}
 
 
 def set_all_close_on_exec() -> None:
-    """Keep descriptors that this process inherited from the programs that it starts.
-
-    A lock or a pipe among them would stay open as long as a VM lives. Python opens its own files close-on-exec.
-    """
+    """Keep descriptors that this process inherited from the programs that it starts: a lock or a pipe among them would
+    stay open as long as a VM lives. Python opens its own files close-on-exec."""
     for entry in os.listdir("/proc/self/fd"):  # noqa: PTH208  (numbers, not paths)
         if int(entry) > 2:
             with suppress(OSError):  # the descriptor of the listing itself is closed by now
@@ -52,9 +54,9 @@ def execute(argv: Sequence[str], fds: Sequence[int], out: int, environment: Mapp
     """Start a program in a new session, with its output written to `out` and `fds` open at the same numbers. Returns
     its pid.
 
-    The other descriptors are close-on-exec (`set_all_close_on_exec`); glibc clears that flag for a dup2 of a
-    descriptor onto itself. SIGXFSZ stays ignored, as Python has it: a program that reaches the limit of its files (see
-    `limit_files`) gets an error and is not killed. Raises OSError if the program cannot be executed.
+    Other descriptors are close-on-exec (`set_all_close_on_exec`); glibc clears that flag for a dup2 of a descriptor
+    onto itself. SIGXFSZ stays ignored, as Python has it: a program that reaches the limit of `limit_files` gets an
+    error and is not killed. Raises OSError if the program cannot be executed.
     """
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     try:
@@ -67,72 +69,75 @@ def execute(argv: Sequence[str], fds: Sequence[int], out: int, environment: Mapp
 
 
 def limit_files(process: ProcessIdentity, uid: int, size: int) -> None:
-    """Let no file of that process grow beyond `size` bytes (setrlimit(2), RLIMIT_FSIZE): its writes fail there with
-    EFBIG, and it cannot raise the limit. `uid` is its user and group, 0 for those of this process. A process that has
-    ended is no error. Raises `Broken` if this is not permitted.
-    """
-
-    def limit() -> None:
-        with suppress(ProcessLookupError):
-            if process.is_alive():
-                resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (size, size))
-
+    """Let no file of that process grow beyond `size` bytes (RLIMIT_FSIZE): its writes fail there with EFBIG, and it
+    cannot raise the limit. `uid` is its user and group, 0 for those of this process. A process that has ended is no
+    error. Raises `Broken` if this is not permitted."""
     try:
         try:
-            limit()
+            _limit(process, resource.RLIMIT_FSIZE, size)
         except PermissionError:  # prlimit(2): only with CAP_SYS_RESOURCE may a user limit processes of others
             if not uid:
                 raise
-            _call_as(uid, limit)
+            _call_as(uid, lambda: _limit(process, resource.RLIMIT_FSIZE, size))
     except (OSError, ValueError) as error:  # the resource module raises ValueError where a limit cannot be raised
         hint = "the daemon needs CAP_SYS_RESOURCE, or CAP_SETUID and CAP_SETGID"
         raise Broken(f"cannot limit the files of process {process.pid}: {error}", hint=hint) from error
 
 
 def limit_locked_memory(process: ProcessIdentity, size: int) -> None:
-    """Let that process keep so many bytes of memory in place (setrlimit(2), RLIMIT_MEMLOCK). A process that has ended
-    is no error. Raises `Broken` if this is not permitted."""
+    """Let that process keep so many bytes of memory in place (RLIMIT_MEMLOCK). A process that has ended is no error.
+    Raises `Broken` if this is not permitted."""
     try:
-        with suppress(ProcessLookupError):
-            if process.is_alive():
-                resource.prlimit(process.pid, resource.RLIMIT_MEMLOCK, (size, size))
+        _limit(process, resource.RLIMIT_MEMLOCK, size)
     except (OSError, ValueError) as error:
-        raise Broken(
-            f"cannot let process {process.pid} keep {size >> 20} MiB in place: {error}",
-            hint="the agent needs CAP_SYS_RESOURCE",
-        ) from error
+        what = f"cannot let process {process.pid} keep {size >> 20} MiB in place: {error}"
+        raise Broken(what, hint="the agent needs CAP_SYS_RESOURCE") from error
+
+
+def _limit(process: ProcessIdentity, which: int, size: int) -> None:
+    with suppress(ProcessLookupError):
+        if process.is_alive():
+            resource.prlimit(process.pid, which, (size, size))
 
 
 def _call_as(uid: int, function: Callable[[], None]) -> None:
-    """Call a function in a thread that has that user and group, and ends afterwards. On Linux each thread has ids of
-    its own; glibc's functions would change those of all threads (nptl(7))."""
-    failures: list[Exception] = []
+    """Call a function in a thread that has that user and group. On Linux each thread has ids of its own; glibc's
+    functions would change those of all threads (nptl(7))."""
+
+    def run() -> None:
+        for number in _SET_IDS:
+            if _libc.syscall(*map(ctypes.c_long, (number, uid, uid, uid))):
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        function()
+
+    in_thread(run)
+
+
+def in_thread(work: Callable[[], T]) -> T:
+    """Do `work` in a thread that ends afterwards, so that no other thread has the ids or namespaces that it takes."""
+    done: Future[T] = Future()
 
     def run() -> None:
         try:
-            for number in _SET_IDS:
-                if _libc.syscall(*map(ctypes.c_long, (number, uid, uid, uid))):
-                    raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-            function()
-        except (OSError, ValueError) as error:
-            failures.append(error)
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
 
-    thread = threading.Thread(target=run, name=f"uid-{uid}")
+    thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    if failures:
-        raise failures[0]
+    return done.result()
 
 
 def identify(pid: int) -> ProcessIdentity:
-    """The process that was just started. When memory runs out, it is among the first that the kernel ends."""
+    """The process that was just started. When memory runs out, the kernel ends it among the first."""
     with suppress(OSError):  # the program has ended already
         Path(f"/proc/{pid}/oom_score_adj").write_text(str(_OOM_SCORE_ADJUSTMENT))
     return ProcessIdentity.of(pid)
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time that the process has spent, in seconds; 0 if there is none."""
+    """User and system time of the process in seconds; 0 if there is none."""
     fields = stat_fields(pid)
     return (int(fields[11]) + int(fields[12])) / _TICKS if fields else 0.0
 
@@ -149,8 +154,8 @@ def available_memory() -> int:
 def resident_memory(pid: int) -> tuple[float, float]:
     """(private, shared) memory in MiB, from /proc/PID/statm; zeros if there is no such process.
 
-    Private are anonymous pages, which are freed when the process ends. Shared are pages of files, whether or not
-    another process maps them. Reading takes some ten microseconds; `exact_memory` is exact, and slower.
+    Private are anonymous pages, which are freed when the process ends. Shared are pages of files, even if no other
+    process maps them. Reading takes some ten microseconds; `exact_memory` is exact, and slower.
     """
     try:
         with open(f"/proc/{pid}/statm") as file:  # noqa: PTH123  (read at each observation, for each VM)
@@ -163,8 +168,8 @@ def resident_memory(pid: int) -> tuple[float, float]:
 def exact_memory(pid: int, shared_file: str = "") -> tuple[float, float]:
     """(unique, proportional) memory in MiB: private pages, and PSS (proc(5), smaps). Takes milliseconds.
 
-    Of mappings of files whose path ends with `shared_file`, only the pages that were written count as unique: the
-    others belong to the file, even if no other process maps them now.
+    Mappings of files whose path ends with `shared_file` count as unique with their written pages only: the other pages
+    belong to the file, even if no other process maps them.
     """
     unique = proportional = 0
     shared = False
@@ -184,10 +189,8 @@ def exact_memory(pid: int, shared_file: str = "") -> tuple[float, float]:
 
 
 def kill(process: ProcessIdentity, timeout: float = 10.0) -> bool:
-    """Kill that process, and wait up to `timeout` seconds until it is gone. False if it is still there.
-
-    A process that has ended is success. Another process that was given the same pid is not touched.
-    """
+    """Kill that process, and wait up to `timeout` seconds until it is gone. False if it is still there. A process that
+    has ended is success. Another process with the same pid is not touched."""
     handle = process.open()
     if handle is None:
         return True
@@ -214,20 +217,14 @@ def _wait(handle: int, timeout: float) -> bool:
 def reap(process: ProcessIdentity) -> None:
     """Reap that process if it has died and is a child of this one."""
     handle = process.open()
-    if handle is None:
-        return
-    try:
-        with suppress(ChildProcessError):
-            os.waitid(os.P_PIDFD, handle, os.WEXITED | os.WNOHANG)
-    finally:
+    if handle is not None:
+        _wait(handle, 0.0)
         os.close(handle)
 
 
 def find_by_argument(part: str) -> Iterator[ProcessIdentity]:
-    """Each process whose command line has `part`, up to the end of an argument or a comma.
-
-    It finds a process that was started but not written down, because its starter died between the two.
-    """
+    """Each process whose command line has `part`, up to the end of an argument or a comma. So a process is found whose
+    starter died before it wrote the process down."""
     wanted = (os.fsencode(part) + b"\0", os.fsencode(part) + b",")
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

@@ -1,9 +1,8 @@
-"""Virtual functions of this host's devices (SR-IOV), each of which one VM can have whole.
+"""Virtual functions of this host's devices (SR-IOV). A VM has a function alone.
 
-sysfs shows which functions there are and which driver each has. Which VM has which one is in records, one file for each
-function, named by its address. A function is chosen and recorded under a lock, before anything is done with it; it is
-returned under a lock of its own, and its record is removed last. So whoever finds a record can return the function, and
-no process has to have survived for that.
+sysfs shows the functions and their drivers. Records, one file for each function, named by its address, say which VM has
+it. A function is chosen and recorded under a lock, before anything is done with it; it is returned under a lock of its
+own, and its record is removed last. So any process that finds a record can return the function.
 """
 
 from __future__ import annotations
@@ -26,44 +25,35 @@ from multiverse.system.locks import locked_file
 
 log = structlog.get_logger(__name__)
 
-DRIVER = "vfio-pci"
-"""The driver that gives a function to a process of the host."""
-
-RECORDS = ".functions"
-"""The directory of the records, in that of the VMs."""
-
+DRIVER = "vfio-pci"  # gives a function to a process of the host
+RECORDS = ".functions"  # directory of the records, in that of the VMs
 _ADDRESS = re.compile(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 _NO_GROUP = "it has no IOMMU group: turn the IOMMU on in the firmware and by intel_iommu=on or amd_iommu=on"
 
 
 @dataclass(frozen=True, slots=True)
 class VirtualFunction:
-    """One function as sysfs shows it. `address` is `0000:3b:02.1`, `ids` are vendor and device (`8086:154c`), `parent`
-    is the address of the device that it is a function of, and `group` its IOMMU group. `driver` is the one that it is
-    bound to, if any. `directory` is its place in sysfs. `problem` says why no VM can have it, if so."""
-
-    address: str
-    ids: str
-    parent: str
-    group: int | None
-    driver: str
-    directory: Path
-    problem: str = ""
+    address: str  # `0000:3b:02.1`
+    ids: str  # vendor and device: `8086:154c`
+    parent: str  # the address of its device
+    group: int | None  # its IOMMU group
+    driver: str  # that it is bound to, if any
+    directory: Path  # its place in sysfs
+    problem: str = ""  # why no VM can have it
 
 
 @dataclass(frozen=True, slots=True)
 class FunctionRecord:
-    """That a VM has a function, and what the function had before: its driver, and the name that was to override the
-    choice of a driver. A record without a VM is of a function that could not be returned, with the reason."""
+    """That a VM has a function, and the function's settings before."""
 
-    vm: str
-    driver: str = ""
-    override: str = ""
-    problem: str = ""
+    vm: str  # empty: the function could not be returned
+    driver: str = ""  # before
+    override: str = ""  # the name that was to override the choice of a driver
+    problem: str = ""  # why it could not be returned
 
 
 class VirtualFunctions:
-    """The functions of one host. `offered` says which VMs may have: all of a device, by its address or its network
+    """The functions of one host. VMs may have those that are `offered`: all of a device, by its address or its network
     interface, or all with these ids. `records` is a directory for nobody but this library. Calls block; they may be
     made from any thread and process."""
 
@@ -83,9 +73,9 @@ class VirtualFunctions:
         return {address: record for address, record in found.items() if record is not None}
 
     def claim(self, vm: str, count: int, groups: Collection[int] | None = None) -> list[VirtualFunction]:
-        """Choose so many functions for a VM and bind them to `DRIVER`; those that it has count. With `groups`, only
+        """Choose so many functions for a VM, with those that it has, and bind them to `DRIVER`. With `groups`, only
         functions of these IOMMU groups are chosen. Raises `Refused` if no function is offered here, `Exhausted` if too
-        few are free, and `Broken` if one cannot be bound; what the VM has then, it has until `release`."""
+        few are free, and `Broken` if one cannot be bound; the VM then keeps its functions until `release`."""
         self._records.mkdir(mode=0o700, parents=True, exist_ok=True)
         with locked_file(self._records / ".lock"):
             held = self._choose(vm, count, groups)
@@ -111,7 +101,7 @@ class VirtualFunctions:
         return self._devices / str(function.group)
 
     def device_files(self, function: VirtualFunction) -> tuple[Path, Path]:
-        """What a process opens in order to use a function."""
+        """The files that a process opens in order to use a function."""
         return self._devices / "vfio", self.device_of(function)
 
     def release(self, vm: str) -> None:
@@ -125,8 +115,6 @@ class VirtualFunctions:
         """Return all functions that are recorded for a VM that does not exist, or could not be returned before."""
         for address in self.records():
             self._return(address, lambda found: not found.vm or not exists(found.vm))
-
-    # --- finding --------------------------------------------------------------------------------------
 
     def _listed(self) -> Iterator[VirtualFunction]:
         for entry in (self._sysfs / "bus/pci/devices").glob("*/physfn"):
@@ -168,8 +156,6 @@ class VirtualFunctions:
             raise Broken(f"the function {address} does not exist any more", hint="see `dmesg` and job_vms.sriov")
         return found
 
-    # --- choosing -------------------------------------------------------------------------------------
-
     def _choose(self, vm: str, count: int, groups: Collection[int] | None) -> list[str]:
         """Record functions for a VM until it has so many. Returns their addresses."""
         records = self.records()
@@ -205,7 +191,8 @@ class VirtualFunctions:
         return held
 
     def _read(self, address: str) -> FunctionRecord | None:
-        """The record of a function; None if there is none. One that is damaged is of no VM, so it will be returned."""
+        """The record of a function; None if there is none. A damaged one names no VM, so its function will be
+        returned."""
         try:
             raw = json.loads((self._records / address).read_text())
             return FunctionRecord(**{key: str(value) for key, value in raw.items()})
@@ -215,10 +202,7 @@ class VirtualFunctions:
             return FunctionRecord("", problem=f"its record cannot be read: {error}")
 
     def _locked(self, address: str) -> AbstractContextManager[None]:
-        """The lock of one function."""
         return locked_file(self._records / f".{address}.lock")
-
-    # --- binding and returning ------------------------------------------------------------------------
 
     def _bind(self, address: str) -> None:
         """Bind a function to `DRIVER`; again is success."""
@@ -238,7 +222,7 @@ class VirtualFunctions:
             raise Broken(f"{address} was not bound to {DRIVER}", hint=f"modprobe {DRIVER}, and see `dmesg`")
 
     def _return(self, address: str, which: Callable[[FunctionRecord], bool]) -> None:
-        """Return a function whose record is one of `which`."""
+        """Return a function if `which` accepts its record."""
         with self._locked(address):
             record = self._read(address)
             if record is None or not which(record):
@@ -255,7 +239,7 @@ class VirtualFunctions:
                 path.unlink()
 
     def _give_back(self, address: str, record: FunctionRecord) -> None:
-        """Reset a function, and give it the driver that it had. Each step may have been done before. Raises OSError."""
+        """Reset a function, and give it its former driver. Each step may have been done before. Raises OSError."""
         device = self._sysfs / "bus/pci/devices" / address
         if not device.exists():  # as after a new start of the machine
             return
@@ -283,7 +267,6 @@ def _override(device: Path) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write to a file of sysfs, in one call."""
     fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
         os.write(fd, text.encode())

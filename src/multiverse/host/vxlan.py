@@ -1,14 +1,16 @@
 """The way from this host's bridge to VMs of other hosts, where no layer 2 connects the hosts: a VXLAN (RFC 7348).
 
-Nothing is learnt from packets, and nothing is flooded. For each address that a VM of this host may need there is one
-entry that says on which machine it is, and one by which the kernel answers ARP for it here. A frame for any other
-address ends at this host. Entries belong to owners, mostly VMs, in whose files they are recorded; they end with the
-last owner that has them.
+Nothing is learnt from packets, and nothing is flooded. For each address that a VM of this host may need, one entry
+names its machine, and another lets the kernel answer ARP for it here. A frame for any other address ends at this host.
+Entries belong to owners, mostly VMs, in whose files they are recorded; they end with the last owner that has them.
 
-Packets are accepted from machines of such entries only. What this host sends to the port has to come from its bridge:
+Packets are accepted from machines of such entries only. Packets of this host to the port have to come from its bridge:
 frames that leave by the VXLAN are marked, and a packet with this host's address and without the mark is dropped,
 whichever user or guest has made it. The VXLAN and these two rules stay when there is no entry, because other hosts may
-still accept what comes from this one.
+still accept packets of this one.
+
+The rules are about the whole port, not about the id in the packet: the kernel may carry several datagrams of one sender
+as one packet, and a rule sees the first id only (udp(7), UDP_SEGMENT).
 """
 
 from __future__ import annotations
@@ -25,13 +27,46 @@ from typing import TYPE_CHECKING, Any
 
 from multiverse.core.errors import Broken, Exhausted, Refused
 from multiverse.core.model import Member, Neighbour
-from multiverse.host.nft import Nft
-from multiverse.host.vxlan_rules import OVERHEAD, tables
+from multiverse.host.network import Nft
 from multiverse.system import files, kernel
 from multiverse.system.locks import locked_file
 
 if TYPE_CHECKING:
     from pyroute2 import IPRoute
+
+# Bytes that a packet grows by: outer Ethernet header, IPv4 or IPv6, UDP and VXLAN (RFC 7348, section 5).
+OVERHEAD = {4: 50, 6: 70}
+_MARK = 0x6D76_4F56  # of frames that leave by our VXLAN; only root can mark other packets (socket(7), SO_MARK)
+# The last chain runs after the translation of source addresses (priority 100). So it also sees what guests or
+# containers send, if it leaves with this host's address.
+_TABLES = """
+add table bridge {table}
+delete table bridge {table}
+table bridge {table} {{
+    chain leaving {{
+        type filter hook postrouting priority 0; policy accept;
+        oifname "{device}" meta mark set {mark}
+    }}
+}}
+add table inet {table}
+delete table inet {table}
+table inet {table} {{
+    set machines {{ type {kind}; {elements} }}
+    chain arriving {{
+        type filter hook input priority -200; policy accept;
+        meta nfproto {own} udp dport {port} {ip} saddr != @machines drop
+        meta nfproto {other} udp dport {port} drop
+    }}
+    chain leaving {{
+        type filter hook postrouting priority 200; policy accept;
+        {ip} saddr {address} udp dport {port} meta mark != {mark} drop
+    }}
+}}
+"""
+_WORDS = {
+    4: {"kind": "ipv4_addr", "own": "ipv4", "other": "ipv6", "ip": "ip"},
+    6: {"kind": "ipv6_addr", "own": "ipv6", "other": "ipv4", "ip": "ip6"},
+}
 
 
 _MACHINE = "machine:"
@@ -54,32 +89,22 @@ def members_owner(host: str) -> str:
 
 
 def is_of_machine(owner: str) -> bool:
-    """Whether an owner is one of `machine_owner`."""
     return owner.startswith(_MACHINE)
 
 
 @dataclass(frozen=True)
 class VxlanConfig:
-    """The VXLAN of one site on one host.
-
-    `network` is its 24-bit id, and `port` its UDP port, the same on all hosts. `find_address` gives the host's own
-    address in the network of the hosts, or raises `Refused`; it is asked only where the VXLAN is made, because VMs must
-    be observed and removed also while a name service does not answer. `mtu` is that of guests. `records` is the
-    directory that says which entries there are; all processes of the host agree on it.
-
-    `namespace` is a descriptor of the network namespace that has the bridge and the hosts' network, if that is not the
-    caller's. `is_of_others` says whether an owner is not this caller's but somebody else's on the machine.
-    """
-
     site: str
-    network: int
-    port: int
+    network: int  # its 24-bit id, the same on all hosts
+    port: int  # its UDP port, the same on all hosts
+    # Gives the host's own address in the network of the hosts, or raises `Refused`. Only `restore` calls it, because
+    # VMs must be observed and removed also while a name service does not answer.
     find_address: Callable[[], str]
-    mtu: int
+    mtu: int  # of guests
     bridge: str
-    records: Path
-    namespace: int | None = None
-    is_of_others: Callable[[str], bool] = is_of_machine
+    records: Path  # the directory with the entries; all processes of the host agree on it
+    namespace: int | None = None  # descriptor of the network namespace of the bridge, if it is not the caller's
+    is_of_others: Callable[[str], bool] = is_of_machine  # whether an owner is somebody else's on the machine
 
     @property
     def device(self) -> str:
@@ -119,23 +144,26 @@ class Vxlan:
             self._restore(ip)
 
     def owners(self) -> frozenset[str]:
-        """Whose entries are recorded."""
         return frozenset(self._owners())
 
     def add(self, owner: str, neighbours: Iterable[Neighbour]) -> None:
-        """Let what is behind this host's bridge reach these addresses, as long as `owner` is not dropped. What the
-        owner had before stays."""
+        """Let VMs behind this host's bridge reach these addresses, until `owner` is dropped. Earlier entries of the
+        owner stay."""
         with self._changing() as ip:
             entries = {one.address: one for one in (*self._recorded(owner), *neighbours)}
             self._record(owner, entries.values())
-            index = self._index(ip)
-            if index is None or not self._has_tables():  # somebody removed it, or flushed all rules
+            if (index := self._intact(ip)) is None:
                 self._restore(ip)
             else:
                 self._program(ip, index, entries.values())
 
+    def _intact(self, ip: IPRoute) -> int | None:
+        """The index of the VXLAN; None if somebody has removed it, or flushed all rules."""
+        index = self._index(ip)
+        return index if index is not None and self._has_tables() else None
+
     def replace(self, owner: str, neighbours: Iterable[Neighbour]) -> None:
-        """As `add`, but what the owner had before ends, unless another one has it, too."""
+        """As `add`, but the owner's earlier entries end, unless another owner has them, too."""
         wanted = list({one.address: one for one in neighbours}.values())
         record = self.config.records / owner
         if not wanted and not record.exists():
@@ -148,8 +176,7 @@ class Vxlan:
                 self._record(owner, wanted)
             else:
                 record.unlink(missing_ok=True)
-            index = self._index(ip)
-            if index is None or not self._has_tables():  # somebody removed it, or flushed all rules
+            if (index := self._intact(ip)) is None:
                 self._restore(ip)
                 return
             left = {*self._entries(without=owner), *wanted}
@@ -174,8 +201,8 @@ class Vxlan:
             record.unlink(missing_ok=True)
 
     def remove(self, unless: Callable[[], bool] = lambda: False) -> None:
-        """Remove all of it from this machine. Absent is success. Nothing is removed if `unless` says so, which is asked
-        while nobody else can change anything."""
+        """Remove all of it from this machine, unless `unless` says no, which is asked while nobody else can change
+        anything. Absent is success."""
         with self._changing() as ip:
             if unless():
                 return
@@ -187,8 +214,6 @@ class Vxlan:
                 self._run(f"add table {family} {table}\ndelete table {family} {table}")
             for owner in self._owners():
                 (self.config.records / owner).unlink(missing_ok=True)
-
-    # --- records ----------------------------------------------------------------------------------------
 
     @contextmanager
     def _changing(self) -> Iterator[IPRoute]:
@@ -229,7 +254,8 @@ class Vxlan:
         return []
 
     def _recorded(self, owner: str) -> list[Neighbour]:
-        """What is recorded of an owner. A file that cannot be read says nothing, as after a crash of the machine."""
+        """The recorded entries of an owner. A file that cannot be read says nothing, as after a crash of the
+        machine."""
         try:
             return [Neighbour(**each) for each in json.loads((self.config.records / owner).read_text())]
         except (OSError, ValueError, TypeError):
@@ -244,8 +270,6 @@ class Vxlan:
 
     def _entries(self, without: str = "") -> list[Neighbour]:
         return [one for owner in self._owners() if owner != without for one in self._recorded(owner)]
-
-    # --- the kernel -------------------------------------------------------------------------------------
 
     def _index(self, ip: IPRoute) -> int | None:
         found = ip.link_lookup(ifname=self.config.device)
@@ -277,8 +301,10 @@ class Vxlan:
             )
 
     def _make_tables(self, entries: Collection[Neighbour], address: str) -> None:
-        config = self.config
-        self._run(tables(config.table, config.device, config.port, address, {one.machine for one in entries}))
+        config, elements = self.config, ", ".join(sorted({one.machine for one in entries}))
+        names = {"table": config.table, "device": config.device, "port": config.port, "address": address, "mark": _MARK}
+        elements = f"elements = {{ {elements} }};" if elements else ""
+        self._run(_TABLES.format(**names, elements=elements, **_WORDS[ip_address(address).version]))
 
     def _make_device(self, ip: IPRoute, address: str) -> int:
         """The index of the VXLAN, as a port of the bridge. One with other settings is replaced."""
@@ -294,18 +320,9 @@ class Vxlan:
             self._check_port(ip)
             # A bridge without an address of its own takes the lowest of its ports. A high one keeps the bridge's.
             mac = f"fe:4d:{ip_address(address).packed[-4:].hex(':')}"
-            ip.link(
-                "add",
-                ifname=config.device,
-                kind="vxlan",
-                address=mac,
-                mtu=config.mtu,
-                vxlan_id=config.network,
-                vxlan_port=config.port,
-                vxlan_learning=False,
-                vxlan_proxy=True,
-                **{_LOCAL[ip_address(address).version]: address},
-            )
+            settings = {"vxlan_id": config.network, "vxlan_port": config.port, "vxlan_learning": False,
+                        "vxlan_proxy": True, _LOCAL[ip_address(address).version]: address}  # fmt: skip
+            ip.link("add", ifname=config.device, kind="vxlan", address=mac, mtu=config.mtu, **settings)
             (index,) = ip.link_lookup(ifname=config.device)
         ip.link("set", index=index, master=bridge[0], state="up")
         ip.brport("set", index=index, learning=0)

@@ -49,7 +49,7 @@ from multiverse.core.model import (
 from multiverse.core.model.names import mac_of, without_prefix_length
 from multiverse.drivers.qemu.job_network import guest_name
 from multiverse.guest.protocol import TASKS_PORT
-from multiverse.host.job_groups import find_job, find_job_groups, has_steps
+from multiverse.host.cgroups import find_job, find_job_groups, has_steps
 from multiverse.system import files
 from multiverse.system.shared_memory import SharedMemory
 

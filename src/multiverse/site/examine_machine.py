@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from multiverse.config import Settings
-from multiverse.host.qemu.probe import is_since
+from multiverse.host.qemu.abilities import is_since
 from multiverse.ports.finding import Finding, Level
 from multiverse.site.machine_facts import MachineFacts, in_memory
 

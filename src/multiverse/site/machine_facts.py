@@ -12,7 +12,7 @@ from pathlib import Path
 from multiverse.config import Settings
 from multiverse.core.errors import MultiverseError, Refused
 from multiverse.host import cgroups, path_security
-from multiverse.host.qemu import probe
+from multiverse.host.qemu import abilities
 from multiverse.host.virtual_functions import RECORDS, VirtualFunction, VirtualFunctions
 from multiverse.system import clock
 
@@ -71,7 +71,7 @@ def of_machine(settings: Settings, *, kvm: bool = True) -> MachineFacts:
         root=os.geteuid() == 0,
         qemu=qemu,
         qemu_error=error,
-        kvm=probe.why_no_kvm(settings.qemu.binary) if kvm and qemu and settings.qemu.accel != "tcg" else None,
+        kvm=abilities.why_no_kvm(settings.qemu.binary) if kvm and qemu and settings.qemu.accel != "tcg" else None,
         memory=memory.get("MemTotal", 0),
         memory_available=memory.get("MemAvailable", 0),
         cpus=len(os.sched_getaffinity(0)),
@@ -119,7 +119,7 @@ def in_memory(one: FileSystem) -> bool:
 
 def _qemu(settings: Settings) -> tuple[str, str]:
     try:
-        return probe.qemu_version(settings.qemu.binary), ""
+        return abilities.qemu_version(settings.qemu.binary), ""
     except Refused as error:
         return "", error.message
 

@@ -27,14 +27,14 @@ from multiverse.core.model import CloneKind, Identity, Size, TemplateKey, machin
 from multiverse.core.model.names import mac_of, vm_name
 from multiverse.drivers.qemu.driver import host_config
 from multiverse.guest.protocol import HELLO, JobGuest, identity_message, join_job_message, take_regions_message
-from multiverse.host import process, tap
+from multiverse.host import network, process
+from multiverse.host.manifest import Specification
 from multiverse.host.qemu import templates
 from multiverse.host.qemu.context import HostContext
+from multiverse.host.qemu.hotplug import plug_regions, region_places
 from multiverse.host.qemu.library import QemuHost
 from multiverse.host.qemu.machine import PORTS, Memory, QemuMachine
-from multiverse.host.qemu.regions import plug_regions, region_places
 from multiverse.host.qemu.session import Launch, Paths, QemuSession
-from multiverse.host.specification import Specification
 from multiverse.system.shared_memory import SharedMemory
 
 COPY, SNAPSHOT, OVERLAPPED, INSTANT = "copy", "snapshot", "overlapped", "instant"
@@ -148,7 +148,7 @@ class Launches:
                 session.close()
         finally:
             region.close()
-            tap.remove_tap(name)
+            network.remove_tap(name)
             shutil.rmtree(paths.run, ignore_errors=True)
 
     # --- ours -----------------------------------------------------------------------------------------

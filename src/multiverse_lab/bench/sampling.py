@@ -21,7 +21,7 @@ from multiverse.core.model import CloneKind
 from multiverse.host import manifest, path_security
 from multiverse.host.cgroups import Hierarchy, hierarchies
 from multiverse.host.manifest import Manifest, VmPhase
-from multiverse.host.tap import open_tap
+from multiverse.host.network import open_tap
 from multiverse.system.processes import ProcessIdentity
 
 SITE = "bench"

@@ -33,7 +33,7 @@ from multiverse.core.model import (
     VmSpec,
     site_of,
 )
-from multiverse.host.members import changed
+from multiverse.host.firewall import changed
 from multiverse_lab.simulation.hypervisor import HostSource, SimulatedHosts
 
 T = TypeVar("T")

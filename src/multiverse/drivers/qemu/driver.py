@@ -29,9 +29,10 @@ from multiverse.core.model import (
     site_of,
     vm_prefix,
 )
-from multiverse.host.qemu.library import QemuHost, QemuHostConfig
+from multiverse.host.manifest import Specification
+from multiverse.host.qemu.context import QemuHostConfig
+from multiverse.host.qemu.library import QemuHost
 from multiverse.host.qemu.machine import Accelerator, Feature
-from multiverse.host.specification import Specification
 from multiverse.host.vxlan import VxlanConfig
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ from pyroute2 import IPRoute, NetlinkError
 from multiverse.core.errors import Broken
 from multiverse.core.model.names import mac_of_address
 from multiverse.guest.protocol import TASKS_PORT
-from multiverse.host.nft import Nft
+from multiverse.host.network import Nft
 
 # Only the agent connects to guests' port of tasks. A guest tells others by the token, but its queue of connections that
 # have sent nothing yet has an end, and each user of the node could fill it.

@@ -17,9 +17,9 @@ from multiverse.drivers.qemu.job_bridge import JobBridge
 from multiverse.drivers.qemu.job_network import JobAddresses, guest_mac, guest_name
 from multiverse.drivers.qemu.job_vxlan import JobVxlan
 from multiverse.guest.protocol import TASKS_PORT, JobGuest
-from multiverse.host.job_groups import find_job, find_job_groups, has_steps
+from multiverse.host.cgroups import find_job, find_job_groups, has_steps
+from multiverse.host.manifest import Specification
 from multiverse.host.qemu.library import QemuHost
-from multiverse.host.specification import Specification
 from multiverse.system.shared_memory import SharedMemory
 
 _CONNECT_TIMEOUT = 20.0  # seconds: a guest may be busy

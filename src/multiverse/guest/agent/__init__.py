@@ -12,8 +12,3 @@ nothing. An emulator translates each piece of code the first time that it runs, 
 used without buffers, addresses are set by one netlink message each, and nothing is hashed. Modules with a random state
 of their own (random, tempfile, uuid) are never imported here, because all clones would share that state.
 """
-
-from multiverse.guest.agent.contract import DISK, MAX_LINE, MOST_WAIT, PORT, TASKS_PORT, TEMPLATE, USER_ADDED, VERSION
-from multiverse.guest.agent.files import make_pipe
-
-__all__ = ["DISK", "MAX_LINE", "MOST_WAIT", "PORT", "TASKS_PORT", "TEMPLATE", "USER_ADDED", "VERSION", "make_pipe"]

@@ -1,6 +1,6 @@
-"""The command of a task: a user's process, in a control group of its own."""
+"""The command of a task: a user's process in a control group of its own, its prologs, and its streams of PMI."""
 
-# ruff: noqa: PTH106, PTH108
+# ruff: noqa: PTH106, PTH108, PTH123
 
 from __future__ import annotations
 
@@ -8,15 +8,216 @@ import fcntl
 import os
 import re
 import resource
+import select
 import signal
+import socket
 import struct
 import time
 
-from multiverse.guest.agent.boot import CGROUPS
-from multiverse.guest.agent.contract import GuestAgentError
-from multiverse.guest.agent.files import make_directory, read, write_kernel_file
-from multiverse.guest.agent.pmi import PmiStreams
-from multiverse.guest.agent.prolog import run_prolog
+from multiverse.guest.agent.system import CGROUPS, GuestAgentError, make_directory, read, suppress, write_kernel_file
+
+LONGEST_OUTPUT = 1 << 20  # bytes of a prolog's output that are taken
+
+
+def run_prolog(path: bytes, content: bytes, environment: dict[bytes, bytes]) -> None:
+    """Run a prolog of a task as this process's user, before the command, and do what its output says. As in slurmstepd,
+    its exit status means nothing.
+
+    `content` is the host's file at `path`. If the guest has the same file, that one runs, so that the program finds
+    what lies beside it; otherwise a copy in memory runs.
+    """
+    reading, writing = os.pipe2(os.O_CLOEXEC)
+    pid = os.fork()
+    if not pid:
+        _become(path, content, environment, writing)
+    os.close(writing)
+    output = bytearray()
+    while data := os.read(reading, 65536):
+        output += data[: LONGEST_OUTPUT - len(output)]
+    os.close(reading)
+    os.waitpid(pid, 0)
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)  # as slurmstepd does
+    os.write(1, apply_output(bytes(output), environment))
+
+
+def _become(path: bytes, content: bytes, environment: dict[bytes, bytes], output: int) -> None:
+    try:
+        os.setpgid(0, 0)
+        null = os.open("/dev/null", os.O_RDWR)
+        for target, fd in enumerate((null, output, null)):
+            os.dup2(fd, target)
+        program = path
+        if not _has(path, content):
+            copy = os.memfd_create("prolog", 0)
+            with open(copy, "wb", closefd=False) as file:
+                file.write(content)
+            # An open description for writing would make the program busy; one for reading is for its interpreter.
+            program = b"/proc/self/fd/%d" % os.open(f"/proc/self/fd/{copy}", os.O_RDONLY)
+            os.set_inheritable(int(program.rpartition(b"/")[2]), True)
+            os.close(copy)
+        os.execve(program, [path], environment)
+    except BaseException:
+        os._exit(127)
+
+
+def _has(path: bytes, content: bytes) -> bool:
+    """Whether this guest can run the file, and it is the host's."""
+    try:
+        with open(path, "rb") as file:
+            return os.access(path, os.X_OK) and file.read(len(content) + 1) == content
+    except OSError:
+        return False
+
+
+def apply_output(output: bytes, environment: dict[bytes, bytes]) -> bytes:
+    """Do what the lines of a prolog say: `export NAME=VALUE` and `unset NAME`. Returns the task's output, from lines
+    `print TEXT`. Other lines mean nothing (TaskProlog in slurm.conf(5))."""
+    printed = b""
+    for line in output.split(b"\n"):
+        word, _, rest = line.partition(b" ")
+        rest = rest.lstrip()
+        if word == b"print":
+            printed += rest + b"\n"
+        elif word == b"export" and b"=" in rest:
+            name, _, value = rest.partition(b"=")
+            environment[name.rstrip()] = value
+        elif word == b"unset":
+            environment.pop(rest.rstrip(), None)
+    return printed
+
+
+LARGEST_READ = 1 << 13
+MOST_STREAMS = 64  # STREAMS in spank/streams.c; further connections wait
+INHERITED = 0  # the number of the stream of PMI-2
+PMIX_SERVER = re.compile(rb"(tcp4://127\.0\.0\.1:)[0-9]+")
+
+
+class PmiStream:
+    """This process's end of a stream. `fd` is -1 once it is closed."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.host_ended = False
+        self._waiting = bytearray()  # for the command
+        os.set_blocking(fd, False)
+
+    @property
+    def events(self) -> int:
+        """The events that poll(2) should watch for."""
+        return select.POLLIN | (select.POLLOUT if self._waiting else 0)
+
+    def take(self, data: bytes) -> None:
+        """Pass on what the host has sent; nothing is its end."""
+        self._waiting += data
+        self.host_ended = self.host_ended or not data
+
+    def carry(self) -> bytes:
+        """Write what can be written. Returns what the command has sent since then. At the end of either side this end
+        is closed. Never blocks."""
+        try:
+            while self._waiting:
+                del self._waiting[: os.write(self.fd, self._waiting[:LARGEST_READ])]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._waiting.clear()  # nobody reads it
+        try:
+            data = os.read(self.fd, LARGEST_READ)
+        except BlockingIOError:
+            data = b""
+            if self.host_ended and not self._waiting:
+                self.close()
+        except OSError:
+            data = b""
+            self.close()
+        else:
+            if not data:
+                self.close()
+        return data
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+        self.fd = -1
+
+
+class PmiStreams:
+    """The streams on which Slurm serves PMI to a task: the host has one end of each, and the task's command the other.
+
+    With `srun --mpi=pmi2` the command inherits a stream. With `srun --mpi=pmix` each process of MPI connects to a port
+    of the host's loopback interface; for the command it is a port of this guest, where this process accepts the
+    connections. Frames begin with the number of their stream. A number is free for another stream when both sides have
+    ended the old one.
+    """
+
+    def __init__(self) -> None:
+        self._streams: dict[int, PmiStream] = {}
+        self._server: socket.socket | None = None
+
+    def inherit(self, environment: dict[bytes, bytes]) -> int:
+        """Make the stream of PMI-2. Returns the descriptor for the command to inherit."""
+        ours, theirs = (end.detach() for end in socket.socketpair())
+        self._streams[INHERITED] = PmiStream(ours)
+        environment[b"PMI_FD"] = b"%d" % theirs
+        return theirs
+
+    def serve(self, environment: dict[bytes, bytes]) -> None:
+        """Accept the connections of PMIx if the environment says where the host serves it."""
+        servers = [name for name in environment if name.startswith(b"PMIX_SERVER_URI")]
+        if not any(PMIX_SERVER.search(environment[name]) for name in servers):
+            return
+        self._server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self._server.bind(("127.0.0.1", 0))
+        self._server.listen(MOST_STREAMS)
+        self._server.setblocking(False)
+        port = b"%d" % self._server.getsockname()[1]
+        for name in servers:
+            environment[name] = PMIX_SERVER.sub(lambda found: found[1] + port, environment[name])
+        # The other modules for data share files with the host, and say that they find none.
+        environment[b"PMIX_GDS_MODULE"] = b"hash"
+        environment.setdefault(b"PMIX_MCA_gds", b"hash")
+
+    @property
+    def watched(self) -> dict[int, int]:
+        """The descriptors that poll(2) should watch, with their events."""
+        found = {stream.fd: stream.events for stream in self._streams.values() if stream.fd >= 0}
+        if self._server is not None and len(self._streams) < MOST_STREAMS:
+            found[self._server.fileno()] = select.POLLIN
+        return found
+
+    def take(self, frame: bytes) -> None:
+        if (stream := self._streams.get(frame[0])) is not None:
+            stream.take(frame[1:])
+
+    def carry(self) -> list[bytes]:
+        """Accept connections, and write what can be written. Returns the frames for the host."""
+        frames = []
+        while self._server is not None and len(self._streams) < MOST_STREAMS:
+            try:
+                connection, _ = self._server.accept()
+            except OSError:
+                break
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            free = next(number for number in range(INHERITED + 1, MOST_STREAMS + 1) if number not in self._streams)
+            self._streams[free] = PmiStream(connection.detach())
+        for number, stream in list(self._streams.items()):
+            if stream.fd >= 0:
+                if data := stream.carry():
+                    frames.append(bytes((number,)) + data)
+                if stream.fd < 0:
+                    frames.append(bytes((number,)))
+            if stream.fd < 0 and stream.host_ended:
+                del self._streams[number]
+        return frames
+
+    def close(self) -> None:
+        for stream in self._streams.values():
+            stream.close()
+        self._streams.clear()
+        if self._server is not None:
+            self._server.close()
+
 
 TASKS = f"{CGROUPS}/multiverse-tasks"
 TIOCSCTTY, TIOCSWINSZ = 0x540E, 0x5414  # <asm-generic/ioctls.h>
@@ -26,10 +227,10 @@ GONE_TIMEOUT = 5.0  # seconds for the kernel to take the last process of a task 
 
 
 class TaskCommand:
-    """What a task runs, as the host has described it; see `frame`. `name`, `uid` and `gid` are the user's."""
+    """The command of a task, as frames of the host describe it."""
 
     def __init__(self, name: str, uid: int, gid: int) -> None:
-        self.name, self.uid, self.gid = name, uid, gid
+        self.name, self.uid, self.gid = name, uid, gid  # of the user
         self.argv: list[bytes] = []
         self.environment: dict[bytes, bytes] = {}
         self.directory = b"/"
@@ -45,32 +246,29 @@ class TaskCommand:
         self.group = f"{TASKS}/{os.getpid()}"
 
     def frame(self, kind: bytes, body: bytes) -> None:
-        """Take one frame of the description: argument, environment variable, directory, umask, resource limit (number,
-        soft, hard), a terminal of so many rows and columns, a file or a prolog (path, a zero byte, content), or that
-        there is PMI."""
-        if kind == b"A":
+        if kind == b"A":  # argument
             self.argv.append(body)
-        elif kind == b"E":
+        elif kind == b"E":  # environment variable
             key, _, value = body.partition(b"=")
             self.environment[key] = value
-        elif kind == b"C":
+        elif kind == b"C":  # directory
             self.directory = body
-        elif kind == b"U":
+        elif kind == b"U":  # umask
             self.umask = int(body, 8)
-        elif kind == b"L":
+        elif kind == b"L":  # resource limit: number, soft, hard
             number, soft, hard = body.split()
             self.limits.append((int(number), int(soft), int(hard)))
-        elif kind == b"T":
+        elif kind == b"T":  # terminal of so many rows and columns
             rows, columns = body.split()
             self.has_terminal, self.window = True, (int(rows), int(columns))
-        elif kind == b"F":
+        elif kind == b"F":  # file: path, a zero byte, content
             path, _, content = body.partition(b"\0")
             write_script(path, content, self.uid, self.gid)
             self.script = path
-        elif kind == b"P":
+        elif kind == b"P":  # prolog: path, a zero byte, content
             path, _, content = body.partition(b"\0")
             self.prologs.append((path, content))
-        elif kind == b"J":
+        elif kind == b"J":  # PMI-2
             self.has_pmi = True
 
     def start(self) -> tuple[int, int, int]:
@@ -121,10 +319,8 @@ class TaskCommand:
                     signal.signal(known, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_SETMASK, ())
             for number, soft, hard in self.limits:
-                try:
+                with suppress(OSError, ValueError):  # this kernel allows less
                     resource.setrlimit(number, (soft, hard))
-                except (OSError, ValueError):
-                    continue  # this kernel allows less
             os.umask(self.umask)
             os.setgroups(os.getgrouplist(self.name, self.gid))
             os.setgid(self.gid)
@@ -171,14 +367,12 @@ class TaskCommand:
         """Send a signal to the command, or to all its processes but the first, which got the signal itself."""
         group = read(f"{self.group}/cgroup.procs").split() if everyone else [str(self.pid)]
         for pid in group:
-            try:
+            with suppress(ProcessLookupError):
                 if not everyone or int(pid) != self.pid:
                     os.kill(int(pid), number)
-            except ProcessLookupError:
-                continue
 
     def end(self) -> None:
-        """Kill all that is left of the command, and remove its control group and its file."""
+        """Kill the processes that are left of the command, and remove its control group and its file."""
         deadline = time.monotonic() + GONE_TIMEOUT
         while True:
             try:
@@ -192,17 +386,15 @@ class TaskCommand:
                     break
                 time.sleep(0.005)
         if self.script:
-            try:
+            with suppress(OSError):
                 os.unlink(self.script)
-            except OSError:
-                pass
 
 
 def write_script(path: bytes, content: bytes, uid: int, gid: int) -> None:
     """Make the file of a batch script, for this user.
 
-    What the host says of a task comes from its user, and this process is root: only a path as slurmd's is taken, below
-    directories of root or of that user. Raises GuestAgentError for another one, and OSError.
+    The user determines what the host says of a task, and this process is root. So only a path like slurmd's is
+    accepted, below directories of root or of that user. Raises GuestAgentError for another path, and OSError.
     """
     shown = os.fsdecode(path)
     if not SCRIPT.fullmatch(path):
@@ -215,10 +407,8 @@ def write_script(path: bytes, content: bytes, uid: int, gid: int) -> None:
                 at = _enter(at, each)
             if os.fstat(at).st_uid not in (0, uid):
                 raise GuestAgentError(f"{shown} is below a directory of another user")
-        try:
+        with suppress(FileNotFoundError):
             os.unlink(name, dir_fd=at)
-        except FileNotFoundError:
-            pass
         script = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o700, dir_fd=at)
     finally:
         os.close(at)
@@ -233,12 +423,10 @@ def write_script(path: bytes, content: bytes, uid: int, gid: int) -> None:
 
 
 def _enter(directory: int, name: bytes) -> int:
-    """A descriptor of a directory in that one, which is made if it is absent. That one's descriptor is closed."""
+    """Open a subdirectory, which is made if it is absent. The descriptor of `directory` is closed."""
     try:
-        try:
+        with suppress(FileExistsError):
             os.mkdir(name, 0o755, dir_fd=directory)
-        except FileExistsError:
-            pass
         return os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory)
     finally:
         os.close(directory)

@@ -10,8 +10,7 @@ import os
 import socket
 import struct
 
-from multiverse.guest.agent.contract import GuestAgentError
-from multiverse.guest.agent.files import write
+from multiverse.guest.agent.system import GuestAgentError, write
 
 # <linux/sockios.h>, <linux/if.h>, <linux/if_arp.h>, <linux/rtnetlink.h>, <linux/netlink.h>
 SIOCGIFFLAGS, SIOCSIFFLAGS, SIOCSIFHWADDR, SIOCGIFADDR, SIOCSIFMTU = 0x8913, 0x8914, 0x8924, 0x8915, 0x8922
@@ -27,7 +26,7 @@ _known: dict[str, str] = {}  # other VMs, by name: their addresses
 
 
 def interface() -> str:
-    """The first network interface that belongs to a device; it is looked up once. Raises GuestAgentError."""
+    """The first network interface of a device. Raises GuestAgentError."""
     global _interface
     if not _interface:
         names = sorted(n for n in os.listdir("/sys/class/net") if os.path.exists(f"/sys/class/net/{n}/device"))
@@ -38,7 +37,7 @@ def interface() -> str:
 
 
 def link_up(name: str) -> None:
-    """Set an interface up (netdevice(7)). Raises OSError."""
+    """Set an interface up (netdevice(7))."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         raw = fcntl.ioctl(sock, SIOCGIFFLAGS, struct.pack("16sh14x", name.encode(), 0))
         flags = struct.unpack_from("h", raw, 16)[0]
@@ -47,10 +46,8 @@ def link_up(name: str) -> None:
 
 
 def set_network(name: str, mac: str, address: str, gateway: str) -> None:
-    """Set the MAC, the address (with prefix length) and the default route of an interface that is up (rtnetlink(7)).
-
-    Without a gateway there is no default route. Raises OSError.
-    """
+    """Set the MAC, the address (with prefix length) and the default route, if there is a gateway, of an interface that
+    is up (rtnetlink(7))."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         raw = bytes.fromhex(mac.replace(":", ""))
         fcntl.ioctl(sock, SIOCSIFHWADDR, struct.pack("16sH6s8x", name.encode(), ARPHRD_ETHER, raw))
@@ -62,12 +59,12 @@ def set_network(name: str, mac: str, address: str, gateway: str) -> None:
 
 
 def join_network(name: str, address: str, own: str, gateway: str) -> None:
-    """Give an interface, which has the address `own`, another one in its place (both with prefix length): that of the
-    network of its VM's job. Again is success. Raises OSError.
+    """Replace the address `own` of an interface by that in the network of its VM's job (both with prefix length). Again
+    is success.
 
-    MPI takes all addresses of an interface for those of one network. So `own` becomes one of the loopback interface,
-    which MPI leaves out, and stays the source of what is sent to its network and by the gateway. Where both are the
-    same, as on a platform, whose one network is also the job's, nothing is to be done.
+    MPI takes all addresses of an interface for those of one network. So `own` moves to the loopback interface, which
+    MPI leaves out, and stays the source of what is sent to its network and by the gateway. On a platform both are the
+    same, because its one network is also the job's: then nothing is done.
     """
     if address == own:
         return
@@ -90,7 +87,7 @@ def join_network(name: str, address: str, own: str, gateway: str) -> None:
 
 
 def _route_request(index: int, source: bytes = b"", network: bytes = b"", prefix: int = 0, gateway: str = "") -> bytes:
-    """A netlink message that adds a route, to a network on the interface `index`, or by a gateway there."""
+    """A netlink message that adds a route to a network on the interface `index`, or by a gateway there."""
     # Table main, protocol static, scope universe or link, unicast.
     body = struct.pack("BBBBBBBBI", socket.AF_INET, prefix, 0, 0, 254, 4, 0 if gateway else 253, 1, 0)
     body += _attribute(1, network) if network else b""  # RTA_DST
@@ -101,25 +98,23 @@ def _route_request(index: int, source: bytes = b"", network: bytes = b"", prefix
 
 
 def set_mtu(name: str, mtu: int) -> None:
-    """Limit the packets of an interface to so many bytes. Raises OSError."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         fcntl.ioctl(sock, SIOCSIFMTU, struct.pack("16si20x", name.encode(), mtu))
 
 
 def remove_address(name: str, address: str) -> None:
-    """Take an address (with prefix length) away from an interface. Raises OSError."""
     _send_netlink([address_request(RTM_DELADDR, socket.if_nametoindex(name), address)])
 
 
 def current_address(name: str) -> str:
-    """The IPv4 address of an interface, without prefix length. Raises OSError."""
+    """The IPv4 address of an interface, without prefix length."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         raw = fcntl.ioctl(sock, SIOCGIFADDR, struct.pack("16s24x", name.encode()))[20:24]
     return socket.inet_ntoa(raw)
 
 
 def set_hosts(hostname: str, address: str, peers: list[list[str]], others: list[list[str]]) -> None:
-    """Write /etc/hosts: this node, its peers, and other VMs that it reaches, which are pairs of name and address."""
+    """Write /etc/hosts: this node, its peers, and other VMs, all as pairs of name and address."""
     lines = ["127.0.0.1 localhost", f"{address} {hostname}", *(f"{peer} {name}" for name, peer in peers)]
     _own_hosts[:] = lines
     _known.clear()
@@ -128,7 +123,7 @@ def set_hosts(hostname: str, address: str, peers: list[list[str]], others: list[
 
 
 def learn_names(names: list[list[str]], gone: list[str], whole: bool) -> None:
-    """Have other VMs in /etc/hosts, too, or with `whole` no others than these. What is gone is in it no more."""
+    """Add names of other VMs to /etc/hosts and remove those that are gone; with `whole` replace all."""
     if whole:
         _known.clear()
     for name in gone:

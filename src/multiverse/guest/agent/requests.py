@@ -1,9 +1,13 @@
-"""Slurm's commands in the VM of a job: the host runs them for the processes of a task.
+"""Slurm's commands and the launcher of MPI in the VM of a job: the host runs them for the processes of a task.
 
-In place of each command lies a program (`guest.slurm_command`) that asks the process that carries its task for a
-connection to the host. That one passes the request on; the host makes a connection to this guest's TASKS_PORT for it;
-and the process that accepts this one hands it to the former, which hands it to the program. From then on the program
-and the host speak with each other alone.
+In place of each command lies a program (`guest.slurm_command`). It asks the process that carries its task for a
+connection to the host, and this process passes the request on. The host then connects to TASKS_PORT. The process that
+accepts the connection hands it to the carrier, and the carrier to the program, which speaks with the host alone from
+then on.
+
+The launcher is the same program by another name. It starts a command in another VM of the job as a step of srun: so
+Slurm decides whether the user may, and the step ends with the job. Launchers of MPI find it, and the VMs, by variables
+in the environment of each task.
 """
 
 # ruff: noqa: PTH101, PTH108, PTH112, PTH116, PTH120, PTH211
@@ -12,12 +16,11 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import socket
 from typing import Any
 
-from multiverse.guest.agent.contract import SOCKETS
-from multiverse.guest.agent.files import make_directory, write
-from multiverse.guest.agent.syscalls import MNT_DETACH, mount, unmount
+from multiverse.guest.agent.system import MNT_DETACH, SOCKETS, make_directory, mount, suppress, unmount, write
 
 MOST_ASKING = 500  # programs of a task that wait for their connections; descriptors are limited
 PROGRAM = "/run/multiverse/slurm-command"
@@ -26,8 +29,7 @@ MS_BIND = 4096  # <linux/mount.h>
 
 
 class CommandRequests:
-    """The requests of one task's programs, at a socket that its user can connect to. `watched` are the descriptors that
-    `attend` should be called for when one of them can be read."""
+    """The requests of one task's programs, at a socket that its user can connect to."""
 
     def __init__(self, uid: int) -> None:
         self.path = f"{SOCKETS}/{os.getpid()}"
@@ -37,10 +39,8 @@ class CommandRequests:
         self._silent: list[socket.socket] = []  # that have connected and said nothing yet
         make_directory(SOCKETS)
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
+        with suppress(FileNotFoundError):
             os.unlink(self.path)
-        except FileNotFoundError:
-            pass
         self._sock.bind(self.path)
         os.chmod(self.path, 0o600)
         os.chown(self.path, uid, -1)
@@ -49,7 +49,7 @@ class CommandRequests:
 
     @property
     def watched(self) -> list[int]:
-        """See the class."""
+        """The descriptors to watch: call `attend` when one can be read."""
         return [sock.fileno() for sock in (self._sock, *self._silent, *self._asking.values())]
 
     def attend(self) -> None:
@@ -82,11 +82,9 @@ class CommandRequests:
             self.outgoing.append(name)
             return
         asking = self._asking.pop(data, None) if data else None
-        try:
+        with suppress(OSError):  # the program has ended
             if asking is not None:
                 socket.send_fds(asking, [b"connected"], files[:1])
-        except OSError:
-            pass  # the program has ended
         for each in files:
             os.close(each)
         for one in (sock, asking):
@@ -102,7 +100,6 @@ class CommandRequests:
             return True
 
     def refuse(self, name: bytes) -> None:
-        """The host makes no connection for this request."""
         if (sock := self._asking.pop(name, None)) is not None:
             sock.close()
 
@@ -110,14 +107,12 @@ class CommandRequests:
         """Take no more requests. Programs that wait end with an error."""
         for sock in (self._sock, *self._silent, *self._asking.values()):
             sock.close()
-        try:
+        with suppress(OSError):
             os.unlink(self.path)
-        except OSError:
-            pass
 
 
 def hand_over(name: bytes, connection: socket.socket) -> None:
-    """Give the host's connection to the process that the request `name` came from. Its user describes the name, so it
+    """Give the host's connection to the process that sent the request `name`. A user may have made the name up, so it
     is read as numbers only. Raises OSError if nobody waits for it, and ValueError."""
     pid, number = map(int, name.split())
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
@@ -126,9 +121,9 @@ def hand_over(name: bytes, connection: socket.socket) -> None:
 
 
 def install_commands(commands: dict[str, Any]) -> list[str]:
-    """Put the program in the place of each of Slurm's commands: over those that the image or a mounted file system has,
-    and otherwise into `directory`, where the host has them, or the first of PLACES. The files of mounted file systems
-    stay as they are. Returns what has to be unmounted before those can be."""
+    """Put the program in the place of each of Slurm's commands: over those of the image and of mounted file systems,
+    otherwise into `directory`, where the host has them, or the first of PLACES. The files of mounted file systems stay
+    as they are. Returns the paths that were mounted over: they must be unmounted before their file systems."""
     directory = commands["directory"]
     make_directory(os.path.dirname(PROGRAM))
     write(PROGRAM, commands["program"], 0o755)
@@ -146,20 +141,16 @@ def install_commands(commands: dict[str, Any]) -> list[str]:
 def uncover(covered: list[str]) -> None:
     """Unmount what `install_commands` has mounted."""
     for path in reversed(covered):
-        try:
+        with suppress(OSError):
             unmount(path, MNT_DETACH)
-        except OSError:
-            continue
     covered.clear()
 
 
 def _cover(path: str) -> bool:
-    try:
+    with suppress(OSError):
         if os.path.realpath(path) != PROGRAM:
             mount(PROGRAM, path, "", MS_BIND, "")
             return True
-    except OSError:
-        pass
     return False
 
 
@@ -176,3 +167,76 @@ def _link(path: str) -> bool:
     except OSError as error:
         return error.errno == errno.EEXIST
     return True
+
+
+DIRECTORY = "/run/multiverse/mpi"
+VMS = f"{DIRECTORY}/vms"  # for the launcher: a line for each VM, of its name, its node and its number there
+LAUNCHERS = (f"{DIRECTORY}/launch", f"{DIRECTORY}/launch-hydra")  # that of Open MPI, and that of MPICH
+RADIX = b"16"  # of the tree in which Open MPI starts its daemons: fewer than commands run at once for a task
+COUNTS = re.compile(rb"([0-9]+)(?:\(x([0-9]+)\))?")  # as Slurm writes the tasks of nodes: 2(x3),1
+
+JobVms = list[tuple[str, str, int]]
+
+
+def install_launcher(vms: JobVms) -> None:
+    """Put the launchers into their place. `vms` are the job's VMs: name, node, and number on the node."""
+    make_directory(DIRECTORY)
+    write(VMS, "".join(f"{name} {node} {number}\n" for name, node, number in vms))
+    for path in LAUNCHERS:
+        if not os.path.lexists(path):
+            os.symlink(PROGRAM, path)
+
+
+def prepare_mpi(environment: dict[bytes, bytes], vms: JobVms) -> list[str]:
+    """Set the variables of a task's environment that tell launchers of MPI about the job's VMs and our launcher. What
+    the user has set stays. Returns the files to remove after the task."""
+    if not vms:
+        return []
+    slots = list(zip((name for name, _, _ in vms), slots_of(environment, vms), strict=True))
+    files = [f"{DIRECTORY}/{os.getpid()}.{who}" for who in ("openmpi", "hydra")]
+    write(files[0], "".join(f"{name} slots={count}\n" for name, count in slots))
+    write(files[1], "".join(f"{name}:{count}\n" for name, count in slots))
+    ours = {
+        b"OMPI_MCA_plm": b"rsh",
+        b"OMPI_MCA_ras": b"^slurm",  # it would take nodes for hosts
+        b"OMPI_MCA_plm_rsh_agent": os.fsencode(LAUNCHERS[0]),
+        b"OMPI_MCA_orte_default_hostfile": os.fsencode(files[0]),
+        b"OMPI_MCA_routed_radix": RADIX,
+        b"HYDRA_LAUNCHER": b"ssh",
+        b"HYDRA_LAUNCHER_EXEC": os.fsencode(LAUNCHERS[1]),
+        b"HYDRA_HOST_FILE": os.fsencode(files[1]),
+    }
+    for name, value in ours.items():
+        # A step has the variables of the task that started it, whose files are in another VM.
+        if name not in environment or environment[name].startswith(os.fsencode(DIRECTORY)):
+            environment[name] = value
+    return files
+
+
+def slots_of(environment: dict[bytes, bytes], vms: JobVms) -> list[int]:
+    """The number of ranks for each VM: the tasks that the job has on its node, divided as srun divides them, at least
+    1. A step of fewer nodes does not know the tasks of all nodes: then the job counts as one that named none."""
+    each = max(number for _, _, number in vms) + 1
+    nodes = len(vms) // each
+    tasks = _counts(environment.get(b"SLURM_TASKS_PER_NODE", b""))
+    if len(tasks) != nodes:
+        cores = _counts(environment.get(b"SLURM_JOB_CPUS_PER_NODE", b""))
+        needed = max(_counts(environment.get(b"SLURM_CPUS_PER_TASK", b"")) or [1])
+        tasks = [count // max(needed, 1) for count in cores] if len(cores) == nodes else [0] * nodes
+    found = []
+    for count in tasks:
+        blocks = [0] * each
+        for task in range(count):
+            blocks[task * each // count] += 1
+        found += [max(1, block) for block in blocks]
+    return found
+
+
+def _counts(text: bytes) -> list[int]:
+    return [int(count) for count, times in COUNTS.findall(text) for _ in range(int(times or 1))]
+
+
+def remove_files(paths: list[str]) -> None:
+    for path in paths:
+        with suppress(OSError):
+            os.unlink(path)

@@ -1,48 +1,152 @@
-"""The agent itself: it answers the host's messages and watches the daemons."""
+"""The agent itself: it answers the host's messages, which come by a virtio port, and watches the daemons."""
+
+# ruff: noqa: PTH110, PTH112, PTH123, PTH208
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
 import select
 import time
 from typing import Any
 
-from multiverse.guest.agent.allowance import set_allowance
-from multiverse.guest.agent.audit import clone_facts, current_facts
-from multiverse.guest.agent.channel import HostChannel
-from multiverse.guest.agent.contract import MOST_WAIT, USER_ADDED, VERSION, GuestAgentError
-from multiverse.guest.agent.daemons import Children, DaemonProcess
-from multiverse.guest.agent.files import make_pipe
-from multiverse.guest.agent.functions import take_functions
-from multiverse.guest.agent.hotplug import count_cpus, use_plugged
+from multiverse.guest.agent.daemons import Children, DaemonProcess, stopped_pids
+from multiverse.guest.agent.devices import take_functions, take_regions
 from multiverse.guest.agent.identity import (
     StageTimer,
+    add_users,
+    clone_facts,
+    current_facts,
+    mount_one,
     set_host_names,
     set_names,
     set_random_state,
     write_node_files,
 )
-from multiverse.guest.agent.limits import raise_kernel_limits, raise_process_limits, use_huge_pages
-from multiverse.guest.agent.modules import load_on_demand
-from multiverse.guest.agent.mounts import mount_one
-from multiverse.guest.agent.mpi import JobVms, install_launcher
 from multiverse.guest.agent.network import interface, join_network, learn_names, set_mtu, set_network
-from multiverse.guest.agent.processes import ending, preload_job_programs
-from multiverse.guest.agent.regions import take_regions
-from multiverse.guest.agent.requests import install_commands, uncover
-from multiverse.guest.agent.stopped import stopped_pids
-from multiverse.guest.agent.syscalls import MNT_DETACH, unmount
+from multiverse.guest.agent.requests import JobVms, install_commands, install_launcher, uncover
+from multiverse.guest.agent.resources import (
+    count_cpus,
+    raise_kernel_limits,
+    raise_process_limits,
+    set_allowance,
+    use_huge_pages,
+    use_plugged,
+)
+from multiverse.guest.agent.system import (
+    DAEMON_TIMEOUT,
+    MAX_LINE,
+    MNT_DETACH,
+    MOST_WAIT,
+    PORT,
+    USER_ADDED,
+    VERSION,
+    GuestAgentError,
+    ending,
+    load_on_demand,
+    make_pipe,
+    preload_job_programs,
+    suppress,
+    unmount,
+)
 from multiverse.guest.agent.tasks import TaskListener
-from multiverse.guest.agent.users import add_users
+
+IDENTITY = b'{"type":"identity"'  # how an identity message begins
+FORKED = b'{"type":"forked"}\n'
+
+
+def find_port() -> str:
+    """The device of the virtio port that QEMU calls PORT. Waits for the driver to add it. Raises GuestAgentError."""
+    base = "/sys/class/virtio-ports"
+    deadline = time.monotonic() + DAEMON_TIMEOUT
+    while True:
+        for entry in os.listdir(base) if os.path.isdir(base) else ():
+            with open(f"{base}/{entry}/name") as file:
+                if file.read().strip() == PORT and os.path.exists(f"/dev/{entry}"):
+                    return f"/dev/{entry}"
+        if time.monotonic() > deadline:
+            raise GuestAgentError(f"the VM has no virtio port {PORT}")
+        time.sleep(0.01)
+
+
+class HostChannel:
+    """JSON lines over the virtio port, each at most `MAX_LINE` bytes, in both directions."""
+
+    def __init__(self, path: str) -> None:
+        self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self._buffer = bytearray()
+
+    def wait(self) -> list[dict[str, Any]]:
+        """Block until messages come; return none if the host closed its end. Clones continue in this read."""
+        while True:
+            data = os.read(self.fd, 65536)
+            if data.startswith(IDENTITY):
+                os.write(self.fd, FORKED)  # before anything else, because the host measures the fork by it
+            if not data:
+                self._buffer.clear()
+                return []
+            messages = self._feed(data)
+            if messages:
+                return messages
+
+    def watch(self) -> None:
+        """Never block from now on. SIGIO tells when the host opens its end; poll(2) cannot, it returns at once."""
+        fcntl.fcntl(self.fd, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(self.fd, fcntl.F_SETFL, os.O_NONBLOCK | os.O_ASYNC)
+
+    def send(self, type_: str, **fields: Any) -> None:
+        """Send a message. It is lost if no host reads it; the host asks again for what it must know."""
+        data = json.dumps({"type": type_, **fields}, separators=(",", ":")).encode() + b"\n"
+        while data:
+            try:
+                data = data[os.write(self.fd, data) :]
+            except BlockingIOError:
+                poller = select.poll()
+                poller.register(self.fd, select.POLLOUT)
+                if any(event & select.POLLHUP for _, event in poller.poll(5000)):
+                    return
+            except OSError:
+                return
+
+    def receive(self) -> tuple[list[dict[str, Any]], bool]:
+        """Messages that have arrived, and whether the host's end is open. Never blocks."""
+        messages: list[dict[str, Any]] = []
+        while True:
+            try:
+                data = os.read(self.fd, 65536)
+            except BlockingIOError:
+                return messages, True
+            except OSError:
+                return messages, False
+            if not data:
+                self._buffer.clear()  # an incomplete line will never be completed
+                return messages, False
+            messages += self._feed(data)
+
+    def _feed(self, data: bytes) -> list[dict[str, Any]]:
+        messages: list[dict[str, Any]] = []
+        self._buffer += data
+        while (end := self._buffer.find(b"\n")) >= 0:
+            line = bytes(self._buffer[:end])
+            del self._buffer[: end + 1]
+            try:
+                message = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(message, dict):
+                messages.append(message)
+        if len(self._buffer) > MAX_LINE:
+            self._buffer.clear()
+        return messages
+
 
 CLOCK_TOLERANCE = 0.5  # seconds; a smaller difference is not corrected, because daemons run
 
 
 class GuestAgent:
-    """Answers the host's messages and watches the daemons.
-
-    `wake` is a pipe into which each signal writes a byte (signal.set_wakeup_fd).
-    """
+    """Answers the host's messages and watches the daemons. `wake` is a pipe that gets a byte for each signal
+    (signal.set_wakeup_fd)."""
 
     def __init__(self, channel: HostChannel, wake: int) -> None:
         self.channel = channel
@@ -88,38 +192,29 @@ class GuestAgent:
 
     def handle(self, message: dict[str, Any]) -> None:
         """Do what a message asks for; ignore unknown ones. A failure is reported to the host and never raised."""
+        handlers: dict[str, Any] = {
+            "hello": lambda _: self.channel.send(**self.state),
+            "identity": self.take_identity,
+            "names": self.learn_names,
+            "add_user": self.add_user,
+            "audit": self.audit,
+            "flush": lambda _: self.flush(),
+            "join_job": self.join_job,
+            "serve_tasks": self.serve_tasks,
+            "take_functions": self.take_functions,
+            "take_regions": self.take_regions,
+        }
         try:
-            if message.get("type") == "identity":
-                self.take_identity(message)
-            elif message.get("type") == "flush":
-                self.flush()
-            elif message.get("type") == "add_user":
-                self.add_user(message)
-            elif message.get("type") == "names":
-                self.learn_names(message)
-            elif message.get("type") in ("join_job", "take_functions", "take_regions", "serve_tasks"):
-                self.handle_of_job(message)
-            elif message.get("type") == "audit":
-                facts = {**clone_facts(), **self.state.get("audit", {}), **current_facts()}
-                self.channel.send("audited", audit=facts)
-            elif message.get("type") == "hello":
-                self.channel.send(**self.state)
+            if handler := handlers.get(str(message.get("type"))):
+                handler(message)
         except GuestAgentError as error:
             self._report("failed", reason=str(error))
         except Exception as error:
             self._report("failed", reason=f"the agent failed: {type(error).__name__}: {error}")
 
-    def handle_of_job(self, message: dict[str, Any]) -> None:
-        """Do what a message to a VM inside of a job asks for."""
-        if message["type"] == "join_job":
-            self.join_job(message)
-        elif message["type"] == "take_functions":
-            self.take_functions(message)
-        elif message["type"] == "serve_tasks":
-            self.serve_tasks(message)
-        else:
-            take_regions(message)
-            self.channel.send("took_regions")
+    def audit(self, _: dict[str, Any]) -> None:
+        facts = {**clone_facts(), **self.state.get("audit", {}), **current_facts()}
+        self.channel.send("audited", audit=facts)
 
     def _report(self, type_: str, **fields: Any) -> None:
         """Send a message that also answers every later `hello`."""
@@ -180,22 +275,18 @@ class GuestAgent:
         if abs(message["time"] - time.time()) > CLOCK_TOLERANCE:
             time.clock_settime(time.CLOCK_REALTIME, message["time"])
         if self.user_added is not None:
-            try:
+            with suppress(BlockingIOError):  # the pipe is full of lines of earlier messages
                 os.write(self.user_added, b"\n" * MOST_WAIT)
-            except BlockingIOError:
-                pass  # the pipe is full of lines of earlier messages
         self.channel.send("user_added")
 
     @staticmethod
     def learn_names(message: dict[str, Any]) -> None:
         """Know the names of other VMs. Without room for them the VM serves its job all the same."""
-        try:
+        with suppress(OSError):
             learn_names(message["names"], message["gone"], message["whole"])
-        except OSError:
-            return
 
     def join_job(self, message: dict[str, Any]) -> None:
-        """Take the name and the address that the VM has among the VMs of its job, and know the names of all of them."""
+        """Take the VM's name and address in the network of its job, and know the names of the job's VMs."""
         if message["mtu"]:
             set_mtu(interface(), message["mtu"])
         join_network(interface(), message["address"], *self.own_address)
@@ -207,12 +298,15 @@ class GuestAgent:
         self.channel.send("joined_job")
 
     def take_functions(self, message: dict[str, Any]) -> None:
-        """Give the user of the VM's job the virtual functions that were plugged."""
         take_functions(message["ports"], message["uid"])
         self.channel.send("took_functions")
 
+    def take_regions(self, message: dict[str, Any]) -> None:
+        take_regions(message)
+        self.channel.send("took_regions")
+
     def serve_tasks(self, message: dict[str, Any]) -> None:
-        """Accept the tasks of the VM's job from now on, on connections that begin with the token of the message."""
+        """Accept the tasks of the VM's job, on connections that begin with the token of the message."""
         if self.tasks is None:
             self.tasks = TaskListener(self.mounts, self.job_vms)
             self.poller.register(self.tasks.sock, select.POLLIN)
@@ -221,21 +315,18 @@ class GuestAgent:
         self.channel.send("serving_tasks")
 
     def attend(self) -> None:
-        """Do what there is to do besides the host's messages."""
         self.report_ended_daemons()
         if self.tasks is not None:
             self.tasks.accept()
 
     def report_ended_daemons(self) -> None:
-        """Empty the wake-up pipe, collect children that have ended, report the daemons among them, and start these.
+        """Empty the wake-up pipe, collect children that have ended, and report and restart the daemons among them.
 
-        Without slurmd the scheduler would give a job up that goes on in the guest, and wait for the end of one that has
+        Without slurmd the scheduler would give up a job that goes on in the guest, and wait for the end of one that has
         ended, both for SlurmdTimeout seconds.
         """
-        try:
+        with suppress(BlockingIOError):
             os.read(self.wake, 4096)
-        except BlockingIOError:
-            pass
         for daemon in self.children.collect():
             how = f"{ending(daemon.status or 0)}: {daemon.log_tail()}"
             again = "started again after " if daemon.start_again() else ""

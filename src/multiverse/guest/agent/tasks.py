@@ -1,16 +1,15 @@
-"""The tasks of a job that has its VM inside its allocation: the host connects for each task and describes the command.
+"""The tasks of a job whose VM is inside its allocation: for each task the host connects and describes the command.
 
-A connection begins with a line of JSON from the agent of the host: the token of this VM, and the user. Frames follow,
-each a type of one byte, the length of its body in four bytes (most significant first) and the body, at most
-LONGEST_FRAME bytes. From the host: the description of the command (see `TaskCommand.frame`) up to X, which starts it;
+A connection begins with a line of JSON from the agent of the host: the token of this VM, and the user. Frames follow: a
+type of one byte, the length of the body in four bytes (most significant first), and the body, at most LONGEST_FRAME
+bytes. Types of frames from the host: the description of the command (`TaskCommand.frame`) up to X, which starts it;
 then I input, Z the end of the input, S a signal (a byte with its number, and `1` for the command alone or `a` for its
-other processes), W rows and columns of the terminal. To the host: O output, D errors, K how many more bytes of input
-there is room for, M why the command could not be started, and last Q its wait status. V names a request for one of
-Slurm's commands (`requests`): the host makes a connection that begins with the same V, or answers N. J are bytes of a
-stream of Slurm's PMI (`pmi`), in both directions: they follow its number, and a number alone is its end. In the
-description, it says that there is a stream for the command to inherit.
+other processes), W rows and columns of the terminal. Types to the host: O output, D errors, K room for that many more
+bytes of input, M why the command could not be started, and last Q its wait status. V names a request for one of Slurm's
+commands (`requests`): the host makes a connection that begins with the same V, or answers N. J is in both directions:
+the number of a stream of PMI (`PmiStreams`) and its bytes; a number alone ends the stream.
 
-Each task has a process of its own, forked from the agent, which ends with the connection; and with it the command.
+Each task has a process of its own, forked from the agent. It ends with the connection, and the command ends with it.
 """
 
 from __future__ import annotations
@@ -24,11 +23,8 @@ import struct
 import time
 
 from multiverse.guest.agent.command import TaskCommand
-from multiverse.guest.agent.contract import LONGEST_FRAME, TASKS_PORT, GuestAgentError
-from multiverse.guest.agent.files import read
-from multiverse.guest.agent.mpi import JobVms, prepare_mpi, remove_files
-from multiverse.guest.agent.requests import CommandRequests, hand_over
-from multiverse.guest.agent.syscalls import sync_file_system
+from multiverse.guest.agent.requests import CommandRequests, JobVms, hand_over, prepare_mpi, remove_files
+from multiverse.guest.agent.system import LONGEST_FRAME, TASKS_PORT, GuestAgentError, read, suppress, sync_file_system
 
 DESCRIPTION_TIMEOUT = 30.0  # seconds for the host to describe the command
 OUTPUT_TIMEOUT = 5.0  # seconds for the output to end after its last process was killed
@@ -54,8 +50,8 @@ class TaskListener:
     def accept(self) -> None:
         """Start a process for each connection that has come from the agent of the host. Never blocks.
 
-        Any process of the host can connect. Those without the token must not have processes here, of which there would
-        be no limit: this process must not fail, because the VM ends with it.
+        Any process of the host can connect. One without the token gets no process here, because their number would have
+        no limit: this process must not fail, because the VM ends with it.
         """
         for _ in range(ACCEPTED_AT_ONCE):
             try:
@@ -63,8 +59,11 @@ class TaskListener:
             except OSError:
                 return
             with connection:
-                if self._is_greeted(connection) and not self._fork():
-                    self._serve(connection)
+                try:
+                    if self._is_greeted(connection) and not os.fork():
+                        self._serve(connection)
+                except OSError as error:  # as for want of memory
+                    os.write(2, f"task: {error}\n".encode())
 
     def _is_greeted(self, connection: socket.socket) -> bool:
         """Whether a greeting with the token has come. `TaskRelay` reads it."""
@@ -73,14 +72,6 @@ class TaskListener:
         except OSError:
             return False
         return bool(end and self.token) and self.token.encode() in line
-
-    def _fork(self) -> int:
-        """As os.fork; a failure, as for want of memory, is as if there were a child."""
-        try:
-            return os.fork()
-        except OSError as error:
-            os.write(2, f"task: {error}\n".encode())
-            return -1
 
     def _serve(self, connection: socket.socket) -> None:
         """In the child: run one task, and end."""
@@ -99,7 +90,7 @@ class TaskListener:
 
 
 class TaskRelay:
-    """Carries one task. `mounts` are the file systems that are written back before the task ends, `vms` the job's."""
+    """Carries one task. `mounts` are written back before the task ends. `vms` are the job's VMs."""
 
     def __init__(self, connection: socket.socket, token: str, mounts: list[str], vms: JobVms) -> None:
         self._connection, self._token, self._mounts, self._vms = connection, token, mounts, vms
@@ -115,7 +106,6 @@ class TaskRelay:
         self._mpi: list[str] = []  # files for launchers of MPI
 
     def run(self) -> None:
-        """Run the task to its end."""
         self._connection.settimeout(DESCRIPTION_TIMEOUT)
         self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if not self._greeted():
@@ -144,7 +134,7 @@ class TaskRelay:
         self._flush()
 
     def _greeted(self) -> bool:
-        """Read who the user is, and check that the agent of the host says so."""
+        """Read the user, and check the token of the host's agent."""
         line = self._line()
         try:
             who = json.loads(line)
@@ -166,7 +156,7 @@ class TaskRelay:
         return line
 
     def _describe(self) -> bytes:
-        """Read the description of the command; or the name of a request, for which this connection is."""
+        """Read the description of the command. If the connection is for a request, returns the name of the request."""
         while True:
             while frame := self._next_frame():
                 if frame[0] == b"X":
@@ -180,7 +170,7 @@ class TaskRelay:
             self._received += data
 
     def _next_frame(self) -> tuple[bytes, bytes] | None:
-        """Type and body of the next frame, if all of it has come."""
+        """Type and body of the next frame, if it has come whole."""
         if len(self._received) < 5:
             return None
         (length,) = struct.unpack_from(">I", self._received, 1)
@@ -203,10 +193,8 @@ class TaskRelay:
             os.set_blocking(fd, False)
         self._connection.setblocking(False)
 
-    # --- carrying -------------------------------------------------------------------------------------
-
     def _carry(self) -> int:
-        """Carry input, output and signals until the command and its output have ended; the wait status."""
+        """Carry input, output and signals until the command and its output have ended. Returns the wait status."""
         process = os.pidfd_open(self._command.pid)
         status, deadline = -1, 0.0
         while status < 0 or (self._files and not self._host_gone and time.monotonic() < deadline):
@@ -214,7 +202,11 @@ class TaskRelay:
             self._receive()
             self._write_input()
             self._read_output()
-            self._pass_requests()
+            if self._requests is not None:
+                self._requests.attend()
+                for name in self._requests.outgoing:
+                    self._frame(b"V", name)
+                self._requests.outgoing.clear()
             if len(self._unsent) < ROOM:
                 self._pass_streams()
             self._send()
@@ -230,7 +222,6 @@ class TaskRelay:
         return status
 
     def _wait(self, process: int) -> None:
-        """Wait until there is something to do."""
         wanted = {self._connection.fileno(): select.POLLIN | (select.POLLOUT if self._unsent else 0)}
         if self._host_gone:
             wanted = {}
@@ -269,7 +260,10 @@ class TaskRelay:
         elif kind == b"Z":
             self._input_ended = True
         elif kind == b"S":
-            self._signal(body[0], everyone=body[1:2] == b"a")
+            # Stopping by the terminal's signal does nothing to processes without a shell above them.
+            number = signal.SIGSTOP if body[0] == signal.SIGTSTP else body[0]
+            with suppress(OSError):
+                command.send_signal(number, everyone=body[1:2] == b"a")
         elif kind == b"N" and self._requests is not None:
             self._requests.refuse(body)
         elif kind == b"J":
@@ -278,20 +272,6 @@ class TaskRelay:
             rows, columns = body.split()
             for fd in self._files:
                 command.set_window(fd, (int(rows), int(columns)))
-
-    def _signal(self, number: int, *, everyone: bool) -> None:
-        try:
-            # Stopping by the terminal's signal does nothing to processes without a shell above them.
-            self._command.send_signal(signal.SIGSTOP if number == signal.SIGTSTP else number, everyone=everyone)
-        except OSError:
-            return
-
-    def _pass_requests(self) -> None:
-        if self._requests is not None:
-            self._requests.attend()
-            for name in self._requests.outgoing:
-                self._frame(b"V", name)
-            self._requests.outgoing.clear()
 
     def _pass_streams(self) -> bool:
         frames = self._command.streams.carry()
@@ -351,7 +331,7 @@ class TaskRelay:
 
     def _flush(self) -> None:
         """Send all that is left, however long the host takes to read it."""
-        try:
+        with suppress(OSError):
             self._connection.settimeout(None)
             self._connection.sendall(self._unsent)
             self._connection.shutdown(socket.SHUT_WR)
@@ -359,11 +339,9 @@ class TaskRelay:
             self._connection.settimeout(LINGER)
             while self._connection.recv(65536):
                 pass
-        except OSError:
-            return
 
     def _tell_of_memory(self) -> None:
-        """Slurm counts what is killed in the job's control groups on the host, and nothing of that is in these."""
+        """Tell the user that processes were killed: Slurm sees only the job's control groups on the host."""
         total = read("/proc/meminfo").split()[1]
         end = b"\r\n" if self._command.has_terminal else b"\n"
         told = f"multiverse: the VM of this job ran out of memory ({int(total) >> 10} MiB), and processes were killed"
@@ -371,14 +349,12 @@ class TaskRelay:
 
     def _write_back(self) -> None:
         for mount in self._mounts:
-            try:
+            with suppress(OSError):
                 sync_file_system(mount)
-            except OSError:
-                continue
 
 
 def _killed_for_memory() -> int:
-    """How many processes of this guest the kernel has killed because there was no memory left."""
+    """The number of processes of this guest that the kernel has killed because no memory was left."""
     for line in read("/proc/vmstat").splitlines():
         name, _, count = line.partition(" ")
         if name == "oom_kill":

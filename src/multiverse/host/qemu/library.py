@@ -1,4 +1,4 @@
-"""The host library for QEMU: everything that is done with VMs on one machine, from values alone.
+"""The host library for QEMU: all operations on the VMs of one machine.
 
 It needs no controller, database, settings or event loop. Several processes may use it for the same host at once, as
 long as they agree on its directories. Calls block; they may be made from any thread. All calls that change something
@@ -26,33 +26,31 @@ from multiverse.guest.protocol import (
     take_regions_message,
 )
 from multiverse.host import manifest, namespaces, path_security, process
-from multiverse.host.qemu import creation, removal, start, templates
+from multiverse.host.manifest import Specification
+from multiverse.host.network import open_tap, set_isolated
+from multiverse.host.qemu import lifecycle, templates
+from multiverse.host.qemu.channels import AgentChannel, Monitor
 from multiverse.host.qemu.context import HostContext, QemuHostConfig
-from multiverse.host.qemu.functions import plug_functions
+from multiverse.host.qemu.hotplug import allocate_regions, allocation_group, plug_functions, plug_regions, region_places
 from multiverse.host.qemu.machine import PORTS, Accelerator
 from multiverse.host.qemu.observation import HostObserver
-from multiverse.host.qemu.qmp import Monitor
-from multiverse.host.qemu.regions import allocate_regions, allocation_group, plug_regions, region_places
-from multiverse.host.specification import Specification
-from multiverse.host.tap import open_tap, set_isolated
 from multiverse.host.vxlan import members_owner
 from multiverse.images.catalog import Image
 from multiverse.system.shared_memory import SharedMemory
 
-__all__ = ["QemuHost", "QemuHostConfig", "Specification"]
-
 _ANSWER_TIMEOUT = 10.0  # seconds for an answer that needs no work; a guest may be busy
-_DRIVER_TIMEOUT = 240.0  # seconds until a guest has found and taken functions: see `guest.agent.functions`
+_DRIVER_TIMEOUT = 240.0  # seconds until a guest has found and taken functions: see `guest.agent.devices`
 _PLUG_TIMEOUT = 60.0  # seconds for devices to appear in a guest
 _OPEN_FILES = 65536
+_GIVEN = {"took_functions": "virtual functions", "took_regions": "shared memory"}
 
 
 class QemuHost:
     """One host. Its errors are those of `core.errors`."""
 
     def __init__(self, config: QemuHostConfig) -> None:
-        """Set up the library. Raises `Refused` if there is no such QEMU, and `Broken` if KVM is wanted and does not run
-        guests. On the host it only writes its caches and its firewall table."""
+        """Raises `Refused` if there is no such QEMU, and `Broken` if KVM is wanted and does not run guests. On the host
+        this only writes caches and the firewall's table."""
         self.config = config
         _raise_file_limit()
         process.set_all_close_on_exec()
@@ -62,12 +60,11 @@ class QemuHost:
 
     @property
     def accelerator(self) -> Accelerator:
-        """How guests' instructions are executed: by KVM, or emulated."""
         return self._context.accelerator
 
     def check(self) -> None:
-        """Make the host's directories. Raises `Refused` or `Broken` with what this process is not permitted to do: VMs
-        need users, namespaces and taps of their own, and directories that nobody else can write to."""
+        """Make the host's directories. Raises `Refused` or `Broken` if this process may not give VMs users, namespaces
+        and taps of their own, or if others can write to the directories."""
         config = self.config
         self._context.uids.check()
         os.close(open_tap("mvt%d", None))
@@ -88,7 +85,7 @@ class QemuHost:
 
     def close(self) -> None:
         """End all connections and builds of templates; calls that still wait end with an error. VMs and finished
-        templates stay as they are."""
+        templates stay."""
         self._closed = True
         for name in templates.list_builds(self.config.templates):
             templates.kill_builds(self.config.templates, name)
@@ -96,10 +93,8 @@ class QemuHost:
         self._context.connections.shut_down()
         self._context.outputs.close()
 
-    # --- observing ------------------------------------------------------------------------------------
-
     def observe(self) -> HypervisorView:
-        """The host, its templates and its VMs, also what is left of dead ones."""
+        """The host, its templates and its VMs, with the remains of dead ones."""
         return self._observer.observe()
 
     def resume_paused(self) -> None:
@@ -107,15 +102,15 @@ class QemuHost:
         self._context.paused.resume()
 
     def measure(self) -> Mapping[str, tuple[float, float, float]]:
-        """(CPU seconds, unique MiB, proportional MiB) of each VM that lives. Takes a millisecond or more for each."""
+        """See `HostObserver.measure`."""
         return self._observer.measure()
 
     def list_vms(self) -> list[str]:
-        """The names of all VMs of which a part exists."""
+        """The names of all VMs, also of those that exist in part."""
         return [path.name for path in self._observer.vm_directories()]
 
     def image_abilities(self, name: str) -> frozenset[str]:
-        """What guests of that image can do here, as an observation shows it; nothing if there is no such image."""
+        """The abilities of guests of that image on this host; none if there is no such image."""
         try:
             found = self._context.images.found(name)
         except Refused:
@@ -123,22 +118,19 @@ class QemuHost:
         return self._context.abilities.abilities(found)
 
     def audit(self, name: str) -> Mapping[str, str | int]:
-        """What the guest said of itself when this process started it: digests of its ids and of random bytes, CPUs,
+        """The facts that the guest sent when this process started it: digests of its ids and of random bytes, CPUs,
         memory. Empty if this process did not start it."""
         return self._context.connections.audit(name)
 
     def examine(self, name: str) -> Mapping[str, str | int]:
-        """What a running guest says of itself now, and said when it was started. `skew` is how far its clock is from
-        ours, in milliseconds beyond what asking took. Raises `Gone` if it is not started, `Unknown` if it does not
-        answer."""
+        """Current facts of a running guest, with those of its start. `skew` is how far its clock is from ours, in
+        milliseconds beyond what asking took. Raises `Gone` if it is not started, `Unknown` if it does not answer."""
         channel = self._context.connections.started_channel(name)
         asked = time.time_ns() // 1_000_000
         facts = dict(channel.ask(AUDIT, "audited", _ANSWER_TIMEOUT).audit)
         answered = -(-time.time_ns() // 1_000_000)
         now = int(facts.pop("now", 0))
         return {**facts, "skew": min(0, now - asked) or max(0, now - answered)}
-
-    # --- templates ------------------------------------------------------------------------------------
 
     def build_template(self, which: TemplateKey, abandoned: Callable[[], bool] = lambda: False) -> list[Stage]:
         """Boot and freeze a template; templates that cannot be used any more are removed first.
@@ -195,27 +187,24 @@ class QemuHost:
         self._context.sealed.discard(self.config.templates / name / "memory")
         templates.delete(self.config.templates, name)
 
-    # --- VMs ------------------------------------------------------------------------------------------
-
     def share_memory(self, spec: Specification, ids: Sequence[str], size: int) -> SharedMemory:
-        """Memory that this VM inside of a job is to share with others like it: a region of `size` MiB for each of these
-        ids. Raises `Refused` if such a VM has no room for them, and what `allocate_regions` raises."""
+        """Memory for this VM inside of a job to share with others: a region of `size` MiB for each id. Raises `Refused`
+        if such a VM has no room for them, and what `allocate_regions` raises."""
         region_places(len(ids), size, len(PORTS) - spec.functions)
         return allocate_regions(self._context.groups(spec.job_groups), allocation_group(spec.name), ids, size)
 
     def forget_sharing(self, name: str, job_groups: Sequence[str]) -> None:
-        """Remove what a process that ended within `share_memory` for the VM of that name may have left. Absent is
-        success."""
+        """Remove the remains of a process that ended within `share_memory` for that VM. Absent is success."""
         self._context.groups(job_groups).remove(allocation_group(name))
 
     def create(self, spec: Specification, memory: SharedMemory | None = None) -> list[Stage]:
-        """Create a VM, paused and without an identity. See `creation.create`."""
-        return creation.create(self._context, spec, memory)
+        """Create a VM, paused and without an identity. See `lifecycle.create`."""
+        return lifecycle.create(self._context, spec, memory)
 
     def start(self, name: str, size: Size, identity: Identity, token: str = "") -> list[Stage]:
-        """Give a VM its size and its identity and let it run, until its daemons have been started, and it accepts the
-        tasks of its job, if it is to. See `start.start`."""
-        stages = start.start(self._context, name, size, identity, token)
+        """Give a VM its size and identity and let it run until its daemons have been started, and, inside of a job,
+        until it accepts tasks. See `lifecycle.start`."""
+        stages = lifecycle.start(self._context, name, size, identity, token)
         if (tasks := identity.tasks) is not None:
             guest = JobGuest(tasks.hostname, identity.address, tasks.hosts, tasks.vms, tasks.nodes, mtu=0)
             self.join_job(name, guest)
@@ -223,9 +212,9 @@ class QemuHost:
         return stages
 
     def add_user(self, name: str, user: User, group: int = 0, token: str = "") -> None:
-        """Add a user to a guest that has been started, and set its clock; before the user's job can begin, let the VM
-        reach this group, if it is not 0. Raises `Gone` if it is not started, `Unknown` if it does not answer,
-        `Broken` if it reports a failure, and what `manifest.refuse_other` raises."""
+        """Add a user to a started guest, and set its clock. Before the user's job can begin, the VM may reach `group`,
+        if it is not 0. Raises `Gone` if the VM is not started, `Unknown` if it does not answer, `Broken` if it reports
+        a failure, and what `manifest.refuse_other` raises."""
         self._context.check_name(name)
         manifest.refuse_other(manifest.read(self._context.paths(name).home), token)
         channel = self._context.connections.started_channel(name)
@@ -240,7 +229,7 @@ class QemuHost:
                 manifest.write(home, replace(known, users_added=(*known.users_added, user.uid)))
 
     def _join_group(self, name: str, group: int) -> None:
-        """Let a VM that has had no group reach this one. Again is success."""
+        """Let a VM that has had no group reach this one."""
         home, firewall = self._context.paths(name).home, self._context.firewall
         with manifest.locked(home, create=False):
             known = manifest.read(home)
@@ -254,8 +243,8 @@ class QemuHost:
                 set_isolated(name, False)
 
     def tell(self, members: Collection[Member], gone: Collection[str], *, whole: bool) -> None:
-        """Let VMs reach each other, by address and by name, as the controller tells: see `ports.Groups.tell`. Raises
-        `Exhausted` or `Broken` if a part of it failed; then the controller tells all again."""
+        """Let VMs reach each other, by address and by name: see `ports.Groups.tell`. Raises `Exhausted` or `Broken` if
+        a part of it failed; then the controller tells all again."""
         firewall, vxlan = self._context.firewall, self._context.vxlan
         for name in firewall.learn(members, gone, whole=whole):
             set_isolated(name, False)
@@ -279,51 +268,42 @@ class QemuHost:
         raise Gone(f"there is no VM {name}", hint="create it first")
 
     def join_job(self, name: str, guest: JobGuest) -> None:
-        """Give the guest of a VM inside of a job its name and its address in the job's network,
-        and tell it of the job's VMs. Raises `Gone` if it is not started, `Unknown` if it does
-        not answer, and `Broken` if it reports a failure."""
+        """Give the guest of a VM inside of a job its name and address in the job's network, and the job's VMs. Raises
+        `Gone` if it is not started, `Unknown` if it does not answer, and `Broken` if it reports a failure."""
         channel = self._context.connections.started_channel(name)
         channel.ask(join_job_message(guest), "joined_job", _ANSWER_TIMEOUT)
 
     def plug_functions(self, name: str, uid: int) -> None:
-        """Plug the virtual functions that a running VM was created with, and make the guest give them to that user.
-        Raises `Gone` if it is not started, and `Broken` if QEMU refuses one, or the guest cannot use it."""
+        """Plug the virtual functions of a running VM, and make the guest give them to that user. Raises `Gone` if it is
+        not started, and `Broken` if QEMU refuses one, or the guest cannot use it."""
         channel = self._context.connections.started_channel(name)
-        ports = plug_functions(self._context, name)
-        try:
-            channel.ask(take_functions_message(ports, uid), "took_functions", _DRIVER_TIMEOUT)
-        except Unknown as error:
-            hint = "is its image of this release? Build it again"
-            raise Broken(f"the guest of VM {name} did not take its virtual functions", hint=hint) from error
+        message = take_functions_message(plug_functions(self._context, name), uid)
+        _give(channel, name, message, "took_functions", _DRIVER_TIMEOUT)
 
     def return_functions(self) -> None:
-        """Return the virtual functions that are recorded for VMs of which no part exists."""
+        """Return the virtual functions that are recorded for VMs that do not exist."""
         self._context.functions.release_unclaimed(lambda name: (self.config.vms / name).exists())
 
     def serve_tasks(self, name: str, token: str, directory: str) -> None:
-        """Make the guest accept the tasks of the job that its VM is inside of, on connections to its `TASKS_PORT` that
-        begin with this token. The host has Slurm's commands in `directory`. Raises `Gone` if it is not started,
-        `Unknown` if it does not answer."""
+        """Make the guest accept the tasks of its job, on connections to its `TASKS_PORT` that begin with this token.
+        The host has Slurm's commands in `directory`. Raises `Gone` if it is not started, `Unknown` if it does not
+        answer."""
         channel = self._context.connections.started_channel(name)
         channel.ask(serve_tasks_message(token, directory), "serving_tasks", _ANSWER_TIMEOUT)
 
     def plug_regions(self, name: str, memory: SharedMemory, uid: int) -> None:
-        """Plug the memory that a running VM was created with, and make the guest give it to that user: see
-        `guest.agent.regions`. Raises `Gone` if it is not started, `Unknown` if its QEMU does not answer, and `Broken`
-        if QEMU refuses it or the guest does not take it."""
+        """Plug the shared memory of a running VM, and make the guest give it to that user (`guest.agent.devices`).
+        Raises `Gone` if it is not started, `Unknown` if its QEMU does not answer, and `Broken` if QEMU refuses it or
+        the guest does not take it."""
         channel = self._context.connections.started_channel(name)
         places = region_places(len(memory.fds), memory.size)
         with Monitor.connect(self._context.paths(name).monitor) as monitor:
             plug_regions(monitor, name, places)
         devices = [(PORTS[place.port], place.function) for place in places]
-        try:
-            channel.ask(take_regions_message(devices, uid), "took_regions", _PLUG_TIMEOUT)
-        except Unknown as error:
-            hint = "is its image of this release? Build it again"
-            raise Broken(f"the guest of VM {name} does not take its shared memory", hint=hint) from error
+        _give(channel, name, take_regions_message(devices, uid), "took_regions", _PLUG_TIMEOUT)
 
     def control_groups(self, name: str, job_groups: Sequence[str]) -> list[str]:
-        """The directories of the control groups of the QEMU of a VM, which is inside the job that has these."""
+        """The directories of the control groups of a VM inside the job that has these groups."""
         return self._context.groups(job_groups).directories(name)
 
     def open_process(self, name: str) -> int:
@@ -335,19 +315,27 @@ class QemuHost:
         return handle
 
     def kill(self, names: Collection[str]) -> None:
-        """Kill the QEMUs of these VMs at once: wait neither for their ends nor for whoever holds a VM's lock. `destroy`
-        removes what is left, and ends a QEMU that is not recorded. Absent is success."""
+        """Kill the QEMUs of these VMs at once, without waiting for their ends or for a VM's lock. `destroy` removes the
+        rest, and ends a QEMU that is not recorded. Absent is success."""
         for name in names:
             if (known := manifest.read(self._context.paths(name).home)) is not None:
                 process.kill(known.process, timeout=0.0)
 
     def destroy(self, name: str, grace: float, token: str = "") -> None:
-        """End a VM and remove all of it. See `removal.destroy`."""
-        removal.destroy(self._context, name, grace, token)
+        """End a VM and remove all of it. See `lifecycle.destroy`."""
+        lifecycle.destroy(self._context, name, grace, token)
 
     def _check_host(self, host: str) -> None:
         if host != self.config.host:
             raise Gone(f"there is no host {host}", hint=f"this is {self.config.host}")
+
+
+def _give(channel: AgentChannel, name: str, message: bytes, answer: str, timeout: float) -> None:
+    try:
+        channel.ask(message, answer, timeout)
+    except Unknown as error:
+        hint = "is its image of this release? Build it again"
+        raise Broken(f"the guest of VM {name} did not take its {_GIVEN[answer]}", hint=hint) from error
 
 
 def _raise_file_limit() -> None:

@@ -31,7 +31,7 @@ _NO_RANDOMIZATION = ("norandmaps",)
 
 
 class Feature(StrEnum):
-    """What VMs of a host can have if the host can do it. Operators see these names."""
+    """Features of VMs that a host may support. Operators see these names."""
 
     VHOST_NET = "vhost-net"  # the kernel moves a VM's frames; its QEMU does not
     HUGE_PAGES = "huge-pages"  # plugged memory consists of pages of 2 MiB
@@ -41,15 +41,12 @@ class Feature(StrEnum):
 
 @dataclass(frozen=True)
 class Accelerator:
-    """How guests' instructions are executed: `kvm` or `tcg` (emulation). `tb_size` is the size in MiB of emulation's
-    cache of translated code; 0 means QEMU's own default, one GiB. `relocates` says that emulation finds translated code
-    again when the same program lies at another address. `tsc_khz` is the frequency in kHz of the host's time-stamp
-    counter, 0 if it is not known."""
+    """How guests' instructions are executed."""
 
-    name: str
-    tb_size: int = 0
-    relocates: bool = True
-    tsc_khz: int = 0
+    name: str  # `kvm` or `tcg` (emulation)
+    tb_size: int = 0  # MiB of emulation's cache of translated code; 0: QEMU's own default, one GiB
+    relocates: bool = True  # emulation finds translated code again when the same program lies at another address
+    tsc_khz: int = 0  # frequency of the host's time-stamp counter; 0: unknown
 
     @property
     def options(self) -> str:
@@ -66,7 +63,6 @@ class Accelerator:
         return memory + 256 + (0 if self.name == "kvm" else self.tb_size or 1024)  # accel/tcg/region.c
 
     def devices(self) -> tuple[Path, ...]:
-        """The devices that QEMU opens for it."""
         device = Path("/dev/kvm")
         return (device,) if self.name == "kvm" and device.exists() else ()
 
@@ -84,10 +80,10 @@ class Accelerator:
 
     @property
     def clock(self) -> tuple[str, ...]:
-        """What the kernel's command line says of the clock. An emulated CPU shows the host's time-stamp counter
-        (softmmu/cpu-timers.c). A guest that waits for the host's CPU while it measures that counter against a timer
-        gets a frequency that is several times too low (seen: 976 instead of 2596 MHz on a busy host), and its clock is
-        too fast for as long as it lives."""
+        """The kernel's parameters for the clock. An emulated CPU shows the host's time-stamp counter
+        (softmmu/cpu-timers.c). A guest that waits for the host's CPU while it measures that counter gets a frequency
+        that is several times too low (seen: 976 instead of 2596 MHz on a busy host), and its clock is too fast as long
+        as it lives."""
         return (f"tsc_early_khz={self.tsc_khz}",) if self.tsc_khz and self.name != "kvm" else ()
 
 
@@ -112,43 +108,35 @@ class RegionPlace:
 
 @dataclass(frozen=True)
 class Wiring:
-    """What one QEMU is connected to: the descriptors of its listening sockets and of its tap, and its console's log.
-    `vhost` is the descriptor of /dev/vhost-net, for a machine with that feature."""
-
-    monitor: int
-    agent: int
+    monitor: int  # a listening socket
+    agent: int  # a listening socket
     tap: int
     console: Path
-    vhost: int | None = None
+    vhost: int | None = None  # /dev/vhost-net, for a machine with that feature
 
 
 @dataclass(frozen=True)
 class QemuMachine:
-    """One VM, as QEMU is to create it. `limits` is the size that it can have after plugging. With `waits_for_room` the
-    guest is paused when the host's disk is full (see `full_disk`); otherwise it sees an error. Other errors, as of a
-    file that exceeds RLIMIT_FSIZE, are the guest's in any case. `HUGE_PAGES` is no feature of a machine: see `hotplug`.
-    `mtu` is the largest packet that its interface sends; 0: Ethernet's 1500 bytes. `regions` are memory that it shares
-    with others, of no device until that is plugged.
-    """
-
     name: str
     accelerator: Accelerator
     cpus: int
     memory: Memory
-    limits: Size
+    limits: Size  # that it can have after plugging
     disk: Path
     disk_format: str
     mac: str
     kernel: Path
     initrd: Path
     cmdline: str
+    # The guest is paused when the host's disk is full (see `PausedGuests`); otherwise it sees an error. Other errors,
+    # as of a file that exceeds RLIMIT_FSIZE, are the guest's in any case.
     waits_for_room: bool = True
-    features: frozenset[Feature] = frozenset()
-    mtu: int = 0
-    regions: tuple[Memory, ...] = ()
+    features: frozenset[Feature] = frozenset()  # without HUGE_PAGES, which is for `hotplug`
+    mtu: int = 0  # the largest packet that its interface sends; 0: Ethernet's 1500 bytes
+    regions: tuple[Memory, ...] = ()  # memory that it shares with others, before a device for it is plugged
 
     def shape(self) -> list[str]:
-        """The arguments that must be the same for a template and its clones. The others may differ."""
+        """The arguments that must be the same for a template and its clones."""
         memory = f"{self.memory.size}M"
         if self.limits.memory > self.memory.size:
             memory += f",slots={DIMMS},maxmem={self.limits.memory}M"
@@ -164,7 +152,6 @@ class QemuMachine:
         return argv
 
     def argv(self, binary: str, wiring: Wiring, *, paused: bool, incoming: bool = False) -> list[str]:
-        """The whole command line of QEMU."""
         argv = [binary, "-name", self.name, "-nodefaults", "-no-user-config", "-display", "none", "-vga", "none",
                 "-no-reboot", "-action", "panic=shutdown,watchdog=shutdown", "-rtc", "base=utc",
                 "-global", "migration.x-events=on", "-sandbox", _SANDBOX]  # fmt: skip
@@ -194,8 +181,7 @@ class QemuMachine:
         return argv
 
     def disk_argv(self) -> list[str]:
-        """The arguments for the disk. The files below an overlay are opened as usual, so that all clones share what is
-        cached of them."""
+        """Files below an overlay are opened as usual, so that all clones share what is cached of them."""
         on_error = f"werror={'enospc' if self.waits_for_room else 'report'},rerror=report"
         native = ",cache.direct=on,aio=native" if Feature.NATIVE_AIO in self.features else ""
         argv, served = [], ""
@@ -207,7 +193,6 @@ class QemuMachine:
                 ]  # fmt: skip
 
     def network_argv(self, wiring: Wiring) -> list[str]:
-        """The arguments for the interface."""
         vhost = f",vhost=on,vhostfd={wiring.vhost}" if wiring.vhost is not None else ""
         mtu = f",host_mtu={self.mtu}" if self.mtu else ""
         quiet = "romfile=,guest_announce=off"  # no boot ROM; a clone announces itself once it has its address
@@ -217,7 +202,6 @@ class QemuMachine:
 
 
 def region_id(number: int) -> str:
-    """What QEMU calls the memory of a region."""
     return f"region{number}"
 
 

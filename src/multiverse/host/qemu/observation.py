@@ -1,5 +1,5 @@
-"""Observing a host: its manifests and /proc tell how its VMs are. No program is run, and no QEMU is asked but one that
-may be paused (`full_disk`)."""
+"""Observing a host: manifests and /proc show the state of its VMs. No program is run, and no QEMU is asked unless it
+may be paused (`PausedGuests`)."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from multiverse.core.model import (
     VmCondition,
     VmSeen,
 )
-from multiverse.host import manifest, process, tap
+from multiverse.host import manifest, network, process
 from multiverse.host.manifest import Manifest, VmPhase
 from multiverse.host.qemu import templates
 from multiverse.host.qemu.context import HostContext
-from multiverse.host.qemu.full_disk import REASON, available_disk
+from multiverse.host.qemu.disks import REASON, available_disk
 
 log = structlog.get_logger(__name__)
 
@@ -51,7 +51,6 @@ class HostObserver:
         self._uplink_rate = 0
 
     def observe(self) -> HypervisorView:
-        """The host, its templates and its VMs, also what is left of dead ones."""
         seen = {path.name: self._vm(path) for path in self.vm_directories()}
         self._host.paused.keep_only(seen)
         for gone in (set(self._manifests) | set(self._figures) | set(self._reasons)) - set(seen):
@@ -62,7 +61,6 @@ class HostObserver:
         return HypervisorView({host.name: host}, seen, ready)
 
     def forget(self, name: str) -> None:
-        """Remember nothing of a VM that does not exist any more."""
         self._manifests.pop(name, None)
         self._figures.pop(name, None)
         self._reasons.pop(name, None)
@@ -77,7 +75,7 @@ class HostObserver:
         return found
 
     def vm_directories(self) -> list[Path]:
-        """The directory of each VM of which a part exists: an interrupted creation may have left any."""
+        """The directory of each VM that exists in part at least: an interrupted creation may have left any."""
         config = self._host.config
         found: dict[str, Path] = {}
         for place in (config.vms, config.run):
@@ -109,14 +107,14 @@ class HostObserver:
         )
 
     def _capacity(self) -> Size:
-        """What is declared, with the bandwidth that the uplink reports if none is. An uplink that is down reports none:
-        then it has what it had before. Without a firewall nothing would limit VMs to what they claim."""
+        """The declared capacity. Bandwidth that is not declared is that of the uplink; while the uplink is down, its
+        last one. Without a firewall VMs could claim no bandwidth, because nothing would limit them."""
         capacity = self._host.config.capacity
         if not self._host.firewall.in_use:
             return replace(capacity, net=0)
         if capacity.net or not self._host.config.uplink:
             return capacity
-        self._uplink_rate = tap.link_rate(self._host.config.uplink) or self._uplink_rate
+        self._uplink_rate = network.link_rate(self._host.config.uplink) or self._uplink_rate
         return replace(capacity, net=self._uplink_rate)
 
     def _templates(self) -> list[TemplateSeen]:
@@ -178,8 +176,8 @@ class HostObserver:
         return measured
 
     def _measured(self, seen: VmSeen, known: Manifest) -> VmSeen:
-        """With what the VM takes. It is measured every few seconds, which is less often than it is observed; then what
-        it has printed is copied too."""
+        """Add what the VM uses. It is measured every few seconds, which is less often than it is observed; then its
+        output is copied too."""
         now = time.monotonic()
         since, before = self._figures.get(seen.name, (-math.inf, seen))
         if now - since >= _MEASURED_FOR:
@@ -190,11 +188,8 @@ class HostObserver:
             # The kernel counts huge pages in no process's resident memory (proc(5)).
             before = replace(seen, cpu_s=cpu_s, private=private + known.huge_memory, shared=shared)
             self._figures[seen.name] = (now, before)
-            self._copy_outputs(known)
+            self._host.outputs.save(known.name, known.process, self._host.paths(known.name).outputs)
         return replace(seen, cpu_s=before.cpu_s, private=before.private, shared=before.shared)
-
-    def _copy_outputs(self, known: Manifest) -> None:
-        self._host.outputs.save(known.name, known.process, self._host.paths(known.name).outputs)
 
     def _note_reports(self, name: str) -> None:
         for report in self._host.connections.poll_reports(name):

@@ -1,4 +1,4 @@
-"""A running QEMU and the two connections to it: its monitor and the channel to its guest's agent."""
+"""A running QEMU: how it is started, the connections to it, its files, and what it prints."""
 
 from __future__ import annotations
 
@@ -6,20 +6,110 @@ import errno
 import os
 import shutil
 import socket
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from multiverse.core.errors import Broken, Exhausted, Unknown
 from multiverse.host import manifest, namespaces, process
-from multiverse.host.namespaces import System, View
-from multiverse.host.qemu.channel import AgentChannel
+from multiverse.host.namespaces import OUTPUT_ROOM, System, View
+from multiverse.host.network import open_tap, open_vhost_net
+from multiverse.host.qemu.channels import AgentChannel, Command, Monitor
 from multiverse.host.qemu.machine import Feature, QemuMachine, Wiring
-from multiverse.host.qemu.output import GuestOutput
-from multiverse.host.qemu.qmp import Command, Monitor
-from multiverse.host.tap import open_tap, open_vhost_net
-from multiverse.host.uids import ProcessUser
+from multiverse.host.registry import ProcessUser
+from multiverse.system import files
 from multiverse.system.processes import ProcessIdentity
+
+# Bytes after which a file is begun anew. The copy of the old one is kept as `<name>.old` until the next time.
+_FULL = OUTPUT_ROOM // 4
+
+
+class GuestOutput:
+    """The log and the console of one contained QEMU. `opened` are descriptors, by the path of each copy.
+
+    QEMU writes both to files in a small file system in memory, which ends with it (`host.namespaces`). This process
+    copies them to the VM's directory when it measures the VM, and once more when the VM has died. The copies are
+    bounded, and root's: QEMU cannot write to them.
+    """
+
+    def __init__(self, opened: Mapping[Path, int]) -> None:
+        self._opened = dict(opened)
+        self._saved: dict[Path, tuple[int, int]] = {}
+
+    @classmethod
+    def of(cls, process: ProcessIdentity, outputs: Sequence[Path]) -> GuestOutput | None:
+        """The output of a QEMU that another process started. None if it has ended, or is not contained."""
+        found = {path: namespaces.open_inside(process, path, os.O_RDWR) for path in outputs}
+        opened = {path: fd for path, fd in found.items() if fd is not None}
+        return cls(opened) if opened else None
+
+    def save(self) -> None:
+        """Copy what has changed. A disk that is full is no error: the next call tries again."""
+        for path, fd in self._opened.items():
+            found = os.fstat(fd)
+            stamp = (found.st_size, found.st_mtime_ns)
+            if stamp == self._saved.get(path):
+                continue
+            content = os.pread(fd, OUTPUT_ROOM, 0)  # a QEMU that was taken over can make its file appear of any size
+            with suppress(OSError):
+                files.replace(path, content)
+                self._saved[path] = stamp
+                if found.st_size > _FULL:
+                    path.replace(path.with_name(f"{path.name}.old"))
+                    os.ftruncate(fd, 0)
+
+    def close(self) -> None:
+        while self._opened:
+            os.close(self._opened.popitem()[1])
+
+
+class OutputStore:
+    """The outputs of this host's VMs, by name. They are found again after a restart of this process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._outputs: dict[str, GuestOutput] = {}
+
+    def keep(self, name: str, output: GuestOutput | None) -> None:
+        with self._lock:
+            self._drop(name)
+            if output is not None:
+                self._outputs[name] = output
+
+    def save(self, name: str, process: ProcessIdentity, outputs: Sequence[Path]) -> None:
+        """Copy what a VM has printed. After `drop` nothing is written to the VM's directory, if its QEMU was ended
+        before."""
+        with self._lock:
+            output = self._outputs.get(name) or GuestOutput.of(process, outputs)
+            if output is None:
+                return
+            self._outputs[name] = output
+            output.save()
+
+    def finish(self, name: str) -> None:
+        """Copy the last output of a VM whose QEMU has ended."""
+        with self._lock:
+            if name in self._outputs:
+                self._outputs[name].save()
+                self._drop(name)
+
+    def drop(self, name: str) -> None:
+        with self._lock:
+            self._drop(name)
+
+    def close(self) -> None:
+        with self._lock:
+            for name in list(self._outputs):
+                self._drop(name)
+
+    def _drop(self, name: str) -> None:
+        output = self._outputs.pop(name, None)
+        if output is not None:
+            output.close()
+
 
 _ENVIRONMENT = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C"}
 _STATE_TIMEOUT = 30.0  # seconds to save or restore the state of the devices, which is under one MiB
@@ -30,47 +120,20 @@ _IGNORE_SHARED: Command = (
     "migrate-set-capabilities", {"capabilities": [{"capability": "x-ignore-shared", "state": True}]})  # fmt: skip
 
 
-@dataclass(frozen=True)
 class Paths:
-    """The files of one VM: `home` holds what is on disk, `run` its sockets."""
+    """The files of one VM: `home` holds those on disk, `run` its sockets."""
 
-    home: Path
-    run: Path
-
-    @property
-    def monitor(self) -> Path:
-        return self.run / "qmp"
-
-    @property
-    def agent(self) -> Path:
-        return self.run / "agent"
-
-    @property
-    def console(self) -> Path:
-        return self.home / "console.log"
-
-    @property
-    def log(self) -> Path:
-        return self.home / "qemu.log"
-
-    @property
-    def outputs(self) -> tuple[Path, Path]:
-        """What QEMU and its guest print: see `output` for how these files are bounded."""
-        return self.log, self.console
-
-    @property
-    def overlay(self) -> Path:
-        """The disk of a VM that shares its image's or template's disk."""
-        return self.home / "disk.qcow2"
-
-    @property
-    def full_disk(self) -> Path:
-        """The disk of a VM that has a copy of its image's disk."""
-        return self.home / "disk.raw"
+    def __init__(self, home: Path, run: Path) -> None:
+        self.home, self.run = home, run
+        self.monitor, self.agent = run / "qmp", run / "agent"
+        self.log, self.console = home / "qemu.log", home / "console.log"
+        self.outputs = self.log, self.console  # `GuestOutput` bounds these files
+        self.overlay = home / "disk.qcow2"  # the disk of a VM that shares its image's or template's disk
+        self.full_disk = home / "disk.raw"  # the disk of a VM that has a copy of its image's disk
 
     def tail(self) -> str:
-        """The end of QEMU's log and of the guest's console, for an error message. A QEMU that is not contained can
-        write to the console's file, so the file may be of any size."""
+        """The end of QEMU's log and of the guest's console, for an error message. A QEMU that is not contained can make
+        the console's file of any size."""
         said = []
         for name, path in (("QEMU", self.log), ("console", self.console)):
             try:
@@ -89,51 +152,35 @@ class Paths:
 
 @dataclass(frozen=True)
 class Launch:
-    """How a QEMU is started. `machine` names the tap, unless `tap` does; `bridge` is what the tap joins, if any.
-
-    QEMU runs as `user`, if there is one. Then it is contained too: of the file system it sees only `system`, and the
-    files and directories `readable`, `writable` and `devices`. It inherits `fds`, at the same numbers, and opens them
-    by their paths in /proc. `incoming` makes it wait for a state to be restored. `started` is called at once with the
-    new process; `failed` with the reason, if QEMU ends by itself before it answers and does not lack memory; `stage`
-    with the name of each stage that ends.
-    """
-
     machine: QemuMachine
     paths: Paths
     binary: str
     tap: str
-    bridge: str | None
+    bridge: str | None  # that the tap joins
     paused: bool = False
-    incoming: bool = False
-    user: ProcessUser | None = None
+    incoming: bool = False  # QEMU waits for a state to be restored
+    user: ProcessUser | None = None  # that QEMU runs as; then it is contained in `system` and the three fields below
     system: System | None = None
     readable: tuple[Path, ...] = ()
     writable: tuple[Path, ...] = ()
     devices: tuple[Path, ...] = ()
-    fds: Sequence[int] = ()
-    started: Callable[[ProcessIdentity], None] = lambda identity: None
+    fds: Sequence[int] = ()  # that QEMU inherits at the same numbers, and opens by their paths in /proc
+    started: Callable[[ProcessIdentity], None] = lambda identity: None  # called at once with the new process
+    # Called with the reason, if QEMU ends by itself before it answers and does not lack memory.
     failed: Callable[[str], None] = lambda reason: None
-    stage: Callable[[str], None] = lambda name: None
+    stage: Callable[[str], None] = lambda name: None  # called with the name of each stage that ends
 
     @property
     def view(self) -> View | None:
-        """What QEMU can reach; None if it is not contained."""
+        """The files that QEMU can reach; None if it is not contained."""
         if self.user is None or self.system is None:
             return None
-        return View(
-            self.system,
-            self.paths.run,
-            self.readable,
-            self.writable,
-            self.devices,
-            self.paths.outputs,
-            self.user.uid,
-            proc=bool(self.fds),
-        )
+        paths, seen = self.paths, (self.readable, self.writable, self.devices)
+        return View(self.system, paths.run, *seen, paths.outputs, self.user.uid, proc=bool(self.fds))
 
 
 class QemuSession:
-    """A running QEMU, and our connections to its monitor and to the agent in its guest."""
+    """A running QEMU, and the connections to its monitor and to the agent in its guest."""
 
     def __init__(self, identity: ProcessIdentity, monitor: Monitor, channel: AgentChannel) -> None:
         self.process = identity
@@ -145,9 +192,9 @@ class QemuSession:
     def launch(cls, launch: Launch) -> QemuSession:
         """Start a QEMU and connect to it.
 
-        This process creates the listening sockets and the tap and passes their descriptors on, so connecting needs no
-        waiting until the sockets appear, and QEMU needs no privilege. QEMU opens all other files as its user, who owns
-        its console and disk. After an error the process may still run; its command line names `machine.disk`.
+        This process creates the listening sockets and the tap and passes their descriptors on: so connecting does not
+        wait until the sockets appear, and QEMU needs no privilege. QEMU opens all other files as its user, who owns its
+        console and disk. After an error the process may still run; its command line names `machine.disk`.
         """
         paths = launch.paths
         identity, output = cls._spawn(launch)
@@ -221,33 +268,24 @@ class QemuSession:
     def freeze(self, state: Path) -> None:
         """Stop the guest and save the state of its devices. Nothing changes its memory file from then on."""
         with state.open("wb") as file:
-            commands: list[Command] = [
-                ("stop", {}),
-                ("getfd", {"fdname": "state"}),
-                _IGNORE_SHARED,
-                ("migrate", {"uri": "fd:state"}),
-            ]
-            self.monitor.execute_all(commands, file.fileno())
-            self.monitor.wait_event("MIGRATION", _STATE_TIMEOUT, status="completed")
+            self._migrate(file, ("stop", {}), ("migrate", {"uri": "fd:state"}))
 
     def restore(self, state: Path) -> None:
         """Restore the state of the devices, which belongs to the memory that the guest maps."""
         with state.open("rb") as file:
-            commands: list[Command] = [
-                ("getfd", {"fdname": "state"}),
-                _IGNORE_SHARED,
-                ("migrate-incoming", {"uri": "fd:state"}),
-            ]
-            self.monitor.execute_all(commands, file.fileno())
-            self.monitor.wait_event("MIGRATION", _STATE_TIMEOUT, status="completed")
+            self._migrate(file, ("migrate-incoming", {"uri": "fd:state"}))
+
+    def _migrate(self, state: BinaryIO, *commands: Command) -> None:
+        prepared = [*commands[:-1], ("getfd", {"fdname": "state"}), _IGNORE_SHARED, commands[-1]]
+        self.monitor.execute_all(prepared, state.fileno())
+        self.monitor.wait_event("MIGRATION", _STATE_TIMEOUT, status="completed")
 
     def take_output(self) -> GuestOutput | None:
-        """What QEMU prints, which is the caller's from now on."""
+        """The output of QEMU, which is the caller's from now on."""
         output, self._output = self._output, None
         return output
 
     def save_output(self) -> None:
-        """Copy what QEMU and its guest have printed to the VM's directory."""
         if self._output is not None:
             self._output.save()
 
@@ -264,7 +302,6 @@ class QemuSession:
 
 
 def _execute(launch: Launch, argv: list[str], fds: Sequence[int]) -> tuple[ProcessIdentity, GuestOutput | None]:
-    """Start the command of a QEMU, in namespaces of its own if it is contained."""
     view, paths = launch.view, launch.paths
     if view is None:
         if launch.user is not None:

@@ -3,7 +3,7 @@
 The directory `<templates>/<image>@<cpus>x<memory>/` (for one account alone, followed by `@` and a hash of the account)
 holds `memory`, `state` (of the devices), `disk.qcow2` (on top of the image's disk), `overlay.qcow2` (empty, on top of
 that; copied for each clone), stubs of kernel and initial ramdisk, and `template.json`. It is built beside its place and
-renamed into it; after that nothing writes to any of its files.
+renamed into it. After that nothing writes to its files.
 """
 
 from __future__ import annotations
@@ -13,29 +13,30 @@ import json
 import os
 import secrets
 import shutil
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError
 from multiverse.core.model import Size, Stage, TemplateKey
 from multiverse.guest.protocol import Report
-from multiverse.host import disks, process
+from multiverse.host import process
 from multiverse.host.namespaces import System
+from multiverse.host.qemu import disks
 from multiverse.host.qemu import machine as machine_module
 from multiverse.host.qemu.machine import QemuMachine
 from multiverse.host.qemu.session import Launch, Paths, QemuSession
-from multiverse.host.qemu.template_copies import TemplateCopies
-from multiverse.host.uids import ProcessUser
+from multiverse.host.qemu.template_copies import TemplateCopies, failure_of
+from multiverse.host.registry import ProcessUser
 from multiverse.images.catalog import Image
 from multiverse.system.locks import is_locked, locked_file, try_locked_file
 from multiverse.system.processes import ProcessIdentity
 
 BOOT_TIMEOUT = 240.0  # seconds from power-on to the fork point; a stock boot under emulation is slow
+_DEVICE_LIST = Path(machine_module.__file__).read_bytes()
 _STUB = 64 << 10
 _SPARE = 64  # MiB of disk that a template takes beside its memory, generously
 # Files that a clone's QEMU opens by their names, as its own user; the others are opened by this process only.
@@ -44,15 +45,12 @@ _OPENED_BY_QEMU = frozenset({"memory", "disk.qcow2", "kernel.stub", "initrd.stub
 
 @dataclass(frozen=True)
 class FrozenTemplate:
-    """A template that is ready. `size` is what its clones have before anything is plugged; `key` says what made it.
-    `build` tells it from one of the same key that was there earlier."""
-
     image: str
-    key: str
+    key: str  # says what made it
     path: Path
-    size: Size
+    size: Size  # that its clones have before anything is plugged
     account: str = ""
-    build: str = ""
+    build: str = ""  # tells it from an earlier one of the same key
 
     @property
     def memory(self) -> Path:
@@ -69,49 +67,23 @@ class FrozenTemplate:
     def state(self) -> Path:
         return self.path / "state"
 
-    @property
-    def overlay(self) -> Path:
-        return self.path / "overlay.qcow2"
-
-    @property
-    def kernel(self) -> Path:
-        return self.path / "kernel.stub"
-
-    @property
-    def initrd(self) -> Path:
-        return self.path / "initrd.stub"
-
-    def with_stubs(self, machine: QemuMachine) -> QemuMachine:
-        """The machine of a clone, with stubs of kernel and ramdisk: the restored memory holds both already. This saves
-        14 MiB for each clone."""
-        return replace(machine, kernel=self.kernel, initrd=self.initrd)
-
 
 @dataclass(frozen=True)
 class Build:
-    """How a template is built.
-
-    `machine` gives the VM to boot, from its disk and its memory file. Its QEMU runs as `user`, whose group may read the
-    template, and sees only `system` beside the files of image and template. `version` is QEMU's version line, `run` the
-    directory for sockets. `abandoned` says whether the template was deleted since the build was asked for. `booted` is
-    called with the number of CPUs that the guest's kernel has room for, before the template can be used. `launch`
-    starts its QEMU. What `copies` have is copied instead of booted, and what was booted is offered to them in
-    `background`.
-    """
-
     image: Image
     account: str
-    machine: Callable[[Path, Path], QemuMachine]
+    machine: Callable[[Path, Path], QemuMachine]  # gives the VM to boot, from its disk and its memory file
     binary: str
-    version: str
-    run: Path
-    user: ProcessUser | None
-    system: System
-    abandoned: Callable[[], bool] = lambda: False
+    version: str  # QEMU's version line
+    run: Path  # the directory for sockets
+    user: ProcessUser | None  # that its QEMU runs as; the user's group may read the template
+    system: System  # that its QEMU sees beside the files of image and template
+    abandoned: Callable[[], bool] = lambda: False  # whether the template was deleted since the build was asked for
+    # Called with the number of CPUs that the guest's kernel has room for, before the template can be used.
     booted: Callable[[int], None] = lambda possible: None
     launch: Callable[[Launch], QemuSession] = QemuSession.launch
-    copies: TemplateCopies | None = None
-    background: Callable[[Callable[[], None]], None] = lambda work: work()
+    copies: TemplateCopies | None = None  # a copy of another host is taken from there, a new template is offered
+    background: Callable[[Callable[[], None]], None] = lambda work: work()  # offers it
 
 
 def directory_name(which: TemplateKey) -> str:
@@ -126,13 +98,8 @@ def key_of(image: Image, machine: QemuMachine, version: str) -> str:
     if machine.mtu:  # its guest has been told of it
         facts.append(f"mtu {machine.mtu}")
     digest = hashlib.sha256("\0".join(facts).encode())
-    digest.update(_device_list())
+    digest.update(_DEVICE_LIST)
     return digest.hexdigest()[:16]
-
-
-@cache
-def _device_list() -> bytes:
-    return Path(machine_module.__file__).read_bytes()
 
 
 def load(path: Path) -> FrozenTemplate | None:
@@ -148,7 +115,7 @@ def load(path: Path) -> FrozenTemplate | None:
 
 
 def list_names(templates: Path) -> list[str]:
-    """The directory names of all templates, finished or not, also of those whose build was only begun."""
+    """The directory names of all templates, with unfinished ones and those whose build was only begun."""
     found = set()
     for path in templates.iterdir() if templates.is_dir() else ():
         if not path.name.startswith("."):
@@ -172,7 +139,7 @@ def list_builds(templates: Path) -> dict[str, tuple[str, Size, str]]:
 
 
 def build(templates: Path, order: Build) -> list[Stage]:
-    """Build a template in the directory `templates`, which exists. A usable one that is there already is success.
+    """Build a template in the directory `templates`. A usable one that is there already is success.
 
     Raises `Broken` if the image does not boot, `Exhausted` if there is no room, and `Gone` if the build was abandoned.
     An unfinished template is removed.
@@ -231,17 +198,20 @@ def build(templates: Path, order: Build) -> list[Stage]:
 def delete(templates: Path, name: str) -> None:
     """Remove a template and unfinished ones of the same name. A build in progress is ended, not waited for. VMs that
     map the template's memory keep it until they end. Absent is success."""
-    if not templates.is_dir():
-        return
-    with locked_file(_lock_of(templates, name), while_waiting=lambda: kill_builds(templates, name)):
-        _remove_unfinished(templates, name)
-        _remove(templates / name, templates)
-        _lock_of(templates, name).unlink(missing_ok=True)
+    if templates.is_dir():
+        with locked_file(_lock_of(templates, name), while_waiting=lambda: kill_builds(templates, name)):
+            _remove_all(templates, name)
+
+
+def _remove_all(templates: Path, name: str) -> None:
+    _remove_unfinished(templates, name)
+    _remove(templates / name, templates)
+    _lock_of(templates, name).unlink(missing_ok=True)
 
 
 def delete_unusable(templates: Path, is_usable: Callable[[FrozenTemplate], bool]) -> list[str]:
     """Remove the templates that no VM can be forked from any more, because their image, QEMU or place has changed, and
-    unfinished ones whose builder has died. Those that are being built or deleted are left alone. Returns the names."""
+    unfinished ones whose builder has died. Those that are being built or deleted stay. Returns the names."""
     deleted = []
     for name in list_names(templates):
         found = load(templates / name)
@@ -249,9 +219,7 @@ def delete_unusable(templates: Path, is_usable: Callable[[FrozenTemplate], bool]
             continue
         with try_locked_file(_lock_of(templates, name)) as ours:
             if ours:
-                _remove_unfinished(templates, name)
-                _remove(templates / name, templates)
-                _lock_of(templates, name).unlink(missing_ok=True)
+                _remove_all(templates, name)
                 deleted.append(name)
     return deleted
 
@@ -265,19 +233,15 @@ def kill_builds(templates: Path, name: str) -> None:
 
 def create_overlay(path: Path, backing: Path, backing_format: str, size: int) -> None:
     """Create an empty qcow2 overlay of `size` bytes. `backing` is recorded as it is, and need not exist yet."""
-    argv = ["qemu-img", "create", "-q", "-u", "-f", "qcow2", "-b", str(backing), "-F", backing_format, str(path),
-            str(size)]  # fmt: skip
-    done = subprocess.run(argv, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL)
-    if done.returncode != 0:
-        raise Broken(
-            f"qemu-img failed: {done.stderr.strip()[-300:]}", hint="is the disk full, is qemu-utils installed?"
-        )
+    backed = ["-b", str(backing), "-F", backing_format]
+    if problem := failure_of(["qemu-img", "create", "-q", "-u", "-f", "qcow2", *backed, str(path), str(size)]):
+        raise Broken(f"qemu-img failed: {problem}", hint="is the disk full, is qemu-utils installed?")
 
 
 def copy_overlay(template: FrozenTemplate, path: Path) -> None:
     """Copy the template's empty overlay to `path`. Raises `Gone` if the template was deleted."""
     try:
-        shutil.copyfile(template.overlay, path)
+        shutil.copyfile(template.path / "overlay.qcow2", path)
     except FileNotFoundError as error:
         raise Gone(f"the template of {template.image} was deleted", hint="it is built again on demand") from error
 
@@ -295,7 +259,7 @@ def _check_room(templates: Path, needed: int) -> None:
 
 
 def _boot_and_freeze(work: Path, final: Path, order: Build) -> tuple[list[Stage], int]:
-    """Make a template in `work`. Returns how long that took, and how many CPUs its kernel has room for."""
+    """Make a template in `work`. Returns the stages, and the number of CPUs that its kernel has room for."""
     image = order.image
     began = time.monotonic()
     virtual_size = image.disk.stat().st_size
@@ -366,7 +330,7 @@ def _boot(parent: QemuMachine, paths: Paths, state: Path, order: Build) -> tuple
 
 
 def _make_read_only(work: Path, user: ProcessUser | None) -> None:
-    """Let nobody write to any file of a template, and the user's group read those that QEMUs open by their names."""
+    """Let nobody write to any file of a template, and the user's group read the files that QEMUs open by name."""
     for path in work.iterdir():
         opened = path.name in _OPENED_BY_QEMU
         if user is not None:

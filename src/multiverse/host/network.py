@@ -1,15 +1,15 @@
-"""Taps, their bridge ports and vhost-net, by ioctl(2): a fraction of a millisecond each, without running a program.
-
-A tap is not persistent: the kernel removes it when the QEMU that holds its descriptor ends.
-"""
+"""Changes of this machine's network without running a program: taps and ports by ioctl(2), rules by libnftables(3)."""
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
 import socket
 import struct
+import weakref
+from contextlib import suppress
 from pathlib import Path
 
 from multiverse.core.errors import Broken, Exhausted
@@ -24,7 +24,8 @@ SIOCSIFHWADDR, ARPHRD_ETHER = 0x8924, 1
 
 
 def open_tap(name: str, bridge: str | None, mac: str = "") -> int:
-    """Create a tap and return its descriptor. With a bridge, the tap is up, and an isolated port of the bridge.
+    """Create a tap and return its descriptor. With a bridge, the tap is up, and an isolated port of the bridge. The
+    kernel removes the tap when the QEMU that holds its descriptor ends.
 
     The bridge forwards to the port frames for `mac` and broadcasts, but not frames for unknown addresses. Raises
     `Exhausted` if there is an interface of that name, `Broken` if there is no such bridge or for want of permission.
@@ -51,8 +52,7 @@ def open_tap(name: str, bridge: str | None, mac: str = "") -> int:
 
 
 def open_vhost_net() -> int:
-    """A new descriptor of /dev/vhost-net, by which the kernel moves the frames of one tap. Raises `Broken` if it cannot
-    be opened."""
+    """A descriptor of /dev/vhost-net, by which the kernel moves the frames of one tap. Raises `Broken`."""
     try:
         return os.open("/dev/vhost-net", os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
@@ -103,8 +103,7 @@ def _add_fdb_entry(index: int, octets: bytes) -> None:
 
 
 def link_rate(name: str) -> int:
-    """What an interface can carry each way, in Mbit/s, as its driver reports; 0 if that is not known, as of one that is
-    down."""
+    """Mbit/s that an interface can carry each way, as its driver reports; 0 if unknown, as of one that is down."""
     try:
         return max(0, int(Path(f"/sys/class/net/{name}/speed").read_text()))
     except (OSError, ValueError):
@@ -123,3 +122,41 @@ def remove_tap(name: str) -> None:
         fcntl.ioctl(fd, TUNSETPERSIST, 0)
     finally:
         os.close(fd)
+
+
+_LIBRARY = "libnftables.so.1"
+
+
+def _descriptors() -> set[int]:
+    """The open descriptors of this process, without that of this listing."""
+    listed = os.listdir("/proc/self/fd")  # noqa: PTH208  (numbers, not paths)
+    return {int(number) for number in listed if os.path.lexists(f"/proc/self/fd/{number}")}
+
+
+class Nft:
+    """libnftables, loaded into this process: a change takes a fraction of a millisecond. One thread at a time may use
+    it."""
+
+    def __init__(self) -> None:
+        """Raises `OSError` if this machine has no such library."""
+        library = ctypes.CDLL(_LIBRARY)
+        self._run, self._error = library.nft_run_cmd_from_buffer, library.nft_ctx_get_error_buffer
+        library.nft_ctx_new.restype = ctypes.c_void_p
+        self._run.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
+        self._error.argtypes, self._error.restype = [ctypes.c_void_p], ctypes.c_char_p
+        before = _descriptors()
+        self._context = ctypes.c_void_p(library.nft_ctx_new(0))
+        library.nft_ctx_free.argtypes, library.nft_ctx_free.restype = [ctypes.c_void_p], None
+        weakref.finalize(self, library.nft_ctx_free, self._context)  # it has a socket, and megabytes
+        for fd in _descriptors() - before:
+            with suppress(OSError):
+                os.set_inheritable(fd, False)  # programs that this process starts must not inherit its socket
+        for buffer in (library.nft_ctx_buffer_error, library.nft_ctx_buffer_output):
+            buffer.argtypes = [ctypes.c_void_p]
+            buffer(self._context)
+
+    def run(self, commands: str) -> str:
+        """Run the commands as one transaction. Returns the problem, or nothing."""
+        if self._run(self._context, commands.encode()) == 0:
+            return ""
+        return str(self._error(self._context).decode(errors="replace")).strip().partition("\n")[0] or "nftables refused"

@@ -1,14 +1,22 @@
-"""Virtual functions of the host's devices (SR-IOV) that were plugged into the VM for its job."""
+"""PCI devices that the host plugs for a job: virtual functions (SR-IOV), and memory shared with other VMs."""
 
-# ruff: noqa: PTH110, PTH123, PTH208
+# ruff: noqa: PTH108, PTH110, PTH120, PTH123, PTH208, PTH211
 
 from __future__ import annotations
 
 import os
 import time
+from typing import Any
 
-from multiverse.guest.agent.contract import GuestAgentError
-from multiverse.guest.agent.processes import run
+from multiverse.guest.agent.system import (
+    DAEMON_TIMEOUT,
+    GuestAgentError,
+    make_directory,
+    read,
+    run,
+    write,
+    write_kernel_file,
+)
 
 PCI_DEVICES = "/sys/bus/pci/devices"
 NVME_SUBSYSTEMS = "/sys/class/nvme-subsystem"
@@ -18,8 +26,8 @@ DRIVER_TIMEOUT = 30.0  # seconds until a driver that is loaded has taken its fun
 
 
 def take_functions(ports: list[int], uid: int) -> None:
-    """Load the drivers of the devices that were plugged into the root ports with these device numbers, and make their
-    device files this user's own. Raises GuestAgentError if a device does not appear, or no driver takes it."""
+    """Load the drivers of the devices in these root ports, and give their device files to this user. Raises
+    GuestAgentError if a device does not appear, or no driver takes it."""
     deadline = time.monotonic() + TAKING_TIMEOUT
     # modprobe(8) returns when a driver has done all that it does at first with the devices that it finds. So all of
     # them have to be there before one is loaded: two functions of one card have the same driver.
@@ -33,7 +41,7 @@ def take_functions(ports: list[int], uid: int) -> None:
 
 
 def appeared_device(port: int, deadline: float) -> str:
-    """The directory in sysfs of the device below that root port, when the kernel has found it."""
+    """Wait for the device in that root port. Returns its directory in sysfs."""
     while (device := plugged_device(port)) is None:
         if time.monotonic() > deadline:
             raise GuestAgentError(f"the virtual function at port {port:#x} did not appear in the guest")
@@ -42,7 +50,7 @@ def appeared_device(port: int, deadline: float) -> str:
 
 
 def load_drivers(devices: list[str], deadline: float) -> None:
-    """Load the drivers of these devices and of those that their drivers make, as for RDMA, until each has a driver."""
+    """Load the drivers of these devices, and of devices that the drivers make, as for RDMA, until each has a driver."""
     tried: set[str] = set()
     taken_by = time.monotonic() + DRIVER_TIMEOUT
     while True:
@@ -62,7 +70,7 @@ def load_drivers(devices: list[str], deadline: float) -> None:
 
 
 def plugged_device(port: int) -> str | None:
-    """The directory in sysfs of the device below that root port, if the kernel has found one."""
+    """The directory in sysfs of the device in that root port, if the kernel has found one."""
     bridge = f"{PCI_DEVICES}/0000:00:{port:02x}.0"
     try:
         found = [name for name in sorted(os.listdir(bridge)) if os.path.exists(f"{bridge}/{name}/vendor")]
@@ -72,18 +80,17 @@ def plugged_device(port: int) -> str | None:
 
 
 def parts_of(device: str) -> list[str]:
-    """The directories of a device and of all devices that its drivers have made of it."""
+    """The directories of a device and of all devices that its drivers have made."""
     return [*described_below(device), *shared_namespaces(device)]
 
 
 def described_below(directory: str) -> list[str]:
-    """The directories of devices there."""
     return [place for place, _, files in os.walk(directory) if "uevent" in files]
 
 
 def shared_namespaces(device: str) -> list[str]:
-    """The directories of the NVMe namespaces that can be reached by a device. The kernel has those that several
-    controllers share, as functions of one card do, below their subsystem and not below a controller."""
+    """The directories of the NVMe namespaces of a device. Where several controllers share a namespace, as functions of
+    a card do, the kernel has it below their subsystem."""
     found: list[str] = []
     for name in os.listdir(NVME_SUBSYSTEMS) if os.path.exists(NVME_SUBSYSTEMS) else ():
         subsystem = os.path.realpath(f"{NVME_SUBSYSTEMS}/{name}")
@@ -94,7 +101,6 @@ def shared_namespaces(device: str) -> list[str]:
 
 
 def read_attribute(device: str, name: str) -> str:
-    """The content of a file of a device, in one line; empty if there is none."""
     try:
         with open(f"{device}/{name}") as file:
             return file.read().strip()
@@ -106,3 +112,49 @@ def event_name(device: str) -> str:
     """The name of a device's file in /dev; empty if it has none."""
     lines = read_attribute(device, "uevent").split("\n")
     return next((line[8:] for line in lines if line.startswith("DEVNAME=")), "")
+
+
+# --- shared memory -----------------------------------------------------------------------------------
+
+
+PCI = "/sys/bus/pci/devices"
+REGIONS = "/dev/ivshmem"  # with a link for each region, by its number
+REGION_PROGRAM = "/usr/local/bin/mvshm"
+IVSHMEM = ("0x1af4", "0x1110")  # vendor and device
+
+
+def take_regions(message: dict[str, Any]) -> None:
+    """Wait for the regions of memory that the VM shares with other VMs of its job, and let the job's user map them.
+
+    Each region is a PCI device (ivshmem-plain in QEMU). It needs no driver: the kernel shows its memory as a file.
+    Raises GuestAgentError if a region does not appear.
+    """
+    make_directory(REGIONS)
+    deadline = time.monotonic() + DAEMON_TIMEOUT
+    for number, (port, function) in enumerate(message["devices"]):
+        device = wait_for_region(port, function, deadline)
+        if read(f"{device}/enable")[:1] == "0":
+            write_kernel_file(f"{device}/enable", "1")
+        memory = f"{device}/resource2"  # uncached where the CPU is not emulated, so all CPUs see one order of accesses
+        os.chown(memory, message["uid"], -1)
+        link = f"{REGIONS}/{number}"
+        if os.path.lexists(link):
+            os.unlink(link)
+        os.symlink(memory, link)
+    make_directory(os.path.dirname(REGION_PROGRAM))
+    write(REGION_PROGRAM, message["program"], 0o755)
+
+
+def wait_for_region(port: int, function: int, deadline: float) -> str:
+    """The directory in sysfs of this function of the device in that root port."""
+    root = f"{PCI}/0000:00:{port:02x}.0"
+    while True:
+        for name in os.listdir(root):
+            device = f"{root}/{name}"
+            if not name.endswith(f":00.{function}") or not os.path.exists(f"{device}/resource2"):
+                continue
+            if (read(f"{device}/vendor").strip(), read(f"{device}/device").strip()) == IVSHMEM:
+                return os.path.realpath(device)
+        if time.monotonic() > deadline:
+            raise GuestAgentError(f"no shared memory appeared at function {function} of port {port:02x}")
+        time.sleep(0.005)  # the kernel needs this CPU for the plugging
