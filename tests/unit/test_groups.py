@@ -37,7 +37,7 @@ from multiverse.host.firewall import Firewall
 from multiverse.host.manifest import Manifest, VmPhase
 from multiverse.host.members import MemberRecord, changed
 from multiverse.host.qemu.names import GuestNames
-from multiverse.system.hosts_file import keep_names
+from multiverse.system.files import keep_names
 from multiverse_lab.simulation.clock import VirtualClock
 from multiverse_lab.simulation.loop import run
 from tests.unit import rows

@@ -30,7 +30,7 @@ from multiverse.core.model import (
     is_site,
 )
 from multiverse.service.job_platform import PlatformJobVms, site_of_node
-from multiverse.system.shared_memory import SharedMemory
+from multiverse.system.kernel import SharedMemory
 
 NONE = SharedMemory((), 0)
 ADA = User("ada", 1000, 1000, "/home/ada", "/bin/sh")

@@ -9,20 +9,23 @@ import pytest
 
 from multiverse.config import LEASE_RESERVE, AgentSettings, JobVmSettings, QemuSettings, Settings
 from multiverse.core.errors import Exhausted, Refused
-from multiverse.pilot.groups import job_of, make_groups, memory_limit, remove_groups
-from multiverse.pilot.init import PilotOrder, leased_settings
-from multiverse.pilot.lease_directory import (
+from multiverse.pilot.lease import (
     NODE_SHARE,
     SLOTS,
     LeaseDirectory,
     PilotRecord,
     directory_of,
+    job_of,
     lease_directories,
+    make_groups,
+    memory_limit,
+    port_name,
+    remove_groups,
     share_of,
     slot,
+    sweep,
 )
-from multiverse.pilot.network import port_name
-from multiverse.pilot.remains import sweep
+from multiverse.pilot.run import PilotOrder, leased_settings
 from multiverse.service.pilot import PilotJob, _completed
 from multiverse.system.locks import try_locked_directory
 
@@ -110,7 +113,7 @@ def test_slots_are_held_one_by_one(tmp_path: Path) -> None:
 
 
 def test_a_node_has_so_many_leases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multiverse.pilot.lease_directory.SLOTS", 1)
+    monkeypatch.setattr("multiverse.pilot.lease.SLOTS", 1)
     with slot(tmp_path), pytest.raises(Exhausted), slot(tmp_path):
         pass
 

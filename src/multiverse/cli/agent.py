@@ -74,7 +74,7 @@ def sweep(
 ) -> None:
     """Remove what leases that have ended have left on this node. The site's epilog runs this, as root."""
     from multiverse.config import load
-    from multiverse.pilot.remains import sweep
+    from multiverse.pilot.lease import sweep
 
     configure_log(verbose=False)
     left = sweep(load(context.obj).agent.leases, job)
@@ -111,7 +111,7 @@ def receive_image(
     from multiverse.host import path_security
     from multiverse.images import transfer
     from multiverse.images.install import check_name
-    from multiverse.pilot.lease_directory import directory_of
+    from multiverse.pilot.lease import directory_of
 
     settings = load(context.obj)
     images, streams = settings.qemu.images, (sys.stdin.buffer, sys.stdout.buffer)

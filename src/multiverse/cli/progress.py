@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from rich.text import Text
 
 from multiverse.cli.render import console, duration, errors
-from multiverse.system.periodic import called_every
+from multiverse.system.interrupts import called_every
 
 EVERY = 5.0
 """Seconds between two lines where there is no terminal."""

@@ -16,8 +16,7 @@ from multiverse.config import Settings, load
 from multiverse.core.errors import Refused
 from multiverse.ports.finding import Finding, Level
 from multiverse.site.checking import check_agent, is_ready
-from multiverse.site.rendering import render_agent
-from multiverse.site.writing import WriteOutcome, beside, write
+from multiverse.site.rendering import WriteOutcome, beside, render_agent, write
 
 app = typer.Typer(help="Install Multiverse beside a site's Slurm.", no_args_is_help=True)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from multiverse.core.errors import Broken, Refused
 from multiverse.host.cgroups import Cgroups, inherit_cpuset, remove_with_children
-from multiverse.system.listing import matching
+from multiverse.system.files import matching
 
 _SLURMD = 0  # the user that makes the control groups of jobs
 _HINT = "did the job end meanwhile? see the control groups of its node"

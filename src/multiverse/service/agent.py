@@ -26,8 +26,8 @@ from multiverse.core.errors import MultiverseError, Refused
 from multiverse.core.model import HostUsage, Load, VmRef, is_site
 from multiverse.host.sampling import Sampler
 from multiverse.host.vxlan import VxlanConfig
-from multiverse.pilot.init import END_VMS
-from multiverse.pilot.lease_directory import NODE_SHARE, share_of
+from multiverse.pilot.lease import NODE_SHARE, share_of
+from multiverse.pilot.run import END_VMS
 from multiverse.service import metrics
 from multiverse.service.job_vms import serve_jobs
 from multiverse.service.processes import ProcessCounter
@@ -193,7 +193,7 @@ async def _serve_until_ending(
 
 async def _serve_jobs_alone(settings: Settings) -> None:
     """Serve VMs inside jobs, and no controller. The lock of a host's agent stays free: pilots refuse a node where it is
-    held. The VMs of a lease on this node have directories, networks and control groups of their own (`pilot.init`).
+    held. The VMs of a lease on this node have directories, networks and control groups of their own (`pilot.run`).
     Users of QEMUs are all that both would share, so they are of a part that no lease has."""
     settings = replace(settings, qemu=replace(settings.qemu, uids=share_of(settings.qemu.uids, NODE_SHARE)))
     async with contextlib.AsyncExitStack() as stack:

@@ -18,7 +18,7 @@ from multiverse.core.errors import MultiverseError
 from multiverse.ports.finding import Finding, Level
 from multiverse.site import checking
 from multiverse.site.checking import tried
-from multiverse.system.sockets import unreachable
+from multiverse.system.processes import unreachable
 
 
 def examine(settings: Settings, config: Path, source: Path, *, kvm: bool = True) -> Iterator[Examination]:

@@ -51,7 +51,7 @@ from multiverse.drivers.qemu.job_network import guest_name
 from multiverse.guest.protocol import TASKS_PORT
 from multiverse.host.job_groups import find_job, find_job_groups, has_steps
 from multiverse.system import files
-from multiverse.system.shared_memory import SharedMemory
+from multiverse.system.kernel import SharedMemory
 
 log = structlog.get_logger()
 

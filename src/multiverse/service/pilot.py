@@ -17,10 +17,8 @@ from multiverse.core.model.names import site_of_lease
 from multiverse.drivers.qemu.driver import vxlan_config
 from multiverse.drivers.slurm.leases.pilots import ENDING
 from multiverse.host.vxlan import VxlanConfig
-from multiverse.pilot.groups import memory_limit
-from multiverse.pilot.init import PilotOrder
-from multiverse.pilot.run import run
-from multiverse.pilot.vxlan import on_node
+from multiverse.pilot.lease import memory_limit, vxlan_of_node
+from multiverse.pilot.run import PilotOrder, run
 
 log = structlog.get_logger()
 
@@ -89,7 +87,7 @@ def _vxlan(settings: Settings, lease: str, node: str) -> VxlanConfig | None:
     config = vxlan_config(settings, site_of_lease(lease))
     if config is None:
         return None
-    return on_node(config, settings.agent.leases, partial(vxlan_address, settings, node or settings.host.name))
+    return vxlan_of_node(config, settings.agent.leases, partial(vxlan_address, settings, node or settings.host.name))
 
 
 def _run_agent(settings: Settings, vxlan: VxlanConfig | None) -> None:

@@ -26,7 +26,7 @@ from multiverse.core.errors import Gone, MultiverseError, Refused
 from multiverse.ports import Clock
 from multiverse.service.backend import Backend
 from multiverse.service.viewer import Viewer
-from multiverse.system.sockets import peer_of
+from multiverse.system.processes import peer_of
 
 log = structlog.get_logger()
 

@@ -1,8 +1,8 @@
-"""What SIGINT, SIGTERM and SIGHUP do to a command that has started something.
+r"""What SIGINT, SIGTERM and SIGHUP do to a command that has started something.
 
 The first signal interrupts it, as Ctrl-C does: a coroutine at the place where it waits, anything else at once. What the
 command has started is then ended by its context managers. That is not interrupted: further signals are answered with a
-line. SIGQUIT (Ctrl-\\) and SIGKILL end the command at once, and what they leave is ended by the next one in the same
+line. SIGQUIT (Ctrl-\) and SIGKILL end the command at once, and what they leave is ended by the next one in the same
 directory.
 """
 
@@ -127,3 +127,22 @@ async def whole(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> 
         if not call.cancelled():
             call.exception()  # it is not asked for: the caller ends
         raise
+
+
+@contextmanager
+def called_every(seconds: float, call: Callable[[], object], name: str) -> Iterator[None]:
+    """Call `call` every so many seconds while this block lasts, in a thread of that name. The block's end waits for a
+    call that runs."""
+    over = threading.Event()
+
+    def repeat() -> None:
+        while not over.wait(seconds):
+            call()
+
+    thread = threading.Thread(target=repeat, name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()

@@ -1,11 +1,15 @@
-"""Process identity: a pid alone is used again, a pid with its start time and the machine's boot is not."""
+"""Processes: their identity, and who is at the other end of a socket."""
 
 from __future__ import annotations
 
 import os
+import socket
+import struct
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 _DEAD = frozenset({"Z", "X", "x"})
 
@@ -74,3 +78,35 @@ class ProcessIdentity:
             return handle
         os.close(handle)
         return None
+
+
+# --- sockets ----------------------------------------------------------------------------------------
+
+
+_UCRED = "3i"
+
+
+class Peer(NamedTuple):
+    """A process, with its user and group, as of its connect(2)."""
+
+    pid: int
+    uid: int
+    gid: int
+
+
+def peer_of(sock: socket.socket) -> Peer:
+    """The peer of a connected Unix socket (socket(7), SO_PEERCRED)."""
+    found = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize(_UCRED))
+    return Peer(*struct.unpack(_UCRED, found))
+
+
+_TIMEOUT = 3.0  # seconds for a connection
+
+
+def unreachable(address: str, port: int) -> str:
+    """Why no connection can be made; empty if one can."""
+    try:
+        with closing(socket.create_connection((address, port), _TIMEOUT)):
+            return ""
+    except OSError as error:
+        return error.strerror or str(error)

@@ -24,8 +24,8 @@ from multiverse.host.specification import Specification
 from multiverse.host.uids import ProcessUser
 from multiverse.host.virtual_functions import VirtualFunction
 from multiverse.images.catalog import Image
+from multiverse.system.kernel import SharedMemory
 from multiverse.system.processes import ProcessIdentity, boot_id
-from multiverse.system.shared_memory import SharedMemory
 
 _WAKE_TIMEOUT = 30.0  # seconds for a restored guest's first message
 

@@ -37,7 +37,7 @@ from multiverse.host.specification import Specification
 from multiverse.host.tap import open_tap, set_isolated
 from multiverse.host.vxlan import members_owner
 from multiverse.images.catalog import Image
-from multiverse.system.shared_memory import SharedMemory
+from multiverse.system.kernel import SharedMemory
 
 __all__ = ["QemuHost", "QemuHostConfig", "Specification"]
 

@@ -16,7 +16,7 @@ from multiverse.host.cgroups import Cgroups
 from multiverse.host.job_groups import JobGroups
 from multiverse.host.qemu.machine import PORTS, WINDOW, RegionPlace, region_id
 from multiverse.host.qemu.qmp import Command, Monitor, QmpError
-from multiverse.system.shared_memory import SharedMemory
+from multiverse.system.kernel import SharedMemory
 
 _FUNCTIONS = 8  # of a PCI device
 _ALLOCATING = 64  # MiB and threads for the programs that allocate, where the job has no limits
