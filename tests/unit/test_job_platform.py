@@ -29,7 +29,7 @@ from multiverse.core.model import (
     VmSpec,
     is_site,
 )
-from multiverse.service.job_platform import PlatformJobVms, site_of_node
+from multiverse.service.job_vms import PlatformJobVms, site_of_node
 from multiverse.system.kernel import SharedMemory
 
 NONE = SharedMemory((), 0)
@@ -109,7 +109,7 @@ async def test_a_vm_is_made_from_a_template_that_is_built_and_its_guest_is_told_
     )  # fmt: skip
     assert spec.address == "10.213.8.1/16" and spec.name.startswith(f"mv{SITE}-")
     ((size, identity),) = platform.started
-    assert size == Size(2, 896), "whole blocks of memory, and not more than the job has"
+    assert size == Size(2, 928), "whole blocks of memory, and not more than the job has"
     assert (identity.hostname, identity.mac, identity.gateway) == (spec.name, spec.mac, "10.213.0.1")
     assert identity.users == (ADA,) and identity.tasks is not None
     assert (identity.tasks.hostname, identity.tasks.token) == ("mvjob-12-1", "secret")
@@ -179,7 +179,7 @@ async def test_a_connection_that_stays_without_an_answer_breaks(
     platform: Platform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as guest:
-        monkeypatch.setattr("multiverse.service.job_platform.TASKS_PORT", guest.getsockname()[1])
+        monkeypatch.setattr("multiverse.service.job_vms.TASKS_PORT", guest.getsockname()[1])
         jobs = replace(SETTINGS.job_vms, platform_subnet="127.0.0.0/25")
         host = over(platform, replace(SETTINGS, job_vms=jobs))
         connection, process = host.connect(replace(vm_of(), index=1))
