@@ -22,7 +22,7 @@ from multiverse.api import (
     StartableView,
     TrialView,
 )
-from multiverse.cli import capacity, explain, render
+from multiverse.cli import jobs, render
 from multiverse.cli.commands import build
 from multiverse.core.errors import Gone
 
@@ -55,13 +55,12 @@ def printed(*words: str, width: int = 80, **answers: Any) -> str:
     """What a command prints for documents made of these values, by question."""
 
     def document(value: Any) -> Any:
-        return lambda *_, **__: TypeAdapter(type(value)).dump_python(value, mode="json", by_alias=True)
+        return lambda *_, **__: TypeAdapter(type(value)).dump_python(value, mode="json")
 
     client = SimpleNamespace(**{name: document(value) for name, value in answers.items()})
     out = io.StringIO()
     with (
-        mock.patch.object(explain, "asker", lambda _: contextlib.nullcontext(client)),
-        mock.patch.object(capacity, "asker", lambda _: contextlib.nullcontext(client)),
+        mock.patch.object(jobs, "asker", lambda _: contextlib.nullcontext(client)),
         mock.patch.object(render.console, "_width", width),
         contextlib.redirect_stdout(out),
     ):
@@ -102,7 +101,7 @@ def test_an_error_is_the_daemons() -> None:
         raise Gone("no job 9 is known")
 
     client = contextlib.nullcontext(SimpleNamespace(explain=gone))
-    with mock.patch.object(explain, "asker", lambda _: client), pytest.raises(Gone):
+    with mock.patch.object(jobs, "asker", lambda _: client), pytest.raises(Gone):
         build()(["explain", "9"], prog_name="multiverse", standalone_mode=False)
 
 

@@ -265,7 +265,7 @@ def test_the_release_of_a_package_is_read_from_an_image(tmp_path: Path) -> None:
 
 SIZE = SizeView(4, 8192, 65536)
 HOST = HostView(
-    "h1", True, SIZE, SIZE, SIZE, "kvm", (), {"slim": ()}, 0, 0, 0.0, 0.0, 0.0, 1, 1.0, 0,
+    "h1", True, SIZE, SIZE, SIZE, "kvm", (), {"slim": ()}, 0, 0, 0.0, 0.0, 0.0, 1, 1.0, 0, SIZE,
 )  # fmt: skip
 
 

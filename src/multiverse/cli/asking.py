@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from multiverse.api.asking import PURPOSE
+from multiverse.api import PURPOSE
 from multiverse.client import Client, socket_path
 from multiverse.core.errors import Gone, MultiverseError, Refused, Unknown, Unreachable
 

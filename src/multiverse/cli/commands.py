@@ -1,5 +1,5 @@
-"""The commands by name. Each has a module of its own, which is imported only if it is needed: all of them together
-take longer to import than most commands take."""
+"""The commands by name, and their exit status. Their modules are imported only when they are needed: all of them
+together take longer to import than most commands take."""
 
 from __future__ import annotations
 
@@ -9,30 +9,46 @@ from importlib.metadata import entry_points
 
 import typer
 
+DONE, NOT_DONE, USAGE, NO_ANSWER, SUPERSEDED, INTERRUPTED, CLOSED = 0, 1, 2, 3, 4, 130, 141
+
+EXIT_CODES = {
+    DONE: "It was done, and nothing is wrong.",
+    NOT_DONE: (
+        "It was refused or has failed, or what was asked for does not exist; for status, site check, doctor and"
+        " audit: something is wrong that can be remedied."
+    ),
+    USAGE: "The command line is wrong.",
+    NO_ANSWER: "The daemon could not be asked, or has not answered: it does not run, or may not be used.",
+    SUPERSEDED: "Of multiverse daemon: another controller commands the site, so this one must not be started again.",
+    INTERRUPTED: "It was interrupted (Ctrl-C, SIGTERM, SIGHUP). --watch ends so with 0.",
+    CLOSED: "Its output was closed by the reader.",
+}
+
+
 COMMANDS = {
     "jobs": "jobs",
-    "vms": "vms",
+    "vms": "jobs",
     "hosts": "hosts",
     "top": "top",
-    "utilization": "utilization",
-    "leases": "leases",
+    "utilization": "hosts",
+    "leases": "hosts",
     "status": "status",
-    "repair": "repair",
-    "prune": "prune",
-    "explain": "explain",
-    "capacity": "capacity",
-    "timeline": "timeline",
-    "audit": "audit",
+    "repair": "status",
+    "prune": "status",
+    "explain": "jobs",
+    "capacity": "jobs",
+    "timeline": "jobs",
+    "audit": "status",
     "template": "template",
     "image": "image",
     "daemon": "daemon",
-    "agent": "agent",
+    "agent": "daemon",
     "site": "site",
-    "doctor": "doctor",
+    "doctor": "site",
     "completion": "completion",
 }
-"""By name, in the order of the help, the module of a command: it has an `app` with commands of its own, or a function
-of the same name."""
+"""By name, in the order of the help, the module of a command. The module has NAME_app, or `app`, with commands of its
+own, or a function of the command's name."""
 
 GROUP = "multiverse.commands"
 """The entry points by which other distributions add commands: the name of a command, and its module, as above."""
@@ -68,7 +84,8 @@ def build(names: Iterable[str] | None = None) -> typer.Typer:
     for name in modules() if names is None else names:
         # Other distributions are looked for only where this one does not have the command: that reads many files.
         module = import_module(_own(name) if name in COMMANDS else modules()[name])
-        if (group := getattr(module, "app", None)) is not None:
+        group = getattr(module, f"{name}_app", None) or getattr(module, "app", None)
+        if group is not None:
             app.add_typer(group, name=name)
         else:
             app.command(name)(getattr(module, name))

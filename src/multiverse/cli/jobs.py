@@ -1,16 +1,36 @@
-"""`multiverse jobs`: the jobs that have, wait for, or had a VM."""
+"""`multiverse jobs`, `vms`, `explain`, `timeline` and `capacity`: jobs, their VMs, and why jobs wait."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import datetime
 from typing import Annotated
 
 import typer
+from rich.table import Table
+from rich.text import Text
 
-from multiverse.api import JobView, decode
+from multiverse.api import (
+    CapacityUsageView,
+    CapacityView,
+    ExplanationsView,
+    ExplanationView,
+    HostGroupView,
+    JobView,
+    SizeView,
+    TimelineView,
+    TrialView,
+    VmView,
+    decode,
+)
 from multiverse.cli import render
-from multiverse.cli.watch import Watch, watched
+from multiverse.cli.arguments import parse_request
+from multiverse.cli.asking import Controller, asker
+from multiverse.cli.render import Watch, watched
 from multiverse.client import Client
+
+# --- multiverse jobs --------------------------------------------------------------------------------
+
 
 NAMED = 6
 """Of so many jobs with the same reason, at most, the ids are shown, where there is no column for reasons."""
@@ -53,7 +73,7 @@ def _show_wide(found: Sequence[JobView], empty: str) -> None:
             one.job_id,
             one.name,
             render.state(one.state, one.quarantined),
-            render.duration(one.age),
+            render.age(one.since),
             str(one.nodes),
             str(one.cpus),
             render.memory(one.memory),
@@ -71,7 +91,7 @@ def _show_narrow(found: Sequence[JobView], empty: str) -> None:
     for one in found:
         size = f"{f'{one.nodes} × ' if one.nodes > 1 else ''}{one.cpus}, {render.memory(one.memory)}"
         state = render.state(one.state, "" if not one.quarantined else "see below")
-        table.add_row(one.job_id, one.name, state, render.duration(one.age), size, " ".join(one.vms) or "–")
+        table.add_row(one.job_id, one.name, state, render.age(one.since), size, " ".join(one.vms) or "–")
         if reason := _reason(one):
             reasons.setdefault(reason, []).append(one.job_id)
     render.show(table, empty)
@@ -87,3 +107,308 @@ def _reason(one: JobView) -> str:
     moved = one.state in ("allocated", "reclaiming", "done")
     where = f"moved from partition {one.origin}, which was full" if moved else f"in partition {one.origin}"
     return f"{where}: {why}" if why else where
+
+
+# --- multiverse vms ---------------------------------------------------------------------------------
+
+
+def vms(
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    watch: Watch = False,
+) -> None:
+    """Show VMs: their state, their job, the memory that is theirs alone, and the memory that they share."""
+    watched(lambda: _show_vms(json=json), again=watch)
+
+
+def _show_vms(*, json: bool) -> None:
+    with Client() as client:
+        document = client.vms()
+    if json:
+        render.as_json(document)
+        return
+    found = decode(list[VmView], document)
+    several = len({one.host for one in found}) > 1
+    render.show((_vms_wide if render.is_wide() else _vms_narrow)(found, several=several), "No VMs.")
+
+
+def _vms_wide(found: Sequence[VmView], *, several: bool) -> Table:
+    table = render.table(
+        "VM", "STATE", "JOB", *(["HOST"] if several else []), "KIND", "SIZE", "UNIQUE, SHARED", "CPU TIME", "ADDRESS",
+        right=("CPU TIME",), fold=("SIZE", "UNIQUE, SHARED", "CPU TIME"),
+    )  # fmt: skip
+    for one in found:
+        table.add_row(
+            one.name,
+            render.state(one.state, one.quarantined),
+            one.job_id or "–",
+            *([one.host] if several else []),
+            one.kind,
+            _vm_size(one),
+            f"{render.memory(one.private)}, {render.memory(one.shared)}" if one.private else "–",
+            render.duration(one.cpu_s) if one.cpu_s else "–",
+            one.address,
+        )
+    return table
+
+
+def _vms_narrow(found: Sequence[VmView], *, several: bool) -> Table:
+    """What fits 80 columns."""
+    table = render.table(
+        "VM", "STATE", "JOB", *(["HOST"] if several else []), "SIZE", "UNIQUE", "ADDRESS",
+        right=("UNIQUE",), fold=("STATE", "SIZE"),
+    )  # fmt: skip
+    for one in found:
+        table.add_row(
+            one.name,
+            render.state(one.state, one.quarantined),
+            one.job_id or "–",
+            *([one.host] if several else []),
+            _vm_size(one),
+            render.memory(one.private) if one.private else "–",
+            one.address,
+        )
+    return table
+
+
+def _vm_size(one: VmView) -> str:
+    return f"{one.cpus}, {render.memory(one.memory)}"
+
+
+# --- multiverse explain -----------------------------------------------------------------------------
+
+
+GROUPS = 8
+"""The most groups of hosts that are shown; with --hosts, all."""
+
+
+def explain(
+    job: Annotated[str, typer.Argument(help="A job id: 123, or 123_4; 123 tells of an array's first tasks.")],
+    hosts: Annotated[bool, typer.Option("--hosts", help="All groups of hosts, with all names.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    controller: Controller = "",
+) -> None:
+    """Say why a job waits, in which stage it is, or why it failed, and what to do; and of which hosts it is told.
+
+    Operators may ask about any job, and users about their own."""
+    with asker(controller) as client:
+        document = client.explain(job)
+    if json:
+        render.as_json(document)
+        return
+    found = decode(ExplanationsView, document)
+    for number, (one, *others) in enumerate(_alike(found.jobs)):
+        if number:
+            render.console.print()
+        _show_explanation(one, every=hosts)
+        if others:
+            render.say(f"The same is true of {', '.join(other.job_id for other in others)}.")
+    if found.more:
+        render.console.print(f"And {found.more} more tasks of this array; ask for one of them by its id.")
+
+
+def _alike(jobs: Sequence[ExplanationView]) -> list[list[ExplanationView]]:
+    """The tasks of an array of which the same is to be said, together: those that wait for the same."""
+    groups: dict[tuple[str, ...], list[ExplanationView]] = {}
+    for one in jobs:
+        groups.setdefault((one.state, one.short, one.behind) if one.short else (one.job_id,), []).append(one)
+    return list(groups.values())
+
+
+def _show_explanation(one: ExplanationView, *, every: bool) -> None:
+    head = Text.assemble(("job ", "bold"), (render.plain(one.job_id).plain, "bold"), "  ")
+    head.append_text(render.plain(one.name)).append("  ").append_text(render.state(one.state))
+    render.console.print(head)
+    render.say(one.text)
+    if one.expected is not None:
+        moment = datetime.fromtimestamp(one.expected)
+        render.say(f"By the time limits it starts by {moment:%Y-%m-%d %H:%M:%S} at the latest.")
+    if one.todo:
+        render.say(f"to do: {one.todo}")
+    show_groups(one.hosts, every=every)
+
+
+def show_groups(groups: Sequence[HostGroupView], *, every: bool) -> None:
+    """Which hosts could take a VM, and why the others are passed over."""
+    if not groups:
+        return
+    table = render.table("HOSTS", "NAMES", "FOR THIS JOB", right=("HOSTS",), fold=("NAMES", "FOR THIS JOB"))
+    for one in groups if every else groups[:GROUPS]:
+        names = one.hosts if every or len(one.hosts) <= _SHORT else one.hosts[:_SHORT] + "…"
+        table.add_row(str(one.count), names, Text(render.plain(one.why).plain, style="green" if one.fits else ""))
+    render.console.print(table)
+    if not every and len(groups) > GROUPS:
+        render.console.print(f"  And {len(groups) - GROUPS} more groups of hosts: --hosts shows all.", style="dim")
+
+
+_SHORT = 30
+"""Characters of a node set that are shown."""
+
+
+# --- multiverse timeline ----------------------------------------------------------------------------
+
+
+_BAR_WIDTH = 60
+_STAGE_INDENT = 12
+
+
+def timeline(
+    job: Annotated[str, typer.Argument(help="A job id: 123, or 123_4; 123 shows all tasks of an array.")],
+    events: Annotated[bool, typer.Option("--events", "-e", help="Every event as well.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    controller: Controller = "",
+) -> None:
+    """Show where a job's time went, attempt by attempt. Users may ask about their own jobs."""
+    with asker(controller) as client:
+        document = client.timeline(job)
+    if json:
+        render.as_json(document)
+        return
+    for one in decode(list[TimelineView], document):
+        _show_phases(one)
+        if events:
+            _show_events(one)
+        render.console.print()
+
+
+def _show_phases(one: TimelineView) -> None:
+    """The attempt's bar, and its phases with their stages."""
+    total = sum(phase.seconds for phase in one.phases)
+    head = Text.assemble(
+        ("job ", "bold"), (one.job_id, "bold"), f"  attempt {one.attempt}  ",
+        render.state(one.state), f"  {render.duration(total)} in all",
+    )  # fmt: skip
+    render.console.print(head)
+    if one.waiting:
+        render.console.print(Text(f"  {one.waiting}"))
+    width = min(_BAR_WIDTH, render.console.width - 4)
+    parts = [(phase.seconds, render.PHASE_STYLES[phase.name]) for phase in one.phases]
+    render.console.print(Text("  ") + render.bar(parts, width))
+    for phase in one.phases:
+        line = Text("  ")
+        line.append(f"{phase.name:<8}", style=render.PHASE_STYLES[phase.name])
+        line.append(f"{render.duration(phase.seconds):>9}")
+        render.console.print(line)
+        reasons = [entry.reason for entry in one.entries if phase.name == "queued" and entry.event == "admitted"]
+        for text in reasons or _stage_lines(phase.stages, render.console.width - _STAGE_INDENT):
+            render.console.print(Text(" " * _STAGE_INDENT + text, style="dim"))
+
+
+def _show_events(one: TimelineView) -> None:
+    table = render.table("AT", "OF", "EVENT", "STATE", "REASON", right=("AT",), fold=("REASON",))
+    for entry in one.entries:
+        table.add_row(f"{entry.at:.3f} s", entry.subject, entry.event, render.state(entry.state), entry.reason)
+    render.console.print(table)
+
+
+def _stage_lines(stages: Sequence[tuple[str, float]], width: int) -> list[str]:
+    """The stages as `name 12 ms`, as many on a line as fit."""
+    lines: list[str] = []
+    for name, seconds in stages:
+        item = f"{name} {seconds * 1000:.0f} ms"
+        if lines and len(lines[-1]) + len(item) + 3 <= width:
+            lines[-1] += f" · {item}"
+        else:
+            lines.append(item)
+    return lines
+
+
+# --- multiverse capacity ----------------------------------------------------------------------------
+
+
+def capacity(
+    request: Annotated[
+        str,
+        typer.Option("--for", metavar="REQUEST", help='One request, as for sbatch: "-N 2 -c 4 --mem=8G -t 1:00:00"'),
+    ] = "",
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    controller: Controller = "",
+) -> None:
+    """Show which sizes would start at once and how many of each, and what is free beside what is used.
+
+    With --for, whether one request would start at once; if not, why, and when it is expected to."""
+    asked = parse_request(request) if request else None
+    with asker(controller) as client:
+        document = client.trial(**asked) if asked is not None else client.capacity()
+    if json:
+        render.as_json(document)
+    elif asked is not None:
+        _show_trial(decode(TrialView, document))
+    else:
+        _show_capacity(decode(CapacityView, document))
+
+
+def _show_capacity(found: CapacityView) -> None:
+    _show_usage(found.usage)
+    table = render.table(
+        "NODE OF", "MEMORY", "DISK", "START AT ONCE", "AFTER A TEMPLATE IS BUILT",
+        right=("MEMORY", "DISK", "START AT ONCE", "AFTER A TEMPLATE IS BUILT"),
+    )  # fmt: skip
+    for one in found.sizes:
+        table.add_row(
+            f"{one.cpus} CPU{'s' * (one.cpus != 1)}",
+            render.memory(one.memory),
+            render.memory(one.disk) if one.disk else "–",
+            Text(str(one.now), style="bold green" if one.now else "dim"),
+            f"+ {one.with_template}" if one.with_template else "–",
+        )
+    render.show(table, "No host that takes new VMs is in sight.")
+    render.console.print(f"Each line for itself: jobs of one node, of image {found.image}.")
+    if found.blocked:
+        name = f"Job {found.blocked_by}" if found.blocked_by else "A job"
+        text = (
+            f"{name} waits for capacity and comes first: a later job starts only if it does not delay it by its time"
+            " limit. Ask with --for."
+        )
+        render.say(text, indent=0, style="yellow")
+    elif found.waiting:
+        render.console.print(f"{found.waiting} jobs wait for something else than capacity.", markup=False)
+
+
+def _show_usage(usage: CapacityUsageView) -> None:
+    table = render.table(
+        "", "CPUS", "MEMORY", "DISK", right=("CPUS", "MEMORY", "DISK"),
+    )  # fmt: skip
+    for label, size in (
+        ("jobs", usage.jobs),
+        ("spares", usage.spares),
+        ("templates", usage.templates),
+        ("free", usage.free),
+        ("on closed hosts", usage.closed),
+        ("in all", usage.total),
+    ):
+        if label != "on closed hosts" or usage.closed_hosts:
+            table.add_row(Text(label, style="bold green" if label == "free" else ""), *_cells(size))
+    hosts = f"{usage.hosts} host{'s' * (usage.hosts != 1)} in sight"
+    closed = f", {usage.closed_hosts} of which take no new VM" if usage.closed_hosts else ""
+    render.console.print(hosts + closed)
+    render.console.print(table)
+
+
+def _cells(size: SizeView) -> tuple[str, str, str]:
+    return str(size.cpus), render.memory(size.memory), render.memory(size.disk)
+
+
+def _show_trial(found: TrialView) -> None:
+    if found.starts:
+        render.console.print(Text("It would start at once.", style="bold green"))
+        where = f" on {found.hosts}" if found.hosts and found.hosts not in found.why else ""
+        render.say(f"{found.why}{where}")
+        return
+    said = "It would be cancelled." if found.never else "It would wait."
+    render.console.print(Text(said, style="bold red" if found.never else "bold yellow"))
+    render.say(found.why)
+    if found.ahead:
+        behind = f", of which job {found.behind} keeps the others waiting" if found.behind else ""
+        jobs = "1 job" if found.ahead == 1 else f"{found.ahead} jobs"
+        render.say(f"{jobs} would be ahead of it{behind}.")
+    if found.expected is not None:
+        render.say(f"It would start by {_moment(found.expected)} at the latest, by the time limits.")
+    elif found.alone is not None and not found.never:
+        render.say(f"Without other jobs that wait, it would start by {_moment(found.alone)} at the latest.")
+    elif not found.never:
+        render.say("Nobody can tell when: no time limit says by when there is room for it.")
+    show_groups(found.groups, every=False)
+
+
+def _moment(at: float) -> str:
+    return f"{datetime.fromtimestamp(at):%Y-%m-%d %H:%M:%S}"

@@ -7,8 +7,7 @@ import sys
 
 import typer
 
-from multiverse.cli.commands import COMPLETE, build, needed
-from multiverse.cli.exit_codes import CLOSED, INTERRUPTED, NO_ANSWER, NOT_DONE, SUPERSEDED
+from multiverse.cli.commands import CLOSED, COMPLETE, INTERRUPTED, NO_ANSWER, NOT_DONE, SUPERSEDED, build, needed
 from multiverse.cli.render import errors
 from multiverse.core.errors import MultiverseError, Superseded, Unknown, Unreachable
 from multiverse.system import interrupts

@@ -1,17 +1,23 @@
-"""The output of the command line: tables that fit 80 columns and use 140, JSON, durations and sizes, progress lines."""
+"""The output of the command line: tables that fit 80 columns and use 140, JSON, durations and sizes; and --watch."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Annotated, Any
 
+import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
+
+from multiverse.core.errors import MultiverseError
 
 WIDE = 140
 """Columns from which on tables show everything. What goes to no terminal is as wide as that."""
@@ -142,6 +148,11 @@ def duration(seconds: float) -> str:
     return f"{days}d{hours:02d}h"
 
 
+def age(since: float) -> str:
+    """How long ago a Unix time is."""
+    return duration(max(0.0, time.time() - since))
+
+
 def memory(mib: float) -> str:
     """A size given in MiB, shown in GiB from 10 GiB on."""
     if mib >= 10 * 1024:
@@ -168,3 +179,57 @@ PHASE_STYLES: Mapping[str, str] = {
     "run": "green",
     "reclaim": "magenta",
 }
+
+
+# --- --watch ----------------------------------------------------------------------------------------
+
+
+INTERVAL = 2.0
+"""Seconds between two times."""
+
+Watch = Annotated[bool, typer.Option("--watch", "-w", help="Show it again every 2 s, until Ctrl-C.")]
+
+
+def watched(show: Callable[[], None], *, again: bool) -> None:
+    """Call `show`, which prints; with `again` every two seconds until it is interrupted, which is no error. An error
+    of the daemon is shown in place of the output, and does not end it."""
+    if not again:
+        show()
+        return
+    try:
+        if console.is_terminal:
+            _in_place(show)
+        else:
+            while True:
+                console.print(_printed(show), end="")
+                console.print()
+                time.sleep(INTERVAL)
+    except KeyboardInterrupt:
+        raise typer.Exit(0) from None
+
+
+def _in_place(show: Callable[[], None]) -> None:
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            text = _printed(show)
+            head = Text(f"{datetime.now():%H:%M:%S}, every {INTERVAL:g} s; Ctrl-C ends\n", style="dim")
+            room = max(1, console.height - 3)
+            lines = list(text.split("\n", allow_blank=True))
+            if len(lines) > room:
+                more = len(lines) - room
+                lines = lines[:room]
+                lines.append(Text(f"… {more} more lines", style="dim"))
+            live.update(Text.assemble(head, Text("\n").join(lines)), refresh=True)
+            time.sleep(INTERVAL)
+
+
+def _printed(show: Callable[[], None]) -> Text:
+    """What `show` prints, or why it cannot."""
+    with console.capture() as captured:
+        try:
+            show()
+        except MultiverseError as error:
+            console.print(f"multiverse: {error}", markup=False, style="red")
+        except typer.Exit:
+            pass  # its status is that of one call
+    return Text.from_ansi(captured.get())

@@ -40,7 +40,7 @@ def list_(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = Fa
             one.image,
             one.host,
             render.state(one.state),
-            render.duration(one.age),
+            render.age(one.since),
             str(one.cpus),
             render.memory(one.memory),
             one.account,

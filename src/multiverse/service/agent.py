@@ -30,9 +30,8 @@ from multiverse.pilot.lease import NODE_SHARE, share_of
 from multiverse.pilot.run import END_VMS
 from multiverse.service import metrics
 from multiverse.service.job_vms import serve_jobs
-from multiverse.service.processes import ProcessCounter
-from multiverse.service.scraping import scraped
-from multiverse.service.startup import bind, locked, stop_signal
+from multiverse.service.metrics import scraped
+from multiverse.service.startup import ProcessCounter, bind, locked, stop_signal
 from multiverse.system.processes import boot_id
 
 log = structlog.get_logger()

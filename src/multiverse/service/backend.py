@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any
 
 from multiverse import __version__
 from multiverse.api import (
@@ -24,45 +26,38 @@ from multiverse.api import (
     SizeView,
     SourceView,
     StatusView,
+    SummaryView,
     TemplateView,
     TimelineView,
     VmView,
 )
-from multiverse.api.grid import GridHost, GridSummary
 from multiverse.bundles.contract import UNKNOWN_WORDS, GuestFacts, Notice, SchedulerWords
 from multiverse.controller import pruning
 from multiverse.controller.loop import Controller
 from multiverse.core.errors import Refused
-from multiverse.core.model import Attempt, HostUsage, Reason, Vm, VmSeen, World, text_of
-from multiverse.core.model.job_usage import JobUsage
+from multiverse.core.model import Attempt, Drain, HostUsage, Reason, Size, Vm
 from multiverse.core.rows import Rows
 from multiverse.core.transition import Command, EffectKind
 from multiverse.ports import Clock
-from multiverse.service import alerts, convert, findings, identity, snapshot
-from multiverse.service.explanations import Explanations
-from multiverse.service.hosts import Troubles, host_views, lease_views
-from multiverse.service.processes import Processes
-from multiverse.service.snapshot import Changed, Documents, ShownJob
+from multiverse.service import alerts, convert
+from multiverse.service.convert import JobFacts
+from multiverse.service.explanations import OPERATOR, Explanations, Viewer
+from multiverse.service.hosts import Troubles, host_views, lease_views, without_noise
+from multiverse.service.startup import Processes
 from multiverse.service.statistics import Statistics
 from multiverse.service.utilization import UtilizationReader
-from multiverse.service.viewer import OPERATOR, Viewer
 from multiverse.store import Pruning, Store
 from multiverse.store.job_usage import read_job_usage
 
-COMMIT_TIMEOUT = 10.0
-"""Seconds that a client waits for its command to be committed."""
+COMMIT_TIMEOUT = 10.0  # seconds that a client waits for its command to be committed
+FAILURES_UNTIL_ALERT = 3  # failures in a row that make a repeated effect an alert: one or two are routine
+PRUNE_LIMIT = 2.0  # seconds that one request to prune takes
+MAX_TIMELINES = 100  # the most timelines that a user is shown at a time
+MAX_JOBS = 10000  # the most attempts that one answer lists
 
-FAILURES_UNTIL_ALERT = 3
-"""The number of failures in a row from which on a repeated effect is an alert: one or two are routine."""
-
-PRUNE_LIMIT = 2.0
-"""Seconds that one request to prune takes."""
-
-MAX_TIMELINES = 100
-"""The most timelines that a user is shown at a time."""
-
-MAX_JOBS = 10000
-"""The most attempts that one answer lists."""
+Source = tuple[str, tuple[Any, ...], Callable[[], object]]
+"""A document for viewers: its key, what it is made from, and what makes it. The first part of what it is made from is
+compared by identity: a row that has changed is another object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,28 +72,24 @@ class Counts:
     jobs: Mapping[str, int]  # by stage
     waiting: Mapping[str, int]  # by the word of their reason
     alerts: Mapping[str, int]  # by kind
-    hosts: Sequence[GridHost]
+    hosts: Sequence[HostView]
     statistics: Statistics
 
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """`guests` is None where VMs cannot be asked. `permanent` are alerts that last as long as this process; the two
-    after it are as in the settings. `hints_from`, `lack_of_nodes` and `words` are those of the `SchedulerSystem`.
-    `utilization` is None where nothing is recorded."""
-
     controller: Controller
     store: Store
     clock: Clock
-    guests: GuestFacts | None
+    guests: GuestFacts | None  # None where VMs cannot be asked
     processes: Processes
-    permanent: Sequence[Alert] = ()
-    history_days: float = 0.0
-    poll: float = 0.0
-    hints_from: str = ""
+    permanent: Sequence[Alert] = ()  # alerts that last as long as this process
+    history_days: float = 0.0  # as in the settings
+    poll: float = 0.0  # as in the settings
+    hints_from: str = ""  # this and the next two are those of the `SchedulerSystem`
     lack_of_nodes: Callable[[int], Sequence[Notice]] = lambda cpus: ()
     words: SchedulerWords = UNKNOWN_WORDS
-    utilization: UtilizationReader | None = None
+    utilization: UtilizationReader | None = None  # None where nothing is recorded
     statistics: Statistics = field(default_factory=Statistics)
 
     def _rows(self) -> Rows:
@@ -116,7 +107,7 @@ class Backend:
             site=self.store.site,
             up=self.clock.now() - self.controller.began,
             sources=self.sources(),
-            jobs=convert.job_counts(rows),
+            jobs=convert.stage_counts(rows.attempts.values()),
             attempts=states["attempt"],
             vms=states["vm"],
             templates=states["template"],
@@ -133,22 +124,30 @@ class Backend:
     def alerts(self) -> list[Alert]:
         """All alerts. Those that stop the most come first."""
         now, controller, rows = self.clock.now(), self.controller, self._rows()
-        unkept, unhinted = controller.uncommitted, [at for at in (controller.missing_hints.since,) if at is not None]
-        return [
+        unkept, unhinted = controller.uncommitted, controller.missing_hints.since
+        found = [
             *([alerts.STORE(seconds=now - unkept[0], reason=unkept[1])] if unkept else ()),
-            *findings.sources_away((one.name, one.unknown_for, one.failure) for one in self.sources()),
-            *(alerts.HINTS(seconds=now - since, poll=self.poll, inbox=self.hints_from) for since in unhinted),
-            *findings.findings(rows, controller.world(), controller.policy, now),
-            *(findings.unknown_user(one, rows, now) for one in controller.unknown_users()),
+            *alerts.sources_away((one.name, one.unknown_for, one.failure) for one in self.sources()),
+            *(
+                []
+                if unhinted is None
+                else [alerts.HINTS(seconds=now - unhinted, poll=self.poll, inbox=self.hints_from)]
+            ),
+            *alerts.findings(rows, controller.world(), controller.policy, now),
+            *(alerts.unknown_user(one, rows, now) for one in controller.unknown_users()),
             *(
                 alerts.PLACEMENT(policy=name, reason=why)
                 for name, why in sorted(controller.state.placement_faults.items())
             ),
-            *(findings.failing_effect(one, now) for one in controller.failing(FAILURES_UNTIL_ALERT)),
-            *(alerts.STRANGER(name=name) for name in controller.orphans()),
+            *(alerts.failing_effect(one, now) for one in controller.failing(FAILURES_UNTIL_ALERT)),
+            *(alerts.ORPHAN(name=name) for name in controller.orphans()),
             *(Alert(*one) for one in self.lack_of_nodes(controller.claimable_cpus())),
             *self.permanent,
         ]
+        return [replace(one, command=alerts.command_of(one)) for one in found]
+
+    def _hints_missing(self, seconds: float) -> Alert:
+        return alerts.HINTS(seconds=seconds, poll=self.poll, inbox=self.hints_from)
 
     async def counts(self) -> Counts:
         rows = self._rows()
@@ -159,10 +158,10 @@ class Backend:
             sources=self.sources(),
             effects=self.controller.effects_ended,
             rows=convert.row_counts(rows),
-            jobs=convert.job_counts(rows),
-            waiting=convert.counted(waiting, self._waiting_reasons(waiting, self.clock.now())),
+            jobs=convert.stage_counts(waiting),
+            waiting=convert.counted(waiting, self._waiting_reasons(waiting)),
             alerts=Counter(alert.kind for alert in self.alerts()),
-            hosts=[snapshot.grid_host(host, self.clock.wall()) for host in self.hosts()],
+            hosts=self.hosts(),
             statistics=self.statistics,
         )
 
@@ -178,30 +177,38 @@ class Backend:
             attempts = list(reversed(self.store.attempts(job_id=job, limit=max(1, min(limit, MAX_JOBS)))))
         else:
             attempts = list(self._rows().attempts.values())
-        vms, now = self.store.vms_of([attempt.id for attempt in attempts]), self.clock.now()
-        waiting, policy = self._waiting_reasons(attempts, now), self.controller.policy
-        return convert.job_views(attempts, vms, waiting, now, policy, self._job_usages(attempts))
-
-    def _job_usages(self, attempts: Sequence[Attempt]) -> Mapping[int, JobUsage]:
-        """What those of these attempts have used that have ended, or are about to."""
+        vms = self.store.vms_of([attempt.id for attempt in attempts])
         ran = [attempt.id for attempt in attempts if attempt.outcome is not None]
-        return read_job_usage(self.store, ran) if ran else {}
-
-    def timelines(self, job: str) -> list[TimelineView]:
-        """One timeline for each known attempt of the job, oldest first; empty if there is none."""
-        return self._timelines(self.store.attempts(job_id=job)[::-1], OPERATOR)
-
-    def timelines_for(self, job: str, viewer: Viewer) -> list[TimelineView]:
-        """The same for a user: of their own jobs, and without what they may not be told of others'."""
-        attempts = [one for one in self.store.attempts(job_id=job, limit=MAX_TIMELINES) if viewer.may_see(one.uid)]
-        return self._timelines(attempts[::-1], viewer)
-
-    def _timelines(self, attempts: Sequence[Attempt], viewer: Viewer) -> list[TimelineView]:
-        now = self.clock.now()
-        waiting = self._waiting_reasons(attempts, now)
-        entries = {one.id: self.store.journal(attempts=[one.id]) for one in attempts}
+        usages = read_job_usage(self.store, ran) if ran else {}
+        policy, epoch = self.controller.policy, self.controller.world().epoch
         return [
-            convert.timeline_view(one, entries[one.id], now, waiting.get(one.id), viewer.teller(one.job.job_id))
+            convert.job_view(one, facts, policy, epoch, usages.get(one.id))
+            for one, facts in self._job_facts(attempts, vms)
+        ]
+
+    def _job_facts(self, attempts: Sequence[Attempt], vms: Iterable[Vm]) -> Iterator[tuple[Attempt, JobFacts]]:
+        world = self.controller.world()
+        jobs = world.scheduler.value.jobs if world.scheduler else {}
+        return convert.job_facts(attempts, vms, self._waiting_reasons(attempts), jobs, self.controller.users.name)
+
+    def _waiting_reasons(self, attempts: Sequence[Attempt]) -> Mapping[int, Reason]:
+        controller = self.controller
+        return convert.waiting_reasons(attempts, controller.world(), controller.state.reasons, self.clock.now())
+
+    def timelines(self, job: str, viewer: Viewer = OPERATOR) -> list[TimelineView]:
+        """One timeline for each known attempt of the job, oldest first, as far as the viewer may see it; empty if there
+        is none."""
+        limit = MAX_JOBS if viewer is OPERATOR else MAX_TIMELINES
+        attempts = [one for one in self.store.attempts(job_id=job, limit=limit) if viewer.may_see(one.uid)][::-1]
+        now, waiting = self.clock.now(), self._waiting_reasons(attempts)
+        return [
+            convert.timeline_view(
+                one,
+                self.store.journal(attempts=[one.id]),
+                now,
+                waiting.get(one.id),
+                viewer.teller(one.job.job_id),
+            )
             for one in attempts
         ]
 
@@ -210,29 +217,25 @@ class Backend:
         """Why jobs wait, and what would start at once."""
         return Explanations(self.controller, self.store, self.clock, self.words)
 
-    def _waiting_reasons(self, attempts: Sequence[Attempt], now: float) -> Mapping[int, Reason]:
-        return convert.waiting_reasons(attempts, self.controller.world(), self.controller.state.reasons, now)
-
     # --- VMs, hosts, templates ---------------------------------------------------------------------
 
     async def vms(self, *, exact: bool = False) -> list[VmView]:
         measured = await self.guests.measure() if exact and self.guests else {}
-        return convert.vm_views(self._rows(), self.controller.world(), measured, self.clock.now())
+        return convert.vm_views(self._rows(), self.controller.world(), measured)
 
     def leases(self) -> list[LeaseView]:
         """The hosts that are leased, or about to be."""
-        return lease_views(self._rows(), self.clock.now())
+        return lease_views(self._rows(), self.controller.world().epoch)
 
     def hosts(self) -> list[HostView]:
         """All hosts of the site, whether or not they are in reach."""
-        controller = self.controller
-        failing = controller.failing(1)
-        rows = self._rows()
+        controller, rows = self.controller, self._rows()
         names = {host.key: host.name for host in rows.hosts.values()}
+        fences = (one for one in controller.failing(1) if one.effect.kind is EffectKind.FENCE)
         troubles = Troubles(
             {one.name: one.failure for one in controller.sources.values()},
             controller.held_back(),
-            {names[one.effect.key]: one.reason for one in failing if one.effect.kind is EffectKind.FENCE},
+            {names[one.effect.key]: one.reason for one in fences},
         )
         return host_views(rows, controller.world(), self.clock.now(), troubles)
 
@@ -241,7 +244,7 @@ class Backend:
         return sorted(self.controller.world().hosts)
 
     def templates(self) -> list[TemplateView]:
-        return convert.template_views(self._rows(), self.clock.now())
+        return convert.template_views(self._rows(), self.controller.world().epoch)
 
     @property
     def base_size(self) -> SizeView:
@@ -249,42 +252,39 @@ class Backend:
         return convert.size_view(self.controller.policy.base)
 
     async def identity_audit(self) -> IdentityAudit:
-        return identity.audit(convert.known_vms(self._rows()), await self.guests.examine() if self.guests else {})
+        return convert.audit(convert.known_vms(self._rows()), await self.guests.examine() if self.guests else {})
 
     # --- the whole, for viewers --------------------------------------------------------------------
 
-    def refresh(self, documents: Mapping[str, Documents]) -> tuple[GridSummary, dict[str, Changed]]:
-        """Bring the documents up to date. Returns what is said of the whole, and which documents have changed."""
-        world, wall = self.controller.world(), self.clock.wall()
-        found = {
-            "hosts": snapshot.host_documents(self.hosts(), wall),
-            "vms": snapshot.vm_documents(self._vms_shown(world), world.epoch),
-            "jobs": snapshot.job_documents(self._attempts_shown(world), self.controller.policy, world.epoch),
-            "alerts": snapshot.alert_documents(self.alerts()),
+    def shown(self) -> tuple[SummaryView, Mapping[str, Iterable[Source]]]:
+        """What is said of the whole, and the documents of each kind."""
+        hosts = map(without_noise, self.hosts())
+        return self._summary(), {
+            "hosts": ((one.name, ("host", one), partial(_itself, one)) for one in hosts),
+            "vms": self._vms_shown(),
+            "jobs": self._jobs_shown(),
+            "alerts": ((f"{one.kind} {one.name}", ("alert", one), partial(_itself, one)) for one in self.alerts()),
         }
-        changed = {kind: documents[kind].update(some) for kind, some in found.items()}
-        return self._summary(wall), changed
 
-    def _vms_shown(self, world: World) -> Iterator[tuple[Vm, VmSeen | None, str]]:
-        attempts = self.controller.state.attempts
+    def _vms_shown(self) -> Iterator[Source]:
+        attempts, world = self.controller.state.attempts, self.controller.world()
         for vm in self.controller.state.vms.values():
-            attempt = attempts.get(vm.attempt) if vm.attempt is not None else None
-            yield vm, world.vm(vm), attempt.job.job_id if attempt else vm.job_id
+            job_id = convert.job_of(vm, attempts.get(vm.attempt) if vm.attempt is not None else None)
+            private = round(seen.private) if (seen := world.vm(vm)) else 0
+            yield (
+                vm.name,
+                (vm, private, job_id),
+                partial(convert.vm_view, vm, job_id, world.epoch, (0.0, private, 0.0, 0.0)),
+            )
 
-    def _attempts_shown(self, world: World) -> Iterator[tuple[Attempt, ShownJob]]:
-        state, users = self.controller.state, self.controller.users
-        jobs = world.scheduler.value.jobs if world.scheduler else {}
-        waiting = convert.waiting_reasons(list(state.attempts.values()), world, state.reasons, self.clock.now())
-        names = convert.vm_names(list(state.vms.values()))
-        for attempt in state.attempts.values():
-            job = jobs.get(attempt.job.job_id)
-            order = job.rank if job else snapshot.UNKNOWN_ORDER
-            vms = tuple(names.get(attempt.id, ()))
-            yield attempt, ShownJob(text_of(waiting.get(attempt.id)), order, users.name(attempt.uid), vms)
+    def _jobs_shown(self) -> Iterator[Source]:
+        state, policy, epoch = self.controller.state, self.controller.policy, self.controller.world().epoch
+        for one, facts in self._job_facts(list(state.attempts.values()), state.vms.values()):
+            yield str(one.id), (one, facts), partial(convert.job_view, one, facts, policy, epoch)
 
-    def _summary(self, wall: float) -> GridSummary:
-        now, state = self.clock.now(), self.controller.state
-        return GridSummary(
+    def _summary(self) -> SummaryView:
+        now, wall, state = self.clock.now(), self.clock.wall(), self.controller.state
+        return SummaryView(
             site=self.store.site,
             version=__version__,
             wall=wall,
@@ -296,22 +296,24 @@ class Backend:
         )
 
     # --- commands ----------------------------------------------------------------------------------
+    # A committed command outlives the daemon, so it is answered only then. All raise `TimeoutError` if it is not
+    # committed in time.
 
     async def repair(self, alert: Alert) -> None:
-        """Have the alert's repair committed. Raises `TimeoutError` if it is not committed in time."""
-        await self._commit(findings.repair_command(alert))
+        """Have the alert's repair committed."""
+        await asyncio.wait_for(self.controller.command(alerts.repair_command(alert)), COMMIT_TIMEOUT)
 
     async def template(
         self, verb: str, image: str, host: str, size: tuple[int, int] | None, account: str | None
     ) -> None:
-        """Have the command to build or drop (`verb`) templates committed. `size` is CPUs and MiB. Raises `TimeoutError`
-        if it is not committed in time."""
-        await self._commit(convert.template_command(verb, image, host, size, account))
+        """Have the command to build or drop (`verb`) templates committed. `size` is CPUs and MiB."""
+        command = Command(verb, host, image, size=Size(*size) if size else None, account=account)
+        await asyncio.wait_for(self.controller.command(command), COMMIT_TIMEOUT)
 
     async def change_hosts(self, verb: str, names: Sequence[str], reason: str, begins: float | None) -> HostsChanged:
-        """Have a change (`verb`) to hosts committed, together. Raises `TimeoutError` if that takes too long."""
-        moment = self.clock.wall() if begins is None else begins
-        made = [self.controller.command(convert.host_command(verb, name, reason, moment)) for name in names]
+        """Have a change (`verb`: add, drain, resume or remove) to hosts committed, together."""
+        drain = Drain(self.clock.wall() if begins is None else begins, reason) if verb == "drain" else None
+        made = [self.controller.command(Command(verb, host=name, drain=drain)) for name in names]
         async with asyncio.timeout(COMMIT_TIMEOUT):
             results = await asyncio.gather(*made, return_exceptions=True)
         refused = {name: str(error) for name, error in zip(names, results, strict=True) if isinstance(error, Refused)}
@@ -328,6 +330,6 @@ class Backend:
         await pruning.prune(one_round, self.clock, limit=PRUNE_LIMIT)
         return PruneView(age, one_round.position, dry_run, **asdict(one_round.removed))
 
-    async def _commit(self, command: Command) -> None:
-        """A committed command outlives the daemon, so it is answered only then."""
-        await asyncio.wait_for(self.controller.command(command), COMMIT_TIMEOUT)
+
+def _itself(made: object) -> object:
+    return made

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -18,21 +19,28 @@ from multiverse.api import Alert
 from multiverse.bundles.composite import together
 from multiverse.bundles.contract import DaemonTask, Notice, Platform, PlatformContext, SchedulerSystem
 from multiverse.bundles.registry import platform_bundles, scheduler_bundle
-from multiverse.config import Settings, users_socket
+from multiverse.config import FenceSettings, Settings, users_socket
 from multiverse.controller.job_usage import JobUsageRecorder
 from multiverse.controller.loop import Controller
 from multiverse.controller.pruning import prune_regularly
 from multiverse.controller.utilization import UtilizationRecorder
-from multiverse.core.errors import Refused
+from multiverse.core.errors import Refused, Unknown
 from multiverse.ports import Clock, Hypervisor, Scheduler
 from multiverse.service.api import make_api
 from multiverse.service.backend import Backend
-from multiverse.service.fencing import FenceCommand
-from multiverse.service.move_log import MoveLog
-from multiverse.service.processes import ProcessCounter, Processes
 from multiverse.service.publisher import Publisher
-from multiverse.service.startup import Server, bind, bind_tcp, bind_web, http_server, locked, stop_signal
-from multiverse.service.statistics import Statistics
+from multiverse.service.startup import (
+    ProcessCounter,
+    Processes,
+    Server,
+    bind,
+    bind_tcp,
+    bind_web,
+    http_server,
+    locked,
+    stop_signal,
+)
+from multiverse.service.statistics import MoveLog, Statistics
 from multiverse.service.users_socket import Pace, UserQuestions, serve_users
 from multiverse.service.utilization import UtilizationReader
 from multiverse.service.web import make_web
@@ -229,3 +237,47 @@ def _traced(
     trace = Trace(settings.trace, clock)
     stack.callback(trace.close)
     return recording(scheduler, hypervisor, trace)
+
+
+# --- fencing ----------------------------------------------------------------------------------------
+
+
+_LAST_WORDS = 300
+"""Characters of the command's output that are kept."""
+
+
+class FenceCommand:
+    """`ports.Fencing` by a command, such as one of Debian's fence-agents."""
+
+    def __init__(self, settings: FenceSettings) -> None:
+        self._settings = settings
+
+    async def fence(self, host: str) -> None:
+        """See `ports.Fencing`. Exit status 0 means that the machine is off. The command and all that it has started are
+        killed after its time, and when nobody waits for it any more, because the host is back."""
+        argv = [word.replace("{host}", host) for word in self._settings.command]
+        log.warning("fencing", host=host, command=argv[0])
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *argv,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise Unknown(f"cannot start {argv[0]}: {error.strerror}", hint="see fence.command") from error
+        try:
+            async with asyncio.timeout(self._settings.timeout):
+                output, _ = await process.communicate()
+        except TimeoutError as error:
+            raise Unknown(f"{argv[0]} did not end within {self._settings.timeout:g} s") from error
+        finally:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                await process.wait()
+        said = " ".join(output.decode(errors="replace").split())[-_LAST_WORDS:]
+        if process.returncode != 0:
+            raise Unknown(f"{argv[0]} ended with status {process.returncode}: {said or 'it said nothing'}")
+        log.warning("fenced", host=host, said=said)

@@ -1,9 +1,9 @@
-"""Explanations of jobs, and what would start at once, for a viewer: from the core's values to the types of the API."""
+"""Why jobs wait, and what would start at once, as far as who asks may be told."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from math import inf
 
 from multiverse.api import (
@@ -17,7 +17,7 @@ from multiverse.api import (
     TrialRequest,
     TrialView,
 )
-from multiverse.bundles.contract import UNKNOWN_WORDS, SchedulerWords
+from multiverse.bundles.contract import UNKNOWN_WORDS, Privacy, SchedulerWords
 from multiverse.config import folded
 from multiverse.controller.loop import Controller
 from multiverse.core.context import Context
@@ -26,12 +26,41 @@ from multiverse.core.explanation.explain import Explanation, explain, explain_en
 from multiverse.core.explanation.host_verdicts import HostVerdict
 from multiverse.core.explanation.immediate_capacity import immediate_capacity, sizes_to_show, usage
 from multiverse.core.explanation.what_if import what_if
-from multiverse.core.model import Attempt, AttemptState, CloneKind, Job, Reason, Request, Size, Why
+from multiverse.core.model import Attempt, AttemptState, CloneKind, Job, Reason, Request, Size, Why, text_of
 from multiverse.core.policy import Policy
 from multiverse.ports import Clock
 from multiverse.service.convert import size_view
-from multiverse.service.viewer import Viewer
 from multiverse.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Viewer:
+    """A user who may see their own jobs only (`uid`), or an operator (None), who may see all. `others`: other users'
+    jobs may be named to them; `hosts`: hosts may be."""
+
+    uid: int | None = None
+    others: bool = True
+    hosts: bool = True
+
+    @classmethod
+    def of(cls, uid: int, privacy: Privacy) -> Viewer:
+        """A user, whom the scheduler permits so much."""
+        return cls(uid, privacy.others, privacy.hosts)
+
+    def may_see(self, uid: int) -> bool:
+        return self.uid is None or self.uid == uid
+
+    def hidden(self, reason: Reason, own: str) -> Reason:
+        """The reason without ids of jobs but their `own`, and without names of hosts, where these are hidden."""
+        return reason.hidden(own, others=self.others, hosts=self.hosts)
+
+    def teller(self, own: str) -> Callable[[Reason | None], str]:
+        """Words reasons of that job as far as the viewer may be told of them."""
+        return lambda reason: text_of(reason and self.hidden(reason, own))
+
+
+OPERATOR = Viewer()
+
 
 TASKS = 20
 """Of so many tasks of an array, at most, one answer tells."""

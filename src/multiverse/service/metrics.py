@@ -1,17 +1,27 @@
-"""The daemon's counters in Prometheus' text format. The controller reads none of them."""
+"""The daemon's counters, and what hosts and VMs use, in Prometheus' text format. The controller reads none of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, generate_latest
+import structlog
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from multiverse.api import SizeView
-from multiverse.core.model import HostUsage
-from multiverse.service.usage_metrics import families
+from multiverse.config import listening_address
+from multiverse.core.errors import Refused
+from multiverse.core.model import HostUsage, Usage
+from multiverse.service.startup import bind
+
+log = structlog.get_logger()
+
 
 if TYPE_CHECKING:  # an agent has no backend
     from multiverse.service.backend import Counts
@@ -144,3 +154,136 @@ def _sizes(sizes: Mapping[str, SizeView]) -> Values:
         for (resource, unit), value in zip(RESOURCES.items(), (size.cpus, size.memory, size.disk), strict=True):
             found[host, resource] = value * unit
     return found
+
+
+# --- what hosts and VMs use -------------------------------------------------------------------------
+
+
+_MIB = 1 << 20
+
+_GAUGES: dict[str, tuple[str, str, float]] = {
+    "cpus": ("cpus_used", "CPUs in use.", 1),
+    "memory": ("memory_used_bytes", "Memory in use.", _MIB),
+    "active": ("memory_active_bytes", "Memory in use that was used lately.", _MIB),
+    "received": ("received_bytes_per_second", "Received from the network.", 1),
+    "sent": ("sent_bytes_per_second", "Sent to the network.", 1),
+    "read": ("read_bytes_per_second", "Read from disks.", 1),
+    "written": ("written_bytes_per_second", "Written to disks.", 1),
+    "cpu_pressure": ("cpu_pressure", "Share of the time in which a process waited for a CPU.", 1),
+    "memory_pressure": ("memory_pressure", "Share of the time in which a process waited for memory.", 1),
+    "io_pressure": ("io_pressure", "Share of the time in which a process waited for a disk.", 1),
+}
+"""By figure of `Usage`: the end of the metric's name, its help, and by what the figure is multiplied."""
+
+
+def families(hosts: Mapping[str, HostUsage]) -> Iterator[Metric]:
+    """The metrics of these hosts, by name, and of their VMs: means of the last seconds, but for the counters."""
+    of_hosts = [((name,), host.usage) for name, host in sorted(hosts.items()) if host.usage]
+    of_vms = [
+        ((name, vm), one.usage)
+        for name, host in sorted(hosts.items())
+        for vm, one in sorted(host.vms.items())
+        if one.usage
+    ]
+    yield from _usage_gauges("multiverse_host", ("host",), of_hosts)
+    yield from _usage_gauges("multiverse_vm", ("host", "vm"), of_vms)
+    cpu = CounterMetricFamily(
+        "multiverse_vm_cpu_seconds", "CPU time of the VM's process since its start.", labels=("host", "vm")
+    )
+    peak = GaugeMetricFamily(
+        "multiverse_vm_memory_peak_bytes", "The most memory that the VM had since its start.", labels=("host", "vm")
+    )
+    for name, host in sorted(hosts.items()):
+        for vm, one in sorted(host.vms.items()):
+            if one.usage:
+                cpu.add_metric((name, vm), one.cpu_s)
+                peak.add_metric((name, vm), one.peak * _MIB)
+    yield from (cpu, peak)
+
+
+def _usage_gauges(
+    prefix: str, labels: tuple[str, ...], usages: Sequence[tuple[tuple[str, ...], Usage]]
+) -> Iterator[Metric]:
+    for figure, (name, text, factor) in _GAUGES.items():
+        metric = GaugeMetricFamily(f"{prefix}_{name}", text, labels=labels)
+        for values, usage in usages:
+            if (value := getattr(usage, figure)) is not None:
+                metric.add_metric(values, value * factor)
+        yield metric
+
+
+# --- reading without the API ------------------------------------------------------------------------
+
+
+TIMEOUT = 10.0
+"""Seconds that a whole request may take."""
+
+AT_ONCE = 8
+"""Requests that are answered at the same time; those that come beside them are closed."""
+
+LONGEST_HEAD = 8192
+"""Bytes of a request."""
+
+
+@contextlib.asynccontextmanager
+async def scraped(where: str, setting: str, text: Callable[[], bytes]) -> AsyncIterator[None]:
+    """Let `text` be read meanwhile at ADDRESS:PORT or at the path of a Unix socket; empty: nowhere. It is called in a
+    thread. Raises `Refused` if that cannot be had; `setting` names what to change then."""
+    if not where:
+        yield
+        return
+    serving: set[asyncio.Task[None]] = set()
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        serving.add(task)
+        try:
+            if len(serving) <= AT_ONCE:
+                async with asyncio.timeout(TIMEOUT):
+                    await _answer_scrape(reader, writer, text)
+        except (OSError, EOFError, ValueError, TimeoutError, asyncio.LimitOverrunError) as error:
+            log.debug("request for metrics not answered", reason=str(error))
+        finally:
+            serving.discard(task)
+            writer.close()
+
+    sock = _bound(where, setting)
+    server = await asyncio.start_server(connected, sock=sock, limit=LONGEST_HEAD)
+    log.info("metrics can be read", where=where)
+    try:
+        yield
+    finally:
+        server.close()
+        for task in list(serving):
+            task.cancel()
+        await asyncio.gather(*serving, return_exceptions=True)
+        if where.startswith("/"):
+            Path(where).unlink(missing_ok=True)
+
+
+def _bound(where: str, setting: str) -> socket.socket:
+    if where.startswith("/"):
+        return bind(Path(where), setting)
+    address = listening_address(where)
+    if address is None:
+        raise Refused(f"{where} is no ADDRESS:PORT", hint=f"correct {setting} in the settings")
+    try:
+        return socket.create_server(address, family=socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
+    except OSError as error:
+        raise Refused(f"cannot listen at {where}: {error.strerror}", hint=f"set {setting} in the settings") from error
+
+
+async def _answer_scrape(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, text: Callable[[], bytes]) -> None:
+    head = await reader.readuntil(b"\r\n\r\n")
+    method, _, rest = head.partition(b" ")
+    path = rest.split(b" ", 1)[0].partition(b"?")[0]
+    if (method, path) == (b"GET", b"/metrics"):
+        status, kind, body = "200 OK", CONTENT_TYPE_LATEST, await asyncio.to_thread(text)
+    else:
+        status, kind, body = "404 Not Found", "text/plain", b"only GET /metrics is here\n"
+    head_of_answer = (
+        f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    )
+    writer.write(head_of_answer.encode() + body)
+    await writer.drain()

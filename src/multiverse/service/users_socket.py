@@ -19,13 +19,12 @@ from typing import Any, TypeAlias
 import structlog
 from pydantic import TypeAdapter, ValidationError
 
-from multiverse.api import ExplanationsView
-from multiverse.api.asking import LONGEST_QUESTION, PURPOSE, Question
+from multiverse.api import LONGEST_QUESTION, PURPOSE, ExplanationsView, Question
 from multiverse.bundles.contract import Identities, Privacy
 from multiverse.core.errors import Gone, MultiverseError, Refused
 from multiverse.ports import Clock
 from multiverse.service.backend import Backend
-from multiverse.service.viewer import Viewer
+from multiverse.service.explanations import Viewer
 from multiverse.system.processes import peer_of
 
 log = structlog.get_logger()
@@ -83,9 +82,7 @@ class UserQuestions:
     async def answer(self, uid: int, question: Question) -> Any:
         """The answer as a document of JSON. Raises `Gone` for a job that is not the user's, or does not exist."""
         async with self.pace.turn(uid):
-            return _ADAPTER.dump_python(
-                self._found(Viewer.of(uid, self.privacy(uid)), question), mode="json", by_alias=True
-            )
+            return _ADAPTER.dump_python(self._found(Viewer.of(uid, self.privacy(uid)), question), mode="json")
 
     def _found(self, viewer: Viewer, question: Question) -> Any:
         explanations = self.backend.explanations
@@ -99,7 +96,7 @@ class UserQuestions:
             case "explain":
                 found: Any = explanations.of_job(question.job, viewer)
             case "timeline":
-                found = self.backend.timelines_for(question.job, viewer)
+                found = self.backend.timelines(question.job, viewer)
         if not question.job or not (found.jobs if isinstance(found, ExplanationsView) else found):
             raise Gone(f"you have no job {question.job}" if question.job else "name a job")
         return found

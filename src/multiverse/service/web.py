@@ -13,11 +13,10 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from multiverse.api import ExplanationsView, TimelineView
-from multiverse.service import metrics
+from multiverse.service import api, metrics
 from multiverse.service.backend import Backend
+from multiverse.service.explanations import OPERATOR
 from multiverse.service.publisher import Publisher
-from multiverse.service.routers import grid
-from multiverse.service.viewer import OPERATOR
 from multiverse.web import TYPES, files
 
 HEADERS = {
@@ -46,7 +45,7 @@ TIMELINES_KEPT = 64
 def make_web(backend: Backend, publisher: Publisher) -> ASGIApp:
     """The application. It answers GET and HEAD only."""
     web = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
-    web.include_router(grid.router(publisher))
+    web.include_router(api.snapshot_routes(publisher))
     web.include_router(_timelines(backend))
     web.include_router(_explanations(backend))
     web.include_router(_metrics(backend))
