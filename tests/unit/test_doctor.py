@@ -128,7 +128,7 @@ def test_facts_of_this_machine_are_those_that_other_commands_show(tmp_path: Path
     shown = subprocess.run(["df", "-m", "--output=size,fstype", tmp_path], capture_output=True, text=True, check=True)
     size, kind = shown.stdout.split()[-2:]
     assert facts.vms is not None and (facts.vms.total, facts.vms.kind) == (pytest.approx(int(size), abs=1), kind)
-    assert facts.templates is not None and machine.in_memory(facts.templates)
+    assert facts.templates is not None and facts.templates.in_memory
     meminfo = Path("/proc/meminfo").read_text().split()
     assert facts.memory == int(meminfo[1]) // 1024
     assert "cannot run /nowhere/qemu" in facts.qemu_error and facts.kvm is None

@@ -84,7 +84,7 @@ def test_what_the_sweep_needs_is_written_down(tmp_path: Path) -> None:
     assert place.recorded() is None and lease_directories(tmp_path) == [] == lease_directories(tmp_path / "none")
     place.make()
     (tmp_path / ".logs").mkdir()
-    assert lease_directories(tmp_path) == [place]
+    assert [one.root for one in lease_directories(tmp_path)] == [place.root]
     known = PilotRecord("17", os.getpid(), 5, "boot", ("/sys/fs/cgroup/x",))
     place.record(known)
     assert place.recorded() == known
@@ -97,7 +97,7 @@ def test_a_sweep_leaves_a_lease_alone_from_its_pilots_first_moment_on(tmp_path: 
     place, ended = LeaseDirectory(tmp_path / "lease-ab12c-1"), LeaseDirectory(tmp_path / "lease-ab12c-2")
     ended.make()
     with place.held() as ours:
-        assert ours and sweep(tmp_path) == [] and lease_directories(tmp_path) == [place]
+        assert ours and sweep(tmp_path) == [] and [one.root for one in lease_directories(tmp_path)] == [place.root]
         with place.held() as again:
             assert not again, "another pilot of this name"
     assert sweep(tmp_path) == [] and lease_directories(tmp_path) == []

@@ -17,11 +17,8 @@ from multiverse.api import PURPOSE
 from multiverse.client import Client, socket_path
 from multiverse.core.errors import Gone, MultiverseError, Refused, Unknown, Unreachable
 
-PORT = 6821
-"""The port of `users.listen`, unless the settings say otherwise."""
-
-TIMEOUT = 30.0
-"""Seconds."""
+PORT = 6821  # the port of `users.listen`, unless the settings say otherwise
+TIMEOUT = 30.0  # seconds
 
 Controller = Annotated[
     str,

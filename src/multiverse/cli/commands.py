@@ -54,8 +54,7 @@ GROUP = "multiverse.commands"
 """The entry points by which other distributions add commands: the name of a command, and its module, as above."""
 
 
-COMPLETE = "_MULTIVERSE_COMPLETE"
-"""The variable that a shell's script sets as it asks how a command line may go on."""
+COMPLETE = "_MULTIVERSE_COMPLETE"  # the variable that a shell's script sets as it asks how a command line may go on
 
 
 def modules() -> Mapping[str, str]:

@@ -44,7 +44,7 @@ _CLONE_KINDS = ("instant", "linked", "full")
 @hosts_app.callback()
 def hosts(
     context: typer.Context,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json: render.Json = False,
     watch: Watch = False,
 ) -> None:
     """Show hosts. Admission counts against what is declared, which need not be what the machine has."""
@@ -56,8 +56,7 @@ def _show(*, json: bool) -> None:
     with Client() as client:
         document = client.hosts()
     if json:
-        render.as_json(document)
-        return
+        return render.as_json(document)
     found = decode(list[HostView], document)
     render.show(_table(found), "The site has no host; see: multiverse hosts add.")
     for one in found:
@@ -229,7 +228,7 @@ def _change(verb: str, hosts: Sequence[str], done: str, **more: str | float | No
 # --- multiverse leases ------------------------------------------------------------------------------
 
 
-def leases(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+def leases(json: render.Json = False) -> None:
     """Show the hosts that are leased from Slurm, with their pilot jobs, also those that wait.
 
     To give one back once its jobs have ended: multiverse hosts drain HOST.
@@ -237,8 +236,7 @@ def leases(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = F
     with Client() as client:
         document = client.leases()
     if json:
-        render.as_json(document)
-        return
+        return render.as_json(document)
     table = render.table("HOST", "STATE", "PARTITION", "PILOT", "NODE", "SINCE", "UNTIL", "REASON", right=("SINCE",))
     for one in decode(list[LeaseView], document):
         until = f"{datetime.fromtimestamp(one.ends):%m-%d %H:%M}" if one.ends is not None else "–"
@@ -263,7 +261,7 @@ def utilization(
     only: Annotated[str, typer.Option("--only", metavar="NAMES", help="Hosts or VMs, with commas.")] = "",
     history: Annotated[str, typer.Option("--history", metavar="NAME", help="What a host or VM has used.")] = "",
     hours: Annotated[float, typer.Option("--hours", min=0.1, help="Of the history.")] = 24.0,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json: render.Json = False,
 ) -> None:
     """Show what hosts and VMs use: now, and as means of the last five minutes and of the last hour.
 
@@ -289,7 +287,7 @@ def compatible(
     memory: Annotated[str, typer.Option("--mem", help="Of each node of the job: 800M, 8G.")] = "1G",
     image: Annotated[str, typer.Option("--image", help="By default that of the settings.")] = "",
     policy: Annotated[str, typer.Option("--policy", help="Of placement; by default that of the settings.")] = "",
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json: render.Json = False,
 ) -> None:
     """Show the hosts that have room for a VM now: first the one that the placement policy would take, then by their
     use. Nothing is reserved. Exits with 1 if there is none."""

@@ -7,7 +7,6 @@ from datetime import datetime
 from typing import Annotated
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
 from multiverse.api import (
@@ -32,14 +31,13 @@ from multiverse.client import Client
 # --- multiverse jobs --------------------------------------------------------------------------------
 
 
-NAMED = 6
-"""Of so many jobs with the same reason, at most, the ids are shown, where there is no column for reasons."""
+NAMED = 6  # of so many jobs with the same reason, at most, the ids are shown, where there is no column for reasons
 
 
 def jobs(
     job: Annotated[str | None, typer.Argument(help="Only this job, or this array's tasks.")] = None,
     ended: Annotated[bool, typer.Option("--all", "-a", help="Those that have ended too.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json: render.Json = False,
     watch: Watch = False,
 ) -> None:
     """Show jobs: their state, their VMs, and the reason why a job waits."""
@@ -50,8 +48,7 @@ def _show(job: str | None, *, ended: bool, json: bool) -> None:
     with Client() as client:
         document = client.jobs(job, ended=ended)
     if json:
-        render.as_json(document)
-        return
+        return render.as_json(document)
     found = decode(list[JobView], document)
     empty = "No jobs." if ended or job else "No live jobs; --all shows those that have ended."
     if render.is_wide():
@@ -112,10 +109,7 @@ def _reason(one: JobView) -> str:
 # --- multiverse vms ---------------------------------------------------------------------------------
 
 
-def vms(
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    watch: Watch = False,
-) -> None:
+def vms(json: render.Json = False, watch: Watch = False) -> None:
     """Show VMs: their state, their job, the memory that is theirs alone, and the memory that they share."""
     watched(lambda: _show_vms(json=json), again=watch)
 
@@ -124,67 +118,35 @@ def _show_vms(*, json: bool) -> None:
     with Client() as client:
         document = client.vms()
     if json:
-        render.as_json(document)
-        return
+        return render.as_json(document)
     found = decode(list[VmView], document)
     several = len({one.host for one in found}) > 1
-    render.show((_vms_wide if render.is_wide() else _vms_narrow)(found, several=several), "No VMs.")
-
-
-def _vms_wide(found: Sequence[VmView], *, several: bool) -> Table:
-    table = render.table(
-        "VM", "STATE", "JOB", *(["HOST"] if several else []), "KIND", "SIZE", "UNIQUE, SHARED", "CPU TIME", "ADDRESS",
-        right=("CPU TIME",), fold=("SIZE", "UNIQUE, SHARED", "CPU TIME"),
-    )  # fmt: skip
+    names = ("VM", "STATE", "JOB", *(("HOST",) if several else ()))
+    if wide := render.is_wide():
+        names += ("KIND", "SIZE", "UNIQUE, SHARED", "CPU TIME", "ADDRESS")
+        table = render.table(*names, right=("CPU TIME",), fold=("SIZE", "UNIQUE, SHARED", "CPU TIME"))
+    else:
+        table = render.table(*names, "SIZE", "UNIQUE", "ADDRESS", right=("UNIQUE",), fold=("STATE", "SIZE"))
     for one in found:
-        table.add_row(
-            one.name,
-            render.state(one.state, one.quarantined),
-            one.job_id or "–",
-            *([one.host] if several else []),
-            one.kind,
-            _vm_size(one),
-            f"{render.memory(one.private)}, {render.memory(one.shared)}" if one.private else "–",
-            render.duration(one.cpu_s) if one.cpu_s else "–",
-            one.address,
-        )
-    return table
-
-
-def _vms_narrow(found: Sequence[VmView], *, several: bool) -> Table:
-    """What fits 80 columns."""
-    table = render.table(
-        "VM", "STATE", "JOB", *(["HOST"] if several else []), "SIZE", "UNIQUE", "ADDRESS",
-        right=("UNIQUE",), fold=("STATE", "SIZE"),
-    )  # fmt: skip
-    for one in found:
-        table.add_row(
-            one.name,
-            render.state(one.state, one.quarantined),
-            one.job_id or "–",
-            *([one.host] if several else []),
-            _vm_size(one),
-            render.memory(one.private) if one.private else "–",
-            one.address,
-        )
-    return table
-
-
-def _vm_size(one: VmView) -> str:
-    return f"{one.cpus}, {render.memory(one.memory)}"
+        cells: list[str | Text] = [one.name, render.state(one.state, one.quarantined), one.job_id or "–"]
+        size, memory = f"{one.cpus}, {render.memory(one.memory)}", render.memory(one.private)
+        unique = (f"{memory}, {render.memory(one.shared)}" if wide else memory) if one.private else "–"
+        time = (render.duration(one.cpu_s) if one.cpu_s else "–",) if wide else ()
+        kind = (one.kind,) if wide else ()
+        table.add_row(*cells, *((one.host,) if several else ()), *kind, size, unique, *time, one.address)
+    render.show(table, "No VMs.")
 
 
 # --- multiverse explain -----------------------------------------------------------------------------
 
 
-GROUPS = 8
-"""The most groups of hosts that are shown; with --hosts, all."""
+GROUPS = 8  # the most groups of hosts that are shown; with --hosts, all
 
 
 def explain(
     job: Annotated[str, typer.Argument(help="A job id: 123, or 123_4; 123 tells of an array's first tasks.")],
     hosts: Annotated[bool, typer.Option("--hosts", help="All groups of hosts, with all names.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json: render.Json = False,
     controller: Controller = "",
 ) -> None:
     """Say why a job waits, in which stage it is, or why it failed, and what to do; and of which hosts it is told.
@@ -193,8 +155,7 @@ def explain(
     with asker(controller) as client:
         document = client.explain(job)
     if json:
-        render.as_json(document)
-        return
+        return render.as_json(document)
     found = decode(ExplanationsView, document)
     for number, (one, *others) in enumerate(_alike(found.jobs)):
         if number:
@@ -240,8 +201,7 @@ def show_groups(groups: Sequence[HostGroupView], *, every: bool) -> None:
         render.console.print(f"  And {len(groups) - GROUPS} more groups of hosts: --hosts shows all.", style="dim")
 
 
-_SHORT = 30
-"""Characters of a node set that are shown."""
+_SHORT = 30  # characters of a node set that are shown
 
 
 # --- multiverse timeline ----------------------------------------------------------------------------
@@ -254,15 +214,14 @@ _STAGE_INDENT = 12
 def timeline(
     job: Annotated[str, typer.Argument(help="A job id: 123, or 123_4; 123 shows all tasks of an array.")],
     events: Annotated[bool, typer.Option("--events", "-e", help="Every event as well.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json: render.Json = False,
     controller: Controller = "",
 ) -> None:
     """Show where a job's time went, attempt by attempt. Users may ask about their own jobs."""
     with asker(controller) as client:
         document = client.timeline(job)
     if json:
-        render.as_json(document)
-        return
+        return render.as_json(document)
     for one in decode(list[TimelineView], document):
         _show_phases(one)
         if events:
@@ -320,7 +279,7 @@ def capacity(
         str,
         typer.Option("--for", metavar="REQUEST", help='One request, as for sbatch: "-N 2 -c 4 --mem=8G -t 1:00:00"'),
     ] = "",
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json: render.Json = False,
     controller: Controller = "",
 ) -> None:
     """Show which sizes would start at once and how many of each, and what is free beside what is used.

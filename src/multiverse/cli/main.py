@@ -13,15 +13,6 @@ from multiverse.core.errors import MultiverseError, Superseded, Unknown, Unreach
 from multiverse.system import interrupts
 
 
-def _show(error: typer.TyperException) -> None:
-    """Print an error of the command line's usage as typer does, with the command that shows help."""
-    show = getattr(error, "show", None)
-    if show is not None:
-        show()
-    else:
-        errors.print(error.format_message(), markup=False)
-
-
 def _status_of(error: MultiverseError) -> int:
     """The exit status for an error. A daemon that another one supersedes ends with one of its own, after which the
     service manager does not start it again: two that start each other again would take turns."""
@@ -50,7 +41,8 @@ def main() -> None:
             errors.print(f"  next: {error.hint}", markup=False, style="dim")
         sys.exit(_status_of(error))
     except typer.TyperException as error:  # wrong usage of the command line
-        _show(error)
+        show = getattr(error, "show", None)  # as typer does, with the command that shows help
+        show() if show is not None else errors.print(error.format_message(), markup=False)
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(INTERRUPTED)

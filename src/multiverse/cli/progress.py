@@ -15,8 +15,7 @@ from rich.text import Text
 from multiverse.cli.render import console, duration, errors
 from multiverse.system.interrupts import called_every
 
-EVERY = 5.0
-"""Seconds between two lines where there is no terminal."""
+EVERY = 5.0  # seconds between two lines where there is no terminal
 
 
 class Work:

@@ -19,9 +19,9 @@ from rich.text import Text
 
 from multiverse.core.errors import MultiverseError
 
-WIDE = 140
-"""Columns from which on tables show everything. What goes to no terminal is as wide as that."""
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
+WIDE = 140  # columns from which on tables show everything. What goes to no terminal is as wide as that.
 _WIDTH = None if sys.stdout.isatty() or os.environ.get("COLUMNS") else WIDE
 
 console = Console(width=_WIDTH, highlight=False, soft_wrap=False)
@@ -184,8 +184,7 @@ PHASE_STYLES: Mapping[str, str] = {
 # --- --watch ----------------------------------------------------------------------------------------
 
 
-INTERVAL = 2.0
-"""Seconds between two times."""
+INTERVAL = 2.0  # seconds between two times
 
 Watch = Annotated[bool, typer.Option("--watch", "-w", help="Show it again every 2 s, until Ctrl-C.")]
 

@@ -75,7 +75,7 @@ def check(
     config: Config = _CONFIG,
     slurm_conf: SlurmConf = None,
     wait: Annotated[float, typer.Option(help="Seconds for services that are starting: check again meanwhile.")] = 0.0,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json: output.Json = False,
     agent: Agent = False,
 ) -> None:
     """Report what is missing or different, with remedies. Exits with 1 if there is a problem, and with 0 otherwise."""
@@ -113,7 +113,7 @@ def doctor(
     ] = None,
     agent: Annotated[bool, typer.Option("--agent", help="Of a host with an agent and without the controller.")] = False,
     kvm: Annotated[bool, typer.Option("--kvm/--no-kvm", help="Run small guests to see whether KVM works.")] = True,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json: output.Json = False,
 ) -> None:
     """Examine this machine, the site's Slurm and, through the daemon, all hosts; before and after installation.
 

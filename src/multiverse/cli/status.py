@@ -20,14 +20,10 @@ from multiverse.core.errors import Refused, Unknown
 # --- multiverse status ------------------------------------------------------------------------------
 
 
-ALERTS_PRESENT = 1
-"""The exit status when there is an alert with something to do."""
+ALERTS_PRESENT = 1  # the exit status when there is an alert with something to do
 
 
-def status(
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    watch: Watch = False,
-) -> None:
+def status(json: render.Json = False, watch: Watch = False) -> None:
     """Show the state of the controller, and each alert with its remedy.
 
     Exits with 1 when there is an alert that can be remedied. Settings of Slurm that do not reach VMs (kind "unserved")
@@ -102,11 +98,8 @@ def _line(label: str, text: str) -> None:
 # --- multiverse repair ------------------------------------------------------------------------------
 
 
-LIMIT = 900.0
-"""Seconds to wait for the outcome of a repair: as long as a template may take to build."""
-
-_OBSERVATIONS = 2
-"""Observations of each source after which the controller has judged a repaired record anew."""
+LIMIT = 900.0  # seconds to wait for the outcome of a repair: as long as a template may take to build
+_OBSERVATIONS = 2  # observations of each source after which the controller has judged a repaired record anew
 
 
 def repair(
@@ -252,9 +245,7 @@ audit_app = typer.Typer(
     help="Check what is promised of VMs on those that run.", no_args_is_help=True, rich_markup_mode=None
 )
 
-NOT_SHOWN = 1
-"""The exit status unless the promise was shown to hold."""
-
+NOT_SHOWN = 1  # the exit status unless the promise was shown to hold
 _WIDTHS = {"machine_id": 8, "boot_id": 8, "random": 8, "fresh": 8, "mac": 17, "address": 15, "host_keys": 8}
 """The most characters that are shown of each property, in the order of the columns."""
 
@@ -265,7 +256,7 @@ def audit() -> None:
 
 
 @audit_app.command()
-def identity(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+def identity(json: render.Json = False) -> None:
     """Ask every VM that runs who it is: no two may share an id, an address, a key or random bytes, and each clock is
     right to the second. Exits with 1 unless that is shown, for two VMs at least."""
     with Client() as client:

@@ -19,18 +19,16 @@ Host = Annotated[str, typer.Option("--host", help="On this host; needed when the
 Cpus = Annotated[int | None, typer.Option(help="Of this many CPUs; the base's if only --memory is given.")]
 Memory = Annotated[int | None, typer.Option(help="Of this much memory, in MiB; the base's if only --cpus is given.")]
 Account = Annotated[str | None, typer.Option(help="For the jobs of this account alone; empty for those of all.")]
-LIMIT = 900.0
-"""Seconds to wait for a template to be built or dropped."""
+LIMIT = 900.0  # seconds to wait for a template to be built or dropped
 
 
 @app.command("list")
-def list_(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+def list_(json: render.Json = False) -> None:
     """Show templates, and how many VMs were forked from each."""
     with Client() as client:
         document = client.templates()
     if json:
-        render.as_json(document)
-        return
+        return render.as_json(document)
     table = render.table(
         "IMAGE", "HOST", "STATE", "FOR", "CPUS", "MEMORY", "ACCOUNT", "VMS", "REASON",
         right=("FOR", "CPUS", "MEMORY", "VMS"), fold=("REASON",),

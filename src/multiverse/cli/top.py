@@ -15,8 +15,7 @@ from multiverse.cli.render import console
 from multiverse.client import Client
 from multiverse.core.errors import Refused
 
-MOST_JOBS = 40
-"""Jobs that are printed where there is no screen."""
+MOST_JOBS = 40  # jobs that are printed where there is no screen
 
 
 def top(
@@ -62,12 +61,8 @@ def show(snapshot: Snapshot) -> None:
 # --- what is shown of a snapshot: lines and rows for a terminal of some width -----------------------
 
 
-WIDE = 110
-"""Columns from which on more is shown of each job and host."""
-
-STAGES = ("provisioning", "waiting", "running", "ending")
-"""The stages in the order in which jobs are listed."""
-
+WIDE = 110  # columns from which on more is shown of each job and host
+STAGES = ("provisioning", "waiting", "running", "ending")  # the stages in the order in which jobs are listed
 _WORDS = {"provisioning": "preparing"}
 _STYLES = {"waiting": "yellow", "provisioning": "cyan", "running": "bold green", "ending": "magenta"}
 _LOOKS = {"serving": "green", "planned": "cyan", "starting": "cyan", "parked": "bright_black", "joined": "bright_black",

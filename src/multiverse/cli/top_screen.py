@@ -16,11 +16,8 @@ from multiverse.api import Snapshot, decode
 from multiverse.cli import top
 from multiverse.core.errors import MultiverseError
 
-INTERVAL = 1.0
-"""Seconds between two snapshots."""
-
-MOST_ROWS = 300
-"""Jobs that are listed: more than anybody scrolls through."""
+INTERVAL = 1.0  # seconds between two snapshots
+MOST_ROWS = 300  # jobs that are listed: more than anybody scrolls through
 
 
 class TopScreen(App[None]):

@@ -30,55 +30,35 @@ log = structlog.get_logger()
 
 
 _SLOTS = ".slots"
-SLOTS = 16
-"""Leases that one node can have at the same time: each has as large a part of `qemu.uids`."""
-
-NODE_SHARE = SLOTS
-"""The part of `qemu.uids` that no lease has: it is for VMs inside jobs."""
+SLOTS = 16  # leases that one node can have at the same time: each has as large a part of `qemu.uids`
+NODE_SHARE = SLOTS  # the part of `qemu.uids` that no lease has: it is for VMs inside jobs
 
 
 @dataclass(frozen=True, slots=True)
 class PilotRecord:
-    """What the sweep needs to know of a pilot: its scheduler's job, its first process as the node sees it, and the
-    control groups that it has made."""
+    """What the sweep needs to know of a pilot."""
 
-    job: str
-    pid: int
+    job: str  # the scheduler's
+    pid: int  # of its first process as the node sees it, like the next two
     started: int
     boot_id: str
-    groups: tuple[str, ...] = ()
+    groups: tuple[str, ...] = ()  # control groups that it has made
 
     @property
     def process(self) -> ProcessIdentity:
         return ProcessIdentity(self.pid, self.started, self.boot_id)
 
 
-@dataclass(frozen=True, slots=True)
 class LeaseDirectory:
-    """The directory of one lease. `vms` has its VMs' disks, `socket` is its agent's, as the whole node sees it."""
+    """The directory of one lease."""
 
-    root: Path
-
-    @property
-    def name(self) -> str:
-        return self.root.name
-
-    @property
-    def socket(self) -> Path:
-        return self.root / "agent.sock"
-
-    @property
-    def vms(self) -> Path:
-        return self.root / "vms"
-
-    @property
-    def state(self) -> Path:
-        return self.root / "agent"
-
-    @property
-    def lock(self) -> Path:
-        """Held by the processes of the pilot for as long as one of them lives."""
-        return self.root / "lock"
+    def __init__(self, root: Path) -> None:
+        self.root, self.name = root, root.name
+        self.socket = root / "agent.sock"  # its agent's, as the whole node sees it
+        self.vms = root / "vms"  # the disks of its VMs
+        self.state = root / "agent"
+        self.lock = root / "lock"  # held by the processes of the pilot for as long as one of them lives
+        self._record = root / "pilot.json"
 
     def make(self) -> None:
         """Make the directories; what is there of an earlier pilot of this name has been removed. The users of QEMU pass
@@ -125,10 +105,6 @@ class LeaseDirectory:
         except (OSError, ValueError, TypeError, KeyError):
             return None
 
-    @property
-    def _record(self) -> Path:
-        return self.root / "pilot.json"
-
 
 def directory_of(leases: Path, name: str) -> LeaseDirectory:
     """The place of a lease. Raises `Refused` for what is no name of a lease: it names a directory."""
@@ -171,13 +147,12 @@ def share_of(uids: tuple[int, int], number: int) -> tuple[int, int]:
     return first + number * share, share
 
 
-def group_paths(record: PilotRecord) -> Sequence[Path]:
-    """The control groups of a pilot."""
-    return [Path(path) for path in record.groups]
-
-
 # --- control groups ---------------------------------------------------------------------------------
-
+# They are inside those that the scheduler has given to the pilot's job. Slurm signals and kills the processes in a
+# step's own control group, not those in groups below it or beside it. So the pilot stays in the step's group, and all
+# that it starts is elsewhere: Slurm's first signal reaches the pilot alone, and its SIGKILL ends the pilot and with
+# that all. The job's limits hold for all of them. In version 1 a lease's group is below the step's. In version 2 a
+# group with processes has no controllers for its children (cgroups(7)), so it is beside that of the step's task.
 
 _DAEMONS = "system"
 _MEMORY = {2: "memory.max", 1: "memory.limit_in_bytes"}
@@ -267,7 +242,8 @@ def remove_groups(paths: Sequence[Path]) -> list[str]:
 
 
 # --- network ----------------------------------------------------------------------------------------
-
+# A bridge in a network namespace of its own, whose uplink is a port of the node's bridge. VMs' taps and their firewall
+# are in that namespace: they end with the lease, and never meet those of another agent of the node.
 
 _UPLINK = "uplink"  # not "mv…": the firewall takes such ports for VMs
 
@@ -319,6 +295,10 @@ def _digest(lease: str) -> str:
 
 
 # --- VXLAN ------------------------------------------------------------------------------------------
+# One of the site at the node's own bridge, which all leases of the node share. It is in the node's network, as on a
+# static host, because a mark of a frame does not outlive the change of a network namespace, and because a port belongs
+# to one VXLAN. VMs of a lease reach it by the lease's uplink. The agent of a lease enters the node's network to change
+# it. The pilot makes it, and the end of the last lease of the site on the node removes it.
 
 
 def vxlan_of_node(config: VxlanConfig, leases: Path, find_address: Callable[[], str]) -> VxlanConfig:
@@ -398,7 +378,7 @@ def remove_place(place: LeaseDirectory, known: PilotRecord | None, *, over: bool
     with try_locked_directory(place.root) as ours:
         if not ours or (not over and is_locked(place.lock)):  # another sweep does it, or a pilot starts or lives
             return []
-        left = remove_groups(group_paths(known)) if known is not None else []
+        left = remove_groups([Path(path) for path in known.groups]) if known is not None else []
         try:
             disconnect_network(place.name)
             leave_vxlan(place.root.parent, place)

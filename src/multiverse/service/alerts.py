@@ -1,4 +1,8 @@
-"""Alerts for operators: each is defined once, and found in rows, observations and what the controller reports."""
+"""Alerts for operators: each is defined once, and found in rows, observations and what the controller reports.
+
+An alert without a repair ends by itself, or when its cause is removed; its remedy says how. The words are written as
+those of reasons (`core.model.reason`). Pure; `now` is the present monotonic time.
+"""
 
 from __future__ import annotations
 

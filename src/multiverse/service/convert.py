@@ -269,9 +269,7 @@ def template_views(rows: Rows, epoch: float) -> list[TemplateView]:
 
 # --- timelines --------------------------------------------------------------------------------------------
 
-Tell = Callable[[Reason | None], str]
-"""Words a reason, as far as whoever asks may be told of it."""
-
+Tell = Callable[[Reason | None], str]  # words a reason, as far as whoever asks may be told of it
 _PHASES = ("queued", "clone", "join", "launch", "run", "reclaim")
 _PHASE_OF_EFFECT = {"create": "clone", "start": "join"}  # phases whose stages an effect reports
 

@@ -242,8 +242,7 @@ def _traced(
 # --- fencing ----------------------------------------------------------------------------------------
 
 
-_LAST_WORDS = 300
-"""Characters of the command's output that are kept."""
+_LAST_WORDS = 300  # characters of the command's output that are kept
 
 
 class FenceCommand:

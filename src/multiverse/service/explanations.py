@@ -62,11 +62,8 @@ class Viewer:
 OPERATOR = Viewer()
 
 
-TASKS = 20
-"""Of so many tasks of an array, at most, one answer tells."""
-
-_SEARCHED = 1000
-"""Of so many attempts of an array, the latest ones, it is searched which are the latest of their tasks."""
+TASKS = 20  # of so many tasks of an array, at most, one answer tells
+_SEARCHED = 1000  # of so many attempts of an array, the latest ones, it is searched which are the latest of their tasks
 
 
 class Explanations:

@@ -33,9 +33,7 @@ from multiverse.core.model.wording import moment
 from multiverse.core.rows import Rows
 from multiverse.service.convert import job_of, size_view
 
-AVAILABLE_STEP = 128
-"""MiB by which a host's available memory has to change until viewers are sent it again."""
-
+AVAILABLE_STEP = 128  # MiB by which a host's available memory has to change until viewers are sent it again
 _NOTHING = Host("", Size(0, 0, 0), template_copies=0)
 
 

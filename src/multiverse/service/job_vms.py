@@ -197,7 +197,9 @@ class NodeFeature:
 
 
 # --- VMs of a platform ------------------------------------------------------------------------------
-
+# VMs behind the agent of another host: `agent.job_vm.JobHost` over `ports.Hypervisor`. The platform knows nothing of
+# jobs. Its VMs are in no control groups of a job: a job's limits hold for them because none is larger than what the job
+# has. Nothing but the connection tells a task that its VM has ended.
 
 T = TypeVar("T")
 
@@ -247,7 +249,7 @@ async def _keep_up(platform: AgentHypervisor) -> None:
 
 
 class PlatformJobVms:
-    """See `agent.job_vm.JobHost`. Its calls block a thread, while the event loop waits for the platform."""
+    """`agent.job_vm.JobHost`. Its calls block a thread, while the event loop waits for the platform."""
 
     def __init__(
         self, settings: Settings, site: str, platform: AgentHypervisor, loop: asyncio.AbstractEventLoop
@@ -257,26 +259,22 @@ class PlatformJobVms:
         self._addresses = ipaddress.IPv4Network(settings.job_vms.platform_subnet)
 
     def close(self) -> None:
-        """Nothing is left to close: see `connected_platform`."""
+        pass  # see `connected_platform`
 
-    def find_job(self, pid: int) -> int:
-        """See `JobHost`."""
-        return find_job(pid)
+    find_job = staticmethod(find_job)
 
     def find_groups(self, job: int, pid: int) -> tuple[str, ...]:
-        """See `JobHost`: only to know whether the job has steps here."""
+        """Only to know whether the job has steps here."""
         return find_job_groups(str(job), pid)
 
     def has_steps(self, vm: JobVm) -> bool:
-        """See `JobHost`."""
         return has_steps(vm.groups)
 
     def known_as(self, vm: JobVm) -> tuple[str, str]:
-        """See `JobHost`."""
         return guest_name(vm.job, vm.rank), self._address(vm)
 
     def connect_network(self, vms: tuple[JobVm, ...]) -> None:
-        """See `JobHost`: the VMs are on the network of the platform."""
+        """The VMs are on the network of the platform."""
         if vms[0].functions or vms[0].regions:
             raise Refused(
                 "VMs of a platform have no virtual functions, and share no regions of memory",
@@ -290,18 +288,15 @@ class PlatformJobVms:
         self._address(vms[-1])
 
     def remove_network(self, vms: tuple[JobVm, ...]) -> None:
-        """See `JobHost`."""
+        pass
 
     def control_groups(self, vm: JobVm) -> list[str]:
-        """See `JobHost`: the VM is in none here."""
-        return []
+        return []  # the VM is in none here
 
     def share_memory(self, vms: tuple[JobVm, ...]) -> SharedMemory:
-        """See `JobHost`: none."""
         return SharedMemory((), 0)
 
     def make(self, vm: JobVm, vms: tuple[JobVm, ...], user: User, memory: SharedMemory) -> None:
-        """See `JobHost`."""
         self._ask(self._make(vm, vms, user))
 
     async def _make(self, vm: JobVm, vms: tuple[JobVm, ...], user: User) -> None:
@@ -323,13 +318,13 @@ class PlatformJobVms:
         await self._platform.start(spec.ref, size, self._identity(spec, vm, vms, user))
 
     def is_alive(self, vm: JobVm) -> bool:
-        """See `JobHost`. Raises `Unknown` if the platform does not answer."""
+        """Raises `Unknown` if the platform does not answer."""
         (source,) = self._platform.sources
         seen = self._ask(source.observe()).vms.get(self._name(vm))
         return seen is not None and seen.token == vm.token and seen.condition in _ALIVE
 
     def connect(self, vm: JobVm) -> tuple[socket.socket, int]:
-        """See `JobHost`. In place of a pidfd there is a descriptor on which nothing happens. The connection breaks half
+        """In place of a pidfd there is a descriptor on which nothing happens. The connection breaks half
         a minute after the VM has ended."""
         try:
             connection = socket.create_connection((self._address(vm), TASKS_PORT), _CONNECT_TIMEOUT)
@@ -344,15 +339,13 @@ class PlatformJobVms:
         return connection, os.eventfd(0)
 
     def kill(self, vm: JobVm) -> None:
-        """See `JobHost`."""
         self._ask(self._platform.destroy(self._ref(vm), 0.0))
 
     def remove(self, vm: JobVm) -> None:
-        """See `JobHost`."""
         self._ask(self._platform.destroy(self._ref(vm), self._settings.pacing.reclaim_grace))
 
     def return_rest(self) -> None:
-        """See `JobHost`: the platform does so itself."""
+        """The platform does so itself."""
 
     async def remove_unknown(self, known: Callable[[], list[tuple[JobVm, ...]]]) -> None:
         """Remove what the platform has of this node and no job of these has: what was known of it was lost. Raises

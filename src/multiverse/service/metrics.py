@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,120 +15,102 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from multiverse.api import SizeView
+from multiverse.api import HostView, SizeView
 from multiverse.config import listening_address
 from multiverse.core.errors import Refused
 from multiverse.core.model import HostUsage, Usage
 from multiverse.service.startup import bind
 
-log = structlog.get_logger()
-
-
 if TYPE_CHECKING:  # an agent has no backend
     from multiverse.service.backend import Counts
+    from multiverse.service.statistics import Statistics
 
-SPAN = 15.0
-"""Seconds of which the figures of hosts and VMs are the means, as often as Prometheus usually asks."""
+log = structlog.get_logger()
 
+SPAN = 15.0  # seconds of which the figures of hosts and VMs are the means, as often as Prometheus usually asks
 RESOURCES = {"cpus": 1, "memory_bytes": 1 << 20, "disk_bytes": 1 << 20}
 """What hosts have, by the names that metrics use, each with how many of its unit one of ours is."""
 
-
-Values = Mapping[Any, float]
-"""The values of one metric, by a tuple of its labels' values."""
+Values = Mapping[Any, float]  # the values of one metric, by a tuple of its labels' values
 
 
 def text(counts: Counts, hosts: Mapping[str, HostUsage]) -> bytes:
     """The counts, and what hosts and VMs use, in Prometheus' text format."""
-    return _text(_Metrics(counts), _Usages(hosts))
+    moved, shown = _of_moves(counts.statistics), _of_hosts(counts.hosts)
+    return _text(chain(_of_the_daemon(counts), _of_rows(counts), moved, shown, families(hosts)))
 
 
 def usage_text(hosts: Mapping[str, HostUsage]) -> bytes:
     """The same of an agent, which counts nothing."""
-    return _text(_Usages(hosts))
+    return _text(families(hosts))
 
 
-def _text(*collectors: Collector) -> bytes:
+def _text(found: Iterable[Metric]) -> bytes:
     registry = CollectorRegistry()
-    for one in collectors:
-        registry.register(one)
+    registry.register(_Families(found))
     return generate_latest(registry)
 
 
-class _Usages(Collector):
-    def __init__(self, hosts: Mapping[str, HostUsage]) -> None:
-        self._hosts = hosts
-
-    def describe(self) -> list[Metric]:
-        return []
-
-    def collect(self) -> Iterator[Metric]:
-        yield from families(self._hosts)
-
-
-class _Metrics(Collector):
-    def __init__(self, counts: Counts) -> None:
-        self._counts = counts
+class _Families(Collector):
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
 
     def describe(self) -> list[Metric]:
         return []  # otherwise the registry would collect all metrics to learn their names
 
-    def collect(self) -> Iterator[Metric]:
-        yield from self._of_the_daemon()
-        yield from self._of_rows()
-        yield from self._of_moves()
-        yield from self._of_hosts()
+    def collect(self) -> Iterable[Metric]:
+        return self._families
 
-    def _of_the_daemon(self) -> Iterator[Metric]:
-        counts = self._counts
-        yield CounterMetricFamily("multiverse_commits", "Commits that changed something.", counts.commits)
-        yield GaugeMetricFamily(
-            "multiverse_viewers", "Viewers of the web page and of multiverse top.", counts.statistics.viewers
-        )
-        yield _counter("processes", "Processes executed.", ("program",), _singles(counts.processes))
-        observed = {(source.name,): source.observations for source in counts.sources}
-        yield _counter("looks", "Observations of a source.", ("source",), observed)
-        known = {(source.name,): source.known for source in counts.sources}
-        yield _gauge("source_known", "1 if the last observation succeeded.", ("source",), known)
-        yield _counter("effects", "Effects that ended.", ("kind", "outcome"), counts.effects)
 
-    def _of_rows(self) -> Iterator[Metric]:
-        counts = self._counts
-        rows = {(of, state): times for of, found in counts.rows.items() for state, times in found.items()}
-        yield _gauge("rows", "Live rows.", ("of", "state"), rows)
-        yield _gauge("jobs", "Jobs by the stage that a user knows.", ("stage",), _singles(counts.jobs))
-        yield _gauge("jobs_waiting", "Jobs that wait, by why.", ("reason",), _singles(counts.waiting))
-        yield _gauge("alerts", "Alerts, by kind.", ("kind",), _singles(counts.alerts))
+def _of_the_daemon(counts: Counts) -> Iterator[Metric]:
+    yield CounterMetricFamily("multiverse_commits", "Commits that changed something.", counts.commits)
+    yield GaugeMetricFamily(
+        "multiverse_viewers", "Viewers of the web page and of multiverse top.", counts.statistics.viewers
+    )
+    yield _counter("processes", "Processes executed.", ("program",), _singles(counts.processes))
+    observed = {(source.name,): source.observations for source in counts.sources}
+    yield _counter("looks", "Observations of a source.", ("source",), observed)
+    known = {(source.name,): source.known for source in counts.sources}
+    yield _gauge("source_known", "1 if the last observation succeeded.", ("source",), known)
+    yield _counter("effects", "Effects that ended.", ("kind", "outcome"), counts.effects)
 
-    def _of_moves(self) -> Iterator[Metric]:
-        moved = self._counts.statistics
-        yield _counter("events", "Events of state machines.", ("of", "event"), moved.events)
-        yield _counter("failures", "Failures, by what failed and why.", ("of", "cause"), moved.failures)
-        yield _counter("attempts_ended", "Attempts that ended.", ("outcome",), _singles(moved.outcomes))
-        yield _counter("clones", "VMs that were made.", ("image", "kind", "host"), moved.clones)
-        phases = HistogramMetricFamily(
-            "multiverse_phase_seconds", "How long phases of attempts took; start: from submission until the job runs.",
-            labels=("phase",),
-        )  # fmt: skip
-        for name, one in moved.phases.items():
-            phases.add_metric((name,), one.cumulative(), one.total)
-        yield phases
-        stages = HistogramMetricFamily(
-            "multiverse_stage_seconds", "How long the stages of effects took.", labels=("effect", "stage")
-        )
-        for (effect, stage), one in sorted(moved.stages.items()):
-            stages.add_metric((effect, stage), one.cumulative(), one.total)
-        yield stages
 
-    def _of_hosts(self) -> Iterator[Metric]:
-        hosts = self._counts.hosts
-        labels = ("host", "resource")
-        usable = _sizes({host.name: host.usable for host in hosts})
-        yield _gauge("host_usable", "What claims may reach on a host, with over-commitment.", labels, usable)
-        claimed = _sizes({host.name: host.claimed for host in hosts})
-        yield _gauge("host_claimed", "What is claimed on a host.", labels, claimed)
-        reached = {(host.name,): host.away_since is None for host in hosts}
-        yield _gauge("host_reachable", "1 if the host is in reach.", ("host",), reached)
+def _of_rows(counts: Counts) -> Iterator[Metric]:
+    rows = {(of, state): times for of, found in counts.rows.items() for state, times in found.items()}
+    yield _gauge("rows", "Live rows.", ("of", "state"), rows)
+    yield _gauge("jobs", "Jobs by the stage that a user knows.", ("stage",), _singles(counts.jobs))
+    yield _gauge("jobs_waiting", "Jobs that wait, by why.", ("reason",), _singles(counts.waiting))
+    yield _gauge("alerts", "Alerts, by kind.", ("kind",), _singles(counts.alerts))
+
+
+def _of_moves(moved: Statistics) -> Iterator[Metric]:
+    yield _counter("events", "Events of state machines.", ("of", "event"), moved.events)
+    yield _counter("failures", "Failures, by what failed and why.", ("of", "cause"), moved.failures)
+    yield _counter("attempts_ended", "Attempts that ended.", ("outcome",), _singles(moved.outcomes))
+    yield _counter("clones", "VMs that were made.", ("image", "kind", "host"), moved.clones)
+    phases = HistogramMetricFamily(
+        "multiverse_phase_seconds", "How long phases of attempts took; start: from submission until the job runs.",
+        labels=("phase",),
+    )  # fmt: skip
+    for name, one in moved.phases.items():
+        phases.add_metric((name,), one.cumulative(), one.total)
+    yield phases
+    stages = HistogramMetricFamily(
+        "multiverse_stage_seconds", "How long the stages of effects took.", labels=("effect", "stage")
+    )
+    for (effect, stage), one in sorted(moved.stages.items()):
+        stages.add_metric((effect, stage), one.cumulative(), one.total)
+    yield stages
+
+
+def _of_hosts(hosts: Sequence[HostView]) -> Iterator[Metric]:
+    labels = ("host", "resource")
+    usable = _sizes({host.name: host.usable for host in hosts})
+    yield _gauge("host_usable", "What claims may reach on a host, with over-commitment.", labels, usable)
+    claimed = _sizes({host.name: host.claimed for host in hosts})
+    yield _gauge("host_claimed", "What is claimed on a host.", labels, claimed)
+    reached = {(host.name,): host.away_since is None for host in hosts}
+    yield _gauge("host_reachable", "1 if the host is in reach.", ("host",), reached)
 
 
 def _counter(name: str, about: str, labels: tuple[str, ...], values: Values) -> Metric:
@@ -215,14 +198,9 @@ def _usage_gauges(
 # --- reading without the API ------------------------------------------------------------------------
 
 
-TIMEOUT = 10.0
-"""Seconds that a whole request may take."""
-
-AT_ONCE = 8
-"""Requests that are answered at the same time; those that come beside them are closed."""
-
-LONGEST_HEAD = 8192
-"""Bytes of a request."""
+TIMEOUT = 10.0  # seconds that a whole request may take
+AT_ONCE = 8  # requests that are answered at the same time; those that come beside them are closed
+LONGEST_HEAD = 8192  # bytes of a request
 
 
 @contextlib.asynccontextmanager

@@ -31,9 +31,7 @@ TRANSMISSION = 0.0001  # CPU seconds for one event to one viewer; `multiverse be
 HEARTBEAT = 10.0
 """Seconds after which viewers are sent something though nothing has changed: they see that the connection lives."""
 
-KEPT = 64
-"""Events that are kept for viewers that are behind. Who is further behind gets the whole anew."""
-
+KEPT = 64  # events that are kept for viewers that are behind. Who is further behind gets the whole anew.
 PIECE = 65536
 """Bytes that are handed to a connection at a time: what a slow viewer does not take yet is not copied for it."""
 

@@ -100,8 +100,7 @@ def stop_signal() -> asyncio.Event:
 _COMMANDS = frozenset({"scontrol", "qemu-img"})
 """Programs that are counted by their first argument too, because it is a command; elsewhere it is data."""
 
-_LAUNCHERS = frozenset({"setpriv", "unshare"})
-"""Programs that execute the program after "--" in their own place."""
+_LAUNCHERS = frozenset({"setpriv", "unshare"})  # programs that execute the program after "--" in their own place
 
 
 class ProcessCounter:

@@ -1,4 +1,7 @@
-"""How much happened, and how long it took, counted from committed moves; and a line of the log for each of them."""
+"""How much happened, and how long it took, counted from committed moves; and a line of the log for each of them.
+
+A restart begins anew, as Prometheus expects of counters. What each move costs is a few additions.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +26,8 @@ BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0
            120.0, 300.0, 900.0, 3600.0, 14400.0, 86400.0)  # fmt: skip
 """Upper bounds of the histograms' buckets, in seconds; there is one more without a bound."""
 
-STEP = 15.0
-"""Seconds of one entry of a series."""
-
-KEPT = 60
-"""Entries of a series that are kept: a quarter of an hour."""
-
+STEP = 15.0  # seconds of one entry of a series
+KEPT = 60  # entries of a series that are kept: a quarter of an hour
 SERIES = ("submitted", "started", "ended", "vms", "failures")
 
 PHASES: Mapping[str, tuple[Event, Event]] = {

@@ -29,14 +29,9 @@ from multiverse.system.processes import peer_of
 
 log = structlog.get_logger()
 
-PATIENCE = 5.0
-"""Seconds in which a peer must have sent its question, and in which it must take its answer."""
-
-CONNECTIONS = 64
-"""Connections of one listener at the same time, at most; further ones are closed at once."""
-
-CONNECTIONS_OF_ONE = 8
-"""Of these, those of one user on the Unix socket."""
+PATIENCE = 5.0  # seconds in which a peer must have sent its question, and in which it must take its answer
+CONNECTIONS = 64  # connections of one listener at the same time, at most; further ones are closed at once
+CONNECTIONS_OF_ONE = 8  # of these, those of one user on the Unix socket
 
 REST, REST_OF_ONE = 3.0, 10.0
 """After an answer, nobody is answered for so many times as long as that took, and its user for so many times."""

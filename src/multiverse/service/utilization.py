@@ -22,8 +22,7 @@ from multiverse.store.utilization import UsageRecord, UsedBy, read_usage
 
 HOUR, FIVE_MINUTES = 3600.0, 300.0
 
-AT_ONCE = 20
-"""Hosts and VMs whose history is read before others get their turn: a few milliseconds."""
+AT_ONCE = 20  # hosts and VMs whose history is read before others get their turn: a few milliseconds
 
 
 @dataclass(frozen=True, slots=True)

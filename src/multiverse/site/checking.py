@@ -9,6 +9,7 @@ import shutil
 import socket
 import stat
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from pyroute2 import IPRoute
@@ -31,8 +32,7 @@ _ETC = Path("/etc")
 _START_BRIDGE = "systemctl enable multiverse-bridge and systemctl restart multiverse-bridge"
 
 
-Part = Callable[[], Iterable[Finding]]
-"""A part of an examination."""
+Part = Callable[[], Iterable[Finding]]  # a part of an examination
 
 
 def check(settings: Settings, config: Path, slurm_conf: Path) -> list[Finding]:
@@ -55,11 +55,11 @@ def parts(settings: Settings, config: Path, site: SiteConf, release: requirement
     """What `check` examines, by name, in order."""
     return {
         "slurm.conf": lambda: requirements.examine(settings, site, release),
-        "files": lambda: [*_files(settings, config, site), *_clients(settings, release)],
+        "files": lambda: [*_differences(render(settings, config, site)), *_clients(settings, release)],
         "job_submit.lua and epilog": lambda: _scripts(settings, site),
         "inbox, bridge, image and munge key": lambda: _machine(settings, site),
         "slurmctld": lambda: _slurmctld(settings, site),
-        "daemon": lambda: _daemon(settings),
+        "daemon": lambda: _answers(settings.socket, SERVICE, "the daemon"),
     }
 
 
@@ -73,13 +73,7 @@ def tried(part: Part) -> list[Finding]:
 
 def check_agent(settings: Settings, config: Path) -> list[Finding]:
     """All findings on a host that runs an agent and no controller."""
-    return [*_agent_files(settings, config), *_agent(settings)]
-
-
-def _agent_files(settings: Settings, config: Path) -> Iterator[Finding]:
-    for file in render_agent(settings, config):
-        if (message := _difference(file)) is not None:
-            yield Finding(Level.PROBLEM, str(file.path), *message)
+    return [*_differences(render_agent(settings, config)), *_agent(settings)]
 
 
 def _agent(settings: Settings) -> Iterator[Finding]:
@@ -124,8 +118,8 @@ def _answers(path: Path, service: str, who: str) -> Iterator[Finding]:
             )
 
 
-def _files(settings: Settings, config: Path, site: SiteConf) -> Iterator[Finding]:
-    for file in render(settings, config, site):
+def _differences(wanted: Iterable[SiteFile]) -> Iterator[Finding]:
+    for file in wanted:
         if (message := _difference(file)) is not None:
             yield Finding(Level.PROBLEM, str(file.path), *message)
 
@@ -177,7 +171,7 @@ def _clients(settings: Settings, release: requirements.Version) -> Iterator[Find
             f"chmod o+x {closed}, or set slurm.addresses in the settings",
         )
     client = settings.slurm.conf.with_name(install.CLIENT)
-    has_it = os.environ.get("SLURM_CONF") == str(client) or any(_names(each, client.name) for each in _login_files())
+    has_it = os.environ.get("SLURM_CONF") == str(client) or any(client.name in each for each in _login_texts())
     if requirements.forgets_addresses(release) and not has_it:
         yield Finding(
             Level.NOTE,
@@ -189,17 +183,12 @@ def _clients(settings: Settings, release: requirements.Version) -> Iterator[Find
         )
 
 
-def _login_files() -> Iterator[Path]:
+def _login_texts() -> Iterator[str]:
     """The files from which the shells of users who log in have variables, usually."""
-    yield from (_ETC / name for name in ("profile", "environment", "bash.bashrc", "bashrc"))
-    yield from sorted((_ETC / "profile.d").glob("*.sh"))
-
-
-def _names(file: Path, word: str) -> bool:
-    try:
-        return word in file.read_text(errors="replace")
-    except OSError:
-        return False
+    names = ("profile", "environment", "bash.bashrc", "bashrc")
+    for path in (*(_ETC / name for name in names), *sorted((_ETC / "profile.d").glob("*.sh"))):
+        with suppress(OSError):
+            yield path.read_text(errors="replace")
 
 
 def _scripts(settings: Settings, site: SiteConf) -> Iterator[Finding]:
@@ -300,10 +289,6 @@ def _slurmctld(settings: Settings, site: SiteConf) -> Iterator[Finding]:
     except (Gone, Refused):
         message = f"slurmctld does not know the partition {partition}"
         yield Finding(Level.PROBLEM, "slurmctld", message, "run scontrol reconfigure")
-
-
-def _daemon(settings: Settings) -> Iterator[Finding]:
-    yield from _answers(settings.socket, SERVICE, "the daemon")
 
 
 def is_ready(found: list[Finding]) -> bool:

@@ -20,7 +20,6 @@ from multiverse.ports.finding import Finding, Level
 from multiverse.system.kernel import is_synchronised
 
 _MIB = 1 << 20
-_IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
 _TUN = Path("/dev/net/tun")
 _NAMESPACES = Path("/proc/sys/user/max_net_namespaces")
 _MEMINFO = Path("/proc/meminfo")
@@ -30,46 +29,52 @@ _IOMMU_GROUPS = Path("/sys/kernel/iommu_groups")
 
 @dataclass(frozen=True, slots=True)
 class FileSystem:
-    """What holds a path: its type, and MiB in all and available."""
+    """What holds a path."""
 
     path: Path
     kind: str
-    total: int
-    available: int
+    total: int  # MiB
+    available: int  # MiB
+
+    @property
+    def in_memory(self) -> bool:
+        return self.kind in ("tmpfs", "ramfs", "hugetlbfs")
 
 
 @dataclass(frozen=True, slots=True)
 class MachineFacts:
-    """Facts of this machine as a host. Memory and disk in MiB. `kvm` is why KVM runs no guests (empty: it does, None:
-    not tried). `unsafe` is why directories may not be used, each with what to do. `clock`: whether the kernel's clock
-    is synchronised, None if it does not say. `tun` is why no tap can be made. `libraries` and `programs` are those that
-    are missing. `functions` are the virtual functions that the settings offer. `iommu`: whether the kernel uses one."""
+    """Facts of this machine as a host. Memory and disk in MiB."""
 
     root: bool = True
-    qemu: str = ""
+    qemu: str = ""  # its version
     qemu_error: str = ""
-    kvm: str | None = None
+    kvm: str | None = None  # why KVM runs no guests; empty: it does; None: not tried
     memory: int = 0
     memory_available: int = 0
     cpus: int = 0
     state: FileSystem | None = None
     vms: FileSystem | None = None
     templates: FileSystem | None = None
-    unsafe: tuple[tuple[str, str], ...] = ()
-    clock: bool | None = None
-    tun: str = ""
+    unsafe: tuple[tuple[str, str], ...] = ()  # why directories may not be used, each with what to do
+    clock: bool | None = None  # whether the kernel's clock is synchronised; None: it does not say
+    tun: str = ""  # why no tap can be made
     net_namespaces: int = 1
     cgroups: bool = True
-    libraries: tuple[str, ...] = ()
-    programs: tuple[str, ...] = ()
-    functions: tuple[VirtualFunction, ...] = ()
-    iommu: bool = True
+    libraries: tuple[str, ...] = ()  # that are missing
+    programs: tuple[str, ...] = ()  # that are missing
+    functions: tuple[VirtualFunction, ...] = ()  # the virtual functions that the settings offer
+    iommu: bool = True  # the kernel uses one
 
 
 def of_machine(settings: Settings, *, kvm: bool = True) -> MachineFacts:
     """The facts. With `kvm` small guests are run, which takes seconds."""
-    qemu, error = _qemu(settings)
-    memory = _meminfo()
+    qemu, error = "", ""
+    try:
+        qemu = probe.qemu_version(settings.qemu.binary)
+    except Refused as refused:
+        error = refused.message
+    lines = (line.partition(":") for line in _MEMINFO.read_text().splitlines())
+    memory = {key: int(value.split()[0]) // 1024 for key, _, value in lines if value.split()}
     return MachineFacts(
         root=os.geteuid() == 0,
         qemu=qemu,
@@ -86,7 +91,7 @@ def of_machine(settings: Settings, *, kvm: bool = True) -> MachineFacts:
         tun=_tun(),
         net_namespaces=_number(_NAMESPACES),
         cgroups=bool(cgroups.hierarchies()),
-        libraries=tuple(name for name in ("libnftables.so.1",) if not _loads(name)),
+        libraries=() if _loads("libnftables.so.1") else ("libnftables.so.1",),
         programs=tuple(name for name in ("qemu-img", "munge", "unmunge") if shutil.which(name) is None),
         functions=tuple(VirtualFunctions(settings.job_vms.sriov, settings.qemu.vms / RECORDS).listed()),
         iommu=any(_IOMMU_GROUPS.glob("*")),
@@ -113,24 +118,6 @@ def _kind(path: Path) -> str:
         if real.is_relative_to(where) and len(where.parts) >= len(best.parts):
             best, kind = where, found
     return kind
-
-
-def in_memory(one: FileSystem) -> bool:
-    """Whether the file system is one in memory."""
-    return one.kind in _IN_MEMORY
-
-
-def _qemu(settings: Settings) -> tuple[str, str]:
-    try:
-        return probe.qemu_version(settings.qemu.binary), ""
-    except Refused as error:
-        return "", error.message
-
-
-def _meminfo() -> dict[str, int]:
-    """In MiB."""
-    lines = (line.partition(":") for line in _MEMINFO.read_text().splitlines())
-    return {key: int(value.split()[0]) // 1024 for key, _, value in lines if value.split()}
 
 
 def _unsafe(settings: Settings) -> list[tuple[str, str]]:
@@ -185,11 +172,8 @@ def munge_problem(socket: Path | None) -> str:
 # --- from facts to findings -------------------------------------------------------------------------
 
 
-OLDEST_QEMU = (7, 2)
-"""The oldest that Multiverse is tried with (Debian 12)."""
-
-STATE_ROOM = 256
-"""MiB that the database and its reserve need at least."""
+OLDEST_QEMU = (7, 2)  # the oldest that Multiverse is tried with (Debian 12)
+STATE_ROOM = 256  # MiB that the database and its reserve need at least
 
 
 def _problem(name: str, message: str, remedy: str) -> Finding:
@@ -200,7 +184,7 @@ def _note(name: str, message: str, remedy: str) -> Finding:
     return Finding(Level.NOTE, name, message, remedy)
 
 
-def rights(facts: MachineFacts) -> Iterator[Finding]:
+def _of_rights(_settings: Settings, facts: MachineFacts) -> Iterator[Finding]:
     """Whether the agent may do what it has to, and nobody else may change what it uses."""
     if not facts.root:
         yield _problem("root", "this is not root, so some checks see less than the daemon does", "run it as root")
@@ -208,7 +192,7 @@ def rights(facts: MachineFacts) -> Iterator[Finding]:
         yield _problem("directories", message, hint)
 
 
-def qemu(settings: Settings, facts: MachineFacts) -> Iterator[Finding]:
+def _of_qemu(settings: Settings, facts: MachineFacts) -> Iterator[Finding]:
     """Whether guests can run, and how."""
     if facts.qemu_error:
         yield _problem(
@@ -231,7 +215,7 @@ def qemu(settings: Settings, facts: MachineFacts) -> Iterator[Finding]:
         yield _problem(program, f"there is no program {program}", f"install it: apt install {package}")
 
 
-def kvm(settings: Settings, facts: MachineFacts) -> Iterator[Finding]:
+def _of_kvm(settings: Settings, facts: MachineFacts) -> Iterator[Finding]:
     """Whether KVM truly runs guests: small ones were run."""
     if not facts.kvm:
         return
@@ -245,7 +229,7 @@ def kvm(settings: Settings, facts: MachineFacts) -> Iterator[Finding]:
         )
 
 
-def kernel(facts: MachineFacts) -> Iterator[Finding]:
+def _of_kernel(_settings: Settings, facts: MachineFacts) -> Iterator[Finding]:
     """What VMs need of the kernel."""
     if facts.tun:
         yield _problem("/dev/net/tun", f"/dev/net/tun cannot be opened: {facts.tun}", "run modprobe tun, as root")
@@ -269,7 +253,7 @@ def kernel(facts: MachineFacts) -> Iterator[Finding]:
         )
 
 
-def memory(settings: Settings, facts: MachineFacts) -> Iterator[Finding]:
+def _of_memory(settings: Settings, facts: MachineFacts) -> Iterator[Finding]:
     """Whether the machine has the memory that it declares."""
     host = settings.host
     if host.memory > facts.memory:
@@ -286,7 +270,7 @@ def memory(settings: Settings, facts: MachineFacts) -> Iterator[Finding]:
         )
 
 
-def cpus(settings: Settings, facts: MachineFacts) -> Iterator[Finding]:
+def _of_cpus(settings: Settings, facts: MachineFacts) -> Iterator[Finding]:
     """Whether the machine has the CPUs that it declares."""
     if settings.host.cores > facts.cpus:
         yield _note(
@@ -296,7 +280,7 @@ def cpus(settings: Settings, facts: MachineFacts) -> Iterator[Finding]:
         )
 
 
-def disk(settings: Settings, facts: MachineFacts) -> Iterator[Finding]:
+def _of_disk(settings: Settings, facts: MachineFacts) -> Iterator[Finding]:
     """Whether there is room for what is written."""
     host = settings.host
     if (vms := facts.vms) is not None:
@@ -318,14 +302,12 @@ def disk(settings: Settings, facts: MachineFacts) -> Iterator[Finding]:
             f"{state.available} MiB of disk are available for the database, which needs {STATE_ROOM} MiB",
             "make room there: with a full disk no job is admitted",
         )
-    yield from _templates(settings, facts)
+    if facts.templates is not None:
+        yield from _of_templates(facts.templates, settings.qemu.base_memory)
 
 
-def _templates(settings: Settings, facts: MachineFacts) -> Iterator[Finding]:
-    if (found := facts.templates) is None:
-        return
-    need = settings.qemu.base_memory
-    if not in_memory(found):
+def _of_templates(found: FileSystem, need: int) -> Iterator[Finding]:
+    if not found.in_memory:
         yield _problem(
             str(found.path),
             f"templates are to be on a file system in memory, and this is {found.kind or 'unknown'}",
@@ -339,7 +321,7 @@ def _templates(settings: Settings, facts: MachineFacts) -> Iterator[Finding]:
         )
 
 
-def clock(facts: MachineFacts) -> Iterator[Finding]:
+def _of_clock(_settings: Settings, facts: MachineFacts) -> Iterator[Finding]:
     """Whether the clock is kept right: munge refuses credentials of machines whose clocks differ by minutes."""
     if facts.clock is False:
         yield _note(
@@ -349,11 +331,9 @@ def clock(facts: MachineFacts) -> Iterator[Finding]:
         )
 
 
-def functions(settings: Settings, facts: MachineFacts) -> Iterator[Finding]:
+def _of_functions(settings: Settings, facts: MachineFacts) -> Iterator[Finding]:
     """Whether VMs inside jobs can have the virtual functions that the settings offer."""
     offered = ", ".join(settings.job_vms.sriov)
-    if not offered:
-        return
     if not facts.iommu:
         yield _problem(
             "IOMMU",
@@ -374,15 +354,21 @@ def functions(settings: Settings, facts: MachineFacts) -> Iterator[Finding]:
                 )
 
 
+_PARTS = {
+    "rights and directories": _of_rights,
+    "QEMU and programs": _of_qemu,
+    "KVM runs guests": _of_kvm,
+    "kernel": _of_kernel,
+    "CPUs": _of_cpus,
+    "memory": _of_memory,
+    "disk": _of_disk,
+    "clock": _of_clock,
+    "virtual functions": _of_functions,
+}
+
+
 def examine(settings: Settings, facts: MachineFacts) -> Iterator[tuple[str, list[Finding]]]:
     """All examinations of a machine as a host, by name."""
-    yield "rights and directories", list(rights(facts))
-    yield "QEMU and programs", list(qemu(settings, facts))
-    yield "KVM runs guests", list(kvm(settings, facts))
-    yield "kernel", list(kernel(facts))
-    yield "CPUs", list(cpus(settings, facts))
-    yield "memory", list(memory(settings, facts))
-    yield "disk", list(disk(settings, facts))
-    yield "clock", list(clock(facts))
-    if settings.job_vms.sriov:
-        yield "virtual functions", list(functions(settings, facts))
+    for name, part in _PARTS.items():
+        if part is not _of_functions or settings.job_vms.sriov:
+            yield name, list(part(settings, facts))

@@ -36,22 +36,9 @@ def render(settings: Settings, config: Path, site: SiteConf) -> list[SiteFile]:
 def render_agent(settings: Settings, config: Path) -> list[SiteFile]:
     """The files of a host that runs an agent and no controller. Its bridge has no address: guests reach slurmctld at
     that of the controller's, through the uplink."""
-    values = {
-        "program": program(),
-        "config": config,
-        "bridge": settings.qemu.bridge,
-        "bridge_mac": "",
-        "bridge_address": "",
-        "uplink": settings.qemu.uplink,
-        "bridge_service": BRIDGE_SERVICE,
-        "run_directories": _below_run(settings.agent.socket.parent, *_job_directories(settings)),
-    }
-    targets = {
-        AGENT_SERVICE: SYSTEMD / AGENT_SERVICE,
-        BRIDGE_SERVICE: SYSTEMD / BRIDGE_SERVICE,
-        "agent-tmpfiles.conf": Path("/etc/tmpfiles.d/multiverse-agent.conf"),
-    }
-    return [*_plugstack(settings), *_render(targets, values)]
+    values = {"bridge_mac": "", "bridge_address": "", "run_directories": _below_run(*_agent_directories(settings))}
+    targets = {"agent-tmpfiles.conf": Path("/etc/tmpfiles.d/multiverse-agent.conf")}
+    return [*_plugstack(settings), *_render(settings, config, targets, values)]
 
 
 def own_job_submit(settings: Settings) -> str | None:
@@ -87,43 +74,38 @@ def _plugstack(settings: Settings) -> Iterator[SiteFile]:
 
 def _for_systemd(settings: Settings, config: Path, site: SiteConf) -> list[SiteFile]:
     network = ipaddress.IPv4Network(settings.network.subnet)
+    sockets = (settings.socket.parent, users_socket(settings).parent, settings.slurm.inbox.parent)
     values = {
-        "program": program(),
-        "config": config,
-        "bridge": settings.qemu.bridge,
         "bridge_mac": bridge_mac(settings.network.gateway),
         "bridge_address": f"{settings.network.gateway}/{network.prefixlen}",
-        "uplink": settings.qemu.uplink,
-        "bridge_service": BRIDGE_SERVICE,
         "agent_service": AGENT_SERVICE,
-        "run_directories": _below_run(
-            settings.socket.parent,
-            users_socket(settings).parent,
-            settings.agent.socket.parent,
-            settings.slurm.inbox.parent,
-            *_job_directories(settings),
-        ),
+        "run_directories": _below_run(*sockets, *_agent_directories(settings)),
         "inbox": settings.slurm.inbox,
         "slurm_uid": slurm_user.of(site.text).uid,  # the name service may not answer yet when the directory is made
         "state": settings.state_dir,
     }
-    targets = {
-        SERVICE: SYSTEMD / SERVICE,
-        AGENT_SERVICE: SYSTEMD / AGENT_SERVICE,
-        BRIDGE_SERVICE: SYSTEMD / BRIDGE_SERVICE,
-        "tmpfiles.conf": Path("/etc/tmpfiles.d/multiverse.conf"),
+    targets = {SERVICE: SYSTEMD / SERVICE, "tmpfiles.conf": Path("/etc/tmpfiles.d/multiverse.conf")}
+    return _render(settings, config, targets, values)
+
+
+def _render(
+    settings: Settings, config: Path, targets: Mapping[str, Path], values: Mapping[str, object]
+) -> list[SiteFile]:
+    """Our templates, by name, at their places: those of the bridge and the agent, and `targets`."""
+    units = {AGENT_SERVICE: SYSTEMD / AGENT_SERVICE, BRIDGE_SERVICE: SYSTEMD / BRIDGE_SERVICE}
+    common = {
+        "program": program(),
+        "config": config,
+        "bridge": settings.qemu.bridge,
+        "uplink": settings.qemu.uplink,
+        "bridge_service": BRIDGE_SERVICE,
     }
-    return _render(targets, values)
-
-
-def _render(targets: Mapping[str, Path], values: Mapping[str, object]) -> list[SiteFile]:
-    """Our templates, by name, at their places."""
     environment = Environment(
         loader=PackageLoader("multiverse.site"), undefined=StrictUndefined, keep_trailing_newline=True
     )
     return [
-        SiteFile(path, rendered.signed(environment.get_template(name).render(values)), 0o644)
-        for name, path in targets.items()
+        SiteFile(path, rendered.signed(environment.get_template(name).render({**common, **values})), 0o644)
+        for name, path in {**units, **targets}.items()
     ]
 
 
@@ -137,8 +119,9 @@ def bridge_mac(gateway: str) -> str:
     return mac_of_address(gateway)
 
 
-def _job_directories(settings: Settings) -> tuple[Path, ...]:
-    return (settings.job_vms.socket.parent, settings.job_vms.records) if settings.job_vms.enabled else ()
+def _agent_directories(settings: Settings) -> tuple[Path, ...]:
+    jobs = (settings.job_vms.socket.parent, settings.job_vms.records) if settings.job_vms.enabled else ()
+    return (settings.agent.socket.parent, *jobs)
 
 
 def _below_run(*paths: Path) -> list[Path]:

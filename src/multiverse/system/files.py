@@ -56,8 +56,7 @@ def _create(path: Path, dir_fd: int | None) -> int:
 # --- a record that is overwritten in place ----------------------------------------------------------
 
 
-RECORD_SIZE = 32 * 1024
-"""Bytes of each of the two copies in the file."""
+RECORD_SIZE = 32 * 1024  # bytes of each of the two copies in the file
 
 
 class Record:

@@ -27,8 +27,7 @@ class _Command:
     """This process, as far as signals are concerned."""
 
     interrupted = False
-    cancel: Callable[[], object] | None = None
-    """Cancels the coroutine that runs."""
+    cancel: Callable[[], object] | None = None  # cancels the coroutine that runs
 
 
 def handle() -> None:

@@ -101,7 +101,9 @@ def mount_new(path: Path, kind: str, options: str | None = None) -> None:
 
 
 # --- memory that processes share --------------------------------------------------------------------
-
+# Files without a name (memfd_create(2)): nobody can open one by a path outside of the processes that have it, and the
+# kernel frees it with the last of them. Its size cannot change: a process that maps what another one has cut off would
+# be killed (mmap(2), SIGBUS).
 
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
