@@ -108,7 +108,7 @@ def test_an_error_is_the_daemons() -> None:
 @pytest.mark.parametrize("width", [80, 140])
 def test_capacity_shows_what_is_used_and_what_would_start(width: int) -> None:
     text = printed("capacity", width=width, capacity=CAPACITY)
-    assert "3 hosts in sight, 1 of which take no new VM" in text and "on closed hosts" in text
+    assert "3 hosts in sight, 1 of them take no new VM" in text and "on closed hosts" in text
     assert "Job 2 waits for capacity and comes first" in text and "+ 3" in text
     quiet = replace(CAPACITY, blocked=False, blocked_by="", waiting=0)
     assert "comes first" not in printed("capacity", width=width, capacity=quiet)

@@ -49,7 +49,6 @@ def configure_log(*, verbose: bool) -> None:
 
 # --- multiverse agent -------------------------------------------------------------------------------
 
-
 agent_app = typer.Typer(help="The agent of this host, which runs its VMs.", invoke_without_command=True)
 
 CONFIG = typer.Option("--config", "-c", help="The settings, a TOML file.")

@@ -30,7 +30,6 @@ from multiverse.core.errors import Refused
 
 # --- multiverse hosts -------------------------------------------------------------------------------
 
-
 hosts_app = typer.Typer(help="The hosts: show, add, drain, resume and remove them.", invoke_without_command=True)
 
 Hosts = Annotated[list[str], typer.Argument(metavar="HOST", help="Names, also as node sets: n[1-4,7].")]
@@ -107,7 +106,7 @@ def _show_trouble(host: HostView) -> None:
     if host.lease is not None and host.lease.pilot:
         said.append(_leased(host.lease))
     if host.state == "closing" and host.drain_from is not None:
-        said.append(f"drained from {datetime.fromtimestamp(host.drain_from):%Y-%m-%d %H:%M:%S} on")
+        said.append(f"drained from {render.moment(host.drain_from)} on")
     if host.reason:
         said.append(host.reason)
     if host.away_since is not None and host.state != "fenced":
@@ -124,7 +123,7 @@ def _show_trouble(host: HostView) -> None:
 
 def _leased(lease: LeaseView) -> str:
     """By which pilot, where and until when a host is leased."""
-    until = f" until {datetime.fromtimestamp(lease.ends):%Y-%m-%d %H:%M:%S}" if lease.ends is not None else ""
+    until = f" until {render.moment(lease.ends)}" if lease.ends is not None else ""
     return f"leased by pilot {lease.pilot} on node {lease.node} of partition {lease.partition}{until}"
 
 
@@ -134,7 +133,7 @@ def _some(jobs: Sequence[str]) -> str:
 
 
 def _show_alike(found: Sequence[HostView]) -> None:
-    """What hosts have in common, once for all hosts of which it is true."""
+    """What hosts have in common, once for all of them."""
     hosts: dict[str, list[str]] = {}
     for one in found:
         for what in (*_machine(one), *_nodes(one), *_images(one)):
@@ -246,7 +245,6 @@ def leases(json: render.Json = False) -> None:
 
 
 # --- multiverse utilization -------------------------------------------------------------------------
-
 
 UNKNOWN = "–"
 

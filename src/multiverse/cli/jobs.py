@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from datetime import datetime
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import typer
@@ -17,6 +16,7 @@ from multiverse.api import (
     HostGroupView,
     JobView,
     SizeView,
+    StartableView,
     TimelineView,
     TrialView,
     VmView,
@@ -29,7 +29,6 @@ from multiverse.cli.render import Watch, watched
 from multiverse.client import Client
 
 # --- multiverse jobs --------------------------------------------------------------------------------
-
 
 NAMED = 6  # of so many jobs with the same reason, at most, the ids are shown, where there is no column for reasons
 
@@ -61,24 +60,19 @@ def _show(job: str | None, *, ended: bool, json: bool) -> None:
 
 
 def _show_wide(found: Sequence[JobView], empty: str) -> None:
-    table = render.table(
-        "JOB", "NAME", "STATE", "FOR", "NODES", "CPUS", "MEMORY", "IMAGE", "VMS", "REASON",
-        right=("FOR", "NODES", "CPUS", "MEMORY"), fold=("VMS", "REASON"),
-    )  # fmt: skip
-    for one in found:
-        table.add_row(
-            one.job_id,
-            one.name,
-            render.state(one.state, one.quarantined),
-            render.age(one.since),
-            str(one.nodes),
-            str(one.cpus),
-            render.memory(one.memory),
-            one.image,
-            " ".join(one.vms),
-            _reason(one),
-        )
-    render.show(table, empty)
+    columns: dict[str, Callable[[JobView], str | Text]] = {
+        "JOB": lambda one: one.job_id,
+        "NAME": lambda one: one.name,
+        "STATE": lambda one: render.state(one.state, one.quarantined),
+        "FOR": lambda one: render.age(one.since),
+        "NODES": lambda one: str(one.nodes),
+        "CPUS": lambda one: str(one.cpus),
+        "MEMORY": lambda one: render.memory(one.memory),
+        "IMAGE": lambda one: one.image,
+        "VMS": lambda one: " ".join(one.vms),
+        "REASON": _reason,
+    }
+    render.listed(found, empty, columns, right=("FOR", "NODES", "CPUS", "MEMORY"), fold=("VMS", "REASON"))
 
 
 def _show_narrow(found: Sequence[JobView], empty: str) -> None:
@@ -120,25 +114,30 @@ def _show_vms(*, json: bool) -> None:
     if json:
         return render.as_json(document)
     found = decode(list[VmView], document)
-    several = len({one.host for one in found}) > 1
-    names = ("VM", "STATE", "JOB", *(("HOST",) if several else ()))
-    if wide := render.is_wide():
-        names += ("KIND", "SIZE", "UNIQUE, SHARED", "CPU TIME", "ADDRESS")
-        table = render.table(*names, right=("CPU TIME",), fold=("SIZE", "UNIQUE, SHARED", "CPU TIME"))
-    else:
-        table = render.table(*names, "SIZE", "UNIQUE", "ADDRESS", right=("UNIQUE",), fold=("STATE", "SIZE"))
-    for one in found:
-        cells: list[str | Text] = [one.name, render.state(one.state, one.quarantined), one.job_id or "–"]
-        size, memory = f"{one.cpus}, {render.memory(one.memory)}", render.memory(one.private)
-        unique = (f"{memory}, {render.memory(one.shared)}" if wide else memory) if one.private else "–"
-        time = (render.duration(one.cpu_s) if one.cpu_s else "–",) if wide else ()
-        kind = (one.kind,) if wide else ()
-        table.add_row(*cells, *((one.host,) if several else ()), *kind, size, unique, *time, one.address)
-    render.show(table, "No VMs.")
+    columns: dict[str, Callable[[VmView], str | Text]] = {
+        "VM": lambda one: one.name,
+        "STATE": lambda one: render.state(one.state, one.quarantined),
+        "JOB": lambda one: one.job_id or "–",
+        "HOST": lambda one: one.host,
+        "KIND": lambda one: one.kind,
+        "SIZE": lambda one: f"{one.cpus}, {render.memory(one.memory)}",
+        "UNIQUE": lambda one: render.memory(one.private) if one.private else "–",
+        "UNIQUE, SHARED": lambda one: (
+            f"{render.memory(one.private)}, {render.memory(one.shared)}" if one.private else "–"
+        ),
+        "CPU TIME": lambda one: render.duration(one.cpu_s) if one.cpu_s else "–",
+        "ADDRESS": lambda one: one.address,
+    }
+    wide = render.is_wide()
+    left_out = {"UNIQUE"} if wide else {"KIND", "UNIQUE, SHARED", "CPU TIME"}
+    if len({one.host for one in found}) < 2:
+        left_out.add("HOST")
+    shown = {name: cell for name, cell in columns.items() if name not in left_out}
+    fold = ("SIZE", "UNIQUE, SHARED", "CPU TIME") if wide else ("STATE", "SIZE")
+    render.listed(found, "No VMs.", shown, right=("CPU TIME", "UNIQUE"), fold=fold)
 
 
 # --- multiverse explain -----------------------------------------------------------------------------
-
 
 GROUPS = 8  # the most groups of hosts that are shown; with --hosts, all
 
@@ -149,7 +148,7 @@ def explain(
     json: render.Json = False,
     controller: Controller = "",
 ) -> None:
-    """Say why a job waits, in which stage it is, or why it failed, and what to do; and of which hosts it is told.
+    """Say why a job waits, in which stage it is, or why it failed, what to do, and what each host lacks for it.
 
     Operators may ask about any job, and users about their own."""
     with asker(controller) as client:
@@ -168,7 +167,7 @@ def explain(
 
 
 def _alike(jobs: Sequence[ExplanationView]) -> list[list[ExplanationView]]:
-    """The tasks of an array of which the same is to be said, together: those that wait for the same."""
+    """Tasks of an array that wait for the same, together: one explanation is true of them all."""
     groups: dict[tuple[str, ...], list[ExplanationView]] = {}
     for one in jobs:
         groups.setdefault((one.state, one.short, one.behind) if one.short else (one.job_id,), []).append(one)
@@ -181,8 +180,7 @@ def _show_explanation(one: ExplanationView, *, every: bool) -> None:
     render.console.print(head)
     render.say(one.text)
     if one.expected is not None:
-        moment = datetime.fromtimestamp(one.expected)
-        render.say(f"By the time limits it starts by {moment:%Y-%m-%d %H:%M:%S} at the latest.")
+        render.say(f"By the time limits it starts by {render.moment(one.expected)} at the latest.")
     if one.todo:
         render.say(f"to do: {one.todo}")
     show_groups(one.hosts, every=every)
@@ -205,7 +203,6 @@ _SHORT = 30  # characters of a node set that are shown
 
 
 # --- multiverse timeline ----------------------------------------------------------------------------
-
 
 _BAR_WIDTH = 60
 _STAGE_INDENT = 12
@@ -298,19 +295,14 @@ def capacity(
 
 def _show_capacity(found: CapacityView) -> None:
     _show_usage(found.usage)
-    table = render.table(
-        "NODE OF", "MEMORY", "DISK", "START AT ONCE", "AFTER A TEMPLATE IS BUILT",
-        right=("MEMORY", "DISK", "START AT ONCE", "AFTER A TEMPLATE IS BUILT"),
-    )  # fmt: skip
-    for one in found.sizes:
-        table.add_row(
-            f"{one.cpus} CPU{'s' * (one.cpus != 1)}",
-            render.memory(one.memory),
-            render.memory(one.disk) if one.disk else "–",
-            Text(str(one.now), style="bold green" if one.now else "dim"),
-            f"+ {one.with_template}" if one.with_template else "–",
-        )
-    render.show(table, "No host that takes new VMs is in sight.")
+    columns: dict[str, Callable[[StartableView], str | Text]] = {
+        "NODE OF": lambda one: f"{one.cpus} CPU{'s' * (one.cpus != 1)}",
+        "MEMORY": lambda one: render.memory(one.memory),
+        "DISK": lambda one: render.memory(one.disk) if one.disk else "–",
+        "START AT ONCE": lambda one: Text(str(one.now), style="bold green" if one.now else "dim"),
+        "AFTER A TEMPLATE IS BUILT": lambda one: f"+ {one.with_template}" if one.with_template else "–",
+    }
+    render.listed(found.sizes, "No host that takes new VMs is in sight.", columns, right=tuple(columns)[1:])
     render.console.print(f"Each line for itself: jobs of one node, of image {found.image}.")
     if found.blocked:
         name = f"Job {found.blocked_by}" if found.blocked_by else "A job"
@@ -324,27 +316,18 @@ def _show_capacity(found: CapacityView) -> None:
 
 
 def _show_usage(usage: CapacityUsageView) -> None:
-    table = render.table(
-        "", "CPUS", "MEMORY", "DISK", right=("CPUS", "MEMORY", "DISK"),
-    )  # fmt: skip
-    for label, size in (
-        ("jobs", usage.jobs),
-        ("spares", usage.spares),
-        ("templates", usage.templates),
-        ("free", usage.free),
-        ("on closed hosts", usage.closed),
-        ("in all", usage.total),
-    ):
-        if label != "on closed hosts" or usage.closed_hosts:
-            table.add_row(Text(label, style="bold green" if label == "free" else ""), *_cells(size))
-    hosts = f"{usage.hosts} host{'s' * (usage.hosts != 1)} in sight"
-    closed = f", {usage.closed_hosts} of which take no new VM" if usage.closed_hosts else ""
-    render.console.print(hosts + closed)
+    names = ("jobs", "spares", "templates", "free", *(("closed",) if usage.closed_hosts else ()), "total")
+    table = render.table("", "CPUS", "MEMORY", "DISK", right=("CPUS", "MEMORY", "DISK"))
+    for name in names:
+        size: SizeView = getattr(usage, name)
+        label = Text(_LABELS.get(name, name), style="bold green" if name == "free" else "")
+        table.add_row(label, str(size.cpus), render.memory(size.memory), render.memory(size.disk))
+    closed = f", {usage.closed_hosts} of them take no new VM" if usage.closed_hosts else ""
+    render.console.print(f"{usage.hosts} host{'s' * (usage.hosts != 1)} in sight{closed}")
     render.console.print(table)
 
 
-def _cells(size: SizeView) -> tuple[str, str, str]:
-    return str(size.cpus), render.memory(size.memory), render.memory(size.disk)
+_LABELS = {"closed": "on closed hosts", "total": "in all"}
 
 
 def _show_trial(found: TrialView) -> None:
@@ -357,17 +340,13 @@ def _show_trial(found: TrialView) -> None:
     render.console.print(Text(said, style="bold red" if found.never else "bold yellow"))
     render.say(found.why)
     if found.ahead:
-        behind = f", of which job {found.behind} keeps the others waiting" if found.behind else ""
+        behind = f", and job {found.behind} keeps the others waiting" if found.behind else ""
         jobs = "1 job" if found.ahead == 1 else f"{found.ahead} jobs"
         render.say(f"{jobs} would be ahead of it{behind}.")
     if found.expected is not None:
-        render.say(f"It would start by {_moment(found.expected)} at the latest, by the time limits.")
+        render.say(f"It would start by {render.moment(found.expected)} at the latest, by the time limits.")
     elif found.alone is not None and not found.never:
-        render.say(f"Without other jobs that wait, it would start by {_moment(found.alone)} at the latest.")
+        render.say(f"Without other jobs that wait, it would start by {render.moment(found.alone)} at the latest.")
     elif not found.never:
         render.say("Nobody can tell when: no time limit says by when there is room for it.")
     show_groups(found.groups, every=False)
-
-
-def _moment(at: float) -> str:
-    return f"{datetime.fromtimestamp(at):%Y-%m-%d %H:%M:%S}"

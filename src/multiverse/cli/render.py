@@ -6,9 +6,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -18,6 +18,8 @@ from rich.table import Table
 from rich.text import Text
 
 from multiverse.core.errors import MultiverseError
+
+T = TypeVar("T")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -105,13 +107,9 @@ def table(*columns: str, right: Sequence[str] = (), fold: Sequence[str] = ()) ->
     fold = fold if console.is_terminal else columns
     made = _PlainTable(box=SIMPLE_HEAD, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
     for column in columns:
-        made.add_column(
-            column,
-            justify="right" if column in right else "left",
-            no_wrap=column not in fold,
-            overflow="fold" if column in fold else "ellipsis",
-            ratio=None,
-        )
+        folds = column in fold
+        justify: Literal["left", "right"] = "right" if column in right else "left"
+        made.add_column(column, justify=justify, no_wrap=not folds, overflow="fold" if folds else "ellipsis")
     return made
 
 
@@ -130,6 +128,20 @@ def show(made: Table, empty: str) -> None:
         console.print(made)
     else:
         console.print(empty)
+
+
+def listed(
+    found: Iterable[T],
+    empty: str,
+    columns: Mapping[str, Callable[[T], str | Text]],
+    right: Sequence[str] = (),
+    fold: Sequence[str] = (),
+) -> None:
+    """Print a table with a row for each, or the sentence `empty`. `columns` has a cell of each row by its title."""
+    made = table(*columns, right=right, fold=fold)
+    for one in found:
+        made.add_row(*(cell(one) for cell in columns.values()))
+    show(made, empty)
 
 
 def duration(seconds: float) -> str:
@@ -151,6 +163,11 @@ def duration(seconds: float) -> str:
 def age(since: float) -> str:
     """How long ago a Unix time is."""
     return duration(max(0.0, time.time() - since))
+
+
+def moment(at: float) -> str:
+    """A Unix time in local time."""
+    return f"{datetime.fromtimestamp(at):%Y-%m-%d %H:%M:%S}"
 
 
 def memory(mib: float) -> str:
@@ -182,7 +199,6 @@ PHASE_STYLES: Mapping[str, str] = {
 
 
 # --- --watch ----------------------------------------------------------------------------------------
-
 
 INTERVAL = 2.0  # seconds between two times
 

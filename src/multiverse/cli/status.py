@@ -19,7 +19,6 @@ from multiverse.core.errors import Refused, Unknown
 
 # --- multiverse status ------------------------------------------------------------------------------
 
-
 ALERTS_PRESENT = 1  # the exit status when there is an alert with something to do
 
 
@@ -96,7 +95,6 @@ def _line(label: str, text: str) -> None:
 
 
 # --- multiverse repair ------------------------------------------------------------------------------
-
 
 LIMIT = 900.0  # seconds to wait for the outcome of a repair: as long as a template may take to build
 _OBSERVATIONS = 2  # observations of each source after which the controller has judged a repaired record anew
@@ -194,7 +192,6 @@ def _outcome(client: Client, alert: Alert) -> Alert | None:
 
 # --- multiverse prune -------------------------------------------------------------------------------
 
-
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
@@ -239,7 +236,6 @@ def span(age: float) -> str:
 
 
 # --- multiverse audit -------------------------------------------------------------------------------
-
 
 audit_app = typer.Typer(
     help="Check what is promised of VMs on those that run.", no_args_is_help=True, rich_markup_mode=None

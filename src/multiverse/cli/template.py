@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
+from rich.text import Text
 
 from multiverse.api import TemplateRequest, TemplateView, decode
 from multiverse.cli import progress, render
@@ -29,23 +30,19 @@ def list_(json: render.Json = False) -> None:
         document = client.templates()
     if json:
         return render.as_json(document)
-    table = render.table(
-        "IMAGE", "HOST", "STATE", "FOR", "CPUS", "MEMORY", "ACCOUNT", "VMS", "REASON",
-        right=("FOR", "CPUS", "MEMORY", "VMS"), fold=("REASON",),
-    )  # fmt: skip
-    for one in decode(list[TemplateView], document):
-        table.add_row(
-            one.image,
-            one.host,
-            render.state(one.state),
-            render.age(one.since),
-            str(one.cpus),
-            render.memory(one.memory),
-            one.account,
-            str(one.references),
-            one.reason,
-        )
-    render.show(table, "No templates. A template is built when a job first needs it.")
+    columns: dict[str, Callable[[TemplateView], str | Text]] = {
+        "IMAGE": lambda one: one.image,
+        "HOST": lambda one: one.host,
+        "STATE": lambda one: render.state(one.state),
+        "FOR": lambda one: render.age(one.since),
+        "CPUS": lambda one: str(one.cpus),
+        "MEMORY": lambda one: render.memory(one.memory),
+        "ACCOUNT": lambda one: one.account,
+        "VMS": lambda one: str(one.references),
+        "REASON": lambda one: one.reason,
+    }
+    found, empty = decode(list[TemplateView], document), "No templates. A template is built when a job first needs it."
+    render.listed(found, empty, columns, right=("FOR", "CPUS", "MEMORY", "VMS"), fold=("REASON",))
 
 
 @app.command()

@@ -60,7 +60,6 @@ def show(snapshot: Snapshot) -> None:
 
 # --- what is shown of a snapshot: lines and rows for a terminal of some width -----------------------
 
-
 WIDE = 110  # columns from which on more is shown of each job and host
 STAGES = ("provisioning", "waiting", "running", "ending")  # the stages in the order in which jobs are listed
 _WORDS = {"provisioning": "preparing"}

@@ -115,7 +115,7 @@ def directory_of(leases: Path, name: str) -> LeaseDirectory:
 
 
 def lease_directories(leases: Path) -> list[LeaseDirectory]:
-    """The places of all leases of which something is on this node."""
+    """The directories of all leases that have left something on this node."""
     if not leases.is_dir():
         return []
     return [

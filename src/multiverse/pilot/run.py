@@ -37,7 +37,6 @@ log = structlog.get_logger()
 
 # --- the first process of a lease -------------------------------------------------------------------
 
-
 SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
 END_VMS = signal.SIGUSR1  # tells the agent to take no VM any more, to end those that it has, and then itself
 _NAMESPACES = kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC
@@ -163,7 +162,6 @@ class _Supervisor:
 
 
 # --- the pilot --------------------------------------------------------------------------------------
-
 
 _LOGS = ".logs"
 _KEPT = 20  # logs of pilots that have ended

@@ -79,7 +79,7 @@ class _Hypervisors:
         return hypervisor
 
     def sites(self) -> Sequence[str]:
-        """The sites of which VMs are on this machine."""
+        """The sites that have VMs on this machine."""
         return self._side.sites(self._settings)
 
     def close(self) -> None:

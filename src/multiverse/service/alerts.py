@@ -214,7 +214,8 @@ def findings(rows: Rows, world: World, policy: Policy, now: float) -> list[Alert
 
 
 def sources_away(sources: Iterable[tuple[str, float, str]]) -> list[Alert]:
-    """The sources, by name, of which every observation has failed for so many seconds, and why (empty: none has)."""
+    """Sources that fail. Each source is its name, the seconds for which every observation has failed, and why (empty: it
+    does not fail)."""
     failing = (one for one in sources if one[2])
     return [
         (SCHEDULER if source == "scheduler" else SOURCE)(source=source, seconds=seconds, reason=reason)
@@ -223,7 +224,7 @@ def sources_away(sources: Iterable[tuple[str, float, str]]) -> list[Alert]:
 
 
 def unknown_user(failure: LookupFailure, rows: Rows, now: float) -> Alert:
-    """A user of whom the name service does not tell, and the jobs that wait for that."""
+    """A user whom the name service does not tell, and the jobs that wait for that."""
     owners = (row for _, row in sorted(rows.attempts.items()) if row.uid == failure.uid)
     jobs = tuple(dict.fromkeys(row.job.job_id for row in owners))
     return UNKNOWN_USER(jobs=jobs, uid=failure.uid, seconds=now - failure.since, reason=failure.reason)

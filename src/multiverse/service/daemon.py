@@ -241,7 +241,6 @@ def _traced(
 
 # --- fencing ----------------------------------------------------------------------------------------
 
-
 _LAST_WORDS = 300  # characters of the command's output that are kept
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # an agent has no backend
 
 log = structlog.get_logger()
 
-SPAN = 15.0  # seconds of which the figures of hosts and VMs are the means, as often as Prometheus usually asks
+SPAN = 15.0  # the figures of hosts and VMs are means of so many seconds: Prometheus usually asks as often
 RESOURCES = {"cpus": 1, "memory_bytes": 1 << 20, "disk_bytes": 1 << 20}
 """What hosts have, by the names that metrics use, each with how many of its unit one of ours is."""
 
@@ -141,7 +141,6 @@ def _sizes(sizes: Mapping[str, SizeView]) -> Values:
 
 # --- what hosts and VMs use -------------------------------------------------------------------------
 
-
 _MIB = 1 << 20
 
 _GAUGES: dict[str, tuple[str, str, float]] = {
@@ -196,7 +195,6 @@ def _usage_gauges(
 
 
 # --- reading without the API ------------------------------------------------------------------------
-
 
 TIMEOUT = 10.0  # seconds that a whole request may take
 AT_ONCE = 8  # requests that are answered at the same time; those that come beside them are closed

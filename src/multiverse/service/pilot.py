@@ -50,7 +50,7 @@ class PilotJob:
 
 
 def run_pilot(settings: Settings, name: str, given: PilotJob) -> int:
-    """Run the pilot of the lease `name`; its exit status. Raises `Refused` for a job of which nothing is known, and as
+    """Run the pilot of the lease `name`; its exit status. Raises `Refused` for an unknown job, and as
     `pilot.run`."""
     job = _completed(given, os.environ)
     order = PilotOrder(name, job.id, job.cores, job.memory, settings, _run_agent, _vxlan(settings, name, job.node))

@@ -47,7 +47,7 @@ _FAILURES = frozenset(
     {Event.FAILED, Event.DIED, Event.LOST, Event.GAVE_UP, Event.PIN_EXPIRED, Event.BROKE, Event.QUARANTINED,
      Event.RESTARTED, Event.REPLACED, Event.FENCED, Event.SILENT}
 )  # fmt: skip
-"""Events that are failures, each of which is a cause."""
+"""Events that are failures. The event is the cause."""
 
 _COUNTED = {Event.SUBMITTED: "submitted", Event.RUNS: "started", Event.ENDED: "ended"}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from multiverse.api import CompatibleHostView, UsagePoint, UsageView, UtilizationView
 from multiverse.controller.job_usage import JobUsageRecorder
@@ -90,11 +90,8 @@ class UtilizationReader:
         wall = self.clock.wall()
         kind: UsedBy = "host" if view.kind == "host" else "vm"
         records = read_usage(self.recorder.store, kind, view.name, wall - HOUR)
-        return UtilizationView(
-            **{one.name: getattr(view, one.name) for one in fields(UtilizationView)[:7]},
-            five_minutes=_mean([one for one in records if one.wall >= wall - FIVE_MINUTES - 60]),
-            hour=_mean(records),
-        )
+        latest = [one for one in records if one.wall >= wall - FIVE_MINUTES - 60]
+        return replace(view, five_minutes=_mean(latest), hour=_mean(records))
 
 
 def _mean(records: list[UsageRecord]) -> UsageView | None:

@@ -55,7 +55,6 @@ def _create(path: Path, dir_fd: int | None) -> int:
 
 # --- a record that is overwritten in place ----------------------------------------------------------
 
-
 RECORD_SIZE = 32 * 1024  # bytes of each of the two copies in the file
 
 

@@ -87,15 +87,8 @@ def held() -> Iterator[None]:
         with suppress(OSError):
             os.write(2, _WAIT)
 
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    ours = [number for number, handler in before.items() if callable(handler)]
-    for number in ours:
-        signal.signal(number, note)
-    try:
+    with _handled_by(note):
         yield
-    finally:
-        for number in ours:
-            signal.signal(number, before[number])
     if came:
         signal.raise_signal(came[0])
 
@@ -104,15 +97,22 @@ def held() -> Iterator[None]:
 def noted(stop: asyncio.Event) -> Iterator[None]:
     """Let the signals set an event of the running loop while the context lasts, in place of interrupting."""
     loop = asyncio.get_running_loop()
+    with _handled_by(lambda *_: loop.call_soon_threadsafe(stop.set)):
+        yield
+
+
+@contextmanager
+def _handled_by(handler: Callable[[int, object], object]) -> Iterator[None]:
+    """Let this handler take the signals that have one."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
-    ours = [number for number, handler in before.items() if callable(handler)]
+    ours = {number: old for number, old in before.items() if callable(old)}
     for number in ours:
-        signal.signal(number, lambda *_: loop.call_soon_threadsafe(stop.set))
+        signal.signal(number, handler)
     try:
         yield
     finally:
-        for number in ours:
-            signal.signal(number, before[number])
+        for number, old in ours.items():
+            signal.signal(number, old)
 
 
 async def whole(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -73,7 +73,6 @@ def _check(result: int, what: str) -> None:
 
 # --- /sys of a process with mount and network namespaces of its own ---------------------------------
 
-
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
@@ -133,7 +132,6 @@ def _close_all(fds: list[int]) -> None:
 
 # --- clocks -----------------------------------------------------------------------------------------
 
-
 _TIME_ERROR = 5  # adjtimex(2): the clock is not synchronised to a reliable server
 _SIZE = 256  # at least as large as struct timex
 
@@ -145,7 +143,7 @@ def is_synchronised() -> bool | None:
 
 
 _READ_COUNTER = bytes.fromhex("0f31 48c1e220 4809d0 c3")  # rdtsc; shl rdx,32; or rax,rdx; ret
-_TRIES = 20  # readings of clock and counter, of which the closest counts: between the two, another process may run
+_TRIES = 20  # readings of clock and counter. The closest pair counts: another process may run between the two.
 
 
 def measured_khz(seconds: float = 0.1) -> int | None:
