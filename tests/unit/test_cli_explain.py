@@ -119,7 +119,7 @@ def test_capacity_shows_what_is_used_and_what_would_start(width: int) -> None:
 @pytest.mark.parametrize(
     ("found", "said"),
     [
-        (TRIAL, ("It would wait.", "3 jobs would be ahead of it, of which job 2", "Without other jobs that wait")),
+        (TRIAL, ("It would wait.", "3 jobs would be ahead of it, and job 2", "Without other jobs that wait")),
         (replace(TRIAL, ahead=0, behind="", alone=None), ("Nobody can tell when",)),
         (replace(TRIAL, expected=1_700_000_000.0), ("It would start by 2023-11-1", "by the time limits")),
         (replace(TRIAL, never=True, why="fits on no host"), ("It would be cancelled.", "fits on no host")),

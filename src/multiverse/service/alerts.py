@@ -45,11 +45,11 @@ from multiverse.service.hosts import avoided_for
 
 @dataclass(frozen=True, slots=True)
 class Wrong:
-    """Something that can be wrong. `concerns` is the alert's name: of the record, host or user that it is about."""
+    """Something that can be wrong."""
 
     kind: AlertKind
     severity: Severity
-    concerns: str
+    concerns: str  # the alert's name: that of the record, host or user
     message: str
     remedy: str
     repair: str = ""
@@ -62,6 +62,10 @@ class Wrong:
         name, message, remedy, repair = (worded(one, values) for one in words)
         fenced, found = self.needs_fenced, tuple(jobs)
         return Alert(self.kind, name, message, remedy, repair, fenced, version, found, self.severity)
+
+    def of(self, row: Row, **more: Any) -> Alert:
+        """The alert about this row."""
+        return self(version=row.version, name=_name_of(row.key), **more)
 
 
 STORE = Wrong(
@@ -214,12 +218,11 @@ def findings(rows: Rows, world: World, policy: Policy, now: float) -> list[Alert
 
 
 def sources_away(sources: Iterable[tuple[str, float, str]]) -> list[Alert]:
-    """Sources that fail. Each source is its name, the seconds for which every observation has failed, and why (empty: it
-    does not fail)."""
-    failing = (one for one in sources if one[2])
+    """Sources that fail. A source is its name, the seconds for which every observation has failed, and why (or "")."""
     return [
         (SCHEDULER if source == "scheduler" else SOURCE)(source=source, seconds=seconds, reason=reason)
-        for source, seconds, reason in failing
+        for source, seconds, reason in sources
+        if reason
     ]
 
 
@@ -234,19 +237,20 @@ def failing_effect(failure: Failure, now: float) -> Alert:
     """An effect that fails again and again."""
     effect = failure.effect
     subject = f"host {effect.text}" if effect.kind is EffectKind.FENCE else str(effect.key)
-    figures: dict[str, Any] = {"effect": effect.kind, "failures": failure.times, "reason": failure.reason}
-    return EFFECT(name=subject.replace(" ", "-"), subject=subject, left=failure.again_at - now, **figures)
+    name, left = subject.replace(" ", "-"), failure.again_at - now
+    return EFFECT(
+        name=name, subject=subject, effect=effect.kind, failures=failure.times, reason=failure.reason, left=left
+    )
 
 
 def _orphan_vms(rows: Rows) -> Iterator[Alert]:
     """The VMs that no record explained when they were found, each with the job that was seen on it."""
     for _, vm in sorted(rows.vms.items()):
         if vm.state is VmState.ORPHAN and not vm.quarantined:
-            figures: dict[str, Any] = {"name": _name_of(vm.key), "vm": vm.name, "host": vm.host, "version": vm.version}
             if vm.job_id:
-                yield ORPHAN_BUSY(jobs=(vm.job_id,), job=vm.job_id, **figures)
+                yield ORPHAN_BUSY.of(vm, jobs=(vm.job_id,), job=vm.job_id, vm=vm.name, host=vm.host)
             else:
-                yield ORPHAN_IDLE(**figures)
+                yield ORPHAN_IDLE.of(vm, vm=vm.name, host=vm.host)
 
 
 def _hosts_away(rows: Rows, world: World, policy: Policy, now: float) -> Iterator[Alert]:
@@ -264,9 +268,8 @@ def _hosts_avoided(rows: Rows, now: float) -> Iterator[Alert]:
     """The hosts that are avoided at a Unix time, each with the image that failed there last, and the others."""
     for _, host in sorted(rows.hosts.items()):
         if host.is_member and (faults := avoided_for(host)):
-            yield AVOIDED(
-                version=host.version,
-                name=_name_of(host.key),
+            yield AVOIDED.of(
+                host,
                 host=host.name,
                 images=[one.image for one in faults],
                 times=_times(max(one.failures for one in faults)),
@@ -322,10 +325,9 @@ def _missing_images(rows: Rows, world: World, policy: Policy, now: float) -> Ite
 def _quarantined_records(rows: Rows) -> Iterator[Alert]:
     for row in (row for table in tables(rows).values() for row in table.values() if row.quarantined):
         jobs = _affected_jobs(rows, row)
-        yield QUARANTINED(
-            version=row.version,
+        yield QUARANTINED.of(
+            row,
             jobs=jobs,
-            name=_name_of(row.key),
             label=_label(rows, row),
             state=str(row.state),
             reason=row.quarantined,
@@ -337,18 +339,16 @@ def _quarantined_records(rows: Rows) -> Iterator[Alert]:
 def _broken_templates(rows: Rows, policy: Policy, now: float) -> Iterator[Alert]:
     for row in rows.templates.values():
         if row.state is TemplateState.BROKEN and not row.quarantined:
-            figures: dict[str, Any] = {"times": _times(row.tries), "reason": row.reason, "label": _template_label(row)}
-            left = row.since + policy.backoff(row.tries) - now
-            yield TEMPLATE_BROKEN(version=row.version, name=_name_of(row.key), left=left, **figures)
+            left, label = row.since + policy.backoff(row.tries) - now, _template_label(row)
+            yield TEMPLATE_BROKEN.of(row, left=left, times=_times(row.tries), reason=row.reason, label=label)
 
 
 def _jobs_backing_off(rows: Rows, now: float) -> Iterator[Alert]:
     for row in rows.attempts.values():
         if row.state is AttemptState.QUEUED and row.not_before > now and not row.quarantined:
             job = row.job.job_id
-            figures: dict[str, Any] = {"name": _name_of(row.key), "job": job, "left": row.not_before - now}
-            wrong = SHORT_RUNS if row.short_runs > 1 else BACK_OFF
-            yield wrong(version=row.version, jobs=(job,), times=_times(row.tries), runs=row.short_runs, **figures)
+            wrong, left = SHORT_RUNS if row.short_runs > 1 else BACK_OFF, row.not_before - now
+            yield wrong.of(row, jobs=(job,), job=job, left=left, times=_times(row.tries), runs=row.short_runs)
 
 
 def _times(failures: int) -> int | None:
@@ -375,15 +375,10 @@ def _jobs_of(rows: Rows, vms: Sequence[Vm]) -> tuple[str, ...]:
 
 
 def _affected_jobs(rows: Rows, row: Row) -> tuple[str, ...]:
-    match row:
-        case Attempt():
-            return (row.job.job_id,)
-        case Vm():
-            return _jobs_of(rows, [row])
-        case Offer():
-            return _jobs_of(rows, [vm]) if (vm := rows.vms.get(row.id)) else ()
-        case Template() | KnownHost() | Lease():
-            return ()
+    if isinstance(row, Attempt):
+        return (row.job.job_id,)
+    vm = rows.vms.get(row.id) if isinstance(row, (Vm, Offer)) else None
+    return _jobs_of(rows, [vm]) if vm else ()
 
 
 def _label(rows: Rows, row: Row) -> str:

@@ -32,7 +32,6 @@ from multiverse.service.publisher import Publisher
 from multiverse.service.startup import (
     ProcessCounter,
     Processes,
-    Server,
     bind,
     bind_tcp,
     bind_web,
@@ -175,12 +174,6 @@ def _bind_for_users(settings: Settings, stack: contextlib.ExitStack) -> Listenin
     return sock, bind_tcp(users.listen, users.port, "users.listen") if users.listen else None
 
 
-def _servers(settings: Settings, backend: Backend, publisher: Publisher, *, web: bool) -> list[Server]:
-    """The server of the API and, if there is to be a `web` page, its own."""
-    apps: list[Any] = [make_api(backend, publisher), *([make_web(backend, publisher)] if web else [])]
-    return [http_server(app) for app in apps]
-
-
 async def _run(
     settings: Settings,
     backend: Backend,
@@ -191,7 +184,8 @@ async def _run(
     `sockets` are the API's and the web page's."""
     publisher = Publisher(backend, settings.web.viewers)
     listening = [sock for sock in sockets if sock is not None]
-    servers = _servers(settings, backend, publisher, web=len(listening) > 1)
+    apps: list[Any] = [make_api(backend, publisher), make_web(backend, publisher)]
+    servers = [http_server(app) for app, _ in zip(apps, listening, strict=False)]
     stop = stop_signal()
     tasks: list[asyncio.Task[Any]] = [asyncio.create_task(one.run(), name=one.name) for one in work]
     serving = [
