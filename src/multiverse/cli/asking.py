@@ -30,8 +30,8 @@ Controller = Annotated[
 
 
 def asker(controller: str = "") -> Client | UsersClient:
-    """The API of this machine's daemon if we may use it, or else what answers users; with `controller` (HOST, or
-    HOST:PORT) that of another machine."""
+    """The API of this machine's daemon if we may use it, or what answers users, here or at the `controller`
+    (HOST[:PORT])."""
     if controller:
         host, port = _address(controller)
         return UsersClient(host=host, port=port)
@@ -50,8 +50,8 @@ def _address(text: str) -> tuple[str, int]:
 
 
 class UsersClient:
-    """Asks what answers users: by a Unix socket, whose peer the daemon knows from the kernel, or by TCP with a munge
-    credential that carries the question. Its methods return what those of `client.Client` do."""
+    """Asks what answers users: by a Unix socket, where the kernel tells who asks, or by TCP with a munge credential.
+    Its methods return what those of `client.Client` do."""
 
     def __init__(self, path: Path | None = None, host: str = "", port: int = PORT) -> None:
         self._path, self._host, self._port = path, host, port

@@ -60,12 +60,9 @@ COMPLETE = "_MULTIVERSE_COMPLETE"  # the variable that a shell's script sets as 
 def modules() -> Mapping[str, str]:
     """The module of each command, by name: those of this distribution, and then those that others add."""
     added = {one.name: one.value for one in entry_points(group=GROUP)}
-    return {name: _own(name) for name in COMMANDS} | {name: added[name] for name in sorted(added.keys() - COMMANDS)}
-
-
-def _own(name: str) -> str:
-    """The module of a command of this distribution."""
-    return f"multiverse.cli.{COMMANDS[name]}"
+    return {name: f"multiverse.cli.{module}" for name, module in COMMANDS.items()} | {
+        name: added[name] for name in sorted(added.keys() - COMMANDS)
+    }
 
 
 def build(names: Iterable[str] | None = None) -> typer.Typer:
@@ -79,20 +76,16 @@ def build(names: Iterable[str] | None = None) -> typer.Typer:
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    app.callback()(_together)
+    app.callback()(lambda: None)  # without a callback, a single command would have no name
     for name in modules() if names is None else names:
         # Other distributions are looked for only where this one does not have the command: that reads many files.
-        module = import_module(_own(name) if name in COMMANDS else modules()[name])
+        module = import_module(f"multiverse.cli.{COMMANDS[name]}" if name in COMMANDS else modules()[name])
         group = getattr(module, f"{name}_app", None) or getattr(module, "app", None)
         if group is not None:
             app.add_typer(group, name=name)
         else:
             app.command(name)(getattr(module, name))
     return app
-
-
-def _together() -> None:
-    """A virtual machine of its own for every Slurm job."""  # without a callback, a single command would have no name
 
 
 def needed(arguments: list[str]) -> Iterable[str] | None:

@@ -113,7 +113,8 @@ def _show_trouble(host: HostView) -> None:
         why = f": {host.why}" if host.why else ""
         said.append(f"nothing was heard of it for {render.age(host.away_since)}{why}")
     if host.jobs and host.state != "up":
-        said.append(f"job {_some(host.jobs)}")
+        more = f" and {len(host.jobs) - SHOWN_JOBS} more" if len(host.jobs) > SHOWN_JOBS else ""
+        said.append(f"job {', '.join(host.jobs[:SHOWN_JOBS])}{more}")
     if said or host.todo:
         line = Text.assemble((host.name, "bold"), f": {'; '.join(said) or host.state}")
         render.console.print(Text(render.plain(line.plain).plain, spans=line.spans))
@@ -125,11 +126,6 @@ def _leased(lease: LeaseView) -> str:
     """By which pilot, where and until when a host is leased."""
     until = f" until {render.moment(lease.ends)}" if lease.ends is not None else ""
     return f"leased by pilot {lease.pilot} on node {lease.node} of partition {lease.partition}{until}"
-
-
-def _some(jobs: Sequence[str]) -> str:
-    shown = ", ".join(jobs[:SHOWN_JOBS])
-    return f"{shown} and {len(jobs) - SHOWN_JOBS} more" if len(jobs) > SHOWN_JOBS else shown
 
 
 def _show_alike(found: Sequence[HostView]) -> None:
@@ -330,13 +326,8 @@ def _usage_more(usage: UsageView | None) -> list[str]:
         return [UNKNOWN] * 6
     rates = [_rate(value) for value in (usage.received, usage.sent, usage.read, usage.written)]
     active = UNKNOWN if usage.active is None else _memory(usage.active)
-    return [active, *rates, _pressure(usage)]
-
-
-def _pressure(usage: UsageView) -> str:
-    """Shares of the time in which something waited for CPU, memory and disk."""
-    shares = (usage.cpu_pressure, usage.memory_pressure, usage.io_pressure)
-    return "/".join(UNKNOWN if one is None else f"{one:.0%}" for one in shares)
+    waited = (usage.cpu_pressure, usage.memory_pressure, usage.io_pressure)
+    return [active, *rates, "/".join(UNKNOWN if one is None else f"{one:.0%}" for one in waited)]
 
 
 def _history(found: Sequence[UsagePoint]) -> Table:

@@ -13,14 +13,6 @@ from multiverse.core.errors import MultiverseError, Superseded, Unknown, Unreach
 from multiverse.system import interrupts
 
 
-def _status_of(error: MultiverseError) -> int:
-    """The exit status for an error. A daemon that another one supersedes ends with one of its own, after which the
-    service manager does not start it again: two that start each other again would take turns."""
-    if isinstance(error, Superseded):
-        return SUPERSEDED
-    return NO_ANSWER if isinstance(error, (Unreachable, Unknown)) else NOT_DONE
-
-
 def _words() -> list[str]:
     """The words of the command line: of this one, or of the one that a shell wants to complete."""
     if COMPLETE not in os.environ:
@@ -39,7 +31,9 @@ def main() -> None:
         errors.print(f"multiverse: {error.message}", markup=False)
         if error.hint:
             errors.print(f"  next: {error.hint}", markup=False, style="dim")
-        sys.exit(_status_of(error))
+        # The service manager does not start a superseded daemon again: the two would take turns.
+        status = SUPERSEDED if isinstance(error, Superseded) else NOT_DONE
+        sys.exit(NO_ANSWER if isinstance(error, (Unreachable, Unknown)) else status)
     except typer.TyperException as error:  # wrong usage of the command line
         show = getattr(error, "show", None)  # as typer does, with the command that shows help
         show() if show is not None else errors.print(error.format_message(), markup=False)

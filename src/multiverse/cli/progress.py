@@ -102,8 +102,8 @@ def _say(work: Work) -> None:
 
 @contextmanager
 def step(text: str, done: str = "") -> Iterator[Callable[[str], None]]:
-    """A long step of a command: how far it is while it lasts, then `done` (or `text`) and the time that it took. Yields
-    a function that shows a detail beside `text`. Without a terminal every detail is a line of its own."""
+    """A long step of a command: how far it is, then `done` (or `text`) and its time. Yields a function that shows a
+    detail. Without a terminal every detail is a line of its own."""
     with working(text) as work:
         if console.is_terminal:
             yield work.say

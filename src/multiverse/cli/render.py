@@ -102,8 +102,8 @@ def say(text: str, *, indent: int = 2, style: str = "") -> None:
 
 
 def table(*columns: str, right: Sequence[str] = (), fold: Sequence[str] = ()) -> Table:
-    """An empty table. Columns in `right` are aligned to the right; columns in `fold` are wrapped when the terminal is
-    too narrow, others are cut. What goes to no terminal is wrapped instead, because what is cut is lost there."""
+    """An empty table. Columns in `fold` are wrapped when the terminal is too narrow, others are cut. Without a terminal
+    all are wrapped, because what is cut is lost."""
     fold = fold if console.is_terminal else columns
     made = _PlainTable(box=SIMPLE_HEAD, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
     for column in columns:
@@ -178,8 +178,7 @@ def memory(mib: float) -> str:
 
 
 def bar(parts: Sequence[tuple[float, str]], width: int) -> Text:
-    """A bar of about `width` cells, divided in proportion to the parts' seconds. Each part is (seconds, style) and has
-    at least one cell unless it took no time."""
+    """A bar of about `width` cells for parts of (seconds, style). A part has a cell at least unless it took no time."""
     total = sum(seconds for seconds, _ in parts) or 1.0
     text = Text()
     for seconds, style in parts:
@@ -206,8 +205,8 @@ Watch = Annotated[bool, typer.Option("--watch", "-w", help="Show it again every 
 
 
 def watched(show: Callable[[], None], *, again: bool) -> None:
-    """Call `show`, which prints; with `again` every two seconds until it is interrupted, which is no error. An error
-    of the daemon is shown in place of the output, and does not end it."""
+    """Call `show`, which prints; with `again` every two seconds until Ctrl-C. An error of the daemon is shown, and ends
+    nothing."""
     if not again:
         show()
         return

@@ -128,8 +128,8 @@ def repair(
 
 
 def _choose(found: Sequence[Alert], names: Sequence[str], *, fenced: bool) -> list[Alert]:
-    """The alerts to repair. A host is fenced only if it is named and the operator assures that it is switched off. A VM
-    with a running job is ended only if it is named."""
+    """The alerts to repair. A repair that may end what runs must be named, and fencing needs the operator's
+    assurance."""
     if fenced and not names:
         raise Refused("--fenced needs the name of a host", hint="multiverse repair HOST --fenced")
     if not names:
@@ -172,8 +172,7 @@ def _repaired(client: Client, alert: Alert) -> bool:
 
 
 def _outcome(client: Client, alert: Alert) -> Alert | None:
-    """The alert that is there again, if any, once the repair has been carried out and the controller has judged the
-    record anew."""
+    """The alert that is there again, if any, after the repair and a new judgement of the record."""
     deadline, first = time.monotonic() + LIMIT, None
     while time.monotonic() < deadline:
         time.sleep(0.1)

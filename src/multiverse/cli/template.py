@@ -57,7 +57,9 @@ def build(
     with Client() as client:
         request = _request(client, "build", image, host, cpus=cpus, memory=memory, account=account)
         with progress.step(f"template of {image} on {request.host}"):
-            found = _wait(client, request, lambda found: bool(found) and all(map(_is_built, found)))
+            found = _wait(
+                client, request, lambda found: bool(found) and all(one.state in ("ready", "broken") for one in found)
+            )
     for template in found:
         if template.state == "broken":
             raise Broken(
@@ -87,23 +89,16 @@ def _request(client: Client, verb: str, image: str, host: str, **which: int | st
     return TemplateRequest.model_validate(client.template(verb, image, host, **which))
 
 
-def _is_built(template: TemplateView) -> bool:
-    return template.state in ("ready", "broken")
-
-
-def _matches(template: TemplateView, request: TemplateRequest) -> bool:
-    wanted: dict[str, Any] = request.model_dump(exclude_none=True)
-    return all(getattr(template, name) == value for name, value in wanted.items())
-
-
 def _wait(
     client: Client, request: TemplateRequest, over: Callable[[Sequence[TemplateView]], bool]
 ) -> Sequence[TemplateView]:
-    """The templates that match the request, once `over` is true of them. The request has been committed before, so that
-    their absence means that they are gone."""
+    """The matching templates, once `over` is true of them. The request was committed before: templates that are absent
+    are gone."""
+    wanted: dict[str, Any] = request.model_dump(exclude_none=True)
     deadline = time.monotonic() + LIMIT
     while time.monotonic() < deadline:
-        found = [one for one in decode(list[TemplateView], client.templates()) if _matches(one, request)]
+        templates = decode(list[TemplateView], client.templates())
+        found = [one for one in templates if all(getattr(one, name) == value for name, value in wanted.items())]
         if over(found):
             return found
         time.sleep(0.1)

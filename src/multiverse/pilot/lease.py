@@ -61,16 +61,16 @@ class LeaseDirectory:
         self._record = root / "pilot.json"
 
     def make(self) -> None:
-        """Make the directories; what is there of an earlier pilot of this name has been removed. The users of QEMU pass
-        through those above the VMs', and nobody else may write anywhere. Raises `Refused` as `path_security` does."""
+        """Make the directories. Users of QEMU pass through those above the VMs', and nobody else may write anywhere.
+        Raises `Refused` as `path_security` does."""
         path_security.make_directory(self.root.parent, 0o711)
         for path, mode in ((self.root, 0o711), (self.vms, 0o711), (self.state, 0o700)):
             path_security.make_directory(path, mode)
 
     @contextmanager
     def held(self) -> Iterator[bool]:
-        """Make the directories and hold the lock, which processes that are started meanwhile inherit; gives False if
-        another pilot of this name holds it. From the first moment on no sweep takes it for what an earlier one left."""
+        """Make the directories and hold the lock, which children inherit; gives False if another pilot of this name
+        holds it. From the first moment on no sweep takes the directory for a leftover."""
         path_security.make_directory(self.root.parent, 0o711)
         with locked_directory(self.root, create=True):
             self.make()
@@ -140,8 +140,7 @@ def slot(leases: Path) -> Iterator[int]:
 
 
 def share_of(uids: tuple[int, int], number: int) -> tuple[int, int]:
-    """The users of QEMUs of the lease that holds this slot, or of `NODE_SHARE`, as (first, count). With a count of 0
-    none has its own."""
+    """The users of QEMUs for this slot, or for `NODE_SHARE`, as (first, count). With a count of 0 none has its own."""
     first, count = uids
     share = count // (SLOTS + 1)
     return first + number * share, share
@@ -178,8 +177,8 @@ def job_of(groups: str) -> str:
 def make_groups(
     name: str, mounts: Path = Path("/proc/mounts"), own: Path = Path("/proc/self/cgroup")
 ) -> list[LeaseGroup]:
-    """Make the groups of that lease in each hierarchy that limits VMs, or by which Slurm finds processes. One in which
-    that is not permitted is left out: its limits are not available to VMs either."""
+    """Make the lease's groups in each hierarchy that limits VMs, or by which Slurm finds processes. Where that is not
+    permitted, VMs have no limits either."""
     lines = [line.split(":", 2) for line in own.read_text().splitlines()]
     found = []
     for hierarchy in hierarchies(mounts, controllers=("memory", "pids", "freezer")):
@@ -229,8 +228,8 @@ def join_groups(groups: Sequence[LeaseGroup]) -> None:
 
 
 def remove_groups(paths: Sequence[Path]) -> list[str]:
-    """Remove the groups of a lease whose processes have ended, with those of its job that Slurm could not remove
-    because of them. Returns those that are left. Absent is success."""
+    """Remove the groups of a lease that has ended, and the groups of its job that Slurm could not remove because of
+    them. Returns those that are left. Absent is success."""
     left = remove_with_children(paths)
     for path in paths:
         above = path.parent
@@ -302,8 +301,8 @@ def _digest(lease: str) -> str:
 
 
 def vxlan_of_node(config: VxlanConfig, leases: Path, find_address: Callable[[], str]) -> VxlanConfig:
-    """The VXLAN of a host as it is for a lease of this node, whose network this thread is in. `find_address` gives
-    the node's own address."""
+    """The node's VXLAN for a lease of this node, whose network this thread is in. `find_address` gives the node's
+    address."""
     namespace = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     return replace(
         config,
@@ -316,7 +315,7 @@ def vxlan_of_node(config: VxlanConfig, leases: Path, find_address: Callable[[], 
 
 def join_vxlan(config: VxlanConfig, gateway: str) -> None:
     """Make the VXLAN for a lease whose directory exists, unless another lease has made it. Raises `Refused` on the
-    controller's machine, which has the address `gateway` and a VXLAN already, and what `Vxlan.restore` raises."""
+    controller's machine (it has the address `gateway`), and what `Vxlan.restore` raises."""
     with IPRoute() as ip:
         own = {each.get_attr("IFA_ADDRESS") for each in ip.get_addr(family=socket.AF_INET)}
     if gateway in own:
@@ -328,8 +327,8 @@ def join_vxlan(config: VxlanConfig, gateway: str) -> None:
 
 
 def leave_vxlan(leases: Path, lease: LeaseDirectory) -> None:
-    """Remove what VMs of a lease that has ended have in the VXLAN, and all of it with the last lease of the site.
-    The lease's directory still exists, so that this is repeated if it is interrupted. Absent is success."""
+    """Remove the VMs of a lease that has ended from the VXLAN, and all of it with the site's last lease. It can be
+    repeated as long as the lease's directory exists. Absent is success."""
     site = site_of_lease(lease.name)
     records = _vxlan_records(leases, site)
     if not records.is_dir():
@@ -359,8 +358,8 @@ def _vxlan_records(leases: Path, site: str) -> Path:
 
 
 def sweep(leases: Path, job: str = "") -> list[str]:
-    """Remove what is left of leases whose pilots have ended; of the lease of that job also if its pilot lives: the
-    scheduler has ended the job. Returns what could not be removed, for the operator."""
+    """Remove what is left of leases whose pilots have ended, and of the lease of that job, which the scheduler has
+    ended. Returns what could not be removed, for the operator."""
     left = []
     for place in lease_directories(leases):
         known = place.recorded()
@@ -373,8 +372,7 @@ def sweep(leases: Path, job: str = "") -> list[str]:
 
 
 def remove_place(place: LeaseDirectory, known: PilotRecord | None, *, over: bool = True) -> list[str]:
-    """Remove all of a lease. Unless it is known to be over, that is done only if its pilot has ended. Returns what is
-    left."""
+    """Remove all of a lease if it is known to be over, or its pilot has ended. Returns what is left."""
     with try_locked_directory(place.root) as ours:
         if not ours or (not over and is_locked(place.lock)):  # another sweep does it, or a pilot starts or lives
             return []

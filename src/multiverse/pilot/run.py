@@ -45,23 +45,21 @@ _RESTART = 1.0  # seconds until an agent that has ended is started again
 
 @dataclass(frozen=True, slots=True)
 class PilotOrder:
-    """What the pilot of a lease is told. `cores` and `memory` (MiB) are the job's. `agent` runs an agent with these
-    settings, and with the `vxlan` of the node if there is to be one, until it is told to end. `drain` is how many
-    seconds the agent has to end its VMs."""
+    """What the pilot of a lease is told."""
 
     name: str
     job: str
-    cores: int
-    memory: int
+    cores: int  # the job's
+    memory: int  # MiB, the job's
     settings: Settings
-    agent: Callable[[Settings, VxlanConfig | None], None]
-    vxlan: VxlanConfig | None = None
-    drain: float = 25.0
+    agent: Callable[[Settings, VxlanConfig | None], None]  # runs an agent until it is told to end
+    vxlan: VxlanConfig | None = None  # the node's
+    drain: float = 25.0  # seconds that the agent has to end its VMs
 
 
 def leased_settings(order: PilotOrder, place: LeaseDirectory, slot: int) -> Settings:
-    """The settings of the lease's agent: the node's own, for a host that is the lease and has what the job has. The
-    directories of VMs, sockets and templates are the same, because others are mounted there (`_mount_own`)."""
+    """The settings of the lease's agent: the node's own, for a host with what the job has. Other directories of VMs,
+    sockets and templates are mounted at the same places (`_mount_own`)."""
     settings = order.settings
     free = os.statvfs(place.root)
     disk = min(settings.host.disk, free.f_bavail * free.f_frsize >> 20)
@@ -98,8 +96,8 @@ def _failed(why: str) -> int:
 
 
 def _mount_own(settings: Settings, place: LeaseDirectory, made: Sequence[LeaseGroup]) -> None:
-    """Mount the lease's own directories where the settings name them. Sockets and templates are in memory, which
-    belongs to the lease's control groups and is free when the last process has ended."""
+    """Mount the lease's own directories where the settings name them. Sockets and templates are in memory of the
+    lease's control groups."""
     kernel.mount(None, Path("/"), kernel.MS_REC | kernel.MS_PRIVATE)
     qemu = settings.qemu
     for path, mode in ((qemu.run, "0700"), (qemu.templates, "0711")):
@@ -118,7 +116,10 @@ class _Supervisor:
         self._ends = 0.0  # monotonic time until which the agent may end its VMs; 0: it is not to end
 
     def run(self) -> int:
-        """Until the pilot is told to end, and its VMs have ended or had their time. The rest ends with this process."""
+        """Run until the lease's first process has ended; the exit status. `signalled` is called when anybody tells the
+        pilot to end (SIGTERM). Then nothing is left on the node; after a SIGKILL the epilog or the next pilot cleans
+        up. Raises `Refused` for a bad name, and where another agent has this node; `Broken` without a bridge; what
+        `lease.join_vxlan` raises."""
         self._start()
         while self._agent or not self._ends:
             left = self._ends - time.monotonic() if self._ends else _RESTART
@@ -168,13 +169,10 @@ _KEPT = 20  # logs of pilots that have ended
 
 
 def run(order: PilotOrder, signalled: Callable[[], None] = lambda: None) -> int:
-    """Run until the lease's first process has ended; the exit status. `signalled` is called when Slurm, or anybody
-    else, tells the pilot to end (SIGTERM). Nothing is left on the node then, as far as a process can see to that: after
-    a SIGKILL the epilog does, or the next pilot.
-
-    Raises `Refused` for a name that is none, and where another agent has this node; `Broken` without a bridge; what
-    `lease.join_vxlan` raises.
-    """
+    """Run until the lease's first process has ended; the exit status. `signalled` is called when anybody tells the
+    pilot to end (SIGTERM). Then nothing is left on the node; after a SIGKILL the epilog or the next pilot cleans up.
+    Raises `Refused` for a bad name, and where another agent has this node; `Broken` without a bridge; what
+    `lease.join_vxlan` raises."""
     settings = order.settings
     if os.geteuid() != 0:
         raise Refused("the pilot is not root", hint="set become under [[lease]], or let pilots be jobs of root")
@@ -221,13 +219,19 @@ def _run(
 ) -> int:
     """Start the first process, connect its network, and wait for its end; its exit status."""
     (ready, made_ready), (go, give) = os.pipe(), os.pipe()
+
+    def wait_for_uplink() -> None:
+        os.write(made_ready, b"!")
+        if not os.read(go, 1):
+            raise Broken("the network was not connected")
+
     kernel.unshare(kernel.CLONE_NEWPID)  # of the processes that this one starts from now on
     child = os.fork()
     if child == 0:
         status = 1
         try:
             os.close(give)
-            status = begin(order, place, made, number, lambda: _wait_for_uplink(made_ready, go))
+            status = begin(order, place, made, number, wait_for_uplink)
         finally:
             os._exit(status)
     os.close(made_ready)
@@ -250,12 +254,6 @@ def _run(
         os.close(handle)
     log.info("pilot ended", lease=order.name, status=status)
     return status
-
-
-def _wait_for_uplink(ready: int, go: int) -> None:
-    os.write(ready, b"!")
-    if not os.read(go, 1):
-        raise Broken("the network was not connected")
 
 
 def _wait(child: int, handle: int, signalled: Callable[[], None]) -> int:

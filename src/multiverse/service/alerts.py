@@ -305,8 +305,8 @@ def _hosts_short_of_disk(rows: Rows, world: World) -> Iterator[Alert]:
 
 
 def _missing_images(rows: Rows, world: World, policy: Policy, now: float) -> Iterator[Alert]:
-    """Images that jobs or pools want and no host in reach has. A job counts once it has waited for the policy's
-    patience, because a new image is seen at the next observation only."""
+    """Images that jobs or pools want and no host in reach has. A job counts after the policy's patience, because a new
+    image is seen at the next observation only."""
     if not world.hosts:
         return
     there = {image for host in world.hosts.values() for image in host.images}
@@ -357,8 +357,8 @@ def _times(failures: int) -> int | None:
 
 
 def _out_of_reach(rows: Rows, world: World, policy: Policy, now: float) -> frozenset[str]:
-    """The hosts of the site that no source shows. While a source has been unknown for a short time only, nothing is
-    concluded about its hosts."""
+    """The hosts that no source shows. A source that has been unknown for a short time only says nothing about its
+    hosts."""
     sources = world.sources.items()
     unknown = {name for name, one in sources if one.latest is None and now - one.since <= policy.silence}
     unready = {lease.name for lease in rows.leases.values() if lease.state not in (*OPEN_LEASES, LeaseState.LOST)}

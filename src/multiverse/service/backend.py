@@ -146,9 +146,6 @@ class Backend:
         ]
         return [replace(one, command=alerts.command_of(one)) for one in found]
 
-    def _hints_missing(self, seconds: float) -> Alert:
-        return alerts.HINTS(seconds=seconds, poll=self.poll, inbox=self.hints_from)
-
     async def counts(self) -> Counts:
         rows = self._rows()
         waiting = list(rows.attempts.values())
@@ -196,8 +193,7 @@ class Backend:
         return convert.waiting_reasons(attempts, controller.world(), controller.state.reasons, self.clock.now())
 
     def timelines(self, job: str, viewer: Viewer = OPERATOR) -> list[TimelineView]:
-        """One timeline for each known attempt of the job, oldest first, as far as the viewer may see it; empty if there
-        is none."""
+        """One timeline for each attempt of the job that the viewer may see, oldest first."""
         limit = MAX_JOBS if viewer is OPERATOR else MAX_TIMELINES
         attempts = [one for one in self.store.attempts(job_id=job, limit=limit) if viewer.may_see(one.uid)][::-1]
         now, waiting = self.clock.now(), self._waiting_reasons(attempts)
@@ -258,11 +254,15 @@ class Backend:
 
     def shown(self) -> tuple[SummaryView, Mapping[str, Iterable[Source]]]:
         """What is said of the whole, and the documents of each kind."""
+        state, policy, epoch = self.controller.state, self.controller.policy, self.controller.world().epoch
         hosts = map(without_noise, self.hosts())
         return self._summary(), {
             "hosts": ((one.name, ("host", one), partial(_itself, one)) for one in hosts),
             "vms": self._vms_shown(),
-            "jobs": self._jobs_shown(),
+            "jobs": (
+                (str(one.id), (one, facts), partial(convert.job_view, one, facts, policy, epoch))
+                for one, facts in self._job_facts(list(state.attempts.values()), state.vms.values())
+            ),
             "alerts": ((f"{one.kind} {one.name}", ("alert", one), partial(_itself, one)) for one in self.alerts()),
         }
 
@@ -276,11 +276,6 @@ class Backend:
                 (vm, private, job_id),
                 partial(convert.vm_view, vm, job_id, world.epoch, (0.0, private, 0.0, 0.0)),
             )
-
-    def _jobs_shown(self) -> Iterator[Source]:
-        state, policy, epoch = self.controller.state, self.controller.policy, self.controller.world().epoch
-        for one, facts in self._job_facts(list(state.attempts.values()), state.vms.values()):
-            yield str(one.id), (one, facts), partial(convert.job_view, one, facts, policy, epoch)
 
     def _summary(self) -> SummaryView:
         now, wall, state = self.clock.now(), self.clock.wall(), self.controller.state
@@ -320,9 +315,9 @@ class Backend:
         return HostsChanged(tuple(name for name in names if name not in refused), refused)
 
     async def prune(self, older_than: float | None, *, dry_run: bool, after: str) -> PruneView:
-        """Delete, or count, what ended more than `older_than` seconds ago; None: as the settings say. Works for two
-        seconds at most, from `after` on (empty: from the beginning), so that the daemon can be stopped. Raises
-        `Refused` if the settings keep everything or `after` makes no sense, `Exhausted` if it cannot be committed."""
+        """Delete, or count, what ended more than `older_than` seconds ago; None: as in the settings. Works for two
+        seconds at most, from `after` on, so that the daemon can be stopped. Raises `Refused` if the settings keep
+        everything or `after` makes no sense, `Exhausted` if it cannot be committed."""
         age = self.history_days * pruning.DAY if older_than is None else older_than
         if older_than is None and not self.history_days:
             raise Refused("the settings keep all records (history_days = 0)", hint="give an age: --older-than 30d")

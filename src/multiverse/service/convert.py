@@ -91,8 +91,7 @@ def job_facts(
     jobs: Mapping[str, Job],
     user_name: Callable[[int], str],
 ) -> Iterator[tuple[Attempt, JobFacts]]:
-    """The facts for each attempt. `vms` has all VMs of these attempts, `waiting` is that of `waiting_reasons`, and
-    `jobs` are those that the scheduler shows."""
+    """The facts for each attempt, from all their VMs, why they wait, and the jobs that the scheduler shows."""
     names: defaultdict[int | None, list[str]] = defaultdict(list)
     for vm in vms:
         names[vm.attempt].append(vm.name)
@@ -140,8 +139,8 @@ def _job_usage(usage: JobUsage | None) -> JobUsageView | None:
 def waiting_reasons(
     attempts: Iterable[Attempt], world: World, reasons: Mapping[int, Reason], now: float
 ) -> dict[int, Reason]:
-    """Why each of these attempts waits, as far as that is known. `reasons` is that of `State.reasons`, for the first in
-    the queue. For the others it is why the attempt before did not come to its end. `now` is the monotonic time."""
+    """Why each of these attempts waits, as far as known: by `State.reasons`, which has the first in the queue, or else
+    why the attempt before failed. `now` is the monotonic time."""
     jobs = world.scheduler.value.jobs if world.scheduler else {}
     waiting = (one for one in attempts if one.state in WAITING_STATES)
     found = ((one.id, reason_of(one, jobs.get(one.job.job_id), reasons, now) or one.note) for one in waiting)
@@ -238,8 +237,7 @@ def vm_view(vm: Vm, job_id: str, epoch: float, figures: tuple[float, float, floa
 
 
 def vm_views(rows: Rows, world: World, exact: Mapping[str, tuple[float, float, float]]) -> list[VmView]:
-    """All live VMs with the figures of the last observation. `exact` has CPU seconds, unique MiB and proportional MiB
-    of VMs, by name, which replace these."""
+    """All live VMs as last observed. `exact` has newer CPU seconds, unique and proportional MiB of VMs, by name."""
     views = []
     for vm in rows.vms.values():
         last = world.vm(vm) or VmSeen(vm.name, vm.host, VmCondition.CREATING)
@@ -277,8 +275,8 @@ _PHASE_OF_EFFECT = {"create": "clone", "start": "join"}  # phases whose stages a
 def timeline_view(
     attempt: Attempt, entries: Sequence[Entry], now: float, waiting: Reason | None = None, tell: Tell = text_of
 ) -> TimelineView:
-    """The timeline of one attempt. `entries` are the journal's of the attempt and its VMs, in order; `waiting` is why
-    it waits; `now` is the monotonic time, until which a phase lasts that has not ended."""
+    """The timeline of one attempt. `entries` are those of the attempt and its VMs, in order. A phase that has not ended
+    lasts until `now` (monotonic)."""
     first = entries[0].mono if entries else 0.0
     return TimelineView(
         job_id=attempt.job.job_id,
@@ -302,8 +300,7 @@ def timeline_view(
 
 
 def phases(entries: Sequence[Entry], now: float) -> tuple[PhaseView, ...]:
-    """The phases of an attempt, in order. A phase that was interrupted ends when the reclaim begins, whatever caused
-    the reclaim."""
+    """The phases of an attempt, in order. A phase that was interrupted ends when the reclaim begins."""
     moments, reclaiming = _moments(entries)
     stages = _stages(entries)
     found: list[PhaseView] = []
@@ -386,8 +383,8 @@ def known_vms(rows: Rows) -> dict[str, KnownVm]:
 
 
 def audit(known: Mapping[str, KnownVm], reported: Mapping[str, Facts]) -> IdentityAudit:
-    """Compare the reports of guests with each other, and with what they were told, both by the VM's name. A guest that
-    reported nothing, or not everything, is a problem."""
+    """Compare reports of guests with each other, and with what they were told. A report that lacks something is a
+    problem."""
     holders: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, facts in reported.items():
         for key in UNIQUE:

@@ -65,8 +65,8 @@ class SystemClock:
 
 
 def _restrict_access(settings: Settings) -> None:
-    """Make the daemon's directories. Files that this process creates from here on are readable by its user only,
-    unless a mode is given. Raises `Refused` if a directory cannot be used."""
+    """Make the daemon's directories. New files are readable by its user only, unless a mode is given. Raises `Refused`
+    if a directory cannot be used."""
     try:
         for path in (settings.state_dir, settings.socket.parent, users_socket(settings).parent):
             path.mkdir(parents=True, exist_ok=True)  # other users pass through these to files that are theirs
@@ -180,8 +180,7 @@ async def _run(
     work: Sequence[DaemonTask],
     sockets: tuple[socket.socket, socket.socket | None],
 ) -> None:
-    """Do the work, and serve the API and the web page, until a signal comes or one of them fails, then end all.
-    `sockets` are the API's and the web page's."""
+    """Do the work, and serve the API and the web page at their `sockets`, until a signal comes or one of them fails."""
     publisher = Publisher(backend, settings.web.viewers)
     listening = [sock for sock in sockets if sock is not None]
     apps: list[Any] = [make_api(backend, publisher), make_web(backend, publisher)]
@@ -245,8 +244,8 @@ class FenceCommand:
         self._settings = settings
 
     async def fence(self, host: str) -> None:
-        """See `ports.Fencing`. Exit status 0 means that the machine is off. The command and all that it has started are
-        killed after its time, and when nobody waits for it any more, because the host is back."""
+        """See `ports.Fencing`. Exit status 0 means that the machine is off. The command and its children are killed
+        after its time, or when the host is back."""
         argv = [word.replace("{host}", host) for word in self._settings.command]
         log.warning("fencing", host=host, command=argv[0])
         try:

@@ -23,8 +23,8 @@ from multiverse.system.processes import unreachable
 
 
 def examine(settings: Settings, config: Path, source: Path, *, kvm: bool = True) -> Iterator[Examination]:
-    """Examine the controller's machine and its site, whose scheduler is configured in `source`. With `kvm` small guests
-    are run, which takes seconds. Blocks."""
+    """Examine the controller's machine and its site; `source` is its scheduler's configuration. With `kvm` small guests
+    are run, for seconds. Blocks."""
     yield Examination("settings", tuple(tried(partial(_settings_file, config))))
     yield from scheduler_bundle(settings).examine(settings, config, source)
     yield Examination("ports of the daemon", tuple(_ports(settings)))

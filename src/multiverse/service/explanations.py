@@ -35,12 +35,11 @@ from multiverse.store import Store
 
 @dataclass(frozen=True, slots=True)
 class Viewer:
-    """A user who may see their own jobs only (`uid`), or an operator (None), who may see all. `others`: other users'
-    jobs may be named to them; `hosts`: hosts may be."""
+    """Who asks."""
 
-    uid: int | None = None
-    others: bool = True
-    hosts: bool = True
+    uid: int | None = None  # a user, who may see their own jobs only; None: an operator, who may see all
+    others: bool = True  # other users' jobs may be named to them
+    hosts: bool = True  # hosts may be named to them
 
     @classmethod
     def of(cls, uid: int, privacy: Privacy) -> Viewer:

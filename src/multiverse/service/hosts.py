@@ -22,7 +22,6 @@ from multiverse.core.model import (
     KnownHost,
     Lease,
     LeaseState,
-    NumaNode,
     Reason,
     Size,
     Vm,
@@ -78,8 +77,7 @@ def _by_host(rows: Rows) -> Mapping[str, _OnHost]:
 
 
 def lease_views(rows: Rows, epoch: float) -> list[LeaseView]:
-    """The leases that there are, also those without a host as yet, by number. `epoch` is the Unix time of the monotonic
-    clock's 0."""
+    """All leases by number, also those without a host as yet. `epoch` is the Unix time of the monotonic clock's 0."""
     return [_lease_view(lease, epoch) for _, lease in sorted(rows.leases.items())]
 
 
@@ -145,7 +143,10 @@ def _view(
         features=tuple(sorted(host.features)),
         features_off=dict(sorted(host.features_off.items())),
         lease=_lease_view(lease, world.epoch) if lease is not None else None,
-        numa=tuple(map(_numa, host.numa)) if reachable else (),
+        numa=tuple(
+            NumaView(one.number, one.cpus, one.memory, one.free, size_view(one.taken), one.distances)
+            for one in (host.numa if reachable else ())
+        ),
         faults=tuple(HostFaultView(one.image, one.failures, one.until, text_of(one.reason)) for one in known.faults),
     )
 
@@ -165,8 +166,8 @@ def without_noise(host: HostView) -> HostView:
 
 
 def avoided_for(known: KnownHost) -> list[HostFault]:
-    """For which images the host is avoided. What an operator has had tried at once, and an image that is not there any
-    more, does not count."""
+    """Why the host is avoided, by image. Images that are gone, and those that an operator has had tried, do not
+    count."""
     there = known.value.images if known.value is not None else {}
     return [one for one in known.faults if one.failures and one.image in there]
 
@@ -177,10 +178,6 @@ def _why_avoided(known: KnownHost) -> str:
         f"fail there{f' ({one.failures} times in a row)' if one.failures > 1 else ''}: {one.reason}"
         for one in avoided_for(known)
     )
-
-
-def _numa(node: NumaNode) -> NumaView:
-    return NumaView(node.number, node.cpus, node.memory, node.free, size_view(node.taken), node.distances)
 
 
 def _state(host: KnownHost, lease: Lease | None, *, reachable: bool, free: bool, now: float) -> str:

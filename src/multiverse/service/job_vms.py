@@ -29,7 +29,6 @@ from multiverse.config import Settings
 from multiverse.core.errors import Gone, MultiverseError, Refused, Unknown
 from multiverse.core.model import (
     CloneKind,
-    Host,
     Identity,
     Size,
     TaskAccess,
@@ -64,8 +63,7 @@ _AGAIN = 10.0  # seconds until what has failed is tried again
 
 @asynccontextmanager
 async def serve_jobs(settings: Settings) -> AsyncIterator[None]:
-    """Serve the plugin and the tasks of users while the context lasts. Raises `Refused` if the socket cannot be made
-    where users reach it."""
+    """Serve the plugin and the tasks of users. Raises `Refused` if users cannot reach the socket."""
     path, records = settings.job_vms.socket, settings.job_vms.records
     for directory in (path.parent, records):
         if not directory.exists():
@@ -159,9 +157,8 @@ def node_name(settings: Settings) -> str:
 
 
 class NodeFeature:
-    """Keeps the feature of jobs with VMs on this node as long as the plugin works here, or what steps use without a
-    plugin. It stays when the agent ends: another takes over soon, and without any agent these jobs fail with that
-    reason."""
+    """Keeps the node's feature for jobs with VMs while they work here. The feature stays when the agent ends: another
+    one takes over soon, and without an agent these jobs fail with that reason."""
 
     def __init__(self, settings: Settings) -> None:
         self._commands, self._jobs = SlurmCommands(settings.slurm), settings.job_vms
@@ -214,8 +211,8 @@ _UNANSWERED = 30_000  # ms for what was sent to be acknowledged
 
 
 def site_of_node(node: str) -> str:
-    """What stands for the site in the names of the VMs of this node's jobs. The agent of the platform takes each node
-    for a controller of a site of its own."""
+    """The site in the names of this node's VMs: the platform's agent takes each node for a controller of its own
+    site."""
     digest = int.from_bytes(sha256(f"multiverse jobs of {node}".encode()).digest())
     letters = "0123456789abcdefghijklmnopqrstuvwxyz"
     return "j" + "".join(letters[digest // 36**place % 36] for place in range(4))
@@ -300,7 +297,10 @@ class PlatformJobVms:
         self._ask(self._make(vm, vms, user))
 
     async def _make(self, vm: JobVm, vms: tuple[JobVm, ...], user: User) -> None:
-        host = await self._seen_host()
+        (source,) = self._platform.sources
+        host = (await source.observe()).hosts.get(self._host)
+        if host is None:
+            raise Gone(f"there is no host {self._host}", hint="see job_vms.platform_host")
         qemu = self._settings.qemu
         base, abilities = Size(qemu.base_cpus, qemu.base_memory), host.images.get(vm.image, frozenset())
         is_instant = "instant" in host.abilities and {"plug_cpus", "plug_memory"} <= abilities
@@ -324,8 +324,8 @@ class PlatformJobVms:
         return seen is not None and seen.token == vm.token and seen.condition in _ALIVE
 
     def connect(self, vm: JobVm) -> tuple[socket.socket, int]:
-        """In place of a pidfd there is a descriptor on which nothing happens. The connection breaks half
-        a minute after the VM has ended."""
+        """Nothing happens on the descriptor in place of a pidfd: the connection breaks half a minute after the VM has
+        ended."""
         try:
             connection = socket.create_connection((self._address(vm), TASKS_PORT), _CONNECT_TIMEOUT)
         except OSError as error:
@@ -348,8 +348,8 @@ class PlatformJobVms:
         """The platform does so itself."""
 
     async def remove_unknown(self, known: Callable[[], list[tuple[JobVm, ...]]]) -> None:
-        """Remove what the platform has of this node and no job of these has: what was known of it was lost. Raises
-        `Unknown` if the platform does not answer."""
+        """Remove VMs of this node that the platform has and no job has: knowledge of them was lost. Raises `Unknown` if
+        the platform does not answer."""
         (source,) = self._platform.sources
         view = await source.observe()
         names = {self._name(vm) for vms in known() for vm in vms}  # later: a VM is known before it is made
@@ -372,13 +372,6 @@ class PlatformJobVms:
         except TimeoutError as error:
             answering.cancel()
             raise Unknown(f"{self._host} has not answered for {_ANSWER_TIMEOUT:g} s") from error
-
-    async def _seen_host(self) -> Host:
-        (source,) = self._platform.sources
-        host = (await source.observe()).hosts.get(self._host)
-        if host is None:
-            raise Gone(f"there is no host {self._host}", hint="see job_vms.platform_host")
-        return host
 
     def _name(self, vm: JobVm) -> str:
         return vm_name(self._site, vm.job * RUNS + vm.run)
@@ -405,12 +398,9 @@ class PlatformJobVms:
             mac=mac_of(self._site, vm.job * RUNS + vm.run),
             template=template,
             token=vm.token,
-            address=self._with_prefix(vm),
+            address=f"{self._address(vm)}/{ipaddress.IPv4Network(self._settings.network.subnet).prefixlen}",
             source=self._host,
         )
-
-    def _with_prefix(self, vm: JobVm) -> str:
-        return f"{self._address(vm)}/{ipaddress.IPv4Network(self._settings.network.subnet).prefixlen}"
 
     def _identity(self, spec: VmSpec, vm: JobVm, vms: tuple[JobVm, ...], user: User) -> Identity:
         network, others = self._settings.network, [one for one in vms if one.index != vm.index]

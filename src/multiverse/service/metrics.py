@@ -203,8 +203,8 @@ LONGEST_HEAD = 8192  # bytes of a request
 
 @contextlib.asynccontextmanager
 async def scraped(where: str, setting: str, text: Callable[[], bytes]) -> AsyncIterator[None]:
-    """Let `text` be read meanwhile at ADDRESS:PORT or at the path of a Unix socket; empty: nowhere. It is called in a
-    thread. Raises `Refused` if that cannot be had; `setting` names what to change then."""
+    """Let `text` be read at ADDRESS:PORT or at the path of a Unix socket; empty: nowhere. A thread calls it. Raises
+    `Refused` if it cannot listen; `setting` names what to change."""
     if not where:
         yield
         return

@@ -25,14 +25,13 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class PilotJob:
-    """The job of a pilot: its id, its CPUs, its memory (MiB), and the lease's token. `node` is what Slurm calls the
-    node. Empty: as the environment says."""
+    """The job of a pilot. What is empty is as the environment says."""
 
     id: str = ""
     cores: int = 0
-    memory: int = 0
-    token: str = ""
-    node: str = ""
+    memory: int = 0  # MiB
+    token: str = ""  # the lease's
+    node: str = ""  # as Slurm calls it
 
     @classmethod
     def parse(cls, text: str, token: str) -> PilotJob:
@@ -72,14 +71,13 @@ def _completed(given: PilotJob, environment: Mapping[str, str]) -> PilotJob:
     )
     if not job.id or not job.cores:
         raise Refused("the pilot is in no job", hint="the controller submits it; see [[lease]] in the settings")
-    return job if job.memory else replace(job, memory=_memory_of_cores(job.cores, environment))
-
-
-def _memory_of_cores(cores: int, environment: Mapping[str, str]) -> int:
-    """MiB of a job that asks for memory per CPU, or for all of a node: then Slurm says it by control groups alone."""
-    each = environment.get("SLURM_MEM_PER_CPU", "")
+    if job.memory:
+        return job
+    if each := number("SLURM_MEM_PER_CPU"):
+        return replace(job, memory=each * job.cores)
+    # It asks for all of a node: Slurm says so by control groups alone.
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2**20
-    return int(each) * cores if each.isdigit() and int(each) else min(memory_limit() or machine, machine)
+    return replace(job, memory=min(memory_limit() or machine, machine))
 
 
 def _vxlan(settings: Settings, lease: str, node: str) -> VxlanConfig | None:

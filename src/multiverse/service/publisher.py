@@ -126,9 +126,8 @@ class Publisher:
         return self._as_whole()
 
     async def events(self, last: str = "") -> AsyncGenerator[bytes | memoryview]:
-        """Server-sent events for one viewer until it leaves: `snapshot` with everything, then `delta`. `last` is the id
-        of the last event that the viewer got before its connection broke. Raises `Exhausted` if there are too many
-        viewers."""
+        """Server-sent events for one viewer until it leaves: `snapshot`, then `delta`. `last` is the id of the last
+        event that it has. Raises `Exhausted` if there are too many viewers."""
         if self.viewers >= self._most:
             raise Exhausted(f"{self._most} viewers are connected", hint="close some, or raise web.viewers")
         self._count(1)

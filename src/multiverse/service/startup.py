@@ -33,8 +33,8 @@ def locked(lock: Path, what: str) -> Iterator[None]:
 
 
 def bind(path: Path, setting: str, group: str = "", *, all_users: bool = False) -> socket.socket:
-    """A listening Unix socket that only its owner can use, or all users, or a `group`, too, from its first moment on.
-    Raises `Refused` if it cannot be made there; `setting` names what to change then."""
+    """A listening Unix socket for its owner, for all users, or also for a `group`, from its first moment on. Raises
+    `Refused` if it cannot be made; `setting` names what to change."""
     path.unlink(missing_ok=True)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     before = os.umask(0o111 if all_users else 0o177)
@@ -104,8 +104,8 @@ _LAUNCHERS = frozenset({"setpriv", "unshare"})  # programs that execute the prog
 
 
 class ProcessCounter:
-    """Counts every process that this process starts from now on, by program. An audit hook cannot be removed, so make
-    one counter for each process."""
+    """Counts every process that this process starts, by program. An audit hook cannot be removed: make one counter
+    only."""
 
     def __init__(self) -> None:
         self.programs: Counter[str] = Counter()

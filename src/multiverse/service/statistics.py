@@ -72,14 +72,6 @@ class Histogram:
         return found
 
 
-def quantiles(recent: Sequence[Sequence[float]]) -> Quantiles:
-    """The median and the 95th percentile of all these values."""
-    values = sorted(value for some in recent for value in some)
-    if not values:
-        return Quantiles(0, 0.0, 0.0)
-    return Quantiles(len(values), values[len(values) // 2], values[min(len(values) - 1, int(len(values) * 0.95))])
-
-
 MOST_TIMES = 500
 """Durations of a phase that are kept for one entry of a series, at most: of more, the first tell enough."""
 
@@ -134,13 +126,15 @@ class Statistics:
         return RatesView(
             STEP,
             {name: tuple(counts.get(number, none)[name] for number in numbers) for name in SERIES},
-            {
-                name: quantiles(
-                    [step.times[name] for step in self._steps if step.number in numbers and name in step.times]
-                )
-                for name in PHASES
-            },
+            {name: self._quantiles(name, numbers) for name in PHASES},
         )
+
+    def _quantiles(self, phase: str, numbers: range) -> Quantiles:
+        steps = (step for step in self._steps if step.number in numbers and phase in step.times)
+        values = sorted(value for step in steps for value in step.times[phase])
+        if not values:
+            return Quantiles(0, 0.0, 0.0)
+        return Quantiles(len(values), values[len(values) // 2], values[min(len(values) - 1, int(len(values) * 0.95))])
 
     def _step(self, now: float) -> _Step:
         number = int(now // STEP)
@@ -161,8 +155,8 @@ class Statistics:
             step.counts["vms"] += 1
 
     def _measure(self, step: _Step, attempt: Attempt, event: Event, now: float) -> None:
-        """Note when the event first happened to the attempt, and the phases that end with it. Of attempts that are
-        older than this process only the phases are known that begin from now on."""
+        """Note when the event first happened to the attempt, and the phases that end with it. A phase is unknown if it
+        began before this process."""
         moments = self._moments.setdefault(attempt.id, {})
         moments.setdefault(event, now)
         if event is Event.TOOK:  # the spare had been cloned and had joined before

@@ -190,8 +190,7 @@ def _peer_uid(writer: Writer) -> int | None:
 async def serve_users(
     questions: UserQuestions, sock: socket.socket, tcp: socket.socket | None, identities: Identities | None
 ) -> None:
-    """Answer users until cancelled: on a Unix socket, and on a TCP socket if there is one and users of other machines
-    can be told apart."""
+    """Answer users until cancelled: on a Unix socket, and on a TCP socket if their identities can be checked."""
     servers = [await asyncio.start_unix_server(Listener(questions, by_kernel).serve, sock=sock, limit=LONGEST_QUESTION)]
     if tcp is not None and identities is not None:
         listener = Listener(questions, by_credential(identities))

@@ -37,11 +37,8 @@ Part = Callable[[], Iterable[Finding]]  # a part of an examination
 
 
 def check(settings: Settings, config: Path, slurm_conf: Path) -> list[Finding]:
-    """All findings, in the order in which an administrator should deal with them.
-
-    `slurm_conf` is the site's slurm.conf, usually that of the settings. Blocks: asks slurmctld and the name service.
-    Raises `Broken` if slurm.conf cannot be read.
-    """
+    """All findings, in the order in which an administrator should deal with them. Blocks: asks slurmctld and the name
+    service. Raises `Broken` if slurm.conf cannot be read."""
     site = site_conf.read(slurm_conf)
     found = [each for part in parts(settings, config, site, release_of(settings)).values() for each in tried(part)]
     return [*dict.fromkeys(found)]

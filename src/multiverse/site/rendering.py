@@ -25,25 +25,22 @@ BRIDGE_SERVICE = "multiverse-bridge.service"
 
 
 def render(settings: Settings, config: Path, site: SiteConf) -> list[SiteFile]:
-    """All files. `config` is the file of the settings. The same input gives the same files.
-
-    A job_submit.lua that the site wrote itself is not among them: see `own_job_submit`. Raises `Unknown` if the name
-    service does not know SlurmUser, and `Refused` if no address is left for the gate.
-    """
+    """All files, for the settings in the file `config`. The same input gives the same files. A job_submit.lua of the
+    site's own is not among them: see `own_job_submit`. Raises `Unknown` if the name service does not know SlurmUser,
+    and `Refused` if no address is left for the gate."""
     return [*_beside_slurm_conf(settings, site), *_for_systemd(settings, config, site)]
 
 
 def render_agent(settings: Settings, config: Path) -> list[SiteFile]:
-    """The files of a host that runs an agent and no controller. Its bridge has no address: guests reach slurmctld at
-    that of the controller's, through the uplink."""
+    """The files of a host with an agent and no controller. Its bridge has no address: guests reach slurmctld through
+    the uplink."""
     values = {"bridge_mac": "", "bridge_address": "", "run_directories": _below_run(*_agent_directories(settings))}
     targets = {"agent-tmpfiles.conf": Path("/etc/tmpfiles.d/multiverse-agent.conf")}
     return [*_plugstack(settings), *_render(settings, config, targets, values)]
 
 
 def own_job_submit(settings: Settings) -> str | None:
-    """The job_submit.lua that the site wrote itself, or made from ours; None if there is none. `Broken` if it cannot be
-    read."""
+    """The site's own job_submit.lua, or what it made from ours; None: there is none. `Broken` if it cannot be read."""
     path = settings.slurm.conf.with_name(install.JOB_SUBMIT)
     try:
         text = path.read_text()
@@ -142,11 +139,8 @@ class WriteOutcome(StrEnum):
 
 
 def write(wanted: Iterable[SiteFile], root: Path, *, force: bool = False) -> Iterator[tuple[Path, WriteOutcome]]:
-    """Write each file below `root`; yields where, and what was done.
-
-    A file that somebody changed, or that we never wrote, stays, and the new one is written beside it as NAME.new; with
-    `force` it is overwritten. Raises `Refused` if a file cannot be written.
-    """
+    """Write each file below `root`; yields where, and what was done. A file that we did not write stays, and the new
+    one is beside it as NAME.new; with `force` it is overwritten. Raises `Refused` if a file cannot be written."""
     for file in wanted:
         path = root / file.path.relative_to("/")
         try:

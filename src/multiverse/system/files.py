@@ -59,12 +59,9 @@ RECORD_SIZE = 32 * 1024  # bytes of each of the two copies in the file
 
 
 class Record:
-    """The text of the file `path`.
-
-    The file is allocated when it is first opened, with all its blocks, so that later writes need no free disk (where
-    the file system overwrites in place, which Btrfs and ZFS do not). It has two copies, each with a number and a
-    checksum. A write replaces the older one: if it is interrupted, the other one is whole, and counts.
-    """
+    """The text of a file that is allocated when it is first opened, so that later writes need no free disk (where the
+    file system overwrites in place, unlike Btrfs and ZFS). It has two copies, each with a number and a checksum. A
+    write replaces the older one: if it is interrupted, the other one is whole, and counts."""
 
     def __init__(self, path: Path) -> None:
         """Read the text; it is empty in a new file. Raises `OSError`, and `ValueError` if neither copy is whole."""
@@ -80,8 +77,8 @@ class Record:
         self._number, self.text = max(copies)
 
     def write(self, text: str) -> None:
-        """Replace the text; it is on the disk when this returns. After an `OSError` the text is the one before, unless
-        the file is opened again and the new one is found whole. Raises `ValueError` if the text is too long."""
+        """Replace the text; it is on the disk when this returns. After an `OSError` the text is the old one, unless the
+        new one is found whole when the file is opened again. Raises `ValueError` if it is too long."""
         number = self._number + 1
         data = _encode(number, text)
         fd = os.open(self._path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -131,8 +128,7 @@ def _decode(data: bytes) -> tuple[int, str] | None:
 
 
 def keep_names(path: Path, owner: str, names: Mapping[str, str]) -> None:
-    """Have these names in the file, with their addresses, and no others of `owner`. All other lines stay as they are.
-    Raises OSError."""
+    """Have these names with their addresses in the file, and no others of `owner`. Other lines stay. Raises OSError."""
     try:
         before, about = path.read_text(encoding="utf-8", errors="surrogateescape"), path.stat()
     except FileNotFoundError:
@@ -153,8 +149,8 @@ def keep_names(path: Path, owner: str, names: Mapping[str, str]) -> None:
 
 
 def _with_block(text: str, owner: str, lines: list[str]) -> str:
-    """The text with these lines between those of `owner`, at the place of the earlier ones. An end that somebody has
-    removed is taken for the next line that names no VM of ours, so that nothing of others is lost."""
+    """The text with these lines in place of those of `owner`. If the end of the old ones was removed, only lines that
+    name our VMs count as old, so that nothing of others is lost."""
     first, last = f"# multiverse {owner}: names of VMs, kept by the daemon", f"# multiverse {owner}: end"
     old = text.splitlines()
     block = [first, *lines, last] if lines else []
@@ -169,6 +165,6 @@ def _with_block(text: str, owner: str, lines: list[str]) -> str:
 
 
 def matching(top: Path | str, pattern: str) -> Iterator[Path]:
-    """The paths below `top` that match, one after the other; `**` stands for any directories. A directory that vanishes
-    between its listing and its reading is passed over, where Path.glob raises FileNotFoundError."""
+    """The paths below `top` that match; `**` stands for any directories. A directory that vanishes meanwhile is passed
+    over, where Path.glob raises FileNotFoundError."""
     return map(Path, iglob(f"{top}/{pattern}", recursive=True))  # noqa: PTH207

@@ -31,8 +31,8 @@ class _Command:
 
 
 def handle() -> None:
-    """Let the signals interrupt this process, from now on. One that is ignored, as by nohup(1), stays so; but a shell
-    lets its background commands ignore SIGINT, and SIGTERM interrupts those, too."""
+    """Let the signals interrupt this process. An ignored one, as by nohup(1), stays so; but a shell lets its background
+    commands ignore SIGINT, and SIGTERM interrupts these, too."""
     _Command.interrupted = False
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -75,8 +75,8 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
 
 @contextmanager
 def held() -> Iterator[None]:
-    """Let no signal interrupt this process while the context lasts: what it started is being ended. One that came is
-    delivered afterwards."""
+    """Let no signal interrupt this process meanwhile: it ends what it started. A signal that came is delivered
+    afterwards."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -116,8 +116,8 @@ def _handled_by(handler: Callable[[int, object], object]) -> Iterator[None]:
 
 
 async def whole(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call a function in a thread. It makes or removes something, and a thread cannot be cancelled: if the caller is
-    cancelled, that takes effect when the function has returned."""
+    """Call a function in a thread, which cannot be cancelled: a cancelled caller waits until the function has
+    returned."""
     call = asyncio.ensure_future(asyncio.to_thread(function, *args, **kwargs))
     try:
         return await asyncio.shield(call)
@@ -130,8 +130,7 @@ async def whole(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> 
 
 @contextmanager
 def called_every(seconds: float, call: Callable[[], object], name: str) -> Iterator[None]:
-    """Call `call` every so many seconds while this block lasts, in a thread of that name. The block's end waits for a
-    call that runs."""
+    """Call `call` every so many seconds meanwhile, in a thread of that name. The end waits for a call that runs."""
     over = threading.Event()
 
     def repeat() -> None:

@@ -77,9 +77,8 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def mount_sys(groups: Mapping[Path, Path], empty: Path) -> None:
-    """Mount /sys anew: it shows the interfaces of the network namespace in which it is mounted. Of control groups it
-    shows these alone, each as the whole hierarchy: `groups` has them by where the hierarchy is mounted. `empty` is a
-    directory that is used meanwhile. Raises OSError."""
+    """Mount /sys anew: it shows the interfaces of this network namespace. It shows these control groups alone, each as
+    the whole hierarchy: `groups` has them by mount point. `empty` is a directory to use meanwhile. Raises OSError."""
     kept = {where: empty / f"group{number}" for number, where in enumerate(groups)}
     for where, beside in kept.items():
         beside.mkdir()
@@ -108,10 +107,8 @@ _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 class SharedMemory:
-    """Regions of memory of `size` MiB each. They are zero, and nothing is allocated for them yet.
-
-    Their descriptors `fds` belong to this object: they are closed by `close`, or when nobody refers to it any more.
-    """
+    """Regions of memory of `size` MiB each: zero, and not allocated yet. Their descriptors `fds` are closed by `close`,
+    or when nobody refers to this object any more."""
 
     def __init__(self, ids: Sequence[str], size: int) -> None:
         """The kernel shows the ids as names of the files. Raises OSError if there is no room for descriptors."""
@@ -147,9 +144,8 @@ _TRIES = 20  # readings of clock and counter. The closest pair counts: another p
 
 
 def measured_khz(seconds: float = 0.1) -> int | None:
-    """The frequency in kHz, measured against the monotonic clock for `seconds`; with 0.1 s it is right to a few parts
-    in a million. None if the CPUs have no counter of constant frequency, or if a program may not execute what it
-    wrote."""
+    """The frequency in kHz, measured against the monotonic clock; in 0.1 s it is right to a few parts in a million.
+    None if the CPUs' counter is not constant, or a program may not execute what it wrote."""
     if os.uname().machine != "x86_64" or " constant_tsc " not in Path("/proc/cpuinfo").read_text():
         return None
     try:

@@ -21,10 +21,8 @@ def boot_id() -> str:
 
 
 def stat_fields(pid: int) -> list[str] | None:
-    """The fields of /proc/PID/stat from the third (state) on, or None if there is no such process.
-
-    The second field, the command's name, may hold spaces and parentheses (proc(5)).
-    """
+    """The fields of /proc/PID/stat from the third (state) on; None if there is no such process. The second field, the
+    command's name, may hold spaces and parentheses (proc(5))."""
     try:
         with open(f"/proc/{pid}/stat") as file:  # noqa: PTH123  (read at each observation, for each VM)
             return file.read().rpartition(")")[2].split()
@@ -39,8 +37,7 @@ def start_time(pid: int) -> int:
 
 
 def cpu_seconds_with_children(pid: int) -> float | None:
-    """CPU seconds of a process and of its children that have ended and were waited for (proc(5): utime, stime, cutime,
-    cstime). None if there is no such process."""
+    """CPU seconds of a process and its children that were waited for (proc(5)). None if there is no such process."""
     fields = stat_fields(pid)
     return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK") if fields else None
 
