@@ -76,7 +76,7 @@ def test_whoever_says_nothing_keeps_no_place(tmp_path: Path, monkeypatch: pytest
 
 def test_a_place_that_cannot_be_had_is_refused(tmp_path: Path) -> None:
     async def main() -> None:
-        with pytest.raises(Refused, match="192\\.0\\.2\\.1:9341"):
+        with pytest.raises(Refused, match="192\\.0\\.2\\.1 port 9341"):
             async with scraped("192.0.2.1:9341", "agent.metrics", bytes):
                 pass
         async with scraped("", "agent.metrics", bytes):

@@ -98,22 +98,16 @@ class UsersClient:
 
     def _exchange(self, line: bytes) -> bytes:
         """Send a line, and return what comes back until the end."""
-        if self._path is not None:
+        if self._path is None:
+            sock = socket.create_connection((self._host, self._port), TIMEOUT)
+        else:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             sock.settimeout(TIMEOUT)
-            with closing(sock):
+        with closing(sock):
+            if self._path is not None:
                 sock.connect(str(self._path))
-                return _sent(sock, line)
-        with closing(socket.create_connection((self._host, self._port), TIMEOUT)) as sock:
-            return _sent(sock, line)
-
-
-def _sent(sock: socket.socket, line: bytes) -> bytes:
-    sock.sendall(line)
-    parts = []
-    while part := sock.recv(65536):
-        parts.append(part)
-    return b"".join(parts)
+            sock.sendall(line)
+            return b"".join(iter(lambda: sock.recv(65536), b""))
 
 
 def _credential(payload: str) -> str:

@@ -3,11 +3,16 @@ together take longer to import than most commands take."""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterable, Mapping
+from enum import StrEnum
 from importlib import import_module
 from importlib.metadata import entry_points
+from typing import Annotated
 
 import typer
+from typer.completion import completion_init, get_completion_script  # type: ignore[attr-defined]
 
 DONE, NOT_DONE, USAGE, NO_ANSWER, SUPERSEDED, INTERRUPTED, CLOSED = 0, 1, 2, 3, 4, 130, 141
 
@@ -45,7 +50,7 @@ COMMANDS = {
     "agent": "daemon",
     "site": "site",
     "doctor": "site",
-    "completion": "completion",
+    "completion": "commands",
 }
 """By name, in the order of the help, the module of a command. The module has NAME_app, or `app`, with commands of its
 own, or a function of the command's name."""
@@ -92,3 +97,28 @@ def needed(arguments: list[str]) -> Iterable[str] | None:
     """The commands that these arguments may name: one, or None, for all of them, for help and for errors."""
     first = arguments[0] if arguments else ""
     return [first] if first in COMMANDS or first in modules() else None
+
+
+class Shell(StrEnum):
+    BASH = "bash"
+    ZSH = "zsh"
+    FISH = "fish"
+
+
+def completion(shell: Annotated[Shell, typer.Argument(help="The shell.")]) -> None:
+    """Print a shell's completion script. Packages install it; or, for one user:
+
+    multiverse completion bash > ~/.local/share/bash-completion/completions/multiverse"""
+    sys.stdout.write(script(shell))
+
+
+def script(shell: Shell) -> str:
+    """The script for a shell."""
+    return f"{get_completion_script(prog_name='multiverse', complete_var=COMPLETE, shell=shell.value)}\n"
+
+
+def completed_words() -> list[str]:
+    """The words after `multiverse` that a script wants to complete."""
+    completion_init()
+    line = os.environ.get("_TYPER_COMPLETE_ARGS") or os.environ.get("COMP_WORDS", "")
+    return line.split()[1:]

@@ -11,16 +11,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from multiverse.api import (
-    CompatibleHostView,
-    HostsChanged,
-    HostView,
-    LeaseView,
-    UsagePoint,
-    UsageView,
-    UtilizationView,
-    decode,
-)
+from multiverse import api
+from multiverse.api import decode
 from multiverse.cli import render
 from multiverse.cli.arguments import mebibytes, unix_time
 from multiverse.cli.render import Watch, watched
@@ -56,14 +48,14 @@ def _show(*, json: bool) -> None:
         document = client.hosts()
     if json:
         return render.as_json(document)
-    found = decode(list[HostView], document)
+    found = decode(list[api.HostView], document)
     render.show(_table(found), "The site has no host; see: multiverse hosts add.")
     for one in found:
         _show_trouble(one)
     _show_alike(found)
 
 
-def _table(found: Sequence[HostView]) -> Table:
+def _table(found: Sequence[api.HostView]) -> Table:
     """What differs from host to host, as far as it fits the terminal: all of it from 140 columns on."""
     narrow = ("CPUS", "MEMORY")
     wide = (*narrow, "DISK", "VMS TAKE", "TEMPLATES", "AVAILABLE")
@@ -79,7 +71,7 @@ def _table(found: Sequence[HostView]) -> Table:
     return table
 
 
-def _more(host: HostView) -> list[str]:
+def _more(host: api.HostView) -> list[str]:
     if host.machine is None:
         return ["–"] * 5
     return [
@@ -100,7 +92,7 @@ def _times(overcommit: float) -> str:
     return f" × {overcommit:g}" if overcommit > 1 else ""
 
 
-def _show_trouble(host: HostView) -> None:
+def _show_trouble(host: api.HostView) -> None:
     """What is not as usual on a host, and what to do."""
     said = []
     if host.lease is not None and host.lease.pilot:
@@ -122,13 +114,13 @@ def _show_trouble(host: HostView) -> None:
         render.console.print(Padding(render.plain(f"to do: {host.todo}"), (0, 0, 0, 2), expand=False))
 
 
-def _leased(lease: LeaseView) -> str:
+def _leased(lease: api.LeaseView) -> str:
     """By which pilot, where and until when a host is leased."""
     until = f" until {render.moment(lease.ends)}" if lease.ends is not None else ""
     return f"leased by pilot {lease.pilot} on node {lease.node} of partition {lease.partition}{until}"
 
 
-def _show_alike(found: Sequence[HostView]) -> None:
+def _show_alike(found: Sequence[api.HostView]) -> None:
     """What hosts have in common, once for all of them."""
     hosts: dict[str, list[str]] = {}
     for one in found:
@@ -139,7 +131,7 @@ def _show_alike(found: Sequence[HostView]) -> None:
         render.console.print(Text(render.plain(line).plain, style="dim"))
 
 
-def _machine(host: HostView) -> Iterator[str]:
+def _machine(host: api.HostView) -> Iterator[str]:
     if host.machine is None:
         return
     kinds = [kind for kind in _CLONE_KINDS if kind in host.abilities]
@@ -151,7 +143,7 @@ def _machine(host: HostView) -> Iterator[str]:
     )
 
 
-def _nodes(host: HostView) -> Iterator[str]:
+def _nodes(host: api.HostView) -> Iterator[str]:
     """NUMA nodes, where there are several."""
     for node in host.numa if len(host.numa) > 1 else ():
         cpus = folded(map(str, node.cpus))
@@ -161,7 +153,7 @@ def _nodes(host: HostView) -> Iterator[str]:
         )
 
 
-def _images(host: HostView) -> Iterator[str]:
+def _images(host: api.HostView) -> Iterator[str]:
     for image, abilities in host.images.items():
         if lacking := [what for ability, what in _PLUG_ABILITIES.items() if ability not in abilities]:
             what = " or ".join(lacking)
@@ -211,7 +203,7 @@ def remove(hosts: Hosts) -> None:
 def _change(verb: str, hosts: Sequence[str], done: str, **more: str | float | None) -> None:
     """Ask for a change to hosts, and say what came of it for each."""
     with Client() as client:
-        changed = decode(HostsChanged, client.change_hosts(verb, ",".join(hosts), **more))
+        changed = decode(api.HostsChanged, client.change_hosts(verb, ",".join(hosts), **more))
     if changed.done:
         render.console.print(f"{done}: {', '.join(changed.done)}", markup=False, soft_wrap=True)
     for why in changed.refused.values():
@@ -233,7 +225,7 @@ def leases(json: render.Json = False) -> None:
     if json:
         return render.as_json(document)
     table = render.table("HOST", "STATE", "PARTITION", "PILOT", "NODE", "SINCE", "UNTIL", "REASON", right=("SINCE",))
-    for one in decode(list[LeaseView], document):
+    for one in decode(list[api.LeaseView], document):
         until = f"{datetime.fromtimestamp(one.ends):%m-%d %H:%M}" if one.ends is not None else "–"
         cells = (one.partition, one.pilot or "–", one.node or "–", render.age(one.since), until, one.reason)
         table.add_row(one.name, render.state(one.state), *cells)
@@ -270,9 +262,9 @@ def utilization(
     if json:
         render.as_json(document)
     elif history:
-        render.show(_history(decode(list[UsagePoint], document)), "Nothing is known.")
+        render.show(_history(decode(list[api.UsagePoint], document)), "Nothing is known.")
     else:
-        render.show(_usage_table(decode(list[UtilizationView], document)), "There is no such host or VM.")
+        render.show(_usage_table(decode(list[api.UtilizationView], document)), "There is no such host or VM.")
 
 
 @utilization_app.command()
@@ -290,7 +282,7 @@ def compatible(
         raise Refused("--mem 0: a VM needs memory", hint="give a number with a unit: 800M, 8G")
     with Client() as client:
         document = client.compatible(cpus, size, image=image, policy=policy)
-    found = decode(list[CompatibleHostView], document)
+    found = decode(list[api.CompatibleHostView], document)
     if json:
         render.as_json(document)
     else:
@@ -305,7 +297,7 @@ def compatible(
         raise typer.Exit(1)
 
 
-def _usage_table(found: Sequence[UtilizationView]) -> Table:
+def _usage_table(found: Sequence[api.UtilizationView]) -> Table:
     wide = render.is_wide()
     columns = ("CPUS", "5 MIN", "HOUR", "MEMORY", "5 MIN", "HOUR")
     more = ("ACTIVE", "IN/S", "OUT/S", "READ/S", "WRITTEN/S", "WAITING") if wide else ()
@@ -321,7 +313,7 @@ def _usage_table(found: Sequence[UtilizationView]) -> Table:
     return table
 
 
-def _usage_more(usage: UsageView | None) -> list[str]:
+def _usage_more(usage: api.UsageView | None) -> list[str]:
     if usage is None:
         return [UNKNOWN] * 6
     rates = [_rate(value) for value in (usage.received, usage.sent, usage.read, usage.written)]
@@ -330,7 +322,7 @@ def _usage_more(usage: UsageView | None) -> list[str]:
     return [active, *rates, "/".join(UNKNOWN if one is None else f"{one:.0%}" for one in waited)]
 
 
-def _history(found: Sequence[UsagePoint]) -> Table:
+def _history(found: Sequence[api.UsagePoint]) -> Table:
     columns = ("FOR", "CPUS", "MOST", "MEMORY", "MOST", "IN/S", "OUT/S", "READ/S", "WRITTEN/S")
     table = render.table("FROM", *columns, right=columns)
     for one in found:

@@ -8,20 +8,8 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from multiverse.api import (
-    CapacityUsageView,
-    CapacityView,
-    ExplanationsView,
-    ExplanationView,
-    HostGroupView,
-    JobView,
-    SizeView,
-    StartableView,
-    TimelineView,
-    TrialView,
-    VmView,
-    decode,
-)
+from multiverse import api
+from multiverse.api import decode
 from multiverse.cli import render
 from multiverse.cli.arguments import parse_request
 from multiverse.cli.asking import Controller, asker
@@ -48,7 +36,7 @@ def _show(job: str | None, *, ended: bool, json: bool) -> None:
         document = client.jobs(job, ended=ended)
     if json:
         return render.as_json(document)
-    found = decode(list[JobView], document)
+    found = decode(list[api.JobView], document)
     empty = "No jobs." if ended or job else "No live jobs; --all shows those that have ended."
     if render.is_wide():
         _show_wide(found, empty)
@@ -59,8 +47,8 @@ def _show(job: str | None, *, ended: bool, json: bool) -> None:
             render.say(f"{one.job_id}: {one.usage.text}", indent=1)
 
 
-def _show_wide(found: Sequence[JobView], empty: str) -> None:
-    columns: dict[str, Callable[[JobView], str | Text]] = {
+def _show_wide(found: Sequence[api.JobView], empty: str) -> None:
+    columns: dict[str, Callable[[api.JobView], str | Text]] = {
         "JOB": lambda one: one.job_id,
         "NAME": lambda one: one.name,
         "STATE": lambda one: render.state(one.state, one.quarantined),
@@ -75,7 +63,7 @@ def _show_wide(found: Sequence[JobView], empty: str) -> None:
     render.listed(found, empty, columns, right=("FOR", "NODES", "CPUS", "MEMORY"), fold=("VMS", "REASON"))
 
 
-def _show_narrow(found: Sequence[JobView], empty: str) -> None:
+def _show_narrow(found: Sequence[api.JobView], empty: str) -> None:
     """What fits 80 columns, and the reasons below, once for all jobs that have the same."""
     table = render.table("JOB", "NAME", "STATE", "FOR", "SIZE", "VMS", right=("FOR",), fold=("NAME", "VMS"))
     reasons: dict[str, list[str]] = {}
@@ -91,7 +79,7 @@ def _show_narrow(found: Sequence[JobView], empty: str) -> None:
         render.say(f"{', '.join(ids[:NAMED])}{more}: {reason}", indent=1)
 
 
-def _reason(one: JobView) -> str:
+def _reason(one: api.JobView) -> str:
     why = one.quarantined or one.waiting or one.reason
     if not one.origin:
         return why
@@ -113,8 +101,8 @@ def _show_vms(*, json: bool) -> None:
         document = client.vms()
     if json:
         return render.as_json(document)
-    found = decode(list[VmView], document)
-    columns: dict[str, Callable[[VmView], str | Text]] = {
+    found = decode(list[api.VmView], document)
+    columns: dict[str, Callable[[api.VmView], str | Text]] = {
         "VM": lambda one: one.name,
         "STATE": lambda one: render.state(one.state, one.quarantined),
         "JOB": lambda one: one.job_id or "–",
@@ -155,7 +143,7 @@ def explain(
         document = client.explain(job)
     if json:
         return render.as_json(document)
-    found = decode(ExplanationsView, document)
+    found = decode(api.ExplanationsView, document)
     for number, (one, *others) in enumerate(_alike(found.jobs)):
         if number:
             render.console.print()
@@ -166,15 +154,15 @@ def explain(
         render.console.print(f"And {found.more} more tasks of this array; ask for one of them by its id.")
 
 
-def _alike(jobs: Sequence[ExplanationView]) -> list[list[ExplanationView]]:
+def _alike(jobs: Sequence[api.ExplanationView]) -> list[list[api.ExplanationView]]:
     """Tasks of an array that wait for the same, together: one explanation is true of them all."""
-    groups: dict[tuple[str, ...], list[ExplanationView]] = {}
+    groups: dict[tuple[str, ...], list[api.ExplanationView]] = {}
     for one in jobs:
         groups.setdefault((one.state, one.short, one.behind) if one.short else (one.job_id,), []).append(one)
     return list(groups.values())
 
 
-def _show_explanation(one: ExplanationView, *, every: bool) -> None:
+def _show_explanation(one: api.ExplanationView, *, every: bool) -> None:
     head = Text.assemble(("job ", "bold"), (render.plain(one.job_id).plain, "bold"), "  ")
     head.append_text(render.plain(one.name)).append("  ").append_text(render.state(one.state))
     render.console.print(head)
@@ -186,7 +174,7 @@ def _show_explanation(one: ExplanationView, *, every: bool) -> None:
     show_groups(one.hosts, every=every)
 
 
-def show_groups(groups: Sequence[HostGroupView], *, every: bool) -> None:
+def show_groups(groups: Sequence[api.HostGroupView], *, every: bool) -> None:
     """Which hosts could take a VM, and why the others are passed over."""
     if not groups:
         return
@@ -219,14 +207,14 @@ def timeline(
         document = client.timeline(job)
     if json:
         return render.as_json(document)
-    for one in decode(list[TimelineView], document):
+    for one in decode(list[api.TimelineView], document):
         _show_phases(one)
         if events:
             _show_events(one)
         render.console.print()
 
 
-def _show_phases(one: TimelineView) -> None:
+def _show_phases(one: api.TimelineView) -> None:
     """The attempt's bar, and its phases with their stages."""
     total = sum(phase.seconds for phase in one.phases)
     head = Text.assemble(
@@ -249,7 +237,7 @@ def _show_phases(one: TimelineView) -> None:
             render.console.print(Text(" " * _STAGE_INDENT + text, style="dim"))
 
 
-def _show_events(one: TimelineView) -> None:
+def _show_events(one: api.TimelineView) -> None:
     table = render.table("AT", "OF", "EVENT", "STATE", "REASON", right=("AT",), fold=("REASON",))
     for entry in one.entries:
         table.add_row(f"{entry.at:.3f} s", entry.subject, entry.event, render.state(entry.state), entry.reason)
@@ -288,14 +276,14 @@ def capacity(
     if json:
         render.as_json(document)
     elif asked is not None:
-        _show_trial(decode(TrialView, document))
+        _show_trial(decode(api.TrialView, document))
     else:
-        _show_capacity(decode(CapacityView, document))
+        _show_capacity(decode(api.CapacityView, document))
 
 
-def _show_capacity(found: CapacityView) -> None:
+def _show_capacity(found: api.CapacityView) -> None:
     _show_usage(found.usage)
-    columns: dict[str, Callable[[StartableView], str | Text]] = {
+    columns: dict[str, Callable[[api.StartableView], str | Text]] = {
         "NODE OF": lambda one: f"{one.cpus} CPU{'s' * (one.cpus != 1)}",
         "MEMORY": lambda one: render.memory(one.memory),
         "DISK": lambda one: render.memory(one.disk) if one.disk else "–",
@@ -315,11 +303,11 @@ def _show_capacity(found: CapacityView) -> None:
         render.console.print(f"{found.waiting} jobs wait for something else than capacity.", markup=False)
 
 
-def _show_usage(usage: CapacityUsageView) -> None:
+def _show_usage(usage: api.CapacityUsageView) -> None:
     names = ("jobs", "spares", "templates", "free", *(("closed",) if usage.closed_hosts else ()), "total")
     table = render.table("", "CPUS", "MEMORY", "DISK", right=("CPUS", "MEMORY", "DISK"))
     for name in names:
-        size: SizeView = getattr(usage, name)
+        size: api.SizeView = getattr(usage, name)
         label = Text(_LABELS.get(name, name), style="bold green" if name == "free" else "")
         table.add_row(label, str(size.cpus), render.memory(size.memory), render.memory(size.disk))
     closed = f", {usage.closed_hosts} of them take no new VM" if usage.closed_hosts else ""
@@ -330,7 +318,7 @@ def _show_usage(usage: CapacityUsageView) -> None:
 _LABELS = {"closed": "on closed hosts", "total": "in all"}
 
 
-def _show_trial(found: TrialView) -> None:
+def _show_trial(found: api.TrialView) -> None:
     if found.starts:
         render.console.print(Text("It would start at once.", style="bold green"))
         where = f" on {found.hosts}" if found.hosts and found.hosts not in found.why else ""

@@ -7,26 +7,28 @@ import sys
 
 import typer
 
-from multiverse.cli.commands import CLOSED, COMPLETE, INTERRUPTED, NO_ANSWER, NOT_DONE, SUPERSEDED, build, needed
+from multiverse.cli.commands import (
+    CLOSED,
+    COMPLETE,
+    INTERRUPTED,
+    NO_ANSWER,
+    NOT_DONE,
+    SUPERSEDED,
+    build,
+    completed_words,
+    needed,
+)
 from multiverse.cli.render import errors
 from multiverse.core.errors import MultiverseError, Superseded, Unknown, Unreachable
 from multiverse.system import interrupts
-
-
-def _words() -> list[str]:
-    """The words of the command line: of this one, or of the one that a shell wants to complete."""
-    if COMPLETE not in os.environ:
-        return sys.argv[1:]
-    from multiverse.cli.completion import words  # it imports what no other command needs
-
-    return words()
 
 
 def main() -> None:
     """Entry point. Errors for operators go to stderr with their next step. The exit status is one of `EXIT_CODES`."""
     interrupts.handle()
     try:
-        status = build(needed(_words()))(prog_name="multiverse", standalone_mode=False)
+        given = completed_words() if COMPLETE in os.environ else sys.argv[1:]
+        status = build(needed(given))(prog_name="multiverse", standalone_mode=False)
     except MultiverseError as error:
         errors.print(f"multiverse: {error.message}", markup=False)
         if error.hint:

@@ -17,16 +17,7 @@ from multiverse.config import LEASE_RESERVE, Settings
 from multiverse.core.errors import Broken, MultiverseError, Refused
 from multiverse.host.vxlan import VxlanConfig
 from multiverse.pilot import lease
-from multiverse.pilot.lease import (
-    LeaseDirectory,
-    LeaseGroup,
-    PilotRecord,
-    directory_of,
-    job_of,
-    make_groups,
-    share_of,
-    slot,
-)
+from multiverse.pilot.lease import LeaseDirectory, LeaseGroup, PilotRecord
 from multiverse.system import kernel
 from multiverse.system.kernel import mount_new, mount_sys
 from multiverse.system.locks import is_locked
@@ -70,7 +61,7 @@ def leased_settings(order: PilotOrder, place: LeaseDirectory, slot: int) -> Sett
         job_vms=replace(settings.job_vms, enabled=False, only=False),  # those are of the node's own agent
         host=replace(settings.host, name=order.name, cores=order.cores, memory=memory, disk=disk),
         agent=replace(settings.agent, socket=place.socket, state_dir=place.state, self_fence=0.0, metrics=""),
-        qemu=replace(settings.qemu, uids=share_of(settings.qemu.uids, slot)),
+        qemu=replace(settings.qemu, uids=lease.share_of(settings.qemu.uids, slot)),
     )
 
 
@@ -179,19 +170,19 @@ def run(order: PilotOrder, signalled: Callable[[], None] = lambda: None) -> int:
     if is_locked(settings.agent.state_dir / "lock"):
         hint = "lease other nodes, or set job_vms.only if the agent is for VMs inside jobs alone"
         raise Refused("this node is a host of the site already: its agent runs", hint=hint)
-    place = directory_of(settings.agent.leases, order.name)
+    place = lease.directory_of(settings.agent.leases, order.name)
     settings.state_dir.mkdir(parents=True, exist_ok=True)  # what is found out about the node is kept there
     settings.state_dir.chmod(0o711)
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     lease.sweep(settings.agent.leases)
-    with place.held() as ours, slot(settings.agent.leases) as number:
+    with place.held() as ours, lease.slot(settings.agent.leases) as number:
         if not ours:
             raise Refused(f"another pilot of {order.name} runs on this node", hint="cancel one of them")
         _log_to(settings.agent.leases / _LOGS, order.name)
-        own = job_of(Path("/proc/self/cgroup").read_text())
+        own = lease.job_of(Path("/proc/self/cgroup").read_text())
         if own != order.job:
             log.warning("the pilot is in no control group of its job", job=order.job, group_of=own)
-        made = make_groups(order.name)
+        made = lease.make_groups(order.name)
         try:
             if order.vxlan is not None:
                 lease.join_vxlan(order.vxlan, settings.network.gateway)

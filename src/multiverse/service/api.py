@@ -11,31 +11,7 @@ from fastapi.responses import StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 
-from multiverse import __version__
-from multiverse.api import (
-    CapacityView,
-    CompatibleHostView,
-    ExplanationsView,
-    HostRequest,
-    HostsChanged,
-    HostView,
-    IdentityAudit,
-    JobView,
-    LeaseView,
-    PruneRequest,
-    PruneView,
-    RepairRequest,
-    Snapshot,
-    StatusView,
-    TemplateRequest,
-    TemplateView,
-    TimelineView,
-    TrialRequest,
-    TrialView,
-    UsagePoint,
-    UtilizationView,
-    VmView,
-)
+from multiverse import __version__, api
 from multiverse.config import names_of_hosts
 from multiverse.core.errors import Exhausted, Gone, MultiverseError, Refused
 from multiverse.core.model import CloneKind, Size
@@ -61,11 +37,11 @@ _PROBLEMS: dict[int | str, dict[str, Any]] = {
 
 def make_api(backend: Backend, publisher: Publisher | None = None) -> FastAPI:
     """The API. Viewers are served by `publisher`, which they share with the web page's."""
-    api = FastAPI(title="Multiverse", version=__version__, docs_url=None, redoc_url=None, responses=_PROBLEMS)
+    app = FastAPI(title="Multiverse", version=__version__, docs_url=None, redoc_url=None, responses=_PROBLEMS)
     for add_routes in (_add_daemon, _add_jobs, _add_hosts, _add_templates, _add_utilization):
-        add_routes(api, backend)
-    api.include_router(snapshot_routes(publisher or Publisher(backend)))
-    return api
+        add_routes(app, backend)
+    app.include_router(snapshot_routes(publisher or Publisher(backend)))
+    return app
 
 
 @contextmanager
@@ -88,17 +64,17 @@ def _committed() -> Iterator[None]:
         ) from error
 
 
-def _add_daemon(api: FastAPI, backend: Backend) -> None:
-    @api.get("/status")
-    async def status() -> StatusView:
+def _add_daemon(app: FastAPI, backend: Backend) -> None:
+    @app.get("/status")
+    async def status() -> api.StatusView:
         return backend.status()
 
-    @api.get("/metrics", response_class=Response, responses={200: {"content": {CONTENT_TYPE_LATEST: {}}}})
+    @app.get("/metrics", response_class=Response, responses={200: {"content": {CONTENT_TYPE_LATEST: {}}}})
     async def counts() -> Response:
         return Response(metrics.text(await backend.counts(), backend.used()), media_type=CONTENT_TYPE_LATEST)
 
-    @api.post("/repair", status_code=202)
-    async def repair(request: RepairRequest) -> RepairRequest:
+    @app.post("/repair", status_code=202)
+    async def repair(request: api.RepairRequest) -> api.RepairRequest:
         """Repair an alert. A host is fenced only on the operator's assurance that it is switched off."""
         alert = next((one for one in backend.alerts() if one.name == request.name and one.repair), None)
         if alert is None:
@@ -111,83 +87,85 @@ def _add_daemon(api: FastAPI, backend: Backend) -> None:
             await backend.repair(alert)
         return request
 
-    @api.post("/prune")
-    async def prune(request: PruneRequest) -> PruneView:
+    @app.post("/prune")
+    async def prune(request: api.PruneRequest) -> api.PruneView:
         """Delete, or count, the records of what ended long ago. Answers after some seconds at most; `next` says where
         the next request has to go on."""
         with _status(409), _status(503, Exhausted):
             return await backend.prune(request.older_than, dry_run=request.dry_run, after=request.after)
 
 
-def _add_jobs(api: FastAPI, backend: Backend) -> None:
-    @api.get("/jobs")
-    async def jobs(job: str | None = None, ended: bool = False, limit: int = 200) -> list[JobView]:
+def _add_jobs(app: FastAPI, backend: Backend) -> None:
+    @app.get("/jobs")
+    async def jobs(job: str | None = None, ended: bool = False, limit: int = 200) -> list[api.JobView]:
         """Live attempts, oldest first; with `ended` or a `job`, attempts that have ended too."""
         return backend.jobs(job, ended=ended, limit=limit)
 
-    @api.get("/timeline/{job}")
-    async def timelines(job: str) -> list[TimelineView]:
+    @app.get("/timeline/{job}")
+    async def timelines(job: str) -> list[api.TimelineView]:
         """One timeline for each attempt of the job, in order; for an array, of all its tasks."""
         if found := backend.timelines(job):
             return found
         raise HTTPException(404, f"no attempt of job {job} is known")
 
-    @api.get("/explain/{job}")
-    async def explain(job: str) -> ExplanationsView:
+    @app.get("/explain/{job}")
+    async def explain(job: str) -> api.ExplanationsView:
         """Why a job waits, in which stage it is, or how it ended; for an array, of its first tasks."""
         found = backend.explanations.of_job(job, OPERATOR)
         if not found.jobs:
             raise HTTPException(404, f"no job {job} is known")
         return found
 
-    @api.get("/capacity")
-    async def capacity() -> CapacityView:
+    @app.get("/capacity")
+    async def capacity() -> api.CapacityView:
         """Which sizes would start at once, how many of each, and what is free beside what is used."""
         with _status(503):
             return backend.explanations.capacity(OPERATOR)
 
-    @api.post("/capacity")
-    async def trial(request: TrialRequest) -> TrialView:
+    @app.post("/capacity")
+    async def trial(request: api.TrialRequest) -> api.TrialView:
         """What would become of one request, were it submitted now. Nothing is changed."""
         with _status(503):
             return backend.explanations.trial(request, OPERATOR)
 
 
-def _add_hosts(api: FastAPI, backend: Backend) -> None:
-    @api.get("/vms")
-    async def vms(exact: bool = False) -> list[VmView]:
+def _add_hosts(app: FastAPI, backend: Backend) -> None:
+    @app.get("/vms")
+    async def vms(exact: bool = False) -> list[api.VmView]:
         """Live VMs, with figures a few seconds old. `exact` reads every page of every VM now, which takes milliseconds
         for each."""
         return await backend.vms(exact=exact)
 
-    @api.get("/hosts")
-    async def hosts() -> list[HostView]:
+    @app.get("/hosts")
+    async def hosts() -> list[api.HostView]:
         return backend.hosts()
 
-    @api.get("/leases")
-    async def leases() -> list[LeaseView]:
+    @app.get("/leases")
+    async def leases() -> list[api.LeaseView]:
         return backend.leases()
 
-    @api.post("/hosts/{verb}")
-    async def change_hosts(verb: Literal["add", "drain", "resume", "remove"], request: HostRequest) -> HostsChanged:
+    @app.post("/hosts/{verb}")
+    async def change_hosts(
+        verb: Literal["add", "drain", "resume", "remove"], request: api.HostRequest
+    ) -> api.HostsChanged:
         """Change hosts. The change is committed when this answers."""
         with _status(400):
             names = names_of_hosts(request.hosts)
         with _committed():
             return await backend.change_hosts(verb, names, request.reason, request.begins)
 
-    @api.get("/audit/identity")
-    async def audit_identity() -> IdentityAudit:
+    @app.get("/audit/identity")
+    async def audit_identity() -> api.IdentityAudit:
         return await backend.identity_audit()
 
 
-def _add_templates(api: FastAPI, backend: Backend) -> None:
-    @api.get("/templates")
-    async def templates() -> list[TemplateView]:
+def _add_templates(app: FastAPI, backend: Backend) -> None:
+    @app.get("/templates")
+    async def templates() -> list[api.TemplateView]:
         return backend.templates()
 
-    @api.post("/templates/{verb}", status_code=202)
-    async def change(verb: Literal["build", "drop"], request: TemplateRequest) -> TemplateRequest:
+    @app.post("/templates/{verb}", status_code=202)
+    async def change(verb: Literal["build", "drop"], request: api.TemplateRequest) -> api.TemplateRequest:
         """Build or drop templates. Returns the request as it was committed, with the defaults filled in."""
         host, size = _host_of(request, backend), None
         if request.cpus or request.memory or verb == "build":
@@ -200,7 +178,7 @@ def _add_templates(api: FastAPI, backend: Backend) -> None:
         return request.model_copy(update={"host": host, "account": account, **known})
 
 
-def _host_of(request: TemplateRequest, backend: Backend) -> str:
+def _host_of(request: api.TemplateRequest, backend: Backend) -> str:
     """The host that a request names, or the only one."""
     hosts = backend.host_names()
     host = request.host or (hosts[0] if len(hosts) == 1 else "")
@@ -210,15 +188,15 @@ def _host_of(request: TemplateRequest, backend: Backend) -> str:
     return host
 
 
-def _add_utilization(api: FastAPI, backend: Backend) -> None:
+def _add_utilization(app: FastAPI, backend: Backend) -> None:
     reader = backend.utilization
 
-    @api.get("/utilization")
-    async def utilization(name: str = "") -> list[UtilizationView]:
+    @app.get("/utilization")
+    async def utilization(name: str = "") -> list[api.UtilizationView]:
         """What hosts and live VMs use. `name` selects some of them: names, separated by commas."""
         return await reader.views(frozenset(filter(None, name.split(",")))) if reader else []
 
-    @api.get("/utilization/compatible")
+    @app.get("/utilization/compatible")
     async def compatible(
         cpus: Annotated[int, Query(ge=1)],
         memory: Annotated[int, Query(ge=1)],
@@ -226,14 +204,14 @@ def _add_utilization(api: FastAPI, backend: Backend) -> None:
         image: str = "",
         kind: CloneKind | None = None,
         policy: str = "",
-    ) -> list[CompatibleHostView]:
+    ) -> list[api.CompatibleHostView]:
         """The hosts that have room for a VM of a node of that size now (memory and disk in MiB): first the one that the
         policy would take, then by their use. Nothing is claimed."""
         with _status(400):
             return reader.compatible(Size(cpus, memory, disk), image, kind, policy) if reader else []
 
-    @api.get("/utilization/{name}/history")
-    async def history(name: str, hours: float = 24.0) -> list[UsagePoint]:
+    @app.get("/utilization/{name}/history")
+    async def history(name: str, hours: float = 24.0) -> list[api.UsagePoint]:
         """What a host or VM has used in the last hours, also a VM that has ended."""
         with _status(404, Gone):
             return reader.history(name, hours) if reader else []
@@ -245,7 +223,7 @@ def _add_utilization(api: FastAPI, backend: Backend) -> None:
 def snapshot_routes(publisher: Publisher) -> APIRouter:
     routes = APIRouter()
 
-    @routes.get("/snapshot", response_model=Snapshot)
+    @routes.get("/snapshot", response_model=api.Snapshot)
     async def snapshot() -> Response:
         """Hosts, VMs, jobs, alerts and rates. All who ask are answered from the same snapshot, made at most once a
         second."""

@@ -8,46 +8,118 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
-from multiverse import __version__
-from multiverse.api import (
-    Alert,
-    HostsChanged,
-    HostView,
-    IdentityAudit,
-    JobView,
-    LeaseView,
-    PruneView,
-    SizeView,
-    SourceView,
-    StatusView,
-    SummaryView,
-    TemplateView,
-    TimelineView,
-    VmView,
-)
+from multiverse import __version__, api
+from multiverse.api import CompatibleHostView, UsagePoint, UsageView, UtilizationView
 from multiverse.bundles.contract import UNKNOWN_WORDS, GuestFacts, Notice, SchedulerWords
 from multiverse.controller import pruning
+from multiverse.controller.job_usage import JobUsageRecorder
 from multiverse.controller.loop import Controller
-from multiverse.core.errors import Refused
-from multiverse.core.model import Attempt, Drain, HostUsage, Reason, Size, Vm
+from multiverse.controller.utilization import UtilizationRecorder
+from multiverse.core.context import Context
+from multiverse.core.errors import Gone, Refused
+from multiverse.core.explanation.immediate_capacity import compatible_hosts
+from multiverse.core.model import Attempt, CloneKind, Drain, HostUsage, Reason, Size, Usage, Vm
+from multiverse.core.model.usage import combined
 from multiverse.core.rows import Rows
 from multiverse.core.transition import Command, EffectKind
 from multiverse.ports import Clock
 from multiverse.service import alerts, convert
-from multiverse.service.convert import JobFacts
+from multiverse.service.convert import JobFacts, size_view
 from multiverse.service.explanations import OPERATOR, Explanations, Viewer
 from multiverse.service.hosts import Troubles, host_views, lease_views, without_noise
 from multiverse.service.startup import Processes
 from multiverse.service.statistics import Statistics
-from multiverse.service.utilization import UtilizationReader
 from multiverse.store import Pruning, Store
 from multiverse.store.job_usage import read_job_usage
+from multiverse.store.utilization import UsageRecord, UsedBy, read_usage
+
+HOUR, FIVE_MINUTES = 3600.0, 300.0
+
+AT_ONCE = 20  # hosts and VMs whose history is read before others get their turn: a few milliseconds
+
+
+@dataclass(frozen=True, slots=True)
+class UtilizationReader:
+    """Answers from the recorder's figures and its history. `jobs` learns what jobs use."""
+
+    controller: Controller
+    recorder: UtilizationRecorder
+    jobs: JobUsageRecorder
+    clock: Clock
+
+    def current(self) -> Mapping[str, HostUsage]:
+        """See `UtilizationRecorder.current`."""
+        return self.recorder.current()
+
+    async def views(self, names: Collection[str] = ()) -> list[UtilizationView]:
+        """Hosts and live VMs by name, each host with its VMs behind it; all, or those with these names."""
+        found = []
+        for number, view in enumerate(self._known()):
+            if names and view.name not in names:
+                continue
+            found.append(self._with_history(view))
+            if number % AT_ONCE == AT_ONCE - 1:
+                await asyncio.sleep(0)
+        return found
+
+    def history(self, name: str, hours: float) -> list[UsagePoint]:
+        """The rows of a host or VM in the last hours, also of a VM that has ended. Raises `Gone` if there are none."""
+        kind: UsedBy = "host" if name in self.controller.state.hosts else "vm"
+        records = read_usage(self.recorder.store, kind, name, self.clock.wall() - hours * HOUR)
+        if not records:
+            raise Gone(f"nothing is known of what {name} used in the last {hours:g} hours")
+        return [UsagePoint(one.wall, one.span, view) for one in records if (view := _usage_view(one.usage))]
+
+    def compatible(self, node: Size, image: str, kind: CloneKind | None, policy: str) -> list[CompatibleHostView]:
+        """See `compatible_hosts`. Raises `Refused` if there is no such policy."""
+        controller = self.controller
+        state = controller.state
+        # With the hosts as the latest pass knew them: they are not observed here.
+        context = Context(state, controller.observed, controller.policy, sight=state.free.hosts)
+        return [
+            CompatibleHostView(one.name, size_view(one.free), size_view(one.claim), one.holds, one.use)
+            for one in compatible_hosts(context, node, image, kind, policy)
+        ]
+
+    def _known(self) -> Iterator[UtilizationView]:
+        """All of them, with what they use now."""
+        rows, world, current = self.controller.state.rows(), self.controller.world(), self.current()
+        vms: defaultdict[str, list[Vm]] = defaultdict(list)
+        for vm in sorted(rows.vms.values(), key=lambda vm: vm.name):
+            vms[vm.host].append(vm)
+        for name in sorted(host.name for host in self.controller.known_hosts().values()):
+            host, used = world.hosts.get(name), current.get(name, HostUsage())
+            machine = host.machine if host else None
+            size = (machine.cpus, machine.memory) if machine else (0, 0)
+            yield UtilizationView("host", name, "", "", *size, _usage_view(used.usage), None, None)
+            for vm in vms[name]:
+                seen = used.vms.get(vm.name)
+                attempt = rows.attempt_of(vm)
+                job_id = attempt.job.job_id if attempt else ""
+                now = _usage_view(seen.usage if seen else None)
+                yield UtilizationView("vm", vm.name, name, job_id, vm.size.cpus, vm.size.memory, now, None, None)
+
+    def _with_history(self, view: UtilizationView) -> UtilizationView:
+        wall = self.clock.wall()
+        kind: UsedBy = "host" if view.kind == "host" else "vm"
+        records = read_usage(self.recorder.store, kind, view.name, wall - HOUR)
+        latest = [one for one in records if one.wall >= wall - FIVE_MINUTES - 60]
+        return replace(view, five_minutes=_mean(latest), hour=_mean(records))
+
+
+def _mean(records: list[UsageRecord]) -> UsageView | None:
+    return _usage_view(combined([one.usage for one in records]) if records else None)
+
+
+def _usage_view(usage: Usage | None) -> UsageView | None:
+    return None if usage is None else UsageView(*(getattr(usage, one.name) for one in fields(UsageView)))
+
 
 COMMIT_TIMEOUT = 10.0  # seconds that a client waits for its command to be committed
 FAILURES_UNTIL_ALERT = 3  # failures in a row that make a repeated effect an alert: one or two are routine
@@ -66,13 +138,13 @@ class Counts:
 
     commits: int
     processes: Mapping[str, int]
-    sources: Sequence[SourceView]
+    sources: Sequence[api.SourceView]
     effects: Mapping[tuple[str, str], int]  # by kind and outcome
     rows: Mapping[str, Mapping[str, int]]
     jobs: Mapping[str, int]  # by stage
     waiting: Mapping[str, int]  # by the word of their reason
     alerts: Mapping[str, int]  # by kind
-    hosts: Sequence[HostView]
+    hosts: Sequence[api.HostView]
     statistics: Statistics
 
 
@@ -83,7 +155,7 @@ class Backend:
     clock: Clock
     guests: GuestFacts | None  # None where VMs cannot be asked
     processes: Processes
-    permanent: Sequence[Alert] = ()  # alerts that last as long as this process
+    permanent: Sequence[api.Alert] = ()  # alerts that last as long as this process
     history_days: float = 0.0  # as in the settings
     poll: float = 0.0  # as in the settings
     hints_from: str = ""  # this and the next two are those of the `SchedulerSystem`
@@ -98,10 +170,10 @@ class Backend:
 
     # --- the daemon --------------------------------------------------------------------------------
 
-    def status(self) -> StatusView:
+    def status(self) -> api.StatusView:
         rows = self._rows()
         states = convert.row_counts(rows)
-        return StatusView(
+        return api.StatusView(
             pid=os.getpid(),
             version=__version__,
             site=self.store.site,
@@ -115,13 +187,13 @@ class Backend:
             alerts=tuple(self.alerts()),
         )
 
-    def sources(self) -> tuple[SourceView, ...]:
+    def sources(self) -> tuple[api.SourceView, ...]:
         """The scheduler first, then the hypervisor's sources."""
         now, controller = self.clock.now(), self.controller
         hypervisors = (convert.source_view(one, now) for one in controller.sources.values())
         return (convert.source_view(controller.scheduler, now), *hypervisors)
 
-    def alerts(self) -> list[Alert]:
+    def alerts(self) -> list[api.Alert]:
         """All alerts. Those that stop the most come first."""
         now, controller, rows = self.clock.now(), self.controller, self._rows()
         unkept, unhinted = controller.uncommitted, controller.missing_hints.since
@@ -141,7 +213,7 @@ class Backend:
             ),
             *(alerts.failing_effect(one, now) for one in controller.failing(FAILURES_UNTIL_ALERT)),
             *(alerts.ORPHAN(name=name) for name in controller.orphans()),
-            *(Alert(*one) for one in self.lack_of_nodes(controller.claimable_cpus())),
+            *(api.Alert(*one) for one in self.lack_of_nodes(controller.claimable_cpus())),
             *self.permanent,
         ]
         return [replace(one, command=alerts.command_of(one)) for one in found]
@@ -168,7 +240,7 @@ class Backend:
 
     # --- jobs --------------------------------------------------------------------------------------
 
-    def jobs(self, job: str | None = None, *, ended: bool = False, limit: int = 200) -> list[JobView]:
+    def jobs(self, job: str | None = None, *, ended: bool = False, limit: int = 200) -> list[api.JobView]:
         """Live attempts, oldest first; with `ended` or a `job`, the last `limit` attempts that ended too."""
         if ended or job is not None:
             attempts = list(reversed(self.store.attempts(job_id=job, limit=max(1, min(limit, MAX_JOBS)))))
@@ -192,7 +264,7 @@ class Backend:
         controller = self.controller
         return convert.waiting_reasons(attempts, controller.world(), controller.state.reasons, self.clock.now())
 
-    def timelines(self, job: str, viewer: Viewer = OPERATOR) -> list[TimelineView]:
+    def timelines(self, job: str, viewer: Viewer = OPERATOR) -> list[api.TimelineView]:
         """One timeline for each attempt of the job that the viewer may see, oldest first."""
         limit = MAX_JOBS if viewer is OPERATOR else MAX_TIMELINES
         attempts = [one for one in self.store.attempts(job_id=job, limit=limit) if viewer.may_see(one.uid)][::-1]
@@ -215,15 +287,15 @@ class Backend:
 
     # --- VMs, hosts, templates ---------------------------------------------------------------------
 
-    async def vms(self, *, exact: bool = False) -> list[VmView]:
+    async def vms(self, *, exact: bool = False) -> list[api.VmView]:
         measured = await self.guests.measure() if exact and self.guests else {}
         return convert.vm_views(self._rows(), self.controller.world(), measured)
 
-    def leases(self) -> list[LeaseView]:
+    def leases(self) -> list[api.LeaseView]:
         """The hosts that are leased, or about to be."""
         return lease_views(self._rows(), self.controller.world().epoch)
 
-    def hosts(self) -> list[HostView]:
+    def hosts(self) -> list[api.HostView]:
         """All hosts of the site, whether or not they are in reach."""
         controller, rows = self.controller, self._rows()
         names = {host.key: host.name for host in rows.hosts.values()}
@@ -239,20 +311,20 @@ class Backend:
         """The hosts in reach, by name."""
         return sorted(self.controller.world().hosts)
 
-    def templates(self) -> list[TemplateView]:
+    def templates(self) -> list[api.TemplateView]:
         return convert.template_views(self._rows(), self.controller.world().epoch)
 
     @property
-    def base_size(self) -> SizeView:
+    def base_size(self) -> api.SizeView:
         """The size of a template that is built without a size."""
         return convert.size_view(self.controller.policy.base)
 
-    async def identity_audit(self) -> IdentityAudit:
+    async def identity_audit(self) -> api.IdentityAudit:
         return convert.audit(convert.known_vms(self._rows()), await self.guests.examine() if self.guests else {})
 
     # --- the whole, for viewers --------------------------------------------------------------------
 
-    def shown(self) -> tuple[SummaryView, Mapping[str, Iterable[Source]]]:
+    def shown(self) -> tuple[api.SummaryView, Mapping[str, Iterable[Source]]]:
         """What is said of the whole, and the documents of each kind."""
         state, policy, epoch = self.controller.state, self.controller.policy, self.controller.world().epoch
         hosts = map(without_noise, self.hosts())
@@ -277,9 +349,9 @@ class Backend:
                 partial(convert.vm_view, vm, job_id, world.epoch, (0.0, private, 0.0, 0.0)),
             )
 
-    def _summary(self) -> SummaryView:
+    def _summary(self) -> api.SummaryView:
         now, wall, state = self.clock.now(), self.clock.wall(), self.controller.state
-        return SummaryView(
+        return api.SummaryView(
             site=self.store.site,
             version=__version__,
             wall=wall,
@@ -294,7 +366,7 @@ class Backend:
     # A committed command outlives the daemon, so it is answered only then. All raise `TimeoutError` if it is not
     # committed in time.
 
-    async def repair(self, alert: Alert) -> None:
+    async def repair(self, alert: api.Alert) -> None:
         """Have the alert's repair committed."""
         await asyncio.wait_for(self.controller.command(alerts.repair_command(alert)), COMMIT_TIMEOUT)
 
@@ -305,16 +377,18 @@ class Backend:
         command = Command(verb, host, image, size=Size(*size) if size else None, account=account)
         await asyncio.wait_for(self.controller.command(command), COMMIT_TIMEOUT)
 
-    async def change_hosts(self, verb: str, names: Sequence[str], reason: str, begins: float | None) -> HostsChanged:
+    async def change_hosts(
+        self, verb: str, names: Sequence[str], reason: str, begins: float | None
+    ) -> api.HostsChanged:
         """Have a change (`verb`: add, drain, resume or remove) to hosts committed, together."""
         drain = Drain(self.clock.wall() if begins is None else begins, reason) if verb == "drain" else None
         made = [self.controller.command(Command(verb, host=name, drain=drain)) for name in names]
         async with asyncio.timeout(COMMIT_TIMEOUT):
             results = await asyncio.gather(*made, return_exceptions=True)
         refused = {name: str(error) for name, error in zip(names, results, strict=True) if isinstance(error, Refused)}
-        return HostsChanged(tuple(name for name in names if name not in refused), refused)
+        return api.HostsChanged(tuple(name for name in names if name not in refused), refused)
 
-    async def prune(self, older_than: float | None, *, dry_run: bool, after: str) -> PruneView:
+    async def prune(self, older_than: float | None, *, dry_run: bool, after: str) -> api.PruneView:
         """Delete, or count, what ended more than `older_than` seconds ago; None: as in the settings. Works for two
         seconds at most, from `after` on, so that the daemon can be stopped. Raises `Refused` if the settings keep
         everything or `after` makes no sense, `Exhausted` if it cannot be committed."""
@@ -323,7 +397,7 @@ class Backend:
             raise Refused("the settings keep all records (history_days = 0)", hint="give an age: --older-than 30d")
         one_round = Pruning(self.store, self.clock.wall() - age, after=after, dry_run=dry_run)
         await pruning.prune(one_round, self.clock, limit=PRUNE_LIMIT)
-        return PruneView(age, one_round.position, dry_run, **asdict(one_round.removed))
+        return api.PruneView(age, one_round.position, dry_run, **asdict(one_round.removed))
 
 
 def _itself(made: object) -> object:

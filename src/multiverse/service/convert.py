@@ -7,20 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from multiverse.api import (
-    IdentityAudit,
-    JobUsageView,
-    JobView,
-    PhaseView,
-    PoolView,
-    SizeView,
-    SourceView,
-    TemplateView,
-    TimelineEntry,
-    TimelineView,
-    VmIdentity,
-    VmView,
-)
+from multiverse import api
 from multiverse.controller.observers import Observer
 from multiverse.core.admission.reasons import reason_of
 from multiverse.core.model import (
@@ -101,10 +88,12 @@ def job_facts(
         yield one, JobFacts(text_of(waiting.get(one.id)), order, user_name(one.uid), tuple(names.get(one.id, ())))
 
 
-def job_view(attempt: Attempt, facts: JobFacts, policy: Policy, epoch: float, usage: JobUsage | None = None) -> JobView:
+def job_view(
+    attempt: Attempt, facts: JobFacts, policy: Policy, epoch: float, usage: JobUsage | None = None
+) -> api.JobView:
     """`epoch` is the Unix time of the monotonic clock's 0, here and below; `usage` is what the job used, if known."""
     request = attempt.request
-    return JobView(
+    return api.JobView(
         job_id=attempt.job.job_id,
         name=attempt.job_name,
         uid=attempt.uid,
@@ -129,11 +118,11 @@ def job_view(attempt: Attempt, facts: JobFacts, policy: Policy, epoch: float, us
     )
 
 
-def _job_usage(usage: JobUsage | None) -> JobUsageView | None:
+def _job_usage(usage: JobUsage | None) -> api.JobUsageView | None:
     if usage is None or not usage.text or usage.seconds is None:
         return None
     figures = (usage.seconds, usage.cpus_used, usage.efficiency, usage.peak)
-    return JobUsageView(*figures, usage.suggestion, usage.text)
+    return api.JobUsageView(*figures, usage.suggestion, usage.text)
 
 
 def waiting_reasons(
@@ -175,8 +164,8 @@ def row_counts(rows: Rows) -> dict[str, Counter[str]]:
     return {kind: Counter(str(row.state) for row in table.values()) for kind, table in tables(rows).items()}
 
 
-def source_view(source: Observer[Any], now: float) -> SourceView:
-    return SourceView(
+def source_view(source: Observer[Any], now: float) -> api.SourceView:
+    return api.SourceView(
         name=source.name,
         known=source.latest is not None,
         observations=source.observations,
@@ -186,14 +175,14 @@ def source_view(source: Observer[Any], now: float) -> SourceView:
     )
 
 
-def size_view(size: Size) -> SizeView:
-    return SizeView(*size.amounts)
+def size_view(size: Size) -> api.SizeView:
+    return api.SizeView(*size.amounts)
 
 
-def pool_view(one: PoolStatus) -> PoolView:
+def pool_view(one: PoolStatus) -> api.PoolView:
     pool = one.pool
     joined = pool.size if pool.depth is Depth.JOINED else Size(0, 0)
-    return PoolView(
+    return api.PoolView(
         image=pool.image,
         depth=str(pool.depth),
         cpus=joined.cpus,
@@ -212,10 +201,10 @@ def job_of(vm: Vm, attempt: Attempt | None) -> str:
     return attempt.job.job_id if attempt else vm.job_id
 
 
-def vm_view(vm: Vm, job_id: str, epoch: float, figures: tuple[float, float, float, float]) -> VmView:
+def vm_view(vm: Vm, job_id: str, epoch: float, figures: tuple[float, float, float, float]) -> api.VmView:
     """The `figures` are CPU seconds and unique, shared and proportional MiB."""
     cpu_s, private, shared, pss = figures
-    return VmView(
+    return api.VmView(
         name=vm.name,
         state=str(vm.state),
         host=vm.host,
@@ -236,7 +225,7 @@ def vm_view(vm: Vm, job_id: str, epoch: float, figures: tuple[float, float, floa
     )
 
 
-def vm_views(rows: Rows, world: World, exact: Mapping[str, tuple[float, float, float]]) -> list[VmView]:
+def vm_views(rows: Rows, world: World, exact: Mapping[str, tuple[float, float, float]]) -> list[api.VmView]:
     """All live VMs as last observed. `exact` has newer CPU seconds, unique and proportional MiB of VMs, by name."""
     views = []
     for vm in rows.vms.values():
@@ -247,10 +236,10 @@ def vm_views(rows: Rows, world: World, exact: Mapping[str, tuple[float, float, f
     return views
 
 
-def template_views(rows: Rows, epoch: float) -> list[TemplateView]:
+def template_views(rows: Rows, epoch: float) -> list[api.TemplateView]:
     forked = Counter(place.template for vm in rows.vms.values() for place in vm.places)
     return [
-        TemplateView(
+        api.TemplateView(
             host=row.host,
             image=row.image,
             state=str(row.state),
@@ -274,18 +263,18 @@ _PHASE_OF_EFFECT = {"create": "clone", "start": "join"}  # phases whose stages a
 
 def timeline_view(
     attempt: Attempt, entries: Sequence[Entry], now: float, waiting: Reason | None = None, tell: Tell = text_of
-) -> TimelineView:
+) -> api.TimelineView:
     """The timeline of one attempt. `entries` are those of the attempt and its VMs, in order. A phase that has not ended
     lasts until `now` (monotonic)."""
     first = entries[0].mono if entries else 0.0
-    return TimelineView(
+    return api.TimelineView(
         job_id=attempt.job.job_id,
         attempt=attempt.id,
         state=str(attempt.state),
         wall=entries[0].wall if entries else 0.0,
         phases=phases(entries, now),
         entries=tuple(
-            TimelineEntry(
+            api.TimelineEntry(
                 at=entry.mono - first,
                 subject=f"{entry.kind} {entry.id}",
                 event=entry.event,
@@ -299,11 +288,11 @@ def timeline_view(
     )
 
 
-def phases(entries: Sequence[Entry], now: float) -> tuple[PhaseView, ...]:
+def phases(entries: Sequence[Entry], now: float) -> tuple[api.PhaseView, ...]:
     """The phases of an attempt, in order. A phase that was interrupted ends when the reclaim begins."""
     moments, reclaiming = _moments(entries)
     stages = _stages(entries)
-    found: list[PhaseView] = []
+    found: list[api.PhaseView] = []
     for name in _PHASES:
         first, last = PHASES[name]
         began = reclaiming if name == "reclaim" else moments.get(first)
@@ -312,7 +301,7 @@ def phases(entries: Sequence[Entry], now: float) -> tuple[PhaseView, ...]:
         ended = moments.get(last)
         if name != "reclaim" and ended is None:
             ended = reclaiming
-        found.append(PhaseView(name, began, (ended if ended is not None else now) - began, stages.get(name, ())))
+        found.append(api.PhaseView(name, began, (ended if ended is not None else now) - began, stages.get(name, ())))
     return tuple(found)
 
 
@@ -382,7 +371,7 @@ def known_vms(rows: Rows) -> dict[str, KnownVm]:
     return found
 
 
-def audit(known: Mapping[str, KnownVm], reported: Mapping[str, Facts]) -> IdentityAudit:
+def audit(known: Mapping[str, KnownVm], reported: Mapping[str, Facts]) -> api.IdentityAudit:
     """Compare reports of guests with each other, and with what they were told. A report that lacks something is a
     problem."""
     holders: dict[tuple[str, str], list[str]] = defaultdict(list)
@@ -395,7 +384,7 @@ def audit(known: Mapping[str, KnownVm], reported: Mapping[str, Facts]) -> Identi
         vm = known.get(name)
         skew = facts.get("skew", 0)
         found.append(
-            VmIdentity(
+            api.VmIdentity(
                 name,
                 vm.job_id if vm is not None else "",
                 skew if isinstance(skew, int) else 0,
@@ -403,7 +392,7 @@ def audit(known: Mapping[str, KnownVm], reported: Mapping[str, Facts]) -> Identi
                 (*_problems(name, vm, facts), *_shared(name, holders)),
             )
         )
-    return IdentityAudit(tuple(found), len(found) > 1 and not any(vm.problems for vm in found))
+    return api.IdentityAudit(tuple(found), len(found) > 1 and not any(vm.problems for vm in found))
 
 
 def _problems(name: str, vm: KnownVm | None, facts: Facts) -> Iterator[str]:

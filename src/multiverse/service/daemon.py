@@ -26,22 +26,12 @@ from multiverse.controller.pruning import prune_regularly
 from multiverse.controller.utilization import UtilizationRecorder
 from multiverse.core.errors import Refused, Unknown
 from multiverse.ports import Clock, Hypervisor, Scheduler
+from multiverse.service import startup
 from multiverse.service.api import make_api
-from multiverse.service.backend import Backend
+from multiverse.service.backend import Backend, UtilizationReader
 from multiverse.service.publisher import Publisher
-from multiverse.service.startup import (
-    ProcessCounter,
-    Processes,
-    bind,
-    bind_tcp,
-    bind_web,
-    http_server,
-    locked,
-    stop_signal,
-)
 from multiverse.service.statistics import MoveLog, Statistics
 from multiverse.service.users_socket import Pace, UserQuestions, serve_users
-from multiverse.service.utilization import UtilizationReader
 from multiverse.service.web import make_web
 from multiverse.store import Store, open_store
 from multiverse.system import placements
@@ -86,8 +76,8 @@ async def serve(settings: Settings) -> None:
     _restrict_access(settings)
     placements.check(settings.placement.policy)
     bundles = platform_bundles(settings)
-    with locked(settings.state_dir / "lock", "daemon"), contextlib.ExitStack() as stack:
-        counter, clock = ProcessCounter(), SystemClock()
+    with startup.locked(settings.state_dir / "lock", "daemon"), contextlib.ExitStack() as stack:
+        counter, clock = startup.ProcessCounter(), SystemClock()
         there = [site for bundle in bundles.values() for site in bundle.sites(settings)]
         store = open_store(settings.state_dir, clock, there)
         stack.callback(store.close)
@@ -99,9 +89,9 @@ async def serve(settings: Settings) -> None:
         controller.fence_by(FenceCommand(settings.fence))
         controller.place_by(placements.load())
         work = await platform.follow(controller)
-        sock = bind(settings.socket, "socket")
+        sock = startup.bind(settings.socket, "socket")
         stack.callback(settings.socket.unlink, missing_ok=True)
-        web = bind_web(settings.web)
+        web = startup.bind_web(settings.web)
         if settings.web.listen.startswith("/"):
             stack.callback(Path(settings.web.listen).unlink, missing_ok=True)
         statistics = Statistics()
@@ -114,7 +104,7 @@ async def serve(settings: Settings) -> None:
             store,
             clock,
             platform.guests,
-            Processes(counter, platform.programs),
+            startup.Processes(counter, platform.programs),
             [Alert(*notice) for notice in notices],
             settings.history_days,
             settings.poll,
@@ -169,9 +159,9 @@ def _bind_for_users(settings: Settings, stack: contextlib.ExitStack) -> Listenin
     if not settings.users.enabled:
         return None
     path, users = users_socket(settings), settings.users
-    sock = bind(path, "users.socket", all_users=True)
+    sock = startup.bind(path, "users.socket", all_users=True)
     stack.callback(path.unlink, missing_ok=True)
-    return sock, bind_tcp(users.listen, users.port, "users.listen") if users.listen else None
+    return sock, startup.bind_tcp(users.listen, users.port, "users.listen") if users.listen else None
 
 
 async def _run(
@@ -184,8 +174,8 @@ async def _run(
     publisher = Publisher(backend, settings.web.viewers)
     listening = [sock for sock in sockets if sock is not None]
     apps: list[Any] = [make_api(backend, publisher), make_web(backend, publisher)]
-    servers = [http_server(app) for app, _ in zip(apps, listening, strict=False)]
-    stop = stop_signal()
+    servers = [startup.http_server(app) for app, _ in zip(apps, listening, strict=False)]
+    stop = startup.stop_signal()
     tasks: list[asyncio.Task[Any]] = [asyncio.create_task(one.run(), name=one.name) for one in work]
     serving = [
         asyncio.create_task(server.serve(sockets=[sock]), name="api or web page")

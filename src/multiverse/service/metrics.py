@@ -19,7 +19,7 @@ from multiverse.api import HostView, SizeView
 from multiverse.config import listening_address
 from multiverse.core.errors import Refused
 from multiverse.core.model import HostUsage, Usage
-from multiverse.service.startup import bind
+from multiverse.service.startup import bind, bind_tcp
 
 if TYPE_CHECKING:  # an agent has no backend
     from multiverse.service.backend import Counts
@@ -244,10 +244,7 @@ def _bound(where: str, setting: str) -> socket.socket:
     address = listening_address(where)
     if address is None:
         raise Refused(f"{where} is no ADDRESS:PORT", hint=f"correct {setting} in the settings")
-    try:
-        return socket.create_server(address, family=socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
-    except OSError as error:
-        raise Refused(f"cannot listen at {where}: {error.strerror}", hint=f"set {setting} in the settings") from error
+    return bind_tcp(*address, setting)
 
 
 async def _answer_scrape(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, text: Callable[[], bytes]) -> None:
