@@ -61,7 +61,7 @@ class Client:
         return list(self._call("GET", "/vms", params={"exact": str(exact).lower()}))
 
     def snapshot(self) -> dict[str, Any]:
-        """Everything at a glance, as the web page shows it; see `api.grid.Snapshot`."""
+        """Everything at a glance, as the web page shows it; see `api.Snapshot`."""
         return dict(self._call("GET", "/snapshot"))
 
     def hosts(self) -> list[dict[str, Any]]:

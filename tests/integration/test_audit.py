@@ -46,7 +46,7 @@ def test_clones_made_together_share_no_identity_and_keep_theirs(
 
     done = multiverse(lab, "audit", "identity", "--json")
     found = json.loads(done.stdout)
-    assert done.returncode == 0 and found["strangers"], found
+    assert done.returncode == 0 and found["distinct"], found
     assert sorted(vm["job_id"] for vm in found["vms"]) == tasks
     first = {vm["name"]: vm for vm in found["vms"]}
     assert all(vm["facts"][key] for vm in first.values() for key in ("machine_id", "boot_id", "random", "mac"))

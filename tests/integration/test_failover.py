@@ -106,7 +106,7 @@ class Pair:
             self.backup.wait()
 
     def hints_alert(self) -> str:
-        return next((one["wrong"] for one in self.client.status()["troubles"] if one["kind"] == "hints"), "")
+        return next((one["message"] for one in self.client.status()["alerts"] if one["kind"] == "hints"), "")
 
 
 _OWN_NETWORK = Path("/proc/self/ns/net").readlink()
@@ -217,4 +217,4 @@ def test_missing_hints_are_reported_and_cost_only_the_poll_interval(pair: Pair) 
 
 
 def _remedy(pair: Pair) -> str:
-    return next((one["todo"] for one in pair.client.status()["troubles"] if one["kind"] == "hints"), "")
+    return next((one["remedy"] for one in pair.client.status()["alerts"] if one["kind"] == "hints"), "")

@@ -128,7 +128,7 @@ def test_a_daemon_takes_the_lock_of_its_directory_on_a_full_disk(tmp_path: Path)
 
 def alert(client: Client) -> dict[str, Any] | None:
     """The alert of VMs that are paused."""
-    found = [one for one in client.status()["troubles"] if one["kind"] == "disk" and "paused" in one["wrong"]]
+    found = [one for one in client.status()["alerts"] if one["kind"] == "disk" and "paused" in one["message"]]
     return found[0] if found else None
 
 
@@ -144,7 +144,7 @@ def test_an_array_that_fills_the_disk_harms_no_other_job_and_is_released(lab: La
     until("the neighbour runs", lambda: states(lab, neighbour) == ["RUNNING"])
     array = lab.sbatch(HOG.format(out=fill), f"--array=1-{HOGS}", "--output=/dev/null")
     found = until("VMs are paused", lambda: alert(small))
-    assert "MiB are available" in found["wrong"] and "scancel" in found["todo"] and found["jobs"]
+    assert "MiB are available" in found["message"] and "scancel" in found["remedy"] and found["jobs"]
     waiting = lab.sbatch("true", "--output=/dev/null")
     until("a new job waits", lambda: "waiting for disk" in (small.jobs(waiting) or [{}])[0].get("waiting", ""))
     assert available(lab.where.controller) < FLOOR << 20

@@ -431,7 +431,7 @@ def test_a_host_that_cannot_create_vms_is_avoided_and_costs_no_attempt(two: LabU
         (fault,) = shown["faults"]
         assert (shown["state"], fault["image"]) == ("avoided", "slim") and "not permitted" in fault["reason"]
         assert "avoided for slim until" in shown["reason"] and "hosts resume" in shown["todo"]
-        assert [one["kind"] for one in hosts.status()["troubles"] if name in one["wrong"]] == ["avoided"]
+        assert [one["kind"] for one in hosts.status()["alerts"] if name in one["message"]] == ["avoided"]
         job, file, where = waiting_job(two, hosts, "avoids")
         assert where == other
         waits = two.sbatch("hostname", "-c4", "--output=/dev/null")  # the other host is too full for it

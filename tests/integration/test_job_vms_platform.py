@@ -13,7 +13,7 @@ import pytest
 from multiverse import config
 from multiverse.core.model import vm_prefix
 from multiverse.host import manifest
-from multiverse.service.job_platform import site_of_node
+from multiverse.service.job_vms import site_of_node
 from multiverse_lab.lab import baremetal
 from multiverse_lab.lab.services import AGENT
 from tests.integration.bare_node import BareNode, bare_node, ensure_agent

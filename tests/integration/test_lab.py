@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from multiverse.cli.exit_codes import INTERRUPTED
+from multiverse.cli.commands import INTERRUPTED
 from multiverse.config import QemuSettings
 from multiverse.host import process
 from multiverse_lab.lab import baremetal, lifecycle

@@ -41,7 +41,7 @@ slow = pytest.mark.slow
 
 
 def looks(client: Client) -> int:
-    return sum(int(source["looks"]) for source in client.status()["sources"] if source["name"] != "scheduler")
+    return sum(int(source["observations"]) for source in client.status()["sources"] if source["name"] != "scheduler")
 
 
 @pytest.mark.parametrize("service", [pytest.param(name, marks=slow) for name in ("slurmctld", "munged", "ganesha")])

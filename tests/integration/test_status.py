@@ -31,7 +31,7 @@ def multiverse(lab: LabUnderTest, *words: str) -> subprocess.CompletedProcess[st
 
 def shown_alerts(lab: LabUnderTest) -> list[dict[str, Any]]:
     done = multiverse(lab, "status", "--json")
-    found: list[dict[str, Any]] = json.loads(done.stdout)["troubles"]
+    found: list[dict[str, Any]] = json.loads(done.stdout)["alerts"]
     assert done.returncode == (1 if found else 0), done.stderr
     return found
 
@@ -61,7 +61,7 @@ def test_a_broken_template_is_shown_and_repaired(lab: LabUnderTest, controller: 
     assert shown_alerts(lab) == []
     assert multiverse(lab, "template", "build", dud.name).returncode == 1
     (one,) = shown_alerts(lab)
-    assert one["kind"] == "template" and dud.name in one["wrong"]
+    assert one["kind"] == "template" and dud.name in one["message"]
 
     again = multiverse(lab, "repair", one["name"], "--yes")
     assert again.returncode == 1 and "not repaired" in again.stdout, again
@@ -86,7 +86,7 @@ def test_a_quarantined_record_is_shown_and_repaired(lab: LabUnderTest, controlle
         )
     controller()
     (one,) = until("it is shown", lambda: shown_alerts(lab))
-    assert one["jobs"] == [job] and "for the test" in one["wrong"]
+    assert one["jobs"] == [job] and "for the test" in one["message"]
     assert multiverse(lab, "repair", "--dry-run").returncode == 0 and shown_alerts(lab) == [one]
     repaired = multiverse(lab, "repair", "--yes")
     assert repaired.returncode == 0 and "is repaired" in repaired.stdout, repaired

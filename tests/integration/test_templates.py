@@ -37,7 +37,7 @@ def test_jobs_of_an_image_that_cannot_be_plugged_get_templates_of_their_size(
     job = lab.sbatch(facts, "--constraint=stiff&instant", "-n2", "--mem=600", f"--output={out}")
     why = "no host has image stiff"
     until("it waits for its image", lambda: [row["waiting"] for row in client.jobs(job)] == [why])
-    (trouble,) = until("status says so", lambda: client.status()["troubles"])
+    (trouble,) = until("status says so", lambda: client.status()["alerts"])
     assert trouble["name"] == "image-stiff" and job in trouble["jobs"]
     stiff()
     row = ended(client, job, "done")

@@ -25,8 +25,7 @@ from pathlib import Path
 from multiverse.core.errors import Refused
 from multiverse.core.model import Neighbour
 from multiverse.host.vxlan import Vxlan, VxlanConfig
-from multiverse.pilot.lease_directory import LeaseDirectory
-from multiverse.pilot.vxlan import join, leave, on_node
+from multiverse.pilot.lease import LeaseDirectory, join_vxlan, leave_vxlan, vxlan_of_node
 from multiverse.system import kernel
 
 PORT, NETWORK, MTU = 14789, 0x123456, 1450
@@ -303,24 +302,24 @@ def leases(directory: Path) -> dict[str, object]:
     thread is: in networks of their own."""
     base = directory / "leases"
     with inside("h1"):
-        config = on_node(vxlan(directory, 1).config, base, lambda: machine(1))
+        config = vxlan_of_node(vxlan(directory, 1).config, base, lambda: machine(1))
     one, two = LeaseDirectory(base / "lease-test0-1"), LeaseDirectory(base / "lease-test0-2")
     for place, vm in ((one, "mvtest0-1"), (two, "mvtest0-2")):
         (place.vms / vm).mkdir(parents=True)
         with inside("h1"):
-            join(config, "10.77.0.1")
+            join_vxlan(config, "10.77.0.1")
         Vxlan(config).add(vm, [guest(2)])
     Vxlan(config).restore(config.is_of_others)  # as the agent of one of them does when it starts again
     found: dict[str, object] = {"both": sorted(Vxlan(config).owners()), "reached": passes(MTU)}
     with inside("h1"):
-        leave(base, one)
+        leave_vxlan(base, one)
         shutil.rmtree(one.root)
         found["other"] = sorted(Vxlan(config).owners()) == ["mvtest0-2"] and passes(MTU)
-        leave(base, two)
-        leave(base, two)
+        leave_vxlan(base, two)
+        leave_vxlan(base, two)
         found["left"] = "vxtest0" in run("ip link show") or "mvtest0" in run("nft list ruleset")
         try:
-            join(config, machine(1))
+            join_vxlan(config, machine(1))
         except Refused as error:
             found["refused"] = error.message
     return found

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from multiverse.client import Client
-from multiverse.system import listing
+from multiverse.system import files as system_files
 from multiverse_lab.lab import lifecycle
 from multiverse_lab.lab.plan import LabOptions
 from multiverse_lab.lab.service import patience
@@ -108,7 +108,7 @@ def below(top: Path) -> Iterator[Path]:
 
 def matching(top: Path, pattern: str) -> list[Path]:
     """All paths below `top` that match, also while some vanish."""
-    return list(listing.matching(top, pattern))
+    return list(system_files.matching(top, pattern))
 
 
 def qemu_of(vm: str) -> int:

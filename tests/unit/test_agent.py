@@ -34,7 +34,7 @@ from multiverse.core.model import (
     VmRef,
     VmSpec,
 )
-from multiverse.system import record
+from multiverse.system.files import RECORD_SIZE
 from multiverse_lab.simulation.loop import run
 from multiverse_lab.simulation.machines import ABILITIES
 from multiverse_lab.simulation.network import NEIGHBOURS, STRANGERS, AgentBehaviour, ProtocolRelease, SimulatedAgent
@@ -412,7 +412,7 @@ def test_epochs_of_too_many_sites_are_an_error_that_keeps_the_others(tmp_path: P
     epochs = EpochFile(tmp_path / "epochs")
     epochs.take("site", Epoch(3, "a"))
     with pytest.raises(Broken):
-        epochs.take("other", Epoch(1, "b" * record.SIZE))
+        epochs.take("other", Epoch(1, "b" * RECORD_SIZE))
     assert EpochFile(tmp_path / "epochs").highest("site") == epochs.highest("site") == Epoch(3, "a")
 
 

@@ -15,7 +15,7 @@ from multiverse import config
 from multiverse.config import AgentSettings, JobVmSettings, QemuSettings, Settings
 from multiverse.core.errors import Refused
 from multiverse.drivers.qemu.driver import QemuHypervisor
-from multiverse.pilot.lease_directory import NODE_SHARE, share_of
+from multiverse.pilot.lease import NODE_SHARE, share_of
 from multiverse.service import agent
 from multiverse.system.locks import is_locked
 

@@ -12,7 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 from multiverse.api import Alert
-from multiverse.cli import repair, status
+from multiverse.cli import status
 from multiverse.controller.effects import Failure
 from multiverse.core.errors import Broken, Refused
 from multiverse.core.machines.tables import TABLES
@@ -40,8 +40,8 @@ from multiverse.core.policy import Policy, Pool
 from multiverse.core.state import State
 from multiverse.core.transition import Change, Command, Done, Effect, EffectKind, Event, Move
 from multiverse.service import alerts
-from multiverse.service.convert import job_counts
-from multiverse.service.findings import failing_effect, findings, repair_command, sources_away
+from multiverse.service.alerts import failing_effect, findings, repair_command, sources_away
+from multiverse.service.convert import stage_counts
 from multiverse.store import Transaction
 from tests.unit.planner_harness import POLICY, PlannerHarness
 from tests.unit.rows import SOURCE, offer, rows, vm, world_of
@@ -74,7 +74,7 @@ def quarantined(harness: PlannerHarness) -> None:
 def test_a_healthy_cluster_has_no_alert() -> None:
     harness = PlannerHarness()
     harness.to_allocated()
-    assert seen(harness) == [] and job_counts(harness.rows) == {
+    assert seen(harness) == [] and stage_counts(harness.rows.attempts.values()) == {
         "waiting": 0, "provisioning": 0, "running": 1, "ending": 0,
     }  # fmt: skip
 
@@ -206,7 +206,7 @@ RELEASE = Failure(Effect(EffectKind.RELEASE, Key("vm", 3)), 5, "refused", 16.0)
         ),
         (alerts.STORE(seconds=7200.0, reason="disk is full"), "store", ("2 h", "disk is full", "make room")),
         (failing_effect(RELEASE, 0.0), "vm-3", ("release of vm 3 failed 5 times", "16 s")),
-        (alerts.STRANGER(name="mvtest0-9"), "mvtest0-9", ("no record explains it", "two observations")),
+        (alerts.ORPHAN(name="mvtest0-9"), "mvtest0-9", ("no record explains it", "two observations")),
     ],
 )
 def test_an_alert_that_ends_by_itself_has_no_repair(one: Alert, name: str, words: Sequence[str]) -> None:
@@ -256,8 +256,8 @@ def test_a_quarantined_offer_is_named_by_its_vm_and_can_be_repaired() -> None:
 
 # --- the commands ----------------------------------------------------------------------------------
 
-HOST_ALERT = {"kind": "host", "name": "h1", "wrong": "it is away", "todo": "bring it back", "repair": "takes your word",
-        "needs_fenced": True, "version": 3, "jobs": []}  # fmt: skip
+HOST_ALERT = {"kind": "host", "name": "h1", "message": "it is away", "remedy": "bring it back",
+        "repair": "takes your word", "needs_fenced": True, "version": 3, "jobs": []}  # fmt: skip
 RECORD_ALERT = HOST_ALERT | {"kind": "quarantine", "name": "attempt-1", "repair": "looks again", "needs_fenced": False}
 SOURCE_ALERT = RECORD_ALERT | {"kind": "source", "name": "scheduler", "repair": ""}
 
@@ -276,12 +276,12 @@ class RepairingClient:
 
     def status(self) -> dict[str, Any]:
         self.looks += 1
-        sources = [{"name": n, "known": True, "looks": self.looks, "age": 0.1, "unknown_for": 0.0, "failure": ""}
+        sources = [{"name": n, "known": True, "observations": self.looks, "age": 0.1, "unknown_for": 0.0, "failure": ""}
                    for n in ("scheduler", "hypervisor")]  # fmt: skip
-        jobs = job_counts(PlannerHarness().rows)
+        jobs = stage_counts(PlannerHarness().rows.attempts.values())
         return {
             "pid": 1, "version": "0", "site": "test0", "up": 5.0, "sources": sources, "jobs": jobs, "attempts": {},
-            "vms": {}, "templates": {}, "pools": [], "troubles": list(self.alerts),
+            "vms": {}, "templates": {}, "pools": [], "alerts": list(self.alerts),
         }  # fmt: skip
 
     def repair(self, name: str, *, fenced: bool) -> None:
@@ -292,9 +292,8 @@ class RepairingClient:
 def run(monkeypatch: pytest.MonkeyPatch, daemon: RepairingClient, *words: str, said: str = "") -> Any:
     app = typer.Typer()
     app.command("status")(status.status)
-    app.command("repair")(repair.repair)
-    for module in (status, repair):
-        monkeypatch.setattr(module, "Client", lambda: daemon)
+    app.command("repair")(status.repair)
+    monkeypatch.setattr(status, "Client", lambda: daemon)
     return CliRunner().invoke(app, words, input=said)
 
 
@@ -305,7 +304,7 @@ def test_status_exits_with_1_if_there_is_an_alert(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_permanent_alert_is_shown_and_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    unserved = SOURCE_ALERT | {"kind": "unserved", "name": "preemption", "wrong": "it reaches nobody"}
+    unserved = SOURCE_ALERT | {"kind": "unserved", "name": "preemption", "message": "it reaches nobody"}
     shown = run(monkeypatch, RepairingClient(unserved), "status")
     assert shown.exit_code == 0 and "it reaches nobody" in shown.stdout and "No alerts" not in shown.stdout
     assert run(monkeypatch, RepairingClient(unserved, SOURCE_ALERT), "status").exit_code == status.ALERTS_PRESENT
@@ -336,7 +335,7 @@ def test_a_host_is_fenced_only_by_name_and_with_the_option(monkeypatch: pytest.M
 
 
 def test_an_unknown_alert_or_one_without_repair_is_refused_with_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, hint in (("attempt-9", "multiverse status"), ("scheduler", SOURCE_ALERT["todo"])):
+    for name, hint in (("attempt-9", "multiverse status"), ("scheduler", SOURCE_ALERT["remedy"])):
         error = run(monkeypatch, RepairingClient(SOURCE_ALERT), "repair", name, "--yes").exception
         assert isinstance(error, Refused) and hint in error.hint
 

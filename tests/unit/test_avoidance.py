@@ -14,7 +14,7 @@ from multiverse.core.explanation.host_verdicts import host_verdicts
 from multiverse.core.model import AttemptState, CloneKind, Key, Template, TemplateState, VmCondition, VmState, text_of
 from multiverse.core.policy import AVOIDED_LIMIT
 from multiverse.core.transition import Command, Done, EffectKind, Event
-from multiverse.service.findings import findings, repair_command
+from multiverse.service.alerts import findings, repair_command
 from tests.unit.planner_harness import POLICY, PlannerHarness, failed
 
 A, V = AttemptState, VmState

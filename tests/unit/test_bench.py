@@ -242,7 +242,7 @@ class FakeHost:
         host = HostView(
             name="h1", reachable=True, declared=size, claimed=size, machine=None, accelerator="tcg", abilities=(),
             images={}, vms=0, available=self.memory - 100 * len(self.running), private=0.0, shared=0.0, templates=0.0,
-            template_copies=1, overcommit=1.0, floor=0,
+            template_copies=1, overcommit=1.0, floor=0, usable=size,
         )  # fmt: skip
         return [asdict(host)]
 
@@ -264,7 +264,7 @@ class FakeHost:
     def status(self) -> dict[str, Any]:
         return {
             "pid": 1, "version": "0", "site": "test0", "up": 1.0, "sources": [], "jobs": {"running": len(self.running)},
-            "attempts": {}, "vms": {}, "templates": {}, "pools": [], "troubles": [],
+            "attempts": {}, "vms": {}, "templates": {}, "pools": [], "alerts": [],
         }  # fmt: skip
 
 

@@ -50,7 +50,7 @@ class Site:
 
     def jobs(self, job: str) -> list[dict[str, Any]]:
         state = "queued" if self.second < 1012 else "allocated"
-        size = {"nodes": 1, "cpus": 1, "memory": 300, "image": "slim", "kind": "instant", "age": 1.0, "restarts": 0}
+        size = {"nodes": 1, "cpus": 1, "memory": 300, "image": "slim", "kind": "instant", "since": 1.0, "restarts": 0}
         texts = {"waiting": "", "reason": "", "quarantined": ""}
         return [asdict(JobView(job, "j", 1000, 1, state, vms=(), **size, **texts))]  # type: ignore[arg-type]
 

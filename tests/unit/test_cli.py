@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from multiverse.cli.exit_codes import EXIT_CODES, INTERRUPTED, NO_ANSWER, NOT_DONE, SUPERSEDED
+from multiverse.cli.commands import EXIT_CODES, INTERRUPTED, NO_ANSWER, NOT_DONE, SUPERSEDED
 from multiverse.cli.main import main
 from multiverse.core.errors import (
     Broken,

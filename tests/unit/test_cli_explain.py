@@ -22,7 +22,7 @@ from multiverse.api import (
     StartableView,
     TrialView,
 )
-from multiverse.cli import capacity, explain, render
+from multiverse.cli import jobs, render
 from multiverse.cli.commands import build
 from multiverse.core.errors import Gone
 
@@ -55,13 +55,12 @@ def printed(*words: str, width: int = 80, **answers: Any) -> str:
     """What a command prints for documents made of these values, by question."""
 
     def document(value: Any) -> Any:
-        return lambda *_, **__: TypeAdapter(type(value)).dump_python(value, mode="json", by_alias=True)
+        return lambda *_, **__: TypeAdapter(type(value)).dump_python(value, mode="json")
 
     client = SimpleNamespace(**{name: document(value) for name, value in answers.items()})
     out = io.StringIO()
     with (
-        mock.patch.object(explain, "asker", lambda _: contextlib.nullcontext(client)),
-        mock.patch.object(capacity, "asker", lambda _: contextlib.nullcontext(client)),
+        mock.patch.object(jobs, "asker", lambda _: contextlib.nullcontext(client)),
         mock.patch.object(render.console, "_width", width),
         contextlib.redirect_stdout(out),
     ):
@@ -102,14 +101,14 @@ def test_an_error_is_the_daemons() -> None:
         raise Gone("no job 9 is known")
 
     client = contextlib.nullcontext(SimpleNamespace(explain=gone))
-    with mock.patch.object(explain, "asker", lambda _: client), pytest.raises(Gone):
+    with mock.patch.object(jobs, "asker", lambda _: client), pytest.raises(Gone):
         build()(["explain", "9"], prog_name="multiverse", standalone_mode=False)
 
 
 @pytest.mark.parametrize("width", [80, 140])
 def test_capacity_shows_what_is_used_and_what_would_start(width: int) -> None:
     text = printed("capacity", width=width, capacity=CAPACITY)
-    assert "3 hosts in sight, 1 of which take no new VM" in text and "on closed hosts" in text
+    assert "3 hosts in sight, 1 of them take no new VM" in text and "on closed hosts" in text
     assert "Job 2 waits for capacity and comes first" in text and "+ 3" in text
     quiet = replace(CAPACITY, blocked=False, blocked_by="", waiting=0)
     assert "comes first" not in printed("capacity", width=width, capacity=quiet)
@@ -120,7 +119,7 @@ def test_capacity_shows_what_is_used_and_what_would_start(width: int) -> None:
 @pytest.mark.parametrize(
     ("found", "said"),
     [
-        (TRIAL, ("It would wait.", "3 jobs would be ahead of it, of which job 2", "Without other jobs that wait")),
+        (TRIAL, ("It would wait.", "3 jobs would be ahead of it, and job 2", "Without other jobs that wait")),
         (replace(TRIAL, ahead=0, behind="", alone=None), ("Nobody can tell when",)),
         (replace(TRIAL, expected=1_700_000_000.0), ("It would start by 2023-11-1", "by the time limits")),
         (replace(TRIAL, never=True, why="fits on no host"), ("It would be cancelled.", "fits on no host")),

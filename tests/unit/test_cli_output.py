@@ -23,6 +23,8 @@ from multiverse.client import Client
 DOCUMENTS = json.loads(Path(__file__).with_name("api_documents.json").read_text())
 RECORDED = Path(__file__).with_name("cli_output.txt")
 
+NOW = 1000.0  # when the documents were made, in Unix time
+
 COMMANDS = (
     "status",
     "status --json",
@@ -56,6 +58,7 @@ def printed(command: str, width: int = 160) -> str:
     with (
         mock.patch.object(Client, "_ask", answer),
         mock.patch.object(render.console, "_width", width),
+        mock.patch.object(render.time, "time", lambda: NOW),
         contextlib.redirect_stdout(out),
     ):
         status = build()(command.split(), prog_name="multiverse", standalone_mode=False)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from multiverse.cli.completion import Shell, script
+from multiverse.cli.commands import Shell, script
 
 
 def completed(*words: str) -> list[str]:

@@ -21,9 +21,8 @@ from multiverse.core.model import (
     said,
 )
 from multiverse.core.transition import Command
-from multiverse.service.convert import job_views, timeline_view, vm_views, waiting_reasons
+from multiverse.service.convert import job_facts, job_view, phases, timeline_view, vm_views, waiting_reasons
 from multiverse.service.hosts import Troubles, host_views
-from multiverse.service.timeline import phases
 from tests.unit.planner_harness import POLICY, PlannerHarness
 from tests.unit.rows import world_of
 
@@ -52,7 +51,8 @@ def test_each_waiting_job_has_a_reason_its_own_or_that_it_waits_behind_others() 
     harness.run()
     attempts = list(harness.rows.attempts.values())
     reasons = waiting_reasons(attempts, harness.world, harness.state.reasons, harness.clock.time)
-    views = {view.job_id: view for view in job_views(attempts, [], reasons, harness.clock.time, POLICY)}
+    facts = job_facts(attempts, [], reasons, {}, str)
+    views = {one.job.job_id: job_view(one, more, POLICY, 0.0) for one, more in facts}
     assert "is being built" in views["1"].waiting and views["1"].waiting == views["10"].waiting
     assert {views[job].waiting for job in ("11", "12", "13")} == {str(BEHIND)}
     assert views["14"].waiting == "", "its user holds it"
@@ -94,11 +94,11 @@ def test_memory_is_that_of_the_last_observation_or_of_an_exact_measurement() -> 
         return world_of(None, HypervisorView({"h1": host}, vms, templates), harness.clock.time)
 
     seen_world = world(harness.vms, held)
-    (vm,) = vm_views(harness.rows, seen_world, {}, harness.clock.time)
+    (vm,) = vm_views(harness.rows, seen_world, {})
     assert (vm.cpu_s, vm.private, vm.shared, vm.pss) == (1.0, 60.0, 90.0, 0.0)
-    (vm,) = vm_views(harness.rows, seen_world, {name: (2.0, 61.5, 70.0)}, harness.clock.time)
+    (vm,) = vm_views(harness.rows, seen_world, {name: (2.0, 61.5, 70.0)})
     assert (vm.cpu_s, vm.private, vm.shared, vm.pss) == (2.0, 61.5, 90.0, 70.0)
-    (unseen,) = vm_views(harness.rows, World(), {}, harness.clock.time)
+    (unseen,) = vm_views(harness.rows, World(), {})
     assert (unseen.private, unseen.shared) == (0.0, 0.0)
     (view,) = host_views(harness.rows, seen_world, harness.clock.time, Troubles({}, {}, {}))
     assert (view.private, view.shared, view.templates, view.available) == (60.0, 90.0, 220.0, 9000)

@@ -32,9 +32,9 @@ from multiverse.drivers.slurm.site.site_conf import SiteConf, munge_socket
 from multiverse.host.virtual_functions import VirtualFunction
 from multiverse.images.installed import package_version
 from multiverse.service import doctor
-from multiverse.site import examine_machine, machine_facts
-from multiverse.site.machine_facts import FileSystem, MachineFacts
-from multiverse.system import clock
+from multiverse.site import machine
+from multiverse.site.machine import FileSystem, MachineFacts
+from multiverse.system import kernel
 
 GOOD = MachineFacts(
     qemu="QEMU emulator version 9.0.1",
@@ -51,7 +51,7 @@ SETTINGS = Settings(host=HostSettings(cores=8, memory=16384, disk=65536))
 
 
 def found(facts: MachineFacts, settings: Settings = SETTINGS) -> list[Finding]:
-    return [each for _, findings in examine_machine.examine(settings, facts) for each in findings]
+    return [each for _, findings in machine.examine(settings, facts) for each in findings]
 
 
 def test_a_machine_that_has_everything_has_no_finding() -> None:
@@ -124,22 +124,22 @@ def test_what_cannot_be_known_is_no_finding() -> None:
 
 def test_facts_of_this_machine_are_those_that_other_commands_show(tmp_path: Path) -> None:
     qemu = QemuSettings(binary="/nowhere/qemu", vms=tmp_path / "a/b", templates=Path("/dev/shm/none"))
-    facts = machine_facts.of_machine(Settings(qemu=qemu, state_dir=tmp_path), kvm=False)
+    facts = machine.of_machine(Settings(qemu=qemu, state_dir=tmp_path), kvm=False)
     shown = subprocess.run(["df", "-m", "--output=size,fstype", tmp_path], capture_output=True, text=True, check=True)
     size, kind = shown.stdout.split()[-2:]
     assert facts.vms is not None and (facts.vms.total, facts.vms.kind) == (pytest.approx(int(size), abs=1), kind)
-    assert facts.templates is not None and machine_facts.in_memory(facts.templates)
+    assert facts.templates is not None and facts.templates.in_memory
     meminfo = Path("/proc/meminfo").read_text().split()
     assert facts.memory == int(meminfo[1]) // 1024
     assert "cannot run /nowhere/qemu" in facts.qemu_error and facts.kvm is None
-    assert clock.is_synchronised() in (True, False, None)
+    assert kernel.is_synchronised() in (True, False, None)
 
 
 def test_directories_that_others_can_change_are_found(tmp_path: Path) -> None:
     vms = tmp_path / "vms"
     vms.mkdir()
     vms.chmod(0o777)
-    facts = machine_facts.of_machine(Settings(qemu=QemuSettings(vms=vms, images=tmp_path / "none")), kvm=False)
+    facts = machine.of_machine(Settings(qemu=QemuSettings(vms=vms, images=tmp_path / "none")), kvm=False)
     assert any(str(vms) in message and hint for message, hint in facts.unsafe)
 
 
@@ -265,7 +265,7 @@ def test_the_release_of_a_package_is_read_from_an_image(tmp_path: Path) -> None:
 
 SIZE = SizeView(4, 8192, 65536)
 HOST = HostView(
-    "h1", True, SIZE, SIZE, SIZE, "kvm", (), {"slim": ()}, 0, 0, 0.0, 0.0, 0.0, 1, 1.0, 0,
+    "h1", True, SIZE, SIZE, SIZE, "kvm", (), {"slim": ()}, 0, 0, 0.0, 0.0, 0.0, 1, 1.0, 0, SIZE,
 )  # fmt: skip
 
 

@@ -14,8 +14,7 @@ from multiverse.bundles.slurm.words import SlurmWords
 from multiverse.core.errors import Refused
 from multiverse.core.model import Attempt, AttemptState
 from multiverse.service.api import make_api
-from multiverse.service.explanations import TASKS, Explanations
-from multiverse.service.viewer import OPERATOR, Viewer
+from multiverse.service.explanations import OPERATOR, TASKS, Explanations, Viewer
 from tests.unit.planner_harness import ManualClock
 from tests.unit.rows import attempt
 from tests.unit.test_backfill import EPOCH, NOW, Cluster
@@ -142,7 +141,7 @@ def test_capacity_names_the_job_that_blocks_to_those_who_may_know() -> None:
 async def test_the_routes_answer_with_what_is_wrong() -> None:
     cluster = crowded()
     found = explanations(cluster)
-    backend = SimpleNamespace(explanations=found)
+    backend = SimpleNamespace(explanations=found, utilization=None)
     transport = httpx.ASGITransport(app=make_api(backend))  # type: ignore[arg-type]
     async with httpx.AsyncClient(transport=transport, base_url="http://multiverse") as client:
         assert (await client.get("/explain/3")).json()["jobs"][0]["job_id"] == "3"

@@ -23,7 +23,7 @@ from multiverse.agent.server import AgentIdentity, AgentServer
 from multiverse.config import FenceSettings
 from multiverse.core.errors import Unknown
 from multiverse.core.model import Host, HypervisorView, Size, VmRef
-from multiverse.service.fencing import FenceCommand
+from multiverse.service.daemon import FenceCommand
 
 LIMIT = 100.0
 ONE, TWO = "mvtest0-1", "mvtest0-2"

@@ -44,7 +44,7 @@ from multiverse.host.qemu import disks
 from multiverse.host.qemu.disks import PausedGuests
 from multiverse.host.qemu.machine import Accelerator, Memory, QemuMachine, Wiring
 from multiverse.host.qemu.session import Paths
-from multiverse.service.findings import findings
+from multiverse.service.alerts import findings
 from multiverse.store import Store
 from tests.unit.planner_harness import POLICY, ManualClock, PlannerHarness
 from tests.unit.rows import IMAGES, as_ready, attempt, changes_of, rows, state, template, vm, world_of

@@ -36,7 +36,7 @@ from multiverse.host import manifest
 from multiverse.host.firewall import Firewall, MemberRecord, changed
 from multiverse.host.manifest import Manifest, VmPhase
 from multiverse.host.qemu.connections import GuestNames
-from multiverse.system.hosts_file import keep_names
+from multiverse.system.files import keep_names
 from multiverse_lab.simulation.clock import VirtualClock
 from multiverse_lab.simulation.loop import run
 from tests.unit import rows

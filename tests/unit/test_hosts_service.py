@@ -20,8 +20,8 @@ from fastapi.testclient import TestClient
 from multiverse.agent.transport import CommandTransport, UnixTransport, command_of
 from multiverse.bundles.qemu.agents import connect_agents, declared, transport_to
 from multiverse.cli import render
+from multiverse.cli.arguments import unix_time
 from multiverse.cli.commands import build
-from multiverse.cli.times import unix_time
 from multiverse.client import Client
 from multiverse.config import Settings, on_machine, parse
 from multiverse.controller.loop import Controller

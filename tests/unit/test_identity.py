@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from multiverse.service.identity import UNIQUE, KnownVm, audit
+from multiverse.service.convert import UNIQUE, KnownVm, audit
 
 NOBODY: dict[str, KnownVm] = {}
 

@@ -29,8 +29,8 @@ from multiverse.core.model import (
     VmSpec,
     is_site,
 )
-from multiverse.service.job_platform import PlatformJobVms, site_of_node
-from multiverse.system.shared_memory import SharedMemory
+from multiverse.service.job_vms import PlatformJobVms, site_of_node
+from multiverse.system.kernel import SharedMemory
 
 NONE = SharedMemory((), 0)
 ADA = User("ada", 1000, 1000, "/home/ada", "/bin/sh")
@@ -179,7 +179,7 @@ async def test_a_connection_that_stays_without_an_answer_breaks(
     platform: Platform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as guest:
-        monkeypatch.setattr("multiverse.service.job_platform.TASKS_PORT", guest.getsockname()[1])
+        monkeypatch.setattr("multiverse.service.job_vms.TASKS_PORT", guest.getsockname()[1])
         jobs = replace(SETTINGS.job_vms, platform_subnet="127.0.0.0/25")
         host = over(platform, replace(SETTINGS, job_vms=jobs))
         connection, process = host.connect(replace(vm_of(), index=1))

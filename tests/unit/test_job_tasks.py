@@ -13,7 +13,7 @@ from multiverse.agent.job_protocol import AskComment, LaunchVms, ListVms, Provid
 from multiverse.agent.job_tasks import JobRun, JobTasks
 from multiverse.agent.job_vm import JobVm
 from multiverse.core.errors import Broken, Gone, MultiverseError, Refused, Unknown
-from multiverse.system.sockets import Peer
+from multiverse.system.processes import Peer
 
 ADA, BOB = 1000, 1001
 JOB, STARTED = 12, 1700000000

@@ -22,7 +22,7 @@ from multiverse.config import AgentSettings, JobVmSettings, Settings
 from multiverse.core.errors import Broken, Gone, Unknown
 from multiverse.core.model import User
 from multiverse.service import job_vms
-from multiverse.system.shared_memory import SharedMemory
+from multiverse.system.kernel import SharedMemory
 
 ME = os.getuid()
 

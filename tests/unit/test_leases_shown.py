@@ -9,9 +9,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from multiverse.api import HostView, LeaseView
-from multiverse.cli import hosts as hosts_command
-from multiverse.cli import leases as leases_command
-from multiverse.cli import render
+from multiverse.cli import hosts, render
 from multiverse.core.model import Drain, PilotState
 from multiverse.core.transition import Command
 from multiverse.service.hosts import Troubles, host_views, lease_views
@@ -75,12 +73,11 @@ def test_the_list_of_leases_has_those_that_wait_for_their_pilots(
         def hosts(self) -> Any:
             return TypeAdapter(list[HostView]).dump_python(list(shown(site).values()), mode="json")
 
-    for command in (leases_command, hosts_command):
-        monkeypatch.setattr(command, "Client", Client)
+    monkeypatch.setattr(hosts, "Client", Client)
     monkeypatch.setattr(render.console, "width", 140)
-    leases_command.leases(json=False)
+    hosts.leases(json=False)
     said = capsys.readouterr().out
     assert lease.name in said and "waiting" in said and "Resources" in said
     site.granted(lease, site.clock.wall() + 3600.0)
-    hosts_command.hosts(SimpleNamespace(invoked_subcommand=None), json=False)  # type: ignore[arg-type]
+    hosts.hosts(SimpleNamespace(invoked_subcommand=None), json=False)  # type: ignore[arg-type]
     assert f"{lease.name}: leased by pilot 50 on node p1 of partition physical until" in capsys.readouterr().out

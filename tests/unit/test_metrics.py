@@ -17,7 +17,7 @@ from multiverse.core.model import AttemptState, Why
 from multiverse.service import metrics
 from multiverse.service.backend import Backend
 from multiverse.service.convert import counted
-from multiverse.service.processes import ProcessCounter, Processes
+from multiverse.service.startup import ProcessCounter, Processes
 from multiverse.service.statistics import Statistics
 from multiverse.store import Store
 from multiverse_lab.simulation.clock import VirtualClock

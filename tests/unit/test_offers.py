@@ -43,7 +43,7 @@ from multiverse.core.model import (
 from multiverse.core.policy import Pool
 from multiverse.core.pools.reconcile import pool_status
 from multiverse.core.transition import Effect, EffectKind, Event
-from multiverse.service.timeline import phases
+from multiverse.service.convert import phases
 from tests.unit import rows as hand
 from tests.unit.planner_harness import POLICY, PlannerHarness, failed
 from tests.unit.rows import effects_of

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from multiverse.cli import repair
+from multiverse.cli import status
 from multiverse.controller.users import LookupFailure
 from multiverse.core.capacity.room import left_behind
 from multiverse.core.errors import Refused
@@ -32,7 +32,7 @@ from multiverse.core.model import (
 )
 from multiverse.core.planner import plan
 from multiverse.core.transition import Change, Command, EffectKind, Event, Move
-from multiverse.service.findings import findings, repair_command, unknown_user
+from multiverse.service.alerts import findings, repair_command, unknown_user
 from multiverse.store import Store, open_store
 from multiverse.store.database import NUMBERS_A_SECOND
 from tests.unit.planner_harness import POLICY, ManualClock, PlannerHarness
@@ -194,9 +194,9 @@ def test_an_orphan_is_shown_with_its_job_and_the_command_that_ends_it(capsys: py
     assert one.kind == "orphan" and one.name == f"vm-{vm.id}" and one.jobs == ("7",)
     assert OLD in one.message and "job 7" in one.message and f"multiverse repair {one.name}" in one.remedy
     assert repair_command(one) == Command("end", key=vm.key)
-    assert repair._choose([one], [], fenced=False) == [], "a repair of everything ends no job"
+    assert status._choose([one], [], fenced=False) == [], "a repair of everything ends no job"
     assert one.name in capsys.readouterr().out
-    assert repair._choose([one], [one.name], fenced=False) == [one]
+    assert status._choose([one], [one.name], fenced=False) == [one]
     free(harness)
     idle = PlannerHarness()
     idle.vms = dict(harness.vms)
@@ -204,7 +204,7 @@ def test_an_orphan_is_shown_with_its_job_and_the_command_that_ends_it(capsys: py
     (two,) = findings(idle.rows, idle.world, idle.policy, idle.clock.time)
     assert not two.repair and OLD in two.message
     with pytest.raises(Refused):
-        repair._choose([two], [two.name], fenced=False)
+        status._choose([two], [two.name], fenced=False)
 
 
 def test_a_user_who_is_unknown_is_shown_with_the_jobs_that_wait() -> None:

@@ -276,7 +276,7 @@ def test_the_user_of_a_job_that_waits_for_nodes_is_told_nothing_in_the_scheduler
     ],
 )
 def test_the_list_of_jobs_says_whether_a_job_was_moved(state: str, told: dict[str, str], said: str) -> None:
-    size = {"nodes": 1, "cpus": 1, "memory": 100, "image": "slim", "kind": "instant", "age": 1.0, "restarts": 0}
+    size = {"nodes": 1, "cpus": 1, "memory": 100, "image": "slim", "kind": "instant", "since": 1.0, "restarts": 0}
     texts = {"waiting": "", "reason": "", "quarantined": ""} | told
     view = JobView("7", "hello", 1000, 1, state, vms=(), origin="batch", **size, **texts)  # type: ignore[arg-type]
     assert reason_shown(view) == said and reason_shown(replace(view, origin="")) == next(iter(told.values()), "")

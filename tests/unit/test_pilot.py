@@ -9,20 +9,23 @@ import pytest
 
 from multiverse.config import LEASE_RESERVE, AgentSettings, JobVmSettings, QemuSettings, Settings
 from multiverse.core.errors import Exhausted, Refused
-from multiverse.pilot.groups import job_of, make_groups, memory_limit, remove_groups
-from multiverse.pilot.init import PilotOrder, leased_settings
-from multiverse.pilot.lease_directory import (
+from multiverse.pilot.lease import (
     NODE_SHARE,
     SLOTS,
     LeaseDirectory,
     PilotRecord,
     directory_of,
+    job_of,
     lease_directories,
+    make_groups,
+    memory_limit,
+    port_name,
+    remove_groups,
     share_of,
     slot,
+    sweep,
 )
-from multiverse.pilot.network import port_name
-from multiverse.pilot.remains import sweep
+from multiverse.pilot.run import PilotOrder, leased_settings
 from multiverse.service.pilot import PilotJob, _completed
 from multiverse.system.locks import try_locked_directory
 
@@ -81,7 +84,7 @@ def test_what_the_sweep_needs_is_written_down(tmp_path: Path) -> None:
     assert place.recorded() is None and lease_directories(tmp_path) == [] == lease_directories(tmp_path / "none")
     place.make()
     (tmp_path / ".logs").mkdir()
-    assert lease_directories(tmp_path) == [place]
+    assert [one.root for one in lease_directories(tmp_path)] == [place.root]
     known = PilotRecord("17", os.getpid(), 5, "boot", ("/sys/fs/cgroup/x",))
     place.record(known)
     assert place.recorded() == known
@@ -94,7 +97,7 @@ def test_a_sweep_leaves_a_lease_alone_from_its_pilots_first_moment_on(tmp_path: 
     place, ended = LeaseDirectory(tmp_path / "lease-ab12c-1"), LeaseDirectory(tmp_path / "lease-ab12c-2")
     ended.make()
     with place.held() as ours:
-        assert ours and sweep(tmp_path) == [] and lease_directories(tmp_path) == [place]
+        assert ours and sweep(tmp_path) == [] and [one.root for one in lease_directories(tmp_path)] == [place.root]
         with place.held() as again:
             assert not again, "another pilot of this name"
     assert sweep(tmp_path) == [] and lease_directories(tmp_path) == []
@@ -110,7 +113,7 @@ def test_slots_are_held_one_by_one(tmp_path: Path) -> None:
 
 
 def test_a_node_has_so_many_leases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multiverse.pilot.lease_directory.SLOTS", 1)
+    monkeypatch.setattr("multiverse.pilot.lease.SLOTS", 1)
     with slot(tmp_path), pytest.raises(Exhausted), slot(tmp_path):
         pass
 

@@ -16,7 +16,7 @@ import httpx
 import pytest
 import structlog
 
-from multiverse.cli import prune as command
+from multiverse.cli import status as command
 from multiverse.client import Client
 from multiverse.config import Settings, parse
 from multiverse.controller import pruning
@@ -422,8 +422,8 @@ def test_the_command_says_what_it_deletes(
 
 @pytest.mark.parametrize(("text", "seconds"), [("30d", 30 * DAY), ("12h", 43200), ("1.5w", 10.5 * DAY), ("0s", 0)])
 def test_an_age_has_a_unit(text: str, seconds: float) -> None:
-    assert command.seconds(text) == seconds
-    assert command.seconds(command.span(seconds)) == seconds
+    assert command.age_in_seconds(text) == seconds
+    assert command.age_in_seconds(command.span(seconds)) == seconds
     for wrong in ("30", "d", "-1d", "1 month", ""):
         with pytest.raises(Refused, match="not an age"):
-            command.seconds(wrong)
+            command.age_in_seconds(wrong)

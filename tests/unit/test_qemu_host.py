@@ -37,7 +37,7 @@ from multiverse.host.qemu.hotplug import dimm_sizes
 from multiverse.host.qemu.machine import DIMMS, Accelerator, Memory, QemuMachine, Wiring, limits
 from multiverse.host.qemu.session import GuestOutput, OutputStore, Paths, remove_files
 from multiverse.images.catalog import Image
-from multiverse.system import tsc
+from multiverse.system import kernel
 from multiverse.system.processes import ProcessIdentity
 
 
@@ -211,9 +211,9 @@ def test_an_emulated_guest_is_told_the_frequency_of_the_hosts_time_stamp_counter
     assert len(keys) == 1  # a new measurement does not make templates unusable
 
 
-@pytest.mark.skipif(tsc.measured_khz(0.001) is None, reason="this machine has no counter of constant frequency")
+@pytest.mark.skipif(kernel.measured_khz(0.001) is None, reason="this machine has no counter of constant frequency")
 def test_the_frequency_of_the_time_stamp_counter_is_measured() -> None:
-    first, second = tsc.measured_khz(0.05), tsc.measured_khz(0.1)
+    first, second = kernel.measured_khz(0.05), kernel.measured_khz(0.1)
     assert first is not None and second is not None and first > 100_000
     assert abs(first - second) < first / 1000
 

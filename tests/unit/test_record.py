@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from multiverse.system.record import SIZE, Record
+from multiverse.system.files import RECORD_SIZE, Record
 
 
 def test_a_text_is_kept_in_the_same_blocks(tmp_path: Path) -> None:
@@ -15,7 +15,7 @@ def test_a_text_is_kept_in_the_same_blocks(tmp_path: Path) -> None:
     record = Record(path)
     assert record.text == "" == Record(path).text
     before = path.stat()
-    assert before.st_size == 2 * SIZE and before.st_mode & 0o777 == 0o600
+    assert before.st_size == 2 * RECORD_SIZE and before.st_mode & 0o777 == 0o600
     for number in range(5):
         record.write(f"text {number} ")
         assert Record(path).text == record.text == f"text {number} "
@@ -25,7 +25,7 @@ def test_a_text_is_kept_in_the_same_blocks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("writes", [1, 2])
-@pytest.mark.parametrize("reached", [0, 1, 8, 9, 12, 20, SIZE - 1])
+@pytest.mark.parametrize("reached", [0, 1, 8, 9, 12, 20, RECORD_SIZE - 1])
 def test_after_a_write_that_was_interrupted_the_text_before_counts(
     tmp_path: Path, writes: int, reached: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -40,7 +40,7 @@ def test_after_a_write_that_was_interrupted_the_text_before_counts(
     monkeypatch.undo()
     assert record.text == f"text {writes - 1}"
     # What has reached the disk is whole only from the end of the text on.
-    assert Record(path).text == (f"text {writes - 1}" if reached < SIZE - 1 else "another text")
+    assert Record(path).text == (f"text {writes - 1}" if reached < RECORD_SIZE - 1 else "another text")
     record.write("the next")
     assert Record(path).text == "the next"
 
@@ -52,17 +52,17 @@ def test_a_damaged_copy_is_left_out(tmp_path: Path, damaged: int) -> None:
     record.write("one")  # the second copy
     record.write("two")  # the first
     with path.open("r+b") as file:
-        file.seek(damaged * SIZE + 11)
+        file.seek(damaged * RECORD_SIZE + 11)
         file.write(b"X")
     assert Record(path).text == ("one" if damaged == 0 else "two")
     with path.open("r+b") as file:
-        file.seek((1 - damaged) * SIZE)
-        file.write(bytes(SIZE))
+        file.seek((1 - damaged) * RECORD_SIZE)
+        file.write(bytes(RECORD_SIZE))
     with pytest.raises(ValueError, match="neither"):
         Record(path)
 
 
-@pytest.mark.parametrize("content", [b"", bytes(2 * SIZE), b"{}", b"\xff" * 2 * SIZE])
+@pytest.mark.parametrize("content", [b"", bytes(2 * RECORD_SIZE), b"{}", b"\xff" * 2 * RECORD_SIZE])
 def test_a_file_without_a_whole_copy_is_an_error(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "record").write_bytes(content)
     with pytest.raises(ValueError, match="neither"):
@@ -79,6 +79,6 @@ def test_a_text_that_is_too_long_changes_nothing(tmp_path: Path) -> None:
     record = Record(tmp_path / "record")
     record.write("text")
     with pytest.raises(ValueError, match="does not fit"):
-        record.write("x" * SIZE)
-    record.write("x" * (SIZE - 12))
-    assert Record(tmp_path / "record").text == record.text == "x" * (SIZE - 12)
+        record.write("x" * RECORD_SIZE)
+    record.write("x" * (RECORD_SIZE - 12))
+    assert Record(tmp_path / "record").text == record.text == "x" * (RECORD_SIZE - 12)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from multiverse.api import TrialRequest
-from multiverse.cli.requests import parse_request
+from multiverse.cli.arguments import parse_request
 from multiverse.core.errors import Refused
 
 

@@ -11,8 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from multiverse.config import listening_address, parse
 from multiverse.core.errors import Refused
 from multiverse.core.model import HostUsage, Usage, VmUsage
-from multiverse.service import metrics, scraping
-from multiverse.service.scraping import scraped
+from multiverse.service import metrics
+from multiverse.service.metrics import scraped
 
 USAGE = Usage(15.0, 1.5, 2.0, 512.0, 600.0, 10.0, 20.0, 30.0, 40.0, None, 0.25)
 HOSTS = {"h0": HostUsage(USAGE, {"mvt-1": VmUsage(12.5, 600.0, USAGE), "mvt-2": VmUsage(3.0, 100.0)})}
@@ -53,19 +53,19 @@ def test_metrics_are_read_and_nothing_else(tmp_path: Path, unix: bool, unused_tc
             assert head.startswith(b"HTTP/1.1 200 OK") and b"Content-Length: 7" in head and body == b"some 1\n"
             for other in (b"GET / HTTP/1.1\r\n\r\n", b"POST /metrics HTTP/1.1\r\n\r\n"):
                 assert (await ask(where, other)).startswith(b"HTTP/1.1 404")
-            assert await ask(where, b"GET /metrics " + b"x" * (3 * scraping.LONGEST_HEAD)) == b""
+            assert await ask(where, b"GET /metrics " + b"x" * (3 * metrics.LONGEST_HEAD)) == b""
 
     asyncio.run(main())
     assert not (tmp_path / "metrics.sock").exists()
 
 
 def test_whoever_says_nothing_keeps_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scraping, "TIMEOUT", 0.2)
+    monkeypatch.setattr(metrics, "TIMEOUT", 0.2)
     where = str(tmp_path / "metrics.sock")
 
     async def main() -> None:
         async with scraped(where, "agent.metrics", lambda: b"some 1\n"):
-            silent = [await asyncio.open_unix_connection(where) for _ in range(scraping.AT_ONCE)]
+            silent = [await asyncio.open_unix_connection(where) for _ in range(metrics.AT_ONCE)]
             for reader, writer in silent:
                 assert await reader.read() == b""
                 writer.close()
@@ -76,7 +76,7 @@ def test_whoever_says_nothing_keeps_no_place(tmp_path: Path, monkeypatch: pytest
 
 def test_a_place_that_cannot_be_had_is_refused(tmp_path: Path) -> None:
     async def main() -> None:
-        with pytest.raises(Refused, match="192\\.0\\.2\\.1:9341"):
+        with pytest.raises(Refused, match="192\\.0\\.2\\.1 port 9341"):
             async with scraped("192.0.2.1:9341", "agent.metrics", bytes):
                 pass
         async with scraped("", "agent.metrics", bytes):

@@ -24,7 +24,7 @@ from multiverse.guest.shared_memory_program import END, HEAD, Region
 from multiverse.host.qemu.channels import QmpError
 from multiverse.host.qemu.hotplug import allocate_regions, plug_regions, region_places
 from multiverse.host.qemu.machine import PORTS, Accelerator, Memory, QemuMachine, RegionPlace, Wiring
-from multiverse.system.shared_memory import SharedMemory
+from multiverse.system.kernel import SharedMemory
 
 NOWHERE = Path("/")
 

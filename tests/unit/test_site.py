@@ -22,7 +22,7 @@ from multiverse.drivers.slurm.site import install, requirements, site_conf, slur
 from multiverse.drivers.slurm.site.requirements import Finding, Level, Version
 from multiverse.drivers.slurm.site.site_conf import SiteConf
 from multiverse.site import checking, rendering
-from multiverse.site.writing import WriteOutcome, write
+from multiverse.site.rendering import WriteOutcome, write
 from multiverse.system import rendered
 from multiverse.system.rendered import Origin
 

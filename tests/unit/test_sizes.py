@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from multiverse.cli.requests import parse_request
-from multiverse.cli.sizes import mebibytes
-from multiverse.cli.utilization import compatible
+from multiverse.cli.arguments import mebibytes, parse_request
+from multiverse.cli.hosts import compatible
 from multiverse.core.errors import Refused
 
 

@@ -29,7 +29,7 @@ from multiverse.drivers.slurm.leases.pilot_reader import PilotReader
 from multiverse.drivers.slurm.leases.pilots import PilotColumns, boot_time, leasable, read_nodes
 from multiverse.drivers.slurm.site import site_conf
 from multiverse.drivers.slurm.site.requirements import lease_sources
-from multiverse.pilot.lease_directory import LeaseDirectory
+from multiverse.pilot.lease import LeaseDirectory
 
 SPEC = LeaseSpec("lease-ab12c-7", "t0ken", "physical", time_limit=3601.0)
 ME = pwd.getpwuid(os.geteuid()).pw_name

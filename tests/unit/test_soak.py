@@ -225,7 +225,7 @@ def test_only_incidents_that_may_end_a_job_excuse_its_end() -> None:
 
 def view(job: str, attempt: int, state: str = "done", reason: str = "", vms: tuple[str, ...] = ()) -> JobView:
     return JobView(
-        job, "", 1, attempt, state, nodes=1, cpus=1, memory=1, image="slim", kind="instant", age=0.0, waiting="",
+        job, "", 1, attempt, state, nodes=1, cpus=1, memory=1, image="slim", kind="instant", since=0.0, waiting="",
         reason=reason, restarts=0, vms=vms, quarantined="",
     )  # fmt: skip
 

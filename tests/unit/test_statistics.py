@@ -9,8 +9,7 @@ from structlog.testing import capture_logs
 
 from multiverse.core.model import AttemptState, Key, LeaseState, Stage, TemplateState, VmState, said
 from multiverse.core.transition import Change, Done, EffectKind, Event, Move
-from multiverse.service.move_log import MoveLog
-from multiverse.service.statistics import KEPT, STEP, Histogram, Statistics
+from multiverse.service.statistics import KEPT, STEP, Histogram, MoveLog, Statistics
 from tests.unit.rows import attempt, lease, rows, template, vm
 
 

@@ -16,9 +16,8 @@ from pydantic import TypeAdapter
 from rich.console import Console
 from textual.widgets import DataTable, Input
 
-from multiverse.api import SizeView
-from multiverse.api.grid import GridAlert, GridHost, GridJob, GridRates, GridSummary, GridVm, Quantiles, Snapshot
-from multiverse.cli import render, top, top_views
+from multiverse.api import Alert, HostView, JobView, Quantiles, RatesView, SizeView, Snapshot, SummaryView, VmView
+from multiverse.cli import render, top
 from multiverse.cli.top_screen import TopScreen
 from multiverse.core.errors import Unknown
 
@@ -27,43 +26,43 @@ PHASES = ("queued", "clone", "join", "launch", "start", "provision", "run", "rec
 EVIL = "\x1b[31m[bold]red"
 
 
-def host(name: str, **more: Any) -> GridHost:
+NO_SIZE = SizeView(0, 0, 0)
+
+
+def host(name: str, **more: Any) -> HostView:
     size = {"usable": SizeView(8, 16384, 1000), "claimed": SizeView(3, 4096, 10), **more}
-    return GridHost(
-        name=name,
-        state=str(size.pop("state", "up")),
-        available=0,
-        accelerator="kvm",
-        images=("slim",),
-        features=(),
-        **size,
-    )  # type: ignore[arg-type]
+    return HostView(
+        name=name, reachable="away_since" not in more, declared=NO_SIZE, machine=None, accelerator="kvm", abilities=(),
+        images={"slim": ()}, vms=0, available=0, private=0.0, shared=0.0, templates=0.0, template_copies=1,
+        overcommit=1.0, floor=0, **size,
+    )  # fmt: skip
 
 
-def vm(name: str, on: str, state: str = "serving", cpus: int = 1) -> GridVm:
-    return GridVm(name, state, on, "slim", "instant", cpus, 500, "10.0.0.1", "1", 1, 900.0, 20, "", "")
+def vm(name: str, on: str, state: str = "serving", cpus: int = 1) -> VmView:
+    return VmView(name, state, on, "slim", "instant", cpus, 500, "10.0.0.1", 1, "1", 900.0, 0.0, 20.0, 0.0, 0.0, "", "")
 
 
-def job(number: int, stage: str, **more: Any) -> GridJob:
-    values: dict[str, Any] = {"name": "relax", "reason": "", "vms": (), "since": 990.0, "nodes": 1, **more}
-    return GridJob(attempt=number, job_id=str(number), user="alice", state=stage, stage=stage, cpus=2, memory=700,
-                   image="slim", kind="instant", order=number, restarts=0, quarantined="", **values)  # fmt: skip
+def job(number: int, stage: str, **more: Any) -> JobView:
+    values: dict[str, Any] = {"name": "relax", "waiting": "", "vms": (), "since": 990.0, "nodes": 1, **more}
+    return JobView(attempt=number, job_id=str(number), uid=1000, user="alice", state=stage, stage=stage, cpus=2,
+                   memory=700, image="slim", kind="instant", order=number, reason="", restarts=0, quarantined="",
+                   **values)  # fmt: skip
 
 
-RATES = GridRates(15.0, {name: tuple(range(60)) for name in ("submitted", "started", "ended", "vms", "failures")},
+RATES = RatesView(15.0, {name: tuple(range(60)) for name in ("submitted", "started", "ended", "vms", "failures")},
                   dict.fromkeys(PHASES, NOTHING) | {"start": Quantiles(12, 1.6, 2.4)})  # fmt: skip
 STAGES = {"waiting": 1, "provisioning": 1, "running": 1, "ending": 0}
 SNAPSHOT = Snapshot(
     number=1,
-    summary=GridSummary("aurora", "1", 1000.0, 1.0, STAGES, {}, {"scheduler": ""}, RATES),
+    summary=SummaryView("aurora", "1", 1000.0, 1.0, STAGES, {}, {"scheduler": ""}, RATES),
     hosts=(host("n2"), host("n1"), host("n3", state="away", away_since=5.0, why="no route to host")),
     vms=(vm("v1", "n1"), vm("v2", "n1", "starting", 2)),
     jobs=(
-        job(3, "waiting", reason="waiting for capacity: the hosts are full"),
+        job(3, "waiting", waiting="waiting for capacity: the hosts are full"),
         job(1, "running", vms=("v1",)),
         job(2, "provisioning", name=EVIL, vms=("v2",)),
     ),
-    alerts=(GridAlert("image", "i", "no host has image x", "build it", "", ()),),
+    alerts=(Alert("image", "i", "no host has image x", "build it"),),
 )  # fmt: skip
 
 
@@ -101,7 +100,7 @@ def test_what_is_printed_fits_and_says_all(monkeypatch: pytest.MonkeyPatch, widt
 
 
 def test_a_site_at_rest_is_shown_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    rates = GridRates(15.0, dict.fromkeys(RATES.series, (0,) * 60), dict.fromkeys(PHASES, NOTHING))
+    rates = RatesView(15.0, dict.fromkeys(RATES.series, (0,) * 60), dict.fromkeys(PHASES, NOTHING))
     text = printed(
         monkeypatch,
         80,
@@ -114,14 +113,14 @@ def test_a_site_at_rest_is_shown_too(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cells_of_a_large_host_are_in_proportion() -> None:
     large = host("n1", usable=SizeView(1000, 16384, 1), claimed=SizeView(500, 4096, 1))
     vms = tuple(vm(f"v{n}", "n1", cpus=50) for n in range(10))
-    line = top_views.host_lines(replace(SNAPSHOT, hosts=(large,), vms=vms), 80)[0].plain
+    line = top.host_lines(replace(SNAPSHOT, hosts=(large,), vms=vms), 80)[0].plain
     assert len(line) <= 80
     assert abs(line.count("■") - line.count("·")) <= 1
 
 
 def test_a_spark_is_as_high_as_the_most() -> None:
-    assert top_views.spark((0, 1, 8)) == " ▁█"
-    assert top_views.spark((0, 0)) == "  "
+    assert top.spark((0, 1, 8)) == " ▁█"
+    assert top.spark((0, 0)) == "  "
 
 
 def on_screen(app: TopScreen) -> str:
@@ -201,4 +200,4 @@ def test_no_other_command_loads_textual() -> None:
 
 
 def test_memory_is_as_elsewhere() -> None:
-    assert render.memory(700) in top_views.job_cells(SNAPSHOT.jobs[0], {}, 1000.0, 80)[4].plain
+    assert render.memory(700) in top.job_cells(SNAPSHOT.jobs[0], {}, 1000.0, 80)[4].plain

@@ -16,16 +16,15 @@ from typing import Any
 
 import pytest
 
-from multiverse.api import ExplanationsView, ExplanationView, TimelineView
-from multiverse.api.asking import LONGEST_QUESTION, PURPOSE
+from multiverse.api import LONGEST_QUESTION, PURPOSE, ExplanationsView, ExplanationView, TimelineView
 from multiverse.bundles.contract import Privacy
 from multiverse.bundles.slurm.credentials import _parsed
 from multiverse.cli.asking import UsersClient, _address
 from multiverse.core.errors import Gone, MultiverseError, Refused
 from multiverse.service import users_socket
+from multiverse.service.explanations import Viewer
 from multiverse.service.startup import bind
 from multiverse.service.users_socket import Pace, UserQuestions, serve_users
-from multiverse.service.viewer import Viewer
 from tests.unit.planner_harness import ManualClock
 
 ME = os.getuid()
@@ -57,7 +56,7 @@ class Clock(ManualClock):
 
 
 def questions(tmp_path: Path) -> UserQuestions:
-    backend = SimpleNamespace(explanations=Explanations(), timelines_for=_timelines)
+    backend = SimpleNamespace(explanations=Explanations(), timelines=_timelines)
     return UserQuestions(backend, lambda uid: Privacy(others=False, hosts=False), Pace(Clock()))  # type: ignore[arg-type]
 
 

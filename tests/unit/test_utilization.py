@@ -26,8 +26,7 @@ from multiverse.controller.utilization import UtilizationRecorder
 from multiverse.core.errors import Exhausted, Gone, MultiverseError, Refused, Unknown
 from multiverse.core.model import Host, HostUsage, Load, Size, Usage, Vm, VmUsage
 from multiverse.service.api import make_api
-from multiverse.service.backend import Backend
-from multiverse.service.utilization import UtilizationReader
+from multiverse.service.backend import Backend, UtilizationReader
 from multiverse.store import Store
 from multiverse.store.utilization import (
     ADDED,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from multiverse.bundles.contract import Privacy
 from multiverse.core.model import Reason, Why, said
-from multiverse.service.viewer import OPERATOR, Viewer
+from multiverse.service.explanations import OPERATOR, Viewer
 
 REASON = Why.AHEAD(
     Why.CAPACITY(Why.AWAY_NOW(hosts=("n1", "n2")), Why.MAY_DELAY(job="12_3"), said("QEMU on n1 says no to job 9")),

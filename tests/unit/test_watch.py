@@ -9,7 +9,7 @@ import pytest
 import typer
 from rich.console import Console
 
-from multiverse.cli import render, watch
+from multiverse.cli import render
 from multiverse.core.errors import Unknown
 
 
@@ -26,15 +26,15 @@ def watching(
         if not left[0]:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(watch.time, "sleep", sleep)
+    monkeypatch.setattr(render.time, "sleep", sleep)
     with pytest.raises(typer.Exit) as ended:
-        watch.watched(show, again=True)
+        render.watched(show, again=True)
     return out.getvalue(), ended.value.exit_code
 
 
 def test_without_it_a_command_shows_once() -> None:
     calls: list[int] = []
-    watch.watched(lambda: calls.append(1), again=False)
+    render.watched(lambda: calls.append(1), again=False)
     assert calls == [1]
 
 

@@ -19,18 +19,16 @@ import httpx
 import pytest
 from pydantic import TypeAdapter
 
-from multiverse.api import Alert
-from multiverse.api.grid import Delta, Snapshot
+from multiverse.api import Alert, Delta, Snapshot
 from multiverse.config import Settings, WebSettings, parse
 from multiverse.controller.loop import Controller
 from multiverse.core.errors import Exhausted, Refused
 from multiverse.core.model import Size
 from multiverse.service import publisher as publishing
+from multiverse.service.alerts import command_of
 from multiverse.service.backend import Backend
-from multiverse.service.processes import Processes
 from multiverse.service.publisher import Publisher
-from multiverse.service.snapshot import command_of
-from multiverse.service.startup import bind_web
+from multiverse.service.startup import Processes, bind_web
 from multiverse.service.statistics import Statistics
 from multiverse.service.web import HEADERS, make_web
 from multiverse.store import Store

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from multiverse.core.errors import Broken, Refused
-from multiverse.system.record import Record
+from multiverse.system.files import Record
 
 
 @dataclass(frozen=True, slots=True)

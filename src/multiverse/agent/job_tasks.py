@@ -17,7 +17,7 @@ import structlog
 from multiverse.agent.job_protocol import LAUNCH, AskComment, LaunchVms, ProvideVm, ReclaimVms, StepRequest
 from multiverse.agent.job_vm import JobHost, JobVm
 from multiverse.core.errors import Gone, MultiverseError, Refused
-from multiverse.system.sockets import Peer
+from multiverse.system.processes import Peer
 
 log = structlog.get_logger()
 

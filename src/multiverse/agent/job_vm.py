@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from multiverse.core.model import Size, User
-from multiverse.system.shared_memory import SharedMemory
+from multiverse.system.kernel import SharedMemory
 
 RUNS = 512
 """How many names the VMs of one job can have on a host."""

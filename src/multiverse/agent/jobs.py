@@ -29,8 +29,8 @@ from multiverse.agent.job_vm import MOST_JOBS, RUNS, JobHost, JobVm
 from multiverse.core.errors import Gone, MultiverseError, Refused, Unknown
 from multiverse.core.model import User
 from multiverse.system import files
-from multiverse.system.shared_memory import SharedMemory
-from multiverse.system.sockets import Peer, peer_of
+from multiverse.system.kernel import SharedMemory
+from multiverse.system.processes import Peer, peer_of
 
 log = structlog.get_logger()
 

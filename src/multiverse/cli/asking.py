@@ -13,15 +13,12 @@ from typing import Annotated, Any
 
 import typer
 
-from multiverse.api.asking import PURPOSE
+from multiverse.api import PURPOSE
 from multiverse.client import Client, socket_path
 from multiverse.core.errors import Gone, MultiverseError, Refused, Unknown, Unreachable
 
-PORT = 6821
-"""The port of `users.listen`, unless the settings say otherwise."""
-
-TIMEOUT = 30.0
-"""Seconds."""
+PORT = 6821  # the port of `users.listen`, unless the settings say otherwise
+TIMEOUT = 30.0  # seconds
 
 Controller = Annotated[
     str,
@@ -33,8 +30,8 @@ Controller = Annotated[
 
 
 def asker(controller: str = "") -> Client | UsersClient:
-    """The API of this machine's daemon if we may use it, or else what answers users; with `controller` (HOST, or
-    HOST:PORT) that of another machine."""
+    """The API of this machine's daemon if we may use it, or what answers users, here or at the `controller`
+    (HOST[:PORT])."""
     if controller:
         host, port = _address(controller)
         return UsersClient(host=host, port=port)
@@ -53,8 +50,8 @@ def _address(text: str) -> tuple[str, int]:
 
 
 class UsersClient:
-    """Asks what answers users: by a Unix socket, whose peer the daemon knows from the kernel, or by TCP with a munge
-    credential that carries the question. Its methods return what those of `client.Client` do."""
+    """Asks what answers users: by a Unix socket, where the kernel tells who asks, or by TCP with a munge credential.
+    Its methods return what those of `client.Client` do."""
 
     def __init__(self, path: Path | None = None, host: str = "", port: int = PORT) -> None:
         self._path, self._host, self._port = path, host, port
@@ -101,22 +98,16 @@ class UsersClient:
 
     def _exchange(self, line: bytes) -> bytes:
         """Send a line, and return what comes back until the end."""
-        if self._path is not None:
+        if self._path is None:
+            sock = socket.create_connection((self._host, self._port), TIMEOUT)
+        else:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             sock.settimeout(TIMEOUT)
-            with closing(sock):
+        with closing(sock):
+            if self._path is not None:
                 sock.connect(str(self._path))
-                return _sent(sock, line)
-        with closing(socket.create_connection((self._host, self._port), TIMEOUT)) as sock:
-            return _sent(sock, line)
-
-
-def _sent(sock: socket.socket, line: bytes) -> bytes:
-    sock.sendall(line)
-    parts = []
-    while part := sock.recv(65536):
-        parts.append(part)
-    return b"".join(parts)
+            sock.sendall(line)
+            return b"".join(iter(lambda: sock.recv(65536), b""))
 
 
 def _credential(payload: str) -> str:

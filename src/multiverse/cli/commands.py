@@ -1,56 +1,73 @@
-"""The commands by name. Each has a module of its own, which is imported only if it is needed: all of them together
-take longer to import than most commands take."""
+"""The commands by name, and their exit status. Their modules are imported only when they are needed: all of them
+together take longer to import than most commands take."""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterable, Mapping
+from enum import StrEnum
 from importlib import import_module
 from importlib.metadata import entry_points
+from typing import Annotated
 
 import typer
+from typer.completion import completion_init, get_completion_script  # type: ignore[attr-defined]
+
+DONE, NOT_DONE, USAGE, NO_ANSWER, SUPERSEDED, INTERRUPTED, CLOSED = 0, 1, 2, 3, 4, 130, 141
+
+EXIT_CODES = {
+    DONE: "It was done, and nothing is wrong.",
+    NOT_DONE: (
+        "It was refused or has failed, or what was asked for does not exist; for status, site check, doctor and"
+        " audit: something is wrong that can be remedied."
+    ),
+    USAGE: "The command line is wrong.",
+    NO_ANSWER: "The daemon could not be asked, or has not answered: it does not run, or may not be used.",
+    SUPERSEDED: "Of multiverse daemon: another controller commands the site, so this one must not be started again.",
+    INTERRUPTED: "It was interrupted (Ctrl-C, SIGTERM, SIGHUP). --watch ends so with 0.",
+    CLOSED: "Its output was closed by the reader.",
+}
+
 
 COMMANDS = {
     "jobs": "jobs",
-    "vms": "vms",
+    "vms": "jobs",
     "hosts": "hosts",
     "top": "top",
-    "utilization": "utilization",
-    "leases": "leases",
+    "utilization": "hosts",
+    "leases": "hosts",
     "status": "status",
-    "repair": "repair",
-    "prune": "prune",
-    "explain": "explain",
-    "capacity": "capacity",
-    "timeline": "timeline",
-    "audit": "audit",
+    "repair": "status",
+    "prune": "status",
+    "explain": "jobs",
+    "capacity": "jobs",
+    "timeline": "jobs",
+    "audit": "status",
     "template": "template",
     "image": "image",
     "daemon": "daemon",
-    "agent": "agent",
+    "agent": "daemon",
     "site": "site",
-    "doctor": "doctor",
-    "completion": "completion",
+    "doctor": "site",
+    "completion": "commands",
 }
-"""By name, in the order of the help, the module of a command: it has an `app` with commands of its own, or a function
-of the same name."""
+"""By name, in the order of the help, the module of a command. The module has NAME_app, or `app`, with commands of its
+own, or a function of the command's name."""
 
 GROUP = "multiverse.commands"
 """The entry points by which other distributions add commands: the name of a command, and its module, as above."""
 
 
-COMPLETE = "_MULTIVERSE_COMPLETE"
-"""The variable that a shell's script sets as it asks how a command line may go on."""
+COMPLETE = "_MULTIVERSE_COMPLETE"  # the variable that a shell's script sets as it asks how a command line may go on
 
 
 def modules() -> Mapping[str, str]:
     """The module of each command, by name: those of this distribution, and then those that others add."""
     added = {one.name: one.value for one in entry_points(group=GROUP)}
-    return {name: _own(name) for name in COMMANDS} | {name: added[name] for name in sorted(added.keys() - COMMANDS)}
-
-
-def _own(name: str) -> str:
-    """The module of a command of this distribution."""
-    return f"multiverse.cli.{COMMANDS[name]}"
+    return {name: f"multiverse.cli.{module}" for name, module in COMMANDS.items()} | {
+        name: added[name] for name in sorted(added.keys() - COMMANDS)
+    }
 
 
 def build(names: Iterable[str] | None = None) -> typer.Typer:
@@ -64,22 +81,44 @@ def build(names: Iterable[str] | None = None) -> typer.Typer:
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    app.callback()(_together)
+    app.callback()(lambda: None)  # without a callback, a single command would have no name
     for name in modules() if names is None else names:
         # Other distributions are looked for only where this one does not have the command: that reads many files.
-        module = import_module(_own(name) if name in COMMANDS else modules()[name])
-        if (group := getattr(module, "app", None)) is not None:
+        module = import_module(f"multiverse.cli.{COMMANDS[name]}" if name in COMMANDS else modules()[name])
+        group = getattr(module, f"{name}_app", None) or getattr(module, "app", None)
+        if group is not None:
             app.add_typer(group, name=name)
         else:
             app.command(name)(getattr(module, name))
     return app
 
 
-def _together() -> None:
-    """A virtual machine of its own for every Slurm job."""  # without a callback, a single command would have no name
-
-
 def needed(arguments: list[str]) -> Iterable[str] | None:
     """The commands that these arguments may name: one, or None, for all of them, for help and for errors."""
     first = arguments[0] if arguments else ""
     return [first] if first in COMMANDS or first in modules() else None
+
+
+class Shell(StrEnum):
+    BASH = "bash"
+    ZSH = "zsh"
+    FISH = "fish"
+
+
+def completion(shell: Annotated[Shell, typer.Argument(help="The shell.")]) -> None:
+    """Print a shell's completion script. Packages install it; or, for one user:
+
+    multiverse completion bash > ~/.local/share/bash-completion/completions/multiverse"""
+    sys.stdout.write(script(shell))
+
+
+def script(shell: Shell) -> str:
+    """The script for a shell."""
+    return f"{get_completion_script(prog_name='multiverse', complete_var=COMPLETE, shell=shell.value)}\n"
+
+
+def completed_words() -> list[str]:
+    """The words after `multiverse` that a script wants to complete."""
+    completion_init()
+    line = os.environ.get("_TYPER_COMPLETE_ARGS") or os.environ.get("COMP_WORDS", "")
+    return line.split()[1:]

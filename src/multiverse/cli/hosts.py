@@ -1,4 +1,4 @@
-"""`multiverse hosts`: the hosts of the site, what they have and what is on them; and what operators do to them."""
+"""`multiverse hosts`, `leases` and `utilization`: the hosts of the site, what is on them and what it uses."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from multiverse.api import HostsChanged, HostView, LeaseView, decode
+from multiverse import api
+from multiverse.api import decode
 from multiverse.cli import render
-from multiverse.cli.times import unix_time
-from multiverse.cli.watch import Watch, watched
+from multiverse.cli.arguments import mebibytes, unix_time
+from multiverse.cli.render import Watch, watched
 from multiverse.client import Client
 from multiverse.config import folded
+from multiverse.core.errors import Refused
 
-app = typer.Typer(help="The hosts: show, add, drain, resume and remove them.", invoke_without_command=True)
+# --- multiverse hosts -------------------------------------------------------------------------------
+
+hosts_app = typer.Typer(help="The hosts: show, add, drain, resume and remove them.", invoke_without_command=True)
 
 Hosts = Annotated[list[str], typer.Argument(metavar="HOST", help="Names, also as node sets: n[1-4,7].")]
 
@@ -28,10 +32,10 @@ _PLUG_ABILITIES = {"plug_cpus": "CPUs", "plug_memory": "memory"}
 _CLONE_KINDS = ("instant", "linked", "full")
 
 
-@app.callback()
+@hosts_app.callback()
 def hosts(
     context: typer.Context,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json: render.Json = False,
     watch: Watch = False,
 ) -> None:
     """Show hosts. Admission counts against what is declared, which need not be what the machine has."""
@@ -43,16 +47,15 @@ def _show(*, json: bool) -> None:
     with Client() as client:
         document = client.hosts()
     if json:
-        render.as_json(document)
-        return
-    found = decode(list[HostView], document)
+        return render.as_json(document)
+    found = decode(list[api.HostView], document)
     render.show(_table(found), "The site has no host; see: multiverse hosts add.")
     for one in found:
         _show_trouble(one)
     _show_alike(found)
 
 
-def _table(found: Sequence[HostView]) -> Table:
+def _table(found: Sequence[api.HostView]) -> Table:
     """What differs from host to host, as far as it fits the terminal: all of it from 140 columns on."""
     narrow = ("CPUS", "MEMORY")
     wide = (*narrow, "DISK", "VMS TAKE", "TEMPLATES", "AVAILABLE")
@@ -68,7 +71,7 @@ def _table(found: Sequence[HostView]) -> Table:
     return table
 
 
-def _more(host: HostView) -> list[str]:
+def _more(host: api.HostView) -> list[str]:
     if host.machine is None:
         return ["–"] * 5
     return [
@@ -89,21 +92,21 @@ def _times(overcommit: float) -> str:
     return f" × {overcommit:g}" if overcommit > 1 else ""
 
 
-def _show_trouble(host: HostView) -> None:
+def _show_trouble(host: api.HostView) -> None:
     """What is not as usual on a host, and what to do."""
     said = []
     if host.lease is not None and host.lease.pilot:
         said.append(_leased(host.lease))
     if host.state == "closing" and host.drain_from is not None:
-        said.append(f"drained from {datetime.fromtimestamp(host.drain_from):%Y-%m-%d %H:%M:%S} on")
+        said.append(f"drained from {render.moment(host.drain_from)} on")
     if host.reason:
         said.append(host.reason)
-    if not host.reachable and host.state != "fenced":
-        said.append(
-            f"nothing was heard of it for {render.duration(host.away_for)}" + (f": {host.why}" if host.why else "")
-        )
+    if host.away_since is not None and host.state != "fenced":
+        why = f": {host.why}" if host.why else ""
+        said.append(f"nothing was heard of it for {render.age(host.away_since)}{why}")
     if host.jobs and host.state != "up":
-        said.append(f"job {_some(host.jobs)}")
+        more = f" and {len(host.jobs) - SHOWN_JOBS} more" if len(host.jobs) > SHOWN_JOBS else ""
+        said.append(f"job {', '.join(host.jobs[:SHOWN_JOBS])}{more}")
     if said or host.todo:
         line = Text.assemble((host.name, "bold"), f": {'; '.join(said) or host.state}")
         render.console.print(Text(render.plain(line.plain).plain, spans=line.spans))
@@ -111,19 +114,14 @@ def _show_trouble(host: HostView) -> None:
         render.console.print(Padding(render.plain(f"to do: {host.todo}"), (0, 0, 0, 2), expand=False))
 
 
-def _leased(lease: LeaseView) -> str:
+def _leased(lease: api.LeaseView) -> str:
     """By which pilot, where and until when a host is leased."""
-    until = f" until {datetime.fromtimestamp(lease.ends):%Y-%m-%d %H:%M:%S}" if lease.ends is not None else ""
+    until = f" until {render.moment(lease.ends)}" if lease.ends is not None else ""
     return f"leased by pilot {lease.pilot} on node {lease.node} of partition {lease.partition}{until}"
 
 
-def _some(jobs: Sequence[str]) -> str:
-    shown = ", ".join(jobs[:SHOWN_JOBS])
-    return f"{shown} and {len(jobs) - SHOWN_JOBS} more" if len(jobs) > SHOWN_JOBS else shown
-
-
-def _show_alike(found: Sequence[HostView]) -> None:
-    """What hosts have in common, once for all hosts of which it is true."""
+def _show_alike(found: Sequence[api.HostView]) -> None:
+    """What hosts have in common, once for all of them."""
     hosts: dict[str, list[str]] = {}
     for one in found:
         for what in (*_machine(one), *_nodes(one), *_images(one)):
@@ -133,7 +131,7 @@ def _show_alike(found: Sequence[HostView]) -> None:
         render.console.print(Text(render.plain(line).plain, style="dim"))
 
 
-def _machine(host: HostView) -> Iterator[str]:
+def _machine(host: api.HostView) -> Iterator[str]:
     if host.machine is None:
         return
     kinds = [kind for kind in _CLONE_KINDS if kind in host.abilities]
@@ -145,7 +143,7 @@ def _machine(host: HostView) -> Iterator[str]:
     )
 
 
-def _nodes(host: HostView) -> Iterator[str]:
+def _nodes(host: api.HostView) -> Iterator[str]:
     """NUMA nodes, where there are several."""
     for node in host.numa if len(host.numa) > 1 else ():
         cpus = folded(map(str, node.cpus))
@@ -155,7 +153,7 @@ def _nodes(host: HostView) -> Iterator[str]:
         )
 
 
-def _images(host: HostView) -> Iterator[str]:
+def _images(host: api.HostView) -> Iterator[str]:
     for image, abilities in host.images.items():
         if lacking := [what for ability, what in _PLUG_ABILITIES.items() if ability not in abilities]:
             what = " or ".join(lacking)
@@ -167,7 +165,7 @@ def _images(host: HostView) -> Iterator[str]:
             )
 
 
-@app.command()
+@hosts_app.command()
 def add(hosts: Hosts) -> None:
     """Add hosts to the site: hosts that the settings do not name, and hosts that were removed."""
     _change("add", hosts, "added")
@@ -176,7 +174,7 @@ def add(hosts: Hosts) -> None:
     )
 
 
-@app.command()
+@hosts_app.command()
 def drain(
     hosts: Hosts,
     reason: Annotated[str, typer.Option("--reason", help="Why; shown to whoever asks.")] = "",
@@ -189,13 +187,13 @@ def drain(
     _change("drain", hosts, "draining", reason=reason, begins=moment)
 
 
-@app.command()
+@hosts_app.command()
 def resume(hosts: Hosts) -> None:
     """Let drained hosts take VMs again. A host that was fenced counts as in the site again."""
     _change("resume", hosts, "resumed")
 
 
-@app.command()
+@hosts_app.command()
 def remove(hosts: Hosts) -> None:
     """Take hosts out of the site. Nothing may be on them, unless they are surely off. They stay removed, also if the
     settings name them, until they are added again."""
@@ -205,10 +203,155 @@ def remove(hosts: Hosts) -> None:
 def _change(verb: str, hosts: Sequence[str], done: str, **more: str | float | None) -> None:
     """Ask for a change to hosts, and say what came of it for each."""
     with Client() as client:
-        changed = decode(HostsChanged, client.change_hosts(verb, ",".join(hosts), **more))
+        changed = decode(api.HostsChanged, client.change_hosts(verb, ",".join(hosts), **more))
     if changed.done:
         render.console.print(f"{done}: {', '.join(changed.done)}", markup=False, soft_wrap=True)
     for why in changed.refused.values():
         render.errors.print(why, markup=False)
     if changed.refused:
         raise typer.Exit(1)
+
+
+# --- multiverse leases ------------------------------------------------------------------------------
+
+
+def leases(json: render.Json = False) -> None:
+    """Show the hosts that are leased from Slurm, with their pilot jobs, also those that wait.
+
+    To give one back once its jobs have ended: multiverse hosts drain HOST.
+    """
+    with Client() as client:
+        document = client.leases()
+    if json:
+        return render.as_json(document)
+    table = render.table("HOST", "STATE", "PARTITION", "PILOT", "NODE", "SINCE", "UNTIL", "REASON", right=("SINCE",))
+    for one in decode(list[api.LeaseView], document):
+        until = f"{datetime.fromtimestamp(one.ends):%m-%d %H:%M}" if one.ends is not None else "–"
+        cells = (one.partition, one.pilot or "–", one.node or "–", render.age(one.since), until, one.reason)
+        table.add_row(one.name, render.state(one.state), *cells)
+    render.show(table, "No host is leased.")
+
+
+# --- multiverse utilization -------------------------------------------------------------------------
+
+UNKNOWN = "–"
+
+utilization_app = typer.Typer(
+    help="What hosts and VMs use, and which hosts have room for a VM.", invoke_without_command=True
+)
+
+
+@utilization_app.callback()
+def utilization(
+    context: typer.Context,
+    only: Annotated[str, typer.Option("--only", metavar="NAMES", help="Hosts or VMs, with commas.")] = "",
+    history: Annotated[str, typer.Option("--history", metavar="NAME", help="What a host or VM has used.")] = "",
+    hours: Annotated[float, typer.Option("--hours", min=0.1, help="Of the history.")] = 24.0,
+    json: render.Json = False,
+) -> None:
+    """Show what hosts and VMs use: now, and as means of the last five minutes and of the last hour.
+
+    A host counts with all processes on it; a VM with its process on the host, which includes the guest's own kernel,
+    daemons and page cache. Memory that a guest has used once stays with its VM until the VM ends. From 140 columns on:
+    the memory that was used lately, bytes per second on the network and on disks, and the shares of the time in which
+    a process waited for CPU, memory and disks."""
+    if context.invoked_subcommand is not None:
+        return
+    with Client() as client:
+        document = client.usage_history(history, hours) if history else client.utilization(only.split(","))
+    if json:
+        render.as_json(document)
+    elif history:
+        render.show(_history(decode(list[api.UsagePoint], document)), "Nothing is known.")
+    else:
+        render.show(_usage_table(decode(list[api.UtilizationView], document)), "There is no such host or VM.")
+
+
+@utilization_app.command()
+def compatible(
+    cpus: Annotated[int, typer.Option("--cpus", "-c", min=1, help="Of each node of the job.")] = 1,
+    memory: Annotated[str, typer.Option("--mem", help="Of each node of the job: 800M, 8G.")] = "1G",
+    image: Annotated[str, typer.Option("--image", help="By default that of the settings.")] = "",
+    policy: Annotated[str, typer.Option("--policy", help="Of placement; by default that of the settings.")] = "",
+    json: render.Json = False,
+) -> None:
+    """Show the hosts that have room for a VM now: first the one that the placement policy would take, then by their
+    use. Nothing is reserved. Exits with 1 if there is none."""
+    size = mebibytes(memory)
+    if not size:
+        raise Refused("--mem 0: a VM needs memory", hint="give a number with a unit: 800M, 8G")
+    with Client() as client:
+        document = client.compatible(cpus, size, image=image, policy=policy)
+    found = decode(list[api.CompatibleHostView], document)
+    if json:
+        render.as_json(document)
+    else:
+        right = ("IN USE", "FREE CPUS", "FREE MEMORY", "VM CLAIMS", "FIT")
+        table = render.table("HOST", *right, right=right)
+        for one in found:
+            claim = f"{one.claim.cpus}, {render.memory(one.claim.memory)}"
+            table.add_row(one.name, f"{one.use:.0%}", str(one.free.cpus), render.memory(one.free.memory), claim,
+                          str(one.holds))  # fmt: skip
+        render.show(table, "No host has room for such a VM now.")
+    if not found:
+        raise typer.Exit(1)
+
+
+def _usage_table(found: Sequence[api.UtilizationView]) -> Table:
+    wide = render.is_wide()
+    columns = ("CPUS", "5 MIN", "HOUR", "MEMORY", "5 MIN", "HOUR")
+    more = ("ACTIVE", "IN/S", "OUT/S", "READ/S", "WRITTEN/S", "WAITING") if wide else ()
+    table = render.table("NAME", "JOB", *columns, *more, right=(*columns, *more))
+    for one in found:
+        spans = (one.now, one.five_minutes, one.hour)
+        cpus = [_number(usage.cpus) if usage else UNKNOWN for usage in spans]
+        memory = [_memory(usage.memory) if usage else UNKNOWN for usage in spans]
+        if one.cpus:
+            cpus[0] += f" of {one.cpus}"
+        name = one.name if one.kind == "host" else f"  {one.name}"
+        table.add_row(name, one.job_id, *cpus, *memory, *(_usage_more(one.now) if wide else ()))
+    return table
+
+
+def _usage_more(usage: api.UsageView | None) -> list[str]:
+    if usage is None:
+        return [UNKNOWN] * 6
+    rates = [_rate(value) for value in (usage.received, usage.sent, usage.read, usage.written)]
+    active = UNKNOWN if usage.active is None else _memory(usage.active)
+    waited = (usage.cpu_pressure, usage.memory_pressure, usage.io_pressure)
+    return [active, *rates, "/".join(UNKNOWN if one is None else f"{one:.0%}" for one in waited)]
+
+
+def _history(found: Sequence[api.UsagePoint]) -> Table:
+    columns = ("FOR", "CPUS", "MOST", "MEMORY", "MOST", "IN/S", "OUT/S", "READ/S", "WRITTEN/S")
+    table = render.table("FROM", *columns, right=columns)
+    for one in found:
+        used = one.usage
+        rates = (used.received, used.sent, used.read, used.written)
+        table.add_row(
+            f"{datetime.fromtimestamp(one.wall):%m-%d %H:%M}",
+            "hour" if one.span == 3600 else "min",
+            _number(used.cpus),
+            _number(used.cpus_peak),
+            _memory(used.memory),
+            _memory(used.memory_peak),
+            *map(_rate, rates),
+        )
+    return table
+
+
+def _number(cpus: float) -> str:
+    return f"{cpus:.2f}" if cpus < 10 else f"{cpus:.1f}"
+
+
+def _memory(mib: float) -> str:
+    """A size given in MiB, as short as it can be read."""
+    return f"{mib / 1024:.1f}G" if mib >= 1000 else f"{mib:.0f}M"
+
+
+def _rate(value: float) -> str:
+    """Bytes per second, in powers of ten."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.1f}{unit}"
+    return "0" if value < 1 else f"{value:.0f}"

@@ -43,7 +43,7 @@ def build(
         Path | None, typer.Option("--hooks", help="A directory of programs, run in the image in the order of names.")
     ] = None,
     directory: Directory = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json: render.Json = False,
 ) -> None:
     """Build an image from this machine's own apt sources. Built before from the same inputs, it is kept."""
     if flavour not in ("slim", "stock"):
@@ -73,9 +73,7 @@ def build(
 
 
 @app.command("list")
-def list_(
-    directory: Directory = None, json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
-) -> None:
+def list_(directory: Directory = None, json: render.Json = False) -> None:
     """Show the images that there are."""
     found = catalog.list_images(images_dir(directory))
     if json:

@@ -1,25 +1,30 @@
-"""`multiverse jobs`: the jobs that have, wait for, or had a VM."""
+"""`multiverse jobs`, `vms`, `explain`, `timeline` and `capacity`: jobs, their VMs, and why jobs wait."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import typer
+from rich.text import Text
 
-from multiverse.api import JobView, decode
+from multiverse import api
+from multiverse.api import decode
 from multiverse.cli import render
-from multiverse.cli.watch import Watch, watched
+from multiverse.cli.arguments import parse_request
+from multiverse.cli.asking import Controller, asker
+from multiverse.cli.render import Watch, watched
 from multiverse.client import Client
 
-NAMED = 6
-"""Of so many jobs with the same reason, at most, the ids are shown, where there is no column for reasons."""
+# --- multiverse jobs --------------------------------------------------------------------------------
+
+NAMED = 6  # of so many jobs with the same reason, at most, the ids are shown, where there is no column for reasons
 
 
 def jobs(
     job: Annotated[str | None, typer.Argument(help="Only this job, or this array's tasks.")] = None,
     ended: Annotated[bool, typer.Option("--all", "-a", help="Those that have ended too.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json: render.Json = False,
     watch: Watch = False,
 ) -> None:
     """Show jobs: their state, their VMs, and the reason why a job waits."""
@@ -30,9 +35,8 @@ def _show(job: str | None, *, ended: bool, json: bool) -> None:
     with Client() as client:
         document = client.jobs(job, ended=ended)
     if json:
-        render.as_json(document)
-        return
-    found = decode(list[JobView], document)
+        return render.as_json(document)
+    found = decode(list[api.JobView], document)
     empty = "No jobs." if ended or job else "No live jobs; --all shows those that have ended."
     if render.is_wide():
         _show_wide(found, empty)
@@ -43,35 +47,30 @@ def _show(job: str | None, *, ended: bool, json: bool) -> None:
             render.say(f"{one.job_id}: {one.usage.text}", indent=1)
 
 
-def _show_wide(found: Sequence[JobView], empty: str) -> None:
-    table = render.table(
-        "JOB", "NAME", "STATE", "FOR", "NODES", "CPUS", "MEMORY", "IMAGE", "VMS", "REASON",
-        right=("FOR", "NODES", "CPUS", "MEMORY"), fold=("VMS", "REASON"),
-    )  # fmt: skip
-    for one in found:
-        table.add_row(
-            one.job_id,
-            one.name,
-            render.state(one.state, one.quarantined),
-            render.duration(one.age),
-            str(one.nodes),
-            str(one.cpus),
-            render.memory(one.memory),
-            one.image,
-            " ".join(one.vms),
-            _reason(one),
-        )
-    render.show(table, empty)
+def _show_wide(found: Sequence[api.JobView], empty: str) -> None:
+    columns: dict[str, Callable[[api.JobView], str | Text]] = {
+        "JOB": lambda one: one.job_id,
+        "NAME": lambda one: one.name,
+        "STATE": lambda one: render.state(one.state, one.quarantined),
+        "FOR": lambda one: render.age(one.since),
+        "NODES": lambda one: str(one.nodes),
+        "CPUS": lambda one: str(one.cpus),
+        "MEMORY": lambda one: render.memory(one.memory),
+        "IMAGE": lambda one: one.image,
+        "VMS": lambda one: " ".join(one.vms),
+        "REASON": _reason,
+    }
+    render.listed(found, empty, columns, right=("FOR", "NODES", "CPUS", "MEMORY"), fold=("VMS", "REASON"))
 
 
-def _show_narrow(found: Sequence[JobView], empty: str) -> None:
+def _show_narrow(found: Sequence[api.JobView], empty: str) -> None:
     """What fits 80 columns, and the reasons below, once for all jobs that have the same."""
     table = render.table("JOB", "NAME", "STATE", "FOR", "SIZE", "VMS", right=("FOR",), fold=("NAME", "VMS"))
     reasons: dict[str, list[str]] = {}
     for one in found:
         size = f"{f'{one.nodes} × ' if one.nodes > 1 else ''}{one.cpus}, {render.memory(one.memory)}"
         state = render.state(one.state, "" if not one.quarantined else "see below")
-        table.add_row(one.job_id, one.name, state, render.duration(one.age), size, " ".join(one.vms) or "–")
+        table.add_row(one.job_id, one.name, state, render.age(one.since), size, " ".join(one.vms) or "–")
         if reason := _reason(one):
             reasons.setdefault(reason, []).append(one.job_id)
     render.show(table, empty)
@@ -80,10 +79,262 @@ def _show_narrow(found: Sequence[JobView], empty: str) -> None:
         render.say(f"{', '.join(ids[:NAMED])}{more}: {reason}", indent=1)
 
 
-def _reason(one: JobView) -> str:
+def _reason(one: api.JobView) -> str:
     why = one.quarantined or one.waiting or one.reason
     if not one.origin:
         return why
     moved = one.state in ("allocated", "reclaiming", "done")
     where = f"moved from partition {one.origin}, which was full" if moved else f"in partition {one.origin}"
     return f"{where}: {why}" if why else where
+
+
+# --- multiverse vms ---------------------------------------------------------------------------------
+
+
+def vms(json: render.Json = False, watch: Watch = False) -> None:
+    """Show VMs: their state, their job, the memory that is theirs alone, and the memory that they share."""
+    watched(lambda: _show_vms(json=json), again=watch)
+
+
+def _show_vms(*, json: bool) -> None:
+    with Client() as client:
+        document = client.vms()
+    if json:
+        return render.as_json(document)
+    found = decode(list[api.VmView], document)
+    columns: dict[str, Callable[[api.VmView], str | Text]] = {
+        "VM": lambda one: one.name,
+        "STATE": lambda one: render.state(one.state, one.quarantined),
+        "JOB": lambda one: one.job_id or "–",
+        "HOST": lambda one: one.host,
+        "KIND": lambda one: one.kind,
+        "SIZE": lambda one: f"{one.cpus}, {render.memory(one.memory)}",
+        "UNIQUE": lambda one: render.memory(one.private) if one.private else "–",
+        "UNIQUE, SHARED": lambda one: (
+            f"{render.memory(one.private)}, {render.memory(one.shared)}" if one.private else "–"
+        ),
+        "CPU TIME": lambda one: render.duration(one.cpu_s) if one.cpu_s else "–",
+        "ADDRESS": lambda one: one.address,
+    }
+    wide = render.is_wide()
+    left_out = {"UNIQUE"} if wide else {"KIND", "UNIQUE, SHARED", "CPU TIME"}
+    if len({one.host for one in found}) < 2:
+        left_out.add("HOST")
+    shown = {name: cell for name, cell in columns.items() if name not in left_out}
+    fold = ("SIZE", "UNIQUE, SHARED", "CPU TIME") if wide else ("STATE", "SIZE")
+    render.listed(found, "No VMs.", shown, right=("CPU TIME", "UNIQUE"), fold=fold)
+
+
+# --- multiverse explain -----------------------------------------------------------------------------
+
+GROUPS = 8  # the most groups of hosts that are shown; with --hosts, all
+
+
+def explain(
+    job: Annotated[str, typer.Argument(help="A job id: 123, or 123_4; 123 tells of an array's first tasks.")],
+    hosts: Annotated[bool, typer.Option("--hosts", help="All groups of hosts, with all names.")] = False,
+    json: render.Json = False,
+    controller: Controller = "",
+) -> None:
+    """Say why a job waits, in which stage it is, or why it failed, what to do, and what each host lacks for it.
+
+    Operators may ask about any job, and users about their own."""
+    with asker(controller) as client:
+        document = client.explain(job)
+    if json:
+        return render.as_json(document)
+    found = decode(api.ExplanationsView, document)
+    for number, (one, *others) in enumerate(_alike(found.jobs)):
+        if number:
+            render.console.print()
+        _show_explanation(one, every=hosts)
+        if others:
+            render.say(f"The same is true of {', '.join(other.job_id for other in others)}.")
+    if found.more:
+        render.console.print(f"And {found.more} more tasks of this array; ask for one of them by its id.")
+
+
+def _alike(jobs: Sequence[api.ExplanationView]) -> list[list[api.ExplanationView]]:
+    """Tasks of an array that wait for the same, together: one explanation is true of them all."""
+    groups: dict[tuple[str, ...], list[api.ExplanationView]] = {}
+    for one in jobs:
+        groups.setdefault((one.state, one.short, one.behind) if one.short else (one.job_id,), []).append(one)
+    return list(groups.values())
+
+
+def _show_explanation(one: api.ExplanationView, *, every: bool) -> None:
+    head = Text.assemble(("job ", "bold"), (render.plain(one.job_id).plain, "bold"), "  ")
+    head.append_text(render.plain(one.name)).append("  ").append_text(render.state(one.state))
+    render.console.print(head)
+    render.say(one.text)
+    if one.expected is not None:
+        render.say(f"By the time limits it starts by {render.moment(one.expected)} at the latest.")
+    if one.todo:
+        render.say(f"to do: {one.todo}")
+    show_groups(one.hosts, every=every)
+
+
+def show_groups(groups: Sequence[api.HostGroupView], *, every: bool) -> None:
+    """Which hosts could take a VM, and why the others are passed over."""
+    if not groups:
+        return
+    table = render.table("HOSTS", "NAMES", "FOR THIS JOB", right=("HOSTS",), fold=("NAMES", "FOR THIS JOB"))
+    for one in groups if every else groups[:GROUPS]:
+        names = one.hosts if every or len(one.hosts) <= _SHORT else one.hosts[:_SHORT] + "…"
+        table.add_row(str(one.count), names, Text(render.plain(one.why).plain, style="green" if one.fits else ""))
+    render.console.print(table)
+    if not every and len(groups) > GROUPS:
+        render.console.print(f"  And {len(groups) - GROUPS} more groups of hosts: --hosts shows all.", style="dim")
+
+
+_SHORT = 30  # characters of a node set that are shown
+
+
+# --- multiverse timeline ----------------------------------------------------------------------------
+
+_BAR_WIDTH = 60
+_STAGE_INDENT = 12
+
+
+def timeline(
+    job: Annotated[str, typer.Argument(help="A job id: 123, or 123_4; 123 shows all tasks of an array.")],
+    events: Annotated[bool, typer.Option("--events", "-e", help="Every event as well.")] = False,
+    json: render.Json = False,
+    controller: Controller = "",
+) -> None:
+    """Show where a job's time went, attempt by attempt. Users may ask about their own jobs."""
+    with asker(controller) as client:
+        document = client.timeline(job)
+    if json:
+        return render.as_json(document)
+    for one in decode(list[api.TimelineView], document):
+        _show_phases(one)
+        if events:
+            _show_events(one)
+        render.console.print()
+
+
+def _show_phases(one: api.TimelineView) -> None:
+    """The attempt's bar, and its phases with their stages."""
+    total = sum(phase.seconds for phase in one.phases)
+    head = Text.assemble(
+        ("job ", "bold"), (one.job_id, "bold"), f"  attempt {one.attempt}  ",
+        render.state(one.state), f"  {render.duration(total)} in all",
+    )  # fmt: skip
+    render.console.print(head)
+    if one.waiting:
+        render.console.print(Text(f"  {one.waiting}"))
+    width = min(_BAR_WIDTH, render.console.width - 4)
+    parts = [(phase.seconds, render.PHASE_STYLES[phase.name]) for phase in one.phases]
+    render.console.print(Text("  ") + render.bar(parts, width))
+    for phase in one.phases:
+        line = Text("  ")
+        line.append(f"{phase.name:<8}", style=render.PHASE_STYLES[phase.name])
+        line.append(f"{render.duration(phase.seconds):>9}")
+        render.console.print(line)
+        reasons = [entry.reason for entry in one.entries if phase.name == "queued" and entry.event == "admitted"]
+        for text in reasons or _stage_lines(phase.stages, render.console.width - _STAGE_INDENT):
+            render.console.print(Text(" " * _STAGE_INDENT + text, style="dim"))
+
+
+def _show_events(one: api.TimelineView) -> None:
+    table = render.table("AT", "OF", "EVENT", "STATE", "REASON", right=("AT",), fold=("REASON",))
+    for entry in one.entries:
+        table.add_row(f"{entry.at:.3f} s", entry.subject, entry.event, render.state(entry.state), entry.reason)
+    render.console.print(table)
+
+
+def _stage_lines(stages: Sequence[tuple[str, float]], width: int) -> list[str]:
+    """The stages as `name 12 ms`, as many on a line as fit."""
+    lines: list[str] = []
+    for name, seconds in stages:
+        item = f"{name} {seconds * 1000:.0f} ms"
+        if lines and len(lines[-1]) + len(item) + 3 <= width:
+            lines[-1] += f" · {item}"
+        else:
+            lines.append(item)
+    return lines
+
+
+# --- multiverse capacity ----------------------------------------------------------------------------
+
+
+def capacity(
+    request: Annotated[
+        str,
+        typer.Option("--for", metavar="REQUEST", help='One request, as for sbatch: "-N 2 -c 4 --mem=8G -t 1:00:00"'),
+    ] = "",
+    json: render.Json = False,
+    controller: Controller = "",
+) -> None:
+    """Show which sizes would start at once and how many of each, and what is free beside what is used.
+
+    With --for, whether one request would start at once; if not, why, and when it is expected to."""
+    asked = parse_request(request) if request else None
+    with asker(controller) as client:
+        document = client.trial(**asked) if asked is not None else client.capacity()
+    if json:
+        render.as_json(document)
+    elif asked is not None:
+        _show_trial(decode(api.TrialView, document))
+    else:
+        _show_capacity(decode(api.CapacityView, document))
+
+
+def _show_capacity(found: api.CapacityView) -> None:
+    _show_usage(found.usage)
+    columns: dict[str, Callable[[api.StartableView], str | Text]] = {
+        "NODE OF": lambda one: f"{one.cpus} CPU{'s' * (one.cpus != 1)}",
+        "MEMORY": lambda one: render.memory(one.memory),
+        "DISK": lambda one: render.memory(one.disk) if one.disk else "–",
+        "START AT ONCE": lambda one: Text(str(one.now), style="bold green" if one.now else "dim"),
+        "AFTER A TEMPLATE IS BUILT": lambda one: f"+ {one.with_template}" if one.with_template else "–",
+    }
+    render.listed(found.sizes, "No host that takes new VMs is in sight.", columns, right=tuple(columns)[1:])
+    render.console.print(f"Each line for itself: jobs of one node, of image {found.image}.")
+    if found.blocked:
+        name = f"Job {found.blocked_by}" if found.blocked_by else "A job"
+        text = (
+            f"{name} waits for capacity and comes first: a later job starts only if it does not delay it by its time"
+            " limit. Ask with --for."
+        )
+        render.say(text, indent=0, style="yellow")
+    elif found.waiting:
+        render.console.print(f"{found.waiting} jobs wait for something else than capacity.", markup=False)
+
+
+def _show_usage(usage: api.CapacityUsageView) -> None:
+    names = ("jobs", "spares", "templates", "free", *(("closed",) if usage.closed_hosts else ()), "total")
+    table = render.table("", "CPUS", "MEMORY", "DISK", right=("CPUS", "MEMORY", "DISK"))
+    for name in names:
+        size: api.SizeView = getattr(usage, name)
+        label = Text(_LABELS.get(name, name), style="bold green" if name == "free" else "")
+        table.add_row(label, str(size.cpus), render.memory(size.memory), render.memory(size.disk))
+    closed = f", {usage.closed_hosts} of them take no new VM" if usage.closed_hosts else ""
+    render.console.print(f"{usage.hosts} host{'s' * (usage.hosts != 1)} in sight{closed}")
+    render.console.print(table)
+
+
+_LABELS = {"closed": "on closed hosts", "total": "in all"}
+
+
+def _show_trial(found: api.TrialView) -> None:
+    if found.starts:
+        render.console.print(Text("It would start at once.", style="bold green"))
+        where = f" on {found.hosts}" if found.hosts and found.hosts not in found.why else ""
+        render.say(f"{found.why}{where}")
+        return
+    said = "It would be cancelled." if found.never else "It would wait."
+    render.console.print(Text(said, style="bold red" if found.never else "bold yellow"))
+    render.say(found.why)
+    if found.ahead:
+        behind = f", and job {found.behind} keeps the others waiting" if found.behind else ""
+        jobs = "1 job" if found.ahead == 1 else f"{found.ahead} jobs"
+        render.say(f"{jobs} would be ahead of it{behind}.")
+    if found.expected is not None:
+        render.say(f"It would start by {render.moment(found.expected)} at the latest, by the time limits.")
+    elif found.alone is not None and not found.never:
+        render.say(f"Without other jobs that wait, it would start by {render.moment(found.alone)} at the latest.")
+    elif not found.never:
+        render.say("Nobody can tell when: no time limit says by when there is room for it.")
+    show_groups(found.groups, every=False)

@@ -7,51 +7,38 @@ import sys
 
 import typer
 
-from multiverse.cli.commands import COMPLETE, build, needed
-from multiverse.cli.exit_codes import CLOSED, INTERRUPTED, NO_ANSWER, NOT_DONE, SUPERSEDED
+from multiverse.cli.commands import (
+    CLOSED,
+    COMPLETE,
+    INTERRUPTED,
+    NO_ANSWER,
+    NOT_DONE,
+    SUPERSEDED,
+    build,
+    completed_words,
+    needed,
+)
 from multiverse.cli.render import errors
 from multiverse.core.errors import MultiverseError, Superseded, Unknown, Unreachable
 from multiverse.system import interrupts
-
-
-def _show(error: typer.TyperException) -> None:
-    """Print an error of the command line's usage as typer does, with the command that shows help."""
-    show = getattr(error, "show", None)
-    if show is not None:
-        show()
-    else:
-        errors.print(error.format_message(), markup=False)
-
-
-def _status_of(error: MultiverseError) -> int:
-    """The exit status for an error. A daemon that another one supersedes ends with one of its own, after which the
-    service manager does not start it again: two that start each other again would take turns."""
-    if isinstance(error, Superseded):
-        return SUPERSEDED
-    return NO_ANSWER if isinstance(error, (Unreachable, Unknown)) else NOT_DONE
-
-
-def _words() -> list[str]:
-    """The words of the command line: of this one, or of the one that a shell wants to complete."""
-    if COMPLETE not in os.environ:
-        return sys.argv[1:]
-    from multiverse.cli.completion import words  # it imports what no other command needs
-
-    return words()
 
 
 def main() -> None:
     """Entry point. Errors for operators go to stderr with their next step. The exit status is one of `EXIT_CODES`."""
     interrupts.handle()
     try:
-        status = build(needed(_words()))(prog_name="multiverse", standalone_mode=False)
+        given = completed_words() if COMPLETE in os.environ else sys.argv[1:]
+        status = build(needed(given))(prog_name="multiverse", standalone_mode=False)
     except MultiverseError as error:
         errors.print(f"multiverse: {error.message}", markup=False)
         if error.hint:
             errors.print(f"  next: {error.hint}", markup=False, style="dim")
-        sys.exit(_status_of(error))
+        # The service manager does not start a superseded daemon again: the two would take turns.
+        status = SUPERSEDED if isinstance(error, Superseded) else NOT_DONE
+        sys.exit(NO_ANSWER if isinstance(error, (Unreachable, Unknown)) else status)
     except typer.TyperException as error:  # wrong usage of the command line
-        _show(error)
+        show = getattr(error, "show", None)  # as typer does, with the command that shows help
+        show() if show is not None else errors.print(error.format_message(), markup=False)
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         interrupts.ignore()

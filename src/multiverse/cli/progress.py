@@ -13,10 +13,9 @@ from contextlib import contextmanager
 from rich.text import Text
 
 from multiverse.cli.render import console, duration, errors
-from multiverse.system.periodic import called_every
+from multiverse.system.interrupts import called_every
 
-EVERY = 5.0
-"""Seconds between two lines where there is no terminal."""
+EVERY = 5.0  # seconds between two lines where there is no terminal
 
 
 class Work:
@@ -103,8 +102,8 @@ def _say(work: Work) -> None:
 
 @contextmanager
 def step(text: str, done: str = "") -> Iterator[Callable[[str], None]]:
-    """A long step of a command: how far it is while it lasts, then `done` (or `text`) and the time that it took. Yields
-    a function that shows a detail beside `text`. Without a terminal every detail is a line of its own."""
+    """A long step of a command: how far it is, then `done` (or `text`) and its time. Yields a function that shows a
+    detail. Without a terminal every detail is a line of its own."""
     with working(text) as work:
         if console.is_terminal:
             yield work.say

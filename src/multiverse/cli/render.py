@@ -1,21 +1,29 @@
-"""The output of the command line: tables that fit 80 columns and use 140, JSON, durations and sizes, progress lines."""
+"""The output of the command line: tables that fit 80 columns and use 140, JSON, durations and sizes; and --watch."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import Annotated, Any, Literal, TypeVar
 
+import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-WIDE = 140
-"""Columns from which on tables show everything. What goes to no terminal is as wide as that."""
+from multiverse.core.errors import MultiverseError
 
+T = TypeVar("T")
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+WIDE = 140  # columns from which on tables show everything. What goes to no terminal is as wide as that.
 _WIDTH = None if sys.stdout.isatty() or os.environ.get("COLUMNS") else WIDE
 
 console = Console(width=_WIDTH, highlight=False, soft_wrap=False)
@@ -94,18 +102,14 @@ def say(text: str, *, indent: int = 2, style: str = "") -> None:
 
 
 def table(*columns: str, right: Sequence[str] = (), fold: Sequence[str] = ()) -> Table:
-    """An empty table. Columns in `right` are aligned to the right; columns in `fold` are wrapped when the terminal is
-    too narrow, others are cut. What goes to no terminal is wrapped instead, because what is cut is lost there."""
+    """An empty table. Columns in `fold` are wrapped when the terminal is too narrow, others are cut. Without a terminal
+    all are wrapped, because what is cut is lost."""
     fold = fold if console.is_terminal else columns
     made = _PlainTable(box=SIMPLE_HEAD, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
     for column in columns:
-        made.add_column(
-            column,
-            justify="right" if column in right else "left",
-            no_wrap=column not in fold,
-            overflow="fold" if column in fold else "ellipsis",
-            ratio=None,
-        )
+        folds = column in fold
+        justify: Literal["left", "right"] = "right" if column in right else "left"
+        made.add_column(column, justify=justify, no_wrap=not folds, overflow="fold" if folds else "ellipsis")
     return made
 
 
@@ -126,6 +130,20 @@ def show(made: Table, empty: str) -> None:
         console.print(empty)
 
 
+def listed(
+    found: Iterable[T],
+    empty: str,
+    columns: Mapping[str, Callable[[T], str | Text]],
+    right: Sequence[str] = (),
+    fold: Sequence[str] = (),
+) -> None:
+    """Print a table with a row for each, or the sentence `empty`. `columns` has a cell of each row by its title."""
+    made = table(*columns, right=right, fold=fold)
+    for one in found:
+        made.add_row(*(cell(one) for cell in columns.values()))
+    show(made, empty)
+
+
 def duration(seconds: float) -> str:
     """A duration with two or three digits: 0.48 s, 12.3 s, 4m10s, 2h05m, 3d04h."""
     if seconds < 10:
@@ -142,6 +160,16 @@ def duration(seconds: float) -> str:
     return f"{days}d{hours:02d}h"
 
 
+def age(since: float) -> str:
+    """How long ago a Unix time is."""
+    return duration(max(0.0, time.time() - since))
+
+
+def moment(at: float) -> str:
+    """A Unix time in local time."""
+    return f"{datetime.fromtimestamp(at):%Y-%m-%d %H:%M:%S}"
+
+
 def memory(mib: float) -> str:
     """A size given in MiB, shown in GiB from 10 GiB on."""
     if mib >= 10 * 1024:
@@ -150,8 +178,7 @@ def memory(mib: float) -> str:
 
 
 def bar(parts: Sequence[tuple[float, str]], width: int) -> Text:
-    """A bar of about `width` cells, divided in proportion to the parts' seconds. Each part is (seconds, style) and has
-    at least one cell unless it took no time."""
+    """A bar of about `width` cells for parts of (seconds, style). A part has a cell at least unless it took no time."""
     total = sum(seconds for seconds, _ in parts) or 1.0
     text = Text()
     for seconds, style in parts:
@@ -168,3 +195,55 @@ PHASE_STYLES: Mapping[str, str] = {
     "run": "green",
     "reclaim": "magenta",
 }
+
+
+# --- --watch ----------------------------------------------------------------------------------------
+
+INTERVAL = 2.0  # seconds between two times
+
+Watch = Annotated[bool, typer.Option("--watch", "-w", help="Show it again every 2 s, until Ctrl-C.")]
+
+
+def watched(show: Callable[[], None], *, again: bool) -> None:
+    """Call `show`, which prints; with `again` every two seconds until Ctrl-C. An error of the daemon is shown, and ends
+    nothing."""
+    if not again:
+        show()
+        return
+    try:
+        if console.is_terminal:
+            _in_place(show)
+        else:
+            while True:
+                console.print(_printed(show), end="")
+                console.print()
+                time.sleep(INTERVAL)
+    except KeyboardInterrupt:
+        raise typer.Exit(0) from None
+
+
+def _in_place(show: Callable[[], None]) -> None:
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            text = _printed(show)
+            head = Text(f"{datetime.now():%H:%M:%S}, every {INTERVAL:g} s; Ctrl-C ends\n", style="dim")
+            room = max(1, console.height - 3)
+            lines = list(text.split("\n", allow_blank=True))
+            if len(lines) > room:
+                more = len(lines) - room
+                lines = lines[:room]
+                lines.append(Text(f"… {more} more lines", style="dim"))
+            live.update(Text.assemble(head, Text("\n").join(lines)), refresh=True)
+            time.sleep(INTERVAL)
+
+
+def _printed(show: Callable[[], None]) -> Text:
+    """What `show` prints, or why it cannot."""
+    with console.capture() as captured:
+        try:
+            show()
+        except MultiverseError as error:
+            console.print(f"multiverse: {error}", markup=False, style="red")
+        except typer.Exit:
+            pass  # its status is that of one call
+    return Text.from_ansi(captured.get())

@@ -1,25 +1,27 @@
-"""`multiverse site render|check`: the files that a site adds to its Slurm, and what it still lacks."""
+"""`multiverse site` and `doctor`: the files that a site adds to its Slurm, what it lacks, and what is wrong with it."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.text import Text
 
-from multiverse.bundles.contract import SiteFiles
+from multiverse.bundles.contract import Examination, SiteFiles
 from multiverse.bundles.registry import scheduler_bundle
 from multiverse.cli import render as output
+from multiverse.cli.commands import NOT_DONE
 from multiverse.config import Settings, load
 from multiverse.core.errors import Refused
 from multiverse.ports.finding import Finding, Level
+from multiverse.service.doctor import examine, examine_agent
 from multiverse.site.checking import check_agent, is_ready
-from multiverse.site.rendering import render_agent
-from multiverse.site.writing import WriteOutcome, beside, write
+from multiverse.site.rendering import WriteOutcome, beside, render_agent, write
 
-app = typer.Typer(help="Install Multiverse beside a site's Slurm.", no_args_is_help=True)
+site_app = typer.Typer(help="Install Multiverse beside a site's Slurm.", no_args_is_help=True)
 
 Config = Annotated[Path, typer.Option("--config", "-c", help="The settings, a TOML file.")]
 SlurmConf = Annotated[
@@ -42,7 +44,7 @@ def _files(settings: Settings) -> SiteFiles:
     return files
 
 
-@app.command()
+@site_app.command()
 def render(
     directory: Annotated[Path, typer.Argument(help="Files are written below it; / installs them on this machine.")],
     config: Config = _CONFIG,
@@ -68,12 +70,12 @@ def render(
     output.console.print(f"Next: multiverse site check{' --agent' * agent}", markup=False)
 
 
-@app.command()
+@site_app.command()
 def check(
     config: Config = _CONFIG,
     slurm_conf: SlurmConf = None,
     wait: Annotated[float, typer.Option(help="Seconds for services that are starting: check again meanwhile.")] = 0.0,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json: output.Json = False,
     agent: Agent = False,
 ) -> None:
     """Report what is missing or different, with remedies. Exits with 1 if there is a problem, and with 0 otherwise."""
@@ -97,3 +99,72 @@ def check(
             output.console.print("Nothing is missing.", markup=False)
     if not is_ready(found):
         raise typer.Exit(1)
+
+
+# --- multiverse doctor ------------------------------------------------------------------------------
+
+
+def doctor(
+    config: Annotated[
+        Path, typer.Option("--config", "-c", envvar="MULTIVERSE_CONFIG", help="The settings, a TOML file.")
+    ] = _CONFIG,
+    slurm_conf: Annotated[
+        Path | None, typer.Option("--slurm-conf", help="The site's slurm.conf. [default: as in the settings]")
+    ] = None,
+    agent: Annotated[bool, typer.Option("--agent", help="Of a host with an agent and without the controller.")] = False,
+    kvm: Annotated[bool, typer.Option("--kvm/--no-kvm", help="Run small guests to see whether KVM works.")] = True,
+    json: output.Json = False,
+) -> None:
+    """Examine this machine, the site's Slurm and, through the daemon, all hosts; before and after installation.
+
+    Exits with 1 if there is a problem, and with 0 otherwise. Notes need no action."""
+    settings = load(config) if config.exists() or config != _CONFIG else Settings()
+    found = (
+        examine_agent(settings, config.absolute(), kvm=kvm)
+        if agent
+        else examine(settings, config.absolute(), slurm_conf or settings.slurm.conf, kvm=kvm)
+    )
+    problems = _as_json(found) if json else _shown(found)
+    if problems:
+        raise typer.Exit(NOT_DONE)
+
+
+def _as_json(found: Iterator[Examination]) -> int:
+    document: list[dict[str, Any]] = [
+        {
+            "name": one.name,
+            "skipped": one.skipped,
+            "findings": [{**each._asdict(), "level": each.level.value} for each in one.findings],
+        }
+        for one in found
+    ]
+    output.as_json(document)
+    return sum(each["level"] == Level.PROBLEM.value for one in document for each in one["findings"])
+
+
+def _shown(found: Iterator[Examination]) -> int:
+    """Print each examination as it ends. Returns the number of problems."""
+    problems = notes = examined = 0
+    for one in found:
+        examined += not one.skipped
+        levels = {each.level for each in one.findings}
+        mark, style = _mark(levels, skipped=bool(one.skipped))
+        more = f"  skipped: {one.skipped}" if one.skipped else ""
+        output.console.print(Text.assemble((mark, style), " ", (one.name, "bold" if levels else ""), (more, "dim")))
+        for each in one.findings:
+            problems, notes = problems + (each.level is Level.PROBLEM), notes + (each.level is Level.NOTE)
+            own = "" if each.name == one.name else f"{each.name}: "
+            output.say(f"{each.level.value}: {own}{each.message}", indent=2)
+            for number, line in enumerate(each.remedy.splitlines()):
+                output.say(f"{'→ ' if not number else '  '}{line}", indent=4)
+    style = "bold red" if problems else "green"
+    output.console.print(Text(f"{examined} examinations: {problems} problems, {notes} notes.", style=style))
+    return problems
+
+
+def _mark(levels: set[Level], *, skipped: bool) -> tuple[str, str]:
+    if skipped:
+        return "–", "dim"
+    if Level.PROBLEM in levels:
+        return "✗", "bold red"
+    return ("!", "bold yellow") if levels else ("✓", "green")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
+from rich.text import Text
 
 from multiverse.api import TemplateRequest, TemplateView, decode
 from multiverse.cli import progress, render
@@ -19,35 +20,29 @@ Host = Annotated[str, typer.Option("--host", help="On this host; needed when the
 Cpus = Annotated[int | None, typer.Option(help="Of this many CPUs; the base's if only --memory is given.")]
 Memory = Annotated[int | None, typer.Option(help="Of this much memory, in MiB; the base's if only --cpus is given.")]
 Account = Annotated[str | None, typer.Option(help="For the jobs of this account alone; empty for those of all.")]
-LIMIT = 900.0
-"""Seconds to wait for a template to be built or dropped."""
+LIMIT = 900.0  # seconds to wait for a template to be built or dropped
 
 
 @app.command("list")
-def list_(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+def list_(json: render.Json = False) -> None:
     """Show templates, and how many VMs were forked from each."""
     with Client() as client:
         document = client.templates()
     if json:
-        render.as_json(document)
-        return
-    table = render.table(
-        "IMAGE", "HOST", "STATE", "FOR", "CPUS", "MEMORY", "ACCOUNT", "VMS", "REASON",
-        right=("FOR", "CPUS", "MEMORY", "VMS"), fold=("REASON",),
-    )  # fmt: skip
-    for one in decode(list[TemplateView], document):
-        table.add_row(
-            one.image,
-            one.host,
-            render.state(one.state),
-            render.duration(one.age),
-            str(one.cpus),
-            render.memory(one.memory),
-            one.account,
-            str(one.references),
-            one.reason,
-        )
-    render.show(table, "No templates. A template is built when a job first needs it.")
+        return render.as_json(document)
+    columns: dict[str, Callable[[TemplateView], str | Text]] = {
+        "IMAGE": lambda one: one.image,
+        "HOST": lambda one: one.host,
+        "STATE": lambda one: render.state(one.state),
+        "FOR": lambda one: render.age(one.since),
+        "CPUS": lambda one: str(one.cpus),
+        "MEMORY": lambda one: render.memory(one.memory),
+        "ACCOUNT": lambda one: one.account,
+        "VMS": lambda one: str(one.references),
+        "REASON": lambda one: one.reason,
+    }
+    found, empty = decode(list[TemplateView], document), "No templates. A template is built when a job first needs it."
+    render.listed(found, empty, columns, right=("FOR", "CPUS", "MEMORY", "VMS"), fold=("REASON",))
 
 
 @app.command()
@@ -62,7 +57,9 @@ def build(
     with Client() as client:
         request = _request(client, "build", image, host, cpus=cpus, memory=memory, account=account)
         with progress.step(f"template of {image} on {request.host}"):
-            found = _wait(client, request, lambda found: bool(found) and all(map(_is_built, found)))
+            found = _wait(
+                client, request, lambda found: bool(found) and all(one.state in ("ready", "broken") for one in found)
+            )
     for template in found:
         if template.state == "broken":
             raise Broken(
@@ -92,23 +89,16 @@ def _request(client: Client, verb: str, image: str, host: str, **which: int | st
     return TemplateRequest.model_validate(client.template(verb, image, host, **which))
 
 
-def _is_built(template: TemplateView) -> bool:
-    return template.state in ("ready", "broken")
-
-
-def _matches(template: TemplateView, request: TemplateRequest) -> bool:
-    wanted: dict[str, Any] = request.model_dump(exclude_none=True)
-    return all(getattr(template, name) == value for name, value in wanted.items())
-
-
 def _wait(
     client: Client, request: TemplateRequest, over: Callable[[Sequence[TemplateView]], bool]
 ) -> Sequence[TemplateView]:
-    """The templates that match the request, once `over` is true of them. The request has been committed before, so that
-    their absence means that they are gone."""
+    """The matching templates, once `over` is true of them. The request was committed before: templates that are absent
+    are gone."""
+    wanted: dict[str, Any] = request.model_dump(exclude_none=True)
     deadline = time.monotonic() + LIMIT
     while time.monotonic() < deadline:
-        found = [one for one in decode(list[TemplateView], client.templates()) if _matches(one, request)]
+        templates = decode(list[TemplateView], client.templates())
+        found = [one for one in templates if all(getattr(one, name) == value for name, value in wanted.items())]
         if over(found):
             return found
         time.sleep(0.1)

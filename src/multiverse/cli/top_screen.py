@@ -12,16 +12,12 @@ from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.widgets import DataTable, Footer, Input, Static
 
-from multiverse.api import decode
-from multiverse.api.grid import Snapshot
-from multiverse.cli import top_views
+from multiverse.api import Snapshot, decode
+from multiverse.cli import top
 from multiverse.core.errors import MultiverseError
 
-INTERVAL = 1.0
-"""Seconds between two snapshots."""
-
-MOST_ROWS = 300
-"""Jobs that are listed: more than anybody scrolls through."""
+INTERVAL = 1.0  # seconds between two snapshots
+MOST_ROWS = 300  # jobs that are listed: more than anybody scrolls through
 
 
 class TopScreen(App[None]):
@@ -85,7 +81,7 @@ class TopScreen(App[None]):
 
     def action_stage(self) -> None:
         """Go on to the next stage, and after the last one to all."""
-        choices = ("", *top_views.STAGES)
+        choices = ("", *top.STAGES)
         self._stage = choices[(choices.index(self._stage) + 1) % len(choices)]
         self._draw()
 
@@ -110,23 +106,23 @@ class TopScreen(App[None]):
         if self._snapshot is None:
             return
         width = self.size.width - 2
-        lines = top_views.head(self._snapshot, width)
+        lines = top.head(self._snapshot, width)
         if self._failure:
             lines.insert(0, Text(f"not connected, figures are old: {self._failure}", style="bold red"))
         self.query_one("#head", Static).update(Text("\n").join(lines))
-        self.query_one("#lines", Static).update(Text("\n").join(top_views.host_lines(self._snapshot, width)))
+        self.query_one("#lines", Static).update(Text("\n").join(top.host_lines(self._snapshot, width)))
         self._draw_jobs(self._snapshot, width)
 
     def _draw_jobs(self, snapshot: Snapshot, width: int) -> None:
         table, words = self.query_one(DataTable), self.query_one(Input).value
-        jobs = top_views.listed(snapshot, self._stage, words)
+        jobs = top.listed(snapshot, self._stage, words)
         vms = {vm.name: vm for vm in snapshot.vms}
         at, scrolled = table.cursor_row, table.scroll_offset
         with self.batch_update():
             table.clear(columns=True)
-            table.add_columns(*top_views.columns(width))
+            table.add_columns(*top.columns(width))
             for job in jobs[:MOST_ROWS]:
-                table.add_row(*top_views.job_cells(job, vms, snapshot.summary.wall, width), key=str(job.attempt))
+                table.add_row(*top.job_cells(job, vms, snapshot.summary.wall, width), key=str(job.attempt))
             if jobs:
                 table.move_cursor(row=min(at, len(jobs) - 1), scroll=False)
             table.scroll_to(scrolled.x, scrolled.y, animate=False)

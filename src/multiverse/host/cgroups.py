@@ -17,7 +17,7 @@ from pathlib import Path
 import structlog
 
 from multiverse.core.errors import Broken, Refused
-from multiverse.system.listing import matching
+from multiverse.system.files import matching
 
 log = structlog.get_logger(__name__)
 

@@ -20,7 +20,7 @@ import structlog
 
 from multiverse.core.errors import Broken, Exhausted, Refused
 from multiverse.system import files
-from multiverse.system.listing import matching
+from multiverse.system.files import matching
 from multiverse.system.locks import locked_file
 
 log = structlog.get_logger(__name__)

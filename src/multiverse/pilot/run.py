@@ -4,60 +4,191 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import structlog
 
-from multiverse.core.errors import Broken, Refused
-from multiverse.pilot import init, network, remains, vxlan
-from multiverse.pilot.groups import LeaseGroup, job_of, make_groups
-from multiverse.pilot.init import SIGNALS, PilotOrder
-from multiverse.pilot.lease_directory import LeaseDirectory, PilotRecord, directory_of, slot
+from multiverse.config import LEASE_RESERVE, Settings
+from multiverse.core.errors import Broken, MultiverseError, Refused
+from multiverse.host.vxlan import VxlanConfig
+from multiverse.pilot import lease
+from multiverse.pilot.lease import LeaseDirectory, LeaseGroup, PilotRecord
 from multiverse.system import kernel
+from multiverse.system.kernel import mount_new, mount_sys
 from multiverse.system.locks import is_locked
 from multiverse.system.processes import ProcessIdentity
 
 log = structlog.get_logger()
+
+
+# --- the first process of a lease -------------------------------------------------------------------
+
+SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
+END_VMS = signal.SIGUSR1  # tells the agent to take no VM any more, to end those that it has, and then itself
+_NAMESPACES = kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC
+_RESTART = 1.0  # seconds until an agent that has ended is started again
+
+
+@dataclass(frozen=True, slots=True)
+class PilotOrder:
+    """What the pilot of a lease is told."""
+
+    name: str
+    job: str
+    cores: int  # the job's
+    memory: int  # MiB, the job's
+    settings: Settings
+    agent: Callable[[Settings, VxlanConfig | None], None]  # runs an agent until it is told to end
+    vxlan: VxlanConfig | None = None  # the node's
+    drain: float = 25.0  # seconds that the agent has to end its VMs
+
+
+def leased_settings(order: PilotOrder, place: LeaseDirectory, slot: int) -> Settings:
+    """The settings of the lease's agent: the node's own, for a host with what the job has. Other directories of VMs,
+    sockets and templates are mounted at the same places (`_mount_own`)."""
+    settings = order.settings
+    free = os.statvfs(place.root)
+    disk = min(settings.host.disk, free.f_bavail * free.f_frsize >> 20)
+    memory = max(order.memory - LEASE_RESERVE, 0)
+    return replace(
+        settings,
+        hosts=(),
+        job_vms=replace(settings.job_vms, enabled=False, only=False),  # those are of the node's own agent
+        host=replace(settings.host, name=order.name, cores=order.cores, memory=memory, disk=disk),
+        agent=replace(settings.agent, socket=place.socket, state_dir=place.state, self_fence=0.0, metrics=""),
+        qemu=replace(settings.qemu, uids=lease.share_of(settings.qemu.uids, slot)),
+    )
+
+
+def begin(
+    order: PilotOrder, place: LeaseDirectory, made: Sequence[LeaseGroup], slot: int, connected: Callable[[], None]
+) -> int:
+    """Be the first process of the lease; the exit status. `connected` waits until the network has its uplink."""
+    kernel.die_with_parent()
+    try:
+        kernel.unshare(_NAMESPACES)
+        connected()
+        lease.make_bridge(order.name, order.settings.qemu.bridge)
+        _mount_own(order.settings, place, made)
+        settings = leased_settings(order, place, slot)
+    except (OSError, MultiverseError) as error:
+        return _failed(str(error))
+    return _Supervisor(order, settings, made).run()
+
+
+def _failed(why: str) -> int:
+    print(f"the pilot cannot start: {why}", file=sys.stderr, flush=True)
+    return 1
+
+
+def _mount_own(settings: Settings, place: LeaseDirectory, made: Sequence[LeaseGroup]) -> None:
+    """Mount the lease's own directories where the settings name them. Sockets and templates are in memory of the
+    lease's control groups."""
+    kernel.mount(None, Path("/"), kernel.MS_REC | kernel.MS_PRIVATE)
+    qemu = settings.qemu
+    for path, mode in ((qemu.run, "0700"), (qemu.templates, "0711")):
+        path.mkdir(parents=True, exist_ok=True)
+        mount_new(path, "tmpfs", f"mode={mode}")
+    qemu.vms.mkdir(parents=True, exist_ok=True)
+    kernel.mount(str(place.vms), qemu.vms, kernel.MS_BIND)
+    mount_new(Path("/proc"), "proc")
+    mount_sys({group.mount: group.path for group in made}, qemu.run)
+
+
+class _Supervisor:
+    def __init__(self, order: PilotOrder, settings: Settings, made: Sequence[LeaseGroup]) -> None:
+        self._order, self._settings, self._made = order, settings, made
+        self._agent = 0
+        self._ends = 0.0  # monotonic time until which the agent may end its VMs; 0: it is not to end
+
+    def run(self) -> int:
+        """Run until the lease's first process has ended; the exit status. `signalled` is called when anybody tells the
+        pilot to end (SIGTERM). Then nothing is left on the node; after a SIGKILL the epilog or the next pilot cleans
+        up. Raises `Refused` for a bad name, and where another agent has this node; `Broken` without a bridge; what
+        `lease.join_vxlan` raises."""
+        self._start()
+        while self._agent or not self._ends:
+            left = self._ends - time.monotonic() if self._ends else _RESTART
+            if self._ends and left <= 0:
+                break
+            got = signal.sigtimedwait(SIGNALS, left)
+            if got is not None and got.si_signo != signal.SIGCHLD:
+                self._end_vms()
+            self._reap()
+            if got is None and not self._agent and not self._ends:
+                self._start()
+        return 0
+
+    def _end_vms(self) -> None:
+        if not self._ends:
+            self._ends = time.monotonic() + self._order.drain
+            if self._agent:
+                os.kill(self._agent, END_VMS)
+
+    def _reap(self) -> None:
+        with suppress(ChildProcessError):
+            while (pid := os.waitpid(-1, os.WNOHANG)[0]) != 0:
+                if pid == self._agent:
+                    self._agent = 0
+
+    def _start(self) -> None:
+        self._agent = os.fork()
+        if self._agent == 0:
+            status = 1
+            try:
+                os.setsid()
+                lease.join_groups(self._made)
+                signal.signal(END_VMS, signal.SIG_IGN)  # until the agent handles it
+                signal.pthread_sigmask(signal.SIG_SETMASK, set())
+                self._order.agent(self._settings, self._order.vxlan)
+                status = 0
+            except (OSError, MultiverseError) as error:
+                print(f"the agent cannot start: {error}", file=sys.stderr, flush=True)
+            finally:
+                os._exit(status)
+
+
+# --- the pilot --------------------------------------------------------------------------------------
 
 _LOGS = ".logs"
 _KEPT = 20  # logs of pilots that have ended
 
 
 def run(order: PilotOrder, signalled: Callable[[], None] = lambda: None) -> int:
-    """Run until the lease's first process has ended; the exit status. `signalled` is called when Slurm, or anybody
-    else, tells the pilot to end (SIGTERM). Nothing is left on the node then, as far as a process can see to that: after
-    a SIGKILL the epilog does, or the next pilot.
-
-    Raises `Refused` for a name that is none, and where another agent has this node; `Broken` without a bridge; what
-    `vxlan.join` raises.
-    """
+    """Run until the lease's first process has ended; the exit status. `signalled` is called when anybody tells the
+    pilot to end (SIGTERM). Then nothing is left on the node; after a SIGKILL the epilog or the next pilot cleans up.
+    Raises `Refused` for a bad name, and where another agent has this node; `Broken` without a bridge; what
+    `lease.join_vxlan` raises."""
     settings = order.settings
     if os.geteuid() != 0:
         raise Refused("the pilot is not root", hint="set become under [[lease]], or let pilots be jobs of root")
     if is_locked(settings.agent.state_dir / "lock"):
         hint = "lease other nodes, or set job_vms.only if the agent is for VMs inside jobs alone"
         raise Refused("this node is a host of the site already: its agent runs", hint=hint)
-    place = directory_of(settings.agent.leases, order.name)
+    place = lease.directory_of(settings.agent.leases, order.name)
     settings.state_dir.mkdir(parents=True, exist_ok=True)  # what is found out about the node is kept there
     settings.state_dir.chmod(0o711)
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    remains.sweep(settings.agent.leases)
-    with place.held() as ours, slot(settings.agent.leases) as number:
+    lease.sweep(settings.agent.leases)
+    with place.held() as ours, lease.slot(settings.agent.leases) as number:
         if not ours:
             raise Refused(f"another pilot of {order.name} runs on this node", hint="cancel one of them")
         _log_to(settings.agent.leases / _LOGS, order.name)
-        own = job_of(Path("/proc/self/cgroup").read_text())
+        own = lease.job_of(Path("/proc/self/cgroup").read_text())
         if own != order.job:
             log.warning("the pilot is in no control group of its job", job=order.job, group_of=own)
-        made = make_groups(order.name)
+        made = lease.make_groups(order.name)
         try:
             if order.vxlan is not None:
-                vxlan.join(order.vxlan, settings.network.gateway)
+                lease.join_vxlan(order.vxlan, settings.network.gateway)
             return _run(order, place, made, number, signalled)
         finally:
-            left = remains.remove_place(place, place.recorded())
+            left = lease.remove_place(place, place.recorded())
             if left:
                 log.warning("something is left of the lease", left=left)
 
@@ -79,13 +210,19 @@ def _run(
 ) -> int:
     """Start the first process, connect its network, and wait for its end; its exit status."""
     (ready, made_ready), (go, give) = os.pipe(), os.pipe()
+
+    def wait_for_uplink() -> None:
+        os.write(made_ready, b"!")
+        if not os.read(go, 1):
+            raise Broken("the network was not connected")
+
     kernel.unshare(kernel.CLONE_NEWPID)  # of the processes that this one starts from now on
     child = os.fork()
     if child == 0:
         status = 1
         try:
             os.close(give)
-            status = init.begin(order, place, made, number, lambda: _wait_for_uplink(made_ready, go))
+            status = begin(order, place, made, number, wait_for_uplink)
         finally:
             os._exit(status)
     os.close(made_ready)
@@ -96,7 +233,7 @@ def _run(
     handle = os.pidfd_open(child)
     try:
         if os.read(ready, 1):
-            network.plug(order.name, order.settings.qemu.bridge, child)
+            lease.connect_network(order.name, order.settings.qemu.bridge, child)
             os.write(give, b"!")
         os.close(give)
         status = _wait(child, handle, signalled)
@@ -108,12 +245,6 @@ def _run(
         os.close(handle)
     log.info("pilot ended", lease=order.name, status=status)
     return status
-
-
-def _wait_for_uplink(ready: int, go: int) -> None:
-    os.write(ready, b"!")
-    if not os.read(go, 1):
-        raise Broken("the network was not connected")
 
 
 def _wait(child: int, handle: int, signalled: Callable[[], None]) -> int:

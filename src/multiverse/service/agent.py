@@ -26,13 +26,12 @@ from multiverse.core.errors import MultiverseError, Refused
 from multiverse.core.model import HostUsage, Load, VmRef, is_site
 from multiverse.host.sampling import Sampler
 from multiverse.host.vxlan import VxlanConfig
-from multiverse.pilot.init import END_VMS
-from multiverse.pilot.lease_directory import NODE_SHARE, share_of
+from multiverse.pilot.lease import NODE_SHARE, share_of
+from multiverse.pilot.run import END_VMS
 from multiverse.service import metrics
 from multiverse.service.job_vms import serve_jobs
-from multiverse.service.processes import ProcessCounter
-from multiverse.service.scraping import scraped
-from multiverse.service.startup import bind, locked, stop_signal
+from multiverse.service.metrics import scraped
+from multiverse.service.startup import ProcessCounter, bind, locked, stop_signal
 from multiverse.system.processes import boot_id
 
 log = structlog.get_logger()
@@ -70,8 +69,8 @@ class _Hypervisors:
         return self._of_site[site]
 
     def of_controller(self, site: str) -> LocalHost:
-        """The one of this site, whose controller connects. Its VMs are observed and ended also where its VXLAN cannot
-        be made; none is started there. Raises what `of` raises."""
+        """The one of this site, whose controller connects. Where its VXLAN cannot be made, VMs are observed and ended,
+        and none is started. Raises what `of` raises."""
         hypervisor = self.of(site)
         try:
             hypervisor.restore_vxlan()
@@ -80,7 +79,7 @@ class _Hypervisors:
         return hypervisor
 
     def sites(self) -> Sequence[str]:
-        """The sites of which VMs are on this machine."""
+        """The sites that have VMs on this machine."""
         return self._side.sites(self._settings)
 
     def close(self) -> None:
@@ -101,9 +100,8 @@ def _make_directories(settings: Settings) -> None:
 
 
 async def _self_fence(settings: Settings, hypervisors: _Hypervisors) -> SelfFence | None:
-    """What ends this host's VMs when neither controller nor slurmctld is reached; None where that is off, and every
-    controller knows. Raises `Refused` if slurmctld cannot be asked from here: the absence of the controller alone must
-    end no job."""
+    """What ends this host's VMs when neither controller nor slurmctld is reached; None: it is off, and all controllers
+    know. Raises `Refused` if slurmctld cannot be asked from here: the absence of the controller alone ends no job."""
     seconds = settings.agent.self_fence
     file = ContactFile(settings.agent.state_dir / "contacts", boot_id())
     contacts = file.read()
@@ -143,8 +141,8 @@ class _Samples:
 
 @contextlib.asynccontextmanager
 async def _sampling(settings: Settings) -> AsyncIterator[_Samples | None]:
-    """Sample the host and its VMs meanwhile, in a thread of its own, and let Prometheus read that where the settings
-    say. None where nothing is sampled. Raises `Refused` if it cannot listen there."""
+    """Sample the host and its VMs in a thread, and let Prometheus read that where the settings say. None: nothing is
+    sampled. Raises `Refused` if it cannot listen there."""
     agent = settings.agent
     if not agent.sample:
         yield None
@@ -192,9 +190,8 @@ async def _serve_until_ending(
 
 
 async def _serve_jobs_alone(settings: Settings) -> None:
-    """Serve VMs inside jobs, and no controller. The lock of a host's agent stays free: pilots refuse a node where it is
-    held. The VMs of a lease on this node have directories, networks and control groups of their own (`pilot.init`).
-    Users of QEMUs are all that both would share, so they are of a part that no lease has."""
+    """Serve VMs inside jobs, and no controller. The lock of a host's agent stays free, because pilots refuse a node
+    where it is held. Both share only users of QEMUs: these are of a part that no lease has."""
     settings = replace(settings, qemu=replace(settings.qemu, uids=share_of(settings.qemu.uids, NODE_SHARE)))
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(locked(settings.agent.state_dir / "jobs.lock", "agent"))
@@ -210,8 +207,8 @@ async def _serve_jobs_alone(settings: Settings) -> None:
 
 
 async def serve(settings: Settings, *, leased: bool = False, vxlan: VxlanConfig | None = None) -> None:
-    """Run until SIGTERM or SIGINT. VMs are left as they are; the next agent finds them. With `leased`, the pilot of a
-    lease runs this agent, and tells it when the lease ends; `vxlan` is that of its node."""
+    """Run until SIGTERM or SIGINT. VMs stay; the next agent finds them. With `leased`, a lease's pilot runs this agent,
+    and tells it when the lease ends; `vxlan` is that of its node."""
     _make_directories(settings)
     if settings.job_vms.only:
         await _serve_jobs_alone(settings)

@@ -1,28 +1,55 @@
-"""Alerts for operators, each defined once: what it concerns, what is wrong, what to do, and what `multiverse repair`
-would do.
+"""Alerts for operators: each is defined once, and found in rows, observations and what the controller reports.
 
 An alert without a repair ends by itself, or when its cause is removed; its remedy says how. The words are written as
-those of reasons (`core.model.reason`). Pure; `service.findings` finds what is wrong.
+those of reasons (`core.model.reason`). Pure; `now` is the present monotonic time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from multiverse.api import Alert
-from multiverse.api.status import AlertKind, Severity
+from multiverse.api import Alert, AlertKind, Severity
+from multiverse.controller.effects import Failure
+from multiverse.controller.users import LookupFailure
+from multiverse.core.capacity.sizes import short_of_disk, short_of_memory
+from multiverse.core.model import (
+    OPEN_LEASES,
+    Attempt,
+    AttemptState,
+    HostState,
+    Key,
+    KnownHost,
+    Lease,
+    LeaseState,
+    Offer,
+    Row,
+    Template,
+    TemplateState,
+    Vm,
+    VmCondition,
+    VmState,
+    World,
+)
 from multiverse.core.model.wording import worded
+from multiverse.core.policy import Policy, image_of
+from multiverse.core.rows import Rows
+from multiverse.core.transition import Command, EffectKind
+from multiverse.service.convert import tables
+from multiverse.service.hosts import avoided_for
+
+# --- definitions ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Wrong:
-    """Something that can be wrong. `concerns` is the alert's name: of the record, host or user that it is about."""
+    """Something that can be wrong."""
 
     kind: AlertKind
     severity: Severity
-    concerns: str
+    concerns: str  # the alert's name: that of the record, host or user
     message: str
     remedy: str
     repair: str = ""
@@ -35,6 +62,10 @@ class Wrong:
         name, message, remedy, repair = (worded(one, values) for one in words)
         fenced, found = self.needs_fenced, tuple(jobs)
         return Alert(self.kind, name, message, remedy, repair, fenced, version, found, self.severity)
+
+    def of(self, row: Row, **more: Any) -> Alert:
+        """The alert about this row."""
+        return self(version=row.version, name=_name_of(row.key), **more)
 
 
 STORE = Wrong(
@@ -160,8 +191,240 @@ ORPHAN_BUSY = Wrong(
     "let the job end, and the VM is removed then; or end it now: multiverse repair {name}",
     "ends VM {vm} and with it job {job}, which Slurm queues again if it may be requeued",
 )  # fmt: skip
-STRANGER = Wrong(
+ORPHAN = Wrong(
     "orphan", "notice", "{name}",
     "{name} has our site's name, but no record explains it",
     "nothing is to be done: it is removed once two observations have shown it",
 )  # fmt: skip
+
+
+# --- findings ---------------------------------------------------------------------------------------
+
+
+def findings(rows: Rows, world: World, policy: Policy, now: float) -> list[Alert]:
+    """What is wrong according to the rows and to the last observations. What stops the most comes first."""
+    return [
+        *_hosts_away(rows, world, policy, now),
+        *_hosts_avoided(rows, now + world.epoch),
+        *_fenced_vms(rows),
+        *_hosts_short_of_disk(rows, world),
+        *_hosts_short_of_memory(world),
+        *_missing_images(rows, world, policy, now),
+        *_quarantined_records(rows),
+        *_broken_templates(rows, policy, now),
+        *_jobs_backing_off(rows, now),
+        *_orphan_vms(rows),
+    ]
+
+
+def sources_away(sources: Iterable[tuple[str, float, str]]) -> list[Alert]:
+    """Sources that fail. A source is its name, the seconds for which every observation has failed, and why (or "")."""
+    return [
+        (SCHEDULER if source == "scheduler" else SOURCE)(source=source, seconds=seconds, reason=reason)
+        for source, seconds, reason in sources
+        if reason
+    ]
+
+
+def unknown_user(failure: LookupFailure, rows: Rows, now: float) -> Alert:
+    """A user whom the name service does not tell, and the jobs that wait for that."""
+    owners = (row for _, row in sorted(rows.attempts.items()) if row.uid == failure.uid)
+    jobs = tuple(dict.fromkeys(row.job.job_id for row in owners))
+    return UNKNOWN_USER(jobs=jobs, uid=failure.uid, seconds=now - failure.since, reason=failure.reason)
+
+
+def failing_effect(failure: Failure, now: float) -> Alert:
+    """An effect that fails again and again."""
+    effect = failure.effect
+    subject = f"host {effect.text}" if effect.kind is EffectKind.FENCE else str(effect.key)
+    name, left = subject.replace(" ", "-"), failure.again_at - now
+    return EFFECT(
+        name=name, subject=subject, effect=effect.kind, failures=failure.times, reason=failure.reason, left=left
+    )
+
+
+def _orphan_vms(rows: Rows) -> Iterator[Alert]:
+    """The VMs that no record explained when they were found, each with the job that was seen on it."""
+    for _, vm in sorted(rows.vms.items()):
+        if vm.state is VmState.ORPHAN and not vm.quarantined:
+            if vm.job_id:
+                yield ORPHAN_BUSY.of(vm, jobs=(vm.job_id,), job=vm.job_id, vm=vm.name, host=vm.host)
+            else:
+                yield ORPHAN_IDLE.of(vm, vm=vm.name, host=vm.host)
+
+
+def _hosts_away(rows: Rows, world: World, policy: Policy, now: float) -> Iterator[Alert]:
+    """The known hosts that are out of reach; those without VMs come first."""
+    losing = {vm.host for vm in rows.vms.values() if vm.state is VmState.LOST}
+    for host in sorted(_out_of_reach(rows, world, policy, now) - losing):
+        yield EMPTY_HOST_AWAY(host=host)
+    for host in sorted(losing):
+        lost = [vm for _, vm in sorted(rows.vms.items()) if vm.host == host and vm.state is VmState.LOST]
+        version = max(vm.version for vm in lost)
+        yield HOST_AWAY(version=version, jobs=_jobs_of(rows, lost), host=host, vms=[vm.name for vm in lost])
+
+
+def _hosts_avoided(rows: Rows, now: float) -> Iterator[Alert]:
+    """The hosts that are avoided at a Unix time, each with the image that failed there last, and the others."""
+    for _, host in sorted(rows.hosts.items()):
+        if host.is_member and (faults := avoided_for(host)):
+            yield AVOIDED.of(
+                host,
+                host=host.name,
+                images=[one.image for one in faults],
+                times=_times(max(one.failures for one in faults)),
+                reason=faults[-1].reason,
+                left=min(one.until for one in faults) - now,
+            )
+
+
+def _fenced_vms(rows: Rows) -> Iterator[Alert]:
+    """The VMs whose host an operator has declared to be switched off, until they are gone."""
+    fenced = {host.name for host in rows.hosts.values() if host.state is HostState.FENCED}
+    if vms := [vm.name for _, vm in sorted(rows.vms.items()) if vm.host in fenced]:
+        yield FENCED(vms=vms)
+
+
+def _hosts_short_of_memory(world: World) -> Iterator[Alert]:
+    for _, host in sorted(world.hosts.items()):
+        if short_of_memory(host):
+            yield SHORT_OF_MEMORY(host=host.name, available=host.available, floor=host.overcommit.floor)
+
+
+def _hosts_short_of_disk(rows: Rows, world: World) -> Iterator[Alert]:
+    shown = [(vm, world.vm(vm)) for _, vm in sorted(rows.vms.items())]
+    paused = [vm for vm, seen in shown if seen is not None and seen.condition is VmCondition.PAUSED]
+    for _, host in sorted(world.hosts.items()):
+        waiting = [vm for vm in paused if vm.host == host.name]
+        available = None if host.available_disk is None else str(host.available_disk)
+        if waiting:
+            jobs, vms = _jobs_of(rows, waiting), [vm.name for vm in waiting]
+            yield FULL_DISK(jobs=jobs, host=host.name, available=available, vms=vms)
+        elif short_of_disk(host):
+            yield SHORT_OF_DISK(host=host.name, available=available, floor=host.overcommit.disk_floor)
+
+
+def _missing_images(rows: Rows, world: World, policy: Policy, now: float) -> Iterator[Alert]:
+    """Images that jobs or pools want and no host in reach has. A job counts after the policy's patience, because a new
+    image is seen at the next observation only."""
+    if not world.hosts:
+        return
+    there = {image for host in world.hosts.values() for image in host.images}
+    away = any(host.name not in world.hosts for host in rows.hosts.values() if not host.is_off)
+    pools = {pool.image for pool in policy.pools}
+    wanted: dict[str, list[str]] = {image: [] for image in pools}
+    for _, row in sorted(rows.attempts.items()):
+        if row.state is AttemptState.QUEUED and now - row.since >= policy.patience:
+            wanted.setdefault(image_of(row, policy), []).append(row.job.job_id)
+    for image in sorted(wanted.keys() - there):
+        yield NO_IMAGE(
+            jobs=wanted[image], image=image, away=away, pool=image in pools, both=bool(wanted[image]) and image in pools
+        )
+
+
+def _quarantined_records(rows: Rows) -> Iterator[Alert]:
+    for row in (row for table in tables(rows).values() for row in table.values() if row.quarantined):
+        jobs = _affected_jobs(rows, row)
+        yield QUARANTINED.of(
+            row,
+            jobs=jobs,
+            label=_label(rows, row),
+            state=str(row.state),
+            reason=row.quarantined,
+            first=jobs[0] if jobs else None,
+            log=not jobs,
+        )
+
+
+def _broken_templates(rows: Rows, policy: Policy, now: float) -> Iterator[Alert]:
+    for row in rows.templates.values():
+        if row.state is TemplateState.BROKEN and not row.quarantined:
+            left, label = row.since + policy.backoff(row.tries) - now, _template_label(row)
+            yield TEMPLATE_BROKEN.of(row, left=left, times=_times(row.tries), reason=row.reason, label=label)
+
+
+def _jobs_backing_off(rows: Rows, now: float) -> Iterator[Alert]:
+    for row in rows.attempts.values():
+        if row.state is AttemptState.QUEUED and row.not_before > now and not row.quarantined:
+            job = row.job.job_id
+            wrong, left = SHORT_RUNS if row.short_runs > 1 else BACK_OFF, row.not_before - now
+            yield wrong.of(row, jobs=(job,), job=job, left=left, times=_times(row.tries), runs=row.short_runs)
+
+
+def _times(failures: int) -> int | None:
+    """How often in a row, which is said from the second time on."""
+    return failures if failures > 1 else None
+
+
+def _out_of_reach(rows: Rows, world: World, policy: Policy, now: float) -> frozenset[str]:
+    """The hosts that no source shows. A source that has been unknown for a short time only says nothing about its
+    hosts."""
+    sources = world.sources.items()
+    unknown = {name for name, one in sources if one.latest is None and now - one.since <= policy.silence}
+    unready = {lease.name for lease in rows.leases.values() if lease.state not in (*OPEN_LEASES, LeaseState.LOST)}
+    return frozenset(
+        host.name
+        for host in rows.hosts.values()
+        if not host.is_off and host.name not in world.hosts and host.source not in unknown and host.name not in unready
+    )
+
+
+def _jobs_of(rows: Rows, vms: Sequence[Vm]) -> tuple[str, ...]:
+    owners = [rows.attempts.get(vm.attempt) for vm in vms if vm.attempt is not None]
+    return tuple(dict.fromkeys(attempt.job.job_id for attempt in owners if attempt is not None))
+
+
+def _affected_jobs(rows: Rows, row: Row) -> tuple[str, ...]:
+    if isinstance(row, Attempt):
+        return (row.job.job_id,)
+    vm = rows.vms.get(row.id) if isinstance(row, (Vm, Offer)) else None
+    return _jobs_of(rows, [vm]) if vm else ()
+
+
+def _label(rows: Rows, row: Row) -> str:
+    match row:
+        case Attempt():
+            return f"the attempt of job {row.job.job_id}"
+        case Vm():
+            return f"VM {row.name}" + "".join(f" of job {job}" for job in _jobs_of(rows, [row]))
+        case Offer():
+            vm = rows.vms.get(row.id)
+            return f"the offer of VM {vm.name if vm else row.id}"
+        case Template():
+            return _template_label(row)
+        case KnownHost():
+            return f"host {row.name}"
+        case Lease():
+            return f"lease {row.name}"
+
+
+def _template_label(row: Template) -> str:
+    return f"the template of {row.image} on {row.host}" + (f" for account {row.account}" if row.account else "")
+
+
+# --- names and repairs -----------------------------------------------------------------------------
+
+
+def _name_of(key: Key) -> str:
+    """A record's name in alerts; `repair_command` reads it."""
+    return f"{key.kind}-{key.id}"
+
+
+def repair_command(alert: Alert) -> Command:
+    """The command to the controller that repairs this alert."""
+    if alert.kind == "host":
+        return Command("fence", host=alert.name)
+    kind, _, number = alert.name.partition("-")
+    verb = "end" if alert.kind == "orphan" else "retry"
+    return Command(verb, key=Key(kind, int(number)))  # type: ignore[arg-type]  # made by _name_of
+
+
+_COMMAND = re.compile(r"\bmultiverse [a-z][^;,()]*")
+
+
+def command_of(alert: Alert) -> str:
+    """The command that an operator can copy: the alert's repair, or the command that its remedy names; or none."""
+    if alert.repair:
+        return f"multiverse repair {alert.name}" + " --fenced" * alert.needs_fenced
+    named = _COMMAND.search(alert.remedy)
+    return named[0].strip() if named else ""

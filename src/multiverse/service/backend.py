@@ -8,61 +8,128 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
+from typing import Any
 
-from multiverse import __version__
-from multiverse.api import (
-    Alert,
-    HostsChanged,
-    HostView,
-    IdentityAudit,
-    JobView,
-    LeaseView,
-    PruneView,
-    SizeView,
-    SourceView,
-    StatusView,
-    TemplateView,
-    TimelineView,
-    VmView,
-)
-from multiverse.api.grid import GridHost, GridSummary
+from multiverse import __version__, api
+from multiverse.api import CompatibleHostView, UsagePoint, UsageView, UtilizationView
 from multiverse.bundles.contract import UNKNOWN_WORDS, GuestFacts, Notice, SchedulerWords
 from multiverse.controller import pruning
+from multiverse.controller.job_usage import JobUsageRecorder
 from multiverse.controller.loop import Controller
-from multiverse.core.errors import Refused
-from multiverse.core.model import Attempt, HostUsage, Reason, Vm, VmSeen, World, text_of
-from multiverse.core.model.job_usage import JobUsage
+from multiverse.controller.utilization import UtilizationRecorder
+from multiverse.core.context import Context
+from multiverse.core.errors import Gone, Refused
+from multiverse.core.explanation.immediate_capacity import compatible_hosts
+from multiverse.core.model import Attempt, CloneKind, Drain, HostUsage, Reason, Size, Usage, Vm
+from multiverse.core.model.usage import combined
 from multiverse.core.rows import Rows
 from multiverse.core.transition import Command, EffectKind
 from multiverse.ports import Clock
-from multiverse.service import alerts, convert, findings, identity, snapshot
-from multiverse.service.explanations import Explanations
-from multiverse.service.hosts import Troubles, host_views, lease_views
-from multiverse.service.processes import Processes
-from multiverse.service.snapshot import Changed, Documents, ShownJob
+from multiverse.service import alerts, convert
+from multiverse.service.convert import JobFacts, size_view
+from multiverse.service.explanations import OPERATOR, Explanations, Viewer
+from multiverse.service.hosts import Troubles, host_views, lease_views, without_noise
+from multiverse.service.startup import Processes
 from multiverse.service.statistics import Statistics
-from multiverse.service.utilization import UtilizationReader
-from multiverse.service.viewer import OPERATOR, Viewer
 from multiverse.store import Pruning, Store
 from multiverse.store.job_usage import read_job_usage
+from multiverse.store.utilization import UsageRecord, UsedBy, read_usage
 
-COMMIT_TIMEOUT = 10.0
-"""Seconds that a client waits for its command to be committed."""
+HOUR, FIVE_MINUTES = 3600.0, 300.0
 
-FAILURES_UNTIL_ALERT = 3
-"""The number of failures in a row from which on a repeated effect is an alert: one or two are routine."""
+AT_ONCE = 20  # hosts and VMs whose history is read before others get their turn: a few milliseconds
 
-PRUNE_LIMIT = 2.0
-"""Seconds that one request to prune takes."""
 
-MAX_TIMELINES = 100
-"""The most timelines that a user is shown at a time."""
+@dataclass(frozen=True, slots=True)
+class UtilizationReader:
+    """Answers from the recorder's figures and its history. `jobs` learns what jobs use."""
 
-MAX_JOBS = 10000
-"""The most attempts that one answer lists."""
+    controller: Controller
+    recorder: UtilizationRecorder
+    jobs: JobUsageRecorder
+    clock: Clock
+
+    def current(self) -> Mapping[str, HostUsage]:
+        """See `UtilizationRecorder.current`."""
+        return self.recorder.current()
+
+    async def views(self, names: Collection[str] = ()) -> list[UtilizationView]:
+        """Hosts and live VMs by name, each host with its VMs behind it; all, or those with these names."""
+        found = []
+        for number, view in enumerate(self._known()):
+            if names and view.name not in names:
+                continue
+            found.append(self._with_history(view))
+            if number % AT_ONCE == AT_ONCE - 1:
+                await asyncio.sleep(0)
+        return found
+
+    def history(self, name: str, hours: float) -> list[UsagePoint]:
+        """The rows of a host or VM in the last hours, also of a VM that has ended. Raises `Gone` if there are none."""
+        kind: UsedBy = "host" if name in self.controller.state.hosts else "vm"
+        records = read_usage(self.recorder.store, kind, name, self.clock.wall() - hours * HOUR)
+        if not records:
+            raise Gone(f"nothing is known of what {name} used in the last {hours:g} hours")
+        return [UsagePoint(one.wall, one.span, view) for one in records if (view := _usage_view(one.usage))]
+
+    def compatible(self, node: Size, image: str, kind: CloneKind | None, policy: str) -> list[CompatibleHostView]:
+        """See `compatible_hosts`. Raises `Refused` if there is no such policy."""
+        controller = self.controller
+        state = controller.state
+        # With the hosts as the latest pass knew them: they are not observed here.
+        context = Context(state, controller.observed, controller.policy, sight=state.free.hosts)
+        return [
+            CompatibleHostView(one.name, size_view(one.free), size_view(one.claim), one.holds, one.use)
+            for one in compatible_hosts(context, node, image, kind, policy)
+        ]
+
+    def _known(self) -> Iterator[UtilizationView]:
+        """All of them, with what they use now."""
+        rows, world, current = self.controller.state.rows(), self.controller.world(), self.current()
+        vms: defaultdict[str, list[Vm]] = defaultdict(list)
+        for vm in sorted(rows.vms.values(), key=lambda vm: vm.name):
+            vms[vm.host].append(vm)
+        for name in sorted(host.name for host in self.controller.known_hosts().values()):
+            host, used = world.hosts.get(name), current.get(name, HostUsage())
+            machine = host.machine if host else None
+            size = (machine.cpus, machine.memory) if machine else (0, 0)
+            yield UtilizationView("host", name, "", "", *size, _usage_view(used.usage), None, None)
+            for vm in vms[name]:
+                seen = used.vms.get(vm.name)
+                attempt = rows.attempt_of(vm)
+                job_id = attempt.job.job_id if attempt else ""
+                now = _usage_view(seen.usage if seen else None)
+                yield UtilizationView("vm", vm.name, name, job_id, vm.size.cpus, vm.size.memory, now, None, None)
+
+    def _with_history(self, view: UtilizationView) -> UtilizationView:
+        wall = self.clock.wall()
+        kind: UsedBy = "host" if view.kind == "host" else "vm"
+        records = read_usage(self.recorder.store, kind, view.name, wall - HOUR)
+        latest = [one for one in records if one.wall >= wall - FIVE_MINUTES - 60]
+        return replace(view, five_minutes=_mean(latest), hour=_mean(records))
+
+
+def _mean(records: list[UsageRecord]) -> UsageView | None:
+    return _usage_view(combined([one.usage for one in records]) if records else None)
+
+
+def _usage_view(usage: Usage | None) -> UsageView | None:
+    return None if usage is None else UsageView(*(getattr(usage, one.name) for one in fields(UsageView)))
+
+
+COMMIT_TIMEOUT = 10.0  # seconds that a client waits for its command to be committed
+FAILURES_UNTIL_ALERT = 3  # failures in a row that make a repeated effect an alert: one or two are routine
+PRUNE_LIMIT = 2.0  # seconds that one request to prune takes
+MAX_TIMELINES = 100  # the most timelines that a user is shown at a time
+MAX_JOBS = 10000  # the most attempts that one answer lists
+
+Source = tuple[str, tuple[Any, ...], Callable[[], object]]
+"""A document for viewers: its key, what it is made from, and what makes it. The first part of what it is made from is
+compared by identity: a row that has changed is another object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,34 +138,30 @@ class Counts:
 
     commits: int
     processes: Mapping[str, int]
-    sources: Sequence[SourceView]
+    sources: Sequence[api.SourceView]
     effects: Mapping[tuple[str, str], int]  # by kind and outcome
     rows: Mapping[str, Mapping[str, int]]
     jobs: Mapping[str, int]  # by stage
     waiting: Mapping[str, int]  # by the word of their reason
     alerts: Mapping[str, int]  # by kind
-    hosts: Sequence[GridHost]
+    hosts: Sequence[api.HostView]
     statistics: Statistics
 
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """`guests` is None where VMs cannot be asked. `permanent` are alerts that last as long as this process; the two
-    after it are as in the settings. `hints_from`, `lack_of_nodes` and `words` are those of the `SchedulerSystem`.
-    `utilization` is None where nothing is recorded."""
-
     controller: Controller
     store: Store
     clock: Clock
-    guests: GuestFacts | None
+    guests: GuestFacts | None  # None where VMs cannot be asked
     processes: Processes
-    permanent: Sequence[Alert] = ()
-    history_days: float = 0.0
-    poll: float = 0.0
-    hints_from: str = ""
+    permanent: Sequence[api.Alert] = ()  # alerts that last as long as this process
+    history_days: float = 0.0  # as in the settings
+    poll: float = 0.0  # as in the settings
+    hints_from: str = ""  # this and the next two are those of the `SchedulerSystem`
     lack_of_nodes: Callable[[int], Sequence[Notice]] = lambda cpus: ()
     words: SchedulerWords = UNKNOWN_WORDS
-    utilization: UtilizationReader | None = None
+    utilization: UtilizationReader | None = None  # None where nothing is recorded
     statistics: Statistics = field(default_factory=Statistics)
 
     def _rows(self) -> Rows:
@@ -107,16 +170,16 @@ class Backend:
 
     # --- the daemon --------------------------------------------------------------------------------
 
-    def status(self) -> StatusView:
+    def status(self) -> api.StatusView:
         rows = self._rows()
         states = convert.row_counts(rows)
-        return StatusView(
+        return api.StatusView(
             pid=os.getpid(),
             version=__version__,
             site=self.store.site,
             up=self.clock.now() - self.controller.began,
             sources=self.sources(),
-            jobs=convert.job_counts(rows),
+            jobs=convert.stage_counts(rows.attempts.values()),
             attempts=states["attempt"],
             vms=states["vm"],
             templates=states["template"],
@@ -124,31 +187,36 @@ class Backend:
             alerts=tuple(self.alerts()),
         )
 
-    def sources(self) -> tuple[SourceView, ...]:
+    def sources(self) -> tuple[api.SourceView, ...]:
         """The scheduler first, then the hypervisor's sources."""
         now, controller = self.clock.now(), self.controller
         hypervisors = (convert.source_view(one, now) for one in controller.sources.values())
         return (convert.source_view(controller.scheduler, now), *hypervisors)
 
-    def alerts(self) -> list[Alert]:
+    def alerts(self) -> list[api.Alert]:
         """All alerts. Those that stop the most come first."""
         now, controller, rows = self.clock.now(), self.controller, self._rows()
-        unkept, unhinted = controller.uncommitted, [at for at in (controller.missing_hints.since,) if at is not None]
-        return [
+        unkept, unhinted = controller.uncommitted, controller.missing_hints.since
+        found = [
             *([alerts.STORE(seconds=now - unkept[0], reason=unkept[1])] if unkept else ()),
-            *findings.sources_away((one.name, one.unknown_for, one.failure) for one in self.sources()),
-            *(alerts.HINTS(seconds=now - since, poll=self.poll, inbox=self.hints_from) for since in unhinted),
-            *findings.findings(rows, controller.world(), controller.policy, now),
-            *(findings.unknown_user(one, rows, now) for one in controller.unknown_users()),
+            *alerts.sources_away((one.name, one.unknown_for, one.failure) for one in self.sources()),
+            *(
+                []
+                if unhinted is None
+                else [alerts.HINTS(seconds=now - unhinted, poll=self.poll, inbox=self.hints_from)]
+            ),
+            *alerts.findings(rows, controller.world(), controller.policy, now),
+            *(alerts.unknown_user(one, rows, now) for one in controller.unknown_users()),
             *(
                 alerts.PLACEMENT(policy=name, reason=why)
                 for name, why in sorted(controller.state.placement_faults.items())
             ),
-            *(findings.failing_effect(one, now) for one in controller.failing(FAILURES_UNTIL_ALERT)),
-            *(alerts.STRANGER(name=name) for name in controller.orphans()),
-            *(Alert(*one) for one in self.lack_of_nodes(controller.claimable_cpus())),
+            *(alerts.failing_effect(one, now) for one in controller.failing(FAILURES_UNTIL_ALERT)),
+            *(alerts.ORPHAN(name=name) for name in controller.orphans()),
+            *(api.Alert(*one) for one in self.lack_of_nodes(controller.claimable_cpus())),
             *self.permanent,
         ]
+        return [replace(one, command=alerts.command_of(one)) for one in found]
 
     async def counts(self) -> Counts:
         rows = self._rows()
@@ -159,10 +227,10 @@ class Backend:
             sources=self.sources(),
             effects=self.controller.effects_ended,
             rows=convert.row_counts(rows),
-            jobs=convert.job_counts(rows),
-            waiting=convert.counted(waiting, self._waiting_reasons(waiting, self.clock.now())),
+            jobs=convert.stage_counts(waiting),
+            waiting=convert.counted(waiting, self._waiting_reasons(waiting)),
             alerts=Counter(alert.kind for alert in self.alerts()),
-            hosts=[snapshot.grid_host(host, self.clock.wall()) for host in self.hosts()],
+            hosts=self.hosts(),
             statistics=self.statistics,
         )
 
@@ -172,36 +240,43 @@ class Backend:
 
     # --- jobs --------------------------------------------------------------------------------------
 
-    def jobs(self, job: str | None = None, *, ended: bool = False, limit: int = 200) -> list[JobView]:
+    def jobs(self, job: str | None = None, *, ended: bool = False, limit: int = 200) -> list[api.JobView]:
         """Live attempts, oldest first; with `ended` or a `job`, the last `limit` attempts that ended too."""
         if ended or job is not None:
             attempts = list(reversed(self.store.attempts(job_id=job, limit=max(1, min(limit, MAX_JOBS)))))
         else:
             attempts = list(self._rows().attempts.values())
-        vms, now = self.store.vms_of([attempt.id for attempt in attempts]), self.clock.now()
-        waiting, policy = self._waiting_reasons(attempts, now), self.controller.policy
-        return convert.job_views(attempts, vms, waiting, now, policy, self._job_usages(attempts))
-
-    def _job_usages(self, attempts: Sequence[Attempt]) -> Mapping[int, JobUsage]:
-        """What those of these attempts have used that have ended, or are about to."""
+        vms = self.store.vms_of([attempt.id for attempt in attempts])
         ran = [attempt.id for attempt in attempts if attempt.outcome is not None]
-        return read_job_usage(self.store, ran) if ran else {}
-
-    def timelines(self, job: str) -> list[TimelineView]:
-        """One timeline for each known attempt of the job, oldest first; empty if there is none."""
-        return self._timelines(self.store.attempts(job_id=job)[::-1], OPERATOR)
-
-    def timelines_for(self, job: str, viewer: Viewer) -> list[TimelineView]:
-        """The same for a user: of their own jobs, and without what they may not be told of others'."""
-        attempts = [one for one in self.store.attempts(job_id=job, limit=MAX_TIMELINES) if viewer.may_see(one.uid)]
-        return self._timelines(attempts[::-1], viewer)
-
-    def _timelines(self, attempts: Sequence[Attempt], viewer: Viewer) -> list[TimelineView]:
-        now = self.clock.now()
-        waiting = self._waiting_reasons(attempts, now)
-        entries = {one.id: self.store.journal(attempts=[one.id]) for one in attempts}
+        usages = read_job_usage(self.store, ran) if ran else {}
+        policy, epoch = self.controller.policy, self.controller.world().epoch
         return [
-            convert.timeline_view(one, entries[one.id], now, waiting.get(one.id), viewer.teller(one.job.job_id))
+            convert.job_view(one, facts, policy, epoch, usages.get(one.id))
+            for one, facts in self._job_facts(attempts, vms)
+        ]
+
+    def _job_facts(self, attempts: Sequence[Attempt], vms: Iterable[Vm]) -> Iterator[tuple[Attempt, JobFacts]]:
+        world = self.controller.world()
+        jobs = world.scheduler.value.jobs if world.scheduler else {}
+        return convert.job_facts(attempts, vms, self._waiting_reasons(attempts), jobs, self.controller.users.name)
+
+    def _waiting_reasons(self, attempts: Sequence[Attempt]) -> Mapping[int, Reason]:
+        controller = self.controller
+        return convert.waiting_reasons(attempts, controller.world(), controller.state.reasons, self.clock.now())
+
+    def timelines(self, job: str, viewer: Viewer = OPERATOR) -> list[api.TimelineView]:
+        """One timeline for each attempt of the job that the viewer may see, oldest first."""
+        limit = MAX_JOBS if viewer is OPERATOR else MAX_TIMELINES
+        attempts = [one for one in self.store.attempts(job_id=job, limit=limit) if viewer.may_see(one.uid)][::-1]
+        now, waiting = self.clock.now(), self._waiting_reasons(attempts)
+        return [
+            convert.timeline_view(
+                one,
+                self.store.journal(attempts=[one.id]),
+                now,
+                waiting.get(one.id),
+                viewer.teller(one.job.job_id),
+            )
             for one in attempts
         ]
 
@@ -210,29 +285,25 @@ class Backend:
         """Why jobs wait, and what would start at once."""
         return Explanations(self.controller, self.store, self.clock, self.words)
 
-    def _waiting_reasons(self, attempts: Sequence[Attempt], now: float) -> Mapping[int, Reason]:
-        return convert.waiting_reasons(attempts, self.controller.world(), self.controller.state.reasons, now)
-
     # --- VMs, hosts, templates ---------------------------------------------------------------------
 
-    async def vms(self, *, exact: bool = False) -> list[VmView]:
+    async def vms(self, *, exact: bool = False) -> list[api.VmView]:
         measured = await self.guests.measure() if exact and self.guests else {}
-        return convert.vm_views(self._rows(), self.controller.world(), measured, self.clock.now())
+        return convert.vm_views(self._rows(), self.controller.world(), measured)
 
-    def leases(self) -> list[LeaseView]:
+    def leases(self) -> list[api.LeaseView]:
         """The hosts that are leased, or about to be."""
-        return lease_views(self._rows(), self.clock.now())
+        return lease_views(self._rows(), self.controller.world().epoch)
 
-    def hosts(self) -> list[HostView]:
+    def hosts(self) -> list[api.HostView]:
         """All hosts of the site, whether or not they are in reach."""
-        controller = self.controller
-        failing = controller.failing(1)
-        rows = self._rows()
+        controller, rows = self.controller, self._rows()
         names = {host.key: host.name for host in rows.hosts.values()}
+        fences = (one for one in controller.failing(1) if one.effect.kind is EffectKind.FENCE)
         troubles = Troubles(
             {one.name: one.failure for one in controller.sources.values()},
             controller.held_back(),
-            {names[one.effect.key]: one.reason for one in failing if one.effect.kind is EffectKind.FENCE},
+            {names[one.effect.key]: one.reason for one in fences},
         )
         return host_views(rows, controller.world(), self.clock.now(), troubles)
 
@@ -240,51 +311,47 @@ class Backend:
         """The hosts in reach, by name."""
         return sorted(self.controller.world().hosts)
 
-    def templates(self) -> list[TemplateView]:
-        return convert.template_views(self._rows(), self.clock.now())
+    def templates(self) -> list[api.TemplateView]:
+        return convert.template_views(self._rows(), self.controller.world().epoch)
 
     @property
-    def base_size(self) -> SizeView:
+    def base_size(self) -> api.SizeView:
         """The size of a template that is built without a size."""
         return convert.size_view(self.controller.policy.base)
 
-    async def identity_audit(self) -> IdentityAudit:
-        return identity.audit(convert.known_vms(self._rows()), await self.guests.examine() if self.guests else {})
+    async def identity_audit(self) -> api.IdentityAudit:
+        return convert.audit(convert.known_vms(self._rows()), await self.guests.examine() if self.guests else {})
 
     # --- the whole, for viewers --------------------------------------------------------------------
 
-    def refresh(self, documents: Mapping[str, Documents]) -> tuple[GridSummary, dict[str, Changed]]:
-        """Bring the documents up to date. Returns what is said of the whole, and which documents have changed."""
-        world, wall = self.controller.world(), self.clock.wall()
-        found = {
-            "hosts": snapshot.host_documents(self.hosts(), wall),
-            "vms": snapshot.vm_documents(self._vms_shown(world), world.epoch),
-            "jobs": snapshot.job_documents(self._attempts_shown(world), self.controller.policy, world.epoch),
-            "alerts": snapshot.alert_documents(self.alerts()),
+    def shown(self) -> tuple[api.SummaryView, Mapping[str, Iterable[Source]]]:
+        """What is said of the whole, and the documents of each kind."""
+        state, policy, epoch = self.controller.state, self.controller.policy, self.controller.world().epoch
+        hosts = map(without_noise, self.hosts())
+        return self._summary(), {
+            "hosts": ((one.name, ("host", one), partial(_itself, one)) for one in hosts),
+            "vms": self._vms_shown(),
+            "jobs": (
+                (str(one.id), (one, facts), partial(convert.job_view, one, facts, policy, epoch))
+                for one, facts in self._job_facts(list(state.attempts.values()), state.vms.values())
+            ),
+            "alerts": ((f"{one.kind} {one.name}", ("alert", one), partial(_itself, one)) for one in self.alerts()),
         }
-        changed = {kind: documents[kind].update(some) for kind, some in found.items()}
-        return self._summary(wall), changed
 
-    def _vms_shown(self, world: World) -> Iterator[tuple[Vm, VmSeen | None, str]]:
-        attempts = self.controller.state.attempts
+    def _vms_shown(self) -> Iterator[Source]:
+        attempts, world = self.controller.state.attempts, self.controller.world()
         for vm in self.controller.state.vms.values():
-            attempt = attempts.get(vm.attempt) if vm.attempt is not None else None
-            yield vm, world.vm(vm), attempt.job.job_id if attempt else vm.job_id
+            job_id = convert.job_of(vm, attempts.get(vm.attempt) if vm.attempt is not None else None)
+            private = round(seen.private) if (seen := world.vm(vm)) else 0
+            yield (
+                vm.name,
+                (vm, private, job_id),
+                partial(convert.vm_view, vm, job_id, world.epoch, (0.0, private, 0.0, 0.0)),
+            )
 
-    def _attempts_shown(self, world: World) -> Iterator[tuple[Attempt, ShownJob]]:
-        state, users = self.controller.state, self.controller.users
-        jobs = world.scheduler.value.jobs if world.scheduler else {}
-        waiting = convert.waiting_reasons(list(state.attempts.values()), world, state.reasons, self.clock.now())
-        names = convert.vm_names(list(state.vms.values()))
-        for attempt in state.attempts.values():
-            job = jobs.get(attempt.job.job_id)
-            order = job.rank if job else snapshot.UNKNOWN_ORDER
-            vms = tuple(names.get(attempt.id, ()))
-            yield attempt, ShownJob(text_of(waiting.get(attempt.id)), order, users.name(attempt.uid), vms)
-
-    def _summary(self, wall: float) -> GridSummary:
-        now, state = self.clock.now(), self.controller.state
-        return GridSummary(
+    def _summary(self) -> api.SummaryView:
+        now, wall, state = self.clock.now(), self.clock.wall(), self.controller.state
+        return api.SummaryView(
             site=self.store.site,
             version=__version__,
             wall=wall,
@@ -296,38 +363,42 @@ class Backend:
         )
 
     # --- commands ----------------------------------------------------------------------------------
+    # A committed command outlives the daemon, so it is answered only then. All raise `TimeoutError` if it is not
+    # committed in time.
 
-    async def repair(self, alert: Alert) -> None:
-        """Have the alert's repair committed. Raises `TimeoutError` if it is not committed in time."""
-        await self._commit(findings.repair_command(alert))
+    async def repair(self, alert: api.Alert) -> None:
+        """Have the alert's repair committed."""
+        await asyncio.wait_for(self.controller.command(alerts.repair_command(alert)), COMMIT_TIMEOUT)
 
     async def template(
         self, verb: str, image: str, host: str, size: tuple[int, int] | None, account: str | None
     ) -> None:
-        """Have the command to build or drop (`verb`) templates committed. `size` is CPUs and MiB. Raises `TimeoutError`
-        if it is not committed in time."""
-        await self._commit(convert.template_command(verb, image, host, size, account))
+        """Have the command to build or drop (`verb`) templates committed. `size` is CPUs and MiB."""
+        command = Command(verb, host, image, size=Size(*size) if size else None, account=account)
+        await asyncio.wait_for(self.controller.command(command), COMMIT_TIMEOUT)
 
-    async def change_hosts(self, verb: str, names: Sequence[str], reason: str, begins: float | None) -> HostsChanged:
-        """Have a change (`verb`) to hosts committed, together. Raises `TimeoutError` if that takes too long."""
-        moment = self.clock.wall() if begins is None else begins
-        made = [self.controller.command(convert.host_command(verb, name, reason, moment)) for name in names]
+    async def change_hosts(
+        self, verb: str, names: Sequence[str], reason: str, begins: float | None
+    ) -> api.HostsChanged:
+        """Have a change (`verb`: add, drain, resume or remove) to hosts committed, together."""
+        drain = Drain(self.clock.wall() if begins is None else begins, reason) if verb == "drain" else None
+        made = [self.controller.command(Command(verb, host=name, drain=drain)) for name in names]
         async with asyncio.timeout(COMMIT_TIMEOUT):
             results = await asyncio.gather(*made, return_exceptions=True)
         refused = {name: str(error) for name, error in zip(names, results, strict=True) if isinstance(error, Refused)}
-        return HostsChanged(tuple(name for name in names if name not in refused), refused)
+        return api.HostsChanged(tuple(name for name in names if name not in refused), refused)
 
-    async def prune(self, older_than: float | None, *, dry_run: bool, after: str) -> PruneView:
-        """Delete, or count, what ended more than `older_than` seconds ago; None: as the settings say. Works for two
-        seconds at most, from `after` on (empty: from the beginning), so that the daemon can be stopped. Raises
-        `Refused` if the settings keep everything or `after` makes no sense, `Exhausted` if it cannot be committed."""
+    async def prune(self, older_than: float | None, *, dry_run: bool, after: str) -> api.PruneView:
+        """Delete, or count, what ended more than `older_than` seconds ago; None: as in the settings. Works for two
+        seconds at most, from `after` on, so that the daemon can be stopped. Raises `Refused` if the settings keep
+        everything or `after` makes no sense, `Exhausted` if it cannot be committed."""
         age = self.history_days * pruning.DAY if older_than is None else older_than
         if older_than is None and not self.history_days:
             raise Refused("the settings keep all records (history_days = 0)", hint="give an age: --older-than 30d")
         one_round = Pruning(self.store, self.clock.wall() - age, after=after, dry_run=dry_run)
         await pruning.prune(one_round, self.clock, limit=PRUNE_LIMIT)
-        return PruneView(age, one_round.position, dry_run, **asdict(one_round.removed))
+        return api.PruneView(age, one_round.position, dry_run, **asdict(one_round.removed))
 
-    async def _commit(self, command: Command) -> None:
-        """A committed command outlives the daemon, so it is answered only then."""
-        await asyncio.wait_for(self.controller.command(command), COMMIT_TIMEOUT)
+
+def _itself(made: object) -> object:
+    return made

@@ -1,18 +1,13 @@
-"""From rows and observations to the types of the API, and to the findings that alerts are made of.
-
-The only module of the service that reads fields of rows, claims, observed objects, pools and observers. Pure; `now` is
-the present monotonic time.
-"""
+"""From rows, observations, the journal and reports of guests to the types of the API. Pure."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from types import MappingProxyType
-from typing import Any
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from multiverse.api import JobUsageView, JobView, PoolView, SizeView, SourceView, TemplateView, TimelineView, VmView
+from multiverse import api
 from multiverse.controller.observers import Observer
 from multiverse.core.admission.reasons import reason_of
 from multiverse.core.model import (
@@ -22,7 +17,7 @@ from multiverse.core.model import (
     Attempt,
     AttemptState,
     Depth,
-    Drain,
+    Job,
     Reason,
     Row,
     Size,
@@ -38,12 +33,18 @@ from multiverse.core.model.names import without_prefix_length
 from multiverse.core.policy import Policy, image_of
 from multiverse.core.pools.reconcile import PoolStatus
 from multiverse.core.rows import Rows
-from multiverse.core.transition import Command
-from multiverse.service.identity import KnownVm
-from multiverse.service.timeline import Tell, timeline
+from multiverse.core.transition import Event
+from multiverse.service.statistics import PHASES
 from multiverse.store import Entry
 
-# --- views -----------------------------------------------------------------------------------------
+# --- jobs -------------------------------------------------------------------------------------------------
+
+STAGES = ("waiting", "provisioning", "running", "ending")
+
+UNKNOWN_ORDER = 1 << 52
+"""The place of a job that the scheduler does not show: behind all others. JavaScript can represent it."""
+
+_SCHEDULER = "scheduler"  # counts jobs that wait for no reason of ours: for a hold or a dependency in the scheduler
 
 _STAGE_OF_A_JOB = {
     **dict.fromkeys(WAITING_STATES, "waiting"),
@@ -55,20 +56,107 @@ _STAGE_OF_A_JOB = {
 }
 
 
-def stage_of(attempt: Attempt) -> str:
-    """The stage of its job that a user knows: waiting, provisioning, running or ending."""
-    return _STAGE_OF_A_JOB[attempt.state]
-
-
-def job_counts(rows: Rows) -> dict[str, int]:
-    """The number of live attempts in each stage that a user knows."""
-    return stage_counts(rows.attempts.values())
-
-
 def stage_counts(attempts: Iterable[Attempt]) -> dict[str, int]:
-    """The number of these attempts in each stage."""
-    found = Counter(map(stage_of, attempts))
-    return {stage: found[stage] for stage in ("waiting", "provisioning", "running", "ending")}
+    """The number of these live attempts in each stage that a user knows."""
+    found = Counter(_STAGE_OF_A_JOB[one.state] for one in attempts)
+    return {stage: found[stage] for stage in STAGES}
+
+
+class JobFacts(NamedTuple):
+    """What is shown of a job beside its attempt."""
+
+    waiting: str  # why it waits
+    order: int
+    user: str  # its name, or uid
+    vms: tuple[str, ...]
+
+
+def job_facts(
+    attempts: Iterable[Attempt],
+    vms: Iterable[Vm],
+    waiting: Mapping[int, Reason],
+    jobs: Mapping[str, Job],
+    user_name: Callable[[int], str],
+) -> Iterator[tuple[Attempt, JobFacts]]:
+    """The facts for each attempt, from all their VMs, why they wait, and the jobs that the scheduler shows."""
+    names: defaultdict[int | None, list[str]] = defaultdict(list)
+    for vm in vms:
+        names[vm.attempt].append(vm.name)
+    for one in attempts:
+        job = jobs.get(one.job.job_id)
+        order = job.rank if job else UNKNOWN_ORDER
+        yield one, JobFacts(text_of(waiting.get(one.id)), order, user_name(one.uid), tuple(names.get(one.id, ())))
+
+
+def job_view(
+    attempt: Attempt, facts: JobFacts, policy: Policy, epoch: float, usage: JobUsage | None = None
+) -> api.JobView:
+    """`epoch` is the Unix time of the monotonic clock's 0, here and below; `usage` is what the job used, if known."""
+    request = attempt.request
+    return api.JobView(
+        job_id=attempt.job.job_id,
+        name=attempt.job_name,
+        uid=attempt.uid,
+        user=facts.user,
+        attempt=attempt.id,
+        state=str(attempt.state),
+        stage=_STAGE_OF_A_JOB.get(attempt.state, ""),
+        nodes=request.nodes,
+        cpus=request.size.cpus,
+        memory=request.size.memory,
+        image=image_of(attempt, policy),
+        kind=str(request.kind or policy.kind),
+        since=round(epoch + attempt.since, 1),
+        order=facts.order,
+        waiting=facts.waiting,
+        reason=text_of(attempt.reason),
+        restarts=attempt.job.restarts,
+        vms=facts.vms,
+        quarantined=text_of(attempt.quarantined),
+        usage=_job_usage(usage),
+        origin=attempt.origin,
+    )
+
+
+def _job_usage(usage: JobUsage | None) -> api.JobUsageView | None:
+    if usage is None or not usage.text or usage.seconds is None:
+        return None
+    figures = (usage.seconds, usage.cpus_used, usage.efficiency, usage.peak)
+    return api.JobUsageView(*figures, usage.suggestion, usage.text)
+
+
+def waiting_reasons(
+    attempts: Iterable[Attempt], world: World, reasons: Mapping[int, Reason], now: float
+) -> dict[int, Reason]:
+    """Why each of these attempts waits, as far as known: by `State.reasons`, which has the first in the queue, or else
+    why the attempt before failed. `now` is the monotonic time."""
+    jobs = world.scheduler.value.jobs if world.scheduler else {}
+    waiting = (one for one in attempts if one.state in WAITING_STATES)
+    found = ((one.id, reason_of(one, jobs.get(one.job.job_id), reasons, now) or one.note) for one in waiting)
+    return {attempt_id: why for attempt_id, why in found if why}
+
+
+def counted(attempts: Iterable[Attempt], reasons: Mapping[int, Reason]) -> Counter[str]:
+    """How many of these attempts wait for which kind of reason; each word is there, also with none."""
+    found = Counter(dict.fromkeys((*(kind.counted for kind in Why), _SCHEDULER), 0))
+    waiting = (one for one in attempts if one.state in WAITING_STATES)
+    found.update(reasons[one.id].kind.counted if one.id in reasons else _SCHEDULER for one in waiting)
+    return found
+
+
+# --- other rows, sources and pools ------------------------------------------------------------------------
+
+
+def tables(rows: Rows) -> Mapping[str, Mapping[int, Row]]:
+    """The live rows, by kind."""
+    return {
+        "attempt": rows.attempts,
+        "vm": rows.vms,
+        "template": rows.templates,
+        "offer": rows.offers,
+        "host": {host.id: host for host in rows.hosts.values()},
+        "lease": rows.leases,
+    }
 
 
 def row_counts(rows: Rows) -> dict[str, Counter[str]]:
@@ -76,21 +164,8 @@ def row_counts(rows: Rows) -> dict[str, Counter[str]]:
     return {kind: Counter(str(row.state) for row in table.values()) for kind, table in tables(rows).items()}
 
 
-def tables(rows: Rows) -> Mapping[str, Mapping[int, Row]]:
-    """The live rows, by kind."""
-    hosts = {host.id: host for host in rows.hosts.values()}
-    return {
-        "attempt": rows.attempts,
-        "vm": rows.vms,
-        "template": rows.templates,
-        "offer": rows.offers,
-        "host": hosts,
-        "lease": rows.leases,
-    }
-
-
-def source_view(source: Observer[Any], now: float) -> SourceView:
-    return SourceView(
+def source_view(source: Observer[Any], now: float) -> api.SourceView:
+    return api.SourceView(
         name=source.name,
         known=source.latest is not None,
         observations=source.observations,
@@ -100,14 +175,14 @@ def source_view(source: Observer[Any], now: float) -> SourceView:
     )
 
 
-def size_view(size: Size) -> SizeView:
-    return SizeView(*size.amounts)
+def size_view(size: Size) -> api.SizeView:
+    return api.SizeView(*size.amounts)
 
 
-def pool_view(one: PoolStatus) -> PoolView:
+def pool_view(one: PoolStatus) -> api.PoolView:
     pool = one.pool
     joined = pool.size if pool.depth is Depth.JOINED else Size(0, 0)
-    return PoolView(
+    return api.PoolView(
         image=pool.image,
         depth=str(pool.depth),
         cpus=joined.cpus,
@@ -116,144 +191,62 @@ def pool_view(one: PoolStatus) -> PoolView:
         most=pool.most,
         wanted=one.wanted,
         ready=one.ready,
-        making=one.making,
+        creating=one.making,
         offered=one.offered,
     )
 
 
-def vm_names(vms: Sequence[Vm]) -> dict[int, list[str]]:
-    """The names of the VMs that serve each attempt, by the attempt's number."""
-    names: dict[int, list[str]] = {}
-    for vm in vms:
-        if vm.attempt is not None:
-            names.setdefault(vm.attempt, []).append(vm.name)
-    return names
+def job_of(vm: Vm, attempt: Attempt | None) -> str:
+    """The job of the VM: its attempt's, or the job that was seen on it."""
+    return attempt.job.job_id if attempt else vm.job_id
 
 
-def job_views(
-    attempts: Sequence[Attempt],
-    vms: Sequence[Vm],
-    waiting: Mapping[int, Reason],
-    now: float,
-    policy: Policy,
-    usages: Mapping[int, JobUsage] = MappingProxyType({}),
-) -> list[JobView]:
-    """One view for each attempt, in their order. `vms` are all VMs of these attempts; `waiting` is why attempts wait,
-    see `waiting_reasons`; `usages` is what they used, as far as it is known."""
-    names = vm_names(vms)
-    views = [
-        _job_view(attempt, names.get(attempt.id, ()), text_of(waiting.get(attempt.id)), now, policy)
-        for attempt in attempts
-    ]
-    return [replace(view, usage=_job_usage(usages.get(view.attempt))) for view in views]
-
-
-def _job_usage(usage: JobUsage | None) -> JobUsageView | None:
-    if usage is None or not usage.text or usage.seconds is None:
-        return None
-    figures = (usage.seconds, usage.cpus_used, usage.efficiency, usage.peak)
-    return JobUsageView(*figures, usage.suggestion, usage.text)
-
-
-_SCHEDULER = "scheduler"
-"""By this word those are counted that wait for no reason of ours: for a hold or a dependency in the scheduler."""
-
-
-def waiting_reasons(
-    attempts: Sequence[Attempt], world: World, reasons: Mapping[int, Reason], now: float
-) -> dict[int, Reason]:
-    """Why each of these attempts waits, as far as that is known: `reasons` is what `State.reasons` says of the first in
-    the queue. Where that says nothing, it is why the attempt before did not come to its end."""
-    jobs = world.scheduler.value.jobs if world.scheduler else {}
-    waiting = (one for one in attempts if one.state in WAITING_STATES)
-    found = ((one.id, reason_of(one, jobs.get(one.job.job_id), reasons, now) or one.note) for one in waiting)
-    return {attempt_id: why for attempt_id, why in found if why}
-
-
-def counted(attempts: Sequence[Attempt], reasons: Mapping[int, Reason]) -> Counter[str]:
-    """How many of these attempts wait for which kind of reason; each word is there, also with none."""
-    found = Counter(dict.fromkeys((*(kind.counted for kind in Why), _SCHEDULER), 0))
-    waiting = (one for one in attempts if one.state in WAITING_STATES)
-    found.update(reasons[one.id].kind.counted if one.id in reasons else _SCHEDULER for one in waiting)
-    return found
-
-
-def _job_view(attempt: Attempt, vms: Sequence[str], waiting: str, now: float, policy: Policy) -> JobView:
-    request = attempt.request
-    return JobView(
-        job_id=attempt.job.job_id,
-        name=attempt.job_name,
-        uid=attempt.uid,
-        attempt=attempt.id,
-        state=str(attempt.state),
-        nodes=request.nodes,
-        cpus=request.size.cpus,
-        memory=request.size.memory,
-        image=image_of(attempt, policy),
-        kind=str(request.kind or policy.kind),
-        age=max(0.0, now - attempt.since),
-        waiting=waiting,
-        reason=text_of(attempt.reason),
-        restarts=attempt.job.restarts,
-        vms=tuple(vms),
-        quarantined=text_of(attempt.quarantined),
-        origin=attempt.origin,
+def vm_view(vm: Vm, job_id: str, epoch: float, figures: tuple[float, float, float, float]) -> api.VmView:
+    """The `figures` are CPU seconds and unique, shared and proportional MiB."""
+    cpu_s, private, shared, pss = figures
+    return api.VmView(
+        name=vm.name,
+        state=str(vm.state),
+        host=vm.host,
+        image=vm.image,
+        kind=str(vm.kind),
+        cpus=vm.size.cpus,
+        memory=vm.size.memory,
+        address=without_prefix_length(vm.address),
+        attempt=vm.attempt,
+        job_id=job_id,
+        since=round(epoch + vm.since, 1),
+        cpu_s=cpu_s,
+        private=private,
+        shared=shared,
+        pss=pss,
+        reason=text_of(vm.reason),
+        quarantined=text_of(vm.quarantined),
     )
 
 
-def timeline_view(
-    attempt: Attempt, entries: Sequence[Entry], now: float, waiting: Reason | None = None, tell: Tell = text_of
-) -> TimelineView:
-    """The timeline of one attempt. `entries` are those of the attempt and of its VMs, in order; `waiting` is why it
-    waits; `tell` words reasons."""
-    return replace(
-        timeline(attempt.job.job_id, attempt.id, str(attempt.state), entries, now, tell), waiting=tell(waiting)
-    )
-
-
-def vm_views(rows: Rows, world: World, exact: Mapping[str, tuple[float, float, float]], now: float) -> list[VmView]:
-    """All live VMs with the figures of the last observation; for a VM in `exact`, with its CPU seconds, unique MiB and
-    proportional MiB instead."""
+def vm_views(rows: Rows, world: World, exact: Mapping[str, tuple[float, float, float]]) -> list[api.VmView]:
+    """All live VMs as last observed. `exact` has newer CPU seconds, unique and proportional MiB of VMs, by name."""
     views = []
     for vm in rows.vms.values():
-        attempt = rows.attempt_of(vm)
         last = world.vm(vm) or VmSeen(vm.name, vm.host, VmCondition.CREATING)
         cpu_s, private, pss = exact.get(vm.name, (last.cpu_s, last.private, 0.0))
-        views.append(
-            VmView(
-                name=vm.name,
-                state=str(vm.state),
-                host=vm.host,
-                image=vm.image,
-                kind=str(vm.kind),
-                cpus=vm.size.cpus,
-                memory=vm.size.memory,
-                address=without_prefix_length(vm.address),
-                attempt=vm.attempt,
-                job_id=attempt.job.job_id if attempt else "",
-                age=max(0.0, now - vm.since),
-                cpu_s=cpu_s,
-                private=private,
-                shared=last.shared,
-                pss=pss,
-                reason=text_of(vm.reason),
-                quarantined=text_of(vm.quarantined),
-            )
-        )
+        job_id = job_of(vm, rows.attempt_of(vm))
+        views.append(vm_view(vm, job_id, world.epoch, (cpu_s, private, last.shared, pss)))
     return views
 
 
-def template_views(rows: Rows, now: float) -> list[TemplateView]:
+def template_views(rows: Rows, epoch: float) -> list[api.TemplateView]:
     forked = Counter(place.template for vm in rows.vms.values() for place in vm.places)
     return [
-        TemplateView(
+        api.TemplateView(
             host=row.host,
             image=row.image,
             state=str(row.state),
             cpus=row.size.cpus,
             memory=row.size.memory,
             account=row.account,
-            age=now - row.since,
+            since=round(epoch + row.since, 1),
             references=forked[row.which],
             reason=text_of(row.reason),
         )
@@ -261,27 +254,167 @@ def template_views(rows: Rows, now: float) -> list[TemplateView]:
     ]
 
 
+# --- timelines --------------------------------------------------------------------------------------------
+
+Tell = Callable[[Reason | None], str]  # words a reason, as far as whoever asks may be told of it
+_PHASES = ("queued", "clone", "join", "launch", "run", "reclaim")
+_PHASE_OF_EFFECT = {"create": "clone", "start": "join"}  # phases whose stages an effect reports
+
+
+def timeline_view(
+    attempt: Attempt, entries: Sequence[Entry], now: float, waiting: Reason | None = None, tell: Tell = text_of
+) -> api.TimelineView:
+    """The timeline of one attempt. `entries` are those of the attempt and its VMs, in order. A phase that has not ended
+    lasts until `now` (monotonic)."""
+    first = entries[0].mono if entries else 0.0
+    return api.TimelineView(
+        job_id=attempt.job.job_id,
+        attempt=attempt.id,
+        state=str(attempt.state),
+        wall=entries[0].wall if entries else 0.0,
+        phases=phases(entries, now),
+        entries=tuple(
+            api.TimelineEntry(
+                at=entry.mono - first,
+                subject=f"{entry.kind} {entry.id}",
+                event=entry.event,
+                state=entry.target or "",
+                reason=tell(entry.reason)
+                or ", ".join(f"{name} {seconds * 1000:.0f} ms" for name, seconds in entry.detail.get("stages", ())),
+            )
+            for entry in entries
+        ),
+        waiting=tell(waiting),
+    )
+
+
+def phases(entries: Sequence[Entry], now: float) -> tuple[api.PhaseView, ...]:
+    """The phases of an attempt, in order. A phase that was interrupted ends when the reclaim begins."""
+    moments, reclaiming = _moments(entries)
+    stages = _stages(entries)
+    found: list[api.PhaseView] = []
+    for name in _PHASES:
+        first, last = PHASES[name]
+        began = reclaiming if name == "reclaim" else moments.get(first)
+        if began is None:
+            continue
+        ended = moments.get(last)
+        if name != "reclaim" and ended is None:
+            ended = reclaiming
+        found.append(api.PhaseView(name, began, (ended if ended is not None else now) - began, stages.get(name, ())))
+    return tuple(found)
+
+
+def _moments(entries: Sequence[Entry]) -> tuple[dict[str, float], float | None]:
+    """When each event of the attempt first happened, and when the reclaim began (None: it has not)."""
+    moments: dict[str, float] = {}
+    reclaiming = None
+    for entry in entries:
+        if entry.kind != "attempt":
+            continue
+        moments.setdefault(entry.event, entry.mono)
+        if entry.target == "reclaiming" and entry.source != "reclaiming":
+            reclaiming = entry.mono
+    if (took := moments.get(Event.TOOK)) is not None:  # the spare had been cloned and had joined before
+        moments |= dict.fromkeys((Event.ADMITTED, Event.CREATED, Event.ALL_JOINED), took)
+    return moments, reclaiming
+
+
+def _stages(entries: Sequence[Entry]) -> dict[str, tuple[tuple[str, float], ...]]:
+    """The stages of the first effect of each phase, by phase."""
+    stages: dict[str, tuple[tuple[str, float], ...]] = {}
+    for entry in entries:
+        phase = _PHASE_OF_EFFECT.get(entry.event)
+        if phase and phase not in stages and "stages" in entry.detail:
+            stages[phase] = tuple((str(name), float(seconds)) for name, seconds in entry.detail["stages"])
+    return stages
+
+
+# --- the audit of identities ------------------------------------------------------------------------------
+
+Facts = Mapping[str, str | int]
+"""What a guest reports, by property; `skew` is its clock minus the host's in milliseconds. A guest that did not answer
+has only `error`."""
+
+UNIQUE = {
+    "hostname": "host name",
+    "machine_id": "machine-id",
+    "boot_id": "boot id",
+    "mac": "MAC",
+    "address": "address",
+    "host_keys": "host keys",
+    "random": "random bytes drawn first",
+    "fresh": "random bytes drawn now",
+}
+"""What no two VMs may have in common, with its name in messages."""
+
+_OPTIONAL = "host_keys"  # an image without host keys has none to share
+_MAX_SKEW = 1000  # milliseconds that a guest's clock may be off
+
+
+@dataclass(frozen=True, slots=True)
+class KnownVm:
+    """What the controller told a VM about itself."""
+
+    job_id: str  # empty for a spare
+    mac: str
+    address: str  # without prefix length
+
+
 def known_vms(rows: Rows) -> dict[str, KnownVm]:
     """What each live VM was told about itself, by name."""
     found = {}
     for vm in rows.vms.values():
         attempt = rows.attempt_of(vm)
-        found[vm.name] = KnownVm(
-            job_id=attempt.job.job_id if attempt is not None else "",
-            mac=vm.mac,
-            address=without_prefix_length(vm.address),
-        )
+        job_id = attempt.job.job_id if attempt is not None else ""
+        found[vm.name] = KnownVm(job_id, vm.mac, without_prefix_length(vm.address))
     return found
 
 
-# --- commands -------------------------------------------------------------------------------------
+def audit(known: Mapping[str, KnownVm], reported: Mapping[str, Facts]) -> api.IdentityAudit:
+    """Compare reports of guests with each other, and with what they were told. A report that lacks something is a
+    problem."""
+    holders: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name, facts in reported.items():
+        for key in UNIQUE:
+            if facts.get(key):
+                holders[key, str(facts[key])].append(name)
+    found = []
+    for name, facts in sorted(reported.items()):
+        vm = known.get(name)
+        skew = facts.get("skew", 0)
+        found.append(
+            api.VmIdentity(
+                name,
+                vm.job_id if vm is not None else "",
+                skew if isinstance(skew, int) else 0,
+                {key: str(facts.get(key, "")) for key in UNIQUE},
+                (*_problems(name, vm, facts), *_shared(name, holders)),
+            )
+        )
+    return api.IdentityAudit(tuple(found), len(found) > 1 and not any(vm.problems for vm in found))
 
 
-def template_command(verb: str, image: str, host: str, size: tuple[int, int] | None, account: str | None) -> Command:
-    """The command to the controller that builds or drops (`verb`) templates. `size` is CPUs and MiB."""
-    return Command(verb, host, image, size=Size(*size) if size else None, account=account)
+def _problems(name: str, vm: KnownVm | None, facts: Facts) -> Iterator[str]:
+    """What is wrong with one guest's report, apart from all others."""
+    if "error" in facts:
+        yield f"it did not answer: {facts['error']}"
+        return
+    for key in UNIQUE:
+        if not facts.get(key) and key != _OPTIONAL:
+            yield f"it did not report its {UNIQUE[key]}"
+    expected = {"hostname": name} | ({"mac": vm.mac, "address": vm.address} if vm is not None else {})
+    for key, value in expected.items():
+        if facts.get(key) and facts[key] != value:
+            yield f"its {UNIQUE[key]} is {facts[key]} instead of {value}"
+    skew = facts.get("skew", 0)
+    if not isinstance(skew, int) or abs(skew) >= _MAX_SKEW:
+        yield f"its clock is {skew} ms off"
 
 
-def host_command(verb: str, host: str, reason: str, begins: float) -> Command:
-    """The command to the controller that adds, drains, resumes or removes (`verb`) a host."""
-    return Command(verb, host=host, drain=Drain(begins, reason) if verb == "drain" else None)
+def _shared(name: str, holders: Mapping[tuple[str, str], list[str]]) -> Iterator[str]:
+    """What the VM has in common with others."""
+    for (key, value), names in holders.items():
+        others = ", ".join(other for other in names if other != name)
+        if name in names and others:
+            yield f"the same {UNIQUE[key]} as {others}: {value}"

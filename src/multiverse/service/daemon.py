@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -18,23 +19,19 @@ from multiverse.api import Alert
 from multiverse.bundles.composite import together
 from multiverse.bundles.contract import DaemonTask, Notice, Platform, PlatformContext, SchedulerSystem
 from multiverse.bundles.registry import platform_bundles, scheduler_bundle
-from multiverse.config import Settings, users_socket
+from multiverse.config import FenceSettings, Settings, users_socket
 from multiverse.controller.job_usage import JobUsageRecorder
 from multiverse.controller.loop import Controller
 from multiverse.controller.pruning import prune_regularly
 from multiverse.controller.utilization import UtilizationRecorder
-from multiverse.core.errors import Refused
+from multiverse.core.errors import Refused, Unknown
 from multiverse.ports import Clock, Hypervisor, Scheduler
+from multiverse.service import startup
 from multiverse.service.api import make_api
-from multiverse.service.backend import Backend
-from multiverse.service.fencing import FenceCommand
-from multiverse.service.move_log import MoveLog
-from multiverse.service.processes import ProcessCounter, Processes
+from multiverse.service.backend import Backend, UtilizationReader
 from multiverse.service.publisher import Publisher
-from multiverse.service.startup import Server, bind, bind_tcp, bind_web, http_server, locked, stop_signal
-from multiverse.service.statistics import Statistics
+from multiverse.service.statistics import MoveLog, Statistics
 from multiverse.service.users_socket import Pace, UserQuestions, serve_users
-from multiverse.service.utilization import UtilizationReader
 from multiverse.service.web import make_web
 from multiverse.store import Store, open_store
 from multiverse.system import placements
@@ -58,8 +55,8 @@ class SystemClock:
 
 
 def _restrict_access(settings: Settings) -> None:
-    """Make the daemon's directories. Files that this process creates from here on are readable by its user only,
-    unless a mode is given. Raises `Refused` if a directory cannot be used."""
+    """Make the daemon's directories. New files are readable by its user only, unless a mode is given. Raises `Refused`
+    if a directory cannot be used."""
     try:
         for path in (settings.state_dir, settings.socket.parent, users_socket(settings).parent):
             path.mkdir(parents=True, exist_ok=True)  # other users pass through these to files that are theirs
@@ -79,8 +76,8 @@ async def serve(settings: Settings) -> None:
     _restrict_access(settings)
     placements.check(settings.placement.policy)
     bundles = platform_bundles(settings)
-    with locked(settings.state_dir / "lock", "daemon"), contextlib.ExitStack() as stack:
-        counter, clock = ProcessCounter(), SystemClock()
+    with startup.locked(settings.state_dir / "lock", "daemon"), contextlib.ExitStack() as stack:
+        counter, clock = startup.ProcessCounter(), SystemClock()
         there = [site for bundle in bundles.values() for site in bundle.sites(settings)]
         store = open_store(settings.state_dir, clock, there)
         stack.callback(store.close)
@@ -92,9 +89,9 @@ async def serve(settings: Settings) -> None:
         controller.fence_by(FenceCommand(settings.fence))
         controller.place_by(placements.load())
         work = await platform.follow(controller)
-        sock = bind(settings.socket, "socket")
+        sock = startup.bind(settings.socket, "socket")
         stack.callback(settings.socket.unlink, missing_ok=True)
-        web = bind_web(settings.web)
+        web = startup.bind_web(settings.web)
         if settings.web.listen.startswith("/"):
             stack.callback(Path(settings.web.listen).unlink, missing_ok=True)
         statistics = Statistics()
@@ -107,7 +104,7 @@ async def serve(settings: Settings) -> None:
             store,
             clock,
             platform.guests,
-            Processes(counter, platform.programs),
+            startup.Processes(counter, platform.programs),
             [Alert(*notice) for notice in notices],
             settings.history_days,
             settings.poll,
@@ -162,15 +159,9 @@ def _bind_for_users(settings: Settings, stack: contextlib.ExitStack) -> Listenin
     if not settings.users.enabled:
         return None
     path, users = users_socket(settings), settings.users
-    sock = bind(path, "users.socket", all_users=True)
+    sock = startup.bind(path, "users.socket", all_users=True)
     stack.callback(path.unlink, missing_ok=True)
-    return sock, bind_tcp(users.listen, users.port, "users.listen") if users.listen else None
-
-
-def _servers(settings: Settings, backend: Backend, publisher: Publisher, *, web: bool) -> list[Server]:
-    """The server of the API and, if there is to be a `web` page, its own."""
-    apps: list[Any] = [make_api(backend, publisher), *([make_web(backend, publisher)] if web else [])]
-    return [http_server(app) for app in apps]
+    return sock, startup.bind_tcp(users.listen, users.port, "users.listen") if users.listen else None
 
 
 async def _run(
@@ -179,12 +170,12 @@ async def _run(
     work: Sequence[DaemonTask],
     sockets: tuple[socket.socket, socket.socket | None],
 ) -> None:
-    """Do the work, and serve the API and the web page, until a signal comes or one of them fails, then end all.
-    `sockets` are the API's and the web page's."""
+    """Do the work, and serve the API and the web page at their `sockets`, until a signal comes or one of them fails."""
     publisher = Publisher(backend, settings.web.viewers)
     listening = [sock for sock in sockets if sock is not None]
-    servers = _servers(settings, backend, publisher, web=len(listening) > 1)
-    stop = stop_signal()
+    apps: list[Any] = [make_api(backend, publisher), make_web(backend, publisher)]
+    servers = [startup.http_server(app) for app, _ in zip(apps, listening, strict=False)]
+    stop = startup.stop_signal()
     tasks: list[asyncio.Task[Any]] = [asyncio.create_task(one.run(), name=one.name) for one in work]
     serving = [
         asyncio.create_task(server.serve(sockets=[sock]), name="api or web page")
@@ -229,3 +220,45 @@ def _traced(
     trace = Trace(settings.trace, clock)
     stack.callback(trace.close)
     return recording(scheduler, hypervisor, trace)
+
+
+# --- fencing ----------------------------------------------------------------------------------------
+
+_LAST_WORDS = 300  # characters of the command's output that are kept
+
+
+class FenceCommand:
+    """`ports.Fencing` by a command, such as one of Debian's fence-agents."""
+
+    def __init__(self, settings: FenceSettings) -> None:
+        self._settings = settings
+
+    async def fence(self, host: str) -> None:
+        """See `ports.Fencing`. Exit status 0 means that the machine is off. The command and its children are killed
+        after its time, or when the host is back."""
+        argv = [word.replace("{host}", host) for word in self._settings.command]
+        log.warning("fencing", host=host, command=argv[0])
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *argv,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise Unknown(f"cannot start {argv[0]}: {error.strerror}", hint="see fence.command") from error
+        try:
+            async with asyncio.timeout(self._settings.timeout):
+                output, _ = await process.communicate()
+        except TimeoutError as error:
+            raise Unknown(f"{argv[0]} did not end within {self._settings.timeout:g} s") from error
+        finally:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                await process.wait()
+        said = " ".join(output.decode(errors="replace").split())[-_LAST_WORDS:]
+        if process.returncode != 0:
+            raise Unknown(f"{argv[0]} ended with status {process.returncode}: {said or 'it said nothing'}")
+        log.warning("fenced", host=host, said=said)

@@ -18,12 +18,13 @@ from multiverse.core.errors import MultiverseError
 from multiverse.ports.finding import Finding, Level
 from multiverse.site import checking
 from multiverse.site.checking import tried
-from multiverse.system.sockets import unreachable
+from multiverse.site.machine import note, problem
+from multiverse.system.processes import unreachable
 
 
 def examine(settings: Settings, config: Path, source: Path, *, kvm: bool = True) -> Iterator[Examination]:
-    """Examine the controller's machine and its site, whose scheduler is configured in `source`. With `kvm` small guests
-    are run, which takes seconds. Blocks."""
+    """Examine the controller's machine and its site; `source` is its scheduler's configuration. With `kvm` small guests
+    are run, for seconds. Blocks."""
     yield Examination("settings", tuple(tried(partial(_settings_file, config))))
     yield from scheduler_bundle(settings).examine(settings, config, source)
     yield Examination("ports of the daemon", tuple(_ports(settings)))
@@ -48,8 +49,7 @@ def _host(settings: Settings, *, kvm: bool) -> Iterator[Examination]:
 
 def _settings_file(config: Path) -> Iterator[Finding]:
     if not config.exists():
-        yield Finding(
-            Level.NOTE,
+        yield note(
             str(config),
             "there are no settings yet, so the defaults were examined",
             "write them (docs/operations.md, On a site), or give the file with --config",
@@ -60,16 +60,14 @@ def _ports(settings: Settings) -> Iterator[Finding]:
     """Whether the daemon listens where users and the reverse proxy look for it."""
     users = settings.users
     if users.enabled and users.listen and (why := unreachable(users.listen, users.port)):
-        yield Finding(
-            Level.PROBLEM,
+        yield problem(
             f"{users.listen}:{users.port}",
             f"users of other machines ask there, and nobody answers: {why}",
             "start the daemon, or see users.listen in the settings",
         )
     web = web_address(settings.web.listen) if settings.web.listen else None
     if web and (why := unreachable(*web)):
-        yield Finding(
-            Level.PROBLEM,
+        yield problem(
             settings.web.listen,
             f"the web page is to be there, and nobody answers: {why}",
             "start the daemon, or see web.listen in the settings",
@@ -100,22 +98,19 @@ def of_host(host: HostView, own: str = "") -> Iterator[Finding]:
         remedy = host.todo or f"multiverse hosts resume {host.name}"
         yield Finding(level, f"host {host.name}", f"it is {host.state}: {said}", remedy)
     elif not host.images:
-        yield Finding(
-            Level.PROBLEM,
+        yield problem(
             f"host {host.name}",
             "it has no image, so no VM can be made there",
             f"multiverse image push NAME {host.name}, or set image.source",
         )
     if host.accelerator == "tcg":
-        yield Finding(
-            Level.NOTE,
+        yield note(
             f"KVM on {host.name}",
             "its guests are emulated, several times slower than on KVM",
             f"see why, on that host: multiverse doctor{' --agent' if host.name != own else ''}",
         )
     if host.machine is not None and host.declared.memory > host.machine.memory:
-        yield Finding(
-            Level.PROBLEM,
+        yield problem(
             f"memory of {host.name}",
             f"{host.declared.memory} MiB are declared for VMs, but the machine has {host.machine.memory} MiB",
             "declare less memory in [host], or in the host's class",

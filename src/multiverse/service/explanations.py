@@ -1,23 +1,13 @@
-"""Explanations of jobs, and what would start at once, for a viewer: from the core's values to the types of the API."""
+"""Why jobs wait, and what would start at once, as far as who asks may be told."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from math import inf
 
-from multiverse.api import (
-    CapacityUsageView,
-    CapacityView,
-    ExplanationsView,
-    ExplanationView,
-    HostGroupView,
-    ReasonView,
-    StartableView,
-    TrialRequest,
-    TrialView,
-)
-from multiverse.bundles.contract import UNKNOWN_WORDS, SchedulerWords
+from multiverse import api
+from multiverse.bundles.contract import UNKNOWN_WORDS, Privacy, SchedulerWords
 from multiverse.config import folded
 from multiverse.controller.loop import Controller
 from multiverse.core.context import Context
@@ -26,18 +16,43 @@ from multiverse.core.explanation.explain import Explanation, explain, explain_en
 from multiverse.core.explanation.host_verdicts import HostVerdict
 from multiverse.core.explanation.immediate_capacity import immediate_capacity, sizes_to_show, usage
 from multiverse.core.explanation.what_if import what_if
-from multiverse.core.model import Attempt, AttemptState, CloneKind, Job, Reason, Request, Size, Why
+from multiverse.core.model import Attempt, AttemptState, CloneKind, Job, Reason, Request, Size, Why, text_of
 from multiverse.core.policy import Policy
 from multiverse.ports import Clock
 from multiverse.service.convert import size_view
-from multiverse.service.viewer import Viewer
 from multiverse.store import Store
 
-TASKS = 20
-"""Of so many tasks of an array, at most, one answer tells."""
 
-_SEARCHED = 1000
-"""Of so many attempts of an array, the latest ones, it is searched which are the latest of their tasks."""
+@dataclass(frozen=True, slots=True)
+class Viewer:
+    """Who asks."""
+
+    uid: int | None = None  # a user, who may see their own jobs only; None: an operator, who may see all
+    others: bool = True  # other users' jobs may be named to them
+    hosts: bool = True  # hosts may be named to them
+
+    @classmethod
+    def of(cls, uid: int, privacy: Privacy) -> Viewer:
+        """A user, whom the scheduler permits so much."""
+        return cls(uid, privacy.others, privacy.hosts)
+
+    def may_see(self, uid: int) -> bool:
+        return self.uid is None or self.uid == uid
+
+    def hidden(self, reason: Reason, own: str) -> Reason:
+        """The reason without ids of jobs but their `own`, and without names of hosts, where these are hidden."""
+        return reason.hidden(own, others=self.others, hosts=self.hosts)
+
+    def teller(self, own: str) -> Callable[[Reason | None], str]:
+        """Words reasons of that job as far as the viewer may be told of them."""
+        return lambda reason: text_of(reason and self.hidden(reason, own))
+
+
+OPERATOR = Viewer()
+
+
+TASKS = 20  # of so many tasks of an array, at most, one answer tells
+_SEARCHED = 1000  # of so many attempts of an array, the latest ones, it is searched which are the latest of their tasks
 
 
 class Explanations:
@@ -48,7 +63,7 @@ class Explanations:
     ) -> None:
         self._controller, self._store, self._clock, self._words = controller, store, clock, words
 
-    def of_job(self, job: str, viewer: Viewer) -> ExplanationsView:
+    def of_job(self, job: str, viewer: Viewer) -> api.ExplanationsView:
         """What is to be said of a job, or of the tasks of an array, that the viewer may see. Empty if there is none."""
         context = self._controller.context()
         shown = [one for one in self._latest(job) if viewer.may_see(one.uid)]
@@ -61,7 +76,7 @@ class Explanations:
             asked.add(attempt.request)
             views.append(_view(attempt, found, viewer))
         views += [_view_of_new(one, context.policy, viewer) for one in new[: TASKS - len(views)]]
-        return ExplanationsView(tuple(views), len(shown) + len(new) - len(views))
+        return api.ExplanationsView(tuple(views), len(shown) + len(new) - len(views))
 
     def _latest(self, job: str) -> list[Attempt]:
         """The latest attempt of the job, or of each task, those that live first."""
@@ -96,21 +111,21 @@ class Explanations:
 
     # --- what would start ----------------------------------------------------------------------------
 
-    def capacity(self, viewer: Viewer) -> CapacityView:
+    def capacity(self, viewer: Viewer) -> api.CapacityView:
         """Which sizes would start at once. Raises `Refused` while the scheduler or all hosts are unknown."""
         context = self._known()
         used, state = usage(context), context.state
         blocking = state.attempts.get(state.blocking) if state.blocking is not None else None
         own = blocking is not None and (viewer.others or viewer.may_see(blocking.uid))
-        return CapacityView(
+        return api.CapacityView(
             image=context.policy.image,
-            usage=CapacityUsageView(
+            usage=api.CapacityUsageView(
                 used.hosts,
                 used.closed_hosts,
                 *map(size_view, (used.total, used.jobs, used.spares, used.templates, used.free, used.closed)),
             ),
             sizes=tuple(
-                StartableView(one.size.cpus, one.size.memory, one.size.disk, one.now, one.with_template)
+                api.StartableView(one.size.cpus, one.size.memory, one.size.disk, one.now, one.with_template)
                 for one in (immediate_capacity(context, size) for size in sizes_to_show(context))
             ),
             waiting=len(state.queue.candidates) + len(state.queue.unfit),
@@ -118,12 +133,12 @@ class Explanations:
             blocked_by=blocking.job.job_id if blocking is not None and own else "",
         )
 
-    def trial(self, asked: TrialRequest, viewer: Viewer) -> TrialView:
+    def trial(self, asked: api.TrialRequest, viewer: Viewer) -> api.TrialView:
         """What would become of a job. Raises `Refused` as `capacity` does."""
         size = Size(asked.cpus, asked.memory, asked.disk)
         request = Request(asked.nodes, size, asked.image, CloneKind(asked.kind) if asked.kind else None)
         found = what_if(self._known(), request, asked.limit, self._clock.now())
-        return TrialView(
+        return api.TrialView(
             starts=found.starts,
             never=found.never,
             why=viewer.teller("")(found.why),
@@ -142,10 +157,10 @@ class Explanations:
         return context
 
 
-def _view(attempt: Attempt, found: Explanation, viewer: Viewer) -> ExplanationView:
+def _view(attempt: Attempt, found: Explanation, viewer: Viewer) -> api.ExplanationView:
     own = attempt.job.job_id
     reasons = _reasons(found.sentences, viewer, own)
-    return ExplanationView(
+    return api.ExplanationView(
         job_id=own,
         name=attempt.job_name,
         uid=attempt.uid,
@@ -163,26 +178,26 @@ def _view(attempt: Attempt, found: Explanation, viewer: Viewer) -> ExplanationVi
     )
 
 
-def _view_of_new(job: Job, policy: Policy, viewer: Viewer) -> ExplanationView:
+def _view_of_new(job: Job, policy: Policy, viewer: Viewer) -> api.ExplanationView:
     found, own = explain_new(job, policy), job.ref.job_id
     reasons = _reasons(found.sentences, viewer, own)
     text = " ".join(one.text for one in reasons)
     shown = (own, job.name, job.uid, None, str(job.state), None, "", text, found.todo, 0, "", None)
-    return ExplanationView(*shown, reasons=reasons)
+    return api.ExplanationView(*shown, reasons=reasons)
 
 
-def _reasons(found: Sequence[Reason], viewer: Viewer, own: str) -> tuple[ReasonView, ...]:
+def _reasons(found: Sequence[Reason], viewer: Viewer, own: str) -> tuple[api.ReasonView, ...]:
     """These reasons, as far as the viewer may be told of them, as values of the API."""
     return tuple(_reason(viewer.hidden(one, own)) for one in found)
 
 
-def _reason(one: Reason) -> ReasonView:
-    return ReasonView(one.kind, str(one), dict(one.figures), one.jobs, one.hosts, tuple(map(_reason, one.because)))
+def _reason(one: Reason) -> api.ReasonView:
+    return api.ReasonView(one.kind, str(one), dict(one.figures), one.jobs, one.hosts, tuple(map(_reason, one.because)))
 
 
-def _group(one: HostVerdict, viewer: Viewer) -> HostGroupView:
+def _group(one: HostVerdict, viewer: Viewer) -> api.HostGroupView:
     hosts = folded(one.hosts) if viewer.hosts else ""
-    return HostGroupView(hosts, len(one.hosts), one.fits, viewer.teller("")(one.why), one.why.kind)
+    return api.HostGroupView(hosts, len(one.hosts), one.fits, viewer.teller("")(one.why), one.why.kind)
 
 
 def _time(at: float) -> float | None:

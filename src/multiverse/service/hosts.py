@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from multiverse.api import HostFaultView, HostView, LeaseView, NumaView, SizeView
 from multiverse.core.capacity.job_ends import total
@@ -22,7 +22,6 @@ from multiverse.core.model import (
     KnownHost,
     Lease,
     LeaseState,
-    NumaNode,
     Reason,
     Size,
     Vm,
@@ -31,18 +30,19 @@ from multiverse.core.model import (
 )
 from multiverse.core.model.wording import moment
 from multiverse.core.rows import Rows
+from multiverse.service.convert import job_of, size_view
 
+AVAILABLE_STEP = 128  # MiB by which a host's available memory has to change until viewers are sent it again
 _NOTHING = Host("", Size(0, 0, 0), template_copies=0)
 
 
 @dataclass(frozen=True, slots=True)
 class Troubles:
-    """What goes wrong with hosts, by name: why reaching them fails, why silent ones are not fenced, and what a fence
-    command that fails has said."""
+    """What goes wrong with hosts, by name."""
 
-    sources: Mapping[str, str]
-    held_back: Mapping[str, Reason]
-    fences: Mapping[str, str]
+    sources: Mapping[str, str]  # why reaching them fails
+    held_back: Mapping[str, Reason]  # why silent ones are not fenced
+    fences: Mapping[str, str]  # what a fence command that fails has said
 
 
 def host_views(rows: Rows, world: World, now: float, troubles: Troubles) -> list[HostView]:
@@ -57,11 +57,11 @@ def host_views(rows: Rows, world: World, now: float, troubles: Troubles) -> list
 
 @dataclass(slots=True)
 class _OnHost:
-    """What rows are on a host: sizes of claims, VMs by number, and the jobs of these VMs."""
+    """The rows on a host."""
 
-    held: list[Size] = field(default_factory=list)
-    vms: list[Vm] = field(default_factory=list)
-    jobs: dict[str, None] = field(default_factory=dict)
+    held: list[Size] = field(default_factory=list)  # by claims
+    vms: list[Vm] = field(default_factory=list)  # by number
+    jobs: dict[str, None] = field(default_factory=dict)  # of these VMs
 
 
 def _by_host(rows: Rows) -> Mapping[str, _OnHost]:
@@ -71,19 +71,17 @@ def _by_host(rows: Rows) -> Mapping[str, _OnHost]:
         found[claim.domain].held.append(claim.size)
     for _, vm in sorted(rows.vms.items()):
         found[vm.host].vms.append(vm)
-        attempt = rows.attempt_of(vm)
-        if job := vm.job_id or (attempt.job.job_id if attempt else ""):
+        if job := job_of(vm, rows.attempt_of(vm)):
             found[vm.host].jobs[job] = None
     return found
 
 
-def lease_views(rows: Rows, now: float) -> list[LeaseView]:
-    """The leases that there are, also those without a host as yet, by number."""
-    return [lease_view(lease, now) for _, lease in sorted(rows.leases.items())]
+def lease_views(rows: Rows, epoch: float) -> list[LeaseView]:
+    """All leases by number, also those without a host as yet. `epoch` is the Unix time of the monotonic clock's 0."""
+    return [_lease_view(lease, epoch) for _, lease in sorted(rows.leases.items())]
 
 
-def lease_view(lease: Lease, now: float) -> LeaseView:
-    """A lease at `now` (monotonic)."""
+def _lease_view(lease: Lease, epoch: float) -> LeaseView:
     return LeaseView(
         name=lease.name,
         state=str(lease.state),
@@ -94,7 +92,7 @@ def lease_view(lease: Lease, now: float) -> LeaseView:
         pilot=lease.pilot,
         node=lease.node,
         ends=lease.ends,
-        age=max(0.0, now - lease.since),
+        since=round(epoch + lease.since, 1),
         reason=text_of(lease.quarantined or lease.reason),
     )
 
@@ -114,9 +112,10 @@ def _view(
     return HostView(
         name=name,
         reachable=reachable,
-        declared=_size(host.capacity),
-        claimed=_size(total(held)),
-        machine=_size(host.machine) if host.machine else None,
+        declared=size_view(host.capacity),
+        usable=_usable(host),
+        claimed=size_view(total(held)),
+        machine=size_view(host.machine) if host.machine else None,
         accelerator=host.accelerator,
         abilities=tuple(sorted(host.abilities)),
         images={image: tuple(sorted(can)) for image, can in sorted(host.images.items())},
@@ -137,21 +136,38 @@ def _view(
         or (text_of(lease.reason) if lease is not None and lease.state not in OPEN_LEASES else "")
         or (_why_avoided(known) if state == "avoided" else ""),
         drain_from=known.drain.begins if known.drain else None,
-        away_for=0.0 if reachable else max(0.0, now - min(now, silent_since(known, world))),
+        away_since=None if reachable else float(round(world.epoch + min(now, silent_since(known, world)))),
         why=why,
         jobs=tuple(there.jobs),
         todo=_todo(known, state, troubles, vms=bool(mine)) if lease is None else _todo_of_leased(lease, state),
         features=tuple(sorted(host.features)),
         features_off=dict(sorted(host.features_off.items())),
-        lease=lease_view(lease, now) if lease is not None else None,
-        numa=tuple(map(_numa, host.numa)) if reachable else (),
+        lease=_lease_view(lease, world.epoch) if lease is not None else None,
+        numa=tuple(
+            NumaView(one.number, one.cpus, one.memory, one.free, size_view(one.taken), one.distances)
+            for one in (host.numa if reachable else ())
+        ),
         faults=tuple(HostFaultView(one.image, one.failures, one.until, text_of(one.reason)) for one in known.faults),
     )
 
 
+def _usable(host: Host) -> SizeView:
+    """What claims may reach on the host, with over-commitment."""
+    declared, more = host.capacity, host.overcommit
+    return SizeView(
+        int(declared.cpus * more.cpus), int(declared.memory * more.memory), int(declared.disk * more.disk), declared.net
+    )
+
+
+def without_noise(host: HostView) -> HostView:
+    """The host for a snapshot, without figures that change all the time."""
+    available = host.available // AVAILABLE_STEP * AVAILABLE_STEP
+    return replace(host, available=available, private=0.0, shared=0.0, templates=0.0, numa=())
+
+
 def avoided_for(known: KnownHost) -> list[HostFault]:
-    """For which images the host is avoided. What an operator has had tried at once, and an image that is not there any
-    more, does not count."""
+    """Why the host is avoided, by image. Images that are gone, and those that an operator has had tried, do not
+    count."""
     there = known.value.images if known.value is not None else {}
     return [one for one in known.faults if one.failures and one.image in there]
 
@@ -162,14 +178,6 @@ def _why_avoided(known: KnownHost) -> str:
         f"fail there{f' ({one.failures} times in a row)' if one.failures > 1 else ''}: {one.reason}"
         for one in avoided_for(known)
     )
-
-
-def _numa(node: NumaNode) -> NumaView:
-    return NumaView(node.number, node.cpus, node.memory, node.free, _size(node.taken), node.distances)
-
-
-def _size(size: Size) -> SizeView:
-    return SizeView(*size.amounts)
 
 
 def _state(host: KnownHost, lease: Lease | None, *, reachable: bool, free: bool, now: float) -> str:

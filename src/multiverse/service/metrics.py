@@ -1,123 +1,116 @@
-"""The daemon's counters in Prometheus' text format. The controller reads none of them."""
+"""The daemon's counters, and what hosts and VMs use, in Prometheus' text format. The controller reads none of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, generate_latest
+import structlog
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from multiverse.api import SizeView
-from multiverse.core.model import HostUsage
-from multiverse.service.usage_metrics import families
+from multiverse.api import HostView, SizeView
+from multiverse.config import listening_address
+from multiverse.core.errors import Refused
+from multiverse.core.model import HostUsage, Usage
+from multiverse.service.startup import bind, bind_tcp
 
 if TYPE_CHECKING:  # an agent has no backend
     from multiverse.service.backend import Counts
+    from multiverse.service.statistics import Statistics
 
-SPAN = 15.0
-"""Seconds of which the figures of hosts and VMs are the means, as often as Prometheus usually asks."""
+log = structlog.get_logger()
 
+SPAN = 15.0  # the figures of hosts and VMs are means of so many seconds: Prometheus usually asks as often
 RESOURCES = {"cpus": 1, "memory_bytes": 1 << 20, "disk_bytes": 1 << 20}
 """What hosts have, by the names that metrics use, each with how many of its unit one of ours is."""
 
-
-Values = Mapping[Any, float]
-"""The values of one metric, by a tuple of its labels' values."""
+Values = Mapping[Any, float]  # the values of one metric, by a tuple of its labels' values
 
 
 def text(counts: Counts, hosts: Mapping[str, HostUsage]) -> bytes:
     """The counts, and what hosts and VMs use, in Prometheus' text format."""
-    return _text(_Metrics(counts), _Usages(hosts))
+    moved, shown = _of_moves(counts.statistics), _of_hosts(counts.hosts)
+    return _text(chain(_of_the_daemon(counts), _of_rows(counts), moved, shown, families(hosts)))
 
 
 def usage_text(hosts: Mapping[str, HostUsage]) -> bytes:
     """The same of an agent, which counts nothing."""
-    return _text(_Usages(hosts))
+    return _text(families(hosts))
 
 
-def _text(*collectors: Collector) -> bytes:
+def _text(found: Iterable[Metric]) -> bytes:
     registry = CollectorRegistry()
-    for one in collectors:
-        registry.register(one)
+    registry.register(_Families(found))
     return generate_latest(registry)
 
 
-class _Usages(Collector):
-    def __init__(self, hosts: Mapping[str, HostUsage]) -> None:
-        self._hosts = hosts
-
-    def describe(self) -> list[Metric]:
-        return []
-
-    def collect(self) -> Iterator[Metric]:
-        yield from families(self._hosts)
-
-
-class _Metrics(Collector):
-    def __init__(self, counts: Counts) -> None:
-        self._counts = counts
+class _Families(Collector):
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
 
     def describe(self) -> list[Metric]:
         return []  # otherwise the registry would collect all metrics to learn their names
 
-    def collect(self) -> Iterator[Metric]:
-        yield from self._of_the_daemon()
-        yield from self._of_rows()
-        yield from self._of_moves()
-        yield from self._of_hosts()
+    def collect(self) -> Iterable[Metric]:
+        return self._families
 
-    def _of_the_daemon(self) -> Iterator[Metric]:
-        counts = self._counts
-        yield CounterMetricFamily("multiverse_commits", "Commits that changed something.", counts.commits)
-        yield GaugeMetricFamily(
-            "multiverse_viewers", "Viewers of the web page and of multiverse top.", counts.statistics.viewers
-        )
-        yield _counter("processes", "Processes executed.", ("program",), _singles(counts.processes))
-        observed = {(source.name,): source.observations for source in counts.sources}
-        yield _counter("looks", "Observations of a source.", ("source",), observed)
-        known = {(source.name,): source.known for source in counts.sources}
-        yield _gauge("source_known", "1 if the last observation succeeded.", ("source",), known)
-        yield _counter("effects", "Effects that ended.", ("kind", "outcome"), counts.effects)
 
-    def _of_rows(self) -> Iterator[Metric]:
-        counts = self._counts
-        rows = {(of, state): times for of, found in counts.rows.items() for state, times in found.items()}
-        yield _gauge("rows", "Live rows.", ("of", "state"), rows)
-        yield _gauge("jobs", "Jobs by the stage that a user knows.", ("stage",), _singles(counts.jobs))
-        yield _gauge("jobs_waiting", "Jobs that wait, by why.", ("reason",), _singles(counts.waiting))
-        yield _gauge("alerts", "Alerts, by kind.", ("kind",), _singles(counts.alerts))
+def _of_the_daemon(counts: Counts) -> Iterator[Metric]:
+    yield CounterMetricFamily("multiverse_commits", "Commits that changed something.", counts.commits)
+    yield GaugeMetricFamily(
+        "multiverse_viewers", "Viewers of the web page and of multiverse top.", counts.statistics.viewers
+    )
+    yield _counter("processes", "Processes executed.", ("program",), _singles(counts.processes))
+    observed = {(source.name,): source.observations for source in counts.sources}
+    yield _counter("looks", "Observations of a source.", ("source",), observed)
+    known = {(source.name,): source.known for source in counts.sources}
+    yield _gauge("source_known", "1 if the last observation succeeded.", ("source",), known)
+    yield _counter("effects", "Effects that ended.", ("kind", "outcome"), counts.effects)
 
-    def _of_moves(self) -> Iterator[Metric]:
-        moved = self._counts.statistics
-        yield _counter("events", "Events of state machines.", ("of", "event"), moved.events)
-        yield _counter("failures", "Failures, by what failed and why.", ("of", "cause"), moved.failures)
-        yield _counter("attempts_ended", "Attempts that ended.", ("outcome",), _singles(moved.outcomes))
-        yield _counter("clones", "VMs that were made.", ("image", "kind", "host"), moved.clones)
-        phases = HistogramMetricFamily(
-            "multiverse_phase_seconds", "How long phases of attempts took; start: from submission until the job runs.",
-            labels=("phase",),
-        )  # fmt: skip
-        for name, one in moved.phases.items():
-            phases.add_metric((name,), one.cumulative(), one.total)
-        yield phases
-        stages = HistogramMetricFamily(
-            "multiverse_stage_seconds", "How long the stages of effects took.", labels=("effect", "stage")
-        )
-        for (effect, stage), one in sorted(moved.stages.items()):
-            stages.add_metric((effect, stage), one.cumulative(), one.total)
-        yield stages
 
-    def _of_hosts(self) -> Iterator[Metric]:
-        hosts = self._counts.hosts
-        labels = ("host", "resource")
-        usable = _sizes({host.name: host.usable for host in hosts})
-        yield _gauge("host_usable", "What claims may reach on a host, with over-commitment.", labels, usable)
-        claimed = _sizes({host.name: host.claimed for host in hosts})
-        yield _gauge("host_claimed", "What is claimed on a host.", labels, claimed)
-        reached = {(host.name,): host.away_since is None for host in hosts}
-        yield _gauge("host_reachable", "1 if the host is in reach.", ("host",), reached)
+def _of_rows(counts: Counts) -> Iterator[Metric]:
+    rows = {(of, state): times for of, found in counts.rows.items() for state, times in found.items()}
+    yield _gauge("rows", "Live rows.", ("of", "state"), rows)
+    yield _gauge("jobs", "Jobs by the stage that a user knows.", ("stage",), _singles(counts.jobs))
+    yield _gauge("jobs_waiting", "Jobs that wait, by why.", ("reason",), _singles(counts.waiting))
+    yield _gauge("alerts", "Alerts, by kind.", ("kind",), _singles(counts.alerts))
+
+
+def _of_moves(moved: Statistics) -> Iterator[Metric]:
+    yield _counter("events", "Events of state machines.", ("of", "event"), moved.events)
+    yield _counter("failures", "Failures, by what failed and why.", ("of", "cause"), moved.failures)
+    yield _counter("attempts_ended", "Attempts that ended.", ("outcome",), _singles(moved.outcomes))
+    yield _counter("clones", "VMs that were made.", ("image", "kind", "host"), moved.clones)
+    phases = HistogramMetricFamily(
+        "multiverse_phase_seconds", "How long phases of attempts took; start: from submission until the job runs.",
+        labels=("phase",),
+    )  # fmt: skip
+    for name, one in moved.phases.items():
+        phases.add_metric((name,), one.cumulative(), one.total)
+    yield phases
+    stages = HistogramMetricFamily(
+        "multiverse_stage_seconds", "How long the stages of effects took.", labels=("effect", "stage")
+    )
+    for (effect, stage), one in sorted(moved.stages.items()):
+        stages.add_metric((effect, stage), one.cumulative(), one.total)
+    yield stages
+
+
+def _of_hosts(hosts: Sequence[HostView]) -> Iterator[Metric]:
+    labels = ("host", "resource")
+    usable = _sizes({host.name: host.usable for host in hosts})
+    yield _gauge("host_usable", "What claims may reach on a host, with over-commitment.", labels, usable)
+    claimed = _sizes({host.name: host.claimed for host in hosts})
+    yield _gauge("host_claimed", "What is claimed on a host.", labels, claimed)
+    reached = {(host.name,): host.away_since is None for host in hosts}
+    yield _gauge("host_reachable", "1 if the host is in reach.", ("host",), reached)
 
 
 def _counter(name: str, about: str, labels: tuple[str, ...], values: Values) -> Metric:
@@ -144,3 +137,126 @@ def _sizes(sizes: Mapping[str, SizeView]) -> Values:
         for (resource, unit), value in zip(RESOURCES.items(), (size.cpus, size.memory, size.disk), strict=True):
             found[host, resource] = value * unit
     return found
+
+
+# --- what hosts and VMs use -------------------------------------------------------------------------
+
+_MIB = 1 << 20
+
+_GAUGES: dict[str, tuple[str, str, float]] = {
+    "cpus": ("cpus_used", "CPUs in use.", 1),
+    "memory": ("memory_used_bytes", "Memory in use.", _MIB),
+    "active": ("memory_active_bytes", "Memory in use that was used lately.", _MIB),
+    "received": ("received_bytes_per_second", "Received from the network.", 1),
+    "sent": ("sent_bytes_per_second", "Sent to the network.", 1),
+    "read": ("read_bytes_per_second", "Read from disks.", 1),
+    "written": ("written_bytes_per_second", "Written to disks.", 1),
+    "cpu_pressure": ("cpu_pressure", "Share of the time in which a process waited for a CPU.", 1),
+    "memory_pressure": ("memory_pressure", "Share of the time in which a process waited for memory.", 1),
+    "io_pressure": ("io_pressure", "Share of the time in which a process waited for a disk.", 1),
+}
+"""By figure of `Usage`: the end of the metric's name, its help, and by what the figure is multiplied."""
+
+
+def families(hosts: Mapping[str, HostUsage]) -> Iterator[Metric]:
+    """The metrics of these hosts, by name, and of their VMs: means of the last seconds, but for the counters."""
+    of_hosts = [((name,), host.usage) for name, host in sorted(hosts.items()) if host.usage]
+    of_vms = [
+        ((name, vm), one.usage)
+        for name, host in sorted(hosts.items())
+        for vm, one in sorted(host.vms.items())
+        if one.usage
+    ]
+    yield from _usage_gauges("multiverse_host", ("host",), of_hosts)
+    yield from _usage_gauges("multiverse_vm", ("host", "vm"), of_vms)
+    cpu = CounterMetricFamily(
+        "multiverse_vm_cpu_seconds", "CPU time of the VM's process since its start.", labels=("host", "vm")
+    )
+    peak = GaugeMetricFamily(
+        "multiverse_vm_memory_peak_bytes", "The most memory that the VM had since its start.", labels=("host", "vm")
+    )
+    for name, host in sorted(hosts.items()):
+        for vm, one in sorted(host.vms.items()):
+            if one.usage:
+                cpu.add_metric((name, vm), one.cpu_s)
+                peak.add_metric((name, vm), one.peak * _MIB)
+    yield from (cpu, peak)
+
+
+def _usage_gauges(
+    prefix: str, labels: tuple[str, ...], usages: Sequence[tuple[tuple[str, ...], Usage]]
+) -> Iterator[Metric]:
+    for figure, (name, text, factor) in _GAUGES.items():
+        metric = GaugeMetricFamily(f"{prefix}_{name}", text, labels=labels)
+        for values, usage in usages:
+            if (value := getattr(usage, figure)) is not None:
+                metric.add_metric(values, value * factor)
+        yield metric
+
+
+# --- reading without the API ------------------------------------------------------------------------
+
+TIMEOUT = 10.0  # seconds that a whole request may take
+AT_ONCE = 8  # requests that are answered at the same time; those that come beside them are closed
+LONGEST_HEAD = 8192  # bytes of a request
+
+
+@contextlib.asynccontextmanager
+async def scraped(where: str, setting: str, text: Callable[[], bytes]) -> AsyncIterator[None]:
+    """Let `text` be read at ADDRESS:PORT or at the path of a Unix socket; empty: nowhere. A thread calls it. Raises
+    `Refused` if it cannot listen; `setting` names what to change."""
+    if not where:
+        yield
+        return
+    serving: set[asyncio.Task[None]] = set()
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        serving.add(task)
+        try:
+            if len(serving) <= AT_ONCE:
+                async with asyncio.timeout(TIMEOUT):
+                    await _answer_scrape(reader, writer, text)
+        except (OSError, EOFError, ValueError, TimeoutError, asyncio.LimitOverrunError) as error:
+            log.debug("request for metrics not answered", reason=str(error))
+        finally:
+            serving.discard(task)
+            writer.close()
+
+    sock = _bound(where, setting)
+    server = await asyncio.start_server(connected, sock=sock, limit=LONGEST_HEAD)
+    log.info("metrics can be read", where=where)
+    try:
+        yield
+    finally:
+        server.close()
+        for task in list(serving):
+            task.cancel()
+        await asyncio.gather(*serving, return_exceptions=True)
+        if where.startswith("/"):
+            Path(where).unlink(missing_ok=True)
+
+
+def _bound(where: str, setting: str) -> socket.socket:
+    if where.startswith("/"):
+        return bind(Path(where), setting)
+    address = listening_address(where)
+    if address is None:
+        raise Refused(f"{where} is no ADDRESS:PORT", hint=f"correct {setting} in the settings")
+    return bind_tcp(*address, setting)
+
+
+async def _answer_scrape(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, text: Callable[[], bytes]) -> None:
+    head = await reader.readuntil(b"\r\n\r\n")
+    method, _, rest = head.partition(b" ")
+    path = rest.split(b" ", 1)[0].partition(b"?")[0]
+    if (method, path) == (b"GET", b"/metrics"):
+        status, kind, body = "200 OK", CONTENT_TYPE_LATEST, await asyncio.to_thread(text)
+    else:
+        status, kind, body = "404 Not Found", "text/plain", b"only GET /metrics is here\n"
+    head_of_answer = (
+        f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    )
+    writer.write(head_of_answer.encode() + body)
+    await writer.drain()

@@ -17,24 +17,21 @@ from multiverse.core.model.names import site_of_lease
 from multiverse.drivers.qemu.driver import vxlan_config
 from multiverse.drivers.slurm.leases.pilots import ENDING
 from multiverse.host.vxlan import VxlanConfig
-from multiverse.pilot.groups import memory_limit
-from multiverse.pilot.init import PilotOrder
-from multiverse.pilot.run import run
-from multiverse.pilot.vxlan import on_node
+from multiverse.pilot.lease import memory_limit, vxlan_of_node
+from multiverse.pilot.run import PilotOrder, run
 
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
 class PilotJob:
-    """The job of a pilot: its id, its CPUs, its memory (MiB), and the lease's token. `node` is what Slurm calls the
-    node. Empty: as the environment says."""
+    """The job of a pilot. What is empty is as the environment says."""
 
     id: str = ""
     cores: int = 0
-    memory: int = 0
-    token: str = ""
-    node: str = ""
+    memory: int = 0  # MiB
+    token: str = ""  # the lease's
+    node: str = ""  # as Slurm calls it
 
     @classmethod
     def parse(cls, text: str, token: str) -> PilotJob:
@@ -52,7 +49,7 @@ class PilotJob:
 
 
 def run_pilot(settings: Settings, name: str, given: PilotJob) -> int:
-    """Run the pilot of the lease `name`; its exit status. Raises `Refused` for a job of which nothing is known, and as
+    """Run the pilot of the lease `name`; its exit status. Raises `Refused` for an unknown job, and as
     `pilot.run`."""
     job = _completed(given, os.environ)
     order = PilotOrder(name, job.id, job.cores, job.memory, settings, _run_agent, _vxlan(settings, name, job.node))
@@ -74,14 +71,13 @@ def _completed(given: PilotJob, environment: Mapping[str, str]) -> PilotJob:
     )
     if not job.id or not job.cores:
         raise Refused("the pilot is in no job", hint="the controller submits it; see [[lease]] in the settings")
-    return job if job.memory else replace(job, memory=_memory_of_cores(job.cores, environment))
-
-
-def _memory_of_cores(cores: int, environment: Mapping[str, str]) -> int:
-    """MiB of a job that asks for memory per CPU, or for all of a node: then Slurm says it by control groups alone."""
-    each = environment.get("SLURM_MEM_PER_CPU", "")
+    if job.memory:
+        return job
+    if each := number("SLURM_MEM_PER_CPU"):
+        return replace(job, memory=each * job.cores)
+    # It asks for all of a node: Slurm says so by control groups alone.
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2**20
-    return int(each) * cores if each.isdigit() and int(each) else min(memory_limit() or machine, machine)
+    return replace(job, memory=min(memory_limit() or machine, machine))
 
 
 def _vxlan(settings: Settings, lease: str, node: str) -> VxlanConfig | None:
@@ -89,7 +85,7 @@ def _vxlan(settings: Settings, lease: str, node: str) -> VxlanConfig | None:
     config = vxlan_config(settings, site_of_lease(lease))
     if config is None:
         return None
-    return on_node(config, settings.agent.leases, partial(vxlan_address, settings, node or settings.host.name))
+    return vxlan_of_node(config, settings.agent.leases, partial(vxlan_address, settings, node or settings.host.name))
 
 
 def _run_agent(settings: Settings, vxlan: VxlanConfig | None) -> None:

@@ -1,45 +1,106 @@
 """One snapshot of everything for all viewers, and what changes in it. Without viewers nothing is computed.
 
-A viewer gets the whole once, and then deltas. All get the same bytes. The more a snapshot costs, the longer is the time
-until the next one, so that all viewers together cost no more than a share of a core.
+A viewer gets the whole once, and then deltas; all get the same bytes. Documents are kept as text, so that a snapshot
+costs what has changed. The more a snapshot costs, the longer is the time until the next one: all viewers together take
+no more than a share of a core.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections import deque
-from collections.abc import AsyncGenerator
-from dataclasses import replace
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from secrets import token_hex
+from typing import Any, NamedTuple
 
 import structlog
 
-from multiverse.api.grid import GridSummary
+from multiverse.api import SummaryView, adapter
 from multiverse.core.errors import Exhausted
-from multiverse.service import snapshot
-from multiverse.service.backend import Backend
-from multiverse.service.snapshot import KINDS, Documents
+from multiverse.service.backend import Backend, Source
 
 log = structlog.get_logger()
 
-INTERVAL = 1.0
-"""Seconds between two snapshots, at least."""
-
-SHARE = 0.03
-"""The share of a core that snapshots and their transmission take, at most, however large the site is."""
-
-TRANSMISSION = 0.0001
-"""CPU seconds for one event to one viewer; `multiverse bench viewers` measures it."""
+INTERVAL = 1.0  # seconds between two snapshots, at least
+SHARE = 0.03  # the share of a core that snapshots and their transmission take, at most, however large the site is
+TRANSMISSION = 0.0001  # CPU seconds for one event to one viewer; `multiverse bench viewers` measures it
 
 HEARTBEAT = 10.0
 """Seconds after which viewers are sent something though nothing has changed: they see that the connection lives."""
 
-KEPT = 64
-"""Events that are kept for viewers that are behind. Who is further behind gets the whole anew."""
-
+KEPT = 64  # events that are kept for viewers that are behind. Who is further behind gets the whole anew.
 PIECE = 65536
 """Bytes that are handed to a connection at a time: what a slow viewer does not take yet is not copied for it."""
+
+KINDS = ("hosts", "vms", "jobs", "alerts")
+
+
+# --- documents --------------------------------------------------------------------------------------------
+
+
+class Changed(NamedTuple):
+    """Keys of documents that are new or have changed, and of those that are gone."""
+
+    changed: Sequence[str]
+    gone: Sequence[str]
+
+    def __bool__(self) -> bool:
+        return bool(self.changed or self.gone)
+
+
+@dataclass(slots=True)
+class Documents:
+    """Texts by key, each with what it was made from: as long as that is the same, the text is not made again."""
+
+    texts: dict[str, str] = field(default_factory=dict)
+    _made_from: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+
+    def update(self, found: Iterable[Source]) -> Changed:
+        """Take all documents that there are, and tell how they differ from those before."""
+        changed, seen = [], set()
+        for key, made_from, make in found:
+            seen.add(key)
+            before = self._made_from.get(key)
+            if before is not None and before[0] is made_from[0] and before[1:] == made_from[1:]:
+                continue
+            self._made_from[key] = made_from
+            text = _encoded(make())
+            if self.texts.get(key) != text:
+                self.texts[key] = text
+                changed.append(key)
+        gone = [key for key in self.texts if key not in seen] if len(seen) != len(self.texts) else []
+        for key in gone:
+            del self.texts[key], self._made_from[key]
+        return Changed(changed, gone)
+
+
+def _encoded(value: object) -> str:
+    """A value of the API as JSON."""
+    return adapter(type(value)).dump_json(value).decode()  # type: ignore[arg-type]  # a type is hashable
+
+
+def _whole(number: int, summary: SummaryView, documents: Mapping[str, Documents]) -> str:
+    """A `Snapshot` as JSON."""
+    parts = (f'"{kind}":[{",".join(documents[kind].texts.values())}]' for kind in KINDS)
+    return f'{{"number":{number},"summary":{_encoded(summary)},{",".join(parts)}}}'
+
+
+def _delta(
+    number: int, summary: SummaryView | None, documents: Mapping[str, Documents], found: Mapping[str, Changed]
+) -> str:
+    """A `Delta` as JSON."""
+    parts = [f'"number":{number}', f'"summary":{_encoded(summary) if summary else "null"}']
+    for kind in KINDS:
+        texts = documents[kind].texts
+        parts.append(f'"{kind}":[{",".join(texts[key] for key in found[kind].changed)}]')
+    gone = {kind: found[kind].gone for kind in KINDS if found[kind].gone}
+    return "{" + ",".join([*parts, f'"gone":{json.dumps(gone)}']) + "}"
+
+
+# --- the publisher ----------------------------------------------------------------------------------------
 
 
 class Publisher:
@@ -48,7 +109,7 @@ class Publisher:
     def __init__(self, backend: Backend, most: int = 500) -> None:
         self._backend, self._most = backend, most
         self._documents = {kind: Documents() for kind in KINDS}
-        self._summary: GridSummary | None = None
+        self._summary: SummaryView | None = None
         self._epoch, self._number = token_hex(4), 0
         self._events: deque[tuple[int, bytes]] = deque(maxlen=KEPT)
         self._published = asyncio.Event()
@@ -65,9 +126,8 @@ class Publisher:
         return self._as_whole()
 
     async def events(self, last: str = "") -> AsyncGenerator[bytes | memoryview]:
-        """Server-sent events for one viewer until it leaves: `snapshot` with everything, then `delta`. `last` is the id
-        of the last event that the viewer got before its connection broke. Raises `Exhausted` if there are too many
-        viewers."""
+        """Server-sent events for one viewer until it leaves: `snapshot`, then `delta`. `last` is the id of the last
+        event that it has. Raises `Exhausted` if there are too many viewers."""
         if self.viewers >= self._most:
             raise Exhausted(f"{self._most} viewers are connected", hint="close some, or raise web.viewers")
         self._count(1)
@@ -123,12 +183,13 @@ class Publisher:
     def _refresh(self) -> None:
         """Make a new snapshot, and publish what has changed."""
         began = time.thread_time()
-        summary, changed = self._backend.refresh(self._documents)
+        summary, found = self._backend.shown()
+        changed = {kind: self._documents[kind].update(found[kind]) for kind in KINDS}
         now = time.monotonic()
         same = self._summary is not None and replace(self._summary, wall=summary.wall) == summary
         if not same or any(changed.values()):
             self._number += 1
-            text = snapshot.changes(self._number, None if same else summary, self._documents, changed)
+            text = _delta(self._number, None if same else summary, self._documents, changed)
             self._events.append((self._number, self._event("delta", self._number, text.encode())))
             self._summary = summary
             self._announce(now)
@@ -145,7 +206,7 @@ class Publisher:
     def _as_whole(self) -> bytes:
         number, text = self._whole
         if number != self._number and self._summary is not None:
-            text = snapshot.whole(self._number, self._summary, self._documents).encode()
+            text = _whole(self._number, self._summary, self._documents).encode()
             self._whole = (self._number, text)
         return text
 

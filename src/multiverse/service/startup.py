@@ -1,4 +1,4 @@
-"""What the daemon and the agent do alike as they start."""
+"""What the daemon and the agent do alike as they start, and the count of the processes that they start."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import os
 import shutil
 import signal
 import socket
-from collections.abc import Iterator
-from pathlib import Path
+import sys
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from pathlib import Path, PurePath
 from typing import Any
 
 import uvicorn
@@ -31,8 +33,8 @@ def locked(lock: Path, what: str) -> Iterator[None]:
 
 
 def bind(path: Path, setting: str, group: str = "", *, all_users: bool = False) -> socket.socket:
-    """A listening Unix socket that only its owner can use, or all users, or a `group`, too, from its first moment on.
-    Raises `Refused` if it cannot be made there; `setting` names what to change then."""
+    """A listening Unix socket for its owner, for all users, or also for a `group`, from its first moment on. Raises
+    `Refused` if it cannot be made; `setting` names what to change."""
     path.unlink(missing_ok=True)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     before = os.umask(0o111 if all_users else 0o177)
@@ -93,3 +95,40 @@ def stop_signal() -> asyncio.Event:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     return stop
+
+
+_COMMANDS = frozenset({"scontrol", "qemu-img"})
+"""Programs that are counted by their first argument too, because it is a command; elsewhere it is data."""
+
+_LAUNCHERS = frozenset({"setpriv", "unshare"})  # programs that execute the program after "--" in their own place
+
+
+class ProcessCounter:
+    """Counts every process that this process starts, by program. An audit hook cannot be removed: make one counter
+    only."""
+
+    def __init__(self) -> None:
+        self.programs: Counter[str] = Counter()
+        sys.addaudithook(self._count)
+
+    def _count(self, event: str, args: tuple[Any, ...]) -> None:
+        if event in ("subprocess.Popen", "os.posix_spawn"):
+            self.programs[_program([str(word) for word in args[1]])] += 1
+
+
+class Processes:
+    """The processes that the daemon has started, and the agents that answer."""
+
+    def __init__(self, own: ProcessCounter, agents: Callable[[], Awaitable[Counter[str]]]) -> None:
+        self._own, self._agents = own, agents
+
+    async def programs(self) -> Mapping[str, int]:
+        """Their numbers, by program."""
+        return self._own.programs + await self._agents()
+
+
+def _program(argv: list[str]) -> str:
+    program = PurePath(argv[0]).name
+    if program in _LAUNCHERS and "--" in argv:
+        return _program(argv[argv.index("--") + 1 :])
+    return f"{program} {argv[1]}" if program in _COMMANDS and len(argv) > 1 else program

@@ -1,4 +1,4 @@
-"""How much happened, and how long it took: counted from committed moves, for the metrics, the web page and `top`.
+"""How much happened, and how long it took, counted from committed moves; and a line of the log for each of them.
 
 A restart begins anew, as Prometheus expects of counters. What each move costs is a few additions.
 """
@@ -10,21 +10,24 @@ from bisect import bisect_left
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from multiverse.api.grid import GridRates, Quantiles
-from multiverse.core.model import Attempt, Row, Vm, VmState
-from multiverse.core.transition import TERMINAL, Done, Event, Move
+import structlog
+
+from multiverse.api import Quantiles, RatesView
+from multiverse.core.model import Attempt, Reason, Row, Vm, VmState, text_of
+from multiverse.core.rows import LiveRows
+from multiverse.core.transition import TERMINAL, Change, Done, Event, Move
+
+log = structlog.get_logger()
+
 
 BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 30.0, 60.0,
            120.0, 300.0, 900.0, 3600.0, 14400.0, 86400.0)  # fmt: skip
 """Upper bounds of the histograms' buckets, in seconds; there is one more without a bound."""
 
-STEP = 15.0
-"""Seconds of one entry of a series."""
-
-KEPT = 60
-"""Entries of a series that are kept: a quarter of an hour."""
-
+STEP = 15.0  # seconds of one entry of a series
+KEPT = 60  # entries of a series that are kept: a quarter of an hour
 SERIES = ("submitted", "started", "ended", "vms", "failures")
 
 PHASES: Mapping[str, tuple[Event, Event]] = {
@@ -44,7 +47,7 @@ _FAILURES = frozenset(
     {Event.FAILED, Event.DIED, Event.LOST, Event.GAVE_UP, Event.PIN_EXPIRED, Event.BROKE, Event.QUARANTINED,
      Event.RESTARTED, Event.REPLACED, Event.FENCED, Event.SILENT}
 )  # fmt: skip
-"""Events that are failures, each of which is a cause."""
+"""Events that are failures. The event is the cause."""
 
 _COUNTED = {Event.SUBMITTED: "submitted", Event.RUNS: "started", Event.ENDED: "ended"}
 
@@ -67,14 +70,6 @@ class Histogram:
             below += count
             found.append(("+Inf" if bound == math.inf else repr(bound), float(below)))
         return found
-
-
-def quantiles(recent: Sequence[Sequence[float]]) -> Quantiles:
-    """The median and the 95th percentile of all these values."""
-    values = sorted(value for some in recent for value in some)
-    if not values:
-        return Quantiles(0, 0.0, 0.0)
-    return Quantiles(len(values), values[len(values) // 2], values[min(len(values) - 1, int(len(values) * 0.95))])
 
 
 MOST_TIMES = 500
@@ -122,22 +117,24 @@ class Statistics:
         for stage in done.stages:
             self.stages[str(done.kind), stage.name].observe(stage.seconds)
 
-    def rates(self, now: float) -> GridRates:
+    def rates(self, now: float) -> RatesView:
         """What happened lately, as of `now` (monotonic)."""
         newest = int(now // STEP)
         counts = {step.number: step.counts for step in self._steps}
         numbers = range(newest - KEPT + 1, newest + 1)
         none = Counter[str]()
-        return GridRates(
+        return RatesView(
             STEP,
             {name: tuple(counts.get(number, none)[name] for number in numbers) for name in SERIES},
-            {
-                name: quantiles(
-                    [step.times[name] for step in self._steps if step.number in numbers and name in step.times]
-                )
-                for name in PHASES
-            },
+            {name: self._quantiles(name, numbers) for name in PHASES},
         )
+
+    def _quantiles(self, phase: str, numbers: range) -> Quantiles:
+        steps = (step for step in self._steps if step.number in numbers and phase in step.times)
+        values = sorted(value for step in steps for value in step.times[phase])
+        if not values:
+            return Quantiles(0, 0.0, 0.0)
+        return Quantiles(len(values), values[len(values) // 2], values[min(len(values) - 1, int(len(values) * 0.95))])
 
     def _step(self, now: float) -> _Step:
         number = int(now // STEP)
@@ -158,8 +155,8 @@ class Statistics:
             step.counts["vms"] += 1
 
     def _measure(self, step: _Step, attempt: Attempt, event: Event, now: float) -> None:
-        """Note when the event first happened to the attempt, and the phases that end with it. Of attempts that are
-        older than this process only the phases are known that begin from now on."""
+        """Note when the event first happened to the attempt, and the phases that end with it. A phase is unknown if it
+        began before this process."""
         moments = self._moments.setdefault(attempt.id, {})
         moments.setdefault(event, now)
         if event is Event.TOOK:  # the spare had been cloned and had joined before
@@ -173,3 +170,46 @@ class Statistics:
         if attempt.state in TERMINAL:
             self.outcomes[str(attempt.state)] += 1
             del self._moments[attempt.id]
+
+
+# --- the log of moves -------------------------------------------------------------------------------
+
+
+class MoveLog:
+    """A watcher of the controller. `rows` are those that it begins with: a move does not say what a row was before."""
+
+    def __init__(self, rows: LiveRows) -> None:
+        tables = (rows.attempts, rows.vms, rows.templates, rows.offers, rows.leases)
+        self._states = {row.key: str(row.state) for table in tables for row in table.values()}
+        self._states |= {host.key: str(host.state) for host in rows.hosts.values()}
+
+    def moved(self, moves: Sequence[Move], now: float) -> None:
+        for move in moves:
+            for change in move.changes:
+                self._log(change)
+
+    def ended(self, done: Done) -> None:
+        """Effects are logged where they fail, and measured in the journal."""
+
+    def _log(self, change: Change) -> None:
+        row = change.row
+        old = self._states.pop(row.key, "")
+        if row.state not in TERMINAL:
+            self._states[row.key] = str(row.state)
+        log.info(
+            "moved", row=str(row.key), old=old, new=str(row.state), by=str(change.event), **_whose(row),
+            reason=text_of(change.reason or _why(row, old)),
+        )  # fmt: skip
+
+
+def _whose(row: Row) -> dict[str, Any]:
+    if isinstance(row, Attempt):
+        return {"attempt": row.id, "job": row.job.job_id}
+    if isinstance(row, Vm):
+        return {"attempt": row.attempt, "vm": row.name, "host": row.host}
+    return {}
+
+
+def _why(row: Row, old: str) -> Reason | None:
+    """The row's own reason, where the state that it tells of has just begun."""
+    return row.reason if old != row.state else None

@@ -19,25 +19,19 @@ from typing import Any, TypeAlias
 import structlog
 from pydantic import TypeAdapter, ValidationError
 
-from multiverse.api import ExplanationsView
-from multiverse.api.asking import LONGEST_QUESTION, PURPOSE, Question
+from multiverse.api import LONGEST_QUESTION, PURPOSE, ExplanationsView, Question
 from multiverse.bundles.contract import Identities, Privacy
 from multiverse.core.errors import Gone, MultiverseError, Refused
 from multiverse.ports import Clock
 from multiverse.service.backend import Backend
-from multiverse.service.viewer import Viewer
-from multiverse.system.sockets import peer_of
+from multiverse.service.explanations import Viewer
+from multiverse.system.processes import peer_of
 
 log = structlog.get_logger()
 
-PATIENCE = 5.0
-"""Seconds in which a peer must have sent its question, and in which it must take its answer."""
-
-CONNECTIONS = 64
-"""Connections of one listener at the same time, at most; further ones are closed at once."""
-
-CONNECTIONS_OF_ONE = 8
-"""Of these, those of one user on the Unix socket."""
+PATIENCE = 5.0  # seconds in which a peer must have sent its question, and in which it must take its answer
+CONNECTIONS = 64  # connections of one listener at the same time, at most; further ones are closed at once
+CONNECTIONS_OF_ONE = 8  # of these, those of one user on the Unix socket
 
 REST, REST_OF_ONE = 3.0, 10.0
 """After an answer, nobody is answered for so many times as long as that took, and its user for so many times."""
@@ -83,9 +77,7 @@ class UserQuestions:
     async def answer(self, uid: int, question: Question) -> Any:
         """The answer as a document of JSON. Raises `Gone` for a job that is not the user's, or does not exist."""
         async with self.pace.turn(uid):
-            return _ADAPTER.dump_python(
-                self._found(Viewer.of(uid, self.privacy(uid)), question), mode="json", by_alias=True
-            )
+            return _ADAPTER.dump_python(self._found(Viewer.of(uid, self.privacy(uid)), question), mode="json")
 
     def _found(self, viewer: Viewer, question: Question) -> Any:
         explanations = self.backend.explanations
@@ -99,7 +91,7 @@ class UserQuestions:
             case "explain":
                 found: Any = explanations.of_job(question.job, viewer)
             case "timeline":
-                found = self.backend.timelines_for(question.job, viewer)
+                found = self.backend.timelines(question.job, viewer)
         if not question.job or not (found.jobs if isinstance(found, ExplanationsView) else found):
             raise Gone(f"you have no job {question.job}" if question.job else "name a job")
         return found
@@ -198,8 +190,7 @@ def _peer_uid(writer: Writer) -> int | None:
 async def serve_users(
     questions: UserQuestions, sock: socket.socket, tcp: socket.socket | None, identities: Identities | None
 ) -> None:
-    """Answer users until cancelled: on a Unix socket, and on a TCP socket if there is one and users of other machines
-    can be told apart."""
+    """Answer users until cancelled: on a Unix socket, and on a TCP socket if their identities can be checked."""
     servers = [await asyncio.start_unix_server(Listener(questions, by_kernel).serve, sock=sock, limit=LONGEST_QUESTION)]
     if tcp is not None and identities is not None:
         listener = Listener(questions, by_credential(identities))

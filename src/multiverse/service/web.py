@@ -6,18 +6,19 @@ An application of its own, so that nothing of the API is behind the site's rever
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from hashlib import sha256
+from typing import TypeVar
 
-from fastapi import APIRouter, FastAPI, HTTPException, Request, Response
+from fastapi import FastAPI, HTTPException, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from multiverse.api import ExplanationsView, TimelineView
-from multiverse.service import metrics
+from multiverse.service import api, metrics
 from multiverse.service.backend import Backend
+from multiverse.service.explanations import OPERATOR
 from multiverse.service.publisher import Publisher
-from multiverse.service.routers import grid
-from multiverse.service.viewer import OPERATOR
 from multiverse.web import TYPES, files
 
 HEADERS = {
@@ -31,88 +32,71 @@ HEADERS = {
 }
 """Of every answer. The page runs nothing but its own files, makes no markup of text, and no other page embeds it."""
 
+T = TypeVar("T")
+
 LONGEST_JOB_ID = 64
-
-EXPLANATIONS_KEPT = 3.0
-"""Seconds for which a job is not explained anew."""
-
-METRICS_KEPT = 4.0
-"""Seconds for which metrics are not counted anew."""
-
-TIMELINES_KEPT = 64
-"""Answers that are kept until something is committed: many viewers look at the same job."""
+EXPLANATIONS_KEPT = 3.0  # seconds for which a job is not explained anew, at most
+METRICS_KEPT = 4.0  # seconds for which metrics are not counted anew
+ANSWERS_KEPT = 64  # answers about jobs that are kept: many viewers look at the same job
 
 
 def make_web(backend: Backend, publisher: Publisher) -> ASGIApp:
     """The application. It answers GET and HEAD only."""
     web = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
-    web.include_router(grid.router(publisher))
-    web.include_router(_timelines(backend))
-    web.include_router(_explanations(backend))
-    web.include_router(_metrics(backend))
-    web.include_router(_pages())
+    web.include_router(api.snapshot_routes(publisher))
+    _add_jobs(web, backend)
+    _add_metrics(web, backend)
+    _add_pages(web)
     return _with_headers(web)
 
 
-def _timelines(backend: Backend) -> APIRouter:
-    routes = APIRouter()
-    kept: dict[str, tuple[int, list[TimelineView]]] = {}
+def _add_jobs(web: FastAPI, backend: Backend) -> None:
+    timelines: dict[str, tuple[int, list[TimelineView]]] = {}
+    explanations: dict[str, tuple[int, ExplanationsView]] = {}
 
-    @routes.get("/timeline/{job}")
-    async def timelines(job: str) -> list[TimelineView]:
-        commits = backend.store.commits
-        if job not in kept or kept[job][0] != commits:
-            found = backend.timelines(job) if len(job) <= LONGEST_JOB_ID else []
-            if not found:
-                raise HTTPException(404, "no attempt of this job is known")
-            if len(kept) >= TIMELINES_KEPT:
-                kept.clear()
-            kept[job] = (commits, found)
-        return kept[job][1]
+    @web.get("/timeline/{job}")
+    async def timeline(job: str) -> list[TimelineView]:
+        return _kept(timelines, job, backend.store.commits, lambda: backend.timelines(job))
 
-    return routes
-
-
-def _explanations(backend: Backend) -> APIRouter:
-    routes = APIRouter()
-    kept: dict[str, tuple[float, ExplanationsView]] = {}
-
-    @routes.get("/explain/{job}")
+    @web.get("/explain/{job}")
     async def explain(job: str) -> ExplanationsView:
-        now = backend.clock.now()
-        if job not in kept or now - kept[job][0] >= EXPLANATIONS_KEPT:
-            found = backend.explanations.of_job(job, OPERATOR) if len(job) <= LONGEST_JOB_ID else ExplanationsView(())
-            if not found.jobs:
-                raise HTTPException(404, "this job is not known")
-            if len(kept) >= TIMELINES_KEPT:
-                kept.clear()
-            kept[job] = (now, found)
-        return kept[job][1]
+        def find() -> ExplanationsView | None:
+            found = backend.explanations.of_job(job, OPERATOR)
+            return found if found.jobs else None
 
-    return routes
+        return _kept(explanations, job, int(backend.clock.now() // EXPLANATIONS_KEPT), find)
 
 
-def _metrics(backend: Backend) -> APIRouter:
-    routes = APIRouter()
+def _kept(kept: dict[str, tuple[int, T]], job: str, version: int, find: Callable[[], T | None]) -> T:
+    """The answer about a job, which is found again when the version has changed."""
+    if job not in kept or kept[job][0] != version:
+        found = find() if len(job) <= LONGEST_JOB_ID else None
+        if not found:
+            raise HTTPException(404, "this job is not known")
+        if len(kept) >= ANSWERS_KEPT:
+            kept.clear()
+        kept[job] = (version, found)
+    return kept[job][1]
+
+
+def _add_metrics(web: FastAPI, backend: Backend) -> None:
     kept: list[tuple[float, bytes]] = []
     counting = asyncio.Lock()
 
-    @routes.get("/metrics")
+    @web.get("/metrics")
     async def counts() -> Response:
         async with counting:  # whoever asks often gets the same again: the agents are asked for some of it
             if not kept or backend.clock.now() - kept[0][0] >= METRICS_KEPT:
                 kept[:] = [(backend.clock.now(), metrics.text(await backend.counts(), backend.used()))]
         return Response(kept[0][1], media_type=CONTENT_TYPE_LATEST)
 
-    return routes
 
-
-def _pages() -> APIRouter:
-    routes, pages = APIRouter(), files()
+def _add_pages(web: FastAPI) -> None:
+    pages = files()
     tags = {name: f'"{sha256(content).hexdigest()[:16]}"' for name, content in pages.items()}
 
-    @routes.api_route("/", methods=["GET", "HEAD"])
-    @routes.api_route("/{name}", methods=["GET", "HEAD"])
+    @web.api_route("/", methods=["GET", "HEAD"])
+    @web.api_route("/{name}", methods=["GET", "HEAD"])
     async def page(request: Request, name: str = "index.html") -> Response:
         if name not in pages:
             raise HTTPException(404, "there is no such page")
@@ -120,8 +104,6 @@ def _pages() -> APIRouter:
         if request.headers.get("if-none-match") == tags[name]:
             return Response(status_code=304, headers=headers)
         return Response(pages[name], media_type=TYPES[name.rpartition(".")[2]], headers=headers)
-
-    return routes
 
 
 def _with_headers(app: FastAPI) -> ASGIApp:

@@ -9,6 +9,7 @@ import shutil
 import socket
 import stat
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from pyroute2 import IPRoute
@@ -20,6 +21,7 @@ from multiverse.drivers.slurm.site import install, overflow, requirements, site_
 from multiverse.drivers.slurm.site.site_conf import SiteConf
 from multiverse.images.catalog import list_images
 from multiverse.ports.finding import Finding, Level
+from multiverse.site.machine import note, problem
 from multiverse.site.rendering import AGENT_SERVICE, SERVICE, own_job_submit, render, render_agent
 from multiverse.system import rendered
 from multiverse.system.rendered import Origin, SiteFile
@@ -31,16 +33,12 @@ _ETC = Path("/etc")
 _START_BRIDGE = "systemctl enable multiverse-bridge and systemctl restart multiverse-bridge"
 
 
-Part = Callable[[], Iterable[Finding]]
-"""A part of an examination."""
+Part = Callable[[], Iterable[Finding]]  # a part of an examination
 
 
 def check(settings: Settings, config: Path, slurm_conf: Path) -> list[Finding]:
-    """All findings, in the order in which an administrator should deal with them.
-
-    `slurm_conf` is the site's slurm.conf, usually that of the settings. Blocks: asks slurmctld and the name service.
-    Raises `Broken` if slurm.conf cannot be read.
-    """
+    """All findings, in the order in which an administrator should deal with them. Blocks: asks slurmctld and the name
+    service. Raises `Broken` if slurm.conf cannot be read."""
     site = site_conf.read(slurm_conf)
     found = [each for part in parts(settings, config, site, release_of(settings)).values() for each in tried(part)]
     return [*dict.fromkeys(found)]
@@ -55,11 +53,11 @@ def parts(settings: Settings, config: Path, site: SiteConf, release: requirement
     """What `check` examines, by name, in order."""
     return {
         "slurm.conf": lambda: requirements.examine(settings, site, release),
-        "files": lambda: [*_files(settings, config, site), *_clients(settings, release)],
+        "files": lambda: [*_differences(render(settings, config, site)), *_clients(settings, release)],
         "job_submit.lua and epilog": lambda: _scripts(settings, site),
         "inbox, bridge, image and munge key": lambda: _machine(settings, site),
         "slurmctld": lambda: _slurmctld(settings, site),
-        "daemon": lambda: _daemon(settings),
+        "daemon": lambda: _answers(settings.socket, SERVICE, "the daemon"),
     }
 
 
@@ -68,33 +66,26 @@ def tried(part: Part) -> list[Finding]:
     try:
         return [*part()]
     except MultiverseError as error:
-        return [Finding(Level.PROBLEM, "check", error.message, error.hint or "see the message")]
+        return [problem("check", error.message, error.hint or "see the message")]
 
 
 def check_agent(settings: Settings, config: Path) -> list[Finding]:
     """All findings on a host that runs an agent and no controller."""
-    return [*_agent_files(settings, config), *_agent(settings)]
-
-
-def _agent_files(settings: Settings, config: Path) -> Iterator[Finding]:
-    for file in render_agent(settings, config):
-        if (message := _difference(file)) is not None:
-            yield Finding(Level.PROBLEM, str(file.path), *message)
+    return [*_differences(render_agent(settings, config)), *_agent(settings)]
 
 
 def _agent(settings: Settings) -> Iterator[Finding]:
     if settings.host.name not in host_names(settings):
-        yield Finding(
-            Level.PROBLEM,
+        yield problem(
             "hosts",
             f"no class of hosts in the settings names {settings.host.name}: it has the values of [host]",
             "add it to the nodes of a class, or set host.name if the site knows it by another name",
         )
     bridge, uplink = settings.qemu.bridge, settings.qemu.uplink
     if not (_INTERFACES / bridge / "bridge").exists():
-        yield Finding(Level.PROBLEM, bridge, f"there is no bridge {bridge}", f"run {_START_BRIDGE}")
+        yield problem(bridge, f"there is no bridge {bridge}", f"run {_START_BRIDGE}")
     elif uplink and not (_INTERFACES / bridge / "brif" / uplink).exists():
-        yield Finding(Level.PROBLEM, bridge, f"{uplink} is no port of the bridge {bridge}", f"run {_START_BRIDGE}")
+        yield problem(bridge, f"{uplink} is no port of the bridge {bridge}", f"run {_START_BRIDGE}")
     yield from _vxlan(settings, [settings.host.name])
     yield from _answers(settings.agent.socket, AGENT_SERVICE, "the agent")
 
@@ -105,7 +96,7 @@ def _vxlan(settings: Settings, names: Iterable[str]) -> Iterator[Finding]:
         try:
             vxlan_address(settings, name)
         except Refused as error:
-            yield Finding(Level.PROBLEM, "vxlan", error.message, error.hint)
+            yield problem("vxlan", error.message, error.hint)
 
 
 def _answers(path: Path, service: str, who: str) -> Iterator[Finding]:
@@ -116,18 +107,17 @@ def _answers(path: Path, service: str, who: str) -> Iterator[Finding]:
             probe.connect(str(path))
         except OSError as error:
             name = service.removesuffix(".service")
-            yield Finding(
-                Level.PROBLEM,
+            yield problem(
                 service,
                 f"{who} does not answer at {path}: {error.strerror or error}",
                 f"run systemctl enable --now {name}, and see journalctl -u {name}",
             )
 
 
-def _files(settings: Settings, config: Path, site: SiteConf) -> Iterator[Finding]:
-    for file in render(settings, config, site):
+def _differences(wanted: Iterable[SiteFile]) -> Iterator[Finding]:
+    for file in wanted:
         if (message := _difference(file)) is not None:
-            yield Finding(Level.PROBLEM, str(file.path), *message)
+            yield problem(str(file.path), *message)
 
 
 def _difference(file: SiteFile) -> tuple[str, str] | None:
@@ -170,17 +160,15 @@ def _clients(settings: Settings, release: requirements.Version) -> Iterator[Find
     path = settings.slurm.addresses_file()
     closed = next((one for one in path.parents if one.is_dir() and not one.stat().st_mode & stat.S_IXOTH), None)
     if closed is not None:
-        yield Finding(
-            Level.PROBLEM,
+        yield problem(
             str(path),
             f"users cannot pass through {closed}, and their commands have to read {path.name}",
             f"chmod o+x {closed}, or set slurm.addresses in the settings",
         )
     client = settings.slurm.conf.with_name(install.CLIENT)
-    has_it = os.environ.get("SLURM_CONF") == str(client) or any(_names(each, client.name) for each in _login_files())
+    has_it = os.environ.get("SLURM_CONF") == str(client) or any(client.name in each for each in _login_texts())
     if requirements.forgets_addresses(release) and not has_it:
-        yield Finding(
-            Level.NOTE,
+        yield note(
             client.name,
             f"after a restart of slurmctld, Slurm {release} does not tell users on this machine where the VMs of "
             "running jobs are: srun --jobid, salloc and sattach do not reach these",
@@ -189,17 +177,12 @@ def _clients(settings: Settings, release: requirements.Version) -> Iterator[Find
         )
 
 
-def _login_files() -> Iterator[Path]:
+def _login_texts() -> Iterator[str]:
     """The files from which the shells of users who log in have variables, usually."""
-    yield from (_ETC / name for name in ("profile", "environment", "bash.bashrc", "bashrc"))
-    yield from sorted((_ETC / "profile.d").glob("*.sh"))
-
-
-def _names(file: Path, word: str) -> bool:
-    try:
-        return word in file.read_text(errors="replace")
-    except OSError:
-        return False
+    names = ("profile", "environment", "bash.bashrc", "bashrc")
+    for path in (*(_ETC / name for name in names), *sorted((_ETC / "profile.d").glob("*.sh"))):
+        with suppress(OSError):
+            yield path.read_text(errors="replace")
 
 
 def _scripts(settings: Settings, site: SiteConf) -> Iterator[Finding]:
@@ -207,8 +190,7 @@ def _scripts(settings: Settings, site: SiteConf) -> Iterator[Finding]:
     own = own_job_submit(settings)
     path = settings.slurm.conf.with_name(install.JOB_SUBMIT)
     if own is not None and not site_conf.is_ours(own):
-        yield Finding(
-            Level.PROBLEM,
+        yield problem(
             str(path),
             "the site's own job_submit.lua does not call Multiverse's, so jobs are not sent to the gate",
             f"add these two lines before its last return:\n{install.hook_lines(settings).rstrip()}",
@@ -216,8 +198,7 @@ def _scripts(settings: Settings, site: SiteConf) -> Iterator[Finding]:
     programs = requirements.epilogs(site)
     ours = settings.slurm.conf.with_name(install.EPILOG)
     if programs and not any(_calls_epilog(Path(program), ours) for program in programs):
-        yield Finding(
-            Level.NOTE,
+        yield note(
             programs[0],
             "the site's EpilogSlurmctld does not call Multiverse's, so VMs are removed up to a poll interval later",
             f"add the line to this script: {ours} || true",
@@ -235,15 +216,13 @@ def _machine(settings: Settings, site: SiteConf) -> Iterator[Finding]:
     """What this machine needs: SlurmUser's access, the bridge, an image, the munge key, Slurm's commands."""
     reason = slurm_user.why_not_writable(settings.slurm.inbox, slurm_user.of(site.text))
     if reason is not None:
-        yield Finding(
-            Level.PROBLEM,
+        yield problem(
             str(settings.slurm.inbox),
             f"slurmctld cannot write hints and take offers: {reason}",
             "run systemd-tmpfiles --create /etc/tmpfiles.d/multiverse.conf, and see the directories above",
         )
     if not has_address(settings.qemu.bridge, settings.network.gateway):
-        yield Finding(
-            Level.PROBLEM,
+        yield problem(
             settings.qemu.bridge,
             f"there is no bridge {settings.qemu.bridge} with the address {settings.network.gateway}",
             f"run {_START_BRIDGE}",
@@ -251,15 +230,13 @@ def _machine(settings: Settings, site: SiteConf) -> Iterator[Finding]:
     machines = (settings.host.name, *host_names(settings), *overflow.leased_nodes(settings, site))
     yield from _vxlan(settings, dict.fromkeys(machines))
     if settings.image.default not in {image.name for image in list_images(settings.qemu.images)}:
-        yield Finding(
-            Level.PROBLEM,
+        yield problem(
             settings.image.default,
             f"there is no image {settings.image.default} in {settings.qemu.images}",
             f"multiverse image build slim --name {settings.image.default} --images {settings.qemu.images}",
         )
     if not os.access(settings.slurm.munge_key, os.R_OK):
-        yield Finding(
-            Level.PROBLEM,
+        yield problem(
             str(settings.slurm.munge_key),
             "the munge key cannot be read, and nodes in VMs need it",
             "set slurm.munge_key in the settings",
@@ -267,8 +244,7 @@ def _machine(settings: Settings, site: SiteConf) -> Iterator[Finding]:
     directory = settings.slurm.bin_dir
     if not shutil.which("scontrol", path=str(directory) if directory else _UNIT_PATH):
         where = Path(shutil.which("scontrol") or "/opt/slurm/bin/scontrol").parent
-        yield Finding(
-            Level.PROBLEM,
+        yield problem(
             "scontrol",
             "the daemon's service does not find Slurm's commands",
             f'set bin_dir = "{where}" in [slurm] of the settings',
@@ -288,22 +264,18 @@ def _slurmctld(settings: Settings, site: SiteConf) -> Iterator[Finding]:
     try:
         shown = asyncio.run(commands.run("scontrol", "show", "config"))
     except Unknown as error:
-        yield Finding(Level.PROBLEM, "slurmctld", f"slurmctld does not answer: {error.message}", "start slurmctld")
+        yield problem("slurmctld", f"slurmctld does not answer: {error.message}", "start slurmctld")
         return
     match = re.search(r"^MaxNodeCount\s*=\s*(\d+)", shown, re.MULTILINE)
     configured = site.number("MaxNodeCount") or 0
     if match and int(match[1]) < requirements.nodes_needed(site_cpus(settings), site) <= configured:
-        yield Finding(Level.PROBLEM, "slurmctld", f"slurmctld still has MaxNodeCount {match[1]}", "restart slurmctld")
+        yield problem("slurmctld", f"slurmctld still has MaxNodeCount {match[1]}", "restart slurmctld")
     partition = settings.slurm.partition
     try:
         asyncio.run(commands.run("scontrol", "show", "partition", partition))
     except (Gone, Refused):
         message = f"slurmctld does not know the partition {partition}"
-        yield Finding(Level.PROBLEM, "slurmctld", message, "run scontrol reconfigure")
-
-
-def _daemon(settings: Settings) -> Iterator[Finding]:
-    yield from _answers(settings.socket, SERVICE, "the daemon")
+        yield problem("slurmctld", message, "run scontrol reconfigure")
 
 
 def is_ready(found: list[Finding]) -> bool:

@@ -1,21 +1,22 @@
-"""Renders all files that a site adds to its machine, from its slurm.conf and the settings."""
+"""Renders the files that a site adds to its machine, and writes them. What an administrator has changed stays."""
 
 from __future__ import annotations
 
 import ipaddress
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from enum import StrEnum
 from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from multiverse.config import Settings, users_socket
-from multiverse.core.errors import Broken
+from multiverse.core.errors import Broken, Refused
 from multiverse.core.model.names import mac_of_address
 from multiverse.drivers.slurm.site import addresses, install, plugstack, slurm_user
 from multiverse.drivers.slurm.site.site_conf import SiteConf
 from multiverse.images.catalog import list_images
-from multiverse.system import rendered
+from multiverse.system import files, rendered
 from multiverse.system.rendered import Origin, SiteFile
 
 SYSTEMD = Path("/etc/systemd/system")
@@ -24,38 +25,22 @@ BRIDGE_SERVICE = "multiverse-bridge.service"
 
 
 def render(settings: Settings, config: Path, site: SiteConf) -> list[SiteFile]:
-    """All files. `config` is the file of the settings. The same input gives the same files.
-
-    A job_submit.lua that the site wrote itself is not among them: see `own_job_submit`. Raises `Unknown` if the name
-    service does not know SlurmUser, and `Refused` if no address is left for the gate.
-    """
+    """All files, for the settings in the file `config`. The same input gives the same files. A job_submit.lua of the
+    site's own is not among them: see `own_job_submit`. Raises `Unknown` if the name service does not know SlurmUser,
+    and `Refused` if no address is left for the gate."""
     return [*_beside_slurm_conf(settings, site), *_for_systemd(settings, config, site)]
 
 
 def render_agent(settings: Settings, config: Path) -> list[SiteFile]:
-    """The files of a host that runs an agent and no controller. Its bridge has no address: guests reach slurmctld at
-    that of the controller's, through the uplink."""
-    values = {
-        "program": program(),
-        "config": config,
-        "bridge": settings.qemu.bridge,
-        "bridge_mac": "",
-        "bridge_address": "",
-        "uplink": settings.qemu.uplink,
-        "bridge_service": BRIDGE_SERVICE,
-        "run_directories": _below_run(settings.agent.socket.parent, *_job_directories(settings)),
-    }
-    targets = {
-        AGENT_SERVICE: SYSTEMD / AGENT_SERVICE,
-        BRIDGE_SERVICE: SYSTEMD / BRIDGE_SERVICE,
-        "agent-tmpfiles.conf": Path("/etc/tmpfiles.d/multiverse-agent.conf"),
-    }
-    return [*_plugstack(settings), *_render(targets, values)]
+    """The files of a host with an agent and no controller. Its bridge has no address: guests reach slurmctld through
+    the uplink."""
+    values = {"bridge_mac": "", "bridge_address": "", "run_directories": _below_run(*_agent_directories(settings))}
+    targets = {"agent-tmpfiles.conf": Path("/etc/tmpfiles.d/multiverse-agent.conf")}
+    return [*_plugstack(settings), *_render(settings, config, targets, values)]
 
 
 def own_job_submit(settings: Settings) -> str | None:
-    """The job_submit.lua that the site wrote itself, or made from ours; None if there is none. `Broken` if it cannot be
-    read."""
+    """The site's own job_submit.lua, or what it made from ours; None: there is none. `Broken` if it cannot be read."""
     path = settings.slurm.conf.with_name(install.JOB_SUBMIT)
     try:
         text = path.read_text()
@@ -86,43 +71,38 @@ def _plugstack(settings: Settings) -> Iterator[SiteFile]:
 
 def _for_systemd(settings: Settings, config: Path, site: SiteConf) -> list[SiteFile]:
     network = ipaddress.IPv4Network(settings.network.subnet)
+    sockets = (settings.socket.parent, users_socket(settings).parent, settings.slurm.inbox.parent)
     values = {
-        "program": program(),
-        "config": config,
-        "bridge": settings.qemu.bridge,
         "bridge_mac": bridge_mac(settings.network.gateway),
         "bridge_address": f"{settings.network.gateway}/{network.prefixlen}",
-        "uplink": settings.qemu.uplink,
-        "bridge_service": BRIDGE_SERVICE,
         "agent_service": AGENT_SERVICE,
-        "run_directories": _below_run(
-            settings.socket.parent,
-            users_socket(settings).parent,
-            settings.agent.socket.parent,
-            settings.slurm.inbox.parent,
-            *_job_directories(settings),
-        ),
+        "run_directories": _below_run(*sockets, *_agent_directories(settings)),
         "inbox": settings.slurm.inbox,
         "slurm_uid": slurm_user.of(site.text).uid,  # the name service may not answer yet when the directory is made
         "state": settings.state_dir,
     }
-    targets = {
-        SERVICE: SYSTEMD / SERVICE,
-        AGENT_SERVICE: SYSTEMD / AGENT_SERVICE,
-        BRIDGE_SERVICE: SYSTEMD / BRIDGE_SERVICE,
-        "tmpfiles.conf": Path("/etc/tmpfiles.d/multiverse.conf"),
+    targets = {SERVICE: SYSTEMD / SERVICE, "tmpfiles.conf": Path("/etc/tmpfiles.d/multiverse.conf")}
+    return _render(settings, config, targets, values)
+
+
+def _render(
+    settings: Settings, config: Path, targets: Mapping[str, Path], values: Mapping[str, object]
+) -> list[SiteFile]:
+    """Our templates, by name, at their places: those of the bridge and the agent, and `targets`."""
+    units = {AGENT_SERVICE: SYSTEMD / AGENT_SERVICE, BRIDGE_SERVICE: SYSTEMD / BRIDGE_SERVICE}
+    common = {
+        "program": program(),
+        "config": config,
+        "bridge": settings.qemu.bridge,
+        "uplink": settings.qemu.uplink,
+        "bridge_service": BRIDGE_SERVICE,
     }
-    return _render(targets, values)
-
-
-def _render(targets: Mapping[str, Path], values: Mapping[str, object]) -> list[SiteFile]:
-    """Our templates, by name, at their places."""
     environment = Environment(
         loader=PackageLoader("multiverse.site"), undefined=StrictUndefined, keep_trailing_newline=True
     )
     return [
-        SiteFile(path, rendered.signed(environment.get_template(name).render(values)), 0o644)
-        for name, path in targets.items()
+        SiteFile(path, rendered.signed(environment.get_template(name).render({**common, **values})), 0o644)
+        for name, path in {**units, **targets}.items()
     ]
 
 
@@ -136,8 +116,9 @@ def bridge_mac(gateway: str) -> str:
     return mac_of_address(gateway)
 
 
-def _job_directories(settings: Settings) -> tuple[Path, ...]:
-    return (settings.job_vms.socket.parent, settings.job_vms.records) if settings.job_vms.enabled else ()
+def _agent_directories(settings: Settings) -> tuple[Path, ...]:
+    jobs = (settings.job_vms.socket.parent, settings.job_vms.records) if settings.job_vms.enabled else ()
+    return (settings.agent.socket.parent, *jobs)
 
 
 def _below_run(*paths: Path) -> list[Path]:
@@ -145,3 +126,47 @@ def _below_run(*paths: Path) -> list[Path]:
     run = Path("/run")
     found = [each for path in paths for each in reversed((path, *path.parents)) if run in each.parents]
     return [*dict.fromkeys(found)]
+
+
+# --- writing ----------------------------------------------------------------------------------------
+
+
+class WriteOutcome(StrEnum):
+    CREATED = "created"
+    UNCHANGED = "unchanged"
+    UPDATED = "updated"
+    KEPT = "kept: it was changed here"  # the new file is beside it
+
+
+def write(wanted: Iterable[SiteFile], root: Path, *, force: bool = False) -> Iterator[tuple[Path, WriteOutcome]]:
+    """Write each file below `root`; yields where, and what was done. A file that we did not write stays, and the new
+    one is beside it as NAME.new; with `force` it is overwritten. Raises `Refused` if a file cannot be written."""
+    for file in wanted:
+        path = root / file.path.relative_to("/")
+        try:
+            yield path, _write_one(file, path, force=force)
+        except (OSError, UnicodeDecodeError) as error:
+            raise Refused(f"cannot write {path}: {error}", hint="run as root, or choose another directory") from error
+
+
+def beside(path: Path) -> Path:
+    return path.with_name(f"{path.name}.new")
+
+
+def _write_one(file: SiteFile, path: Path, *, force: bool) -> WriteOutcome:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        before = path.read_text()
+    except FileNotFoundError:
+        files.replace(path, file.content, mode=file.mode)
+        return WriteOutcome.CREATED
+    if file.begun:
+        return WriteOutcome.UNCHANGED
+    if before != file.content and rendered.origin(before) is not Origin.RENDERED and not force:
+        files.replace(beside(path), file.content, mode=file.mode)
+        return WriteOutcome.KEPT
+    beside(path).unlink(missing_ok=True)
+    if (before, path.stat().st_mode & 0o7777) == (file.content, file.mode):
+        return WriteOutcome.UNCHANGED
+    files.replace(path, file.content, mode=file.mode)
+    return WriteOutcome.UPDATED

@@ -19,7 +19,7 @@ import structlog
 
 from multiverse.core.errors import Broken, Exhausted, Refused
 from multiverse.store import schema
-from multiverse.system.periodic import called_every
+from multiverse.system.interrupts import called_every
 
 log = structlog.get_logger()
 

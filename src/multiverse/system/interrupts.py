@@ -1,8 +1,8 @@
-"""What SIGINT, SIGTERM and SIGHUP do to a command that has started something.
+r"""What SIGINT, SIGTERM and SIGHUP do to a command that has started something.
 
 The first signal interrupts it, as Ctrl-C does: a coroutine at the place where it waits, anything else at once. What the
 command has started is then ended by its context managers. That is not interrupted: further signals are answered with a
-line. SIGQUIT (Ctrl-\\) and SIGKILL end the command at once, and what they leave is ended by the next one in the same
+line. SIGQUIT (Ctrl-\) and SIGKILL end the command at once, and what they leave is ended by the next one in the same
 directory.
 """
 
@@ -27,13 +27,12 @@ class _Command:
     """This process, as far as signals are concerned."""
 
     interrupted = False
-    cancel: Callable[[], object] | None = None
-    """Cancels the coroutine that runs."""
+    cancel: Callable[[], object] | None = None  # cancels the coroutine that runs
 
 
 def handle() -> None:
-    """Let the signals interrupt this process, from now on. One that is ignored, as by nohup(1), stays so; but a shell
-    lets its background commands ignore SIGINT, and SIGTERM interrupts those, too."""
+    """Let the signals interrupt this process. An ignored one, as by nohup(1), stays so; but a shell lets its background
+    commands ignore SIGINT, and SIGTERM interrupts these, too."""
     _Command.interrupted = False
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -83,8 +82,8 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
 
 @contextmanager
 def held() -> Iterator[None]:
-    """Let no signal interrupt this process while the context lasts: what it started is being ended. One that came is
-    delivered afterwards."""
+    """Let no signal interrupt this process meanwhile: it ends what it started. A signal that came is delivered
+    afterwards."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -95,15 +94,8 @@ def held() -> Iterator[None]:
         with suppress(OSError):
             os.write(2, _WAIT)
 
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    ours = [number for number, handler in before.items() if callable(handler)]
-    for number in ours:
-        signal.signal(number, note)
-    try:
+    with _handled_by(note):
         yield
-    finally:
-        for number in ours:
-            signal.signal(number, before[number])
     if came:
         signal.raise_signal(came[0])
 
@@ -112,20 +104,27 @@ def held() -> Iterator[None]:
 def noted(stop: asyncio.Event) -> Iterator[None]:
     """Let the signals set an event of the running loop while the context lasts, in place of interrupting."""
     loop = asyncio.get_running_loop()
+    with _handled_by(lambda *_: loop.call_soon_threadsafe(stop.set)):
+        yield
+
+
+@contextmanager
+def _handled_by(handler: Callable[[int, object], object]) -> Iterator[None]:
+    """Let this handler take the signals that have one."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
-    ours = [number for number, handler in before.items() if callable(handler)]
+    ours = {number: old for number, old in before.items() if callable(old)}
     for number in ours:
-        signal.signal(number, lambda *_: loop.call_soon_threadsafe(stop.set))
+        signal.signal(number, handler)
     try:
         yield
     finally:
-        for number in ours:
-            signal.signal(number, before[number])
+        for number, old in ours.items():
+            signal.signal(number, old)
 
 
 async def whole(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call a function in a thread. It makes or removes something, and a thread cannot be cancelled: if the caller is
-    cancelled, that takes effect when the function has returned."""
+    """Call a function in a thread, which cannot be cancelled: a cancelled caller waits until the function has
+    returned."""
     call = asyncio.ensure_future(asyncio.to_thread(function, *args, **kwargs))
     try:
         return await asyncio.shield(call)
@@ -134,3 +133,21 @@ async def whole(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> 
         if not call.cancelled():
             call.exception()  # it is not asked for: the caller ends
         raise
+
+
+@contextmanager
+def called_every(seconds: float, call: Callable[[], object], name: str) -> Iterator[None]:
+    """Call `call` every so many seconds meanwhile, in a thread of that name. The end waits for a call that runs."""
+    over = threading.Event()
+
+    def repeat() -> None:
+        while not over.wait(seconds):
+            call()
+
+    thread = threading.Thread(target=repeat, name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()

@@ -39,10 +39,8 @@ def is_locked(path: Path) -> bool:
 
 @contextmanager
 def locked_file(path: Path, while_waiting: Callable[[], None] | None = None) -> Iterator[None]:
-    """Hold the lock of a file, which is created if it is missing; its content stays.
-
-    `while_waiting` is called every 20 ms while somebody else holds the lock, for example to end the holder.
-    """
+    """Hold the lock of a file, which is created if it is missing. `while_waiting` is called every 20 ms while somebody
+    else holds the lock, for example to end the holder."""
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -79,10 +77,8 @@ def try_locked_directory(directory: Path) -> Iterator[bool]:
 
 @contextmanager
 def locked_directory(directory: Path, *, create: bool) -> Iterator[bool]:
-    """Hold the lock of a directory, which is created first if `create`; gives False if there is none.
-
-    The lock is on the directory itself, so removing the directory removes the lock.
-    """
+    """Hold the lock of a directory, which is created first if `create`; gives False if there is none. The lock is on
+    the directory itself: it goes with the directory."""
     while True:
         if create:
             directory.mkdir(parents=True, exist_ok=True)

@@ -45,13 +45,10 @@ class _Window:
 
 
 class RepeatLimiter:
-    """A processor of structlog for warnings and errors.
-
-    A line that equals an earlier one is dropped for `seconds` after the first line about its object; so is a line that
-    differs, once `lines` different ones were logged in that time. Afterwards the next line tells with `repeated` how
-    many were dropped. An object is what the event and its fields name, but for the reason. Of the `objects` named last
-    the lines are counted.
-    """
+    """A processor of structlog for warnings and errors. For `seconds` after the first line about an object, a line that
+    equals an earlier one is dropped, and any line after `lines` different ones. The next line then tells with
+    `repeated` how many were dropped. An object is what the event and its fields name, but for the reason. Lines are
+    counted for the `objects` named last."""
 
     def __init__(
         self,

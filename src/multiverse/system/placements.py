@@ -31,8 +31,7 @@ def names() -> list[str]:
 
 
 def load() -> dict[str, Policy]:
-    """The policies that are registered, by name. One that cannot be loaded is there, too, and raises why not when it is
-    asked: so the others work, and the fault is reported as any other of that policy."""
+    """The registered policies, by name. One that cannot be loaded raises why when it is asked: the others work."""
     return {name: _load(one) for name, one in _registered().items()}
 
 

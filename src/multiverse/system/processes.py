@@ -1,11 +1,15 @@
-"""Process identity: a pid alone is used again, a pid with its start time and the machine's boot is not."""
+"""Processes: their identity, and who is at the other end of a socket."""
 
 from __future__ import annotations
 
 import os
+import socket
+import struct
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 _DEAD = frozenset({"Z", "X", "x"})
 
@@ -17,10 +21,8 @@ def boot_id() -> str:
 
 
 def stat_fields(pid: int) -> list[str] | None:
-    """The fields of /proc/PID/stat from the third (state) on, or None if there is no such process.
-
-    The second field, the command's name, may hold spaces and parentheses (proc(5)).
-    """
+    """The fields of /proc/PID/stat from the third (state) on; None if there is no such process. The second field, the
+    command's name, may hold spaces and parentheses (proc(5))."""
     try:
         with open(f"/proc/{pid}/stat") as file:  # noqa: PTH123  (read at each observation, for each VM)
             return file.read().rpartition(")")[2].split()
@@ -35,8 +37,7 @@ def start_time(pid: int) -> int:
 
 
 def cpu_seconds_with_children(pid: int) -> float | None:
-    """CPU seconds of a process and of its children that have ended and were waited for (proc(5): utime, stime, cutime,
-    cstime). None if there is no such process."""
+    """CPU seconds of a process and its children that were waited for (proc(5)). None if there is no such process."""
     fields = stat_fields(pid)
     return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK") if fields else None
 
@@ -74,3 +75,34 @@ class ProcessIdentity:
             return handle
         os.close(handle)
         return None
+
+
+# --- sockets ----------------------------------------------------------------------------------------
+
+_UCRED = "3i"
+
+
+class Peer(NamedTuple):
+    """A process, with its user and group, as of its connect(2)."""
+
+    pid: int
+    uid: int
+    gid: int
+
+
+def peer_of(sock: socket.socket) -> Peer:
+    """The peer of a connected Unix socket (socket(7), SO_PEERCRED)."""
+    found = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize(_UCRED))
+    return Peer(*struct.unpack(_UCRED, found))
+
+
+_TIMEOUT = 3.0  # seconds for a connection
+
+
+def unreachable(address: str, port: int) -> str:
+    """Why no connection can be made; empty if one can."""
+    try:
+        with closing(socket.create_connection((address, port), _TIMEOUT)):
+            return ""
+    except OSError as error:
+        return error.strerror or str(error)

@@ -50,7 +50,7 @@ export function matches(job, hostsOf) {
   if (address.stage && job.stage !== address.stage) return false;
   const words = address.q.toLowerCase().split(/\s+/).filter(Boolean);
   if (!words.length) return true;
-  const text = [job.job_id, job.name, job.user, job.state, job.stage, job.image, job.kind, job.reason, ...job.vms,
+  const text = [job.job_id, job.name, job.user, job.state, job.stage, job.image, job.kind, job.waiting, job.reason, ...job.vms,
                 ...hostsOf(job)].join(" ").toLowerCase();
   return words.every((word) => text.includes(word));
 }

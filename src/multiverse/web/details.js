@@ -69,7 +69,7 @@ class Details extends View {
     const found = this.#timeline?.id === id ? this.#timeline : null;
     this.#put(`job ${id} ${job?.attempt} ${job && JSON.stringify(job)} ${found?.at}`, () => [
       ...(job ? [
-        h("p", { class: "says" }, job.quarantined || found?.explained?.text || job.reason || says(job)),
+        h("p", { class: "says" }, job.quarantined || found?.explained?.text || job.waiting || job.reason || says(job)),
         found?.explained?.todo ? h("p", { class: "says" }, found.explained.todo) : null,
         facts([["Name", job.name], ["User", job.user], ["Size", size(job)], ["Image", `${job.image}, ${job.kind} clone`],
           ["State", lasting(job)], ["Restarts", job.restarts ? String(job.restarts) : ""],
@@ -114,7 +114,7 @@ class Details extends View {
         ["Memory", `${memory(host.claimed.memory)} of ${memory(host.usable.memory)} claimed`],
         ["Disk", `${memory(host.claimed.disk)} of ${memory(host.usable.disk)} claimed`],
         ["Machine has left", host.available ? memory(host.available) : "unknown"],
-        ["Guests run on", host.accelerator], ["Images", host.images.join(", ")], ["Features", host.features.join(", ")],
+        ["Guests run on", host.accelerator], ["Images", Object.keys(host.images).join(", ")], ["Features", host.features.join(", ")],
         ["Away for", host.away_since === null ? "" : since(host.away_since)],
         ["VMs", vms.length ? links("vm", vms.map((vm) => vm.name)) : "none"]]),
       command(host.state === "up" ? `multiverse hosts drain ${name} --reason "…"` : "multiverse hosts"),

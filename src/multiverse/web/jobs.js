@@ -84,7 +84,7 @@ class Jobs extends View {
       setText(row.name, job.name);
       setText(row.who, job.user);
       setText(row.what, size(job));
-      setText(row.why, job.quarantined || job.reason || where(job));
+      setText(row.why, job.quarantined || job.waiting || job.reason || where(job));
     }
     setText(row.since, age(store.now() - job.since));
   }

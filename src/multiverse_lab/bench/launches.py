@@ -35,7 +35,7 @@ from multiverse.host.qemu.hotplug import plug_regions, region_places
 from multiverse.host.qemu.library import QemuHost
 from multiverse.host.qemu.machine import PORTS, Memory, QemuMachine
 from multiverse.host.qemu.session import Launch, Paths, QemuSession
-from multiverse.system.shared_memory import SharedMemory
+from multiverse.system.kernel import SharedMemory
 
 COPY, SNAPSHOT, OVERLAPPED, INSTANT = "copy", "snapshot", "overlapped", "instant"
 WAYS = (COPY, SNAPSHOT, OVERLAPPED, INSTANT)

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from multiverse.cli import progress, render
-from multiverse.cli.exit_codes import NOT_DONE
+from multiverse.cli.commands import NOT_DONE
 from multiverse.cli.render import console
 from multiverse.core.errors import Broken, Refused
 from multiverse.system.interrupts import held

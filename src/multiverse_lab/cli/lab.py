@@ -13,8 +13,8 @@ from typing import Annotated, Any
 
 import typer
 
+from multiverse.cli.arguments import mebibytes
 from multiverse.cli.render import as_json, console, duration, show, table
-from multiverse.cli.sizes import mebibytes
 from multiverse.config import Settings, host_names
 from multiverse.core.errors import Refused
 from multiverse.system import interrupts

@@ -15,7 +15,7 @@ from multiverse.agent.hypervisor import AgentSource
 from multiverse.controller.loop import Controller
 from multiverse.core.errors import Exhausted, Refused
 from multiverse.core.machines.tables import TABLES
-from multiverse.core.model import Claim, LeaseState, Place, Size, Vm, VmCondition, VmState, said
+from multiverse.core.model import Claim, LeaseState, Place, Vm, VmCondition, VmState, said
 from multiverse.core.planner import orphans
 from multiverse.core.transition import Change, Command, Event, Tables, unchanged
 from multiverse.ports import Clock, Hypervisor

@@ -9,7 +9,7 @@ from pathlib import Path
 from multiverse.api import HostView, StatusView, TemplateView, decode
 from multiverse.client import Client
 from multiverse.core.errors import MultiverseError
-from multiverse.system.listing import matching
+from multiverse.system.files import matching
 from multiverse_lab.lab.layout import Layout
 from multiverse_lab.lab.session import LabSession
 

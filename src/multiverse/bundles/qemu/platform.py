@@ -18,7 +18,7 @@ from multiverse.core.model import Vm
 from multiverse.core.state import State
 from multiverse.drivers.qemu.driver import QemuHypervisor, sites, vxlan_config
 from multiverse.host.vxlan import VxlanConfig
-from multiverse.site import examine_machine, machine_facts
+from multiverse.site import machine
 
 
 class QemuPlatform:
@@ -95,8 +95,8 @@ class QemuBundle:
 
     def examine(self, settings: Settings, *, run_guests: bool) -> Iterator[Examination]:
         """See `PlatformBundle`: this machine as a host."""
-        facts = machine_facts.of_machine(settings, kvm=run_guests)
-        for name, found in examine_machine.examine(settings, facts):
+        facts = machine.of_machine(settings, kvm=run_guests)
+        for name, found in machine.examine(settings, facts):
             skipped = "not tried" if name == "KVM runs guests" and facts.kvm is None else ""
             yield Examination(name, tuple(found), skipped)
 

@@ -23,9 +23,9 @@ from multiverse.drivers.slurm.site.site_conf import SiteConf, munge_socket
 from multiverse.images.catalog import list_images
 from multiverse.images.installed import package_version
 from multiverse.ports.finding import Finding, Level
-from multiverse.site import checking, machine_facts
+from multiverse.site import checking, machine
 from multiverse.site.checking import Part, tried
-from multiverse.system.sockets import unreachable
+from multiverse.system.processes import unreachable
 
 SLURMCTLD_PORT = 6817
 """Slurm's own default (slurm.conf(5))."""
@@ -122,7 +122,7 @@ def _slurmctld_port(settings: Settings, site: SiteConf) -> Iterator[Finding]:
 
 def _munge(settings: Settings) -> Iterator[Finding]:
     where = munge_socket(settings.slurm.conf)
-    if problem := machine_facts.munge_problem(where):
+    if problem := machine.munge_problem(where):
         yield Finding(
             Level.PROBLEM,
             "munge",

@@ -20,7 +20,7 @@ from multiverse.guest.protocol import TASKS_PORT, JobGuest
 from multiverse.host.cgroups import find_job, find_job_groups, has_steps
 from multiverse.host.manifest import Specification
 from multiverse.host.qemu.library import QemuHost
-from multiverse.system.shared_memory import SharedMemory
+from multiverse.system.kernel import SharedMemory
 
 _CONNECT_TIMEOUT = 20.0  # seconds: a guest may be busy
 _BLOCK = 128  # MiB that memory is plugged in: see `host.qemu.hotplug`

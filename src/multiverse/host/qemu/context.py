@@ -30,7 +30,7 @@ from multiverse.host.virtual_functions import RECORDS, VirtualFunctions
 from multiverse.host.vxlan import Vxlan, VxlanConfig
 from multiverse.images.catalog import Image
 from multiverse.images.store import ImageStore
-from multiverse.system import tsc
+from multiverse.system import kernel
 
 _TEMPLATE_MAC = "02:00:00:00:00:01"  # a template is on no bridge; each clone gets a MAC of its own
 _IDLE_THREADS = 128  # QEMU's pool has 64 at most (util/thread-pool.c), and starts some more for a moment
@@ -89,7 +89,7 @@ class HostContext:
         found = abilities.accelerator(config.accelerator, config.binary, self.version, config.cache / "kvm.json")
         relocates = abilities.is_since(self.version, 8)
         self.accelerator: Accelerator = replace(
-            found, tb_size=config.tb_size, relocates=relocates, tsc_khz=tsc.measured_khz() or 0
+            found, tb_size=config.tb_size, relocates=relocates, tsc_khz=kernel.measured_khz() or 0
         )
         self.maps_readonly = abilities.is_since(self.version, 8, 2)  # see `memfd`
         trials = abilities.trials(

@@ -15,7 +15,7 @@ from multiverse.host.manifest import Manifest
 from multiverse.host.qemu.channels import Command, Monitor, QmpError
 from multiverse.host.qemu.context import HostContext
 from multiverse.host.qemu.machine import DIMMS, HUGE_PAGE, PORTS, WINDOW, RegionPlace, region_id
-from multiverse.system.shared_memory import SharedMemory
+from multiverse.system.kernel import SharedMemory
 
 log = structlog.get_logger(__name__)
 

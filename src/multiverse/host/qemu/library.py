@@ -36,7 +36,7 @@ from multiverse.host.qemu.machine import PORTS, Accelerator
 from multiverse.host.qemu.observation import HostObserver
 from multiverse.host.vxlan import members_owner
 from multiverse.images.catalog import Image
-from multiverse.system.shared_memory import SharedMemory
+from multiverse.system.kernel import SharedMemory
 
 _ANSWER_TIMEOUT = 10.0  # seconds for an answer that needs no work; a guest may be busy
 _DRIVER_TIMEOUT = 240.0  # seconds until a guest has found and taken functions: see `guest.agent.devices`

@@ -24,8 +24,8 @@ from multiverse.host.qemu.templates import BOOT_TIMEOUT, FrozenTemplate
 from multiverse.host.registry import ProcessUser, Resource, host_lock
 from multiverse.host.virtual_functions import VirtualFunction
 from multiverse.images.catalog import Image
+from multiverse.system.kernel import SharedMemory
 from multiverse.system.processes import ProcessIdentity, boot_id
-from multiverse.system.shared_memory import SharedMemory
 
 # --- creation ----------------------------------------------------------------------------------------
 

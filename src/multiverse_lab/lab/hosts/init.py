@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from multiverse.system import files, kernel
-from multiverse.system.sysfs import mount_new, mount_sys
+from multiverse.system.kernel import mount_new, mount_sys
 from multiverse_lab.lab.hosts import control_groups, detached
 from multiverse_lab.lab.own_etc import ETC, mount_own_etc
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from multiverse.core.errors import Exhausted
 from multiverse.drivers.slurm.site import conf
 from multiverse.system import files
-from multiverse.system.hosts_file import keep_names
+from multiverse.system.files import keep_names
 
 HEAD = """\
 # Where the VMs are, for commands of users: the daemon replaces this file whenever a VM comes or goes.

@@ -1,14 +1,58 @@
-"""A request as sbatch takes it, in one string: "-N 2 -c 4 --mem=8G -t 1:00:00"."""
+"""What operators write: sizes, points in time, and requests as sbatch takes them."""
 
 from __future__ import annotations
 
 import argparse
 import re
 import shlex
+from datetime import datetime, time, timedelta
 from typing import Any, NoReturn
 
-from multiverse.cli.sizes import mebibytes
 from multiverse.core.errors import Refused
+
+_KIB = {"K": 1, "": 1024, "M": 1024, "G": 1024**2, "T": 1024**3}
+
+
+def mebibytes(text: str) -> int:
+    """A size in MiB, rounded up: a number with K, M (the default), G or T, as for sbatch, or as `16GiB`. Raises
+    `Refused`."""
+    match = re.fullmatch(r"(\d+)([KMGT]?)(?:I?B)?", text.strip().upper(), re.ASCII)
+    if match is None:
+        raise Refused(f"{text!r} is no size", hint="give a number with a unit: 800M, 8G")
+    return -(-int(match[1]) * _KIB[match[2]] // 1024)
+
+
+_UNITS = {"second": 1, "minute": 60, "hour": 3600, "day": 86400, "week": 604800}
+_LATER = re.compile(r"now(?:\+(\d+)(second|minute|hour|day|week)?s?)?")
+_NAMED = {"today": (0, 0), "midnight": (1, 0), "noon": (0, 12), "teatime": (0, 16), "tomorrow": (1, None)}
+"""Days from today and the hour; None: the hour that it is now."""
+
+
+def unix_time(text: str, now: datetime) -> float:
+    """Unix time of `text`, read at local time `now`. A time of day means its next occurrence. Raises `Refused`."""
+    word = text.strip()
+    if found := _LATER.fullmatch(word.lower()):
+        count, unit = found.groups()
+        return (now + timedelta(seconds=int(count or 0) * _UNITS[unit or "second"])).timestamp()
+    if named := _NAMED.get(word.lower()):
+        days, hour = named
+        moment = now + timedelta(days=days)
+        if hour is not None:
+            moment = _at(moment, time(hour))
+        return (moment + timedelta(days=moment < now and word.lower() != "today")).timestamp()
+    try:
+        if "-" in word:
+            return datetime.fromisoformat(word).timestamp()
+        moment = _at(now, time.fromisoformat(word))
+        return (moment + timedelta(days=moment < now)).timestamp()
+    except ValueError as error:
+        hint = "as for sbatch --begin: now+2hours, 18:30, tomorrow, 2026-12-24T18:00"
+        raise Refused(f"{text!r} is no time", hint=hint) from error
+
+
+def _at(day: datetime, moment: time) -> datetime:
+    return datetime.combine(day.date(), moment, day.tzinfo)
+
 
 _HINT = 'as for sbatch: "-N 2 -c 4 --mem=8G -t 1:00:00"; known: -N, -n, -c, --mem, --mem-per-cpu, --tmp, -t, -C'
 _KINDS = ("instant", "linked", "full", "auto")
@@ -29,7 +73,7 @@ def parse_request(text: str) -> dict[str, Any]:
     either.add_argument("--mem", type=_size)
     either.add_argument("--mem-per-cpu", type=_size)
     parser.add_argument("--tmp", type=_size, default=0)
-    parser.add_argument("-t", "--time", type=seconds)
+    parser.add_argument("-t", "--time", type=time_limit)
     parser.add_argument("-C", "--constraint", default="")
     try:
         words = shlex.split(text)
@@ -63,7 +107,7 @@ def _size(text: str) -> int:
         raise argparse.ArgumentTypeError(error.message) from error
 
 
-def seconds(text: str) -> float | None:
+def time_limit(text: str) -> float | None:
     """Seconds of a time limit as Slurm takes it: MM, MM:SS, HH:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS; None if unlimited."""
     if text.lower() in ("infinite", "unlimited"):
         return None
