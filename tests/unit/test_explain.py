@@ -24,7 +24,7 @@ from multiverse.core.model import (
     Why,
     said,
 )
-from multiverse.core.model.wording import for_long
+from multiverse.core.model.reason import for_long
 from tests.unit.planner_harness import POLICY
 from tests.unit.rows import SOURCE, attempt, template
 from tests.unit.test_admission_cases import host

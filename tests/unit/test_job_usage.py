@@ -13,7 +13,7 @@ from multiverse.controller import job_usage
 from multiverse.controller.job_usage import JobUsageRecorder
 from multiverse.core.errors import Exhausted, Gone, MultiverseError, Refused, Unknown
 from multiverse.core.model import AttemptState, HostUsage, JobRef, Vm, VmUsage
-from multiverse.core.model.job_usage import Baseline, JobUsage
+from multiverse.core.model.usage import Baseline, JobUsage
 from multiverse.store import Store
 from multiverse.store.job_usage import DELETED, JobUsagePruning, put_job_usage, read_job_usage
 from tests.unit.planner_harness import ManualClock, PlannerHarness

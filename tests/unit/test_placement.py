@@ -21,7 +21,7 @@ from multiverse.core.capacity.sizes import (
     vm_size,
 )
 from multiverse.core.model import Claim, CloneKind, Host, Key, Overcommitment, Request, Size, TemplateState, VmState
-from multiverse.core.model.names import mac_of
+from multiverse.core.model.identity import mac_of
 from multiverse.core.policy import Policy
 from tests.unit.planner_harness import POLICY
 from tests.unit.rows import IMAGES, template, vm

@@ -20,7 +20,7 @@ from multiverse.core.capacity.sizes import (
 )
 from multiverse.core.errors import MultiverseError
 from multiverse.core.model import CloneKind, Host, ImageDisk, Overcommitment, Size
-from multiverse.core.model.names import mac_of
+from multiverse.core.model.identity import mac_of
 from tests.unit.planner_harness import POLICY
 from tests.unit.rows import IMAGES
 

@@ -18,7 +18,7 @@ import structlog
 from multiverse.controller.publication import pause
 from multiverse.core.errors import MultiverseError
 from multiverse.core.model import Member, Reach, Vm, VmState, group_of
-from multiverse.core.model.names import without_prefix_length
+from multiverse.core.model.identity import without_prefix_length
 from multiverse.core.state import State
 from multiverse.core.transition import Move
 from multiverse.ports import Clock, Groups

@@ -15,7 +15,7 @@ import structlog
 
 from multiverse.core.errors import Exhausted, MultiverseError, Unknown
 from multiverse.core.model import Attempt, AttemptState, VmUsage
-from multiverse.core.model.job_usage import LONG_ENOUGH, Baseline, JobUsage
+from multiverse.core.model.usage import LONG_ENOUGH, Baseline, JobUsage
 from multiverse.core.state import State
 from multiverse.ports import Clock, Measurements, Reports
 from multiverse.store import Store

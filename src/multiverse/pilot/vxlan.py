@@ -17,7 +17,7 @@ from pathlib import Path
 from pyroute2 import IPRoute
 
 from multiverse.core.errors import Refused
-from multiverse.core.model.names import site_of_lease
+from multiverse.core.model.identity import site_of_lease
 from multiverse.host.vxlan import Vxlan, VxlanConfig, members_owner
 from multiverse.pilot.lease_directory import LeaseDirectory, lease_directories
 

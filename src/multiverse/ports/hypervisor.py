@@ -138,7 +138,7 @@ class GuestUsers(Protocol):
 
 
 class Groups(Protocol):
-    """Which VMs reach each other, and by which names: see `core.model.reach`. What a host was told stays until it is
+    """Which VMs reach each other, and by which names: see `core.model.identity`. What a host was told stays until it is
     told something else, also while no controller runs."""
 
     @property

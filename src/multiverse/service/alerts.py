@@ -13,7 +13,7 @@ from typing import Any
 
 from multiverse.api import Alert
 from multiverse.api.status import AlertKind, Severity
-from multiverse.core.model.wording import worded
+from multiverse.core.model.reason import worded
 
 
 @dataclass(frozen=True, slots=True)

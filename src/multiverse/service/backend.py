@@ -34,7 +34,7 @@ from multiverse.controller import pruning
 from multiverse.controller.loop import Controller
 from multiverse.core.errors import Refused
 from multiverse.core.model import Attempt, HostUsage, Reason, Vm, VmSeen, World, text_of
-from multiverse.core.model.job_usage import JobUsage
+from multiverse.core.model.usage import JobUsage
 from multiverse.core.rows import Rows
 from multiverse.core.transition import Command, EffectKind
 from multiverse.ports import Clock

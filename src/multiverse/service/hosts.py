@@ -29,7 +29,7 @@ from multiverse.core.model import (
     World,
     text_of,
 )
-from multiverse.core.model.wording import moment
+from multiverse.core.model.reason import moment
 from multiverse.core.rows import Rows
 
 _NOTHING = Host("", Size(0, 0, 0), template_copies=0)

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 from multiverse.api import Alert, HostView, SizeView
 from multiverse.api.grid import GridAlert, GridHost, GridJob, GridSummary, GridVm
 from multiverse.core.model import Attempt, Vm, VmSeen, text_of
-from multiverse.core.model.names import without_prefix_length
+from multiverse.core.model.identity import without_prefix_length
 from multiverse.core.policy import Policy, image_of
 from multiverse.service import convert
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import sqlalchemy as sa
 from pydantic import TypeAdapter
 
-from multiverse.core.model.job_usage import JobUsage
+from multiverse.core.model.usage import JobUsage
 from multiverse.store import schema
 from multiverse.store.database import Store
 

@@ -15,7 +15,7 @@ from multiverse.core.clones.pacing import paid
 from multiverse.core.clones.templates import wish_of
 from multiverse.core.context import Context
 from multiverse.core.model import Attempt, Claim, CloneKind, Depth, Place, Reason, Size, TemplateKey, Vm, Why
-from multiverse.core.model.names import mac_of, token_of, vm_name
+from multiverse.core.model.identity import mac_of, token_of, vm_name
 
 
 @dataclass(frozen=True, slots=True)

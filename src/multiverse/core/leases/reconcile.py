@@ -38,7 +38,7 @@ from multiverse.core.model import (
     Why,
     said,
 )
-from multiverse.core.model.names import lease_name, token_of
+from multiverse.core.model.identity import lease_name, token_of
 from multiverse.core.policy import LeasePolicy
 from multiverse.core.quarantine import quarantine_on_error
 from multiverse.core.runs import why_earlier_run

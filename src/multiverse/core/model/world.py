@@ -9,15 +9,11 @@ from math import inf
 from types import MappingProxyType
 from typing import Generic, TypeVar
 
+from multiverse.core.model.basics import CloneKind, Key
 from multiverse.core.model.host import Host, HypervisorView, KnownHost
 from multiverse.core.model.identity import UserSeen
-from multiverse.core.model.job import Attempt, SchedulerView
-from multiverse.core.model.keys import Key
-from multiverse.core.model.lease import Lease
-from multiverse.core.model.offer import Offer
-from multiverse.core.model.sizes import CloneKind
-from multiverse.core.model.template import Template
-from multiverse.core.model.vm import Place, Vm, VmSeen
+from multiverse.core.model.job import Attempt, Lease, SchedulerView
+from multiverse.core.model.vm import Offer, Place, Template, Vm, VmSeen
 
 Row = Attempt | Vm | Template | Offer | KnownHost | Lease
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import structlog
 
-from multiverse.core.model.names import site_of
+from multiverse.core.model.identity import site_of
 from multiverse.core.model.usage import HostUsage, Load, VmUsage
 from multiverse.host import manifest
 from multiverse.host.cgroups import Hierarchy, hierarchies
