@@ -76,7 +76,7 @@ def test_changes_are_made_by_machines_and_those_without_a_state_by_two_modules_b
         for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Change"
     }
-    assert makers == {"avoidance.py", "quarantine.py", *(f"machines/{kind}.py" for kind in ROWS)}
+    assert makers == {"avoidance.py", "state.py", *(f"machines/{kind}.py" for kind in ROWS)}
 
 
 def test_a_new_row_is_in_a_state_in_which_its_machine_lets_one_begin() -> None:

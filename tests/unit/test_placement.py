@@ -8,11 +8,12 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multiverse.core.capacity.empty_hosts import could_ever_fit, largest_on
 from multiverse.core.capacity.placement_policies import address_of
 from multiverse.core.capacity.room import Room, left_behind, overcommitted, yet_to_come
 from multiverse.core.capacity.sizes import (
     NodeRequest,
+    could_ever_fit,
+    largest_on,
     serves_as,
     short_of_memory,
     template_claim,

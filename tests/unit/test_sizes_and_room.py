@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from multiverse.core.capacity.empty_hosts import largest_on
 from multiverse.core.capacity.placement_policies import address_of
 from multiverse.core.capacity.room import Room, overcommitted
 from multiverse.core.capacity.sizes import (
+    largest_on,
     parked_claim,
     serves_as,
     short_of_memory,

@@ -13,7 +13,7 @@ from multiverse.bundles.contract import Examination
 from multiverse.cli import render
 from multiverse.cli.exit_codes import NOT_DONE
 from multiverse.config import Settings, load
-from multiverse.ports.finding import Level
+from multiverse.ports.site import Level
 from multiverse.service.doctor import examine, examine_agent
 
 _CONFIG = Path("/etc/multiverse/multiverse.toml")

@@ -14,7 +14,7 @@ from multiverse.bundles.registry import scheduler_bundle
 from multiverse.cli import render as output
 from multiverse.config import Settings, load
 from multiverse.core.errors import Refused
-from multiverse.ports.finding import Finding, Level
+from multiverse.ports.site import Finding, Level
 from multiverse.site.checking import check_agent, is_ready
 from multiverse.site.rendering import render_agent
 from multiverse.site.writing import WriteOutcome, beside, write

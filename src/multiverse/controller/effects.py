@@ -22,8 +22,7 @@ from types import MappingProxyType
 
 import structlog
 
-from multiverse.controller.groups import GroupBook
-from multiverse.controller.publication import AddressBook, Publication, pause
+from multiverse.controller.publication import AddressBook, GroupBook, Publication, pause
 from multiverse.controller.users import UserDirectory
 from multiverse.core.clones.spares import node_spec
 from multiverse.core.errors import Broken, MultiverseError, NotYet, Refused, Stale, Unknown

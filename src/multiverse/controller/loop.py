@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from random import Random, SystemRandom
+from typing import Protocol
 
 import structlog
 
 from multiverse.config import Settings
-from multiverse.controller.command_inbox import CommandInbox
 from multiverse.controller.comments import CommentPlan, CommentWriter
-from multiverse.controller.effects import Effects, Failure, Surroundings
-from multiverse.controller.exclusions import Exclusions
-from multiverse.controller.followed_hosts import FollowedHosts
-from multiverse.controller.forecast import ForecastRecorder
-from multiverse.controller.missing_hints import MissingHints
-from multiverse.controller.observers import Awaited, ObserverTasks, SchedulerObserver
-from multiverse.controller.orphans import OrphanConfirmation
+from multiverse.controller.effects import Effects, Failure, PilotRef, Surroundings
+from multiverse.controller.learned import Exclusions, ForecastRecorder, MissingHints
+from multiverse.controller.observers import Awaited, FollowedHosts, ObserverTasks, SchedulerObserver
 from multiverse.controller.policy import policy_of
 from multiverse.controller.users import LookupFailure, UserDirectory
-from multiverse.controller.watching import Watcher
 from multiverse.core.capacity.sizes import claimable_cpus
+from multiverse.core.commands import may_add
 from multiverse.core.context import Context
-from multiverse.core.errors import Exhausted, MultiverseError
+from multiverse.core.errors import Exhausted, MultiverseError, Refused
 from multiverse.core.machines.host import held_back
+from multiverse.core.machines.lease import unexplained_pilots
 from multiverse.core.machines.tables import TABLES, awaited_rows, note_unconfirmed
 from multiverse.core.model import (
     Attempt,
@@ -38,14 +35,108 @@ from multiverse.core.model import (
     Reason,
     Size,
     Vm,
+    VmRef,
     World,
 )
-from multiverse.core.planner import plan
-from multiverse.core.pools.reconcile import PoolStatus, pool_status
+from multiverse.core.planner import orphans, plan
+from multiverse.core.pools import PoolStatus, pool_status
 from multiverse.core.state import State
-from multiverse.core.transition import Awaiting, Command, Done, Message, ShownBy
+from multiverse.core.transition import Awaiting, Command, Done, Message, Move, ShownBy
 from multiverse.ports import Clock, Fencing, Hypervisor, Scheduler
 from multiverse.store import Store
+
+
+class CommandInbox:
+    """Messages that no committed pass has taken yet, in their order."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._messages: deque[Message] = deque()
+        self._asked: list[tuple[Command, asyncio.Future[None]]] = []  # for each command among them
+
+    def put(self, message: Message) -> None:
+        """Keep a message for the next pass. It does not make the next pass come sooner."""
+        self._messages.append(message)
+
+    def ask(self, command: Command) -> asyncio.Future[None]:
+        """Keep a command, and wake the loop. Done when a pass that took it is committed; raises `Refused` if it
+        may not be done."""
+        self.put(command)
+        self._wake()
+        committed = asyncio.get_running_loop().create_future()
+        self._asked.append((command, committed))
+        return committed
+
+    def of_pass(self, *, releasing: bool) -> list[Message]:
+        """The messages for a pass; with `releasing` without those that may add something."""
+        return [message for message in self._messages if not (releasing and may_add(message))]
+
+    def committed(self, messages: Sequence[Message], refusals: Iterable[tuple[Command, Refused]]) -> None:
+        """A pass is kept, and with it what came of these messages."""
+        kept = {id(message) for message in messages}
+        self._messages = deque(message for message in self._messages if id(message) not in kept)
+        refused = {id(command): error for command, error in refusals}
+        for command, committed in self._asked:
+            if id(command) in kept and not committed.done():  # whoever asked may have gone
+                if error := refused.get(id(command)):
+                    committed.set_exception(error)
+                else:
+                    committed.set_result(None)
+        self._asked = [(command, committed) for command, committed in self._asked if id(command) not in kept]
+
+
+class OrphanConfirmation:
+    """Confirms orphans by a second observation: a single one destroys nothing."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._orphans: dict[tuple[str, str], float] = {}  # name and source, with the observation that showed it first
+        self._pilots: dict[tuple[str, str], float] = {}  # pilots that no lease explains: name and id, and the same
+        self.confirmed: list[VmRef | PilotRef] = []
+        """Those that are to be removed, as of the latest commit."""
+
+    def names(self) -> list[str]:
+        """Names of our site that no row explained at the last pass."""
+        return sorted({name for name, _ in self._orphans})
+
+    def committed(self, world: World) -> None:
+        """A pass with this world is committed: look again at what no row explains."""
+        self.confirmed = [*self._confirmed_vms(world), *self._confirmed_pilots(world)]
+
+    def _confirmed_vms(self, world: World) -> list[VmRef]:
+        if world.scheduler is None:
+            return []
+        confirmed, first = [], {}
+        for name, source in orphans(self._state, world):
+            latest = world.latest(source)
+            # A source that is unknown may hold the VM of a node that only the scheduler shows.
+            if source == "" and any(one.latest is None for one in world.sources.values()):
+                continue
+            began = min([world.node_began(name), *([latest.began] if latest else [])])
+            first[name, source] = self._orphans.get((name, source), began)
+            if first[name, source] < began:
+                confirmed.append(VmRef(name, source))
+        self._orphans = first
+        return confirmed
+
+    def _confirmed_pilots(self, world: World) -> list[PilotRef]:
+        if world.scheduler is None:
+            return []
+        began = world.scheduler.began
+        unexplained = unexplained_pilots(self._state.leases, world.scheduler.value)
+        self._pilots = {one: self._pilots.get(one, began) for one in unexplained}
+        return [PilotRef(*one) for one, first in self._pilots.items() if first < began]
+
+
+class Watcher(Protocol):
+    """Is told at once, within the controller's loop: it takes no time and raises nothing."""
+
+    def moved(self, moves: Sequence[Move], now: float) -> None:
+        """These moves were committed at `now` (monotonic seconds), in this order."""
+
+    def ended(self, done: Done) -> None:
+        """This effect has ended."""
+
 
 log = structlog.get_logger()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from multiverse.core.avoidance import tried_at_once
-from multiverse.core.clones.templates import build_template
+from multiverse.core.clones.kinds import build_template
 from multiverse.core.context import Context
 from multiverse.core.errors import Broken, Exhausted, Gone, Refused
 from multiverse.core.machines.attempt import return_attempt
@@ -31,8 +31,7 @@ from multiverse.core.model import (
     World,
 )
 from multiverse.core.policy import Policy
-from multiverse.core.quarantine import retry
-from multiverse.core.state import State
+from multiverse.core.state import State, retry
 from multiverse.core.transition import Command, Done, EffectKind, Event, Message
 
 _ADDING = ("build", "retry", "add", "resume")

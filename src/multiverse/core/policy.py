@@ -1,4 +1,4 @@
-"""The settings that decisions depend on."""
+"""The settings that decisions depend on, and the rules that follow from them alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from multiverse.core.model import Attempt, CloneKind, Depth, Forecast, Placement, Size
+from multiverse.core.model import Attempt, CloneKind, Depth, Forecast, Job, Placement, Reason, Size, Why
 
 AVOIDED_LIMIT = 600.0
 """Seconds for which a host on which VMs fail to come up is avoided at most, before one is tried there again."""
@@ -167,3 +167,52 @@ class Policy:
 def image_of(attempt: Attempt, policy: Policy) -> str:
     """The image of the attempt's VMs."""
     return attempt.request.image or policy.image
+
+
+# --- jobs of partitions of physical nodes -----------------------------------------------------------
+
+
+def why_stays(job: Job, policy: Policy) -> Reason | None:
+    """Why a job that waits for physical nodes is not moved to a VM, whatever is free; None if it may be."""
+    rule = next((one for one in policy.overflows if one.partition == job.origin), None)
+    if rule is None:
+        return Why.NO_OVERFLOW(partition=job.origin)
+    if job.problem:
+        return Why.PROBLEM(text=job.problem)
+    request = job.request
+    if rule.accounts and job.account not in rule.accounts:
+        accounts = ", ".join(rule.accounts)
+        if len(rule.accounts) > 1:
+            return Why.ONLY_ACCOUNTS(accounts=accounts, partition=rule.partition)
+        return Why.ONLY_ACCOUNT(account=accounts, partition=rule.partition)
+    if request is None or (rule.constraint and rule.constraint not in request.features):
+        return Why.ONLY_FEATURE(constraint=rule.constraint, partition=rule.partition)
+    if request.nodes != 1:
+        return Why.SEVERAL_NODES(nodes=request.nodes)
+    if not job.requeues:
+        return Why.NO_REQUEUE()
+    if not job.eligible:
+        return Why.TOO_EARLY(partition=rule.partition)
+    return None
+
+
+# --- the pace of clones -----------------------------------------------------------------------------
+
+
+ARRIVALS_FADE = 60.0
+"""Seconds after which an arrival counts for 1/e of what it did: what an arrival rate is taken over."""
+
+Parent = tuple[str, str, CloneKind]
+"""What a pace is kept of: (host, image, kind), which is the template for instant clones."""
+
+
+def wait_for(parent: Parent, paced: Mapping[Parent, float], now: float, policy: Policy) -> float:
+    """Seconds until the pace lets another clone be made: as many at once as are made in a second, one at least (the
+    generic cell rate algorithm of ITU-T I.371, whose whole state is the time until which clones are paid for)."""
+    interval = policy.interval(parent[2])
+    return max(0.0, paced.get(parent, 0.0) - now - max(0.0, 1.0 - interval)) if interval else 0.0
+
+
+def paid(parent: Parent, paced: Mapping[Parent, float], now: float, policy: Policy) -> float:
+    """Until when the pace is paid for, once another clone has been made."""
+    return max(paced.get(parent, 0.0), now) + policy.interval(parent[2])

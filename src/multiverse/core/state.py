@@ -8,10 +8,11 @@ pass is that of its moves, not that of all rows.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 
-from multiverse.core.capacity_index import CapacityIndex
+from multiverse.core.capacity_index import CapacityIndex, SlotTable, Touched
 from multiverse.core.errors import Broken, Refused
 from multiverse.core.model import (
     Attempt,
@@ -34,6 +35,7 @@ from multiverse.core.model import (
     TemplateState,
     Vm,
     VmState,
+    Why,
 )
 from multiverse.core.queue import Queue
 from multiverse.core.rows import (
@@ -47,8 +49,7 @@ from multiverse.core.rows import (
     Rows,
     VmsMissing,
 )
-from multiverse.core.slots import SlotTable, Touched
-from multiverse.core.transition import TERMINAL, Change, Command, Move, Tables
+from multiverse.core.transition import TERMINAL, Change, Command, Event, Move, Tables
 
 
 class State(LiveRows):
@@ -427,3 +428,31 @@ class State(LiveRows):
         """The hosts in one of these states, by number."""
         ids = sorted(i for s in states for i in self._indexes.by_state["host", s])
         return [self.hosts[self._host_names[id_]] for id_ in ids]
+
+
+# --- quarantine -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def quarantine_on_error(state: State, key: Key) -> Iterator[None]:
+    """A fault of ours in deciding about one record quarantines that record, and no other record is affected."""
+    try:
+        yield
+    except Exception as error:
+        row = state.get(key)
+        if row is None:
+            raise
+        if row.quarantined:
+            return
+        why = Why.FAULT(Why.SAID(text=repr(error)))
+        state.move(quarantine(row, why))
+
+
+def quarantine(row: Row, why: Reason) -> Change:
+    """Nothing moves the row, and it permits nothing, until an operator retries it."""
+    return Change(replace(row, quarantined=why), Event.QUARANTINED, why)
+
+
+def retry(row: Row, why: Reason) -> Change:
+    """The row goes on, by an operator's word."""
+    return Change(replace(row, quarantined=None), Event.RETRIED, why)

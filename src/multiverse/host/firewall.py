@@ -2,8 +2,8 @@
 a fraction of a millisecond.
 
 A VM sends frames from its own MAC and IP address only; frames with other ones, and all that is neither IPv4 nor ARP,
-are dropped at its tap, before the bridge learns from them. VMs of one group reach each other (`core.model.identity`), over
-the bridge only: packets between VMs that this host would route are dropped. A VM that is not in the table sends
+are dropped at its tap, before the bridge learns from them. VMs of one group reach each other (`core.model.identity`),
+over the bridge only: packets between VMs that this host would route are dropped. A VM that is not in the table sends
 nothing. The table is derived from the VMs' manifests and from what the controller told (`host.members`), and is made
 again from them whenever it is missing.
 

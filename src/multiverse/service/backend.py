@@ -30,7 +30,7 @@ from multiverse.api import (
 )
 from multiverse.api.grid import GridHost, GridSummary
 from multiverse.bundles.contract import UNKNOWN_WORDS, GuestFacts, Notice, SchedulerWords
-from multiverse.controller import pruning
+from multiverse.controller import history
 from multiverse.controller.loop import Controller
 from multiverse.core.errors import Refused
 from multiverse.core.model import Attempt, HostUsage, Reason, Vm, VmSeen, World, text_of
@@ -47,7 +47,7 @@ from multiverse.service.statistics import Statistics
 from multiverse.service.utilization import UtilizationReader
 from multiverse.service.viewer import OPERATOR, Viewer
 from multiverse.store import Pruning, Store
-from multiverse.store.job_usage import read_job_usage
+from multiverse.store.history import read_job_usage
 
 COMMIT_TIMEOUT = 10.0
 """Seconds that a client waits for its command to be committed."""
@@ -321,11 +321,11 @@ class Backend:
         """Delete, or count, what ended more than `older_than` seconds ago; None: as the settings say. Works for two
         seconds at most, from `after` on (empty: from the beginning), so that the daemon can be stopped. Raises
         `Refused` if the settings keep everything or `after` makes no sense, `Exhausted` if it cannot be committed."""
-        age = self.history_days * pruning.DAY if older_than is None else older_than
+        age = self.history_days * history.DAY if older_than is None else older_than
         if older_than is None and not self.history_days:
             raise Refused("the settings keep all records (history_days = 0)", hint="give an age: --older-than 30d")
         one_round = Pruning(self.store, self.clock.wall() - age, after=after, dry_run=dry_run)
-        await pruning.prune(one_round, self.clock, limit=PRUNE_LIMIT)
+        await history.prune(one_round, self.clock, limit=PRUNE_LIMIT)
         return PruneView(age, one_round.position, dry_run, **asdict(one_round.removed))
 
     async def _commit(self, command: Command) -> None:

@@ -36,7 +36,7 @@ from multiverse.core.model import (
 from multiverse.core.model.identity import without_prefix_length
 from multiverse.core.model.usage import JobUsage
 from multiverse.core.policy import Policy, image_of
-from multiverse.core.pools.reconcile import PoolStatus
+from multiverse.core.pools import PoolStatus
 from multiverse.core.rows import Rows
 from multiverse.core.transition import Command
 from multiverse.service.identity import KnownVm

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from multiverse.api import HostFaultView, HostView, LeaseView, NumaView, SizeView
-from multiverse.core.capacity.job_ends import total
 from multiverse.core.capacity.room import left_behind
+from multiverse.core.capacity.usable_hosts import total
 from multiverse.core.machines.host import silent_since
 from multiverse.core.model import (
     OPEN_LEASES,

@@ -8,17 +8,16 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
 
 from multiverse.api import CompatibleHostView, UsagePoint, UsageView, UtilizationView
-from multiverse.controller.job_usage import JobUsageRecorder
+from multiverse.controller.history import JobUsageRecorder, UtilizationRecorder
 from multiverse.controller.loop import Controller
-from multiverse.controller.utilization import UtilizationRecorder
 from multiverse.core.context import Context
 from multiverse.core.errors import Gone
-from multiverse.core.explanation.immediate_capacity import compatible_hosts
+from multiverse.core.explanation.what_if import compatible_hosts
 from multiverse.core.model import CloneKind, HostUsage, Size, Usage, Vm
 from multiverse.core.model.usage import combined
 from multiverse.ports import Clock
 from multiverse.service.convert import size_view
-from multiverse.store.utilization import UsageRecord, UsedBy, read_usage
+from multiverse.store.history import UsageRecord, UsedBy, read_usage
 
 HOUR, FIVE_MINUTES = 3600.0, 300.0
 

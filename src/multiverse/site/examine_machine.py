@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from multiverse.config import Settings
 from multiverse.host.qemu.probe import is_since
-from multiverse.ports.finding import Finding, Level
+from multiverse.ports.site import Finding, Level
 from multiverse.site.machine_facts import MachineFacts, in_memory
 
 OLDEST_QEMU = (7, 2)

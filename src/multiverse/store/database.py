@@ -43,7 +43,7 @@ from multiverse.core.transition import TERMINAL, Change, Move, Tables
 from multiverse.ports import Clock
 from multiverse.store import schema
 from multiverse.store.reserve import Reserve, restore_log
-from multiverse.store.upgrade import upgrade
+from multiverse.store.schema import upgrade
 
 _TABLES: dict[RowKind, sa.Table] = {
     "attempt": schema.attempts,

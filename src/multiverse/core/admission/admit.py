@@ -43,20 +43,14 @@ from functools import partial
 from math import inf
 
 from multiverse.core.admission.backfill import Overtaking, reserve, told_before
-from multiverse.core.admission.make_room import release_spares, retire_a_template
-from multiverse.core.admission.obstacles import ForeignMemory, why_unfit
+from multiverse.core.admission.obstacles import ForeignMemory, release_spares, retire_a_template, why_unfit
 from multiverse.core.admission.reasons import BEHIND, PASSED_OVER, FirstReasons
-from multiverse.core.admission.unknown_users import UnknownUsers
-from multiverse.core.capacity.host_limits import others_on
-from multiverse.core.capacity.room import Blockage, room_of
+from multiverse.core.capacity.room import Blockage, others_on, room_of
 from multiverse.core.capacity.sizes import template_claim, vm_claims
 from multiverse.core.capacity.usable_hosts import for_attempt
-from multiverse.core.clones.kinds import Choice, choose_clones, may_fork, on_hosts_making
-from multiverse.core.clones.pacing import Parent
-from multiverse.core.clones.planning import claims_of, describe, placed_by
+from multiverse.core.clones.kinds import Choice, choose_clones, may_fork, node_request, on_hosts_making
 from multiverse.core.clones.spares import joined_for
-from multiverse.core.clones.supply import CloneSupply, NoRoom
-from multiverse.core.clones.templates import node_request
+from multiverse.core.clones.supply import CloneSupply, NoRoom, claims_of, describe, placed_by
 from multiverse.core.context import Context
 from multiverse.core.machines.attempt import admit_attempt, revoke_attempt
 from multiverse.core.machines.offer import withdraw_offer
@@ -77,11 +71,45 @@ from multiverse.core.model import (
     Vm,
     VmState,
     Why,
+    World,
 )
-from multiverse.core.overflow import why_stays
-from multiverse.core.quarantine import quarantine_on_error
+from multiverse.core.policy import Parent, why_stays
 from multiverse.core.runs import why_earlier_run
+from multiverse.core.state import State, quarantine_on_error
 from multiverse.core.transition import Event
+
+PATIENCE = 2.0
+"""Seconds that an answer may take while the jobs behind wait, too: after a restart every user is asked for, and the
+order of the queue must not depend on whose answer comes first. With one answer outstanding for longer, nobody waits."""
+
+ASKED_AHEAD = 20
+"""With a user, those of so many attempts at the head of the queue are asked for."""
+
+
+class UnknownUsers:
+    """The users that one round of admission asks for. Since when each was asked for is kept in the state."""
+
+    def __init__(self, state: State, world: World) -> None:
+        self._state, self._world = state, world
+        self._before: Mapping[int, float] = state.users_asked
+        state.users_asked = {}
+        for uid in state.queue.unknown_users:
+            self.ask(uid)
+
+    def ask_patiently(self, uid: int) -> bool:
+        """Ask for the user of the attempt whose turn it is. Whether the answer is to be waited for before anything is
+        decided about those behind it."""
+        self.ask(uid)
+        for _, attempt_id in self._state.queue.candidates.first(ASKED_AHEAD):
+            other = self._state.attempts[attempt_id].uid
+            if self._world.user_known_since(other) == float("inf"):
+                self.ask(other)
+        return all(self._state.now - since < PATIENCE for since in self._state.users_asked.values())
+
+    def ask(self, uid: int) -> None:
+        """Ask for a user. Nothing waits for the answer."""
+        self._state.users_asked.setdefault(uid, self._before.get(uid, self._state.now))
+
 
 LOOK_AGAIN = 5.0
 """Seconds after which jobs are considered again that could not go ahead of the first one, though no row has changed."""

@@ -18,17 +18,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 
-from multiverse.core.capacity.job_ends import Release, claimed, ends_by, releases_on, total
 from multiverse.core.capacity.room import Room
 from multiverse.core.capacity.sizes import template_claim, vm_claims
-from multiverse.core.capacity_index import changed
-from multiverse.core.clones.kinds import Choice, on_hosts_making
-from multiverse.core.clones.templates import node_request, template_key
+from multiverse.core.capacity.usable_hosts import Release, claimed, ends_by, releases_on, total
+from multiverse.core.capacity_index import HostSlots, Slot, SlotTable, changed
+from multiverse.core.clones.kinds import Choice, node_request, on_hosts_making, template_key
 from multiverse.core.context import Context
 from multiverse.core.machines.attempt import overtake_attempt
 from multiverse.core.model import Attempt, AttemptState, CloneKind, Job, Reason, Size, TemplateKey, TemplateState, Why
 from multiverse.core.policy import Backfill
-from multiverse.core.slots import HostSlots, Slot, SlotTable
 
 _LATER = 60.0
 """Seconds by which the first job may have to wait longer than its user was told before it is told anew."""

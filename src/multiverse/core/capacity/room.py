@@ -1,4 +1,4 @@
-"""What is free on each host, what rows claim of it, and how much is in use, as it was measured."""
+"""What is free on each host, what rows claim and use of it, and on which hosts an attempt's VMs are placed."""
 
 from __future__ import annotations
 
@@ -10,19 +10,29 @@ from dataclasses import replace
 from enum import StrEnum
 from itertools import islice
 from types import MappingProxyType
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
-from multiverse.core.capacity.host_limits import NO_LIMITS, Accept, HostLimits, any_host, any_number
-from multiverse.core.capacity.placement_policies import BUILT_IN, Chooser, draws
+from multiverse.core.capacity.placement_policies import (
+    BUILT_IN,
+    CandidateHost,
+    Chooser,
+    PlacementRequest,
+    draws,
+    why_impossible,
+)
 from multiverse.core.capacity.sizes import claimable_cpus, claimable_disk, short_of_disk
 from multiverse.core.capacity_index import CapacityIndex, Free, HostGroup, HostMap, Order, Part, changed, fits, how_many
 from multiverse.core.context import Context
 from multiverse.core.model import (
+    MOST_NODES,
+    Attempt,
     Claim,
     ClaimKey,
+    CloneKind,
     Host,
     Key,
     Place,
+    Placement,
     Reason,
     Request,
     Size,
@@ -35,6 +45,41 @@ from multiverse.core.model import (
 )
 from multiverse.core.policy import Policy
 from multiverse.core.state import State
+
+Accept = Callable[[str], bool]
+Limit = Callable[[str], int]
+
+
+def any_host(_name: str) -> bool:
+    """Every host is accepted."""
+    return True
+
+
+def any_number(_name: str) -> int:
+    """Any number of VMs may be on a host."""
+    return MOST_NODES
+
+
+class HostLimits(NamedTuple):
+    """Which hosts may be used, and for how many VMs each."""
+
+    accept: Accept = any_host
+    limit: Limit = any_number
+
+
+NO_LIMITS = HostLimits()
+"""All hosts may be used, for any number of VMs."""
+
+
+def others_on(state: State, attempt: Attempt, taken: Iterable[Vm] = ()) -> Limit:
+    """How many more of an attempt's VMs may be on a host, beside those that are there and spares that it takes."""
+    per_host = attempt.request.per_host
+    if not per_host:
+        return any_number
+    vms = (*(one for one in state.vms_of(attempt) if not one.failed), *taken)
+    there = Counter(place.host for vm in vms for place in vm.places)
+    return lambda name: per_host - there[name]
+
 
 T = TypeVar("T")
 
@@ -474,3 +519,72 @@ def unmeasured(now: float, vms: Iterable[Vm], claims: Iterable[Claim]) -> Size:
     young = {vm.key for vm in vms if now - vm.since < MEASURED_FOR and not vm.leaving}
     sizes = [claim.size for claim in claims if claim.owner in young]
     return Size(sum(size.cpus for size in sizes), sum(size.memory for size in sizes))
+
+
+# --- the placement of an attempt's VMs --------------------------------------------------------------
+
+
+FALLBACK = Placement.WORST_FIT
+"""Places VMs where the policy that was named cannot."""
+
+
+def placement_of(context: Context, attempt: Attempt) -> str:
+    """The name of the policy that places the attempt's VMs."""
+    return attempt.request.placement or context.policy.placement
+
+
+def placement_request(context: Context, attempt: Attempt, kind: CloneKind, count: int) -> PlacementRequest:
+    """The placement of so many of the attempt's VMs, as clones of that kind."""
+    return PlacementRequest(count, attempt.request.size, context.image_of(attempt), kind, attempt.request.account)
+
+
+def place_vms(
+    context: Context,
+    room: Room,
+    wanted: PlacementRequest,
+    claims: Mapping[str, Size],
+    attempt: Attempt,
+    hosts: HostLimits = NO_LIMITS,
+) -> list[str] | None:
+    """Hosts for VMs of the attempt, all or none, each with what it would claim there; takes the room."""
+    name, state, count = placement_of(context, attempt), context.state, wanted.vms
+    seed = f"{state.entropy}/{attempt.id}"
+    own = context.policy.placements.get(name)
+    if own is None:
+        if name not in BUILT_IN:  # the site's settings named it when the job was submitted
+            state.placement_faults[name] = "the settings name no such placement policy"
+        choose, siblings = BUILT_IN.get(name, BUILT_IN[FALLBACK]), [vm.host for vm in state.vms_of(attempt)]
+        return room.place(count, claims, hosts=hosts, choose=choose, seed=seed, siblings=siblings)
+    candidates = _candidates(context, room, claims, hosts)
+    if count and sum(host.holds for host in candidates) >= count:
+        chosen, fault = _ask(own, wanted, candidates, seed)
+        if not fault:
+            state.placement_faults.pop(name, None)
+            for host in chosen:
+                room.take(host, claims[host])
+            return chosen
+        state.placement_faults[name] = fault
+    return room.place(count, claims, hosts=hosts)
+
+
+def _candidates(context: Context, room: Room, claims: Mapping[str, Size], hosts: HostLimits) -> list[CandidateHost]:
+    found, (accept, limit) = list[CandidateHost](), hosts
+    for name in room.holding(claims, lambda one: accept(one) and limit(one) > 0):
+        host, claim = context.hosts[name], claims[name]
+        memory = int(host.capacity.memory * host.overcommit.memory)
+        capacity = Size(claimable_cpus(host), memory, claimable_disk(host), host.capacity.net)
+        holds = min(room.held(name, claim), limit(name))
+        found.append(CandidateHost(name, Size(*room.free[name]), capacity, claim, holds))
+    return found
+
+
+def _ask(
+    policy: Callable[..., Sequence[str]], request: PlacementRequest, hosts: Sequence[CandidateHost], seed: str
+) -> tuple[list[str], str]:
+    """What a policy of the site chooses, or why that cannot be used."""
+    try:
+        chosen = policy(request, tuple(hosts), seed)
+        fault = why_impossible(chosen, request.vms, hosts)
+    except Exception as error:  # a fault of the site's code concerns this choice only
+        return [], f"it raised {error!r:.200}"
+    return list(chosen) if not fault else [], fault

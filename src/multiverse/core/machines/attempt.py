@@ -38,12 +38,10 @@ from multiverse.core.model import (
     said,
     text_of,
 )
-from multiverse.core.overflow import why_stays
-from multiverse.core.policy import Policy
-from multiverse.core.quarantine import quarantine
+from multiverse.core.policy import Policy, why_stays
 from multiverse.core.rows import VmsMissing
 from multiverse.core.runs import earlier_run, node_without_record
-from multiverse.core.state import State
+from multiverse.core.state import State, quarantine
 from multiverse.core.transition import Awaiting, Change, Effect, EffectKind, Event, Transition, transitions, unchanged
 
 A = AttemptState

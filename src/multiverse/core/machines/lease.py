@@ -1,7 +1,7 @@
 """Leases: hosts that are borrowed from the scheduler, each by a pilot job.
 
 In this order: the table, the changes, the step by which observations move a lease, and the effect that each state
-permits. When one is asked for or given back, `core.leases.reconcile` decides.
+permits. When one is asked for or given back, `core.leases` decides.
 
 The host of a lease is a row of its own, from when its pilot was seen running until the lease is gone. Its number is
 that of the lease, made negative: no number of a host that is not leased is, and none recurs.

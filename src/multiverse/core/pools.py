@@ -1,4 +1,4 @@
-"""The warm pools: release spares that are of no use and create missing ones, after all queued jobs were considered."""
+"""The warm pools: release useless spares, create missing ones, and offer joined ones to jobs as they come."""
 
 from __future__ import annotations
 
@@ -6,22 +6,31 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from multiverse.core.avoidance import is_tried
-from multiverse.core.capacity.host_limits import HostLimits
-from multiverse.core.capacity.room import Blockage, room_of
+from multiverse.core.capacity.room import Blockage, HostLimits, room_of
 from multiverse.core.capacity.sizes import short_of_memory, template_size
-from multiverse.core.clones.kinds import hosts_making
-from multiverse.core.clones.pacing import wait_for
-from multiverse.core.clones.planning import CloneRequest, plan_vms
-from multiverse.core.clones.spares import awaiting_job, is_of, release_spare, spare_claim, spare_size, spares, too_old
-from multiverse.core.clones.templates import TemplateWish, ask_for_template
+from multiverse.core.clones.kinds import TemplateWish, ask_for_template, hosts_making
+from multiverse.core.clones.spares import (
+    awaiting_job,
+    fit_to_serve,
+    is_of,
+    release_spare,
+    spare_claim,
+    spare_size,
+    spares,
+    too_old,
+)
+from multiverse.core.clones.supply import CloneRequest, plan_vms
 from multiverse.core.context import Context
+from multiverse.core.machines.offer import open_offer, withdraw_offer
 from multiverse.core.machines.vm import plan_vm
 from multiverse.core.model import (
+    LEAVING_STATES,
     Attempt,
     AttemptState,
     Claim,
     CloneKind,
     Host,
+    NodeState,
     OfferState,
     Reason,
     TemplateState,
@@ -31,8 +40,52 @@ from multiverse.core.model import (
     first_on,
     said,
 )
-from multiverse.core.policy import Pool
-from multiverse.core.pools.offers import BEING_CREATED, reconcile_offers
+from multiverse.core.policy import Policy, Pool, wait_for
+
+
+def may_offer(context: Context, vm: Vm) -> bool:
+    """Whether a joined spare may be offered to jobs as they come: the scheduler can, it never was offered, is an idle
+    node, and is fit to serve."""
+    node = context.scheduler.nodes.get(vm.name)
+    fresh = vm.state is VmState.JOINED and context.state.offer_of(vm) is None
+    idle = node is not None and node.state is NodeState.IDLE and not node.reserved
+    can = context.scheduler.offers is not None
+    return can and fresh and idle and is_offered(vm, context.policy) and fit_to_serve(context, vm)
+
+
+def is_offered(vm: Vm, policy: Policy) -> bool:
+    """Whether a pool of the settings offers such spares."""
+    return any(pool.offer for pool in policy.pools if is_of(vm, pool))
+
+
+BEING_CREATED = (VmState.PLANNED, VmState.STARTING)
+
+
+def reconcile_offers(context: Context, blockage: Blockage) -> None:
+    state, kept = context.state, first_on(context.scheduler.reservations, context.now)
+    for vm in spares(state):
+        offer = state.offers.get(vm.id)
+        offered = is_offered(vm, context.policy)
+        if offer is not None and offer.state is OfferState.OPEN:
+            if kept or blockage is Blockage.ROOM:
+                state.move(withdraw_offer(offer, kept.why() if kept else Why.JOBS_WAIT()))
+            elif not offered:
+                state.move(withdraw_offer(offer, Why.POOL_OFFERS_NONE()))
+        elif offer is not None and offer.state is OfferState.CLOSED and offered and not blockage and not kept:
+            if not _is_another_changing(context, vm):
+                release_spare(state, vm, Why.UNTAKEN())  # another is made and offered
+        elif not blockage and not kept and may_offer(context, vm):
+            state.move(open_offer(vm, state.now))
+
+
+def _is_another_changing(context: Context, spare: Vm) -> bool:
+    """Whether another such spare is being made or released: they are replaced one after the other."""
+    changing = (*BEING_CREATED, VmState.PARKED, *LEAVING_STATES, VmState.RETIRING)
+    return any(
+        vm.attempt is None and (vm.pool, vm.image) == (spare.pool, spare.image)
+        for vm in context.state.vms_in(*changing)
+    )
+
 
 LAUNCH = 1.0
 """Seconds from a job's running, as Slurm shows it, until its script has begun."""

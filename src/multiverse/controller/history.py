@@ -1,34 +1,144 @@
-"""Learns what jobs use, and tells their users when they have ended.
+"""What is learnt and kept beside the passes: what hosts, VMs and jobs use, and the pruning of what is old.
 
-Which jobs run is in the rows, so a restart needs nothing of its own: the baselines of jobs that run are in the
-database. No pass waits for any of this. What cannot be learnt or told is left out.
+No pass waits for any of this, and none uses it. A host that does not answer, or a database without room, leaves a gap.
+A restart needs nothing of its own: the rows say which jobs run, and the database has their baselines.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
+from typing import Protocol
 
 import structlog
 
 from multiverse.core.errors import Exhausted, MultiverseError, Unknown
-from multiverse.core.model import Attempt, AttemptState, VmUsage
-from multiverse.core.model.usage import LONG_ENOUGH, Baseline, JobUsage
+from multiverse.core.model import Attempt, AttemptState, HostUsage, Usage, VmUsage
+from multiverse.core.model.usage import LONG_ENOUGH, Baseline, JobUsage, combined
 from multiverse.core.state import State
 from multiverse.ports import Clock, Measurements, Reports
-from multiverse.store import Store
-from multiverse.store.job_usage import put_job_usage, read_job_usage
+from multiverse.store import Pruned, Pruning, Store
+from multiverse.store.history import (
+    ADDED,
+    MINUTE,
+    JobUsagePruning,
+    UsagePruning,
+    UsageRecord,
+    UsedBy,
+    add_usage,
+    put_job_usage,
+    read_job_usage,
+)
 
-INTERVAL = 1.0
+# --- what hosts use ---------------------------------------------------------------------------------
+
+
+INTERVAL = 10.0
+"""Seconds between two questions to a host, and the span that each answer covers."""
+
+TIMEOUT = 10.0
+"""Seconds that a host has to answer."""
+
+AT_ONCE = 32
+"""Hosts that are asked at the same time."""
+
+STALE = 60.0
+"""Seconds after which the figures of a host that does not answer are unknown."""
+
+PAUSE = 0.02
+"""Seconds between two steps that add rows."""
+
+log = structlog.get_logger()
+
+
+class UtilizationRecorder:
+    """What the hosts of these sources use, as of a few seconds ago, and its history."""
+
+    def __init__(
+        self, store: Store, measurements: Measurements, sources: Callable[[], Collection[str]], clock: Clock
+    ) -> None:
+        self.store = store
+        self._measurements, self._sources, self._clock = measurements, sources, clock
+        self._latest: dict[str, tuple[float, HostUsage]] = {}
+        self._minute = 0  # the Unix time of its beginning
+        self._in_minute: dict[tuple[UsedBy, str], list[Usage]] = {}
+        self._failures: dict[str, str] = {}  # those that were logged
+
+    def current(self) -> Mapping[str, HostUsage]:
+        """What each host, by name, has used lately; without hosts of which that is not known."""
+        fresh = self._clock.now() - STALE
+        return {name: usage for name, (at, usage) in sorted(self._latest.items()) if at >= fresh}
+
+    async def run(self) -> None:
+        """Ask and keep until cancelled."""
+        while True:
+            await self.ask()
+            await asyncio.sleep(INTERVAL)
+
+    async def ask(self) -> None:
+        """Ask all hosts once, and keep the last minute if it is over."""
+        turns, sources = asyncio.Semaphore(AT_ONCE), list(self._sources())
+        for gone in self._failures.keys() - {"", *sources}:
+            del self._failures[gone]
+        for gone in self._latest.keys() - self.current().keys():
+            del self._latest[gone]
+        minute, before = int(self._clock.wall()) // MINUTE * MINUTE, self._in_minute
+        if minute != self._minute:
+            await self._add(self._minute, before)
+            self._minute, self._in_minute = minute, {}
+        await asyncio.gather(*(self._ask(source, turns) for source in sources))
+
+    async def _ask(self, source: str, turns: asyncio.Semaphore) -> None:
+        reason = ""
+        try:
+            async with turns, asyncio.timeout(TIMEOUT):
+                found = await self._measurements.used(source, INTERVAL)
+        except (MultiverseError, TimeoutError) as error:
+            reason = str(error) or f"no answer within {TIMEOUT:g} s"
+        except Exception as error:  # a defect of a driver leaves a gap
+            reason = f"{type(error).__name__}: {error}"
+        else:
+            for host, usage in found.items():
+                self._note(host, usage)
+        if reason and self._failures.get(source) != reason:
+            log.info("utilization not known", source=source, reason=reason)
+        self._failures[source] = reason
+
+    def _note(self, host: str, usage: HostUsage) -> None:
+        self._latest[host] = self._clock.now(), usage
+        if usage.usage is not None:
+            self._in_minute.setdefault(("host", host), []).append(usage.usage)
+        for name, vm in usage.vms.items():
+            if vm.usage is not None:
+                self._in_minute.setdefault(("vm", name), []).append(vm.usage)
+
+    async def _add(self, minute: int, used: Mapping[tuple[UsedBy, str], list[Usage]]) -> None:
+        """Keep a minute, in small steps."""
+        records = [UsageRecord(kind, name, minute, MINUTE, combined(all_)) for (kind, name), all_ in used.items()]
+        reason = ""
+        for first in range(0, len(records), ADDED):
+            try:
+                add_usage(self.store, records[first : first + ADDED])
+            except MultiverseError as error:
+                reason = str(error)
+                break
+            await asyncio.sleep(PAUSE)
+        if reason and self._failures.get("") != reason:
+            log.info("history of utilization not kept", reason=reason)
+        self._failures[""] = reason
+
+
+# --- what jobs use ----------------------------------------------------------------------------------
+
+
+LOOK_INTERVAL = 1.0
 """Seconds between two looks at which jobs run, as often as agents sample."""
 
 SPAN = 2.0
 """Seconds that an answer of a host covers."""
-
-TIMEOUT = 10.0
-"""Seconds that a host has to answer."""
 
 TELL_TIMEOUT = 60.0
 """Seconds that telling one user may take: the scheduler's commands wait for their turns."""
@@ -45,13 +155,11 @@ MOST_TOLD = 1000
 TELLING = 2
 """How many are told at the same time."""
 
-TRIES, PAUSE = 3, 5.0
+TRIES, TRY_PAUSE = 3, 5.0
 """How often, and after how many seconds, a scheduler is asked again that cannot take it now."""
 
 ROWS = 50
 """Rows that are written at once."""
-
-log = structlog.get_logger()
 
 
 class JobUsageRecorder:
@@ -80,7 +188,7 @@ class JobUsageRecorder:
                     self._log("use of jobs not kept", str(error))
                 except Exception as error:  # a defect leaves a gap
                     self._log("use of jobs not learnt", f"{type(error).__name__}: {error}")
-                await asyncio.sleep(INTERVAL)
+                await asyncio.sleep(LOOK_INTERVAL)
 
     async def look(self) -> None:
         """Learn which jobs have begun or ended since the last time, and what they used."""
@@ -168,7 +276,7 @@ class JobUsageRecorder:
                     await reports.report(usage.job, usage.text)
                 return
             except (Exhausted, Unknown, TimeoutError):
-                await asyncio.sleep(PAUSE)
+                await asyncio.sleep(TRY_PAUSE)
             except MultiverseError as error:  # the job was queued again, or is known no more
                 log.debug("user not told what a job used", job=usage.job.job_id, reason=str(error))
                 return
@@ -203,3 +311,54 @@ class JobUsageRecorder:
     def running(self) -> Iterable[JobUsage]:
         """The runs that are followed."""
         return self._running.values()
+
+
+# --- pruning ----------------------------------------------------------------------------------------
+
+
+PRUNE_INTERVAL = 3600.0
+"""Seconds between two rounds."""
+
+SHARE, LEAST_PAUSE = 0.1, 0.005
+"""The steps take at most this share of the time. A pause takes this many seconds at least."""
+
+DAY = 86400.0
+
+
+class Steps(Protocol):
+    """A round of small steps."""
+
+    def step(self) -> bool:
+        """Do one. False if nothing is left to do."""
+        ...
+
+
+async def prune(one_round: Steps, clock: Clock, *, limit: float = math.inf) -> None:
+    """Carry out a round, for `limit` seconds at most. Raises `Exhausted` if a step cannot be committed; the steps
+    before it are kept."""
+    more, until = True, clock.now() + limit
+    while more and clock.now() < until:
+        began = clock.now()
+        more = one_round.step()
+        await asyncio.sleep(max(LEAST_PAUSE, (clock.now() - began) * (1 / SHARE - 1)))
+
+
+async def prune_regularly(store: Store, clock: Clock, days: float) -> None:
+    """Prune once an hour what ended more than `days` ago, and what was used before that; never ends. 0: nothing is
+    deleted."""
+    while True:
+        if days > 0:
+            one_round = Pruning(store, clock.wall() - days * DAY)
+            try:
+                await prune(one_round, clock)
+            except MultiverseError as error:
+                log.warning("history not pruned", reason=str(error))
+            if (removed := one_round.removed) != Pruned():
+                log.info("history pruned", days=days, rows=removed.rows, journal=removed.journal)
+        before = clock.wall() - days * DAY if days > 0 else -math.inf
+        try:
+            await prune(UsagePruning(store, clock.wall(), before), clock)
+            await prune(JobUsagePruning(store, before), clock)
+        except MultiverseError as error:
+            log.warning("history of utilization not pruned", reason=str(error))
+        await asyncio.sleep(PRUNE_INTERVAL)

@@ -1,30 +1,37 @@
-"""Deletes rows that ended long ago, and their journal, in small steps.
+"""What is old, and what was used: pruning of ended rows, and the history of what hosts, VMs and jobs have used.
 
 Each step is a transaction of its own that touches a bounded number of rows, so that a pass of the controller waits
-some milliseconds at most. Age counts from a row's end. These stay, however old they are:
+some milliseconds at most. Rows of use are added only while the disk has more room than is reserved for releases.
+
+`Pruning` deletes rows that ended long ago, and their journal. Age counts from a row's end. These stay, however old they
+are:
 
 - live rows and their journal;
 - all attempts of a job while one of its attempts is live, and all tasks of an array while one of them is: the timeline
   of a live job is whole;
 - the VMs of an attempt that stays.
 
-Of hosts, only those that were leased end.
-
-SQLite uses the freed space for new rows. The file itself does not shrink.
+Of hosts, only those that were leased end. SQLite uses the freed space for new rows. The file itself does not shrink.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import sqlalchemy as sa
+from pydantic import TypeAdapter
 
 from multiverse.core.errors import Refused
-from multiverse.core.model import RowKind
+from multiverse.core.model import RowKind, Usage
+from multiverse.core.model.usage import MEANS, PEAKS, JobUsage, combined
+from multiverse.store import schema
 from multiverse.store.database import Store
+
+# --- ended rows -------------------------------------------------------------------------------------
+
 
 Execute = Callable[[sa.Executable, dict[str, Any]], sa.CursorResult[Any]]
 
@@ -167,3 +174,157 @@ class Pruning:
             execute(_DELETE_ROWS[kind], {"ids": bare})
             execute(_DELETE_ENDS, {"kind": kind, "ids": bare})
         return len(bare), entries
+
+
+# --- what hosts and VMs have used: a row for each minute, and for each hour when it is old ----------
+
+
+MINUTE, HOUR, DAY = 60, 3600, 86400
+
+MINUTES_KEPT = DAY
+"""Seconds for which rows of a minute stay; then those of an hour become one."""
+
+ADDED, MERGED, DELETED = 200, 10, 500
+"""Rows that one step adds; hosts and VMs whose hour one step merges; old rows that one step deletes."""
+
+UsedBy = Literal["host", "vm"]
+
+_TABLE = schema.utilization
+_FIGURES = (*PEAKS, *MEANS)
+_PUT = _TABLE.insert().prefix_with("OR REPLACE")
+_READ = sa.text(
+    f"""SELECT wall, span, covered, {", ".join(_FIGURES)} FROM utilization
+        WHERE kind = :kind AND name = :name AND span IN (60, 3600) AND wall >= :since ORDER BY wall, span"""
+)
+_OLDEST = sa.text("SELECT MIN(wall) FROM utilization WHERE span = 60")
+_OF_HOUR = sa.text(
+    """SELECT DISTINCT kind, name FROM utilization
+       WHERE span = 60 AND wall >= :hour AND wall < :hour + 3600 LIMIT :most"""
+)
+_MINUTES = sa.text(
+    f"""SELECT covered, {", ".join(_FIGURES)} FROM utilization
+        WHERE kind = :kind AND name = :name AND span = 60 AND wall >= :hour AND wall < :hour + 3600"""
+)
+_DROP_MINUTES = sa.text(
+    """DELETE FROM utilization
+       WHERE kind = :kind AND name = :name AND span = 60 AND wall >= :hour AND wall < :hour + 3600"""
+)
+_DROP_OLD = sa.text(
+    """DELETE FROM utilization WHERE (kind, name, span, wall) IN (
+           SELECT kind, name, span, wall FROM utilization WHERE span = 3600 AND wall < :before LIMIT :most)"""
+)
+
+
+@dataclass(frozen=True, slots=True)
+class UsageRecord:
+    """What a host or VM used in the `span` seconds from `wall` (Unix time) on; `usage.span` of them are known."""
+
+    kind: UsedBy
+    name: str
+    wall: int
+    span: int
+    usage: Usage
+
+
+def add_usage(store: Store, records: Sequence[UsageRecord]) -> None:
+    """Keep some records, `ADDED` at most, in place of those of the same times. Raises `Exhausted` if there is no room
+    beyond what is reserved."""
+    if records:
+        with store.maintenance(adds=True) as execute:
+            execute(_PUT, [_row(one) for one in records])
+
+
+def read_usage(store: Store, kind: UsedBy, name: str, since: float) -> list[UsageRecord]:
+    """The records of a host or VM from `since` (Unix time) on, in order."""
+    with store.maintenance() as execute:
+        rows = execute(_READ, {"kind": kind, "name": name, "since": since}).all()
+    return [UsageRecord(kind, name, row.wall, row.span, _usage(row[2:])) for row in rows]
+
+
+class UsagePruning:
+    """One round: rows of a minute that are older than a day become rows of an hour, and those that are older than
+    `before` (Unix time) are deleted."""
+
+    def __init__(self, store: Store, now: float, before: float) -> None:
+        self._store, self._before = store, before
+        self._minutes_before = now - MINUTES_KEPT
+        self._merging = True
+
+    def step(self) -> bool:
+        """Do a little. False if nothing is left to do. Raises `Exhausted` if it could not be committed."""
+        with self._store.maintenance() as execute:
+            if self._merging:
+                self._merging = self._merge(execute)
+                return True
+            deleted = execute(_DROP_OLD, {"before": self._before, "most": DELETED}).rowcount
+        return deleted == DELETED
+
+    def _merge(self, execute: Any) -> bool:
+        oldest = execute(_OLDEST, {}).scalar()
+        if oldest is None or (hour := int(oldest) // HOUR * HOUR) + HOUR > self._minutes_before:
+            return False
+        for kind, name in execute(_OF_HOUR, {"hour": hour, "most": MERGED}).all():
+            which = {"kind": kind, "name": name, "hour": hour}
+            usage = combined([_usage(row) for row in execute(_MINUTES, which).all()])
+            execute(_PUT, [_row(UsageRecord(kind, name, hour, HOUR, usage))])
+            execute(_DROP_MINUTES, which)
+        return True
+
+
+def _row(one: UsageRecord) -> dict[str, Any]:
+    figures = {name: getattr(one.usage, name) for name in _FIGURES}
+    which = {"kind": one.kind, "name": one.name, "span": one.span, "wall": one.wall}
+    return {**which, "covered": one.usage.span, **figures}
+
+
+def _usage(row: Sequence[Any]) -> Usage:
+    covered, *figures = row
+    return Usage(covered, **dict(zip(_FIGURES, figures, strict=True)))
+
+
+# --- what runs of jobs have used --------------------------------------------------------------------
+
+
+RUNS_DELETED = 100
+"""Rows that one step of pruning deletes."""
+
+_RUNS = schema.job_usage
+_RUN = TypeAdapter(JobUsage)
+_PUT_RUN = _RUNS.insert().prefix_with("OR REPLACE")
+_READ_RUNS = sa.select(_RUNS.c.body).where(_RUNS.c.attempt.in_(sa.bindparam("attempts", expanding=True)))
+_DROP_RUNS = sa.text(
+    "DELETE FROM job_usage WHERE attempt IN (SELECT attempt FROM job_usage WHERE wall < :before LIMIT :most)"
+)
+
+
+def put_job_usage(store: Store, usages: Sequence[JobUsage], wall: float) -> None:
+    """Keep what these runs have used, as of `wall` (Unix time). Raises `Exhausted` if there is no room beyond what is
+    reserved."""
+    if usages:
+        with store.maintenance(adds=True) as execute:
+            execute(_PUT_RUN, [{"attempt": one.attempt, "wall": wall, "body": _body(one)} for one in usages])
+
+
+def read_job_usage(store: Store, attempts: Sequence[int]) -> dict[int, JobUsage]:
+    """What is known of these attempts, by their numbers."""
+    if not attempts:
+        return {}
+    with store.maintenance() as execute:
+        bodies = execute(_READ_RUNS, {"attempts": list(attempts)}).scalars().all()
+    return {one.attempt: one for one in map(_RUN.validate_json, bodies)}
+
+
+class JobUsagePruning:
+    """Deletes the rows that were written last before `before` (Unix time)."""
+
+    def __init__(self, store: Store, before: float) -> None:
+        self._store, self._before = store, before
+
+    def step(self) -> bool:
+        """Do a little. False if nothing is left to do."""
+        with self._store.maintenance() as execute:
+            return execute(_DROP_RUNS, {"before": self._before, "most": RUNS_DELETED}).rowcount == RUNS_DELETED
+
+
+def _body(one: JobUsage) -> str:
+    return str(_RUN.dump_json(one), "utf-8")
