@@ -40,7 +40,9 @@ def test_the_planner_fits_on_one_screen() -> None:
 def test_each_state_machine_has_its_table_steps_and_effect_in_this_order() -> None:
     for machine in ("attempt", "vm", "offer", "template"):
         text = (CORE / "machines" / f"{machine}.py").read_text()
-        table, step, effect = (text.index(what) for what in ("# --- table", "def step_", f"def {machine}_effect"))
+        table, step, effect = (
+            text.index(what) for what in ("# --- table", "def step_", f"\n{machine.upper()}_EFFECTS")
+        )
         assert table < step < effect, machine
 
 

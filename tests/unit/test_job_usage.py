@@ -15,7 +15,7 @@ from multiverse.core.errors import Exhausted, Gone, MultiverseError, Refused, Un
 from multiverse.core.model import AttemptState, HostUsage, JobRef, Vm, VmUsage
 from multiverse.core.model.usage import Baseline, JobUsage
 from multiverse.store import Store
-from multiverse.store.history import DELETED, JobUsagePruning, put_job_usage, read_job_usage
+from multiverse.store.history import RUNS_DELETED, JobUsagePruning, put_job_usage, read_job_usage
 from tests.unit.planner_harness import ManualClock, PlannerHarness
 
 JOB = JobRef("7", 500)
@@ -89,12 +89,12 @@ def test_what_was_kept_is_read_and_what_is_old_is_deleted() -> None:
     put_job_usage(store, [usage(cpu_s=5.0)], 200.0)
     assert read_job_usage(store, [1, 2, 3]) == {1: usage(cpu_s=5.0), 2: usage(attempt=2, seconds=None)}
     assert read_job_usage(store, []) == {}
-    for number in range(3, 2 * DELETED):
+    for number in range(3, 2 * RUNS_DELETED):
         put_job_usage(store, [usage(attempt=number)], 100.0)
     pruning, steps = JobUsagePruning(store, 150.0), 1
     while pruning.step():
         steps += 1
-    assert steps >= 2 and read_job_usage(store, range(2 * DELETED)) == {1: usage(cpu_s=5.0)}
+    assert steps >= 2 and read_job_usage(store, range(2 * RUNS_DELETED)) == {1: usage(cpu_s=5.0)}
 
 
 # --- the recorder ---------------------------------------------------------------------------------

@@ -177,6 +177,7 @@ def test_before_its_first_pass_a_state_has_the_rows_alone() -> None:
         "by_state",
         "vms_by_attempt",
         "vms_by_host",
+        "vms_by_job",
         "vms_by_source",
         "vms_by_template",
         "templates_by_key",

@@ -36,20 +36,11 @@ from multiverse.store.history import (
 # --- what hosts use ---------------------------------------------------------------------------------
 
 
-INTERVAL = 10.0
-"""Seconds between two questions to a host, and the span that each answer covers."""
-
-TIMEOUT = 10.0
-"""Seconds that a host has to answer."""
-
-AT_ONCE = 32
-"""Hosts that are asked at the same time."""
-
-STALE = 60.0
-"""Seconds after which the figures of a host that does not answer are unknown."""
-
-PAUSE = 0.02
-"""Seconds between two steps that add rows."""
+INTERVAL = 10.0  # seconds between two questions to a host, and the span that each answer covers
+TIMEOUT = 10.0  # seconds that a host has to answer
+AT_ONCE = 32  # hosts that are asked at the same time
+STALE = 60.0  # seconds after which the figures of a host that does not answer are unknown
+PAUSE = 0.02  # seconds between two steps that add rows
 
 log = structlog.get_logger()
 
@@ -73,7 +64,6 @@ class UtilizationRecorder:
         return {name: usage for name, (at, usage) in sorted(self._latest.items()) if at >= fresh}
 
     async def run(self) -> None:
-        """Ask and keep until cancelled."""
         while True:
             await self.ask()
             await asyncio.sleep(INTERVAL)
@@ -116,7 +106,6 @@ class UtilizationRecorder:
                 self._in_minute.setdefault(("vm", name), []).append(vm.usage)
 
     async def _add(self, minute: int, used: Mapping[tuple[UsedBy, str], list[Usage]]) -> None:
-        """Keep a minute, in small steps."""
         records = [UsageRecord(kind, name, minute, MINUTE, combined(all_)) for (kind, name), all_ in used.items()]
         reason = ""
         for first in range(0, len(records), ADDED):
@@ -134,32 +123,17 @@ class UtilizationRecorder:
 # --- what jobs use ----------------------------------------------------------------------------------
 
 
-LOOK_INTERVAL = 1.0
-"""Seconds between two looks at which jobs run, as often as agents sample."""
+LOOK_INTERVAL = 1.0  # seconds between two looks at which jobs run, as often as agents sample
+SPAN = 2.0  # seconds that an answer of a host covers
+TELL_TIMEOUT = 60.0  # seconds that telling one user may take: the scheduler's commands wait for their turns
+FRESH = 5.0  # seconds after which a job that has begun is not new any more: what its VM has used by then is its own
 
-SPAN = 2.0
-"""Seconds that an answer of a host covers."""
+SETTLED = 3.0  # seconds after a job's end: the scheduler's own record has been written then
 
-TELL_TIMEOUT = 60.0
-"""Seconds that telling one user may take: the scheduler's commands wait for their turns."""
-
-FRESH = 5.0
-"""Seconds after which a job that has begun is not new any more: what its VM has used by then is its own."""
-
-SETTLED = 3.0
-"""Seconds after a job's end before its user is told: the scheduler's own record of the end has been written then."""
-
-MOST_TOLD = 1000
-"""Users who wait to be told; of those beyond, the oldest are not told."""
-
-TELLING = 2
-"""How many are told at the same time."""
-
-TRIES, TRY_PAUSE = 3, 5.0
-"""How often, and after how many seconds, a scheduler is asked again that cannot take it now."""
-
-ROWS = 50
-"""Rows that are written at once."""
+MOST_TOLD = 1000  # users who wait to be told; of those beyond, the oldest are not told
+TELLING = 2  # how many are told at the same time
+TRIES, TRY_PAUSE = 3, 5.0  # how often, and after how many seconds, a scheduler is asked again that cannot take it now
+ROWS = 50  # rows that are written at once
 
 
 class JobUsageRecorder:
@@ -309,18 +283,15 @@ class JobUsageRecorder:
 
     @property
     def running(self) -> Iterable[JobUsage]:
-        """The runs that are followed."""
         return self._running.values()
 
 
 # --- pruning ----------------------------------------------------------------------------------------
 
 
-PRUNE_INTERVAL = 3600.0
-"""Seconds between two rounds."""
+PRUNE_INTERVAL = 3600.0  # seconds between two rounds
 
-SHARE, LEAST_PAUSE = 0.1, 0.005
-"""The steps take at most this share of the time. A pause takes this many seconds at least."""
+SHARE, LEAST_PAUSE = 0.1, 0.005  # the steps take this share of the time at most; a pause takes so many seconds at least
 
 DAY = 86400.0
 
@@ -330,12 +301,10 @@ class Steps(Protocol):
 
     def step(self) -> bool:
         """Do one. False if nothing is left to do."""
-        ...
 
 
 async def prune(one_round: Steps, clock: Clock, *, limit: float = math.inf) -> None:
-    """Carry out a round, for `limit` seconds at most. Raises `Exhausted` if a step cannot be committed; the steps
-    before it are kept."""
+    """Carry out a round, for `limit` seconds at most. Raises `Exhausted`; earlier steps are kept."""
     more, until = True, clock.now() + limit
     while more and clock.now() < until:
         began = clock.now()
@@ -344,8 +313,7 @@ async def prune(one_round: Steps, clock: Clock, *, limit: float = math.inf) -> N
 
 
 async def prune_regularly(store: Store, clock: Clock, days: float) -> None:
-    """Prune once an hour what ended more than `days` ago, and what was used before that; never ends. 0: nothing is
-    deleted."""
+    """Prune once an hour what is older than `days` (0: delete nothing); never ends."""
     while True:
         if days > 0:
             one_round = Pruning(store, clock.wall() - days * DAY)

@@ -23,15 +23,12 @@ from multiverse.core.policy import ARRIVALS_FADE, Parent, Policy, image_of, paid
 from multiverse.core.transition import Event, Move
 from multiverse.ports import Clock
 
-SMOOTHING = 0.2
-"""The share of the newest in the moving mean of how long VMs take."""
+SMOOTHING = 0.2  # the share of the newest in the moving mean of how long VMs take
 
 
-SOON = 60.0
-"""Seconds. A spare, or a leased host, that is of no use so soon after it was ready counts as one that failed."""
+SOON = 60.0  # seconds: a spare or leased host that is of no use so soon counts as one that failed
 
-LEASE_REST = 5.0
-"""So much longer than after a failed VM nothing is leased from a partition after a lease that was of no use."""
+LEASE_REST = 5.0  # a partition rests so much longer after a useless lease than an image after a failed VM
 
 
 class ForecastRecorder:
@@ -49,7 +46,6 @@ class ForecastRecorder:
         self._useless: dict[str, tuple[int, float]] = {}  # by partition: leases of no use in a row, and rest until
 
     def note(self, moves: Iterable[Move], now: float) -> None:
-        """Learn from moves that were committed at `now`."""
         for move in moves:
             for change in move.changes:
                 if isinstance(change.row, Attempt):
@@ -60,7 +56,7 @@ class ForecastRecorder:
                     self._note_lease(change.row, change.event, now)
 
     def _note_lease(self, lease: Lease, event: Event, now: float) -> None:
-        """A lease was of no use that failed, whose host was in sight and got no VM, or that ended by itself soon."""
+        """Count leases that failed, got no VM though in sight, or ended by themselves soon."""
         partition = lease.spec.partition
         if event is Event.FOUND:
             self._granted[lease.id] = now
@@ -98,8 +94,7 @@ class ForecastRecorder:
             self._failed.pop(vm.image, None)  # it was of use
 
     def _note_spare(self, vm: Vm, event: Event, now: float) -> None:
-        """A spare failed that did not come up, or that died or was given up as unfit soon after it was ready. One that
-        was ready for long before that begins a new row of failures."""
+        """Count failures of spares: it did not come up, or died or proved unfit soon after it was ready."""
         if vm.pool is not None and vm.state.value == vm.pool.value:
             self._ready.setdefault(vm.id, now)
             if vm.image in self._failed:  # others may be made; whether it is of use is yet to be seen
@@ -141,11 +136,9 @@ class ForecastRecorder:
 
 log = structlog.get_logger()
 
-EXCLUSION, EXCLUSION_LIMIT = 60.0, 3600.0
-"""Seconds that a user is excluded for after the first time, doubled with each further time up to the limit."""
+EXCLUSION, EXCLUSION_LIMIT = 60.0, 3600.0  # seconds that a user is excluded; doubled up to the limit
 
-FORGOTTEN = 3600.0
-"""Seconds after the end of an exclusion until it counts no more."""
+FORGOTTEN = 3600.0  # seconds after the end of an exclusion until it counts no more
 
 
 @dataclass(slots=True)
@@ -161,7 +154,6 @@ class Exclusions:
         self._takers: dict[int, _Taker] = {}
 
     def note(self, moves: Iterable[Move], now: float) -> None:
-        """Learn from moves that were committed at `now`."""
         for move in moves:
             for change in move.changes:
                 row, event = change.row, change.event
@@ -186,11 +178,9 @@ class Exclusions:
 
 log = structlog.get_logger()
 
-UNTIL_MISSING = 3
-"""Submissions in a row without a hint, in different seconds: one or two may be lost at a restart of the daemon."""
+UNTIL_MISSING = 3  # submissions in a row without a hint, in different seconds; a few may be lost at a restart
 
-SKEW = 5.0
-"""Seconds by which a hint may come earlier than the job was submitted by the scheduler's clock."""
+SKEW = 5.0  # seconds by which a hint may come earlier than the job was submitted by the scheduler's clock
 
 
 class MissingHints:
@@ -205,7 +195,6 @@ class MissingHints:
         """When the first of the submissions without a hint was noticed (monotonic); None while hints come."""
 
     def hint_came(self) -> None:
-        """A hint told of a submission."""
         self._last_hint = self._clock.wall()
         self._counted.clear()
         if self.since is not None:

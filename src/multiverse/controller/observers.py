@@ -22,17 +22,10 @@ import structlog
 from multiverse.core.capacity.sizes import job_limits
 from multiverse.core.errors import MultiverseError
 from multiverse.core.leases import leasable_hosts
-from multiverse.core.model import (
-    HypervisorView,
-    JobLimits,
-    KnownHost,
-    Observation,
-    SchedulerPart,
-    SchedulerView,
-    Seen,
-    Size,
-    World,
-)
+from multiverse.core.model.basics import Size
+from multiverse.core.model.host import HypervisorView, JobLimits, KnownHost
+from multiverse.core.model.job import SchedulerPart, SchedulerView
+from multiverse.core.model.world import Observation, Seen, World
 from multiverse.core.policy import Policy
 from multiverse.core.state import State
 from multiverse.ports import Clock, Hypervisor, Scheduler, Source
@@ -41,17 +34,13 @@ T = TypeVar("T")
 K = TypeVar("K")
 log = structlog.get_logger()
 
-BURST = (0.0, 0.05, 0.15, 0.4)
-"""Seconds after a hint at which to observe: the change that it reports may not be visible at once."""
+BURST = (0.0, 0.05, 0.15, 0.4)  # seconds after a hint: the change may not be visible at once
 
 TIMEOUT = 60.0
 
-WHOLE_SHARE = 20.0
-"""Whole loads of the scheduler begin at intervals of at least this many times the duration of the last one, or of the
-one before if that was shorter: a load that waited, for the backup slurmctld, say, tells nothing about the next."""
+WHOLE_SHARE = 20.0  # whole loads begin at intervals of so many times the shorter of the last two durations
 
-PART_SHARE = 3.0
-"""The same for readings of a part."""
+PART_SHARE = 3.0  # the same for readings of a part
 
 
 class Observer(Generic[T]):
@@ -86,8 +75,7 @@ class Observer(Generic[T]):
         self._poked.set()
 
     async def run(self) -> None:
-        """Observe until cancelled. Any failure makes the source unknown; one that is not of the source itself is logged
-        with its traceback."""
+        """Observe until cancelled. Any failure makes the source unknown."""
         while True:
             self._began = self._clock.now()
             self._due = [due for due in self._due if due > self._began]
@@ -104,7 +92,6 @@ class Observer(Generic[T]):
             await self._wait()
 
     def answered(self, latest: Seen[T]) -> None:
-        """The source was observed."""
         if self.failure:
             log.info("source is back", source=self.name)
         self._turn(self.latest is None)
@@ -161,10 +148,10 @@ def _keep(hints: dict[K, list[float]], unseen: Mapping[K, list[float]], now: flo
 
 @dataclass(frozen=True, slots=True)
 class Awaited:
-    """What is to be read again soon: `jobs` by id, with the uid of each, and `nodes` by name."""
+    """What is to be read again soon."""
 
-    jobs: Mapping[str, int | None] = field(default_factory=dict)
-    nodes: frozenset[str] = frozenset()
+    jobs: Mapping[str, int | None] = field(default_factory=dict)  # by id, with the uid of each
+    nodes: frozenset[str] = frozenset()  # by name
 
 
 class SchedulerObserver(Observer[SchedulerView]):
@@ -237,8 +224,7 @@ class SchedulerObserver(Observer[SchedulerView]):
         users: Mapping[int, list[float]],
         jobs: Mapping[str, list[float]],
     ) -> None:
-        """Forget the hints whose change has been seen, and repeat the other readings at their times. What could not be
-        read, because it was too much at once, is left to a whole load."""
+        """Forget hints whose change was seen, repeat the others. What could not be read waits for a whole load."""
         if not (users.keys() <= part.users and jobs.keys() <= part.job_ids):
             self._unnamed = sorted({*self._unnamed, self._began})
         known = before.jobs
@@ -283,7 +269,6 @@ class ObserverTasks:
             self._running[observer] = self.watched(task)
 
     def stop(self, observer: Observer[HypervisorView]) -> None:
-        """End the task of an observer, if it has one."""
         if task := self._running.pop(observer, None):
             task.cancel()
 
@@ -316,8 +301,7 @@ class ObserverTasks:
 
 
 class FollowedHosts:
-    """Lets the hypervisor have the hosts that belong to the site, keeps one observer for each of its sources, and tells
-    passes what these have observed."""
+    """Gives the hypervisor the hosts of the site, observes each source, and tells passes what was observed."""
 
     def __init__(
         self,
@@ -369,22 +353,19 @@ class FollowedHosts:
         self.declared = []
 
     def _observation(self, name: str) -> Observation | None:
-        """What is known of a source now; None if there is none. One that rows refer to and that is none of the
-        hypervisor's is unknown since the controller began."""
+        """What is known of a source. One that only rows refer to is unknown since the controller began."""
         if (one := self.sources.get(name)) is not None:
             return Observation(one.latest, one.since, self._heard(one))
         return Observation(None, self._began) if self._state.has_vms_at(name) else None
 
     def _heard(self, source: Observer[HypervisorView]) -> float:
-        """When anything was last heard of a source, while it is unknown."""
         silence = self._listened[source.name].silence if source.latest is None else None
         return -inf if silence is None else self._clock.now() - silence
 
     # --- hosts and sources ---------------------------------------------------------------------------
 
     def known_hosts(self) -> dict[str, KnownHost]:
-        """The hosts of the site, by name, as they were observed last. One that never was is as the settings declare it,
-        and left out if only an operator has named it."""
+        """The hosts as observed last, or as declared; without those that only an operator has named."""
         members, found = self._hypervisor.membership, dict[str, KnownHost]()
         for name, host in self._state.hosts.items():
             value = host.value or (members.declared(name) if members else None)
@@ -415,7 +396,6 @@ class FollowedHosts:
             self._follow_sources()
 
     def _follow_sources(self) -> None:
-        """One observer for each source, and none for those that are gone."""
         sources = {source.name: source for source in self._hypervisor.sources}
         for name in [name for name in self.sources if name not in sources]:
             del self._listened[name]

@@ -24,11 +24,9 @@ from multiverse.core.state import State
 from multiverse.core.transition import Move
 from multiverse.ports import Addresses, Clock, Groups
 
-AGAIN, AGAIN_LIMIT = 2.0, 60.0
-"""Seconds before the first repetition, doubled for each further one up to the limit."""
+AGAIN, AGAIN_LIMIT = 2.0, 60.0  # seconds before the first repetition, doubled for each further one up to the limit
 
-JITTER = 0.5
-"""A pause is longer by up to this share, by chance: what began at the same time is not repeated at the same time."""
+JITTER = 0.5  # a pause is longer by up to this share: what began together is not repeated together
 
 
 def pause(runs: int, rng: Random) -> float:
@@ -40,8 +38,7 @@ def pause(runs: int, rng: Random) -> float:
 T = TypeVar("T")
 log = structlog.get_logger()
 
-TIMEOUT = 60.0
-"""Seconds."""
+TIMEOUT = 60.0  # seconds
 
 
 class Publication(Generic[T]):
@@ -55,8 +52,7 @@ class Publication(Generic[T]):
         self._again_at = 0.0
 
     def ensure(self, value: T, publish: Callable[[T], Awaitable[None]]) -> None:
-        """Publish the value if it is not the one that was published last. Awaits nothing: a call that failed, and a
-        value that changed during a call, are published by a later `ensure`."""
+        """Publish the value if it has changed. Awaits nothing: a later `ensure` repeats what failed."""
         busy = self._task is not None and not self._task.done()
         if value == self._known or busy or self._clock.now() < self._again_at:
             return
@@ -75,7 +71,6 @@ class Publication(Generic[T]):
             self._known, self._failures = value, 0
 
     async def close(self) -> None:
-        """Stop a call that runs."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -96,7 +91,6 @@ class AddressBook:
             self._note(vm)
 
     def note(self, moves: Iterable[Move]) -> None:
-        """Learn from moves that were committed."""
         for change in (change for move in moves for change in move.changes):
             if isinstance(change.row, Vm):
                 self._note(change.row)
@@ -117,7 +111,6 @@ class AddressBook:
             self._told.ensure(self._changes, lambda _: told.tell(dict(self._of_node)))
 
     async def close(self) -> None:
-        """Stop a call that runs."""
         await self._told.close()
 
 
@@ -137,9 +130,9 @@ _MEMBERS = (
 
 @dataclass
 class _ToldHost:
-    """What is to be told to one host. `run` is the word of the one that knows all but `changed`, None if none does."""
+    """What is to be told to one host."""
 
-    run: str | None = None
+    run: str | None = None  # the word of the one that knows all but `changed`; None: none does
     changed: dict[str, None] = field(default_factory=dict)  # names, in the order of their changes
     task: asyncio.Task[None] | None = None
     failures: int = 0  # in a row
@@ -164,11 +157,9 @@ class GroupBook:
             self._note(vm)
 
     def group(self, vm: Vm) -> int:
-        """The group of a VM."""
         return group_of(self._state.attempt_of(vm), self._reach)
 
     def note(self, moves: Iterable[Move]) -> None:
-        """Learn from moves that were committed."""
         for change in (change for move in moves for change in move.changes):
             if isinstance(change.row, Vm):
                 self._note(change.row)
@@ -243,7 +234,6 @@ class GroupBook:
             host.task = asyncio.create_task(self._tell(groups, name, host, run), name=f"tell {name} of groups")
 
     async def _tell(self, groups: Groups, name: str, host: _ToldHost, run: str) -> None:
-        """Tell a host until it knows all."""
         try:
             while host.run != run or host.changed:
                 whole = host.run != run
@@ -266,7 +256,6 @@ class GroupBook:
             log.warning("a host was not told which VMs reach each other", host=name, reason=reason)
 
     async def close(self) -> None:
-        """Stop all calls that run."""
         tasks = [host.task for host in self._hosts.values() if host.task is not None]
         for task in tasks:
             task.cancel()

@@ -18,18 +18,13 @@ from multiverse.core.capacity.sizes import template_claim
 from multiverse.core.context import Context
 from multiverse.core.machines.template import adopt_template, lose_template
 from multiverse.core.machines.vm import adopt_vm
-from multiverse.core.model import (
-    OFF_STATES,
-    OPEN_LEASES,
-    Claim,
-    CloneKind,
-    Host,
-    HypervisorView,
-    Job,
-    KnownHost,
-    Observation,
+from multiverse.core.model.basics import CloneKind, Size
+from multiverse.core.model.host import OFF_STATES, Claim, Host, HypervisorView, KnownHost
+from multiverse.core.model.identity import serial_of
+from multiverse.core.model.job import OPEN_LEASES, Job
+from multiverse.core.model.reason import Why
+from multiverse.core.model.vm import (
     Place,
-    Size,
     Template,
     TemplateCondition,
     TemplateKey,
@@ -39,10 +34,8 @@ from multiverse.core.model import (
     VmCondition,
     VmSeen,
     VmState,
-    Why,
-    World,
-    serial_of,
 )
+from multiverse.core.model.world import Observation, World
 from multiverse.core.policy import Policy
 from multiverse.core.rows import Compared
 from multiverse.core.state import State
@@ -84,8 +77,7 @@ def _mark_jobs(state: State, jobs: Mapping[str, Job]) -> None:
 
 
 def changed(before: Mapping[str, T], after: Mapping[str, T], differ: Callable[[T, T], bool]) -> list[str]:
-    """The keys under which the two differ: those that came and changed in the order of `after`, then those that
-    went."""
+    """The keys under which the two differ: new and changed ones in the order of `after`, then those that went."""
     if list(before) == list(after):  # the usual case, compared without a look-up for each
         pairs = zip(after, before.values(), after.values(), strict=True)
         return [key for key, old, new in pairs if old is not new and differ(old, new)]
@@ -128,7 +120,6 @@ def _note_unexplained(state: State, source: str, before: Mapping[str, object], a
 
 
 def _mark_deleted(state: State, before: Mapping[str, object], after: Mapping[str, object]) -> None:
-    """Mark the VMs whose nodes are shown no more."""
     for vm in state.vms_in(VmState.DELETING) if before is not after else ():
         if vm.name not in after:
             state.mark_vm(vm.name)
@@ -160,8 +151,7 @@ def _follow_hosts(state: State, compared: Compared, source: str, hosts: Mapping[
 
 
 def _moves(old: VmSeen, new: VmSeen) -> bool:
-    """Whether the second observation may move the VM's row, or those that depend on it. What a VM uses changes all the
-    time."""
+    """Whether the new observation may move rows. What a VM uses changes all the time, and moves none."""
     return (
         old.condition is not new.condition
         or old.token != new.token
@@ -171,8 +161,7 @@ def _moves(old: VmSeen, new: VmSeen) -> bool:
 
 
 def _know_hosts(state: State, compared: Compared) -> None:
-    """Keep every host in sight as it was observed last, and the source that answers for it. What it has available at
-    the moment, and its load, are not kept: they change all the time."""
+    """Keep every host in sight as observed last, and its source; not its load, which changes all the time."""
     for name in sorted(compared.unlearned):
         if (host := state.free.hosts.get(name)) is not None:
             steady = replace(host, available=0, available_disk=None, load=None, numa=())
@@ -182,8 +171,7 @@ def _know_hosts(state: State, compared: Compared) -> None:
 
 
 def unexplained(state: State, world: World) -> dict[str, str]:
-    """The names that are shown and that no row has, as of the last `mark_changes`, each with the source that shows it
-    (empty: only the scheduler does). What is explained or shown no more is forgotten. Needs the scheduler."""
+    """The names that are shown and that no row has, each with its source (empty: the scheduler). Forgets the others."""
     assert world.scheduler is not None, "while the scheduler is unknown nobody asks"
     found: dict[str, str] = {}
     for name, source in sorted(state.compared.unexplained):
@@ -214,8 +202,7 @@ WHY = Why.FOUND_THERE()
 
 
 def adopt_unexplained(context: Context) -> None:
-    """Give a row to each VM and each template in sight that has none, unless the template is broken, and take spares
-    that are in use by others out of their pools. One observation is enough for that: nothing is destroyed by it."""
+    """Give rows to VMs and templates that have none, and take spares that serve others out of their pools."""
     state = context.state
     for vm in state.vms_in(VmState.PARKED, VmState.JOINED, VmState.RETIRING):
         if vm.is_spare and _serves_another(context, vm):
@@ -234,9 +221,8 @@ def adopt_unexplained(context: Context) -> None:
 
 
 def _serves_another(context: Context, vm: Vm) -> bool:
-    """Whether a spare is, or was, in use by what no row tells of, because its row is that of an older database: it was
-    started and its row is parked, its guest knows a user, or a job is on its node that did not take it by an offer. A
-    guest of a joined spare learns of a user for the job that takes the spare, and its row has an attempt by then."""
+    """Whether a spare serves what no row tells of, because its row is of an older database: its row is parked and it
+    was started, its guest knows a user, or a job is on its node that took no offer."""
     state, world, seen = context.state, context.world, context.world.vm(vm)
     if seen is None:
         return False
@@ -250,7 +236,7 @@ def _serves_another(context: Context, vm: Vm) -> bool:
 
 
 def _make_orphan(context: Context, vm: Vm) -> None:
-    """Its claim grows to what it has."""
+    """Take a spare that serves another out of its pool. Its claim grows to what it has."""
     seen, host = context.world.vm(vm), context.in_sight.get(vm.host)
     size = (seen.size if seen else None) or vm.size
     orphan = replace(vm, pool=None, size=size)
@@ -260,13 +246,12 @@ def _make_orphan(context: Context, vm: Vm) -> None:
 
 
 def _claim_of(size: Size, seen: VmSeen, host: Host) -> Size:
-    """What a VM of `size` claims of which no row says what it was made of: of the disk, what its host lets it write."""
+    """What a VM claims if no row says what it was made of: of the disk, what its host lets it write."""
     return Size(size.cpus, size.memory + host.vm_overhead, seen.disk or size.disk, size.net)
 
 
 def _drop_earlier_build(state: State, which: TemplateKey, seen: TemplateSeen) -> None:
-    """End the row of a template that was built again without it. Its VMs map the earlier build, whose memory is counted
-    beside the new one's as long as they live (`capacity.left_behind`)."""
+    """End the row of a template that was rebuilt. Memory of the earlier build counts until its VMs end."""
     row = state.template_for(which)
     if row is not None and row.state is TemplateState.READY and row.build and seen.build not in ("", row.build):
         state.move(lose_template(row, Why.REBUILT()), free=[row.claim_key])
@@ -275,9 +260,8 @@ def _drop_earlier_build(state: State, which: TemplateKey, seen: TemplateSeen) ->
 def _place_of(
     context: Context, serial: int, source: str, seen: VmSeen, shown: Mapping[TemplateKey, TemplateSeen]
 ) -> Place:
-    """Where a VM was found, and which template it was forked from. If no row is that of its build, the VMs of this
-    build have a number that no row has, the serial of one of them made negative: so the build's memory is counted once,
-    as that of a template whose row has ended."""
+    """Where a VM was found, and its template. If no row is of that build, VMs of the build share a number that no row
+    has: the serial of one of them, negative. So the memory of the build counts once."""
     state, host, build = context.state, seen.host, seen.template_build
     if not build:
         return Place(host, source)
@@ -291,7 +275,7 @@ def _place_of(
 
 
 def _adopt_vm(context: Context, source: str, seen: VmSeen, shown: Mapping[TemplateKey, TemplateSeen]) -> None:
-    """Its number is a new one, because an ended row may have that of its name; what comes after has neither."""
+    """Give a VM a row under a new number: an ended row may have the number that is in its name."""
     state, policy = context.state, context.policy
     state.numbers.skip_serials(serial_of(seen.name) + 1)
     size = seen.size or policy.base
@@ -315,7 +299,6 @@ def _adopt_vm(context: Context, source: str, seen: VmSeen, shown: Mapping[Templa
 
 
 def _adopt_template(context: Context, source: str, seen: TemplateSeen) -> None:
-    """A template that is being built holds memory already."""
     state = context.state
     template = Template(
         id=state.numbers.new_template_id(),

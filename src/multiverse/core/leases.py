@@ -23,22 +23,12 @@ from multiverse.core.capacity_index import changed, how_many
 from multiverse.core.clones.kinds import choose_clones, node_request, on_hosts_making
 from multiverse.core.context import Context
 from multiverse.core.machines.lease import plan_lease, release_lease
-from multiverse.core.model import (
-    COMING_LEASES,
-    OPEN_LEASES,
-    Attempt,
-    CloneKind,
-    Host,
-    KnownHost,
-    Lease,
-    LeaseSpec,
-    LeaseState,
-    Size,
-    TemplateState,
-    Why,
-    said,
-)
+from multiverse.core.model.basics import CloneKind, Size
+from multiverse.core.model.host import Host, KnownHost
 from multiverse.core.model.identity import lease_name, token_of
+from multiverse.core.model.job import COMING_LEASES, OPEN_LEASES, Attempt, Lease, LeaseSpec, LeaseState
+from multiverse.core.model.reason import Why, said
+from multiverse.core.model.vm import TemplateState
 from multiverse.core.policy import LeasePolicy, Policy
 from multiverse.core.runs import why_earlier_run
 from multiverse.core.state import State, quarantine_on_error
@@ -47,18 +37,14 @@ from multiverse.core.transition import Event
 # --- what leased hosts would have -------------------------------------------------------------------
 
 
-STARTUP = 60.0
-"""Seconds, beyond the limit of a pilot's start, that a job's first VM on a new host may take: its template is built
-first. A job that would not fit into a lease then is no reason to take one."""
+STARTUP = 60.0  # seconds beyond a pilot's start limit until a job's first VM runs: its template is built first
 
-ENOUGH = 1 << 30
-"""MiB of disk, and Mbit/s of bandwidth, that a host is taken to have of which nobody knows that yet."""
+ENOUGH = 1 << 30  # MiB of disk, and Mbit/s of bandwidth, that a host is taken to have of which nobody knows that yet
 
 
 def leasable_host(context: Context, lease: LeasePolicy) -> Host | None:
-    """A host as it would be leased. What hosts of that partition have shown is true of the next; before there was one,
-    it has the CPUs and the memory of its node, can do everything, and costs nothing beside. None while nobody knows
-    what the partition's nodes have."""
+    """A host as it would be leased: as an earlier one of the partition, or else with the CPUs and memory of its node
+    and able to do everything. None while nobody knows the partition's nodes."""
     for one in context.state.leases_in(*OPEN_LEASES):
         known = context.state.hosts.get(one.name)
         if one.spec.partition == lease.partition and known is not None and known.value is not None:
@@ -131,12 +117,9 @@ def usable_leases(context: Context, attempt: Attempt) -> Iterator[tuple[LeasePol
 # --- asking and giving back -------------------------------------------------------------------------
 
 
-DEPTH = 100
-"""Waiting jobs, the first of the queue, for which hosts are leased."""
+DEPTH = 100  # waiting jobs, the first of the queue, for which hosts are leased
 
-PATIENCE = 5.0
-"""So many times the idle time a host is kept at most for jobs that would use it, and do not, once their templates are
-built."""
+PATIENCE = 5.0  # so many times the idle time a host is kept at most for jobs that do not use it
 
 
 @dataclass(slots=True)
@@ -192,7 +175,7 @@ def _waiting(context: Context) -> Iterator[Attempt]:
         limited = any(count > limits[limit] for limit, count in job.uses)
         if not job.eligible or attempt.waits_for_delay(job) or limited or state.now < attempt.not_before:
             continue
-        if why_earlier_run(state, context.world, attempt, {}):
+        if why_earlier_run(state, context.world, attempt):
             continue
         if context.world.user_known_since(attempt.uid) == float("inf"):
             # No host in sight may be able to hold it, so nobody else has asked who the user is.
@@ -232,8 +215,7 @@ class _Needs:
         return any(one.uses for one in self._coming if one.lease is not None and one.lease.id == lease.id)
 
     def add(self, attempt: Attempt) -> None:
-        """Another job, behind those before: it needs what it gets, all of it or nothing. Where there was nothing for
-        one, there is nothing for those behind it that are alike."""
+        """Another job takes what it needs, all or nothing. After one that gets nothing, its equals get nothing."""
         job = self._context.state.queue.job_of(attempt.id)
         alike = (self._context.state.queue.shape_of(attempt.id), job.limit, job.requeues)
         if alike in self._hopeless:
@@ -338,8 +320,7 @@ def _give_back_unneeded(context: Context, lease: Lease, needs: _Needs) -> None:
 
 
 def _kept_for_jobs(state: State, lease: Lease, used: set[str], policy: LeasePolicy) -> bool:
-    """Whether an idle host is kept for jobs that are about to use it. `used` are all their hosts. A job starts when the
-    last of them has its template, and a template that is being built has a time limit of its own."""
+    """Whether an idle host is kept for jobs. They start once the last of the hosts in `used` has its template."""
     templates = [one for host in sorted(used) for one in state.templates_on(host)]
     built = [one.since for one in templates if one.state is TemplateState.READY]
     builds = any(one.state is TemplateState.BUILDING for one in templates)

@@ -23,29 +23,16 @@ from multiverse.core.clones.supply import CloneRequest, plan_vms
 from multiverse.core.context import Context
 from multiverse.core.machines.offer import open_offer, withdraw_offer
 from multiverse.core.machines.vm import plan_vm
-from multiverse.core.model import (
-    LEAVING_STATES,
-    Attempt,
-    AttemptState,
-    Claim,
-    CloneKind,
-    Host,
-    NodeState,
-    OfferState,
-    Reason,
-    TemplateState,
-    Vm,
-    VmState,
-    Why,
-    first_on,
-    said,
-)
+from multiverse.core.model.basics import CloneKind
+from multiverse.core.model.host import Claim, Host
+from multiverse.core.model.job import Attempt, AttemptState, NodeState, first_on
+from multiverse.core.model.reason import Reason, Why, said
+from multiverse.core.model.vm import LEAVING_STATES, OfferState, TemplateState, Vm, VmState
 from multiverse.core.policy import Policy, Pool, wait_for
 
 
 def may_offer(context: Context, vm: Vm) -> bool:
-    """Whether a joined spare may be offered to jobs as they come: the scheduler can, it never was offered, is an idle
-    node, and is fit to serve."""
+    """Whether a joined spare may be offered to jobs: it never was, is an idle node, and fit to serve."""
     node = context.scheduler.nodes.get(vm.name)
     fresh = vm.state is VmState.JOINED and context.state.offer_of(vm) is None
     idle = node is not None and node.state is NodeState.IDLE and not node.reserved
@@ -54,7 +41,6 @@ def may_offer(context: Context, vm: Vm) -> bool:
 
 
 def is_offered(vm: Vm, policy: Policy) -> bool:
-    """Whether a pool of the settings offers such spares."""
     return any(pool.offer for pool in policy.pools if is_of(vm, pool))
 
 
@@ -79,7 +65,7 @@ def reconcile_offers(context: Context, blockage: Blockage) -> None:
 
 
 def _is_another_changing(context: Context, spare: Vm) -> bool:
-    """Whether another such spare is being made or released: they are replaced one after the other."""
+    """Whether another such spare is being made or released: they are replaced one by one."""
     changing = (*BEING_CREATED, VmState.PARKED, *LEAVING_STATES, VmState.RETIRING)
     return any(
         vm.attempt is None and (vm.pool, vm.image) == (spare.pool, spare.image)
@@ -87,14 +73,12 @@ def _is_another_changing(context: Context, spare: Vm) -> bool:
     )
 
 
-LAUNCH = 1.0
-"""Seconds from a job's running, as Slurm shows it, until its script has begun."""
+LAUNCH = 1.0  # seconds from a job's running, as Slurm shows it, until its script has begun
 
 
 def reconcile_pools(context: Context, blockage: Blockage) -> None:
-    """Bring every pool to its size. Nothing is made while jobs wait for room or for a turn, and nothing is on offer
-    while jobs wait for room; neither while a reservation of the scheduler's keeps all nodes. Spares that were taken
-    count towards the most that a pool has, until their jobs come."""
+    """Bring every pool to its size. Nothing is made while jobs wait for room or a turn, nothing is on offer while jobs
+    wait for room, neither during a reservation. Spares that were taken count until their jobs come."""
     if context.world.scheduler is None or not context.world.sees_hosts:
         return
     if context.state.closing:
@@ -123,7 +107,6 @@ def reconcile_pools(context: Context, blockage: Blockage) -> None:
 
 
 def wanted_of(context: Context, pool: Pool) -> int:
-    """How many spares the pool is to have now."""
     forecast = context.world.forecast
     seconds = context.policy.takes(pool.image, CloneKind.INSTANT, forecast)
     return pool.wanted(forecast.arrivals.get(pool.image, 0.0), seconds)
@@ -131,14 +114,13 @@ def wanted_of(context: Context, pool: Pool) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PoolStatus:
-    """How it stands with a pool: how many spares it is to have now, has ready, of these on offer to jobs as they come,
-    and has in the making."""
+    """How it stands with a pool: numbers of its spares."""
 
     pool: Pool
-    wanted: int
+    wanted: int  # now
     ready: int
-    making: int
-    offered: int
+    making: int  # in the making
+    offered: int  # of those ready, to jobs as they come
 
 
 def pool_status(context: Context) -> list[PoolStatus]:
@@ -155,8 +137,7 @@ def pool_status(context: Context) -> list[PoolStatus]:
 
 
 def _has_idle_cpus(context: Context, host: Host) -> bool:
-    """Whether another spare may be made there without slowing down jobs that are starting. Half of the machine's CPUs
-    are enough for both together, and one of a single pair."""
+    """Whether another spare slows down no job that starts: half of the machine's CPUs are enough for both."""
     cpus = (host.machine or host.capacity).cpus
     at_work = 0
     for vm in context.state.vms_on(host.name):
@@ -166,7 +147,7 @@ def _has_idle_cpus(context: Context, host: Host) -> bool:
 
 
 def _is_starting(attempt: Attempt, now: float) -> bool:
-    """From its admission until its script has begun, which nobody reports: some time after the job runs."""
+    """From its admission until its script has begun: some time after the job runs."""
     if attempt.state is AttemptState.ALLOCATED:
         return now - attempt.since < LAUNCH
     starting = (AttemptState.CLAIMED, AttemptState.SPAWNING, AttemptState.SPAWNED, AttemptState.ADDING_USER)
@@ -174,8 +155,7 @@ def _is_starting(attempt: Attempt, now: float) -> bool:
 
 
 def _may_make(context: Context, pool: Pool) -> bool:
-    """Not while a spare that failed is being destroyed, and then not before its image's rest is over. A spare whose
-    host is out of reach has not failed to come up, and may be there for long."""
+    """Not while a spare that failed is being destroyed, and not before its image's rest is over."""
     failed = any(
         vm.pool and vm.attempt is None and vm.image == pool.image
         for vm in context.state.vms_in(VmState.ENDING, VmState.REMOVING)
@@ -218,7 +198,7 @@ def _why_spent(context: Context, vm: Vm, pool: Pool) -> Reason | None:
 
 
 def _refill(context: Context, pool: Pool, lacking: int) -> None:
-    """Plan as many spares as may be made beside what is being made for jobs: half of a turn, one at least."""
+    """Plan spares beside what is being made for jobs: half of a turn, one at least."""
     state, policy, kind = context.state, context.policy, CloneKind.INSTANT
     if state.leases:  # a host is leased for jobs, and its spares would keep it
         context = replace(context, without=context.without | state.leased)

@@ -9,24 +9,19 @@ from typing import NamedTuple, Protocol
 class Clock(Protocol):
     def now(self) -> float:
         """Monotonic seconds. The clock runs on while the machine sleeps and starts anew at boot."""
-        ...
 
     def wall(self) -> float:
         """Unix time in seconds."""
-        ...
 
     def boot_id(self) -> str:
         """Tells one boot's monotonic times from another's."""
-        ...
 
 
 class Fencing(Protocol):
     """The site's fence command."""
 
     async def fence(self, host: str) -> None:
-        """Make sure that the machine is off. Returns only if it surely is, or was after this call began. Raises
-        `Unknown` with what the command has said otherwise; then it is repeated."""
-        ...
+        """Make sure that the machine is off. Returns only if it surely is; else raises `Unknown`, and is repeated."""
 
 
 class Level(StrEnum):

@@ -35,11 +35,8 @@ from multiverse.store.database import Store
 
 Execute = Callable[[sa.Executable, dict[str, Any]], sa.CursorResult[Any]]
 
-ROWS = 25
-"""Ended rows that one step examines."""
-
-ENTRIES = 100
-"""Entries of the journal that one step deletes."""
+ROWS = 25  # ended rows that one step examines
+ENTRIES = 100  # entries of the journal that one step deletes
 
 # Whether an ended attempt stays, because its job, or another task of its array (`123_4`), has a live attempt. The index
 # ix_attempts_live_job holds live attempts only. "`" follows "_", so this is a range of the index.
@@ -107,8 +104,7 @@ class Pruned:
 
 
 class Pruning:
-    """One round over all rows that ended before `before` (Unix time). Several rounds at once are harmless. With
-    `dry_run` nothing is deleted, and what would be is counted."""
+    """One round over rows that ended before a Unix time. With `dry_run` rows are counted and not deleted."""
 
     def __init__(self, store: Store, before: float, *, after: str = "", dry_run: bool = False) -> None:
         """`after` is the `position` up to which another round came. Raises `Refused` if it makes no sense."""
@@ -139,8 +135,7 @@ class Pruning:
         return Pruned(**self._removed)
 
     def step(self) -> bool:
-        """One transaction. False when nothing is left to do. Raises `Exhausted` if it cannot be committed: nothing of
-        it is kept, and it may be repeated."""
+        """One transaction. False when nothing is left to do. Raises `Exhausted`; then it may be repeated."""
         if not self._left:
             return False
         kind, table, _ = self._left[0]
@@ -181,11 +176,9 @@ class Pruning:
 
 MINUTE, HOUR, DAY = 60, 3600, 86400
 
-MINUTES_KEPT = DAY
-"""Seconds for which rows of a minute stay; then those of an hour become one."""
+MINUTES_KEPT = DAY  # seconds for which rows of a minute stay; then those of an hour become one
 
-ADDED, MERGED, DELETED = 200, 10, 500
-"""Rows that one step adds; hosts and VMs whose hour one step merges; old rows that one step deletes."""
+ADDED, MERGED, DELETED = 200, 10, 500  # per step: rows added, hosts and VMs whose hour is merged, old rows deleted
 
 UsedBy = Literal["host", "vm"]
 
@@ -227,8 +220,7 @@ class UsageRecord:
 
 
 def add_usage(store: Store, records: Sequence[UsageRecord]) -> None:
-    """Keep some records, `ADDED` at most, in place of those of the same times. Raises `Exhausted` if there is no room
-    beyond what is reserved."""
+    """Keep `ADDED` records at most. Raises `Exhausted` if there is no room beyond what is reserved."""
     if records:
         with store.maintenance(adds=True) as execute:
             execute(_PUT, [_row(one) for one in records])
@@ -242,8 +234,7 @@ def read_usage(store: Store, kind: UsedBy, name: str, since: float) -> list[Usag
 
 
 class UsagePruning:
-    """One round: rows of a minute that are older than a day become rows of an hour, and those that are older than
-    `before` (Unix time) are deleted."""
+    """One round: minutes older than a day become hours, and rows older than `before` are deleted."""
 
     def __init__(self, store: Store, now: float, before: float) -> None:
         self._store, self._before = store, before
@@ -285,8 +276,7 @@ def _usage(row: Sequence[Any]) -> Usage:
 # --- what runs of jobs have used --------------------------------------------------------------------
 
 
-RUNS_DELETED = 100
-"""Rows that one step of pruning deletes."""
+RUNS_DELETED = 100  # rows that one step of pruning deletes
 
 _RUNS = schema.job_usage
 _RUN = TypeAdapter(JobUsage)
@@ -298,8 +288,7 @@ _DROP_RUNS = sa.text(
 
 
 def put_job_usage(store: Store, usages: Sequence[JobUsage], wall: float) -> None:
-    """Keep what these runs have used, as of `wall` (Unix time). Raises `Exhausted` if there is no room beyond what is
-    reserved."""
+    """Keep what runs have used, as of a Unix time. Raises `Exhausted` if there is no room beyond the reserve."""
     if usages:
         with store.maintenance(adds=True) as execute:
             execute(_PUT_RUN, [{"attempt": one.attempt, "wall": wall, "body": _body(one)} for one in usages])

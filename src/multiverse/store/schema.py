@@ -22,8 +22,7 @@ import structlog
 from multiverse.core.errors import Broken, Exhausted, Refused
 from multiverse.system.periodic import called_every
 
-HEAD = "0001"
-"""The newest revision: what a database is upgraded to."""
+HEAD = "0001"  # the newest revision: what a database is upgraded to
 
 metadata = sa.MetaData()
 meta = sa.Table(
@@ -136,8 +135,7 @@ job_usage = sa.Table(
 
 log = structlog.get_logger()
 
-TELLS_EVERY = 5.0
-"""Seconds between two lines of the log while an upgrade goes on."""
+TELLS_EVERY = 5.0  # seconds between two lines of the log while an upgrade goes on
 
 VERSIONS = Path(__file__).parent / "versions"
 
@@ -206,13 +204,13 @@ def _run(connection: sa.Connection, path: Path | None, found: str) -> None:
 
 
 def _told(what: str) -> AbstractContextManager[None]:
-    """Log every few seconds that this goes on: nobody is to think that a daemon hangs that has a large database."""
+    """Log every few seconds that this goes on, so that nobody thinks that the daemon hangs."""
     began = time.monotonic()
     return called_every(TELLS_EVERY, lambda: log.info(what, seconds=round(time.monotonic() - began)), what)
 
 
 def _keep_copy(path: Path, found: str) -> Path:
-    """A copy as of the last commit, whole or not there at all; an older copy of that revision makes way for it."""
+    """A copy as of the last commit, whole or not there at all. It replaces an older copy."""
     copy = path.with_name(f"{path.name}.schema-{found}")
     fresh = copy.with_name(f"{copy.name}.new")
     try:

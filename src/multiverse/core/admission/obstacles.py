@@ -39,27 +39,15 @@ from multiverse.core.clones.spares import release_spare, spares
 from multiverse.core.context import Context
 from multiverse.core.leases import fits_on_leases
 from multiverse.core.machines.template import drop_template, is_present
-from multiverse.core.model import (
-    LEAVING_STATES,
-    Attempt,
-    CloneKind,
-    Depth,
-    Reason,
-    Request,
-    Size,
-    Template,
-    TemplateState,
-    Vm,
-    VmState,
-    Why,
-)
+from multiverse.core.model.basics import CloneKind, Depth, Size
+from multiverse.core.model.job import Attempt, Request
+from multiverse.core.model.reason import Reason, Why
+from multiverse.core.model.vm import LEAVING_STATES, Template, TemplateState, Vm, VmState
 
 
 def why_unfit(context: Context, attempt: Attempt) -> tuple[Reason | None, bool]:
-    """Why none of the hosts that take new VMs, have the image, and make such clones of it, could hold the job, were
-    they empty (None: one could), and whether hosts may yet: those that are drained, those that cannot make such clones
-    now, those that the image can still come to, those that can be leased, and those out of reach or fenced, of which
-    nobody knows what they could hold."""
+    """Why no host that takes VMs could hold the job, were it empty (None: one could), and whether others may yet:
+    drained or unable hosts, hosts to be leased or without the image, and those out of reach, of unknown size."""
     if _fits_now(context, attempt):
         return None, True
     if context.avoided and _fits_now(context.with_avoided(), attempt):
@@ -116,10 +104,9 @@ class ForeignMemory:
         self._said: dict[tuple[Request, CloneKind, frozenset[str], bool], Reason | None] = {}
 
     def why(self, context: Context, attempt: Attempt, choice: Choice) -> Reason | None:
-        """Why the attempt would have no room on empty hosts either, with nothing of ours on them: others on their
-        machines have the memory, and no job behind it is to wait for that. None where no more is claimed than
-        declared: there nobody looks at what others have. How much others hold is not known to the MiB: who was told
-        this once is told so until there is some more than enough."""
+        """Why the job would not fit even without our VMs: other processes hold the memory. None where memory is not
+        over-committed. What others hold varies, so who was told this is told again until there is some more than
+        enough."""
         if all(kind.host.overcommit.memory <= 1 for kind in index_of(context).classes.values()):
             return None
         lacking = context.state.lacking
@@ -148,9 +135,8 @@ def _why(context: Context, attempt: Attempt, choice: Choice, *, margin: bool) ->
 def release_spares(
     context: Context, image: str, count: int, claims: Mapping[str, Size], limit: Limit = any_number
 ) -> bool:
-    """Release as many spares as it takes for `count` such claims, by host and within the limit, to have room: joined
-    spares first, for they hold the most, and parked spares of `image` last. What is being released already counts as
-    free. False if there are no spares, or all of them would not be enough: then they stay."""
+    """Release as many spares as `count` claims need: joined ones first, parked ones of `image` last. What is being
+    released already counts as free. False, and nothing is released, if all of them would not be enough."""
     state = context.state
     leaving = {vm.key for vm in state.vms_in(*LEAVING_STATES, VmState.RETIRING)}
     here = (vm for vm in spares(state) if vm.host in claims)
@@ -167,11 +153,8 @@ def release_spares(
 
 
 def retire_a_template(context: Context, attempt: Attempt) -> None:
-    """Retire one template that nothing uses, so that the attempt may have its memory.
-
-    First one that no attempt in the queue needs; such templates are kept only while they fit. Otherwise one that this
-    attempt does not need, on a host where only templates are in its way. One at a time: its memory may be enough.
-    """
+    """Retire one unused template for the attempt's sake: one that no queued attempt needs, or else one that this
+    attempt does not need, on a host where only templates are in its way. One at a time: it may be enough."""
     state, hosts = context.state, context.hosts
     if any(template.host in hosts for template in state.templates_in(TemplateState.RETIRING)):
         return
@@ -218,8 +201,7 @@ def wanted_templates(context: Context, attempt: Attempt) -> TemplateWish | None:
 
 
 def empty_drained(context: Context) -> None:
-    """Release the spares of hosts that are drained, or are to be drained, and retire the templates of those that are.
-    A host out of sight is emptied when it is back."""
+    """Release the spares, and retire the templates, of hosts in sight that are drained or are to be."""
     state, shown = context.state, context.in_sight
     leaving = {name for name in (state.closed | state.closing) if name in state.drains and name in shown}
     if not leaving:

@@ -16,19 +16,18 @@ from ipaddress import IPv4Network
 from typing import NamedTuple
 
 from multiverse.core.capacity_index import HostMap, changed, how_many
-from multiverse.core.model import (
+from multiverse.core.model.basics import CloneKind, Size
+from multiverse.core.model.host import (
     MOST_NODES,
     OTHER_IMAGES,
-    CloneKind,
     DiskCost,
     EqualHosts,
     Host,
     JobLimit,
     JobLimits,
     KnownHost,
-    Request,
-    Size,
 )
+from multiverse.core.model.job import Request
 from multiverse.core.policy import Policy
 
 
@@ -41,24 +40,18 @@ class NodeRequest(NamedTuple):
 
 
 def allowance(node: Size, policy: Policy) -> int:
-    """MiB that a job may write to the disk of a VM whose node declares `node`: what its host is made to hold, and what
-    its guest's file system shows as available."""
+    """MiB that a job may write to the disk of a VM whose node declares `node`."""
     return max(policy.scratch, node.disk)
 
 
 def guest_memory(node: Size, policy: Policy) -> int:
-    """MiB that a guest needs whose node declares `node`: with room for its kernel and daemons, and for the page
-    structures of plugged memory (64 bytes for each page of 4096: 1/64)."""
+    """MiB for a guest: its node, kernel and daemons, and the page structures of plugged memory (64 bytes a page)."""
     return node.memory + policy.guest_reserve + node.memory // 50
 
 
 def template_size(node: Size, host: Host, image: str, policy: Policy) -> Size:
-    """The size of the template that a VM for a node of size `node` is forked from.
-
-    What the image can plug is the base's, and is plugged later. What it cannot plug, the template has from the start:
-    CPUs as asked for; memory as the next power of two, so that templates are shared, or as much as the host holds for
-    the template and a VM beside it.
-    """
+    """The size of the template for a node. What the image can plug, the template has as the base. What it cannot plug,
+    it has from the start: CPUs as asked for, memory as the next power of two or as much as the host holds."""
     cpus = policy.base.cpus if host.image_can(image, "plug_cpus") else max(node.cpus, policy.base.cpus)
     if host.image_can(image, "plug_memory"):
         return Size(cpus, policy.base.memory)
@@ -68,8 +61,7 @@ def template_size(node: Size, host: Host, image: str, policy: Policy) -> Size:
 
 
 def serves_as(other: Size, own: Size, host: Host, image: str) -> bool:
-    """Whether a template of the size `other` serves where one of the size `own` is meant: of what the image cannot plug
-    it may have up to twice as much, as long as the host holds it and a VM of it."""
+    """Whether a template of size `other` serves instead of `own`: up to twice of what the image cannot plug."""
 
     def enough(have: int, need: int, ability: str) -> bool:
         return have == need if host.image_can(image, ability) else need <= have <= 2 * need
@@ -89,16 +81,14 @@ def _most_memory(host: Host) -> int:
 
 
 def vm_size(node: Size, template: Size, host: Host, policy: Policy) -> Size:
-    """The size of a VM whose node declares `node`: memory that its template lacks is plugged in whole blocks; its disk
-    is the job's allowance."""
+    """The size of a VM: memory that its template lacks is plugged in whole blocks; its disk is the allowance."""
     block = host.memory_block
     plugged = -(-max(0, guest_memory(node, policy) - template.memory) // block) * block
     return Size(max(node.cpus, template.cpus), template.memory + plugged, allowance(node, policy), node.net)
 
 
 def empty_capacity(host: Host) -> Size:
-    """What the host can carry at once with nothing on it. Where more memory may be claimed than is declared, VMs that
-    start have to fit into the machine all the same."""
+    """What the host can carry at once with nothing on it; no more memory than its machine has."""
     memory, times = host.capacity.memory, host.overcommit
     if times.memory > 1 and host.machine:
         memory = min(memory, host.machine.memory - times.floor)
@@ -111,7 +101,6 @@ def claimable_cpus(host: Host) -> int:
 
 
 def claimable_disk(host: Host) -> int:
-    """MiB of disk that may be claimed there in all."""
     return int(host.capacity.disk * host.overcommit.disk)
 
 
@@ -121,14 +110,12 @@ def vm_claim(size: Size, host: Host, image: str, kind: CloneKind) -> Size:
 
 
 def parked_claim(host: Host, image: str) -> Size:
-    """What a parked VM claims on its host. It is paused: it writes to none of its memory and to hardly any of its disk,
-    and needs what its hypervisor's process does."""
+    """What a parked VM claims: it is paused, so only what its hypervisor's process needs."""
     return Size(0, host.vm_overhead, host.disk_of(image).overhead)
 
 
 def template_claim(size: Size, host: Host | None, image: str) -> Size:
-    """What a template of `size` claims on its host: its frozen memory, as often as it is held there, what it writes to
-    its disk until it is frozen, and no CPU. Of a host that is not in sight the worst is assumed of the memory."""
+    """What a template claims: its memory, as often as it is held there (unknown host: twice), and its disk."""
     return Size(0, size.memory * (host.template_copies if host else 2), host.disk_of(image).overhead if host else 0)
 
 
@@ -152,8 +139,7 @@ def short_of_disk(host: Host) -> bool:
 
 
 def short_of_memory(host: Host) -> bool:
-    """Whether more may be claimed there than is declared, and its machine has less available than it must keep: then no
-    VM is added there, and spares are released."""
+    """Whether memory is over-committed there and the machine has less available than it must keep."""
     return host.overcommit.memory > 1 and 0 < host.available < host.overcommit.floor
 
 
@@ -167,8 +153,7 @@ def could_ever_fit(
     hosts: Mapping[str, Host],
     policy: Policy,
 ) -> bool:
-    """Whether empty hosts, with nothing on them but the template of that size, could hold all VMs that are requested,
-    each for the node that is wanted."""
+    """Whether empty hosts, with the template alone on them, could hold all VMs that are requested."""
     held, count = 0, request.nodes
     if isinstance(templates, HostMap):
         for part in templates.parts:
@@ -180,7 +165,7 @@ def could_ever_fit(
 
 
 def _held_empty(wanted: NodeRequest, template: Size, host: Host, policy: Policy) -> int:
-    """How many VMs for the node the host could hold with nothing on it but the template of that size."""
+    """How many VMs for the node the host could hold with nothing on it but the template."""
     claim = vm_claim(vm_size(wanted.size, template, host, policy), host, wanted.image, wanted.kind)
     if claim.cpus > host.capacity.cpus:
         return 0
@@ -189,10 +174,8 @@ def _held_empty(wanted: NodeRequest, template: Size, host: Host, policy: Policy)
 
 
 def largest_on(host: Host, image: str, policy: Policy, kind: CloneKind = CloneKind.INSTANT) -> Size:
-    """The largest node that the host could ever hold, with nothing on it but the template that it is forked from or, if
-    it boots, a template of the base size. However many CPUs may be claimed together, one node has no more than are
-    declared. What an image can do that is not there yet is taken to be everything. Zero memory if not even the smallest
-    fits."""
+    """The largest node that the host could hold with nothing on it but its template; a template of the base size if it
+    boots. An image that is not there is taken to be able to plug everything. Zero memory: not even the smallest."""
     plugs = {image: frozenset({"plug_cpus", "plug_memory"})}
     able = host if image in host.images else replace(host, images=plugs, disks={})
     capacity = empty_capacity(host)
@@ -219,8 +202,7 @@ _NO_SUBNET = IPv4Network("0.0.0.0/32")  # nor is an address
 
 
 def job_limits(hosts: Mapping[str, KnownHost], policy: Policy) -> JobLimits | None:
-    """What jobs must not exceed, by all known hosts, also those that are drained, fenced or out of reach, as last
-    observed. None while nothing is known of a host but its name."""
+    """What jobs must not exceed, by all known hosts as last observed; None while nothing is known of one."""
     members = [one.value for _, one in sorted(hosts.items()) if one.is_member]
     known = [value for value in members if value is not None]
     if not known or len(known) < len(members):
@@ -231,9 +213,8 @@ def job_limits(hosts: Mapping[str, KnownHost], policy: Policy) -> JobLimits | No
 
 
 def _limits_of(image: str, all_hosts: Sequence[Host], policy: Policy) -> tuple[JobLimit, ...]:
-    """The limits of jobs of an image: for each kind of clone the ways of `clones.ways_to_make`. An image that is not on
-    a host yet is taken to be able to plug everything there, as in admission, where a job waits for the image only if
-    its VMs would be made in the first of the ways."""
+    """The limits of jobs of an image, by the ways of `clones.ways_to_make`. An image that is not on a host yet is taken
+    to be able to plug everything there, as in admission."""
     instant, linked, full = CloneKind.INSTANT, CloneKind.LINKED, CloneKind.FULL
     ways = {kind: [_hosts_for(kind, image, all_hosts, policy)] for kind in (instant, linked, full)}
     having = [host for host in all_hosts if image in host.images]
@@ -248,8 +229,7 @@ def _limits_of(image: str, all_hosts: Sequence[Host], policy: Policy) -> tuple[J
 
 
 def _hosts_for(kind: CloneKind, image: str, hosts: Iterable[Host], policy: Policy) -> tuple[EqualHosts, ...]:
-    """What the hosts could hold of a job in that kind of clones. Equal hosts are counted, and those with the largest
-    nodes come first."""
+    """What hosts could hold of a job in that kind of clones: equal hosts counted, the largest nodes first."""
     counted = Counter(_capacity(host, image, policy, kind) for host in hosts)
     found = [replace(one, count=count) for one, count in counted.items() if one.memory]
     return tuple(sorted(found, key=lambda one: (one.memory[0], one), reverse=True))
@@ -284,8 +264,7 @@ def _capacity(host: Host, image: str, policy: Policy, kind: CloneKind) -> EqualH
 
 @lru_cache(maxsize=4096)
 def _memory_of_each(shape: _Shape) -> tuple[int, ...]:
-    """`EqualHosts.memory` of a host. Kept, because it takes some 0.1 ms for each number of nodes, and hosts are mostly
-    equal and hardly ever change."""
+    """`EqualHosts.memory` of a host. Cached: it takes 0.1 ms for each number of nodes, and hosts are mostly equal."""
     host = Host(
         "",
         shape.capacity,

@@ -14,49 +14,30 @@ from math import inf
 from typing import NamedTuple
 
 from multiverse.core.context import Context
-from multiverse.core.model import (
-    ENDING_STATES,
-    WAITING_STATES,
-    Attempt,
-    AttemptState,
-    ClaimKey,
-    CloneKind,
-    JobState,
-    Key,
-    OfferState,
-    Reason,
-    Size,
-    TemplateState,
-    Vm,
-    VmState,
-    Why,
-    said,
-)
+from multiverse.core.model.basics import ClaimKey, CloneKind, Key, Size
+from multiverse.core.model.job import ENDING_STATES, WAITING_STATES, Attempt, AttemptState, JobState
+from multiverse.core.model.reason import Reason, Why, said
+from multiverse.core.model.vm import OfferState, TemplateState, Vm, VmState
 
 # --- by when jobs end -------------------------------------------------------------------------------
 
 
 A = AttemptState
 
-STARTING = 5.0
-"""Seconds that the scheduler takes to start a job once its nodes have joined, and we to see that."""
-
-OVERDUE = 60.0
-"""Seconds after an expected end that has not come. Then nobody knows when it will come."""
+STARTING = 5.0  # seconds that the scheduler takes to start a job once its nodes have joined, and we to see that
+OVERDUE = 60.0  # Seconds after an expected end that has not come. Then nobody knows when it will come
 
 
 class Release(NamedTuple):
-    """What is free again on a host from a time on. `steady`: that time stays the same while nothing changes there, as
-    long as it has not come."""
+    """What is free again on a host from a time on."""
 
     at: float
     size: Size
-    steady: bool = True
+    steady: bool = True  # the time stays the same while nothing changes there, until it has come
 
 
 def ends_by(context: Context, attempt: Attempt, kind: CloneKind | None = None) -> float:
-    """By when the job of an attempt has ended at the latest. The job of an attempt that waits is taken to be admitted
-    now, and to get clones of that `kind`."""
+    """By when the job has ended at the latest. One that waits is taken to start now, as clones of that `kind`."""
     job = context.state.queue.jobs.get(attempt.job.job_id)
     if job is None or job.ref != attempt.job:
         return inf
@@ -112,8 +93,7 @@ def frees_by(context: Context, vm: Vm) -> float:
 
 
 def releases_on(context: Context, host: str) -> list[Release]:
-    """What is free again on a host, and from when on at the latest; the earliest first. Templates stay, but those that
-    are being retired, and those whose rows have ended: they go with the last of their VMs."""
+    """What is free again on a host and when, the earliest first. Templates that stay are left out."""
     state, found = context.state, []
     left_behind: defaultdict[int, float] = defaultdict(float)
     memory: dict[int, int] = {}
@@ -135,13 +115,11 @@ def releases_on(context: Context, host: str) -> list[Release]:
 
 
 def claimed(context: Context, owner: Key, host: str) -> Size:
-    """What a row claims on a host."""
     claim = context.state.claims.get(ClaimKey(owner, host))
     return claim.size if claim else Size(0, 0)
 
 
 def total(sizes: Iterable[Size]) -> Size:
-    """The sum of sizes."""
     cpus = memory = disk = net = 0
     for size in sizes:
         cpus, memory, disk, net = cpus + size.cpus, memory + size.memory, disk + size.disk, net + size.net
@@ -152,8 +130,7 @@ def total(sizes: Iterable[Size]) -> Size:
 
 
 def for_attempt(context: Context, attempt: Attempt) -> Context:
-    """The context without the hosts that are to be drained before the attempt's job has surely ended, the leased ones
-    that end before, or that it may not use, and those that are avoided for its image."""
+    """The context without hosts that end before the attempt's job, that it may not use, or that are avoided."""
     state = context.state
     if state.closing or state.leases:
         ends = surely_ends_by(context, attempt)
@@ -163,8 +140,7 @@ def for_attempt(context: Context, attempt: Attempt) -> Context:
 
 
 def _unfit_leases(context: Context, attempt: Attempt, ends: float) -> set[str]:
-    """The leased hosts on which a job that ends by then may not be: their leases end before, or may end at any time and
-    the job could not be queued again."""
+    """The leased hosts that the job may not use: they may end before it and it could not be queued again."""
     if not context.state.leases:
         return set()
     may = may_be_preempted(context, attempt)
@@ -177,15 +153,13 @@ def _unfit_leases(context: Context, attempt: Attempt, ends: float) -> set[str]:
 
 
 def may_be_preempted(context: Context, attempt: Attempt) -> bool:
-    """Whether the attempt's job may be on a host that is taken away at any time: it can be queued again, and has a time
-    limit."""
+    """Whether the job may be on a host that can be taken away: it can be queued again, and has a time limit."""
     job = context.state.queue.jobs.get(attempt.job.job_id)
     return job is not None and job.requeues and job.limit is not None
 
 
 def surely_ends_by(context: Context, attempt: Attempt) -> float:
-    """By when, in Unix time, the attempt's job and its VMs are surely gone if it is admitted now. Infinity where nobody
-    can tell: its job has no time limit, or the scheduler does not tell it."""
+    """By when the job and its VMs are surely gone if it is admitted now; infinity if nobody can tell."""
     return ends_by(context, attempt) + context.policy.reclaim
 
 

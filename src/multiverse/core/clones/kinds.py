@@ -25,22 +25,11 @@ from multiverse.core.capacity_index import HostMap, Part
 from multiverse.core.clones.spares import fit_to_serve, spares
 from multiverse.core.context import Context
 from multiverse.core.machines.template import need_template
-from multiverse.core.model import (
-    Attempt,
-    AttemptState,
-    Claim,
-    CloneKind,
-    Depth,
-    Host,
-    Placement,
-    Reason,
-    Size,
-    Template,
-    TemplateKey,
-    TemplateState,
-    VmState,
-    Why,
-)
+from multiverse.core.model.basics import CloneKind, Depth, Placement, Size
+from multiverse.core.model.host import Claim, Host
+from multiverse.core.model.job import Attempt, AttemptState
+from multiverse.core.model.reason import Reason, Why
+from multiverse.core.model.vm import Template, TemplateKey, TemplateState, VmState
 from multiverse.core.policy import ARRIVALS_FADE, wait_for
 from multiverse.core.rows import plus
 
@@ -54,14 +43,12 @@ def could_hold(context: Context, attempt: Attempt, kind: CloneKind, templates: H
 
 
 def node_request(context: Context, attempt: Attempt, kind: CloneKind) -> NodeRequest:
-    """What each of the attempt's VMs is to be."""
     return NodeRequest(attempt.request.size, context.image_of(attempt), kind)
 
 
 def template_sizes(context: Context, attempt: Attempt) -> HostMap[Size]:
-    """The size of the template that the attempt's VMs are forked from, on each host that has their image. Of what the
-    image cannot plug, a ready template with more of it is as good as one that would have to be built, unless a gang
-    could never have room with it."""
+    """The size of the template that the VMs are forked from, by host with their image. A larger template that is ready
+    serves too, for what the image cannot plug, unless a gang could never have room with it."""
     node, image, policy = attempt.request.size, context.image_of(attempt), context.policy
     own, nearest = [], []
     for part in every_host(context, None, lambda host: image in host.images).parts:
@@ -77,8 +64,7 @@ def template_sizes(context: Context, attempt: Attempt) -> HostMap[Size]:
 
 
 def _ready_parts(part: Part[None], own: Size, image: str, account: str) -> list[Part[Size]]:
-    """Of these hosts those with ready templates that serve where one of the size `own` is meant, the smallest of each
-    host."""
+    """Those of the hosts with a ready template that serves instead of `own`: the smallest of each host."""
     ready = part.kind.ready.get((image, account), {})
     serving = [size for size in ready if serves_as(size, own, part.kind.host, image)]
     parts: list[Part[Size]] = []
@@ -102,7 +88,6 @@ class TemplateWish:
     attempt: Attempt | None = None  # whose VMs they are; None for a pool's
 
     def key(self, host: str) -> TemplateKey:
-        """Which template it is there."""
         return TemplateKey(host, self.image, self.sizes[host], self.account)
 
     def is_for(self, which: TemplateKey | None) -> bool:
@@ -159,23 +144,18 @@ def build_template(context: Context, which: TemplateKey, reason: Reason) -> None
     )
 
 
-ALIKE = 100
-"""Of so many jobs at the head of the queue it is counted how many ask for the same."""
-
-MayBuild = Callable[[TemplateKey], bool]
-"""Whether a template may be built that is not there."""
+ALIKE = 100  # of so many jobs at the head of the queue it is counted how many ask for the same
+MayBuild = Callable[[TemplateKey], bool]  # whether a template may be built that is not there
 
 
 def any_template(_which: TemplateKey) -> bool:
-    """Every template may be built."""
     return True
 
 
 def ask_for_template(
     context: Context, wish: TemplateWish, room: Room, wanted: Reason, may: MayBuild = any_template
 ) -> Reason | None:
-    """Ask for one of these templates that may be built, because it is `wanted`, unless those that are being built
-    already are enough. Says so, or nothing if none of them can be had now."""
+    """Ask for one of these templates, unless enough are being built. Says so, or None if none can be had now."""
     image = wish.image
     coming = wish.rows(context, TemplateState.BUILDING, TemplateState.RETIRING)
     beside = _vms_beside(context, wish)
@@ -197,8 +177,7 @@ def ask_for_template(
 
 
 def _where_to_build(context: Context, wish: TemplateWish, room: Room, may: MayBuild, beside: Mapping[str, Size]) -> str:
-    """The first host by name that has room for the template and a VM beside it, or at least for the template; empty if
-    there is none. A template without room for a VM is of use once others have ended."""
+    """The first host with room for the template and a VM beside it, or else for the template; empty: none."""
     state = context.state
 
     def accept(name: str) -> bool:
@@ -219,7 +198,7 @@ def _holds_both(context: Context, wish: TemplateWish, room: Room, beside: Mappin
 
 
 def _vms_beside(context: Context, wish: TemplateWish) -> Mapping[str, Size]:
-    """What one of the VMs would claim beside its template; empty if it is not known what they are to be."""
+    """What one of the VMs would claim beside its template; empty if that is not known."""
     if wish.attempt is None:
         return {}
     return vm_claims(node_request(context, wish.attempt, CloneKind.INSTANT), wish.sizes, context.hosts, context.policy)
@@ -228,8 +207,7 @@ def _vms_beside(context: Context, wish: TemplateWish) -> Mapping[str, Size]:
 def _are_too_few(
     context: Context, wish: TemplateWish, coming: list[Template], room: Room, beside: Mapping[str, Size]
 ) -> bool:
-    """Whether the hosts on which templates are being built will not hold the VMs that wait for them, of those that may
-    be made at once: then others are built at the same time."""
+    """Whether hosts that build the template hold fewer VMs than wait for it, of those that may be made at once."""
     if wish.attempt is None or any(row.state is TemplateState.RETIRING for row in coming):
         return False
     held = sum(room.held(row.host, beside[row.host]) for row in coming if row.host in room.free)
@@ -237,14 +215,12 @@ def _are_too_few(
 
 
 def _waiting_alike(context: Context, attempt: Attempt) -> int:
-    """How many VMs are wanted by the first jobs in the queue that ask for the same."""
     state = context.state
     first = (state.attempts[id_] for _, id_ in state.queue.candidates.first(ALIKE))
     return sum(one.request.nodes for one in first if one.request == attempt.request)
 
 
 def _is_due(context: Context, broken: Template) -> bool:
-    """Whether a template that is broken may be built again."""
     return context.state.now >= broken.since + context.policy.backoff(broken.tries)
 
 
@@ -253,14 +229,12 @@ def _is_due(context: Context, broken: Template) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A kind of clone, and why it was chosen (None: it was asked for). `prepare`: its template is worth making for the
-    jobs that come after, though this job does not wait for it. `templates` is the size of the template that the VMs are
-    forked from, or as if they were, on each host that has their image."""
+    """A kind of clone for an attempt."""
 
     kind: CloneKind
-    why: Reason | None = None
-    prepare: bool = False
-    templates: HostMap[Size] | None = None
+    why: Reason | None = None  # None: it was asked for
+    prepare: bool = False  # its template is worth making for later jobs
+    templates: HostMap[Size] | None = None  # the size of the template, by host that has the image
 
     @property
     def forks(self) -> bool:
@@ -282,7 +256,7 @@ def choose_clones(context: Context, attempt: Attempt) -> Choice:
 
 
 def _unless_too_large(context: Context, attempt: Attempt, sizes: HostMap[Size], choice: Choice) -> Choice:
-    """A clone that boots may be larger than one that is forked: fork where no host could ever hold the former."""
+    """Fork instead of booting where no host could ever hold the larger, booted clone."""
     if (attempt.request.kind or context.policy.kind) is not CloneKind.AUTO or may_boot(context, attempt):
         return choice
     if could_hold(context, attempt, CloneKind.INSTANT, sizes):
@@ -296,13 +270,11 @@ def may_boot(context: Context, attempt: Attempt) -> bool:
     return could_hold(context, attempt, CloneKind.LINKED, bases)
 
 
-Way = tuple[CloneKind, HostMap[Size]]
-"""A kind of clone, and the size of the template, or of the base, on each host."""
+Way = tuple[CloneKind, HostMap[Size]]  # a kind of clone, and the size of the template, or of the base, on each host
 
 
 def ways_to_make(context: Context, attempt: Attempt) -> Sequence[Way]:
-    """The kinds of clones that the attempt's VMs could be, the likeliest first, each with the size of the template on
-    each host that has the image: forked from it, or, of clones that boot, as if they were."""
+    """The kinds of clones that the VMs could be, the likeliest first, with the size of the template by host."""
     sizes = template_sizes(context, attempt)
     bases = _as_base(context, sizes)
     match attempt.request.kind or context.policy.kind:
@@ -330,8 +302,7 @@ def unable_to_make(image: str, ways: Sequence[Way]) -> list[Reason]:
 
 
 def choose_kind(context: Context, attempt: Attempt, forking: HostMap[Size]) -> Choice:
-    """The kind for an attempt that is to be admitted now: as asked for, or else the one that will be a node first.
-    `forking` are the hosts that fork its image, with the size of the template that it could be forked from there."""
+    """The kind as asked for, or else the one that is a node first. `forking`: hosts that fork, with template sizes."""
     policy = context.policy
     asked = attempt.request.kind or policy.kind
     if asked is not CloneKind.AUTO:
@@ -357,7 +328,6 @@ def _is_any_able(context: Context, kind: CloneKind) -> bool:
 
 
 def _quicker(context: Context, attempt: Attempt, wish: TemplateWish) -> Choice:
-    """Whether a fork or a boot is a node first."""
     policy, forecast, image = context.policy, context.world.forecast, context.image_of(attempt)
     fork, boot = policy.takes(image, CloneKind.INSTANT, forecast), policy.takes(image, CloneKind.LINKED, forecast)
     if ready := wish.ready():
@@ -392,8 +362,7 @@ def _of_ready(context: Context, image: str, ready: Iterable[str], fork: float, b
 
 
 def _wanted_by_others(context: Context, attempt: Attempt, image: str) -> float:
-    """How many VMs of the image other jobs were given of late, or want now: jobs that wait and are not held, and those
-    that this very pass has admitted, of which the forecast does not know yet."""
+    """How many VMs of the image other jobs were given of late, or want now."""
     state, queue = context.state, context.state.queue
 
     def admitted_now(one: Attempt) -> bool:
@@ -432,5 +401,5 @@ def on_hosts_making(image: str, kind: CloneKind, sizes: HostMap[Size]) -> HostMa
 
 
 def _as_base(context: Context, sizes: HostMap[Size]) -> HostMap[Size]:
-    """The same hosts with the base size, which clones that boot are made as if they were forked from."""
+    """The same hosts with the base size: clones that boot are made as if they were forked from that."""
     return sizes.map(lambda _host, _size: context.policy.base)

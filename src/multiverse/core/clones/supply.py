@@ -37,20 +37,12 @@ from multiverse.core.clones.spares import give_back, parked_for
 from multiverse.core.context import Context
 from multiverse.core.machines.attempt import replace_vms, return_attempt
 from multiverse.core.machines.vm import plan_vm
-from multiverse.core.model import (
-    Attempt,
-    Claim,
-    CloneKind,
-    Depth,
-    Place,
-    Reason,
-    Size,
-    TemplateKey,
-    TemplateState,
-    Vm,
-    Why,
-)
+from multiverse.core.model.basics import CloneKind, Depth, Size
+from multiverse.core.model.host import Claim
 from multiverse.core.model.identity import mac_of, token_of, vm_name
+from multiverse.core.model.job import Attempt
+from multiverse.core.model.reason import Reason, Why
+from multiverse.core.model.vm import Place, TemplateKey, TemplateState, Vm
 from multiverse.core.policy import Parent, paid, wait_for
 from multiverse.core.rows import VmsMissing
 from multiverse.core.transition import Event
@@ -58,21 +50,20 @@ from multiverse.core.transition import Event
 
 @dataclass(frozen=True, slots=True)
 class CloneRequest:
-    """VMs to be planned: of which image, kind and account, what their nodes declare, and by host the size of their
-    template, which is also where their sizes come from unless `sizes` gives them."""
+    """VMs to be planned."""
 
     image: str
     kind: CloneKind
-    node: Size
-    templates: Mapping[str, Size]
+    node: Size  # what their nodes declare
+    templates: Mapping[str, Size]  # the size of their template, by host
     account: str = ""
     pool: Depth | None = None
     attempt: int | None = None
-    sizes: Mapping[str, Size] | None = None
+    sizes: Mapping[str, Size] | None = None  # their own sizes; None: by node and template
 
 
 def _skip_names_of_nodes(context: Context, count: int) -> None:
-    """Let the next serials be ones whose names no node has, also in a database that has lost its place."""
+    """Give no serial whose name a node has: the database may have lost its place."""
     state, nodes = context.state, context.world.scheduler.value.nodes if context.world.scheduler else {}
     while taken := [n for n in range(count) if vm_name(state.site, state.numbers.next_serial + n) in nodes]:
         state.numbers.skip_serials(state.numbers.next_serial + taken[-1] + 1)
@@ -122,7 +113,6 @@ def plan_vms(context: Context, wanted: CloneRequest, hosts: list[str]) -> list[V
 
 
 def request_of(context: Context, attempt: Attempt, choice: Choice) -> CloneRequest:
-    """What an attempt's VMs are to be."""
     request = attempt.request
     image = context.image_of(attempt)
     return CloneRequest(image, choice.kind, request.size, choice.sizes, request.account, attempt=attempt.id)
@@ -134,8 +124,7 @@ def describe(choice: Choice, vms: Iterable[Vm], **figures: Any) -> Reason:
 
 
 def placed_by(context: Context, attempt: Attempt, choice: Choice, made: Sequence[Vm]) -> dict[str, str]:
-    """Figures of what the user is told: which policy chose the hosts of new VMs, and among how many. None where
-    there is one host."""
+    """Which policy chose the hosts of new VMs, and among how many; nothing where there is one host."""
     if not made or len(context.hosts) < 2:
         return {}
     able = on_hosts_making(context.image_of(attempt), choice.kind, choice.sizes)
@@ -179,8 +168,7 @@ class CloneSupply:
         kept: Collection[int] = (),
         may: MayBuild = any_template,
     ) -> tuple[list[Vm], list[Vm]] | NoRoom:
-        """Spares for the attempt, but those that are `kept`, and new VMs; takes the room that they need. Asks for
-        another template, if one may be built, where clones would wait long for their pace."""
+        """Spares (but those `kept`) and new VMs for the attempt. Takes their room; may ask for another template."""
         kind = choice.kind
         context = self.context
         claims = vm_claims(node_request(context, attempt, kind), usable, context.hosts, context.policy)
@@ -209,8 +197,7 @@ class CloneSupply:
     def usable_hosts(
         self, attempt: Attempt, choice: Choice, may: MayBuild = any_template
     ) -> tuple[HostMap[Size], Reason | None]:
-        """Hosts that can make this attempt's VMs now; when there are none, why. Asks for a template where one is
-        missing and may be built."""
+        """Hosts that can make the VMs now, or why there are none. Asks for a template where one is missing."""
         context, image = self.context, self.context.image_of(attempt)
         able = on_hosts_making(image, choice.kind, choice.sizes)
         if not able:
@@ -231,8 +218,7 @@ class CloneSupply:
         return ready, why
 
     def template_elsewhere(self, attempt: Attempt, choice: Choice, may: MayBuild = any_template) -> Reason | None:
-        """The hosts that have the template are too full, or too small for all of a gang: build it on one more host
-        where it may be."""
+        """Build the template on one more host: those that have it are too full, or too small for a gang."""
         if not choice.forks:
             return None
         able = on_hosts_making(self.context.image_of(attempt), choice.kind, choice.sizes)
@@ -249,8 +235,7 @@ class CloneSupply:
     def _out_of_pace(
         self, attempt: Attempt, choice: Choice, usable: HostMap[Size], count: int, may: MayBuild
     ) -> Reason | None:
-        """Why on none of these hosts a clone may be made now; None if on one it may. Where the clones that wait for
-        their templates take longer than another template does, another one is asked for."""
+        """Why no clone may be made on these hosts now, if so. Asks for another template if that is quicker."""
         image, kind, state, policy = (
             self.context.image_of(attempt),
             choice.kind,

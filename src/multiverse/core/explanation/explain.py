@@ -18,21 +18,11 @@ from multiverse.core.capacity.usable_hosts import for_attempt, why_avoided
 from multiverse.core.capacity_index import Free
 from multiverse.core.clones.kinds import Choice, choose_clones, makes, node_request, template_key
 from multiverse.core.context import Context
-from multiverse.core.model import (
-    Attempt,
-    AttemptState,
-    Host,
-    HostState,
-    Job,
-    JobState,
-    Reason,
-    Size,
-    Template,
-    TemplateState,
-    VmState,
-    Why,
-    said,
-)
+from multiverse.core.model.basics import Size
+from multiverse.core.model.host import Host, HostState
+from multiverse.core.model.job import Attempt, AttemptState, Job, JobState
+from multiverse.core.model.reason import Reason, Why, said
+from multiverse.core.model.vm import Template, TemplateState, VmState
 from multiverse.core.policy import Policy, wait_for, why_stays
 from multiverse.core.rows import plus
 from multiverse.core.runs import why_earlier_run
@@ -129,7 +119,6 @@ class _Judge:
         return (Why.WILL_BE_DRAINED if name in context.without else Why.IS_DRAINED)(said(drain.reason))
 
     def _of_open(self, name: str, host: Host, template: Size) -> _Finding:
-        """A host that takes new VMs, has the image, and makes such clones."""
         if why := self._never(name, host, template):
             return False, why, None
         if short_of_disk(host):
@@ -166,7 +155,6 @@ class _Judge:
         return self._too_small[key]
 
     def _lack(self, name: str, claim: Size, build: Size) -> _Finding | None:
-        """What there is too little of now."""
         free: Free = self._room.free[name]
         amounts = ("CPUs", "MiB of memory", "MiB of disk", "Mbit/s")
         for what, need, have in zip(amounts, plus(claim, build).amounts, free, strict=True):
@@ -199,18 +187,15 @@ A = AttemptState
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What is to be said of one attempt. `short` is what its user reads in the scheduler while it waits. `sentences`
-    are one to three; `todo` is what its user can do, empty if nothing. `ahead` are the attempts before it in the queue,
-    `behind` is the id of the job that keeps it waiting, if one does, and `expected` by when it starts at the latest
-    (Unix time; infinity: nobody can tell). `hosts` is empty unless it waits for VMs."""
+    """What is to be said of one attempt."""
 
-    sentences: tuple[Reason, ...]
-    short: Reason | None = None
-    todo: str = ""
-    ahead: int = 0
-    behind: str = ""
-    expected: float = inf
-    hosts: Sequence[HostVerdict] = ()
+    sentences: tuple[Reason, ...]  # one to three
+    short: Reason | None = None  # what its user reads in the scheduler while it waits
+    todo: str = ""  # what its user can do; empty: nothing
+    ahead: int = 0  # attempts before it in the queue
+    behind: str = ""  # the job that keeps it waiting
+    expected: float = inf  # Unix time by which it starts; infinity: nobody can tell
+    hosts: Sequence[HostVerdict] = ()  # empty unless it waits for VMs
 
 
 def _of(*sentences: Reason | None, todo: str = "") -> Explanation:
@@ -289,12 +274,10 @@ def _own_obstacle(context: Context, attempt: Attempt) -> Reason | None:
         return Why.LIMIT(limit=limit)
     if kept := context.kept_by(job):
         return kept.why()
-    unexplained = state.vms_in(VmState.ORPHAN, VmState.LOST)
-    return why_earlier_run(state, context.world, attempt, {vm.job_id: vm for vm in unexplained if vm.job_id})
+    return why_earlier_run(state, context.world, attempt)
 
 
 def _before(state: State, attempt: Attempt, job: Job) -> int:
-    """How many attempts are before it in the queue."""
     return state.queue.candidates.before((job.rank, attempt.id))
 
 
@@ -310,7 +293,6 @@ def _first(state: State, attempt: Attempt, ahead: int) -> tuple[str, Reason]:
 
 
 def _advice(context: Context, attempt: Attempt) -> str:
-    """What the user of a job that waits can do."""
     if attempt.id in context.state.queue.unfit:
         return "wait for such hosts, or ask for less: multiverse capacity shows what would start at once"
     if attempt.id == context.state.blocking:
@@ -349,7 +331,6 @@ def _chosen(attempt: Attempt) -> Reason | None:
 
 
 def _running(context: Context, attempt: Attempt, where: Sequence[Reason], time: float) -> Reason:
-    """That a job runs, and by when it has ended, by its time limit."""
     job = context.scheduler.jobs.get(attempt.job.job_id) if context.world.scheduler else None
     if job is None or job.ref != attempt.job:
         return Why.HAS_RUN(*where, time=time)

@@ -28,51 +28,37 @@ from multiverse.core.context import Context
 from multiverse.core.errors import Refused
 from multiverse.core.explanation.explain import HostVerdict, host_verdicts
 from multiverse.core.machines.attempt import submit_attempt
-from multiverse.core.model import (
-    Attempt,
-    AttemptState,
-    CloneKind,
-    Depth,
-    Job,
-    JobRef,
-    JobState,
-    Reason,
-    Request,
-    Size,
-    UserSeen,
-    VmState,
-)
+from multiverse.core.model.basics import CloneKind, Depth, Size
+from multiverse.core.model.identity import UserSeen
+from multiverse.core.model.job import Attempt, AttemptState, Job, JobRef, JobState, Request
+from multiverse.core.model.reason import Reason
+from multiverse.core.model.vm import VmState
 from multiverse.core.policy import wait_for
 from multiverse.core.rows import plus
 from multiverse.core.state import State
 
-NAME = "(this one)"
-"""The id of the job that does not exist. The scheduler gives no job such an id."""
+NAME = "(this one)"  # The id of the job that does not exist. The scheduler gives no job such an id
 
 _UID = -1  # nobody's
 
 
 @dataclass(frozen=True, slots=True)
 class WhatIfAnswer:
-    """What would become of a job that is submitted now. `starts`: its VMs would be claimed at once, on `hosts`.
-    `never`: it would be cancelled. Else `why` it would wait, behind `ahead` attempts of which job `behind` is the one
-    that blocks the others (empty: none), until `expected` at the latest (Unix time; infinity: nobody can tell).
-    `alone` is when it would start at the latest if no other job waited."""
+    """What would become of a job that is submitted now."""
 
-    starts: bool
-    why: Reason | None
-    never: bool = False
+    starts: bool  # its VMs would be claimed at once, on `hosts`
+    why: Reason | None  # it would wait, or was chosen so
+    never: bool = False  # it would be cancelled
     hosts: tuple[str, ...] = ()
-    ahead: int = 0
-    behind: str = ""
-    expected: float = inf
-    alone: float = inf
+    ahead: int = 0  # attempts before it
+    behind: str = ""  # the job that blocks the others; empty: none
+    expected: float = inf  # Unix time by which it starts; infinity: nobody can tell
+    alone: float = inf  # the same if no other job waited
     verdicts: tuple[HostVerdict, ...] = ()
 
 
 def what_if(context: Context, request: Request, limit: float | None, now: float) -> WhatIfAnswer:
-    """Try a job that asks for this and runs for `limit` seconds at most. `now` is the present monotonic time. The
-    scheduler and a host must be in sight."""
+    """Try a job that runs for `limit` seconds at most. Needs the scheduler and a host in sight; `now` is monotonic."""
     state, world = context.state, context.world
     if world.users is not None:
         users = {**world.users, _UID: UserSeen(True, now, -inf)}
@@ -156,32 +142,29 @@ def _alone(context: Context, attempt: Attempt) -> float:
 # --- immediate capacity -----------------------------------------------------------------------------
 
 
-LADDER = 10
-"""The most sizes that are shown beside those that jobs and pools ask for."""
+LADDER = 10  # the most sizes that are shown beside those that jobs and pools ask for
 
 
 @dataclass(frozen=True, slots=True)
 class ImmediateCapacity:
-    """So many nodes of a size would start at once, and so many more as soon as hosts have built the template."""
+    """How many nodes of a size would start at once."""
 
     size: Size
     now: int
-    with_template: int
+    with_template: int  # how many more as soon as hosts have built the template
 
 
 @dataclass(frozen=True, slots=True)
 class CapacityUsage:
-    """What VMs may claim on all hosts of the site in sight: what jobs' VMs, spares and templates claim, what is free on
-    hosts that take new VMs, and what is on hosts that take none. Of a host where more may be claimed than is declared,
-    as much as may be claimed. `hosts` and `closed_hosts` are their numbers."""
+    """What VMs may claim on all hosts in sight, over-commitment included."""
 
-    hosts: int
+    hosts: int  # their number
     total: Size
-    jobs: Size
+    jobs: Size  # claims of jobs' VMs
     spares: Size
     templates: Size
-    free: Size
-    closed: Size
+    free: Size  # on hosts that take new VMs
+    closed: Size  # free on hosts that take none
     closed_hosts: int
 
 
@@ -214,8 +197,7 @@ def _joined(context: Context, attempt: Attempt) -> int:
 
 
 def sizes_to_show(context: Context) -> list[Size]:
-    """Sizes worth a line: 1, 2, 4, … CPUs with as much memory for each as hosts have, and those that waiting jobs and
-    pools ask for."""
+    """1, 2, 4, … CPUs with as much memory each as hosts have, and what waiting jobs and pools ask for."""
     hosts = list(context.hosts.values())
     if not hosts:
         return []
@@ -259,23 +241,20 @@ def usage(context: Context) -> CapacityUsage:
 
 @dataclass(frozen=True, slots=True)
 class CompatibleHost:
-    """A host with room for such a VM. `free` may still be claimed there, of which the VM would claim `claim`; `holds`
-    of them fit. `use` is the share of its CPUs or memory that is in use, see `load.use`."""
+    """A host with room for such a VM."""
 
     name: str
-    free: Size
-    claim: Size
-    holds: int
-    use: float
+    free: Size  # may still be claimed there
+    claim: Size  # of the VM
+    holds: int  # how many of them fit
+    use: float  # the share of its CPUs or memory that is in use
 
 
 def compatible_hosts(
     context: Context, node: Size, image: str = "", kind: CloneKind | None = None, policy: str = ""
 ) -> list[CompatibleHost]:
-    """The hosts that take new VMs, have the image, make that kind of clone, and have room for a VM whose node declares
-    `node`; the one that the policy would take first, then by their use. A template that has to be built first is not
-    counted. Empty or None: as in the settings. Its cost is that of a look at each host. Raises `Refused` if there is no
-    such policy."""
+    """The hosts with room for a VM of such a node: the one that the policy would take first, then by their use. A
+    template that has to be built is not counted. Empty or None: as in the settings. Raises `Refused`."""
     name = policy or context.policy.placement
     if name not in BUILT_IN:
         raise Refused(f"{name} is no placement policy that is built in", hint=f"give one of {', '.join(BUILT_IN)}")

@@ -10,8 +10,7 @@ RowKind = Literal["attempt", "vm", "template", "offer", "host", "lease"]
 
 
 class Key(NamedTuple):
-    """Names a row: an attempt, a template, a host and a lease by their number, a VM by its serial, an offer by its VM's
-    serial."""
+    """Names a row by its number. A VM's number is its serial, and an offer's that of its VM."""
 
     kind: RowKind
     id: int
@@ -21,8 +20,7 @@ class Key(NamedTuple):
 
 
 class ClaimKey(NamedTuple):
-    """Names a claim: whose it is, and in which capacity domain, a host or a cloud's quota. A VM at two places holds
-    two."""
+    """Names a claim: whose it is, and in which domain, a host or a cloud's quota. A VM at two places holds two."""
 
     owner: Key
     domain: str
@@ -58,14 +56,12 @@ class Depth(StrEnum):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Size:
-    """How large a VM, a request or a claim is. Memory and disk are in MiB. `disk` is what jobs may write there; 0 in a
-    request: what the site lets every job write. `net` is the bandwidth of the network in Mbit/s, each way; 0 of a VM:
-    it has no limit, and claims nothing."""
+    """How large a VM, a request or a claim is."""
 
     cpus: int
-    memory: int
-    disk: int = 0
-    net: int = 0
+    memory: int  # MiB
+    disk: int = 0  # MiB that jobs may write there; 0 in a request: what the site lets every job write
+    net: int = 0  # Mbit/s each way; 0 of a VM: no limit, and no claim
 
     def __str__(self) -> str:
         text = f"{self.cpus} CPU{'s' if self.cpus != 1 else ''}, {self.memory} MiB"

@@ -30,18 +30,14 @@ LAST_DECIMAL = 9_999_999
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 _PLACES = 7
 _OFFSET = 10 * 36 ** (_PLACES - 1) - (LAST_DECIMAL + 1)  # the value of `a000000` in base 36 stands for the serial 10^7
-LAST_SERIAL = 36**_PLACES - 1 - _OFFSET
-"""56 thousand million: a hundred VMs a second for 17 years."""
-
-SERIAL = r"(?:[0-9]{1,18}|[a-z][0-9a-z]{6})"
-"""A regular expression for the serial in a name."""
+LAST_SERIAL = 36**_PLACES - 1 - _OFFSET  # 56 thousand million: a hundred VMs a second for 17 years
+SERIAL = r"(?:[0-9]{1,18}|[a-z][0-9a-z]{6})"  # a regular expression for the serial in a name
 
 _NAME = re.compile(rf"mv(?P<site>.*)-(?P<serial>{SERIAL})")
 
 
 def vm_name(site: str, serial: int) -> str:
-    """The name of a VM, which is its node's name too. Host names hold no underscore. Raises `Exhausted` beyond
-    `LAST_SERIAL`."""
+    """The name of a VM and of its node. Raises `Exhausted` beyond `LAST_SERIAL`."""
     return f"{vm_prefix(site)}{_written(serial)}"
 
 
@@ -90,7 +86,6 @@ def _written(serial: int) -> str:
 
 
 def _in_base_36(number: int) -> str:
-    """A positive number in base 36."""
     rest, places = number, ""
     while rest:
         rest, digit = divmod(rest, 36)
@@ -99,8 +94,7 @@ def _in_base_36(number: int) -> str:
 
 
 def mac_of(site: str, serial: int) -> str:
-    """A locally administered MAC address: 16 bits of the site, 29 of the serial. The highest five of the latter are in
-    the first octet, which stays below that of the taps (0xfe)."""
+    """A locally administered MAC address: 16 bits of the site, 29 of the serial. It is below those of taps (0xfe)."""
     first = 0x02 | (serial >> 24 & 0x1F) << 2
     tail = (zlib.crc32(site.encode()) & 0xFFFF).to_bytes(2, "big") + (serial & 0xFFFFFF).to_bytes(3, "big")
     return ":".join(f"{byte:02x}" for byte in (first, *tail))
@@ -112,20 +106,17 @@ def mac_of_address(address: str) -> str:
 
 
 def network_id_of(site: str) -> int:
-    """The 24-bit id of the site's virtual network, which is not 0. Two sites may have the same: no host accepts packets
-    from another site's machines."""
+    """The 24-bit id of the site's virtual network, not 0. Hosts refuse packets of another site with the same id."""
     return zlib.crc32(site.encode()) % 0xFFFFFF + 1
 
 
 def machine_id(name: str) -> str:
-    """32 hex digits (machine-id(5)) that no other VM has. They are the same each time, so that an identity that is sent
-    again is the same identity."""
+    """32 hex digits (machine-id(5)): no other VM has them, and a VM has the same each time."""
     return sha256(f"multiverse machine-id {name}".encode()).hexdigest()[:32]
 
 
 def token_of(entropy: str, serial: int) -> str:
-    """The token of a VM: 32 hex digits. `entropy` is random for each pass, so that a VM made from a database that was
-    restored from a copy has another token than the VM that had its serial before."""
+    """The token of a VM: 32 hex digits. `entropy` is random for each pass, so a serial given twice has two tokens."""
     return blake2b(f"{entropy}/{serial}".encode(), digest_size=16).hexdigest()
 
 
@@ -151,12 +142,11 @@ class User:
 
 @dataclass(frozen=True, slots=True)
 class UserSeen:
-    """An answer of the name service about a uid: whether there is such a user. The look-up began at `began`; `since`
-    is when it first gave this answer. Times are monotonic. A user without an answer is unknown, not absent."""
+    """An answer of the name service about a uid. Times are monotonic. Without an answer a user is unknown."""
 
     exists: bool
-    began: float
-    since: float
+    began: float  # when the look-up began
+    since: float  # when it first gave this answer
     reason: str = ""
 
 
@@ -182,51 +172,43 @@ class GuestFile:
 
 @dataclass(frozen=True, slots=True)
 class Daemon:
-    """A process that the agent starts and watches. It runs in the foreground, as `user`.
-
-    `ready_path`, when set, is a path (a socket) whose appearing says that it serves; the next
-    daemon starts only then.
-    """
+    """A process that the agent starts and watches. It runs in the foreground."""
 
     name: str
     argv: tuple[str, ...]
     user: str = "root"
-    ready_path: str = ""
+    ready_path: str = ""  # appears (a socket) when it serves; the next daemon starts only then
 
 
 @dataclass(frozen=True, slots=True)
 class NodeBootstrap:
-    """What a node needs to join the scheduler: opaque to all but its driver and the agent. `users` are those
-    whom the daemons have to know, beside the users of jobs."""
+    """What a node needs to join the scheduler: opaque to all but its driver and the agent."""
 
     files: tuple[GuestFile, ...] = ()
     directories: tuple[tuple[str, str, int], ...] = ()  # path, owner, mode
     daemons: tuple[Daemon, ...] = ()
-    users: tuple[User, ...] = ()
+    users: tuple[User, ...] = ()  # whom the daemons have to know, beside those of jobs
 
 
 @dataclass(frozen=True, slots=True)
 class Neighbour:
-    """What a VM reaches through the VXLAN of the hosts: an address and its MAC. `machine` is where that is, by its
-    address in the network of the hosts."""
+    """What a VM reaches through the VXLAN of the hosts."""
 
     address: str
     mac: str
-    machine: str
+    machine: str  # where that is: its address in the network of the hosts
 
 
 @dataclass(frozen=True, slots=True)
 class TaskAccess:
-    """What makes a VM one of those inside a job: its name among them, names and addresses of other machines and of the
-    job's VMs, which are as many on each of the job's `nodes`, the token with which connections for tasks begin, and
-    where the machine that makes these has the scheduler's commands."""
+    """What makes a VM one of those inside a job."""
 
-    hostname: str
-    hosts: tuple[tuple[str, str], ...]
-    vms: tuple[tuple[str, str], ...]
+    hostname: str  # among the job's VMs
+    hosts: tuple[tuple[str, str], ...]  # names and addresses of other machines
+    vms: tuple[tuple[str, str], ...]  # of the job, as many on each of its nodes
     nodes: tuple[str, ...]
-    token: str
-    commands: str
+    token: str  # begins connections for tasks
+    commands: str  # where the machine that makes these has the scheduler's commands
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,11 +232,9 @@ class Identity:
 # --- groups -----------------------------------------------------------------------------------------
 
 
-_NO_USERS = 1 << 31
-"""From here on there are no uids. Linux has them, but they are the same as negative numbers to many programs."""
+_NO_USERS = 1 << 31  # from here on there are no uids: they look negative to many programs
 
-OF_SITE = (1 << 32) - 1
-"""The group of all VMs, if all of them reach each other."""
+OF_SITE = (1 << 32) - 1  # the group of all VMs, if all of them reach each other
 
 
 class Reach(StrEnum):
@@ -267,20 +247,18 @@ class Reach(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A VM of a group. `address` is without prefix length. `machine` is where its host is, by its address in the
-    network of the hosts; empty where no VXLAN leads to it."""
+    """A VM of a group."""
 
     name: str
-    address: str
+    address: str  # without prefix length
     mac: str
     host: str
     group: int
-    machine: str = ""
+    machine: str = ""  # its host's address in the network of the hosts; empty: no VXLAN
 
 
 def group_of(attempt: Attempt | None, reach: Reach) -> int:
-    """The group of a VM that serves an attempt, or none yet. A VM that is alone in its group by the site's choice has
-    none."""
+    """The group of a VM that serves an attempt, or none yet. A VM that is alone in its group has none."""
     if reach is Reach.SITE:
         return OF_SITE
     if attempt is None:

@@ -431,8 +431,7 @@ class Reason:
         return replace(self, because=(*self.because, *(one for one in more if one is not None)))
 
     def hidden(self, own: str, *, others: bool, hosts: bool) -> Reason:
-        """Itself as the owner of job `own` may be told of it: of the jobs of others and of hosts only where that is
-        allowed. Text from outside may name both."""
+        """Itself as the owner of job `own` may read it: with other jobs, and with hosts, only if allowed."""
         if others and hosts:
             return self
         if self.kind is Why.SAID:

@@ -11,8 +11,7 @@ from multiverse.core.model.job import JobRef
 
 
 class Load(NamedTuple):
-    """What all processes of a host together have used in the last minute, rounded: CPUs, and memory in MiB that is
-    not available to new processes."""
+    """CPUs, and MiB not available to new processes, that all processes of a host used in the last minute."""
 
     cpus: float
     memory: int
@@ -20,25 +19,19 @@ class Load(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a host or a VM has used, as means over `span` seconds.
-
-    `cpus` is the number of CPUs in use, `memory` MiB in use, `active` MiB of it that were used lately; the peaks are
-    the highest of the samples. `received`, `sent`, `read` and `written` are bytes per second on the network and on
-    disks. The pressures are shares of the time, from 0 to 1, in which a process waited for CPU, memory or disks
-    (the kernel's pressure stall information, "some"). None: the kernel does not tell.
-    """
+    """What a host or a VM has used, as means over `span` seconds; None: the kernel does not tell."""
 
     span: float
-    cpus: float
-    cpus_peak: float
-    memory: float
+    cpus: float  # in use
+    cpus_peak: float  # the highest sample, as of memory
+    memory: float  # MiB in use
     memory_peak: float
-    received: float
+    received: float  # bytes a second, as are sent, read, written
     sent: float
     read: float
     written: float
-    active: float | None = None
-    cpu_pressure: float | None = None
+    active: float | None = None  # MiB that were used lately
+    cpu_pressure: float | None = None  # share of time in which a process waited (PSI, some)
     memory_pressure: float | None = None
     io_pressure: float | None = None
 
@@ -72,74 +65,59 @@ def combined(usages: Sequence[Usage]) -> Usage:
 
 @dataclass(frozen=True, slots=True)
 class VmUsage:
-    """What a VM has used: `cpu_s` are the CPU seconds of its process and `peak` the most memory in MiB, both since it
-    was started, and `memory` what it had in the last sample. `usage` is None for a VM that has ended a short while
-    ago."""
+    """What a VM has used."""
 
-    cpu_s: float
-    peak: float
-    usage: Usage | None = None
-    memory: float = 0.0
+    cpu_s: float  # CPU seconds of its process since its start
+    peak: float  # the most MiB since its start
+    usage: Usage | None = None  # None: it has ended a short while ago
+    memory: float = 0.0  # MiB in the last sample
 
 
 @dataclass(frozen=True, slots=True)
 class HostUsage:
-    """What a host, and each VM on it by name, has used. `usage` is None before the second sample."""
+    """What a host, and each VM on it by name, has used."""
 
-    usage: Usage | None = None
+    usage: Usage | None = None  # None before the second sample
     vms: Mapping[str, VmUsage] = field(default_factory=dict)
 
 
-LONG_ENOUGH = 60.0
-"""Seconds that a run must have taken before another request is suggested: a short one is mostly its start."""
+LONG_ENOUGH = 60.0  # seconds of a run before another request is suggested: a short one is mostly its start
 
-LITTLE_USED = 0.75
-"""A request of which more than this share was used is not worth changing."""
-
-MARGIN = 1.25
-"""What is suggested is so many times what was used."""
+LITTLE_USED = 0.75  # a request of which more than this share was used is not worth changing
+MARGIN = 1.25  # what is suggested is so many times what was used
 
 OVERLOADED, NOTABLE = 0.25, 0.05
 """A host was overloaded if its guests counted so much more than it gave, as a share and in CPUs."""
 
-MEMORY_STEP = 64
-"""MiB, to a multiple of which a suggestion is rounded up."""
+MEMORY_STEP = 64  # MiB, to a multiple of which a suggestion is rounded up
 
 
 class Baseline(NamedTuple):
-    """What a VM had used when its job was seen to begin: CPU seconds, and memory in MiB. `source` answers for it."""
+    """What a VM had used when its job was seen to begin."""
 
     vm: str
-    source: str
+    source: str  # answers for it
     cpu_s: float
-    memory: float
+    memory: float  # MiB
 
 
 @dataclass(frozen=True, slots=True)
 class JobUsage:
-    """One run of a job. `cpus` and `memory` (MiB) are what it asked for, for each of `nodes`.
-
-    `began` is Unix time, and `seconds` how long it ran; None while it does. `cpu_s` are the CPU seconds of its VMs'
-    processes since it began, and `peak` the most memory, in MiB, that one of its VMs took beyond what it had then: both
-    contain the guest's kernel and daemons as far as the job made them work, and `peak` the guest's page cache. Memory
-    that a guest has used once stays with its VM, so `peak` is no less than what the job needed. `known` says of how
-    many of its VMs this is known. `counted_s` are the CPU seconds that the scheduler's accounting has of its processes,
-    as its guests counted them; 0 if they are not known. A guest counts also the time in which its CPUs waited for the
-    host's: where these are overloaded, that is what the job would have used.
-    """
+    """One run of a job. Figures contain its guest's kernel, daemons and page cache. Memory that was used once stays
+    with a VM, so `peak` is no less than what the job needed."""
 
     attempt: int
     job: JobRef
-    nodes: int
-    cpus: int
-    memory: int
-    began: float
+    nodes: int  # that it asked for
+    cpus: int  # for each of them
+    memory: int  # MiB for each of them
+    began: float  # Unix time
     baselines: tuple[Baseline, ...] = ()
-    seconds: float | None = None
-    cpu_s: float = 0.0
-    peak: float = 0.0
-    known: int = 0
-    counted_s: float = 0.0
+    seconds: float | None = None  # how long it ran; None while it does
+    cpu_s: float = 0.0  # CPU seconds of its VMs' processes since it began
+    peak: float = 0.0  # the most MiB that a VM took beyond what it had then
+    known: int = 0  # of how many VMs this is known
+    counted_s: float = 0.0  # CPU seconds by the scheduler's accounting, waits for overloaded hosts included; 0: unknown
 
     @property
     def cpus_given(self) -> float:
@@ -148,8 +126,7 @@ class JobUsage:
 
     @property
     def cpus_used(self) -> float:
-        """CPUs in use on a node, as a mean over the nodes and over the run: what hosts gave, or what guests counted
-        where that is more."""
+        """CPUs in use on a node, as a mean: what hosts gave, or what guests counted if that is more."""
         return max(self.cpus_given, self.counted_s / max(1.0, self.seconds or 0.0) / max(1, self.nodes))
 
     @property
@@ -159,8 +136,7 @@ class JobUsage:
 
     @property
     def suggestion(self) -> tuple[int, int] | None:
-        """CPUs and MiB for each node that would have sufficed, if that is notably less than what was asked for; None if
-        it is not, or if that cannot be told."""
+        """CPUs and MiB for each node that would have sufficed; None if hardly less, or if nobody can tell."""
         if self.seconds is None or self.seconds < LONG_ENOUGH or not self.known:
             return None
         cpus = min(self.cpus, max(1, math.ceil(self.cpus_used * MARGIN)))
