@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from multiverse.store import schema, upgrade
+from multiverse.store import schema
 
 NEWER = f"{int(schema.HEAD) + 1:04}"
 
@@ -27,7 +27,7 @@ def upgrade():
 def make_newer(directory: Path) -> None:
     """Let the store of this process have the newer schema, with the revisions in that directory, which is made."""
     directory.mkdir()
-    for known in upgrade.VERSIONS.glob("*.py"):
+    for known in schema.VERSIONS.glob("*.py"):
         (directory / known.name).write_text(known.read_text())
     (directory / f"r{NEWER}_made_up.py").write_text(_REVISION)
-    vars(upgrade)["VERSIONS"], vars(schema)["HEAD"] = directory, NEWER
+    vars(schema)["VERSIONS"], vars(schema)["HEAD"] = directory, NEWER

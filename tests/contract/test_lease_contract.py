@@ -17,7 +17,7 @@ import pytest
 
 from multiverse.core.errors import Refused
 from multiverse.core.model import LeaseSpec, PilotSeen, PilotState, SchedulerView, Size
-from multiverse.core.model.names import lease_name
+from multiverse.core.model.identity import lease_name
 from multiverse.ports import Leases, Scheduler
 from multiverse_lab.simulation.clock import EPOCH
 from multiverse_lab.simulation.loop import run

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from multiverse.client import Client
-from multiverse.controller.missing_hints import SKEW
+from multiverse.controller.learned import SKEW
 from multiverse_lab.lab import configure, lifecycle, plan
 from multiverse_lab.lab.layout import layout
 from multiverse_lab.lab.plan import LabOptions

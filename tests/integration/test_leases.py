@@ -23,7 +23,7 @@ from multiverse.client import Client
 from multiverse.config import LEASE_RESERVE, JobVmSettings, LeaseSettings, Settings
 from multiverse.core.errors import MultiverseError, Unknown
 from multiverse.core.model import CloneKind, HypervisorView, LeasedHost, LeaseSpec, PilotSeen, PilotState, Size
-from multiverse.core.model.names import lease_name
+from multiverse.core.model.identity import lease_name
 from multiverse.drivers.slurm.driver import SlurmScheduler
 from multiverse.host import manifest
 from multiverse.system.processes import ProcessIdentity, stat_fields

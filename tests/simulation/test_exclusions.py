@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from multiverse.config import PoolSettings, Settings
+from multiverse.core import pools
 from multiverse.core.model import Depth, Size
-from multiverse.core.pools import reconcile
 from multiverse.core.transition import Event
 from multiverse_lab.simulation.cluster import ClusterSettings
 from multiverse_lab.simulation.faults import FaultKind, Incident, IncidentKind, PlannedFault
@@ -42,7 +42,7 @@ def test_other_users_jobs_start_and_take_spares_and_few_are_made_in_vain(seed: i
 
 
 def test_without_exclusions_the_user_would_have_spares_made_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multiverse.controller.exclusions.Exclusions.excluded", lambda *_: frozenset())
+    monkeypatch.setattr("multiverse.controller.learned.Exclusions.excluded", lambda *_: frozenset())
     outcome = simulate(SCENARIO)
     assert count(outcome, Event.MISSED) > 20
 
@@ -69,7 +69,7 @@ def test_a_restart_forgets_an_exclusion_and_the_next_spare_in_vain_begins_it_ane
 
 
 def test_the_world_reports_a_pool_that_grows_beyond_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reconcile, "awaiting_job", lambda state: [])
+    monkeypatch.setattr(pools, "awaiting_job", lambda state: [])
     violations = simulate(SCENARIO).violations
     assert any("pool of slim may have 2 spares, and has 5" in violation for violation in violations), violations
 

@@ -321,7 +321,7 @@ def test_a_gang_too_large_for_all_hosts_together_is_refused_as_it_is_submitted()
 def test_the_world_reports_a_job_that_is_refused_although_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     small = JobLimit(frozenset(CloneKind), (EqualHosts(1, 1, 0, (64,)),))
     limits = JobLimits("slim", CloneKind.INSTANT, {"slim": (small,)})
-    monkeypatch.setattr("multiverse.controller.followed_hosts.job_limits", lambda *_: limits)
+    monkeypatch.setattr("multiverse.controller.observers.job_limits", lambda *_: limits)
     (violation,) = simulate(Scenario(7, (Arrival(3.0, Batch()),))).violations
     assert "was refused" in violation and "nothing justifies" in violation
 

@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from multiverse.core.capacity.empty_hosts import largest_on
 from multiverse.core.capacity.room import room_of
-from multiverse.core.capacity.sizes import template_claim, vm_claim, vm_size
+from multiverse.core.capacity.sizes import largest_on, template_claim, vm_claim, vm_size
 from multiverse.core.context import Context
 from multiverse.core.machines.tables import TABLES
 from multiverse.core.model import (

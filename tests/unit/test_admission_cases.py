@@ -12,11 +12,9 @@ import pytest
 
 from multiverse.core.admission.admit import Admission, admit
 from multiverse.core.admission.reasons import PASSED_OVER
-from multiverse.core.capacity.empty_hosts import largest_on
 from multiverse.core.capacity.room import Blockage
-from multiverse.core.capacity.sizes import template_claim, vm_claim, vm_size
+from multiverse.core.capacity.sizes import largest_on, template_claim, vm_claim, vm_size
 from multiverse.core.changes import mark_changes
-from multiverse.core.clones.pacing import Parent
 from multiverse.core.clones.spares import WITHDRAWAL
 from multiverse.core.context import Context
 from multiverse.core.machines.tables import TABLES
@@ -53,7 +51,7 @@ from multiverse.core.model import (
     text_of,
 )
 from multiverse.core.planner import plan
-from multiverse.core.policy import Policy, Pool
+from multiverse.core.policy import Parent, Policy, Pool
 from multiverse.core.state import State
 from multiverse.core.transition import Change, Event
 from tests.unit.planner_harness import POLICY

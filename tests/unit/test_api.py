@@ -62,7 +62,7 @@ from multiverse.core.model import (
     said,
 )
 from multiverse.core.policy import Policy, Pool
-from multiverse.core.pools.reconcile import PoolStatus
+from multiverse.core.pools import PoolStatus
 from multiverse.core.rows import Rows
 from multiverse.core.transition import Command, Effect, EffectKind
 from multiverse.service.api import make_api

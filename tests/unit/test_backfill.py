@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from multiverse.core.capacity.job_ends import OVERDUE, STARTING, ends_by, frees_by
+from multiverse.core.capacity.usable_hosts import OVERDUE, STARTING, ends_by, frees_by
 from multiverse.core.context import Context
 from multiverse.core.machines.tables import TABLES
 from multiverse.core.model import (

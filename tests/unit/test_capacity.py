@@ -8,9 +8,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from multiverse.core.capacity.empty_hosts import could_ever_fit, largest_on
 from multiverse.core.capacity.room import Room
-from multiverse.core.capacity.sizes import NodeRequest, template_size
+from multiverse.core.capacity.sizes import NodeRequest, could_ever_fit, largest_on, template_size
 from multiverse.core.model import (
     CloneKind,
     Host,

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multiverse.core.capacity.host_limits import HostLimits
 from multiverse.core.capacity.placement_policies import BUILT_IN, draws
-from multiverse.core.capacity.room import Room, every_host, room_of
+from multiverse.core.capacity.room import HostLimits, Room, every_host, room_of
 from multiverse.core.capacity_index import CapacityIndex, HostGroup, fits
 from multiverse.core.context import Context
 from multiverse.core.machines.tables import TABLES

@@ -8,10 +8,9 @@ import pytest
 
 from multiverse.core.capacity.room import every_host
 from multiverse.core.changes import mark_changes
-from multiverse.core.clones.kinds import Choice, choose_clones, choose_kind, ways_to_make
+from multiverse.core.clones.kinds import Choice, choose_clones, choose_kind, template_sizes, ways_to_make
 from multiverse.core.clones.spares import node_spec
 from multiverse.core.clones.supply import supply_missing
-from multiverse.core.clones.templates import template_sizes
 from multiverse.core.context import Context
 from multiverse.core.errors import Gone
 from multiverse.core.model import (

@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 from multiverse.config import Settings
 from multiverse.controller.loop import Controller
 from multiverse.controller.publication import AGAIN, AGAIN_LIMIT, TIMEOUT
-from multiverse.core.capacity.empty_hosts import job_limits
+from multiverse.core.capacity.sizes import job_limits
 from multiverse.core.errors import Refused, Unknown
 from multiverse.core.model import Host, HypervisorView, JobLimits, KnownHost, SchedulerView, Size
 from multiverse.store import Store

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from multiverse.controller.exclusions import EXCLUSION, EXCLUSION_LIMIT, FORGOTTEN, Exclusions
+from multiverse.controller.learned import EXCLUSION, EXCLUSION_LIMIT, FORGOTTEN, Exclusions
 from multiverse.core.model import AttemptState, OfferState
 from multiverse.core.transition import Change, Event, Move
 from tests.unit.rows import attempt, offer

@@ -10,8 +10,14 @@ from hypothesis import strategies as st
 
 from multiverse.controller.comments import CommentPlan
 from multiverse.core.admission.reasons import BEHIND, FIRST
-from multiverse.core.explanation.explain import Explanation, explain, explain_ended, explain_new
-from multiverse.core.explanation.host_verdicts import HostVerdict, host_verdicts
+from multiverse.core.explanation.explain import (
+    Explanation,
+    HostVerdict,
+    explain,
+    explain_ended,
+    explain_new,
+    host_verdicts,
+)
 from multiverse.core.model import (
     AttemptState,
     Drain,
@@ -24,7 +30,7 @@ from multiverse.core.model import (
     Why,
     said,
 )
-from multiverse.core.model.wording import for_long
+from multiverse.core.model.reason import for_long
 from tests.unit.planner_harness import POLICY
 from tests.unit.rows import SOURCE, attempt, template
 from tests.unit.test_admission_cases import host
@@ -295,7 +301,7 @@ def test_a_host_that_is_closed_without_an_operators_word_is_told_apart(monkeypat
     cluster.run()
     assert cluster.state is not None
     without = replace(cluster.context(), without=frozenset({"h1"}))
-    monkeypatch.setattr("multiverse.core.explanation.host_verdicts.for_attempt", lambda *_: without)
+    monkeypatch.setattr("multiverse.core.explanation.explain.for_attempt", lambda *_: without)
     cluster.state.close_hosts(frozenset({"h2"}), frozenset())
     row = attempt(A.QUEUED, id=3, job="3")
     found = {one.hosts: str(one.why) for one in host_verdicts(cluster.context(), row)}

@@ -18,8 +18,8 @@ import pytest
 
 from multiverse.config import Settings
 from multiverse.controller.loop import Controller
-from multiverse.core.capacity.empty_hosts import largest_on
 from multiverse.core.capacity.room import Room, room_of
+from multiverse.core.capacity.sizes import largest_on
 from multiverse.core.context import Context
 from multiverse.core.errors import Exhausted
 from multiverse.core.model import (

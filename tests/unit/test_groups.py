@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from multiverse import config
 from multiverse.agent.vxlan import VxlanDirectory
-from multiverse.controller.groups import GroupBook
+from multiverse.controller.publication import GroupBook
 from multiverse.core.errors import Exhausted, Refused, Unknown
 from multiverse.core.model import (
     OF_SITE,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from multiverse.core.capacity.empty_hosts import job_limits
+from multiverse.core.capacity.sizes import job_limits
 from multiverse.core.model import Depth, Drain, HostState, KnownHost, Size, TemplateState, VmCondition, VmState, text_of
 from multiverse.core.policy import Pool
 from multiverse.core.transition import Command, Event

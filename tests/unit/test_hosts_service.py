@@ -25,7 +25,7 @@ from multiverse.cli.commands import build
 from multiverse.client import Client
 from multiverse.config import Settings, on_machine, parse
 from multiverse.controller.loop import Controller
-from multiverse.core.capacity.empty_hosts import largest_on
+from multiverse.core.capacity.sizes import largest_on
 from multiverse.core.errors import Refused
 from multiverse.core.model import Drain, Host, HostState, KnownHost, LeasedHost, Size
 from multiverse.core.transition import Command

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from multiverse.config import ImageSettings, Settings, SlurmSettings
 from multiverse.core.admission.admit import admit
-from multiverse.core.capacity.empty_hosts import could_ever_fit, job_limits, largest_on
-from multiverse.core.capacity.sizes import NodeRequest, template_size
+from multiverse.core.capacity.sizes import NodeRequest, could_ever_fit, job_limits, largest_on, template_size
 from multiverse.core.changes import mark_changes
 from multiverse.core.context import Context
 from multiverse.core.model import (

@@ -10,7 +10,7 @@ import pytest
 from multiverse.agent.job_vm import MOST_JOBS, JobVm
 from multiverse.config import JobVmSettings
 from multiverse.core.errors import Refused
-from multiverse.core.model.names import mac_of, mac_of_address
+from multiverse.core.model.identity import mac_of, mac_of_address
 from multiverse.drivers.qemu.job_network import JobAddresses, guest_mac, guest_name
 
 ADDRESSES = JobAddresses(IPv4Network(JobVmSettings().subnet))

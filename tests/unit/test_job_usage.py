@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from multiverse.controller import job_usage
-from multiverse.controller.job_usage import JobUsageRecorder
+from multiverse.controller import history
+from multiverse.controller.history import JobUsageRecorder
 from multiverse.core.errors import Exhausted, Gone, MultiverseError, Refused, Unknown
 from multiverse.core.model import AttemptState, HostUsage, JobRef, Vm, VmUsage
-from multiverse.core.model.job_usage import Baseline, JobUsage
+from multiverse.core.model.usage import Baseline, JobUsage
 from multiverse.store import Store
-from multiverse.store.job_usage import DELETED, JobUsagePruning, put_job_usage, read_job_usage
+from multiverse.store.history import RUNS_DELETED, JobUsagePruning, put_job_usage, read_job_usage
 from tests.unit.planner_harness import ManualClock, PlannerHarness
 
 JOB = JobRef("7", 500)
@@ -89,12 +89,12 @@ def test_what_was_kept_is_read_and_what_is_old_is_deleted() -> None:
     put_job_usage(store, [usage(cpu_s=5.0)], 200.0)
     assert read_job_usage(store, [1, 2, 3]) == {1: usage(cpu_s=5.0), 2: usage(attempt=2, seconds=None)}
     assert read_job_usage(store, []) == {}
-    for number in range(3, 2 * DELETED):
+    for number in range(3, 2 * RUNS_DELETED):
         put_job_usage(store, [usage(attempt=number)], 100.0)
     pruning, steps = JobUsagePruning(store, 150.0), 1
     while pruning.step():
         steps += 1
-    assert steps >= 2 and read_job_usage(store, range(2 * DELETED)) == {1: usage(cpu_s=5.0)}
+    assert steps >= 2 and read_job_usage(store, range(2 * RUNS_DELETED)) == {1: usage(cpu_s=5.0)}
 
 
 # --- the recorder ---------------------------------------------------------------------------------
@@ -237,9 +237,9 @@ def test_of_a_host_that_does_not_answer_nothing_is_said(error: Exception) -> Non
 def test_telling_is_tried_again_where_the_scheduler_is_busy_and_given_up_where_it_knows_the_job_no_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(job_usage, "PAUSE", 0.0)
+    monkeypatch.setattr(history, "TRY_PAUSE", 0.0)
     busy = Exhausted("busy")
-    for refusals, told in (([busy, busy], 1), ([busy] * job_usage.TRIES, 0), ([Gone("no such job")], 0)):
+    for refusals, told in (([busy, busy], 1), ([busy] * history.TRIES, 0), ([Gone("no such job")], 0)):
         site = Site()
         site.refusals = list(refusals)
         site.recorder._to_tell.append((0.0, usage()))
@@ -255,7 +255,7 @@ def test_a_full_disk_keeps_no_user_from_being_told(monkeypatch: pytest.MonkeyPat
     def full(*_: object) -> None:
         raise Exhausted("full")
 
-    monkeypatch.setattr(job_usage, "put_job_usage", full)
+    monkeypatch.setattr(history, "put_job_usage", full)
     with pytest.raises(Exhausted):
         site.look()
     site.end()

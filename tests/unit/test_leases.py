@@ -8,10 +8,10 @@ import pytest
 
 from multiverse.bundles.qemu.agents import PilotTransport, connect_agents
 from multiverse.config import Settings
-from multiverse.controller.forecast import ForecastRecorder
-from multiverse.core.capacity.empty_hosts import job_limits
+from multiverse.controller.learned import ForecastRecorder
+from multiverse.core.capacity.sizes import job_limits
 from multiverse.core.errors import Broken, Refused, Unknown
-from multiverse.core.leases.leasable import leasable_hosts
+from multiverse.core.leases import leasable_hosts
 from multiverse.core.machines.host import fences
 from multiverse.core.machines.lease import step_lease, unexplained_pilots
 from multiverse.core.model import (

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import structlog
 
-from multiverse.controller.missing_hints import SKEW, UNTIL_MISSING, MissingHints
+from multiverse.controller.learned import SKEW, UNTIL_MISSING, MissingHints
 from multiverse.core.model import AttemptState, JobRef, VmState
 from multiverse.core.transition import Change, Event, Move
 from tests.unit.planner_harness import ManualClock

@@ -25,7 +25,7 @@ from multiverse.core.model import (
     vm_name,
     vm_prefix,
 )
-from multiverse.core.model.names import site_of_lease
+from multiverse.core.model.identity import site_of_lease
 from multiverse.core.state import State
 from multiverse.drivers.slurm.reading import parse
 from multiverse.drivers.slurm.submission.offers import OfferFiles

@@ -41,7 +41,7 @@ from multiverse.core.model import (
     text_of,
 )
 from multiverse.core.policy import Pool
-from multiverse.core.pools.reconcile import pool_status
+from multiverse.core.pools import pool_status
 from multiverse.core.transition import Effect, EffectKind, Event
 from multiverse.service.convert import phases
 from tests.unit import rows as hand

@@ -24,8 +24,7 @@ from multiverse.core.model import (
     VmState,
     text_of,
 )
-from multiverse.core.overflow import why_stays
-from multiverse.core.policy import OverflowPolicy
+from multiverse.core.policy import OverflowPolicy, why_stays
 from multiverse.core.transition import EffectKind, Event
 from tests.unit.planner_harness import POLICY, PlannerHarness
 

@@ -7,10 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from multiverse.controller.forecast import SMOOTHING, ForecastRecorder
+from multiverse.controller.learned import SMOOTHING, ForecastRecorder
 from multiverse.core.capacity.room import every_host
 from multiverse.core.clones.kinds import Choice, choose_kind
-from multiverse.core.clones.pacing import ARRIVALS_FADE, wait_for
 from multiverse.core.context import Context
 from multiverse.core.model import (
     AttemptState,
@@ -30,8 +29,8 @@ from multiverse.core.model import (
     World,
     text_of,
 )
-from multiverse.core.policy import Policy, Pool
-from multiverse.core.pools.reconcile import wanted_of
+from multiverse.core.policy import ARRIVALS_FADE, Policy, Pool, wait_for
+from multiverse.core.pools import wanted_of
 from multiverse.core.transition import Change, Event, Move
 from tests.unit import rows as hand
 from tests.unit.planner_harness import POLICY

@@ -8,11 +8,12 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multiverse.core.capacity.empty_hosts import could_ever_fit, largest_on
 from multiverse.core.capacity.placement_policies import address_of
 from multiverse.core.capacity.room import Room, left_behind, overcommitted, yet_to_come
 from multiverse.core.capacity.sizes import (
     NodeRequest,
+    could_ever_fit,
+    largest_on,
     serves_as,
     short_of_memory,
     template_claim,
@@ -21,7 +22,7 @@ from multiverse.core.capacity.sizes import (
     vm_size,
 )
 from multiverse.core.model import Claim, CloneKind, Host, Key, Overcommitment, Request, Size, TemplateState, VmState
-from multiverse.core.model.names import mac_of
+from multiverse.core.model.identity import mac_of
 from multiverse.core.policy import Policy
 from tests.unit.planner_harness import POLICY
 from tests.unit.rows import IMAGES, template, vm

@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from multiverse.controller.forecast import ForecastRecorder
+from multiverse.controller.learned import ForecastRecorder
 from multiverse.core.clones.kinds import choose_clones
-from multiverse.core.clones.pacing import paid, wait_for
 from multiverse.core.clones.spares import node_spec
 from multiverse.core.context import Context
 from multiverse.core.errors import Broken
@@ -30,8 +29,8 @@ from multiverse.core.model import (
     VmState,
     text_of,
 )
-from multiverse.core.policy import Policy, Pool
-from multiverse.core.pools.reconcile import pool_status
+from multiverse.core.policy import Policy, Pool, paid, wait_for
+from multiverse.core.pools import pool_status
 from multiverse.core.transition import Change, EffectKind, Event, Move
 from tests.unit import rows as hand
 from tests.unit.planner_harness import POLICY, PlannerHarness, failed

@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from multiverse.cli import progress
 from multiverse.images import durations
-from multiverse.store import upgrade
+from multiverse.store import schema
 
 
 class Clock:
@@ -110,8 +110,8 @@ def test_a_record_of_durations_that_makes_no_sense_tells_nothing(tmp_path: Path,
 
 
 def test_an_upgrade_that_takes_long_is_told_in_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upgrade, "TELLS_EVERY", 0.01)
-    with capture_logs() as lines, upgrade._told("database is being upgraded"):
+    monkeypatch.setattr(schema, "TELLS_EVERY", 0.01)
+    with capture_logs() as lines, schema._told("database is being upgraded"):
         deadline = time.monotonic() + 30
         while len(lines) < 2 and time.monotonic() < deadline:
             time.sleep(0.01)

@@ -19,13 +19,13 @@ import structlog
 from multiverse.cli import status as command
 from multiverse.client import Client
 from multiverse.config import Settings, parse
-from multiverse.controller import pruning
+from multiverse.controller import history as pruning
 from multiverse.core.errors import Exhausted, MultiverseError, Refused
 from multiverse.core.model import Attempt, AttemptState, OfferState, Row, TemplateState, Vm, VmState
 from multiverse.service.api import make_api
 from multiverse.service.backend import Backend
 from multiverse.store import Pruned, Pruning, Store
-from multiverse.store.prune import ENTRIES, ROWS
+from multiverse.store.history import ENTRIES, ROWS
 from tests.unit.planner_harness import ManualClock, PlannerHarness
 from tests.unit.rows import attempt, offer, template, vm
 
@@ -291,7 +291,7 @@ async def test_the_daemon_prunes_at_once_and_then_every_hour(monkeypatch: pytest
 
     async def sleep(seconds: float) -> None:
         slept.append(seconds)
-        if seconds == pruning.INTERVAL:
+        if seconds == pruning.PRUNE_INTERVAL:
             if len(history.ids("attempt")) == 0:
                 raise asyncio.CancelledError
             history.clock.time += seconds
@@ -299,7 +299,7 @@ async def test_the_daemon_prunes_at_once_and_then_every_hour(monkeypatch: pytest
     monkeypatch.setattr(pruning.asyncio, "sleep", sleep)
     with structlog.testing.capture_logs() as logs, pytest.raises(asyncio.CancelledError):
         await pruning.prune_regularly(history.store, history.clock, 30.0)
-    assert slept.count(pruning.INTERVAL) == 2
+    assert slept.count(pruning.PRUNE_INTERVAL) == 2
     assert [(one["event"], one["rows"]) for one in logs] == [("history pruned", 1)] * 2
     assert min(slept) >= pruning.LEAST_PAUSE, "passes of the controller run between two steps"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from multiverse.core.model import Reason, Why, said, text_of
-from multiverse.core.model.wording import parts_of, some
+from multiverse.core.model.reason import parts_of, some
 
 FIGURES = {"number": 2, "time": 5.0, "until": 60.0, "at": 61.0, "rate": 0.5}
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from multiverse.core.capacity.empty_hosts import largest_on
 from multiverse.core.capacity.placement_policies import address_of
 from multiverse.core.capacity.room import Room, overcommitted
 from multiverse.core.capacity.sizes import (
+    largest_on,
     parked_claim,
     serves_as,
     short_of_memory,
@@ -20,7 +20,7 @@ from multiverse.core.capacity.sizes import (
 )
 from multiverse.core.errors import MultiverseError
 from multiverse.core.model import CloneKind, Host, ImageDisk, Overcommitment, Size
-from multiverse.core.model.names import mac_of
+from multiverse.core.model.identity import mac_of
 from tests.unit.planner_harness import POLICY
 from tests.unit.rows import IMAGES
 

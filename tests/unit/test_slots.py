@@ -7,7 +7,7 @@ from math import inf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multiverse.core.slots import HostSlots, Slot, SlotTable, Touched
+from multiverse.core.capacity_index import HostSlots, Slot, SlotTable, Touched
 
 HOSTS = ("h1", "h2", "h3")
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from multiverse.core.admission.make_room import release_spares
+from multiverse.core.admission.obstacles import release_spares
 from multiverse.core.capacity.room import Blockage, Room
 from multiverse.core.capacity.sizes import vm_size
 from multiverse.core.clones.spares import give_back, joined_for, parked_for
@@ -45,7 +45,7 @@ from multiverse.core.model import (
 )
 from multiverse.core.planner import plan
 from multiverse.core.policy import Policy, Pool
-from multiverse.core.pools.reconcile import pool_status, reconcile_pools
+from multiverse.core.pools import pool_status, reconcile_pools
 from multiverse.core.rows import Rows
 from multiverse.core.state import State
 from multiverse.core.transition import Change, Event, Move

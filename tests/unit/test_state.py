@@ -40,9 +40,8 @@ from multiverse.core.model import (
     said,
     text_of,
 )
-from multiverse.core.quarantine import quarantine_on_error
 from multiverse.core.rows import Rows, VmsMissing
-from multiverse.core.state import State
+from multiverse.core.state import State, quarantine_on_error
 from multiverse.core.transition import TERMINAL, Change, Event, Tables, Transition, transitions, unchanged
 from tests.unit.planner_harness import POLICY
 from tests.unit.rows import SOURCE, attempt, offer, on_host, state, template, vm, world_of
@@ -178,6 +177,7 @@ def test_before_its_first_pass_a_state_has_the_rows_alone() -> None:
         "by_state",
         "vms_by_attempt",
         "vms_by_host",
+        "vms_by_job",
         "vms_by_source",
         "vms_by_template",
         "templates_by_key",

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from multiverse.core.model import AttemptState, Vm, VmCondition, VmSeen, VmState, text_of
-from multiverse.core.model.names import token_of
+from multiverse.core.model.identity import token_of
 from tests.unit.planner_harness import PlannerHarness
 from tests.unit.rows import SOURCE
 

@@ -34,7 +34,7 @@ from multiverse.core.model import (
 )
 from multiverse.core.planner import plan
 from multiverse.core.state import State
-from multiverse.store import Store, schema, upgrade
+from multiverse.store import Store, schema
 from tests.newer_schema import NEWER, make_newer
 from tests.unit.planner_harness import POLICY, ManualClock
 from tests.unit.rows import IMAGES
@@ -53,7 +53,7 @@ def released(tmp_path: Path) -> Path:
 @pytest.fixture
 def newer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """This software has a newer schema, by one revision."""
-    monkeypatch.setattr(upgrade, "VERSIONS", upgrade.VERSIONS)  # both are put back at the end
+    monkeypatch.setattr(schema, "VERSIONS", schema.VERSIONS)  # both are put back at the end
     monkeypatch.setattr(schema, "HEAD", schema.HEAD)
     make_newer(tmp_path / "versions")
 
@@ -100,7 +100,7 @@ def test_the_schema_of_a_release_does_not_change_but_by_a_revision(released: Pat
 
 
 def test_the_revisions_lead_from_the_first_release_to_the_head() -> None:
-    scripts = ScriptDirectory(upgrade.VERSIONS.parent, version_locations=[upgrade.VERSIONS])
+    scripts = ScriptDirectory(schema.VERSIONS.parent, version_locations=[schema.VERSIONS])
     assert scripts.get_heads() == [schema.HEAD] and scripts.get_bases() == ["0001"]
 
 
@@ -130,7 +130,7 @@ def test_a_database_of_newer_software_is_refused_and_not_touched(
     released: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as later:
-        later.setattr(upgrade, "VERSIONS", upgrade.VERSIONS)
+        later.setattr(schema, "VERSIONS", schema.VERSIONS)
         later.setattr(schema, "HEAD", schema.HEAD)
         make_newer(tmp_path / "versions")
         Store(released, ManualClock()).close()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from multiverse.controller.users import FRESH, KEPT, UserDirectory
-from multiverse.core.admission.unknown_users import PATIENCE
+from multiverse.core.admission.admit import PATIENCE
 from multiverse.core.errors import Gone, Refused, Unknown
 from multiverse.core.machines.tables import permitted_effects
 from multiverse.core.model import AttemptState, User, UserSeen, VmCondition, VmState, text_of

@@ -21,14 +21,14 @@ from multiverse.api import UsagePoint, UtilizationView, decode
 from multiverse.cli import render
 from multiverse.cli.commands import build
 from multiverse.client import Client
-from multiverse.controller import utilization
-from multiverse.controller.utilization import UtilizationRecorder
+from multiverse.controller import history
+from multiverse.controller.history import UtilizationRecorder
 from multiverse.core.errors import Exhausted, Gone, MultiverseError, Refused, Unknown
 from multiverse.core.model import Host, HostUsage, Load, Size, Usage, Vm, VmUsage
 from multiverse.service.api import make_api
 from multiverse.service.backend import Backend, UtilizationReader
 from multiverse.store import Store
-from multiverse.store.utilization import (
+from multiverse.store.history import (
     ADDED,
     DAY,
     DELETED,
@@ -49,7 +49,7 @@ from tests.unit.planner_harness import ManualClock, PlannerHarness
 
 
 def usage(
-    cpus: float = 1.0, memory: float = 512.0, span: float = utilization.INTERVAL, active: float | None = None
+    cpus: float = 1.0, memory: float = 512.0, span: float = history.INTERVAL, active: float | None = None
 ) -> Usage:
     return Usage(span, cpus, cpus + 1, memory, memory + 100, 1.0, 2.0, 3.0, 4.0, active)
 
@@ -191,7 +191,7 @@ def recorder(
 async def ask(one: UtilizationRecorder, clock: ManualClock, times: int) -> None:
     for _ in range(times):
         await one.ask()
-        clock.time += utilization.INTERVAL
+        clock.time += history.INTERVAL
 
 
 def test_a_minute_is_kept_once_it_is_over() -> None:
@@ -199,7 +199,7 @@ def test_a_minute_is_kept_once_it_is_over() -> None:
     one, clock = recorder(answers)
     wall = int(clock.wall()) // MINUTE * MINUTE
     clock.time = wall + MINUTE - clock.wall()  # at the beginning of a minute
-    asyncio.run(ask(one, clock, int(MINUTE / utilization.INTERVAL)))
+    asyncio.run(ask(one, clock, int(MINUTE / history.INTERVAL)))
     assert read_usage(one.store, "host", "h0", 0) == []
     asyncio.run(ask(one, clock, 1))
     (kept,) = read_usage(one.store, "host", "h0", 0)
@@ -216,7 +216,7 @@ def test_a_host_that_does_not_answer_leaves_a_gap_and_no_old_figures() -> None:
         asyncio.run(ask(one, clock, 3))
     assert list(one.current()) == ["h0"]
     del answers["h0"]
-    clock.time += 2 * utilization.STALE
+    clock.time += 2 * history.STALE
     asyncio.run(ask(one, clock, 1))
     assert one.current() == {}
 
@@ -230,7 +230,7 @@ def test_a_full_disk_stops_the_history_and_nothing_else(monkeypatch: pytest.Monk
         raise Exhausted("the database did not take it")
 
     with monkeypatch.context() as patched:
-        patched.setattr(utilization, "add_usage", full)
+        patched.setattr(history, "add_usage", full)
         asyncio.run(ask(one, clock, 9))
         assert read_usage(one.store, "host", "h0", 0) == before and one.current()
     asyncio.run(ask(one, clock, 9))

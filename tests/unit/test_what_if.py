@@ -10,8 +10,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from multiverse.core.explanation.immediate_capacity import immediate_capacity, sizes_to_show, usage
-from multiverse.core.explanation.what_if import what_if
+from multiverse.core.explanation.what_if import immediate_capacity, sizes_to_show, usage, what_if
 from multiverse.core.model import AttemptState, Depth, Job, JobRef, JobState, Request, Size, TemplateState, Vm, VmState
 from multiverse.core.planner import plan
 from multiverse.core.policy import Pool

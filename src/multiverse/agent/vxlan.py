@@ -15,7 +15,7 @@ import structlog
 
 from multiverse.core.errors import Gone, Refused
 from multiverse.core.model import Identity, Member, Neighbour, Vm, VmRef, VmState
-from multiverse.core.model.names import without_prefix_length
+from multiverse.core.model.identity import without_prefix_length
 
 log = structlog.get_logger()
 

@@ -21,7 +21,7 @@ from multiverse.core.rows import Rows
 from multiverse.core.state import State
 from multiverse.host.vxlan import VxlanConfig
 from multiverse.ports import Clock, Hypervisor, Measurements, Reports, Scheduler
-from multiverse.ports.finding import Finding
+from multiverse.ports.site import Finding
 from multiverse.system.rendered import SiteFile
 
 # --- common to both --------------------------------------------------------------------------------

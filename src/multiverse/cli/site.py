@@ -16,7 +16,7 @@ from multiverse.cli import render as output
 from multiverse.cli.commands import NOT_DONE
 from multiverse.config import Settings, load
 from multiverse.core.errors import Refused
-from multiverse.ports.finding import Finding, Level
+from multiverse.ports.site import Finding, Level
 from multiverse.service.doctor import examine, examine_agent
 from multiverse.site.checking import check_agent, is_ready
 from multiverse.site.rendering import WriteOutcome, beside, render_agent, write

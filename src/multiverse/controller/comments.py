@@ -27,63 +27,46 @@ from multiverse.ports import Clock, Scheduler
 
 log = structlog.get_logger()
 
-CALLS_AT_ONCE = 2
-"""Calls that run at the same time."""
+CALLS_AT_ONCE = 2  # calls that run at the same time
+PAUSE = 0.1  # seconds at least between two times at which it is considered what is due
 
-PAUSE = 0.1
-"""Seconds at least between two times at which it is considered what is due."""
+TEXT_INTERVAL = 60.0  # seconds between two texts of a job or array, and until it is considered again
 
-TEXT_INTERVAL = 60.0
-"""Seconds between two texts of one job or array. A job that waits is considered again after this time, too: a job that
-its user releases changes no row."""
+CONSIDERED_AT_ONCE = 200  # jobs in one go of about 1 ms, so that a long queue delays nothing else
 
-CONSIDERED_AT_ONCE = 200
-"""The most jobs that are considered in one go, so that a long queue delays nothing else. A go takes about 1 ms."""
+GO_INTERVAL = 1.0  # seconds between two goes
+GROUP = 100  # the most jobs that one call tells that they wait behind others
+GROUP_INTERVAL = 5.0  # seconds between two such calls: asked for several jobs, slurmctld answers with all jobs
+CALL_TIMEOUT = 60.0  # seconds
 
-GO_INTERVAL = 1.0
-"""Seconds between two goes."""
-
-GROUP = 100
-"""The most jobs that one call tells that they wait behind others."""
-
-GROUP_INTERVAL = 5.0
-"""Seconds between two such calls: asked for several jobs, slurmctld answers with all jobs."""
-
-CALL_TIMEOUT = 60.0
-"""Seconds."""
-
-RETRY_PAUSE, RETRY_LIMIT = 2.0, 300.0
-"""Seconds until a call that failed is repeated; doubled with each failure in a row, up to the limit."""
+RETRY_PAUSE, RETRY_LIMIT = 2.0, 300.0  # seconds until a failed call is repeated; doubled up to the limit
 
 _BEHIND = str(BEHIND)
 
-Jobs = Mapping[str, Job]
-"""The jobs as observed last, by id."""
+Jobs = Mapping[str, Job]  # the jobs as observed last, by id
 
 
 @dataclass(frozen=True, slots=True)
 class Telling:
-    """A call that is due: `text` for these jobs. `subjects` are the jobs, or their arrays, in the same order."""
+    """A call that is due."""
 
-    subjects: tuple[str, ...]
+    subjects: tuple[str, ...]  # the jobs, or their arrays, in the same order
     jobs: tuple[JobRef, ...]
     text: str
 
 
 @dataclass(slots=True)
 class _Subject:
-    """A job or an array with attempts that wait. `told` is the text that was written last (empty: not known), `at` when
-    that was, and `began` when the call for it began; `newest` is when the last of the attempts came. `calling` says
-    that a call for it runs, which began at `calling_since`."""
+    """A job or an array with attempts that wait."""
 
     attempts: set[int] = field(default_factory=set)
-    told: str = ""
-    at: float = -math.inf
-    began: float = -math.inf
-    newest: float = -math.inf
+    told: str = ""  # the text written last; empty: unknown
+    at: float = -math.inf  # when that was
+    began: float = -math.inf  # when the call for it began
+    newest: float = -math.inf  # when the last of the attempts came
     failures: int = 0
     not_before: float = -math.inf
-    calling: bool = False
+    calling: bool = False  # a call for it runs
     calling_since: float = -math.inf
 
     def knows(self, text: str) -> bool:
@@ -97,8 +80,7 @@ class _Subject:
 
 
 class CommentPlan:
-    """Which jobs are to be told what, and when. Pure: times are given, in seconds of the controller's clock. The cost
-    of each method is bounded, however many jobs wait."""
+    """Which jobs are to be told what, and when. Pure, and the cost of each method is bounded."""
 
     def __init__(self, policy: Policy, attempts: Iterable[Attempt] = ()) -> None:
         self._policy = policy
@@ -125,8 +107,7 @@ class CommentPlan:
         return len(self._queue) > before
 
     def explained(self, reasons: Mapping[int, Reason]) -> bool:
-        """Take what the latest admission says of the first jobs in the queue. Whether it differs from what was said
-        before."""
+        """Take what the latest admission says of the first jobs. Whether it differs from before."""
         if reasons == self._reasons:
             return False
         self._reasons = dict(reasons)
@@ -198,8 +179,7 @@ class CommentPlan:
         return None
 
     def _of_the_others(self, jobs: Jobs, now: float) -> Telling | None:
-        """Consider some of those that are due to be considered: those behind the first are told in a group, and each
-        one whose attempt before has failed is told why, until its back-off is over."""
+        """Tell those behind the first in a group, and each whose last attempt failed why, during its back-off."""
         if now < self._next_go:
             return None
         self._next_go = now + GO_INTERVAL
@@ -265,13 +245,11 @@ class CommentWriter:
         self._wake = asyncio.Event()
 
     def passed(self, moves: Iterable[Move], reasons: Mapping[int, Reason]) -> None:
-        """Learn from a pass that was committed."""
         more, other = self._plan.note(moves), self._plan.explained(reasons)
         if more or other:
             self._wake.set()
 
     async def run(self) -> None:
-        """Make calls until cancelled."""
         try:
             while True:
                 self._wake.clear()
@@ -288,8 +266,7 @@ class CommentWriter:
             await asyncio.gather(*calls, return_exceptions=True)
 
     async def _sleep(self) -> None:
-        """Until something may be due, and at least a little, so that reasons that change all the time take no more than
-        a little."""
+        """Until something may be due, and `PAUSE` at least."""
         await asyncio.sleep(PAUSE)
         free = len(self._calls) < CALLS_AT_ONCE
         left = min(self._plan.next_due() - self._clock.now(), GO_INTERVAL * 60) if free else None

@@ -22,31 +22,17 @@ from types import MappingProxyType
 
 import structlog
 
-from multiverse.controller.groups import GroupBook
-from multiverse.controller.publication import AddressBook, Publication, pause
+from multiverse.controller.publication import AddressBook, GroupBook, Publication, pause
 from multiverse.controller.users import UserDirectory
 from multiverse.core.clones.spares import node_spec
 from multiverse.core.errors import Broken, MultiverseError, NotYet, Refused, Stale, Unknown
 from multiverse.core.machines.tables import permitted_effects
-from multiverse.core.model import (
-    Attempt,
-    Depth,
-    Identity,
-    JobLimits,
-    Key,
-    KnownHost,
-    Lease,
-    Mount,
-    Reach,
-    Row,
-    Stage,
-    Template,
-    Vm,
-    VmRef,
-    VmSpec,
-    machine_id,
-    serial_of,
-)
+from multiverse.core.model.basics import Depth, Key
+from multiverse.core.model.host import JobLimits, KnownHost
+from multiverse.core.model.identity import Identity, Mount, Reach, machine_id, serial_of
+from multiverse.core.model.job import Attempt, Lease
+from multiverse.core.model.vm import Stage, Template, Vm, VmRef, VmSpec
+from multiverse.core.model.world import Row
 from multiverse.core.state import State
 from multiverse.core.transition import RELEASING_EFFECTS, TERMINAL, Done, Effect, EffectKind, Move
 from multiverse.ports import Clock, Fencing, Hypervisor, Scheduler
@@ -57,8 +43,7 @@ JOBS_AT_ONCE = 8
 """Effects of each of these kinds that run at the same time: each is a few commands of the scheduler. A kind does not
 wait for another: thousands of jobs that are cancelled free nothing, and a few that go back to the gate free VMs."""
 
-_FOR_USERS = (EffectKind.START, EffectKind.PIN)
-"""Effects that need the job's user."""
+_FOR_USERS = (EffectKind.START, EffectKind.PIN)  # effects that need the job's user
 
 _ON_JOBS = (EffectKind.GATE, EffectKind.REQUEUE, EffectKind.REVOKE, EffectKind.RESTORE, EffectKind.HOLD)
 
@@ -80,8 +65,7 @@ class PilotRef:
         return Key("lease", -1 - zlib.crc32(self.id.encode()))
 
 
-Subject = Row | VmRef | PilotRef
-"""What an effect acts on: a row, or an orphan."""
+Subject = Row | VmRef | PilotRef  # what an effect acts on: a row, or an orphan
 
 
 @dataclass
@@ -158,7 +142,6 @@ class Effects:
         return min((lane.due for lane in idle), default=float("inf"))
 
     def _jobs_left(self) -> Mapping[EffectKind, int]:
-        """How many more effects of each kind on jobs may begin."""
         running = Counter(lane.effect.kind for lane in self._lanes.values() if lane.task is not None)
         return {kind: max(0, JOBS_AT_ONCE - running[kind]) for kind in _ON_JOBS}
 
@@ -218,8 +201,7 @@ class Effects:
                 lane.due = 0.0
 
     def _due_ones(self, *, releasing: bool) -> list[Key]:
-        """The lanes that are to begin now; with `releasing` only those that release. Of those on jobs some may have to
-        wait: the ones due longest begin."""
+        """The lanes that are to begin now. Of those on jobs only some may: the ones due longest."""
         now, left = self._clock.now(), self._jobs_left()
         due: dict[EffectKind, list[tuple[float, Key]]] = {}
         for key, lane in self._lanes.items():

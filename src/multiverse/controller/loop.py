@@ -3,60 +3,139 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from random import Random, SystemRandom
+from typing import Protocol
 
 import structlog
 
 from multiverse.config import Settings
-from multiverse.controller.command_inbox import CommandInbox
 from multiverse.controller.comments import CommentPlan, CommentWriter
-from multiverse.controller.effects import Effects, Failure, Surroundings
-from multiverse.controller.exclusions import Exclusions
-from multiverse.controller.followed_hosts import FollowedHosts
-from multiverse.controller.forecast import ForecastRecorder
-from multiverse.controller.missing_hints import MissingHints
-from multiverse.controller.observers import Awaited, ObserverTasks, SchedulerObserver
-from multiverse.controller.orphans import OrphanConfirmation
+from multiverse.controller.effects import Effects, Failure, PilotRef, Surroundings
+from multiverse.controller.learned import Exclusions, ForecastRecorder, MissingHints
+from multiverse.controller.observers import Awaited, FollowedHosts, ObserverTasks, SchedulerObserver
 from multiverse.controller.policy import policy_of
 from multiverse.controller.users import LookupFailure, UserDirectory
-from multiverse.controller.watching import Watcher
 from multiverse.core.capacity.sizes import claimable_cpus
+from multiverse.core.commands import may_add
 from multiverse.core.context import Context
-from multiverse.core.errors import Exhausted, MultiverseError
+from multiverse.core.errors import Exhausted, MultiverseError, Refused
 from multiverse.core.machines.host import held_back
+from multiverse.core.machines.lease import unexplained_pilots
 from multiverse.core.machines.tables import TABLES, awaited_rows, note_unconfirmed
-from multiverse.core.model import (
-    Attempt,
-    Job,
-    JobLimits,
-    KnownHost,
-    Observation,
-    Reason,
-    Size,
-    Vm,
-    World,
-)
-from multiverse.core.planner import plan
-from multiverse.core.pools.reconcile import PoolStatus, pool_status
+from multiverse.core.model.basics import Size
+from multiverse.core.model.host import JobLimits, KnownHost
+from multiverse.core.model.job import Attempt, Job
+from multiverse.core.model.reason import Reason
+from multiverse.core.model.vm import Vm, VmRef
+from multiverse.core.model.world import Observation, World
+from multiverse.core.planner import orphans, plan
+from multiverse.core.pools import PoolStatus, pool_status
 from multiverse.core.state import State
-from multiverse.core.transition import Awaiting, Command, Done, Message, ShownBy
+from multiverse.core.transition import Awaiting, Command, Done, Message, Move, ShownBy
 from multiverse.ports import Clock, Fencing, Hypervisor, Scheduler
 from multiverse.store import Store
 
+
+class CommandInbox:
+    """Messages that no committed pass has taken yet, in their order."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._messages: deque[Message] = deque()
+        self._asked: list[tuple[Command, asyncio.Future[None]]] = []  # for each command among them
+
+    def put(self, message: Message) -> None:
+        """Keep a message for the next pass. It does not make the next pass come sooner."""
+        self._messages.append(message)
+
+    def ask(self, command: Command) -> asyncio.Future[None]:
+        """Keep a command, and wake the loop. Done when it is committed; raises `Refused` if it may not be done."""
+        self.put(command)
+        self._wake()
+        committed = asyncio.get_running_loop().create_future()
+        self._asked.append((command, committed))
+        return committed
+
+    def of_pass(self, *, releasing: bool) -> list[Message]:
+        """The messages for a pass; with `releasing` without those that may add something."""
+        return [message for message in self._messages if not (releasing and may_add(message))]
+
+    def committed(self, messages: Sequence[Message], refusals: Iterable[tuple[Command, Refused]]) -> None:
+        """A pass is kept, and with it what came of these messages."""
+        kept = {id(message) for message in messages}
+        self._messages = deque(message for message in self._messages if id(message) not in kept)
+        refused = {id(command): error for command, error in refusals}
+        for command, committed in self._asked:
+            if id(command) in kept and not committed.done():  # whoever asked may have gone
+                if error := refused.get(id(command)):
+                    committed.set_exception(error)
+                else:
+                    committed.set_result(None)
+        self._asked = [(command, committed) for command, committed in self._asked if id(command) not in kept]
+
+
+class OrphanConfirmation:
+    """Confirms orphans by a second observation: a single one destroys nothing."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._orphans: dict[tuple[str, str], float] = {}  # name and source, with the observation that showed it first
+        self._pilots: dict[tuple[str, str], float] = {}  # pilots that no lease explains: name and id, and the same
+        self.confirmed: list[VmRef | PilotRef] = []  # those that are to be removed, as of the latest commit
+
+    def names(self) -> list[str]:
+        return sorted({name for name, _ in self._orphans})
+
+    def committed(self, world: World) -> None:
+        """A pass with this world is committed: look again at what no row explains."""
+        self.confirmed = [*self._confirmed_vms(world), *self._confirmed_pilots(world)]
+
+    def _confirmed_vms(self, world: World) -> list[VmRef]:
+        if world.scheduler is None:
+            return []
+        confirmed, first = [], {}
+        for name, source in orphans(self._state, world):
+            latest = world.latest(source)
+            # A source that is unknown may hold the VM of a node that only the scheduler shows.
+            if source == "" and any(one.latest is None for one in world.sources.values()):
+                continue
+            began = min([world.node_began(name), *([latest.began] if latest else [])])
+            first[name, source] = self._orphans.get((name, source), began)
+            if first[name, source] < began:
+                confirmed.append(VmRef(name, source))
+        self._orphans = first
+        return confirmed
+
+    def _confirmed_pilots(self, world: World) -> list[PilotRef]:
+        if world.scheduler is None:
+            return []
+        began = world.scheduler.began
+        unexplained = unexplained_pilots(self._state.leases, world.scheduler.value)
+        self._pilots = {one: self._pilots.get(one, began) for one in unexplained}
+        return [PilotRef(*one) for one, first in self._pilots.items() if first < began]
+
+
+class Watcher(Protocol):
+    """Is told at once, within the controller's loop: it takes no time and raises nothing."""
+
+    def moved(self, moves: Sequence[Move], now: float) -> None:
+        """These moves were committed at `now` (monotonic seconds), in this order."""
+
+    def ended(self, done: Done) -> None:
+        """This effect has ended."""
+
+
 log = structlog.get_logger()
 
-EXPECTING = 0.1
-"""Seconds between observations of the scheduler while a node's registration or a job's end is awaited."""
+EXPECTING = 0.1  # seconds between observations of the scheduler while a node's registration or a job's end is awaited
 
-AWAIT_BACKOFF = 0.05
-"""What has been awaited for long is observed less often: pauses grow to this share of the time waited."""
+AWAIT_BACKOFF = 0.05  # pauses grow to this share of the time waited
 
-UNCOMMITTED = 1.0
-"""Seconds until a pass that was not committed is tried again: whatever is due stays due, and must not make us spin."""
+UNCOMMITTED = 1.0  # seconds until a pass that was not committed is tried again
 
 
 class Controller:
@@ -77,11 +156,9 @@ class Controller:
         self._store, self._clock, self._settings = store, clock, settings
         self._rng = rng or SystemRandom()
         self.policy = policy_of(settings)
-        self.state = State(store.rows(), TABLES, clock.now())
-        """The live rows as committed, between passes."""
+        self.state = State(store.rows(), TABLES, clock.now())  # the live rows as committed, between passes
         note_unconfirmed(self.state)
-        self.observed = World()
-        """What the latest pass was planned upon."""
+        self.observed = World()  # what the latest pass was planned upon
         self._forecast = ForecastRecorder(self.policy)
         self.missing_hints = MissingHints(clock)
         self._watchers: list[Watcher] = []
@@ -94,17 +171,14 @@ class Controller:
         self._limits: JobLimits | None = None  # what no job must exceed
         self._leasable: Mapping[str, Size] = {}  # as of which they are
         self.began = clock.now()
-        self.uncommitted: tuple[float, str] | None = None
-        """Since when passes are not kept, and why."""
-        self.effects_ended: Counter[tuple[str, str]] = Counter()
-        """By kind, and the error's class or "done"."""
+        self.uncommitted: tuple[float, str] | None = None  # since when passes are not kept, and why
+        self.effects_ended: Counter[tuple[str, str]] = Counter()  # by kind, and the error's class or "done"
         self.scheduler = SchedulerObserver(
             scheduler, clock, settings.poll, self._scheduler_interval, self._awaited, self._wake.set
         )
         self._tasks = ObserverTasks(self._wake.set)
         self._hosts = FollowedHosts(hypervisor, self.state, clock, settings.poll, self.began, self._tasks)
-        self.sources = self._hosts.sources
-        """One observer for each source of the hypervisor, by the source's name."""
+        self.sources = self._hosts.sources  # one observer for each source of the hypervisor, by the source's name
         self.users = UserDirectory(
             lambda uid: scheduler.user(uid), clock, self._wake.set, lambda: self._effects.try_again_for_users()
         )
@@ -133,12 +207,10 @@ class Controller:
         self.policy = replace(self.policy, placements=placements)
 
     def watch(self, watcher: Watcher) -> None:
-        """Tell this watcher, too, what is committed from now on."""
         self._watchers.append(watcher)
 
     def hint(self, uid: int | None = None, job_id: str = "") -> None:
-        """Something may have changed in the scheduler: observe it sooner. `uid` or `job_id` say whose job or which job
-        it is, if that is known."""
+        """Something of this user's or this job, if known, may have changed in the scheduler: observe it sooner."""
         self.scheduler.hint(uid, job_id)
 
     def orphans(self) -> list[str]:
@@ -150,7 +222,7 @@ class Controller:
         return self._world(self._hosts.observations())
 
     def _world_of_pass(self) -> World:
-        """The same for a pass, whose cost is that of the sources of which something else is known than before."""
+        """The same for a pass, at the cost of the sources that have changed."""
         anew = frozenset(self._hosts.anew)
         return self._world(self._hosts.tell(), anew)
 
@@ -188,8 +260,7 @@ class Controller:
         return held_back(self.state, self.world(), self.policy)
 
     def known_hosts(self) -> dict[str, KnownHost]:
-        """The hosts of the site, by name, as they were observed last. One that never was is as the settings declare it,
-        and left out if only an operator has named it."""
+        """See `FollowedHosts.known_hosts`."""
         return self._hosts.known_hosts()
 
     def claimable_cpus(self) -> int:
@@ -201,8 +272,7 @@ class Controller:
         return self.users.failures()
 
     def command(self, command: Command) -> asyncio.Future[None]:
-        """Take what an operator asks for; the rows show what comes of it. Done when it is committed: until then it is
-        lost if the daemon dies. Raises `Refused` if it may not be done."""
+        """Take an operator's command. Done when it is committed; raises `Refused` if it may not be done."""
         return self._inbox.ask(command)
 
     # --- the loop ------------------------------------------------------------------------------------
@@ -270,13 +340,11 @@ class Controller:
         return problem is None
 
     def _job_limits(self) -> JobLimits | None:
-        """What no job must exceed, by the hosts of the site and those that can be leased."""
         self._leasable = self.observed.scheduler.value.leasable if self.observed.scheduler else self._leasable
         return self._hosts.job_limits(self.policy, self._leasable)
 
     def _plan_and_commit(self, world: World, *, releasing: bool = False) -> MultiverseError | None:
-        """Plan and commit; with `releasing` only what releases. The error because of which nothing was kept: then the
-        state is as it was before, and the messages stay."""
+        """Plan and commit. Returns the error because of which nothing was kept: then the messages stay."""
         now, state = self._clock.now(), self.state
         messages = self._inbox.of_pass(releasing=releasing)
         done = [(message, state.get(message.key)) for message in messages if isinstance(message, Done)]
@@ -316,7 +384,6 @@ class Controller:
         self._placement_faults = dict(self.state.placement_faults)
 
     def _committed(self, messages: list[Message]) -> None:
-        """The pass is kept, and with it what came of these messages."""
         self._inbox.committed(messages, self.state.refusals)
         since = [row.since for row, when in awaited_rows(self.state) if self._is_awaited(row, when)]
         expecting = max(since, default=None)
@@ -367,7 +434,7 @@ class Controller:
         self._wake.set()
 
     def _observe_source_of(self, done: Done) -> None:
-        """Observe sooner what the effect may have changed: the source of its row, or all if that is not known."""
+        """Observe sooner what the effect may have changed: its row's sources, or all."""
         row = self.state.get(done.key)
         names = [place.source for place in row.places] if isinstance(row, Vm) else [getattr(row, "source", "")]
         for one in [self.sources[name] for name in names if name in self.sources] or self.sources.values():

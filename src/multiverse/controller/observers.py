@@ -11,30 +11,36 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import inf
+from types import MappingProxyType
 from typing import Generic, TypeVar
 
 import structlog
 
+from multiverse.core.capacity.sizes import job_limits
 from multiverse.core.errors import MultiverseError
-from multiverse.core.model import HypervisorView, SchedulerPart, SchedulerView, Seen
-from multiverse.ports import Clock, Scheduler
+from multiverse.core.leases import leasable_hosts
+from multiverse.core.model.basics import Size
+from multiverse.core.model.host import HypervisorView, JobLimits, KnownHost
+from multiverse.core.model.job import SchedulerPart, SchedulerView
+from multiverse.core.model.world import Observation, Seen, World
+from multiverse.core.policy import Policy
+from multiverse.core.state import State
+from multiverse.ports import Clock, Hypervisor, Scheduler, Source
 
 T = TypeVar("T")
 K = TypeVar("K")
 log = structlog.get_logger()
 
-BURST = (0.0, 0.05, 0.15, 0.4)
-"""Seconds after a hint at which to observe: the change that it reports may not be visible at once."""
+BURST = (0.0, 0.05, 0.15, 0.4)  # seconds after a hint: the change may not be visible at once
 
 TIMEOUT = 60.0
 
-WHOLE_SHARE = 20.0
-"""Whole loads of the scheduler begin at intervals of at least this many times the duration of the last one, or of the
-one before if that was shorter: a load that waited, for the backup slurmctld, say, tells nothing about the next."""
+WHOLE_SHARE = 20.0  # whole loads begin at intervals of so many times the shorter of the last two durations
 
-PART_SHARE = 3.0
-"""The same for readings of a part."""
+PART_SHARE = 3.0  # the same for readings of a part
 
 
 class Observer(Generic[T]):
@@ -69,8 +75,7 @@ class Observer(Generic[T]):
         self._poked.set()
 
     async def run(self) -> None:
-        """Observe until cancelled. Any failure makes the source unknown; one that is not of the source itself is logged
-        with its traceback."""
+        """Observe until cancelled. Any failure makes the source unknown."""
         while True:
             self._began = self._clock.now()
             self._due = [due for due in self._due if due > self._began]
@@ -87,7 +92,6 @@ class Observer(Generic[T]):
             await self._wait()
 
     def answered(self, latest: Seen[T]) -> None:
-        """The source was observed."""
         if self.failure:
             log.info("source is back", source=self.name)
         self._turn(self.latest is None)
@@ -144,10 +148,10 @@ def _keep(hints: dict[K, list[float]], unseen: Mapping[K, list[float]], now: flo
 
 @dataclass(frozen=True, slots=True)
 class Awaited:
-    """What is to be read again soon: `jobs` by id, with the uid of each, and `nodes` by name."""
+    """What is to be read again soon."""
 
-    jobs: Mapping[str, int | None] = field(default_factory=dict)
-    nodes: frozenset[str] = frozenset()
+    jobs: Mapping[str, int | None] = field(default_factory=dict)  # by id, with the uid of each
+    nodes: frozenset[str] = frozenset()  # by name
 
 
 class SchedulerObserver(Observer[SchedulerView]):
@@ -220,8 +224,7 @@ class SchedulerObserver(Observer[SchedulerView]):
         users: Mapping[int, list[float]],
         jobs: Mapping[str, list[float]],
     ) -> None:
-        """Forget the hints whose change has been seen, and repeat the other readings at their times. What could not be
-        read, because it was too much at once, is left to a whole load."""
+        """Forget hints whose change was seen, repeat the others. What could not be read waits for a whole load."""
         if not (users.keys() <= part.users and jobs.keys() <= part.job_ids):
             self._unnamed = sorted({*self._unnamed, self._began})
         known = before.jobs
@@ -266,7 +269,6 @@ class ObserverTasks:
             self._running[observer] = self.watched(task)
 
     def stop(self, observer: Observer[HypervisorView]) -> None:
-        """End the task of an observer, if it has one."""
         if task := self._running.pop(observer, None):
             task.cancel()
 
@@ -293,3 +295,119 @@ class ObserverTasks:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+# --- the hosts of the site --------------------------------------------------------------------------
+
+
+class FollowedHosts:
+    """Gives the hypervisor the hosts of the site, observes each source, and tells passes what was observed."""
+
+    def __init__(
+        self,
+        hypervisor: Hypervisor,
+        state: State,
+        clock: Clock,
+        poll: float,
+        began: float,
+        tasks: ObserverTasks,
+    ) -> None:
+        """`began` is since when sources are unknown that the hypervisor does not have."""
+        self._hypervisor, self._state, self._clock = hypervisor, state, clock
+        self._poll, self._began, self._tasks = poll, began, tasks
+        # A host that the settings name and that has not answered yet may hold what those that have answered cannot.
+        # One that is leased is a row, and ends with it.
+        named = [(host, source.name) for source in hypervisor.sources for host in source.hosts]
+        leased = state.leased
+        self.declared = [KnownHost(*one) for one in named if one[0] not in leased]
+        """The hosts that the settings name, until a pass is committed: then they are rows."""
+        self._followed = -1  # `State.host_changes`, as of which this and the sources are
+        self._listened: dict[str, Source] = {}
+        self.sources: dict[str, Observer[HypervisorView]] = {}
+        """One observer for each source of the hypervisor, by the source's name."""
+        self._told: dict[str, Observation] = {}  # at the last pass, by source, also of sources that only rows refer to
+        self.anew: set[str] = state.sources()
+        """The sources of which the next pass is told something else than the last one: those observed since, those that
+        came or went, and those that are unknown."""
+        self._follow_sources()
+
+    # --- what is observed ----------------------------------------------------------------------------
+
+    def observations(self) -> dict[str, Observation]:
+        """What is known of each source now."""
+        told = {**self._told, **{name: self._observation(name) for name in sorted(self.anew)}}
+        return {name: one for name, one in told.items() if one is not None}
+
+    def tell(self) -> Mapping[str, Observation]:
+        """The same for a pass, whose cost is that of the sources in `anew`."""
+        for name in sorted(self.anew):
+            if (observation := self._observation(name)) is not None:
+                self._told[name] = observation
+            else:
+                self._told.pop(name, None)
+        return MappingProxyType(self._told)
+
+    def committed(self, world: World) -> None:
+        """A pass with this world is committed: its sources are told, but for those that are unknown."""
+        self.anew = {name for name in world.anew or () if name in self._told and self._told[name].latest is None}
+        self.declared = []
+
+    def _observation(self, name: str) -> Observation | None:
+        """What is known of a source. One that only rows refer to is unknown since the controller began."""
+        if (one := self.sources.get(name)) is not None:
+            return Observation(one.latest, one.since, self._heard(one))
+        return Observation(None, self._began) if self._state.has_vms_at(name) else None
+
+    def _heard(self, source: Observer[HypervisorView]) -> float:
+        silence = self._listened[source.name].silence if source.latest is None else None
+        return -inf if silence is None else self._clock.now() - silence
+
+    # --- hosts and sources ---------------------------------------------------------------------------
+
+    def known_hosts(self) -> dict[str, KnownHost]:
+        """The hosts as observed last, or as declared; without those that only an operator has named."""
+        members, found = self._hypervisor.membership, dict[str, KnownHost]()
+        for name, host in self._state.hosts.items():
+            value = host.value or (members.declared(name) if members else None)
+            if host.is_member and (value or members is None):
+                found[name] = replace(host, value=value)
+        return found
+
+    def job_limits(self, policy: Policy, leasable: Mapping[str, Size]) -> JobLimits | None:
+        """What no job must exceed, by the hosts of the site and those that can be leased."""
+        leased = self._state.leased
+        static = {name: one for name, one in self.known_hosts().items() if name not in leased}
+        return job_limits({**static, **leasable_hosts(leasable, policy)}, policy)
+
+    @property
+    def have_changed(self) -> bool:
+        """Whether a host's row has changed since they were followed last."""
+        return self._followed != self._state.host_changes
+
+    def follow(self) -> None:
+        """Let the hypervisor have the hosts that belong to the site, as committed."""
+        self._followed = self._state.host_changes
+        membership = self._hypervisor.membership
+        if membership is not None:
+            # Until a pass is committed, the state lacks hosts that it would have added.
+            hosts = {host.name: host for host in self.declared} | self._state.hosts
+            names = [host.name for host in hosts.values() if host.is_member]
+            membership.keep(names, self._state.leased_hosts())
+            self._follow_sources()
+
+    def _follow_sources(self) -> None:
+        sources = {source.name: source for source in self._hypervisor.sources}
+        for name in [name for name in self.sources if name not in sources]:
+            del self._listened[name]
+            self.anew.add(name)
+            self._tasks.stop(self.sources.pop(name))
+        for name in [name for name in sources if name not in self.sources]:
+            observe, interval = sources[name].observe, lambda: self._poll
+            observer = Observer(name, observe, self._clock, interval, partial(self._observed_anew, name))
+            self.sources[name], self._listened[name] = observer, sources[name]
+            self.anew.add(name)
+            self._tasks.run(observer)
+
+    def _observed_anew(self, source: str) -> None:
+        self.anew.add(source)
+        self._tasks.wake()

@@ -8,12 +8,10 @@ from multiverse.config import Settings
 from multiverse.core.model import CloneKind, Size
 from multiverse.core.policy import Backfill, LeasePolicy, OverflowPolicy, Policy, Pool
 
-DESTROYED = 3.0
-"""Seconds that the destruction of a VM takes, with what comes before it in its lane."""
+DESTROYED = 3.0  # seconds that the destruction of a VM takes, with what comes before it in its lane
 
 
 def policy_of(settings: Settings) -> Policy:
-    """The planner's policy from the settings."""
     s, p = settings, settings.pacing
     return Policy(
         subnet=ipaddress.IPv4Network(s.network.subnet),

@@ -1,25 +1,32 @@
-"""Tells the scheduler the values that it is to know, such as where nodes are: once for each change, and again after a
-failure. And how long to pause before something that failed, or that has to be ensured, is done again."""
+"""Tells the scheduler and the hosts what they are to know: once for each change, and again after a failure.
+
+The scheduler is told values, such as where nodes are (`Publication`, `AddressBook`). Each host is told of the groups of
+VMs that its own VMs belong to (`GroupBook`): the other VMs, where they are, and their names. A host is told what has
+changed, and all of it when it may have forgotten, after a failure, and by a controller that begins. No start of a VM
+waits for that. A group of one VM is nothing to tell.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
 from random import Random
 from typing import Generic, TypeVar
 
 import structlog
 
 from multiverse.core.errors import MultiverseError
-from multiverse.core.model import Vm, VmState
+from multiverse.core.model import Member, Reach, Vm, VmState, group_of
+from multiverse.core.model.identity import without_prefix_length
+from multiverse.core.state import State
 from multiverse.core.transition import Move
-from multiverse.ports import Addresses, Clock
+from multiverse.ports import Addresses, Clock, Groups
 
-AGAIN, AGAIN_LIMIT = 2.0, 60.0
-"""Seconds before the first repetition, doubled for each further one up to the limit."""
+AGAIN, AGAIN_LIMIT = 2.0, 60.0  # seconds before the first repetition, doubled for each further one up to the limit
 
-JITTER = 0.5
-"""A pause is longer by up to this share, by chance: what began at the same time is not repeated at the same time."""
+JITTER = 0.5  # a pause is longer by up to this share: what began together is not repeated together
 
 
 def pause(runs: int, rng: Random) -> float:
@@ -31,8 +38,7 @@ def pause(runs: int, rng: Random) -> float:
 T = TypeVar("T")
 log = structlog.get_logger()
 
-TIMEOUT = 60.0
-"""Seconds."""
+TIMEOUT = 60.0  # seconds
 
 
 class Publication(Generic[T]):
@@ -46,8 +52,7 @@ class Publication(Generic[T]):
         self._again_at = 0.0
 
     def ensure(self, value: T, publish: Callable[[T], Awaitable[None]]) -> None:
-        """Publish the value if it is not the one that was published last. Awaits nothing: a call that failed, and a
-        value that changed during a call, are published by a later `ensure`."""
+        """Publish the value if it has changed. Awaits nothing: a later `ensure` repeats what failed."""
         busy = self._task is not None and not self._task.done()
         if value == self._known or busy or self._clock.now() < self._again_at:
             return
@@ -66,7 +71,6 @@ class Publication(Generic[T]):
             self._known, self._failures = value, 0
 
     async def close(self) -> None:
-        """Stop a call that runs."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -87,7 +91,6 @@ class AddressBook:
             self._note(vm)
 
     def note(self, moves: Iterable[Move]) -> None:
-        """Learn from moves that were committed."""
         for change in (change for move in moves for change in move.changes):
             if isinstance(change.row, Vm):
                 self._note(change.row)
@@ -108,5 +111,152 @@ class AddressBook:
             self._told.ensure(self._changes, lambda _: told.tell(dict(self._of_node)))
 
     async def close(self) -> None:
-        """Stop a call that runs."""
         await self._told.close()
+
+
+log = structlog.get_logger()
+
+_MEMBERS = (
+    VmState.PLANNED,
+    VmState.PARKED,
+    VmState.STARTING,
+    VmState.JOINED,
+    VmState.SERVING,
+    VmState.RETIRING,
+    VmState.LOST,
+)
+"""A VM in one of these states is reached, or will be. Its address is known before it runs, so hosts know it in time."""
+
+
+@dataclass
+class _ToldHost:
+    """What is to be told to one host."""
+
+    run: str | None = None  # the word of the one that knows all but `changed`; None: none does
+    changed: dict[str, None] = field(default_factory=dict)  # names, in the order of their changes
+    task: asyncio.Task[None] | None = None
+    failures: int = 0  # in a row
+    again_at: float = 0.0
+
+    @property
+    def is_busy(self) -> bool:
+        return self.task is not None and not self.task.done()
+
+
+class GroupBook:
+    """Follows the moves that were committed, at the cost of what they change."""
+
+    def __init__(self, state: State, reach: Reach, clock: Clock, rng: Random) -> None:
+        self._state, self._reach, self._clock, self._rng = state, reach, clock, rng
+        self._members: dict[str, Member] = {}
+        self._of_group: dict[int, dict[str, None]] = {}  # names
+        self._hosts_of: dict[int, Counter[str]] = {}  # how many VMs of a group each host has
+        self._groups_on: dict[str, dict[int, None]] = {}
+        self._hosts: defaultdict[str, _ToldHost] = defaultdict(_ToldHost)
+        for vm in state.vms.values():
+            self._note(vm)
+
+    def group(self, vm: Vm) -> int:
+        return group_of(self._state.attempt_of(vm), self._reach)
+
+    def note(self, moves: Iterable[Move]) -> None:
+        for change in (change for move in moves for change in move.changes):
+            if isinstance(change.row, Vm):
+                self._note(change.row)
+
+    def _note(self, vm: Vm) -> None:
+        new, old = self._member(vm), self._members.get(vm.name)
+        if new == old:
+            return
+        if old is not None:
+            self._remove(old)
+        if new is not None:
+            self._add(new)
+
+    def _member(self, vm: Vm) -> Member | None:
+        group = self.group(vm) if vm.state in _MEMBERS and vm.address else 0
+        return Member(vm.name, without_prefix_length(vm.address), vm.mac, vm.host, group) if group else None
+
+    def _add(self, member: Member) -> None:
+        names, hosts = self._of_group.setdefault(member.group, {}), self._hosts_of.setdefault(member.group, Counter())
+        self._members[member.name] = member
+        names[member.name] = None
+        hosts[member.host] += 1
+        self._groups_on.setdefault(member.host, {})[member.group] = None
+        if len(names) > 2:
+            for host in hosts:
+                self._changed(host, [member.name])
+        else:  # with its second VM the group is something to tell
+            for host in hosts:
+                self._changed(host, names)
+        if hosts[member.host] == 1:
+            self._changed(member.host, names)
+
+    def _remove(self, member: Member) -> None:
+        names, hosts = self._of_group[member.group], self._hosts_of[member.group]
+        for host in hosts:
+            self._changed(host, [member.name] if len(names) > 2 else names)
+        del self._members[member.name], names[member.name]
+        hosts[member.host] -= 1
+        if not hosts[member.host]:
+            del hosts[member.host]
+            self._changed(member.host, names)
+            groups = self._groups_on[member.host]
+            del groups[member.group]
+            if not groups:
+                del self._groups_on[member.host]
+        if not names:
+            del self._of_group[member.group], self._hosts_of[member.group]
+
+    def _changed(self, host: str, names: Iterable[str]) -> None:
+        self._hosts[host].changed.update(dict.fromkeys(names))
+
+    def _told_of(self, host: str, name: str) -> Member | None:
+        """A VM, if this host is to know it."""
+        member = self._members.get(name)
+        if member is None or len(self._of_group[member.group]) < 2 or host not in self._hosts_of[member.group]:
+            return None
+        return member
+
+    # --- telling --------------------------------------------------------------------------------------
+
+    def ensure(self, groups: Groups | None) -> None:
+        """Tell what is to be told. Awaits nothing: what fails is told by a later call."""
+        if groups is None:
+            return
+        listening, now = groups.listening, self._clock.now()
+        for gone in [name for name, host in self._hosts.items() if name not in listening and not host.is_busy]:
+            del self._hosts[gone]  # it is told all once it listens
+        for name, run in listening.items():
+            host = self._hosts[name]
+            if host.is_busy or now < host.again_at or (host.run == run and not host.changed):
+                continue
+            host.task = asyncio.create_task(self._tell(groups, name, host, run), name=f"tell {name} of groups")
+
+    async def _tell(self, groups: Groups, name: str, host: _ToldHost, run: str) -> None:
+        try:
+            while host.run != run or host.changed:
+                whole = host.run != run
+                if whole:
+                    names = [one for group in self._groups_on.get(name, ()) for one in self._of_group[group]]
+                else:
+                    names = list(host.changed)
+                host.changed.clear()
+                host.run = None  # until it has answered
+                told = {one: self._told_of(name, one) for one in names}
+                members = [one for one in told.values() if one is not None]
+                gone = [] if whole else [one for one, member in told.items() if member is None]
+                async with asyncio.timeout(TIMEOUT):
+                    await groups.tell(name, members, gone, whole=whole)
+                host.run, host.failures = run, 0
+        except (MultiverseError, TimeoutError) as error:
+            host.failures += 1
+            host.again_at = self._clock.now() + pause(host.failures, self._rng)
+            reason = str(error) or f"it did not answer within {TIMEOUT:g} s"
+            log.warning("a host was not told which VMs reach each other", host=name, reason=reason)
+
+    async def close(self) -> None:
+        tasks = [host.task for host in self._hosts.values() if host.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

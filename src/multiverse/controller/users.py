@@ -18,17 +18,12 @@ from multiverse.ports import Clock
 
 log = structlog.get_logger()
 
-FRESH = 300.0
-"""Seconds for which an answer is used without asking again: groups may change."""
+FRESH = 300.0  # seconds for which an answer is used without asking again: groups may change
+KEPT = 86400.0  # seconds for which an answer is used while the name service does not answer any more
 
-KEPT = 86400.0
-"""Seconds for which an answer is used while the name service does not answer any more."""
+AGAIN, AGAIN_LIMIT = 1.0, 30.0  # seconds before a user is looked up again; doubled up to the limit
 
-AGAIN, AGAIN_LIMIT = 1.0, 30.0
-"""Pause before a user is looked up again after a failure, doubled each time up to the limit; seconds."""
-
-TIMEOUT = 60.0
-"""Seconds after which a look-up counts as failed. A driver may have a shorter limit of its own."""
+TIMEOUT = 60.0  # Seconds after which a look-up counts as failed. A driver may have a shorter limit of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +48,7 @@ class _Inquiry:
 
 
 class UserDirectory:
-    """What `find` answered about each user. `changed` is called after each answer, and `known` before that if the user
-    was unknown until then."""
+    """What `find` answered about users. Calls `known` if one was unknown before, then `changed`."""
 
     def __init__(
         self,
@@ -88,8 +82,7 @@ class UserDirectory:
         return min((e.again_at for e in self._entries.values() if e.failures and e.task is None), default=float("inf"))
 
     def look_up(self, uids: Collection[int]) -> None:
-        """Ask for users of whom jobs need to know now, unless they were asked for a moment ago. Those that nobody needs
-        to know any more are not asked for again."""
+        """Ask for users that jobs need now, unless asked a moment ago. Others are not asked for again."""
         now = self._clock.now()
         for uid in [uid for uid, entry in self._entries.items() if entry.failures and uid not in uids]:
             self._entries[uid].failures, self._entries[uid].failing_since = 0, None
@@ -105,8 +98,7 @@ class UserDirectory:
         entry.user, entry.answered, entry.seen = user, now, UserSeen(True, now, now)
 
     async def user(self, uid: int) -> User:
-        """The user, for a guest. `Refused` if there surely is no such user, `Unknown` if that cannot be told and was
-        not known before."""
+        """The user, for a guest. Raises `Refused` if there surely is none, `Unknown` if nobody can tell."""
         entry = self._entries.setdefault(uid, _Inquiry())
         if entry.user is None or self._clock.now() - entry.answered > FRESH:
             await self._ask(uid, entry)
@@ -153,7 +145,6 @@ class UserDirectory:
         entry.again_at = self._clock.now() + min(AGAIN_LIMIT, AGAIN * 2.0 ** min(entry.failures - 1, 8))
 
     async def close(self) -> None:
-        """Stop all look-ups."""
         tasks = [entry.task for entry in self._entries.values() if entry.task]
         for task in tasks:
             task.cancel()

@@ -55,8 +55,7 @@ def tried_at_once(host: KnownHost) -> KnownHost:
 
 
 def avoided(state: State, image: str, now: float) -> frozenset[str]:
-    """The hosts that get no VM of the image at a Unix time: those whose time is not over, and those on which one is
-    being tried."""
+    """The hosts that get no VM of the image at a Unix time: still avoided, or with one VM on trial."""
     faults = state.faults.get(image)
     if not faults:
         return frozenset()

@@ -1,4 +1,4 @@
-"""The hosts in sight by what is free on them: an index that outlives passes, kept while something changes.
+"""The hosts in sight by what is free on them, and when hosts will have room. Both outlive passes.
 
 Equal hosts, but for their names and what they have available, form a class: whatever is computed for one of them holds
 for all. Within a class, and within the hosts of it that have a certain template ready, hosts are found by their free
@@ -11,21 +11,21 @@ import heapq
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
-from typing import Generic, Literal, Protocol, TypeVar
+from itertools import islice, takewhile
+from math import inf
+from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 from weakref import WeakSet
+
+from sortedcontainers import SortedList
 
 from multiverse.core.model import Host, Size, TemplateKey
 
 T = TypeVar("T")
 U = TypeVar("U")
 
-Order = Literal["emptiest", "tightest", "by_name"]
-"""Names of the orders of a `HostGroup`."""
+Order = Literal["emptiest", "tightest", "by_name"]  # names of the orders of a `HostGroup`
 
-Free = list[int]
-"""CPUs, memory and disk in MiB, and bandwidth in Mbit/s, that are free on a host; negative where more is claimed than
-may be. It is replaced when it changes, never changed."""
+Free = list[int]  # CPUs, MiB of memory and disk, Mbit/s; may be negative; replaced, never changed
 
 
 def fits(claim: Size, free: Sequence[int]) -> bool:
@@ -84,7 +84,6 @@ class HostGroup:
             self._tree.put(bisect_left(self._names, name), free)
 
     def drop(self, name: str) -> None:
-        """The host belongs to the group no more."""
         old = self._free.pop(name, None)
         if old is not None:
             self._take_out(name, old)
@@ -124,7 +123,6 @@ class HostGroup:
                 end = begin
 
     def by_name(self, claim: Size) -> Iterator[str]:
-        """In the order of their names."""
         if self._tree is None:
             self._tree = _FirstFit([self._free[name] for name in self._names])
         return (self._names[at] for at in self._tree.fitting(claim))
@@ -146,8 +144,7 @@ class HostGroup:
         return None
 
     def most(self, but: Collection[str] = ()) -> tuple[int, int]:
-        """The most CPUs, and the most memory, that any of the hosts has free, `but` some; at least 0 each. Looks at no
-        more than these, and at one host for each number of free CPUs."""
+        """The most CPUs, and the most memory, free on any of the hosts, `but` some; at least 0 each."""
         cpus = memory = 0
         for have in reversed(self._cpus):
             free = next((-less for less, name in self._buckets[have] if name not in but), None)
@@ -162,8 +159,8 @@ class HostGroup:
 
 
 class _FirstFit:
-    """A tree over hosts in an order. Each node holds the most that is free on one of the hosts below it, of CPUs,
-    memory, disk and bandwidth each for itself, so that hosts without room are passed over many at a time."""
+    """A tree over hosts in an order. A node holds the most of each amount that is free below it: hosts without room are
+    passed over many at a time."""
 
     def __init__(self, free: list[Free]) -> None:
         self._leaves = 1 << max(0, len(free) - 1).bit_length()
@@ -200,14 +197,13 @@ class _FirstFit:
 
 @dataclass(eq=False)
 class HostKind:
-    """Hosts that are equal but for their names and what they have available. `host` stands for each of them. `closed`:
-    they take no new VM. `ready` are those with a ready template, by its image and account and then by its size."""
+    """Hosts that are equal but for their names and what they have available."""
 
-    host: Host
-    closed: bool = False
+    host: Host  # stands for each of them
+    closed: bool = False  # they take no new VM
     names: set[str] = field(default_factory=set)
     hosts: HostGroup = field(default_factory=HostGroup)  # those of which it is known what is free
-    ready: dict[tuple[str, str], dict[Size, HostGroup]] = field(default_factory=dict)
+    ready: dict[tuple[str, str], dict[Size, HostGroup]] = field(default_factory=dict)  # with a template
 
     def ready_with(self, image: str, account: str, size: Size) -> HostGroup:
         """Those that have such a template ready."""
@@ -219,8 +215,7 @@ _NONE = HostGroup()
 
 @dataclass(frozen=True, slots=True)
 class Part(Generic[T]):
-    """Hosts of one class for which a value is the same: those of a group that are in none of other groups, and not
-    among `names`."""
+    """Hosts of one class with the same value: those of a group that are in no other groups and not in `names`."""
 
     kind: HostKind
     hosts: HostGroup
@@ -256,7 +251,6 @@ class HostMap(Mapping[str, T]):
         raise KeyError(name)
 
     def __iter__(self) -> Iterator[str]:
-        """By name."""
         return heapq.merge(*self.parts) if len(self.parts) > 1 else (n for part in self.parts for n in part)
 
     def __len__(self) -> int:
@@ -284,7 +278,6 @@ class HostMap(Mapping[str, T]):
         return HostMap(part for part in self.parts if keep(part.kind.host))
 
     def without(self, names: Collection[str]) -> HostMap[T]:
-        """All hosts but some."""
         if not names:
             return self
         return HostMap(replace(p, names={*p.names, *names} if p.names else names) for p in self.parts)
@@ -295,12 +288,10 @@ class Keeper(Protocol):
 
     def keep(self, name: str, free: Free) -> None:
         """What is free on the host changes: so much was free until now."""
-        ...
 
 
 class CapacityIndex:
-    """What is free on the hosts in sight. Claims, rows and observations that change make a host `stale`: what is free
-    there is to be computed again, before it is next asked for (`capacity.room_of`)."""
+    """What is free on the hosts in sight. Whatever changes makes a host `stale`: `room_of` computes it again."""
 
     def __init__(self) -> None:
         self.hosts: dict[str, Host] = {}  # in sight
@@ -333,7 +324,6 @@ class CapacityIndex:
             self.show(host)
 
     def show(self, host: Host) -> None:
-        """The host is in sight, and was observed anew."""
         old = self.hosts.get(host.name)
         if old is not host:
             self.hosts[host.name] = host
@@ -344,7 +334,6 @@ class CapacityIndex:
             self.stale.add(host.name)
 
     def hide(self, name: str) -> None:
-        """The host is in sight no more."""
         if self.hosts.pop(name, None) is not None:
             self._leave_class(name)
             for names in (self.stale, self.tight, self.full):
@@ -360,7 +349,6 @@ class CapacityIndex:
             self._classify(self.hosts[name])
 
     def _classify(self, host: Host) -> None:
-        """Put the host among those that are equal to it."""
         self._leave_class(host.name)
         shape = (closed := host.name in self.closed, shape_of(host))
         kind = self.classes.get(shape)
@@ -383,7 +371,6 @@ class CapacityIndex:
                 self.classes = {shape: other for shape, other in self.classes.items() if other is not kind}
 
     def set_ready(self, which: TemplateKey, *, ready: bool) -> None:
-        """The host has the template ready, or has not."""
         kind = self.class_of.get(which.host)
         if kind is None:
             return
@@ -402,7 +389,6 @@ class CapacityIndex:
     # --- what is free --------------------------------------------------------------------------------
 
     def set_free(self, name: str, free: Free) -> None:
-        """So much is free on the host."""
         if (old := self.free.get(name)) is not None:
             for copy in self.copies:
                 copy.keep(name, old)
@@ -448,3 +434,84 @@ def shape_of(host: Host) -> Hashable:
         frozenset(host.images.items()),
         frozenset(host.disks.items()),
     )
+
+
+# --- when hosts will have room ----------------------------------------------------------------------
+
+
+class Touched:
+    """On which hosts rows, claims or what is known of them have changed, and how often anything has."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._at: dict[str, int] = {}  # the latest last
+
+    def note(self, host: str = "") -> None:
+        """Something has changed, on this host if there is one."""
+        self.count += 1
+        if host:
+            self._at.pop(host, None)
+            self._at[host] = self.count
+
+    def since(self, count: int) -> list[str]:
+        """The hosts on which something has changed since the count was that."""
+        return list(takewhile(lambda host: self._at[host] > count, reversed(self._at)))
+
+
+class Slot(NamedTuple):
+    """Room for one VM on a host from a time on."""
+
+    at: float
+    host: str
+    template: Size = Size(0, 0)  # the claim of a template that is built there first
+    emptied: bool = False  # only templates of others are in its way, which are retired if no VM is there
+
+
+@dataclass(frozen=True, slots=True)
+class HostSlots:
+    """The slots of one host, the earliest first; right until a time, if nothing changes there."""
+
+    slots: Sequence[Slot] = ()
+    until: float = inf
+
+
+@dataclass(slots=True)
+class SlotTable:
+    """The slots of all hosts for VMs that claim the same."""
+
+    _hosts: dict[str, HostSlots] = field(default_factory=dict)
+    _changing: frozenset[str] = frozenset()
+    _order: SortedList[Slot] = field(default_factory=SortedList)
+    _until: SortedList[tuple[float, str]] = field(default_factory=SortedList)
+    _count: int | None = None
+
+    def refresh(
+        self, hosts: Collection[str], touched: Touched, now: float, compute: Callable[[str], HostSlots],
+        changing: Collection[str] = (),
+    ) -> None:  # fmt: skip
+        """Compute touched, `changing` and outdated hosts again; the first time all. `hosts` are all that there are."""
+        if self._count is None:
+            stale = set(hosts)
+        else:
+            past = self._until.irange(maximum=(now, ""), inclusive=(True, False))
+            stale = {*touched.since(self._count), *changing, *self._changing, *(host for _, host in past)}
+        for host in sorted(stale):
+            self._drop(host)
+            if host in hosts:
+                self._put(host, compute(host))
+        self._count, self._changing = touched.count, frozenset(changing)
+
+    def _drop(self, host: str) -> None:
+        if old := self._hosts.pop(host, None):
+            for slot in old.slots:
+                self._order.remove(slot)
+            self._until.remove((old.until, host))
+
+    def _put(self, host: str, fresh: HostSlots) -> None:
+        self._hosts[host] = fresh
+        self._order.update(fresh.slots)
+        self._until.add((fresh.until, host))
+
+    def first(self, count: int, without: Collection[str]) -> list[Slot]:
+        """The earliest slots, but those on some hosts."""
+        return list(islice((slot for slot in self._order if slot.host not in without), count))

@@ -1,7 +1,10 @@
-"""What has changed in the observations since the pass before, and the rows that this concerns.
+"""What has changed in the observations since the pass before: the rows that this concerns, and what no row explains.
 
 Observations are compared by identity first and by equality second: drivers hand out the same object for what did not
 change, so that an equal observation costs a comparison of pointers for each job and VM.
+
+VMs and templates that no row explains get rows, so that they are claimed for and kept. They exist after a database was
+lost, or restored from a copy. The step of an orphan decides what becomes of it (`core.machines.vm`).
 """
 
 from __future__ import annotations
@@ -11,7 +14,28 @@ from dataclasses import replace
 from operator import ne
 from typing import TypeVar
 
-from multiverse.core.model import OFF_STATES, OPEN_LEASES, Host, Job, KnownHost, Observation, VmSeen, VmState, World
+from multiverse.core.capacity.sizes import template_claim
+from multiverse.core.context import Context
+from multiverse.core.machines.template import adopt_template, lose_template
+from multiverse.core.machines.vm import adopt_vm
+from multiverse.core.model.basics import CloneKind, Size
+from multiverse.core.model.host import OFF_STATES, Claim, Host, HypervisorView, KnownHost
+from multiverse.core.model.identity import serial_of
+from multiverse.core.model.job import OPEN_LEASES, Job
+from multiverse.core.model.reason import Why
+from multiverse.core.model.vm import (
+    Place,
+    Template,
+    TemplateCondition,
+    TemplateKey,
+    TemplateSeen,
+    TemplateState,
+    Vm,
+    VmCondition,
+    VmSeen,
+    VmState,
+)
+from multiverse.core.model.world import Observation, World
 from multiverse.core.policy import Policy
 from multiverse.core.rows import Compared
 from multiverse.core.state import State
@@ -53,8 +77,7 @@ def _mark_jobs(state: State, jobs: Mapping[str, Job]) -> None:
 
 
 def changed(before: Mapping[str, T], after: Mapping[str, T], differ: Callable[[T, T], bool]) -> list[str]:
-    """The keys under which the two differ: those that came and changed in the order of `after`, then those that
-    went."""
+    """The keys under which the two differ: new and changed ones in the order of `after`, then those that went."""
     if list(before) == list(after):  # the usual case, compared without a look-up for each
         pairs = zip(after, before.values(), after.values(), strict=True)
         return [key for key, old, new in pairs if old is not new and differ(old, new)]
@@ -97,7 +120,6 @@ def _note_unexplained(state: State, source: str, before: Mapping[str, object], a
 
 
 def _mark_deleted(state: State, before: Mapping[str, object], after: Mapping[str, object]) -> None:
-    """Mark the VMs whose nodes are shown no more."""
     for vm in state.vms_in(VmState.DELETING) if before is not after else ():
         if vm.name not in after:
             state.mark_vm(vm.name)
@@ -129,8 +151,7 @@ def _follow_hosts(state: State, compared: Compared, source: str, hosts: Mapping[
 
 
 def _moves(old: VmSeen, new: VmSeen) -> bool:
-    """Whether the second observation may move the VM's row, or those that depend on it. What a VM uses changes all the
-    time."""
+    """Whether the new observation may move rows. What a VM uses changes all the time, and moves none."""
     return (
         old.condition is not new.condition
         or old.token != new.token
@@ -140,8 +161,7 @@ def _moves(old: VmSeen, new: VmSeen) -> bool:
 
 
 def _know_hosts(state: State, compared: Compared) -> None:
-    """Keep every host in sight as it was observed last, and the source that answers for it. What it has available at
-    the moment, and its load, are not kept: they change all the time."""
+    """Keep every host in sight as observed last, and its source; not its load, which changes all the time."""
     for name in sorted(compared.unlearned):
         if (host := state.free.hosts.get(name)) is not None:
             steady = replace(host, available=0, available_disk=None, load=None, numa=())
@@ -151,8 +171,7 @@ def _know_hosts(state: State, compared: Compared) -> None:
 
 
 def unexplained(state: State, world: World) -> dict[str, str]:
-    """The names that are shown and that no row has, as of the last `mark_changes`, each with the source that shows it
-    (empty: only the scheduler does). What is explained or shown no more is forgotten. Needs the scheduler."""
+    """The names that are shown and that no row has, each with its source (empty: the scheduler). Forgets the others."""
     assert world.scheduler is not None, "while the scheduler is unknown nobody asks"
     found: dict[str, str] = {}
     for name, source in sorted(state.compared.unexplained):
@@ -174,3 +193,123 @@ def close_hosts(state: State, world: World) -> None:
     closed |= {lease.name for lease in state.leases.values() if lease.state not in OPEN_LEASES}
     closed |= state.free.hosts.keys() - state.hosts.keys()  # its lease has ended in this pass
     state.close_hosts(frozenset(closed), frozenset(state.drains.keys() - closed))
+
+
+# --- what no row explains ---------------------------------------------------------------------------
+
+
+WHY = Why.FOUND_THERE()
+
+
+def adopt_unexplained(context: Context) -> None:
+    """Give rows to VMs and templates that have none, and take spares that serve others out of their pools."""
+    state = context.state
+    for vm in state.vms_in(VmState.PARKED, VmState.JOINED, VmState.RETIRING):
+        if vm.is_spare and _serves_another(context, vm):
+            _make_orphan(context, vm)
+    for source in state.take_unadopted():
+        latest = context.world.latest(source)
+        view = latest.value if latest else HypervisorView()
+        for which, seen in view.templates.items():
+            if seen.condition is not TemplateCondition.BROKEN and seen.host in context.in_sight:
+                _drop_earlier_build(state, which, seen)
+                if state.template_for(which) is None:
+                    _adopt_template(context, source, seen)
+        for name in sorted(name for name in view.vms if name not in state.vm_named):
+            if view.vms[name].host in context.in_sight:
+                _adopt_vm(context, source, view.vms[name], view.templates)
+
+
+def _serves_another(context: Context, vm: Vm) -> bool:
+    """Whether a spare serves what no row tells of, because its row is of an older database: its row is parked and it
+    was started, its guest knows a user, or a job is on its node that took no offer."""
+    state, world, seen = context.state, context.world, context.world.vm(vm)
+    if seen is None:
+        return False
+    if vm.state is not VmState.PARKED and seen.users_added:
+        return True
+    if world.scheduler is None or world.scheduler.began <= vm.since:
+        return False
+    if vm.state is VmState.PARKED:
+        return seen.condition in (VmCondition.STARTING, VmCondition.RUNNING, VmCondition.PAUSED)
+    return state.offer_of(vm) is None and vm.name in world.scheduler.value.occupied
+
+
+def _make_orphan(context: Context, vm: Vm) -> None:
+    """Take a spare that serves another out of its pool. Its claim grows to what it has."""
+    seen, host = context.world.vm(vm), context.in_sight.get(vm.host)
+    size = (seen.size if seen else None) or vm.size
+    orphan = replace(vm, pool=None, size=size)
+    claims = [Claim(vm.key, vm.host, _claim_of(size, seen, host))] if seen and host else []
+    why = Why.SERVES_UNTOLD()
+    context.state.move(adopt_vm(orphan, why), make=claims, free=vm.claim_keys if claims else ())
+
+
+def _claim_of(size: Size, seen: VmSeen, host: Host) -> Size:
+    """What a VM claims if no row says what it was made of: of the disk, what its host lets it write."""
+    return Size(size.cpus, size.memory + host.vm_overhead, seen.disk or size.disk, size.net)
+
+
+def _drop_earlier_build(state: State, which: TemplateKey, seen: TemplateSeen) -> None:
+    """End the row of a template that was rebuilt. Memory of the earlier build counts until its VMs end."""
+    row = state.template_for(which)
+    if row is not None and row.state is TemplateState.READY and row.build and seen.build not in ("", row.build):
+        state.move(lose_template(row, Why.REBUILT()), free=[row.claim_key])
+
+
+def _place_of(
+    context: Context, serial: int, source: str, seen: VmSeen, shown: Mapping[TemplateKey, TemplateSeen]
+) -> Place:
+    """Where a VM was found, and its template. If no row is of that build, VMs of the build share a number that no row
+    has: the serial of one of them, negative. So the memory of the build counts once."""
+    state, host, build = context.state, seen.host, seen.template_build
+    if not build:
+        return Place(host, source)
+    for row in state.templates_on(host):
+        if row.build == build or (row.which in shown and shown[row.which].build == build):
+            return Place(host, source, row.which, row.id)
+    for place, vm in ((vm.place_on(host), vm) for vm in state.vms_on(host)):
+        if place.template and (other := context.world.at(vm, place)) and other.template_build == build:
+            return place
+    return Place(host, source, TemplateKey(host, "", Size(0, seen.template_memory)), -serial)
+
+
+def _adopt_vm(context: Context, source: str, seen: VmSeen, shown: Mapping[TemplateKey, TemplateSeen]) -> None:
+    """Give a VM a row under a new number: an ended row may have the number that is in its name."""
+    state, policy = context.state, context.policy
+    state.numbers.skip_serials(serial_of(seen.name) + 1)
+    size = seen.size or policy.base
+    serial = state.numbers.new_serial()
+    has_prefix = not seen.address or "/" in seen.address
+    vm = Vm(
+        id=serial,
+        since=state.now,
+        name=seen.name,
+        places=(_place_of(context, serial, source, seen, shown),),
+        image="",
+        kind=CloneKind.FULL,
+        size=size,
+        node_size=size,
+        mac=seen.mac,
+        address=seen.address if has_prefix else f"{seen.address}/{policy.subnet.prefixlen}",
+        token=seen.token,
+    )
+    claim = Claim(vm.key, seen.host, _claim_of(size, seen, context.in_sight[seen.host]))
+    state.move(adopt_vm(vm, WHY), make=[claim])
+
+
+def _adopt_template(context: Context, source: str, seen: TemplateSeen) -> None:
+    state = context.state
+    template = Template(
+        id=state.numbers.new_template_id(),
+        since=state.now,
+        host=seen.host,
+        image=seen.image,
+        size=seen.size,
+        account=seen.account,
+        source=source,
+        build=seen.build,
+    )
+    claim = Claim(template.key, seen.host, template_claim(seen.size, context.in_sight[seen.host], seen.image))
+    found = adopt_template(template, WHY, ready=seen.condition is TemplateCondition.READY)
+    state.move(found, make=[claim])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from multiverse.core.avoidance import tried_at_once
-from multiverse.core.clones.templates import build_template
+from multiverse.core.clones.kinds import build_template
 from multiverse.core.context import Context
 from multiverse.core.errors import Broken, Exhausted, Gone, Refused
 from multiverse.core.machines.attempt import return_attempt
@@ -13,30 +13,16 @@ from multiverse.core.machines.host import add_host, drain_host, fence, remove_ho
 from multiverse.core.machines.lease import release_lease
 from multiverse.core.machines.template import break_template, drop_template, is_present, remove_templates
 from multiverse.core.machines.vm import end_vm, fail_vm
-from multiverse.core.model import (
-    Attempt,
-    AttemptState,
-    HostState,
-    KnownHost,
-    Lease,
-    LeaseState,
-    Reason,
-    Row,
-    Template,
-    TemplateKey,
-    TemplateState,
-    Vm,
-    VmState,
-    Why,
-    World,
-)
+from multiverse.core.model.host import HostState, KnownHost
+from multiverse.core.model.job import Attempt, AttemptState, Lease, LeaseState
+from multiverse.core.model.reason import Reason, Why
+from multiverse.core.model.vm import Template, TemplateKey, TemplateState, Vm, VmState
+from multiverse.core.model.world import Row, World
 from multiverse.core.policy import Policy
-from multiverse.core.quarantine import retry
-from multiverse.core.state import State
+from multiverse.core.state import State, retry
 from multiverse.core.transition import Command, Done, EffectKind, Event, Message
 
-_ADDING = ("build", "retry", "add", "resume")
-"""Commands after which something may be made."""
+_ADDING = ("build", "retry", "add", "resume")  # commands after which something may be made
 
 _DEFINITE = (Refused, Exhausted, Gone, Broken)
 
@@ -47,8 +33,7 @@ def may_add(message: Message) -> bool:
 
 
 def apply_result(state: State, done: Done, world: World, policy: Policy) -> None:
-    """Move the row whose effect failed for good, if the row is still in the state in which the effect began. An
-    effect's report of success moves nothing: success is observed. But a host that is off cannot be observed."""
+    """Move the row whose effect failed for good. Success is observed, but for a host that was switched off."""
     row = state.get(done.key)
     if isinstance(row, KnownHost) and done.kind is EffectKind.FENCE and done.error is None:
         if row.state is HostState.FENCING and done.state == row.state:  # the only observation of a machine that is off
@@ -117,7 +102,7 @@ def _retry(context: Context, row: Row, why: Reason) -> None:
 
 
 def _fence(state: State, host: str, world: World) -> None:
-    """The operator vouches that a host is off. A host in sight is not off, whoever says so."""
+    """An operator says that the host is off. One in sight is not."""
     known = state.hosts.get(host)
     if known is None or known.is_off or host in world.hosts:
         return
@@ -128,7 +113,7 @@ def _fence(state: State, host: str, world: World) -> None:
 
 
 def _apply_to_host(state: State, command: Command) -> None:
-    """Add, drain, resume or remove a host. Who asked is told why, if that may not be."""
+    """Add, drain, resume or remove a host. A refusal is kept for whoever asked."""
     try:
         _add(state, command.host) if command.verb == "add" else _change_host(state, command)
     except Refused as error:
@@ -136,7 +121,6 @@ def _apply_to_host(state: State, command: Command) -> None:
 
 
 def _add(state: State, name: str) -> None:
-    """A host belongs to the site, or does again. Its agent is its source."""
     known = state.hosts.get(name)
     if known is None:
         state.know_host(KnownHost(name, name))
@@ -145,7 +129,7 @@ def _add(state: State, name: str) -> None:
 
 
 def _change_host(state: State, command: Command) -> None:
-    """Drain, resume or remove a host. Raises `Refused` if it is unknown, or may not be removed yet."""
+    """Drain, resume or remove a host. Raises `Refused`."""
     host = state.hosts.get(command.host)
     if host is None or host.state is HostState.REMOVED:
         raise Refused(f"there is no host {command.host}", hint="multiverse hosts lists the hosts")
@@ -159,7 +143,7 @@ def _change_host(state: State, command: Command) -> None:
 
 
 def _remove(state: State, host: KnownHost, why: Reason) -> None:
-    """Take a host out of the site. What is claimed on it has to be gone, or the host surely off."""
+    """Take a host out of the site: nothing is claimed on it, or it is off. Raises `Refused`."""
     if state.lease_of(host.name) is not None:
         raise Refused(
             f"host {host.name} is leased: it goes when its lease ends",

@@ -34,17 +34,15 @@ class OpenHosts(Mapping[str, Host]):
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The state of a pass, what was observed, and the settings. `sight` are the hosts in sight that are kept from pass
-    to pass (`changes.mark_changes`); None: those of the world. `without` are hosts that count as closed, too, of which
-    `avoided` are those on which VMs of the image that is asked for fail; with `drained`, drained ones count as open."""
+    """What every decision looks at: the state of a pass, what was observed, and the settings."""
 
     state: State
     world: World
     policy: Policy
-    sight: Mapping[str, Host] | None = None
-    without: frozenset[str] = frozenset()
-    drained: bool = False
-    avoided: frozenset[str] = frozenset()
+    sight: Mapping[str, Host] | None = None  # hosts in sight, kept from pass to pass; None: the world's
+    without: frozenset[str] = frozenset()  # hosts that count as closed, too
+    drained: bool = False  # drained hosts count as open
+    avoided: frozenset[str] = frozenset()  # of `without`: VMs of the image fail there
 
     @property
     def in_sight(self) -> Mapping[str, Host]:
@@ -60,7 +58,6 @@ class Context:
 
     @property
     def hosts(self) -> Mapping[str, Host]:
-        """The hosts in sight that take new VMs, by name."""
         return OpenHosts(self.in_sight, closed) if (closed := self.closed) else self.in_sight
 
     def with_drained(self) -> Context:
@@ -75,7 +72,6 @@ class Context:
         return replace(self, without=self.without | found, avoided=found) if found else self
 
     def with_avoided(self) -> Context:
-        """As if no host were avoided."""
         return replace(self, without=self.without - self.avoided, avoided=frozenset()) if self.avoided else self
 
     @property
@@ -86,11 +82,9 @@ class Context:
 
     @property
     def now(self) -> float:
-        """Now, in Unix time."""
         return self.unix(self.state.now)
 
     def unix(self, monotonic: float) -> float:
-        """A monotonic time in Unix time."""
         return monotonic + self.world.epoch
 
     def kept_by(self, job: Job) -> NodeReservation | None:
@@ -99,5 +93,4 @@ class Context:
         return first_keeping(found, self.now, job.limit) if found else None
 
     def image_of(self, attempt: Attempt) -> str:
-        """The image of the attempt's VMs."""
         return attempt.request.image or self.policy.image

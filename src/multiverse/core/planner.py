@@ -11,13 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from multiverse.core.admission.admit import admit
-from multiverse.core.admission.make_room import empty_drained
-from multiverse.core.adoption import adopt_unexplained
-from multiverse.core.changes import close_hosts, mark_changes, unexplained
+from multiverse.core.admission.obstacles import empty_drained
+from multiverse.core.changes import adopt_unexplained, close_hosts, mark_changes, unexplained
 from multiverse.core.clones.supply import supply_missing
 from multiverse.core.commands import apply_command, apply_result
 from multiverse.core.context import Context
-from multiverse.core.leases.reconcile import reconcile_leases
+from multiverse.core.leases import reconcile_leases
 from multiverse.core.machines.attempt import attempt_is_settled, open_attempts, step_attempt
 from multiverse.core.machines.host import Quorum, hosts_to_step, step_host
 from multiverse.core.machines.lease import step_lease
@@ -26,22 +25,19 @@ from multiverse.core.machines.template import step_template, template_is_settled
 from multiverse.core.machines.vm import may_have_a_job, step_vm, vm_is_settled
 from multiverse.core.model import Key, World
 from multiverse.core.policy import Policy
-from multiverse.core.pools.reconcile import reconcile_pools
-from multiverse.core.quarantine import quarantine_on_error
-from multiverse.core.state import State
+from multiverse.core.pools import reconcile_pools
+from multiverse.core.state import State, quarantine_on_error
 from multiverse.core.transition import Done, Message, Move
 
-ROUNDS = 16
-"""More rounds than the longest chain of moves that one observation can set off; a guard, never reached."""
+ROUNDS = 16  # more rounds than the longest chain of moves that one observation can set off; a guard, never reached
 
 
 def plan(
     state: State, world: World, messages: Sequence[Message], now: float, policy: Policy, *, releasing: bool = False
 ) -> list[Move]:
-    """Plan one pass, and return its moves in the order in which they are to be applied. `state` is changed by them; the
-    caller rolls it back if they cannot be kept. Steps free before admission uses, and rounds repeat until nothing more
-    follows, so that one commit answers an observation however many rows it moves. With `releasing` nothing is added: no
-    attempt of a job that waits, no VM, no template; what that concerns is left to a later pass."""
+    """Plan one pass, and return its moves in order. They change `state`; the caller rolls back if they cannot be kept.
+    Steps free before admission uses, and rounds repeat until nothing more follows: one commit answers an observation.
+    With `releasing` nothing is added."""
     state.begin(now, world.forecast.paced, world.entropy)
     mark_changes(state, world, policy)
     context = Context(state, world, policy, state.free.hosts)
@@ -109,9 +105,8 @@ def step_all(state: State, world: World, policy: Policy, *, releasing: bool = Fa
 
 
 def orphans(state: State, world: World) -> list[tuple[str, str]]:
-    """Names of our site that the last pass saw, on a host or in the scheduler, without a live row, each with the source
-    that shows it (empty: only the scheduler does). A node on which the scheduler runs a job, or may at any moment, is
-    never among them, nor is a VM on a host in sight, which has a row (`core.adoption`)."""
+    """Names of our site without a row that the last pass saw, each with its source (empty: only the scheduler). Never a
+    node that has a job or may get one, nor a VM on a host in sight, which has a row (`core.changes`)."""
     if world.scheduler is None:
         return []
     shown, found = world.scheduler.value, unexplained(state, world)

@@ -1,4 +1,4 @@
-"""The settings that decisions depend on."""
+"""The settings that decisions depend on, and the rules that follow from them alone."""
 
 from __future__ import annotations
 
@@ -8,60 +8,49 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from multiverse.core.model import Attempt, CloneKind, Depth, Forecast, Placement, Size
+from multiverse.core.model import Attempt, CloneKind, Depth, Forecast, Job, Placement, Reason, Size, Why
 
-AVOIDED_LIMIT = 600.0
-"""Seconds for which a host on which VMs fail to come up is avoided at most, before one is tried there again."""
+AVOIDED_LIMIT = 600.0  # seconds for which a host on which VMs fail is avoided at most
 
-PAUSE_BASE, PAUSE_LIMIT = 15.0, 1800.0
-"""Seconds before the next run of a job whose last two ended within seconds; doubled for each further one, up to the
-limit."""
+PAUSE_BASE, PAUSE_LIMIT = 15.0, 1800.0  # seconds before the next run after two short ones; doubled for each further one
 
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """A warm pool: a number of VMs of one image that exist, as far as `depth` says, before any job asks for them.
-
-    At least `least` spares are kept and at most `most`; in between, as many as the arrival rate asks for. `size` is
-    what the nodes of joined spares declare. A spare is replaced when it is `max_age` seconds old. `offer`: a job may
-    take a joined spare by itself, as the job is submitted.
-    """
+    """A warm pool: VMs of one image that exist, as far as `depth` says, before any job asks for them."""
 
     image: str
     depth: Depth
-    least: int
-    most: int
-    size: Size
-    max_age: float = 3600.0
-    offer: bool = True
+    least: int  # spares that are kept at least
+    most: int  # at most; in between as the arrival rate asks for
+    size: Size  # what nodes of joined spares declare
+    max_age: float = 3600.0  # seconds; then a spare is replaced
+    offer: bool = True  # a job may take a joined spare as it is submitted
 
     def wanted(self, rate: float, seconds: float) -> int:
-        """How many spares to have when `rate` VMs a second are asked for, each of which takes `seconds` to make: those
-        that are used meanwhile, and twice the square root of that for chance (arrivals are nearly Poisson's)."""
+        """How many spares to have: those used in `seconds` at `rate`, and twice the square root of that for chance."""
         used = rate * seconds
         return min(self.most, max(self.least, math.ceil(used + 2 * math.sqrt(used)))) if used > 0.05 else self.least
 
 
 @dataclass(frozen=True, slots=True)
 class Backfill:
-    """Whether later jobs may start ahead of the first one that waits for room. `depth` is how many of them are looked
-    at in a pass; `overtakes` is how often the first one may be overtaken while nobody can tell when it starts."""
+    """Whether later jobs may start ahead of the first one that waits for room."""
 
-    depth: int = 100
-    overtakes: int = 20
+    depth: int = 100  # of them that are looked at in a pass
+    overtakes: int = 20  # how often the first one is overtaken while nobody knows when it starts
 
 
 @dataclass(frozen=True, slots=True)
 class LeasePolicy:
-    """Hosts that may be leased from a partition, `most` at a time: see `config.LeaseSettings`. Times in seconds, `size`
-    in CPUs and MiB: zero CPUs stand for a whole node."""
+    """Hosts that may be leased from a partition: see `config.LeaseSettings`. Times in seconds."""
 
     partition: str
-    size: Size = Size(0, 0)
+    size: Size = Size(0, 0)  # CPUs and MiB; no CPUs: a whole node
     account: str = ""
     user: str = ""
     time_limit: float = 14400.0
-    most: int = 1
+    most: int = 1  # at a time
     min_wait: float = 10.0
     idle: float = 120.0
     start_timeout: float = 120.0
@@ -71,12 +60,11 @@ class LeasePolicy:
 
 @dataclass(frozen=True, slots=True)
 class OverflowPolicy:
-    """A partition of physical nodes whose waiting jobs may run in VMs: those that ask for `constraint` (empty: all), of
-    `accounts` (empty: of all)."""
+    """A partition of physical nodes whose waiting jobs may run in VMs."""
 
     partition: str
-    constraint: str = ""
-    accounts: tuple[str, ...] = ()
+    constraint: str = ""  # that they must ask for; empty: all may
+    accounts: tuple[str, ...] = ()  # of these; empty: of all
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +103,9 @@ class Policy:
     backfill: Backfill | None = None  # None: nothing starts ahead of the first job that waits for room
     reclaim: float = 10.0  # from a job's end until its VMs are gone
     placement: str = Placement.WORST_FIT  # the policy that places VMs of jobs that name none
-    placements: Mapping[str, Callable[..., Sequence[str]]] = field(default_factory=lambda: MappingProxyType({}))
+    placements: Mapping[str, Callable[..., Sequence[str]]] = field(default_factory=dict)
     """The site's own policies, by name: see `core.capacity.placement_policies.PlacementPolicy`."""
-    rates: Mapping[CloneKind, float] = field(default_factory=lambda: MappingProxyType({}))
+    rates: Mapping[CloneKind, float] = field(default_factory=dict)
     """Clones a second from one template, or of one image on one host; kinds that are not in it go unpaced."""
     seconds: Mapping[CloneKind, float] = field(
         default_factory=lambda: MappingProxyType({CloneKind.INSTANT: 1.5, CloneKind.LINKED: 8.0, CloneKind.FULL: 15.0})
@@ -137,9 +125,8 @@ class Policy:
         return float(min(AVOIDED_LIMIT, first * 2 ** min(max(0, failures - 1), 30)))
 
     def pause_after(self, short_runs: int, *, lost: bool = False) -> float:
-        """Seconds to wait after so many runs in a row that ended within seconds: none after the first, then doubled.
-        After a first one whose VM was lost, until the scheduler has given up its launch, whose failure would end the
-        next run."""
+        """Seconds to wait after short runs in a row: none after the first, then doubled. After a lost first one, until
+        the scheduler has given up its launch: that would end the next run."""
         if short_runs <= 1 and not (short_runs and lost):
             return 0.0
         return float(min(PAUSE_LIMIT, PAUSE_BASE * 2 ** min(max(0, short_runs - 2), 30)))
@@ -154,9 +141,8 @@ class Policy:
         return next((one for one in self.leases if one.partition == partition), LeasePolicy(partition, most=0))
 
     def takes(self, image: str, kind: CloneKind, forecast: Forecast) -> float:
-        """Seconds that a VM takes from claim to node, as lately observed. For a kind that was not observed yet, the
-        usual time, multiplied by how much slower than usual the image's other kinds were: on a busy machine all kinds
-        are."""
+        """Seconds that a VM lately took from claim to node. For a kind that was not observed, the usual time,
+        multiplied by how much slower than usual the image's other kinds were."""
         if (image, kind) in forecast.seconds:
             return forecast.seconds[image, kind]
         seen = [forecast.seconds[image, other] / usual for other, usual in sorted(self.seconds.items())
@@ -165,5 +151,50 @@ class Policy:
 
 
 def image_of(attempt: Attempt, policy: Policy) -> str:
-    """The image of the attempt's VMs."""
     return attempt.request.image or policy.image
+
+
+# --- jobs of partitions of physical nodes -----------------------------------------------------------
+
+
+def why_stays(job: Job, policy: Policy) -> Reason | None:
+    """Why a job that waits for physical nodes is not moved to a VM, whatever is free; None if it may be."""
+    rule = next((one for one in policy.overflows if one.partition == job.origin), None)
+    if rule is None:
+        return Why.NO_OVERFLOW(partition=job.origin)
+    if job.problem:
+        return Why.PROBLEM(text=job.problem)
+    request = job.request
+    if rule.accounts and job.account not in rule.accounts:
+        accounts = ", ".join(rule.accounts)
+        if len(rule.accounts) > 1:
+            return Why.ONLY_ACCOUNTS(accounts=accounts, partition=rule.partition)
+        return Why.ONLY_ACCOUNT(account=accounts, partition=rule.partition)
+    if request is None or (rule.constraint and rule.constraint not in request.features):
+        return Why.ONLY_FEATURE(constraint=rule.constraint, partition=rule.partition)
+    if request.nodes != 1:
+        return Why.SEVERAL_NODES(nodes=request.nodes)
+    if not job.requeues:
+        return Why.NO_REQUEUE()
+    if not job.eligible:
+        return Why.TOO_EARLY(partition=rule.partition)
+    return None
+
+
+# --- the pace of clones -----------------------------------------------------------------------------
+
+
+ARRIVALS_FADE = 60.0  # seconds after which an arrival counts for 1/e of what it did: what an arrival rate is taken over
+
+Parent = tuple[str, str, CloneKind]  # of clones that share a pace: (host, image, kind)
+
+
+def wait_for(parent: Parent, paced: Mapping[Parent, float], now: float, policy: Policy) -> float:
+    """Seconds until the pace lets another clone be made (generic cell rate algorithm, ITU-T I.371)."""
+    interval = policy.interval(parent[2])
+    return max(0.0, paced.get(parent, 0.0) - now - max(0.0, 1.0 - interval)) if interval else 0.0
+
+
+def paid(parent: Parent, paced: Mapping[Parent, float], now: float, policy: Policy) -> float:
+    """Until when the pace is paid for, once another clone has been made."""
+    return max(paced.get(parent, 0.0), now) + policy.interval(parent[2])

@@ -5,22 +5,22 @@ It is kept while rows and jobs change, so that a pass visits only the attempts a
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
+from sortedcontainers import SortedList
+
 from multiverse.core.model import WAITING_STATES, Attempt, AttemptState, Job, Reason, Request
 
-Shape = tuple[Request, tuple[tuple[str, int], ...]]
-"""What admission's decision about an attempt depends on, beside its turn: its request, and the limits it uses."""
+Shape = tuple[Request, tuple[tuple[str, int], ...]]  # what admission decides by, beside the turn: request and limits
 
 
 class Order:
     """Ids in ascending order of their ranks; equal ranks by id."""
 
     def __init__(self) -> None:
-        self._entries: list[tuple[int, int]] = []
+        self._entries = SortedList[tuple[int, int]]()
         self._ranks: dict[int, int] = {}
 
     def __len__(self) -> int:
@@ -33,34 +33,32 @@ class Order:
         return (id_ for _, id_ in self._entries)
 
     def entries(self) -> list[tuple[int, int]]:
-        """A copy: the pairs of rank and id."""
-        return self._entries.copy()
+        return list(self._entries)
 
     def first(self, count: int) -> list[tuple[int, int]]:
-        """The first pairs of rank and id."""
-        return self._entries[:count]
+        return list(self._entries[:count])
 
     def before(self, entry: tuple[int, int]) -> int:
         """How many are before this pair of rank and id, which need not be among them."""
-        return bisect_left(self._entries, entry)
+        return int(self._entries.bisect_left(entry))
 
     def put(self, id_: int, rank: int) -> None:
         self.drop(id_)
         self._ranks[id_] = rank
-        insort(self._entries, (rank, id_))
+        self._entries.add((rank, id_))
 
     def drop(self, id_: int) -> None:
         rank = self._ranks.pop(id_, None)
         if rank is not None:
-            del self._entries[bisect_left(self._entries, (rank, id_))]
+            self._entries.remove((rank, id_))
 
 
 class Queue:
     """The attempts that wait and whose jobs are shown as they were, unless they are quarantined.
 
-    An attempt is *checked* once, and again whenever it, its job or the known hosts change: whether any host could ever
-    hold it. `candidates` may be admitted when it is their turn. `unfit` wait for other hosts, or until it is known who
-    their users are (`unknown_users`), for the reason given.
+    An attempt is *checked* when it, its job or the known hosts change: whether any host could ever hold it.
+    `candidates` may be admitted in their turn. `unfit` wait for other hosts, or until their users are known
+    (`unknown_users`).
     """
 
     def __init__(self) -> None:
@@ -92,7 +90,6 @@ class Queue:
             self.wanted[attempt.request.image] += attempt.request.nodes
 
     def drop(self, id_: int) -> None:
-        """An attempt waits no more."""
         old = self._waiting.pop(id_, None)
         if old is None:
             return
@@ -108,7 +105,6 @@ class Queue:
         self.unchecked.discard(id_)
 
     def _put_back(self, id_: int) -> None:
-        """It is set aside no more."""
         self.unfit.drop(id_)
         self.why_unfit.pop(id_, None)
         uid = self._awaiting.pop(id_, None)
@@ -157,7 +153,6 @@ class Queue:
         return id_ in self.candidates or id_ in self.unfit
 
     def job_of(self, id_: int) -> Job:
-        """The job of a waiting attempt, as observed last."""
         return self._waiting[id_][1]
 
     def shape_of(self, id_: int) -> int:

@@ -5,33 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
-from multiverse.core.model import (
-    Attempt,
-    Claim,
-    ClaimKey,
-    Host,
-    HostFault,
-    Key,
-    KnownHost,
-    Lease,
-    LeasedHost,
-    LeaseState,
-    Node,
-    Observation,
-    Offer,
-    OfferState,
-    Reason,
-    Row,
-    SchedulerView,
-    Seen,
-    Size,
-    Template,
-    Vm,
-    VmSeen,
-    VmState,
-)
+from multiverse.core.model.basics import ClaimKey, Key, Size
+from multiverse.core.model.host import Claim, Host, HostFault, KnownHost
+from multiverse.core.model.job import Attempt, Lease, LeasedHost, LeaseState, Node, SchedulerView
+from multiverse.core.model.reason import Reason
+from multiverse.core.model.vm import Offer, OfferState, Template, Vm, VmSeen, VmState
+from multiverse.core.model.world import Observation, Row, Seen
 
 
 class LiveRows:
@@ -45,7 +25,6 @@ class LiveRows:
     leases: Mapping[int, Lease]
 
     def get(self, key: Key) -> Row | None:
-        """The live row of that key."""
         match key.kind:
             case "attempt":
                 return self.attempts.get(key.id)
@@ -61,11 +40,9 @@ class LiveRows:
                 return self.leases.get(key.id)
 
     def host_numbered(self, number: int) -> KnownHost | None:
-        """The host of that number: hosts are mostly asked for by name."""
         return next((host for host in self.hosts.values() if host.id == number), None)
 
     def attempt_of(self, vm: Vm) -> Attempt | None:
-        """The live attempt that the VM serves, if any."""
         return self.attempts.get(vm.attempt) if vm.attempt is not None else None
 
     def offer_of(self, vm: Vm) -> OfferState | None:
@@ -88,16 +65,13 @@ class LiveRows:
         return next((lease for lease in self.leases.values() if lease.name == host), None)
 
     def leases_in(self, *states: LeaseState) -> list[Lease]:
-        """The leases in one of these states, by number."""
         return [lease for _, lease in sorted(self.leases.items()) if lease.state in states]
 
     @property
     def leased(self) -> frozenset[str]:
-        """The names of all leases, which are those of their hosts."""
         return frozenset(lease.name for lease in self.leases.values())
 
     def leased_hosts(self) -> dict[str, LeasedHost]:
-        """The hosts that are leased, by name, with how each is reached."""
         return {one.name: one.host for _, one in sorted(self.leases.items()) if one.name in self.hosts}
 
 
@@ -114,8 +88,8 @@ class Rows(LiveRows):
     templates: Mapping[int, Template] = field(default_factory=dict)
     offers: Mapping[int, Offer] = field(default_factory=dict)
     claims: Sequence[Claim] = ()
-    hosts: Mapping[str, KnownHost] = field(default_factory=lambda: MappingProxyType({}))
-    leases: Mapping[int, Lease] = field(default_factory=lambda: MappingProxyType({}))
+    hosts: Mapping[str, KnownHost] = field(default_factory=dict)
+    leases: Mapping[int, Lease] = field(default_factory=dict)
     next_lease: int = 1
 
 
@@ -222,7 +196,6 @@ class HeldClaims(Mapping[ClaimKey, Claim]):
             self._domains[key.owner].add(key.domain)
 
     def of(self, owner: Key) -> list[ClaimKey]:
-        """The claims that a row holds."""
         return [ClaimKey(owner, domain) for domain in sorted(self._domains.get(owner, ()))]
 
     def on(self, domain: str) -> list[Claim]:
@@ -249,13 +222,12 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class VmsMissing:
-    """An attempt lacks VMs: provisioning is to plan so many more for it, or to give up on it. `counts`: as failures of
-    the attempt, and not of hosts."""
+    """An attempt lacks VMs: as many more are planned for it, or it is given up."""
 
     attempt: int
     count: int
     reason: Reason
-    counts: bool = True
+    counts: bool = True  # as failures of the attempt, and not of hosts
 
 
 _NONE: frozenset[int] = frozenset()
@@ -307,23 +279,21 @@ class RowIndexes:
         self.by_job = Index()  # attempts, by job id and by JobRef
         self.by_state = Index()  # all rows, by kind of row and state
         self.vms_by_attempt = Index()
+        self.vms_by_job = Index()  # orphans, by the job that was seen on them
         self.vms_by_host = Index()
         self.vms_by_source = Index()
         self.vms_by_template = Index()  # by the number of the template's row, and by its key
         self.templates_by_key = Index()  # by key, by host and by source
 
     def add(self, row: Row) -> None:
-        """A row is there."""
         for index, key in self._keys(row):
             index.add(key, row.key.id)
 
     def remove(self, row: Row) -> None:
-        """A row is there no more."""
         for index, key in self._keys(row):
             index.remove(key, row.key.id)
 
     def entries(self) -> dict[str, dict[object, frozenset[int]]]:
-        """All that is in them: for comparing."""
         return {name: index.entries() for name, index in vars(self).items()}
 
     def _keys(self, row: Row) -> Iterator[tuple[Index, object]]:
@@ -335,6 +305,8 @@ class RowIndexes:
             case Vm() if row.state is not VmState.DELETING:  # of which nothing is left but a node
                 if row.attempt is not None:
                     yield self.vms_by_attempt, row.attempt
+                if row.job_id:
+                    yield self.vms_by_job, row.job_id
                 for place in row.places:
                     yield self.vms_by_host, place.host
                     yield self.vms_by_source, place.source

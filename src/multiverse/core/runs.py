@@ -3,15 +3,12 @@ and no job may run twice: its next run waits until these VMs are surely gone."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from multiverse.core.model import LEAVING_STATES, WAITING_STATES, Attempt, Reason, Vm, VmState, Why, World
+from multiverse.core.model import WAITING_STATES, Attempt, Reason, Vm, VmState, Why, World
 from multiverse.core.state import State
 
 
 def may_hold_earlier_run(state: State, vm: Vm, attempt: Attempt) -> bool:
-    """Whether an earlier run of the attempt's job may go on in the VM. A VM that no record explained, and on which the
-    job was seen, has no attempt."""
+    """Whether an earlier run of the attempt's job may go on in the VM. An orphan has no attempt."""
     other = state.attempt_of(vm)
     if other is None:
         return vm.job_id == attempt.job.job_id
@@ -26,18 +23,10 @@ def is_waited_for(state: State, vm: Vm) -> bool:
     return any(may_hold_earlier_run(state, vm, one) for one in waiting)
 
 
-def earlier_run(state: State, attempt: Attempt) -> Vm | None:
-    """A VM in which an earlier run of the attempt's job may go on, if there is one."""
-    mine = (vm for other in state.attempts_of_job(attempt.job.job_id) for vm in state.vms_of(other))
-    unexplained = (vm for vm in state.vms_in(VmState.ORPHAN, VmState.LOST, *LEAVING_STATES) if vm.job_id)
-    return next((vm for vm in (*mine, *unexplained) if may_hold_earlier_run(state, vm, attempt)), None)
-
-
 def node_without_record(state: State, world: World, attempt: Attempt) -> str:
-    """A node, or else a VM, in which an earlier run of the attempt's job may go on although no record tells of it;
-    empty if there is none. After a database was lost, or restored from a copy, only the scheduler shows the VMs of a
-    host that is out of reach, and does not tell which job was on them before it was queued again. Once such a VM is
-    found it is kept for a while, as an orphan without a job."""
+    """A node or VM without a record in which an earlier run may go on; empty if there is none. After a database was
+    lost, only the scheduler shows VMs on hosts out of reach, and not their jobs. Once found, such a VM is kept as an
+    orphan."""
     if not attempt.job.restarts or world.scheduler is None:
         return ""
     if found := next((vm.name for vm in state.vms_in(VmState.ORPHAN) if not vm.job_id), ""):
@@ -50,17 +39,15 @@ def node_without_record(state: State, world: World, attempt: Attempt) -> str:
     return node
 
 
-def why_earlier_run(state: State, world: World, attempt: Attempt, orphaned: Mapping[str, Vm]) -> Reason | None:
-    """Why an earlier run of the same job may still go on, if it may. `orphaned` are VMs that no record explained, by
-    their jobs."""
-    mine = (vm for other in state.attempts_of_job(attempt.job.job_id) for vm in state.vms_of(other))
-    vm = next((vm for vm in mine if may_hold_earlier_run(state, vm, attempt)), None)
-    if vm is not None and vm.state is VmState.LOST:
-        return Why.EARLIER_RUN_AWAY(vm=vm.name, host=vm.host)
-    if vm is not None:
-        return Why.EARLIER_RUN_ENDS(vm=vm.name)
-    orphan = orphaned.get(attempt.job.job_id)
-    if orphan:
-        return Why.EARLIER_RUN_FOUND(vm=orphan.name)
+def why_earlier_run(state: State, world: World, attempt: Attempt) -> Reason | None:
+    """Why an earlier run of the attempt's job may go on; None if it surely does not."""
+    job_id = attempt.job.job_id
+    mine = [vm for other in state.attempts_of_job(job_id) for vm in state.vms_of(other)]
+    for vm in (*mine, *state.vms_seen_with(job_id)):
+        if may_hold_earlier_run(state, vm, attempt):
+            if vm.job_id:
+                return Why.EARLIER_RUN_FOUND(vm=vm.name)
+            away = vm.state is VmState.LOST
+            return Why.EARLIER_RUN_AWAY(vm=vm.name, host=vm.host) if away else Why.EARLIER_RUN_ENDS(vm=vm.name)
     unknown = node_without_record(state, world, attempt)
     return Why.EARLIER_RUN_UNKNOWN(vm=unknown) if unknown else None

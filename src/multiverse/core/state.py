@@ -8,33 +8,18 @@ pass is that of its moves, not that of all rows.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 
-from multiverse.core.capacity_index import CapacityIndex
+from multiverse.core.capacity_index import CapacityIndex, SlotTable, Touched
 from multiverse.core.errors import Broken, Refused
-from multiverse.core.model import (
-    Attempt,
-    AttemptState,
-    Claim,
-    ClaimKey,
-    CloneKind,
-    Drain,
-    HostState,
-    JobRef,
-    Key,
-    KnownHost,
-    Lease,
-    Offer,
-    Reason,
-    Request,
-    Row,
-    Template,
-    TemplateKey,
-    TemplateState,
-    Vm,
-    VmState,
-)
+from multiverse.core.model.basics import ClaimKey, CloneKind, Key
+from multiverse.core.model.host import Claim, Drain, HostState, KnownHost
+from multiverse.core.model.job import Attempt, AttemptState, JobRef, Lease, Request
+from multiverse.core.model.reason import Reason, Why
+from multiverse.core.model.vm import Offer, Template, TemplateKey, TemplateState, Vm, VmState
+from multiverse.core.model.world import Row
 from multiverse.core.queue import Queue
 from multiverse.core.rows import (
     Compared,
@@ -47,12 +32,12 @@ from multiverse.core.rows import (
     Rows,
     VmsMissing,
 )
-from multiverse.core.slots import SlotTable, Touched
-from multiverse.core.transition import TERMINAL, Change, Command, Move, Tables
+from multiverse.core.transition import TERMINAL, Change, Command, Event, Move, Tables
 
 
 class State(LiveRows):
-    """The live rows, their indexes, and what the current pass has changed in them."""
+    """The live rows, their indexes, and what the current pass has changed. Lists of rows are in ascending order of
+    ids."""
 
     def __init__(self, rows: Rows, tables: Tables, now: float = 0.0) -> None:
         self.site, self.now = rows.site, now
@@ -154,8 +139,7 @@ class State(LiveRows):
     # --- changes -----------------------------------------------------------------------------------
 
     def move(self, *changes: Change, make: Iterable[Claim] = (), free: Iterable[ClaimKey] = ()) -> None:
-        """Make one move. Rows that enter a new state get `since` = now; `free` are claims that are released, if held.
-        Raises `Broken`, with nothing changed, if the tables lack a transition that the move needs."""
+        """Make one move. Rows in a new state get `since` = now. Raises `Broken` if a table lacks a transition."""
         stamped = []
         for change in changes:
             row = change.row
@@ -176,8 +160,7 @@ class State(LiveRows):
         self.moves.append(Move(tuple(stamped), made, freed))
 
     def know_host(self, host: KnownHost) -> None:
-        """Keep what is known of a host, before any move of it in this pass. A new one gets a number. This is no move:
-        what was observed last is no state, and has no place in the journal."""
+        """Keep what is known of a host, before any move of it in this pass. It is no move, and not in the journal."""
         old = self.hosts.get(host.name)
         number = old.id if old else host.id or max([0, *self._host_names]) + 1  # those of leased hosts are negative
         host = replace(host, id=number)
@@ -349,7 +332,6 @@ class State(LiveRows):
     # --- questions ---------------------------------------------------------------------------------
 
     def attempts_in(self, *states: AttemptState) -> list[Attempt]:
-        """The attempts in one of these states, by number."""
         return [self.attempts[id_] for id_ in sorted(i for s in states for i in self._indexes.by_state["attempt", s])]
 
     def attempts_of_job(self, job: JobRef | str) -> list[Attempt]:
@@ -357,19 +339,20 @@ class State(LiveRows):
         return [self.attempts[id_] for id_ in self._indexes.by_job[job]]
 
     def serves_job(self, job: JobRef) -> bool:
-        """Whether this run of a job has a live attempt."""
         return job in self._indexes.by_job
 
     def vms_in(self, *states: VmState) -> list[Vm]:
-        """The VMs in one of these states, by serial."""
         return [self.vms[id_] for id_ in sorted(i for s in states for i in self._indexes.by_state["vm", s])]
 
     def vms_of(self, attempt: Attempt) -> list[Vm]:
         """The attempt's live VMs, those being released too, by serial. One of which only the node is left is none."""
         return [self.vms[id_] for id_ in self._indexes.vms_by_attempt[attempt.id]]
 
+    def vms_seen_with(self, job_id: str) -> list[Vm]:
+        """The VMs that no record explained and on which a job of that id was seen, by serial."""
+        return [self.vms[id_] for id_ in self._indexes.vms_by_job[job_id]]
+
     def vms_on(self, host: str) -> list[Vm]:
-        """The VMs that have a place on a host, by serial."""
         return [self.vms[id_] for id_ in self._indexes.vms_by_host[host]]
 
     def vms_of_template(self, template: int) -> list[Vm]:
@@ -381,7 +364,6 @@ class State(LiveRows):
         return [vm for vm in self.vms_of(attempt) if not vm.leaving and vm.state is not VmState.LOST]
 
     def count_vms(self, *states: VmState) -> int:
-        """How many VMs are in one of these states."""
         return sum(len(self._indexes.by_state.ids(("vm", state))) for state in states)
 
     def idle_templates(self) -> list[Template]:
@@ -395,11 +377,9 @@ class State(LiveRows):
         return [self.templates[id_] for id_ in sorted(self._idle_templates)]
 
     def templates_on(self, host: str) -> list[Template]:
-        """The templates on a host, by number."""
         return [self.templates[id_] for id_ in self._indexes.templates_by_key[host]]
 
     def templates_in(self, *states: TemplateState) -> list[Template]:
-        """The templates in one of these states, by number."""
         return [self.templates[id_] for id_ in sorted(i for s in states for i in self._indexes.by_state["template", s])]
 
     def serves_from(self, which: TemplateKey) -> bool:
@@ -407,23 +387,46 @@ class State(LiveRows):
         return any(not self.vms[id_].is_spare for id_ in self._indexes.vms_by_template.ids(which))
 
     def sources(self) -> set[str]:
-        """The sources of all live VMs."""
         return {str(source) for source in self._indexes.vms_by_source}
 
     def has_vms_at(self, source: str) -> bool:
-        """Whether a live VM is of that source."""
         return source in self._indexes.vms_by_source
 
     def template_for(self, which: TemplateKey) -> Template | None:
-        """The live template of that key."""
         ids = self._indexes.templates_by_key[which]
         return self.templates[ids[0]] if ids else None
 
     def host_numbered(self, number: int) -> KnownHost | None:
-        """See `LiveRows`."""
         return self.hosts.get(self._host_names.get(number, ""))
 
     def hosts_in(self, *states: HostState) -> list[KnownHost]:
-        """The hosts in one of these states, by number."""
         ids = sorted(i for s in states for i in self._indexes.by_state["host", s])
         return [self.hosts[self._host_names[id_]] for id_ in ids]
+
+
+# --- quarantine -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def quarantine_on_error(state: State, key: Key) -> Iterator[None]:
+    """A fault of ours in deciding about one record quarantines that record, and no other record is affected."""
+    try:
+        yield
+    except Exception as error:
+        row = state.get(key)
+        if row is None:
+            raise
+        if row.quarantined:
+            return
+        why = Why.FAULT(Why.SAID(text=repr(error)))
+        state.move(quarantine(row, why))
+
+
+def quarantine(row: Row, why: Reason) -> Change:
+    """Nothing moves the row, and it permits nothing, until an operator retries it."""
+    return Change(replace(row, quarantined=why), Event.QUARANTINED, why)
+
+
+def retry(row: Row, why: Reason) -> Change:
+    """The row goes on, by an operator's word."""
+    return Change(replace(row, quarantined=None), Event.RETRIED, why)

@@ -11,23 +11,12 @@ from dataclasses import dataclass
 from enum import Enum, Flag, StrEnum, auto
 
 from multiverse.core.errors import MultiverseError
-from multiverse.core.model import (
-    AttemptState,
-    Claim,
-    ClaimKey,
-    Drain,
-    HostState,
-    Key,
-    LeaseState,
-    OfferState,
-    Reason,
-    Row,
-    RowKind,
-    Size,
-    Stage,
-    TemplateState,
-    VmState,
-)
+from multiverse.core.model.basics import ClaimKey, Key, RowKind, Size
+from multiverse.core.model.host import Claim, Drain, HostState
+from multiverse.core.model.job import AttemptState, LeaseState
+from multiverse.core.model.reason import Reason
+from multiverse.core.model.vm import OfferState, Stage, TemplateState, VmState
+from multiverse.core.model.world import Row
 
 RowState = AttemptState | VmState | TemplateState | OfferState | HostState | LeaseState
 
@@ -150,7 +139,6 @@ class Tables(dict[RowKind, tuple[Transition, ...]]):
         self._allowed = {kind: frozenset(table) for kind, table in tables.items()}
 
     def allowed(self, kind: RowKind, source: RowState | None, event: Event, target: RowState) -> bool:
-        """Whether the table has this transition."""
         return Transition(source, event, target) in self._allowed[kind]
 
 
@@ -165,8 +153,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Rows that change together, and the claims that are released and made with them, in this order: one decision, all
-    or nothing. A gang's admission is one move."""
+    """Rows and claims that change together, all or nothing. A gang's admission is one move."""
 
     changes: tuple[Change, ...]
     make: tuple[Claim, ...] = ()
@@ -174,8 +161,7 @@ class Move:
 
 
 class Awaiting(Enum):
-    """When a row in a state may go on at any moment, by what the scheduler shows: it is read often from then on. Each
-    machine says so of its states."""
+    """When a row in a state may go on by what the scheduler shows, which is then read often."""
 
     AT_ONCE = auto()
     AFTER_EFFECT = auto()  # not before the effect of the state has ended
@@ -236,9 +222,8 @@ RELEASING_EFFECTS = frozenset(set(EffectKind) - {EffectKind.CREATE, EffectKind.S
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """What a row's state permits. Effects with the same `key` run one after another: an offer's effects run under the
-    key of its VM, so that the end of a node never overtakes its offer. Equal effects are the same one, which is not
-    begun again beside itself."""
+    """What a row's state permits. Effects with the same key run one after another: an offer's have the key of its VM,
+    so that the end of a node never overtakes its offer. An effect is not begun again beside an equal one."""
 
     kind: EffectKind
     key: Key
@@ -247,13 +232,12 @@ class Effect:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """An effect ended. `error` None: it reported success. `state` is the row's state when the effect began, so that a
-    late message about a state that was left since can be told apart."""
+    """An effect ended."""
 
     key: Key
     kind: EffectKind
-    state: str
-    error: MultiverseError | None = None
+    state: str  # of the row when the effect began: it may have left that since
+    error: MultiverseError | None = None  # None: it reported success
     stages: tuple[Stage, ...] = ()
 
 

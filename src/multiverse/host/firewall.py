@@ -1,7 +1,7 @@
 """The frames that VMs may send on the bridge: one nftables table per site, changed in a fraction of a millisecond.
 
 A VM sends frames from its own MAC and IP address only. Frames with other addresses, and protocols other than IPv4 and
-ARP, are dropped at its tap, before the bridge learns from them. VMs of one group reach each other (`core.model.reach`),
+ARP, are dropped at its tap, before the bridge learns from them. VMs of one group reach each other (`core.model.identity`),
 over the bridge only: packets between VMs that this host would route are dropped. A VM that is not in the table sends
 nothing. The table is derived from the VMs' manifests and from the groups that the controller told (`MemberRecord`), and
 is made again from them whenever it is missing.

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import structlog
 
-from multiverse.core.model.names import site_of
+from multiverse.core.model.identity import site_of
 from multiverse.core.model.usage import MEANS, HostUsage, Load, Usage, VmUsage
 from multiverse.host import manifest
 from multiverse.host.cgroups import Hierarchy, hierarchies

@@ -18,7 +18,7 @@ from pyroute2 import IPRoute
 from pyroute2.netlink.exceptions import NetlinkError
 
 from multiverse.core.errors import Broken, Exhausted, MultiverseError, Refused
-from multiverse.core.model.names import site_of_lease
+from multiverse.core.model.identity import site_of_lease
 from multiverse.host import path_security, process
 from multiverse.host.cgroups import hierarchies, remove_with_children
 from multiverse.host.vxlan import Vxlan, VxlanConfig, members_owner

@@ -9,8 +9,6 @@ An ability that not every driver has is an object that is present or None (`Sche
 Methods take values of `core.model`, never database rows.
 """
 
-from multiverse.ports.clock import Clock
-from multiverse.ports.fencing import Fencing
 from multiverse.ports.hypervisor import (
     NOT_LEASED,
     Groups,
@@ -22,3 +20,4 @@ from multiverse.ports.hypervisor import (
     Templates,
 )
 from multiverse.ports.scheduler import Addresses, Leases, Offers, Overflow, Parts, Reports, Scheduler, SubmissionLimits
+from multiverse.ports.site import Clock, Fencing

@@ -15,12 +15,11 @@ ABILITIES = frozenset({"offers", "submission", "parts", "leases", "overflow", "t
 
 
 class PortCall(NamedTuple):
-    """A call of a method with its arguments, by the names of the parameters and in their order. `source` is the name of
-    the source that is asked to observe; empty for all other calls."""
+    """A call of a method."""
 
     method: str
-    arguments: Mapping[str, Any]
-    source: str = ""
+    arguments: Mapping[str, Any]  # by the names of the parameters, in their order
+    source: str = ""  # that is asked to observe; empty for other calls
 
 
 class Through(Protocol):
@@ -30,8 +29,7 @@ class Through(Protocol):
 
 
 def around(port: P, through: Through, besides: Collection[str] = ()) -> P:
-    """The same port, whose calls and whose abilities' and sources' calls go through `through`. The abilities in
-    `besides` are left as they are."""
+    """The same port: its calls, and those of its abilities and sources, go through `through`; but for `besides`."""
     return cast(P, _Around(port, through, ABILITIES.difference(besides)))
 
 

@@ -6,23 +6,14 @@ from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
-from multiverse.core.model import (
-    Host,
-    HostUsage,
-    HypervisorView,
-    Identity,
-    LeasedHost,
-    Member,
-    Size,
-    Stage,
-    TemplateKey,
-    User,
-    VmRef,
-    VmSpec,
-)
+from multiverse.core.model.basics import Size
+from multiverse.core.model.host import Host, HypervisorView
+from multiverse.core.model.identity import Identity, Member, User
+from multiverse.core.model.job import LeasedHost
+from multiverse.core.model.usage import HostUsage
+from multiverse.core.model.vm import Stage, TemplateKey, VmRef, VmSpec
 
-NOT_LEASED: Mapping[str, LeasedHost] = MappingProxyType({})
-"""No host is leased."""
+NOT_LEASED: Mapping[str, LeasedHost] = MappingProxyType({})  # no host is leased
 
 
 class Source(Protocol):
@@ -31,21 +22,17 @@ class Source(Protocol):
     @property
     def name(self) -> str:
         """Unique among the sources of all hypervisors, and the same after a restart."""
-        ...
 
     @property
     def hosts(self) -> Sequence[str]:
         """The hosts that the settings name for this source, whether or not it has ever answered."""
-        ...
 
     @property
     def silence(self) -> float | None:
         """Seconds since anything at all was heard of it; None where only observations tell."""
-        ...
 
     async def observe(self) -> HypervisorView:
         """All hosts, templates and VMs of our site at this source, with the remains of dead VMs. Raises `Unknown`."""
-        ...
 
 
 class Hypervisor(Protocol):
@@ -55,46 +42,37 @@ class Hypervisor(Protocol):
 
     @property
     def sources(self) -> Sequence[Source]:
-        """All sources. Each host belongs to one of them. They change only by `membership`; a source that stays is the
-        same object."""
-        ...
+        """All sources. Only `membership` changes them; a source that stays is the same object."""
 
     @property
     def membership(self) -> Membership | None:
         """Adds and removes hosts; None if the platform alone says which there are."""
-        ...
 
     @property
     def templates(self) -> Templates | None:
         """Builds and deletes templates; None if clones only boot."""
-        ...
 
     @property
     def users(self) -> GuestUsers | None:
         """Adds users to running guests; None if a guest knows only the users that it was started with."""
-        ...
 
     @property
     def groups(self) -> Groups | None:
         """Tells hosts which VMs reach each other; None if the platform decides that by itself."""
-        ...
 
     async def create(self, vm: VmSpec) -> Sequence[Stage]:
         """Create a VM without identity, paused where the platform can. `Gone` if the template or host is missing,
         `Refused` if the name, token, address or MAC is another VM's. After an error something of the VM may remain,
         until `destroy`."""
-        ...
 
     async def start(self, vm: VmRef, size: Size, identity: Identity) -> Sequence[Stage]:
         """Give a VM its size and identity and let it run, until its daemons have been started. `Gone` if there is no
         such VM, `Refused` if the identity is another VM's, `Broken` if the guest did not answer or refused its
         identity."""
-        ...
 
     async def destroy(self, vm: VmRef, grace: float) -> None:
         """Let the guest write back and unmount for up to `grace` seconds (0: not at all), end the VM and remove all of
         it. Success if there is none; returning means that nothing of it is left."""
-        ...
 
 
 class Membership(Protocol):
@@ -104,12 +82,10 @@ class Membership(Protocol):
         """Have these hosts as sources, and no others. Those in `leased` are reached by their pilots; how one is reached
         never changes. Nothing is awaited: calls to a host that was removed end as `Unknown` or `Gone`, and a host that
         was added answers once it is reached."""
-        ...
 
     def declared(self, host: str) -> Host | None:
         """What a host is declared to have that may never have answered; what nobody knows of it yet costs nothing and
         can do everything. None if nothing is declared."""
-        ...
 
 
 class Templates(Protocol):
@@ -119,12 +95,10 @@ class Templates(Protocol):
         """Boot and freeze a template. `Broken` if the image does not boot, `Refused` if there is no such image,
         `Exhausted` for want of memory or disk, `Gone` if there is no such host or the template was deleted
         meanwhile."""
-        ...
 
     async def delete_template(self, template: TemplateKey) -> None:
         """Remove a template. One that is being built is not waited for and does not come back. VMs that were forked
         from it go on. Success if there is none."""
-        ...
 
 
 class GuestUsers(Protocol):
@@ -134,22 +108,19 @@ class GuestUsers(Protocol):
         """Make a user known to a running VM that was started without that user, and set its clock. From then on it
         reaches the VMs of `group`, if that is not 0. `Gone` if there is no such VM, `Broken` or `Unknown` if its guest
         did not do it."""
-        ...
 
 
 class Groups(Protocol):
-    """Which VMs reach each other, and by which names: see `core.model.reach`. What a host was told stays until it is
+    """Which VMs reach each other, and by which names: see `core.model.identity`. What a host was told stays until it is
     told something else, also while no controller runs."""
 
     @property
     def listening(self) -> Mapping[str, str]:
         """The hosts that can be told now, each with a word that is another one when it may have forgotten all."""
-        ...
 
     async def tell(self, host: str, members: Sequence[Member], gone: Sequence[str], *, whole: bool) -> None:
         """From now on a host knows these VMs, its own among them, and no more those that are gone; with `whole` no
         other ones. Two calls for a host are never under way at once. After an error it may know a part of that."""
-        ...
 
 
 class Measurements(Protocol):
@@ -159,4 +130,3 @@ class Measurements(Protocol):
         """What the hosts of a source have used in the last `span` seconds, by name, with our site's VMs on them, also
         those that ended a few minutes ago. `Gone` if there is no such source, `Refused` if it samples nothing,
         `Unknown` if it does not answer."""
-        ...

@@ -5,16 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
-from multiverse.core.model import (
-    JobLimits,
-    JobRef,
-    LeaseSpec,
-    NodeBootstrap,
-    NodeSpec,
-    SchedulerPart,
-    SchedulerView,
-    User,
-)
+from multiverse.core.model.host import JobLimits
+from multiverse.core.model.identity import NodeBootstrap, User
+from multiverse.core.model.job import JobRef, LeaseSpec, NodeSpec, SchedulerPart, SchedulerView
 
 
 class Scheduler(Protocol):
@@ -27,37 +20,29 @@ class Scheduler(Protocol):
     @property
     def offers(self) -> Offers | None:
         """Lets jobs take idle nodes as they are submitted; None if the scheduler cannot."""
-        ...
 
     @property
     def submission(self) -> SubmissionLimits | None:
         """Refuses jobs that no host could hold as they are submitted; None if the scheduler cannot."""
-        ...
 
     @property
     def addresses(self) -> Addresses | None:
         """Tells users' commands where nodes are; None if the scheduler always does that itself."""
-        ...
 
     @property
     def parts(self) -> Parts | None:
         """Reads some jobs and nodes without the others; None if the scheduler cannot."""
-        ...
 
     @property
     def leases(self) -> Leases | None:
         """Lends its nodes as hosts, by pilot jobs; None if the scheduler cannot, or the site wants none."""
-        ...
 
     @property
     def overflow(self) -> Overflow | None:
         """Puts jobs back into the partitions that they were moved from; None if the scheduler moves none."""
-        ...
 
     async def observe(self) -> SchedulerView:
-        """All jobs of our partitions or queues, and of those that overflow into VMs, and all nodes of our site. Raises
-        `Unknown`; never a partial view."""
-        ...
+        """All jobs of our partitions, those that overflow, and all nodes of our site. Raises `Unknown`."""
 
     async def pin(self, job: JobRef, tag: str, nodes: Sequence[str], text: str = "", *, at_once: bool = False) -> None:
         """Tie a pending job to `nodes`, whose `NodeSpec.tag` is `tag`, and let it start. Once tied, the job is shown
@@ -65,35 +50,27 @@ class Scheduler(Protocol):
         `explain`. A job that its user holds raises `Stale`. A job that waits in its own partition (`Job.at_origin`) is
         moved out of it by this, and its user is told so. `at_once`: also if the scheduler itself holds the job back,
         because it was queued again (`Job.delayed_until`)."""
-        ...
 
     async def unpin(self, job: JobRef) -> None:
         """Put a pending job back at the gate, released unless its user holds it. Nothing is done for a job at the gate,
         or in its own partition; `Stale` for a job that is not pending."""
-        ...
 
     async def requeue(self, job: JobRef) -> None:
         """Stop a running job and queue it again, at the gate."""
-        ...
 
     async def hold(self, job: JobRef, reason: str) -> None:
         """Hold a pending job so that its user may release it, and leave `reason` where its user finds it. Nothing is
         done for a job that is held; `Stale` for one that is not pending."""
-        ...
 
     async def revoke(self, job: JobRef, reason: str) -> None:
         """Cancel a pending job for good and leave `reason` where its user finds it."""
-        ...
 
     async def set_down(self, node: str, reason: str) -> None:
-        """Set a node DOWN, so that the scheduler's own rules end whatever runs there, and withdraw its offer. Success
-        if there is no such node."""
-        ...
+        """Set a node DOWN, so that its jobs end, and withdraw its offer. Success if there is no such node."""
 
     async def delete_node(self, node: str) -> None:
         """Make the scheduler forget a node and its offer. `Refused` while a job is on it; `NotYet` while the scheduler
         itself keeps it, for a reservation, say; success if there is none. No job may be tied to the node."""
-        ...
 
     async def explain(self, jobs: Sequence[JobRef], text: str) -> None:
         """Leave one line for the users of jobs that wait at the gate, where the scheduler shows such lines. It replaces
@@ -102,16 +79,12 @@ class Scheduler(Protocol):
 
         Jobs that do not wait at the gate as these runs, that are held, or that read the line already are left alone,
         without an error. `Exhausted` if some of the jobs are being pinned or cancelled now; the others were told."""
-        ...
 
     async def bootstrap(self, node: NodeSpec) -> NodeBootstrap:
         """What a VM needs to become this node of the cluster."""
-        ...
 
     async def user(self, uid: int) -> User:
-        """The user with this uid, with all groups. `Gone` only if there surely is none, `Unknown` if the name service
-        does not answer or cannot be relied upon."""
-        ...
+        """The user with all groups. `Gone` only if there surely is none, `Unknown` if nobody can tell."""
 
 
 class Reports(Protocol):
@@ -121,12 +94,10 @@ class Reports(Protocol):
         """Leave one line for the user of a job that has ended, or is completing, in the job's accounting, in place of
         those of `explain` and `pin`. `Gone` or `Stale` if the scheduler knows this run no more, `Refused` if it has no
         accounting, or if what others wrote would not stay as it is."""
-        ...
 
     async def cpu_seconds(self, job: JobRef) -> float:
         """The CPU seconds of all processes of a job that has ended, as its nodes counted them; 0 if the accounting does
         not have them. Raises `Unknown`, `Refused` or `Exhausted` if it cannot be asked."""
-        ...
 
 
 class Parts(Protocol):
@@ -140,7 +111,6 @@ class Parts(Protocol):
 
         The answer says what was read, which may be more, and less if too much was asked at once. Raises `Unknown`.
         """
-        ...
 
 
 class Offers(Protocol):
@@ -150,17 +120,13 @@ class Offers(Protocol):
         """Let one job that fits take this idle node. The job is then tied to the node as by `pin`, and waits on it
         until the job's user has been added to the guest. A node that was taken or withdrawn is never offered again,
         however often this is called."""
-        ...
 
     async def withdraw(self, node: str) -> None:
         """Let no job take the node any more; a later `offer` is without effect. Nothing is done for a node that was
         taken or never offered: the next observation tells."""
-        ...
 
     async def exclude(self, users: Collection[int]) -> None:
-        """From now on let no job of these users (uids) take a node, and jobs of all others. At its start a scheduler
-        may exclude nobody."""
-        ...
+        """Let no job of these users (uids) take a node. A scheduler that starts may exclude nobody."""
 
 
 class SubmissionLimits(Protocol):
@@ -168,7 +134,6 @@ class SubmissionLimits(Protocol):
 
     async def publish(self, limits: JobLimits) -> None:
         """From now on refuse the jobs that `limits` does not allow, by one node or by the sum of their nodes."""
-        ...
 
 
 class Addresses(Protocol):
@@ -177,7 +142,6 @@ class Addresses(Protocol):
     async def tell(self, nodes: Mapping[str, str]) -> None:
         """From now on these nodes, by name, are at these addresses, and no other VM of ours is anywhere. It goes on to
         hold while no controller runs. A node may be told of before it has registered."""
-        ...
 
 
 class Leases(Protocol):
@@ -193,13 +157,11 @@ class Leases(Protocol):
         `Unknown` or a cancellation one may have been submitted, and may come to be shown late: the same call finds it
         once it is shown, and `release` ends it. Before it is shown, another call may submit a second one, which an
         observation shows, and `release` ends."""
-        ...
 
     async def release(self, name: str, pilots: Sequence[str]) -> None:
         """Cancel these pilots (by the scheduler's ids), and all that the scheduler shows under that name if none are
         given. Success if there are none, or they have ended or are ending. A pilot of another name is left alone:
         ids come again. Returning says that they were told to end; an observation shows when they have."""
-        ...
 
 
 class Overflow(Protocol):
@@ -210,4 +172,3 @@ class Overflow(Protocol):
         """Put a pending job back from the gate into the partition that it was moved from, as it was submitted there,
         and tell its user. Nothing is done for a job that is there; `Stale` for one that is not pending, or is
         pinned."""
-        ...

@@ -33,7 +33,7 @@ from multiverse.core.model import (
     VmState,
     World,
 )
-from multiverse.core.model.wording import worded
+from multiverse.core.model.reason import worded
 from multiverse.core.policy import Policy, image_of
 from multiverse.core.rows import Rows
 from multiverse.core.transition import Command, EffectKind

@@ -17,13 +17,12 @@ from typing import Any
 from multiverse import __version__, api
 from multiverse.api import CompatibleHostView, UsagePoint, UsageView, UtilizationView
 from multiverse.bundles.contract import UNKNOWN_WORDS, GuestFacts, Notice, SchedulerWords
-from multiverse.controller import pruning
-from multiverse.controller.job_usage import JobUsageRecorder
+from multiverse.controller import history
+from multiverse.controller.history import JobUsageRecorder, UtilizationRecorder
 from multiverse.controller.loop import Controller
-from multiverse.controller.utilization import UtilizationRecorder
 from multiverse.core.context import Context
 from multiverse.core.errors import Gone, Refused
-from multiverse.core.explanation.immediate_capacity import compatible_hosts
+from multiverse.core.explanation.what_if import compatible_hosts
 from multiverse.core.model import Attempt, CloneKind, Drain, HostUsage, Reason, Size, Usage, Vm
 from multiverse.core.model.usage import combined
 from multiverse.core.rows import Rows
@@ -36,8 +35,7 @@ from multiverse.service.hosts import Troubles, host_views, lease_views, without_
 from multiverse.service.startup import Processes
 from multiverse.service.statistics import Statistics
 from multiverse.store import Pruning, Store
-from multiverse.store.job_usage import read_job_usage
-from multiverse.store.utilization import UsageRecord, UsedBy, read_usage
+from multiverse.store.history import UsageRecord, UsedBy, read_job_usage, read_usage
 
 HOUR, FIVE_MINUTES = 3600.0, 300.0
 
@@ -392,11 +390,11 @@ class Backend:
         """Delete, or count, what ended more than `older_than` seconds ago; None: as in the settings. Works for two
         seconds at most, from `after` on, so that the daemon can be stopped. Raises `Refused` if the settings keep
         everything or `after` makes no sense, `Exhausted` if it cannot be committed."""
-        age = self.history_days * pruning.DAY if older_than is None else older_than
+        age = self.history_days * history.DAY if older_than is None else older_than
         if older_than is None and not self.history_days:
             raise Refused("the settings keep all records (history_days = 0)", hint="give an age: --older-than 30d")
         one_round = Pruning(self.store, self.clock.wall() - age, after=after, dry_run=dry_run)
-        await pruning.prune(one_round, self.clock, limit=PRUNE_LIMIT)
+        await history.prune(one_round, self.clock, limit=PRUNE_LIMIT)
         return api.PruneView(age, one_round.position, dry_run, **asdict(one_round.removed))
 
 

@@ -28,10 +28,10 @@ from multiverse.core.model import (
     World,
     text_of,
 )
-from multiverse.core.model.job_usage import JobUsage
-from multiverse.core.model.names import without_prefix_length
+from multiverse.core.model.identity import without_prefix_length
+from multiverse.core.model.usage import JobUsage
 from multiverse.core.policy import Policy, image_of
-from multiverse.core.pools.reconcile import PoolStatus
+from multiverse.core.pools import PoolStatus
 from multiverse.core.rows import Rows
 from multiverse.core.transition import Event
 from multiverse.service.statistics import PHASES

@@ -20,10 +20,8 @@ from multiverse.bundles.composite import together
 from multiverse.bundles.contract import DaemonTask, Notice, Platform, PlatformContext, SchedulerSystem
 from multiverse.bundles.registry import platform_bundles, scheduler_bundle
 from multiverse.config import FenceSettings, Settings, users_socket
-from multiverse.controller.job_usage import JobUsageRecorder
+from multiverse.controller.history import JobUsageRecorder, UtilizationRecorder, prune_regularly
 from multiverse.controller.loop import Controller
-from multiverse.controller.pruning import prune_regularly
-from multiverse.controller.utilization import UtilizationRecorder
 from multiverse.core.errors import Refused, Unknown
 from multiverse.ports import Clock, Hypervisor, Scheduler
 from multiverse.service import startup

@@ -15,7 +15,7 @@ from multiverse.bundles.registry import platform_bundles, scheduler_bundle
 from multiverse.client import Client
 from multiverse.config import Settings, host_names, web_address
 from multiverse.core.errors import MultiverseError
-from multiverse.ports.finding import Finding, Level
+from multiverse.ports.site import Finding, Level
 from multiverse.site import checking
 from multiverse.site.checking import tried
 from multiverse.site.machine import note, problem

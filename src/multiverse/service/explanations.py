@@ -12,10 +12,8 @@ from multiverse.config import folded
 from multiverse.controller.loop import Controller
 from multiverse.core.context import Context
 from multiverse.core.errors import Refused
-from multiverse.core.explanation.explain import Explanation, explain, explain_ended, explain_new
-from multiverse.core.explanation.host_verdicts import HostVerdict
-from multiverse.core.explanation.immediate_capacity import immediate_capacity, sizes_to_show, usage
-from multiverse.core.explanation.what_if import what_if
+from multiverse.core.explanation.explain import Explanation, HostVerdict, explain, explain_ended, explain_new
+from multiverse.core.explanation.what_if import immediate_capacity, sizes_to_show, usage, what_if
 from multiverse.core.model import Attempt, AttemptState, CloneKind, Job, Reason, Request, Size, Why, text_of
 from multiverse.core.policy import Policy
 from multiverse.ports import Clock

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from multiverse.api import HostFaultView, HostView, LeaseView, NumaView, SizeView
-from multiverse.core.capacity.job_ends import total
 from multiverse.core.capacity.room import left_behind
+from multiverse.core.capacity.usable_hosts import total
 from multiverse.core.machines.host import silent_since
 from multiverse.core.model import (
     OPEN_LEASES,
@@ -28,7 +28,7 @@ from multiverse.core.model import (
     World,
     text_of,
 )
-from multiverse.core.model.wording import moment
+from multiverse.core.model.reason import moment
 from multiverse.core.rows import Rows
 from multiverse.service.convert import job_of, size_view
 

@@ -42,7 +42,7 @@ from multiverse.core.model import (
     vm_name,
     vm_prefix,
 )
-from multiverse.core.model.names import mac_of, without_prefix_length
+from multiverse.core.model.identity import mac_of, without_prefix_length
 from multiverse.drivers.qemu.job_network import guest_name
 from multiverse.drivers.qemu.job_vms import QemuJobVms
 from multiverse.drivers.slurm.command import SlurmCommands

@@ -13,7 +13,7 @@ import structlog
 
 from multiverse.config import Settings, vxlan_address
 from multiverse.core.errors import Refused
-from multiverse.core.model.names import site_of_lease
+from multiverse.core.model.identity import site_of_lease
 from multiverse.drivers.qemu.driver import vxlan_config
 from multiverse.drivers.slurm.leases.pilots import ENDING
 from multiverse.host.vxlan import VxlanConfig

@@ -20,7 +20,8 @@ import structlog
 
 from multiverse.api import SummaryView, adapter
 from multiverse.core.errors import Exhausted
-from multiverse.service.backend import Backend, Source
+from multiverse.ports.hypervisor import Source
+from multiverse.service.backend import Backend
 
 log = structlog.get_logger()
 

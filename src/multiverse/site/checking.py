@@ -20,7 +20,7 @@ from multiverse.drivers.slurm.command import SlurmCommands
 from multiverse.drivers.slurm.site import install, overflow, requirements, site_conf, slurm_user
 from multiverse.drivers.slurm.site.site_conf import SiteConf
 from multiverse.images.catalog import list_images
-from multiverse.ports.finding import Finding, Level
+from multiverse.ports.site import Finding, Level
 from multiverse.site.machine import note, problem
 from multiverse.site.rendering import AGENT_SERVICE, SERVICE, own_job_submit, render, render_agent
 from multiverse.system import rendered

@@ -16,7 +16,7 @@ from multiverse.host import cgroups, path_security
 from multiverse.host.qemu import abilities
 from multiverse.host.qemu.abilities import is_since
 from multiverse.host.virtual_functions import RECORDS, VirtualFunction, VirtualFunctions
-from multiverse.ports.finding import Finding, Level
+from multiverse.ports.site import Finding, Level
 from multiverse.system.kernel import is_synchronised
 
 _MIB = 1 << 20

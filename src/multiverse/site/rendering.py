@@ -12,7 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from multiverse.config import Settings, users_socket
 from multiverse.core.errors import Broken, Refused
-from multiverse.core.model.names import mac_of_address
+from multiverse.core.model.identity import mac_of_address
 from multiverse.drivers.slurm.site import addresses, install, plugstack, slurm_user
 from multiverse.drivers.slurm.site.site_conf import SiteConf
 from multiverse.images.catalog import list_images

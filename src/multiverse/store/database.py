@@ -21,29 +21,19 @@ from pydantic import TypeAdapter
 
 from multiverse.core.errors import Broken, Exhausted, MultiverseError, Refused
 from multiverse.core.machines.tables import TABLES
-from multiverse.core.model import (
-    LAST_SERIAL,
-    Attempt,
-    Claim,
-    Key,
-    KnownHost,
-    Lease,
-    Offer,
-    Reason,
-    Row,
-    RowKind,
-    Size,
-    Stage,
-    Template,
-    Vm,
-    said,
-)
+from multiverse.core.model.basics import Key, RowKind, Size
+from multiverse.core.model.host import Claim, KnownHost
+from multiverse.core.model.identity import LAST_SERIAL
+from multiverse.core.model.job import Attempt, Lease
+from multiverse.core.model.reason import Reason, said
+from multiverse.core.model.vm import Offer, Stage, Template, Vm
+from multiverse.core.model.world import Row
 from multiverse.core.rows import Rows
 from multiverse.core.transition import TERMINAL, Change, Move, Tables
 from multiverse.ports import Clock
 from multiverse.store import schema
 from multiverse.store.reserve import Reserve, restore_log
-from multiverse.store.upgrade import upgrade
+from multiverse.store.schema import upgrade
 
 _TABLES: dict[RowKind, sa.Table] = {
     "attempt": schema.attempts,
@@ -104,15 +94,13 @@ _REASON = TypeAdapter(Reason)
 
 
 def _body(row: Row) -> str:
-    """A row as it is kept."""
     if isinstance(row, KnownHost):  # what was observed of a host has sets, too; it is seldom written
         return str(_ADAPTERS["host"].dump_json(row), "utf-8")
     return json.dumps(row, default=_plain)
 
 
 def _plain(value: object) -> object:
-    """What JSON has in place of a value that it lacks; of a reason, without what is empty. `asdict` would copy all that
-    is in it first, which took a fifth of the time of passes."""
+    """A value for JSON; of a reason, without what is empty. (`asdict` copies everything first, and is slow.)"""
     kind: Any = type(value)
     names = _field_names(kind)
     if kind is Reason:
@@ -122,7 +110,6 @@ def _plain(value: object) -> object:
 
 @cache
 def _field_names(kind: type[Any]) -> tuple[str, ...]:
-    """The fields of a dataclass; none of any other type."""
     return tuple(field.name for field in fields(kind)) if is_dataclass(kind) else ()
 
 
@@ -154,11 +141,9 @@ given after the copy was made. Where it was in use before this machine booted, o
 go on, or where it replaces a lost one, they are left out for each second since the site's first. The names of VMs
 suffice for 89 years of that."""
 
-USE_NOTED_EVERY = 20.0
-"""Seconds between two notes of the time in a database in which nothing else changes."""
+USE_NOTED_EVERY = 20.0  # seconds between two notes of the time in a database in which nothing else changes
 
-FIRST_SITE = 1_600_000_000.0
-"""Unix time before which no site began, September 2020: for a site that is older than its database."""
+FIRST_SITE = 1_600_000_000.0  # Unix time before which no site began: September 2020
 
 
 class StoreConflict(MultiverseError):
@@ -244,8 +229,7 @@ class Store:
 
     @contextmanager
     def _begin(self, *, adds: bool = False, borrows: bool = False, counted: bool = True) -> Iterator[None]:
-        """A transaction that `adds` is refused unless the reserve is whole; one that `borrows` may use it. One that is
-        not `counted` changes nothing that anybody is shown."""
+        """Refused if it `adds` and the reserve is not whole. `borrows`: it may use the reserve."""
         try:
             self._connection.exec_driver_sql("BEGIN IMMEDIATE")
             self._open = True
@@ -273,14 +257,12 @@ class Store:
             self._connection.commit()
 
     def _fill_reserve(self) -> None:
-        """Make the reserve, if there is room for it."""
         with suppress(Exhausted), self._begin():
             self._reserve.prepare(adds=True)
 
     @contextmanager
     def maintenance(self, *, adds: bool = False) -> Iterator[Callable[[sa.Executable, Values], sa.CursorResult[Any]]]:
-        """One transaction on what no pass reads: a function that executes a statement. One that `adds` rows is refused
-        while the room that is reserved for releases is not whole. Raises as `transaction` does."""
+        """One transaction on what no pass reads: a function that executes a statement. Raises as `transaction`."""
         with self._begin(adds=adds):
             yield self._execute
 
@@ -295,13 +277,11 @@ class Store:
             self._connection.commit()
 
     def _forget(self) -> None:
-        """What is next asked for is read from the database."""
         self._cache.clear()
         self._active = None
 
     def _site_began(self, recovered: bool) -> float:
-        """The Unix time since which numbers may have been given: that of the first thing that the database knows of, so
-        that each copy of it says the same."""
+        """The Unix time of the first thing that the database knows of: each copy of it says the same."""
         if self._scalar("SELECT value FROM meta WHERE key = 'site'") is None:
             return FIRST_SITE if recovered else self._clock.wall()
         first = self._scalar("SELECT MIN(wall) FROM journal")
@@ -320,8 +300,7 @@ class Store:
             self._execute(_LEAVE_OUT, {"number": left_out, "least": least, "key": counter})
 
     def note_use(self) -> None:
-        """Note the time in the database, if the last note is too old: until then, all numbers are in it that were given
-        (`_skip_numbers`). A failure is that of the next commit, too, which reports it."""
+        """Note the time in the database, if the last note is too old. The next commit reports a failure."""
         now = self._clock.now()
         if now - self._use_noted < USE_NOTED_EVERY:
             return

@@ -28,11 +28,8 @@ import sqlalchemy as sa
 
 from multiverse.core.errors import Exhausted
 
-PAGES = 1024
-"""Pages of the database that are held for releases: 4 MiB. The release of 100 VMs takes about 30."""
-
-CHECKPOINT = 1000
-"""Pages in the log after which SQLite makes a checkpoint (its default)."""
+PAGES = 1024  # Pages of the database that are held for releases: 4 MiB. The release of 100 VMs takes about 30
+CHECKPOINT = 1000  # pages in the log after which SQLite makes a checkpoint (its default)
 
 _FRAME = 24  # bytes before each page in the log (SQLite's file format, section 4)
 _LOG_HEADER = 32
@@ -58,8 +55,7 @@ class Reserve:
         self._is_whole: bool | None = None  # None: not known
 
     def open(self) -> None:
-        """Take hold of the files of a database that was just opened. A full disk is no error: transactions that add are
-        refused until there is room."""
+        """Take hold of a database's files. A full disk is no error: transactions that add are refused then."""
         if self._path is None:
             return
         self._file = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
@@ -72,8 +68,7 @@ class Reserve:
             self._is_whole = False
 
     def prepare(self, *, adds: bool) -> None:
-        """Allocate what the transaction that is about to be committed needs. Raises `Exhausted`: if there is no room
-        for its pages or, if it `adds`, for the reserve."""
+        """Allocate what the transaction needs before its commit. Raises `Exhausted`."""
         if self._file is None:
             return
         try:
@@ -93,19 +88,16 @@ class Reserve:
             raise _full(error) from error
 
     def forget(self) -> None:
-        """The transaction was rolled back."""
         self._is_whole = None
 
     def keep(self) -> None:
-        """The database is about to be closed: keep the log's blocks. If that fails they are lost, until there is room
-        again."""
+        """Keep the log's blocks, before the database is closed. If that fails they are lost for a while."""
         if self._path is not None:
             with suppress(OSError):
                 _kept(self._path).unlink(missing_ok=True)
                 os.link(_log(self._path), _kept(self._path))
 
     def close(self) -> None:
-        """The database was closed."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -126,8 +118,7 @@ class Reserve:
         self._log_is_whole = True
 
     def _allocate(self, pages: int) -> None:
-        """Let the database's file have blocks for so many pages. All that is in the file has blocks; a checkpoint cuts
-        off what is beyond the database's last page."""
+        """Give the database's file blocks for so many pages. A checkpoint cuts off what is beyond the last page."""
         assert self._file is not None
         there, needed = os.fstat(self._file).st_size, pages * self._page_bytes
         if needed > there:
@@ -141,8 +132,7 @@ class Reserve:
 
 
 def restore_log(path: Path) -> None:
-    """Put the log's blocks that were kept when the database was closed back in place, before it is opened. They are
-    empty for SQLite, because the header is. If that fails, the database is opened without them."""
+    """Put the log's kept blocks back before the database is opened. SQLite takes them for empty."""
     kept, log = _kept(path), _log(path)
     with suppress(OSError):
         if not log.exists():
@@ -168,6 +158,5 @@ def _kept(path: Path) -> Path:
 
 
 def _log_bytes(page: int) -> int:
-    """A checkpoint comes after the transaction that exceeds its limit, which may be as large as the reserve twice: once
-    to fill it."""
+    """A checkpoint comes after the transaction that exceeds its limit: twice the reserve at most."""
     return _LOG_HEADER + (CHECKPOINT + 2 * PAGES) * (page + _FRAME)

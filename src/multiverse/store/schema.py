@@ -1,13 +1,28 @@
-"""The tables, as the newest revision has them. A change here is a new revision in `versions`."""
+"""The tables, as the newest revision has them, and the upgrade of a database to it.
+
+The upgrade is a part of the transaction that opens the database. A fresh database is made at once, an older one is
+upgraded, and one of newer software is refused. After a failure the database is as it was. Before an upgrade a copy is
+kept beside it.
+
+To change the schema, change the tables here and add a file to `versions`: its `revision` is the new `HEAD`, its
+`down_revision` the one before, and its function `upgrade` changes the tables and rows by `alembic.op`.
+"""
 
 from __future__ import annotations
 
+import sqlite3
+import time
+from contextlib import AbstractContextManager, closing
+from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
+import structlog
 
-HEAD = "0001"
-"""The newest revision: what a database is upgraded to."""
+from multiverse.core.errors import Broken, Exhausted, Refused
+from multiverse.system.interrupts import called_every
+
+HEAD = "0001"  # the newest revision: what a database is upgraded to
 
 metadata = sa.MetaData()
 meta = sa.Table(
@@ -104,7 +119,7 @@ utilization = sa.Table(
     sa.Index("ix_utilization_age", "span", "wall"),
     sqlite_with_rowid=False,
 )
-"""What hosts and VMs have used (`store/utilization`)."""
+"""What hosts and VMs have used (`store/history`)."""
 job_usage = sa.Table(
     "job_usage",
     metadata,
@@ -112,4 +127,101 @@ job_usage = sa.Table(
     sa.Column("wall", sa.Float, nullable=False, index=True),  # Unix time at which it was written
     sa.Column("body", sa.String, nullable=False),
 )
-"""What runs of jobs have used (`store/job_usage`)."""
+"""What runs of jobs have used (`store/history`)."""
+
+
+# --- upgrade ----------------------------------------------------------------------------------------
+
+
+log = structlog.get_logger()
+
+TELLS_EVERY = 5.0  # seconds between two lines of the log while an upgrade goes on
+
+VERSIONS = Path(__file__).parent / "versions"
+
+_VERSION = sa.Table(  # as Alembic itself would make it
+    "alembic_version",
+    sa.MetaData(),
+    sa.Column("version_num", sa.String(32), nullable=False),
+    sa.PrimaryKeyConstraint("version_num", name="alembic_version_pkc"),
+)
+
+
+def upgrade(connection: sa.Connection, path: Path | None) -> None:
+    """Bring the schema up to `HEAD`. Call it within BEGIN IMMEDIATE; `path` None: in memory.
+    `Refused` for a database of newer software, `Broken` when a revision fails, `Exhausted` when no copy can be kept."""
+    found = revision(connection)
+    if found == HEAD:
+        return
+    if found is None:
+        metadata.create_all(connection, checkfirst=False)
+        _VERSION.create(connection, checkfirst=False)
+        connection.execute(_VERSION.insert(), {"version_num": HEAD})
+        return
+    _run(connection, path, found)
+
+
+def revision(connection: sa.Connection) -> str | None:
+    """The database's revision; None if it is empty. `Broken` if it is some other software's."""
+    tables = set(connection.scalars(sa.text("SELECT name FROM sqlite_master WHERE type = 'table'")))
+    if not tables:
+        return None
+    if _VERSION.name in tables and (found := connection.scalar(sa.select(_VERSION.c.version_num))):
+        return str(found)
+    raise Broken("it is a database of something else", hint="set state_dir in the settings")
+
+
+def _run(connection: sa.Connection, path: Path | None, found: str) -> None:
+    # Only an upgrade needs Alembic, and loading it takes longer than opening a thousand databases.
+    from alembic.operations import Operations
+    from alembic.runtime.migration import MigrationContext
+    from alembic.script import ScriptDirectory
+    from alembic.script.revision import ResolutionError
+
+    scripts = ScriptDirectory(VERSIONS.parent, version_locations=[VERSIONS])
+    context = MigrationContext.configure(
+        connection, opts={"fn": lambda revisions, _: scripts._upgrade_revs(HEAD, revisions)}
+    )
+    try:
+        scripts.revision_map.get_revision(found)
+    except ResolutionError as error:
+        raise Refused(
+            f"{path} is of a newer Multiverse: it has schema {found}, this one knows up to {HEAD}",
+            hint="run the newer one, or put back the copy that it kept beside it",
+        ) from error
+    log.info("database has to be upgraded", path=str(path), was=found, to=HEAD)
+    with _told("database is being copied"):
+        copy = _keep_copy(path, found) if path else None
+    try:
+        with _told("database is being upgraded"), Operations.context(context):
+            context.run_migrations()
+    except sa.exc.DatabaseError as error:
+        raise Broken(
+            f"{path} could not be upgraded from schema {found} to {HEAD}: {error.orig}",
+            hint="it is as it was; is its disk full? If not, run the Multiverse that wrote it, and report this",
+        ) from error
+    log.info("database upgraded", path=str(path), was=found, now=HEAD, copy=str(copy))
+
+
+def _told(what: str) -> AbstractContextManager[None]:
+    """Log every few seconds that this goes on, so that nobody thinks that the daemon hangs."""
+    began = time.monotonic()
+    return called_every(TELLS_EVERY, lambda: log.info(what, seconds=round(time.monotonic() - began)), what)
+
+
+def _keep_copy(path: Path, found: str) -> Path:
+    """A copy as of the last commit, whole or not there at all. It replaces an older copy."""
+    copy = path.with_name(f"{path.name}.schema-{found}")
+    fresh = copy.with_name(f"{copy.name}.new")
+    try:
+        fresh.unlink(missing_ok=True)
+        # A connection of its own: SQLite's backup waits for ever on one that is within a transaction that writes.
+        with closing(sqlite3.connect(path)) as source, closing(sqlite3.connect(fresh)) as target:
+            source.backup(target)
+        fresh.rename(copy)
+    except (OSError, sqlite3.Error) as error:
+        fresh.unlink(missing_ok=True)
+        raise Exhausted(
+            f"cannot keep a copy of {path} before its upgrade: {error}", hint="is its disk full? nothing was changed"
+        ) from error
+    return copy

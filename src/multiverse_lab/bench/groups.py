@@ -26,7 +26,7 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
-from multiverse.controller.groups import GroupBook
+from multiverse.controller.publication import GroupBook
 from multiverse.core.model import (
     Attempt,
     CloneKind,

@@ -24,7 +24,7 @@ from pathlib import Path
 from multiverse.config import Settings
 from multiverse.core.errors import Broken
 from multiverse.core.model import CloneKind, Identity, Size, TemplateKey, machine_id
-from multiverse.core.model.names import mac_of, vm_name
+from multiverse.core.model.identity import mac_of, vm_name
 from multiverse.drivers.qemu.driver import host_config
 from multiverse.guest.protocol import HELLO, JobGuest, identity_message, join_job_message, take_regions_message
 from multiverse.host import network, process

@@ -25,7 +25,7 @@ from multiverse.agent.transport import CommandTransport, Transport, UnixTranspor
 from multiverse.config import Settings
 from multiverse.core.errors import Broken
 from multiverse.core.model import CloneKind, Identity, Size, TemplateKey, VmRef, VmSpec
-from multiverse.core.model.names import mac_of, vm_name
+from multiverse.core.model.identity import mac_of, vm_name
 from multiverse_lab.bench.stats import median
 from multiverse_lab.lab.layout import Layout
 

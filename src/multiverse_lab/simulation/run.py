@@ -281,6 +281,8 @@ class _Simulation:
             self._apply_to_pilot(incident)
         elif incident.kind in OF_SITES:
             await self._apply_to_site(self.world.host(incident.pick), incident)
+        elif incident.kind is IncidentKind.VM_MOVES:
+            await self._move_vm(incident)
         elif incident.kind in OF_FAILING:
             await self._fail(self.world.host(incident.pick), incident)
         else:
@@ -301,8 +303,6 @@ class _Simulation:
                 await self._apply_to_host(self.world.host(incident.pick), incident)
             case IncidentKind.HOST_DISK_FULL:
                 await self._fill_host(self.world.host(incident.pick), incident)
-            case IncidentKind.VM_MOVES:
-                await self._move_vm(incident)
             case IncidentKind.NAME_SERVICE_SILENT:
                 await self._silence_name_service(incident)
             case IncidentKind.SOURCE_SLOW:
@@ -439,8 +439,8 @@ class _Simulation:
         machines.make_room(host)
 
     async def _move_vm(self, incident: Incident) -> None:
-        """A VM that runs a job gets a second place, and a process begins there. In every other move the VM goes on there
-        after half of the time. At the end the process that is left over is removed, unless the mover was interrupted
+        """A VM that runs a job gets a second place, and a process begins there. In every other move the VM goes on
+        there after half of the time. At the end the process that is left over is removed, unless the mover was interrupted
         before: then both are left to the controller."""
         machines, outcome = self.world.machines, int(incident.pick * 1000) % 4
         serving = [vm for vm in self.store.rows().vms.values() if vm.state is VmState.SERVING and len(vm.places) == 1]

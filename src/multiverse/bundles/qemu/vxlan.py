@@ -12,7 +12,7 @@ from multiverse.agent.vxlan import NOT_STARTED
 from multiverse.config import Settings, vxlan_address
 from multiverse.core.errors import Broken, MultiverseError
 from multiverse.core.model import Neighbour, Vm
-from multiverse.core.model.names import without_prefix_length
+from multiverse.core.model.identity import without_prefix_length
 from multiverse.host.vxlan import Vxlan, VxlanConfig, is_of_machine, machine_owner
 
 log = structlog.get_logger()

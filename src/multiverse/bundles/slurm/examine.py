@@ -22,7 +22,7 @@ from multiverse.drivers.slurm.site import conf, conflicts, requirements, site_co
 from multiverse.drivers.slurm.site.site_conf import SiteConf, munge_socket
 from multiverse.images.catalog import list_images
 from multiverse.images.installed import package_version
-from multiverse.ports.finding import Finding, Level
+from multiverse.ports.site import Finding, Level
 from multiverse.site import checking, machine
 from multiverse.site.checking import Part, tried
 from multiverse.system.processes import unreachable

@@ -25,7 +25,7 @@ from multiverse.drivers.slurm.site import site_conf
 from multiverse.drivers.slurm.site.bootstrap import slurm_uid
 from multiverse.drivers.slurm.site.site_conf import munge_socket
 from multiverse.drivers.slurm.submission.inbox import Hint, hints, take
-from multiverse.ports.finding import Finding
+from multiverse.ports.site import Finding
 from multiverse.site import checking, rendering
 from multiverse.system.rendered import SiteFile
 

@@ -43,56 +43,66 @@ from functools import partial
 from math import inf
 
 from multiverse.core.admission.backfill import Overtaking, reserve, told_before
-from multiverse.core.admission.make_room import release_spares, retire_a_template
-from multiverse.core.admission.obstacles import ForeignMemory, why_unfit
+from multiverse.core.admission.obstacles import ForeignMemory, release_spares, retire_a_template, why_unfit
 from multiverse.core.admission.reasons import BEHIND, PASSED_OVER, FirstReasons
-from multiverse.core.admission.unknown_users import UnknownUsers
-from multiverse.core.capacity.host_limits import others_on
-from multiverse.core.capacity.room import Blockage, room_of
+from multiverse.core.capacity.room import Blockage, others_on, room_of
 from multiverse.core.capacity.sizes import template_claim, vm_claims
 from multiverse.core.capacity.usable_hosts import for_attempt
-from multiverse.core.clones.kinds import Choice, choose_clones, may_fork, on_hosts_making
-from multiverse.core.clones.pacing import Parent
-from multiverse.core.clones.planning import claims_of, describe, placed_by
+from multiverse.core.clones.kinds import Choice, choose_clones, may_fork, node_request, on_hosts_making
 from multiverse.core.clones.spares import joined_for
-from multiverse.core.clones.supply import CloneSupply, NoRoom
-from multiverse.core.clones.templates import node_request
+from multiverse.core.clones.supply import CloneSupply, NoRoom, claims_of, describe, placed_by
 from multiverse.core.context import Context
 from multiverse.core.machines.attempt import admit_attempt, revoke_attempt
 from multiverse.core.machines.offer import withdraw_offer
 from multiverse.core.machines.vm import plan_vm, take_vm
-from multiverse.core.model import (
-    LEAVING_STATES,
-    WAITING_STATES,
-    Attempt,
-    AttemptState,
-    CloneKind,
-    Host,
-    Job,
-    Key,
-    OfferState,
-    Reason,
-    Request,
-    Size,
-    Vm,
-    VmState,
-    Why,
-)
-from multiverse.core.overflow import why_stays
-from multiverse.core.quarantine import quarantine_on_error
+from multiverse.core.model.basics import CloneKind, Key, Size
+from multiverse.core.model.host import Host
+from multiverse.core.model.job import WAITING_STATES, Attempt, AttemptState, Job, Request
+from multiverse.core.model.reason import Reason, Why
+from multiverse.core.model.vm import OfferState, Vm, VmState
+from multiverse.core.model.world import World
+from multiverse.core.policy import Parent, why_stays
 from multiverse.core.runs import why_earlier_run
+from multiverse.core.state import State, quarantine_on_error
 from multiverse.core.transition import Event
 
-LOOK_AGAIN = 5.0
-"""Seconds after which jobs are considered again that could not go ahead of the first one, though no row has changed."""
+PATIENCE = 2.0  # seconds that the jobs behind wait for an answer, too, so that the order does not depend on it
+
+ASKED_AHEAD = 20  # with a user, those of so many attempts at the head of the queue are asked for
+
+
+class UnknownUsers:
+    """The users that one round of admission asks for. Since when each was asked for is kept in the state."""
+
+    def __init__(self, state: State, world: World) -> None:
+        self._state, self._world = state, world
+        self._before: Mapping[int, float] = state.users_asked
+        state.users_asked = {}
+        for uid in state.queue.unknown_users:
+            self.ask(uid)
+
+    def ask_patiently(self, uid: int) -> bool:
+        """Ask for a user whose turn it is. Whether those behind wait for the answer, too."""
+        self.ask(uid)
+        for _, attempt_id in self._state.queue.candidates.first(ASKED_AHEAD):
+            other = self._state.attempts[attempt_id].uid
+            if self._world.user_known_since(other) == float("inf"):
+                self.ask(other)
+        return all(self._state.now - since < PATIENCE for since in self._state.users_asked.values())
+
+    def ask(self, uid: int) -> None:
+        """Ask for a user. Nothing waits for the answer."""
+        self._state.users_asked.setdefault(uid, self._before.get(uid, self._state.now))
+
+
+LOOK_AGAIN = 5.0  # seconds after which jobs that could not go ahead of the first one are looked at again
 
 _ADMITTED = tuple(s for s in AttemptState if s not in (*WAITING_STATES, AttemptState.ALLOCATED))
 """The states of attempts whose jobs may be counted by no limit of the scheduler's yet."""
 
 
 def admit(context: Context) -> Blockage:
-    """Plan the admission of whatever may start now, and say what keeps jobs waiting. Needs the scheduler and at least
-    one source of the hypervisor; while they are unknown, all wait."""
+    """Plan the admission of whatever may start now, and say what keeps jobs waiting."""
     if context.world.scheduler is None or not context.world.sees_hosts:
         return Blockage.TURN
     return Admission(context).run()
@@ -116,8 +126,6 @@ class Admission:
         self.room = room_of(context)
         self.supply = CloneSupply(context, self.room)
         self.limits = self._limits_left()
-        unexplained = self.state.vms_in(VmState.ORPHAN, VmState.LOST, *LEAVING_STATES)
-        self.orphaned = {vm.job_id: vm for vm in unexplained if vm.job_id}
         self.promised: set[int] = set()  # spares that jobs wait for until they are withdrawn from other jobs
         self.blocked: Reason | None = None  # why the first job that waits for capacity waits
         self.blocking: int | None = None  # its attempt
@@ -134,7 +142,6 @@ class Admission:
 
     @property
     def hosts(self) -> Mapping[str, Host]:
-        """The hosts that are open to the attempt that is considered."""
         return self.context.hosts
 
     def run(self) -> Blockage:
@@ -171,7 +178,7 @@ class Admission:
         return self.blockage
 
     def _is_enough(self, behind: int) -> bool:
-        """Whether no more is to be decided of those behind the job that blocks, of which so many were passed."""
+        """Whether enough of those behind the job that blocks were looked at."""
         told = self.reasons.full or behind >= PASSED_OVER
         return told and (self.overtaking is None or self.overtaking.is_over(behind))
 
@@ -214,7 +221,7 @@ class Admission:
         job = self.queue.job_of(attempt.id)
         if self.state.now < attempt.not_before:  # 3
             return
-        if why := why_earlier_run(self.state, self.context.world, attempt, self.orphaned):  # 4
+        if why := why_earlier_run(self.state, self.context.world, attempt):  # 4
             self._tell(attempt, why)
         elif attempt.origin and job.gated:
             return  # its own step sends it back to its partition
@@ -243,12 +250,10 @@ class Admission:
         return Why.LIMIT(limit=limit) if limit else None
 
     def _kept(self, job: Job) -> Reason | None:
-        """Case 5."""
         kept = self.context.kept_by(job)
         return kept.why() if kept else None
 
     def _waits_for_drained(self, attempt: Attempt) -> Reason | None:
-        """Case 6."""
         return why_unfit(self.context, attempt)[0] if self.context.without else None
 
     def _refuse_or_ask(self, attempt: Attempt) -> None:
@@ -267,8 +272,7 @@ class Admission:
         return joined_for(self.context, attempt, self.promised.union(kept))
 
     def _take_joined(self, attempt: Attempt, vm: Vm, ahead: Reason | None = None) -> None:
-        """Admit the attempt at once to a node that is there already. A node on offer is withdrawn from other jobs
-        first, which may come before."""
+        """Admit the attempt to a node that is there already. An offered node is first withdrawn from others."""
         offer = self.state.offers.get(vm.id)
         if offer is not None and offer.state in (OfferState.OPEN, OfferState.CLOSING):
             self.promised.add(vm.id)
@@ -311,7 +315,6 @@ class Admission:
         self._wait(attempt, why)
 
     def _wait_for_room(self, attempt: Attempt, choice: Choice, claims: Mapping[str, Size], why: Reason | None) -> None:
-        """Case 13."""
         if paced := why:
             # Another kind of clone may be quicker for those behind it, where the kind is not asked for.
             asked = attempt.request.kind or self.policy.kind
@@ -404,8 +407,7 @@ class Admission:
     def _admit(
         self, attempt: Attempt, choice: Choice, taken: list[Vm], made: list[Vm], ahead: Reason | None = None
     ) -> None:
-        """One move: the attempt is claimed with all its VMs, spares that it takes and VMs that are to be made. `ahead`:
-        which job it starts ahead of."""
+        """Claim the attempt with all its VMs in one move: spares that it takes, and VMs that are made."""
         vms = (*taken, *made)
         placed = {"pool": taken[0].pool if taken else None, **placed_by(self.context, attempt, choice, made)}
         story = Why.AND(describe(choice, vms, **placed), ahead)
@@ -434,8 +436,7 @@ class Admission:
         self._tell(attempt, why)
 
     def _kin(self, attempt_id: int) -> tuple[object, ...]:
-        """What decides for what an attempt waits, beside its turn: its shape, the hosts that count as closed for it,
-        and the reservation that keeps it."""
+        """Attempts with the same value wait for the same: their shape, closed hosts and reservation."""
         job = self.queue.job_of(attempt_id)
         return self.queue.shape_of(attempt_id), self.context.without, self.context.kept_by(job)
 

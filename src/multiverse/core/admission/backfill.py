@@ -18,41 +18,32 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 
-from multiverse.core.capacity.job_ends import Release, claimed, ends_by, releases_on, total
 from multiverse.core.capacity.room import Room
 from multiverse.core.capacity.sizes import template_claim, vm_claims
-from multiverse.core.capacity_index import changed
-from multiverse.core.clones.kinds import Choice, on_hosts_making
-from multiverse.core.clones.templates import node_request, template_key
+from multiverse.core.capacity.usable_hosts import Release, claimed, ends_by, releases_on, total
+from multiverse.core.capacity_index import HostSlots, Slot, SlotTable, changed
+from multiverse.core.clones.kinds import Choice, node_request, on_hosts_making, template_key
 from multiverse.core.context import Context
 from multiverse.core.machines.attempt import overtake_attempt
 from multiverse.core.model import Attempt, AttemptState, CloneKind, Job, Reason, Size, TemplateKey, TemplateState, Why
 from multiverse.core.policy import Backfill
-from multiverse.core.slots import HostSlots, Slot, SlotTable
 
-_LATER = 60.0
-"""Seconds by which the first job may have to wait longer than its user was told before it is told anew."""
+_LATER = 60.0  # seconds by which the first job may have to wait longer than its user was told before it is told anew
+_PASSED = 10  # the most jobs that are passed, for each one that may be looked at
+_KEPT = 8  # of so many different requests it is remembered when hosts will have room for them
 
-_PASSED = 10
-"""The most jobs that are passed, for each one that may be looked at."""
-
-_KEPT = 8
-"""Of so many different requests it is remembered when hosts will have room for them."""
-
-_SOONER = 300.0
-"""Seconds by which it starts sooner at least, and a quarter of the time that is left, before it is told anew."""
+_SOONER = 300.0  # seconds by which it starts sooner at least, and a quarter of what is left, to be told anew
 
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """What the first job that waits for room is to have: on these hosts, from `at` on. Infinity: nobody can tell, and
-    nothing is held. On `emptied` hosts no other VM may be then."""
+    """What the first job that waits for room is to have."""
 
     attempt: int
     job: Job
-    at: float
-    held: Mapping[str, Size] = field(default_factory=dict)
-    emptied: frozenset[str] = frozenset()
+    at: float  # Unix time from when on; infinity: nobody can tell, and nothing is held
+    held: Mapping[str, Size] = field(default_factory=dict)  # by host
+    emptied: frozenset[str] = frozenset()  # hosts where no other VM may be then
 
 
 def reserve(context: Context, room: Room, attempt: Attempt, choice: Choice) -> Reservation:
@@ -113,8 +104,7 @@ def _slots_on(
 
 
 def _cleared(context: Context, attempt: Attempt, choice: Choice, host: str, last: float) -> Release:
-    """From when on, and what, the templates in the attempt's way give back: one after the other is retired once no VM
-    is on the host."""
+    """What templates in the way give back, and when: one after the other is retired once the host has no VM."""
     mine = template_key(context, attempt, host, choice.sizes[host]) if choice.forks else None
     others = [
         one
@@ -126,7 +116,6 @@ def _cleared(context: Context, attempt: Attempt, choice: Choice, host: str, last
 
 
 def _holds(free: Sequence[int], claim: Size) -> int:
-    """How many such claims there is room for."""
     return max(0, min((have // want for have, want in zip(free, claim.amounts, strict=True) if want), default=0))
 
 
@@ -141,14 +130,12 @@ class Overtaking:
         self._most: tuple[int, int] | None = None  # the most CPUs, and the most memory, that any host had free
 
     def is_over(self, passed: int = 0) -> bool:
-        """Whether nothing more may start ahead of the first job, when so many were passed: those that ask for the same
-        as one that was looked at are passed quickly."""
+        """Whether nothing more may start ahead of the first job, once `passed` jobs behind it were looked at."""
         unbounded = self.reservation.at == inf and self._first.overtaken >= self.limits.overtakes
         return unbounded or self.looked_at >= self.limits.depth or passed >= _PASSED * self.limits.depth
 
     @property
     def _first(self) -> Attempt:
-        """The first job's attempt, as it is now."""
         return self.context.state.attempts[self.reservation.attempt]
 
     def count(self, attempt: Attempt) -> None:
@@ -163,8 +150,7 @@ class Overtaking:
         return ends_by(self.context, attempt, kind) + self.context.policy.reclaim <= self.reservation.at < inf
 
     def is_hopeless(self, attempt_id: int, shape: int) -> bool:
-        """Whether an attempt surely has no room now, without a look at single hosts: one that asks for the same and
-        runs no longer had none in this round, or no host has as many CPUs, or as much memory, as a VM of it needs."""
+        """Whether an attempt surely has no room: an equal one had none in this round, or no host has as much free."""
         job, state = self.context.state.queue.job_of(attempt_id), self.context.state
         if self._refused.get(shape, inf) <= (inf if job.limit is None else job.limit):
             return True
@@ -197,7 +183,7 @@ class Overtaking:
                 self.room.give(host, size)
 
     def _kept(self, host: str) -> Size:
-        """What of the room that is free on a host now has to be free when the first job is to start."""
+        """What is free on a host now and has to be free when the first job is to start."""
         free, held = self.room.free[host], self.reservation.held[host]
         if host in self.reservation.emptied:
             extra = [0, 0, 0, 0]
@@ -215,8 +201,7 @@ class Overtaking:
         return fits and self.room.fits(which.host, both)
 
     def spares_kept(self) -> set[int]:
-        """The spares on hosts of the reservation, which only a job that ends in time may take: they give way to the
-        first job."""
+        """Spares on hosts of the reservation. They give way to it, so only a job that ends in time takes one."""
         return {vm.id for host in self.reservation.held for vm in self.context.state.vms_on(host) if vm.is_spare}
 
     def why_refused(self, nodes: int, claims: Mapping[str, Size]) -> Reason | None:
@@ -235,8 +220,7 @@ class Overtaking:
 
 
 def told_before(context: Context, reservation: Reservation) -> float:
-    """The time by which the first job starts, as its user is told: the same as before as long as that is nearly right,
-    so that the text does not change each time a job ends early."""
+    """When the first job starts, as its user is told: the last time again while that is nearly right."""
     state, at = context.state, reservation.at
     before = state.promised.get(reservation.attempt, inf)
     sooner = max(_SOONER, (before - context.now) / 4)

@@ -1,27 +1,53 @@
-"""What keeps a job from being admitted whatever is free: that no host could ever hold it, or that other processes leave
-too little of the memory of hosts' machines, where more may be claimed than is declared."""
+"""What keeps a job from being admitted whatever is free, and what gives way to jobs that have no room.
+
+Spares give way first, then templates that nothing uses. On drained hosts, which are free when their jobs have ended,
+all spares and templates give way at once.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from multiverse.core.capacity.empty_hosts import largest_on
-from multiverse.core.capacity.room import every_host, index_of, memory_beyond, must_keep
-from multiverse.core.capacity.sizes import template_claim, vm_claims
+from multiverse.core.capacity.room import (
+    HostLimits,
+    Limit,
+    any_number,
+    every_host,
+    index_of,
+    memory_beyond,
+    must_keep,
+    room_of,
+)
+from multiverse.core.capacity.sizes import largest_on, template_claim, vm_claims
 from multiverse.core.capacity.usable_hosts import avoided_hosts, drained_hosts
 from multiverse.core.capacity_index import HostMap
-from multiverse.core.clones.kinds import Choice, Way, on_hosts_making, unable_to_make, ways_now, ways_to_make
-from multiverse.core.clones.templates import could_hold, node_request
+from multiverse.core.clones.kinds import (
+    Choice,
+    TemplateWish,
+    Way,
+    could_hold,
+    may_fork,
+    node_request,
+    on_hosts_making,
+    template_sizes,
+    unable_to_make,
+    ways_now,
+    ways_to_make,
+    wish_of,
+)
+from multiverse.core.clones.spares import release_spare, spares
 from multiverse.core.context import Context
-from multiverse.core.leases.leasable import fits_on_leases
-from multiverse.core.model import Attempt, CloneKind, Reason, Request, Size, Why
+from multiverse.core.leases import fits_on_leases
+from multiverse.core.machines.template import drop_template, is_present
+from multiverse.core.model.basics import CloneKind, Depth, Size
+from multiverse.core.model.job import Attempt, Request
+from multiverse.core.model.reason import Reason, Why
+from multiverse.core.model.vm import LEAVING_STATES, Template, TemplateState, Vm, VmState
 
 
 def why_unfit(context: Context, attempt: Attempt) -> tuple[Reason | None, bool]:
-    """Why none of the hosts that take new VMs, have the image, and make such clones of it, could hold the job, were
-    they empty (None: one could), and whether hosts may yet: those that are drained, those that cannot make such clones
-    now, those that the image can still come to, those that can be leased, and those out of reach or fenced, of which
-    nobody knows what they could hold."""
+    """Why no host that takes VMs could hold the job, were it empty (None: one could), and whether others may yet:
+    drained or unable hosts, hosts to be leased or without the image, and those out of reach, of unknown size."""
     if _fits_now(context, attempt):
         return None, True
     if context.avoided and _fits_now(context.with_avoided(), attempt):
@@ -78,10 +104,9 @@ class ForeignMemory:
         self._said: dict[tuple[Request, CloneKind, frozenset[str], bool], Reason | None] = {}
 
     def why(self, context: Context, attempt: Attempt, choice: Choice) -> Reason | None:
-        """Why the attempt would have no room on empty hosts either, with nothing of ours on them: others on their
-        machines have the memory, and no job behind it is to wait for that. None where no more is claimed than
-        declared: there nobody looks at what others have. How much others hold is not known to the MiB: who was told
-        this once is told so until there is some more than enough."""
+        """Why the job would not fit even without our VMs: other processes hold the memory. None where memory is not
+        over-committed. What others hold varies, so who was told this is told again until there is some more than
+        enough."""
         if all(kind.host.overcommit.memory <= 1 for kind in index_of(context).classes.values()):
             return None
         lacking = context.state.lacking
@@ -102,3 +127,90 @@ def _why(context: Context, attempt: Attempt, choice: Choice, *, margin: bool) ->
     claims = vm_claims(wanted, sizes, context.hosts, context.policy)
     floors = memory_beyond(context, claims, frozen, attempt.request, margin=margin)
     return Why.MEMORY(*must_keep(floors), others=1) if floors is not None else None
+
+
+# --- what gives way ---------------------------------------------------------------------------------
+
+
+def release_spares(
+    context: Context, image: str, count: int, claims: Mapping[str, Size], limit: Limit = any_number
+) -> bool:
+    """Release as many spares as `count` claims need: joined ones first, parked ones of `image` last. What is being
+    released already counts as free. False, and nothing is released, if all of them would not be enough."""
+    state = context.state
+    leaving = {vm.key for vm in state.vms_in(*LEAVING_STATES, VmState.RETIRING)}
+    here = (vm for vm in spares(state) if vm.host in claims)
+    order = sorted(here, key=lambda vm: (vm.pool is Depth.PARKED, vm.image == image, vm.id))
+    if not order and not leaving:
+        return False
+    for going in range(len(order) + 1):
+        without = leaving | {vm.key for vm in order[:going]}
+        if room_of(context, without=without).place(count, claims, hosts=HostLimits(limit=limit)) is not None:
+            for vm in order[:going]:
+                release_spare(state, vm, Why.MEMORY_NEEDED())
+            return True
+    return False
+
+
+def retire_a_template(context: Context, attempt: Attempt) -> None:
+    """Retire one unused template for the attempt's sake: one that no queued attempt needs, or else one that this
+    attempt does not need, on a host where only templates are in its way. One at a time: it may be enough."""
+    state, hosts = context.state, context.hosts
+    if any(template.host in hosts for template in state.templates_in(TemplateState.RETIRING)):
+        return
+    image = context.image_of(attempt)
+    # Nobody knows which template an adopted VM maps, and one that is mapped gives no memory back.
+    unknown = (vm for vm in state.vms_in(VmState.ORPHAN, *LEAVING_STATES) if not vm.image)
+    adopted = {place.host for vm in unknown for place in vm.places}
+    idle = sorted(
+        (
+            template
+            for template in state.idle_templates()
+            if template.host in hosts and template.host not in adopted and image in hosts[template.host].images
+        ),
+        key=lambda template: (template.since, template.id),
+    )
+    if not idle:
+        return
+    # Jobs that ask for the same need the same templates: one of each request is enough to look at.
+    wanted = [wish for one in state.queue.one_of_each_request() if (wish := wanted_templates(context, one))]
+    mine = wanted_templates(context, attempt)
+
+    def is_wanted(template: Template) -> bool:
+        return any(wish.is_for(template.which) for wish in wanted)
+
+    def is_busy(host: str) -> bool:  # spares go with their template
+        rows = (state.get(claim.owner) for claim in state.claims.on(host) if claim.owner.kind == "vm")
+        return any(not (isinstance(row, Vm) and row.is_spare) for row in rows)
+
+    unwanted = (t for t in idle if t.state is TemplateState.READY and not is_wanted(t))
+    in_the_way = (t for t in idle if not (mine and mine.is_for(t.which)) and not is_busy(t.host))
+    spare = next(unwanted, None) or next(in_the_way, None)
+    if spare:
+        state.move(drop_template(spare, Why.MEMORY_NEEDED()))
+
+
+def wanted_templates(context: Context, attempt: Attempt) -> TemplateWish | None:
+    """The templates that the attempt's VMs would be forked from, if they could be."""
+    if not may_fork(context, attempt):
+        return None
+    sizes = template_sizes(context, attempt)
+    if not could_hold(context, attempt, CloneKind.INSTANT, sizes):
+        return None  # such a job runs by booting if at all, perhaps where such a template is now
+    return wish_of(context, attempt, sizes)
+
+
+def empty_drained(context: Context) -> None:
+    """Release the spares, and retire the templates, of hosts in sight that are drained or are to be."""
+    state, shown = context.state, context.in_sight
+    leaving = {name for name in (state.closed | state.closing) if name in state.drains and name in shown}
+    if not leaving:
+        return
+    for vm in spares(state):
+        if vm.host in leaving:
+            release_spare(state, vm, Why.HOST_DRAINED(host=vm.host))
+    for template in [one for name in sorted(leaving & state.closed) for one in state.templates_on(name)]:
+        # A VM that was planned before is still to be forked from it.
+        needed = any(vm.state is VmState.PLANNED for vm in state.vms_of_template(template.id))
+        if is_present(template) and not needed:
+            state.move(drop_template(template, Why.HOST_DRAINED(host=template.host)))

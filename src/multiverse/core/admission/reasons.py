@@ -7,19 +7,15 @@ from collections.abc import Container, Mapping
 from multiverse.core.model import Attempt, AttemptState, Job, Reason, Why
 from multiverse.core.queue import Queue
 
-FIRST = 10
-"""Of so many waiting jobs, the first of the queue, it is said why each of them waits. An array counts once."""
+FIRST = 10  # Of so many waiting jobs, the first of the queue, it is said why each of them waits. An array counts once
 
-PASSED_OVER = 100
-"""The most attempts that are looked at for these jobs behind the one that blocks: a long array may be in between."""
+PASSED_OVER = 100  # attempts behind the one that blocks that are looked at: a long array may be in between
 
-BEHIND = Why.BEHIND()
-"""What is said of all other jobs that wait for their turn. It has no figures, so it does not change."""
+BEHIND = Why.BEHIND()  # what is said of all other jobs; it has no figures, so it does not change
 
 
 def reason_of(attempt: Attempt, job: Job | None, reasons: Mapping[int, Reason], now: float) -> Reason | None:
-    """Why an attempt waits, or None: for a job that the scheduler itself keeps waiting (a hold, a dependency), for
-    one that is not at the gate, and as long as nothing was decided. `job` is its job as observed last."""
+    """Why an attempt waits. None if the scheduler keeps its job, or nothing was decided. `job`: as observed last."""
     if attempt.state is not AttemptState.QUEUED or attempt.quarantined:
         return None
     if attempt.id in reasons:
@@ -41,7 +37,6 @@ class FirstReasons:
 
     @property
     def full(self) -> bool:
-        """Whether there are as many as are kept."""
         return len(self._found) >= FIRST
 
     def add(self, rank: int, attempt_id: int, why: Reason) -> None:

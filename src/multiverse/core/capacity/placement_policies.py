@@ -31,11 +31,8 @@ from multiverse.core.capacity_index import Order, Part
 from multiverse.core.model import CloneKind, Placement, Size
 from multiverse.core.policy import Policy
 
-COMPARED = 64
-"""Of how many hosts least-loaded compares the use. If more fit, as many of them are drawn."""
-
-DRAWS = 64
-"""How often random-fit draws a host that turns out not to be usable before it lists all that are."""
+COMPARED = 64  # Of how many hosts least-loaded compares the use. If more fit, as many of them are drawn
+DRAWS = 64  # how often random-fit draws a host that turns out not to be usable before it lists all that are
 
 
 class Found(Protocol):
@@ -43,27 +40,21 @@ class Found(Protocol):
 
     def best(self, part: Part[Size], order: Order, claim: Size) -> str | None:
         """The first usable host of the part on which the claim fits, in an order of `HostGroup`."""
-        ...
 
     def all(self, part: Part[Size], order: Order, claim: Size) -> Iterator[str]:
         """All of these, in that order."""
-        ...
 
     def usable(self, part: Part[Size], name: str) -> bool:
         """Whether a VM may be made on that host of the part, as far as that does not depend on what is free."""
-        ...
 
     def left(self, name: str, claim: Size) -> tuple[int, int]:
         """The CPUs and memory that would be left there."""
-        ...
 
     def siblings(self, name: str) -> int:
         """How many other VMs of the job are there, or were just placed there."""
-        ...
 
     def use(self, name: str) -> float:
         """Which share of its CPUs or of its memory, whichever is more, is in use there."""
-        ...
 
 
 Chooser = Callable[[Found, Sequence[Part[Size]], int, Iterator[int]], tuple[str, int] | None]
@@ -187,27 +178,24 @@ def draws(seed: str) -> Iterator[int]:
 
 @dataclass(frozen=True, slots=True)
 class PlacementRequest:
-    """A job whose VMs are to be placed: how many VMs are to be made, what its nodes declare, the image and the kind of
-    clone of the VMs, and the account whose templates they are forked from (empty: those of all)."""
+    """A job whose VMs are to be placed."""
 
-    vms: int
-    node: Size
+    vms: int  # how many are to be made
+    node: Size  # what each node declares
     image: str
     kind: CloneKind
-    account: str = ""
+    account: str = ""  # whose templates they are forked from; empty: those of all
 
 
 @dataclass(frozen=True, slots=True)
 class CandidateHost:
-    """A host on which at least one of the job's VMs fits. `free` may still be claimed of `capacity`, which is what may
-    be claimed in all, over-commitment included. Each VM would claim `claim`; `holds` of them fit. Memory and disk are
-    in MiB."""
+    """A host on which at least one of the job's VMs fits. In MiB."""
 
     name: str
-    free: Size
-    capacity: Size
-    claim: Size
-    holds: int
+    free: Size  # may still be claimed
+    capacity: Size  # may be claimed in all, over-commitment included
+    claim: Size  # of each VM
+    holds: int  # how many VMs fit
 
 
 class PlacementPolicy(Protocol):
@@ -243,9 +231,8 @@ def why_impossible(chosen: object, vms: int, hosts: Sequence[CandidateHost]) -> 
 
 
 def address_of(serial: int, used: Container[str], policy: Policy) -> str | None:
-    """An address with its prefix length for the VM `serial`; None if all are in use. Neighbouring serials get
-    neighbouring addresses, and one is used again only after all others: a peer's stale ARP entry for it has long
-    expired by then."""
+    """An address with prefix length for the VM `serial`; None if all are in use. An address is used again only after
+    all others: stale ARP entries for it have expired by then."""
     net, gateway = policy.subnet, ipaddress.IPv4Address(policy.gateway)
     span = net.num_addresses - 1 - policy.first_address
     for step in range(span):

@@ -1,4 +1,4 @@
-"""What is free on each host, what rows claim of it, and how much is in use, as it was measured."""
+"""What is free on each host, what rows claim and use of it, and on which hosts an attempt's VMs are placed."""
 
 from __future__ import annotations
 
@@ -10,31 +10,59 @@ from dataclasses import replace
 from enum import StrEnum
 from itertools import islice
 from types import MappingProxyType
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
-from multiverse.core.capacity.host_limits import NO_LIMITS, Accept, HostLimits, any_host, any_number
-from multiverse.core.capacity.placement_policies import BUILT_IN, Chooser, draws
+from multiverse.core.capacity.placement_policies import (
+    BUILT_IN,
+    CandidateHost,
+    Chooser,
+    PlacementRequest,
+    draws,
+    why_impossible,
+)
 from multiverse.core.capacity.sizes import claimable_cpus, claimable_disk, short_of_disk
 from multiverse.core.capacity_index import CapacityIndex, Free, HostGroup, HostMap, Order, Part, changed, fits, how_many
 from multiverse.core.context import Context
-from multiverse.core.model import (
-    Claim,
-    ClaimKey,
-    Host,
-    Key,
-    Place,
-    Reason,
-    Request,
-    Size,
-    Template,
-    TemplateState,
-    Vm,
-    VmState,
-    Why,
-    World,
-)
+from multiverse.core.model.basics import ClaimKey, CloneKind, Key, Placement, Size
+from multiverse.core.model.host import MOST_NODES, Claim, Host
+from multiverse.core.model.job import Attempt, Request
+from multiverse.core.model.reason import Reason, Why
+from multiverse.core.model.vm import Place, Template, TemplateState, Vm, VmState
+from multiverse.core.model.world import World
 from multiverse.core.policy import Policy
 from multiverse.core.state import State
+
+Accept = Callable[[str], bool]
+Limit = Callable[[str], int]
+
+
+def any_host(_name: str) -> bool:
+    return True
+
+
+def any_number(_name: str) -> int:
+    return MOST_NODES
+
+
+class HostLimits(NamedTuple):
+    """Which hosts may be used, and for how many VMs each."""
+
+    accept: Accept = any_host
+    limit: Limit = any_number
+
+
+NO_LIMITS = HostLimits()  # all hosts may be used, for any number of VMs
+
+
+def others_on(state: State, attempt: Attempt, taken: Iterable[Vm] = ()) -> Limit:
+    """How many more of an attempt's VMs may be on a host, beside those that are there and spares that it takes."""
+    per_host = attempt.request.per_host
+    if not per_host:
+        return any_number
+    vms = (*(one for one in state.vms_of(attempt) if not one.failed), *taken)
+    there = Counter(place.host for vm in vms for place in vm.places)
+    return lambda name: per_host - there[name]
+
 
 T = TypeVar("T")
 
@@ -50,15 +78,10 @@ class Blockage(StrEnum):
 
 
 class Room:
-    """What is free in each capacity domain, while one pass takes from it and gives back. `tight` are the hosts whose
-    machine has less memory available than could be claimed, `full` those whose disk has too little room for a VM.
-
-    The room of a pass works on the index that outlives the pass. A copy has its own figures of the hosts that it, or
-    the other, changes.
-    """
+    """What is free in each domain, while one pass takes and gives back. `tight` hosts lack memory on their machine,
+    `full` ones disk. The room of a pass works on the index; a copy has its own figures of hosts that change."""
 
     def __init__(self, hosts: Mapping[str, Host], used: Mapping[str, Size] = MappingProxyType({})) -> None:
-        """The room of these hosts as declared, without what is used."""
         self._index = CapacityIndex()
         self._index.follow(hosts)
         for name, host in hosts.items():
@@ -68,7 +91,6 @@ class Room:
 
     @classmethod
     def of(cls, index: CapacityIndex) -> Room:
-        """The room of a pass: what it takes is taken from the index."""
         room = cls({})
         room._index, room.tight, room.full = index, index.tight, index.full
         return room
@@ -82,20 +104,17 @@ class Room:
         return room
 
     def keep(self, name: str, free: Free) -> None:
-        """See `free.Keeper`."""
         if self.own is not None:
             self.own.setdefault(name, free)
 
     @property
     def free(self) -> Mapping[str, Free]:
-        """What is free on each host."""
         if self.own is None:
             return self._index.free
         below: MutableMapping[str, Free] = self._index.free
         return ChainMap(self.own, below)
 
     def set(self, name: str, free: Free, *, tight: bool, full: bool) -> None:
-        """So much is free on the host."""
         (self.tight.add if tight else self.tight.discard)(name)
         (self.full.add if full else self.full.discard)(name)
         self._put(name, free)
@@ -137,7 +156,6 @@ class Room:
         return Why.CAPACITY(otherwise)
 
     def all_full(self, claims: Mapping[str, Size]) -> bool:
-        """Whether every disk there has too little room for a VM."""
         return all(name in self.full for name in claims)
 
     def lack_memory(self, claims: Mapping[str, Size]) -> list[str]:
@@ -151,8 +169,7 @@ class Room:
         ]
 
     def lack_bandwidth(self, claims: Mapping[str, Size]) -> list[str]:
-        """Hosts that would fit what is to be claimed there, but for the bandwidth of their network; some of them, if
-        they are many."""
+        """Hosts, 100 of a part at most, that would fit the claims but for the bandwidth of their network."""
         search = _Search(self, any_host)
         parts = [(part, replace(part.value, net=_ANY_BANDWIDTH)) for part in self._parts(claims) if part.value.net]
         return [name for part, claim in parts for name in islice(search.all(part, "emptiest", claim), 100)]
@@ -177,10 +194,8 @@ class Room:
         seed: str = "",
         siblings: Iterable[str] = (),
     ) -> list[str] | None:
-        """Domains for `count` VMs, each with what it would claim there, all or none; takes the room. Only `hosts`
-        that may be used, and on each of them no more than may be. `siblings` are the hosts of other VMs of the job.
-        By default the emptiest domain comes first, by free CPUs, then memory, then name, so that equals are decided
-        alike in every run."""
+        """Domains for `count` VMs with these claims, all or none; takes the room. Within the limits of `hosts`;
+        `siblings` are the hosts of the job's other VMs. By default the emptiest domain first (CPUs, memory, name)."""
         chosen: list[str] = []
 
         def left_on(name: str) -> int:
@@ -209,12 +224,10 @@ class Room:
         return sorted(name for part in parts for name in search.all(part, "by_name", part.value))
 
     def use(self, name: str) -> float:
-        """See `load.use`."""
         before, unmeasured = self._index.computed.get(name, (self.free[name], Size(0, 0)))
         return use(self._index.hosts[name], self.free[name], before, unmeasured)
 
     def held(self, name: str, claim: Size) -> int:
-        """How many VMs that claim so much have room on the host."""
         return how_many(claim, self.free[name]) if self.fits(name, claim) else 0
 
     def _parts(self, claims: Mapping[str, Size]) -> Sequence[Part[Size]]:
@@ -256,7 +269,6 @@ class _Search:
         self._siblings = Counter(siblings)
 
     def note(self, name: str, count: int) -> None:
-        """So many VMs are placed there."""
         self._siblings[name] += count
 
     def siblings(self, name: str) -> int:
@@ -294,7 +306,7 @@ class _Search:
 
 
 def index_of(context: Context) -> CapacityIndex:
-    """What is free on the hosts in sight, brought up to date with what has changed since it was last asked for."""
+    """What is free on the hosts in sight, brought up to date."""
     state, index = context.state, context.state.free
     index.follow(context.in_sight)
     for host in index.arrived:
@@ -312,16 +324,14 @@ def index_of(context: Context) -> CapacityIndex:
 
 
 def every_host(context: Context, value: T, keep: Callable[[Host], bool] = lambda _: True) -> HostMap[T]:
-    """The hosts in sight that take new VMs and for which that is true, all with that value; it is asked once for each
-    class of hosts."""
+    """The hosts that take new VMs and pass `keep`, all with that value. `keep` is asked once for each class."""
     classes = [kind for kind in index_of(context).classes.values() if context.drained or not kind.closed]
     every = HostMap(Part(kind, kind.hosts, value) for kind in classes if keep(kind.host))
     return every.without(context.closed if context.drained else context.without)
 
 
 def room_of(context: Context, *, without: Collection[Key] = ()) -> Room:
-    """What is free on the hosts in sight, as far as declared, or over-committed; `without` some rows, as if what they
-    claim and hold had been given back. Its cost is that of the hosts on which something has changed."""
+    """What is free on the hosts in sight; as if the rows in `without` had given back what they claim and hold."""
     if not without:
         context.state.free.forget_tentative()
         return Room.of(index_of(context))
@@ -338,9 +348,8 @@ def room_of(context: Context, *, without: Collection[Key] = ()) -> Room:
 def memory_beyond(
     context: Context, claims: Mapping[str, Size], frozen: Mapping[str, Size], request: Request, *, margin: bool
 ) -> dict[str, int] | None:
-    """What hosts must keep available, in MiB, if they could not hold all such VMs of a request, were nothing of ours on
-    them but what is `frozen`: others on their machines have the memory. None if they could. With `margin`, only if
-    there is some more than enough."""
+    """MiB that hosts must keep available if they could not hold all VMs of the request with nothing of ours on them but
+    what is `frozen`; None if they could. With `margin`, only if there is some more than enough."""
     room, held, floors = Room.of(index_of(context)).copy(), 0, {}
     for name, claim in claims.items():
         host = context.hosts[name]
@@ -381,9 +390,8 @@ def _refresh(context: Context, room: Room, name: str, without: Collection[Key] =
 
 
 def overcommitted(host: Host, free: Free, coming: int) -> tuple[Free, bool]:
-    """What is free where more memory may be claimed than is declared, as long as the machine has it once all memory is
-    used that is yet to be used (`coming`, MiB), above what it must keep; and whether that limits it. Not where nobody
-    knows what the machine has."""
+    """What is free where memory is over-committed: no more than the machine has above what it must keep, once the
+    memory `coming` (MiB) is used too. Whether that limits it."""
     times = host.overcommit
     if times.memory <= 1 or host.available <= 0:
         return free, False
@@ -415,8 +423,7 @@ def _less(size: Size, *taken: Size) -> Free:
 
 
 def held_by(state: State, claim: ClaimKey, world: World, policy: Policy) -> tuple[float, bool]:
-    """MiB that the owner of a claim holds there of the host's machine, and whether that has settled. A VM on its way
-    out may yet take the rest of its claim, for its end may be long in coming."""
+    """MiB of its host that the owner of a claim holds, and whether that has settled. A VM that ends may still grow."""
     match row := state.get(claim.owner):
         case Vm() if (vm := world.at(row, row.place_on(claim.domain))) is not None:
             settled = vm.private > 0 and row.state is VmState.SERVING and state.now - row.since >= policy.settle
@@ -428,8 +435,7 @@ def held_by(state: State, claim: ClaimKey, world: World, policy: Policy) -> tupl
 
 
 def left_behind(places: Iterable[Place], templates: Mapping[int, Template]) -> list[Claim]:
-    """What templates hold whose rows have ended, because they were dropped or their image was built anew: the VMs at
-    these places map their memory to the end. That memory exists once then, however often a template is held."""
+    """What templates hold whose rows have ended: the VMs at these places map their memory, once, to the end."""
     gone = {
         id_: Claim(Key("template", id_), place.host, Size(0, place.template.size.memory, 0))
         for place in places
@@ -439,20 +445,17 @@ def left_behind(places: Iterable[Place], templates: Mapping[int, Template]) -> l
 
 
 def yet_to_come(claim: Size, held: float, *, settled: bool) -> int:
-    """MiB that the holder of a claim may yet use beside the `held` MiB that it uses: the rest of the claim; a holder
-    that has settled is taken to stay as it is, within a quarter."""
+    """MiB that may yet be used beside `held`: the rest of the claim; after it has settled, a quarter more at most."""
     rest = max(0, math.ceil(claim.memory - held))
     return min(rest, math.ceil(held / 4)) if settled else rest
 
 
-MEASURED_FOR = 60.0
-"""Seconds of which the load of a host is the mean."""
+MEASURED_FOR = 60.0  # seconds of which the load of a host is the mean
 
 
 def use(host: Host, free: Free, before: Free, unmeasured: Size) -> float:
-    """The share of a host's CPUs or memory, whichever is more, that is in use: as measured in the last minute, with
-    what is claimed and not measured yet, and with what was taken since `before` was free. What is claimed, if nothing
-    is known of its use."""
+    """The share of a host's CPUs or memory, whichever is more, in use: as measured, with what is claimed but not
+    measured yet, and what was taken since `before`. If nothing is measured, what is claimed."""
     cpus, memory = free[:2]
     if host.load is None:
         whole = Size(claimable_cpus(host), host.capacity.memory)
@@ -469,8 +472,73 @@ def _share(cpus: float, memory: float, size: Size) -> float:
 
 
 def unmeasured(now: float, vms: Iterable[Vm], claims: Iterable[Claim]) -> Size:
-    """What VMs claim that have been in their state for so short a time that the load of their host, which is a mean,
-    does not show them yet."""
+    """What young VMs claim: the load of their host, which is a mean, does not show them yet."""
     young = {vm.key for vm in vms if now - vm.since < MEASURED_FOR and not vm.leaving}
     sizes = [claim.size for claim in claims if claim.owner in young]
     return Size(sum(size.cpus for size in sizes), sum(size.memory for size in sizes))
+
+
+# --- the placement of an attempt's VMs --------------------------------------------------------------
+
+
+FALLBACK = Placement.WORST_FIT  # places VMs where the policy that was named cannot
+
+
+def placement_of(context: Context, attempt: Attempt) -> str:
+    return attempt.request.placement or context.policy.placement
+
+
+def placement_request(context: Context, attempt: Attempt, kind: CloneKind, count: int) -> PlacementRequest:
+    return PlacementRequest(count, attempt.request.size, context.image_of(attempt), kind, attempt.request.account)
+
+
+def place_vms(
+    context: Context,
+    room: Room,
+    wanted: PlacementRequest,
+    claims: Mapping[str, Size],
+    attempt: Attempt,
+    hosts: HostLimits = NO_LIMITS,
+) -> list[str] | None:
+    """Hosts for VMs of the attempt, all or none, each with what it would claim there; takes the room."""
+    name, state, count = placement_of(context, attempt), context.state, wanted.vms
+    seed = f"{state.entropy}/{attempt.id}"
+    own = context.policy.placements.get(name)
+    if own is None:
+        if name not in BUILT_IN:  # the site's settings named it when the job was submitted
+            state.placement_faults[name] = "the settings name no such placement policy"
+        choose, siblings = BUILT_IN.get(name, BUILT_IN[FALLBACK]), [vm.host for vm in state.vms_of(attempt)]
+        return room.place(count, claims, hosts=hosts, choose=choose, seed=seed, siblings=siblings)
+    candidates = _candidates(context, room, claims, hosts)
+    if count and sum(host.holds for host in candidates) >= count:
+        chosen, fault = _ask(own, wanted, candidates, seed)
+        if not fault:
+            state.placement_faults.pop(name, None)
+            for host in chosen:
+                room.take(host, claims[host])
+            return chosen
+        state.placement_faults[name] = fault
+    return room.place(count, claims, hosts=hosts)
+
+
+def _candidates(context: Context, room: Room, claims: Mapping[str, Size], hosts: HostLimits) -> list[CandidateHost]:
+    found, (accept, limit) = list[CandidateHost](), hosts
+    for name in room.holding(claims, lambda one: accept(one) and limit(one) > 0):
+        host, claim = context.hosts[name], claims[name]
+        memory = int(host.capacity.memory * host.overcommit.memory)
+        capacity = Size(claimable_cpus(host), memory, claimable_disk(host), host.capacity.net)
+        holds = min(room.held(name, claim), limit(name))
+        found.append(CandidateHost(name, Size(*room.free[name]), capacity, claim, holds))
+    return found
+
+
+def _ask(
+    policy: Callable[..., Sequence[str]], request: PlacementRequest, hosts: Sequence[CandidateHost], seed: str
+) -> tuple[list[str], str]:
+    """What a policy of the site chooses, or why that cannot be used."""
+    try:
+        chosen = policy(request, tuple(hosts), seed)
+        fault = why_impossible(chosen, request.vms, hosts)
+    except Exception as error:  # a fault of the site's code concerns this choice only
+        return [], f"it raised {error!r:.200}"
+    return list(chosen) if not fault else [], fault

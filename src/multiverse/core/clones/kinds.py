@@ -8,39 +8,233 @@ waits behind others for its pace, and where a template would have to be made for
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from multiverse.core.capacity.room import every_host
-from multiverse.core.capacity_index import HostMap
-from multiverse.core.clones.pacing import ARRIVALS_FADE, wait_for
-from multiverse.core.clones.spares import fit_to_serve, spares
-from multiverse.core.clones.templates import TemplateWish, could_hold, template_sizes, wish_of
-from multiverse.core.context import Context
-from multiverse.core.model import (
-    Attempt,
-    AttemptState,
-    CloneKind,
-    Depth,
-    Host,
-    Reason,
-    Size,
-    TemplateState,
-    VmState,
-    Why,
+from multiverse.core.capacity.placement_policies import BUILT_IN
+from multiverse.core.capacity.room import HostLimits, Room, every_host
+from multiverse.core.capacity.sizes import (
+    NodeRequest,
+    could_ever_fit,
+    serves_as,
+    template_claim,
+    template_size,
+    vm_claims,
 )
+from multiverse.core.capacity_index import HostMap, Part
+from multiverse.core.clones.spares import fit_to_serve, spares
+from multiverse.core.context import Context
+from multiverse.core.machines.template import need_template
+from multiverse.core.model.basics import CloneKind, Depth, Placement, Size
+from multiverse.core.model.host import Claim, Host
+from multiverse.core.model.job import Attempt, AttemptState
+from multiverse.core.model.reason import Reason, Why
+from multiverse.core.model.vm import Template, TemplateKey, TemplateState, VmState
+from multiverse.core.policy import ARRIVALS_FADE, wait_for
+from multiverse.core.rows import plus
+
+# --- templates --------------------------------------------------------------------------------------
+
+
+def could_hold(context: Context, attempt: Attempt, kind: CloneKind, templates: HostMap[Size]) -> bool:
+    """Whether the hosts of `templates`, were they empty, could hold the attempt's VMs as clones of that kind."""
+    wanted = node_request(context, attempt, kind)
+    return could_ever_fit(wanted, attempt.request, templates, context.hosts, context.policy)
+
+
+def node_request(context: Context, attempt: Attempt, kind: CloneKind) -> NodeRequest:
+    return NodeRequest(attempt.request.size, context.image_of(attempt), kind)
+
+
+def template_sizes(context: Context, attempt: Attempt) -> HostMap[Size]:
+    """The size of the template that the VMs are forked from, by host with their image. A larger template that is ready
+    serves too, for what the image cannot plug, unless a gang could never have room with it."""
+    node, image, policy = attempt.request.size, context.image_of(attempt), context.policy
+    own, nearest = [], []
+    for part in every_host(context, None, lambda host: image in host.images).parts:
+        host, size = part.kind.host, template_size(node, part.kind.host, image, policy)
+        ready = []
+        if not (host.image_can(image, "plug_cpus") and host.image_can(image, "plug_memory")):
+            ready = _ready_parts(part, size, image, attempt.request.account)
+        own.append(Part(part.kind, part.hosts, size, (), part.names))
+        nearest += [*ready, Part(part.kind, part.hosts, size, tuple(one.hosts for one in ready), part.names)]
+    if len(nearest) == len(own) or could_hold(context, attempt, CloneKind.INSTANT, HostMap(nearest)):
+        return HostMap(nearest)
+    return HostMap(own)
+
+
+def _ready_parts(part: Part[None], own: Size, image: str, account: str) -> list[Part[Size]]:
+    """Those of the hosts with a ready template that serves instead of `own`: the smallest of each host."""
+    ready = part.kind.ready.get((image, account), {})
+    serving = [size for size in ready if serves_as(size, own, part.kind.host, image)]
+    parts: list[Part[Size]] = []
+    for size in sorted(serving, key=lambda size: (size.memory, size.cpus)):
+        but = tuple(one.hosts for one in parts)
+        parts.append(Part(part.kind, ready[size], size, but, part.names))
+    return parts
+
+
+def template_key(context: Context, attempt: Attempt, host: str, size: Size) -> TemplateKey:
+    return TemplateKey(host, context.image_of(attempt), size, attempt.request.account)
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateWish:
+    """The templates that VMs of an image could be forked from: on each of some hosts, one of a size."""
+
+    image: str
+    account: str
+    sizes: HostMap[Size]
+    attempt: Attempt | None = None  # whose VMs they are; None for a pool's
+
+    def key(self, host: str) -> TemplateKey:
+        return TemplateKey(host, self.image, self.sizes[host], self.account)
+
+    def is_for(self, which: TemplateKey | None) -> bool:
+        """Whether it is one of these templates."""
+        if which is None or (which.image, which.account) != (self.image, self.account):
+            return False
+        return self.sizes.get(which.host) == which.size
+
+    def ready(self) -> HostMap[Size]:
+        """The hosts that have theirs ready."""
+        return HostMap(
+            Part(
+                part.kind, part.kind.ready_with(self.image, self.account, part.value), part.value, part.but, part.names
+            )
+            for part in self.sizes.parts
+        )
+
+    def lacking(self) -> TemplateWish:
+        """The same on the hosts that have theirs not ready."""
+        parts = []
+        for part in self.sizes.parts:
+            ready = part.kind.ready_with(self.image, self.account, part.value)
+            if len(ready) < len(part.hosts):  # or else all have it: they are hosts of the same class
+                parts.append(replace(part, but=(*part.but, ready)))
+        return replace(self, sizes=HostMap(parts))
+
+    def rows(self, context: Context, *states: TemplateState) -> list[Template]:
+        """The rows of these templates in one of the states, by host."""
+        found = [row for row in context.state.templates_in(*states) if self.is_for(row.which)]
+        return sorted(found, key=lambda row: row.host)
+
+
+def wish_of(context: Context, attempt: Attempt, sizes: HostMap[Size]) -> TemplateWish:
+    """The templates that the attempt's VMs could be forked from."""
+    return TemplateWish(context.image_of(attempt), attempt.request.account, sizes, attempt)
+
+
+def build_template(context: Context, which: TemplateKey, reason: Reason) -> None:
+    """Plan the building of a template, whether it was never there or is broken."""
+    state, (host, image, size, account) = context.state, which
+    row = state.template_for(which) or Template(
+        id=state.numbers.new_template_id(),
+        since=state.now,
+        host=host,
+        image=image,
+        size=size,
+        account=account,
+        source=state.source_of(host),
+    )
+    claimed = state.claims.of(row.key)
+    state.move(
+        need_template(row, reason),
+        make=[] if claimed else [Claim(row.key, host, template_claim(size, context.hosts.get(host), image))],
+    )
+
+
+ALIKE = 100  # of so many jobs at the head of the queue it is counted how many ask for the same
+MayBuild = Callable[[TemplateKey], bool]  # whether a template may be built that is not there
+
+
+def any_template(_which: TemplateKey) -> bool:
+    return True
+
+
+def ask_for_template(
+    context: Context, wish: TemplateWish, room: Room, wanted: Reason, may: MayBuild = any_template
+) -> Reason | None:
+    """Ask for one of these templates, unless enough are being built. Says so, or None if none can be had now."""
+    image = wish.image
+    coming = wish.rows(context, TemplateState.BUILDING, TemplateState.RETIRING)
+    beside = _vms_beside(context, wish)
+    if coming and not _are_too_few(context, wish, coming, room, beside):
+        return Why.BEING_BUILT(image=image, host=coming[0].host)
+    broken = [row.host for row in wish.rows(context, TemplateState.BROKEN) if _is_due(context, row)]
+    name = _where_to_build(context, wish, room, may, beside)
+    if coming and not (name and beside and _holds_both(context, wish, room, beside, name)):
+        name = ""  # more than one at a time are of use only where VMs have room beside them now
+    if broken and not coming and not name:  # a host on which it is not known to fail comes first
+        build_template(context, wish.key(broken[0]), wanted)
+        return Why.BEING_BUILT(image=image, host=broken[0])
+    if name:
+        room.take(name, template_claim(wish.sizes[name], context.hosts[name], image))
+        build_template(context, wish.key(name), wanted)
+    if name or coming:
+        return Why.BEING_BUILT(image=image, host=name or coming[0].host)
+    return None
+
+
+def _where_to_build(context: Context, wish: TemplateWish, room: Room, may: MayBuild, beside: Mapping[str, Size]) -> str:
+    """The first host with room for the template and a VM beside it, or else for the template; empty: none."""
+    state = context.state
+
+    def accept(name: str) -> bool:
+        return state.template_for(wish.key(name)) is None and may(wish.key(name))
+
+    alone = wish.sizes.map(lambda host, size: template_claim(size, host, wish.image))
+    both = [alone.plus(beside)] if beside else []
+    for claims in (*both, alone):
+        if found := room.place(1, claims, hosts=HostLimits(accept), choose=BUILT_IN[Placement.FIRST_FIT]):
+            room.give(found[0], claims[found[0]])
+            return found[0]
+    return ""
+
+
+def _holds_both(context: Context, wish: TemplateWish, room: Room, beside: Mapping[str, Size], name: str) -> bool:
+    alone, vm = template_claim(wish.sizes[name], context.hosts[name], wish.image), beside[name]
+    return room.fits(name, plus(alone, vm))
+
+
+def _vms_beside(context: Context, wish: TemplateWish) -> Mapping[str, Size]:
+    """What one of the VMs would claim beside its template; empty if that is not known."""
+    if wish.attempt is None:
+        return {}
+    return vm_claims(node_request(context, wish.attempt, CloneKind.INSTANT), wish.sizes, context.hosts, context.policy)
+
+
+def _are_too_few(
+    context: Context, wish: TemplateWish, coming: list[Template], room: Room, beside: Mapping[str, Size]
+) -> bool:
+    """Whether hosts that build the template hold fewer VMs than wait for it, of those that may be made at once."""
+    if wish.attempt is None or any(row.state is TemplateState.RETIRING for row in coming):
+        return False
+    held = sum(room.held(row.host, beside[row.host]) for row in coming if row.host in room.free)
+    return held < min(_waiting_alike(context, wish.attempt), context.policy.provisioning)
+
+
+def _waiting_alike(context: Context, attempt: Attempt) -> int:
+    state = context.state
+    first = (state.attempts[id_] for _, id_ in state.queue.candidates.first(ALIKE))
+    return sum(one.request.nodes for one in first if one.request == attempt.request)
+
+
+def _is_due(context: Context, broken: Template) -> bool:
+    return context.state.now >= broken.since + context.policy.backoff(broken.tries)
+
+
+# --- kinds ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A kind of clone, and why it was chosen (None: it was asked for). `prepare`: its template is worth making for the
-    jobs that come after, though this job does not wait for it. `templates` is the size of the template that the VMs are
-    forked from, or as if they were, on each host that has their image."""
+    """A kind of clone for an attempt."""
 
     kind: CloneKind
-    why: Reason | None = None
-    prepare: bool = False
-    templates: HostMap[Size] | None = None
+    why: Reason | None = None  # None: it was asked for
+    prepare: bool = False  # its template is worth making for later jobs
+    templates: HostMap[Size] | None = None  # the size of the template, by host that has the image
 
     @property
     def forks(self) -> bool:
@@ -62,7 +256,7 @@ def choose_clones(context: Context, attempt: Attempt) -> Choice:
 
 
 def _unless_too_large(context: Context, attempt: Attempt, sizes: HostMap[Size], choice: Choice) -> Choice:
-    """A clone that boots may be larger than one that is forked: fork where no host could ever hold the former."""
+    """Fork instead of booting where no host could ever hold the larger, booted clone."""
     if (attempt.request.kind or context.policy.kind) is not CloneKind.AUTO or may_boot(context, attempt):
         return choice
     if could_hold(context, attempt, CloneKind.INSTANT, sizes):
@@ -76,13 +270,11 @@ def may_boot(context: Context, attempt: Attempt) -> bool:
     return could_hold(context, attempt, CloneKind.LINKED, bases)
 
 
-Way = tuple[CloneKind, HostMap[Size]]
-"""A kind of clone, and the size of the template, or of the base, on each host."""
+Way = tuple[CloneKind, HostMap[Size]]  # a kind of clone, and the size of the template, or of the base, on each host
 
 
 def ways_to_make(context: Context, attempt: Attempt) -> Sequence[Way]:
-    """The kinds of clones that the attempt's VMs could be, the likeliest first, each with the size of the template on
-    each host that has the image: forked from it, or, of clones that boot, as if they were."""
+    """The kinds of clones that the VMs could be, the likeliest first, with the size of the template by host."""
     sizes = template_sizes(context, attempt)
     bases = _as_base(context, sizes)
     match attempt.request.kind or context.policy.kind:
@@ -110,8 +302,7 @@ def unable_to_make(image: str, ways: Sequence[Way]) -> list[Reason]:
 
 
 def choose_kind(context: Context, attempt: Attempt, forking: HostMap[Size]) -> Choice:
-    """The kind for an attempt that is to be admitted now: as asked for, or else the one that will be a node first.
-    `forking` are the hosts that fork its image, with the size of the template that it could be forked from there."""
+    """The kind as asked for, or else the one that is a node first. `forking`: hosts that fork, with template sizes."""
     policy = context.policy
     asked = attempt.request.kind or policy.kind
     if asked is not CloneKind.AUTO:
@@ -137,7 +328,6 @@ def _is_any_able(context: Context, kind: CloneKind) -> bool:
 
 
 def _quicker(context: Context, attempt: Attempt, wish: TemplateWish) -> Choice:
-    """Whether a fork or a boot is a node first."""
     policy, forecast, image = context.policy, context.world.forecast, context.image_of(attempt)
     fork, boot = policy.takes(image, CloneKind.INSTANT, forecast), policy.takes(image, CloneKind.LINKED, forecast)
     if ready := wish.ready():
@@ -172,8 +362,7 @@ def _of_ready(context: Context, image: str, ready: Iterable[str], fork: float, b
 
 
 def _wanted_by_others(context: Context, attempt: Attempt, image: str) -> float:
-    """How many VMs of the image other jobs were given of late, or want now: jobs that wait and are not held, and those
-    that this very pass has admitted, of which the forecast does not know yet."""
+    """How many VMs of the image other jobs were given of late, or want now."""
     state, queue = context.state, context.state.queue
 
     def admitted_now(one: Attempt) -> bool:
@@ -212,5 +401,5 @@ def on_hosts_making(image: str, kind: CloneKind, sizes: HostMap[Size]) -> HostMa
 
 
 def _as_base(context: Context, sizes: HostMap[Size]) -> HostMap[Size]:
-    """The same hosts with the base size, which clones that boot are made as if they were forked from."""
+    """The same hosts with the base size: clones that boot are made as if they were forked from that."""
     return sizes.map(lambda _host, _size: context.policy.base)

@@ -16,29 +16,18 @@ from multiverse.core.capacity.sizes import parked_claim, vm_claim, vm_size
 from multiverse.core.context import Context
 from multiverse.core.machines.offer import withdraw_offer
 from multiverse.core.machines.vm import release_vm, retire_vm
-from multiverse.core.model import (
-    Attempt,
-    CloneKind,
-    Depth,
-    Host,
-    NodeSpec,
-    NodeState,
-    OfferState,
-    Reason,
-    Size,
-    Vm,
-    VmCondition,
-    VmState,
-)
+from multiverse.core.model.basics import CloneKind, Depth, Size
+from multiverse.core.model.host import Host
+from multiverse.core.model.job import Attempt, NodeSpec, NodeState
+from multiverse.core.model.reason import Reason
+from multiverse.core.model.vm import OfferState, Vm, VmCondition, VmState
 from multiverse.core.policy import Policy, Pool
 from multiverse.core.rows import plus
 from multiverse.core.state import State
 
-Taken = tuple[Vm, Size]
-"""A spare as it serves, and what it claims more than before."""
+Taken = tuple[Vm, Size]  # a spare as it serves, and what it claims more than before
 
-WITHDRAWAL = 2.0
-"""Seconds that a job waits for a spare to be withdrawn from other jobs; then the job is given another VM."""
+WITHDRAWAL = 2.0  # seconds that a job waits for a spare to be withdrawn from other jobs
 
 _LIVE = (VmState.PLANNED, VmState.PARKED, VmState.STARTING, VmState.JOINED)
 
@@ -74,8 +63,7 @@ def spare_claim(pool: Pool, size: Size, host: Host) -> Size:
 
 
 def joined_for(context: Context, attempt: Attempt, promised: Collection[int] = ()) -> Vm | None:
-    """The joined spare that fits best: as many CPUs as asked for, no more memory than must be, and not on offer to
-    other jobs if there is another. None of those that are `promised` to earlier jobs."""
+    """The joined spare that fits best, with no more memory than must be, and rather one that is not on offer."""
     request, state, nodes, image = attempt.request, context.state, context.scheduler.nodes, context.image_of(attempt)
     context = context.with_avoided()  # whatever fails there: these have joined
     if request.nodes != 1:
@@ -112,8 +100,7 @@ def joined_for(context: Context, attempt: Attempt, promised: Collection[int] = (
 
 
 def parked_for(context: Context, attempt: Attempt, templates: Mapping[str, Size], room: Room) -> list[Taken]:
-    """Parked spares that can become the attempt's VMs where they are, on the emptiest hosts first, and no more than it
-    needs. Takes the room that they come to need."""
+    """Parked spares that can become the attempt's VMs, on the emptiest hosts first. Takes the room they need."""
     found: list[Taken] = []
     if not context.policy.pools:
         return found
@@ -140,7 +127,6 @@ def parked_for(context: Context, attempt: Attempt, templates: Mapping[str, Size]
 
 
 def give_back(taken: list[Taken], room: Room) -> None:
-    """Undo what `parked_for` took of the room."""
     for vm, more in taken:
         room.give(vm.host, more)
 
@@ -150,8 +136,7 @@ def _less(one: Size, other: Size) -> Size:
 
 
 def fit_to_serve(context: Context, vm: Vm) -> bool:
-    """Whether a spare may still become a job's: it lives, nothing in it has failed, its guest knows no user of an
-    earlier job, and it is not older than its pool lets it be, though it may not have been released yet."""
+    """Whether a spare may become a job's: it lives, nothing failed in it, it knows no user, and is not too old."""
     seen = context.world.vm(vm)
     if (
         seen is None
@@ -174,8 +159,7 @@ def too_old(vm: Vm, pool: Pool, now: float) -> bool:
 
 
 def node_spec(vm: Vm, attempt: Attempt | None, peers: tuple[tuple[str, str], ...] = ()) -> NodeSpec:
-    """The VM as a node. It offers its features to its attempt's job alone or, as a spare, to whichever job takes it.
-    `peers` are the other VMs of its attempt."""
+    """The VM as a node, for its attempt's job alone or, as a spare, for any job. `peers`: its attempt's other VMs."""
     if attempt is not None:
         features: tuple[str, ...] = (*attempt.request.features, attempt.feature)
     else:
@@ -198,8 +182,7 @@ def node_spec(vm: Vm, attempt: Attempt | None, peers: tuple[tuple[str, str], ...
 
 
 def release_spare(state: State, vm: Vm, why: Reason, *, unfit: bool = False) -> None:
-    """Plan the end of a spare. No job ever had its node, so the node may be deleted at once; but not while a job may
-    still take it. One that is `unfit` to serve is a failure of its image there."""
+    """Plan the end of a spare, not while a job may still take it. `unfit`: it counts as a failure of its host."""
     if unfit:
         vm = replace(vm, fault="host")
     offer = state.offers.get(vm.id)
@@ -212,6 +195,5 @@ def release_spare(state: State, vm: Vm, why: Reason, *, unfit: bool = False) -> 
 
 
 def named_by_none(image: str, default: str, kind: CloneKind) -> tuple[bool, bool]:
-    """Whether jobs that name no image, and those that name no kind of clone, are served by an instant clone of `image`,
-    where these are the site's defaults."""
+    """Whether an instant clone of `image` serves jobs that name no image, and those that name no kind."""
     return image == default, kind in (CloneKind.INSTANT, CloneKind.AUTO)

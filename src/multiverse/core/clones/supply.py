@@ -1,34 +1,148 @@
-"""What an attempt's VMs can be made of now: on which hosts, of which templates and spares, in which room."""
+"""What an attempt's VMs can be made of now: hosts, templates, spares and room; and the rows of new VMs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections import ChainMap
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from multiverse.core.capacity.host_limits import HostLimits, any_host, others_on
-from multiverse.core.capacity.placement import place_vms, placement_request
-from multiverse.core.capacity.room import Room, room_of
-from multiverse.core.capacity.sizes import vm_claims
+from multiverse.core.capacity.placement_policies import address_of
+from multiverse.core.capacity.room import (
+    FALLBACK,
+    HostLimits,
+    Room,
+    any_host,
+    others_on,
+    place_vms,
+    placement_of,
+    placement_request,
+    room_of,
+)
+from multiverse.core.capacity.sizes import vm_claim, vm_claims, vm_size
 from multiverse.core.capacity.usable_hosts import for_attempt
 from multiverse.core.capacity_index import HostMap
-from multiverse.core.clones.kinds import Choice, choose_clones, on_hosts_making
-from multiverse.core.clones.pacing import Parent, wait_for
-from multiverse.core.clones.planning import claims_of, describe, placed_by, plan_vms, request_of
-from multiverse.core.clones.spares import give_back, parked_for
-from multiverse.core.clones.templates import (
+from multiverse.core.clones.kinds import (
+    Choice,
     MayBuild,
     any_template,
     ask_for_template,
+    choose_clones,
     node_request,
+    on_hosts_making,
     template_sizes,
     wish_of,
 )
+from multiverse.core.clones.spares import give_back, parked_for
 from multiverse.core.context import Context
 from multiverse.core.machines.attempt import replace_vms, return_attempt
 from multiverse.core.machines.vm import plan_vm
-from multiverse.core.model import Attempt, CloneKind, Reason, Size, TemplateState, Vm, Why
+from multiverse.core.model.basics import CloneKind, Depth, Size
+from multiverse.core.model.host import Claim
+from multiverse.core.model.identity import mac_of, token_of, vm_name
+from multiverse.core.model.job import Attempt
+from multiverse.core.model.reason import Reason, Why
+from multiverse.core.model.vm import Place, TemplateKey, TemplateState, Vm
+from multiverse.core.policy import Parent, paid, wait_for
 from multiverse.core.rows import VmsMissing
 from multiverse.core.transition import Event
+
+
+@dataclass(frozen=True, slots=True)
+class CloneRequest:
+    """VMs to be planned."""
+
+    image: str
+    kind: CloneKind
+    node: Size  # what their nodes declare
+    templates: Mapping[str, Size]  # the size of their template, by host
+    account: str = ""
+    pool: Depth | None = None
+    attempt: int | None = None
+    sizes: Mapping[str, Size] | None = None  # their own sizes; None: by node and template
+
+
+def _skip_names_of_nodes(context: Context, count: int) -> None:
+    """Give no serial whose name a node has: the database may have lost its place."""
+    state, nodes = context.state, context.world.scheduler.value.nodes if context.world.scheduler else {}
+    while taken := [n for n in range(count) if vm_name(state.site, state.numbers.next_serial + n) in nodes]:
+        state.numbers.skip_serials(state.numbers.next_serial + taken[-1] + 1)
+
+
+def plan_vms(context: Context, wanted: CloneRequest, hosts: list[str]) -> list[Vm] | None:
+    """New rows for VMs, one on each of `hosts`; None when addresses have run out."""
+    state, policy = context.state, context.policy
+    instant = wanted.kind is CloneKind.INSTANT
+    vms: list[Vm] = []
+    _skip_names_of_nodes(context, len(hosts))
+    fresh: dict[str, int] = {}
+    used = ChainMap(fresh, state.addresses)
+    for serial, name in enumerate(hosts, state.numbers.next_serial):
+        host, size = context.hosts[name], wanted.templates[name]
+        assigned = "assigns_addresses" in host.abilities
+        address = "" if assigned else address_of(serial, used, policy)
+        if address is None:
+            return None
+        fresh[address] = serial
+        which = TemplateKey(name, wanted.image, size, wanted.account) if instant else None
+        template = state.template_for(which) if which else None
+        place = Place(name, state.source_of(name), which, template.id if template else None)
+        vms.append(
+            Vm(
+                id=serial,
+                since=state.now,
+                name=vm_name(state.site, serial),
+                places=(place,),
+                image=wanted.image,
+                kind=wanted.kind,
+                size=wanted.sizes[name] if wanted.sizes else vm_size(wanted.node, size, host, policy),
+                node_size=wanted.node,
+                mac="" if assigned else mac_of(state.site, serial),
+                address=address,
+                attempt=wanted.attempt,
+                account=wanted.account,
+                pool=wanted.pool,
+                token=token_of(state.entropy, serial),
+            )
+        )
+    for name in hosts:
+        state.numbers.new_serial()  # not before all have an address: a serial that is counted has a row
+        pace = (name, wanted.image, wanted.kind)
+        state.paced[pace] = paid(pace, state.paced, state.now, policy)
+    return vms
+
+
+def request_of(context: Context, attempt: Attempt, choice: Choice) -> CloneRequest:
+    request = attempt.request
+    image = context.image_of(attempt)
+    return CloneRequest(image, choice.kind, request.size, choice.sizes, request.account, attempt=attempt.id)
+
+
+def describe(choice: Choice, vms: Iterable[Vm], **figures: Any) -> Reason:
+    """What was chosen for an attempt, as its user is told."""
+    return Why.CHOICE(choice.why, clones=choice.kind, hosts=[vm.host for vm in vms], **figures)
+
+
+def placed_by(context: Context, attempt: Attempt, choice: Choice, made: Sequence[Vm]) -> dict[str, str]:
+    """Which policy chose the hosts of new VMs, and among how many; nothing where there is one host."""
+    if not made or len(context.hosts) < 2:
+        return {}
+    able = on_hosts_making(context.image_of(attempt), choice.kind, choice.sizes)
+    which = f"{len(able)} hosts"
+    if choice.forks:
+        which = f"{len(wish_of(context, attempt, able).ready())} of {which} with its template"
+    name = placement_of(context, attempt)
+    followed = name not in context.state.placement_faults
+    return {"policy": name, "among": which} if followed else {"policy": FALLBACK, "among": which, "failed": name}
+
+
+def claims_of(context: Context, vms: Iterable[Vm]) -> list[Claim]:
+    """What these VMs claim, each where it is placed."""
+    hosts = context.with_avoided().hosts  # of a joined spare, which is taken wherever it is
+    return [Claim(vm.key, vm.host, vm_claim(vm.size, hosts[vm.host], vm.image, vm.kind)) for vm in vms]
+
+
+# --- what VMs can be made of ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +168,7 @@ class CloneSupply:
         kept: Collection[int] = (),
         may: MayBuild = any_template,
     ) -> tuple[list[Vm], list[Vm]] | NoRoom:
-        """Spares for the attempt, but those that are `kept`, and new VMs; takes the room that they need. Asks for
-        another template, if one may be built, where clones would wait long for their pace."""
+        """Spares (but those `kept`) and new VMs for the attempt. Takes their room; may ask for another template."""
         kind = choice.kind
         context = self.context
         claims = vm_claims(node_request(context, attempt, kind), usable, context.hosts, context.policy)
@@ -84,8 +197,7 @@ class CloneSupply:
     def usable_hosts(
         self, attempt: Attempt, choice: Choice, may: MayBuild = any_template
     ) -> tuple[HostMap[Size], Reason | None]:
-        """Hosts that can make this attempt's VMs now; when there are none, why. Asks for a template where one is
-        missing and may be built."""
+        """Hosts that can make the VMs now, or why there are none. Asks for a template where one is missing."""
         context, image = self.context, self.context.image_of(attempt)
         able = on_hosts_making(image, choice.kind, choice.sizes)
         if not able:
@@ -106,8 +218,7 @@ class CloneSupply:
         return ready, why
 
     def template_elsewhere(self, attempt: Attempt, choice: Choice, may: MayBuild = any_template) -> Reason | None:
-        """The hosts that have the template are too full, or too small for all of a gang: build it on one more host
-        where it may be."""
+        """Build the template on one more host: those that have it are too full, or too small for a gang."""
         if not choice.forks:
             return None
         able = on_hosts_making(self.context.image_of(attempt), choice.kind, choice.sizes)
@@ -124,8 +235,7 @@ class CloneSupply:
     def _out_of_pace(
         self, attempt: Attempt, choice: Choice, usable: HostMap[Size], count: int, may: MayBuild
     ) -> Reason | None:
-        """Why on none of these hosts a clone may be made now; None if on one it may. Where the clones that wait for
-        their templates take longer than another template does, another one is asked for."""
+        """Why no clone may be made on these hosts now, if so. Asks for another template if that is quicker."""
         image, kind, state, policy = (
             self.context.image_of(attempt),
             choice.kind,

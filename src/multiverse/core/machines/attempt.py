@@ -12,7 +12,8 @@ from enum import StrEnum
 from multiverse.core.avoidance import forget_hosts, whose_fault
 from multiverse.core.machines.offer import take_offer
 from multiverse.core.machines.vm import end_vm, may_take_job, release_vm, run_job_on_vm, start_vm, take_vm
-from multiverse.core.model import (
+from multiverse.core.model.basics import Size
+from multiverse.core.model.job import (
     ENDING_STATES,
     MOST_SHORT_RUNS,
     PINNED_STATES,
@@ -23,28 +24,19 @@ from multiverse.core.model import (
     Job,
     JobRef,
     JobState,
-    OfferState,
     Outcome,
-    Reason,
     Request,
     SchedulerView,
-    Size,
-    Vm,
-    VmCondition,
-    VmState,
-    Why,
-    World,
     first_keeping,
-    said,
-    text_of,
 )
-from multiverse.core.overflow import why_stays
-from multiverse.core.policy import Policy
-from multiverse.core.quarantine import quarantine
+from multiverse.core.model.reason import Reason, Why, said, text_of
+from multiverse.core.model.vm import OfferState, Vm, VmCondition, VmState
+from multiverse.core.model.world import World
+from multiverse.core.policy import Policy, why_stays
 from multiverse.core.rows import VmsMissing
-from multiverse.core.runs import earlier_run, node_without_record
-from multiverse.core.state import State
-from multiverse.core.transition import Awaiting, Change, Effect, EffectKind, Event, Transition, transitions, unchanged
+from multiverse.core.runs import why_earlier_run
+from multiverse.core.state import State, quarantine
+from multiverse.core.transition import Awaiting, Change, EffectKind, Event, Transition, transitions, unchanged
 
 A = AttemptState
 
@@ -98,12 +90,10 @@ AWAITED_ATTEMPTS = {
 
 
 def submit_attempt(attempt: Attempt, why: Reason | None = None) -> Change:
-    """A new attempt, whose job waits."""
     return Change(attempt, Event.SUBMITTED, why)
 
 
 def admit_attempt(attempt: Attempt, choice: Reason) -> Change:
-    """It is claimed with all its VMs, which are as `choice` says."""
     return Change(replace(attempt, state=A.CLAIMED, note=None, choice=choice), Event.ADMITTED, choice)
 
 
@@ -153,13 +143,12 @@ class JobStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """An attempt's job as the scheduler showed it in the latest reading of that job, which began at `began`. `job` is
-    None exactly when it is unseen."""
+    """An attempt's job as the latest reading of it showed it."""
 
     status: JobStatus
-    job: Job | None
+    job: Job | None  # None exactly when it is unseen
     view: SchedulerView
-    began: float
+    began: float  # when that reading began
 
     @property
     def shown(self) -> Job:
@@ -167,7 +156,6 @@ class Sighting:
         return self.job
 
     def is_on(self, nodes: set[str]) -> bool:
-        """Whether the job has one of these nodes."""
         return self.job is not None and any(node in nodes for node in self.job.nodes)
 
 
@@ -199,9 +187,8 @@ def job_status(expected: JobRef, view: SchedulerView) -> tuple[JobStatus, Job | 
 
 
 def open_attempts(state: State, world: World, policy: Policy, *, only_taken: bool = False) -> None:
-    """Open an attempt for each pending job without one, and for each job that took a spare as it was submitted, which
-    may run already. A job that waits for physical nodes gets one once it may be moved. With `only_taken` those that
-    wait are left to a later pass."""
+    """Open an attempt for each pending job without one that may be served, and for each job that took a spare as it was
+    submitted. With `only_taken` those that wait are left to a later pass."""
     if world.scheduler is None or not state.unserved:
         return
     joined = state.vms_in(VmState.JOINED, VmState.RETIRING)
@@ -215,7 +202,7 @@ def open_attempts(state: State, world: World, policy: Policy, *, only_taken: boo
         spare = spares.pop(job.pinned, None) if job.pinned else None
         if (job.state is JobState.PENDING and not only_taken) or spare:
             state.unserved.discard(job_id)
-            attempt = _open(state, job, _past_of_earlier_run(state, job, policy))
+            attempt = _open(state, job, _after_earlier_run(state, _new(state, job), job, policy))
             if spare and not job.problem:
                 _take_spare(state, attempt, spare)
 
@@ -225,35 +212,39 @@ def _stays(job: Job, policy: Policy) -> bool:
     return job.at_origin and (job.state is not JobState.PENDING or bool(why_stays(job, policy)))
 
 
-@dataclass(frozen=True, slots=True)
-class _Past:
-    """What an attempt begins with that is known from the one before it: see `Attempt`."""
+def _new(state: State, job: Job) -> Attempt:
+    return Attempt(
+        id=state.numbers.new_attempt_id(),
+        since=state.now,
+        job=job.ref,
+        job_name=job.name,
+        uid=job.uid,
+        request=_request_of(job),
+        work_dir=job.work_dir,
+        origin=job.origin,
+    )
 
-    tries: int = 0
-    not_before: float = 0.0
-    note: Reason | None = None
-    overtaken: int = 0
-    caused: int = 0
-    short_runs: int = 0
-    failed_on: tuple[str, ...] = ()
 
-
-def _past_of_earlier_run(state: State, job: Job, policy: Policy) -> _Past:
-    """What is known from the attempt of the run before this one, if that still lives. If a database was lost, nothing
-    is: then the scheduler's own delay is waited for."""
+def _after_earlier_run(state: State, attempt: Attempt, job: Job, policy: Policy) -> Attempt:
+    """The new attempt with what is known from the attempt of the run before, if that still lives."""
     earlier = [one for one in state.attempts_of_job(job.ref.job_id) if _is_next_run(one.job, job.ref)]
     if not earlier:
-        return _Past()
+        return attempt
     ended = _with_cause(state, _after_its_run(state, earlier[-1]), job)
     pause = policy.pause_after(ended.short_runs, lost=ended.caused == job.ref.restarts)
     why = ended.reason or _why_requeued(state, ended)
     launch = Why.LAUNCH_PENDING(why, limit=SHORT_RUN) if pause else None
-    return _Past(
-        not_before=state.now + pause if pause else 0.0,
-        note=_many_short_runs(ended.short_runs, why) or launch,
-        caused=ended.caused,
-        short_runs=ended.short_runs,
-    )
+    note = _many_short_runs(ended.short_runs, why) or launch
+    not_before = state.now + pause if pause else 0.0
+    return replace(attempt, not_before=not_before, note=note, caused=ended.caused, short_runs=ended.short_runs)
+
+
+def _open(state: State, job: Job, attempt: Attempt) -> Attempt:
+    opened = replace(attempt, state=A.QUEUED if _at_gate(job) else A.UNGATED)
+    if attempt.short_runs >= MOST_SHORT_RUNS and job.state is JobState.PENDING:
+        opened = replace(opened, state=A.HOLDING, short_runs=0, not_before=0.0)
+    state.move(submit_attempt(opened, Why.RESTART(number=job.ref.restarts) if job.ref.restarts else None))
+    return state.attempts[attempt.id]
 
 
 def _is_next_run(before: JobRef, job: JobRef) -> bool:
@@ -261,40 +252,14 @@ def _is_next_run(before: JobRef, job: JobRef) -> bool:
 
 
 def _many_short_runs(number: int, why: Reason | None) -> Reason | None:
-    """What is said to the user of a job of which so many runs in a row ended within seconds: nothing of one alone."""
+    """What the user is told if several runs in a row ended within seconds."""
     if number <= 1:
         return None
     return Why.SHORT_RUNS(why, held=int(number >= MOST_SHORT_RUNS), runs=number, limit=SHORT_RUN)
 
 
-def _open(state: State, job: Job, past: _Past) -> Attempt:
-    attempt = Attempt(
-        id=state.numbers.new_attempt_id(),
-        state=A.QUEUED if _at_gate(job) else A.UNGATED,
-        since=state.now,
-        job=job.ref,
-        job_name=job.name,
-        uid=job.uid,
-        request=_request_of(job),
-        tries=past.tries,
-        not_before=past.not_before,
-        note=past.note,
-        work_dir=job.work_dir,
-        overtaken=past.overtaken,
-        origin=job.origin,
-        caused=past.caused,
-        short_runs=past.short_runs,
-        failed_on=past.failed_on,
-    )
-    if past.short_runs >= MOST_SHORT_RUNS and job.state is JobState.PENDING:
-        attempt = replace(attempt, state=A.HOLDING, short_runs=0, not_before=0.0)
-    state.move(submit_attempt(attempt, Why.RESTART(number=job.ref.restarts) if job.ref.restarts else None))
-    return state.attempts[attempt.id]
-
-
 def _take_spare(state: State, attempt: Attempt, spare: Vm) -> None:
-    """The job has taken a spare by itself and is tied to it already. The spare's guest is still to learn of the
-    user."""
+    """The job has taken a spare by itself and is tied to it. The guest is still to learn of the user."""
     choice = Why.TOOK_SPARE(clones=spare.kind, host=spare.host)
     taken = replace(attempt, state=A.ADDING_USER, pin=spare.feature, choice=choice)
     by = Why.AS_IT_CAME(job=attempt.job.job_id)
@@ -347,8 +312,7 @@ def step_attempt(state: State, attempt_id: int, world: World, policy: Policy) ->
 
 
 def attempt_is_settled(attempt: Attempt, world: World) -> bool:
-    """Whether nothing moves the attempt until it, its job or one of its VMs changes: neither time nor another
-    observation that shows the same."""
+    """Whether neither time nor an equal observation moves the attempt."""
     if world.scheduler is None or world.job_began(attempt.job.job_id) < attempt.since:
         return False
     status, job = job_status(attempt.job, world.scheduler.value)
@@ -363,8 +327,7 @@ def attempt_is_settled(attempt: Attempt, world: World) -> bool:
             return False
 
 
-_OVER = (JobStatus.ENDED, JobStatus.ELSEWHERE, JobStatus.UNSEEN)
-"""The job needs no VM of ours any more."""
+_OVER = (JobStatus.ENDED, JobStatus.ELSEWHERE, JobStatus.UNSEEN)  # the job needs no VM of ours any more
 
 
 def _step_if_over(state: State, attempt: Attempt, seen: Sighting, world: World) -> bool:
@@ -398,8 +361,7 @@ def _after_its_run(state: State, attempt: Attempt) -> Attempt:
 
 
 def _with_cause(state: State, attempt: Attempt, job: Job) -> Attempt:
-    """The attempt, which knows of the restart of its job whether we have caused it: we stopped the run, or lost one of
-    its VMs and set the node DOWN. Of any other restart the scheduler's own delay is waited for."""
+    """Note whether we caused the job's restart. For any other restart the scheduler's own delay is waited for."""
     lost = any((vm.failed and vm.reason) or vm.state is VmState.LOST for vm in state.vms_of(attempt))
     ours = attempt.state in (A.STRAY, A.UNGATED) or lost  # ungated: it was taken back from the nodes of the gate
     next_run = job.ref.restarts == attempt.job.restarts + 1
@@ -411,7 +373,7 @@ def _over(attempt: Attempt) -> Event:
 
 
 def _why_requeued(state: State, attempt: Attempt) -> Reason:
-    """What is said of a job that the scheduler has queued again, with what ended its VMs, if something did."""
+    """That the scheduler has queued the job again, and what ended its VMs."""
     return Why.REQUEUED(next((vm.reason for vm in state.vms_of(attempt) if vm.reason), None))
 
 
@@ -446,12 +408,11 @@ def _step_waiting(state: State, attempt: Attempt, seen: Sighting, world: World) 
 
 
 def _where_it_belongs(state: State, attempt: Attempt, job: Job, world: World) -> tuple[AttemptState, Event]:
-    """The state of an attempt whose job waits, and how it is entered. A job that was moved goes back to its own
-    partition, where it may start on a physical node: not while an earlier run of it may go on in a VM."""
+    """The state of an attempt whose job waits. A moved job goes back once no earlier run of it may go on."""
     if not _at_gate(job):
         return A.UNGATED, Event.LEFT_GATE
     moved = job.origin and job.gated
-    if moved and not earlier_run(state, attempt) and not node_without_record(state, world, attempt):
+    if moved and not why_earlier_run(state, world, attempt):
         return A.RESTORING, Event.SENT_BACK
     return A.QUEUED, Event.AT_GATE
 
@@ -463,15 +424,13 @@ def _has_explained_node(state: State, job: Job) -> bool:
 
 
 def _is_anothers(state: State, attempt: Attempt, job: Job) -> bool:
-    """Whether the job runs on VMs that no record explains: orphans, or nodes of another attempt's tag. An attempt of an
-    older database may have had other VMs with its own tag."""
+    """Whether the job runs on VMs that no record explains: orphans, or nodes of another attempt's tag."""
     orphaned = any(name in state.vm_named for name in job.nodes)
     return (orphaned or job.pinned not in (None, attempt.feature)) and not _has_explained_node(state, job)
 
 
 def _leave_to_the_scheduler(state: State, attempt: Attempt, job: Job) -> None:
-    """The job runs on VMs that no record explains, as after the restore of an older database: nothing is to be made for
-    it, and it must not be stopped."""
+    """The job runs on VMs that no record explains: make nothing for it, and do not stop it."""
     why = Why.ON_UNEXPLAINED(hosts=job.nodes)
     state.move(reclaim_attempt(attempt, "cancelled", Event.CANCELLED, why))
 
@@ -496,8 +455,7 @@ def _step_making(state: State, attempt: Attempt, seen: Sighting, world: World, p
 
 
 def _return_if_changed(state: State, attempt: Attempt, seen: Sighting, world: World) -> bool:
-    """Give the job back to the gate if its user holds it or has changed what it asks for, or if it cannot start because
-    of a reservation of the scheduler's."""
+    """Give the job back to the gate if it is held, was changed, or is kept by a reservation."""
     job = seen.shown
     kept = first_keeping(seen.view.reservations, state.now + world.epoch, job.limit)
     if job.held:
@@ -510,8 +468,7 @@ def _return_if_changed(state: State, attempt: Attempt, seen: Sighting, world: Wo
 
 
 def _advance_vms(state: State, attempt: Attempt, policy: Policy, *, blocked: bool = False) -> None:
-    """Claimed and spawning: see that failed VMs are replaced, and go on when all VMs have come as far. While `blocked`
-    the job is not pinned: it might start on a VM that was replaced and is being ended."""
+    """Replace failed VMs, and go on when all are ready. `blocked`: the job might start on a VM that ends."""
     if attempt.quarantined:
         return
     vms = state.serving_vms_of(attempt)
@@ -526,8 +483,7 @@ def _advance_vms(state: State, attempt: Attempt, policy: Policy, *, blocked: boo
 
 
 def _ask_for_vms(state: State, attempt: Attempt, missing: int, policy: Policy) -> None:
-    """Record that VMs are missing, or give up after too many. What is a host's fault does not count: each host that
-    fails is avoided from then on."""
+    """Record that VMs are missing, or give up after too many. A host's fault does not count."""
     failures = [vm for vm in state.vms_of(attempt) if vm.failed]
     why = next((vm.reason for vm in reversed(failures) if vm.reason), Why.VM_LOST())
     fault = whose_fault(failures[-missing:])
@@ -576,9 +532,8 @@ def _step_pinned(state: State, attempt: Attempt, seen: Sighting, world: World, p
 
 
 def _waits_for_its_user(state: State, attempt: Attempt, world: World, policy: Policy) -> bool:
-    """Whether the job, which took its spare by itself, waits on it until the guest knows its user, or the effect that
-    adds the user still runs. A spare that refused the user, or did not learn of the user in time, is given up: its node
-    goes DOWN, and the scheduler queues the job again."""
+    """Whether the job, which took its spare by itself, waits until the guest knows its user. A spare that refused the
+    user, or learns of it too late, is given up: its node goes DOWN, and the scheduler queues the job again."""
     lacking = [vm for vm in state.vms_of(attempt) if lacks_user(state, vm, attempt, world)]
     for vm in lacking:
         latest = world.latest(vm.place.source)
@@ -594,8 +549,7 @@ def _waits_for_its_user(state: State, attempt: Attempt, world: World, policy: Po
 
 
 def lacks_user(state: State, vm: Vm, attempt: Attempt, world: World) -> bool:
-    """Whether the attempt's job took this VM by itself and no observation shows yet that its guest knows the user. A VM
-    that is being destroyed never will."""
+    """Whether the job took this VM by itself and its guest is not known to know the user."""
     if state.offer_of(vm) is not OfferState.TAKEN or vm.leaving or vm.state is VmState.DEAD:
         return False
     seen = world.vm(vm)
@@ -615,8 +569,7 @@ def _step_allocated(state: State, attempt: Attempt, seen: Sighting) -> None:
 
 
 def _step_ending(state: State, attempt: Attempt, seen: Sighting, world: World, policy: Policy) -> None:
-    """Returning, revoking or reclaiming. The job must be off the attempt's nodes and off their tag before the VMs go,
-    and the VMs must be gone before the attempt is over."""
+    """First the job leaves the nodes and their tag, then the VMs go, and then the attempt is over."""
     if seen.began <= world.ended_at(attempt.key) or seen.began < attempt.since:
         return  # no observation yet since the last effect in this matter
     attempt = _learn_the_outcome(state, attempt, seen)
@@ -658,8 +611,7 @@ def _learn_the_outcome(state: State, attempt: Attempt, seen: Sighting) -> Attemp
 
 
 def _asks_anew(attempt: Attempt, seen: Sighting) -> bool:
-    """Whether a pending job asks for something else than what was impossible. A request that cannot be served at all is
-    nothing else."""
+    """Whether a pending job now asks for something else that can be served."""
     job = seen.job
     impossible = attempt.outcome == "revoked" and seen.status is JobStatus.PENDING
     return impossible and job is not None and job.request is not None and job.request != attempt.request
@@ -698,7 +650,7 @@ def _keeps_its_nodes(state: State, attempt: Attempt, seen: Sighting, world: Worl
 
 
 def _end_vms_without_user(state: State, attempt: Attempt, world: World) -> bool:
-    """A job that took its spare started when the attempt added no user any more: its VMs are ended."""
+    """A job that took its spare started after all, and nobody adds its user: end its VMs."""
     vms = [vm for vm in state.vms_of(attempt) if vm.state is not VmState.LOST and lacks_user(state, vm, attempt, world)]
     since = max(attempt.since, world.ended_at(attempt.key))
     if not vms or any((latest := world.latest(vm.place.source)) is None or latest.began <= since for vm in vms):
@@ -709,7 +661,7 @@ def _end_vms_without_user(state: State, attempt: Attempt, world: World) -> bool:
 
 
 def _release_vms(state: State, attempt: Attempt, vms: list[Vm], occupied: set[str]) -> None:
-    """Release all VMs. The node of a VM that a job has not left, though a limit has passed, goes DOWN first."""
+    """Release all VMs. If a job has not left a node in time, the node goes DOWN first."""
     leaving = [vm for vm in vms if not vm.leaving and vm.state is not VmState.LOST]
     if leaving:
         state.move(*(release_vm(vm, attempt.reason, occupied=vm.name in occupied) for vm in leaving))
@@ -721,7 +673,8 @@ def _finish(state: State, attempt: Attempt, seen: Sighting, policy: Policy) -> N
     if outcome == "requeued" and seen.status is JobStatus.PENDING and seen.job is not None:
         # The pause after short runs is not begun anew: it followed the last run, and there was none since.
         later = max(attempt.not_before, state.now + policy.backoff(attempt.tries))
-        past = _Past(
+        again = replace(
+            _new(state, seen.job),
             tries=attempt.tries,
             not_before=later if later > state.now else 0.0,
             note=_many_short_runs(attempt.short_runs, attempt.reason) or attempt.reason,
@@ -730,33 +683,25 @@ def _finish(state: State, attempt: Attempt, seen: Sighting, policy: Policy) -> N
             short_runs=attempt.short_runs,
             failed_on=attempt.failed_on,
         )
-        _open(state, seen.job, past)
+        _open(state, seen.job, again)
 
 
 # --- effect ----------------------------------------------------------------------------------------
 
 
-ACTING_ATTEMPTS = (A.STRAY, A.UNGATED, A.RESTORING, A.HOLDING, A.RETURNING, A.SPAWNED, A.ADDING_USER, A.REVOKING)
-"""The states that permit an effect."""
+ATTEMPT_EFFECTS = {
+    A.STRAY: EffectKind.REQUEUE,
+    A.UNGATED: EffectKind.GATE,
+    A.RETURNING: EffectKind.GATE,
+    A.RESTORING: EffectKind.RESTORE,
+    A.HOLDING: EffectKind.HOLD,
+    A.SPAWNED: EffectKind.PIN,
+    A.ADDING_USER: EffectKind.PIN,
+    A.REVOKING: EffectKind.REVOKE,
+}
 
 
-def attempt_effect(attempt: Attempt) -> Effect | None:
-    """What the state of an attempt permits."""
-    key = attempt.key
-    if attempt.quarantined:
-        return None
-    match attempt.state:
-        case A.STRAY:
-            return Effect(EffectKind.REQUEUE, key)
-        case A.UNGATED | A.RETURNING:
-            return Effect(EffectKind.GATE, key)
-        case A.RESTORING:
-            return Effect(EffectKind.RESTORE, key)
-        case A.HOLDING:
-            return Effect(EffectKind.HOLD, key, text_of(attempt.note))
-        case A.SPAWNED | A.ADDING_USER:
-            return Effect(EffectKind.PIN, key, text_of(attempt.choice))
-        case A.REVOKING:
-            return Effect(EffectKind.REVOKE, key, text_of(attempt.reason))
-        case _:
-            return None
+def effect_text(attempt: Attempt) -> str:
+    """What the effect leaves for the job's user."""
+    texts = {EffectKind.HOLD: attempt.note, EffectKind.PIN: attempt.choice, EffectKind.REVOKE: attempt.reason}
+    return text_of(texts.get(ATTEMPT_EFFECTS[attempt.state]))

@@ -15,7 +15,7 @@ from multiverse.core.model import Drain, HostState, KnownHost, Reason, Why, Worl
 from multiverse.core.policy import Policy
 from multiverse.core.runs import is_waited_for
 from multiverse.core.state import State
-from multiverse.core.transition import Change, Effect, EffectKind, Event, Transition, transitions, unchanged
+from multiverse.core.transition import Change, EffectKind, Event, Transition, transitions, unchanged
 
 H = HostState
 
@@ -76,8 +76,7 @@ def return_host(host: KnownHost, why: Reason | None) -> Change:
 
 
 def hosts_to_step(state: State) -> list[str]:
-    """The hosts that time or an observation may move: those of sources that are silent, and those in other states than
-    the usual one."""
+    """The hosts that time or an observation may move."""
     silent = state.compared.silent
     unusual = [host.name for host in state.hosts_in(H.SILENT, H.FENCING, H.FENCED)]
     of_silent = [host.name for host in state.hosts.values() if host.source in silent] if silent else []
@@ -126,8 +125,7 @@ def _step_silent(state: State, host: KnownHost, since: float, policy: Policy, qu
 
 
 def fences(state: State, host: KnownHost, policy: Policy) -> bool:
-    """Whether the site's fence command may switch the host off. A leased one is a node of the scheduler's, and may have
-    other jobs on it by now, unless the site says otherwise."""
+    """Whether the fence command may switch the host off. A leased one may run other jobs of the scheduler."""
     lease = state.lease_of(host.name)
     return policy.fences and (lease is None or policy.lease_from(lease.spec.partition).fence)
 
@@ -139,10 +137,9 @@ def silent_since(host: KnownHost, world: World) -> float:
 
 
 def is_given_up(state: State, host: KnownHost, world: World) -> bool:
-    """Whether the scheduler reaches none of the host's VMs, has given one of them up, and has queued a job again that
-    waits for the host. While a node answers, the host is on, whatever has happened to its agent or to the way there. We
-    set a node DOWN ourselves when its VM ends: mostly no job waits then. While the scheduler is unknown, it queues
-    nothing again, and nothing is concluded. The node of a VM at two places tells nothing of either."""
+    """Whether the scheduler reaches none of the host's VMs, has given one up, and a job waits for the host. While a
+    node answers, the host is on. We set nodes DOWN ourselves when VMs end: mostly no job waits then. VMs at two places,
+    and an unknown scheduler, tell nothing."""
     if world.scheduler is None:
         return False
     shown = world.scheduler.value.nodes
@@ -154,14 +151,12 @@ def is_given_up(state: State, host: KnownHost, world: World) -> bool:
 
 
 class Quorum:
-    """Why silent hosts are not fenced by the site's command, though they could be. If most hosts are silent, it is
-    likely that the controller, or a part of the network, is cut off, and not that they are off."""
+    """Holds fencing back while most hosts are silent: then the controller itself is probably cut off."""
 
     def __init__(self, state: State, world: World, policy: Policy) -> None:
         self._state, self._world, self._policy = state, world, policy
 
     def held_back(self, host: KnownHost) -> Reason | None:
-        """Why this host is not fenced; None if it may be."""
         if host.name == self._policy.here:
             return Why.CONTROLLER_THERE()
         return self._lack
@@ -191,6 +186,4 @@ def held_back(state: State, world: World, policy: Policy) -> dict[str, Reason]:
 # --- effect ----------------------------------------------------------------------------------------
 
 
-def host_effect(host: KnownHost) -> Effect | None:
-    """What the state of a host permits."""
-    return Effect(EffectKind.FENCE, host.key, host.name) if host.state is H.FENCING and not host.quarantined else None
+HOST_EFFECTS = {H.FENCING: EffectKind.FENCE}

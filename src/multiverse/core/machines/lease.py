@@ -1,7 +1,7 @@
 """Leases: hosts that are borrowed from the scheduler, each by a pilot job.
 
 In this order: the table, the changes, the step by which observations move a lease, and the effect that each state
-permits. When one is asked for or given back, `core.leases.reconcile` decides.
+permits. When one is asked for or given back, `core.leases` decides.
 
 The host of a lease is a row of its own, from when its pilot was seen running until the lease is gone. Its number is
 that of the lease, made negative: no number of a host that is not leased is, and none recurs.
@@ -16,25 +16,14 @@ from math import inf
 from multiverse.core.machines.host import fence, return_host
 from multiverse.core.machines.template import remove_templates
 from multiverse.core.machines.vm import end_vms
-from multiverse.core.model import (
-    GIVEN_UP_LEASES,
-    Host,
-    HostState,
-    KnownHost,
-    Lease,
-    LeaseState,
-    PilotSeen,
-    PilotState,
-    Reason,
-    SchedulerView,
-    VmState,
-    Why,
-    World,
-    said,
-)
+from multiverse.core.model.host import Host, HostState, KnownHost
+from multiverse.core.model.job import GIVEN_UP_LEASES, Lease, LeaseState, PilotSeen, PilotState, SchedulerView
+from multiverse.core.model.reason import Reason, Why, said
+from multiverse.core.model.vm import VmState
+from multiverse.core.model.world import World
 from multiverse.core.policy import Policy
 from multiverse.core.state import State
-from multiverse.core.transition import Change, Effect, EffectKind, Event, Transition, transitions, unchanged
+from multiverse.core.transition import Change, EffectKind, Event, Transition, transitions, unchanged
 
 L = LeaseState
 
@@ -66,7 +55,6 @@ LEASE: tuple[Transition, ...] = (
 
 
 def plan_lease(lease: Lease, why: Reason) -> Change:
-    """A new lease is asked for."""
     return Change(lease, Event.PLANNED, why)
 
 
@@ -76,7 +64,6 @@ def release_lease(lease: Lease, event: Event, why: Reason | None) -> Change:
 
 
 def _lose(lease: Lease, why: Reason) -> Change:
-    """Its pilot is over, and VMs may go on."""
     return Change(replace(lease, state=L.LOST, reason=why), Event.LOST, why)
 
 
@@ -84,8 +71,7 @@ def _lose(lease: Lease, why: Reason) -> Change:
 
 
 def step_lease(state: State, number: int, world: World, policy: Policy) -> None:
-    """Move one lease by what the scheduler shows of its pilots. While the scheduler is unknown, nothing is concluded:
-    its pilots go on meanwhile."""
+    """Move one lease by what the scheduler shows of its pilots. While it is unknown, nothing is concluded."""
     lease = state.leases.get(number)
     if lease is None or lease.quarantined or world.scheduler is None:
         return
@@ -116,8 +102,7 @@ def _pilot_of(lease: Lease, view: SchedulerView) -> PilotSeen | None:
 
 
 def _step_asked(state: State, lease: Lease, view: SchedulerView, world: World) -> None:
-    """Its pilot is submitted, and waits until the scheduler starts it. Of several that were submitted because a reply
-    was lost, the one that has come farthest is its pilot; the others are cancelled (`unexplained_pilots`)."""
+    """Its pilot waits to be started. Of several, after a lost reply, the one that has come farthest counts."""
     order = [PilotState.RUNNING, PilotState.PENDING, PilotState.ENDING, PilotState.ENDED]
     known = sorted((order.index(one.state), len(id_), id_) for id_, one in pilots_of(lease, view).items())
     if not known:
@@ -146,7 +131,6 @@ def _ends(pilot: PilotSeen) -> float | None:
 
 
 def _why(id_: str, pilot: PilotSeen | None) -> Reason:
-    """Why a pilot is of no use any more."""
     if pilot is None:
         return Why.PILOT_GONE(pilot=id_)
     return Why.PILOT_QUEUED(pilot=id_) if pilot.restarts else Why.PILOT_ENDED(said(pilot.reason), pilot=id_)
@@ -183,8 +167,7 @@ def _step_running(state: State, lease: Lease, pilot: PilotSeen | None, world: Wo
 
 
 def _ending(pilot: PilotSeen, host: Host | None) -> Reason | None:
-    """Why a pilot is ending; None if it is not. Its agent, which ends its VMs then, may say so before the scheduler
-    does."""
+    """Why a pilot is ending, by the scheduler or by its agent; None if it is not."""
     if pilot.state is PilotState.ENDING:
         return said(pilot.reason or "no reason given")
     return Why.AGENT_SAYS(said(host.refuses)) if host is not None and host.refuses else None
@@ -222,13 +205,11 @@ def _fence_host(state: State, lease: Lease, why: Reason) -> None:
 
 
 def _may_go_on(state: State, lease: Lease) -> bool:
-    """Whether something may go on in VMs on its host."""
     return not state.is_fenced(lease.name) and bool(state.vms_on(lease.name))
 
 
 def _step_lost(state: State, lease: Lease, pilot: PilotSeen | None) -> None:
-    """Its host is fenced like any other: by the scheduler's word that its node is clean after all, by command, or by an
-    operator."""
+    """Its host is fenced: by the scheduler (its node is clean after all), by command, or by an operator."""
     if pilot is not None and pilot.state is PilotState.ENDED and pilot.clean:
         _fence_host(state, lease, Why.NODE_CLEAN(host=lease.name, node=lease.node, pilot=lease.pilot))
     if not _may_go_on(state, lease):
@@ -236,8 +217,7 @@ def _step_lost(state: State, lease: Lease, pilot: PilotSeen | None) -> None:
 
 
 def _step_releasing(state: State, lease: Lease, view: SchedulerView, world: World) -> None:
-    """It is gone once no pilot of it is left, in an observation that began after its last cancellation had ended, and
-    nothing is claimed on its host. A pilot that is granted after that is cancelled, as none that a lease explains."""
+    """It is gone once its last cancellation has ended, no pilot is left, and nothing is claimed on its host."""
     assert world.scheduler is not None
     pilots = pilots_of(lease, view)
     left = [id_ for id_, one in pilots.items() if one.state is not PilotState.ENDED]
@@ -263,8 +243,7 @@ def _give_up(state: State, lease: Lease, event: Event, why: Reason | None) -> No
 
 
 def unexplained_pilots(leases: Mapping[int, Lease], view: SchedulerView) -> list[tuple[str, str]]:
-    """Name and id of each pilot that is no lease's: that of a lease that is gone, of another database, or a second one.
-    The effect of a lease that is given up concerns all of its name."""
+    """Name and id of each pilot that belongs to no lease. Leases that are given up cancel their own."""
     named = {lease.name: lease for lease in leases.values()}
     found = []
     for id_, pilot in sorted(view.pilots.items()):
@@ -278,18 +257,4 @@ def unexplained_pilots(leases: Mapping[int, Lease], view: SchedulerView) -> list
 
 # --- effect ----------------------------------------------------------------------------------------
 
-ACTING_LEASES = (L.PLANNED, L.LOST, L.RELEASING)
-"""The states that permit an effect."""
-
-
-def lease_effect(lease: Lease) -> Effect | None:
-    """What the state of a lease permits."""
-    if lease.quarantined:
-        return None
-    match lease.state:
-        case L.PLANNED:
-            return Effect(EffectKind.REQUEST, lease.key)
-        case L.LOST | L.RELEASING:
-            return Effect(EffectKind.GIVE_BACK, lease.key)
-        case _:
-            return None
+LEASE_EFFECTS = {L.PLANNED: EffectKind.REQUEST, L.LOST: EffectKind.GIVE_BACK, L.RELEASING: EffectKind.GIVE_BACK}

@@ -9,18 +9,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from multiverse.core.machines.vm import release_vm
-from multiverse.core.model import Key, Offer, OfferState, Reason, Vm, VmState, Why, World
+from multiverse.core.model import Offer, OfferState, Reason, Vm, VmState, Why, World
 from multiverse.core.state import State
-from multiverse.core.transition import Change, Effect, EffectKind, Event, Transition, transitions, unchanged
+from multiverse.core.transition import Change, EffectKind, Event, Transition, transitions, unchanged
 
 O = OfferState  # noqa: E741
 
-ARRIVAL = 30.0
-"""Seconds after which a spare that was taken is given up, if no observation since has shown the job that took it:
-slurmctld lets others go first between job_submit.lua and the creation of the job."""
+ARRIVAL = 30.0  # seconds for a job to appear that took a spare: slurmctld lets others go first
 
-UNSERVED = 5.0
-"""The same, if an observation has shown a job on it, but one that cannot be served."""
+UNSERVED = 5.0  # the same, if an observation has shown a job on it, but one that cannot be served
 
 # --- table -----------------------------------------------------------------------------------------
 
@@ -45,7 +42,6 @@ def open_offer(vm: Vm, now: float) -> Change:
 
 
 def take_offer(offer: Offer, why: Reason) -> Change:
-    """A submission took the spare."""
     return Change(replace(offer, state=O.TAKEN), Event.TAKEN, why)
 
 
@@ -58,8 +54,7 @@ def withdraw_offer(offer: Offer, why: Reason) -> Change:
 
 
 def step_offer(state: State, offer_id: int, world: World) -> None:
-    """Move one offer by what the scheduler shows. Whether it was taken, or is withdrawn, only an observation tells that
-    began after the last effect in the matter ended."""
+    """Move one offer by what the scheduler has shown since the last effect in the matter ended."""
     offer, vm = state.offers.get(offer_id), state.vms.get(offer_id)
     if offer is None:
         return
@@ -100,14 +95,4 @@ def _step_taken(state: State, offer: Offer, vm: Vm, began: float, *, occupied: b
 # --- effect ----------------------------------------------------------------------------------------
 
 
-def offer_effect(offer: Offer) -> Effect | None:
-    """What the state of an offer permits, under the key of its VM."""
-    if offer.quarantined:
-        return None
-    match offer.state:
-        case O.OPEN:
-            return Effect(EffectKind.OFFER, Key("vm", offer.id))
-        case O.CLOSING:
-            return Effect(EffectKind.WITHDRAW, Key("vm", offer.id))
-        case _:
-            return None
+OFFER_EFFECTS = {O.OPEN: EffectKind.OFFER, O.CLOSING: EffectKind.WITHDRAW}

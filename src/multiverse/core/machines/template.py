@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from multiverse.core.model import Reason, Template, TemplateCondition, TemplateState, Why, World, said
 from multiverse.core.state import State
-from multiverse.core.transition import Change, Effect, EffectKind, Event, Transition, transitions, unchanged
+from multiverse.core.transition import Change, EffectKind, Event, Transition, transitions, unchanged
 
 T = TemplateState
 
@@ -43,7 +43,6 @@ def adopt_template(template: Template, why: Reason, *, ready: bool) -> Change:
 
 
 def break_template(template: Template, why: Reason) -> Change:
-    """It could not be built."""
     return Change(replace(template, state=T.BROKEN, reason=why, tries=template.tries + 1), Event.BROKE, why)
 
 
@@ -53,7 +52,6 @@ def is_present(template: Template) -> bool:
 
 
 def drop_template(template: Template, why: Reason) -> Change:
-    """It is to be removed."""
     return Change(replace(template, state=T.RETIRING), Event.DROPPED, why)
 
 
@@ -102,18 +100,4 @@ def template_is_settled(template: Template) -> bool:
 # --- effect ----------------------------------------------------------------------------------------
 
 
-ACTING_TEMPLATES = (T.BUILDING, T.RETIRING)
-"""The states that permit an effect."""
-
-
-def template_effect(template: Template) -> Effect | None:
-    """What the state of a template permits."""
-    if template.quarantined:
-        return None
-    match template.state:
-        case T.BUILDING:
-            return Effect(EffectKind.BUILD, template.key)
-        case T.RETIRING:
-            return Effect(EffectKind.DROP, template.key)
-        case _:
-            return None
+TEMPLATE_EFFECTS = {T.BUILDING: EffectKind.BUILD, T.RETIRING: EffectKind.DROP}

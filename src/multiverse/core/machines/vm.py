@@ -11,34 +11,32 @@ from dataclasses import replace
 from math import inf
 
 from multiverse.core.avoidance import blame, joined
-from multiverse.core.model import (
+from multiverse.core.model.basics import ClaimKey, Depth
+from multiverse.core.model.host import HypervisorView
+from multiverse.core.model.job import (
     ENDING_STATES,
-    LEAVING_STATES,
     PINNED_STATES,
-    UPCOMING_STATES,
     Attempt,
     AttemptState,
-    ClaimKey,
-    Depth,
-    HypervisorView,
     JobState,
     NodeState,
+    SchedulerView,
+)
+from multiverse.core.model.reason import Reason, Why, said
+from multiverse.core.model.vm import (
+    LEAVING_STATES,
+    UPCOMING_STATES,
     OfferState,
     Place,
-    Reason,
-    SchedulerView,
-    Seen,
     Vm,
     VmCondition,
     VmSeen,
     VmState,
-    Why,
-    World,
-    said,
 )
+from multiverse.core.model.world import Seen, World
 from multiverse.core.policy import Policy
 from multiverse.core.state import State
-from multiverse.core.transition import Awaiting, Change, Effect, EffectKind, Event, Transition, transitions, unchanged
+from multiverse.core.transition import Awaiting, Change, EffectKind, Event, Transition, transitions, unchanged
 
 V = VmState
 
@@ -76,8 +74,7 @@ VM: tuple[Transition, ...] = (
     *unchanged([*_LIVE, V.ORPHAN, V.LOST, *LEAVING_STATES, V.DELETING], Event.QUARANTINED, Event.RETRIED),
 )
 
-OFFER_TERM = 15.0
-"""Seconds for which a job may still take an idle orphan as it is submitted, by an offer of an earlier controller."""
+OFFER_TERM = 15.0  # seconds for which a job may still take an idle orphan, by an earlier controller's offer
 
 # --- what is awaited -------------------------------------------------------------------------------
 
@@ -91,7 +88,6 @@ AWAITED_VMS = {
 
 
 def plan_vm(vm: Vm, why: Reason | None = None) -> Change:
-    """A new VM is to be made."""
     return Change(vm, Event.PLANNED, why)
 
 
@@ -112,7 +108,6 @@ def take_vm(vm: Vm, attempt: Attempt, why: Reason) -> Change:
 
 
 def run_job_on_vm(vm: Vm) -> Change:
-    """Its job runs."""
     return Change(replace(vm, state=V.SERVING), Event.RUNS)
 
 
@@ -122,8 +117,7 @@ def retire_vm(vm: Vm, why: Reason) -> Change:
 
 
 def release_vm(vm: Vm, why: Reason | None, *, occupied: bool = False) -> Change:
-    """It is needed no more. The node of one that is `occupied` by a job goes DOWN first. A quarantine was for the sake
-    of its job, and is over with it."""
+    """It is needed no more, nor is its quarantine. The node goes DOWN first if a job is on it (`occupied`)."""
     target = V.REMOVING if vm.state is V.DEAD else V.RELEASING
     return Change(replace(vm, state=V.ENDING if occupied else target, quarantined=None), Event.RELEASED, why)
 
@@ -134,8 +128,7 @@ def end_vm(vm: Vm, event: Event, why: Reason) -> Change:
 
 
 def end_vms(state: State, vms: Iterable[Vm], event: Event, why: Reason) -> None:
-    """The same of those that are not ending yet, each by itself, and are nowhere else, of which their own steps tell.
-    What was said of one before is still said of it."""
+    """End those that are not ending yet and are at one place. An earlier reason stays."""
     for vm in vms:
         if not vm.leaving and len(vm.places) == 1:
             state.move(replace(end_vm(vm, event, vm.reason or why), reason=why))
@@ -180,8 +173,7 @@ def step_vm(state: State, vm_id: int, world: World, policy: Policy) -> None:
 
 
 def _place_to_go_by(vm: Vm, world: World) -> Place:
-    """Of a VM at two places, the one where it goes on. If it is shown to go on at neither, it may be at the one that is
-    out of sight; but one that is to end can be ended at the one in sight."""
+    """Where a VM at two places goes on, or may go on out of sight; where it can be ended, if it is to end."""
 
     def rank(place: Place) -> tuple[bool, bool]:
         seen = world.at(vm, place)
@@ -191,16 +183,14 @@ def _place_to_go_by(vm: Vm, world: World) -> Place:
 
 
 def _place_left(state: State, vm: Vm, world: World) -> Place | None:
-    """Of a VM at two places, one where it surely is no more. If an effect is to bring it to one of them, or to end it
-    there, its absence counts only after that."""
-    never = inf if vm.state in ACTING_VMS else vm.since
+    """Where a VM at two places surely is no more, after the effects that concern it."""
+    never = inf if vm.state in VM_EFFECTS else vm.since
     since = max(world.ended_at(vm.key, never), vm.since)
     return next((place for place in vm.places if _is_off(state, vm, place, since, world)), None)
 
 
 def _leave(state: State, vm: Vm, left: Place, world: World) -> None:
-    """It is at its other place alone, which keeps its claim. If it is not shown to go on there, it is lost until that
-    place tells what has become of it."""
+    """It keeps its other place and claim. It is lost if it is not shown to go on there."""
     why = (Why.HOST_OFF if state.is_fenced(left.host) else Why.NOT_THERE)(host=left.host)
     there = replace(vm, places=tuple(place for place in vm.places if place is not left))
     seen, free = world.vm(there), [ClaimKey(vm.key, left.host)]
@@ -211,8 +201,7 @@ def _leave(state: State, vm: Vm, left: Place, world: World) -> None:
 
 
 def vm_is_settled(state: State, vm: Vm, world: World) -> bool:
-    """Whether nothing moves the VM until it, its attempt, its offer, its source or what its source shows of it changes:
-    neither time nor another observation that shows the same."""
+    """Whether neither time nor an equal observation moves the VM."""
     place = vm.places[0]
     latest = world.latest(place.source)
     if vm.quarantined:
@@ -229,8 +218,7 @@ def vm_is_settled(state: State, vm: Vm, world: World) -> bool:
 
 
 def _step_out_of_sight(state: State, vm: Vm, place: Place, world: World, policy: Policy) -> None:
-    """Its host is not shown, or its source is unknown. Nothing is concluded about the VM itself. It no longer counts
-    for its job once the source has answered without its host, or has been unknown for long."""
+    """Conclude nothing but that it no longer counts for its job: its source is silent for long, or lacks its host."""
     if state.is_fenced(place.host):
         if vm.leaving:
             _step_leaving(state, vm, world)
@@ -251,8 +239,7 @@ def _is_shown_anew(vm: Vm, world: World) -> bool:
 
 
 def _find_again(state: State, vm: Vm, world: World) -> None:
-    """Its host is back. A VM with a job goes on, and any other VM has missed too much. Before a VM is ended, the
-    scheduler must have shown that no job is on its node, and must have untied the job that may begin there."""
+    """Its host is back. A VM with a job goes on. Any other is ended once no job is, or may begin, on its node."""
     attempt, seen = state.attempt_of(vm), world.vm(vm)
     if attempt is None or seen is None or seen.condition not in (VmCondition.RUNNING, VmCondition.PAUSED):
         goes_on = tied = False
@@ -347,15 +334,14 @@ def _step_starting(state: State, vm: Vm, seen: VmSeen | None, world: World, poli
 
 
 def _startable_since(state: State, vm: Vm, world: World) -> float:
-    """Since when the VM can be started: since its user is known, for whose sake a silent name service is waited for."""
+    """Since when the VM can be started: since its user is known."""
     attempt = state.attempt_of(vm)
     return max(vm.since, world.user_known_since(attempt.uid)) if attempt else vm.since
 
 
 def _step_leaving(state: State, vm: Vm, world: World) -> None:
-    """A VM is gone when its destruction has ended and neither side shows it in observations that began later. The host
-    of a fenced VM needs no observation. A VM of which only the node is left claims nothing any more: the scheduler may
-    keep the node for as long as it likes, in a reservation for hours."""
+    """A VM is gone when its destruction has ended and neither side shows it later; on a fenced host without an
+    observation. If only its node is left, it claims nothing any more: the scheduler may keep the node for hours."""
     ended = world.effect_ended_at.get(vm.key)
     if ended is None or world.scheduler is None:
         return
@@ -372,8 +358,7 @@ def _step_leaving(state: State, vm: Vm, world: World) -> None:
 
 
 def _only_its_node_is_left(state: State, vm: Vm, since: float, world: World) -> bool:
-    """Whether the scheduler still shows the node of a VM that is off its host, and can start no job there: neither that
-    of the VM's attempt, which may be given other VMs of the same tag, nor one that took an offer."""
+    """Whether only the node of a VM that is gone is left, and no job can start there."""
     assert world.scheduler is not None
     view, attempt = world.scheduler.value, state.attempt_of(vm)
     node = view.nodes.get(vm.name)
@@ -386,7 +371,6 @@ def _only_its_node_is_left(state: State, vm: Vm, since: float, world: World) -> 
 
 
 def _step_deleting(state: State, vm: Vm, world: World) -> None:
-    """Its VM was seen gone. A node that the scheduler shows no more was deleted."""
     if world.scheduler is None or vm.name in world.scheduler.value.nodes:
         return
     if world.node_began(vm.name) > max(vm.since, world.ended_at(vm.key)):
@@ -394,23 +378,21 @@ def _step_deleting(state: State, vm: Vm, world: World) -> None:
 
 
 def _jobs_began(state: State, vm: Vm, world: World) -> float:
-    """Since when it is known which jobs are on its node. Only its attempt's job can be there; on a spare, any job."""
+    """Since when it is known which jobs are on its node: its attempt's job or, on a spare, any job."""
     attempt = state.attempt_of(vm)
     assert world.scheduler is not None
     return world.job_began(attempt.job.job_id) if attempt else world.scheduler.began
 
 
 def _may_be_needed(state: State, vm: Vm, world: World) -> bool:
-    """Whether the scheduler may come back to its node. Of a job that is COMPLETING, Slurm 22.05 shows only the nodes
-    that have not released it, and crashes when such a job is cancelled after another one of its nodes was deleted."""
+    """Whether the scheduler needs its node: Slurm 22.05 crashes if one of a COMPLETING job's nodes is deleted."""
     attempt = state.attempt_of(vm)
     job = world.scheduler.value.jobs.get(attempt.job.job_id) if attempt and world.scheduler is not None else None
     return _is_occupied(vm, world) or (job is not None and job.state is JobState.COMPLETING)
 
 
 def may_take_job(state: State, vm: Vm, world: World) -> bool:
-    """Whether the scheduler may start the attempt's job on a VM that is being ended. Such a VM has the attempt's tag,
-    and a VM whose start failed may have started all the same. The scheduler starts no job there once the node is DOWN
+    """Whether the scheduler may start the attempt's job on a VM that is being ended. It does not once the node is DOWN
     or drained, or once the VM is off its host and its node neither answers nor is registered."""
     if world.scheduler is None or vm.state not in (V.ENDING, V.REMOVING):
         return False
@@ -435,9 +417,8 @@ def _is_off(state: State, vm: Vm, place: Place, since: float, world: World) -> b
 
 
 def _step_orphan(state: State, vm: Vm, world: World) -> None:
-    """A VM that no record explained is kept while a job is, or may be, on its node, until it dies, its host is fenced
-    or an operator decides. An idle one is released after a second observation. While its host is out of sight nothing
-    is concluded, and a job that was seen on it does not start elsewhere."""
+    """Keep an orphan while a job is, or may be, on its node; release an idle one after a second observation. While its
+    host is out of sight nothing is concluded."""
     latest = world.latest(vm.place.source)
     if latest is None or vm.host not in latest.value.hosts or latest.began <= vm.since:
         return
@@ -474,26 +455,11 @@ def may_have_a_job(view: SchedulerView, name: str) -> bool:
 # --- effect ----------------------------------------------------------------------------------------
 
 
-ACTING_VMS = (V.PLANNED, V.STARTING, V.ENDING, V.REMOVING, V.RELEASING, V.DELETING)
-"""The states that permit an effect."""
-
-
-def vm_effect(vm: Vm) -> Effect | None:
-    """What the state of a VM permits."""
-    if vm.quarantined:
-        return None
-    match vm.state:
-        case V.PLANNED:
-            return Effect(EffectKind.CREATE, vm.key)
-        case V.STARTING:
-            return Effect(EffectKind.START, vm.key)
-        case V.ENDING:
-            return Effect(EffectKind.END, vm.key)
-        case V.REMOVING:
-            return Effect(EffectKind.REMOVE, vm.key)
-        case V.RELEASING:
-            return Effect(EffectKind.RELEASE, vm.key)
-        case V.DELETING:
-            return Effect(EffectKind.DELETE, vm.key)
-        case _:
-            return None
+VM_EFFECTS = {
+    V.PLANNED: EffectKind.CREATE,
+    V.STARTING: EffectKind.START,
+    V.ENDING: EffectKind.END,
+    V.REMOVING: EffectKind.REMOVE,
+    V.RELEASING: EffectKind.RELEASE,
+    V.DELETING: EffectKind.DELETE,
+}

@@ -4,68 +4,43 @@ Memory and disk are MiB, times are seconds, processors are counts of vCPUs. Mono
 `Clock.now()` and mean nothing across a reboot; wall times are Unix time.
 """
 
+from multiverse.core.model.basics import ClaimKey, CloneKind, Depth, Key, Placement, RowKind, Size
 from multiverse.core.model.host import (
+    MOST_NODES,
     OFF_STATES,
+    OTHER_IMAGES,
     Claim,
     DiskCost,
     Drain,
+    EqualHosts,
     Host,
     HostFault,
     HostState,
     HypervisorView,
     ImageDisk,
+    JobLimit,
+    JobLimits,
     KnownHost,
     NumaNode,
     Overcommitment,
 )
 from multiverse.core.model.identity import (
+    LAST_DECIMAL,
+    LAST_SERIAL,
+    OF_SITE,
+    SERIAL,
     Daemon,
     GuestFile,
     Identity,
+    Member,
     Mount,
     Neighbour,
     NodeBootstrap,
+    Reach,
     TaskAccess,
     User,
     UserSeen,
-)
-from multiverse.core.model.job import (
-    ENDING_STATES,
-    MOST_SHORT_RUNS,
-    PINNED_STATES,
-    SHORT_RUN,
-    WAITING_STATES,
-    YEAR,
-    Attempt,
-    AttemptState,
-    Job,
-    JobRef,
-    JobState,
-    Node,
-    NodeSpec,
-    NodeState,
-    Outcome,
-    Request,
-    SchedulerPart,
-    SchedulerView,
-)
-from multiverse.core.model.keys import ClaimKey, Key, RowKind
-from multiverse.core.model.lease import (
-    COMING_LEASES,
-    GIVEN_UP_LEASES,
-    OPEN_LEASES,
-    Lease,
-    LeasedHost,
-    LeaseSpec,
-    LeaseState,
-    PilotSeen,
-    PilotState,
-)
-from multiverse.core.model.limits import MOST_NODES, OTHER_IMAGES, EqualHosts, JobLimit, JobLimits
-from multiverse.core.model.names import (
-    LAST_DECIMAL,
-    LAST_SERIAL,
-    SERIAL,
+    group_of,
     is_site,
     lease_name,
     mac_of,
@@ -77,20 +52,54 @@ from multiverse.core.model.names import (
     vm_name,
     vm_prefix,
 )
-from multiverse.core.model.offer import Offer, OfferState
-from multiverse.core.model.reach import OF_SITE, Member, Reach, group_of
+from multiverse.core.model.job import (
+    COMING_LEASES,
+    ENDING_STATES,
+    GIVEN_UP_LEASES,
+    MOST_SHORT_RUNS,
+    OPEN_LEASES,
+    PINNED_STATES,
+    SHORT_RUN,
+    WAITING_STATES,
+    YEAR,
+    Attempt,
+    AttemptState,
+    Job,
+    JobRef,
+    JobState,
+    Lease,
+    LeasedHost,
+    LeaseSpec,
+    LeaseState,
+    Node,
+    NodeReservation,
+    NodeSpec,
+    NodeState,
+    Outcome,
+    PilotSeen,
+    PilotState,
+    Request,
+    SchedulerPart,
+    SchedulerView,
+    first_keeping,
+    first_on,
+)
 from multiverse.core.model.reason import Reason, Why, said, text_of
-from multiverse.core.model.reservation import NodeReservation, first_keeping, first_on
-from multiverse.core.model.sizes import CloneKind, Depth, Placement, Size
-from multiverse.core.model.template import Template, TemplateCondition, TemplateKey, TemplateSeen, TemplateState
 from multiverse.core.model.usage import HostUsage, Load, Usage, VmUsage
 from multiverse.core.model.vm import (
     FAILED_STATES,
     LEAVING_STATES,
     UPCOMING_STATES,
     Fault,
+    Offer,
+    OfferState,
     Place,
     Stage,
+    Template,
+    TemplateCondition,
+    TemplateKey,
+    TemplateSeen,
+    TemplateState,
     Vm,
     VmCondition,
     VmRef,

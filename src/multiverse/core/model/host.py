@@ -1,19 +1,17 @@
-"""Hosts, what was observed of them, and what is held on them."""
+"""Hosts: what was observed of them, what is held on them, and what empty hosts could hold of one job."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from types import MappingProxyType
 from typing import NamedTuple
 
-from multiverse.core.model.keys import ClaimKey, Key
+from multiverse.core.model.basics import ClaimKey, CloneKind, Key, Size
 from multiverse.core.model.reason import Reason
-from multiverse.core.model.sizes import CloneKind, Size
-from multiverse.core.model.template import TemplateKey, TemplateSeen
 from multiverse.core.model.usage import Load
-from multiverse.core.model.vm import VmSeen
+from multiverse.core.model.vm import TemplateKey, TemplateSeen, VmSeen
 
 
 class DiskCost(NamedTuple):
@@ -29,14 +27,10 @@ class DiskCost(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ImageDisk:
-    """How large the files of an image's VMs can become on a host, in MiB.
+    """How large the files of an image's VMs can become on a host, in MiB."""
 
-    `whole` is the size of a VM whose guest can write to all of its disk. `overhead` is what a VM takes beside its
-    allowance where the guest is limited to that, and what a template and a parked VM take.
-    """
-
-    whole: int = 0
-    overhead: int = 0
+    whole: int = 0  # of a VM whose guest can write to all of its disk
+    overhead: int = 0  # of a VM beside its allowance, of a template, and of a parked VM
 
     def cost(self, *, limited: bool) -> DiskCost:
         """What a VM claims whose guest is limited to its allowance, or is not."""
@@ -45,74 +39,50 @@ class ImageDisk:
 
 @dataclass(frozen=True, slots=True)
 class Overcommitment:
-    """How much more VMs may claim on a host than it declares, and what its machine must keep all the same.
+    """How much more VMs may claim on a host than it declares, and what its machine must keep all the same."""
 
-    `cpus`, `memory` and `disk` are times the declared capacity, 1 or more. One VM has no more CPUs than the host
-    declares, however many all VMs together may claim. With `memory` above 1 a VM that has run for a while counts as
-    the memory that it uses, and no VM is added while the machine has less than `floor` MiB available. While less than
-    `disk_floor` MiB of disk are available, no VM is added either.
-    """
-
-    cpus: float = 1.0
-    memory: float = 1.0
+    cpus: float = 1.0  # times the declared capacity, for all VMs together; one VM has no more than that
+    memory: float = 1.0  # above 1, a VM that has run for a while counts as what it uses
     disk: float = 1.0
-    floor: int = 1024
-    disk_floor: int = 1024
+    floor: int = 1024  # MiB of memory that the machine must have available for a VM to be added
+    disk_floor: int = 1024  # the same of disk
 
 
 @dataclass(frozen=True, slots=True)
 class NumaNode:
-    """A NUMA node of a host, as numactl(8) shows it: its CPUs by number, its memory and what of it is `free` in MiB,
-    and how far the host's nodes are from it, in their order. `taken` is what VMs have of it."""
+    """A NUMA node of a host, as numactl(8) shows it."""
 
     number: int
-    cpus: tuple[int, ...]
-    memory: int
-    free: int = 0
-    taken: Size = Size(0, 0)
-    distances: tuple[int, ...] = ()
+    cpus: tuple[int, ...]  # by number
+    memory: int  # MiB
+    free: int = 0  # of it, MiB
+    taken: Size = Size(0, 0)  # what VMs have of it
+    distances: tuple[int, ...] = ()  # of the host's nodes from it, in their order
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A machine that runs VMs, or a cloud's quota: what it declares to have for VMs, what it can do, what things cost.
-
-    `abilities` are names such as `instant`, `linked`, `full` (kinds of clone), `plug_memory`, `plug_cpus`, and
-    `assigns_addresses` where the hypervisor gives VMs their addresses and MACs. `machine` is what the machine itself
-    has, shown beside the declared capacity; None if the platform does not tell. `template_copies` is how often the
-    memory of a template is held while it has clones. `available` is what the machine could give to new processes when
-    it was observed; 0 if that is unknown. `available_disk` is how much more VMs could write then, None if that is
-    unknown. `images` are those that are there, each with what it can do: `fork`, `plug_cpus`, `plug_memory`,
-    `limit_disk` (its guests keep to an allowance). `memory_block` is the granularity of plugged memory, `vm_overhead`
-    what a VM needs beside its guest's memory. `disks` says of images how large the files of their VMs can become; of an
-    image that it does not name, VMs take their allowance. `self_fence` is after how many seconds without the controller
-    and the scheduler its agent ends its VMs; 0: never. `overcommit` says how much more may be claimed than is declared.
-    `features` are what its VMs
-    have because this host can do it, and `features_off` what they do without, each with the reason: shown to operators,
-    and of no consequence for decisions; and so are its NUMA nodes (`numa`), which are the host's own concern. `load` is
-    what all its processes have used in the last minute, None if that is not measured. `refuses` is why its agent takes
-    no VM any more, and ends those that are there: its lease ends. Empty: it takes VMs. Memory and disk are in MiB.
-    """
+    """A machine that runs VMs, or a cloud's quota: what it has for VMs, what it can do, what things cost. In MiB."""
 
     name: str
     capacity: Size
-    abilities: frozenset[str] = frozenset()
-    machine: Size | None = None
+    abilities: frozenset[str] = frozenset()  # instant, linked, full (clones), plug_memory, plug_cpus, assigns_addresses
+    machine: Size | None = None  # what the machine itself has; None: unknown
     accelerator: str = ""
-    template_copies: int = 1
-    available: int = 0
-    images: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    memory_block: int = 128
-    vm_overhead: int = 32
-    available_disk: int | None = None
-    disks: Mapping[str, ImageDisk] = field(default_factory=dict)
-    self_fence: float = 0.0
+    template_copies: int = 1  # how often a template's memory is held while it has clones
+    available: int = 0  # what the machine could give to new processes when observed; 0: unknown
+    images: Mapping[str, frozenset[str]] = field(default_factory=dict)  # fork, plug_cpus, plug_memory, limit_disk
+    memory_block: int = 128  # granularity of plugged memory
+    vm_overhead: int = 32  # what a VM needs beside its guest's memory
+    available_disk: int | None = None  # how much more VMs could write; None: unknown
+    disks: Mapping[str, ImageDisk] = field(default_factory=dict)  # of images; of others VMs take their allowance
+    self_fence: float = 0.0  # seconds without the site after which its agent ends its VMs; 0: never
     overcommit: Overcommitment = Overcommitment()
-    features: frozenset[str] = frozenset()
-    features_off: Mapping[str, str] = field(default_factory=dict)
-    load: Load | None = None
-    numa: tuple[NumaNode, ...] = ()
-    refuses: str = ""
+    features: frozenset[str] = frozenset()  # what its VMs have because this host can do it
+    features_off: Mapping[str, str] = field(default_factory=dict)  # what they do without, and why; for operators alone
+    load: Load | None = None  # of the last minute; None: not measured
+    numa: tuple[NumaNode, ...] = ()  # the host's own concern
+    refuses: str = ""  # why its agent takes no VM any more, and ends those there: its lease ends
 
     def image_can(self, image: str, ability: str) -> bool:
         """Whether the image is there and has that ability."""
@@ -142,61 +112,53 @@ OFF_STATES = (HostState.FENCED, HostState.REMOVED, HostState.RETURNED)
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """An operator's word that a host is to get no new VM from `begins` on (Unix time), and why. Before that, it gets
-    VMs for jobs that surely end by then."""
+    """An operator's word that a host gets no new VM. Before `begins` it gets VMs for jobs that surely end by then."""
 
-    begins: float = 0.0
+    begins: float = 0.0  # Unix time
     reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class HostFault:
-    """VMs of an image do not come up on a host: it gets none before `until` (Unix time), and then one at a time until
-    one has joined. So many `failures` there were in a row, the last one for that `reason`."""
+    """VMs of an image do not come up on a host: none is made there for a while, then one at a time until one joins."""
 
     image: str
-    failures: int
-    until: float
-    reason: Reason | None
+    failures: int  # in a row
+    until: float  # Unix time
+    reason: Reason | None  # of the last one
 
 
 @dataclass(frozen=True, slots=True)
 class KnownHost:
-    """A host of the site: one that was observed, that the settings name, or that an operator added. `value` is as last
-    observed; None if it never was. A drained host stays drained, whatever its state, until an operator resumes it.
-    `faults` say for which images it is avoided, each for one."""
+    """A host of the site: one that was observed, that the settings name, or that an operator added."""
 
     name: str
     source: str
     state: HostState = HostState.KNOWN
-    value: Host | None = None
+    value: Host | None = None  # as last observed; None: never
     id: int = 0
     version: int = 0
     since: float = 0.0
     reason: Reason | None = None
     quarantined: Reason | None = None
-    drain: Drain | None = None
-    faults: tuple[HostFault, ...] = ()
+    drain: Drain | None = None  # stays, whatever its state, until an operator resumes it
+    faults: tuple[HostFault, ...] = ()  # for which images it is avoided
 
     @property
     def key(self) -> Key:
         return Key("host", self.id)
 
     def fault_of(self, image: str) -> HostFault | None:
-        """How VMs of an image fail there, if they do."""
         return next((one for one in self.faults if one.image == image), None)
 
     def without_fault(self, image: str) -> KnownHost:
-        """Itself as good for the image."""
         return replace(self, faults=tuple(one for one in self.faults if one.image != image))
 
     def with_fault(self, fault: HostFault) -> KnownHost:
-        """Itself with that fault in place of what was known of its image."""
         return replace(self, faults=(*self.without_fault(fault.image).faults, fault))
 
     @property
     def is_off(self) -> bool:
-        """Whether nothing of what was on it goes on. Derived from its state."""
         return self.state in OFF_STATES
 
     @property
@@ -209,9 +171,9 @@ class KnownHost:
 class HypervisorView:
     """One observation of one source: VMs and hosts by name, templates by key."""
 
-    hosts: Mapping[str, Host] = field(default_factory=lambda: MappingProxyType({}))
-    vms: Mapping[str, VmSeen] = field(default_factory=lambda: MappingProxyType({}))
-    templates: Mapping[TemplateKey, TemplateSeen] = field(default_factory=lambda: MappingProxyType({}))
+    hosts: Mapping[str, Host] = field(default_factory=dict)
+    vms: Mapping[str, VmSeen] = field(default_factory=dict)
+    templates: Mapping[TemplateKey, TemplateSeen] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,3 +187,64 @@ class Claim:
     @property
     def key(self) -> ClaimKey:
         return ClaimKey(self.owner, self.domain)
+
+
+# --- what a scheduler refuses jobs by ---------------------------------------------------------------
+
+
+MOST_NODES = 256  # larger jobs are not refused for the sum of their nodes: lists of memory sizes have to end
+
+OTHER_IMAGES = "*"  # stands for all images that no host has
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class EqualHosts:
+    """Hosts that could each hold the same of a job. Amounts are those of nodes, in MiB and Mbit/s."""
+
+    count: int
+    cpus: int
+    disk: int
+    memory: tuple[int, ...]  # `memory[k - 1]`: the most of each of `k` nodes; up to `MOST_NODES`
+    cost: DiskCost = DiskCost()  # what a node takes of the disk
+    node_cpus: int = 0  # the most of one node; 0: all
+    net: int = 0
+
+    @property
+    def cpus_of_a_node(self) -> int:
+        """The most CPUs of one node."""
+        return self.node_cpus or self.cpus
+
+    def nodes_held(self, size: Size, per_host: int = 0) -> int:
+        """How many such nodes these hosts could hold, `per_host` on each at most (0: any); exact up to `MOST_NODES`."""
+        if size.cpus > self.cpus_of_a_node:
+            return 0
+        by_memory = bisect_right(self.memory, -size.memory, key=lambda most: -most)
+        each = self.cost.of(size.disk)
+        by_disk = self.disk // each if each else by_memory
+        by_net = self.net // size.net if size.net else by_memory
+        held = min(by_memory, self.cpus // size.cpus, by_disk, by_net)
+        return self.count * (min(held, per_host) if per_host else held)
+
+
+@dataclass(frozen=True, slots=True)
+class JobLimit:
+    """What a job that accepts one of `kinds` could have at most, if its VMs are made in one way."""
+
+    kinds: frozenset[CloneKind]
+    hosts: tuple[EqualHosts, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class JobLimits:
+    """What jobs must not exceed: one of the limits of their image and kind."""
+
+    image: str  # of jobs that name none, as is the kind
+    kind: CloneKind
+    limits: Mapping[str, tuple[JobLimit, ...]]  # by image; `OTHER_IMAGES`: of those not listed; empty: no limit
+
+    def allow(self, image: str | None, kind: CloneKind | None, nodes: int, size: Size, per_host: int = 0) -> bool:
+        """Whether the hosts could ever hold so many such nodes, `per_host` on each host at most (0: any)."""
+        limits = self.limits.get(image or self.image, self.limits.get(OTHER_IMAGES, ()))
+        mine = [limit for limit in limits if (kind or self.kind) in limit.kinds]
+        held = (sum(hosts.nodes_held(size, per_host) for hosts in limit.hosts) for limit in mine)
+        return not mine or nodes > MOST_NODES or any(count >= nodes for count in held)

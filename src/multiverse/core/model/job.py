@@ -1,4 +1,4 @@
-"""Jobs, nodes and attempts: the scheduler's side."""
+"""The scheduler's side: jobs, nodes, attempts, reservations, and leases with their pilots."""
 
 from __future__ import annotations
 
@@ -6,37 +6,164 @@ from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
-from types import MappingProxyType
+from math import inf
 from typing import Literal, NamedTuple, TypeVar
 
-from multiverse.core.model.keys import Key
-from multiverse.core.model.lease import PilotSeen
-from multiverse.core.model.reason import Reason
-from multiverse.core.model.reservation import NodeReservation
-from multiverse.core.model.sizes import CloneKind, Size
+from multiverse.core.model.basics import CloneKind, Key, Size
+from multiverse.core.model.reason import Reason, Why
+
+# --- reservations -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class NodeReservation:
+    """No job of ours can run from `begins` until `ends` (Unix times), nor start before unless it ends in time."""
+
+    name: str
+    begins: float
+    ends: float
+
+    def is_on(self, now: float) -> bool:
+        """Whether it has begun, and is not over."""
+        return self.begins <= now < self.ends
+
+    def keeps(self, now: float, limit: float | None) -> bool:
+        """Whether a job that takes `limit` seconds at most (None: nobody knows) cannot start now because of it."""
+        return now < self.ends and now + (limit or 0.0) > self.begins
+
+    def why(self) -> Reason:
+        """Why such a job waits."""
+        return Why.RESERVED(name=self.name, begins=self.begins, ends=self.ends)
+
+
+def first_on(reservations: Collection[NodeReservation], now: float) -> NodeReservation | None:
+    """The one of those that have begun that ends last."""
+    return max((one for one in reservations if one.is_on(now)), key=lambda one: one.ends, default=None)
+
+
+def first_keeping(reservations: Collection[NodeReservation], now: float, limit: float | None) -> NodeReservation | None:
+    """The one because of which a job that takes `limit` seconds at most cannot start now: that which begins first."""
+    return min((one for one in reservations if one.keeps(now, limit)), key=lambda one: one.begins, default=None)
+
+
+# --- leases -----------------------------------------------------------------------------------------
+
+
+class PilotState(StrEnum):
+    PENDING = "pending"
+    RUNNING = "running"
+    ENDING = "ending"  # it was told to end (preempted, cancelled, out of time), or is completing
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True)
+class PilotSeen:
+    """A pilot job as the scheduler shows it."""
+
+    name: str  # of its lease's specification, as is the token
+    token: str
+    state: PilotState
+    node: str = ""  # the physical node that it runs on, or ran on last
+    ends: float = inf  # Unix time by which it has ended at the latest; infinity: not known
+    reason: str = ""  # the scheduler's word on why it waits or ends
+    restarts: int = 0  # how often the scheduler has queued it again
+    clean: bool = False  # nothing of it can be left on a node: it never ran, or its nodes answered or rebooted
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseSpec:
+    """What a pilot is asked for."""
+
+    name: str
+    token: str
+    partition: str
+    size: Size = Size(0, 0)  # of a node, in CPUs and MiB; no CPUs: a whole node; no memory: the partition's
+    time_limit: float = 3600.0  # seconds
+    account: str = ""  # empty: the scheduler's default, as for the user
+    user: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LeasedHost:
+    """How a leased host is reached: by its pilot (the scheduler's id), on a physical node of the scheduler."""
+
+    lease: LeaseSpec
+    pilot: str
+    node: str
+    ends: float = inf
+
+
+class LeaseState(StrEnum):
+    PLANNED = "planned"  # its pilot is to be submitted
+    WAITING = "waiting"  # its pilot waits in the scheduler
+    STARTING = "starting"  # its pilot runs; its host has not been in sight yet
+    IDLE = "idle"  # its host is in sight, and no VM is claimed on it
+    HELD = "held"  # VMs are claimed on its host
+    ENDING = "ending"  # its pilot is ending: its host takes no VM, and its agent ends those that are there
+    LOST = "lost"  # its pilot is over, but its node did not answer: what was on its host may go on
+    RELEASING = "releasing"  # its pilot is to be cancelled; nothing of its VMs goes on
+    GONE = "gone"  # no pilot of it is left, and nothing is claimed on its host
+
+
+OPEN_LEASES = (LeaseState.IDLE, LeaseState.HELD)  # the host of a lease in one of these states takes VMs
+
+GIVEN_UP_LEASES = (LeaseState.ENDING, LeaseState.LOST, LeaseState.RELEASING)
+"""The host of a lease in one of these states takes no VM any more."""
+
+COMING_LEASES = (LeaseState.PLANNED, LeaseState.WAITING, LeaseState.STARTING)
+"""The host of a lease in one of these states is expected to take VMs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A host borrowed from the scheduler, or about to be. Its host has its name, which never recurs."""
+
+    id: int
+    version: int = field(default=0, kw_only=True)
+    state: LeaseState = field(default=LeaseState.PLANNED, kw_only=True)
+    since: float  # when it entered its state (monotonic)
+    spec: LeaseSpec
+    pilot: str = ""  # the scheduler's id of it
+    node: str = ""  # the physical node
+    ends: float | None = None  # Unix time by which the pilot has ended, as last observed; None: nobody can tell
+    reason: Reason | None = None
+    quarantined: Reason | None = None
+    used: int = 0  # how often VMs came to its empty host
+
+    @property
+    def key(self) -> Key:
+        return Key("lease", self.id)
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def host(self) -> LeasedHost:
+        return LeasedHost(self.spec, self.pilot, self.node, inf if self.ends is None else self.ends)
+
+
+# --- jobs, nodes and attempts -----------------------------------------------------------------------
+
 
 V = TypeVar("V")
 
-YEAR = 365 * 86400
-"""Seconds. A job without any time limit counts as one that takes so long, as in Slurm (YEAR_MINUTES)."""
+YEAR = 365 * 86400  # Seconds. A job without any time limit counts as one that takes so long, as in Slurm (YEAR_MINUTES)
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a job asks for, per node. `size.memory` is what the job may use, not what its VM has. `account`: its VMs
-    are forked from that account's own templates; empty where all share them. `placement` names the policy that places
-    its VMs; None: the site's. At most `per_host` of its VMs are on one host; 0: any number. Its nodes have `sockets`,
-    among which their CPUs are divided evenly."""
+    """What a job asks for, per node."""
 
     nodes: int
-    size: Size
+    size: Size  # memory: what the job may use, not what its VM has
     image: str | None = None
     kind: CloneKind | None = None
     features: tuple[str, ...] = ()
-    account: str = ""
-    placement: str | None = None
-    per_host: int = 0
-    sockets: int = 1
+    account: str = ""  # its VMs are forked from that account's templates; empty: from those that all share
+    placement: str | None = None  # the policy that places its VMs; None: the site's
+    per_host: int = 0  # VMs on one host at most; 0: any number
+    sockets: int = 1  # of a node, among which its CPUs are divided evenly
 
     def most_on_a_host(self, held: int) -> int:
         """How many of its VMs may be on a host that could hold `held` of them."""
@@ -45,15 +172,11 @@ class Request:
 
 @dataclass(frozen=True, slots=True, order=True)
 class JobRef:
-    """One run of one job. Job ids come again and requeued jobs keep theirs, hence all three.
+    """One run of one job. Job ids come again and requeued jobs keep theirs, hence all three."""
 
-    `job_id` is the scheduler's own string (`123`, `123_4`), `submitted` Unix time, `restarts` the
-    scheduler's restart count. A store serves one cluster, so the cluster's name is not repeated here.
-    """
-
-    job_id: str
-    submitted: int
-    restarts: int = 0
+    job_id: str  # the scheduler's own: 123, 123_4
+    submitted: int  # Unix time
+    restarts: int = 0  # the scheduler's restart count
 
 
 class JobState(StrEnum):
@@ -65,57 +188,34 @@ class JobState(StrEnum):
 
 
 class Job(NamedTuple):
-    """A job of ours as the scheduler shows it; jobs outside our partitions are never shown.
-
-    `rank` orders pending jobs as the scheduler would start them (lower first). It depends on the job alone, so that
-    it stays the same while other jobs come and go. `eligible` says that
-    nothing but the gate keeps it waiting, and limits that are counted: no hold, dependency, begin time
-    or other limit. `gated` says that it waits at the gate; `pinned` names the attempt's feature it is
-    tied to. `problem` says why its request cannot be served at all; `request` is None exactly then.
-    `result` is the scheduler's own word for how it ended (`COMPLETED`, `FAILED`, ...). `uses` is what a
-    pending job will take of which of the view's limits once it runs. `array` is the id of the array of which it is a
-    task, if it is one. `limit` is how many seconds a run takes at most: the time limit, and what the scheduler lets
-    pass until it has ended a job that exceeds it. `ends` is the Unix time by which a job that runs has ended for that
-    reason. Both are None where the scheduler does not tell; a job that is suspended has no such time. `requeues` says
-    that the scheduler can queue it again once it runs: not a job whose user waits for it, or forbids that.
-
-    `origin` is the partition of physical nodes that the job was submitted to, and from which it may be moved to a VM;
-    empty for a job that was submitted to the gate. `at_origin` says that it waits there, or runs there without a VM of
-    ours: it is eligible then if it has waited for nodes long enough to be moved, and its rank is behind those of all
-    jobs at the gate. `account` is the one that it is charged to.
-
-    `delayed_until` is the Unix time until which the scheduler itself holds back a job that was queued again (its own
-    back-off); None if it does not. It does not count for `eligible`.
-
-    A named tuple, because each pass compares all jobs with those before, and Python compares tuples without a call for
-    each (decision 30).
-    """
+    """A job of ours as the scheduler shows it; jobs outside our partitions are never shown. A named tuple, because each
+    pass compares all jobs, and Python compares tuples without a call for each (decision 30)."""
 
     ref: JobRef
     name: str
     uid: int
     state: JobState
-    request: Request | None
-    problem: str = ""
+    request: Request | None  # None: it cannot be served at all
+    problem: str = ""  # why it cannot be served at all
     reason: str = ""
-    rank: int = 0
-    eligible: bool = True
+    rank: int = 0  # orders pending jobs as they would start, lower first; depends on the job alone
+    eligible: bool = True  # only the gate, or a limit that is counted, keeps it waiting
     held: bool = False
-    gated: bool = True
-    pinned: str | None = None
+    gated: bool = True  # it waits at the gate
+    pinned: str | None = None  # the tag that it is tied to
     nodes: tuple[str, ...] = ()
-    result: str = ""
+    result: str = ""  # the scheduler's word for how it ended: COMPLETED, FAILED, …
     exit_code: int = 0
     work_dir: str = ""
-    uses: tuple[tuple[str, int], ...] = ()
-    array: str = ""
-    limit: float | None = None
-    ends: float | None = None
-    requeues: bool = True
-    origin: str = ""
-    at_origin: bool = False
-    account: str = ""
-    delayed_until: float | None = None
+    uses: tuple[tuple[str, int], ...] = ()  # how much it will take of which of the view's limits
+    array: str = ""  # the id of its array, if it is a task of one
+    limit: float | None = None  # seconds that a run takes at most, until the scheduler has ended it; None: unknown
+    ends: float | None = None  # Unix time by which it has ended; None: unknown, or suspended
+    requeues: bool = True  # it can be queued again once it runs
+    origin: str = ""  # the partition of physical nodes from which it may be moved to a VM
+    at_origin: bool = False  # it waits there (eligible: long enough to be moved), or runs there without a VM of ours
+    account: str = ""  # that it is charged to
+    delayed_until: float | None = None  # Unix time: the scheduler's back-off of a requeued job, beside `eligible`
 
 
 class NodeState(StrEnum):
@@ -129,14 +229,13 @@ class NodeState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A VM as the scheduler sees it; only dynamic nodes of our site are shown. `reserved`: it is in a reservation that
-    has begun, so the scheduler does not let it be deleted."""
+    """A VM as the scheduler sees it; only dynamic nodes of our site are shown."""
 
     name: str
     state: NodeState
     features: tuple[str, ...] = ()
     reason: str = ""
-    reserved: bool = False
+    reserved: bool = False  # it is in a reservation that has begun, and cannot be deleted
 
     @property
     def answers(self) -> bool:
@@ -156,54 +255,34 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class NodeSpec:
-    """A VM as the scheduler is to know it as a node.
-
-    `tag` is what ties jobs to it (`Scheduler.pin`), `features` what a job may ask for and find here, the tag among
-    them. `spare` says that the VM joins before its job is known: a job that takes it has to wait on it until the job's
-    user has been added. `image` and `account` are the VM's own; `address` has a prefix length. `peers` are the names
-    and addresses (without prefix length) of the other VMs of its job.
-    """
+    """A VM as the scheduler is to know it as a node."""
 
     name: str
-    address: str
+    address: str  # with prefix length
     size: Size
-    features: tuple[str, ...]
-    tag: str
-    image: str
+    features: tuple[str, ...]  # what a job may ask for and find here, the tag among them
+    tag: str  # ties jobs to it (`Scheduler.pin`)
+    image: str  # the VM's own, as is the account
     account: str = ""
-    spare: bool = False
+    spare: bool = False  # it joins before its job is known: the job has to wait there until its user is added
     sockets: int = 1
-    peers: tuple[tuple[str, str], ...] = ()
+    peers: tuple[tuple[str, str], ...] = ()  # names and addresses (without prefix length) of its job's other VMs
 
 
 @dataclass(frozen=True)
 class SchedulerView:
-    """One observation of the scheduler: `jobs` by job id, `nodes` by name.
+    """One observation of the scheduler. Some jobs and nodes may have been read again since the whole was observed."""
 
-    Ended jobs may be missing or shown as ended. `limits` is how much more each limit lets run, beside all that ran when
-    the jobs were observed. `offers` are the nodes that jobs may take by themselves, and those that were taken (True);
-    None if the scheduler cannot offer nodes. `takers` are the users (uids) whose submissions took nodes, as far as the
-    scheduler tells.
-
-    Some jobs and nodes may have been read again since the whole was observed: `jobs_began` and `nodes_began` say when
-    that reading of each began (monotonic). Those that it did not find are named there, too.
-
-    `pilots` are all pilot jobs of our site's leases, by the scheduler's id, whatever their partition; those that ended
-    may be missing. `leasable` is what a whole node of each partition that may be leased from has at least, in CPUs and
-    MiB. `reservations` are those that keep all nodes of VMs from jobs, or will. All three are as of the whole
-    observation.
-    """
-
-    jobs: Mapping[str, Job] = field(default_factory=lambda: MappingProxyType({}))
-    nodes: Mapping[str, Node] = field(default_factory=lambda: MappingProxyType({}))
-    limits: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
-    offers: Mapping[str, bool] | None = field(default_factory=lambda: MappingProxyType({}))
-    takers: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
-    jobs_began: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
-    nodes_began: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
-    pilots: Mapping[str, PilotSeen] = field(default_factory=lambda: MappingProxyType({}))
-    leasable: Mapping[str, Size] = field(default_factory=lambda: MappingProxyType({}))
-    reservations: tuple[NodeReservation, ...] = ()
+    jobs: Mapping[str, Job] = field(default_factory=dict)  # by id; ended ones may be missing
+    nodes: Mapping[str, Node] = field(default_factory=dict)  # by name
+    limits: Mapping[str, int] = field(default_factory=dict)  # how much more each limit lets run
+    offers: Mapping[str, bool] | None = field(default_factory=dict)  # nodes that jobs may take; True: taken
+    takers: Mapping[str, int] = field(default_factory=dict)  # uids whose submissions took nodes
+    jobs_began: Mapping[str, float] = field(default_factory=dict)  # when each was last looked for (monotonic)
+    nodes_began: Mapping[str, float] = field(default_factory=dict)
+    pilots: Mapping[str, PilotSeen] = field(default_factory=dict)  # of our site's leases, by the scheduler's id
+    leasable: Mapping[str, Size] = field(default_factory=dict)  # of a node at least, by partition
+    reservations: tuple[NodeReservation, ...] = ()  # that keep all nodes of VMs from jobs
 
     def is_unusable(self, node: str) -> bool:
         """Whether the node is known and gets no job."""
@@ -211,8 +290,7 @@ class SchedulerView:
 
     @cached_property
     def occupied(self) -> Set[str]:
-        """The nodes that a job runs on or has not left yet. slurmctld 22.05 lets such a node be deleted once it is
-        DOWN, and crashes when it comes to the job's last step (a null pointer in step_mgr.c)."""
+        """The nodes that a job has not left. Slurm 22.05 crashes at a job's last step if its node was deleted."""
         free = (JobState.PENDING, JobState.ENDED)
         return {node for job in self.jobs.values() if job.nodes and job.state not in free for node in job.nodes}
 
@@ -239,22 +317,17 @@ def _without(values: Mapping[str, V], names: Collection[str]) -> Mapping[str, V]
 
 @dataclass(frozen=True, slots=True)
 class SchedulerPart:
-    """Some jobs and nodes of the scheduler, read without the others.
+    """Some jobs and nodes of the scheduler, read without the others. What was read and is not shown does not exist."""
 
-    All jobs of `users` (uids) were read, the jobs of `job_ids`, and the nodes of `node_names`, or all nodes. What of
-    these is not in `jobs` or `nodes` does not exist; nothing is said about any other. `limits` are those that were
-    counted again. `offers` and `takers` are whole, as in a `SchedulerView`.
-    """
-
-    jobs: Mapping[str, Job] = field(default_factory=lambda: MappingProxyType({}))
-    nodes: Mapping[str, Node] = field(default_factory=lambda: MappingProxyType({}))
-    job_ids: frozenset[str] = frozenset()
-    users: frozenset[int] = frozenset()
-    node_names: frozenset[str] = frozenset()
-    all_nodes: bool = False
-    limits: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
-    offers: Mapping[str, bool] | None = field(default_factory=lambda: MappingProxyType({}))
-    takers: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    jobs: Mapping[str, Job] = field(default_factory=dict)
+    nodes: Mapping[str, Node] = field(default_factory=dict)
+    job_ids: frozenset[str] = frozenset()  # jobs that were read
+    users: frozenset[int] = frozenset()  # uids whose jobs were all read
+    node_names: frozenset[str] = frozenset()  # nodes that were read
+    all_nodes: bool = False  # all nodes were read
+    limits: Mapping[str, int] = field(default_factory=dict)  # those that were counted again
+    offers: Mapping[str, bool] | None = field(default_factory=dict)  # whole, as are the takers
+    takers: Mapping[str, int] = field(default_factory=dict)
 
 
 class AttemptState(StrEnum):
@@ -293,53 +366,40 @@ PINNED_STATES = (AttemptState.SPAWNED, AttemptState.ADDING_USER)
 ENDING_STATES = (AttemptState.RETURNING, AttemptState.REVOKING, AttemptState.RECLAIMING)
 """An attempt in one of these states only ends."""
 
-SHORT_RUN = 10.0
-"""Seconds. A run that ends sooner and is queued again has done nothing that would have to be repeated at once."""
+SHORT_RUN = 10.0  # seconds: a run that ends sooner and is queued again has done nothing
 
-MOST_SHORT_RUNS = 10
-"""So many short runs in a row, and the job is held. With the pauses between them that takes an hour."""
+MOST_SHORT_RUNS = 10  # short runs in a row until the job is held; with their pauses that takes an hour
 
 Outcome = Literal["done", "cancelled", "requeued", "revoked", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One try at giving a job its VMs.
-
-    `since` is when it entered its state; `not_before` when it may be admitted (back-off); `tries` counts the attempts
-    before it that failed in a row; `replaced` the VMs that were replaced within it. `outcome` is how it ends, once it
-    ends. `note` is why the attempt before it failed or was given up, until it is admitted. `pin` is the tag of the one
-    joined spare that it took. `choice` says what its VMs are, and why: the job's user is told when the job is pinned.
-    `overtaken` is how often a later job started ahead of it while nobody could tell when it would start itself.
-    `origin` is the partition that its job is moved from (`Job.origin`). `caused` is the restart of its job that we have
-    caused, 0 if none is known: before that one alone the scheduler's own delay is not waited for. `short_runs` is how
-    many runs of its job in a row ended within seconds and were queued again. `failed_on` are the hosts on which VMs of
-    the job failed to come up since it last ran.
-    """
+    """One try at giving a job its VMs."""
 
     id: int
     version: int = field(default=0, kw_only=True)
     state: AttemptState = field(default=AttemptState.QUEUED, kw_only=True)
-    since: float
+    since: float  # when it entered its state
     job: JobRef
     job_name: str
     uid: int
     request: Request
-    outcome: Outcome | None = None
+    outcome: Outcome | None = None  # how it ends, once it ends
     reason: Reason | None = None
-    not_before: float = 0.0
-    tries: int = 0
-    replaced: int = 0
-    note: Reason | None = None
+    not_before: float = 0.0  # when it may be admitted (back-off)
+    tries: int = 0  # attempts before it that failed in a row
+    replaced: int = 0  # VMs that were replaced within it
+    note: Reason | None = None  # why the attempt before it failed or was given up, until it is admitted
     work_dir: str = ""
     quarantined: Reason | None = None
-    pin: str = ""
-    choice: Reason | None = None
-    overtaken: int = 0
-    origin: str = ""
-    caused: int = 0
-    short_runs: int = 0
-    failed_on: tuple[str, ...] = ()
+    pin: str = ""  # the tag of the joined spare that it took
+    choice: Reason | None = None  # what its VMs are, and why, as the job's user is told
+    overtaken: int = 0  # how often later jobs started ahead of it while nobody knew when it starts
+    origin: str = ""  # the partition that its job is moved from
+    caused: int = 0  # the restart of its job that we have caused; 0: none is known
+    short_runs: int = 0  # runs in a row that ended within seconds and were queued again
+    failed_on: tuple[str, ...] = ()  # hosts on which VMs of the job failed since it last ran
 
     @property
     def key(self) -> Key:

@@ -1,15 +1,17 @@
-"""What hosts and VMs use, as it is measured where they run."""
+"""What hosts, VMs and runs of jobs use, as it is measured where they run."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from multiverse.core.model.job import JobRef
+
 
 class Load(NamedTuple):
-    """What all processes of a host together have used in the last minute, rounded: CPUs, and memory in MiB that is
-    not available to new processes."""
+    """CPUs, and MiB not available to new processes, that all processes of a host used in the last minute."""
 
     cpus: float
     memory: int
@@ -17,25 +19,19 @@ class Load(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a host or a VM has used, as means over `span` seconds.
-
-    `cpus` is the number of CPUs in use, `memory` MiB in use, `active` MiB of it that were used lately; the peaks are
-    the highest of the samples. `received`, `sent`, `read` and `written` are bytes per second on the network and on
-    disks. The pressures are shares of the time, from 0 to 1, in which a process waited for CPU, memory or disks
-    (the kernel's pressure stall information, "some"). None: the kernel does not tell.
-    """
+    """What a host or a VM has used, as means over `span` seconds; None: the kernel does not tell."""
 
     span: float
-    cpus: float
-    cpus_peak: float
-    memory: float
+    cpus: float  # in use
+    cpus_peak: float  # the highest sample, as of memory
+    memory: float  # MiB in use
     memory_peak: float
-    received: float
+    received: float  # bytes a second, as are sent, read, written
     sent: float
     read: float
     written: float
-    active: float | None = None
-    cpu_pressure: float | None = None
+    active: float | None = None  # MiB that were used lately
+    cpu_pressure: float | None = None  # share of time in which a process waited (PSI, some)
     memory_pressure: float | None = None
     io_pressure: float | None = None
 
@@ -69,19 +65,98 @@ def combined(usages: Sequence[Usage]) -> Usage:
 
 @dataclass(frozen=True, slots=True)
 class VmUsage:
-    """What a VM has used: `cpu_s` are the CPU seconds of its process and `peak` the most memory in MiB, both since it
-    was started, and `memory` what it had in the last sample. `usage` is None for a VM that has ended a short while
-    ago."""
+    """What a VM has used."""
 
-    cpu_s: float
-    peak: float
-    usage: Usage | None = None
-    memory: float = 0.0
+    cpu_s: float  # CPU seconds of its process since its start
+    peak: float  # the most MiB since its start
+    usage: Usage | None = None  # None: it has ended a short while ago
+    memory: float = 0.0  # MiB in the last sample
 
 
 @dataclass(frozen=True, slots=True)
 class HostUsage:
-    """What a host, and each VM on it by name, has used. `usage` is None before the second sample."""
+    """What a host, and each VM on it by name, has used."""
 
-    usage: Usage | None = None
+    usage: Usage | None = None  # None before the second sample
     vms: Mapping[str, VmUsage] = field(default_factory=dict)
+
+
+LONG_ENOUGH = 60.0  # seconds of a run before another request is suggested: a short one is mostly its start
+
+LITTLE_USED = 0.75  # a request of which more than this share was used is not worth changing
+MARGIN = 1.25  # what is suggested is so many times what was used
+
+OVERLOADED, NOTABLE = 0.25, 0.05
+"""A host was overloaded if its guests counted so much more than it gave, as a share and in CPUs."""
+
+MEMORY_STEP = 64  # MiB, to a multiple of which a suggestion is rounded up
+
+
+class Baseline(NamedTuple):
+    """What a VM had used when its job was seen to begin."""
+
+    vm: str
+    source: str  # answers for it
+    cpu_s: float
+    memory: float  # MiB
+
+
+@dataclass(frozen=True, slots=True)
+class JobUsage:
+    """One run of a job. Figures contain its guest's kernel, daemons and page cache. Memory that was used once stays
+    with a VM, so `peak` is no less than what the job needed."""
+
+    attempt: int
+    job: JobRef
+    nodes: int  # that it asked for
+    cpus: int  # for each of them
+    memory: int  # MiB for each of them
+    began: float  # Unix time
+    baselines: tuple[Baseline, ...] = ()
+    seconds: float | None = None  # how long it ran; None while it does
+    cpu_s: float = 0.0  # CPU seconds of its VMs' processes since it began
+    peak: float = 0.0  # the most MiB that a VM took beyond what it had then
+    known: int = 0  # of how many VMs this is known
+    counted_s: float = 0.0  # CPU seconds by the scheduler's accounting, waits for overloaded hosts included; 0: unknown
+
+    @property
+    def cpus_given(self) -> float:
+        """CPUs that hosts gave to a node, as a mean over the nodes of which it is known and over the run."""
+        return self.cpu_s / max(1.0, self.seconds or 0.0) / max(1, self.known)
+
+    @property
+    def cpus_used(self) -> float:
+        """CPUs in use on a node, as a mean: what hosts gave, or what guests counted if that is more."""
+        return max(self.cpus_given, self.counted_s / max(1.0, self.seconds or 0.0) / max(1, self.nodes))
+
+    @property
+    def efficiency(self) -> float:
+        """The share of the CPUs that it asked for which was used."""
+        return self.cpus_used / max(1, self.cpus)
+
+    @property
+    def suggestion(self) -> tuple[int, int] | None:
+        """CPUs and MiB for each node that would have sufficed; None if hardly less, or if nobody can tell."""
+        if self.seconds is None or self.seconds < LONG_ENOUGH or not self.known:
+            return None
+        cpus = min(self.cpus, max(1, math.ceil(self.cpus_used * MARGIN)))
+        memory = min(self.memory, max(1, math.ceil(self.peak * MARGIN / MEMORY_STEP)) * MEMORY_STEP)
+        cpus = cpus if cpus < LITTLE_USED * self.cpus else self.cpus
+        memory = memory if memory < LITTLE_USED * self.memory else self.memory
+        return (cpus, memory) if (cpus, memory) != (self.cpus, self.memory) else None
+
+    @property
+    def text(self) -> str:
+        """One line for the job's user."""
+        if not self.known or self.seconds is None:
+            return ""
+        many = " on each node" if self.nodes > 1 else ""
+        line = (
+            f"used {self.cpus_used:.2f} of {self.cpus} CPUs ({self.efficiency:.0%}) and up to {self.peak:.0f} of"
+            f" {self.memory} MiB{many} in {self.seconds:.0f} s, as measured at its VM with the page cache"
+        )
+        if self.cpus_used - self.cpus_given > max(NOTABLE, self.cpus_given * OVERLOADED):
+            line += f" (its host was overloaded, and gave {self.cpus_given:.2f} CPUs)"
+        if (less := self.suggestion) is not None:
+            line += f"; {less[0]} CPU{'s' if less[0] > 1 else ''} and {less[1]} MiB would have sufficed"
+        return line

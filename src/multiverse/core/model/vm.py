@@ -1,4 +1,4 @@
-"""VMs: as rows, as specified and as observed."""
+"""Templates, VMs and offers: as rows, as specified and as observed."""
 
 from __future__ import annotations
 
@@ -6,10 +6,86 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal, NamedTuple
 
-from multiverse.core.model.keys import ClaimKey, Key
+from multiverse.core.model.basics import ClaimKey, CloneKind, Depth, Key, Size
 from multiverse.core.model.reason import Reason
-from multiverse.core.model.sizes import CloneKind, Depth, Size
-from multiverse.core.model.template import TemplateKey
+
+# --- templates --------------------------------------------------------------------------------------
+
+
+class TemplateKey(NamedTuple):
+    """Which template: a host may have several of one image, by size, and each account its own (empty: for all)."""
+
+    host: str
+    image: str
+    size: Size
+    account: str = ""
+
+
+class TemplateCondition(StrEnum):
+    BUILDING = "building"
+    READY = "ready"
+    BROKEN = "broken"
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateSeen:
+    """A template as its host sees it."""
+
+    name: str
+    host: str
+    image: str
+    condition: TemplateCondition
+    size: Size
+    reason: str = ""
+    held: float = 0.0  # MiB that it takes now, all copies
+    account: str = ""
+    build: str = ""  # another one each time that it is built; empty while it is being built
+
+    @property
+    def which(self) -> TemplateKey:
+        return TemplateKey(self.host, self.image, self.size, self.account)
+
+
+class TemplateState(StrEnum):
+    ABSENT = "absent"
+    BUILDING = "building"
+    READY = "ready"
+    BROKEN = "broken"
+    RETIRING = "retiring"
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """A template of one image at one size on one host."""
+
+    id: int
+    version: int = field(default=0, kw_only=True)
+    state: TemplateState = field(default=TemplateState.BUILDING, kw_only=True)
+    since: float
+    host: str
+    image: str
+    size: Size
+    reason: Reason | None = None
+    tries: int = 0
+    quarantined: Reason | None = None
+    account: str = ""  # empty: for all
+    source: str = ""  # answers for its host
+    build: str = ""  # which build is ready, as its host calls it
+
+    @property
+    def key(self) -> Key:
+        return Key("template", self.id)
+
+    @property
+    def claim_key(self) -> ClaimKey:
+        return ClaimKey(self.key, self.host)
+
+    @property
+    def which(self) -> TemplateKey:
+        return TemplateKey(self.host, self.image, self.size, self.account)
+
+
+# --- VMs --------------------------------------------------------------------------------------------
 
 
 class VmCondition(StrEnum):
@@ -23,32 +99,24 @@ class VmCondition(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class VmSeen:
-    """A VM as its source shows it.
-
-    Memory is in MiB (0: not measured) and a few seconds old at most: `private` is freed when the VM ends; `shared` is
-    what it maps of its template and of programs, counted whole however many VMs map it. `users_added` are the users
-    that were added to its guest after its start. `address` (with prefix length) and `mac` are shown where the
-    hypervisor assigns them, or where they are known, `placed_on` where it chooses the machine. `token` is empty if
-    the hypervisor keeps none. `size` is what the VM has, with all that was plugged; None if it is not known.
-    `disk` is what its files can grow to, in MiB; 0 if that is not known. `template_build` is which build of a template
-    it was forked from, with `template_memory` MiB; empty if it boots from its image, or if that is not known."""
+    """A VM as its source shows it. Memory is in MiB, a few seconds old at most; 0 if it was not measured."""
 
     name: str
     host: str
     condition: VmCondition
     reason: str = ""
     cpu_s: float = 0.0
-    private: float = 0.0
-    shared: float = 0.0
-    users_added: tuple[int, ...] = ()
-    address: str = ""
+    private: float = 0.0  # memory that is freed when it ends
+    shared: float = 0.0  # what it maps of its template and of programs, counted whole
+    users_added: tuple[int, ...] = ()  # uids added to its guest after its start
+    address: str = ""  # with prefix length, if it is known, as is the MAC
     mac: str = ""
-    placed_on: str = ""
-    token: str = ""
-    size: Size | None = None
-    disk: int = 0
-    template_build: str = ""
-    template_memory: int = 0
+    placed_on: str = ""  # the machine, where the hypervisor chooses it
+    token: str = ""  # empty: the hypervisor keeps none
+    size: Size | None = None  # with all that was plugged; None: unknown
+    disk: int = 0  # MiB that its files can grow to; 0: unknown
+    template_build: str = ""  # that it was forked from; empty: none, or unknown
+    template_memory: int = 0  # MiB of that
 
     @property
     def runs(self) -> bool:
@@ -57,34 +125,28 @@ class VmSeen:
 
 
 class VmRef(NamedTuple):
-    """Where a VM is found: its name, and the source that answers for it (empty where a hypervisor has only one). A VM
-    with another `token` is another VM, which is not touched; an empty token names whichever VM has the name."""
+    """Where a VM is found. A VM with another token is another VM, which is not touched."""
 
     name: str
-    source: str = ""
-    token: str = ""
+    source: str = ""  # answers for it; empty: the only one
+    token: str = ""  # empty: whichever VM has the name
 
 
 @dataclass(frozen=True, slots=True)
 class VmSpec:
-    """What `create` needs. A created VM has no identity, so nothing of a job is in it.
-
-    `template` is what it is forked from; None for a VM that boots from its image. `spare`: made before any job waits
-    for it, so creation may take longer if the VM is quicker later. `mac` and `address` are empty where the hypervisor
-    assigns them. `token` is random; nothing adopts a VM with another token. `source` answers for the VM.
-    """
+    """What `create` needs. A created VM has no identity, so nothing of a job is in it."""
 
     name: str
     host: str
     image: str
     kind: CloneKind
     size: Size
-    mac: str
-    template: TemplateKey | None = None
-    spare: bool = False
-    token: str = ""
+    mac: str  # empty where the hypervisor assigns it, as is the address
+    template: TemplateKey | None = None  # that it is forked from; None: it boots from its image
+    spare: bool = False  # creation may take longer if the VM is quicker later
+    token: str = ""  # random; nothing adopts a VM with another one
     address: str = ""
-    source: str = ""
+    source: str = ""  # answers for the VM
 
     @property
     def ref(self) -> VmRef:
@@ -111,11 +173,8 @@ class VmState(StrEnum):
 FAILED_STATES = (VmState.DEAD, VmState.LOST, VmState.ENDING, VmState.REMOVING)
 """A VM in one of these states serves its job no more, through no decision of its attempt."""
 
-LEAVING_STATES = (VmState.ENDING, VmState.REMOVING, VmState.RELEASING)
-"""A VM in one of these states is being destroyed."""
-
-UPCOMING_STATES = (VmState.PLANNED, VmState.PARKED, VmState.STARTING)
-"""A VM in one of these states is not a node yet."""
+LEAVING_STATES = (VmState.ENDING, VmState.REMOVING, VmState.RELEASING)  # a VM in one of these states is being destroyed
+UPCOMING_STATES = (VmState.PLANNED, VmState.PARKED, VmState.STARTING)  # a VM in one of these states is not a node yet
 
 
 Fault = Literal["", "host", "job"]
@@ -123,49 +182,38 @@ Fault = Literal["", "host", "job"]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a VM is, or may be. `host` is where its capacity is claimed: a host, or a cloud's quota. `source` answers
-    for it there. `template` is the one that it maps there, None if it boots from its image; `template_id` is that
-    template's row, which may end before the VM does, and is negative if no row tells of what an orphan was forked
-    from."""
+    """Where a VM is, or may be."""
 
-    host: str
-    source: str = ""
-    template: TemplateKey | None = None
-    template_id: int | None = None
+    host: str  # where its capacity is claimed: a host, or a cloud's quota
+    source: str = ""  # answers for it there
+    template: TemplateKey | None = None  # that it maps there; None: it boots from its image
+    template_id: int | None = None  # its row, which may end before the VM; negative: no row tells
 
 
 @dataclass(frozen=True, slots=True)
 class Vm:
-    """A VM, from before it exists until it is seen gone.
-
-    `size` is the VM's own, `node_size` what its node declares. `pool` says that it was made for a warm pool, and how
-    far; it is a spare until it serves an `attempt`. `account` says whose template it is forked from. `places` are where
-    it is claimed for: the first one is where it is or is to be, and a second one, which only a VM that moves has, where
-    it may be as well. `mac` and `address` (with prefix length) are empty until they are known where the hypervisor
-    assigns them. `job_id` is the job that was seen on the node of an orphan, which has no attempt. `fault` says of one
-    that did not come up who is at fault: see `core.avoidance`.
-    """
+    """A VM, from before it exists until it is seen gone."""
 
     id: int  # the serial, except of a VM that was found as an orphan
     version: int = field(default=0, kw_only=True)
     state: VmState = field(default=VmState.PLANNED, kw_only=True)
     since: float
     name: str
-    places: tuple[Place, ...]
+    places: tuple[Place, ...]  # the first: where it is or is to be; a second: where one that moves may be as well
     image: str
     kind: CloneKind
-    size: Size
-    node_size: Size
-    mac: str
-    address: str
+    size: Size  # its own
+    node_size: Size  # what its node declares
+    mac: str  # empty until it is known, where the hypervisor assigns it
+    address: str  # the same; with prefix length
     attempt: int | None = None
     reason: Reason | None = None
     quarantined: Reason | None = None
-    account: str = ""
-    pool: Depth | None = None
+    account: str = ""  # whose template it is forked from
+    pool: Depth | None = None  # made for a warm pool, so far; a spare until it serves an attempt
     token: str = ""
-    job_id: str = ""
-    fault: Fault = ""
+    job_id: str = ""  # that was seen on the node of an orphan
+    fault: Fault = ""  # who is at fault that it did not come up: see `core.avoidance`
 
     @property
     def key(self) -> Key:
@@ -178,7 +226,6 @@ class Vm:
 
     @property
     def host(self) -> str:
-        """The host of that place."""
         return self.places[0].host
 
     def place_on(self, host: str) -> Place:
@@ -197,7 +244,6 @@ class Vm:
 
     @property
     def ref(self) -> VmRef:
-        """How it is found where it is."""
         return self.ref_at(self.place)
 
     @property
@@ -227,3 +273,31 @@ class Stage:
 
     name: str
     seconds: float
+
+
+# --- offers: joined spares that jobs may take by themselves -----------------------------------------
+
+
+class OfferState(StrEnum):
+    OPEN = "open"  # a job may take the VM
+    TAKEN = "taken"  # a submission took it; its job appears in the scheduler soon, unless it was refused after that
+    CLOSING = "closing"  # the VM is being withdrawn and may still be taken
+    CLOSED = "closed"  # withdrawn, and no job took the VM; it is never offered again
+    ENDED = "ended"  # the VM is gone
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """The offer of one joined spare."""
+
+    id: int  # its VM's serial
+    version: int = field(default=0, kw_only=True)
+    state: OfferState = field(default=OfferState.OPEN, kw_only=True)
+    since: float
+    reason: Reason | None = None
+    quarantined: Reason | None = None
+    uid: int | None = None  # whose submission took it, if known
+
+    @property
+    def key(self) -> Key:
+        return Key("offer", self.id)

@@ -6,18 +6,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
-from types import MappingProxyType
 from typing import Generic, TypeVar
 
+from multiverse.core.model.basics import CloneKind, Key
 from multiverse.core.model.host import Host, HypervisorView, KnownHost
 from multiverse.core.model.identity import UserSeen
-from multiverse.core.model.job import Attempt, SchedulerView
-from multiverse.core.model.keys import Key
-from multiverse.core.model.lease import Lease
-from multiverse.core.model.offer import Offer
-from multiverse.core.model.sizes import CloneKind
-from multiverse.core.model.template import Template
-from multiverse.core.model.vm import Place, Vm, VmSeen
+from multiverse.core.model.job import Attempt, Lease, SchedulerView
+from multiverse.core.model.vm import Offer, Place, Template, Vm, VmSeen
 
 Row = Attempt | Vm | Template | Offer | KnownHost | Lease
 
@@ -34,13 +29,11 @@ class Seen(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What is known of one source of a hypervisor. `latest` None: it is unknown, which never means empty. It is known,
-    or unknown, since `since` (monotonic). `heard` is when anything at all was last heard of it: an agent may answer
-    that it is there while its observations fail."""
+    """What is known of one source of a hypervisor."""
 
-    latest: Seen[HypervisorView] | None = None
-    since: float = 0.0
-    heard: float = -inf
+    latest: Seen[HypervisorView] | None = None  # None: unknown, which never means empty
+    since: float = 0.0  # when it turned known, or unknown (monotonic)
+    heard: float = -inf  # when anything at all was last heard: an agent may answer while its observations fail
 
     def silent_since(self, host: str) -> float:
         """Since when nothing was heard of a host of this source; infinity while the source shows the host."""
@@ -51,45 +44,29 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What the controller remembers of earlier passes, and a restart forgets: only the pace depends on it.
+    """What the controller remembers of earlier passes, and a restart forgets: only the pace depends on it."""
 
-    `arrivals` is how many VMs a second jobs are given, by image. `seconds` is how long VMs lately took from claim to
-    node, by image and kind. `paced` says until when the making of clones is paid for, by (host, image, kind): see
-    `pacing.wait_for`. `rest` says before when the pool of an image makes no more spares, because its VMs failed.
-    `lease_rest` says the same of the leases of a partition, because the last ones failed or were of no use.
-    """
-
-    arrivals: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
-    seconds: Mapping[tuple[str, CloneKind], float] = field(default_factory=lambda: MappingProxyType({}))
-    paced: Mapping[tuple[str, str, CloneKind], float] = field(default_factory=lambda: MappingProxyType({}))
-    rest: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
-    lease_rest: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    arrivals: Mapping[str, float] = field(default_factory=dict)  # VMs a second that jobs are given, by image
+    seconds: Mapping[tuple[str, CloneKind], float] = field(default_factory=dict)  # from claim to node, lately
+    paced: Mapping[tuple[str, str, CloneKind], float] = field(default_factory=dict)  # until when clones are paid for
+    rest: Mapping[str, float] = field(default_factory=dict)  # by image: no more spares before, because VMs failed
+    lease_rest: Mapping[str, float] = field(default_factory=dict)  # by partition: no more leases before
 
 
 @dataclass(frozen=True)
 class World:
-    """All that was observed, and when effects last ended.
+    """All that was observed, and when effects last ended."""
 
-    `scheduler` is None while the scheduler is unknown. `sources` are those of the hypervisor, by name. `anew` are those
-    that are unknown, and those of which something else is known than at the last committed pass, or which are gone
-    since; None: any may be.
-    `effect_ended_at` maps a row to the time at which its last effect ended, infinity while one runs: absence counts
-    only in an observation that began later. `refused` says why the last effect of a row was refused for good. `entropy`
-    is random for each pass; tokens of new VMs are made of it. `users` is what is known of the jobs' users, by uid; one
-    that is missing is unknown. None: nobody has to be looked up. `epoch` is the Unix time at which the monotonic clock
-    was 0, as both clocks show it now. `declared` are the hosts that the settings name, until rows tell of them.
-    """
-
-    scheduler: Seen[SchedulerView] | None = None
-    sources: Mapping[str, Observation] = field(default_factory=lambda: MappingProxyType({}))
-    effect_ended_at: Mapping[Key, float] = field(default_factory=lambda: MappingProxyType({}))
-    refused: Mapping[Key, str] = field(default_factory=lambda: MappingProxyType({}))
+    scheduler: Seen[SchedulerView] | None = None  # None while it is unknown
+    sources: Mapping[str, Observation] = field(default_factory=dict)  # of the hypervisor, by name
+    effect_ended_at: Mapping[Key, float] = field(default_factory=dict)  # by row; infinity: one runs
+    refused: Mapping[Key, str] = field(default_factory=dict)  # why the last effect of a row was refused for good
     forecast: Forecast = Forecast()
-    entropy: str = ""
-    users: Mapping[int, UserSeen] | None = None
-    epoch: float = 0.0
-    anew: Collection[str] | None = None
-    declared: Sequence[KnownHost] = ()
+    entropy: str = ""  # random for each pass; tokens are made of it
+    users: Mapping[int, UserSeen] | None = None  # by uid; one that is missing is unknown; None: nobody is looked up
+    epoch: float = 0.0  # Unix time at which the monotonic clock was 0
+    anew: Collection[str] | None = None  # sources that are unknown, or have changed since the last commit; None: any
+    declared: Sequence[KnownHost] = ()  # hosts that the settings name, until they are rows
 
     def latest(self, source: str) -> Seen[HypervisorView] | None:
         """The latest observation of a source; None while it is unknown."""
@@ -122,8 +99,7 @@ class World:
         return latest is not None and place.host in latest.value.hosts
 
     def at(self, vm: Vm, place: Place) -> VmSeen | None:
-        """The VM as it is shown at one of its places. None if it is not, or if the source there is unknown. A VM with
-        another token is another VM. Where a hypervisor keeps no tokens, a VM has none."""
+        """The VM as shown at one of its places; None if it is not shown, or is another VM by its token."""
         latest = self.latest(place.source)
         seen = latest.value.vms.get(vm.name) if latest else None
         if seen is None or seen.host != place.host:
@@ -145,8 +121,7 @@ class World:
         return user.since if user is not None and user.exists else float("inf")
 
     def job_began(self, job_id: str) -> float:
-        """When the latest reading of a job began: what it shows of the job, or that there is none, is that new. Minus
-        infinity while the scheduler is unknown."""
+        """When the latest reading of a job began; minus infinity while the scheduler is unknown."""
         if self.scheduler is None:
             return -inf
         return max(self.scheduler.began, self.scheduler.value.jobs_began.get(job_id, -inf))

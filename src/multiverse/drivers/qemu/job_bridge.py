@@ -8,7 +8,7 @@ from contextlib import suppress
 from pyroute2 import IPRoute, NetlinkError
 
 from multiverse.core.errors import Broken
-from multiverse.core.model.names import mac_of_address
+from multiverse.core.model.identity import mac_of_address
 from multiverse.guest.protocol import TASKS_PORT
 from multiverse.host.network import Nft
 

@@ -12,7 +12,7 @@ from multiverse.config import SlurmSettings
 from multiverse.drivers.slurm.site import gate, install
 from multiverse.drivers.slurm.site.requirements import Version
 from multiverse.drivers.slurm.site.site_conf import SiteConf, folded
-from multiverse.ports.finding import Finding, Level
+from multiverse.ports.site import Finding, Level
 
 RELEASES = ((20, 2), (20, 11), (21, 8), (22, 5), (23, 2), (23, 11), (24, 5), (24, 11), (25, 5), (25, 11))
 """Slurm's major releases, in order."""

@@ -16,7 +16,7 @@ from multiverse.config import OverflowSettings, Settings
 from multiverse.drivers.slurm.site.gate import MOVED_FROM
 from multiverse.drivers.slurm.site.site_conf import SiteConf, folded, records
 from multiverse.drivers.slurm.site.time_limits import seconds
-from multiverse.ports.finding import Finding, Level
+from multiverse.ports.site import Finding, Level
 
 EQUAL = (
     "AllocNodes", "AllowAccounts", "AllowGroups", "AllowQos", "DefMemPerCPU", "DefMemPerNode", "DefaultTime",

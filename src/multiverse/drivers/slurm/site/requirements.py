@@ -11,7 +11,7 @@ from multiverse.config import Settings, site_cpus
 from multiverse.core.errors import Unknown
 from multiverse.drivers.slurm.site import conf, gate, install, overflow
 from multiverse.drivers.slurm.site.site_conf import OURS, SiteConf, folded, records
-from multiverse.ports.finding import Finding, Level
+from multiverse.ports.site import Finding, Level
 
 TREE_WIDTH = 65533
 """Slurm's largest. Before 23.11 no slurmd can pass messages on to dynamic nodes (Slurm's page on dynamic nodes)."""

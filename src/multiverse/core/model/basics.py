@@ -1,9 +1,29 @@
-"""How large things are, and how VMs are made."""
+"""What names a row, how large things are, and how VMs are made."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal, NamedTuple
+
+RowKind = Literal["attempt", "vm", "template", "offer", "host", "lease"]
+
+
+class Key(NamedTuple):
+    """Names a row by its number. A VM's number is its serial, and an offer's that of its VM."""
+
+    kind: RowKind
+    id: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.id}"
+
+
+class ClaimKey(NamedTuple):
+    """Names a claim: whose it is, and in which domain, a host or a cloud's quota. A VM at two places holds two."""
+
+    owner: Key
+    domain: str
 
 
 class CloneKind(StrEnum):
@@ -36,14 +56,12 @@ class Depth(StrEnum):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Size:
-    """How large a VM, a request or a claim is. Memory and disk are in MiB. `disk` is what jobs may write there; 0 in a
-    request: what the site lets every job write. `net` is the bandwidth of the network in Mbit/s, each way; 0 of a VM:
-    it has no limit, and claims nothing."""
+    """How large a VM, a request or a claim is."""
 
     cpus: int
-    memory: int
-    disk: int = 0
-    net: int = 0
+    memory: int  # MiB
+    disk: int = 0  # MiB that jobs may write there; 0 in a request: what the site lets every job write
+    net: int = 0  # Mbit/s each way; 0 of a VM: no limit, and no claim
 
     def __str__(self) -> str:
         text = f"{self.cpus} CPU{'s' if self.cpus != 1 else ''}, {self.memory} MiB"

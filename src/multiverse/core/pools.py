@@ -1,4 +1,4 @@
-"""The warm pools: release spares that are of no use and create missing ones, after all queued jobs were considered."""
+"""The warm pools: release useless spares, create missing ones, and offer joined ones to jobs as they come."""
 
 from __future__ import annotations
 
@@ -6,42 +6,79 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from multiverse.core.avoidance import is_tried
-from multiverse.core.capacity.host_limits import HostLimits
-from multiverse.core.capacity.room import Blockage, room_of
+from multiverse.core.capacity.room import Blockage, HostLimits, room_of
 from multiverse.core.capacity.sizes import short_of_memory, template_size
-from multiverse.core.clones.kinds import hosts_making
-from multiverse.core.clones.pacing import wait_for
-from multiverse.core.clones.planning import CloneRequest, plan_vms
-from multiverse.core.clones.spares import awaiting_job, is_of, release_spare, spare_claim, spare_size, spares, too_old
-from multiverse.core.clones.templates import TemplateWish, ask_for_template
-from multiverse.core.context import Context
-from multiverse.core.machines.vm import plan_vm
-from multiverse.core.model import (
-    Attempt,
-    AttemptState,
-    Claim,
-    CloneKind,
-    Host,
-    OfferState,
-    Reason,
-    TemplateState,
-    Vm,
-    VmState,
-    Why,
-    first_on,
-    said,
+from multiverse.core.clones.kinds import TemplateWish, ask_for_template, hosts_making
+from multiverse.core.clones.spares import (
+    awaiting_job,
+    fit_to_serve,
+    is_of,
+    release_spare,
+    spare_claim,
+    spare_size,
+    spares,
+    too_old,
 )
-from multiverse.core.policy import Pool
-from multiverse.core.pools.offers import BEING_CREATED, reconcile_offers
+from multiverse.core.clones.supply import CloneRequest, plan_vms
+from multiverse.core.context import Context
+from multiverse.core.machines.offer import open_offer, withdraw_offer
+from multiverse.core.machines.vm import plan_vm
+from multiverse.core.model.basics import CloneKind
+from multiverse.core.model.host import Claim, Host
+from multiverse.core.model.job import Attempt, AttemptState, NodeState, first_on
+from multiverse.core.model.reason import Reason, Why, said
+from multiverse.core.model.vm import LEAVING_STATES, OfferState, TemplateState, Vm, VmState
+from multiverse.core.policy import Policy, Pool, wait_for
 
-LAUNCH = 1.0
-"""Seconds from a job's running, as Slurm shows it, until its script has begun."""
+
+def may_offer(context: Context, vm: Vm) -> bool:
+    """Whether a joined spare may be offered to jobs: it never was, is an idle node, and fit to serve."""
+    node = context.scheduler.nodes.get(vm.name)
+    fresh = vm.state is VmState.JOINED and context.state.offer_of(vm) is None
+    idle = node is not None and node.state is NodeState.IDLE and not node.reserved
+    can = context.scheduler.offers is not None
+    return can and fresh and idle and is_offered(vm, context.policy) and fit_to_serve(context, vm)
+
+
+def is_offered(vm: Vm, policy: Policy) -> bool:
+    return any(pool.offer for pool in policy.pools if is_of(vm, pool))
+
+
+BEING_CREATED = (VmState.PLANNED, VmState.STARTING)
+
+
+def reconcile_offers(context: Context, blockage: Blockage) -> None:
+    state, kept = context.state, first_on(context.scheduler.reservations, context.now)
+    for vm in spares(state):
+        offer = state.offers.get(vm.id)
+        offered = is_offered(vm, context.policy)
+        if offer is not None and offer.state is OfferState.OPEN:
+            if kept or blockage is Blockage.ROOM:
+                state.move(withdraw_offer(offer, kept.why() if kept else Why.JOBS_WAIT()))
+            elif not offered:
+                state.move(withdraw_offer(offer, Why.POOL_OFFERS_NONE()))
+        elif offer is not None and offer.state is OfferState.CLOSED and offered and not blockage and not kept:
+            if not _is_another_changing(context, vm):
+                release_spare(state, vm, Why.UNTAKEN())  # another is made and offered
+        elif not blockage and not kept and may_offer(context, vm):
+            state.move(open_offer(vm, state.now))
+
+
+def _is_another_changing(context: Context, spare: Vm) -> bool:
+    """Whether another such spare is being made or released: they are replaced one by one."""
+    changing = (*BEING_CREATED, VmState.PARKED, *LEAVING_STATES, VmState.RETIRING)
+    return any(
+        vm.attempt is None and (vm.pool, vm.image) == (spare.pool, spare.image)
+        for vm in context.state.vms_in(*changing)
+    )
+
+
+LAUNCH = 1.0  # seconds from a job's running, as Slurm shows it, until its script has begun
 
 
 def reconcile_pools(context: Context, blockage: Blockage) -> None:
-    """Bring every pool to its size. Nothing is made while jobs wait for room or for a turn, and nothing is on offer
-    while jobs wait for room; neither while a reservation of the scheduler's keeps all nodes. Spares that were taken
-    count towards the most that a pool has, until their jobs come."""
+    """Bring every pool to its size. Nothing is made while jobs wait for room or a turn, nothing is on offer while jobs
+    wait for room, neither during a reservation. Spares that were taken count until their jobs come."""
     if context.world.scheduler is None or not context.world.sees_hosts:
         return
     if context.state.closing:
@@ -70,7 +107,6 @@ def reconcile_pools(context: Context, blockage: Blockage) -> None:
 
 
 def wanted_of(context: Context, pool: Pool) -> int:
-    """How many spares the pool is to have now."""
     forecast = context.world.forecast
     seconds = context.policy.takes(pool.image, CloneKind.INSTANT, forecast)
     return pool.wanted(forecast.arrivals.get(pool.image, 0.0), seconds)
@@ -78,14 +114,13 @@ def wanted_of(context: Context, pool: Pool) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PoolStatus:
-    """How it stands with a pool: how many spares it is to have now, has ready, of these on offer to jobs as they come,
-    and has in the making."""
+    """How it stands with a pool: numbers of its spares."""
 
     pool: Pool
-    wanted: int
+    wanted: int  # now
     ready: int
-    making: int
-    offered: int
+    making: int  # in the making
+    offered: int  # of those ready, to jobs as they come
 
 
 def pool_status(context: Context) -> list[PoolStatus]:
@@ -102,8 +137,7 @@ def pool_status(context: Context) -> list[PoolStatus]:
 
 
 def _has_idle_cpus(context: Context, host: Host) -> bool:
-    """Whether another spare may be made there without slowing down jobs that are starting. Half of the machine's CPUs
-    are enough for both together, and one of a single pair."""
+    """Whether another spare slows down no job that starts: half of the machine's CPUs are enough for both."""
     cpus = (host.machine or host.capacity).cpus
     at_work = 0
     for vm in context.state.vms_on(host.name):
@@ -113,7 +147,7 @@ def _has_idle_cpus(context: Context, host: Host) -> bool:
 
 
 def _is_starting(attempt: Attempt, now: float) -> bool:
-    """From its admission until its script has begun, which nobody reports: some time after the job runs."""
+    """From its admission until its script has begun: some time after the job runs."""
     if attempt.state is AttemptState.ALLOCATED:
         return now - attempt.since < LAUNCH
     starting = (AttemptState.CLAIMED, AttemptState.SPAWNING, AttemptState.SPAWNED, AttemptState.ADDING_USER)
@@ -121,8 +155,7 @@ def _is_starting(attempt: Attempt, now: float) -> bool:
 
 
 def _may_make(context: Context, pool: Pool) -> bool:
-    """Not while a spare that failed is being destroyed, and then not before its image's rest is over. A spare whose
-    host is out of reach has not failed to come up, and may be there for long."""
+    """Not while a spare that failed is being destroyed, and not before its image's rest is over."""
     failed = any(
         vm.pool and vm.attempt is None and vm.image == pool.image
         for vm in context.state.vms_in(VmState.ENDING, VmState.REMOVING)
@@ -165,7 +198,7 @@ def _why_spent(context: Context, vm: Vm, pool: Pool) -> Reason | None:
 
 
 def _refill(context: Context, pool: Pool, lacking: int) -> None:
-    """Plan as many spares as may be made beside what is being made for jobs: half of a turn, one at least."""
+    """Plan spares beside what is being made for jobs: half of a turn, one at least."""
     state, policy, kind = context.state, context.policy, CloneKind.INSTANT
     if state.leases:  # a host is leased for jobs, and its spares would keep it
         context = replace(context, without=context.without | state.leased)

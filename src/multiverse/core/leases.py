@@ -1,10 +1,10 @@
-"""When a host is leased, and when it is given back.
+"""When a host is leased from the scheduler, and when it is given back.
 
 A lease is asked for when jobs have waited for room for a while and would fit on its host, and no more of them than the
 free capacity and the leases that are coming do not hold already. So the jobs that wait are distributed in their order,
 as admission would: first to what is free now, then to the leases that are coming, then to new ones.
 
-One that is coming and that none of them needs any more is given up. One whose host has had no VM for the time that the
+A lease that is coming and that no job needs any more is given up. One whose host has had no VM for the time that the
 settings say is given back, unless a job is about to use it. Nothing oscillates: a job that would not fit into what is
 left of a lease by the time that its VM is there is no reason for one, and after a lease that was of no use the next one
 of its partition waits, each time for longer (`Forecast.lease_rest`).
@@ -14,43 +14,112 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from multiverse.core.capacity.host_limits import HostLimits
-from multiverse.core.capacity.room import room_of
-from multiverse.core.capacity.sizes import empty_capacity, vm_claims
-from multiverse.core.capacity.usable_hosts import for_attempt
-from multiverse.core.capacity_index import changed
-from multiverse.core.clones.kinds import choose_clones, on_hosts_making
-from multiverse.core.clones.templates import node_request
+from multiverse.core.capacity.room import HostLimits, room_of
+from multiverse.core.capacity.sizes import empty_capacity, template_claim, template_size, vm_claim, vm_claims, vm_size
+from multiverse.core.capacity.usable_hosts import for_attempt, may_be_preempted, surely_ends_by
+from multiverse.core.capacity_index import changed, how_many
+from multiverse.core.clones.kinds import choose_clones, node_request, on_hosts_making
 from multiverse.core.context import Context
-from multiverse.core.leases.leasable import claims_there, leasable_host, may_use
 from multiverse.core.machines.lease import plan_lease, release_lease
-from multiverse.core.model import (
-    COMING_LEASES,
-    Attempt,
-    Host,
-    Lease,
-    LeaseSpec,
-    LeaseState,
-    Size,
-    TemplateState,
-    Why,
-    said,
-)
-from multiverse.core.model.names import lease_name, token_of
-from multiverse.core.policy import LeasePolicy
-from multiverse.core.quarantine import quarantine_on_error
+from multiverse.core.model.basics import CloneKind, Size
+from multiverse.core.model.host import Host, KnownHost
+from multiverse.core.model.identity import lease_name, token_of
+from multiverse.core.model.job import COMING_LEASES, OPEN_LEASES, Attempt, Lease, LeaseSpec, LeaseState
+from multiverse.core.model.reason import Why, said
+from multiverse.core.model.vm import TemplateState
+from multiverse.core.policy import LeasePolicy, Policy
 from multiverse.core.runs import why_earlier_run
-from multiverse.core.state import State
+from multiverse.core.state import State, quarantine_on_error
 from multiverse.core.transition import Event
 
-DEPTH = 100
-"""Waiting jobs, the first of the queue, for which hosts are leased."""
+# --- what leased hosts would have -------------------------------------------------------------------
 
-PATIENCE = 5.0
-"""So many times the idle time a host is kept at most for jobs that would use it, and do not, once their templates are
-built."""
+
+STARTUP = 60.0  # seconds beyond a pilot's start limit until a job's first VM runs: its template is built first
+
+ENOUGH = 1 << 30  # MiB of disk, and Mbit/s of bandwidth, that a host is taken to have of which nobody knows that yet
+
+
+def leasable_host(context: Context, lease: LeasePolicy) -> Host | None:
+    """A host as it would be leased: as an earlier one of the partition, or else with the CPUs and memory of its node
+    and able to do everything. None while nobody knows the partition's nodes."""
+    for one in context.state.leases_in(*OPEN_LEASES):
+        known = context.state.hosts.get(one.name)
+        if one.spec.partition == lease.partition and known is not None and known.value is not None:
+            return known.value
+    scheduler = context.world.scheduler
+    return declared_host(lease, scheduler.value.leasable) if scheduler is not None else None
+
+
+def declared_host(lease: LeasePolicy, leasable: Mapping[str, Size]) -> Host | None:
+    """What a host that would be leased has, by what the scheduler tells of the partition's nodes."""
+    node = leasable.get(lease.partition)
+    if node is None:
+        return None
+    cpus, memory = lease.size.cpus or node.cpus, lease.size.memory or node.memory
+    kinds = frozenset(kind.value for kind in CloneKind)
+    return Host(lease.partition, Size(cpus, memory, ENOUGH, ENOUGH), kinds, memory_block=1, vm_overhead=0)
+
+
+def leasable_hosts(leasable: Mapping[str, Size], policy: Policy) -> dict[str, KnownHost]:
+    """All hosts that could be leased at the same time, by names that no host has, for what is refused at submission."""
+    found = {}
+    for lease in policy.leases:
+        if (host := declared_host(lease, leasable)) is not None:
+            for number in range(lease.most):
+                name = f"{lease.partition}/{number}"
+                found[name] = KnownHost(name, "", value=replace(host, name=name))
+    return found
+
+
+def may_use(context: Context, attempt: Attempt, lease: LeasePolicy) -> bool:
+    """Whether the attempt's job would be on a host that was leased now, whatever its size."""
+    if not (lease.preemptable_ok or may_be_preempted(context, attempt)):
+        return False
+    takes = surely_ends_by(context, attempt) - context.now
+    return takes + lease.start_timeout + STARTUP <= lease.time_limit
+
+
+def claims_there(context: Context, attempt: Attempt, host: Host) -> tuple[Size, Size]:
+    """What one VM of the attempt claims on the host, and its template beside it: nothing for one that boots."""
+    policy, image, node = context.policy, context.image_of(attempt), attempt.request.size
+    asked = attempt.request.kind or policy.kind
+    kind = CloneKind.INSTANT if asked is CloneKind.AUTO else asked
+    able = host
+    if image not in host.images:  # it is copied there
+        able = replace(host, images={image: frozenset({"fork", "plug_cpus", "plug_memory", "limit_disk"})})
+    template = template_size(node, able, image, policy) if kind is CloneKind.INSTANT else policy.base
+    claim = vm_claim(vm_size(node, template, able, policy), able, image, kind)
+    frozen = template_claim(template, able, image) if kind is CloneKind.INSTANT else Size(0, 0)
+    return claim, frozen
+
+
+def fits_on_leases(context: Context, attempt: Attempt) -> bool:
+    """Whether hosts that can be leased could hold the job, were as many leased as may be."""
+    held = 0
+    for lease, host in usable_leases(context, attempt):
+        claim, frozen = claims_there(context, attempt, host)
+        if claim.cpus <= host.capacity.cpus:
+            each = how_many(claim, changed(empty_capacity(host).amounts, frozen, -1))
+            held += lease.most * attempt.request.most_on_a_host(each)
+    return held >= attempt.request.nodes
+
+
+def usable_leases(context: Context, attempt: Attempt) -> Iterator[tuple[LeasePolicy, Host]]:
+    """Of what can be leased, what the attempt's job could be on, in the order of the settings."""
+    for lease in context.policy.leases:
+        if may_use(context, attempt, lease) and (host := leasable_host(context, lease)) is not None:
+            yield lease, host
+
+
+# --- asking and giving back -------------------------------------------------------------------------
+
+
+DEPTH = 100  # waiting jobs, the first of the queue, for which hosts are leased
+
+PATIENCE = 5.0  # so many times the idle time a host is kept at most for jobs that do not use it
 
 
 @dataclass(slots=True)
@@ -106,7 +175,7 @@ def _waiting(context: Context) -> Iterator[Attempt]:
         limited = any(count > limits[limit] for limit, count in job.uses)
         if not job.eligible or attempt.waits_for_delay(job) or limited or state.now < attempt.not_before:
             continue
-        if why_earlier_run(state, context.world, attempt, {}):
+        if why_earlier_run(state, context.world, attempt):
             continue
         if context.world.user_known_since(attempt.uid) == float("inf"):
             # No host in sight may be able to hold it, so nobody else has asked who the user is.
@@ -146,8 +215,7 @@ class _Needs:
         return any(one.uses for one in self._coming if one.lease is not None and one.lease.id == lease.id)
 
     def add(self, attempt: Attempt) -> None:
-        """Another job, behind those before: it needs what it gets, all of it or nothing. Where there was nothing for
-        one, there is nothing for those behind it that are alike."""
+        """Another job takes what it needs, all or nothing. After one that gets nothing, its equals get nothing."""
         job = self._context.state.queue.job_of(attempt.id)
         alike = (self._context.state.queue.shape_of(attempt.id), job.limit, job.requeues)
         if alike in self._hopeless:
@@ -252,8 +320,7 @@ def _give_back_unneeded(context: Context, lease: Lease, needs: _Needs) -> None:
 
 
 def _kept_for_jobs(state: State, lease: Lease, used: set[str], policy: LeasePolicy) -> bool:
-    """Whether an idle host is kept for jobs that are about to use it. `used` are all their hosts. A job starts when the
-    last of them has its template, and a template that is being built has a time limit of its own."""
+    """Whether an idle host is kept for jobs. They start once the last of the hosts in `used` has its template."""
     templates = [one for host in sorted(used) for one in state.templates_on(host)]
     built = [one.since for one in templates if one.state is TemplateState.READY]
     builds = any(one.state is TemplateState.BUILDING for one in templates)

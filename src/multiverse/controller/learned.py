@@ -1,24 +1,34 @@
-"""What the controller remembers of arrivals and durations."""
+"""What the controller learns from the moves that were committed. A restart begins it anew.
+
+- `ForecastRecorder`: how many VMs jobs ask for, and how long VMs take.
+- `Exclusions`: users who take offered nodes in vain get none for a while. Slurm does not tell its submit script whether
+  a request is a test (`sbatch --test-only`), and may refuse a job after the script. Such a submission takes a node, and
+  no job comes. Or the job comes, and Slurm does not start it, because a limit of the user's is used up: the script
+  cannot know that. The node serves nobody else meanwhile. The user's jobs wait at the gate, where limits are counted.
+- `MissingHints`: whether jobs are submitted without hints, for example after a failover to a slurmctld on another
+  machine. A lost hint costs a poll interval and nothing else. But when all are lost every job starts that much later,
+  and an operator would not learn why.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 
-from multiverse.core.clones.pacing import ARRIVALS_FADE, Parent, paid
-from multiverse.core.model import Attempt, CloneKind, Forecast, Lease, LeaseState, Vm, VmState
-from multiverse.core.policy import Policy, image_of
+import structlog
+
+from multiverse.core.model import Attempt, CloneKind, Forecast, Lease, LeaseState, Offer, Vm, VmState, text_of
+from multiverse.core.policy import ARRIVALS_FADE, Parent, Policy, image_of, paid
 from multiverse.core.transition import Event, Move
+from multiverse.ports import Clock
 
-SMOOTHING = 0.2
-"""The share of the newest in the moving mean of how long VMs take."""
+SMOOTHING = 0.2  # the share of the newest in the moving mean of how long VMs take
 
 
-SOON = 60.0
-"""Seconds. A spare, or a leased host, that is of no use so soon after it was ready counts as one that failed."""
+SOON = 60.0  # seconds: a spare or leased host that is of no use so soon counts as one that failed
 
-LEASE_REST = 5.0
-"""So much longer than after a failed VM nothing is leased from a partition after a lease that was of no use."""
+LEASE_REST = 5.0  # a partition rests so much longer after a useless lease than an image after a failed VM
 
 
 class ForecastRecorder:
@@ -36,7 +46,6 @@ class ForecastRecorder:
         self._useless: dict[str, tuple[int, float]] = {}  # by partition: leases of no use in a row, and rest until
 
     def note(self, moves: Iterable[Move], now: float) -> None:
-        """Learn from moves that were committed at `now`."""
         for move in moves:
             for change in move.changes:
                 if isinstance(change.row, Attempt):
@@ -47,7 +56,7 @@ class ForecastRecorder:
                     self._note_lease(change.row, change.event, now)
 
     def _note_lease(self, lease: Lease, event: Event, now: float) -> None:
-        """A lease was of no use that failed, whose host was in sight and got no VM, or that ended by itself soon."""
+        """Count leases that failed, got no VM though in sight, or ended by themselves soon."""
         partition = lease.spec.partition
         if event is Event.FOUND:
             self._granted[lease.id] = now
@@ -85,8 +94,7 @@ class ForecastRecorder:
             self._failed.pop(vm.image, None)  # it was of use
 
     def _note_spare(self, vm: Vm, event: Event, now: float) -> None:
-        """A spare failed that did not come up, or that died or was given up as unfit soon after it was ready. One that
-        was ready for long before that begins a new row of failures."""
+        """Count failures of spares: it did not come up, or died or proved unfit soon after it was ready."""
         if vm.pool is not None and vm.state.value == vm.pool.value:
             self._ready.setdefault(vm.id, now)
             if vm.image in self._failed:  # others may be made; whether it is of use is yet to be seen
@@ -124,3 +132,86 @@ class ForecastRecorder:
         waits = [until - max(0.0, 1.0 - self._policy.interval(key[2])) for key, until in self._paced.items()]
         waits += [until for _, until in (*self._failed.values(), *self._useless.values())]
         return min((at for at in waits if at > now), default=math.inf)
+
+
+log = structlog.get_logger()
+
+EXCLUSION, EXCLUSION_LIMIT = 60.0, 3600.0  # seconds that a user is excluded; doubled up to the limit
+
+FORGOTTEN = 3600.0  # seconds after the end of an exclusion until it counts no more
+
+
+@dataclass(slots=True)
+class _Taker:
+    times: int
+    until: float
+
+
+class Exclusions:
+    """Remembers, from the moves that were committed, which users took nodes in vain. A restart forgets it."""
+
+    def __init__(self) -> None:
+        self._takers: dict[int, _Taker] = {}
+
+    def note(self, moves: Iterable[Move], now: float) -> None:
+        for move in moves:
+            for change in move.changes:
+                row, event = change.row, change.event
+                if isinstance(row, Offer) and event is Event.MISSED and row.uid is not None:
+                    self._missed(row.uid, now, "no job came for a taken spare")
+                elif isinstance(row, Attempt) and event is Event.PIN_EXPIRED and row.pin:
+                    self._missed(row.uid, now, text_of(change.reason))
+
+    def _missed(self, uid: int, now: float, reason: str) -> None:
+        taker = self._takers.setdefault(uid, _Taker(0, now))
+        seconds = min(EXCLUSION_LIMIT, EXCLUSION * 2.0 ** min(taker.times, 16))
+        if taker.until <= now:
+            log.info("user is excluded from offers", uid=uid, seconds=seconds, reason=reason)
+        taker.times, taker.until = taker.times + 1, now + seconds
+
+    def excluded(self, now: float) -> frozenset[int]:
+        """The users who get no offered node at `now`. What is long past is forgotten."""
+        for uid in [uid for uid, taker in self._takers.items() if taker.until + FORGOTTEN <= now]:
+            del self._takers[uid]
+        return frozenset(uid for uid, taker in self._takers.items() if taker.until > now)
+
+
+log = structlog.get_logger()
+
+UNTIL_MISSING = 3  # submissions in a row without a hint, in different seconds; a few may be lost at a restart
+
+SKEW = 5.0  # seconds by which a hint may come earlier than the job was submitted by the scheduler's clock
+
+
+class MissingHints:
+    """Compares the submissions that observations show with the hints that came. Times are Unix times."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._listening = clock.wall()
+        self._last_hint = 0.0
+        self._counted: set[int] = set()  # the seconds of the submissions that had no hint
+        self.since: float | None = None
+        """When the first of the submissions without a hint was noticed (monotonic); None while hints come."""
+
+    def hint_came(self) -> None:
+        self._last_hint = self._clock.wall()
+        self._counted.clear()
+        if self.since is not None:
+            self.since = None
+            log.info("hints arrive again")
+
+    def note(self, moves: Iterable[Move]) -> None:
+        """Learn from committed moves which jobs were submitted. A job that is queued again comes without a hint."""
+        for change in (change for move in moves for change in move.changes):
+            row = change.row
+            if change.event is Event.SUBMITTED and isinstance(row, Attempt) and not row.job.restarts:
+                self._submitted(row.job.submitted)
+
+    def _submitted(self, moment: int) -> None:
+        if moment < self._listening + SKEW or self._last_hint >= moment - SKEW:
+            return
+        self._counted.add(moment)
+        if len(self._counted) >= UNTIL_MISSING and self.since is None:
+            self.since = self._clock.now()
+            log.warning("hints missing", reason=f"the last {UNTIL_MISSING} submissions came without one")
