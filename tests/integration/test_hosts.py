@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from multiverse.agent.transport import CommandTransport, command_of, other_command
+from multiverse.agent.connection import CommandTransport, command_of, other_command
 from multiverse.client import Client
 from multiverse.host import manifest
 from multiverse.images import transfer

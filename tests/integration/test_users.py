@@ -17,10 +17,9 @@ import pytest
 
 from multiverse.api import ExplanationsView, ExplanationView
 from multiverse.api.asking import PURPOSE
-from multiverse.bundles.slurm.credentials import Credentials
-from multiverse.bundles.slurm.slurm_conf import PrivateData
+from multiverse.bundles.slurm.scheduler import Credentials, PrivateData
 from multiverse.client import Client
-from multiverse.drivers.slurm.site.site_conf import munge_socket
+from multiverse.drivers.slurm.site.conf import munge_socket
 from multiverse.service.startup import bind
 from multiverse.service.users_socket import Pace, UserQuestions, serve_users
 from multiverse.service.viewer import Viewer

@@ -7,7 +7,7 @@ from ipaddress import IPv4Address, IPv4Network
 
 import pytest
 
-from multiverse.agent.job_vm import MOST_JOBS, JobVm
+from multiverse.agent.jobs import MOST_JOBS, JobVm
 from multiverse.config import JobVmSettings
 from multiverse.core.errors import Refused
 from multiverse.core.model.names import mac_of, mac_of_address

@@ -115,11 +115,9 @@ class HostedVms(Protocol):
 
     async def list_vms(self) -> Collection[str]:
         """The names of all VMs of which a part exists."""
-        ...
 
     async def kill(self, vms: Collection[str]) -> None:
         """Kill the QEMUs of these VMs at once, and wait for none."""
-        ...
 
     async def destroy(self, vm: VmRef, grace: float) -> None: ...
 

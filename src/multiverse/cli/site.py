@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from multiverse.bundles.contract import SiteFiles
-from multiverse.bundles.registry import scheduler_bundle
+from multiverse.bundles.contract import SiteFiles, scheduler_bundle
 from multiverse.cli import render as output
 from multiverse.config import Settings, load
 from multiverse.core.errors import Refused

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from multiverse.core.errors import Broken, Exhausted, MultiverseError
-from multiverse.images import catalog, digest, install
+import structlog
+
+from multiverse.core.errors import Broken, Exhausted, MultiverseError, Refused
+from multiverse.images import catalog
 from multiverse.images.catalog import Image
 
 _SEND, _HAVE, _DONE = b"send\n", b"have\n", b"done\n"
@@ -58,7 +62,7 @@ def send(image: Image, command: Sequence[str], bring: Bring | None = None) -> bo
 
 def _archive(image: Image, target: IO[bytes]) -> str:
     """Write the image's files to `target`. Returns what tar complains of."""
-    argv = ["tar", "--create", "--sparse", "--file=-", f"--directory={image.path}", *digest.FILES]
+    argv = ["tar", "--create", "--sparse", "--file=-", f"--directory={image.path}", *catalog.FILES]
     with _start(argv, stdin=subprocess.DEVNULL, stdout=target) as tar:
         assert tar.stderr is not None
         return tar.stderr.read().decode(errors="replace").strip()
@@ -82,14 +86,14 @@ def receive(
 
     Raises `Broken` if what arrives is not that image, and `Exhausted` if there is no room; nothing of it is left then.
     """
-    install.check_name(name)
-    with install.locked(images, name):
-        if digest.recorded(images / name) == expected and _is_complete(images, name):
+    catalog.check_name(name)
+    with catalog.locked(images, name):
+        if catalog.recorded_digest(images / name) == expected and _is_complete(images, name):
             _say(answers, _HAVE)
             return
         _say(answers, _SEND)
-        with install.beside(images, name) as work, _archive_of(source, brought) as archive:
-            argv = ["tar", "--extract", "--file=-", "--no-same-owner", f"--directory={work}", *digest.FILES]
+        with catalog.beside(images, name) as work, _archive_of(source, brought) as archive:
+            argv = ["tar", "--extract", "--file=-", "--no-same-owner", f"--directory={work}", *catalog.FILES]
             with _start(argv, stdin=archive, stdout=subprocess.DEVNULL) as tar:
                 assert tar.stderr is not None
                 complaint = tar.stderr.read().decode(errors="replace").strip()
@@ -116,43 +120,43 @@ def copy(image: Image, images: Path) -> bool:
 
     Raises `Broken` if the copy is not the image, and `Exhausted` if there is no room; nothing of it is left then.
     """
-    with install.locked(images, image.name):
-        expected = digest.recorded(image.path)
+    with catalog.locked(images, image.name):
+        expected = catalog.recorded_digest(image.path)
         if _is_same(image, images, expected):
             return False
-        with install.beside(images, image.name) as work:
-            files = [str(image.path / file) for file in digest.FILES]
+        with catalog.beside(images, image.name) as work:
+            files = [str(image.path / file) for file in catalog.FILES]
             argv = ["cp", "--reflink=auto", "--sparse=always", "--dereference", "--", *files, str(work)]
             with _start(argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as cp:
                 assert cp.stderr is not None
                 complaint = cp.stderr.read().decode(errors="replace").strip()
             if cp.returncode:
                 raise Exhausted(f"cannot copy image {image.name}: {complaint}", hint=f"is there room in {images}?")
-            _accept(work, images, image.name, expected or digest.digest_of(image.path))
+            _accept(work, images, image.name, expected or catalog.digest_of(image.path))
     return True
 
 
 def stated_digest(image: Image) -> str:
     """The digest that is recorded of the image; computed if none is, which takes seconds."""
-    return digest.recorded(image.path) or digest.digest_of(image.path)
+    return catalog.recorded_digest(image.path) or catalog.digest_of(image.path)
 
 
 def _accept(work: Path, images: Path, name: str, expected: str) -> None:
     """Put what arrived in `work` in its place, if it is the image of that digest."""
-    found = digest.digest_of(work)
+    found = catalog.digest_of(work)
     if found != expected:
         text = f"the copy of image {name} has the digest {found[:12]}, and not {expected[:12]}"
         raise Broken(text, hint="was the image changed meanwhile? copy it again")
-    for file in digest.FILES:
+    for file in catalog.FILES:
         (work / file).chmod(0o644)  # whatever the umask: the users of QEMU read them
-    digest.record(work, found)
-    install.put(work, images, name)
+    catalog.record_digest(work, found)
+    catalog.put_in_place(work, images, name)
 
 
 def _is_same(image: Image, images: Path, expected: str) -> bool:
     """Whether `images` has that image already, as far as its digest or, without one, its manifest tells."""
     if expected:
-        return digest.recorded(images / image.name) == expected and _is_complete(images, image.name)
+        return catalog.recorded_digest(images / image.name) == expected and _is_complete(images, image.name)
     try:
         return catalog.same(catalog.load(images, image.name), image)
     except MultiverseError:
@@ -177,3 +181,101 @@ def _start(argv: Sequence[str], stdin: int | IO[bytes], stdout: int | IO[bytes])
         return subprocess.Popen(argv, stdin=stdin, stdout=stdout, stderr=subprocess.PIPE)
     except OSError as error:
         raise Broken(f"cannot run {argv[0]}: {error.strerror}", hint="is it installed?") from error
+
+
+log = structlog.get_logger()
+
+_PATIENCE = 0.1  # seconds that a listing waits for a look at the source, which takes milliseconds unless it hangs
+_PATIENCE_OF_JOBS = 2.0  # seconds that the first VM of a job waits for it: an old copy may not fit this release
+
+
+class ImageStore:
+    """The images in `local`. With a `source`, also those there: they are the same images or newer ones. `check` is
+    called with each directory before an image is copied from there; its errors are those of `fetch`.
+
+    The source may be on a file system of the site that hangs. So it is looked at in a thread, begun by `listed`, and
+    all but the copying itself goes by what the last look has shown.
+    """
+
+    def __init__(self, local: Path, source: Path | None, check: Callable[[Path], None] = lambda path: None) -> None:
+        self._local, self._source, self._check = local, source, check
+        self._offered: Mapping[str, tuple[Image, int]] = {}
+        self._lock = threading.Lock()
+        self._looking: threading.Thread | None = None
+        self._waited_until = 0.0  # when nobody waits for the look any more
+
+    def listed(self) -> list[Image]:
+        """All images, sorted by name. One that is to be copied first is described as it is at the source."""
+        self._look(_PATIENCE)
+        names = {image.name for image in catalog.list_images(self._local)} | self._offered.keys()
+        return [self.described(name) for name in sorted(names)]
+
+    def described(self, name: str) -> Image:
+        """The image of that name, as it is here or would be copied. Raises `Refused` if there is none."""
+        offered, _ = self._offered.get(name, (None, 0))
+        if offered is None:
+            return catalog.load(self._local, name)
+        here = self._here(name)
+        return here if here is not None and catalog.same(here, offered) else offered
+
+    def found(self, name: str) -> Image:
+        """The same, after a look at the source, which nobody else may take: an agent that makes VMs inside jobs alone
+        lists no images. If the look takes longer, an image that is nowhere but at the source is waited for."""
+        self._look(_PATIENCE_OF_JOBS)
+        try:
+            return self.described(name)
+        except Refused:
+            if self._source is None:
+                raise
+            return catalog.load(self._source, name)
+
+    def disk_size(self, image: Image) -> int | None:
+        """The size of the disk of an image that is not here yet, in bytes; None if it is here."""
+        offered, size = self._offered.get(image.name, (None, 0))
+        return size if offered is not None and image.path == offered.path else None
+
+    def fetch(self, name: str) -> Image:
+        """The image of that name, copied first if it is not here or a newer one is known. Raises `Refused` if there is
+        none, `Broken` if the copy is not like the original, and `Exhausted` if there is no room."""
+        offered, _ = self._offered.get(name, (None, 0))
+        here = self._here(name)
+        if here is None and offered is None and self._source is not None:
+            offered = catalog.load(self._source, name)  # nobody has looked there yet
+        if offered is None or (here is not None and catalog.same(here, offered)):
+            return catalog.load(self._local, name)
+        self._check(offered.path)
+        if not self._local.exists():
+            self._local.mkdir(parents=True)
+            self._local.chmod(0o755)  # whatever the umask: the users of QEMU pass through it
+        copy(offered, self._local)
+        return catalog.load(self._local, name)
+
+    def _here(self, name: str) -> Image | None:
+        try:
+            return catalog.load(self._local, name)
+        except Refused:
+            return None
+
+    def _look(self, patience: float) -> None:
+        """Begin a look, or wait for the one that another thread has begun."""
+        if self._source is None:
+            return
+        with self._lock:
+            looking = self._looking
+            if looking is None or not looking.is_alive():
+                looking = threading.Thread(target=self._read, args=(self._source,), name="images", daemon=True)
+                looking.start()
+                self._looking, self._waited_until = looking, time.monotonic() + patience
+            left = self._waited_until - time.monotonic()
+        if left > 0:
+            looking.join(left)
+
+    def _read(self, source: Path) -> None:
+        found = {}
+        try:
+            for image in catalog.list_images(source):
+                found[image.name] = (image, image.disk.stat().st_size)
+        except OSError as error:  # what the look before has shown stays
+            log.warning("the site's images cannot be read", path=str(source), reason=error.strerror)
+        else:
+            self._offered = found

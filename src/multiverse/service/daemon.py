@@ -16,8 +16,15 @@ import structlog
 
 from multiverse.api import Alert
 from multiverse.bundles.composite import together
-from multiverse.bundles.contract import DaemonTask, Notice, Platform, PlatformContext, SchedulerSystem
-from multiverse.bundles.registry import platform_bundles, scheduler_bundle
+from multiverse.bundles.contract import (
+    DaemonTask,
+    Notice,
+    Platform,
+    PlatformContext,
+    SchedulerSystem,
+    platform_bundles,
+    scheduler_bundle,
+)
 from multiverse.config import Settings, users_socket
 from multiverse.controller.job_usage import JobUsageRecorder
 from multiverse.controller.loop import Controller

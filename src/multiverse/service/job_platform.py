@@ -22,12 +22,11 @@ from typing import TypeVar
 import structlog
 
 import multiverse
-from multiverse.agent.connection import AgentConnection, ControllerIdentity
-from multiverse.agent.controller_epoch import ControllerEpoch
+from multiverse.agent.connection import AgentConnection, ControllerEpoch, ControllerIdentity
 from multiverse.agent.hypervisor import AgentHypervisor
 from multiverse.agent.job_protocol import MOST_VMS
-from multiverse.agent.job_vm import RUNS, JobVm
-from multiverse.bundles.qemu.agents import EPOCH_WAIT, transport_to
+from multiverse.agent.jobs import RUNS, JobVm
+from multiverse.bundles.qemu.platform import EPOCH_WAIT, transport_to
 from multiverse.config import Settings
 from multiverse.core.errors import Gone, MultiverseError, Refused, Unknown
 from multiverse.core.model import (

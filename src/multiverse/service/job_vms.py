@@ -16,8 +16,7 @@ from multiverse.config import Settings
 from multiverse.core.errors import MultiverseError, Refused, Unknown
 from multiverse.drivers.qemu.job_vms import QemuJobVms
 from multiverse.drivers.slurm.command import SlurmCommands
-from multiverse.drivers.slurm.job_vms.feature import set_feature, why_not
-from multiverse.drivers.slurm.job_vms.runs import SlurmJobRuns, TaskProlog
+from multiverse.drivers.slurm.job_vms import SlurmJobRuns, TaskProlog, set_feature, why_not
 from multiverse.drivers.slurm.reading.name_service import NameService
 from multiverse.service.job_platform import PlatformJobVms, connected_platform
 from multiverse.service.startup import bind

@@ -15,7 +15,7 @@ from multiverse.config import Settings, vxlan_address
 from multiverse.core.errors import Refused
 from multiverse.core.model.names import site_of_lease
 from multiverse.drivers.qemu.driver import vxlan_config
-from multiverse.drivers.slurm.leases.pilots import ENDING
+from multiverse.drivers.slurm.leases import ENDING
 from multiverse.host.vxlan import VxlanConfig
 from multiverse.pilot.groups import memory_limit
 from multiverse.pilot.init import PilotOrder

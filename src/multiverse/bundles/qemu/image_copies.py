@@ -16,7 +16,7 @@ from pathlib import Path
 
 import structlog
 
-from multiverse.agent.transport import other_command
+from multiverse.agent.connection import other_command
 from multiverse.bundles.contract import Followed, LeasedTransport
 from multiverse.config import Settings
 from multiverse.core.errors import MultiverseError, Unknown

@@ -18,10 +18,9 @@ from multiverse.bundles.contract import Examination
 from multiverse.config import Settings
 from multiverse.core.errors import MultiverseError
 from multiverse.drivers.slurm.command import SlurmCommands
-from multiverse.drivers.slurm.site import conf, conflicts, requirements, site_conf
-from multiverse.drivers.slurm.site.site_conf import SiteConf, munge_socket
-from multiverse.images.catalog import list_images
-from multiverse.images.installed import package_version
+from multiverse.drivers.slurm.site import conf, requirements
+from multiverse.drivers.slurm.site.conf import SiteConf, munge_socket
+from multiverse.images.catalog import list_images, package_version
 from multiverse.ports.finding import Finding, Level
 from multiverse.site import checking, machine_facts
 from multiverse.site.checking import Part, tried
@@ -35,9 +34,8 @@ SLOW_NAMES = 1.0
 
 
 def examine(settings: Settings, config: Path, source: Path) -> Iterator[Examination]:
-    """See `bundles.contract.SchedulerBundle`."""
     try:
-        site = site_conf.read(source)
+        site = conf.read(source)
     except MultiverseError as error:
         yield _broken("slurm.conf", error)
     else:
@@ -55,7 +53,7 @@ def _of_slurm(settings: Settings, config: Path, site: SiteConf) -> Iterator[Exam
         yield Examination(name, tuple(tried(part)))
     more: dict[str, Part] = {
         "slurmd in the guests": lambda: _guests(settings),
-        "node sets": lambda: conflicts.node_sets(settings.slurm, site),
+        "node sets": lambda: requirements.node_sets(settings.slurm, site),
         "reservations": lambda: _reservations(settings),
         "name service": lambda: names(site),
         "port of slurmctld": lambda: _slurmctld_port(settings, site),
@@ -70,13 +68,13 @@ def _guests(settings: Settings) -> Iterator[Finding]:
     found = re.search(r"^SLURM_VERSION\s*=\s*(\S+)", shown, re.MULTILINE)
     running = requirements.version(f"slurm {found[1] if found else ''}")
     images = list_images(settings.qemu.images)
-    yield from conflicts.guests(running, {image.name: package_version(image.disk, "slurmd") for image in images})
+    yield from requirements.guests(running, {image.name: package_version(image.disk, "slurmd") for image in images})
 
 
 def _reservations(settings: Settings) -> Iterator[Finding]:
     commands = SlurmCommands(settings.slurm)
     shown = asyncio.run(commands.run("scontrol", "show", "reservation", "--oneliner"))
-    yield from conflicts.reservations(settings.slurm, shown)
+    yield from requirements.reservations(settings.slurm, shown)
 
 
 def names(site: SiteConf) -> Iterator[Finding]:

@@ -4,30 +4,200 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import Awaitable, Collection, Iterator, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 
-from multiverse.bundles.contract import DaemonTask, Examination, Notice, Privacy, Tell
+import structlog
+
+from multiverse.bundles.contract import DaemonTask, Examination, Notice, Privacy, SchedulerWords, Tell
 from multiverse.bundles.slurm import examine
-from multiverse.bundles.slurm.credentials import Credentials
-from multiverse.bundles.slurm.inbox_access import warn_of_closed_inbox
-from multiverse.bundles.slurm.leased import PilotSteps
-from multiverse.bundles.slurm.slurm_conf import NodeCount, PrivateData
-from multiverse.bundles.slurm.words import SlurmWords
 from multiverse.config import Settings
-from multiverse.core.errors import Refused
-from multiverse.core.model import LeaseSpec
+from multiverse.core.errors import MultiverseError, Refused, Unknown
+from multiverse.core.model import Job, LeaseSpec
 from multiverse.drivers.slurm.command import SlurmCommands
 from multiverse.drivers.slurm.driver import SlurmScheduler
+from multiverse.drivers.slurm.leases import PilotSteps
 from multiverse.drivers.slurm.reading.nodes import reached_nodes
-from multiverse.drivers.slurm.site import site_conf
-from multiverse.drivers.slurm.site.bootstrap import slurm_uid
-from multiverse.drivers.slurm.site.site_conf import munge_socket
-from multiverse.drivers.slurm.submission.inbox import Hint, hints, take
+from multiverse.drivers.slurm.site import bootstrap, conf, requirements
+from multiverse.drivers.slurm.site.bootstrap import read, slurm_uid, why_not_writable
+from multiverse.drivers.slurm.site.conf import SiteConf, UntilChanged, munge_socket
+from multiverse.drivers.slurm.submission import Hint, hints, take
 from multiverse.ports.finding import Finding
 from multiverse.site import checking, rendering
 from multiverse.system.rendered import SiteFile
+
+TIMEOUT = 5.0
+"""Seconds that `unmunge` may take."""
+
+AT_ONCE = 4
+"""Credentials that are decoded at the same time."""
+
+_STATUS = {
+    15: "it has expired",
+    16: "it was made in the future: compare the clocks",
+    17: "it was used before",
+    18: "it is for another user",
+}
+"""What munge calls EMUNGE_CRED_EXPIRED, _REWOUND, _REPLAYED and _UNAUTHORIZED. See munge(3)."""
+
+_CREDENTIAL = re.compile(rb"MUNGE:[A-Za-z0-9+/=]+:")
+
+
+class Credentials:
+    """Decodes with the munged behind a socket (None: munge's own)."""
+
+    def __init__(self, socket: Path | None = None) -> None:
+        self._socket, self._turns = socket, asyncio.Semaphore(AT_ONCE)
+
+    async def decode(self, credential: str) -> tuple[int, str]:
+        """The uid that made it, and its payload. `Refused` for one that is forged, replayed, expired, or for another
+        user; `Unknown` if munged does not answer."""
+        data = credential.encode("ascii", "replace")
+        if not _CREDENTIAL.fullmatch(data):
+            raise Refused("this is no munge credential")
+        async with self._turns:
+            return _parsed(*await self._run(data))
+
+    async def _run(self, data: bytes) -> tuple[int, bytes, bytes]:
+        where = [f"--socket={self._socket}"] if self._socket else []
+        pipe = asyncio.subprocess.PIPE
+        try:
+            process = await asyncio.create_subprocess_exec(
+                "unmunge", "--numeric", "--keys=UID", *where, stdin=pipe, stdout=pipe, stderr=pipe
+            )
+        except OSError as error:
+            raise Unknown(f"cannot run unmunge: {error.strerror}", hint="install munge on this machine") from error
+        try:
+            async with asyncio.timeout(TIMEOUT):
+                out, said = await process.communicate(data)
+        except TimeoutError as error:
+            raise Unknown("munged does not answer", hint="see whether munged runs") from error
+        finally:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                await process.wait()
+        return process.returncode or 0, out, said
+
+
+def _parsed(status: int, out: bytes, said: bytes) -> tuple[int, str]:
+    """What unmunge prints: metadata, an empty line, the payload. Whatever is wrong with a credential is its status."""
+    if status:
+        words = said.decode(errors="replace").strip().removeprefix("unmunge: Error: ")
+        why = _STATUS.get(status) or words or f"unmunge ended with {status}"
+        raise Refused(f"the credential is not accepted: {why}"[:300])
+    metadata, _, payload = out.partition(b"\n\n")
+    found = re.fullmatch(rb"UID:\s+(\d+)", metadata.strip())
+    if not found:
+        raise Unknown("unmunge did not say whose the credential is")
+    return int(found[1]), payload.decode(errors="replace")
+
+
+log = structlog.get_logger()
+
+INTERVAL = 300.0
+"""Seconds between two checks: each starts a process."""
+
+
+async def warn_of_closed_inbox(settings: Settings, interval: float = INTERVAL) -> None:
+    """Check now and then, and log each change. Never ends."""
+    known = None
+    await asyncio.sleep(settings.poll)  # the daemon has created the directory by then
+    while True:
+        reason = await asyncio.to_thread(_reason, settings)
+        if reason is not None and reason != known:
+            log.warning("inbox not writable", reason=reason, remedy="run multiverse site check")
+        elif reason is None and known is not None:
+            log.info("inbox writable again")
+        known = reason
+        await asyncio.sleep(interval)
+
+
+def _reason(settings: Settings) -> str | None:
+    try:
+        return why_not_writable(settings.slurm.inbox, bootstrap.slurm_user(read(settings.slurm.conf)))
+    except MultiverseError as error:
+        return error.message
+
+
+class PrivateData:
+    """What the slurm.conf at `conf` keeps private. While it cannot be read, everything is private."""
+
+    def __init__(self, conf: Path) -> None:
+        self._conf = UntilChanged(conf, Privacy(others=False, hosts=False))
+
+    def privacy(self) -> Privacy:
+        """What a user may be told of others."""
+        return self._conf.get(_privacy)
+
+
+def _privacy(site: SiteConf) -> Privacy:
+    kept = set(site.words("PrivateData"))
+    return Privacy(others=not kept & {"jobs", "all"}, hosts=not kept & {"nodes", "all"})
+
+
+class NodeCount:
+    """What the slurm.conf at `conf` lacks."""
+
+    def __init__(self, conf: Path) -> None:
+        self._conf, self._cpus = UntilChanged[list[Notice]](conf, []), -1
+
+    def lack(self, cpus: int) -> list[Notice]:
+        """What is lacking for VMs that claim so many CPUs together. Nothing while the file cannot be read, of which
+        `multiverse site check` tells."""
+        anew, self._cpus = cpus != self._cpus, cpus
+        return self._conf.get(lambda site: _lack(site, cpus), anew=anew)
+
+
+def _lack(site: SiteConf, cpus: int) -> list[Notice]:
+    lack = requirements.lack_of_nodes(cpus, site)
+    return [Notice("nodes", lack.name, lack.message, lack.remedy)] if lack else []
+
+
+_WORDS = {
+    "BeginTime": "its begin time has not come",
+    "Dependency": "it depends on jobs that have not ended as it asks",
+    "DependencyNeverSatisfied": "it depends on a job that did not end as it asks, so it will never start",
+    "JobArrayTaskLimit": "its array runs as many tasks at a time as it permits",
+    "JobHeldAdmin": "an operator holds it",
+    "JobHeldUser": "its user holds it",
+    "Licenses": "licences that it asks for are in use",
+    "PartitionDown": "its partition is down",
+    "PartitionInactive": "its partition is inactive",
+    "PartitionTimeLimit": "its time limit exceeds that of its partition",
+    "Prolog": "its prolog runs",
+    "ReqNodeNotAvail": "nodes that it asks for are not available",
+    "Reservation": "its reservation has not begun",
+}
+_PREFIXES = {
+    "QOS": "a limit of its quality of service is reached",
+    "Assoc": "a limit of its account is reached",
+}
+
+
+class SlurmWords(SchedulerWords):
+    """`bundles.contract.SchedulerWords`."""
+
+    def say(self, word: str) -> str:
+        first = word.partition(",")[0].strip()
+        return _WORDS.get(first) or next((text for prefix, text in _PREFIXES.items() if first.startswith(prefix)), "")
+
+    def advise(self, job: Job) -> str:
+        """A job that may begin and waits was queued again, and waits for its delay."""
+        own = job.ref.job_id
+        if job.held:
+            admin = "Admin" in job.reason
+            return "ask the administrators of Slurm, who hold it" if admin else f"release it: scontrol release {own}"
+        if job.eligible:
+            return f"wait; if the cause is gone, let it start at once: scontrol update JobId={own} StartTime=now"
+        known = {
+            "Dependency": f"see which jobs it depends on: squeue --job={own} --Format=Dependency",
+            "BeginTime": f"see when it may begin: squeue --job={own} --Format=StartTime",
+        }
+        return known.get(job.reason, f"see what Slurm says of it: scontrol show job {own}")
+
 
 NAME_SERVICE_TIMEOUT = 10.0
 """Seconds that the daemon waits, once it has started, to learn who slurmctld's user is."""
@@ -50,34 +220,29 @@ class SlurmSystem:
 
     @property
     def reports(self) -> SlurmScheduler:
-        """See `SchedulerSystem`."""
         return self.scheduler
 
     @cached_property
     def identities(self) -> Credentials:
-        """See `SchedulerSystem`: munge credentials."""
+        """Munge credentials."""
         return Credentials(munge_socket(self._settings.slurm.conf))
 
     @cached_property
     def notices(self) -> Sequence[Notice]:
-        """See `SchedulerSystem`."""
         return [Notice("unserved", *each) for each in self.scheduler.unserved()]
 
     @property
     def hints_from(self) -> str:
-        """See `SchedulerSystem`."""
         return str(self._settings.slurm.inbox)
 
     def lack_of_nodes(self, cpus: int) -> Sequence[Notice]:
-        """See `SchedulerSystem`."""
         return self._node_count.lack(cpus)
 
     def privacy(self, uid: int) -> Privacy:
-        """See `SchedulerSystem`: by PrivateData, which is the same for all users."""
+        """By PrivateData, which is the same for all users."""
         return self._private.privacy()
 
     def work(self, tell: Tell) -> Sequence[DaemonTask]:
-        """See `SchedulerSystem`."""
         return [
             DaemonTask("inbox", partial(_forward_hints, self._settings, tell)),
             DaemonTask("shared inbox", partial(_poll_inbox, self._settings, tell)),
@@ -85,7 +250,6 @@ class SlurmSystem:
         ]
 
     def close(self) -> None:
-        """See `SchedulerSystem`."""
         self.scheduler.close()
 
 
@@ -127,12 +291,10 @@ class SlurmFiles:
     """`bundles.contract.SiteFiles`, beside slurm.conf and for systemd."""
 
     def render(self, settings: Settings, config: Path, source: Path) -> list[SiteFile]:
-        """See `SiteFiles`."""
-        site = site_conf.read(source)
+        site = conf.read(source)
         return rendering.render(settings, config, site)
 
     def check(self, settings: Settings, config: Path, source: Path) -> list[Finding]:
-        """See `SiteFiles`."""
         return checking.check(settings, config, source)
 
 
@@ -143,11 +305,9 @@ class SlurmReach:
         self._commands = SlurmCommands(settings.slurm)
 
     async def check(self) -> None:
-        """See `ReachedNodes`."""
         await self._commands.run("scontrol", "--version")
 
     def of(self, site: str) -> Awaitable[Collection[str]]:
-        """See `ReachedNodes`."""
         return reached_nodes(self._commands, site)
 
 
@@ -157,15 +317,12 @@ class SlurmBundle:
     files = SlurmFiles()
 
     def open(self, settings: Settings, site: str, leased: Collection[LeaseSpec]) -> SlurmSystem:
-        """See `SchedulerBundle`."""
         return SlurmSystem(settings, site, leased)
 
     def reached(self, settings: Settings) -> SlurmReach:
-        """See `SchedulerBundle`."""
         return SlurmReach(settings)
 
     def examine(self, settings: Settings, config: Path, source: Path) -> Iterator[Examination]:
-        """See `SchedulerBundle`."""
         return examine.examine(settings, config, source)
 
 

@@ -63,22 +63,19 @@ class QemuHypervisor:
 
     @property
     def name(self) -> str:
-        """See `ports.Source`: this machine answers for itself."""
+        """This machine answers for itself."""
         return self._host.config.host
 
     @property
     def sources(self) -> Sequence[QemuHypervisor]:
-        """See `ports.Hypervisor`."""
         return (self,)
 
     @property
     def vxlan(self) -> QemuHypervisor | None:
-        """See `agent.calls.LocalHypervisor`."""
         return self if self._host.config.vxlan is not None else None
 
     @property
     def hosts(self) -> Sequence[str]:
-        """See `ports.Hypervisor`."""
         return [self._host.config.host]
 
     def check(self) -> None:
@@ -86,11 +83,9 @@ class QemuHypervisor:
         self._host.check()
 
     def restore_vxlan(self) -> None:
-        """See `QemuHost.restore_vxlan`."""
         self._urgent.submit(self._host.restore_vxlan).result()  # pyroute2 runs in no thread with an event loop
 
     async def observe(self) -> HypervisorView:
-        """See `ports.Hypervisor`."""
         return await self._in_thread(self._resume_and_observe)
 
     def _resume_and_observe(self) -> HypervisorView:
@@ -98,20 +93,18 @@ class QemuHypervisor:
         return self._host.observe()
 
     async def list_vms(self) -> Sequence[str]:
-        """See `QemuHost.list_vms`: unlike an observation it asks for nothing that has to be tried first, and it waits
+        """Unlike an observation it asks for nothing that has to be tried first, and it waits
         for no other call."""
         return await self._in_thread(self._host.list_vms, urgent=True)
 
     async def kill(self, vms: Collection[str]) -> None:
-        """See `QemuHost.kill`. It waits for no other call."""
+        """It waits for no other call."""
         await self._in_thread(self._host.kill, vms, urgent=True)
 
     async def measure(self) -> Mapping[str, tuple[float, float, float]]:
-        """See `QemuHost.measure`."""
         return await self._in_thread(self._host.measure)
 
     def audit(self, name: str) -> Mapping[str, str | int]:
-        """See `QemuHost.audit`."""
         return self._host.audit(name)
 
     async def examine(self) -> Mapping[str, Mapping[str, str | int]]:
@@ -129,14 +122,12 @@ class QemuHypervisor:
             return {"error": error.message}
 
     async def build_template(self, template: TemplateKey) -> Sequence[Stage]:
-        """See `ports.Hypervisor`."""
         deletions = self._deletions[template]
         return await self._in_thread(
             self._host.build_template, template, lambda: self._deletions[template] != deletions
         )
 
     async def delete_template(self, template: TemplateKey) -> None:
-        """See `ports.Hypervisor`."""
         # A thread goes on when its caller is cancelled: it must not build the template after this call.
         self._deletions[template] += 1
         await self._in_thread(self._host.delete_template, template)
@@ -146,7 +137,6 @@ class QemuHypervisor:
         await self._in_thread(self._host.delete_all_templates)
 
     async def create(self, vm: VmSpec) -> Sequence[Stage]:
-        """See `ports.Hypervisor`."""
         spec = self._specification(vm)
         creating = self._creating[spec.name] = self._threads.submit(self._host.create, spec)
         creating.add_done_callback(lambda done: self._created(spec.name, done))
@@ -157,30 +147,27 @@ class QemuHypervisor:
             del self._creating[name]
 
     async def start(self, vm: VmRef, size: Size, identity: Identity) -> Sequence[Stage]:
-        """See `ports.Hypervisor`."""
         return await self._in_thread(self._host.start, vm.name, size, identity, vm.token)
 
     async def add_user(self, vm: VmRef, user: User, group: int = 0) -> None:
-        """See `ports.Hypervisor`."""
         await self._in_thread(self._host.add_user, vm.name, user, group, vm.token)
 
     @property
     def listening(self) -> Mapping[str, str]:
-        """See `ports.Groups`: this machine forgets nothing."""
+        """This machine forgets nothing."""
         return {self.name: ""}
 
     async def tell(self, host: str, members: Sequence[Member], gone: Sequence[str], *, whole: bool) -> None:
-        """See `ports.Groups`. It waits for no other call."""
+        """It waits for no other call."""
         if host != self.name:
             raise Gone(f"there is no host {host}", hint=f"QEMU runs on {self.name} only")
         await self._in_thread(partial(self._host.tell, members, gone, whole=whole), urgent=True)
 
     async def connect(self, vm: VmRef, neighbours: Sequence[Neighbour]) -> None:
-        """See `agent.calls.VmConnections`. It waits for no other call."""
+        """It waits for no other call."""
         await self._in_thread(self._host.connect, vm.name, neighbours, vm.token, urgent=True)
 
     async def destroy(self, vm: VmRef, grace: float) -> None:
-        """See `ports.Hypervisor`."""
         name = vm.name
         creating = self._creating.get(name)
         await self._in_thread(self._host.destroy, name, grace, vm.token)

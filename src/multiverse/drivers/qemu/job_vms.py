@@ -8,14 +8,12 @@ import socket
 from contextlib import suppress
 from dataclasses import replace
 
-from multiverse.agent.job_vm import RUNS, JobVm
+from multiverse.agent.jobs import RUNS, JobVm
 from multiverse.config import Settings
 from multiverse.core.errors import Gone, Unknown
 from multiverse.core.model import CloneKind, Identity, Size, TemplateKey, User, machine_id, vm_name, vm_prefix
 from multiverse.drivers.qemu.driver import JOB_SITE, host_config
-from multiverse.drivers.qemu.job_bridge import JobBridge
-from multiverse.drivers.qemu.job_network import JobAddresses, guest_mac, guest_name
-from multiverse.drivers.qemu.job_vxlan import JobVxlan
+from multiverse.drivers.qemu.job_network import JobAddresses, JobBridge, JobVxlan, guest_mac, guest_name
 from multiverse.guest.protocol import TASKS_PORT, JobGuest
 from multiverse.host.job_groups import find_job, find_job_groups, has_steps
 from multiverse.host.qemu.library import QemuHost
@@ -45,39 +43,32 @@ class QemuJobVms:
         self._host.close()
 
     def find_groups(self, job: int, pid: int) -> tuple[str, ...]:
-        """See `JobHost`."""
         return find_job_groups(str(job), pid)
 
     def find_job(self, pid: int) -> int:
-        """See `JobHost`."""
         return find_job(pid)
 
     def has_steps(self, vm: JobVm) -> bool:
-        """See `JobHost`."""
         return has_steps(vm.groups)
 
     def known_as(self, vm: JobVm) -> tuple[str, str]:
-        """See `JobHost`."""
         return guest_name(vm.job, vm.rank), self._addresses.shared(vm.rank)
 
     def connect_network(self, vms: tuple[JobVm, ...]) -> None:
-        """See `JobHost`."""
         self._bridge(vms[0]).make()
         self._vxlan(vms[0]).make()
 
     def control_groups(self, vm: JobVm) -> list[str]:
-        """See `JobHost`."""
         return self._host.control_groups(job_vm_name(vm), vm.groups)
 
     def share_memory(self, vms: tuple[JobVm, ...]) -> SharedMemory:
-        """See `JobHost`."""
         size = self._settings.job_vms.ivshmem_size
         if not vms[0].regions:
             return SharedMemory((), size)
         return self._host.share_memory(self._specification(vms[0]), vms[0].regions, size)
 
     def make(self, vm: JobVm, vms: tuple[JobVm, ...], user: User, memory: SharedMemory) -> None:
-        """See `JobHost`. The template is built if there is none."""
+        """The template is built if there is none."""
         spec = self._specification(vm)
         guest = JobGuest(
             hostname=guest_name(vm.job, vm.rank),
@@ -106,14 +97,12 @@ class QemuJobVms:
             self._host.create(spec, memory)
 
     def is_alive(self, vm: JobVm) -> bool:
-        """See `JobHost`."""
         with suppress(Gone):
             os.close(self._host.open_process(job_vm_name(vm)))
             return True
         return False
 
     def connect(self, vm: JobVm) -> tuple[socket.socket, int]:
-        """See `JobHost`."""
         process = self._host.open_process(job_vm_name(vm))
         try:
             connection = socket.create_connection((self._addresses.local(vm), TASKS_PORT), _CONNECT_TIMEOUT)
@@ -125,21 +114,17 @@ class QemuJobVms:
         return connection, process
 
     def kill(self, vm: JobVm) -> None:
-        """See `JobHost`."""
         self._host.kill([job_vm_name(vm)])
 
     def remove(self, vm: JobVm) -> None:
-        """See `JobHost`."""
         self._host.destroy(job_vm_name(vm), self._settings.pacing.reclaim_grace, vm.token)
         if vm.regions and vm.index == 0:
             self._host.forget_sharing(job_vm_name(vm), vm.groups)
 
     def return_rest(self) -> None:
-        """See `JobHost`."""
         self._host.return_functions()
 
     def remove_network(self, vms: tuple[JobVm, ...]) -> None:
-        """See `JobHost`."""
         self._vxlan(vms[0]).remove()
         self._bridge(vms[0]).remove()
 

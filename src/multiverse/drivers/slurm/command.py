@@ -64,7 +64,6 @@ raised. Raises OSError if it cannot be started."""
 
 
 async def execute(argv: Sequence[str], env: Mapping[str, str], timeout: float) -> Completed:
-    """See `Execute`."""
     process = await asyncio.create_subprocess_exec(
         *argv,
         stdin=asyncio.subprocess.DEVNULL,

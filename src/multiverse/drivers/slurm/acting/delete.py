@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Mapping
 from multiverse.core.errors import Gone, MultiverseError, NotYet, Refused
 from multiverse.drivers.slurm.command import SlurmCommands
 from multiverse.drivers.slurm.reading import parse
-from multiverse.drivers.slurm.reading.slurmctld import NODE_FORMAT, BackfillState, DeletionRules, backfill, node_words
+from multiverse.drivers.slurm.reading.nodes import STATE_FORMAT, BackfillState, DeletionRules, backfill, node_words
 
 _BUSY = frozenset(("ALLOCATED", "MIXED", "COMPLETING"))
 _DRAIN = "State=DRAIN", "Reason=multiverse: its VM is gone"
@@ -129,7 +129,9 @@ class NodeDeleter:
 
     async def _words(self, nodes: Collection[str]) -> Mapping[str, frozenset[str]]:
         """The words of the nodes' states. Nodes that Slurm does not know are missing."""
-        return node_words(await self._commands.run("sinfo", "-h", "-a", "-N", "-n", ",".join(nodes), "-O", NODE_FORMAT))
+        return node_words(
+            await self._commands.run("sinfo", "-h", "-a", "-N", "-n", ",".join(nodes), "-O", STATE_FORMAT)
+        )
 
     # --- what Slurm takes for busy -------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import structlog
 from multiverse.config import SlurmSettings
 from multiverse.core.errors import Gone, MultiverseError, Refused
 from multiverse.drivers.slurm.command import SlurmCommands
-from multiverse.drivers.slurm.site import site_conf
+from multiverse.drivers.slurm.site import conf
 from multiverse.drivers.slurm.site.gate import has_licence, on_gate
 
 log = structlog.get_logger()
@@ -117,7 +117,7 @@ class GateKeeper:
         """Give the gate's nodes their addresses back. As Slurm powers a node down, its address becomes its name (with
         cloud_reg_addrs, and always from 23.11 on: power_save.c), and slurmctld stands still while it looks the name up.
         """
-        ours = site_conf.read(self._slurm.conf).ours
-        for one in site_conf.records(ours, "NodeName"):
+        ours = conf.read(self._slurm.conf).ours
+        for one in conf.records(ours, "NodeName"):
             name, address = f"NodeName={one['nodename']}", f"NodeAddr={one.get('nodeaddr', '')}"
             await self._commands.run("scontrol", "update", name, address)

@@ -1,25 +1,64 @@
-"""Converts Slurm's JSON to values of the model. Pure. Reads the plain values of 22.05 and the wrapped ones of 23.11.
-
-22.05: `"job_state": "PENDING"`, `"priority": 4`. From 23.11: `["PENDING"]`, `{"set": …, "infinite": …, "number": …}`.
-"""
+"""Converts records of jobs and nodes to values of the model, and the comments by which jobs ask for more. Pure."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from math import inf
 from typing import Any
 
 from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet
 
 from multiverse.config import OverflowSettings
-from multiverse.core.model import CloneKind, Job, JobRef, JobState, Node, NodeState, Request, Size, vm_prefix
-from multiverse.drivers.slurm.reading import requests
+from multiverse.core.model import CloneKind, Job, JobRef, JobState, Node, NodeState, Request, Size
 from multiverse.drivers.slurm.site import gate
-from multiverse.drivers.slurm.site.conf import MEMORY_PER_CPU
+from multiverse.drivers.slurm.site.conf import MEMORY_PER_CPU, NEVER, TimeLimits
 from multiverse.drivers.slurm.site.gate import MOVED_FROM, PLACE
-from multiverse.drivers.slurm.site.time_limits import NEVER, TimeLimits
+
+_MIB = {"": 1, "M": 1, "G": 1024, "T": 1 << 20}
+_MBIT = {"": 1, "M": 1, "G": 1000}
+_UNITS = {"mem-per-task": _MIB, "net": _MBIT, "per-host": {"": 1}}
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What a job asks for by its comment, because Slurm has no option for it: words such as `vm:net=1G,per-host=2`.
+
+    multiverse.lua reads the same (`wishes` there), and refuses at submission what cannot be understood. It makes the
+    job's memory per node of `mem-per-task`, so that Slurm counts and limits it: nothing here depends on that key.
+    """
+
+    net: int = 0  # bandwidth of each VM in Mbit/s; 0: not asked for
+    per_host: int = 0  # how many VMs of the job may be on one host; 0: not asked for
+    problem: str = ""  # why the comment cannot be understood
+
+
+_NO_WISHES = Wishes()
+_SPACES = re.compile(r"[ \t\n\v\f\r]+")
+"""What separates words for Lua: Python alone would also part them at a no-break space."""
+
+
+def read_wishes(comment: str) -> Wishes:
+    """What a job with this comment asks for."""
+    if "vm:" not in comment:
+        return _NO_WISHES
+    found: dict[str, int] = {}
+    for word in _SPACES.split(comment):
+        for wish in word.removeprefix("vm:").split(",") if word.startswith("vm:") else ():
+            key, _, text = wish.partition("=")
+            value = _quantity(text, _UNITS.get(key, {}))
+            if wish and (value is None or key in found):
+                return Wishes(problem=f"vm:{wish} in --comment cannot be understood: submit the job again without it")
+            found[key] = value or 0
+    return Wishes(found.get("net", 0), found.get("per-host", 0))
+
+
+def _quantity(text: str, units: dict[str, int]) -> int | None:
+    match = re.fullmatch(r"(\d{1,9})([A-Za-z]?)", text, re.ASCII)
+    times = units.get(match[2].upper()) if match else None
+    return (int(match[1]) * times or None) if match and times else None
+
 
 Record = Mapping[str, Any]
 Uses = tuple[tuple[str, int], ...]
@@ -76,6 +115,7 @@ _NODE_STATES = {
     NodeState.BUSY: frozenset(("ALLOCATED", "MIXED", "COMPLETING")),
     NodeState.IDLE: frozenset(("IDLE",)),
 }
+INVALID_USER = "Invalid user"  # squeue 22.05 says so to a user that it cannot name, shows no job, and exits with 0
 RESERVED = frozenset(("RESERVED", "MAINT", "MAINTENANCE"))
 """Words of the state of a node in a reservation that has begun."""
 _KINDS = frozenset(kind.value for kind in CloneKind)
@@ -119,38 +159,18 @@ class SiteNames:
 
 
 def number(value: Any) -> int | None:
-    """A number in either form; None if it is unset or infinite."""
-    if isinstance(value, Mapping):
-        return number(value.get("number")) if value.get("set") and not value.get("infinite") else None
+    """A number; None if the record has none."""
     return int(value) if isinstance(value, int | float) else None
 
 
 def words(value: Any) -> tuple[str, ...]:
-    """A state or a list of features in either form."""
-    if isinstance(value, str):
-        return tuple(word for word in value.split(",") if word)
-    return tuple(str(word) for word in value or ())
+    """The words of a state or of a list of features."""
+    return tuple(word for word in str(value or "").split(",") if word)
 
 
-def exit_code(value: Any) -> int:
-    """An exit code as a shell shows it: 128 + signal for a killed job. 22.05 has the raw wait status."""
-    if isinstance(value, Mapping):
-        signal = value.get("signal")
-        killed = number(signal.get("id", signal.get("signal_id"))) if isinstance(signal, Mapping) else None
-        return 128 + killed if killed else number(value.get("return_code")) or 0
-    status = number(value) or 0
+def exit_code(status: int) -> int:
+    """An exit code as a shell shows it: 128 + signal for a killed job. `status` is the raw wait status."""
     return 128 + (status & 0x7F) if status & 0x7F else status >> 8 & 0xFF
-
-
-def task_ids(text: str) -> list[int]:
-    """`0-2,5,8-12:2%1` as task ids, in order."""
-    found: list[int] = []
-    for part in text.partition("%")[0].strip("[]").split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+)(?::(\d+))?)?", part)
-        if match:
-            first, last, step = match.groups()
-            found.extend(range(int(first), int(last or first) + 1, int(step or 1)))
-    return found
 
 
 def features(text: str, gate_feature: str) -> tuple[tuple[str, ...], str | None]:
@@ -178,17 +198,6 @@ def is_pin(feature: str) -> bool:
 # --- jobs ------------------------------------------------------------------------------------------
 
 
-def jobs(
-    records: Iterable[Record], names: SiteNames, now: float, uses: Callable[[Record], Uses] = lambda record: ()
-) -> dict[str, Job]:
-    """All jobs of Multiverse's partitions by job id, one for each array task.
-
-    `now` is Unix time. `uses` returns how much a job takes of which limits.
-    """
-    mine = ours(records, names)
-    return newest(job for record in mine for job in expand(record, names, now, uses(record)))
-
-
 def newest(found: Iterable[Job]) -> dict[str, Job]:
     """Jobs by id. Two may have one id: Slurm keeps an ended job until MinJobAge while a new job has its id. The newer
     one counts."""
@@ -200,10 +209,9 @@ def newest(found: Iterable[Job]) -> dict[str, Job]:
     return by_id
 
 
-def ours(records: Iterable[Record], names: SiteNames) -> list[Record]:
-    """The jobs of Multiverse's partitions."""
-    partitions = set(names.partitions)
-    return [record for record in records if partitions & set(words(record["partition"]))]
+def is_ours(record: Record, names: SiteNames) -> bool:
+    """Whether a job is in one of Multiverse's partitions."""
+    return not set(names.partitions).isdisjoint(words(record["partition"]))
 
 
 def is_waiting(record: Record, names: SiteNames) -> bool:
@@ -232,34 +240,22 @@ def rank(priority: int, submitted: int, job_id: str) -> int:
 
 
 def changes_at(record: Record, names: SiteNames, now: float) -> float:
-    """The Unix time from which on `expand` may show an unchanged record differently; infinity if never."""
+    """The Unix time from which on `job` may show an unchanged record differently; infinity if never."""
     eligible = number(record.get("eligible_time")) or 0
     waits = [one.min_wait for one in names.overflowing]
     times = (eligible, (number(record.get("end_time")) or 0) - _SKEW, *(eligible + wait for wait in waits))
     return min((time for time in times if time > now), default=inf)
 
 
-def expand(record: Record, names: SiteNames, now: float, uses: Uses) -> Iterator[Job]:
-    """The jobs of a record: one for each task of an array."""
-    array, task = number(record.get("array_job_id")), number(record.get("array_task_id"))
-    tasks = record.get("array_task_string") or ""
-    if array and task is None and tasks:
-        one = _job(record, f"{array}_0", names, now, uses)
-        for each in task_ids(tasks):
-            job_id = f"{array}_{each}"
-            order = _rank(record, job_id) + (_BEHIND_THE_GATE if one.at_origin else 0)
-            pending = one.state is JobState.PENDING
-            yield one._replace(ref=replace(one.ref, job_id=job_id), rank=order if pending else 0)
-    else:
-        own_id = f"{array}_{task}" if array and task is not None else str(record["job_id"])
-        yield _job(record, own_id, names, now, uses)
+def job_id_of(record: Record) -> str:
+    """The id of a record's job, or of its task of an array."""
+    task = record.get("array_task_id")
+    return str(record["job_id"]) if task is None else f"{record['array_job_id']}_{task}"
 
 
-def _rank(record: Record, job_id: str) -> int:
-    return rank(number(record["priority"]) or 0, number(record["submit_time"]) or 0, job_id)
-
-
-def _job(record: Record, job_id: str, names: SiteNames, now: float, uses: Uses) -> Job:
+def job(record: Record, names: SiteNames, now: float, uses: Uses = ()) -> Job:
+    """The job of a record, or its task of an array. `now` is Unix time; `uses` is how much it takes of which limits."""
+    job_id = job_id_of(record)
     states = [word.upper() for word in words(record["job_state"])]
     state = _state(states)
     restarts, submitted = number(record["restart_cnt"]) or 0, number(record["submit_time"]) or 0
@@ -293,7 +289,7 @@ def _job(record: Record, job_id: str, names: SiteNames, now: float, uses: Uses) 
     if here:  # the partition may have room for it, unless it has waited for its nodes for some time
         free = free and reason in _FULL and pinned is None and now >= begin + here.min_wait
     request, problem = _request(record, own, names, origin)
-    order = _rank(record, job_id) + (_BEHIND_THE_GATE if here else 0)
+    order = rank(priority, submitted, job_id) + (_BEHIND_THE_GATE if here else 0)
     return Job(
         ref=JobRef(job_id, submitted, restarts),
         name=str(record.get("name") or ""),
@@ -309,7 +305,7 @@ def _job(record: Record, job_id: str, names: SiteNames, now: float, uses: Uses) 
         pinned=pinned,
         nodes=nodes,
         result=states[0] if state is JobState.ENDED else "",
-        exit_code=exit_code(record.get("exit_code")),
+        exit_code=exit_code(number(record.get("exit_code")) or 0),
         work_dir=str(record.get("current_working_directory") or ""),
         uses=uses if state is JobState.PENDING else (),
         array=str(number(record.get("array_job_id")) or ""),
@@ -347,7 +343,7 @@ def slurms_hold(reason: str, description: str) -> bool:
 
 
 def _request(record: Record, own: tuple[str, ...], names: SiteNames, origin: str) -> tuple[Request | None, str]:
-    wishes = requests.read(str(record.get("comment") or ""))
+    wishes = read_wishes(str(record.get("comment") or ""))
     rule = names.overflow_of(origin)
     wanted = tuple(word for word in own if rule is None or word != rule.constraint)
     problem = _problem(record, wanted, names, origin) or wishes.problem or (origin and _unlike_a_vm(record))
@@ -472,18 +468,6 @@ def _problem(record: Record, own: tuple[str, ...], names: SiteNames, origin: str
 
 
 # --- nodes -----------------------------------------------------------------------------------------
-
-
-def nodes(records: Iterable[Record], names: SiteNames) -> dict[str, Node]:
-    """The dynamic nodes of the site, by name."""
-    mine = (r for r in records if str(r["name"]).startswith(vm_prefix(names.site)))
-    return {str(r["name"]): _node(r) for r in mine}
-
-
-def _node(record: Record) -> Node:
-    states = (*words(record["state"]), *words(record.get("state_flags")))
-    features = words(record.get("active_features") or record.get("features"))
-    return node(str(record["name"]), states, ",".join(features), str(record.get("reason") or ""))
 
 
 def node(name: str, states: Iterable[str], features: str, reason: str) -> Node:

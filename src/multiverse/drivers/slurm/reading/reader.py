@@ -19,14 +19,11 @@ from multiverse.core.model import Job, JobState, Node, NodeReservation, NodeStat
 from multiverse.drivers.slurm.command import SlurmCommands
 from multiverse.drivers.slurm.reading import parse
 from multiverse.drivers.slurm.reading.accounting_limits import AccountingLimits, arrays_left
-from multiverse.drivers.slurm.reading.details import DetailReader
-from multiverse.drivers.slurm.reading.jobs import JobRow, JobTable
-from multiverse.drivers.slurm.reading.nodes import FORMAT, NodeTable
-from multiverse.drivers.slurm.reading.slurmctld import reservations
-from multiverse.drivers.slurm.reading.table import JobColumns
+from multiverse.drivers.slurm.reading.jobs import DetailReader, JobColumns, JobRow, JobTable
+from multiverse.drivers.slurm.reading.nodes import NODE_FORMAT, NodeTable, reservations
 from multiverse.drivers.slurm.site import bootstrap as node_bootstrap
 from multiverse.drivers.slurm.site import conf
-from multiverse.drivers.slurm.site.time_limits import time_limits
+from multiverse.drivers.slurm.site.conf import time_limits
 
 _PROCESSES = 8  # of squeue for one part, at most; the jobs and users that were read longest ago come first
 _FEW = 100  # jobs that cost no more than a process
@@ -36,7 +33,6 @@ _ALWAYS_CHEAP = 0.2  # the same for any number: slurmctld logs an error for a si
 _RECENT = 5  # tables of all nodes, of which the one that took the least tells what they cost: others had to wait
 
 _JOBLESS = "slurmctld counts a job on it that has left"
-_INVALID_USER = "Invalid user"  # squeue 22.05 shows no job then, and exits with 0
 
 
 @dataclass(slots=True)
@@ -133,7 +129,7 @@ class SlurmReader:
         output = await self._commands.run(
             *("squeue", "-a", "-r", "-t", "all", "--noconvert", "-p", partitions, *which),
             env={"SQUEUE_FORMAT2": self._jobs.columns.format},
-            refused=_INVALID_USER,
+            refused=parse.INVALID_USER,
         )
         return await asyncio.to_thread(self._jobs.read, output, names)
 
@@ -223,7 +219,7 @@ class SlurmReader:
         """The limits, and whether they were counted anew: after a job started or ended, or if there were none yet."""
         known = set(before)
         running = {job_id for job_id, job in before.items() if job.state in _COUNTED}
-        running_now = {job_id_of(row) for row in rows.values() if row.record["job_state"] in _RUNNING}
+        running_now = {parse.job_id_of(row.record) for row in rows.values() if row.record["job_state"] in _RUNNING}
         moved = running != running_now & known or bool(running_now - known)
         associations, licences = self._limits
         wants = enforced and (bool(associations) or any(row.waits for row in rows.values()))
@@ -241,7 +237,7 @@ class SlurmReader:
 
     async def _all_nodes(self) -> dict[str, Node]:
         began = time.monotonic()
-        output = await self._commands.run("sinfo", "-a", "-O", FORMAT)
+        output = await self._commands.run("sinfo", "-a", "-O", NODE_FORMAT)
         self._nodes.nodes = await asyncio.to_thread(self._nodes.read, output, self._site)
         self._nodes_took.append(time.monotonic() - began)
         return self._nodes.nodes
@@ -253,7 +249,7 @@ class SlurmReader:
         if min(self._nodes_took, default=0.0) < max(_CHEAP * len(names), _ALWAYS_CHEAP):
             return await self._all_nodes(), True
         outputs = await asyncio.gather(
-            *(self._commands.run("sinfo", "-a", "-n", name, "-O", FORMAT) for name in sorted(names))
+            *(self._commands.run("sinfo", "-a", "-n", name, "-O", NODE_FORMAT) for name in sorted(names))
         )
         found = {name: node for output in outputs for name, node in self._nodes.read(output, self._site).items()}
         rest = {name: node for name, node in self._nodes.nodes.items() if name not in names}
@@ -301,9 +297,3 @@ class SlurmReader:
 
 _RUNNING = ("RUNNING", "SUSPENDED")
 _COUNTED = (JobState.RUNNING, JobState.SUSPENDED)
-
-
-def job_id_of(row: JobRow) -> str:
-    """The id of the row's job."""
-    task = row.record["array_task_id"]
-    return row.base[0] if task is None else f"{row.base[0]}_{task}"

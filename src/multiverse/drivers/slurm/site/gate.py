@@ -10,14 +10,23 @@ A job that is let through is in the same partition as those that wait, and Slurm
 (partition_job_depth, default_queue_depth), so that its nice value moves it before them.
 
 `acting.gate_keeper` keeps the gate closed. Decision 82 has what was measured, and what else was tried.
+
+Overflow: jobs of partitions of physical nodes may run in VMs. A job that is moved must be limited, charged and ranked
+as before. So our partition gets the limits of the partition that overflows when our file is rendered, and what
+slurmctld has is compared at the start.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 
-from multiverse.drivers.slurm.site import conf, site_conf
+from ClusterShell.NodeSet import NodeSet
+
+from multiverse.config import OverflowSettings, Settings
+from multiverse.drivers.slurm.site import conf
+from multiverse.drivers.slurm.site.conf import SiteConf, folded, records, seconds
+from multiverse.ports.finding import Finding, Level
 
 GATE_NODE = "mvgate"
 NODE_SET = "mvvms"
@@ -73,13 +82,13 @@ def on_gate(nodes: Collection[str]) -> bool:
 
 def is_declared(ours: str, partition: str) -> bool:
     """Whether our file, by its text, declares this gate: the nodes of the gate and all VMs are in one partition."""
-    found = (one for one in site_conf.records(ours, "PartitionName") if one["partitionname"] == partition)
+    found = (one for one in conf.records(ours, "PartitionName") if one["partitionname"] == partition)
     return any(NODE_SET in one.get("nodes", "") for one in found)
 
 
 def retired_partitions(slurm_conf: str, partition: str) -> tuple[str, ...]:
     """Partitions of VMs alone, as our file of an earlier release declares: jobs that started there end there."""
-    found = (one for one in site_conf.records(slurm_conf, "PartitionName") if one.get("nodes") == NODE_SET)
+    found = (one for one in conf.records(slurm_conf, "PartitionName") if one.get("nodes") == NODE_SET)
     return tuple(one["partitionname"] for one in found if one["partitionname"] != partition)
 
 
@@ -87,3 +96,152 @@ MOVED_FROM = "mv_from_"
 """Before the name of the partition that a job was moved from, as a feature. The gate's nodes and all VMs have these."""
 
 PLACE = "place-"  # before the name of a placement policy, as a feature
+
+
+EQUAL = (
+    "AllocNodes", "AllowAccounts", "AllowGroups", "AllowQos", "DefMemPerCPU", "DefMemPerNode", "DefaultTime",
+    "DenyAccounts", "DenyQos", "DisableRootJobs", "ExclusiveUser", "JobDefaults", "MaxCPUsPerNode",
+    "MaxCPUsPerSocket", "MaxMemPerCPU", "MaxMemPerNode", "MaxNodes", "MaxTime", "MinNodes", "OverTimeLimit",
+    "PriorityJobFactor", "QOS", "ReqResv", "RootOnly", "TRESBillingWeights",
+)  # fmt: skip
+"""What partitions have to have in common: who may use them, how much, for how long, at what price and priority
+(slurm.conf(5))."""
+
+_TIMES = ("MaxTime", "DefaultTime")
+_NOTHING = ("", "all", "unlimited", "infinite", "none", "n/a", "no", "0", "-1")  # as if the key were not set
+_MOVED = re.compile(r"\[multiverse: moved from partition ([A-Za-z0-9_.-]+), ")
+
+
+# --- what users are told ---------------------------------------------------------------------------
+
+
+def moved_text(origin: str, text: str) -> str:
+    """What the user of a job is told that was moved from a partition. `told_origin` reads it."""
+    return f"moved from partition {origin}, which was full{f': {text}' if text else ''}"
+
+
+def told_origin(comment: str) -> str:
+    """The partition that a job was moved from, as its AdminComment tells; empty if it does not."""
+    match = _MOVED.search(comment)
+    return match[1] if match else ""
+
+
+# --- what slurm.conf says --------------------------------------------------------------------------
+
+
+def examine_overflow(settings: Settings, site: SiteConf) -> Iterator[Finding]:
+    """What is wrong with the partitions that overflow into VMs: each makes it impossible for them to overflow."""
+    partitions = {one["partitionname"]: one for one in _partitions(site.text)}
+    leased = {one.partition: _nodes(site, partitions.get(one.partition, {})) for one in settings.lease}
+    for one in settings.overflow:
+        name = f"PartitionName={one.partition}"
+        mine = partitions.get(one.partition)
+        if mine is None:
+            yield _problem(name, "it overflows into VMs, but there is no such partition", "correct [[overflow]]")
+            continue
+        for other, nodes in leased.items():
+            if shared := nodes & _nodes(site, mine):
+                yield _problem(
+                    name,
+                    f"partition {one.partition} overflows, and shares {shared} with partition {other}, from which "
+                    "hosts are leased: its jobs would take the nodes that their VMs need",
+                    "lease from, or let overflow, a partition with other nodes",
+                )
+        if "exclusive" in mine.get("oversubscribe", "").lower():
+            yield _problem(
+                name,
+                f"each job of partition {one.partition} gets whole nodes (OverSubscribe=EXCLUSIVE), which VMs are not",
+                "remove it from [[overflow]]",
+            )
+        yield from _differences(settings, site, mine)
+        yield from _unmarked(site, one)
+
+
+def _differences(settings: Settings, site: SiteConf, mine: Mapping[str, str]) -> Iterator[Finding]:
+    """Of our partition, as it is installed. Without our file something else is reported."""
+    above = "" if site.above is None else site.above
+    ours = {one["partitionname"]: one for one in _partitions(above, site.ours)} if site.ours else {}
+    name = settings.slurm.partition
+    other = ours.get(name)
+    differing = [key for key in EQUAL if other is not None and _value(mine, key) != _value(other, key)]
+    if differing:
+        yield _problem(
+            f"PartitionName={name}",
+            f"jobs of partition {mine['partitionname']} would have other limits or prices in VMs: "
+            f"{', '.join(differing)} of partition {name} differ{'s' if len(differing) == 1 else ''}",
+            "run multiverse site render again, install its files and run scontrol reconfigure; or remove [[overflow]]",
+        )
+
+
+def _unmarked(site: SiteConf, one: OverflowSettings) -> Iterator[Finding]:
+    """Slurm would fail a job that is put back at a gate whose nodes lack one of its features."""
+    gate = next((node for node in records(site.ours, "NodeName")), None)
+    known = (gate or {}).get("feature", "").split(",")
+    lacking = [word for word in (MOVED_FROM + one.partition, one.constraint) if word and word not in known]
+    if gate is not None and lacking:
+        yield _problem(
+            f"NodeName={gate['nodename']}",
+            f"the gate's nodes lack the feature {' and '.join(lacking)}, which jobs of partition {one.partition} have",
+            "run multiverse site render again, install its files and run scontrol reconfigure; or remove [[overflow]]",
+        )
+
+
+def _problem(name: str, message: str, remedy: str) -> Finding:
+    return Finding(Level.PROBLEM, name, message, remedy)
+
+
+def limits_like(partition: str, site: SiteConf) -> str:
+    """The part of a line of slurm.conf that gives a partition the limits of another one. It has no limit of time if
+    there is no such partition."""
+    found = next((one for one in _partitions(site.text) if one["partitionname"] == partition), {})
+    values = {"MaxTime": "INFINITE"} | {key: found[key.lower()] for key in EQUAL if key.lower() in found}
+    return " ".join(f'{key}="{value}"' if " " in value else f"{key}={value}" for key, value in values.items())
+
+
+def _partitions(*texts: str) -> Iterator[dict[str, str]]:
+    """The partitions in the last of several texts, each with what lines named DEFAULT above it say."""
+    defaults: dict[str, str] = {}
+    for text in texts:
+        for record in records(text, "PartitionName"):
+            if record["partitionname"].lower() == "default":
+                defaults |= record
+            elif text is texts[-1]:
+                yield {**defaults, **record}
+
+
+def _value(partition: Mapping[str, str], key: str) -> object:
+    text = partition.get(key.lower(), "").lower()
+    if key == "PriorityJobFactor" and text == "1":
+        return ""
+    if text in _NOTHING:
+        return ""
+    return seconds(text) if key in _TIMES else ",".join(sorted(text.split(",")))
+
+
+def leased_nodes(settings: Settings, site: SiteConf) -> list[str]:
+    """The nodes of the partitions that hosts are leased from, by slurm.conf."""
+    wanted = {one.partition for one in settings.lease}
+    found = [_nodes(site, one) for one in _partitions(site.text) if one["partitionname"] in wanted]
+    return [str(name) for nodes in found for name in nodes]
+
+
+def _nodes(site: SiteConf, partition: Mapping[str, str]) -> NodeSet:
+    """The nodes of a partition, which may be named by sets of nodes."""
+    sets = {one["nodeset"]: one for one in site.records("NodeSet")}
+    found = NodeSet()
+    # A comma within brackets separates no names.
+    for word in re.findall(r"(?:\[[^\]]*\]|[^,\[])+", partition.get("nodes", "")):
+        if word.lower() == "all":
+            found.update(site.nodes())
+        elif word in sets:
+            found.update(folded(iter([sets[word].get("nodes", "")])))
+            found.update(_with_feature(site, sets[word].get("feature", "")))
+        else:
+            found.update(folded(iter([word])))
+    return found
+
+
+def _with_feature(site: SiteConf, feature: str) -> NodeSet:
+    having = (one for one in site.records("NodeName")
+              if feature and feature in (one.get("feature") or one.get("features") or "").split(","))  # fmt: skip
+    return folded(one["nodename"] for one in having)

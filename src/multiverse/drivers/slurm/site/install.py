@@ -2,21 +2,92 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from ClusterShell.NodeSet import NodeSet
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from multiverse.config import Settings
-from multiverse.core.errors import Refused
+from multiverse.config import JobVmSettings, Settings
+from multiverse.core.errors import Exhausted, Refused
 from multiverse.core.model import CloneKind, Placement, Size
-from multiverse.drivers.slurm.site import conf, gate, overflow
+from multiverse.drivers.slurm.site import conf, gate
+from multiverse.drivers.slurm.site.conf import OURS, SiteConf
 from multiverse.drivers.slurm.site.gate import GATE_NODE, NODE_SET
-from multiverse.drivers.slurm.site.site_conf import OURS, SiteConf
 from multiverse.system import files, placements, rendered
+from multiverse.system.hosts_file import keep_names
+
+PLUGSTACK = "multiverse-plugstack.conf"
+"""Its file, beside slurm.conf, which the site's plugstack.conf includes."""
+
+
+def loads_plugin(settings: JobVmSettings) -> bool:
+    """Whether Slurm is to load the plugin on nodes with these settings."""
+    return settings.enabled and settings.design == "plugin"
+
+
+def plugstack(settings: JobVmSettings) -> str:
+    """The text of the file. The plugin is optional: a required one that is missing, or was built for another release of
+    Slurm, would break each launch of each user."""
+    arguments = {
+        "agent": settings.socket,
+        "records": settings.records,
+        "enter": settings.enter,
+        "timeout": settings.timeout,
+        "feature": settings.feature,
+    }
+    words = " ".join(f"{key}={value}" for key, value in arguments.items())
+    return f"# VMs inside jobs: include this file in plugstack.conf on all nodes.\noptional {settings.plugin} {words}\n"
+
+
+ADDRESSES_HEAD = """\
+# Where the VMs are, for commands of users: the daemon replaces this file whenever a VM comes or goes.
+# Never include it in the slurm.conf of slurmctld or of a slurmd: there these lines would declare nodes.
+"""
+"""Slurm's commands wait for a minute for a file that is missing, and print a warning about an empty one."""
+
+
+class AddressFile:
+    """`ports.Addresses` by a file that the slurm.conf of users' commands includes, and by lines of the `site` in the
+    file `names`, as in /etc/hosts. Both stay while no daemon runs."""
+
+    def __init__(self, path: Path, names: Path | None = None, site: str = "") -> None:
+        self._path, self._names, self._site = path, names, site
+
+    async def tell(self, nodes: Mapping[str, str]) -> None:
+        """Raises `Exhausted` if a file cannot be written."""
+        await self._tell_commands(nodes)
+        if self._names is not None:
+            try:
+                await asyncio.to_thread(keep_names, self._names, self._site, nodes)
+            except OSError as error:
+                raise Exhausted(
+                    f"cannot write {self._names}: {error.strerror}",
+                    hint="let the daemon write it, or set network.names in the settings, to another file or to none; "
+                    "until then users do not find newer VMs by their names",
+                ) from error
+
+    async def _tell_commands(self, nodes: Mapping[str, str]) -> None:
+        try:
+            await asyncio.to_thread(
+                files.replace, self._path, ADDRESSES_HEAD + conf.addresses(nodes.items()), mode=0o644
+            )
+        except OSError as error:
+            raise Exhausted(
+                f"cannot write {self._path}: {error.strerror}",
+                hint="check its directory, or set slurm.addresses in the settings; until then srun --jobid and salloc "
+                "do not reach newer VMs after a restart of slurmctld",
+            ) from error
+
+
+def make_address_file(path: Path) -> None:
+    """Make the file if there is none. What a daemon has written stays. Raises OSError."""
+    if not path.exists():
+        files.replace(path, ADDRESSES_HEAD, mode=0o644)
+
 
 # NodeAddr=127.0.N.[1-250]; the most nodes of a job. As many however few CPUs the hosts have: a host may be added later.
 GATE_NODES = 250
@@ -81,7 +152,7 @@ def derive(settings: Settings, site: SiteConf, images: Iterable[str], slurm_uid:
         slurm_uid=slurm_uid,
         default=default,
         gate_network=_free_network(site.node_addresses()),
-        limits=overflow.limits_like(settings.overflow[0].partition if settings.overflow else "", site),
+        limits=gate.limits_like(settings.overflow[0].partition if settings.overflow else "", site),
         boost=gate.boost(site.text),
         licences=not site.value("Licenses"),
         power_saving=not (site.value("SuspendProgram") or site.value("ResumeProgram")),

@@ -1,4 +1,4 @@
-"""AdminComment: what a job's user reads there of Multiverse, beside the text of others.
+"""Jobs as they are at the moment of a change, and AdminComment: what a job's user reads there of Multiverse.
 
 Slurm keeps one AdminComment for each of its job records. An array is one record until a task is changed or started
 alone: the waiting tasks that were not yet separated share the record `ID_[…]`. An update of `ID_[…]` with all tasks of
@@ -18,10 +18,12 @@ from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Seque
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
-from multiverse.core.errors import Gone
+from multiverse.config import SlurmSettings
+from multiverse.core.errors import Gone, Stale
 from multiverse.core.model import JobRef
 from multiverse.drivers.slurm.command import SlurmCommands
 from multiverse.drivers.slurm.reading import parse
+from multiverse.drivers.slurm.site import gate
 
 _LONGEST_LINE = 500  # characters of a line for a user
 _LONGEST_COMMENT = 30_000  # characters; a longer comment, which is not ours, is left as it is
@@ -116,7 +118,7 @@ class WaitingRecord:
 
 
 # These columns have no fixed width, and hold no text of users and no space.
-_COLUMNS = ("JobID", "ArrayJobID", "ArrayTaskID", "Partition", "RestartCnt", "SubmitTime", "PriorityLong")
+_WAITING_COLUMNS = ("JobID", "ArrayJobID", "ArrayTaskID", "Partition", "RestartCnt", "SubmitTime", "PriorityLong")
 
 
 async def waiting_records(
@@ -128,7 +130,7 @@ async def waiting_records(
     squeue shows each task in a row of its own (-r), because it otherwise shows tasks that have records of their own as
     if they shared that of their array. Tasks of one record have the same JobID."""
     column = CommentColumn.new()
-    columns = ",".join((*(f"{name}:0 " for name in _COLUMNS), f"Feature:0{column.end}", column.format))
+    columns = ",".join((*(f"{name}:0 " for name in _WAITING_COLUMNS), f"Feature:0{column.end}", column.format))
     listing = ("squeue", "-h", "-a", "-r", "-t", "PENDING", "-j", ",".join(sorted(bases)), "-O", columns)
     try:
         text = await commands.run(*listing)
@@ -143,7 +145,9 @@ def _records(cells: Sequence[str], partition: str, gate_feature: str) -> list[Wa
     tasks: dict[str, list[int]] = {}
     found: dict[str, WaitingRecord] = {}
     for head, comment in zip(cells[::2], cells[1::2], strict=True):
-        job_id, base, task, its_partition, restarts, submitted, priority, features = head.split(" ", len(_COLUMNS))
+        job_id, base, task, its_partition, restarts, submitted, priority, features = head.split(
+            " ", len(_WAITING_COLUMNS)
+        )
         tasks.setdefault(job_id, []).extend([int(task)] if task.isdigit() else [])
         if job_id not in found:
             _, pinned = parse.features("" if features == "(null)" else features, gate_feature)
@@ -229,3 +233,110 @@ class CommentTurns:
             for base in bases:
                 del self._explaining[base]
             event.set()
+
+
+# squeue's columns have a fixed width, so a user's text (a list of features) is never taken for another field. This form
+# asks slurmctld for one job; the JSON of 22.05 always contains all jobs.
+_COLUMNS = (
+    ("JobArrayID", 40),
+    ("State", 16),
+    ("Partition", 256),
+    ("Feature", 2048),
+    ("RestartCnt", 12),
+    ("SubmitTime", 24),
+    ("StartTime", 24),
+    ("PriorityLong", 24),
+    ("Nice", 24),
+    ("BatchFlag", 8),
+    ("NodeList", 1024),
+    ("Licenses", 1024),
+    ("Reason", 512),
+)
+_FORMAT = ",".join(f"{name}:{width}" for name, width in _COLUMNS)
+
+
+@dataclass(frozen=True, slots=True)
+class CurrentJob:
+    """The state of a job at this moment."""
+
+    state: str
+    partition: str
+    own: tuple[str, ...]  # the features that its user asked for
+    pinned: str | None
+    at_gate: bool  # whether it has the gate's feature
+    priority: int
+    reason: str
+    requeued: bool  # the run that the caller means is completing, and the job will be queued again
+    comment: str  # AdminComment
+    licences: tuple[str, ...] = ()  # that its user asked for
+    licensed: bool = False  # whether it has the gate's licence
+    nice: int = 0
+    batch: bool = True
+    gate_nodes: tuple[str, ...] = ()  # nodes of the gate that it was given, because it got past the licence
+    origin: str = ""  # the partition that it was moved from, by its features
+
+    @property
+    def pending(self) -> bool:
+        return self.state == "PENDING"
+
+    @property
+    def active(self) -> bool:
+        return self.state in ("RUNNING", "SUSPENDED", "CONFIGURING", "STOPPED", "SIGNALING", "RESIZING")
+
+    @property
+    def ended(self) -> bool:
+        return not self.pending and not self.active and self.state != "COMPLETING"
+
+    @property
+    def held_by_slurm(self) -> bool:
+        return self.priority == 0 and parse.slurms_hold(self.reason, self.reason)  # squeue shows one of the two
+
+    def check_pending(self, job: JobRef) -> None:
+        """Raise `Stale` if the job, whose state this is, does not wait any more."""
+        if not self.pending:
+            raise Stale(f"job {job.job_id} is {self.state.lower()}")
+
+
+async def reread(commands: SlurmCommands, job: JobRef, slurm: SlurmSettings) -> CurrentJob:
+    """The job's current state. `Gone` if there is no such job, `Stale` if it is another run, or another job."""
+    column = CommentColumn.new()
+    columns = f"{_FORMAT},{column.format}"
+    text = await commands.run("squeue", "-h", "-a", "-r", "-t", "all", "-j", job.job_id, "-O", columns)
+    rows = [row for row in map(_cells, column.rows(text)) if row["JobArrayID"] == job.job_id]
+    if not rows:
+        raise Gone(f"Slurm has no job {job.job_id}")
+    row = max(rows, key=lambda row: int(row["SubmitTime"]))
+    restarts, submitted = int(row["RestartCnt"]), int(row["SubmitTime"])
+    requeued = row["State"] == "COMPLETING" and restarts == job.restarts + 1 and submitted == job.submitted
+    if not requeued and (submitted, restarts) != (job.submitted, job.restarts):
+        raise Stale(
+            f"job {job.job_id} has changed: submitted {submitted}, restarts {restarts}; "
+            f"expected {job.submitted}, {job.restarts}"
+        )
+    own, pinned = parse.features("" if row["Feature"] == "(null)" else row["Feature"], slurm.gate_feature)
+    nodes = parse.hosts(row["NodeList"])
+    return CurrentJob(
+        state=row["State"],
+        partition=row["Partition"],
+        own=own,
+        pinned=pinned,
+        at_gate=slurm.gate_feature in row["Feature"].replace(",", "&").split("&"),
+        priority=int(row["PriorityLong"] or 0),
+        reason=row["Reason"],
+        requeued=requeued,
+        comment=comment_of(row["comment"]),
+        licences=gate.own_licences(row["Licenses"], slurm.licence),
+        licensed=gate.has_licence(row["Licenses"], slurm.licence),
+        nice=int(row["Nice"] or 0),
+        batch=row["BatchFlag"] != "0",
+        gate_nodes=nodes if gate.on_gate(nodes) else (),
+        origin=parse.moved_from(row["Feature"]),
+    )
+
+
+def _cells(line: str) -> dict[str, str]:
+    cells, at = {}, 0
+    for name, width in _COLUMNS:
+        cells[name] = line[at : at + width].strip()
+        at += width
+    return cells | {"comment": line[at:]}
