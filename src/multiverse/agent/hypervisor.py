@@ -37,9 +37,7 @@ from multiverse.ports import NOT_LEASED
 
 log = structlog.get_logger()
 
-NOT_STARTED = (VmState.PLANNED, VmState.PARKED)
-"""A VM in one of these states learns of its peers when it is started."""
-
+NOT_STARTED = (VmState.PLANNED, VmState.PARKED)  # a VM in one of these states learns of its peers when it is started
 ConnectVm = Callable[[VmRef, tuple[Neighbour, ...]], Awaitable[None]]
 """Let a VM reach these addresses, as `VmConnections` does on the VM's host."""
 

@@ -35,21 +35,11 @@ from multiverse.core.model import Size
 PROTOCOL = 1
 """What the plugin and the agent say to each other, records included. spank/multiverse.c has the same number."""
 
-LONGEST_REQUEST = 8192
-"""Bytes of a request."""
-
-LONGEST_ANSWER = 8192
-"""Bytes of an answer, with its end. spank/client.h has the same number."""
-
-MOST_VMS = 64
-"""VMs of one job on one host, at most."""
-
-MOST_FUNCTIONS = 4
-"""Virtual functions of one VM, at most: it has a root port for each."""
-
-MOST_REGIONS = 32
-"""Regions of shared memory that the VMs of one job on one host have, at most."""
-
+LONGEST_REQUEST = 8192  # bytes of a request
+LONGEST_ANSWER = 8192  # bytes of an answer, with its end. spank/client.h has the same number
+MOST_VMS = 64  # VMs of one job on one host, at most
+MOST_FUNCTIONS = 4  # virtual functions of one VM, at most: it has a root port for each
+MOST_REGIONS = 32  # regions of shared memory that the VMs of one job on one host have, at most
 LAUNCH = "srun --ntasks-per-node=1 multiverse-vm launch"
 """The command that makes the VMs of a job on all its nodes, where no plugin does."""
 
@@ -109,8 +99,7 @@ class PlainRequest(Enum):
     RECLAIM = "reclaim"  # a step gives the VMs of its job on this host back
 
 
-StepRequest = LaunchVms | PlainRequest
-"""What steps of jobs ask for where no plugin does it for them."""
+StepRequest = LaunchVms | PlainRequest  # what steps of jobs ask for where no plugin does it for them
 
 
 def parse(line: bytes) -> ProvideVm | EnterVm | ReleaseVm | StepRequest:

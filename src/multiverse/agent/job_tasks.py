@@ -21,8 +21,7 @@ from multiverse.system.sockets import Peer
 
 log = structlog.get_logger()
 
-LOOK = 1.0
-"""Seconds between two looks at the steps of jobs. A look costs nothing."""
+LOOK = 1.0  # seconds between two looks at the steps of jobs. A look costs nothing
 
 FIRST_QUESTION, LAST_QUESTION = 1.0, 32.0
 """Seconds between two questions to slurmctld about a job without steps: at first, and after many."""

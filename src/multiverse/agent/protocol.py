@@ -314,18 +314,12 @@ else:
 
 M = TypeVar("M", bound=BaseModel)
 
-PROTOCOL = 1
-"""What this release speaks."""
-
-OLDEST = 1
-"""The oldest protocol that this release understands: that of the release before it, once there is one."""
-
+PROTOCOL = 1  # what this release speaks
+OLDEST = 1  # the oldest protocol that this release understands: that of the release before it, once there is one
 LONGEST_LINE = 1 << 24
 """Bytes. An observation of a thousand VMs has about 250 kB. A longer line than this is an error of the other side."""
 
-PING = 5.0
-"""Seconds after which a controller that has heard nothing asks whether the agent is there."""
-
+PING = 5.0  # seconds after which a controller that has heard nothing asks whether the agent is there
 SILENCE = 20.0
 """Seconds without a line after which a controller takes a connection for lost. An agent waits three times as long."""
 

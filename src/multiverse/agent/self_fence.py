@@ -26,14 +26,9 @@ from multiverse.system import files
 
 log = structlog.get_logger()
 
-CHECKS = 10
-"""Looks within the time after which VMs are ended."""
-
-QUIET_CHECKS = 2
-"""So many of them may pass without the controller before the scheduler is asked."""
-
-PATIENCE = 5.0
-"""Seconds for which a look waits for each answer of its own host."""
+CHECKS = 10  # looks within the time after which VMs are ended
+QUIET_CHECKS = 2  # so many of them may pass without the controller before the scheduler is asked
+PATIENCE = 5.0  # seconds for which a look waits for each answer of its own host
 
 
 @dataclass(frozen=True)

@@ -115,9 +115,7 @@ def _hooks(directory: Path | None) -> tuple[Path, ...]:
     return tuple(sorted(p.resolve() for p in directory.iterdir() if p.is_file() and os.access(p, os.X_OK)))
 
 
-AGENT_PATH = "/usr/lib/multiverse/agent.py"
-"""Where the guest agent lies in a guest."""
-
+AGENT_PATH = "/usr/lib/multiverse/agent.py"  # where the guest agent lies in a guest
 AGENT_UNIT = f"""[Unit]
 Description=Multiverse guest agent
 After=local-fs.target systemd-modules-load.service network-pre.target
@@ -200,8 +198,7 @@ def enable_unit(root: Path) -> None:
     modules.write_text("\n".join(initramfs.LATER_MODULES) + "\n")
 
 
-Progress = Callable[[str], None]
-"""Gets one short line before each step that takes long."""
+Progress = Callable[[str], None]  # gets one short line before each step that takes long
 
 
 def run(argv: Sequence[str | Path], what: str, hint: str) -> str:

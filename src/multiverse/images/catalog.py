@@ -118,9 +118,7 @@ def _read(path: Path) -> Image:
     return Image(**found | {"path": path})
 
 
-FILES = ("image.json", "vmlinuz", "initrd.img", "disk.raw")
-"""The files of an image."""
-
+FILES = ("image.json", "vmlinuz", "initrd.img", "disk.raw")  # the files of an image
 _DIGEST = "image.sha256"  # not in the manifest, which is one of the files
 _BLOCK = 64 << 10
 _ZEROS = bytes(_BLOCK)

@@ -24,9 +24,7 @@ from multiverse.images.catalog import Image
 _SEND, _HAVE, _DONE = b"send\n", b"have\n", b"done\n"
 """What the receiver says: first whether it needs the image, and last that the image is at its place."""
 
-_BROUGHT = b"brought\n"
-"""What the sender says to a receiver whose archive another program has brought."""
-
+_BROUGHT = b"brought\n"  # what the sender says to a receiver whose archive another program has brought
 Bring = Callable[[Path], None]
 """Brings a file to the receiver's host, where the receiver expects it. Raises `MultiverseError`."""
 

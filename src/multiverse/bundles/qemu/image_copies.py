@@ -29,17 +29,10 @@ from multiverse.ports import Clock
 
 log = structlog.get_logger()
 
-PERIOD = 5.0
-"""Seconds between two looks at what is wanted."""
-
-RETRY = 60.0
-"""Seconds until a copy is repeated that failed, or that its host does not show."""
-
-AT_ONCE = 4
-"""Copies at the same time."""
-
-Send = Callable[[Image, str], bool]
-"""Copies an image to a host, as `transfer.send` does. Blocks."""
+PERIOD = 5.0  # seconds between two looks at what is wanted
+RETRY = 60.0  # seconds until a copy is repeated that failed, or that its host does not show
+AT_ONCE = 4  # copies at the same time
+Send = Callable[[Image, str], bool]  # copies an image to a host, as `transfer.send` does. Blocks
 
 
 def wanted_copies(

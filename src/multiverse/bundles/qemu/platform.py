@@ -29,20 +29,19 @@ from multiverse.bundles.contract import DaemonTask, Examination, Followed, Lease
 from multiverse.bundles.qemu.image_copies import copy_regularly
 from multiverse.config import Settings, host_names, host_settings, uplink_of, vxlan_address
 from multiverse.core.errors import Broken, MultiverseError, Refused, Unknown
-from multiverse.core.model import CloneKind, Host, HostState, LeasedHost, Neighbour, Overcommitment, Size, Vm
+from multiverse.core.model import CloneKind, Host, HostState, LeasedHost, Neighbour, Size, Vm
 from multiverse.core.model.names import without_prefix_length
 from multiverse.core.state import State
 from multiverse.drivers.qemu.driver import QemuHypervisor, sites, vxlan_config
 from multiverse.host.vxlan import Vxlan, VxlanConfig, is_of_machine, machine_owner
 from multiverse.site import examine_machine, machine_facts
 
-EPOCH_WAIT = 5.0
-"""Seconds that the agents have, as the controller starts, to say which epochs they have seen."""
+EPOCH_WAIT = 5.0  # seconds that the agents have, as the controller starts, to say which epochs they have seen
 
 
 def connect_agents(context: PlatformContext) -> AgentHypervisor:
-    """The hypervisor behind the agents of the site's hosts: those of the settings, unless an operator removed them, and
-    those that have rows beside them, with those that are leased. Its `run` makes the connections."""
+    """The hypervisor behind the agents of all hosts of the site: of the settings, of rows and of leases, without hosts
+    that an operator removed. Its `run` makes the connections."""
     settings = context.settings
     who = ControllerIdentity(multiverse.__version__, secrets.token_hex(8), context.site, socket.gethostname())
     known, leased = context.rows.hosts, context.rows.leased_hosts()
@@ -61,13 +60,12 @@ def connect_agents(context: PlatformContext) -> AgentHypervisor:
     return AgentHypervisor([*hosts, *leased], connect, partial(declared, settings), connect_leased, leased)
 
 
-_FASTEST_UPLINK = 800_000
-"""Mbit/s that no Ethernet port exceeds."""
+_FASTEST_UPLINK = 800_000  # Mbit/s that no Ethernet port exceeds
 
 
 def declared(settings: Settings, name: str) -> Host | None:
-    """A host as the settings declare it, if they name it: what its agent, which has the same settings, will report at
-    most."""
+    """A host as the settings declare it; None if they do not name it. Its agent, which has the same settings, will
+    report no more."""
     host = host_settings(settings, name)
     if host is None:
         return None
@@ -79,9 +77,7 @@ def declared(settings: Settings, name: str) -> Host | None:
         frozenset(kind.value for kind in CloneKind),
         memory_block=1,
         vm_overhead=0,
-        overcommit=Overcommitment(
-            host.cpu_overcommit, host.overcommit, host.disk_overcommit, host.floor, host.disk_floor
-        ),
+        overcommit=host.overcommitment,
     )
 
 
@@ -92,7 +88,7 @@ class PilotTransport:
         self._leased, self._host = leased, host
 
     async def open(self) -> Stream:
-        """A step that runs goes on without slurmctld; to start one, slurmctld is needed."""
+        """A new step needs slurmctld; a step that runs does not."""
         if self._leased is None:
             raise Unknown(f"the scheduler does not lead to {self._host.lease.name}", hint="it leases no hosts now")
         try:
@@ -103,7 +99,8 @@ class PilotTransport:
 
 
 def transport_to(host: str, settings: Settings) -> Transport:
-    """The way to the agent of a host: its Unix socket on this machine, and for others the command of the settings."""
+    """The way to the agent of a host: the Unix socket on this machine, for other machines the command of the
+    settings."""
     if host == settings.host.name:
         return UnixTransport(settings.agent.socket)
     return CommandTransport(command_of(settings.agent.connect, host))
@@ -111,16 +108,16 @@ def transport_to(host: str, settings: Settings) -> Transport:
 
 log = structlog.get_logger()
 
-LiveVms = Callable[[], Mapping[int, Vm]]
-"""Gives the rows of the VMs that there are now, by number."""
+LiveVms = Callable[[], Mapping[int, Vm]]  # gives the rows of the VMs that there are now, by number
 
 
 class MachineVxlan:
-    """`agent.vxlan.VxlanMachines`. The VMs of other machines are reached from here as long as their rows live."""
+    """`agent.hypervisor.VxlanMachines`: the controller's machine in the VXLAN. slurmctld, and all that guests reach
+    through it, is behind its bridge. VMs on other machines are reached from here as long as their rows live."""
 
     def __init__(self, settings: Settings, config: VxlanConfig, node_of: Callable[[str], str] = str) -> None:
-        """`node_of` gives the machine that a host is on, by what the settings call it: a leased host has a name of its
-        own. Raises what `Vxlan` and `Vxlan.restore` raise."""
+        """`node_of` gives the name that the settings have for a host's machine: a leased host has a name of its own.
+        Raises the errors of `Vxlan` and `Vxlan.restore`."""
         self._settings, self._config, self._node_of = settings, config, node_of
         self._vxlan = Vxlan(config)
         self._vxlan.restore()
@@ -145,8 +142,8 @@ class MachineVxlan:
         await asyncio.to_thread(self._vxlan.add, machine_owner(vm), (neighbour,))
 
     async def follow(self, vms: LiveVms) -> None:
-        """Forget the VMs that have no row any more, and reach those that run: also after this machine has lost its
-        records. What fails is repeated by the next call."""
+        """Forget the VMs that have no row any more, and reach those that run, also if this machine has lost its
+        records. The next call repeats what fails."""
         # The rows are read after the records: a VM has its row before this machine reaches it.
         known = {owner for owner in await asyncio.to_thread(self._vxlan.owners) if is_of_machine(owner)}
         there = {vm.name: vm for vm in vms().values() if vm.host != self.own and vm.address}
@@ -159,7 +156,6 @@ class MachineVxlan:
 
 
 async def follow_regularly(vxlan: MachineVxlan, vms: LiveVms, interval: float) -> None:
-    """Let this machine follow the rows that `vms` gives, each `interval` seconds."""
     while True:
         try:
             await vxlan.follow(vms)
@@ -173,15 +169,7 @@ class QemuPlatform:
 
     def __init__(self, context: PlatformContext) -> None:
         self._context = context
-        self.hypervisor = connect_agents(context)
-
-    @property
-    def measurements(self) -> AgentHypervisor:
-        return self.hypervisor
-
-    @property
-    def guests(self) -> AgentHypervisor:
-        return self.hypervisor
+        self.hypervisor = self.measurements = self.guests = connect_agents(context)
 
     async def programs(self) -> Counter[str]:
         return await self.hypervisor.count_processes()
@@ -207,35 +195,26 @@ def _find(state: State, name: str) -> Vm | None:
 
 
 def _node_of(state: State, host: str) -> str:
-    """The machine that a host is on, by what the settings call it: a leased host has a name of its own."""
     lease = state.lease_of(host)
     return lease.node if lease else host
 
 
-class QemuHostSide:
-    """`bundles.contract.HostSide`."""
+class QemuBundle:
+    """`bundles.contract.PlatformBundle` and `HostSide`, for this machine as a host."""
+
+    def __init__(self) -> None:
+        self.host = self
 
     def local(self, settings: Settings, site: str, vxlan: VxlanConfig | None = None) -> QemuHypervisor:
         return QemuHypervisor(settings, site, vxlan)
-
-    def sites(self, settings: Settings) -> Sequence[str]:
-        return sites(settings)
-
-
-class QemuBundle:
-    """`bundles.contract.PlatformBundle`."""
-
-    host = QemuHostSide()
 
     def open(self, context: PlatformContext) -> QemuPlatform:
         return QemuPlatform(context)
 
     def sites(self, settings: Settings) -> Sequence[str]:
-        """Those on this machine."""
         return sites(settings)
 
     def examine(self, settings: Settings, *, run_guests: bool) -> Iterator[Examination]:
-        """This machine as a host."""
         facts = machine_facts.of_machine(settings, kvm=run_guests)
         for name, found in examine_machine.examine(settings, facts):
             skipped = "not tried" if name == "KVM runs guests" and facts.kvm is None else ""

@@ -26,9 +26,7 @@ from multiverse.site import checking, machine_facts
 from multiverse.site.checking import Part, tried
 from multiverse.system.sockets import unreachable
 
-SLURMCTLD_PORT = 6817
-"""Slurm's own default (slurm.conf(5))."""
-
+SLURMCTLD_PORT = 6817  # Slurm's own default (slurm.conf(5))
 SLOW_NAMES = 1.0
 """Seconds for one name from which on the name service is called slow: slurmctld asks it while it holds its locks."""
 

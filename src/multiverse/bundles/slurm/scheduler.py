@@ -28,32 +28,31 @@ from multiverse.ports.finding import Finding
 from multiverse.site import checking, rendering
 from multiverse.system.rendered import SiteFile
 
-TIMEOUT = 5.0
-"""Seconds that `unmunge` may take."""
+log = structlog.get_logger()
 
-AT_ONCE = 4
-"""Credentials that are decoded at the same time."""
-
+INTERVAL = 300.0  # seconds between two checks of the inbox: each starts a process
+NAME_SERVICE_TIMEOUT = 10.0  # seconds that the daemon waits, once it has started, to learn who slurmctld's user is
+TIMEOUT = 5.0  # seconds that `unmunge` may take
+AT_ONCE = 4  # credentials that are decoded at the same time
 _STATUS = {
     15: "it has expired",
     16: "it was made in the future: compare the clocks",
     17: "it was used before",
     18: "it is for another user",
 }
-"""What munge calls EMUNGE_CRED_EXPIRED, _REWOUND, _REPLAYED and _UNAUTHORIZED. See munge(3)."""
+"""By munge's statuses EMUNGE_CRED_EXPIRED, _REWOUND, _REPLAYED and _UNAUTHORIZED. See munge(3)."""
 
 _CREDENTIAL = re.compile(rb"MUNGE:[A-Za-z0-9+/=]+:")
 
 
 class Credentials:
-    """Decodes with the munged behind a socket (None: munge's own)."""
+    """Decodes munge credentials with the munged behind a socket (None: munge's own). munged refuses one that it has
+    seen before."""
 
     def __init__(self, socket: Path | None = None) -> None:
         self._socket, self._turns = socket, asyncio.Semaphore(AT_ONCE)
 
     async def decode(self, credential: str) -> tuple[int, str]:
-        """The uid that made it, and its payload. `Refused` for one that is forged, replayed, expired, or for another
-        user; `Unknown` if munged does not answer."""
         data = credential.encode("ascii", "replace")
         if not _CREDENTIAL.fullmatch(data):
             raise Refused("this is no munge credential")
@@ -83,7 +82,7 @@ class Credentials:
 
 
 def _parsed(status: int, out: bytes, said: bytes) -> tuple[int, str]:
-    """What unmunge prints: metadata, an empty line, the payload. Whatever is wrong with a credential is its status."""
+    """Read the output of unmunge: metadata, an empty line, the payload. Its status tells what is wrong."""
     if status:
         words = said.decode(errors="replace").strip().removeprefix("unmunge: Error: ")
         why = _STATUS.get(status) or words or f"unmunge ended with {status}"
@@ -95,14 +94,8 @@ def _parsed(status: int, out: bytes, said: bytes) -> tuple[int, str]:
     return int(found[1]), payload.decode(errors="replace")
 
 
-log = structlog.get_logger()
-
-INTERVAL = 300.0
-"""Seconds between two checks: each starts a process."""
-
-
 async def warn_of_closed_inbox(settings: Settings, interval: float = INTERVAL) -> None:
-    """Check now and then, and log each change. Never ends."""
+    """Warn when slurmctld's user cannot write to the inbox: hints and offers would fail silently. Never ends."""
     known = None
     await asyncio.sleep(settings.poll)  # the daemon has created the directory by then
     while True:
@@ -129,7 +122,6 @@ class PrivateData:
         self._conf = UntilChanged(conf, Privacy(others=False, hosts=False))
 
     def privacy(self) -> Privacy:
-        """What a user may be told of others."""
         return self._conf.get(_privacy)
 
 
@@ -139,14 +131,15 @@ def _privacy(site: SiteConf) -> Privacy:
 
 
 class NodeCount:
-    """What the slurm.conf at `conf` lacks."""
+    """Whether the slurm.conf at `conf` permits as many nodes as there can be VMs: hosts may come that no settings
+    name."""
 
     def __init__(self, conf: Path) -> None:
         self._conf, self._cpus = UntilChanged[list[Notice]](conf, []), -1
 
     def lack(self, cpus: int) -> list[Notice]:
-        """What is lacking for VMs that claim so many CPUs together. Nothing while the file cannot be read, of which
-        `multiverse site check` tells."""
+        """The problem, for VMs that claim so many CPUs together. None while the file cannot be read: `multiverse site
+        check` tells of that."""
         anew, self._cpus = cpus != self._cpus, cpus
         return self._conf.get(lambda site: _lack(site, cpus), anew=anew)
 
@@ -156,6 +149,7 @@ def _lack(site: SiteConf, cpus: int) -> list[Notice]:
     return [Notice("nodes", lack.name, lack.message, lack.remedy)] if lack else []
 
 
+# The reasons that users ask about most. See squeue(1), JOB REASON CODES.
 _WORDS = {
     "BeginTime": "its begin time has not come",
     "Dependency": "it depends on jobs that have not ended as it asks",
@@ -185,22 +179,17 @@ class SlurmWords(SchedulerWords):
         return _WORDS.get(first) or next((text for prefix, text in _PREFIXES.items() if first.startswith(prefix)), "")
 
     def advise(self, job: Job) -> str:
-        """A job that may begin and waits was queued again, and waits for its delay."""
         own = job.ref.job_id
         if job.held:
             admin = "Admin" in job.reason
             return "ask the administrators of Slurm, who hold it" if admin else f"release it: scontrol release {own}"
-        if job.eligible:
+        if job.eligible:  # it was queued again, and waits for its delay
             return f"wait; if the cause is gone, let it start at once: scontrol update JobId={own} StartTime=now"
         known = {
             "Dependency": f"see which jobs it depends on: squeue --job={own} --Format=Dependency",
             "BeginTime": f"see when it may begin: squeue --job={own} --Format=StartTime",
         }
         return known.get(job.reason, f"see what Slurm says of it: scontrol show job {own}")
-
-
-NAME_SERVICE_TIMEOUT = 10.0
-"""Seconds that the daemon waits, once it has started, to learn who slurmctld's user is."""
 
 
 class SlurmSystem:
@@ -212,34 +201,24 @@ class SlurmSystem:
         """Raises `Refused` if the site's Slurm is not set up for us."""
         self._settings = settings
         _make_passable(settings.slurm.inbox.parent)
-        self.scheduler = SlurmScheduler(settings, site, leased=leased)
+        self.scheduler = self.reports = SlurmScheduler(settings, site, leased=leased)
         self.scheduler.check_leases()
         self.scheduler.check_overflow()
-        self.leased = PilotSteps(settings)
+        self.leased, self.hints_from = PilotSteps(settings), str(settings.slurm.inbox)
         self._node_count, self._private = NodeCount(settings.slurm.conf), PrivateData(settings.slurm.conf)
-
-    @property
-    def reports(self) -> SlurmScheduler:
-        return self.scheduler
 
     @cached_property
     def identities(self) -> Credentials:
-        """Munge credentials."""
         return Credentials(munge_socket(self._settings.slurm.conf))
 
     @cached_property
     def notices(self) -> Sequence[Notice]:
         return [Notice("unserved", *each) for each in self.scheduler.unserved()]
 
-    @property
-    def hints_from(self) -> str:
-        return str(self._settings.slurm.inbox)
-
     def lack_of_nodes(self, cpus: int) -> Sequence[Notice]:
         return self._node_count.lack(cpus)
 
     def privacy(self, uid: int) -> Privacy:
-        """By PrivateData, which is the same for all users."""
         return self._private.privacy()
 
     def work(self, tell: Tell) -> Sequence[DaemonTask]:
@@ -254,7 +233,7 @@ class SlurmSystem:
 
 
 def _make_passable(directory: Path) -> None:
-    """Make a directory through which slurmctld's user passes to what is theirs. Raises `Refused`."""
+    """Make a directory that slurmctld's user can pass through. Raises `Refused`."""
     try:
         for path in reversed((directory, *directory.parents)):
             if not path.exists():
@@ -287,17 +266,6 @@ def _tell(hint: Hint, tell: Tell) -> None:
     tell(submitted=hint.kind == "submit", uid=hint.uid, job_id=hint.job_id)
 
 
-class SlurmFiles:
-    """`bundles.contract.SiteFiles`, beside slurm.conf and for systemd."""
-
-    def render(self, settings: Settings, config: Path, source: Path) -> list[SiteFile]:
-        site = conf.read(source)
-        return rendering.render(settings, config, site)
-
-    def check(self, settings: Settings, config: Path, source: Path) -> list[Finding]:
-        return checking.check(settings, config, source)
-
-
 class SlurmReach:
     """`bundles.contract.ReachedNodes`, by Slurm's commands on this machine."""
 
@@ -312,9 +280,16 @@ class SlurmReach:
 
 
 class SlurmBundle:
-    """`bundles.contract.SchedulerBundle`."""
+    """`bundles.contract.SchedulerBundle` and `SiteFiles`."""
 
-    files = SlurmFiles()
+    def __init__(self) -> None:
+        self.files = self
+
+    def render(self, settings: Settings, config: Path, source: Path) -> list[SiteFile]:
+        return rendering.render(settings, config, conf.read(source))
+
+    def check(self, settings: Settings, config: Path, source: Path) -> list[Finding]:
+        return checking.check(settings, config, source)
 
     def open(self, settings: Settings, site: str, leased: Collection[LeaseSpec]) -> SlurmSystem:
         return SlurmSystem(settings, site, leased)

@@ -18,7 +18,6 @@ from multiverse.core.model import (
     Identity,
     Member,
     Neighbour,
-    Overcommitment,
     Size,
     Stage,
     TemplateKey,
@@ -58,12 +57,10 @@ class QemuHypervisor:
 
     @property
     def accelerator(self) -> Accelerator:
-        """How guests' instructions are executed: by KVM, or emulated."""
         return self._host.accelerator
 
     @property
     def name(self) -> str:
-        """This machine answers for itself."""
         return self._host.config.host
 
     @property
@@ -79,22 +76,20 @@ class QemuHypervisor:
         return [self._host.config.host]
 
     def check(self) -> None:
-        """Make the host's directories; see `QemuHost.check`."""
         self._host.check()
 
     def restore_vxlan(self) -> None:
         self._urgent.submit(self._host.restore_vxlan).result()  # pyroute2 runs in no thread with an event loop
 
     async def observe(self) -> HypervisorView:
-        return await self._in_thread(self._resume_and_observe)
+        def observe() -> HypervisorView:
+            self._host.resume_paused()
+            return self._host.observe()
 
-    def _resume_and_observe(self) -> HypervisorView:
-        self._host.resume_paused()
-        return self._host.observe()
+        return await self._in_thread(observe)
 
     async def list_vms(self) -> Sequence[str]:
-        """Unlike an observation it asks for nothing that has to be tried first, and it waits
-        for no other call."""
+        """Unlike an observation it asks no QEMU, and waits for no other call."""
         return await self._in_thread(self._host.list_vms, urgent=True)
 
     async def kill(self, vms: Collection[str]) -> None:
@@ -108,7 +103,6 @@ class QemuHypervisor:
         return self._host.audit(name)
 
     async def examine(self) -> Mapping[str, Mapping[str, str | int]]:
-        """What each running guest says of itself now, see `QemuHost.examine`; `error` instead if it does not answer."""
         names = await self._in_thread(self._host.list_vms)
         found = await asyncio.gather(*(self._in_thread(self._examine, name) for name in names))
         return {name: facts for name, facts in zip(names, found, strict=True) if facts is not None}
@@ -133,7 +127,7 @@ class QemuHypervisor:
         await self._in_thread(self._host.delete_template, template)
 
     async def delete_all_templates(self) -> None:
-        """Remove every template of this host, also those that another process has built or is building."""
+        """Remove every template of this host, also templates of other processes, and unfinished ones."""
         await self._in_thread(self._host.delete_all_templates)
 
     async def create(self, vm: VmSpec) -> Sequence[Stage]:
@@ -168,18 +162,17 @@ class QemuHypervisor:
         await self._in_thread(self._host.connect, vm.name, neighbours, vm.token, urgent=True)
 
     async def destroy(self, vm: VmRef, grace: float) -> None:
-        name = vm.name
-        creating = self._creating.get(name)
-        await self._in_thread(self._host.destroy, name, grace, vm.token)
+        creating = self._creating.get(vm.name)
+        await self._in_thread(self._host.destroy, vm.name, grace, vm.token)
         if creating is not None:
             # A thread goes on when its caller is cancelled. Its QEMU has just been killed, so it ends soon; then what
             # it created meanwhile is removed.
             await asyncio.wait([asyncio.wrap_future(creating)])
-            await self._in_thread(self._host.destroy, name, 0.0, vm.token)
+            await self._in_thread(self._host.destroy, vm.name, 0.0, vm.token)
 
     def close(self) -> None:
-        """Wait for nothing: calls that still wait end with an error. VMs and finished templates stay as they are; a
-        build of a template is ended, because nobody could finish it."""
+        """Wait for nothing: calls that still wait end with an error. VMs and finished templates stay. Builds of
+        templates are ended, because nobody could finish them."""
         self._host.close()
         for threads in (self._threads, self._urgent):
             threads.shutdown(wait=False, cancel_futures=True)
@@ -194,12 +187,11 @@ class QemuHypervisor:
         return await asyncio.get_running_loop().run_in_executor(threads, lambda: function(*arguments))
 
 
-JOB_SITE = "job"
-"""What stands for the site in names of VMs inside jobs, which no controller knows. A site has five characters."""
+JOB_SITE = "job"  # the site in names of VMs inside jobs, which no controller knows; real sites have five characters
 
 
 def sites(settings: Settings) -> list[str]:
-    """The sites of which VMs, or remains of VMs, are on this machine, by their names. VMs inside jobs have none."""
+    """The sites that have VMs, or remains of VMs, on this machine. VMs inside jobs are of no site."""
     places = [place for place in (settings.qemu.vms, settings.qemu.run) if place.is_dir()]
     return sorted({site_of(path.name) for place in places for path in place.iterdir()} - {"", JOB_SITE})
 
@@ -229,9 +221,7 @@ def host_config(settings: Settings, site: str) -> QemuHostConfig:
         prefix=vm_prefix(site),
         capacity=Size(host.cores, host.memory, host.disk, host.net),
         uplink=qemu.uplink,
-        overcommit=Overcommitment(
-            host.cpu_overcommit, host.overcommit, host.disk_overcommit, host.floor, host.disk_floor
-        ),
+        overcommit=host.overcommitment,
         images=qemu.images.absolute(),
         image_source=settings.image.source and settings.image.source.absolute(),
         template_source=settings.image.templates and settings.image.templates.absolute(),

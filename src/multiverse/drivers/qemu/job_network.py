@@ -28,9 +28,7 @@ from multiverse.guest.protocol import TASKS_PORT
 from multiverse.host.nft import Nft
 from multiverse.host.vxlan import Vxlan, VxlanConfig
 
-MOST_OF_A_JOB = 1 << 16
-"""VMs of one job, at most, on all its nodes: see `guest_mac`."""
-
+MOST_OF_A_JOB = 1 << 16  # VMs of one job, at most, on all its nodes: see `guest_mac`
 _BLOCK = 2 * MOST_VMS  # addresses of a job on its host: a power of two, for its route
 _FIRST_BLOCK = 256  # before it, the host has an address for each job
 

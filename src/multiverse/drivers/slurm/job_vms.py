@@ -18,9 +18,7 @@ from multiverse.agent.job_tasks import JobRun
 from multiverse.core.errors import Broken, Gone, MultiverseError, Refused, Unknown
 from multiverse.drivers.slurm.command import SlurmCommands
 
-TEST = "MULTIVERSE_PLUGIN_TEST"
-"""The variable that makes the plugin test itself as srun loads it (spank/multiverse.c)."""
-
+TEST = "MULTIVERSE_PLUGIN_TEST"  # the variable that makes the plugin test itself as srun loads it (spank/multiverse.c)
 _LINE = re.compile(r"^multiverse-plugin (.*)$", re.MULTILINE)
 _INSTALL_PLUGIN = "build and install the plugin for this release of Slurm, and include its file in plugstack.conf"
 _FEATURES = re.compile(r"\b(Available|Active)Features=(\S*)")

@@ -335,8 +335,7 @@ def _slurms(settings: Settings, program: str) -> str:
     return str(settings.slurm.bin_dir / program) if settings.slurm.bin_dir else program
 
 
-BROADCAST = 1800.0
-"""Seconds that sbcast may take."""
+BROADCAST = 1800.0  # seconds that sbcast may take
 
 
 class PilotSteps:

@@ -114,7 +114,7 @@ _DESCRIPTIONS = (
 
 
 class JobColumns:
-    """The format of a table of jobs, and the reader of its rows. `physical`: with jobs of partitions of physical
+    """The format of a table of jobs, and the reader of its rows. `physical` adds the columns of jobs of physical
     nodes."""
 
     def __init__(self, secret: str | None = None, *, physical: bool = False) -> None:
@@ -122,11 +122,13 @@ class JobColumns:
         self._end = f"{_CELL}{secret or secrets.token_hex(6)}{_CELL}"
         words = [f"{column}:0{_CELL}" for column in _WORDS.values()]
         words[-1] = words[-1][: -len(_CELL)] + self._end
-        self.format = ",".join([*words, *(f"{column}:0{self._end}" for column in self._texts.values())])
-        """The value of SQUEUE_FORMAT2. With the width 0 a column is printed in full."""
+        # With the width 0 a column is printed in full.
+        self.env = {
+            "SQUEUE_FORMAT2": ",".join([*words, *(f"{column}:0{self._end}" for column in self._texts.values())])
+        }
 
     def rows(self, output: str) -> list[str]:
-        """The rows of a table. Raises `Unknown` unless it is complete and each column has its title."""
+        """The rows of a table. Raises `Unknown` if it is incomplete or a column has no title."""
         rows = output.split(self._end + "\n")
         if rows.pop() or not rows:
             raise Unknown("squeue's table is incomplete", hint="see whether squeue works on this machine")
@@ -137,7 +139,7 @@ class JobColumns:
         return rows[1:]
 
     def record(self, row: str) -> Record:
-        """A row with the keys and values of a job in the JSON of 22.05. Raises `Unknown` for a row that is damaged."""
+        """A row with the keys and values of a job in the JSON of 22.05. Raises `Unknown` for a damaged row."""
         cells = self._cells(row)
         try:
             return _record({k: "" if text in _NOTHING and k not in _FREE else text for k, text in cells.items()})
@@ -203,13 +205,13 @@ _NUMBERS = (
 
 
 def _least_cpus(cells: Mapping[str, str]) -> int:
-    """The fewest CPUs of a node on which Slurm starts the job, as far as the row tells."""
+    """The fewest CPUs of a node for the job, as far as the row tells."""
     return max(_number(cells[key]) or 1 for key in ("minimum_cpus_per_node", "tasks_per_node"))
 
 
 def is_per_cpu(memory: int, nodes: int, cpus: int, tres: str) -> bool:
-    """Whether the memory of a job is that of each CPU, and not of each node: squeue does not say so, but the job's
-    total does (job_get_tres_mem in job_mgr.c)."""
+    """Whether the memory of a job is per CPU, not per node. squeue does not tell, but the job's total does
+    (job_get_tres_mem in job_mgr.c)."""
     match = re.search(r"(?:^|,)mem=([\d.]+)([KMGTP]?)", tres)
     total = round(float(match[1]) * _MIB[match[2]]) if match else 0
     return bool(memory) and total == memory * cpus and total != memory * nodes
@@ -238,14 +240,12 @@ _AGE = 1.0  # seconds for which a job that was read is not read again, unless a 
 
 @dataclass(frozen=True, slots=True)
 class JobDetails:
-    """`at_most` is how many tasks of the array may run at once (0: no limit)."""
-
-    at_most: int = 0
+    at_most: int = 0  # tasks of the array that may run at once; 0: no limit
     memory_per_cpu: bool = False
 
 
 UNKNOWN_DETAILS = JobDetails(memory_per_cpu=True)
-"""What is assumed as long as a job's details are unknown: the larger of the two requests."""
+"""Assumed as long as the details of a job are unknown: the larger of the two requests."""
 
 
 class DetailReader:
@@ -264,7 +264,7 @@ class DetailReader:
         self._known = {key: known for key, known in self._known.items() if key in keys}
 
     async def complete(self, keys: Collection[tuple[str, int]], named: Collection[tuple[str, int]] = ()) -> None:
-        """Read what is not known of these, and those that are `named` in any case."""
+        """Read the details of these that are unknown, and of known jobs that are `named`."""
         new = sorted(set(keys) - self._known.keys())[:_NEW]
         await self._read_all([*new, *sorted(set(named) & self._known.keys())])
 
@@ -300,26 +300,16 @@ def parse_details(text: str) -> JobDetails:
 
 @dataclass(frozen=True, slots=True)
 class _Basis:
-    """What the conversion of every row depends on."""
+    """Values that the conversion of every row depends on."""
 
     names: SiteNames
     structure: object
 
 
 class JobRow:
-    """One row and what it was converted to: `job` is right for `basis` until the Unix time `until`."""
+    """A row and its job, which is right for `basis` until the Unix time `until`."""
 
-    __slots__ = (
-        "base",
-        "basis",
-        "details",
-        "job",
-        "needs_details",
-        "needs_licences",
-        "record",
-        "until",
-        "waits",
-    )
+    __slots__ = ("base", "basis", "details", "job", "needs_details", "needs_licences", "record", "until", "waits")
 
     def __init__(self, record: Record, names: SiteNames) -> None:
         self.record = record
@@ -328,17 +318,15 @@ class JobRow:
         self.basis: _Basis | None = None
         self.until = 0.0
         array = record["array_job_id"]
+        # The base id, and the submit time; 0 for an array, whose tasks' submit times differ after one was requeued.
         self.base = str(array or record["job_id"]), 0 if array else int(record["submit_time"] or 0)
-        """The base id, and the submit time: those of the tasks of an array differ after one was requeued (0)."""
         self.waits = parse.is_waiting(record, names)
         incomplete = bool(record["array_job_id"]) or record["memory_is_ambiguous"]
+        # What the table leaves out matters as long as the job, or a task of its array, waits.
         self.needs_details = incomplete and record["job_state"] == "PENDING"
-        """Whether the table leaves out something of this job. It matters as long as the job waits, or a task of its
-        array."""
         self.needs_licences = self.waits and bool(licences(record, names.licence))
 
     def complete(self, details: JobDetails) -> None:
-        """Add the details that the table leaves out."""
         if details == self.details:
             return
         added: dict[str, int | None] = {"array_max_tasks": details.at_most}
@@ -355,16 +343,14 @@ class JobTable:
     """The rows of the latest tables, and the jobs that they were converted to."""
 
     columns: JobColumns = field(default_factory=JobColumns)
+    # All jobs of Multiverse's partitions as of the latest whole table and the parts that were read since.
     jobs: dict[str, Job] = field(default_factory=dict)
-    """All jobs of Multiverse's partitions as of the latest whole table and the parts that were read since."""
-    of_users: Counter[int] = field(default_factory=Counter)
-    """How many rows each user had in the latest whole table, by uid."""
+    of_users: Counter[int] = field(default_factory=Counter)  # rows of each user (uid) in the latest whole table
     _rows: dict[str, JobRow] = field(default_factory=dict)
     _basis: _Basis | None = None
 
     def read(self, output: str, names: SiteNames) -> dict[str, JobRow]:
-        """The rows of Multiverse's partitions by their text. Raises `Unknown` for an output that is not a complete
-        table."""
+        """The rows of Multiverse's partitions by their text. Raises `Unknown` for an incomplete table."""
         rows, known = {}, self._rows
         for text in self.columns.rows(output):
             row = known.get(text)
@@ -399,6 +385,6 @@ class JobTable:
         self.of_users = Counter(job.uid for job in jobs.values())
 
     def keep_part(self, rows: dict[str, JobRow], jobs: dict[str, Job], gone: Collection[str]) -> None:
-        """These rows and jobs are new or newer; the jobs `gone` are no more."""
+        """These rows and jobs are new or newer; the jobs `gone` do not exist any more."""
         self._rows = {**self._rows, **rows}
         self.jobs = {job_id: job for job_id, job in self.jobs.items() if job_id not in gone} | jobs

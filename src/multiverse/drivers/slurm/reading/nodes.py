@@ -18,8 +18,7 @@ from multiverse.drivers.slurm.site.requirements import Version
 
 _CELL = "\x1f"
 _COLUMNS = ("NodeList", "StateComplete", "features_act", "Reason")
-NODE_FORMAT = ",".join(f"{column}:0{_CELL}" for column in _COLUMNS)
-"""With the width 0 a column is printed in full."""
+NODE_FORMAT = ",".join(f"{column}:0{_CELL}" for column in _COLUMNS)  # with the width 0 a column is printed in full
 
 
 class NodeTable:
@@ -30,7 +29,7 @@ class NodeTable:
         self._rows: dict[str, tuple[Node, ...]] = {}
 
     def read(self, output: str, site: str) -> dict[str, Node]:
-        """The dynamic nodes of the site, by name. Raises `Unknown` for an output that is not a complete table."""
+        """The dynamic nodes of the site, by name. Raises `Unknown` for an incomplete table."""
         rows = output.split(_CELL + "\n")
         if rows.pop() or not rows or not all(_cells(rows[0])):
             raise Unknown("sinfo's table is incomplete", hint="see whether sinfo works on this machine")
@@ -71,17 +70,16 @@ _SHORTEST_PATIENCE = 600
 
 @dataclass(frozen=True, slots=True)
 class Deletions:
-    """How this slurmctld deletes nodes. `planned_crash`: deleting a node that backfill plans to use crashes it in the
-    next cycle (`_handle_planned` in backfill.c; mended in 22.05.9 and 23.02.1). `patience` is after how many seconds
-    backfill has surely begun a cycle."""
+    """How this slurmctld deletes nodes."""
 
+    # Whether the next cycle of backfill crashes it after a node was deleted that backfill plans to use
+    # (`_handle_planned` in backfill.c; mended in 22.05.9 and 23.02.1).
     planned_crash: bool = True
-    patience: float = _SHORTEST_PATIENCE
+    patience: float = _SHORTEST_PATIENCE  # seconds after which backfill has surely begun a cycle
 
 
 def deletions(config: str) -> Deletions:
-    """From what `scontrol show config` prints: it is slurmctld's own version, not that of scontrol. Raises `Unknown`
-    if there is none."""
+    """Read the output of `scontrol show config`, which has slurmctld's own version. Raises `Unknown` if it has none."""
     found = re.search(r"^SLURM_VERSION\s*=\s*(\d+)\.(\d+)(?:\.(\d+))?", config, re.MULTILINE)
     if found is None:
         raise Unknown("slurmctld does not say which release it is", hint="see scontrol show config")
@@ -99,7 +97,6 @@ class DeletionRules:
         self._known: tuple[float, Deletions] | None = None
 
     async def deletions(self) -> Deletions:
-        """How this slurmctld deletes nodes."""
         if self._known is None or time.monotonic() - self._known[0] > _TERM:
             self._known = time.monotonic(), deletions(await self._commands.run("scontrol", "show", "config"))
         return self._known[1]
@@ -107,16 +104,15 @@ class DeletionRules:
 
 @dataclass(frozen=True, slots=True)
 class BackfillState:
-    """The state of slurmctld's backfill: at `now`, whether a cycle is under way, and when the last one began that had
-    jobs to look at, this one included. Unix time by slurmctld's clock, whole seconds."""
+    """The state of slurmctld's backfill. Times are Unix times by slurmctld's clock, whole seconds."""
 
     now: int
-    active: bool
-    began: int
+    active: bool  # a cycle is under way
+    began: int  # of the last cycle that had jobs to look at, the present one included
 
 
 def backfill(sdiag: str) -> BackfillState:
-    """From sdiag's text. Raises `Unknown` for any other."""
+    """Read the output of sdiag. Raises `Unknown` for any other text."""
     now = re.search(r"^sdiag output at .*\((\d+)\)$", sdiag, re.MULTILINE)
     title = re.search(r"^Backfilling stats(.*)$", sdiag, re.MULTILINE)
     began = re.search(r"Last cycle when: (?:N/A|.*\((\d+)\))$", sdiag, re.MULTILINE)
@@ -126,12 +122,12 @@ def backfill(sdiag: str) -> BackfillState:
 
 
 def reservations(text: str, partitions: Collection[str]) -> tuple[NodeReservation, ...]:
-    """The reservations that keep all nodes of VMs from jobs, of what `scontrol show reservation --oneliner` prints with
-    times in Unix seconds. Raises `Unknown` for any other text.
+    """The reservations that keep all nodes of VMs from jobs. Reads the output of `scontrol show reservation --oneliner`
+    with times in Unix seconds; raises `Unknown` for any other text.
 
-    A dynamic node joins a reservation with the flag ALL_NODES (Nodes=ALL), and one of all nodes of its partition. A
-    node that is named is there already, so it is no VM of a job that waits. A reservation of licences has no nodes.
-    Slurm lets jobs into a MAGNETIC reservation that do not ask for it.
+    A dynamic node joins a reservation with the flag ALL_NODES (Nodes=ALL), and one of all nodes of its partition. Nodes
+    that a reservation names exist already: no VM of a waiting job is among them. A reservation of licences has no
+    nodes. Jobs that do not ask for a MAGNETIC reservation may use it.
     """
     lines = text.splitlines()
     if not all(line.startswith("ReservationName=") for line in lines) and not text.startswith("No reservations"):
@@ -155,8 +151,8 @@ STATE_FORMAT = "NodeList:0|,StateComplete:0|"
 
 
 def node_words(sinfo: str) -> dict[str, frozenset[str]]:
-    """The words of each node's state, by name, of sinfo's rows in `NODE_FORMAT`. Raises `Unknown` for a row that is
-    damaged."""
+    """The words of each node's state, by name. Reads rows of sinfo in `STATE_FORMAT`; raises `Unknown` for a damaged
+    one."""
     found = {}
     for line in filter(None, sinfo.splitlines()):
         names, state, end = line.split("|") if line.count("|") == 2 else ("", "", "damaged")

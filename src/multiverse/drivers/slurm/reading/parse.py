@@ -63,8 +63,7 @@ def _quantity(text: str, units: dict[str, int]) -> int | None:
 Record = Mapping[str, Any]
 Uses = tuple[tuple[str, int], ...]
 
-_BEHIND_THE_GATE = 1 << 137
-"""Added to a rank, more than any rank is."""
+_BEHIND_THE_GATE = 1 << 137  # added to a rank, more than any rank is
 _STATES = {
     "PENDING": JobState.PENDING,
     "REQUEUED": JobState.PENDING,

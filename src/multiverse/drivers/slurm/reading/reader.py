@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Set
+from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field, replace
 
 from multiverse.config import Settings
@@ -37,12 +37,11 @@ _JOBLESS = "slurmctld counts a job on it that has left"
 
 @dataclass(slots=True)
 class _Loads:
-    """What squeue is asked for: `users`, and `bases` (jobs and arrays) with the ids that are wanted of each."""
+    """The users, jobs and arrays that squeue is asked for."""
 
     users: set[int] = field(default_factory=set)
-    bases: dict[str, set[str]] = field(default_factory=dict)
-    of_users: dict[int, set[str]] = field(default_factory=dict)
-    """The ids that are wanted of each user."""
+    bases: dict[str, set[str]] = field(default_factory=dict)  # the wanted ids of each job or array
+    of_users: dict[int, set[str]] = field(default_factory=dict)  # the wanted ids of each user
 
 
 class SlurmReader:
@@ -60,13 +59,12 @@ class SlurmReader:
         self._nameless: set[int] = set()  # users whom squeue cannot name, since the last whole load
 
     async def reservations(self) -> tuple[NodeReservation, ...]:
-        """Those that keep all nodes of VMs from jobs, or will."""
+        """The reservations that keep all nodes of VMs from jobs, or will."""
         text = await self._commands.run("scontrol", "show", "reservation", "--oneliner")
         return reservations(text, (self._slurm.partition,))
 
     @property
     def nodes(self) -> Mapping[str, Node]:
-        """The nodes as of the latest readings."""
         return self._nodes.nodes
 
     async def whole(self) -> tuple[dict[str, Job], dict[str, Node], Mapping[str, int]]:
@@ -128,7 +126,7 @@ class SlurmReader:
         partitions = ",".join(names.partitions)
         output = await self._commands.run(
             *("squeue", "-a", "-r", "-t", "all", "--noconvert", "-p", partitions, *which),
-            env={"SQUEUE_FORMAT2": self._jobs.columns.format},
+            env=self._jobs.columns.env,
             refused=parse.INVALID_USER,
         )
         return await asyncio.to_thread(self._jobs.read, output, names)
@@ -154,7 +152,7 @@ class SlurmReader:
         return self._first(loads, hinted=users)
 
     def _first(self, loads: _Loads, hinted: Collection[int]) -> _Loads:
-        """As many of the loads as one part may have: those that a hint named, and then those read longest ago."""
+        """As many of the loads as one part may have: first those that a hint named, then those read longest ago."""
         keys: list[int | str] = [*sorted(loads.users), *sorted(loads.bases)]
         keys.sort(key=lambda key: (key not in hinted, self._read_at.get(key, 0.0)))
         chosen = set(keys[:_PROCESSES])
@@ -166,7 +164,7 @@ class SlurmReader:
         )
 
     async def _load(self, loads: _Loads, names: parse.SiteNames) -> tuple[dict[str, JobRow], _Loads]:
-        """The rows, and which of the loads succeeded."""
+        """The rows, and the loads that succeeded."""
         keys = [*(("-u", str(uid)) for uid in loads.users), *(("-j", base) for base in loads.bases)]
         tables = await asyncio.gather(*(self._load_one(names, *key) for key in keys))
         rows = {text: row for table in tables for text, row in (table or {}).items()}
@@ -174,7 +172,7 @@ class SlurmReader:
         return rows, _Loads(loads.users - self._nameless, loads.bases, loads.of_users)
 
     async def _load_one(self, names: parse.SiteNames, option: str, value: str) -> dict[str, JobRow] | None:
-        """The rows of one user or base; None if the user is unknown, whom squeue 22.05 cannot name."""
+        """The rows of one user or base; None for a user whom squeue cannot name."""
         try:
             return await self._squeue(names, option, value)
         except Gone:
@@ -192,31 +190,29 @@ class SlurmReader:
         }
 
     async def _complete(self, rows: Mapping[str, JobRow], named: Collection[str] = ()) -> None:
-        """Add what the table leaves out. `named` has jobs and arrays that a hint may have named, by id."""
+        """Add the details of jobs. `named` are ids of jobs and arrays that a hint may have named."""
         lacking = {row.base for row in rows.values() if row.needs_details}
         if lacking:
             await self._details.complete(lacking, named={key for key in lacking if key[0] in named})
-            # Of an array that waits, the running tasks count too.
-            await asyncio.to_thread(self._add_details, [row for row in rows.values() if row.base in lacking])
+            await asyncio.to_thread(self._add_details, rows, lacking)
 
-    def _add_details(self, rows: Iterable[JobRow]) -> None:
-        for row in rows:
-            row.complete(self._details.of(row.base))
+    def _add_details(self, rows: Mapping[str, JobRow], lacking: Collection[tuple[str, int]]) -> None:
+        for row in rows.values():
+            if row.base in lacking:  # of an array that waits, also the running tasks
+                row.complete(self._details.of(row.base))
 
     # --- limits ------------------------------------------------------------------------------------
 
     async def _show_limits(self, *, associations: bool, licences: bool) -> tuple[str, str]:
-        return await asyncio.gather(
-            self._show(associations, "assoc_mgr", "flags=assoc,qos"), self._show(licences, "licenses")
-        )
+        async def show(needed: bool, *what: str) -> str:
+            return await self._commands.run("scontrol", "show", *what) if needed else ""
 
-    async def _show(self, needed: bool, *what: str) -> str:
-        return await self._commands.run("scontrol", "show", *what) if needed else ""
+        return await asyncio.gather(show(associations, "assoc_mgr", "flags=assoc,qos"), show(licences, "licenses"))
 
     async def _limits_of_part(
         self, rows: Mapping[str, JobRow], before: Mapping[str, Job], enforced: bool
     ) -> tuple[AccountingLimits, bool]:
-        """The limits, and whether they were counted anew: after a job started or ended, or if there were none yet."""
+        """The limits, and whether they were counted again: after a job has started or ended, or for the first time."""
         known = set(before)
         running = {job_id for job_id, job in before.items() if job.state in _COUNTED}
         running_now = {parse.job_id_of(row.record) for row in rows.values() if row.record["job_state"] in _RUNNING}
@@ -243,7 +239,7 @@ class SlurmReader:
         return self._nodes.nodes
 
     async def _some_nodes(self, names: Collection[str]) -> tuple[Mapping[str, Node], bool]:
-        """The nodes among these, or all nodes and True if that costs less."""
+        """The nodes of these names, or all nodes and True if that costs less."""
         if not names:
             return {}, False
         if min(self._nodes_took, default=0.0) < max(_CHEAP * len(names), _ALWAYS_CHEAP):
@@ -280,7 +276,7 @@ class SlurmReader:
     # --- the site ----------------------------------------------------------------------------------
 
     def _names(self) -> tuple[parse.SiteNames, bool]:
-        """What parsing needs to know of the site, and whether Slurm enforces limits of associations and QOS."""
+        """The names of the site, and whether Slurm enforces limits of associations and QOS."""
         text = node_bootstrap.read(self._slurm.conf)
         default = conf.memory_per_cpu(text, conf.MEMORY_PER_CPU)
         return parse.SiteNames(

@@ -52,8 +52,8 @@ def with_hash_of(text: bytes, site: bytes) -> bytes:
 
 @lru_cache(maxsize=1)
 def _changes() -> tuple[tuple[int, int, int], ...]:
-    """For each bit of the checksum a change of it, of which that is the highest bit, and the characters of the comment
-    that make it. The checksum is linear: changes add up."""
+    """For each bit of the checksum: a change of the checksum with that highest bit, and the characters of the comment
+    that make this change. The checksum is linear: changes add up."""
     found: dict[int, tuple[int, int]] = {}
     for place in range(_LENGTH):
         effect, places = crc_hqx(bytes([_ZERO ^ _ONE]) + bytes(_LENGTH - 1 - place), 0), 1 << place
@@ -106,8 +106,8 @@ def _quoted(pattern: str) -> str:
 
 
 def slurm_user(text: str) -> User:
-    """SlurmUser of this slurm.conf, by name or number, with his own group. Blocks while the name service answers.
-    `Unknown` if it does not know him, or does not answer."""
+    """SlurmUser of this slurm.conf, which guests have to know, with its own group. Blocks while the name service
+    answers. `Unknown` if it does not know the user, or does not answer."""
     return _lookup_user(conf.value(text, "SlurmUser", "root"))
 
 
@@ -189,7 +189,7 @@ def read(path: Path) -> str:
 
 
 def _as_slurm_reads_it(path: Path, directory: Path) -> bytes:
-    """The same in Slurm's order: a file stands behind the line that includes it. Names are relative to `directory`."""
+    """The text in Slurm's order: a file stands behind the line that includes it. Names are relative to `directory`."""
     lines = path.read_bytes().splitlines(keepends=True)
     found = ((line, conf.included(line.decode(errors="replace"))) for line in lines)
     return b"".join(
@@ -198,8 +198,8 @@ def _as_slurm_reads_it(path: Path, directory: Path) -> bytes:
 
 
 def slurm_uid(settings: Settings) -> int | None:
-    """The uid of slurmctld's user, who writes hints; None, with a warning in the log, if it cannot be told. Blocks
-    while the name service answers."""
+    """The uid of slurmctld's user, who writes hints; None if it is unknown, which is logged. Blocks while the name
+    service answers."""
     try:
         return slurm_user(read(settings.slurm.conf)).uid
     except MultiverseError as error:
@@ -207,14 +207,9 @@ def slurm_uid(settings: Settings) -> int | None:
         return None
 
 
-def _optional(path: Path) -> str:
-    """The text of a configuration file; nothing if there is no such file. `Broken` if it cannot be read."""
-    return read(path) if path.exists() else ""
-
-
 def bootstrap(settings: Settings, node: NodeSpec) -> NodeBootstrap:
-    """Files, directories, daemons and users for one VM. Blocks: reads the site's slurm.conf and munge key, and at first
-    asks the name service for the addresses of slurmctld and for its user."""
+    """Files, directories, daemons and users for one VM. Blocks: reads the site's slurm.conf and munge key. The first
+    call asks the name service for the addresses of slurmctld and for its user."""
     text = read(settings.slurm.conf)
     owner = slurm_user(text)
     moved = (MOVED_FROM + one.partition for one in settings.overflow)  # jobs of these partitions ask for it
@@ -229,20 +224,18 @@ def bootstrap(settings: Settings, node: NodeSpec) -> NodeBootstrap:
 
 
 def _munged(node: NodeSpec) -> Daemon:
-    """munged without what a node does not need: more threads, a name lookup of its own address, reading all groups.
-
-    That saves 0.1 s (measured). slurmd waits for munged, and for a whole second if the socket is not there yet.
-    """
+    """munged with one thread, and without looking up its own address and all groups, which saves 0.1 s (measured).
+    slurmd waits for munged, and for a whole second if the socket is not there yet."""
     options = ("--num-threads=1", f"--origin={node.address.partition('/')[0]}", "--group-update-time=-1")
     return Daemon("munged", ("/usr/sbin/munged", "--foreground", *options), user="munge", ready_path=_SOCKET)
 
 
 def may_be_offered(settings: Settings, node: NodeSpec) -> bool:
-    """Whether a job may take this node as it is submitted.
+    """Whether a job may take this node as it is submitted. Three conditions:
 
-    Three conditions: The guest's prolog makes the job wait until its user was added, which is not so with a slurm.conf
-    of the site's own. slurmd does not look up the user before the prolog. And Slurm does not give the job more CPUs
-    because of its memory (MaxMemPerCPU): the node would be too small then.
+    - The guest's prolog makes the job wait until its user was added: not with a slurm.conf of the site's own.
+    - slurmd does not look up the user before the prolog.
+    - Slurm does not give the job more CPUs because of its memory (MaxMemPerCPU): the node would be too small then.
     """
     own, text = settings.slurm.guest_conf, read(settings.slurm.conf)
     has_prolog = own is None or not (own / "slurm.conf").is_file()
@@ -252,11 +245,9 @@ def may_be_offered(settings: Settings, node: NodeSpec) -> bool:
 
 
 def controllers(settings: Settings, text: str) -> list[conf.Slurmctld]:
-    """Every slurmctld of this slurm.conf, the primary first, with the address at which guests reach it.
-
-    That is the one of the settings; or else the gateway's, of the only slurmctld or of the one on this machine; or else
-    the one in slurm.conf, as a number if this machine can tell it, because guests have no name service.
-    """
+    """Every slurmctld of this slurm.conf, the primary first, with the address at which guests reach it: the address of
+    the settings; for the only slurmctld, or the one on this machine, the gateway's; for others the address of
+    slurm.conf, as a number if this machine knows it, because guests have no name service."""
     given = [address.strip() for address in settings.slurm.controller_address.split(",")]
     found = conf.controllers(text) or [conf.Slurmctld("slurmctld", "")]
     here, named = {platform.node(), platform.node().partition(".")[0]}, dict(settings.network.hosts)
@@ -272,8 +263,8 @@ def controllers(settings: Settings, text: str) -> list[conf.Slurmctld]:
 
 
 def databases(settings: Settings, text: str, slurmctlds: Sequence[conf.Slurmctld]) -> dict[str, str]:
-    """Where guests reach slurmdbd and its backup, by their keys in slurm.conf. What this machine's own names are, and
-    localhost, is slurmctld's machine."""
+    """The addresses at which guests reach slurmdbd and its backup, by their keys in slurm.conf. localhost is
+    slurmctld's machine."""
     known = dict(settings.network.hosts) | {one.name: one.address for one in slurmctlds}
     found = {key: known.get(name) or _resolved(name) for key, name in conf.databases(text).items()}
     own = ("localhost", "127.", "::1")
@@ -297,7 +288,8 @@ def _address(name: str) -> str:
 def _files(settings: Settings, text: str, node: NodeSpec) -> Iterator[GuestFile]:
     slurm = settings.slurm
     own = dict(_replacements(slurm.guest_conf))
-    of_site = _optional(slurm.conf.with_name("cgroup.conf"))
+    path = slurm.conf.with_name("cgroup.conf")
+    of_site = read(path) if path.exists() else ""
     cgroup = own.get("cgroup.conf", conf.cgroup_for_guest(text, of_site).encode())
     limited = conf.limits_memory(cgroup.decode(errors="replace"))
     slurmctlds = controllers(settings, text)
@@ -327,7 +319,6 @@ def _files(settings: Settings, text: str, node: NodeSpec) -> Iterator[GuestFile]
 
 
 def _replacements(directory: Path | None) -> Iterable[tuple[str, bytes]]:
-    """The site's own files for guests, which replace derived files of the same name."""
     if directory is None:
         return ()
     return ((path.name, path.read_bytes()) for path in sorted(directory.iterdir()) if path.is_file())

@@ -50,7 +50,7 @@ _CGROUP = "IgnoreSystemd=yes\nCgroupPlugin=cgroup/v2\nConstrainRAMSpace=yes\n"
 
 
 def settings(text: str) -> Iterator[tuple[str, str]]:
-    """Each line's first key and its value, without comments. Continued lines are joined without a space."""
+    """The first key of each line and its value, without comments. Continued lines are joined without a space."""
     for line in re.sub(r"\\\n", "", text).splitlines():
         bare = re.sub(r"(?<!\\)#.*", "", line).strip()
         key, equals, value = bare.partition("=")
@@ -66,7 +66,6 @@ def value(text: str, key: str, default: str = "") -> str:
 
 
 def included(text: str) -> list[str]:
-    """The included files."""
     return [name for key, name in settings(text) if key.lower() == "include"]
 
 
@@ -85,36 +84,27 @@ class UnsupportedSetting(NamedTuple):
 
 
 def unsupported(text: str) -> list[UnsupportedSetting]:
-    """The settings in a slurm.conf that have no effect on jobs in VMs."""
-    found = []
     kind = value(text, "PreemptType", "preempt/none")
-    if kind.lower() != "preempt/none":
-        found.append(
-            UnsupportedSetting(
-                "preemption",
-                f"preemption ({kind}) has no effect on jobs at the gate: they wait until hosts have capacity",
-                "no action is needed: tell users that a job in a VM neither preempts jobs nor is preempted; or set "
-                "PreemptType=preempt/none and restart the daemon",
-            )
-        )
-    if "x11" in value(text, "PrologFlags").lower().split(","):
-        found.append(
-            UnsupportedSetting(
-                "x11",
-                "X11 forwarding does not reach VMs: jobs in VMs have no display",
-                "no action is needed: tell users to run jobs that need a display in other partitions",
-            )
-        )
-    if value(text, "FederationParameters"):
-        found.append(
-            UnsupportedSetting(
-                "federation",
-                "jobs of a federation are not supported: jobs in VMs run in this cluster only",
-                "tell users to submit jobs for VMs with --clusters and this cluster's name; or remove "
-                "FederationParameters from slurm.conf and restart the daemon",
-            )
-        )
-    return found
+    preemption = UnsupportedSetting(
+        "preemption",
+        f"preemption ({kind}) has no effect on jobs at the gate: they wait until hosts have capacity",
+        "no action is needed: tell users that a job in a VM neither preempts jobs nor is preempted; or set "
+        "PreemptType=preempt/none and restart the daemon",
+    )
+    x11 = UnsupportedSetting(
+        "x11",
+        "X11 forwarding does not reach VMs: jobs in VMs have no display",
+        "no action is needed: tell users to run jobs that need a display in other partitions",
+    )
+    federation = UnsupportedSetting(
+        "federation",
+        "jobs of a federation are not supported: jobs in VMs run in this cluster only",
+        "tell users to submit jobs for VMs with --clusters and this cluster's name; or remove "
+        "FederationParameters from slurm.conf and restart the daemon",
+    )
+    found = [preemption] if kind.lower() != "preempt/none" else []
+    found += [x11] if "x11" in value(text, "PrologFlags").lower().split(",") else []
+    return [*found, federation] if value(text, "FederationParameters") else found
 
 
 def limits_are_kept(text: str) -> bool:
@@ -124,10 +114,10 @@ def limits_are_kept(text: str) -> bool:
 
 
 class Slurmctld(NamedTuple):
-    """A primary or backup slurmctld. The address is empty if slurm.conf has none beside the name."""
+    """A primary or backup slurmctld."""
 
     name: str
-    address: str
+    address: str  # empty: slurm.conf has only the name
 
 
 def controllers(text: str) -> list[Slurmctld]:
@@ -180,9 +170,8 @@ def for_guest(
 ) -> str:
     """A guest's slurm.conf, derived from the site's: without machines, scripts and plugins of bare-metal nodes.
 
-    `slurmctlds` are the primary and its backups, at addresses that guests reach. `programs` are programs in the guest
-    by their keys, such as Prolog. `databases` are the addresses of each slurmdbd by their keys. `memory_limited` says
-    whether the guest's cgroup.conf limits memory.
+    `slurmctlds` are the primary and its backups, at addresses that guests reach. `programs` in the guest and addresses
+    of `databases` are given by their keys. `memory_limited` says whether the guest's cgroup.conf limits memory.
     """
     lines = "\n".join(f"SlurmctldHost={one.name}({one.address})" for one in slurmctlds)
     changed = [(key, _for_guest(key, found)) for key, found in settings(text) if key.lower() not in _DROPPED]
@@ -220,11 +209,11 @@ def _auth_info(text: str) -> str:
 
 
 def addresses(nodes: Iterable[tuple[str, str]]) -> str:
-    """The lines that tell Slurm's commands and slurmd where nodes are, given by name and address. For slurmctld such
-    lines would declare nodes: its slurm.conf must not have them.
+    """The lines that tell Slurm's commands and slurmd where nodes are, given by name and address. They must not be in
+    slurmctld's slurm.conf: they would declare nodes there.
 
-    Nodes whose names and addresses differ in the last number alone share a line, because each line costs each of
-    Slurm's commands 0.1 ms. Slurm assigns the addresses of a line to its names in order.
+    Nodes that differ only in the last number of name and address share a line, because each line costs each of Slurm's
+    commands 0.1 ms. Slurm assigns the addresses of a line to its names in order.
     """
     lines, together = [], dict[tuple[str, str], list[tuple[int, int]]]()
     for name, address in sorted(nodes):
@@ -253,7 +242,7 @@ def _folded(stem: str, numbers: Sequence[int]) -> str:
 
 def node_conf(size: Size, features: Iterable[str], sockets: int = 1) -> str:
     """slurmd's --conf, which describes the node: one thread in each core, as the guest sees it. The guest itself has
-    one socket: more of them are Slurm's alone, which accepts them as long as the number of cores is right."""
+    one socket. Slurm accepts more sockets as long as the number of cores is right."""
     return (
         f"CPUs={size.cpus} Sockets={sockets} CoresPerSocket={size.cpus // sockets} ThreadsPerCore=1"
         f" RealMemory={size.memory} TmpDisk={size.disk} Feature={','.join(dict.fromkeys(features))}"
@@ -265,23 +254,19 @@ MEMORY_PER_CPU = 512  # MiB, for a site without DefMemPerCPU and a job that requ
 
 T = TypeVar("T")
 
-OURS = "multiverse.conf"
-"""The file that a site's slurm.conf includes. What it says is ours, not the site's."""
-
+OURS = "multiverse.conf"  # the file that a site's slurm.conf includes. What it says is ours, not the site's
 _PAIR = re.compile(r"([A-Za-z]+)\s*=\s*(\"[^\"]*\"|\S+)")
 _DEFAULT = "default"  # NodeName=DEFAULT and PartitionName=DEFAULT hold for the lines below them
 
 
 @dataclass(frozen=True, slots=True)
 class SiteConf:
-    """A slurm.conf with the files that it includes, but without ours. `above` is the text above our file; None if
-    slurm.conf does not include our file. `ours` is the text of our file, as far as it can be read. `files` are those
-    that the text was read from, with when they were changed, in nanoseconds."""
+    """A site's slurm.conf with the files that it includes, but without our file."""
 
     text: str
-    above: str | None = None
-    files: Mapping[Path, int] = field(default_factory=dict, compare=False)
-    ours: str = ""
+    above: str | None = None  # the text above our file; None: slurm.conf does not include our file
+    files: Mapping[Path, int] = field(default_factory=dict, compare=False)  # that were read, with their time of change
+    ours: str = ""  # the text of our file, as far as it can be read
 
     def value(self, key: str, default: str = "") -> str:
         """The last value of a key."""
@@ -296,22 +281,21 @@ class SiteConf:
         return int(found) if found.isdigit() else None
 
     def nodes(self) -> NodeSet:
-        """The names of all nodes that slurm.conf declares."""
         return folded(record["nodename"] for record in self.records("NodeName"))
 
     def node_addresses(self) -> NodeSet:
-        """The addresses that slurm.conf gives to nodes. A node without one is found by its name."""
+        """The addresses of nodes in slurm.conf; the name of a node without an address."""
         return folded(
             record.get("nodeaddr") or record.get("nodehostname") or record["nodename"]
             for record in self.records("NodeName")
         )
 
     def records(self, kind: str) -> list[dict[str, str]]:
-        """Each line that begins with this key, by keys in lower case, without those named DEFAULT."""
+        """The lines that begin with this key, without those named DEFAULT; see `records`."""
         return [found for found in records(self.text, kind) if found[kind.lower()].lower() != _DEFAULT]
 
     def defaults_above(self, kind: str) -> bool:
-        """Whether a line of this kind named DEFAULT holds for our file, too."""
+        """Whether a line of this kind named DEFAULT holds for our file too."""
         text = self.text if self.above is None else self.above
         return any(found[kind.lower()].lower() == _DEFAULT for found in records(text, kind))
 
@@ -329,8 +313,8 @@ def read(path: Path) -> SiteConf:
 
 
 class UntilChanged(Generic[T]):
-    """What is found in the slurm.conf at `path`, until it, or a file that it includes, changes: to read a large file
-    takes a tenth of a second, in which the daemon does nothing else. `unread` counts while it cannot be read."""
+    """Keeps a result from the slurm.conf at `path` until it, or a file that it includes, changes. To read a large file
+    takes a tenth of a second, in which the daemon does nothing else. `unread` is the result while it cannot be read."""
 
     def __init__(self, path: Path, unread: T) -> None:
         self._path, self._unread = path, unread
@@ -338,7 +322,7 @@ class UntilChanged(Generic[T]):
         self._files: Mapping[Path, int] = {}
 
     def get(self, find: Callable[[SiteConf], T], *, anew: bool = False) -> T:
-        """What `find` has found, or finds in the file if it has changed; with `anew` in any case."""
+        """The result of `find`, which is called again if a file has changed, or `anew`."""
         if anew or self._has_changed():
             try:
                 site = read(self._path)
@@ -356,11 +340,9 @@ class UntilChanged(Generic[T]):
 
 
 def _parts(path: Path, directory: Path, files: dict[Path, int]) -> Iterator[tuple[str, str]]:
-    """The text in parts, in Slurm's order, each with the name of the file that was included or an empty name. The files
-    that are read are added to `files`.
-
-    As in Slurm, the name of an included file is relative to the directory of slurm.conf.
-    """
+    """The text in parts, in Slurm's order. The name of a part is `OURS` for the line that includes our file, else
+    empty. The files that are read are added to `files`. Names of included files are relative to `directory`, as in
+    Slurm."""
     try:
         files[path] = path.stat().st_mtime_ns
         text = path.read_text()
@@ -379,25 +361,24 @@ def _parts(path: Path, directory: Path, files: dict[Path, int]) -> Iterator[tupl
 
 
 def records(text: str, kind: str) -> list[dict[str, str]]:
-    """Each line of a slurm.conf that begins with the key `kind`, by keys in lower case."""
-    found = []
-    for key, rest in settings(text):
-        if key.lower() == kind.lower():
-            found.append({name.lower(): value.strip('"') for name, value in _PAIR.findall(f"{key}={rest}")})
-    return found
+    """The lines of a slurm.conf that begin with the key `kind`: the values of each by keys in lower case."""
+    lines = (f"{key}={rest}" for key, rest in settings(text) if key.lower() == kind.lower())
+    return [{name.lower(): found.strip('"') for name, found in _PAIR.findall(line)} for line in lines]
+
+
+def features_of(node: Mapping[str, str]) -> list[str]:
+    """The features that a line of a node gives it."""
+    return (node.get("feature") or node.get("features") or "").split(",")
 
 
 def same_nodes(one: str, other: str) -> bool:
-    """Whether two texts declare the same nodes, whatever their features and the state that they begin with. Slurm reads
-    everything else again without a restart."""
-
-    def declared(text: str) -> list[dict[str, str]]:
-        return [
-            {key: value for key, value in node.items() if key not in ("feature", "state", "reason")}
-            for node in records(text, "NodeName")
-        ]
-
-    return declared(one) == declared(other)
+    """Whether two texts declare the same nodes, apart from features and first states. Slurm reads everything else again
+    without a restart."""
+    declared = [records(text, "NodeName") for text in (one, other)]
+    for node in (node for nodes in declared for node in nodes):
+        for key in ("feature", "state", "reason"):
+            node.pop(key, None)
+    return declared[0] == declared[1]
 
 
 def folded(texts: Iterator[str]) -> NodeSet:
@@ -420,7 +401,7 @@ def is_ours(text: str) -> bool:
 
 
 def munge_socket(conf: Path) -> Path | None:
-    """The socket that AuthInfo in the slurm.conf at `conf` names; None: munge's own, also while it cannot be read."""
+    """The socket in AuthInfo of the slurm.conf at `conf`. None is munge's own, also while the file cannot be read."""
     try:
         words = read(conf).value("AuthInfo").split(",")
     except MultiverseError:
@@ -431,9 +412,7 @@ def munge_socket(conf: Path) -> Path | None:
 CHECKED_EVERY = 30
 """Seconds between two looks of slurmctld at the limits of running jobs (PERIODIC_TIMEOUT in slurmctld/controller.c)."""
 
-NEVER = 0xFFFFFFFF
-"""Stands for the Unix time of an end that is not limited, which squeue prints as NONE."""
-
+NEVER = 0xFFFFFFFF  # stands for the Unix time of an end that is not limited, which squeue prints as NONE
 _KILL_WAIT = 30  # seconds: Slurm's default
 _UNLIMITED = ("infinite", "unlimited", "-1")
 
@@ -447,15 +426,14 @@ class TimeLimits:
     beyond: float = CHECKED_EVERY + _KILL_WAIT  # seconds after its limit until slurmctld has ended a job
 
     def of(self, minutes: int | None) -> float:
-        """The most seconds of a run with that time limit (None: none, or an unlimited one)."""
+        """The most seconds of a run with that time limit (None: unlimited)."""
         own = YEAR if minutes is None else minutes * 60
         return min(own, self.most) + self.beyond
 
 
 @lru_cache(maxsize=4)
 def time_limits(text: str, *partitions: str) -> TimeLimits:
-    """What a slurm.conf with the files that it includes says of jobs in these partitions. What cannot be understood
-    counts as unlimited."""
+    """The time limits of jobs in these partitions. A value that cannot be understood counts as unlimited."""
     most, over = float(YEAR), _over(value(text, "OverTimeLimit"))
     defaults: dict[str, str] = {}
     for record in records(text, "PartitionName"):
@@ -470,13 +448,12 @@ def time_limits(text: str, *partitions: str) -> TimeLimits:
 
 
 def _over(text: str) -> float:
-    """OverTimeLimit in seconds."""
     return YEAR if text.lower() in _UNLIMITED else float(text) * 60 if text.isdigit() else 0.0
 
 
 def seconds(text: str) -> float:
-    """A time as slurm.conf and squeue have it, in seconds: minutes, minutes:seconds, hours:minutes:seconds, days-hours,
-    days-hours:minutes, days-hours:minutes:seconds (slurm.conf(5), MaxTime). Any other text is unlimited."""
+    """The seconds of a time as slurm.conf and squeue write it: minutes, minutes:seconds, hours:minutes:seconds,
+    days-hours, days-hours:minutes, days-hours:minutes:seconds (slurm.conf(5), MaxTime). Any other text is unlimited."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
     if match is None:
         return YEAR
@@ -497,7 +474,7 @@ def minutes_of(text: str) -> int | None:
 
 
 def seconds_of(text: str) -> float:
-    """A span as sacct shows it: `00:01.234`, `01:02:03` or `4-01:02:03`; 0 if it is none."""
+    """The seconds of a span as sacct shows it: `00:01.234`, `01:02:03` or `4-01:02:03`; 0 for other text."""
     match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+(?:\.\d+)?)", text.strip())
     if match is None:
         return 0.0

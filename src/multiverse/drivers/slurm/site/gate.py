@@ -20,23 +20,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
+from functools import partial
 
 from ClusterShell.NodeSet import NodeSet
 
 from multiverse.config import OverflowSettings, Settings
 from multiverse.drivers.slurm.site import conf
-from multiverse.drivers.slurm.site.conf import SiteConf, folded, records, seconds
+from multiverse.drivers.slurm.site.conf import SiteConf, features_of, folded, records, seconds
 from multiverse.ports.finding import Finding, Level
 
 GATE_NODE = "mvgate"
-NODE_SET = "mvvms"
-"""The set of all VMs in slurm.conf."""
+MOVED_FROM = "mv_from_"
+"""With the name of a partition, the feature of jobs that were moved from there, of the gate's nodes and of all VMs."""
+PLACE = "place-"  # before the name of a placement policy, as a feature
+NODE_SET = "mvvms"  # the set of all VMs in slurm.conf
 
 _BASIC, _BOOST = 60_000, 2_000_000_000
 
 
 def boost(slurm_conf: str) -> int:
-    """By how much the nice value of a job is lowered that is let through.
+    """By how much the nice value of a job is lowered when it is let through.
 
     With priority/basic the first job has the priority 0xffff0000, and each later one a priority of one less (22.05 to
     25.11): a larger boost would overflow Slurm's 32 bits. priority/multifactor bounds the sum itself.
@@ -46,12 +49,11 @@ def boost(slurm_conf: str) -> int:
 
 
 def boosted(nice: int, by: int) -> int:
-    """The nice value of a job that is let through."""
     return nice if nice <= -by // 2 else nice - by
 
 
 def unboosted(nice: int, by: int) -> int:
-    """The nice value of the same job back at the gate: that of its user. Users cannot have a negative one."""
+    """The nice value of the same job back at the gate. Users cannot set a negative one."""
     return nice + by if nice <= -by // 2 else nice
 
 
@@ -61,17 +63,14 @@ def licence_words(text: str) -> tuple[str, ...]:
 
 
 def own_licences(text: str, licence: str) -> tuple[str, ...]:
-    """The licences that the job's user asked for."""
     return tuple(word for word in licence_words(text) if not is_licence(word, licence))
 
 
 def is_licence(word: str, licence: str) -> bool:
-    """Whether a word such as `vm:1` is the gate's licence."""
     return re.split(r"[:=]", word, maxsplit=1)[0] == licence
 
 
 def has_licence(text: str, licence: str) -> bool:
-    """Whether a job's licences contain the gate's."""
     return any(is_licence(word, licence) for word in licence_words(text))
 
 
@@ -80,33 +79,15 @@ def on_gate(nodes: Collection[str]) -> bool:
     return bool(nodes) and all(re.fullmatch(rf"{GATE_NODE}\d+", node) for node in nodes)
 
 
-def is_declared(ours: str, partition: str) -> bool:
-    """Whether our file, by its text, declares this gate: the nodes of the gate and all VMs are in one partition."""
-    found = (one for one in conf.records(ours, "PartitionName") if one["partitionname"] == partition)
-    return any(NODE_SET in one.get("nodes", "") for one in found)
-
-
-def retired_partitions(slurm_conf: str, partition: str) -> tuple[str, ...]:
-    """Partitions of VMs alone, as our file of an earlier release declares: jobs that started there end there."""
-    found = (one for one in conf.records(slurm_conf, "PartitionName") if one.get("nodes") == NODE_SET)
-    return tuple(one["partitionname"] for one in found if one["partitionname"] != partition)
-
-
-MOVED_FROM = "mv_from_"
-"""Before the name of the partition that a job was moved from, as a feature. The gate's nodes and all VMs have these."""
-
-PLACE = "place-"  # before the name of a placement policy, as a feature
-
-
 EQUAL = (
     "AllocNodes", "AllowAccounts", "AllowGroups", "AllowQos", "DefMemPerCPU", "DefMemPerNode", "DefaultTime",
     "DenyAccounts", "DenyQos", "DisableRootJobs", "ExclusiveUser", "JobDefaults", "MaxCPUsPerNode",
     "MaxCPUsPerSocket", "MaxMemPerCPU", "MaxMemPerNode", "MaxNodes", "MaxTime", "MinNodes", "OverTimeLimit",
     "PriorityJobFactor", "QOS", "ReqResv", "RootOnly", "TRESBillingWeights",
 )  # fmt: skip
-"""What partitions have to have in common: who may use them, how much, for how long, at what price and priority
-(slurm.conf(5))."""
+"""The keys that both partitions have to share: who may use them, how much, how long, at what price and priority."""
 
+_problem = partial(Finding, Level.PROBLEM)
 _TIMES = ("MaxTime", "DefaultTime")
 _NOTHING = ("", "all", "unlimited", "infinite", "none", "n/a", "no", "0", "-1")  # as if the key were not set
 _MOVED = re.compile(r"\[multiverse: moved from partition ([A-Za-z0-9_.-]+), ")
@@ -116,12 +97,12 @@ _MOVED = re.compile(r"\[multiverse: moved from partition ([A-Za-z0-9_.-]+), ")
 
 
 def moved_text(origin: str, text: str) -> str:
-    """What the user of a job is told that was moved from a partition. `told_origin` reads it."""
+    """The text for the user of a job that was moved from a partition. `told_origin` reads it."""
     return f"moved from partition {origin}, which was full{f': {text}' if text else ''}"
 
 
 def told_origin(comment: str) -> str:
-    """The partition that a job was moved from, as its AdminComment tells; empty if it does not."""
+    """The partition that a job was moved from, by its AdminComment; empty if it was not."""
     match = _MOVED.search(comment)
     return match[1] if match else ""
 
@@ -130,7 +111,7 @@ def told_origin(comment: str) -> str:
 
 
 def examine_overflow(settings: Settings, site: SiteConf) -> Iterator[Finding]:
-    """What is wrong with the partitions that overflow into VMs: each makes it impossible for them to overflow."""
+    """The problems of partitions that overflow into VMs. Each makes overflow impossible."""
     partitions = {one["partitionname"]: one for one in _partitions(site.text)}
     leased = {one.partition: _nodes(site, partitions.get(one.partition, {})) for one in settings.lease}
     for one in settings.overflow:
@@ -158,9 +139,8 @@ def examine_overflow(settings: Settings, site: SiteConf) -> Iterator[Finding]:
 
 
 def _differences(settings: Settings, site: SiteConf, mine: Mapping[str, str]) -> Iterator[Finding]:
-    """Of our partition, as it is installed. Without our file something else is reported."""
-    above = "" if site.above is None else site.above
-    ours = {one["partitionname"]: one for one in _partitions(above, site.ours)} if site.ours else {}
+    """The limits of our installed partition that differ. Without our file something else is reported."""
+    ours = {one["partitionname"]: one for one in _partitions(site.above or "", site.ours)} if site.ours else {}
     name = settings.slurm.partition
     other = ours.get(name)
     differing = [key for key in EQUAL if other is not None and _value(mine, key) != _value(other, key)]
@@ -186,20 +166,16 @@ def _unmarked(site: SiteConf, one: OverflowSettings) -> Iterator[Finding]:
         )
 
 
-def _problem(name: str, message: str, remedy: str) -> Finding:
-    return Finding(Level.PROBLEM, name, message, remedy)
-
-
 def limits_like(partition: str, site: SiteConf) -> str:
-    """The part of a line of slurm.conf that gives a partition the limits of another one. It has no limit of time if
-    there is no such partition."""
+    """The part of a line of slurm.conf that gives a partition the limits of another one; without that one, no limit of
+    time."""
     found = next((one for one in _partitions(site.text) if one["partitionname"] == partition), {})
     values = {"MaxTime": "INFINITE"} | {key: found[key.lower()] for key in EQUAL if key.lower() in found}
     return " ".join(f'{key}="{value}"' if " " in value else f"{key}={value}" for key, value in values.items())
 
 
 def _partitions(*texts: str) -> Iterator[dict[str, str]]:
-    """The partitions in the last of several texts, each with what lines named DEFAULT above it say."""
+    """The partitions in the last of several texts, each with the values of lines named DEFAULT above it."""
     defaults: dict[str, str] = {}
     for text in texts:
         for record in records(text, "PartitionName"):
@@ -219,14 +195,13 @@ def _value(partition: Mapping[str, str], key: str) -> object:
 
 
 def leased_nodes(settings: Settings, site: SiteConf) -> list[str]:
-    """The nodes of the partitions that hosts are leased from, by slurm.conf."""
+    """The nodes of all partitions that hosts are leased from."""
     wanted = {one.partition for one in settings.lease}
     found = [_nodes(site, one) for one in _partitions(site.text) if one["partitionname"] in wanted]
     return [str(name) for nodes in found for name in nodes]
 
 
 def _nodes(site: SiteConf, partition: Mapping[str, str]) -> NodeSet:
-    """The nodes of a partition, which may be named by sets of nodes."""
     sets = {one["nodeset"]: one for one in site.records("NodeSet")}
     found = NodeSet()
     # A comma within brackets separates no names.
@@ -235,13 +210,9 @@ def _nodes(site: SiteConf, partition: Mapping[str, str]) -> NodeSet:
             found.update(site.nodes())
         elif word in sets:
             found.update(folded(iter([sets[word].get("nodes", "")])))
-            found.update(_with_feature(site, sets[word].get("feature", "")))
+            feature = sets[word].get("feature", "")
+            having = (one for one in site.records("NodeName") if feature and feature in features_of(one))
+            found.update(folded(one["nodename"] for one in having))
         else:
             found.update(folded(iter([word])))
     return found
-
-
-def _with_feature(site: SiteConf, feature: str) -> NodeSet:
-    having = (one for one in site.records("NodeName")
-              if feature and feature in (one.get("feature") or one.get("features") or "").split(","))  # fmt: skip
-    return folded(one["nodename"] for one in having)

@@ -20,18 +20,16 @@ from multiverse.drivers.slurm.site.gate import GATE_NODE, NODE_SET
 from multiverse.system import files, placements, rendered
 from multiverse.system.hosts_file import keep_names
 
-PLUGSTACK = "multiverse-plugstack.conf"
-"""Its file, beside slurm.conf, which the site's plugstack.conf includes."""
+PLUGSTACK = "multiverse-plugstack.conf"  # its file, beside slurm.conf, which the site's plugstack.conf includes
 
 
 def loads_plugin(settings: JobVmSettings) -> bool:
-    """Whether Slurm is to load the plugin on nodes with these settings."""
     return settings.enabled and settings.design == "plugin"
 
 
 def plugstack(settings: JobVmSettings) -> str:
-    """The text of the file. The plugin is optional: a required one that is missing, or was built for another release of
-    Slurm, would break each launch of each user."""
+    """The file by which Slurm loads the plugin for VMs inside jobs (spank(7)). The plugin is optional: a required one
+    would break each launch of each user if it is missing, or was built for another release of Slurm."""
     arguments = {
         "agent": settings.socket,
         "records": settings.records,
@@ -51,8 +49,9 @@ ADDRESSES_HEAD = """\
 
 
 class AddressFile:
-    """`ports.Addresses` by a file that the slurm.conf of users' commands includes, and by lines of the `site` in the
-    file `names`, as in /etc/hosts. Both stay while no daemon runs."""
+    """`ports.Addresses`: users' commands find VMs by a file that their slurm.conf includes (decision 84), other
+    programs by lines of the `site` in the file `names`, as in /etc/hosts (decision 91). Both stay while no daemon
+    runs."""
 
     def __init__(self, path: Path, names: Path | None = None, site: str = "") -> None:
         self._path, self._names, self._site = path, names, site
@@ -92,8 +91,7 @@ def make_address_file(path: Path) -> None:
 # NodeAddr=127.0.N.[1-250]; the most nodes of a job. As many however few CPUs the hosts have: a host may be added later.
 GATE_NODES = 250
 # Far above any host, so that Slurm refuses no job that a VM could hold. Memory and disk in MiB: 16 TiB.
-GATE_SOCKETS = 8
-"""The most sockets of a node."""
+GATE_SOCKETS = 8  # the most sockets of a node
 GATE_SIZE = Size(cpus=1024, memory=1 << 24, disk=1 << 24)
 # 127.0.0.1 is the machine itself, and 127.0.1.1 its name on Debian: a slurmd may listen at both.
 _GATE_NETWORKS = tuple(f"127.0.{number}" for number in (1, *range(77, 256)))
@@ -120,30 +118,22 @@ _FAILED = "Multiverse could not check this job: ask an administrator to read slu
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """What the files need to know beside the settings.
+    """Values for the files beside the settings."""
 
-    `images` are the features that jobs may request, and `placements` the placement policies. `gate_network` is the
-    first three numbers of the gate's addresses, which nothing uses. `memory_per_cpu` is Slurm's DefMemPerCPU in MiB.
-    `default` makes ours the default partition. `limits` are those of our partition: of one that overflows into VMs, so
-    that its jobs are limited and charged in VMs as before. `boost` is that of `gate.boost`. `licences` and
-    `power_saving` say that our file has the gate's licence and the programs of power saving, because the site has none
-    of its own.
-    """
-
-    images: Collection[str]
-    memory_per_cpu: int
+    images: Collection[str]  # features that jobs may request
+    memory_per_cpu: int  # Slurm's DefMemPerCPU in MiB
     slurm_uid: int
-    default: bool = False
-    gate_network: str = _GATE_NETWORKS[0]
+    default: bool = False  # ours is the default partition
+    gate_network: str = _GATE_NETWORKS[0]  # the first three numbers of the gate's addresses, which nothing uses
     placements: Collection[str] = tuple(one.value for one in Placement)
-    limits: str = "MaxTime=INFINITE"
-    boost: int = 60_000
-    licences: bool = True
-    power_saving: bool = True
+    limits: str = "MaxTime=INFINITE"  # of our partition: the limits of a partition that overflows
+    boost: int = 60_000  # see `gate.boost`
+    licences: bool = True  # our file has the gate's licence, because the site has no licences
+    power_saving: bool = True  # our file has the programs of power saving, because the site has none
 
 
 def derive(settings: Settings, site: SiteConf, images: Iterable[str], slurm_uid: int, *, default: bool = False) -> Site:
-    """What the files need to know, from the settings, the site's slurm.conf and the names of the images."""
+    """The values, from the settings, the site's slurm.conf and the names of the images."""
     names = [settings.image.default, *(pool.image for pool in settings.pool), *sorted(images)]
     return Site(
         images=tuple(dict.fromkeys(names)),
@@ -217,10 +207,8 @@ def render(settings: Settings, site: Site) -> dict[str, str]:
 
 
 def hook_lines(settings: Settings) -> str:
-    """The two lines that a site adds to the end of its own job_submit.lua, before the last `return`.
-
-    The second one is for a missing or unreadable file: jobs of our partitions are refused then, and all others go on.
-    """
+    """The two lines that a site adds to the end of its own job_submit.lua, before the last `return`. If our file is
+    missing or unreadable, the second line refuses jobs of our partition; all others go on."""
     slurm = settings.slurm
     return (
         f'local fine, problem = pcall(dofile, "{slurm.conf.parent}/{HOOK}")\n'
