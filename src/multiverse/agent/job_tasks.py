@@ -163,7 +163,6 @@ class JobTasks:
             await asyncio.gather(*looking, return_exceptions=True)
 
     def look(self) -> None:
-        """Look at each job whose end is watched for, at the same time."""
         jobs = {vms[0].job: vms[0] for vms in self._vms.known() if vms[0].watched}
         for job in self._watched.keys() - jobs.keys():
             del self._watched[job]

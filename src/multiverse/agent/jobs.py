@@ -192,7 +192,6 @@ class JobVmService:
             threads.shutdown(wait=False, cancel_futures=True)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer one request."""
         task = asyncio.current_task()
         assert task is not None
         sock: socket.socket = writer.get_extra_info("socket")

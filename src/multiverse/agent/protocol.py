@@ -403,7 +403,6 @@ class Answer(Message):
 
 
 def encode(message: Line | Answer) -> bytes:
-    """A line, with its end."""
     return message.model_dump_json(exclude_none=True).encode() + b"\n"
 
 

@@ -78,7 +78,6 @@ class FenceTimer:
             self.contacts.limits[site] = shown
 
     def heard(self, site: str, at: float) -> None:
-        """The controller of the site was in contact at that time."""
         _advance(self.contacts.controllers, site, at)
         if (limit := self.limit(site)) < inf:
             self.contacts.limits[site] = limit
@@ -93,7 +92,6 @@ class FenceTimer:
         return now - self.contacts.controllers.get(site, now) > self.limit(site) * QUIET_CHECKS / CHECKS
 
     def expired(self, site: str, vms: Collection[str], now: float) -> list[str]:
-        """Those of the site's VMs that are to be ended."""
         reached = self.contacts.vms
         for name in [name for name in reached if name not in vms and site_of(name) == site]:
             del reached[name]

@@ -126,7 +126,6 @@ class _Connection:
     shown_view: bytes = b""  # the last observation that was sent
 
     def send(self, line: bytes) -> None:
-        """Send a line, unless nobody reads it any more."""
         if not self.writer.is_closing():
             self.writer.write(line)
 

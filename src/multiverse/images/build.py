@@ -71,7 +71,6 @@ class Recipe:
 
     @property
     def cmdline(self) -> str:
-        """The kernel's command line."""
         return " ".join((*_BOOT, *_LEAN, f"init={AGENT_PATH}") if self.flavour == "slim" else _BOOT)
 
     def keys(self) -> tuple[str, str]:
@@ -172,7 +171,6 @@ def remove_dead_plugins(root: Path) -> None:
 
 
 def install_agent(root: Path, source: str) -> None:
-    """Write the guest agent, whose program text is `source`, into the image."""
     target = root / AGENT_PATH.lstrip("/")
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(source)

@@ -156,7 +156,6 @@ def recorded_digest(directory: Path) -> str:
 
 
 def record_digest(directory: Path, digest: str) -> None:
-    """Record the digest of the image in that directory."""
     files.replace(directory / _DIGEST, f"{digest}\n", mode=0o644)
 
 

@@ -93,7 +93,6 @@ class QemuHypervisor:
         return await self._in_thread(self._host.list_vms, urgent=True)
 
     async def kill(self, vms: Collection[str]) -> None:
-        """It waits for no other call."""
         await self._in_thread(self._host.kill, vms, urgent=True)
 
     async def measure(self) -> Mapping[str, tuple[float, float, float]]:
@@ -148,17 +147,14 @@ class QemuHypervisor:
 
     @property
     def listening(self) -> Mapping[str, str]:
-        """This machine forgets nothing."""
         return {self.name: ""}
 
     async def tell(self, host: str, members: Sequence[Member], gone: Sequence[str], *, whole: bool) -> None:
-        """It waits for no other call."""
         if host != self.name:
             raise Gone(f"there is no host {host}", hint=f"QEMU runs on {self.name} only")
         await self._in_thread(partial(self._host.tell, members, gone, whole=whole), urgent=True)
 
     async def connect(self, vm: VmRef, neighbours: Sequence[Neighbour]) -> None:
-        """It waits for no other call."""
         await self._in_thread(self._host.connect, vm.name, neighbours, vm.token, urgent=True)
 
     async def destroy(self, vm: VmRef, grace: float) -> None:
@@ -213,7 +209,6 @@ def vxlan_config(settings: Settings, site: str) -> VxlanConfig | None:
 
 
 def host_config(settings: Settings, site: str) -> QemuHostConfig:
-    """What the host library needs of the settings."""
     host, qemu = settings.host, settings.qemu
     network = ipaddress.IPv4Network(settings.network.subnet)
     return QemuHostConfig(

@@ -44,7 +44,7 @@ class JobAddresses:
 
     @property
     def prefix(self) -> int:
-        """Of all addresses here: that of each half."""
+        """The prefix length of each half."""
         return self.subnet.prefixlen + 1
 
     @property
@@ -53,16 +53,15 @@ class JobAddresses:
         return str(self.subnet[_FIRST_BLOCK]), str(self.subnet[-2])
 
     def host(self, number: int) -> str:
-        """The host's address in the network of the job with this number here."""
+        """The host's address in the network of a job."""
         return str(self.subnet[1 + number])
 
     def block(self, number: int) -> str:
-        """The addresses of a job's VMs on their host, as a network."""
+        """The network of a job's VMs on their host."""
         first = self.subnet[_FIRST_BLOCK + number * _BLOCK]
         return f"{first}/{32 - (_BLOCK - 1).bit_length()}"
 
     def local(self, vm: JobVm) -> str:
-        """A VM's address on its host."""
         return str(self.subnet[_FIRST_BLOCK + vm.number * _BLOCK + vm.index])
 
     def shared(self, rank: int) -> str:
@@ -78,13 +77,13 @@ class JobAddresses:
 
 
 def guest_name(job: int, rank: int) -> str:
-    """What a VM is called in its guest, and in those of the job's other VMs."""
+    """The name of a VM in the guests of its job."""
     return f"mvjob-{job}-{rank}"
 
 
 def guest_mac(job: int, rank: int) -> str:
-    """The MAC of a job's VM: locally administered, and one that no VM outside of jobs has, whose first octet is below
-    0x80. It has 26 bits of the job, as Slurm's job ids have, and 16 of the VM."""
+    """The MAC of a job's VM, with 26 bits of the job's id and 16 of the VM. It is locally administered, and differs
+    from the MACs of VMs outside of jobs: their first octet is below 0x80."""
     number = job << 16 | rank
     octets = number.to_bytes(6, "big")
     return f"{0x82 | octets[0] << 2:02x}:{octets[1:].hex(':')}"
@@ -102,43 +101,31 @@ table inet {table} {{
 """
 
 _one_at_a_time = threading.Lock()
+_EVERY_VM = "job"  # the owner of all entries of a VXLAN
 
 
-class JobBridge:
-    """One bridge. Calls block for milliseconds, and mean *ensure*."""
-
-    def __init__(self, name: str, address: str, guests: str) -> None:
-        """`address` is the host's on it, and `guests` the network of the addresses that are reached by it."""
-        self.name, self._address, self._guests = name, address, guests
-
-    def make(self) -> None:
-        """Raises `Broken` if it cannot be made; then a part of it may remain."""
-        try:
-            with IPRoute() as ip:
-                found = ip.link_lookup(ifname=self.name)
-                if not found:
-                    ip.link("add", ifname=self.name, kind="bridge", address=mac_of_address(self._address))
-                    found = ip.link_lookup(ifname=self.name)
-                ip.addr("replace", index=found[0], address=self._address, prefixlen=32)
-                ip.link("set", index=found[0], state="up")
-                self._guard()
-                ip.route("replace", dst=self._guests, oif=found[0], prefsrc=self._address, scope="link")
-        except (NetlinkError, OSError) as error:
-            raise Broken(f"cannot make the bridge {self.name}: {error}", hint="see job_vms in the settings") from error
-
-    def remove(self) -> None:
-        """Absent is success."""
-        remove_bridge(self.name)
-
-    def _guard(self) -> None:
-        """Let only root reach the port of tasks in the guests. The table is replaced in one transaction."""
-        rules = _RULES.format(table=_table(self.name), bridge=self.name, port=TASKS_PORT)
-        if problem := _change(_absent(self.name) + rules):
-            raise Broken(f"cannot guard the bridge {self.name}: {problem}", hint="see `nft list ruleset`")
+def make_bridge(name: str, address: str, guests: str) -> None:
+    """Ensure a bridge. `address` is the host's on it, `guests` the network that is reached by it. Blocks for
+    milliseconds. Raises `Broken` if it cannot be made; then a part of it may remain."""
+    # Only root reaches the port of tasks in the guests. The table is replaced in one transaction.
+    rules = _RULES.format(table=_table(name), bridge=name, port=TASKS_PORT)
+    try:
+        with IPRoute() as ip:
+            found = ip.link_lookup(ifname=name)
+            if not found:
+                ip.link("add", ifname=name, kind="bridge", address=mac_of_address(address))
+                found = ip.link_lookup(ifname=name)
+            ip.addr("replace", index=found[0], address=address, prefixlen=32)
+            ip.link("set", index=found[0], state="up")
+            if problem := _change(_absent(name) + rules):
+                raise Broken(f"cannot guard the bridge {name}: {problem}", hint="see `nft list ruleset`")
+            ip.route("replace", dst=guests, oif=found[0], prefsrc=address, scope="link")
+    except (NetlinkError, OSError) as error:
+        raise Broken(f"cannot make the bridge {name}: {error}", hint="see job_vms in the settings") from error
 
 
 def remove_bridge(name: str) -> None:
-    """Remove a bridge, and what guards it. Absent is success."""
+    """Remove a bridge and its rules. Absent is success."""
     with suppress(NetlinkError, OSError), IPRoute() as ip:
         for index in ip.link_lookup(ifname=name):
             ip.link("del", index=index)
@@ -150,13 +137,12 @@ def _table(bridge: str) -> str:
 
 
 def _absent(bridge: str) -> str:
-    """Deletes the table, whether there is one or not."""
     return f"add table inet {_table(bridge)}\ndelete table inet {_table(bridge)}\n"
 
 
 def _change(commands: str) -> str:
-    """Run these as one transaction. Returns the problem; none where there is no nftables, as the host's firewall says
-    then."""
+    """Run these commands of nftables as one transaction. Returns the problem; none without nftables: then the host's
+    firewall tells of it."""
     with _one_at_a_time:
         try:
             return Nft().run(commands)
@@ -164,19 +150,16 @@ def _change(commands: str) -> str:
             return ""
 
 
-_EVERY_VM = "job"  # who owns all entries
-
-
 class JobVxlan:
-    """The VXLAN of the job of `vm`, for all VMs of that job on this host. A job of one node has none, and needs none.
-    Calls block for milliseconds, and mean *ensure*."""
+    """The VXLAN of the job of `vm`, for all VMs of that job on this host. A job of one node needs none. Calls mean
+    *ensure*, and block for milliseconds."""
 
     def __init__(self, settings: Settings, addresses: JobAddresses, vm: JobVm, bridge: str) -> None:
         self._settings, self._addresses, self._vm, self._bridge = settings, addresses, vm, bridge
 
     @property
     def mtu(self) -> int:
-        """That of guests; 0 if nothing limits it."""
+        """The MTU of guests; 0: nothing limits it."""
         return self._settings.vxlan.mtu if self._exists else 0
 
     @property
@@ -187,34 +170,28 @@ class JobVxlan:
         """Raises `Refused` if there is no nftables, if an address is unknown, or if another job has the port here, and
         `Broken` if the kernel refuses it; then a part of it may remain."""
         vm = self._vm
-        if self._exists:
-            machines = [vxlan_address(self._settings, name) for name in vm.nodes]
-            vxlan = self._vxlan()
-            try:
-                vxlan.restore()
-            except Refused as error:
-                hint = (
-                    f"{error.hint}; if the VXLAN of a job has the port, submit this job again, and it gets another one"
-                )
-                raise Refused(error.message, hint=hint) from error
-            vxlan.add(_EVERY_VM, self._elsewhere(machines))
-
-    def remove(self) -> None:
-        """Absent is success."""
-        if self._exists:
-            with suppress(Refused):  # there is no nftables, so it was never made
-                self._vxlan().remove()
-            shutil.rmtree(self._records, ignore_errors=True)
-
-    def _elsewhere(self, machines: list[str]) -> list[Neighbour]:
-        """The VMs of the job on its other nodes."""
-        vm = self._vm
-        return [
+        if not self._exists:
+            return
+        machines = [vxlan_address(self._settings, name) for name in vm.nodes]
+        vxlan = self._vxlan()
+        try:
+            vxlan.restore()
+        except Refused as error:
+            hint = f"{error.hint}; if the VXLAN of a job has the port, submit this job again, and it gets another one"
+            raise Refused(error.message, hint=hint) from error
+        elsewhere = [
             Neighbour(self._addresses.shared(rank), guest_mac(vm.job, rank), machine)
             for node, machine in enumerate(machines)
             if node != vm.node
             for rank in range(node * vm.vms, (node + 1) * vm.vms)
         ]
+        vxlan.add(_EVERY_VM, elsewhere)
+
+    def remove(self) -> None:
+        if self._exists:
+            with suppress(Refused):  # there is no nftables, so it was never made
+                self._vxlan().remove()
+            shutil.rmtree(self._records, ignore_errors=True)
 
     @property
     def _records(self) -> Path:

@@ -13,7 +13,14 @@ from multiverse.config import Settings
 from multiverse.core.errors import Gone, Unknown
 from multiverse.core.model import CloneKind, Identity, Size, TemplateKey, User, machine_id, vm_name, vm_prefix
 from multiverse.drivers.qemu.driver import JOB_SITE, host_config
-from multiverse.drivers.qemu.job_network import JobAddresses, JobBridge, JobVxlan, guest_mac, guest_name
+from multiverse.drivers.qemu.job_network import (
+    JobAddresses,
+    JobVxlan,
+    guest_mac,
+    guest_name,
+    make_bridge,
+    remove_bridge,
+)
 from multiverse.guest.protocol import TASKS_PORT, JobGuest
 from multiverse.host.job_groups import find_job, find_job_groups, has_steps
 from multiverse.host.qemu.library import QemuHost
@@ -25,13 +32,13 @@ _BLOCK = 128  # MiB that memory is plugged in: see `host.qemu.hotplug`
 
 
 def job_vm_name(vm: JobVm) -> str:
-    """The name of a job's VM on its host. A job that is requeued often may have an earlier name again, when the
-    VM of that name is long gone; what tells the two apart is the token."""
+    """The name of a job's VM on its host. A job that is requeued often may get an earlier name again, long after the
+    end of that VM. The token tells the two apart."""
     return vm_name(JOB_SITE, vm.job * RUNS + vm.run)
 
 
 class QemuJobVms:
-    """See `agent.job_vm.JobHost`."""
+    """`agent.jobs.JobHost` with QEMU on this machine."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -55,7 +62,8 @@ class QemuJobVms:
         return guest_name(vm.job, vm.rank), self._addresses.shared(vm.rank)
 
     def connect_network(self, vms: tuple[JobVm, ...]) -> None:
-        self._bridge(vms[0]).make()
+        addresses, number = self._addresses, vms[0].number
+        make_bridge(self._bridge_name(vms[0]), addresses.host(number), addresses.block(number))
         self._vxlan(vms[0]).make()
 
     def control_groups(self, vm: JobVm) -> list[str]:
@@ -126,11 +134,7 @@ class QemuJobVms:
 
     def remove_network(self, vms: tuple[JobVm, ...]) -> None:
         self._vxlan(vms[0]).remove()
-        self._bridge(vms[0]).remove()
-
-    def _bridge(self, vm: JobVm) -> JobBridge:
-        addresses, number = self._addresses, vm.number
-        return JobBridge(self._bridge_name(vm), addresses.host(number), addresses.block(number))
+        remove_bridge(self._bridge_name(vms[0]))
 
     def _vxlan(self, vm: JobVm) -> JobVxlan:
         return JobVxlan(self._settings, self._addresses, vm, self._bridge_name(vm))
@@ -163,7 +167,7 @@ class QemuJobVms:
         )
 
     def _plugged(self, vm: JobVm) -> Size:
-        """The size to which the VM is plugged: whole blocks of memory, and not more than was asked for."""
+        """The size after plugging: whole blocks of memory, no more than was asked for."""
         base = self._settings.qemu.base_memory
         return replace(vm.size, memory=base + (vm.memory - base) // _BLOCK * _BLOCK)
 

@@ -144,7 +144,6 @@ class SlurmCommands:
 
 
 def meaning(program: str, output: str) -> MultiverseError:
-    """The error that a failed command's output means."""
     lowered = output.lower()
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     text = f"{program}: {lines[-1] if lines else 'failed without a message'}"

@@ -111,7 +111,6 @@ class SlurmScheduler:
                 raise Refused(found.message, hint=found.remedy)
 
     def unserved(self) -> list[conf.UnsupportedSetting]:
-        """The settings of the site's Slurm that have no effect on jobs in VMs."""
         return conf.unsupported(node_bootstrap.read(self._slurm.conf))
 
     def close(self) -> None:
@@ -313,7 +312,6 @@ class SlurmScheduler:
             await self._commands.run("scontrol", "uhold", job.job_id)
 
     async def revoke(self, job: JobRef, reason: str) -> None:
-        """The reason is left in AdminComment."""
         async with self._comment_turns.changing(job):
             current = await self._reread(job)
             if current.ended:

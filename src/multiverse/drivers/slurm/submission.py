@@ -384,6 +384,5 @@ class OfferFiles:
 
 
 def _unlink(directory: int, name: str) -> None:
-    """Remove a file from the open directory, if it is there."""
     with suppress(FileNotFoundError):
         os.unlink(name, dir_fd=directory)

@@ -84,7 +84,6 @@ class NodeDeleter:
                 self._tell(batch, node)
 
     def _tell(self, batch: Verdicts, node: str, error: Exception | None = None) -> None:
-        """Answer those that wait for a node."""
         verdict = batch.pop(node)
         if error is None:
             self._drained.pop(node, None)

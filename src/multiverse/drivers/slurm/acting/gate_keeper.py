@@ -40,7 +40,6 @@ class GateKeeper:
 
     @property
     def reservation(self) -> str:
-        """The reservation's name."""
         return self._slurm.gate_feature
 
     async def tend(self) -> None:

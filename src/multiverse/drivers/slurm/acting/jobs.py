@@ -83,12 +83,10 @@ class CommentColumn:
         return f"admin_comment:0{self.end}"  # of width 0: not padded and not cut, in 22.05 to 25.11
 
     def rows(self, text: str) -> list[str]:
-        """The rows of squeue's output, without the end of this column."""
         return [row.removeprefix("\n") for row in text.split(self.end)[:-1]]
 
 
 def comment_of(cell: str) -> str:
-    """An AdminComment as squeue prints it."""
     return "" if cell in _NO_COMMENT else cell
 
 

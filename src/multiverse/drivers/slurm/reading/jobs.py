@@ -222,7 +222,6 @@ def _number(text: str) -> int | None:
 
 
 def _mib(text: str) -> float:
-    """`200M` in MiB."""
     return float(text[:-1]) * _MIB[text[-1]] if text and not text[-1].isdigit() else float(text or 0)
 
 
@@ -260,7 +259,6 @@ class DetailReader:
         return self._known[key][0] if key in self._known else UNKNOWN_DETAILS
 
     def keep(self, keys: Collection[tuple[str, int]]) -> None:
-        """Forget all jobs but these."""
         self._known = {key: known for key, known in self._known.items() if key in keys}
 
     async def complete(self, keys: Collection[tuple[str, int]], named: Collection[tuple[str, int]] = ()) -> None:
@@ -380,7 +378,6 @@ class JobTable:
         return row.job
 
     def keep_whole(self, rows: dict[str, JobRow], jobs: dict[str, Job]) -> None:
-        """These are all rows and all jobs."""
         self._rows, self.jobs = rows, jobs
         self.of_users = Counter(job.uid for job in jobs.values())
 

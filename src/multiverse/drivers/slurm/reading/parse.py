@@ -150,7 +150,6 @@ class SiteNames:
         return self.partition, *(one.partition for one in self.overflowing)
 
     def overflow_of(self, partition: str) -> OverflowSettings | None:
-        """How a partition overflows into VMs, if it does."""
         return next((one for one in self.overflowing if one.partition == partition), None)
 
 
@@ -158,12 +157,10 @@ class SiteNames:
 
 
 def number(value: Any) -> int | None:
-    """A number; None if the record has none."""
     return int(value) if isinstance(value, int | float) else None
 
 
 def words(value: Any) -> tuple[str, ...]:
-    """The words of a state or of a list of features."""
     return tuple(word for word in str(value or "").split(",") if word)
 
 
@@ -190,7 +187,6 @@ def moved_from(text: str) -> str:
 
 
 def is_pin(feature: str) -> bool:
-    """Whether a feature is the tag of nodes."""
     return re.fullmatch(r"mv_v?\d+", feature) is not None
 
 
@@ -209,7 +205,6 @@ def newest(found: Iterable[Job]) -> dict[str, Job]:
 
 
 def is_ours(record: Record, names: SiteNames) -> bool:
-    """Whether a job is in one of Multiverse's partitions."""
     return not set(names.partitions).isdisjoint(words(record["partition"]))
 
 
@@ -470,7 +465,6 @@ def _problem(record: Record, own: tuple[str, ...], names: SiteNames, origin: str
 
 
 def node(name: str, states: Iterable[str], features: str, reason: str) -> Node:
-    """A node with the words of its state."""
     shown = {word.upper() for word in states}
     state = next((state for state, words_of_it in _NODE_STATES.items() if shown & words_of_it), NodeState.JOINING)
     shown_features = words("" if features == "(null)" else features)

@@ -78,7 +78,6 @@ class SlurmReader:
     async def part(
         self, jobs: Mapping[str, int | None], users: Collection[int], nodes: Collection[str]
     ) -> SchedulerPart:
-        """Some jobs and nodes; see `ports.Parts`."""
         names, enforced = await asyncio.to_thread(self._names)
         loads = self._plan(jobs, users)
         (rows, read), (found, everything) = await asyncio.gather(self._load(loads, names), self._some_nodes(nodes))

@@ -219,7 +219,6 @@ def hook_lines(settings: Settings) -> str:
 
 
 def write(contents: dict[str, str], directory: Path) -> None:
-    """Write rendered files. Each file is replaced as a whole."""
     for name, content in contents.items():
         files.replace(directory / name, content, mode=FILES.get(name, 0o644))
 
