@@ -51,18 +51,14 @@ _LEAN = ("psi=0", "audit=0", "lsm=", "nowatchdog", "ipv6.disable_ipv6=1", "trans
 
 @dataclass(frozen=True)
 class Recipe:
-    """All inputs of an image. They are read once, so that the keys describe what the image is made of.
-
-    `suite` is the name of Debian's release, `sources` the host's files of apt sources, `hooks` the programs that change
-    the root file system, `agent` the program text of the guest agent.
-    """
+    """All inputs of an image. They are read once, so that the keys describe the very image."""
 
     flavour: Flavour
-    suite: str
+    suite: str  # the name of Debian's release
     packages: tuple[str, ...]
-    sources: tuple[Path, ...]
-    hooks: tuple[Path, ...]
-    agent: str
+    sources: tuple[Path, ...]  # the host's files of apt sources
+    hooks: tuple[Path, ...]  # programs that change the root file system
+    agent: str  # program text of the guest agent
 
     @classmethod
     def of(cls, flavour: Flavour, packages: Sequence[str], hooks: Path | None) -> Recipe:
@@ -200,11 +196,8 @@ Progress = Callable[[str], None]  # gets one short line before each step that ta
 
 
 def run(argv: Sequence[str | Path], what: str, hint: str) -> str:
-    """Run a program to its end and return its standard output.
-
-    Raises `Broken` if it cannot be started or fails; the message begins with `what` and ends with the last lines that
-    the program wrote.
-    """
+    """Run a program to its end, without a terminal, and return its standard output. Raises `Broken` if it fails; the
+    message begins with `what` and ends with the last lines of the program."""
     try:
         done = subprocess.run(
             argv, capture_output=True, text=True, errors="replace", env=_environment(), stdin=subprocess.DEVNULL
@@ -252,13 +245,13 @@ DURATIONS = ".durations.json"
 
 
 def expected_duration(images: Path, flavour: str) -> float | None:
-    """Seconds that the last image of this flavour took; None if that is not known."""
+    """Seconds that the last build of this flavour took; None if that is unknown."""
     found = _durations(images).get(flavour)
     return float(found) if isinstance(found, int | float) else None
 
 
 def keep_duration(images: Path, flavour: str, seconds: float) -> None:
-    """Remember how long one took. That nothing could be remembered is no error."""
+    """Remember how long a build took. Errors are ignored."""
     with suppress(OSError):
         files.replace(images / DURATIONS, json.dumps(_durations(images) | {flavour: round(seconds, 1)}), mode=0o644)
 
@@ -286,9 +279,9 @@ def build(
 ) -> Image:
     """Build the image `name` in `out_dir`, or return the present one if it was made of the same inputs.
 
-    `hooks` is a directory of executables. They run in the order of their names, each with the image's root directory as
-    its argument, before the disk is made. `progress` gets a short line before each long step. Raises `Refused` for
-    wrong arguments and `Broken` if a step fails; no incomplete image is left behind.
+    `hooks` is a directory of executables. They run in the order of their names before the disk is made, with the
+    image's root directory as argument. `progress` gets a short line before each long step. Raises `Refused` for wrong
+    arguments and `Broken` if a step fails; no incomplete image is left behind.
     """
     say = progress or (lambda line: None)
     _check_arguments(name, flavour, packages)

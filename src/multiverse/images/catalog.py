@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -27,30 +27,26 @@ from multiverse.system.locks import locked_file
 
 Flavour = Literal["slim", "stock"]
 
+# The abilities of images that we build. `fork`: a template can be frozen at the guest agent's fork point. `plug_cpus`
+# and `plug_memory`: the guest takes CPUs and memory that are plugged while it runs. `limit_disk`: the guest agent keeps
+# users to an allowance of the disk.
 ABILITIES = ("fork", "plug_cpus", "plug_memory", "limit_disk")
-"""What an image that we build can do. `fork`: a template can be frozen at the guest agent's fork point. `plug_cpus` and
-`plug_memory`: the guest takes CPUs and memory that are plugged while it runs. `limit_disk`: the guest agent keeps users
-to an allowance of the disk."""
 
 _MANIFEST = "image.json"
 
 
 @dataclass(frozen=True)
 class Image:
-    """An image on disk.
-
-    `key` is a hash of everything that the image was made of, `base` the same without the guest agent. `cmdline` is the
-    kernel's command line, `release` the kernel's release, `suite` Debian's. `abilities` are some of ABILITIES.
-    """
+    """An image on disk."""
 
     name: str
     flavour: Flavour
-    key: str
-    base: str
+    key: str  # a hash of everything that the image was made of
+    base: str  # the same without the guest agent
     path: Path
-    cmdline: str
-    release: str
-    suite: str
+    cmdline: str  # of the kernel
+    release: str  # of the kernel
+    suite: str  # Debian's release
     packages: tuple[str, ...] = ()
     abilities: tuple[str, ...] = ABILITIES
 
@@ -83,7 +79,7 @@ def load(images: Path, name: str) -> Image:
 
 
 def list_images(images: Path) -> list[Image]:
-    """The complete images of the directory `images`, sorted by name. One that is still being copied is left out."""
+    """The complete images of the directory `images`, sorted by name."""
     found = []
     for path in sorted(images.glob(f"*/{_MANIFEST}")):
         if not path.parent.name.startswith("."):
@@ -97,7 +93,7 @@ def list_images(images: Path) -> list[Image]:
 
 
 def same(one: Image, other: Image) -> bool:
-    """Whether two images, which may be in different directories, were made of the same."""
+    """Whether two images were made of the same. They may be in different directories."""
     return replace(one, path=other.path) == other
 
 
@@ -125,7 +121,7 @@ _ZEROS = bytes(_BLOCK)
 
 
 def digest_of(directory: Path) -> str:
-    """The digest of the image in a directory, as of `digest_of_files`. Raises `Broken` if a file cannot be read."""
+    """The digest of the image in a directory, by which a copy is verified. Raises `Broken` if a file cannot be read."""
     try:
         return digest_of_files(directory, FILES)
     except OSError as error:
@@ -133,9 +129,9 @@ def digest_of(directory: Path) -> str:
 
 
 def digest_of_files(directory: Path, names: Sequence[str]) -> str:
-    """The digest of these files in a directory: SHA-256 over each one's name and size, and the offset and content of
-    its blocks of 64 KiB that are not all zero. So it does not depend on where a sparse file has holes, and holes are
-    not read. Raises `OSError`."""
+    """The digest of these files in a directory: SHA-256 over the name and size of each, and the offset and content of
+    its blocks of 64 KiB that are not all zero. So it does not depend on the holes of sparse files, and holes are not
+    read. Raises `OSError`."""
     found = hashlib.sha256()
     for name in names:
         with (directory / name).open("rb", buffering=0) as file:
@@ -181,7 +177,7 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,39}")
 
 
 def check_name(name: str) -> None:
-    """Raise `Refused` if this cannot be the name of an image, which is one of a directory."""
+    """Raise `Refused` if this cannot be the name of an image and its directory."""
     if not _NAME.fullmatch(name):
         raise Refused(
             f"{name!r} is not a valid name of an image",
@@ -189,18 +185,16 @@ def check_name(name: str) -> None:
         )
 
 
-@contextmanager
-def locked(images: Path, name: str) -> Iterator[None]:
+def locked(images: Path, name: str) -> AbstractContextManager[object]:
     """Hold the lock under which the image of that name is made or replaced."""
-    with locked_file(images / f".{name}.lock"):
-        yield
+    return locked_file(images / f".{name}.lock")
 
 
 @contextmanager
 def beside(images: Path, name: str) -> Iterator[Path]:
-    """A new directory beside the place of the image, whose lock is held. It is removed after an error. What interrupted
-    attempts have left is removed first, but for an image that was to be replaced and is not: that goes back to its
-    place. No other file here has an @ in its name."""
+    """A new directory beside the place of the image, whose lock is held. It is removed after an error. Remains of
+    interrupted attempts are removed first; an image that was moved aside and not replaced goes back to its place. No
+    other file here has an @ in its name."""
     for remains in (*images.glob(f".{name}@old-*"), *images.glob(f".{name}@new-*")):
         if "@old-" in remains.name and not (images / name).exists():
             remains.rename(images / name)
@@ -216,8 +210,8 @@ def beside(images: Path, name: str) -> Iterator[Path]:
 
 
 def put_in_place(work: Path, images: Path, name: str) -> None:
-    """Replace the image of that name by the complete one in `work`. VMs that use the old one keep its files. At each
-    moment one of the two is in its place, if the file system can exchange them."""
+    """Replace the image of that name by the complete one in `work`. VMs that use the old one keep its files. One of the
+    two is in its place at each moment, if the file system can exchange them."""
     place, old = images / name, work
     os.sync()
     if not place.exists():
@@ -239,8 +233,8 @@ _TIMEOUT = 30.0  # seconds
 
 
 def package_version(disk: Path, package: str) -> str | None:
-    """The version of a Debian package on the ext4 file system of a disk. None if nobody can tell: it is no image of
-    Debian, it lacks the package, or e2fsprogs is not installed here."""
+    """The version of a Debian package in an image, read from its disk without booting it. None if it is no image of
+    Debian or lacks the package, or e2fsprogs is not installed here."""
     try:
         done = subprocess.run(
             ["debugfs", "-R", f"cat {_STATUS}", str(disk)], stdin=subprocess.DEVNULL, capture_output=True,

@@ -17,6 +17,7 @@ from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet
 from multiverse.agent.job_tasks import JobRun
 from multiverse.core.errors import Broken, Gone, MultiverseError, Refused, Unknown
 from multiverse.drivers.slurm.command import SlurmCommands
+from multiverse.drivers.slurm.reading import parse
 
 TEST = "MULTIVERSE_PLUGIN_TEST"  # the variable that makes the plugin test itself as srun loads it (spank/multiverse.c)
 _LINE = re.compile(r"^multiverse-plugin (.*)$", re.MULTILINE)
@@ -87,11 +88,7 @@ async def why_not(commands: SlurmCommands, expected: dict[str, str]) -> Multiver
 
 # Nothing in these columns is a text that a user chooses.
 _COLUMNS = "%A|%U|%T|%S|%N"
-_ENDED = (
-    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "COMPLETING", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL"),
-    *("OUT_OF_MEMORY", "PENDING", "PREEMPTED", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "REVOKED", "SPECIAL_EXIT"),
-    "TIMEOUT",
-)
+_ENDED = parse.ENDED_WORDS | parse.PENDING_WORDS | {"COMPLETING", "LAUNCH_FAILED"}
 _SHARE = re.compile(r"^ +Nodes=(\S+) CPU_IDs=(\S*) Mem=(\d+)", re.MULTILINE)
 _HINT = "check slurmctld with scontrol ping"
 

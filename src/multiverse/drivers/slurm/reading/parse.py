@@ -64,49 +64,26 @@ Record = Mapping[str, Any]
 Uses = tuple[tuple[str, int], ...]
 
 _BEHIND_THE_GATE = 1 << 137  # added to a rank, more than any rank is
-_STATES = {
-    "PENDING": JobState.PENDING,
-    "REQUEUED": JobState.PENDING,
-    "REQUEUE_HOLD": JobState.PENDING,
-    "REQUEUE_FED": JobState.PENDING,
-    "SPECIAL_EXIT": JobState.PENDING,
-    "SUSPENDED": JobState.SUSPENDED,
-    "STOPPED": JobState.SUSPENDED,
-    "STAGE_OUT": JobState.COMPLETING,
-    "BOOT_FAIL": JobState.ENDED,
-    "CANCELLED": JobState.ENDED,
-    "COMPLETED": JobState.ENDED,
-    "DEADLINE": JobState.ENDED,
-    "FAILED": JobState.ENDED,
-    "NODE_FAIL": JobState.ENDED,
-    "OUT_OF_MEMORY": JobState.ENDED,
-    "PREEMPTED": JobState.ENDED,
-    "REVOKED": JobState.ENDED,
-    "TIMEOUT": JobState.ENDED,
+PENDING_WORDS = frozenset(("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"))
+ENDED_WORDS = frozenset(("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY")) | {
+    *("PREEMPTED", "REVOKED", "TIMEOUT")
 }
-ENDED_WORDS = frozenset(word for word, state in _STATES.items() if state is JobState.ENDED)
-# Reasons of jobs that may get VMs: they wait for their turn, or Slurm has not checked them yet, or, with an earlier
-# release, for the gate's nodes. With BeginTime the begin time itself decides, with Reservation the reservations. Any
-# other reason is a dependency, a hold, a closed partition or a limit that is not counted here: such a job waits,
-# because its VM would be idle.
-_FREE_REASONS = frozenset(
-    [
-        "None",
-        "Priority",
-        "Resources",
-        "ReqNodeNotAvail",
-        "NodeDown",
-        "PartitionConfig",
-        "BadConstraints",
-        "BeginTime",
-        "Reservation",
-    ]
-) | {""}
-_GATE_REASONS = _FREE_REASONS | {"Licenses"}
-"""The same of jobs at the gate, which wait for the gate's licence. What they ask for of other licences is counted."""
+_STATES = {
+    JobState.COMPLETING: frozenset(("COMPLETING", "STAGE_OUT")),
+    JobState.PENDING: PENDING_WORDS,
+    JobState.SUSPENDED: frozenset(("SUSPENDED", "STOPPED")),
+    JobState.ENDED: ENDED_WORDS,
+}
+# Reasons of jobs that may get VMs: they wait for their turn, or Slurm has not checked them yet. With BeginTime the
+# begin time itself decides, with Reservation the reservations. Any other reason is a dependency, a hold, a closed
+# partition or a limit that is not counted here: such a job waits, because its VM would be idle.
+_FREE_REASONS = frozenset(("", "None", "Priority", "Resources", "BeginTime", "Reservation")) | {
+    *("ReqNodeNotAvail", "NodeDown", "PartitionConfig", "BadConstraints")  # also of the gate of earlier releases
+}
+_GATE_REASONS = _FREE_REASONS | {"Licenses"}  # of jobs at the gate, which wait for its licence; others are counted
 _LASTING_HOLDS = ("JobHeldUser", "JobHeldAdmin", "JobHoldMaxRequeue")
-# Of several words the first state here counts. slurmctld ends the jobs of a node that is DOWN; those of one that it
-# does not reach run on until SlurmdTimeout, and those of one that is drained as long as they like.
+# The first state counts that has one of a node's words. slurmctld ends the jobs of a node that is DOWN. Jobs run on
+# until SlurmdTimeout on a node that it does not reach, and as long as they like on a drained one.
 _NODE_STATES = {
     NodeState.DOWN: frozenset(("DOWN",)),
     NodeState.SILENT: frozenset(("NOT_RESPONDING", "POWERED_DOWN")),
@@ -115,12 +92,9 @@ _NODE_STATES = {
     NodeState.IDLE: frozenset(("IDLE",)),
 }
 INVALID_USER = "Invalid user"  # squeue 22.05 says so to a user that it cannot name, shows no job, and exits with 0
-RESERVED = frozenset(("RESERVED", "MAINT", "MAINTENANCE"))
-"""Words of the state of a node in a reservation that has begun."""
+RESERVED = frozenset(("RESERVED", "MAINT", "MAINTENANCE"))  # of a node in a reservation that has begun
 _KINDS = frozenset(kind.value for kind in CloneKind)
-
 _FULL = frozenset(["Resources", "Priority"])  # reasons of jobs that wait for nodes of their own partition
-
 _NO_THREADS = 0x7FFE  # an unset --thread-spec in 24.11's JSON: NO_VAL16 without its highest bit
 _NO_SOCKETS = 0xFFFE  # an unset number of sockets (NO_VAL16)
 _SKEW = 5  # seconds by which slurmctld's clock may be ahead of this machine's
@@ -129,24 +103,20 @@ REQUEUE_DELAY = 130  # seconds; a requeued job may start 121 s later (job_mgr.c:
 
 @dataclass(frozen=True, slots=True)
 class SiteNames:
-    """What parsing needs to know of the site.
-
-    `memory_per_cpu` is Slurm's DefMemPerCPU in MiB. `per_account`: each account has templates of its own.
-    `time_limits` are those of Multiverse's partitions. `overflowing` are partitions of physical nodes.
-    """
+    """Names and settings of the site."""
 
     site: str
     partition: str
     gate_feature: str
     licence: str
-    memory_per_cpu: int = MEMORY_PER_CPU
-    per_account: bool = False
-    time_limits: TimeLimits = TimeLimits()
-    overflowing: tuple[OverflowSettings, ...] = ()
+    memory_per_cpu: int = MEMORY_PER_CPU  # DefMemPerCPU in MiB
+    per_account: bool = False  # each account has templates of its own
+    time_limits: TimeLimits = TimeLimits()  # of Multiverse's partitions
+    overflowing: tuple[OverflowSettings, ...] = ()  # partitions of physical nodes
 
     @property
     def partitions(self) -> tuple[str, ...]:
-        """The partitions of which jobs are read."""
+        """The partitions whose jobs are read."""
         return self.partition, *(one.partition for one in self.overflowing)
 
     def overflow_of(self, partition: str) -> OverflowSettings | None:
@@ -170,14 +140,11 @@ def exit_code(status: int) -> int:
 
 
 def features(text: str, gate_feature: str) -> tuple[tuple[str, ...], str | None]:
-    """A job's own features (without the gate's and the tag), and the tag of the nodes it is pinned to, if any."""
+    """The features that a job's user asked for, and the tag of the nodes that the job is pinned to, if it is."""
     all_of = [word.strip() for word in re.split(r"[&,]", text) if word.strip()]
     pins = [word for word in all_of if is_pin(word)]
-    ours = (gate_feature,)
-    own = dict.fromkeys(
-        word for word in all_of if word not in ours and not is_pin(word) and not word.startswith(MOVED_FROM)
-    )
-    return tuple(own), pins[-1] if pins else None
+    own = (word for word in all_of if word != gate_feature and not is_pin(word) and not word.startswith(MOVED_FROM))
+    return tuple(dict.fromkeys(own)), pins[-1] if pins else None
 
 
 def moved_from(text: str) -> str:
@@ -194,8 +161,8 @@ def is_pin(feature: str) -> bool:
 
 
 def newest(found: Iterable[Job]) -> dict[str, Job]:
-    """Jobs by id. Two may have one id: Slurm keeps an ended job until MinJobAge while a new job has its id. The newer
-    one counts."""
+    """Jobs by id. The newer of two jobs counts: Slurm keeps an ended job until MinJobAge, also if a new job has its
+    id."""
     by_id: dict[str, Job] = {}
     for job in found:
         other = by_id.get(job.ref.job_id)
@@ -251,7 +218,9 @@ def job(record: Record, names: SiteNames, now: float, uses: Uses = ()) -> Job:
     """The job of a record, or its task of an array. `now` is Unix time; `uses` is how much it takes of which limits."""
     job_id = job_id_of(record)
     states = [word.upper() for word in words(record["job_state"])]
-    state = _state(states)
+    # An unknown state is taken for that of a job with nodes (CONFIGURING, RESIZING, SIGNALING and later additions):
+    # taken for an ended job, it would end the job's VM.
+    state = next((state for state, known in _STATES.items() if not known.isdisjoint(states)), JobState.RUNNING)
     restarts, submitted = number(record["restart_cnt"]) or 0, number(record["submit_time"]) or 0
     end = number(record.get("end_time")) or 0
     if state is JobState.COMPLETING and restarts and (end == 0 or end > now + _SKEW):
@@ -314,14 +283,6 @@ def job(record: Record, names: SiteNames, now: float, uses: Uses = ()) -> Job:
     )
 
 
-def _state(states: list[str]) -> JobState:
-    if "COMPLETING" in states:
-        return JobState.COMPLETING
-    # An unknown state is taken for that of a job with nodes (CONFIGURING, RESIZING, SIGNALING and later additions):
-    # taken for an ended job, it would end the job's VM.
-    return next((_STATES[word] for word in states if word in _STATES), JobState.RUNNING)
-
-
 def slurms_hold(reason: str, description: str) -> bool:
     """Whether Slurm itself holds a job of priority 0 because no node has its feature any more.
 
@@ -348,30 +309,27 @@ def _request(record: Record, own: tuple[str, ...], names: SiteNames, origin: str
     per_node, per_cpu = number(record.get("memory_per_node")), number(record.get("memory_per_cpu"))
     # --mem=0 requests all memory of a node, and every job gets all memory of its VM.
     memory = per_node or (per_cpu or names.memory_per_cpu) * cpus
-    return (
-        Request(
-            nodes=nodes,
-            size=Size(cpus, memory, number(record.get("minimum_tmp_disk_per_node")) or 0, wishes.net),
-            image=next(iter(_images(wanted)), None),
-            kind=next((CloneKind(word) for word in own if word in _KINDS), None),
-            placement=next((word.removeprefix(PLACE) for word in own if word.startswith(PLACE)), None),
-            features=own,
-            account=str(record.get("account") or "") if names.per_account else "",
-            per_host=wishes.per_host,
-            sockets=_sockets(record, nodes, cpus),
-        ),
-        "",
+    request = Request(
+        nodes=nodes,
+        size=Size(cpus, memory, number(record.get("minimum_tmp_disk_per_node")) or 0, wishes.net),
+        image=next(iter(_images(wanted)), None),
+        kind=next((CloneKind(word) for word in own if word in _KINDS), None),
+        placement=next((word.removeprefix(PLACE) for word in own if word.startswith(PLACE)), None),
+        features=own,
+        account=str(record.get("account") or "") if names.per_account else "",
+        per_host=wishes.per_host,
+        sockets=_sockets(record, nodes, cpus),
     )
+    return request, ""
 
 
 def _images(own: Iterable[str]) -> list[str]:
-    """The images among a job's own features: each feature that is no kind of clone and no placement policy. Only the
-    hosts know which images exist."""
+    """A job's features that are no kind of clone and no placement policy. Only the hosts know which images exist."""
     return [word for word in own if word not in _KINDS and not word.startswith(PLACE)]
 
 
 def _sockets(record: Record, nodes: int, cpus: int) -> int:
-    """Sockets of each node: multiverse.lua has made the CPUs a multiple of them (`sockets_of` there). One where an
+    """Sockets of each node: multiverse.lua has made the CPUs a multiple of them (`sockets_of` there). One socket if an
     operator has changed the CPUs to another number."""
     asked, each = _word(record, "sockets_per_node"), _word(record, "tasks_per_socket")
     sockets = max(asked, -(-_side_by_side(record, nodes) // each) if each else 1, 1)
@@ -394,26 +352,25 @@ def _cpus(record: Record, nodes: int) -> int:
 
 
 def _side_by_side(record: Record, nodes: int) -> int:
-    """How many tasks of a node have CPUs of their own. With --overcommit the tasks share those of one: Slurm shows the
-    option nowhere, but without it a job of more tasks than CPUs starts on no node at all. With --ntasks-per-node beside
-    it Slurm uses no node with fewer CPUs than that (can_job_run_on_node in select/cons_tres)."""
+    """How many tasks of a node have CPUs of their own. With --overcommit all tasks share the CPUs of one: Slurm shows
+    the option nowhere, but without it a job of more tasks than CPUs starts on no node. With --ntasks-per-node too,
+    Slurm uses no node with fewer CPUs than that (can_job_run_on_node in select/cons_tres)."""
     cpus, tasks = number(record.get("cpus")) or 1, number(record.get("tasks")) or 1
     tasks_per_node = number(record.get("tasks_per_node")) or 0
     return max(tasks_per_node, 1 if tasks > cpus else -(-tasks // nodes))
 
 
 def _unlike_a_vm(record: Record) -> str:
-    """What a job asks for of a physical node that a VM is not; such jobs are refused at the gate as they are submitted.
-    A job that names nodes that it does not want, or one switch, can have a VM."""
+    """Why no VM can serve a job that waits for a physical node. At the gate such jobs are refused at submission."""
     checks = (
         (record.get("oversubscribe") in ("NO", "USER", "MCS"), "it asks for whole nodes (--exclusive)"),
         (not record.get("memory_per_node") and not record.get("memory_per_cpu"), "it asks for all memory of a node"),
         (record.get("reboot") in ("1", "yes"), "it asks for a reboot of its node (--reboot)"),
-        (bool(record.get("network")), "it asks for a network of its node (--network)"),
-        (bool(record.get("container")), "it has a container (--container)"),
+        (record.get("network"), "it asks for a network of its node (--network)"),
+        (record.get("container"), "it has a container (--container)"),
         (_word(record, "threads_per_core") > 1, "it asks for several threads on each core"),
         (_word(record, "tasks_per_core") > 1, "it asks for several tasks on each core"),
-        (bool(record.get("burst_buffer")), "it has a burst buffer"),
+        (record.get("burst_buffer"), "it has a burst buffer"),
     )
     return next((f"{text}: a VM cannot serve it" for wrong, text in checks if wrong), "")
 
@@ -422,43 +379,33 @@ def _problem(record: Record, own: tuple[str, ...], names: SiteNames, origin: str
     images = _images(own)
     kinds = [word for word in own if word in _KINDS]
     policies = [word for word in own if word.startswith(PLACE)]
+    gres = any("gres" in str(record.get(f"tres_per_{what}")) for what in ("node", "job", "socket", "task"))
+    cores = number(record.get("core_spec")) or (number(record.get("thread_spec")) or _NO_THREADS) != _NO_THREADS
+    profiles = set(words(record.get("profile"))) - {"None", "NONE", "NOT_SET"}
+    alternatives = any(set(word) & set("|[]()*!") for word in own)
     checks = (
         (int(record["user_id"]) == 0, "Multiverse runs no jobs of root: submit as a user, e.g. sbatch --uid=NAME"),
-        (
-            bool(number(record.get("het_job_id"))),
-            "heterogeneous jobs are not supported: submit each component as a separate job",
-        ),
+        (record.get("het_job_id"), "heterogeneous jobs are not supported: submit each component as a separate job"),
         ("," in str(record["partition"]), f"name one partition only: {origin or names.partition}"),
-        (bool(record.get("resv_name")), "reservations are not supported: submit without --reservation"),
+        (record.get("resv_name"), "reservations are not supported: submit without --reservation"),
         # The submit script sees this option and --profile only in the environment of a batch job.
-        (bool(record.get("container_id")), "--container-id is not supported: select an image with --constraint"),
-        (bool(record.get("prefer")), "--prefer is not supported: use --constraint instead"),
-        (bool(record.get("required_nodes")), "nodes are created for each job: submit without --nodelist"),
-        (
-            any("gres" in str(record.get(f"tres_per_{what}")) for what in ("node", "job", "socket", "task")),
-            "generic resources are not supported: submit without GPUs and --gres",
-        ),
-        (
-            bool(number(record.get("core_spec")) or (number(record.get("thread_spec")) or _NO_THREADS) != _NO_THREADS),
-            "specialized cores are not supported: submit without --core-spec and --thread-spec",
-        ),
-        (
-            bool(set(words(record.get("profile"))) - {"None", "NONE", "NOT_SET"}),
-            "profiles of VMs are not supported: submit without --profile",
-        ),
-        (bool(record.get("cluster_features")), "--cluster-constraint is not supported: submit without it"),
-        (
-            any(set(word) & set("|[]()*!") for word in own),
-            "alternatives in --constraint are not supported: join with &",
-        ),
-        (len(images) > 1, f"a job has one image, not {' and '.join(images)}: name one of them with --constraint"),
-        (
-            len(policies) > 1,
-            f"a job has one placement policy, not {' and '.join(policies)}: name one of them with --constraint",
-        ),
-        (len(kinds) > 1, f"a job has one kind of clone, not {' and '.join(kinds)}: name one of them with --constraint"),
+        (record.get("container_id"), "--container-id is not supported: select an image with --constraint"),
+        (record.get("prefer"), "--prefer is not supported: use --constraint instead"),
+        (record.get("required_nodes"), "nodes are created for each job: submit without --nodelist"),
+        (gres, "generic resources are not supported: submit without GPUs and --gres"),
+        (cores, "specialized cores are not supported: submit without --core-spec and --thread-spec"),
+        (profiles, "profiles of VMs are not supported: submit without --profile"),
+        (record.get("cluster_features"), "--cluster-constraint is not supported: submit without it"),
+        (alternatives, "alternatives in --constraint are not supported: join with &"),
+        (len(images) > 1, _one_of("image", images)),
+        (len(policies) > 1, _one_of("placement policy", policies)),
+        (len(kinds) > 1, _one_of("kind of clone", kinds)),
     )
     return next((text for wrong, text in checks if wrong), "")
+
+
+def _one_of(what: str, words: list[str]) -> str:
+    return f"a job has one {what}, not {' and '.join(words)}: name one of them with --constraint"
 
 
 # --- nodes -----------------------------------------------------------------------------------------
