@@ -46,8 +46,7 @@ class VxlanMachines(Protocol):
     """The machines that the VXLAN connects."""
 
     @property
-    def own(self) -> str:
-        """The name of the controller's machine, which may be a host."""
+    def own(self) -> str: ...  # the name of the controller's machine, which may be a host
 
     async def address_of(self, host: str) -> str:
         """The address of a host, or of the controller's machine, in the network of the hosts. Leased hosts of one node

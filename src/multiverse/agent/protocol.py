@@ -148,8 +148,7 @@ class SiteAgent(Protocol):
     def hypervisor(self) -> LocalHypervisor: ...
 
     @property
-    def processes(self) -> Mapping[str, int]:
-        """How many processes the agent has started, by program."""
+    def processes(self) -> Mapping[str, int]: ...  # how many processes the agent has started, by program
 
     async def observe(self) -> HypervisorView:
         """What the hypervisor shows, with what the agent itself knows."""

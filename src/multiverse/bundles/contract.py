@@ -114,12 +114,10 @@ class Platform(Protocol):
     def hypervisor(self) -> Hypervisor: ...
 
     @property
-    def measurements(self) -> Measurements | None:
-        """None if nothing is sampled there."""
+    def measurements(self) -> Measurements | None: ...  # None if nothing is sampled there
 
     @property
-    def guests(self) -> GuestFacts | None:
-        """None if VMs cannot be asked."""
+    def guests(self) -> GuestFacts | None: ...  # None if VMs cannot be asked
 
     async def follow(self, controller: Followed) -> Sequence[DaemonTask]:
         """Called once, before the controller runs: what runs beside it (connections, the network between hosts, the
@@ -156,8 +154,7 @@ class PlatformBundle(Protocol):
     """A kind of hypervisor."""
 
     @property
-    def host(self) -> HostSide | None:
-        """None if its hosts have no agents of ours."""
+    def host(self) -> HostSide | None: ...  # None if its hosts have no agents of ours
 
     def open(self, context: PlatformContext) -> Platform:
         """Raises `Refused` if the settings do not go together."""
@@ -217,24 +214,19 @@ class SchedulerSystem(Protocol):
     def scheduler(self) -> Scheduler: ...
 
     @property
-    def reports(self) -> Reports | None:
-        """None if users cannot be told what their jobs used."""
+    def reports(self) -> Reports | None: ...  # None if users cannot be told what their jobs used
 
     @property
-    def leased(self) -> LeasedTransport | None:
-        """None if it leases no hosts."""
+    def leased(self) -> LeasedTransport | None: ...  # None if it leases no hosts
 
     @property
-    def identities(self) -> Identities | None:
-        """None if users of other machines cannot be told apart."""
+    def identities(self) -> Identities | None: ...  # None if users of other machines cannot be told apart
 
     @property
-    def notices(self) -> Sequence[Notice]:
-        """What of its settings has no effect in VMs."""
+    def notices(self) -> Sequence[Notice]: ...  # what of its settings has no effect in VMs
 
     @property
-    def hints_from(self) -> str:
-        """Where hints come from, for people; empty if it gives none."""
+    def hints_from(self) -> str: ...  # where hints come from, for people; empty if it gives none
 
     def lack_of_nodes(self, cpus: int) -> Sequence[Notice]:
         """What it lacks for VMs that claim so many CPUs together."""
@@ -275,8 +267,7 @@ class SchedulerBundle(Protocol):
     """A kind of scheduler."""
 
     @property
-    def files(self) -> SiteFiles | None:
-        """None if a site adds no files for it."""
+    def files(self) -> SiteFiles | None: ...  # None if a site adds no files for it
 
     def open(self, settings: Settings, site: str, leased: Collection[LeaseSpec]) -> SchedulerSystem:
         """`leased` are the leases that there are already. Raises `Refused` if the scheduler is not set up for us."""
