@@ -576,7 +576,7 @@ async def test_qemu_behind_an_agent_by_ssh(check: Check, harness: OnHost) -> Non
 _IS_KILLED = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from multiverse.drivers.qemu.job_network import make_bridge
+from multiverse.drivers.qemu.job_vms import make_bridge
 from multiverse_lab.lab import bridge
 from multiverse_lab.lab.configure import configure
 from multiverse_lab.lab.hosts.services import host_services

@@ -9,7 +9,7 @@ import pytest
 
 from multiverse import config
 from multiverse.agent.jobs import JobVm
-from multiverse.drivers.qemu.job_network import JobAddresses
+from multiverse.drivers.qemu.job_vms import JobAddresses
 from multiverse.guest.protocol import TASKS_PORT
 from tests.integration.conftest import LabUnderTest
 from tests.integration.job_nodes import JobNode, job_nodes

@@ -15,7 +15,7 @@ import pytest
 from typer.main import get_command
 
 from multiverse.api import Alert, HostView, SizeView, StatusView
-from multiverse.bundles.slurm import examine as of_slurm
+from multiverse.bundles.slurm import scheduler as of_slurm
 from multiverse.cli.commands import build
 from multiverse.config import (
     HostSettings,

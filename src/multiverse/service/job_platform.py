@@ -46,7 +46,7 @@ from multiverse.core.model import (
     vm_prefix,
 )
 from multiverse.core.model.names import mac_of, without_prefix_length
-from multiverse.drivers.qemu.job_network import guest_name
+from multiverse.drivers.qemu.job_vms import guest_name
 from multiverse.guest.protocol import TASKS_PORT
 from multiverse.host.job_groups import find_job, find_job_groups, has_steps
 from multiverse.system import files

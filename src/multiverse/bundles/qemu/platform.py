@@ -1,12 +1,19 @@
-"""QEMU on hosts with agents, as a platform."""
+"""QEMU on hosts with agents, as a platform: connections, the controller's machine in the VXLAN, copies of images.
+
+The images of the controller's machine are copied to hosts that lack them, once jobs or pools want them. That decides
+nothing: a job waits as long as no host shows its image, whoever brings it there. A copy that is repeated, late or
+interrupted does no harm (`images.transfer`). With `image.source` hosts copy by themselves, and show an image before
+they have it."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import socket
+import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -23,19 +30,31 @@ from multiverse.agent.connection import (
     Transport,
     UnixTransport,
     command_of,
+    other_command,
 )
 from multiverse.agent.hypervisor import NOT_STARTED, AgentHypervisor, VxlanDirectory
 from multiverse.bundles.contract import DaemonTask, Examination, Followed, LeasedTransport, PlatformContext
-from multiverse.bundles.qemu.image_copies import copy_regularly
 from multiverse.config import Settings, host_names, host_settings, uplink_of, vxlan_address
 from multiverse.core.errors import Broken, MultiverseError, Refused, Unknown
-from multiverse.core.model import CloneKind, Host, HostState, LeasedHost, Neighbour, Size, Vm
+from multiverse.core.model import AttemptState, CloneKind, Host, HostState, LeasedHost, Neighbour, Size, Vm, World
 from multiverse.core.model.names import without_prefix_length
+from multiverse.core.policy import Policy, image_of
+from multiverse.core.rows import Rows
 from multiverse.core.state import State
 from multiverse.drivers.qemu.driver import QemuHypervisor, sites, vxlan_config
 from multiverse.host.vxlan import Vxlan, VxlanConfig, is_of_machine, machine_owner
+from multiverse.images import transfer
+from multiverse.images.catalog import Image, list_images
+from multiverse.ports import Clock
 from multiverse.site import examine_machine, machine_facts
 
+log = structlog.get_logger()
+
+PERIOD = 5.0  # seconds between two looks at what is wanted
+RETRY = 60.0  # seconds until a copy is repeated that failed, or that its host does not show
+AT_ONCE = 4  # copies at the same time
+Send = Callable[[Image, str], bool]  # copies an image to a host, as `transfer.send` does. Blocks
+_FASTEST_UPLINK = 800_000  # Mbit/s that no Ethernet port exceeds
 EPOCH_WAIT = 5.0  # seconds that the agents have, as the controller starts, to say which epochs they have seen
 
 
@@ -58,9 +77,6 @@ def connect_agents(context: PlatformContext) -> AgentHypervisor:
         return AgentConnection(host.lease.name, PilotTransport(context.leased, host), who, epoch, Random())
 
     return AgentHypervisor([*hosts, *leased], connect, partial(declared, settings), connect_leased, leased)
-
-
-_FASTEST_UPLINK = 800_000  # Mbit/s that no Ethernet port exceeds
 
 
 def declared(settings: Settings, name: str) -> Host | None:
@@ -105,8 +121,6 @@ def transport_to(host: str, settings: Settings) -> Transport:
         return UnixTransport(settings.agent.socket)
     return CommandTransport(command_of(settings.agent.connect, host))
 
-
-log = structlog.get_logger()
 
 LiveVms = Callable[[], Mapping[int, Vm]]  # gives the rows of the VMs that there are now, by number
 
@@ -162,6 +176,112 @@ async def follow_regularly(vxlan: MachineVxlan, vms: LiveVms, interval: float) -
         except MultiverseError as error:
             log.warning("the VXLAN does not follow", reason=str(error))
         await asyncio.sleep(interval)
+
+
+def wanted_copies(
+    rows: Rows, world: World, policy: Policy, offered: Collection[str], own: str
+) -> Iterator[tuple[str, str]]:
+    """Each image of `offered` that a job in the queue or a pool wants, with each host in reach that lacks it and takes
+    new VMs. `own` is the controller's machine, whose images these are."""
+    lacking: dict[str, list[str]] = {}
+    for name, host in sorted(world.hosts.items()):
+        known = rows.hosts.get(name)
+        if name != own and known is not None and known.drain is None:
+            for image in set(offered).difference(host.images):
+                lacking.setdefault(image, []).append(name)
+    if not lacking:  # as nearly always: the queue need not be read
+        return
+    wanted = {pool.image for pool in policy.pools}
+    wanted |= {image_of(row, policy) for row in rows.attempts.values() if row.state is AttemptState.QUEUED}
+    for image in sorted(wanted & lacking.keys()):
+        yield from ((image, host) for host in lacking[image])
+
+
+class ImageCopies:
+    """The copies that run, and when others may be tried again."""
+
+    def __init__(self, images: Path, own: str, send: Send, clock: Clock) -> None:
+        self._images, self._own, self._send, self._clock = images, own, send, clock
+        self._not_before: dict[tuple[str, str], float] = {}
+        self._running: dict[tuple[str, str], asyncio.Task[None]] = {}
+
+    async def look(self, rows: Callable[[], Rows], world: Callable[[], World], policy: Policy) -> None:
+        """Begin the copies that are wanted now."""
+        offered = {image.name: image for image in await asyncio.to_thread(list_images, self._images)}
+        for image, host in wanted_copies(rows(), world(), policy, offered, self._own):
+            self._begin(offered, image, host)
+
+    async def close(self) -> None:
+        """Do not wait for copies that run: their programs finish them, or fail."""
+        for task in self._running.values():
+            task.cancel()
+        await asyncio.gather(*self._running.values(), return_exceptions=True)
+
+    def _begin(self, offered: Mapping[str, Image], image: str, host: str) -> None:
+        which, now = (image, host), self._clock.now()
+        if which in self._running or now < self._not_before.get(which, 0.0) or len(self._running) >= AT_ONCE:
+            return
+        self._not_before[which] = now + RETRY
+        self._running[which] = task = asyncio.create_task(self._copy(offered[image], host))
+        task.add_done_callback(lambda _: self._running.pop(which, None))
+
+    async def _copy(self, image: Image, host: str) -> None:
+        try:
+            copied = await _in_thread(lambda: self._send(image, host))
+        except MultiverseError as error:
+            log.warning("image not copied", image=image.name, host=host, reason=error.message)
+        else:
+            log.info("image copied" if copied else "image is there", image=image.name, host=host)
+        self._not_before[image.name, host] = self._clock.now() + RETRY
+
+
+async def copy_regularly(
+    settings: Settings, controller: Followed, clock: Clock, transport: LeasedTransport | None
+) -> None:
+    """Copy images until cancelled, to leased hosts by this transport."""
+    leased: Mapping[str, LeasedHost] = {}
+
+    def send(image: Image, host: str) -> bool:
+        if (lease := leased.get(host)) is None:
+            return transfer.send(image, other_command(settings.agent.connect, host, "receive-image"))
+        if transport is None:
+            raise Unknown(f"the scheduler does not lead to {host}", hint="it leases no hosts now")
+        return transfer.send(image, transport.receive(lease), partial(transport.bring, lease, image.name))
+
+    copies = ImageCopies(settings.qemu.images, settings.host.name, send, clock)
+    try:
+        while True:
+            leased = controller.state.rows().leased_hosts()
+            await copies.look(controller.state.rows, controller.world, controller.policy)
+            await asyncio.sleep(PERIOD)
+    finally:
+        await copies.close()
+
+
+async def _in_thread(work: Callable[[], bool]) -> bool:
+    """Do `work` in a thread that does not keep this process from ending."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[bool] = loop.create_future()
+
+    def tell(result: bool, error: Exception | None) -> None:
+        if done.cancelled():
+            return
+        if error is None:
+            done.set_result(result)
+        else:
+            done.set_exception(error)
+
+    def run() -> None:
+        result, problem = False, None
+        try:
+            result = work()
+        except Exception as error:
+            problem = error
+        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+            loop.call_soon_threadsafe(tell, result, problem)
+
+    threading.Thread(target=run, name="image copy", daemon=True).start()
+    return await done
 
 
 class QemuPlatform:

@@ -1,10 +1,16 @@
-"""Slurm, as the daemon, agents and the commands of a site use it."""
+"""Slurm, as the daemon, agents and the commands of a site use it, and what `multiverse doctor` examines of it.
+
+`multiverse site check` is a part of that: what a site still lacks. Beside it: whether releases go together, what of the
+site's own would catch VMs, names, slurmctld's port and munge.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import re
+import socket
+import time
 from collections.abc import Awaitable, Collection, Iterator, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -12,7 +18,6 @@ from pathlib import Path
 import structlog
 
 from multiverse.bundles.contract import DaemonTask, Examination, Notice, Privacy, SchedulerWords, Tell
-from multiverse.bundles.slurm import examine
 from multiverse.config import Settings
 from multiverse.core.errors import MultiverseError, Refused, Unknown
 from multiverse.core.model import Job, LeaseSpec
@@ -24,12 +29,18 @@ from multiverse.drivers.slurm.site import bootstrap, conf, requirements
 from multiverse.drivers.slurm.site.bootstrap import read, slurm_uid, why_not_writable
 from multiverse.drivers.slurm.site.conf import SiteConf, UntilChanged, munge_socket
 from multiverse.drivers.slurm.submission import Hint, hints, take
-from multiverse.ports.finding import Finding
-from multiverse.site import checking, rendering
+from multiverse.images.catalog import list_images, package_version
+from multiverse.ports.finding import Finding, Level
+from multiverse.site import checking, machine_facts, rendering
+from multiverse.site.checking import Part, tried
 from multiverse.system.rendered import SiteFile
+from multiverse.system.sockets import unreachable
 
 log = structlog.get_logger()
 
+SLURMCTLD_PORT = 6817  # Slurm's own default (slurm.conf(5))
+SLOW_NAMES = 1.0
+"""Seconds for one name from which on the name service is called slow: slurmctld asks it while it holds its locks."""
 INTERVAL = 300.0  # seconds between two checks of the inbox: each starts a process
 NAME_SERVICE_TIMEOUT = 10.0  # seconds that the daemon waits, once it has started, to learn who slurmctld's user is
 TIMEOUT = 5.0  # seconds that `unmunge` may take
@@ -266,6 +277,106 @@ def _tell(hint: Hint, tell: Tell) -> None:
     tell(submitted=hint.kind == "submit", uid=hint.uid, job_id=hint.job_id)
 
 
+def examine_slurm(settings: Settings, config: Path, source: Path) -> Iterator[Examination]:
+    try:
+        site = conf.read(source)
+    except MultiverseError as error:
+        yield _broken("slurm.conf", error)
+    else:
+        yield from _of_slurm(settings, config, site)
+    yield Examination("munge", tuple(tried(partial(_munge, settings))))
+
+
+def _of_slurm(settings: Settings, config: Path, site: SiteConf) -> Iterator[Examination]:
+    try:
+        release = checking.release_of(settings)
+    except MultiverseError as error:
+        yield _broken("Slurm's commands", error)
+        return
+    for name, part in checking.parts(settings, config, site, release).items():
+        yield Examination(name, tuple(tried(part)))
+    more: dict[str, Part] = {
+        "slurmd in the guests": lambda: _guests(settings),
+        "node sets": lambda: requirements.node_sets(settings.slurm, site),
+        "reservations": lambda: _reservations(settings),
+        "name service": lambda: names(site),
+        "port of slurmctld": lambda: _slurmctld_port(settings, site),
+    }
+    for name, part in more.items():
+        yield Examination(name, tuple(tried(part)))
+
+
+def _guests(settings: Settings) -> Iterator[Finding]:
+    """Whether the slurmctld that runs accepts the slurmd of each image. Raises `Unknown` if none answers."""
+    shown = asyncio.run(SlurmCommands(settings.slurm).run("scontrol", "show", "config"))
+    found = re.search(r"^SLURM_VERSION\s*=\s*(\S+)", shown, re.MULTILINE)
+    running = requirements.version(f"slurm {found[1] if found else ''}")
+    images = list_images(settings.qemu.images)
+    yield from requirements.guests(running, {image.name: package_version(image.disk, "slurmd") for image in images})
+
+
+def _reservations(settings: Settings) -> Iterator[Finding]:
+    commands = SlurmCommands(settings.slurm)
+    shown = asyncio.run(commands.run("scontrol", "show", "reservation", "--oneliner"))
+    yield from requirements.reservations(settings.slurm, shown)
+
+
+def names(site: SiteConf) -> Iterator[Finding]:
+    """Whether the name service knows the machines of slurmctld, and soon. SlurmUser is looked up with the inbox."""
+    for one in conf.controllers(site.text):
+        began = time.monotonic()
+        try:
+            socket.getaddrinfo(one.name, None)
+        except OSError as error:
+            yield Finding(
+                Level.PROBLEM,
+                f"SlurmctldHost={one.name}",
+                f"the name service does not know {one.name}: {error.strerror or error}",
+                f"add {one.name} to /etc/hosts or to DNS: getent hosts {one.name}",
+            )
+            continue
+        if (took := time.monotonic() - began) > SLOW_NAMES:
+            yield Finding(
+                Level.NOTE,
+                f"SlurmctldHost={one.name}",
+                f"the name service took {took:.1f} s to find {one.name}",
+                "make it answer faster, for example with /etc/hosts before dns in /etc/nsswitch.conf, or nscd",
+            )
+
+
+def _slurmctld_port(settings: Settings, site: SiteConf) -> Iterator[Finding]:
+    """Whether slurmctld listens where guests look for it."""
+    port = int(site.value("SlurmctldPort", str(SLURMCTLD_PORT)).partition("-")[0])
+    chosen = settings.slurm.controller_address
+    addresses = [one.strip() for one in chosen.split(",")] if chosen else []
+    if not chosen and checking.has_address(settings.qemu.bridge, settings.network.gateway):
+        addresses = [settings.network.gateway]  # without the bridge there is a finding already
+    problems = {address: why for address in addresses if (why := unreachable(address, port))}
+    if addresses and len(problems) == len(addresses):
+        for address, why in problems.items():
+            yield Finding(
+                Level.PROBLEM,
+                f"{address}:{port}",
+                f"guests look for slurmctld there, and nobody answers: {why}",
+                "start slurmctld, let the firewall pass this port from the bridge, or set slurm.controller_address",
+            )
+
+
+def _munge(settings: Settings) -> Iterator[Finding]:
+    where = munge_socket(settings.slurm.conf)
+    if problem := machine_facts.munge_problem(where):
+        yield Finding(
+            Level.PROBLEM,
+            "munge",
+            f"no credential can be made and decoded here: {problem}",
+            "start munged (systemctl enable --now munge), with the key of the cluster",
+        )
+
+
+def _broken(name: str, error: MultiverseError) -> Examination:
+    return Examination(name, (Finding(Level.PROBLEM, name, error.message, error.hint or "see the message"),))
+
+
 class SlurmReach:
     """`bundles.contract.ReachedNodes`, by Slurm's commands on this machine."""
 
@@ -298,7 +409,7 @@ class SlurmBundle:
         return SlurmReach(settings)
 
     def examine(self, settings: Settings, config: Path, source: Path) -> Iterator[Examination]:
-        return examine.examine(settings, config, source)
+        return examine_slurm(settings, config, source)
 
 
 SLURM = SlurmBundle()
