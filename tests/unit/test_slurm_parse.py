@@ -33,7 +33,8 @@ def test_a_request_names_the_account_if_accounts_have_own_templates() -> None:
 
 
 def by_name(name: str, **changes: Any) -> dict[str, Any]:
-    return next(record for record in JOBS if record["name"] == name) | changes
+    """A record of the table: it has a description only in place of the reason."""
+    return next(record for record in JOBS if record["name"] == name) | {"state_description": ""} | changes
 
 
 def one(record: dict[str, Any], now: float = NOW) -> Job:
@@ -181,7 +182,7 @@ def test_reasons_decide_whether_a_job_is_eligible_or_held(changes: dict[str, Any
     ],
 )
 def test_squeues_column_shows_who_holds_a_job(column: str, slurms: bool) -> None:
-    assert parse.slurms_hold(column, column) is slurms
+    assert parse.slurms_hold(column) is slurms
 
 
 def test_slurms_delay_after_a_requeue_is_shown_by_itself() -> None:

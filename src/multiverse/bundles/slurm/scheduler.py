@@ -157,7 +157,7 @@ class NodeCount:
 
 def _lack(site: SiteConf, cpus: int) -> list[Notice]:
     lack = requirements.lack_of_nodes(cpus, site)
-    return [Notice("nodes", lack.name, lack.message, lack.remedy)] if lack else []
+    return [Notice("nodes", *lack[1:])] if lack else []
 
 
 # The reasons that users ask about most. See squeue(1), JOB REASON CODES.
@@ -224,7 +224,7 @@ class SlurmSystem:
 
     @cached_property
     def notices(self) -> Sequence[Notice]:
-        return [Notice("unserved", *each) for each in self.scheduler.unserved()]
+        return [Notice("unserved", *found[1:]) for found in conf.unsupported(read(self._settings.slurm.conf))]
 
     def lack_of_nodes(self, cpus: int) -> Sequence[Notice]:
         return self._node_count.lack(cpus)

@@ -110,9 +110,6 @@ class SlurmScheduler:
             for found in requirements.lease_sources(self._settings, conf.read(self._slurm.conf)):
                 raise Refused(found.message, hint=found.remedy)
 
-    def unserved(self) -> list[conf.UnsupportedSetting]:
-        return conf.unsupported(node_bootstrap.read(self._slurm.conf))
-
     def close(self) -> None:
         """Withdraw the list of offers and the published sizes: they need a running controller."""
         self._offer_files.close()

@@ -33,9 +33,8 @@ _LOST = Mask.DELETE_SELF | Mask.MOVE_SELF
 
 
 class Hint(NamedTuple):
-    """`submit`: a job of the user `uid` was submitted or changed. `end`: the job `job_id` is ending. `change`: what the
-    table of jobs does not show of the job or array `job_id` was changed (`details`)."""
-
+    # `submit`: a job of the user `uid` was submitted or changed. `end`: the job `job_id` is ending. `change`: the job
+    # or array `job_id` was changed in a way that the table of jobs does not show (see `reading.jobs`).
     kind: str
     job_id: str = ""
     uid: int | None = None
@@ -44,9 +43,9 @@ class Hint(NamedTuple):
 async def hints(inbox: Path, owner: int | None = None) -> AsyncIterator[Hint]:
     """All hints, beginning with those that exist already; never ends.
 
-    The file of a hint is deleted; files with other names stay. A directory that was removed is created again. `owner`
-    is the uid of slurmctld's user, who gets the directory if it is not his; None: it keeps its owner. Raises OSError if
-    the directory cannot be created or read.
+    The file of a hint is deleted; files with other names stay. A directory that was removed is created again. It gets
+    the `owner` (uid): slurmctld's user; None: it keeps its owner. Raises OSError if the directory cannot be created or
+    read.
     """
     if owner is None:
         owner = inbox.stat().st_uid if inbox.exists() else os.geteuid()
@@ -135,16 +134,12 @@ class SubmissionFile:
             ) from error
 
     def renew(self) -> None:
-        """Extend the validity of what was published, if half of the term has passed.
-
-        After an error the file expires, and jobs of any size are accepted.
-        """
+        """Extend the validity of the file, if half of the term has passed. After an error the file expires, and jobs of
+        any size are accepted."""
         if self._lines is None or self._valid_until - time.time() > self._term / 2:
             return
-        try:
+        with suppress(OSError):
             self._write()
-        except OSError:
-            return
 
     def close(self) -> None:
         """Remove the file: while no daemon runs, the hosts and the settings may change."""
@@ -211,10 +206,8 @@ class SlurmOffers:
 
 
 class OffersSeen(NamedTuple):
-    """The offered nodes (False) and the taken nodes (True), and by which user (uid) nodes were taken."""
-
-    offers: dict[str, bool]
-    takers: dict[str, int]
+    offers: dict[str, bool]  # by node; True: it was taken
+    takers: dict[str, int]  # the user (uid) who took a node
 
 
 class OfferFiles:
@@ -252,27 +245,21 @@ class OfferFiles:
         `any_image` and `any_kind` offer it also to jobs that name no image and no kind of clone. Raises `Exhausted` if
         the files cannot be written.
         """
-        try:
-            with self._directory(make=True) as directory:
-                size = node.size
-                accepts = f"{node.image} {int(any_image)} {int(any_kind)}"
-                self._lines[node.name] = f"{node.name} {node.tag} {accepts} {size.cpus} {size.memory} {size.disk}\n"
-                if self._first_time(directory, node.name):
-                    os.close(os.open(f"open.{node.name}", _CREATE, 0o600, dir_fd=directory))
-                    self._write_list(directory, [*self._listed[0], self._lines[node.name]])
-                    offers, takers = self._observed or OffersSeen({}, {})
-                    self._observed = OffersSeen({**offers, node.name: False}, takers)
-        except OSError as error:
-            raise self._unwritable(error) from error
+        with self._writing(make=True) as directory:
+            size = node.size
+            accepts = f"{node.image} {int(any_image)} {int(any_kind)}"
+            self._lines[node.name] = f"{node.name} {node.tag} {accepts} {size.cpus} {size.memory} {size.disk}\n"
+            if self._first_time(directory, node.name):
+                os.close(os.open(f"open.{node.name}", _CREATE, 0o600, dir_fd=directory))
+                self._write_list(directory, [*self._listed[0], self._lines[node.name]])
+                offers, takers = self._observed or OffersSeen({}, {})
+                self._observed = OffersSeen({**offers, node.name: False}, takers)
 
     def withdraw(self, node: str) -> None:
         """End an offer that nobody took, and prevent a later one. Raises `Exhausted` if the files cannot be written."""
-        try:
-            with self._directory(make=True) as directory:
-                self._first_time(directory, node)
-                _unlink(directory, f"open.{node}")
-        except OSError as error:
-            raise self._unwritable(error) from error
+        with self._writing(make=True) as directory:
+            self._first_time(directory, node)
+            _unlink(directory, f"open.{node}")
 
     def withdraw_if_possible(self, node: str) -> None:
         """End an offer that nobody took. Errors are ignored, so that a node can always be set down or deleted."""
@@ -288,21 +275,15 @@ class OfferFiles:
                     _unlink(directory, name)
 
     def exclude(self, users: Collection[int]) -> None:
-        """Let no job of these users take a node from now on; replaces what was said before. Raises `Exhausted` if the
-        list cannot be written; the next list holds it."""
+        """From now on let no job of these users, and of these alone, take a node. Raises `Exhausted` if the list cannot
+        be written; the next list holds it."""
         self._excluded = tuple(sorted(users))
-        lines, _ = self._listed
-        if not lines:
-            return
-        try:
-            with self._directory() as directory:
+        if lines := self._listed[0]:
+            with self._writing() as directory:
                 self._write_list(directory, lines)
-        except OSError as error:
-            raise self._unwritable(error) from error
 
     def observe(self) -> OffersSeen:
-        """The nodes that are offered or taken. If the directory cannot be read, the previous answer; `Unknown` if there
-        is none."""
+        """The nodes that are offered or taken; the previous answer, or `Unknown`, if the directory cannot be read."""
         try:
             with self._directory() as directory:
                 names = os.listdir(directory)  # noqa: PTH208 — of the opened directory, even if it was renamed
@@ -321,20 +302,15 @@ class OfferFiles:
         return self._observed
 
     def renew(self, nodes: Collection[str]) -> None:
-        """Write the list of the offered nodes among `nodes`, if the list changed or half of its term has passed.
-
-        `nodes` are the idle nodes that Slurm knows: it refuses a job with the tag of any other node.
-        """
+        """Write the list of offered nodes, if it has changed or half of its term has passed. `nodes` are the idle nodes
+        that Slurm knows: it refuses a job with the tag of any other node."""
         offered = [node for node, taken in self._observed.offers.items() if not taken] if self._observed else []
         lines = [self._lines[node] for node in offered if node in nodes and node in self._lines]
         listed, valid_until = self._listed
         if lines == listed and (not lines or valid_until - time.time() > self._term / 2):
             return
-        try:
-            with self._directory() as directory:
-                self._write_list(directory, lines)
-        except OSError:
-            return  # the list expires, and then all jobs wait at the gate
+        with suppress(OSError), self._directory() as directory:  # or the list expires, and all jobs wait at the gate
+            self._write_list(directory, lines)
 
     def close(self) -> None:
         """Remove the list: without a controller nobody adds users to guests, so all jobs have to wait at the gate."""
@@ -355,6 +331,16 @@ class OfferFiles:
         finally:
             os.close(directory)
 
+    @contextmanager
+    def _writing(self, *, make: bool = False) -> Iterator[int]:
+        """The same. Raises `Exhausted` if a file there cannot be written."""
+        try:
+            with self._directory(make=make) as directory:
+                yield directory
+        except OSError as error:
+            text = f"cannot offer spares in {self._inbox / DIRECTORY}: {error.strerror}"
+            raise Exhausted(text, hint="check slurm.inbox in the settings") from error
+
     def _first_time(self, directory: int, node: str) -> bool:
         """Record that this node was offered or withdrawn; False if that had been recorded before."""
         try:
@@ -371,16 +357,9 @@ class OfferFiles:
         self._listed = (lines, valid_until)
 
     def _remove(self, *names: str) -> None:
-        try:
-            with self._directory() as directory:
-                for name in names:
-                    _unlink(directory, name)
-        except OSError:
-            return
-
-    def _unwritable(self, error: OSError) -> Exhausted:
-        path = self._inbox / DIRECTORY
-        return Exhausted(f"cannot offer spares in {path}: {error.strerror}", hint="check slurm.inbox in the settings")
+        with suppress(OSError), self._directory() as directory:
+            for name in names:
+                _unlink(directory, name)
 
 
 def _unlink(directory: int, name: str) -> None:

@@ -28,14 +28,10 @@ _DOWN = "State=DOWN", "Reason=multiverse: its VM is gone"
 Verdicts = dict[str, asyncio.Future[None]]
 
 
-def _never(node: str) -> bool:
-    return False
-
-
 class NodeDeleter:
     """Nodes whose deletion is requested while a deletion runs are deleted together in the next one."""
 
-    def __init__(self, commands: SlurmCommands, reserved: Callable[[str], bool] = _never) -> None:
+    def __init__(self, commands: SlurmCommands, reserved: Callable[[str], bool] = lambda _: False) -> None:
         """`reserved` says whether a node was in a reservation as of the latest observation."""
         self._commands, self._rules = commands, DeletionRules(commands)
         self._reserved = reserved

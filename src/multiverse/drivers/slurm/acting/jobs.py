@@ -287,7 +287,7 @@ class CurrentJob:
 
     @property
     def held_by_slurm(self) -> bool:
-        return self.priority == 0 and parse.slurms_hold(self.reason, self.reason)  # squeue shows one of the two
+        return self.priority == 0 and parse.slurms_hold(self.reason)
 
     def check_pending(self, job: JobRef) -> None:
         """Raise `Stale` if the job, whose state this is, does not wait any more."""

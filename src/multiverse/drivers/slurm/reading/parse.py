@@ -235,7 +235,7 @@ def job(record: Record, names: SiteNames, now: float, uses: Uses = ()) -> Job:
     # who caused the requeue. A begin time of the user has passed by then.
     delayed = restarts > 0 and 0 < begin - submitted <= REQUEUE_DELAY
     early = begin > now and not delayed
-    held = priority == 0 and not slurms_hold(reason, str(record.get("state_description") or ""))
+    held = priority == 0 and not slurms_hold(str(record.get("state_description") or reason))
     nodes = hosts(str(record.get("nodes") or ""))
     if gate.on_gate(nodes) and state is JobState.RUNNING:
         # The job got past the licence. It runs nothing, and is put back at the gate like a job that left it.
@@ -283,7 +283,7 @@ def job(record: Record, names: SiteNames, now: float, uses: Uses = ()) -> Job:
     )
 
 
-def slurms_hold(reason: str, description: str) -> bool:
+def slurms_hold(reason: str) -> bool:
     """Whether Slurm itself holds a job of priority 0 because no node has its feature any more.
 
     Multiverse releases such a job, but not one that a user or an operator holds, nor one that Slurm holds because it
@@ -291,7 +291,7 @@ def slurms_hold(reason: str, description: str) -> bool:
     (`JobHoldMaxRequeue`). squeue's column of reasons shows the description instead if there is one, for example after
     `scontrol requeuehold`.
     """
-    return reason not in _LASTING_HOLDS and not description.startswith(("job requeued in ", "launch failed"))
+    return reason not in _LASTING_HOLDS and not reason.startswith(("job requeued in ", "launch failed"))
 
 
 # --- requests --------------------------------------------------------------------------------------

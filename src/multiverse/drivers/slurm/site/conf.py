@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Generic, NamedTuple, TypeVar
@@ -15,6 +15,7 @@ from ClusterShell.RangeSet import RangeSet
 
 from multiverse.core.errors import Broken, MultiverseError
 from multiverse.core.model import YEAR, Size
+from multiverse.ports.finding import Finding, Level
 
 # Keys that a guest does not need: other machines, slurmctld's settings, and scripts and plugins of bare-metal nodes,
 # which are not in the image.
@@ -75,36 +76,25 @@ def memory_per_cpu(text: str, default: int) -> int:
     return int(found) if found.isdigit() and int(found) else default
 
 
-class UnsupportedSetting(NamedTuple):
-    """A setting of the site's Slurm that has no effect on jobs in VMs, with the remedy for an operator."""
-
-    name: str
-    message: str
-    remedy: str
-
-
-def unsupported(text: str) -> list[UnsupportedSetting]:
+def unsupported(text: str) -> list[Finding]:
+    """The settings of the site's Slurm that have no effect on jobs in VMs."""
+    found = []
     kind = value(text, "PreemptType", "preempt/none")
-    preemption = UnsupportedSetting(
-        "preemption",
-        f"preemption ({kind}) has no effect on jobs at the gate: they wait until hosts have capacity",
-        "no action is needed: tell users that a job in a VM neither preempts jobs nor is preempted; or set "
-        "PreemptType=preempt/none and restart the daemon",
-    )
-    x11 = UnsupportedSetting(
-        "x11",
-        "X11 forwarding does not reach VMs: jobs in VMs have no display",
-        "no action is needed: tell users to run jobs that need a display in other partitions",
-    )
-    federation = UnsupportedSetting(
-        "federation",
-        "jobs of a federation are not supported: jobs in VMs run in this cluster only",
-        "tell users to submit jobs for VMs with --clusters and this cluster's name; or remove "
-        "FederationParameters from slurm.conf and restart the daemon",
-    )
-    found = [preemption] if kind.lower() != "preempt/none" else []
-    found += [x11] if "x11" in value(text, "PrologFlags").lower().split(",") else []
-    return [*found, federation] if value(text, "FederationParameters") else found
+    if kind.lower() != "preempt/none":
+        message = f"preemption ({kind}) has no effect on jobs at the gate: they wait until hosts have capacity"
+        remedy = "no action is needed: tell users that a job in a VM neither preempts jobs nor is preempted; or set "
+        found.append(_note("preemption", message, remedy + "PreemptType=preempt/none and restart the daemon"))
+    if "x11" in value(text, "PrologFlags").lower().split(","):
+        message = "X11 forwarding does not reach VMs: jobs in VMs have no display"
+        remedy = "no action is needed: tell users to run jobs that need a display in other partitions"
+        found.append(_note("x11", message, remedy))
+    if value(text, "FederationParameters"):
+        message = "jobs of a federation are not supported: jobs in VMs run in this cluster only"
+        remedy = "tell users to submit jobs for VMs with --clusters and this cluster's name; or remove "
+        found.append(
+            _note("federation", message, remedy + "FederationParameters from slurm.conf and restart the daemon")
+        )
+    return found
 
 
 def limits_are_kept(text: str) -> bool:
@@ -253,6 +243,7 @@ MEMORY_PER_CPU = 512  # MiB, for a site without DefMemPerCPU and a job that requ
 
 
 T = TypeVar("T")
+_note = partial(Finding, Level.NOTE)
 
 OURS = "multiverse.conf"  # the file that a site's slurm.conf includes. What it says is ours, not the site's
 _PAIR = re.compile(r"([A-Za-z]+)\s*=\s*(\"[^\"]*\"|\S+)")

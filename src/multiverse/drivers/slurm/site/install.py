@@ -58,18 +58,6 @@ class AddressFile:
 
     async def tell(self, nodes: Mapping[str, str]) -> None:
         """Raises `Exhausted` if a file cannot be written."""
-        await self._tell_commands(nodes)
-        if self._names is not None:
-            try:
-                await asyncio.to_thread(keep_names, self._names, self._site, nodes)
-            except OSError as error:
-                raise Exhausted(
-                    f"cannot write {self._names}: {error.strerror}",
-                    hint="let the daemon write it, or set network.names in the settings, to another file or to none; "
-                    "until then users do not find newer VMs by their names",
-                ) from error
-
-    async def _tell_commands(self, nodes: Mapping[str, str]) -> None:
         try:
             await asyncio.to_thread(
                 files.replace, self._path, ADDRESSES_HEAD + conf.addresses(nodes.items()), mode=0o644
@@ -80,6 +68,15 @@ class AddressFile:
                 hint="check its directory, or set slurm.addresses in the settings; until then srun --jobid and salloc "
                 "do not reach newer VMs after a restart of slurmctld",
             ) from error
+        if self._names is not None:
+            try:
+                await asyncio.to_thread(keep_names, self._names, self._site, nodes)
+            except OSError as error:
+                raise Exhausted(
+                    f"cannot write {self._names}: {error.strerror}",
+                    hint="let the daemon write it, or set network.names in the settings, to another file or to none; "
+                    "until then users do not find newer VMs by their names",
+                ) from error
 
 
 def make_address_file(path: Path) -> None:

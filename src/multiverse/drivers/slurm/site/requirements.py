@@ -73,8 +73,7 @@ def examine(settings: Settings, site: SiteConf, release: Version) -> Iterator[Fi
     yield from _job_vms(settings, site)
     yield from lease_sources(settings, site)
     yield from gate.examine_overflow(settings, site)
-    for each in conf.unsupported(site.text):
-        yield _note(each.name, each.message, each.remedy)
+    yield from conf.unsupported(site.text)
 
 
 def lease_sources(settings: Settings, site: SiteConf) -> Iterator[Finding]:
