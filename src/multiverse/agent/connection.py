@@ -30,8 +30,8 @@ class ControllerEpoch:
     """
 
     def __init__(self, kept: int, keep: Callable[[int], None], hosts: Collection[str], wait: float) -> None:
-        """`kept` is the store's epoch. `keep` stores the next one before any agent hears of it. The agents of `hosts`
-        have `wait` seconds to answer."""
+        """`kept` is the store's epoch; `keep` stores the next one. The agents of `hosts` have `wait` seconds to
+        answer."""
         self._highest, self._keep, self._wait = kept, keep, wait
         self._awaited = set(hosts)
         self._all_answered = asyncio.Event()
@@ -220,8 +220,8 @@ class AgentConnection:
         self._last: dict[type[Message], Message] = {}  # the last result of each kind on this connection
 
     async def run(self) -> None:
-        """Keep the connection up until cancelled. Raises `Superseded` if another controller, which the agent obeys, is
-        connected to it now."""
+        """Keep the connection up until cancelled. Raises `Superseded` once the agent obeys another connected
+        controller."""
         try:
             await self._keep_up()
         finally:

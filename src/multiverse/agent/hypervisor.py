@@ -213,8 +213,7 @@ class AgentHypervisor:
         return (await self._agent(vm.host).call(protocol.Create(vm=vm))).stages
 
     async def start(self, vm: VmRef, size: Size, identity: Identity) -> Sequence[Stage]:
-        """With a VXLAN, its peers and the controller's machine can reach the VM before it runs. Raises also what
-        `VxlanDirectory.introduce` raises."""
+        """With a VXLAN, peers and the controller's machine can reach the VM before it runs: see `introduce`."""
         if self.vxlan is not None:
             identity = replace(identity, neighbours=await self.vxlan.introduce(vm, identity))
         return (await self._agent(vm.source).call(protocol.Start(vm=vm, size=size, identity=identity))).stages

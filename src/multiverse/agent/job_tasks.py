@@ -77,8 +77,8 @@ class JobTasks:
     # --- what is asked for ----------------------------------------------------------------------------
 
     async def answer(self, request: StepRequest, peer: Peer) -> str:
-        """What a step is told. Raises `Refused` if the process is in no job, or in another user's, and the errors of
-        `JobRuns` and `JobVmService.provide`."""
+        """What a step is told. Raises `Refused` if the process is in no job of its user, and errors of what is
+        asked."""
         job = await asyncio.to_thread(self._host.find_job, peer.pid)
         if not job:
             raise Refused(

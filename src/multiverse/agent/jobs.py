@@ -256,8 +256,8 @@ class JobVmService:
 
     async def provide(self, request: ProvideVm, pid: int) -> None:
         """Make the VMs of a job, unless they are there. `pid` is a process in the job's control groups. Raises
-        `Refused` for what the job cannot have, `Gone` if one of the VMs has ended, and what `JobHost.make` raises; then
-        the job has none."""
+        `Refused` for what the job cannot have, `Gone` if a VM has ended, and errors of `JobHost`; then the job has no
+        VM."""
         job = request.job
         async with self._lock(job):
             self._unreleased.discard(job)

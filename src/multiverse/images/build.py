@@ -156,8 +156,7 @@ def strip_identity(root: Path) -> None:
 
 
 def remove_dead_plugins(root: Path) -> None:
-    """Remove Slurm's plugin for PMIx if the image has no library of PMIx, without which the plugin cannot be loaded.
-    slurmd would try it twice at each start."""
+    """Remove Slurm's plugin for PMIx from an image without the library: slurmd would try it twice at each start."""
     libraries = root / "usr/lib"
     if any("libpmix.so" in files for _, _, files in os.walk(libraries)):
         return

@@ -80,8 +80,7 @@ def connect_agents(context: PlatformContext) -> AgentHypervisor:
 
 
 def declared(settings: Settings, name: str) -> Host | None:
-    """A host as the settings declare it; None if they do not name it. Its agent, which has the same settings, will
-    report no more."""
+    """A host as the settings declare it; None if they do not name it. Its agent will report no more than this."""
     host = host_settings(settings, name)
     if host is None:
         return None
@@ -115,8 +114,6 @@ class PilotTransport:
 
 
 def transport_to(host: str, settings: Settings) -> Transport:
-    """The way to the agent of a host: the Unix socket on this machine, for other machines the command of the
-    settings."""
     if host == settings.host.name:
         return UnixTransport(settings.agent.socket)
     return CommandTransport(command_of(settings.agent.connect, host))

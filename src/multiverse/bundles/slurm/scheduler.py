@@ -149,8 +149,7 @@ class NodeCount:
         self._conf, self._cpus = UntilChanged[list[Notice]](conf, []), -1
 
     def lack(self, cpus: int) -> list[Notice]:
-        """The problem, for VMs that claim so many CPUs together. None while the file cannot be read: `multiverse site
-        check` tells of that."""
+        """The problem for VMs that claim so many CPUs together. `multiverse site check` tells of an unreadable file."""
         anew, self._cpus = cpus != self._cpus, cpus
         return self._conf.get(lambda site: _lack(site, cpus), anew=anew)
 

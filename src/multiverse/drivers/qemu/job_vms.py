@@ -161,8 +161,7 @@ def _absent(bridge: str) -> str:
 
 
 def _change(commands: str) -> str:
-    """Run these commands of nftables as one transaction. Returns the problem; none without nftables: then the host's
-    firewall tells of it."""
+    """Run these as one transaction. Returns the problem; without nftables none: the host's firewall tells of that."""
     with _one_at_a_time:
         try:
             return Nft().run(commands)

@@ -154,8 +154,8 @@ class SlurmScheduler:
         return await reread(self._commands, job, self._slurm)
 
     async def pin(self, job: JobRef, tag: str, nodes: Sequence[str], text: str = "", *, at_once: bool = False) -> None:
-        """The job gets the feature `tag` of the nodes, not their names: a restart of slurmctld kills jobs that name a
-        deleted node."""
+        """By the feature `tag`, not by the names of nodes: a restart of slurmctld kills jobs that name a deleted
+        node."""
         async with self._comment_turns.changing(job):
             await self._pin(job, tag, text, at_once=at_once)
 
@@ -231,11 +231,8 @@ class SlurmScheduler:
         return () if current.partition == self._slurm.partition else (f"Partition={self._slurm.partition}",)
 
     async def _usual_nice(self, current: CurrentJob) -> tuple[str, ...]:
-        """The change back to the nice value of the job's user, if it has another one.
-
-        A held job keeps its own: with priority/basic a new nice value gives a job a priority, which releases it
-        (`_update_job` in job_mgr.c, 22.05 to 25.11).
-        """
+        """The change back to the nice value of the job's user, if it has another one. A held job keeps it: with
+        priority/basic a new nice value gives a job a priority, which releases it (`_update_job` in job_mgr.c)."""
         nice = gate.unboosted(current.nice, await self._boost())
         return () if current.priority == 0 or nice == current.nice else (f"Nice={nice}",)
 
@@ -245,10 +242,7 @@ class SlurmScheduler:
 
     async def _call_back(self, job: JobRef, current: CurrentJob) -> None:
         """Take a job back that got past the gate's licence and was given nodes of the gate, where it runs nothing.
-
-        Raises `Stale` then: the scheduler shows it queued again. A job of srun or salloc ends: Slurm cannot queue it
-        again.
-        """
+        Raises `Stale` then: it is queued again. A job of srun or salloc, which Slurm cannot queue again, ends."""
         if not current.gate_nodes or not current.active:
             return
         self._gate.look_again()
@@ -342,8 +336,7 @@ class SlurmScheduler:
         self._offer_files.forget(node)
 
     async def explain(self, jobs: Sequence[JobRef], text: str) -> None:
-        """The line is written into AdminComment, beside the text of others. Tasks of an array that share one record
-        stay together."""
+        """In AdminComment, beside the text of others. Tasks of an array that share one record stay together."""
         slurm = self._slurm
         async with self._comment_turns.explaining(jobs) as free:
             bases = {job.job_id.partition("_")[0] for job in free}

@@ -26,11 +26,9 @@ _FEATURES = re.compile(r"\b(Available|Active)Features=(\S*)")
 
 
 async def check_plugin(commands: SlurmCommands, expected: dict[str, str]) -> None:
-    """Let Slurm load the plugin on this node, as it does for a step: by plugstack.conf, and only one that was built for
-    this release. The plugin tries what it needs there. `expected` is what it has to say of itself, such as `protocol`.
-
-    Raises `Refused` if jobs cannot have VMs here, `Broken` and `Unknown` if that cannot be found out.
-    """
+    """Let Slurm load the plugin on this node, as for a step: by plugstack.conf, and only if it was built for this
+    release. The plugin tries what it needs. `expected` are facts that it has to tell of itself, such as `protocol`.
+    Raises `Refused` if jobs cannot have VMs here, `Broken` and `Unknown` if that cannot be found out."""
     said = _LINE.findall(await commands.run("srun", "--help", env={TEST: "1"}))
     if len(said) != 2:
         raise Refused("Slurm does not load the plugin on this node", hint=_INSTALL_PLUGIN)
@@ -46,10 +44,8 @@ async def check_plugin(commands: SlurmCommands, expected: dict[str, str]) -> Non
 
 
 async def set_feature(commands: SlurmCommands, node: str, feature: str, wanted: bool) -> bool:
-    """Give a node a feature, or take it away; whether the node was changed. Its other features stay.
-
-    Raises `Broken` if Slurm has no such node, and what a command raises.
-    """
+    """Give a node a feature, or take it away. Returns whether the node was changed. Raises `Broken` if Slurm has no
+    such node, and the errors of a command."""
     try:
         shown = await commands.run("scontrol", "show", "node", "--oneliner", node)
     except Refused as error:
@@ -78,7 +74,7 @@ def _changed(text: str, feature: str, wanted: bool) -> list[str]:
 
 
 async def why_not(commands: SlurmCommands, expected: dict[str, str]) -> MultiverseError | None:
-    """Why jobs cannot have VMs on this node, or None. `Unknown`, if that cannot be found out."""
+    """Why jobs cannot have VMs on this node; None: they can. `Unknown` if that cannot be found out."""
     try:
         await check_plugin(commands, expected)
     except MultiverseError as error:
@@ -94,7 +90,7 @@ _HINT = "check slurmctld with scontrol ping"
 
 
 class SlurmJobRuns:
-    """See `agent.job_tasks.JobRuns`. Each call asks slurmctld for one job."""
+    """`agent.job_tasks.JobRuns`. Each call asks slurmctld for one job."""
 
     def __init__(self, commands: SlurmCommands) -> None:
         self._commands = commands
@@ -107,16 +103,14 @@ class SlurmJobRuns:
         return parse_run(shown, job)
 
     async def comment(self, job: int) -> str:
-        """Its user may write what looks like the line of another job: the first line counts that has
-        this job's id, and all others of the answer are of the same user."""
+        """A user may write a line that looks like another job's: the first line with this job's id counts."""
         shown = await self._commands.run("squeue", "-h", "-a", "-t", "all", "-j", str(job), "-o", "%A|%k")
         found = next((line for line in shown.splitlines() if line.startswith(f"{job}|")), "|")
         comment = found.partition("|")[2]
         return "" if comment == "(null)" else comment
 
     async def share(self, job: int, node: str) -> tuple[int, int]:
-        """A job's name may have such a line in it. Whoever writes one gets a VM that the job's control
-        groups limit to what the job has."""
+        """A job's name may contain such a line. The job's control groups limit the VM all the same."""
         shown = await self._commands.run("scontrol", "--details", "show", "job", str(job))
         return parse_share(shown, job, node)
 
@@ -138,7 +132,7 @@ def parse_run(shown: str, job: int) -> JobRun | None:
 
 
 def parse_share(shown: str, job: int, node: str) -> tuple[int, int]:
-    """CPUs and memory that the job has on that node, in what scontrol shows with details. Raises `Unknown`."""
+    """CPUs and memory of the job on that node, in the output of scontrol with details. Raises `Unknown`."""
     for record in re.split(r"^(?=JobId=)", shown, flags=re.MULTILINE):
         if re.match(rf"JobId={job}\b", record):
             for nodes, cpus, memory in _SHARE.findall(record):
@@ -159,8 +153,8 @@ class TaskProlog:
         self._asked = -_AGE
 
     async def path(self) -> str:
-        """Its path on this host; empty if there is none. What was known before if Slurm does not answer, and if nothing
-        was, raises what the command raised: a task must not run without the site's prolog."""
+        """Its path on this host; empty: there is none. Raises the error of a command only if no path was known before:
+        a task must not run without the site's prolog."""
         if time.monotonic() - self._asked >= _AGE:
             try:
                 self._known = task_prolog(await self._commands.run("scontrol", "show", "config"))

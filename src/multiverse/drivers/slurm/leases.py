@@ -280,11 +280,8 @@ def settings_of(settings: Settings, partition: str) -> LeaseSettings:
 
 
 def submission(settings: Settings, lease: LeaseSpec) -> list[str]:
-    """The arguments of sbatch(1) for the pilot of a lease.
-
-    The pilot is never queued again: its lease would have ended meanwhile, and the VMs' jobs are elsewhere. The time
-    limit is rounded up to minutes, because Slurm counts in minutes.
-    """
+    """The arguments of sbatch(1) for the pilot of a lease. The pilot is never queued again: its lease would have ended
+    meanwhile, and the VMs' jobs are elsewhere. The time limit is rounded up to minutes."""
     minutes = max(1, -int(-lease.time_limit // 60))
     size = [f"--cpus-per-task={lease.size.cpus}"] if lease.size.cpus else ["--exclusive"]
     if not lease.size.cpus:

@@ -41,12 +41,9 @@ class Hint(NamedTuple):
 
 
 async def hints(inbox: Path, owner: int | None = None) -> AsyncIterator[Hint]:
-    """All hints, beginning with those that exist already; never ends.
-
-    The file of a hint is deleted; files with other names stay. A directory that was removed is created again. It gets
-    the `owner` (uid): slurmctld's user; None: it keeps its owner. Raises OSError if the directory cannot be created or
-    read.
-    """
+    """All hints, beginning with those that exist already; never ends. The file of a hint is deleted; other files stay.
+    A directory that was removed is created again. It gets the `owner` (uid): slurmctld's user; None: it keeps its
+    owner. Raises OSError if the directory cannot be created or read."""
     if owner is None:
         owner = inbox.stat().st_uid if inbox.exists() else os.geteuid()
     while True:
@@ -240,11 +237,8 @@ class OfferFiles:
         self._listed: tuple[list[str], float] = ([], 0.0)  # the lines of nodes, and until when they are valid
 
     def offer(self, node: NodeSpec, *, any_image: bool, any_kind: bool) -> None:
-        """Offer a node, unless it was offered or withdrawn before.
-
-        `any_image` and `any_kind` offer it also to jobs that name no image and no kind of clone. Raises `Exhausted` if
-        the files cannot be written.
-        """
+        """Offer a node, unless it was offered or withdrawn before; with `any_image` and `any_kind` also to jobs that
+        name no image and no kind of clone. Raises `Exhausted` if the files cannot be written."""
         with self._writing(make=True) as directory:
             size = node.size
             accepts = f"{node.image} {int(any_image)} {int(any_kind)}"
@@ -275,8 +269,7 @@ class OfferFiles:
                     _unlink(directory, name)
 
     def exclude(self, users: Collection[int]) -> None:
-        """From now on let no job of these users, and of these alone, take a node. Raises `Exhausted` if the list cannot
-        be written; the next list holds it."""
+        """Let no job of these users take a node. Raises `Exhausted` if the list cannot be written; the next has it."""
         self._excluded = tuple(sorted(users))
         if lines := self._listed[0]:
             with self._writing() as directory:

@@ -102,9 +102,8 @@ class GateKeeper:
         self._power_down_until = self._clock() + _POWERED_DOWN
 
     async def _set_addresses(self) -> None:
-        """Give the gate's nodes their addresses back. As Slurm powers a node down, its address becomes its name (with
-        cloud_reg_addrs, and always from 23.11 on: power_save.c), and slurmctld stands still while it looks the name up.
-        """
+        """Give the gate's nodes their addresses back. When Slurm powers a node down, its name becomes its address (with
+        cloud_reg_addrs, and always from 23.11 on: power_save.c), and slurmctld stands still while it looks that up."""
         ours = conf.read(self._slurm.conf).ours
         for one in conf.records(ours, "NodeName"):
             name, address = f"NodeName={one['nodename']}", f"NodeAddr={one.get('nodeaddr', '')}"

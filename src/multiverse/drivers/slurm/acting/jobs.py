@@ -37,18 +37,15 @@ _BRACKETS = str.maketrans("[]", "()")
 
 
 def plain_line(text: str) -> str:
-    """One printable line without double quotes: scontrol takes the whole argument as the value, quotes included."""
+    """One printable line without double quotes: scontrol would take them as a part of the value."""
     plain = "".join(c if c.isprintable() else " " for c in text.replace('"', "'"))
     return " ".join(plain.split())[:_LONGEST_LINE]
 
 
 def compose(present: str, text: str) -> str:
-    """The AdminComment of a job that has the AdminComment `present`, once its user is told `text`.
-
-    Our part is `[multiverse: TEXT]`. It takes the place of our earlier part, or else follows what others wrote. The
-    text of others stays as it is. A comment that could not be written again unchanged is returned as it is: one that is
-    very long, or not UTF-8.
-    """
+    """The AdminComment after `present`, if the job's user is told `text`. Our part is `[multiverse: TEXT]`, in place of
+    our earlier part or after the text of others, which stays. A comment that is very long or not UTF-8 is returned as
+    it is: it could not be written again unchanged."""
     ours = f"[multiverse: {plain_line(text).translate(_BRACKETS)}]"
     if "\ufffd" in present or len(present) > _LONGEST_COMMENT:
         return present
@@ -69,8 +66,8 @@ def survives_sacctmgr(present: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class CommentColumn:
-    """squeue's column of AdminComments in full, as the last column. What ends it cannot be foreseen by whoever writes a
-    comment, so that no comment is taken for another row."""
+    """squeue's column of AdminComments in full, as the last column. Nobody who writes a comment can foresee its end, so
+    that no comment is taken for another row."""
 
     end: str
 
@@ -92,15 +89,14 @@ def comment_of(cell: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class WaitingRecord:
-    """A pending record of slurmctld. `tasks` are those that share it, empty for a job that is no array; `held` includes
-    Slurm's own holds."""
+    """A pending record of slurmctld."""
 
     base: str
-    tasks: tuple[int, ...]
+    tasks: tuple[int, ...]  # that share the record; empty: no array
     submitted: int
     restarts: int
     at_gate: bool
-    held: bool
+    held: bool  # also by Slurm itself
     comment: str
 
     @property
@@ -109,7 +105,7 @@ class WaitingRecord:
         return f"{self.base}_[{ranges(self.tasks)}]" if self.tasks else self.base
 
     def is_run(self, job: JobRef) -> bool:
-        """Whether it is, or has among its tasks, this run of a job."""
+        """Whether this run of a job is the record, or one of its tasks."""
         base, _, task = job.job_id.partition("_")
         mine = int(task) in self.tasks if task else not self.tasks
         return base == self.base and mine and (self.submitted, self.restarts) == (job.submitted, job.restarts)
@@ -122,11 +118,11 @@ _WAITING_COLUMNS = ("JobID", "ArrayJobID", "ArrayTaskID", "Partition", "RestartC
 async def waiting_records(
     commands: SlurmCommands, bases: Collection[str], partition: str, gate_feature: str
 ) -> list[WaitingRecord]:
-    """The pending records of jobs and arrays with these ids. For one id slurmctld sends only its records; for several
-    it sends all jobs, and squeue chooses.
+    """The pending records of jobs and arrays with these ids. For several ids slurmctld sends all jobs, and squeue
+    chooses.
 
-    squeue shows each task in a row of its own (-r), because it otherwise shows tasks that have records of their own as
-    if they shared that of their array. Tasks of one record have the same JobID."""
+    squeue shows a row for each task (-r): otherwise it shows tasks with records of their own as if they shared the
+    record of their array. Tasks of one record have the same JobID."""
     column = CommentColumn.new()
     columns = ",".join((*(f"{name}:0 " for name in _WAITING_COLUMNS), f"Feature:0{column.end}", column.format))
     listing = ("squeue", "-h", "-a", "-r", "-t", "PENDING", "-j", ",".join(sorted(bases)), "-O", columns)
@@ -139,7 +135,7 @@ async def waiting_records(
 
 
 def _records(cells: Sequence[str], partition: str, gate_feature: str) -> list[WaitingRecord]:
-    """`cells` are, for each task, the first columns with its features, and its comment."""
+    """`cells` has two items for each task: the first columns with its features, and its comment."""
     tasks: dict[str, list[int]] = {}
     found: dict[str, WaitingRecord] = {}
     for head, comment in zip(cells[::2], cells[1::2], strict=True):
@@ -173,12 +169,9 @@ def ranges(tasks: Iterable[int]) -> str:
 
 
 def updates(records: Sequence[WaitingRecord], jobs: Iterable[JobRef], text: str) -> Iterator[tuple[str, list[str]]]:
-    """The comments to write so that the users of these jobs are told `text`, each with the addresses of the records
-    that are to have it.
-
-    A task stands for its array: all records of the array that wait at the gate are told. Held records and those that
-    read the text already are left alone.
-    """
+    """The comments that tell the users of these jobs `text`, each with the addresses of its records. A task stands for
+    all records of its array that wait at the gate. Held records, and records that have the text already, are left
+    alone."""
     wanted = {job.job_id.partition("_")[0] for job in jobs if any(one.is_run(job) and one.at_gate for one in records)}
     found: dict[str, list[str]] = {}
     for record in records:
@@ -194,8 +187,8 @@ def updates(records: Sequence[WaitingRecord], jobs: Iterable[JobRef], text: str)
 
 
 class CommentTurns:
-    """Keeps explanations apart from changes of the same job or array: an explanation of waiting tasks that was read
-    before a task is pinned must not be written after it, over what the pin wrote. Changes do not exclude each other."""
+    """Keeps explanations apart from changes of the same job or array: an explanation must not overwrite the text of a
+    pin that came after its records were read. Changes do not exclude each other."""
 
     def __init__(self) -> None:
         self._changing: Counter[str] = Counter()
@@ -203,7 +196,7 @@ class CommentTurns:
 
     @asynccontextmanager
     async def changing(self, job: JobRef) -> AsyncIterator[None]:
-        """A change of a job. It waits while the job, or its array, is being explained."""
+        """A change of a job. Waits while the job, or its array, is being explained."""
         base = job.job_id.partition("_")[0]
         while (busy := self._explaining.get(base)) is not None:
             await busy.wait()
@@ -217,7 +210,7 @@ class CommentTurns:
 
     @asynccontextmanager
     async def explaining(self, jobs: Iterable[JobRef]) -> AsyncIterator[list[JobRef]]:
-        """An explanation of waiting jobs. Gives those of them that are not being changed."""
+        """An explanation of waiting jobs. Gives the jobs that are not being changed."""
         jobs = list(jobs)
         bases = {job.job_id.partition("_")[0] for job in jobs}
         while busy := next((self._explaining[base] for base in sorted(bases) if base in self._explaining), None):

@@ -91,11 +91,8 @@ class AccountingLimits:
         return tuple((limit, count) for limit, count in found.items() if count and limit in self.left)
 
     def _bounds(self, record: Record) -> Iterator[tuple[str, str]]:
-        """The limits that apply to a job, each with its kind.
-
-        A limit of the job's QOS replaces that of its associations (Slurm's "Resource Limits": the first of QOS, user
-        and account applies). Limits of parent accounts apply as well.
-        """
+        """The limits that apply to a job, each with its kind. A limit of the job's QOS replaces the limits of its
+        associations (Slurm's "Resource Limits": the first of QOS, user and account). Parent accounts count too."""
         qos = self._qos.get(str(record.get("qos") or ""))
         whose = ("", f"U{number(record.get('user_id'))}", f"A{record.get('account')}")
         binding = [key for key in qos.left if key[2] in whose] if qos else []

@@ -151,8 +151,7 @@ STATE_FORMAT = "NodeList:0|,StateComplete:0|"
 
 
 def node_words(sinfo: str) -> dict[str, frozenset[str]]:
-    """The words of each node's state, by name. Reads rows of sinfo in `STATE_FORMAT`; raises `Unknown` for a damaged
-    one."""
+    """The words of each node's state, by name, in rows of `STATE_FORMAT`. Raises `Unknown` for a damaged row."""
     found = {}
     for line in filter(None, sinfo.splitlines()):
         names, state, end = line.split("|") if line.count("|") == 2 else ("", "", "damaged")

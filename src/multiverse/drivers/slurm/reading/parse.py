@@ -161,8 +161,7 @@ def is_pin(feature: str) -> bool:
 
 
 def newest(found: Iterable[Job]) -> dict[str, Job]:
-    """Jobs by id. The newer of two jobs counts: Slurm keeps an ended job until MinJobAge, also if a new job has its
-    id."""
+    """Jobs by id. The newer of two counts: Slurm keeps an ended job until MinJobAge, though a new job has its id."""
     by_id: dict[str, Job] = {}
     for job in found:
         other = by_id.get(job.ref.job_id)
@@ -286,10 +285,8 @@ def job(record: Record, names: SiteNames, now: float, uses: Uses = ()) -> Job:
 def slurms_hold(reason: str) -> bool:
     """Whether Slurm itself holds a job of priority 0 because no node has its feature any more.
 
-    Multiverse releases such a job, but not one that a user or an operator holds, nor one that Slurm holds because it
-    cannot run: its launch failed ("launch failed requeued held"), or it was queued again too often
-    (`JobHoldMaxRequeue`). squeue's column of reasons shows the description instead if there is one, for example after
-    `scontrol requeuehold`.
+    Multiverse releases such a job. It does not release jobs that a user or an operator holds, or that Slurm holds after
+    a failed launch or too many requeues. squeue shows the description, if there is one, in place of the reason.
     """
     return reason not in _LASTING_HOLDS and not reason.startswith(("job requeued in ", "launch failed"))
 

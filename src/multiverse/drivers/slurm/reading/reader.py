@@ -120,8 +120,7 @@ class SlurmReader:
         return jobs
 
     async def _squeue(self, names: parse.SiteNames, *which: str) -> dict[str, JobRow]:
-        """Rows of jobs of our partitions. -a shows hidden partitions too, -t all shows ended jobs, -r a row for each
-        task of an array."""
+        """Rows of jobs of our partitions, also hidden (-a), also ended (-t all), one for each task of an array (-r)."""
         partitions = ",".join(names.partitions)
         output = await self._commands.run(
             *("squeue", "-a", "-r", "-t", "all", "--noconvert", "-p", partitions, *which),

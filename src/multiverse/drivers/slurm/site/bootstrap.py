@@ -85,10 +85,8 @@ def guest_programs(slurm_conf: str, user_added: str = "") -> Iterator[tuple[str,
 
     slurm.conf names programs of bare-metal nodes. A guest has some of them: in its image, or on a shared file system.
     slurmd takes its node out of service if a prolog is missing. So a guest's slurm.conf names programs of our own,
-    which run the site's if they are there.
-
-    `user_added` is what to read in the guest's prolog until the guest knows the job's user; empty if there is no need.
-    Slurm accepts patterns of file names, and from 24.05 on several lines of one key.
+    which run the site's programs that are there. Slurm accepts patterns of file names, and from 24.05 on several lines
+    of one key. The prolog reads the file `user_added` until the guest knows the job's user; empty: no need.
     """
     for key in RUN_IN_GUESTS:
         found = [value.strip('"') for name, value in conf.settings(slurm_conf) if name.lower() == key.lower()]
@@ -129,11 +127,9 @@ _TIMEOUT = 10.0  # seconds; a network file system may not answer
 
 
 def why_not_writable(inbox: Path, user: User) -> str | None:
-    """Why this user cannot create files in the inbox; None if the user can. Needs root. Blocks briefly.
-
-    A process of that user tries, so that access lists and network file systems count, too. A hint that cannot be
-    written is lost silently.
-    """
+    """Why this user cannot create files in the inbox; None if the user can. Needs root, blocks briefly. A process of
+    that user tries, so that access lists and network file systems count. A hint that cannot be written is lost
+    silently."""
     if not inbox.is_dir():
         return f"the directory {inbox} does not exist"
     try:
@@ -198,8 +194,7 @@ def _as_slurm_reads_it(path: Path, directory: Path) -> bytes:
 
 
 def slurm_uid(settings: Settings) -> int | None:
-    """The uid of slurmctld's user, who writes hints; None if it is unknown, which is logged. Blocks while the name
-    service answers."""
+    """The uid of slurmctld's user, who writes hints; None, with a warning, if it is unknown. Asks the name service."""
     try:
         return slurm_user(read(settings.slurm.conf)).uid
     except MultiverseError as error:
@@ -263,8 +258,7 @@ def controllers(settings: Settings, text: str) -> list[conf.Slurmctld]:
 
 
 def databases(settings: Settings, text: str, slurmctlds: Sequence[conf.Slurmctld]) -> dict[str, str]:
-    """The addresses at which guests reach slurmdbd and its backup, by their keys in slurm.conf. localhost is
-    slurmctld's machine."""
+    """The addresses of slurmdbd and its backup for guests, by their keys. localhost is slurmctld's machine."""
     known = dict(settings.network.hosts) | {one.name: one.address for one in slurmctlds}
     found = {key: known.get(name) or _resolved(name) for key, name in conf.databases(text).items()}
     own = ("localhost", "127.", "::1")

@@ -180,11 +180,8 @@ def for_guest(
 
 
 def _for_guest(key: str, found: str) -> str:
-    """A value of the site's slurm.conf as it must be in a guest.
-
-    The prolog flag X11, which Slurm refuses with proctrack/linuxproc, is replaced by Contain, which X11 implies.
-    OverMemoryKill is left out, because slurmd does not start if task/cgroup limits memory too.
-    """
+    """A value of the site's slurm.conf as it must be in a guest. Slurm refuses X11 with proctrack/linuxproc: Contain,
+    which it implies, replaces it. slurmd does not start with OverMemoryKill if task/cgroup limits memory too."""
     if key.lower() == "prologflags":
         return re.sub(r"(?i)\bx11\b", "Contain", found)
     if key.lower() == "jobacctgatherparams":
@@ -332,8 +329,7 @@ class UntilChanged(Generic[T]):
 
 def _parts(path: Path, directory: Path, files: dict[Path, int]) -> Iterator[tuple[str, str]]:
     """The text in parts, in Slurm's order. The name of a part is `OURS` for the line that includes our file, else
-    empty. The files that are read are added to `files`. Names of included files are relative to `directory`, as in
-    Slurm."""
+    empty. The files that are read are added to `files`. Names of files are relative to `directory`, as in Slurm."""
     try:
         files[path] = path.stat().st_mtime_ns
         text = path.read_text()
@@ -363,8 +359,7 @@ def features_of(node: Mapping[str, str]) -> list[str]:
 
 
 def same_nodes(one: str, other: str) -> bool:
-    """Whether two texts declare the same nodes, apart from features and first states. Slurm reads everything else again
-    without a restart."""
+    """Whether two texts declare the same nodes. Slurm reads features and other lines again without a restart."""
     declared = [records(text, "NodeName") for text in (one, other)]
     for node in (node for nodes in declared for node in nodes):
         for key in ("feature", "state", "reason"):

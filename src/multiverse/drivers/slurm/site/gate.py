@@ -39,11 +39,9 @@ _BASIC, _BOOST = 60_000, 2_000_000_000
 
 
 def boost(slurm_conf: str) -> int:
-    """By how much the nice value of a job is lowered when it is let through.
-
-    With priority/basic the first job has the priority 0xffff0000, and each later one a priority of one less (22.05 to
-    25.11): a larger boost would overflow Slurm's 32 bits. priority/multifactor bounds the sum itself.
-    """
+    """By how much the nice value of a job is lowered when it is let through. With priority/basic the first job has the
+    priority 0xffff0000, and each later job one less: a larger boost would overflow Slurm's 32 bits.
+    priority/multifactor bounds the sum itself."""
     basic = conf.value(slurm_conf, "PriorityType", "priority/basic").lower() == "priority/basic"
     return _BASIC if basic else _BOOST
 
@@ -167,8 +165,8 @@ def _unmarked(site: SiteConf, one: OverflowSettings) -> Iterator[Finding]:
 
 
 def limits_like(partition: str, site: SiteConf) -> str:
-    """The part of a line of slurm.conf that gives a partition the limits of another one; without that one, no limit of
-    time."""
+    """The part of a line of slurm.conf that gives a partition the limits of another; if that is unknown, MaxTime
+    only."""
     found = next((one for one in _partitions(site.text) if one["partitionname"] == partition), {})
     values = {"MaxTime": "INFINITE"} | {key: found[key.lower()] for key in EQUAL if key.lower() in found}
     return " ".join(f'{key}="{value}"' if " " in value else f"{key}={value}" for key, value in values.items())

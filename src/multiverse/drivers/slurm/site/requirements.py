@@ -186,8 +186,7 @@ def _include(site: SiteConf) -> Iterator[Finding]:
 
 
 def nodes_needed(cpus: int, site: SiteConf) -> int:
-    """The smallest sufficient MaxNodeCount if VMs may claim so many CPUs together: the site's nodes, the gate's nodes,
-    and the VMs that can exist at a time."""
+    """The least MaxNodeCount if VMs may claim so many CPUs: nodes of the site and the gate, and VMs at a time."""
     return len(site.nodes()) + install.GATE_NODES + _VMS_BEFORE_THEY_ARE_DELETED * cpus
 
 
