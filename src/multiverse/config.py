@@ -18,7 +18,7 @@ from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException
 from pydantic import Field, TypeAdapter, ValidationError
 
 from multiverse.core.errors import Refused
-from multiverse.core.model import CloneKind, Depth, Mount, Placement, Reach
+from multiverse.core.model import CloneKind, Depth, Mount, Overcommitment, Placement, Reach
 
 _LONGEST_SOCKET = "/mvxxxxx-99999999/agent"  # below qemu.run
 LEAST_SELF_FENCE = 60.0  # seconds: contact is made every few seconds, and lost for a moment by a restart
@@ -63,6 +63,10 @@ class HostSettings:
     disk_floor: Natural = 1024  # with less MiB available on the file system of qemu.vms, no VM is added
     # Mbit/s that VMs may claim of the network. 0: what qemu.uplink reports, and nothing if there is no uplink.
     net: Natural = 0
+
+    @property
+    def overcommitment(self) -> Overcommitment:
+        return Overcommitment(self.cpu_overcommit, self.overcommit, self.disk_overcommit, self.floor, self.disk_floor)
 
 
 @dataclass(frozen=True)

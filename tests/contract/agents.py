@@ -7,8 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from random import Random
 
-from multiverse.agent.connection import AgentConnection, ControllerIdentity
-from multiverse.agent.controller_epoch import ControllerEpoch
+from multiverse.agent.connection import AgentConnection, ControllerEpoch, ControllerIdentity
 from multiverse.agent.hypervisor import AgentHypervisor
 from multiverse_lab.simulation.hypervisor import SimulatedHosts
 from multiverse_lab.simulation.network import SimulatedAgent

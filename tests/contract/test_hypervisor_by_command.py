@@ -11,13 +11,10 @@ from random import Random
 import pytest
 from tests.contract.test_hypervisor_contract import SUITE, Check, Simulated
 
-from multiverse.agent.connection import AgentConnection, ControllerIdentity
-from multiverse.agent.controller_epoch import ControllerEpoch
-from multiverse.agent.epochs import Epochs
+from multiverse.agent.connection import AgentConnection, CommandTransport, ControllerEpoch, ControllerIdentity
 from multiverse.agent.hypervisor import AgentHypervisor
 from multiverse.agent.protocol import LONGEST_LINE
-from multiverse.agent.server import AgentIdentity, AgentServer
-from multiverse.agent.transport import CommandTransport
+from multiverse.agent.server import AgentIdentity, AgentServer, Epochs
 from multiverse_lab.simulation.hypervisor import HostLatencies, HostSource, SimulatedHosts
 from multiverse_lab.simulation.network import OneHost
 from multiverse_lab.simulation.world import Pair

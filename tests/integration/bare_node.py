@@ -16,7 +16,7 @@ from multiverse import config
 from multiverse.config import JobVmSettings
 from multiverse.core.errors import Broken
 from multiverse.core.model import vm_prefix
-from multiverse.drivers.slurm.site.plugstack import loads_plugin, plugstack
+from multiverse.drivers.slurm.site.install import loads_plugin, plugstack
 from multiverse.service.job_vms import site_of_node
 from multiverse_lab.lab import baremetal
 from multiverse_lab.lab.plan import load

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import multiverse
-from multiverse.agent import connection, transport
+from multiverse.agent import connection
 from multiverse.agent.server import AgentIdentity, AgentServer
 from multiverse.cli.main import main
 from multiverse.service import agent
@@ -58,12 +58,12 @@ class Speaking:
 def become(release: ProtocolRelease) -> None:
     """Let this process be of that release."""
     serve: Callable[..., Awaitable[None]] = AgentServer.serve
-    opened: Callable[..., Awaitable[Any]] = transport.UnixTransport.open
+    opened: Callable[..., Awaitable[Any]] = connection.UnixTransport.open
 
     async def serve_as(self: AgentServer, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await serve(self, reader, Speaking(writer, release))
 
-    async def open_as(self: transport.UnixTransport) -> Any:
+    async def open_as(self: connection.UnixTransport) -> Any:
         stream = await opened(self)
         stream.writer = Speaking(stream.writer, release)
         return stream
@@ -72,7 +72,7 @@ def become(release: ProtocolRelease) -> None:
     vars(agent)["AgentIdentity"] = partial(AgentIdentity, protocol=release.protocol, oldest=release.oldest)
     vars(connection).update(PROTOCOL=release.protocol, OLDEST=release.oldest)
     AgentServer.serve = serve_as  # type: ignore[method-assign]
-    transport.UnixTransport.open = open_as  # type: ignore[method-assign]
+    connection.UnixTransport.open = open_as  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

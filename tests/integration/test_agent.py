@@ -16,10 +16,15 @@ from random import Random
 import pytest
 
 import multiverse
-from multiverse.agent.connection import AgentConnection, ControllerIdentity
-from multiverse.agent.controller_epoch import ControllerEpoch
+from multiverse.agent.connection import (
+    AgentConnection,
+    CommandTransport,
+    ControllerEpoch,
+    ControllerIdentity,
+    Transport,
+    UnixTransport,
+)
 from multiverse.agent.hypervisor import AgentHypervisor
-from multiverse.agent.transport import CommandTransport, Transport, UnixTransport
 from multiverse.config import Settings
 from multiverse.core.errors import Unknown
 from multiverse.core.model import VmCondition, VmRef

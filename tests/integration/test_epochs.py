@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from multiverse.agent.epochs import Epoch, EpochFile
+from multiverse.agent.server import Epoch, EpochFile
 from tests.integration.small_disk import fill, small_disk
 
 pytestmark = pytest.mark.integration

@@ -17,7 +17,7 @@ from socket import AF_UNIX, socket
 
 import pytest
 
-from multiverse.agent.transport import CommandTransport, command_of, other_command
+from multiverse.agent.connection import CommandTransport, command_of, other_command
 from multiverse.config import AgentSettings
 from multiverse.core.errors import Broken
 from multiverse.images import transfer

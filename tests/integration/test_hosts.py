@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from multiverse.agent.transport import CommandTransport, command_of, other_command
+from multiverse.agent.connection import CommandTransport, command_of, other_command
 from multiverse.client import Client
 from multiverse.host import manifest
 from multiverse.images import transfer
@@ -576,7 +576,7 @@ async def test_qemu_behind_an_agent_by_ssh(check: Check, harness: OnHost) -> Non
 _IS_KILLED = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from multiverse.drivers.qemu.job_bridge import JobBridge
+from multiverse.drivers.qemu.job_vms import make_bridge
 from multiverse_lab.lab import bridge
 from multiverse_lab.lab.configure import configure
 from multiverse_lab.lab.hosts.services import host_services
@@ -588,7 +588,7 @@ where.make()
 plan = decide(where, LabOptions(hosts=2, images=Path(sys.argv[2])))
 configure(where, plan)
 bridge.up(plan)
-JobBridge(f"{plan.job_bridge}.7", "192.0.2.1", "192.0.2.0/28").make()
+make_bridge(f"{plan.job_bridge}.7", "192.0.2.1", "192.0.2.0/28")
 init, sshd, _ = host_services(plan.own_hosts[0])
 asyncio.run(init.ensure(Lab(where, plan)))
 asyncio.run(sshd.ensure(Lab(where, plan)))

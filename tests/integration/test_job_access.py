@@ -8,8 +8,8 @@ from ipaddress import IPv4Network
 import pytest
 
 from multiverse import config
-from multiverse.agent.job_vm import JobVm
-from multiverse.drivers.qemu.job_network import JobAddresses
+from multiverse.agent.jobs import JobVm
+from multiverse.drivers.qemu.job_vms import JobAddresses
 from multiverse.guest.protocol import TASKS_PORT
 from tests.integration.conftest import LabUnderTest
 from tests.integration.job_nodes import JobNode, job_nodes

@@ -17,14 +17,14 @@ from typing import Any
 
 import pytest
 
-from multiverse.bundles.qemu.agents import PilotTransport
-from multiverse.bundles.slurm.leased import PilotSteps
+from multiverse.bundles.qemu.platform import PilotTransport
 from multiverse.client import Client
 from multiverse.config import LEASE_RESERVE, JobVmSettings, LeaseSettings, Settings
 from multiverse.core.errors import MultiverseError, Unknown
 from multiverse.core.model import CloneKind, HypervisorView, LeasedHost, LeaseSpec, PilotSeen, PilotState, Size
 from multiverse.core.model.identity import lease_name
 from multiverse.drivers.slurm.driver import SlurmScheduler
+from multiverse.drivers.slurm.leases import PilotSteps
 from multiverse.host import manifest
 from multiverse.system.processes import ProcessIdentity, stat_fields
 from multiverse_lab.lab import lifecycle

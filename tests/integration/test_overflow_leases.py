@@ -14,7 +14,7 @@ import pytest
 from multiverse import config
 from multiverse.client import Client
 from multiverse.drivers.slurm.driver import SlurmScheduler
-from multiverse.images import digest
+from multiverse.images import catalog
 from multiverse_lab.lab import lifecycle
 from multiverse_lab.lab.plan import LabOptions
 from multiverse_lab.lab.services import AGENT, CONTROLLER
@@ -134,7 +134,7 @@ def test_a_job_of_a_full_partition_runs_on_a_lease_of_another_one(overflowing: L
             (vm,) = [one for one in client.vms() if one["job_id"] == job]
             assert vm["host"] == lease["name"] and (lease["partition"], lease["node"]) == (LENT, "mvp2")
             images = lab.where.host("mvp2").images
-            assert digest.recorded(images / "slim") == digest.recorded(slim().path)
+            assert catalog.recorded_digest(images / "slim") == catalog.recorded_digest(slim().path)
             assert [path.name for path in images.iterdir() if "@" in path.name] == []
             row = ended(client, job, "done")
             assert row["origin"] == FULL

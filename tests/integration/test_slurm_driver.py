@@ -31,8 +31,8 @@ from multiverse.core.model import (
 from multiverse.drivers.slurm.command import Completed, SlurmCommands, execute
 from multiverse.drivers.slurm.driver import SlurmScheduler
 from multiverse.drivers.slurm.reading.nodes import reached_nodes
-from multiverse.drivers.slurm.site.time_limits import CHECKED_EVERY
-from multiverse.drivers.slurm.submission.inbox import Hint, hints
+from multiverse.drivers.slurm.site.conf import CHECKED_EVERY
+from multiverse.drivers.slurm.submission import Hint, hints
 from tests.integration.fake_guest import SITE, FakeGuest, node_spec
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("no_controller")]

@@ -16,10 +16,9 @@ from typing import Any
 import pytest
 
 from multiverse.api import PURPOSE, ExplanationsView, ExplanationView
-from multiverse.bundles.slurm.credentials import Credentials
-from multiverse.bundles.slurm.slurm_conf import PrivateData
+from multiverse.bundles.slurm.scheduler import Credentials, PrivateData
 from multiverse.client import Client
-from multiverse.drivers.slurm.site.site_conf import munge_socket
+from multiverse.drivers.slurm.site.conf import munge_socket
 from multiverse.service.explanations import Viewer
 from multiverse.service.startup import bind
 from multiverse.service.users_socket import Pace, UserQuestions, serve_users

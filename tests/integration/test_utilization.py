@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from multiverse.client import Client
-from multiverse.drivers.slurm.site.time_limits import seconds_of
+from multiverse.drivers.slurm.site.conf import seconds_of
 from tests.integration.conftest import LabUnderTest
 from tests.integration.watch import ended, latest, nothing_left, until
 

@@ -11,13 +11,11 @@ from typing import Any, Literal
 
 import pytest
 
-from multiverse.agent import calls, protocol
-from multiverse.agent.calls import AgentCall, Create, Nothing
+from multiverse.agent import protocol
 from multiverse.agent.dial import permitted
-from multiverse.agent.epochs import Epoch, EpochFile, Epochs
-from multiverse.agent.protocol import Answer, Line, decode_answer, decode_line, encode
+from multiverse.agent.protocol import AgentCall, Answer, Create, Line, Nothing, decode, encode
 from multiverse.agent.self_fence import Contacts, FenceTimer
-from multiverse.agent.server import AgentIdentity, AgentServer
+from multiverse.agent.server import AgentIdentity, AgentServer, Epoch, EpochFile, Epochs
 from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError, Refused, Stale, Superseded, Unknown
 from multiverse.core.model import (
     CloneKind,
@@ -209,7 +207,7 @@ async def test_an_agent_that_hangs_is_given_up(agents: list[SimulatedAgent]) -> 
     async with controller(agents) as one:
         await one.connected()
         agents[1].link.cut()
-        assert f"{protocol.SILENCE:g} s" in await unknown(one.connections[1].call(calls.Observe()))
+        assert f"{protocol.SILENCE:g} s" in await unknown(one.connections[1].call(protocol.Observe()))
         assert one.connections[1].reason and one.connections[0].reason == ""
 
 
@@ -429,7 +427,7 @@ async def test_another_release_is_told_why_it_is_refused(agents: list[SimulatedA
     reader, writer = await _raw(agents[1])
     hello = protocol.Hello(release="9.0", protocol=99, oldest=98, controller="c", site="test0")
     writer.write(encode(Line(hello=hello)))
-    refused = decode_answer(await reader.readuntil()).refused
+    refused = decode(Answer, await reader.readuntil()).refused
     assert refused is not None and refused.kind == "refused" and "9.0" in refused.message and refused.hint
     assert await reader.read() == b""
 
@@ -478,7 +476,7 @@ async def test_a_ping_of_an_older_controller_is_refused_and_is_no_contact(agents
     contacts = dict(timer.contacts.controllers)
     await asyncio.sleep(10.0)
     old[1].write(encode(Line(ping=1)))
-    refused = decode_answer(await old[0].readuntil()).refused
+    refused = decode(Answer, await old[0].readuntil()).refused
     assert refused is not None and "another controller" in refused.message
     assert await old[0].read() == b"" and timer.contacts.controllers == contacts
 
@@ -492,9 +490,9 @@ async def test_what_a_neighbouring_release_adds_is_ignored_and_what_it_lacks_has
     vm = {"name": "mvtest0-1", "host": "h1", "image": "slim", "kind": "full", "size": {"cpus": 1, "memory": 256}}
     call = {"name": "create", "vm": {**vm, "mac": "02:00:5e:00:00:01", "colour": "blue"}, "urgent": True}
     writer.write(json.dumps({"id": 1, "call": call, "trace": "x"}).encode() + b"\n")
-    assert decode_answer(await reader.readuntil()).result is not None
+    assert decode(Answer, await reader.readuntil()).result is not None
     writer.write(b'{"id": 2, "call": {"name": "observe"}}\n')
-    answer = decode_answer(await reader.readuntil())
+    answer = decode(Answer, await reader.readuntil())
     assert answer.result is not None and list(answer.result["vms"]) == ["mvtest0-1"]
 
 
@@ -529,7 +527,7 @@ async def test_a_call_that_comes_twice_is_done_once(agents: list[SimulatedAgent]
 )
 def test_what_is_no_line_is_refused_without_its_content(data: bytes) -> None:
     with pytest.raises(Refused) as caught:
-        decode_line(data)
+        decode(Line, data)
     assert "protocol" in str(caught.value) and "secret" not in str(caught.value)
 
 
@@ -587,20 +585,20 @@ def test_a_line_keeps_what_it_says() -> None:
     bootstrap = NodeBootstrap(files=(GuestFile("/etc/munge.key", bytes(range(256)), 0o400),))
     identity = Identity("mv-1", "02:00:5e:00:00:01", "10.0.0.2/16", "10.0.0.1", "0" * 32, (user,), bootstrap=bootstrap)
     for call in (
-        calls.Create(vm=spec(kind=CloneKind.INSTANT)),
-        calls.Start(vm=VmRef("mv-1", "h", "t"), size=SIZE, identity=identity),
-        calls.Destroy(vm=VmRef("mv-1", "h", "t"), grace=1.5),
-        calls.AddUser(vm=VmRef("mv-1"), user=user),
-        calls.Connect(vm=VmRef("mv-1"), neighbours=(Neighbour("10.0.0.3", "02:00:5e:00:00:02", "192.0.2.1"),)),
-        calls.BuildTemplate(template=TemplateKey("h", "slim", SIZE, "physics")),
-        calls.DeleteTemplate(template=TemplateKey("h", "slim", SIZE)),
-        calls.Measure(),
-        calls.Examine(),
+        protocol.Create(vm=spec(kind=CloneKind.INSTANT)),
+        protocol.Start(vm=VmRef("mv-1", "h", "t"), size=SIZE, identity=identity),
+        protocol.Destroy(vm=VmRef("mv-1", "h", "t"), grace=1.5),
+        protocol.AddUser(vm=VmRef("mv-1"), user=user),
+        protocol.Connect(vm=VmRef("mv-1"), neighbours=(Neighbour("10.0.0.3", "02:00:5e:00:00:02", "192.0.2.1"),)),
+        protocol.BuildTemplate(template=TemplateKey("h", "slim", SIZE, "physics")),
+        protocol.DeleteTemplate(template=TemplateKey("h", "slim", SIZE)),
+        protocol.Measure(),
+        protocol.Examine(),
     ):
         line = Line(id=1, call=call)
         data = encode(line)
         assert data.endswith(b"\n") and data.count(b"\n") == 1
-        assert decode_line(data) == line
+        assert decode(Line, data) == line
 
 
 @virtual
@@ -640,6 +638,6 @@ async def _raw(agent: SimulatedAgent) -> tuple[asyncio.StreamReader, asyncio.Str
 
 async def _greeted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, epoch: int = 1) -> None:
     writer.write(encode(Line(hello=HELLO)))
-    assert decode_answer(await reader.readuntil()).welcome is not None
+    assert decode(Answer, await reader.readuntil()).welcome is not None
     writer.write(encode(Line(take=epoch)))
-    assert decode_answer(await reader.readuntil()) == Answer(taken=epoch)
+    assert decode(Answer, await reader.readuntil()) == Answer(taken=epoch)

@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 
 from multiverse.bundles.composite import CompositePlatform, together
-from multiverse.bundles.contract import DaemonTask, Followed
+from multiverse.bundles.contract import DaemonTask, Followed, platform_bundles, scheduler_bundle
 from multiverse.bundles.qemu.platform import QEMU
-from multiverse.bundles.registry import platform_bundles, scheduler_bundle
-from multiverse.bundles.slurm.scheduler import SLURM
-from multiverse.bundles.slurm.words import SlurmWords
+from multiverse.bundles.slurm.scheduler import SLURM, SlurmWords
 from multiverse.config import Settings
 from multiverse.core.errors import Gone, Refused
 from multiverse.core.model import Host, HostUsage, HypervisorView, Size, TemplateKey, User, VmRef, VmSpec

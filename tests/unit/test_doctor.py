@@ -15,7 +15,7 @@ import pytest
 from typer.main import get_command
 
 from multiverse.api import Alert, HostView, SizeView, StatusView
-from multiverse.bundles.slurm import examine as of_slurm
+from multiverse.bundles.slurm import scheduler as of_slurm
 from multiverse.cli.commands import build
 from multiverse.config import (
     HostSettings,
@@ -26,11 +26,11 @@ from multiverse.config import (
     UsersSettings,
     WebSettings,
 )
-from multiverse.drivers.slurm.site import conflicts, install
+from multiverse.drivers.slurm.site import install, requirements
+from multiverse.drivers.slurm.site.conf import SiteConf, munge_socket
 from multiverse.drivers.slurm.site.requirements import Finding, Level, Version
-from multiverse.drivers.slurm.site.site_conf import SiteConf, munge_socket
 from multiverse.host.virtual_functions import VirtualFunction
-from multiverse.images.installed import package_version
+from multiverse.images.catalog import package_version
 from multiverse.service import doctor
 from multiverse.site import machine
 from multiverse.site.machine import FileSystem, MachineFacts
@@ -166,7 +166,7 @@ SLURM = SlurmSettings()
 def test_slurmd_in_an_image_is_of_a_release_that_slurmctld_accepts(
     release: tuple[int, int], slurmd: str | None, level: Level | None, message: str
 ) -> None:
-    findings = list(conflicts.guests(Version(*release), {"slim": slurmd}))
+    findings = list(requirements.guests(Version(*release), {"slim": slurmd}))
     assert [each.level for each in findings] == ([level] if level else [])
     assert all(message in each.message and each.name == "image slim" and each.remedy for each in findings)
 
@@ -174,8 +174,8 @@ def test_slurmd_in_an_image_is_of_a_release_that_slurmctld_accepts(
 def test_a_node_set_that_would_catch_vms_is_found() -> None:
     text = f"NodeSet={install.NODE_SET} Feature=vm\nNodeSet=all Nodes=n[1-9]\nNodeSet=mine Feature=vm\n"
     text += "NodeSet=g Feature=mvgate,x\nNodeSet=other Feature=vmware\n"
-    assert [each.name for each in conflicts.node_sets(SLURM, SiteConf(text))] == ["NodeSet=mine", "NodeSet=g"]
-    assert list(conflicts.node_sets(SlurmSettings(node_feature="a", gate_feature="b"), SiteConf(text))) == []
+    assert [each.name for each in requirements.node_sets(SLURM, SiteConf(text))] == ["NodeSet=mine", "NodeSet=g"]
+    assert list(requirements.node_sets(SlurmSettings(node_feature="a", gate_feature="b"), SiteConf(text))) == []
 
 
 def test_a_reservation_that_would_catch_jobs_at_the_gate_is_found() -> None:
@@ -186,11 +186,11 @@ def test_a_reservation_that_would_catch_jobs_at_the_gate_is_found() -> None:
         "ReservationName=all StartTime=a EndTime=b Nodes=(null) PartitionName=vm Flags=\n"
         "No reservations in the system\n"
     )
-    findings = list(conflicts.reservations(SLURM, shown))
+    findings = list(requirements.reservations(SLURM, shown))
     assert [each.name for each in findings] == ["ReservationName=maint", "ReservationName=all"]
     assert "nodes of the gate from 2026-11-24T00:00:00" in findings[0].message
     assert "the partition vm from" in findings[1].message
-    assert list(conflicts.reservations(SLURM, "No reservations in the system\n")) == []
+    assert list(requirements.reservations(SLURM, "No reservations in the system\n")) == []
 
 
 def test_a_slurmctld_that_the_name_service_does_not_know_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

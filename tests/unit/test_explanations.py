@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from multiverse.api import TrialRequest
-from multiverse.bundles.slurm.words import SlurmWords
+from multiverse.bundles.slurm.scheduler import SlurmWords
 from multiverse.core.errors import Refused
 from multiverse.core.model import Attempt, AttemptState
 from multiverse.service.api import make_api

@@ -15,11 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multiverse.agent.calls import Observe
-from multiverse.agent.epochs import Epochs
-from multiverse.agent.protocol import Answer, Hello, Line, decode_answer, encode
+from multiverse.agent.protocol import Answer, Hello, Line, Observe, decode, encode
 from multiverse.agent.self_fence import ContactFile, Contacts, FenceTimer, SelfFence
-from multiverse.agent.server import AgentIdentity, AgentServer
+from multiverse.agent.server import AgentIdentity, AgentServer, Epochs
 from multiverse.config import FenceSettings
 from multiverse.core.errors import Unknown
 from multiverse.core.model import Host, HypervisorView, Size, VmRef
@@ -285,7 +283,7 @@ async def test_contact_is_as_old_as_the_answer_that_the_controller_has_got() -> 
 
     async def say(line: Line) -> Answer:
         writer.write(encode(line))
-        return decode_answer(await reader.readline())
+        return decode(Answer, await reader.readline())
 
     await say(Line(hello=Hello(release="1", protocol=1, oldest=1, controller="c", site="test0")))
     now = 1003.0
@@ -315,7 +313,7 @@ class Pipe:
 
     async def say(self, line: Line) -> Answer:
         self._writer.write(encode(line))
-        return decode_answer(await self._reader.readline())
+        return decode(Answer, await self._reader.readline())
 
     async def shown(self, number: int) -> float:
         """The time of self-fencing that an observation tells."""

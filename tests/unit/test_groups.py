@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multiverse import config
-from multiverse.agent.vxlan import VxlanDirectory
+from multiverse.agent.hypervisor import VxlanDirectory
 from multiverse.controller.publication import GroupBook
 from multiverse.core.errors import Exhausted, Refused, Unknown
 from multiverse.core.model import (
@@ -30,7 +30,7 @@ from multiverse.core.model import (
     group_of,
 )
 from multiverse.core.transition import Change, Event, Move
-from multiverse.drivers.slurm.site.addresses import AddressFile
+from multiverse.drivers.slurm.site.install import AddressFile
 from multiverse.guest.agent import network
 from multiverse.host import manifest
 from multiverse.host.firewall import Firewall, MemberRecord, changed

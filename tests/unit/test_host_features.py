@@ -14,7 +14,7 @@ import pytest
 from pydantic import TypeAdapter
 from structlog.testing import capture_logs
 
-from multiverse.agent.calls import HypervisorAnswer
+from multiverse.agent.protocol import HypervisorAnswer
 from multiverse.config import HostSettings, QemuSettings, Settings, parse
 from multiverse.core.errors import Broken, Exhausted, Refused
 from multiverse.core.model import CloneKind, Host, HypervisorView, Size

@@ -17,8 +17,8 @@ from unittest import mock
 import pytest
 from fastapi.testclient import TestClient
 
-from multiverse.agent.transport import CommandTransport, UnixTransport, command_of
-from multiverse.bundles.qemu.agents import connect_agents, declared, transport_to
+from multiverse.agent.connection import CommandTransport, UnixTransport, command_of
+from multiverse.bundles.qemu.platform import connect_agents, declared, transport_to
 from multiverse.cli import render
 from multiverse.cli.arguments import unix_time
 from multiverse.cli.commands import build

@@ -9,18 +9,19 @@ import pytest
 
 from multiverse.core.errors import Broken, Refused
 from multiverse.guest.assemble import assemble
-from multiverse.images import initramfs, recipe
-from multiverse.images.build import build
-from multiverse.images.catalog import Flavour, Image, list_images, load, write_manifest
-from multiverse.images.recipe import Recipe
-from multiverse.images.root import (
+from multiverse.images import build as builder
+from multiverse.images import initramfs
+from multiverse.images.build import (
     AGENT_PATH,
+    Recipe,
+    build,
     enable_unit,
     install_agent,
     kernel_release,
     remove_dead_plugins,
     strip_identity,
 )
+from multiverse.images.catalog import Flavour, Image, list_images, load, write_manifest
 
 
 @pytest.mark.parametrize("name", ["", "../x", "A", "a/b", "-a", "x" * 41])
@@ -111,11 +112,11 @@ def test_a_change_of_the_assembled_agent_changes_the_key_of_the_image_and_not_th
 ) -> None:
     source = tmp_path / "debian.sources"
     source.write_text("Types: deb\n")
-    monkeypatch.setattr(recipe, "_suite", lambda: "bookworm")
-    monkeypatch.setattr(recipe, "_sources", lambda: (source,))
+    monkeypatch.setattr(builder, "_suite", lambda: "bookworm")
+    monkeypatch.setattr(builder, "_sources", lambda: (source,))
     first = Recipe.of("slim", (), None)
     assert first.agent == assemble()
-    monkeypatch.setattr(recipe, "assemble", lambda: assemble() + "\n")
+    monkeypatch.setattr(builder, "assemble", lambda: assemble() + "\n")
     second = Recipe.of("slim", (), None)
     assert second.keys()[0] == first.keys()[0]
     assert second.keys()[1] != first.keys()[1]

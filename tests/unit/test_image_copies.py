@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from multiverse.bundles.qemu import image_copies
-from multiverse.bundles.qemu.image_copies import RETRY, ImageCopies, wanted_copies
+from multiverse.bundles.qemu import platform
+from multiverse.bundles.qemu.platform import RETRY, ImageCopies, wanted_copies
 from multiverse.core.errors import Broken
 from multiverse.core.model import (
     AttemptState,
@@ -143,7 +143,7 @@ async def test_a_copy_that_failed_is_repeated_after_a_while(tmp_path: Path, send
 async def test_no_copy_is_begun_twice_and_few_at_the_same_time(
     tmp_path: Path, sender: Sender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(image_copies, "AT_ONCE", 2)
+    monkeypatch.setattr(platform, "AT_ONCE", 2)
     image(tmp_path, "one")
     image(tmp_path, "two")
     clock, seen = Clock(), world(host("h2"), host("h3"))

@@ -20,9 +20,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multiverse.core.errors import Broken, Exhausted, Refused
-from multiverse.images import catalog, digest, install, transfer
+from multiverse.images import catalog, transfer
 from multiverse.images.catalog import Image, list_images, load, write_manifest
-from multiverse.images.store import ImageStore
+from multiverse.images.transfer import ImageStore
 
 _RECEIVES = """
 import sys
@@ -68,7 +68,7 @@ def test_an_image_arrives_whole_and_sparse_and_once(tmp_path: Path) -> None:
     got = load(there, "slim")
     assert content(got) == content(sent)
     assert got.disk.stat().st_blocks * 512 < 1 << 20, "holes stay holes"
-    assert digest.recorded(got.path) == digest.digest_of(sent.path) == digest.digest_of(got.path)
+    assert catalog.recorded_digest(got.path) == catalog.digest_of(sent.path) == catalog.digest_of(got.path)
     assert got.path.stat().st_mode & 0o777 == 0o755
     assert transfer.send(sent, receiver(there)) is False
     assert remains(there) == []
@@ -127,7 +127,7 @@ def crashing(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
         monkeypatch.setattr(Path, "rename", rename_or_crash)
         # Nothing is removed after a crash either.
-        monkeypatch.setattr(install.shutil, "rmtree", lambda *args, **kwargs: None)
+        monkeypatch.setattr(catalog.shutil, "rmtree", lambda *args, **kwargs: None)
 
     return crash_after
 
@@ -158,7 +158,7 @@ def test_where_names_cannot_be_exchanged_the_old_image_is_put_back_after_a_crash
     def cannot(one: Path, other: Path) -> None:
         raise OSError(errno.EINVAL, "not on NFS")
 
-    monkeypatch.setattr(install.kernel, "exchange", cannot)
+    monkeypatch.setattr(catalog.kernel, "exchange", cannot)
     crashing(renames)
     with contextlib.suppress(Crash):
         transfer.copy(newer, there)
@@ -173,7 +173,7 @@ def test_where_names_cannot_be_exchanged_the_old_image_is_put_back_after_a_crash
 
 def test_what_is_not_the_image_of_that_digest_does_not_appear(tmp_path: Path) -> None:
     sent, there = image(tmp_path / "here"), tmp_path / "there"
-    digest.record(sent.path, "0" * 64)
+    catalog.record_digest(sent.path, "0" * 64)
     with pytest.raises(Broken, match=r"has the digest \w+, and not 000000000000"):
         transfer.send(sent, receiver(there))
     assert list_images(there) == [] and remains(there) == []
@@ -185,7 +185,7 @@ def test_what_breaks_off_does_not_appear_and_can_be_repeated(tmp_path: Path) -> 
     archive = tmp_path / "archive"
     with archive.open("wb") as file:
         transfer._archive(sent, file)
-    expected = digest.digest_of(sent.path)
+    expected = catalog.digest_of(sent.path)
     half = tmp_path / "half"
     half.write_bytes(archive.read_bytes()[: archive.stat().st_size // 2])
     with half.open("rb") as source, pytest.raises((Exhausted, Broken)):
@@ -205,7 +205,7 @@ def test_an_image_is_not_listed_while_it_arrives(tmp_path: Path) -> None:
     archive = tmp_path / "archive"
     with archive.open("wb") as file:
         transfer._archive(sent, file)
-    data, expected = archive.read_bytes(), digest.digest_of(sent.path)
+    data, expected = archive.read_bytes(), catalog.digest_of(sent.path)
     out, into = os.pipe()
 
     def receive() -> None:
@@ -259,18 +259,18 @@ def test_a_digest_depends_on_content_and_not_on_holes(pieces: list[tuple[int, by
                 plain[page * 4096 : page * 4096 + len(data)] = data
             file.truncate(size)
         other.disk.write_bytes(plain)
-        assert digest.digest_of(one.path) == digest.digest_of(other.path)
+        assert catalog.digest_of(one.path) == catalog.digest_of(other.path)
         plain[-1] ^= 1
         other.disk.write_bytes(plain)
-        assert digest.digest_of(one.path) != digest.digest_of(other.path)
+        assert catalog.digest_of(one.path) != catalog.digest_of(other.path)
 
 
-@pytest.mark.parametrize("file", digest.FILES)
+@pytest.mark.parametrize("file", catalog.FILES)
 def test_a_digest_depends_on_each_file(file: str, tmp_path: Path) -> None:
     one = image(tmp_path)
-    before = digest.digest_of(one.path)
+    before = catalog.digest_of(one.path)
     (one.path / file).write_bytes((one.path / file).read_bytes() + b"x")
-    assert digest.digest_of(one.path) != before
+    assert catalog.digest_of(one.path) != before
 
 
 # --- on demand ---------------------------------------------------------------------------------------
@@ -316,7 +316,7 @@ def test_threads_that_list_at_the_same_time_wait_for_the_same_look(
         return list_images(path)
 
     monkeypatch.setattr(catalog, "list_images", slowly)
-    monkeypatch.setattr("multiverse.images.store._PATIENCE", 60)
+    monkeypatch.setattr("multiverse.images.transfer._PATIENCE", 60)
     store = ImageStore(tmp_path / "local", site)
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(store.listed)
@@ -333,7 +333,7 @@ def test_an_image_of_the_site_is_found_also_while_no_look_has_ended(
     site, go_on = tmp_path / "site", threading.Event()
     offered, listed = image(site), list_images
     monkeypatch.setattr(catalog, "list_images", lambda path: listed(path) if path != site or go_on.wait(60) else [])
-    monkeypatch.setattr("multiverse.images.store._PATIENCE", 0)
+    monkeypatch.setattr("multiverse.images.transfer._PATIENCE", 0)
     store = ImageStore(tmp_path / "local", site)
     assert store.listed() == [] and store.found("slim") == offered
     go_on.set()

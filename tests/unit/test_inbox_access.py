@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from multiverse.bundles.slurm.inbox_access import warn_of_closed_inbox
+from multiverse.bundles.slurm.scheduler import warn_of_closed_inbox
 from multiverse.config import Settings, SlurmSettings
-from multiverse.drivers.slurm.submission.inbox import hints
+from multiverse.drivers.slurm.submission import hints
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 

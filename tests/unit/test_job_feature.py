@@ -9,7 +9,7 @@ import pytest
 from multiverse.config import SlurmSettings
 from multiverse.core.errors import Broken, Refused, Unknown
 from multiverse.drivers.slurm.command import Completed, SlurmCommands
-from multiverse.drivers.slurm.job_vms.feature import TEST, check_plugin, set_feature, why_not
+from multiverse.drivers.slurm.job_vms import TEST, check_plugin, set_feature, why_not
 
 EXPECTED = {"protocol": "1", "records": "/run/r"}
 SAID = "multiverse-plugin protocol=1 feature=f records=/run/r\nmultiverse-plugin "

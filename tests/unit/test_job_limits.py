@@ -39,7 +39,7 @@ from multiverse.core.model import (
 )
 from multiverse.core.policy import Policy
 from multiverse.core.transition import Event
-from multiverse.drivers.slurm.submission.limits_file import SubmissionFile
+from multiverse.drivers.slurm.submission import SubmissionFile
 from tests.unit.planner_harness import POLICY
 from tests.unit.rows import SOURCE, attempt, changes_of, state, world_of
 from tests.unit.slurm_lua import install_scripts, modify, needs_lua, submit_each

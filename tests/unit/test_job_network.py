@@ -7,11 +7,11 @@ from ipaddress import IPv4Address, IPv4Network
 
 import pytest
 
-from multiverse.agent.job_vm import MOST_JOBS, JobVm
+from multiverse.agent.jobs import MOST_JOBS, JobVm
 from multiverse.config import JobVmSettings
 from multiverse.core.errors import Refused
 from multiverse.core.model.identity import mac_of, mac_of_address
-from multiverse.drivers.qemu.job_network import JobAddresses, guest_mac, guest_name
+from multiverse.drivers.qemu.job_vms import JobAddresses, guest_mac, guest_name
 
 ADDRESSES = JobAddresses(IPv4Network(JobVmSettings().subnet))
 VM = JobVm(7, 0, 0, 1000, 0, "slim", 1, 256, 0, "t", "s", (), vms=2, nodes=("a", "b"))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from multiverse.agent.job_vm import JobVm
+from multiverse.agent.jobs import JobVm
 from multiverse.config import JobVmSettings, NetworkSettings, Settings, parse
 from multiverse.core.errors import Broken, Gone, MultiverseError, Refused, Unknown
 from multiverse.core.model import (

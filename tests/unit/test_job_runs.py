@@ -6,7 +6,7 @@ import pytest
 
 from multiverse.agent.job_tasks import JobRun
 from multiverse.core.errors import Unknown
-from multiverse.drivers.slurm.job_vms.runs import parse_run, parse_share
+from multiverse.drivers.slurm.job_vms import parse_run, parse_share
 
 SHOWN = """\
 JobId=12 JobName=x

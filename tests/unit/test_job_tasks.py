@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from multiverse.agent import job_tasks
-from multiverse.agent.job_protocol import AskComment, LaunchVms, ListVms, ProvideVm, ReclaimVms, StepRequest, parse
+from multiverse.agent.job_protocol import LaunchVms, PlainRequest, ProvideVm, StepRequest, parse
 from multiverse.agent.job_tasks import JobRun, JobTasks
-from multiverse.agent.job_vm import JobVm
+from multiverse.agent.jobs import JobVm
 from multiverse.core.errors import Broken, Gone, MultiverseError, Refused, Unknown
 from multiverse.system.processes import Peer
 
@@ -111,12 +111,12 @@ async def test_a_step_launches_what_it_wants_for_the_job_that_it_is_in(tasks: Jo
     (request,) = fake.provided
     expected = ProvideVm(JOB, ADA, 4, 2000, "slim", vms=2, nodes=("n1", "n2"), node=1, started=STARTED)
     assert request == expected
-    assert await tasks.answer(AskComment(), Peer(100, ADA, ADA)) == "mine vm:image=slim"
-    assert await tasks.answer(ListVms(), Peer(100, ADA, ADA)) == "12 0 mvjob-12-0=10.0.0.1 mvjob-12-1=10.0.0.2"
-    assert await tasks.answer(ReclaimVms(), Peer(100, ADA, ADA)) == "12" and fake.released == [JOB]
+    assert await tasks.answer(PlainRequest.COMMENT, Peer(100, ADA, ADA)) == "mine vm:image=slim"
+    assert await tasks.answer(PlainRequest.LIST, Peer(100, ADA, ADA)) == "12 0 mvjob-12-0=10.0.0.1 mvjob-12-1=10.0.0.2"
+    assert await tasks.answer(PlainRequest.RECLAIM, Peer(100, ADA, ADA)) == "12" and fake.released == [JOB]
 
 
-@pytest.mark.parametrize("request_", [AskComment(), launch(), ListVms(), ReclaimVms()])
+@pytest.mark.parametrize("request_", [PlainRequest.COMMENT, launch(), PlainRequest.LIST, PlainRequest.RECLAIM])
 async def test_a_process_outside_of_jobs_and_one_of_another_user_get_nothing(
     tasks: JobTasks, fake: Fake, request_: StepRequest
 ) -> None:
@@ -151,11 +151,11 @@ async def test_without_an_answer_of_slurmctld_no_vm_is_launched_and_none_is_rele
 
 async def test_a_step_finds_no_vm_before_it_is_launched_nor_one_of_an_earlier_run(tasks: JobTasks, fake: Fake) -> None:
     with pytest.raises(Refused, match=r"has no VM on this node.*multiverse-vm launch"):
-        await tasks.answer(ListVms(), Peer(100, ADA, ADA))
+        await tasks.answer(PlainRequest.LIST, Peer(100, ADA, ADA))
     fake.failures = 1 << 30  # it is not released soon
     fake.vms[JOB] = (vm_of(JOB, ADA, STARTED - 100),)
     with pytest.raises(Refused, match="has no VM on this node"):
-        await tasks.answer(ListVms(), Peer(100, ADA, ADA))
+        await tasks.answer(PlainRequest.LIST, Peer(100, ADA, ADA))
 
 
 async def until(condition: object) -> None:
@@ -196,10 +196,10 @@ async def test_a_question_about_one_job_keeps_no_step_of_another_waiting(tasks: 
     fake.jobs[101], fake.runs[other] = other, JobRun(other, BOB, STARTED, ("n2",))
     fake.vms |= {JOB: (vm_of(JOB, ADA, STARTED),), other: (vm_of(other, BOB, STARTED),)}
     fake.unanswered = {JOB}
-    waiting = asyncio.create_task(tasks.answer(ListVms(), Peer(100, ADA, ADA)))
+    waiting = asyncio.create_task(tasks.answer(PlainRequest.LIST, Peer(100, ADA, ADA)))
     await until(lambda: fake.asked > 1)
     async with asyncio.timeout(10):
-        assert (await tasks.answer(ListVms(), Peer(101, BOB, BOB))).startswith("13 ")
+        assert (await tasks.answer(PlainRequest.LIST, Peer(101, BOB, BOB))).startswith("13 ")
     waiting.cancel()
 
 
@@ -208,7 +208,7 @@ async def test_a_job_that_runs_without_a_step_here_keeps_its_vms(tasks: JobTasks
     fake.steps = False
     await until(lambda: fake.asked > 5)
     assert not fake.released
-    assert await tasks.answer(ListVms(), Peer(100, ADA, ADA))
+    assert await tasks.answer(PlainRequest.LIST, Peer(100, ADA, ADA))
 
 
 async def test_the_plugins_vms_are_not_watched(tasks: JobTasks, fake: Fake) -> None:

@@ -8,7 +8,7 @@ from multiverse.agent.job_protocol import EnterVm, ProvideVm, ReleaseVm, answer,
 from multiverse.config import JobVmSettings
 from multiverse.core.errors import Gone, Refused
 from multiverse.core.model import Size
-from multiverse.drivers.slurm.site.plugstack import plugstack
+from multiverse.drivers.slurm.site.install import plugstack
 
 REQUEST = ProvideVm(12, uid=1000, cores=2, allocated=1000)
 

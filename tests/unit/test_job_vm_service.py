@@ -16,8 +16,7 @@ import pytest
 import structlog
 
 from multiverse.agent import jobs
-from multiverse.agent.job_vm import JobVm
-from multiverse.agent.jobs import JobVmService, JobVmSizes
+from multiverse.agent.jobs import JobVm, JobVmService, JobVmSizes
 from multiverse.config import AgentSettings, JobVmSettings, Settings
 from multiverse.core.errors import Broken, Gone, Unknown
 from multiverse.core.model import User

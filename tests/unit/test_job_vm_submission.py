@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from multiverse.agent.job_protocol import PROTOCOL, PluginTest, parse
+from multiverse.agent.job_protocol import PROTOCOL, PlainRequest, parse
 from multiverse.agent.job_protocol import answer as answer_of_agent
 from multiverse.config import JobVmSettings, Settings, SlurmSettings
-from multiverse.drivers.slurm.job_vms.feature import TEST
-from multiverse.drivers.slurm.site.plugstack import plugstack
+from multiverse.drivers.slurm.job_vms import TEST
+from multiverse.drivers.slurm.site.install import plugstack
 from tests.unit.plugin_harness import SPANK, build, needs_plugin
 from tests.unit.slurm_lua import PARTITIONS, install_scripts, modify, needs_lua, run, submit, submit_each
 
@@ -332,7 +332,7 @@ def test_the_plugin_tells_the_agent_what_does_not_work(plugin: Path, tmp_path: P
 def _answer(agent: socket.socket) -> None:
     connection, _ = agent.accept()
     with connection:
-        assert isinstance(parse(connection.recv(100)), PluginTest)
+        assert parse(connection.recv(100)) is PlainRequest.TEST
         connection.sendall(answer_of_agent())
 
 

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from multiverse.agent.job_vm import JobVm
+from multiverse.agent.jobs import JobVm
 from multiverse.config import AgentSettings, Settings, VxlanSettings
 from multiverse.core.errors import Refused
 from multiverse.core.model import Neighbour
-from multiverse.drivers.qemu import job_vxlan
-from multiverse.drivers.qemu.job_network import JobAddresses, guest_mac
-from multiverse.drivers.qemu.job_vxlan import JobVxlan
+from multiverse.drivers.qemu import job_vms
+from multiverse.drivers.qemu.job_vms import JobAddresses, JobVxlan, guest_mac
 from multiverse.host.vxlan import VxlanConfig
 
 VM = JobVm(7, 0, 0, 1000, 3, "slim", 1, 256, 0, "t", "s", (), vms=2, nodes=("a", "b"))
@@ -52,7 +51,7 @@ class Made:
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Made:
     found = Made()
-    monkeypatch.setattr(job_vxlan, "Vxlan", found)
+    monkeypatch.setattr(job_vms, "Vxlan", found)
     return found
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from multiverse.bundles.qemu.agents import PilotTransport, connect_agents
+from multiverse.bundles.qemu.platform import PilotTransport, connect_agents
 from multiverse.config import Settings
 from multiverse.controller.learned import ForecastRecorder
 from multiverse.core.capacity.sizes import job_limits

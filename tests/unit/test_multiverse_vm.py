@@ -18,8 +18,7 @@ from multiverse.agent.job_protocol import (
     LONGEST_ANSWER,
     MOST_VMS,
     LaunchVms,
-    ListVms,
-    ReclaimVms,
+    PlainRequest,
     ReleaseVm,
     answer,
     parse,
@@ -142,7 +141,7 @@ def test_a_command_runs_in_the_vm_of_its_task(agent: Agent) -> None:
     done = agent.run("run", "--vm=1", "--", "true", LD_PRELOADED="x")
     assert done.stdout == f"{agent.path} 12 1 step true  2 3 x\n"
     assert "a number of at most 1" in agent.run("run", "--vm=2", "--", "true").stderr
-    assert isinstance(parse(agent.requests[0]), ListVms)
+    assert parse(agent.requests[0]) is PlainRequest.LIST
 
 
 def test_a_command_without_a_vm_does_not_run(agent: Agent) -> None:
@@ -159,7 +158,7 @@ def test_a_command_without_a_vm_does_not_run(agent: Agent) -> None:
 def test_vms_are_given_back_by_a_step_or_by_an_epilog_of_the_site(agent: Agent) -> None:
     agent.answers = [answer(told="12"), answer()]
     assert agent.run("reclaim").returncode == 0 and agent.run("reclaim", "--job=12").returncode == 0
-    assert [parse(line) for line in agent.requests] == [ReclaimVms(), ReleaseVm(12)]
+    assert [parse(line) for line in agent.requests] == [PlainRequest.RECLAIM, ReleaseVm(12)]
 
 
 def test_an_answer_about_the_most_vms_fits() -> None:

@@ -28,7 +28,7 @@ from multiverse.core.model import (
 from multiverse.core.model.identity import site_of_lease
 from multiverse.core.state import State
 from multiverse.drivers.slurm.reading import parse
-from multiverse.drivers.slurm.submission.offers import OfferFiles
+from multiverse.drivers.slurm.submission import OfferFiles
 from multiverse.host.qemu.context import HostContext
 from multiverse.host.registry import UidPool, VmRegistry
 from tests.unit.planner_harness import POLICY, PlannerHarness
@@ -95,8 +95,6 @@ def test_the_planner_the_host_and_slurm_take_a_name_with_letters(tmp_path: Path)
     assert harness.rows.next_serial == FIRST_LETTER + 1
     assert vm.address.endswith(f"/{POLICY.subnet.prefixlen}") and vm.mac == mac_of("test0", FIRST_LETTER)
     assert parse.is_pin(vm.feature)
-    site = parse.SiteNames("test0", "vm", "mvgate", "vm")
-    assert list(parse.nodes([{"name": vm.name, "state": "idle"}], site)) == [vm.name]
     assert parse.hosts("mvtest0-a[000000-000001]") == (vm.name, "mvtest0-a000001")
     files = OfferFiles(tmp_path, "test0", 10.0)
     files.offer(

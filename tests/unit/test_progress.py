@@ -12,7 +12,7 @@ from rich.console import Console
 from structlog.testing import capture_logs
 
 from multiverse.cli import progress
-from multiverse.images import durations
+from multiverse.images import build
 from multiverse.store import schema
 
 
@@ -101,12 +101,12 @@ def test_a_step_says_what_it_does_and_how_long_it_took(
 
 @pytest.mark.parametrize("text", ["{", "[1]", '{"slim": "soon"}', "{}"])
 def test_a_record_of_durations_that_makes_no_sense_tells_nothing(tmp_path: Path, text: str) -> None:
-    (tmp_path / durations.FILE).write_text(text)
-    assert durations.expected(tmp_path, "slim") is None
-    durations.keep(tmp_path, "slim", 61.25)
-    assert durations.expected(tmp_path, "slim") == pytest.approx(61.2, abs=0.1)
-    durations.keep(tmp_path, "stock", 5.0)
-    assert durations.expected(tmp_path, "slim") is not None
+    (tmp_path / build.DURATIONS).write_text(text)
+    assert build.expected_duration(tmp_path, "slim") is None
+    build.keep_duration(tmp_path, "slim", 61.25)
+    assert build.expected_duration(tmp_path, "slim") == pytest.approx(61.2, abs=0.1)
+    build.keep_duration(tmp_path, "stock", 5.0)
+    assert build.expected_duration(tmp_path, "slim") is not None
 
 
 def test_an_upgrade_that_takes_long_is_told_in_the_log(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,13 +14,13 @@ from unittest import mock
 
 import pytest
 
-from multiverse.bundles.slurm.slurm_conf import NodeCount
+from multiverse.bundles.slurm.scheduler import NodeCount
 from multiverse.config import AgentSettings, HostClass, HostSettings, QemuSettings, Settings, SlurmSettings
 from multiverse.core.errors import Broken
 from multiverse.core.model import User
-from multiverse.drivers.slurm.site import install, requirements, site_conf, slurm_user
+from multiverse.drivers.slurm.site import bootstrap, conf, install, requirements
+from multiverse.drivers.slurm.site.conf import SiteConf
 from multiverse.drivers.slurm.site.requirements import Finding, Level, Version
-from multiverse.drivers.slurm.site.site_conf import SiteConf
 from multiverse.site import checking, rendering
 from multiverse.site.rendering import WriteOutcome, write
 from multiverse.system import rendered
@@ -60,7 +60,7 @@ def settings(tmp_path: Path) -> Settings:
 
 
 def site_of(settings: Settings) -> SiteConf:
-    return site_conf.read(settings.slurm.conf)
+    return conf.read(settings.slurm.conf)
 
 
 def contents(settings: Settings) -> dict[str, str]:
@@ -192,7 +192,7 @@ def test_the_file_of_addresses_is_begun_and_is_the_daemons_from_then_on(settings
 
 
 def test_slurm_is_restarted_for_nodes_and_reads_all_else_again(settings: Settings) -> None:
-    file = next(one for one in rendering.render(settings, CONFIG, site_of(settings)) if one.path.name == site_conf.OURS)
+    file = next(one for one in rendering.render(settings, CONFIG, site_of(settings)) if one.path.name == conf.OURS)
     before = file.content.replace("Feature=mvgate", "Feature=mvgate,older").replace("PriorityTier=0", "PriorityTier=9")
     assert before.count("older") == 1 and "PriorityTier=9" in before
     assert checking._after_change(file, before) == "run scontrol reconfigure"
@@ -366,8 +366,8 @@ def test_an_alert_says_what_the_hosts_need_and_a_changed_file_is_read_again_and_
     change(settings, "MaxNodeCount=1024", "Include more.conf")
     more, reads = settings.slurm.conf.parent / "more.conf", []
     more.write_text("MaxNodeCount=1024\n")
-    read = site_conf.read
-    monkeypatch.setattr(site_conf, "read", lambda path: reads.append(path) or read(path))
+    read = conf.read
+    monkeypatch.setattr(conf, "read", lambda path: reads.append(path) or read(path))
     count = NodeCount(settings.slurm.conf)
     assert count.lack(382) == count.lack(382) == [] and len(reads) == 1
     (alert,) = count.lack(383)
@@ -512,13 +512,13 @@ def test_it_is_found_out_whether_slurms_user_can_write_hints(request: pytest.Fix
     request.addfinalizer(lambda: shutil.rmtree(top))
     top.chmod(0o755)
     inbox = top / "run" / "inbox"
-    assert "does not exist" in (slurm_user.why_not_writable(inbox, user) or "")
+    assert "does not exist" in (bootstrap.why_not_writable(inbox, user) or "")
     inbox.mkdir(parents=True)
-    assert f"cannot write to {inbox}" in (slurm_user.why_not_writable(inbox, user) or "")
+    assert f"cannot write to {inbox}" in (bootstrap.why_not_writable(inbox, user) or "")
     os.chown(inbox, user.uid, -1)
-    assert slurm_user.why_not_writable(inbox, user) is None
+    assert bootstrap.why_not_writable(inbox, user) is None
     inbox.parent.chmod(0o700)
-    assert f"cannot pass through {inbox.parent}" in (slurm_user.why_not_writable(inbox, user) or "")
+    assert f"cannot pass through {inbox.parent}" in (bootstrap.why_not_writable(inbox, user) or "")
 
 
 def test_where_steps_launch_vms_slurm_loads_no_plugin_and_limits_jobs_by_control_groups(settings: Settings) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multiverse.core.model import JobRef
-from multiverse.drivers.slurm.acting.comment import (
+from multiverse.drivers.slurm.acting.jobs import (
     CommentColumn,
     CommentTurns,
     WaitingRecord,
@@ -20,7 +20,7 @@ from multiverse.drivers.slurm.acting.comment import (
     ranges,
     updates,
 )
-from multiverse.drivers.slurm.reading.parse import task_ids
+from tests.unit.slurm_records import task_ids
 
 # --- the text ----------------------------------------------------------------------------------------
 

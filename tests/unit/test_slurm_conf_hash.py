@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multiverse.drivers.slurm.site.conf_hash import with_hash_of
+from multiverse.drivers.slurm.site.bootstrap import with_hash_of
 
 TEXTS = st.lists(st.integers(1, 255), max_size=60).map(bytes)
 

@@ -14,7 +14,7 @@ from multiverse.core.errors import NotYet, Refused, Unknown
 from multiverse.core.model import NodeReservation
 from multiverse.drivers.slurm.acting.delete import NodeDeleter
 from multiverse.drivers.slurm.command import Completed, SlurmCommands
-from multiverse.drivers.slurm.reading.slurmctld import backfill, deletions, node_words, reservations
+from multiverse.drivers.slurm.reading.nodes import backfill, deletions, node_words, reservations
 
 CONFIG = """\
 Configuration data as of 2026-11-27T15:51:12

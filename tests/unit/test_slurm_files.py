@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from multiverse.config import Settings, SlurmSettings
 from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError, Refused, Stale, Unknown
 from multiverse.core.model import NodeSpec, Size, User
-from multiverse.drivers.slurm.acting.reread import _cells
+from multiverse.drivers.slurm.acting.jobs import _cells
 from multiverse.drivers.slurm.command import meaning
-from multiverse.drivers.slurm.site import addresses, bootstrap, conf, install, slurm_user
-from multiverse.drivers.slurm.submission.inbox import Hint, hints, take
+from multiverse.drivers.slurm.site import bootstrap, conf, install
+from multiverse.drivers.slurm.submission import Hint, hints, take
 from multiverse.guest.agent import system as agent
 from multiverse.guest.protocol import USER_ADDED
 from tests.unit.slurm_lua import rendered
@@ -224,9 +224,9 @@ def name_service(monkeypatch: pytest.MonkeyPatch) -> list[pwd.struct_passwd]:
                 return entry
         raise KeyError(key)
 
-    monkeypatch.setattr(slurm_user.pwd, "getpwnam", find)
-    monkeypatch.setattr(slurm_user.pwd, "getpwuid", find)
-    slurm_user._lookup.cache_clear()
+    monkeypatch.setattr(bootstrap.pwd, "getpwnam", find)
+    monkeypatch.setattr(bootstrap.pwd, "getpwuid", find)
+    bootstrap._lookup_user.cache_clear()
     return known
 
 
@@ -451,21 +451,21 @@ def test_users_commands_read_the_sites_slurm_conf_and_where_vms_are(site: Settin
 
 async def test_the_file_of_addresses_is_replaced_as_a_whole_and_begun_once(tmp_path: Path) -> None:
     path = tmp_path / "a.conf"
-    addresses.make(path)
+    install.make_address_file(path)
     begun = path.read_text()
     assert begun.startswith("#") and list(conf.settings(begun)) == []
-    file = addresses.AddressFile(path)
+    file = install.AddressFile(path)
     with path.open() as reader:
         await file.tell({"mvab12c-1": "10.1.2.3", "mvab12c-12": "10.1.2.14"})
         assert reader.read() == begun, "who has opened it reads all of the old one"
     told = path.read_text()
     assert told == f"{begun}NodeName=mvab12c-[1,12] NodeAddr=10.1.2.[3,14]\n"
-    addresses.make(path)
+    install.make_address_file(path)
     assert path.read_text() == told and path.stat().st_mode & 0o777 == 0o644, "all users read it"
     await file.tell({})
     assert path.read_text() == begun
     with pytest.raises(Exhausted, match="cannot write") as caught:
-        await addresses.AddressFile(tmp_path / "none" / "a.conf").tell({})
+        await install.AddressFile(tmp_path / "none" / "a.conf").tell({})
     assert "slurm.addresses" in caught.value.hint
 
 

@@ -18,6 +18,7 @@ from multiverse.drivers.slurm.driver import SlurmScheduler
 from multiverse.drivers.slurm.reading import parse
 from multiverse.drivers.slurm.site import gate, install
 from tests.unit.slurm_lua import _PROGRAM, PARTITIONS, install_scripts, modify, needs_lua, run, submit
+from tests.unit.slurm_records import jobs_of
 from tests.unit.test_slurm_overflow import RECORD
 
 NAMES = parse.SiteNames("ab12c", "vm", "mvgate", "vm")
@@ -62,7 +63,7 @@ def test_a_job_is_at_the_gate_by_its_partition_its_feature_and_its_licence() -> 
     waits = RECORD | {"partition": "vm", "features": "slim&mvgate", "licenses": "vm:1", "state_reason": "Licenses"}
 
     def gated(**changes: object) -> tuple[bool, bool, str | None]:
-        (job,) = parse.jobs([waits | changes], NAMES, 1e9).values()
+        (job,) = jobs_of([waits | changes], NAMES, 1e9).values()
         return job.gated, job.eligible, job.pinned
 
     assert gated() == (True, True, None)
@@ -73,9 +74,9 @@ def test_a_job_is_at_the_gate_by_its_partition_its_feature_and_its_licence() -> 
 
 def test_a_job_that_got_past_the_licence_is_shown_as_waiting_outside_the_gate() -> None:
     leaked = RECORD | {"partition": "vm", "features": "slim&mvgate", "licenses": "vm:1", "job_state": "CONFIGURING"}
-    (job,) = parse.jobs([leaked | {"nodes": "mvgate[1-2]"}], NAMES, 1e9).values()
+    (job,) = jobs_of([leaked | {"nodes": "mvgate[1-2]"}], NAMES, 1e9).values()
     assert (job.state, job.gated, job.pinned, job.nodes) == (JobState.PENDING, False, None, ())
-    (job,) = parse.jobs([leaked | {"nodes": "mvab12c-3"}], NAMES, 1e9).values()
+    (job,) = jobs_of([leaked | {"nodes": "mvab12c-3"}], NAMES, 1e9).values()
     assert (job.state, job.nodes) == (JobState.RUNNING, ("mvab12c-3",))
 
 

@@ -15,19 +15,21 @@ import pytest
 from multiverse.config import AgentSettings, LeaseSettings, Settings, SlurmSettings, VxlanSettings
 from multiverse.core.errors import Refused, Unknown
 from multiverse.core.model import LeasedHost, LeaseSpec, PilotState, Size, text_of
+from multiverse.drivers.slurm import leases as slurm_leases
 from multiverse.drivers.slurm.driver import SlurmScheduler
-from multiverse.drivers.slurm.leases import lease_jobs as slurm_leases
-from multiverse.drivers.slurm.leases.lease_jobs import (
+from multiverse.drivers.slurm.leases import (
+    PilotColumns,
+    PilotReader,
+    PilotSteps,
     SlurmLeases,
     as_user,
+    boot_time,
     bring_command,
-    dial_command,
-    receive_command,
+    leasable,
+    read_nodes,
     submission,
 )
-from multiverse.drivers.slurm.leases.pilot_reader import PilotReader
-from multiverse.drivers.slurm.leases.pilots import PilotColumns, boot_time, leasable, read_nodes
-from multiverse.drivers.slurm.site import site_conf
+from multiverse.drivers.slurm.site import conf as site_conf
 from multiverse.drivers.slurm.site.requirements import lease_sources
 from multiverse.pilot.lease import LeaseDirectory
 
@@ -117,9 +119,9 @@ async def test_pilots_are_cancelled_by_name_and_id(commands: Commands) -> None:
 def test_an_image_is_brought_to_where_the_receiver_of_the_lease_expects_it(tmp_path: Path) -> None:
     host = LeasedHost(SPEC, "17", "n1", inf)
     leases = SETTINGS.agent.leases
-    receives = receive_command(SETTINGS, host)
+    receives = PilotSteps(SETTINGS).receive(host)
     assert receives[-3:] == ["receive-image", f"--leased={SPEC.name}", f"--owner={os.geteuid()}"]
-    assert receives[: receives.index("receive-image")] == dial_command(SETTINGS, host)[: len(receives) - 3]
+    assert receives[: receives.index("receive-image")] == PilotSteps(SETTINGS).dial(host)[: len(receives) - 3]
     bring = bring_command(SETTINGS, host, "/var/tmp/x", "slim")
     assert bring[-5:] == ["sbcast", "--jobid=17", "--force", "/var/tmp/x", f"{leases / SPEC.name}/incoming/slim.tar"]
     with LeaseDirectory(tmp_path).incoming("slim", os.geteuid()) as file:
@@ -145,13 +147,13 @@ def test_a_submission_asks_for_a_whole_node_or_for_a_part() -> None:
 
 def test_the_agent_of_a_lease_is_reached_by_a_step_of_the_pilots_user(monkeypatch: pytest.MonkeyPatch) -> None:
     host = LeasedHost(SPEC, "17", "n1")
-    command = dial_command(SETTINGS, host)
+    command = PilotSteps(SETTINGS).dial(host)
     assert "--jobid=17" in command and "setpriv" not in command
     socket = "--socket=/var/lib/multiverse/leases/lease-ab12c-7/agent.sock"
     assert command[command.index("sudo") :] == ["sudo", "-n", "/opt/mv", "agent", "dial-stdio", "--leased", socket]
     other = next(entry for entry in pwd.getpwall() if entry.pw_uid != os.geteuid())
     ids = [f"--reuid={other.pw_uid}", f"--regid={other.pw_gid}"]
-    assert dial_command(SETTINGS, replace(host, lease=replace(SPEC, user=other.pw_name)))[:3] == ["setpriv", *ids]
+    assert PilotSteps(SETTINGS).dial(replace(host, lease=replace(SPEC, user=other.pw_name)))[:3] == ["setpriv", *ids]
     assert as_user("") == as_user(ME) == []
     with pytest.raises(Refused, match="nobody-here"):
         as_user("nobody-here")

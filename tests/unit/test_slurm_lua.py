@@ -9,7 +9,7 @@ import pytest
 
 from multiverse.config import Settings, SlurmSettings
 from multiverse.drivers.slurm.site import install
-from multiverse.drivers.slurm.submission.inbox import Hint, take
+from multiverse.drivers.slurm.submission import Hint, take
 from tests.unit.slurm_lua import (
     install_scripts,
     modify,

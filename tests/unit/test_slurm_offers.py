@@ -11,8 +11,8 @@ import pytest
 from multiverse.config import ImageSettings, Settings, SlurmSettings
 from multiverse.core.errors import Exhausted, Unknown
 from multiverse.core.model import CloneKind, NodeSpec, Size
-from multiverse.drivers.slurm.submission import offers as files
-from multiverse.drivers.slurm.submission.offers import OfferFiles, SlurmOffers
+from multiverse.drivers.slurm import submission as files
+from multiverse.drivers.slurm.submission import OfferFiles, SlurmOffers
 
 NODE = "mvtest0-12"
 LINE = f"{NODE} mv_v12 slim 1 0 1 100 0\n"

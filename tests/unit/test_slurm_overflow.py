@@ -12,10 +12,12 @@ from multiverse.core.errors import Refused
 from multiverse.core.model import Job, JobState
 from multiverse.drivers.slurm.driver import SlurmScheduler
 from multiverse.drivers.slurm.reading import parse as slurm_parse
-from multiverse.drivers.slurm.site import install, site_conf
-from multiverse.drivers.slurm.site.overflow import examine, leased_nodes, limits_like, moved_text, told_origin
+from multiverse.drivers.slurm.site import conf as site_conf
+from multiverse.drivers.slurm.site import install
+from multiverse.drivers.slurm.site.gate import examine_overflow, leased_nodes, limits_like, moved_text, told_origin
 from multiverse.drivers.slurm.site.requirements import Version
 from multiverse.drivers.slurm.site.requirements import examine as examine_site
+from tests.unit.slurm_records import jobs_of
 
 OVERFLOW = OverflowSettings("batch", constraint="any", min_wait=30.0)
 NAMES = slurm_parse.SiteNames("ab12c", "vm", "mvgate", "vm", overflowing=(OVERFLOW,))
@@ -29,7 +31,7 @@ RECORD: dict[str, Any] = {
 
 
 def shown(now: float = NOW, **changes: Any) -> Job:
-    (job,) = slurm_parse.jobs([RECORD | changes], NAMES, now).values()
+    (job,) = jobs_of([RECORD | changes], NAMES, now).values()
     return job
 
 
@@ -54,7 +56,7 @@ def test_a_job_may_be_moved_once_it_has_waited_long_enough() -> None:
     assert not shown(began + 29.0).eligible and shown(began + 30.0).eligible
     assert slurm_parse.changes_at(RECORD, NAMES, began + 1.0) == began + 30.0
     array = RECORD | {"array_job_id": 7, "array_task_string": "0-1"}
-    assert {job_id: job.eligible for job_id, job in slurm_parse.jobs([array], NAMES, NOW).items()} == {
+    assert {job_id: job.eligible for job_id, job in jobs_of([array], NAMES, NOW).items()} == {
         "7_0": True,
         "7_1": True,
     }
@@ -64,7 +66,7 @@ def test_jobs_of_physical_nodes_rank_behind_all_jobs_at_the_gate_and_keep_their_
     gated = shown(partition="vm", features="mvgate", licenses="vm:1", priority=1)
     urgent, usual = shown(priority=9), shown()
     assert gated.rank < urgent.rank < usual.rank
-    tasks = slurm_parse.jobs([RECORD | {"array_job_id": 7, "array_task_string": "0-1"}], NAMES, NOW)
+    tasks = jobs_of([RECORD | {"array_job_id": 7, "array_task_string": "0-1"}], NAMES, NOW)
     assert gated.rank < tasks["7_0"].rank < tasks["7_1"].rank
 
 
@@ -135,7 +137,7 @@ def problems(tmp_path: Path, text: str, ours: str = "", rule: str = "", **more: 
     conf.write_text(f"{text}\nInclude multiverse.conf\n")
     (tmp_path / "multiverse.conf").write_text(ours)
     settings = Settings(overflow=(OverflowSettings("batch", constraint=rule),), slurm=SlurmSettings(conf=conf), **more)
-    found = list(examine(settings, site_conf.read(conf)))
+    found = list(examine_overflow(settings, site_conf.read(conf)))
     scheduler = SlurmScheduler(settings, "ab12c")
     if found:
         with pytest.raises(Refused) as refused:

@@ -1,4 +1,4 @@
-"""Parsing of output of squeue and sinfo: captured from 22.05.8, and the same values in the form of 23.11 and later."""
+"""Records of jobs and states of nodes, captured from 22.05.8, become values of the model."""
 
 from __future__ import annotations
 
@@ -9,87 +9,37 @@ from typing import Any
 
 import pytest
 
-from multiverse.core.model import CloneKind, Job, JobRef, JobState, NodeState, Size, text_of
+from multiverse.core.model import CloneKind, Job, JobRef, JobState, NodeState, Size
 from multiverse.drivers.slurm.reading import parse
 from multiverse.drivers.slurm.reading.accounting_limits import AccountingLimits
 from multiverse.drivers.slurm.site import conf
+from tests.unit.slurm_records import jobs_of
 
 DATA = Path(__file__).parent / "slurm_data"
 JOBS: list[dict[str, Any]] = json.loads((DATA / "squeue-22.05.8.json").read_text())["jobs"]
-NODES: list[dict[str, Any]] = json.loads((DATA / "sinfo-22.05.8.json").read_text())["nodes"]
 NAMES = parse.SiteNames(site="ab12c", partition="vm", gate_feature="mvgate", licence="vm")
 NOW = 1795254668.0  # when they were captured
 
 
-WRAPPED = [
-    "array_job_id",
-    "array_task_id",
-    "array_max_tasks",
-    "het_job_id",
-    "node_count",
-    "cpus",
-    "tasks",
-    "tasks_per_node",
-    "cpus_per_task",
-    "memory_per_node",
-    "memory_per_cpu",
-    "minimum_cpus_per_node",
-    "minimum_tmp_disk_per_node",
-    "priority",
-    "submit_time",
-    "eligible_time",
-    "start_time",
-    "end_time",
-]
-
-
-def newer(record: dict[str, Any]) -> dict[str, Any]:
-    """A record of 22.05 in the form of 24.11."""
-    made = dict(record)
-    for key in WRAPPED:
-        value = record[key]
-        made[key] = {"set": value is not None, "infinite": False, "number": value or 0}
-    made["job_state"] = [record["job_state"]]
-    status = record["exit_code"]
-    made["exit_code"] = {
-        "status": ["SUCCESS"],
-        "return_code": {"set": True, "infinite": False, "number": status >> 8},
-        "signal": {"id": {"set": bool(status & 127), "infinite": False, "number": status & 127}, "name": ""},
-    }
-    return made
-
-
-def newer_node(record: dict[str, Any]) -> dict[str, Any]:
-    made = dict(record)
-    made["state"] = [record["state"].upper(), *record["state_flags"]]
-    del made["state_flags"]
-    made["features"] = made["active_features"] = record["features"].split(",")
-    return made
-
-
 def parsed(records: list[dict[str, Any]], now: float = NOW) -> dict[str, Job]:
-    return parse.jobs(records, NAMES, now)
+    return jobs_of(records, NAMES, now)
 
 
 def test_a_request_names_the_account_if_accounts_have_own_templates() -> None:
     record = by_name(JOBS[0]["name"], account="physics")
     assert [job.request and job.request.account for job in parsed([record]).values()] == [""]
-    (job,) = parse.jobs([record], replace(NAMES, per_account=True), NOW).values()
+    (job,) = jobs_of([record], replace(NAMES, per_account=True), NOW).values()
     assert job.request is not None and job.request.account == "physics"
 
 
 def by_name(name: str, **changes: Any) -> dict[str, Any]:
-    return next(record for record in JOBS if record["name"] == name) | changes
+    """A record of the table: it has a description only in place of the reason."""
+    return next(record for record in JOBS if record["name"] == name) | {"state_description": ""} | changes
 
 
 def one(record: dict[str, Any], now: float = NOW) -> Job:
     (job,) = parsed([record], now).values()
     return job
-
-
-def test_both_forms_of_json_give_the_same_values() -> None:
-    assert parsed(JOBS) == parsed([newer(record) for record in JOBS])
-    assert parse.nodes(NODES, NAMES) == parse.nodes([newer_node(record) for record in NODES], NAMES)
 
 
 def test_captured_jobs_are_understood() -> None:
@@ -113,7 +63,7 @@ def test_captured_jobs_are_understood() -> None:
 def test_each_waiting_task_uses_the_limit_of_its_array() -> None:
     """Five tasks wait, 22_3 is pinned and 22_6 is held. Each uses one of the two that may run."""
     limits = AccountingLimits(JOBS)
-    jobs = parse.jobs(JOBS, NAMES, NOW, limits.uses)
+    jobs = jobs_of(JOBS, NAMES, NOW, limits.uses)
     assert limits.left == {"JobArrayTaskLimit: 22": 2}
     tasks = [jobs[f"22_{task}"] for task in (0, 3, 9, 20)]
     assert [task.uses for task in tasks] == [(("JobArrayTaskLimit: 22", 1),)] * 4
@@ -126,7 +76,7 @@ def test_the_reason_of_a_counted_limit_does_not_block_a_job_at_the_gate() -> Non
     waits = by_name("n2", state_reason="QOSMaxJobsPerUserLimit")
     pinned = waits | {"features": "mv_3", "licenses": ""}
     for record, eligible in ((waits, True), (waits | {"state_reason": "QOSGrpCpuLimit"}, False), (pinned, False)):
-        (job,) = parse.jobs([record], NAMES, NOW, lambda _: uses).values()
+        (job,) = jobs_of([record], NAMES, NOW, lambda _: uses).values()
         assert job.eligible is eligible and job.uses == uses
 
 
@@ -143,20 +93,6 @@ def test_a_rank_does_not_depend_on_other_jobs() -> None:
     assert alone == parsed(JOBS)
 
 
-@pytest.mark.parametrize(
-    ("text", "tasks"),
-    [
-        ("0-2,5%1", [0, 1, 2, 5]),
-        ("7", [7]),
-        ("0-10:5", [0, 5, 10]),
-        ("[3-4]", [3, 4]),
-        ("", []),
-    ],
-)
-def test_array_task_ids(text: str, tasks: list[int]) -> None:
-    assert parse.task_ids(text) == tasks
-
-
 def test_the_size_of_each_node_is_computed() -> None:
     jobs = parsed(JOBS)
     assert jobs["22_0"].request is not None
@@ -168,7 +104,7 @@ def test_the_size_of_each_node_is_computed() -> None:
 
 
 def test_a_job_without_a_profile_has_no_problem() -> None:
-    assert all(one(by_name("n2", profile=word)).request for word in ([], "", ["NONE"], ["NOT_SET"], "None"))
+    assert all(one(by_name("n2", profile=word)).request for word in ("", "NONE", "NOT_SET", "None"))
 
 
 def test_image_and_kind_are_features() -> None:
@@ -191,7 +127,7 @@ def test_image_and_kind_are_features() -> None:
         ({"het_job_id": 9}, "heterogeneous"),
         ({"core_spec": 1}, "specialized cores"),
         ({"thread_spec": 2}, "specialized cores"),
-        ({"profile": ["Task"]}, "--profile"),
+        ({"profile": "Task"}, "--profile"),
         ({"cluster_features": "far"}, "--cluster-constraint"),
         ({"partition": "vm,other"}, "partition"),
         ({"resv_name": "x"}, "reservations"),
@@ -246,7 +182,7 @@ def test_reasons_decide_whether_a_job_is_eligible_or_held(changes: dict[str, Any
     ],
 )
 def test_squeues_column_shows_who_holds_a_job(column: str, slurms: bool) -> None:
-    assert parse.slurms_hold(column, column) is slurms
+    assert parse.slurms_hold(column) is slurms
 
 
 def test_slurms_delay_after_a_requeue_is_shown_by_itself() -> None:
@@ -297,18 +233,9 @@ def test_jobs_of_other_partitions_are_not_shown() -> None:
     assert parsed([by_name("run", partition="bare")]) == {}
 
 
-@pytest.mark.parametrize(
-    ("value", "code"), [(0, 0), (768, 3), (9, 137), ({"return_code": {"set": True, "number": 3}}, 3), (None, 0)]
-)
-def test_exit_codes_are_those_of_a_shell(value: Any, code: int) -> None:
-    assert parse.exit_code(value) == code
-    killed = {"return_code": {"set": True, "number": 0}, "signal": {"signal_id": 9, "name": "KILL"}}
-    assert parse.exit_code(killed) == 137
-
-
-def test_nodes_of_other_sites_are_not_shown() -> None:
-    assert list(parse.nodes(NODES, NAMES)) == ["mvab12c-1"]
-    assert parse.nodes(NODES, replace(NAMES, site="ab12")) == {}
+@pytest.mark.parametrize(("status", "code"), [(0, 0), (768, 3), (9, 137)])
+def test_exit_codes_are_those_of_a_shell(status: int, code: int) -> None:
+    assert parse.exit_code(status) == code
 
 
 @pytest.mark.parametrize(
@@ -332,30 +259,4 @@ def test_nodes_of_other_sites_are_not_shown() -> None:
     ],
 )
 def test_states_of_nodes_are_understood(state: str, flags: list[str], seen: NodeState) -> None:
-    record = NODES[-1] | {"state": state, "state_flags": flags}
-    for form in (record, newer_node(record)):
-        assert parse.nodes([form], NAMES)["mvab12c-1"].state is seen
-
-
-def test_waiting_jobs_of_24_11_are_understood() -> None:
-    """Captured from 24.11.5. The name of each job tells its options."""
-    records = json.loads((DATA / "squeue-24.11.5.json").read_text())["jobs"]
-    at = max(record["submit_time"]["number"] for record in records) + 1.0
-    limits = AccountingLimits(records)
-    found = parse.jobs(records, NAMES, at, limits.uses)
-    assert sorted(found) == ["1", "2", "3_1", "3_2", "3_3", "4", "5"]
-    assert not [job.problem for job in found.values() if job.problem]
-    assert found["1"].request and found["1"].request.size == Size(2, 700)
-    assert found["4"].held and found["4"].request and found["4"].request.size == Size(4, 1200)
-    assert not found["5"].eligible and text_of(found["5"].reason) in ("Dependency", "BeginTime")
-    assert all(found[job].eligible for job in ("1", "2", "3_1", "3_2", "3_3"))
-    assert limits.left == {"JobArrayTaskLimit: 3": 1} and found["3_3"].uses == (("JobArrayTaskLimit: 3", 1),)
-    assert sorted(("1", "2", "3_1"), key=lambda job: found[job].rank) == ["1", "2", "3_1"]
-    assert all(job.gated and job.state is JobState.PENDING for job in found.values())
-
-
-def test_a_gate_node_of_24_11_is_understood() -> None:
-    (record,) = json.loads((DATA / "scontrol-nodes-24.11.5.json").read_text())["nodes"]
-    assert parse.nodes([record], NAMES) == {}, "it is no VM of ours"
-    ours = {**record, "name": "mvab12c-7"}
-    assert parse.nodes([ours], NAMES)["mvab12c-7"].state is NodeState.SILENT
+    assert parse.node("mvab12c-1", [state, *flags], "", "").state is seen

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from multiverse.bundles.contract import Privacy
-from multiverse.bundles.slurm.slurm_conf import PrivateData
+from multiverse.bundles.slurm.scheduler import PrivateData
 
 
 def test_private_data_is_read_again_when_it_changes(tmp_path: Path) -> None:

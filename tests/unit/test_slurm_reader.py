@@ -11,10 +11,9 @@ import pytest
 from multiverse.config import ImageSettings, Settings, SlurmSettings
 from multiverse.core.errors import Gone, Refused, Unknown
 from multiverse.core.model import JobState, NodeState
-from multiverse.drivers.slurm.reading import details
-from multiverse.drivers.slurm.reading.jobs import JobTable
+from multiverse.drivers.slurm.reading import jobs
+from multiverse.drivers.slurm.reading.jobs import JobColumns, JobTable
 from multiverse.drivers.slurm.reading.reader import SlurmReader
-from multiverse.drivers.slurm.reading.table import JobColumns
 from tests.unit.test_slurm_table import END, NODES, SECRET, SHOWN, TABLE
 
 USER = 65534
@@ -148,7 +147,7 @@ async def test_a_changed_limit_of_an_array_is_seen_with_the_hint_and_with_the_ne
     part = await reader.part({"15007": None}, (), ())
     assert part.limits == {"JobArrayTaskLimit: 15007": 3}
     commands.shown = SHOWN.replace("ArrayTaskThrottle=2 ", "ArrayTaskThrottle=1 ")
-    monkeypatch.setattr(details, "_AGE", 0.0)
+    monkeypatch.setattr(jobs, "_AGE", 0.0)
     _, _, limits = await reader.whole()
     assert limits["JobArrayTaskLimit: 15007"] == 1
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multiverse.config import Settings, SlurmSettings
-from multiverse.drivers.slurm.reading.requests import Wishes, read
+from multiverse.drivers.slurm.reading.parse import Wishes, read_wishes
 from tests.unit.slurm_lua import install_scripts, needs_lua, submit_each
 
 
@@ -27,7 +27,7 @@ from tests.unit.slurm_lua import install_scripts, needs_lua, submit_each
     ],
 )
 def test_words_that_begin_with_vm_are_read_and_others_are_the_users(comment: str, wishes: Wishes) -> None:
-    assert read(comment) == wishes
+    assert read_wishes(comment) == wishes
 
 
 _PIECES = [
@@ -63,4 +63,4 @@ def test_the_script_refuses_exactly_the_comments_that_the_driver_does_not_unders
     site = Settings(slurm=SlurmSettings(conf=directory / "slurm.conf", inbox=directory / "inbox"))
     answers = submit_each(install_scripts(site), [f"user_id = 1000, comment = '{comment}'" for comment in comments])
     for comment, answer in zip(comments, answers, strict=True):
-        assert answer.accepted == (not read(comment).problem), (comment, answer.message)
+        assert answer.accepted == (not read_wishes(comment).problem), (comment, answer.message)

@@ -12,8 +12,8 @@ import pytest
 from multiverse.config import ImageSettings, Settings, SlurmSettings
 from multiverse.core.errors import Exhausted
 from multiverse.core.model import CloneKind, EqualHosts, JobLimit, JobLimits, Size
-from multiverse.drivers.slurm.submission import limits_file
-from multiverse.drivers.slurm.submission.limits_file import SubmissionFile
+from multiverse.drivers.slurm import submission
+from multiverse.drivers.slurm.submission import SubmissionFile
 from tests.unit.slurm_lua import install_scripts, modify, needs_lua, submit
 
 SIZES = (Size(2, 1500, 65536), Size(4, 700, 65536))
@@ -34,7 +34,7 @@ def file(tmp_path: Path) -> Path:
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     moment = [1000.0]
-    monkeypatch.setattr(limits_file.time, "time", lambda: moment[0])
+    monkeypatch.setattr(submission.time, "time", lambda: moment[0])
     return moment
 
 

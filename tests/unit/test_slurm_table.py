@@ -13,11 +13,19 @@ from multiverse.config import SlurmSettings
 from multiverse.core.errors import Gone, Unknown
 from multiverse.core.model import Job, JobRef, NodeState, Size, text_of
 from multiverse.drivers.slurm.command import Completed, SlurmCommands
-from multiverse.drivers.slurm.reading import details, nodes, parse
+from multiverse.drivers.slurm.reading import jobs, nodes, parse
 from multiverse.drivers.slurm.reading.accounting_limits import AccountingLimits
-from multiverse.drivers.slurm.reading.details import UNKNOWN, DetailReader, JobDetails, parse_details
-from multiverse.drivers.slurm.reading.jobs import JobRow, JobTable
-from multiverse.drivers.slurm.reading.table import JobColumns, is_per_cpu
+from multiverse.drivers.slurm.reading.jobs import (
+    UNKNOWN_DETAILS,
+    DetailReader,
+    JobColumns,
+    JobDetails,
+    JobRow,
+    JobTable,
+    is_per_cpu,
+    parse_details,
+)
+from tests.unit.slurm_records import jobs_of
 
 DATA = Path(__file__).parent / "slurm_data"
 SECRET = "5ec3e7"
@@ -47,7 +55,7 @@ def read(into: JobTable, text: str = TABLE, now: float = NOW, assoc_mgr: str = "
 def test_a_table_gives_the_same_jobs_as_json() -> None:
     """Both were captured at the same time. The JSON has the reason and its description apart, and the array's limit."""
     limits = AccountingLimits(RECORDS)
-    assert read(table()) == parse.jobs(RECORDS, NAMES, NOW, limits.uses)
+    assert read(table()) == jobs_of(RECORDS, NAMES, NOW, limits.uses)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +74,7 @@ def test_a_node_has_the_sockets_that_its_cpus_are_divided_among(
 ) -> None:
     (record,) = [row.record for row in table().read(TABLE, NAMES).values() if row.base[0] == "15001"]
     asked = {"cpus": cpus, "sockets_per_node": sockets, "tasks_per_socket": per_socket}
-    (job,) = parse.jobs([{**record, **asked}], NAMES, NOW).values()
+    (job,) = jobs_of([{**record, **asked}], NAMES, NOW).values()
     assert job.request and job.request.sockets == found
 
 
@@ -83,7 +91,7 @@ def test_a_node_has_the_sockets_that_its_cpus_are_divided_among(
 def test_tasks_that_share_cpus_have_those_of_one(shown: dict[str, int], found: int) -> None:
     """--overcommit, which Slurm does not show: no other job that can start has more tasks than CPUs."""
     (record,) = [row.record for row in table().read(TABLE, NAMES).values() if row.base[0] == "15001"]
-    (job,) = parse.jobs(
+    (job,) = jobs_of(
         [{**record, "minimum_cpus_per_node": 1, "cpus_per_task": 1, **shown}],
         NAMES,
         NOW,
@@ -173,11 +181,11 @@ def test_a_job_whose_details_are_unknown_gets_the_larger_memory() -> None:
     rows = table().read(TABLE, NAMES)
     row = next(row for row in rows.values() if row.base[0] == "15012")
     assert row.needs_details
-    row.complete(UNKNOWN)
-    (job,) = parse.expand(row.record, NAMES, NOW, ())
+    row.complete(UNKNOWN_DETAILS)
+    job = parse.job(row.record, NAMES, NOW)
     assert job.request is not None and job.request.size == Size(2, 666)
     row.complete(JobDetails(0, memory_per_cpu=False))
-    (job,) = parse.expand(row.record, NAMES, NOW, ())
+    job = parse.job(row.record, NAMES, NOW)
     assert job.request is not None and job.request.size == Size(2, 333)
 
 
@@ -223,20 +231,24 @@ async def test_details_are_read_once_and_again_in_turn_or_if_a_hint_names_the_jo
     scontrol = FakeScontrol()
     reader = DetailReader(scontrol)  # type: ignore[arg-type]  # only run() is called
     await reader.complete([("15007", 5), ("9", 5)])
-    assert (reader.of(("15007", 5)).at_most, reader.of(("9", 5)), reader.of(("15007", 6))) == (2, UNKNOWN, UNKNOWN)
+    assert (reader.of(("15007", 5)).at_most, reader.of(("9", 5)), reader.of(("15007", 6))) == (
+        2,
+        UNKNOWN_DETAILS,
+        UNKNOWN_DETAILS,
+    )
     await reader.complete([("15007", 5)])
     await reader.read_again()
     assert sorted(scontrol.asked) == ["15007", "9"], "they were read just now"
     await reader.complete([("15007", 5), ("9", 5)], named=[("15007", 5)])
     assert sorted(scontrol.asked) == ["15007", "15007", "9"]
-    monkeypatch.setattr(details, "_AGE", 0.0)
-    monkeypatch.setattr(details, "_AGAIN", 1)
+    monkeypatch.setattr(jobs, "_AGE", 0.0)
+    monkeypatch.setattr(jobs, "_AGAIN", 1)
     await reader.read_again()
     await reader.read_again()
     assert scontrol.asked[-2:] == ["9", "15007"], "the one that was read longest ago comes first"
     reader.keep([])
     await reader.read_again()
-    assert reader.of(("15007", 5)) == UNKNOWN and len(scontrol.asked) == 5
+    assert reader.of(("15007", 5)) == UNKNOWN_DETAILS and len(scontrol.asked) == 5
 
 
 # --- nodes -----------------------------------------------------------------------------------------

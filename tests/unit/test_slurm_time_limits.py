@@ -6,7 +6,7 @@ import pytest
 
 from multiverse.core.model import YEAR, JobState
 from multiverse.drivers.slurm.reading import parse
-from multiverse.drivers.slurm.site.time_limits import CHECKED_EVERY, TimeLimits, minutes_of, seconds, time_limits
+from multiverse.drivers.slurm.site.conf import CHECKED_EVERY, TimeLimits, minutes_of, seconds, time_limits
 from tests.unit.test_slurm_parse import NAMES, NOW, by_name, one
 from tests.unit.test_slurm_table import END, TABLE, read, table
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from multiverse.core.errors import Unknown
-from multiverse.drivers.slurm.job_vms import runs
-from multiverse.drivers.slurm.job_vms.runs import TaskProlog
+from multiverse.drivers.slurm import job_vms
+from multiverse.drivers.slurm.job_vms import TaskProlog
 from multiverse.guest.agent.command import apply_output
 from tests.unit.entered_task import NEEDS_COMPILER, FakeAgent, agents, build
 
@@ -72,8 +72,8 @@ def test_lines_of_a_prologs_output() -> None:
 
 def test_what_scontrol_shows() -> None:
     shown = "TaskEpilog              = (null)\nTaskProlog              = {}\nTCPTimeout = 2 sec\n"
-    assert runs.task_prolog(shown.format("/etc/slurm/a b.sh")) == "/etc/slurm/a b.sh"
-    assert runs.task_prolog(shown.format("(null)")) == runs.task_prolog("") == ""
+    assert job_vms.task_prolog(shown.format("/etc/slurm/a b.sh")) == "/etc/slurm/a b.sh"
+    assert job_vms.task_prolog(shown.format("(null)")) == job_vms.task_prolog("") == ""
 
 
 async def test_what_was_known_holds_while_slurm_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,5 +92,5 @@ async def test_what_was_known_holds_while_slurm_does_not_answer(monkeypatch: pyt
         await asked.path()
     commands.answers = ["TaskProlog = /a\n"]
     assert await asked.path() == "/a"
-    monkeypatch.setattr(runs, "_AGE", 0.0)
+    monkeypatch.setattr(job_vms, "_AGE", 0.0)
     assert await asked.path() == "/a"

@@ -18,7 +18,7 @@ import pytest
 
 from multiverse.api import LONGEST_QUESTION, PURPOSE, ExplanationsView, ExplanationView, TimelineView
 from multiverse.bundles.contract import Privacy
-from multiverse.bundles.slurm.credentials import _parsed
+from multiverse.bundles.slurm.scheduler import _parsed
 from multiverse.cli.asking import UsersClient, _address
 from multiverse.core.errors import Gone, MultiverseError, Refused
 from multiverse.service import users_socket

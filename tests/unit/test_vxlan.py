@@ -11,9 +11,9 @@ from unittest import mock
 import pytest
 
 from multiverse import config
-from multiverse.agent.vxlan import VxlanDirectory
-from multiverse.bundles.qemu import vxlan as service
-from multiverse.bundles.qemu.vxlan import MachineVxlan
+from multiverse.agent.hypervisor import VxlanDirectory
+from multiverse.bundles.qemu import platform as service
+from multiverse.bundles.qemu.platform import MachineVxlan
 from multiverse.config import HostSettings, NetworkSettings, QemuSettings, Settings, VxlanSettings, vxlan_address
 from multiverse.core.errors import Gone, Refused, Unknown
 from multiverse.core.model import Identity, Neighbour, Vm, VmRef, VmState, network_id_of

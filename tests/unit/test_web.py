@@ -19,7 +19,7 @@ import httpx
 import pytest
 from pydantic import TypeAdapter
 
-from multiverse.agent.transport import command_of
+from multiverse.agent.connection import command_of
 from multiverse.api import Alert, Delta, Snapshot
 from multiverse.config import Settings, WebSettings, parse
 from multiverse.controller.loop import Controller

@@ -1,65 +1,216 @@
-"""The connection to the agent of one host: kept up, with any number of calls at the same time."""
+"""The connection to the agent of one host: kept up, with any number of calls at the same time.
+
+A transport is a stream of bytes to the agent's Unix socket, or to a command that connects to that socket.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from math import inf
+from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, Protocol
 
 import structlog
 
-from multiverse.agent.calls import AgentCall, Message, R
-from multiverse.agent.controller_epoch import ControllerEpoch
-from multiverse.agent.protocol import (
-    LONGEST_LINE,
-    OLDEST,
-    PING,
-    PROTOCOL,
-    SILENCE,
-    Answer,
-    Hello,
-    Line,
-    Welcome,
-    decode_answer,
-    encode,
-)
-from multiverse.agent.transport import Stream, Transport
+from multiverse.agent import protocol
+from multiverse.agent.protocol import LONGEST_LINE, AgentCall, Answer, Line, Message, R, Welcome, encode
 from multiverse.core.errors import MultiverseError, Refused, Superseded, Unknown
 
+
+class ControllerEpoch:
+    """The epoch of this run of the controller: one above every epoch that the store or any agent knows.
+
+    Hosts that do not answer in time are not waited for. If one of them has seen a higher epoch, it refuses this
+    controller: then a controller with another database has commanded it, and an operator has to decide.
+    """
+
+    def __init__(self, kept: int, keep: Callable[[int], None], hosts: Collection[str], wait: float) -> None:
+        """`kept` is the store's epoch; `keep` stores the next one. The agents of `hosts` have `wait` seconds to
+        answer."""
+        self._highest, self._keep, self._wait = kept, keep, wait
+        self._awaited = set(hosts)
+        self._all_answered = asyncio.Event()
+        self._number: asyncio.Task[int] | None = None
+        if not self._awaited:
+            self._all_answered.set()
+
+    def answered(self, host: str, epoch: int) -> None:
+        """An agent has said which epoch it has seen."""
+        if self._number is None or not self._number.done():
+            self._highest = max(self._highest, epoch)
+        self.given_up(host)
+
+    def given_up(self, host: str) -> None:
+        """An agent could not be reached: nobody waits for it."""
+        self._awaited.discard(host)
+        if not self._awaited:
+            self._all_answered.set()
+
+    async def number(self) -> int:
+        """The epoch, once it is known. Raises what storing it raises; then the next call tries again."""
+        failed = self._number is not None and self._number.done() and self._number.exception() is not None
+        if self._number is None or failed:
+            self._number = asyncio.create_task(self._decide(), name="epoch")
+        return await asyncio.shield(self._number)
+
+    async def _decide(self) -> int:
+        try:
+            await asyncio.wait_for(self._all_answered.wait(), self._wait)
+        except TimeoutError:
+            pass
+        number = self._highest + 1
+        self._keep(number)
+        return number
+
+
+_LAST_WORDS = 2000  # characters of a command's error output that are kept
+_END = 2.0  # seconds for a command to end after its input was closed; then it is killed
+
+
+class Stream(Protocol):
+    """An open stream of bytes in both directions."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    async def close(self) -> str:
+        """End the stream, and what carries it. Returns the last words of its carrier, which may be empty."""
+
+
+class Transport(Protocol):
+    """A way to the agent of one host."""
+
+    async def open(self) -> Stream:
+        """A new stream. Raises `Unknown` if the agent cannot be reached."""
+
+
+class _SocketStream:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    async def close(self) -> str:
+        self.writer.close()
+        with contextlib.suppress(OSError):
+            await self.writer.wait_closed()
+        return ""
+
+
+class UnixTransport:
+    """The agent of this machine, by its Unix socket."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    async def open(self) -> Stream:
+        try:
+            return _SocketStream(*await asyncio.open_unix_connection(self._path, limit=LONGEST_LINE))
+        except OSError as error:
+            raise Unknown(
+                f"no agent answers at {self._path}: {error.strerror}", hint="is `multiverse agent` running?"
+            ) from error
+
+
+class _CommandStream:
+    """A command's input and output. Its error output tells why it ended."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        self.reader, self.writer = process.stdout, process.stdin
+        self._process = process
+        self._said = ""
+        self._listening = asyncio.create_task(self._listen(process.stderr))
+
+    async def _listen(self, errors: asyncio.StreamReader) -> None:
+        while text := await errors.read(4096):
+            self._said = (self._said + text.decode(errors="replace"))[-_LAST_WORDS:]
+
+    async def close(self) -> str:
+        self.writer.close()
+        try:
+            try:
+                await asyncio.wait_for(self._process.wait(), _END)
+            except TimeoutError:
+                pass
+            # The error output ends with the command, unless another process has it too, as ssh's master connection.
+            await asyncio.wait([self._listening], timeout=0.2)
+        finally:
+            self._listening.cancel()
+            if self._process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    self._process.kill()
+                await self._process.wait()
+        return " ".join(self._said.split())
+
+
+def command_of(connect: Sequence[str], host: str) -> list[str]:
+    """The command of the setting `agent.connect` for that host."""
+    return [word.replace("{host}", host) for word in connect]
+
+
+def other_command(connect: Sequence[str], host: str, *words: str) -> list[str]:
+    """A command that runs `multiverse agent` with these `words` on the host, and reaches it in the same way. Raises
+    `Refused` if `agent.connect` does not show how."""
+    *way, last = command_of(connect, host)
+    if last != "dial-stdio":
+        raise Refused(
+            f"agent.connect does not end with dial-stdio, so `{words[0]}` cannot be run on {host}",
+            hint="end it with `multiverse agent dial-stdio`, or copy the image yourself",
+        )
+    return [*way, *words]
+
+
+class CommandTransport:
+    """The agent of another machine, by a command such as `ssh HOST multiverse agent dial-stdio`."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._command = tuple(command)
+
+    async def open(self) -> Stream:
+        """The command is started; whether it reaches the agent shows as it answers."""
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *self._command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                limit=LONGEST_LINE,
+                start_new_session=True,  # a Ctrl-C at the controller's terminal is the controller's alone
+            )
+        except OSError as error:
+            raise Unknown(f"cannot start {self._command[0]}: {error.strerror}", hint="is it installed?") from error
+        return _CommandStream(process)
+
+
 AGAIN, AGAIN_LIMIT = 0.5, 30.0
-"""Pause before the next attempt to connect, doubled each time up to the limit, of which a random half is left out."""
+"""Seconds before the next attempt to connect: doubled each time up to the limit, then cut by up to a half at random."""
 
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
 class ControllerIdentity:
-    """Who asks: the controller's release, a random name of this run of it, its site, and the machine that it is on."""
-
     release: str
-    run: str
+    run: str  # a random name of this run of the controller
     site: str
-    machine: str = ""
+    machine: str = ""  # that the controller runs on
 
 
 class AgentConnection:
-    """Calls to the agent of `host`. While there is no connection, each call is `Unknown`, with the reason; while one is
-    being made, a call waits for it."""
+    """Calls to the agent of `host`. While there is no connection, each call raises `Unknown` with the reason. While a
+    connection is being made, calls wait for it."""
 
     def __init__(
         self, host: str, transport: Transport, who: ControllerIdentity, epoch: ControllerEpoch, random: Random
     ) -> None:
         self.host = host
-        self.welcome: Welcome | None = None
-        """What the agent has said of itself; None while there is no connection."""
-        self.reason = "the first connection is being made"
-        """Why there is no connection."""
-        self.heard = -inf
-        """When the last line of the agent came, by the event loop's clock."""
+        self.welcome: Welcome | None = None  # what the agent has said of itself; None while there is no connection
+        self.reason = "the first connection is being made"  # why there is no connection
+        self.heard = -inf  # when the last line of the agent came, by the event loop's clock
         self._transport, self._who, self._epoch, self._random = transport, who, epoch, random
         self._ids = itertools.count(1)
         self._calls: dict[int, tuple[AgentCall[Any], asyncio.Future[Any]]] = {}
@@ -69,8 +220,8 @@ class AgentConnection:
         self._last: dict[type[Message], Message] = {}  # the last result of each kind on this connection
 
     async def run(self) -> None:
-        """Keep the connection up until cancelled. Raises `Superseded` if the agent obeys another controller, which is
-        connected to it now."""
+        """Keep the connection up until cancelled. Raises `Superseded` once the agent obeys another connected
+        controller."""
         try:
             await self._keep_up()
         finally:
@@ -98,7 +249,7 @@ class AgentConnection:
 
     async def call(self, call: AgentCall[R]) -> R:
         """Let the agent do something. Raises the agent's error, `Refused` if its release does not know the call, or
-        `Unknown` without an answer: then it may have been done. A caller that is cancelled lets the agent know."""
+        `Unknown` without an answer: then the agent may have done it. The agent is told if the caller is cancelled."""
         await self._settled.wait()
         if self._writer is None:
             raise Unknown(f"{self.host} has no connection to its agent: {self.reason}")
@@ -107,7 +258,7 @@ class AgentConnection:
             raise Refused(text, hint="install the same release on both machines")
         waiting: asyncio.Future[R] = asyncio.get_running_loop().create_future()
         number = next(self._ids)
-        # It stays until it is answered, also when nobody waits any more: a later answer may say that it is the same.
+        # The call stays here until its answer comes, also if nobody waits any more: a later answer may be `same`.
         self._calls[number] = (call, waiting)
         self._send(Line(id=number, call=call))
         try:
@@ -152,8 +303,8 @@ class AgentConnection:
     # --- one connection -------------------------------------------------------------------------------
 
     async def _connect(self) -> None:
-        """Connect, greet, and read answers until the connection ends. Raises `Unknown` or `Refused` if it was not
-        made; the end of one that was made is logged."""
+        """Connect, greet, and read answers until the connection ends. Raises `Unknown` or `Refused` if no connection
+        was made. The end of a connection is logged."""
         stream = await self._transport.open()
         self._ponged = 0
         pinging = asyncio.create_task(self._ping(stream), name=f"ping {self.host}")
@@ -179,7 +330,6 @@ class AgentConnection:
         log.warning("agent disconnected", host=self.host, reason=said or str(error))
 
     def _disconnected(self, reason: str) -> None:
-        """No call is sent any more, and every call that waits for an answer is unknown."""
         self._writer = self.welcome = None
         self._last.clear()
         self.reason = f"the connection to the agent of {self.host} was lost: {reason}"
@@ -190,10 +340,10 @@ class AgentConnection:
 
     async def _handshake(self, stream: Stream) -> Welcome:
         who = self._who
-        hello = Hello(
+        hello = protocol.Hello(
             release=who.release,
-            protocol=PROTOCOL,
-            oldest=OLDEST,
+            protocol=protocol.PROTOCOL,
+            oldest=protocol.OLDEST,
             controller=who.run,
             site=who.site,
             machine=who.machine,
@@ -201,7 +351,7 @@ class AgentConnection:
         stream.writer.write(encode(Line(hello=hello)))
         welcome = (await self._expect(stream, lambda answer: answer.welcome is not None)).welcome
         assert welcome is not None
-        if welcome.protocol < OLDEST:
+        if welcome.protocol < protocol.OLDEST:
             raise Refused(
                 f"the agent of {self.host} is of release {welcome.release}, which this one, {who.release}, does not"
                 " understand",
@@ -220,8 +370,8 @@ class AgentConnection:
         return welcome
 
     def _check_superseded(self, welcome: Welcome, number: int) -> None:
-        """Raises `Superseded` if a later controller commands the host now. An epoch alone proves less: it may be of a
-        database that was replaced."""
+        """Raise `Superseded` if a later controller commands the host now. An epoch alone proves less: it may come from
+        a database that was replaced."""
         who = self._who
         if welcome.commanding is None or (welcome.epoch, welcome.holder) <= (number, who.run):
             return
@@ -233,7 +383,7 @@ class AgentConnection:
         )
 
     async def _expect(self, stream: Stream, wanted: Callable[[Answer], bool]) -> Answer:
-        """The next answer but those to `ping`."""
+        """The next answer that is `wanted`: an answer to a ping may come before it."""
         while True:
             answer = await self._read(stream)
             if wanted(answer):
@@ -242,10 +392,10 @@ class AgentConnection:
     async def _read(self, stream: Stream) -> Answer:
         """The next line. Raises `Refused` if the agent refuses this controller, `Unknown` if there is none."""
         try:
-            async with asyncio.timeout(SILENCE):
-                answer = decode_answer(await stream.reader.readuntil())
+            async with asyncio.timeout(protocol.SILENCE):
+                answer = protocol.decode(Answer, await stream.reader.readuntil())
         except TimeoutError as error:
-            raise Unknown(f"it has not answered for {SILENCE:g} s") from error
+            raise Unknown(f"it has not answered for {protocol.SILENCE:g} s") from error
         except asyncio.IncompleteReadError as error:
             raise Unknown("it has ended the connection") from error
         except asyncio.LimitOverrunError as error:
@@ -261,6 +411,6 @@ class AgentConnection:
 
     async def _ping(self, stream: Stream) -> None:
         for number in itertools.count(1):
-            await asyncio.sleep(PING)
+            await asyncio.sleep(protocol.PING)
             if not stream.writer.is_closing():
                 stream.writer.write(encode(Line(ping=number, heard=self._ponged)))

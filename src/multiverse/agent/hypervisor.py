@@ -1,34 +1,20 @@
-"""`ports.Hypervisor` for any number of hosts, each reached through its agent."""
+"""`ports.Hypervisor` for any number of hosts, each reached through its agent, and the VXLAN that connects their VMs."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Protocol
 
-from multiverse.agent.calls import (
-    AddUser,
-    AgentCall,
-    BuildTemplate,
-    Connect,
-    CountProcesses,
-    Create,
-    DeleteTemplate,
-    Destroy,
-    Examine,
-    HypervisorAnswer,
-    Measure,
-    Observe,
-    R,
-    Start,
-    TellMembers,
-    Utilization,
-)
+import structlog
+
+from multiverse.agent import protocol
 from multiverse.agent.connection import AgentConnection
-from multiverse.agent.vxlan import VxlanDirectory
-from multiverse.core.errors import Gone, MultiverseError
+from multiverse.agent.protocol import AgentCall, HypervisorAnswer, R
+from multiverse.core.errors import Gone, MultiverseError, Refused
 from multiverse.core.model import (
     Host,
     HostUsage,
@@ -41,10 +27,92 @@ from multiverse.core.model import (
     Stage,
     TemplateKey,
     User,
+    Vm,
     VmRef,
     VmSpec,
+    VmState,
 )
+from multiverse.core.model.identity import without_prefix_length
 from multiverse.ports import NOT_LEASED
+
+log = structlog.get_logger()
+
+NOT_STARTED = (VmState.PLANNED, VmState.PARKED)  # a VM in one of these states learns of its peers when it is started
+ConnectVm = Callable[[VmRef, tuple[Neighbour, ...]], Awaitable[None]]
+"""Let a VM reach these addresses, as `VmConnections` does on the VM's host."""
+
+
+class VxlanMachines(Protocol):
+    """The machines that the VXLAN connects."""
+
+    @property
+    def own(self) -> str: ...  # the name of the controller's machine, which may be a host
+
+    async def address_of(self, host: str) -> str:
+        """The address of a host, or of the controller's machine, in the network of the hosts. Leased hosts of one node
+        have the same address. Raises `Refused` if it is unknown."""
+
+    async def gateway(self) -> Neighbour:
+        """How VMs on other machines reach the controller's machine."""
+
+    async def reach(self, vm: str, neighbour: Neighbour) -> None:
+        """Let the controller's machine reach a VM on another machine."""
+
+
+class VxlanDirectory:
+    """The controller's part of a VXLAN: it tells each host on which machines its VMs find what they need.
+
+    A VM needs the other VMs of its job and the controller's machine, which needs the VM. A VM that is started learns of
+    all of them; VMs that were started before it learn of the VM before it runs. `find` gives the row of a VM by name.
+    """
+
+    def __init__(self, machines: VxlanMachines, find: Callable[[str], Vm | None], connect: ConnectVm) -> None:
+        self._machines, self._find, self._connect = machines, find, connect
+
+    async def introduce(self, vm: VmRef, identity: Identity) -> tuple[Neighbour, ...]:
+        """What a VM of `vm.source` has to reach on other machines, just before it is started. These machines reach the
+        VM when this returns. May be repeated. Raises `Refused` if an address of a machine is unknown, and what the
+        agents of its peers raise."""
+        machines, host = self._machines, vm.source
+        address = without_prefix_length(identity.address)
+        itself = Neighbour(address, identity.mac, await machines.address_of(host))
+        peers, neighbours = [], []
+        for name, _ in identity.peers:
+            peer = self._find(name)
+            if peer is None or peer.host == host:
+                continue
+            machine = await machines.address_of(peer.host)
+            if machine != itself.machine:  # the bridge of a node connects its leases
+                peers.append(peer)
+                neighbours.append(Neighbour(without_prefix_length(peer.address), peer.mac, machine))
+        if host != machines.own:
+            neighbours.append(await machines.gateway())
+            await machines.reach(vm.name, itself)
+        await asyncio.gather(*(self._tell(peer, itself) for peer in peers if peer.state not in NOT_STARTED))
+        return tuple(neighbours)
+
+    async def located(self, host: str, members: Sequence[Member]) -> list[Member]:
+        """These members with their machines, as `host` needs them. Members on a machine of unknown address are left
+        out: they do not start either. Raises `Refused` if the address of `host` itself is unknown."""
+        found, machine_of = list[Member](), {host: await self._machines.address_of(host)}
+        for member in members:
+            if member.host not in machine_of:
+                try:
+                    machine_of[member.host] = await self._machines.address_of(member.host)
+                except Refused as error:
+                    log.warning("VMs of a host are not reached", host=member.host, reason=str(error))
+                    machine_of[member.host] = ""
+            machine = machine_of[member.host]
+            if machine:
+                # The bridge of a node connects its leases.
+                found.append(replace(member, machine="" if machine == machine_of[host] else machine))
+        return found
+
+    async def _tell(self, peer: Vm, neighbour: Neighbour) -> None:
+        try:
+            await self._connect(peer.ref, (neighbour,))
+        except Gone:  # its own end will be seen
+            return
 
 
 class AgentSource:
@@ -56,30 +124,29 @@ class AgentSource:
 
     @property
     def name(self) -> str:
-        """See `ports.Source`."""
         return self.connection.host
 
     @property
     def hosts(self) -> Sequence[str]:
-        """See `ports.Source`."""
         return [self.connection.host]
 
     @property
     def silence(self) -> float:
-        """See `ports.Source`. An agent answers a ping also while an observation of it fails."""
+        """An agent answers a ping also while an observation of it fails."""
         return asyncio.get_running_loop().time() - self.connection.heard
 
     async def observe(self) -> HypervisorView:
-        """See `ports.Source`. An observation that shows what the one before it showed is the same object."""
-        view = await self.connection.call(Observe())
+        """An observation that equals the one before it is the same object."""
+        view = await self.connection.call(protocol.Observe())
         if self._shown is None or self._shown[0] is not view:
             self._shown = view, view.view()
         return self._shown[1]
 
 
 class AgentHypervisor:
-    """`ports.Hypervisor`, of these hosts at first. `run` keeps the connections up, which `connect` makes by name, and
-    `connect_leased` for a host that is reached by its pilot. `declare` says what the settings know of a host."""
+    """`ports.Hypervisor`, of these hosts at first. `run` keeps the connections up. `connect` makes a connection by the
+    host's name, and `connect_leased` for a host that is reached by its pilot. `declare` gives what the settings know of
+    a host."""
 
     def __init__(
         self,
@@ -114,21 +181,17 @@ class AgentHypervisor:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def keep(self, hosts: Collection[str], leased: Mapping[str, LeasedHost] = NOT_LEASED) -> None:
-        """See `ports.Membership`."""
         for name in [name for name in self._sources if name not in hosts]:
             del self._sources[name]
             if task := self._tasks.pop(name, None):
                 task.cancel()
         for name in hosts:
             if name not in self._sources:
-                self._sources[name] = AgentSource(self._connection(name, leased.get(name)))
+                lease = leased.get(name)
+                self._sources[name] = AgentSource(self._connect_leased(lease) if lease else self._connect(name))
                 self._keep_up(name)
 
-    def _connection(self, name: str, leased: LeasedHost | None) -> AgentConnection:
-        return self._connect(name) if leased is None else self._connect_leased(leased)
-
     def declared(self, host: str) -> Host | None:
-        """See `ports.Membership`."""
         return self._declare(host)
 
     def _keep_up(self, name: str) -> None:
@@ -144,79 +207,64 @@ class AgentHypervisor:
 
     @property
     def sources(self) -> Sequence[AgentSource]:
-        """See `ports.Hypervisor`."""
         return tuple(self._sources.values())
 
     async def create(self, vm: VmSpec) -> Sequence[Stage]:
-        """See `ports.Hypervisor`."""
-        return (await self._agent(vm.host).call(Create(vm=vm))).stages
+        return (await self._agent(vm.host).call(protocol.Create(vm=vm))).stages
 
     async def start(self, vm: VmRef, size: Size, identity: Identity) -> Sequence[Stage]:
-        """See `ports.Hypervisor`. With a VXLAN, its peers and the controller's machine can reach the VM before
-        it runs; raises what `VxlanDirectory.introduce` raises."""
+        """With a VXLAN, peers and the controller's machine can reach the VM before it runs: see `introduce`."""
         if self.vxlan is not None:
             identity = replace(identity, neighbours=await self.vxlan.introduce(vm, identity))
-        return (await self._agent(vm.source).call(Start(vm=vm, size=size, identity=identity))).stages
+        return (await self._agent(vm.source).call(protocol.Start(vm=vm, size=size, identity=identity))).stages
 
     async def connect(self, vm: VmRef, neighbours: tuple[Neighbour, ...]) -> None:
-        """See `agent.calls.VmConnections`."""
-        await self._agent(vm.source).call(Connect(vm=vm, neighbours=neighbours))
+        await self._agent(vm.source).call(protocol.Connect(vm=vm, neighbours=neighbours))
 
     async def destroy(self, vm: VmRef, grace: float) -> None:
-        """See `ports.Hypervisor`."""
-        await self._agent(vm.source).call(Destroy(vm=vm, grace=grace))
+        await self._agent(vm.source).call(protocol.Destroy(vm=vm, grace=grace))
 
     async def add_user(self, vm: VmRef, user: User, group: int = 0) -> None:
-        """See `ports.GuestUsers`."""
-        await self._agent(vm.source).call(AddUser(vm=vm, user=user, group=group))
+        await self._agent(vm.source).call(protocol.AddUser(vm=vm, user=user, group=group))
 
     @property
     def listening(self) -> Mapping[str, str]:
-        """See `ports.Groups`."""
         welcomes = ((name, source.connection.welcome) for name, source in self._sources.items())
         return {name: one.agent for name, one in welcomes if one is not None}
 
     async def tell(self, host: str, members: Sequence[Member], gone: Sequence[str], *, whole: bool) -> None:
-        """See `ports.Groups`. With a VXLAN, what is told says to which machines it leads."""
+        """With a VXLAN, the members are told with their machines."""
         if self.vxlan is not None:
             members = await self.vxlan.located(host, members)
-        await self._agent(host).call(TellMembers(members=tuple(members), gone=tuple(gone), whole=whole))
+        await self._agent(host).call(protocol.TellMembers(members=tuple(members), gone=tuple(gone), whole=whole))
 
     async def build_template(self, template: TemplateKey) -> Sequence[Stage]:
-        """See `ports.Templates`."""
-        return (await self._agent(template.host).call(BuildTemplate(template=template))).stages
+        return (await self._agent(template.host).call(protocol.BuildTemplate(template=template))).stages
 
     async def delete_template(self, template: TemplateKey) -> None:
-        """See `ports.Templates`."""
-        await self._agent(template.host).call(DeleteTemplate(template=template))
+        await self._agent(template.host).call(protocol.DeleteTemplate(template=template))
 
     async def used(self, source: str, span: float) -> Mapping[str, HostUsage]:
-        """See `ports.Measurements`."""
-        return {source: (await self._agent(source).call(Utilization(span=span))).host}
+        return {source: (await self._agent(source).call(protocol.Utilization(span=span))).host}
 
     async def measure(self) -> Mapping[str, tuple[float, float, float]]:
-        """(CPU seconds, unique MiB, proportional MiB) of each VM that lives, on the hosts that answer."""
-        found: dict[str, tuple[float, float, float]] = {}
-        for result in await self._ask_all(Measure()):
-            found.update(result.vms)
-        return found
+        """See `LocalHypervisor.measure`; of the VMs on hosts that answer."""
+        results = await self._ask_all(protocol.Measure())
+        return {name: figures for result in results for name, figures in result.vms.items()}
 
     async def examine(self) -> Mapping[str, Mapping[str, str | int]]:
-        """What each running guest says of itself now, on the hosts that answer; `error` if a guest does not."""
-        found: dict[str, Mapping[str, str | int]] = {}
-        for result in await self._ask_all(Examine()):
-            found.update(result.vms)
-        return found
+        """See `LocalHypervisor.examine`; of the VMs on hosts that answer."""
+        results = await self._ask_all(protocol.Examine())
+        return {name: facts for result in results for name, facts in result.vms.items()}
 
     async def count_processes(self) -> Counter[str]:
-        """How many processes the agents have started, by program; those that answer."""
+        """How many processes the agents that answer have started, by program."""
         found: Counter[str] = Counter()
-        for result in await self._ask_all(CountProcesses()):
+        for result in await self._ask_all(protocol.CountProcesses()):
             found.update(result.programs)
         return found
 
     async def _ask_all(self, call: AgentCall[R]) -> list[R]:
-        """The results of the hosts that answer."""
         calls = (source.connection.call(call) for source in self._sources.values())
         results = await asyncio.gather(*calls, return_exceptions=True)
         for result in results:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
 
 from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException
@@ -34,23 +35,13 @@ from multiverse.core.model import Size
 PROTOCOL = 1
 """What the plugin and the agent say to each other, records included. spank/multiverse.c has the same number."""
 
-LONGEST_REQUEST = 8192
-"""Bytes of a request."""
-
-LONGEST_ANSWER = 8192
-"""Bytes of an answer, with its end. spank/client.h has the same number."""
-
-MOST_VMS = 64
-"""VMs of one job on one host, at most."""
-
-MOST_FUNCTIONS = 4
-"""Virtual functions of one VM, at most: it has a root port for each."""
-
-MOST_REGIONS = 32
-"""Regions of shared memory that the VMs of one job on one host have, at most."""
-
+LONGEST_REQUEST = 8192  # bytes of a request
+LONGEST_ANSWER = 8192  # bytes of an answer, with its end. spank/client.h has the same number
+MOST_VMS = 64  # VMs of one job on one host, at most
+MOST_FUNCTIONS = 4  # virtual functions of one VM, at most: it has a root port for each
+MOST_REGIONS = 32  # regions of shared memory that the VMs of one job on one host have, at most
 LAUNCH = "srun --ntasks-per-node=1 multiverse-vm launch"
-"""What makes the VMs of a job on all its nodes, where no plugin does."""
+"""The command that makes the VMs of a job on all its nodes, where no plugin does."""
 
 _IMAGE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
 _LAST_JOB = 0x03FF_FFFF  # MAX_JOB_ID in Slurm's slurm_protocol_defs.h
@@ -58,35 +49,31 @@ _LAST_JOB = 0x03FF_FFFF  # MAX_JOB_ID in Slurm's slurm_protocol_defs.h
 
 @dataclass(frozen=True, slots=True)
 class ProvideVm:
-    """The VMs of a job are to be there, so many on this host. `cores` and `allocated` are what the job has on this
-    host. 0 in `cpus`, `memory` and `disk`, and an empty `image`, were not given. `nodes` are all of the job's, in an
-    order that is the same on each, and `node` is which of them this host is, from 0 on. Each VM is to have `functions`,
-    and the job may open the device files of these IOMMU `groups`. All VMs share as many `regions` of memory.
-    `started` is when the job's run started (Unix time), if slurmctld was asked, because no plugin records the run."""
+    """The VMs of a job are to be there. 0 and an empty `image` mean that a value was not given."""
 
     job: int
     uid: int
-    cores: int
-    allocated: int = 0
+    cores: int  # of the job on this host
+    allocated: int = 0  # memory of the job on this host
     image: str = ""
     cpus: int = 0
     memory: int = 0
     disk: int = 0
-    vms: int = 1
-    nodes: tuple[str, ...] = ()
-    node: int = 0
-    functions: int = 0
-    groups: tuple[int, ...] = ()
-    regions: int = 0
-    started: int = 0
+    vms: int = 1  # on this host
+    nodes: tuple[str, ...] = ()  # all of the job's, in an order that is the same on each
+    node: int = 0  # the number of this host among them, from 0 on
+    functions: int = 0  # virtual functions of each VM
+    groups: tuple[int, ...] = ()  # IOMMU groups whose device files the job may open
+    regions: int = 0  # regions of memory that all VMs share
+    started: int = 0  # when slurmctld started the run (Unix time); 0: the plugin records the run
 
 
 @dataclass(frozen=True, slots=True)
 class EnterVm:
-    """A task of the job wants a connection to its guest, in that one of the job's VMs on this host."""
+    """A task of the job wants a connection to its guest."""
 
     job: int
-    vm: int = 0
+    vm: int = 0  # the number of the VM on this host
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,51 +84,33 @@ class ReleaseVm:
 
 
 @dataclass(frozen=True, slots=True)
-class PluginTest:
-    """The plugin is being tested, and wants to know whether the agent answers."""
-
-
-@dataclass(frozen=True, slots=True)
-class AskComment:
-    """A step of a job wants the comment of the job, which may ask for VMs."""
-
-
-@dataclass(frozen=True, slots=True)
 class LaunchVms:
-    """A step wants VMs for its job on this host. What `wanted` has of the job and of its nodes means nothing."""
+    """A step wants VMs for its job on this host. The job, its user and its nodes are not set in `wanted`."""
 
     wanted: ProvideVm
 
 
-@dataclass(frozen=True, slots=True)
-class ListVms:
-    """A step of a job wants to know the VMs of the job on this host."""
+class PlainRequest(Enum):
+    """A request without further words."""
+
+    TEST = "test"  # the plugin is being tested, and wants to know whether the agent answers
+    COMMENT = "comment"  # a step wants the comment of its job, which may ask for VMs
+    LIST = "list"  # a step wants to know the VMs of its job on this host
+    RECLAIM = "reclaim"  # a step gives the VMs of its job on this host back
 
 
-@dataclass(frozen=True, slots=True)
-class ReclaimVms:
-    """A step of a job gives the VMs of the job on this host back."""
+StepRequest = LaunchVms | PlainRequest  # what steps of jobs ask for where no plugin does it for them
 
 
-StepRequest = AskComment | LaunchVms | ListVms | ReclaimVms
-"""What steps of jobs ask for where no plugin does it for them."""
-
-
-def parse(line: bytes) -> ProvideVm | EnterVm | ReleaseVm | PluginTest | StepRequest:
+def parse(line: bytes) -> ProvideVm | EnterVm | ReleaseVm | StepRequest:
     """The request in a line. Raises `Refused`."""
     operation, *words = line.decode("ascii", "replace").split() or [""]
     values = dict(word.partition("=")[::2] for word in words)
     match operation:
-        case "test":
-            return PluginTest()
-        case "comment":
-            return AskComment()
+        case "test" | "comment" | "list" | "reclaim":
+            return PlainRequest(operation)
         case "launch":
             return LaunchVms(_wanted(values, 0))
-        case "list":
-            return ListVms()
-        case "reclaim":
-            return ReclaimVms()
     job = _number(values, "job")
     if not 0 < job <= _LAST_JOB:
         raise Refused(f"{job} is no job")
@@ -160,7 +129,6 @@ def parse(line: bytes) -> ProvideVm | EnterVm | ReleaseVm | PluginTest | StepReq
 
 
 def _wanted(values: dict[str, str], job: int) -> ProvideVm:
-    """What is wanted for a job, without what Slurm knows of it."""
     image = values.get("image", "")
     if image and not _IMAGE.fullmatch(image):
         raise Refused(f"{image!r} is no name of an image")
@@ -177,7 +145,7 @@ def _wanted(values: dict[str, str], job: int) -> ProvideVm:
 
 
 def _place(values: dict[str, str]) -> tuple[tuple[str, ...], int]:
-    """The nodes of the job, and which of them this host is."""
+    """The nodes of the job, and the number of this host among them."""
     own = values.get("node", "")
     try:
         nodes = tuple(NodeSet(values.get("nodes", ""), resolver=RESOLVER_NOGROUP))
@@ -198,7 +166,7 @@ def _number(values: dict[str, str], key: str) -> int:
 
 
 def answer(error: MultiverseError | None = None, *, told: str = "") -> bytes:
-    """The answer to a request that was done, with what its sender is told, or that failed with this error."""
+    """The answer to a request that failed with this error, or was done; then its sender is `told` something."""
     if error is None:
         return f"ok {_printable(told)}".rstrip().encode()[: LONGEST_ANSWER - 2] + b"\n"
     return f"error {_printable(str(error))[:800]}\n".encode()
@@ -209,9 +177,9 @@ def _printable(text: str) -> str:
 
 
 def vm_size(request: ProvideVm, least: int, overhead: int, region: int = 0) -> Size:
-    """The size of each VM of a job on this host: an equal part of what the job has, or what was asked for. `least` is
-    the memory of the smallest VM, `overhead` what a QEMU takes of the job's memory beside its guest's, and `region`
-    what each region of shared memory does. Raises `Refused` for what the job cannot hold."""
+    """The size of each VM of a job on this host: an equal part of what the job has, or what was asked for. Memory in
+    MiB: `least` of the smallest VM, `overhead` of a QEMU beside its guest, `region` of each region of shared memory.
+    Raises `Refused` for what the job cannot hold."""
     return Size(_cpus(request), _memory(request, least, overhead, request.regions * region), request.disk)
 
 
@@ -232,7 +200,6 @@ def _cpus(request: ProvideVm) -> int:
 
 
 def _memory(request: ProvideVm, least: int, overhead: int, shared: int) -> int:
-    """`shared` is the memory of all regions."""
     vms = request.vms
     most = (request.allocated - shared) // vms - overhead if request.allocated else request.memory
     if not (request.allocated or request.memory):

@@ -1,8 +1,8 @@
 """VMs inside jobs without a plugin of Slurm: steps of the batch file have them made, list them, and give them back.
 
-Who asks is a process in the control groups of a job, which only Slurm puts it into: these tell the job, and slurmctld
-tells whose it is and which nodes it has. No prolog and no epilog of ours tells when the job begins and ends, so the
-agent watches: a job of which no step is here may have ended, and then slurmctld is asked.
+The control groups of the process that asks tell its job: only Slurm puts processes there. slurmctld tells the job's
+user and nodes. No prolog and no epilog of ours tells when the job begins and ends, so the agent watches: a job without
+steps here may have ended, and then slurmctld is asked.
 """
 
 from __future__ import annotations
@@ -14,78 +14,53 @@ from typing import Protocol
 
 import structlog
 
-from multiverse.agent.job_protocol import LAUNCH, AskComment, LaunchVms, ProvideVm, ReclaimVms, StepRequest
-from multiverse.agent.job_vm import JobHost, JobVm
+from multiverse.agent.job_protocol import LAUNCH, LaunchVms, PlainRequest, ProvideVm, StepRequest
+from multiverse.agent.jobs import JobHost, JobVm, JobVmService
 from multiverse.core.errors import Gone, MultiverseError, Refused
 from multiverse.system.processes import Peer
 
 log = structlog.get_logger()
 
-LOOK = 1.0
-"""Seconds between two looks at the steps of jobs, which cost nothing."""
+LOOK = 1.0  # seconds between two looks at the steps of jobs. A look costs nothing
 
 FIRST_QUESTION, LAST_QUESTION = 1.0, 32.0
 """Seconds between two questions to slurmctld about a job without steps: at first, and after many."""
 
 QUESTION_WITH_STEPS = 60.0
-"""The same for a job that has steps. A step may outlast its job, if its processes cannot be killed."""
+"""Seconds between two questions about a job that has steps: a step may outlast its job, if it cannot be killed."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobRun:
-    """A run of a job: whose it is, when it started (Unix time), and its nodes, in an order that is the same on each."""
+    """A run of a job."""
 
     job: int
     uid: int
-    started: int
-    nodes: tuple[str, ...]
+    started: int  # Unix time
+    nodes: tuple[str, ...]  # in an order that is the same on each
 
 
 class JobRuns(Protocol):
-    """What the scheduler knows of jobs. Raises `Unknown` if it does not answer."""
+    """What the scheduler knows of jobs. Each call raises `Unknown` if the scheduler does not answer."""
 
     async def run_of(self, job: int) -> JobRun | None:
         """The run of a job; None if the job has ended, or waits to run again."""
-        ...
 
     async def comment(self, job: int) -> str:
-        """What the user wrote as the comment of a job."""
-        ...
+        """The comment that the user gave the job."""
 
     async def share(self, job: int, node: str) -> tuple[int, int]:
-        """How many CPUs and how much memory (MiB; 0: not limited) a job has on a node."""
-        ...
-
-
-class JobVms(Protocol):
-    """What makes and releases the VMs of a job: `agent.jobs.JobVmService`."""
-
-    def known(self) -> list[tuple[JobVm, ...]]:
-        """The VMs of each job on this host."""
-        ...
-
-    def vms_of(self, job: int) -> tuple[JobVm, ...]:
-        """Those of a job; none if it has none."""
-        ...
-
-    async def provide(self, request: ProvideVm, pid: int) -> None:
-        """Make the VMs of a job, unless they are there."""
-        ...
-
-    async def release(self, job: int) -> None:
-        """Remove the VMs of a job. None is success."""
-        ...
+        """The CPUs and the memory (MiB; 0: not limited) of a job on a node."""
 
 
 @dataclass(slots=True)
 class _Watch:
-    """What is known of a job whose end is watched for. `verified`: slurmctld has said that the VMs are those of its
-    present run, and steps were here ever since."""
+    """What is known of a job whose end is watched for."""
 
     question: float = 0.0  # when slurmctld is asked next (time of the loop)
     pause: float = FIRST_QUESTION
     had_steps: bool = False
-    verified: bool = False
+    verified: bool = False  # slurmctld has said that the VMs are of the job's present run, and steps were here since
     told: str = ""  # the last reason that was logged
     asking: asyncio.Lock = field(default_factory=asyncio.Lock)  # of `list`: the tasks of a step come at the same time
 
@@ -93,7 +68,7 @@ class _Watch:
 class JobTasks:
     """Answers steps of jobs, and watches for the ends of these jobs. `node` is what the scheduler calls this host."""
 
-    def __init__(self, vms: JobVms, host: JobHost, runs: JobRuns, node: str) -> None:
+    def __init__(self, vms: JobVmService, host: JobHost, runs: JobRuns, node: str) -> None:
         self._vms, self._host, self._runs, self._node = vms, host, runs, node
         self._watched: dict[int, _Watch] = {}
         self._looking: dict[int, asyncio.Task[None]] = {}
@@ -102,8 +77,8 @@ class JobTasks:
     # --- what is asked for ----------------------------------------------------------------------------
 
     async def answer(self, request: StepRequest, peer: Peer) -> str:
-        """What a step is told. Raises `Refused` if it is none of a job, or of another user's, and what slurmctld's
-        answers and the making of VMs raise."""
+        """What a step is told. Raises `Refused` if the process is in no job of its user, and errors of what is
+        asked."""
         job = await asyncio.to_thread(self._host.find_job, peer.pid)
         if not job:
             raise Refused(
@@ -111,12 +86,12 @@ class JobTasks:
                 hint="call multiverse-vm in a job; its node needs proctrack/cgroup or task/cgroup",
             )
         match request:
-            case AskComment():
+            case PlainRequest.COMMENT:
                 await self._own_run(job, peer.uid)
                 return await self._runs.comment(job)
             case LaunchVms():
                 await self._launch(request.wanted, job, peer)
-            case ReclaimVms():
+            case PlainRequest.RECLAIM:
                 if any(vm.uid != peer.uid for vm in self._vms.vms_of(job)):
                     raise _foreign(job)
                 await self._vms.release(job)
@@ -188,7 +163,6 @@ class JobTasks:
             await asyncio.gather(*looking, return_exceptions=True)
 
     def look(self) -> None:
-        """Look at each job whose end is watched for, at the same time."""
         jobs = {vms[0].job: vms[0] for vms in self._vms.known() if vms[0].watched}
         for job in self._watched.keys() - jobs.keys():
             del self._watched[job]

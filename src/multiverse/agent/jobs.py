@@ -18,41 +18,126 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 import structlog
 from pydantic import TypeAdapter
 
-from multiverse.agent.job_protocol import LAUNCH, EnterVm, ProvideVm, ReleaseVm, StepRequest, answer, parse, vm_size
-from multiverse.agent.job_vm import MOST_JOBS, RUNS, JobHost, JobVm
+from multiverse.agent.job_protocol import (
+    LAUNCH,
+    EnterVm,
+    LaunchVms,
+    PlainRequest,
+    ProvideVm,
+    ReleaseVm,
+    StepRequest,
+    answer,
+    parse,
+    vm_size,
+)
 from multiverse.core.errors import Gone, MultiverseError, Refused, Unknown
-from multiverse.core.model import User
+from multiverse.core.model import Size, User
 from multiverse.system import files
 from multiverse.system.kernel import SharedMemory
 from multiverse.system.processes import Peer, peer_of
 
 log = structlog.get_logger()
-
 T = TypeVar("T")
-_random = secrets.SystemRandom()
 
-PLUGIN_UID = 0
-"""The user that slurmd runs the plugin as."""
-
+RUNS = 512  # names that the VMs of one job can have on a host
+MOST_JOBS = 250  # with VMs on one host
+PLUGIN_UID = 0  # the user that slurmd runs the plugin as
+CONNECTIONS_OF_ONE = 512  # of one user at the same time; further ones are closed at once. Each task makes one
+ENTERED_AT_ONCE = 4  # tasks of one job that are connected to its guest at the same time: a guest may not answer
 _THREADS = 32
 _REQUEST_TIMEOUT = 10.0  # seconds for a request of one line
+_random = secrets.SystemRandom()
 
-CONNECTIONS_OF_ONE = 512
-"""Connections of one user at the same time, at most; further ones are closed at once. Each task makes one."""
 
-ENTERED_AT_ONCE = 4
-"""Tasks of one job that are connected to its guest at the same time: a guest may not answer."""
+@dataclass(frozen=True, slots=True)
+class JobVm:
+    """A VM of one run of a job."""
+
+    job: int
+    run: int  # a random number for the VM's name
+    # When the plugin recorded the run (Unix time in nanoseconds; 0: not), or, if `watched`, when slurmctld started it.
+    record: int
+    uid: int
+    number: int  # of the job on this host: it chooses the job's addresses here
+    image: str
+    cpus: int
+    memory: int
+    disk: int
+    token: str
+    task_token: str  # by which the guest knows the agent of the host
+    groups: tuple[str, ...]  # control groups of the job
+    index: int = 0  # of the VM on this host
+    vms: int = 1  # on each of the job's nodes
+    nodes: tuple[str, ...] = ("",)
+    node: int = 0  # the number of this host among the nodes
+    functions: int = 0  # virtual functions of this host's devices
+    function_groups: tuple[int, ...] = ()  # IOMMU groups whose device files the job may open
+    regions: tuple[str, ...] = ()  # ids of regions of memory that the job's VMs here share; no other job ever has one
+    watched: bool = False  # no plugin records the job's runs and tells their ends
+
+    @property
+    def rank(self) -> int:
+        """The number of the VM among all VMs of the job, from 0 on."""
+        return self.node * self.vms + self.index
+
+    @property
+    def size(self) -> Size:
+        return Size(self.cpus, self.memory, self.disk)
+
+
+class JobHost(Protocol):
+    """Makes these VMs. All calls block, and raise the errors of the host library."""
+
+    def find_groups(self, job: int, pid: int) -> tuple[str, ...]:
+        """The directories of the job's control groups, if the process `pid` is in one; none if the job has none."""
+
+    def find_job(self, pid: int) -> int:
+        """The job whose control group has the process `pid`; 0: no job. Raises `Refused` if the process has ended."""
+
+    def has_steps(self, vm: JobVm) -> bool:
+        """Whether a step of the VM's job is on this host, as far as control groups tell."""
+
+    def known_as(self, vm: JobVm) -> tuple[str, str]:
+        """The VM's name and address in the network of its job."""
+
+    def connect_network(self, vms: tuple[JobVm, ...]) -> None:
+        """Make the network of these VMs: all VMs of the job here. After an error a part of it may remain."""
+
+    def control_groups(self, vm: JobVm) -> list[str]:
+        """The directories of the control groups that the VM will have, or has."""
+
+    def share_memory(self, vms: tuple[JobVm, ...]) -> SharedMemory:
+        """The regions of memory that these VMs share: all VMs of the job here."""
+
+    def make(self, vm: JobVm, vms: tuple[JobVm, ...], user: User, memory: SharedMemory) -> None:
+        """Make `vm` of `vms`; return when its guest accepts tasks. After an error a part of the VM may remain."""
+
+    def is_alive(self, vm: JobVm) -> bool: ...
+
+    def connect(self, vm: JobVm) -> tuple[socket.socket, int]:
+        """A new connection to the guest, and a pidfd that ends with the VM. Raises `Gone` and `Unknown`."""
+
+    def kill(self, vm: JobVm) -> None:
+        """End the VM at once. What waits for its guest gets an error."""
+
+    def remove(self, vm: JobVm) -> None:
+        """Let the guest write back, end the VM and remove all of it. Absent is success."""
+
+    def return_rest(self) -> None:
+        """Take back devices of VMs that do not exist any more."""
+
+    def remove_network(self, vms: tuple[JobVm, ...]) -> None:
+        """Remove the network of these VMs, after the VMs. Absent is success."""
 
 
 class JobVmService:
-    """Answers the plugin and users' tasks. `state` is the directory for what the agent knows, `records` the plugin's,
-    `default_image` the image of jobs that name none; `least` and `overhead` as for `vm_size`."""
+    """Answers the plugin and users' tasks. `state` is the directory of the agent's records, `records` the plugin's."""
 
     def __init__(
         self, host: JobHost, users: Callable[[int], Awaitable[User]], state: Path, records: Path, sizes: JobVmSizes
@@ -73,8 +158,8 @@ class JobVmService:
         self._serving: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Find the VMs of earlier agents again, and release those of jobs that have ended since, and those that are not
-        finished: no task has entered these, and the job's next task gets another."""
+        """Find the VMs of earlier agents again. Release VMs of jobs that have ended since, and unfinished VMs: no task
+        has entered these, and the job's next task gets another."""
         self._state.mkdir(parents=True, exist_ok=True, mode=0o700)
         for path in self._state.glob("*.json"):
             try:
@@ -107,7 +192,6 @@ class JobVmService:
             threads.shutdown(wait=False, cancel_futures=True)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer one request."""
         task = asyncio.current_task()
         assert task is not None
         sock: socket.socket = writer.get_extra_info("socket")
@@ -136,8 +220,11 @@ class JobVmService:
             if isinstance(request, EnterVm):
                 await self._enter(request, peer.uid, peer.gid, sock)
                 return
-            if isinstance(request, StepRequest):
-                told = await self._answer_step(request, peer)
+            if isinstance(request, LaunchVms | PlainRequest) and request is not PlainRequest.TEST:
+                if self.steps is None:
+                    hint = "submit the job with --vm-image, or set job_vms.design in the settings of this host"
+                    raise Refused("Slurm's plugin launches the VMs of jobs on this host", hint=hint)
+                told = await self.steps(request, peer)
             elif peer.uid != PLUGIN_UID:
                 raise Refused("only root may do that: Slurm's plugin does it for the job")
             elif isinstance(request, ProvideVm):
@@ -159,24 +246,18 @@ class JobVmService:
 
     # --- what is asked for ----------------------------------------------------------------------------
 
-    async def _answer_step(self, request: StepRequest, peer: Peer) -> str:
-        if self.steps is None:
-            hint = "submit the job with --vm-image, or set job_vms.design in the settings of this host"
-            raise Refused("Slurm's plugin launches the VMs of jobs on this host", hint=hint)
-        return await self.steps(request, peer)
-
     def known(self) -> list[tuple[JobVm, ...]]:
         """The VMs of each job on this host."""
         return list(self._known.values())
 
     def vms_of(self, job: int) -> tuple[JobVm, ...]:
-        """Those of a job; none if it has none."""
+        """The VMs of a job; none if it has none."""
         return self._known.get(job, ())
 
     async def provide(self, request: ProvideVm, pid: int) -> None:
         """Make the VMs of a job, unless they are there. `pid` is a process in the job's control groups. Raises
-        `Refused` for what the job cannot have, `Gone` if one of the VMs has ended, and what `JobHost.make` raises; then
-        the job has none."""
+        `Refused` for what the job cannot have, `Gone` if a VM has ended, and errors of `JobHost`; then the job has no
+        VM."""
         job = request.job
         async with self._lock(job):
             self._unreleased.discard(job)
@@ -194,10 +275,12 @@ class JobVmService:
                 raise Refused("this job has other VMs on this node", hint="first: srun multiverse-vm reclaim")
 
     def _is_same(self, request: ProvideVm, known: tuple[JobVm, ...]) -> bool:
-        size = vm_size(request, self._sizes.least, self._sizes.overhead, self._sizes.region)
-        wanted = self._image(request), size, request.functions, request.regions
+        wanted = self._image(request), self._size(request), request.functions, request.regions
         one = known[0]
         return len(known) == request.vms and wanted == (one.image, one.size, one.functions, len(one.regions))
+
+    def _size(self, request: ProvideVm) -> Size:
+        return vm_size(request, self._sizes.least, self._sizes.overhead, self._sizes.region)
 
     def _image(self, request: ProvideVm) -> str:
         return request.image or self._sizes.default_image
@@ -206,8 +289,7 @@ class JobVmService:
         return request.started or self._recorded(request.job)
 
     async def _planned(self, request: ProvideVm, pid: int) -> tuple[JobVm, ...]:
-        sizes = self._sizes
-        size = vm_size(request, sizes.least, sizes.overhead, sizes.region)
+        size = self._size(request)
         groups = await self._call(self._host.find_groups, request.job, pid)
         # Nothing is awaited from here until the VMs are known: the job's number is taken then.
         taken = {vms[0].number for vms in self._known.values()}
@@ -243,7 +325,7 @@ class JobVmService:
         )
 
     async def _make(self, vms: tuple[JobVm, ...]) -> None:
-        """Make all of these, at the same time, or none."""
+        """Make all of these, or none."""
         first = vms[0]
         self._known[first.job] = vms
         self._making.add(first.job)
@@ -328,7 +410,7 @@ class JobVmService:
         return self._locks.setdefault(job, asyncio.Lock())
 
     async def _remove(self, vms: tuple[JobVm, ...]) -> None:
-        """Remove all of a job's. If one cannot be removed, all stay known, and are removed again."""
+        """Remove all VMs of a job. If one cannot be removed, all stay known, and are removed again."""
         job = vms[0].job
         await _all_done(self._end(self._host.remove, vm) for vm in vms)
         await self._end(self._host.remove_network, vms)
@@ -339,8 +421,8 @@ class JobVmService:
         log.info("VMs of a job released", job=job)
 
     def _recorded(self, job: int) -> int:
-        """When the plugin recorded the job's present run: it does so before the first step, and removes the record at
-        the end. Slurm's own count of restarts is not told to every step."""
+        """When the plugin recorded the job's present run: before its first step. It removes the record at the end.
+        Slurm does not tell its own count of restarts to every step."""
         try:
             return (self._records / str(job)).stat().st_mtime_ns
         except FileNotFoundError:
@@ -355,7 +437,7 @@ class JobVmService:
         return self._records / f"{job}.groups"
 
     def _unfinished(self, job: int) -> Path:
-        """Where the groups of VMs are that are being made."""
+        """The file of groups while the VMs are being made."""
         return self._records / f"{job}.making"
 
     def _write_groups(self, vms: tuple[JobVm, ...]) -> None:
@@ -373,29 +455,28 @@ class JobVmService:
 
 @dataclass(frozen=True, slots=True)
 class JobVmSizes:
-    """What VMs inside jobs are by default, and at least, in MiB; where this host has Slurm's commands; what gives the
-    path of the site's TaskProlog, which is empty if there is none; and the size of a region of shared memory."""
+    """What VMs inside jobs have in common on this host. Memory in MiB."""
 
-    default_image: str
-    least: int
-    overhead: int
-    commands: Path
-    task_prolog: Callable[[], Awaitable[str]]
-    region: int = 0
+    default_image: str  # of jobs that name none
+    least: int  # memory of a VM
+    overhead: int  # memory of a QEMU beside its guest
+    commands: Path  # the directory of Slurm's commands
+    task_prolog: Callable[[], Awaitable[str]]  # gives the path of the site's TaskProlog; empty: there is none
+    region: int = 0  # of shared memory
 
 
 _VMS = TypeAdapter(tuple[JobVm, ...])
 
 
 def _read(path: Path) -> tuple[JobVm, ...]:
-    """The VMs of a job, from their file. Raises what a damaged file raises."""
+    """The VMs of a job, from their file. Raises `OSError`, and `ValueError` for a damaged file."""
     if not (found := _VMS.validate_json(path.read_bytes())):
         raise ValueError(f"{path} is empty")
     return found
 
 
 async def _all_done(calls: Iterable[Awaitable[T]]) -> list[T]:
-    """What all of these return, or the error of one of them, when all have ended."""
+    """Wait for the end of all calls; then return their results, or raise the error of one."""
     results = await asyncio.gather(*calls, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):

@@ -18,6 +18,9 @@ whose epoch is below the highest that the agent has seen. In the middle of a con
 `refused` and ends the connection. An observation that equals the last one on the same connection is sent as
 `{"id": 3, "same": true}`.
 
+A call is declared once, as a class: its name, its arguments, its result, and how the agent answers it. The controller
+awaits `AgentConnection.call` with an object of the class.
+
 A field that the other release does not know is ignored; one that it does not send has its default. So fields may be
 added, with defaults, and `PROTOCOL` rises when there is another call (`AgentCall.since`) or the meaning of a field
 changes. An agent and a controller understand each other if each one's `PROTOCOL` is at least the other's `OLDEST`.
@@ -25,68 +28,327 @@ changes. An agent and a controller understand each other if each one's `PROTOCOL
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, Protocol, TypeVar, Union
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from multiverse.agent.calls import AnyCall, Message
-from multiverse.core.errors import (
-    Broken,
-    Exhausted,
-    Gone,
-    MultiverseError,
-    Refused,
-    Stale,
-    Unknown,
+from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError, Refused, Stale, Unknown
+from multiverse.core.model import (
+    Host,
+    HostUsage,
+    HypervisorView,
+    Identity,
+    Member,
+    Neighbour,
+    Size,
+    Stage,
+    TemplateKey,
+    TemplateSeen,
+    User,
+    VmRef,
+    VmSeen,
+    VmSpec,
 )
+from multiverse.ports import Groups, GuestUsers, Hypervisor, Source, Templates
+
+
+class Message(BaseModel):
+    """Part of a line. Bytes are written in base 64 (URL-safe)."""
+
+    model_config = ConfigDict(frozen=True, ser_json_bytes="base64", val_json_bytes="base64")
+
+
+# --- results -------------------------------------------------------------------------------------
+
+
+class Nothing(Message):
+    """The call was done."""
+
+
+class Stages(Message):
+    stages: tuple[Stage, ...] = ()  # how long the parts of the call took
+
+
+class HypervisorAnswer(Message):
+    """An observation. Templates are pairs, because their keys are no strings."""
+
+    hosts: dict[str, Host]
+    vms: dict[str, VmSeen]
+    templates: tuple[tuple[TemplateKey, TemplateSeen], ...]
+
+    @staticmethod
+    def of(view: HypervisorView) -> HypervisorAnswer:
+        # Nothing is checked: these are objects of our own, and this is done at each observation.
+        return HypervisorAnswer.model_construct(
+            hosts=dict(view.hosts), vms=dict(view.vms), templates=tuple(view.templates.items())
+        )
+
+    def view(self) -> HypervisorView:
+        return HypervisorView(self.hosts, self.vms, dict(self.templates))
+
+
+class Measured(Message):
+    vms: dict[str, tuple[float, float, float]]  # by name: see `LocalHypervisor.measure`
+
+
+class Examined(Message):
+    vms: dict[str, dict[str, str | int]]  # by name: see `LocalHypervisor.examine`
+
+
+class Counted(Message):
+    programs: dict[str, int]  # numbers of processes
+
+
+class Utilized(Message):
+    host: HostUsage
+
+
+# --- what answers --------------------------------------------------------------------------------
+
+
+class VmConnections(Protocol):
+    """The VXLAN that connects this host's bridge with VMs of other hosts."""
+
+    async def connect(self, vm: VmRef, neighbours: Sequence[Neighbour]) -> None:
+        """Let a VM reach these addresses too. Addresses that it was or will be started with stay. `Gone` if there is no
+        such VM, `Refused` if the VM of that name has another token."""
+
+
+class LocalHypervisor(Hypervisor, Source, Protocol):
+    """The hypervisor of one host, which is its only source. It has templates, and users can be added."""
+
+    @property
+    def templates(self) -> Templates: ...
+
+    @property
+    def users(self) -> GuestUsers: ...
+
+    @property
+    def groups(self) -> Groups: ...
+
+    @property
+    def vxlan(self) -> VmConnections | None:
+        """None if nothing but the site's own layer 2 connects the bridges of hosts."""
+
+    async def measure(self) -> Mapping[str, tuple[float, float, float]]:
+        """(CPU seconds, unique MiB, proportional MiB) of each VM that lives."""
+
+    async def examine(self) -> Mapping[str, Mapping[str, str | int]]:
+        """What each running guest says of itself now; `error` if it does not answer."""
+
+
+class SiteAgent(Protocol):
+    """The agent of a host, as it serves the controller of one site."""
+
+    @property
+    def host(self) -> str: ...
+
+    @property
+    def hypervisor(self) -> LocalHypervisor: ...
+
+    @property
+    def processes(self) -> Mapping[str, int]: ...  # how many processes the agent has started, by program
+
+    async def observe(self) -> HypervisorView:
+        """What the hypervisor shows, with what the agent itself knows."""
+
+    async def create(self, vm: VmSpec) -> Sequence[Stage]:
+        """Create a VM, which observations show from now on."""
+
+    async def usage(self, span: float) -> HostUsage:
+        """What the host and the site's VMs have used in the last `span` seconds. `Refused` if nothing is sampled."""
+
+
+# --- calls: each does what the method of that name in `ports` or in `SiteAgent` does -------------
+
+R = TypeVar("R", bound=Message)
+_CALLS: list[type[AgentCall[Any]]] = []
+
+
+class AgentCall(Message, Generic[R]):
+    """A call by a controller. Its result is an `R`."""
+
+    name: str  # of the call, in a line of the protocol
+    result: ClassVar[type[Message]]
+    # The first protocol that has the call. An agent of an earlier one is not asked: it would end the connection.
+    since: ClassVar[int] = 1
+    # Whether the call brings something onto the host. An agent that is about to end refuses such calls.
+    adds: ClassVar[bool] = False
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        if results := cls.__bases__[0].__pydantic_generic_metadata__["args"]:  # type: ignore[attr-defined]
+            cls.result = results[0]
+            _CALLS.append(cls)
+
+    async def answer(self, agent: SiteAgent) -> R:
+        """Do what is asked. Runs in the agent."""
+        raise NotImplementedError
+
+
+class Observe(AgentCall[HypervisorAnswer]):
+    name: Literal["observe"] = "observe"
+
+    async def answer(self, agent: SiteAgent) -> HypervisorAnswer:
+        return HypervisorAnswer.of(await agent.observe())
+
+
+class Create(AgentCall[Stages]):
+    name: Literal["create"] = "create"
+    adds = True
+    vm: VmSpec
+
+    async def answer(self, agent: SiteAgent) -> Stages:
+        return Stages(stages=tuple(await agent.create(self.vm)))
+
+
+class Start(AgentCall[Stages]):
+    name: Literal["start"] = "start"
+    adds = True
+    vm: VmRef
+    size: Size
+    identity: Identity
+
+    async def answer(self, agent: SiteAgent) -> Stages:
+        return Stages(stages=tuple(await agent.hypervisor.start(self.vm, self.size, self.identity)))
+
+
+class Connect(AgentCall[Nothing]):
+    name: Literal["connect"] = "connect"
+    vm: VmRef
+    neighbours: tuple[Neighbour, ...]
+
+    async def answer(self, agent: SiteAgent) -> Nothing:
+        if agent.hypervisor.vxlan is None:
+            raise Refused("this host has no VXLAN", hint="set vxlan.enabled on all hosts")
+        await agent.hypervisor.vxlan.connect(self.vm, self.neighbours)
+        return Nothing()
+
+
+class Destroy(AgentCall[Nothing]):
+    name: Literal["destroy"] = "destroy"
+    vm: VmRef
+    grace: float
+
+    async def answer(self, agent: SiteAgent) -> Nothing:
+        await agent.hypervisor.destroy(self.vm, self.grace)
+        return Nothing()
+
+
+class AddUser(AgentCall[Nothing]):
+    name: Literal["add_user"] = "add_user"
+    vm: VmRef
+    user: User
+    group: int = 0
+
+    async def answer(self, agent: SiteAgent) -> Nothing:
+        await agent.hypervisor.users.add_user(self.vm, self.user, self.group)
+        return Nothing()
+
+
+class TellMembers(AgentCall[Nothing]):
+    name: Literal["tell_members"] = "tell_members"
+    members: tuple[Member, ...]
+    gone: tuple[str, ...]
+    whole: bool
+
+    async def answer(self, agent: SiteAgent) -> Nothing:
+        await agent.hypervisor.groups.tell(agent.host, self.members, self.gone, whole=self.whole)
+        return Nothing()
+
+
+class BuildTemplate(AgentCall[Stages]):
+    name: Literal["build_template"] = "build_template"
+    adds = True
+    template: TemplateKey
+
+    async def answer(self, agent: SiteAgent) -> Stages:
+        return Stages(stages=tuple(await agent.hypervisor.templates.build_template(self.template)))
+
+
+class DeleteTemplate(AgentCall[Nothing]):
+    name: Literal["delete_template"] = "delete_template"
+    template: TemplateKey
+
+    async def answer(self, agent: SiteAgent) -> Nothing:
+        await agent.hypervisor.templates.delete_template(self.template)
+        return Nothing()
+
+
+class Measure(AgentCall[Measured]):
+    name: Literal["measure"] = "measure"
+
+    async def answer(self, agent: SiteAgent) -> Measured:
+        return Measured(vms=dict(await agent.hypervisor.measure()))
+
+
+class Examine(AgentCall[Examined]):
+    name: Literal["examine"] = "examine"
+
+    async def answer(self, agent: SiteAgent) -> Examined:
+        return Examined(vms={name: dict(facts) for name, facts in (await agent.hypervisor.examine()).items()})
+
+
+class CountProcesses(AgentCall[Counted]):
+    name: Literal["count_processes"] = "count_processes"
+
+    async def answer(self, agent: SiteAgent) -> Counted:
+        return Counted(programs=dict(agent.processes))
+
+
+class Utilization(AgentCall[Utilized]):
+    name: Literal["utilization"] = "utilization"
+    span: float
+
+    async def answer(self, agent: SiteAgent) -> Utilized:
+        return Utilized(host=await agent.usage(self.span))
+
+
+if TYPE_CHECKING:
+    AnyCall = AgentCall[Any]
+else:
+    AnyCall = Annotated[Union[tuple(_CALLS)], Field(discriminator="name")]  # noqa: UP007
+
 
 M = TypeVar("M", bound=BaseModel)
 
-PROTOCOL = 1
-"""What this release speaks."""
-
-OLDEST = 1
-"""The oldest protocol that this release understands: that of the release before it, once there is one."""
-
+PROTOCOL = 1  # what this release speaks
+OLDEST = 1  # the oldest protocol that this release understands: that of the release before it, once there is one
 LONGEST_LINE = 1 << 24
-"""Bytes. An observation of a thousand VMs has about 250 kB; a longer line is an error of the other side."""
+"""Bytes. An observation of a thousand VMs has about 250 kB. A longer line than this is an error of the other side."""
 
-PING = 5.0
-"""Seconds after which a controller that has heard nothing asks whether the agent is there."""
-
+PING = 5.0  # seconds after which a controller that has heard nothing asks whether the agent is there
 SILENCE = 20.0
-"""Seconds without a line after which a connection counts as lost; an agent waits three times as long."""
+"""Seconds without a line after which a controller takes a connection for lost. An agent waits three times as long."""
 
 
 # --- handshake -----------------------------------------------------------------------------------
 
 
 class Hello(Message):
-    """The first line of a controller. `controller` names this run of it, at random, and `machine` where it runs; `site`
-    marks its VMs."""
+    """The first line of a controller."""
 
     release: str
     protocol: int
-    oldest: int
-    controller: str
-    site: str
-    machine: str = ""
+    oldest: int  # the oldest protocol that it understands
+    controller: str  # a random name of this run of the controller
+    site: str  # marks its VMs
+    machine: str = ""  # where the controller runs
 
 
 class Welcome(Message):
-    """The agent's answer. `agent` names this run of the agent, at random. `epoch` is the highest that it has seen of
-    this site, 0 if none; `holder` is the controller that took it. If that one is connected now, `commanding` says for
-    how many seconds, and `machine` from where."""
+    """The agent's answer to `Hello`."""
 
     release: str
     protocol: int
     host: str
     boot_id: str
-    agent: str
-    epoch: int = 0
-    holder: str = ""
-    commanding: float | None = None
-    machine: str = ""
+    agent: str  # a random name of this run of the agent
+    epoch: int = 0  # the highest that the agent has seen of this site; 0: none
+    holder: str = ""  # the run of the controller that took this epoch
+    commanding: float | None = None  # for how many seconds the holder has been connected; None: it is not connected
+    machine: str = ""  # where the holder runs, while it is connected
 
 
 class CallFailure(Message):
@@ -101,7 +363,7 @@ class CallFailure(Message):
         return CallFailure(kind=type(error).__name__.lower(), message=error.message, hint=error.hint)
 
     def error(self) -> MultiverseError:
-        """The error itself. One that this release does not know says nothing about what was done."""
+        """The error itself. An error that this release does not know says nothing about what was done: `Unknown`."""
         return _ERRORS.get(self.kind, Unknown)(self.message, hint=self.hint)
 
 
@@ -114,8 +376,7 @@ _ERRORS: dict[str, type[MultiverseError]] = {
 
 
 class Line(Message):
-    """A line of a controller. One field is set, or `id` and `call`, or `ping` and `heard`: the last ping whose answer
-    has come, 0 if none. So the agent knows until when its controller has surely heard it."""
+    """A line of a controller. One field is set, or `id` and `call`, or `ping` and `heard`."""
 
     hello: Hello | None = None
     take: int | None = None
@@ -123,38 +384,29 @@ class Line(Message):
     call: AnyCall | None = None
     cancel: int | None = None
     ping: int | None = None
+    # The last ping that was answered; 0: none. So the agent knows until when the controller has surely heard it.
     heard: int | None = None
 
 
 class Answer(Message):
-    """A line of an agent. One field is set, or `id` and one more. `result` is read as `AgentCall.result` says."""
+    """A line of an agent. One field is set, or `id` and one more."""
 
     welcome: Welcome | None = None
     refused: CallFailure | None = None
     taken: int | None = None
     id: int | None = None
-    result: dict[str, Any] | None = None
+    result: dict[str, Any] | None = None  # its type is `AgentCall.result`
     error: CallFailure | None = None
     same: bool = False
     pong: int | None = None
 
 
 def encode(message: Line | Answer) -> bytes:
-    """A line, with its end."""
     return message.model_dump_json(exclude_none=True).encode() + b"\n"
 
 
-def decode_line(data: bytes) -> Line:
-    """A line of a controller. Raises `Refused` for anything else."""
-    return _decode(Line, data)
-
-
-def decode_answer(data: bytes) -> Answer:
-    """A line of an agent. Raises `Refused` for anything else."""
-    return _decode(Answer, data)
-
-
-def _decode(kind: type[M], data: bytes) -> M:
+def decode(kind: type[M], data: bytes) -> M:
+    """A line of a controller (`Line`) or of an agent (`Answer`). Raises `Refused` for anything else."""
     try:
         return kind.model_validate_json(data)
     except ValidationError as error:

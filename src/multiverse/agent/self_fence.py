@@ -1,10 +1,10 @@
-"""The agent ends its VMs after a time in which it reached neither its controller nor the scheduler, where the site asks
-for that: then their jobs may run elsewhere.
+"""Self-fencing: the agent ends its VMs after some time without contact to its controller and to the scheduler, if the
+site asks for that. Then their jobs may run elsewhere.
 
-What counts is what the controller can know, too, because it takes the VMs for ended some time later. A controller has
-surely been in contact at the moment of an answer, the greeting or a ping's, that it confirms to have got, and not when
-a line of it arrives: that line may have been on its way for minutes. The scheduler keeps a VM whose node it reaches;
-one whose node is DOWN is lost to it, and the job there is queued again.
+Only contacts count that the controller knows of too, because it takes the VMs for ended some time later. A controller
+was surely in contact when the agent sent an answer (to the greeting or a ping) that the controller confirms. The
+arrival of its line proves nothing: the line may have been on its way for minutes. The scheduler keeps a VM whose node
+it reaches. A VM whose node is DOWN is lost to it, and queues the job again.
 """
 
 from __future__ import annotations
@@ -26,41 +26,34 @@ from multiverse.system import files
 
 log = structlog.get_logger()
 
-CHECKS = 10
-"""Looks within the time after which VMs are ended."""
-
-QUIET_CHECKS = 2
-"""So many of them may pass without the controller before the scheduler is asked."""
-
-PATIENCE = 5.0
-"""Seconds for which a look waits for each answer of its own host."""
+CHECKS = 10  # looks within the time after which VMs are ended
+QUIET_CHECKS = 2  # looks without the controller before the scheduler is asked
+PATIENCE = 5.0  # seconds that a look waits for each answer of its own host
 
 
 @dataclass(frozen=True)
 class Contacts:
-    """When the controller of each site was surely in contact last, and when the scheduler has reached the node of each
-    VM last, by its name. Times are seconds of one clock. `limits` are the shortest times after which the controllers
-    may take the VMs of their sites for ended; seconds."""
+    """The last contacts. Times are seconds of one clock."""
 
-    controllers: dict[str, float] = field(default_factory=dict)
-    vms: dict[str, float] = field(default_factory=dict)
-    limits: dict[str, float] = field(default_factory=dict)
+    controllers: dict[str, float] = field(default_factory=dict)  # by site: when its controller was surely in contact
+    vms: dict[str, float] = field(default_factory=dict)  # by name: when the scheduler has reached the node of the VM
+    limits: dict[str, float] = field(
+        default_factory=dict
+    )  # by site: after how long its controller may take VMs for ended
 
 
 class FenceTimer:
     """Until when each VM may go on. Times are of the clock that `now` reads.
 
-    The settings may have changed since the controller has observed the host: it goes on with the time that it knows. So
-    a longer one counts only once the controller knows it, and the controller is told a time only once this is kept for
-    the next run of the agent.
+    After a change of the settings the controller goes on with the time that it knows. So a longer time counts only once
+    the controller knows it, and the controller is told a time only once it is kept for the next run of the agent.
     """
 
     def __init__(self, seconds: float, contacts: Contacts, now: Callable[[], float]) -> None:
-        """`seconds` are those of the settings, infinity if VMs are to be ended no more. `contacts` are changed in
-        place, and are those that were kept."""
+        """`seconds` are of the settings; infinity: no VM is ended any more. `contacts` were kept; they change in
+        place."""
         self.seconds, self.contacts, self.now = seconds, contacts, now
-        self.kept: Mapping[str, float] = dict(contacts.limits)
-        """The limits that the next run of the agent knows."""
+        self.kept: Mapping[str, float] = dict(contacts.limits)  # the limits that the next run of the agent knows
 
     @property
     def shortest(self) -> float:
@@ -72,7 +65,7 @@ class FenceTimer:
         return min(self.seconds, self.contacts.limits.get(site, inf))
 
     def shown(self, site: str) -> float:
-        """What the controller of the site is to know: the time of the settings, or 0, by which it concludes nothing."""
+        """The time that the controller of the site is told; 0: it concludes nothing."""
         return self.seconds if self.kept.get(site, inf) <= self.seconds < inf else 0.0
 
     def known(self, site: str, shown: float) -> None:
@@ -83,7 +76,6 @@ class FenceTimer:
             self.contacts.limits[site] = shown
 
     def heard(self, site: str, at: float) -> None:
-        """The controller of the site was in contact at that time."""
         _advance(self.contacts.controllers, site, at)
         if (limit := self.limit(site)) < inf:
             self.contacts.limits[site] = limit
@@ -94,11 +86,10 @@ class FenceTimer:
             _advance(self.contacts.vms, name, at)
 
     def asks_scheduler(self, site: str, now: float) -> bool:
-        """Whether the controller has been away for so long that the scheduler is to be asked."""
+        """Whether the controller has been away for so long that the scheduler has to be asked."""
         return now - self.contacts.controllers.get(site, now) > self.limit(site) * QUIET_CHECKS / CHECKS
 
     def expired(self, site: str, vms: Collection[str], now: float) -> list[str]:
-        """Those of the site's VMs that are to be ended."""
         reached = self.contacts.vms
         for name in [name for name in reached if name not in vms and site_of(name) == site]:
             del reached[name]
@@ -111,23 +102,21 @@ def _advance(contacts: dict[str, float], name: str, at: float) -> None:
 
 
 class HostedVms(Protocol):
-    """What is needed of the hypervisor of one site. An observation is not: it asks QEMUs, which may not answer."""
+    """The hypervisor of one site. No observation is needed: it asks QEMUs, which may not answer."""
 
     async def list_vms(self) -> Collection[str]:
-        """The names of all VMs of which a part exists."""
-        ...
+        """The names of all VMs, also of those that exist only in part."""
 
     async def kill(self, vms: Collection[str]) -> None:
         """Kill the QEMUs of these VMs at once, and wait for none."""
-        ...
 
     async def destroy(self, vm: VmRef, grace: float) -> None: ...
 
 
 @dataclass
 class SelfFence:
-    """Applies a timer to the VMs of all sites of this host. `reached` says which nodes of a site the scheduler reaches;
-    it raises if the scheduler does not answer. `keep` is called with the contacts when they have changed."""
+    """Applies a timer to the VMs of all sites of this host. `reached` gives the nodes of a site that the scheduler
+    reaches; it raises if the scheduler does not answer. `keep` is called with the contacts when they have changed."""
 
     timer: FenceTimer
     sites: Callable[[], Collection[str]]
@@ -136,18 +125,18 @@ class SelfFence:
     keep: Callable[[Contacts], None]
     patience: float = PATIENCE
     _kept: Contacts | None = None
-    _listed: dict[str, Collection[str]] = field(default_factory=dict)  # the VMs of each site, as they were seen last
-    _removing: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # what is left of VMs that were killed
+    _listed: dict[str, Collection[str]] = field(default_factory=dict)  # the VMs of each site at the last look
+    _removing: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # removals of VMs that were killed
 
     async def run(self) -> None:
-        """Look at intervals until cancelled, or until no VM is to be ended any more."""
+        """Look at intervals until cancelled, or until no VM is ended any more."""
         while self.timer.shortest < inf:
             await self.check()
             await asyncio.sleep(self.timer.shortest / CHECKS)
         self._keep_contacts()
 
     async def check(self) -> None:
-        """Look once. What fails is tried again at the next look; a VM is ended only by what is known."""
+        """Look once. The next look tries again what fails."""
         await asyncio.gather(*map(self._look, self._present_sites()))
         self._keep_contacts()
 
@@ -160,7 +149,7 @@ class SelfFence:
             log.warning("self-fencing could not look", site=site, reason=str(error) or type(error).__name__)
 
     def _present_sites(self) -> Collection[str]:
-        """The sites that have VMs here; while the host's directories cannot be listed, those that are known."""
+        """The sites that have VMs here; the known sites, while the host's directories cannot be listed."""
         try:
             return self.sites()
         except OSError as error:
@@ -191,8 +180,7 @@ class SelfFence:
             await self._end(hypervisor, ending)
 
     async def _list(self, site: str, hypervisor: HostedVms) -> Collection[str]:
-        """The names of the site's VMs; those of the look before if the host does not tell. Raises
-        what listing raises if there is none."""
+        """The names of the site's VMs, or those of the look before if the host does not tell now."""
         try:
             async with asyncio.timeout(self.patience):
                 self._listed[site] = await hypervisor.list_vms()
@@ -203,8 +191,8 @@ class SelfFence:
         return self._listed[site]
 
     async def _end(self, hypervisor: HostedVms, ending: Collection[str]) -> None:
-        """End VMs: first all QEMUs are killed, then what is left of them is removed. A removal that takes long is
-        waited for no more, and keeps no other VM; the QEMU is killed again at each look."""
+        """End VMs: kill all QEMUs, then remove the rest. A removal that takes long delays no other VM, and is not
+        waited for; its QEMU is killed again at each look."""
         log.error("VMs are ended: neither the controller nor the scheduler has reached them", vms=list(ending))
         try:
             async with asyncio.timeout(self.patience):
@@ -232,9 +220,12 @@ class _Kept:
     contacts: Contacts
 
 
+_KEPT = TypeAdapter(_Kept)
+
+
 class ContactFile:
-    """The contacts, for the next run of the agent: a restart does not make VMs go on for longer. Times are of one boot
-    of the host; what controllers know of it outlives the boot."""
+    """Keeps the contacts for the next run of the agent: a restart does not let VMs go on for longer. Times are of one
+    boot of the host; the limits outlive the boot."""
 
     def __init__(self, path: Path, boot_id: str) -> None:
         self._path, self._boot_id = path, boot_id
@@ -251,6 +242,3 @@ class ContactFile:
 
     def write(self, contacts: Contacts) -> None:
         files.replace(self._path, _KEPT.dump_json(_Kept(self._boot_id, contacts)))
-
-
-_KEPT = TypeAdapter(_Kept)

@@ -4,40 +4,85 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
 import structlog
 
-from multiverse.agent.calls import AgentCall, LocalHypervisor, Message, Observe
-from multiverse.agent.epochs import Epoch, Epochs
-from multiverse.agent.protocol import (
-    LONGEST_LINE,
-    OLDEST,
-    PROTOCOL,
-    SILENCE,
-    Answer,
-    CallFailure,
-    Hello,
-    Line,
-    Welcome,
-    decode_line,
-    encode,
-)
+from multiverse.agent import protocol
+from multiverse.agent.protocol import OLDEST, PROTOCOL, AgentCall, Answer, CallFailure, Line, encode
 from multiverse.agent.self_fence import FenceTimer
-from multiverse.core.errors import MultiverseError, Refused, Unknown
-from multiverse.core.model import (
-    HostUsage,
-    HypervisorView,
-    Load,
-    Stage,
-    VmCondition,
-    VmSeen,
-    VmSpec,
-    vm_prefix,
-)
+from multiverse.core.errors import Broken, MultiverseError, Refused, Unknown
+from multiverse.core.model import HostUsage, HypervisorView, Load, Stage, VmCondition, VmSeen, VmSpec, vm_prefix
+from multiverse.system.files import Record
+
+
+@dataclass(frozen=True, slots=True)
+class Epoch:
+    number: int = 0  # orders the controllers of a site
+    holder: str = ""  # the run of the controller that took the epoch
+
+
+class Epochs:
+    """The controller that an agent obeys for each site: the one with the highest epoch that the agent has ever seen."""
+
+    def __init__(self, highest: Mapping[str, Epoch] | None = None) -> None:
+        self._highest = dict(highest or {})
+
+    def highest(self, site: str) -> Epoch:
+        return self._highest.get(site, Epoch())
+
+    def take(self, site: str, epoch: Epoch) -> None:
+        """Obey this controller from here on. Raises `Refused` if a later one was seen, or another one of the same
+        epoch, and `Broken` if the epoch cannot be kept."""
+        self.check(site, epoch)
+        if epoch != self.highest(site):
+            highest = {**self._highest, site: epoch}
+            self._keep(highest)
+            self._highest = highest
+
+    def check(self, site: str, epoch: Epoch) -> None:
+        """Raise `Refused` if this controller is not to be obeyed (any more)."""
+        highest = self.highest(site)
+        if epoch.number < highest.number or (epoch.number == highest.number and epoch.holder != highest.holder):
+            raise Refused(
+                f"another controller of site {site} has commanded this host, with epoch {highest.number};"
+                f" this one has {epoch.number}",
+                hint="end the other controller; if there is none, as after a database was restored, restart this one",
+            )
+
+    def _keep(self, highest: Mapping[str, Epoch]) -> None:
+        """Keep this for the next run of the agent. Raises `Broken` if that fails."""
+
+
+class EpochFile(Epochs):
+    """Epochs that outlive the agent, so that it obeys no older controller after a restart. A new controller is obeyed
+    also while the disk is full: it destroys the VMs that fill the disk, once their jobs have ended."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the file, or allocate it. Raises `Broken` if it cannot be read: nothing else tells whom to obey."""
+        self._path = path
+        try:
+            self._record = Record(path)
+            kept = json.loads(self._record.text or "{}")
+            super().__init__({site: Epoch(int(one["number"]), str(one["holder"])) for site, one in kept.items()})
+        except OSError as error:
+            raise Broken(f"cannot use {path}: {error.strerror}", hint="see its directory, agent.state_dir") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            hint = "end all other controllers of this site, and remove the file"
+            raise Broken(f"cannot read {path}: {error}", hint=hint) from error
+
+    def _keep(self, highest: Mapping[str, Epoch]) -> None:
+        try:
+            self._record.write(json.dumps({site: asdict(epoch) for site, epoch in highest.items()}))
+        except (OSError, ValueError) as error:
+            message = f"cannot keep the epoch in {self._path}: {getattr(error, 'strerror', error)}"
+            raise Broken(message, hint="see whether its disk works, and start the agent again") from error
+
 
 log = structlog.get_logger()
 
@@ -47,47 +92,40 @@ class Samples(Protocol):
 
     def load(self) -> Load | None:
         """What the host has used in the last minute, if that is known."""
-        ...
 
     async def usage(self, span: float, prefix: str) -> HostUsage:
         """What was used in the last `span` seconds, by the host and by VMs whose names begin with `prefix`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
 class AgentIdentity:
-    """Who answers: the agent's release, the host's name and its boot, a random name of this run of the agent, and what
-    it speaks."""
-
     release: str
     host: str
     boot_id: str
-    run: str
+    run: str  # a random name of this run of the agent
     protocol: int = PROTOCOL
     oldest: int = OLDEST
 
 
 @dataclass(eq=False)
 class _Connection:
-    """One connection, from its handshake on, to a controller on a machine, since a time of the event loop: the
-    `SiteAgent` of its calls."""
+    """One connection, from its handshake on: the `SiteAgent` of its calls."""
 
     server: AgentServer
     writer: asyncio.StreamWriter
     site: str
     epoch: Epoch
-    hypervisor: LocalHypervisor
-    machine: str
-    since: float
+    hypervisor: protocol.LocalHypervisor
+    machine: str  # where the controller runs
+    since: float  # time of the event loop
     calls: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     newest: int = 0  # the highest id of a call
     shown: float | None = None  # the time of self-fencing in the last observation
     # When pings were answered, and what had been shown before, until the controller has heard the answers.
     pongs: dict[int, tuple[float, float | None]] = field(default_factory=dict)
-    results: dict[str, bytes] = field(default_factory=dict)  # the last result sent of each kind that is repeated
+    shown_view: bytes = b""  # the last observation that was sent
 
     def send(self, line: bytes) -> None:
-        """Send a line, unless nobody reads it any more."""
         if not self.writer.is_closing():
             self.writer.write(line)
 
@@ -100,8 +138,8 @@ class _Connection:
         return self.server.processes
 
     async def observe(self) -> HypervisorView:
-        """The view, with the host's load, with whether VMs are ended here by the agent itself, with why it takes no
-        VM any more, and with the VMs whose creation runs and has left nothing to see yet. The call may have come over a
+        """The view, with what the agent itself knows: the host's load, the time of self-fencing, why it takes no VM any
+        more, and the VMs whose creation has left nothing to see yet. A creation may have been asked for over a
         connection that was lost since: its controller must not take the VM for absent."""
         view, server = await self.hypervisor.observe(), self.server
         vms = dict(view.vms)
@@ -134,14 +172,14 @@ class _Connection:
 
 
 class AgentServer:
-    """Answers the controllers of all sites. `hypervisor` gives the one of a site, the same one each time. `processes`
-    are those that this process has started, by program. `samples` is None if nothing is sampled."""
+    """Answers the controllers of all sites. `hypervisor` gives the hypervisor of a site, the same object each time.
+    `processes` are the numbers of processes that this agent has started, by program."""
 
     def __init__(
         self,
         who: AgentIdentity,
         epochs: Epochs,
-        hypervisor: Callable[[str], LocalHypervisor],
+        hypervisor: Callable[[str], protocol.LocalHypervisor],
         processes: Mapping[str, int] = MappingProxyType({}),
         fence_timer: FenceTimer | None = None,
         samples: Samples | None = None,
@@ -155,7 +193,7 @@ class AgentServer:
         self._connections: set[_Connection] = set()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer one connection until its end. Calls that run then go on: what they do is observed."""
+        """Answer one connection until its end. Calls that still run go on: their results are observed."""
         task = asyncio.current_task()
         assert task is not None
         self._serving[task] = writer
@@ -176,11 +214,11 @@ class AgentServer:
                 await writer.wait_closed()
 
     def refuse(self, why: str) -> None:
-        """Take no VM from now on, and build no template: this host is about to end."""
+        """Take no VM from now on, and build no template: the host is about to end."""
         self.refusing = why
 
     async def close(self) -> None:
-        """End all calls that run, and all connections. What the calls have begun is observed by the next agent."""
+        """End all calls and connections. The next agent observes what the calls have begun."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -192,7 +230,7 @@ class AgentServer:
     # --- handshake ------------------------------------------------------------------------------------
 
     async def _handshake(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> _Connection | None:
-        """The connection of a controller that is obeyed, or None after it was told why it is not."""
+        """The connection of a controller that is obeyed. None for another controller, which was told why."""
         first = await _line(reader)
         if first is None:
             return None
@@ -222,10 +260,10 @@ class AgentServer:
         since = asyncio.get_running_loop().time()
         return _Connection(self, writer, hello.site, epoch, hypervisor, hello.machine, since)
 
-    def _welcome(self, site: str) -> Welcome:
+    def _welcome(self, site: str) -> protocol.Welcome:
         highest, now = self._epochs.highest(site), asyncio.get_running_loop().time()
         holders = [one for one in self._connections if (one.site, one.epoch) == (site, highest)]
-        return Welcome(
+        return protocol.Welcome(
             release=self.who.release,
             protocol=self.who.protocol,
             host=self.who.host,
@@ -237,7 +275,7 @@ class AgentServer:
             machine=holders[0].machine if holders else "",
         )
 
-    def _check_protocol(self, hello: Hello) -> None:
+    def _check_protocol(self, hello: protocol.Hello) -> None:
         if hello.protocol < self.who.oldest or hello.oldest > self.who.protocol:
             raise Refused(
                 f"the agent of {self.who.host} is of release {self.who.release} and does not understand"
@@ -263,8 +301,8 @@ class AgentServer:
             await connection.writer.drain()
 
     def _check_obeyed(self, connection: _Connection) -> None:
-        """Raises `Refused`, and tells the controller, if a later one has come. That it is in contact counts no more,
-        either: the later one may take its VMs for ended."""
+        """Raise `Refused`, and tell the controller, if a later one has come. Contact with the earlier one counts no
+        more: the later one may take the VMs for ended."""
         try:
             self._epochs.check(connection.site, connection.epoch)
         except Refused as error:
@@ -272,7 +310,7 @@ class AgentServer:
             raise
 
     def _note_contact(self, connection: _Connection, ping: int, heard: int) -> None:
-        """The controller has heard the answer to an earlier ping, which was sent when `pongs` says."""
+        """The controller has heard the answer to an earlier ping. `pongs` has when that was sent."""
         if self.fence_timer is None:
             return
         now = self.fence_timer.now()
@@ -296,10 +334,10 @@ class AgentServer:
         task.add_done_callback(ended)
 
     async def _run(self, connection: _Connection, number: int, call: AgentCall[Any]) -> None:
-        """Do what the call asks, and send what came of it."""
         failure: MultiverseError | None = None
         try:
-            self._check_taken(call)
+            if self.refusing and call.adds:
+                raise Refused(self.refusing, hint="another host takes the VM")
             result = await call.answer(connection)
         except asyncio.CancelledError:
             failure = Unknown(f"{call.name} was cancelled")
@@ -315,28 +353,26 @@ class AgentServer:
             if failure is not None:
                 connection.send(encode(Answer(id=number, error=CallFailure.of(failure))))
 
-    def _send_result(self, connection: _Connection, number: int, call: AgentCall[Any], result: Message) -> None:
+    def _send_result(
+        self, connection: _Connection, number: int, call: AgentCall[Any], result: protocol.Message
+    ) -> None:
         data = result.model_dump_json(exclude_none=True).encode()
-        if isinstance(call, Observe) and connection.results.get(call.name) == data:
-            connection.send(encode(Answer(id=number, same=True)))
-            return
-        if isinstance(call, Observe):
-            connection.results[call.name] = data
+        if isinstance(call, protocol.Observe):
+            if connection.shown_view == data:
+                connection.send(encode(Answer(id=number, same=True)))
+                return
+            connection.shown_view = data
         connection.send(b'{"id":%d,"result":%s}\n' % (number, data))
-
-    def _check_taken(self, call: AgentCall[Any]) -> None:
-        if self.refusing and call.adds:
-            raise Refused(self.refusing, hint="another host takes the VM")
 
 
 async def _line(reader: asyncio.StreamReader) -> Line | None:
     """The next line; None at the end of the stream. Raises `TimeoutError` if a controller is silent for too long: it
-    asks at intervals whether the agent is there, so its machine is gone, or the network."""
-    async with asyncio.timeout(3 * SILENCE):
+    sends pings, so its machine or the network is gone."""
+    async with asyncio.timeout(3 * protocol.SILENCE):
         try:
             data = await reader.readuntil()
         except asyncio.IncompleteReadError:
             return None  # a part of a line is none
         except asyncio.LimitOverrunError as error:
-            raise Refused(f"a line has more than {LONGEST_LINE} bytes") from error
-    return decode_line(data)
+            raise Refused(f"a line has more than {protocol.LONGEST_LINE} bytes") from error
+    return protocol.decode(Line, data)

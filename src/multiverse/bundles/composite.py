@@ -37,21 +37,17 @@ class CompositeSource:
 
     @property
     def name(self) -> str:
-        """See `ports.Source`."""
         return self.source.name
 
     @property
     def hosts(self) -> Sequence[str]:
-        """See `ports.Source`."""
         return self.source.hosts
 
     @property
     def silence(self) -> float | None:
-        """See `ports.Source`."""
         return self.source.silence
 
     async def observe(self) -> HypervisorView:
-        """See `ports.Source`."""
         view = await self.source.observe()
         self.shown = frozenset((*view.hosts, *self.source.hosts))
         return view
@@ -73,7 +69,7 @@ class CompositeHypervisor:
 
     @property
     def sources(self) -> Sequence[CompositeSource]:
-        """See `ports.Hypervisor`. Raises `Refused` if two platforms have a source of the same name."""
+        """Raises `Refused` if two platforms have a source of the same name."""
         found: dict[str, CompositeSource] = {}
         for platform in self._platforms:
             for source in platform.hypervisor.sources:
@@ -104,59 +100,50 @@ class CompositeHypervisor:
 
     @property
     def membership(self) -> Membership | None:
-        """See `ports.Hypervisor`."""
         return next((one.hypervisor.membership for one in self._platforms if one.hypervisor.membership), None)
 
     @property
     def templates(self) -> Templates | None:
-        """See `ports.Hypervisor`. The hosts of a platform without templates cannot fork, so none is built there."""
+        """The hosts of a platform without templates cannot fork, so none is built there."""
         return self if any(one.hypervisor.templates for one in self._platforms) else None
 
     @property
     def users(self) -> GuestUsers | None:
-        """See `ports.Hypervisor`."""
         return self if any(one.hypervisor.users for one in self._platforms) else None
 
     @property
     def groups(self) -> Groups | None:
-        """See `ports.Hypervisor`."""
         return self if any(one.hypervisor.groups for one in self._platforms) else None
 
     async def create(self, vm: VmSpec) -> Sequence[Stage]:
-        """See `ports.Hypervisor`."""
         return await self._hypervisor(vm.ref).create(vm)
 
     async def start(self, vm: VmRef, size: Size, identity: Identity) -> Sequence[Stage]:
-        """See `ports.Hypervisor`."""
         return await self._hypervisor(vm).start(vm, size, identity)
 
     async def destroy(self, vm: VmRef, grace: float) -> None:
-        """See `ports.Hypervisor`."""
         await self._hypervisor(vm).destroy(vm, grace)
 
     async def add_user(self, vm: VmRef, user: User, group: int = 0) -> None:
-        """See `ports.GuestUsers`. Raises `Refused` where guests know only the users that they were started with."""
+        """Raises `Refused` where guests know only the users that they were started with."""
         users = self._hypervisor(vm).users
         if users is None:
             raise Refused(f"users cannot be added to the VMs of {vm.source}", hint="set offer = false for its pools")
         await users.add_user(vm, user, group)
 
     async def build_template(self, template: TemplateKey) -> Sequence[Stage]:
-        """See `ports.Templates`. Raises `Refused` where clones only boot."""
+        """Raises `Refused` where clones only boot."""
         return await self._templates(template).build_template(template)
 
     async def delete_template(self, template: TemplateKey) -> None:
-        """See `ports.Templates`."""
         await self._templates(template).delete_template(template)
 
     @property
     def listening(self) -> Mapping[str, str]:
-        """See `ports.Groups`."""
         all_groups = (one.hypervisor.groups for one in self._platforms)
         return {host: word for groups in all_groups if groups for host, word in groups.listening.items()}
 
     async def tell(self, host: str, members: Sequence[Member], gone: Sequence[str], *, whole: bool) -> None:
-        """See `ports.Groups`."""
         groups = self.of_host(host).hypervisor.groups
         if groups is not None:  # a host that does not listen is told nothing
             await groups.tell(host, members, gone, whole=whole)
@@ -180,11 +167,9 @@ class CompositePlatform:
 
     @property
     def measurements(self) -> Measurements | None:
-        """See `Platform`."""
         return self if any(one.measurements for one in self._platforms) else None
 
     async def used(self, source: str, span: float) -> Mapping[str, HostUsage]:
-        """See `ports.Measurements`."""
         measurements = self.hypervisor.of_source(source).measurements
         if measurements is None:
             raise Refused(f"nothing is sampled at {source}", hint="its platform measures nothing")
@@ -192,25 +177,20 @@ class CompositePlatform:
 
     @property
     def guests(self) -> GuestFacts | None:
-        """See `Platform`."""
         return self if any(one.guests for one in self._platforms) else None
 
     async def measure(self) -> Mapping[str, tuple[float, float, float]]:
-        """See `GuestFacts`."""
         found = await asyncio.gather(*(one.guests.measure() for one in self._platforms if one.guests))
         return {name: figures for one in found for name, figures in one.items()}
 
     async def examine(self) -> Mapping[str, Mapping[str, str | int]]:
-        """See `GuestFacts`."""
         found = await asyncio.gather(*(one.guests.examine() for one in self._platforms if one.guests))
         return {name: facts for one in found for name, facts in one.items()}
 
     async def follow(self, controller: Followed) -> Sequence[DaemonTask]:
-        """See `Platform`."""
         return [work for one in self._platforms for work in await one.follow(controller)]
 
     async def programs(self) -> Counter[str]:
-        """See `Platform`."""
         total: Counter[str] = Counter()
         for one in await asyncio.gather(*(platform.programs() for platform in self._platforms)):
             total.update(one)

@@ -1,7 +1,7 @@
 """What a kind of hypervisor, and a kind of scheduler, bring for the daemon, the agents and the commands of a site.
 
-A bundle is chosen by its name in the settings, and found by an entry point (`bundles.registry`). What not every kind
-has is None, or an empty sequence. Nothing else in the service knows a driver.
+A bundle is chosen by its name in the settings, and found by an entry point. What not every kind has is None, or an
+empty sequence. Nothing else in the service knows a driver.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
-from multiverse.agent.calls import LocalHypervisor
+from multiverse.agent.protocol import LocalHypervisor
 from multiverse.agent.self_fence import HostedVms
 from multiverse.config import Settings
+from multiverse.core.errors import Refused
 from multiverse.core.model import Job, LeasedHost, LeaseSpec, World
 from multiverse.core.policy import Policy
 from multiverse.core.rows import Rows
@@ -73,11 +75,9 @@ class GuestFacts(Protocol):
 
     async def measure(self) -> Mapping[str, tuple[float, float, float]]:
         """(CPU seconds, unique MiB, proportional MiB) of each VM that lives, on the hosts that answer, by name."""
-        ...
 
     async def examine(self) -> Mapping[str, Mapping[str, str | int]]:
         """What each running guest says of itself now, by name; `error` if a guest does not answer."""
-        ...
 
 
 class LeasedTransport(Protocol):
@@ -85,15 +85,12 @@ class LeasedTransport(Protocol):
 
     def dial(self, host: LeasedHost) -> Sequence[str]:
         """The command whose standard input and output lead to the agent there. Raises `Refused` if it is not known."""
-        ...
 
     def receive(self, host: LeasedHost) -> Sequence[str]:
         """The command that receives an image there. Raises `Refused`."""
-        ...
 
     def bring(self, host: LeasedHost, image: str, archive: Path) -> None:
         """Bring the archive of an image there. Blocks. Raises `Broken`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,23 +114,17 @@ class Platform(Protocol):
     def hypervisor(self) -> Hypervisor: ...
 
     @property
-    def measurements(self) -> Measurements | None:
-        """None if nothing is sampled there."""
-        ...
+    def measurements(self) -> Measurements | None: ...  # None if nothing is sampled there
 
     @property
-    def guests(self) -> GuestFacts | None:
-        """None if VMs cannot be asked."""
-        ...
+    def guests(self) -> GuestFacts | None: ...  # None if VMs cannot be asked
 
     async def follow(self, controller: Followed) -> Sequence[DaemonTask]:
         """Called once, before the controller runs: what runs beside it (connections, the network between hosts, the
         distribution of images). Raises `Refused` if the daemon cannot start."""
-        ...
 
     async def programs(self) -> Counter[str]:
         """How many processes it has started on hosts, by program."""
-        ...
 
 
 class LocalHost(LocalHypervisor, HostedVms, Protocol):
@@ -141,15 +132,12 @@ class LocalHost(LocalHypervisor, HostedVms, Protocol):
 
     def check(self) -> None:
         """Make the host's directories, and see whether VMs can run. Raises `Refused`."""
-        ...
 
     def restore_vxlan(self) -> None:
         """Make the host's part of the network between hosts again, if it has one. Raises a `MultiverseError`."""
-        ...
 
     def close(self) -> None:
         """Wait for nothing: calls that still wait end with an error. VMs stay as they are."""
-        ...
 
 
 class HostSide(Protocol):
@@ -157,32 +145,25 @@ class HostSide(Protocol):
 
     def local(self, settings: Settings, site: str, vxlan: VxlanConfig | None = None) -> LocalHost:
         """The hypervisor of this machine; `vxlan` is that of a leased node, in place of the settings'."""
-        ...
 
     def sites(self, settings: Settings) -> Sequence[str]:
         """The sites of which VMs, or remains of VMs, are on this machine. Raises OSError if they cannot be listed."""
-        ...
 
 
 class PlatformBundle(Protocol):
     """A kind of hypervisor."""
 
     @property
-    def host(self) -> HostSide | None:
-        """None if its hosts have no agents of ours."""
-        ...
+    def host(self) -> HostSide | None: ...  # None if its hosts have no agents of ours
 
     def open(self, context: PlatformContext) -> Platform:
         """Raises `Refused` if the settings do not go together."""
-        ...
 
     def sites(self, settings: Settings) -> Sequence[str]:
         """The sites of which VMs are in reach of the daemon's machine, as far as that is known at once."""
-        ...
 
     def examine(self, settings: Settings, *, run_guests: bool) -> Iterator[Examination]:
         """What `multiverse doctor` examines of it on this machine; with `run_guests`, small guests are run."""
-        ...
 
 
 # --- schedulers ------------------------------------------------------------------------------------
@@ -202,7 +183,6 @@ class Identities(Protocol):
     async def decode(self, credential: str) -> tuple[int, str]:
         """The uid that made a credential, and its payload. `Refused` for one that is forged, replayed, expired, or for
         another user; `Unknown` if nobody can tell."""
-        ...
 
 
 class Tell(Protocol):
@@ -234,44 +214,31 @@ class SchedulerSystem(Protocol):
     def scheduler(self) -> Scheduler: ...
 
     @property
-    def reports(self) -> Reports | None:
-        """None if users cannot be told what their jobs used."""
-        ...
+    def reports(self) -> Reports | None: ...  # None if users cannot be told what their jobs used
 
     @property
-    def leased(self) -> LeasedTransport | None:
-        """None if it leases no hosts."""
-        ...
+    def leased(self) -> LeasedTransport | None: ...  # None if it leases no hosts
 
     @property
-    def identities(self) -> Identities | None:
-        """None if users of other machines cannot be told apart."""
-        ...
+    def identities(self) -> Identities | None: ...  # None if users of other machines cannot be told apart
 
     @property
-    def notices(self) -> Sequence[Notice]:
-        """What of its settings has no effect in VMs."""
-        ...
+    def notices(self) -> Sequence[Notice]: ...  # what of its settings has no effect in VMs
 
     @property
-    def hints_from(self) -> str:
-        """Where hints come from, for people; empty if it gives none."""
-        ...
+    def hints_from(self) -> str: ...  # where hints come from, for people; empty if it gives none
 
     def lack_of_nodes(self, cpus: int) -> Sequence[Notice]:
         """What it lacks for VMs that claim so many CPUs together."""
-        ...
 
     def privacy(self, uid: int) -> Privacy:
         """What a user may be told."""
-        ...
 
     @property
     def words(self) -> SchedulerWords: ...
 
     def work(self, tell: Tell) -> Sequence[DaemonTask]:
         """What runs beside the controller. Hints are given to `tell`."""
-        ...
 
     def close(self) -> None: ...
 
@@ -281,11 +248,9 @@ class SiteFiles(Protocol):
 
     def render(self, settings: Settings, config: Path, source: Path) -> list[SiteFile]:
         """All files. Raises `Broken`."""
-        ...
 
     def check(self, settings: Settings, config: Path, source: Path) -> list[Finding]:
         """What is missing or different, in the order in which to deal with it. Blocks. Raises `Broken`."""
-        ...
 
 
 class ReachedNodes(Protocol):
@@ -293,29 +258,47 @@ class ReachedNodes(Protocol):
 
     async def check(self) -> None:
         """Raises a `MultiverseError` if the scheduler cannot be asked from here."""
-        ...
 
     def of(self, site: str) -> Awaitable[Collection[str]]:
         """The nodes of a site that it reaches, by name. Raises a `MultiverseError`."""
-        ...
 
 
 class SchedulerBundle(Protocol):
     """A kind of scheduler."""
 
     @property
-    def files(self) -> SiteFiles | None:
-        """None if a site adds no files for it."""
-        ...
+    def files(self) -> SiteFiles | None: ...  # None if a site adds no files for it
 
     def open(self, settings: Settings, site: str, leased: Collection[LeaseSpec]) -> SchedulerSystem:
         """`leased` are the leases that there are already. Raises `Refused` if the scheduler is not set up for us."""
-        ...
 
     def reached(self, settings: Settings) -> ReachedNodes:
         """For agents that end VMs by themselves."""
-        ...
 
     def examine(self, settings: Settings, config: Path, source: Path) -> Iterator[Examination]:
         """What `multiverse doctor` examines of it."""
-        ...
+
+
+PLATFORMS, SCHEDULERS = "multiverse.platforms", "multiverse.schedulers"
+"""The groups of entry points. The name of one is what the settings say; it leads to a bundle."""
+
+
+def platform_bundles(settings: Settings) -> Mapping[str, PlatformBundle]:
+    """The platforms of the site, by name, in the order of the settings. Raises `Refused` if one is not installed."""
+    return {name: _load(PLATFORMS, name, "platforms") for name in settings.platforms}
+
+
+def scheduler_bundle(settings: Settings) -> SchedulerBundle:
+    """The scheduler of the site. Raises `Refused` if it is not installed."""
+    bundle: SchedulerBundle = _load(SCHEDULERS, settings.scheduler, "scheduler")
+    return bundle
+
+
+def _load(group: str, name: str, key: str) -> Any:
+    found = {one.name: one for one in entry_points(group=group)}
+    if name not in found:
+        raise Refused(
+            f"{key} names {name!r}, and nothing of that name is installed",
+            hint=f"set {key} in the settings to one of: {', '.join(sorted(found)) or 'none is installed'}",
+        )
+    return found[name].load()

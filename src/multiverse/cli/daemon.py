@@ -147,7 +147,7 @@ def receive_image(
     from multiverse.config import load
     from multiverse.host import path_security
     from multiverse.images import transfer
-    from multiverse.images.install import check_name
+    from multiverse.images.catalog import check_name
     from multiverse.pilot.lease import directory_of
 
     settings = load(context.obj)

@@ -9,12 +9,13 @@ from typing import Annotated
 
 import typer
 
-from multiverse.agent.transport import other_command
+from multiverse.agent.connection import other_command
 from multiverse.cli import progress, render
 from multiverse.config import Settings, load, names_of_hosts
 from multiverse.core.errors import Broken, MultiverseError, Refused
-from multiverse.images import catalog, durations, transfer
+from multiverse.images import catalog, transfer
 from multiverse.images.build import build as build_image
+from multiverse.images.build import expected_duration
 
 _COPIES = 4  # to hosts at the same time
 
@@ -51,7 +52,7 @@ def build(
     if os.geteuid() != 0:
         raise Refused("building an image needs root", hint="run it with sudo")
     where = images_dir(directory)
-    with progress.working(f"image {name or flavour}", durations.expected(where, flavour)) as work:
+    with progress.working(f"image {name or flavour}", expected_duration(where, flavour)) as work:
 
         def say(line: str) -> None:
             work.say(line)

@@ -10,8 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from multiverse.bundles.contract import Examination, SiteFiles
-from multiverse.bundles.registry import scheduler_bundle
+from multiverse.bundles.contract import Examination, SiteFiles, scheduler_bundle
 from multiverse.cli import render as output
 from multiverse.cli.commands import NOT_DONE
 from multiverse.config import Settings, load

@@ -1,10 +1,10 @@
 """The frames that VMs may send on the bridge: one nftables table per site, changed in a fraction of a millisecond.
 
 A VM sends frames from its own MAC and IP address only. Frames with other addresses, and protocols other than IPv4 and
-ARP, are dropped at its tap, before the bridge learns from them. VMs of one group reach each other (`core.model.identity`),
-over the bridge only: packets between VMs that this host would route are dropped. A VM that is not in the table sends
-nothing. The table is derived from the VMs' manifests and from the groups that the controller told (`MemberRecord`), and
-is made again from them whenever it is missing.
+ARP, are dropped at its tap, before the bridge learns from them. VMs of one group reach each other (see
+`core.model.identity`), over the bridge only: packets between VMs that this host would route are dropped. A VM that is
+not in the table sends nothing. The table is derived from the VMs' manifests and from the groups that the controller
+told (`MemberRecord`), and is made again from them whenever it is missing.
 
 A group is a mark: a frame gets the mark of its tap, and passes if its target, a tap or an address, has the same one. So
 there are two elements for each VM of this host and one for each VM of another host, and none for any pair. Pairs are

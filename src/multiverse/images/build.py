@@ -6,25 +6,262 @@ is built in a directory beside its final place and then renamed, so an interrupt
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 import re
 import shutil
+import subprocess
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from multiverse.core.errors import Broken, Refused
-from multiverse.images import digest, durations, initramfs, install
+from multiverse.guest.assemble import assemble
+from multiverse.images import catalog, initramfs
 from multiverse.images.catalog import Flavour, Image, load, write_manifest
-from multiverse.images.commands import Progress, mmdebstrap, run
-from multiverse.images.recipe import DISK_MIB, EXCLUDED, PACKAGES, VARIANT, Recipe
-from multiverse.images.root import (
-    AGENT_PATH,
-    enable_unit,
-    install_agent,
-    kernel_release,
-    remove_dead_plugins,
-    strip_identity,
-)
+from multiverse.system import files
+
+BUILDER_VERSION = 2  # increase it when a change of the builder's steps changes the images that it makes
+DISK_MIB = 16384  # size of the disk that the guest sees; the file is sparse, so only what is written takes space
+
+_COMMON = ("linux-image-amd64", "slurmd", "slurm-client", "munge", "nfs-common", "python3", "iproute2")
+PACKAGES: dict[Flavour, tuple[str, ...]] = {
+    "slim": (*_COMMON, "busybox-static", "libpam-modules", "procps"),  # procps: ps, pgrep, free, as users expect
+    "stock": (*_COMMON, "systemd-sysv", "udev", "dbus", "initramfs-tools"),
+}
+VARIANT: dict[Flavour, str] = {"slim": "minbase", "stock": "important"}
+# Files that no job needs. The drivers are for devices that QEMU never gives to our VMs.
+EXCLUDED = (
+    "/usr/share/man/*", "/usr/share/info/*", "/usr/share/locale/*", "/usr/share/lintian/*",
+    *(f"/lib/modules/*/kernel/{name}/*" for name in (
+        "sound", "drivers/gpu", "drivers/media", "drivers/net/wireless", "drivers/staging", "drivers/isdn",
+        "drivers/iio", "drivers/hwmon", "drivers/input", "drivers/bluetooth", "drivers/usb", "drivers/scsi")),
+)  # fmt: skip
+_BOOT = ("root=/dev/vda", "rw", "console=ttyS0", "quiet", "net.ifnames=0", "panic=-1",
+         # A plugged DIMM is usable at once, and its own memory holds its page structures.
+         "memhp_default_state=online", "memory_hotplug.memmap_on_memory=1", "swiotlb=noforce")  # fmt: skip
+# These switch off what the VM of a single job does not need and every clone would spend time on: pressure figures,
+# audit, mandatory access control between services, watchdogs, IPv6 autoconfiguration (identities have IPv4 addresses).
+_LEAN = ("psi=0", "audit=0", "lsm=", "nowatchdog", "ipv6.disable_ipv6=1", "transparent_hugepage=madvise")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All inputs of an image. They are read once, so that the keys describe the very image."""
+
+    flavour: Flavour
+    suite: str  # the name of Debian's release
+    packages: tuple[str, ...]
+    sources: tuple[Path, ...]  # the host's files of apt sources
+    hooks: tuple[Path, ...]  # programs that change the root file system
+    agent: str  # program text of the guest agent
+
+    @classmethod
+    def of(cls, flavour: Flavour, packages: Sequence[str], hooks: Path | None) -> Recipe:
+        """The recipe on this host now. Raises `Refused` if the host has no apt sources, or `hooks` is no directory."""
+        return cls(flavour, _suite(), tuple(sorted(set(packages))), _sources(), _hooks(hooks), assemble())
+
+    @property
+    def cmdline(self) -> str:
+        return " ".join((*_BOOT, *_LEAN, f"init={AGENT_PATH}") if self.flavour == "slim" else _BOOT)
+
+    def keys(self) -> tuple[str, str]:
+        """(key of everything but the guest agent, key of everything), each of 16 hex digits."""
+        hashed = hashlib.sha256()
+        facts = (BUILDER_VERSION, self.flavour, self.suite, self.packages, PACKAGES[self.flavour], EXCLUDED,
+                 self.cmdline, AGENT_UNIT, DISK_MIB)  # fmt: skip
+        hashed.update(json.dumps(facts).encode())
+        hashed.update(Path(initramfs.__file__).read_bytes())
+        for path in (*self.sources, *self.hooks):
+            content = path.read_bytes()
+            hashed.update(f"{path.name} {len(content)}\n".encode() + content)
+        base = hashed.hexdigest()[:16]
+        hashed.update(self.agent.encode())
+        return base, hashed.hexdigest()[:16]
+
+
+def _suite() -> str:
+    facts = dict(line.split("=", 1) for line in Path("/etc/os-release").read_text().splitlines() if "=" in line)
+    suite = facts.get("VERSION_CODENAME", "").strip('"')
+    if not suite:
+        raise Refused("/etc/os-release names no release of Debian", hint="build images on a Debian host")
+    return suite
+
+
+def _sources() -> tuple[Path, ...]:
+    """The host's files of apt sources (sources.list(5)), without those that name no source."""
+    parts = Path("/etc/apt/sources.list.d")
+    found = [Path("/etc/apt/sources.list"), *sorted([*parts.glob("*.list"), *parts.glob("*.sources")])]
+    used = tuple(p for p in found if p.is_file() and re.search(r"(?m)^\s*(deb\s|Types:)", p.read_text()))
+    if not used:
+        raise Refused("this host has no apt sources to build an image from", hint="add some, see sources.list(5)")
+    return used
+
+
+def _hooks(directory: Path | None) -> tuple[Path, ...]:
+    if directory is None:
+        return ()
+    if not directory.is_dir():
+        raise Refused(f"{directory} is not a directory", hint="give --hooks a directory of executables")
+    return tuple(sorted(p.resolve() for p in directory.iterdir() if p.is_file() and os.access(p, os.X_OK)))
+
+
+AGENT_PATH = "/usr/lib/multiverse/agent.py"  # where the guest agent lies in a guest
+AGENT_UNIT = f"""[Unit]
+Description=Multiverse guest agent
+After=local-fs.target systemd-modules-load.service network-pre.target
+FailureAction=poweroff-force
+SuccessAction=poweroff-force
+
+[Service]
+Type=exec
+ExecStart={AGENT_PATH}
+Delegate=yes
+KillMode=mixed
+OOMScoreAdjust=-900
+TasksMax=infinity
+LimitNOFILE=131072
+LimitMEMLOCK=infinity
+
+[Install]
+WantedBy=multi-user.target
+"""
+"""The systemd unit that starts the guest agent in a stock image."""
+
+
+def kernel_release(root: Path) -> str:
+    """The release of the newest kernel in the image. Raises `Broken` if there is none."""
+    kernels = sorted((root / "boot").glob("vmlinuz-*"))
+    if not kernels:
+        raise Broken("the image has no kernel", hint="check that the host's apt sources have linux-image-amd64")
+    return kernels[-1].name.removeprefix("vmlinuz-")
+
+
+def strip_identity(root: Path) -> None:
+    """Remove what two clones must not share: keys, machine-id, host name, random seeds and root's password."""
+    for path in ("etc/munge/munge.key", "etc/resolv.conf", "var/lib/dbus/machine-id", "var/lib/systemd/random-seed",
+                 "etc/apt/apt.conf.d/99mmdebstrap", "var/lib/munge/munged.seed", "var/lib/nfs/state"):  # fmt: skip
+        (root / path).unlink(missing_ok=True)
+    for key in (root / "etc/ssh").glob("ssh_host_*"):
+        key.unlink()
+    (root / "etc/machine-id").write_text("")
+    (root / "etc/hostname").write_text("")
+    (root / "etc/hosts").write_text("127.0.0.1 localhost\n")
+    shadow = root / "etc/shadow"
+    shadow.write_text(re.sub(r"(?m)^root:[^:]*:", "root:!*:", shadow.read_text()))
+
+
+def remove_dead_plugins(root: Path) -> None:
+    """Remove Slurm's plugin for PMIx from an image without the library: slurmd would try it twice at each start."""
+    libraries = root / "usr/lib"
+    if any("libpmix.so" in files for _, _, files in os.walk(libraries)):
+        return
+    for place in ("x86_64-linux-gnu/slurm-wlm", "x86_64-linux-gnu/slurm", "slurm"):
+        for plugin in (libraries / place).glob("mpi_pmix*.so"):
+            plugin.unlink()
+
+
+def install_agent(root: Path, source: str) -> None:
+    target = root / AGENT_PATH.lstrip("/")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(source)
+    target.chmod(0o755)
+
+
+def enable_unit(root: Path) -> None:
+    """Make systemd start the guest agent, and none of the daemons that the agent itself starts."""
+    units = root / "etc/systemd/system"
+    (units / "multi-user.target.wants").mkdir(parents=True, exist_ok=True)
+    (units / "multiverse-agent.service").write_text(AGENT_UNIT)
+    (units / "multi-user.target.wants/multiverse-agent.service").symlink_to(
+        "/etc/systemd/system/multiverse-agent.service"
+    )
+    # The agent starts these two once the files of the clone's identity are written. They are masked, so that no unit
+    # that depends on them starts them earlier.
+    for unit in ("slurmd.service", "munge.service"):
+        path = units / unit
+        path.unlink(missing_ok=True)
+        path.symlink_to("/dev/null")
+        (units / "multi-user.target.wants" / unit).unlink(missing_ok=True)
+    modules = root / "etc/modules-load.d/multiverse.conf"
+    modules.write_text("\n".join(initramfs.LATER_MODULES) + "\n")
+
+
+Progress = Callable[[str], None]  # gets one short line before each step that takes long
+
+
+def run(argv: Sequence[str | Path], what: str, hint: str) -> str:
+    """Run a program to its end, without a terminal, and return its standard output. Raises `Broken` if it fails; the
+    message begins with `what` and ends with the last lines of the program."""
+    try:
+        done = subprocess.run(
+            argv, capture_output=True, text=True, errors="replace", env=_environment(), stdin=subprocess.DEVNULL
+        )
+    except OSError as error:
+        raise Broken(f"{what}: {error}", hint="install it; docs/operations.md lists the packages") from error
+    if done.returncode != 0:
+        tail = "; ".join((done.stderr or done.stdout).strip().splitlines()[-6:])
+        raise Broken(f"{what} failed: {tail}", hint=hint)
+    return done.stdout
+
+
+def mmdebstrap(arguments: Sequence[str | Path], work: Path, say: Progress) -> None:
+    """Run mmdebstrap with its temporary files in `work`; `say` gets the name of each of its steps.
+
+    It runs in a PID namespace of its own. If mmdebstrap is interrupted, or this process is killed, the kernel ends all
+    processes of the namespace (apt, dpkg and their scripts) and undoes their mounts. Raises `Broken` if it fails.
+    """
+    namespace = ("setpriv", "--pdeathsig=KILL", "unshare", "--fork", "--pid", "--mount-proc", "--kill-child=KILL")
+    tail: deque[str] = deque(maxlen=6)
+    with subprocess.Popen(
+        (*namespace, "mmdebstrap", *arguments), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, env={**_environment(), "TMPDIR": str(work)}, text=True, errors="replace",
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                tail.append(line.strip())
+                if line.startswith("I: ") and line.endswith("...\n"):
+                    say(line[3:-4])
+        except BaseException:
+            process.kill()
+            # The pipe ends when the last process of the namespace has ended. Only then can the caller remove the root.
+            process.stdout.read()
+            raise
+    if process.returncode != 0:
+        raise Broken(f"mmdebstrap failed: {'; '.join(tail)}", hint="check that `apt-get update` works on this host")
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "INITRD": "No", "LC_ALL": "C.UTF-8", "DEBIAN_FRONTEND": "noninteractive"}
+
+
+DURATIONS = ".durations.json"
+
+
+def expected_duration(images: Path, flavour: str) -> float | None:
+    """Seconds that the last build of this flavour took; None if that is unknown."""
+    found = _durations(images).get(flavour)
+    return float(found) if isinstance(found, int | float) else None
+
+
+def keep_duration(images: Path, flavour: str, seconds: float) -> None:
+    """Remember how long a build took. Errors are ignored."""
+    with suppress(OSError):
+        files.replace(images / DURATIONS, json.dumps(_durations(images) | {flavour: round(seconds, 1)}), mode=0o644)
+
+
+def _durations(images: Path) -> dict[str, object]:
+    try:
+        found = json.loads((images / DURATIONS).read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
 
 _PACKAGE = re.compile(r"[a-z0-9][a-z0-9+.:-]*")
 _SPACE = "check with `df` that the directory of the images has free space"
@@ -41,16 +278,16 @@ def build(
 ) -> Image:
     """Build the image `name` in `out_dir`, or return the present one if it was made of the same inputs.
 
-    `hooks` is a directory of executables. They run in the order of their names, each with the image's root directory as
-    its argument, before the disk is made. `progress` gets a short line before each long step. Raises `Refused` for
-    wrong arguments and `Broken` if a step fails; no incomplete image is left behind.
+    `hooks` is a directory of executables. They run in the order of their names before the disk is made, with the
+    image's root directory as argument. `progress` gets a short line before each long step. Raises `Refused` for wrong
+    arguments and `Broken` if a step fails; no incomplete image is left behind.
     """
     say = progress or (lambda line: None)
     _check_arguments(name, flavour, packages)
     recipe = Recipe.of(flavour, packages, hooks)
     base, key = recipe.keys()
     out_dir.mkdir(parents=True, exist_ok=True)
-    with install.locked(out_dir, name):
+    with catalog.locked(out_dir, name):
         try:
             old = load(out_dir, name)
         except Refused:
@@ -58,26 +295,26 @@ def build(
         if old is not None and old.key == key:
             say(f"image {name}: is up to date")
             return old
-        with install.beside(out_dir, name) as work:
+        with catalog.beside(out_dir, name) as work:
             if old is not None and old.base == base and flavour == "slim":
                 say(f"image {name}: replacing the guest agent")
                 release = _refresh(old, recipe, work)
             else:
                 began = time.monotonic()
                 release = _bootstrap(recipe, name, work, say)
-                durations.keep(out_dir, flavour, time.monotonic() - began)
+                keep_duration(out_dir, flavour, time.monotonic() - began)
             image = Image(
                 name, flavour, key, base, out_dir / name, recipe.cmdline, release, recipe.suite, recipe.packages
             )
             write_manifest(image, work)
-            digest.record(work, digest.digest_of(work))
-            install.put(work, out_dir, name)
+            catalog.record_digest(work, catalog.digest_of(work))
+            catalog.put_in_place(work, out_dir, name)
     say(f"image {name}: ready, {image.disk.stat().st_blocks * 512 >> 20} MiB on disk")
     return image
 
 
 def _check_arguments(name: str, flavour: Flavour, packages: Sequence[str]) -> None:
-    install.check_name(name)
+    catalog.check_name(name)
     wrong = [p for p in packages if not _PACKAGE.fullmatch(p)]
     if wrong:
         raise Refused(f"not valid names of packages: {' '.join(wrong)}", hint="use names that `apt-cache show` knows")

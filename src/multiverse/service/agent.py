@@ -15,12 +15,10 @@ from dataclasses import replace
 import structlog
 
 import multiverse
-from multiverse.agent.epochs import EpochFile
 from multiverse.agent.protocol import LONGEST_LINE
 from multiverse.agent.self_fence import ContactFile, FenceTimer, SelfFence
-from multiverse.agent.server import AgentIdentity, AgentServer
-from multiverse.bundles.contract import HostSide, LocalHost
-from multiverse.bundles.registry import platform_bundles, scheduler_bundle
+from multiverse.agent.server import AgentIdentity, AgentServer, EpochFile
+from multiverse.bundles.contract import HostSide, LocalHost, platform_bundles, scheduler_bundle
 from multiverse.config import Settings, VxlanSettings
 from multiverse.core.errors import MultiverseError, Refused
 from multiverse.core.model import HostUsage, Load, VmRef, is_site

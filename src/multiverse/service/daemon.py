@@ -17,8 +17,15 @@ import structlog
 
 from multiverse.api import Alert
 from multiverse.bundles.composite import together
-from multiverse.bundles.contract import DaemonTask, Notice, Platform, PlatformContext, SchedulerSystem
-from multiverse.bundles.registry import platform_bundles, scheduler_bundle
+from multiverse.bundles.contract import (
+    DaemonTask,
+    Notice,
+    Platform,
+    PlatformContext,
+    SchedulerSystem,
+    platform_bundles,
+    scheduler_bundle,
+)
 from multiverse.config import FenceSettings, Settings, users_socket
 from multiverse.controller.history import JobUsageRecorder, UtilizationRecorder, prune_regularly
 from multiverse.controller.loop import Controller

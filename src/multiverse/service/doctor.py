@@ -10,8 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from multiverse.api import HostView, StatusView, decode
-from multiverse.bundles.contract import Examination
-from multiverse.bundles.registry import platform_bundles, scheduler_bundle
+from multiverse.bundles.contract import Examination, platform_bundles, scheduler_bundle
 from multiverse.client import Client
 from multiverse.config import Settings, host_names, web_address
 from multiverse.core.errors import MultiverseError

@@ -17,14 +17,12 @@ from typing import TypeVar
 import structlog
 
 import multiverse
-from multiverse.agent.connection import AgentConnection, ControllerIdentity
-from multiverse.agent.controller_epoch import ControllerEpoch
+from multiverse.agent.connection import AgentConnection, ControllerEpoch, ControllerIdentity
 from multiverse.agent.hypervisor import AgentHypervisor
 from multiverse.agent.job_protocol import LONGEST_REQUEST, MOST_VMS, PROTOCOL
 from multiverse.agent.job_tasks import JobTasks
-from multiverse.agent.job_vm import RUNS, JobVm
-from multiverse.agent.jobs import JobVmService, JobVmSizes
-from multiverse.bundles.qemu.agents import EPOCH_WAIT, transport_to
+from multiverse.agent.jobs import RUNS, JobVm, JobVmService, JobVmSizes
+from multiverse.bundles.qemu.platform import EPOCH_WAIT, transport_to
 from multiverse.config import Settings
 from multiverse.core.errors import Gone, MultiverseError, Refused, Unknown
 from multiverse.core.model import (
@@ -43,11 +41,9 @@ from multiverse.core.model import (
     vm_prefix,
 )
 from multiverse.core.model.identity import mac_of, without_prefix_length
-from multiverse.drivers.qemu.job_network import guest_name
-from multiverse.drivers.qemu.job_vms import QemuJobVms
+from multiverse.drivers.qemu.job_vms import QemuJobVms, guest_name
 from multiverse.drivers.slurm.command import SlurmCommands
-from multiverse.drivers.slurm.job_vms.feature import set_feature, why_not
-from multiverse.drivers.slurm.job_vms.runs import SlurmJobRuns, TaskProlog
+from multiverse.drivers.slurm.job_vms import SlurmJobRuns, TaskProlog, set_feature, why_not
 from multiverse.drivers.slurm.reading.name_service import NameService
 from multiverse.guest.protocol import TASKS_PORT
 from multiverse.host.cgroups import find_job, find_job_groups, has_steps

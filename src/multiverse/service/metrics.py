@@ -22,8 +22,8 @@ from multiverse.core.model import HostUsage, Usage
 from multiverse.service.startup import bind, bind_tcp
 
 if TYPE_CHECKING:  # an agent has no backend
+    from multiverse.service.backend import Counts
     from multiverse.service.statistics import Statistics
-    from multiverse_lab.cli.passes import Counts
 
 log = structlog.get_logger()
 

@@ -15,7 +15,7 @@ from multiverse.config import Settings, vxlan_address
 from multiverse.core.errors import Refused
 from multiverse.core.model.identity import site_of_lease
 from multiverse.drivers.qemu.driver import vxlan_config
-from multiverse.drivers.slurm.leases.pilots import ENDING
+from multiverse.drivers.slurm.leases import ENDING
 from multiverse.host.vxlan import VxlanConfig
 from multiverse.pilot.lease import memory_limit, vxlan_of_node
 from multiverse.pilot.run import PilotOrder, run

@@ -20,8 +20,7 @@ import structlog
 
 from multiverse.api import SummaryView, adapter
 from multiverse.core.errors import Exhausted
-from multiverse.ports.hypervisor import Source
-from multiverse.service.backend import Backend
+from multiverse.service.backend import Backend, Source
 
 log = structlog.get_logger()
 

@@ -17,8 +17,8 @@ from pyroute2 import IPRoute
 from multiverse.config import Settings, host_names, site_cpus, vxlan_address
 from multiverse.core.errors import Gone, MultiverseError, Refused, Unknown
 from multiverse.drivers.slurm.command import SlurmCommands
-from multiverse.drivers.slurm.site import install, overflow, requirements, site_conf, slurm_user
-from multiverse.drivers.slurm.site.site_conf import SiteConf
+from multiverse.drivers.slurm.site import bootstrap, conf, gate, install, requirements
+from multiverse.drivers.slurm.site.conf import SiteConf
 from multiverse.images.catalog import list_images
 from multiverse.ports.site import Finding, Level
 from multiverse.site.machine import note, problem
@@ -39,7 +39,7 @@ Part = Callable[[], Iterable[Finding]]  # a part of an examination
 def check(settings: Settings, config: Path, slurm_conf: Path) -> list[Finding]:
     """All findings, in the order in which an administrator should deal with them. Blocks: asks slurmctld and the name
     service. Raises `Broken` if slurm.conf cannot be read."""
-    site = site_conf.read(slurm_conf)
+    site = conf.read(slurm_conf)
     found = [each for part in parts(settings, config, site, release_of(settings)).values() for each in tried(part)]
     return [*dict.fromkeys(found)]
 
@@ -152,7 +152,7 @@ def _after_change(file: SiteFile, before: str) -> str:
         return f"systemd-tmpfiles --create {path}"
     if file.begun or path.name in (install.EPILOG, install.CLIENT):
         return "nothing else"
-    return "run scontrol reconfigure" if site_conf.same_nodes(before, file.content) else "restart slurmctld"
+    return "run scontrol reconfigure" if conf.same_nodes(before, file.content) else "restart slurmctld"
 
 
 def _clients(settings: Settings, release: requirements.Version) -> Iterator[Finding]:
@@ -189,7 +189,7 @@ def _scripts(settings: Settings, site: SiteConf) -> Iterator[Finding]:
     """The site's own scripts that have to call ours."""
     own = own_job_submit(settings)
     path = settings.slurm.conf.with_name(install.JOB_SUBMIT)
-    if own is not None and not site_conf.is_ours(own):
+    if own is not None and not conf.is_ours(own):
         yield problem(
             str(path),
             "the site's own job_submit.lua does not call Multiverse's, so jobs are not sent to the gate",
@@ -207,14 +207,14 @@ def _scripts(settings: Settings, site: SiteConf) -> Iterator[Finding]:
 
 def _calls_epilog(program: Path, ours: Path) -> bool:
     try:
-        return program == ours or site_conf.is_ours(program.read_text())
+        return program == ours or conf.is_ours(program.read_text())
     except (OSError, UnicodeDecodeError):
         return False
 
 
 def _machine(settings: Settings, site: SiteConf) -> Iterator[Finding]:
     """What this machine needs: SlurmUser's access, the bridge, an image, the munge key, Slurm's commands."""
-    reason = slurm_user.why_not_writable(settings.slurm.inbox, slurm_user.of(site.text))
+    reason = bootstrap.why_not_writable(settings.slurm.inbox, bootstrap.slurm_user(site.text))
     if reason is not None:
         yield problem(
             str(settings.slurm.inbox),
@@ -227,7 +227,7 @@ def _machine(settings: Settings, site: SiteConf) -> Iterator[Finding]:
             f"there is no bridge {settings.qemu.bridge} with the address {settings.network.gateway}",
             f"run {_START_BRIDGE}",
         )
-    machines = (settings.host.name, *host_names(settings), *overflow.leased_nodes(settings, site))
+    machines = (settings.host.name, *host_names(settings), *gate.leased_nodes(settings, site))
     yield from _vxlan(settings, dict.fromkeys(machines))
     if settings.image.default not in {image.name for image in list_images(settings.qemu.images)}:
         yield problem(

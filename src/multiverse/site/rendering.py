@@ -13,8 +13,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from multiverse.config import Settings, users_socket
 from multiverse.core.errors import Broken, Refused
 from multiverse.core.model.identity import mac_of_address
-from multiverse.drivers.slurm.site import addresses, install, plugstack, slurm_user
-from multiverse.drivers.slurm.site.site_conf import SiteConf
+from multiverse.drivers.slurm.site import bootstrap, install
+from multiverse.drivers.slurm.site.conf import SiteConf
 from multiverse.images.catalog import list_images
 from multiverse.system import files, rendered
 from multiverse.system.rendered import Origin, SiteFile
@@ -53,20 +53,20 @@ def own_job_submit(settings: Settings) -> str | None:
 
 def _beside_slurm_conf(settings: Settings, site: SiteConf) -> Iterator[SiteFile]:
     images = (image.name for image in list_images(settings.qemu.images))
-    facts = install.derive(settings, site, images, slurm_user.of(site.text).uid)
+    facts = install.derive(settings, site, images, bootstrap.slurm_user(site.text).uid)
     own = own_job_submit(settings)
     for name, content in install.render(settings, facts).items():
         if name != install.JOB_SUBMIT or own is None:
             yield SiteFile(settings.slurm.conf.with_name(name), content, install.FILES[name])
-    yield SiteFile(settings.slurm.addresses_file(), addresses.HEAD, 0o644, begun=True)
+    yield SiteFile(settings.slurm.addresses_file(), install.ADDRESSES_HEAD, 0o644, begun=True)
     yield from _plugstack(settings)
 
 
 def _plugstack(settings: Settings) -> Iterator[SiteFile]:
     """What loads the plugin for VMs inside jobs, where they are enabled and the plugin launches them."""
-    if plugstack.loads_plugin(settings.job_vms):
-        text = rendered.signed(plugstack.plugstack(settings.job_vms))
-        yield SiteFile(settings.slurm.conf.with_name(plugstack.FILE), text, 0o644)
+    if install.loads_plugin(settings.job_vms):
+        text = rendered.signed(install.plugstack(settings.job_vms))
+        yield SiteFile(settings.slurm.conf.with_name(install.PLUGSTACK), text, 0o644)
 
 
 def _for_systemd(settings: Settings, config: Path, site: SiteConf) -> list[SiteFile]:
@@ -78,7 +78,8 @@ def _for_systemd(settings: Settings, config: Path, site: SiteConf) -> list[SiteF
         "agent_service": AGENT_SERVICE,
         "run_directories": _below_run(*sockets, *_agent_directories(settings)),
         "inbox": settings.slurm.inbox,
-        "slurm_uid": slurm_user.of(site.text).uid,  # the name service may not answer yet when the directory is made
+        # As a number: the name service may not answer yet when the directory is made.
+        "slurm_uid": bootstrap.slurm_user(site.text).uid,
         "state": settings.state_dir,
     }
     targets = {SERVICE: SYSTEMD / SERVICE, "tmpfiles.conf": Path("/etc/tmpfiles.d/multiverse.conf")}

@@ -18,10 +18,16 @@ from itertools import count
 from random import Random
 
 import multiverse
-from multiverse.agent.connection import AgentConnection, ControllerIdentity
-from multiverse.agent.controller_epoch import ControllerEpoch
+from multiverse.agent.connection import (
+    AgentConnection,
+    CommandTransport,
+    ControllerEpoch,
+    ControllerIdentity,
+    Transport,
+    UnixTransport,
+    command_of,
+)
 from multiverse.agent.hypervisor import AgentHypervisor
-from multiverse.agent.transport import CommandTransport, Transport, UnixTransport, command_of
 from multiverse.config import Settings
 from multiverse.core.errors import Broken
 from multiverse.core.model import CloneKind, Identity, Size, TemplateKey, VmRef, VmSpec

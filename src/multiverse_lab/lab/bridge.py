@@ -6,7 +6,7 @@ import socket
 
 from pyroute2 import IPRoute
 
-from multiverse.drivers.qemu import job_bridge
+from multiverse.drivers.qemu import job_vms
 from multiverse.site.rendering import bridge_mac
 from multiverse_lab.lab.plan import LabPlan
 
@@ -52,5 +52,5 @@ def down(plan: LabPlan) -> bool:
             ip.link("del", index=there)
     for name in names:
         if _is_of_a_job(name, plan):
-            job_bridge.remove(name)
+            job_vms.remove_bridge(name)
     return there is not None

@@ -14,8 +14,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from multiverse import config
 from multiverse.config import Settings
-from multiverse.drivers.slurm.site import addresses, install, site_conf
-from multiverse.drivers.slurm.site.plugstack import loads_plugin, plugstack
+from multiverse.drivers.slurm.site import conf, install
+from multiverse.drivers.slurm.site.install import loads_plugin, plugstack
 from multiverse.images.catalog import list_images
 from multiverse.system import files
 from multiverse_lab.lab import spank
@@ -78,9 +78,9 @@ def configure(where: Layout, plan: LabPlan) -> Settings:
     settings = config.load(where.settings)
     _write(where.etc / "plugstack.conf", plugstack(settings.job_vms) if loads_plugin(settings.job_vms) else "")
     images = (image.name for image in list_images(settings.qemu.images))
-    site = install.derive(settings, site_conf.read(where.slurm_conf), images, slurm.pw_uid, default=True)
+    site = install.derive(settings, conf.read(where.slurm_conf), images, slurm.pw_uid, default=True)
     install.write(install.render(settings, site), where.etc)
-    addresses.make(settings.slurm.addresses_file())
+    install.make_address_file(settings.slurm.addresses_file())
     return settings
 
 

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 from multiverse.core.errors import Broken
-from multiverse.drivers.slurm.site import conf, install, site_conf
+from multiverse.drivers.slurm.site import conf, install
 from multiverse_lab.lab.configure import CLUSTER, SLURM_USER, environment
 from multiverse_lab.lab.hosts.physical import physical_services
 from multiverse_lab.lab.hosts.services import host_services
@@ -99,7 +99,7 @@ def _slurmctld(lab: Lab) -> DaemonCommand:
 
 def _without_features(name: str, text: str) -> str:
     """What slurmctld has to be restarted for. The features of nodes, which name the images, can be set."""
-    if name != site_conf.OURS:
+    if name != conf.OURS:
         return text
     return "\n".join(re.sub(r"\bFeature=\S+", "", f"{key}={value}") for key, value in conf.settings(text))
 
@@ -107,7 +107,7 @@ def _without_features(name: str, text: str) -> str:
 def _set_features(lab: Lab) -> None:
     """Give the gate's nodes the features of our file, by which jobs request images. `scontrol reconfigure` would do it,
     too, but it makes every slurmd register again."""
-    for node in site_conf.records((lab.where.etc / site_conf.OURS).read_text(), "NodeName"):
+    for node in conf.records((lab.where.etc / conf.OURS).read_text(), "NodeName"):
         features = (f"{which}Features={node['feature']}" for which in ("Available", "Active"))
         run(lab, "scontrol", "update", f"NodeName={node['nodename']}", *features)
 

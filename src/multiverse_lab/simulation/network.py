@@ -16,10 +16,9 @@ from typing import Any, TypeVar
 
 from async_solipsism import socket as simulated_sockets
 
-from multiverse.agent.epochs import Epoch, Epochs
 from multiverse.agent.protocol import LONGEST_LINE, OLDEST, PING, PROTOCOL
 from multiverse.agent.self_fence import Contacts, FenceTimer, SelfFence
-from multiverse.agent.server import AgentIdentity, AgentServer
+from multiverse.agent.server import AgentIdentity, AgentServer, Epoch, Epochs
 from multiverse.core.errors import MultiverseError, Unknown
 from multiverse.core.model import (
     HypervisorView,

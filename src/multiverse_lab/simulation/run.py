@@ -440,8 +440,8 @@ class _Simulation:
 
     async def _move_vm(self, incident: Incident) -> None:
         """A VM that runs a job gets a second place, and a process begins there. In every other move the VM goes on
-        there after half of the time. At the end the process that is left over is removed, unless the mover was interrupted
-        before: then both are left to the controller."""
+        there after half of the time. At the end the process that is left over is removed. Where the mover was
+        interrupted before, both are left to the controller."""
         machines, outcome = self.world.machines, int(incident.pick * 1000) % 4
         serving = [vm for vm in self.store.rows().vms.values() if vm.state is VmState.SERVING and len(vm.places) == 1]
         running = [vm for vm in serving if self._runs(vm.name) and vm.host not in machines.away]

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from math import inf
 from random import Random
 
-from multiverse.agent.connection import AgentConnection, ControllerIdentity
-from multiverse.agent.controller_epoch import ControllerEpoch
+from multiverse.agent.connection import AgentConnection, ControllerEpoch, ControllerIdentity
 from multiverse.agent.hypervisor import AgentHypervisor
 from multiverse.core.errors import Unknown
 from multiverse.core.model import Drain, HostState, NodeState

@@ -18,7 +18,6 @@ from multiverse.core.model import (
     Identity,
     Member,
     Neighbour,
-    Overcommitment,
     Size,
     Stage,
     TemplateKey,
@@ -59,64 +58,51 @@ class QemuHypervisor:
 
     @property
     def accelerator(self) -> Accelerator:
-        """How guests' instructions are executed: by KVM, or emulated."""
         return self._host.accelerator
 
     @property
     def name(self) -> str:
-        """See `ports.Source`: this machine answers for itself."""
         return self._host.config.host
 
     @property
     def sources(self) -> Sequence[QemuHypervisor]:
-        """See `ports.Hypervisor`."""
         return (self,)
 
     @property
     def vxlan(self) -> QemuHypervisor | None:
-        """See `agent.calls.LocalHypervisor`."""
         return self if self._host.config.vxlan is not None else None
 
     @property
     def hosts(self) -> Sequence[str]:
-        """See `ports.Hypervisor`."""
         return [self._host.config.host]
 
     def check(self) -> None:
-        """Make the host's directories; see `QemuHost.check`."""
         self._host.check()
 
     def restore_vxlan(self) -> None:
-        """See `QemuHost.restore_vxlan`."""
         self._urgent.submit(self._host.restore_vxlan).result()  # pyroute2 runs in no thread with an event loop
 
     async def observe(self) -> HypervisorView:
-        """See `ports.Hypervisor`."""
-        return await self._in_thread(self._resume_and_observe)
+        def observe() -> HypervisorView:
+            self._host.resume_paused()
+            return self._host.observe()
 
-    def _resume_and_observe(self) -> HypervisorView:
-        self._host.resume_paused()
-        return self._host.observe()
+        return await self._in_thread(observe)
 
     async def list_vms(self) -> Sequence[str]:
-        """See `QemuHost.list_vms`: unlike an observation it asks for nothing that has to be tried first, and it waits
-        for no other call."""
+        """Unlike an observation it asks no QEMU, and waits for no other call."""
         return await self._in_thread(self._host.list_vms, urgent=True)
 
     async def kill(self, vms: Collection[str]) -> None:
-        """See `QemuHost.kill`. It waits for no other call."""
         await self._in_thread(self._host.kill, vms, urgent=True)
 
     async def measure(self) -> Mapping[str, tuple[float, float, float]]:
-        """See `QemuHost.measure`."""
         return await self._in_thread(self._host.measure)
 
     def audit(self, name: str) -> Mapping[str, str | int]:
-        """See `QemuHost.audit`."""
         return self._host.audit(name)
 
     async def examine(self) -> Mapping[str, Mapping[str, str | int]]:
-        """What each running guest says of itself now, see `QemuHost.examine`; `error` instead if it does not answer."""
         names = await self._in_thread(self._host.list_vms)
         found = await asyncio.gather(*(self._in_thread(self._examine, name) for name in names))
         return {name: facts for name, facts in zip(names, found, strict=True) if facts is not None}
@@ -130,24 +116,21 @@ class QemuHypervisor:
             return {"error": error.message}
 
     async def build_template(self, template: TemplateKey) -> Sequence[Stage]:
-        """See `ports.Hypervisor`."""
         deletions = self._deletions[template]
         return await self._in_thread(
             self._host.build_template, template, lambda: self._deletions[template] != deletions
         )
 
     async def delete_template(self, template: TemplateKey) -> None:
-        """See `ports.Hypervisor`."""
         # A thread goes on when its caller is cancelled: it must not build the template after this call.
         self._deletions[template] += 1
         await self._in_thread(self._host.delete_template, template)
 
     async def delete_all_templates(self) -> None:
-        """Remove every template of this host, also those that another process has built or is building."""
+        """Remove every template of this host, also templates of other processes, and unfinished ones."""
         await self._in_thread(self._host.delete_all_templates)
 
     async def create(self, vm: VmSpec) -> Sequence[Stage]:
-        """See `ports.Hypervisor`."""
         spec = self._specification(vm)
         creating = self._creating[spec.name] = self._threads.submit(self._host.create, spec)
         creating.add_done_callback(lambda done: self._created(spec.name, done))
@@ -158,42 +141,35 @@ class QemuHypervisor:
             del self._creating[name]
 
     async def start(self, vm: VmRef, size: Size, identity: Identity) -> Sequence[Stage]:
-        """See `ports.Hypervisor`."""
         return await self._in_thread(self._host.start, vm.name, size, identity, vm.token)
 
     async def add_user(self, vm: VmRef, user: User, group: int = 0) -> None:
-        """See `ports.Hypervisor`."""
         await self._in_thread(self._host.add_user, vm.name, user, group, vm.token)
 
     @property
     def listening(self) -> Mapping[str, str]:
-        """See `ports.Groups`: this machine forgets nothing."""
         return {self.name: ""}
 
     async def tell(self, host: str, members: Sequence[Member], gone: Sequence[str], *, whole: bool) -> None:
-        """See `ports.Groups`. It waits for no other call."""
         if host != self.name:
             raise Gone(f"there is no host {host}", hint=f"QEMU runs on {self.name} only")
         await self._in_thread(partial(self._host.tell, members, gone, whole=whole), urgent=True)
 
     async def connect(self, vm: VmRef, neighbours: Sequence[Neighbour]) -> None:
-        """See `agent.calls.VmConnections`. It waits for no other call."""
         await self._in_thread(self._host.connect, vm.name, neighbours, vm.token, urgent=True)
 
     async def destroy(self, vm: VmRef, grace: float) -> None:
-        """See `ports.Hypervisor`."""
-        name = vm.name
-        creating = self._creating.get(name)
-        await self._in_thread(self._host.destroy, name, grace, vm.token)
+        creating = self._creating.get(vm.name)
+        await self._in_thread(self._host.destroy, vm.name, grace, vm.token)
         if creating is not None:
             # A thread goes on when its caller is cancelled. Its QEMU has just been killed, so it ends soon; then what
             # it created meanwhile is removed.
             await asyncio.wait([asyncio.wrap_future(creating)])
-            await self._in_thread(self._host.destroy, name, 0.0, vm.token)
+            await self._in_thread(self._host.destroy, vm.name, 0.0, vm.token)
 
     def close(self) -> None:
-        """Wait for nothing: calls that still wait end with an error. VMs and finished templates stay as they are; a
-        build of a template is ended, because nobody could finish it."""
+        """Wait for nothing: calls that still wait end with an error. VMs and finished templates stay. Builds of
+        templates are ended, because nobody could finish them."""
         self._host.close()
         for threads in (self._threads, self._urgent):
             threads.shutdown(wait=False, cancel_futures=True)
@@ -208,12 +184,11 @@ class QemuHypervisor:
         return await asyncio.get_running_loop().run_in_executor(threads, lambda: function(*arguments))
 
 
-JOB_SITE = "job"
-"""What stands for the site in names of VMs inside jobs, which no controller knows. A site has five characters."""
+JOB_SITE = "job"  # the site in names of VMs inside jobs, which no controller knows; real sites have five characters
 
 
 def sites(settings: Settings) -> list[str]:
-    """The sites of which VMs, or remains of VMs, are on this machine, by their names. VMs inside jobs have none."""
+    """The sites that have VMs, or remains of VMs, on this machine. VMs inside jobs are of no site."""
     places = [place for place in (settings.qemu.vms, settings.qemu.run) if place.is_dir()]
     return sorted({site_of(path.name) for place in places for path in place.iterdir()} - {"", JOB_SITE})
 
@@ -235,7 +210,6 @@ def vxlan_config(settings: Settings, site: str) -> VxlanConfig | None:
 
 
 def host_config(settings: Settings, site: str) -> QemuHostConfig:
-    """What the host library needs of the settings."""
     host, qemu = settings.host, settings.qemu
     network = ipaddress.IPv4Network(settings.network.subnet)
     return QemuHostConfig(
@@ -243,9 +217,7 @@ def host_config(settings: Settings, site: str) -> QemuHostConfig:
         prefix=vm_prefix(site),
         capacity=Size(host.cores, host.memory, host.disk, host.net),
         uplink=qemu.uplink,
-        overcommit=Overcommitment(
-            host.cpu_overcommit, host.overcommit, host.disk_overcommit, host.floor, host.disk_floor
-        ),
+        overcommit=host.overcommitment,
         images=qemu.images.absolute(),
         image_source=settings.image.source and settings.image.source.absolute(),
         template_source=settings.image.templates and settings.image.templates.absolute(),

@@ -1,39 +1,244 @@
-"""VMs inside jobs with QEMU on this machine: `agent.job_vm.JobHost`."""
+"""VMs inside jobs with QEMU on this machine: `agent.jobs.JobHost`, and the network of each job.
+
+The network has names, addresses, a bridge on this machine, and a VXLAN between the nodes of the job. Names and
+addresses follow from the settings and the job, so that the agents of a job's nodes agree on them without a word. The
+lower half of `job_vms.subnet` is each host's own: a VM has an address there by which its host reaches it, and by which
+it reaches what its host routes to. The upper half is the network of a job: its VMs have the first addresses, in the
+order of its nodes. Each job has all of it, because its network is connected to no other one."""
 
 from __future__ import annotations
 
 import ipaddress
 import os
+import shutil
 import socket
+import threading
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
+from ipaddress import IPv4Network
+from pathlib import Path
 
-from multiverse.agent.job_vm import RUNS, JobVm
-from multiverse.config import Settings
-from multiverse.core.errors import Gone, Unknown
-from multiverse.core.model import CloneKind, Identity, Size, TemplateKey, User, machine_id, vm_name, vm_prefix
+from pyroute2 import IPRoute, NetlinkError
+
+from multiverse.agent.job_protocol import MOST_VMS
+from multiverse.agent.jobs import MOST_JOBS, RUNS, JobVm
+from multiverse.config import VXLAN_PORTS, Settings, vxlan_address
+from multiverse.core.errors import Broken, Gone, Refused, Unknown
+from multiverse.core.model import (
+    CloneKind,
+    Identity,
+    Neighbour,
+    Size,
+    TemplateKey,
+    User,
+    machine_id,
+    vm_name,
+    vm_prefix,
+)
+from multiverse.core.model.identity import mac_of_address
 from multiverse.drivers.qemu.driver import JOB_SITE, host_config
-from multiverse.drivers.qemu.job_bridge import JobBridge
-from multiverse.drivers.qemu.job_network import JobAddresses, guest_mac, guest_name
-from multiverse.drivers.qemu.job_vxlan import JobVxlan
 from multiverse.guest.protocol import TASKS_PORT, JobGuest
 from multiverse.host.cgroups import find_job, find_job_groups, has_steps
 from multiverse.host.manifest import Specification
+from multiverse.host.network import Nft
 from multiverse.host.qemu.library import QemuHost
+from multiverse.host.vxlan import Vxlan, VxlanConfig
 from multiverse.system.kernel import SharedMemory
 
+MOST_OF_A_JOB = 1 << 16  # VMs of one job, at most, on all its nodes: see `guest_mac`
+_BLOCK = 2 * MOST_VMS  # addresses of a job on its host: a power of two, for its route
+_FIRST_BLOCK = 256  # before it, the host has an address for each job
 _CONNECT_TIMEOUT = 20.0  # seconds: a guest may be busy
-_BLOCK = 128  # MiB that memory is plugged in: see `host.qemu.hotplug`
+_PLUGGED = 128  # MiB: memory is plugged in blocks of this size, see `host.qemu.hotplug`
+
+
+@dataclass(frozen=True, slots=True)
+class JobAddresses:
+    """The addresses in `job_vms.subnet`."""
+
+    subnet: IPv4Network
+
+    def __post_init__(self) -> None:
+        assert self.subnet.num_addresses // 2 >= _FIRST_BLOCK + MOST_JOBS * _BLOCK, "the settings are checked"
+
+    @property
+    def prefix(self) -> int:
+        """The prefix length of each half."""
+        return self.subnet.prefixlen + 1
+
+    @property
+    def guests(self) -> tuple[str, str]:
+        """The first and the last address that a VM can have."""
+        return str(self.subnet[_FIRST_BLOCK]), str(self.subnet[-2])
+
+    def host(self, number: int) -> str:
+        """The host's address in the network of a job."""
+        return str(self.subnet[1 + number])
+
+    def block(self, number: int) -> str:
+        """The network of a job's VMs on their host."""
+        first = self.subnet[_FIRST_BLOCK + number * _BLOCK]
+        return f"{first}/{32 - (_BLOCK - 1).bit_length()}"
+
+    def local(self, vm: JobVm) -> str:
+        return str(self.subnet[_FIRST_BLOCK + vm.number * _BLOCK + vm.index])
+
+    def shared(self, rank: int) -> str:
+        """The address of a job's VM in the network of the job. Raises `Refused` if the job has too many."""
+        half = self.subnet.num_addresses // 2
+        if rank >= (most := min(half - 2, MOST_OF_A_JOB)):
+            raise Refused(f"the job has more than {most} VMs", hint="submit it for fewer, or enlarge job_vms.subnet")
+        return str(self.subnet[half + 1 + rank])
+
+    def peers(self, vm: JobVm) -> tuple[tuple[str, str], ...]:
+        """Names and addresses of all VMs of its job, in the network of the job."""
+        return tuple((guest_name(vm.job, rank), self.shared(rank)) for rank in range(len(vm.nodes) * vm.vms))
+
+
+def guest_name(job: int, rank: int) -> str:
+    """The name of a VM in the guests of its job."""
+    return f"mvjob-{job}-{rank}"
+
+
+def guest_mac(job: int, rank: int) -> str:
+    """The MAC of a job's VM, with 26 bits of the job's id and 16 of the VM. It is locally administered, and differs
+    from the MACs of VMs outside of jobs: their first octet is below 0x80."""
+    number = job << 16 | rank
+    octets = number.to_bytes(6, "big")
+    return f"{0x82 | octets[0] << 2:02x}:{octets[1:].hex(':')}"
+
+
+# Only the agent connects to guests' port of tasks. A guest tells others by the token, but its queue of connections that
+# have sent nothing yet has an end, and each user of the node could fill it.
+_RULES = """
+table inet {table} {{
+    chain leaving {{
+        type filter hook output priority 0; policy accept;
+        oifname "{bridge}" tcp dport {port} meta skuid != 0 reject with tcp reset
+    }}
+}}
+"""
+
+_one_at_a_time = threading.Lock()
+_EVERY_VM = "job"  # the owner of all entries of a VXLAN
+
+
+def make_bridge(name: str, address: str, guests: str) -> None:
+    """Ensure a bridge. `address` is the host's on it, `guests` the network that is reached by it. Blocks for
+    milliseconds. Raises `Broken` if it cannot be made; then a part of it may remain."""
+    # Only root reaches the port of tasks in the guests. The table is replaced in one transaction.
+    rules = _RULES.format(table=_table(name), bridge=name, port=TASKS_PORT)
+    try:
+        with IPRoute() as ip:
+            found = ip.link_lookup(ifname=name)
+            if not found:
+                ip.link("add", ifname=name, kind="bridge", address=mac_of_address(address))
+                found = ip.link_lookup(ifname=name)
+            ip.addr("replace", index=found[0], address=address, prefixlen=32)
+            ip.link("set", index=found[0], state="up")
+            if problem := _change(_absent(name) + rules):
+                raise Broken(f"cannot guard the bridge {name}: {problem}", hint="see `nft list ruleset`")
+            ip.route("replace", dst=guests, oif=found[0], prefsrc=address, scope="link")
+    except (NetlinkError, OSError) as error:
+        raise Broken(f"cannot make the bridge {name}: {error}", hint="see job_vms in the settings") from error
+
+
+def remove_bridge(name: str) -> None:
+    """Remove a bridge and its rules. Absent is success."""
+    with suppress(NetlinkError, OSError), IPRoute() as ip:
+        for index in ip.link_lookup(ifname=name):
+            ip.link("del", index=index)
+    _change(_absent(name))
+
+
+def _table(bridge: str) -> str:
+    return f"tasks-{bridge}"
+
+
+def _absent(bridge: str) -> str:
+    return f"add table inet {_table(bridge)}\ndelete table inet {_table(bridge)}\n"
+
+
+def _change(commands: str) -> str:
+    """Run these as one transaction. Returns the problem; without nftables none: the host's firewall tells of that."""
+    with _one_at_a_time:
+        try:
+            return Nft().run(commands)
+        except OSError:
+            return ""
+
+
+class JobVxlan:
+    """The VXLAN of the job of `vm`, for all VMs of that job on this host. A job of one node needs none. Calls mean
+    *ensure*, and block for milliseconds."""
+
+    def __init__(self, settings: Settings, addresses: JobAddresses, vm: JobVm, bridge: str) -> None:
+        self._settings, self._addresses, self._vm, self._bridge = settings, addresses, vm, bridge
+
+    @property
+    def mtu(self) -> int:
+        """The MTU of guests; 0: nothing limits it."""
+        return self._settings.vxlan.mtu if self._exists else 0
+
+    @property
+    def _exists(self) -> bool:
+        return len(self._vm.nodes) > 1
+
+    def make(self) -> None:
+        """Raises `Refused` if there is no nftables, if an address is unknown, or if another job has the port here, and
+        `Broken` if the kernel refuses it; then a part of it may remain."""
+        vm = self._vm
+        if not self._exists:
+            return
+        machines = [vxlan_address(self._settings, name) for name in vm.nodes]
+        vxlan = self._vxlan()
+        try:
+            vxlan.restore()
+        except Refused as error:
+            hint = f"{error.hint}; if the VXLAN of a job has the port, submit this job again, and it gets another one"
+            raise Refused(error.message, hint=hint) from error
+        elsewhere = [
+            Neighbour(self._addresses.shared(rank), guest_mac(vm.job, rank), machine)
+            for node, machine in enumerate(machines)
+            if node != vm.node
+            for rank in range(node * vm.vms, (node + 1) * vm.vms)
+        ]
+        vxlan.add(_EVERY_VM, elsewhere)
+
+    def remove(self) -> None:
+        if self._exists:
+            with suppress(Refused):  # there is no nftables, so it was never made
+                self._vxlan().remove()
+            shutil.rmtree(self._records, ignore_errors=True)
+
+    @property
+    def _records(self) -> Path:
+        return self._settings.agent.state_dir / "job-vxlans" / str(self._vm.number)
+
+    def _vxlan(self) -> Vxlan:
+        vm = self._vm
+        return Vxlan(
+            VxlanConfig(
+                site=f"job{vm.number}",
+                network=vm.job % (1 << 24) or 1,
+                port=self._settings.job_vms.port + vm.job % VXLAN_PORTS,
+                find_address=partial(vxlan_address, self._settings, vm.nodes[vm.node]),
+                mtu=self._settings.vxlan.mtu,
+                bridge=self._bridge,
+                records=self._records,
+            )
+        )
 
 
 def job_vm_name(vm: JobVm) -> str:
-    """The name of a job's VM on its host. A job that is requeued often may have an earlier name again, when the
-    VM of that name is long gone; what tells the two apart is the token."""
+    """The name of a job's VM on its host. A job that is requeued often may get an earlier name again, long after the
+    end of that VM. The token tells the two apart."""
     return vm_name(JOB_SITE, vm.job * RUNS + vm.run)
 
 
 class QemuJobVms:
-    """See `agent.job_vm.JobHost`."""
+    """`agent.jobs.JobHost` with QEMU on this machine."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -45,39 +250,33 @@ class QemuJobVms:
         self._host.close()
 
     def find_groups(self, job: int, pid: int) -> tuple[str, ...]:
-        """See `JobHost`."""
         return find_job_groups(str(job), pid)
 
     def find_job(self, pid: int) -> int:
-        """See `JobHost`."""
         return find_job(pid)
 
     def has_steps(self, vm: JobVm) -> bool:
-        """See `JobHost`."""
         return has_steps(vm.groups)
 
     def known_as(self, vm: JobVm) -> tuple[str, str]:
-        """See `JobHost`."""
         return guest_name(vm.job, vm.rank), self._addresses.shared(vm.rank)
 
     def connect_network(self, vms: tuple[JobVm, ...]) -> None:
-        """See `JobHost`."""
-        self._bridge(vms[0]).make()
+        addresses, number = self._addresses, vms[0].number
+        make_bridge(self._bridge_name(vms[0]), addresses.host(number), addresses.block(number))
         self._vxlan(vms[0]).make()
 
     def control_groups(self, vm: JobVm) -> list[str]:
-        """See `JobHost`."""
         return self._host.control_groups(job_vm_name(vm), vm.groups)
 
     def share_memory(self, vms: tuple[JobVm, ...]) -> SharedMemory:
-        """See `JobHost`."""
         size = self._settings.job_vms.ivshmem_size
         if not vms[0].regions:
             return SharedMemory((), size)
         return self._host.share_memory(self._specification(vms[0]), vms[0].regions, size)
 
     def make(self, vm: JobVm, vms: tuple[JobVm, ...], user: User, memory: SharedMemory) -> None:
-        """See `JobHost`. The template is built if there is none."""
+        """The template is built if there is none."""
         spec = self._specification(vm)
         guest = JobGuest(
             hostname=guest_name(vm.job, vm.rank),
@@ -106,14 +305,12 @@ class QemuJobVms:
             self._host.create(spec, memory)
 
     def is_alive(self, vm: JobVm) -> bool:
-        """See `JobHost`."""
         with suppress(Gone):
             os.close(self._host.open_process(job_vm_name(vm)))
             return True
         return False
 
     def connect(self, vm: JobVm) -> tuple[socket.socket, int]:
-        """See `JobHost`."""
         process = self._host.open_process(job_vm_name(vm))
         try:
             connection = socket.create_connection((self._addresses.local(vm), TASKS_PORT), _CONNECT_TIMEOUT)
@@ -125,27 +322,19 @@ class QemuJobVms:
         return connection, process
 
     def kill(self, vm: JobVm) -> None:
-        """See `JobHost`."""
         self._host.kill([job_vm_name(vm)])
 
     def remove(self, vm: JobVm) -> None:
-        """See `JobHost`."""
         self._host.destroy(job_vm_name(vm), self._settings.pacing.reclaim_grace, vm.token)
         if vm.regions and vm.index == 0:
             self._host.forget_sharing(job_vm_name(vm), vm.groups)
 
     def return_rest(self) -> None:
-        """See `JobHost`."""
         self._host.return_functions()
 
     def remove_network(self, vms: tuple[JobVm, ...]) -> None:
-        """See `JobHost`."""
         self._vxlan(vms[0]).remove()
-        self._bridge(vms[0]).remove()
-
-    def _bridge(self, vm: JobVm) -> JobBridge:
-        addresses, number = self._addresses, vm.number
-        return JobBridge(self._bridge_name(vm), addresses.host(number), addresses.block(number))
+        remove_bridge(self._bridge_name(vms[0]))
 
     def _vxlan(self, vm: JobVm) -> JobVxlan:
         return JobVxlan(self._settings, self._addresses, vm, self._bridge_name(vm))
@@ -178,9 +367,9 @@ class QemuJobVms:
         )
 
     def _plugged(self, vm: JobVm) -> Size:
-        """The size to which the VM is plugged: whole blocks of memory, and not more than was asked for."""
+        """The size after plugging: whole blocks of memory, no more than was asked for."""
         base = self._settings.qemu.base_memory
-        return replace(vm.size, memory=base + (vm.memory - base) // _BLOCK * _BLOCK)
+        return replace(vm.size, memory=base + (vm.memory - base) // _PLUGGED * _PLUGGED)
 
     def _identity(self, spec: Specification, vm: JobVm, vms: tuple[JobVm, ...], user: User) -> Identity:
         # By these names the firewall knows the VM's peers: those of this host by their taps.

@@ -23,10 +23,7 @@ _MEANINGS: tuple[tuple[str, type[MultiverseError]], ...] = (
     ("communication shutdown failure", Unknown),
     ("message send failure", Unknown),
     ("message receive failure", Unknown),
-    (
-        "unexpected missing socket error",
-        Unknown,
-    ),  # 24.11, when slurmctld ends during a request, and sometimes otherwise
+    ("unexpected missing socket error", Unknown),  # 24.11, when slurmctld ends in a request, and sometimes otherwise
     ("connection refused", Unknown),
     ("connection reset by peer", Unknown),
     ("connection timed out", Unknown),
@@ -51,20 +48,17 @@ _CHECK_SLURMCTLD = "check slurmctld with scontrol ping, and its log"
 
 
 class Completed(NamedTuple):
-    """How a process ended, and what it printed."""
-
     status: int
     out: bytes
     err: bytes
 
 
+# Runs a program with arguments in an environment. It is killed after some seconds, and TimeoutError is raised. Raises
+# OSError if it cannot be started.
 Execute = Callable[[Sequence[str], Mapping[str, str], float], Awaitable[Completed]]
-"""Runs a program, given with its arguments, in an environment. It is killed after some seconds, and TimeoutError is
-raised. Raises OSError if it cannot be started."""
 
 
 async def execute(argv: Sequence[str], env: Mapping[str, str], timeout: float) -> Completed:
-    """See `Execute`."""
     process = await asyncio.create_subprocess_exec(
         *argv,
         stdin=asyncio.subprocess.DEVNULL,
@@ -107,7 +101,7 @@ class SlurmCommands:
         }
 
     def for_observations(self) -> Self:
-        """The same commands, within the same limit, which go before those that change something."""
+        """The same commands, within the same limit, but before commands that change something."""
         other = copy.copy(self)
         other._observes = True
         return other
@@ -120,11 +114,12 @@ class SlurmCommands:
         refused: str = "",
         via: Sequence[str] = (),
     ) -> str:
-        """The command's standard output. `env` is added to its environment. An error message with the text `refused`
-        raises `Refused`, whatever the exit status is. `via` is a command that runs this one, as setpriv(1) does.
+        """The command's standard output. `env` is added to its environment. `via` are the words before it, of a program
+        such as setpriv(1) that runs it.
 
         Raises the error that its message means: `Gone`, `Stale`, `Refused`, `Broken` or `Exhausted`; `Unknown` if
-        slurmctld did not answer in time, because it may still act on the request.
+        slurmctld did not answer in time, because it may still act on the request. A message with the text `refused`
+        raises `Refused`, whatever the exit status is.
         """
         path = str(Path(self._bin) / program) if self._bin else program
         async with self._limiter.slot(observes=self._observes):
@@ -145,7 +140,6 @@ class SlurmCommands:
 
 
 def meaning(program: str, output: str) -> MultiverseError:
-    """The error that a failed command's output means."""
     lowered = output.lower()
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     text = f"{program}: {lines[-1] if lines else 'failed without a message'}"
@@ -156,10 +150,10 @@ def meaning(program: str, output: str) -> MultiverseError:
 
 
 class CommandLimiter:
-    """At most `most` commands run at the same time, of which at most three quarters change something.
+    """At most `most` commands run at the same time; at most three quarters of them change something.
 
-    Observations go before changes that wait, so that any number of changes delays an observation by no more than the
-    commands that run. The order is otherwise that of asking: a burst of one kind of change does not starve the others.
+    Observations go before changes that wait: they are only delayed by commands that run. Commands are otherwise run in
+    the order of asking: a burst of one kind of change does not starve the others.
     """
 
     def __init__(self, most: int) -> None:

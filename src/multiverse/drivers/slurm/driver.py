@@ -24,28 +24,26 @@ from multiverse.core.model import (
     User,
 )
 from multiverse.drivers.slurm.acting import gate_keeper
-from multiverse.drivers.slurm.acting.comment import (
+from multiverse.drivers.slurm.acting.delete import NodeDeleter
+from multiverse.drivers.slurm.acting.jobs import (
     CommentTurns,
+    CurrentJob,
     compose,
     plain_line,
+    reread,
     survives_sacctmgr,
     updates,
     waiting_records,
 )
-from multiverse.drivers.slurm.acting.delete import NodeDeleter
-from multiverse.drivers.slurm.acting.reread import CurrentJob, reread
 from multiverse.drivers.slurm.command import Execute, SlurmCommands, execute
-from multiverse.drivers.slurm.leases.lease_jobs import SlurmLeases, user_of
-from multiverse.drivers.slurm.leases.pilot_reader import PilotReader
-from multiverse.drivers.slurm.reading import parse
+from multiverse.drivers.slurm.leases import PilotReader, SlurmLeases, user_of
 from multiverse.drivers.slurm.reading.name_service import NameService
 from multiverse.drivers.slurm.reading.reader import SlurmReader
 from multiverse.drivers.slurm.site import bootstrap as node_bootstrap
-from multiverse.drivers.slurm.site import conf, gate, overflow, requirements, site_conf
-from multiverse.drivers.slurm.site.addresses import AddressFile
-from multiverse.drivers.slurm.site.time_limits import seconds_of
-from multiverse.drivers.slurm.submission.limits_file import SubmissionFile
-from multiverse.drivers.slurm.submission.offers import OfferFiles, OffersSeen, SlurmOffers
+from multiverse.drivers.slurm.site import conf, gate, requirements
+from multiverse.drivers.slurm.site.conf import seconds_of
+from multiverse.drivers.slurm.site.install import AddressFile
+from multiverse.drivers.slurm.submission import OfferFiles, OffersSeen, SlurmOffers, SubmissionFile
 
 _RETRY_DELAYS = (0.05, 0.1, 0.2, *(0.4,) * 20)  # seconds before an update that slurmctld cannot do now is repeated
 _OFFER_TERM = 10.0  # seconds for which the list of offers is valid, at least
@@ -58,6 +56,8 @@ def _mark(origin: str) -> tuple[str, ...]:
 
 
 class SlurmScheduler:
+    """`ports.Scheduler`, with `ports.Parts`, `ports.Overflow` and `ports.Reports`."""
+
     def __init__(
         self,
         settings: Settings,
@@ -67,65 +67,36 @@ class SlurmScheduler:
         env: Mapping[str, str] | None = None,
         execute: Execute = execute,
     ) -> None:
-        """`leased` are the leases that there are already: they are given back though the settings name them no more."""
+        """`leased` are the present leases: they are given back even if the settings name them no more."""
+        # Overflow is there also where no partition overflows any more: moved jobs are put back.
+        self.parts = self.overflow = self
         self._settings, self._leased = settings, leased
         self._slurm = settings.slurm
-        self._site = site
         self._commands = SlurmCommands(settings.slurm, env, execute)
         self._name_service = NameService()
         self._reader = SlurmReader(settings, site, self._commands.for_observations())
         self._pilots = PilotReader(settings, site, self._commands.for_observations(), leased)
-        self._leases = SlurmLeases(settings, self._commands) if settings.lease or leased else None
+        self.leases = SlurmLeases(settings, self._commands) if settings.lease or leased else None
         self._comment_turns = CommentTurns()
         # Each observation renews both files, so they have to be valid for several polls.
         self._offer_files = OfferFiles(settings.slurm.inbox, site, max(_OFFER_TERM, 4 * settings.poll))
-        self._offers = SlurmOffers(settings, self._offer_files)
+        self.offers = SlurmOffers(settings, self._offer_files)
         submission_term = max(_SUBMISSION_TERM, 10 * settings.poll)
-        self._submission = SubmissionFile(settings.slurm.inbox, submission_term)
+        self.submission = SubmissionFile(settings.slurm.inbox, submission_term)
         names = Path(settings.network.names) if settings.network.names else None
-        self._addresses = AddressFile(settings.slurm.addresses_file(), names, site)
+        self.addresses = AddressFile(settings.slurm.addresses_file(), names, site)
         self._gate = gate_keeper.GateKeeper(settings.slurm, self._commands)
         self._node_deleter = NodeDeleter(self._commands, self._is_reserved)
 
-    @property
-    def offers(self) -> SlurmOffers:
-        """See `ports.Scheduler`."""
-        return self._offers
-
-    @property
-    def parts(self) -> SlurmScheduler:
-        """See `ports.Scheduler`."""
-        return self
-
-    @property
-    def leases(self) -> SlurmLeases | None:
-        """See `ports.Scheduler`."""
-        return self._leases
-
-    @property
-    def submission(self) -> SubmissionFile:
-        """See `ports.Scheduler`."""
-        return self._submission
-
-    @property
-    def addresses(self) -> AddressFile:
-        """See `ports.Scheduler`."""
-        return self._addresses
-
-    @property
-    def overflow(self) -> SlurmScheduler:
-        """See `ports.Scheduler`. Also where no partition overflows into VMs any more: moved jobs are put back."""
-        return self
-
     def check_overflow(self) -> None:
-        """Raise `Refused` if jobs of the partitions that are to overflow into VMs would fare otherwise in VMs."""
+        """Raise `Refused` if jobs of partitions that overflow would have other limits or prices in VMs."""
         if self._settings.overflow:
-            for found in overflow.examine(self._settings, site_conf.read(self._slurm.conf)):
+            for found in gate.examine_overflow(self._settings, conf.read(self._slurm.conf)):
                 raise Refused(found.message, hint=found.remedy)
 
     def check_leases(self) -> None:
-        """Raise `Refused` if the site's Slurm cannot lend the nodes that the settings want to lease, or if they do not
-        say any more how hosts that are leased are reached."""
+        """Raise `Refused` if the site's Slurm cannot lend the nodes that the settings want to lease, or if the settings
+        do not say any more how leased hosts are reached."""
         named = {one.partition for one in self._settings.lease}
         for lease in self._leased:
             if lease.partition not in named and user_of(lease.user) != "root":
@@ -136,20 +107,15 @@ class SlurmScheduler:
                     "remove it once `multiverse leases` shows none of it",
                 )
         if self._settings.lease:
-            for found in requirements.lease_sources(self._settings, site_conf.read(self._slurm.conf)):
+            for found in requirements.lease_sources(self._settings, conf.read(self._slurm.conf)):
                 raise Refused(found.message, hint=found.remedy)
 
-    def unserved(self) -> list[conf.UnsupportedSetting]:
-        """The settings of the site's Slurm that have no effect on jobs in VMs."""
-        return conf.unsupported(node_bootstrap.read(self._slurm.conf))
-
     def close(self) -> None:
-        """Withdraw what needs a running controller: the list of offers and the published sizes."""
+        """Withdraw the list of offers and the published sizes: they need a running controller."""
         self._offer_files.close()
-        self._submission.close()
+        self.submission.close()
 
     async def observe(self) -> SchedulerView:
-        """See `ports.Scheduler`."""
         seen = self._renew()
         (jobs, nodes, limits), (pilots, leasable), reservations = await asyncio.gather(
             self._reader.whole(), self._pilots.read(), self._reader.reservations()
@@ -170,14 +136,13 @@ class SlurmScheduler:
     async def read(
         self, jobs: Mapping[str, int | None], users: Collection[int], nodes: Collection[str]
     ) -> SchedulerPart:
-        """See `ports.Parts`."""
         seen = self._renew()
         part = await self._reader.part(jobs, users, nodes)
         self._renew_offers()
         return replace(part, offers=seen.offers, takers=seen.takers)
 
     def _renew(self) -> OffersSeen:
-        self._submission.renew()
+        self.submission.renew()
         return self._offer_files.observe()
 
     def _renew_offers(self) -> None:
@@ -189,8 +154,8 @@ class SlurmScheduler:
         return await reread(self._commands, job, self._slurm)
 
     async def pin(self, job: JobRef, tag: str, nodes: Sequence[str], text: str = "", *, at_once: bool = False) -> None:
-        """See `ports.Scheduler`. The nodes are found by their feature `tag`, not by name: a restart of slurmctld kills
-        jobs that name a deleted node."""
+        """By the feature `tag`, not by the names of nodes: a restart of slurmctld kills jobs that name a deleted
+        node."""
         async with self._comment_turns.changing(job):
             await self._pin(job, tag, text, at_once=at_once)
 
@@ -198,7 +163,7 @@ class SlurmScheduler:
         current = await self._reread(job)
         origin = current.origin or (current.partition if self._overflows(current.partition) else "")
         if origin:
-            text = overflow.moved_text(origin, text)
+            text = gate.moved_text(origin, text)
         comment = compose(current.comment, text) if text else current.comment
         pinned = current.partition == self._slurm.partition and current.pinned == tag and not current.licensed
         if pinned and (current.active or (current.pending and current.priority)):
@@ -207,8 +172,7 @@ class SlurmScheduler:
                 await self._update(job, f"AdminComment={comment}")
             return
         await self._call_back(job, current)
-        if not current.pending:
-            raise Stale(f"job {job.job_id} is {current.state.lower()}")
+        current.check_pending(job)
         if current.priority == 0:
             raise Stale(f"job {job.job_id} is held: {current.reason}")
         if origin and current.partition == origin and comment != current.comment:
@@ -236,18 +200,16 @@ class SlurmScheduler:
                 raise
 
     async def unpin(self, job: JobRef) -> None:
-        """See `ports.Scheduler`."""
         current = await self._reread(job)
         await self._call_back(job, current)
-        if not current.pending:
-            raise Stale(f"job {job.job_id} is {current.state.lower()}")
+        current.check_pending(job)
         if self._overflows(current.partition) and current.pinned is None:
             return
         await self._to_gate(job, current)
         after = await self._reread(job)
         if not self._is_at_gate(after):
             raise Stale(f"job {job.job_id} left the gate at once")
-        if after.priority == 0 and parse.slurms_hold(after.reason, after.description):
+        if after.held_by_slurm:
             await self._commands.run("scontrol", "release", job.job_id)
             if nice := await self._usual_nice(await self._reread(job)):
                 await self._update(job, *nice)
@@ -255,7 +217,7 @@ class SlurmScheduler:
     async def _to_gate(self, job: JobRef, current: CurrentJob) -> None:
         if self._is_at_gate(current):
             return
-        origin = current.origin or overflow.told_origin(current.comment)
+        origin = current.origin or gate.told_origin(current.comment)
         features = "&".join((*current.own, *_mark(origin), self._slurm.gate_feature))
         licences = ",".join((*current.licences, f"{self._slurm.licence}:1"))
         wanted = [*self._partition(current), f"Features={features}", f"Licenses={licences}"]
@@ -265,15 +227,12 @@ class SlurmScheduler:
         return current.partition == self._slurm.partition and current.at_gate and current.licensed
 
     def _partition(self, current: CurrentJob) -> tuple[str, ...]:
-        """The change of a job's partition, if it is in another one: in that of its submission, which overflows."""
+        """The change of partition of a job that is still in the partition of its submission, which overflows."""
         return () if current.partition == self._slurm.partition else (f"Partition={self._slurm.partition}",)
 
     async def _usual_nice(self, current: CurrentJob) -> tuple[str, ...]:
-        """The change back to the nice value of the job's user, if it has another one.
-
-        A held job keeps its own: with priority/basic a new nice value gives a job a priority, which releases it
-        (`_update_job` in job_mgr.c, 22.05 to 25.11).
-        """
+        """The change back to the nice value of the job's user, if it has another one. A held job keeps it: with
+        priority/basic a new nice value gives a job a priority, which releases it (`_update_job` in job_mgr.c)."""
         nice = gate.unboosted(current.nice, await self._boost())
         return () if current.priority == 0 or nice == current.nice else (f"Nice={nice}",)
 
@@ -283,10 +242,7 @@ class SlurmScheduler:
 
     async def _call_back(self, job: JobRef, current: CurrentJob) -> None:
         """Take a job back that got past the gate's licence and was given nodes of the gate, where it runs nothing.
-
-        Raises `Stale` then: the scheduler shows it queued again, or ended if it was srun's or salloc's, which Slurm
-        cannot queue again.
-        """
+        Raises `Stale` then: it is queued again. A job of srun or salloc, which Slurm cannot queue again, ends."""
         if not current.gate_nodes or not current.active:
             return
         self._gate.look_again()
@@ -305,28 +261,22 @@ class SlurmScheduler:
         return any(one.partition == partition for one in self._settings.overflow)
 
     async def restore(self, job: JobRef) -> None:
-        """See `ports.Overflow`."""
         async with self._comment_turns.changing(job):
-            await self._restore(job)
-
-    async def _restore(self, job: JobRef) -> None:
-        current = await self._reread(job)
-        if not current.pending:
-            raise Stale(f"job {job.job_id} is {current.state.lower()}")
-        if not current.origin:
-            return  # an earlier call has put it back
-        if current.pinned is not None:
-            raise Stale(f"job {job.job_id} is pinned")
-        comment = compose(current.comment, f"back in partition {current.origin}")
-        wanted = [f"Partition={current.origin}", f"Features={'&'.join(current.own)}"]
-        wanted += [f"Licenses={','.join(current.licences)}", *await self._usual_nice(current)]
-        await self._update(job, *wanted, f"AdminComment={comment}")
-        after = await self._reread(job)
-        if after.pending and after.priority == 0 and parse.slurms_hold(after.reason, after.description):
-            await self._commands.run("scontrol", "release", job.job_id)
+            current = await self._reread(job)
+            current.check_pending(job)
+            if not current.origin:
+                return  # an earlier call has put it back
+            if current.pinned is not None:
+                raise Stale(f"job {job.job_id} is pinned")
+            comment = compose(current.comment, f"back in partition {current.origin}")
+            wanted = [f"Partition={current.origin}", f"Features={'&'.join(current.own)}"]
+            wanted += [f"Licenses={','.join(current.licences)}", *await self._usual_nice(current)]
+            await self._update(job, *wanted, f"AdminComment={comment}")
+            after = await self._reread(job)
+            if after.pending and after.held_by_slurm:
+                await self._commands.run("scontrol", "release", job.job_id)
 
     async def requeue(self, job: JobRef) -> None:
-        """See `ports.Scheduler`."""
         current = await self._reread(job)
         if current.requeued:  # by an earlier call; the job is still completing on its nodes
             await self._to_gate(job, current)
@@ -343,36 +293,30 @@ class SlurmScheduler:
             return  # the job is queued again; the next observation shows where, and `unpin` moves it to the gate
 
     async def hold(self, job: JobRef, reason: str) -> None:
-        """See `ports.Scheduler`. It is a hold of the user's (`uhold`): the user could not release an operator's. The
-        reason is left in the job's AdminComment."""
+        """A hold of the user (`uhold`): users cannot release an operator's hold. The reason is left in AdminComment."""
         async with self._comment_turns.changing(job):
             current = await self._reread(job)
-            if not current.pending:
-                raise Stale(f"job {job.job_id} is {current.state.lower()}")
-            if current.priority == 0 and not parse.slurms_hold(current.reason, current.description):
+            current.check_pending(job)
+            if current.priority == 0 and not current.held_by_slurm:
                 return
-            if (comment := compose(current.comment, reason)) != current.comment:
-                await self._update(job, f"AdminComment={comment}")
+            await self._comment(job, current, reason)
             await self._commands.run("scontrol", "uhold", job.job_id)
 
     async def revoke(self, job: JobRef, reason: str) -> None:
-        """See `ports.Scheduler`. The reason is left in the job's AdminComment."""
         async with self._comment_turns.changing(job):
-            await self._revoke(job, reason)
+            current = await self._reread(job)
+            if current.ended:
+                return
+            current.check_pending(job)
+            await self._comment(job, current, reason)
+            # Cancelled only while it is pending: a job that started in the meantime goes on.
+            await self._commands.run("scancel", "--state=PENDING", job.job_id)
 
-    async def _revoke(self, job: JobRef, reason: str) -> None:
-        current = await self._reread(job)
-        if current.ended:
-            return
-        if not current.pending:
-            raise Stale(f"job {job.job_id} is {current.state.lower()}")
-        if (comment := compose(current.comment, reason)) != current.comment:
+    async def _comment(self, job: JobRef, current: CurrentJob, text: str) -> None:
+        if (comment := compose(current.comment, text)) != current.comment:
             await self._update(job, f"AdminComment={comment}")
-        # Cancelled only while it is pending: a job that started in the meantime goes on.
-        await self._commands.run("scancel", "--state=PENDING", job.job_id)
 
     async def set_down(self, node: str, reason: str) -> None:
-        """See `ports.Scheduler`."""
         name = f"NodeName={node}"
         self._offer_files.withdraw_if_possible(node)
         try:
@@ -383,65 +327,55 @@ class SlurmScheduler:
             return
 
     def _is_reserved(self, node: str) -> bool:
-        """Whether the latest observation shows the node in a reservation."""
         known = self._reader.nodes.get(node)
         return known is not None and known.reserved
 
     async def delete_node(self, node: str) -> None:
-        """See `ports.Scheduler`."""
         self._offer_files.withdraw_if_possible(node)  # first: Slurm refuses a job with the tag of a deleted node
         await self._node_deleter.delete(node)
         self._offer_files.forget(node)
 
     async def explain(self, jobs: Sequence[JobRef], text: str) -> None:
-        """See `ports.Scheduler`. The line is written into AdminComment, beside what others wrote there. Tasks of an
-        array that share one record stay together."""
+        """In AdminComment, beside the text of others. Tasks of an array that share one record stay together."""
+        slurm = self._slurm
         async with self._comment_turns.explaining(jobs) as free:
-            if free:
-                await self._explain(free, text)
+            bases = {job.job_id.partition("_")[0] for job in free}
+            records = await waiting_records(self._commands, bases, slurm.partition, slurm.gate_feature) if free else []
+            for comment, addresses in updates(records, free, text):
+                which = f"JobId={','.join(addresses)}"
+                await self._commands.run("scontrol", "update", which, f"AdminComment={comment}")
         if len(free) < len(jobs):
             raise Exhausted("some of these jobs, or tasks of their arrays, are being pinned or cancelled")
 
-    async def _explain(self, jobs: Sequence[JobRef], text: str) -> None:
-        slurm, bases = self._slurm, {job.job_id.partition("_")[0] for job in jobs}
-        records = await waiting_records(self._commands, bases, slurm.partition, slurm.gate_feature)
-        for comment, addresses in updates(records, jobs, text):
-            await self._commands.run("scontrol", "update", f"JobId={','.join(addresses)}", f"AdminComment={comment}")
-
     async def report(self, job: JobRef, text: str) -> None:
-        """See `ports.Reports`. slurmctld changes nothing of a job that has ended, or is completing ("Job has already
-        finished"). slurmdbd does, in the record of the job that has this id and was submitted last. sacctmgr of 22.05
-        writes small letters only; where others wrote other ones, nobody is told."""
+        """slurmctld changes nothing of a job that is completing or has ended ("Job has already finished"). slurmdbd
+        changes the record of the job that has this id and was submitted last. sacctmgr of 22.05 writes small letters
+        only: nobody is told where others wrote capital letters."""
         current = await self._reread(job)
         if current.pending or current.active or current.requeued:
             raise Stale(f"job {job.job_id} is {current.state.lower()}")
         if not survives_sacctmgr(current.comment):
             raise Refused(f"sacctmgr would change what others wrote into the AdminComment of job {job.job_id}")
-        comment = compose(current.comment, overflow.moved_text(current.origin, text) if current.origin else text)
+        comment = compose(current.comment, gate.moved_text(current.origin, text) if current.origin else text)
         if comment != current.comment:
             which = ("where", f"jobid={job.job_id}")
             await self._commands.run("sacctmgr", "-i", "modify", "job", *which, "set", f"AdminComment={comment}")
 
     async def cpu_seconds(self, job: JobRef) -> float:
-        """See `ports.Reports`. sacct's sum of a job is that of its steps."""
+        """sacct's sum of a job is that of its steps."""
         argv = ("sacct", "-n", "-P", "-j", job.job_id, "-o", "JobID,TotalCPU")
         rows = (line.split("|") for line in (await self._commands.run(*argv)).splitlines())
         return next((seconds_of(row[1]) for row in rows if row[0] == job.job_id and len(row) == 2), 0.0)
 
     async def bootstrap(self, node: NodeSpec) -> NodeBootstrap:
-        """See `ports.Scheduler`."""
         return await asyncio.to_thread(node_bootstrap.bootstrap, self._settings, node)
 
     async def user(self, uid: int) -> User:
-        """See `ports.Scheduler`."""
         return await self._name_service.user(uid)
 
     async def _update(self, job: JobRef, *changes: str) -> None:
-        """Change a job.
-
-        For some seconds after a change slurmctld 24.11 may refuse another one. The update is repeated for about eight
-        seconds, then `Exhausted` is raised.
-        """
+        """Change a job. slurmctld 24.11 may refuse a change for some seconds after another one: the update is repeated
+        for about eight seconds, then `Exhausted` is raised."""
         command = ("scontrol", "update", f"JobId={job.job_id}", *changes)
         for delay in _RETRY_DELAYS:
             try:

@@ -29,7 +29,7 @@ from multiverse.host.registry import UidPool, VmRegistry
 from multiverse.host.virtual_functions import RECORDS, VirtualFunctions
 from multiverse.host.vxlan import Vxlan, VxlanConfig
 from multiverse.images.catalog import Image
-from multiverse.images.store import ImageStore
+from multiverse.images.transfer import ImageStore
 from multiverse.system import kernel
 
 _TEMPLATE_MAC = "02:00:00:00:00:01"  # a template is on no bridge; each clone gets a MAC of its own

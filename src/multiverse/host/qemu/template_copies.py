@@ -19,7 +19,7 @@ import structlog
 
 from multiverse.core.errors import Broken, Gone, MultiverseError
 from multiverse.host.qemu.machine import Accelerator
-from multiverse.images.digest import digest_of_files
+from multiverse.images.catalog import digest_of_files
 
 log = structlog.get_logger(__name__)
 

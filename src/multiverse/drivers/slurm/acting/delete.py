@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Mapping
 from multiverse.core.errors import Gone, MultiverseError, NotYet, Refused
 from multiverse.drivers.slurm.command import SlurmCommands
 from multiverse.drivers.slurm.reading import parse
-from multiverse.drivers.slurm.reading.slurmctld import NODE_FORMAT, BackfillState, DeletionRules, backfill, node_words
+from multiverse.drivers.slurm.reading.nodes import STATE_FORMAT, BackfillState, DeletionRules, backfill, node_words
 
 _BUSY = frozenset(("ALLOCATED", "MIXED", "COMPLETING"))
 _DRAIN = "State=DRAIN", "Reason=multiverse: its VM is gone"
@@ -28,14 +28,10 @@ _DOWN = "State=DOWN", "Reason=multiverse: its VM is gone"
 Verdicts = dict[str, asyncio.Future[None]]
 
 
-def _never(node: str) -> bool:
-    return False
-
-
 class NodeDeleter:
     """Nodes whose deletion is requested while a deletion runs are deleted together in the next one."""
 
-    def __init__(self, commands: SlurmCommands, reserved: Callable[[str], bool] = _never) -> None:
+    def __init__(self, commands: SlurmCommands, reserved: Callable[[str], bool] = lambda _: False) -> None:
         """`reserved` says whether a node was in a reservation as of the latest observation."""
         self._commands, self._rules = commands, DeletionRules(commands)
         self._reserved = reserved
@@ -84,7 +80,6 @@ class NodeDeleter:
                 self._tell(batch, node)
 
     def _tell(self, batch: Verdicts, node: str, error: Exception | None = None) -> None:
-        """Answer those that wait for a node."""
         verdict = batch.pop(node)
         if error is None:
             self._drained.pop(node, None)
@@ -129,7 +124,9 @@ class NodeDeleter:
 
     async def _words(self, nodes: Collection[str]) -> Mapping[str, frozenset[str]]:
         """The words of the nodes' states. Nodes that Slurm does not know are missing."""
-        return node_words(await self._commands.run("sinfo", "-h", "-a", "-N", "-n", ",".join(nodes), "-O", NODE_FORMAT))
+        return node_words(
+            await self._commands.run("sinfo", "-h", "-a", "-N", "-n", ",".join(nodes), "-O", STATE_FORMAT)
+        )
 
     # --- what Slurm takes for busy -------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ counted here. They take effect when Slurm shows a reason for the pinned job.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -39,12 +40,11 @@ _RUNNING = {"RUNNING", "SUSPENDED"}
 
 @dataclass(slots=True)
 class _Entry:
-    """An association or a QOS: its plain fields, and how much its limits still allow by family, kind and owner.
-
-    The owner is empty, or in a QOS also `U<uid>` and `A<account>` for limits of each user and account.
-    """
+    """An association or a QOS."""
 
     fields: dict[str, str] = field(default_factory=dict)
+    # How much its limits still allow, by family, kind and owner. The owner is empty; for limits of each user and
+    # account of a QOS it is `U<uid>` and `A<account>`.
     left: dict[tuple[str, str, str], int] = field(default_factory=dict)
 
     @property
@@ -56,14 +56,13 @@ class _Entry:
         return f"user {user} in account {account}" if user else f"account {account}"
 
     def limit(self, family: str, kind: str, whose: str) -> str:
-        """The limit's name."""
         known = _REASONS["QOS" if family == "Grp" and "QOS" in self.fields else family]
         bound = {"U": f", uid {whose[1:]}", "A": f", account {whose[1:]}"}.get(whose[:1], "")
         return f"{known[_KINDS.index(kind)]}: {self.name}{bound}"
 
 
 class AccountingLimits:
-    """`left` is how much more may run, by limit. It is negative after an operator has lowered the limit."""
+    """`left` tells how much more may run, by limit; negative after an operator has lowered the limit."""
 
     def __init__(
         self, records: Collection[Record] = (), assoc_mgr: str = "", licences_text: str = "", gate_licence: str = ""
@@ -79,11 +78,11 @@ class AccountingLimits:
                 self.left[f"Licenses: {name}"] = int(free)
         owners = ("ID", "UserName", "Account", "ParentAccount", "QOS")
         self.structure = (frozenset(self.left), frozenset(tuple(e.fields.get(key) for key in owners) for e in entries))
-        """Which limits there are, and of whom. While it stays the same, `uses` of a record does."""
+        """The limits and their owners. As long as they stay the same, `uses` of a record does."""
         self.left |= arrays_left(records)
 
     def uses(self, record: Record) -> Uses:
-        """How much a job takes of which limits while it runs."""
+        """How much of which limits a job takes while it runs."""
         takes = {"": 1, **_tres(str(record.get("tres_req_str") or ""))}
         found = {limit: takes.get(kind, 0) for limit, kind in self._bounds(record)}
         found |= {f"Licenses: {name}": count for name, count in licences(record, self._gate_licence).items()}
@@ -92,11 +91,8 @@ class AccountingLimits:
         return tuple((limit, count) for limit, count in found.items() if count and limit in self.left)
 
     def _bounds(self, record: Record) -> Iterator[tuple[str, str]]:
-        """The limits that apply to a job, each with its kind.
-
-        A limit of the job's QOS replaces that of its associations (Slurm's "Resource Limits": the first of QOS, user
-        and account applies). Limits of parent accounts apply as well.
-        """
+        """The limits that apply to a job, each with its kind. A limit of the job's QOS replaces the limits of its
+        associations (Slurm's "Resource Limits": the first of QOS, user and account). Parent accounts count too."""
         qos = self._qos.get(str(record.get("qos") or ""))
         whose = ("", f"U{number(record.get('user_id'))}", f"A{record.get('account')}")
         binding = [key for key in qos.left if key[2] in whose] if qos else []
@@ -124,7 +120,7 @@ def licences(record: Record, gate_licence: str) -> dict[str, int]:
 
 
 def _entries(text: str) -> Iterator[_Entry]:
-    """The associations and QOS in assoc_mgr's text, each on one line or on several."""
+    """The associations and QOS in the text of assoc_mgr. Each has one or more lines."""
     entry, section, whose = _Entry(), "", ""
     for word in text.replace("Account Limits", "Section=A").replace("User Limits", "Section=U").split():
         key, equals, value = word.partition("=")
@@ -154,15 +150,10 @@ def _tres(text: str) -> dict[str, int]:
 
 def arrays_left(records: Iterable[Record]) -> dict[str, int]:
     """How many more tasks of each array may run by its `%limit`."""
-    return dict(_arrays_left(records))
-
-
-def _arrays_left(records: Iterable[Record]) -> Iterator[tuple[str, int]]:
-    arrays: dict[int, list[Record]] = {}
+    most, running = dict[str, int](), Counter[str]()
     for record in records:
-        if number(record.get("array_max_tasks")):
-            arrays.setdefault(number(record["array_job_id"]) or 0, []).append(record)
-    for array, members in arrays.items():
-        limit = max(number(record["array_max_tasks"]) or 0 for record in members)
-        running = sum(not _RUNNING.isdisjoint(words(record["job_state"])) for record in members)
-        yield f"JobArrayTaskLimit: {array}", limit - running
+        if limit := number(record.get("array_max_tasks")):
+            name = f"JobArrayTaskLimit: {number(record['array_job_id'])}"
+            most[name] = max(limit, most.get(name, 0))
+            running[name] += not _RUNNING.isdisjoint(words(record["job_state"]))
+    return {name: limit - running[name] for name, limit in most.items()}

@@ -24,11 +24,8 @@ from pathlib import Path
 from multiverse.core.errors import Gone, MultiverseError, Unknown
 from multiverse.core.model import User
 
-THREADS = 4
-"""Look-ups at the same time. A thread that hangs is lost until its look-up ends."""
-
-LIMIT = 10.0
-"""Seconds that a caller waits for a look-up."""
+THREADS = 4  # look-ups at the same time. A thread that hangs is lost until its look-up ends
+LIMIT = 10.0  # seconds that a caller waits for a look-up
 
 PASSWD, NSSWITCH = Path("/etc/passwd"), Path("/etc/nsswitch.conf")
 _LOCAL_SERVICES = frozenset({"files", "systemd", "mymachines", "altfiles", "extrausers"})

@@ -1,19 +1,24 @@
-"""Reads the nodes of our site with sinfo.
+"""Reads the nodes of our site with sinfo, and what slurmctld says of itself: reservations, backfill, its release.
 
 sinfo groups nodes with equal cells in one row, so a large cluster of bare-metal nodes is a few rows.
 """
 
 from __future__ import annotations
 
+import re
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+
 from multiverse.core.errors import Unknown
-from multiverse.core.model import Node, vm_prefix
+from multiverse.core.model import Node, NodeReservation, vm_prefix
 from multiverse.drivers.slurm.command import SlurmCommands
 from multiverse.drivers.slurm.reading import parse
+from multiverse.drivers.slurm.site.requirements import Version
 
 _CELL = "\x1f"
 _COLUMNS = ("NodeList", "StateComplete", "features_act", "Reason")
-FORMAT = ",".join(f"{column}:0{_CELL}" for column in _COLUMNS)
-"""With the width 0 a column is printed in full."""
+NODE_FORMAT = ",".join(f"{column}:0{_CELL}" for column in _COLUMNS)  # with the width 0 a column is printed in full
 
 
 class NodeTable:
@@ -24,7 +29,7 @@ class NodeTable:
         self._rows: dict[str, tuple[Node, ...]] = {}
 
     def read(self, output: str, site: str) -> dict[str, Node]:
-        """The dynamic nodes of the site, by name. Raises `Unknown` for an output that is not a complete table."""
+        """The dynamic nodes of the site, by name. Raises `Unknown` for an incomplete table."""
         rows = output.split(_CELL + "\n")
         if rows.pop() or not rows or not all(_cells(rows[0])):
             raise Unknown("sinfo's table is incomplete", hint="see whether sinfo works on this machine")
@@ -45,7 +50,7 @@ class NodeTable:
 
 async def reached_nodes(commands: SlurmCommands, site: str) -> list[str]:
     """The nodes of the site that slurmctld reaches, by name. Raises as `SlurmCommands.run`."""
-    found = NodeTable().read(await commands.run("sinfo", "-a", "-O", FORMAT), site)
+    found = NodeTable().read(await commands.run("sinfo", "-a", "-O", NODE_FORMAT), site)
     return [name for name, node in found.items() if node.answers]
 
 
@@ -54,3 +59,103 @@ def _cells(row: str) -> list[str]:
     if len(cells) != len(_COLUMNS):
         raise Unknown("a row of sinfo's table is damaged", hint="see whether sinfo works on this machine")
     return cells
+
+
+_TERM = 600.0  # seconds for which what slurmctld said of its release holds: it may be upgraded beside us
+_CRASHES_BEFORE = (22, 5, 9)
+_CRASHES = (23, 2, 0)
+_BF_INTERVAL = 30  # seconds between two cycles of backfill, if slurm.conf does not say (slurm.conf(5))
+_SHORTEST_PATIENCE = 600
+
+
+@dataclass(frozen=True, slots=True)
+class Deletions:
+    """How this slurmctld deletes nodes."""
+
+    # Whether the next cycle of backfill crashes it after a node was deleted that backfill plans to use
+    # (`_handle_planned` in backfill.c; mended in 22.05.9 and 23.02.1).
+    planned_crash: bool = True
+    patience: float = _SHORTEST_PATIENCE  # seconds after which backfill has surely begun a cycle
+
+
+def deletions(config: str) -> Deletions:
+    """Read the output of `scontrol show config`, which has slurmctld's own version. Raises `Unknown` if it has none."""
+    found = re.search(r"^SLURM_VERSION\s*=\s*(\d+)\.(\d+)(?:\.(\d+))?", config, re.MULTILINE)
+    if found is None:
+        raise Unknown("slurmctld does not say which release it is", hint="see scontrol show config")
+    release = Version(int(found[1]), int(found[2]), int(found[3] or 0))
+    interval = re.search(r"^SchedulerParameters\s*=.*\bbf_interval=(\d+)", config, re.MULTILINE)
+    seconds = int(interval[1]) if interval else _BF_INTERVAL
+    return Deletions(release < _CRASHES_BEFORE or release == _CRASHES, max(_SHORTEST_PATIENCE, 10 * seconds))
+
+
+class DeletionRules:
+    """Asks slurmctld about itself, and remembers the answer for a while."""
+
+    def __init__(self, commands: SlurmCommands) -> None:
+        self._commands = commands
+        self._known: tuple[float, Deletions] | None = None
+
+    async def deletions(self) -> Deletions:
+        if self._known is None or time.monotonic() - self._known[0] > _TERM:
+            self._known = time.monotonic(), deletions(await self._commands.run("scontrol", "show", "config"))
+        return self._known[1]
+
+
+@dataclass(frozen=True, slots=True)
+class BackfillState:
+    """The state of slurmctld's backfill. Times are Unix times by slurmctld's clock, whole seconds."""
+
+    now: int
+    active: bool  # a cycle is under way
+    began: int  # of the last cycle that had jobs to look at, the present one included
+
+
+def backfill(sdiag: str) -> BackfillState:
+    """Read the output of sdiag. Raises `Unknown` for any other text."""
+    now = re.search(r"^sdiag output at .*\((\d+)\)$", sdiag, re.MULTILINE)
+    title = re.search(r"^Backfilling stats(.*)$", sdiag, re.MULTILINE)
+    began = re.search(r"Last cycle when: (?:N/A|.*\((\d+)\))$", sdiag, re.MULTILINE)
+    if now is None or title is None or began is None:
+        raise Unknown("cannot understand what sdiag prints", hint="report scontrol --version")
+    return BackfillState(int(now[1]), "in the middle" in title[1], int(began[1] or 0))
+
+
+def reservations(text: str, partitions: Collection[str]) -> tuple[NodeReservation, ...]:
+    """The reservations that keep all nodes of VMs from jobs. Reads the output of `scontrol show reservation --oneliner`
+    with times in Unix seconds; raises `Unknown` for any other text.
+
+    A dynamic node joins a reservation with the flag ALL_NODES (Nodes=ALL), and one of all nodes of its partition. Nodes
+    that a reservation names exist already: no VM of a waiting job is among them. A reservation of licences has no
+    nodes. Jobs that do not ask for a MAGNETIC reservation may use it.
+    """
+    lines = text.splitlines()
+    if not all(line.startswith("ReservationName=") for line in lines) and not text.startswith("No reservations"):
+        raise Unknown("cannot understand Slurm's reservations", hint="see scontrol show reservation")
+    found = []
+    for line in lines if lines and lines[0].startswith("ReservationName=") else ():
+        fields: dict[str, str] = {}
+        for key, value in re.findall(r"(\w+)=(\S*)", line):
+            fields.setdefault(key, value)
+        flags = set(fields.get("Flags", "").split(","))
+        everywhere = "ALL_NODES" in flags or ("PART_NODES" in flags and fields.get("PartitionName") in partitions)
+        times = [fields.get(key, "") for key in ("StartTime", "EndTime")]
+        if not all(time.isdecimal() for time in times):
+            raise Unknown("a reservation of Slurm has no times", hint="see scontrol show reservation")
+        if everywhere and not flags & {"LICENSE_ONLY", "ANY_NODES", "MAGNETIC"}:
+            found.append(NodeReservation(fields["ReservationName"], *map(float, times)))
+    return tuple(found)
+
+
+STATE_FORMAT = "NodeList:0|,StateComplete:0|"
+
+
+def node_words(sinfo: str) -> dict[str, frozenset[str]]:
+    """The words of each node's state, by name, in rows of `STATE_FORMAT`. Raises `Unknown` for a damaged row."""
+    found = {}
+    for line in filter(None, sinfo.splitlines()):
+        names, state, end = line.split("|") if line.count("|") == 2 else ("", "", "damaged")
+        if end or not names or not state:
+            raise Unknown("a row of sinfo's table is damaged", hint="see whether sinfo works on this machine")
+        found.update(dict.fromkeys(parse.hosts(names), frozenset(state.upper().split("+"))))
+    return found

@@ -1,74 +1,89 @@
-"""Converts Slurm's JSON to values of the model. Pure. Reads the plain values of 22.05 and the wrapped ones of 23.11.
-
-22.05: `"job_state": "PENDING"`, `"priority": 4`. From 23.11: `["PENDING"]`, `{"set": …, "infinite": …, "number": …}`.
-"""
+"""Converts records of jobs and nodes to values of the model, and the comments by which jobs ask for more. Pure."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from math import inf
 from typing import Any
 
 from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet
 
 from multiverse.config import OverflowSettings
-from multiverse.core.model import CloneKind, Job, JobRef, JobState, Node, NodeState, Request, Size, vm_prefix
-from multiverse.drivers.slurm.reading import requests
+from multiverse.core.model import CloneKind, Job, JobRef, JobState, Node, NodeState, Request, Size
 from multiverse.drivers.slurm.site import gate
-from multiverse.drivers.slurm.site.conf import MEMORY_PER_CPU
+from multiverse.drivers.slurm.site.conf import MEMORY_PER_CPU, NEVER, TimeLimits
 from multiverse.drivers.slurm.site.gate import MOVED_FROM, PLACE
-from multiverse.drivers.slurm.site.time_limits import NEVER, TimeLimits
+
+_MIB = {"": 1, "M": 1, "G": 1024, "T": 1 << 20}
+_MBIT = {"": 1, "M": 1, "G": 1000}
+_UNITS = {"mem-per-task": _MIB, "net": _MBIT, "per-host": {"": 1}}
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What a job asks for by its comment, because Slurm has no option for it: words such as `vm:net=1G,per-host=2`.
+
+    multiverse.lua reads the same (`wishes` there), and refuses at submission what cannot be understood. It makes the
+    job's memory per node of `mem-per-task`, so that Slurm counts and limits it: nothing here depends on that key.
+    """
+
+    net: int = 0  # bandwidth of each VM in Mbit/s; 0: not asked for
+    per_host: int = 0  # how many VMs of the job may be on one host; 0: not asked for
+    problem: str = ""  # why the comment cannot be understood
+
+
+_NO_WISHES = Wishes()
+_SPACES = re.compile(r"[ \t\n\v\f\r]+")
+"""What separates words for Lua: Python alone would also part them at a no-break space."""
+
+
+def read_wishes(comment: str) -> Wishes:
+    """What a job with this comment asks for."""
+    if "vm:" not in comment:
+        return _NO_WISHES
+    found: dict[str, int] = {}
+    for word in _SPACES.split(comment):
+        for wish in word.removeprefix("vm:").split(",") if word.startswith("vm:") else ():
+            key, _, text = wish.partition("=")
+            value = _quantity(text, _UNITS.get(key, {}))
+            if wish and (value is None or key in found):
+                return Wishes(problem=f"vm:{wish} in --comment cannot be understood: submit the job again without it")
+            found[key] = value or 0
+    return Wishes(found.get("net", 0), found.get("per-host", 0))
+
+
+def _quantity(text: str, units: dict[str, int]) -> int | None:
+    match = re.fullmatch(r"(\d{1,9})([A-Za-z]?)", text, re.ASCII)
+    times = units.get(match[2].upper()) if match else None
+    return (int(match[1]) * times or None) if match and times else None
+
 
 Record = Mapping[str, Any]
 Uses = tuple[tuple[str, int], ...]
 
-_BEHIND_THE_GATE = 1 << 137
-"""Added to a rank, more than any rank is."""
-_STATES = {
-    "PENDING": JobState.PENDING,
-    "REQUEUED": JobState.PENDING,
-    "REQUEUE_HOLD": JobState.PENDING,
-    "REQUEUE_FED": JobState.PENDING,
-    "SPECIAL_EXIT": JobState.PENDING,
-    "SUSPENDED": JobState.SUSPENDED,
-    "STOPPED": JobState.SUSPENDED,
-    "STAGE_OUT": JobState.COMPLETING,
-    "BOOT_FAIL": JobState.ENDED,
-    "CANCELLED": JobState.ENDED,
-    "COMPLETED": JobState.ENDED,
-    "DEADLINE": JobState.ENDED,
-    "FAILED": JobState.ENDED,
-    "NODE_FAIL": JobState.ENDED,
-    "OUT_OF_MEMORY": JobState.ENDED,
-    "PREEMPTED": JobState.ENDED,
-    "REVOKED": JobState.ENDED,
-    "TIMEOUT": JobState.ENDED,
+_BEHIND_THE_GATE = 1 << 137  # added to a rank, more than any rank is
+PENDING_WORDS = frozenset(("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"))
+ENDED_WORDS = frozenset(("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY")) | {
+    *("PREEMPTED", "REVOKED", "TIMEOUT")
 }
-ENDED_WORDS = frozenset(word for word, state in _STATES.items() if state is JobState.ENDED)
-# Reasons of jobs that may get VMs: they wait for their turn, or Slurm has not checked them yet, or, with an earlier
-# release, for the gate's nodes. With BeginTime the begin time itself decides, with Reservation the reservations. Any
-# other reason is a dependency, a hold, a closed partition or a limit that is not counted here: such a job waits,
-# because its VM would be idle.
-_FREE_REASONS = frozenset(
-    [
-        "None",
-        "Priority",
-        "Resources",
-        "ReqNodeNotAvail",
-        "NodeDown",
-        "PartitionConfig",
-        "BadConstraints",
-        "BeginTime",
-        "Reservation",
-    ]
-) | {""}
-_GATE_REASONS = _FREE_REASONS | {"Licenses"}
-"""The same of jobs at the gate, which wait for the gate's licence. What they ask for of other licences is counted."""
+_STATES = {
+    JobState.COMPLETING: frozenset(("COMPLETING", "STAGE_OUT")),
+    JobState.PENDING: PENDING_WORDS,
+    JobState.SUSPENDED: frozenset(("SUSPENDED", "STOPPED")),
+    JobState.ENDED: ENDED_WORDS,
+}
+# Reasons of jobs that may get VMs: they wait for their turn, or Slurm has not checked them yet. With BeginTime the
+# begin time itself decides, with Reservation the reservations. Any other reason is a dependency, a hold, a closed
+# partition or a limit that is not counted here: such a job waits, because its VM would be idle.
+_FREE_REASONS = frozenset(("", "None", "Priority", "Resources", "BeginTime", "Reservation")) | {
+    *("ReqNodeNotAvail", "NodeDown", "PartitionConfig", "BadConstraints")  # also of the gate of earlier releases
+}
+_GATE_REASONS = _FREE_REASONS | {"Licenses"}  # of jobs at the gate, which wait for its licence; others are counted
 _LASTING_HOLDS = ("JobHeldUser", "JobHeldAdmin", "JobHoldMaxRequeue")
-# Of several words the first state here counts. slurmctld ends the jobs of a node that is DOWN; those of one that it
-# does not reach run on until SlurmdTimeout, and those of one that is drained as long as they like.
+# The first state counts that has one of a node's words. slurmctld ends the jobs of a node that is DOWN. Jobs run on
+# until SlurmdTimeout on a node that it does not reach, and as long as they like on a drained one.
 _NODE_STATES = {
     NodeState.DOWN: frozenset(("DOWN",)),
     NodeState.SILENT: frozenset(("NOT_RESPONDING", "POWERED_DOWN")),
@@ -76,12 +91,10 @@ _NODE_STATES = {
     NodeState.BUSY: frozenset(("ALLOCATED", "MIXED", "COMPLETING")),
     NodeState.IDLE: frozenset(("IDLE",)),
 }
-RESERVED = frozenset(("RESERVED", "MAINT", "MAINTENANCE"))
-"""Words of the state of a node in a reservation that has begun."""
+INVALID_USER = "Invalid user"  # squeue 22.05 says so to a user that it cannot name, shows no job, and exits with 0
+RESERVED = frozenset(("RESERVED", "MAINT", "MAINTENANCE"))  # of a node in a reservation that has begun
 _KINDS = frozenset(kind.value for kind in CloneKind)
-
 _FULL = frozenset(["Resources", "Priority"])  # reasons of jobs that wait for nodes of their own partition
-
 _NO_THREADS = 0x7FFE  # an unset --thread-spec in 24.11's JSON: NO_VAL16 without its highest bit
 _NO_SOCKETS = 0xFFFE  # an unset number of sockets (NO_VAL16)
 _SKEW = 5  # seconds by which slurmctld's clock may be ahead of this machine's
@@ -90,28 +103,23 @@ REQUEUE_DELAY = 130  # seconds; a requeued job may start 121 s later (job_mgr.c:
 
 @dataclass(frozen=True, slots=True)
 class SiteNames:
-    """What parsing needs to know of the site.
-
-    `memory_per_cpu` is Slurm's DefMemPerCPU in MiB. `per_account`: each account has templates of its own.
-    `time_limits` are those of Multiverse's partitions. `overflowing` are partitions of physical nodes.
-    """
+    """Names and settings of the site."""
 
     site: str
     partition: str
     gate_feature: str
     licence: str
-    memory_per_cpu: int = MEMORY_PER_CPU
-    per_account: bool = False
-    time_limits: TimeLimits = TimeLimits()
-    overflowing: tuple[OverflowSettings, ...] = ()
+    memory_per_cpu: int = MEMORY_PER_CPU  # DefMemPerCPU in MiB
+    per_account: bool = False  # each account has templates of its own
+    time_limits: TimeLimits = TimeLimits()  # of Multiverse's partitions
+    overflowing: tuple[OverflowSettings, ...] = ()  # partitions of physical nodes
 
     @property
     def partitions(self) -> tuple[str, ...]:
-        """The partitions of which jobs are read."""
+        """The partitions whose jobs are read."""
         return self.partition, *(one.partition for one in self.overflowing)
 
     def overflow_of(self, partition: str) -> OverflowSettings | None:
-        """How a partition overflows into VMs, if it does."""
         return next((one for one in self.overflowing if one.partition == partition), None)
 
 
@@ -119,49 +127,24 @@ class SiteNames:
 
 
 def number(value: Any) -> int | None:
-    """A number in either form; None if it is unset or infinite."""
-    if isinstance(value, Mapping):
-        return number(value.get("number")) if value.get("set") and not value.get("infinite") else None
     return int(value) if isinstance(value, int | float) else None
 
 
 def words(value: Any) -> tuple[str, ...]:
-    """A state or a list of features in either form."""
-    if isinstance(value, str):
-        return tuple(word for word in value.split(",") if word)
-    return tuple(str(word) for word in value or ())
+    return tuple(word for word in str(value or "").split(",") if word)
 
 
-def exit_code(value: Any) -> int:
-    """An exit code as a shell shows it: 128 + signal for a killed job. 22.05 has the raw wait status."""
-    if isinstance(value, Mapping):
-        signal = value.get("signal")
-        killed = number(signal.get("id", signal.get("signal_id"))) if isinstance(signal, Mapping) else None
-        return 128 + killed if killed else number(value.get("return_code")) or 0
-    status = number(value) or 0
+def exit_code(status: int) -> int:
+    """An exit code as a shell shows it: 128 + signal for a killed job. `status` is the raw wait status."""
     return 128 + (status & 0x7F) if status & 0x7F else status >> 8 & 0xFF
 
 
-def task_ids(text: str) -> list[int]:
-    """`0-2,5,8-12:2%1` as task ids, in order."""
-    found: list[int] = []
-    for part in text.partition("%")[0].strip("[]").split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+)(?::(\d+))?)?", part)
-        if match:
-            first, last, step = match.groups()
-            found.extend(range(int(first), int(last or first) + 1, int(step or 1)))
-    return found
-
-
 def features(text: str, gate_feature: str) -> tuple[tuple[str, ...], str | None]:
-    """A job's own features (without the gate's and the tag), and the tag of the nodes it is pinned to, if any."""
+    """The features that a job's user asked for, and the tag of the nodes that the job is pinned to, if it is."""
     all_of = [word.strip() for word in re.split(r"[&,]", text) if word.strip()]
     pins = [word for word in all_of if is_pin(word)]
-    ours = (gate_feature,)
-    own = dict.fromkeys(
-        word for word in all_of if word not in ours and not is_pin(word) and not word.startswith(MOVED_FROM)
-    )
-    return tuple(own), pins[-1] if pins else None
+    own = (word for word in all_of if word != gate_feature and not is_pin(word) and not word.startswith(MOVED_FROM))
+    return tuple(dict.fromkeys(own)), pins[-1] if pins else None
 
 
 def moved_from(text: str) -> str:
@@ -171,27 +154,14 @@ def moved_from(text: str) -> str:
 
 
 def is_pin(feature: str) -> bool:
-    """Whether a feature is the tag of nodes."""
     return re.fullmatch(r"mv_v?\d+", feature) is not None
 
 
 # --- jobs ------------------------------------------------------------------------------------------
 
 
-def jobs(
-    records: Iterable[Record], names: SiteNames, now: float, uses: Callable[[Record], Uses] = lambda record: ()
-) -> dict[str, Job]:
-    """All jobs of Multiverse's partitions by job id, one for each array task.
-
-    `now` is Unix time. `uses` returns how much a job takes of which limits.
-    """
-    mine = ours(records, names)
-    return newest(job for record in mine for job in expand(record, names, now, uses(record)))
-
-
 def newest(found: Iterable[Job]) -> dict[str, Job]:
-    """Jobs by id. Two may have one id: Slurm keeps an ended job until MinJobAge while a new job has its id. The newer
-    one counts."""
+    """Jobs by id. The newer of two counts: Slurm keeps an ended job until MinJobAge, though a new job has its id."""
     by_id: dict[str, Job] = {}
     for job in found:
         other = by_id.get(job.ref.job_id)
@@ -200,10 +170,8 @@ def newest(found: Iterable[Job]) -> dict[str, Job]:
     return by_id
 
 
-def ours(records: Iterable[Record], names: SiteNames) -> list[Record]:
-    """The jobs of Multiverse's partitions."""
-    partitions = set(names.partitions)
-    return [record for record in records if partitions & set(words(record["partition"]))]
+def is_ours(record: Record, names: SiteNames) -> bool:
+    return not set(names.partitions).isdisjoint(words(record["partition"]))
 
 
 def is_waiting(record: Record, names: SiteNames) -> bool:
@@ -232,36 +200,26 @@ def rank(priority: int, submitted: int, job_id: str) -> int:
 
 
 def changes_at(record: Record, names: SiteNames, now: float) -> float:
-    """The Unix time from which on `expand` may show an unchanged record differently; infinity if never."""
+    """The Unix time from which on `job` may show an unchanged record differently; infinity if never."""
     eligible = number(record.get("eligible_time")) or 0
     waits = [one.min_wait for one in names.overflowing]
     times = (eligible, (number(record.get("end_time")) or 0) - _SKEW, *(eligible + wait for wait in waits))
     return min((time for time in times if time > now), default=inf)
 
 
-def expand(record: Record, names: SiteNames, now: float, uses: Uses) -> Iterator[Job]:
-    """The jobs of a record: one for each task of an array."""
-    array, task = number(record.get("array_job_id")), number(record.get("array_task_id"))
-    tasks = record.get("array_task_string") or ""
-    if array and task is None and tasks:
-        one = _job(record, f"{array}_0", names, now, uses)
-        for each in task_ids(tasks):
-            job_id = f"{array}_{each}"
-            order = _rank(record, job_id) + (_BEHIND_THE_GATE if one.at_origin else 0)
-            pending = one.state is JobState.PENDING
-            yield one._replace(ref=replace(one.ref, job_id=job_id), rank=order if pending else 0)
-    else:
-        own_id = f"{array}_{task}" if array and task is not None else str(record["job_id"])
-        yield _job(record, own_id, names, now, uses)
+def job_id_of(record: Record) -> str:
+    """The id of a record's job, or of its task of an array."""
+    task = record.get("array_task_id")
+    return str(record["job_id"]) if task is None else f"{record['array_job_id']}_{task}"
 
 
-def _rank(record: Record, job_id: str) -> int:
-    return rank(number(record["priority"]) or 0, number(record["submit_time"]) or 0, job_id)
-
-
-def _job(record: Record, job_id: str, names: SiteNames, now: float, uses: Uses) -> Job:
+def job(record: Record, names: SiteNames, now: float, uses: Uses = ()) -> Job:
+    """The job of a record, or its task of an array. `now` is Unix time; `uses` is how much it takes of which limits."""
+    job_id = job_id_of(record)
     states = [word.upper() for word in words(record["job_state"])]
-    state = _state(states)
+    # An unknown state is taken for that of a job with nodes (CONFIGURING, RESIZING, SIGNALING and later additions):
+    # taken for an ended job, it would end the job's VM.
+    state = next((state for state, known in _STATES.items() if not known.isdisjoint(states)), JobState.RUNNING)
     restarts, submitted = number(record["restart_cnt"]) or 0, number(record["submit_time"]) or 0
     end = number(record.get("end_time")) or 0
     if state is JobState.COMPLETING and restarts and (end == 0 or end > now + _SKEW):
@@ -276,7 +234,7 @@ def _job(record: Record, job_id: str, names: SiteNames, now: float, uses: Uses) 
     # who caused the requeue. A begin time of the user has passed by then.
     delayed = restarts > 0 and 0 < begin - submitted <= REQUEUE_DELAY
     early = begin > now and not delayed
-    held = priority == 0 and not slurms_hold(reason, str(record.get("state_description") or ""))
+    held = priority == 0 and not slurms_hold(str(record.get("state_description") or reason))
     nodes = hosts(str(record.get("nodes") or ""))
     if gate.on_gate(nodes) and state is JobState.RUNNING:
         # The job got past the licence. It runs nothing, and is put back at the gate like a job that left it.
@@ -293,7 +251,7 @@ def _job(record: Record, job_id: str, names: SiteNames, now: float, uses: Uses) 
     if here:  # the partition may have room for it, unless it has waited for its nodes for some time
         free = free and reason in _FULL and pinned is None and now >= begin + here.min_wait
     request, problem = _request(record, own, names, origin)
-    order = _rank(record, job_id) + (_BEHIND_THE_GATE if here else 0)
+    order = rank(priority, submitted, job_id) + (_BEHIND_THE_GATE if here else 0)
     return Job(
         ref=JobRef(job_id, submitted, restarts),
         name=str(record.get("name") or ""),
@@ -309,7 +267,7 @@ def _job(record: Record, job_id: str, names: SiteNames, now: float, uses: Uses) 
         pinned=pinned,
         nodes=nodes,
         result=states[0] if state is JobState.ENDED else "",
-        exit_code=exit_code(record.get("exit_code")),
+        exit_code=exit_code(number(record.get("exit_code")) or 0),
         work_dir=str(record.get("current_working_directory") or ""),
         uses=uses if state is JobState.PENDING else (),
         array=str(number(record.get("array_job_id")) or ""),
@@ -324,30 +282,20 @@ def _job(record: Record, job_id: str, names: SiteNames, now: float, uses: Uses) 
     )
 
 
-def _state(states: list[str]) -> JobState:
-    if "COMPLETING" in states:
-        return JobState.COMPLETING
-    # An unknown state is taken for that of a job with nodes (CONFIGURING, RESIZING, SIGNALING and later additions):
-    # taken for an ended job, it would end the job's VM.
-    return next((_STATES[word] for word in states if word in _STATES), JobState.RUNNING)
-
-
-def slurms_hold(reason: str, description: str) -> bool:
+def slurms_hold(reason: str) -> bool:
     """Whether Slurm itself holds a job of priority 0 because no node has its feature any more.
 
-    Multiverse releases such a job, but not one that a user or an operator holds, nor one that Slurm holds because it
-    cannot run: its launch failed ("launch failed requeued held"), or it was queued again too often
-    (`JobHoldMaxRequeue`). squeue's column of reasons shows the description instead if there is one, for example after
-    `scontrol requeuehold`.
+    Multiverse releases such a job. It does not release jobs that a user or an operator holds, or that Slurm holds after
+    a failed launch or too many requeues. squeue shows the description, if there is one, in place of the reason.
     """
-    return reason not in _LASTING_HOLDS and not description.startswith(("job requeued in ", "launch failed"))
+    return reason not in _LASTING_HOLDS and not reason.startswith(("job requeued in ", "launch failed"))
 
 
 # --- requests --------------------------------------------------------------------------------------
 
 
 def _request(record: Record, own: tuple[str, ...], names: SiteNames, origin: str) -> tuple[Request | None, str]:
-    wishes = requests.read(str(record.get("comment") or ""))
+    wishes = read_wishes(str(record.get("comment") or ""))
     rule = names.overflow_of(origin)
     wanted = tuple(word for word in own if rule is None or word != rule.constraint)
     problem = _problem(record, wanted, names, origin) or wishes.problem or (origin and _unlike_a_vm(record))
@@ -358,30 +306,27 @@ def _request(record: Record, own: tuple[str, ...], names: SiteNames, origin: str
     per_node, per_cpu = number(record.get("memory_per_node")), number(record.get("memory_per_cpu"))
     # --mem=0 requests all memory of a node, and every job gets all memory of its VM.
     memory = per_node or (per_cpu or names.memory_per_cpu) * cpus
-    return (
-        Request(
-            nodes=nodes,
-            size=Size(cpus, memory, number(record.get("minimum_tmp_disk_per_node")) or 0, wishes.net),
-            image=next(iter(_images(wanted)), None),
-            kind=next((CloneKind(word) for word in own if word in _KINDS), None),
-            placement=next((word.removeprefix(PLACE) for word in own if word.startswith(PLACE)), None),
-            features=own,
-            account=str(record.get("account") or "") if names.per_account else "",
-            per_host=wishes.per_host,
-            sockets=_sockets(record, nodes, cpus),
-        ),
-        "",
+    request = Request(
+        nodes=nodes,
+        size=Size(cpus, memory, number(record.get("minimum_tmp_disk_per_node")) or 0, wishes.net),
+        image=next(iter(_images(wanted)), None),
+        kind=next((CloneKind(word) for word in own if word in _KINDS), None),
+        placement=next((word.removeprefix(PLACE) for word in own if word.startswith(PLACE)), None),
+        features=own,
+        account=str(record.get("account") or "") if names.per_account else "",
+        per_host=wishes.per_host,
+        sockets=_sockets(record, nodes, cpus),
     )
+    return request, ""
 
 
 def _images(own: Iterable[str]) -> list[str]:
-    """The images among a job's own features: each feature that is no kind of clone and no placement policy. Only the
-    hosts know which images exist."""
+    """A job's features that are no kind of clone and no placement policy. Only the hosts know which images exist."""
     return [word for word in own if word not in _KINDS and not word.startswith(PLACE)]
 
 
 def _sockets(record: Record, nodes: int, cpus: int) -> int:
-    """Sockets of each node: multiverse.lua has made the CPUs a multiple of them (`sockets_of` there). One where an
+    """Sockets of each node: multiverse.lua has made the CPUs a multiple of them (`sockets_of` there). One socket if an
     operator has changed the CPUs to another number."""
     asked, each = _word(record, "sockets_per_node"), _word(record, "tasks_per_socket")
     sockets = max(asked, -(-_side_by_side(record, nodes) // each) if each else 1, 1)
@@ -404,26 +349,25 @@ def _cpus(record: Record, nodes: int) -> int:
 
 
 def _side_by_side(record: Record, nodes: int) -> int:
-    """How many tasks of a node have CPUs of their own. With --overcommit the tasks share those of one: Slurm shows the
-    option nowhere, but without it a job of more tasks than CPUs starts on no node at all. With --ntasks-per-node beside
-    it Slurm uses no node with fewer CPUs than that (can_job_run_on_node in select/cons_tres)."""
+    """How many tasks of a node have CPUs of their own. With --overcommit all tasks share the CPUs of one: Slurm shows
+    the option nowhere, but without it a job of more tasks than CPUs starts on no node. With --ntasks-per-node too,
+    Slurm uses no node with fewer CPUs than that (can_job_run_on_node in select/cons_tres)."""
     cpus, tasks = number(record.get("cpus")) or 1, number(record.get("tasks")) or 1
     tasks_per_node = number(record.get("tasks_per_node")) or 0
     return max(tasks_per_node, 1 if tasks > cpus else -(-tasks // nodes))
 
 
 def _unlike_a_vm(record: Record) -> str:
-    """What a job asks for of a physical node that a VM is not; such jobs are refused at the gate as they are submitted.
-    A job that names nodes that it does not want, or one switch, can have a VM."""
+    """Why no VM can serve a job that waits for a physical node. At the gate such jobs are refused at submission."""
     checks = (
         (record.get("oversubscribe") in ("NO", "USER", "MCS"), "it asks for whole nodes (--exclusive)"),
         (not record.get("memory_per_node") and not record.get("memory_per_cpu"), "it asks for all memory of a node"),
         (record.get("reboot") in ("1", "yes"), "it asks for a reboot of its node (--reboot)"),
-        (bool(record.get("network")), "it asks for a network of its node (--network)"),
-        (bool(record.get("container")), "it has a container (--container)"),
+        (record.get("network"), "it asks for a network of its node (--network)"),
+        (record.get("container"), "it has a container (--container)"),
         (_word(record, "threads_per_core") > 1, "it asks for several threads on each core"),
         (_word(record, "tasks_per_core") > 1, "it asks for several tasks on each core"),
-        (bool(record.get("burst_buffer")), "it has a burst buffer"),
+        (record.get("burst_buffer"), "it has a burst buffer"),
     )
     return next((f"{text}: a VM cannot serve it" for wrong, text in checks if wrong), "")
 
@@ -432,62 +376,39 @@ def _problem(record: Record, own: tuple[str, ...], names: SiteNames, origin: str
     images = _images(own)
     kinds = [word for word in own if word in _KINDS]
     policies = [word for word in own if word.startswith(PLACE)]
+    gres = any("gres" in str(record.get(f"tres_per_{what}")) for what in ("node", "job", "socket", "task"))
+    cores = number(record.get("core_spec")) or (number(record.get("thread_spec")) or _NO_THREADS) != _NO_THREADS
+    profiles = set(words(record.get("profile"))) - {"None", "NONE", "NOT_SET"}
+    alternatives = any(set(word) & set("|[]()*!") for word in own)
     checks = (
         (int(record["user_id"]) == 0, "Multiverse runs no jobs of root: submit as a user, e.g. sbatch --uid=NAME"),
-        (
-            bool(number(record.get("het_job_id"))),
-            "heterogeneous jobs are not supported: submit each component as a separate job",
-        ),
+        (record.get("het_job_id"), "heterogeneous jobs are not supported: submit each component as a separate job"),
         ("," in str(record["partition"]), f"name one partition only: {origin or names.partition}"),
-        (bool(record.get("resv_name")), "reservations are not supported: submit without --reservation"),
+        (record.get("resv_name"), "reservations are not supported: submit without --reservation"),
         # The submit script sees this option and --profile only in the environment of a batch job.
-        (bool(record.get("container_id")), "--container-id is not supported: select an image with --constraint"),
-        (bool(record.get("prefer")), "--prefer is not supported: use --constraint instead"),
-        (bool(record.get("required_nodes")), "nodes are created for each job: submit without --nodelist"),
-        (
-            any("gres" in str(record.get(f"tres_per_{what}")) for what in ("node", "job", "socket", "task")),
-            "generic resources are not supported: submit without GPUs and --gres",
-        ),
-        (
-            bool(number(record.get("core_spec")) or (number(record.get("thread_spec")) or _NO_THREADS) != _NO_THREADS),
-            "specialized cores are not supported: submit without --core-spec and --thread-spec",
-        ),
-        (
-            bool(set(words(record.get("profile"))) - {"None", "NONE", "NOT_SET"}),
-            "profiles of VMs are not supported: submit without --profile",
-        ),
-        (bool(record.get("cluster_features")), "--cluster-constraint is not supported: submit without it"),
-        (
-            any(set(word) & set("|[]()*!") for word in own),
-            "alternatives in --constraint are not supported: join with &",
-        ),
-        (len(images) > 1, f"a job has one image, not {' and '.join(images)}: name one of them with --constraint"),
-        (
-            len(policies) > 1,
-            f"a job has one placement policy, not {' and '.join(policies)}: name one of them with --constraint",
-        ),
-        (len(kinds) > 1, f"a job has one kind of clone, not {' and '.join(kinds)}: name one of them with --constraint"),
+        (record.get("container_id"), "--container-id is not supported: select an image with --constraint"),
+        (record.get("prefer"), "--prefer is not supported: use --constraint instead"),
+        (record.get("required_nodes"), "nodes are created for each job: submit without --nodelist"),
+        (gres, "generic resources are not supported: submit without GPUs and --gres"),
+        (cores, "specialized cores are not supported: submit without --core-spec and --thread-spec"),
+        (profiles, "profiles of VMs are not supported: submit without --profile"),
+        (record.get("cluster_features"), "--cluster-constraint is not supported: submit without it"),
+        (alternatives, "alternatives in --constraint are not supported: join with &"),
+        (len(images) > 1, _one_of("image", images)),
+        (len(policies) > 1, _one_of("placement policy", policies)),
+        (len(kinds) > 1, _one_of("kind of clone", kinds)),
     )
     return next((text for wrong, text in checks if wrong), "")
+
+
+def _one_of(what: str, words: list[str]) -> str:
+    return f"a job has one {what}, not {' and '.join(words)}: name one of them with --constraint"
 
 
 # --- nodes -----------------------------------------------------------------------------------------
 
 
-def nodes(records: Iterable[Record], names: SiteNames) -> dict[str, Node]:
-    """The dynamic nodes of the site, by name."""
-    mine = (r for r in records if str(r["name"]).startswith(vm_prefix(names.site)))
-    return {str(r["name"]): _node(r) for r in mine}
-
-
-def _node(record: Record) -> Node:
-    states = (*words(record["state"]), *words(record.get("state_flags")))
-    features = words(record.get("active_features") or record.get("features"))
-    return node(str(record["name"]), states, ",".join(features), str(record.get("reason") or ""))
-
-
 def node(name: str, states: Iterable[str], features: str, reason: str) -> Node:
-    """A node with the words of its state."""
     shown = {word.upper() for word in states}
     state = next((state for state, words_of_it in _NODE_STATES.items() if shown & words_of_it), NodeState.JOINING)
     shown_features = words("" if features == "(null)" else features)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Set
+from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field, replace
 
 from multiverse.config import Settings
@@ -19,14 +19,11 @@ from multiverse.core.model import Job, JobState, Node, NodeReservation, NodeStat
 from multiverse.drivers.slurm.command import SlurmCommands
 from multiverse.drivers.slurm.reading import parse
 from multiverse.drivers.slurm.reading.accounting_limits import AccountingLimits, arrays_left
-from multiverse.drivers.slurm.reading.details import DetailReader
-from multiverse.drivers.slurm.reading.jobs import JobRow, JobTable
-from multiverse.drivers.slurm.reading.nodes import FORMAT, NodeTable
-from multiverse.drivers.slurm.reading.slurmctld import reservations
-from multiverse.drivers.slurm.reading.table import JobColumns
+from multiverse.drivers.slurm.reading.jobs import DetailReader, JobColumns, JobRow, JobTable
+from multiverse.drivers.slurm.reading.nodes import NODE_FORMAT, NodeTable, reservations
 from multiverse.drivers.slurm.site import bootstrap as node_bootstrap
 from multiverse.drivers.slurm.site import conf
-from multiverse.drivers.slurm.site.time_limits import time_limits
+from multiverse.drivers.slurm.site.conf import time_limits
 
 _PROCESSES = 8  # of squeue for one part, at most; the jobs and users that were read longest ago come first
 _FEW = 100  # jobs that cost no more than a process
@@ -36,17 +33,15 @@ _ALWAYS_CHEAP = 0.2  # the same for any number: slurmctld logs an error for a si
 _RECENT = 5  # tables of all nodes, of which the one that took the least tells what they cost: others had to wait
 
 _JOBLESS = "slurmctld counts a job on it that has left"
-_INVALID_USER = "Invalid user"  # squeue 22.05 shows no job then, and exits with 0
 
 
 @dataclass(slots=True)
 class _Loads:
-    """What squeue is asked for: `users`, and `bases` (jobs and arrays) with the ids that are wanted of each."""
+    """The users, jobs and arrays that squeue is asked for."""
 
     users: set[int] = field(default_factory=set)
-    bases: dict[str, set[str]] = field(default_factory=dict)
-    of_users: dict[int, set[str]] = field(default_factory=dict)
-    """The ids that are wanted of each user."""
+    bases: dict[str, set[str]] = field(default_factory=dict)  # the wanted ids of each job or array
+    of_users: dict[int, set[str]] = field(default_factory=dict)  # the wanted ids of each user
 
 
 class SlurmReader:
@@ -64,13 +59,12 @@ class SlurmReader:
         self._nameless: set[int] = set()  # users whom squeue cannot name, since the last whole load
 
     async def reservations(self) -> tuple[NodeReservation, ...]:
-        """Those that keep all nodes of VMs from jobs, or will."""
+        """The reservations that keep all nodes of VMs from jobs, or will."""
         text = await self._commands.run("scontrol", "show", "reservation", "--oneliner")
         return reservations(text, (self._slurm.partition,))
 
     @property
     def nodes(self) -> Mapping[str, Node]:
-        """The nodes as of the latest readings."""
         return self._nodes.nodes
 
     async def whole(self) -> tuple[dict[str, Job], dict[str, Node], Mapping[str, int]]:
@@ -84,7 +78,6 @@ class SlurmReader:
     async def part(
         self, jobs: Mapping[str, int | None], users: Collection[int], nodes: Collection[str]
     ) -> SchedulerPart:
-        """Some jobs and nodes; see `ports.Parts`."""
         names, enforced = await asyncio.to_thread(self._names)
         loads = self._plan(jobs, users)
         (rows, read), (found, everything) = await asyncio.gather(self._load(loads, names), self._some_nodes(nodes))
@@ -127,13 +120,12 @@ class SlurmReader:
         return jobs
 
     async def _squeue(self, names: parse.SiteNames, *which: str) -> dict[str, JobRow]:
-        """Rows of jobs of our partitions. -a shows hidden partitions too, -t all shows ended jobs, -r a row for each
-        task of an array."""
+        """Rows of jobs of our partitions, also hidden (-a), also ended (-t all), one for each task of an array (-r)."""
         partitions = ",".join(names.partitions)
         output = await self._commands.run(
             *("squeue", "-a", "-r", "-t", "all", "--noconvert", "-p", partitions, *which),
-            env={"SQUEUE_FORMAT2": self._jobs.columns.format},
-            refused=_INVALID_USER,
+            env=self._jobs.columns.env,
+            refused=parse.INVALID_USER,
         )
         return await asyncio.to_thread(self._jobs.read, output, names)
 
@@ -158,7 +150,7 @@ class SlurmReader:
         return self._first(loads, hinted=users)
 
     def _first(self, loads: _Loads, hinted: Collection[int]) -> _Loads:
-        """As many of the loads as one part may have: those that a hint named, and then those read longest ago."""
+        """As many of the loads as one part may have: first those that a hint named, then those read longest ago."""
         keys: list[int | str] = [*sorted(loads.users), *sorted(loads.bases)]
         keys.sort(key=lambda key: (key not in hinted, self._read_at.get(key, 0.0)))
         chosen = set(keys[:_PROCESSES])
@@ -170,7 +162,7 @@ class SlurmReader:
         )
 
     async def _load(self, loads: _Loads, names: parse.SiteNames) -> tuple[dict[str, JobRow], _Loads]:
-        """The rows, and which of the loads succeeded."""
+        """The rows, and the loads that succeeded."""
         keys = [*(("-u", str(uid)) for uid in loads.users), *(("-j", base) for base in loads.bases)]
         tables = await asyncio.gather(*(self._load_one(names, *key) for key in keys))
         rows = {text: row for table in tables for text, row in (table or {}).items()}
@@ -178,7 +170,7 @@ class SlurmReader:
         return rows, _Loads(loads.users - self._nameless, loads.bases, loads.of_users)
 
     async def _load_one(self, names: parse.SiteNames, option: str, value: str) -> dict[str, JobRow] | None:
-        """The rows of one user or base; None if the user is unknown, whom squeue 22.05 cannot name."""
+        """The rows of one user or base; None for a user whom squeue cannot name."""
         try:
             return await self._squeue(names, option, value)
         except Gone:
@@ -196,34 +188,32 @@ class SlurmReader:
         }
 
     async def _complete(self, rows: Mapping[str, JobRow], named: Collection[str] = ()) -> None:
-        """Add what the table leaves out. `named` has jobs and arrays that a hint may have named, by id."""
+        """Add the details of jobs. `named` are ids of jobs and arrays that a hint may have named."""
         lacking = {row.base for row in rows.values() if row.needs_details}
         if lacking:
             await self._details.complete(lacking, named={key for key in lacking if key[0] in named})
-            # Of an array that waits, the running tasks count too.
-            await asyncio.to_thread(self._add_details, [row for row in rows.values() if row.base in lacking])
+            await asyncio.to_thread(self._add_details, rows, lacking)
 
-    def _add_details(self, rows: Iterable[JobRow]) -> None:
-        for row in rows:
-            row.complete(self._details.of(row.base))
+    def _add_details(self, rows: Mapping[str, JobRow], lacking: Collection[tuple[str, int]]) -> None:
+        for row in rows.values():
+            if row.base in lacking:  # of an array that waits, also the running tasks
+                row.complete(self._details.of(row.base))
 
     # --- limits ------------------------------------------------------------------------------------
 
     async def _show_limits(self, *, associations: bool, licences: bool) -> tuple[str, str]:
-        return await asyncio.gather(
-            self._show(associations, "assoc_mgr", "flags=assoc,qos"), self._show(licences, "licenses")
-        )
+        async def show(needed: bool, *what: str) -> str:
+            return await self._commands.run("scontrol", "show", *what) if needed else ""
 
-    async def _show(self, needed: bool, *what: str) -> str:
-        return await self._commands.run("scontrol", "show", *what) if needed else ""
+        return await asyncio.gather(show(associations, "assoc_mgr", "flags=assoc,qos"), show(licences, "licenses"))
 
     async def _limits_of_part(
         self, rows: Mapping[str, JobRow], before: Mapping[str, Job], enforced: bool
     ) -> tuple[AccountingLimits, bool]:
-        """The limits, and whether they were counted anew: after a job started or ended, or if there were none yet."""
+        """The limits, and whether they were counted again: after a job has started or ended, or for the first time."""
         known = set(before)
         running = {job_id for job_id, job in before.items() if job.state in _COUNTED}
-        running_now = {job_id_of(row) for row in rows.values() if row.record["job_state"] in _RUNNING}
+        running_now = {parse.job_id_of(row.record) for row in rows.values() if row.record["job_state"] in _RUNNING}
         moved = running != running_now & known or bool(running_now - known)
         associations, licences = self._limits
         wants = enforced and (bool(associations) or any(row.waits for row in rows.values()))
@@ -241,19 +231,19 @@ class SlurmReader:
 
     async def _all_nodes(self) -> dict[str, Node]:
         began = time.monotonic()
-        output = await self._commands.run("sinfo", "-a", "-O", FORMAT)
+        output = await self._commands.run("sinfo", "-a", "-O", NODE_FORMAT)
         self._nodes.nodes = await asyncio.to_thread(self._nodes.read, output, self._site)
         self._nodes_took.append(time.monotonic() - began)
         return self._nodes.nodes
 
     async def _some_nodes(self, names: Collection[str]) -> tuple[Mapping[str, Node], bool]:
-        """The nodes among these, or all nodes and True if that costs less."""
+        """The nodes of these names, or all nodes and True if that costs less."""
         if not names:
             return {}, False
         if min(self._nodes_took, default=0.0) < max(_CHEAP * len(names), _ALWAYS_CHEAP):
             return await self._all_nodes(), True
         outputs = await asyncio.gather(
-            *(self._commands.run("sinfo", "-a", "-n", name, "-O", FORMAT) for name in sorted(names))
+            *(self._commands.run("sinfo", "-a", "-n", name, "-O", NODE_FORMAT) for name in sorted(names))
         )
         found = {name: node for output in outputs for name, node in self._nodes.read(output, self._site).items()}
         rest = {name: node for name, node in self._nodes.nodes.items() if name not in names}
@@ -284,7 +274,7 @@ class SlurmReader:
     # --- the site ----------------------------------------------------------------------------------
 
     def _names(self) -> tuple[parse.SiteNames, bool]:
-        """What parsing needs to know of the site, and whether Slurm enforces limits of associations and QOS."""
+        """The names of the site, and whether Slurm enforces limits of associations and QOS."""
         text = node_bootstrap.read(self._slurm.conf)
         default = conf.memory_per_cpu(text, conf.MEMORY_PER_CPU)
         return parse.SiteNames(
@@ -301,9 +291,3 @@ class SlurmReader:
 
 _RUNNING = ("RUNNING", "SUSPENDED")
 _COUNTED = (JobState.RUNNING, JobState.SUSPENDED)
-
-
-def job_id_of(row: JobRow) -> str:
-    """The id of the row's job."""
-    task = row.record["array_task_id"]
-    return row.base[0] if task is None else f"{row.base[0]}_{task}"

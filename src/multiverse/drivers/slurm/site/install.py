@@ -2,27 +2,93 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from ClusterShell.NodeSet import NodeSet
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from multiverse.config import Settings
-from multiverse.core.errors import Refused
+from multiverse.config import JobVmSettings, Settings
+from multiverse.core.errors import Exhausted, Refused
 from multiverse.core.model import CloneKind, Placement, Size
-from multiverse.drivers.slurm.site import conf, gate, overflow
+from multiverse.drivers.slurm.site import conf, gate
+from multiverse.drivers.slurm.site.conf import OURS, SiteConf
 from multiverse.drivers.slurm.site.gate import GATE_NODE, NODE_SET
-from multiverse.drivers.slurm.site.site_conf import OURS, SiteConf
 from multiverse.system import files, placements, rendered
+from multiverse.system.files import keep_names
+
+PLUGSTACK = "multiverse-plugstack.conf"  # its file, beside slurm.conf, which the site's plugstack.conf includes
+
+
+def loads_plugin(settings: JobVmSettings) -> bool:
+    return settings.enabled and settings.design == "plugin"
+
+
+def plugstack(settings: JobVmSettings) -> str:
+    """The file by which Slurm loads the plugin for VMs inside jobs (spank(7)). The plugin is optional: a required one
+    would break each launch of each user if it is missing, or was built for another release of Slurm."""
+    arguments = {
+        "agent": settings.socket,
+        "records": settings.records,
+        "enter": settings.enter,
+        "timeout": settings.timeout,
+        "feature": settings.feature,
+    }
+    words = " ".join(f"{key}={value}" for key, value in arguments.items())
+    return f"# VMs inside jobs: include this file in plugstack.conf on all nodes.\noptional {settings.plugin} {words}\n"
+
+
+ADDRESSES_HEAD = """\
+# Where the VMs are, for commands of users: the daemon replaces this file whenever a VM comes or goes.
+# Never include it in the slurm.conf of slurmctld or of a slurmd: there these lines would declare nodes.
+"""
+"""Slurm's commands wait for a minute for a file that is missing, and print a warning about an empty one."""
+
+
+class AddressFile:
+    """`ports.Addresses`: users' commands find VMs by a file that their slurm.conf includes (decision 84), other
+    programs by lines of the `site` in the file `names`, as in /etc/hosts (decision 91). Both stay while no daemon
+    runs."""
+
+    def __init__(self, path: Path, names: Path | None = None, site: str = "") -> None:
+        self._path, self._names, self._site = path, names, site
+
+    async def tell(self, nodes: Mapping[str, str]) -> None:
+        """Raises `Exhausted` if a file cannot be written."""
+        try:
+            await asyncio.to_thread(
+                files.replace, self._path, ADDRESSES_HEAD + conf.addresses(nodes.items()), mode=0o644
+            )
+        except OSError as error:
+            raise Exhausted(
+                f"cannot write {self._path}: {error.strerror}",
+                hint="check its directory, or set slurm.addresses in the settings; until then srun --jobid and salloc "
+                "do not reach newer VMs after a restart of slurmctld",
+            ) from error
+        if self._names is not None:
+            try:
+                await asyncio.to_thread(keep_names, self._names, self._site, nodes)
+            except OSError as error:
+                raise Exhausted(
+                    f"cannot write {self._names}: {error.strerror}",
+                    hint="let the daemon write it, or set network.names in the settings, to another file or to none; "
+                    "until then users do not find newer VMs by their names",
+                ) from error
+
+
+def make_address_file(path: Path) -> None:
+    """Make the file if there is none. What a daemon has written stays. Raises OSError."""
+    if not path.exists():
+        files.replace(path, ADDRESSES_HEAD, mode=0o644)
+
 
 # NodeAddr=127.0.N.[1-250]; the most nodes of a job. As many however few CPUs the hosts have: a host may be added later.
 GATE_NODES = 250
 # Far above any host, so that Slurm refuses no job that a VM could hold. Memory and disk in MiB: 16 TiB.
-GATE_SOCKETS = 8
-"""The most sockets of a node."""
+GATE_SOCKETS = 8  # the most sockets of a node
 GATE_SIZE = Size(cpus=1024, memory=1 << 24, disk=1 << 24)
 # 127.0.0.1 is the machine itself, and 127.0.1.1 its name on Debian: a slurmd may listen at both.
 _GATE_NETWORKS = tuple(f"127.0.{number}" for number in (1, *range(77, 256)))
@@ -49,30 +115,22 @@ _FAILED = "Multiverse could not check this job: ask an administrator to read slu
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """What the files need to know beside the settings.
+    """Values for the files beside the settings."""
 
-    `images` are the features that jobs may request, and `placements` the placement policies. `gate_network` is the
-    first three numbers of the gate's addresses, which nothing uses. `memory_per_cpu` is Slurm's DefMemPerCPU in MiB.
-    `default` makes ours the default partition. `limits` are those of our partition: of one that overflows into VMs, so
-    that its jobs are limited and charged in VMs as before. `boost` is that of `gate.boost`. `licences` and
-    `power_saving` say that our file has the gate's licence and the programs of power saving, because the site has none
-    of its own.
-    """
-
-    images: Collection[str]
-    memory_per_cpu: int
+    images: Collection[str]  # features that jobs may request
+    memory_per_cpu: int  # Slurm's DefMemPerCPU in MiB
     slurm_uid: int
-    default: bool = False
-    gate_network: str = _GATE_NETWORKS[0]
+    default: bool = False  # ours is the default partition
+    gate_network: str = _GATE_NETWORKS[0]  # the first three numbers of the gate's addresses, which nothing uses
     placements: Collection[str] = tuple(one.value for one in Placement)
-    limits: str = "MaxTime=INFINITE"
-    boost: int = 60_000
-    licences: bool = True
-    power_saving: bool = True
+    limits: str = "MaxTime=INFINITE"  # of our partition: the limits of a partition that overflows
+    boost: int = 60_000  # see `gate.boost`
+    licences: bool = True  # our file has the gate's licence, because the site has no licences
+    power_saving: bool = True  # our file has the programs of power saving, because the site has none
 
 
 def derive(settings: Settings, site: SiteConf, images: Iterable[str], slurm_uid: int, *, default: bool = False) -> Site:
-    """What the files need to know, from the settings, the site's slurm.conf and the names of the images."""
+    """The values, from the settings, the site's slurm.conf and the names of the images."""
     names = [settings.image.default, *(pool.image for pool in settings.pool), *sorted(images)]
     return Site(
         images=tuple(dict.fromkeys(names)),
@@ -81,7 +139,7 @@ def derive(settings: Settings, site: SiteConf, images: Iterable[str], slurm_uid:
         slurm_uid=slurm_uid,
         default=default,
         gate_network=_free_network(site.node_addresses()),
-        limits=overflow.limits_like(settings.overflow[0].partition if settings.overflow else "", site),
+        limits=gate.limits_like(settings.overflow[0].partition if settings.overflow else "", site),
         boost=gate.boost(site.text),
         licences=not site.value("Licenses"),
         power_saving=not (site.value("SuspendProgram") or site.value("ResumeProgram")),
@@ -146,10 +204,8 @@ def render(settings: Settings, site: Site) -> dict[str, str]:
 
 
 def hook_lines(settings: Settings) -> str:
-    """The two lines that a site adds to the end of its own job_submit.lua, before the last `return`.
-
-    The second one is for a missing or unreadable file: jobs of our partitions are refused then, and all others go on.
-    """
+    """The two lines that a site adds to the end of its own job_submit.lua, before the last `return`. If our file is
+    missing or unreadable, the second line refuses jobs of our partition; all others go on."""
     slurm = settings.slurm
     return (
         f'local fine, problem = pcall(dofile, "{slurm.conf.parent}/{HOOK}")\n'
@@ -160,7 +216,6 @@ def hook_lines(settings: Settings) -> str:
 
 
 def write(contents: dict[str, str], directory: Path) -> None:
-    """Write rendered files. Each file is replaced as a whole."""
     for name, content in contents.items():
         files.replace(directory / name, content, mode=FILES.get(name, 0o644))
 

@@ -1,37 +1,29 @@
-"""What Multiverse needs of a site's Slurm, compared with its slurm.conf. Pure."""
+"""What Multiverse needs of a site's Slurm, compared with its slurm.conf, and what would catch VMs there. Pure."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import NamedTuple
 
-from multiverse.config import Settings, site_cpus
+from ClusterShell.NodeSet import NodeSet, NodeSetException
+
+from multiverse.config import Settings, SlurmSettings, site_cpus
 from multiverse.core.errors import Unknown
-from multiverse.drivers.slurm.site import conf, gate, install, overflow
-from multiverse.drivers.slurm.site.site_conf import OURS, SiteConf, folded, records
+from multiverse.drivers.slurm.site import conf, gate, install
+from multiverse.drivers.slurm.site.conf import OURS, SiteConf, features_of, folded, records
 from multiverse.ports.site import Finding, Level
 
-TREE_WIDTH = 65533
-"""Slurm's largest. Before 23.11 no slurmd can pass messages on to dynamic nodes (Slurm's page on dynamic nodes)."""
+TREE_WIDTH = 65533  # Slurm's largest: before 23.11 no slurmd can pass messages on to dynamic nodes
 
-BF_YIELD_INTERVAL = 2_000_000
-"""Microseconds for which Slurm's backfill keeps slurmctld's locks, if slurm.conf does not say (slurm.conf(5))."""
-
-LONGEST_YIELD_INTERVAL = 100_000
-"""The same, in microseconds, up to which a long queue does not delay the start of VMs (decision 45)."""
-
+BF_YIELD_INTERVAL = 2_000_000  # microseconds for which backfill keeps slurmctld's locks by default (slurm.conf(5))
+LONGEST_YIELD_INTERVAL = 100_000  # up to this one, a long queue does not delay the start of VMs (decision 45)
+# Jobs of each partition that the main scheduler looks at in a turn, so that jobs of VMs start in time (decision 82).
 PARTITION_JOB_DEPTH = 50
-"""Jobs of each partition that a turn of Slurm's main scheduler looks at, with which jobs of VMs start in time
-(decision 82)."""
-
-SLURMD_TIMEOUT = 300
-"""Seconds after which Slurm gives up a silent node, if slurm.conf does not say (slurm.conf(5))."""
-
-BF_INTERVAL_OF_A_BACKUP = 5
-"""Seconds between two cycles of backfill that are few enough where only backfill starts jobs."""
-
+SLURMD_TIMEOUT = 300  # seconds after which Slurm gives up a silent node, if slurm.conf does not say (slurm.conf(5))
+BF_INTERVAL_OF_A_BACKUP = 5  # seconds between two cycles of backfill that suffice where only backfill starts jobs
 _OLDEST, _NEWEST = (22, 5), (25, 99)
 _BACKUP_SCHEDULES_AT_ONCE = (23, 2, 4)
 _KEEPS_ADDRESSES = (23, 11, 4)
@@ -39,12 +31,7 @@ _VMS_BEFORE_THEY_ARE_DELETED = 2  # times the CPUs that may be claimed: as many 
 _ROUND = 256  # a new MaxNodeCount is a multiple of it, so that it need not be raised for each new node
 
 
-def _problem(name: str, message: str, remedy: str) -> Finding:
-    return Finding(Level.PROBLEM, name, message, remedy)
-
-
-def _note(name: str, message: str, remedy: str) -> Finding:
-    return Finding(Level.NOTE, name, message, remedy)
+_problem, _note = partial(Finding, Level.PROBLEM), partial(Finding, Level.NOTE)
 
 
 class Version(NamedTuple):
@@ -67,13 +54,13 @@ def version(text: str) -> Version:
 
 
 def forgets_addresses(release: Version) -> bool:
-    """Whether slurmctld, once it was restarted, does not tell where the nodes of running jobs are. It makes that list
-    when a job is allocated, and does not keep it (alias_list in Slurm's sources)."""
+    """Whether a slurmctld that was restarted does not tell where the nodes of running jobs are. It makes that list when
+    it allocates a job, and does not keep it (alias_list in Slurm's sources)."""
     return release < _KEEPS_ADDRESSES
 
 
 def examine(settings: Settings, site: SiteConf, release: Version) -> Iterator[Finding]:
-    """All findings in a slurm.conf. Nothing is said about whether slurmctld has read it since it was changed."""
+    """All findings in a slurm.conf. slurmctld may not have read it since it was changed."""
     yield from _release(release)
     yield from _include(site)
     yield from _nodes(settings, site, release)
@@ -85,13 +72,12 @@ def examine(settings: Settings, site: SiteConf, release: Version) -> Iterator[Fi
     yield from _backups(site, release)
     yield from _job_vms(settings, site)
     yield from lease_sources(settings, site)
-    yield from overflow.examine(settings, site)
-    for each in conf.unsupported(site.text):
-        yield _note(each.name, each.message, each.remedy)
+    yield from gate.examine_overflow(settings, site)
+    yield from conf.unsupported(site.text)
 
 
 def lease_sources(settings: Settings, site: SiteConf) -> Iterator[Finding]:
-    """What is wrong with the partitions that hosts are leased from: each makes leases impossible."""
+    """The problems of partitions that hosts are leased from. Each makes leases impossible."""
     partitions = {p["partitionname"]: p for p in site.records("PartitionName")}
     unrooted = site.value("DisableRootJobs", "no").lower() in ("yes", "up", "true", "1")
     for lease in settings.lease:
@@ -124,8 +110,8 @@ def lease_sources(settings: Settings, site: SiteConf) -> Iterator[Finding]:
 
 
 def _preemptions(partition: dict[str, str], site: SiteConf) -> list[str]:
-    """The modes in which jobs of a partition may be preempted. GANG holds for the whole cluster; the rest of the
-    cluster's mode where the partition has none of its own (slurm.conf(5))."""
+    """The modes in which jobs of a partition may be preempted. The cluster's mode holds for partitions without a mode
+    of their own, but GANG for all (slurm.conf(5))."""
     general = site.value("PreemptMode", "off")
     gang = ["gang"] if "gang" in general.lower().split(",") else []
     above = [p for p in records(site.text, "PartitionName") if p["partitionname"].lower() == "default"]
@@ -159,7 +145,7 @@ def _job_vms(settings: Settings, site: SiteConf) -> Iterator[Finding]:
         )
     feature = settings.job_vms.feature
     for node in site.records("NodeName"):
-        if feature in _features(node):
+        if feature in features_of(node):
             yield _problem(
                 f"NodeName={node['nodename']}",
                 f"the node has the feature {feature} also where the plugin for VMs inside jobs does not work",
@@ -168,7 +154,7 @@ def _job_vms(settings: Settings, site: SiteConf) -> Iterator[Finding]:
 
 
 def _job_vms_by_tasks(site: SiteConf) -> Iterator[Finding]:
-    """Where steps launch VMs, the agent knows their jobs by control groups."""
+    """Where steps launch VMs: the agent knows their jobs by control groups."""
     tracking = conf.value(site.text, "ProctrackType").lower() or "proctrack/cgroup"
     if tracking != "proctrack/cgroup" and "task/cgroup" not in conf.value(site.text, "TaskPlugin").lower():
         yield _problem(
@@ -200,13 +186,12 @@ def _include(site: SiteConf) -> Iterator[Finding]:
 
 
 def nodes_needed(cpus: int, site: SiteConf) -> int:
-    """The smallest sufficient MaxNodeCount where VMs may claim so many CPUs together: the site's nodes, the gate's, and
-    the VMs that can exist at a time."""
+    """The least MaxNodeCount if VMs may claim so many CPUs: nodes of the site and the gate, and VMs at a time."""
     return len(site.nodes()) + install.GATE_NODES + _VMS_BEFORE_THEY_ARE_DELETED * cpus
 
 
 def lack_of_nodes(cpus: int, site: SiteConf) -> Finding | None:
-    """What is to be changed so that the VMs that can exist at a time can be nodes; None if nothing is."""
+    """The problem, if not all VMs that can exist at a time can be nodes."""
     needed, count = nodes_needed(cpus, site), site.number("MaxNodeCount") or 0
     if count >= needed:
         return None
@@ -243,17 +228,13 @@ def _nodes(settings: Settings, site: SiteConf, release: Version) -> Iterator[Fin
         )
     if release < (24, 5) and site.value("RoutePlugin").lower() == "route/topology":
         yield _problem("RoutePlugin", f"Slurm {release} has no dynamic nodes with route/topology", "remove RoutePlugin")
-    everywhere = [p["partitionname"] for p in site.records("PartitionName") if _has_all_nodes(p)]
-    for name in everywhere:
+    everywhere = (p for p in site.records("PartitionName") if "all" in p.get("nodes", "").lower().split(","))
+    for name in (p["partitionname"] for p in everywhere):
         yield _problem(
             f"PartitionName={name}",
             f"partition {name} has Nodes=ALL, so that VMs and the gate's nodes are in it, too",
             f"list the nodes of partition {name} by name: Nodes={site.nodes() or '…'}",
         )
-
-
-def _has_all_nodes(partition: dict[str, str]) -> bool:
-    return "all" in partition.get("nodes", "").lower().split(",")
 
 
 def _names(settings: Settings, site: SiteConf) -> Iterator[Finding]:
@@ -276,7 +257,7 @@ def _names(settings: Settings, site: SiteConf) -> Iterator[Finding]:
         )
     reserved = {slurm.node_feature: "node_feature", slurm.gate_feature: "gate_feature"}
     for node in site.records("NodeName"):
-        for feature in {*_features(node)} & reserved.keys():
+        for feature in {*features_of(node)} & reserved.keys():
             yield _problem(
                 f"NodeName={node['nodename']}",
                 f"a node of the site has the feature {feature}, and would belong to Multiverse's partitions",
@@ -285,7 +266,7 @@ def _names(settings: Settings, site: SiteConf) -> Iterator[Finding]:
 
 
 def _gate(settings: Settings, site: SiteConf) -> Iterator[Finding]:
-    """What keeps jobs waiting, and what its nodes need: lines of which Slurm takes the last one only."""
+    """Licences and programs of power saving, which the gate needs. Slurm takes only the last line of each key."""
     wanted, licences = f"{settings.slurm.licence}:1", site.value("Licenses")
     if licences and wanted not in gate.licence_words(licences):
         yield _problem(
@@ -301,10 +282,6 @@ def _gate(settings: Settings, site: SiteConf) -> Iterator[Finding]:
             f"{missing} is missing beside the other program of power saving, so that Slurm powers no node up or down",
             f"set {missing}, for example to /bin/true, and run scontrol reconfigure",
         )
-
-
-def _features(node: dict[str, str]) -> list[str]:
-    return (node.get("feature") or node.get("features") or "").split(",")
 
 
 def _scripts(settings: Settings, site: SiteConf) -> Iterator[Finding]:
@@ -367,8 +344,8 @@ def _scheduler_parameters(site: SiteConf) -> dict[str, str]:
 
 
 def _backups(site: SiteConf, release: Version) -> Iterator[Finding]:
-    """Before 23.02.4 a backup slurmctld that takes over runs no main scheduler: the scheduler's thread was started and
-    ended with the standby's own shutdown, and nothing starts another (slurm_sched_init in Slurm's sources)."""
+    """Before 23.02.4 a backup slurmctld that takes over runs no main scheduler: its thread ended with the standby's own
+    shutdown, and nothing starts another (slurm_sched_init in Slurm's sources)."""
     interval = _scheduler_parameters(site).get("bf_interval", "")
     often = interval.isdecimal() and int(interval) <= BF_INTERVAL_OF_A_BACKUP
     if len(conf.controllers(site.text)) > 1 and release < _BACKUP_SCHEDULES_AT_ONCE and not often:
@@ -411,3 +388,74 @@ def _scheduling(site: SiteConf) -> Iterator[Finding]:
                 f"{key} has no effect on jobs at the gate, because it is a fraction of the gate's declared size",
                 "no action is needed if age, fair share and QOS suffice for jobs in VMs",
             )
+
+
+RELEASES = ((20, 2), (20, 11), (21, 8), (22, 5), (23, 2), (23, 11), (24, 5), (24, 11), (25, 5), (25, 11))
+"""Slurm's major releases, in order."""
+
+
+def node_sets(slurm: SlurmSettings, site: SiteConf) -> Iterator[Finding]:
+    """Node sets of the site that contain VMs or gate nodes by a feature: partitions of these sets would have them."""
+    ours = {slurm.node_feature, slurm.gate_feature}
+    for record in site.records("NodeSet"):
+        features = {word.strip() for word in record.get("feature", "").split(",")}
+        if features & ours and record["nodeset"] != gate.NODE_SET:
+            yield _problem(
+                f"NodeSet={record['nodeset']}",
+                f"the node set has all nodes with the feature {', '.join(sorted(features & ours))}: VMs would be in it",
+                "give the site's nodes another feature, or set slurm.node_feature and slurm.gate_feature differently",
+            )
+
+
+def reservations(slurm: SlurmSettings, shown: str) -> Iterator[Finding]:
+    """Reservations of gate nodes or of our partition, in what `scontrol show reservation --oneliner` prints. A job at
+    the gate would wait for their end, whatever is free."""
+    gates = folded(iter([f"{gate.GATE_NODE}[1-{install.GATE_NODES}]"]))
+    for line in shown.splitlines():
+        fields = dict(re.findall(r"(\w+)=(\S*)", line))
+        name = fields.get("ReservationName")
+        if not name:
+            continue
+        try:
+            nodes = NodeSet(fields.get("Nodes", "").replace("(null)", ""))
+        except NodeSetException:
+            continue
+        of_ours = fields.get("PartitionName") == slurm.partition
+        if nodes & gates or of_ours:
+            what = f"the partition {fields['PartitionName']}" if of_ours else "nodes of the gate"
+            until = f" from {fields.get('StartTime', '?')} to {fields.get('EndTime', '?')}"
+            yield _problem(
+                f"ReservationName={name}",
+                f"the reservation holds {what}{until}, so jobs at the gate wait for its end",
+                f"name the site's own nodes in it: scontrol update ReservationName={name} Nodes=…",
+            )
+
+
+def guests(release: Version, slurmds: Mapping[str, str | None]) -> Iterator[Finding]:
+    """Whether slurmctld of a release accepts the slurmd of each image, given by its version. slurmctld must not be
+    older. It accepts the two releases before its own, from 24.11 on three (Slurm's page on upgrades)."""
+    for image, text in sorted(slurmds.items()):
+        found = re.match(r"(?:\d+:)?(\d+)\.(\d+)", text or "")
+        if found is None:
+            yield _note(
+                f"image {image}",
+                "nobody can tell which release of slurmd is in the image: it has no package of that name",
+                f"compare slurmd -V in a job with the site's Slurm {release}",
+            )
+            continue
+        slurmd, own = (int(found[1]), int(found[2])), (release.year, release.month)
+        name = f"{slurmd[0]}.{slurmd[1]:02d}"
+        remedy = f"build the image with a slurmd of {release}: multiverse image build --name {image}"
+        if slurmd > own:
+            message = f"slurmd in the image is {name}, newer than slurmctld {release}, which refuses it"
+            yield _problem(f"image {image}", message, remedy)
+        elif own in RELEASES and slurmd in RELEASES:
+            behind, most = RELEASES.index(own) - RELEASES.index(slurmd), 3 if own >= (24, 11) else 2
+            if behind > most:
+                message = (
+                    f"slurmd in the image is {name}, {behind} releases behind slurmctld {release}, of {most} at most"
+                )
+                yield _problem(f"image {image}", message, remedy)
+        elif slurmd not in RELEASES and slurmd != own:
+            message = f"slurmd in the image is {name}, and slurmctld {release}: nobody has tried these together"
+            yield _note(f"image {image}", message, remedy)

@@ -1,1 +1,0 @@
-"""Slurm's side of VMs inside jobs: the feature of nodes that take such jobs, and what slurmctld says of a run."""

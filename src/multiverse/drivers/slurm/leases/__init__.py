@@ -1,1 +1,0 @@
-"""Physical nodes as hosts: the pilot jobs that lease them."""
