@@ -288,11 +288,8 @@ class Channels:
 
     def __init__(self) -> None:
         self.sent: list[tuple[str, bytes]] = []
-        self.starting: set[str] = set()
+        self.sessions: set[str] = set()  # of VMs that are being started
         self.deaf: set[str] = set()
-
-    def has_session(self, name: str) -> bool:
-        return name in self.starting
 
     def started_channel(self, name: str) -> Channels:
         if name in self.deaf:
@@ -316,13 +313,13 @@ def test_guests_are_told_what_they_do_not_know_of_their_own_group() -> None:
     rules.members["mv-4"] = placed_member(4, "h1", group=7)
     names = GuestNames("h1", rules, channels)  # type: ignore[arg-type]
     assert sorted(names.first("mv-1", 1000)) == [("mv-2", "10.0.0.2"), ("mv-3", "10.0.0.3")]
-    channels.starting = {"mv-2"}
+    channels.sessions = {"mv-2"}
     names.tell()
     assert [to for to, _ in channels.sent] == ["mv-4"], "one knows all, and one is being started"
     channels.sent.clear()
     del rules.members["mv-3"]
     rules.members["mv-5"] = placed_member(5, "h2")
-    channels.starting = set()
+    channels.sessions = set()
     names.tell()
     assert dict(channels.sent) == {
         "mv-1": b'{"type":"names","names":[["mv-5","10.0.0.5"]],"gone":["mv-3"],"whole":false}\n',

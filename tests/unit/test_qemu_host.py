@@ -38,6 +38,7 @@ from multiverse.host.qemu.machine import DIMMS, Accelerator, Memory, QemuMachine
 from multiverse.host.qemu.session import GuestOutput, OutputStore, Paths, remove_files
 from multiverse.images.catalog import Image
 from multiverse.system import kernel
+from multiverse.system.locks import locked_directory
 from multiverse.system.processes import ProcessIdentity
 
 
@@ -73,7 +74,7 @@ async def test_a_qemu_is_killed_at_once_though_its_lock_is_held_and_all_threads_
 
     waiting = [asyncio.create_task(hypervisor._in_thread(end.wait)) for _ in range(100)]
     try:
-        with manifest.locked(home, create=False):
+        with locked_directory(home, create=False):
             await asyncio.sleep(0)
             assert await asyncio.wait_for(hypervisor.list_vms(), 5) == ["mva-1"]
             await asyncio.wait_for(hypervisor.kill(["mva-1", "mva-2"]), 5)
@@ -308,10 +309,10 @@ def test_a_lock_holds_until_the_directory_is_gone(tmp_path: Path) -> None:
     order: list[str] = []
 
     def second() -> None:
-        with manifest.locked(home, create=False) as there:
+        with locked_directory(home, create=False) as there:
             order.append(f"second: {there}")
 
-    with manifest.locked(home, create=True) as there:
+    with locked_directory(home, create=True) as there:
         assert there
         waiting = threading.Thread(target=second)
         waiting.start()

@@ -47,13 +47,11 @@ def assemble() -> str:
 
 
 def assemble_sources(sources: Mapping[str, str]) -> str:
-    """Join modules, given by name, into one program that runs the module `main`. Raises `AssemblyError`.
-
-    Each module may import modules and names of the standard library, and names of other modules of the package by `from
+    """Join modules, given by name, into one program that runs the module `main`. Raises `AssemblyError`. Each module
+    may import modules and names of the standard library, and names of other modules of the package by `from
     multiverse.guest.agent.MODULE import NAME`, both at its top level and without renaming. Names of `typing` may be
     used in annotations only. No two modules may bind the same name to different objects, and no module may hide a
-    builtin.
-    """
+    builtin."""
     modules = {name: _take_apart(name, sources[name]) for name in sorted(sources)}
     if MAIN not in modules:
         raise AssemblyError(f"there is no module {MAIN}")

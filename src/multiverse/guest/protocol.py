@@ -52,10 +52,8 @@ Names = Iterable[tuple[str, str]]
 
 def identity_message(identity: Identity, cpus: int, plugged: int, disk: int, names: Names = ()) -> bytes:
     """The line that gives a clone its identity. It holds fresh random bytes and the time: never keep or resend it.
-
     `cpus` is the number of CPUs that the clone must have, `plugged` the MiB of memory that were plugged, `disk` the MiB
-    that users may write. Raises `Refused` if the line is longer than MAX_LINE.
-    """
+    that users may write. Raises `Refused` if the line is longer than MAX_LINE."""
     bootstrap = identity.bootstrap
     line = _line(
         type="identity",  # first: the agent recognizes the message by its first bytes, before it parses it
@@ -97,10 +95,8 @@ def identity_message(identity: Identity, cpus: int, plugged: int, disk: int, nam
         time=time.time(),
     )
     if len(line) > MAX_LINE:
-        raise Refused(
-            f"the identity of {identity.hostname} has {len(line)} bytes, over {MAX_LINE}",
-            hint="are there very large files in the guests' configuration?",
-        )
+        what = f"the identity of {identity.hostname} has {len(line)} bytes, over {MAX_LINE}"
+        raise Refused(what, hint="are there very large files in the guests' configuration?")
     return line
 
 

@@ -153,9 +153,8 @@ class Cgroups:
         for hierarchy in self._own:
             while not _is_removed(hierarchy.parent / name):
                 if time.monotonic() > deadline:
-                    raise Broken(
-                        f"the control group {hierarchy.parent / name} is not empty", hint="see its cgroup.procs"
-                    )
+                    what = f"the control group {hierarchy.parent / name} is not empty"
+                    raise Broken(what, hint="see its cgroup.procs")
                 time.sleep(0.002)
             _is_removed(hierarchy.parent)
 

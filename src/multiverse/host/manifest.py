@@ -5,7 +5,6 @@ from __future__ import annotations
 import ipaddress
 import json
 import re
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from pathlib import Path
@@ -16,7 +15,6 @@ from pydantic import TypeAdapter, ValidationError
 from multiverse.core.errors import Exhausted, Refused
 from multiverse.core.model import CloneKind, DiskCost, VmSpec
 from multiverse.system import files
-from multiverse.system.locks import locked_directory
 from multiverse.system.processes import ProcessIdentity
 
 _MAC = re.compile(r"[0-9a-f]{2}(:[0-9a-f]{2}){5}")
@@ -77,9 +75,8 @@ class Specification(VmSpec):
             found = TypeAdapter(cls).validate_json(text, strict=True)
         except ValidationError as error:
             problems = [f"{'.'.join(map(str, each['loc']))}: {each['msg'].lower()}" for each in error.errors()]
-            raise Refused(
-                f"this is no specification of a VM: {'; '.join(problems)}", hint=_SPECIFICATION_HINT
-            ) from error
+            what = f"this is no specification of a VM: {'; '.join(problems)}"
+            raise Refused(what, hint=_SPECIFICATION_HINT) from error
         except ValueError as error:
             raise Refused(f"this is not JSON: {error}", hint=_SPECIFICATION_HINT) from error
         empty = [field for field in ("token", "address") if not getattr(found, field)]
@@ -104,11 +101,9 @@ class VmPhase(StrEnum):
 @dataclass(frozen=True)
 class Manifest:
     """Everything that is needed to find a VM and to remove it, whichever process died meanwhile. The names of the
-    fields are those on disk, so they stay from release to release.
-
-    A manifest is replaced as a whole, before the step that it records. It is not synced to disk: it describes
-    processes, which end with the machine. A manifest that cannot be read therefore belongs to a VM that is dead.
-    """
+    fields are those on disk, so they stay from release to release. A manifest is replaced as a whole, before the step
+    that it records. It is not synced to disk: it describes processes, which end with the machine. A manifest that
+    cannot be read therefore belongs to a VM that is dead."""
 
     name: str
     kind: CloneKind
@@ -156,9 +151,8 @@ def write(directory: Path, manifest: Manifest) -> None:
     try:
         files.replace(directory / FILE, json.dumps(asdict(manifest)))
     except OSError as error:
-        raise Exhausted(
-            f"cannot write the manifest of VM {manifest.name}: {error}", hint=f"is there room in {directory}?"
-        ) from error
+        what = f"cannot write the manifest of VM {manifest.name}: {error}"
+        raise Exhausted(what, hint=f"is there room in {directory}?") from error
 
 
 def read(directory: Path) -> Manifest | None:
@@ -175,8 +169,3 @@ def refuse_other(known: Manifest | None, token: str) -> None:
     if known is not None and token and known.token != token:
         hint = f"a controller with another database made it; if nobody needs it, end process {known.pid}"
         raise Refused(f"{known.name} is another VM: it has another token", hint=hint)
-
-
-def locked(directory: Path, *, create: bool) -> AbstractContextManager[bool]:
-    """Hold the lock of the VM in `directory`. Gives False, without a lock, if there is no such directory."""
-    return locked_directory(directory, create=create)

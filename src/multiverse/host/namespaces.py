@@ -96,12 +96,9 @@ class View:
 
 def start(view: View, spawn: Callable[[Mapping[Path, int]], T]) -> tuple[T, dict[Path, int]]:
     """Call `spawn` in new namespaces, with a descriptor of each output. Returns its result, and these descriptors,
-    which the caller closes.
-
-    The first process that `spawn` starts is process 1 of its PID namespace: when it ends, the kernel kills all others
-    there. Raises `Broken` if namespaces are not permitted, `Exhausted` if there is no room for more, and what `spawn`
-    raises.
-    """
+    which the caller closes. The first process that `spawn` starts is process 1 of its PID namespace: when it ends, the
+    kernel kills all others there. Raises `Broken` if namespaces are not permitted, `Exhausted` if there is no room for
+    more, and what `spawn` raises."""
     return in_thread(lambda: _start(view, spawn))
 
 

@@ -25,17 +25,14 @@ SIOCSIFHWADDR, ARPHRD_ETHER = 0x8924, 1
 
 def open_tap(name: str, bridge: str | None, mac: str = "") -> int:
     """Create a tap and return its descriptor. With a bridge, the tap is up, and an isolated port of the bridge. The
-    kernel removes the tap when the QEMU that holds its descriptor ends.
-
-    The bridge forwards to the port frames for `mac` and broadcasts, but not frames for unknown addresses. Raises
-    `Exhausted` if there is an interface of that name, `Broken` if there is no such bridge or for want of permission.
-    """
+    kernel removes the tap when the QEMU that holds its descriptor ends. The bridge forwards to the port frames for
+    `mac` and broadcasts, but not frames for unknown addresses. Raises `Exhausted` if there is an interface of that
+    name, `Broken` if there is no such bridge or for want of permission."""
     try:
         fd = os.open("/dev/net/tun", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        raise Broken(
-            f"cannot open /dev/net/tun: {error.strerror}", hint="load the tun module, or run as root"
-        ) from error
+        what = f"cannot open /dev/net/tun: {error.strerror}"
+        raise Broken(what, hint="load the tun module, or run as root") from error
     try:
         fcntl.ioctl(fd, TUNSETIFF, struct.pack("16sH22x", name.encode(), IFF_TAP | IFF_NO_PI | IFF_VNET_HDR))
         if bridge is not None:

@@ -36,10 +36,7 @@ class NumaNodes:
     def __init__(self, vms: Path, cpu_overcommit: float = 1.0, root: Path = NODES) -> None:
         self._vms, self._overcommit, self._root = vms, cpu_overcommit, root
         self.nodes = read_nodes(root, os.sched_getaffinity(0))
-
-    @property
-    def are_several(self) -> bool:
-        return len(self.nodes) > 1
+        self.are_several = len(self.nodes) > 1
 
     def cpus_of(self, number: int) -> AbstractSet[int]:
         return next((node.cpus for node in self.nodes if node.number == number), frozenset())

@@ -28,12 +28,10 @@ def make_directory(path: Path, mode: int) -> None:
 
 
 def check(path: Path, *, inside: bool = False) -> None:
-    """Raise `Refused` if an untrusted user could put something into this directory, or replace the directory.
-
-    Trusted are root, the user of this process and the owner of this program. The path, and every directory and link on
-    the way to it, must belong to one of them and be writable by nobody else. Sticky directories, such as /tmp, are
-    accepted above it. With `inside`, each file in the directory is checked too.
-    """
+    """Raise `Refused` if an untrusted user could put something into this directory, or replace the directory. Trusted
+    are root, the user of this process and the owner of this program. The path, and every directory and link on the way
+    to it, must belong to one of them and be writable by nobody else. Sticky directories, such as /tmp, are accepted
+    above it. With `inside`, each file in the directory is checked too."""
     # Whoever owns this program could change it as well. A user's own group has the user's number (as in sudo(8)).
     trusted = frozenset((0, os.geteuid(), Path(__file__).stat().st_uid))
     try:
@@ -51,17 +49,13 @@ def check(path: Path, *, inside: bool = False) -> None:
 
 def _check_one(path: Path, found: os.stat_result, trusted: frozenset[int], *, above: bool = False) -> None:
     if found.st_uid not in trusted:
-        raise Refused(
-            f"{path} belongs to user {found.st_uid}, who could put files of their own there",
-            hint=f"remove it, or {_PLACES}",
-        )
+        problem = f"{path} belongs to user {found.st_uid}, who could put files of their own there"
+        raise Refused(problem, hint=f"remove it, or {_PLACES}")
     writable = found.st_mode & 0o002 or (found.st_mode & 0o020 and found.st_gid not in trusted)
     harmless = stat.S_ISLNK(found.st_mode) or (above and found.st_mode & stat.S_ISVTX)
     if writable and not harmless:
-        raise Refused(
-            f"others may write to {path}, and could put files of their own there",
-            hint=f"examine its content, then chmod go-w {path}, or {_PLACES}",
-        )
+        what = f"others may write to {path}, and could put files of their own there"
+        raise Refused(what, hint=f"examine its content, then chmod go-w {path}, or {_PLACES}")
 
 
 def _components(path: Path) -> Iterator[Path]:

@@ -52,12 +52,9 @@ def spawn(argv: Sequence[str], fds: Sequence[int], log: Path, environment: Mappi
 
 def execute(argv: Sequence[str], fds: Sequence[int], out: int, environment: Mapping[str, str]) -> int:
     """Start a program in a new session, with its output written to `out` and `fds` open at the same numbers. Returns
-    its pid.
-
-    Other descriptors are close-on-exec (`set_all_close_on_exec`); glibc clears that flag for a dup2 of a descriptor
-    onto itself. SIGXFSZ stays ignored, as Python has it: a program that reaches the limit of `limit_files` gets an
-    error and is not killed. Raises OSError if the program cannot be executed.
-    """
+    its pid. Other descriptors are close-on-exec (`set_all_close_on_exec`); glibc clears that flag for a dup2 of a
+    descriptor onto itself. SIGXFSZ stays ignored, as Python has it: a program that reaches the limit of `limit_files`
+    gets an error and is not killed. Raises OSError if the program cannot be executed."""
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     try:
         actions = [(os.POSIX_SPAWN_DUP2, null, 0), (os.POSIX_SPAWN_DUP2, out, 1), (os.POSIX_SPAWN_DUP2, out, 2),
@@ -152,11 +149,9 @@ def available_memory() -> int:
 
 
 def resident_memory(pid: int) -> tuple[float, float]:
-    """(private, shared) memory in MiB, from /proc/PID/statm; zeros if there is no such process.
-
-    Private are anonymous pages, which are freed when the process ends. Shared are pages of files, even if no other
-    process maps them. Reading takes some ten microseconds; `exact_memory` is exact, and slower.
-    """
+    """(private, shared) memory in MiB, from /proc/PID/statm; zeros if there is no such process. Private are anonymous
+    pages, which are freed when the process ends. Shared are pages of files, even if no other process maps them. Reading
+    takes some ten microseconds; `exact_memory` is exact, and slower."""
     try:
         with open(f"/proc/{pid}/statm") as file:  # noqa: PTH123  (read at each observation, for each VM)
             _, pages, shared, *_ = map(int, file.read().split())
@@ -166,11 +161,9 @@ def resident_memory(pid: int) -> tuple[float, float]:
 
 
 def exact_memory(pid: int, shared_file: str = "") -> tuple[float, float]:
-    """(unique, proportional) memory in MiB: private pages, and PSS (proc(5), smaps). Takes milliseconds.
-
-    Mappings of files whose path ends with `shared_file` count as unique with their written pages only: the other pages
-    belong to the file, even if no other process maps them.
-    """
+    """(unique, proportional) memory in MiB: private pages, and PSS (proc(5), smaps). Takes milliseconds. Mappings of
+    files whose path ends with `shared_file` count as unique with their written pages only: the other pages belong to
+    the file, even if no other process maps them."""
     unique = proportional = 0
     shared = False
     try:

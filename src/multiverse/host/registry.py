@@ -40,11 +40,9 @@ def host_lock(vms: Path) -> Iterator[None]:
 
 
 class VmRegistry:
-    """The values of the VMs below `vms`, whichever process or release created them. Its users hold the host's lock.
-
-    A manifest is read once. It is read again while it lacks an address, which a start may add, and if the directory is
-    another one; the other values of a VM never change.
-    """
+    """The values of the VMs below `vms`, whichever process or release created them. Its users hold the host's lock. A
+    manifest is read once. It is read again while it lacks an address, which a start may add, and if the directory is
+    another one; the other values of a VM never change."""
 
     def __init__(self, vms: Path) -> None:
         self._vms = vms
@@ -75,10 +73,8 @@ class VmRegistry:
             holder = self.holder(resource, value) if value else ""
             if holder not in ("", name):
                 shown = "" if resource is Resource.TOKEN else f" {value}"  # a token is a secret
-                raise Refused(
-                    f"VM {name} cannot have the {resource}{shown}: VM {holder} has it",
-                    hint=f"destroy {holder} first, or specify another {resource}",
-                )
+                what = f"VM {name} cannot have the {resource}{shown}: VM {holder} has it"
+                raise Refused(what, hint=f"destroy {holder} first, or specify another {resource}")
 
     def _add(self, name: str, inode: int, found: Manifest) -> None:
         values = {
@@ -132,19 +128,13 @@ class UidPool:
 
     def __init__(self, first: int, count: int) -> None:
         self._first, self._count = first, count
-
-    @property
-    def template_user(self) -> ProcessUser | None:
-        """The user that templates are built as; None if every QEMU runs as the user of this process."""
-        return ProcessUser(self._first, self._first) if self._count else None
+        self.template_user = ProcessUser(first, first) if count else None  # that templates are built as
 
     def check(self) -> None:
         """Raise `Refused` if this process may not run programs as other users."""
         if self._count and os.geteuid() != 0:
-            raise Refused(
-                "VMs cannot have users of their own: the daemon is not root",
-                hint="run it as root, or set qemu.uids = [0, 0] to run every QEMU as the daemon's own user",
-            )
+            hint = "run it as root, or set qemu.uids = [0, 0] to run every QEMU as the daemon's own user"
+            raise Refused("VMs cannot have users of their own: the daemon is not root", hint=hint)
 
     def allocate(self, name: str, registry: VmRegistry) -> ProcessUser | None:
         """A user that no other VM has. The caller holds the host's lock until the VM's manifest is written. Raises

@@ -117,11 +117,8 @@ class Reading(NamedTuple):
 
 class OpenFile:
     """A file of the kernel that is kept open, because opening a file of /proc costs several times as much as reading
-    it.
-
-    A file of /proc/PID stays with its process: once that has ended, reading it fails with ESRCH, whichever process gets
-    the pid next.
-    """
+    it. A file of /proc/PID stays with its process: once that has ended, reading it fails with ESRCH, whichever process
+    gets the pid next."""
 
     __slots__ = ("_fd",)
 
@@ -221,16 +218,19 @@ class VmProbe:
         fields = self._fields()
         memory, shared = self._statm.read().split(None, 3)[1:3]
         sent, received = traffic.get(self._tap, (0, 0))  # what a tap receives, its guest has sent
-        read, written = self._disk_bytes()
+        active, pressures = UNKNOWN, (UNKNOWN, UNKNOWN, UNKNOWN)
+        with suppress(OSError):  # its control group is removed just now
+            active = active_bytes(self._memory_stat.read()) / MIB if self._memory_stat is not None else UNKNOWN
+        with suppress(OSError):
+            pressures = self._pressures.read() if self._pressures is not None else pressures
         return Reading(
             (int(fields[11]) + int(fields[12])) / TICKS,
             max(0, int(memory) - int(shared)) * _PAGE / MIB + self.huge_memory,
-            UNKNOWN if self._memory_stat is None else self._active(self._memory_stat),
+            active,
             received,
             sent,
-            read,
-            written,
-            (UNKNOWN, UNKNOWN, UNKNOWN) if self._pressures is None else self._read_pressures(self._pressures),
+            *self._disk_bytes(),
+            pressures,
         )
 
     def _fields(self) -> list[bytes]:
@@ -245,20 +245,6 @@ class VmProbe:
             lines = self._io.read().split(b"\n")
             self._last_io = int(lines[4].split()[1]), int(lines[5].split()[1])
         return self._last_io
-
-    @staticmethod
-    def _active(file: OpenFile) -> float:
-        try:
-            return active_bytes(file.read()) / MIB
-        except OSError:  # its control group is removed just now
-            return UNKNOWN
-
-    @staticmethod
-    def _read_pressures(pressures: Pressures) -> tuple[float, float, float]:
-        try:
-            return pressures.read()
-        except OSError:
-            return UNKNOWN, UNKNOWN, UNKNOWN
 
     def close(self) -> None:
         for file in self._files:
@@ -295,7 +281,7 @@ class HostProbe:
         # user, nice, system; irq, softirq, steal. Guests' time is in user (proc(5)).
         busy = sum(map(int, (*fields[1:4], *fields[6:9])))
         memory = {line.split(b":")[0]: line for line in self._meminfo.read().split(b"\n", 8)[:8]}
-        total, available, active = (_kib(memory[key]) for key in (b"MemTotal", b"MemAvailable", b"Active"))
+        total, available, active = (int(memory[key].split()[1]) for key in (b"MemTotal", b"MemAvailable", b"Active"))
         traffic = {} if self._net is None else _traffic(self._net.read_all())
         outer = [traffic[name] for name in traffic if self._leads_out(name)]
         read, written = (0, 0) if self._disks is None else self._disk_bytes(self._disks.read_all())
@@ -338,10 +324,6 @@ class HostProbe:
             if file is not None:
                 file.close()
         self._pressures.close()
-
-
-def _kib(line: bytes) -> int:
-    return int(line.split()[1])
 
 
 def _traffic(data: bytes) -> dict[bytes, tuple[int, int]]:
@@ -401,11 +383,8 @@ class _Vm:
 
 class Sampler:
     """Samples this host, and the VMs below `vms`, in a thread of its own. Methods other than `run` may be called from
-    any thread.
-
-    VMs are found by their manifests, whichever site or process created them. A VM that vanishes in the middle of a
-    sample is left out of it. An error with one VM does not stop the sampling of others.
-    """
+    any thread. VMs are found by their manifests, whichever site or process created them. A VM that vanishes in the
+    middle of a sample is left out of it. An error with one VM does not stop the sampling of others."""
 
     def __init__(
         self, vms: Path, interval: float = 1.0, found: Callable[[], Sequence[Hierarchy]] = hierarchies

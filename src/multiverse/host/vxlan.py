@@ -129,9 +129,8 @@ class Vxlan:
             with self._inside():
                 self._nft = Nft()
         except OSError as error:
-            raise Refused(
-                f"a VXLAN needs nftables on this host: {error}", hint="install libnftables, or set vxlan.enabled"
-            ) from error
+            what = f"a VXLAN needs nftables on this host: {error}"
+            raise Refused(what, hint="install libnftables, or set vxlan.enabled") from error
 
     def restore(self, keep: Callable[[str], bool] = lambda owner: True) -> None:
         """Make the VXLAN, its rules and the entries of recorded owners, and remove all other entries, also of recorded
@@ -227,10 +226,8 @@ class Vxlan:
             with self._lock, locked_file(records / _LOCK), self._inside(), IPRoute() as ip:
                 yield ip
         except (NetlinkError, OSError) as error:
-            raise Broken(
-                f"cannot change the VXLAN {self.config.device}: {error}",
-                hint=f"see `ip -d link show {self.config.device}`",
-            ) from error
+            what = f"cannot change the VXLAN {self.config.device}: {error}"
+            raise Broken(what, hint=f"see `ip -d link show {self.config.device}`") from error
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
@@ -288,17 +285,13 @@ class Vxlan:
         config = self.config
         own = [each["index"] for each in ip.get_addr() if each.get_attr("IFA_ADDRESS") == address]
         if not own:
-            raise Refused(
-                f"no interface of this host has the address {address}",
-                hint="give the host's own address in vxlan.addresses",
-            )
+            problem = f"no interface of this host has the address {address}"
+            raise Refused(problem, hint="give the host's own address in vxlan.addresses")
         mtu = ip.get_links(own[0])[0].get_attr("IFLA_MTU")
         overhead = OVERHEAD[ip_address(address).version]
         if mtu < config.mtu + overhead:
-            raise Refused(
-                f"packets of {config.mtu} bytes and the VXLAN's {overhead} do not fit the MTU {mtu} of this host",
-                hint=f"set vxlan.mtu to {mtu - overhead} or less on all hosts",
-            )
+            what = f"packets of {config.mtu} bytes and the VXLAN's {overhead} do not fit the MTU {mtu} of this host"
+            raise Refused(what, hint=f"set vxlan.mtu to {mtu - overhead} or less on all hosts")
 
     def _make_tables(self, entries: Collection[Neighbour], address: str) -> None:
         config, elements = self.config, ", ".join(sorted({one.machine for one in entries}))

@@ -21,11 +21,8 @@ LONGEST_OUTPUT = 1 << 20  # bytes of a prolog's output that are taken
 
 def run_prolog(path: bytes, content: bytes, environment: dict[bytes, bytes]) -> None:
     """Run a prolog of a task as this process's user, before the command, and do what its output says. As in slurmstepd,
-    its exit status means nothing.
-
-    `content` is the host's file at `path`. If the guest has the same file, that one runs, so that the program finds
-    what lies beside it; otherwise a copy in memory runs.
-    """
+    its exit status means nothing. `content` is the host's file at `path`. If the guest has the same file, that one
+    runs, so that the program finds what lies beside it; otherwise a copy in memory runs."""
     reading, writing = os.pipe2(os.O_CLOEXEC)
     pid = os.fork()
     if not pid:
@@ -391,11 +388,9 @@ class TaskCommand:
 
 
 def write_script(path: bytes, content: bytes, uid: int, gid: int) -> None:
-    """Make the file of a batch script, for this user.
-
-    The user determines what the host says of a task, and this process is root. So only a path like slurmd's is
-    accepted, below directories of root or of that user. Raises GuestAgentError for another path, and OSError.
-    """
+    """Make the file of a batch script, for this user. The user determines what the host says of a task, and this
+    process is root. So only a path like slurmd's is accepted, below directories of root or of that user. Raises
+    GuestAgentError for another path, and OSError."""
     shown = os.fsdecode(path)
     if not SCRIPT.fullmatch(path):
         raise GuestAgentError(f"{shown} is no path of a batch script")

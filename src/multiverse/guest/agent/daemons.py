@@ -35,12 +35,10 @@ INT3 = b"\xcc"  # the breakpoint instruction
 
 
 class StoppedProcess:
-    """A program that is stopped before its first instruction; `release` continues it with arguments.
-
-    The program is loaded and linked once for all clones, but has read no argument, key or random byte. The clones share
-    the random place of the program in memory, as they share the kernel's. The guard of its stack is drawn again at its
-    release. This works on x86-64 only (ptrace(2), ld.so(8)). Raises OSError.
-    """
+    """A program that is stopped before its first instruction; `release` continues it with arguments. The program is
+    loaded and linked once for all clones, but has read no argument, key or random byte. The clones share the random
+    place of the program in memory, as they share the kernel's. The guard of its stack is drawn again at its release.
+    This works on x86-64 only (ptrace(2), ld.so(8)). Raises OSError."""
 
     def __init__(self, name: str, program: str, user: str) -> None:
         self.program, self.user = program, user

@@ -1,6 +1,6 @@
 """PCI devices that the host plugs for a job: virtual functions (SR-IOV), and memory shared with other VMs."""
 
-# ruff: noqa: PTH108, PTH110, PTH120, PTH123, PTH208, PTH211
+# ruff: noqa: PTH108, PTH110, PTH112, PTH120, PTH123, PTH208, PTH211
 
 from __future__ import annotations
 
@@ -35,18 +35,22 @@ def take_functions(ports: list[int], uid: int) -> None:
     load_drivers(devices, deadline)
     for device in devices:
         for each in parts_of(device):
-            name = event_name(each)
-            if name and os.path.exists(f"{DEVICE_FILES}/{name}"):
-                os.chown(f"{DEVICE_FILES}/{name}", uid, -1)
+            for line in read_attribute(each, "uevent").split("\n"):
+                file = f"{DEVICE_FILES}/{line[8:]}"
+                if line.startswith("DEVNAME=") and os.path.exists(file):
+                    os.chown(file, uid, -1)
 
 
 def appeared_device(port: int, deadline: float) -> str:
     """Wait for the device in that root port. Returns its directory in sysfs."""
-    while (device := plugged_device(port)) is None:
+    bridge = f"{PCI_DEVICES}/0000:00:{port:02x}.0"
+    while True:
+        for name in sorted(os.listdir(bridge)) if os.path.isdir(bridge) else ():
+            if os.path.exists(f"{bridge}/{name}/vendor"):
+                return os.path.realpath(f"{bridge}/{name}")
         if time.monotonic() > deadline:
             raise GuestAgentError(f"the virtual function at port {port:#x} did not appear in the guest")
         time.sleep(0.02)
-    return device
 
 
 def load_drivers(devices: list[str], deadline: float) -> None:
@@ -67,16 +71,6 @@ def load_drivers(devices: list[str], deadline: float) -> None:
             raise GuestAgentError(f"no driver of this image takes the virtual function {ids}: use another")
         tried |= aliases
         time.sleep(0.02)
-
-
-def plugged_device(port: int) -> str | None:
-    """The directory in sysfs of the device in that root port, if the kernel has found one."""
-    bridge = f"{PCI_DEVICES}/0000:00:{port:02x}.0"
-    try:
-        found = [name for name in sorted(os.listdir(bridge)) if os.path.exists(f"{bridge}/{name}/vendor")]
-    except OSError:
-        return None
-    return os.path.realpath(f"{bridge}/{found[0]}") if found else None
 
 
 def parts_of(device: str) -> list[str]:
@@ -108,12 +102,6 @@ def read_attribute(device: str, name: str) -> str:
         return ""
 
 
-def event_name(device: str) -> str:
-    """The name of a device's file in /dev; empty if it has none."""
-    lines = read_attribute(device, "uevent").split("\n")
-    return next((line[8:] for line in lines if line.startswith("DEVNAME=")), "")
-
-
 # --- shared memory -----------------------------------------------------------------------------------
 
 
@@ -125,10 +113,8 @@ IVSHMEM = ("0x1af4", "0x1110")  # vendor and device
 
 def take_regions(message: dict[str, Any]) -> None:
     """Wait for the regions of memory that the VM shares with other VMs of its job, and let the job's user map them.
-
     Each region is a PCI device (ivshmem-plain in QEMU). It needs no driver: the kernel shows its memory as a file.
-    Raises GuestAgentError if a region does not appear.
-    """
+    Raises GuestAgentError if a region does not appear."""
     make_directory(REGIONS)
     deadline = time.monotonic() + DAEMON_TIMEOUT
     for number, (port, function) in enumerate(message["devices"]):

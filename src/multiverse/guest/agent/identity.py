@@ -160,12 +160,8 @@ def clone_facts() -> dict[str, Any]:
 def current_facts() -> dict[str, Any]:
     """Current facts: names on the network, the ends of the public host keys, the time in milliseconds."""
     name = interface()
+    files = sorted(os.listdir(SSH)) if os.path.isdir(SSH) else []
+    keys = [read(f"{SSH}/{file}").split()[1][-20:] for file in files if file.endswith("_key.pub")]
     return {"hostname": socket.gethostname(), "mac": read(f"/sys/class/net/{name}/address").strip(),
-            "address": current_address(name), "host_keys": " ".join(_host_keys()),
+            "address": current_address(name), "host_keys": " ".join(keys),
             "now": time.time_ns() // 1_000_000, "fresh": os.urandom(8).hex()}  # fmt: skip
-
-
-def _host_keys() -> list[str]:
-    if not os.path.isdir(SSH):
-        return []
-    return [read(f"{SSH}/{file}").split()[1][-20:] for file in sorted(os.listdir(SSH)) if file.endswith("_key.pub")]

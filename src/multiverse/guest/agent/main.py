@@ -44,12 +44,6 @@ from multiverse.guest.agent.system import (
 # --- set-up, in place of a service manager -----------------------------------------------------------
 
 
-def protect_from_oom_killer() -> None:
-    """Make the kernel never end the agent when memory runs out, nor its daemons, which inherit this. slurmstepd undoes
-    it for the processes of a job."""
-    write_kernel_file("/proc/self/oom_score_adj", "-1000")
-
-
 def set_up_system() -> None:
     """Mount the kernel's file systems, make the usual links in /dev, and set up the loopback interface."""
     for source, target, kind, flags, data in (
@@ -77,11 +71,9 @@ def set_up_system() -> None:
 
 
 def set_up_cgroups() -> None:
-    """Make what slurmd needs on cgroup v2 without systemd: the hierarchy, its controllers and `system.slice`.
-
-    The controllers are enabled before the fork point, because the kernel rewrites parts of its code when the first
-    group of a controller is made.
-    """
+    """Make what slurmd needs on cgroup v2 without systemd: the hierarchy, its controllers and `system.slice`. The
+    controllers are enabled before the fork point, because the kernel rewrites parts of its code when the first group of
+    a controller is made."""
     if not os.path.exists(f"{CGROUPS}/cgroup.controllers") and not _mount_cgroups():
         return  # the guest uses cgroup v1; the site's cgroup.conf must be made for that
     slice_ = f"{CGROUPS}/system.slice"
@@ -137,11 +129,8 @@ def load_programs() -> None:
 
 
 def rehearse() -> None:
-    """Apply an invented identity, as each clone will apply a real one, and undo it.
-
-    What this reads, resolves or allocates is then shared by all clones. The invented keys end with the processes that
-    held them.
-    """
+    """Apply an invented identity, as each clone will apply a real one, and undo it. What this reads, resolves or
+    allocates is then shared by all clones. The invented keys end with the processes that held them."""
     line = json.dumps(
         {"type": "rehearsal", "random": base64.b64encode(os.urandom(64)).decode(), "list": [1.5, None, {}]}
     )
@@ -185,7 +174,9 @@ def _rehearse_daemons() -> None:
         pass
     finally:
         for daemon in started:
-            _kill(daemon)
+            with suppress(ProcessLookupError, ChildProcessError):
+                os.killpg(daemon.pid, signal.SIGKILL)
+                os.waitpid(daemon.pid, 0)
         for directory in (REHEARSAL, LOGS):
             _empty(directory)
         os.rmdir(REHEARSAL)
@@ -201,12 +192,6 @@ def _daemons() -> tuple[DaemonProcess, DaemonProcess]:
         DaemonProcess({"name": "munged", "argv": munged, "user": "munge", "ready_path": f"{REHEARSAL}/munge"}),
         DaemonProcess({"name": "slurmd", "argv": slurmd, "user": "root", "ready_path": ""}),
     )
-
-
-def _kill(daemon: DaemonProcess) -> None:
-    with suppress(ProcessLookupError, ChildProcessError):
-        os.killpg(daemon.pid, signal.SIGKILL)
-        os.waitpid(daemon.pid, 0)
 
 
 def _empty(directory: str) -> None:
@@ -226,7 +211,9 @@ def main() -> None:
     if first:
         set_up_system()
         set_up_cgroups()
-    protect_from_oom_killer()
+    # The kernel never ends the agent when memory runs out, nor its daemons, which inherit this. slurmstepd undoes it
+    # for the processes of a job.
+    write_kernel_file("/proc/self/oom_score_adj", "-1000")
     set_node_limits()
     load_modules()
     os.makedirs(LOGS, exist_ok=True)

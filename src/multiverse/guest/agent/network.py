@@ -60,12 +60,9 @@ def set_network(name: str, mac: str, address: str, gateway: str) -> None:
 
 def join_network(name: str, address: str, own: str, gateway: str) -> None:
     """Replace the address `own` of an interface by that in the network of its VM's job (both with prefix length). Again
-    is success.
-
-    MPI takes all addresses of an interface for those of one network. So `own` moves to the loopback interface, which
-    MPI leaves out, and stays the source of what is sent to its network and by the gateway. On a platform both are the
-    same, because its one network is also the job's: then nothing is done.
-    """
+    is success. MPI takes all addresses of an interface for those of one network. So `own` moves to the loopback
+    interface, which MPI leaves out, and stays the source of what is sent to its network and by the gateway. On a
+    platform both are the same, because its one network is also the job's: then nothing is done."""
     if address == own:
         return
     index, (local, _, prefix) = socket.if_nametoindex(name), own.partition("/")

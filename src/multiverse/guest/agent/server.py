@@ -321,10 +321,8 @@ class GuestAgent:
 
     def report_ended_daemons(self) -> None:
         """Empty the wake-up pipe, collect children that have ended, and report and restart the daemons among them.
-
         Without slurmd the scheduler would give up a job that goes on in the guest, and wait for the end of one that has
-        ended, both for SlurmdTimeout seconds.
-        """
+        ended, both for SlurmdTimeout seconds."""
         with suppress(BlockingIOError):
             os.read(self.wake, 4096)
         for daemon in self.children.collect():

@@ -64,11 +64,9 @@ def read(path: str) -> str:
 
 
 def write(path: str, content: str | bytes, mode: int = 0o644, owner: tuple[int, int] = (0, 0)) -> None:
-    """Make a file hold `content`, with this mode and owner (uid, gid). Nobody else can open a new file before that.
-
-    The file is written in place: a rename would make the kernel allocate and write blocks. A symbolic link at `path` is
-    not followed.
-    """
+    """Make a file hold `content`, with this mode and owner (uid, gid). Nobody else can open a new file before that. The
+    file is written in place: a rename would make the kernel allocate and write blocks. A symbolic link at `path` is not
+    followed."""
     data = content.encode("utf-8", "surrogateescape") if isinstance(content, str) else content
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
@@ -285,10 +283,7 @@ def load_modules() -> None:
 
 
 def load_on_demand(allowed: bool) -> None:
-    """Allow or forbid the kernel to run modprobe for a module that it misses.
-
-    It is forbidden while a clone starts: all modules that are needed are loaded by then, but each mount makes the
-    kernel ask for modules that do not exist. Each time it would run a program, which takes 0.25 s on an emulated CPU
-    and 12 MiB of memory that clones do not share.
-    """
+    """Allow or forbid the kernel to run modprobe for a module that it misses. It is forbidden while a clone starts: all
+    modules that are needed are loaded by then, but each mount makes the kernel ask for modules that do not exist. Each
+    time it would run a program, which takes 0.25 s on an emulated CPU and 12 MiB of memory that clones do not share."""
     write_kernel_file("/proc/sys/kernel/modprobe", "/sbin/modprobe\n" if allowed else "\n")

@@ -48,11 +48,9 @@ class TaskListener:
         self.sock.setblocking(False)
 
     def accept(self) -> None:
-        """Start a process for each connection that has come from the agent of the host. Never blocks.
-
-        Any process of the host can connect. One without the token gets no process here, because their number would have
-        no limit: this process must not fail, because the VM ends with it.
-        """
+        """Start a process for each connection that has come from the agent of the host. Never blocks. Any process of
+        the host can connect. One without the token gets no process here, because their number would have no limit: this
+        process must not fail, because the VM ends with it."""
         for _ in range(ACCEPTED_AT_ONCE):
             try:
                 connection, _ = self.sock.accept()

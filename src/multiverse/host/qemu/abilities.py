@@ -52,13 +52,10 @@ def _load(file: Path) -> dict[str, Any]:
 
 
 class AbilityCache:
-    """Abilities that guests of images lack on this host, kept across restarts.
-
-    An image's manifest says what its guests can have plugged. Whether their kernel accepts it depends on the
-    accelerator and QEMU too, which `environment` names. Linux since November 2025 (6.18, and Debian's 6.12) counts the
-    CPUs that ACPI shows as disabled only under a hypervisor that it knows, and QEMU's emulation is none: such a guest
-    boots with "0 hotplug CPUs".
-    """
+    """Abilities that guests of images lack on this host, kept across restarts. An image's manifest says what its guests
+    can have plugged. Whether their kernel accepts it depends on the accelerator and QEMU too, which `environment`
+    names. Linux since November 2025 (6.18, and Debian's 6.12) counts the CPUs that ACPI shows as disabled only under a
+    hypervisor that it knows, and QEMU's emulation is none: such a guest boots with "0 hotplug CPUs"."""
 
     def __init__(self, file: Path, environment: str) -> None:
         self._file = file
@@ -107,6 +104,7 @@ _EXPECTED = (_VALUE << 1) | 1  # hw/misc/debugexit.c: exit((val << 1) | 1)
 _TURNS = 4_000_000
 _CODE = (b"\x31\xc0\x8e\xd8" b"\x66\xb9" + _TURNS.to_bytes(4, "little") + b"\xff\x06\x00\x70" b"\x66\x49" b"\x75\xf8"
          b"\xba\x01\x05" b"\xb0" + bytes([_VALUE]) + b"\xee" b"\xf4\xeb\xfd")  # fmt: skip
+_PLAIN_DISK = "-drive file={},format=raw,if=ide,readonly=off,snapshot=on"
 _BOOT_SECTOR = _CODE.ljust(510, b"\0") + b"\x55\xaa"
 
 
@@ -115,9 +113,8 @@ def qemu_version(binary: str) -> str:
     try:
         done = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise Refused(
-            f"cannot run {binary}: {error}", hint="install QEMU (qemu-system-x86 in Debian), or set qemu.binary"
-        ) from error
+        what = f"cannot run {binary}: {error}"
+        raise Refused(what, hint="install QEMU (qemu-system-x86 in Debian), or set qemu.binary") from error
     found = re.match(r"QEMU emulator version .*", done.stdout)
     if found is None:
         raise Refused(f"{binary} is no QEMU", hint="see qemu.binary in the configuration")
@@ -150,12 +147,10 @@ def accelerator(wanted: str, binary: str, version: str, cache: Path) -> Accelera
 
 
 def why_no_kvm(binary: str) -> str:
-    """The reason why KVM cannot be used, or nothing if it can.
-
-    That /dev/kvm opens is no proof, and neither is a guest that boots: where KVM is itself emulated, a guest hangs or
-    is twenty to sixty times slower. So a disk is booted whose boot sector writes to `isa-debug-exit`, with the CPU
-    model of VMs. QEMU must exit with the expected code, about as soon as with emulation in the same minute.
-    """
+    """The reason why KVM cannot be used, or nothing if it can. That /dev/kvm opens is no proof, and neither is a guest
+    that boots: where KVM is itself emulated, a guest hangs or is twenty to sixty times slower. So a disk is booted
+    whose boot sector writes to `isa-debug-exit`, with the CPU model of VMs. QEMU must exit with the expected code,
+    about as soon as with emulation in the same minute."""
     try:
         os.close(os.open("/dev/kvm", os.O_RDWR | os.O_CLOEXEC))
     except OSError as error:
@@ -171,15 +166,11 @@ def why_no_kvm(binary: str) -> str:
     return f"{reason}; emulated, the same took {took:.2f} s"
 
 
-def _plain_disk(disk: Path) -> list[str]:
-    return ["-drive", f"file={disk},format=raw,if=ide,readonly=off,snapshot=on"]
-
-
 def boot_sector(
     binary: str,
     accelerator: Accelerator,
     limit: float,
-    devices: Callable[[Path], Sequence[str]] = _plain_disk,
+    devices: Callable[[Path], Sequence[str]] = lambda disk: _PLAIN_DISK.format(disk).split(),
     place: Path | None = None,
     fds: Sequence[int] = (),
 ) -> tuple[float, str]:

@@ -56,11 +56,9 @@ class Monitor:
         return self.execute_all([(command, arguments)])[0]
 
     def execute_all(self, commands: Sequence[Command], fd: int | None = None) -> list[Any]:
-        """Send commands in one write; QEMU runs them one after the other. Returns their values.
-
-        All are run even if QEMU refuses one; then the first refusal is raised, a `QmpError`. The descriptor `fd` is
-        passed to QEMU, for a `getfd` among the commands.
-        """
+        """Send commands in one write; QEMU runs them one after the other. Returns their values. All are run even if
+        QEMU refuses one; then the first refusal is raised, a `QmpError`. The descriptor `fd` is passed to QEMU, for a
+        `getfd` among the commands."""
         lines = [json.dumps({"execute": name, "arguments": args}) for name, args in commands]
         try:
             data = "\n".join(lines).encode() + b"\n"
@@ -96,10 +94,8 @@ class Monitor:
             if message.get("event") == name and all(data.get(k) == v for k, v in wanted.items()):
                 return data
             if message.get("event") == "MIGRATION" and data.get("status") == "failed":
-                raise Broken(
-                    "QEMU could not save or restore the state of its devices",
-                    hint="its log is beside the VM's manifest",
-                )
+                what = "QEMU could not save or restore the state of its devices"
+                raise Broken(what, hint="its log is beside the VM's manifest")
 
     def shut_down(self) -> None:
         """End the connection. Another thread that waits for an answer on it gets `Unknown`."""

@@ -29,28 +29,22 @@ class Connections:
 
     def __init__(self, paths: Callable[[str], Paths]) -> None:
         self._paths = paths
-        self._sessions: dict[str, QemuSession] = {}
-        self._channels: dict[str, AgentChannel] = {}
+        self.sessions: dict[str, QemuSession] = {}
+        self.channels: dict[str, AgentChannel] = {}
         self._reports: dict[str, Report] = {}
-
-    def add_session(self, name: str, session: QemuSession) -> None:
-        self._sessions[name] = session
 
     def session(self, known: Manifest) -> QemuSession:
         """The session of a VM that is not started. Raises `Unknown` if its QEMU does not answer."""
-        session = self._sessions.get(known.name)
+        session = self.sessions.get(known.name)
         if session is None or session.process != known.process:
-            session = self._sessions[known.name] = QemuSession.connect(known.process, self._paths(known.name))
+            session = self.sessions[known.name] = QemuSession.connect(known.process, self._paths(known.name))
         return session
-
-    def has_session(self, name: str) -> bool:
-        return name in self._sessions
 
     def keep_channel(self, name: str, session: QemuSession, report: Report) -> None:
         """The VM has been started, and its agent sent this report: only the channel is needed from now on."""
         self._reports[name] = report
-        self._channels[name] = session.channel  # first: at each moment there is one of the two
-        self._sessions.pop(name, None)
+        self.channels[name] = session.channel  # first: at each moment there is one of the two
+        self.sessions.pop(name, None)
         session.monitor.close()
 
     def started_channel(self, name: str) -> AgentChannel:
@@ -59,18 +53,14 @@ class Connections:
         known = manifest.read(paths.home)
         if known is None or known.phase is not VmPhase.STARTED or not known.process.is_alive():
             raise Gone(f"there is no running VM {name}", hint="see `multiverse vms`")
-        channel = self._channels.get(name)
+        channel = self.channels.get(name)
         if channel is None:
-            channel = self._channels[name] = AgentChannel(paths.agent)
+            channel = self.channels[name] = AgentChannel(paths.agent)
         return channel
-
-    def take_channel(self, name: str) -> AgentChannel | None:
-        """The open channel of a VM, which is the caller's from now on."""
-        return self._channels.pop(name, None)
 
     def poll_reports(self, name: str) -> list[Report]:
         """Reports that a guest sent unsolicited since the last call."""
-        channel = self._channels.get(name)
+        channel = self.channels.get(name)
         return channel.poll_reports() if channel is not None else []
 
     def audit(self, name: str) -> Mapping[str, str | int]:
@@ -79,19 +69,19 @@ class Connections:
         return dict(report.audit) if report is not None else {}
 
     def drop(self, name: str) -> None:
-        session = self._sessions.pop(name, None)
+        session = self.sessions.pop(name, None)
         if session is not None:
             session.close()
-        channel = self._channels.pop(name, None)
+        channel = self.channels.pop(name, None)
         if channel is not None:
             channel.close()
         self._reports.pop(name, None)
 
     def shut_down(self) -> None:
         """End all connections, so that nobody waits on one any more. The VMs go on."""
-        for session in list(self._sessions.values()):
+        for session in list(self.sessions.values()):
             session.shut_down()
-        for channel in list(self._channels.values()):
+        for channel in list(self.channels.values()):
             channel.shut_down()
 
 
@@ -102,12 +92,10 @@ Names = frozenset[tuple[str, str]]  # of name and address
 
 
 class GuestNames:
-    """The names of other VMs of their groups that this process has told guests. `host` is the host's name.
-
-    A guest gets the names that its host knows with its identity. Later ones it gets from a thread here, once a second
-    at most, so that its job is hardly disturbed. Nothing waits for a guest: one that does not take a message gets all
-    names with the next change.
-    """
+    """The names of other VMs of their groups that this process has told guests. `host` is the host's name. A guest gets
+    the names that its host knows with its identity. Later ones it gets from a thread here, once a second at most, so
+    that its job is hardly disturbed. Nothing waits for a guest: one that does not take a message gets all names with
+    the next change."""
 
     def __init__(self, host: str, firewall: Firewall, connections: Connections) -> None:
         self._host, self._firewall, self._connections = host, firewall, connections
@@ -161,7 +149,7 @@ class GuestNames:
             own = members.get(vm)
             names = _names(vm, own.group if own is not None else 0, members.values())
             told = self._told.get(vm)
-            if names == told or self._connections.has_session(vm):  # one that is being started is told by that
+            if names == told or vm in self._connections.sessions:  # one that is being started is told by that
                 continue
             if self._send(vm, names, told):
                 self._told[vm] = names

@@ -32,13 +32,10 @@ _NODE_FILES = 192
 
 
 def image_disk(size: int) -> ImageDisk:
-    """How large the files of VMs can become whose disk has `size` bytes.
-
-    An overlay has tables of 10 bytes for each cluster: 8 in its L2 tables, 2 in its reference counts (QEMU,
-    docs/interop/qcow2.txt). ext4 has an inode of 256 bytes for each 16 KiB, and two bitmaps of 4 KiB for each group
-    (mke2fs.conf(5), `inode_size` and `inode_ratio`): a user who makes many small files writes all of these, and none of
-    them counts as space that is used.
-    """
+    """How large the files of VMs can become whose disk has `size` bytes. An overlay has tables of 10 bytes for each
+    cluster: 8 in its L2 tables, 2 in its reference counts (QEMU, docs/interop/qcow2.txt). ext4 has an inode of 256
+    bytes for each 16 KiB, and two bitmaps of 4 KiB for each group (mke2fs.conf(5), `inode_size` and `inode_ratio`): a
+    user who makes many small files writes all of these, and none of them counts as space that is used."""
     tables = -(-size // _CLUSTER) * 10
     inodes = size // 16384 * 256 + -(-size // _GROUP) * 8192
     return ImageDisk(-(-(size + tables) // _MIB) + 1, -(-(tables + inodes) // _MIB) + _NODE_FILES)

@@ -32,11 +32,9 @@ def memory_to_plug(booted: int, wanted: int) -> int:
 
 
 def dimm_sizes(memory: int, plugged: int) -> list[int]:
-    """Sizes in MiB of the DIMMs by which a guest of `memory` MiB gets `plugged` MiB more.
-
-    Linux describes each page of 4 KiB in 64 bytes, for a whole DIMM before it can use any of it. So a DIMM is at most
-    eight times the earlier memory; the descriptions then take an eighth of that.
-    """
+    """Sizes in MiB of the DIMMs by which a guest of `memory` MiB gets `plugged` MiB more. Linux describes each page of
+    4 KiB in 64 bytes, for a whole DIMM before it can use any of it. So a DIMM is at most eight times the earlier
+    memory; the descriptions then take an eighth of that."""
     sizes: list[int] = []
     while (left := plugged - sum(sizes)) > 0:
         sizes.append(min(left, _RATIO * (memory + sum(sizes)) // _BLOCK * _BLOCK or left))
@@ -45,11 +43,9 @@ def dimm_sizes(memory: int, plugged: int) -> list[int]:
 
 def plug(monitor: Monitor, known: Manifest, cpus: int, plugged: int, *, huge: bool = False) -> int:
     """Plug the VM of that manifest up to `cpus` CPUs, and `plugged` MiB of memory. Returns the MiB of it in huge pages.
-
     With `huge`, huge pages are used as far as enough of them are free. The memory is taken from the VM's NUMA node, if
     it has one, while there is some. Devices and objects are found by their ids, so those of an earlier, interrupted
-    call are left. Raises `Exhausted` if the machine has no room.
-    """
+    call are left. Raises `Exhausted` if the machine has no room."""
     listed: list[Command] = [("qom-list", {"path": path}) for path in ("/machine/peripheral", "/objects")]
     present, objects = ({one["name"] for one in found} for found in monitor.execute_all(listed))
     sizes = dict(enumerate(dimm_sizes(known.memory, plugged)))
@@ -67,10 +63,8 @@ def plug(monitor: Monitor, known: Manifest, cpus: int, plugged: int, *, huge: bo
             # A QEMU without libnuma, or a node without memory.
             log.warning("memory plugged on any NUMA node", vm=known.name, reason=error.message)
             return plug(monitor, replace(known, numa=-1), cpus, plugged, huge=huge)
-        raise Exhausted(
-            f"cannot plug VM {known.name} up to {cpus} CPUs and {plugged} MiB more: {error.message}",
-            hint="does its template allow as much? see host.cores, host.memory",
-        ) from error
+        what = f"cannot plug VM {known.name} up to {cpus} CPUs and {plugged} MiB more: {error.message}"
+        raise Exhausted(what, hint="does its template allow as much? see host.cores, host.memory") from error
     return sum(size for number, size in sizes.items() if f"huge{number}" in objects)
 
 
@@ -116,9 +110,8 @@ def _cpu_commands(monitor: Monitor, known: Manifest, cpus: int, present: set[str
     free.sort(key=lambda cpu: tuple(sorted(cpu["props"].items())))
     missing = [f"cpu{number}" for number in range(known.cpus, cpus) if f"cpu{number}" not in present]
     if len(free) < len(missing):
-        raise Exhausted(
-            f"VM {known.name} cannot have {cpus} CPUs", hint="delete its template, which was built for fewer"
-        )
+        what = f"VM {known.name} cannot have {cpus} CPUs"
+        raise Exhausted(what, hint="delete its template, which was built for fewer")
     return [
         ("device_add", {"driver": cpu["type"], "id": name, **cpu["props"]})
         for name, cpu in zip(missing, free, strict=False)
@@ -138,12 +131,9 @@ _PER_SECOND = 1024  # MiB
 
 def plug_functions(host: HostContext, name: str) -> list[int]:
     """Plug the functions of a VM into its last root ports, unless they are plugged. Returns the device numbers of the
-    ports.
-
-    The IOMMU translates the addresses of functions, so all of the guest's memory stays in place from then on, and a
-    clone shares none of it with its template any more. Raises `Gone` if the VM does not run, and `Broken` if it has no
-    port left or QEMU refuses a function.
-    """
+    ports. The IOMMU translates the addresses of functions, so all of the guest's memory stays in place from then on,
+    and a clone shares none of it with its template any more. Raises `Gone` if the VM does not run, and `Broken` if it
+    has no port left or QEMU refuses a function."""
     paths = host.paths(name)
     known = manifest.read(paths.home)
     if known is None or not known.process.is_alive():
@@ -201,11 +191,9 @@ def allocation_group(name: str) -> str:
 
 def allocate_regions(groups: Cgroups | JobGroups, name: str, ids: Sequence[str], size: int) -> SharedMemory:
     """New regions of `size` MiB. Raises `Exhausted` if there is no room, and `Broken` if control groups cannot be made.
-
     A region is a file without a name. Each QEMU of the job inherits it, and it ends with the last of them. A process in
     the groups `name` allocates it, because the kernel charges a page of a file to the group of its first user
-    (cgroups(7)). The groups are removed again.
-    """
+    (cgroups(7)). The groups are removed again."""
     try:
         memory = SharedMemory(ids, size)
     except OSError as error:
@@ -239,10 +227,8 @@ def _allocate(groups: Cgroups | JobGroups, name: str, memory: SharedMemory) -> N
             program.kill()
             raise
     if program.returncode:
-        raise Exhausted(
-            f"there is no room for {len(memory.fds)} regions of {memory.size} MiB: {said.strip() or 'it was killed'}",
-            hint="submit the job with more --mem, or for fewer regions",
-        )
+        what = f"there is no room for {len(memory.fds)} regions of {memory.size} MiB: {said.strip() or 'it was killed'}"
+        raise Exhausted(what, hint="submit the job with more --mem, or for fewer regions")
 
 
 def plug_regions(monitor: Monitor, name: str, places: Sequence[RegionPlace]) -> None:

@@ -32,11 +32,12 @@ from multiverse.host.qemu import lifecycle, templates
 from multiverse.host.qemu.channels import AgentChannel, Monitor
 from multiverse.host.qemu.context import HostContext, QemuHostConfig
 from multiverse.host.qemu.hotplug import allocate_regions, allocation_group, plug_functions, plug_regions, region_places
-from multiverse.host.qemu.machine import PORTS, Accelerator
+from multiverse.host.qemu.machine import PORTS
 from multiverse.host.qemu.observation import HostObserver
 from multiverse.host.vxlan import members_owner
 from multiverse.images.catalog import Image
 from multiverse.system.kernel import SharedMemory
+from multiverse.system.locks import locked_directory
 
 _ANSWER_TIMEOUT = 10.0  # seconds for an answer that needs no work; a guest may be busy
 _DRIVER_TIMEOUT = 240.0  # seconds until a guest has found and taken functions: see `guest.agent.devices`
@@ -55,12 +56,9 @@ class QemuHost:
         _raise_file_limit()
         process.set_all_close_on_exec()
         self._context = HostContext(config)
+        self.accelerator = self._context.accelerator
         self._observer = HostObserver(self._context)
         self._closed = False
-
-    @property
-    def accelerator(self) -> Accelerator:
-        return self._context.accelerator
 
     def check(self) -> None:
         """Make the host's directories. Raises `Refused` or `Broken` if this process may not give VMs users, namespaces
@@ -133,12 +131,10 @@ class QemuHost:
         return {**facts, "skew": min(0, now - asked) or max(0, now - answered)}
 
     def build_template(self, which: TemplateKey, abandoned: Callable[[], bool] = lambda: False) -> list[Stage]:
-        """Boot and freeze a template; templates that cannot be used any more are removed first.
-
-        `abandoned` says whether the template was deleted since this call was asked for; then `Gone` is raised. Raises
-        `Refused` if there is no such image, `Broken` if it does not boot, `Exhausted` if there is no room, and `Gone`
-        if there is no such host.
-        """
+        """Boot and freeze a template; templates that cannot be used any more are removed first. `abandoned` says
+        whether the template was deleted since this call was asked for; then `Gone` is raised. Raises `Refused` if there
+        is no such image, `Broken` if it does not boot, `Exhausted` if there is no room, and `Gone` if there is no such
+        host."""
         self._check_host(which.host)
         context, config = self._context, self.config
         context.uids.check()
@@ -223,7 +219,7 @@ class QemuHost:
             self._join_group(name, group)
         names = self._context.names.first(name, group)
         channel.ask(add_user_message(user, names), "user_added", _ANSWER_TIMEOUT)
-        with manifest.locked(home, create=False):
+        with locked_directory(home, create=False):
             known = manifest.read(home)
             if known is not None and user.uid not in known.users_added:
                 manifest.write(home, replace(known, users_added=(*known.users_added, user.uid)))
@@ -231,7 +227,7 @@ class QemuHost:
     def _join_group(self, name: str, group: int) -> None:
         """Let a VM that has had no group reach this one."""
         home, firewall = self._context.paths(name).home, self._context.firewall
-        with manifest.locked(home, create=False):
+        with locked_directory(home, create=False):
             known = manifest.read(home)
             if known is None:
                 return

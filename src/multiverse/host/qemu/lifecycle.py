@@ -25,6 +25,7 @@ from multiverse.host.registry import ProcessUser, Resource, host_lock
 from multiverse.host.virtual_functions import VirtualFunction
 from multiverse.images.catalog import Image
 from multiverse.system.kernel import SharedMemory
+from multiverse.system.locks import locked_directory
 from multiverse.system.processes import ProcessIdentity, boot_id
 
 # --- creation ----------------------------------------------------------------------------------------
@@ -58,10 +59,10 @@ def create(host: HostContext, spec: Specification, memory: SharedMemory | None =
     timer = VmStageTimer()
     paths = host.paths(spec.name)
     try:
-        with manifest.locked(paths.home, create=True):
+        with locked_directory(paths.home, create=True):
             try:
                 if not _exists(spec, paths):
-                    host.connections.add_session(spec.name, _create(host, spec, paths, timer, memory))
+                    host.connections.sessions[spec.name] = _create(host, spec, paths, timer, memory)
             except MultiverseError:
                 with suppress(OSError):  # it is not empty: a part of the VM is there
                     paths.home.rmdir()
@@ -98,10 +99,8 @@ def _check_same(spec: Specification, known: Manifest) -> None:
     }
     other = [field for field, matches in same.items() if not matches]
     if other:
-        raise Refused(
-            f"the name {spec.name} is in use by another VM: it has another {' and '.join(other)}",
-            hint=f"destroy {spec.name} first, or specify another name",
-        )
+        what = f"the name {spec.name} is in use by another VM: it has another {' and '.join(other)}"
+        raise Refused(what, hint=f"destroy {spec.name} first, or specify another name")
 
 
 def _create(
@@ -269,16 +268,14 @@ _START_TIMEOUT = 120.0  # seconds for its mounts and daemons
 
 
 def start(host: HostContext, name: str, size: Size, identity: Identity, token: str = "") -> list[Stage]:
-    """Plug a VM up to its size, send its identity and let it run, until its daemons have been started.
-
-    A VM that has been started is success. Raises `Gone` if there is no such VM, `Refused` if the identity or the token
-    is another VM's, `Exhausted` if the VM cannot be plugged up to that size, `Broken` if the guest reports a failure
-    and `Unknown` if it does not answer.
-    """
+    """Plug a VM up to its size, send its identity and let it run, until its daemons have been started. A VM that has
+    been started is success. Raises `Gone` if there is no such VM, `Refused` if the identity or the token is another
+    VM's, `Exhausted` if the VM cannot be plugged up to that size, `Broken` if the guest reports a failure and `Unknown`
+    if it does not answer."""
     host.check_name(name)
     timer = VmStageTimer()
     home = host.paths(name).home
-    with manifest.locked(home, create=False) as there:
+    with locked_directory(home, create=False) as there:
         found = manifest.read(home) if there else None
         manifest.refuse_other(found, token)
         known = _startable(name, found, identity)
@@ -331,10 +328,8 @@ def _startable(name: str, known: Manifest | None, identity: Identity) -> Manifes
         raise Gone(f"VM {name} is dead", hint="destroy it and create another")
     address = identity.address.partition("/")[0]
     if (identity.hostname, identity.mac) != (name, known.mac) or known.address not in ("", address):
-        raise Refused(
-            f"VM {name} with {known.mac} {known.address} cannot be {identity.hostname} with {identity.mac} {address}",
-            hint="destroy it and create another",
-        )
+        what = f"VM {name} with {known.mac} {known.address} cannot be {identity.hostname} with {identity.mac} {address}"
+        raise Refused(what, hint="destroy it and create another")
     return known
 
 
@@ -422,10 +417,8 @@ def _until_started(session: QemuSession, timer: VmStageTimer) -> Report:
 
 def destroy(host: HostContext, name: str, grace: float, token: str = "") -> None:
     """Let the guest write back and unmount for up to `grace` seconds, unless it is paused because the disk is full, end
-    the VM, and remove all of it.
-
-    Absent is success. Raises `Broken` if its process cannot be ended, and what `manifest.refuse_other` raises.
-    """
+    the VM, and remove all of it. Absent is success. Raises `Broken` if its process cannot be ended, and what
+    `manifest.refuse_other` raises."""
     host.check_name(name)
     paths = host.paths(name)
     if not paths.home.exists() and not paths.run.exists():
@@ -440,7 +433,7 @@ def destroy(host: HostContext, name: str, grace: float, token: str = "") -> None
         # Killed before the lock is held: whoever holds the lock, waiting for this guest, then releases it.
         process.kill(known.process)
     # The directory is not created: another destroy may have removed it meanwhile.
-    with manifest.locked(paths.home, create=False):
+    with locked_directory(paths.home, create=False):
         known = manifest.read(paths.home)
         kill_qemu(name, paths, known)
         host.connections.drop(name)
@@ -466,10 +459,8 @@ def kill_qemu(name: str, paths: Paths, known: Manifest | None) -> None:
         suspects.update(process.find_by_argument(f"path={paths.console}"))
     for suspect in suspects:
         if not process.kill(suspect):
-            raise Broken(
-                f"the process {suspect.pid} of VM {name} cannot be ended",
-                hint=f"see what it waits for in /proc/{suspect.pid}/stack",
-            )
+            what = f"the process {suspect.pid} of VM {name} cannot be ended"
+            raise Broken(what, hint=f"see what it waits for in /proc/{suspect.pid}/stack")
 
 
 def clear_home(paths: Paths) -> None:
@@ -485,8 +476,8 @@ def _flush(host: HostContext, name: str, paths: Paths, grace: float) -> None:
     deadline = time.monotonic() + grace
     try:
         # Taken, so that no observation reads from it meanwhile; QEMU serves one connection at a time.
-        channel = host.connections.take_channel(name)
-        if channel is None and host.connections.has_session(name):
+        channel = host.connections.channels.pop(name, None)
+        if channel is None and name in host.connections.sessions:
             return  # its start is in progress or has failed, so no job has written anything
         channel = channel or AgentChannel(paths.agent)
     except MultiverseError:

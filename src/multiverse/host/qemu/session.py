@@ -28,12 +28,10 @@ _FULL = OUTPUT_ROOM // 4
 
 
 class GuestOutput:
-    """The log and the console of one contained QEMU. `opened` are descriptors, by the path of each copy.
-
-    QEMU writes both to files in a small file system in memory, which ends with it (`host.namespaces`). This process
-    copies them to the VM's directory when it measures the VM, and once more when the VM has died. The copies are
-    bounded, and root's: QEMU cannot write to them.
-    """
+    """The log and the console of one contained QEMU. `opened` are descriptors, by the path of each copy. QEMU writes
+    both to files in a small file system in memory, which ends with it (`host.namespaces`). This process copies them to
+    the VM's directory when it measures the VM, and once more when the VM has died. The copies are bounded, and root's:
+    QEMU cannot write to them."""
 
     def __init__(self, opened: Mapping[Path, int]) -> None:
         self._opened = dict(opened)
@@ -190,12 +188,10 @@ class QemuSession:
 
     @classmethod
     def launch(cls, launch: Launch) -> QemuSession:
-        """Start a QEMU and connect to it.
-
-        This process creates the listening sockets and the tap and passes their descriptors on: so connecting does not
-        wait until the sockets appear, and QEMU needs no privilege. QEMU opens all other files as its user, who owns its
-        console and disk. After an error the process may still run; its command line names `machine.disk`.
-        """
+        """Start a QEMU and connect to it. This process creates the listening sockets and the tap and passes their
+        descriptors on: so connecting does not wait until the sockets appear, and QEMU needs no privilege. QEMU opens
+        all other files as its user, who owns its console and disk. After an error the process may still run; its
+        command line names `machine.disk`."""
         paths = launch.paths
         identity, output = cls._spawn(launch)
         try:
@@ -214,10 +210,14 @@ class QemuSession:
                 output.save()
                 output.close()
             if isinstance(error, Unknown):
-                failure = _launch_failed(launch.machine.name, paths.tail())
-                if isinstance(failure, Broken):
-                    launch.failed(failure.message)
-                raise failure from error
+                what = f"QEMU for {launch.machine.name} did not start{paths.tail()}"
+                hint = "see its command line, which this machine's QEMU does not accept"
+                if "Permission denied" in what:
+                    hint = "may every user pass through the directories above that file? see qemu.uids"
+                if "allocate memory" in what:
+                    raise Exhausted(what, hint=hint) from error
+                launch.failed(what)
+                raise Broken(what, hint=hint) from error
             raise
         session._output = output
         launch.stage("exec")
@@ -248,9 +248,8 @@ class QemuSession:
             try:
                 return _execute(launch, argv, (*ours, *launch.fds))
             except OSError as error:
-                raise Broken(
-                    f"cannot run {launch.binary}: {error.strerror}", hint="install QEMU (qemu-system-x86 in Debian)"
-                ) from error
+                what = f"cannot run {launch.binary}: {error.strerror}"
+                raise Broken(what, hint="install QEMU (qemu-system-x86 in Debian)") from error
         finally:
             for fd in ours:
                 os.close(fd)
@@ -310,14 +309,6 @@ def _execute(launch: Launch, argv: list[str], fds: Sequence[int]) -> tuple[Proce
     command = [*namespaces.command_prefix(view), *argv]
     pid, opened = namespaces.start(view, lambda out: process.execute(command, fds, out[paths.log], _ENVIRONMENT))
     return process.identify(pid), GuestOutput(opened)
-
-
-def _launch_failed(name: str, tail: str) -> Broken | Exhausted:
-    kind = Exhausted if "allocate memory" in tail else Broken
-    hint = "see its command line, which this machine's QEMU does not accept"
-    if "Permission denied" in tail:
-        hint = "may every user pass through the directories above that file? see qemu.uids"
-    return kind(f"QEMU for {name} did not start{tail}", hint=hint)
 
 
 def remove_files(paths: Paths) -> None:

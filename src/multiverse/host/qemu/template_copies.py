@@ -34,11 +34,9 @@ _PLACE = re.compile(r"(?P<name>.+)@[0-9a-f]{16}")
 @dataclass(frozen=True)
 class TemplateCopies:
     """Templates that the hosts of a site share by a directory: one host has booted and frozen them, others copy them.
-
     The state of a frozen guest fits hosts with the same image, QEMU, machine and kind of CPU. A copy is found by the
     template's key, which covers all but the last, and by the kind of CPU. It appears as a whole, and is verified by its
-    digest. Templates of one account alone are not shared.
-    """
+    digest. Templates of one account alone are not shared."""
 
     directory: Path
     cpu: str  # the kind of CPU: `cpu_of`

@@ -139,11 +139,9 @@ def list_builds(templates: Path) -> dict[str, tuple[str, Size, str]]:
 
 
 def build(templates: Path, order: Build) -> list[Stage]:
-    """Build a template in the directory `templates`. A usable one that is there already is success.
-
-    Raises `Broken` if the image does not boot, `Exhausted` if there is no room, and `Gone` if the build was abandoned.
-    An unfinished template is removed.
-    """
+    """Build a template in the directory `templates`. A usable one that is there already is success. Raises `Broken` if
+    the image does not boot, `Exhausted` if there is no room, and `Gone` if the build was abandoned. An unfinished
+    template is removed."""
     copies = order.copies if not order.account else None
     parent = order.machine(Path("/"), Path("/"))
     image, size = order.image, Size(parent.cpus, parent.memory.size)
@@ -187,9 +185,8 @@ def build(templates: Path, order: Build) -> list[Stage]:
                 raise gone from error
             raise
         except OSError as error:
-            raise Exhausted(
-                f"cannot build the template of {image.name}: {error}", hint="is there room left?"
-            ) from error
+            what = f"cannot build the template of {image.name}: {error}"
+            raise Exhausted(what, hint="is there room left?") from error
         finally:
             shutil.rmtree(work, ignore_errors=True)
     return stages
@@ -253,9 +250,8 @@ def _lock_of(templates: Path, name: str) -> Path:
 def _check_room(templates: Path, needed: int) -> None:
     free = shutil.disk_usage(templates).free >> 20
     if free < needed:
-        raise Exhausted(
-            f"{templates} has {free} MiB free, a template takes {needed}", hint="delete a template that is not needed"
-        )
+        what = f"{templates} has {free} MiB free, a template takes {needed}"
+        raise Exhausted(what, hint="delete a template that is not needed")
 
 
 def _boot_and_freeze(work: Path, final: Path, order: Build) -> tuple[list[Stage], int]:
