@@ -23,11 +23,9 @@ from multiverse.core.errors import MultiverseError, Refused, Superseded, Unknown
 
 
 class ControllerEpoch:
-    """The epoch of this run of the controller: one above every epoch that the store or any agent knows.
-
-    Hosts that do not answer in time are not waited for. If one of them has seen a higher epoch, it refuses this
-    controller: then a controller with another database has commanded it, and an operator has to decide.
-    """
+    """The epoch of this run of the controller: one above every epoch that the store or any agent knows. A host that
+    does not answer in time, and has seen a higher epoch, refuses this controller: then a controller with another
+    database has commanded it, and an operator has to decide."""
 
     def __init__(self, kept: int, keep: Callable[[int], None], hosts: Collection[str], wait: float) -> None:
         """`kept` is the store's epoch; `keep` stores the next one. The agents of `hosts` have `wait` seconds to

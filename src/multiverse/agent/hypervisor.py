@@ -70,9 +70,8 @@ class VxlanDirectory:
         self._machines, self._find, self._connect = machines, find, connect
 
     async def introduce(self, vm: VmRef, identity: Identity) -> tuple[Neighbour, ...]:
-        """What a VM of `vm.source` has to reach on other machines, just before it is started. These machines reach the
-        VM when this returns. May be repeated. Raises `Refused` if an address of a machine is unknown, and what the
-        agents of its peers raise."""
+        """The neighbours of a VM of `vm.source` on other machines, just before it is started. They reach the VM when
+        this returns. May be repeated. Raises `Refused` if an address is unknown, and errors of the peers' agents."""
         machines, host = self._machines, vm.source
         address = without_prefix_length(identity.address)
         itself = Neighbour(address, identity.mac, await machines.address_of(host))
@@ -144,9 +143,8 @@ class AgentSource:
 
 
 class AgentHypervisor:
-    """`ports.Hypervisor`, of these hosts at first. `run` keeps the connections up. `connect` makes a connection by the
-    host's name, and `connect_leased` for a host that is reached by its pilot. `declare` gives what the settings know of
-    a host."""
+    """`ports.Hypervisor`, of these hosts at first. `run` keeps the connections up, which `connect` makes by a host's
+    name, and `connect_leased` by a pilot. `declare` gives a host as the settings declare it."""
 
     def __init__(
         self,

@@ -192,7 +192,7 @@ class JobTasks:
             run = await self._runs.run_of(vm.job)
             has_ended = run is None or run.started != vm.record or self._node not in run.nodes
             if run is not None and self._launching[vm.job, run.started]:
-                return  # VMs of an earlier run are removed before, and a release would end those of this one, too
+                return  # it has removed VMs of an earlier run; a release would end the VMs of this run
             if has_ended and vm in self._vms.vms_of(vm.job):
                 log.info("a job with VMs has ended", job=vm.job)
                 await self._vms.release(vm.job)

@@ -147,7 +147,7 @@ class JobVmService:
         self._known: dict[int, tuple[JobVm, ...]] = {}
         self._locks: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()  # while somebody holds it or waits
         self._making: set[int] = set()  # jobs whose VMs are being made
-        self._released: set[int] = set()  # those of them that have ended
+        self._released: set[int] = set()  # the same jobs, if they have ended
         self._unreleased: set[int] = set()  # jobs that have ended, and whose VMs could not be removed
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="jobs")
         # Threads of their own: VMs that are being made, and guests, can keep one waiting, and jobs must be able to end.

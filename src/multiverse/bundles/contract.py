@@ -30,33 +30,32 @@ from multiverse.system.rendered import SiteFile
 
 
 class DaemonTask(NamedTuple):
-    """What runs beside the controller until it is cancelled. If it ends by itself, the daemon ends with its error."""
+    """A task that runs beside the controller until cancelled. If it ends by itself, the daemon ends with its error."""
 
     name: str
     run: Callable[[], Coroutine[Any, Any, None]]
 
 
 class Notice(NamedTuple):
-    """Something that an operator should know for as long as it is so: the kind of the alert that tells it, what it
-    concerns, and what to do."""
+    """Something that an operator should know for as long as it is so."""
 
-    kind: Literal["nodes", "unserved", "orphan"]
-    name: str
+    kind: Literal["nodes", "unserved", "orphan"]  # of the alert that tells it
+    name: str  # of the object that it concerns
     message: str
     remedy: str
 
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """One thing that `multiverse doctor` examined, and what was found. `skipped` is why it was not."""
+    """One thing that `multiverse doctor` examined."""
 
     name: str
     findings: tuple[Finding, ...] = ()
-    skipped: str = ""
+    skipped: str = ""  # why it was not examined
 
 
 class Followed(Protocol):
-    """What a bundle may read of the controller: rows as committed, and what was observed last."""
+    """The controller, as a bundle may read it: rows as committed, and the last observation."""
 
     @property
     def state(self) -> State: ...
@@ -71,20 +70,20 @@ class Followed(Protocol):
 
 
 class GuestFacts(Protocol):
-    """What is asked of VMs that run, for operators. No decision waits for it."""
+    """Asks running VMs for facts for operators. No decision waits for them."""
 
     async def measure(self) -> Mapping[str, tuple[float, float, float]]:
         """(CPU seconds, unique MiB, proportional MiB) of each VM that lives, on the hosts that answer, by name."""
 
     async def examine(self) -> Mapping[str, Mapping[str, str | int]]:
-        """What each running guest says of itself now, by name; `error` if a guest does not answer."""
+        """The facts that each running guest tells of itself now, by name; `error` if it does not answer."""
 
 
 class LeasedTransport(Protocol):
-    """How a host is reached that a scheduler has leased."""
+    """The way to a host that a scheduler has leased."""
 
     def dial(self, host: LeasedHost) -> Sequence[str]:
-        """The command whose standard input and output lead to the agent there. Raises `Refused` if it is not known."""
+        """The command whose standard input and output lead to the agent there. Raises `Refused` if it is unknown."""
 
     def receive(self, host: LeasedHost) -> Sequence[str]:
         """The command that receives an image there. Raises `Refused`."""
@@ -95,16 +94,15 @@ class LeasedTransport(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PlatformContext:
-    """What a platform is opened with. `rows` are those with which the daemon starts, `epoch` is the number of its last
-    start, and `keep_epoch` keeps that of this one. `leased` is None if the scheduler leases no hosts."""
+    """Everything that a platform needs to be opened."""
 
     settings: Settings
     site: str
     clock: Clock
-    rows: Rows
-    epoch: int
-    keep_epoch: Callable[[int], None]
-    leased: LeasedTransport | None = None
+    rows: Rows  # at the start of the daemon
+    epoch: int  # of the last run of the daemon
+    keep_epoch: Callable[[int], None]  # stores the epoch of this run
+    leased: LeasedTransport | None = None  # None: the scheduler leases no hosts
 
 
 class Platform(Protocol):
@@ -120,8 +118,8 @@ class Platform(Protocol):
     def guests(self) -> GuestFacts | None: ...  # None if VMs cannot be asked
 
     async def follow(self, controller: Followed) -> Sequence[DaemonTask]:
-        """Called once, before the controller runs: what runs beside it (connections, the network between hosts, the
-        distribution of images). Raises `Refused` if the daemon cannot start."""
+        """The tasks beside the controller: connections, the network between hosts, copies of images. Called once,
+        before the controller runs. Raises `Refused` if the daemon cannot start."""
 
     async def programs(self) -> Counter[str]:
         """How many processes it has started on hosts, by program."""
@@ -141,13 +139,13 @@ class LocalHost(LocalHypervisor, HostedVms, Protocol):
 
 
 class HostSide(Protocol):
-    """What the agent of a host needs, on platforms whose hosts have agents."""
+    """The part of a platform for agents, if its hosts have agents."""
 
     def local(self, settings: Settings, site: str, vxlan: VxlanConfig | None = None) -> LocalHost:
-        """The hypervisor of this machine; `vxlan` is that of a leased node, in place of the settings'."""
+        """The hypervisor of this machine. A leased node has its own `vxlan` in place of the settings'."""
 
     def sites(self, settings: Settings) -> Sequence[str]:
-        """The sites of which VMs, or remains of VMs, are on this machine. Raises OSError if they cannot be listed."""
+        """The sites that have VMs, or remains of VMs, on this machine. Raises OSError if they cannot be listed."""
 
 
 class PlatformBundle(Protocol):
@@ -160,10 +158,10 @@ class PlatformBundle(Protocol):
         """Raises `Refused` if the settings do not go together."""
 
     def sites(self, settings: Settings) -> Sequence[str]:
-        """The sites of which VMs are in reach of the daemon's machine, as far as that is known at once."""
+        """The sites that have VMs in reach of the daemon's machine, as far as that is known at once."""
 
     def examine(self, settings: Settings, *, run_guests: bool) -> Iterator[Examination]:
-        """What `multiverse doctor` examines of it on this machine; with `run_guests`, small guests are run."""
+        """The examinations of `multiverse doctor` on this machine; with `run_guests`, small guests are run."""
 
 
 # --- schedulers ------------------------------------------------------------------------------------
@@ -171,18 +169,16 @@ class PlatformBundle(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Privacy:
-    """What a user may be told of: `others`, the ids of other users' jobs; `hosts`, the names of hosts."""
-
-    others: bool = True
-    hosts: bool = True
+    others: bool = True  # a user may see ids of other users' jobs
+    hosts: bool = True  # a user may see names of hosts
 
 
 class Identities(Protocol):
-    """Who a user of another machine is."""
+    """Tells who a user of another machine is."""
 
     async def decode(self, credential: str) -> tuple[int, str]:
-        """The uid that made a credential, and its payload. `Refused` for one that is forged, replayed, expired, or for
-        another user; `Unknown` if nobody can tell."""
+        """The uid that made a credential, and its payload. `Refused` for a forged, replayed or expired credential, or
+        one for another user; `Unknown` if nobody can tell."""
 
 
 class Tell(Protocol):
@@ -192,15 +188,14 @@ class Tell(Protocol):
 
 
 class SchedulerWords:
-    """What the scheduler's own reasons mean, for the users of jobs that it keeps waiting itself. Nobody can tell of an
-    unknown scheduler."""
+    """Explains the scheduler's own reasons to users of waiting jobs. For an unknown scheduler it says nothing."""
 
     def say(self, word: str) -> str:
         """The meaning of a reason (`Job.reason`), in plain words; empty if the word says enough."""
         return ""
 
     def advise(self, job: Job) -> str:
-        """What the user of such a job can do; empty if nobody knows."""
+        """The next step for the user of such a job; empty if it is unknown."""
         return ""
 
 
@@ -223,38 +218,37 @@ class SchedulerSystem(Protocol):
     def identities(self) -> Identities | None: ...  # None if users of other machines cannot be told apart
 
     @property
-    def notices(self) -> Sequence[Notice]: ...  # what of its settings has no effect in VMs
+    def notices(self) -> Sequence[Notice]: ...  # its settings that have no effect in VMs
 
     @property
     def hints_from(self) -> str: ...  # where hints come from, for people; empty if it gives none
 
     def lack_of_nodes(self, cpus: int) -> Sequence[Notice]:
-        """What it lacks for VMs that claim so many CPUs together."""
+        """The problem, if it cannot have all VMs that claim so many CPUs together."""
 
-    def privacy(self, uid: int) -> Privacy:
-        """What a user may be told."""
+    def privacy(self, uid: int) -> Privacy: ...  # of other users, for this user
 
     @property
     def words(self) -> SchedulerWords: ...
 
     def work(self, tell: Tell) -> Sequence[DaemonTask]:
-        """What runs beside the controller. Hints are given to `tell`."""
+        """The tasks beside the controller. They give hints to `tell`."""
 
     def close(self) -> None: ...
 
 
 class SiteFiles(Protocol):
-    """The files that a site adds for this scheduler, and what it lacks. `source` is the scheduler's configuration."""
+    """Renders and checks the files of a site for this scheduler. `source` is the scheduler's configuration."""
 
     def render(self, settings: Settings, config: Path, source: Path) -> list[SiteFile]:
         """All files. Raises `Broken`."""
 
     def check(self, settings: Settings, config: Path, source: Path) -> list[Finding]:
-        """What is missing or different, in the order in which to deal with it. Blocks. Raises `Broken`."""
+        """Findings, in the order in which to deal with them. Blocks. Raises `Broken`."""
 
 
 class ReachedNodes(Protocol):
-    """Asks, from a host, which of its VMs the scheduler reaches: such a host ends none of these by itself."""
+    """Asks which nodes the scheduler reaches: the agent of a host does not end these VMs by itself."""
 
     async def check(self) -> None:
         """Raises a `MultiverseError` if the scheduler cannot be asked from here."""
@@ -276,11 +270,11 @@ class SchedulerBundle(Protocol):
         """For agents that end VMs by themselves."""
 
     def examine(self, settings: Settings, config: Path, source: Path) -> Iterator[Examination]:
-        """What `multiverse doctor` examines of it."""
+        """The examinations of `multiverse doctor`."""
 
 
+# The groups of entry points. An entry point has the name that the settings use, and leads to a bundle.
 PLATFORMS, SCHEDULERS = "multiverse.platforms", "multiverse.schedulers"
-"""The groups of entry points. The name of one is what the settings say; it leads to a bundle."""
 
 
 def platform_bundles(settings: Settings) -> Mapping[str, PlatformBundle]:

@@ -6,9 +6,16 @@ import argparse
 import re
 import shlex
 from datetime import datetime, time, timedelta
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
 
 from multiverse.core.errors import Refused
+
+DEFAULT_CONFIG = Path("/etc/multiverse/multiverse.toml")
+
+Config = Annotated[Path, typer.Option("--config", "-c", help="The settings, a TOML file.")]
 
 _KIB = {"K": 1, "": 1024, "M": 1024, "G": 1024**2, "T": 1024**3}
 

@@ -13,16 +13,14 @@ from typing import Annotated, TextIO, cast
 import structlog
 import typer
 
+from multiverse.cli.arguments import DEFAULT_CONFIG, Config
 from multiverse.config import load
 from multiverse.system.logs import LossyStream, RepeatLimiter
 
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")]
 
-def daemon(
-    config: Annotated[Path, typer.Option("--config", "-c", help="The settings, a TOML file.")] = Path(
-        "/etc/multiverse/multiverse.toml"
-    ),
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")] = False,
-) -> None:
+
+def daemon(config: Config = DEFAULT_CONFIG, verbose: Verbose = False) -> None:
     """Run the controller in the foreground. SIGTERM ends it and leaves VMs and jobs as they are."""
     settings = load(config)
     configure_log(verbose=verbose)
@@ -51,22 +49,13 @@ def configure_log(*, verbose: bool) -> None:
 
 agent_app = typer.Typer(help="The agent of this host, which runs its VMs.", invoke_without_command=True)
 
-CONFIG = typer.Option("--config", "-c", help="The settings, a TOML file.")
-_CONFIG = Path("/etc/multiverse/multiverse.toml")
-
 
 @agent_app.callback()
-def agent(
-    context: typer.Context,
-    config: Annotated[Path, CONFIG] = _CONFIG,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")] = False,
-) -> None:
+def agent(context: typer.Context, config: Config = DEFAULT_CONFIG, verbose: Verbose = False) -> None:
     """Run the agent of this host in the foreground. SIGTERM ends it and leaves VMs as they are."""
     if context.invoked_subcommand is not None:
         context.obj = config
         return
-    from multiverse.config import load
-
     settings = load(config)
     configure_log(verbose=verbose)
     from multiverse.service.agent import serve  # imported late: it loads slowly, and only this command needs it
@@ -84,7 +73,6 @@ def dial_stdio(
     if leased:  # Slurm's first signal reaches all steps; the controller still has to hear what becomes of the VMs
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     from multiverse.agent.dial import dial_stdio
-    from multiverse.config import load
 
     dial_stdio(socket or load(context.obj).agent.socket)
 
@@ -97,7 +85,6 @@ def pilot(
     token: Annotated[str, typer.Option(help="The lease's token.")] = "",
 ) -> None:
     """Be the pilot of a lease, in the job that the controller has submitted for it."""
-    from multiverse.config import load
     from multiverse.service.pilot import PilotJob, run_pilot
 
     configure_log(verbose=False)
@@ -110,7 +97,6 @@ def sweep(
     job: Annotated[str, typer.Option(help="This job has ended: also what its pilot has left running.")] = "",
 ) -> None:
     """Remove what leases that have ended have left on this node. The site's epilog runs this, as root."""
-    from multiverse.config import load
     from multiverse.pilot.lease import sweep
 
     configure_log(verbose=False)
@@ -142,9 +128,6 @@ def receive_image(
 ) -> None:
     """Receive an image from `multiverse image push` on another machine, by standard input. For a lease, its archive is
     brought to a file."""
-    import sys
-
-    from multiverse.config import load
     from multiverse.host import path_security
     from multiverse.images import transfer
     from multiverse.images.catalog import check_name

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from multiverse.bundles.contract import Examination, SiteFiles, scheduler_bundle
 from multiverse.cli import render as output
+from multiverse.cli.arguments import DEFAULT_CONFIG, Config
 from multiverse.cli.commands import NOT_DONE
 from multiverse.config import Settings, load
 from multiverse.core.errors import Refused
@@ -22,11 +23,9 @@ from multiverse.site.rendering import WriteOutcome, beside, render_agent, write
 
 site_app = typer.Typer(help="Install Multiverse beside a site's Slurm.", no_args_is_help=True)
 
-Config = Annotated[Path, typer.Option("--config", "-c", help="The settings, a TOML file.")]
 SlurmConf = Annotated[
     Path | None, typer.Option("--slurm-conf", help="The site's slurm.conf, or a copy. [default: as in the settings]")
 ]
-_CONFIG = Path("/etc/multiverse/multiverse.toml")
 Agent = Annotated[bool, typer.Option("--agent", help="Of a host with an agent and without the controller.")]
 _INTERVAL = 1.0  # seconds between two checks with --wait
 
@@ -46,7 +45,7 @@ def _files(settings: Settings) -> SiteFiles:
 @site_app.command()
 def render(
     directory: Annotated[Path, typer.Argument(help="Files are written below it; / installs them on this machine.")],
-    config: Config = _CONFIG,
+    config: Config = DEFAULT_CONFIG,
     slurm_conf: SlurmConf = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite files that were changed by hand, too.")] = False,
     agent: Agent = False,
@@ -71,7 +70,7 @@ def render(
 
 @site_app.command()
 def check(
-    config: Config = _CONFIG,
+    config: Config = DEFAULT_CONFIG,
     slurm_conf: SlurmConf = None,
     wait: Annotated[float, typer.Option(help="Seconds for services that are starting: check again meanwhile.")] = 0.0,
     json: output.Json = False,
@@ -105,8 +104,8 @@ def check(
 
 def doctor(
     config: Annotated[
-        Path, typer.Option("--config", "-c", envvar="MULTIVERSE_CONFIG", help="The settings, a TOML file.")
-    ] = _CONFIG,
+        Path, typer.Option("--config", "-c", envvar="MULTIVERSEDEFAULT_CONFIG", help="The settings, a TOML file.")
+    ] = DEFAULT_CONFIG,
     slurm_conf: Annotated[
         Path | None, typer.Option("--slurm-conf", help="The site's slurm.conf. [default: as in the settings]")
     ] = None,
@@ -117,7 +116,7 @@ def doctor(
     """Examine this machine, the site's Slurm and, through the daemon, all hosts; before and after installation.
 
     Exits with 1 if there is a problem, and with 0 otherwise. Notes need no action."""
-    settings = load(config) if config.exists() or config != _CONFIG else Settings()
+    settings = load(config) if config.exists() or config != DEFAULT_CONFIG else Settings()
     found = (
         examine_agent(settings, config.absolute(), kvm=kvm)
         if agent

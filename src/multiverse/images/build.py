@@ -283,7 +283,11 @@ def build(
     arguments and `Broken` if a step fails; no incomplete image is left behind.
     """
     say = progress or (lambda line: None)
-    _check_arguments(name, flavour, packages)
+    catalog.check_name(name)
+    if wrong := [package for package in packages if not _PACKAGE.fullmatch(package)]:
+        raise Refused(f"not valid names of packages: {' '.join(wrong)}", hint="use names that `apt-cache show` knows")
+    if flavour not in PACKAGES:
+        raise Refused(f"there is no image flavour {flavour!r}", hint="use slim or stock")
     recipe = Recipe.of(flavour, packages, hooks)
     base, key = recipe.keys()
     out_dir.mkdir(parents=True, exist_ok=True)
@@ -311,15 +315,6 @@ def build(
             catalog.put_in_place(work, out_dir, name)
     say(f"image {name}: ready, {image.disk.stat().st_blocks * 512 >> 20} MiB on disk")
     return image
-
-
-def _check_arguments(name: str, flavour: Flavour, packages: Sequence[str]) -> None:
-    catalog.check_name(name)
-    wrong = [p for p in packages if not _PACKAGE.fullmatch(p)]
-    if wrong:
-        raise Refused(f"not valid names of packages: {' '.join(wrong)}", hint="use names that `apt-cache show` knows")
-    if flavour not in PACKAGES:
-        raise Refused(f"there is no image flavour {flavour!r}", hint="use slim or stock")
 
 
 def _bootstrap(recipe: Recipe, name: str, work: Path, say: Progress) -> str:

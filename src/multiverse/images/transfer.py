@@ -1,7 +1,7 @@
 """Copies images to hosts: through a stream to another host, or from a directory that hosts share.
 
 A copy is verified by the image's digest before it appears. It travels as a sparse archive of tar(1): rsync reads the
-holes of a disk too, and sends what it reads there.
+holes of a disk too, and sends their zeros.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def _say(answers: IO[bytes], word: bytes) -> None:
 
 
 def _run(argv: Sequence[str], stdin: int | IO[bytes], stdout: int | IO[bytes]) -> tuple[int, str]:
-    """The exit status of a program, and what it complains of."""
+    """The exit status of a program, and its complaint."""
     with _start(argv, stdin, stdout) as process:
         assert process.stderr is not None
         complaint = process.stderr.read().decode(errors="replace").strip()
@@ -184,12 +184,11 @@ _PATIENCE_OF_JOBS = 2.0  # seconds that the first VM of a job waits for it: an o
 
 
 class ImageStore:
-    """The images of a host: in the directory `local`, and those that it copies from a `source` of the site when they
-    are needed. The source has the same images or newer ones. `fetch` calls `check` with a directory before it copies
-    from there, and raises its errors.
+    """The images of a host: in the directory `local`, and at a `source` of the site, which has the same images or newer
+    ones. `fetch` copies an image from there; first it calls `check` with its directory, and raises its errors.
 
-    The source may be on a file system of the site that hangs. So a thread looks at it, and everything but the copying
-    itself uses the result of the last look.
+    The source may be on a file system that hangs. So a thread looks at it, and everything but the copying itself uses
+    the result of the last look.
     """
 
     def __init__(self, local: Path, source: Path | None, check: Callable[[Path], None] = lambda path: None) -> None:

@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 from multiverse import __version__, api
-from multiverse.api import CompatibleHostView, UsagePoint, UsageView, UtilizationView
 from multiverse.bundles.contract import UNKNOWN_WORDS, GuestFacts, Notice, SchedulerWords
 from multiverse.controller import history
 from multiverse.controller.history import JobUsageRecorder, UtilizationRecorder
@@ -29,7 +28,7 @@ from multiverse.core.rows import Rows
 from multiverse.core.transition import Command, EffectKind
 from multiverse.ports import Clock
 from multiverse.service import alerts, convert
-from multiverse.service.convert import JobFacts, size_view
+from multiverse.service.convert import ShownJob, size_view
 from multiverse.service.explanations import OPERATOR, Explanations, Viewer
 from multiverse.service.hosts import Troubles, host_views, lease_views, without_noise
 from multiverse.service.startup import Processes
@@ -55,7 +54,7 @@ class UtilizationReader:
         """See `UtilizationRecorder.current`."""
         return self.recorder.current()
 
-    async def views(self, names: Collection[str] = ()) -> list[UtilizationView]:
+    async def views(self, names: Collection[str] = ()) -> list[api.UtilizationView]:
         """Hosts and live VMs by name, each host with its VMs behind it; all, or those with these names."""
         found = []
         for number, view in enumerate(self._known()):
@@ -66,26 +65,26 @@ class UtilizationReader:
                 await asyncio.sleep(0)
         return found
 
-    def history(self, name: str, hours: float) -> list[UsagePoint]:
+    def history(self, name: str, hours: float) -> list[api.UsagePoint]:
         """The rows of a host or VM in the last hours, also of a VM that has ended. Raises `Gone` if there are none."""
         kind: UsedBy = "host" if name in self.controller.state.hosts else "vm"
         records = read_usage(self.recorder.store, kind, name, self.clock.wall() - hours * HOUR)
         if not records:
             raise Gone(f"nothing is known of what {name} used in the last {hours:g} hours")
-        return [UsagePoint(one.wall, one.span, view) for one in records if (view := _usage_view(one.usage))]
+        return [api.UsagePoint(one.wall, one.span, view) for one in records if (view := _usage_view(one.usage))]
 
-    def compatible(self, node: Size, image: str, kind: CloneKind | None, policy: str) -> list[CompatibleHostView]:
+    def compatible(self, node: Size, image: str, kind: CloneKind | None, policy: str) -> list[api.CompatibleHostView]:
         """See `compatible_hosts`. Raises `Refused` if there is no such policy."""
         controller = self.controller
         state = controller.state
         # With the hosts as the latest pass knew them: they are not observed here.
         context = Context(state, controller.observed, controller.policy, sight=state.free.hosts)
         return [
-            CompatibleHostView(one.name, size_view(one.free), size_view(one.claim), one.holds, one.use)
+            api.CompatibleHostView(one.name, size_view(one.free), size_view(one.claim), one.holds, one.use)
             for one in compatible_hosts(context, node, image, kind, policy)
         ]
 
-    def _known(self) -> Iterator[UtilizationView]:
+    def _known(self) -> Iterator[api.UtilizationView]:
         """All of them, with what they use now."""
         rows, world, current = self.controller.state.rows(), self.controller.world(), self.current()
         vms: defaultdict[str, list[Vm]] = defaultdict(list)
@@ -95,15 +94,15 @@ class UtilizationReader:
             host, used = world.hosts.get(name), current.get(name, HostUsage())
             machine = host.machine if host else None
             size = (machine.cpus, machine.memory) if machine else (0, 0)
-            yield UtilizationView("host", name, "", "", *size, _usage_view(used.usage), None, None)
+            yield api.UtilizationView("host", name, "", "", *size, _usage_view(used.usage), None, None)
             for vm in vms[name]:
                 seen = used.vms.get(vm.name)
                 attempt = rows.attempt_of(vm)
                 job_id = attempt.job.job_id if attempt else ""
                 now = _usage_view(seen.usage if seen else None)
-                yield UtilizationView("vm", vm.name, name, job_id, vm.size.cpus, vm.size.memory, now, None, None)
+                yield api.UtilizationView("vm", vm.name, name, job_id, vm.size.cpus, vm.size.memory, now, None, None)
 
-    def _with_history(self, view: UtilizationView) -> UtilizationView:
+    def _with_history(self, view: api.UtilizationView) -> api.UtilizationView:
         wall = self.clock.wall()
         kind: UsedBy = "host" if view.kind == "host" else "vm"
         records = read_usage(self.recorder.store, kind, view.name, wall - HOUR)
@@ -111,12 +110,12 @@ class UtilizationReader:
         return replace(view, five_minutes=_mean(latest), hour=_mean(records))
 
 
-def _mean(records: list[UsageRecord]) -> UsageView | None:
+def _mean(records: list[UsageRecord]) -> api.UsageView | None:
     return _usage_view(combined([one.usage for one in records]) if records else None)
 
 
-def _usage_view(usage: Usage | None) -> UsageView | None:
-    return None if usage is None else UsageView(*(getattr(usage, one.name) for one in fields(UsageView)))
+def _usage_view(usage: Usage | None) -> api.UsageView | None:
+    return None if usage is None else api.UsageView(*(getattr(usage, one.name) for one in fields(api.UsageView)))
 
 
 COMMIT_TIMEOUT = 10.0  # seconds that a client waits for its command to be committed
@@ -253,7 +252,7 @@ class Backend:
             for one, facts in self._job_facts(attempts, vms)
         ]
 
-    def _job_facts(self, attempts: Sequence[Attempt], vms: Iterable[Vm]) -> Iterator[tuple[Attempt, JobFacts]]:
+    def _job_facts(self, attempts: Sequence[Attempt], vms: Iterable[Vm]) -> Iterator[tuple[Attempt, ShownJob]]:
         world = self.controller.world()
         jobs = world.scheduler.value.jobs if world.scheduler else {}
         return convert.job_facts(attempts, vms, self._waiting_reasons(attempts), jobs, self.controller.users.name)

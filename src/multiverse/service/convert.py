@@ -62,7 +62,7 @@ def stage_counts(attempts: Iterable[Attempt]) -> dict[str, int]:
     return {stage: found[stage] for stage in STAGES}
 
 
-class JobFacts(NamedTuple):
+class ShownJob(NamedTuple):
     """What is shown of a job beside its attempt."""
 
     waiting: str  # why it waits
@@ -77,7 +77,7 @@ def job_facts(
     waiting: Mapping[int, Reason],
     jobs: Mapping[str, Job],
     user_name: Callable[[int], str],
-) -> Iterator[tuple[Attempt, JobFacts]]:
+) -> Iterator[tuple[Attempt, ShownJob]]:
     """The facts for each attempt, from all their VMs, why they wait, and the jobs that the scheduler shows."""
     names: defaultdict[int | None, list[str]] = defaultdict(list)
     for vm in vms:
@@ -85,11 +85,11 @@ def job_facts(
     for one in attempts:
         job = jobs.get(one.job.job_id)
         order = job.rank if job else UNKNOWN_ORDER
-        yield one, JobFacts(text_of(waiting.get(one.id)), order, user_name(one.uid), tuple(names.get(one.id, ())))
+        yield one, ShownJob(text_of(waiting.get(one.id)), order, user_name(one.uid), tuple(names.get(one.id, ())))
 
 
 def job_view(
-    attempt: Attempt, facts: JobFacts, policy: Policy, epoch: float, usage: JobUsage | None = None
+    attempt: Attempt, facts: ShownJob, policy: Policy, epoch: float, usage: JobUsage | None = None
 ) -> api.JobView:
     """`epoch` is the Unix time of the monotonic clock's 0, here and below; `usage` is what the job used, if known."""
     request = attempt.request

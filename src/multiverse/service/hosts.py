@@ -130,11 +130,7 @@ def _view(
         cpu_overcommit=host.overcommit.cpus,
         disk_overcommit=host.overcommit.disk,
         state=state,
-        reason=known.drain.reason
-        if known.drain and known.state is HostState.KNOWN
-        else text_of(known.reason)
-        or (text_of(lease.reason) if lease is not None and lease.state not in OPEN_LEASES else "")
-        or (_why_avoided(known) if state == "avoided" else ""),
+        reason=_reason(known, lease, state),
         drain_from=known.drain.begins if known.drain else None,
         away_since=None if reachable else float(round(world.epoch + min(now, silent_since(known, world)))),
         why=why,
@@ -172,7 +168,15 @@ def avoided_for(known: KnownHost) -> list[HostFault]:
     return [one for one in known.faults if one.failures and one.image in there]
 
 
-def _why_avoided(known: KnownHost) -> str:
+def _reason(known: KnownHost, lease: Lease | None, state: str) -> str:
+    if known.drain and known.state is HostState.KNOWN:
+        return known.drain.reason
+    if known.reason:
+        return text_of(known.reason)
+    if lease is not None and lease.state not in OPEN_LEASES and lease.reason:
+        return text_of(lease.reason)
+    if state != "avoided":
+        return ""
     return "; ".join(
         f"avoided for {one.image} until {moment(one.until)}, and then tried with one job at a time, because its VMs "
         f"fail there{f' ({one.failures} times in a row)' if one.failures > 1 else ''}: {one.reason}"

@@ -55,15 +55,11 @@ def bind(path: Path, setting: str, group: str = "", *, all_users: bool = False) 
 
 def bind_tcp(address: str, port: int, setting: str) -> socket.socket:
     """A listening TCP socket. Raises `Refused` if it cannot be made; `setting` names what to change then."""
-    sock = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        sock.bind((address, port))
+        return socket.create_server((address, port), family=family, backlog=64)
     except OSError as error:
-        sock.close()
         raise Refused(f"cannot listen on {address} port {port}: {error}", hint=f"set {setting}") from error
-    sock.listen(64)
-    return sock
 
 
 def bind_web(web: WebSettings) -> socket.socket | None:

@@ -17,14 +17,12 @@ _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 def replace(
     path: Path, content: str | bytes, *, mode: int = 0o600, uid: int = -1, gid: int = -1, dir_fd: int | None = None
 ) -> None:
-    """Write `content` to a temporary file beside `path`, and rename it to `path`.
+    """Write `content` to a temporary file beside `path`, and rename it to `path`. It is not synced to disk.
 
-    The file gets exactly `mode` and, unless -1, this owner and group before it holds any content. It is not synced to
-    disk. After an `OSError` the old file is unchanged and the temporary file is removed. Processes and threads that
-    replace the same file at once do not disturb each other: the last rename wins.
-
-    A relative `path` begins at the open directory `dir_fd`, if one is given. The directory may belong to another user:
-    the content is written to a new file, never to a file or through a link that this user has put there.
+    The file has exactly `mode` and, unless -1, this owner and group before it holds any content. After an `OSError` the
+    old file is unchanged. Whoever replaces the same file at once does no harm: the last rename wins. A relative `path`
+    begins at the open directory `dir_fd`. The directory may belong to another user: the content goes to a new file,
+    never to a file or through a link that this user has put there.
     """
     data = content.encode() if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_native_id()}.new")

@@ -178,8 +178,8 @@ async def follow_regularly(vxlan: MachineVxlan, vms: LiveVms, interval: float) -
 def wanted_copies(
     rows: Rows, world: World, policy: Policy, offered: Collection[str], own: str
 ) -> Iterator[tuple[str, str]]:
-    """Each image of `offered` that a job in the queue or a pool wants, with each host in reach that lacks it and takes
-    new VMs. `own` is the controller's machine, whose images these are."""
+    """Each image of `offered` that a queued job or a pool wants, with each host that lacks it and takes new VMs. `own`
+    is the controller's machine, which has these images."""
     lacking: dict[str, list[str]] = {}
     for name, host in sorted(world.hosts.items()):
         known = rows.hosts.get(name)

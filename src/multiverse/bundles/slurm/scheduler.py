@@ -57,8 +57,7 @@ _CREDENTIAL = re.compile(rb"MUNGE:[A-Za-z0-9+/=]+:")
 
 
 class Credentials:
-    """Decodes munge credentials with the munged behind a socket (None: munge's own). munged refuses one that it has
-    seen before."""
+    """Decodes credentials with the munged behind a socket (None: munge's own). munged refuses one a second time."""
 
     def __init__(self, socket: Path | None = None) -> None:
         self._socket, self._turns = socket, asyncio.Semaphore(AT_ONCE)
@@ -142,8 +141,7 @@ def _privacy(site: SiteConf) -> Privacy:
 
 
 class NodeCount:
-    """Whether the slurm.conf at `conf` permits as many nodes as there can be VMs: hosts may come that no settings
-    name."""
+    """Whether the slurm.conf at `conf` permits as many nodes as there can be VMs, also on hosts that come later."""
 
     def __init__(self, conf: Path) -> None:
         self._conf, self._cpus = UntilChanged[list[Notice]](conf, []), -1

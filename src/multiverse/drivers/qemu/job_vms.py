@@ -170,8 +170,8 @@ def _change(commands: str) -> str:
 
 
 class JobVxlan:
-    """The VXLAN of the job of `vm`, for all VMs of that job on this host. A job of one node needs none. Calls mean
-    *ensure*, and block for milliseconds."""
+    """The VXLAN of the job of `vm` on this host; a job of one node has none. Calls *ensure*, and block for
+    milliseconds."""
 
     def __init__(self, settings: Settings, addresses: JobAddresses, vm: JobVm, bridge: str) -> None:
         self._settings, self._addresses, self._vm, self._bridge = settings, addresses, vm, bridge
@@ -372,7 +372,7 @@ class QemuJobVms:
         return replace(vm.size, memory=base + (vm.memory - base) // _PLUGGED * _PLUGGED)
 
     def _identity(self, spec: Specification, vm: JobVm, vms: tuple[JobVm, ...], user: User) -> Identity:
-        # By these names the firewall knows the VM's peers: those of this host by their taps.
+        # The firewall knows the VM's peers by these names: peers on this host by their taps.
         taps = {one.rank: job_vm_name(one) for one in vms}
         peers = [
             (taps.get(rank, f"{vm_prefix(JOB_SITE)}of-{rank}"), address)

@@ -77,10 +77,8 @@ async def execute(argv: Sequence[str], env: Mapping[str, str], timeout: float) -
 
 
 class SlurmCommands:
-    """Slurm's command line tools, run without a shell in an environment that does not depend on the caller's.
-
-    At most `SlurmSettings.commands` run at the same time, whoever asks for them.
-    """
+    """Slurm's command line tools, run without a shell in an environment that does not depend on the caller's. At most
+    `SlurmSettings.commands` run at the same time."""
 
     def __init__(
         self, settings: SlurmSettings, env: Mapping[str, str] | None = None, execute: Execute = execute

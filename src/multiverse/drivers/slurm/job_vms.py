@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import time
 
-from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet
+from ClusterShell.RangeSet import RangeSet
 
 from multiverse.agent.job_tasks import JobRun
 from multiverse.core.errors import Broken, Gone, MultiverseError, Refused, Unknown
@@ -127,7 +127,7 @@ def parse_run(shown: str, job: int) -> JobRun | None:
             return None
         if not (uid.isdecimal() and started.isdecimal() and state):
             raise Unknown(f"squeue shows job {job} as {line!r}", hint=_HINT)
-        return JobRun(job, int(uid), int(started), tuple(NodeSet(nodes, resolver=RESOLVER_NOGROUP)))
+        return JobRun(job, int(uid), int(started), parse.hosts(nodes))
     return None
 
 
@@ -136,8 +136,8 @@ def parse_share(shown: str, job: int, node: str) -> tuple[int, int]:
     for record in re.split(r"^(?=JobId=)", shown, flags=re.MULTILINE):
         if re.match(rf"JobId={job}\b", record):
             for nodes, cpus, memory in _SHARE.findall(record):
-                if node in NodeSet(nodes, resolver=RESOLVER_NOGROUP):
-                    return len(NodeSet(f"[{cpus}]", resolver=RESOLVER_NOGROUP)) if cpus else 0, int(memory)
+                if node in parse.hosts(nodes):
+                    return len(RangeSet(cpus)) if cpus else 0, int(memory)
     raise Unknown(f"scontrol does not show what job {job} has on {node}", hint=_HINT)
 
 

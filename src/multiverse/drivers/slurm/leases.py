@@ -60,8 +60,8 @@ class PilotRow:
 
 
 class PilotColumns:
-    """The format of a table of pilots, and the reader of its rows. A user can choose the name and the comment of jobs,
-    but no text that looks like the end of a cell."""
+    """The format and the reader of a table of pilots. Users choose names and comments, but cannot guess a cell's
+    end."""
 
     def __init__(self, secret: str | None = None) -> None:
         self._end = f"{_CELL}{secret or secrets.token_hex(6)}{_CELL}"

@@ -98,8 +98,8 @@ class SubmissionFile:
       has to keep one of the limits that are for its kind. All lines of one limit together tell how many nodes fit;
     - how many hosts;
     - the CPUs of all nodes of a host together, and the most of one node;
-    - the disk in MiB: that of the host, the least that a node takes of it, and what a node takes beside what it asks
-      for; and the bandwidth of the host in Mbit/s;
+    - disk in MiB: of the host, the least of a node, and the overhead of a node beside its request; and the bandwidth of
+      the host in Mbit/s;
     - the most memory in MiB of one node, of each of two nodes, and so on. No node fits if there is none.
 
     The image `*` stands for all images that no line names. Example, of three hosts that could hold two nodes each:
@@ -154,7 +154,7 @@ class SubmissionFile:
 
 def _lines(limits: JobLimits) -> Iterator[str]:
     named = {image: some for image, some in sorted(limits.limits.items()) if _IMAGE.fullmatch(image)}
-    # If an image is left out, its jobs must not be measured as those of an unknown image.
+    # If an image is left out, its jobs must not be measured as jobs of an unknown image.
     if OTHER_IMAGES in limits.limits and len(named) == len(limits.limits) - 1:
         named[OTHER_IMAGES] = limits.limits[OTHER_IMAGES]
     for image, some in named.items():

@@ -18,6 +18,8 @@ from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Seque
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
+from ClusterShell.RangeSet import RangeSet
+
 from multiverse.config import SlurmSettings
 from multiverse.core.errors import Gone, Stale
 from multiverse.core.model import JobRef
@@ -66,8 +68,7 @@ def survives_sacctmgr(present: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class CommentColumn:
-    """squeue's column of AdminComments in full, as the last column. Nobody who writes a comment can foresee its end, so
-    that no comment is taken for another row."""
+    """squeue's column of AdminComments in full, as the last column. Users cannot guess the text that ends it."""
 
     end: str
 
@@ -139,12 +140,10 @@ def _records(cells: Sequence[str], partition: str, gate_feature: str) -> list[Wa
     tasks: dict[str, list[int]] = {}
     found: dict[str, WaitingRecord] = {}
     for head, comment in zip(cells[::2], cells[1::2], strict=True):
-        job_id, base, task, its_partition, restarts, submitted, priority, features = head.split(
-            " ", len(_WAITING_COLUMNS)
-        )
+        job_id, base, task, its_partition, restarts, submitted, priority, words = head.split(" ", len(_WAITING_COLUMNS))
         tasks.setdefault(job_id, []).extend([int(task)] if task.isdigit() else [])
         if job_id not in found:
-            _, pinned = parse.features("" if features == "(null)" else features, gate_feature)
+            _, pinned = parse.features(words, gate_feature)
             found[job_id] = WaitingRecord(
                 base=base,
                 tasks=(),
@@ -159,13 +158,7 @@ def _records(cells: Sequence[str], partition: str, gate_feature: str) -> list[Wa
 
 def ranges(tasks: Iterable[int]) -> str:
     """`1,2,3,7` as `1-3,7`: scontrol understands no steps."""
-    found: list[list[int]] = []
-    for task in sorted(tasks):
-        if found and task == found[-1][1] + 1:
-            found[-1][1] = task
-        else:
-            found.append([task, task])
-    return ",".join(f"{first}-{last}" if first < last else str(first) for first, last in found)
+    return str(RangeSet.fromlist(map(str, tasks)))
 
 
 def updates(records: Sequence[WaitingRecord], jobs: Iterable[JobRef], text: str) -> Iterator[tuple[str, list[str]]]:
@@ -304,7 +297,7 @@ async def reread(commands: SlurmCommands, job: JobRef, slurm: SlurmSettings) -> 
             f"job {job.job_id} has changed: submitted {submitted}, restarts {restarts}; "
             f"expected {job.submitted}, {job.restarts}"
         )
-    own, pinned = parse.features("" if row["Feature"] == "(null)" else row["Feature"], slurm.gate_feature)
+    own, pinned = parse.features(row["Feature"], slurm.gate_feature)
     nodes = parse.hosts(row["NodeList"])
     return CurrentJob(
         state=row["State"],

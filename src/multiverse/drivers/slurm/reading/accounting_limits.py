@@ -34,7 +34,7 @@ _FAMILIES = {
     "GrpJobs": "Grp", "GrpTRES": "Grp", "MaxJobs": "Max",
     "MaxJobsPU": "PU", "MaxTRESPU": "PU", "MaxJobsPA": "PA", "MaxTRESPA": "PA",
 }  # fmt: skip
-_MIB = {"K": 2**-10, "": 1, "M": 1, "G": 2**10, "T": 2**20, "P": 2**30}
+MIB = {"K": 2**-10, "": 1, "M": 1, "G": 2**10, "T": 2**20, "P": 2**30}
 _RUNNING = {"RUNNING", "SUSPENDED"}
 
 
@@ -82,8 +82,8 @@ class AccountingLimits:
         self.left |= arrays_left(records)
 
     def uses(self, record: Record) -> Uses:
-        """How much of which limits a job takes while it runs."""
-        takes = {"": 1, **_tres(str(record.get("tres_req_str") or ""))}
+        """The limits that a job uses while it runs, each with the amount."""
+        takes = {"": 1, **tres(str(record.get("tres_req_str") or ""))}
         found = {limit: takes.get(kind, 0) for limit, kind in self._bounds(record)}
         found |= {f"Licenses: {name}": count for name, count in licences(record, self._gate_licence).items()}
         if number(record.get("array_max_tasks")):
@@ -142,10 +142,10 @@ def _entries(text: str) -> Iterator[_Entry]:
         yield entry
 
 
-def _tres(text: str) -> dict[str, int]:
+def tres(text: str) -> dict[str, int]:
     """`cpu=2,mem=1.50G,node=1` by kind; memory in MiB."""
     found = re.findall(r"(\w+)=([\d.]+)([KMGTP]?)", text)
-    return {kind: round(float(count) * _MIB[unit]) for kind, count, unit in found}
+    return {kind: round(float(count) * MIB[unit]) for kind, count, unit in found}
 
 
 def arrays_left(records: Iterable[Record]) -> dict[str, int]:

@@ -30,7 +30,7 @@ from multiverse.core.errors import Gone, Unknown
 from multiverse.core.model import Job
 from multiverse.drivers.slurm.command import SlurmCommands
 from multiverse.drivers.slurm.reading import parse
-from multiverse.drivers.slurm.reading.accounting_limits import AccountingLimits, licences
+from multiverse.drivers.slurm.reading.accounting_limits import MIB, AccountingLimits, licences, tres
 from multiverse.drivers.slurm.reading.parse import Record, SiteNames
 from multiverse.drivers.slurm.site.conf import NEVER, minutes_of
 
@@ -65,7 +65,7 @@ _WORDS = {
     "tasks_per_socket": "NTPerSocket",
     "requeue": "Requeue",
     "batch_flag": "BatchFlag",
-    "tres_req_str": "tres-alloc",  # of a waiting job: what it requests
+    "tres_req_str": "tres-alloc",  # of a waiting job: its request
 }
 _TEXTS = {
     "state_reason": "Reason",
@@ -103,7 +103,6 @@ _LATER = {"container_id", *_PHYSICAL}
 
 _NOTHING = ("(null)", "N/A", "NotSet")
 _FREE = {"name", "current_working_directory"}  # a user may choose any text, these words too
-_MIB = {"": 1.0, "K": 2**-10, "M": 1, "G": 2**10, "T": 2**20, "P": 2**30}
 
 # What squeue shows in place of the reason where slurmctld has a description. Both texts say that the gate's nodes,
 # which are drained, are not available (node_scheduler.c, job_scheduler.c).
@@ -114,8 +113,7 @@ _DESCRIPTIONS = (
 
 
 class JobColumns:
-    """The format of a table of jobs, and the reader of its rows. `physical` adds the columns of jobs of physical
-    nodes."""
+    """The format and the reader of a table of jobs. `physical` adds the columns of jobs of physical nodes."""
 
     def __init__(self, secret: str | None = None, *, physical: bool = False) -> None:
         self._texts = _TEXTS | _PHYSICAL if physical else _TEXTS
@@ -209,11 +207,10 @@ def _least_cpus(cells: Mapping[str, str]) -> int:
     return max(_number(cells[key]) or 1 for key in ("minimum_cpus_per_node", "tasks_per_node"))
 
 
-def is_per_cpu(memory: int, nodes: int, cpus: int, tres: str) -> bool:
+def is_per_cpu(memory: int, nodes: int, cpus: int, requested: str) -> bool:
     """Whether the memory of a job is per CPU, not per node. squeue does not tell, but the job's total does
     (job_get_tres_mem in job_mgr.c)."""
-    match = re.search(r"(?:^|,)mem=([\d.]+)([KMGTP]?)", tres)
-    total = round(float(match[1]) * _MIB[match[2]]) if match else 0
+    total = tres(requested).get("mem", 0)
     return bool(memory) and total == memory * cpus and total != memory * nodes
 
 
@@ -222,7 +219,7 @@ def _number(text: str) -> int | None:
 
 
 def _mib(text: str) -> float:
-    return float(text[:-1]) * _MIB[text[-1]] if text and not text[-1].isdigit() else float(text or 0)
+    return float(text[:-1]) * MIB[text[-1]] if text and not text[-1].isdigit() else float(text or 0)
 
 
 def _exit_status(text: str) -> int:
@@ -232,7 +229,7 @@ def _exit_status(text: str) -> int:
 
 
 _AT_ONCE = 4  # processes
-_NEW = 200  # jobs of which nothing is known yet that are read in one go; others follow with the next table
+_NEW = 200  # jobs that are read in one go for the first time; others follow with the next table
 _AGAIN = 3  # jobs that were read before and are read again with a whole table: those that were read longest ago
 _AGE = 1.0  # seconds for which a job that was read is not read again, unless a hint names it
 

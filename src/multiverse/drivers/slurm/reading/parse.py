@@ -141,7 +141,7 @@ def exit_code(status: int) -> int:
 
 def features(text: str, gate_feature: str) -> tuple[tuple[str, ...], str | None]:
     """The features that a job's user asked for, and the tag of the nodes that the job is pinned to, if it is."""
-    all_of = [word.strip() for word in re.split(r"[&,]", text) if word.strip()]
+    all_of = [word.strip() for word in re.split(r"[&,]", "" if text == "(null)" else text) if word.strip()]
     pins = [word for word in all_of if is_pin(word)]
     own = (word for word in all_of if word != gate_feature and not is_pin(word) and not word.startswith(MOVED_FROM))
     return tuple(dict.fromkeys(own)), pins[-1] if pins else None
@@ -214,7 +214,8 @@ def job_id_of(record: Record) -> str:
 
 
 def job(record: Record, names: SiteNames, now: float, uses: Uses = ()) -> Job:
-    """The job of a record, or its task of an array. `now` is Unix time; `uses` is how much it takes of which limits."""
+    """The job of a record, or its task of an array. `now` is Unix time; `uses` are limits with the amounts that it
+    takes."""
     job_id = job_id_of(record)
     states = [word.upper() for word in words(record["job_state"])]
     # An unknown state is taken for that of a job with nodes (CONFIGURING, RESIZING, SIGNALING and later additions):

@@ -1,4 +1,4 @@
-"""Reads jobs, nodes and limits of slurmctld: all of the cluster's, or those of some users, jobs and nodes.
+"""Reads jobs, nodes and limits of slurmctld: all of the cluster, or only of some users, jobs and nodes.
 
 slurmctld filters by one user (`squeue -u`), one job or array (`squeue -j`) and one node (`sinfo -n`); with two of them
 named, Slurm's commands load everything and filter it themselves (opts.c of squeue and of sinfo). Each is a process, so
@@ -30,7 +30,7 @@ _FEW = 100  # jobs that cost no more than a process
 _PER_PROCESS = 500  # jobs of a user that cost as much as one process more (decision 26)
 _CHEAP = 0.05  # seconds: a table of all nodes that takes less, for each node that is wanted, is read instead
 _ALWAYS_CHEAP = 0.2  # the same for any number: slurmctld logs an error for a single node that it does not know (yet)
-_RECENT = 5  # tables of all nodes, of which the one that took the least tells what they cost: others had to wait
+_RECENT = 5  # tables of all nodes: the quickest tells what they cost, because others had to wait
 
 _JOBLESS = "slurmctld counts a job on it that has left"
 

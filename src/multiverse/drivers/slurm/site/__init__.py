@@ -1,2 +1,1 @@
-"""A site's configuration of Slurm: what slurm.conf says, what Multiverse needs of it, the files that a site adds, and
-the configuration of guests."""
+"""A site's configuration of Slurm: what it says and lacks, the files that a site adds, and those of guests."""

@@ -23,7 +23,7 @@ from multiverse.drivers.slurm.site.gate import MOVED_FROM
 from multiverse.guest.protocol import USER_ADDED
 
 _ZERO, _ONE = b"AC"  # the characters of the comment that stand for a bit
-_LENGTH = 32  # characters, of which some give any checksum of 16 bits
+_LENGTH = 32  # characters: enough for any checksum of 16 bits
 _LAST = 2  # characters at the end that must be the same
 
 
@@ -36,7 +36,7 @@ def with_hash_of(text: bytes, site: bytes) -> bytes:
     slurmctld still tells a guest whose slurm.conf was derived from an earlier one (decision 92).
 
     The hash (`_compute_hash_val` in parse_config.c, 22.05 to 25.05) is over all characters, comments and included files
-    too. Its 32 bits are the checksum CRC-16 before the last two characters, and these two.
+    too. Its 32 bits are the CRC-16 of all but the last two characters, and these two.
     """
     ending = site[-_LAST:]
     if len(ending) < _LAST or (ending.startswith(b"\n") and ending != b"\n\n"):

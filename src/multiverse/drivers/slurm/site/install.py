@@ -50,8 +50,7 @@ ADDRESSES_HEAD = """\
 
 class AddressFile:
     """`ports.Addresses`: users' commands find VMs by a file that their slurm.conf includes (decision 84), other
-    programs by lines of the `site` in the file `names`, as in /etc/hosts (decision 91). Both stay while no daemon
-    runs."""
+    programs by lines in the file `names`, as in /etc/hosts (decision 91). Both stay while no daemon runs."""
 
     def __init__(self, path: Path, names: Path | None = None, site: str = "") -> None:
         self._path, self._names, self._site = path, names, site

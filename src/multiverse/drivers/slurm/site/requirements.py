@@ -311,10 +311,9 @@ def _communication(settings: Settings, site: SiteConf) -> Iterator[Finding]:
         yield _problem(
             "AuthType", f"AuthType is {authentication}, but nodes in VMs have munge", "set AuthType=auth/munge"
         )
-    addresses = {value.partition("(")[2].strip(") ") for key, value in conf.settings(site.text)
-                 if key.lower() == "slurmctldhost"}  # fmt: skip
+    slurmctlds = conf.controllers(site.text)
     address = settings.slurm.controller_address or settings.network.gateway
-    if "noctldinaddrany" in site.words("CommunicationParameters") and address not in addresses:
+    if "noctldinaddrany" in site.words("CommunicationParameters") and all(address != one.address for one in slurmctlds):
         yield _problem(
             "CommunicationParameters",
             f"with NoCtldInAddrAny slurmctld does not listen at {address}, where guests look for it",
@@ -328,8 +327,7 @@ def _communication(settings: Settings, site: SiteConf) -> Iterator[Finding]:
             f"add keepalivetime={silence},keepaliveinterval=10,keepaliveprobes=6 to CommunicationParameters, then run "
             "scontrol reconfigure",
         )
-    names = [value.partition("(")[0].strip() for key, value in conf.settings(site.text)
-             if key.lower() in ("slurmctldhost", "controlmachine", "backupcontroller")]  # fmt: skip
+    names = [one.name for one in slurmctlds]
     if len(names) > 1:
         yield _note(
             "SlurmctldHost",
