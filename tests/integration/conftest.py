@@ -76,6 +76,19 @@ class LabUnderTest:
         return done.stdout.strip()
 
 
+@contextmanager
+def more_settings(lab: LabUnderTest, text: str) -> Iterator[None]:
+    """The lab's controller runs with these settings (TOML) in addition while the context lasts."""
+    site = lab.where.etc / "site.toml"
+    site.write_text(text)
+    try:
+        asyncio.run(lifecycle.up(lab.where, LabOptions()))
+        yield
+    finally:
+        site.write_text("")
+        asyncio.run(lifecycle.up(lab.where, LabOptions()))
+
+
 @pytest.fixture(scope="session")
 def accelerator(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The file in which a state directory keeps whether KVM runs guests here: to find that out takes seconds."""

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from multiverse.client import Client
-from multiverse_lab.lab import lifecycle
-from multiverse_lab.lab.plan import LabOptions
-from tests.integration.conftest import LabUnderTest
+from tests.integration.conftest import LabUnderTest, more_settings
 from tests.integration.watch import ended, nothing_left, until, written
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
@@ -19,12 +16,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow]
 @pytest.fixture(scope="module")
 def controller(lab: LabUnderTest, controller: Callable[[], int]) -> Iterator[Callable[[], int]]:
     """The host declares more than the machine has, while this module's test runs."""
-    site = lab.where.etc / "site.toml"
-    site.write_text("[host]\nmemory = 40960\n")
-    asyncio.run(lifecycle.up(lab.where, LabOptions()))
-    yield controller
-    site.write_text("")
-    asyncio.run(lifecycle.up(lab.where, LabOptions()))
+    with more_settings(lab, "[host]\nmemory = 40960\n"):
+        yield controller
 
 
 def test_32_gib_are_plugged_into_a_template_of_256_mib(lab: LabUnderTest, client: Client) -> None:

@@ -22,7 +22,7 @@ from multiverse.core.model import serial_of
 from multiverse_lab.lab import lifecycle
 from multiverse_lab.lab.plan import LabOptions
 from multiverse_lab.lab.services import CONTROLLER
-from tests.integration.conftest import LabUnderTest
+from tests.integration.conftest import LabUnderTest, more_settings
 from tests.integration.watch import ended, latest, nothing_left, until
 
 pytestmark = pytest.mark.integration
@@ -238,12 +238,8 @@ def test_500_jobs_that_may_not_start_delay_no_job_that_may(
 @pytest.fixture
 def pool(lab: LabUnderTest, controller: Callable[[], int]) -> Iterator[Path]:
     """The controller keeps a joined spare on offer; the directory of the offers."""
-    site = lab.where.etc / "site.toml"
-    site.write_text('[[pool]]\ndepth = "joined"\nmin = 1\nmemory = 300\n')
-    asyncio.run(lifecycle.up(lab.where, LabOptions()))
-    yield lab.settings.slurm.inbox / "spares"
-    site.write_text("")
-    asyncio.run(lifecycle.up(lab.where, LabOptions()))
+    with more_settings(lab, '[[pool]]\ndepth = "joined"\nmin = 1\nmemory = 300\n'):
+        yield lab.settings.slurm.inbox / "spares"
 
 
 @pytest.mark.slow

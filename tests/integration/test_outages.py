@@ -17,9 +17,8 @@ import pytest
 
 from multiverse.client import Client
 from multiverse_lab.lab import lifecycle
-from multiverse_lab.lab.plan import LabOptions
 from multiverse_lab.lab.services import CONTROLLER
-from tests.integration.conftest import LabUnderTest
+from tests.integration.conftest import LabUnderTest, more_settings
 from tests.integration.restarting_daemon import counting_job
 from tests.integration.watch import (
     LIMIT,
@@ -125,16 +124,13 @@ def lending(lab: LabUnderTest, controller: Callable[[], int]) -> Iterator[Path]:
     """A setuid shell for jobs. For this test guests mount the homes without `nosuid`."""
     (mount,) = lab.settings.mounts
     options = ",".join(each for each in mount.options.split(",") if each != "nosuid")
-    site, shell = lab.where.etc / "site.toml", lab.user.home / "rootsh"
+    shell = lab.user.home / "rootsh"
     words = {"source": mount.source, "target": mount.target, "type": mount.type, "options": options}
-    site.write_text("[[mounts]]\n" + "".join(f'{key} = "{value}"\n' for key, value in words.items()))
     shutil.copy("/bin/bash", shell)
     shell.chmod(0o4755)
-    asyncio.run(lifecycle.up(lab.where, LabOptions()))
-    yield shell
+    with more_settings(lab, "[[mounts]]\n" + "".join(f'{key} = "{value}"\n' for key, value in words.items())):
+        yield shell
     shell.unlink()
-    site.write_text("")
-    asyncio.run(lifecycle.up(lab.where, LabOptions()))
 
 
 @slow

@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 
 from multiverse.client import Client
-from multiverse_lab.lab import lifecycle
-from multiverse_lab.lab.plan import LabOptions
-from tests.integration.conftest import CONTROLLER, LabUnderTest
+from tests.integration.conftest import CONTROLLER, LabUnderTest, more_settings
 from tests.integration.watch import ended, kill, nothing_left, until, written
 
 pytestmark = pytest.mark.integration
@@ -34,12 +32,8 @@ memory = 300
 @pytest.fixture(scope="module")
 def controller(lab: LabUnderTest, controller: Callable[[], int]) -> Iterator[Callable[[], int]]:
     """The lab's controller keeps two pools while this module's tests run, and nothing of them afterwards."""
-    site = lab.where.etc / "site.toml"
-    site.write_text(POOLS)
-    asyncio.run(lifecycle.up(lab.where, LabOptions()))
-    yield controller
-    site.write_text("")
-    asyncio.run(lifecycle.up(lab.where, LabOptions()))
+    with more_settings(lab, POOLS):
+        yield controller
     nothing_left(lab, Client(lab.settings.socket))
 
 

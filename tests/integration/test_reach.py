@@ -17,7 +17,7 @@ from multiverse_lab.lab.own_etc import has_own_etc
 from multiverse_lab.lab.plan import LabOptions
 from multiverse_lab.lab.services import AGENT, CONTROLLER
 from multiverse_lab.lab.users import PrivateUser
-from tests.integration.conftest import LabUnderTest
+from tests.integration.conftest import LabUnderTest, more_settings
 from tests.integration.watch import ended, nothing_left, until, written
 
 pytestmark = pytest.mark.integration
@@ -89,14 +89,8 @@ def settings(lab: LabUnderTest, text: str) -> Iterator[None]:
     """The controller runs with these settings in addition."""
     assert has_own_etc(), "this machine's stays as it is"
     assert str(lab.settings.network.names) == "/etc/hosts"
-    site = lab.where.etc / "site.toml"
-    site.write_text("[network]\n" + text)
-    asyncio.run(lifecycle.up(lab.where, LabOptions()))
-    try:
+    with more_settings(lab, "[network]\n" + text):
         yield
-    finally:
-        site.write_text("")
-        asyncio.run(lifecycle.up(lab.where, LabOptions()))
 
 
 @pytest.fixture(autouse=True)

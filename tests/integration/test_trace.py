@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 
 from multiverse.client import Client
-from multiverse_lab.lab import lifecycle
-from multiverse_lab.lab.plan import LabOptions
 from multiverse_lab.lab.services import CONTROLLER
 from multiverse_lab.simulation.replay import replay
-from tests.integration.conftest import LabUnderTest
+from tests.integration.conftest import LabUnderTest, more_settings
 from tests.integration.watch import ended, kill, latest, nothing_left, qemu_of, until
 
 pytestmark = pytest.mark.integration
@@ -22,16 +20,9 @@ pytestmark = pytest.mark.integration
 @pytest.fixture
 def trace(lab: LabUnderTest, controller: Callable[[], int]) -> Iterator[Path]:
     """The path of the trace of the lab's controller, which is restarted with `trace` in its settings."""
-    path, site = lab.where.log / "trace", lab.where.etc / "site.toml"
-    before = site.read_text()
-    site.write_text(f'trace = "{path}"\n{before}')
-    asyncio.run(CONTROLLER.stop(lab.where))
-    try:
-        asyncio.run(lifecycle.up(lab.where, LabOptions()))
+    path = lab.where.log / "trace"
+    with more_settings(lab, f'trace = "{path}"\n'):
         yield path
-    finally:
-        asyncio.run(CONTROLLER.stop(lab.where))
-        site.write_text(before)
 
 
 @pytest.mark.slow

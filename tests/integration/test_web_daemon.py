@@ -18,7 +18,7 @@ from multiverse.client import Client
 from multiverse_lab.lab import lifecycle
 from multiverse_lab.lab.plan import LabOptions
 from multiverse_lab.lab.services import CONTROLLER
-from tests.integration.conftest import LabUnderTest
+from tests.integration.conftest import LabUnderTest, more_settings
 from tests.integration.test_jobs import latest, until
 
 pytestmark = pytest.mark.integration
@@ -31,16 +31,9 @@ WATCHED = 8.0
 @pytest.fixture(scope="module")
 def web(lab: LabUnderTest, _images: None) -> Iterator[Path]:
     """The socket of the web page of the lab's controller."""
-    site, path = lab.where.etc / "site.toml", lab.where.run / "web.sock"
-    before = site.read_text()
-    site.write_text(f'{before}\n[web]\nlisten = "{path}"\n')
-    asyncio.run(CONTROLLER.stop(lab.where))
-    try:
-        asyncio.run(lifecycle.up(lab.where, LabOptions()))
+    path = lab.where.run / "web.sock"
+    with more_settings(lab, f'[web]\nlisten = "{path}"\n'):
         yield path
-    finally:
-        asyncio.run(CONTROLLER.stop(lab.where))
-        site.write_text(before)
 
 
 def viewer(path: Path) -> httpx.Client:
