@@ -273,8 +273,7 @@ def _read(pid: int, proc: Path) -> tuple[str, str]:
 
 
 def _memberships(text: str) -> Iterator[tuple[set[str], str]]:
-    """Controllers and path of each hierarchy in /proc/PID/cgroup. The hierarchy of version 2 has no controllers
-    there."""
+    """Controllers and path of each hierarchy in /proc/PID/cgroup. That of version 2 has no controllers there."""
     for line in text.splitlines():
         _, controllers, path = line.split(":", 2)
         yield set(filter(None, controllers.split(","))), path
@@ -319,8 +318,7 @@ def _has_process(procs: Path) -> bool:
 @dataclass(frozen=True, slots=True)
 class JobGroups:
     """The groups of a VM inside a job: children of the job's groups, beside its steps. So the job's limits hold for the
-    VM, and the end of a step does not end it. In hierarchies where the job has no groups, the VM has its usual ones
-    (`beside`)."""
+    VM, and the end of a step does not end it. In hierarchies without groups of the job, the VM has its usual ones."""
 
     job: Sequence[str]  # directories of the job's groups
     beside: Cgroups

@@ -25,9 +25,8 @@ _SPECIFICATION_HINT = "correct the specification"
 
 @dataclass(frozen=True, slots=True)
 class Specification(VmSpec):
-    """One VM that is to be created. Whoever wrote the specification chose everything that tells it from other VMs. The
-    host adds uid, tap and directory. Callers that know no token or address yet leave them empty: then nothing is
-    checked about them."""
+    """One VM to create. Its writer chose everything that tells it from other VMs; the host adds uid, tap and directory.
+    Callers that know no token or address yet leave them empty: then nothing is checked about them."""
 
     bridge: str = ""
     job_groups: tuple[str, ...] = ()  # directories of the control groups of the job that it is inside of, if it is
@@ -164,8 +163,8 @@ def read(directory: Path) -> Manifest | None:
 
 
 def refuse_other(known: Manifest | None, token: str) -> None:
-    """Raise `Refused` if a VM has another token than `token`: then it is another VM, as of a database that was restored
-    from a copy. An empty token matches any."""
+    """Raise `Refused` if a VM has another token than `token`, as after a restore of an old database. Empty matches
+    any."""
     if known is not None and token and known.token != token:
         hint = f"a controller with another database made it; if nobody needs it, end process {known.pid}"
         raise Refused(f"{known.name} is another VM: it has another token", hint=hint)

@@ -120,8 +120,7 @@ def command_prefix(view: View) -> list[str]:
 
 
 def open_inside(process: ProcessIdentity, path: Path, flags: int) -> int | None:
-    """Open a file as a contained program sees it. None if the program has ended, is not contained or has no such
-    file."""
+    """Open a file as a contained program sees it. None if the program has ended, or has no such file."""
     root = f"/proc/{process.pid}/root"
     try:
         if os.path.samestat(os.stat(root), os.stat("/")):  # noqa: PTH116  (a magic link, not a path)

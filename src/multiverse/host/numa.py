@@ -83,8 +83,7 @@ class NumaNodes:
 
 
 def read_nodes(root: Path, allowed: AbstractSet[int]) -> tuple[CpuNode, ...]:
-    """The nodes that the kernel describes below `root` (sysfs(5)) and that have some of the `allowed` CPUs, by
-    number."""
+    """The nodes that the kernel describes below `root` (sysfs(5)) with some of the `allowed` CPUs, by number."""
     found = []
     for path in root.glob("node[0-9]*"):
         with suppress(OSError, ValueError):  # it went offline

@@ -36,8 +36,7 @@ _CPUS, _MEMORY = 1 + MEANS.index("cpus"), 1 + MEANS.index("memory")
 
 
 class History:
-    """The samples of an hour, of one host or VM, in compact arrays: the last `limit` at least, and a minute's more at
-    most."""
+    """Samples of an hour, of one host or VM, in compact arrays: the last `limit`, and up to a minute's more."""
 
     def __init__(self, limit: int = 3600) -> None:
         self.limit = limit
@@ -102,8 +101,7 @@ Traffic = Mapping[bytes, tuple[int, int]]  # bytes that were received and sent, 
 
 
 class Reading(NamedTuple):
-    """The counters at one moment. CPU seconds, bytes and seconds of pressure are counted since the beginning; memory is
-    in MiB. `UNKNOWN`: the kernel does not tell."""
+    """The counters at one moment: CPU seconds, bytes and seconds of pressure; memory in MiB. `UNKNOWN`: not told."""
 
     cpu_s: float
     memory: float
@@ -116,9 +114,8 @@ class Reading(NamedTuple):
 
 
 class OpenFile:
-    """A file of the kernel that is kept open, because opening a file of /proc costs several times as much as reading
-    it. A file of /proc/PID stays with its process: once that has ended, reading it fails with ESRCH, whichever process
-    gets the pid next."""
+    """A file of the kernel that is kept open, because opening costs several times as much as reading. A file of
+    /proc/PID stays with its process: after its end, reading fails with ESRCH, whichever process has the pid."""
 
     __slots__ = ("_fd",)
 
@@ -514,8 +511,8 @@ class Sampler:
         return latest[1] if latest is not None and time.monotonic() - latest[0] < _LOAD_STALE else None
 
     def usage(self, span: float, prefix: str = "") -> HostUsage:
-        """The use in the last `span` seconds, by the host and by the VMs whose names begin with `prefix`. Takes a
-        fraction of a millisecond for each VM and minute."""
+        """The use in the last `span` seconds, by the host and by the VMs of `prefix`. Takes under a millisecond for
+        each VM."""
         now = time.monotonic()
         with self._lock:
             host = self._host.history.usage(now - span, self.interval)

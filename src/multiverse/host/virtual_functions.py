@@ -53,9 +53,9 @@ class FunctionRecord:
 
 
 class VirtualFunctions:
-    """The functions of one host. VMs may have those that are `offered`: all of a device, by its address or its network
-    interface, or all with these ids. `records` is a directory for nobody but this library. Calls block; they may be
-    made from any thread and process."""
+    """The functions of one host. VMs may have those that are `offered`: all of a device, by its address or network
+    interface, or all with these ids. Only this library uses the directory `records`. Calls block; any thread and
+    process may make them."""
 
     def __init__(
         self, offered: Sequence[str], records: Path, sysfs: Path = Path("/sys"), devices: Path = Path("/dev/vfio")
@@ -191,8 +191,7 @@ class VirtualFunctions:
         return held
 
     def _read(self, address: str) -> FunctionRecord | None:
-        """The record of a function; None if there is none. A damaged one names no VM, so its function will be
-        returned."""
+        """The record of a function; None if there is none. A damaged one names no VM, so the function is returned."""
         try:
             raw = json.loads((self._records / address).read_text())
             return FunctionRecord(**{key: str(value) for key, value in raw.items()})

@@ -110,8 +110,8 @@ class PmiStream:
         self.host_ended = self.host_ended or not data
 
     def carry(self) -> bytes:
-        """Write what can be written. Returns what the command has sent since then. At the end of either side this end
-        is closed. Never blocks."""
+        """Write what can be written, and return what the command has sent. Closes at the end of either side. Never
+        blocks."""
         try:
             while self._waiting:
                 del self._waiting[: os.write(self.fd, self._waiting[:LARGEST_READ])]
@@ -389,8 +389,8 @@ class TaskCommand:
 
 def write_script(path: bytes, content: bytes, uid: int, gid: int) -> None:
     """Make the file of a batch script, for this user. The user determines what the host says of a task, and this
-    process is root. So only a path like slurmd's is accepted, below directories of root or of that user. Raises
-    GuestAgentError for another path, and OSError."""
+    process is root: only a path like slurmd's is accepted, below directories of root or of that user. Raises
+    GuestAgentError, and OSError."""
     shown = os.fsdecode(path)
     if not SCRIPT.fullmatch(path):
         raise GuestAgentError(f"{shown} is no path of a batch script")

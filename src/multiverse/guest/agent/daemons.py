@@ -136,7 +136,7 @@ class DaemonProcess:
             raise GuestAgentError(f"cannot start {self.name} ({self.argv[0]}): {error}") from error
 
     def start_again(self) -> bool:
-        """Start it once more after it has ended, unless it ended soon after the last time. Returns whether it was
+        """Start it once more after it has ended, unless it ended soon after the last time. Returns whether it
         started."""
         now = time.monotonic()
         if self.again and now - self.again < LASTING:

@@ -113,8 +113,8 @@ IVSHMEM = ("0x1af4", "0x1110")  # vendor and device
 
 def take_regions(message: dict[str, Any]) -> None:
     """Wait for the regions of memory that the VM shares with other VMs of its job, and let the job's user map them.
-    Each region is a PCI device (ivshmem-plain in QEMU). It needs no driver: the kernel shows its memory as a file.
-    Raises GuestAgentError if a region does not appear."""
+    Each is a PCI device (ivshmem-plain in QEMU), whose memory the kernel shows as a file without a driver. Raises
+    GuestAgentError."""
     make_directory(REGIONS)
     deadline = time.monotonic() + DAEMON_TIMEOUT
     for number, (port, function) in enumerate(message["devices"]):

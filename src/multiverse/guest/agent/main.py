@@ -245,8 +245,8 @@ def main() -> None:
 
 
 def _catch_signals(first: bool) -> int:
-    """Make each SIGCHLD and SIGIO write a byte into a pipe, and return its reading end. The first process of a guest
-    ignores signals that ask it to end."""
+    """Make each SIGCHLD and SIGIO write a byte into a pipe; returns its reading end. Process 1 ignores signals to
+    end."""
     reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     for number in (signal.SIGCHLD, signal.SIGIO):

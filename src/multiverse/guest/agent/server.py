@@ -145,8 +145,7 @@ CLOCK_TOLERANCE = 0.5  # seconds; a smaller difference is not corrected, because
 
 
 class GuestAgent:
-    """Answers the host's messages and watches the daemons. `wake` is a pipe that gets a byte for each signal
-    (signal.set_wakeup_fd)."""
+    """Answers the host's messages and watches the daemons. The pipe `wake` gets a byte for each signal."""
 
     def __init__(self, channel: HostChannel, wake: int) -> None:
         self.channel = channel

@@ -212,8 +212,8 @@ class HostContext:
         )
 
     def largest(self, image: Image, size: Size) -> Size:
-        """The size up to which a VM of `size` can be plugged. Room costs a guest memory, so a guest that cannot be
-        plugged gets none."""
+        """The size up to which a VM of `size` can be plugged. Room costs memory, so a guest without hotplug gets
+        none."""
         return Size(self._limits.cpus if "plug_cpus" in image.abilities else size.cpus,
                     self._limits.memory if "plug_memory" in image.abilities else size.memory)  # fmt: skip
 

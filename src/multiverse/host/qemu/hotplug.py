@@ -33,8 +33,8 @@ def memory_to_plug(booted: int, wanted: int) -> int:
 
 def dimm_sizes(memory: int, plugged: int) -> list[int]:
     """Sizes in MiB of the DIMMs by which a guest of `memory` MiB gets `plugged` MiB more. Linux describes each page of
-    4 KiB in 64 bytes, for a whole DIMM before it can use any of it. So a DIMM is at most eight times the earlier
-    memory; the descriptions then take an eighth of that."""
+    4 KiB in 64 bytes before it can use any of a DIMM. So a DIMM is at most eight times the earlier memory: the
+    descriptions take an eighth."""
     sizes: list[int] = []
     while (left := plugged - sum(sizes)) > 0:
         sizes.append(min(left, _RATIO * (memory + sum(sizes)) // _BLOCK * _BLOCK or left))
@@ -172,8 +172,8 @@ _ENVIRONMENT = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C"}
 
 
 def region_places(count: int, size: int, ports: int = len(PORTS)) -> list[RegionPlace]:
-    """Where `count` regions of `size` MiB are plugged: functions of devices in the first ports, `ports` at most. Raises
-    `Refused` if they do not fit."""
+    """Where `count` regions of `size` MiB are plugged, in the first `ports` ports. Raises `Refused` if they do not
+    fit."""
     each = min(_FUNCTIONS, WINDOW // size)
     if count > (most := each * ports):
         raise Refused(

@@ -89,8 +89,7 @@ def _exists(spec: Specification, paths: Paths) -> bool:
 
 
 def _check_same(spec: Specification, known: Manifest) -> None:
-    """Raise `Refused` if the VM of that name is not the specified one. A VM that was specified without an address has
-    none before it is started: that matches any."""
+    """Raise `Refused` if the VM of that name is not the specified one. No address before the start matches any."""
     same = {
         "token": known.token == spec.token,
         "MAC": known.mac == spec.mac,
@@ -236,8 +235,8 @@ def _readable(image: Image, template: FrozenTemplate | None) -> tuple[Path, ...]
 
 
 def _warm_up(session: QemuSession) -> None:
-    """Let a spare run until its agent answers, and stop it again: then the code from its devices to its agent is
-    mapped, and emulation has translated it."""
+    """Let a spare run until its agent answers, and stop it again: then its code is mapped, and emulation has translated
+    it."""
     session.monitor.execute("cont")
     session.channel.send(HELLO, _WAKE_TIMEOUT)
     session.channel.expect(frozenset({"fork_point"}), _WAKE_TIMEOUT)
@@ -349,8 +348,7 @@ def _choose_node(host: HostContext, known: Manifest, size: Size) -> Manifest:
 
 
 def _limit_disk(known: Manifest, allowance: int) -> Manifest:
-    """Limit the VM's files to its guest's allowance. Returns its manifest, which the caller writes: the next call sets
-    a limit again that no manifest records."""
+    """Limit the VM's files to its guest's allowance. Returns its manifest, which the caller writes."""
     disk = known.disk_cost.of(allowance)
     process.limit_files(known.process, known.uid, disk << 20)
     return replace(known, disk=disk)

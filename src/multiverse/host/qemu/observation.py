@@ -176,8 +176,7 @@ class HostObserver:
         return measured
 
     def _measured(self, seen: VmSeen, known: Manifest) -> VmSeen:
-        """Add what the VM uses. It is measured every few seconds, which is less often than it is observed; then its
-        output is copied too."""
+        """Add what the VM uses. It is measured every few seconds; then its output is copied too."""
         now = time.monotonic()
         since, before = self._figures.get(seen.name, (-math.inf, seen))
         if now - since >= _MEASURED_FOR:

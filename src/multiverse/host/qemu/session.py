@@ -78,8 +78,7 @@ class OutputStore:
                 self._outputs[name] = output
 
     def save(self, name: str, process: ProcessIdentity, outputs: Sequence[Path]) -> None:
-        """Copy what a VM has printed. After `drop` nothing is written to the VM's directory, if its QEMU was ended
-        before."""
+        """Copy the output of a VM. After `drop`, and the end of its QEMU, nothing is written to its directory."""
         with self._lock:
             output = self._outputs.get(name) or GuestOutput.of(process, outputs)
             if output is None:
@@ -130,8 +129,8 @@ class Paths:
         self.full_disk = home / "disk.raw"  # the disk of a VM that has a copy of its image's disk
 
     def tail(self) -> str:
-        """The end of QEMU's log and of the guest's console, for an error message. A QEMU that is not contained can make
-        the console's file of any size."""
+        """The end of both outputs, for an error message. A QEMU that is not contained can make the console of any
+        size."""
         said = []
         for name, path in (("QEMU", self.log), ("console", self.console)):
             try:

@@ -139,9 +139,9 @@ def list_builds(templates: Path) -> dict[str, tuple[str, Size, str]]:
 
 
 def build(templates: Path, order: Build) -> list[Stage]:
-    """Build a template in the directory `templates`. A usable one that is there already is success. Raises `Broken` if
-    the image does not boot, `Exhausted` if there is no room, and `Gone` if the build was abandoned. An unfinished
-    template is removed."""
+    """Build a template in the directory `templates`, unless a usable one is there. Raises `Broken` if the image does
+    not boot, `Exhausted` if there is no room, and `Gone` if the build was abandoned. An unfinished template is
+    removed."""
     copies = order.copies if not order.account else None
     parent = order.machine(Path("/"), Path("/"))
     image, size = order.image, Size(parent.cpus, parent.memory.size)
