@@ -149,14 +149,9 @@ class RegionLink:
     """Both directions of a region, as one of its two sides sees them."""
 
     def __init__(self, region: Region, side: int) -> None:
-        self.outgoing, self.incoming = region.ring(side), region.ring(1 - side)
-        self.outgoing.patience = self.incoming.patience = PEER_TIMEOUT
-
-    def send(self, message: bytes) -> None:
-        self.outgoing.send(message)
-
-    def receive(self, into: memoryview) -> int:
-        return self.incoming.receive(into)
+        outgoing, incoming = region.ring(side), region.ring(1 - side)
+        outgoing.patience = incoming.patience = PEER_TIMEOUT
+        self.send, self.receive = outgoing.send, incoming.receive
 
 
 class TcpLink:

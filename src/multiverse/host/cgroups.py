@@ -209,9 +209,7 @@ def inherit_cpuset(group: Path) -> None:
 
 
 def hierarchies(
-    mounts: Path = Path("/proc/mounts"),
-    parent: str = PARENT,
-    controllers: Sequence[str] = CONTROLLERS,
+    mounts: Path = Path("/proc/mounts"), parent: str = PARENT, controllers: Sequence[str] = CONTROLLERS
 ) -> list[Hierarchy]:
     """The mounted hierarchies that have one of these controllers; a controller belongs to one hierarchy (cgroups(7)).
     `parent` is the name of the cgroup above those of the VMs."""

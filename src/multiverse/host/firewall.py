@@ -23,7 +23,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -55,8 +55,9 @@ class MemberRecord:
         """All members, by name. A file that cannot be read says nothing, as after a crash of the machine."""
         found = _signature(self._path)
         if found is None or found != self._signature:
-            self._members = _parsed(self._path) if found is not None else {}
-            self._signature = found
+            self._members, self._signature = {}, found
+            with suppress(OSError, ValueError, TypeError, KeyError):
+                self._members = {each["name"]: Member(**each) for each in json.loads(self._path.read_text())}
         return self._members
 
     def write(self, members: Mapping[str, Member]) -> None:
@@ -86,13 +87,6 @@ def _signature(path: Path) -> _Signature | None:
     except OSError:
         return None
     return about.st_ino, about.st_mtime_ns, about.st_size
-
-
-def _parsed(path: Path) -> dict[str, Member]:
-    try:
-        return {each["name"]: Member(**each) for each in json.loads(path.read_text())}
-    except (OSError, ValueError, TypeError, KeyError):
-        return {}
 
 
 _OPEN = "VMs' addresses are not checked, and VMs of different jobs reach each other"

@@ -10,7 +10,7 @@ from array import array
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -117,10 +117,9 @@ class OpenFile:
     """A file of the kernel that is kept open, because opening costs several times as much as reading. A file of
     /proc/PID stays with its process: after its end, reading fails with ESRCH, whichever process has the pid."""
 
-    __slots__ = ("_fd",)
-
-    def __init__(self, path: Path | str) -> None:
+    def __init__(self, path: Path | str, closing: ExitStack) -> None:
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        closing.callback(os.close, self._fd)
 
     def read(self) -> bytes:
         return os.pread(self._fd, _READ, 0)
@@ -133,41 +132,27 @@ class OpenFile:
             at += len(part)
         return b"".join(parts)
 
-    def close(self) -> None:
-        os.close(self._fd)
 
-
-def _opened(paths: Sequence[Path]) -> OpenFile | None:
+def _opened(paths: Sequence[Path], closing: ExitStack) -> OpenFile | None:
     """The first of the files that can be opened and read; None if there is none."""
     for path in paths:
-        try:
-            file = OpenFile(path)
-        except OSError:
-            continue
-        try:
+        with suppress(OSError):  # pressure stall information that was turned off fails when it is read
+            file = OpenFile(path, closing)
             file.read()
-        except OSError:  # pressure stall information that was turned off fails only here
-            file.close()
-            continue
-        return file
+            return file
     return None
 
 
 class Pressures:
     """The pressure stall information of a host or of a control group of version 2."""
 
-    def __init__(self, places: Sequence[Sequence[Path]]) -> None:
-        self._files = tuple(_opened(paths) for paths in places)
+    def __init__(self, places: Sequence[Sequence[Path]], closing: ExitStack) -> None:
+        self._files = tuple(_opened(paths, closing) for paths in places)
 
     def read(self) -> tuple[float, float, float]:
         """The seconds in which a process waited for CPU, memory and disks."""
         cpu, memory, disks = (UNKNOWN if file is None else _stalled(file.read()) for file in self._files)
         return cpu, memory, disks
-
-    def close(self) -> None:
-        for file in self._files:
-            if file is not None:
-                file.close()
 
 
 def _stalled(data: bytes) -> float:
@@ -183,32 +168,25 @@ class VmProbe:
         self.process = process
         self.huge_memory = 0  # MiB in huge pages, which the kernel counts in no process's resident memory
         self._tap = name.encode()
-        self._files: list[OpenFile] = []
-        self._memory_stat: OpenFile | None = None
         self._pressures: Pressures | None = None
         self._last_io = 0, 0
-        try:
-            self._stat, self._statm, self._io = (
-                self._open(f"/proc/{process.pid}/{x}") for x in ("stat", "statm", "io")
-            )
-            fields = self._fields()
-            if process.boot_id != boot_id() or int(fields[19]) != process.started:
-                raise ProcessLookupError
-        except (FileNotFoundError, ProcessLookupError) as error:
-            self.close()
-            raise ProcessLookupError(f"the QEMU of {name} has ended") from error
-        except OSError:
-            self.close()
-            raise
-        self._memory_stat = _opened([h.parent / name / "memory.stat" for h in hierarchies if "memory" in h.controllers])
-        groups = [hierarchy.parent / name for hierarchy in hierarchies if hierarchy.version == 2]
-        if groups:
-            self._pressures = Pressures([[group / f"{what}.pressure" for group in groups] for what in _PRESSURES])
-
-    def _open(self, path: str) -> OpenFile:
-        file = OpenFile(path)
-        self._files.append(file)
-        return file
+        with ExitStack() as closing:  # of what was opened before an error
+            try:
+                self._stat, self._statm, self._io = (
+                    OpenFile(f"/proc/{process.pid}/{x}", closing) for x in ("stat", "statm", "io")
+                )
+                fields = self._fields()
+                if process.boot_id != boot_id() or int(fields[19]) != process.started:
+                    raise ProcessLookupError
+            except (FileNotFoundError, ProcessLookupError) as error:
+                raise ProcessLookupError(f"the QEMU of {name} has ended") from error
+            stats = [each.parent / name / "memory.stat" for each in hierarchies if "memory" in each.controllers]
+            self._memory_stat = _opened(stats, closing)
+            groups = [each.parent / name for each in hierarchies if each.version == 2]
+            if groups:
+                files = [[group / f"{what}.pressure" for group in groups] for what in _PRESSURES]
+                self._pressures = Pressures(files, closing)
+            self.close = closing.pop_all().close
 
     def read(self, traffic: Traffic) -> Reading:
         """Raises `ProcessLookupError` once the process has ended."""
@@ -243,14 +221,6 @@ class VmProbe:
             self._last_io = int(lines[4].split()[1]), int(lines[5].split()[1])
         return self._last_io
 
-    def close(self) -> None:
-        for file in self._files:
-            file.close()
-        if self._memory_stat is not None:
-            self._memory_stat.close()
-        if self._pressures is not None:
-            self._pressures.close()
-
 
 def active_bytes(memory_stat: bytes) -> int:
     """The bytes that the kernel counts as used lately, from memory.stat of a control group of either version."""
@@ -266,10 +236,11 @@ class HostProbe:
     """Reads what all processes of this machine use together."""
 
     def __init__(self, proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> None:
-        self._sys = sys
-        self._stat, self._meminfo = OpenFile(proc / "stat"), OpenFile(proc / "meminfo")
-        self._net, self._disks = _opened([proc / "net/dev"]), _opened([proc / "diskstats"])
-        self._pressures = Pressures([[proc / "pressure" / what] for what in _PRESSURES])
+        self._sys, closing = sys, ExitStack()
+        self.close = closing.close
+        self._stat, self._meminfo = OpenFile(proc / "stat", closing), OpenFile(proc / "meminfo", closing)
+        self._net, self._disks = _opened([proc / "net/dev"], closing), _opened([proc / "diskstats"], closing)
+        self._pressures = Pressures([[proc / "pressure" / what] for what in _PRESSURES], closing)
         self._outer: dict[bytes, bool] = {}  # by interface, whether it leads out of this machine
         self._whole: dict[bytes, bool] = {}  # by disk, whether it is a whole one
 
@@ -315,12 +286,6 @@ class HostProbe:
                 read += int(fields[5])
                 written += int(fields[9])
         return read * _SECTOR, written * _SECTOR
-
-    def close(self) -> None:
-        for file in (self._stat, self._meminfo, self._net, self._disks):
-            if file is not None:
-                file.close()
-        self._pressures.close()
 
 
 def _traffic(data: bytes) -> dict[bytes, tuple[int, int]]:

@@ -177,17 +177,14 @@ class GuestAgent:
             if open_:
                 poller.modify(self.channel.fd, select.POLLIN)
             else:
-                self._wait_for_host(poller)
+                # While the host's end is closed, polling the port returns at once. A signal ends this wait: SIGIO when
+                # the host has opened its end, SIGCHLD when a child has ended.
+                poller.unregister(self.channel.fd)
+                poller.poll()
+                self.attend()
+                poller.register(self.channel.fd, select.POLLIN)
             poller.poll()
             self.attend()
-
-    def _wait_for_host(self, poller: select.poll) -> None:
-        # While the host's end is closed, polling the port returns at once. A signal ends this wait: SIGIO when the host
-        # has opened its end, SIGCHLD when a child has ended.
-        poller.unregister(self.channel.fd)
-        poller.poll()
-        self.attend()
-        poller.register(self.channel.fd, select.POLLIN)
 
     def handle(self, message: dict[str, Any]) -> None:
         """Do what a message asks for; ignore unknown ones. A failure is reported to the host and never raised."""

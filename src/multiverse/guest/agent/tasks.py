@@ -125,7 +125,9 @@ class TaskRelay:
             self._command.streams.close()
             if self._requests is not None:
                 self._requests.close()
-        self._write_back()
+        for mount in self._mounts:
+            with suppress(OSError):
+                sync_file_system(mount)
         if _killed_for_memory() > killed:
             self._tell_of_memory()
         self._frame(b"Q", struct.pack(">I", status))
@@ -344,11 +346,6 @@ class TaskRelay:
         end = b"\r\n" if self._command.has_terminal else b"\n"
         told = f"multiverse: the VM of this job ran out of memory ({int(total) >> 10} MiB), and processes were killed"
         self._frame(b"D", told.encode() + b"; submit the job with more --mem or --memory-per-vm" + end)
-
-    def _write_back(self) -> None:
-        for mount in self._mounts:
-            with suppress(OSError):
-                sync_file_system(mount)
 
 
 def _killed_for_memory() -> int:

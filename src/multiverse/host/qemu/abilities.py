@@ -215,7 +215,7 @@ _EMULATED = {
 }
 _ON_REQUEST = {
     Feature.NATIVE_AIO: "full clones start later with it, because it bypasses the page cache, which has their disks as"
-    ' copied; to use it all the same, set qemu.native_aio = "on"',
+    ' copied; to use it all the same, set qemu.native_aio = "on"'
 }
 
 

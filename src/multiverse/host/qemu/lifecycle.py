@@ -116,6 +116,9 @@ def _create(
             functions = host.functions.claim(spec.name, spec.functions, spec.function_groups)
             timer("functions")
         machine = host.vm_machine(spec, image, template, disk)
+        if memory is not None:  # QEMU opens inherited descriptors by their paths
+            regions = tuple(Memory(memory.size, Path(f"/proc/self/fd/{fd}")) for fd in memory.fds)
+            machine = replace(machine, regions=regions)
         return _launch(host, spec, _Parts(machine, image, template, record, user, functions, memory), timer)
     except (OSError, Broken) as error:
         if template is not None and not template.state.exists():  # deleted meanwhile, at whatever stage
@@ -175,6 +178,8 @@ def _launch(host: HostContext, spec: Specification, parts: _Parts, timer: VmStag
     if user is not None:
         user.allow_traversal(paths.home)
         user.take_file(machine.disk)
+    image = parts.image  # its files may be links to another place
+    opened = (template.path, image.disk) if template is not None else (image.disk, image.kernel, image.initrd)
     groups = host.groups(spec.job_groups)
     threads = host.limit(groups, spec.name, spec.size.memory, spec.size.cpus)
 
@@ -184,7 +189,7 @@ def _launch(host: HostContext, spec: Specification, parts: _Parts, timer: VmStag
         manifest.write(paths.home, record)
         groups.add_process(spec.name, identity.pid, threads)
 
-    with _mapped(host, _sharing(machine, parts.memory), template) as (mapped, fds):
+    with _mapped(host, machine, template) as (mapped, fds):
         session = host.launch(
             Launch(
                 mapped,
@@ -196,7 +201,7 @@ def _launch(host: HostContext, spec: Specification, parts: _Parts, timer: VmStag
                 incoming=template is not None,
                 user=user,
                 system=host.system,
-                readable=(*_readable(parts.image, template), *(each.directory for each in parts.functions)),
+                readable=(*opened, *(each.directory for each in parts.functions)),
                 writable=(machine.disk,),
                 devices=tuple({path for each in parts.functions for path in host.functions.device_files(each)}),
                 fds=(*fds, *(parts.memory.fds if parts.memory is not None else ())),
@@ -213,25 +218,14 @@ def _launch(host: HostContext, spec: Specification, parts: _Parts, timer: VmStag
                 timer("tried")
         manifest.write(paths.home, replace(record, phase=VmPhase.PARKED))
     except BaseException:
-        session.save_output()
+        if session.output is not None:
+            session.output.save()
         session.close()
         raise
-    host.outputs.keep(spec.name, session.take_output())
+    if session.output is not None:
+        host.outputs.keep(spec.name, session.output)
+        session.output = None  # which `host.outputs` closes
     return session
-
-
-def _sharing(machine: QemuMachine, memory: SharedMemory | None) -> QemuMachine:
-    """The machine as it maps that memory too. QEMU opens inherited descriptors by their paths."""
-    if memory is None:
-        return machine
-    return replace(machine, regions=tuple(Memory(memory.size, Path(f"/proc/self/fd/{fd}")) for fd in memory.fds))
-
-
-def _readable(image: Image, template: FrozenTemplate | None) -> tuple[Path, ...]:
-    """The files that the VM's QEMU opens besides its own disk. A file of an image may be a link to another place."""
-    if template is not None:
-        return (template.path, image.disk)
-    return (image.disk, image.kernel, image.initrd)
 
 
 def _warm_up(session: QemuSession) -> None:

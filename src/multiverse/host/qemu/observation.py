@@ -12,15 +12,7 @@ from pathlib import Path
 
 import structlog
 
-from multiverse.core.model import (
-    Host,
-    HypervisorView,
-    Size,
-    TemplateCondition,
-    TemplateSeen,
-    VmCondition,
-    VmSeen,
-)
+from multiverse.core.model import Host, HypervisorView, Size, TemplateCondition, TemplateSeen, VmCondition, VmSeen
 from multiverse.host import manifest, network, process
 from multiverse.host.manifest import Manifest, VmPhase
 from multiverse.host.qemu import templates

@@ -68,14 +68,13 @@ class OutputStore:
     """The outputs of this host's VMs, by name. They are found again after a restart of this process."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._outputs: dict[str, GuestOutput] = {}
 
-    def keep(self, name: str, output: GuestOutput | None) -> None:
+    def keep(self, name: str, output: GuestOutput) -> None:
         with self._lock:
-            self._drop(name)
-            if output is not None:
-                self._outputs[name] = output
+            self.drop(name)
+            self._outputs[name] = output
 
     def save(self, name: str, process: ProcessIdentity, outputs: Sequence[Path]) -> None:
         """Copy the output of a VM. After `drop`, and the end of its QEMU, nothing is written to its directory."""
@@ -91,21 +90,16 @@ class OutputStore:
         with self._lock:
             if name in self._outputs:
                 self._outputs[name].save()
-                self._drop(name)
+                self.drop(name)
 
     def drop(self, name: str) -> None:
         with self._lock:
-            self._drop(name)
+            if (output := self._outputs.pop(name, None)) is not None:
+                output.close()
 
     def close(self) -> None:
-        with self._lock:
-            for name in list(self._outputs):
-                self._drop(name)
-
-    def _drop(self, name: str) -> None:
-        output = self._outputs.pop(name, None)
-        if output is not None:
-            output.close()
+        for name in list(self._outputs):
+            self.drop(name)
 
 
 _ENVIRONMENT = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C"}
@@ -183,7 +177,7 @@ class QemuSession:
         self.process = identity
         self.monitor = monitor
         self.channel = channel
-        self._output: GuestOutput | None = None
+        self.output: GuestOutput | None = None
 
     @classmethod
     def launch(cls, launch: Launch) -> QemuSession:
@@ -218,7 +212,7 @@ class QemuSession:
                 launch.failed(what)
                 raise Broken(what, hint=hint) from error
             raise
-        session._output = output
+        session.output = output
         launch.stage("exec")
         return session
 
@@ -278,15 +272,6 @@ class QemuSession:
         self.monitor.execute_all(prepared, state.fileno())
         self.monitor.wait_event("MIGRATION", _STATE_TIMEOUT, status="completed")
 
-    def take_output(self) -> GuestOutput | None:
-        """The output of QEMU, which is the caller's from now on."""
-        output, self._output = self._output, None
-        return output
-
-    def save_output(self) -> None:
-        if self._output is not None:
-            self._output.save()
-
     def shut_down(self) -> None:
         """End both connections. Another thread that waits for an answer on one gets `Unknown`."""
         self.monitor.shut_down()
@@ -295,8 +280,8 @@ class QemuSession:
     def close(self) -> None:
         self.monitor.close()
         self.channel.close()
-        if self._output is not None:
-            self._output.close()
+        if self.output is not None:
+            self.output.close()
 
 
 def _execute(launch: Launch, argv: list[str], fds: Sequence[int]) -> tuple[ProcessIdentity, GuestOutput | None]:

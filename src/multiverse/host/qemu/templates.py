@@ -315,7 +315,8 @@ def _boot(parent: QemuMachine, paths: Paths, state: Path, order: Build) -> tuple
         booted = time.monotonic()
         session.freeze(state)
     except MultiverseError as error:
-        session.save_output()
+        if session.output is not None:
+            session.output.save()
         tail = paths.tail()
         raise Broken(f"image {order.image.name} does not reach its fork point: {error.message}{tail}",
                      hint="build the image again, or read its console") from error  # fmt: skip
