@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import os
 import resource
-import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from multiverse.core.errors import Broken, Gone, Refused, Unknown
 from multiverse.core.model import HypervisorView, Identity, Member, Neighbour, Size, Stage, TemplateKey, User
@@ -35,7 +35,6 @@ from multiverse.host.qemu.hotplug import allocate_regions, allocation_group, plu
 from multiverse.host.qemu.machine import PORTS
 from multiverse.host.qemu.observation import HostObserver
 from multiverse.host.vxlan import members_owner
-from multiverse.images.catalog import Image
 from multiverse.system.locks import locked_directory
 from multiverse.system.shared_memory import SharedMemory
 
@@ -142,31 +141,9 @@ class QemuHost:
         context.uids.check()
         image = context.image(which.image)
         path_security.make_directory(config.templates, 0o711)
-        for stale in templates.delete_unusable(config.templates, context.is_usable):
+        for stale in templates.delete_unusable(config.templates, partial(templates.is_usable, context)):
             context.sealed.discard(config.templates / stale / "memory")
-        order = templates.Build(
-            image=image,
-            account=which.account,
-            machine=context.template_machine(image, which.size),
-            binary=config.binary,
-            version=context.version,
-            run=config.run,
-            user=context.uids.template_user,
-            system=context.system,
-            abandoned=lambda: self._closed or abandoned(),
-            booted=lambda possible: self._record_abilities(image, which.size, possible),
-            launch=context.launch,
-            copies=context.copies,
-            background=lambda work: threading.Thread(target=work, name="offer", daemon=True).start(),
-        )
-        return templates.build(config.templates, order)
-
-    def _record_abilities(self, image: Image, size: Size, possible: int) -> None:
-        room = self._context.largest(image, size).cpus
-        if 0 < possible < room:
-            reason = f"its kernel has room for {possible} CPUs of {room}"
-            known = self._context.images.listed()
-            self._context.abilities.record_lacking(image, "plug_cpus", reason, known)
+        return templates.build(context, image, which, lambda: self._closed or abandoned())
 
     def delete_template(self, which: TemplateKey) -> None:
         """Remove a template. A build in progress is ended, not waited for. VMs that were forked from the template go

@@ -19,8 +19,8 @@ from multiverse.host.qemu.channels import AgentChannel
 from multiverse.host.qemu.context import HostContext, VmStageTimer
 from multiverse.host.qemu.hotplug import memory_to_plug, plug
 from multiverse.host.qemu.machine import Feature, Memory, QemuMachine
-from multiverse.host.qemu.session import Launch, Paths, QemuSession, remove_files
-from multiverse.host.qemu.templates import BOOT_TIMEOUT, FrozenTemplate
+from multiverse.host.qemu.session import FrozenTemplate, Launch, Paths, QemuSession, remove_files
+from multiverse.host.qemu.templates import BOOT_TIMEOUT
 from multiverse.host.registry import ProcessUser, Resource, host_lock
 from multiverse.host.virtual_functions import VirtualFunction
 from multiverse.images.catalog import Image
@@ -106,7 +106,7 @@ def _create(
     host: HostContext, spec: Specification, paths: Paths, timer: VmStageTimer, memory: SharedMemory | None
 ) -> QemuSession:
     image = host.image(spec.image)
-    template = host.template_for(spec) if spec.kind is CloneKind.INSTANT else None
+    template = templates.template_for(host, spec) if spec.kind is CloneKind.INSTANT else None
     try:
         record, user = _allocate(host, spec, image, template)
         disk, how = _make_disk(spec, paths, image, template)

@@ -117,7 +117,7 @@ class HostObserver:
         ]
         for path in sorted(config.templates.glob("[!.]*/template.json")):
             template = templates.load(path.parent)
-            if template is not None and self._host.is_usable(template):
+            if template is not None and templates.is_usable(self._host, template):
                 held = (template.memory_used() + self._host.sealed.size(template.memory)) / 2**20
                 name = f"{path.parent.name}-{template.key}"
                 found.append(TemplateSeen(name, config.host, template.image, TemplateCondition.READY, template.size,

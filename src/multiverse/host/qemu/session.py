@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from multiverse.core.errors import Broken, Exhausted, Unknown
+from multiverse.core.model import Size
 from multiverse.host import manifest, namespaces, process
 from multiverse.host.namespaces import OUTPUT_ROOM, System, View
 from multiverse.host.network import open_tap, open_vhost_net
@@ -139,6 +140,31 @@ class Paths:
             if text.strip():
                 said.append(f"; {name}: {text.strip()}")
         return "".join(said)
+
+
+@dataclass(frozen=True)
+class FrozenTemplate:
+    image: str
+    key: str  # says what made it
+    path: Path
+    size: Size  # that its clones have before anything is plugged
+    account: str = ""
+    build: str = ""  # tells it from an earlier one of the same key
+
+    @property
+    def memory(self) -> Path:
+        return self.path / "memory"
+
+    def memory_used(self) -> int:
+        """Bytes that its memory takes. Pages that were never written take none."""
+        try:
+            return self.memory.stat().st_blocks * 512
+        except FileNotFoundError:
+            return 0
+
+    @property
+    def state(self) -> Path:
+        return self.path / "state"
 
 
 @dataclass(frozen=True)
