@@ -36,7 +36,7 @@ _HINT = "does another program manage the control groups?"
 class Hierarchy:
     """A mounted hierarchy with some of our controllers."""
 
-    parent: Path  # the cgroup above those of all VMs
+    parent: Path  # the cgroup above the cgroups of VMs
     version: int
     controllers: tuple[str, ...]
 

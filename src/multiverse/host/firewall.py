@@ -90,7 +90,7 @@ def _signature(path: Path) -> _Signature | None:
 
 
 _OPEN = "VMs' addresses are not checked, and VMs of different jobs reach each other"
-# Bytes that a VM may send at once, beside what its rate lets it send in a second (net/netfilter/nft_limit.c counts so):
+# Bytes that a VM may send at once, beside those of its rate in a second (net/netfilter/nft_limit.c counts so):
 # two frames as large as a guest may hand over (64 KiB, virtio's offloads).
 _BURST = 128 << 10
 _TABLE = """

@@ -152,9 +152,9 @@ def _start(view: View, spawn: Callable[[Mapping[Path, int]], T]) -> tuple[T, dic
 
 
 def _enter(view: View, outputs: dict[Path, int]) -> None:
-    """Move this thread into new namespaces, and build their root. Adds a descriptor of each output to `outputs`.
-    unshare(2) gives a thread a mount namespace and a working directory of its own; the new PID namespace has its
-    children only."""
+    """Move this thread into new namespaces, and build their root. Adds a descriptor of each output to `outputs`. The
+    thread gets a mount namespace and a working directory of its own (unshare(2)); its children are in the PID
+    namespace."""
     kernel.unshare(CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWPID)
     os.umask(0o022)
     kernel.mount(None, Path("/"), MS_REC | MS_PRIVATE)

@@ -15,8 +15,7 @@ _PLACES = "choose other directories under [qemu]"
 
 def make_directory(path: Path, mode: int) -> None:
     """Make sure that there is such a directory, with that mode, and that only trusted users can change it. Missing
-    directories above it get mode 0755. Raises `Refused` as `check` does, also for a directory that somebody else
-    created meanwhile."""
+    directories above it get mode 0755. Raises `Refused` as `check` does."""
     missing = [above for above in path.parents if not above.exists()]
     try:
         for each in (*reversed(missing), path):

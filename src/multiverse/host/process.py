@@ -67,8 +67,7 @@ def execute(argv: Sequence[str], fds: Sequence[int], out: int, environment: Mapp
 
 def limit_files(process: ProcessIdentity, uid: int, size: int) -> None:
     """Let no file of that process grow beyond `size` bytes (RLIMIT_FSIZE): writes fail there with EFBIG. `uid` is its
-    user and group, 0 for those of this process. A process that has ended is no error. Raises `Broken` if this is not
-    permitted."""
+    user, 0 for that of this process. A process that has ended is no error. Raises `Broken` if this is not permitted."""
     try:
         try:
             _limit(process, resource.RLIMIT_FSIZE, size)

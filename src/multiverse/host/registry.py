@@ -46,12 +46,12 @@ class VmRegistry:
 
     def __init__(self, vms: Path) -> None:
         self._vms = vms
-        self._directories: dict[str, int] = {}  # inodes by name, of those whose manifest need not be read again
+        self._directories: dict[str, int] = {}  # inodes by name; their manifests are not read again
         self._values: dict[str, dict[Resource, str]] = {}
         self._holders: dict[tuple[Resource, str], str] = {}
 
     def refresh(self) -> None:
-        """Read what has changed on disk. Costs a directory listing, and reading the manifests of new VMs."""
+        """Read the changes on disk. Costs a directory listing, and reading the manifests of new VMs."""
         with os.scandir(self._vms) as entries:
             current = {entry.name: entry.inode() for entry in entries}
         for gone in self._values.keys() - current.keys():

@@ -1,4 +1,4 @@
-"""Samples what this host and its VMs use, each second, and remembers an hour."""
+"""Samples the use of this host and its VMs, each second, and remembers an hour."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from multiverse.system.processes import ProcessIdentity, boot_id
 log = structlog.get_logger(__name__)
 
 # --- history -----------------------------------------------------------------------------------------
-
 
 UNKNOWN = -1.0  # in place of a figure that the kernel does not tell: no figure is negative
 WIDTH = 1 + len(MEANS)  # values of a sample: its time in seconds since its chunk began, and the figures of `MEANS`
@@ -88,7 +87,6 @@ class History:
 
 
 # --- reading -----------------------------------------------------------------------------------------
-
 
 TICKS = os.sysconf("SC_CLK_TCK")
 MIB = 1 << 20
@@ -161,7 +159,7 @@ def _stalled(data: bytes) -> float:
 
 
 class VmProbe:
-    """Reads what one VM uses: its QEMU's process, its control groups, and its tap."""
+    """Reads the use of one VM: its QEMU's process, its control groups, and its tap."""
 
     def __init__(self, name: str, process: ProcessIdentity, hierarchies: Sequence[Hierarchy]) -> None:
         """Raises `ProcessLookupError` if the process has ended, and OSError if its files cannot be opened."""
@@ -170,7 +168,7 @@ class VmProbe:
         self._tap = name.encode()
         self._pressures: Pressures | None = None
         self._last_io = 0, 0
-        with ExitStack() as closing:  # of what was opened before an error
+        with ExitStack() as closing:  # closes all files if one of them cannot be used
             try:
                 self._stat, self._statm, self._io = (
                     OpenFile(f"/proc/{process.pid}/{x}", closing) for x in ("stat", "statm", "io")
@@ -233,7 +231,7 @@ def active_bytes(memory_stat: bytes) -> int:
 
 
 class HostProbe:
-    """Reads what all processes of this machine use together."""
+    """Reads the use of all processes of this machine together."""
 
     def __init__(self, proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> None:
         self._sys, closing = sys, ExitStack()
@@ -298,7 +296,6 @@ def _traffic(data: bytes) -> dict[bytes, tuple[int, int]]:
 
 
 # --- sampling ----------------------------------------------------------------------------------------
-
 
 HOUR = 3600.0  # seconds that are remembered
 MOST_BYTES = 64 << 20  # of all samples together: an hour of 400 VMs; with more VMs, less than an hour is remembered
@@ -468,7 +465,7 @@ class Sampler:
             self._vms.clear()
             self._host_probe.close()
 
-    # --- what was sampled -----------------------------------------------------------------------------
+    # --- results --------------------------------------------------------------------------------------
 
     def load(self) -> Load | None:
         """The use of the host in the last minute; None if that is not known."""
@@ -476,8 +473,7 @@ class Sampler:
         return latest[1] if latest is not None and time.monotonic() - latest[0] < _LOAD_STALE else None
 
     def usage(self, span: float, prefix: str = "") -> HostUsage:
-        """The use in the last `span` seconds, by the host and by the VMs of `prefix`. Takes under a millisecond for
-        each VM."""
+        """The use in the last `span` seconds, by the host and by the VMs of `prefix`. Takes below 1 ms for each VM."""
         now = time.monotonic()
         with self._lock:
             host = self._host.history.usage(now - span, self.interval)

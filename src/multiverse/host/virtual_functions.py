@@ -185,7 +185,8 @@ class VirtualFunctions:
                 hint = "wait until another job ends, or submit the job with fewer"
             raise Exhausted(what, hint=hint)
         for function in free[:missing]:
-            record = FunctionRecord(vm, function.driver, _override(function.directory))
+            override = (function.directory / "driver_override").read_text().strip().replace("(null)", "")
+            record = FunctionRecord(vm, function.driver, override)
             files.replace(self._records / function.address, json.dumps(asdict(record)))
             held.append(function.address)
         return held
@@ -258,11 +259,6 @@ class VirtualFunctions:
 def _driver(device: Path) -> str:
     link = device / "driver"
     return link.resolve().name if link.exists() else ""
-
-
-def _override(device: Path) -> str:
-    text = (device / "driver_override").read_text().strip()
-    return "" if text == "(null)" else text
 
 
 def _write(path: Path, text: str) -> None:

@@ -1,4 +1,4 @@
-"""What the agent and the host agree on, and what all modules use of the system."""
+"""The contract of agent and host, and functions for files, system calls and programs that all modules use."""
 
 # ruff: noqa: PTH103, PTH110, PTH112, PTH119, PTH120, PTH123
 
@@ -119,7 +119,6 @@ def owner_ids(name: str) -> tuple[int, int]:
 
 # --- system calls ------------------------------------------------------------------------------------
 
-
 _libc = ctypes.CDLL(None, use_errno=True)
 
 RNDADDENTROPY, RNDRESEEDCRNG = 0x40085203, 0x5207  # <linux/random.h>
@@ -186,16 +185,14 @@ def sync_file_system(path: str) -> None:
 
 # --- programs ----------------------------------------------------------------------------------------
 
-
 HWLOC = {"HWLOC_COMPONENTS": "-x86", "HWLOC_PLUGINS_PATH": "/var/empty"}
-"""For hwloc, by which slurmd and slurmstepd learn what the machine is. Without the first variable it would ask the CPU
-(CPUID) for facts that the kernel also has, and a virtual CPU answers slowly. Without the second it would load plugins
-with the libraries of X11, OpenCL and XML, to look for GPUs."""
+"""slurmd and slurmstepd examine the machine with hwloc. Without the first variable it would ask the CPU (CPUID) for
+facts that the kernel also has, and a virtual CPU answers slowly. Without the second it would load plugins with the
+libraries of X11, OpenCL and XML, to look for GPUs."""
 
 
 def run(argv: list[str], timeout: float = 20.0) -> int:
-    """Run a program to its end, or kill it after `timeout` seconds. Returns its wait status; -1 if it does not
-    start."""
+    """Run a program to its end, or kill it after `timeout` seconds. Returns its wait status, or -1."""
     null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
     try:
         pid = os.posix_spawn(argv[0], argv, os.environ, setpgroup=0, setsigdef=range(1, 32), setsigmask=(),
@@ -216,7 +213,7 @@ def run(argv: list[str], timeout: float = 20.0) -> int:
 
 
 def preload_job_programs() -> None:
-    """Run the programs of the first job, so that they are in memory and translated. slurmstepd gets no request and
+    """Run the programs of the first job: then they are in memory and translated. slurmstepd gets no request and
     ends."""
     for argv in (["/bin/sh", "-c", ":"], ["/usr/sbin/slurmstepd"], ["/bin/bash", "-c", "exit 0"]):
         for _ in range(2):
@@ -257,7 +254,6 @@ def ending(status: int) -> str:
 
 
 # --- the kernel's modules ----------------------------------------------------------------------------
-
 
 MODULES = ("virtio_console", "virtio_net", "nfsv4", "nfs")
 

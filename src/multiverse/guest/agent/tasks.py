@@ -216,8 +216,8 @@ class TaskRelay:
                 pid, found = os.waitpid(self._command.pid, os.WNOHANG)
                 if pid:
                     status, deadline = found, time.monotonic() + OUTPUT_TIMEOUT
-                    self._command.end()  # as Slurm ends what a step leaves
-        while self._pass_streams():  # what the command has sent last
+                    self._command.end()  # as Slurm ends the rest of a step
+        while self._pass_streams():  # the last bytes of the command
             pass
         return status
 
@@ -335,7 +335,7 @@ class TaskRelay:
             self._connection.settimeout(None)
             self._connection.sendall(self._unsent)
             self._connection.shutdown(socket.SHUT_WR)
-            # Until the host closes its end: with input unread here, what was sent last could be lost on its way.
+            # Until the host closes its end: with unread input here, the last frames could be lost on their way.
             self._connection.settimeout(LINGER)
             while self._connection.recv(65536):
                 pass

@@ -175,8 +175,8 @@ class AgentChannel:
             raise Unknown(f"the agent does not accept messages: {error.strerror or error}") from error
 
     def expect(self, types: frozenset[str], timeout: float) -> Report:
-        """The next report of one of `types`. Raises `Broken` if the agent reports a failure, `Unknown` after
-        `timeout`."""
+        """The next report of one of `types`. Raises `Broken` if the agent reports a failure, `Unknown` if it is
+        late."""
         deadline = time.monotonic() + timeout
         while True:
             while self._reports:

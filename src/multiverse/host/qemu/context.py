@@ -191,8 +191,7 @@ class HostContext:
         )
 
     def largest(self, image: Image, size: Size) -> Size:
-        """The size up to which a VM of `size` can be plugged. Room costs memory, so a guest without hotplug gets
-        none."""
+        """The size up to which a VM can be plugged. Room costs memory, so a guest without hotplug gets none."""
         return Size(self._limits.cpus if "plug_cpus" in image.abilities else size.cpus,
                     self._limits.memory if "plug_memory" in image.abilities else size.memory)  # fmt: skip
 

@@ -117,8 +117,7 @@ class QemuHost:
         return self._context.abilities.abilities(found)
 
     def audit(self, name: str) -> Mapping[str, str | int]:
-        """The facts of the guest's start: digests of ids and random bytes, CPUs, memory. Empty if another process
-        started it."""
+        """Facts of the guest's start: digests of ids and random bytes, CPUs, memory. Empty after a restart."""
         return self._context.connections.audit(name)
 
     def examine(self, name: str) -> Mapping[str, str | int]:

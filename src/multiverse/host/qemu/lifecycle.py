@@ -30,7 +30,6 @@ from multiverse.system.shared_memory import SharedMemory
 
 # --- creation ----------------------------------------------------------------------------------------
 
-
 _WAKE_TIMEOUT = 30.0  # seconds for a restored guest's first message
 
 
@@ -133,7 +132,7 @@ def _allocate(
     Until the VM is started, its guest is paused and its disk hardly written, unless that is a copy. After an error
     nothing is allocated."""
     vms, disk = host.config.vms, host.image_disk(image)
-    booted = template.size if template is not None else spec.size  # what it has before anything is plugged
+    booted = template.size if template is not None else spec.size  # before anything is plugged
     vms.chmod(0o711)  # each QEMU passes through it to its own directory
     wanted = {Resource.MAC: spec.mac, Resource.ADDRESS: spec.bare_address, Resource.TOKEN: spec.token}
     with host_lock(vms):
@@ -229,8 +228,7 @@ def _launch(host: HostContext, spec: Specification, parts: _Parts, timer: VmStag
 
 
 def _warm_up(session: QemuSession) -> None:
-    """Let a spare run until its agent answers, and stop it again: then its code is mapped, and emulation has translated
-    it."""
+    """Let a spare run until its agent answers, and stop it again: then its code is mapped and translated."""
     session.monitor.execute("cont")
     session.channel.send(HELLO, _WAKE_TIMEOUT)
     session.channel.expect(frozenset({"fork_point"}), _WAKE_TIMEOUT)
@@ -255,7 +253,6 @@ def _mapped(
 
 
 # --- start -------------------------------------------------------------------------------------------
-
 
 _START_TIMEOUT = 120.0  # seconds for its mounts and daemons
 

@@ -33,7 +33,7 @@ _WARNINGS = {"daemon_ended": "daemon ended in guest", "flooded": "guest channel 
 
 
 class HostObserver:
-    """Remembers what it has read of each VM: an observation costs little where nothing has changed."""
+    """Keeps the last figures of each VM: an observation costs little where nothing has changed."""
 
     def __init__(self, host: HostContext) -> None:
         self._host = host
@@ -47,7 +47,7 @@ class HostObserver:
         self._host.paused.keep_only(seen)
         for gone in (set(self._manifests) | set(self._figures) | set(self._reasons)) - set(seen):
             self.forget(gone)
-        # The templates first: a build that ends meanwhile has recorded what its image cannot do.
+        # The templates first: a build that ends meanwhile has recorded abilities that its image lacks.
         ready = {template.which: template for template in self._templates()}
         host = self._as_host()
         return HypervisorView({host.name: host}, seen, ready)
@@ -140,7 +140,10 @@ class HostObserver:
     def _vm(self, path: Path) -> VmSeen:
         name, host = path.name, self._host.config.host
         known = self._manifest(path)
-        self._note_reports(name)
+        for report in self._host.connections.poll_reports(name):
+            if report.type in _WARNINGS:
+                self._reasons[name] = report.reason
+                log.warning(_WARNINGS[report.type], vm=name, reason=report.reason)
         if known is None:
             return VmSeen(name, host, VmCondition.CREATING, "its creation was begun")
         seen = VmSeen(
@@ -181,9 +184,3 @@ class HostObserver:
             self._figures[seen.name] = (now, before)
             self._host.outputs.save(known.name, known.process, self._host.paths(known.name).outputs)
         return replace(seen, cpu_s=before.cpu_s, private=before.private, shared=before.shared)
-
-    def _note_reports(self, name: str) -> None:
-        for report in self._host.connections.poll_reports(name):
-            if report.type in _WARNINGS:
-                self._reasons[name] = report.reason
-                log.warning(_WARNINGS[report.type], vm=name, reason=report.reason)

@@ -1,4 +1,4 @@
-"""A running QEMU: how it is started, the connections to it, its files, and what it prints."""
+"""A running QEMU: its start, the connections to it, its files, and its output."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class GuestOutput:
         return cls(opened) if opened else None
 
     def save(self) -> None:
-        """Copy what has changed. A disk that is full is no error: the next call tries again."""
+        """Copy changed outputs. A disk that is full is no error: the next call tries again."""
         for path, fd in self._opened.items():
             found = os.fstat(fd)
             stamp = (found.st_size, found.st_mtime_ns)
@@ -124,8 +124,7 @@ class Paths:
         self.full_disk = home / "disk.raw"  # the disk of a VM that has a copy of its image's disk
 
     def tail(self) -> str:
-        """The end of both outputs, for an error message. A QEMU that is not contained can make the console of any
-        size."""
+        """The end of both outputs, for an error message. A QEMU that is not contained can make them of any size."""
         said = []
         for name, path in (("QEMU", self.log), ("console", self.console)):
             try:

@@ -88,8 +88,7 @@ class TemplateCopies:
         return self.directory / f"{name}@{hashlib.sha256(f'{key} {self.cpu}'.encode()).hexdigest()[:16]}"
 
     def _remove_others(self, name: str, own: Path) -> None:
-        """Remove copies of that name, and what crashed hosts have left, after a week. Other hosts may have to boot
-        again."""
+        """Remove copies of that name, and remains of crashed hosts, after a week. Other hosts may boot again."""
         oldest = own.stat().st_mtime - _KEPT
         for place in self.directory.iterdir():
             match = _PLACE.fullmatch(place.name)
