@@ -19,7 +19,7 @@ from multiverse.core.model import CloneKind, VmCondition, VmRef, VmSpec
 from multiverse.drivers.qemu.driver import QemuHypervisor, host_config
 from multiverse.host import manifest
 from multiverse.host.manifest import Manifest, Specification
-from multiverse.host.qemu.library import QemuHostConfig
+from multiverse.host.qemu.context import QemuHostConfig
 from tests.integration.test_qemu_driver import BASE, PARENT, SITE, Lab, lab, swept
 
 __all__ = ["lab", "swept"]  # fixtures
@@ -32,7 +32,9 @@ from pathlib import Path
 from pydantic import TypeAdapter
 from multiverse.core.errors import MultiverseError
 from multiverse.core.model import Daemon, Identity, NodeBootstrap, Size, TemplateKey, User
-from multiverse.host.qemu.library import QemuHost, QemuHostConfig, Specification
+from multiverse.host.manifest import Specification
+from multiverse.host.qemu.context import QemuHostConfig
+from multiverse.host.qemu.library import QemuHost
 
 place = Path(sys.argv[1])
 host = QemuHost(TypeAdapter(QemuHostConfig).validate_json((place / "config.json").read_text()))

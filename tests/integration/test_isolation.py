@@ -15,7 +15,8 @@ import pytest
 from multiverse.core.model import Daemon, Size, VmRef
 from multiverse.host import manifest
 from multiverse.host.cgroups import Cgroups
-from multiverse.host.qemu.templates import FrozenTemplate, directory_name, load
+from multiverse.host.qemu.session import FrozenTemplate
+from multiverse.host.qemu.templates import directory_name, load
 from tests.integration.test_qemu_driver import PARENT, Lab, lab, swept, until
 from tests.integration.watch import below, kill, matching
 

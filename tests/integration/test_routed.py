@@ -17,9 +17,10 @@ _HOST = """
 import json, os, select, socket, struct, subprocess, sys
 from pathlib import Path
 from multiverse.core.model import CloneKind
-from multiverse.host import manifest, tap
+from multiverse.host import manifest
 from multiverse.host.firewall import Firewall
 from multiverse.host.manifest import Manifest, VmPhase
+from multiverse.host.network import open_tap, set_isolated
 
 def run(command): subprocess.run(command.split(), check=True)
 def name(n): return f"mvr-{n}"
@@ -34,12 +35,12 @@ Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
 vms = Path(sys.argv[1])
 rules, taps = Firewall("mvr-", vms, ("10.9.1.0", "10.9.255.254")), {}
 for n, peers in ((1, (name(2),)), (2, (name(1),)), (3, ())):
-    taps[n] = tap.open_tap(name(n), "bridge0", mac(n))
+    taps[n] = open_tap(name(n), "bridge0", mac(n))
     known = Manifest(name(n), CloneKind.INSTANT, VmPhase.STARTED, mac(n), 1, 256, address=address(n), peers=peers)
     (vms / name(n)).mkdir()
     manifest.write(vms / name(n), known)
     rules.allow(known)
-    tap.set_isolated(name(n), not peers)
+    set_isolated(name(n), not peers)
     assert Path("/sys/class/net/bridge0/address").read_text().strip() == uplink, "the bridge took a tap's address"
     run(f"ip neigh replace {address(n)} lladdr {mac(n)} dev bridge0")
 head = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -89,9 +90,10 @@ _UPLINK = """
 import json, os, select, socket, struct, subprocess, sys
 from pathlib import Path
 from multiverse.core.model import CloneKind
-from multiverse.host import manifest, tap
+from multiverse.host import manifest
 from multiverse.host.firewall import Firewall
 from multiverse.host.manifest import Manifest, VmPhase
+from multiverse.host.network import open_tap, set_isolated
 
 def run(command): subprocess.run(command.split(), check=True)
 for command in ("mount -t sysfs sysfs /sys", "ip link set lo up", "ip link add bridge0 type bridge",
@@ -99,11 +101,11 @@ for command in ("mount -t sysfs sysfs /sys", "ip link set lo up", "ip link add b
     run(command)
 vm, elsewhere = "02:00:00:00:00:01", "02:00:00:00:00:09"
 own, peer, stranger, late, gateway = "10.9.1.1", "10.9.1.2", "10.9.1.3", "10.9.1.4", "10.9.0.1"
-uplink = tap.open_tap("uplink", None)
+uplink = open_tap("uplink", None)
 run("ip link set uplink master bridge0 up")
 vms = Path(sys.argv[1])
 rules = Firewall("mvr-", vms, ("10.9.1.0", "10.9.255.254"))
-guest = tap.open_tap("mvr-1", "bridge0", vm)
+guest = open_tap("mvr-1", "bridge0", vm)
 known = Manifest("mvr-1", CloneKind.INSTANT, VmPhase.STARTED, vm, 1, 256, address=own, peers=("mvr-2",),
                  peer_addresses=(peer,))
 (vms / "mvr-1").mkdir()

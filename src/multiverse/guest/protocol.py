@@ -135,14 +135,12 @@ def take_functions_message(ports: Sequence[int], uid: int) -> bytes:
 
 
 def add_user_message(user: User, names: Names = ()) -> bytes:
-    """The line that adds a user to a running VM, with the names of the user's other VMs, and corrects its clock. The
-    answer is `user_added`."""
+    """The line that adds a user, with names of the user's VMs, and sets the clock. The answer is `user_added`."""
     return _line(type="add_user", user=_user(user), names=sorted(names), time=time.time())
 
 
 def names_message(names: Sequence[tuple[str, str]], gone: Sequence[str], *, whole: bool) -> bytes:
-    """The line that tells a running VM the names of other VMs: those that are new and those that are gone, or with
-    `whole` all names. There is no answer."""
+    """The line that tells new names and names that are gone, or with `whole` all names. There is no answer."""
     return _line(type="names", names=names, gone=gone, whole=whole)
 
 

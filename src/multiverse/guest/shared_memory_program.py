@@ -74,8 +74,7 @@ class Region:
 
 
 class Ring:
-    """One direction of a region. `words[at]` counts the bytes that were written, and the next line those that were
-    read."""
+    """One direction of a region. `words[at]` counts the bytes that were written, the next line those that were read."""
 
     def __init__(self, words: memoryview, at: int, data: memoryview) -> None:
         self.words, self.written, self.read, self.data = words, at, at + LINE, data
@@ -131,8 +130,7 @@ class Ring:
             into = into[count:]
 
     def _until(self, count: Callable[[], int]) -> int:
-        """Wait until this is not 0, and return it. At first this does not sleep, because the wait may take
-        microseconds."""
+        """Wait until this is not 0, and return it. At first without sleeping, because it may take microseconds."""
         for _ in range(2000):
             if found := count():
                 return found
@@ -151,14 +149,9 @@ class RegionLink:
     """Both directions of a region, as one of its two sides sees them."""
 
     def __init__(self, region: Region, side: int) -> None:
-        self.outgoing, self.incoming = region.ring(side), region.ring(1 - side)
-        self.outgoing.patience = self.incoming.patience = PEER_TIMEOUT
-
-    def send(self, message: bytes) -> None:
-        self.outgoing.send(message)
-
-    def receive(self, into: memoryview) -> int:
-        return self.incoming.receive(into)
+        outgoing, incoming = region.ring(side), region.ring(1 - side)
+        outgoing.patience = incoming.patience = PEER_TIMEOUT
+        self.send, self.receive = outgoing.send, incoming.receive
 
 
 class TcpLink:

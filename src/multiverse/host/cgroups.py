@@ -36,7 +36,7 @@ _HINT = "does another program manage the control groups?"
 class Hierarchy:
     """A mounted hierarchy with some of our controllers."""
 
-    parent: Path  # the cgroup above those of all VMs
+    parent: Path  # the cgroup above the cgroups of VMs
     version: int
     controllers: tuple[str, ...]
 
@@ -209,9 +209,7 @@ def inherit_cpuset(group: Path) -> None:
 
 
 def hierarchies(
-    mounts: Path = Path("/proc/mounts"),
-    parent: str = PARENT,
-    controllers: Sequence[str] = CONTROLLERS,
+    mounts: Path = Path("/proc/mounts"), parent: str = PARENT, controllers: Sequence[str] = CONTROLLERS
 ) -> list[Hierarchy]:
     """The mounted hierarchies that have one of these controllers; a controller belongs to one hierarchy (cgroups(7)).
     `parent` is the name of the cgroup above those of the VMs."""
@@ -273,8 +271,7 @@ def _read(pid: int, proc: Path) -> tuple[str, str]:
 
 
 def _memberships(text: str) -> Iterator[tuple[set[str], str]]:
-    """Controllers and path of each hierarchy in /proc/PID/cgroup. The hierarchy of version 2 has no controllers
-    there."""
+    """Controllers and path of each hierarchy in /proc/PID/cgroup. That of version 2 has no controllers there."""
     for line in text.splitlines():
         _, controllers, path = line.split(":", 2)
         yield set(filter(None, controllers.split(","))), path
@@ -319,8 +316,7 @@ def _has_process(procs: Path) -> bool:
 @dataclass(frozen=True, slots=True)
 class JobGroups:
     """The groups of a VM inside a job: children of the job's groups, beside its steps. So the job's limits hold for the
-    VM, and the end of a step does not end it. In hierarchies where the job has no groups, the VM has its usual ones
-    (`beside`)."""
+    VM, and the end of a step does not end it. In hierarchies without groups of the job, the VM has its usual ones."""
 
     job: Sequence[str]  # directories of the job's groups
     beside: Cgroups

@@ -23,7 +23,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -55,8 +55,9 @@ class MemberRecord:
         """All members, by name. A file that cannot be read says nothing, as after a crash of the machine."""
         found = _signature(self._path)
         if found is None or found != self._signature:
-            self._members = _parsed(self._path) if found is not None else {}
-            self._signature = found
+            self._members, self._signature = {}, found
+            with suppress(OSError, ValueError, TypeError, KeyError):
+                self._members = {each["name"]: Member(**each) for each in json.loads(self._path.read_text())}
         return self._members
 
     def write(self, members: Mapping[str, Member]) -> None:
@@ -88,15 +89,8 @@ def _signature(path: Path) -> _Signature | None:
     return about.st_ino, about.st_mtime_ns, about.st_size
 
 
-def _parsed(path: Path) -> dict[str, Member]:
-    try:
-        return {each["name"]: Member(**each) for each in json.loads(path.read_text())}
-    except (OSError, ValueError, TypeError, KeyError):
-        return {}
-
-
 _OPEN = "VMs' addresses are not checked, and VMs of different jobs reach each other"
-# Bytes that a VM may send at once, beside what its rate lets it send in a second (net/netfilter/nft_limit.c counts so):
+# Bytes that a VM may send at once, beside those of its rate in a second (net/netfilter/nft_limit.c counts so):
 # two frames as large as a guest may hand over (64 KiB, virtio's offloads).
 _BURST = 128 << 10
 _TABLE = """
@@ -217,8 +211,7 @@ class Firewall:
                 raise Broken(f"cannot let VM {known.name} on the bridge: {problem}", hint="see `nft list ruleset`")
 
     def learn(self, members: Collection[Member], gone: Collection[str], *, whole: bool) -> list[str]:
-        """Take the members that the controller tells: see `ports.Groups.tell`. Returns the VMs of this host with a new
-        group."""
+        """Take the members of `ports.Groups.tell`. Returns the VMs of this host with a new group."""
         with self._locked():
             before = self._record.read()
             after = changed(before, members, gone, whole=whole)
@@ -299,8 +292,7 @@ class Firewall:
             yield
 
     def _create_table(self, nft: Nft, without: str = "") -> str:
-        """Create the whole table, or replace it, in one transaction, without one of the VMs. Returns the problem, or
-        nothing."""
+        """Create the whole table, or replace it, without one of the VMs. Returns the problem, or nothing."""
         lines = [_TABLE.format(table=self._table, prefix=self._prefix, guests=self._guests)]
         for home in self._homes():
             known = manifest.read(home)
@@ -313,8 +305,7 @@ class Firewall:
         return self._vms.glob(f"{self._prefix}*")
 
     def _limits(self, verb: str, known: Manifest) -> list[str]:
-        """The limits of a VM that claims bandwidth. `_elements` refer to them, so they are added before, and deleted
-        after."""
+        """The limits of a VM that claims bandwidth. `_elements` refer to them: add them before, delete them after."""
         if not known.net:
             return []
         rate = known.net * 1_000_000 // 8  # bytes a second
@@ -322,37 +313,25 @@ class Firewall:
         return [f"{verb} limit bridge {self._table} {known.name}.{way}{what}" for way in ("sending", "receiving")]
 
     def _elements(self, verb: str, known: Manifest, group: int) -> list[str]:
-        lines = [
-            f'{verb} element bridge {self._table} guests {{ "{known.name}" . {known.mac} . {known.address} }}',
-            f"{verb} element bridge {self._table} addresses {{ {known.address} }}",
-            f'{verb} element bridge {self._table} owners {{ "{known.name}" . {known.address} }}',
-        ]
+        name, own = f'"{known.name}"', known.address
+        found = [("guests", f"{name} . {known.mac} . {own}"), ("addresses", own), ("owners", f"{name} . {own}")]
         if known.job_address:
-            own = f'"{known.name}" . {known.mac} . {known.job_address}'
-            lines.append(f"{verb} element bridge {self._table} guests {{ {own} }}")
+            found.append(("guests", f"{name} . {known.mac} . {known.job_address}"))
         if known.net:
-            lines += [
-                f'{verb} element bridge {self._table} {way} {{ "{known.name}" : "{known.name}.{way}" }}'
-                for way in ("sending", "receiving")
-            ]
+            found += [(way, f'{name} : "{known.name}.{way}"') for way in ("sending", "receiving")]
+        elsewhere: list[str] = []
         if group:
-            lines += [
-                f'{verb} element bridge {self._table} groups {{ "{known.name}" : {group} }}',
-                f'{verb} element bridge {self._table} members {{ "{known.name}" . {group} }}',
-            ]
-            return [*lines, *self._addresses(verb, self._peers_elsewhere(verb, known, group))]
-        lines += [
-            f'{verb} element bridge {self._table} peers {{ "{known.name}" . {address} }}'
-            for address in known.peer_addresses
-        ]
-        for peer in known.peers:
-            for one, two in ((known.name, peer), (peer, known.name)):
-                lines.append(f'{verb} element bridge {self._table} pairs {{ "{one}" . "{two}" }}')
-        return lines
+            found += [("groups", f"{name} : {group}"), ("members", f"{name} . {group}")]
+            elsewhere = self._addresses(verb, self._peers_elsewhere(verb, known, group))
+        else:
+            found += [("peers", f"{name} . {address}") for address in known.peer_addresses]
+            for peer in known.peers:
+                found += [("pairs", f'{name} . "{peer}"'), ("pairs", f'"{peer}" . {name}')]
+        lines = [f"{verb} element bridge {self._table} {which} {{ {element} }}" for which, element in found]
+        return [*lines, *elsewhere]
 
     def _peers_elsewhere(self, verb: str, known: Manifest, group: int) -> set[tuple[str, int]]:
-        """The peers of a VM on other hosts, which it reaches from its start on. Those that this host was told of
-        stay."""
+        """The peers of a VM on other hosts, which it reaches from its start on. Members stay that this host knows."""
         peers = zip(known.peers, known.peer_addresses, strict=False)
         found = {(address, group) for name, address in peers if not (self._vms / name).exists()}
         return found - self._elsewhere(self._record.read()) if verb == "delete" else found

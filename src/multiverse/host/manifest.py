@@ -1,4 +1,4 @@
-"""What a VM is to be (`Specification`), and what it is (`Manifest`)."""
+"""The specification of a VM that is to be created, and the manifest of a VM that exists."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ _SPECIFICATION_HINT = "correct the specification"
 
 @dataclass(frozen=True, slots=True)
 class Specification(VmSpec):
-    """One VM that is to be created. Whoever wrote the specification chose everything that tells it from other VMs. The
-    host adds uid, tap and directory. Callers that know no token or address yet leave them empty: then nothing is
-    checked about them."""
+    """One VM to create. Its writer chose everything that tells it from other VMs; the host adds uid, tap and directory.
+    Callers that know no token or address yet leave them empty: then nothing is checked about them."""
 
     bridge: str = ""
     job_groups: tuple[str, ...] = ()  # directories of the control groups of the job that it is inside of, if it is
@@ -119,7 +118,7 @@ class Manifest:
     peers: tuple[str, ...] = ()  # names of the other VMs of its job
     peer_addresses: tuple[str, ...] = ()  # of these VMs, in the same order
     users_added: tuple[int, ...] = ()  # uids of the users that were added to its guest after the start
-    total_cpus: int = 0  # with what was plugged; 0: nothing was
+    total_cpus: int = 0  # with plugged CPUs; 0: nothing was plugged
     total_memory: int = 0  # MiB, like `total_cpus`
     huge_memory: int = 0  # MiB of it in huge pages, which are taken whether or not the guest uses them
     token: str = ""
@@ -131,7 +130,7 @@ class Manifest:
     numa: int | None = None
     template_build: str = ""  # of an instant clone: which build of its template it maps
     net: int = 0  # Mbit/s that it may send, and may receive; 0: any
-    group: int = 0  # of VMs that reach each other, with which it was started or given to a user; 0: its peers alone
+    group: int = 0  # of VMs that reach each other, as of its start or its user; 0: it reaches its peers alone
 
     @property
     def process(self) -> ProcessIdentity:
@@ -164,8 +163,7 @@ def read(directory: Path) -> Manifest | None:
 
 
 def refuse_other(known: Manifest | None, token: str) -> None:
-    """Raise `Refused` if a VM has another token than `token`: then it is another VM, as of a database that was restored
-    from a copy. An empty token matches any."""
+    """Raise `Refused` if a VM has another token, as after a restore of an old database. An empty token matches any."""
     if known is not None and token and known.token != token:
         hint = f"a controller with another database made it; if nobody needs it, end process {known.pid}"
         raise Refused(f"{known.name} is another VM: it has another token", hint=hint)

@@ -120,8 +120,7 @@ def command_prefix(view: View) -> list[str]:
 
 
 def open_inside(process: ProcessIdentity, path: Path, flags: int) -> int | None:
-    """Open a file as a contained program sees it. None if the program has ended, is not contained or has no such
-    file."""
+    """Open a file as a contained program sees it. None if the program has ended, or has no such file."""
     root = f"/proc/{process.pid}/root"
     try:
         if os.path.samestat(os.stat(root), os.stat("/")):  # noqa: PTH116  (a magic link, not a path)
@@ -153,9 +152,9 @@ def _start(view: View, spawn: Callable[[Mapping[Path, int]], T]) -> tuple[T, dic
 
 
 def _enter(view: View, outputs: dict[Path, int]) -> None:
-    """Move this thread into new namespaces, and build their root. Adds a descriptor of each output to `outputs`.
-    unshare(2) gives a thread a mount namespace and a working directory of its own; the new PID namespace has its
-    children only."""
+    """Move this thread into new namespaces, and build their root. Adds a descriptor of each output to `outputs`. The
+    thread gets a mount namespace and a working directory of its own (unshare(2)); its children are in the PID
+    namespace."""
     kernel.unshare(CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWPID)
     os.umask(0o022)
     kernel.mount(None, Path("/"), MS_REC | MS_PRIVATE)

@@ -57,8 +57,7 @@ def open_vhost_net() -> int:
 
 
 def set_isolated(name: str, isolated: bool) -> None:
-    """Isolate a bridge port, so that it reaches no other isolated port, or end that. A tap that is gone, or that is not
-    a port of a bridge, is success."""
+    """Isolate a bridge port from other isolated ports, or end that. A tap that is gone, or no port, is success."""
     try:
         Path(f"/sys/class/net/{name}/brport/isolated").write_text("1" if isolated else "0")
     except OSError as error:
@@ -87,8 +86,7 @@ def _add_to_bridge(name: str, bridge: str, mac: str) -> None:
 
 
 def _add_fdb_entry(index: int, octets: bytes) -> None:
-    """Add a permanent entry to the bridge's forwarding table: a learnt one would expire while the guest is silent, and
-    the bridge would then flood all ports."""
+    """Add a permanent entry to the bridge's table: a learnt one expires, and the bridge would then flood all ports."""
     lladdr = struct.pack("=HH6s2x", 10, NDA_LLADDR, octets)
     body = struct.pack("=BxxxiHBB", socket.AF_BRIDGE, index, NUD_NOARP, NTF_MASTER, 0) + lladdr
     head = struct.pack("=IHHII", 16 + len(body), RTM_NEWNEIGH, NLM_F_REQUEST | NLM_F_ACK | NLM_F_CREATE, 1, 0)
@@ -131,8 +129,7 @@ def _descriptors() -> set[int]:
 
 
 class Nft:
-    """libnftables, loaded into this process: a change takes a fraction of a millisecond. One thread at a time may use
-    it."""
+    """libnftables in this process: a change takes a fraction of a millisecond. One thread at a time may use it."""
 
     def __init__(self) -> None:
         """Raises `OSError` if this machine has no such library."""

@@ -12,21 +12,13 @@ import os
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 from multiverse.core.model import NumaNode, Size
 from multiverse.host import manifest
 
 NODES = Path("/sys/devices/system/node")
-
-
-@dataclass(frozen=True, slots=True)
-class CpuNode:
-    number: int
-    cpus: AbstractSet[int]  # that this process may use
-    memory: int  # MiB
-    distances: tuple[int, ...]  # of all nodes from it, in the kernel's unit (10: the node itself)
 
 
 class NumaNodes:
@@ -38,8 +30,8 @@ class NumaNodes:
         self.nodes = read_nodes(root, os.sched_getaffinity(0))
         self.are_several = len(self.nodes) > 1
 
-    def cpus_of(self, number: int) -> AbstractSet[int]:
-        return next((node.cpus for node in self.nodes if node.number == number), frozenset())
+    def cpus_of(self, number: int) -> tuple[int, ...]:
+        return next((node.cpus for node in self.nodes if node.number == number), ())
 
     def choose(self, name: str, size: Size) -> int | None:
         """The node for a VM of that size; None if it fits on none. The caller holds the host's lock."""
@@ -55,16 +47,9 @@ class NumaNodes:
     def view(self) -> tuple[NumaNode, ...]:
         """The nodes as operators see them, with the parts that VMs have."""
         taken = self._taken() if self.are_several else {}
+        free = {node.number: _memory(self._root / f"node{node.number}", "MemFree") for node in self.nodes}
         return tuple(
-            NumaNode(
-                node.number,
-                tuple(sorted(node.cpus)),
-                node.memory,
-                _memory(self._root / f"node{node.number}", "MemFree"),
-                taken.get(node.number, Size(0, 0)),
-                node.distances,
-            )
-            for node in self.nodes
+            replace(each, free=free[each.number], taken=taken.get(each.number, Size(0, 0))) for each in self.nodes
         )
 
     def _taken(self, but: str = "") -> Mapping[int, Size]:
@@ -82,16 +67,15 @@ class NumaNodes:
         return {number: Size(cpus[number], memory[number]) for number in cpus}
 
 
-def read_nodes(root: Path, allowed: AbstractSet[int]) -> tuple[CpuNode, ...]:
-    """The nodes that the kernel describes below `root` (sysfs(5)) and that have some of the `allowed` CPUs, by
-    number."""
+def read_nodes(root: Path, allowed: AbstractSet[int]) -> tuple[NumaNode, ...]:
+    """The nodes that the kernel describes below `root` (sysfs(5)) with some of the `allowed` CPUs, by number."""
     found = []
     for path in root.glob("node[0-9]*"):
         with suppress(OSError, ValueError):  # it went offline
-            cpus = cpu_list((path / "cpulist").read_text()) & allowed
+            cpus = tuple(sorted(cpu_list((path / "cpulist").read_text()) & allowed))
             distances = tuple(int(word) for word in (path / "distance").read_text().split())
             if cpus:
-                found.append(CpuNode(int(path.name[4:]), cpus, _memory(path, "MemTotal"), distances))
+                found.append(NumaNode(int(path.name[4:]), cpus, _memory(path, "MemTotal"), distances=distances))
     return tuple(sorted(found, key=lambda node: node.number))
 
 

@@ -15,8 +15,7 @@ _PLACES = "choose other directories under [qemu]"
 
 def make_directory(path: Path, mode: int) -> None:
     """Make sure that there is such a directory, with that mode, and that only trusted users can change it. Missing
-    directories above it get mode 0755, whatever the umask. Raises `Refused` as `check` does, also for a directory that
-    somebody else created meanwhile."""
+    directories above it get mode 0755. Raises `Refused` as `check` does."""
     missing = [above for above in path.parents if not above.exists()]
     try:
         for each in (*reversed(missing), path):
@@ -59,8 +58,7 @@ def _check_one(path: Path, found: os.stat_result, trusted: frozenset[int], *, ab
 
 
 def _components(path: Path) -> Iterator[Path]:
-    """All directories and links that the kernel passes on the way to that path, from the root on, and the path
-    itself."""
+    """All directories and links that the kernel passes on the way to that path, from the root, and the path."""
     here, left = Path("/"), [*reversed(path.absolute().parts[1:])]
     yield here
     while left:

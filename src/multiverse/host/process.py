@@ -66,9 +66,8 @@ def execute(argv: Sequence[str], fds: Sequence[int], out: int, environment: Mapp
 
 
 def limit_files(process: ProcessIdentity, uid: int, size: int) -> None:
-    """Let no file of that process grow beyond `size` bytes (RLIMIT_FSIZE): its writes fail there with EFBIG, and it
-    cannot raise the limit. `uid` is its user and group, 0 for those of this process. A process that has ended is no
-    error. Raises `Broken` if this is not permitted."""
+    """Let no file of that process grow beyond `size` bytes (RLIMIT_FSIZE): writes fail there with EFBIG. `uid` is its
+    user, 0 for that of this process. A process that has ended is no error. Raises `Broken` if this is not permitted."""
     try:
         try:
             _limit(process, resource.RLIMIT_FSIZE, size)
@@ -216,8 +215,7 @@ def reap(process: ProcessIdentity) -> None:
 
 
 def find_by_argument(part: str) -> Iterator[ProcessIdentity]:
-    """Each process whose command line has `part`, up to the end of an argument or a comma. So a process is found whose
-    starter died before it wrote the process down."""
+    """Each process with `part` in its command line, up to the end of an argument or a comma, also an unrecorded one."""
     wanted = (os.fsencode(part) + b"\0", os.fsencode(part) + b",")
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

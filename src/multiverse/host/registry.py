@@ -46,12 +46,12 @@ class VmRegistry:
 
     def __init__(self, vms: Path) -> None:
         self._vms = vms
-        self._directories: dict[str, int] = {}  # inodes by name, of those whose manifest need not be read again
+        self._directories: dict[str, int] = {}  # inodes by name; their manifests are not read again
         self._values: dict[str, dict[Resource, str]] = {}
         self._holders: dict[tuple[Resource, str], str] = {}
 
     def refresh(self) -> None:
-        """Read what has changed on disk. Costs a directory listing, and reading the manifests of new VMs."""
+        """Read the changes on disk. Costs a directory listing, and reading the manifests of new VMs."""
         with os.scandir(self._vms) as entries:
             current = {entry.name: entry.inode() for entry in entries}
         for gone in self._values.keys() - current.keys():
@@ -67,8 +67,7 @@ class VmRegistry:
         return self._holders.get((resource, value), "")
 
     def check_free(self, name: str, wanted: Mapping[Resource, str]) -> None:
-        """Raise `Refused`, naming the value and its holder, if another VM than `name` has one of the values. Empty
-        values are not checked."""
+        """Raise `Refused` if another VM than `name` has one of the values. Empty values are not checked."""
         for resource, value in wanted.items():
             holder = self.holder(resource, value) if value else ""
             if holder not in ("", name):
@@ -137,8 +136,7 @@ class UidPool:
             raise Refused("VMs cannot have users of their own: the daemon is not root", hint=hint)
 
     def allocate(self, name: str, registry: VmRegistry) -> ProcessUser | None:
-        """A user that no other VM has. The caller holds the host's lock until the VM's manifest is written. Raises
-        `Exhausted` if all users are taken."""
+        """A user that no other VM has. Hold the host's lock until the manifest is written. Raises `Exhausted`."""
         if not self._count:
             return None
         start = serial_of(name)  # serials never recur, so a uid is used again as late as possible

@@ -1,4 +1,4 @@
-"""Samples what this host and its VMs use, each second, and remembers an hour."""
+"""Samples the use of this host and its VMs, each second, and remembers an hour."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from array import array
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -27,7 +27,6 @@ log = structlog.get_logger(__name__)
 
 # --- history -----------------------------------------------------------------------------------------
 
-
 UNKNOWN = -1.0  # in place of a figure that the kernel does not tell: no figure is negative
 WIDTH = 1 + len(MEANS)  # values of a sample: its time in seconds since its chunk began, and the figures of `MEANS`
 CHUNK = 60  # samples; the oldest chunk is dropped as a whole
@@ -36,8 +35,7 @@ _CPUS, _MEMORY = 1 + MEANS.index("cpus"), 1 + MEANS.index("memory")
 
 
 class History:
-    """The samples of an hour, of one host or VM, in compact arrays: the last `limit` at least, and a minute's more at
-    most."""
+    """Samples of an hour, of one host or VM, in compact arrays: the last `limit`, and up to a minute's more."""
 
     def __init__(self, limit: int = 3600) -> None:
         self.limit = limit
@@ -90,7 +88,6 @@ class History:
 
 # --- reading -----------------------------------------------------------------------------------------
 
-
 TICKS = os.sysconf("SC_CLK_TCK")
 MIB = 1 << 20
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -102,8 +99,7 @@ Traffic = Mapping[bytes, tuple[int, int]]  # bytes that were received and sent, 
 
 
 class Reading(NamedTuple):
-    """The counters at one moment. CPU seconds, bytes and seconds of pressure are counted since the beginning; memory is
-    in MiB. `UNKNOWN`: the kernel does not tell."""
+    """The counters at one moment: CPU seconds, bytes and seconds of pressure; memory in MiB. `UNKNOWN`: not told."""
 
     cpu_s: float
     memory: float
@@ -116,14 +112,12 @@ class Reading(NamedTuple):
 
 
 class OpenFile:
-    """A file of the kernel that is kept open, because opening a file of /proc costs several times as much as reading
-    it. A file of /proc/PID stays with its process: once that has ended, reading it fails with ESRCH, whichever process
-    gets the pid next."""
+    """A file of the kernel that is kept open, because opening costs several times as much as reading. A file of
+    /proc/PID stays with its process: after its end, reading fails with ESRCH, whichever process has the pid."""
 
-    __slots__ = ("_fd",)
-
-    def __init__(self, path: Path | str) -> None:
+    def __init__(self, path: Path | str, closing: ExitStack) -> None:
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        closing.callback(os.close, self._fd)
 
     def read(self) -> bytes:
         return os.pread(self._fd, _READ, 0)
@@ -136,41 +130,27 @@ class OpenFile:
             at += len(part)
         return b"".join(parts)
 
-    def close(self) -> None:
-        os.close(self._fd)
 
-
-def _opened(paths: Sequence[Path]) -> OpenFile | None:
+def _opened(paths: Sequence[Path], closing: ExitStack) -> OpenFile | None:
     """The first of the files that can be opened and read; None if there is none."""
     for path in paths:
-        try:
-            file = OpenFile(path)
-        except OSError:
-            continue
-        try:
+        with suppress(OSError):  # pressure stall information that was turned off fails when it is read
+            file = OpenFile(path, closing)
             file.read()
-        except OSError:  # pressure stall information that was turned off fails only here
-            file.close()
-            continue
-        return file
+            return file
     return None
 
 
 class Pressures:
     """The pressure stall information of a host or of a control group of version 2."""
 
-    def __init__(self, places: Sequence[Sequence[Path]]) -> None:
-        self._files = tuple(_opened(paths) for paths in places)
+    def __init__(self, places: Sequence[Sequence[Path]], closing: ExitStack) -> None:
+        self._files = tuple(_opened(paths, closing) for paths in places)
 
     def read(self) -> tuple[float, float, float]:
         """The seconds in which a process waited for CPU, memory and disks."""
         cpu, memory, disks = (UNKNOWN if file is None else _stalled(file.read()) for file in self._files)
         return cpu, memory, disks
-
-    def close(self) -> None:
-        for file in self._files:
-            if file is not None:
-                file.close()
 
 
 def _stalled(data: bytes) -> float:
@@ -179,39 +159,32 @@ def _stalled(data: bytes) -> float:
 
 
 class VmProbe:
-    """Reads what one VM uses: its QEMU's process, its control groups, and its tap."""
+    """Reads the use of one VM: its QEMU's process, its control groups, and its tap."""
 
     def __init__(self, name: str, process: ProcessIdentity, hierarchies: Sequence[Hierarchy]) -> None:
         """Raises `ProcessLookupError` if the process has ended, and OSError if its files cannot be opened."""
         self.process = process
         self.huge_memory = 0  # MiB in huge pages, which the kernel counts in no process's resident memory
         self._tap = name.encode()
-        self._files: list[OpenFile] = []
-        self._memory_stat: OpenFile | None = None
         self._pressures: Pressures | None = None
         self._last_io = 0, 0
-        try:
-            self._stat, self._statm, self._io = (
-                self._open(f"/proc/{process.pid}/{x}") for x in ("stat", "statm", "io")
-            )
-            fields = self._fields()
-            if process.boot_id != boot_id() or int(fields[19]) != process.started:
-                raise ProcessLookupError
-        except (FileNotFoundError, ProcessLookupError) as error:
-            self.close()
-            raise ProcessLookupError(f"the QEMU of {name} has ended") from error
-        except OSError:
-            self.close()
-            raise
-        self._memory_stat = _opened([h.parent / name / "memory.stat" for h in hierarchies if "memory" in h.controllers])
-        groups = [hierarchy.parent / name for hierarchy in hierarchies if hierarchy.version == 2]
-        if groups:
-            self._pressures = Pressures([[group / f"{what}.pressure" for group in groups] for what in _PRESSURES])
-
-    def _open(self, path: str) -> OpenFile:
-        file = OpenFile(path)
-        self._files.append(file)
-        return file
+        with ExitStack() as closing:  # closes all files if one of them cannot be used
+            try:
+                self._stat, self._statm, self._io = (
+                    OpenFile(f"/proc/{process.pid}/{x}", closing) for x in ("stat", "statm", "io")
+                )
+                fields = self._fields()
+                if process.boot_id != boot_id() or int(fields[19]) != process.started:
+                    raise ProcessLookupError
+            except (FileNotFoundError, ProcessLookupError) as error:
+                raise ProcessLookupError(f"the QEMU of {name} has ended") from error
+            stats = [each.parent / name / "memory.stat" for each in hierarchies if "memory" in each.controllers]
+            self._memory_stat = _opened(stats, closing)
+            groups = [each.parent / name for each in hierarchies if each.version == 2]
+            if groups:
+                files = [[group / f"{what}.pressure" for group in groups] for what in _PRESSURES]
+                self._pressures = Pressures(files, closing)
+            self.close = closing.pop_all().close
 
     def read(self, traffic: Traffic) -> Reading:
         """Raises `ProcessLookupError` once the process has ended."""
@@ -246,14 +219,6 @@ class VmProbe:
             self._last_io = int(lines[4].split()[1]), int(lines[5].split()[1])
         return self._last_io
 
-    def close(self) -> None:
-        for file in self._files:
-            file.close()
-        if self._memory_stat is not None:
-            self._memory_stat.close()
-        if self._pressures is not None:
-            self._pressures.close()
-
 
 def active_bytes(memory_stat: bytes) -> int:
     """The bytes that the kernel counts as used lately, from memory.stat of a control group of either version."""
@@ -266,13 +231,14 @@ def active_bytes(memory_stat: bytes) -> int:
 
 
 class HostProbe:
-    """Reads what all processes of this machine use together."""
+    """Reads the use of all processes of this machine together."""
 
     def __init__(self, proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> None:
-        self._sys = sys
-        self._stat, self._meminfo = OpenFile(proc / "stat"), OpenFile(proc / "meminfo")
-        self._net, self._disks = _opened([proc / "net/dev"]), _opened([proc / "diskstats"])
-        self._pressures = Pressures([[proc / "pressure" / what] for what in _PRESSURES])
+        self._sys, closing = sys, ExitStack()
+        self.close = closing.close
+        self._stat, self._meminfo = OpenFile(proc / "stat", closing), OpenFile(proc / "meminfo", closing)
+        self._net, self._disks = _opened([proc / "net/dev"], closing), _opened([proc / "diskstats"], closing)
+        self._pressures = Pressures([[proc / "pressure" / what] for what in _PRESSURES], closing)
         self._outer: dict[bytes, bool] = {}  # by interface, whether it leads out of this machine
         self._whole: dict[bytes, bool] = {}  # by disk, whether it is a whole one
 
@@ -319,12 +285,6 @@ class HostProbe:
                 written += int(fields[9])
         return read * _SECTOR, written * _SECTOR
 
-    def close(self) -> None:
-        for file in (self._stat, self._meminfo, self._net, self._disks):
-            if file is not None:
-                file.close()
-        self._pressures.close()
-
 
 def _traffic(data: bytes) -> dict[bytes, tuple[int, int]]:
     found = {}
@@ -336,7 +296,6 @@ def _traffic(data: bytes) -> dict[bytes, tuple[int, int]]:
 
 
 # --- sampling ----------------------------------------------------------------------------------------
-
 
 HOUR = 3600.0  # seconds that are remembered
 MOST_BYTES = 64 << 20  # of all samples together: an hour of 400 VMs; with more VMs, less than an hour is remembered
@@ -506,7 +465,7 @@ class Sampler:
             self._vms.clear()
             self._host_probe.close()
 
-    # --- what was sampled -----------------------------------------------------------------------------
+    # --- results --------------------------------------------------------------------------------------
 
     def load(self) -> Load | None:
         """The use of the host in the last minute; None if that is not known."""
@@ -514,8 +473,7 @@ class Sampler:
         return latest[1] if latest is not None and time.monotonic() - latest[0] < _LOAD_STALE else None
 
     def usage(self, span: float, prefix: str = "") -> HostUsage:
-        """The use in the last `span` seconds, by the host and by the VMs whose names begin with `prefix`. Takes a
-        fraction of a millisecond for each VM and minute."""
+        """The use in the last `span` seconds, by the host and by the VMs of `prefix`. Takes below 1 ms for each VM."""
         now = time.monotonic()
         with self._lock:
             host = self._host.history.usage(now - span, self.interval)

@@ -53,9 +53,9 @@ class FunctionRecord:
 
 
 class VirtualFunctions:
-    """The functions of one host. VMs may have those that are `offered`: all of a device, by its address or its network
-    interface, or all with these ids. `records` is a directory for nobody but this library. Calls block; they may be
-    made from any thread and process."""
+    """The functions of one host. VMs may have those that are `offered`: all of a device, by its address or network
+    interface, or all with these ids. Only this library uses the directory `records`. Calls block; any thread and
+    process may make them."""
 
     def __init__(
         self, offered: Sequence[str], records: Path, sysfs: Path = Path("/sys"), devices: Path = Path("/dev/vfio")
@@ -185,14 +185,14 @@ class VirtualFunctions:
                 hint = "wait until another job ends, or submit the job with fewer"
             raise Exhausted(what, hint=hint)
         for function in free[:missing]:
-            record = FunctionRecord(vm, function.driver, _override(function.directory))
+            override = (function.directory / "driver_override").read_text().strip().replace("(null)", "")
+            record = FunctionRecord(vm, function.driver, override)
             files.replace(self._records / function.address, json.dumps(asdict(record)))
             held.append(function.address)
         return held
 
     def _read(self, address: str) -> FunctionRecord | None:
-        """The record of a function; None if there is none. A damaged one names no VM, so its function will be
-        returned."""
+        """The record of a function; None if there is none. A damaged one names no VM, so the function is returned."""
         try:
             raw = json.loads((self._records / address).read_text())
             return FunctionRecord(**{key: str(value) for key, value in raw.items()})
@@ -259,11 +259,6 @@ class VirtualFunctions:
 def _driver(device: Path) -> str:
     link = device / "driver"
     return link.resolve().name if link.exists() else ""
-
-
-def _override(device: Path) -> str:
-    text = (device / "driver_override").read_text().strip()
-    return "" if text == "(null)" else text
 
 
 def _write(path: Path, text: str) -> None:

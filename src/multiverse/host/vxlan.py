@@ -146,8 +146,7 @@ class Vxlan:
         return frozenset(self._owners())
 
     def add(self, owner: str, neighbours: Iterable[Neighbour]) -> None:
-        """Let VMs behind this host's bridge reach these addresses, until `owner` is dropped. Earlier entries of the
-        owner stay."""
+        """Let VMs behind this host's bridge reach these addresses too, until `owner` is dropped."""
         with self._changing() as ip:
             entries = {one.address: one for one in (*self._recorded(owner), *neighbours)}
             self._record(owner, entries.values())
@@ -200,8 +199,7 @@ class Vxlan:
             record.unlink(missing_ok=True)
 
     def remove(self, unless: Callable[[], bool] = lambda: False) -> None:
-        """Remove all of it from this machine, unless `unless` says no, which is asked while nobody else can change
-        anything. Absent is success."""
+        """Remove all of it from this machine, unless `unless` says so under the lock. Absent is success."""
         with self._changing() as ip:
             if unless():
                 return
@@ -251,8 +249,7 @@ class Vxlan:
         return []
 
     def _recorded(self, owner: str) -> list[Neighbour]:
-        """The recorded entries of an owner. A file that cannot be read says nothing, as after a crash of the
-        machine."""
+        """The recorded entries of an owner. A file that cannot be read says nothing, as after a crash."""
         try:
             return [Neighbour(**each) for each in json.loads((self.config.records / owner).read_text())]
         except (OSError, ValueError, TypeError):

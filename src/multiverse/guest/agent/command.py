@@ -20,9 +20,9 @@ LONGEST_OUTPUT = 1 << 20  # bytes of a prolog's output that are taken
 
 
 def run_prolog(path: bytes, content: bytes, environment: dict[bytes, bytes]) -> None:
-    """Run a prolog of a task as this process's user, before the command, and do what its output says. As in slurmstepd,
-    its exit status means nothing. `content` is the host's file at `path`. If the guest has the same file, that one
-    runs, so that the program finds what lies beside it; otherwise a copy in memory runs."""
+    """Run a prolog of a task as this process's user, and obey its output. As in slurmstepd, its exit status means
+    nothing. `content` is the host's file at `path`. If the guest has the same file, that one runs, so that the program
+    finds its neighbours; otherwise a copy in memory runs."""
     reading, writing = os.pipe2(os.O_CLOEXEC)
     pid = os.fork()
     if not pid:
@@ -68,8 +68,8 @@ def _has(path: bytes, content: bytes) -> bool:
 
 
 def apply_output(output: bytes, environment: dict[bytes, bytes]) -> bytes:
-    """Do what the lines of a prolog say: `export NAME=VALUE` and `unset NAME`. Returns the task's output, from lines
-    `print TEXT`. Other lines mean nothing (TaskProlog in slurm.conf(5))."""
+    """Obey the lines of a prolog: `export NAME=VALUE` and `unset NAME`. Returns the task's output, from lines `print
+    TEXT`. Other lines mean nothing (TaskProlog in slurm.conf(5))."""
     printed = b""
     for line in output.split(b"\n"):
         word, _, rest = line.partition(b" ")
@@ -105,13 +105,12 @@ class PmiStream:
         return select.POLLIN | (select.POLLOUT if self._waiting else 0)
 
     def take(self, data: bytes) -> None:
-        """Pass on what the host has sent; nothing is its end."""
+        """Pass on bytes of the host; none are its end."""
         self._waiting += data
         self.host_ended = self.host_ended or not data
 
     def carry(self) -> bytes:
-        """Write what can be written. Returns what the command has sent since then. At the end of either side this end
-        is closed. Never blocks."""
+        """Write what can be written. Returns bytes of the command. Closes at the end of either side. Never blocks."""
         try:
             while self._waiting:
                 del self._waiting[: os.write(self.fd, self._waiting[:LARGEST_READ])]
@@ -389,8 +388,8 @@ class TaskCommand:
 
 def write_script(path: bytes, content: bytes, uid: int, gid: int) -> None:
     """Make the file of a batch script, for this user. The user determines what the host says of a task, and this
-    process is root. So only a path like slurmd's is accepted, below directories of root or of that user. Raises
-    GuestAgentError for another path, and OSError."""
+    process is root: only a path like slurmd's is accepted, below directories of root or of that user. Raises
+    GuestAgentError, and OSError."""
     shown = os.fsdecode(path)
     if not SCRIPT.fullmatch(path):
         raise GuestAgentError(f"{shown} is no path of a batch script")

@@ -88,7 +88,7 @@ _stopped: dict[str, StoppedProcess] = {}  # by the name of the daemon
 
 
 def stop_daemons_at_entry() -> None:
-    """Start the daemons that clones will continue. What this image lacks, a clone reports when it starts the daemon."""
+    """Start the daemons that clones will continue. A clone that starts a missing one reports it."""
     for path in ("/etc/slurm", "/var/lib/munge", "/var/log/munge", "/var/spool/slurmd"):
         make_directory(path)  # making one takes a clone 15 ms; the clone sets owner and mode
     for name, user in (("munged", "munge"), ("slurmd", "root")):
@@ -136,8 +136,7 @@ class DaemonProcess:
             raise GuestAgentError(f"cannot start {self.name} ({self.argv[0]}): {error}") from error
 
     def start_again(self) -> bool:
-        """Start it once more after it has ended, unless it ended soon after the last time. Returns whether it was
-        started."""
+        """Start it once more after it has ended, unless it ended soon. Returns whether it was started."""
         now = time.monotonic()
         if self.again and now - self.again < LASTING:
             return False

@@ -104,7 +104,6 @@ def read_attribute(device: str, name: str) -> str:
 
 # --- shared memory -----------------------------------------------------------------------------------
 
-
 PCI = "/sys/bus/pci/devices"
 REGIONS = "/dev/ivshmem"  # with a link for each region, by its number
 REGION_PROGRAM = "/usr/local/bin/mvshm"
@@ -113,8 +112,7 @@ IVSHMEM = ("0x1af4", "0x1110")  # vendor and device
 
 def take_regions(message: dict[str, Any]) -> None:
     """Wait for the regions of memory that the VM shares with other VMs of its job, and let the job's user map them.
-    Each region is a PCI device (ivshmem-plain in QEMU). It needs no driver: the kernel shows its memory as a file.
-    Raises GuestAgentError if a region does not appear."""
+    Each is a PCI device (ivshmem-plain in QEMU), whose memory the kernel shows as a file without a driver."""
     make_directory(REGIONS)
     deadline = time.monotonic() + DAEMON_TIMEOUT
     for number, (port, function) in enumerate(message["devices"]):

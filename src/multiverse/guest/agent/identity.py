@@ -105,8 +105,7 @@ USERSPACE_OPTIONS = frozenset(
 
 
 def mount_one(source: str, target: str, kind: str, options: str) -> None:
-    """Mount a file system; the arguments are the fields of fstab(5). NFSv4 is mounted by mount(2), other types by
-    mount(8). Raises GuestAgentError."""
+    """Mount a file system, NFSv4 by mount(2), others by mount(8). Fields as in fstab(5). Raises GuestAgentError."""
     make_directory(target)
     if kind == "nfs4":
         _mount_nfs4(source, target, options)

@@ -71,9 +71,8 @@ def set_up_system() -> None:
 
 
 def set_up_cgroups() -> None:
-    """Make what slurmd needs on cgroup v2 without systemd: the hierarchy, its controllers and `system.slice`. The
-    controllers are enabled before the fork point, because the kernel rewrites parts of its code when the first group of
-    a controller is made."""
+    """Make the hierarchy, controllers and `system.slice` that slurmd needs on cgroup v2 without systemd. They are made
+    before the fork point, because the kernel rewrites parts of its code with the first group of a controller."""
     if not os.path.exists(f"{CGROUPS}/cgroup.controllers") and not _mount_cgroups():
         return  # the guest uses cgroup v1; the site's cgroup.conf must be made for that
     slice_ = f"{CGROUPS}/system.slice"
@@ -98,7 +97,6 @@ def _mount_cgroups() -> bool:
 
 
 # --- rehearsal ---------------------------------------------------------------------------------------
-
 
 TEST_ADDRESS = "192.0.2.1/32"  # of TEST-NET-1 (RFC 5737), which nobody uses
 REHEARSAL = "/run/multiverse-rehearsal"
@@ -152,7 +150,7 @@ def rehearse() -> None:
 
 
 def _rehearse_daemons() -> None:
-    """Run munged and slurmd for some seconds with an invented key and configuration, and remove what they made."""
+    """Run munged and slurmd for some seconds with an invented key and configuration, and remove their files."""
     try:
         owner = pwd.getpwnam("munge")
     except KeyError:
@@ -245,8 +243,7 @@ def main() -> None:
 
 
 def _catch_signals(first: bool) -> int:
-    """Make each SIGCHLD and SIGIO write a byte into a pipe, and return its reading end. The first process of a guest
-    ignores signals that ask it to end."""
+    """Make SIGCHLD and SIGIO write a byte into a pipe; returns its reading end. Process 1 ignores signals to end."""
     reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     for number in (signal.SIGCHLD, signal.SIGIO):

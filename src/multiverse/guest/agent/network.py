@@ -46,8 +46,7 @@ def link_up(name: str) -> None:
 
 
 def set_network(name: str, mac: str, address: str, gateway: str) -> None:
-    """Set the MAC, the address (with prefix length) and the default route, if there is a gateway, of an interface that
-    is up (rtnetlink(7))."""
+    """Set MAC, address (with prefix length) and default route, if any, of an interface that is up (rtnetlink(7))."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         raw = bytes.fromhex(mac.replace(":", ""))
         fcntl.ioctl(sock, SIOCSIFHWADDR, struct.pack("16sH6s8x", name.encode(), ARPHRD_ETHER, raw))

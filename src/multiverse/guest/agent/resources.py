@@ -1,4 +1,4 @@
-"""CPUs, memory and disk of the guest: what the host plugs, what users may write, and limits in proportion."""
+"""CPUs, memory and disk of the guest: plugging, the users' allowance, and limits in proportion to memory."""
 
 # ruff: noqa: PTH110, PTH116, PTH208
 
@@ -80,9 +80,8 @@ def memory_blocks() -> int:
 
 # --- disk --------------------------------------------------------------------------------------------
 
-
 RESERVE = "/.multiverse-reserve"
-NODE_FILES = 64 << 20  # bytes beside the allowance, for what the daemons write: logs, scripts of jobs
+NODE_FILES = 64 << 20  # bytes beside the allowance, for logs and scripts of jobs
 
 _allowance = 0  # MiB; 0: nothing is reserved
 
@@ -123,17 +122,14 @@ def set_allowance(allowance: int) -> None:
 
 # --- limits ------------------------------------------------------------------------------------------
 
-
 OF_NODES = ((resource.RLIMIT_NOFILE, 131072), (resource.RLIMIT_MEMLOCK, resource.RLIM_INFINITY),
             (resource.RLIMIT_STACK, resource.RLIM_INFINITY))  # fmt: skip
 """As slurmd.service of Slurm sets them."""
-
-BY_MEMORY = (resource.RLIMIT_NPROC, resource.RLIMIT_SIGPENDING)
-"""kernel/fork.c, fork_init(): half of threads-max."""
+BY_MEMORY = (resource.RLIMIT_NPROC, resource.RLIMIT_SIGPENDING)  # half of threads-max (kernel/fork.c, fork_init())
 
 KERNEL_FILES = (
-    # A mapping may be larger than the guest's memory, as it may be smaller than that of a large node: what a job really
-    # uses is limited by its control group, and Slurm is told of that (decision 90).
+    # A mapping may be larger than the guest's memory, which may be smaller than that of a large node. The job's control
+    # group limits its use, and Slurm is told of that (decision 90).
     ("/proc/sys/vm/overcommit_memory", "1"),
     # As systemd sets them (its sysctl.d/50-pid-max.conf, and bump_file_max_and_nr_open() in its main.c).
     ("/proc/sys/kernel/pid_max", "4194304"), ("/proc/sys/fs/file-max", "9223372036854775807"),
@@ -162,8 +158,8 @@ _values: list[tuple[str, list[int], int]] = []  # of KERNEL_LIMITS at the fork p
 
 
 def set_node_limits() -> None:
-    """Give this process, and the daemons that it will start, the limits of a node, and set those of the kernel that are
-    the same for all sizes. A limit that the kernel does not have is left out."""
+    """Give this process, and its later daemons, the limits of a node, and set the kernel's limits that do not depend on
+    the size. A limit that the kernel does not have is left out."""
     for number, limit in OF_NODES:
         resource.setrlimit(number, (limit, limit))
     for path, text in KERNEL_FILES:
@@ -189,7 +185,7 @@ def raise_process_limits(daemons: list[int]) -> None:
         limit = resource.getrlimit(number)[1] * now // _booted
         for pid in (0, *daemons):
             resource.prlimit(pid, number, (limit, limit))
-    # The kernel counts in pages what a share of the memory is.
+    # The kernel counts shares of the memory in pages.
     pages = os.sysconf("SC_PHYS_PAGES")
     mount("shm", SHM, "tmpfs", SHM_FLAGS | MS_REMOUNT, f"size=50%,nr_inodes={pages // 2},mode=1777")
 
@@ -209,7 +205,6 @@ def raise_kernel_limits() -> None:
 
 def use_huge_pages() -> None:
     """Let all programs have huge pages without asking, and let jobs have the memory that the kernel then keeps free for
-    making them: 5 % of it, up to 66 MiB. The kernel keeps as much as without huge pages: see init_per_zone_wmark_min()
-    in mm/page_alloc.c."""
+    making them: up to 66 MiB. It keeps as much as without huge pages (init_per_zone_wmark_min())."""
     write_kernel_file("/sys/kernel/mm/transparent_hugepage/enabled", "always")
     write_kernel_file("/proc/sys/vm/min_free_kbytes", str(math.isqrt(16 * 1024 * usable_memory())))

@@ -145,8 +145,7 @@ CLOCK_TOLERANCE = 0.5  # seconds; a smaller difference is not corrected, because
 
 
 class GuestAgent:
-    """Answers the host's messages and watches the daemons. `wake` is a pipe that gets a byte for each signal
-    (signal.set_wakeup_fd)."""
+    """Answers the host's messages and watches the daemons. The pipe `wake` gets a byte for each signal."""
 
     def __init__(self, channel: HostChannel, wake: int) -> None:
         self.channel = channel
@@ -178,17 +177,14 @@ class GuestAgent:
             if open_:
                 poller.modify(self.channel.fd, select.POLLIN)
             else:
-                self._wait_for_host(poller)
+                # While the host's end is closed, polling the port returns at once. A signal ends this wait: SIGIO when
+                # the host has opened its end, SIGCHLD when a child has ended.
+                poller.unregister(self.channel.fd)
+                poller.poll()
+                self.attend()
+                poller.register(self.channel.fd, select.POLLIN)
             poller.poll()
             self.attend()
-
-    def _wait_for_host(self, poller: select.poll) -> None:
-        # While the host's end is closed, polling the port returns at once. A signal ends this wait: SIGIO when the host
-        # has opened its end, SIGCHLD when a child has ended.
-        poller.unregister(self.channel.fd)
-        poller.poll()
-        self.attend()
-        poller.register(self.channel.fd, select.POLLIN)
 
     def handle(self, message: dict[str, Any]) -> None:
         """Do what a message asks for; ignore unknown ones. A failure is reported to the host and never raised."""

@@ -1,4 +1,4 @@
-"""What the agent and the host agree on, and what all modules use of the system."""
+"""The contract of agent and host, and functions for files, system calls and programs that all modules use."""
 
 # ruff: noqa: PTH103, PTH110, PTH112, PTH119, PTH120, PTH123
 
@@ -64,9 +64,8 @@ def read(path: str) -> str:
 
 
 def write(path: str, content: str | bytes, mode: int = 0o644, owner: tuple[int, int] = (0, 0)) -> None:
-    """Make a file hold `content`, with this mode and owner (uid, gid). Nobody else can open a new file before that. The
-    file is written in place: a rename would make the kernel allocate and write blocks. A symbolic link at `path` is not
-    followed."""
+    """Make a file hold `content`, with this mode and owner (uid, gid). Nobody else can open a new file before that. It
+    is written in place: a rename would make the kernel allocate and write blocks. A symbolic link is not followed."""
     data = content.encode("utf-8", "surrogateescape") if isinstance(content, str) else content
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
@@ -119,7 +118,6 @@ def owner_ids(name: str) -> tuple[int, int]:
 
 
 # --- system calls ------------------------------------------------------------------------------------
-
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -187,16 +185,14 @@ def sync_file_system(path: str) -> None:
 
 # --- programs ----------------------------------------------------------------------------------------
 
-
 HWLOC = {"HWLOC_COMPONENTS": "-x86", "HWLOC_PLUGINS_PATH": "/var/empty"}
-"""For hwloc, by which slurmd and slurmstepd learn what the machine is. Without the first variable it would ask the CPU
-(CPUID) for facts that the kernel also has, and a virtual CPU answers slowly. Without the second it would load plugins
-with the libraries of X11, OpenCL and XML, to look for GPUs."""
+"""slurmd and slurmstepd examine the machine with hwloc. Without the first variable it would ask the CPU (CPUID) for
+facts that the kernel also has, and a virtual CPU answers slowly. Without the second it would load plugins with the
+libraries of X11, OpenCL and XML, to look for GPUs."""
 
 
 def run(argv: list[str], timeout: float = 20.0) -> int:
-    """Run a program to its end, without input or output. Returns its wait status, or -1 if it cannot be started. After
-    `timeout` seconds its process group is killed."""
+    """Run a program to its end, or kill it after `timeout` seconds. Returns its wait status, or -1."""
     null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
     try:
         pid = os.posix_spawn(argv[0], argv, os.environ, setpgroup=0, setsigdef=range(1, 32), setsigmask=(),
@@ -217,8 +213,8 @@ def run(argv: list[str], timeout: float = 20.0) -> int:
 
 
 def preload_job_programs() -> None:
-    """Run what the first job will start, so that the programs are in memory and an emulator has translated them.
-    slurmstepd ends at once because it gets no request."""
+    """Run the programs of the first job: then they are in memory and translated. slurmstepd gets no request and
+    ends."""
     for argv in (["/bin/sh", "-c", ":"], ["/usr/sbin/slurmstepd"], ["/bin/bash", "-c", "exit 0"]):
         for _ in range(2):
             run(argv, 5.0)
@@ -258,7 +254,6 @@ def ending(status: int) -> str:
 
 
 # --- the kernel's modules ----------------------------------------------------------------------------
-
 
 MODULES = ("virtio_console", "virtio_net", "nfsv4", "nfs")
 

@@ -125,7 +125,9 @@ class TaskRelay:
             self._command.streams.close()
             if self._requests is not None:
                 self._requests.close()
-        self._write_back()
+        for mount in self._mounts:
+            with suppress(OSError):
+                sync_file_system(mount)
         if _killed_for_memory() > killed:
             self._tell_of_memory()
         self._frame(b"Q", struct.pack(">I", status))
@@ -214,8 +216,8 @@ class TaskRelay:
                 pid, found = os.waitpid(self._command.pid, os.WNOHANG)
                 if pid:
                     status, deadline = found, time.monotonic() + OUTPUT_TIMEOUT
-                    self._command.end()  # as Slurm ends what a step leaves
-        while self._pass_streams():  # what the command has sent last
+                    self._command.end()  # as Slurm ends the rest of a step
+        while self._pass_streams():  # the last bytes of the command
             pass
         return status
 
@@ -333,7 +335,7 @@ class TaskRelay:
             self._connection.settimeout(None)
             self._connection.sendall(self._unsent)
             self._connection.shutdown(socket.SHUT_WR)
-            # Until the host closes its end: with input unread here, what was sent last could be lost on its way.
+            # Until the host closes its end: with unread input here, the last frames could be lost on their way.
             self._connection.settimeout(LINGER)
             while self._connection.recv(65536):
                 pass
@@ -344,11 +346,6 @@ class TaskRelay:
         end = b"\r\n" if self._command.has_terminal else b"\n"
         told = f"multiverse: the VM of this job ran out of memory ({int(total) >> 10} MiB), and processes were killed"
         self._frame(b"D", told.encode() + b"; submit the job with more --mem or --memory-per-vm" + end)
-
-    def _write_back(self) -> None:
-        for mount in self._mounts:
-            with suppress(OSError):
-                sync_file_system(mount)
 
 
 def _killed_for_memory() -> int:

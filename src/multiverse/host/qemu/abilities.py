@@ -1,4 +1,4 @@
-"""What this machine, its QEMU and its guests can do. Trials show it, and caches keep the results."""
+"""The abilities of this machine, its QEMU and its guests. Trials find them, and caches keep the results."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,9 @@ class AbilityCache:
         self._file = file
         self._environment = environment
         self._lock = threading.Lock()
-        self._lacking = self._read()
+        self._lacking: dict[str, frozenset[str]] = {}
+        with suppress(TypeError):
+            self._lacking = {key: frozenset(map(str, what)) for key, what in _load(file).items()}
 
     def abilities(self, image: Image) -> frozenset[str]:
         """The known abilities of the image's guests."""
@@ -82,15 +85,8 @@ class AbilityCache:
     def _key(self, image: Image) -> str:
         return f"{self._environment} {image.name} {image.key} {zlib.crc32(image.cmdline.encode()):x}"
 
-    def _read(self) -> dict[str, frozenset[str]]:
-        try:
-            return {key: frozenset(map(str, what)) for key, what in _load(self._file).items()}
-        except TypeError:
-            return {}
-
 
 # --- QEMU and KVM ------------------------------------------------------------------------------------
-
 
 _LIMIT = 2.0  # seconds
 _SLOWER = 4  # times what emulation takes: both start QEMU and the firmware, so KVM that works is well within
@@ -128,9 +124,9 @@ def is_since(version: str, *release: int) -> bool:
 
 
 def accelerator(wanted: str, binary: str, version: str, cache: Path) -> Accelerator:
-    """The accelerator for `wanted`: `auto`, `kvm` or `tcg`. `auto` tries KVM, and logs a warning when it falls back to
-    emulation; the file `cache` keeps the answer for this kernel and QEMU. Raises `Broken` if `kvm` is wanted and does
-    not run guests."""
+    """The accelerator for `wanted`: `auto`, `kvm` or `tcg`. `auto` tries KVM, and logs a warning before it uses
+    emulation; `cache` keeps the answer for this kernel and QEMU. Raises `Broken` if `kvm` is wanted and runs no
+    guests."""
     if wanted == "tcg":
         return Accelerator("tcg")
     key, kept = f"{os.uname().release} {version} {zlib.crc32(_BOOT_SECTOR):x}", _load(cache)
@@ -202,7 +198,6 @@ def boot_sector(
 
 # --- features of VMs ---------------------------------------------------------------------------------
 
-
 Trials = Mapping[Feature, Callable[[], str]]
 """By feature, what tries it: it returns why the feature cannot be used, or nothing if it can."""
 
@@ -215,7 +210,7 @@ _EMULATED = {
 }
 _ON_REQUEST = {
     Feature.NATIVE_AIO: "full clones start later with it, because it bypasses the page cache, which has their disks as"
-    ' copied; to use it all the same, set qemu.native_aio = "on"',
+    ' copied; to use it all the same, set qemu.native_aio = "on"'
 }
 
 

@@ -24,8 +24,7 @@ class QmpError(Broken):
 
 
 class Monitor:
-    """One connection to a QEMU's monitor: a synchronous QMP client (qemu-qmp-spec). Any method raises `Unknown` if QEMU
-    does not answer."""
+    """A synchronous QMP client (qemu-qmp-spec). Any method raises `Unknown` if QEMU does not answer."""
 
     def __init__(self, sock: socket.socket, timeout: float) -> None:
         self._sock = sock
@@ -85,8 +84,7 @@ class Monitor:
         return values
 
     def wait_event(self, name: str, timeout: float, **wanted: Any) -> dict[str, Any]:
-        """The data of the next event `name` that has all of `wanted`, within `timeout` seconds. Events that arrived
-        before the call count."""
+        """The data of the next event `name` with all of `wanted`, within `timeout` seconds; earlier events count."""
         deadline = time.monotonic() + timeout
         while True:
             message = self._events.popleft() if self._events else self._read(deadline)
@@ -138,8 +136,7 @@ _RATE = 64 << 10  # bytes per second
 
 
 class AgentChannel:
-    """One connection to the agent in a guest, through a socket that QEMU serves. What a guest sends is bounded in size
-    and rate: its user may be root there."""
+    """One connection to the agent in a guest. Its size and rate are bounded: the guest's user may be root there."""
 
     def __init__(self, path: Path) -> None:
         """Raises `Unknown` if nothing listens at `path`."""
@@ -178,8 +175,8 @@ class AgentChannel:
             raise Unknown(f"the agent does not accept messages: {error.strerror or error}") from error
 
     def expect(self, types: frozenset[str], timeout: float) -> Report:
-        """The next report of one of `types`. Raises `Broken` if the agent reports a failure, and `Unknown` if it sends
-        no such report within `timeout` seconds."""
+        """The next report of one of `types`. Raises `Broken` if the agent reports a failure, `Unknown` if it is
+        late."""
         deadline = time.monotonic() + timeout
         while True:
             while self._reports:

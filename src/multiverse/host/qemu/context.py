@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from multiverse.core.errors import Gone, Refused
-from multiverse.core.model import CloneKind, DiskCost, ImageDisk, Overcommitment, Size, Stage, TemplateKey
+from multiverse.core.errors import Refused
+from multiverse.core.model import CloneKind, DiskCost, ImageDisk, Overcommitment, Size, Stage
 from multiverse.guest.protocol import DISK, TEMPLATE
 from multiverse.host import path_security
 from multiverse.host.cgroups import Cgroups, JobGroups
@@ -17,14 +17,13 @@ from multiverse.host.firewall import Firewall
 from multiverse.host.manifest import Specification
 from multiverse.host.namespaces import System
 from multiverse.host.numa import NODES, NumaNodes
-from multiverse.host.qemu import abilities, disks, templates
+from multiverse.host.qemu import abilities, disks
 from multiverse.host.qemu.abilities import AbilityCache, HostFeatures
 from multiverse.host.qemu.connections import Connections, GuestNames
 from multiverse.host.qemu.disks import PausedGuests
 from multiverse.host.qemu.machine import Accelerator, Feature, Memory, QemuMachine, limits
-from multiverse.host.qemu.session import Launch, OutputStore, Paths, QemuSession
+from multiverse.host.qemu.session import FrozenTemplate, Launch, OutputStore, Paths, QemuSession
 from multiverse.host.qemu.template_copies import SealedMemory, TemplateCopies, cpu_of
-from multiverse.host.qemu.templates import FrozenTemplate
 from multiverse.host.registry import UidPool, VmRegistry
 from multiverse.host.virtual_functions import RECORDS, VirtualFunctions
 from multiverse.host.vxlan import Vxlan, VxlanConfig
@@ -134,26 +133,6 @@ class HostContext:
         path_security.check(image.path, inside=True)
         return image
 
-    def template_for(self, spec: Specification) -> FrozenTemplate:
-        """The template that the VM is forked from. Raises `Gone` if it does not exist or cannot be used any more."""
-        config, template = self.config, None
-        if (which := spec.template) is not None:
-            template = templates.load(config.templates / templates.directory_name(which))
-        if template is None or not self.is_usable(template):
-            raise Gone(f"VM {spec.name} has no template of image {spec.image} on {config.host}", hint="build it first")
-        path_security.check(template.path.parent)
-        return template
-
-    def is_usable(self, template: FrozenTemplate) -> bool:
-        """Whether a build of its image, size and account would make the same template now."""
-        which = TemplateKey(self.config.host, template.image, template.size, template.account)
-        try:
-            image = self.images.described(template.image)
-        except Refused:
-            return False
-        key = templates.key_of(image, self.template_machine(image, template.size)(Path("/"), Path("/")), self.version)
-        return (template.path.name, template.key) == (templates.directory_name(which), key)
-
     def launch(self, launch: Launch) -> QemuSession:
         """Start a QEMU. If it is the first, and does not start, later ones are started without its features."""
         used = launch.machine.features
@@ -212,8 +191,7 @@ class HostContext:
         )
 
     def largest(self, image: Image, size: Size) -> Size:
-        """The size up to which a VM of `size` can be plugged. Room costs a guest memory, so a guest that cannot be
-        plugged gets none."""
+        """The size up to which a VM can be plugged. Room costs memory, so a guest without hotplug gets none."""
         return Size(self._limits.cpus if "plug_cpus" in image.abilities else size.cpus,
                     self._limits.memory if "plug_memory" in image.abilities else size.memory)  # fmt: skip
 

@@ -21,7 +21,6 @@ log = structlog.get_logger(__name__)
 
 # --- CPUs and memory ---------------------------------------------------------------------------------
 
-
 _BLOCK = 128  # MiB: x86 Linux accepts plugged memory in blocks of this size
 _RATIO = 8  # see `dimm_sizes`
 
@@ -33,8 +32,8 @@ def memory_to_plug(booted: int, wanted: int) -> int:
 
 def dimm_sizes(memory: int, plugged: int) -> list[int]:
     """Sizes in MiB of the DIMMs by which a guest of `memory` MiB gets `plugged` MiB more. Linux describes each page of
-    4 KiB in 64 bytes, for a whole DIMM before it can use any of it. So a DIMM is at most eight times the earlier
-    memory; the descriptions then take an eighth of that."""
+    4 KiB in 64 bytes before it can use any of a DIMM. So a DIMM is at most eight times the earlier memory: the
+    descriptions take an eighth."""
     sizes: list[int] = []
     while (left := plugged - sum(sizes)) > 0:
         sizes.append(min(left, _RATIO * (memory + sum(sizes)) // _BLOCK * _BLOCK or left))
@@ -120,7 +119,6 @@ def _cpu_commands(monitor: Monitor, known: Manifest, cpus: int, present: set[str
 
 # --- virtual functions -------------------------------------------------------------------------------
 
-
 # MiB that QEMU may keep in place beside the guest's memory: firmware, registers, memory that is plugged as a device.
 _FUNCTION_ROOM = 1024 + len(PORTS) * WINDOW
 _FUNCTION_TIMEOUT = (
@@ -162,7 +160,6 @@ def plug_functions(host: HostContext, name: str) -> list[int]:
 
 # --- shared memory -----------------------------------------------------------------------------------
 
-
 _FUNCTIONS = 8  # of a PCI device
 _ALLOCATING = 64  # MiB and threads for the programs that allocate, where the job has no limits
 _ALLOCATION_TIMEOUT = 60.0  # seconds
@@ -172,8 +169,7 @@ _ENVIRONMENT = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C"}
 
 
 def region_places(count: int, size: int, ports: int = len(PORTS)) -> list[RegionPlace]:
-    """Where `count` regions of `size` MiB are plugged: functions of devices in the first ports, `ports` at most. Raises
-    `Refused` if they do not fit."""
+    """Where `count` regions of `size` MiB are plugged, in the first ports. Raises `Refused` if they do not fit."""
     each = min(_FUNCTIONS, WINDOW // size)
     if count > (most := each * ports):
         raise Refused(

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import os
 import resource
-import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from multiverse.core.errors import Broken, Gone, Refused, Unknown
 from multiverse.core.model import HypervisorView, Identity, Member, Neighbour, Size, Stage, TemplateKey, User
@@ -35,7 +35,6 @@ from multiverse.host.qemu.hotplug import allocate_regions, allocation_group, plu
 from multiverse.host.qemu.machine import PORTS
 from multiverse.host.qemu.observation import HostObserver
 from multiverse.host.vxlan import members_owner
-from multiverse.images.catalog import Image
 from multiverse.system.kernel import SharedMemory
 from multiverse.system.locks import locked_directory
 
@@ -47,7 +46,11 @@ _GIVEN = {"took_functions": "virtual functions", "took_regions": "shared memory"
 
 
 class QemuHost:
-    """One host. Its errors are those of `core.errors`."""
+    """One host. Its errors are those of `core.errors`.
+
+    A call about a running VM raises `Gone` if it is not started, `Unknown` if it does not answer, and `Broken` if its
+    guest or QEMU reports a failure.
+    """
 
     def __init__(self, config: QemuHostConfig) -> None:
         """Raises `Refused` if there is no such QEMU, and `Broken` if KVM is wanted and does not run guests. On the host
@@ -74,16 +77,14 @@ class QemuHost:
             path_security.check(config.images)
 
     def restore_vxlan(self) -> None:
-        """Make the VXLAN's interface, its rules and the entries of this host's VMs, if there is to be a VXLAN. See
-        `Vxlan.restore`."""
+        """Make the VXLAN, its rules and the entries of this host's VMs, if there is to be one. See `Vxlan.restore`."""
         vms = self.config.vms
         if (vxlan := self._context.vxlan) is not None:
             own = members_owner(self.config.host)
             vxlan.restore(lambda owner: vxlan.config.is_of_others(owner) or owner == own or (vms / owner).exists())
 
     def close(self) -> None:
-        """End all connections and builds of templates; calls that still wait end with an error. VMs and finished
-        templates stay."""
+        """End all connections and builds of templates. Calls that wait end with an error. VMs and templates stay."""
         self._closed = True
         for name in templates.list_builds(self.config.templates):
             templates.kill_builds(self.config.templates, name)
@@ -116,13 +117,12 @@ class QemuHost:
         return self._context.abilities.abilities(found)
 
     def audit(self, name: str) -> Mapping[str, str | int]:
-        """The facts that the guest sent when this process started it: digests of its ids and of random bytes, CPUs,
-        memory. Empty if this process did not start it."""
+        """Facts of the guest's start: digests of ids and random bytes, CPUs, memory. Empty after a restart."""
         return self._context.connections.audit(name)
 
     def examine(self, name: str) -> Mapping[str, str | int]:
         """Current facts of a running guest, with those of its start. `skew` is how far its clock is from ours, in
-        milliseconds beyond what asking took. Raises `Gone` if it is not started, `Unknown` if it does not answer."""
+        milliseconds beyond what asking took."""
         channel = self._context.connections.started_channel(name)
         asked = time.time_ns() // 1_000_000
         facts = dict(channel.ask(AUDIT, "audited", _ANSWER_TIMEOUT).audit)
@@ -140,31 +140,9 @@ class QemuHost:
         context.uids.check()
         image = context.image(which.image)
         path_security.make_directory(config.templates, 0o711)
-        for stale in templates.delete_unusable(config.templates, context.is_usable):
+        for stale in templates.delete_unusable(config.templates, partial(templates.is_usable, context)):
             context.sealed.discard(config.templates / stale / "memory")
-        order = templates.Build(
-            image=image,
-            account=which.account,
-            machine=context.template_machine(image, which.size),
-            binary=config.binary,
-            version=context.version,
-            run=config.run,
-            user=context.uids.template_user,
-            system=context.system,
-            abandoned=lambda: self._closed or abandoned(),
-            booted=lambda possible: self._record_abilities(image, which.size, possible),
-            launch=context.launch,
-            copies=context.copies,
-            background=lambda work: threading.Thread(target=work, name="offer", daemon=True).start(),
-        )
-        return templates.build(config.templates, order)
-
-    def _record_abilities(self, image: Image, size: Size, possible: int) -> None:
-        room = self._context.largest(image, size).cpus
-        if 0 < possible < room:
-            reason = f"its kernel has room for {possible} CPUs of {room}"
-            known = self._context.images.listed()
-            self._context.abilities.record_lacking(image, "plug_cpus", reason, known)
+        return templates.build(context, image, which, lambda: self._closed or abandoned())
 
     def delete_template(self, which: TemplateKey) -> None:
         """Remove a template. A build in progress is ended, not waited for. VMs that were forked from the template go
@@ -198,8 +176,8 @@ class QemuHost:
         return lifecycle.create(self._context, spec, memory)
 
     def start(self, name: str, size: Size, identity: Identity, token: str = "") -> list[Stage]:
-        """Give a VM its size and identity and let it run until its daemons have been started, and, inside of a job,
-        until it accepts tasks. See `lifecycle.start`."""
+        """Let a VM run until its daemons have been started, and until it accepts tasks of its job. See
+        `lifecycle.start`."""
         stages = lifecycle.start(self._context, name, size, identity, token)
         if (tasks := identity.tasks) is not None:
             guest = JobGuest(tasks.hostname, identity.address, tasks.hosts, tasks.vms, tasks.nodes, mtu=0)
@@ -209,8 +187,7 @@ class QemuHost:
 
     def add_user(self, name: str, user: User, group: int = 0, token: str = "") -> None:
         """Add a user to a started guest, and set its clock. Before the user's job can begin, the VM may reach `group`,
-        if it is not 0. Raises `Gone` if the VM is not started, `Unknown` if it does not answer, `Broken` if it reports
-        a failure, and what `manifest.refuse_other` raises."""
+        if it is not 0. Raises also what `manifest.refuse_other` raises."""
         self._context.check_name(name)
         manifest.refuse_other(manifest.read(self._context.paths(name).home), token)
         channel = self._context.connections.started_channel(name)
@@ -264,14 +241,12 @@ class QemuHost:
         raise Gone(f"there is no VM {name}", hint="create it first")
 
     def join_job(self, name: str, guest: JobGuest) -> None:
-        """Give the guest of a VM inside of a job its name and address in the job's network, and the job's VMs. Raises
-        `Gone` if it is not started, `Unknown` if it does not answer, and `Broken` if it reports a failure."""
+        """Give the guest of a VM inside of a job its name and address in the job's network, and the job's VMs."""
         channel = self._context.connections.started_channel(name)
         channel.ask(join_job_message(guest), "joined_job", _ANSWER_TIMEOUT)
 
     def plug_functions(self, name: str, uid: int) -> None:
-        """Plug the virtual functions of a running VM, and make the guest give them to that user. Raises `Gone` if it is
-        not started, and `Broken` if QEMU refuses one, or the guest cannot use it."""
+        """Plug the virtual functions of a running VM, and make the guest give them to that user."""
         channel = self._context.connections.started_channel(name)
         message = take_functions_message(plug_functions(self._context, name), uid)
         _give(channel, name, message, "took_functions", _DRIVER_TIMEOUT)
@@ -282,15 +257,12 @@ class QemuHost:
 
     def serve_tasks(self, name: str, token: str, directory: str) -> None:
         """Make the guest accept the tasks of its job, on connections to its `TASKS_PORT` that begin with this token.
-        The host has Slurm's commands in `directory`. Raises `Gone` if it is not started, `Unknown` if it does not
-        answer."""
+        The host has Slurm's commands in `directory`."""
         channel = self._context.connections.started_channel(name)
         channel.ask(serve_tasks_message(token, directory), "serving_tasks", _ANSWER_TIMEOUT)
 
     def plug_regions(self, name: str, memory: SharedMemory, uid: int) -> None:
-        """Plug the shared memory of a running VM, and make the guest give it to that user (`guest.agent.devices`).
-        Raises `Gone` if it is not started, `Unknown` if its QEMU does not answer, and `Broken` if QEMU refuses it or
-        the guest does not take it."""
+        """Plug the shared memory of a running VM, and make the guest give it to that user (`guest.agent.devices`)."""
         channel = self._context.connections.started_channel(name)
         places = region_places(len(memory.fds), memory.size)
         with Monitor.connect(self._context.paths(name).monitor) as monitor:
@@ -303,7 +275,7 @@ class QemuHost:
         return self._context.groups(job_groups).directories(name)
 
     def open_process(self, name: str) -> int:
-        """A pidfd of the QEMU of a VM, which the caller closes. Raises `Gone` if it does not run."""
+        """A pidfd of the QEMU of a VM, which the caller closes."""
         known = manifest.read(self._context.paths(name).home)
         handle = known.process.open() if known is not None and known.process.is_alive() else None
         if handle is None:

@@ -19,8 +19,8 @@ from multiverse.host.qemu.channels import AgentChannel
 from multiverse.host.qemu.context import HostContext, VmStageTimer
 from multiverse.host.qemu.hotplug import memory_to_plug, plug
 from multiverse.host.qemu.machine import Feature, Memory, QemuMachine
-from multiverse.host.qemu.session import Launch, Paths, QemuSession, remove_files
-from multiverse.host.qemu.templates import BOOT_TIMEOUT, FrozenTemplate
+from multiverse.host.qemu.session import FrozenTemplate, Launch, Paths, QemuSession, remove_files
+from multiverse.host.qemu.templates import BOOT_TIMEOUT
 from multiverse.host.registry import ProcessUser, Resource, host_lock
 from multiverse.host.virtual_functions import VirtualFunction
 from multiverse.images.catalog import Image
@@ -29,7 +29,6 @@ from multiverse.system.locks import locked_directory
 from multiverse.system.processes import ProcessIdentity, boot_id
 
 # --- creation ----------------------------------------------------------------------------------------
-
 
 _WAKE_TIMEOUT = 30.0  # seconds for a restored guest's first message
 
@@ -89,8 +88,7 @@ def _exists(spec: Specification, paths: Paths) -> bool:
 
 
 def _check_same(spec: Specification, known: Manifest) -> None:
-    """Raise `Refused` if the VM of that name is not the specified one. A VM that was specified without an address has
-    none before it is started: that matches any."""
+    """Raise `Refused` if the VM of that name is not the specified one. No address before the start matches any."""
     same = {
         "token": known.token == spec.token,
         "MAC": known.mac == spec.mac,
@@ -107,7 +105,7 @@ def _create(
     host: HostContext, spec: Specification, paths: Paths, timer: VmStageTimer, memory: SharedMemory | None
 ) -> QemuSession:
     image = host.image(spec.image)
-    template = host.template_for(spec) if spec.kind is CloneKind.INSTANT else None
+    template = templates.template_for(host, spec) if spec.kind is CloneKind.INSTANT else None
     try:
         record, user = _allocate(host, spec, image, template)
         disk, how = _make_disk(spec, paths, image, template)
@@ -117,6 +115,9 @@ def _create(
             functions = host.functions.claim(spec.name, spec.functions, spec.function_groups)
             timer("functions")
         machine = host.vm_machine(spec, image, template, disk)
+        if memory is not None:  # QEMU opens inherited descriptors by their paths
+            regions = tuple(Memory(memory.size, Path(f"/proc/self/fd/{fd}")) for fd in memory.fds)
+            machine = replace(machine, regions=regions)
         return _launch(host, spec, _Parts(machine, image, template, record, user, functions, memory), timer)
     except (OSError, Broken) as error:
         if template is not None and not template.state.exists():  # deleted meanwhile, at whatever stage
@@ -131,7 +132,7 @@ def _allocate(
     Until the VM is started, its guest is paused and its disk hardly written, unless that is a copy. After an error
     nothing is allocated."""
     vms, disk = host.config.vms, host.image_disk(image)
-    booted = template.size if template is not None else spec.size  # what it has before anything is plugged
+    booted = template.size if template is not None else spec.size  # before anything is plugged
     vms.chmod(0o711)  # each QEMU passes through it to its own directory
     wanted = {Resource.MAC: spec.mac, Resource.ADDRESS: spec.bare_address, Resource.TOKEN: spec.token}
     with host_lock(vms):
@@ -176,6 +177,8 @@ def _launch(host: HostContext, spec: Specification, parts: _Parts, timer: VmStag
     if user is not None:
         user.allow_traversal(paths.home)
         user.take_file(machine.disk)
+    image = parts.image  # its files may be links to another place
+    opened = (template.path, image.disk) if template is not None else (image.disk, image.kernel, image.initrd)
     groups = host.groups(spec.job_groups)
     threads = host.limit(groups, spec.name, spec.size.memory, spec.size.cpus)
 
@@ -185,7 +188,7 @@ def _launch(host: HostContext, spec: Specification, parts: _Parts, timer: VmStag
         manifest.write(paths.home, record)
         groups.add_process(spec.name, identity.pid, threads)
 
-    with _mapped(host, _sharing(machine, parts.memory), template) as (mapped, fds):
+    with _mapped(host, machine, template) as (mapped, fds):
         session = host.launch(
             Launch(
                 mapped,
@@ -197,7 +200,7 @@ def _launch(host: HostContext, spec: Specification, parts: _Parts, timer: VmStag
                 incoming=template is not None,
                 user=user,
                 system=host.system,
-                readable=(*_readable(parts.image, template), *(each.directory for each in parts.functions)),
+                readable=(*opened, *(each.directory for each in parts.functions)),
                 writable=(machine.disk,),
                 devices=tuple({path for each in parts.functions for path in host.functions.device_files(each)}),
                 fds=(*fds, *(parts.memory.fds if parts.memory is not None else ())),
@@ -214,30 +217,18 @@ def _launch(host: HostContext, spec: Specification, parts: _Parts, timer: VmStag
                 timer("tried")
         manifest.write(paths.home, replace(record, phase=VmPhase.PARKED))
     except BaseException:
-        session.save_output()
+        if session.output is not None:
+            session.output.save()
         session.close()
         raise
-    host.outputs.keep(spec.name, session.take_output())
+    if session.output is not None:
+        host.outputs.keep(spec.name, session.output)
+        session.output = None  # which `host.outputs` closes
     return session
 
 
-def _sharing(machine: QemuMachine, memory: SharedMemory | None) -> QemuMachine:
-    """The machine as it maps that memory too. QEMU opens inherited descriptors by their paths."""
-    if memory is None:
-        return machine
-    return replace(machine, regions=tuple(Memory(memory.size, Path(f"/proc/self/fd/{fd}")) for fd in memory.fds))
-
-
-def _readable(image: Image, template: FrozenTemplate | None) -> tuple[Path, ...]:
-    """The files that the VM's QEMU opens besides its own disk. A file of an image may be a link to another place."""
-    if template is not None:
-        return (template.path, image.disk)
-    return (image.disk, image.kernel, image.initrd)
-
-
 def _warm_up(session: QemuSession) -> None:
-    """Let a spare run until its agent answers, and stop it again: then the code from its devices to its agent is
-    mapped, and emulation has translated it."""
+    """Let a spare run until its agent answers, and stop it again: then its code is mapped and translated."""
     session.monitor.execute("cont")
     session.channel.send(HELLO, _WAKE_TIMEOUT)
     session.channel.expect(frozenset({"fork_point"}), _WAKE_TIMEOUT)
@@ -262,7 +253,6 @@ def _mapped(
 
 
 # --- start -------------------------------------------------------------------------------------------
-
 
 _START_TIMEOUT = 120.0  # seconds for its mounts and daemons
 
@@ -349,8 +339,7 @@ def _choose_node(host: HostContext, known: Manifest, size: Size) -> Manifest:
 
 
 def _limit_disk(known: Manifest, allowance: int) -> Manifest:
-    """Limit the VM's files to its guest's allowance. Returns its manifest, which the caller writes: the next call sets
-    a limit again that no manifest records."""
+    """Limit the VM's files to its guest's allowance. Returns its manifest, which the caller writes."""
     disk = known.disk_cost.of(allowance)
     process.limit_files(known.process, known.uid, disk << 20)
     return replace(known, disk=disk)

@@ -181,7 +181,7 @@ class QemuMachine:
         return argv
 
     def disk_argv(self) -> list[str]:
-        """Files below an overlay are opened as usual, so that all clones share what is cached of them."""
+        """Files below an overlay are opened as usual, so that all clones share the page cache."""
         on_error = f"werror={'enospc' if self.waits_for_room else 'report'},rerror=report"
         native = ",cache.direct=on,aio=native" if Feature.NATIVE_AIO in self.features else ""
         argv, served = [], ""
@@ -206,7 +206,7 @@ def region_id(number: int) -> str:
 
 
 def limits(base: Size, capacity: Size, most: Size) -> Size:
-    """The size up to which VMs of a template of size `base` can be plugged: at most `most`, and what the host declares.
+    """The size up to which VMs of a template of size `base` can be plugged: at most `most`, and the host's capacity.
     Each GiB of room costs the guest memory, even if it is never plugged."""
     return Size(
         max(base.cpus, min(most.cpus, capacity.cpus)),

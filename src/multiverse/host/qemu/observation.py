@@ -12,15 +12,7 @@ from pathlib import Path
 
 import structlog
 
-from multiverse.core.model import (
-    Host,
-    HypervisorView,
-    Size,
-    TemplateCondition,
-    TemplateSeen,
-    VmCondition,
-    VmSeen,
-)
+from multiverse.core.model import Host, HypervisorView, Size, TemplateCondition, TemplateSeen, VmCondition, VmSeen
 from multiverse.host import manifest, network, process
 from multiverse.host.manifest import Manifest, VmPhase
 from multiverse.host.qemu import templates
@@ -41,7 +33,7 @@ _WARNINGS = {"daemon_ended": "daemon ended in guest", "flooded": "guest channel 
 
 
 class HostObserver:
-    """Remembers what it has read of each VM: an observation costs little where nothing has changed."""
+    """Keeps the last figures of each VM: an observation costs little where nothing has changed."""
 
     def __init__(self, host: HostContext) -> None:
         self._host = host
@@ -55,7 +47,7 @@ class HostObserver:
         self._host.paused.keep_only(seen)
         for gone in (set(self._manifests) | set(self._figures) | set(self._reasons)) - set(seen):
             self.forget(gone)
-        # The templates first: a build that ends meanwhile has recorded what its image cannot do.
+        # The templates first: a build that ends meanwhile has recorded abilities that its image lacks.
         ready = {template.which: template for template in self._templates()}
         host = self._as_host()
         return HypervisorView({host.name: host}, seen, ready)
@@ -125,7 +117,7 @@ class HostObserver:
         ]
         for path in sorted(config.templates.glob("[!.]*/template.json")):
             template = templates.load(path.parent)
-            if template is not None and self._host.is_usable(template):
+            if template is not None and templates.is_usable(self._host, template):
                 held = (template.memory_used() + self._host.sealed.size(template.memory)) / 2**20
                 name = f"{path.parent.name}-{template.key}"
                 found.append(TemplateSeen(name, config.host, template.image, TemplateCondition.READY, template.size,
@@ -148,7 +140,10 @@ class HostObserver:
     def _vm(self, path: Path) -> VmSeen:
         name, host = path.name, self._host.config.host
         known = self._manifest(path)
-        self._note_reports(name)
+        for report in self._host.connections.poll_reports(name):
+            if report.type in _WARNINGS:
+                self._reasons[name] = report.reason
+                log.warning(_WARNINGS[report.type], vm=name, reason=report.reason)
         if known is None:
             return VmSeen(name, host, VmCondition.CREATING, "its creation was begun")
         seen = VmSeen(
@@ -176,8 +171,7 @@ class HostObserver:
         return measured
 
     def _measured(self, seen: VmSeen, known: Manifest) -> VmSeen:
-        """Add what the VM uses. It is measured every few seconds, which is less often than it is observed; then its
-        output is copied too."""
+        """Add what the VM uses. It is measured every few seconds; then its output is copied too."""
         now = time.monotonic()
         since, before = self._figures.get(seen.name, (-math.inf, seen))
         if now - since >= _MEASURED_FOR:
@@ -190,9 +184,3 @@ class HostObserver:
             self._figures[seen.name] = (now, before)
             self._host.outputs.save(known.name, known.process, self._host.paths(known.name).outputs)
         return replace(seen, cpu_s=before.cpu_s, private=before.private, shared=before.shared)
-
-    def _note_reports(self, name: str) -> None:
-        for report in self._host.connections.poll_reports(name):
-            if report.type in _WARNINGS:
-                self._reasons[name] = report.reason
-                log.warning(_WARNINGS[report.type], vm=name, reason=report.reason)

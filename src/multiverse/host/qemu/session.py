@@ -1,4 +1,4 @@
-"""A running QEMU: how it is started, the connections to it, its files, and what it prints."""
+"""A running QEMU: its start, the connections to it, its files, and its output."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from multiverse.core.errors import Broken, Exhausted, Unknown
+from multiverse.core.model import Size
 from multiverse.host import manifest, namespaces, process
 from multiverse.host.namespaces import OUTPUT_ROOM, System, View
 from multiverse.host.network import open_tap, open_vhost_net
@@ -45,7 +46,7 @@ class GuestOutput:
         return cls(opened) if opened else None
 
     def save(self) -> None:
-        """Copy what has changed. A disk that is full is no error: the next call tries again."""
+        """Copy changed outputs. A disk that is full is no error: the next call tries again."""
         for path, fd in self._opened.items():
             found = os.fstat(fd)
             stamp = (found.st_size, found.st_mtime_ns)
@@ -68,18 +69,16 @@ class OutputStore:
     """The outputs of this host's VMs, by name. They are found again after a restart of this process."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._outputs: dict[str, GuestOutput] = {}
 
-    def keep(self, name: str, output: GuestOutput | None) -> None:
+    def keep(self, name: str, output: GuestOutput) -> None:
         with self._lock:
-            self._drop(name)
-            if output is not None:
-                self._outputs[name] = output
+            self.drop(name)
+            self._outputs[name] = output
 
     def save(self, name: str, process: ProcessIdentity, outputs: Sequence[Path]) -> None:
-        """Copy what a VM has printed. After `drop` nothing is written to the VM's directory, if its QEMU was ended
-        before."""
+        """Copy the output of a VM. After `drop`, and the end of its QEMU, nothing is written to its directory."""
         with self._lock:
             output = self._outputs.get(name) or GuestOutput.of(process, outputs)
             if output is None:
@@ -92,21 +91,16 @@ class OutputStore:
         with self._lock:
             if name in self._outputs:
                 self._outputs[name].save()
-                self._drop(name)
+                self.drop(name)
 
     def drop(self, name: str) -> None:
         with self._lock:
-            self._drop(name)
+            if (output := self._outputs.pop(name, None)) is not None:
+                output.close()
 
     def close(self) -> None:
-        with self._lock:
-            for name in list(self._outputs):
-                self._drop(name)
-
-    def _drop(self, name: str) -> None:
-        output = self._outputs.pop(name, None)
-        if output is not None:
-            output.close()
+        for name in list(self._outputs):
+            self.drop(name)
 
 
 _ENVIRONMENT = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C"}
@@ -130,8 +124,7 @@ class Paths:
         self.full_disk = home / "disk.raw"  # the disk of a VM that has a copy of its image's disk
 
     def tail(self) -> str:
-        """The end of QEMU's log and of the guest's console, for an error message. A QEMU that is not contained can make
-        the console's file of any size."""
+        """The end of both outputs, for an error message. A QEMU that is not contained can make them of any size."""
         said = []
         for name, path in (("QEMU", self.log), ("console", self.console)):
             try:
@@ -146,6 +139,31 @@ class Paths:
             if text.strip():
                 said.append(f"; {name}: {text.strip()}")
         return "".join(said)
+
+
+@dataclass(frozen=True)
+class FrozenTemplate:
+    image: str
+    key: str  # says what made it
+    path: Path
+    size: Size  # that its clones have before anything is plugged
+    account: str = ""
+    build: str = ""  # tells it from an earlier one of the same key
+
+    @property
+    def memory(self) -> Path:
+        return self.path / "memory"
+
+    def memory_used(self) -> int:
+        """Bytes that its memory takes. Pages that were never written take none."""
+        try:
+            return self.memory.stat().st_blocks * 512
+        except FileNotFoundError:
+            return 0
+
+    @property
+    def state(self) -> Path:
+        return self.path / "state"
 
 
 @dataclass(frozen=True)
@@ -184,7 +202,7 @@ class QemuSession:
         self.process = identity
         self.monitor = monitor
         self.channel = channel
-        self._output: GuestOutput | None = None
+        self.output: GuestOutput | None = None
 
     @classmethod
     def launch(cls, launch: Launch) -> QemuSession:
@@ -219,7 +237,7 @@ class QemuSession:
                 launch.failed(what)
                 raise Broken(what, hint=hint) from error
             raise
-        session._output = output
+        session.output = output
         launch.stage("exec")
         return session
 
@@ -279,15 +297,6 @@ class QemuSession:
         self.monitor.execute_all(prepared, state.fileno())
         self.monitor.wait_event("MIGRATION", _STATE_TIMEOUT, status="completed")
 
-    def take_output(self) -> GuestOutput | None:
-        """The output of QEMU, which is the caller's from now on."""
-        output, self._output = self._output, None
-        return output
-
-    def save_output(self) -> None:
-        if self._output is not None:
-            self._output.save()
-
     def shut_down(self) -> None:
         """End both connections. Another thread that waits for an answer on one gets `Unknown`."""
         self.monitor.shut_down()
@@ -296,8 +305,8 @@ class QemuSession:
     def close(self) -> None:
         self.monitor.close()
         self.channel.close()
-        if self._output is not None:
-            self._output.close()
+        if self.output is not None:
+            self.output.close()
 
 
 def _execute(launch: Launch, argv: list[str], fds: Sequence[int]) -> tuple[ProcessIdentity, GuestOutput | None]:

@@ -44,8 +44,7 @@ class TemplateCopies:
 
     def take(self, name: str, key: str, work: Path, disk: Path) -> int | None:
         """Copy the template of that directory name and key to `work`, on top of the image's disk. Returns the number of
-        CPUs that its guest's kernel has room for (0: unknown). None if there is no usable copy: then the template has
-        to be booted."""
+        CPUs that its kernel has room for (0: unknown), or None if there is no usable copy."""
         place = self._place(name, key)
         if not place.is_dir():
             return None
@@ -64,8 +63,7 @@ class TemplateCopies:
             return None
 
     def offer(self, template: Path, key: str, possible: int) -> None:
-        """Let other hosts copy this template. Copies of its name that are older than a week are removed. Errors are
-        logged: nothing depends on it."""
+        """Let other hosts copy this template, and remove old copies. Errors are logged: nothing depends on it."""
         place = self._place(template.name, key)
         if place.exists():
             return
@@ -90,8 +88,7 @@ class TemplateCopies:
         return self.directory / f"{name}@{hashlib.sha256(f'{key} {self.cpu}'.encode()).hexdigest()[:16]}"
 
     def _remove_others(self, name: str, own: Path) -> None:
-        """Remove old copies of that name, and what crashed hosts have left of theirs. Hosts of another kind may still
-        want one: they boot, and offer it again."""
+        """Remove copies of that name, and remains of crashed hosts, after a week. Other hosts may boot again."""
         oldest = own.stat().st_mtime - _KEPT
         for place in self.directory.iterdir():
             match = _PLACE.fullmatch(place.name)
@@ -101,8 +98,7 @@ class TemplateCopies:
 
 
 def cpu_of(accelerator: Accelerator, cpuinfo: Path = _CPUINFO) -> str:
-    """The kind of this machine's CPUs, as far as the state of a guest depends on it. Emulated CPUs are the same
-    everywhere."""
+    """The kind of this machine's CPUs, on which the state of a guest depends. Emulated CPUs are the same everywhere."""
     if accelerator.name != "kvm":
         return accelerator.name
     found = {}

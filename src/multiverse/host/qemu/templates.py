@@ -14,22 +14,24 @@ import os
 import secrets
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError
+from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError, Refused
 from multiverse.core.model import Size, Stage, TemplateKey
 from multiverse.guest.protocol import Report
-from multiverse.host import process
-from multiverse.host.namespaces import System
+from multiverse.host import path_security, process
+from multiverse.host.manifest import Specification
 from multiverse.host.qemu import disks
 from multiverse.host.qemu import machine as machine_module
+from multiverse.host.qemu.context import HostContext
 from multiverse.host.qemu.machine import QemuMachine
-from multiverse.host.qemu.session import Launch, Paths, QemuSession
-from multiverse.host.qemu.template_copies import TemplateCopies, failure_of
+from multiverse.host.qemu.session import FrozenTemplate, Launch, Paths
+from multiverse.host.qemu.template_copies import failure_of
 from multiverse.host.registry import ProcessUser
 from multiverse.images.catalog import Image
 from multiverse.system.locks import is_locked, locked_file, try_locked_file
@@ -41,49 +43,6 @@ _STUB = 64 << 10
 _SPARE = 64  # MiB of disk that a template takes beside its memory, generously
 # Files that a clone's QEMU opens by their names, as its own user; the others are opened by this process only.
 _OPENED_BY_QEMU = frozenset({"memory", "disk.qcow2", "kernel.stub", "initrd.stub"})
-
-
-@dataclass(frozen=True)
-class FrozenTemplate:
-    image: str
-    key: str  # says what made it
-    path: Path
-    size: Size  # that its clones have before anything is plugged
-    account: str = ""
-    build: str = ""  # tells it from an earlier one of the same key
-
-    @property
-    def memory(self) -> Path:
-        return self.path / "memory"
-
-    def memory_used(self) -> int:
-        """Bytes that its memory takes. Pages that were never written take none."""
-        try:
-            return self.memory.stat().st_blocks * 512
-        except FileNotFoundError:
-            return 0
-
-    @property
-    def state(self) -> Path:
-        return self.path / "state"
-
-
-@dataclass(frozen=True)
-class Build:
-    image: Image
-    account: str
-    machine: Callable[[Path, Path], QemuMachine]  # gives the VM to boot, from its disk and its memory file
-    binary: str
-    version: str  # QEMU's version line
-    run: Path  # the directory for sockets
-    user: ProcessUser | None  # that its QEMU runs as; the user's group may read the template
-    system: System  # that its QEMU sees beside the files of image and template
-    abandoned: Callable[[], bool] = lambda: False  # whether the template was deleted since the build was asked for
-    # Called with the number of CPUs that the guest's kernel has room for, before the template can be used.
-    booted: Callable[[int], None] = lambda possible: None
-    launch: Callable[[Launch], QemuSession] = QemuSession.launch
-    copies: TemplateCopies | None = None  # a copy of another host is taken from there, a new template is offered
-    background: Callable[[Callable[[], None]], None] = lambda work: work()  # offers it
 
 
 def directory_name(which: TemplateKey) -> str:
@@ -138,24 +97,46 @@ def list_builds(templates: Path) -> dict[str, tuple[str, Size, str]]:
     return found
 
 
-def build(templates: Path, order: Build) -> list[Stage]:
-    """Build a template in the directory `templates`. A usable one that is there already is success. Raises `Broken` if
+def template_for(host: HostContext, spec: Specification) -> FrozenTemplate:
+    """The template that the VM is forked from. Raises `Gone` if it does not exist or cannot be used any more."""
+    config, template = host.config, None
+    if (which := spec.template) is not None:
+        template = load(config.templates / directory_name(which))
+    if template is None or not is_usable(host, template):
+        raise Gone(f"VM {spec.name} has no template of image {spec.image} on {config.host}", hint="build it first")
+    path_security.check(template.path.parent)
+    return template
+
+
+def is_usable(host: HostContext, template: FrozenTemplate) -> bool:
+    """Whether a build of its image, size and account would make the same template now."""
+    which = TemplateKey(host.config.host, template.image, template.size, template.account)
+    try:
+        image = host.images.described(template.image)
+    except Refused:
+        return False
+    key = key_of(image, host.template_machine(image, template.size)(Path("/"), Path("/")), host.version)
+    return (template.path.name, template.key) == (directory_name(which), key)
+
+
+def build(host: HostContext, image: Image, which: TemplateKey, abandoned: Callable[[], bool]) -> list[Stage]:
+    """Build a template, unless a usable one is there. `abandoned` says whether it was deleted since the build was asked
+    for. A copy of another host is taken, if there is one; a new template is offered to other hosts. Raises `Broken` if
     the image does not boot, `Exhausted` if there is no room, and `Gone` if the build was abandoned. An unfinished
     template is removed."""
-    copies = order.copies if not order.account else None
-    parent = order.machine(Path("/"), Path("/"))
-    image, size = order.image, Size(parent.cpus, parent.memory.size)
-    name = directory_name(TemplateKey("", image.name, size, order.account))
+    templates, name, size = host.config.templates, directory_name(which), which.size
+    copies, user = host.copies if not which.account else None, host.uids.template_user
+    machine = host.template_machine(image, size)
     final = templates / name
     with locked_file(_lock_of(templates, name)):
-        key = key_of(image, parent, order.version)
+        key = key_of(image, machine(Path("/"), Path("/")), host.version)
         gone = Gone(f"the template {name} was deleted during its build", hint="it is built again on demand")
-        if order.abandoned():
+        if abandoned():
             raise gone
         found = load(final)
         if found is not None and found.key == key:
             return []
-        _lock_of(templates, name).write_text(json.dumps([image.name, size.cpus, size.memory, order.account]))
+        _lock_of(templates, name).write_text(json.dumps([image.name, size.cpus, size.memory, which.account]))
         _remove_unfinished(templates, name)
         _remove(final, templates)  # it cannot be used any more, and may take the room that is needed
         _check_room(templates, size.memory + _SPARE)
@@ -164,24 +145,25 @@ def build(templates: Path, order: Build) -> list[Stage]:
             began = time.monotonic()
             taken = copies.take(name, key, work, image.disk) if copies is not None else None
             if taken is None:
-                stages, possible = _boot_and_freeze(work, final, order)
+                stages, possible = _boot_and_freeze(host, image, machine, work, final, abandoned)
             else:
                 create_overlay(work / "overlay.qcow2", final / "disk.qcow2", "qcow2", image.disk.stat().st_size)
-                if order.user is not None:
-                    order.user.allow_traversal(work)
+                if user is not None:
+                    user.allow_traversal(work)
                 stages, possible = [Stage("copy", time.monotonic() - began)], taken
-            order.booted(possible)
+            _record_abilities(host, image, size, possible)
             facts = {"image": image.name, "key": key, "cpus": size.cpus, "memory": size.memory,
-                     "account": order.account, "build": secrets.token_hex(8)}  # fmt: skip
+                     "account": which.account, "build": secrets.token_hex(8)}  # fmt: skip
             (work / "template.json").write_text(json.dumps(facts))
-            _make_read_only(work, order.user)
-            if order.abandoned():
+            _make_read_only(work, user)
+            if abandoned():
                 raise gone
             work.rename(final)
             if copies is not None and taken is None:
-                order.background(partial(copies.offer, final, key, possible))
+                offer = partial(copies.offer, final, key, possible)
+                threading.Thread(target=offer, name="offer", daemon=True).start()
         except Broken as error:
-            if order.abandoned():
+            if abandoned():
                 raise gone from error
             raise
         except OSError as error:
@@ -190,6 +172,14 @@ def build(templates: Path, order: Build) -> list[Stage]:
         finally:
             shutil.rmtree(work, ignore_errors=True)
     return stages
+
+
+def _record_abilities(host: HostContext, image: Image, size: Size, possible: int) -> None:
+    """Record whether the guest's kernel has room for the CPUs that may be plugged, before the template can be used."""
+    room = host.largest(image, size).cpus
+    if 0 < possible < room:
+        reason = f"its kernel has room for {possible} CPUs of {room}"
+        host.abilities.record_lacking(image, "plug_cpus", reason, host.images.listed())
 
 
 def delete(templates: Path, name: str) -> None:
@@ -254,26 +244,32 @@ def _check_room(templates: Path, needed: int) -> None:
         raise Exhausted(what, hint="delete a template that is not needed")
 
 
-def _boot_and_freeze(work: Path, final: Path, order: Build) -> tuple[list[Stage], int]:
+def _boot_and_freeze(
+    host: HostContext,
+    image: Image,
+    machine: Callable[[Path, Path], QemuMachine],
+    work: Path,
+    final: Path,
+    abandoned: Callable[[], bool],
+) -> tuple[list[Stage], int]:
     """Make a template in `work`. Returns the stages, and the number of CPUs that its kernel has room for."""
-    image = order.image
-    began = time.monotonic()
+    began, user = time.monotonic(), host.uids.template_user
     virtual_size = image.disk.stat().st_size
     create_overlay(work / "disk.qcow2", image.disk, "raw", virtual_size)
     # The backing file gets its final name when the template is finished.
     create_overlay(work / "overlay.qcow2", final / "disk.qcow2", "qcow2", virtual_size)
-    parent = order.machine(work / "disk.qcow2", work / "memory")
+    parent = machine(work / "disk.qcow2", work / "memory")
     parent = replace(parent, kernel=image.kernel, initrd=image.initrd, memory=replace(parent.memory, shared=True))
     short = hashlib.sha256(final.name.encode()).hexdigest()[:8]  # the path of a socket has no room for the name
-    run = order.run / f".t-{short}"
+    run = host.config.run / f".t-{short}"
     shutil.rmtree(run, ignore_errors=True)
-    if order.user is not None:
-        order.user.allow_traversal(work)
+    if user is not None:
+        user.allow_traversal(work)
         for path in (work / "memory", work / "disk.qcow2"):
-            order.user.take_file(path)
+            user.take_file(path)
     overlaid = time.monotonic()
     try:
-        report, booted = _boot(parent, Paths(work, run), work / "state", order)
+        report, booted = _boot(host, image, parent, Paths(work, run), abandoned)
     finally:
         shutil.rmtree(run, ignore_errors=True)
     # QEMU checks the kernel's header, and reads no more of the file than there is.
@@ -285,40 +281,42 @@ def _boot_and_freeze(work: Path, final: Path, order: Build) -> tuple[list[Stage]
     return stages, report.possible
 
 
-def _boot(parent: QemuMachine, paths: Paths, state: Path, order: Build) -> tuple[Report, float]:
+def _boot(
+    host: HostContext, image: Image, parent: QemuMachine, paths: Paths, abandoned: Callable[[], bool]
+) -> tuple[Report, float]:
     """Boot the parent and freeze it. Returns the guest's report, and when its fork point was reached (monotonic)."""
+    user = host.uids.template_user
 
     def started(identity: ProcessIdentity) -> None:
-        if order.abandoned():  # whoever deleted the template may have looked for this process before it was started
+        if abandoned():  # whoever deleted the template may have looked for this process before it was started
             process.kill(identity)
 
-    # The kernel picks the number of the tap.
-    session = order.launch(
+    session = host.launch(
         Launch(
             parent,
             paths,
-            order.binary,
-            tap="mvt%d",
+            host.config.binary,
+            tap="mvt%d",  # the kernel picks the number
             bridge=None,
-            user=order.user,
-            system=order.system,
-            readable=(order.image.disk, order.image.kernel, order.image.initrd),
+            user=user,
+            system=host.system,
+            readable=(image.disk, image.kernel, image.initrd),
             writable=(paths.home / "memory", parent.disk),
             started=started,
         )
     )
-    # QEMU has made its memory's file, which may be larger. What it writes to that does not make it grow.
-    limit = disks.image_disk(disks.virtual_size(order.image.disk)).overhead
+    # QEMU has made its memory's file, which may be larger. Its later writes do not make that grow.
+    limit = disks.image_disk(disks.virtual_size(image.disk)).overhead
     try:
-        process.limit_files(session.process, order.user.uid if order.user is not None else 0, limit << 20)
+        process.limit_files(session.process, user.uid if user is not None else 0, limit << 20)
         report = session.channel.expect(frozenset({"fork_point"}), BOOT_TIMEOUT)
         booted = time.monotonic()
-        session.freeze(state)
+        session.freeze(paths.home / "state")
     except MultiverseError as error:
-        session.save_output()
-        tail = paths.tail()
-        raise Broken(f"image {order.image.name} does not reach its fork point: {error.message}{tail}",
-                     hint="build the image again, or read its console") from error  # fmt: skip
+        if session.output is not None:
+            session.output.save()
+        what = f"image {image.name} does not reach its fork point: {error.message}{paths.tail()}"
+        raise Broken(what, hint="build the image again, or read its console") from error
     finally:
         process.kill(session.process)
         session.close()
