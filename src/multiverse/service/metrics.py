@@ -31,7 +31,7 @@ SPAN = 15.0  # the figures of hosts and VMs are means of so many seconds: Promet
 RESOURCES = {"cpus": 1, "memory_bytes": 1 << 20, "disk_bytes": 1 << 20}
 """What hosts have, by the names that metrics use, each with how many of its unit one of ours is."""
 
-Values = Mapping[Any, float]  # the values of one metric, by a tuple of its labels' values
+Values = Mapping[Any, float]  # the values of one metric, by a label's value or a tuple of them
 
 
 def text(counts: Counts, hosts: Mapping[str, HostUsage]) -> bytes:
@@ -67,10 +67,10 @@ def _of_the_daemon(counts: Counts) -> Iterator[Metric]:
     yield GaugeMetricFamily(
         "multiverse_viewers", "Viewers of the web page and of multiverse top.", counts.statistics.viewers
     )
-    yield _counter("processes", "Processes executed.", ("program",), _singles(counts.processes))
-    observed = {(source.name,): source.observations for source in counts.sources}
+    yield _counter("processes", "Processes executed.", ("program",), counts.processes)
+    observed = {source.name: source.observations for source in counts.sources}
     yield _counter("looks", "Observations of a source.", ("source",), observed)
-    known = {(source.name,): source.known for source in counts.sources}
+    known = {source.name: source.known for source in counts.sources}
     yield _gauge("source_known", "1 if the last observation succeeded.", ("source",), known)
     yield _counter("effects", "Effects that ended.", ("kind", "outcome"), counts.effects)
 
@@ -78,15 +78,15 @@ def _of_the_daemon(counts: Counts) -> Iterator[Metric]:
 def _of_rows(counts: Counts) -> Iterator[Metric]:
     rows = {(of, state): times for of, found in counts.rows.items() for state, times in found.items()}
     yield _gauge("rows", "Live rows.", ("of", "state"), rows)
-    yield _gauge("jobs", "Jobs by the stage that a user knows.", ("stage",), _singles(counts.jobs))
-    yield _gauge("jobs_waiting", "Jobs that wait, by why.", ("reason",), _singles(counts.waiting))
-    yield _gauge("alerts", "Alerts, by kind.", ("kind",), _singles(counts.alerts))
+    yield _gauge("jobs", "Jobs by the stage that a user knows.", ("stage",), counts.jobs)
+    yield _gauge("jobs_waiting", "Jobs that wait, by why.", ("reason",), counts.waiting)
+    yield _gauge("alerts", "Alerts, by kind.", ("kind",), counts.alerts)
 
 
 def _of_moves(moved: Statistics) -> Iterator[Metric]:
     yield _counter("events", "Events of state machines.", ("of", "event"), moved.events)
     yield _counter("failures", "Failures, by what failed and why.", ("of", "cause"), moved.failures)
-    yield _counter("attempts_ended", "Attempts that ended.", ("outcome",), _singles(moved.outcomes))
+    yield _counter("attempts_ended", "Attempts that ended.", ("outcome",), moved.outcomes)
     yield _counter("clones", "VMs that were made.", ("image", "kind", "host"), moved.clones)
     phases = HistogramMetricFamily(
         "multiverse_phase_seconds", "How long phases of attempts took; start: from submission until the job runs.",
@@ -109,7 +109,7 @@ def _of_hosts(hosts: Sequence[HostView]) -> Iterator[Metric]:
     yield _gauge("host_usable", "What claims may reach on a host, with over-commitment.", labels, usable)
     claimed = _sizes({host.name: host.claimed for host in hosts})
     yield _gauge("host_claimed", "What is claimed on a host.", labels, claimed)
-    reached = {(host.name,): host.away_since is None for host in hosts}
+    reached = {host.name: host.away_since is None for host in hosts}
     yield _gauge("host_reachable", "1 if the host is in reach.", ("host",), reached)
 
 
@@ -123,12 +123,8 @@ def _gauge(name: str, about: str, labels: tuple[str, ...], values: Values) -> Me
 
 def _family(family: CounterMetricFamily | GaugeMetricFamily, values: Values) -> CounterMetricFamily | GaugeMetricFamily:
     for labels, value in sorted(values.items()):
-        family.add_metric(labels, value)
+        family.add_metric((labels,) if isinstance(labels, str) else labels, value)
     return family
-
-
-def _singles(values: Mapping[str, float]) -> Values:
-    return {(label,): value for label, value in values.items()}
 
 
 def _sizes(sizes: Mapping[str, SizeView]) -> Values:
@@ -161,25 +157,19 @@ _GAUGES: dict[str, tuple[str, str, float]] = {
 def families(hosts: Mapping[str, HostUsage]) -> Iterator[Metric]:
     """The metrics of these hosts, by name, and of their VMs: means of the last seconds, but for the counters."""
     of_hosts = [((name,), host.usage) for name, host in sorted(hosts.items()) if host.usage]
-    of_vms = [
-        ((name, vm), one.usage)
-        for name, host in sorted(hosts.items())
-        for vm, one in sorted(host.vms.items())
-        if one.usage
-    ]
+    vms = [((name, vm), one) for name, host in sorted(hosts.items()) for vm, one in sorted(host.vms.items())]
     yield from _usage_gauges("multiverse_host", ("host",), of_hosts)
-    yield from _usage_gauges("multiverse_vm", ("host", "vm"), of_vms)
+    yield from _usage_gauges("multiverse_vm", ("host", "vm"), [(labels, one.usage) for labels, one in vms if one.usage])
     cpu = CounterMetricFamily(
         "multiverse_vm_cpu_seconds", "CPU time of the VM's process since its start.", labels=("host", "vm")
     )
     peak = GaugeMetricFamily(
         "multiverse_vm_memory_peak_bytes", "The most memory that the VM had since its start.", labels=("host", "vm")
     )
-    for name, host in sorted(hosts.items()):
-        for vm, one in sorted(host.vms.items()):
-            if one.usage:
-                cpu.add_metric((name, vm), one.cpu_s)
-                peak.add_metric((name, vm), one.peak * _MIB)
+    for labels, one in vms:
+        if one.usage:
+            cpu.add_metric(labels, one.cpu_s)
+            peak.add_metric(labels, one.peak * _MIB)
     yield from (cpu, peak)
 
 
