@@ -44,16 +44,16 @@ COMMANDS = {
     "capacity": "jobs",
     "timeline": "jobs",
     "audit": "status",
-    "template": "template",
-    "image": "image",
+    "template": "images",
+    "image": "images",
     "daemon": "daemon",
     "agent": "daemon",
     "site": "site",
     "doctor": "site",
     "completion": "commands",
 }
-"""By name, in the order of the help, the module of a command. The module has NAME_app, or `app`, with commands of its
-own, or a function of the command's name."""
+"""The module of each command, in the order of the help. It has NAME_app, or `app`, with commands of its own, or a
+function of the command's name."""
 
 GROUP = "multiverse.commands"
 """The entry points by which other distributions add commands: the name of a command, and its module, as above."""
