@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from rich.text import Text
 
@@ -82,22 +82,17 @@ def present() -> Work:
 def working(what: str, expected: float | None = None) -> Iterator[Work]:
     """Show how far the work in this block is."""
     work = Work(what, expected)
+    shown: AbstractContextManager[object] = (
+        console.status(work, spinner="dots")
+        if console.is_terminal
+        else called_every(EVERY, lambda: errors.print(f"  {work.line()}", markup=False), "progress")
+    )
     _present.append(work)
     try:
-        with _in_place(work) if console.is_terminal else called_every(EVERY, lambda: _say(work), "progress"):
+        with shown:
             yield work
     finally:
         _present.remove(work)
-
-
-@contextmanager
-def _in_place(work: Work) -> Iterator[None]:
-    with console.status(work, spinner="dots"):
-        yield
-
-
-def _say(work: Work) -> None:
-    errors.print(f"  {work.line()}", markup=False)
 
 
 @contextmanager

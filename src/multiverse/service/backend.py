@@ -52,10 +52,6 @@ class UtilizationReader:
     jobs: JobUsageRecorder
     clock: Clock
 
-    def current(self) -> Mapping[str, HostUsage]:
-        """See `UtilizationRecorder.current`."""
-        return self.recorder.current()
-
     async def views(self, names: Collection[str] = ()) -> list[api.UtilizationView]:
         """Hosts and live VMs by name, each host with its VMs behind it; all, or those with these names."""
         found = []
@@ -88,7 +84,7 @@ class UtilizationReader:
 
     def _known(self) -> Iterator[api.UtilizationView]:
         """All of them, with what they use now."""
-        rows, world, current = self.controller.state.rows(), self.controller.world(), self.current()
+        rows, world, current = self.controller.state.rows(), self.controller.world(), self.recorder.current()
         vms: defaultdict[str, list[Vm]] = defaultdict(list)
         for vm in sorted(rows.vms.values(), key=lambda vm: vm.name):
             vms[vm.host].append(vm)
@@ -235,7 +231,7 @@ class Backend:
 
     def used(self) -> Mapping[str, HostUsage]:
         """What each host, by name, has used lately, with its VMs."""
-        return self.utilization.current() if self.utilization else {}
+        return self.utilization.recorder.current() if self.utilization else {}
 
     # --- jobs --------------------------------------------------------------------------------------
 

@@ -92,7 +92,10 @@ def job_view(
     attempt: Attempt, facts: ShownJob, policy: Policy, epoch: float, usage: JobUsage | None = None
 ) -> api.JobView:
     """`epoch` is the Unix time of the monotonic clock's 0, here and below; `usage` is what the job used, if known."""
-    request = attempt.request
+    request, used = attempt.request, None
+    if usage is not None and usage.text and usage.seconds is not None:
+        figures = (usage.seconds, usage.cpus_used, usage.efficiency, usage.peak)
+        used = api.JobUsageView(*figures, usage.suggestion, usage.text)
     return api.JobView(
         job_id=attempt.job.job_id,
         name=attempt.job_name,
@@ -113,16 +116,9 @@ def job_view(
         restarts=attempt.job.restarts,
         vms=facts.vms,
         quarantined=text_of(attempt.quarantined),
-        usage=_job_usage(usage),
+        usage=used,
         origin=attempt.origin,
     )
-
-
-def _job_usage(usage: JobUsage | None) -> api.JobUsageView | None:
-    if usage is None or not usage.text or usage.seconds is None:
-        return None
-    figures = (usage.seconds, usage.cpus_used, usage.efficiency, usage.peak)
-    return api.JobUsageView(*figures, usage.suggestion, usage.text)
 
 
 def waiting_reasons(

@@ -36,7 +36,6 @@ from multiverse.core.model import (
     User,
     VmCondition,
     VmRef,
-    VmSeen,
     VmSpec,
     machine_id,
     vm_name,
@@ -354,15 +353,12 @@ class PlatformJobVms:
         view = await source.observe()
         names = {self._name(vm) for vms in known() for vm in vms}  # later: a VM is known before it is made
         for seen in view.vms.values():
-            is_ours = seen.name.startswith(vm_prefix(self._site)) and not self._is_elsewhere(seen)
-            if is_ours and seen.name not in names:
+            address = without_prefix_length(seen.address)
+            # The digests of two nodes' names can be the same: then their addresses differ.
+            is_elsewhere = bool(address) and ipaddress.IPv4Address(address) not in self._addresses
+            if seen.name.startswith(vm_prefix(self._site)) and not is_elsewhere and seen.name not in names:
                 log.warning("a VM of no job is removed", vm=seen.name)
                 await self._platform.destroy(VmRef(seen.name, self._host, seen.token), 0.0)
-
-    def _is_elsewhere(self, seen: VmSeen) -> bool:
-        """Whether a VM has an address of another node: the digests of two nodes' names can be the same."""
-        address = without_prefix_length(seen.address)
-        return bool(address) and ipaddress.IPv4Address(address) not in self._addresses
 
     def _ask(self, call: Awaitable[T]) -> T:
         """What the platform answers. This is called in threads."""
