@@ -63,7 +63,7 @@ COMPLETE = "_MULTIVERSE_COMPLETE"  # the variable that a shell's script sets as 
 
 
 def modules() -> Mapping[str, str]:
-    """The module of each command, by name: those of this distribution, and then those that others add."""
+    """The module of each command, by name: this distribution's commands first, then those of others."""
     added = {one.name: one.value for one in entry_points(group=GROUP)}
     return {name: f"multiverse.cli.{module}" for name, module in COMMANDS.items()} | {
         name: added[name] for name in sorted(added.keys() - COMMANDS)

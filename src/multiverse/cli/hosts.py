@@ -33,11 +33,7 @@ _CLONE_KINDS = ("instant", "linked", "full")
 
 
 @hosts_app.callback()
-def hosts(
-    context: typer.Context,
-    json: render.Json = False,
-    watch: Watch = False,
-) -> None:
+def hosts(context: typer.Context, json: render.Json = False, watch: Watch = False) -> None:
     """Show hosts. Admission counts against what is declared, which need not be what the machine has."""
     if context.invoked_subcommand is None:
         watched(lambda: _show(json=json), again=watch)
@@ -84,7 +80,7 @@ def _more(host: api.HostView) -> list[str]:
 
 
 def _claimed(claimed: float, declared: float, overcommit: float) -> str:
-    """MiB that VMs claim, of those that they may claim."""
+    """MiB that VMs claim, and may claim."""
     return f"{render.memory(claimed)} of {render.memory(declared)}{_times(overcommit)}"
 
 

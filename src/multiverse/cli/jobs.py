@@ -18,7 +18,7 @@ from multiverse.client import Client
 
 # --- multiverse jobs --------------------------------------------------------------------------------
 
-NAMED = 6  # of so many jobs with the same reason, at most, the ids are shown, where there is no column for reasons
+NAMED = 6  # the most jobs that are named with a reason below the table
 
 
 def jobs(

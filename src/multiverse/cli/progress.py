@@ -33,7 +33,7 @@ class Work:
         self._detail = detail
 
     def advance(self, done: int, of: int) -> None:
-        """So many of so many are done. What was done before the first such word is not counted for the pace."""
+        """`done` of `of` are done. The pace counts from the first call on."""
         if self._counted is None or self._counted[1] != of or done < self._counted[0]:
             self._counted = (done, of, self._began if done <= 1 else self._clock(), 0 if done <= 1 else done)
         else:

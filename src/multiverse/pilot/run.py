@@ -29,7 +29,7 @@ log = structlog.get_logger()
 # --- the first process of a lease -------------------------------------------------------------------
 
 SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
-END_VMS = signal.SIGUSR1  # tells the agent to take no VM any more, to end those that it has, and then itself
+END_VMS = signal.SIGUSR1  # tells the agent to take no more VMs, to end its VMs, and then itself
 _NAMESPACES = kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC
 _RESTART = 1.0  # seconds until an agent that has ended is started again
 

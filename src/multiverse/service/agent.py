@@ -61,7 +61,7 @@ class _Hypervisors:
         self._side.local(alone, "check").check()
 
     def of(self, site: str) -> LocalHost:
-        """The one of this site, the same each time. Raises `Refused` for what is no name of a site."""
+        """The one of this site, the same each time. Raises `Refused` if `site` is no name of a site."""
         if not is_site(site):
             raise Refused(f"{site!r} is no name of a site", hint="is the other side a controller of Multiverse?")
         if site not in self._of_site:

@@ -49,7 +49,7 @@ class Wrong:
 
     kind: AlertKind
     severity: Severity
-    concerns: str  # the alert's name: that of the record, host or user
+    concerns: str  # the alert's name: a record, a host or a user
     message: str
     remedy: str
     repair: str = ""

@@ -83,7 +83,7 @@ class UtilizationReader:
         ]
 
     def _known(self) -> Iterator[api.UtilizationView]:
-        """All of them, with what they use now."""
+        """All hosts and VMs with their present use."""
         rows, world, current = self.controller.state.rows(), self.controller.world(), self.recorder.current()
         vms: defaultdict[str, list[Vm]] = defaultdict(list)
         for vm in sorted(rows.vms.values(), key=lambda vm: vm.name):
@@ -123,8 +123,8 @@ MAX_TIMELINES = 100  # the most timelines that a user is shown at a time
 MAX_JOBS = 10000  # the most attempts that one answer lists
 
 Source = tuple[str, tuple[Any, ...], Callable[[], object]]
-"""A document for viewers: its key, what it is made from, and what makes it. The first part of what it is made from is
-compared by identity: a row that has changed is another object."""
+"""A document for viewers: its key, its source, and what makes it. The first part of a source is compared by identity: a
+row that has changed is another object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,11 +266,7 @@ class Backend:
         now, waiting = self.clock.now(), self._waiting_reasons(attempts)
         return [
             convert.timeline_view(
-                one,
-                self.store.journal(attempts=[one.id]),
-                now,
-                waiting.get(one.id),
-                viewer.teller(one.job.job_id),
+                one, self.store.journal(attempts=[one.id]), now, waiting.get(one.id), viewer.teller(one.job.job_id)
             )
             for one in attempts
         ]

@@ -57,7 +57,7 @@ from multiverse.system.kernel import SharedMemory
 log = structlog.get_logger()
 
 
-_AGAIN = 10.0  # seconds until what has failed is tried again
+_AGAIN = 10.0  # seconds until a failure is tried again
 
 
 @asynccontextmanager
@@ -206,7 +206,7 @@ _ALIVE = frozenset({VmCondition.RUNNING, VmCondition.PAUSED})
 KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))
 """How the end of a VM is noticed: seconds of silence, seconds between probes, and probes without an answer."""
 
-_UNANSWERED = 30_000  # ms for what was sent to be acknowledged
+_UNANSWERED = 30_000  # ms until data without an acknowledgement ends the connection
 
 
 def site_of_node(node: str) -> str:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # an agent has no backend
 
 log = structlog.get_logger()
 
-SPAN = 15.0  # the figures of hosts and VMs are means of so many seconds: Prometheus usually asks as often
+SPAN = 15.0  # seconds: figures of hosts and VMs are means over this time, the usual interval of Prometheus
 RESOURCES = {"cpus": 1, "memory_bytes": 1 << 20, "disk_bytes": 1 << 20}
 """What hosts have, by the names that metrics use, each with how many of its unit one of ours is."""
 
@@ -187,7 +187,7 @@ def _usage_gauges(
 # --- reading without the API ------------------------------------------------------------------------
 
 TIMEOUT = 10.0  # seconds that a whole request may take
-AT_ONCE = 8  # requests that are answered at the same time; those that come beside them are closed
+AT_ONCE = 8  # requests at the same time; further ones are closed
 LONGEST_HEAD = 8192  # bytes of a request
 
 

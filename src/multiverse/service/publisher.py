@@ -42,7 +42,7 @@ KINDS = ("hosts", "vms", "jobs", "alerts")
 
 
 class Changed(NamedTuple):
-    """Keys of documents that are new or have changed, and of those that are gone."""
+    """Keys of new and changed documents, and of documents that are gone."""
 
     changed: Sequence[str]
     gone: Sequence[str]
@@ -53,7 +53,7 @@ class Changed(NamedTuple):
 
 @dataclass(slots=True)
 class Documents:
-    """Texts by key, each with what it was made from: as long as that is the same, the text is not made again."""
+    """Texts by key. A text is made again only when its source has changed."""
 
     texts: dict[str, str] = field(default_factory=dict)
     _made_from: dict[str, tuple[Any, ...]] = field(default_factory=dict)

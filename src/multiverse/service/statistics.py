@@ -176,7 +176,7 @@ class Statistics:
 
 
 class MoveLog:
-    """A watcher of the controller. `rows` are those that it begins with: a move does not say what a row was before."""
+    """A watcher of the controller. It keeps the state of each row, because a move does not tell the state before it."""
 
     def __init__(self, rows: LiveRows) -> None:
         tables = (rows.attempts, rows.vms, rows.templates, rows.offers, rows.leases)

@@ -34,7 +34,7 @@ CONNECTIONS = 64  # connections of one listener at the same time, at most; furth
 CONNECTIONS_OF_ONE = 8  # of these, those of one user on the Unix socket
 
 REST, REST_OF_ONE = 3.0, 10.0
-"""After an answer, nobody is answered for so many times as long as that took, and its user for so many times."""
+"""After an answer, all users wait `REST` times as long as it took, and its user `REST_OF_ONE` times."""
 
 _ADAPTER: TypeAdapter[Any] = TypeAdapter(Any)
 

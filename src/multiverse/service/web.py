@@ -85,7 +85,7 @@ def _add_metrics(web: FastAPI, backend: Backend) -> None:
 
     @web.get("/metrics")
     async def counts() -> Response:
-        async with counting:  # whoever asks often gets the same again: the agents are asked for some of it
+        async with counting:  # frequent requests get the same answer: agents are asked for some of it
             if not kept or backend.clock.now() - kept[0][0] >= METRICS_KEPT:
                 kept[:] = [(backend.clock.now(), metrics.text(await backend.counts(), backend.used()))]
         return Response(kept[0][1], media_type=CONTENT_TYPE_LATEST)

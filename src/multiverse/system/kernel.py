@@ -34,7 +34,7 @@ def unshare(flags: int) -> None:
 
 
 def setns(fd: int, flags: int) -> None:
-    """Move this thread into namespaces: that of a file in /proc/PID/ns, or those of a pidfd's process (setns(2))."""
+    """Move this thread into the namespace of a file in /proc/PID/ns, or of a pidfd's process (setns(2))."""
     _check(_libc.setns(fd, flags), "setns")
 
 
