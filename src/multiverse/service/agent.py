@@ -151,7 +151,7 @@ async def _sampling(settings: Settings) -> AsyncIterator[_Samples | None]:
     thread = threading.Thread(target=sampler.run, args=(stop,), name="sampler", daemon=True)
 
     def text() -> bytes:
-        return metrics.usage_text({settings.host.name: sampler.usage(metrics.SPAN)})
+        return metrics.text(metrics.of_usage({settings.host.name: sampler.usage(metrics.SPAN)}))
 
     async with scraped(agent.metrics, "agent.metrics", text):
         thread.start()

@@ -28,7 +28,7 @@ from multiverse.core.model.usage import combined
 from multiverse.core.rows import Rows
 from multiverse.core.transition import Command, EffectKind
 from multiverse.ports import Clock
-from multiverse.service import alerts, convert
+from multiverse.service import alerts, convert, metrics
 from multiverse.service.convert import ShownJob, size_view
 from multiverse.service.explanations import OPERATOR, Explanations, Viewer
 from multiverse.service.hosts import Troubles, host_views, lease_views, without_noise
@@ -128,22 +128,6 @@ row that has changed is another object."""
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
-    """What the daemon has done since it started, and how many live rows there are by kind and state."""
-
-    commits: int
-    processes: Mapping[str, int]
-    sources: Sequence[api.SourceView]
-    effects: Mapping[tuple[str, str], int]  # by kind and outcome
-    rows: Mapping[str, Mapping[str, int]]
-    jobs: Mapping[str, int]  # by stage
-    waiting: Mapping[str, int]  # by the word of their reason
-    alerts: Mapping[str, int]  # by kind
-    hosts: Sequence[api.HostView]
-    statistics: Statistics
-
-
-@dataclass(frozen=True, slots=True)
 class Backend:
     controller: Controller
     store: Store
@@ -213,25 +197,18 @@ class Backend:
         ]
         return [replace(one, command=alerts.command_of(one)) for one in found]
 
-    async def counts(self) -> Counts:
-        rows = self._rows()
-        waiting = list(rows.attempts.values())
-        return Counts(
-            commits=self.store.commits,
-            processes=await self.processes.programs(),
-            sources=self.sources(),
-            effects=self.controller.effects_ended,
-            rows=convert.row_counts(rows),
-            jobs=convert.stage_counts(waiting),
-            waiting=convert.counted(waiting, self._waiting_reasons(waiting)),
-            alerts=Counter(alert.kind for alert in self.alerts()),
-            hosts=self.hosts(),
-            statistics=self.statistics,
+    async def metrics(self) -> bytes:
+        """What the daemon has done since it started, what there is, and what is used, as Prometheus reads it."""
+        rows, programs = self._rows(), await self.processes.programs()
+        attempts = list(rows.attempts.values())
+        waiting = convert.counted(attempts, self._waiting_reasons(attempts))
+        return metrics.text(
+            metrics.of_the_daemon(self.store.commits, programs, self.sources(), self.controller.effects_ended),
+            metrics.of_rows(convert.row_counts(rows), convert.stage_counts(attempts), waiting, self.alerts()),
+            metrics.of_moves(self.statistics),
+            metrics.of_hosts(self.hosts()),
+            metrics.of_usage(self.utilization.recorder.current() if self.utilization else {}),
         )
-
-    def used(self) -> Mapping[str, HostUsage]:
-        """What each host, by name, has used lately, with its VMs."""
-        return self.utilization.recorder.current() if self.utilization else {}
 
     # --- jobs --------------------------------------------------------------------------------------
 
@@ -311,7 +288,7 @@ class Backend:
         return convert.size_view(self.controller.policy.base)
 
     async def identity_audit(self) -> api.IdentityAudit:
-        return convert.audit(convert.known_vms(self._rows()), await self.guests.examine() if self.guests else {})
+        return convert.audit(self._rows(), await self.guests.examine() if self.guests else {})
 
     # --- the whole, for viewers --------------------------------------------------------------------
 

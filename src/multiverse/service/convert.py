@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from multiverse import api
@@ -348,28 +347,10 @@ _OPTIONAL = "host_keys"  # an image without host keys has none to share
 _MAX_SKEW = 1000  # milliseconds that a guest's clock may be off
 
 
-@dataclass(frozen=True, slots=True)
-class KnownVm:
-    """What the controller told a VM about itself."""
-
-    job_id: str  # empty for a spare
-    mac: str
-    address: str  # without prefix length
-
-
-def known_vms(rows: Rows) -> dict[str, KnownVm]:
-    """What each live VM was told about itself, by name."""
-    found = {}
-    for vm in rows.vms.values():
-        attempt = rows.attempt_of(vm)
-        job_id = attempt.job.job_id if attempt is not None else ""
-        found[vm.name] = KnownVm(job_id, vm.mac, without_prefix_length(vm.address))
-    return found
-
-
-def audit(known: Mapping[str, KnownVm], reported: Mapping[str, Facts]) -> api.IdentityAudit:
-    """Compare reports of guests with each other, and with what they were told. A report that lacks something is a
+def audit(rows: Rows, reported: Mapping[str, Facts]) -> api.IdentityAudit:
+    """Compare reports of guests, by name, with each other, and with the live VMs. A report that lacks something is a
     problem."""
+    known = {vm.name: vm for vm in rows.vms.values()}
     holders: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, facts in reported.items():
         for key in UNIQUE:
@@ -378,11 +359,12 @@ def audit(known: Mapping[str, KnownVm], reported: Mapping[str, Facts]) -> api.Id
     found = []
     for name, facts in sorted(reported.items()):
         vm = known.get(name)
+        attempt = rows.attempt_of(vm) if vm is not None else None
         skew = facts.get("skew", 0)
         found.append(
             api.VmIdentity(
                 name,
-                vm.job_id if vm is not None else "",
+                attempt.job.job_id if attempt is not None else "",
                 skew if isinstance(skew, int) else 0,
                 {key: str(facts.get(key, "")) for key in UNIQUE},
                 (*_problems(name, vm, facts), *_shared(name, holders)),
@@ -391,7 +373,7 @@ def audit(known: Mapping[str, KnownVm], reported: Mapping[str, Facts]) -> api.Id
     return api.IdentityAudit(tuple(found), len(found) > 1 and not any(vm.problems for vm in found))
 
 
-def _problems(name: str, vm: KnownVm | None, facts: Facts) -> Iterator[str]:
+def _problems(name: str, vm: Vm | None, facts: Facts) -> Iterator[str]:
     """What is wrong with one guest's report, apart from all others."""
     if "error" in facts:
         yield f"it did not answer: {facts['error']}"
@@ -399,7 +381,8 @@ def _problems(name: str, vm: KnownVm | None, facts: Facts) -> Iterator[str]:
     for key in UNIQUE:
         if not facts.get(key) and key != _OPTIONAL:
             yield f"it did not report its {UNIQUE[key]}"
-    expected = {"hostname": name} | ({"mac": vm.mac, "address": vm.address} if vm is not None else {})
+    told = {"mac": vm.mac, "address": without_prefix_length(vm.address)} if vm is not None else {}
+    expected = {"hostname": name} | told
     for key, value in expected.items():
         if facts.get(key) and facts[key] != value:
             yield f"its {UNIQUE[key]} is {facts[key]} instead of {value}"
