@@ -88,10 +88,10 @@ class _Hypervisors:
 
 
 def _make_directories(settings: Settings) -> None:
+    os.umask(0o077)
     try:
-        os.umask(0o077)
-        settings.agent.state_dir.mkdir(parents=True, exist_ok=True)
-        settings.agent.socket.parent.mkdir(parents=True, exist_ok=True)
+        for path in (settings.agent.state_dir, settings.agent.socket.parent):
+            path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise Refused(
             f"cannot use {error.filename}: {error.strerror}",
@@ -150,10 +150,10 @@ async def _sampling(settings: Settings) -> AsyncIterator[_Samples | None]:
     sampler, stop = Sampler(settings.qemu.vms, agent.sample), threading.Event()
     thread = threading.Thread(target=sampler.run, args=(stop,), name="sampler", daemon=True)
 
-    def text() -> bytes:
+    def usage() -> bytes:
         return metrics.text(metrics.of_usage({settings.host.name: sampler.usage(metrics.SPAN)}))
 
-    async with scraped(agent.metrics, "agent.metrics", text):
+    async with scraped(agent.metrics, "agent.metrics", usage):
         thread.start()
         try:
             yield _Samples(sampler)
