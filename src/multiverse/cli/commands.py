@@ -113,7 +113,6 @@ def completion(shell: Annotated[Shell, typer.Argument(help="The shell.")]) -> No
 
 
 def script(shell: Shell) -> str:
-    """The script for a shell."""
     return f"{get_completion_script(prog_name='multiverse', complete_var=COMPLETE, shell=shell.value)}\n"
 
 

@@ -215,7 +215,6 @@ def timeline(
 
 
 def _show_phases(one: api.TimelineView) -> None:
-    """The attempt's bar, and its phases with their stages."""
     total = sum(phase.seconds for phase in one.phases)
     head = Text.assemble(
         ("job ", "bold"), (one.job_id, "bold"), f"  attempt {one.attempt}  ",

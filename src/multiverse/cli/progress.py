@@ -29,7 +29,6 @@ class Work:
         self._counted: tuple[int, int, float, int] | None = None  # done, of, since when, and what was done then
 
     def say(self, detail: str) -> None:
-        """What is done now."""
         self._detail = detail
 
     def advance(self, done: int, of: int) -> None:
@@ -41,7 +40,6 @@ class Work:
 
     @property
     def took(self) -> float:
-        """Seconds since it began."""
         return self._clock() - self._began
 
     def left(self) -> float | None:
@@ -56,7 +54,6 @@ class Work:
         return None
 
     def line(self) -> str:
-        """All of it in one line."""
         counted = f"{self._counted[0]} of {self._counted[1]}" if self._counted else ""
         parts = [self.what, ", ".join(filter(None, (counted, self._detail)))]
         rest = f", about {_rounded(left)} left" if (left := self.left()) is not None else ""

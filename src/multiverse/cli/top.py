@@ -38,7 +38,6 @@ def top(
 
 
 def show(snapshot: Snapshot) -> None:
-    """Print the snapshot."""
     width = console.width
     for line in head(snapshot, width):
         console.print(line)
@@ -173,7 +172,6 @@ def _scaled(cells: Sequence[str], room: int) -> Text:
 
 
 def columns(width: int) -> tuple[str, ...]:
-    """The titles of the columns of jobs."""
     more = ("USER", "HOSTS") if width >= WIDE else ()
     return ("JOB", "NAME", *more[:1], "STATE", "FOR", "SIZE", *more[1:], "WHY")
 
@@ -191,7 +189,6 @@ def _has(job: JobView, words: Sequence[str]) -> bool:
 
 
 def job_cells(job: JobView, vms: Mapping[str, VmView], now: float, width: int) -> tuple[Text, ...]:
-    """The cells of a job's row, as `columns` says."""
     wide = width >= WIDE
     nodes = f"{job.nodes}×" if job.nodes > 1 else ""
     hosts = sorted({vms[name].host for name in job.vms if name in vms})

@@ -94,7 +94,6 @@ class LeaseDirectory:
             file.unlink(missing_ok=True)
 
     def record(self, known: PilotRecord) -> None:
-        """Write down what the sweep needs."""
         files.replace(self._record, json.dumps(asdict(known)), mode=0o600)
 
     def recorded(self) -> PilotRecord | None:

@@ -79,7 +79,6 @@ class _Hypervisors:
         return hypervisor
 
     def sites(self) -> Sequence[str]:
-        """The sites that have VMs on this machine."""
         return self._side.sites(self._settings)
 
     def close(self) -> None:

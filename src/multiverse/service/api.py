@@ -178,7 +178,6 @@ def _add_templates(app: FastAPI, backend: Backend) -> None:
 
 
 def _host_of(request: api.TemplateRequest, backend: Backend) -> str:
-    """The host that a request names, or the only one."""
     hosts = backend.host_names()
     host = request.host or (hosts[0] if len(hosts) == 1 else "")
     if host not in hosts:

@@ -83,7 +83,6 @@ class UtilizationReader:
         ]
 
     def _known(self) -> Iterator[api.UtilizationView]:
-        """All hosts and VMs with their present use."""
         rows, world, current = self.controller.state.rows(), self.controller.world(), self.recorder.current()
         vms: defaultdict[str, list[Vm]] = defaultdict(list)
         for vm in sorted(rows.vms.values(), key=lambda vm: vm.name):
@@ -144,7 +143,6 @@ class Backend:
     statistics: Statistics = field(default_factory=Statistics)
 
     def _rows(self) -> Rows:
-        """The live rows as committed."""
         return self.controller.state.rows()
 
     # --- the daemon --------------------------------------------------------------------------------
@@ -260,7 +258,6 @@ class Backend:
         return convert.vm_views(self._rows(), self.controller.world(), measured)
 
     def leases(self) -> list[api.LeaseView]:
-        """The hosts that are leased, or about to be."""
         return lease_views(self._rows(), self.controller.world().epoch)
 
     def hosts(self) -> list[api.HostView]:
@@ -335,7 +332,6 @@ class Backend:
     # committed in time.
 
     async def repair(self, alert: api.Alert) -> None:
-        """Have the alert's repair committed."""
         await asyncio.wait_for(self.controller.command(alerts.repair_command(alert)), COMMIT_TIMEOUT)
 
     async def template(

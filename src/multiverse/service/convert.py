@@ -143,7 +143,6 @@ def counted(attempts: Iterable[Attempt], reasons: Mapping[int, Reason]) -> Count
 
 
 def tables(rows: Rows) -> Mapping[str, Mapping[int, Row]]:
-    """The live rows, by kind."""
     return {
         "attempt": rows.attempts,
         "vm": rows.vms,
@@ -155,7 +154,6 @@ def tables(rows: Rows) -> Mapping[str, Mapping[int, Row]]:
 
 
 def row_counts(rows: Rows) -> dict[str, Counter[str]]:
-    """The number of live rows by state, for each kind of row."""
     return {kind: Counter(str(row.state) for row in table.values()) for kind, table in tables(rows).items()}
 
 
@@ -392,7 +390,6 @@ def _problems(name: str, vm: Vm | None, facts: Facts) -> Iterator[str]:
 
 
 def _shared(name: str, holders: Mapping[tuple[str, str], list[str]]) -> Iterator[str]:
-    """What the VM has in common with others."""
     for (key, value), names in holders.items():
         others = ", ".join(other for other in names if other != name)
         if name in names and others:

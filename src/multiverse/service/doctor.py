@@ -118,7 +118,6 @@ def of_host(host: HostView, own: str = "") -> Iterator[Finding]:
 
 
 def of_status(status: StatusView) -> Iterator[Finding]:
-    """The daemon's alerts."""
     for alert in status.alerts:
         level = Level.NOTE if alert.kind == "unserved" else Level.PROBLEM
         yield Finding(level, f"{alert.kind} {alert.name}", alert.message, alert.remedy)

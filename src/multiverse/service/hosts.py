@@ -46,7 +46,6 @@ class Troubles:
 
 
 def host_views(rows: Rows, world: World, now: float, troubles: Troubles) -> list[HostView]:
-    """The hosts of the site, by name."""
     there, leases = _by_host(rows), {lease.name: lease for lease in rows.leases.values()}
     return [
         _view(host, there[host.name], world, now, troubles, leases.get(host.name))

@@ -96,7 +96,6 @@ async def serve_jobs(settings: Settings) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def _job_host(settings: Settings) -> AsyncIterator[QemuJobVms | PlatformJobVms]:
-    """What makes the VMs."""
     if settings.job_vms.platform == "agent":
         async with connected_platform(settings, node_name(settings)) as platform:
             yield platform
@@ -121,7 +120,6 @@ def _service(settings: Settings, host: QemuJobVms | PlatformJobVms) -> JobVmServ
 def _attended(
     settings: Settings, host: QemuJobVms | PlatformJobVms, service: JobVmService
 ) -> Iterator[Coroutine[None, None, None]]:
-    """What goes on beside the requests."""
     yield NodeFeature(settings).keep()
     tasks = JobTasks(service, host, SlurmJobRuns(SlurmCommands(settings.slurm)), node_name(settings))
     if settings.job_vms.design == "tasks":
@@ -165,7 +163,6 @@ class NodeFeature:
         self._told = ""  # the reason that was logged last
 
     async def keep(self) -> None:
-        """Test the plugin again and again."""
         while True:
             await self.test()
             await asyncio.sleep(self._jobs.check)

@@ -181,7 +181,6 @@ class Publisher:
             self._refresh()
 
     def _refresh(self) -> None:
-        """Make a new snapshot, and publish what has changed."""
         began = time.thread_time()
         summary, found = self._backend.shown()
         changed = {kind: self._documents[kind].update(found[kind]) for kind in KINDS}
@@ -225,7 +224,6 @@ class Publisher:
             self._task = asyncio.create_task(self._run(), name="snapshots for viewers")
 
     async def _run(self) -> None:
-        """Make snapshots as long as there are viewers."""
         while self.viewers and not self._closed:
             await asyncio.sleep(self.interval)
             if not self.viewers:

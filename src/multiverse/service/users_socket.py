@@ -111,7 +111,6 @@ class Listener:
         self._open = Counter[int | None]()  # connections by the uid of their peer, if that is known
 
     async def serve(self, reader: Reader, writer: Writer) -> None:
-        """Serve one connection, and close it."""
         peer = _peer_uid(writer)
         self._open[peer] += 1
         try:

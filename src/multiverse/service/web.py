@@ -107,7 +107,6 @@ def _add_pages(web: FastAPI) -> None:
 
 
 def _with_headers(app: FastAPI) -> ASGIApp:
-    """The application, whose answers all have `HEADERS`."""
     more = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:

@@ -188,7 +188,6 @@ def _of_rights(_settings: Settings, facts: MachineFacts) -> Iterator[Finding]:
 
 
 def _of_qemu(settings: Settings, facts: MachineFacts) -> Iterator[Finding]:
-    """Whether guests can run, and how."""
     if facts.qemu_error:
         yield problem(
             settings.qemu.binary, facts.qemu_error, "install qemu-system-x86, or set qemu.binary in the settings"
@@ -225,7 +224,6 @@ def _of_kvm(settings: Settings, facts: MachineFacts) -> Iterator[Finding]:
 
 
 def _of_kernel(_settings: Settings, facts: MachineFacts) -> Iterator[Finding]:
-    """What VMs need of the kernel."""
     if facts.tun:
         yield problem("/dev/net/tun", f"/dev/net/tun cannot be opened: {facts.tun}", "run modprobe tun, as root")
     if facts.net_namespaces < 1:
@@ -249,7 +247,6 @@ def _of_kernel(_settings: Settings, facts: MachineFacts) -> Iterator[Finding]:
 
 
 def _of_memory(settings: Settings, facts: MachineFacts) -> Iterator[Finding]:
-    """Whether the machine has the memory that it declares."""
     host = settings.host
     if host.memory > facts.memory:
         yield problem(
@@ -266,7 +263,6 @@ def _of_memory(settings: Settings, facts: MachineFacts) -> Iterator[Finding]:
 
 
 def _of_cpus(settings: Settings, facts: MachineFacts) -> Iterator[Finding]:
-    """Whether the machine has the CPUs that it declares."""
     if settings.host.cores > facts.cpus:
         yield note(
             "host.cores",
@@ -276,7 +272,6 @@ def _of_cpus(settings: Settings, facts: MachineFacts) -> Iterator[Finding]:
 
 
 def _of_disk(settings: Settings, facts: MachineFacts) -> Iterator[Finding]:
-    """Whether there is room for what is written."""
     host = settings.host
     if (vms := facts.vms) is not None:
         if vms.available < host.disk_floor:

@@ -39,7 +39,6 @@ def setns(fd: int, flags: int) -> None:
 
 
 def mount(source: str | None, target: Path, flags: int, kind: str | None = None, options: str | None = None) -> None:
-    """mount(2)."""
     arguments = [None if value is None else os.fsencode(value) for value in (source, kind, options)]
     _check(_libc.mount(arguments[0], os.fsencode(target), arguments[1], flags, arguments[2]), source or str(target))
 
