@@ -422,12 +422,12 @@ class StartableView:
     memory: int
     disk: int
     now: int
-    with_template: int  # so many more fit on hosts that have to build the template first
+    with_template: int  # how many more fit on hosts that have to build the template first
 
 
 @dataclass(frozen=True, slots=True)
 class CapacityUsageView:
-    """What the hosts in sight have, and what is claimed of it."""
+    """What the hosts in sight have, with the claims on it."""
 
     hosts: int
     closed_hosts: int  # that take no new VM

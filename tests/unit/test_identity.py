@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from multiverse.service.convert import UNIQUE, KnownVm, audit
+from multiverse.service.convert import UNIQUE, audit
+from tests.unit.rows import rows
 
-NOBODY: dict[str, KnownVm] = {}
+NOBODY = rows()
 
 
 def guest(name: str, **other: Any) -> dict[str, str | int]:

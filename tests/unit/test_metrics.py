@@ -14,7 +14,6 @@ from multiverse.config import Settings
 from multiverse.controller.loop import Controller
 from multiverse.core.admission.reasons import BEHIND
 from multiverse.core.model import AttemptState, Why
-from multiverse.service import metrics
 from multiverse.service.backend import Backend
 from multiverse.service.convert import counted
 from multiverse.service.startup import ProcessCounter, Processes
@@ -68,7 +67,7 @@ async def _serve(jobs: int) -> tuple[Counter[str], int, str]:
     work.cancel()
     assert world.violations() == []
     backend = Backend(controller, store, clock, None, _PROCESSES, statistics=statistics)
-    return calls, store.commits - commits, metrics.text(await backend.counts(), backend.used()).decode()
+    return calls, store.commits - commits, (await backend.metrics()).decode()
 
 
 async def _of_agents() -> Counter[str]:

@@ -40,8 +40,8 @@ def test_the_job_is_what_the_environment_says() -> None:
     assert _completed(PilotJob("9", 2), {}).memory > 0
     with pytest.raises(Refused, match="in no job"):
         _completed(PilotJob(), {})
-    for job in (PilotJob("17", 8, 4000, "t"), PilotJob("17", 8, 4000, "t", "n7")):
-        assert PilotJob.parse(str(job), "t") == job
+    assert PilotJob.parse("17,8,4000", "t") == PilotJob("17", 8, 4000, "t")
+    assert PilotJob.parse("17,8,4000,n7", "t") == PilotJob("17", 8, 4000, "t", "n7")
     assert _completed(PilotJob("9", 2, 100), {"SLURMD_NODENAME": "n7"}).node == "n7"
     assert PilotJob.parse("", "t") == PilotJob(token="t")
     with pytest.raises(Refused):

@@ -30,7 +30,7 @@ async def ask(where: str, request: bytes) -> bytes:
 
 
 def test_figures_of_hosts_and_vms_are_metrics() -> None:
-    families = {one.name: one for one in text_string_to_metric_families(metrics.usage_text(HOSTS).decode())}
+    families = {one.name: one for one in text_string_to_metric_families(metrics.text(metrics.of_usage(HOSTS)).decode())}
     values = {
         (sample.name, sample.labels.get("vm")): sample.value for one in families.values() for sample in one.samples
     }

@@ -301,8 +301,8 @@ def test_prometheus_gets_metrics_that_are_counted_once_for_all(monkeypatch: pyte
     async def ask() -> tuple[int, str]:
         async with site() as shown, shown.client() as client:
             await asyncio.sleep(3)
-            counted, counts = [], Backend.counts
-            monkeypatch.setattr(Backend, "counts", lambda self: counted.append(1) or counts(self))
+            counted, counts = [], Backend.metrics
+            monkeypatch.setattr(Backend, "metrics", lambda self: counted.append(1) or counts(self))
             answers = await asyncio.gather(*(client.get("/metrics") for _ in range(20)))
             return len(counted), answers[-1].text
 

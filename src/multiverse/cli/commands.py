@@ -44,16 +44,16 @@ COMMANDS = {
     "capacity": "jobs",
     "timeline": "jobs",
     "audit": "status",
-    "template": "template",
-    "image": "image",
+    "template": "images",
+    "image": "images",
     "daemon": "daemon",
     "agent": "daemon",
     "site": "site",
     "doctor": "site",
     "completion": "commands",
 }
-"""By name, in the order of the help, the module of a command. The module has NAME_app, or `app`, with commands of its
-own, or a function of the command's name."""
+"""The module of each command, in the order of the help. It has NAME_app, or `app`, with commands of its own, or a
+function of the command's name."""
 
 GROUP = "multiverse.commands"
 """The entry points by which other distributions add commands: the name of a command, and its module, as above."""
@@ -63,7 +63,7 @@ COMPLETE = "_MULTIVERSE_COMPLETE"  # the variable that a shell's script sets as 
 
 
 def modules() -> Mapping[str, str]:
-    """The module of each command, by name: those of this distribution, and then those that others add."""
+    """The module of each command, by name: this distribution's commands first, then those of others."""
     added = {one.name: one.value for one in entry_points(group=GROUP)}
     return {name: f"multiverse.cli.{module}" for name, module in COMMANDS.items()} | {
         name: added[name] for name in sorted(added.keys() - COMMANDS)
@@ -113,7 +113,6 @@ def completion(shell: Annotated[Shell, typer.Argument(help="The shell.")]) -> No
 
 
 def script(shell: Shell) -> str:
-    """The script for a shell."""
     return f"{get_completion_script(prog_name='multiverse', complete_var=COMPLETE, shell=shell.value)}\n"
 
 

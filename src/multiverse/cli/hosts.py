@@ -33,11 +33,7 @@ _CLONE_KINDS = ("instant", "linked", "full")
 
 
 @hosts_app.callback()
-def hosts(
-    context: typer.Context,
-    json: render.Json = False,
-    watch: Watch = False,
-) -> None:
+def hosts(context: typer.Context, json: render.Json = False, watch: Watch = False) -> None:
     """Show hosts. Admission counts against what is declared, which need not be what the machine has."""
     if context.invoked_subcommand is None:
         watched(lambda: _show(json=json), again=watch)
@@ -84,7 +80,6 @@ def _more(host: api.HostView) -> list[str]:
 
 
 def _claimed(claimed: float, declared: float, overcommit: float) -> str:
-    """MiB that VMs claim, of those that they may claim."""
     return f"{render.memory(claimed)} of {render.memory(declared)}{_times(overcommit)}"
 
 
@@ -115,7 +110,6 @@ def _show_trouble(host: api.HostView) -> None:
 
 
 def _leased(lease: api.LeaseView) -> str:
-    """By which pilot, where and until when a host is leased."""
     until = f" until {render.moment(lease.ends)}" if lease.ends is not None else ""
     return f"leased by pilot {lease.pilot} on node {lease.node} of partition {lease.partition}{until}"
 
@@ -144,7 +138,6 @@ def _machine(host: api.HostView) -> Iterator[str]:
 
 
 def _nodes(host: api.HostView) -> Iterator[str]:
-    """NUMA nodes, where there are several."""
     for node in host.numa if len(host.numa) > 1 else ():
         cpus = folded(map(str, node.cpus))
         yield (

@@ -18,7 +18,7 @@ from multiverse.client import Client
 
 # --- multiverse jobs --------------------------------------------------------------------------------
 
-NAMED = 6  # of so many jobs with the same reason, at most, the ids are shown, where there is no column for reasons
+NAMED = 6  # the most jobs that are named with a reason below the table
 
 
 def jobs(
@@ -215,7 +215,6 @@ def timeline(
 
 
 def _show_phases(one: api.TimelineView) -> None:
-    """The attempt's bar, and its phases with their stages."""
     total = sum(phase.seconds for phase in one.phases)
     head = Text.assemble(
         ("job ", "bold"), (one.job_id, "bold"), f"  attempt {one.attempt}  ",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from rich.text import Text
 
@@ -29,11 +29,10 @@ class Work:
         self._counted: tuple[int, int, float, int] | None = None  # done, of, since when, and what was done then
 
     def say(self, detail: str) -> None:
-        """What is done now."""
         self._detail = detail
 
     def advance(self, done: int, of: int) -> None:
-        """So many of so many are done. What was done before the first such word is not counted for the pace."""
+        """`done` of `of` are done. The pace counts from the first call on."""
         if self._counted is None or self._counted[1] != of or done < self._counted[0]:
             self._counted = (done, of, self._began if done <= 1 else self._clock(), 0 if done <= 1 else done)
         else:
@@ -41,7 +40,6 @@ class Work:
 
     @property
     def took(self) -> float:
-        """Seconds since it began."""
         return self._clock() - self._began
 
     def left(self) -> float | None:
@@ -56,7 +54,6 @@ class Work:
         return None
 
     def line(self) -> str:
-        """All of it in one line."""
         counted = f"{self._counted[0]} of {self._counted[1]}" if self._counted else ""
         parts = [self.what, ", ".join(filter(None, (counted, self._detail)))]
         rest = f", about {_rounded(left)} left" if (left := self.left()) is not None else ""
@@ -82,22 +79,17 @@ def present() -> Work:
 def working(what: str, expected: float | None = None) -> Iterator[Work]:
     """Show how far the work in this block is."""
     work = Work(what, expected)
+    shown: AbstractContextManager[object] = (
+        console.status(work, spinner="dots")
+        if console.is_terminal
+        else called_every(EVERY, lambda: errors.print(f"  {work.line()}", markup=False), "progress")
+    )
     _present.append(work)
     try:
-        with _in_place(work) if console.is_terminal else called_every(EVERY, lambda: _say(work), "progress"):
+        with shown:
             yield work
     finally:
         _present.remove(work)
-
-
-@contextmanager
-def _in_place(work: Work) -> Iterator[None]:
-    with console.status(work, spinner="dots"):
-        yield
-
-
-def _say(work: Work) -> None:
-    errors.print(f"  {work.line()}", markup=False)
 
 
 @contextmanager

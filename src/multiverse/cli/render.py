@@ -82,7 +82,6 @@ def table(*columns: str, right: Sequence[str] = (), fold: Sequence[str] = ()) ->
 
 
 def is_wide() -> bool:
-    """Whether tables show everything."""
     return console.width >= WIDE
 
 
@@ -206,7 +205,6 @@ def _in_place(show: Callable[[], None]) -> None:
 
 
 def _printed(show: Callable[[], None]) -> Text:
-    """What `show` prints, or why it cannot."""
     with console.capture() as captured:
         try:
             show()

@@ -221,7 +221,7 @@ def prune(
 
 
 def age_in_seconds(text: str) -> float:
-    """An age such as `30d` in age_in_seconds. Raises `Refused`."""
+    """An age such as `30d`. Raises `Refused`."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text.strip())
     if match is None:
         raise Refused(f"{text} is not an age", hint="give a number with a unit: 90d, 12h, 2w, 45m, 30s")

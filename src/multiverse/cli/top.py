@@ -38,7 +38,6 @@ def top(
 
 
 def show(snapshot: Snapshot) -> None:
-    """Print the snapshot."""
     width = console.width
     for line in head(snapshot, width):
         console.print(line)
@@ -74,12 +73,10 @@ def head(snapshot: Snapshot, width: int) -> list[Text]:
     summary, up = snapshot.summary, [host for host in snapshot.hosts if host.away_since is None]
     cpus = [sum(host.usable.cpus for host in up), sum(host.claimed.cpus for host in up)]
     memory = [sum(host.usable.memory for host in up), sum(host.claimed.memory for host in up)]
-    first = Text.assemble(
-        (summary.site, "bold"), "  ",
-        *_joined([(f"{summary.jobs[stage]} {_WORDS.get(stage, stage)}", _STYLES[stage])
-                  for stage in ("waiting", "provisioning", "running", "ending")], ", "),
-        f"  {len(snapshot.vms)} VMs on {len(up)} of {len(snapshot.hosts)} hosts",
-    )  # fmt: skip
+    stages = ("waiting", "provisioning", "running", "ending")
+    counts = [Text(f"{summary.jobs[stage]} {_WORDS.get(stage, stage)}", style=_STYLES[stage]) for stage in stages]
+    hosts = f"  {len(snapshot.vms)} VMs on {len(up)} of {len(snapshot.hosts)} hosts"
+    first = Text.assemble((summary.site, "bold"), "  ", Text(", ").join(counts), hosts)
     free = Text.assemble(
         ("free ", "bold"), f"{max(0, cpus[0] - cpus[1])} of {cpus[0]} CPUs, ",
         f"{render.memory(max(0, memory[0] - memory[1]))} of {render.memory(memory[0])}",
@@ -123,13 +120,6 @@ def spark(counts: Sequence[int]) -> str:
     """Counts as a line of blocks, the highest of them full."""
     most = max(*counts, 1)
     return "".join(_BLOCKS[-(-count * (len(_BLOCKS) - 1) // most)] for count in counts)
-
-
-def _joined(parts: Sequence[tuple[str, str]], between: str) -> list[tuple[str, str]]:
-    found: list[tuple[str, str]] = []
-    for part in parts:
-        found += [(between, ""), part] if found else [part]
-    return found
 
 
 # --- hosts -----------------------------------------------------------------------------------------
@@ -182,7 +172,6 @@ def _scaled(cells: Sequence[str], room: int) -> Text:
 
 
 def columns(width: int) -> tuple[str, ...]:
-    """The titles of the columns of jobs."""
     more = ("USER", "HOSTS") if width >= WIDE else ()
     return ("JOB", "NAME", *more[:1], "STATE", "FOR", "SIZE", *more[1:], "WHY")
 
@@ -200,7 +189,6 @@ def _has(job: JobView, words: Sequence[str]) -> bool:
 
 
 def job_cells(job: JobView, vms: Mapping[str, VmView], now: float, width: int) -> tuple[Text, ...]:
-    """The cells of a job's row, as `columns` says."""
     wide = width >= WIDE
     nodes = f"{job.nodes}×" if job.nodes > 1 else ""
     hosts = sorted({vms[name].host for name in job.vms if name in vms})

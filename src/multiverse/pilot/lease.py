@@ -94,7 +94,6 @@ class LeaseDirectory:
             file.unlink(missing_ok=True)
 
     def record(self, known: PilotRecord) -> None:
-        """Write down what the sweep needs."""
         files.replace(self._record, json.dumps(asdict(known)), mode=0o600)
 
     def recorded(self) -> PilotRecord | None:
@@ -107,7 +106,7 @@ class LeaseDirectory:
 
 
 def directory_of(leases: Path, name: str) -> LeaseDirectory:
-    """The place of a lease. Raises `Refused` for what is no name of a lease: it names a directory."""
+    """The directory of a lease. Raises `Refused` if `name` is no name of a lease."""
     plain = name.replace("-", "").isalnum() and name.isascii() and not name.startswith("-")
     if not plain or len(name) > 40:
         raise Refused(f"{name!r} is no name of a lease", hint="the controller names them: lease-SITE-NUMBER")
@@ -341,7 +340,7 @@ def leave_vxlan(leases: Path, lease: LeaseDirectory) -> None:
 
 
 def _others(leases: Path, lease: LeaseDirectory) -> list[LeaseDirectory]:
-    """The other leases of the same site on this node, those that have ended and are not removed yet among them."""
+    """The other leases of the same site on this node, also ended ones that are not removed yet."""
     site = site_of_lease(lease.name)
     return [one for one in lease_directories(leases) if one.name != lease.name and site_of_lease(one.name) == site]
 

@@ -29,7 +29,7 @@ log = structlog.get_logger()
 # --- the first process of a lease -------------------------------------------------------------------
 
 SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
-END_VMS = signal.SIGUSR1  # tells the agent to take no VM any more, to end those that it has, and then itself
+END_VMS = signal.SIGUSR1  # tells the agent to take no more VMs, to end its VMs, and then itself
 _NAMESPACES = kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC
 _RESTART = 1.0  # seconds until an agent that has ended is started again
 
@@ -107,10 +107,7 @@ class _Supervisor:
         self._ends = 0.0  # monotonic time until which the agent may end its VMs; 0: it is not to end
 
     def run(self) -> int:
-        """Run until the lease's first process has ended; the exit status. `signalled` is called when anybody tells the
-        pilot to end (SIGTERM). Then nothing is left on the node; after a SIGKILL the epilog or the next pilot cleans
-        up. Raises `Refused` for a bad name, and where another agent has this node; `Broken` without a bridge; what
-        `lease.join_vxlan` raises."""
+        """Until the pilot is told to end, and its VMs have ended or had their time. The rest ends with this process."""
         self._start()
         while self._agent or not self._ends:
             left = self._ends - time.monotonic() if self._ends else _RESTART

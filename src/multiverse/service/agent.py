@@ -59,7 +59,7 @@ class _Hypervisors:
         self._side.local(alone, "check").check()
 
     def of(self, site: str) -> LocalHost:
-        """The one of this site, the same each time. Raises `Refused` for what is no name of a site."""
+        """The one of this site, the same each time. Raises `Refused` if `site` is no name of a site."""
         if not is_site(site):
             raise Refused(f"{site!r} is no name of a site", hint="is the other side a controller of Multiverse?")
         if site not in self._of_site:
@@ -77,7 +77,6 @@ class _Hypervisors:
         return hypervisor
 
     def sites(self) -> Sequence[str]:
-        """The sites that have VMs on this machine."""
         return self._side.sites(self._settings)
 
     def close(self) -> None:
@@ -86,10 +85,10 @@ class _Hypervisors:
 
 
 def _make_directories(settings: Settings) -> None:
+    os.umask(0o077)
     try:
-        os.umask(0o077)
-        settings.agent.state_dir.mkdir(parents=True, exist_ok=True)
-        settings.agent.socket.parent.mkdir(parents=True, exist_ok=True)
+        for path in (settings.agent.state_dir, settings.agent.socket.parent):
+            path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise Refused(
             f"cannot use {error.filename}: {error.strerror}",
@@ -148,10 +147,10 @@ async def _sampling(settings: Settings) -> AsyncIterator[_Samples | None]:
     sampler, stop = Sampler(settings.qemu.vms, agent.sample), threading.Event()
     thread = threading.Thread(target=sampler.run, args=(stop,), name="sampler", daemon=True)
 
-    def text() -> bytes:
-        return metrics.usage_text({settings.host.name: sampler.usage(metrics.SPAN)})
+    def usage() -> bytes:
+        return metrics.text(metrics.of_usage({settings.host.name: sampler.usage(metrics.SPAN)}))
 
-    async with scraped(agent.metrics, "agent.metrics", text):
+    async with scraped(agent.metrics, "agent.metrics", usage):
         thread.start()
         try:
             yield _Samples(sampler)

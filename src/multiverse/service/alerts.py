@@ -49,7 +49,7 @@ class Wrong:
 
     kind: AlertKind
     severity: Severity
-    concerns: str  # the alert's name: that of the record, host or user
+    concerns: str  # the alert's name: a record, a host or a user
     message: str
     remedy: str
     repair: str = ""
@@ -64,7 +64,6 @@ class Wrong:
         return Alert(self.kind, name, message, remedy, repair, fenced, version, found, self.severity)
 
     def of(self, row: Row, **more: Any) -> Alert:
-        """The alert about this row."""
         return self(version=row.version, name=_name_of(row.key), **more)
 
 
@@ -234,7 +233,6 @@ def unknown_user(failure: LookupFailure, rows: Rows, now: float) -> Alert:
 
 
 def failing_effect(failure: Failure, now: float) -> Alert:
-    """An effect that fails again and again."""
     effect = failure.effect
     subject = f"host {effect.text}" if effect.kind is EffectKind.FENCE else str(effect.key)
     name, left = subject.replace(" ", "-"), failure.again_at - now
@@ -411,7 +409,6 @@ def _name_of(key: Key) -> str:
 
 
 def repair_command(alert: Alert) -> Command:
-    """The command to the controller that repairs this alert."""
     if alert.kind == "host":
         return Command("fence", host=alert.name)
     kind, _, number = alert.name.partition("-")

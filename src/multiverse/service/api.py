@@ -15,7 +15,6 @@ from multiverse import __version__, api
 from multiverse.config import names_of_hosts
 from multiverse.core.errors import Exhausted, Gone, MultiverseError, Refused
 from multiverse.core.model import CloneKind, Size
-from multiverse.service import metrics
 from multiverse.service.backend import Backend
 from multiverse.service.explanations import OPERATOR
 from multiverse.service.publisher import Publisher
@@ -71,7 +70,7 @@ def _add_daemon(app: FastAPI, backend: Backend) -> None:
 
     @app.get("/metrics", response_class=Response, responses={200: {"content": {CONTENT_TYPE_LATEST: {}}}})
     async def counts() -> Response:
-        return Response(metrics.text(await backend.counts(), backend.used()), media_type=CONTENT_TYPE_LATEST)
+        return Response(await backend.metrics(), media_type=CONTENT_TYPE_LATEST)
 
     @app.post("/repair", status_code=202)
     async def repair(request: api.RepairRequest) -> api.RepairRequest:
@@ -179,7 +178,6 @@ def _add_templates(app: FastAPI, backend: Backend) -> None:
 
 
 def _host_of(request: api.TemplateRequest, backend: Backend) -> str:
-    """The host that a request names, or the only one."""
     hosts = backend.host_names()
     host = request.host or (hosts[0] if len(hosts) == 1 else "")
     if host not in hosts:

@@ -27,7 +27,7 @@ from multiverse.core.model.usage import combined
 from multiverse.core.rows import Rows
 from multiverse.core.transition import Command, EffectKind
 from multiverse.ports import Clock
-from multiverse.service import alerts, convert
+from multiverse.service import alerts, convert, metrics
 from multiverse.service.convert import ShownJob, size_view
 from multiverse.service.explanations import OPERATOR, Explanations, Viewer
 from multiverse.service.hosts import Troubles, host_views, lease_views, without_noise
@@ -49,10 +49,6 @@ class UtilizationReader:
     recorder: UtilizationRecorder
     jobs: JobUsageRecorder
     clock: Clock
-
-    def current(self) -> Mapping[str, HostUsage]:
-        """See `UtilizationRecorder.current`."""
-        return self.recorder.current()
 
     async def views(self, names: Collection[str] = ()) -> list[api.UtilizationView]:
         """Hosts and live VMs by name, each host with its VMs behind it; all, or those with these names."""
@@ -85,8 +81,7 @@ class UtilizationReader:
         ]
 
     def _known(self) -> Iterator[api.UtilizationView]:
-        """All of them, with what they use now."""
-        rows, world, current = self.controller.state.rows(), self.controller.world(), self.current()
+        rows, world, current = self.controller.state.rows(), self.controller.world(), self.recorder.current()
         vms: defaultdict[str, list[Vm]] = defaultdict(list)
         for vm in sorted(rows.vms.values(), key=lambda vm: vm.name):
             vms[vm.host].append(vm)
@@ -125,24 +120,8 @@ MAX_TIMELINES = 100  # the most timelines that a user is shown at a time
 MAX_JOBS = 10000  # the most attempts that one answer lists
 
 Source = tuple[str, tuple[Any, ...], Callable[[], object]]
-"""A document for viewers: its key, what it is made from, and what makes it. The first part of what it is made from is
-compared by identity: a row that has changed is another object."""
-
-
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """What the daemon has done since it started, and how many live rows there are by kind and state."""
-
-    commits: int
-    processes: Mapping[str, int]
-    sources: Sequence[api.SourceView]
-    effects: Mapping[tuple[str, str], int]  # by kind and outcome
-    rows: Mapping[str, Mapping[str, int]]
-    jobs: Mapping[str, int]  # by stage
-    waiting: Mapping[str, int]  # by the word of their reason
-    alerts: Mapping[str, int]  # by kind
-    hosts: Sequence[api.HostView]
-    statistics: Statistics
+"""A document for viewers: its key, its source, and what makes it. The first part of a source is compared by identity: a
+row that has changed is another object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +141,6 @@ class Backend:
     statistics: Statistics = field(default_factory=Statistics)
 
     def _rows(self) -> Rows:
-        """The live rows as committed."""
         return self.controller.state.rows()
 
     # --- the daemon --------------------------------------------------------------------------------
@@ -215,25 +193,18 @@ class Backend:
         ]
         return [replace(one, command=alerts.command_of(one)) for one in found]
 
-    async def counts(self) -> Counts:
-        rows = self._rows()
-        waiting = list(rows.attempts.values())
-        return Counts(
-            commits=self.store.commits,
-            processes=await self.processes.programs(),
-            sources=self.sources(),
-            effects=self.controller.effects_ended,
-            rows=convert.row_counts(rows),
-            jobs=convert.stage_counts(waiting),
-            waiting=convert.counted(waiting, self._waiting_reasons(waiting)),
-            alerts=Counter(alert.kind for alert in self.alerts()),
-            hosts=self.hosts(),
-            statistics=self.statistics,
+    async def metrics(self) -> bytes:
+        """What the daemon has done since it started, what there is, and what is used, as Prometheus reads it."""
+        rows, programs = self._rows(), await self.processes.programs()
+        attempts = list(rows.attempts.values())
+        waiting = convert.counted(attempts, self._waiting_reasons(attempts))
+        return metrics.text(
+            metrics.of_the_daemon(self.store.commits, programs, self.sources(), self.controller.effects_ended),
+            metrics.of_rows(convert.row_counts(rows), convert.stage_counts(attempts), waiting, self.alerts()),
+            metrics.of_moves(self.statistics),
+            metrics.of_hosts(self.hosts()),
+            metrics.of_usage(self.utilization.recorder.current() if self.utilization else {}),
         )
-
-    def used(self) -> Mapping[str, HostUsage]:
-        """What each host, by name, has used lately, with its VMs."""
-        return self.utilization.current() if self.utilization else {}
 
     # --- jobs --------------------------------------------------------------------------------------
 
@@ -268,11 +239,7 @@ class Backend:
         now, waiting = self.clock.now(), self._waiting_reasons(attempts)
         return [
             convert.timeline_view(
-                one,
-                self.store.journal(attempts=[one.id]),
-                now,
-                waiting.get(one.id),
-                viewer.teller(one.job.job_id),
+                one, self.store.journal(attempts=[one.id]), now, waiting.get(one.id), viewer.teller(one.job.job_id)
             )
             for one in attempts
         ]
@@ -289,7 +256,6 @@ class Backend:
         return convert.vm_views(self._rows(), self.controller.world(), measured)
 
     def leases(self) -> list[api.LeaseView]:
-        """The hosts that are leased, or about to be."""
         return lease_views(self._rows(), self.controller.world().epoch)
 
     def hosts(self) -> list[api.HostView]:
@@ -317,7 +283,7 @@ class Backend:
         return convert.size_view(self.controller.policy.base)
 
     async def identity_audit(self) -> api.IdentityAudit:
-        return convert.audit(convert.known_vms(self._rows()), await self.guests.examine() if self.guests else {})
+        return convert.audit(self._rows(), await self.guests.examine() if self.guests else {})
 
     # --- the whole, for viewers --------------------------------------------------------------------
 
@@ -364,7 +330,6 @@ class Backend:
     # committed in time.
 
     async def repair(self, alert: api.Alert) -> None:
-        """Have the alert's repair committed."""
         await asyncio.wait_for(self.controller.command(alerts.repair_command(alert)), COMMIT_TIMEOUT)
 
     async def template(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from multiverse import api
@@ -92,7 +91,10 @@ def job_view(
     attempt: Attempt, facts: ShownJob, policy: Policy, epoch: float, usage: JobUsage | None = None
 ) -> api.JobView:
     """`epoch` is the Unix time of the monotonic clock's 0, here and below; `usage` is what the job used, if known."""
-    request = attempt.request
+    request, used = attempt.request, None
+    if usage is not None and usage.text and usage.seconds is not None:
+        figures = (usage.seconds, usage.cpus_used, usage.efficiency, usage.peak)
+        used = api.JobUsageView(*figures, usage.suggestion, usage.text)
     return api.JobView(
         job_id=attempt.job.job_id,
         name=attempt.job_name,
@@ -113,16 +115,9 @@ def job_view(
         restarts=attempt.job.restarts,
         vms=facts.vms,
         quarantined=text_of(attempt.quarantined),
-        usage=_job_usage(usage),
+        usage=used,
         origin=attempt.origin,
     )
-
-
-def _job_usage(usage: JobUsage | None) -> api.JobUsageView | None:
-    if usage is None or not usage.text or usage.seconds is None:
-        return None
-    figures = (usage.seconds, usage.cpus_used, usage.efficiency, usage.peak)
-    return api.JobUsageView(*figures, usage.suggestion, usage.text)
 
 
 def waiting_reasons(
@@ -148,7 +143,6 @@ def counted(attempts: Iterable[Attempt], reasons: Mapping[int, Reason]) -> Count
 
 
 def tables(rows: Rows) -> Mapping[str, Mapping[int, Row]]:
-    """The live rows, by kind."""
     return {
         "attempt": rows.attempts,
         "vm": rows.vms,
@@ -160,7 +154,6 @@ def tables(rows: Rows) -> Mapping[str, Mapping[int, Row]]:
 
 
 def row_counts(rows: Rows) -> dict[str, Counter[str]]:
-    """The number of live rows by state, for each kind of row."""
     return {kind: Counter(str(row.state) for row in table.values()) for kind, table in tables(rows).items()}
 
 
@@ -352,28 +345,10 @@ _OPTIONAL = "host_keys"  # an image without host keys has none to share
 _MAX_SKEW = 1000  # milliseconds that a guest's clock may be off
 
 
-@dataclass(frozen=True, slots=True)
-class KnownVm:
-    """What the controller told a VM about itself."""
-
-    job_id: str  # empty for a spare
-    mac: str
-    address: str  # without prefix length
-
-
-def known_vms(rows: Rows) -> dict[str, KnownVm]:
-    """What each live VM was told about itself, by name."""
-    found = {}
-    for vm in rows.vms.values():
-        attempt = rows.attempt_of(vm)
-        job_id = attempt.job.job_id if attempt is not None else ""
-        found[vm.name] = KnownVm(job_id, vm.mac, without_prefix_length(vm.address))
-    return found
-
-
-def audit(known: Mapping[str, KnownVm], reported: Mapping[str, Facts]) -> api.IdentityAudit:
-    """Compare reports of guests with each other, and with what they were told. A report that lacks something is a
+def audit(rows: Rows, reported: Mapping[str, Facts]) -> api.IdentityAudit:
+    """Compare reports of guests, by name, with each other, and with the live VMs. A report that lacks something is a
     problem."""
+    known = {vm.name: vm for vm in rows.vms.values()}
     holders: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, facts in reported.items():
         for key in UNIQUE:
@@ -382,11 +357,12 @@ def audit(known: Mapping[str, KnownVm], reported: Mapping[str, Facts]) -> api.Id
     found = []
     for name, facts in sorted(reported.items()):
         vm = known.get(name)
+        attempt = rows.attempt_of(vm) if vm is not None else None
         skew = facts.get("skew", 0)
         found.append(
             api.VmIdentity(
                 name,
-                vm.job_id if vm is not None else "",
+                attempt.job.job_id if attempt is not None else "",
                 skew if isinstance(skew, int) else 0,
                 {key: str(facts.get(key, "")) for key in UNIQUE},
                 (*_problems(name, vm, facts), *_shared(name, holders)),
@@ -395,7 +371,7 @@ def audit(known: Mapping[str, KnownVm], reported: Mapping[str, Facts]) -> api.Id
     return api.IdentityAudit(tuple(found), len(found) > 1 and not any(vm.problems for vm in found))
 
 
-def _problems(name: str, vm: KnownVm | None, facts: Facts) -> Iterator[str]:
+def _problems(name: str, vm: Vm | None, facts: Facts) -> Iterator[str]:
     """What is wrong with one guest's report, apart from all others."""
     if "error" in facts:
         yield f"it did not answer: {facts['error']}"
@@ -403,7 +379,8 @@ def _problems(name: str, vm: KnownVm | None, facts: Facts) -> Iterator[str]:
     for key in UNIQUE:
         if not facts.get(key) and key != _OPTIONAL:
             yield f"it did not report its {UNIQUE[key]}"
-    expected = {"hostname": name} | ({"mac": vm.mac, "address": vm.address} if vm is not None else {})
+    told = {"mac": vm.mac, "address": without_prefix_length(vm.address)} if vm is not None else {}
+    expected = {"hostname": name} | told
     for key, value in expected.items():
         if facts.get(key) and facts[key] != value:
             yield f"its {UNIQUE[key]} is {facts[key]} instead of {value}"
@@ -413,7 +390,6 @@ def _problems(name: str, vm: KnownVm | None, facts: Facts) -> Iterator[str]:
 
 
 def _shared(name: str, holders: Mapping[tuple[str, str], list[str]]) -> Iterator[str]:
-    """What the VM has in common with others."""
     for (key, value), names in holders.items():
         others = ", ".join(other for other in names if other != name)
         if name in names and others:

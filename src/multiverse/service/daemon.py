@@ -204,7 +204,6 @@ async def _run(
 def _own_work(
     settings: Settings, backend: Backend, system: SchedulerSystem, users: Listening | None
 ) -> Iterator[DaemonTask]:
-    """What runs in every daemon."""
     yield DaemonTask("controller", backend.controller.run)
     yield DaemonTask("pruning", partial(prune_regularly, backend.store, backend.clock, settings.history_days))
     if backend.utilization is not None:

@@ -28,7 +28,7 @@ def examine(settings: Settings, config: Path, source: Path, *, kvm: bool = True)
     yield from scheduler_bundle(settings).examine(settings, config, source)
     yield Examination("ports of the daemon", tuple(_ports(settings)))
     if settings.host.name in host_names(settings):
-        yield from _host(settings, kvm=kvm)
+        yield from _of_platforms(settings, kvm=kvm)
     else:
         yield Examination("this machine as a host", skipped="the settings do not name it among the hosts")
     yield from _through_the_daemon(settings)
@@ -37,10 +37,10 @@ def examine(settings: Settings, config: Path, source: Path, *, kvm: bool = True)
 def examine_agent(settings: Settings, config: Path, *, kvm: bool = True) -> Iterator[Examination]:
     """Examine a host that runs an agent and no controller."""
     yield Examination("agent", tuple(tried(lambda: checking.check_agent(settings, config))))
-    yield from _host(settings, kvm=kvm)
+    yield from _of_platforms(settings, kvm=kvm)
 
 
-def _host(settings: Settings, *, kvm: bool) -> Iterator[Examination]:
+def _of_platforms(settings: Settings, *, kvm: bool) -> Iterator[Examination]:
     """Examine this machine as a host."""
     for bundle in platform_bundles(settings).values():
         yield from bundle.examine(settings, run_guests=kvm)
@@ -117,7 +117,6 @@ def of_host(host: HostView, own: str = "") -> Iterator[Finding]:
 
 
 def of_status(status: StatusView) -> Iterator[Finding]:
-    """The daemon's alerts."""
     for alert in status.alerts:
         level = Level.NOTE if alert.kind == "unserved" else Level.PROBLEM
         yield Finding(level, f"{alert.kind} {alert.name}", alert.message, alert.remedy)

@@ -31,7 +31,7 @@ class Viewer:
 
     @classmethod
     def of(cls, uid: int, privacy: Privacy) -> Viewer:
-        """A user, whom the scheduler permits so much."""
+        """A user with the scheduler's permissions."""
         return cls(uid, privacy.others, privacy.hosts)
 
     def may_see(self, uid: int) -> bool:
@@ -49,8 +49,8 @@ class Viewer:
 OPERATOR = Viewer()
 
 
-TASKS = 20  # of so many tasks of an array, at most, one answer tells
-_SEARCHED = 1000  # of so many attempts of an array, the latest ones, it is searched which are the latest of their tasks
+TASKS = 20  # the most tasks of an array in one answer
+_SEARCHED = 1000  # the latest attempts of an array that are searched for the latest of each task
 
 
 class Explanations:
@@ -77,7 +77,7 @@ class Explanations:
         return api.ExplanationsView(tuple(views), len(shown) + len(new) - len(views))
 
     def _latest(self, job: str) -> list[Attempt]:
-        """The latest attempt of the job, or of each task, those that live first."""
+        """The latest attempt of the job, or of each task; live ones come first."""
         latest: dict[str, Attempt] = {}
         for attempt in self._store.attempts(job_id=job, limit=_SEARCHED):
             latest.setdefault(attempt.job.job_id, attempt)

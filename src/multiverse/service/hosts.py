@@ -46,7 +46,6 @@ class Troubles:
 
 
 def host_views(rows: Rows, world: World, now: float, troubles: Troubles) -> list[HostView]:
-    """The hosts of the site, by name."""
     there, leases = _by_host(rows), {lease.name: lease for lease in rows.leases.values()}
     return [
         _view(host, there[host.name], world, now, troubles, leases.get(host.name))
@@ -104,7 +103,7 @@ def _view(
     host = world.hosts.get(name) or known.value or _NOTHING
     source = world.source_of.get(name)
     seen = world.views[source] if source is not None else HypervisorView()
-    held, mine = there.held, there.vms
+    held, mine, size, more = there.held, there.vms, host.capacity, host.overcommit
     vms = [vm for _, vm in sorted(seen.vms.items()) if vm.host == name]
     reachable = name in world.hosts
     state = _state(known, lease, reachable=reachable, free=not held, now=now + world.epoch)
@@ -112,8 +111,10 @@ def _view(
     return HostView(
         name=name,
         reachable=reachable,
-        declared=size_view(host.capacity),
-        usable=_usable(host),
+        declared=size_view(size),
+        usable=SizeView(
+            int(size.cpus * more.cpus), int(size.memory * more.memory), int(size.disk * more.disk), size.net
+        ),
         claimed=size_view(total(held)),
         machine=size_view(host.machine) if host.machine else None,
         accelerator=host.accelerator,
@@ -125,10 +126,10 @@ def _view(
         shared=sum(vm.shared for vm in vms),
         templates=sum(one.held for _, one in sorted(seen.templates.items()) if one.host == name),
         template_copies=host.template_copies,
-        overcommit=host.overcommit.memory,
-        floor=host.overcommit.floor,
-        cpu_overcommit=host.overcommit.cpus,
-        disk_overcommit=host.overcommit.disk,
+        overcommit=more.memory,
+        floor=more.floor,
+        cpu_overcommit=more.cpus,
+        disk_overcommit=more.disk,
         state=state,
         reason=_reason(known, lease, state),
         drain_from=known.drain.begins if known.drain else None,
@@ -144,14 +145,6 @@ def _view(
             for one in (host.numa if reachable else ())
         ),
         faults=tuple(HostFaultView(one.image, one.failures, one.until, text_of(one.reason)) for one in known.faults),
-    )
-
-
-def _usable(host: Host) -> SizeView:
-    """What claims may reach on the host, with over-commitment."""
-    declared, more = host.capacity, host.overcommit
-    return SizeView(
-        int(declared.cpus * more.cpus), int(declared.memory * more.memory), int(declared.disk * more.disk), declared.net
     )
 
 

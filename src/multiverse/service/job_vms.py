@@ -34,7 +34,6 @@ from multiverse.core.model import (
     User,
     VmCondition,
     VmRef,
-    VmSeen,
     VmSpec,
     machine_id,
     vm_name,
@@ -54,7 +53,7 @@ from multiverse.system.kernel import SharedMemory
 log = structlog.get_logger()
 
 
-_AGAIN = 10.0  # seconds until what has failed is tried again
+_AGAIN = 10.0  # seconds until a failure is tried again
 
 
 @asynccontextmanager
@@ -93,7 +92,6 @@ async def serve_jobs(settings: Settings) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def _job_host(settings: Settings) -> AsyncIterator[QemuJobVms | PlatformJobVms]:
-    """What makes the VMs."""
     if settings.job_vms.platform == "agent":
         async with connected_platform(settings, node_name(settings)) as platform:
             yield platform
@@ -118,7 +116,6 @@ def _service(settings: Settings, host: QemuJobVms | PlatformJobVms) -> JobVmServ
 def _attended(
     settings: Settings, host: QemuJobVms | PlatformJobVms, service: JobVmService
 ) -> Iterator[Coroutine[None, None, None]]:
-    """What goes on beside the requests."""
     yield NodeFeature(settings).keep()
     tasks = JobTasks(service, host, SlurmJobRuns(SlurmCommands(settings.slurm)), node_name(settings))
     if settings.job_vms.design == "tasks":
@@ -162,7 +159,6 @@ class NodeFeature:
         self._told = ""  # the reason that was logged last
 
     async def keep(self) -> None:
-        """Test the plugin again and again."""
         while True:
             await self.test()
             await asyncio.sleep(self._jobs.check)
@@ -203,7 +199,7 @@ _ALIVE = frozenset({VmCondition.RUNNING, VmCondition.PAUSED})
 KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))
 """How the end of a VM is noticed: seconds of silence, seconds between probes, and probes without an answer."""
 
-_UNANSWERED = 30_000  # ms for what was sent to be acknowledged
+_UNANSWERED = 30_000  # ms until data without an acknowledgement ends the connection
 
 
 def site_of_node(node: str) -> str:
@@ -350,15 +346,12 @@ class PlatformJobVms:
         view = await source.observe()
         names = {self._name(vm) for vms in known() for vm in vms}  # later: a VM is known before it is made
         for seen in view.vms.values():
-            is_ours = seen.name.startswith(vm_prefix(self._site)) and not self._is_elsewhere(seen)
-            if is_ours and seen.name not in names:
+            address = without_prefix_length(seen.address)
+            # The digests of two nodes' names can be the same: then their addresses differ.
+            is_elsewhere = bool(address) and ipaddress.IPv4Address(address) not in self._addresses
+            if seen.name.startswith(vm_prefix(self._site)) and not is_elsewhere and seen.name not in names:
                 log.warning("a VM of no job is removed", vm=seen.name)
                 await self._platform.destroy(VmRef(seen.name, self._host, seen.token), 0.0)
-
-    def _is_elsewhere(self, seen: VmSeen) -> bool:
-        """Whether a VM has an address of another node: the digests of two nodes' names can be the same."""
-        address = without_prefix_length(seen.address)
-        return bool(address) and ipaddress.IPv4Address(address) not in self._addresses
 
     def _ask(self, call: Awaitable[T]) -> T:
         """What the platform answers. This is called in threads."""

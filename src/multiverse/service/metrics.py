@@ -5,49 +5,37 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import structlog
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from multiverse.api import HostView, SizeView
+from multiverse.api import Alert, HostView, SizeView, SourceView
 from multiverse.config import listening_address
 from multiverse.core.errors import Refused
 from multiverse.core.model import HostUsage, Usage
 from multiverse.service.startup import bind, bind_tcp
-
-if TYPE_CHECKING:  # an agent has no backend
-    from multiverse.service.backend import Counts
-    from multiverse.service.statistics import Statistics
+from multiverse.service.statistics import Statistics
 
 log = structlog.get_logger()
 
-SPAN = 15.0  # the figures of hosts and VMs are means of so many seconds: Prometheus usually asks as often
+SPAN = 15.0  # seconds: figures of hosts and VMs are means over this time, the usual interval of Prometheus
 RESOURCES = {"cpus": 1, "memory_bytes": 1 << 20, "disk_bytes": 1 << 20}
 """What hosts have, by the names that metrics use, each with how many of its unit one of ours is."""
 
-Values = Mapping[Any, float]  # the values of one metric, by a tuple of its labels' values
+Values = Mapping[Any, float]  # the values of one metric, by a label's value or a tuple of them
 
 
-def text(counts: Counts, hosts: Mapping[str, HostUsage]) -> bytes:
-    """The counts, and what hosts and VMs use, in Prometheus' text format."""
-    moved, shown = _of_moves(counts.statistics), _of_hosts(counts.hosts)
-    return _text(chain(_of_the_daemon(counts), _of_rows(counts), moved, shown, families(hosts)))
-
-
-def usage_text(hosts: Mapping[str, HostUsage]) -> bytes:
-    """The same of an agent, which counts nothing."""
-    return _text(families(hosts))
-
-
-def _text(found: Iterable[Metric]) -> bytes:
+def text(*found: Iterable[Metric]) -> bytes:
+    """These metrics in Prometheus' text format."""
     registry = CollectorRegistry()
-    registry.register(_Families(found))
+    registry.register(_Families(chain(*found)))
     return generate_latest(registry)
 
 
@@ -62,31 +50,38 @@ class _Families(Collector):
         return self._families
 
 
-def _of_the_daemon(counts: Counts) -> Iterator[Metric]:
-    yield CounterMetricFamily("multiverse_commits", "Commits that changed something.", counts.commits)
-    yield GaugeMetricFamily(
-        "multiverse_viewers", "Viewers of the web page and of multiverse top.", counts.statistics.viewers
-    )
-    yield _counter("processes", "Processes executed.", ("program",), _singles(counts.processes))
-    observed = {(source.name,): source.observations for source in counts.sources}
+def of_the_daemon(
+    commits: int, processes: Mapping[str, int], sources: Sequence[SourceView], effects: Mapping[tuple[str, str], int]
+) -> Iterator[Metric]:
+    """`effects` are those that ended, by kind and outcome."""
+    yield CounterMetricFamily("multiverse_commits", "Commits that changed something.", commits)
+    yield _counter("processes", "Processes executed.", ("program",), processes)
+    observed = {source.name: source.observations for source in sources}
     yield _counter("looks", "Observations of a source.", ("source",), observed)
-    known = {(source.name,): source.known for source in counts.sources}
+    known = {source.name: source.known for source in sources}
     yield _gauge("source_known", "1 if the last observation succeeded.", ("source",), known)
-    yield _counter("effects", "Effects that ended.", ("kind", "outcome"), counts.effects)
+    yield _counter("effects", "Effects that ended.", ("kind", "outcome"), effects)
 
 
-def _of_rows(counts: Counts) -> Iterator[Metric]:
-    rows = {(of, state): times for of, found in counts.rows.items() for state, times in found.items()}
+def of_rows(
+    counts: Mapping[str, Mapping[str, int]],
+    jobs: Mapping[str, int],
+    waiting: Mapping[str, int],
+    alerts: Sequence[Alert],
+) -> Iterator[Metric]:
+    """`counts` are those of live rows by kind and state, `jobs` by stage, `waiting` by the word of the reason."""
+    rows = {(of, state): times for of, found in counts.items() for state, times in found.items()}
     yield _gauge("rows", "Live rows.", ("of", "state"), rows)
-    yield _gauge("jobs", "Jobs by the stage that a user knows.", ("stage",), _singles(counts.jobs))
-    yield _gauge("jobs_waiting", "Jobs that wait, by why.", ("reason",), _singles(counts.waiting))
-    yield _gauge("alerts", "Alerts, by kind.", ("kind",), _singles(counts.alerts))
+    yield _gauge("jobs", "Jobs by the stage that a user knows.", ("stage",), jobs)
+    yield _gauge("jobs_waiting", "Jobs that wait, by why.", ("reason",), waiting)
+    yield _gauge("alerts", "Alerts, by kind.", ("kind",), Counter(alert.kind for alert in alerts))
 
 
-def _of_moves(moved: Statistics) -> Iterator[Metric]:
+def of_moves(moved: Statistics) -> Iterator[Metric]:
+    yield GaugeMetricFamily("multiverse_viewers", "Viewers of the web page and of multiverse top.", moved.viewers)
     yield _counter("events", "Events of state machines.", ("of", "event"), moved.events)
     yield _counter("failures", "Failures, by what failed and why.", ("of", "cause"), moved.failures)
-    yield _counter("attempts_ended", "Attempts that ended.", ("outcome",), _singles(moved.outcomes))
+    yield _counter("attempts_ended", "Attempts that ended.", ("outcome",), moved.outcomes)
     yield _counter("clones", "VMs that were made.", ("image", "kind", "host"), moved.clones)
     phases = HistogramMetricFamily(
         "multiverse_phase_seconds", "How long phases of attempts took; start: from submission until the job runs.",
@@ -103,13 +98,13 @@ def _of_moves(moved: Statistics) -> Iterator[Metric]:
     yield stages
 
 
-def _of_hosts(hosts: Sequence[HostView]) -> Iterator[Metric]:
+def of_hosts(hosts: Sequence[HostView]) -> Iterator[Metric]:
     labels = ("host", "resource")
     usable = _sizes({host.name: host.usable for host in hosts})
     yield _gauge("host_usable", "What claims may reach on a host, with over-commitment.", labels, usable)
     claimed = _sizes({host.name: host.claimed for host in hosts})
     yield _gauge("host_claimed", "What is claimed on a host.", labels, claimed)
-    reached = {(host.name,): host.away_since is None for host in hosts}
+    reached = {host.name: host.away_since is None for host in hosts}
     yield _gauge("host_reachable", "1 if the host is in reach.", ("host",), reached)
 
 
@@ -123,12 +118,8 @@ def _gauge(name: str, about: str, labels: tuple[str, ...], values: Values) -> Me
 
 def _family(family: CounterMetricFamily | GaugeMetricFamily, values: Values) -> CounterMetricFamily | GaugeMetricFamily:
     for labels, value in sorted(values.items()):
-        family.add_metric(labels, value)
+        family.add_metric((labels,) if isinstance(labels, str) else labels, value)
     return family
-
-
-def _singles(values: Mapping[str, float]) -> Values:
-    return {(label,): value for label, value in values.items()}
 
 
 def _sizes(sizes: Mapping[str, SizeView]) -> Values:
@@ -158,28 +149,22 @@ _GAUGES: dict[str, tuple[str, str, float]] = {
 """By figure of `Usage`: the end of the metric's name, its help, and by what the figure is multiplied."""
 
 
-def families(hosts: Mapping[str, HostUsage]) -> Iterator[Metric]:
+def of_usage(hosts: Mapping[str, HostUsage]) -> Iterator[Metric]:
     """The metrics of these hosts, by name, and of their VMs: means of the last seconds, but for the counters."""
     of_hosts = [((name,), host.usage) for name, host in sorted(hosts.items()) if host.usage]
-    of_vms = [
-        ((name, vm), one.usage)
-        for name, host in sorted(hosts.items())
-        for vm, one in sorted(host.vms.items())
-        if one.usage
-    ]
+    vms = [((name, vm), one) for name, host in sorted(hosts.items()) for vm, one in sorted(host.vms.items())]
     yield from _usage_gauges("multiverse_host", ("host",), of_hosts)
-    yield from _usage_gauges("multiverse_vm", ("host", "vm"), of_vms)
+    yield from _usage_gauges("multiverse_vm", ("host", "vm"), [(labels, one.usage) for labels, one in vms if one.usage])
     cpu = CounterMetricFamily(
         "multiverse_vm_cpu_seconds", "CPU time of the VM's process since its start.", labels=("host", "vm")
     )
     peak = GaugeMetricFamily(
         "multiverse_vm_memory_peak_bytes", "The most memory that the VM had since its start.", labels=("host", "vm")
     )
-    for name, host in sorted(hosts.items()):
-        for vm, one in sorted(host.vms.items()):
-            if one.usage:
-                cpu.add_metric((name, vm), one.cpu_s)
-                peak.add_metric((name, vm), one.peak * _MIB)
+    for labels, one in vms:
+        if one.usage:
+            cpu.add_metric(labels, one.cpu_s)
+            peak.add_metric(labels, one.peak * _MIB)
     yield from (cpu, peak)
 
 
@@ -197,7 +182,7 @@ def _usage_gauges(
 # --- reading without the API ------------------------------------------------------------------------
 
 TIMEOUT = 10.0  # seconds that a whole request may take
-AT_ONCE = 8  # requests that are answered at the same time; those that come beside them are closed
+AT_ONCE = 8  # requests at the same time; further ones are closed
 LONGEST_HEAD = 8192  # bytes of a request
 
 

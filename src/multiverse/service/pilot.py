@@ -44,9 +44,6 @@ class PilotJob:
             raise Refused(f"{text!r} is no job of a pilot", hint="write it as ID,CORES,MIB or ID,CORES,MIB,NODE")
         return cls(job, int(sizes[0]), int(sizes[1]), token, node)
 
-    def __str__(self) -> str:
-        return f"{self.id},{self.cores},{self.memory}{self.node and f',{self.node}'}"
-
 
 def run_pilot(settings: Settings, name: str, given: PilotJob) -> int:
     """Run the pilot of the lease `name`; its exit status. Raises `Refused` for an unknown job, and as

@@ -42,7 +42,7 @@ KINDS = ("hosts", "vms", "jobs", "alerts")
 
 
 class Changed(NamedTuple):
-    """Keys of documents that are new or have changed, and of those that are gone."""
+    """Keys of new and changed documents, and of documents that are gone."""
 
     changed: Sequence[str]
     gone: Sequence[str]
@@ -53,7 +53,7 @@ class Changed(NamedTuple):
 
 @dataclass(slots=True)
 class Documents:
-    """Texts by key, each with what it was made from: as long as that is the same, the text is not made again."""
+    """Texts by key. A text is made again only when its source has changed."""
 
     texts: dict[str, str] = field(default_factory=dict)
     _made_from: dict[str, tuple[Any, ...]] = field(default_factory=dict)
@@ -181,7 +181,6 @@ class Publisher:
             self._refresh()
 
     def _refresh(self) -> None:
-        """Make a new snapshot, and publish what has changed."""
         began = time.thread_time()
         summary, found = self._backend.shown()
         changed = {kind: self._documents[kind].update(found[kind]) for kind in KINDS}
@@ -225,7 +224,6 @@ class Publisher:
             self._task = asyncio.create_task(self._run(), name="snapshots for viewers")
 
     async def _run(self) -> None:
-        """Make snapshots as long as there are viewers."""
         while self.viewers and not self._closed:
             await asyncio.sleep(self.interval)
             if not self.viewers:

@@ -119,7 +119,6 @@ class Processes:
         self._own, self._agents = own, agents
 
     async def programs(self) -> Mapping[str, int]:
-        """Their numbers, by program."""
         return self._own.programs + await self._agents()
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import structlog
 
 from multiverse.api import Quantiles, RatesView
-from multiverse.core.model import Attempt, Reason, Row, Vm, VmState, text_of
+from multiverse.core.model import Attempt, Row, Vm, VmState, text_of
 from multiverse.core.rows import LiveRows
 from multiverse.core.transition import TERMINAL, Change, Done, Event, Move
 
@@ -176,7 +176,7 @@ class Statistics:
 
 
 class MoveLog:
-    """A watcher of the controller. `rows` are those that it begins with: a move does not say what a row was before."""
+    """A watcher of the controller. It keeps the state of each row, because a move does not tell the state before it."""
 
     def __init__(self, rows: LiveRows) -> None:
         tables = (rows.attempts, rows.vms, rows.templates, rows.offers, rows.leases)
@@ -196,9 +196,10 @@ class MoveLog:
         old = self._states.pop(row.key, "")
         if row.state not in TERMINAL:
             self._states[row.key] = str(row.state)
+        own = row.reason if old != row.state else None  # it tells of the state that has just begun
         log.info(
             "moved", row=str(row.key), old=old, new=str(row.state), by=str(change.event), **_whose(row),
-            reason=text_of(change.reason or _why(row, old)),
+            reason=text_of(change.reason or own),
         )  # fmt: skip
 
 
@@ -208,8 +209,3 @@ def _whose(row: Row) -> dict[str, Any]:
     if isinstance(row, Vm):
         return {"attempt": row.attempt, "vm": row.name, "host": row.host}
     return {}
-
-
-def _why(row: Row, old: str) -> Reason | None:
-    """The row's own reason, where the state that it tells of has just begun."""
-    return row.reason if old != row.state else None

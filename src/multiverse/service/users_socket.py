@@ -34,7 +34,7 @@ CONNECTIONS = 64  # connections of one listener at the same time, at most; furth
 CONNECTIONS_OF_ONE = 8  # of these, those of one user on the Unix socket
 
 REST, REST_OF_ONE = 3.0, 10.0
-"""After an answer, nobody is answered for so many times as long as that took, and its user for so many times."""
+"""After an answer, all users wait `REST` times as long as it took, and its user `REST_OF_ONE` times."""
 
 _ADAPTER: TypeAdapter[Any] = TypeAdapter(Any)
 
@@ -108,16 +108,13 @@ class Listener:
 
     def __init__(self, questions: UserQuestions, identify: Identify) -> None:
         self._questions, self._identify = questions, identify
-        self._open, self._of_user = 0, Counter[int]()
+        self._open = Counter[int | None]()  # connections by the uid of their peer, if that is known
 
     async def serve(self, reader: Reader, writer: Writer) -> None:
-        """Serve one connection, and close it."""
         peer = _peer_uid(writer)
-        self._open += 1
-        if peer is not None:
-            self._of_user[peer] += 1
+        self._open[peer] += 1
         try:
-            if self._open > CONNECTIONS or (peer is not None and self._of_user[peer] > CONNECTIONS_OF_ONE):
+            if self._open.total() > CONNECTIONS or (peer is not None and self._open[peer] > CONNECTIONS_OF_ONE):
                 return
             answer = await self._answer(reader, writer)
             writer.write(json.dumps(answer).encode() + b"\n")
@@ -128,10 +125,8 @@ class Listener:
         except asyncio.CancelledError:
             pass  # the daemon ends; asyncio of Python 3.11 would log a task that was cancelled
         finally:
-            self._open -= 1
-            if peer is not None:
-                self._of_user[peer] -= 1
-                self._of_user += Counter()  # without zeros
+            self._open[peer] -= 1
+            self._open += Counter()  # without zeros
             writer.close()
 
     async def _answer(self, reader: Reader, writer: Writer) -> Any:
@@ -147,11 +142,8 @@ class Listener:
             return {"error": error.message, "hint": error.hint, "status": status}
         except Exception:  # of one question; it must not end the daemon
             log.exception("question of a user not answered")
-            return {
-                "error": "the daemon could not answer",
-                "hint": "ask the operators: its log says why",
-                "status": 500,
-            }
+            hint = "ask the operators: its log says why"
+            return {"error": "the daemon could not answer", "hint": hint, "status": 500}
 
 
 async def by_kernel(line: bytes, writer: Writer) -> tuple[int, Question]:

@@ -15,7 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from multiverse.api import ExplanationsView, TimelineView
-from multiverse.service import api, metrics
+from multiverse.service import api
 from multiverse.service.backend import Backend
 from multiverse.service.explanations import OPERATOR
 from multiverse.service.publisher import Publisher
@@ -85,9 +85,9 @@ def _add_metrics(web: FastAPI, backend: Backend) -> None:
 
     @web.get("/metrics")
     async def counts() -> Response:
-        async with counting:  # whoever asks often gets the same again: the agents are asked for some of it
+        async with counting:  # frequent requests get the same answer: agents are asked for some of it
             if not kept or backend.clock.now() - kept[0][0] >= METRICS_KEPT:
-                kept[:] = [(backend.clock.now(), metrics.text(await backend.counts(), backend.used()))]
+                kept[:] = [(backend.clock.now(), await backend.metrics())]
         return Response(kept[0][1], media_type=CONTENT_TYPE_LATEST)
 
 
@@ -107,7 +107,6 @@ def _add_pages(web: FastAPI) -> None:
 
 
 def _with_headers(app: FastAPI) -> ASGIApp:
-    """The application, whose answers all have `HEADERS`."""
     more = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:

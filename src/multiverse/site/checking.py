@@ -186,7 +186,6 @@ def _login_texts() -> Iterator[str]:
 
 
 def _scripts(settings: Settings, site: SiteConf) -> Iterator[Finding]:
-    """The site's own scripts that have to call ours."""
     own = own_job_submit(settings)
     path = settings.slurm.conf.with_name(install.JOB_SUBMIT)
     if own is not None and not conf.is_ours(own):

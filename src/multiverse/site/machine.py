@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,6 +76,9 @@ def of_machine(settings: Settings, *, kvm: bool = True) -> MachineFacts:
         error = refused.message
     lines = (line.partition(":") for line in _MEMINFO.read_text().splitlines())
     memory = {key: int(value.split()[0]) // 1024 for key, _, value in lines if value.split()}
+    namespaces = 0
+    with suppress(OSError, ValueError):
+        namespaces = int(_NAMESPACES.read_text())
     return MachineFacts(
         root=os.geteuid() == 0,
         qemu=qemu,
@@ -89,9 +93,9 @@ def of_machine(settings: Settings, *, kvm: bool = True) -> MachineFacts:
         unsafe=tuple(_unsafe(settings)),
         clock=is_synchronised(),
         tun=_tun(),
-        net_namespaces=_number(_NAMESPACES),
+        net_namespaces=namespaces,
         cgroups=bool(cgroups.hierarchies()),
-        libraries=() if _loads("libnftables.so.1") else ("libnftables.so.1",),
+        libraries=tuple(_missing("libnftables.so.1")),
         programs=tuple(name for name in ("qemu-img", "munge", "unmunge") if shutil.which(name) is None),
         functions=tuple(VirtualFunctions(settings.job_vms.sriov, settings.qemu.vms / RECORDS).listed()),
         iommu=any(_IOMMU_GROUPS.glob("*")),
@@ -139,19 +143,11 @@ def _tun() -> str:
     return ""
 
 
-def _number(path: Path) -> int:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return 0
-
-
-def _loads(library: str) -> bool:
+def _missing(library: str) -> Iterator[str]:
     try:
         ctypes.CDLL(library)
     except OSError:
-        return False
-    return True
+        yield library
 
 
 def munge_problem(socket: Path | None) -> str:
@@ -192,7 +188,6 @@ def _of_rights(_settings: Settings, facts: MachineFacts) -> Iterator[Finding]:
 
 
 def _of_qemu(settings: Settings, facts: MachineFacts) -> Iterator[Finding]:
-    """Whether guests can run, and how."""
     if facts.qemu_error:
         yield problem(
             settings.qemu.binary, facts.qemu_error, "install qemu-system-x86, or set qemu.binary in the settings"
@@ -229,7 +224,6 @@ def _of_kvm(settings: Settings, facts: MachineFacts) -> Iterator[Finding]:
 
 
 def _of_kernel(_settings: Settings, facts: MachineFacts) -> Iterator[Finding]:
-    """What VMs need of the kernel."""
     if facts.tun:
         yield problem("/dev/net/tun", f"/dev/net/tun cannot be opened: {facts.tun}", "run modprobe tun, as root")
     if facts.net_namespaces < 1:
@@ -253,7 +247,6 @@ def _of_kernel(_settings: Settings, facts: MachineFacts) -> Iterator[Finding]:
 
 
 def _of_memory(settings: Settings, facts: MachineFacts) -> Iterator[Finding]:
-    """Whether the machine has the memory that it declares."""
     host = settings.host
     if host.memory > facts.memory:
         yield problem(
@@ -270,7 +263,6 @@ def _of_memory(settings: Settings, facts: MachineFacts) -> Iterator[Finding]:
 
 
 def _of_cpus(settings: Settings, facts: MachineFacts) -> Iterator[Finding]:
-    """Whether the machine has the CPUs that it declares."""
     if settings.host.cores > facts.cpus:
         yield note(
             "host.cores",
@@ -280,7 +272,6 @@ def _of_cpus(settings: Settings, facts: MachineFacts) -> Iterator[Finding]:
 
 
 def _of_disk(settings: Settings, facts: MachineFacts) -> Iterator[Finding]:
-    """Whether there is room for what is written."""
     host = settings.host
     if (vms := facts.vms) is not None:
         if vms.available < host.disk_floor:

@@ -43,7 +43,7 @@ def replace(
 
 
 def _create(path: Path, dir_fd: int | None) -> int:
-    """Create a file, readable by its owner only, in place of what a process that was killed has left at `path`."""
+    """Create a file, readable by its owner only. A file that a killed process left at `path` goes."""
     try:
         return os.open(path, _CREATE, 0o600, dir_fd=dir_fd)
     except FileExistsError:

@@ -34,12 +34,11 @@ def unshare(flags: int) -> None:
 
 
 def setns(fd: int, flags: int) -> None:
-    """Move this thread into namespaces: that of a file in /proc/PID/ns, or those of a pidfd's process (setns(2))."""
+    """Move this thread into the namespace of a file in /proc/PID/ns, or of a pidfd's process (setns(2))."""
     _check(_libc.setns(fd, flags), "setns")
 
 
 def mount(source: str | None, target: Path, flags: int, kind: str | None = None, options: str | None = None) -> None:
-    """mount(2)."""
     arguments = [None if value is None else os.fsencode(value) for value in (source, kind, options)]
     _check(_libc.mount(arguments[0], os.fsencode(target), arguments[1], flags, arguments[2]), source or str(target))
 

@@ -66,7 +66,8 @@ class RepeatLimiter:
         if method not in _LIMITED:
             return line
         about = repr(sorted((key, str(value)) for key, value in line.items() if key not in _DETAILS))
-        text = repr([str(line.get("reason")), _caught(line.get("exc_info"))])
+        caught = sys.exc_info()[1] if line.get("exc_info") is True else line.get("exc_info")
+        text = repr([str(line.get("reason")), repr(caught) if caught else ""])
         with self._lock:
             dropped = self._count(about, text)
         if dropped:
@@ -89,10 +90,3 @@ class RepeatLimiter:
             raise structlog.DropEvent
         window.told.add(text)
         return dropped
-
-
-def _caught(exc_info: object) -> str:
-    """The exception that a line is about, if there is one."""
-    if exc_info is True:
-        exc_info = sys.exc_info()[1]
-    return repr(exc_info) if exc_info else ""

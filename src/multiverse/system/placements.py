@@ -52,18 +52,12 @@ def _registered() -> Mapping[str, EntryPoint]:
 
 
 def _load(entry: EntryPoint) -> Policy:
-    try:
-        policy = entry.load()
-    except Exception as error:  # whatever a package of the site raises as it is imported
-        return _unusable(f"{entry.value} cannot be loaded: {error!r:.200}")
-    if not callable(policy):
-        return _unusable(f"{entry.value} is no function")
-    usable: Policy = policy
-    return usable
-
-
-def _unusable(reason: str) -> Policy:
     def refuse(*_: object) -> Sequence[str]:
         raise Broken(reason)
 
-    return refuse
+    try:
+        policy: Policy = entry.load()
+        reason = "" if callable(policy) else f"{entry.value} is no function"
+    except Exception as error:  # whatever a package of the site raises as it is imported
+        reason = f"{entry.value} cannot be loaded: {error!r:.200}"
+    return refuse if reason else policy

@@ -1,4 +1,4 @@
-"""Files that a program rendered and that an administrator may change: which of the two wrote what is there.
+"""Files that a program rendered and an administrator may change: who wrote the present content.
 
 The last line of a rendered file is a comment with a digest of all lines above it. So the file itself tells whether it
 was changed, wherever it was copied to.

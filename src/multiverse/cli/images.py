@@ -1,0 +1,224 @@
+"""`multiverse image` and `multiverse template`: bootable disks, and the frozen parents that clones are forked from."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from multiverse.agent.connection import other_command
+from multiverse.api import TemplateRequest, TemplateView, decode
+from multiverse.cli import progress, render
+from multiverse.client import Client
+from multiverse.config import Settings, load, names_of_hosts
+from multiverse.core.errors import Broken, MultiverseError, Refused, Unknown
+from multiverse.images import catalog, transfer
+from multiverse.images.build import build as build_image
+from multiverse.images.build import expected_duration
+
+# --- multiverse image -------------------------------------------------------------------------------
+
+
+_COPIES = 4  # to hosts at the same time
+
+image_app = typer.Typer(help="Images: bootable disks with everything that a job needs.", no_args_is_help=True)
+
+Directory = Annotated[
+    Path | None,
+    typer.Option("--images", help="Where images are kept; else that of $MULTIVERSE_CONFIG, or the default."),
+]
+
+
+def images_dir(directory: Path | None) -> Path:
+    """The images' directory: the given one, else that of the settings in $MULTIVERSE_CONFIG, else the default."""
+    if directory is not None:
+        return directory
+    config = os.environ.get("MULTIVERSE_CONFIG")
+    return load(Path(config)).qemu.images if config else Settings().qemu.images
+
+
+@image_app.command("build")
+def image_build(
+    flavour: Annotated[str, typer.Argument(metavar="slim|stock", help="slim: no service manager; stock: systemd.")],
+    name: Annotated[str | None, typer.Option("--name", "-n", help="The image's name; else the flavour's.")] = None,
+    package: Annotated[list[str] | None, typer.Option("--package", "-p", help="A Debian package to add.")] = None,
+    hooks: Annotated[
+        Path | None, typer.Option("--hooks", help="A directory of programs, run in the image in the order of names.")
+    ] = None,
+    directory: Directory = None,
+    json: render.Json = False,
+) -> None:
+    """Build an image from this machine's own apt sources. Built before from the same inputs, it is kept."""
+    if flavour not in ("slim", "stock"):
+        raise Refused(f"there is no flavour {flavour}", hint="use one of: multiverse image build slim|stock")
+    if os.geteuid() != 0:
+        raise Refused("building an image needs root", hint="run it with sudo")
+    where = images_dir(directory)
+    with progress.working(f"image {name or flavour}", expected_duration(where, flavour)) as work:
+
+        def say(line: str) -> None:
+            work.say(line)
+            if not json:
+                render.console.print(f"  {line}", markup=False)
+
+        made = build_image(
+            name or flavour,
+            "slim" if flavour == "slim" else "stock",
+            where,
+            packages=tuple(package or ()),
+            hooks=hooks,
+            progress=say,
+        )
+    if json:
+        render.as_json({"name": made.name, "flavour": made.flavour, "key": made.key, "path": str(made.path)})
+    else:
+        render.console.print(f"image {made.name} ({made.flavour}) {made.key[:12]} in {made.path}", markup=False)
+
+
+@image_app.command("list")
+def image_list(directory: Directory = None, json: render.Json = False) -> None:
+    """Show the images that there are."""
+    found = catalog.list_images(images_dir(directory))
+    if json:
+        render.as_json(
+            [{"name": i.name, "flavour": i.flavour, "key": i.key, "packages": list(i.packages), "path": str(i.path)}
+             for i in found]
+        )  # fmt: skip
+        return
+    table = render.table("IMAGE", "FLAVOUR", "KEY", "DISK", "PACKAGES", right=("DISK",), fold=("PACKAGES",))
+    for one in found:
+        taken = (one.path / "disk.raw").stat().st_blocks * 512 / 2**20
+        table.add_row(one.name, one.flavour, one.key[:12], render.memory(taken), " ".join(one.packages))
+    render.show(table, "No images; multiverse image build slim makes one.")
+
+
+@image_app.command("push")
+def image_push(
+    name: Annotated[str, typer.Argument(metavar="IMAGE", help="An image of this machine.")],
+    hosts: Annotated[list[str], typer.Argument(metavar="HOST...", help="Hosts, also as n[1-32].")],
+    config: Annotated[
+        Path, typer.Option("--config", "-c", envvar="MULTIVERSE_CONFIG", help="The settings, a TOML file.")
+    ] = Path("/etc/multiverse/multiverse.toml"),
+    directory: Directory = None,
+) -> None:
+    """Copy an image to hosts, by the way of the setting agent.connect. It appears there when it is complete."""
+    settings = load(config)
+    image = catalog.load(directory or settings.qemu.images, name)
+    names = [name for word in hosts for name in names_of_hosts(word)]
+    if settings.host.name in names:
+        raise Refused(f"{settings.host.name} is this machine", hint=f"its images are in {settings.qemu.images}")
+    commands = {host: other_command(settings.agent.connect, host, "receive-image") for host in names}
+    failed = []
+    with ThreadPoolExecutor(_COPIES) as threads:
+        begun = {threads.submit(transfer.send, image, command): host for host, command in commands.items()}
+        for done in as_completed(begun):
+            try:
+                word = "copied" if done.result() else "there already"
+            except MultiverseError as error:
+                word = f"failed: {error.message}"
+                failed.append(begun[done])
+            render.console.print(f"{begun[done]}: {word}", markup=False)
+    if failed:
+        raise Broken(f"{name} is not on {', '.join(sorted(failed))}", hint="repeat this command for these hosts")
+
+
+# --- multiverse template ----------------------------------------------------------------------------
+
+
+template_app = typer.Typer(help="Templates: frozen parents that clones are forked from.", no_args_is_help=True)
+
+Host = Annotated[str, typer.Option("--host", help="On this host; needed when there are several.")]
+Cpus = Annotated[int | None, typer.Option(help="Of this many CPUs; the base's if only --memory is given.")]
+Memory = Annotated[int | None, typer.Option(help="Of this much memory, in MiB; the base's if only --cpus is given.")]
+Account = Annotated[str | None, typer.Option(help="For the jobs of this account alone; empty for those of all.")]
+LIMIT = 900.0  # seconds to wait for a template to be built or dropped
+
+
+@template_app.command("list")
+def template_list(json: render.Json = False) -> None:
+    """Show templates, and how many VMs were forked from each."""
+    with Client() as client:
+        document = client.templates()
+    if json:
+        return render.as_json(document)
+    columns: dict[str, Callable[[TemplateView], str | Text]] = {
+        "IMAGE": lambda one: one.image,
+        "HOST": lambda one: one.host,
+        "STATE": lambda one: render.state(one.state),
+        "FOR": lambda one: render.age(one.since),
+        "CPUS": lambda one: str(one.cpus),
+        "MEMORY": lambda one: render.memory(one.memory),
+        "ACCOUNT": lambda one: one.account,
+        "VMS": lambda one: str(one.references),
+        "REASON": lambda one: one.reason,
+    }
+    found, empty = decode(list[TemplateView], document), "No templates. A template is built when a job first needs it."
+    render.listed(found, empty, columns, right=("FOR", "CPUS", "MEMORY", "VMS"), fold=("REASON",))
+
+
+@template_app.command("build")
+def template_build(
+    image: Annotated[str, typer.Argument(help="The image's name.")],
+    host: Host = "",
+    cpus: Cpus = None,
+    memory: Memory = None,
+    account: Account = None,
+) -> None:
+    """Build a template now, and wait until it is ready. By default it has the base size and is for all accounts."""
+    with Client() as client:
+        request = _request(client, "build", image, host, cpus=cpus, memory=memory, account=account)
+        with progress.step(f"template of {image} on {request.host}"):
+            found = _wait(
+                client, request, lambda found: bool(found) and all(one.state in ("ready", "broken") for one in found)
+            )
+    for template in found:
+        if template.state == "broken":
+            raise Broken(
+                f"the template of {image} is broken: {template.reason}",
+                hint="build a better image, then build the template again",
+            )
+
+
+@template_app.command("drop")
+def template_drop(
+    image: Annotated[str, typer.Argument(help="The image's name.")],
+    host: Host = "",
+    cpus: Cpus = None,
+    memory: Memory = None,
+    account: Account = None,
+) -> None:
+    """Free the memory of an image's templates: of all, or of those of a size or an account. VMs that were forked from
+    them go on."""
+    with Client() as client:
+        request = _request(client, "drop", image, host, cpus=cpus, memory=memory, account=account)
+        with progress.step(f"dropping the template of {image} on {request.host}"):
+            _wait(client, request, lambda found: not found)
+
+
+def _request(client: Client, verb: str, image: str, host: str, **which: int | str | None) -> TemplateRequest:
+    """Send the request; return it as the daemon committed it, with its defaults filled in."""
+    return TemplateRequest.model_validate(client.template(verb, image, host, **which))
+
+
+def _wait(
+    client: Client, request: TemplateRequest, over: Callable[[Sequence[TemplateView]], bool]
+) -> Sequence[TemplateView]:
+    """The matching templates, once `over` is true of them. The request was committed before: templates that are absent
+    are gone."""
+    wanted: dict[str, Any] = request.model_dump(exclude_none=True)
+    deadline = time.monotonic() + LIMIT
+    while time.monotonic() < deadline:
+        templates = decode(list[TemplateView], client.templates())
+        found = [one for one in templates if all(getattr(one, name) == value for name, value in wanted.items())]
+        if over(found):
+            return found
+        time.sleep(0.1)
+    raise Unknown(
+        f"the templates of {request.image} are not as requested after {LIMIT:g} s", hint="see: multiverse template list"
+    )
