@@ -549,7 +549,7 @@ def test_a_job_that_waits_for_memory_used_by_others_blocks_no_other_job() -> Non
         world = replace(crowd.world, others=others)
         outcome = keeps_its_promises(replace(crowd, arrivals=(large, *crowd.arrivals), world=world, limit=3000.0))
         assert sorted(outcome.results.values()) == sorted([result, *["COMPLETED"] * len(crowd.arrivals)])
-        explained = any("of which others there leave too little" in line for line in outcome.told)
+        explained = any("others there leave too little of it" in line for line in outcome.told)
         assert explained == (result == "CANCELLED")
         last = max(at for at, what in outcome.events if "COMPLETED" in what)
         assert last < 1500, f"the others wait for it, till {last}"

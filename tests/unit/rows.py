@@ -201,3 +201,9 @@ def effects_of(rows: LiveRows) -> Iterator[tuple[Row, Effect]]:
         offer = rows.offers.get(row.id) if isinstance(row, Vm) else None
         if effect := effect_of(row) or (effect_of(offer) if offer else None):
             yield row, effect
+
+
+def indexes_of(state: State) -> dict[str, dict[object, frozenset[int]]]:
+    """All indexes of a state."""
+    indexes = vars(state._indexes).items()
+    return {name: {key: frozenset(index.ids(key)) for key in index} for name, index in indexes}

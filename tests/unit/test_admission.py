@@ -576,7 +576,7 @@ def test_a_job_that_waits_for_memory_of_other_processes_blocks_no_other() -> Non
     floor = "h1 must keep 1000 MiB available"
     both = dict.fromkeys((1, 2), f"waiting for memory: {floor}")
     assert decided(1000 + need - 2000, 2000.0) == ([], both), "it would fit if the VM ended"
-    beyond = {1: f"waiting for memory: {floor}, of which others there leave too little"}
+    beyond = {1: f"waiting for memory: {floor}, and others there leave too little of it"}
     assert decided(1000 + need - 2001, 2000.0) == ([2], beyond)
     assert decided(1000 + need + 1000, 2000.0)[0] == [1, 2]
 

@@ -9,7 +9,7 @@ import pytest
 
 from multiverse.core.context import Context
 from multiverse.core.errors import Broken, Exhausted, Gone, Refused
-from multiverse.core.explanation.explain import explain, host_verdicts
+from multiverse.core.explanation import explain, host_verdicts
 from multiverse.core.model import AttemptState, CloneKind, Key, Template, TemplateState, VmCondition, VmState, text_of
 from multiverse.core.policy import AVOIDED_LIMIT
 from multiverse.core.transition import Command, Done, EffectKind, Event

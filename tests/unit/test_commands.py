@@ -7,7 +7,7 @@ from typing import Literal
 
 import pytest
 
-from multiverse.core.commands import apply_command
+from multiverse.core.changes import apply_command
 from multiverse.core.machines.tables import TABLES
 from multiverse.core.model import (
     AttemptState,

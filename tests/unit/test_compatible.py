@@ -9,7 +9,7 @@ import pytest
 
 from multiverse.core.context import Context
 from multiverse.core.errors import Refused
-from multiverse.core.explanation.what_if import compatible_hosts
+from multiverse.core.explanation import compatible_hosts
 from multiverse.core.model import CloneKind, Drain, Host, HypervisorView, KnownHost, Load, SchedulerView, Size
 from multiverse.core.planner import plan
 from tests.unit.planner_harness import POLICY

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from multiverse.cli import render
-from multiverse.core.admission.reasons import BEHIND
 from multiverse.core.model import (
     AttemptState,
     HypervisorView,
@@ -20,6 +19,7 @@ from multiverse.core.model import (
     World,
     said,
 )
+from multiverse.core.queue import BEHIND
 from multiverse.core.transition import Command
 from multiverse.service.convert import job_views, timeline_view, vm_views, waiting_reasons
 from multiverse.service.hosts import Troubles, host_views

@@ -29,7 +29,7 @@ from multiverse.core.capacity.sizes import largest_on
 from multiverse.core.errors import Refused
 from multiverse.core.model import Drain, Host, HostState, KnownHost, LeasedHost, Size
 from multiverse.core.transition import Command
-from multiverse.ports import NOT_LEASED
+from multiverse.ports.hypervisor import NOT_LEASED
 from multiverse.store import Store
 from multiverse_lab.simulation.clock import VirtualClock
 from multiverse_lab.simulation.loop import run

@@ -65,7 +65,12 @@ def test_attempts_in_quarantine_with_vms_or_whose_job_is_another_run_do_not_wait
                   replace(one, job=replace(one.job, restarts=1))):  # fmt: skip
         queue = queue_of(one)
         queue.put(other)
-        assert (list(queue.candidates), queue.unchecked, queue.shapes(), queue.wanted) == ([], set(), {}, Counter())
+        assert (list(queue.candidates), queue.unchecked, dict(queue._shape_uses), queue.wanted) == (
+            [],
+            set(),
+            {},
+            Counter(),
+        )
 
 
 def test_an_attempt_that_is_set_aside_keeps_its_place_and_its_vms_are_still_wanted() -> None:

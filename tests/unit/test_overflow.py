@@ -10,7 +10,7 @@ from multiverse.api import JobView
 from multiverse.cli.jobs import _reason as reason_shown
 from multiverse.controller.comments import CommentPlan
 from multiverse.core.context import Context
-from multiverse.core.explanation.explain import explain, explain_ended, explain_new
+from multiverse.core.explanation import explain, explain_ended, explain_new
 from multiverse.core.machines.tables import effect_of
 from multiverse.core.model import (
     AttemptState,

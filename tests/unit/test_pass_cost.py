@@ -183,7 +183,7 @@ def looked_at(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         monkeypatch.setattr(owner, name, counted)
 
     for owner, name in (
-        (room, "_refresh"), (room._Search, "usable"), (HostGroup, "put"), (CapacityIndex, "show"),
+        (room, "_refresh"), (room.Search, "usable"), (HostGroup, "put"), (CapacityIndex, "show"),
         (planner, "step_template"), (planner, "step_vm"), (changes, "_mark_source"), (changes, "_follow_hosts"),
         (State, "template_for"), (_FirstFit, "__init__"), (_FirstFit, "put"), (HostKind, "ready_with"),
     ):  # fmt: skip

@@ -8,7 +8,7 @@ import pytest
 
 from multiverse.core import planner
 from multiverse.core.admission import admit
-from multiverse.core.changes import mark_changes
+from multiverse.core.changes import mark_changes, orphans
 from multiverse.core.context import Context
 from multiverse.core.errors import Broken, Exhausted, Gone, Refused, Unknown
 from multiverse.core.machines.tables import TABLES, effect_of
@@ -29,7 +29,6 @@ from multiverse.core.model import (
     VmState,
     text_of,
 )
-from multiverse.core.planner import orphans
 from multiverse.core.state import State
 from multiverse.core.transition import Change, Command, Done, EffectKind, Event
 from multiverse_lab.simulation.promises import orphans_by_looking_at_all

@@ -34,6 +34,7 @@ from multiverse.core.planner import plan
 from multiverse.core.policy import Policy, Pool
 from multiverse.core.transition import Command, Done, EffectKind, Message, Move
 from tests.unit.planner_harness import POLICY, PlannerHarness
+from tests.unit.rows import indexes_of
 
 UNEXPLAINED = "mvtest0-9999"
 """The name of a VM that the host may show, and that no row explains."""
@@ -228,10 +229,10 @@ class RepeatingHarness(PlannerHarness):
         self.found = set[Key]()
 
     def commit(self, *messages: Message) -> list[Move]:
-        before, indexes, addresses = self.state.rows(), self.state.indexes(), dict(self.state.addresses)
+        before, indexes, addresses = self.state.rows(), indexes_of(self.state), dict(self.state.addresses)
         first = list(plan(self.state, self.world, list(messages), self.clock.time, self.policy))
         self.state.rollback()
-        assert (self.state.rows(), self.state.indexes(), dict(self.state.addresses)) == (before, indexes, addresses)
+        assert (self.state.rows(), indexes_of(self.state), dict(self.state.addresses)) == (before, indexes, addresses)
         again = super().commit(*messages)
         assert again == first, "the same rows and observations give the same moves"
         return again

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from multiverse.core.context import Context
-from multiverse.core.explanation.explain import explain
+from multiverse.core.explanation import explain
 from multiverse.core.machines.tables import effect_of
 from multiverse.core.machines.vm import vm_is_settled
 from multiverse.core.model import (

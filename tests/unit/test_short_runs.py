@@ -6,7 +6,7 @@ import pytest
 
 from multiverse.core.context import Context
 from multiverse.core.errors import Broken
-from multiverse.core.explanation.explain import explain
+from multiverse.core.explanation import explain
 from multiverse.core.machines.tables import effect_of
 from multiverse.core.model import (
     MOST_SHORT_RUNS,

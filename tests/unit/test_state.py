@@ -44,7 +44,7 @@ from multiverse.core.rows import Rows, VmsMissing
 from multiverse.core.state import State, quarantine_on_error
 from multiverse.core.transition import TERMINAL, Change, Event, Tables, Transition, transitions, unchanged
 from tests.unit.planner_harness import POLICY
-from tests.unit.rows import SOURCE, attempt, offer, on_host, state, template, vm, world_of
+from tests.unit.rows import SOURCE, attempt, indexes_of, offer, on_host, state, template, vm, world_of
 
 A, V, T, O = AttemptState, VmState, TemplateState, OfferState  # noqa: E741
 MAKERS: dict[RowKind, Callable[..., Row]] = {"attempt": attempt, "vm": vm, "template": template, "offer": offer}
@@ -55,7 +55,7 @@ def everything(held: State) -> tuple[object, ...]:
     """All that a pass can change and the next one reads."""
     owners = [Key(kind, id_) for kind in MAKERS for id_ in range(12)]
     claims = {owner: held.claims.of(owner) for owner in owners}
-    return held.rows(), held.indexes(), dict(held.addresses), claims, held.numbers.next_serial
+    return held.rows(), indexes_of(held), dict(held.addresses), claims, held.numbers.next_serial
 
 
 def assert_consistent(held: State) -> None:
@@ -172,7 +172,7 @@ def test_before_its_first_pass_a_state_has_the_rows_alone() -> None:
     held = State(Rows("test0"), TABLES)
     assert (held.now, held.entropy, held.moves, held.missing, held.learned) == (0.0, "", [], [], {})
     assert (held.paced, dict(held.waiting), held.wanted, held.reasons, held.lacking) == ({}, {}, None, {}, set())
-    assert set(held.indexes()) == {
+    assert set(indexes_of(held)) == {
         "by_job",
         "by_state",
         "vms_by_attempt",

@@ -44,7 +44,7 @@ from multiverse.core.model import (
     VmRef,
     VmSpec,
 )
-from multiverse.ports import NOT_LEASED
+from multiverse.ports.hypervisor import NOT_LEASED
 
 
 class AgentSource:

@@ -14,7 +14,6 @@ from typing import Any
 
 from multiverse.api import JobUsageView, JobView, PoolView, SizeView, SourceView, TemplateView, TimelineView, VmView
 from multiverse.controller.observers import Observer
-from multiverse.core.admission.reasons import reason_of
 from multiverse.core.model import (
     ENDING_STATES,
     PINNED_STATES,
@@ -37,6 +36,7 @@ from multiverse.core.model.identity import without_prefix_length
 from multiverse.core.model.usage import JobUsage
 from multiverse.core.policy import Policy, image_of
 from multiverse.core.pools import PoolStatus
+from multiverse.core.queue import reason_of
 from multiverse.core.rows import Rows
 from multiverse.core.transition import Command
 from multiverse.service.identity import KnownVm

@@ -22,8 +22,17 @@ from multiverse.config import folded
 from multiverse.controller.loop import Controller
 from multiverse.core.context import Context
 from multiverse.core.errors import Refused
-from multiverse.core.explanation.explain import Explanation, HostVerdict, explain, explain_ended, explain_new
-from multiverse.core.explanation.what_if import immediate_capacity, sizes_to_show, usage, what_if
+from multiverse.core.explanation import (
+    Explanation,
+    HostVerdict,
+    explain,
+    explain_ended,
+    explain_new,
+    immediate_capacity,
+    sizes_to_show,
+    usage,
+    what_if,
+)
 from multiverse.core.model import Attempt, AttemptState, CloneKind, Job, Reason, Request, Size, Why
 from multiverse.core.policy import Policy
 from multiverse.ports import Clock

@@ -12,7 +12,7 @@ from multiverse.controller.history import JobUsageRecorder, UtilizationRecorder
 from multiverse.controller.loop import Controller
 from multiverse.core.context import Context
 from multiverse.core.errors import Gone
-from multiverse.core.explanation.what_if import compatible_hosts
+from multiverse.core.explanation import compatible_hosts
 from multiverse.core.model import CloneKind, HostUsage, Size, Usage, Vm
 from multiverse.core.model.usage import combined
 from multiverse.ports import Clock

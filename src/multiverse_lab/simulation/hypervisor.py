@@ -21,7 +21,8 @@ from multiverse.core.model import (
     VmRef,
     VmSpec,
 )
-from multiverse.ports import NOT_LEASED, GuestUsers, Membership, Source, Templates
+from multiverse.ports import GuestUsers, Membership, Source, Templates
+from multiverse.ports.hypervisor import NOT_LEASED
 from multiverse_lab.simulation.machines import Machines
 
 

@@ -13,9 +13,9 @@ from random import Random
 
 from multiverse.agent.hypervisor import AgentSource
 from multiverse.controller.loop import Controller
+from multiverse.core.changes import orphans
 from multiverse.core.errors import Exhausted, Refused
 from multiverse.core.model import LeaseState, VmState
-from multiverse.core.planner import orphans
 from multiverse.core.transition import Command
 from multiverse.ports import Clock, Hypervisor
 from multiverse.store import Store, Transaction

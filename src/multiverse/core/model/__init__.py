@@ -4,107 +4,11 @@ Memory and disk are MiB, times are seconds, processors are counts of vCPUs. Mono
 `Clock.now()` and mean nothing across a reboot; wall times are Unix time.
 """
 
-from multiverse.core.model.basics import ClaimKey, CloneKind, Depth, Key, Placement, RowKind, Size
-from multiverse.core.model.host import (
-    MOST_NODES,
-    OFF_STATES,
-    OTHER_IMAGES,
-    Claim,
-    DiskCost,
-    Drain,
-    EqualHosts,
-    Host,
-    HostFault,
-    HostState,
-    HypervisorView,
-    ImageDisk,
-    JobLimit,
-    JobLimits,
-    KnownHost,
-    NumaNode,
-    Overcommitment,
-)
-from multiverse.core.model.identity import (
-    LAST_DECIMAL,
-    LAST_SERIAL,
-    OF_SITE,
-    SERIAL,
-    Daemon,
-    GuestFile,
-    Identity,
-    Member,
-    Mount,
-    Neighbour,
-    NodeBootstrap,
-    Reach,
-    TaskAccess,
-    User,
-    UserSeen,
-    group_of,
-    is_site,
-    lease_name,
-    mac_of,
-    machine_id,
-    network_id_of,
-    serial_of,
-    site_of,
-    token_of,
-    vm_name,
-    vm_prefix,
-)
-from multiverse.core.model.job import (
-    COMING_LEASES,
-    ENDING_STATES,
-    GIVEN_UP_LEASES,
-    MOST_SHORT_RUNS,
-    OPEN_LEASES,
-    PINNED_STATES,
-    SHORT_RUN,
-    WAITING_STATES,
-    YEAR,
-    Attempt,
-    AttemptState,
-    Job,
-    JobRef,
-    JobState,
-    Lease,
-    LeasedHost,
-    LeaseSpec,
-    LeaseState,
-    Node,
-    NodeReservation,
-    NodeSpec,
-    NodeState,
-    Outcome,
-    PilotSeen,
-    PilotState,
-    Request,
-    SchedulerPart,
-    SchedulerView,
-    first_keeping,
-    first_on,
-)
-from multiverse.core.model.reason import Reason, Why, said, text_of
-from multiverse.core.model.usage import HostUsage, Load, Usage, VmUsage
-from multiverse.core.model.vm import (
-    FAILED_STATES,
-    LEAVING_STATES,
-    UPCOMING_STATES,
-    Fault,
-    Offer,
-    OfferState,
-    Place,
-    Stage,
-    Template,
-    TemplateCondition,
-    TemplateKey,
-    TemplateSeen,
-    TemplateState,
-    Vm,
-    VmCondition,
-    VmRef,
-    VmSeen,
-    VmSpec,
-    VmState,
-)
-from multiverse.core.model.world import Forecast, Observation, Row, Seen, World
+from multiverse.core.model.basics import *
+from multiverse.core.model.host import *
+from multiverse.core.model.identity import *
+from multiverse.core.model.job import *
+from multiverse.core.model.reason import *
+from multiverse.core.model.usage import *
+from multiverse.core.model.vm import *
+from multiverse.core.model.world import *
