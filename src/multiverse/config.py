@@ -18,7 +18,9 @@ from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException
 from pydantic import Field, TypeAdapter, ValidationError
 
 from multiverse.core.errors import Refused
-from multiverse.core.model import CloneKind, Depth, Mount, Overcommitment, Placement, Reach
+from multiverse.core.model.basics import CloneKind, Depth, Placement
+from multiverse.core.model.host import Overcommitment
+from multiverse.core.model.identity import Mount, Reach
 
 _LONGEST_SOCKET = "/mvxxxxx-99999999/agent"  # below qemu.run
 LEAST_SELF_FENCE = 60.0  # seconds: contact is made every few seconds, and lost for a moment by a restart

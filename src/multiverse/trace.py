@@ -19,7 +19,10 @@ from typing import Any, TypeVar
 import structlog
 
 from multiverse.core.errors import Refused
-from multiverse.core.model import HypervisorView, Job, JobRef, SchedulerPart, SchedulerView, Size, TemplateKey
+from multiverse.core.model.basics import Size
+from multiverse.core.model.host import HypervisorView
+from multiverse.core.model.job import Job, JobRef, SchedulerPart, SchedulerView
+from multiverse.core.model.vm import TemplateKey
 from multiverse.ports import Clock, Hypervisor, Scheduler
 from multiverse.ports.around import PortCall, around
 

@@ -18,22 +18,10 @@ from tests.contract.agents import agents_of, controller
 from multiverse.bundles.composite import CompositeHypervisor
 from multiverse.bundles.contract import DaemonTask, Followed
 from multiverse.core.errors import Broken, Exhausted, Gone, Refused
-from multiverse.core.model import (
-    CloneKind,
-    Daemon,
-    Host,
-    HypervisorView,
-    Identity,
-    NodeBootstrap,
-    Size,
-    TemplateCondition,
-    TemplateKey,
-    User,
-    VmCondition,
-    VmRef,
-    VmSeen,
-    VmSpec,
-)
+from multiverse.core.model.basics import CloneKind, Size
+from multiverse.core.model.host import Host, HypervisorView
+from multiverse.core.model.identity import Daemon, Identity, NodeBootstrap, User
+from multiverse.core.model.vm import TemplateCondition, TemplateKey, VmCondition, VmRef, VmSeen, VmSpec
 from multiverse.ports import GuestUsers, Hypervisor, Source, Templates
 from multiverse_lab.simulation.cloud import CLOUD_ABILITIES, QUOTA
 from multiverse_lab.simulation.loop import run

@@ -11,7 +11,8 @@ from tests.contract.agents import agents_of, controller
 from tests.contract.test_hypervisor_contract import PAIRS, Check, Harness, Simulated
 
 from multiverse.core.errors import Gone, MultiverseError, Refused
-from multiverse.core.model import CloneKind, Size, TemplateCondition, VmCondition
+from multiverse.core.model.basics import CloneKind, Size
+from multiverse.core.model.vm import TemplateCondition, VmCondition
 from multiverse_lab.simulation.loop import run
 from multiverse_lab.simulation.world import Pair
 

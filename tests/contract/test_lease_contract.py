@@ -16,8 +16,9 @@ from random import Random
 import pytest
 
 from multiverse.core.errors import Refused
-from multiverse.core.model import LeaseSpec, PilotSeen, PilotState, SchedulerView, Size
+from multiverse.core.model.basics import Size
 from multiverse.core.model.identity import lease_name
+from multiverse.core.model.job import LeaseSpec, PilotSeen, PilotState, SchedulerView
 from multiverse.ports import Leases, Scheduler
 from multiverse_lab.simulation.clock import EPOCH
 from multiverse_lab.simulation.loop import run

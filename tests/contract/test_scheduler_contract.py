@@ -17,26 +17,10 @@ import pytest
 
 from multiverse.core.clones.spares import node_spec
 from multiverse.core.errors import Gone, NotYet, Refused, Stale, Unknown
-from multiverse.core.model import (
-    Attempt,
-    CloneKind,
-    Depth,
-    Identity,
-    Job,
-    JobRef,
-    JobState,
-    NodeState,
-    Place,
-    Request,
-    SchedulerPart,
-    SchedulerView,
-    Size,
-    TemplateKey,
-    Vm,
-    VmRef,
-    VmSpec,
-    VmState,
-)
+from multiverse.core.model.basics import CloneKind, Depth, Size
+from multiverse.core.model.identity import Identity
+from multiverse.core.model.job import Attempt, Job, JobRef, JobState, NodeState, Request, SchedulerPart, SchedulerView
+from multiverse.core.model.vm import Place, TemplateKey, Vm, VmRef, VmSpec, VmState
 from multiverse.ports import Offers, Parts, Scheduler
 from multiverse_lab.simulation.cluster import ClusterSettings
 from multiverse_lab.simulation.hypervisor import SimulatedHosts

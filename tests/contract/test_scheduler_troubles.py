@@ -14,7 +14,7 @@ import pytest
 from tests.contract.test_scheduler_contract import PAIRS, Check, Harness, Simulated, later, next_run
 
 from multiverse.core.errors import Gone, MultiverseError, NotYet, Refused, Stale, Unknown
-from multiverse.core.model import Job, JobRef, JobState, NodeState
+from multiverse.core.model.job import Job, JobRef, JobState, NodeState
 from multiverse_lab.simulation.loop import run
 from multiverse_lab.simulation.world import Pair
 

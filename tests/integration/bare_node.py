@@ -15,7 +15,7 @@ import pytest
 from multiverse import config
 from multiverse.config import JobVmSettings
 from multiverse.core.errors import Broken
-from multiverse.core.model import vm_prefix
+from multiverse.core.model.identity import vm_prefix
 from multiverse.drivers.slurm.site.install import loads_plugin, plugstack
 from multiverse.service.job_vms import site_of_node
 from multiverse_lab.lab import baremetal

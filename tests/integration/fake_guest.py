@@ -9,7 +9,9 @@ import subprocess
 from pathlib import Path
 
 from multiverse.config import Settings
-from multiverse.core.model import NodeBootstrap, NodeSpec, Size
+from multiverse.core.model.basics import Size
+from multiverse.core.model.identity import NodeBootstrap
+from multiverse.core.model.job import NodeSpec
 from multiverse.guest.agent.system import MOST_WAIT, make_pipe
 from multiverse.guest.protocol import USER_ADDED
 

@@ -17,7 +17,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from multiverse.core.model import CloneKind, Member
+from multiverse.core.model.basics import CloneKind
+from multiverse.core.model.identity import Member
 from multiverse.host import manifest, network
 from multiverse.host.firewall import Firewall
 from multiverse.host.manifest import Manifest, VmPhase

@@ -24,7 +24,9 @@ import structlog
 
 from multiverse.config import Settings
 from multiverse.controller.loop import Controller
-from multiverse.core.model import Host, JobState, Size
+from multiverse.core.model.basics import Size
+from multiverse.core.model.host import Host
+from multiverse.core.model.job import JobState
 from multiverse.service.api import make_api
 from multiverse.service.backend import Backend
 from multiverse.service.publisher import Publisher

@@ -27,7 +27,7 @@ from multiverse.agent.connection import (
 from multiverse.agent.hypervisor import AgentHypervisor
 from multiverse.config import Settings
 from multiverse.core.errors import Unknown
-from multiverse.core.model import VmCondition, VmRef
+from multiverse.core.model.vm import VmCondition, VmRef
 from tests.contract.test_hypervisor_contract import SUITE, Check
 from tests.contract.test_hypervisor_troubles import TROUBLES
 from tests.integration.test_contract_qemu import LONG, Real

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from multiverse.core.model import Daemon, VmRef, VmSpec
+from multiverse.core.model.identity import Daemon
+from multiverse.core.model.vm import VmRef, VmSpec
 from multiverse.drivers.qemu.driver import QemuHypervisor
 from tests.integration.conftest import GUESTS_NETWORK
 from tests.integration.test_qemu_driver import HEAD, SITE, Lab, lab, swept, until

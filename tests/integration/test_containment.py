@@ -21,7 +21,9 @@ import pytest
 
 from multiverse.config import Settings
 from multiverse.core.errors import Broken, Exhausted
-from multiverse.core.model import CloneKind, Daemon, Size, VmCondition, VmRef
+from multiverse.core.model.basics import CloneKind, Size
+from multiverse.core.model.identity import Daemon
+from multiverse.core.model.vm import VmCondition, VmRef
 from multiverse.drivers.qemu.driver import QemuHypervisor, host_config
 from multiverse.host import manifest, namespaces, process
 from multiverse.host.manifest import Specification

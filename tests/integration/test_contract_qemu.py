@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from multiverse.config import QemuSettings, Settings
-from multiverse.core.model import Size, VmRef
+from multiverse.core.model.basics import Size
+from multiverse.core.model.vm import VmRef
 from multiverse.drivers.qemu.driver import QemuHypervisor
 from multiverse.host import manifest
 from multiverse.host.qemu.channels import Monitor

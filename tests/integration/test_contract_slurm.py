@@ -17,7 +17,8 @@ import pytest
 
 from multiverse.core.clones.spares import node_spec
 from multiverse.core.errors import Refused
-from multiverse.core.model import Attempt, Vm
+from multiverse.core.model.job import Attempt
+from multiverse.core.model.vm import Vm
 from multiverse.drivers.slurm.driver import SlurmScheduler
 from multiverse_lab.lab import lifecycle
 from multiverse_lab.lab.plan import LabOptions

@@ -7,7 +7,8 @@ import os
 
 import pytest
 
-from multiverse.core.model import CloneKind, VmCondition
+from multiverse.core.model.basics import CloneKind
+from multiverse.core.model.vm import VmCondition
 from tests.integration.conftest import SCRATCH
 from tests.integration.test_qemu_driver import BASE, Lab, answers_of, lab, swept
 

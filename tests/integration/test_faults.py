@@ -7,7 +7,7 @@ import time
 import pytest
 
 from multiverse.core.machines.tables import TABLES
-from multiverse.core.model import LeaseState
+from multiverse.core.model.job import LeaseState
 from tests.integration.conftest import LabUnderTest
 from tests.integration.restarting_daemon import RestartingDaemon, StartDaemon, attempt_is, counting_job
 from tests.integration.watch import accounted, kept_by_slurm, mend, nothing_left, until, written

@@ -13,7 +13,7 @@ import pytest
 
 from multiverse.config import Settings
 from multiverse.core.errors import Broken
-from multiverse.core.model import CloneKind, Size
+from multiverse.core.model.basics import CloneKind, Size
 from multiverse.drivers.qemu.driver import QemuHypervisor
 from multiverse.host import manifest
 from multiverse.host.qemu import abilities

@@ -14,7 +14,8 @@ import pytest
 
 from multiverse.client import Client
 from multiverse.core.errors import Refused
-from multiverse.core.model import CloneKind, Size, VmCondition
+from multiverse.core.model.basics import CloneKind, Size
+from multiverse.core.model.vm import VmCondition
 from multiverse.host import manifest
 from multiverse.host.manifest import Manifest, VmPhase
 from multiverse.host.qemu import observation

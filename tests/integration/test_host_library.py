@@ -15,7 +15,8 @@ import pytest
 
 from multiverse.config import Settings
 from multiverse.core.errors import Refused
-from multiverse.core.model import CloneKind, VmCondition, VmRef, VmSpec
+from multiverse.core.model.basics import CloneKind
+from multiverse.core.model.vm import VmCondition, VmRef, VmSpec
 from multiverse.drivers.qemu.driver import QemuHypervisor, host_config
 from multiverse.host import manifest
 from multiverse.host.manifest import Manifest, Specification

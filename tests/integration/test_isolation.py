@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from multiverse.core.model import Daemon, Size, VmRef
+from multiverse.core.model.basics import Size
+from multiverse.core.model.identity import Daemon
+from multiverse.core.model.vm import VmRef
 from multiverse.host import manifest
 from multiverse.host.cgroups import Cgroups
 from multiverse.host.qemu.session import FrozenTemplate

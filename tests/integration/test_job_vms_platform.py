@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from multiverse import config
-from multiverse.core.model import vm_prefix
+from multiverse.core.model.identity import vm_prefix
 from multiverse.host import manifest
 from multiverse.service.job_vms import site_of_node
 from multiverse_lab.lab import baremetal

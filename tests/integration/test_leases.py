@@ -21,8 +21,10 @@ from multiverse.bundles.qemu.platform import PilotTransport
 from multiverse.client import Client
 from multiverse.config import LEASE_RESERVE, JobVmSettings, LeaseSettings, Settings
 from multiverse.core.errors import MultiverseError, Unknown
-from multiverse.core.model import CloneKind, HypervisorView, LeasedHost, LeaseSpec, PilotSeen, PilotState, Size
+from multiverse.core.model.basics import CloneKind, Size
+from multiverse.core.model.host import HypervisorView
 from multiverse.core.model.identity import lease_name
+from multiverse.core.model.job import LeasedHost, LeaseSpec, PilotSeen, PilotState
 from multiverse.drivers.slurm.driver import SlurmScheduler
 from multiverse.drivers.slurm.leases import PilotSteps
 from multiverse.host import manifest

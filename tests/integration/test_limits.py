@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from multiverse.client import Client
-from multiverse.core.admission.reasons import BEHIND
-from multiverse.core.model import serial_of
+from multiverse.core.model.identity import serial_of
+from multiverse.core.queue import BEHIND
 from multiverse_lab.lab import lifecycle
 from multiverse_lab.lab.plan import LabOptions
 from multiverse_lab.lab.services import CONTROLLER

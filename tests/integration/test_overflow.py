@@ -13,7 +13,7 @@ import pytest
 from multiverse import config
 from multiverse.client import Client
 from multiverse.core.errors import Refused
-from multiverse.core.model import Job, JobState
+from multiverse.core.model.job import Job, JobState
 from multiverse.drivers.slurm.driver import SlurmScheduler
 from multiverse_lab.lab import lifecycle
 from multiverse_lab.lab.plan import LabOptions

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from multiverse.core.errors import NotYet
-from multiverse.core.model import JobState
+from multiverse.core.model.job import JobState
 from tests.integration.backfill_cycles import backfill_each_second, cycles, slurmctld, words
 from tests.integration.test_contract_slurm import RealSlurm
 from tests.integration.watch import release

@@ -15,21 +15,9 @@ import pytest
 
 from multiverse.config import QemuSettings, Settings
 from multiverse.core.errors import Broken, Gone, MultiverseError
-from multiverse.core.model import (
-    CloneKind,
-    Daemon,
-    GuestFile,
-    Identity,
-    NodeBootstrap,
-    Size,
-    Stage,
-    TemplateCondition,
-    TemplateKey,
-    User,
-    VmCondition,
-    VmRef,
-    VmSpec,
-)
+from multiverse.core.model.basics import CloneKind, Size
+from multiverse.core.model.identity import Daemon, GuestFile, Identity, NodeBootstrap, User
+from multiverse.core.model.vm import Stage, TemplateCondition, TemplateKey, VmCondition, VmRef, VmSpec
 from multiverse.drivers.qemu.driver import QemuHypervisor
 from multiverse.host import manifest
 from tests.integration.conftest import GUESTS_NETWORK

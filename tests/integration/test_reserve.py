@@ -15,7 +15,11 @@ import pytest
 import sqlalchemy as sa
 
 from multiverse.core.errors import Exhausted
-from multiverse.core.model import AttemptState, Claim, ClaimKey, Size, VmState, said
+from multiverse.core.model.basics import ClaimKey, Size
+from multiverse.core.model.host import Claim
+from multiverse.core.model.job import AttemptState
+from multiverse.core.model.reason import said
+from multiverse.core.model.vm import VmState
 from multiverse.core.transition import Change, Event, Move
 from multiverse.store import Store
 from multiverse.store.reserve import PAGES

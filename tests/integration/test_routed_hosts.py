@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from multiverse.client import Client
-from multiverse.core.model import mac_of, network_id_of, serial_of, site_of
+from multiverse.core.model.identity import mac_of, network_id_of, serial_of, site_of
 from multiverse.system import kernel
 from multiverse_lab.lab import lifecycle
 from multiverse_lab.lab.hosts.services import host_services

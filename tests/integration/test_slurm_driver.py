@@ -15,19 +15,9 @@ import pytest
 
 from multiverse.config import Settings
 from multiverse.core.errors import Gone, MultiverseError, Refused, Stale, Unknown
-from multiverse.core.model import (
-    YEAR,
-    CloneKind,
-    EqualHosts,
-    Job,
-    JobLimit,
-    JobLimits,
-    JobRef,
-    JobState,
-    NodeState,
-    SchedulerView,
-    Size,
-)
+from multiverse.core.model.basics import CloneKind, Size
+from multiverse.core.model.host import EqualHosts, JobLimit, JobLimits
+from multiverse.core.model.job import YEAR, Job, JobRef, JobState, NodeState, SchedulerView
 from multiverse.drivers.slurm.command import Completed, SlurmCommands, execute
 from multiverse.drivers.slurm.driver import SlurmScheduler
 from multiverse.drivers.slurm.reading.nodes import reached_nodes

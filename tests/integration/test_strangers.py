@@ -21,7 +21,8 @@ from multiverse.api import ExplanationsView, HostView, JobView, StatusView, VmVi
 from multiverse.client import Client
 from multiverse.config import ImageSettings, Settings, UsersSettings, WebSettings
 from multiverse.core.errors import Refused
-from multiverse.core.model import CloneKind, JobState, Size
+from multiverse.core.model.basics import CloneKind, Size
+from multiverse.core.model.job import JobState
 from multiverse.service.daemon import serve
 from multiverse_lab.simulation.bundles import WORLDS, world_of
 from multiverse_lab.simulation.jobs import Batch

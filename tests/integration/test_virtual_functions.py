@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from multiverse.core.model import Size, TemplateKey
+from multiverse.core.model.basics import Size
+from multiverse.core.model.vm import TemplateKey
 from multiverse.drivers.qemu.driver import JOB_SITE, host_config
 from multiverse.host.qemu.library import QemuHost
 from tests.integration import iommu_guest, vm_with_function

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from multiverse.client import Client
-from multiverse.core.admission.reasons import BEHIND
+from multiverse.core.queue import BEHIND
 from multiverse_lab.lab.services import CONTROLLER
 from tests.integration.conftest import LabUnderTest
 from tests.integration.watch import latest, until

@@ -18,7 +18,7 @@ from typing import Any
 
 from multiverse.agent.jobs import JobVmService, JobVmSizes
 from multiverse.config import AgentSettings, HostSettings, JobVmSettings, QemuSettings, Settings
-from multiverse.core.model import User
+from multiverse.core.model.identity import User
 from multiverse.drivers.qemu.job_vms import QemuJobVms
 from multiverse.host import manifest
 from multiverse.host.virtual_functions import RECORDS, VirtualFunctions

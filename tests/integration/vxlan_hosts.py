@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 
 from multiverse.core.errors import Refused
-from multiverse.core.model import Neighbour
+from multiverse.core.model.identity import Neighbour
 from multiverse.host.vxlan import Vxlan, VxlanConfig
 from multiverse.pilot.lease import LeaseDirectory, join_vxlan, leave_vxlan, vxlan_of_node
 from multiverse.system import kernel

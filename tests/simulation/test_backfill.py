@@ -9,7 +9,9 @@ import pytest
 
 from multiverse.config import BackfillSettings, Settings
 from multiverse.core.admission import backfill
-from multiverse.core.model import Host, Size, text_of
+from multiverse.core.model.basics import Size
+from multiverse.core.model.host import Host
+from multiverse.core.model.reason import text_of
 from multiverse_lab.simulation.faults import Incident, IncidentKind
 from multiverse_lab.simulation.generate import crowded
 from multiverse_lab.simulation.jobs import Batch

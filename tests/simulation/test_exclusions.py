@@ -8,7 +8,7 @@ import pytest
 
 from multiverse.config import PoolSettings, Settings
 from multiverse.core import pools
-from multiverse.core.model import Depth, Size
+from multiverse.core.model.basics import Depth, Size
 from multiverse.core.transition import Event
 from multiverse_lab.simulation.cluster import ClusterSettings
 from multiverse_lab.simulation.faults import FaultKind, Incident, IncidentKind, PlannedFault

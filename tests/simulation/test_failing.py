@@ -8,7 +8,9 @@ import pytest
 from tests.sampled import one_in
 
 from multiverse.config import PacingSettings, Settings
-from multiverse.core.model import Attempt, Host, Size
+from multiverse.core.model.basics import Size
+from multiverse.core.model.host import Host
+from multiverse.core.model.job import Attempt
 from multiverse.core.policy import Policy
 from multiverse_lab.simulation.faults import Incident, IncidentKind
 from multiverse_lab.simulation.generate import failing

@@ -9,7 +9,8 @@ import pytest
 from tests.sampled import one_in
 
 from multiverse.config import FenceSettings, PacingSettings, Settings
-from multiverse.core.model import Host, Size
+from multiverse.core.model.basics import Size
+from multiverse.core.model.host import Host
 from multiverse_lab.simulation.cluster import ClusterSettings
 from multiverse_lab.simulation.faults import Incident, IncidentKind
 from multiverse_lab.simulation.generate import operated

@@ -8,7 +8,8 @@ import pytest
 from tests.sampled import one_in
 
 from multiverse.config import OverflowSettings, Settings
-from multiverse.core.model import Host, Size
+from multiverse.core.model.basics import Size
+from multiverse.core.model.host import Host
 from multiverse_lab.simulation.cluster import ClusterSettings
 from multiverse_lab.simulation.generate import OVERFLOWING_PARTITION, overflowing
 from multiverse_lab.simulation.jobs import Batch

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from multiverse.config import ImageSettings, PoolSettings, Settings
-from multiverse.core.model import CloneKind, Depth, Host, Size
+from multiverse.core.model.basics import CloneKind, Depth, Size
+from multiverse.core.model.host import Host
 from multiverse_lab.simulation.cloud import CLOUD_ABILITIES, QUOTA
 from multiverse_lab.simulation.faults import FaultKind, Incident, IncidentKind, PlannedFault
 from multiverse_lab.simulation.generate import PAIRS, with_faults, without_faults

@@ -8,7 +8,8 @@ from random import Random
 import pytest
 
 from multiverse.config import PacingSettings, PlacementSettings, Settings
-from multiverse.core.model import Host, Overcommitment, Placement, Size
+from multiverse.core.model.basics import Placement, Size
+from multiverse.core.model.host import Host, Overcommitment
 from multiverse_lab.simulation.faults import IncidentKind, Odds, every
 from multiverse_lab.simulation.jobs import Batch
 from multiverse_lab.simulation.machines import ABILITIES, Machines

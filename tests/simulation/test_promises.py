@@ -29,22 +29,12 @@ from multiverse.core.capacity.sizes import vm_claim, vm_size
 from multiverse.core.errors import Refused
 from multiverse.core.machines import vm as vm_machine
 from multiverse.core.machines.tables import TABLES
-from multiverse.core.model import (
-    CloneKind,
-    Depth,
-    DiskCost,
-    EqualHosts,
-    Host,
-    JobLimit,
-    JobLimits,
-    Overcommitment,
-    SchedulerView,
-    Size,
-    Vm,
-    VmState,
-    World,
-    said,
-)
+from multiverse.core.model.basics import CloneKind, Depth, Size
+from multiverse.core.model.host import DiskCost, EqualHosts, Host, JobLimit, JobLimits, Overcommitment
+from multiverse.core.model.job import SchedulerView
+from multiverse.core.model.reason import said
+from multiverse.core.model.vm import Vm, VmState
+from multiverse.core.model.world import World
 from multiverse.core.policy import Policy
 from multiverse.core.state import State
 from multiverse.core.transition import Change, Event
@@ -549,7 +539,7 @@ def test_a_job_that_waits_for_memory_used_by_others_blocks_no_other_job() -> Non
         world = replace(crowd.world, others=others)
         outcome = keeps_its_promises(replace(crowd, arrivals=(large, *crowd.arrivals), world=world, limit=3000.0))
         assert sorted(outcome.results.values()) == sorted([result, *["COMPLETED"] * len(crowd.arrivals)])
-        explained = any("of which others there leave too little" in line for line in outcome.told)
+        explained = any("others there leave too little of it" in line for line in outcome.told)
         assert explained == (result == "CANCELLED")
         last = max(at for at, what in outcome.events if "COMPLETED" in what)
         assert last < 1500, f"the others wait for it, till {last}"

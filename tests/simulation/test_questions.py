@@ -6,10 +6,11 @@ import pytest
 from tests.sampled import one_in
 
 from multiverse.controller.loop import Controller
-from multiverse.core.admission.reasons import reason_of
-from multiverse.core.explanation.explain import explain
-from multiverse.core.explanation.what_if import immediate_capacity, sizes_to_show, usage, what_if
-from multiverse.core.model import AttemptState, Request, Size, text_of
+from multiverse.core.explanation import explain, immediate_capacity, sizes_to_show, usage, what_if
+from multiverse.core.model.basics import Size
+from multiverse.core.model.job import AttemptState, Request
+from multiverse.core.model.reason import text_of
+from multiverse.core.queue import reason_of
 from multiverse_lab.simulation.generate import crowded, operated, with_faults
 from multiverse_lab.simulation.run import simulate
 from multiverse_lab.simulation.scenario import Scenario

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from multiverse.core.model import Host, Job, Size
+from multiverse.core.model.basics import Size
+from multiverse.core.model.host import Host
+from multiverse.core.model.job import Job
 from multiverse_lab.simulation.cluster import Cluster
 from multiverse_lab.simulation.generate import requesting
 from multiverse_lab.simulation.jobs import Batch, JobRecord

@@ -9,7 +9,7 @@ import pytest
 from tests.sampled import one_in
 
 from multiverse.config import PoolSettings, Settings
-from multiverse.core.model import Depth, Size
+from multiverse.core.model.basics import Depth, Size
 from multiverse_lab.simulation.cluster import ClusterSettings
 from multiverse_lab.simulation.faults import Incident, IncidentKind
 from multiverse_lab.simulation.jobs import Batch

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from multiverse.core.model import Host, Size
+from multiverse.core.model.basics import Size
+from multiverse.core.model.host import Host
 from multiverse_lab.simulation.faults import FOREVER, Incident, IncidentKind
 from multiverse_lab.simulation.jobs import Batch
 from multiverse_lab.simulation.machines import ABILITIES

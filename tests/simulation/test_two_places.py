@@ -12,7 +12,8 @@ from random import Random
 import pytest
 from tests.sampled import one_in
 
-from multiverse.core.model import Host, Size
+from multiverse.core.model.basics import Size
+from multiverse.core.model.host import Host
 from multiverse_lab.simulation.faults import Incident, IncidentKind, Odds
 from multiverse_lab.simulation.jobs import Batch
 from multiverse_lab.simulation.machines import ABILITIES

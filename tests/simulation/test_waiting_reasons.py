@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from multiverse.core.admission.reasons import BEHIND
-from multiverse.core.model import Host, JobRef, Size
+from multiverse.core.model.basics import Size
+from multiverse.core.model.host import Host
+from multiverse.core.model.job import JobRef
+from multiverse.core.queue import BEHIND
 from multiverse_lab.simulation.faults import CALL_IDS, Incident, IncidentKind
 from multiverse_lab.simulation.jobs import Batch
 from multiverse_lab.simulation.machines import ABILITIES

@@ -6,22 +6,11 @@ from dataclasses import replace
 from math import inf
 
 from multiverse.core.machines.tables import permitted_effects
-from multiverse.core.model import (
-    Host,
-    HypervisorView,
-    Job,
-    Lease,
-    Observation,
-    PilotSeen,
-    PilotState,
-    Seen,
-    Size,
-    TemplateCondition,
-    TemplateKey,
-    TemplateSeen,
-    Vm,
-    VmSeen,
-)
+from multiverse.core.model.basics import Size
+from multiverse.core.model.host import Host, HypervisorView
+from multiverse.core.model.job import Job, Lease, PilotSeen, PilotState
+from multiverse.core.model.vm import TemplateCondition, TemplateKey, TemplateSeen, Vm, VmSeen
+from multiverse.core.model.world import Observation, Seen
 from multiverse.core.policy import LeasePolicy, Policy
 from multiverse.core.transition import EffectKind, Move
 from tests.unit.planner_harness import POLICY, PlannerHarness

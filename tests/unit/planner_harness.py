@@ -8,40 +8,31 @@ from pathlib import Path
 
 from multiverse.bundles.contract import PlatformContext
 from multiverse.config import Settings
+from multiverse.core.changes import orphans
 from multiverse.core.machines.tables import TABLES, permitted_effects
-from multiverse.core.model import (
+from multiverse.core.model.basics import Key, Size
+from multiverse.core.model.host import Host, HypervisorView
+from multiverse.core.model.job import (
     Attempt,
-    Host,
-    HypervisorView,
     Job,
     JobRef,
     JobState,
-    Key,
     Node,
     NodeReservation,
     NodeState,
-    Observation,
     Request,
     SchedulerView,
-    Seen,
-    Size,
-    TemplateCondition,
-    TemplateKey,
-    TemplateSeen,
-    Vm,
-    VmCondition,
-    VmSeen,
-    VmState,
-    World,
 )
-from multiverse.core.planner import orphans, plan
+from multiverse.core.model.vm import TemplateCondition, TemplateKey, TemplateSeen, Vm, VmCondition, VmSeen, VmState
+from multiverse.core.model.world import Observation, Seen, World
+from multiverse.core.planner import plan
 from multiverse.core.policy import Policy
 from multiverse.core.rows import Rows
 from multiverse.core.state import State
 from multiverse.core.transition import Done, Event, Message, Move
 from multiverse.store import Store
 from multiverse_lab.simulation.promises import moves_at_rest, orphans_by_looking_at_all
-from tests.unit.rows import IMAGES, SOURCE, effects_of
+from tests.unit.rows import IMAGES, SOURCE, effects_of, indexes_of
 
 POLICY = Policy(subnet=ipaddress.IPv4Network("10.9.0.0/16"), gateway="10.9.0.1")
 
@@ -188,7 +179,7 @@ class PlannerHarness:
     def compare_with_a_state_made_anew(self) -> None:
         """The indexes are kept, rows that are not looked at again would not move, and the queue is the same."""
         anew = State(self.store.rows(), TABLES)
-        assert self.state.indexes() == anew.indexes(), "the indexes are kept"
+        assert indexes_of(self.state) == indexes_of(anew), "the indexes are kept"
         assert _held(self.state) == _held(anew), "and what claims hold"
         assert moves_at_rest(self.state, self.world, self.clock.time, self.policy) == []
         assert orphans(self.state, self.world) == orphans_by_looking_at_all(self.state, self.world)
@@ -199,7 +190,7 @@ class PlannerHarness:
                 anew.queue.put(attempt)
             queue = self.state.queue
             assert sorted([*queue.candidates.entries(), *queue.unfit.entries()]) == anew.queue.candidates.entries()
-            assert (queue.wanted, queue.shapes()) == (anew.queue.wanted, anew.queue.shapes())
+            assert (queue.wanted, dict(queue._shape_uses)) == (anew.queue.wanted, dict(anew.queue._shape_uses))
 
     @property
     def reasons(self) -> dict[str, str]:

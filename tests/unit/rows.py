@@ -7,27 +7,23 @@ from dataclasses import replace
 from typing import Any
 
 from multiverse.core.machines.tables import TABLES, effect_of
-from multiverse.core.model import (
+from multiverse.core.model.basics import CloneKind, Size
+from multiverse.core.model.host import Claim, HostState, HypervisorView, KnownHost
+from multiverse.core.model.job import (
     Attempt,
     AttemptState,
-    Claim,
-    CloneKind,
-    HostState,
-    HypervisorView,
     JobRef,
-    KnownHost,
     Lease,
     LeaseSpec,
     LeaseState,
-    Observation,
+    Request,
+    SchedulerView,
+)
+from multiverse.core.model.reason import said
+from multiverse.core.model.vm import (
     Offer,
     OfferState,
     Place,
-    Request,
-    Row,
-    SchedulerView,
-    Seen,
-    Size,
     Template,
     TemplateCondition,
     TemplateKey,
@@ -35,9 +31,8 @@ from multiverse.core.model import (
     TemplateState,
     Vm,
     VmState,
-    World,
-    said,
 )
+from multiverse.core.model.world import Observation, Row, Seen, World
 from multiverse.core.rows import LiveRows, Rows
 from multiverse.core.state import State
 from multiverse.core.transition import Change, Effect, Move
@@ -201,3 +196,9 @@ def effects_of(rows: LiveRows) -> Iterator[tuple[Row, Effect]]:
         offer = rows.offers.get(row.id) if isinstance(row, Vm) else None
         if effect := effect_of(row) or (effect_of(offer) if offer else None):
             yield row, effect
+
+
+def indexes_of(state: State) -> dict[str, dict[object, frozenset[int]]]:
+    """All indexes of a state."""
+    indexes = vars(state._indexes).items()
+    return {name: {key: frozenset(index.ids(key)) for key in index} for name, index in indexes}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 
-from multiverse.core.model import Job
+from multiverse.core.model.job import Job
 from multiverse.drivers.slurm.reading import parse
 from multiverse.drivers.slurm.reading.parse import Record, SiteNames, Uses
 

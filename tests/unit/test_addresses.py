@@ -11,7 +11,7 @@ import pytest
 
 from multiverse.controller.publication import AddressBook
 from multiverse.core.errors import Exhausted
-from multiverse.core.model import Vm, VmState
+from multiverse.core.model.vm import Vm, VmState
 from multiverse.core.transition import Change, Event, Move
 from multiverse_lab.simulation.clock import VirtualClock
 from multiverse_lab.simulation.loop import run

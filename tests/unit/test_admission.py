@@ -11,21 +11,11 @@ from multiverse.core.capacity.room import room_of
 from multiverse.core.capacity.sizes import largest_on, template_claim, vm_claim, vm_size
 from multiverse.core.context import Context
 from multiverse.core.machines.tables import TABLES
-from multiverse.core.model import (
-    AttemptState,
-    Claim,
-    CloneKind,
-    Depth,
-    Host,
-    HypervisorView,
-    Job,
-    JobState,
-    Key,
-    KnownHost,
-    Overcommitment,
-    Request,
-    SchedulerView,
-    Size,
+from multiverse.core.model.basics import CloneKind, Depth, Key, Size
+from multiverse.core.model.host import Claim, Host, HypervisorView, KnownHost, Overcommitment
+from multiverse.core.model.job import AttemptState, Job, JobState, Request, SchedulerView
+from multiverse.core.model.reason import text_of
+from multiverse.core.model.vm import (
     Template,
     TemplateCondition,
     TemplateKey,
@@ -35,9 +25,8 @@ from multiverse.core.model import (
     VmCondition,
     VmSeen,
     VmState,
-    World,
-    text_of,
 )
+from multiverse.core.model.world import World
 from multiverse.core.planner import plan
 from multiverse.core.policy import Policy, Pool
 from multiverse.core.rows import Rows
@@ -576,7 +565,7 @@ def test_a_job_that_waits_for_memory_of_other_processes_blocks_no_other() -> Non
     floor = "h1 must keep 1000 MiB available"
     both = dict.fromkeys((1, 2), f"waiting for memory: {floor}")
     assert decided(1000 + need - 2000, 2000.0) == ([], both), "it would fit if the VM ended"
-    beyond = {1: f"waiting for memory: {floor}, of which others there leave too little"}
+    beyond = {1: f"waiting for memory: {floor}, and others there leave too little of it"}
     assert decided(1000 + need - 2001, 2000.0) == ([2], beyond)
     assert decided(1000 + need + 1000, 2000.0)[0] == [1, 2]
 

@@ -11,47 +11,32 @@ from itertools import combinations
 import pytest
 
 from multiverse.core.admission.admit import Admission, admit
-from multiverse.core.admission.reasons import PASSED_OVER
 from multiverse.core.capacity.room import Blockage
 from multiverse.core.capacity.sizes import largest_on, template_claim, vm_claim, vm_size
 from multiverse.core.changes import mark_changes
 from multiverse.core.clones.spares import WITHDRAWAL
 from multiverse.core.context import Context
 from multiverse.core.machines.tables import TABLES
-from multiverse.core.model import (
+from multiverse.core.model.basics import CloneKind, Depth, Key, Size
+from multiverse.core.model.host import Claim, Host, HostState, HypervisorView, KnownHost, Overcommitment
+from multiverse.core.model.identity import UserSeen
+from multiverse.core.model.job import (
     Attempt,
     AttemptState,
-    Claim,
-    CloneKind,
-    Depth,
-    Forecast,
-    Host,
-    HostState,
-    HypervisorView,
     Job,
     JobRef,
     JobState,
-    Key,
-    KnownHost,
     Node,
     NodeState,
-    OfferState,
-    Overcommitment,
     Request,
-    Row,
     SchedulerView,
-    Size,
-    Template,
-    TemplateState,
-    UserSeen,
-    Vm,
-    VmCondition,
-    VmSeen,
-    VmState,
-    text_of,
 )
+from multiverse.core.model.reason import text_of
+from multiverse.core.model.vm import OfferState, Template, TemplateState, Vm, VmCondition, VmSeen, VmState
+from multiverse.core.model.world import Forecast, Row
 from multiverse.core.planner import plan
 from multiverse.core.policy import Parent, Policy, Pool
+from multiverse.core.queue import PASSED_OVER
 from multiverse.core.state import State
 from multiverse.core.transition import Change, Event
 from tests.unit.planner_harness import POLICY
@@ -72,7 +57,7 @@ from tests.unit.rows import (
 
 A, V, T = AttemptState, VmState, TemplateState
 NOW = 1000.0
-TOO_LITTLE = "of which others there leave too little"
+TOO_LITTLE = "and others there leave too little of it"
 SMALL = Size(1, 100)
 READY = template(T.READY)
 PARKED = Pool("slim", Depth.PARKED, 1, 9, SMALL, 1e9)
@@ -1013,7 +998,7 @@ def test_hosts_that_lack_memory_are_named() -> None:
     both = [READY, template(T.READY, id=2, host="h2")]
     hosts = [bold(name, available=1100) for name in ("h1", "h2")]
     noted = notes(decided(*both, queued(1), hosts=hosts, claims=[claim_of(one) for one in both]))
-    why = "waiting for memory: h1, h2 must keep 1000 MiB available, of which others there leave too little"
+    why = "waiting for memory: h1, h2 must keep 1000 MiB available, and others there leave too little of it"
     assert noted == {1: why}
 
 

@@ -17,21 +17,10 @@ from multiverse.agent.protocol import AgentCall, Answer, Create, Line, Nothing, 
 from multiverse.agent.self_fence import Contacts, FenceTimer
 from multiverse.agent.server import AgentIdentity, AgentServer, Epoch, EpochFile, Epochs
 from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError, Refused, Stale, Superseded, Unknown
-from multiverse.core.model import (
-    CloneKind,
-    GuestFile,
-    Host,
-    HypervisorView,
-    Identity,
-    Neighbour,
-    NodeBootstrap,
-    Size,
-    TemplateKey,
-    User,
-    VmCondition,
-    VmRef,
-    VmSpec,
-)
+from multiverse.core.model.basics import CloneKind, Size
+from multiverse.core.model.host import Host, HypervisorView
+from multiverse.core.model.identity import GuestFile, Identity, Neighbour, NodeBootstrap, User
+from multiverse.core.model.vm import TemplateKey, VmCondition, VmRef, VmSpec
 from multiverse.system.files import RECORD_SIZE
 from multiverse_lab.simulation.loop import run
 from multiverse_lab.simulation.machines import ABILITIES

@@ -16,26 +16,12 @@ from multiverse.cli import status
 from multiverse.controller.effects import Failure
 from multiverse.core.errors import Broken, Refused
 from multiverse.core.machines.tables import TABLES
-from multiverse.core.model import (
-    AttemptState,
-    Depth,
-    Host,
-    HostState,
-    HypervisorView,
-    JobState,
-    Key,
-    KnownHost,
-    Observation,
-    OfferState,
-    Overcommitment,
-    Request,
-    Seen,
-    Size,
-    TemplateState,
-    VmState,
-    World,
-    said,
-)
+from multiverse.core.model.basics import Depth, Key, Size
+from multiverse.core.model.host import Host, HostState, HypervisorView, KnownHost, Overcommitment
+from multiverse.core.model.job import AttemptState, JobState, Request
+from multiverse.core.model.reason import said
+from multiverse.core.model.vm import OfferState, TemplateState, VmState
+from multiverse.core.model.world import Observation, Seen, World
 from multiverse.core.policy import Policy, Pool
 from multiverse.core.state import State
 from multiverse.core.transition import Change, Command, Done, Effect, EffectKind, Event, Move

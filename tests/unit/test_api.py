@@ -35,32 +35,29 @@ from multiverse.api import (
 from multiverse.bundles.contract import Notice
 from multiverse.controller.effects import Failure
 from multiverse.controller.users import LookupFailure
-from multiverse.core.model import (
-    AttemptState,
+from multiverse.core.model.basics import CloneKind, Depth, Key, Size
+from multiverse.core.model.host import (
     Claim,
-    CloneKind,
-    Depth,
     Drain,
     Host,
     HostState,
     HypervisorView,
-    Key,
     KnownHost,
     NumaNode,
-    OfferState,
     Overcommitment,
-    Request,
-    Seen,
-    Size,
+)
+from multiverse.core.model.job import AttemptState, Request
+from multiverse.core.model.reason import said
+from multiverse.core.model.vm import (
+    OfferState,
     TemplateCondition,
     TemplateSeen,
     TemplateState,
     VmCondition,
     VmSeen,
     VmState,
-    World,
-    said,
 )
+from multiverse.core.model.world import Seen, World
 from multiverse.core.policy import Policy, Pool
 from multiverse.core.pools import PoolStatus
 from multiverse.core.rows import Rows

@@ -11,27 +11,12 @@ from multiverse.core.admission.admit import Admission
 from multiverse.core.errors import Broken, Refused
 from multiverse.core.machines.attempt import attempt_is_settled
 from multiverse.core.machines.tables import TABLES, effect_of
-from multiverse.core.model import (
-    Attempt,
-    AttemptState,
-    CloneKind,
-    Forecast,
-    HypervisorView,
-    Job,
-    JobRef,
-    JobState,
-    Key,
-    NodeState,
-    Request,
-    SchedulerView,
-    Size,
-    TemplateState,
-    VmCondition,
-    VmState,
-    World,
-    said,
-    text_of,
-)
+from multiverse.core.model.basics import CloneKind, Key, Size
+from multiverse.core.model.host import HypervisorView
+from multiverse.core.model.job import Attempt, AttemptState, Job, JobRef, JobState, NodeState, Request, SchedulerView
+from multiverse.core.model.reason import said, text_of
+from multiverse.core.model.vm import TemplateState, VmCondition, VmState
+from multiverse.core.model.world import Forecast, World
 from multiverse.core.planner import plan
 from multiverse.core.state import State
 from multiverse.core.transition import TERMINAL, Change, Command, Done, EffectKind, Event, Move

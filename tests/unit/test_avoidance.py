@@ -9,8 +9,11 @@ import pytest
 
 from multiverse.core.context import Context
 from multiverse.core.errors import Broken, Exhausted, Gone, Refused
-from multiverse.core.explanation.explain import explain, host_verdicts
-from multiverse.core.model import AttemptState, CloneKind, Key, Template, TemplateState, VmCondition, VmState, text_of
+from multiverse.core.explanation import explain, host_verdicts
+from multiverse.core.model.basics import CloneKind, Key
+from multiverse.core.model.job import AttemptState
+from multiverse.core.model.reason import text_of
+from multiverse.core.model.vm import Template, TemplateState, VmCondition, VmState
 from multiverse.core.policy import AVOIDED_LIMIT
 from multiverse.core.transition import Command, Done, EffectKind, Event
 from multiverse.service.alerts import findings, repair_command

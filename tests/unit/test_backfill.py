@@ -12,35 +12,23 @@ import pytest
 from multiverse.core.capacity.usable_hosts import OVERDUE, STARTING, ends_by, frees_by
 from multiverse.core.context import Context
 from multiverse.core.machines.tables import TABLES
-from multiverse.core.model import (
+from multiverse.core.model.basics import CloneKind, Depth, Size
+from multiverse.core.model.host import Claim, Host, HypervisorView, Overcommitment
+from multiverse.core.model.identity import UserSeen
+from multiverse.core.model.job import (
     Attempt,
     AttemptState,
-    Claim,
-    CloneKind,
-    Depth,
-    Forecast,
-    Host,
-    HypervisorView,
     Job,
     JobRef,
     JobState,
     Node,
     NodeState,
-    Overcommitment,
     Request,
-    Row,
     SchedulerView,
-    Size,
-    Template,
-    TemplateState,
-    UserSeen,
-    Vm,
-    VmCondition,
-    VmSeen,
-    VmState,
-    said,
-    text_of,
 )
+from multiverse.core.model.reason import said, text_of
+from multiverse.core.model.vm import Template, TemplateState, Vm, VmCondition, VmSeen, VmState
+from multiverse.core.model.world import Forecast, Row
 from multiverse.core.planner import plan
 from multiverse.core.policy import Backfill, Policy, Pool
 from multiverse.core.state import State

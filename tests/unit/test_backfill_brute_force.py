@@ -8,7 +8,8 @@ from itertools import product
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from multiverse.core.model import AttemptState, Vm, VmState
+from multiverse.core.model.job import AttemptState
+from multiverse.core.model.vm import Vm, VmState
 from tests.unit.test_backfill import FILLING, LEAD, RECLAIM, Cluster, admitted
 
 CPUS = 4

@@ -15,7 +15,11 @@ from multiverse.bundles.qemu.platform import QEMU
 from multiverse.bundles.slurm.scheduler import SLURM, SlurmWords
 from multiverse.config import Settings
 from multiverse.core.errors import Gone, Refused
-from multiverse.core.model import Host, HostUsage, HypervisorView, Size, TemplateKey, User, VmRef, VmSpec
+from multiverse.core.model.basics import Size
+from multiverse.core.model.host import Host, HypervisorView
+from multiverse.core.model.identity import User
+from multiverse.core.model.usage import HostUsage
+from multiverse.core.model.vm import TemplateKey, VmRef, VmSpec
 
 USER = User("u", 1000, 1000, "/home/u", "/bin/sh", ())
 SIZE = Size(1, 256)

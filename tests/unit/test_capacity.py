@@ -10,14 +10,9 @@ from hypothesis import strategies as st
 
 from multiverse.core.capacity.room import Room
 from multiverse.core.capacity.sizes import NodeRequest, could_ever_fit, largest_on, template_size
-from multiverse.core.model import (
-    CloneKind,
-    Host,
-    ImageDisk,
-    Overcommitment,
-    Request,
-    Size,
-)
+from multiverse.core.model.basics import CloneKind, Size
+from multiverse.core.model.host import Host, ImageDisk, Overcommitment
+from multiverse.core.model.job import Request
 from multiverse.core.policy import Policy
 from tests.unit.planner_harness import POLICY
 

@@ -15,7 +15,9 @@ from multiverse.core.capacity.room import HostLimits, Room, every_host, room_of
 from multiverse.core.capacity_index import CapacityIndex, HostGroup, fits
 from multiverse.core.context import Context
 from multiverse.core.machines.tables import TABLES
-from multiverse.core.model import Host, HypervisorView, Overcommitment, Placement, Size, TemplateKey
+from multiverse.core.model.basics import Placement, Size
+from multiverse.core.model.host import Host, HypervisorView, Overcommitment
+from multiverse.core.model.vm import TemplateKey
 from multiverse.core.state import State
 from tests.unit.planner_harness import POLICY
 from tests.unit.rows import rows, world_of

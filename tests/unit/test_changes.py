@@ -10,24 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multiverse.core.changes import changed, mark_changes
-from multiverse.core.model import (
-    AttemptState,
-    Host,
-    HypervisorView,
-    Job,
-    JobRef,
-    JobState,
-    KnownHost,
-    Observation,
-    Request,
-    SchedulerView,
-    Seen,
-    Size,
-    VmCondition,
-    VmSeen,
-    VmState,
-    World,
-)
+from multiverse.core.model.basics import Size
+from multiverse.core.model.host import Host, HypervisorView, KnownHost
+from multiverse.core.model.job import AttemptState, Job, JobRef, JobState, Request, SchedulerView
+from multiverse.core.model.vm import VmCondition, VmSeen, VmState
+from multiverse.core.model.world import Observation, Seen, World
 from multiverse.core.state import State
 from tests.unit.planner_harness import POLICY
 from tests.unit.rows import SOURCE, attempt, state, vm

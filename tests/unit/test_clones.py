@@ -13,26 +13,12 @@ from multiverse.core.clones.spares import node_spec
 from multiverse.core.clones.supply import supply_missing
 from multiverse.core.context import Context
 from multiverse.core.errors import Gone
-from multiverse.core.model import (
-    Attempt,
-    AttemptState,
-    CloneKind,
-    Depth,
-    Host,
-    HypervisorView,
-    Job,
-    JobState,
-    NodeSpec,
-    Request,
-    Row,
-    SchedulerView,
-    Size,
-    Template,
-    TemplateState,
-    VmState,
-    Why,
-    text_of,
-)
+from multiverse.core.model.basics import CloneKind, Depth, Size
+from multiverse.core.model.host import Host, HypervisorView
+from multiverse.core.model.job import Attempt, AttemptState, Job, JobState, NodeSpec, Request, SchedulerView
+from multiverse.core.model.reason import Why, text_of
+from multiverse.core.model.vm import Template, TemplateState, VmState
+from multiverse.core.model.world import Row
 from multiverse.core.rows import VmsMissing
 from multiverse.core.transition import EffectKind
 from tests.unit import rows as hand

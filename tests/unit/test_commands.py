@@ -7,27 +7,14 @@ from typing import Literal
 
 import pytest
 
-from multiverse.core.commands import apply_command
+from multiverse.core.changes import apply_command
 from multiverse.core.machines.tables import TABLES
-from multiverse.core.model import (
-    AttemptState,
-    Drain,
-    Host,
-    HostState,
-    HypervisorView,
-    Key,
-    KnownHost,
-    Row,
-    Size,
-    Template,
-    TemplateState,
-    VmCondition,
-    VmSeen,
-    VmState,
-    World,
-    said,
-    text_of,
-)
+from multiverse.core.model.basics import Key, Size
+from multiverse.core.model.host import Drain, Host, HostState, HypervisorView, KnownHost
+from multiverse.core.model.job import AttemptState
+from multiverse.core.model.reason import said, text_of
+from multiverse.core.model.vm import Template, TemplateState, VmCondition, VmSeen, VmState
+from multiverse.core.model.world import Row, World
 from multiverse.core.planner import plan
 from multiverse.core.rows import Rows
 from multiverse.core.state import State

@@ -24,9 +24,10 @@ from multiverse.controller.comments import (
     CommentWriter,
     Telling,
 )
-from multiverse.core.admission.reasons import BEHIND as _BEHIND
 from multiverse.core.errors import Unknown
-from multiverse.core.model import Attempt, AttemptState, Job, JobRef, JobState, Reason, Why, said
+from multiverse.core.model.job import Attempt, AttemptState, Job, JobRef, JobState
+from multiverse.core.model.reason import Reason, Why, said
+from multiverse.core.queue import BEHIND as _BEHIND
 from multiverse.core.transition import Change, Event, Move
 from multiverse_lab.simulation.loop import run
 from tests.unit.planner_harness import POLICY

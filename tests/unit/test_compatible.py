@@ -9,8 +9,11 @@ import pytest
 
 from multiverse.core.context import Context
 from multiverse.core.errors import Refused
-from multiverse.core.explanation.what_if import compatible_hosts
-from multiverse.core.model import CloneKind, Drain, Host, HypervisorView, KnownHost, Load, SchedulerView, Size
+from multiverse.core.explanation import compatible_hosts
+from multiverse.core.model.basics import CloneKind, Size
+from multiverse.core.model.host import Drain, Host, HypervisorView, KnownHost
+from multiverse.core.model.job import SchedulerView
+from multiverse.core.model.usage import Load
 from multiverse.core.planner import plan
 from tests.unit.planner_harness import POLICY
 from tests.unit.rows import IMAGES, state, world_of

@@ -10,7 +10,8 @@ from multiverse import config
 from multiverse.config import Settings, host_names, load, on_machine, parse, site_cpus
 from multiverse.controller.policy import policy_of
 from multiverse.core.errors import Refused
-from multiverse.core.model import Mount, Overcommitment
+from multiverse.core.model.host import Overcommitment
+from multiverse.core.model.identity import Mount
 from multiverse.core.policy import Backfill
 from multiverse.drivers.qemu.driver import host_config
 

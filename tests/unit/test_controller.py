@@ -14,7 +14,9 @@ from multiverse.controller.loop import Controller
 from multiverse.controller.publication import AGAIN, AGAIN_LIMIT, TIMEOUT
 from multiverse.core.capacity.sizes import job_limits
 from multiverse.core.errors import Refused, Unknown
-from multiverse.core.model import Host, HypervisorView, JobLimits, KnownHost, SchedulerView, Size
+from multiverse.core.model.basics import Size
+from multiverse.core.model.host import Host, HypervisorView, JobLimits, KnownHost
+from multiverse.core.model.job import SchedulerView
 from multiverse.store import Store
 from multiverse_lab.simulation.clock import VirtualClock
 from multiverse_lab.simulation.loop import run

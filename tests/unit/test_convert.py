@@ -7,19 +7,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from multiverse.cli import render
-from multiverse.core.admission.reasons import BEHIND
-from multiverse.core.model import (
-    AttemptState,
-    HypervisorView,
-    JobState,
-    Key,
-    Stage,
-    TemplateKey,
-    TemplateSeen,
-    VmSeen,
-    World,
-    said,
-)
+from multiverse.core.model.basics import Key
+from multiverse.core.model.host import HypervisorView
+from multiverse.core.model.job import AttemptState, JobState
+from multiverse.core.model.reason import said
+from multiverse.core.model.vm import Stage, TemplateKey, TemplateSeen, VmSeen
+from multiverse.core.model.world import World
+from multiverse.core.queue import BEHIND
 from multiverse.core.transition import Command
 from multiverse.service.convert import job_facts, job_view, phases, timeline_view, vm_views, waiting_reasons
 from multiverse.service.hosts import Troubles, host_views

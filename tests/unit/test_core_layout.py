@@ -10,7 +10,9 @@ from pathlib import Path
 import multiverse.core
 from multiverse.controller import loop
 from multiverse.core.machines.tables import TABLES
-from multiverse.core.model import Attempt, KnownHost, Lease, Offer, Template, Vm
+from multiverse.core.model.host import KnownHost
+from multiverse.core.model.job import Attempt, Lease
+from multiverse.core.model.vm import Offer, Template, Vm
 
 CORE = Path(multiverse.core.__file__).parent
 

@@ -12,7 +12,9 @@ from multiverse.controller.effects import JOBS_AT_ONCE, Effects, Surroundings
 from multiverse.controller.publication import AGAIN, AGAIN_LIMIT, pause
 from multiverse.core.errors import Refused, Unknown
 from multiverse.core.machines.attempt import reclaim_attempt
-from multiverse.core.model import Attempt, AttemptState, HostState, JobRef, KnownHost, Place, Vm, VmRef, VmState
+from multiverse.core.model.host import HostState, KnownHost
+from multiverse.core.model.job import Attempt, AttemptState, JobRef
+from multiverse.core.model.vm import Place, Vm, VmRef, VmState
 from multiverse.core.transition import Done, EffectKind, Event
 from multiverse_lab.simulation.clock import VirtualClock
 from multiverse_lab.simulation.loop import run

@@ -8,20 +8,12 @@ import pytest
 
 from multiverse.core.machines.offer import step_offer
 from multiverse.core.machines.tables import effect_of
-from multiverse.core.model import (
-    AttemptState,
-    Depth,
-    HostState,
-    Key,
-    LeaseState,
-    OfferState,
-    Row,
-    TemplateState,
-    VmState,
-    World,
-    said,
-    text_of,
-)
+from multiverse.core.model.basics import Depth, Key
+from multiverse.core.model.host import HostState
+from multiverse.core.model.job import AttemptState, LeaseState
+from multiverse.core.model.reason import said, text_of
+from multiverse.core.model.vm import OfferState, TemplateState, VmState
+from multiverse.core.model.world import Row, World
 from multiverse.core.transition import Effect, EffectKind
 from tests.unit.planner_harness import POLICY
 from tests.unit.rows import attempt, effects_of, known_host, lease, offer, rows, state, template, vm

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from multiverse.controller.learned import EXCLUSION, EXCLUSION_LIMIT, FORGOTTEN, Exclusions
-from multiverse.core.model import AttemptState, OfferState
+from multiverse.core.model.job import AttemptState
+from multiverse.core.model.vm import OfferState
 from multiverse.core.transition import Change, Event, Move
 from tests.unit.rows import attempt, offer
 

@@ -9,8 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from multiverse.controller.comments import CommentPlan
-from multiverse.core.admission.reasons import BEHIND, FIRST
-from multiverse.core.explanation.explain import (
+from multiverse.core.explanation import (
     Explanation,
     HostVerdict,
     explain,
@@ -18,21 +17,14 @@ from multiverse.core.explanation.explain import (
     explain_new,
     host_verdicts,
 )
-from multiverse.core.model import (
-    AttemptState,
-    Drain,
-    HostState,
-    JobState,
-    KnownHost,
-    Overcommitment,
-    Size,
-    TemplateState,
-    Why,
-    said,
-)
-from multiverse.core.model.reason import for_long
+from multiverse.core.model.basics import Size
+from multiverse.core.model.host import Drain, HostState, KnownHost, Overcommitment
+from multiverse.core.model.job import AttemptState, JobState
+from multiverse.core.model.reason import Why, for_long, said
+from multiverse.core.model.vm import TemplateState
+from multiverse.core.queue import BEHIND, FIRST
 from tests.unit.planner_harness import POLICY
-from tests.unit.rows import SOURCE, attempt, template
+from tests.unit.rows import SOURCE, attempt, indexes_of, template
 from tests.unit.test_admission_cases import host
 from tests.unit.test_backfill import FILLING, NOW, UNIX, Cluster
 
@@ -301,7 +293,7 @@ def test_a_host_that_is_closed_without_an_operators_word_is_told_apart(monkeypat
     cluster.run()
     assert cluster.state is not None
     without = replace(cluster.context(), without=frozenset({"h1"}))
-    monkeypatch.setattr("multiverse.core.explanation.explain.for_attempt", lambda *_: without)
+    monkeypatch.setattr("multiverse.core.explanation.for_attempt", lambda *_: without)
     cluster.state.close_hosts(frozenset({"h2"}), frozenset())
     row = attempt(A.QUEUED, id=3, job="3")
     found = {one.hosts: str(one.why) for one in host_verdicts(cluster.context(), row)}
@@ -341,7 +333,7 @@ def test_explaining_changes_nothing() -> None:
     cluster = crowded()
     state = cluster.state
     assert state is not None
-    before = (state.rows(), state.indexes(), dict(state.reasons), dict(state.promised), state.looked)
+    before = (state.rows(), indexes_of(state), dict(state.reasons), dict(state.promised), state.looked)
     for one in list(state.attempts.values()):
         explain(cluster.context(), one, NOW + 20)
-    assert before == (state.rows(), state.indexes(), dict(state.reasons), dict(state.promised), state.looked)
+    assert before == (state.rows(), indexes_of(state), dict(state.reasons), dict(state.promised), state.looked)

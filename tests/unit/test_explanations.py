@@ -12,7 +12,7 @@ import pytest
 from multiverse.api import TrialRequest
 from multiverse.bundles.slurm.scheduler import SlurmWords
 from multiverse.core.errors import Refused
-from multiverse.core.model import Attempt, AttemptState
+from multiverse.core.model.job import Attempt, AttemptState
 from multiverse.service.api import make_api
 from multiverse.service.explanations import OPERATOR, TASKS, Explanations, Viewer
 from tests.unit.planner_harness import ManualClock

@@ -20,7 +20,9 @@ from multiverse.agent.self_fence import ContactFile, Contacts, FenceTimer, SelfF
 from multiverse.agent.server import AgentIdentity, AgentServer, Epochs
 from multiverse.config import FenceSettings
 from multiverse.core.errors import Unknown
-from multiverse.core.model import Host, HypervisorView, Size, VmRef
+from multiverse.core.model.basics import Size
+from multiverse.core.model.host import Host, HypervisorView
+from multiverse.core.model.vm import VmRef
 from multiverse.service.daemon import FenceCommand
 
 LIMIT = 100.0

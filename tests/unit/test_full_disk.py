@@ -22,22 +22,11 @@ from multiverse.core.capacity.room import Room, room_of
 from multiverse.core.capacity.sizes import largest_on
 from multiverse.core.context import Context
 from multiverse.core.errors import Exhausted
-from multiverse.core.model import (
-    AttemptState,
-    Host,
-    HypervisorView,
-    Job,
-    JobState,
-    Overcommitment,
-    SchedulerView,
-    Size,
-    TemplateState,
-    VmCondition,
-    VmSeen,
-    VmState,
-    said,
-    text_of,
-)
+from multiverse.core.model.basics import Size
+from multiverse.core.model.host import Host, HypervisorView, Overcommitment
+from multiverse.core.model.job import AttemptState, Job, JobState, SchedulerView
+from multiverse.core.model.reason import said, text_of
+from multiverse.core.model.vm import TemplateState, VmCondition, VmSeen, VmState
 from multiverse.core.planner import plan
 from multiverse.core.transition import RELEASING_EFFECTS, Change, Command, EffectKind, Event, Move
 from multiverse.host.qemu import disks

@@ -16,19 +16,10 @@ from multiverse import config
 from multiverse.agent.hypervisor import VxlanDirectory
 from multiverse.controller.publication import GroupBook
 from multiverse.core.errors import Exhausted, Refused, Unknown
-from multiverse.core.model import (
-    OF_SITE,
-    Attempt,
-    AttemptState,
-    CloneKind,
-    Member,
-    Reach,
-    Request,
-    Size,
-    Vm,
-    VmState,
-    group_of,
-)
+from multiverse.core.model.basics import CloneKind, Size
+from multiverse.core.model.identity import OF_SITE, Member, Reach, group_of
+from multiverse.core.model.job import Attempt, AttemptState, Request
+from multiverse.core.model.vm import Vm, VmState
 from multiverse.core.transition import Change, Event, Move
 from multiverse.drivers.slurm.site.install import AddressFile
 from multiverse.guest.agent import network

@@ -13,7 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multiverse.core.errors import Refused
-from multiverse.core.model import Daemon, GuestFile, Identity, Mount, NodeBootstrap, Stage, User, text_of
+from multiverse.core.model.identity import Daemon, GuestFile, Identity, Mount, NodeBootstrap, User
+from multiverse.core.model.reason import text_of
+from multiverse.core.model.vm import Stage
 from multiverse.guest import agent
 from multiverse.guest.agent.server import IDENTITY
 from multiverse.guest.protocol import (

@@ -13,7 +13,9 @@ from types import SimpleNamespace
 import pytest
 
 from multiverse.core.errors import Broken, Gone, Refused
-from multiverse.core.model import CloneKind, Identity, Neighbour, Size, VmCondition
+from multiverse.core.model.basics import CloneKind, Size
+from multiverse.core.model.identity import Identity, Neighbour
+from multiverse.core.model.vm import VmCondition
 from multiverse.host import manifest, process
 from multiverse.host.manifest import Manifest, Specification, VmPhase
 from multiverse.host.qemu import lifecycle

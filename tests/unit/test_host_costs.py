@@ -8,20 +8,11 @@ from dataclasses import replace
 import pytest
 
 from multiverse.core.capacity.sizes import template_claim, vm_claim, vm_size
-from multiverse.core.model import (
-    AttemptState,
-    CloneKind,
-    Depth,
-    ImageDisk,
-    Request,
-    Size,
-    TemplateState,
-    Vm,
-    VmCondition,
-    VmSeen,
-    VmState,
-    text_of,
-)
+from multiverse.core.model.basics import CloneKind, Depth, Size
+from multiverse.core.model.host import ImageDisk
+from multiverse.core.model.job import AttemptState, Request
+from multiverse.core.model.reason import text_of
+from multiverse.core.model.vm import TemplateState, Vm, VmCondition, VmSeen, VmState
 from multiverse.core.policy import Pool
 from tests.unit.planner_harness import POLICY, PlannerHarness
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from multiverse.core.model import CloneKind, DiskCost, ImageDisk, Size
+from multiverse.core.model.basics import CloneKind, Size
+from multiverse.core.model.host import DiskCost, ImageDisk
 from multiverse.host import manifest
 from multiverse.host.manifest import Manifest, VmPhase
 from multiverse.host.qemu import disks, lifecycle

@@ -17,7 +17,8 @@ from structlog.testing import capture_logs
 from multiverse.agent.protocol import HypervisorAnswer
 from multiverse.config import HostSettings, QemuSettings, Settings, parse
 from multiverse.core.errors import Broken, Exhausted, Refused
-from multiverse.core.model import CloneKind, Host, HypervisorView, Size
+from multiverse.core.model.basics import CloneKind, Size
+from multiverse.core.model.host import Host, HypervisorView
 from multiverse.drivers.qemu.driver import QemuHypervisor, host_config
 from multiverse.host import manifest, process
 from multiverse.host.manifest import Manifest, Specification, VmPhase

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from multiverse.core.errors import Exhausted, Gone, Refused
-from multiverse.core.model import CloneKind
+from multiverse.core.model.basics import CloneKind
 from multiverse.host import manifest, process
 from multiverse.host.cgroups import Cgroups
 from multiverse.host.firewall import Firewall

@@ -9,29 +9,21 @@ import pytest
 
 from multiverse.core.errors import Unknown
 from multiverse.core.machines.tables import TABLES, permitted_effects
-from multiverse.core.model import (
+from multiverse.core.model.basics import Key, Size
+from multiverse.core.model.host import Drain, Host, HostState, HypervisorView, KnownHost
+from multiverse.core.model.job import (
     WAITING_STATES,
     Attempt,
     AttemptState,
-    Drain,
-    Host,
-    HostState,
-    HypervisorView,
     Job,
     JobState,
-    Key,
-    KnownHost,
     Node,
     NodeState,
-    Observation,
     SchedulerView,
-    Seen,
-    Size,
-    Vm,
-    VmState,
-    World,
-    text_of,
 )
+from multiverse.core.model.reason import text_of
+from multiverse.core.model.vm import Vm, VmState
+from multiverse.core.model.world import Observation, Seen, World
 from multiverse.core.planner import plan
 from multiverse.core.policy import Policy
 from multiverse.core.state import State

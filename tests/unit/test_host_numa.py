@@ -8,7 +8,8 @@ from typing import Any, cast
 import pytest
 from structlog.testing import capture_logs
 
-from multiverse.core.model import CloneKind, NumaNode, Size
+from multiverse.core.model.basics import CloneKind, Size
+from multiverse.core.model.host import NumaNode
 from multiverse.host import manifest
 from multiverse.host.cgroups import Cgroups
 from multiverse.host.manifest import Manifest, VmPhase

@@ -12,7 +12,8 @@ import pytest
 
 from multiverse.config import HostSettings, QemuSettings, Settings
 from multiverse.core.errors import Refused
-from multiverse.core.model import CloneKind, Size, TemplateKey, VmSpec
+from multiverse.core.model.basics import CloneKind, Size
+from multiverse.core.model.vm import TemplateKey, VmSpec
 from multiverse.drivers.qemu.driver import QemuHypervisor
 from multiverse.host import network, path_security
 

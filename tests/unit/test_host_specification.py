@@ -8,7 +8,8 @@ import re
 import pytest
 
 from multiverse.core.errors import Refused
-from multiverse.core.model import CloneKind, Size, TemplateKey
+from multiverse.core.model.basics import CloneKind, Size
+from multiverse.core.model.vm import TemplateKey
 from multiverse.host.manifest import Specification
 
 RAW = {

@@ -7,7 +7,10 @@ from dataclasses import replace
 import pytest
 
 from multiverse.core.capacity.sizes import job_limits
-from multiverse.core.model import Depth, Drain, HostState, KnownHost, Size, TemplateState, VmCondition, VmState, text_of
+from multiverse.core.model.basics import Depth, Size
+from multiverse.core.model.host import Drain, HostState, KnownHost
+from multiverse.core.model.reason import text_of
+from multiverse.core.model.vm import TemplateState, VmCondition, VmState
 from multiverse.core.policy import Pool
 from multiverse.core.transition import Command, Event
 from tests.unit.planner_harness import POLICY, PlannerHarness

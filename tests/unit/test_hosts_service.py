@@ -27,9 +27,11 @@ from multiverse.config import Settings, on_machine, parse
 from multiverse.controller.loop import Controller
 from multiverse.core.capacity.sizes import largest_on
 from multiverse.core.errors import Refused
-from multiverse.core.model import Drain, Host, HostState, KnownHost, LeasedHost, Size
+from multiverse.core.model.basics import Size
+from multiverse.core.model.host import Drain, Host, HostState, KnownHost
+from multiverse.core.model.job import LeasedHost
 from multiverse.core.transition import Command
-from multiverse.ports import NOT_LEASED
+from multiverse.ports.hypervisor import NOT_LEASED
 from multiverse.store import Store
 from multiverse_lab.simulation.clock import VirtualClock
 from multiverse_lab.simulation.loop import run

@@ -12,19 +12,10 @@ import pytest
 from multiverse.bundles.qemu import platform
 from multiverse.bundles.qemu.platform import RETRY, ImageCopies, wanted_copies
 from multiverse.core.errors import Broken
-from multiverse.core.model import (
-    AttemptState,
-    Depth,
-    Drain,
-    Host,
-    HypervisorView,
-    KnownHost,
-    Observation,
-    Request,
-    Seen,
-    Size,
-    World,
-)
+from multiverse.core.model.basics import Depth, Size
+from multiverse.core.model.host import Drain, Host, HypervisorView, KnownHost
+from multiverse.core.model.job import AttemptState, Request
+from multiverse.core.model.world import Observation, Seen, World
 from multiverse.core.policy import Pool
 from multiverse.core.rows import Rows
 from multiverse.images.catalog import Image

@@ -17,26 +17,21 @@ from multiverse.core.admission.admit import admit
 from multiverse.core.capacity.sizes import NodeRequest, could_ever_fit, job_limits, largest_on, template_size
 from multiverse.core.changes import mark_changes
 from multiverse.core.context import Context
-from multiverse.core.model import (
+from multiverse.core.model.basics import CloneKind, Size
+from multiverse.core.model.host import (
     MOST_NODES,
     OTHER_IMAGES,
-    AttemptState,
-    CloneKind,
     EqualHosts,
     Host,
     HostState,
     HypervisorView,
     ImageDisk,
-    Job,
     JobLimits,
-    JobState,
     KnownHost,
     Overcommitment,
-    Request,
-    SchedulerView,
-    Size,
-    text_of,
 )
+from multiverse.core.model.job import AttemptState, Job, JobState, Request, SchedulerView
+from multiverse.core.model.reason import text_of
 from multiverse.core.policy import Policy
 from multiverse.core.transition import Event
 from multiverse.drivers.slurm.submission import SubmissionFile

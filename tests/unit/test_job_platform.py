@@ -14,21 +14,10 @@ import pytest
 from multiverse.agent.jobs import JobVm
 from multiverse.config import JobVmSettings, NetworkSettings, Settings, parse
 from multiverse.core.errors import Broken, Gone, MultiverseError, Refused, Unknown
-from multiverse.core.model import (
-    CloneKind,
-    Host,
-    HypervisorView,
-    Identity,
-    Size,
-    Stage,
-    TemplateKey,
-    User,
-    VmCondition,
-    VmRef,
-    VmSeen,
-    VmSpec,
-    is_site,
-)
+from multiverse.core.model.basics import CloneKind, Size
+from multiverse.core.model.host import Host, HypervisorView
+from multiverse.core.model.identity import Identity, User, is_site
+from multiverse.core.model.vm import Stage, TemplateKey, VmCondition, VmRef, VmSeen, VmSpec
 from multiverse.service.job_vms import PlatformJobVms, site_of_node
 from multiverse.system.kernel import SharedMemory
 

@@ -12,8 +12,9 @@ import pytest
 from multiverse.controller import history
 from multiverse.controller.history import JobUsageRecorder
 from multiverse.core.errors import Exhausted, Gone, MultiverseError, Refused, Unknown
-from multiverse.core.model import AttemptState, HostUsage, JobRef, Vm, VmUsage
-from multiverse.core.model.usage import Baseline, JobUsage
+from multiverse.core.model.job import AttemptState, JobRef
+from multiverse.core.model.usage import Baseline, HostUsage, JobUsage, VmUsage
+from multiverse.core.model.vm import Vm
 from multiverse.store import Store
 from multiverse.store.history import RUNS_DELETED, JobUsagePruning, put_job_usage, read_job_usage
 from tests.unit.planner_harness import ManualClock, PlannerHarness

@@ -7,7 +7,7 @@ import pytest
 from multiverse.agent.job_protocol import EnterVm, ProvideVm, ReleaseVm, answer, parse, vm_size
 from multiverse.config import JobVmSettings
 from multiverse.core.errors import Gone, Refused
-from multiverse.core.model import Size
+from multiverse.core.model.basics import Size
 from multiverse.drivers.slurm.site.install import plugstack
 
 REQUEST = ProvideVm(12, uid=1000, cores=2, allocated=1000)

@@ -19,7 +19,7 @@ from multiverse.agent import jobs
 from multiverse.agent.jobs import JobVm, JobVmService, JobVmSizes
 from multiverse.config import AgentSettings, JobVmSettings, Settings
 from multiverse.core.errors import Broken, Gone, Unknown
-from multiverse.core.model import User
+from multiverse.core.model.identity import User
 from multiverse.service import job_vms
 from multiverse.system.kernel import SharedMemory
 

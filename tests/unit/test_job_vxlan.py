@@ -12,7 +12,7 @@ import pytest
 from multiverse.agent.jobs import JobVm
 from multiverse.config import AgentSettings, Settings, VxlanSettings
 from multiverse.core.errors import Refused
-from multiverse.core.model import Neighbour
+from multiverse.core.model.identity import Neighbour
 from multiverse.drivers.qemu import job_vms
 from multiverse.drivers.qemu.job_vms import JobAddresses, JobVxlan, guest_mac
 from multiverse.host.vxlan import VxlanConfig

@@ -22,7 +22,7 @@ import pytest
 
 from multiverse import config
 from multiverse.core.errors import Broken, Refused
-from multiverse.core.model import site_of, vm_name
+from multiverse.core.model.identity import site_of, vm_name
 from multiverse.system.locks import try_locked_directory
 from multiverse_lab.cli.lab import chosen
 from multiverse_lab.lab import configure, lifecycle, plan, process, users_command

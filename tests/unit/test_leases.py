@@ -14,28 +14,21 @@ from multiverse.core.errors import Broken, Refused, Unknown
 from multiverse.core.leases import leasable_hosts
 from multiverse.core.machines.host import fences
 from multiverse.core.machines.lease import step_lease, unexplained_pilots
-from multiverse.core.model import (
+from multiverse.core.model.basics import CloneKind, Size
+from multiverse.core.model.host import Drain, Host, HostState, KnownHost
+from multiverse.core.model.job import (
     AttemptState,
-    CloneKind,
-    Drain,
-    Host,
-    HostState,
     JobState,
-    KnownHost,
     Lease,
     LeaseState,
     PilotSeen,
     PilotState,
     Request,
-    Row,
     SchedulerView,
-    Size,
-    TemplateState,
-    VmCondition,
-    VmSeen,
-    VmState,
-    text_of,
 )
+from multiverse.core.model.reason import text_of
+from multiverse.core.model.vm import TemplateState, VmCondition, VmSeen, VmState
+from multiverse.core.model.world import Row
 from multiverse.core.transition import Change, Command, Done, EffectKind, Event, Move
 from tests.unit.lease_harness import LEASING, PHYSICAL, LeaseHarness
 from tests.unit.planner_harness import context_of

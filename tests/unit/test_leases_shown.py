@@ -10,7 +10,8 @@ from pydantic import TypeAdapter
 
 from multiverse.api import HostView, LeaseView
 from multiverse.cli import hosts, render
-from multiverse.core.model import Drain, PilotState
+from multiverse.core.model.host import Drain
+from multiverse.core.model.job import PilotState
 from multiverse.core.transition import Command
 from multiverse.service.hosts import Troubles, host_views, lease_views
 from tests.unit.lease_harness import LeaseHarness

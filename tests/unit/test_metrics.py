@@ -12,8 +12,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from multiverse.config import Settings
 from multiverse.controller.loop import Controller
-from multiverse.core.admission.reasons import BEHIND
-from multiverse.core.model import AttemptState, Why
+from multiverse.core.model.job import AttemptState
+from multiverse.core.model.reason import Why
+from multiverse.core.queue import BEHIND
 from multiverse.service.backend import Backend
 from multiverse.service.convert import counted
 from multiverse.service.startup import ProcessCounter, Processes

@@ -7,7 +7,8 @@ from dataclasses import replace
 import structlog
 
 from multiverse.controller.learned import SKEW, UNTIL_MISSING, MissingHints
-from multiverse.core.model import AttemptState, JobRef, VmState
+from multiverse.core.model.job import AttemptState, JobRef
+from multiverse.core.model.vm import VmState
 from multiverse.core.transition import Change, Event, Move
 from tests.unit.planner_harness import ManualClock
 from tests.unit.rows import attempt, vm

@@ -11,21 +11,21 @@ from hypothesis import strategies as st
 
 from multiverse.core.errors import Exhausted, Refused
 from multiverse.core.machines.tables import TABLES
-from multiverse.core.model import (
+from multiverse.core.model.basics import Size
+from multiverse.core.model.identity import (
     LAST_DECIMAL,
     LAST_SERIAL,
     SERIAL,
-    NodeSpec,
-    Size,
     lease_name,
     mac_of,
     machine_id,
     serial_of,
     site_of,
+    site_of_lease,
     vm_name,
     vm_prefix,
 )
-from multiverse.core.model.identity import site_of_lease
+from multiverse.core.model.job import NodeSpec
 from multiverse.core.state import State
 from multiverse.drivers.slurm.reading import parse
 from multiverse.drivers.slurm.submission import OfferFiles

@@ -15,31 +15,12 @@ from multiverse.core.errors import Refused, Unknown
 from multiverse.core.machines.attempt import open_attempts, step_attempt
 from multiverse.core.machines.offer import step_offer
 from multiverse.core.machines.tables import effect_of
-from multiverse.core.model import (
-    Attempt,
-    AttemptState,
-    CloneKind,
-    Depth,
-    HypervisorView,
-    Job,
-    JobRef,
-    JobState,
-    NodeState,
-    Observation,
-    Offer,
-    OfferState,
-    Request,
-    SchedulerView,
-    Seen,
-    Size,
-    Vm,
-    VmCondition,
-    VmSeen,
-    VmState,
-    World,
-    said,
-    text_of,
-)
+from multiverse.core.model.basics import CloneKind, Depth, Size
+from multiverse.core.model.host import HypervisorView
+from multiverse.core.model.job import Attempt, AttemptState, Job, JobRef, JobState, NodeState, Request, SchedulerView
+from multiverse.core.model.reason import said, text_of
+from multiverse.core.model.vm import Offer, OfferState, Vm, VmCondition, VmSeen, VmState
+from multiverse.core.model.world import Observation, Seen, World
 from multiverse.core.policy import Pool
 from multiverse.core.pools import pool_status
 from multiverse.core.transition import Effect, EffectKind, Event

@@ -8,7 +8,9 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multiverse.core.model import Attempt, AttemptState, Job, JobState, Request, Size, said
+from multiverse.core.model.basics import Size
+from multiverse.core.model.job import Attempt, AttemptState, Job, JobState, Request
+from multiverse.core.model.reason import said
 from multiverse.core.queue import Order, Queue
 from tests.unit.rows import attempt
 
@@ -65,7 +67,12 @@ def test_attempts_in_quarantine_with_vms_or_whose_job_is_another_run_do_not_wait
                   replace(one, job=replace(one.job, restarts=1))):  # fmt: skip
         queue = queue_of(one)
         queue.put(other)
-        assert (list(queue.candidates), queue.unchecked, queue.shapes(), queue.wanted) == ([], set(), {}, Counter())
+        assert (list(queue.candidates), queue.unchecked, dict(queue._shape_uses), queue.wanted) == (
+            [],
+            set(),
+            {},
+            Counter(),
+        )
 
 
 def test_an_attempt_that_is_set_aside_keeps_its_place_and_its_vms_are_still_wanted() -> None:

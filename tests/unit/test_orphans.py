@@ -13,23 +13,10 @@ from multiverse.core.capacity.room import left_behind
 from multiverse.core.errors import Refused
 from multiverse.core.machines.tables import permitted_effects
 from multiverse.core.machines.vm import OFFER_TERM
-from multiverse.core.model import (
-    AttemptState,
-    Depth,
-    Job,
-    JobRef,
-    JobState,
-    Node,
-    NodeState,
-    Size,
-    TemplateCondition,
-    TemplateState,
-    Vm,
-    VmCondition,
-    VmSeen,
-    VmState,
-    text_of,
-)
+from multiverse.core.model.basics import Depth, Size
+from multiverse.core.model.job import AttemptState, Job, JobRef, JobState, Node, NodeState
+from multiverse.core.model.reason import text_of
+from multiverse.core.model.vm import TemplateCondition, TemplateState, Vm, VmCondition, VmSeen, VmState
 from multiverse.core.planner import plan
 from multiverse.core.transition import Change, Command, EffectKind, Event, Move
 from multiverse.service.alerts import findings, repair_command, unknown_user

@@ -10,20 +10,12 @@ from multiverse.api import JobView
 from multiverse.cli.jobs import _reason as reason_shown
 from multiverse.controller.comments import CommentPlan
 from multiverse.core.context import Context
-from multiverse.core.explanation.explain import explain, explain_ended, explain_new
+from multiverse.core.explanation import explain, explain_ended, explain_new
 from multiverse.core.machines.tables import effect_of
-from multiverse.core.model import (
-    AttemptState,
-    Job,
-    JobRef,
-    JobState,
-    NodeState,
-    Request,
-    Size,
-    VmCondition,
-    VmState,
-    text_of,
-)
+from multiverse.core.model.basics import Size
+from multiverse.core.model.job import AttemptState, Job, JobRef, JobState, NodeState, Request
+from multiverse.core.model.reason import text_of
+from multiverse.core.model.vm import VmCondition, VmState
 from multiverse.core.policy import OverflowPolicy, why_stays
 from multiverse.core.transition import EffectKind, Event
 from tests.unit.planner_harness import POLICY, PlannerHarness

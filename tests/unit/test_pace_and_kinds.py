@@ -11,24 +11,12 @@ from multiverse.controller.learned import SMOOTHING, ForecastRecorder
 from multiverse.core.capacity.room import every_host
 from multiverse.core.clones.kinds import Choice, choose_kind
 from multiverse.core.context import Context
-from multiverse.core.model import (
-    AttemptState,
-    CloneKind,
-    Depth,
-    Forecast,
-    Host,
-    HypervisorView,
-    Size,
-    Template,
-    TemplateState,
-    Vm,
-    VmCondition,
-    VmSeen,
-    VmState,
-    Why,
-    World,
-    text_of,
-)
+from multiverse.core.model.basics import CloneKind, Depth, Size
+from multiverse.core.model.host import Host, HypervisorView
+from multiverse.core.model.job import AttemptState
+from multiverse.core.model.reason import Why, text_of
+from multiverse.core.model.vm import Template, TemplateState, Vm, VmCondition, VmSeen, VmState
+from multiverse.core.model.world import Forecast, World
 from multiverse.core.policy import ARRIVALS_FADE, Policy, Pool, wait_for
 from multiverse.core.pools import wanted_of
 from multiverse.core.transition import Change, Event, Move

@@ -5,17 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from multiverse.core.model import (
-    AttemptState,
-    Depth,
-    JobState,
-    NodeState,
-    SchedulerView,
-    Seen,
-    Size,
-    VmCondition,
-    VmState,
-)
+from multiverse.core.model.basics import Depth, Size
+from multiverse.core.model.job import AttemptState, JobState, NodeState, SchedulerView
+from multiverse.core.model.vm import VmCondition, VmState
+from multiverse.core.model.world import Seen
 from multiverse.core.policy import Pool
 from multiverse.core.transition import Move
 from multiverse_lab.simulation.scheduler import part_of

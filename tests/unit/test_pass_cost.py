@@ -17,7 +17,9 @@ from multiverse.core.admission.admit import Admission
 from multiverse.core.capacity import room
 from multiverse.core.capacity.placement_policies import COMPARED
 from multiverse.core.capacity_index import CapacityIndex, HostGroup, HostKind, _FirstFit
-from multiverse.core.model import AttemptState, CloneKind, Drain, JobState, Placement
+from multiverse.core.model.basics import CloneKind, Placement
+from multiverse.core.model.host import Drain
+from multiverse.core.model.job import AttemptState, JobState
 from multiverse.core.policy import Backfill, Policy
 from multiverse.core.queue import Queue
 from multiverse.core.state import State
@@ -183,7 +185,7 @@ def looked_at(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         monkeypatch.setattr(owner, name, counted)
 
     for owner, name in (
-        (room, "_refresh"), (room._Search, "usable"), (HostGroup, "put"), (CapacityIndex, "show"),
+        (room, "_refresh"), (room.Search, "usable"), (HostGroup, "put"), (CapacityIndex, "show"),
         (planner, "step_template"), (planner, "step_vm"), (changes, "_mark_source"), (changes, "_follow_hosts"),
         (State, "template_for"), (_FirstFit, "__init__"), (_FirstFit, "put"), (HostKind, "ready_with"),
     ):  # fmt: skip

@@ -21,8 +21,11 @@ from multiverse.core.capacity.sizes import (
     vm_claims,
     vm_size,
 )
-from multiverse.core.model import Claim, CloneKind, Host, Key, Overcommitment, Request, Size, TemplateState, VmState
+from multiverse.core.model.basics import CloneKind, Key, Size
+from multiverse.core.model.host import Claim, Host, Overcommitment
 from multiverse.core.model.identity import mac_of
+from multiverse.core.model.job import Request
+from multiverse.core.model.vm import TemplateState, VmState
 from multiverse.core.policy import Policy
 from tests.unit.planner_harness import POLICY
 from tests.unit.rows import IMAGES, template, vm

@@ -16,24 +16,13 @@ from multiverse.controller.policy import policy_of
 from multiverse.core.capacity.placement_policies import BUILT_IN, COMPARED, CandidateHost, PlacementRequest
 from multiverse.core.capacity.room import Room
 from multiverse.core.errors import Refused
-from multiverse.core.model import (
-    AttemptState,
-    Claim,
-    CloneKind,
-    Forecast,
-    Host,
-    HypervisorView,
-    Job,
-    JobState,
-    Key,
-    Load,
-    Placement,
-    Request,
-    SchedulerView,
-    Size,
-    TemplateState,
-    text_of,
-)
+from multiverse.core.model.basics import CloneKind, Key, Placement, Size
+from multiverse.core.model.host import Claim, Host, HypervisorView
+from multiverse.core.model.job import AttemptState, Job, JobState, Request, SchedulerView
+from multiverse.core.model.reason import text_of
+from multiverse.core.model.usage import Load
+from multiverse.core.model.vm import TemplateState
+from multiverse.core.model.world import Forecast
 from multiverse.core.planner import plan
 from multiverse.core.policy import Policy
 from multiverse.core.state import State

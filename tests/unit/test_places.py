@@ -13,24 +13,12 @@ import pytest
 
 from multiverse.core.machines.host import is_given_up
 from multiverse.core.machines.tables import TABLES, effect_of
-from multiverse.core.model import (
-    Claim,
-    ClaimKey,
-    HypervisorView,
-    JobState,
-    NodeState,
-    Observation,
-    Place,
-    Seen,
-    Size,
-    TemplateKey,
-    Vm,
-    VmCondition,
-    VmSeen,
-    VmState,
-    World,
-    said,
-)
+from multiverse.core.model.basics import ClaimKey, Size
+from multiverse.core.model.host import Claim, HypervisorView
+from multiverse.core.model.job import JobState, NodeState
+from multiverse.core.model.reason import said
+from multiverse.core.model.vm import Place, TemplateKey, Vm, VmCondition, VmSeen, VmState
+from multiverse.core.model.world import Observation, Seen, World
 from multiverse.core.state import State
 from multiverse.core.transition import Change, Command, EffectKind, Event, Move, Tables, unchanged
 from multiverse.store import Store

@@ -8,28 +8,15 @@ import pytest
 
 from multiverse.core import planner
 from multiverse.core.admission import admit
-from multiverse.core.changes import mark_changes
+from multiverse.core.changes import mark_changes, orphans
 from multiverse.core.context import Context
 from multiverse.core.errors import Broken, Exhausted, Gone, Refused, Unknown
 from multiverse.core.machines.tables import TABLES, effect_of
-from multiverse.core.model import (
-    Attempt,
-    AttemptState,
-    Claim,
-    CloneKind,
-    JobRef,
-    JobState,
-    Key,
-    Node,
-    NodeState,
-    Request,
-    Size,
-    TemplateState,
-    VmCondition,
-    VmState,
-    text_of,
-)
-from multiverse.core.planner import orphans
+from multiverse.core.model.basics import CloneKind, Key, Size
+from multiverse.core.model.host import Claim
+from multiverse.core.model.job import Attempt, AttemptState, JobRef, JobState, Node, NodeState, Request
+from multiverse.core.model.reason import text_of
+from multiverse.core.model.vm import TemplateState, VmCondition, VmState
 from multiverse.core.state import State
 from multiverse.core.transition import Change, Command, Done, EffectKind, Event
 from multiverse_lab.simulation.promises import orphans_by_looking_at_all

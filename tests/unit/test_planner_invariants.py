@@ -10,30 +10,17 @@ from hypothesis import strategies as st
 
 from multiverse.core.errors import Broken, Exhausted, Gone, Refused, Stale, Unknown
 from multiverse.core.machines.tables import TABLES, effect_of
-from multiverse.core.model import (
-    ENDING_STATES,
-    Attempt,
-    Depth,
-    HostState,
-    Job,
-    JobRef,
-    JobState,
-    Key,
-    NodeState,
-    Request,
-    Row,
-    Size,
-    Vm,
-    VmCondition,
-    VmSeen,
-    VmState,
-    said,
-    text_of,
-)
+from multiverse.core.model.basics import Depth, Key, Size
+from multiverse.core.model.host import HostState
+from multiverse.core.model.job import ENDING_STATES, Attempt, Job, JobRef, JobState, NodeState, Request
+from multiverse.core.model.reason import said, text_of
+from multiverse.core.model.vm import Vm, VmCondition, VmSeen, VmState
+from multiverse.core.model.world import Row
 from multiverse.core.planner import plan
 from multiverse.core.policy import Policy, Pool
 from multiverse.core.transition import Command, Done, EffectKind, Message, Move
 from tests.unit.planner_harness import POLICY, PlannerHarness
+from tests.unit.rows import indexes_of
 
 UNEXPLAINED = "mvtest0-9999"
 """The name of a VM that the host may show, and that no row explains."""
@@ -228,10 +215,10 @@ class RepeatingHarness(PlannerHarness):
         self.found = set[Key]()
 
     def commit(self, *messages: Message) -> list[Move]:
-        before, indexes, addresses = self.state.rows(), self.state.indexes(), dict(self.state.addresses)
+        before, indexes, addresses = self.state.rows(), indexes_of(self.state), dict(self.state.addresses)
         first = list(plan(self.state, self.world, list(messages), self.clock.time, self.policy))
         self.state.rollback()
-        assert (self.state.rows(), self.state.indexes(), dict(self.state.addresses)) == (before, indexes, addresses)
+        assert (self.state.rows(), indexes_of(self.state), dict(self.state.addresses)) == (before, indexes, addresses)
         again = super().commit(*messages)
         assert again == first, "the same rows and observations give the same moves"
         return again

@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 
 from multiverse.core.errors import Broken, Gone
-from multiverse.core.model import CloneKind
+from multiverse.core.model.basics import CloneKind
 from multiverse.host import manifest, process
 from multiverse.host.manifest import Manifest, VmPhase
 from multiverse.host.qemu.context import HostContext

@@ -13,22 +13,12 @@ from multiverse.core.clones.spares import node_spec
 from multiverse.core.context import Context
 from multiverse.core.errors import Broken
 from multiverse.core.machines.tables import effect_of
-from multiverse.core.model import (
-    AttemptState,
-    CloneKind,
-    Depth,
-    Forecast,
-    Host,
-    HypervisorView,
-    Key,
-    NodeState,
-    Request,
-    Size,
-    TemplateState,
-    Vm,
-    VmState,
-    text_of,
-)
+from multiverse.core.model.basics import CloneKind, Depth, Key, Size
+from multiverse.core.model.host import Host, HypervisorView
+from multiverse.core.model.job import AttemptState, NodeState, Request
+from multiverse.core.model.reason import text_of
+from multiverse.core.model.vm import TemplateState, Vm, VmState
+from multiverse.core.model.world import Forecast
 from multiverse.core.policy import Policy, Pool, paid, wait_for
 from multiverse.core.pools import pool_status
 from multiverse.core.transition import Change, EffectKind, Event, Move

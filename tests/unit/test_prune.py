@@ -21,7 +21,9 @@ from multiverse.client import Client
 from multiverse.config import Settings, parse
 from multiverse.controller import history as pruning
 from multiverse.core.errors import Exhausted, MultiverseError, Refused
-from multiverse.core.model import Attempt, AttemptState, OfferState, Row, TemplateState, Vm, VmState
+from multiverse.core.model.job import Attempt, AttemptState
+from multiverse.core.model.vm import OfferState, TemplateState, Vm, VmState
+from multiverse.core.model.world import Row
 from multiverse.service.api import make_api
 from multiverse.service.backend import Backend
 from multiverse.store import Pruned, Pruning, Store

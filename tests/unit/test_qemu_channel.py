@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from multiverse.core.errors import Broken, Unknown
-from multiverse.core.model import text_of
+from multiverse.core.model.reason import text_of
 from multiverse.guest.protocol import AUDIT
 from multiverse.host.qemu.channels import AgentChannel
 

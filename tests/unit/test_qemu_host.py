@@ -26,7 +26,8 @@ import pytest
 
 from multiverse.config import HostSettings, QemuSettings, Settings
 from multiverse.core.errors import Broken, Exhausted, Unknown
-from multiverse.core.model import CloneKind, Size, TemplateKey
+from multiverse.core.model.basics import CloneKind, Size
+from multiverse.core.model.vm import TemplateKey
 from multiverse.drivers.qemu.driver import QemuHypervisor
 from multiverse.host import manifest, process
 from multiverse.host.manifest import Manifest, VmPhase

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from multiverse.core.model import AttemptState, Size
+from multiverse.core.model.basics import Size
+from multiverse.core.model.job import AttemptState
 from tests.unit.planner_harness import POLICY, PlannerHarness
 
 A = AttemptState

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from multiverse.core.model import Reason, Why, said, text_of
-from multiverse.core.model.reason import parts_of, some
+from multiverse.core.model.reason import Reason, Why, parts_of, said, some, text_of
 
 FIGURES = {"number": 2, "time": 5.0, "until": 60.0, "at": 61.0, "rate": 0.5}
 

@@ -7,7 +7,8 @@ import io
 from rich.console import Console
 
 from multiverse.cli import render
-from multiverse.core.model import AttemptState, TemplateState, VmState
+from multiverse.core.model.job import AttemptState
+from multiverse.core.model.vm import TemplateState, VmState
 
 
 def test_a_cell_is_neither_markup_nor_an_escape_sequence() -> None:

@@ -7,24 +7,14 @@ from dataclasses import replace
 import pytest
 
 from multiverse.core.context import Context
-from multiverse.core.explanation.explain import explain
+from multiverse.core.explanation import explain
 from multiverse.core.machines.tables import effect_of
 from multiverse.core.machines.vm import vm_is_settled
-from multiverse.core.model import (
-    YEAR,
-    AttemptState,
-    Claim,
-    Depth,
-    JobState,
-    Node,
-    NodeReservation,
-    NodeState,
-    OfferState,
-    Size,
-    Vm,
-    VmState,
-    text_of,
-)
+from multiverse.core.model.basics import Depth, Size
+from multiverse.core.model.host import Claim
+from multiverse.core.model.job import YEAR, AttemptState, JobState, Node, NodeReservation, NodeState
+from multiverse.core.model.reason import text_of
+from multiverse.core.model.vm import OfferState, Vm, VmState
 from multiverse.core.policy import Pool
 from multiverse.core.transition import EffectKind
 from tests.unit.planner_harness import POLICY, PlannerHarness

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from multiverse.core.model import CloneKind, Usage
-from multiverse.core.model.usage import MEANS, PEAKS, combined
+from multiverse.core.model.basics import CloneKind
+from multiverse.core.model.usage import MEANS, PEAKS, Usage, combined
 from multiverse.host import manifest, sampling
 from multiverse.host.cgroups import Hierarchy
 from multiverse.host.manifest import Manifest, VmPhase

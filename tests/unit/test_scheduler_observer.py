@@ -11,19 +11,9 @@ import pytest
 
 from multiverse.controller.observers import BURST, WHOLE_SHARE, Awaited, SchedulerObserver
 from multiverse.core.errors import Unknown
-from multiverse.core.model import (
-    Job,
-    JobRef,
-    JobState,
-    Node,
-    NodeState,
-    Request,
-    SchedulerPart,
-    SchedulerView,
-    Seen,
-    Size,
-    World,
-)
+from multiverse.core.model.basics import Size
+from multiverse.core.model.job import Job, JobRef, JobState, Node, NodeState, Request, SchedulerPart, SchedulerView
+from multiverse.core.model.world import Seen, World
 from multiverse_lab.simulation.clock import VirtualClock
 from multiverse_lab.simulation.loop import run
 from multiverse_lab.simulation.scheduler import part_of

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from multiverse.config import listening_address, parse
 from multiverse.core.errors import Refused
-from multiverse.core.model import HostUsage, Usage, VmUsage
+from multiverse.core.model.usage import HostUsage, Usage, VmUsage
 from multiverse.service import metrics
 from multiverse.service.metrics import scraped
 

@@ -15,7 +15,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from multiverse.core.errors import Broken, Exhausted, Refused
-from multiverse.core.model import Size
+from multiverse.core.model.basics import Size
 from multiverse.guest import shared_memory_program
 from multiverse.guest.agent import devices
 from multiverse.guest.agent.system import GuestAgentError

@@ -6,18 +6,10 @@ import pytest
 
 from multiverse.core.context import Context
 from multiverse.core.errors import Broken
-from multiverse.core.explanation.explain import explain
+from multiverse.core.explanation import explain
 from multiverse.core.machines.tables import effect_of
-from multiverse.core.model import (
-    MOST_SHORT_RUNS,
-    SHORT_RUN,
-    Attempt,
-    AttemptState,
-    JobRef,
-    JobState,
-    NodeState,
-    VmCondition,
-)
+from multiverse.core.model.job import MOST_SHORT_RUNS, SHORT_RUN, Attempt, AttemptState, JobRef, JobState, NodeState
+from multiverse.core.model.vm import VmCondition
 from multiverse.core.policy import PAUSE_BASE, PAUSE_LIMIT
 from multiverse.core.transition import EffectKind
 from tests.unit.planner_harness import POLICY, PlannerHarness, failed

@@ -12,24 +12,12 @@ import pytest
 
 from multiverse.core.clones.spares import node_spec
 from multiverse.core.errors import Broken, Exhausted, Gone, Refused, Stale, Unknown
-from multiverse.core.model import (
-    Attempt,
-    CloneKind,
-    Host,
-    Identity,
-    Job,
-    JobState,
-    NodeState,
-    Place,
-    Request,
-    Size,
-    TemplateKey,
-    Vm,
-    VmCondition,
-    VmRef,
-    VmSpec,
-    text_of,
-)
+from multiverse.core.model.basics import CloneKind, Size
+from multiverse.core.model.host import Host
+from multiverse.core.model.identity import Identity
+from multiverse.core.model.job import Attempt, Job, JobState, NodeState, Request
+from multiverse.core.model.reason import text_of
+from multiverse.core.model.vm import Place, TemplateKey, Vm, VmCondition, VmRef, VmSpec
 from multiverse.ports import Scheduler
 from multiverse_lab.simulation.cloud import CLOUD_ABILITIES, QUOTA, CloudMachines, SimulatedCloud
 from multiverse_lab.simulation.cluster import ClusterSettings

@@ -17,7 +17,7 @@ import pytest
 from multiverse.bundles.slurm.scheduler import NodeCount
 from multiverse.config import AgentSettings, HostClass, HostSettings, QemuSettings, Settings, SlurmSettings
 from multiverse.core.errors import Broken
-from multiverse.core.model import User
+from multiverse.core.model.identity import User
 from multiverse.drivers.slurm.site import bootstrap, conf, install, requirements
 from multiverse.drivers.slurm.site.conf import SiteConf
 from multiverse.drivers.slurm.site.requirements import Finding, Level, Version

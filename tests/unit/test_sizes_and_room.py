@@ -19,7 +19,8 @@ from multiverse.core.capacity.sizes import (
     vm_size,
 )
 from multiverse.core.errors import MultiverseError
-from multiverse.core.model import CloneKind, Host, ImageDisk, Overcommitment, Size
+from multiverse.core.model.basics import CloneKind, Size
+from multiverse.core.model.host import Host, ImageDisk, Overcommitment
 from multiverse.core.model.identity import mac_of
 from tests.unit.planner_harness import POLICY
 from tests.unit.rows import IMAGES

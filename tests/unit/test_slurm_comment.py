@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multiverse.core.model import JobRef
+from multiverse.core.model.job import JobRef
 from multiverse.drivers.slurm.acting.jobs import (
     CommentColumn,
     CommentTurns,

@@ -11,7 +11,7 @@ import pytest
 
 from multiverse.config import SlurmSettings
 from multiverse.core.errors import NotYet, Refused, Unknown
-from multiverse.core.model import NodeReservation
+from multiverse.core.model.job import NodeReservation
 from multiverse.drivers.slurm.acting.delete import NodeDeleter
 from multiverse.drivers.slurm.command import Completed, SlurmCommands
 from multiverse.drivers.slurm.reading.nodes import backfill, deletions, node_words, reservations

@@ -19,7 +19,9 @@ from hypothesis import strategies as st
 
 from multiverse.config import Settings, SlurmSettings
 from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError, Refused, Stale, Unknown
-from multiverse.core.model import NodeSpec, Size, User
+from multiverse.core.model.basics import Size
+from multiverse.core.model.identity import User
+from multiverse.core.model.job import NodeSpec
 from multiverse.drivers.slurm.acting.jobs import _cells
 from multiverse.drivers.slurm.command import meaning
 from multiverse.drivers.slurm.site import bootstrap, conf, install

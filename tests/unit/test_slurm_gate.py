@@ -11,7 +11,7 @@ import pytest
 
 from multiverse.config import Settings, SlurmSettings
 from multiverse.core.errors import Stale
-from multiverse.core.model import JobRef, JobState
+from multiverse.core.model.job import JobRef, JobState
 from multiverse.drivers.slurm.acting import gate_keeper
 from multiverse.drivers.slurm.command import Completed, SlurmCommands
 from multiverse.drivers.slurm.driver import SlurmScheduler

@@ -14,7 +14,9 @@ import pytest
 
 from multiverse.config import AgentSettings, LeaseSettings, Settings, SlurmSettings, VxlanSettings
 from multiverse.core.errors import Refused, Unknown
-from multiverse.core.model import LeasedHost, LeaseSpec, PilotState, Size, text_of
+from multiverse.core.model.basics import Size
+from multiverse.core.model.job import LeasedHost, LeaseSpec, PilotState
+from multiverse.core.model.reason import text_of
 from multiverse.drivers.slurm import leases as slurm_leases
 from multiverse.drivers.slurm.driver import SlurmScheduler
 from multiverse.drivers.slurm.leases import (

@@ -10,7 +10,8 @@ import pytest
 
 from multiverse.config import ImageSettings, Settings, SlurmSettings
 from multiverse.core.errors import Exhausted, Unknown
-from multiverse.core.model import CloneKind, NodeSpec, Size
+from multiverse.core.model.basics import CloneKind, Size
+from multiverse.core.model.job import NodeSpec
 from multiverse.drivers.slurm import submission as files
 from multiverse.drivers.slurm.submission import OfferFiles, SlurmOffers
 

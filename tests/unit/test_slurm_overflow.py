@@ -9,7 +9,7 @@ import pytest
 
 from multiverse.config import LeaseSettings, OverflowSettings, Settings, SlurmSettings, parse
 from multiverse.core.errors import Refused
-from multiverse.core.model import Job, JobState
+from multiverse.core.model.job import Job, JobState
 from multiverse.drivers.slurm.driver import SlurmScheduler
 from multiverse.drivers.slurm.reading import parse as slurm_parse
 from multiverse.drivers.slurm.site import conf as site_conf

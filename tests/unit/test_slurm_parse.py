@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from multiverse.core.model import CloneKind, Job, JobRef, JobState, NodeState, Size
+from multiverse.core.model.basics import CloneKind, Size
+from multiverse.core.model.job import Job, JobRef, JobState, NodeState
 from multiverse.drivers.slurm.reading import parse
 from multiverse.drivers.slurm.reading.accounting_limits import AccountingLimits
 from multiverse.drivers.slurm.site import conf

@@ -10,7 +10,7 @@ import pytest
 
 from multiverse.config import ImageSettings, Settings, SlurmSettings
 from multiverse.core.errors import Gone, Refused, Unknown
-from multiverse.core.model import JobState, NodeState
+from multiverse.core.model.job import JobState, NodeState
 from multiverse.drivers.slurm.reading import jobs
 from multiverse.drivers.slurm.reading.jobs import JobColumns, JobTable
 from multiverse.drivers.slurm.reading.reader import SlurmReader

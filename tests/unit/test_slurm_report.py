@@ -9,7 +9,7 @@ import pytest
 
 from multiverse.config import Settings
 from multiverse.core.errors import Gone, Refused, Stale
-from multiverse.core.model import JobRef
+from multiverse.core.model.job import JobRef
 from multiverse.drivers.slurm.command import Completed
 from multiverse.drivers.slurm.driver import SlurmScheduler
 

@@ -11,7 +11,8 @@ import pytest
 
 from multiverse.config import ImageSettings, Settings, SlurmSettings
 from multiverse.core.errors import Exhausted
-from multiverse.core.model import CloneKind, EqualHosts, JobLimit, JobLimits, Size
+from multiverse.core.model.basics import CloneKind, Size
+from multiverse.core.model.host import EqualHosts, JobLimit, JobLimits
 from multiverse.drivers.slurm import submission
 from multiverse.drivers.slurm.submission import SubmissionFile
 from tests.unit.slurm_lua import install_scripts, modify, needs_lua, submit

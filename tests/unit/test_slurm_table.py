@@ -11,7 +11,9 @@ import pytest
 
 from multiverse.config import SlurmSettings
 from multiverse.core.errors import Gone, Unknown
-from multiverse.core.model import Job, JobRef, NodeState, Size, text_of
+from multiverse.core.model.basics import Size
+from multiverse.core.model.job import Job, JobRef, NodeState
+from multiverse.core.model.reason import text_of
 from multiverse.drivers.slurm.command import Completed, SlurmCommands
 from multiverse.drivers.slurm.reading import jobs, nodes, parse
 from multiverse.drivers.slurm.reading.accounting_limits import AccountingLimits

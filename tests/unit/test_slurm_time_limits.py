@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from multiverse.core.model import YEAR, JobState
+from multiverse.core.model.job import YEAR, JobState
 from multiverse.drivers.slurm.reading import parse
 from multiverse.drivers.slurm.site.conf import CHECKED_EVERY, TimeLimits, minutes_of, seconds, time_limits
 from tests.unit.test_slurm_parse import NAMES, NOW, by_name, one

@@ -7,22 +7,11 @@ from dataclasses import replace
 import pytest
 
 from multiverse.core.machines.vm import step_vm
-from multiverse.core.model import (
-    AttemptState,
-    Host,
-    HostState,
-    HypervisorView,
-    JobState,
-    Observation,
-    Seen,
-    TemplateKey,
-    TemplateSeen,
-    VmCondition,
-    VmSeen,
-    VmState,
-    World,
-    text_of,
-)
+from multiverse.core.model.host import Host, HostState, HypervisorView
+from multiverse.core.model.job import AttemptState, JobState
+from multiverse.core.model.reason import text_of
+from multiverse.core.model.vm import TemplateKey, TemplateSeen, VmCondition, VmSeen, VmState
+from multiverse.core.model.world import Observation, Seen, World
 from multiverse.core.transition import Command
 from tests.unit import rows
 from tests.unit.planner_harness import POLICY, PlannerHarness

@@ -13,36 +13,12 @@ from multiverse.core.capacity.sizes import vm_size
 from multiverse.core.clones.spares import give_back, joined_for, parked_for
 from multiverse.core.context import Context
 from multiverse.core.machines.tables import TABLES
-from multiverse.core.model import (
-    Attempt,
-    AttemptState,
-    Claim,
-    CloneKind,
-    Depth,
-    Forecast,
-    Host,
-    HypervisorView,
-    Job,
-    JobState,
-    Node,
-    NodeState,
-    Observation,
-    OfferState,
-    Overcommitment,
-    Request,
-    Row,
-    SchedulerView,
-    Seen,
-    Size,
-    Template,
-    TemplateState,
-    Vm,
-    VmCondition,
-    VmSeen,
-    VmState,
-    World,
-    text_of,
-)
+from multiverse.core.model.basics import CloneKind, Depth, Size
+from multiverse.core.model.host import Claim, Host, HypervisorView, Overcommitment
+from multiverse.core.model.job import Attempt, AttemptState, Job, JobState, Node, NodeState, Request, SchedulerView
+from multiverse.core.model.reason import text_of
+from multiverse.core.model.vm import OfferState, Template, TemplateState, Vm, VmCondition, VmSeen, VmState
+from multiverse.core.model.world import Forecast, Observation, Row, Seen, World
 from multiverse.core.planner import plan
 from multiverse.core.policy import Policy, Pool
 from multiverse.core.pools import pool_status, reconcile_pools

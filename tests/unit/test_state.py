@@ -12,39 +12,17 @@ from hypothesis import strategies as st
 from multiverse.core.changes import mark_changes
 from multiverse.core.errors import Broken
 from multiverse.core.machines.tables import TABLES
-from multiverse.core.model import (
-    Attempt,
-    AttemptState,
-    Claim,
-    ClaimKey,
-    CloneKind,
-    Depth,
-    Host,
-    HostState,
-    HypervisorView,
-    Job,
-    JobRef,
-    JobState,
-    Key,
-    KnownHost,
-    Offer,
-    OfferState,
-    Row,
-    RowKind,
-    Size,
-    Template,
-    TemplateKey,
-    TemplateState,
-    Vm,
-    VmState,
-    said,
-    text_of,
-)
+from multiverse.core.model.basics import ClaimKey, CloneKind, Depth, Key, RowKind, Size
+from multiverse.core.model.host import Claim, Host, HostState, HypervisorView, KnownHost
+from multiverse.core.model.job import Attempt, AttemptState, Job, JobRef, JobState
+from multiverse.core.model.reason import said, text_of
+from multiverse.core.model.vm import Offer, OfferState, Template, TemplateKey, TemplateState, Vm, VmState
+from multiverse.core.model.world import Row
 from multiverse.core.rows import Rows, VmsMissing
 from multiverse.core.state import State, quarantine_on_error
 from multiverse.core.transition import TERMINAL, Change, Event, Tables, Transition, transitions, unchanged
 from tests.unit.planner_harness import POLICY
-from tests.unit.rows import SOURCE, attempt, offer, on_host, state, template, vm, world_of
+from tests.unit.rows import SOURCE, attempt, indexes_of, offer, on_host, state, template, vm, world_of
 
 A, V, T, O = AttemptState, VmState, TemplateState, OfferState  # noqa: E741
 MAKERS: dict[RowKind, Callable[..., Row]] = {"attempt": attempt, "vm": vm, "template": template, "offer": offer}
@@ -55,7 +33,7 @@ def everything(held: State) -> tuple[object, ...]:
     """All that a pass can change and the next one reads."""
     owners = [Key(kind, id_) for kind in MAKERS for id_ in range(12)]
     claims = {owner: held.claims.of(owner) for owner in owners}
-    return held.rows(), held.indexes(), dict(held.addresses), claims, held.numbers.next_serial
+    return held.rows(), indexes_of(held), dict(held.addresses), claims, held.numbers.next_serial
 
 
 def assert_consistent(held: State) -> None:
@@ -172,7 +150,7 @@ def test_before_its_first_pass_a_state_has_the_rows_alone() -> None:
     held = State(Rows("test0"), TABLES)
     assert (held.now, held.entropy, held.moves, held.missing, held.learned) == (0.0, "", [], [], {})
     assert (held.paced, dict(held.waiting), held.wanted, held.reasons, held.lacking) == ({}, {}, None, {}, set())
-    assert set(held.indexes()) == {
+    assert set(indexes_of(held)) == {
         "by_job",
         "by_state",
         "vms_by_attempt",

@@ -7,7 +7,10 @@ from dataclasses import replace
 import pytest
 from structlog.testing import capture_logs
 
-from multiverse.core.model import AttemptState, Key, LeaseState, Stage, TemplateState, VmState, said
+from multiverse.core.model.basics import Key
+from multiverse.core.model.job import AttemptState, LeaseState
+from multiverse.core.model.reason import said
+from multiverse.core.model.vm import Stage, TemplateState, VmState
 from multiverse.core.transition import Change, Done, EffectKind, Event, Move
 from multiverse.service.statistics import KEPT, STEP, Histogram, MoveLog, Statistics
 from tests.unit.rows import attempt, lease, rows, template, vm

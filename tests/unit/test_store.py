@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 from multiverse.core.errors import Broken
-from multiverse.core.model import AttemptState, Claim, ClaimKey, Drain, Host, HostState, KnownHost, Size, Stage
+from multiverse.core.model.basics import ClaimKey, Size
+from multiverse.core.model.host import Claim, Drain, Host, HostState, KnownHost
+from multiverse.core.model.job import AttemptState
+from multiverse.core.model.vm import Stage
 from multiverse.core.transition import Change, Event, Move
 from multiverse.store import Store, StoreConflict, open_store
 from tests.unit.planner_harness import ManualClock, PlannerHarness

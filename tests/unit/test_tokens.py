@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from multiverse.core.model import AttemptState, Vm, VmCondition, VmSeen, VmState, text_of
 from multiverse.core.model.identity import token_of
+from multiverse.core.model.job import AttemptState
+from multiverse.core.model.reason import text_of
+from multiverse.core.model.vm import Vm, VmCondition, VmSeen, VmState
 from tests.unit.planner_harness import PlannerHarness
 from tests.unit.rows import SOURCE
 

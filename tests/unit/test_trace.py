@@ -12,16 +12,11 @@ from typing import Any
 import pytest
 
 from multiverse.core.errors import Gone, Refused, Stale
-from multiverse.core.model import (
-    GuestFile,
-    Host,
-    Identity,
-    JobRef,
-    NodeBootstrap,
-    Size,
-    TemplateKey,
-    VmRef,
-)
+from multiverse.core.model.basics import Size
+from multiverse.core.model.host import Host
+from multiverse.core.model.identity import GuestFile, Identity, NodeBootstrap
+from multiverse.core.model.job import JobRef
+from multiverse.core.model.vm import TemplateKey, VmRef
 from multiverse.ports import Hypervisor, Scheduler
 from multiverse.ports.around import PortCall, around
 from multiverse.trace import Trace, recording

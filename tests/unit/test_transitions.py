@@ -8,30 +8,12 @@ import pytest
 
 from multiverse.core import planner
 from multiverse.core.machines.tables import TABLES
-from multiverse.core.model import (
-    Attempt,
-    AttemptState,
-    Depth,
-    Host,
-    HostState,
-    HypervisorView,
-    Job,
-    JobState,
-    Key,
-    Node,
-    NodeState,
-    OfferState,
-    Request,
-    Row,
-    RowKind,
-    SchedulerView,
-    Size,
-    TemplateState,
-    VmCondition,
-    VmSeen,
-    VmState,
-    said,
-)
+from multiverse.core.model.basics import Depth, Key, RowKind, Size
+from multiverse.core.model.host import Host, HostState, HypervisorView
+from multiverse.core.model.job import Attempt, AttemptState, Job, JobState, Node, NodeState, Request, SchedulerView
+from multiverse.core.model.reason import said
+from multiverse.core.model.vm import OfferState, TemplateState, VmCondition, VmSeen, VmState
+from multiverse.core.model.world import Row
 from multiverse.core.planner import plan
 from multiverse.core.policy import Policy, Pool
 from multiverse.core.transition import TERMINAL, Command, Event, Message, RowState

@@ -17,27 +17,18 @@ from alembic.script import ScriptDirectory
 
 from multiverse.core.errors import Broken, Exhausted, Refused
 from multiverse.core.machines.tables import TABLES
-from multiverse.core.model import (
-    Host,
-    HypervisorView,
-    Job,
-    JobState,
-    Key,
-    Observation,
-    SchedulerView,
-    Seen,
-    Size,
-    VmCondition,
-    VmSeen,
-    World,
-    text_of,
-)
+from multiverse.core.model.basics import Key, Size
+from multiverse.core.model.host import Host, HypervisorView
+from multiverse.core.model.job import Job, JobState, SchedulerView
+from multiverse.core.model.reason import text_of
+from multiverse.core.model.vm import VmCondition, VmSeen
+from multiverse.core.model.world import Observation, Seen, World
 from multiverse.core.planner import plan
 from multiverse.core.state import State
 from multiverse.store import Store, schema
 from tests.newer_schema import NEWER, make_newer
 from tests.unit.planner_harness import POLICY, ManualClock
-from tests.unit.rows import IMAGES
+from tests.unit.rows import IMAGES, indexes_of
 
 SCHEMA_0001 = (Path(__file__).parent / "schema_0001.sql").read_text()
 """A database of the first release, with rows in every state."""
@@ -197,7 +188,7 @@ def test_the_planner_goes_on_with_rows_of_the_first_release(released: Path) -> N
     """A first pass that shows all VMs, then one that shows none of them: no record becomes impossible."""
     store = Store(released, ManualClock())
     state, before = State(store.rows(), TABLES), store.rows()
-    assert state.indexes() == State(state.rows(), TABLES).indexes()
+    assert indexes_of(state) == indexes_of(State(state.rows(), TABLES))
     hosts = {name: Host(name, Size(64, 65536, 65536), frozenset({"instant"}), images=IMAGES) for name in ("h1", "h2")}
     for shown in (True, False):
         live = [vm for vm in state.vms.values() if shown]

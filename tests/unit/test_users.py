@@ -16,7 +16,10 @@ from multiverse.controller.users import FRESH, KEPT, UserDirectory
 from multiverse.core.admission.admit import PATIENCE
 from multiverse.core.errors import Gone, Refused, Unknown
 from multiverse.core.machines.tables import permitted_effects
-from multiverse.core.model import AttemptState, User, UserSeen, VmCondition, VmState, text_of
+from multiverse.core.model.identity import User, UserSeen
+from multiverse.core.model.job import AttemptState
+from multiverse.core.model.reason import text_of
+from multiverse.core.model.vm import VmCondition, VmState
 from multiverse.core.transition import EffectKind
 from multiverse.drivers.slurm.reading import name_service
 from multiverse.drivers.slurm.reading.name_service import NameService, is_surely_absent, lookup

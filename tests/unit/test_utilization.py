@@ -24,7 +24,10 @@ from multiverse.client import Client
 from multiverse.controller import history
 from multiverse.controller.history import UtilizationRecorder
 from multiverse.core.errors import Exhausted, Gone, MultiverseError, Refused, Unknown
-from multiverse.core.model import Host, HostUsage, Load, Size, Usage, Vm, VmUsage
+from multiverse.core.model.basics import Size
+from multiverse.core.model.host import Host
+from multiverse.core.model.usage import HostUsage, Load, Usage, VmUsage
+from multiverse.core.model.vm import Vm
 from multiverse.service.api import make_api
 from multiverse.service.backend import Backend, UtilizationReader
 from multiverse.store import Store

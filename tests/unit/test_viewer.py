@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from multiverse.bundles.contract import Privacy
-from multiverse.core.model import Reason, Why, said
+from multiverse.core.model.reason import Reason, Why, said
 from multiverse.service.explanations import OPERATOR, Viewer
 
 REASON = Why.AHEAD(

@@ -10,24 +10,11 @@ import pytest
 from multiverse.core.errors import Broken
 from multiverse.core.machines.tables import effect_of
 from multiverse.core.machines.vm import step_vm, vm_is_settled
-from multiverse.core.model import (
-    Attempt,
-    AttemptState,
-    Depth,
-    Host,
-    HostState,
-    HypervisorView,
-    Job,
-    JobState,
-    Key,
-    KnownHost,
-    Node,
-    NodeState,
-    Observation,
-    Row,
-    SchedulerView,
-    Seen,
-    Size,
+from multiverse.core.model.basics import Depth, Key, Size
+from multiverse.core.model.host import Host, HostState, HypervisorView, KnownHost
+from multiverse.core.model.job import Attempt, AttemptState, Job, JobState, Node, NodeState, SchedulerView
+from multiverse.core.model.reason import said, text_of
+from multiverse.core.model.vm import (
     Template,
     TemplateCondition,
     TemplateSeen,
@@ -36,10 +23,8 @@ from multiverse.core.model import (
     VmCondition,
     VmSeen,
     VmState,
-    World,
-    said,
-    text_of,
 )
+from multiverse.core.model.world import Observation, Row, Seen, World
 from multiverse.core.planner import plan
 from multiverse.core.rows import Rows
 from multiverse.core.transition import Change, Command, EffectKind, Event

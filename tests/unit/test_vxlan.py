@@ -16,7 +16,8 @@ from multiverse.bundles.qemu import platform as service
 from multiverse.bundles.qemu.platform import MachineVxlan
 from multiverse.config import HostSettings, NetworkSettings, QemuSettings, Settings, VxlanSettings, vxlan_address
 from multiverse.core.errors import Gone, Refused, Unknown
-from multiverse.core.model import Identity, Neighbour, Vm, VmRef, VmState, network_id_of
+from multiverse.core.model.identity import Identity, Neighbour, network_id_of
+from multiverse.core.model.vm import Vm, VmRef, VmState
 from multiverse.drivers.qemu.driver import JOB_SITE, host_config
 from multiverse.host.qemu import templates
 from multiverse.host.vxlan import Vxlan, VxlanConfig, is_of_machine, machine_owner

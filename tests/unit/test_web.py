@@ -24,7 +24,7 @@ from multiverse.api import Alert, Delta, Snapshot
 from multiverse.config import Settings, WebSettings, parse
 from multiverse.controller.loop import Controller
 from multiverse.core.errors import Exhausted, Refused
-from multiverse.core.model import Size
+from multiverse.core.model.basics import Size
 from multiverse.service import publisher as publishing
 from multiverse.service.backend import Backend
 from multiverse.service.publisher import Publisher

@@ -10,14 +10,16 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from multiverse.core.explanation.what_if import immediate_capacity, sizes_to_show, usage, what_if
-from multiverse.core.model import AttemptState, Depth, Job, JobRef, JobState, Request, Size, TemplateState, Vm, VmState
+from multiverse.core.explanation import immediate_capacity, sizes_to_show, usage, what_if
+from multiverse.core.model.basics import Depth, Size
+from multiverse.core.model.job import AttemptState, Job, JobRef, JobState, Request
+from multiverse.core.model.vm import TemplateState, Vm, VmState
 from multiverse.core.planner import plan
 from multiverse.core.policy import Pool
 from multiverse.core.rows import Index
 from multiverse.core.state import State
 from multiverse.core.transition import Change
-from tests.unit.rows import changes_of, template, vm
+from tests.unit.rows import changes_of, indexes_of, template, vm
 from tests.unit.test_admission_cases import claim_of, host
 from tests.unit.test_backfill import FILLING, NOW, UNIX, Cluster, admitted
 
@@ -56,11 +58,11 @@ def kept(state: State) -> tuple[object, ...]:
     """All that a trial must leave as it was."""
     queue = state.queue
     return (
-        state.rows(), state.indexes(), dict(state.reasons), dict(state.promised), state.looked, state.blocking,
+        state.rows(), indexes_of(state), dict(state.reasons), dict(state.promised), state.looked, state.blocking,
         state.now, dict(state.paced), state.waiting.copy(), dict(state.users_asked), dict(state.placement_faults),
         set(state.lacking), state.entropy, dict(state.claims.used), state.numbers.next_serial,
         queue.candidates.entries(), queue.unfit.entries(),
-        dict(queue.wanted), queue.shapes(), dict(queue.jobs), {k: list(v) for k, v in state.free.free.items()},
+        dict(queue.wanted), dict(queue._shape_uses), dict(queue.jobs), {k: list(v) for k, v in state.free.free.items()},
     )  # fmt: skip
 
 

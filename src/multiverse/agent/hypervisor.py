@@ -15,25 +15,13 @@ from multiverse.agent import protocol
 from multiverse.agent.connection import AgentConnection
 from multiverse.agent.protocol import AgentCall, HypervisorAnswer, R
 from multiverse.core.errors import Gone, MultiverseError, Refused
-from multiverse.core.model import (
-    Host,
-    HostUsage,
-    HypervisorView,
-    Identity,
-    LeasedHost,
-    Member,
-    Neighbour,
-    Size,
-    Stage,
-    TemplateKey,
-    User,
-    Vm,
-    VmRef,
-    VmSpec,
-    VmState,
-)
-from multiverse.core.model.identity import without_prefix_length
-from multiverse.ports import NOT_LEASED
+from multiverse.core.model.basics import Size
+from multiverse.core.model.host import Host, HypervisorView
+from multiverse.core.model.identity import Identity, Member, Neighbour, User, without_prefix_length
+from multiverse.core.model.job import LeasedHost
+from multiverse.core.model.usage import HostUsage
+from multiverse.core.model.vm import Stage, TemplateKey, Vm, VmRef, VmSpec, VmState
+from multiverse.ports.hypervisor import NOT_LEASED
 
 log = structlog.get_logger()
 

@@ -30,7 +30,7 @@ from typing import Any
 from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException
 
 from multiverse.core.errors import MultiverseError, Refused
-from multiverse.core.model import Size
+from multiverse.core.model.basics import Size
 
 PROTOCOL = 1
 """What the plugin and the agent say to each other, records included. spank/multiverse.c has the same number."""

@@ -37,7 +37,8 @@ from multiverse.agent.job_protocol import (
     vm_size,
 )
 from multiverse.core.errors import Gone, MultiverseError, Refused, Unknown
-from multiverse.core.model import Size, User
+from multiverse.core.model.basics import Size
+from multiverse.core.model.identity import User
 from multiverse.system import files
 from multiverse.system.kernel import SharedMemory
 from multiverse.system.processes import Peer, peer_of

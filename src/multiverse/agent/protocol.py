@@ -34,22 +34,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, Pr
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError, Refused, Stale, Unknown
-from multiverse.core.model import (
-    Host,
-    HostUsage,
-    HypervisorView,
-    Identity,
-    Member,
-    Neighbour,
-    Size,
-    Stage,
-    TemplateKey,
-    TemplateSeen,
-    User,
-    VmRef,
-    VmSeen,
-    VmSpec,
-)
+from multiverse.core.model.basics import Size
+from multiverse.core.model.host import Host, HypervisorView
+from multiverse.core.model.identity import Identity, Member, Neighbour, User
+from multiverse.core.model.usage import HostUsage
+from multiverse.core.model.vm import Stage, TemplateKey, TemplateSeen, VmRef, VmSeen, VmSpec
 from multiverse.ports import Groups, GuestUsers, Hypervisor, Source, Templates
 
 

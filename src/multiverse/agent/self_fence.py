@@ -21,7 +21,8 @@ import structlog
 from pydantic import TypeAdapter, ValidationError
 
 from multiverse.core.errors import MultiverseError
-from multiverse.core.model import VmRef, site_of
+from multiverse.core.model.identity import site_of
+from multiverse.core.model.vm import VmRef
 from multiverse.system import files
 
 log = structlog.get_logger()

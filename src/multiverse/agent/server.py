@@ -17,7 +17,10 @@ from multiverse.agent import protocol
 from multiverse.agent.protocol import OLDEST, PROTOCOL, AgentCall, Answer, CallFailure, Line, encode
 from multiverse.agent.self_fence import FenceTimer
 from multiverse.core.errors import Broken, MultiverseError, Refused, Unknown
-from multiverse.core.model import HostUsage, HypervisorView, Load, Stage, VmCondition, VmSeen, VmSpec, vm_prefix
+from multiverse.core.model.host import HypervisorView
+from multiverse.core.model.identity import vm_prefix
+from multiverse.core.model.usage import HostUsage, Load
+from multiverse.core.model.vm import Stage, VmCondition, VmSeen, VmSpec
 from multiverse.system.files import Record
 
 

@@ -8,18 +8,11 @@ from collections.abc import Mapping, Sequence
 
 from multiverse.bundles.contract import DaemonTask, Followed, GuestFacts, Platform
 from multiverse.core.errors import Gone, Refused
-from multiverse.core.model import (
-    HostUsage,
-    HypervisorView,
-    Identity,
-    Member,
-    Size,
-    Stage,
-    TemplateKey,
-    User,
-    VmRef,
-    VmSpec,
-)
+from multiverse.core.model.basics import Size
+from multiverse.core.model.host import HypervisorView
+from multiverse.core.model.identity import Identity, Member, User
+from multiverse.core.model.usage import HostUsage
+from multiverse.core.model.vm import Stage, TemplateKey, VmRef, VmSpec
 from multiverse.ports import Groups, GuestUsers, Hypervisor, Measurements, Membership, Source, Templates
 
 

@@ -17,7 +17,8 @@ from multiverse.agent.protocol import LocalHypervisor
 from multiverse.agent.self_fence import HostedVms
 from multiverse.config import Settings
 from multiverse.core.errors import Refused
-from multiverse.core.model import Job, LeasedHost, LeaseSpec, World
+from multiverse.core.model.job import Job, LeasedHost, LeaseSpec
+from multiverse.core.model.world import World
 from multiverse.core.policy import Policy
 from multiverse.core.rows import Rows
 from multiverse.core.state import State

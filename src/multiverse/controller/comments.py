@@ -1,11 +1,8 @@
 """Tells the users of waiting jobs why their jobs wait, where the scheduler shows such lines.
 
-What is said is derived from the latest pass and is not stored. The first jobs in the queue are told their own reason,
-the others once that they wait behind earlier jobs. Nothing depends on it, so it takes few resources: a few calls at the
-same time, one text a minute for each job, and the others in groups.
-
-`CommentPlan` decides and `CommentWriter` acts. Whether a job still waits, and what its user reads already, is known
-only to the scheduler's driver, which reads both again before it writes.
+The text is derived from the latest pass and not stored. The first jobs are told their own reason, the others once that
+they wait behind. It takes few resources: few calls at a time, one text a minute for each job, and groups. `CommentPlan`
+decides and `CommentWriter` acts; the scheduler's driver reads jobs and texts again before it writes.
 """
 
 from __future__ import annotations
@@ -18,27 +15,25 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from multiverse.core.admission.reasons import BEHIND, reason_of
+from multiverse.controller.publication import end_tasks
 from multiverse.core.errors import MultiverseError
-from multiverse.core.model import Attempt, AttemptState, Job, JobRef, Reason, text_of
+from multiverse.core.model.job import Attempt, AttemptState, Job, JobRef
+from multiverse.core.model.reason import Reason, text_of
 from multiverse.core.policy import Policy
+from multiverse.core.queue import BEHIND, reason_of
 from multiverse.core.transition import Move
 from multiverse.ports import Clock, Scheduler
 
 log = structlog.get_logger()
 
 CALLS_AT_ONCE = 2  # calls that run at the same time
-PAUSE = 0.1  # seconds at least between two times at which it is considered what is due
-
+PAUSE = 0.1  # seconds at least between two looks at what is due
 TEXT_INTERVAL = 60.0  # seconds between two texts of a job or array, and until it is considered again
-
 CONSIDERED_AT_ONCE = 200  # jobs in one go of about 1 ms, so that a long queue delays nothing else
-
 GO_INTERVAL = 1.0  # seconds between two goes
 GROUP = 100  # the most jobs that one call tells that they wait behind others
 GROUP_INTERVAL = 5.0  # seconds between two such calls: asked for several jobs, slurmctld answers with all jobs
 CALL_TIMEOUT = 60.0  # seconds
-
 RETRY_PAUSE, RETRY_LIMIT = 2.0, 300.0  # seconds until a failed call is repeated; doubled up to the limit
 
 _BEHIND = str(BEHIND)
@@ -75,7 +70,6 @@ class _Subject:
 
     @property
     def free_at(self) -> float:
-        """When it may be told another text."""
         return math.inf if self.calling else max(self.not_before, self.at + TEXT_INTERVAL)
 
 
@@ -95,8 +89,6 @@ class CommentPlan:
         for attempt in attempts:
             self._follow(attempt)
 
-    # --- what happened -----------------------------------------------------------------------------
-
     def note(self, moves: Iterable[Move]) -> bool:
         """Learn from moves that were committed. Whether something is to be considered that was not before."""
         before = len(self._queue)
@@ -115,7 +107,6 @@ class CommentPlan:
         return True
 
     def ended(self, telling: Telling, now: float, *, failed: bool) -> None:
-        """A call that `next_call` returned has ended."""
         for key in telling.subjects:
             subject = self._subjects.get(key)
             if subject is None:
@@ -148,8 +139,6 @@ class CommentPlan:
             subject.attempts.discard(attempt_id)
             if not subject.attempts:
                 del self._subjects[key]
-
-    # --- what is due -------------------------------------------------------------------------------
 
     def next_call(self, jobs: Jobs, now: float) -> Telling | None:
         """The call that is due now, if any. Its end has to be reported to `ended`."""
@@ -206,7 +195,6 @@ class CommentPlan:
         return Telling(tuple(group), tuple(group.values()), _BEHIND)
 
     def _due(self, now: float) -> Iterator[Attempt]:
-        """Some of the attempts that are due to be considered. Each comes again later."""
         for _ in range(CONSIDERED_AT_ONCE):
             if not self._queue or self._queue[0][0] > now:
                 return
@@ -233,13 +221,7 @@ class CommentPlan:
 class CommentWriter:
     """Makes the calls that a `CommentPlan` finds due. `jobs` gives the jobs as observed last."""
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        clock: Clock,
-        plan: CommentPlan,
-        jobs: Callable[[], Jobs],
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, clock: Clock, plan: CommentPlan, jobs: Callable[[], Jobs]) -> None:
         self._scheduler, self._clock, self._plan, self._jobs = scheduler, clock, plan, jobs
         self._calls: dict[asyncio.Task[None], None] = {}
         self._wake = asyncio.Event()
@@ -260,10 +242,7 @@ class CommentWriter:
                     self._begin(telling)
                 await self._sleep()
         finally:
-            calls = list(self._calls)
-            for call in calls:
-                call.cancel()
-            await asyncio.gather(*calls, return_exceptions=True)
+            await end_tasks(list(self._calls))
 
     async def _sleep(self) -> None:
         """Until something may be due, and `PAUSE` at least."""

@@ -1,12 +1,8 @@
 """Effects: what rows permit is done here, beside the planner, one lane for each object.
 
 A lane does one thing at a time, so that the destruction of a VM never overtakes its creation. An effect means *ensure*:
-as long as its row permits it, it is repeated, each time after a longer pause. Nothing here writes a row; the result of
-an effect goes back to the planner as a message and, above all, is observed.
-
-The effects on VMs are limited in number by the VMs that hosts can hold, but those on jobs by nothing: an operator's
-change may concern thousands of jobs at once. So only some of these run at a time. The others wait here, and not within
-their time limits.
+it is repeated while its row permits it, after growing pauses. Nothing here writes a row; results go back as messages
+and, above all, are observed. Of the effects on jobs, which may be thousands, only some run at a time.
 """
 
 from __future__ import annotations
@@ -22,7 +18,7 @@ from types import MappingProxyType
 
 import structlog
 
-from multiverse.controller.publication import AddressBook, GroupBook, Publication, pause
+from multiverse.controller.publication import AddressBook, GroupBook, Publication, end_tasks, pause
 from multiverse.controller.users import UserDirectory
 from multiverse.core.clones.spares import node_spec
 from multiverse.core.errors import Broken, MultiverseError, NotYet, Refused, Stale, Unknown
@@ -61,7 +57,6 @@ class PilotRef:
 
     @property
     def key(self) -> Key:
-        """No lease has this key."""
         return Key("lease", -1 - zlib.crc32(self.id.encode()))
 
 
@@ -146,7 +141,6 @@ class Effects:
         return {kind: max(0, JOBS_AT_ONCE - running[kind]) for kind in _ON_JOBS}
 
     def failing(self, often: int) -> list[Failure]:
-        """Effects that failed at least `often` times in a row."""
         return [
             Failure(lane.effect, lane.failures, lane.reason, lane.due)
             for _, lane in sorted(self._lanes.items())
@@ -211,24 +205,16 @@ class Effects:
         first = [heapq.nsmallest(left[kind], some) if kind in left else some for kind, some in due.items()]
         return [key for some in first for _, key in some]
 
-    def limit_submissions(self, limits: JobLimits | None) -> None:
-        """Let the scheduler refuse what these limits do not allow, if they are known."""
-        submission = self._scheduler.submission
+    def publish(self, limits: JobLimits | None, excluded: frozenset[int]) -> None:
+        """Tell the scheduler and hosts what they are to know, as of the latest commit: the `limits` of submissions, if
+        known, where nodes are, which VMs reach each other, and users who are `excluded` from offers."""
+        submission, offers = self._scheduler.submission, self._scheduler.offers
         if submission is not None and limits is not None:
             self._limits.ensure(limits, submission.publish)
-
-    def tell_addresses(self) -> None:
-        """Let users' commands know where nodes are, as of the latest commit."""
         self._addresses.ensure(self._scheduler.addresses)
-
-    def tell_groups(self) -> None:
-        """Let hosts know which VMs reach each other, as of the latest commit."""
         self._groups.ensure(self._hypervisor.groups)
-
-    def exclude_from_offers(self, users: frozenset[int]) -> None:
-        """Let no job of these users take an offered node."""
-        if (offers := self._scheduler.offers) is not None:
-            self._excluded.ensure(users, offers.exclude)
+        if offers is not None:
+            self._excluded.ensure(excluded, offers.exclude)
 
     def _begin(self, lane: _Lane, subject: Subject) -> None:
         lane.state = _state(subject)
@@ -275,14 +261,9 @@ class Effects:
 
     async def close(self) -> None:
         """Stop all that runs. What was begun is found again by the first observation of the next controller."""
-        tasks = [lane.task for lane in self._lanes.values() if lane.task]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await self._limits.close()
-        await self._excluded.close()
-        await self._addresses.close()
-        await self._groups.close()
+        await end_tasks(lane.task for lane in self._lanes.values())
+        for told in (self._limits, self._excluded, self._addresses, self._groups):
+            await told.close()
 
     # --- the effects themselves ----------------------------------------------------------------------
 
@@ -384,7 +365,7 @@ class Effects:
             await offers.withdraw(vm.name)
 
     async def _destroy(self, vm: Vm, grace: float) -> None:
-        """At all its places, of which one may be out of reach."""
+        """At all its places. One of them may be out of reach."""
         failed = None
         for place in vm.places:
             try:

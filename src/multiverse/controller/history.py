@@ -11,13 +11,12 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
-from typing import Protocol
 
 import structlog
 
 from multiverse.core.errors import Exhausted, MultiverseError, Unknown
-from multiverse.core.model import Attempt, AttemptState, HostUsage, Usage, VmUsage
-from multiverse.core.model.usage import LONG_ENOUGH, Baseline, JobUsage, combined
+from multiverse.core.model.job import Attempt, AttemptState
+from multiverse.core.model.usage import LONG_ENOUGH, Baseline, HostUsage, JobUsage, Usage, VmUsage, combined
 from multiverse.core.state import State
 from multiverse.ports import Clock, Measurements, Reports
 from multiverse.store import Pruned, Pruning, Store
@@ -32,9 +31,6 @@ from multiverse.store.history import (
     put_job_usage,
     read_job_usage,
 )
-
-# --- what hosts use ---------------------------------------------------------------------------------
-
 
 INTERVAL = 10.0  # seconds between two questions to a host, and the span that each answer covers
 TIMEOUT = 10.0  # seconds that a host has to answer
@@ -56,10 +52,10 @@ class UtilizationRecorder:
         self._latest: dict[str, tuple[float, HostUsage]] = {}
         self._minute = 0  # the Unix time of its beginning
         self._in_minute: dict[tuple[UsedBy, str], list[Usage]] = {}
-        self._failures: dict[str, str] = {}  # those that were logged
+        self._failures: dict[str, str] = {}  # as logged
 
     def current(self) -> Mapping[str, HostUsage]:
-        """What each host, by name, has used lately; without hosts of which that is not known."""
+        """What each host, by name, has used lately, if that is known."""
         fresh = self._clock.now() - STALE
         return {name: usage for name, (at, usage) in sorted(self._latest.items()) if at >= fresh}
 
@@ -127,10 +123,8 @@ LOOK_INTERVAL = 1.0  # seconds between two looks at which jobs run, as often as 
 SPAN = 2.0  # seconds that an answer of a host covers
 TELL_TIMEOUT = 60.0  # seconds that telling one user may take: the scheduler's commands wait for their turns
 FRESH = 5.0  # seconds after which a job that has begun is not new any more: what its VM has used by then is its own
-
 SETTLED = 3.0  # seconds after a job's end: the scheduler's own record has been written then
-
-MOST_TOLD = 1000  # users who wait to be told; of those beyond, the oldest are not told
+MOST_TOLD = 1000  # users who wait to be told; beyond that the oldest are not told
 TELLING = 2  # how many are told at the same time
 TRIES, TRY_PAUSE = 3, 5.0  # how often, and after how many seconds, a scheduler is asked again that cannot take it now
 ROWS = 50  # rows that are written at once
@@ -151,7 +145,6 @@ class JobUsageRecorder:
         self._failed = ""
 
     async def run(self) -> None:
-        """Follow, and tell users, until cancelled."""
         async with asyncio.TaskGroup() as group:
             for _ in range(TELLING):
                 group.create_task(self._tell_users())
@@ -212,7 +205,6 @@ class JobUsageRecorder:
         )
 
     async def _used(self, sources: Collection[str]) -> dict[str, VmUsage]:
-        """What the VMs of these sources have used, as far as their hosts answer."""
         found: dict[str, VmUsage] = {}
 
         async def ask(source: str) -> None:
@@ -227,8 +219,6 @@ class JobUsageRecorder:
 
         await asyncio.gather(*map(ask, sources))
         return found
-
-    # --- users ----------------------------------------------------------------------------------------
 
     async def _tell_users(self) -> None:
         while True:
@@ -290,20 +280,12 @@ class JobUsageRecorder:
 
 
 PRUNE_INTERVAL = 3600.0  # seconds between two rounds
-
 SHARE, LEAST_PAUSE = 0.1, 0.005  # the steps take this share of the time at most; a pause takes so many seconds at least
 
 DAY = 86400.0
 
 
-class Steps(Protocol):
-    """A round of small steps."""
-
-    def step(self) -> bool:
-        """Do one. False if nothing is left to do."""
-
-
-async def prune(one_round: Steps, clock: Clock, *, limit: float = math.inf) -> None:
+async def prune(one_round: Pruning | UsagePruning | JobUsagePruning, clock: Clock, *, limit: float = math.inf) -> None:
     """Carry out a round, for `limit` seconds at most. Raises `Exhausted`; earlier steps are kept."""
     more, until = True, clock.now() + limit
     while more and clock.now() < until:

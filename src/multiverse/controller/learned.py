@@ -2,12 +2,9 @@
 
 - `ForecastRecorder`: how many VMs jobs ask for, and how long VMs take.
 - `Exclusions`: users who take offered nodes in vain get none for a while. Slurm does not tell its submit script whether
-  a request is a test (`sbatch --test-only`), and may refuse a job after the script. Such a submission takes a node, and
-  no job comes. Or the job comes, and Slurm does not start it, because a limit of the user's is used up: the script
-  cannot know that. The node serves nobody else meanwhile. The user's jobs wait at the gate, where limits are counted.
-- `MissingHints`: whether jobs are submitted without hints, for example after a failover to a slurmctld on another
-  machine. A lost hint costs a poll interval and nothing else. But when all are lost every job starts that much later,
-  and an operator would not learn why.
+  a request is a test (`sbatch --test-only`), may refuse a job after it, or may not start one for a limit of the user's.
+- `MissingHints`: whether jobs are submitted without hints, for example after a failover to another slurmctld. Every job
+  starts a poll interval later then, and an operator would not learn why.
 """
 
 from __future__ import annotations
@@ -18,16 +15,19 @@ from dataclasses import dataclass
 
 import structlog
 
-from multiverse.core.model import Attempt, CloneKind, Forecast, Lease, LeaseState, Offer, Vm, VmState, text_of
+from multiverse.core.model.basics import CloneKind
+from multiverse.core.model.job import Attempt, Lease, LeaseState
+from multiverse.core.model.reason import text_of
+from multiverse.core.model.vm import Offer, Vm, VmState
+from multiverse.core.model.world import Forecast
 from multiverse.core.policy import ARRIVALS_FADE, Parent, Policy, image_of, paid
 from multiverse.core.transition import Event, Move
 from multiverse.ports import Clock
 
+log = structlog.get_logger()
+
 SMOOTHING = 0.2  # the share of the newest in the moving mean of how long VMs take
-
-
 SOON = 60.0  # seconds: a spare or leased host that is of no use so soon counts as one that failed
-
 LEASE_REST = 5.0  # a partition rests so much longer after a useless lease than an image after a failed VM
 
 
@@ -48,8 +48,10 @@ class ForecastRecorder:
     def note(self, moves: Iterable[Move], now: float) -> None:
         for move in moves:
             for change in move.changes:
-                if isinstance(change.row, Attempt):
-                    self._note_attempt(change.row, change.event, now)
+                if isinstance(change.row, Attempt) and change.event in (Event.ADMITTED, Event.TOOK):
+                    # Not when it came: it may be held, or wait for others of its array.
+                    image, nodes = image_of(change.row, self._policy), change.row.request.nodes
+                    self._arrivals[image] = (self._faded(image, now) + nodes, now)
                 elif isinstance(change.row, Vm):
                     self._note_vm(change.row, change.event, now)
                 elif isinstance(change.row, Lease):
@@ -71,11 +73,6 @@ class ForecastRecorder:
         if soon or (lease.state is LeaseState.RELEASING and (event is Event.FAILED or unused)):
             tries = self._useless.get(partition, (0, 0.0))[0] + 1
             self._useless[partition] = (tries, now + LEASE_REST * self._policy.backoff(tries))
-
-    def _note_attempt(self, attempt: Attempt, event: Event, now: float) -> None:
-        if event in (Event.ADMITTED, Event.TOOK):  # not when it came: it may be held, or wait for others of its array
-            image = image_of(attempt, self._policy)
-            self._arrivals[image] = (self._faded(image, now) + attempt.request.nodes, now)
 
     def _note_vm(self, vm: Vm, event: Event, now: float) -> None:
         if event is Event.PLANNED:
@@ -134,10 +131,7 @@ class ForecastRecorder:
         return min((at for at in waits if at > now), default=math.inf)
 
 
-log = structlog.get_logger()
-
 EXCLUSION, EXCLUSION_LIMIT = 60.0, 3600.0  # seconds that a user is excluded; doubled up to the limit
-
 FORGOTTEN = 3600.0  # seconds after the end of an exclusion until it counts no more
 
 
@@ -176,10 +170,7 @@ class Exclusions:
         return frozenset(uid for uid, taker in self._takers.items() if taker.until > now)
 
 
-log = structlog.get_logger()
-
 UNTIL_MISSING = 3  # submissions in a row without a hint, in different seconds; a few may be lost at a restart
-
 SKEW = 5.0  # seconds by which a hint may come earlier than the job was submitted by the scheduler's clock
 
 

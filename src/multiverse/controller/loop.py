@@ -20,7 +20,7 @@ from multiverse.controller.observers import Awaited, FollowedHosts, ObserverTask
 from multiverse.controller.policy import policy_of
 from multiverse.controller.users import LookupFailure, UserDirectory
 from multiverse.core.capacity.sizes import claimable_cpus
-from multiverse.core.commands import may_add
+from multiverse.core.changes import may_add, orphans
 from multiverse.core.context import Context
 from multiverse.core.errors import Exhausted, MultiverseError, Refused
 from multiverse.core.machines.host import held_back
@@ -28,11 +28,11 @@ from multiverse.core.machines.lease import unexplained_pilots
 from multiverse.core.machines.tables import TABLES, awaited_rows, note_unconfirmed
 from multiverse.core.model.basics import Size
 from multiverse.core.model.host import JobLimits, KnownHost
-from multiverse.core.model.job import Attempt, Job
+from multiverse.core.model.job import Attempt
 from multiverse.core.model.reason import Reason
 from multiverse.core.model.vm import Vm, VmRef
 from multiverse.core.model.world import Observation, World
-from multiverse.core.planner import orphans, plan
+from multiverse.core.planner import plan
 from multiverse.core.pools import PoolStatus, pool_status
 from multiverse.core.state import State
 from multiverse.core.transition import Awaiting, Command, Done, Message, Move, ShownBy
@@ -61,11 +61,10 @@ class CommandInbox:
         return committed
 
     def of_pass(self, *, releasing: bool) -> list[Message]:
-        """The messages for a pass; with `releasing` without those that may add something."""
+        """The messages for a pass; with `releasing` only messages that add nothing."""
         return [message for message in self._messages if not (releasing and may_add(message))]
 
     def committed(self, messages: Sequence[Message], refusals: Iterable[tuple[Command, Refused]]) -> None:
-        """A pass is kept, and with it what came of these messages."""
         kept = {id(message) for message in messages}
         self._messages = deque(message for message in self._messages if id(message) not in kept)
         refused = {id(command): error for command, error in refusals}
@@ -85,13 +84,12 @@ class OrphanConfirmation:
         self._state = state
         self._orphans: dict[tuple[str, str], float] = {}  # name and source, with the observation that showed it first
         self._pilots: dict[tuple[str, str], float] = {}  # pilots that no lease explains: name and id, and the same
-        self.confirmed: list[VmRef | PilotRef] = []  # those that are to be removed, as of the latest commit
+        self.confirmed: list[VmRef | PilotRef] = []  # to be removed, as of the latest commit
 
     def names(self) -> list[str]:
         return sorted({name for name, _ in self._orphans})
 
     def committed(self, world: World) -> None:
-        """A pass with this world is committed: look again at what no row explains."""
         self.confirmed = [*self._confirmed_vms(world), *self._confirmed_pilots(world)]
 
     def _confirmed_vms(self, world: World) -> list[VmRef]:
@@ -132,16 +130,14 @@ class Watcher(Protocol):
 log = structlog.get_logger()
 
 EXPECTING = 0.1  # seconds between observations of the scheduler while a node's registration or a job's end is awaited
-
 AWAIT_BACKOFF = 0.05  # pauses grow to this share of the time waited
-
 UNCOMMITTED = 1.0  # seconds until a pass that was not committed is tried again
 
 
 class Controller:
     """Runs until cancelled. A restart needs no code of its own: it is the first observation.
 
-    `rng` gives the random text of each pass, of which the tokens of new VMs are made, and the jitter of pauses.
+    `rng` gives the random text of each pass, for the tokens of new VMs, and the jitter of pauses.
     """
 
     def __init__(
@@ -167,9 +163,9 @@ class Controller:
         self._inbox = CommandInbox(self._wake.set)
         self._expecting: float | None = None  # since when the newest of what is awaited is
         self._orphans = OrphanConfirmation(self.state)
-        self._placement_faults: dict[str, str] = {}  # those that were logged
+        self._placement_faults: dict[str, str] = {}  # as logged
         self._limits: JobLimits | None = None  # what no job must exceed
-        self._leasable: Mapping[str, Size] = {}  # as of which they are
+        self._leasable: Mapping[str, Size] = {}  # their basis
         self.began = clock.now()
         self.uncommitted: tuple[float, str] | None = None  # since when passes are not kept, and why
         self.effects_ended: Counter[tuple[str, str]] = Counter()  # by kind, and the error's class or "done"
@@ -194,7 +190,9 @@ class Controller:
         self._around = surroundings
         self._effects = Effects(scheduler, hypervisor, clock, surroundings, self._effect_ended, self._rng)
         comments = CommentPlan(self.policy, self.state.attempts.values())
-        self._comments = CommentWriter(scheduler, clock, comments, self._observed_jobs)
+        self._comments = CommentWriter(
+            scheduler, clock, comments, lambda: self.scheduler.latest.value.jobs if self.scheduler.latest else {}
+        )
 
     # --- from outside --------------------------------------------------------------------------------
 
@@ -214,17 +212,10 @@ class Controller:
         self.scheduler.hint(uid, job_id)
 
     def orphans(self) -> list[str]:
-        """Names of our site that no row explained at the last pass."""
         return self._orphans.names()
 
     def world(self) -> World:
-        """What is observed now."""
         return self._world(self._hosts.observations())
-
-    def _world_of_pass(self) -> World:
-        """The same for a pass, at the cost of the sources that have changed."""
-        anew = frozenset(self._hosts.anew)
-        return self._world(self._hosts.tell(), anew)
 
     def _world(self, sources: Mapping[str, Observation], anew: Collection[str] | None = None) -> World:
         return World(
@@ -240,19 +231,13 @@ class Controller:
             declared=self._hosts.declared,
         )
 
-    def _observed_jobs(self) -> Mapping[str, Job]:
-        return self.scheduler.latest.value.jobs if self.scheduler.latest else {}
-
     def context(self) -> Context:
-        """What decisions of provisioning look at, as of the latest pass."""
         return Context(self.state, self.observed, self.policy, self.state.free.hosts)
 
     def pools(self) -> list[PoolStatus]:
-        """The warm pools, as of the last pass."""
         return pool_status(Context(self.state, self.world(), self.policy))
 
     def failing(self, often: int) -> list[Failure]:
-        """Effects that failed at least `often` times in a row."""
         return self._effects.failing(often)
 
     def held_back(self) -> Mapping[str, Reason]:
@@ -260,11 +245,10 @@ class Controller:
         return held_back(self.state, self.world(), self.policy)
 
     def known_hosts(self) -> dict[str, KnownHost]:
-        """See `FollowedHosts.known_hosts`."""
         return self._hosts.known_hosts()
 
     def claimable_cpus(self) -> int:
-        """CPUs that VMs may claim together on all known hosts, also those that are drained, off or out of reach."""
+        """CPUs that VMs may claim together on all known hosts, also if these are drained, off or out of reach."""
         return sum(claimable_cpus(host.value) for host in self.known_hosts().values() if host.value)
 
     def unknown_users(self) -> list[LookupFailure]:
@@ -278,7 +262,6 @@ class Controller:
     # --- the loop ------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Observe, plan and act until cancelled."""
         comments = self._tasks.watched(asyncio.create_task(self._comments.run()))
         self._tasks.begin(self.scheduler, *self.sources.values())
         try:
@@ -313,7 +296,7 @@ class Controller:
         """One pass: observe, plan, one commit, then the effects. Awaits nothing. False if it was not committed: then
         nothing of it has happened. If that is for want of disk, what only releases is planned and committed by itself,
         in room that is reserved for it, and the effects that only release go on, whether or not that succeeded."""
-        world = self.observed = self._world_of_pass()
+        world = self.observed = self._world(self._hosts.tell(), frozenset(self._hosts.anew))
         problem = self._plan_and_commit(world)
         if problem is None:
             self.uncommitted = None
@@ -330,10 +313,7 @@ class Controller:
             self._hosts.follow()
         elif world.scheduler is not None and world.scheduler.value.leasable != self._leasable:
             self._limits = self._job_limits()
-        self._effects.limit_submissions(self._limits)
-        self._effects.tell_addresses()
-        self._effects.tell_groups()
-        self._effects.exclude_from_offers(self._exclusions.excluded(self._clock.now()))
+        self._effects.publish(self._limits, self._exclusions.excluded(self._clock.now()))
         self.users.look_up(self.state.users_asked)
         self._effects.ensure(self._orphans.confirmed, releasing=problem is not None)
         self._store.note_use()
@@ -344,7 +324,7 @@ class Controller:
         return self._hosts.job_limits(self.policy, self._leasable)
 
     def _plan_and_commit(self, world: World, *, releasing: bool = False) -> MultiverseError | None:
-        """Plan and commit. Returns the error because of which nothing was kept: then the messages stay."""
+        """Plan and commit. Returns the error if nothing was kept: then the messages stay."""
         now, state = self._clock.now(), self.state
         messages = self._inbox.of_pass(releasing=releasing)
         done = [(message, state.get(message.key)) for message in messages if isinstance(message, Done)]
@@ -398,10 +378,7 @@ class Controller:
         ended = self._effects.ended_at().get(row.key, -inf)
         return when is Awaiting.AT_ONCE or (when is Awaiting.AFTER_EFFECT and row.since <= ended < inf)
 
-    # --- pace ----------------------------------------------------------------------------------------
-
     def _awaited(self) -> Awaited:
-        """The jobs and nodes whose change is awaited."""
         state, rows = self.state, [row for row, _ in awaited_rows(self.state)]
         vms = [row for row in rows if isinstance(row, Vm)]
         attempts = {row.id: row for row in rows if isinstance(row, Attempt)}

@@ -1,10 +1,7 @@
 """Observers: one polling task for each source, quicker when a hint says that something may have changed.
 
-A slow or silent source makes only its own objects stale: each observer waits for its own source alone.
-
-A whole load of the scheduler costs it and this machine time that grows with the cluster, so whole loads are rare. In
-between, the jobs and nodes that are awaited and the jobs that hints name are read alone, if the scheduler can do that
-(`ports.Parts`), and merged into the latest whole view.
+Each observer waits for its own source alone. A whole load of the scheduler takes time that grows with the cluster, so
+whole loads are rare. In between, awaited jobs and nodes and hinted jobs are read alone (`ports.Parts`), if possible.
 """
 
 from __future__ import annotations
@@ -19,6 +16,7 @@ from typing import Generic, TypeVar
 
 import structlog
 
+from multiverse.controller.publication import end_tasks
 from multiverse.core.capacity.sizes import job_limits
 from multiverse.core.errors import MultiverseError
 from multiverse.core.leases import leasable_hosts
@@ -39,7 +37,6 @@ BURST = (0.0, 0.05, 0.15, 0.4)  # seconds after a hint: the change may not be vi
 TIMEOUT = 60.0
 
 WHOLE_SHARE = 20.0  # whole loads begin at intervals of so many times the shorter of the last two durations
-
 PART_SHARE = 3.0  # the same for readings of a part
 
 
@@ -131,7 +128,6 @@ class Observer(Generic[T]):
 
 
 def _due(hints: dict[K, list[float]], now: float) -> dict[K, list[float]]:
-    """Take out the hints of which a time has come."""
     due = {key: times for key, times in hints.items() if times[0] <= now}
     for key in due:
         del hints[key]
@@ -139,7 +135,6 @@ def _due(hints: dict[K, list[float]], now: float) -> dict[K, list[float]]:
 
 
 def _keep(hints: dict[K, list[float]], unseen: Mapping[K, list[float]], now: float) -> None:
-    """Put hints back that are to be repeated at later times."""
     for key in unseen:
         later = sorted({*hints.get(key, ()), *(time for time in unseen[key] if time > now)})
         if later:
@@ -257,13 +252,12 @@ class ObserverTasks:
         self._ended: list[asyncio.Task[None]] = []  # by a bug
 
     def begin(self, *observers: Observer[SchedulerView] | Observer[HypervisorView]) -> None:
-        """Run these, and from now on those that `run` is told."""
+        """Run these, and from now on what `run` is told."""
         self._runs = True
         for observer in observers:
             self.run(observer)
 
     def run(self, observer: Observer[SchedulerView] | Observer[HypervisorView]) -> None:
-        """Run an observer, if observers run."""
         if self._runs:
             task = asyncio.create_task(observer.run(), name=f"observer of {observer.name}")
             self._running[observer] = self.watched(task)
@@ -284,17 +278,12 @@ class ObserverTasks:
         return task
 
     def raise_bugs(self) -> None:
-        """Raise what has ended a task."""
         for task in self._ended:
             task.result()
 
     async def end(self, *others: asyncio.Task[None]) -> None:
-        """End the tasks of all observers, and these."""
         self._runs = False
-        tasks = [*others, *self._running.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks([*others, *self._running.values()])
 
 
 # --- the hosts of the site --------------------------------------------------------------------------
@@ -304,42 +293,32 @@ class FollowedHosts:
     """Gives the hypervisor the hosts of the site, observes each source, and tells passes what was observed."""
 
     def __init__(
-        self,
-        hypervisor: Hypervisor,
-        state: State,
-        clock: Clock,
-        poll: float,
-        began: float,
-        tasks: ObserverTasks,
+        self, hypervisor: Hypervisor, state: State, clock: Clock, poll: float, began: float, tasks: ObserverTasks
     ) -> None:
         """`began` is since when sources are unknown that the hypervisor does not have."""
         self._hypervisor, self._state, self._clock = hypervisor, state, clock
         self._poll, self._began, self._tasks = poll, began, tasks
-        # A host that the settings name and that has not answered yet may hold what those that have answered cannot.
+        # A named host that has not answered yet may hold what no other host can.
         # One that is leased is a row, and ends with it.
         named = [(host, source.name) for source in hypervisor.sources for host in source.hosts]
         leased = state.leased
         self.declared = [KnownHost(*one) for one in named if one[0] not in leased]
         """The hosts that the settings name, until a pass is committed: then they are rows."""
-        self._followed = -1  # `State.host_changes`, as of which this and the sources are
+        self._followed = -1  # `State.host_changes` when hosts were last followed
         self._listened: dict[str, Source] = {}
         self.sources: dict[str, Observer[HypervisorView]] = {}
         """One observer for each source of the hypervisor, by the source's name."""
         self._told: dict[str, Observation] = {}  # at the last pass, by source, also of sources that only rows refer to
+        # Sources that the next pass has to look at: observed since the last one, come, gone, or unknown.
         self.anew: set[str] = state.sources()
-        """The sources of which the next pass is told something else than the last one: those observed since, those that
-        came or went, and those that are unknown."""
         self._follow_sources()
 
-    # --- what is observed ----------------------------------------------------------------------------
-
     def observations(self) -> dict[str, Observation]:
-        """What is known of each source now."""
         told = {**self._told, **{name: self._observation(name) for name in sorted(self.anew)}}
         return {name: one for name, one in told.items() if one is not None}
 
     def tell(self) -> Mapping[str, Observation]:
-        """The same for a pass, whose cost is that of the sources in `anew`."""
+        """The same for a pass, at the cost of the sources in `anew`."""
         for name in sorted(self.anew):
             if (observation := self._observation(name)) is not None:
                 self._told[name] = observation
@@ -348,7 +327,7 @@ class FollowedHosts:
         return MappingProxyType(self._told)
 
     def committed(self, world: World) -> None:
-        """A pass with this world is committed: its sources are told, but for those that are unknown."""
+        """A pass with this world is committed: its sources are told, but for unknown ones."""
         self.anew = {name for name in world.anew or () if name in self._told and self._told[name].latest is None}
         self.declared = []
 
@@ -362,10 +341,8 @@ class FollowedHosts:
         silence = self._listened[source.name].silence if source.latest is None else None
         return -inf if silence is None else self._clock.now() - silence
 
-    # --- hosts and sources ---------------------------------------------------------------------------
-
     def known_hosts(self) -> dict[str, KnownHost]:
-        """The hosts as observed last, or as declared; without those that only an operator has named."""
+        """The hosts as observed last, or as declared; without hosts that only an operator has named."""
         members, found = self._hypervisor.membership, dict[str, KnownHost]()
         for name, host in self._state.hosts.items():
             value = host.value or (members.declared(name) if members else None)
@@ -374,18 +351,16 @@ class FollowedHosts:
         return found
 
     def job_limits(self, policy: Policy, leasable: Mapping[str, Size]) -> JobLimits | None:
-        """What no job must exceed, by the hosts of the site and those that can be leased."""
+        """What no job must exceed, by the hosts of the site and hosts that can be leased."""
         leased = self._state.leased
         static = {name: one for name, one in self.known_hosts().items() if name not in leased}
         return job_limits({**static, **leasable_hosts(leasable, policy)}, policy)
 
     @property
     def have_changed(self) -> bool:
-        """Whether a host's row has changed since they were followed last."""
         return self._followed != self._state.host_changes
 
     def follow(self) -> None:
-        """Let the hypervisor have the hosts that belong to the site, as committed."""
         self._followed = self._state.host_changes
         membership = self._hypervisor.membership
         if membership is not None:

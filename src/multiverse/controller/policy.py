@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import ipaddress
+from typing import Any
 
 from multiverse.config import Settings
-from multiverse.core.model import CloneKind, Size
+from multiverse.core.model.basics import CloneKind, Size
 from multiverse.core.policy import Backfill, LeasePolicy, OverflowPolicy, Policy, Pool
 
 DESTROYED = 3.0  # seconds that the destruction of a VM takes, with what comes before it in its lane
+
+
+def _same(settings: object, names: str) -> dict[str, Any]:
+    """The settings that have the same names in the policy."""
+    return {name: getattr(settings, name) for name in names.split()}
 
 
 def policy_of(settings: Settings) -> Policy:
@@ -23,15 +29,8 @@ def policy_of(settings: Settings) -> Policy:
         guest_reserve=s.image.guest_reserve,
         scratch=s.image.scratch,
         placement=s.placement.policy,
-        provisioning=p.provisioning,
-        silence=p.silence,
-        spawn_timeout=p.spawn_timeout,
-        pin_timeout=p.pin_timeout,
-        complete_timeout=p.complete_timeout,
-        retry_base=p.retry_base,
-        retry_limit=p.retry_limit,
-        replacements=p.replacements,
-        attempts=p.attempts,
+        **_same(p, "provisioning silence spawn_timeout pin_timeout complete_timeout"),
+        **_same(p, "retry_base retry_limit replacements attempts"),
         here=s.host.name,
         fences=bool(s.fence.command),
         fence_after=s.fence.after,
@@ -53,24 +52,12 @@ def policy_of(settings: Settings) -> Policy:
         ),
         leases=tuple(
             LeasePolicy(
-                partition=lease.partition,
                 size=Size(lease.cpus, lease.memory),
-                account=lease.account,
-                user=lease.user,
-                time_limit=lease.time_limit,
                 most=lease.max,
-                min_wait=lease.min_wait,
-                idle=lease.idle,
-                start_timeout=lease.start_timeout,
-                preemptable_ok=lease.preemptable_ok,
-                fence=lease.fence,
+                **_same(lease, "partition account user time_limit min_wait idle start_timeout preemptable_ok fence"),
             )
             for lease in s.lease
         ),
         overflows=tuple(OverflowPolicy(one.partition, one.constraint, one.accounts) for one in s.overflow),
-        rates={
-            CloneKind.INSTANT: p.instant_rate,
-            CloneKind.LINKED: p.linked_rate,
-            CloneKind.FULL: p.full_rate,
-        },
+        rates={CloneKind.INSTANT: p.instant_rate, CloneKind.LINKED: p.linked_rate, CloneKind.FULL: p.full_rate},
     )

@@ -1,9 +1,7 @@
 """Tells the scheduler and the hosts what they are to know: once for each change, and again after a failure.
 
-The scheduler is told values, such as where nodes are (`Publication`, `AddressBook`). Each host is told of the groups of
-VMs that its own VMs belong to (`GroupBook`): the other VMs, where they are, and their names. A host is told what has
-changed, and all of it when it may have forgotten, after a failure, and by a controller that begins. No start of a VM
-waits for that. A group of one VM is nothing to tell.
+The scheduler is told values, such as where nodes are (`Publication`, `AddressBook`). Each host is told of the VMs in
+the groups of its own VMs (`GroupBook`): what has changed, or all when it may have forgotten. No start waits for that.
 """
 
 from __future__ import annotations
@@ -18,14 +16,17 @@ from typing import Generic, TypeVar
 import structlog
 
 from multiverse.core.errors import MultiverseError
-from multiverse.core.model import Member, Reach, Vm, VmState, group_of
-from multiverse.core.model.identity import without_prefix_length
+from multiverse.core.model.identity import Member, Reach, group_of, without_prefix_length
+from multiverse.core.model.vm import UPCOMING_STATES, Vm, VmState
 from multiverse.core.state import State
 from multiverse.core.transition import Move
 from multiverse.ports import Addresses, Clock, Groups
 
-AGAIN, AGAIN_LIMIT = 2.0, 60.0  # seconds before the first repetition, doubled for each further one up to the limit
+T = TypeVar("T")
+log = structlog.get_logger()
 
+TIMEOUT = 60.0  # seconds
+AGAIN, AGAIN_LIMIT = 2.0, 60.0  # seconds before the first repetition, doubled for each further one up to the limit
 JITTER = 0.5  # a pause is longer by up to this share: what began together is not repeated together
 
 
@@ -35,10 +36,12 @@ def pause(runs: int, rng: Random) -> float:
     return shortest * (1.0 + JITTER * rng.random())
 
 
-T = TypeVar("T")
-log = structlog.get_logger()
-
-TIMEOUT = 60.0  # seconds
+async def end_tasks(tasks: Iterable[asyncio.Task[None] | None]) -> None:
+    """Cancel tasks, and wait until they have ended."""
+    running = [task for task in tasks if task is not None]
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
 
 
 class Publication(Generic[T]):
@@ -71,9 +74,7 @@ class Publication(Generic[T]):
             self._known, self._failures = value, 0
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await end_tasks([self._task])
 
 
 _HAS_JOBS = (VmState.STARTING, VmState.JOINED, VmState.SERVING, VmState.RETIRING, VmState.ORPHAN, VmState.LOST)
@@ -114,17 +115,7 @@ class AddressBook:
         await self._told.close()
 
 
-log = structlog.get_logger()
-
-_MEMBERS = (
-    VmState.PLANNED,
-    VmState.PARKED,
-    VmState.STARTING,
-    VmState.JOINED,
-    VmState.SERVING,
-    VmState.RETIRING,
-    VmState.LOST,
-)
+_MEMBERS = (*UPCOMING_STATES, VmState.JOINED, VmState.SERVING, VmState.RETIRING, VmState.LOST)
 """A VM in one of these states is reached, or will be. Its address is known before it runs, so hosts know it in time."""
 
 
@@ -132,7 +123,7 @@ _MEMBERS = (
 class _ToldHost:
     """What is to be told to one host."""
 
-    run: str | None = None  # the word of the one that knows all but `changed`; None: none does
+    run: str | None = None  # the run of the agent that knows all but `changed`; None: no run does
     changed: dict[str, None] = field(default_factory=dict)  # names, in the order of their changes
     task: asyncio.Task[None] | None = None
     failures: int = 0  # in a row
@@ -212,13 +203,10 @@ class GroupBook:
         self._hosts[host].changed.update(dict.fromkeys(names))
 
     def _told_of(self, host: str, name: str) -> Member | None:
-        """A VM, if this host is to know it."""
         member = self._members.get(name)
         if member is None or len(self._of_group[member.group]) < 2 or host not in self._hosts_of[member.group]:
             return None
         return member
-
-    # --- telling --------------------------------------------------------------------------------------
 
     def ensure(self, groups: Groups | None) -> None:
         """Tell what is to be told. Awaits nothing: what fails is told by a later call."""
@@ -256,7 +244,4 @@ class GroupBook:
             log.warning("a host was not told which VMs reach each other", host=name, reason=reason)
 
     async def close(self) -> None:
-        tasks = [host.task for host in self._hosts.values() if host.task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(host.task for host in self._hosts.values())

@@ -12,17 +12,16 @@ from dataclasses import dataclass
 
 import structlog
 
+from multiverse.controller.publication import end_tasks
 from multiverse.core.errors import Gone, MultiverseError, Refused, Unknown
-from multiverse.core.model import User, UserSeen
+from multiverse.core.model.identity import User, UserSeen
 from multiverse.ports import Clock
 
 log = structlog.get_logger()
 
 FRESH = 300.0  # seconds for which an answer is used without asking again: groups may change
 KEPT = 86400.0  # seconds for which an answer is used while the name service does not answer any more
-
 AGAIN, AGAIN_LIMIT = 1.0, 30.0  # seconds before a user is looked up again; doubled up to the limit
-
 TIMEOUT = 60.0  # Seconds after which a look-up counts as failed. A driver may have a shorter limit of its own
 
 
@@ -70,7 +69,6 @@ class UserDirectory:
         return entry.user.name if entry and entry.user else str(uid)
 
     def failures(self) -> list[LookupFailure]:
-        """The users that are unknown because looking them up fails."""
         return [
             LookupFailure(uid, entry.failing_since, entry.reason)
             for uid, entry in sorted(self._entries.items())
@@ -78,7 +76,6 @@ class UserDirectory:
         ]
 
     def next_due(self) -> float:
-        """When a user who is unknown is to be looked up again."""
         return min((e.again_at for e in self._entries.values() if e.failures and e.task is None), default=float("inf"))
 
     def look_up(self, uids: Collection[int]) -> None:
@@ -145,7 +142,4 @@ class UserDirectory:
         entry.again_at = self._clock.now() + min(AGAIN_LIMIT, AGAIN * 2.0 ** min(entry.failures - 1, 8))
 
     async def close(self) -> None:
-        tasks = [entry.task for entry in self._entries.values() if entry.task]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(entry.task for entry in self._entries.values())

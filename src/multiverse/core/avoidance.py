@@ -1,11 +1,11 @@
 """Hosts that are avoided for an image, because VMs of it fail to come up there.
 
-A VM that cannot be created or started, or whose node does not register, is taken for a fault of its host with its
-image: the host then gets no VM of that image for a time, which is doubled with each further failure in a row. When the
-time is over, one job at a time is tried there, until a VM has joined: that clears the host.
+If a VM cannot be created or started, or its node does not register, its host is at fault with its image: the host gets
+no VM of that image for a time, doubled with each further failure in a row. Then one job at a time is tried there, until
+a VM has joined.
 
-It may be the job that is at fault. That shows when a VM of the job fails on a host on which one had failed before and
-VMs of others have joined since: such a failure is the job's, counts as one of its attempts, and avoids no host.
+The job may be at fault: its VM failed on a host before, VMs of others have joined there since, and its VM fails there
+again. Such a failure counts as one of the job's attempts, and avoids no host.
 """
 
 from __future__ import annotations
@@ -13,7 +13,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from multiverse.core.model import Attempt, AttemptState, Fault, HostFault, KnownHost, Reason, Vm, VmState, Why, World
+from multiverse.core.model.host import HostFault, KnownHost
+from multiverse.core.model.job import Attempt, AttemptState
+from multiverse.core.model.reason import Reason, Why
+from multiverse.core.model.vm import UPCOMING_STATES, Fault, Vm, VmState
+from multiverse.core.model.world import World
 from multiverse.core.policy import Policy
 from multiverse.core.state import State
 from multiverse.core.transition import Change, Event
@@ -35,7 +39,8 @@ def blame(state: State, vm: Vm, why: Reason, world: World, policy: Policy) -> tu
     if known is None or known.until <= now:  # others that were being made there when it failed are the same failure
         failures = known.failures + 1 if known is not None else 1
         until = now + policy.avoids_for(failures, state.now - vm.since)
-        changes.append(Change(host.with_fault(HostFault(vm.image, failures, until, why)), Event.AVOIDED, why))
+        faults = (*host.without_fault(vm.image).faults, HostFault(vm.image, failures, until, why))
+        changes.append(Change(replace(host, faults=faults), Event.AVOIDED, why))
     if attempt is not None and attempt.state in _MAKING and vm.host not in attempt.failed_on:
         changes.append(Change(replace(attempt, failed_on=(*attempt.failed_on, vm.host)), Event.NOTED, why))
     return "host", changes
@@ -50,7 +55,7 @@ def joined(state: State, vm: Vm) -> list[Change]:
 
 
 def tried_at_once(host: KnownHost) -> KnownHost:
-    """The host, on which all that failed may be tried at once, by an operator's word; one job at a time."""
+    """The host without its pauses: one job at a time may be tried there at once."""
     return replace(host, faults=tuple(replace(one, failures=0, until=0.0) for one in host.faults))
 
 
@@ -63,17 +68,13 @@ def avoided(state: State, image: str, now: float) -> frozenset[str]:
 
 
 def is_tried(state: State, host: str, image: str) -> bool:
-    """Whether a VM of the image is on its way up on the host."""
-    return any(vm.image == image and _is_coming(vm) for vm in state.vms_on(host))
-
-
-def _is_coming(vm: Vm) -> bool:
-    parked = vm.state is VmState.PARKED and vm.attempt is not None  # a parked spare stays as it is
-    return parked or vm.state in (VmState.PLANNED, VmState.STARTING)
+    """Whether a VM of the image is on its way up on the host. A parked spare stays as it is."""
+    coming = (vm for vm in state.vms_on(host) if vm.attempt is not None or vm.state is not VmState.PARKED)
+    return any(vm.image == image and vm.state in UPCOMING_STATES for vm in coming)
 
 
 def whose_fault(vms: Sequence[Vm]) -> str:
-    """Of VMs that failed: `job` if one of them is the job's fault, `host` if all are their hosts'; else empty."""
+    """Whose fault failed VMs are: `job` if one is the job's, `host` if all are their hosts'; else empty."""
     if any(vm.fault == "job" for vm in vms):
         return "job"
     return "host" if vms and all(vm.fault == "host" for vm in vms) else ""

@@ -1,8 +1,7 @@
 """The hosts in sight by what is free on them, and when hosts will have room. Both outlive passes.
 
-Equal hosts, but for their names and what they have available, form a class: whatever is computed for one of them holds
-for all. Within a class, and within the hosts of it that have a certain template ready, hosts are found by their free
-CPUs and memory or by name, without looking at those that are too full.
+Hosts that differ only by name and by what they have available are one class. Within a class, and among its hosts with a
+certain template ready, hosts are found by free CPUs and memory or by name, without a look at those that are too full.
 """
 
 from __future__ import annotations
@@ -18,7 +17,9 @@ from weakref import WeakSet
 
 from sortedcontainers import SortedList
 
-from multiverse.core.model import Host, Size, TemplateKey
+from multiverse.core.model.basics import Size
+from multiverse.core.model.host import Host
+from multiverse.core.model.vm import TemplateKey
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -39,7 +40,6 @@ def changed(free: Sequence[int], size: Size, sign: int) -> Free:
 
 
 def how_many(claim: Size, free: Sequence[int]) -> int:
-    """How many such claims fit."""
     if not fits(claim, free):
         return 0
     return min(have // need for have, need in zip(free, claim.amounts, strict=True) if need)
@@ -65,7 +65,6 @@ class HostGroup:
         return iter(self._names)
 
     def put(self, name: str, free: Free) -> None:
-        """The host belongs to the group, and so much is free on it."""
         old = self._free.get(name)
         if old == free:
             return
@@ -96,8 +95,6 @@ class HostGroup:
         if not bucket:
             del self._buckets[free[0]]
             del self._cpus[bisect_left(self._cpus, free[0])]
-
-    # --- hosts on which a claim fits, in an order ----------------------------------------------------
 
     def emptiest(self, claim: Size) -> Iterator[str]:
         """The most free CPUs first, then the most free memory, then by name."""
@@ -133,7 +130,7 @@ class HostGroup:
         return sum(self._enough_memory(self._buckets[cpus], claim) for cpus in islice(self._cpus, first, None))
 
     def nth(self, claim: Size, number: int) -> str | None:
-        """The host of that number, from 0, among those that `count` counts; None if the claim does not fit there."""
+        """The host of that number, from 0, that `count` counts; None if the claim does not fit there."""
         for cpus in islice(self._cpus, bisect_left(self._cpus, claim.cpus), None):
             bucket = self._buckets[cpus]
             enough = self._enough_memory(bucket, claim)
@@ -154,7 +151,6 @@ class HostGroup:
 
     @staticmethod
     def _enough_memory(bucket: list[tuple[int, str]], claim: Size) -> int:
-        """How many at the beginning of a bucket have enough memory."""
         return bisect_right(bucket, (-claim.memory, "\U0010ffff"))
 
 
@@ -183,7 +179,6 @@ class _FirstFit:
             self._most[at] = most
 
     def fitting(self, claim: Size) -> Iterator[int]:
-        """The places of hosts on which the claim fits, in order."""
         stack = [1]
         while stack:
             at = stack.pop()
@@ -199,14 +194,13 @@ class _FirstFit:
 class HostKind:
     """Hosts that are equal but for their names and what they have available."""
 
-    host: Host  # stands for each of them
+    host: Host  # stands for each
     closed: bool = False  # they take no new VM
     names: set[str] = field(default_factory=set)
-    hosts: HostGroup = field(default_factory=HostGroup)  # those of which it is known what is free
+    hosts: HostGroup = field(default_factory=HostGroup)  # those whose free capacity is known
     ready: dict[tuple[str, str], dict[Size, HostGroup]] = field(default_factory=dict)  # with a template
 
     def ready_with(self, image: str, account: str, size: Size) -> HostGroup:
-        """Those that have such a template ready."""
         return self.ready.get((image, account), {}).get(size) or _NONE
 
 
@@ -239,7 +233,7 @@ class Part(Generic[T]):
 
 
 class HostMap(Mapping[str, T]):
-    """A value for each of some hosts, by name. It is kept for parts of the hosts, of which each host is in one."""
+    """A value for each of some hosts, by name. Each host is in one part, and each part has one value."""
 
     def __init__(self, parts: Iterable[Part[T]]) -> None:
         self.parts = tuple(parts)
@@ -299,8 +293,8 @@ class CapacityIndex:
         self.stale: set[str] = set()
         self.tentative: set[str] = set()  # hosts from which a room has taken what is not claimed yet
         self.copies: WeakSet[Keeper] = WeakSet()  # what keeps what was free before it changes
-        self.stale_templates: set[TemplateKey] = set()  # of which it is to be found out whether they are ready
-        self.arrived: set[str] = set()  # hosts of which it is to be found out which templates are ready
+        self.stale_templates: set[TemplateKey] = set()  # they may have become ready, or not ready
+        self.arrived: set[str] = set()  # hosts whose ready templates are to be looked up
         self.tight: set[str] = set()  # hosts whose machine has less memory available than could be claimed
         self.full: set[str] = set()  # hosts whose disk has too little room for a VM
         # What was free when a host was last observed or changed, and what VMs claim whose use is not measured yet.
@@ -312,10 +306,7 @@ class CapacityIndex:
         self._due: list[tuple[float, str]] = []  # a heap: when time alone changes what is free on a host
         self._due_of: dict[str, float] = {}
 
-    # --- the hosts in sight --------------------------------------------------------------------------
-
     def follow(self, hosts: Mapping[str, Host]) -> None:
-        """These hosts are in sight. What is observed on them may have changed."""
         if hosts is self.hosts:
             return
         for name in [name for name in self.hosts if name not in hosts]:
@@ -386,8 +377,6 @@ class CapacityIndex:
             if not len(known):
                 del by_size[which.size]
 
-    # --- what is free --------------------------------------------------------------------------------
-
     def set_free(self, name: str, free: Free) -> None:
         if (old := self.free.get(name)) is not None:
             for copy in self.copies:
@@ -397,7 +386,6 @@ class CapacityIndex:
             group.put(name, free)
 
     def forget_tentative(self) -> None:
-        """What was taken and is not claimed is free again."""
         self.stale |= self.tentative
         self.tentative.clear()
 
@@ -440,7 +428,7 @@ def shape_of(host: Host) -> Hashable:
 
 
 class Touched:
-    """On which hosts rows, claims or what is known of them have changed, and how often anything has."""
+    """Hosts whose rows, claims or figures have changed, and how often anything has."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -513,5 +501,4 @@ class SlotTable:
         self._until.add((fresh.until, host))
 
     def first(self, count: int, without: Collection[str]) -> list[Slot]:
-        """The earliest slots, but those on some hosts."""
         return list(islice((slot for slot in self._order if slot.host not in without), count))

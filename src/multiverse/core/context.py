@@ -6,13 +6,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from multiverse.core.avoidance import avoided
-from multiverse.core.model import OFF_STATES, Attempt, Host, Job, NodeReservation, SchedulerView, World, first_keeping
+from multiverse.core.model.host import OFF_STATES, Host
+from multiverse.core.model.job import Attempt, Job, NodeReservation, SchedulerView, first_keeping
+from multiverse.core.model.world import World
 from multiverse.core.policy import Policy
 from multiverse.core.state import State
 
 
 class OpenHosts(Mapping[str, Host]):
-    """Hosts by name, but those that are closed. Making one costs nothing, however many hosts there are."""
+    """Open hosts by name. Making this mapping costs nothing, however many hosts there are."""
 
     def __init__(self, hosts: Mapping[str, Host], closed: frozenset[str]) -> None:
         self._hosts, self._closed = hosts, closed
@@ -46,12 +48,10 @@ class Context:
 
     @property
     def in_sight(self) -> Mapping[str, Host]:
-        """The hosts in sight, by name, whether or not they take new VMs."""
         return self.world.hosts if self.sight is None else self.sight
 
     @property
     def closed(self) -> frozenset[str]:
-        """The hosts that take no new VM."""
         if self.drained:
             return frozenset(host.name for host in self.state.hosts_in(*OFF_STATES))
         return self.state.closed | self.without if self.without else self.state.closed
@@ -67,7 +67,6 @@ class Context:
         return replace(self, without=frozenset(), avoided=frozenset(), drained=True)
 
     def without_avoided(self, image: str) -> Context:
-        """Without the hosts that are avoided for an image."""
         found = avoided(self.state, image, self.now) if self.state.faults else frozenset[str]()
         return replace(self, without=self.without | found, avoided=found) if found else self
 
@@ -88,7 +87,7 @@ class Context:
         return monotonic + self.world.epoch
 
     def kept_by(self, job: Job) -> NodeReservation | None:
-        """The scheduler's reservation because of which a job cannot start now, if there is one."""
+        """The scheduler's reservation that keeps a job from starting now."""
         found = self.scheduler.reservations
         return first_keeping(found, self.now, job.limit) if found else None
 

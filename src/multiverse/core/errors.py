@@ -1,7 +1,7 @@
 """What can go wrong, said as what is true afterwards.
 
-A driver translates whatever its platform throws into one of these, once, at its edge, and keeps the
-cause. The planner decides by the class alone; the text and the hint are for people.
+A driver translates what its platform throws into one of these, once, and keeps the cause. The planner decides by the
+class alone; text and hint are for people.
 """
 
 from __future__ import annotations

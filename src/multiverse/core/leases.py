@@ -1,13 +1,11 @@
 """When a host is leased from the scheduler, and when it is given back.
 
-A lease is asked for when jobs have waited for room for a while and would fit on its host, and no more of them than the
-free capacity and the leases that are coming do not hold already. So the jobs that wait are distributed in their order,
-as admission would: first to what is free now, then to the leases that are coming, then to new ones.
+Jobs that wait for room are distributed in their order, as admission would: to what is free, to leases that are coming,
+then to new leases, which are asked for once the jobs have waited for a while. A coming lease that no job needs is given
+up, and a host without a VM is given back after a time, unless a job is about to use it.
 
-A lease that is coming and that no job needs any more is given up. One whose host has had no VM for the time that the
-settings say is given back, unless a job is about to use it. Nothing oscillates: a job that would not fit into what is
-left of a lease by the time that its VM is there is no reason for one, and after a lease that was of no use the next one
-of its partition waits, each time for longer (`Forecast.lease_rest`).
+Nothing oscillates: a job that would not fit into what is left of a lease is no reason for one, and after a useless
+lease the next one of its partition waits, each time for longer (`Forecast.lease_rest`).
 """
 
 from __future__ import annotations
@@ -30,16 +28,11 @@ from multiverse.core.model.job import COMING_LEASES, OPEN_LEASES, Attempt, Lease
 from multiverse.core.model.reason import Why, said
 from multiverse.core.model.vm import TemplateState
 from multiverse.core.policy import LeasePolicy, Policy
-from multiverse.core.runs import why_earlier_run
-from multiverse.core.state import State, quarantine_on_error
+from multiverse.core.state import State, quarantine_on_error, why_earlier_run
 from multiverse.core.transition import Event
 
-# --- what leased hosts would have -------------------------------------------------------------------
-
-
 STARTUP = 60.0  # seconds beyond a pilot's start limit until a job's first VM runs: its template is built first
-
-ENOUGH = 1 << 30  # MiB of disk, and Mbit/s of bandwidth, that a host is taken to have of which nobody knows that yet
+ENOUGH = 1 << 30  # MiB of disk, and Mbit/s, of a host while nobody knows better
 
 
 def leasable_host(context: Context, lease: LeasePolicy) -> Host | None:
@@ -83,7 +76,7 @@ def may_use(context: Context, attempt: Attempt, lease: LeasePolicy) -> bool:
 
 
 def claims_there(context: Context, attempt: Attempt, host: Host) -> tuple[Size, Size]:
-    """What one VM of the attempt claims on the host, and its template beside it: nothing for one that boots."""
+    """What a VM of the attempt, and its template, claim on the host. A VM that boots has no template."""
     policy, image, node = context.policy, context.image_of(attempt), attempt.request.size
     asked = attempt.request.kind or policy.kind
     kind = CloneKind.INSTANT if asked is CloneKind.AUTO else asked
@@ -99,7 +92,10 @@ def claims_there(context: Context, attempt: Attempt, host: Host) -> tuple[Size, 
 def fits_on_leases(context: Context, attempt: Attempt) -> bool:
     """Whether hosts that can be leased could hold the job, were as many leased as may be."""
     held = 0
-    for lease, host in usable_leases(context, attempt):
+    for lease in context.policy.leases:
+        host = leasable_host(context, lease) if may_use(context, attempt, lease) else None
+        if host is None:
+            continue
         claim, frozen = claims_there(context, attempt, host)
         if claim.cpus <= host.capacity.cpus:
             each = how_many(claim, changed(empty_capacity(host).amounts, frozen, -1))
@@ -107,18 +103,10 @@ def fits_on_leases(context: Context, attempt: Attempt) -> bool:
     return held >= attempt.request.nodes
 
 
-def usable_leases(context: Context, attempt: Attempt) -> Iterator[tuple[LeasePolicy, Host]]:
-    """Of what can be leased, what the attempt's job could be on, in the order of the settings."""
-    for lease in context.policy.leases:
-        if may_use(context, attempt, lease) and (host := leasable_host(context, lease)) is not None:
-            yield lease, host
-
-
 # --- asking and giving back -------------------------------------------------------------------------
 
 
 DEPTH = 100  # waiting jobs, the first of the queue, for which hosts are leased
-
 PATIENCE = 5.0  # so many times the idle time a host is kept at most for jobs that do not use it
 
 
@@ -150,7 +138,7 @@ class _Coming:
 
 
 def reconcile_leases(context: Context) -> None:
-    """Ask for the leases that jobs need, and give back those that none needs. Needs the scheduler."""
+    """Ask for leases that jobs need, and give others back. Needs the scheduler."""
     state = context.state
     if context.world.scheduler is None or not (context.policy.leases or state.leases):
         return
@@ -166,7 +154,7 @@ def reconcile_leases(context: Context) -> None:
 
 
 def _waiting(context: Context) -> Iterator[Attempt]:
-    """The first attempts that wait for nothing but room, in their order: also those that no host in sight can hold."""
+    """The first attempts that wait for room alone, in their order, also if no host in sight can hold them."""
     state, queue = context.state, context.state.queue
     limits = Counter(context.scheduler.limits)
     first = sorted([*queue.candidates.first(DEPTH), *queue.unfit.first(DEPTH)])[:DEPTH]
@@ -190,7 +178,7 @@ class _Needs:
 
     def __init__(self, context: Context) -> None:
         self._context, self._room = context, room_of(context).copy()
-        # Hosts in sight that jobs are about to use, each with all those of the same jobs.
+        # Hosts in sight that jobs are about to use, each with all hosts of the same jobs.
         self.used: defaultdict[str, set[str]] = defaultdict(set)
         self.new: list[LeasePolicy] = []
         self._hopeless: set[tuple[int, float | None, bool]] = set()  # jobs for which there is nothing
@@ -211,11 +199,10 @@ class _Needs:
         self._giving_back = {lease.spec.partition for lease in context.state.leases_in(LeaseState.RELEASING)}
 
     def needs(self, lease: Lease) -> bool:
-        """Whether a job needs this lease, which is coming."""
         return any(one.uses for one in self._coming if one.lease is not None and one.lease.id == lease.id)
 
     def add(self, attempt: Attempt) -> None:
-        """Another job takes what it needs, all or nothing. After one that gets nothing, its equals get nothing."""
+        """A job takes all that it needs, or nothing. Where it gets nothing, its equals get nothing."""
         job = self._context.state.queue.job_of(attempt.id)
         alike = (self._context.state.queue.shape_of(attempt.id), job.limit, job.requeues)
         if alike in self._hopeless:
@@ -225,7 +212,6 @@ class _Needs:
             self._hopeless.add(alike)
 
     def _place_in_sight(self, attempt: Attempt) -> int:
-        """How many of its VMs have room on the hosts in sight."""
         context = for_attempt(self._context, attempt)
         alike = (context.state.queue.shape_of(attempt.id), context.without)
         if alike not in self._claims:
@@ -245,7 +231,7 @@ class _Needs:
         return on.total()
 
     def _place_on_leases(self, attempt: Attempt, count: int) -> bool:
-        """Take what so many of its VMs need of leases; whether there was enough for all of them."""
+        """Take what `count` VMs need of leases; whether there was enough."""
         context, state = self._context, self._context.state
         usable = [one for one in context.policy.leases if may_use(context, attempt, one)]
         partitions = {one.partition for one in usable}
@@ -281,7 +267,6 @@ class _Needs:
         return True
 
     def _take(self, attempt: Attempt, hosts: list[_Coming], count: int) -> int:
-        """Take the room for so many VMs on these hosts; for how many there is none."""
         image = self._context.image_of(attempt)
         for one in hosts:
             claim, frozen = claims_there(self._context, attempt, one.host)

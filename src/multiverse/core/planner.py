@@ -12,18 +12,18 @@ from collections.abc import Sequence
 
 from multiverse.core.admission.admit import admit
 from multiverse.core.admission.obstacles import empty_drained
-from multiverse.core.changes import adopt_unexplained, close_hosts, mark_changes, unexplained
+from multiverse.core.changes import adopt_unexplained, apply_command, apply_result, close_hosts, mark_changes
 from multiverse.core.clones.supply import supply_missing
-from multiverse.core.commands import apply_command, apply_result
 from multiverse.core.context import Context
 from multiverse.core.leases import reconcile_leases
 from multiverse.core.machines.attempt import attempt_is_settled, open_attempts, step_attempt
-from multiverse.core.machines.host import Quorum, hosts_to_step, step_host
+from multiverse.core.machines.host import hold_fencing, hosts_to_step, step_host
 from multiverse.core.machines.lease import step_lease
 from multiverse.core.machines.offer import step_offer
 from multiverse.core.machines.template import step_template, template_is_settled
-from multiverse.core.machines.vm import may_have_a_job, step_vm, vm_is_settled
-from multiverse.core.model import Key, World
+from multiverse.core.machines.vm import step_vm, vm_is_settled
+from multiverse.core.model.basics import Key
+from multiverse.core.model.world import World
 from multiverse.core.policy import Policy
 from multiverse.core.pools import reconcile_pools
 from multiverse.core.state import State, quarantine_on_error
@@ -59,7 +59,6 @@ def plan(
 
 
 def _provide(context: Context) -> None:
-    """Empty drained hosts, give attempts what they lack, admit jobs and refill pools."""
     empty_drained(context)
     missing_vms = context.state.missing
     while missing_vms:
@@ -71,11 +70,10 @@ def _provide(context: Context) -> None:
 
 
 def step_all(state: State, world: World, policy: Policy, *, releasing: bool = False) -> None:
-    """Step once every state machine that may move. Offers are few."""
-    quorum = Quorum(state, world, policy)
+    hold = hold_fencing(state, world, policy)
     for name in hosts_to_step(state):
         with quarantine_on_error(state, state.hosts[name].key):
-            step_host(state, name, world, policy, quorum)
+            step_host(state, name, world, policy, hold)
     for number in sorted(state.leases):
         with quarantine_on_error(state, Key("lease", number)):
             step_lease(state, number, world, policy)
@@ -102,12 +100,3 @@ def step_all(state: State, world: World, policy: Policy, *, releasing: bool = Fa
             step_attempt(state, attempt_id, world, policy)
         if (attempt := state.attempts.get(attempt_id)) and not attempt_is_settled(attempt, world):
             state.dirty.attempts.add(attempt_id)
-
-
-def orphans(state: State, world: World) -> list[tuple[str, str]]:
-    """Names of our site without a row that the last pass saw, each with its source (empty: only the scheduler). Never a
-    node that has a job or may get one, nor a VM on a host in sight, which has a row (`core.changes`)."""
-    if world.scheduler is None:
-        return []
-    shown, found = world.scheduler.value, unexplained(state, world)
-    return sorted((name, source) for name, source in found.items() if not may_have_a_job(shown, name))

@@ -8,10 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from multiverse.core.model import Attempt, CloneKind, Depth, Forecast, Job, Placement, Reason, Size, Why
+from multiverse.core.model.basics import CloneKind, Depth, Placement, Size
+from multiverse.core.model.job import Attempt, Job
+from multiverse.core.model.reason import Reason, Why
+from multiverse.core.model.vm import Vm, VmState
+from multiverse.core.model.world import Forecast
 
 AVOIDED_LIMIT = 600.0  # seconds for which a host on which VMs fail is avoided at most
-
 PAUSE_BASE, PAUSE_LIMIT = 15.0, 1800.0  # seconds before the next run after two short ones; doubled for each further one
 
 
@@ -27,8 +30,16 @@ class Pool:
     max_age: float = 3600.0  # seconds; then a spare is replaced
     offer: bool = True  # a job may take a joined spare as it is submitted
 
+    def has(self, vm: Vm) -> bool:
+        """Whether the VM is such a one as the pool keeps."""
+        same = vm.image == self.image and vm.pool is self.depth
+        return same and (self.depth is Depth.PARKED or vm.node_size == self.size)
+
+    def is_too_old(self, vm: Vm, now: float) -> bool:
+        return vm.state in (VmState.PARKED, VmState.JOINED) and now - vm.since > self.max_age
+
     def wanted(self, rate: float, seconds: float) -> int:
-        """How many spares to have: those used in `seconds` at `rate`, and twice the square root of that for chance."""
+        """How many spares to have: as many as are used in `seconds`, and twice the square root for chance."""
         used = rate * seconds
         return min(self.most, max(self.least, math.ceil(used + 2 * math.sqrt(used)))) if used > 0.05 else self.least
 
@@ -37,7 +48,7 @@ class Pool:
 class Backfill:
     """Whether later jobs may start ahead of the first one that waits for room."""
 
-    depth: int = 100  # of them that are looked at in a pass
+    depth: int = 100  # later jobs that are looked at in a pass
     overtakes: int = 20  # how often the first one is overtaken while nobody knows when it starts
 
 
@@ -120,7 +131,7 @@ class Policy:
         return float(min(self.retry_limit, self.retry_base * 2 ** min(tries - 1, 30)))
 
     def avoids_for(self, failures: int, took: float) -> float:
-        """Seconds for which a host is avoided after so many failures in a row, of which the last one took so long."""
+        """Seconds for which a host is avoided after failures in a row; the last one took `took` seconds."""
         first = max(self.retry_base, took / 2)
         return float(min(AVOIDED_LIMIT, first * 2 ** min(max(0, failures - 1), 30)))
 
@@ -137,7 +148,7 @@ class Policy:
         return 1.0 / rate if rate > 0 else 0.0
 
     def lease_from(self, partition: str) -> LeasePolicy:
-        """How hosts are leased from a partition; one that the settings name no more gives what it has given."""
+        """How hosts are leased from a partition; no more hosts if the settings do not name it any more."""
         return next((one for one in self.leases if one.partition == partition), LeasePolicy(partition, most=0))
 
     def takes(self, image: str, kind: CloneKind, forecast: Forecast) -> float:
@@ -152,9 +163,6 @@ class Policy:
 
 def image_of(attempt: Attempt, policy: Policy) -> str:
     return attempt.request.image or policy.image
-
-
-# --- jobs of partitions of physical nodes -----------------------------------------------------------
 
 
 def why_stays(job: Job, policy: Policy) -> Reason | None:
@@ -179,9 +187,6 @@ def why_stays(job: Job, policy: Policy) -> Reason | None:
     if not job.eligible:
         return Why.TOO_EARLY(partition=rule.partition)
     return None
-
-
-# --- the pace of clones -----------------------------------------------------------------------------
 
 
 ARRIVALS_FADE = 60.0  # seconds after which an arrival counts for 1/e of what it did: what an arrival rate is taken over

@@ -9,16 +9,7 @@ from multiverse.core.avoidance import is_tried
 from multiverse.core.capacity.room import Blockage, HostLimits, room_of
 from multiverse.core.capacity.sizes import short_of_memory, template_size
 from multiverse.core.clones.kinds import TemplateWish, ask_for_template, hosts_making
-from multiverse.core.clones.spares import (
-    awaiting_job,
-    fit_to_serve,
-    is_of,
-    release_spare,
-    spare_claim,
-    spare_size,
-    spares,
-    too_old,
-)
+from multiverse.core.clones.spares import awaiting_job, fit_to_serve, release_spare, spare_claim, spare_size, spares
 from multiverse.core.clones.supply import CloneRequest, plan_vms
 from multiverse.core.context import Context
 from multiverse.core.machines.offer import open_offer, withdraw_offer
@@ -41,7 +32,7 @@ def may_offer(context: Context, vm: Vm) -> bool:
 
 
 def is_offered(vm: Vm, policy: Policy) -> bool:
-    return any(pool.offer for pool in policy.pools if is_of(vm, pool))
+    return any(pool.offer for pool in policy.pools if pool.has(vm))
 
 
 BEING_CREATED = (VmState.PLANNED, VmState.STARTING)
@@ -90,14 +81,14 @@ def reconcile_pools(context: Context, blockage: Blockage) -> None:
     unwanted = {vm.id: vm for vm in spares(state)}
     kept = first_on(context.scheduler.reservations, context.now)
     for pool in context.policy.pools:
-        mine = [vm for vm in unwanted.values() if is_of(vm, pool)]
+        mine = [vm for vm in unwanted.values() if pool.has(vm)]
         for vm in mine:
             del unwanted[vm.id]
         mine = [vm for vm in mine if not _release_if_spent(context, vm, pool)]
         wanted = wanted_of(context, pool)
         for vm in mine[: max(0, len(mine) - wanted)]:  # the oldest
             release_spare(state, vm, Why.POOL_KEEPS(wanted=wanted))
-        taken = sum(is_of(vm, pool) for vm in awaiting_job(state))
+        taken = sum(pool.has(vm) for vm in awaiting_job(state))
         lacking = min(wanted, pool.most - taken) - len(mine)
         if not blockage and not kept and lacking > 0 and _may_make(context, pool):
             _refill(context, pool, lacking)
@@ -124,11 +115,10 @@ class PoolStatus:
 
 
 def pool_status(context: Context) -> list[PoolStatus]:
-    """Every pool of the settings, in their order."""
     shown = context.world.scheduler.value.offers if context.world.scheduler else {}
     found = []
     for pool in context.policy.pools:
-        mine = [vm for vm in spares(context.state) if is_of(vm, pool)]
+        mine = [vm for vm in spares(context.state) if pool.has(vm)]
         ready = sum(vm.state.value == pool.depth.value for vm in mine)
         opened = [vm for vm in mine if context.state.offer_of(vm) is OfferState.OPEN]
         offered = sum((shown or {}).get(vm.name) is False for vm in opened)
@@ -164,7 +154,6 @@ def _may_make(context: Context, pool: Pool) -> bool:
 
 
 def _release_if_spent(context: Context, vm: Vm, pool: Pool) -> bool:
-    """Release the spare, with a reason, if it is of no use any more."""
     if why := _why_spent(context, vm, pool):
         release_spare(context.state, vm, why)
     elif why := _why_unfit(context, vm):
@@ -184,7 +173,6 @@ def _why_unfit(context: Context, vm: Vm) -> Reason | None:
 
 
 def _why_spent(context: Context, vm: Vm, pool: Pool) -> Reason | None:
-    """Why the spare is of no use any more; None if it is of use."""
     state = context.state
     which, host = vm.place.template, context.hosts.get(vm.host)
     template = state.template_for(which) if which else None
@@ -192,7 +180,7 @@ def _why_spent(context: Context, vm: Vm, pool: Pool) -> Reason | None:
         return Why.IMAGE_GONE()
     if template is None or template.state is not TemplateState.READY:
         return Why.TEMPLATE_GONE()
-    if too_old(vm, pool, state.now):
+    if pool.is_too_old(vm, state.now):
         return Why.TOO_OLD(limit=pool.max_age)
     return None
 
@@ -212,7 +200,7 @@ def _refill(context: Context, pool: Pool, lacking: int) -> None:
         ask_for_template(context, wish, room, Why.POOL_NEEDS())
         return
     being_made = Counter(vm.attempt is None for vm in state.vms_in(*BEING_CREATED))
-    turns = policy.provisioning - being_made[False]  # those of jobs come first
+    turns = policy.provisioning - being_made[False]  # VMs of jobs come first
     may = max(1, turns // 2) - being_made[True] if turns > 0 else 0
     sizes = ready.map(lambda host, template: spare_size(pool, template, host, policy))
     claims = sizes.map(lambda host, size: spare_claim(pool, size, host))

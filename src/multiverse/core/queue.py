@@ -1,17 +1,18 @@
-"""The queue: the attempts that wait, in the scheduler's order, with what admission has found out about each.
+"""The queue: attempts that wait, in the scheduler's order, what admission found out, and what their users are told.
 
-It is kept while rows and jobs change, so that a pass visits only the attempts about which something is to be decided.
+It is kept while rows and jobs change, so that a pass visits only attempts about which something is to be decided.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from types import MappingProxyType
 
 from sortedcontainers import SortedList
 
-from multiverse.core.model import WAITING_STATES, Attempt, AttemptState, Job, Reason, Request
+from multiverse.core.model.job import WAITING_STATES, Attempt, AttemptState, Job, Request
+from multiverse.core.model.reason import Reason, Why
 
 Shape = tuple[Request, tuple[tuple[str, int], ...]]  # what admission decides by, beside the turn: request and limits
 
@@ -76,7 +77,6 @@ class Queue:
         self._shapes_ever = 0
 
     def put(self, attempt: Attempt) -> None:
-        """An attempt, or its job, is new or has changed."""
         self.drop(attempt.id)
         if attempt.state not in WAITING_STATES or attempt.quarantined:
             return
@@ -133,7 +133,6 @@ class Queue:
         self._consider_again(list(self._awaiting))
 
     def check_all(self) -> None:
-        """What hosts could hold has changed: check every attempt again."""
         self._consider_again(list(self.unfit))
         self.unchecked.update(self._waiting)
 
@@ -149,29 +148,20 @@ class Queue:
         return ids
 
     def wants(self, id_: int) -> bool:
-        """Whether the attempt counts among those that want VMs."""
         return id_ in self.candidates or id_ in self.unfit
 
     def job_of(self, id_: int) -> Job:
         return self._waiting[id_][1]
 
     def shape_of(self, id_: int) -> int:
-        """A number that attempts of the same shape share."""
         return self._waiting[id_][2]
-
-    def shapes(self) -> dict[Shape, int]:
-        """How many attempts wait, by shape: for comparing."""
-        return dict(self._shape_uses)
 
     def one_of_each_request(self) -> list[Attempt]:
         """Waiting attempts, one of each request, in the order of their first appearance."""
-        return list({attempt.request: attempt for attempt, _, _ in self._first_of_each_shape()}.values())
-
-    def _first_of_each_shape(self) -> list[tuple[Attempt, Job, int]]:
-        found: dict[int, tuple[Attempt, Job, int]] = {}
-        for entry in self._waiting.values():
-            found.setdefault(entry[2], entry)
-        return list(found.values())
+        first: dict[int, Attempt] = {}
+        for attempt, _, shape in self._waiting.values():
+            first.setdefault(shape, attempt)
+        return list({attempt.request: attempt for attempt in first.values()}.values())
 
     def _use_shape(self, shape: Shape) -> int:
         self._shape_uses[shape] += 1
@@ -184,3 +174,54 @@ class Queue:
         self._shape_uses[shape] -= 1
         if not self._shape_uses[shape]:
             del self._shape_uses[shape], self._shapes[shape]
+
+
+# --- what the user of a waiting job is told ---------------------------------------------------------
+
+
+FIRST = 10  # so many first jobs of the queue are told why they wait; an array counts once
+PASSED_OVER = 100  # attempts behind the one that blocks that are looked at: a long array may be in between
+BEHIND = Why.BEHIND()  # what is said of all other jobs; it has no figures, so it does not change
+
+
+def reason_of(attempt: Attempt, job: Job | None, reasons: Mapping[int, Reason], now: float) -> Reason | None:
+    """Why an attempt waits. None if the scheduler keeps its job, or nothing was decided. `job`: as observed last."""
+    if attempt.state is not AttemptState.QUEUED or attempt.quarantined:
+        return None
+    if attempt.id in reasons:
+        return reasons[attempt.id]
+    if job is None or job.ref != attempt.job or not job.eligible or attempt.waits_for_delay(job):
+        return None
+    if now < attempt.not_before:
+        return attempt.note
+    return BEHIND if reasons else None
+
+
+class FirstReasons:
+    """Collects, in one round of admission, why the first jobs of the queue wait: one attempt for each job or array."""
+
+    def __init__(self, queue: Queue) -> None:
+        self._queue = queue
+        self._found: list[tuple[int, int, Reason]] = []  # rank, attempt, reason
+        self._jobs: set[str] = set()  # these jobs and arrays
+
+    @property
+    def full(self) -> bool:
+        return len(self._found) >= FIRST
+
+    def add(self, rank: int, attempt_id: int, why: Reason) -> None:
+        if not self.full:
+            self._add(rank, attempt_id, why)
+
+    def _add(self, rank: int, attempt_id: int, why: Reason) -> None:
+        job = self._queue.job_of(attempt_id)
+        if (job_or_array := job.array or job.ref.job_id) not in self._jobs:
+            self._jobs.add(job_or_array)
+            self._found.append((rank, attempt_id, why))
+
+    def of(self, attempts: Container[int]) -> dict[int, Reason]:
+        """The reasons of attempts that still wait or fit on no host in sight, in the queue's order."""
+        for rank, attempt_id in self._queue.unfit.first(FIRST):
+            self._add(rank, attempt_id, self._queue.why_unfit[attempt_id])
+        first = sorted(self._found, key=lambda one: one[:2])[:FIRST]
+        return {attempt_id: why for _, attempt_id, why in first if attempt_id in attempts}

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from typing import ClassVar
 
-from multiverse.core.model.basics import ClaimKey, Key, Size
+from multiverse.core.model.basics import ClaimKey, Key, RowKind, Size
 from multiverse.core.model.host import Claim, Host, HostFault, KnownHost
 from multiverse.core.model.job import Attempt, Lease, LeasedHost, LeaseState, Node, SchedulerView
 from multiverse.core.model.reason import Reason
@@ -17,6 +18,14 @@ from multiverse.core.model.world import Observation, Row, Seen
 class LiveRows:
     """What is asked of live rows, whether they are a snapshot or the state in memory."""
 
+    table_of: ClassVar[dict[RowKind, str]] = {
+        "attempt": "attempts",
+        "vm": "vms",
+        "template": "templates",
+        "offer": "offers",
+        "lease": "leases",
+    }
+
     attempts: Mapping[int, Attempt]
     vms: Mapping[int, Vm]
     templates: Mapping[int, Template]
@@ -25,19 +34,10 @@ class LiveRows:
     leases: Mapping[int, Lease]
 
     def get(self, key: Key) -> Row | None:
-        match key.kind:
-            case "attempt":
-                return self.attempts.get(key.id)
-            case "vm":
-                return self.vms.get(key.id)
-            case "template":
-                return self.templates.get(key.id)
-            case "offer":
-                return self.offers.get(key.id)
-            case "host":
-                return self.host_numbered(key.id)
-            case "lease":
-                return self.leases.get(key.id)
+        if key.kind == "host":
+            return self.host_numbered(key.id)
+        rows: Mapping[int, Row] = getattr(self, self.table_of[key.kind])
+        return rows.get(key.id)
 
     def host_numbered(self, number: int) -> KnownHost | None:
         return next((host for host in self.hosts.values() if host.id == number), None)
@@ -61,7 +61,6 @@ class LiveRows:
         return known is not None and known.is_off
 
     def lease_of(self, host: str) -> Lease | None:
-        """The live lease whose host it is, if it is leased. Leases are few."""
         return next((lease for lease in self.leases.values() if lease.name == host), None)
 
     def leases_in(self, *states: LeaseState) -> list[Lease]:
@@ -97,55 +96,36 @@ class Numbers:
     """The numbers that rows get next."""
 
     def __init__(self, rows: Rows) -> None:
-        self._serial, self._attempt, self._template = rows.next_serial, rows.next_attempt, rows.next_template
-        self._lease = rows.next_lease
+        self.next_serial, self.next_attempt, self.next_template = (
+            rows.next_serial,
+            rows.next_attempt,
+            rows.next_template,
+        )
+        self.next_lease = rows.next_lease
 
     def as_now(self) -> Callable[[], None]:
-        """What sets them back to what they are now."""
-        counters = (self._serial, self._attempt, self._template, self._lease)
-
-        def reset() -> None:
-            self._serial, self._attempt, self._template, self._lease = counters
-
-        return reset
-
-    @property
-    def next_serial(self) -> int:
-        """The serial of the next VM, which `new_serial` counts."""
-        return self._serial
-
-    @property
-    def next_attempt(self) -> int:
-        """The number of the next attempt, and alike of the next template and lease."""
-        return self._attempt
-
-    @property
-    def next_template(self) -> int:
-        return self._template
-
-    @property
-    def next_lease(self) -> int:
-        return self._lease
+        counters = dict(vars(self))
+        return lambda: vars(self).update(counters)
 
     def new_serial(self) -> int:
-        self._serial += 1
-        return self._serial - 1
+        self.next_serial += 1
+        return self.next_serial - 1
 
     def skip_serials(self, until: int) -> None:
         """Give no serial below `until` any more."""
-        self._serial = max(self._serial, until)
+        self.next_serial = max(self.next_serial, until)
 
     def new_attempt_id(self) -> int:
-        self._attempt += 1
-        return self._attempt - 1
+        self.next_attempt += 1
+        return self.next_attempt - 1
 
     def new_lease_id(self) -> int:
-        self._lease += 1
-        return self._lease - 1
+        self.next_lease += 1
+        return self.next_lease - 1
 
     def new_template_id(self) -> int:
-        self._template += 1
-        return self._template - 1
+        self.next_template += 1
+        return self.next_template - 1
 
 
 class Faults(dict[str, dict[str, HostFault]]):
@@ -162,37 +142,28 @@ class Faults(dict[str, dict[str, HostFault]]):
                 del self[fault.image]
 
 
-class HeldClaims(Mapping[ClaimKey, Claim]):
+class Claims(dict[ClaimKey, Claim]):
     """The claims that rows hold, by key, by owner and by domain."""
 
     def __init__(self) -> None:
-        self._claims: dict[ClaimKey, Claim] = {}
+        super().__init__()
         self.used: defaultdict[str, Size] = defaultdict(lambda: Size(0, 0, 0))  # what claims hold, by domain
         self._on: defaultdict[str, dict[Key, Claim]] = defaultdict(dict)  # by domain and owner
-        self._domains: defaultdict[Key, set[str]] = defaultdict(set)  # in which an owner holds claims
-
-    def __getitem__(self, key: ClaimKey) -> Claim:
-        return self._claims[key]
-
-    def __iter__(self) -> Iterator[ClaimKey]:
-        return iter(self._claims)
-
-    def __len__(self) -> int:
-        return len(self._claims)
+        self._domains: defaultdict[Key, set[str]] = defaultdict(set)  # of an owner's claims
 
     def put(self, key: ClaimKey, claim: Claim | None) -> None:
         """This is the claim of that key; None: there is none."""
-        old = self._claims.pop(key, None)
+        old = self.pop(key, None)
         if old is not None:
             del self._on[key.domain][key.owner]
-            self.used[key.domain] = plus(self.used[key.domain], old.size, -1)
+            self.used[key.domain] -= old.size
             self._domains[key.owner].discard(key.domain)
             if not self._domains[key.owner]:
                 del self._domains[key.owner]
         if claim is not None:
-            self._claims[key] = claim
+            self[key] = claim
             self._on[key.domain][key.owner] = claim
-            self.used[key.domain] = plus(self.used[key.domain], claim.size)
+            self.used[key.domain] += claim.size
             self._domains[key.owner].add(key.domain)
 
     def of(self, owner: Key) -> list[ClaimKey]:
@@ -216,7 +187,7 @@ class Compared:
     hosts_of: dict[str, frozenset[str]] = field(default_factory=dict)  # by source, the hosts that it shows
     showing: dict[str, dict[str, Host]] = field(default_factory=dict)  # by host, the sources that show it
     unadopted: set[str] = field(default_factory=set)  # sources that may show what has no row
-    unlearned: set[str] = field(default_factory=set)  # hosts in sight of which something new may be known
+    unlearned: set[str] = field(default_factory=set)  # hosts in sight that may have changed
     users: dict[int, tuple[bool, float]] | None = None  # whether they exist, and since when that is known
 
 
@@ -240,7 +211,6 @@ class Index:
         self._ids: defaultdict[object, set[int]] = defaultdict(set)
 
     def __getitem__(self, key: object) -> list[int]:
-        """The ids under a key, in ascending order."""
         return sorted(self._ids[key]) if key in self._ids else []
 
     def __contains__(self, key: object) -> bool:
@@ -261,15 +231,6 @@ class Index:
 
     def __iter__(self) -> Iterator[object]:
         return iter(self._ids)
-
-    def entries(self) -> dict[object, frozenset[int]]:
-        """All that is in it: for comparing."""
-        return {key: frozenset(ids) for key, ids in self._ids.items()}
-
-
-def plus(one: Size, other: Size, sign: int = 1) -> Size:
-    """The sum, or with `sign` -1 the difference, of two sizes."""
-    return Size(*(have + sign * amount for have, amount in zip(one.amounts, other.amounts, strict=True)))
 
 
 class RowIndexes:
@@ -293,16 +254,13 @@ class RowIndexes:
         for index, key in self._keys(row):
             index.remove(key, row.key.id)
 
-    def entries(self) -> dict[str, dict[object, frozenset[int]]]:
-        return {name: index.entries() for name, index in vars(self).items()}
-
     def _keys(self, row: Row) -> Iterator[tuple[Index, object]]:
         yield self.by_state, (row.key.kind, row.state)
         match row:
             case Attempt():
                 yield self.by_job, row.job
                 yield self.by_job, row.job.job_id
-            case Vm() if row.state is not VmState.DELETING:  # of which nothing is left but a node
+            case Vm() if row.state is not VmState.DELETING:  # it has only a node
                 if row.attempt is not None:
                     yield self.vms_by_attempt, row.attempt
                 if row.job_id:

@@ -1,8 +1,7 @@
 """The live rows, the claims and the known hosts, with indexes that outlive a pass.
 
-The controller keeps one `State` and is its only writer. A pass begins, plans moves, each of which changes the state at
-once, and ends with `commit` or `rollback`: after a rollback the state is as it was when the pass began. The cost of a
-pass is that of its moves, not that of all rows.
+The controller keeps one `State` and is its only writer. The moves of a pass change it at once; a rollback restores it.
+A pass costs its moves, not all rows.
 """
 
 from __future__ import annotations
@@ -11,27 +10,18 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 from multiverse.core.capacity_index import CapacityIndex, SlotTable, Touched
 from multiverse.core.errors import Broken, Refused
 from multiverse.core.model.basics import ClaimKey, CloneKind, Key
 from multiverse.core.model.host import Claim, Drain, HostState, KnownHost
-from multiverse.core.model.job import Attempt, AttemptState, JobRef, Lease, Request
+from multiverse.core.model.job import WAITING_STATES, Attempt, AttemptState, JobRef, Lease, Request
 from multiverse.core.model.reason import Reason, Why
 from multiverse.core.model.vm import Offer, Template, TemplateKey, TemplateState, Vm, VmState
-from multiverse.core.model.world import Row
+from multiverse.core.model.world import Row, World
 from multiverse.core.queue import Queue
-from multiverse.core.rows import (
-    Compared,
-    DirtyRows,
-    Faults,
-    HeldClaims,
-    LiveRows,
-    Numbers,
-    RowIndexes,
-    Rows,
-    VmsMissing,
-)
+from multiverse.core.rows import Claims, Compared, DirtyRows, Faults, LiveRows, Numbers, RowIndexes, Rows, VmsMissing
 from multiverse.core.transition import TERMINAL, Change, Command, Event, Move, Tables
 
 
@@ -46,9 +36,9 @@ class State(LiveRows):
         self.templates: dict[int, Template] = {}
         self.offers: dict[int, Offer] = {}
         self.leases: dict[int, Lease] = {}
-        self.claims = HeldClaims()
+        self.claims = Claims()
         self.numbers = Numbers(rows)
-        self.hosts: dict[str, KnownHost] = {}  # also those that were removed from the site
+        self.hosts: dict[str, KnownHost] = {}  # also removed ones
         self._host_names: dict[int, str] = {}
         self.drains: dict[str, Drain] = {}  # by host
         self.faults = Faults()
@@ -57,7 +47,7 @@ class State(LiveRows):
         self.closing: frozenset[str] = frozenset()  # hosts that are to be drained later
         # Indexes, which every change of a row keeps.
         self._indexes = RowIndexes()
-        self._idle_templates: set[int] = set()  # see `idle_templates`, but for those of the keys in the next
+        self._idle_templates: set[int] = set()  # see `idle_templates`; keys in `_perhaps_idle` are not decided
         self._perhaps_idle: set[TemplateKey] = set()
         self.vm_named: dict[str, int] = {}
         self.queue = Queue()
@@ -73,7 +63,7 @@ class State(LiveRows):
         # What belongs to the current pass.
         self.moves: list[Move] = []
         self.missing: list[VmsMissing] = []
-        self.learned: dict[str, KnownHost] = {}  # hosts of which something new is known, without a move
+        self.learned: dict[str, KnownHost] = {}  # hosts that were observed otherwise, without a move
         self.refusals: list[tuple[Command, Refused]] = []  # commands that were not followed, and why
         self.paced: dict[tuple[str, str, CloneKind], float] = {}  # see `Forecast`, with the clones of this pass
         self.waiting = Counter[tuple[str, str, CloneKind]]()  # clones that wait for their pace in this round
@@ -82,7 +72,11 @@ class State(LiveRows):
         self.reasons: dict[int, Reason] = {}  # why attempts wait: the first of the queue, in its order
         self.promised: dict[int, float] = {}  # by when the first that waits for room starts, as told
         self.blocking: int | None = None  # the attempt that waits for capacity and blocks those behind it
-        self.looked: tuple[int, int, float] = (-1, -1, 0.0)  # when nothing could go ahead of which first attempt
+        self.looked: tuple[int, int, float] = (
+            -1,
+            -1,
+            0.0,
+        )  # nothing could go ahead: count of changes, first attempt, until
         self.placement_faults: dict[str, str] = {}  # by the name of a placement policy, why it was passed over last
         self.lacking: set[tuple[Request, CloneKind]] = set()  # what others on the machines leave too little memory for
         self.entropy = ""
@@ -110,31 +104,16 @@ class State(LiveRows):
         self._undo = [self.numbers.as_now()]
 
     def rollback(self) -> None:
-        """Undo all that was changed since the pass began."""
         while self._undo:
             self._undo.pop()()
         self.moves, self.missing, self.learned, self.refusals = [], [], {}, []
 
     def rows(self) -> Rows:
         """A snapshot, as the store keeps it."""
-        return Rows(
-            self.site,
-            self.numbers.next_serial,
-            self.numbers.next_attempt,
-            self.numbers.next_template,
-            dict(sorted(self.attempts.items())),
-            dict(sorted(self.vms.items())),
-            dict(sorted(self.templates.items())),
-            dict(sorted(self.offers.items())),
-            tuple(claim for _, claim in sorted(self.claims.items())),
-            dict(sorted(self.hosts.items())),
-            dict(sorted(self.leases.items())),
-            self.numbers.next_lease,
-        )
-
-    def indexes(self) -> dict[str, dict[object, frozenset[int]]]:
-        """All indexes: for comparing with those of a state made anew."""
-        return self._indexes.entries()
+        tables = ("attempts", "vms", "templates", "offers", "hosts", "leases")
+        rows: dict[str, Any] = {name: dict(sorted(getattr(self, name).items())) for name in tables}
+        claims = tuple(claim for _, claim in sorted(self.claims.items()))
+        return Rows(self.site, claims=claims, **vars(self.numbers), **rows)
 
     # --- changes -----------------------------------------------------------------------------------
 
@@ -162,7 +141,7 @@ class State(LiveRows):
     def know_host(self, host: KnownHost) -> None:
         """Keep what is known of a host, before any move of it in this pass. It is no move, and not in the journal."""
         old = self.hosts.get(host.name)
-        number = old.id if old else host.id or max([0, *self._host_names]) + 1  # those of leased hosts are negative
+        number = old.id if old else host.id or max([0, *self._host_names]) + 1  # leased hosts have negative numbers
         host = replace(host, id=number)
         if old != host:
             self._undo.append(lambda: self._forget_host(host, old))
@@ -206,27 +185,20 @@ class State(LiveRows):
 
     def _put(self, row: Row) -> None:
         self._drop(row.key)
-        match row:
-            case Attempt():
-                self.attempts[row.id] = row
-                self.queue.put(row)
-            case Vm():
-                self.vms[row.id] = row
-                self.vm_named[row.name] = row.id
-                if row.address:
-                    self.addresses[row.address] += 1
-            case Template():
-                self.templates[row.id] = row
-            case Offer():
-                self.offers[row.id] = row
-            case Lease():
-                self.leases[row.id] = row
-            case KnownHost():
-                self.host_changes += 1
-                self.hosts[row.name], self._host_names[row.id] = row, row.name
-                if row.drain is not None:
-                    self.drains[row.name] = row.drain
-                self.faults.add(row)
+        if isinstance(row, KnownHost):
+            self.host_changes += 1
+            self.hosts[row.name], self._host_names[row.id] = row, row.name
+            if row.drain is not None:
+                self.drains[row.name] = row.drain
+            self.faults.add(row)
+        else:
+            getattr(self, self.table_of[row.key.kind])[row.id] = row
+        if isinstance(row, Attempt):
+            self.queue.put(row)
+        elif isinstance(row, Vm):
+            self.vm_named[row.name] = row.id
+            if row.address:
+                self.addresses[row.address] += 1
         self._indexes.add(row)
         self._mark(row)
 
@@ -236,29 +208,24 @@ class State(LiveRows):
             return
         self._mark(old)
         self._indexes.remove(old)
-        match old:
-            case Attempt():
-                del self.attempts[old.id]
-                self.queue.drop(old.id)
-                self.unserved.add(old.job.job_id)
-            case Vm():
-                del self.vms[old.id], self.vm_named[old.name]
-                if old.address:
-                    self.addresses[old.address] -= 1
-                    if not self.addresses[old.address]:
-                        del self.addresses[old.address]
-            case Template():
-                del self.templates[old.id]
-                self._idle_templates.discard(old.id)
-            case Offer():
-                del self.offers[old.id]
-            case Lease():
-                del self.leases[old.id]
-            case KnownHost():
-                self.host_changes += 1
-                del self.hosts[old.name], self._host_names[old.id]
-                self.drains.pop(old.name, None)
-                self.faults.drop(old)
+        if isinstance(old, KnownHost):
+            self.host_changes += 1
+            del self.hosts[old.name], self._host_names[old.id]
+            self.drains.pop(old.name, None)
+            self.faults.drop(old)
+        else:
+            del getattr(self, self.table_of[key.kind])[old.id]
+        if isinstance(old, Attempt):
+            self.queue.drop(old.id)
+            self.unserved.add(old.job.job_id)
+        elif isinstance(old, Template):
+            self._idle_templates.discard(old.id)
+        elif isinstance(old, Vm):
+            del self.vm_named[old.name]
+            if old.address:
+                self.addresses[old.address] -= 1
+                if not self.addresses[old.address]:
+                    del self.addresses[old.address]
 
     # --- what is to be looked at -------------------------------------------------------------------
 
@@ -300,25 +267,21 @@ class State(LiveRows):
             self.dirty.attempts.add(vm.attempt)
 
     def mark_job(self, job_id: str) -> None:
-        """A job is shown otherwise than before."""
         self.unserved.add(job_id)
         for attempt in self.attempts_of_job(job_id):
             self.queue.put(attempt)
             self._mark(attempt)
 
     def mark_vm(self, name: str) -> None:
-        """A VM is shown otherwise than before."""
         id_ = self.vm_named.get(name)
         if id_ is not None:
             self._mark_vm(self.vms[id_])
 
     def mark_source(self, source: str) -> None:
-        """A source has turned known, unknown or silent, or shows other hosts."""
         for id_ in self._indexes.vms_by_source[source]:
             self._mark_vm(self.vms[id_])
 
     def mark_observed(self, source: str) -> None:
-        """A source was observed anew."""
         self.dirty.templates.update(self._indexes.templates_by_key.ids(("source", source)))
         self.compared.unadopted.add(source)
 
@@ -345,18 +308,17 @@ class State(LiveRows):
         return [self.vms[id_] for id_ in sorted(i for s in states for i in self._indexes.by_state["vm", s])]
 
     def vms_of(self, attempt: Attempt) -> list[Vm]:
-        """The attempt's live VMs, those being released too, by serial. One of which only the node is left is none."""
+        """The attempt's live VMs, also while they are released, but not once only a node is left."""
         return [self.vms[id_] for id_ in self._indexes.vms_by_attempt[attempt.id]]
 
     def vms_seen_with(self, job_id: str) -> list[Vm]:
-        """The VMs that no record explained and on which a job of that id was seen, by serial."""
+        """Orphans on which a job of that id was seen."""
         return [self.vms[id_] for id_ in self._indexes.vms_by_job[job_id]]
 
     def vms_on(self, host: str) -> list[Vm]:
         return [self.vms[id_] for id_ in self._indexes.vms_by_host[host]]
 
     def vms_of_template(self, template: int) -> list[Vm]:
-        """The VMs forked, or about to be forked, from a template, by serial."""
         return [self.vms[id_] for id_ in self._indexes.vms_by_template[template]]
 
     def serving_vms_of(self, attempt: Attempt) -> list[Vm]:
@@ -404,9 +366,6 @@ class State(LiveRows):
         return [self.hosts[self._host_names[id_]] for id_ in ids]
 
 
-# --- quarantine -------------------------------------------------------------------------------------
-
-
 @contextmanager
 def quarantine_on_error(state: State, key: Key) -> Iterator[None]:
     """A fault of ours in deciding about one record quarantines that record, and no other record is affected."""
@@ -428,5 +387,53 @@ def quarantine(row: Row, why: Reason) -> Change:
 
 
 def retry(row: Row, why: Reason) -> Change:
-    """The row goes on, by an operator's word."""
     return Change(replace(row, quarantined=None), Event.RETRIED, why)
+
+
+# --- earlier runs: no job may run twice -------------------------------------------------------------
+
+
+def may_hold_earlier_run(state: State, vm: Vm, attempt: Attempt) -> bool:
+    """Whether an earlier run of the attempt's job may go on in the VM. An orphan has no attempt."""
+    other = state.attempt_of(vm)
+    if other is None:
+        return vm.job_id == attempt.job.job_id
+    return other.job.job_id == attempt.job.job_id and other.job.restarts < attempt.job.restarts
+
+
+def is_waited_for(state: State, vm: Vm) -> bool:
+    """Whether a job waits because its earlier run may go on in the VM."""
+    attempt = state.attempt_of(vm)
+    job_id = attempt.job.job_id if attempt is not None else vm.job_id
+    waiting = (one for one in state.attempts_of_job(job_id) if one.state in WAITING_STATES)
+    return any(may_hold_earlier_run(state, vm, one) for one in waiting)
+
+
+def node_without_record(state: State, world: World, attempt: Attempt) -> str:
+    """A node or VM without a record in which an earlier run may go on; empty if there is none. After a database was
+    lost, only the scheduler shows VMs on hosts out of reach, and not their jobs. Once found, such a VM is kept as an
+    orphan."""
+    if not attempt.job.restarts or world.scheduler is None:
+        return ""
+    if found := next((vm.name for vm in state.vms_in(VmState.ORPHAN) if not vm.job_id), ""):
+        return found
+    nodes = world.scheduler.value.nodes
+    shown = (name for name, source in state.compared.unexplained if not source and name in nodes)
+    node = min((name for name in shown if name not in state.vm_named), default="")
+    if not node or all(host.is_off or name in world.hosts for name, host in state.hosts.items()):
+        return ""
+    return node
+
+
+def why_earlier_run(state: State, world: World, attempt: Attempt) -> Reason | None:
+    """Why an earlier run of the attempt's job may go on; None if it surely does not."""
+    job_id = attempt.job.job_id
+    mine = [vm for other in state.attempts_of_job(job_id) for vm in state.vms_of(other)]
+    for vm in (*mine, *state.vms_seen_with(job_id)):
+        if may_hold_earlier_run(state, vm, attempt):
+            if vm.job_id:
+                return Why.EARLIER_RUN_FOUND(vm=vm.name)
+            away = vm.state is VmState.LOST
+            return Why.EARLIER_RUN_AWAY(vm=vm.name, host=vm.host) if away else Why.EARLIER_RUN_ENDS(vm=vm.name)
+    unknown = node_without_record(state, world, attempt)
+    return Why.EARLIER_RUN_UNKNOWN(vm=unknown) if unknown else None

@@ -20,20 +20,9 @@ from multiverse.core.model.world import Row
 
 RowState = AttemptState | VmState | TemplateState | OfferState | HostState | LeaseState
 
-TERMINAL: frozenset[RowState] = frozenset(
-    {
-        AttemptState.DONE,
-        AttemptState.CANCELLED,
-        AttemptState.REQUEUED,
-        AttemptState.REVOKED,
-        AttemptState.FAILED,
-        VmState.GONE,
-        TemplateState.ABSENT,
-        OfferState.ENDED,
-        HostState.RETURNED,
-        LeaseState.GONE,
-    }
-)
+_ENDED = (AttemptState.DONE, AttemptState.CANCELLED, AttemptState.REQUEUED, AttemptState.REVOKED, AttemptState.FAILED)
+_GONE = (VmState.GONE, TemplateState.ABSENT, OfferState.ENDED, HostState.RETURNED, LeaseState.GONE)
+TERMINAL: frozenset[RowState] = frozenset({*_ENDED, *_GONE})
 """A row that enters one of these states has ended, and changes no more."""
 
 
@@ -122,12 +111,10 @@ class Transition:
 
 
 def transitions(sources: Iterable[RowState | None], event: Event, *targets: RowState) -> list[Transition]:
-    """The transitions from each of `sources` to each of `targets`."""
     return [Transition(source, event, target) for source in sources for target in targets]
 
 
 def unchanged(states: Iterable[RowState], *events: Event) -> list[Transition]:
-    """The transitions from each state to itself, for each event."""
     return [Transition(state, event, state) for state in states for event in events]
 
 
@@ -243,14 +230,9 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What an operator asks for.
-
-    Of templates (`host`, `image`): `build` one, of the base size and for all accounts unless `size` and `account` say
-    otherwise, or `drop` all that these describe. Of a record (`key`): `retry` ends its quarantine or back-off, `end`
-    ends an orphan with the job on it. Of a host (`host`): `add` it to the site, or again; `drain` it, as `drain` says;
-    `resume` undoes that, and a fence; `remove` it; `fence` is the operator's word that the host, out of reach, is off
-    and nothing of it runs.
-    """
+    """What an operator asks for. Of templates (`host`, `image`): `build` one, or `drop` those of the size and account,
+    if given. Of a record (`key`): `retry` ends its quarantine or back-off, `end` ends an orphan with its job. Of a
+    host: `add`, `drain`, `resume` (after a drain or fence), `remove`; `fence`: it is off, and nothing of it runs."""
 
     verb: str
     host: str = ""

@@ -21,7 +21,8 @@ from types import MappingProxyType
 from typing import Any
 
 from multiverse.core.errors import Refused
-from multiverse.core.model import Identity, Stage, User
+from multiverse.core.model.identity import Identity, User
+from multiverse.core.model.vm import Stage
 from multiverse.guest.agent.system import DISK as DISK
 from multiverse.guest.agent.system import MAX_LINE as MAX_LINE
 from multiverse.guest.agent.system import PORT as PORT

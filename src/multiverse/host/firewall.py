@@ -30,7 +30,7 @@ from pathlib import Path
 import structlog
 
 from multiverse.core.errors import Broken, Exhausted
-from multiverse.core.model import Member
+from multiverse.core.model.identity import Member
 from multiverse.host import manifest
 from multiverse.host.manifest import Manifest
 from multiverse.host.network import Nft

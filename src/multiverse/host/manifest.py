@@ -13,7 +13,9 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from multiverse.core.errors import Exhausted, Refused
-from multiverse.core.model import CloneKind, DiskCost, VmSpec
+from multiverse.core.model.basics import CloneKind
+from multiverse.core.model.host import DiskCost
+from multiverse.core.model.vm import VmSpec
 from multiverse.system import files
 from multiverse.system.processes import ProcessIdentity
 

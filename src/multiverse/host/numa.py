@@ -15,7 +15,8 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from multiverse.core.model import NumaNode, Size
+from multiverse.core.model.basics import Size
+from multiverse.core.model.host import NumaNode
 from multiverse.host import manifest
 
 NODES = Path("/sys/devices/system/node")

@@ -15,7 +15,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from multiverse.core.errors import Exhausted, Refused
-from multiverse.core.model import serial_of
+from multiverse.core.model.identity import serial_of
 from multiverse.host import manifest
 from multiverse.host.manifest import Manifest
 from multiverse.system.locks import locked_file

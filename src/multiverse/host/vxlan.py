@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from multiverse.core.errors import Broken, Exhausted, Refused
-from multiverse.core.model import Member, Neighbour
+from multiverse.core.model.identity import Member, Neighbour
 from multiverse.host.network import Nft
 from multiverse.system import files, kernel
 from multiverse.system.locks import locked_file

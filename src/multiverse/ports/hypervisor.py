@@ -62,13 +62,12 @@ class Hypervisor(Protocol):
 
     async def create(self, vm: VmSpec) -> Sequence[Stage]:
         """Create a VM without identity, paused where the platform can. `Gone` if the template or host is missing,
-        `Refused` if the name, token, address or MAC is another VM's. After an error something of the VM may remain,
-        until `destroy`."""
+        `Refused` if the name, token, address or MAC is another VM's. After an error remains may exist, until
+        `destroy`."""
 
     async def start(self, vm: VmRef, size: Size, identity: Identity) -> Sequence[Stage]:
-        """Give a VM its size and identity and let it run, until its daemons have been started. `Gone` if there is no
-        such VM, `Refused` if the identity is another VM's, `Broken` if the guest did not answer or refused its
-        identity."""
+        """Give a VM its size and identity, and let it run until its daemons have been started. `Gone` if there is none,
+        `Refused` if the identity is another VM's, `Broken` if the guest did not answer or refused."""
 
     async def destroy(self, vm: VmRef, grace: float) -> None:
         """Let the guest write back and unmount for up to `grace` seconds (0: not at all), end the VM and remove all of
@@ -79,9 +78,8 @@ class Membership(Protocol):
     """Which hosts belong to the site, where it decides that itself. Each host is a source, by its name."""
 
     def keep(self, hosts: Collection[str], leased: Mapping[str, LeasedHost] = NOT_LEASED) -> None:
-        """Have these hosts as sources, and no others. Those in `leased` are reached by their pilots; how one is reached
-        never changes. Nothing is awaited: calls to a host that was removed end as `Unknown` or `Gone`, and a host that
-        was added answers once it is reached."""
+        """Have these hosts as sources, and no others. `leased` ones are reached by their pilots. Nothing is awaited:
+        calls to a removed host end as `Unknown` or `Gone`, and an added one answers once it is reached."""
 
     def declared(self, host: str) -> Host | None:
         """What a host is declared to have that may never have answered; what nobody knows of it yet costs nothing and
@@ -92,9 +90,8 @@ class Templates(Protocol):
     """Templates for instant clones."""
 
     async def build_template(self, template: TemplateKey) -> Sequence[Stage]:
-        """Boot and freeze a template. `Broken` if the image does not boot, `Refused` if there is no such image,
-        `Exhausted` for want of memory or disk, `Gone` if there is no such host or the template was deleted
-        meanwhile."""
+        """Boot and freeze a template. `Broken` if the image does not boot, `Refused` if there is none, `Exhausted` for
+        want of memory or disk, `Gone` if there is no such host or the template was deleted meanwhile."""
 
     async def delete_template(self, template: TemplateKey) -> None:
         """Remove a template. One that is being built is not waited for and does not come back. VMs that were forked
@@ -105,9 +102,8 @@ class GuestUsers(Protocol):
     """Users of guests that run."""
 
     async def add_user(self, vm: VmRef, user: User, group: int = 0) -> None:
-        """Make a user known to a running VM that was started without that user, and set its clock. From then on it
-        reaches the VMs of `group`, if that is not 0. `Gone` if there is no such VM, `Broken` or `Unknown` if its guest
-        did not do it."""
+        """Make a user known to a running VM, and set its clock. From then on it reaches the VMs of `group`, if not 0.
+        `Gone` if there is none, `Broken` or `Unknown` if its guest did not do it."""
 
 
 class Groups(Protocol):
@@ -127,6 +123,6 @@ class Measurements(Protocol):
     """What hosts and VMs use, as it is sampled where they run. No decision waits for it."""
 
     async def used(self, source: str, span: float) -> Mapping[str, HostUsage]:
-        """What the hosts of a source have used in the last `span` seconds, by name, with our site's VMs on them, also
-        those that ended a few minutes ago. `Gone` if there is no such source, `Refused` if it samples nothing,
-        `Unknown` if it does not answer."""
+        """What the hosts of a source, and our VMs on them, have used in the last `span` seconds, also VMs that ended a
+        few minutes ago. `Gone` if there is no such source, `Refused` if it samples nothing, `Unknown` without an
+        answer."""

@@ -45,11 +45,10 @@ class Scheduler(Protocol):
         """All jobs of our partitions, those that overflow, and all nodes of our site. Raises `Unknown`."""
 
     async def pin(self, job: JobRef, tag: str, nodes: Sequence[str], text: str = "", *, at_once: bool = False) -> None:
-        """Tie a pending job to `nodes`, whose `NodeSpec.tag` is `tag`, and let it start. Once tied, the job is shown
-        with `Job.pinned` equal to `tag`. `text`, if any, is left for the job's user in the same command, as by
-        `explain`. A job that its user holds raises `Stale`. A job that waits in its own partition (`Job.at_origin`) is
-        moved out of it by this, and its user is told so. `at_once`: also if the scheduler itself holds the job back,
-        because it was queued again (`Job.delayed_until`)."""
+        """Tie a pending job to `nodes`, whose tag is `tag`, and let it start; it is shown with `Job.pinned` equal to
+        `tag`. `text` is left for its user, as by `explain`. `Stale` if its user holds it. A job in its own partition is
+        moved out of it, and its user is told. `at_once`: also during the scheduler's own back-off
+        (`Job.delayed_until`)."""
 
     async def unpin(self, job: JobRef) -> None:
         """Put a pending job back at the gate, released unless its user holds it. Nothing is done for a job at the gate,
@@ -73,12 +72,9 @@ class Scheduler(Protocol):
         itself keeps it, for a reservation, say; success if there is none. No job may be tied to the node."""
 
     async def explain(self, jobs: Sequence[JobRef], text: str) -> None:
-        """Leave one line for the users of jobs that wait at the gate, where the scheduler shows such lines. It replaces
-        an earlier line, and nothing that others wrote. A task of an array stands for all tasks of the array that wait
-        at the gate, and they are not separated.
-
-        Jobs that do not wait at the gate as these runs, that are held, or that read the line already are left alone,
-        without an error. `Exhausted` if some of the jobs are being pinned or cancelled now; the others were told."""
+        """Leave one line for the users of jobs at the gate, in place of an earlier line of ours. A task stands for all
+        tasks of its array at the gate. Jobs that do not wait there as these runs, are held, or read the line already
+        are left alone. `Exhausted` if some are being pinned or cancelled now; the others were told."""
 
     async def bootstrap(self, node: NodeSpec) -> NodeBootstrap:
         """What a VM needs to become this node of the cluster."""
@@ -91,9 +87,9 @@ class Reports(Protocol):
     """Tells users what their jobs did, after these have ended."""
 
     async def report(self, job: JobRef, text: str) -> None:
-        """Leave one line for the user of a job that has ended, or is completing, in the job's accounting, in place of
-        those of `explain` and `pin`. `Gone` or `Stale` if the scheduler knows this run no more, `Refused` if it has no
-        accounting, or if what others wrote would not stay as it is."""
+        """Leave one line in the accounting of a job that has ended, or is completing, in place of our others. `Gone` or
+        `Stale` if this run is not known any more, `Refused` without accounting, or if what others wrote would not
+        stay."""
 
     async def cpu_seconds(self, job: JobRef) -> float:
         """The CPU seconds of all processes of a job that has ended, as its nodes counted them; 0 if the accounting does
@@ -106,20 +102,16 @@ class Parts(Protocol):
     async def read(
         self, jobs: Mapping[str, int | None], users: Collection[int], nodes: Collection[str]
     ) -> SchedulerPart:
-        """Read these jobs, all jobs of these users (uids), these nodes, and the offers. `jobs` are given by id with the
-        uid of their user, None if it is not known.
-
-        The answer says what was read, which may be more, and less if too much was asked at once. Raises `Unknown`.
-        """
+        """Read these jobs (by id, with the uid if known), all jobs of these users (uids), these nodes, and the offers.
+        The answer says what was read: perhaps more, or less if it was too much at once. Raises `Unknown`."""
 
 
 class Offers(Protocol):
     """Lets a job take a joined spare by itself, as the job is submitted. `SchedulerView.offers` shows the result."""
 
     async def offer(self, node: NodeSpec) -> None:
-        """Let one job that fits take this idle node. The job is then tied to the node as by `pin`, and waits on it
-        until the job's user has been added to the guest. A node that was taken or withdrawn is never offered again,
-        however often this is called."""
+        """Let one job that fits take this idle node. It is tied to the node as by `pin`, and waits until its user has
+        been added to the guest. A node that was taken or withdrawn is never offered again."""
 
     async def withdraw(self, node: str) -> None:
         """Let no job take the node any more; a later `offer` is without effect. Nothing is done for a node that was
@@ -152,16 +144,14 @@ class Leases(Protocol):
     """
 
     async def request(self, lease: LeaseSpec) -> None:
-        """Submit a pilot for this lease. Success without another one if the scheduler shows one of that name and token,
-        whatever its state. `Refused` if the scheduler will never take it (its partition, account or size). After
-        `Unknown` or a cancellation one may have been submitted, and may come to be shown late: the same call finds it
-        once it is shown, and `release` ends it. Before it is shown, another call may submit a second one, which an
-        observation shows, and `release` ends."""
+        """Submit a pilot for this lease, unless one of its name and token is shown. `Refused` if the scheduler will
+        never take it. After `Unknown` or a cancellation one may be shown late, and another call may submit a second
+        one: `release` ends them."""
 
     async def release(self, name: str, pilots: Sequence[str]) -> None:
-        """Cancel these pilots (by the scheduler's ids), and all that the scheduler shows under that name if none are
-        given. Success if there are none, or they have ended or are ending. A pilot of another name is left alone:
-        ids come again. Returning says that they were told to end; an observation shows when they have."""
+        """Cancel these pilots (by the scheduler's ids) or, if none are given, all of that name. Success if there are
+        none, or they are ending. A pilot of another name is left alone: ids come again. An observation shows when they
+        have ended."""
 
 
 class Overflow(Protocol):
@@ -169,6 +159,5 @@ class Overflow(Protocol):
     out of its partition, and `unpin` and `requeue` leave it at the gate."""
 
     async def restore(self, job: JobRef) -> None:
-        """Put a pending job back from the gate into the partition that it was moved from, as it was submitted there,
-        and tell its user. Nothing is done for a job that is there; `Stale` for one that is not pending, or is
-        pinned."""
+        """Put a pending job back from the gate into its own partition, as it was submitted, and tell its user. Nothing
+        is done for a job that is there; `Stale` for one that is not pending, or is pinned."""

@@ -21,7 +21,9 @@ from multiverse.agent.server import AgentIdentity, AgentServer, EpochFile
 from multiverse.bundles.contract import HostSide, LocalHost, platform_bundles, scheduler_bundle
 from multiverse.config import Settings, VxlanSettings
 from multiverse.core.errors import MultiverseError, Refused
-from multiverse.core.model import HostUsage, Load, VmRef, is_site
+from multiverse.core.model.identity import is_site
+from multiverse.core.model.usage import HostUsage, Load
+from multiverse.core.model.vm import VmRef
 from multiverse.host.sampling import Sampler
 from multiverse.host.vxlan import VxlanConfig
 from multiverse.pilot.lease import NODE_SHARE, share_of

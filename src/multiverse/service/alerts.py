@@ -15,25 +15,12 @@ from multiverse.api import Alert, AlertKind, Severity
 from multiverse.controller.effects import Failure
 from multiverse.controller.users import LookupFailure
 from multiverse.core.capacity.sizes import short_of_disk, short_of_memory
-from multiverse.core.model import (
-    OPEN_LEASES,
-    Attempt,
-    AttemptState,
-    HostState,
-    Key,
-    KnownHost,
-    Lease,
-    LeaseState,
-    Offer,
-    Row,
-    Template,
-    TemplateState,
-    Vm,
-    VmCondition,
-    VmState,
-    World,
-)
+from multiverse.core.model.basics import Key
+from multiverse.core.model.host import HostState, KnownHost
+from multiverse.core.model.job import OPEN_LEASES, Attempt, AttemptState, Lease, LeaseState
 from multiverse.core.model.reason import worded
+from multiverse.core.model.vm import Offer, Template, TemplateState, Vm, VmCondition, VmState
+from multiverse.core.model.world import Row, World
 from multiverse.core.policy import Policy, image_of
 from multiverse.core.rows import Rows
 from multiverse.core.transition import Command, EffectKind

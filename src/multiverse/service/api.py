@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from multiverse import __version__, api
 from multiverse.config import names_of_hosts
 from multiverse.core.errors import Exhausted, Gone, MultiverseError, Refused
-from multiverse.core.model import CloneKind, Size
+from multiverse.core.model.basics import CloneKind, Size
 from multiverse.service.backend import Backend
 from multiverse.service.explanations import OPERATOR
 from multiverse.service.publisher import Publisher

@@ -21,9 +21,13 @@ from multiverse.controller.history import JobUsageRecorder, UtilizationRecorder
 from multiverse.controller.loop import Controller
 from multiverse.core.context import Context
 from multiverse.core.errors import Gone, Refused
-from multiverse.core.explanation.what_if import compatible_hosts
-from multiverse.core.model import Attempt, CloneKind, Drain, HostUsage, Reason, Size, Usage, Vm
-from multiverse.core.model.usage import combined
+from multiverse.core.explanation import compatible_hosts
+from multiverse.core.model.basics import CloneKind, Size
+from multiverse.core.model.host import Drain
+from multiverse.core.model.job import Attempt
+from multiverse.core.model.reason import Reason
+from multiverse.core.model.usage import HostUsage, Usage, combined
+from multiverse.core.model.vm import Vm
 from multiverse.core.rows import Rows
 from multiverse.core.transition import Command, EffectKind
 from multiverse.ports import Clock

@@ -8,29 +8,16 @@ from typing import Any, NamedTuple
 
 from multiverse import api
 from multiverse.controller.observers import Observer
-from multiverse.core.admission.reasons import reason_of
-from multiverse.core.model import (
-    ENDING_STATES,
-    PINNED_STATES,
-    WAITING_STATES,
-    Attempt,
-    AttemptState,
-    Depth,
-    Job,
-    Reason,
-    Row,
-    Size,
-    Vm,
-    VmCondition,
-    VmSeen,
-    Why,
-    World,
-    text_of,
-)
+from multiverse.core.model.basics import Depth, Size
 from multiverse.core.model.identity import without_prefix_length
+from multiverse.core.model.job import ENDING_STATES, PINNED_STATES, WAITING_STATES, Attempt, AttemptState, Job
+from multiverse.core.model.reason import Reason, Why, text_of
 from multiverse.core.model.usage import JobUsage
+from multiverse.core.model.vm import Vm, VmCondition, VmSeen
+from multiverse.core.model.world import Row, World
 from multiverse.core.policy import Policy, image_of
 from multiverse.core.pools import PoolStatus
+from multiverse.core.queue import reason_of
 from multiverse.core.rows import Rows
 from multiverse.core.transition import Event
 from multiverse.service.statistics import PHASES

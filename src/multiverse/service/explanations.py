@@ -12,9 +12,20 @@ from multiverse.config import folded
 from multiverse.controller.loop import Controller
 from multiverse.core.context import Context
 from multiverse.core.errors import Refused
-from multiverse.core.explanation.explain import Explanation, HostVerdict, explain, explain_ended, explain_new
-from multiverse.core.explanation.what_if import immediate_capacity, sizes_to_show, usage, what_if
-from multiverse.core.model import Attempt, AttemptState, CloneKind, Job, Reason, Request, Size, Why, text_of
+from multiverse.core.explanation import (
+    Explanation,
+    HostVerdict,
+    explain,
+    explain_ended,
+    explain_new,
+    immediate_capacity,
+    sizes_to_show,
+    usage,
+    what_if,
+)
+from multiverse.core.model.basics import CloneKind, Size
+from multiverse.core.model.job import Attempt, AttemptState, Job, Request
+from multiverse.core.model.reason import Reason, Why, text_of
 from multiverse.core.policy import Policy
 from multiverse.ports import Clock
 from multiverse.service.convert import size_view

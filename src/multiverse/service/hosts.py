@@ -13,22 +13,12 @@ from multiverse.api import HostFaultView, HostView, LeaseView, NumaView, SizeVie
 from multiverse.core.capacity.room import left_behind
 from multiverse.core.capacity.usable_hosts import total
 from multiverse.core.machines.host import silent_since
-from multiverse.core.model import (
-    OPEN_LEASES,
-    Host,
-    HostFault,
-    HostState,
-    HypervisorView,
-    KnownHost,
-    Lease,
-    LeaseState,
-    Reason,
-    Size,
-    Vm,
-    World,
-    text_of,
-)
-from multiverse.core.model.reason import moment
+from multiverse.core.model.basics import Size
+from multiverse.core.model.host import Host, HostFault, HostState, HypervisorView, KnownHost
+from multiverse.core.model.job import OPEN_LEASES, Lease, LeaseState
+from multiverse.core.model.reason import Reason, moment, text_of
+from multiverse.core.model.vm import Vm
+from multiverse.core.model.world import World
 from multiverse.core.rows import Rows
 from multiverse.service.convert import job_of, size_view
 

@@ -25,21 +25,18 @@ from multiverse.agent.jobs import RUNS, JobVm, JobVmService, JobVmSizes
 from multiverse.bundles.qemu.platform import EPOCH_WAIT, transport_to
 from multiverse.config import Settings
 from multiverse.core.errors import Gone, MultiverseError, Refused, Unknown
-from multiverse.core.model import (
-    CloneKind,
+from multiverse.core.model.basics import CloneKind, Size
+from multiverse.core.model.identity import (
     Identity,
-    Size,
     TaskAccess,
-    TemplateKey,
     User,
-    VmCondition,
-    VmRef,
-    VmSpec,
+    mac_of,
     machine_id,
     vm_name,
     vm_prefix,
+    without_prefix_length,
 )
-from multiverse.core.model.identity import mac_of, without_prefix_length
+from multiverse.core.model.vm import TemplateKey, VmCondition, VmRef, VmSpec
 from multiverse.drivers.qemu.job_vms import QemuJobVms, guest_name
 from multiverse.drivers.slurm.command import SlurmCommands
 from multiverse.drivers.slurm.job_vms import SlurmJobRuns, TaskProlog, set_feature, why_not

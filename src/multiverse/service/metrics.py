@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 from multiverse.api import Alert, HostView, SizeView, SourceView
 from multiverse.config import listening_address
 from multiverse.core.errors import Refused
-from multiverse.core.model import HostUsage, Usage
+from multiverse.core.model.usage import HostUsage, Usage
 from multiverse.service.startup import bind, bind_tcp
 from multiverse.service.statistics import Statistics
 

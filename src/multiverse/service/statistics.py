@@ -15,7 +15,10 @@ from typing import Any
 import structlog
 
 from multiverse.api import Quantiles, RatesView
-from multiverse.core.model import Attempt, Row, Vm, VmState, text_of
+from multiverse.core.model.job import Attempt
+from multiverse.core.model.reason import text_of
+from multiverse.core.model.vm import Vm, VmState
+from multiverse.core.model.world import Row
 from multiverse.core.rows import LiveRows
 from multiverse.core.transition import TERMINAL, Change, Done, Event, Move
 

@@ -1,8 +1,7 @@
 """Live rows, claims, and the journal, in one SQLite file.
 
-Synchronous, on the loop's thread: one connection, explicit BEGIN IMMEDIATE, one commit for each pass.
-A row is its dataclass as JSON beside the few columns that are asked for; the dataclass is the schema.
-After a failure inside a transaction nothing of it is kept.
+Synchronous, on the loop's thread: one connection, explicit BEGIN IMMEDIATE, one commit for each pass. A row is its
+dataclass as JSON beside the few columns that are asked for. After a failure in a transaction nothing of it is kept.
 """
 
 from __future__ import annotations
@@ -35,14 +34,15 @@ from multiverse.store import schema
 from multiverse.store.reserve import Reserve, restore_log
 from multiverse.store.schema import upgrade
 
-_TABLES: dict[RowKind, sa.Table] = {
-    "attempt": schema.attempts,
-    "vm": schema.vms,
-    "template": schema.templates,
-    "offer": schema.offers,
-    "host": schema.hosts,
-    "lease": schema.leases,
+_KINDS: dict[RowKind, tuple[sa.Table, type[Row]]] = {
+    "attempt": (schema.attempts, Attempt),
+    "vm": (schema.vms, Vm),
+    "template": (schema.templates, Template),
+    "offer": (schema.offers, Offer),
+    "host": (schema.hosts, KnownHost),
+    "lease": (schema.leases, Lease),
 }
+_TABLES = {kind: table for kind, (table, _) in _KINDS.items()}
 _COUNTERS: dict[RowKind, str] = {
     "attempt": "next_attempt",
     "vm": "next_serial",
@@ -80,14 +80,7 @@ _KEEP_HOST = sa.text(
 _NOTE = schema.journal.insert()
 _ENDED = schema.ended.insert()
 
-_ADAPTERS: dict[RowKind, TypeAdapter[Any]] = {
-    "attempt": TypeAdapter(Attempt),
-    "vm": TypeAdapter(Vm),
-    "template": TypeAdapter(Template),
-    "offer": TypeAdapter(Offer),
-    "host": TypeAdapter(KnownHost),
-    "lease": TypeAdapter(Lease),
-}
+_ADAPTERS = {kind: TypeAdapter[Any](type_) for kind, (_, type_) in _KINDS.items()}
 
 
 _REASON = TypeAdapter(Reason)
@@ -131,18 +124,14 @@ class Entry:
     detail: dict[str, Any]
 
 
-Values = dict[str, Any] | list[dict[str, Any]]
-"""The parameters of a statement, or of one that is executed for each of them."""
+Values = dict[str, Any] | list[dict[str, Any]]  # the parameters of a statement, or of each of its executions
 
 NUMBERS_A_SECOND = 20
-"""Numbers that are left out at each opening for each second since the database was last known to be in use: more VMs
-and attempts than a site makes, on average. So a database that was restored from an older copy gives no number that was
-given after the copy was made. Where it was in use before this machine booted, or on another one, whose controller may
-go on, or where it replaces a lost one, they are left out for each second since the site's first. The names of VMs
-suffice for 89 years of that."""
+"""Numbers that are left out at each opening for each second since the last use: more than a site gives on average. So a
+database that was restored from an older copy gives no number again. They are left out for each second since the site's
+first if it was in use before this boot, or elsewhere, or replaces a lost one: names suffice for 89 years of that."""
 
-USE_NOTED_EVERY = 20.0  # seconds between two notes of the time in a database in which nothing else changes
-
+USE_NOTED_EVERY = 20.0  # seconds between two notes of the time while nothing else changes
 FIRST_SITE = 1_600_000_000.0  # Unix time before which no site began: September 2020
 
 
@@ -191,7 +180,8 @@ class Store:
                 self._put_meta("used", str(clock.wall()))
             self._use_noted = clock.now()
             self._reserve.open()
-            self._fill_reserve()
+            with suppress(Exhausted), self._begin():  # if there is room for it
+                self._reserve.prepare(adds=True)
         except MultiverseError:
             engine.dispose()
             self._reserve.close()
@@ -256,10 +246,6 @@ class Store:
             self._open = False
             self._connection.commit()
 
-    def _fill_reserve(self) -> None:
-        with suppress(Exhausted), self._begin():
-            self._reserve.prepare(adds=True)
-
     @contextmanager
     def maintenance(self, *, adds: bool = False) -> Iterator[Callable[[sa.Executable, Values], sa.CursorResult[Any]]]:
         """One transaction on what no pass reads: a function that executes a statement. Raises as `transaction`."""
@@ -271,7 +257,6 @@ class Store:
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """Reads by themselves, or within a transaction that they must not end."""
         yield
         if not self._open:
             self._connection.commit()
@@ -359,7 +344,6 @@ class Store:
     # --- for people ----------------------------------------------------------------------------------
 
     def rows(self) -> Rows:
-        """The live rows as last committed."""
         with self.transaction() as tx:
             return tx.load_active()
 
@@ -382,7 +366,7 @@ class Store:
         return [_ADAPTERS["vm"].validate_json(row.body) for row in rows]
 
     def leases(self, limit: int = 100) -> list[Lease]:
-        """Leases, the newest first, those that are gone too."""
+        """Leases, the newest first, gone ones too."""
         query = sa.select(schema.leases.c.body).order_by(schema.leases.c.id.desc()).limit(limit)
         with self._reading():
             rows = self._execute(query).all()
@@ -415,7 +399,6 @@ class Transaction:
         self._begin = begin
 
     def load_active(self) -> Rows:
-        """All live rows and claims, with the numbers that come next."""
         s = self._store
         if s._active is None:
             self._begin()
@@ -426,19 +409,13 @@ class Transaction:
         s = self._store
         meta = {row.key: row.value for row in s._execute(_ALL_META)}
         claims = s._execute(_ALL_CLAIMS).all()
+        found: dict[str, Any] = {name: {row.id: row for row in s._live(kind)} for kind, name in Rows.table_of.items()}
+        found |= {name: int(meta[name]) for name in _COUNTERS.values()}
         return Rows(
             site=meta["site"],
-            next_serial=int(meta["next_serial"]),
-            next_attempt=int(meta["next_attempt"]),
-            next_template=int(meta["next_template"]),
-            attempts={row.id: row for row in s._live("attempt")},
-            vms={row.id: row for row in s._live("vm")},
-            templates={row.id: row for row in s._live("template")},
-            offers={row.id: row for row in s._live("offer")},
             claims=tuple(Claim(Key(c.kind, c.id), c.domain, Size(c.cpus, c.memory, c.disk, c.net)) for c in claims),
             hosts={row.name: row for row in sorted(s._live("host"), key=lambda host: host.name)},
-            leases={row.id: row for row in s._live("lease")},
-            next_lease=int(meta["next_lease"]),
+            **found,
         )
 
     def keep_host(self, host: KnownHost) -> None:
@@ -555,8 +532,8 @@ def _configure(connection: Any, _record: Any) -> None:
 
 
 def open_store(state_dir: Path, clock: Clock, sites: Sequence[str] = ()) -> Store:
-    """The store in a state directory, made if need be. `sites` are those of which VMs are there: if it is one, a new
-    database goes on with it, because its own was lost. Raises `Refused` if the directory cannot be used."""
+    """The store in a state directory, made if need be. If VMs of one site exist, a new database goes on with that site:
+    its own was lost. Raises `Refused` if the directory cannot be used."""
     try:
         state_dir.mkdir(parents=True, exist_ok=True, mode=0o711)
     except OSError as error:

@@ -1,17 +1,11 @@
 """What is old, and what was used: pruning of ended rows, and the history of what hosts, VMs and jobs have used.
 
-Each step is a transaction of its own that touches a bounded number of rows, so that a pass of the controller waits
-some milliseconds at most. Rows of use are added only while the disk has more room than is reserved for releases.
+Each step is a small transaction of its own, so that passes wait some milliseconds at most. Rows of use are added only
+while the disk has more room than is reserved for releases.
 
-`Pruning` deletes rows that ended long ago, and their journal. Age counts from a row's end. These stay, however old they
-are:
-
-- live rows and their journal;
-- all attempts of a job while one of its attempts is live, and all tasks of an array while one of them is: the timeline
-  of a live job is whole;
-- the VMs of an attempt that stays.
-
-Of hosts, only those that were leased end. SQLite uses the freed space for new rows. The file itself does not shrink.
+`Pruning` deletes rows that ended long ago, and their journal. These stay: live rows; all attempts of a job, and all
+tasks of an array, while one of them is live, so that the timeline of a live job is whole; the VMs of such attempts.
+SQLite uses the freed space for new rows; the file does not shrink.
 """
 
 from __future__ import annotations
@@ -25,13 +19,10 @@ import sqlalchemy as sa
 from pydantic import TypeAdapter
 
 from multiverse.core.errors import Refused
-from multiverse.core.model import RowKind, Usage
-from multiverse.core.model.usage import MEANS, PEAKS, JobUsage, combined
+from multiverse.core.model.basics import RowKind
+from multiverse.core.model.usage import MEANS, PEAKS, JobUsage, Usage, combined
 from multiverse.store import schema
 from multiverse.store.database import Store
-
-# --- ended rows -------------------------------------------------------------------------------------
-
 
 Execute = Callable[[sa.Executable, dict[str, Any]], sa.CursorResult[Any]]
 
@@ -47,7 +38,7 @@ _LIVE_JOB = """EXISTS (
     WHERE EXISTS (SELECT 1 FROM attempts AS other WHERE other.live = 1 AND other.job_id = job.base)
        OR EXISTS (SELECT 1 FROM attempts AS other WHERE other.live = 1
                   AND other.job_id > job.base || '_' AND other.job_id < job.base || '`'))"""
-# Whether an attempt to which a VM, or an entry of its journal, belongs is not going to be deleted.
+# Whether the attempt of a VM, or of an entry of its journal, stays.
 _KEPT = f"""(
     NOT EXISTS (SELECT 1 FROM ended AS old WHERE old.kind = 'attempt' AND old.id = kept.id AND old.wall < :before)
     OR {_LIVE_JOB.format(a="kept")})"""
@@ -107,10 +98,10 @@ class Pruning:
     """One round over rows that ended before a Unix time. With `dry_run` rows are counted and not deleted."""
 
     def __init__(self, store: Store, before: float, *, after: str = "", dry_run: bool = False) -> None:
-        """`after` is the `position` up to which another round came. Raises `Refused` if it makes no sense."""
+        """`after` is the `position` of another round. Raises `Refused` if it makes no sense."""
         self._store, self._before, self._dry_run = store, before, dry_run
         self._left = list(_TABLES)
-        self._after = _BEFORE_ALL  # the row, by its end and id, up to which the first of these tables is done
+        self._after = _BEFORE_ALL  # the last row that is done in the first of these tables: its end and id
         self._removed: Counter[str] = Counter()
         if after:
             self._go_to(after)
@@ -131,7 +122,6 @@ class Pruning:
 
     @property
     def removed(self) -> Pruned:
-        """What the steps so far have deleted, or counted."""
         return Pruned(**self._removed)
 
     def step(self) -> bool:
@@ -159,7 +149,6 @@ class Pruning:
 
     @staticmethod
     def _delete(execute: Execute, kind: RowKind, ids: list[int]) -> tuple[int, int]:
-        """Deletes the entries of these rows, as many as one step may, and the rows that have none left."""
         if not ids:
             return 0, 0
         entries = execute(_DELETE_ENTRIES, {"kind": kind, "ids": ids, "entries": ENTRIES}).rowcount
@@ -176,8 +165,7 @@ class Pruning:
 
 MINUTE, HOUR, DAY = 60, 3600, 86400
 
-MINUTES_KEPT = DAY  # seconds for which rows of a minute stay; then those of an hour become one
-
+MINUTES_KEPT = DAY  # seconds for which rows of a minute stay; then an hour becomes one row
 ADDED, MERGED, DELETED = 200, 10, 500  # per step: rows added, hosts and VMs whose hour is merged, old rows deleted
 
 UsedBy = Literal["host", "vm"]
@@ -210,7 +198,7 @@ _DROP_OLD = sa.text(
 
 @dataclass(frozen=True, slots=True)
 class UsageRecord:
-    """What a host or VM used in the `span` seconds from `wall` (Unix time) on; `usage.span` of them are known."""
+    """What a host or VM used in the `span` seconds from `wall` (Unix time) on; `usage.span` seconds are known."""
 
     kind: UsedBy
     name: str
@@ -295,7 +283,6 @@ def put_job_usage(store: Store, usages: Sequence[JobUsage], wall: float) -> None
 
 
 def read_job_usage(store: Store, attempts: Sequence[int]) -> dict[int, JobUsage]:
-    """What is known of these attempts, by their numbers."""
     if not attempts:
         return {}
     with store.maintenance() as execute:
@@ -310,7 +297,6 @@ class JobUsagePruning:
         self._store, self._before = store, before
 
     def step(self) -> bool:
-        """Do a little. False if nothing is left to do."""
         with self._store.maintenance() as execute:
             return execute(_DROP_RUNS, {"before": self._before, "most": RUNS_DELETED}).rowcount == RUNS_DELETED
 

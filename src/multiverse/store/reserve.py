@@ -1,19 +1,15 @@
 """Room on the disk for the commits of releases: neither a guest nor a pass that adds can take it.
 
-Two files take what a commit writes. SQLite appends changed pages to its write-ahead log, and copies them to the
-database at a checkpoint, after 1000 pages. Both files get their blocks in advance:
+SQLite appends changed pages to its log, and copies them to the database at a checkpoint, after 1000 pages. Both files
+get their blocks in advance:
 
-- The log is extended to 12 MiB. SQLite overwrites it from the beginning after each checkpoint and never shortens
-  it while the database is open.
-- The database gets the blocks of new pages before the commit. Otherwise a checkpoint could fail after commits that
-  succeeded, and the log would grow until no commit succeeds.
-- One row of `schema.reserve` holds `PAGES` pages. A transaction that releases deletes it, and its new rows use these
-  pages. A transaction that adds is refused until the row is whole again, and makes it whole when there is room.
+- The log is extended to 12 MiB. SQLite overwrites it from the beginning after each checkpoint and never shortens it.
+- The database gets the blocks of new pages before the commit. Otherwise checkpoints could fail and the log would grow.
+- One row of `schema.reserve` holds `PAGES` pages. A transaction that releases deletes it and uses its pages. One that
+  adds is refused until the row is whole again, and makes it whole when there is room.
 
-SQLite deletes the log when the database is closed. Its blocks are kept under another name then, so that the database
-can be opened again while the disk is full. After SIGKILL the log itself is still there.
-
-On a file system that never overwrites in place (btrfs, ZFS), blocks in advance are no promise.
+SQLite deletes the log when the database is closed. Its blocks are kept under another name until it is opened again,
+perhaps on a full disk. On file systems that never overwrite in place (btrfs, ZFS) this promises nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +26,6 @@ from multiverse.core.errors import Exhausted
 
 PAGES = 1024  # Pages of the database that are held for releases: 4 MiB. The release of 100 VMs takes about 30
 CHECKPOINT = 1000  # pages in the log after which SQLite makes a checkpoint (its default)
-
 _FRAME = 24  # bytes before each page in the log (SQLite's file format, section 4)
 _LOG_HEADER = 32
 _AHEAD = 256 << 10  # bytes that are allocated beyond what is needed, because each allocation takes some 100 µs

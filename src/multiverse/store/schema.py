@@ -1,11 +1,8 @@
 """The tables, as the newest revision has them, and the upgrade of a database to it.
 
-The upgrade is a part of the transaction that opens the database. A fresh database is made at once, an older one is
-upgraded, and one of newer software is refused. After a failure the database is as it was. Before an upgrade a copy is
-kept beside it.
-
-To change the schema, change the tables here and add a file to `versions`: its `revision` is the new `HEAD`, its
-`down_revision` the one before, and its function `upgrade` changes the tables and rows by `alembic.op`.
+Opening a database makes or upgrades it within its transaction; a newer one is refused. After a failure it is as it was,
+and before an upgrade a copy is kept. To change the schema, change the tables here and add a file to `versions`: its
+`revision` is the new `HEAD`, its `down_revision` the one before, and `upgrade` changes tables and rows by `alembic.op`.
 """
 
 from __future__ import annotations
@@ -20,6 +17,7 @@ import sqlalchemy as sa
 import structlog
 
 from multiverse.core.errors import Broken, Exhausted, Refused
+from multiverse.core.model.usage import MAY_BE_UNKNOWN, MEANS, PEAKS
 from multiverse.system.interrupts import called_every
 
 HEAD = "0001"  # the newest revision: what a database is upgraded to
@@ -40,7 +38,7 @@ def _row_table(name: str, *extra: sa.Column[Any]) -> sa.Table:
         sa.Column("live", sa.Boolean, nullable=False),
         sa.Column("body", sa.String, nullable=False),
         *extra,
-        # Of the live rows alone: those that have ended are many, and never asked for by that.
+        # Of the live rows alone: the ended ones are many.
         sa.Index(f"ix_{name}_live", "id", sqlite_where=sa.text("live = 1")),
     )
 
@@ -104,18 +102,7 @@ utilization = sa.Table(
     sa.Column("span", sa.Integer, primary_key=True),  # seconds: 60 or 3600
     sa.Column("wall", sa.Integer, primary_key=True),  # Unix time at which the span begins
     sa.Column("covered", sa.Float, nullable=False),  # seconds of it that are known
-    sa.Column("cpus_peak", sa.Float, nullable=False),
-    sa.Column("memory_peak", sa.Float, nullable=False),
-    sa.Column("cpus", sa.Float, nullable=False),
-    sa.Column("memory", sa.Float, nullable=False),
-    sa.Column("received", sa.Float, nullable=False),
-    sa.Column("sent", sa.Float, nullable=False),
-    sa.Column("read", sa.Float, nullable=False),
-    sa.Column("written", sa.Float, nullable=False),
-    sa.Column("active", sa.Float, nullable=True),
-    sa.Column("cpu_pressure", sa.Float, nullable=True),
-    sa.Column("memory_pressure", sa.Float, nullable=True),
-    sa.Column("io_pressure", sa.Float, nullable=True),
+    *(sa.Column(name, sa.Float, nullable=name in MAY_BE_UNKNOWN) for name in (*PEAKS, *MEANS)),
     sa.Index("ix_utilization_age", "span", "wall"),
     sqlite_with_rowid=False,
 )
@@ -215,7 +202,7 @@ def _keep_copy(path: Path, found: str) -> Path:
     fresh = copy.with_name(f"{copy.name}.new")
     try:
         fresh.unlink(missing_ok=True)
-        # A connection of its own: SQLite's backup waits for ever on one that is within a transaction that writes.
+        # A connection of its own: SQLite's backup waits for ever on a connection that writes.
         with closing(sqlite3.connect(path)) as source, closing(sqlite3.connect(fresh)) as target:
             source.backup(target)
         fresh.rename(copy)

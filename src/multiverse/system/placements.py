@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 
 from multiverse.core.errors import Broken, Refused
-from multiverse.core.model import Placement
+from multiverse.core.model.basics import Placement
 
 GROUP = "multiverse.placement"
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from multiverse.config import BackfillSettings, PacingSettings, Settings
-from multiverse.core.model import Host, Size
+from multiverse.core.model.basics import Size
+from multiverse.core.model.host import Host
 from multiverse_lab.bench import easy
 from multiverse_lab.bench.easy import Stay
 from multiverse_lab.bench.swf import TraceJob

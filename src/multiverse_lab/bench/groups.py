@@ -27,19 +27,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from multiverse.controller.publication import GroupBook
-from multiverse.core.model import (
-    Attempt,
-    CloneKind,
-    JobRef,
-    Member,
-    Place,
-    Reach,
-    Request,
-    Size,
-    Vm,
-    VmState,
-    mac_of,
-)
+from multiverse.core.model.basics import CloneKind, Size
+from multiverse.core.model.identity import Member, Reach, mac_of
+from multiverse.core.model.job import Attempt, JobRef, Request
+from multiverse.core.model.vm import Place, Vm, VmState
 from multiverse.core.transition import Change, Event, Move
 from multiverse.guest.protocol import names_message
 from multiverse.host import manifest

@@ -23,8 +23,9 @@ from pathlib import Path
 
 from multiverse.config import Settings
 from multiverse.core.errors import Broken
-from multiverse.core.model import CloneKind, Identity, Size, TemplateKey, machine_id
-from multiverse.core.model.identity import mac_of, vm_name
+from multiverse.core.model.basics import CloneKind, Size
+from multiverse.core.model.identity import Identity, mac_of, machine_id, vm_name
+from multiverse.core.model.vm import TemplateKey
 from multiverse.drivers.qemu.driver import host_config
 from multiverse.guest.protocol import HELLO, JobGuest, identity_message, join_job_message, take_regions_message
 from multiverse.host import network, process

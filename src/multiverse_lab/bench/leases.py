@@ -15,7 +15,8 @@ from random import Random
 from statistics import fmean
 
 from multiverse.config import LeaseSettings, PacingSettings, Settings
-from multiverse.core.model import Host, Size
+from multiverse.core.model.basics import Size
+from multiverse.core.model.host import Host
 from multiverse_lab.bench import easy
 from multiverse_lab.bench.swf import TraceJob
 from multiverse_lab.simulation.cluster import ClusterSettings

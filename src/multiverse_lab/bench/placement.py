@@ -27,25 +27,21 @@ from typing import Any, cast
 
 from multiverse.core.admission.admit import Admission
 from multiverse.core.capacity_index import fits
-from multiverse.core.model import (
+from multiverse.core.model.basics import CloneKind, Placement, Size
+from multiverse.core.model.host import Claim, Host, HypervisorView
+from multiverse.core.model.job import (
     Attempt,
     AttemptState,
-    Claim,
-    CloneKind,
-    Host,
-    HypervisorView,
     Job,
     JobRef,
     JobState,
     Node,
     NodeState,
-    Observation,
-    Place,
-    Placement,
     Request,
     SchedulerView,
-    Seen,
-    Size,
+)
+from multiverse.core.model.vm import (
+    Place,
     Template,
     TemplateCondition,
     TemplateKey,
@@ -55,8 +51,8 @@ from multiverse.core.model import (
     VmCondition,
     VmSeen,
     VmState,
-    World,
 )
+from multiverse.core.model.world import Observation, Seen, World
 from multiverse.core.planner import plan
 from multiverse.core.policy import Policy
 from multiverse.core.rows import Rows

@@ -27,34 +27,33 @@ from typing import Any, cast
 
 from multiverse.config import Settings
 from multiverse.controller.loop import Controller
-from multiverse.core.model import (
+from multiverse.core.model.basics import CloneKind, Size
+from multiverse.core.model.host import Claim, Host, HypervisorView
+from multiverse.core.model.identity import User
+from multiverse.core.model.job import (
     Attempt,
     AttemptState,
-    Claim,
-    CloneKind,
-    Host,
-    HypervisorView,
     Job,
     JobRef,
     JobState,
     Node,
     NodeState,
-    Place,
     Request,
     SchedulerView,
-    Seen,
-    Size,
+)
+from multiverse.core.model.vm import (
+    Place,
     Template,
     TemplateCondition,
     TemplateKey,
     TemplateSeen,
     TemplateState,
-    User,
     Vm,
     VmCondition,
     VmSeen,
     VmState,
 )
+from multiverse.core.model.world import Seen
 from multiverse.core.transition import Change, Event, Move
 from multiverse.ports import Hypervisor, Scheduler
 from multiverse.store import Store

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from multiverse.core.errors import Broken
-from multiverse.core.model import CloneKind
+from multiverse.core.model.basics import CloneKind
 from multiverse.host import manifest, path_security
 from multiverse.host.cgroups import Hierarchy, hierarchies
 from multiverse.host.manifest import Manifest, VmPhase

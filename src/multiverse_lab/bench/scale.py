@@ -30,8 +30,9 @@ from multiverse.agent.connection import (
 from multiverse.agent.hypervisor import AgentHypervisor
 from multiverse.config import Settings
 from multiverse.core.errors import Broken
-from multiverse.core.model import CloneKind, Identity, Size, TemplateKey, VmRef, VmSpec
-from multiverse.core.model.identity import mac_of, vm_name
+from multiverse.core.model.basics import CloneKind, Size
+from multiverse.core.model.identity import Identity, mac_of, vm_name
+from multiverse.core.model.vm import TemplateKey, VmRef, VmSpec
 from multiverse_lab.bench.stats import median
 from multiverse_lab.lab.layout import Layout
 

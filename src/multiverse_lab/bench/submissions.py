@@ -25,30 +25,11 @@ from typing import cast
 
 from multiverse.config import PacingSettings, Settings
 from multiverse.controller.loop import Controller
-from multiverse.core.model import (
-    Attempt,
-    Host,
-    HypervisorView,
-    Identity,
-    Job,
-    JobRef,
-    JobState,
-    Node,
-    NodeBootstrap,
-    NodeSpec,
-    NodeState,
-    Request,
-    SchedulerView,
-    Size,
-    TemplateCondition,
-    TemplateKey,
-    TemplateSeen,
-    User,
-    VmCondition,
-    VmRef,
-    VmSeen,
-    VmSpec,
-)
+from multiverse.core.model.basics import Size
+from multiverse.core.model.host import Host, HypervisorView
+from multiverse.core.model.identity import Identity, NodeBootstrap, User
+from multiverse.core.model.job import Attempt, Job, JobRef, JobState, Node, NodeSpec, NodeState, Request, SchedulerView
+from multiverse.core.model.vm import TemplateCondition, TemplateKey, TemplateSeen, VmCondition, VmRef, VmSeen, VmSpec
 from multiverse.core.transition import Change, Event, Move
 from multiverse.ports import Hypervisor, Scheduler
 from multiverse.store import Store, Transaction

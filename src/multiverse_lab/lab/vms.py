@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import replace
 
 from multiverse import config
-from multiverse.core.model import VmRef
+from multiverse.core.model.vm import VmRef
 from multiverse.drivers.qemu.driver import JOB_SITE, QemuHypervisor, sites
 from multiverse_lab.lab.layout import Layout
 

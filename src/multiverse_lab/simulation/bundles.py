@@ -25,7 +25,9 @@ from multiverse.bundles.contract import (
 )
 from multiverse.config import Settings
 from multiverse.core.errors import Refused
-from multiverse.core.model import Host, LeaseSpec, Size
+from multiverse.core.model.basics import Size
+from multiverse.core.model.host import Host
+from multiverse.core.model.job import LeaseSpec
 from multiverse_lab.simulation.cloud import CLOUD_ABILITIES, QUOTA, CloudMachines, SimulatedCloud
 from multiverse_lab.simulation.hypervisor import HostLatencies
 from multiverse_lab.simulation.world import Pair, SimulatedWorld, WorldSettings

@@ -8,17 +8,10 @@ from collections.abc import Sequence
 from random import Random
 
 from multiverse.core.errors import Broken, Exhausted, Refused
-from multiverse.core.model import (
-    CloneKind,
-    HypervisorView,
-    Identity,
-    ImageDisk,
-    Size,
-    Stage,
-    VmCondition,
-    VmRef,
-    VmSpec,
-)
+from multiverse.core.model.basics import CloneKind, Size
+from multiverse.core.model.host import HypervisorView, ImageDisk
+from multiverse.core.model.identity import Identity
+from multiverse.core.model.vm import Stage, VmCondition, VmRef, VmSpec
 from multiverse_lab.simulation.hypervisor import HostLatencies, SimulatedHypervisor
 from multiverse_lab.simulation.machines import Machine, Machines
 

@@ -15,17 +15,16 @@ from random import Random
 from typing import Any
 
 from multiverse.core.errors import NotYet, Refused
-from multiverse.core.model import (
+from multiverse.core.model.basics import CloneKind, Size
+from multiverse.core.model.host import JobLimits
+from multiverse.core.model.job import (
     MOST_SHORT_RUNS,
     SHORT_RUN,
     YEAR,
-    CloneKind,
-    JobLimits,
     JobState,
     NodeReservation,
     NodeSpec,
     SchedulerView,
-    Size,
 )
 from multiverse_lab.simulation.clock import EPOCH
 from multiverse_lab.simulation.guests import LIVE, Guest, Registration, Run

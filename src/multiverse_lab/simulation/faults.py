@@ -21,7 +21,7 @@ from random import Random
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 from multiverse.core.errors import Broken, Exhausted, MultiverseError, Unknown
-from multiverse.core.model import SchedulerPart, SchedulerView
+from multiverse.core.model.job import SchedulerPart, SchedulerView
 
 T = TypeVar("T")
 Port = Literal["scheduler", "hypervisor"]

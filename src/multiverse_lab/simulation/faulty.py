@@ -6,7 +6,8 @@ from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any
 
-from multiverse.core.model import JobRef, TemplateKey
+from multiverse.core.model.job import JobRef
+from multiverse.core.model.vm import TemplateKey
 from multiverse.ports import Hypervisor, Scheduler
 from multiverse.ports.around import PortCall, around
 from multiverse_lab.simulation.faults import FaultyLink

@@ -16,7 +16,8 @@ from multiverse.config import (
     PoolSettings,
     Settings,
 )
-from multiverse.core.model import CloneKind, Depth, Host, Overcommitment, Placement, Size
+from multiverse.core.model.basics import CloneKind, Depth, Placement, Size
+from multiverse.core.model.host import Host, Overcommitment
 from multiverse_lab.simulation.cloud import CLOUD_ABILITIES, QUOTA
 from multiverse_lab.simulation.cluster import ClusterSettings
 from multiverse_lab.simulation.faults import ControllerCrash, Incident, IncidentKind, Odds, every

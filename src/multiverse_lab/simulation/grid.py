@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from multiverse.core.errors import Refused
-from multiverse.core.model import NodeBootstrap, NodeSpec, SchedulerView
+from multiverse.core.model.identity import NodeBootstrap
+from multiverse.core.model.job import NodeSpec, SchedulerView
 from multiverse_lab.simulation.cluster import Cluster
 from multiverse_lab.simulation.guests import Registration
 from multiverse_lab.simulation.jobs import JobRecord, NodeRecord

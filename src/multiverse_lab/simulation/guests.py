@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING
 
-from multiverse.core.model import Daemon, GuestFile, Identity, JobState, NodeBootstrap, Size
+from multiverse.core.model.basics import Size
+from multiverse.core.model.identity import Daemon, GuestFile, Identity, NodeBootstrap
+from multiverse.core.model.job import JobState
 from multiverse_lab.simulation.jobs import JobRecord
 
 if TYPE_CHECKING:

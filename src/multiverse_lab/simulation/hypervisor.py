@@ -9,19 +9,13 @@ from dataclasses import dataclass
 from random import Random
 
 from multiverse.core.errors import Unknown
-from multiverse.core.model import (
-    Host,
-    HypervisorView,
-    Identity,
-    LeasedHost,
-    Size,
-    Stage,
-    TemplateKey,
-    User,
-    VmRef,
-    VmSpec,
-)
-from multiverse.ports import NOT_LEASED, GuestUsers, Membership, Source, Templates
+from multiverse.core.model.basics import Size
+from multiverse.core.model.host import Host, HypervisorView
+from multiverse.core.model.identity import Identity, User
+from multiverse.core.model.job import LeasedHost
+from multiverse.core.model.vm import Stage, TemplateKey, VmRef, VmSpec
+from multiverse.ports import GuestUsers, Membership, Source, Templates
+from multiverse.ports.hypervisor import NOT_LEASED
 from multiverse_lab.simulation.machines import Machines
 
 

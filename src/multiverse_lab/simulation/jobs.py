@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from multiverse.core.model import YEAR, CloneKind, Job, JobRef, JobState, Node, NodeState, Request, Size
+from multiverse.core.model.basics import CloneKind, Size
+from multiverse.core.model.job import YEAR, Job, JobRef, JobState, Node, NodeState, Request
 
 if TYPE_CHECKING:
     from multiverse_lab.simulation.guests import Guest

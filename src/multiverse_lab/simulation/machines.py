@@ -8,24 +8,11 @@ from dataclasses import dataclass, replace
 from zlib import crc32
 
 from multiverse.core.errors import Broken, Exhausted, Gone, Refused, Unknown
-from multiverse.core.model import (
-    CloneKind,
-    Host,
-    HypervisorView,
-    Identity,
-    ImageDisk,
-    Load,
-    NodeBootstrap,
-    Size,
-    TemplateCondition,
-    TemplateKey,
-    TemplateSeen,
-    User,
-    VmCondition,
-    VmRef,
-    VmSeen,
-    VmSpec,
-)
+from multiverse.core.model.basics import CloneKind, Size
+from multiverse.core.model.host import Host, HypervisorView, ImageDisk
+from multiverse.core.model.identity import Identity, NodeBootstrap, User
+from multiverse.core.model.usage import Load
+from multiverse.core.model.vm import TemplateCondition, TemplateKey, TemplateSeen, VmCondition, VmRef, VmSeen, VmSpec
 from multiverse_lab.simulation.guests import Guest
 
 ABILITIES = frozenset({"instant", "linked", "full", "plug_cpus", "plug_memory"})

@@ -20,18 +20,10 @@ from multiverse.agent.protocol import LONGEST_LINE, OLDEST, PING, PROTOCOL
 from multiverse.agent.self_fence import Contacts, FenceTimer, SelfFence
 from multiverse.agent.server import AgentIdentity, AgentServer, Epoch, Epochs
 from multiverse.core.errors import MultiverseError, Unknown
-from multiverse.core.model import (
-    HypervisorView,
-    Identity,
-    Member,
-    Size,
-    Stage,
-    TemplateKey,
-    User,
-    VmRef,
-    VmSpec,
-    site_of,
-)
+from multiverse.core.model.basics import Size
+from multiverse.core.model.host import HypervisorView
+from multiverse.core.model.identity import Identity, Member, User, site_of
+from multiverse.core.model.vm import Stage, TemplateKey, VmRef, VmSpec
 from multiverse.host.firewall import changed
 from multiverse_lab.simulation.hypervisor import HostSource, SimulatedHosts
 

@@ -16,7 +16,9 @@ from random import Random
 from zlib import crc32
 
 from multiverse.core.errors import Refused
-from multiverse.core.model import Host, LeaseSpec, PilotSeen, PilotState, Size
+from multiverse.core.model.basics import Size
+from multiverse.core.model.host import Host
+from multiverse.core.model.job import LeaseSpec, PilotSeen, PilotState
 from multiverse_lab.simulation.clock import EPOCH
 from multiverse_lab.simulation.machines import ABILITIES, Machines
 

@@ -6,22 +6,13 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from math import log2
 
-from multiverse.core.clones.spares import is_of
 from multiverse.core.machines.attempt import step_attempt
 from multiverse.core.machines.template import step_template
-from multiverse.core.machines.vm import may_have_a_job, step_vm
-from multiverse.core.model import (
-    OPEN_LEASES,
-    WAITING_STATES,
-    Attempt,
-    AttemptState,
-    LeaseState,
-    OfferState,
-    Size,
-    TemplateCondition,
-    VmState,
-    World,
-)
+from multiverse.core.machines.vm import step_vm
+from multiverse.core.model.basics import Size
+from multiverse.core.model.job import OPEN_LEASES, WAITING_STATES, Attempt, AttemptState, LeaseState
+from multiverse.core.model.vm import OfferState, TemplateCondition, VmState
+from multiverse.core.model.world import World
 from multiverse.core.policy import AVOIDED_LIMIT, Policy
 from multiverse.core.rows import Rows
 from multiverse.core.state import State
@@ -64,7 +55,7 @@ def overfull_pools(rows: Rows, policy: Policy) -> list[str]:
     live = (VmState.PLANNED, VmState.PARKED, VmState.STARTING, VmState.JOINED)
     spares = [vm for vm in rows.vms.values() if vm.is_spare]
     taken = {id_ for id_, offer in rows.offers.items() if offer.state is OfferState.TAKEN}
-    counts = [sum(is_of(vm, pool) and (vm.state in live or vm.id in taken) for vm in spares) for pool in policy.pools]
+    counts = [sum(pool.has(vm) and (vm.state in live or vm.id in taken) for vm in spares) for pool in policy.pools]
     return [
         f"the {pool.depth} pool of {pool.image} may have {pool.most} spares, and has {count}"
         for pool, count in zip(policy.pools, counts, strict=True)
@@ -353,11 +344,11 @@ def moves_at_rest(state: State, world: World, now: float, policy: Policy) -> lis
 
 
 def orphans_by_looking_at_all(state: State, world: World) -> list[tuple[str, str]]:
-    """What `planner.orphans` finds by what has changed, found by looking at all that is shown."""
+    """What `changes.orphans` finds by what has changed, found by looking at all that is shown."""
     if world.scheduler is None:
         return []
     view = world.scheduler.value
     shown = dict.fromkeys(view.nodes.keys() - state.vm_named.keys(), "")
     for source, one in world.views.items():
         shown.update((name, source) for name in one.vms if name not in state.vm_named)
-    return sorted((name, source) for name, source in shown.items() if not may_have_a_job(view, name))
+    return sorted((name, source) for name, source in shown.items() if not view.may_have_a_job(name))

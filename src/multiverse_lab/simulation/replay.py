@@ -19,20 +19,11 @@ from random import Random
 from typing import Any
 
 from multiverse.core.errors import Gone, MultiverseError
-from multiverse.core.model import (
-    CloneKind,
-    Host,
-    HypervisorView,
-    Identity,
-    JobRef,
-    JobState,
-    NodeBootstrap,
-    Size,
-    TemplateKey,
-    User,
-    VmRef,
-    VmSpec,
-)
+from multiverse.core.model.basics import CloneKind, Size
+from multiverse.core.model.host import Host, HypervisorView
+from multiverse.core.model.identity import Identity, NodeBootstrap, User
+from multiverse.core.model.job import JobRef, JobState
+from multiverse.core.model.vm import TemplateKey, VmRef, VmSpec
 from multiverse.trace import View, hypervisor_view, scheduler_view
 from multiverse_lab.simulation.cluster import ClusterSettings
 from multiverse_lab.simulation.guests import LIVE, GuestBehaviour, Registration

@@ -13,10 +13,13 @@ from random import Random
 
 from multiverse.agent.hypervisor import AgentSource
 from multiverse.controller.loop import Controller
+from multiverse.core.changes import orphans
 from multiverse.core.errors import Exhausted, Refused
 from multiverse.core.machines.tables import TABLES
-from multiverse.core.model import Claim, LeaseState, Place, Vm, VmCondition, VmState, said
-from multiverse.core.planner import orphans
+from multiverse.core.model.host import Claim
+from multiverse.core.model.job import LeaseState
+from multiverse.core.model.reason import said
+from multiverse.core.model.vm import Place, Vm, VmCondition, VmState
 from multiverse.core.transition import Change, Command, Event, Tables, unchanged
 from multiverse.ports import Clock, Hypervisor
 from multiverse.store import Store, Transaction

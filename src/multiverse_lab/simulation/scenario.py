@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from multiverse.config import Settings
-from multiverse.core.model import Size
+from multiverse.core.model.basics import Size
 from multiverse_lab.simulation.faults import ControllerCrash, Incident, Odds, PlannedFault
 from multiverse_lab.simulation.jobs import Batch
 from multiverse_lab.simulation.world import WorldSettings

@@ -11,17 +11,9 @@ from random import Random
 from multiverse.config import ImageSettings
 from multiverse.core.clones.spares import named_by_none
 from multiverse.core.errors import Gone, NotYet, Refused, Stale, Unknown
-from multiverse.core.model import (
-    JobLimits,
-    JobRef,
-    JobState,
-    LeaseSpec,
-    NodeBootstrap,
-    NodeSpec,
-    SchedulerPart,
-    SchedulerView,
-    User,
-)
+from multiverse.core.model.host import JobLimits
+from multiverse.core.model.identity import NodeBootstrap, User
+from multiverse.core.model.job import JobRef, JobState, LeaseSpec, NodeSpec, SchedulerPart, SchedulerView
 from multiverse.ports import Addresses, Leases, Offers, Overflow, Parts, SubmissionLimits
 from multiverse_lab.simulation.cluster import Cluster, OfferedNode
 from multiverse_lab.simulation.guests import LIVE, Registration

@@ -13,7 +13,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from multiverse.config import ImageSettings
-from multiverse.core.model import Size
+from multiverse.core.model.basics import Size
 from multiverse_lab.simulation.faults import Odds
 from multiverse_lab.simulation.guests import GuestBehaviour
 from multiverse_lab.simulation.jobs import Batch

@@ -11,7 +11,8 @@ from random import Random
 from multiverse.agent.connection import AgentConnection, ControllerEpoch, ControllerIdentity
 from multiverse.agent.hypervisor import AgentHypervisor
 from multiverse.core.errors import Unknown
-from multiverse.core.model import Drain, HostState, NodeState
+from multiverse.core.model.host import Drain, HostState
+from multiverse.core.model.job import NodeState
 from multiverse.core.rows import Rows
 from multiverse.core.transition import Command
 from multiverse.store import Store

@@ -12,7 +12,10 @@ from random import Random
 
 from multiverse.config import ImageSettings
 from multiverse.core.errors import Unknown
-from multiverse.core.model import Host, Identity, JobState, Size, User
+from multiverse.core.model.basics import Size
+from multiverse.core.model.host import Host
+from multiverse.core.model.identity import Identity, User
+from multiverse.core.model.job import JobState
 from multiverse.ports import Hypervisor, Scheduler
 from multiverse_lab.simulation.cloud import CloudMachines, SimulatedCloud
 from multiverse_lab.simulation.cluster import Cluster, ClusterSettings

@@ -36,8 +36,12 @@ from multiverse.agent.hypervisor import NOT_STARTED, AgentHypervisor, VxlanDirec
 from multiverse.bundles.contract import DaemonTask, Examination, Followed, LeasedTransport, PlatformContext
 from multiverse.config import Settings, host_names, host_settings, uplink_of, vxlan_address
 from multiverse.core.errors import Broken, MultiverseError, Refused, Unknown
-from multiverse.core.model import AttemptState, CloneKind, Host, HostState, LeasedHost, Neighbour, Size, Vm, World
-from multiverse.core.model.identity import without_prefix_length
+from multiverse.core.model.basics import CloneKind, Size
+from multiverse.core.model.host import Host, HostState
+from multiverse.core.model.identity import Neighbour, without_prefix_length
+from multiverse.core.model.job import AttemptState, LeasedHost
+from multiverse.core.model.vm import Vm
+from multiverse.core.model.world import World
 from multiverse.core.policy import Policy, image_of
 from multiverse.core.rows import Rows
 from multiverse.core.state import State

@@ -20,7 +20,7 @@ import structlog
 from multiverse.bundles.contract import DaemonTask, Examination, Notice, Privacy, SchedulerWords, Tell
 from multiverse.config import Settings
 from multiverse.core.errors import MultiverseError, Refused, Unknown
-from multiverse.core.model import Job, LeaseSpec
+from multiverse.core.model.job import Job, LeaseSpec
 from multiverse.drivers.slurm.command import SlurmCommands
 from multiverse.drivers.slurm.driver import SlurmScheduler
 from multiverse.drivers.slurm.leases import PilotSteps

@@ -1,11 +1,8 @@
 """Admission: may a queued attempt start now? Admit, wait or revoke, always with a reason.
 
-Attempts are considered in the scheduler's order. The first one that waits for capacity blocks those behind it, so that
-nothing overtakes it for ever, but for those that do not delay it by the time limits; one that waits for something of
-its own (its template, its back-off) or for a limit of the scheduler's blocks no other.
-
-Jobs that may be moved here from a partition of physical nodes come after all others. They are never revoked: where it
-says so below, they are set aside, and wait for physical nodes.
+Attempts are considered in the scheduler's order. The first one that waits for capacity blocks the attempts behind it,
+unless they do not delay it by the time limits. One that waits for its template, back-off or a limit blocks no other.
+Jobs that may be moved here from a partition of physical nodes come last. Instead of being revoked they are set aside.
 
 Each attempt is checked once, and again when it, its job or the hosts change:
 
@@ -29,8 +26,7 @@ Then the cases, in the order in which `Admission.consider` tries them, for attem
 13. There is no room, or no address: wait, and block.
 14. Otherwise: admit.
 
-Of the attempts behind the one that blocks, only a limited number is looked at. What one attempt waits for, all those
-behind it that ask for the same wait for too, so that a long queue is not looked at one by one.
+Behind the attempt that blocks, only a limited number is looked at. Attempts that ask for the same wait for the same.
 """
 
 from __future__ import annotations
@@ -44,8 +40,7 @@ from math import inf
 
 from multiverse.core.admission.backfill import Overtaking, reserve, told_before
 from multiverse.core.admission.obstacles import ForeignMemory, release_spares, retire_a_template, why_unfit
-from multiverse.core.admission.reasons import BEHIND, PASSED_OVER, FirstReasons
-from multiverse.core.capacity.room import Blockage, others_on, room_of
+from multiverse.core.capacity.room import Blockage, HostLimits, others_on, room_of
 from multiverse.core.capacity.sizes import template_claim, vm_claims
 from multiverse.core.capacity.usable_hosts import for_attempt
 from multiverse.core.clones.kinds import Choice, choose_clones, may_fork, node_request, on_hosts_making
@@ -62,13 +57,12 @@ from multiverse.core.model.reason import Reason, Why
 from multiverse.core.model.vm import OfferState, Vm, VmState
 from multiverse.core.model.world import World
 from multiverse.core.policy import Parent, why_stays
-from multiverse.core.runs import why_earlier_run
-from multiverse.core.state import State, quarantine_on_error
+from multiverse.core.queue import BEHIND, PASSED_OVER, FirstReasons
+from multiverse.core.state import State, quarantine_on_error, why_earlier_run
 from multiverse.core.transition import Event
 
 PATIENCE = 2.0  # seconds that the jobs behind wait for an answer, too, so that the order does not depend on it
-
-ASKED_AHEAD = 20  # with a user, those of so many attempts at the head of the queue are asked for
+ASKED_AHEAD = 20  # so many users at the head of the queue are asked for together
 
 
 class UnknownUsers:
@@ -91,7 +85,6 @@ class UnknownUsers:
         return all(self._state.now - since < PATIENCE for since in self._state.users_asked.values())
 
     def ask(self, uid: int) -> None:
-        """Ask for a user. Nothing waits for the answer."""
         self._state.users_asked.setdefault(uid, self._before.get(uid, self._state.now))
 
 
@@ -110,7 +103,7 @@ def admit(context: Context) -> Blockage:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """What all attempts of one shape wait for. `paced`: for the pace of clones of that parent."""
+    """What all attempts of one shape wait for; `paced`: the parent whose pace they wait for."""
 
     reason: Reason
     paced: Parent | None = None
@@ -134,7 +127,7 @@ class Admission:
         self.promises: dict[int, float] = {}  # by when it starts
         self.before: dict[int, Reason] = {}  # what was said of the others, if that still holds
         self.unknown_users = UnknownUsers(self.state, context.world)
-        self.undecided = False  # about those that come next, until the name service has had its time
+        self.undecided = False  # nothing about later attempts, until the name service has had its time
         self.reasons = FirstReasons(self.queue)
         self.alike: dict[tuple[object, ...], Waiting] = {}  # what all attempts wait for that have the same `_kin`
         self.foreign_memory = ForeignMemory()
@@ -145,7 +138,6 @@ class Admission:
         return self.context.hosts
 
     def run(self) -> Blockage:
-        """Consider the queue, up to the attempt that blocks it."""
         self.state.waiting.clear()  # each round of a pass decides anew
         before = len(self.state.moves)
         self.state.wanted = None
@@ -154,7 +146,9 @@ class Admission:
                 self.check(self.state.attempts[attempt_id])
         behind = 0
         for rank, attempt_id in self.queue.candidates.entries():
-            if self.undecided or (self.blocked and self._is_enough(behind)):
+            told = self.reasons.full or behind >= PASSED_OVER
+            enough = told and (self.overtaking is None or self.overtaking.is_over(behind))
+            if self.undecided or (self.blocked and enough):
                 break
             behind += bool(self.blocked)
             shape = self.queue.shape_of(attempt_id)
@@ -176,11 +170,6 @@ class Admission:
             first = self.overtaking.reservation.attempt
             self.state.looked = (self.state.touched.count, first, self.state.now + LOOK_AGAIN)
         return self.blockage
-
-    def _is_enough(self, behind: int) -> bool:
-        """Whether enough of those behind the job that blocks were looked at."""
-        told = self.reasons.full or behind >= PASSED_OVER
-        return told and (self.overtaking is None or self.overtaking.is_over(behind))
 
     def _wait_alike(self, rank: int, attempt_id: int, waiting: Waiting) -> None:
         self.reasons.add(rank, attempt_id, self.blocked or waiting.reason)
@@ -225,7 +214,7 @@ class Admission:
             self._tell(attempt, why)
         elif attempt.origin and job.gated:
             return  # its own step sends it back to its partition
-        elif why := self._limit_reached(job) or self._kept(job) or self._waits_for_drained(attempt):  # 5, 6
+        elif why := self._held_back(attempt, job):  # 5, 6
             self._wait(attempt, why)
         elif self.overtaking is not None and not self.overtaking.is_over():  # 7
             self._overtake(attempt, job, self.overtaking)
@@ -249,11 +238,12 @@ class Admission:
         limit = next((limit for limit, count in job.uses if count > self.limits[limit] - kept.get(limit, 0)), "")
         return Why.LIMIT(limit=limit) if limit else None
 
-    def _kept(self, job: Job) -> Reason | None:
-        kept = self.context.kept_by(job)
-        return kept.why() if kept else None
-
-    def _waits_for_drained(self, attempt: Attempt) -> Reason | None:
+    def _held_back(self, attempt: Attempt, job: Job) -> Reason | None:
+        """Cases 5 and 6."""
+        if why := self._limit_reached(job):
+            return why
+        if kept := self.context.kept_by(job):
+            return kept.why()
         return why_unfit(self.context, attempt)[0] if self.context.without else None
 
     def _refuse_or_ask(self, attempt: Attempt) -> None:
@@ -345,11 +335,10 @@ class Admission:
         return self._expected(attempt)
 
     def _expected(self, attempt: Attempt) -> Reason | None:
-        """By when the first attempt that waits for room is expected to start, if anybody can tell."""
         return Why.EXPECTED(at=self.promises[attempt.id]) if attempt.id in self.promises else None
 
     def _overtake(self, attempt: Attempt, job: Job, overtaking: Overtaking) -> None:
-        """Case 7: start the attempt ahead of the first one that waits for room, if it does not delay that one."""
+        """Case 7: start the attempt ahead of the first one that waits for room, without a delay for that."""
         shape = self.queue.shape_of(attempt.id)
         if self.context.world.user_known_since(attempt.uid) == inf:
             self.unknown_users.ask(attempt.uid)
@@ -396,8 +385,8 @@ class Admission:
         """What the first job in the queue waits for: if releasing spares is enough, only until they are gone."""
         if self.room.all_full(claims):  # nothing that could be released gives back enough disk
             return Blockage.ROOM
-        limit = others_on(self.state, attempt)
-        if release_spares(self.context, self.context.image_of(attempt), count, claims, limit):
+        hosts = HostLimits(limit=others_on(self.state, attempt))
+        if release_spares(self.context, self.context.image_of(attempt), count, claims, hosts):
             return Blockage.TURN
         retire_a_template(self.context, attempt)
         return Blockage.ROOM
@@ -431,7 +420,6 @@ class Admission:
         self._tell(attempt, own or why)
 
     def _wait(self, attempt: Attempt, why: Reason, paced: Parent | None = None) -> None:
-        """All attempts of this shape that come later wait for the same."""
         self.alike[self._kin(attempt.id)] = Waiting(why, paced)
         self._tell(attempt, why)
 

@@ -1,13 +1,10 @@
 """EASY backfill: which jobs may start although an earlier job waits for room. Pure.
 
-The first job that waits for room has a *reservation*: from the earliest time at which, by the time limits of what is
-there, all its VMs will fit, each on its host. A later job may start if it takes nothing of that: on any other host; on
-a host of the reservation if it ends before that time, or fits beside what the first job is to have. So no job that
-starts ahead of the first one delays it, as long as time limits hold. (Lifka, "The ANL/IBM SP scheduling system", 1995;
-here for several resources and hosts, as in Slurm's sched/backfill.)
-
-Where no such time is known, there is nothing to reserve, and the number of times that the first job may be overtaken is
-limited. It is counted in its row (decision 38).
+The first job that waits for room has a *reservation*: hosts, from the earliest time at which all its VMs fit there by
+the time limits. A later job may start on any other host; on a host of the reservation if it ends before that time, or
+fits beside the first job. So none delays the first job, as long as time limits hold. (Lifka, "The ANL/IBM SP scheduling
+system", 1995; here for several resources and hosts, as in Slurm's sched/backfill.) If no such time is known, the first
+job may be overtaken a limited number of times: its row counts them (decision 38).
 """
 
 from __future__ import annotations
@@ -25,13 +22,15 @@ from multiverse.core.capacity_index import HostSlots, Slot, SlotTable, changed
 from multiverse.core.clones.kinds import Choice, node_request, on_hosts_making, template_key
 from multiverse.core.context import Context
 from multiverse.core.machines.attempt import overtake_attempt
-from multiverse.core.model import Attempt, AttemptState, CloneKind, Job, Reason, Size, TemplateKey, TemplateState, Why
+from multiverse.core.model.basics import CloneKind, Size
+from multiverse.core.model.job import Attempt, AttemptState, Job
+from multiverse.core.model.reason import Reason, Why
+from multiverse.core.model.vm import TemplateKey, TemplateState
 from multiverse.core.policy import Backfill
 
 _LATER = 60.0  # seconds by which the first job may have to wait longer than its user was told before it is told anew
-_PASSED = 10  # the most jobs that are passed, for each one that may be looked at
+_PASSED = 10  # jobs that are passed at most for each job that may be looked at
 _KEPT = 8  # of so many different requests it is remembered when hosts will have room for them
-
 _SOONER = 300.0  # seconds by which it starts sooner at least, and a quarter of what is left, to be told anew
 
 
@@ -47,7 +46,6 @@ class Reservation:
 
 
 def reserve(context: Context, room: Room, attempt: Attempt, choice: Choice) -> Reservation:
-    """The reservation of an attempt for which `room` has no room now."""
     state, job, nodes = context.state, context.state.queue.job_of(attempt.id), attempt.request.nodes
     wanted = node_request(context, attempt, choice.kind)
     able = on_hosts_making(wanted.image, choice.kind, choice.sizes)
@@ -73,7 +71,7 @@ def reserve(context: Context, room: Room, attempt: Attempt, choice: Choice) -> R
 def _slots_on(
     context: Context, room: Room, attempt: Attempt, choice: Choice, claims: Mapping[str, Size], host: str
 ) -> HostSlots:
-    """When so many VMs of the attempt would have room on the host as it has nodes, or as many of them as ever will."""
+    """When the attempt's VMs would have room on the host, or as many of them as ever will."""
     if claims[host].cpus > context.in_sight[host].capacity.cpus:
         return HostSlots()  # however many CPUs may be claimed together, one VM has no more than are declared
     delay, build, now = 0.0, Size(0, 0), context.now
@@ -195,7 +193,7 @@ class Overtaking:
     def may_build(self, claims: Mapping[str, Size], which: TemplateKey, *, in_time: bool) -> bool:
         """Whether there is room for a template, which stays, beside what is kept, and for a VM beside it."""
         template = template_claim(which.size, self.context.in_sight[which.host], which.image)
-        both = total([template, claims[which.host]])
+        both = template + claims[which.host]
         with self.kept_free():
             fits = self.room.fits(which.host, template if in_time else both)
         return fits and self.room.fits(which.host, both)
@@ -205,14 +203,13 @@ class Overtaking:
         return {vm.id for host in self.reservation.held for vm in self.context.state.vms_on(host) if vm.is_spare}
 
     def why_refused(self, nodes: int, claims: Mapping[str, Size]) -> Reason | None:
-        """Why a job waits for which there is no room beside what is kept, if there is room now."""
+        """Why a job waits though there is room now: not beside what is kept."""
         chosen = self.room.place(nodes, claims)
         for host in chosen or ():
             self.room.give(host, claims[host])
         return Why.MAY_DELAY(job=self.reservation.job.ref.job_id) if chosen else None
 
     def why_allowed(self, *, in_time: bool) -> Reason:
-        """What the user of a job that starts ahead of the first one is told."""
         first, at = self.reservation.job.ref.job_id, self.reservation.at
         if at == inf:
             return Why.AHEAD_UNKNOWN(job=first)

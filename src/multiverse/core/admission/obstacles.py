@@ -1,23 +1,13 @@
 """What keeps a job from being admitted whatever is free, and what gives way to jobs that have no room.
 
-Spares give way first, then templates that nothing uses. On drained hosts, which are free when their jobs have ended,
-all spares and templates give way at once.
+Spares give way first, then unused templates. On drained hosts all spares and templates give way at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from multiverse.core.capacity.room import (
-    HostLimits,
-    Limit,
-    any_number,
-    every_host,
-    index_of,
-    memory_beyond,
-    must_keep,
-    room_of,
-)
+from multiverse.core.capacity.room import NO_LIMITS, HostLimits, every_host, index_of, memory_beyond, must_keep, room_of
 from multiverse.core.capacity.sizes import largest_on, template_claim, vm_claims
 from multiverse.core.capacity.usable_hosts import avoided_hosts, drained_hosts
 from multiverse.core.capacity_index import HostMap
@@ -98,7 +88,7 @@ def _largest(context: Context, attempt: Attempt, kind: CloneKind, templates: Hos
 
 
 class ForeignMemory:
-    """Says in one round of admission of which attempts others hold the memory; alike ones are looked at once."""
+    """Says in one round of admission whether others hold the memory that attempts need."""
 
     def __init__(self) -> None:
         self._said: dict[tuple[Request, CloneKind, frozenset[str], bool], Reason | None] = {}
@@ -133,7 +123,7 @@ def _why(context: Context, attempt: Attempt, choice: Choice, *, margin: bool) ->
 
 
 def release_spares(
-    context: Context, image: str, count: int, claims: Mapping[str, Size], limit: Limit = any_number
+    context: Context, image: str, count: int, claims: Mapping[str, Size], hosts: HostLimits = NO_LIMITS
 ) -> bool:
     """Release as many spares as `count` claims need: joined ones first, parked ones of `image` last. What is being
     released already counts as free. False, and nothing is released, if all of them would not be enough."""
@@ -145,7 +135,7 @@ def release_spares(
         return False
     for going in range(len(order) + 1):
         without = leaving | {vm.key for vm in order[:going]}
-        if room_of(context, without=without).place(count, claims, hosts=HostLimits(limit=limit)) is not None:
+        if room_of(context, without=without).place(count, claims, hosts=hosts) is not None:
             for vm in order[:going]:
                 release_spare(state, vm, Why.MEMORY_NEEDED())
             return True
@@ -159,7 +149,7 @@ def retire_a_template(context: Context, attempt: Attempt) -> None:
     if any(template.host in hosts for template in state.templates_in(TemplateState.RETIRING)):
         return
     image = context.image_of(attempt)
-    # Nobody knows which template an adopted VM maps, and one that is mapped gives no memory back.
+    # Nobody knows which template an adopted VM maps, and a mapped template gives no memory back.
     unknown = (vm for vm in state.vms_in(VmState.ORPHAN, *LEAVING_STATES) if not vm.image)
     adopted = {place.host for vm in unknown for place in vm.places}
     idle = sorted(
@@ -191,7 +181,6 @@ def retire_a_template(context: Context, attempt: Attempt) -> None:
 
 
 def wanted_templates(context: Context, attempt: Attempt) -> TemplateWish | None:
-    """The templates that the attempt's VMs would be forked from, if they could be."""
     if not may_fork(context, attempt):
         return None
     sizes = template_sizes(context, attempt)

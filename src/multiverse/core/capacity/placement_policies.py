@@ -1,20 +1,19 @@
 """Placement: which hosts a job's VMs are made on, and which addresses they get.
 
-A *placement policy* is known by its name. The ones that are built in choose host after host by an index, so that they
-do not look at hosts that are too full:
+A *placement policy* is known by its name. Built-in policies choose host after host by an index, so that they do not
+look at hosts that are too full:
 
 - `worst-fit`: the host with the most free CPUs, then the most free memory. The default.
 - `best-fit`: the host with the fewest free CPUs, then the least free memory, that is enough.
 - `first-fit`: the first host by name. With `random-fit` one of the two policies of the Multiverse paper.
 - `random-fit`: any of the hosts that fit, each as likely as the others.
-- `pack`: all VMs of a job on as few hosts as possible; each host is the tightest one that holds as many of them.
-- `spread`: the VMs of a job on different hosts, the emptiest ones; on as many as there are, if they are too few.
-- `least-loaded`: the host with the least use of CPUs or memory, whichever is more, as measured in the last minute, with
-  what was claimed since. A host whose use is unknown counts with its claims.
+- `pack`: all VMs of a job on as few hosts as possible, each the tightest that holds as many.
+- `spread`: the VMs of a job on different hosts, the emptiest ones, as far as there are enough.
+- `least-loaded`: the host with the least measured use of CPUs or memory, whichever is more, and claims since then; a
+  host whose use is unknown counts with its claims.
 
-A site may add policies of its own (`PlacementPolicy`). They are pure functions and are given every host that fits. One
-that fails, or chooses what does not fit, is passed over for that job: the default places its VMs, and the fault is
-reported.
+A site may add pure functions (`PlacementPolicy`). One that fails, or chooses what does not fit, is passed over for that
+job: the default places its VMs, and the fault is reported.
 """
 
 from __future__ import annotations
@@ -25,44 +24,25 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count as numbers
 from itertools import islice
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from multiverse.core.capacity_index import Order, Part
-from multiverse.core.model import CloneKind, Placement, Size
+from multiverse.core.capacity_index import Part
+from multiverse.core.model.basics import CloneKind, Placement, Size
 from multiverse.core.policy import Policy
 
-COMPARED = 64  # Of how many hosts least-loaded compares the use. If more fit, as many of them are drawn
+if TYPE_CHECKING:
+    from multiverse.core.capacity.room import Search
+
+COMPARED = 64  # least-loaded compares the use of so many hosts, drawn if more fit
 DRAWS = 64  # how often random-fit draws a host that turns out not to be usable before it lists all that are
 
 
-class Found(Protocol):
-    """What a built-in policy asks of a room."""
-
-    def best(self, part: Part[Size], order: Order, claim: Size) -> str | None:
-        """The first usable host of the part on which the claim fits, in an order of `HostGroup`."""
-
-    def all(self, part: Part[Size], order: Order, claim: Size) -> Iterator[str]:
-        """All of these, in that order."""
-
-    def usable(self, part: Part[Size], name: str) -> bool:
-        """Whether a VM may be made on that host of the part, as far as that does not depend on what is free."""
-
-    def left(self, name: str, claim: Size) -> tuple[int, int]:
-        """The CPUs and memory that would be left there."""
-
-    def siblings(self, name: str) -> int:
-        """How many other VMs of the job are there, or were just placed there."""
-
-    def use(self, name: str) -> float:
-        """Which share of its CPUs or of its memory, whichever is more, is in use there."""
-
-
-Chooser = Callable[[Found, Sequence[Part[Size]], int, Iterator[int]], tuple[str, int] | None]
+Chooser = Callable[["Search", Sequence[Part[Size]], int, Iterator[int]], tuple[str, int] | None]
 """Chooses a host for the next VMs, of so many that are left: its name, and how many of them. `Iterator[int]` are random
 numbers. The parts hold what each VM would claim there. None: no host fits."""
 
 
-def _worst_fit(room: Found, parts: Sequence[Part[Size]], _left: int, _random: Iterator[int]) -> tuple[str, int] | None:
+def _worst_fit(room: Search, parts: Sequence[Part[Size]], _left: int, _random: Iterator[int]) -> tuple[str, int] | None:
     def emptiness(name: str) -> tuple[int, int, str]:
         cpus, memory = room.left(name, Size(0, 0))
         return -cpus, -memory, name
@@ -71,17 +51,17 @@ def _worst_fit(room: Found, parts: Sequence[Part[Size]], _left: int, _random: It
     return (min(found, key=emptiness), 1) if found else None
 
 
-def _best_fit(room: Found, parts: Sequence[Part[Size]], _left: int, _random: Iterator[int]) -> tuple[str, int] | None:
+def _best_fit(room: Search, parts: Sequence[Part[Size]], _left: int, _random: Iterator[int]) -> tuple[str, int] | None:
     found = [(room.left(name, p.value), name) for p in parts if (name := room.best(p, "tightest", p.value))]
     return (min(found)[1], 1) if found else None
 
 
-def _first_fit(room: Found, parts: Sequence[Part[Size]], _left: int, _random: Iterator[int]) -> tuple[str, int] | None:
+def _first_fit(room: Search, parts: Sequence[Part[Size]], _left: int, _random: Iterator[int]) -> tuple[str, int] | None:
     found = [name for part in parts if (name := room.best(part, "by_name", part.value))]
     return (min(found), 1) if found else None
 
 
-def _random_fit(room: Found, parts: Sequence[Part[Size]], _left: int, random: Iterator[int]) -> tuple[str, int] | None:
+def _random_fit(room: Search, parts: Sequence[Part[Size]], _left: int, random: Iterator[int]) -> tuple[str, int] | None:
     counts = [part.hosts.count(part.value) for part in parts]
     total = sum(counts)
     for drawn in islice(random, DRAWS if total else 0):
@@ -92,7 +72,7 @@ def _random_fit(room: Found, parts: Sequence[Part[Size]], _left: int, random: It
     return (usable[next(random) % len(usable)], 1) if usable else None
 
 
-def _pack(room: Found, parts: Sequence[Part[Size]], left: int, _random: Iterator[int]) -> tuple[str, int] | None:
+def _pack(room: Search, parts: Sequence[Part[Size]], left: int, _random: Iterator[int]) -> tuple[str, int] | None:
     found = []
     for part in parts:
         # A host that holds some VMs holds fewer, too, so the most that any host holds is found by halving.
@@ -108,7 +88,7 @@ def _pack(room: Found, parts: Sequence[Part[Size]], left: int, _random: Iterator
     return (min(found)[2], -min(found)[0]) if found else None
 
 
-def _spread(room: Found, parts: Sequence[Part[Size]], _left: int, _random: Iterator[int]) -> tuple[str, int] | None:
+def _spread(room: Search, parts: Sequence[Part[Size]], _left: int, _random: Iterator[int]) -> tuple[str, int] | None:
     def preferred(name: str) -> tuple[int, int, int, str]:
         cpus, memory = room.left(name, Size(0, 0))
         return room.siblings(name), -cpus, -memory, name
@@ -125,14 +105,14 @@ def _spread(room: Found, parts: Sequence[Part[Size]], _left: int, _random: Itera
 
 
 def _least_loaded(
-    room: Found, parts: Sequence[Part[Size]], _left: int, random: Iterator[int]
+    room: Search, parts: Sequence[Part[Size]], _left: int, random: Iterator[int]
 ) -> tuple[str, int] | None:
     counts = [part.hosts.count(part.value) for part in parts]
     found: set[str] = set()
     if sum(counts) > COMPARED:
         for number in islice(random, COMPARED):
             found |= _numbered(room, parts, counts, number % sum(counts))
-    if not found:  # few fit, or hardly any of those that do is usable
+    if not found:  # few fit, or hardly any is usable
         found = {name for part in parts for name in room.all(part, "by_name", part.value)}
 
     def load(name: str) -> tuple[float, int, int, str]:
@@ -142,8 +122,8 @@ def _least_loaded(
     return (min(map(load, found))[-1], 1) if found else None
 
 
-def _numbered(room: Found, parts: Sequence[Part[Size]], counts: Sequence[int], number: int) -> set[str]:
-    """The host of that number among those that fit, in the order of the parts; nothing if it is not usable."""
+def _numbered(room: Search, parts: Sequence[Part[Size]], counts: Sequence[int], number: int) -> set[str]:
+    """The host of that number among hosts that fit, in the order of the parts; nothing if it is not usable."""
     for part, count in zip(parts, counts, strict=True):
         if number < count:
             name = part.hosts.nth(part.value, number)
@@ -184,7 +164,7 @@ class PlacementRequest:
     node: Size  # what each node declares
     image: str
     kind: CloneKind
-    account: str = ""  # whose templates they are forked from; empty: those of all
+    account: str = ""  # whose templates they are forked from; empty: shared ones
 
 
 @dataclass(frozen=True, slots=True)

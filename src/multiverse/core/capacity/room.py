@@ -20,7 +20,7 @@ from multiverse.core.capacity.placement_policies import (
     draws,
     why_impossible,
 )
-from multiverse.core.capacity.sizes import claimable_cpus, claimable_disk, short_of_disk
+from multiverse.core.capacity.sizes import claimable, claimable_cpus, claimable_disk, short_of_disk
 from multiverse.core.capacity_index import CapacityIndex, Free, HostGroup, HostMap, Order, Part, changed, fits, how_many
 from multiverse.core.context import Context
 from multiverse.core.model.basics import ClaimKey, CloneKind, Key, Placement, Size
@@ -55,7 +55,7 @@ NO_LIMITS = HostLimits()  # all hosts may be used, for any number of VMs
 
 
 def others_on(state: State, attempt: Attempt, taken: Iterable[Vm] = ()) -> Limit:
-    """How many more of an attempt's VMs may be on a host, beside those that are there and spares that it takes."""
+    """How many more of an attempt's VMs may be on a host, beside the VMs there and spares that it takes."""
     per_host = attempt.request.per_host
     if not per_host:
         return any_number
@@ -86,7 +86,7 @@ class Room:
         self._index.follow(hosts)
         for name, host in hosts.items():
             self._index.set_free(name, _less(host.capacity, used.get(name, Size(0, 0))))
-        self.own: dict[str, Free] | None = None  # of a copy: hosts of which it has figures of its own
+        self.own: dict[str, Free] | None = None  # of a copy: its own figures
         self.tight, self.full = self._index.tight, self._index.full
 
     @classmethod
@@ -96,7 +96,7 @@ class Room:
         return room
 
     def copy(self) -> Room:
-        """A copy, which changes by itself. Its cost is that of the hosts that change later."""
+        """A copy, which changes by itself. It costs what changes later."""
         room = Room.of(self._index)
         room.own = dict(self.own or {})
         room.tight, room.full = set(self.tight), set(self.full)
@@ -125,27 +125,22 @@ class Room:
         else:
             self.own[name] = free
 
-    def take(self, domain: str, size: Size) -> None:
-        self._add(domain, size, -1)
-
-    def give(self, domain: str, size: Size) -> None:
-        self._add(domain, size, 1)
-
-    def _add(self, domain: str, size: Size, sign: int) -> None:
+    def give(self, domain: str, size: Size, sign: int = 1) -> None:
         free = self.free.get(domain)
         if free is not None:
             if self.own is None:
                 self._index.tentative.add(domain)
             self._put(domain, changed(free, size, sign))
 
+    def take(self, domain: str, size: Size) -> None:
+        self.give(domain, size, -1)
+
     def fits(self, domain: str, size: Size) -> bool:
-        """Whether one VM, or a template, that claims so much has room there."""
         if domain in self.full or size.cpus > self._index.hosts[domain].capacity.cpus:
             return False
         return fits(size, self.free[domain])
 
     def why_full(self, claims: Mapping[str, Size], otherwise: Reason) -> Reason:
-        """Why there is no room for what is to be claimed there."""
         hosts = self._index.hosts
         if full := {name: hosts[name].overcommit.disk_floor for name in sorted(self.full) if name in claims}:
             return Why.DISK(*must_keep(full, Why.MUST_HAVE))
@@ -170,7 +165,7 @@ class Room:
 
     def lack_bandwidth(self, claims: Mapping[str, Size]) -> list[str]:
         """Hosts, 100 of a part at most, that would fit the claims but for the bandwidth of their network."""
-        search = _Search(self, any_host)
+        search = Search(self, any_host)
         parts = [(part, replace(part.value, net=_ANY_BANDWIDTH)) for part in self._parts(claims) if part.value.net]
         return [name for part, claim in parts for name in islice(search.all(part, "emptiest", claim), 100)]
 
@@ -201,7 +196,7 @@ class Room:
         def left_on(name: str) -> int:
             return hosts.limit(name) - (chosen.count(name) if hosts.limit is not any_number else 0)
 
-        search = _Search(self, lambda name: hosts.accept(name) and left_on(name) > 0, siblings)
+        search = Search(self, lambda name: hosts.accept(name) and left_on(name) > 0, siblings)
         parts = [part for part in self._parts(claims) if part.value.cpus <= part.kind.host.capacity.cpus]
         random = draws(seed)
         while len(chosen) < count:
@@ -218,8 +213,7 @@ class Room:
         return chosen
 
     def holding(self, claims: Mapping[str, Size], accept: Accept = any_host) -> list[str]:
-        """All hosts that have room for what is to be claimed there, by name."""
-        search = _Search(self, accept)
+        search = Search(self, accept)
         parts = [part for part in self._parts(claims) if part.value.cpus <= part.kind.host.capacity.cpus]
         return sorted(name for part in parts for name in search.all(part, "by_name", part.value))
 
@@ -261,8 +255,8 @@ class _Lone(HostGroup):
         return next(self._fitting(claim), None)
 
 
-class _Search:
-    """See `placement.Found`."""
+class Search:
+    """What a placement policy asks of a room. `accept` says on which hosts VMs may be made."""
 
     def __init__(self, room: Room, accept: Accept, siblings: Iterable[str] = ()) -> None:
         self._room, self._accept = room, accept
@@ -278,6 +272,7 @@ class _Search:
         return self._room.use(name)
 
     def usable(self, part: Part[Size], name: str) -> bool:
+        """Whether a VM may be made there, as far as that does not depend on what is free."""
         return name in part and name not in self._room.full and self._accept(name)
 
     def left(self, name: str, claim: Size) -> tuple[int, int]:
@@ -288,7 +283,6 @@ class _Search:
         return next(self.all(part, order, claim), None)
 
     def all(self, part: Part[Size], order: Order, claim: Size) -> Iterator[str]:
-        """All usable hosts of the part on which the claim fits."""
         found: Iterator[str] = getattr(part.hosts, order)(claim)
         if own := self._room.own:  # of a copy, whose figures differ from those of the index
             mine = [name for name in own if name in part.hosts and fits(claim, own[name])]
@@ -306,7 +300,6 @@ class _Search:
 
 
 def index_of(context: Context) -> CapacityIndex:
-    """What is free on the hosts in sight, brought up to date."""
     state, index = context.state, context.state.free
     index.follow(context.in_sight)
     for host in index.arrived:
@@ -365,7 +358,6 @@ def memory_beyond(
 
 
 def _refresh(context: Context, room: Room, name: str, without: Collection[Key] = ()) -> None:
-    """Compute what is free on one host from its claims and from what was observed."""
     state, host, policy = context.state, context.in_sight[name], context.policy
     claims = state.claims.on(name)
     vms = state.vms_on(name)
@@ -402,7 +394,6 @@ def overcommitted(host: Host, free: Free, coming: int) -> tuple[Free, bool]:
 
 
 def _settles_at(context: Context, host: Host) -> float | None:
-    """When the next VM on the host has served for so long that it counts as what it takes."""
     if host.overcommit.memory <= 1:
         return None
     state, settle = context.state, context.policy.settle
@@ -411,7 +402,6 @@ def _settles_at(context: Context, host: Host) -> float | None:
 
 
 def must_keep(floors: Mapping[str, int], kind: Why = Why.MUST_KEEP) -> list[Reason]:
-    """What hosts must keep or have, in MiB, by their names."""
     by_floor: dict[int, list[str]] = {}
     for name, floor in floors.items():
         by_floor.setdefault(floor, []).append(name)
@@ -450,7 +440,7 @@ def yet_to_come(claim: Size, held: float, *, settled: bool) -> int:
     return min(rest, math.ceil(held / 4)) if settled else rest
 
 
-MEASURED_FOR = 60.0  # seconds of which the load of a host is the mean
+MEASURED_FOR = 60.0  # seconds: the load of a host is their mean
 
 
 def use(host: Host, free: Free, before: Free, unmeasured: Size) -> float:
@@ -525,17 +515,14 @@ def _candidates(context: Context, room: Room, claims: Mapping[str, Size], hosts:
     found, (accept, limit) = list[CandidateHost](), hosts
     for name in room.holding(claims, lambda one: accept(one) and limit(one) > 0):
         host, claim = context.hosts[name], claims[name]
-        memory = int(host.capacity.memory * host.overcommit.memory)
-        capacity = Size(claimable_cpus(host), memory, claimable_disk(host), host.capacity.net)
         holds = min(room.held(name, claim), limit(name))
-        found.append(CandidateHost(name, Size(*room.free[name]), capacity, claim, holds))
+        found.append(CandidateHost(name, Size(*room.free[name]), claimable(host), claim, holds))
     return found
 
 
 def _ask(
     policy: Callable[..., Sequence[str]], request: PlacementRequest, hosts: Sequence[CandidateHost], seed: str
 ) -> tuple[list[str], str]:
-    """What a policy of the site chooses, or why that cannot be used."""
     try:
         chosen = policy(request, tuple(hosts), seed)
         fault = why_impossible(chosen, request.vms, hosts)

@@ -1,9 +1,8 @@
 """The sizes of VMs and templates, what they claim of a host, and what empty hosts could hold.
 
-Admission cancels a job that no hosts could ever hold (`could_ever_fit`). A scheduler refuses the same jobs as they are
-submitted. It must answer at once and while no controller runs, so `job_limits` computes the same in advance for all
-jobs. The nodes of a job are equal, and hosts do not depend on each other: hosts can hold a job if the numbers of its
-nodes that each host could hold add up to enough. CPUs, memory and disk each limit how many nodes a host could hold.
+Admission cancels a job that no hosts could ever hold (`could_ever_fit`). A scheduler refuses the same jobs at once and
+while no controller runs, by `job_limits`, which are computed in advance. Hosts do not depend on each other: their
+numbers of nodes are added up. CPUs, memory and disk each limit the number of a host.
 """
 
 from __future__ import annotations
@@ -104,6 +103,12 @@ def claimable_disk(host: Host) -> int:
     return int(host.capacity.disk * host.overcommit.disk)
 
 
+def claimable(host: Host) -> Size:
+    """What may be claimed there in all."""
+    memory = int(host.capacity.memory * host.overcommit.memory)
+    return Size(claimable_cpus(host), memory, claimable_disk(host), host.capacity.net)
+
+
 def vm_claim(size: Size, host: Host, image: str, kind: CloneKind) -> Size:
     """What a VM of `size` claims on its host: bandwidth too, as if all its peers were on other hosts."""
     return Size(size.cpus, size.memory + host.vm_overhead, host.disk_cost(image, kind).of(size.disk), size.net)
@@ -134,7 +139,6 @@ def vm_claims(
 
 
 def short_of_disk(host: Host) -> bool:
-    """Whether less disk is available there than must be for a VM to be added."""
     return host.available_disk is not None and host.available_disk < host.overcommit.disk_floor
 
 
@@ -147,11 +151,7 @@ def short_of_memory(host: Host) -> bool:
 
 
 def could_ever_fit(
-    wanted: NodeRequest,
-    request: Request,
-    templates: Mapping[str, Size],
-    hosts: Mapping[str, Host],
-    policy: Policy,
+    wanted: NodeRequest, request: Request, templates: Mapping[str, Size], hosts: Mapping[str, Host], policy: Policy
 ) -> bool:
     """Whether empty hosts, with the template alone on them, could hold all VMs that are requested."""
     held, count = 0, request.nodes
@@ -213,7 +213,7 @@ def job_limits(hosts: Mapping[str, KnownHost], policy: Policy) -> JobLimits | No
 
 
 def _limits_of(image: str, all_hosts: Sequence[Host], policy: Policy) -> tuple[JobLimit, ...]:
-    """The limits of jobs of an image, by the ways of `clones.ways_to_make`. An image that is not on a host yet is taken
+    """The limits of jobs of an image, by the ways of `kinds.ways_to_make`. An image that is not on a host yet is taken
     to be able to plug everything there, as in admission."""
     instant, linked, full = CloneKind.INSTANT, CloneKind.LINKED, CloneKind.FULL
     ways = {kind: [_hosts_for(kind, image, all_hosts, policy)] for kind in (instant, linked, full)}

@@ -1,8 +1,7 @@
-"""Which hosts take VMs of an attempt, and by when jobs end.
+"""Which hosts take VMs of an attempt, and by when jobs end, in Unix time; infinity where nobody can tell.
 
-A host takes no VM of an attempt if it is drained, if it is to be drained or given back before the attempt's job has
-surely ended, or if VMs of the attempt's image fail there. Jobs end, and what their VMs hold is free again, by the time
-limits at the latest. Times are Unix times; infinity where nobody can tell.
+A host takes none if it is drained, ends before the attempt's job has surely ended, or VMs of the image fail there. Jobs
+end, and free what their VMs hold, by their time limits at the latest.
 """
 
 from __future__ import annotations
@@ -19,9 +18,6 @@ from multiverse.core.model.job import ENDING_STATES, WAITING_STATES, Attempt, At
 from multiverse.core.model.reason import Reason, Why, said
 from multiverse.core.model.vm import OfferState, TemplateState, Vm, VmState
 
-# --- by when jobs end -------------------------------------------------------------------------------
-
-
 A = AttemptState
 
 STARTING = 5.0  # seconds that the scheduler takes to start a job once its nodes have joined, and we to see that
@@ -37,7 +33,7 @@ class Release(NamedTuple):
 
 
 def ends_by(context: Context, attempt: Attempt, kind: CloneKind | None = None) -> float:
-    """By when the job has ended at the latest. One that waits is taken to start now, as clones of that `kind`."""
+    """By when the job has ended at the latest. If it waits, it is taken to start now, as clones of `kind`."""
     job = context.state.queue.jobs.get(attempt.job.job_id)
     if job is None or job.ref != attempt.job:
         return inf
@@ -120,13 +116,7 @@ def claimed(context: Context, owner: Key, host: str) -> Size:
 
 
 def total(sizes: Iterable[Size]) -> Size:
-    cpus = memory = disk = net = 0
-    for size in sizes:
-        cpus, memory, disk, net = cpus + size.cpus, memory + size.memory, disk + size.disk, net + size.net
-    return Size(cpus, memory, disk, net)
-
-
-# --- usable hosts -----------------------------------------------------------------------------------
+    return sum(sizes, Size(0, 0))
 
 
 def for_attempt(context: Context, attempt: Attempt) -> Context:
@@ -164,13 +154,11 @@ def surely_ends_by(context: Context, attempt: Attempt) -> float:
 
 
 def avoided_hosts(context: Context, image: str) -> list[Reason]:
-    """What is said of the hosts in sight that are avoided for an image, each with why."""
     names = sorted(context.avoided & context.in_sight.keys())
     return [Why.AVOIDED_HOST(why_avoided(context, name, image), host=name) for name in names]
 
 
 def why_avoided(context: Context, host: str, image: str) -> Reason:
-    """Until when a host is avoided for an image, and why."""
     fault = context.state.faults[image][host]
     if context.now < fault.until:
         return Why.FAILS_UNTIL(fault.reason, until=fault.until, image=image)

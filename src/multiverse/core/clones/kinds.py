@@ -1,8 +1,7 @@
 """Which kind of clone an attempt's VMs are, and of which template.
 
-The Multiverse paper leaves a "mixed system" of full and instant clones to the future; this is one. A clone of a
-template that is ready wins nearly always. It does not where the image cannot be forked, where its template is broken or
-waits behind others for its pace, and where a template would have to be made for a single job.
+The Multiverse paper leaves a "mixed system" of full and instant clones to the future; this is one. A clone of a ready
+template wins, unless the template is broken, waits behind others for its pace, or would be made for a single job.
 """
 
 from __future__ import annotations
@@ -31,9 +30,6 @@ from multiverse.core.model.job import Attempt, AttemptState
 from multiverse.core.model.reason import Reason, Why
 from multiverse.core.model.vm import Template, TemplateKey, TemplateState, VmState
 from multiverse.core.policy import ARRIVALS_FADE, wait_for
-from multiverse.core.rows import plus
-
-# --- templates --------------------------------------------------------------------------------------
 
 
 def could_hold(context: Context, attempt: Attempt, kind: CloneKind, templates: HostMap[Size]) -> bool:
@@ -91,13 +87,11 @@ class TemplateWish:
         return TemplateKey(host, self.image, self.sizes[host], self.account)
 
     def is_for(self, which: TemplateKey | None) -> bool:
-        """Whether it is one of these templates."""
         if which is None or (which.image, which.account) != (self.image, self.account):
             return False
         return self.sizes.get(which.host) == which.size
 
     def ready(self) -> HostMap[Size]:
-        """The hosts that have theirs ready."""
         return HostMap(
             Part(
                 part.kind, part.kind.ready_with(self.image, self.account, part.value), part.value, part.but, part.names
@@ -106,7 +100,6 @@ class TemplateWish:
         )
 
     def lacking(self) -> TemplateWish:
-        """The same on the hosts that have theirs not ready."""
         parts = []
         for part in self.sizes.parts:
             ready = part.kind.ready_with(self.image, self.account, part.value)
@@ -115,13 +108,11 @@ class TemplateWish:
         return replace(self, sizes=HostMap(parts))
 
     def rows(self, context: Context, *states: TemplateState) -> list[Template]:
-        """The rows of these templates in one of the states, by host."""
         found = [row for row in context.state.templates_in(*states) if self.is_for(row.which)]
         return sorted(found, key=lambda row: row.host)
 
 
 def wish_of(context: Context, attempt: Attempt, sizes: HostMap[Size]) -> TemplateWish:
-    """The templates that the attempt's VMs could be forked from."""
     return TemplateWish(context.image_of(attempt), attempt.request.account, sizes, attempt)
 
 
@@ -161,11 +152,17 @@ def ask_for_template(
     beside = _vms_beside(context, wish)
     if coming and not _are_too_few(context, wish, coming, room, beside):
         return Why.BEING_BUILT(image=image, host=coming[0].host)
-    broken = [row.host for row in wish.rows(context, TemplateState.BROKEN) if _is_due(context, row)]
+    state, policy = context.state, context.policy
+    broken = [
+        row.host
+        for row in wish.rows(context, TemplateState.BROKEN)
+        if state.now >= row.since + policy.backoff(row.tries)
+    ]
     name = _where_to_build(context, wish, room, may, beside)
-    if coming and not (name and beside and _holds_both(context, wish, room, beside, name)):
+    both = template_claim(wish.sizes[name], context.hosts[name], image) + beside[name] if name and beside else None
+    if coming and not (both and room.fits(name, both)):
         name = ""  # more than one at a time are of use only where VMs have room beside them now
-    if broken and not coming and not name:  # a host on which it is not known to fail comes first
+    if broken and not coming and not name:  # a host where it has not failed comes first
         build_template(context, wish.key(broken[0]), wanted)
         return Why.BEING_BUILT(image=image, host=broken[0])
     if name:
@@ -192,11 +189,6 @@ def _where_to_build(context: Context, wish: TemplateWish, room: Room, may: MayBu
     return ""
 
 
-def _holds_both(context: Context, wish: TemplateWish, room: Room, beside: Mapping[str, Size], name: str) -> bool:
-    alone, vm = template_claim(wish.sizes[name], context.hosts[name], wish.image), beside[name]
-    return room.fits(name, plus(alone, vm))
-
-
 def _vms_beside(context: Context, wish: TemplateWish) -> Mapping[str, Size]:
     """What one of the VMs would claim beside its template; empty if that is not known."""
     if wish.attempt is None:
@@ -207,24 +199,13 @@ def _vms_beside(context: Context, wish: TemplateWish) -> Mapping[str, Size]:
 def _are_too_few(
     context: Context, wish: TemplateWish, coming: list[Template], room: Room, beside: Mapping[str, Size]
 ) -> bool:
-    """Whether hosts that build the template hold fewer VMs than wait for it, of those that may be made at once."""
+    """Whether more VMs that may be made at once wait for the template than the hosts that build it hold."""
     if wish.attempt is None or any(row.state is TemplateState.RETIRING for row in coming):
         return False
     held = sum(room.held(row.host, beside[row.host]) for row in coming if row.host in room.free)
-    return held < min(_waiting_alike(context, wish.attempt), context.policy.provisioning)
-
-
-def _waiting_alike(context: Context, attempt: Attempt) -> int:
-    state = context.state
-    first = (state.attempts[id_] for _, id_ in state.queue.candidates.first(ALIKE))
-    return sum(one.request.nodes for one in first if one.request == attempt.request)
-
-
-def _is_due(context: Context, broken: Template) -> bool:
-    return context.state.now >= broken.since + context.policy.backoff(broken.tries)
-
-
-# --- kinds ------------------------------------------------------------------------------------------
+    first = (context.state.attempts[id_] for _, id_ in context.state.queue.candidates.first(ALIKE))
+    alike = sum(one.request.nodes for one in first if one.request == wish.attempt.request)
+    return held < min(alike, context.policy.provisioning)
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,17 +238,14 @@ def choose_clones(context: Context, attempt: Attempt) -> Choice:
 
 def _unless_too_large(context: Context, attempt: Attempt, sizes: HostMap[Size], choice: Choice) -> Choice:
     """Fork instead of booting where no host could ever hold the larger, booted clone."""
-    if (attempt.request.kind or context.policy.kind) is not CloneKind.AUTO or may_boot(context, attempt):
+    if (attempt.request.kind or context.policy.kind) is not CloneKind.AUTO:
+        return choice
+    bases = hosts_making(context, context.image_of(attempt), CloneKind.LINKED)
+    if could_hold(context, attempt, CloneKind.LINKED, bases):
         return choice
     if could_hold(context, attempt, CloneKind.INSTANT, sizes):
         return Choice(CloneKind.INSTANT, Why.NO_ROOM_BOOTED())
     return choice
-
-
-def may_boot(context: Context, attempt: Attempt) -> bool:
-    """Whether the hosts that boot clones of the image could ever hold the attempt's VMs as such clones."""
-    bases = hosts_making(context, context.image_of(attempt), CloneKind.LINKED)
-    return could_hold(context, attempt, CloneKind.LINKED, bases)
 
 
 Way = tuple[CloneKind, HostMap[Size]]  # a kind of clone, and the size of the template, or of the base, on each host
@@ -296,13 +274,12 @@ def ways_now(context: Context, attempt: Attempt, ways: Sequence[Way]) -> Sequenc
 
 
 def unable_to_make(image: str, ways: Sequence[Way]) -> list[Reason]:
-    """The hosts that have the image and cannot make such clones of it."""
     unable = [(kind, list(sizes.where(lambda host, kind=kind: not makes(host, image, kind)))) for kind, sizes in ways]  # type: ignore[misc]
     return [Why.UNABLE(clones=kind, hosts=names) for kind, names in unable if names]
 
 
 def choose_kind(context: Context, attempt: Attempt, forking: HostMap[Size]) -> Choice:
-    """The kind as asked for, or else the one that is a node first. `forking`: hosts that fork, with template sizes."""
+    """The kind that is asked for, or else is a node first. `forking`: hosts that fork, with template sizes."""
     policy = context.policy
     asked = attempt.request.kind or policy.kind
     if asked is not CloneKind.AUTO:
@@ -380,7 +357,6 @@ def _wanted_by_others(context: Context, attempt: Attempt, image: str) -> float:
 
 
 def may_fork(context: Context, attempt: Attempt) -> bool:
-    """Whether the attempt's VMs may be instant clones."""
     return (attempt.request.kind or context.policy.kind) in (CloneKind.INSTANT, CloneKind.AUTO)
 
 
@@ -396,7 +372,6 @@ def hosts_making(context: Context, image: str, kind: CloneKind) -> HostMap[Size]
 
 
 def on_hosts_making(image: str, kind: CloneKind, sizes: HostMap[Size]) -> HostMap[Size]:
-    """Those of the hosts that can make such clones."""
     return sizes.where(lambda host: makes(host, image, kind))
 
 

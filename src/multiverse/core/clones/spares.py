@@ -1,8 +1,8 @@
 """Spares of the warm pools: VMs made before any job asks for them, each taken by one job and never given back.
 
-A *parked* spare is a clone that is restored and paused: it takes any size and identity when it is taken, and until then
-uses hardly any memory and no CPU. A *joined* spare is an idle node of one size: a job of one VM that fits is tied to it
-at once, by the tag that is the VM's own. Spares give way to whatever needs their memory.
+A *parked* spare is restored and paused: it takes any size and identity later, and uses hardly any memory until then. A
+*joined* spare is an idle node of one size: a job that fits is tied to it at once, by the VM's own tag. Spares give way
+to whatever needs their memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from multiverse.core.model.job import Attempt, NodeSpec, NodeState
 from multiverse.core.model.reason import Reason
 from multiverse.core.model.vm import OfferState, Vm, VmCondition, VmState
 from multiverse.core.policy import Policy, Pool
-from multiverse.core.rows import plus
 from multiverse.core.state import State
 
 Taken = tuple[Vm, Size]  # a spare as it serves, and what it claims more than before
@@ -53,7 +52,6 @@ def spare_size(pool: Pool, template: Size, host: Host, policy: Policy) -> Size:
 
 
 def spare_claim(pool: Pool, size: Size, host: Host) -> Size:
-    """What a pool's VM of `size` claims on the host."""
     if pool.depth is Depth.PARKED:
         return parked_claim(host, pool.image)
     return vm_claim(size, host, pool.image, CloneKind.INSTANT)
@@ -63,25 +61,24 @@ def spare_claim(pool: Pool, size: Size, host: Host) -> Size:
 
 
 def joined_for(context: Context, attempt: Attempt, promised: Collection[int] = ()) -> Vm | None:
-    """The joined spare that fits best, with no more memory than must be, and rather one that is not on offer."""
+    """The joined spare that fits best: with little memory, and rather not on offer."""
     request, state, nodes, image = attempt.request, context.state, context.scheduler.nodes, context.image_of(attempt)
     context = context.with_avoided()  # whatever fails there: these have joined
     if request.nodes != 1:
         return None  # the VMs of one job are tied to it by one tag, and know each other from their start
 
-    def is_open_to_all(vm: Vm) -> bool:
-        return set(request.features) <= {image, CloneKind.INSTANT, CloneKind.AUTO}
+    # A joined spare has no limit of bandwidth, and claims none.
+    if (
+        request.size.net
+        or request.sockets != 1
+        or not set(request.features) <= {image, CloneKind.INSTANT, CloneKind.AUTO}
+    ):
+        return None
 
     def fits(vm: Vm) -> bool:
-        return (
-            vm.image == image
-            and vm.account == request.account
-            and vm.node_size.cpus == request.size.cpus
-            and vm.node_size.memory >= request.size.memory
-            and vm.node_size.disk >= request.size.disk
-            and not request.size.net  # a joined spare has no limit, and claims no bandwidth
-            and request.sockets == 1
-        )
+        node, size = vm.node_size, request.size
+        large = node.cpus == size.cpus and node.memory >= size.memory and node.disk >= size.disk
+        return large and (vm.image, vm.account) == (image, request.account)
 
     def is_idle(vm: Vm) -> bool:
         return vm.name in nodes and nodes[vm.name].state is NodeState.IDLE and not nodes[vm.name].reserved
@@ -94,7 +91,7 @@ def joined_for(context: Context, attempt: Attempt, promised: Collection[int] = (
         vm
         for vm in spares(state, Depth.JOINED)
         if vm.state is VmState.JOINED and vm.id not in promised and not is_late(vm) and vm.host in context.hosts
-        if fits(vm) and is_open_to_all(vm) and is_idle(vm) and fit_to_serve(context, vm)
+        if fits(vm) and is_idle(vm) and fit_to_serve(context, vm)
     ]
     return min(fit, key=lambda vm: (vm.node_size.memory, state.offer_of(vm) is OfferState.OPEN, vm.id), default=None)
 
@@ -118,7 +115,7 @@ def parked_for(context: Context, attempt: Attempt, templates: Mapping[str, Size]
         vm = left.pop(0)
         host = context.hosts[vm.host]
         size = vm_size(request.size, templates[vm.host], host, context.policy)
-        more = _less(vm_claim(size, host, image, vm.kind), parked_claim(host, image))
+        more = vm_claim(size, host, image, vm.kind) - parked_claim(host, image)
         if room.fits(vm.host, more) and mine[vm.host] < request.most_on_a_host(request.nodes):
             mine[vm.host] += 1
             room.take(vm.host, more)
@@ -131,10 +128,6 @@ def give_back(taken: list[Taken], room: Room) -> None:
         room.give(vm.host, more)
 
 
-def _less(one: Size, other: Size) -> Size:
-    return plus(one, other, -1)
-
-
 def fit_to_serve(context: Context, vm: Vm) -> bool:
     """Whether a spare may become a job's: it lives, nothing failed in it, it knows no user, and is not too old."""
     seen = context.world.vm(vm)
@@ -145,17 +138,7 @@ def fit_to_serve(context: Context, vm: Vm) -> bool:
         or seen.users_added
     ):
         return False
-    return not any(too_old(vm, pool, context.state.now) for pool in context.policy.pools if is_of(vm, pool))
-
-
-def is_of(vm: Vm, pool: Pool) -> bool:
-    """Whether the VM is such a one as the pool keeps."""
-    same = vm.image == pool.image and vm.pool is pool.depth
-    return same and (pool.depth is Depth.PARKED or vm.node_size == pool.size)
-
-
-def too_old(vm: Vm, pool: Pool, now: float) -> bool:
-    return vm.state in (VmState.PARKED, VmState.JOINED) and now - vm.since > pool.max_age
+    return not any(pool.is_too_old(vm, context.state.now) for pool in context.policy.pools if pool.has(vm))
 
 
 def node_spec(vm: Vm, attempt: Attempt | None, peers: tuple[tuple[str, str], ...] = ()) -> NodeSpec:
@@ -195,5 +178,5 @@ def release_spare(state: State, vm: Vm, why: Reason, *, unfit: bool = False) -> 
 
 
 def named_by_none(image: str, default: str, kind: CloneKind) -> tuple[bool, bool]:
-    """Whether an instant clone of `image` serves jobs that name no image, and those that name no kind."""
+    """Whether an instant clone of `image` serves jobs that name no image, and jobs that name no kind."""
     return image == default, kind in (CloneKind.INSTANT, CloneKind.AUTO)

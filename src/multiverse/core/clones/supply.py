@@ -119,7 +119,6 @@ def request_of(context: Context, attempt: Attempt, choice: Choice) -> CloneReque
 
 
 def describe(choice: Choice, vms: Iterable[Vm], **figures: Any) -> Reason:
-    """What was chosen for an attempt, as its user is told."""
     return Why.CHOICE(choice.why, clones=choice.kind, hosts=[vm.host for vm in vms], **figures)
 
 
@@ -137,12 +136,8 @@ def placed_by(context: Context, attempt: Attempt, choice: Choice, made: Sequence
 
 
 def claims_of(context: Context, vms: Iterable[Vm]) -> list[Claim]:
-    """What these VMs claim, each where it is placed."""
     hosts = context.with_avoided().hosts  # of a joined spare, which is taken wherever it is
     return [Claim(vm.key, vm.host, vm_claim(vm.size, hosts[vm.host], vm.image, vm.kind)) for vm in vms]
-
-
-# --- what VMs can be made of ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

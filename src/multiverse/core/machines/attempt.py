@@ -1,8 +1,4 @@
-"""Attempts: one try at giving a job its VMs. It only goes forward; a job that goes back to the gate gets a new attempt.
-
-In this order: the table; what is awaited; the changes; the steps by which observations move an attempt; and the effect
-that each state permits.
-"""
+"""Attempts: tries at giving jobs their VMs. They only go forward: a job back at the gate gets a new one."""
 
 from __future__ import annotations
 
@@ -34,8 +30,7 @@ from multiverse.core.model.vm import OfferState, Vm, VmCondition, VmState
 from multiverse.core.model.world import World
 from multiverse.core.policy import Policy, why_stays
 from multiverse.core.rows import VmsMissing
-from multiverse.core.runs import why_earlier_run
-from multiverse.core.state import State, quarantine
+from multiverse.core.state import State, quarantine, why_earlier_run
 from multiverse.core.transition import Awaiting, Change, EffectKind, Event, Transition, transitions, unchanged
 
 A = AttemptState
@@ -78,8 +73,6 @@ ATTEMPT: tuple[Transition, ...] = (
     *unchanged([*_LIVE, *ENDING_STATES], Event.QUARANTINED, Event.RETRIED),
 )
 
-# --- what is awaited -------------------------------------------------------------------------------
-
 AWAITED_ATTEMPTS = {
     **dict.fromkeys((A.SPAWNED, A.ADDING_USER, A.RETURNING, A.REVOKING), Awaiting.AFTER_EFFECT),
     A.RECLAIMING: Awaiting.AT_ONCE,
@@ -98,12 +91,10 @@ def admit_attempt(attempt: Attempt, choice: Reason) -> Change:
 
 
 def overtake_attempt(attempt: Attempt, why: Reason) -> Change:
-    """A later job starts ahead of it."""
     return Change(replace(attempt, overtaken=attempt.overtaken + 1), Event.OVERTAKEN, why)
 
 
 def replace_vms(attempt: Attempt, missing: VmsMissing, choice: Reason) -> Change:
-    """It is given other VMs in place of those that are missing."""
     replaced = attempt.replaced + (missing.count if missing.counts else 0)
     again = replace(attempt, replaced=replaced, choice=Why.AND(attempt.choice, Why.THEN(choice)))
     return Change(again, Event.REPLACED, Why.AND(missing.reason, Why.NOW(choice)))
@@ -117,7 +108,6 @@ def return_attempt(attempt: Attempt, event: Event, why: Reason, *, failed: bool 
 
 
 def revoke_attempt(attempt: Attempt, outcome: Outcome, event: Event, why: Reason) -> Change:
-    """It is on its way out, its job to be cancelled."""
     revoking = replace(attempt, state=A.REVOKING, outcome=outcome, reason=why, note=None, quarantined=None)
     return Change(revoking, event, why)
 
@@ -160,7 +150,6 @@ class Sighting:
 
 
 def job_status(expected: JobRef, view: SchedulerView) -> tuple[JobStatus, Job | None]:
-    """What the view says of one run of a job."""
     job = view.jobs.get(expected.job_id)
     if job is None:
         return JobStatus.UNSEEN, None
@@ -172,15 +161,8 @@ def job_status(expected: JobRef, view: SchedulerView) -> tuple[JobStatus, Job | 
     started = job.state is not JobState.PENDING and (job.state is not JobState.ENDED or job.result != "CANCELLED")
     if job.at_origin and started:
         return JobStatus.ELSEWHERE, job
-    match job.state:
-        case JobState.PENDING:
-            return JobStatus.PENDING, job
-        case JobState.RUNNING | JobState.SUSPENDED:
-            return JobStatus.RUNNING, job
-        case JobState.COMPLETING:
-            return JobStatus.COMPLETING, job
-        case JobState.ENDED:
-            return JobStatus.ENDED, job
+    state = JobState.RUNNING if job.state is JobState.SUSPENDED else job.state
+    return JobStatus(state.value), job
 
 
 # --- creation --------------------------------------------------------------------------------------
@@ -208,7 +190,6 @@ def open_attempts(state: State, world: World, policy: Policy, *, only_taken: boo
 
 
 def _stays(job: Job, policy: Policy) -> bool:
-    """Whether the job is left to its own partition as it is."""
     return job.at_origin and (job.state is not JobState.PENDING or bool(why_stays(job, policy)))
 
 
@@ -283,7 +264,6 @@ def _request_of(job: Job) -> Request:
 
 
 def step_attempt(state: State, attempt_id: int, world: World, policy: Policy) -> None:
-    """Move one attempt by what the scheduler shows of its job."""
     attempt = state.attempts.get(attempt_id)
     if attempt is None or world.scheduler is None:
         return
@@ -331,7 +311,6 @@ _OVER = (JobStatus.ENDED, JobStatus.ELSEWHERE, JobStatus.UNSEEN)  # the job need
 
 
 def _step_if_over(state: State, attempt: Attempt, seen: Sighting, world: World) -> bool:
-    """End an attempt whose job has ended or was started anew by the scheduler, in whichever state it is."""
     if seen.status is JobStatus.UNSEEN and seen.began <= world.ended_at(attempt.key, attempt.since):
         return True  # the job is not shown, but the observation is too old to tell that it is gone
     if seen.status is JobStatus.ELSEWHERE:
@@ -373,12 +352,10 @@ def _over(attempt: Attempt) -> Event:
 
 
 def _why_requeued(state: State, attempt: Attempt) -> Reason:
-    """That the scheduler has queued the job again, and what ended its VMs."""
     return Why.REQUEUED(next((vm.reason for vm in state.vms_of(attempt) if vm.reason), None))
 
 
 def _step_waiting(state: State, attempt: Attempt, seen: Sighting, world: World) -> None:
-    """Queued, ungated, stray or restoring: follow what the job asks for, and whether it is where it belongs."""
     job = seen.shown
     if seen.status is JobStatus.PENDING:
         request = _request_of(job)
@@ -502,7 +479,6 @@ def _ask_for_vms(state: State, attempt: Attempt, missing: int, policy: Policy) -
 
 
 def _step_pinned(state: State, attempt: Attempt, seen: Sighting, world: World, policy: Policy) -> None:
-    """Spawned or adding a user: the job is to run on the attempt's VMs, which have joined."""
     job = seen.shown
     waits = attempt.state is A.ADDING_USER and _waits_for_its_user(state, attempt, world, policy)
     vms = state.serving_vms_of(attempt)
@@ -588,7 +564,10 @@ def _step_ending(state: State, attempt: Attempt, seen: Sighting, world: World, p
     elif attempt.state is A.RETURNING:
         state.move(Change(replace(attempt, state=A.RECLAIMING), Event.RETURNED, Why.OFF_NODES()))
     attempt = state.attempts[attempt.id]
-    _release_vms(state, attempt, vms, names & seen.view.occupied)
+    # If a job has not left a node in time, the node goes DOWN first.
+    if leaving := [vm for vm in vms if not vm.leaving and vm.state is not VmState.LOST]:
+        occupied = names & seen.view.occupied
+        state.move(*(release_vm(vm, attempt.reason, occupied=vm.name in occupied) for vm in leaving))
     if not vms:
         _finish(state, attempt, seen, policy)
 
@@ -660,13 +639,6 @@ def _end_vms_without_user(state: State, attempt: Attempt, world: World) -> bool:
     return True
 
 
-def _release_vms(state: State, attempt: Attempt, vms: list[Vm], occupied: set[str]) -> None:
-    """Release all VMs. If a job has not left a node in time, the node goes DOWN first."""
-    leaving = [vm for vm in vms if not vm.leaving and vm.state is not VmState.LOST]
-    if leaving:
-        state.move(*(release_vm(vm, attempt.reason, occupied=vm.name in occupied) for vm in leaving))
-
-
 def _finish(state: State, attempt: Attempt, seen: Sighting, policy: Policy) -> None:
     outcome = attempt.outcome or "done"
     state.move(Change(replace(attempt, state=A(outcome), quarantined=None), Event.RECLAIMED, attempt.reason))
@@ -686,9 +658,6 @@ def _finish(state: State, attempt: Attempt, seen: Sighting, policy: Policy) -> N
         _open(state, seen.job, again)
 
 
-# --- effect ----------------------------------------------------------------------------------------
-
-
 ATTEMPT_EFFECTS = {
     A.STRAY: EffectKind.REQUEUE,
     A.UNGATED: EffectKind.GATE,
@@ -702,6 +671,5 @@ ATTEMPT_EFFECTS = {
 
 
 def effect_text(attempt: Attempt) -> str:
-    """What the effect leaves for the job's user."""
     texts = {EffectKind.HOLD: attempt.note, EffectKind.PIN: attempt.choice, EffectKind.REVOKE: attempt.reason}
     return text_of(texts.get(ATTEMPT_EFFECTS[attempt.state]))

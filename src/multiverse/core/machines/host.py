@@ -1,20 +1,18 @@
-"""Hosts of the site: whether they belong to it, and whether what was on them has surely ended.
-
-In this order: the table, the changes, the step by which observations move a host, and the effect that each state
-permits.
-"""
+"""Hosts of the site: whether they belong to it, and whether what was on them has surely ended."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property
+from functools import cache
 
 from multiverse.core.avoidance import tried_at_once
 from multiverse.core.machines.vm import end_vms
-from multiverse.core.model import Drain, HostState, KnownHost, Reason, Why, World, said
+from multiverse.core.model.host import Drain, HostState, KnownHost
+from multiverse.core.model.reason import Reason, Why, said
+from multiverse.core.model.world import World
 from multiverse.core.policy import Policy
-from multiverse.core.runs import is_waited_for
-from multiverse.core.state import State
+from multiverse.core.state import State, is_waited_for
 from multiverse.core.transition import Change, EffectKind, Event, Transition, transitions, unchanged
 
 H = HostState
@@ -37,8 +35,6 @@ HOST: tuple[Transition, ...] = (
     *unchanged(_MEMBERS, Event.DRAINED, Event.AVOIDED, Event.CLEARED, Event.QUARANTINED, Event.RETRIED),
 )
 
-# --- changes ---------------------------------------------------------------------------------------
-
 
 def fence(state: State, host: KnownHost, why: Reason) -> None:
     """The host is surely off, or nothing of its VMs goes on: they count as ended."""
@@ -53,7 +49,6 @@ def add_host(host: KnownHost, why: Reason) -> Change:
 
 
 def drain_host(host: KnownHost, drain: Drain, why: Reason) -> Change:
-    """It is to get no new VM."""
     return Change(replace(host, drain=drain), Event.DRAINED, said(drain.reason) or why)
 
 
@@ -63,12 +58,10 @@ def resume_host(host: KnownHost, why: Reason) -> Change:
 
 
 def remove_host(host: KnownHost, why: Reason) -> Change:
-    """It belongs to the site no more."""
     return Change(replace(host, state=H.REMOVED, reason=None, drain=None), Event.REMOVED, why)
 
 
 def return_host(host: KnownHost, why: Reason | None) -> Change:
-    """Its lease has ended."""
     return Change(replace(host, state=H.RETURNED, drain=None), Event.GIVEN_BACK, why)
 
 
@@ -76,20 +69,19 @@ def return_host(host: KnownHost, why: Reason | None) -> Change:
 
 
 def hosts_to_step(state: State) -> list[str]:
-    """The hosts that time or an observation may move."""
     silent = state.compared.silent
     unusual = [host.name for host in state.hosts_in(H.SILENT, H.FENCING, H.FENCED)]
     of_silent = [host.name for host in state.hosts.values() if host.source in silent] if silent else []
     return sorted({*unusual, *of_silent})
 
 
-def step_host(state: State, name: str, world: World, policy: Policy, quorum: Quorum) -> None:
+def step_host(state: State, name: str, world: World, policy: Policy, hold: Hold) -> None:
     """Move one host by what is heard of it, and by whether the scheduler reaches its VMs and jobs wait for it."""
     host = state.hosts.get(name)
     if host is None or host.quarantined or host.state is H.REMOVED:
         return
     latest = world.latest(host.source)
-    # An answer that was on its way for long may be older than the moment from which on the host was off.
+    # A late answer may be older than the host's end.
     if latest is not None and name in latest.value.hosts:
         if host.state is not H.KNOWN and latest.began > host.since:
             _find(state, host, Why.IS_BACK())
@@ -104,17 +96,17 @@ def step_host(state: State, name: str, world: World, policy: Policy, quorum: Quo
     elif state.now - since <= policy.silence or not is_given_up(state, host, world):
         _find(state, host, Why.NOT_SILENT())
     else:
-        _step_silent(state, host, since, policy, quorum)
+        _step_silent(state, host, since, policy, hold)
 
 
 def _find(state: State, host: KnownHost, why: Reason) -> None:
     state.move(Change(replace(host, state=H.KNOWN, reason=None), Event.FOUND, why))
 
 
-def _step_silent(state: State, host: KnownHost, since: float, policy: Policy, quorum: Quorum) -> None:
+def _step_silent(state: State, host: KnownHost, since: float, policy: Policy, hold: Hold) -> None:
     alone = max(since, host.since)  # neither the controller nor the scheduler has reached it since then
     limit = host.value.self_fence if host.value else 0.0
-    held = quorum.held_back(host)
+    held = hold(host)
     if limit and state.now - alone > limit + max(policy.fence_margin, limit / 5):
         fence(state, host, Why.SELF_FENCED(host=host.name, limit=limit))
     elif host.state is H.FENCING and held:
@@ -150,40 +142,33 @@ def is_given_up(state: State, host: KnownHost, world: World) -> bool:
     return any(is_waited_for(state, vm) for vm in vms)
 
 
-class Quorum:
-    """Holds fencing back while most hosts are silent: then the controller itself is probably cut off."""
+Hold = Callable[[KnownHost], Reason | None]
+"""Says why a silent host is not fenced by the site's command; None if it may be."""
 
-    def __init__(self, state: State, world: World, policy: Policy) -> None:
-        self._state, self._world, self._policy = state, world, policy
 
-    def held_back(self, host: KnownHost) -> Reason | None:
-        if host.name == self._policy.here:
-            return Why.CONTROLLER_THERE()
-        return self._lack
+def hold_fencing(state: State, world: World, policy: Policy) -> Hold:
+    """While most hosts are silent, none is fenced: then the controller itself is probably cut off."""
 
-    @cached_property
-    def _lack(self) -> Reason | None:
-        if not self._policy.quorum:
+    @cache
+    def lack() -> Reason | None:
+        if not policy.quorum:
             return None
-        hosts, here, leased = self._world.hosts, self._policy.here, self._state.leased
         # Leased hosts are out of sight whenever the scheduler is.
-        known = [one for one in self._state.hosts.values() if one.name != here and one.name not in leased]
-        others = [one for one in known if one.value and not one.is_off]
-        shown = sum(one.name in hosts for one in others)
-        total = shown + sum(one.name not in hosts and one.drain is None for one in others)
-        if not shown or shown < self._policy.quorum * total:
-            return Why.FEW_IN_SIGHT(shown=shown, total=total)
-        return None
+        apart = {policy.here, *state.leased}
+        others = [one for one in state.hosts.values() if one.name not in apart and one.value and not one.is_off]
+        shown = sum(one.name in world.hosts for one in others)
+        total = shown + sum(one.name not in world.hosts and one.drain is None for one in others)
+        few = not shown or shown < policy.quorum * total
+        return Why.FEW_IN_SIGHT(shown=shown, total=total) if few else None
+
+    return lambda host: Why.CONTROLLER_THERE() if host.name == policy.here else lack()
 
 
 def held_back(state: State, world: World, policy: Policy) -> dict[str, Reason]:
     """Why silent hosts are not fenced by the site's command though they could be, by host."""
-    quorum, silent = Quorum(state, world, policy), state.hosts_in(H.SILENT)
-    found = {host.name: quorum.held_back(host) for host in silent if fences(state, host, policy)}
+    hold, silent = hold_fencing(state, world, policy), state.hosts_in(H.SILENT)
+    found = {host.name: hold(host) for host in silent if fences(state, host, policy)}
     return {name: why for name, why in found.items() if why}
-
-
-# --- effect ----------------------------------------------------------------------------------------
 
 
 HOST_EFFECTS = {H.FENCING: EffectKind.FENCE}

@@ -1,10 +1,7 @@
-"""Leases: hosts that are borrowed from the scheduler, each by a pilot job.
-
-In this order: the table, the changes, the step by which observations move a lease, and the effect that each state
-permits. When one is asked for or given back, `core.leases` decides.
+"""Leases: hosts that are borrowed from the scheduler, each by a pilot job. `core.leases` decides about them.
 
 The host of a lease is a row of its own, from when its pilot was seen running until the lease is gone. Its number is
-that of the lease, made negative: no number of a host that is not leased is, and none recurs.
+that of the lease, made negative.
 """
 
 from __future__ import annotations
@@ -51,8 +48,6 @@ LEASE: tuple[Transition, ...] = (
     *unchanged(_LIVE, Event.QUARANTINED, Event.RETRIED),
 )
 
-# --- changes ---------------------------------------------------------------------------------------
-
 
 def plan_lease(lease: Lease, why: Reason) -> Change:
     return Change(lease, Event.PLANNED, why)
@@ -95,27 +90,27 @@ def pilots_of(lease: Lease, view: SchedulerView) -> dict[str, PilotSeen]:
 
 
 def _pilot_of(lease: Lease, view: SchedulerView) -> PilotSeen | None:
-    """Its pilot. The scheduler's ids come again, also as that of another lease's pilot."""
+    """Its pilot, by name and token: the scheduler's ids come again."""
     pilot = view.pilots.get(lease.pilot)
     mine = pilot is not None and (pilot.name, pilot.token) == (lease.name, lease.spec.token)
     return pilot if mine else None
 
 
 def _step_asked(state: State, lease: Lease, view: SchedulerView, world: World) -> None:
-    """Its pilot waits to be started. Of several, after a lost reply, the one that has come farthest counts."""
+    """Its pilot waits to be started. After a lost reply there may be several: the farthest one counts."""
     order = [PilotState.RUNNING, PilotState.PENDING, PilotState.ENDING, PilotState.ENDED]
     known = sorted((order.index(one.state), len(id_), id_) for id_, one in pilots_of(lease, view).items())
     if not known:
         assert world.scheduler is not None
         # One that is planned is submitted again.
         if lease.state is L.WAITING and world.scheduler.began > max(lease.since, world.ended_at(lease.key)):
-            _give_up(state, lease, Event.VANISHED, Why.PILOT_GONE())
+            state.move(release_lease(lease, Event.VANISHED, Why.PILOT_GONE()))
         return
     id_ = known[0][2]
     pilot = view.pilots[id_]
     seen = replace(lease, pilot=id_)
     if pilot.restarts or pilot.state in (PilotState.ENDING, PilotState.ENDED):
-        _give_up(state, seen, Event.FAILED, _why(id_, pilot))
+        state.move(release_lease(seen, Event.FAILED, _why(id_, pilot)))
     elif pilot.state is PilotState.RUNNING:
         state.know_host(KnownHost(lease.name, lease.name, id=-lease.id))
         granted = replace(seen, state=L.STARTING, node=pilot.node, ends=_ends(pilot))
@@ -149,7 +144,7 @@ def _step_running(state: State, lease: Lease, pilot: PilotSeen | None, world: Wo
     host = state.hosts.get(lease.name)
     if host is not None and host.state in (HostState.SILENT, HostState.FENCING):
         # What is heard of its pilot when that has ended fences it.
-        _give_up(state, lease, Event.FAILED, Why.AGENT_SILENT())
+        state.move(release_lease(lease, Event.FAILED, Why.AGENT_SILENT()))
         return
     in_sight, vms = shown is not None, state.vms_on(lease.name)
     if lease.state is L.STARTING:
@@ -157,7 +152,7 @@ def _step_running(state: State, lease: Lease, pilot: PilotSeen | None, world: Wo
         if in_sight:
             state.move(Change(replace(lease, state=L.IDLE), Event.FOUND, Why.AGENT_ANSWERS()))
         elif world.scheduler is not None and world.scheduler.began - lease.since > limit:
-            _give_up(state, lease, Event.FAILED, Why.AGENT_LATE(limit=limit))
+            state.move(release_lease(lease, Event.FAILED, Why.AGENT_LATE(limit=limit)))
     elif lease.state is L.IDLE and vms:
         state.move(Change(replace(lease, state=L.HELD, used=lease.used + 1), Event.TAKEN, Why.FOR_VM(vm=vms[0].name)))
     elif lease.state is L.HELD and not vms:
@@ -180,22 +175,21 @@ def _end_vms(state: State, lease: Lease, why: Reason) -> None:
 
 
 def _step_ending(state: State, lease: Lease, pilot: PilotSeen | None) -> None:
-    """Its pilot is given up once nothing is left on its host, or it has ended."""
     if pilot is None or pilot.state is PilotState.ENDED:
         _over(state, lease, pilot)
     elif not state.vms_on(lease.name):
-        _give_up(state, lease, Event.RELEASED, lease.reason)
+        state.move(release_lease(lease, Event.RELEASED, lease.reason))
 
 
 def _over(state: State, lease: Lease, pilot: PilotSeen | None) -> None:
-    """Its pilot does not run any more. Its end is that of its VMs only if its node is known to be clean of it."""
+    """Its pilot is over. Its VMs have ended too only if its node is known to be clean."""
     why = _why(lease.pilot, pilot)
     if pilot is not None and pilot.state is PilotState.ENDED and pilot.clean:
         _fence_host(state, lease, Why.OF_HOST(why, host=lease.name))
     elif _may_go_on(state, lease):
         state.move(_lose(lease, Why.MAY_GO_ON(why, node=lease.node)))
         return
-    _give_up(state, lease, Event.VANISHED, why)
+    state.move(release_lease(lease, Event.VANISHED, why))
 
 
 def _fence_host(state: State, lease: Lease, why: Reason) -> None:
@@ -213,7 +207,7 @@ def _step_lost(state: State, lease: Lease, pilot: PilotSeen | None) -> None:
     if pilot is not None and pilot.state is PilotState.ENDED and pilot.clean:
         _fence_host(state, lease, Why.NODE_CLEAN(host=lease.name, node=lease.node, pilot=lease.pilot))
     if not _may_go_on(state, lease):
-        _give_up(state, lease, Event.FENCED, Why.NOTHING_GOES_ON())
+        state.move(release_lease(lease, Event.FENCED, Why.NOTHING_GOES_ON()))
 
 
 def _step_releasing(state: State, lease: Lease, view: SchedulerView, world: World) -> None:
@@ -238,10 +232,6 @@ def _step_releasing(state: State, lease: Lease, view: SchedulerView, world: Worl
         state.move(over, *gone, free=[row.claim_key for row in templates])
 
 
-def _give_up(state: State, lease: Lease, event: Event, why: Reason | None) -> None:
-    state.move(release_lease(lease, event, why))
-
-
 def unexplained_pilots(leases: Mapping[int, Lease], view: SchedulerView) -> list[tuple[str, str]]:
     """Name and id of each pilot that belongs to no lease. Leases that are given up cancel their own."""
     named = {lease.name: lease for lease in leases.values()}
@@ -254,7 +244,5 @@ def unexplained_pilots(leases: Mapping[int, Lease], view: SchedulerView) -> list
             found.append((pilot.name, id_))
     return found
 
-
-# --- effect ----------------------------------------------------------------------------------------
 
 LEASE_EFFECTS = {L.PLANNED: EffectKind.REQUEST, L.LOST: EffectKind.GIVE_BACK, L.RELEASING: EffectKind.GIVE_BACK}

@@ -1,23 +1,19 @@
-"""Offers: joined spares that jobs may take by themselves, as they are submitted.
-
-In this order: the table, the changes, the steps by which observations move an offer, and the effect that each state
-permits.
-"""
+"""Offers: joined spares that jobs may take by themselves, as they are submitted."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from multiverse.core.machines.vm import release_vm
-from multiverse.core.model import Offer, OfferState, Reason, Vm, VmState, Why, World
+from multiverse.core.model.reason import Reason, Why
+from multiverse.core.model.vm import Offer, OfferState, Vm, VmState
+from multiverse.core.model.world import World
 from multiverse.core.state import State
 from multiverse.core.transition import Change, EffectKind, Event, Transition, transitions, unchanged
 
 O = OfferState  # noqa: E741
-
 ARRIVAL = 30.0  # seconds for a job to appear that took a spare: slurmctld lets others go first
-
-UNSERVED = 5.0  # the same, if an observation has shown a job on it, but one that cannot be served
+UNSERVED = 5.0  # seconds, if the job that took it was seen and cannot be served
 
 # --- table -----------------------------------------------------------------------------------------
 
@@ -33,11 +29,8 @@ OFFER: tuple[Transition, ...] = (
     *unchanged(_LIVE, Event.QUARANTINED, Event.RETRIED),
 )
 
-# --- changes ---------------------------------------------------------------------------------------
-
 
 def open_offer(vm: Vm, now: float) -> Change:
-    """A job that comes may take the spare by itself."""
     return Change(Offer(vm.id, now), Event.OFFERED, Why.OFFERED())
 
 
@@ -90,9 +83,6 @@ def _step_taken(state: State, offer: Offer, vm: Vm, began: float, *, occupied: b
         why = Why.DID_NOT_COME()
         gone = release_vm(replace(vm, reason=why), why, occupied=occupied)
         state.move(gone, Change(offer, Event.MISSED, why))
-
-
-# --- effect ----------------------------------------------------------------------------------------
 
 
 OFFER_EFFECTS = {O.OPEN: EffectKind.OFFER, O.CLOSING: EffectKind.WITHDRAW}

@@ -11,7 +11,11 @@ from multiverse.core.machines.lease import LEASE, LEASE_EFFECTS
 from multiverse.core.machines.offer import OFFER, OFFER_EFFECTS
 from multiverse.core.machines.template import TEMPLATE, TEMPLATE_EFFECTS
 from multiverse.core.machines.vm import AWAITED_VMS, VM, VM_EFFECTS
-from multiverse.core.model import Attempt, Key, KnownHost, Offer, Row, RowKind, TemplateState, Vm, VmState
+from multiverse.core.model.basics import Key, RowKind
+from multiverse.core.model.host import KnownHost
+from multiverse.core.model.job import Attempt
+from multiverse.core.model.vm import Offer, TemplateState, Vm, VmState
+from multiverse.core.model.world import Row
 from multiverse.core.state import State
 from multiverse.core.transition import Awaiting, Effect, EffectKind, Tables
 

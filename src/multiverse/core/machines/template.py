@@ -1,15 +1,13 @@
-"""Templates: frozen parents of instant clones.
-
-In this order: the table, the changes, the step by which observations move a template, and the effect that each state
-permits.
-"""
+"""Templates: frozen parents of instant clones."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
 
-from multiverse.core.model import Reason, Template, TemplateCondition, TemplateState, Why, World, said
+from multiverse.core.model.reason import Reason, Why, said
+from multiverse.core.model.vm import Template, TemplateCondition, TemplateState
+from multiverse.core.model.world import World
 from multiverse.core.state import State
 from multiverse.core.transition import Change, EffectKind, Event, Transition, transitions, unchanged
 
@@ -29,16 +27,13 @@ TEMPLATE: tuple[Transition, ...] = (
     *unchanged([T.BUILDING, T.READY, T.BROKEN, T.RETIRING], Event.QUARANTINED, Event.RETRIED),
 )
 
-# --- changes ---------------------------------------------------------------------------------------
-
 
 def need_template(template: Template, why: Reason) -> Change:
-    """It is to be built, whether it was never there or is broken."""
     return Change(replace(template, state=T.BUILDING, reason=None), Event.NEEDED, why)
 
 
 def adopt_template(template: Template, why: Reason, *, ready: bool) -> Change:
-    """A template was found that no record explains. The row of one that is being built lets that be finished."""
+    """A template was found without a row. If it is being built, that goes on."""
     return Change(replace(template, state=T.READY if ready else T.BUILDING), Event.FOUND, why)
 
 
@@ -47,7 +42,6 @@ def break_template(template: Template, why: Reason) -> Change:
 
 
 def is_present(template: Template) -> bool:
-    """Whether it is there, or is to be, and may be dropped."""
     return template.state in (T.READY, T.BROKEN, T.BUILDING)
 
 
@@ -69,7 +63,6 @@ def remove_templates(templates: Iterable[Template], why: Reason) -> list[Change]
 
 
 def step_template(state: State, template_id: int, world: World) -> None:
-    """Move one template by what its source shows."""
     row = state.templates.get(template_id)
     if row is None or row.quarantined:
         return
@@ -95,9 +88,6 @@ def step_template(state: State, template_id: int, world: World) -> None:
 def template_is_settled(template: Template) -> bool:
     """Whether neither time nor another effect can move the row before its source is observed anew."""
     return bool(template.quarantined) or template.state in (T.READY, T.BROKEN)
-
-
-# --- effect ----------------------------------------------------------------------------------------
 
 
 TEMPLATE_EFFECTS = {T.BUILDING: EffectKind.BUILD, T.RETIRING: EffectKind.DROP}

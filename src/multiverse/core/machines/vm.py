@@ -1,8 +1,4 @@
-"""VMs: from before they exist until they are seen gone.
-
-In this order: the table; what is awaited; the changes; the steps by which observations move a VM; and the effect that
-each state permits.
-"""
+"""VMs: from before they exist until they are seen gone."""
 
 from __future__ import annotations
 
@@ -13,26 +9,9 @@ from math import inf
 from multiverse.core.avoidance import blame, joined
 from multiverse.core.model.basics import ClaimKey, Depth
 from multiverse.core.model.host import HypervisorView
-from multiverse.core.model.job import (
-    ENDING_STATES,
-    PINNED_STATES,
-    Attempt,
-    AttemptState,
-    JobState,
-    NodeState,
-    SchedulerView,
-)
+from multiverse.core.model.job import ENDING_STATES, PINNED_STATES, Attempt, AttemptState, JobState, NodeState
 from multiverse.core.model.reason import Reason, Why, said
-from multiverse.core.model.vm import (
-    LEAVING_STATES,
-    UPCOMING_STATES,
-    OfferState,
-    Place,
-    Vm,
-    VmCondition,
-    VmSeen,
-    VmState,
-)
+from multiverse.core.model.vm import LEAVING_STATES, UPCOMING_STATES, OfferState, Place, Vm, VmCondition, VmState
 from multiverse.core.model.world import Seen, World
 from multiverse.core.policy import Policy
 from multiverse.core.state import State
@@ -76,8 +55,6 @@ VM: tuple[Transition, ...] = (
 
 OFFER_TERM = 15.0  # seconds for which a job may still take an idle orphan, by an earlier controller's offer
 
-# --- what is awaited -------------------------------------------------------------------------------
-
 AWAITED_VMS = {
     **dict.fromkeys((V.STARTING, V.ENDING, V.REMOVING, V.RELEASING), Awaiting.AFTER_EFFECT),
     V.RETIRING: Awaiting.UNHURRIED,
@@ -97,12 +74,10 @@ def adopt_vm(vm: Vm, why: Reason) -> Change:
 
 
 def start_vm(vm: Vm) -> Change:
-    """It is given its identity."""
     return Change(replace(vm, state=V.STARTING), Event.START)
 
 
 def take_vm(vm: Vm, attempt: Attempt, why: Reason) -> Change:
-    """A spare serves the attempt from now on, even if it was to go."""
     state = V.JOINED if vm.state is V.RETIRING else vm.state
     return Change(replace(vm, state=state, attempt=attempt.id, reason=None), Event.TAKEN, why)
 
@@ -112,7 +87,6 @@ def run_job_on_vm(vm: Vm) -> Change:
 
 
 def retire_vm(vm: Vm, why: Reason) -> Change:
-    """A joined spare is to go as soon as no job can take it any more."""
     return Change(replace(vm, state=V.RETIRING, reason=why), Event.RETIRED, why)
 
 
@@ -123,12 +97,11 @@ def release_vm(vm: Vm, why: Reason | None, *, occupied: bool = False) -> Change:
 
 
 def end_vm(vm: Vm, event: Event, why: Reason) -> Change:
-    """It is destroyed at once, and its node goes DOWN."""
     return Change(replace(vm, state=V.ENDING, quarantined=None, reason=why), event, why)
 
 
 def end_vms(state: State, vms: Iterable[Vm], event: Event, why: Reason) -> None:
-    """End those that are not ending yet and are at one place. An earlier reason stays."""
+    """End the VMs that are not ending yet and are at one place. An earlier reason stays."""
     for vm in vms:
         if not vm.leaving and len(vm.places) == 1:
             state.move(replace(end_vm(vm, event, vm.reason or why), reason=why))
@@ -144,7 +117,6 @@ def fail_vm(state: State, vm: Vm, event: Event, why: Reason, world: World, polic
 
 
 def step_vm(state: State, vm_id: int, world: World, policy: Policy) -> None:
-    """Move one VM by what its source and the scheduler show."""
     vm = state.vms.get(vm_id)
     if vm is None or vm.quarantined:
         return
@@ -258,7 +230,7 @@ def _find_again(state: State, vm: Vm, world: World) -> None:
 def _step_in_sight(state: State, vm: Vm, latest: Seen[HypervisorView], world: World, policy: Policy) -> None:
     seen, began = world.vm(vm), latest.began
     if vm.state is V.PLANNED:
-        _step_planned(state, vm, seen, began, world, policy)
+        _step_planned(state, vm, began, world, policy)
         return
     absent = seen is None and began > world.ended_at(vm.key, vm.since) and began > vm.since
     dead = seen is not None and seen.condition is VmCondition.DEAD
@@ -271,13 +243,13 @@ def _step_in_sight(state: State, vm: Vm, latest: Seen[HypervisorView], world: Wo
     if vm.state is V.PARKED and (to_join or (attempt is not None and attempt.state is AttemptState.SPAWNING)):
         state.move(start_vm(vm))
     elif vm.state is V.STARTING:
-        _step_starting(state, vm, seen, world, policy)
+        _step_starting(state, vm, world, policy)
     elif vm.state is V.RETIRING and state.offer_of(vm) in (OfferState.CLOSED, None):
         state.move(release_vm(vm, vm.reason))
 
 
-def _step_planned(state: State, vm: Vm, seen: VmSeen | None, began: float, world: World, policy: Policy) -> None:
-    ended = world.ended_at(vm.key, vm.since)
+def _step_planned(state: State, vm: Vm, began: float, world: World, policy: Policy) -> None:
+    seen, ended = world.vm(vm), world.ended_at(vm.key, vm.since)
     if seen is None and vm.key in state.unconfirmed:
         why = Why.UNCONFIRMED()  # no failure of its image
         state.move(end_vm(vm, Event.RELEASED, why))
@@ -288,14 +260,10 @@ def _step_planned(state: State, vm: Vm, seen: VmSeen | None, began: float, world
         known = replace(vm, state=V.PARKED, address=vm.address or seen.address, mac=vm.mac or seen.mac)
         state.move(Change(known, Event.EXISTS))
     elif seen is not None and seen.condition is VmCondition.DEAD and began > ended:
-        _fail(state, vm, said(seen.reason) or Why.DIED_CREATING(), world, policy)
+        state.move(*fail_vm(state, vm, Event.FAILED, said(seen.reason) or Why.DIED_CREATING(), world, policy))
     elif began - vm.since > policy.spawn_timeout and began > world.ended_at(vm.key):
         # Not while its creation is under way: that has a time limit of its own, and copying a large disk takes long.
-        _fail(state, vm, Why.NOT_CREATED(limit=policy.spawn_timeout), world, policy)
-
-
-def _fail(state: State, vm: Vm, why: Reason, world: World, policy: Policy) -> None:
-    state.move(*fail_vm(state, vm, Event.FAILED, why, world, policy))
+        state.move(*fail_vm(state, vm, Event.FAILED, Why.NOT_CREATED(limit=policy.spawn_timeout), world, policy))
 
 
 def _step_dead(state: State, vm: Vm, why: Reason, world: World, policy: Policy) -> None:
@@ -319,24 +287,28 @@ def _job_is_pinned(state: State, vm: Vm, world: World) -> bool:
     return job is not None and job.state is JobState.PENDING and job.pinned == attempt.feature
 
 
-def _step_starting(state: State, vm: Vm, seen: VmSeen | None, world: World, policy: Policy) -> None:
+def _step_starting(state: State, vm: Vm, world: World, policy: Policy) -> None:
     """A VM has joined when both sides say so: its node is registered, and its guest is complete."""
     if world.scheduler is None:
         return
-    node = world.scheduler.value.nodes.get(vm.name)
+    node, attempt, seen = world.scheduler.value.nodes.get(vm.name), state.attempt_of(vm), world.vm(vm)
+    startable_since = max(vm.since, world.user_known_since(attempt.uid)) if attempt else vm.since
     registered = node is not None and node.state in (NodeState.IDLE, NodeState.BUSY)
     if registered and seen is not None and seen.condition is VmCondition.RUNNING:
         state.move(Change(replace(vm, state=V.JOINED), Event.REGISTERED), *joined(state, vm))
     elif node is not None and node.is_unusable:
-        _fail(state, vm, Why.CAME_UP(said(node.reason or "no reason given"), found=node.state), world, policy)
-    elif world.node_began(vm.name) - _startable_since(state, vm, world) > policy.spawn_timeout:
-        _fail(state, vm, Why.NOT_REGISTERED(limit=policy.spawn_timeout), world, policy)
-
-
-def _startable_since(state: State, vm: Vm, world: World) -> float:
-    """Since when the VM can be started: since its user is known."""
-    attempt = state.attempt_of(vm)
-    return max(vm.since, world.user_known_since(attempt.uid)) if attempt else vm.since
+        state.move(
+            *fail_vm(
+                state,
+                vm,
+                Event.FAILED,
+                Why.CAME_UP(said(node.reason or "no reason given"), found=node.state),
+                world,
+                policy,
+            )
+        )
+    elif world.node_began(vm.name) - startable_since > policy.spawn_timeout:
+        state.move(*fail_vm(state, vm, Event.FAILED, Why.NOT_REGISTERED(limit=policy.spawn_timeout), world, policy))
 
 
 def _step_leaving(state: State, vm: Vm, world: World) -> None:
@@ -345,7 +317,8 @@ def _step_leaving(state: State, vm: Vm, world: World) -> None:
     ended = world.effect_ended_at.get(vm.key)
     if ended is None or world.scheduler is None:
         return
-    since = max(ended, vm.since)
+    since, attempt = max(ended, vm.since), state.attempt_of(vm)
+    jobs_began = world.job_began(attempt.job.job_id) if attempt else world.scheduler.began  # on a spare any job may be
     node_is_gone = vm.name not in world.scheduler.value.nodes and world.node_began(vm.name) > since
     off = _is_off(state, vm, vm.place, since, world)
     if off and node_is_gone:
@@ -353,7 +326,7 @@ def _step_leaving(state: State, vm: Vm, world: World) -> None:
     elif off and vm.state in (V.REMOVING, V.RELEASING) and _only_its_node_is_left(state, vm, since, world):
         left = Change(replace(vm, state=V.DELETING), Event.NODE_LEFT, Why.NODE_LEFT())
         state.move(left, free=vm.claim_keys)
-    elif vm.state is V.ENDING and _jobs_began(state, vm, world) > since and not _may_be_needed(state, vm, world):
+    elif vm.state is V.ENDING and jobs_began > since and not _may_be_needed(state, vm, world):
         state.move(Change(replace(vm, state=V.REMOVING), Event.NODE_FREE, Why.NODE_FREE()))
 
 
@@ -375,13 +348,6 @@ def _step_deleting(state: State, vm: Vm, world: World) -> None:
         return
     if world.node_began(vm.name) > max(vm.since, world.ended_at(vm.key)):
         state.move(Change(replace(vm, state=V.GONE), Event.ABSENT))
-
-
-def _jobs_began(state: State, vm: Vm, world: World) -> float:
-    """Since when it is known which jobs are on its node: its attempt's job or, on a spare, any job."""
-    attempt = state.attempt_of(vm)
-    assert world.scheduler is not None
-    return world.job_began(attempt.job.job_id) if attempt else world.scheduler.began
 
 
 def _may_be_needed(state: State, vm: Vm, world: World) -> bool:
@@ -408,7 +374,6 @@ def _is_occupied(vm: Vm, world: World) -> bool:
 
 
 def _is_off(state: State, vm: Vm, place: Place, since: float, world: World) -> bool:
-    """Whether nothing of its name is at one of its places, as observed since then."""
     latest = world.latest(place.source)
     if latest is None or place.host not in latest.value.hosts:
         return state.is_fenced(place.host)
@@ -430,29 +395,14 @@ def _step_orphan(state: State, vm: Vm, world: World) -> None:
     if world.scheduler is None:
         return
     view, began = world.scheduler.value, world.scheduler.began
-    if may_have_a_job(view, vm.name):
-        job_id = _job_on(view, vm.name)
+    if view.may_have_a_job(vm.name):
+        over = (JobState.PENDING, JobState.ENDED)
+        on_it = (id_ for id_, job in sorted(view.jobs.items()) if vm.name in job.nodes and job.state not in over)
+        job_id = next(on_it, "")
         if job_id not in ("", vm.job_id):
             state.move(Change(replace(vm, job_id=job_id), Event.NOTED, Why.JOB_ON_IT(job=job_id)))
     elif began > vm.since + OFFER_TERM:
         state.move(release_vm(vm, Why.NO_JOB_ON_IT()))
-
-
-def _job_on(view: SchedulerView, name: str) -> str:
-    over = (JobState.PENDING, JobState.ENDED)
-    return next((id_ for id_, job in sorted(view.jobs.items()) if name in job.nodes and job.state not in over), "")
-
-
-def may_have_a_job(view: SchedulerView, name: str) -> bool:
-    """Whether a job is on a node, or is tied to one of its tags and may start there at any moment."""
-    node = view.nodes.get(name)
-    if (node is not None and node.state is NodeState.BUSY) or name in view.occupied:
-        return True
-    tags = node.features if node is not None else ()
-    return any(job.pinned in tags for job in view.jobs.values() if job.pinned and job.state is JobState.PENDING)
-
-
-# --- effect ----------------------------------------------------------------------------------------
 
 
 VM_EFFECTS = {

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from operator import add, sub
 from typing import Literal, NamedTuple
 
 RowKind = Literal["attempt", "vm", "template", "offer", "host", "lease"]
 
 
 class Key(NamedTuple):
-    """Names a row by its number. A VM's number is its serial, and an offer's that of its VM."""
+    """Names a row by its number. The number of a VM, and of its offer, is the VM's serial."""
 
     kind: RowKind
     id: int
@@ -67,6 +68,12 @@ class Size:
         text = f"{self.cpus} CPU{'s' if self.cpus != 1 else ''}, {self.memory} MiB"
         text = f"{text}, {self.disk} MiB disk" if self.disk else text
         return f"{text}, {self.net} Mbit/s" if self.net else text
+
+    def __add__(self, other: Size) -> Size:
+        return Size(*map(add, self.amounts, other.amounts))
+
+    def __sub__(self, other: Size) -> Size:
+        return Size(*map(sub, self.amounts, other.amounts))
 
     @property
     def amounts(self) -> tuple[int, int, int, int]:

@@ -41,7 +41,7 @@ class ImageDisk:
 class Overcommitment:
     """How much more VMs may claim on a host than it declares, and what its machine must keep all the same."""
 
-    cpus: float = 1.0  # times the declared capacity, for all VMs together; one VM has no more than that
+    cpus: float = 1.0  # times the declared capacity, for all VMs; one VM has the declared CPUs at most
     memory: float = 1.0  # above 1, a VM that has run for a while counts as what it uses
     disk: float = 1.0
     floor: int = 1024  # MiB of memory that the machine must have available for a VM to be added
@@ -85,7 +85,6 @@ class Host:
     refuses: str = ""  # why its agent takes no VM any more, and ends those there: its lease ends
 
     def image_can(self, image: str, ability: str) -> bool:
-        """Whether the image is there and has that ability."""
         return ability in self.images.get(image, ())
 
     def disk_of(self, image: str) -> ImageDisk:
@@ -130,7 +129,7 @@ class HostFault:
 
 @dataclass(frozen=True, slots=True)
 class KnownHost:
-    """A host of the site: one that was observed, that the settings name, or that an operator added."""
+    """A host of the site. It was observed, or the settings name it, or an operator added it."""
 
     name: str
     source: str
@@ -153,9 +152,6 @@ class KnownHost:
 
     def without_fault(self, image: str) -> KnownHost:
         return replace(self, faults=tuple(one for one in self.faults if one.image != image))
-
-    def with_fault(self, fault: HostFault) -> KnownHost:
-        return replace(self, faults=(*self.without_fault(fault.image).faults, fault))
 
     @property
     def is_off(self) -> bool:
@@ -189,11 +185,7 @@ class Claim:
         return ClaimKey(self.owner, self.domain)
 
 
-# --- what a scheduler refuses jobs by ---------------------------------------------------------------
-
-
 MOST_NODES = 256  # larger jobs are not refused for the sum of their nodes: lists of memory sizes have to end
-
 OTHER_IMAGES = "*"  # stands for all images that no host has
 
 
@@ -211,7 +203,6 @@ class EqualHosts:
 
     @property
     def cpus_of_a_node(self) -> int:
-        """The most CPUs of one node."""
         return self.node_cpus or self.cpus
 
     def nodes_held(self, size: Size, per_host: int = 0) -> int:

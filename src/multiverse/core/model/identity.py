@@ -1,14 +1,11 @@
 """What makes a clone itself: its names, its identity, and the group of VMs that it reaches.
 
-A VM's name is `mv<site>-<serial>` and never recurs. Only this module makes or reads names of VMs and leases. A name has
-at most 15 bytes, because it also names a network interface (IFNAMSIZ in <linux/if.h>): seven characters are left for
-the serial beside a site of five. Up to 9,999,999 a serial is written in decimal. From 10,000,000 on it is written with
-seven digits of base 36, the first of them a letter, from `a000000` on: no name has two meanings.
+A VM's name is `mv<site>-<serial>` and never recurs; only this module makes or reads it. It has at most 15 bytes, as the
+name of a network interface (IFNAMSIZ). Serials up to 9,999,999 are decimal; from 10,000,000 on they have seven digits
+of base 36 and begin with a letter, from `a000000` on: no name has two meanings.
 
-VMs reach each other if they are of the same group, which is a number. A VM of group 0 reaches only what its job says. A
-host compares these numbers as marks of frames, which have 32 bits. So the groups of users are their uids, and those of
-jobs and of the whole site are numbers that no user has: after the site's choice was changed, VMs of both kinds run
-beside each other.
+VMs of one group, a number, reach each other; those of group 0 only what their job says. Hosts compare groups as marks
+of frames (32 bits): the groups of users are their uids, those of jobs and of the site are numbers that no user has.
 """
 
 from __future__ import annotations
@@ -22,9 +19,6 @@ from ipaddress import IPv4Address
 
 from multiverse.core.errors import Exhausted
 from multiverse.core.model.job import Attempt
-
-# --- names ------------------------------------------------------------------------------------------
-
 
 LAST_DECIMAL = 9_999_999
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
@@ -42,28 +36,24 @@ def vm_name(site: str, serial: int) -> str:
 
 
 def vm_prefix(site: str) -> str:
-    """What the names of all VMs of one site begin with."""
     return f"mv{site}-"
 
 
 def lease_name(site: str, number: int) -> str:
-    """The name of a lease, which is that of its host and of its pilot, too. It is no name of a VM."""
+    """The name of a lease, its host and its pilot. It is no name of a VM."""
     return f"lease-{site}-{_in_base_36(number)}"
 
 
 def site_of_lease(name: str) -> str:
-    """The site in the name of a lease; empty if it is not one."""
     match = re.fullmatch(r"lease-(?P<site>[0-9a-z]{1,5})-[0-9a-z]+", name)
     return match["site"] if match else ""
 
 
 def is_site(text: str) -> bool:
-    """Whether this can be the site in names of VMs."""
     return re.fullmatch("[0-9a-z]{1,5}", text) is not None
 
 
 def site_of(name: str) -> str:
-    """The site in a VM's name; empty if it is not the name of a VM."""
     match = _NAME.fullmatch(name)
     return match["site"] if match else ""
 
@@ -121,11 +111,7 @@ def token_of(entropy: str, serial: int) -> str:
 
 
 def without_prefix_length(address: str) -> str:
-    """An address with a prefix length, without it."""
     return address.partition("/")[0]
-
-
-# --- identity ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +173,7 @@ class NodeBootstrap:
     files: tuple[GuestFile, ...] = ()
     directories: tuple[tuple[str, str, int], ...] = ()  # path, owner, mode
     daemons: tuple[Daemon, ...] = ()
-    users: tuple[User, ...] = ()  # whom the daemons have to know, beside those of jobs
+    users: tuple[User, ...] = ()  # whom the daemons have to know, beside the users of jobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +187,7 @@ class Neighbour:
 
 @dataclass(frozen=True, slots=True)
 class TaskAccess:
-    """What makes a VM one of those inside a job."""
+    """What a VM inside a job knows, beside its identity."""
 
     hostname: str  # among the job's VMs
     hosts: tuple[tuple[str, str], ...]  # names and addresses of other machines
@@ -229,19 +215,15 @@ class Identity:
     group: int = 0  # for the VM's host: the VMs that reach each other
 
 
-# --- groups -----------------------------------------------------------------------------------------
-
-
 _NO_USERS = 1 << 31  # from here on there are no uids: they look negative to many programs
-
-OF_SITE = (1 << 32) - 1  # the group of all VMs, if all of them reach each other
+OF_SITE = (1 << 32) - 1  # the group of all VMs of a site that reach each other
 
 
 class Reach(StrEnum):
     """Which other VMs a VM reaches."""
 
-    JOB = "job"  # those of its job
-    USER = "user"  # those of its user
+    JOB = "job"  # the VMs of its job
+    USER = "user"  # the VMs of its user
     SITE = "site"  # all of the site
 
 

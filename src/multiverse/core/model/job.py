@@ -12,8 +12,6 @@ from typing import Literal, NamedTuple, TypeVar
 from multiverse.core.model.basics import CloneKind, Key, Size
 from multiverse.core.model.reason import Reason, Why
 
-# --- reservations -----------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True, slots=True)
 class NodeReservation:
@@ -24,7 +22,6 @@ class NodeReservation:
     ends: float
 
     def is_on(self, now: float) -> bool:
-        """Whether it has begun, and is not over."""
         return self.begins <= now < self.ends
 
     def keeps(self, now: float, limit: float | None) -> bool:
@@ -32,21 +29,17 @@ class NodeReservation:
         return now < self.ends and now + (limit or 0.0) > self.begins
 
     def why(self) -> Reason:
-        """Why such a job waits."""
         return Why.RESERVED(name=self.name, begins=self.begins, ends=self.ends)
 
 
 def first_on(reservations: Collection[NodeReservation], now: float) -> NodeReservation | None:
-    """The one of those that have begun that ends last."""
+    """The reservation that has begun and ends last."""
     return max((one for one in reservations if one.is_on(now)), key=lambda one: one.ends, default=None)
 
 
 def first_keeping(reservations: Collection[NodeReservation], now: float, limit: float | None) -> NodeReservation | None:
-    """The one because of which a job that takes `limit` seconds at most cannot start now: that which begins first."""
+    """The first reservation that keeps a job of `limit` seconds from starting now."""
     return min((one for one in reservations if one.keeps(now, limit)), key=lambda one: one.begins, default=None)
-
-
-# --- leases -----------------------------------------------------------------------------------------
 
 
 class PilotState(StrEnum):
@@ -99,7 +92,7 @@ class LeaseState(StrEnum):
     STARTING = "starting"  # its pilot runs; its host has not been in sight yet
     IDLE = "idle"  # its host is in sight, and no VM is claimed on it
     HELD = "held"  # VMs are claimed on its host
-    ENDING = "ending"  # its pilot is ending: its host takes no VM, and its agent ends those that are there
+    ENDING = "ending"  # its pilot is ending: its host takes no VM, and its agent ends its VMs
     LOST = "lost"  # its pilot is over, but its node did not answer: what was on its host may go on
     RELEASING = "releasing"  # its pilot is to be cancelled; nothing of its VMs goes on
     GONE = "gone"  # no pilot of it is left, and nothing is claimed on its host
@@ -143,12 +136,9 @@ class Lease:
         return LeasedHost(self.spec, self.pilot, self.node, inf if self.ends is None else self.ends)
 
 
-# --- jobs, nodes and attempts -----------------------------------------------------------------------
-
-
 V = TypeVar("V")
 
-YEAR = 365 * 86400  # Seconds. A job without any time limit counts as one that takes so long, as in Slurm (YEAR_MINUTES)
+YEAR = 365 * 86400  # seconds that a job without a time limit takes, as in Slurm (YEAR_MINUTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,13 +150,13 @@ class Request:
     image: str | None = None
     kind: CloneKind | None = None
     features: tuple[str, ...] = ()
-    account: str = ""  # its VMs are forked from that account's templates; empty: from those that all share
+    account: str = ""  # its VMs are forked from that account's templates; empty: from shared ones
     placement: str | None = None  # the policy that places its VMs; None: the site's
     per_host: int = 0  # VMs on one host at most; 0: any number
     sockets: int = 1  # of a node, among which its CPUs are divided evenly
 
     def most_on_a_host(self, held: int) -> int:
-        """How many of its VMs may be on a host that could hold `held` of them."""
+        """How many of its VMs may be on a host that has room for `held`."""
         return min(held, self.per_host) if self.per_host else held
 
 
@@ -207,7 +197,7 @@ class Job(NamedTuple):
     result: str = ""  # the scheduler's word for how it ended: COMPLETED, FAILED, …
     exit_code: int = 0
     work_dir: str = ""
-    uses: tuple[tuple[str, int], ...] = ()  # how much it will take of which of the view's limits
+    uses: tuple[tuple[str, int], ...] = ()  # what it will take of the view's limits, by limit
     array: str = ""  # the id of its array, if it is a task of one
     limit: float | None = None  # seconds that a run takes at most, until the scheduler has ended it; None: unknown
     ends: float | None = None  # Unix time by which it has ended; None: unknown, or suspended
@@ -285,7 +275,6 @@ class SchedulerView:
     reservations: tuple[NodeReservation, ...] = ()  # that keep all nodes of VMs from jobs
 
     def is_unusable(self, node: str) -> bool:
-        """Whether the node is known and gets no job."""
         return node in self.nodes and self.nodes[node].is_unusable
 
     @cached_property
@@ -293,6 +282,14 @@ class SchedulerView:
         """The nodes that a job has not left. Slurm 22.05 crashes at a job's last step if its node was deleted."""
         free = (JobState.PENDING, JobState.ENDED)
         return {node for job in self.jobs.values() if job.nodes and job.state not in free for node in job.nodes}
+
+    def may_have_a_job(self, name: str) -> bool:
+        """Whether a job is on a node, or is tied to one of its tags and may start there at any moment."""
+        node = self.nodes.get(name)
+        if (node is not None and node.state is NodeState.BUSY) or name in self.occupied:
+            return True
+        tags = node.features if node is not None else ()
+        return any(job.pinned in tags for job in self.jobs.values() if job.pinned and job.state is JobState.PENDING)
 
     def merged(self, part: SchedulerPart, began: float) -> SchedulerView:
         """This view with a part of it read again, in a reading that began at `began` (monotonic)."""
@@ -367,7 +364,6 @@ ENDING_STATES = (AttemptState.RETURNING, AttemptState.REVOKING, AttemptState.REC
 """An attempt in one of these states only ends."""
 
 SHORT_RUN = 10.0  # seconds: a run that ends sooner and is queued again has done nothing
-
 MOST_SHORT_RUNS = 10  # short runs in a row until the job is held; with their pauses that takes an hour
 
 Outcome = Literal["done", "cancelled", "requeued", "revoked", "failed"]
@@ -411,7 +407,6 @@ class Attempt:
         return 0 < self.job.restarts == self.caused
 
     def waits_for_delay(self, job: Job) -> bool:
-        """Whether the scheduler's own delay keeps its job waiting."""
         return job.delayed_until is not None and not self.at_once
 
     @property

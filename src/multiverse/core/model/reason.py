@@ -25,7 +25,7 @@ _OPTIONAL = re.compile(r"\[([^\]]*)\]")
 
 
 def some(names: Sequence[str], most: int = 8) -> str:
-    """Names for a sentence, the first of them if they are many."""
+    """Names for a sentence: the first ones if they are many."""
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
@@ -36,7 +36,6 @@ def when(at: float) -> str:
 
 
 def moment(at: float) -> str:
-    """A Unix time for people."""
     return f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
@@ -107,7 +106,6 @@ def parts_of(words: str) -> tuple[tuple[str, bool, frozenset[str]], ...]:
 
 
 def worded(words: str, values: Mapping[str, Any]) -> str:
-    """The words with these values."""
     parts = parts_of(words)
     shown = [part for part, optional, names in parts if not optional or all(values.get(name) for name in names)]
     return _WORDS.vformat("".join(shown), (), values)
@@ -157,7 +155,7 @@ class Why(StrEnum):
     FULL = "full", "the hosts are full[, and at most {per_host} of the job's VMs may be on one of them]"
     NO_TEMPLATE_ROOM = "no template room", "no host has room for the template of image {image}"
     DISK = "disk", "waiting for disk: {because}", "disk"
-    MEMORY = "memory", "waiting for memory: {because}[, of which others there leave too little{others:if}]", "memory"
+    MEMORY = "memory", "waiting for memory: {because}[, and others there leave too little of it{others:if}]", "memory"
     MUST_KEEP = "must keep", "{hosts} must keep {floor} MiB available"
     MUST_HAVE = "must have", "{hosts} must have {floor} MiB available"
     BANDWIDTH = ("bandwidth", "waiting for bandwidth: hosts that have room otherwise have {most} Mbit/s free at most",
@@ -187,7 +185,7 @@ class Why(StrEnum):
     EARLIER_RUN_ENDS = "earlier run ends", "waiting until {vm} of its earlier run is gone", "earlier run"
     EARLIER_RUN_FOUND = ("earlier run found", "its earlier run may go on in {vm}, which no record explained",
         "earlier run")
-    EARLIER_RUN_UNKNOWN = ("earlier run unknown", "its earlier run may go on in {vm}, of which no record tells",
+    EARLIER_RUN_UNKNOWN = ("earlier run unknown", "its earlier run may go on in {vm}, which has no record",
         "earlier run")
     USER_AWAITED = "user awaited", "waiting until the name service says who uid {uid} is", "user"
     NO_USER = "no user", "{text}: its job cannot run"
@@ -309,7 +307,7 @@ class Why(StrEnum):
     NO_LONGER_THERE = "no longer there", "it is no longer there"
     REBUILT = "rebuilt", "it was built anew"
     FOUND_THERE = "found there", "it was found on its host, and no record explained it"
-    SERVES_UNTOLD = "serves untold", "it serves, or served, a job of which no record tells"
+    SERVES_UNTOLD = "serves untold", "it serves, or served, a job without a record"
     MEMORY_NEEDED = "memory needed", "its memory is needed"
     NO_POOL = "no pool", "no pool of the settings wants it"
     POOL_KEEPS = "pool keeps", "its pool keeps {wanted} now"
@@ -414,7 +412,7 @@ class Why(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why something is as it is. An empty id of a job, or name of a host, is one that is not told."""
+    """Why something is as it is. An empty job id or host name may not be told."""
 
     kind: Why
     figures: tuple[tuple[str, Figure], ...] = ()
@@ -423,11 +421,9 @@ class Reason:
     because: tuple[Reason, ...] = field(default=())
 
     def __str__(self) -> str:
-        """The reason as a sentence, or as a part of one."""
         return _worded(self)
 
     def also(self, *more: Reason | None) -> Reason:
-        """Itself, and more of what it rests on."""
         return replace(self, because=(*self.because, *(one for one in more if one is not None)))
 
     def hidden(self, own: str, *, others: bool, hosts: bool) -> Reason:
@@ -451,7 +447,6 @@ def said(text: str) -> Reason | None:
 
 
 def text_of(reason: Reason | None) -> str:
-    """The words of a reason; none have no words."""
     return "" if reason is None else str(reason)
 
 

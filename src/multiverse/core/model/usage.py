@@ -36,20 +36,10 @@ class Usage:
     io_pressure: float | None = None
 
 
+MAY_BE_UNKNOWN = ("active", "cpu_pressure", "memory_pressure", "io_pressure")
 PEAKS = ("cpus_peak", "memory_peak")
-MEANS = (
-    "cpus",
-    "memory",
-    "received",
-    "sent",
-    "read",
-    "written",
-    "active",
-    "cpu_pressure",
-    "memory_pressure",
-    "io_pressure",
-)
-"""Figures of `Usage`, in an order that does not change: it is that of samples and of columns of the database."""
+MEANS = (*("cpus", "memory", "received", "sent", "read", "written"), *MAY_BE_UNKNOWN)
+"""Figures of `Usage`. Samples and columns of the database have this order, so it never changes."""
 
 
 def combined(usages: Sequence[Usage]) -> Usage:
@@ -82,14 +72,13 @@ class HostUsage:
 
 
 LONG_ENOUGH = 60.0  # seconds of a run before another request is suggested: a short one is mostly its start
-
-LITTLE_USED = 0.75  # a request of which more than this share was used is not worth changing
+LITTLE_USED = 0.75  # a request is not worth changing if more than this share was used
 MARGIN = 1.25  # what is suggested is so many times what was used
 
 OVERLOADED, NOTABLE = 0.25, 0.05
 """A host was overloaded if its guests counted so much more than it gave, as a share and in CPUs."""
 
-MEMORY_STEP = 64  # MiB, to a multiple of which a suggestion is rounded up
+MEMORY_STEP = 64  # MiB: suggestions are multiples of this
 
 
 class Baseline(NamedTuple):
@@ -109,8 +98,8 @@ class JobUsage:
     attempt: int
     job: JobRef
     nodes: int  # that it asked for
-    cpus: int  # for each of them
-    memory: int  # MiB for each of them
+    cpus: int  # for each node
+    memory: int  # MiB for each node
     began: float  # Unix time
     baselines: tuple[Baseline, ...] = ()
     seconds: float | None = None  # how long it ran; None while it does
@@ -121,7 +110,7 @@ class JobUsage:
 
     @property
     def cpus_given(self) -> float:
-        """CPUs that hosts gave to a node, as a mean over the nodes of which it is known and over the run."""
+        """CPUs that hosts gave to a node, as a mean over the run and the known nodes."""
         return self.cpu_s / max(1.0, self.seconds or 0.0) / max(1, self.known)
 
     @property
@@ -131,7 +120,6 @@ class JobUsage:
 
     @property
     def efficiency(self) -> float:
-        """The share of the CPUs that it asked for which was used."""
         return self.cpus_used / max(1, self.cpus)
 
     @property
@@ -147,7 +135,6 @@ class JobUsage:
 
     @property
     def text(self) -> str:
-        """One line for the job's user."""
         if not self.known or self.seconds is None:
             return ""
         many = " on each node" if self.nodes > 1 else ""

@@ -9,8 +9,6 @@ from typing import Literal, NamedTuple
 from multiverse.core.model.basics import ClaimKey, CloneKind, Depth, Key, Size
 from multiverse.core.model.reason import Reason
 
-# --- templates --------------------------------------------------------------------------------------
-
 
 class TemplateKey(NamedTuple):
     """Which template: a host may have several of one image, by size, and each account its own (empty: for all)."""
@@ -85,9 +83,6 @@ class Template:
         return TemplateKey(self.host, self.image, self.size, self.account)
 
 
-# --- VMs --------------------------------------------------------------------------------------------
-
-
 class VmCondition(StrEnum):
     CREATING = "creating"  # its creation has begun and is not complete
     PARKED = "parked"  # restored and paused, or ready to boot; without identity
@@ -116,7 +111,7 @@ class VmSeen:
     size: Size | None = None  # with all that was plugged; None: unknown
     disk: int = 0  # MiB that its files can grow to; 0: unknown
     template_build: str = ""  # that it was forked from; empty: none, or unknown
-    template_memory: int = 0  # MiB of that
+    template_memory: int = 0  # MiB of that template
 
     @property
     def runs(self) -> bool:
@@ -199,7 +194,7 @@ class Vm:
     state: VmState = field(default=VmState.PLANNED, kw_only=True)
     since: float
     name: str
-    places: tuple[Place, ...]  # the first: where it is or is to be; a second: where one that moves may be as well
+    places: tuple[Place, ...]  # first: where it is or is to be; second: where it may be too, while it moves
     image: str
     kind: CloneKind
     size: Size  # its own
@@ -221,7 +216,6 @@ class Vm:
 
     @property
     def place(self) -> Place:
-        """Where it is, or is to be."""
         return self.places[0]
 
     @property
@@ -229,17 +223,14 @@ class Vm:
         return self.places[0].host
 
     def place_on(self, host: str) -> Place:
-        """Its place on a host that is one of its places."""
         first = self.places[0]
         return first if first.host == host else next(place for place in self.places if place.host == host)
 
     @property
     def claim_keys(self) -> tuple[ClaimKey, ...]:
-        """The claims that it holds, one for each place."""
         return tuple(ClaimKey(self.key, place.host) for place in self.places)
 
     def ref_at(self, place: Place) -> VmRef:
-        """How it is found at one of its places."""
         return VmRef(self.name, place.source, self.token)
 
     @property
@@ -258,7 +249,6 @@ class Vm:
 
     @property
     def leaving(self) -> bool:
-        """Whether it is being destroyed. Derived from its state."""
         return self.state in LEAVING_STATES
 
     @property
@@ -273,9 +263,6 @@ class Stage:
 
     name: str
     seconds: float
-
-
-# --- offers: joined spares that jobs may take by themselves -----------------------------------------
 
 
 class OfferState(StrEnum):

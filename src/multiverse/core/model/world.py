@@ -63,7 +63,7 @@ class World:
     refused: Mapping[Key, str] = field(default_factory=dict)  # why the last effect of a row was refused for good
     forecast: Forecast = Forecast()
     entropy: str = ""  # random for each pass; tokens are made of it
-    users: Mapping[int, UserSeen] | None = None  # by uid; one that is missing is unknown; None: nobody is looked up
+    users: Mapping[int, UserSeen] | None = None  # by uid; missing: unknown; None: nobody is looked up
     epoch: float = 0.0  # Unix time at which the monotonic clock was 0
     anew: Collection[str] | None = None  # sources that are unknown, or have changed since the last commit; None: any
     declared: Sequence[KnownHost] = ()  # hosts that the settings name, until they are rows
@@ -75,7 +75,6 @@ class World:
 
     @cached_property
     def sees_hosts(self) -> bool:
-        """Whether any source of the hypervisor is known."""
         return any(one.latest is not None for one in self.sources.values())
 
     @cached_property
@@ -85,16 +84,14 @@ class World:
 
     @cached_property
     def hosts(self) -> Mapping[str, Host]:
-        """All hosts in sight, by name: those that sources show which are known."""
+        """All hosts in sight, by name: what the known sources show."""
         return {name: host for view in self.views.values() for name, host in sorted(view.hosts.items())}
 
     @cached_property
     def source_of(self) -> Mapping[str, str]:
-        """The source of each host in sight."""
         return {host: source for source, view in self.views.items() for host in view.hosts}
 
     def shows(self, place: Place) -> bool:
-        """Whether the host of a place is in sight."""
         latest = self.latest(place.source)
         return latest is not None and place.host in latest.value.hosts
 
@@ -107,7 +104,7 @@ class World:
         return seen if not vm.token or seen.token in ("", vm.token) else None
 
     def vm(self, vm: Vm) -> VmSeen | None:
-        """The VM at the place where it goes on or, if it is shown to go on nowhere, at the first one that shows it."""
+        """The VM where it goes on, or else at the first place that shows it."""
         if len(vm.places) == 1:
             return self.at(vm, vm.places[0])
         shown = [seen for place in vm.places if (seen := self.at(vm, place)) is not None]

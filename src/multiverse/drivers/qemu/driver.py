@@ -13,21 +13,10 @@ from typing import TypeVar
 
 from multiverse.config import Settings, vxlan_address
 from multiverse.core.errors import Gone, MultiverseError
-from multiverse.core.model import (
-    HypervisorView,
-    Identity,
-    Member,
-    Neighbour,
-    Size,
-    Stage,
-    TemplateKey,
-    User,
-    VmRef,
-    VmSpec,
-    network_id_of,
-    site_of,
-    vm_prefix,
-)
+from multiverse.core.model.basics import Size
+from multiverse.core.model.host import HypervisorView
+from multiverse.core.model.identity import Identity, Member, Neighbour, User, network_id_of, site_of, vm_prefix
+from multiverse.core.model.vm import Stage, TemplateKey, VmRef, VmSpec
 from multiverse.host.manifest import Specification
 from multiverse.host.qemu.context import QemuHostConfig
 from multiverse.host.qemu.library import QemuHost

@@ -25,18 +25,9 @@ from multiverse.agent.job_protocol import MOST_VMS
 from multiverse.agent.jobs import MOST_JOBS, RUNS, JobVm
 from multiverse.config import VXLAN_PORTS, Settings, vxlan_address
 from multiverse.core.errors import Broken, Gone, Refused, Unknown
-from multiverse.core.model import (
-    CloneKind,
-    Identity,
-    Neighbour,
-    Size,
-    TemplateKey,
-    User,
-    machine_id,
-    vm_name,
-    vm_prefix,
-)
-from multiverse.core.model.identity import mac_of_address
+from multiverse.core.model.basics import CloneKind, Size
+from multiverse.core.model.identity import Identity, Neighbour, User, mac_of_address, machine_id, vm_name, vm_prefix
+from multiverse.core.model.vm import TemplateKey
 from multiverse.drivers.qemu.driver import JOB_SITE, host_config
 from multiverse.guest.protocol import TASKS_PORT, JobGuest
 from multiverse.host.cgroups import find_job, find_job_groups, has_steps

@@ -13,16 +13,8 @@ from pathlib import Path
 
 from multiverse.config import Settings
 from multiverse.core.errors import Exhausted, Gone, Refused, Stale
-from multiverse.core.model import (
-    JobRef,
-    LeaseSpec,
-    NodeBootstrap,
-    NodeSpec,
-    NodeState,
-    SchedulerPart,
-    SchedulerView,
-    User,
-)
+from multiverse.core.model.identity import NodeBootstrap, User
+from multiverse.core.model.job import JobRef, LeaseSpec, NodeSpec, NodeState, SchedulerPart, SchedulerView
 from multiverse.drivers.slurm.acting import gate_keeper
 from multiverse.drivers.slurm.acting.delete import NodeDeleter
 from multiverse.drivers.slurm.acting.jobs import (

@@ -24,7 +24,9 @@ from pathlib import Path
 
 from multiverse.config import LEASE_RESERVE, LeaseSettings, Settings
 from multiverse.core.errors import Broken, Gone, Refused, Stale, Unknown
-from multiverse.core.model import LeasedHost, LeaseSpec, PilotSeen, PilotState, Size, lease_name
+from multiverse.core.model.basics import Size
+from multiverse.core.model.identity import lease_name
+from multiverse.core.model.job import LeasedHost, LeaseSpec, PilotSeen, PilotState
 from multiverse.drivers.slurm.command import SlurmCommands
 from multiverse.drivers.slurm.reading import parse
 

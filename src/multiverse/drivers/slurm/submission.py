@@ -22,7 +22,10 @@ from asyncinotify import Inotify, Mask
 
 from multiverse.config import Settings
 from multiverse.core.errors import Exhausted, Unknown
-from multiverse.core.model import OTHER_IMAGES, SERIAL, CloneKind, JobLimit, JobLimits, NodeSpec, vm_prefix
+from multiverse.core.model.basics import CloneKind
+from multiverse.core.model.host import OTHER_IMAGES, JobLimit, JobLimits
+from multiverse.core.model.identity import SERIAL, vm_prefix
+from multiverse.core.model.job import NodeSpec
 from multiverse.drivers.slurm.site.bootstrap import may_be_offered
 from multiverse.system import files
 

@@ -21,7 +21,7 @@ from typing import Any
 import structlog
 
 from multiverse.core.errors import Broken, MultiverseError, Refused
-from multiverse.core.model import Size
+from multiverse.core.model.basics import Size
 from multiverse.host import path_security
 from multiverse.host.network import open_tap, open_vhost_net
 from multiverse.host.qemu import machine as machine_module

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 import structlog
 
 from multiverse.core.errors import Gone, MultiverseError
-from multiverse.core.model import Member
+from multiverse.core.model.identity import Member
 from multiverse.guest.protocol import Report, names_message
 from multiverse.host import manifest
 from multiverse.host.firewall import Firewall

@@ -9,7 +9,9 @@ from functools import partial
 from pathlib import Path
 
 from multiverse.core.errors import Refused
-from multiverse.core.model import CloneKind, DiskCost, ImageDisk, Overcommitment, Size, Stage
+from multiverse.core.model.basics import CloneKind, Size
+from multiverse.core.model.host import DiskCost, ImageDisk, Overcommitment
+from multiverse.core.model.vm import Stage
 from multiverse.guest.protocol import DISK, TEMPLATE
 from multiverse.host import path_security
 from multiverse.host.cgroups import Cgroups, JobGroups

@@ -13,7 +13,7 @@ from pathlib import Path
 import structlog
 
 from multiverse.core.errors import Exhausted, MultiverseError
-from multiverse.core.model import ImageDisk
+from multiverse.core.model.host import ImageDisk
 from multiverse.host.qemu.channels import Monitor
 from multiverse.host.qemu.session import Paths
 

@@ -15,7 +15,10 @@ from dataclasses import replace
 from functools import partial
 
 from multiverse.core.errors import Broken, Gone, Refused, Unknown
-from multiverse.core.model import HypervisorView, Identity, Member, Neighbour, Size, Stage, TemplateKey, User
+from multiverse.core.model.basics import Size
+from multiverse.core.model.host import HypervisorView
+from multiverse.core.model.identity import Identity, Member, Neighbour, User
+from multiverse.core.model.vm import Stage, TemplateKey
 from multiverse.guest.protocol import (
     AUDIT,
     JobGuest,

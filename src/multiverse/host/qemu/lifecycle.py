@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError, Refused, Unknown
-from multiverse.core.model import CloneKind, Identity, Size, Stage
+from multiverse.core.model.basics import CloneKind, Size
+from multiverse.core.model.identity import Identity
+from multiverse.core.model.vm import Stage
 from multiverse.guest.protocol import FLUSH, HELLO, Report, identity_message
 from multiverse.host import manifest, network, process
 from multiverse.host.manifest import Manifest, Specification, VmPhase

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from multiverse.core.model import Size
+from multiverse.core.model.basics import Size
 from multiverse.guest.protocol import PORT
 
 # System calls that QEMU does not need, above all to run a program, are refused (seccomp(2)): a guest that has taken

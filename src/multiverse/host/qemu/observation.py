@@ -12,7 +12,9 @@ from pathlib import Path
 
 import structlog
 
-from multiverse.core.model import Host, HypervisorView, Size, TemplateCondition, TemplateSeen, VmCondition, VmSeen
+from multiverse.core.model.basics import Size
+from multiverse.core.model.host import Host, HypervisorView
+from multiverse.core.model.vm import TemplateCondition, TemplateSeen, VmCondition, VmSeen
 from multiverse.host import manifest, network, process
 from multiverse.host.manifest import Manifest, VmPhase
 from multiverse.host.qemu import templates

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from multiverse.core.errors import Broken, Exhausted, Unknown
-from multiverse.core.model import Size
+from multiverse.core.model.basics import Size
 from multiverse.host import manifest, namespaces, process
 from multiverse.host.namespaces import OUTPUT_ROOM, System, View
 from multiverse.host.network import open_tap, open_vhost_net

@@ -22,7 +22,8 @@ from functools import partial
 from pathlib import Path
 
 from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError, Refused
-from multiverse.core.model import Size, Stage, TemplateKey
+from multiverse.core.model.basics import Size
+from multiverse.core.model.vm import Stage, TemplateKey
 from multiverse.guest.protocol import Report
 from multiverse.host import path_security, process
 from multiverse.host.manifest import Specification

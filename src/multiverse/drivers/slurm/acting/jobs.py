@@ -22,7 +22,7 @@ from ClusterShell.RangeSet import RangeSet
 
 from multiverse.config import SlurmSettings
 from multiverse.core.errors import Gone, Stale
-from multiverse.core.model import JobRef
+from multiverse.core.model.job import JobRef
 from multiverse.drivers.slurm.command import SlurmCommands
 from multiverse.drivers.slurm.reading import parse
 from multiverse.drivers.slurm.site import gate

@@ -27,7 +27,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from multiverse.core.errors import Gone, Unknown
-from multiverse.core.model import Job
+from multiverse.core.model.job import Job
 from multiverse.drivers.slurm.command import SlurmCommands
 from multiverse.drivers.slurm.reading import parse
 from multiverse.drivers.slurm.reading.accounting_limits import MIB, AccountingLimits, licences, tres

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from multiverse.core.errors import Gone, MultiverseError, Unknown
-from multiverse.core.model import User
+from multiverse.core.model.identity import User
 
 THREADS = 4  # look-ups at the same time. A thread that hangs is lost until its look-up ends
 LIMIT = 10.0  # seconds that a caller waits for a look-up

@@ -11,7 +11,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from multiverse.core.errors import Unknown
-from multiverse.core.model import Node, NodeReservation, vm_prefix
+from multiverse.core.model.identity import vm_prefix
+from multiverse.core.model.job import Node, NodeReservation
 from multiverse.drivers.slurm.command import SlurmCommands
 from multiverse.drivers.slurm.reading import parse
 from multiverse.drivers.slurm.site.requirements import Version

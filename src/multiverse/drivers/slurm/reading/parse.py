@@ -11,7 +11,8 @@ from typing import Any
 from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet
 
 from multiverse.config import OverflowSettings
-from multiverse.core.model import CloneKind, Job, JobRef, JobState, Node, NodeState, Request, Size
+from multiverse.core.model.basics import CloneKind, Size
+from multiverse.core.model.job import Job, JobRef, JobState, Node, NodeState, Request
 from multiverse.drivers.slurm.site import gate
 from multiverse.drivers.slurm.site.conf import MEMORY_PER_CPU, NEVER, TimeLimits
 from multiverse.drivers.slurm.site.gate import MOVED_FROM, PLACE

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from multiverse.config import Settings
 from multiverse.core.errors import Gone, Refused
-from multiverse.core.model import Job, JobState, Node, NodeReservation, NodeState, SchedulerPart, SchedulerView
+from multiverse.core.model.job import Job, JobState, Node, NodeReservation, NodeState, SchedulerPart, SchedulerView
 from multiverse.drivers.slurm.command import SlurmCommands
 from multiverse.drivers.slurm.reading import parse
 from multiverse.drivers.slurm.reading.accounting_limits import AccountingLimits, arrays_left

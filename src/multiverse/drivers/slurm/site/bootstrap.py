@@ -17,7 +17,8 @@ import structlog
 
 from multiverse.config import Settings
 from multiverse.core.errors import Broken, MultiverseError, Unknown
-from multiverse.core.model import Daemon, GuestFile, NodeBootstrap, NodeSpec, User
+from multiverse.core.model.identity import Daemon, GuestFile, NodeBootstrap, User
+from multiverse.core.model.job import NodeSpec
 from multiverse.drivers.slurm.site import conf
 from multiverse.drivers.slurm.site.gate import MOVED_FROM
 from multiverse.guest.protocol import USER_ADDED

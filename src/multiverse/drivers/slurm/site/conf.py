@@ -14,7 +14,8 @@ from ClusterShell.NodeSet import NodeSet, NodeSetException
 from ClusterShell.RangeSet import RangeSet
 
 from multiverse.core.errors import Broken, MultiverseError
-from multiverse.core.model import YEAR, Size
+from multiverse.core.model.basics import Size
+from multiverse.core.model.job import YEAR
 from multiverse.ports.site import Finding, Level
 
 # Keys that a guest does not need: other machines, slurmctld's settings, and scripts and plugins of bare-metal nodes,

@@ -13,7 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from multiverse.config import JobVmSettings, Settings
 from multiverse.core.errors import Exhausted, Refused
-from multiverse.core.model import CloneKind, Placement, Size
+from multiverse.core.model.basics import CloneKind, Placement, Size
 from multiverse.drivers.slurm.site import conf, gate
 from multiverse.drivers.slurm.site.conf import OURS, SiteConf
 from multiverse.drivers.slurm.site.gate import GATE_NODE, NODE_SET
