@@ -86,7 +86,7 @@ class Client:
         return list(self._call("GET", "/utilization/compatible", params={"cpus": cpus, "memory": memory, **given}))
 
     def usage_history(self, name: str, hours: float = 24.0) -> list[dict[str, Any]]:
-        """What a host or a VM, also one that has ended, has used in the last hours."""
+        """The usage of a host or of a VM, also of an ended one, in the last hours."""
         return list(self._call("GET", f"/utilization/{name}/history", params={"hours": hours}))
 
     def templates(self) -> list[dict[str, Any]]:

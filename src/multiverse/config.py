@@ -28,7 +28,7 @@ LEAST_SAMPLE, MOST_SAMPLE = 0.1, 10.0  # seconds
 LEAST_SCRATCH = 64  # MiB: Slurm writes scripts and logs there, too
 
 LEASE_RESERVE = 512
-"""MiB of a pilot's memory that are not for VMs: of the pilot, the agent, and Slurm's own processes in its job."""
+"""MiB of a pilot's memory that VMs do not get: the pilot, the agent and Slurm's processes in its job need it."""
 
 Natural = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
@@ -37,7 +37,7 @@ Wait = Annotated[float, Field(ge=0)]
 """Seconds, perhaps none."""
 Rate = Annotated[float, Field(ge=0)]
 Factor = Annotated[float, Field(ge=1)]
-"""How many times more may be claimed than there is."""
+"""How many times the present amount may be claimed."""
 Port = Annotated[int, Field(ge=1, le=65535)]
 Mtu = Annotated[int, Field(ge=576, le=9000)]
 NetworkId = Annotated[int, Field(ge=0, lt=1 << 24)]
@@ -48,8 +48,8 @@ LOCALHOST = "localhost"
 
 @dataclass(frozen=True)
 class HostSettings:
-    """What this machine offers to VMs, which may be less than it has. Memory and disk in MiB. With `[[hosts]]`: what
-    hosts have whose class says nothing else."""
+    """What this machine offers to VMs: all it has, or less. Memory and disk in MiB. With `[[hosts]]`: the values of
+    hosts whose class has no other value."""
 
     name: str = LOCALHOST  # with [[hosts]], by default the machine's short host name
     cores: Positive = 2
@@ -126,7 +126,7 @@ class QemuSettings:
     # Memory for the translated code of an emulated guest. Code beyond it is translated again, which costs CPU time.
     # 0: no limit, about 60 MiB for a VM with a job.
     tb_size: int = 0
-    # What VMs have if their host can do it: "off" does without, "on" uses also what makes most VMs slower.
+    # Features of VMs, if their host has them: "off" does without, "on" uses also those that make most VMs slower.
     vhost_net: Literal["auto", "off"] = "auto"  # the kernel moves the frames of guests that run on KVM
     huge_pages: Literal["auto", "off"] = "auto"  # of 2 MiB, for the memory that a VM gets beside its template's
     native_aio: Literal["auto", "on", "off"] = "auto"  # for the disks of full clones; auto: not used
@@ -474,11 +474,11 @@ def host_names(settings: Settings) -> list[str]:
 
 
 def on_machine(settings: Settings, machine: str) -> Settings:
-    """The settings as they are for the machine of that host name: with `[[hosts]]`, its own name and the values of its
-    class, if it has one. A machine without a class is no host, but may be the controller's."""
+    """The settings for the machine of that host name. With `[[hosts]]` they have its own name and the values of its
+    class. A machine without a class is no host, but may be the controller's."""
     if not settings.hosts:
         return settings
-    # What a class takes from [host] is written into it, because [host] becomes what this machine has.
+    # A class gets the values of [host] that it lacks, because [host] becomes the values of this machine.
     whole = [(one, _of_class(settings, one).host) for one in settings.hosts]
     shared = {one.name for one in fields(HostSettings)} & {one.name for one in fields(HostClass)}
     hosts = tuple(replace(one, **{key: getattr(host, key) for key in shared}) for one, host in whole)
@@ -489,21 +489,21 @@ def on_machine(settings: Settings, machine: str) -> Settings:
 
 
 def host_settings(settings: Settings, name: str) -> HostSettings | None:
-    """What a host offers that the settings name; None if they do not name it."""
+    """What a host offers; None if the settings do not name it."""
     if name not in host_names(settings):
         return None
     return _of_class(settings, _classes(settings).get(name)).host
 
 
 def uplink_of(settings: Settings, name: str) -> str:
-    """The uplink of a host that the settings name; empty if it has none."""
+    """The uplink of a host; empty: none."""
     return _of_class(settings, _classes(settings).get(name)).qemu.uplink
 
 
 def vxlan_address(settings: Settings, name: str) -> str:
-    """The address of a host, or of the controller's machine, in the network of the hosts. Asks the name service if the
-    settings do not say it, for one of the version of IP that those in the settings have. Raises `Refused` if neither
-    knows one by which other machines reach it."""
+    """The address of a host, or of the controller's machine, in the network of the hosts. If the settings do not have
+    it, the name service is asked, for an address of the same version of IP as those in the settings. Raises `Refused`
+    if neither knows an address that other machines reach."""
     addresses = dict(settings.vxlan.addresses)
     if name in addresses:
         return str(ipaddress.ip_address(addresses[name]))
@@ -520,7 +520,7 @@ def vxlan_address(settings: Settings, name: str) -> str:
 
 
 def site_cpus(settings: Settings) -> int:
-    """The CPUs that VMs may claim together on all hosts that the settings name."""
+    """The CPUs that VMs may claim together on all hosts of the settings."""
     hosts = [_of_class(settings, one).host for one in _classes(settings).values()] or [settings.host]
     return sum(int(host.cores * host.cpu_overcommit) for host in hosts)
 
@@ -535,7 +535,7 @@ def _names(one: HostClass) -> list[str]:
 
 
 def names_of_hosts(nodes: str) -> list[str]:
-    """The names in a node set. Raises `Refused` for what is none, or has names that no host can have."""
+    """The names in a node set. Raises `Refused` if it is no node set, or has a name that no host can have."""
     try:
         names = _names(HostClass(nodes))
     except NodeSetException as error:
@@ -560,7 +560,7 @@ def _of_class(settings: Settings, own: HostClass | None) -> Settings:
 
 
 def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Both documents in one: tables are merged key by key, and other values of `above` override those of `below`."""
+    """Both documents in one. Tables are merged key by key; other values of `above` override values of `below`."""
     both = {key: _merged(below[key], above[key]) for key in below.keys() & above.keys()
             if isinstance(below[key], dict) and isinstance(above[key], dict)}  # fmt: skip
     return {**below, **above, **both}
@@ -591,7 +591,7 @@ def parse(raw: dict[str, Any], origin: str) -> Settings:
 
 
 def _unknown_keys(cls: type, raw: dict[str, Any], prefix: str) -> Iterator[str]:
-    """Each key that `cls` does not have, with the most similar one; also in nested tables."""
+    """Each key that `cls` does not have, also in nested tables, with the most similar key."""
     hints = get_type_hints(cls)
     names = [f.name for f in fields(cls)]
     for key, value in raw.items():
@@ -604,7 +604,7 @@ def _unknown_keys(cls: type, raw: dict[str, Any], prefix: str) -> Iterator[str]:
 
 
 def _tables(hint: Any, value: Any, path: str) -> Iterator[tuple[type, dict[str, Any], str]]:
-    """The tables in a value, one or an array of them, each with its class and its path."""
+    """The tables in a value, which may be a table or an array of tables, each with its class and its path."""
     if isinstance(hint, type) and is_dataclass(hint) and isinstance(value, dict):
         yield hint, value, path
     elif get_origin(hint) is tuple and isinstance(value, list):
@@ -613,7 +613,7 @@ def _tables(hint: Any, value: Any, path: str) -> Iterator[tuple[type, dict[str, 
 
 
 def _contradictions(s: Settings) -> Iterator[str]:
-    """Each value that its type permits and that makes no sense, with its key."""
+    """Each value that makes no sense although its type permits it, with its key."""
     yield from _wrong_host(s)
     yield from _wrong_classes(s)
     if not any("{host}" in word for word in s.agent.connect):
@@ -684,7 +684,7 @@ def _wrong_sampling(agent: AgentSettings) -> Iterator[str]:
 
 
 def listening_address(text: str) -> tuple[str, int] | None:
-    """The address and the port in ADDRESS:PORT, where an IPv6 address is in brackets; None if it is something else."""
+    """The address and the port in ADDRESS:PORT, with an IPv6 address in brackets; None for other text."""
     address, _, port = text.rpartition(":")
     try:
         ip = ipaddress.ip_address(address.removeprefix("[").removesuffix("]"))
@@ -795,7 +795,7 @@ def users_socket(settings: Settings) -> Path:
 
 
 def web_address(listen: str) -> tuple[str, int] | None:
-    """The address and port of `web.listen`; None if it is a path. Raises `ValueError` if it is neither."""
+    """The address and port of `web.listen`; None for a path. Raises `ValueError` for other text."""
     if listen.startswith("/"):
         return None
     host, _, port = listen.rpartition(":")

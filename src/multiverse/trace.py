@@ -1,9 +1,9 @@
 """A trace: every call over the ports as a line of JSON, with its result. `simulation.replay` plays a trace.
 
 A line has the call's name, its arguments, when it `began` and `ended` (seconds since the trace began) and its `result`:
-"ok", "cancelled", or the class of its error. An observation is written only if it differs from the one before it of the
-same source, and then with its differences only; an object that is no longer shown is null. The contents of a bootstrap
-and of an identity are not written, because they hold secrets.
+"ok", "cancelled", or the class of its error. Of an observation only the differences from the one before it of the same
+source are written, if there are any; an object that is no longer shown is null. The contents of a bootstrap and of an
+identity are not written, because they hold secrets.
 """
 
 from __future__ import annotations
@@ -28,14 +28,13 @@ from multiverse.ports.around import PortCall, around
 
 T = TypeVar("T")
 View = dict[str, dict[str, Any]]
-"""What an observation shows, by kind (`jobs`, `vms`, ...) and name, in values of JSON."""
+"""The objects of an observation, by kind (`jobs`, `vms`, ...) and name, in values of JSON."""
 
 log = structlog.get_logger()
 
 
 class Trace:
-    """An open trace. If it can no longer be written, for example because the disk is full, the trace ends; the calls
-    go on."""
+    """An open trace. If it cannot be written any more, for example on a full disk, the trace ends; the calls go on."""
 
     def __init__(self, path: Path, clock: Clock) -> None:
         """Begin a new trace in `path`, readable by its owner only. Raises `Refused` if it cannot be written."""
@@ -60,8 +59,8 @@ class Trace:
             self._write({"call": name, **arguments, "began": began, "ended": self._now(), "result": result})
 
     async def observe(self, name: str, answer: Awaitable[T], view: Callable[[T], View], source: str = "") -> T:
-        """Wait for an observation and write its differences from the one before it of the same source. The line names
-        the `source`, if one is given."""
+        """Wait for an observation and write its differences from the one before it of the same `source`. The line names
+        the source, if it has a name."""
         began = self._now()
         known = f"{name} {source}"
         named = {"source": source} if source else {}
@@ -82,7 +81,7 @@ class Trace:
                 self._write({"call": name, **named, **times, "result": result, **new})
 
     async def part(self, name: str, answer: Awaitable[SchedulerPart]) -> SchedulerPart:
-        """Wait for a part of an observation, and write as the observation's the differences that it makes."""
+        """Wait for a part of an observation, and write its differences as an observation."""
 
         def view(read: SchedulerPart) -> View:
             return self.scheduler_view(self._whole.merged(read, 0.0))
@@ -90,7 +89,7 @@ class Trace:
         return await self.observe(name, answer, view)
 
     def scheduler_view(self, view: SchedulerView) -> View:
-        """What a view shows; a part that is read later is merged into it."""
+        """The objects of a view; parts that are read later are merged into it."""
         self._whole = view
         return scheduler_view(view)
 
@@ -118,7 +117,7 @@ def _result(error: BaseException) -> str:
 
 
 def difference(before: View, after: View) -> View:
-    """The objects of `after` that `before` shows otherwise or not at all; None for objects that only `before` shows."""
+    """The objects of `after` that are new or different; None for objects that only `before` shows."""
     kinds = {kind: {**before.get(kind, {}), **after.get(kind, {})} for kind in {**before, **after}}
     found = {
         kind: {
@@ -235,11 +234,11 @@ _WRITTEN: Mapping[str, Callable[..., dict[str, Any]]] = {
     "delete_template": _TEMPLATE,
     "add_user": lambda vm, user, group: {"vm": vm.name, "uid": user.uid},
 }  # fmt: skip
-"""What is written of the arguments of each call."""
+"""The written form of each call's arguments."""
 
 
 def recording(scheduler: Scheduler, hypervisor: Hypervisor, trace: Trace) -> tuple[Scheduler, Hypervisor]:
-    """The same ports, all of whose calls are written; but for the limits of submission, of which nothing follows."""
+    """The same ports, with all calls written but those of the limits of submission: nothing follows from them."""
     return (
         around(scheduler, partial(_traced, trace, "scheduler"), besides=("submission",)),
         around(hypervisor, partial(_traced, trace, "hypervisor")),

@@ -57,10 +57,8 @@ class ControllerEpoch:
         return await asyncio.shield(self._number)
 
     async def _decide(self) -> int:
-        try:
+        with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._all_answered.wait(), self._wait)
-        except TimeoutError:
-            pass
         number = self._highest + 1
         self._keep(number)
         return number
@@ -108,9 +106,8 @@ class UnixTransport:
         try:
             return _SocketStream(*await asyncio.open_unix_connection(self._path, limit=LONGEST_LINE))
         except OSError as error:
-            raise Unknown(
-                f"no agent answers at {self._path}: {error.strerror}", hint="is `multiverse agent` running?"
-            ) from error
+            text = f"no agent answers at {self._path}: {error.strerror}"
+            raise Unknown(text, hint="is `multiverse agent` running?") from error
 
 
 class _CommandStream:
@@ -130,10 +127,8 @@ class _CommandStream:
     async def close(self) -> str:
         self.writer.close()
         try:
-            try:
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._process.wait(), _END)
-            except TimeoutError:
-                pass
             # The error output ends with the command, unless another process has it too, as ssh's master connection.
             await asyncio.wait([self._listening], timeout=0.2)
         finally:

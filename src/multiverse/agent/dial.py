@@ -23,9 +23,8 @@ def dial_stdio(path: Path, source: int = 0, target: int = 1) -> None:
         try:
             agent.connect(str(path))
         except OSError as error:
-            raise Unknown(
-                f"no agent answers at {path}: {error.strerror}", hint="is `multiverse agent` running on this host?"
-            ) from error
+            text = f"no agent answers at {path}: {error.strerror}"
+            raise Unknown(text, hint="is `multiverse agent` running on this host?") from error
         ready.register(source, selectors.EVENT_READ, agent.fileno())
         ready.register(agent, selectors.EVENT_READ, target)
         while True:
@@ -43,9 +42,9 @@ def _write(fd: int, data: bytes) -> None:
 
 
 def permitted(asked: str) -> tuple[str, ...]:
-    """What a controller may ask of this host by ssh: `dial-stdio`, or `receive-image` with a name and a digest, as the
-    last words of the command line `asked`. Those before them, such as the path of the program, mean nothing here. No
-    shell reads the line. Raises `Refused` for all else."""
+    """The request of a controller by ssh: `dial-stdio`, or `receive-image` with a name and a digest, as the last words
+    of the command line `asked`. Earlier words, such as the path of the program, mean nothing here. No shell reads the
+    line. Raises `Refused` for all else."""
     match asked.split():
         case [*_, "dial-stdio"]:
             return ("dial-stdio",)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
@@ -96,10 +97,8 @@ class VxlanDirectory:
         return found
 
     async def _tell(self, peer: Vm, neighbour: Neighbour) -> None:
-        try:
+        with suppress(Gone):  # its own end will be seen
             await self._connect(peer.ref, (neighbour,))
-        except Gone:  # its own end will be seen
-            return
 
 
 class AgentSource:

@@ -1,4 +1,4 @@
-r"""What Slurm's plugin and the program that enters a VM ask the agent of their host: one line each, and one answer.
+r"""Requests of Slurm's plugin, and of the program that enters a VM, to the agent of their host: one line, one answer.
 
     provide job=12 uid=1000 cores=2 allocated=600 image=slim cpus=2 memory=512 disk= vms=1 functions=1 groups=4,7 \
         regions=2 nodes=n[1-2] node=n1
@@ -33,7 +33,7 @@ from multiverse.core.errors import MultiverseError, Refused
 from multiverse.core.model.basics import Size
 
 PROTOCOL = 1
-"""What the plugin and the agent say to each other, records included. spank/multiverse.c has the same number."""
+"""The version of these lines, and of the plugin's records. spank/multiverse.c has the same number."""
 
 LONGEST_REQUEST = 8192  # bytes of a request
 LONGEST_ANSWER = 8192  # bytes of an answer, with its end. spank/client.h has the same number
@@ -152,9 +152,8 @@ def _place(values: dict[str, str]) -> tuple[tuple[str, ...], int]:
     except NodeSetException as error:
         raise Refused(f"the nodes of the job cannot be read: {error}") from error
     if own not in nodes:
-        raise Refused(
-            "which nodes the job has is unknown here", hint="are there too many of them, with too long names?"
-        )
+        hint = "are there too many of them, with too long names?"
+        raise Refused("which nodes the job has is unknown here", hint=hint)
     return nodes, nodes.index(own)
 
 

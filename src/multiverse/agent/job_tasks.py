@@ -41,7 +41,7 @@ class JobRun:
 
 
 class JobRuns(Protocol):
-    """What the scheduler knows of jobs. Each call raises `Unknown` if the scheduler does not answer."""
+    """Asks the scheduler about jobs. Each call raises `Unknown` if the scheduler does not answer."""
 
     async def run_of(self, job: int) -> JobRun | None:
         """The run of a job; None if the job has ended, or waits to run again."""
@@ -55,7 +55,7 @@ class JobRuns(Protocol):
 
 @dataclass(slots=True)
 class _Watch:
-    """What is known of a job whose end is watched for."""
+    """The state of a job whose end is watched for."""
 
     question: float = 0.0  # when slurmctld is asked next (time of the loop)
     pause: float = FIRST_QUESTION

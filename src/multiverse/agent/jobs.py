@@ -1,8 +1,8 @@
 """VMs inside the allocations of jobs, as Slurm's plugin asks for them. No controller is involved.
 
-A job has one VM on this host, or as many as it asked for: all of them or none. What the agent has to know of them is in
-a file, written before they exist, so that the next agent goes on. A job has a record of the plugin's as long as its
-allocation on this host lasts: VMs whose job has none are released when the agent starts.
+A job has one VM on this host, or as many as it asked for: all of them or none. The agent writes a file of them before
+they exist, so that the next agent can go on. The plugin keeps a record of a job as long as its allocation on this host
+lasts. When the agent starts, it releases VMs of jobs without a record.
 """
 
 from __future__ import annotations
@@ -456,7 +456,7 @@ class JobVmService:
 
 @dataclass(frozen=True, slots=True)
 class JobVmSizes:
-    """What VMs inside jobs have in common on this host. Memory in MiB."""
+    """Values for all VMs inside jobs on this host. Memory in MiB."""
 
     default_image: str  # of jobs that name none
     least: int  # memory of a VM

@@ -124,7 +124,7 @@ class LocalHypervisor(Hypervisor, Source, Protocol):
         """(CPU seconds, unique MiB, proportional MiB) of each VM that lives."""
 
     async def examine(self) -> Mapping[str, Mapping[str, str | int]]:
-        """What each running guest says of itself now; `error` if it does not answer."""
+        """The facts that each running guest tells of itself now; `error` if it does not answer."""
 
 
 class SiteAgent(Protocol):
@@ -140,13 +140,13 @@ class SiteAgent(Protocol):
     def processes(self) -> Mapping[str, int]: ...  # how many processes the agent has started, by program
 
     async def observe(self) -> HypervisorView:
-        """What the hypervisor shows, with what the agent itself knows."""
+        """The observation of the hypervisor, with facts that only the agent knows."""
 
     async def create(self, vm: VmSpec) -> Sequence[Stage]:
         """Create a VM, which observations show from now on."""
 
     async def usage(self, span: float) -> HostUsage:
-        """What the host and the site's VMs have used in the last `span` seconds. `Refused` if nothing is sampled."""
+        """The usage of the host and the site's VMs in the last `span` seconds. `Refused` if nothing is sampled."""
 
 
 # --- calls: each does what the method of that name in `ports` or in `SiteAgent` does -------------
@@ -356,9 +356,7 @@ class CallFailure(Message):
         return _ERRORS.get(self.kind, Unknown)(self.message, hint=self.hint)
 
 
-_ERRORS: dict[str, type[MultiverseError]] = {
-    kind.__name__.lower(): kind for kind in (Refused, Exhausted, Gone, Stale, Unknown, Broken)
-}
+_ERRORS = {kind.__name__.lower(): kind for kind in (Refused, Exhausted, Gone, Stale, Unknown, Broken)}
 
 
 # --- lines ---------------------------------------------------------------------------------------

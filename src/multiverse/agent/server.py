@@ -91,13 +91,13 @@ log = structlog.get_logger()
 
 
 class Samples(Protocol):
-    """What this host and its VMs have used."""
+    """The usage of this host and its VMs."""
 
     def load(self) -> Load | None:
-        """What the host has used in the last minute, if that is known."""
+        """The usage of the host in the last minute, if it is known."""
 
     async def usage(self, span: float, prefix: str) -> HostUsage:
-        """What was used in the last `span` seconds, by the host and by VMs whose names begin with `prefix`."""
+        """The usage of the host, and of VMs whose names begin with `prefix`, in the last `span` seconds."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,9 +68,8 @@ class CompositeHypervisor:
             for source in platform.hypervisor.sources:
                 known = self._sources.get(source.name)
                 if source.name in found:
-                    raise Refused(
-                        f"two platforms have a source named {source.name}", hint="rename a host or an account"
-                    )
+                    text = f"two platforms have a source named {source.name}"
+                    raise Refused(text, hint="rename a host or an account")
                 same = known is not None and known.source is source
                 found[source.name] = known if known and same else CompositeSource(source, platform)
         self._sources = found

@@ -1,7 +1,7 @@
-"""What a kind of hypervisor, and a kind of scheduler, bring for the daemon, the agents and the commands of a site.
+"""Bundles: all parts of a kind of hypervisor, or of scheduler, for the daemon, the agents and the commands of a site.
 
-A bundle is chosen by its name in the settings, and found by an entry point. What not every kind has is None, or an
-empty sequence. Nothing else in the service knows a driver.
+A bundle is chosen by its name in the settings, and found by an entry point. A part that not every kind has is None, or
+an empty sequence. Nothing else in the service knows a driver.
 """
 
 from __future__ import annotations

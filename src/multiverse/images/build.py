@@ -177,9 +177,8 @@ def enable_unit(root: Path) -> None:
     units = root / "etc/systemd/system"
     (units / "multi-user.target.wants").mkdir(parents=True, exist_ok=True)
     (units / "multiverse-agent.service").write_text(AGENT_UNIT)
-    (units / "multi-user.target.wants/multiverse-agent.service").symlink_to(
-        "/etc/systemd/system/multiverse-agent.service"
-    )
+    link = units / "multi-user.target.wants/multiverse-agent.service"
+    link.symlink_to("/etc/systemd/system/multiverse-agent.service")
     # The agent starts these two once the files of the clone's identity are written. They are masked, so that no unit
     # that depends on them starts them earlier.
     for unit in ("slurmd.service", "munge.service"):

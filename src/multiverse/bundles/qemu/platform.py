@@ -69,9 +69,8 @@ def connect_agents(context: PlatformContext) -> AgentHypervisor:
     who = ControllerIdentity(multiverse.__version__, secrets.token_hex(8), context.site, socket.gethostname())
     known, leased = context.rows.hosts, context.rows.leased_hosts()
     removed = {host.name for host in known.values() if host.state is HostState.REMOVED}
-    hosts = [
-        name for name in dict.fromkeys((*host_names(settings), *known)) if name not in removed and name not in leased
-    ]
+    named = dict.fromkeys((*host_names(settings), *known))
+    hosts = [name for name in named if name not in removed and name not in leased]
     epoch = ControllerEpoch(context.epoch, context.keep_epoch, hosts, EPOCH_WAIT)
 
     def connect(host: str) -> AgentConnection:
@@ -148,9 +147,8 @@ class MachineVxlan:
         try:
             mac = Path(f"/sys/class/net/{self._config.bridge}/address").read_text().strip()
         except OSError as error:
-            raise Broken(
-                f"there is no bridge {self._config.bridge}", hint="start it: systemctl start multiverse-bridge"
-            ) from error
+            hint = "start it: systemctl start multiverse-bridge"
+            raise Broken(f"there is no bridge {self._config.bridge}", hint=hint) from error
         return Neighbour(self._settings.network.gateway, mac, await self.address_of(self.own))
 
     async def reach(self, vm: str, neighbour: Neighbour) -> None:

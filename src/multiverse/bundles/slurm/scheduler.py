@@ -126,7 +126,7 @@ def _reason(settings: Settings) -> str | None:
 
 
 class PrivateData:
-    """What the slurm.conf at `conf` keeps private. While it cannot be read, everything is private."""
+    """PrivateData of the slurm.conf at `conf`. While it cannot be read, everything is private."""
 
     def __init__(self, conf: Path) -> None:
         self._conf = UntilChanged(conf, Privacy(others=False, hosts=False))

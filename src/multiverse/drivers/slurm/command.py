@@ -126,9 +126,8 @@ class SlurmCommands:
             except TimeoutError as error:
                 raise Unknown(f"{program} did not end within {self._timeout:g} s", hint=_CHECK_SLURMCTLD) from error
             except OSError as error:
-                raise Broken(
-                    f"cannot run {path}: {error.strerror}", hint="install slurm-client, or set slurm.bin_dir"
-                ) from error
+                hint = "install slurm-client, or set slurm.bin_dir"
+                raise Broken(f"cannot run {path}: {error.strerror}", hint=hint) from error
         out, err = done.out.decode(errors="replace"), done.err.decode(errors="replace")
         if refused and refused in err:
             raise Refused(f"{program}: {err.strip()}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -279,10 +280,9 @@ class SlurmScheduler:
         if not current.active:
             raise Stale(f"job {job.job_id} is {current.state.lower()}")
         await self._commands.run("scontrol", "requeue", job.job_id)
-        try:
+        # The job is queued again. If this fails, the next observation shows where, and `unpin` moves it to the gate.
+        with suppress(Stale, Gone, Refused):
             await self._to_gate(job, current)
-        except (Stale, Gone, Refused):
-            return  # the job is queued again; the next observation shows where, and `unpin` moves it to the gate
 
     async def hold(self, job: JobRef, reason: str) -> None:
         """A hold of the user (`uhold`): users cannot release an operator's hold. The reason is left in AdminComment."""
@@ -311,12 +311,10 @@ class SlurmScheduler:
     async def set_down(self, node: str, reason: str) -> None:
         name = f"NodeName={node}"
         self._offer_files.withdraw_if_possible(node)
-        try:
+        with suppress(Gone):
             # Drained as well: with ReturnToService=2 a slurmd that still answers would make a DOWN node idle again.
-            await self._commands.run("scontrol", "update", name, "State=DRAIN", f"Reason={plain_line(reason)}")
-            await self._commands.run("scontrol", "update", name, "State=DOWN", f"Reason={plain_line(reason)}")
-        except Gone:
-            return
+            for state in ("State=DRAIN", "State=DOWN"):
+                await self._commands.run("scontrol", "update", name, state, f"Reason={plain_line(reason)}")
 
     def _is_reserved(self, node: str) -> bool:
         known = self._reader.nodes.get(node)

@@ -128,7 +128,7 @@ def read_nodes(output: str) -> list[PhysicalNode]:
 
 
 def leasable(nodes: Collection[PhysicalNode], reserve: int) -> dict[str, Size]:
-    """What a host made of a whole node has at least, by partition; `reserve` MiB of a node are not for VMs."""
+    """The least size of a host made of a whole node, by partition; `reserve` MiB of a node are not for VMs."""
     found: dict[str, Size] = {}
     for node in nodes:
         least = found.get(node.partition, node.size)
@@ -137,7 +137,7 @@ def leasable(nodes: Collection[PhysicalNode], reserve: int) -> dict[str, Size]:
 
 
 class PilotHistory:
-    """Which pilots' nodes have been down while these were completing."""
+    """Remembers which pilots were completing while their node was down."""
 
     def __init__(self) -> None:
         self._clean: dict[str, bool] = {}  # of the latest tables, by id
@@ -169,7 +169,7 @@ class PilotHistory:
         return row.id not in self._abandoned and node is not None and node.answers
 
     def unclean(self, rows: Collection[PilotRow]) -> Iterator[PilotRow]:
-        """Those that have ended, and may have left something on the nodes that they show."""
+        """The pilots that have ended, and may have left something on their nodes."""
         return (row for row in rows if row.state is PilotState.ENDED and not row.restarts and not self._clean[row.id])
 
 
@@ -182,7 +182,7 @@ def _seen(row: PilotRow, *, clean: bool) -> PilotSeen:
 
 
 def boot_time(shown: str) -> float:
-    """When a node has booted (Unix time), by `scontrol show node`; 0 if it does not say."""
+    """The boot time of a node (Unix time) in the output of `scontrol show node`; 0 if it has none."""
     found = re.search(r"\bBootTime=(\d+)", shown)
     return float(found[1]) if found else 0.0
 

@@ -287,9 +287,8 @@ class OfferFiles:
             names = []
         except OSError as error:
             if self._observed is None:
-                raise Unknown(
-                    f"cannot read {self._inbox / DIRECTORY}: {error.strerror}", hint="check slurm.inbox in the settings"
-                ) from error
+                text = f"cannot read {self._inbox / DIRECTORY}: {error.strerror}"
+                raise Unknown(text, hint="check slurm.inbox in the settings") from error
             return self._observed
         names.sort()
         offered = [match["node"] for name in names if (match := self._open.fullmatch(name))]

@@ -1,1 +1,1 @@
-"""What is changed in Slurm beside jobs that are let through: nodes are deleted, comments written, the gate is kept."""
+"""Changes Slurm: deletes nodes, writes comments, reads jobs just before a change, and keeps the gate closed."""

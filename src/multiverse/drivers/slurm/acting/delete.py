@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 
 from multiverse.core.errors import Gone, MultiverseError, NotYet, Refused
 from multiverse.drivers.slurm.command import SlurmCommands
@@ -54,11 +55,8 @@ class NodeDeleter:
         await asyncio.shield(verdict)  # other callers may wait for the same node
 
     async def _delete_all(self, batch: Verdicts) -> None:
-        if (await self._rules.deletions()).planned_crash:
-            may_have_jobs = await self._keep_planned(batch)
-        else:
-            may_have_jobs = set(batch)
-        if may_have_jobs:
+        rules = await self._rules.deletions()
+        if may_have_jobs := await self._keep_planned(batch) if rules.planned_crash else set(batch):
             await self._keep_busy(batch, may_have_jobs)
         if len(batch) > 1:
             try:
@@ -70,14 +68,13 @@ class NodeDeleter:
                     self._tell(batch, node)
                 return
         for node in list(batch):
+            error: Exception | None = None
             try:
-                await self._delete_one(node)
-            except Gone:
-                self._tell(batch, node)
-            except Exception as error:
-                self._tell(batch, node, error)
-            else:
-                self._tell(batch, node)
+                with suppress(Gone):
+                    await self._delete_one(node)
+            except Exception as caught:
+                error = caught
+            self._tell(batch, node, error)
 
     def _tell(self, batch: Verdicts, node: str, error: Exception | None = None) -> None:
         verdict = batch.pop(node)
@@ -124,9 +121,8 @@ class NodeDeleter:
 
     async def _words(self, nodes: Collection[str]) -> Mapping[str, frozenset[str]]:
         """The words of the nodes' states. Nodes that Slurm does not know are missing."""
-        return node_words(
-            await self._commands.run("sinfo", "-h", "-a", "-N", "-n", ",".join(nodes), "-O", STATE_FORMAT)
-        )
+        which = ("-h", "-a", "-N", "-n", ",".join(nodes))
+        return node_words(await self._commands.run("sinfo", *which, "-O", STATE_FORMAT))
 
     # --- what Slurm takes for busy -------------------------------------------------------------------
 

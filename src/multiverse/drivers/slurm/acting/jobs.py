@@ -102,7 +102,7 @@ class WaitingRecord:
 
     @property
     def address(self) -> str:
-        """How scontrol names the record as a whole."""
+        """The name of the whole record for scontrol."""
         return f"{self.base}_[{ranges(self.tasks)}]" if self.tasks else self.base
 
     def is_run(self, job: JobRef) -> bool:

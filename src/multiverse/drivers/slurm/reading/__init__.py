@@ -1,1 +1,1 @@
-"""What Slurm shows: the tables of its commands, and the jobs, nodes, limits and users that they become."""
+"""Reads Slurm: tables of its commands become jobs, nodes, limits and users."""

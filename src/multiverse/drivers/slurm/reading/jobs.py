@@ -88,7 +88,7 @@ _TEXTS = {
     "name": "Name",
     "current_working_directory": "WorkDir",
 }
-# What tells which jobs of physical nodes a VM can serve: read only where a partition overflows into VMs.
+# Columns that tell whether a VM can serve a job of physical nodes: read only where a partition overflows into VMs.
 _PHYSICAL = {
     "oversubscribe": "OverSubscribe",
     "reboot": "Reboot",
@@ -104,7 +104,7 @@ _LATER = {"container_id", *_PHYSICAL}
 _NOTHING = ("(null)", "N/A", "NotSet")
 _FREE = {"name", "current_working_directory"}  # a user may choose any text, these words too
 
-# What squeue shows in place of the reason where slurmctld has a description. Both texts say that the gate's nodes,
+# Descriptions that squeue shows in place of the reason, if there is one. Both texts say that the gate's nodes,
 # which are drained, are not available (node_scheduler.c, job_scheduler.c).
 _DESCRIPTIONS = (
     ("ReqNodeNotAvail", "ReqNodeNotAvail"),

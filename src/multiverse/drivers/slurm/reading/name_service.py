@@ -19,6 +19,7 @@ import os
 import re
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from multiverse.core.errors import Gone, MultiverseError, Unknown
@@ -64,9 +65,8 @@ class NameService:
                     self._begin(uid)
                 return await asyncio.shield(self._asked[uid])
         except TimeoutError as error:
-            raise Unknown(
-                f"the name service has not said within {self._limit:g} s who uid {uid} is", hint=_hint(uid)
-            ) from error
+            text = f"the name service has not said within {self._limit:g} s who uid {uid} is"
+            raise Unknown(text, hint=_hint(uid)) from error
 
     def _begin(self, uid: int) -> None:
         if uid in self._asked:  # another caller had its turn meanwhile
@@ -105,14 +105,8 @@ def lookup(uid: int) -> User:
     `Unknown` if that cannot be told."""
     entry = _entry(uid)
     gids = dict.fromkeys((entry.gid, *os.getgrouplist(entry.name, entry.gid)))
-    return User(
-        name=entry.name,
-        uid=entry.uid,
-        gid=entry.gid,
-        home=entry.home,
-        shell=entry.shell or "/bin/sh",
-        groups=tuple((_group_name(gid), gid) for gid in gids),
-    )
+    groups = tuple((_group_name(gid), gid) for gid in gids)
+    return replace(entry, shell=entry.shell or "/bin/sh", groups=groups)
 
 
 def is_surely_absent(uid: int, passwd: Path | None = None, nsswitch: Path | None = None) -> bool:
@@ -138,9 +132,8 @@ def _entry(uid: int) -> User:
     entry, found, size = _Passwd(), ctypes.POINTER(_Passwd)(), 1024
     while True:
         buffer = ctypes.create_string_buffer(size)
-        failure = getpwuid_r(
-            ctypes.c_uint32(uid), ctypes.byref(entry), buffer, ctypes.c_size_t(size), ctypes.byref(found)
-        )
+        result = ctypes.byref(entry), buffer, ctypes.c_size_t(size), ctypes.byref(found)
+        failure = getpwuid_r(ctypes.c_uint32(uid), *result)
         if failure not in (errno.ERANGE, errno.EINTR) or size > _MOST:
             break
         size *= 2

@@ -71,7 +71,7 @@ _SHORTEST_PATIENCE = 600
 
 @dataclass(frozen=True, slots=True)
 class Deletions:
-    """How this slurmctld deletes nodes."""
+    """The behaviour of this slurmctld when nodes are deleted."""
 
     # Whether the next cycle of backfill crashes it after a node was deleted that backfill plans to use
     # (`_handle_planned` in backfill.c; mended in 22.05.9 and 23.02.1).

@@ -17,58 +17,13 @@ from multiverse.drivers.slurm.site import gate
 from multiverse.drivers.slurm.site.conf import MEMORY_PER_CPU, NEVER, TimeLimits
 from multiverse.drivers.slurm.site.gate import MOVED_FROM, PLACE
 
-_MIB = {"": 1, "M": 1, "G": 1024, "T": 1 << 20}
-_MBIT = {"": 1, "M": 1, "G": 1000}
-_UNITS = {"mem-per-task": _MIB, "net": _MBIT, "per-host": {"": 1}}
-
-
-@dataclass(frozen=True, slots=True)
-class Wishes:
-    """What a job asks for by its comment, because Slurm has no option for it: words such as `vm:net=1G,per-host=2`.
-
-    multiverse.lua reads the same (`wishes` there), and refuses at submission what cannot be understood. It makes the
-    job's memory per node of `mem-per-task`, so that Slurm counts and limits it: nothing here depends on that key.
-    """
-
-    net: int = 0  # bandwidth of each VM in Mbit/s; 0: not asked for
-    per_host: int = 0  # how many VMs of the job may be on one host; 0: not asked for
-    problem: str = ""  # why the comment cannot be understood
-
-
-_NO_WISHES = Wishes()
-_SPACES = re.compile(r"[ \t\n\v\f\r]+")
-"""What separates words for Lua: Python alone would also part them at a no-break space."""
-
-
-def read_wishes(comment: str) -> Wishes:
-    """What a job with this comment asks for."""
-    if "vm:" not in comment:
-        return _NO_WISHES
-    found: dict[str, int] = {}
-    for word in _SPACES.split(comment):
-        for wish in word.removeprefix("vm:").split(",") if word.startswith("vm:") else ():
-            key, _, text = wish.partition("=")
-            value = _quantity(text, _UNITS.get(key, {}))
-            if wish and (value is None or key in found):
-                return Wishes(problem=f"vm:{wish} in --comment cannot be understood: submit the job again without it")
-            found[key] = value or 0
-    return Wishes(found.get("net", 0), found.get("per-host", 0))
-
-
-def _quantity(text: str, units: dict[str, int]) -> int | None:
-    match = re.fullmatch(r"(\d{1,9})([A-Za-z]?)", text, re.ASCII)
-    times = units.get(match[2].upper()) if match else None
-    return (int(match[1]) * times or None) if match and times else None
-
-
 Record = Mapping[str, Any]
 Uses = tuple[tuple[str, int], ...]
 
 _BEHIND_THE_GATE = 1 << 137  # added to a rank, more than any rank is
 PENDING_WORDS = frozenset(("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"))
-ENDED_WORDS = frozenset(("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY")) | {
-    *("PREEMPTED", "REVOKED", "TIMEOUT")
-}
+_FAILED_WORDS = ("BOOT_FAIL", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT")
+ENDED_WORDS = frozenset((*_FAILED_WORDS, "CANCELLED", "COMPLETED", "PREEMPTED", "REVOKED"))
 _STATES = {
     JobState.COMPLETING: frozenset(("COMPLETING", "STAGE_OUT")),
     JobState.PENDING: PENDING_WORDS,
@@ -78,9 +33,8 @@ _STATES = {
 # Reasons of jobs that may get VMs: they wait for their turn, or Slurm has not checked them yet. With BeginTime the
 # begin time itself decides, with Reservation the reservations. Any other reason is a dependency, a hold, a closed
 # partition or a limit that is not counted here: such a job waits, because its VM would be idle.
-_FREE_REASONS = frozenset(("", "None", "Priority", "Resources", "BeginTime", "Reservation")) | {
-    *("ReqNodeNotAvail", "NodeDown", "PartitionConfig", "BadConstraints")  # also of the gate of earlier releases
-}
+_NODES_AWAITED = ("Resources", "ReqNodeNotAvail", "NodeDown", "PartitionConfig", "BadConstraints")
+_FREE_REASONS = frozenset(("", "None", "Priority", "BeginTime", "Reservation", *_NODES_AWAITED))
 _GATE_REASONS = _FREE_REASONS | {"Licenses"}  # of jobs at the gate, which wait for its licence; others are counted
 _LASTING_HOLDS = ("JobHeldUser", "JobHeldAdmin", "JobHoldMaxRequeue")
 # The first state counts that has one of a node's words. slurmctld ends the jobs of a node that is DOWN. Jobs run on
@@ -100,6 +54,43 @@ _NO_THREADS = 0x7FFE  # an unset --thread-spec in 24.11's JSON: NO_VAL16 without
 _NO_SOCKETS = 0xFFFE  # an unset number of sockets (NO_VAL16)
 _SKEW = 5  # seconds by which slurmctld's clock may be ahead of this machine's
 REQUEUE_DELAY = 130  # seconds; a requeued job may start 121 s later (job_mgr.c: credential lifetime + 1)
+_MIB = {"": 1, "M": 1, "G": 1024, "T": 1 << 20}
+_MBIT = {"": 1, "M": 1, "G": 1000}
+_UNITS = {"mem-per-task": _MIB, "net": _MBIT, "per-host": {"": 1}}  # of each key in the comment of a job
+_SPACES = re.compile(r"[ \t\n\v\f\r]+")  # that separate words for Lua; for Python also a no-break space would
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """Requests in the comment of a job, because Slurm has no option for them: words such as `vm:net=1G,per-host=2`.
+
+    multiverse.lua reads the same (`wishes` there), and refuses at submission what cannot be understood. It makes the
+    job's memory per node of `mem-per-task`, so that Slurm counts and limits it: nothing here depends on that key.
+    """
+
+    net: int = 0  # bandwidth of each VM in Mbit/s; 0: not asked for
+    per_host: int = 0  # how many VMs of the job may be on one host; 0: not asked for
+    problem: str = ""  # why the comment cannot be understood
+
+
+def read_wishes(comment: str) -> Wishes:
+    if "vm:" not in comment:
+        return Wishes()
+    found: dict[str, int] = {}
+    for word in _SPACES.split(comment):
+        for wish in word.removeprefix("vm:").split(",") if word.startswith("vm:") else ():
+            key, _, text = wish.partition("=")
+            value = _quantity(text, _UNITS.get(key, {}))
+            if wish and (value is None or key in found):
+                return Wishes(problem=f"vm:{wish} in --comment cannot be understood: submit the job again without it")
+            found[key] = value or 0
+    return Wishes(found.get("net", 0), found.get("per-host", 0))
+
+
+def _quantity(text: str, units: dict[str, int]) -> int | None:
+    match = re.fullmatch(r"(\d{1,9})([A-Za-z]?)", text, re.ASCII)
+    times = units.get(match[2].upper()) if match else None
+    return (int(match[1]) * times or None) if match and times else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,9 +342,9 @@ def _cpus(record: Record, nodes: int) -> int:
 
 
 def _side_by_side(record: Record, nodes: int) -> int:
-    """How many tasks of a node have CPUs of their own. With --overcommit all tasks share the CPUs of one: Slurm shows
-    the option nowhere, but without it a job of more tasks than CPUs starts on no node. With --ntasks-per-node too,
-    Slurm uses no node with fewer CPUs than that (can_job_run_on_node in select/cons_tres)."""
+    """The number of tasks on a node with CPUs of their own. With --overcommit all tasks share the CPUs of one: Slurm
+    shows the option nowhere, but without it a job of more tasks than CPUs starts on no node. With --ntasks-per-node
+    too, Slurm uses no node with fewer CPUs than that (can_job_run_on_node in select/cons_tres)."""
     cpus, tasks = number(record.get("cpus")) or 1, number(record.get("tasks")) or 1
     tasks_per_node = number(record.get("tasks_per_node")) or 0
     return max(tasks_per_node, 1 if tasks > cpus else -(-tasks // nodes))

@@ -130,7 +130,7 @@ class SlurmReader:
         return await asyncio.to_thread(self._jobs.read, output, names)
 
     def _plan(self, jobs: Mapping[str, int | None], users: Collection[int]) -> _Loads:
-        """How to read these jobs and users with few processes."""
+        """The loads for these jobs and users, with few processes."""
         loads = _Loads(users=set(users) - self._nameless)
         by_user: dict[int | None, set[str]] = {}
         for job_id, uid in jobs.items():

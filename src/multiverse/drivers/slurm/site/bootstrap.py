@@ -1,4 +1,4 @@
-"""What a guest needs to become a node: its Slurm configuration, the munge key, munged and slurmd."""
+"""Everything that makes a guest a node: its Slurm configuration, the munge key, munged and slurmd."""
 
 from __future__ import annotations
 
@@ -116,9 +116,8 @@ def _lookup_user(name: str) -> User:
     try:
         entry = pwd.getpwuid(int(name)) if name.isdigit() else pwd.getpwnam(name)
     except KeyError as error:
-        raise Unknown(
-            f"the name service does not know SlurmUser={name}", hint="check getent passwd on the daemon's machine"
-        ) from error
+        hint = "check getent passwd on the daemon's machine"
+        raise Unknown(f"the name service does not know SlurmUser={name}", hint=hint) from error
     group = (f"gid{entry.pw_gid}", entry.pw_gid)
     return User(entry.pw_name, entry.pw_uid, entry.pw_gid, entry.pw_dir, entry.pw_shell or "/bin/sh", (group,))
 

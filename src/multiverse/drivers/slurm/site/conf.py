@@ -335,9 +335,8 @@ def _parts(path: Path, directory: Path, files: dict[Path, int]) -> Iterator[tupl
         files[path] = path.stat().st_mtime_ns
         text = path.read_text()
     except OSError as error:
-        raise Broken(
-            f"cannot read {path}: {error.strerror}", hint="set slurm.conf in the settings, or give --slurm-conf"
-        ) from error
+        hint = "set slurm.conf in the settings, or give --slurm-conf"
+        raise Broken(f"cannot read {path}: {error.strerror}", hint=hint) from error
     for line in re.sub(r"\\\n", "", text).splitlines(keepends=True):
         names = included(line)
         if not names:

@@ -1,4 +1,4 @@
-"""What Multiverse needs of a site's Slurm, compared with its slurm.conf, and what would catch VMs there. Pure."""
+"""Compares a site's slurm.conf with the needs of Multiverse, and finds settings that would catch VMs. Pure."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def _job_vms(settings: Settings, site: SiteConf) -> Iterator[Finding]:
 
 
 def _job_vms_by_tasks(site: SiteConf) -> Iterator[Finding]:
-    """Where steps launch VMs: the agent knows their jobs by control groups."""
+    """If steps launch VMs, the agent knows their jobs by control groups."""
     tracking = conf.value(site.text, "ProctrackType").lower() or "proctrack/cgroup"
     if tracking != "proctrack/cgroup" and "task/cgroup" not in conf.value(site.text, "TaskPlugin").lower():
         yield _problem(
@@ -204,7 +204,7 @@ def lack_of_nodes(cpus: int, site: SiteConf) -> Finding | None:
 
 
 def _nodes(settings: Settings, site: SiteConf, release: Version) -> Iterator[Finding]:
-    """What dynamic nodes need (Slurm's page on dynamic nodes, and its versions from 22.05 on)."""
+    """The needs of dynamic nodes (Slurm's page on dynamic nodes, and its versions from 22.05 on)."""
     default = "select/linear" if release < (23, 11) else "select/cons_tres"
     select = site.value("SelectType", default)
     if select.lower() != "select/cons_tres":

@@ -17,7 +17,7 @@ if type(multiverse) ~= "table" then
 
   local function answer(names)
     for name in string.gmatch(names, "[^,]+") do
-      if name == "{{ partition }}" then return refuse() end
+      if name == "{{ slurm.partition }}" then return refuse() end
     end
     return slurm.SUCCESS
   end
