@@ -77,13 +77,9 @@ def begin(
         _mount_own(order.settings, place, made)
         settings = leased_settings(order, place, slot)
     except (OSError, MultiverseError) as error:
-        return _failed(str(error))
+        print(f"the pilot cannot start: {error}", file=sys.stderr, flush=True)
+        return 1
     return _Supervisor(order, settings, made).run()
-
-
-def _failed(why: str) -> int:
-    print(f"the pilot cannot start: {why}", file=sys.stderr, flush=True)
-    return 1
 
 
 def _mount_own(settings: Settings, place: LeaseDirectory, made: Sequence[LeaseGroup]) -> None:

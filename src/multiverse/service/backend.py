@@ -238,7 +238,7 @@ class Backend:
 
     def timelines(self, job: str, viewer: Viewer = OPERATOR) -> list[api.TimelineView]:
         """One timeline for each attempt of the job that the viewer may see, oldest first."""
-        limit = MAX_JOBS if viewer is OPERATOR else MAX_TIMELINES
+        limit = 1000 if viewer is OPERATOR else MAX_TIMELINES
         attempts = [one for one in self.store.attempts(job_id=job, limit=limit) if viewer.may_see(one.uid)][::-1]
         now, waiting = self.clock.now(), self._waiting_reasons(attempts)
         return [
