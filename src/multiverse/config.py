@@ -176,9 +176,7 @@ class ImageSettings:
     templates: Path | None = None
     kind: CloneKind = CloneKind.INSTANT  # of jobs that request none
     guest_reserve: int = 120  # MiB of a VM's memory for its kernel and daemons
-    per_account: bool = (
-        False  # each Slurm account has templates of its own, whose memory layout no other account shares
-    )
+    per_account: bool = False  # each Slurm account has templates of its own: no other one shares their memory layout
     scratch: int = 2048  # MiB that each job may write to its VM's disk; with --tmp, at least as much as that says
     tmp_disk: int = 12288  # the largest --tmp of a job in MiB; every image must have as much free space
 

@@ -31,9 +31,7 @@ class AssemblyError(Exception):
 @dataclass(frozen=True)
 class _Module:
     name: str
-    imports: Mapping[
-        str, str
-    ]  # imports of the standard library as statements of one name, with the name that each binds
+    imports: Mapping[str, str]  # of the standard library: statements of one name, and the name that each binds
     uses: Mapping[str, frozenset[str]]  # names that are imported, by other module of the package
     defines: frozenset[str]  # the other names that the module binds at its top level
     body: str  # its text without docstrings, comment lines and imports
