@@ -65,20 +65,19 @@ static const char *mistake(int which, const char *value)
 		strcpy(values[IMAGE], value);
 		return NULL;
 	}
-	if (which == FUNCTIONS) {
-		if (!*value || !strcmp(value, "(null)")) /* what Slurm makes of an option without a value */
-			value = "1";
-		if (strlen(value) > 1 || *value < '1' || *value > '0' + MOST_FUNCTIONS)
-			return "it is a number of virtual functions, from 1 to 4";
-		strcpy(values[FUNCTIONS], value);
-		return NULL;
-	}
-	if (which == CPUS || which == VMS || which == REGIONS) {
+	if (which == FUNCTIONS && (!*value || !strcmp(value, "(null)"))) /* what Slurm makes of an option without a value */
+		value = "1";
+	if (which == CPUS || which == VMS || which == REGIONS || which == FUNCTIONS) {
 		number = *value >= '0' && *value <= '9' ? strtoull(value, &end, 10) : 0;
-		if (!end || *end || !number || number > (which == VMS ? MOST_VMS : which == REGIONS ? MOST_REGIONS : 4096))
-			return which == VMS ? "it is a number of VMs, from 1 to 64"
-			       : which == REGIONS ? "it is a number of regions of shared memory, from 1 to 32"
-						  : "it is a number of virtual CPUs, at least 1";
+		if (!end || *end || !number ||
+		    number > (which == VMS         ? MOST_VMS
+			      : which == REGIONS   ? MOST_REGIONS
+			      : which == FUNCTIONS ? MOST_FUNCTIONS
+						   : 4096))
+			return which == VMS         ? "it is a number of VMs, from 1 to 64"
+			       : which == REGIONS   ? "it is a number of regions of shared memory, from 1 to 32"
+			       : which == FUNCTIONS ? "it is a number of virtual functions, from 1 to 4"
+						    : "it is a number of virtual CPUs, at least 1";
 	} else if (!(number = size_of(value))) {
 		return "it is a size in MiB, or with K, M, G or T after it";
 	}

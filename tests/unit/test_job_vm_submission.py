@@ -244,9 +244,9 @@ def test_the_script_refuses_exactly_the_comments_that_the_plugin_does_not_unders
 def test_the_plugin_hands_on_what_a_comment_asks_for_in_mebibytes(plugin: Path) -> None:
     asked = ["vm:image=slim,vcpu=2 run 7 vm:memory=1G vm:disk=2T", "vm:per-node=2,memory=1025k,ivshmem=4", "my vm"]
     assert _read(plugin, asked) == ["1 rightslim 2 1024 2097152   ", "1 right  2  2  4", "0 right      "]
-    asked = ["vm:sriov", "vm:sriov=", "vm:sriov=4", "vm:sriov=5", "vm:sriov=(null)", "vm:image"]
+    asked = ["vm:sriov", "vm:sriov=", "vm:sriov=4", "vm:sriov=5", "vm:sriov=(null)", "vm:sriov=01", "vm:image"]
     none, one, four = "1 wrong      ", "1 right     1 ", "1 right     4 "
-    assert _read(plugin, asked) == [one, one, four, none, one, none]
+    assert _read(plugin, asked) == [one, one, four, none, one, one, none]
 
 
 def _record(**given: str) -> str:
