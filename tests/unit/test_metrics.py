@@ -107,7 +107,7 @@ def test_the_metrics_have_every_counter() -> None:
     counted = {s.labels["program"]: s.value for s in found["multiverse_processes"] if s.name.endswith("_total")}
     own = _OWN.programs["qemu-system-x86_64"]  # other tests in this process may have started some
     assert counted["qemu-system-x86_64"] == 3 + own, "the agents have started these"
-    assert set(found) >= {"multiverse_commits", "multiverse_looks", "multiverse_effects", "multiverse_rows"}
+    assert set(found) >= {"multiverse_commits", "multiverse_observations", "multiverse_effects", "multiverse_rows"}
     effects = {tuple(sorted(s.labels.items())): s.value for s in found["multiverse_effects"]}
     assert effects[("kind", "pin"), ("outcome", "done")] == 2
     rows = [s.labels for s in found["multiverse_rows"]]

@@ -96,7 +96,7 @@ def test_a_joined_spare_is_offered_when_it_is_an_idle_node() -> None:
     assert (s.spare.state, s.offer_of(s.spare)) == (V.JOINED, O.OPEN)
     assert s.offer_effect(s.spare) is EffectKind.OFFER
     (pool,) = pool_status(Context(s.state, s.world, s.policy))
-    assert (pool.ready, pool.offered, pool.making) == (1, 1, 0)
+    assert (pool.ready, pool.offered, pool.creating) == (1, 1, 0)
     for offers in ({}, {s.spare.name: True}, None):  # not offered yet, just taken, a scheduler that cannot offer
         s.offers = offers
         s.observe()

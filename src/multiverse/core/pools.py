@@ -110,7 +110,7 @@ class PoolStatus:
     pool: Pool
     wanted: int  # now
     ready: int
-    making: int  # in the making
+    creating: int
     offered: int  # of those ready, to jobs as they come
 
 

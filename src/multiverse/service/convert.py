@@ -171,7 +171,7 @@ def pool_view(one: PoolStatus) -> api.PoolView:
         most=pool.most,
         wanted=one.wanted,
         ready=one.ready,
-        creating=one.making,
+        creating=one.creating,
         offered=one.offered,
     )
 

@@ -57,7 +57,7 @@ def of_the_daemon(
     yield CounterMetricFamily("multiverse_commits", "Commits that changed something.", commits)
     yield _counter("processes", "Processes executed.", ("program",), processes)
     observed = {source.name: source.observations for source in sources}
-    yield _counter("looks", "Observations of a source.", ("source",), observed)
+    yield _counter("observations", "Observations of a source.", ("source",), observed)
     known = {source.name: source.known for source in sources}
     yield _gauge("source_known", "1 if the last observation succeeded.", ("source",), known)
     yield _counter("effects", "Effects that ended.", ("kind", "outcome"), effects)

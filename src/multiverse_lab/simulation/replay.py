@@ -53,7 +53,7 @@ Shown = tuple[Any, ...]  # what of an item is compared
 PASSING = {
     "jobs": ("completing",),
     "nodes": ("joining", "busy"),
-    "vms": ("making", "starting"),
+    "vms": ("creating", "starting"),
     "templates": ("building",),
 }
 """States that the real object may pass through and the fake is never observed in."""
