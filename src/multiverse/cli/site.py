@@ -104,7 +104,7 @@ def check(
 
 def doctor(
     config: Annotated[
-        Path, typer.Option("--config", "-c", envvar="MULTIVERSEDEFAULT_CONFIG", help="The settings, a TOML file.")
+        Path, typer.Option("--config", "-c", envvar="MULTIVERSE_CONFIG", help="The settings, a TOML file.")
     ] = DEFAULT_CONFIG,
     slurm_conf: Annotated[
         Path | None, typer.Option("--slurm-conf", help="The site's slurm.conf. [default: as in the settings]")
