@@ -32,7 +32,9 @@ import json, sys
 from pathlib import Path
 from pydantic import TypeAdapter
 from multiverse.core.errors import MultiverseError
-from multiverse.core.model import Daemon, Identity, NodeBootstrap, Size, TemplateKey, User
+from multiverse.core.model.basics import Size
+from multiverse.core.model.identity import Daemon, Identity, NodeBootstrap, User
+from multiverse.core.model.vm import TemplateKey
 from multiverse.host.manifest import Specification
 from multiverse.host.qemu.context import QemuHostConfig
 from multiverse.host.qemu.library import QemuHost

@@ -39,7 +39,8 @@ import asyncio, sys
 from dataclasses import replace
 from pathlib import Path
 from multiverse import config
-from multiverse.core.model import Size, TemplateKey
+from multiverse.core.model.basics import Size
+from multiverse.core.model.vm import TemplateKey
 from multiverse.drivers.qemu.driver import QemuHypervisor
 
 settings = config.load(Path(sys.argv[1]))

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, rea
 _HOST = """
 import json, os, select, socket, struct, subprocess, sys
 from pathlib import Path
-from multiverse.core.model import CloneKind
+from multiverse.core.model.basics import CloneKind
 from multiverse.host import manifest
 from multiverse.host.firewall import Firewall
 from multiverse.host.manifest import Manifest, VmPhase
@@ -89,7 +89,7 @@ print(json.dumps([*found, tell(b"the last")]))
 _UPLINK = """
 import json, os, select, socket, struct, subprocess, sys
 from pathlib import Path
-from multiverse.core.model import CloneKind
+from multiverse.core.model.basics import CloneKind
 from multiverse.host import manifest
 from multiverse.host.firewall import Firewall
 from multiverse.host.manifest import Manifest, VmPhase

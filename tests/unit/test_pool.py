@@ -600,7 +600,8 @@ def test_the_status_of_a_pool_counts_ready_and_new_spares() -> None:
     assert making > 0 and by_depth[Depth.PARKED].ready == 0
     fill(s)
     found = {
-        one.pool.depth: (one.wanted, one.ready, one.creating) for one in pool_status(Context(s.state, s.world, s.policy))
+        one.pool.depth: (one.wanted, one.ready, one.creating)
+        for one in pool_status(Context(s.state, s.world, s.policy))
     }
     assert found == {Depth.PARKED: (2, 2, 0), Depth.JOINED: (1, 1, 0)}
 

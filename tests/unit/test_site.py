@@ -23,8 +23,8 @@ from multiverse.drivers.slurm.site.conf import SiteConf
 from multiverse.drivers.slurm.site.requirements import Finding, Level, Version
 from multiverse.site import checking, rendering
 from multiverse.site.rendering import WriteOutcome, write
-from multiverse.system import rendered
-from multiverse.system.rendered import Origin
+from multiverse.system import files
+from multiverse.system.files import Origin
 
 SLURM_CONF = """\
 ClusterName=prod
@@ -242,12 +242,12 @@ def test_a_file_that_we_never_wrote_is_kept(settings: Settings, tmp_path: Path) 
 
 
 def test_a_rendered_file_tells_whether_it_was_changed() -> None:
-    text = rendered.signed("one\ntwo\n", "--")
+    text = files.signed("one\ntwo\n", "--")
     assert text.startswith("one\ntwo\n-- ") and text.endswith("\n")
-    assert rendered.origin(text) is Origin.RENDERED
+    assert files.origin(text) is Origin.RENDERED
     for changed in (text.replace("two", "three"), text + "more\n", "# first\n" + text, text[:-1]):
-        assert rendered.origin(changed) is Origin.CHANGED
-    assert rendered.origin("one\ntwo\n") is rendered.origin("") is Origin.FOREIGN
+        assert files.origin(changed) is Origin.CHANGED
+    assert files.origin("one\ntwo\n") is files.origin("") is Origin.FOREIGN
 
 
 # --- what systemd gets -----------------------------------------------------------------------------
@@ -493,7 +493,7 @@ def test_a_file_that_is_missing_outdated_or_changed_is_found(settings: Settings)
     list(write(ours, Path("/")))
     assert {checking._difference(file) for file in ours} == {None}
     file = next(f for f in ours if f.path.name == "multiverse_site.lua")
-    file.path.write_text(rendered.signed("return {}\n", "--"))
+    file.path.write_text(files.signed("return {}\n", "--"))
     outdated = checking._difference(file)
     file.path.write_text(file.content.replace("48", "49"))
     changed = checking._difference(file)

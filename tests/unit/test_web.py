@@ -19,13 +19,13 @@ import httpx
 import pytest
 from pydantic import TypeAdapter
 
-from multiverse.agent.connection import command_of
 from multiverse.api import Alert, Delta, Snapshot
 from multiverse.config import Settings, WebSettings, parse
 from multiverse.controller.loop import Controller
 from multiverse.core.errors import Exhausted, Refused
 from multiverse.core.model.basics import Size
 from multiverse.service import publisher as publishing
+from multiverse.service.alerts import command_of
 from multiverse.service.backend import Backend
 from multiverse.service.publisher import Publisher
 from multiverse.service.startup import Processes, bind_web

@@ -25,7 +25,7 @@ from multiverse.core.state import State
 from multiverse.host.vxlan import VxlanConfig
 from multiverse.ports import Clock, Hypervisor, Measurements, Reports, Scheduler
 from multiverse.ports.site import Finding
-from multiverse.system.rendered import SiteFile
+from multiverse.system.files import SiteFile
 
 # --- common to both --------------------------------------------------------------------------------
 

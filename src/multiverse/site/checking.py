@@ -23,8 +23,7 @@ from multiverse.images.catalog import list_images
 from multiverse.ports.site import Finding, Level
 from multiverse.site.machine import note, problem
 from multiverse.site.rendering import AGENT_SERVICE, SERVICE, own_job_submit, render, render_agent
-from multiverse.system import rendered
-from multiverse.system.rendered import Origin, SiteFile
+from multiverse.system.files import Origin, SiteFile, origin
 
 _UNIT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"  # systemd's, of services (systemd.exec(5))
 _RENDER = "run multiverse site render /"
@@ -132,7 +131,7 @@ def _difference(file: SiteFile) -> tuple[str, str] | None:
         if file.path.stat().st_mode & file.mode == file.mode:
             return None
         return f"the file has not the mode {file.mode:o}", f"chmod {file.mode:o} {file.path}"
-    if rendered.origin(text) is Origin.RENDERED:
+    if origin(text) is Origin.RENDERED:
         return "the file is of other settings or of another release", f"{_RENDER}, then {_after_change(file, text)}"
     return (
         "the file was changed here, and differs from what the settings and slurm.conf need",

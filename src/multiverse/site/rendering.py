@@ -16,8 +16,8 @@ from multiverse.core.model.identity import mac_of_address
 from multiverse.drivers.slurm.site import bootstrap, install
 from multiverse.drivers.slurm.site.conf import SiteConf
 from multiverse.images.catalog import list_images
-from multiverse.system import files, rendered
-from multiverse.system.rendered import Origin, SiteFile
+from multiverse.system import files
+from multiverse.system.files import Origin, SiteFile
 
 SYSTEMD = Path("/etc/systemd/system")
 SERVICE, AGENT_SERVICE = "multiverse.service", "multiverse-agent.service"
@@ -48,7 +48,7 @@ def own_job_submit(settings: Settings) -> str | None:
         return None
     except (OSError, UnicodeDecodeError) as error:
         raise Broken(f"cannot read {path}: {error}", hint="run this command as root") from error
-    return None if rendered.origin(text) is Origin.RENDERED else text
+    return None if files.origin(text) is Origin.RENDERED else text
 
 
 def _beside_slurm_conf(settings: Settings, site: SiteConf) -> Iterator[SiteFile]:
@@ -65,7 +65,7 @@ def _beside_slurm_conf(settings: Settings, site: SiteConf) -> Iterator[SiteFile]
 def _plugstack(settings: Settings) -> Iterator[SiteFile]:
     """What loads the plugin for VMs inside jobs, where they are enabled and the plugin launches them."""
     if install.loads_plugin(settings.job_vms):
-        text = rendered.signed(install.plugstack(settings.job_vms))
+        text = files.signed(install.plugstack(settings.job_vms))
         yield SiteFile(settings.slurm.conf.with_name(install.PLUGSTACK), text, 0o644)
 
 
@@ -102,7 +102,7 @@ def _render(
         loader=PackageLoader("multiverse.site"), undefined=StrictUndefined, keep_trailing_newline=True
     )
     return [
-        SiteFile(path, rendered.signed(environment.get_template(name).render({**common, **values})), 0o644)
+        SiteFile(path, files.signed(environment.get_template(name).render({**common, **values})), 0o644)
         for name, path in {**units, **targets}.items()
     ]
 
@@ -163,7 +163,7 @@ def _write_one(file: SiteFile, path: Path, *, force: bool) -> WriteOutcome:
         return WriteOutcome.CREATED
     if file.begun:
         return WriteOutcome.UNCHANGED
-    if before != file.content and rendered.origin(before) is not Origin.RENDERED and not force:
+    if before != file.content and files.origin(before) is not Origin.RENDERED and not force:
         files.replace(beside(path), file.content, mode=file.mode)
         return WriteOutcome.KEPT
     beside(path).unlink(missing_ok=True)

@@ -1,15 +1,23 @@
-"""Files that are replaced whole, keep a part of their own among the lines of others, or survive a loss of power."""
+"""Files that are replaced whole, keep a part of their own among the lines of others, or survive a loss of power.
+
+A file that was rendered ends with a comment, which has a digest of all lines above. So the file itself tells whether an
+administrator has changed it, wherever it was copied to.
+"""
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
+import re
 import threading
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from enum import StrEnum
 from glob import iglob
 from pathlib import Path
+from typing import NamedTuple
 
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -166,3 +174,42 @@ def matching(top: Path | str, pattern: str) -> Iterator[Path]:
     """The paths below `top` that match; `**` stands for any directories. A directory that vanishes meanwhile is passed
     over, where Path.glob raises FileNotFoundError."""
     return map(Path, iglob(f"{top}/{pattern}", recursive=True))  # noqa: PTH207
+
+
+# --- rendered files ---------------------------------------------------------------------------------
+
+_LAST = re.compile(
+    r"(?P<text>.*\n)?(?:#|--) Rendered by multiverse; sha256 of the above: (?P<digest>[0-9a-f]{16})\n", re.S
+)
+
+
+class Origin(StrEnum):
+    RENDERED = "rendered"  # and unchanged since
+    CHANGED = "changed"  # rendered, and then changed by somebody
+    FOREIGN = "foreign"  # written by somebody else
+
+
+class SiteFile(NamedTuple):
+    """A file at its place on the site's machine. One that is `begun` is changed by the daemon: what is there stays."""
+
+    path: Path
+    content: str
+    mode: int
+    begun: bool = False
+
+
+def signed(text: str, comment: str = "#") -> str:
+    """The text with its last line. `comment` begins a comment in the file's language: `#` or `--`."""
+    return f"{text}{comment} Rendered by multiverse; sha256 of the above: {_digest(text)}\n"
+
+
+def origin(text: str) -> Origin:
+    """Who wrote this text. A text in which a rendered file's last line is missing counts as foreign."""
+    match = _LAST.fullmatch(text)
+    if match is None:
+        return Origin.CHANGED if "Rendered by multiverse; sha256" in text else Origin.FOREIGN
+    return Origin.RENDERED if _digest(match["text"] or "") == match["digest"] else Origin.CHANGED
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -33,8 +33,8 @@ from multiverse.images.catalog import list_images, package_version
 from multiverse.ports.site import Finding, Level
 from multiverse.site import checking, machine, rendering
 from multiverse.site.checking import Part, tried
+from multiverse.system.files import SiteFile
 from multiverse.system.processes import unreachable
-from multiverse.system.rendered import SiteFile
 
 log = structlog.get_logger()
 

@@ -17,7 +17,7 @@ from multiverse.core.model.basics import CloneKind, Placement, Size
 from multiverse.drivers.slurm.site import conf, gate
 from multiverse.drivers.slurm.site.conf import OURS, SiteConf
 from multiverse.drivers.slurm.site.gate import GATE_NODE, NODE_SET
-from multiverse.system import files, placements, rendered
+from multiverse.system import files, placements
 from multiverse.system.files import keep_names
 
 PLUGSTACK = "multiverse-plugstack.conf"  # its file, beside slurm.conf, which the site's plugstack.conf includes
@@ -183,7 +183,7 @@ def render(settings: Settings, site: Site) -> dict[str, str]:
         "failed": _FAILED,
     }
     return {
-        name: rendered.signed(
+        name: files.signed(
             environment.get_template(_TEMPLATES.get(name, name)).render(values), "--" if name.endswith(".lua") else "#"
         )
         for name in FILES
