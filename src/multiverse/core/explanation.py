@@ -262,7 +262,7 @@ def _waiting(context: Context, attempt: Attempt, now: float) -> Explanation:
         sentences.append(Why.AGAIN_IN(time=attempt.not_before - now, tries=attempt.tries))
     elif note:
         sentences.append(Why.GIVEN_UP_BEFORE(note))
-    ahead, behind = _before(state, attempt, job), ""
+    ahead, behind = state.queue.candidates.before((job.rank, attempt.id)), ""
     if ahead and attempt.id not in state.promised:
         behind, why = _first(state, attempt, ahead)
         sentences.append(why)
@@ -292,10 +292,6 @@ def _own_obstacle(context: Context, attempt: Attempt) -> Reason | None:
     if kept := context.kept_by(job):
         return kept.why()
     return why_earlier_run(state, context.world, attempt)
-
-
-def _before(state: State, attempt: Attempt, job: Job) -> int:
-    return state.queue.candidates.before((job.rank, attempt.id))
 
 
 def _first(state: State, attempt: Attempt, ahead: int) -> tuple[str, Reason]:

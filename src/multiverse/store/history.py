@@ -279,7 +279,8 @@ def put_job_usage(store: Store, usages: Sequence[JobUsage], wall: float) -> None
     """Keep what runs have used, as of a Unix time. Raises `Exhausted` if there is no room beyond the reserve."""
     if usages:
         with store.maintenance(adds=True) as execute:
-            execute(_PUT_RUN, [{"attempt": one.attempt, "wall": wall, "body": _body(one)} for one in usages])
+            bodies = [(one.attempt, str(_RUN.dump_json(one), "utf-8")) for one in usages]
+            execute(_PUT_RUN, [{"attempt": attempt, "wall": wall, "body": body} for attempt, body in bodies])
 
 
 def read_job_usage(store: Store, attempts: Sequence[int]) -> dict[int, JobUsage]:
@@ -299,7 +300,3 @@ class JobUsagePruning:
     def step(self) -> bool:
         with self._store.maintenance() as execute:
             return execute(_DROP_RUNS, {"before": self._before, "most": RUNS_DELETED}).rowcount == RUNS_DELETED
-
-
-def _body(one: JobUsage) -> str:
-    return str(_RUN.dump_json(one), "utf-8")

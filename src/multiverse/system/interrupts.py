@@ -40,8 +40,7 @@ def handle() -> None:
 
 
 def ignore() -> None:
-    """Ignore the signals from now on. An interrupted process ends with its own status, also if another signal comes
-    while Python ends, which no handler would take then."""
+    """Ignore the signals from now on. One that comes while Python ends would change the status of the process."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 

@@ -121,8 +121,7 @@ def _cpu_commands(monitor: Monitor, known: Manifest, cpus: int, present: set[str
 
 # MiB that QEMU may keep in place beside the guest's memory: firmware, registers, memory that is plugged as a device.
 _FUNCTION_ROOM = 1024 + len(PORTS) * WINDOW
-_FUNCTION_TIMEOUT = 30.0
-"""Seconds for QEMU's answers, and one more for each GiB: all memory is allocated and kept in place."""
+_FUNCTION_TIMEOUT = 30.0  # seconds for QEMU's answers, and one more for each GiB, all of which is allocated
 _PER_SECOND = 1024  # MiB
 
 
