@@ -47,7 +47,7 @@ ELSEWHERE = {
 AT_EACH_END = ("attempt:cancelled", "attempt:requeued", "attempt:revoked", "attempt:revoking")
 STATES = [f"{kind}:{state}" for kind, table in TABLES.items() for state in dict.fromkeys(t.target for t in table)]
 ON_ITS_WAY = [state for state in STATES if state not in ELSEWHERE and state not in AT_EACH_END]
-ON_THE_HOST = ["qemu", *(f"manifest:{phase}" for phase in ("making", "parked", "starting", "started"))]
+ON_THE_HOST = ["qemu", *(f"manifest:{phase}" for phase in ("creating", "parked", "starting", "started"))]
 MIDWAY = [*ON_THE_HOST, "scontrol:update", "scontrol:delete"]
 
 

@@ -19,7 +19,7 @@ from tests.integration.watch import until
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
-PHASES = ("making", "parked", "starting", "started")
+PHASES = ("creating", "parked", "starting", "started")
 STEPS = (*(f"job:{step}" for step in JOB_STEPS), *(f"manifest:{phase}" for phase in PHASES), "qemu")
 
 
