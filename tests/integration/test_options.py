@@ -299,8 +299,8 @@ def test_a_running_job_gives_a_node_up(board: Board, client: Client) -> None:
     go.touch()
     assert " NumNodes=1 " in board.over("smaller").replace("\n", " ")
     assert [row["state"] for row in client.jobs(job)] == ["done"]
-    records = lab.run("sacct", "-X", "-n", "-P", "-o", "State,NNodes", "-j", job).stdout.split()
-    assert records == ["RESIZING|2", "COMPLETED|1"]
+    records = ("sacct", "-X", "-n", "-P", "-o", "State,NNodes", "-j", job)
+    until("both sizes are accounted", lambda: lab.run(*records).stdout.split() == ["RESIZING|2", "COMPLETED|1"], 30)
 
 
 def test_a_request_is_checked_without_a_job(board: Board) -> None:

@@ -35,14 +35,14 @@ def test_a_user_sees_and_cancels_a_running_job_in_the_partition_of_its_submissio
         assert job in shows("squeue", "-h", *options), options
     assert "Partition=vm " in shows("scontrol", "show", "job", job).replace("\n", " ")
     assert f"StepId={job}.batch" in shows("scontrol", "show", "step")
-    assert re.search(rf"^{job}\|vm\|RUNNING$", shows("sacct", "-nXP", "-r", "vm", "-o", "JobID,Partition,State"), re.M)
+    ask = ("sacct", "-nXP", "-r", "vm", "-j", job, "-o", "JobID,Partition,State")
+    until("it is accounted as running", lambda: f"{job}|vm|RUNNING" in shows(*ask).split())
     nodes = shows("sinfo")
     assert "drain" not in nodes
     assert set(re.findall(r"(\S+) +mvgate", nodes)) <= {"idle~"}, "22.05 does not show them"
     lab.run("scancel", "-p", "vm", "-u", user.name, user=user)
     ended(client, job, "done")
     ended(client, successor, "cancelled")
-    ask = ("sacct", "-nXP", "-r", "vm", "-j", job, "-o", "JobID,Partition,State")
     until("it is accounted there", lambda: f"{job}|vm|CANCELLED" in shows(*ask))
     nothing_left(lab, client)
 
