@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -272,6 +273,25 @@ def test_what_a_host_was_told_outlives_its_agent_and_an_unreadable_file_says_not
     assert not file.exists() and second.read() == {}
     with pytest.raises(Exhausted):
         MemberRecord(tmp_path / "no" / "such").write({one.name: one})
+
+
+def test_a_thread_that_reads_members_while_another_parses_them_gets_them_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, file = placed_member(1, "h1"), tmp_path / "members"
+    MemberRecord(file).write({one.name: one})
+    record, read, seen = MemberRecord(file), Path.read_text, list[Mapping[str, Member]]()
+
+    def beside(path: Path) -> str:
+        monkeypatch.setattr(Path, "read_text", read)
+        other = threading.Thread(target=lambda: seen.append(record.read()))
+        other.start()
+        other.join()
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_text", beside)
+    assert record.read() == {one.name: one}
+    assert seen == [{one.name: one}]
 
 
 class Channels:

@@ -23,7 +23,7 @@ from multiverse.cli.asking import UsersClient, _address
 from multiverse.core.errors import Gone, MultiverseError, Refused
 from multiverse.service import users_socket
 from multiverse.service.explanations import Viewer
-from multiverse.service.startup import bind
+from multiverse.service.startup import bind, bind_tcp
 from multiverse.service.users_socket import Pace, UserQuestions, serve_users
 from tests.unit.planner_harness import ManualClock
 
@@ -242,3 +242,9 @@ async def test_who_asks_several_questions_at_once_has_no_larger_share() -> None:
 )  # fmt: skip
 def test_addresses_of_controllers(text: str, expected: tuple[str, int]) -> None:
     assert _address(text) == expected
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="the kernel has no IPv6")
+def test_any_address_of_ipv6_takes_users_by_ipv4_too() -> None:
+    with bind_tcp("::", 0, "users.listen") as listener:
+        socket.create_connection(("127.0.0.1", listener.getsockname()[1]), 5).close()

@@ -55,9 +55,12 @@ class MemberRecord:
         """All members, by name. A file that cannot be read says nothing, as after a crash of the machine."""
         found = _signature(self._path)
         if found is None or found != self._signature:
-            self._members, self._signature = {}, found
+            members: dict[str, Member] = {}
             with suppress(OSError, ValueError, TypeError, KeyError):
-                self._members = {each["name"]: Member(**each) for each in json.loads(self._path.read_text())}
+                members = {each["name"]: Member(**each) for each in json.loads(self._path.read_text())}
+            # The members first: another thread that sees the signature takes them as they are.
+            self._members = members
+            self._signature = found
         return self._members
 
     def write(self, members: Mapping[str, Member]) -> None:
@@ -70,7 +73,8 @@ class MemberRecord:
         except OSError as error:
             hint = f"is there room in {self._path.parent}?"
             raise Exhausted(f"cannot record which VMs reach each other: {error}", hint=hint) from error
-        self._members, self._signature = dict(members), _signature(self._path)
+        self._members = dict(members)
+        self._signature = _signature(self._path)
 
 
 def changed(

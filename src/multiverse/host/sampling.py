@@ -134,9 +134,11 @@ class OpenFile:
 def _opened(paths: Sequence[Path], closing: ExitStack) -> OpenFile | None:
     """The first of the files that can be opened and read; None if there is none."""
     for path in paths:
-        with suppress(OSError):  # pressure stall information that was turned off fails when it is read
-            file = OpenFile(path, closing)
+        # Pressure stall information that was turned off fails when it is read.
+        with suppress(OSError), ExitStack() as opened:
+            file = OpenFile(path, opened)
             file.read()
+            closing.push(opened.pop_all())
             return file
     return None
 

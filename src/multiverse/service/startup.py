@@ -54,10 +54,11 @@ def bind(path: Path, setting: str, group: str = "", *, all_users: bool = False) 
 
 
 def bind_tcp(address: str, port: int, setting: str) -> socket.socket:
-    """A listening TCP socket. Raises `Refused` if it cannot be made; `setting` names what to change then."""
+    """A listening TCP socket; `::` accepts IPv4 too. Raises `Refused` if it cannot be made; `setting` names what to
+    change then."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        return socket.create_server((address, port), family=family, backlog=64)
+        return socket.create_server((address, port), family=family, backlog=64, dualstack_ipv6=address == "::")
     except OSError as error:
         raise Refused(f"cannot listen on {address} port {port}: {error}", hint=f"set {setting}") from error
 

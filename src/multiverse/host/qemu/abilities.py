@@ -100,7 +100,7 @@ _EXPECTED = (_VALUE << 1) | 1  # hw/misc/debugexit.c: exit((val << 1) | 1)
 _TURNS = 4_000_000
 _CODE = (b"\x31\xc0\x8e\xd8" b"\x66\xb9" + _TURNS.to_bytes(4, "little") + b"\xff\x06\x00\x70" b"\x66\x49" b"\x75\xf8"
          b"\xba\x01\x05" b"\xb0" + bytes([_VALUE]) + b"\xee" b"\xf4\xeb\xfd")  # fmt: skip
-_PLAIN_DISK = "-drive file={},format=raw,if=ide,readonly=off,snapshot=on"
+_PLAIN_DISK = "file={},format=raw,if=ide,readonly=off,snapshot=on"
 _BOOT_SECTOR = _CODE.ljust(510, b"\0") + b"\x55\xaa"
 
 
@@ -166,7 +166,7 @@ def boot_sector(
     binary: str,
     accelerator: Accelerator,
     limit: float,
-    devices: Callable[[Path], Sequence[str]] = lambda disk: _PLAIN_DISK.format(disk).split(),
+    devices: Callable[[Path], Sequence[str]] = lambda disk: ("-drive", _PLAIN_DISK.format(disk)),
     place: Path | None = None,
     fds: Sequence[int] = (),
 ) -> tuple[float, str]:
@@ -279,7 +279,8 @@ def trials(binary: str, version: str, accelerator: Accelerator, storage: Path, c
     def boots(feature: Feature) -> Callable[[], str]:
         def boot() -> str:
             kept = _load(cache)
-            known = kept.get("succeeded", []) if kept.get("key") == key else []
+            known = kept.get("succeeded") if kept.get("key") == key else None
+            known = known if isinstance(known, list) else []
             if feature in known:
                 return ""
             if not (reason := _boot(feature, binary, accelerator, storage)):
