@@ -437,7 +437,10 @@ def with_faults(seed: int, database: str = ":memory:", pair: Pair | None = None)
     if database == ":memory:" and (replaced := store.choice((*(None,) * 10, *DATABASES))):
         incidents += every(until, replaced, store, until)[:1]
     guests = GuestBehaviour(
-        boot=(0.4, rng.choice((1.2, 1.2, 100.0))), mute=rng.choice((0.0, 0.0, 0.1)), small=rng.choice((0.0, 0.0, 0.1))
+        until=until,
+        boot=(0.4, rng.choice((1.2, 1.2, 100.0))),
+        mute=rng.choice((0.0, 0.0, 0.1)),
+        small=rng.choice((0.0, 0.0, 0.1)),
     )
     return replace(
         scenario,

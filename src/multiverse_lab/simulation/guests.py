@@ -57,10 +57,15 @@ class Run:
     reported: bool = False  # to the scheduler
 
 
+_QUICK = 1.2  # seconds; the longest that a quick guest boots
+
+
 @dataclass(frozen=True)
 class GuestBehaviour:
-    """How long guests take, as ranges in seconds that are drawn from, and what share of them is defective."""
+    """How long guests take, as ranges in seconds that are drawn from, and what share of them is defective, until the
+    faults end: with every other boot longer than the controller waits, a job might never start."""
 
+    until: float | None = None  # seconds of virtual time: later guests are quick, and none is defective
     boot: tuple[float, float] = (0.4, 1.2)  # from start to a daemon that registers
     retry: float = 1.0  # between tries to register while the scheduler does not answer
     mute: float = 0.0  # the share that never registers although the VM runs
@@ -95,8 +100,10 @@ class Guest:
 
     def boot(self) -> None:
         """Begin to boot; the node registers later. A guest without a daemon never registers."""
-        if self.identity.bootstrap.daemons and self.rng.random() >= self.behaviour.mute:
-            self._later(self.rng.uniform(*self.behaviour.boot), self._register)
+        sound = self._is_sound()
+        if self.identity.bootstrap.daemons and (self.rng.random() >= self.behaviour.mute or sound):
+            seconds = self.rng.uniform(*self.behaviour.boot)
+            self._later(min(seconds, _QUICK) if sound else seconds, self._register)
 
     def die(self) -> None:
         """Stop at once, with the script that runs."""
@@ -284,7 +291,11 @@ class Guest:
             self._later(self.behaviour.retry, self._register)
 
     def _registers_small(self) -> bool:
-        return self.behaviour.small > 0 and self.rng.random() < self.behaviour.small
+        chosen = self.behaviour.small > 0 and self.rng.random() < self.behaviour.small
+        return chosen and not self._is_sound()
+
+    def _is_sound(self) -> bool:
+        return self.behaviour.until is not None and self._now() >= self.behaviour.until
 
     def _later(self, seconds: float, do: Callable[[], None]) -> None:
         asyncio.get_running_loop().call_later(seconds, do)
