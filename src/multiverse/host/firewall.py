@@ -59,8 +59,7 @@ class MemberRecord:
             with suppress(OSError, ValueError, TypeError, KeyError):
                 members = {each["name"]: Member(**each) for each in json.loads(self._path.read_text())}
             # The members first: another thread that sees the signature takes them as they are.
-            self._members = members
-            self._signature = found
+            self._members, self._signature = members, found
         return self._members
 
     def write(self, members: Mapping[str, Member]) -> None:
@@ -73,8 +72,7 @@ class MemberRecord:
         except OSError as error:
             hint = f"is there room in {self._path.parent}?"
             raise Exhausted(f"cannot record which VMs reach each other: {error}", hint=hint) from error
-        self._members = dict(members)
-        self._signature = _signature(self._path)
+        self._members, self._signature = dict(members), _signature(self._path)
 
 
 def changed(

@@ -54,8 +54,7 @@ def bind(path: Path, setting: str, group: str = "", *, all_users: bool = False) 
 
 
 def bind_tcp(address: str, port: int, setting: str) -> socket.socket:
-    """A listening TCP socket; `::` accepts IPv4 too. Raises `Refused` if it cannot be made; `setting` names what to
-    change then."""
+    """A listening TCP socket; `::` takes IPv4 too. Raises `Refused`, which names `setting`, if it cannot be made."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         return socket.create_server((address, port), family=family, backlog=64, dualstack_ipv6=address == "::")

@@ -279,8 +279,7 @@ def trials(binary: str, version: str, accelerator: Accelerator, storage: Path, c
     def boots(feature: Feature) -> Callable[[], str]:
         def boot() -> str:
             kept = _load(cache)
-            known = kept.get("succeeded") if kept.get("key") == key else None
-            known = known if isinstance(known, list) else []
+            known = kept.get("succeeded", []) if kept.get("key") == key else []
             if feature in known:
                 return ""
             if not (reason := _boot(feature, binary, accelerator, storage)):
