@@ -221,7 +221,7 @@ def test_a_daemon_that_ends_before_it_is_ready_is_a_failure_with_its_log(logs: P
     argv = ["/bin/sh", "-c", "echo no configuration; exit 3"]
     daemon = daemons.DaemonProcess({"name": "slurmd", "argv": argv, "user": "root", "ready_path": str(ready)})
     with pytest.raises(system.GuestAgentError) as failure:
-        daemons.Children().start(daemon)
+        daemons.Children(lambda pid, status: None).start(daemon)
     for fact in ("slurmd", "exit code 3", "no configuration"):
         assert fact in str(failure.value)
 
@@ -232,7 +232,7 @@ def test_a_daemon_that_ends_is_started_again_unless_it_ends_at_once_again(
 ) -> None:
     now = 100.0
     monkeypatch.setattr(daemons.time, "monotonic", lambda: now)
-    children = daemons.Children()
+    children = daemons.Children(lambda pid, status: None)
     argv = ["/bin/sh", "-c", "echo started; exit 3"]
     daemon = daemons.DaemonProcess({"name": "slurmd", "argv": argv, "user": "root", "ready_path": ""})
     children.start(daemon)

@@ -23,6 +23,7 @@ from typing import Any
 from multiverse.core.errors import Refused
 from multiverse.core.model.identity import Identity, User
 from multiverse.core.model.vm import Stage
+from multiverse.guest.agent.saving import ATTACHER as ATTACHER
 from multiverse.guest.agent.system import DISK as DISK
 from multiverse.guest.agent.system import MAX_LINE as MAX_LINE
 from multiverse.guest.agent.system import PORT as PORT
@@ -55,13 +56,21 @@ def identity_message(identity: Identity, cpus: int, plugged: int, disk: int, nam
     """The line that gives a clone its identity. It holds fresh random bytes and the time: never keep or resend it.
     `cpus` is the number of CPUs that the clone must have, `plugged` the MiB of memory that were plugged, `disk` the MiB
     that users may write. Raises `Refused` if the line is longer than MAX_LINE."""
+    return _identity_line("identity", identity, names, cpus=cpus, plugged=plugged, disk=disk)
+
+
+def wake_message(identity: Identity, names: Names = ()) -> bytes:
+    """The line that makes a restored guest a node again, as that identity. Never keep or resend it. The answer is
+    `started`. Raises `Refused` if the line is longer than MAX_LINE."""
+    return _identity_line("wake", identity, names, program=program("attach_program.sh"))
+
+
+def _identity_line(kind: str, identity: Identity, names: Names, **more: object) -> bytes:
     bootstrap = identity.bootstrap
     line = _line(
-        type="identity",  # first: the agent recognizes the message by its first bytes, before it parses it
+        type=kind,  # first: the agent recognizes an identity by its first bytes, before it parses it
         random=base64.b64encode(os.urandom(64)).decode(),
-        cpus=cpus,
-        plugged=plugged,
-        disk=disk,
+        **more,
         identity={
             "hostname": identity.hostname,
             "mac": identity.mac,
@@ -140,6 +149,22 @@ def add_user_message(user: User, names: Names = ()) -> bytes:
     return _line(type="add_user", user=_user(user), names=sorted(names), time=time.time())
 
 
+def freeze_message(sync: float) -> bytes:
+    """The line that freezes the processes of the VM's job, and writes network file systems back within `sync` seconds.
+    The answer is `frozen`."""
+    return _line(type="freeze", sync=sync)
+
+
+THAW = b'{"type":"thaw"}\n'
+"""Lets a frozen job go on. The answer is `thawed`."""
+CUT = b'{"type":"cut"}\n'
+"""Cuts a frozen job off from Slurm, which can requeue it then. The answer is `cut`."""
+REST = b'{"type":"rest"}\n'
+"""Ends the daemons of a guest that is about to be saved. The answer is `rests`."""
+ATTACH = b'{"type":"attach"}\n'
+"""Lets the frozen processes go on within the next run of their job. The answer is `attached`."""
+
+
 def names_message(names: Sequence[tuple[str, str]], gone: Sequence[str], *, whole: bool) -> bytes:
     """The line that tells new names and names that are gone, or with `whole` all names. There is no answer."""
     return _line(type="names", names=names, gone=gone, whole=whole)
@@ -148,20 +173,20 @@ def names_message(names: Sequence[tuple[str, str]], gone: Sequence[str], *, whol
 def serve_tasks_message(token: str, directory: str) -> bytes:
     """The line that makes the agent accept tasks of a job, on connections that begin with this secret token, and stand
     in for Slurm's commands, which are in `directory` on the host. The answer is `serving_tasks`."""
-    commands = {"names": INSTALLED, "directory": directory, "program": program("slurm_command")}
+    commands = {"names": INSTALLED, "directory": directory, "program": program("slurm_command.py")}
     return _line(type="serve_tasks", token=token, commands=commands)
 
 
 def take_regions_message(devices: Sequence[tuple[int, int]], uid: int) -> bytes:
     """The line that gives plugged regions of shared memory to this user. Each device is the number of its root port and
     that of its function. The answer is `took_regions`."""
-    return _line(type="take_regions", devices=devices, uid=uid, program=program("shared_memory_program"))
+    return _line(type="take_regions", devices=devices, uid=uid, program=program("shared_memory_program.py"))
 
 
 @cache
 def program(name: str) -> str:
-    """The text of a program that guests get: `slurm_command` or `shared_memory_program`."""
-    return (Path(__file__).parent / f"{name}.py").read_text()
+    """The text of a program that guests get: `slurm_command.py`, `shared_memory_program.py` or `attach_program.sh`."""
+    return (Path(__file__).parent / name).read_text()
 
 
 def _line(**message: object) -> bytes:
@@ -178,7 +203,8 @@ def _user(user: User) -> dict[str, object]:
 
 _TEXT = 1000  # characters of any text that is kept
 _TYPES = frozenset({"fork_point", "forked", "becoming", "started", "failed", "flushed", "daemon_ended", "audited",
-                    "user_added", "joined_job", "serving_tasks", "took_functions", "took_regions"})  # fmt: skip
+                    "user_added", "joined_job", "serving_tasks", "took_functions", "took_regions",
+                    "frozen", "thawed", "cut", "rests", "attached", "refused"})  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

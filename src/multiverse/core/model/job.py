@@ -257,6 +257,7 @@ class NodeSpec:
     spare: bool = False  # it joins before its job is known: the job has to wait there until its user is added
     sockets: int = 1
     peers: tuple[tuple[str, str], ...] = ()  # names and addresses (without prefix length) of its job's other VMs
+    resumed: int = 0  # which restart of its job goes on in it with the processes of an earlier run; 0: none
 
 
 @dataclass(frozen=True)

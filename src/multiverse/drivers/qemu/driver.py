@@ -38,6 +38,7 @@ class QemuHypervisor:
         config = host_config(settings, site)
         self.templates = self.users = self.groups = self
         self.membership = None  # this machine alone
+        self.saves = self if config.saves is not None else None
         self.silence = None  # this process answers for the machine that it is on
         self._host = QemuHost(config if vxlan is None else replace(config, vxlan=vxlan))
         self._creating: dict[str, Future[list[Stage]]] = {}
@@ -135,6 +136,21 @@ class QemuHypervisor:
     async def add_user(self, vm: VmRef, user: User, group: int = 0) -> None:
         await self._in_thread(self._host.add_user, vm.name, user, group, vm.token)
 
+    async def freeze(self, vm: VmRef) -> None:
+        await self._in_thread(self._host.freeze, vm.name, vm.token)
+
+    async def cut(self, vm: VmRef) -> None:
+        await self._in_thread(self._host.cut, vm.name, vm.token)
+
+    async def save(self, vm: VmRef, name: str) -> Sequence[Stage]:
+        return await self._in_thread(self._host.save, vm.name, vm.token, name)
+
+    async def thaw(self, vm: VmRef) -> None:
+        await self._in_thread(self._host.thaw, vm.name, vm.token)
+
+    async def discard(self, source: str, name: str) -> None:
+        await self._in_thread(self._host.discard, name)
+
     @property
     def listening(self) -> Mapping[str, str]:
         return {self.name: ""}
@@ -211,6 +227,7 @@ def host_config(settings: Settings, site: str) -> QemuHostConfig:
         image_source=settings.image.source and settings.image.source.absolute(),
         template_source=settings.image.templates and settings.image.templates.absolute(),
         templates=qemu.templates.absolute(),
+        saves=settings.save.directory.absolute() if settings.save.enabled else None,
         vms=qemu.vms.absolute(),
         run=qemu.run.absolute(),
         cache=settings.state_dir.absolute(),

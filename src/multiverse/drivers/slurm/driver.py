@@ -28,6 +28,7 @@ from multiverse.drivers.slurm.acting.jobs import (
     updates,
     waiting_records,
 )
+from multiverse.drivers.slurm.acting.saving import SlurmSaving
 from multiverse.drivers.slurm.command import Execute, SlurmCommands, execute
 from multiverse.drivers.slurm.leases import PilotReader, SlurmLeases, user_of
 from multiverse.drivers.slurm.reading.name_service import NameService
@@ -70,6 +71,7 @@ class SlurmScheduler:
         self._reader = SlurmReader(settings, site, self._commands.for_observations())
         self._pilots = PilotReader(settings, site, self._commands.for_observations(), leased)
         self.leases = SlurmLeases(settings, self._commands) if settings.lease or leased else None
+        self.saving = SlurmSaving(self._commands, self._reread, self._to_gate, self._release)
         self._comment_turns = CommentTurns()
         # Each observation renews both files, so they have to be valid for several polls.
         self._offer_files = OfferFiles(settings.slurm.inbox, site, max(_OFFER_TERM, 4 * settings.poll))
@@ -203,9 +205,13 @@ class SlurmScheduler:
         if not self._is_at_gate(after):
             raise Stale(f"job {job.job_id} left the gate at once")
         if after.held_by_slurm:
-            await self._commands.run("scontrol", "release", job.job_id)
-            if nice := await self._usual_nice(await self._reread(job)):
-                await self._update(job, *nice)
+            await self._release(job)
+
+    async def _release(self, job: JobRef) -> None:
+        """End a hold, and then the boost of a job that kept it while it was held."""
+        await self._commands.run("scontrol", "release", job.job_id)
+        if nice := await self._usual_nice(await self._reread(job)):
+            await self._update(job, *nice)
 
     async def _to_gate(self, job: JobRef, current: CurrentJob) -> None:
         if self._is_at_gate(current):

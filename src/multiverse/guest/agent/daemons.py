@@ -21,6 +21,7 @@ from multiverse.guest.agent.system import (
     PTRACE_SETREGS,
     GuestAgentError,
     ending,
+    kill_and_wait,
     make_directory,
     owner_ids,
     ptrace,
@@ -159,8 +160,10 @@ class DaemonProcess:
 class Children:
     """The daemons, and all other children of the agent that end. The first process of a guest inherits orphans."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_end: Any) -> None:
+        """`on_end` is called with the pid and the wait status of each child that has ended."""
         self._daemons: list[DaemonProcess] = []
+        self.on_end = on_end
 
     def start(self, daemon: DaemonProcess) -> None:
         """Start a daemon and wait until its ready path exists. Raises GuestAgentError if it ends or takes too long."""
@@ -175,6 +178,12 @@ class Children:
                 raise GuestAgentError(f"{daemon.name} did not make {daemon.ready_path}: {daemon.log_tail()}")
             time.sleep(0.005)
 
+    def end_daemons(self) -> None:
+        """End the daemons, the last that was started first. They are not started again."""
+        for daemon in reversed(self._daemons):
+            kill_and_wait(daemon.pid)
+        self._daemons.clear()
+
     def collect(self) -> list[DaemonProcess]:
         """Collect the wait status of each child that has ended. Returns the daemons among them."""
         ended: list[DaemonProcess] = []
@@ -185,6 +194,7 @@ class Children:
                 return ended
             if pid == 0:
                 return ended
+            self.on_end(pid, status)
             for daemon in self._daemons:
                 if daemon.pid == pid:
                     daemon.status = status

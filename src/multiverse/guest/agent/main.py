@@ -24,6 +24,7 @@ from multiverse.guest.agent.resources import (
     set_node_limits,
     use_plugged,
 )
+from multiverse.guest.agent.saving import become_subreaper
 from multiverse.guest.agent.server import GuestAgent, HostChannel, find_port
 from multiverse.guest.agent.system import (
     CGROUPS,
@@ -209,6 +210,8 @@ def main() -> None:
     if first:
         set_up_system()
         set_up_cgroups()
+    else:
+        become_subreaper()
     # The kernel never ends the agent when memory runs out, nor its daemons, which inherit this. slurmstepd undoes it
     # for the processes of a job.
     write_kernel_file("/proc/self/oom_score_adj", "-1000")

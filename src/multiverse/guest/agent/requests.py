@@ -20,12 +20,11 @@ import re
 import socket
 from typing import Any
 
-from multiverse.guest.agent.system import MNT_DETACH, SOCKETS, make_directory, mount, suppress, unmount, write
+from multiverse.guest.agent.system import MNT_DETACH, MS_BIND, SOCKETS, make_directory, mount, suppress, unmount, write
 
 MOST_ASKING = 500  # programs of a task that wait for their connections; descriptors are limited
 PROGRAM = "/run/multiverse/slurm-command"
 PLACES = ("/usr/local/bin", "/usr/bin")  # where an image has commands; they are put into the first one if it has none
-MS_BIND = 4096  # <linux/mount.h>
 
 
 class CommandRequests:

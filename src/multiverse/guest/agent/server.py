@@ -11,7 +11,7 @@ import select
 import time
 from typing import Any
 
-from multiverse.guest.agent.daemons import Children, DaemonProcess, stopped_pids
+from multiverse.guest.agent.daemons import Children, DaemonProcess, stop_daemons_at_entry, stopped_pids
 from multiverse.guest.agent.devices import take_functions, take_regions
 from multiverse.guest.agent.identity import (
     StageTimer,
@@ -34,6 +34,7 @@ from multiverse.guest.agent.resources import (
     use_huge_pages,
     use_plugged,
 )
+from multiverse.guest.agent.saving import SavedJob
 from multiverse.guest.agent.system import (
     DAEMON_TIMEOUT,
     MAX_LINE,
@@ -53,6 +54,7 @@ from multiverse.guest.agent.system import (
 from multiverse.guest.agent.tasks import TaskListener
 
 IDENTITY = b'{"type":"identity"'  # how an identity message begins
+SAVING = ("freeze", "thaw", "cut", "rest", "attach")  # messages whose failure ends nothing
 FORKED = b'{"type":"forked"}\n'
 
 
@@ -151,7 +153,9 @@ class GuestAgent:
         self.channel = channel
         self.wake = wake
         self.poller = select.poll()
-        self.children = Children()
+        self.saved = SavedJob()
+        self.watching: set[int] = set()  # its descriptors
+        self.children = Children(self.saved.ended)
         self.mounts: list[str] = []
         self.tasks: TaskListener | None = None
         self.own_address = ("", "")  # and the gateway, as the identity said
@@ -180,10 +184,10 @@ class GuestAgent:
                 # While the host's end is closed, polling the port returns at once. A signal ends this wait: SIGIO when
                 # the host has opened its end, SIGCHLD when a child has ended.
                 poller.unregister(self.channel.fd)
-                poller.poll()
+                poller.poll(self.saved.period)
                 self.attend()
                 poller.register(self.channel.fd, select.POLLIN)
-            poller.poll()
+            poller.poll(self.saved.period)
             self.attend()
 
     def handle(self, message: dict[str, Any]) -> None:
@@ -199,11 +203,20 @@ class GuestAgent:
             "serve_tasks": self.serve_tasks,
             "take_functions": self.take_functions,
             "take_regions": self.take_regions,
+            "freeze": self.freeze,
+            "thaw": self.thaw,
+            "cut": self.cut,
+            "rest": self.rest,
+            "wake": self.wake_up,
+            "attach": self.attach,
         }
         try:
             if handler := handlers.get(str(message.get("type"))):
                 handler(message)
         except GuestAgentError as error:
+            if message.get("type") in SAVING:  # the job goes on, or waits
+                self.channel.send("refused", reason=str(error))
+                return
             self._report("failed", reason=str(error))
         except Exception as error:
             self._report("failed", reason=f"the agent failed: {type(error).__name__}: {error}")
@@ -310,10 +323,63 @@ class GuestAgent:
         self.tasks.token = message["token"]
         self.channel.send("serving_tasks")
 
+    # --- saving: see `saving` ----------------------------------------------------------------------
+
+    def freeze(self, message: dict[str, Any]) -> None:
+        self.saved.freeze(message["sync"])
+        self.channel.send("frozen")
+
+    def thaw(self, _: dict[str, Any]) -> None:
+        self.saved.thaw()
+        self.channel.send("thawed")
+
+    def cut(self, _: dict[str, Any]) -> None:
+        self.saved.cut()
+        self.watch_saved()
+        self.channel.send("cut")
+
+    def rest(self, _: dict[str, Any]) -> None:
+        self.children.end_daemons()
+        if not stopped_pids():
+            stop_daemons_at_entry()  # they are loaded and linked then, as in a template
+        self.channel.send("rests")
+
+    def wake_up(self, message: dict[str, Any]) -> None:
+        """Become a node again, after the VM was restored, or in place. Frozen processes stay frozen."""
+        set_random_state(message["random"])
+        time.clock_settime(time.CLOCK_REALTIME, message["time"])
+        self.children.end_daemons()
+        identity = message["identity"]
+        bootstrap = identity["bootstrap"]
+        set_names(identity, message["names"])
+        add_users([*bootstrap["users"], *identity["users"]])
+        write_node_files(bootstrap)
+        self.saved.wake(message["program"])
+        self.watch_saved()
+        for daemon in [DaemonProcess(spec) for spec in bootstrap["daemons"]]:
+            self.children.start(daemon)
+        self._report("started", stages=[], audit=clone_facts())
+
+    def attach(self, _: dict[str, Any]) -> None:
+        """The answer comes once the next run of the job has begun."""
+        if self.saved.attach():
+            self.channel.send("attached")
+
     def attend(self) -> None:
         self.report_ended_daemons()
+        if self.saved.attend():
+            self.channel.send("attached")
+        self.watch_saved()
         if self.tasks is not None:
             self.tasks.accept()
+
+    def watch_saved(self) -> None:
+        watched = set(self.saved.watched)
+        for fd in self.watching - watched:
+            self.poller.unregister(fd)
+        for fd in watched - self.watching:
+            self.poller.register(fd, select.POLLIN)
+        self.watching = watched
 
     def report_ended_daemons(self) -> None:
         """Empty the wake-up pipe, collect children that have ended, and report and restart the daemons among them.

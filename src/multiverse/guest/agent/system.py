@@ -28,6 +28,7 @@ SOCKETS = "/run/multiverse/tasks"  # of the processes that carry tasks, by pid
 
 CGROUPS = "/sys/fs/cgroup"
 LOGS = "/var/log/multiverse"  # directory of the daemons' logs
+KILL_TIMEOUT = 5.0  # seconds until a killed process has ended
 DAEMON_TIMEOUT = 30.0  # seconds until a daemon must be ready, a plugged CPU or memory usable, or a mount done
 
 
@@ -123,7 +124,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 RNDADDENTROPY, RNDRESEEDCRNG = 0x40085203, 0x5207  # <linux/random.h>
 SYS_FINIT_MODULE = 313  # <asm/unistd_64.h>
-MNT_DETACH = 2  # <sys/mount.h>
+MNT_DETACH, MS_BIND = 2, 4096  # <sys/mount.h>
 PTRACE_TRACEME, PTRACE_CONT, PTRACE_GETREGS, PTRACE_SETREGS, PTRACE_DETACH = 0, 7, 12, 13, 17  # <linux/ptrace.h>
 
 
@@ -245,6 +246,23 @@ def spawn(name: str, argv: list[str], user: str, traced: bool = False) -> int:
     except BaseException as error:
         os.write(2, f"{error}\n".encode())
     os._exit(127)
+
+
+def kill_and_wait(pid: int) -> None:
+    """Kill a process, and wait until it has ended; whoever collects its wait status may do so later."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + KILL_TIMEOUT
+    while not has_ended(pid) and time.monotonic() < deadline:
+        time.sleep(0.005)
+
+
+def has_ended(pid: int) -> bool:
+    """Whether there is no such process, or its wait status alone is left of it."""
+    try:
+        return read(f"/proc/{pid}/stat").rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 def ending(status: int) -> str:

@@ -21,7 +21,7 @@ from multiverse.core.model.identity import Daemon, GuestFile, NodeBootstrap, Use
 from multiverse.core.model.job import NodeSpec
 from multiverse.drivers.slurm.site import conf
 from multiverse.drivers.slurm.site.gate import MOVED_FROM
-from multiverse.guest.protocol import USER_ADDED
+from multiverse.guest.protocol import ATTACHER, USER_ADDED
 
 _ZERO, _ONE = b"AC"  # the characters of the comment that stand for a bit
 _LENGTH = 32  # characters: enough for any checksum of 16 bits
@@ -81,7 +81,17 @@ done
 """
 
 
-def guest_programs(slurm_conf: str, user_added: str = "") -> Iterator[tuple[str, GuestFile]]:
+_ATTACH = """\
+# The batch script is replaced by the program that goes on with the processes of the job's earlier run.
+case "$SLURM_STEP_ID" in
+"" | 4294967291)
+    printf '#!/bin/dash\\n. %s\\n' {program} >"$(printf %s/job%05d/slurm_script {spool} "$SLURM_JOB_ID")" || exit
+    ;;
+esac
+"""
+
+
+def guest_programs(slurm_conf: str, user_added: str = "", resumed: int = 0) -> Iterator[tuple[str, GuestFile]]:
     """Keys of slurm.conf with the program in the guest to which each is set.
 
     slurm.conf names programs of bare-metal nodes. A guest has some of them: in its image, or on a shared file system.
@@ -95,6 +105,8 @@ def guest_programs(slurm_conf: str, user_added: str = "") -> Iterator[tuple[str,
         text = _WAIT.format(user_added=user_added) if user_added and key == "Prolog" else ""
         if patterns:
             text += _RUN.format(patterns=" ".join(patterns))
+        if resumed and key == "TaskProlog":
+            text += _ATTACH.format(program=ATTACHER, spool=f"{conf.SPOOL}-{resumed}")
         if text:
             yield key, GuestFile(f"/etc/slurm/multiverse-{key.lower()}", f"#!/bin/sh\n{text}".encode(), 0o755)
 
@@ -287,12 +299,17 @@ def _files(settings: Settings, text: str, node: NodeSpec) -> Iterator[GuestFile]
     cgroup = own.get("cgroup.conf", conf.cgroup_for_guest(text, of_site).encode())
     limited = conf.limits_memory(cgroup.decode(errors="replace"))
     slurmctlds = controllers(settings, text)
-    run = dict(guest_programs(text, USER_ADDED if node.spare else ""))
+    run = dict(guest_programs(text, USER_ADDED if node.spare else "", node.resumed))
     yield from run.values()
     named = {key: file.path for key, file in run.items()}
     derived = {
         "slurm.conf": conf.for_guest(
-            text, slurmctlds, named, databases=databases(settings, text, slurmctlds), memory_limited=limited
+            text,
+            slurmctlds,
+            named,
+            databases=databases(settings, text, slurmctlds),
+            memory_limited=limited,
+            resumed=node.resumed,
         ).encode(),
         "cgroup.conf": cgroup,
     }

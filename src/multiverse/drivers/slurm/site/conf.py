@@ -35,15 +35,16 @@ _DROPPED = frozenset(
     """.lower().split()
 )
 
+SPOOL = "/var/spool/slurmd"
 _GUEST = """\
 AuthInfo={auth_info}
 {controllers}
-SlurmdSpoolDir=/var/spool/slurmd
+SlurmdSpoolDir={spool}
 SlurmdPidFile=/run/slurmd.pid
 SlurmdLogFile=/var/log/slurmd.log
 SlurmdDebug=error
 StateSaveLocation=/var/spool/slurmd
-ProctrackType=proctrack/linuxproc
+ProctrackType=proctrack/{proctrack}
 TaskPlugin={task_plugins}
 HealthCheckInterval=0
 """
@@ -158,11 +159,15 @@ def for_guest(
     *,
     databases: Mapping[str, str] = MappingProxyType({}),
     memory_limited: bool = True,
+    resumed: int = 0,
 ) -> str:
     """A guest's slurm.conf, derived from the site's: without machines, scripts and plugins of bare-metal nodes.
 
     `slurmctlds` are the primary and its backups, at addresses that guests reach. `programs` in the guest and addresses
     of `databases` are given by their keys. `memory_limited` says whether the guest's cgroup.conf limits memory.
+
+    With `resumed`, the number of a restart of its job, slurmstepd appends to files of output, tracks processes by their
+    control groups, and leaves the files of the earlier run alone, whose shell still reads its script.
     """
     lines = "\n".join(f"SlurmctldHost={one.name}({one.address})" for one in slurmctlds)
     changed = [(key, _for_guest(key, found)) for key, found in settings(text) if key.lower() not in _DROPPED]
@@ -172,11 +177,14 @@ def for_guest(
         + "\n"
         + _GUEST.format(
             controllers=lines,
+            spool=f"{SPOOL}-{resumed}" if resumed else SPOOL,
+            proctrack="cgroup" if resumed else "linuxproc",
             auth_info=_auth_info(value(text, "AuthInfo")),
             # task/cgroup is fatal to slurmd if cgroup.conf has CgroupPlugin=disabled (23.11 and later).
             task_plugins="task/affinity,task/cgroup" if memory_limited else "task/affinity",
         )
         + "".join(f"{key}={found}\n" for key, found in {**databases, **programs}.items())
+        + ("JobFileAppend=1\n" if resumed else "")
     )
 
 

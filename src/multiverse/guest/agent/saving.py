@@ -1,0 +1,389 @@
+"""A job whose VM is saved: its processes are frozen, cut off from Slurm, and taken over by the job's next run.
+
+Needs control groups of version 2, with a group `job_ID` for the job, as Slurm's task/cgroup makes them. Order of calls:
+
+1. `freeze` stops all processes of the job, and writes the network file systems back. `thaw` undoes it.
+2. `cut` keeps all packets of other machines from the job, and kills the slurmstepd of the batch script, and that of the
+   extern step. Slurm is then told to requeue the job. An srun must not hear of that: it would end its step.
+3. `rest` ends slurmd and munged, so that nothing of the guest waits for other machines when it wakes up.
+4. After the VM was restored: `wake` moves the frozen processes out of the way of the next run, and starts new daemons.
+5. The next run's slurmstepd starts the program `attach_program` in place of the batch script. It writes its pid into
+   ATTACH, and waits. `attach` moves the frozen processes into its control group, where they go on. The program forwards
+   signals to the old shell, and ends as that ends.
+
+The slurmstepds of steps of srun go on too, in a group of their own: srun gets the output and the exit code from them.
+They are killed as the job ends. Until then they must not harm the new run, whose steps have the same numbers:
+
+- slurmctld would take the end of such a step for that of the new run's step. So they are refused connections to it, and
+  try for ever. They are known by their pids, because slurmstepd leaves its control group before it tells that end.
+- slurmstepd knows the groups of its step by their paths, looks into them, and kills what is in them as it ends. The new
+  run's groups have these paths. So the paths in the memory of old slurmstepds are changed to those of empty groups.
+"""
+
+# ruff: noqa: PTH106, PTH108, PTH116, PTH119, PTH123, PTH208
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import select
+import signal
+import time
+
+from multiverse.guest.agent.packets import drop_incoming, refuse_ports
+from multiverse.guest.agent.system import (
+    CGROUPS,
+    GuestAgentError,
+    kill_and_wait,
+    make_directory,
+    make_pipe,
+    read,
+    suppress,
+    write,
+    write_kernel_file,
+)
+from multiverse.guest.agent.usage import PERIOD, SPOOLS, GroupUsage, make_slurmstepd_look
+
+# Named pipes, and the program of the next run: see there.
+ATTACH, ANSWER, ATTACHER = (f"/run/multiverse/attach{end}" for end in ("", "-answer", "-program"))
+SLURM_CONFS = "/etc/slurm"
+STEP, EMPTY = "step_", "gone_"  # how the names of groups begin; equally long
+MOST_MEMORY = 16 << 20  # bytes of a mapping of slurmstepd that can hold paths: stacks of threads are not much smaller
+SLURMCTLD_PORT = 6817  # Slurm's default
+FREEZE_TIMEOUT = 20.0  # seconds until every process has stopped: one may wait for a file server
+PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
+
+
+def job_groups() -> list[str]:
+    """The control groups of the jobs that slurmstepd has made here."""
+    found = []
+    for parent, directories, _ in os.walk(f"{CGROUPS}/system.slice"):
+        found += [f"{parent}/{name}" for name in directories if name.startswith("job_")]
+        directories[:] = [name for name in directories if not name.startswith("job_")]
+    return sorted(found)
+
+
+def processes_in(group: str) -> list[int]:
+    """The pids of a control group and of the groups below it."""
+    found = []
+    for directory, _, _ in os.walk(group):
+        with suppress(OSError):
+            found += [int(word) for word in read(f"{directory}/cgroup.procs").split()]
+    return found
+
+
+def parent_of(pid: int) -> int:
+    return int(read(f"/proc/{pid}/stat").rpartition(")")[2].split()[1])
+
+
+def set_frozen(group: str, frozen: bool) -> None:
+    """Freeze or thaw a group, and wait until all of its processes are. Raises GuestAgentError."""
+    write_kernel_file(f"{group}/cgroup.freeze", "1" if frozen else "0")
+    deadline = time.monotonic() + FREEZE_TIMEOUT
+    while f"frozen {int(frozen)}" not in read(f"{group}/cgroup.events"):
+        if time.monotonic() > deadline:
+            raise GuestAgentError(f"a process of the job does not stop: see {group}")
+        time.sleep(0.005)
+
+
+class SavedJob:
+    """The processes of the VM's job, from the freezing on. `shell` is the first process of the batch script."""
+
+    def __init__(self) -> None:
+        self.group = ""  # that of the job; empty: nothing is frozen
+        self.shell = 0
+        self.status: int | None = None  # the wait status of the shell, once it has ended
+        self.closed: int | None = None  # the descriptor that keeps packets from the job
+        self.daemons: set[int] = set()  # the slurmstepds of earlier runs' steps
+        self.refused: list[int] = []  # the descriptors that keep them from slurmctld
+        self.asking = self.answering = -1  # the named pipes
+        self.attacher = 0  # the pid of the next run's program
+        self.attacher_end = -1  # a descriptor that can be read once it has ended
+        self.permitted = self.attached = False  # whether the old processes may go on, and whether they do
+        self.usage: GroupUsage | None = None
+
+    @property
+    def held(self) -> str:
+        """The group below the job's that the frozen processes wait in for the next run."""
+        return f"{self.group}/multiverse-held"
+
+    @property
+    def steps(self) -> str:
+        """The group below the job's of the slurmstepds of earlier runs' steps."""
+        return f"{self.group}/multiverse-steps"
+
+    @property
+    def watched(self) -> list[int]:
+        """The descriptors to watch: call `attend` when one can be read."""
+        return [fd for fd in (self.asking, self.attacher_end) if fd >= 0]
+
+    @property
+    def period(self) -> float | None:
+        """Milliseconds after which `attend` is to be called in any case."""
+        return None if self.usage is None else PERIOD * 1000
+
+    def freeze(self, sync_timeout: float) -> None:
+        """Freeze the job, and write all file systems back within `sync_timeout` seconds. After an error the job goes
+        on. Raises GuestAgentError if there is no job, or not one alone."""
+        groups = job_groups()
+        if len(groups) != 1:
+            raise GuestAgentError(f"there are {len(groups)} jobs with control groups in this VM")
+        try:
+            set_frozen(groups[0], True)
+            sync_within(sync_timeout)
+            self.group = groups[0]
+        except (OSError, GuestAgentError):
+            set_frozen(groups[0], False)
+            raise
+
+    def thaw(self) -> None:
+        """Let the job go on after all. Nothing is done for a job that is not frozen."""
+        if self.group:
+            self.let_packets_in()
+            set_frozen(self.group, False)
+            if not self.attached:
+                self.group = ""
+
+    def cut(self) -> None:
+        """Keep packets from the job, and kill the slurmstepd of the batch script and of the extern step. Again is
+        success. Raises GuestAgentError, before anything is killed."""
+        daemons = processes_in(f"{self.group}/step_batch/slurm")
+        if not self.shell:
+            tasks = [pid for pid in processes_in(f"{self.group}/step_batch/user") if parent_of(pid) in daemons]
+            if not tasks:
+                raise GuestAgentError("the batch script of the job was not found")
+            self.shell = min(tasks)
+        if self.closed is None:
+            try:
+                self.closed = drop_incoming(self.group)
+            except OSError as error:
+                raise GuestAgentError(f"the kernel of the image cannot keep packets from the job: {error}") from error
+        # The slurmstepd first: it would report the end of the program that stands for the shell.
+        for pid in [*daemons, *processes_in(f"{self.group}/step_extern")]:
+            kill_and_wait(pid)
+        # slurmd asks each slurmstepd that has a socket whether it goes on. Those of other steps are frozen, and stay.
+        suffix = f"_{self.group.rpartition('_')[2]}."
+        for place in os.listdir(SPOOLS):
+            for name in os.listdir(f"{SPOOLS}/{place}") if place.startswith("slurmd") else ():
+                if suffix in name:
+                    os.unlink(f"{SPOOLS}/{place}/{name}")
+        self.forget_attacher(kill=True)
+
+    def wake(self, program: str) -> None:
+        """Let the frozen processes wait in groups of their own, so that the next run of the job can make its own
+        groups, below that of the job, which goes on to limit the memory of both. Again is success."""
+        places = (self.held, self.steps)
+        for place in places:
+            make_directory(place)
+            write_kernel_file(f"{place}/cgroup.freeze", "1")
+        left = True
+        while left:  # none is started meanwhile: all are frozen
+            left = False
+            for directory, _, _ in os.walk(self.group):
+                if directory not in places:
+                    place = self.steps if directory.endswith("/slurm") else self.held
+                    for pid in read(f"{directory}/cgroup.procs").split():
+                        left = True
+                        write_kernel_file(f"{place}/cgroup.procs", pid)
+        self.daemons.update(processes_in(self.steps))
+        self.refuse_slurmctld()
+        for daemon in processes_in(self.steps):
+            forget_groups(daemon, self.group)
+        self.make_empty_groups()
+        for directory, _, _ in os.walk(self.group, topdown=False):
+            if directory not in (self.group, *places) and EMPTY not in directory:
+                os.rmdir(directory)
+        write_kernel_file(f"{self.group}/cgroup.freeze", "0")
+        make_directory("/run/multiverse")
+        write(ATTACHER, program)
+        self.listen()
+
+    def refuse_slurmctld(self) -> None:
+        """Keep the slurmstepds of earlier runs' steps from slurmctld, also those that have left their group."""
+        before = self.refused
+        self.refused = refuse_ports(CGROUPS, sorted(self.daemons), *slurmctld_ports()) if self.daemons else []
+        for fd in before:
+            os.close(fd)
+
+    def make_empty_groups(self) -> None:
+        """Make a group for each group of an old step, with the same files."""
+        for directory, _, _ in os.walk(self.group):
+            if directory.startswith(f"{self.group}/{STEP}") and not re.search("/step_(batch|extern)", directory):
+                empty = f"{self.group}/{EMPTY}{directory[len(self.group) + 1 + len(STEP) :]}"
+                make_directory(empty)
+                controllers = read(f"{directory}/cgroup.subtree_control").split()
+                write_kernel_file(f"{empty}/cgroup.subtree_control", " ".join(f"+{each}" for each in controllers))
+
+    def listen(self) -> None:
+        """Make the named pipes. The job's user alone can use them."""
+        if self.asking < 0:
+            uid = os.stat(f"/proc/{self.shell}").st_uid
+            self.asking, self.answering = make_pipe(ATTACH), make_pipe(ANSWER)
+            for path in (ATTACH, ANSWER):
+                os.chown(path, uid, -1)
+
+    def attend(self) -> bool:
+        """Know the program of the next run, when it has begun, and end what is left of the job with it. Whether the old
+        processes have gone on because of that. Never blocks."""
+        goes_on = False
+        if self.asking >= 0:
+            with suppress(BlockingIOError):
+                for word in os.read(self.asking, 4096).split():
+                    self.take_attacher(word)
+                goes_on = self.permitted and not self.attached and self.attach()
+        if self.usage is not None:
+            with suppress(OSError):
+                self.usage.look(at_once=False)
+        if self.attacher and is_readable(self.attacher_end):
+            was_attached = self.attached
+            self.forget_attacher()
+            if was_attached:
+                self.end_steps()
+        return goes_on
+
+    def take_attacher(self, word: bytes) -> None:
+        """Watch the process of that pid, if it is a task of the job's batch step. Any process of the job's user may
+        have written that pid."""
+        if self.attacher or not word.isdigit() or len(word) > 9:
+            return
+        pid = int(word)
+        with suppress(OSError):
+            handle = os.pidfd_open(pid)
+            if group_of(pid).startswith(f"{self.group}/step_batch/user/"):
+                self.attacher, self.attacher_end = pid, handle
+            else:
+                os.close(handle)
+
+    def forget_attacher(self, kill: bool = False) -> None:
+        if self.usage is not None:
+            self.usage.close()
+            self.usage = None
+        if self.attacher:
+            if kill:  # and its child, which would go on to read what the next one is told
+                children = [pid for pid in processes_in(self.group) if parent_of(pid) == self.attacher]
+                for pid in [self.attacher, *children]:
+                    kill_and_wait(pid)
+            os.close(self.attacher_end)
+        self.attacher, self.attacher_end = 0, -1
+        self.permitted = self.attached = False
+
+    def attach(self) -> bool:
+        """Let the held processes go on in the control group of the next run's program, once that has begun. Whether
+        they do now. Again is success, also for a job that was frozen once more: that is undone."""
+        self.permitted = True
+        if self.attached:
+            self.thaw()
+        if not self.attacher:
+            return False
+        self.let_packets_in()
+        if not self.attached:
+            self.attached = True
+            self.answer(str(self.shell))
+        group = group_of(self.attacher)
+        for one in processes_in(self.held):
+            with suppress(ProcessLookupError):
+                write_kernel_file(f"{group}/cgroup.procs", str(one))
+        write_kernel_file(f"{self.steps}/cgroup.freeze", "0")
+        if self.usage is None:
+            with suppress(OSError):  # accounting is not worth the job
+                self.usage = GroupUsage(self.attacher, group)
+        self.tell_end()
+        return True
+
+    def let_packets_in(self) -> None:
+        if self.closed is not None:
+            os.close(self.closed)
+            self.closed = None
+
+    def ended(self, pid: int, status: int) -> None:
+        """A process that this one inherited has ended."""
+        if pid == self.shell:
+            self.status = status
+            self.tell_end()
+        if pid in self.daemons:  # another process may get this pid
+            self.daemons.remove(pid)
+            self.refuse_slurmctld()
+
+    def tell_end(self) -> None:
+        if self.attached and self.status is not None:
+            self.end_steps()
+            if self.usage is not None:
+                with suppress(OSError):
+                    self.usage.look()
+                    make_slurmstepd_look(self.group.rpartition("_")[2])
+            code = os.waitstatus_to_exitcode(self.status)
+            self.answer(f"exit {code}" if code >= 0 else f"signal {-code}")
+
+    def end_steps(self) -> None:
+        for pid in self.daemons:
+            with suppress(FileNotFoundError, ProcessLookupError):
+                if read(f"/proc/{pid}/comm").strip() == "slurmstepd":
+                    os.kill(pid, signal.SIGKILL)
+
+    def answer(self, line: str) -> None:
+        """Tell the program of the next run a line, after one for its child."""
+        os.write(self.answering, f"\n{line}\n".encode())
+
+
+def forget_groups(pid: int, job: str) -> None:
+    """Change the paths of groups of steps of this job, in the memory of a slurmstepd that is frozen, to those of empty
+    groups."""
+    known, changed = (f"/{os.path.basename(job)}/{name}".encode() for name in (STEP, EMPTY))
+    memory = os.open(f"/proc/{pid}/mem", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        with open(f"/proc/{pid}/maps") as file:
+            mappings = [line.split() for line in file]
+        for place, access, _, _, _, *name in mappings:
+            first, last = (int(word, 16) for word in place.split("-"))
+            if access.startswith("rw") and name in ([], ["[heap]"]) and last - first <= MOST_MEMORY:
+                data = os.pread(memory, last - first, first)
+                at = -1
+                while (at := data.find(known, at + 1)) >= 0:
+                    os.pwrite(memory, changed, first + at)
+    finally:
+        os.close(memory)
+
+
+def slurmctld_ports() -> tuple[int, int]:
+    """The first and the last port of slurmctld, by the configuration of this node."""
+    first = last = SLURMCTLD_PORT
+    for name in os.listdir(SLURM_CONFS):
+        for line in read(f"{SLURM_CONFS}/{name}").splitlines() if name.endswith(".conf") else ():
+            key, _, value = line.partition("#")[0].partition("=")
+            numbers = value.strip().split("-")
+            if key.strip().lower() == "slurmctldport" and all(each.isdigit() for each in numbers):
+                first, last = int(numbers[0]), int(numbers[-1])
+    return first, last
+
+
+def group_of(pid: int) -> str:
+    return CGROUPS + read(f"/proc/{pid}/cgroup").partition("::")[2].strip()
+
+
+def is_readable(fd: int) -> bool:
+    poller = select.poll()
+    poller.register(fd, select.POLLIN)
+    return bool(poller.poll(0))
+
+
+def become_subreaper() -> None:
+    """Inherit the orphans among the descendants of this process (prctl(2)), also where it is not process 1."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def sync_within(timeout: float) -> None:
+    """Write all file systems back, in a process of its own, because one whose server is away may take for ever. Raises
+    GuestAgentError if it takes longer than `timeout` seconds."""
+    pid = os.fork()
+    if not pid:
+        try:
+            os.sync()
+        finally:
+            os._exit(0)
+    deadline = time.monotonic() + timeout
+    while not os.waitpid(pid, os.WNOHANG)[0]:
+        if time.monotonic() > deadline:
+            os.kill(pid, signal.SIGKILL)
+            raise GuestAgentError(f"the file systems were not written back within {timeout:.0f} s")
+        time.sleep(0.005)

@@ -1,0 +1,148 @@
+"""Saved jobs in a guest, without a guest: the program of the next run, and what the agent reads."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from multiverse.guest import protocol
+from multiverse.guest.agent import packets, saving
+from multiverse.guest.agent.system import make_pipe
+
+
+def until(what: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+class Attacher:
+    """The program of the next run, with an old shell that writes the numbers of the signals that it gets."""
+
+    def __init__(self, place: Path) -> None:
+        self.asking, self.answering = make_pipe(str(place / "attach")), make_pipe(str(place / "attach-answer"))
+        self.got = place / "got"
+        self.got.touch()
+        traps = "; ".join(f"trap 'echo {name} >>{self.got}' {name}" for name in ("TERM", "USR1", "40"))
+        loop = f"{traps}; echo ready >>{self.got}; while :; do sleep 0.02; done"
+        self.old = subprocess.Popen(["bash", "-c", loop])
+        until(lambda: "ready" in self.signals())
+        text = protocol.program("attach_program.sh").replace("/run/multiverse/", f"{place}/")
+        (place / "program").write_text(text)
+        self.process = subprocess.Popen(["dash", "-c", f". {place}/program"])
+        told = b""
+        while not told:
+            time.sleep(0.01)
+            try:
+                told = os.read(self.asking, 100)
+            except BlockingIOError:
+                continue
+        assert int(told) == self.process.pid
+
+    def answer(self, line: str) -> None:
+        os.write(self.answering, f"\n{line}\n".encode())
+
+    def signals(self) -> list[str]:
+        return self.got.read_text().split()
+
+    def close(self) -> None:
+        for process in (self.old, self.process):
+            process.kill()
+            process.wait()
+        os.close(self.asking)
+        os.close(self.answering)
+
+
+@pytest.fixture
+def attacher(tmp_path: Path) -> Iterator[Attacher]:
+    made = Attacher(tmp_path)
+    yield made
+    made.close()
+
+
+def test_signals_of_before_and_after_the_attach_reach_the_old_shell_once(attacher: Attacher) -> None:
+    attacher.process.send_signal(signal.SIGUSR1)
+    time.sleep(0.2)
+    assert attacher.signals() == ["ready"]
+    attacher.answer(str(attacher.old.pid))
+    until(lambda: "USR1" in attacher.signals())
+    for number in (signal.SIGTERM, 40):
+        attacher.process.send_signal(number)
+    until(lambda: len(attacher.signals()) == 4)
+    attacher.answer("exit 7")
+    assert attacher.process.wait(20) == 7
+    assert sorted(attacher.signals()) == ["40", "TERM", "USR1", "ready"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL, signal.SIGTERM, signal.SIGPIPE])
+def test_the_program_ends_by_the_signal_that_ended_the_old_shell(attacher: Attacher, number: int) -> None:
+    attacher.answer(str(attacher.old.pid))
+    attacher.answer(f"signal {number}")
+    # A shell cannot restore a signal that was ignored as it began, as Python's children do with SIGPIPE.
+    assert attacher.process.wait(20) in (-number, 128 + number)
+
+
+def test_the_program_fails_without_an_agent(tmp_path: Path) -> None:
+    text = protocol.program("attach_program.sh").replace("/run/multiverse/", f"{tmp_path}/none/")
+    done = subprocess.run(["dash", "-c", text], capture_output=True, text=True, check=False, timeout=20)
+    assert done.returncode == 125 and "multiverse: " in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("lines", "ports"),
+    [
+        ("ClusterName=c\n", (6817, 6817)),
+        ("SlurmctldPort=7000\n", (7000, 7000)),
+        (" slurmctldport = 7000-7003 # several\nSlurmdPort=6818\n", (7000, 7003)),
+        ("#SlurmctldPort=7000\nSlurmctldPort=wrong\n", (6817, 6817)),
+    ],
+)
+def test_the_ports_of_slurmctld_are_those_of_the_nodes_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: str, ports: tuple[int, int]
+) -> None:
+    (tmp_path / "slurm.conf").write_text("Include more.conf\n")
+    (tmp_path / "more.conf").write_text(lines)
+    (tmp_path / "other").write_text("SlurmctldPort=1")
+    monkeypatch.setattr(saving, "SLURM_CONFS", str(tmp_path))
+    assert saving.slurmctld_ports() == ports
+
+
+def test_only_a_task_of_the_batch_step_is_taken_for_the_program_of_the_next_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = saving.SavedJob()
+    job.group = "/groups/job_1"
+    places = {os.getpid(): "/groups/job_1/step_0/user/task_0"}
+    monkeypatch.setattr(saving, "group_of", places.__getitem__)
+    for word in (b"x", b"-1", b"9" * 12, str(os.getpid()).encode()):
+        job.take_attacher(word)
+        assert not job.attacher and job.watched == []
+    places[os.getpid()] = "/groups/job_1/step_batch/user/task_0"
+    job.take_attacher(str(os.getpid()).encode())
+    assert job.attacher == os.getpid()
+    job.forget_attacher()
+    assert job.watched == []
+
+
+def test_a_job_that_packets_cannot_be_kept_from_is_not_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[int] = []
+    job = saving.SavedJob()
+    job.group, job.shell = "/groups/job_1", 5
+    monkeypatch.setattr(saving, "kill_and_wait", killed.append)
+    monkeypatch.setattr(saving, "processes_in", lambda _: [4])
+
+    def refuse(*_: object) -> int:
+        raise OSError(1, "Operation not permitted")
+
+    monkeypatch.setattr(packets, "bpf", refuse)
+    monkeypatch.setattr(saving, "drop_incoming", lambda group: packets.drop_incoming(group))
+    with pytest.raises(saving.GuestAgentError, match="cannot keep packets"):
+        job.cut()
+    assert killed == []
