@@ -415,6 +415,16 @@ class JobVmSettings:
 
 
 @dataclass(frozen=True)
+class SaveSettings:
+    """VMs of jobs that are saved, and resumed later."""
+
+    enabled: bool = False  # running jobs can be saved
+    # Where the states are: a directory that the hosts share, so that a job can be resumed on any of them, or one of a
+    # host's own.
+    directory: Path = Path("/var/lib/multiverse/saved")
+
+
+@dataclass(frozen=True)
 class Settings:
     """All settings of the daemon and of the agents."""
 
@@ -446,6 +456,7 @@ class Settings:
     web: WebSettings = field(default_factory=WebSettings)
     mounts: tuple[Mount, ...] = ()
     pool: tuple[PoolSettings, ...] = ()
+    save: SaveSettings = field(default_factory=SaveSettings)
     lease: tuple[LeaseSettings, ...] = ()
     overflow: tuple[OverflowSettings, ...] = ()
 

@@ -132,6 +132,9 @@ class Manifest:
     numa: int | None = None
     template_build: str = ""  # of an instant clone: which build of its template it maps
     net: int = 0  # Mbit/s that it may send, and may receive; 0: any
+    image: str = ""  # empty: written by a release that did not record it
+    frozen: bool = False  # the processes of its job are stopped
+    saved: str = ""  # the saved VM that it was restored from
     group: int = 0  # of VMs that reach each other, as of its start or its user; 0: it reaches its peers alone
 
     @property

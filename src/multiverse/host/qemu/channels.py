@@ -201,12 +201,13 @@ class AgentChannel:
                 raise Unknown("the VM closed the agent's channel")
             self._reports.extend(self._parser.feed(data))
 
-    def ask(self, line: bytes, answer: str, timeout: float) -> Report:
-        """Send a line, and return the report of type `answer`. One thread at a time; others wait for their turn."""
+    def ask(self, line: bytes, answer: str, timeout: float, *, or_else: str = "") -> Report:
+        """Send a line, and return the report of type `answer`, or of the other type. One thread at a time; others wait
+        for their turn."""
         deadline = time.monotonic() + timeout
         with self._turn(timeout):
             self.send(line, timeout)
-            return self.expect(frozenset({answer}), max(0.0, deadline - time.monotonic()))
+            return self.expect(frozenset({answer, or_else}), max(0.0, deadline - time.monotonic()))
 
     def tell(self, line: bytes, timeout: float) -> None:
         """Send a line that is not answered. Raises `Unknown` if that is not done within `timeout` seconds."""

@@ -64,6 +64,7 @@ class QemuHostConfig:
     numa: Path = NODES  # where the kernel describes the machine's NUMA nodes
     vxlan: VxlanConfig | None = None  # connects the bridge with those of other hosts
     mtu: int = 0  # of guests; 0: 1500
+    saves: Path | None = None  # where VMs are saved; None: none is
     functions: tuple[str, ...] = ()  # virtual functions that VMs may have: see `VirtualFunctions`
     features: Mapping[Feature, str] = field(default_factory=dict)  # modes: see `HostFeatures`
 

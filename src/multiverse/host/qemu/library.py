@@ -20,9 +20,14 @@ from multiverse.core.model.host import HypervisorView
 from multiverse.core.model.identity import Identity, Member, Neighbour, User
 from multiverse.core.model.vm import Stage, TemplateKey
 from multiverse.guest.protocol import (
+    ATTACH,
     AUDIT,
+    CUT,
+    REST,
+    THAW,
     JobGuest,
     add_user_message,
+    freeze_message,
     join_job_message,
     serve_tasks_message,
     take_functions_message,
@@ -31,7 +36,7 @@ from multiverse.guest.protocol import (
 from multiverse.host import manifest, namespaces, path_security, process
 from multiverse.host.manifest import Specification
 from multiverse.host.network import open_tap, set_isolated
-from multiverse.host.qemu import lifecycle, templates
+from multiverse.host.qemu import lifecycle, saves, templates
 from multiverse.host.qemu.channels import AgentChannel, Monitor
 from multiverse.host.qemu.context import HostContext, QemuHostConfig
 from multiverse.host.qemu.hotplug import allocate_regions, allocation_group, plug_functions, plug_regions, region_places
@@ -42,6 +47,8 @@ from multiverse.system.kernel import SharedMemory
 from multiverse.system.locks import locked_directory
 
 _ANSWER_TIMEOUT = 10.0  # seconds for an answer that needs no work; a guest may be busy
+_SYNC_TIMEOUT = 20.0  # seconds for a guest to write its file systems back before it is saved
+_FREEZE_TIMEOUT = 50.0  # the same, and for all processes to stop
 _DRIVER_TIMEOUT = 240.0  # seconds until a guest has found and taken functions: see `guest.agent.devices`
 _PLUG_TIMEOUT = 60.0  # seconds for devices to appear in a guest
 _OPEN_FILES = 65536
@@ -76,6 +83,8 @@ class QemuHost:
             path_security.make_directory(place, mode)
         if self._context.uids.template_user is not None:
             namespaces.check(self._context.system, config.run)
+        if config.saves is not None:
+            saves.prepare(config.saves)
         if config.images.exists():  # each image is checked when it is used
             path_security.check(config.images)
 
@@ -217,6 +226,47 @@ class QemuHost:
             firewall.allow(known)
             if firewall.separates(known):
                 set_isolated(name, False)
+
+    def freeze(self, name: str, token: str = "") -> None:
+        """Freeze the processes of a VM's job. See `guest.agent.saving`."""
+        self._ask_to_save(name, token, freeze_message(_SYNC_TIMEOUT), "frozen", _FREEZE_TIMEOUT, frozen=True)
+
+    def cut(self, name: str, token: str = "") -> None:
+        """Cut the frozen job of a VM off from the scheduler."""
+        self._ask_to_save(name, token, CUT, "cut", _ANSWER_TIMEOUT, frozen=True)
+
+    def save(self, name: str, token: str, saved: str) -> list[Stage]:
+        """Write a VM to the storage. See `saves.save`."""
+        self._context.check_name(name)
+        manifest.refuse_other(manifest.read(self._context.paths(name).home), token)
+        if saves.is_running(self._context, name):  # or else an earlier call has stopped it
+            self._ask_to_save(name, token, REST, "rests", _ANSWER_TIMEOUT, frozen=True)
+        return saves.save(self._context, name, saved)
+
+    def thaw(self, name: str, token: str = "") -> None:
+        """Let the frozen processes of a VM go on: in a restored one within the next run of the job."""
+        known = manifest.read(self._context.paths(name).home)
+        restored = known is not None and known.saved
+        message, answer = (ATTACH, "attached") if restored else (THAW, "thawed")
+        self._ask_to_save(name, token, message, answer, _ANSWER_TIMEOUT, frozen=False)
+
+    def discard(self, saved: str) -> None:
+        """Remove a saved VM from the storage, complete or not. Absent is success."""
+        saves.discard(self._context, saved)
+
+    def _ask_to_save(self, name: str, token: str, message: bytes, answer: str, timeout: float, *, frozen: bool) -> None:
+        """Ask a guest for a step, and record whether its job is frozen then. Raises also what `manifest.refuse_other`
+        raises."""
+        self._context.check_name(name)
+        home = self._context.paths(name).home
+        manifest.refuse_other(manifest.read(home), token)
+        report = self._context.connections.started_channel(name).ask(message, answer, timeout, or_else="refused")
+        if report.type == "refused":
+            raise Broken(f"in the guest of VM {name}: {report.reason}", hint="see its console log beside its manifest")
+        with locked_directory(home, create=False):
+            known = manifest.read(home)
+            if known is not None and known.frozen != frozen:
+                manifest.write(home, replace(known, frozen=frozen))
 
     def tell(self, members: Collection[Member], gone: Collection[str], *, whole: bool) -> None:
         """Let VMs reach each other, by address and by name: see `ports.Groups.tell`. Raises `Exhausted` or `Broken` if

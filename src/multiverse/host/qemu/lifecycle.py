@@ -13,14 +13,15 @@ from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError, Ref
 from multiverse.core.model.basics import CloneKind, Size
 from multiverse.core.model.identity import Identity
 from multiverse.core.model.vm import Stage
-from multiverse.guest.protocol import FLUSH, HELLO, Report, identity_message
+from multiverse.guest.protocol import FLUSH, HELLO, Report, identity_message, wake_message
 from multiverse.host import manifest, network, process
 from multiverse.host.manifest import Manifest, Specification, VmPhase
-from multiverse.host.qemu import disks, templates
+from multiverse.host.qemu import disks, saves, templates
 from multiverse.host.qemu.channels import AgentChannel
 from multiverse.host.qemu.context import HostContext, VmStageTimer
 from multiverse.host.qemu.hotplug import memory_to_plug, plug
 from multiverse.host.qemu.machine import Feature, Memory, QemuMachine
+from multiverse.host.qemu.saves import SavedVm
 from multiverse.host.qemu.session import FrozenTemplate, Launch, Paths, QemuSession, remove_files
 from multiverse.host.qemu.templates import BOOT_TIMEOUT
 from multiverse.host.registry import ProcessUser, Resource, host_lock
@@ -44,6 +45,7 @@ class _Parts:
     user: ProcessUser | None
     functions: Sequence[VirtualFunction] = ()
     memory: SharedMemory | None = None
+    saved: SavedVm | None = None
 
 
 def create(host: HostContext, spec: Specification, memory: SharedMemory | None = None) -> list[Stage]:
@@ -107,6 +109,8 @@ def _create(
     host: HostContext, spec: Specification, paths: Paths, timer: VmStageTimer, memory: SharedMemory | None
 ) -> QemuSession:
     image = host.image(spec.image)
+    if spec.saved:
+        return _restore(host, spec, paths, timer, image)
     template = templates.template_for(host, spec) if spec.kind is CloneKind.INSTANT else None
     try:
         record, user = _allocate(host, spec, image, template)
@@ -125,6 +129,20 @@ def _create(
         if template is not None and not template.state.exists():  # deleted meanwhile, at whatever stage
             raise Gone(f"the template of {spec.image} was deleted", hint="it is built again on demand") from error
         raise
+
+
+def _restore(host: HostContext, spec: Specification, paths: Paths, timer: VmStageTimer, image: Image) -> QemuSession:
+    """A VM as it was saved, paused. The machine is made as it was, and what had been plugged is plugged before QEMU
+    reads the state."""
+    saved = saves.find(host, spec, image)
+    record, user = _allocate(host, spec, image, None)
+    booted = Size(saved.cpus, saved.memory)
+    record = replace(record, cpus=booted.cpus, memory=booted.memory, total_cpus=saved.total_cpus,
+                     total_memory=saved.total_memory, saved=spec.saved, frozen=True)  # fmt: skip
+    saves.copy_files(host, spec.saved, paths)
+    timer("overlay")
+    machine = saves.machine(host, spec, saved, image, paths)
+    return _launch(host, spec, _Parts(machine, image, None, record, user, saved=saved), timer)
 
 
 def _allocate(
@@ -157,6 +175,7 @@ def _allocate(
             disk_cost=host.disk_cost(image, spec.kind),
             disk=disk.whole if spec.kind is CloneKind.FULL else disk.overhead,
             template_build=template.build if template is not None else "",
+            image=spec.image,
         )
         manifest.write(host.paths(spec.name).home, record)
     return record, user
@@ -175,12 +194,15 @@ def _make_disk(spec: Specification, paths: Paths, image: Image, template: Frozen
 
 def _launch(host: HostContext, spec: Specification, parts: _Parts, timer: VmStageTimer) -> QemuSession:
     paths, machine, template, user = host.paths(spec.name), parts.machine, parts.template, parts.user
-    record = parts.record
+    record, saved = parts.record, parts.saved
     if user is not None:
         user.allow_traversal(paths.home)
         user.take_file(machine.disk)
     image = parts.image  # its files may be links to another place
-    opened = (template.path, image.disk) if template is not None else (image.disk, image.kernel, image.initrd)
+    opened = (template.path if template is not None else machine.kernel, machine.initrd, image.disk)
+    if saved is not None and user is not None:
+        for path in (machine.kernel, machine.initrd):
+            user.take_file(path, 0o400)
     groups = host.groups(spec.job_groups)
     threads = host.limit(groups, spec.name, spec.size.memory, spec.size.cpus)
 
@@ -199,7 +221,7 @@ def _launch(host: HostContext, spec: Specification, parts: _Parts, timer: VmStag
                 tap=spec.name,
                 bridge=spec.bridge,
                 paused=True,
-                incoming=template is not None,
+                incoming=template is not None or saved is not None,
                 user=user,
                 system=host.system,
                 readable=(*opened, *(each.directory for each in parts.functions)),
@@ -211,6 +233,13 @@ def _launch(host: HostContext, spec: Specification, parts: _Parts, timer: VmStag
             )
         )
     try:
+        if saved is not None:
+            huge = plug(session.monitor, record, record.total_cpus, record.total_memory - record.memory,
+                        huge=Feature.HUGE_PAGES in host.features.in_use)  # fmt: skip
+            record = replace(record, huge_memory=huge)
+            timer("plug")
+            saves.read_state(session.monitor, saves.directory(host) / spec.saved)
+            timer("restore")
         if template is not None:
             session.restore(template.state)
             timer("restore")
@@ -274,9 +303,11 @@ def start(host: HostContext, name: str, size: Size, identity: Identity, token: s
         if known.phase is VmPhase.STARTED:
             return []
         session = host.connections.session(known)
-        booted = known.kind is not CloneKind.INSTANT
+        booted = known.kind is not CloneKind.INSTANT or bool(known.saved)
         plugged = 0 if booted else memory_to_plug(known.memory, size.memory)
         cpus = known.cpus if booted else max(size.cpus, known.cpus)
+        if known.saved:
+            plugged, cpus = known.total_memory - known.memory, known.total_cpus
         if not booted:
             # The VM may have been created with another size, before a job asked for it.
             groups = host.groups(known.job_groups)
@@ -297,7 +328,9 @@ def start(host: HostContext, name: str, size: Size, identity: Identity, token: s
         resumed = known.phase is VmPhase.STARTING
         grown = replace(known, total_cpus=cpus, total_memory=known.memory + plugged, net=size.net)
         known = _join_network(host, grown, identity)
-        if booted or resumed:
+        if known.saved:
+            report = _wake_saved(session, lambda: wake_message(identity, host.names.first(name, 0)), timer)
+        elif booted or resumed:
             report = _boot_or_resume(session, message, timer, "boot" if booted else "ask")
         else:
             report = _wake(session, message, timer)
@@ -383,6 +416,14 @@ def _wake(session: QemuSession, message: Callable[[], bytes], timer: VmStageTime
     return _until_started(session, timer)
 
 
+def _wake_saved(session: QemuSession, message: Callable[[], bytes], timer: VmStageTimer) -> Report:
+    """Let a restored guest run, and make it a node again. Its job stays frozen."""
+    session.monitor.execute("cont")
+    report = session.channel.ask(message(), "started", _START_TIMEOUT)
+    timer("wake")
+    return report
+
+
 def _boot_or_resume(session: QemuSession, message: Callable[[], bytes], timer: VmStageTimer, stage: str) -> Report:
     """Let a guest run that boots first, or that may have been sent its identity before: ask for its state."""
     session.monitor.execute("cont")
@@ -419,7 +460,8 @@ def destroy(host: HostContext, name: str, grace: float, token: str = "") -> None
     manifest.refuse_other(known, token)
     alive = known is not None and known.process.is_alive()
     if known is not None and alive:
-        if grace > 0 and known.phase in (VmPhase.STARTED, VmPhase.STARTING) and name not in host.paused:
+        waits = known.frozen or name in host.paused  # such a guest does not answer, or has written back already
+        if grace > 0 and known.phase in (VmPhase.STARTED, VmPhase.STARTING) and not waits:
             _flush(host, name, paths, grace)
         # Killed before the lock is held: whoever holds the lock, waiting for this guest, then releases it.
         process.kill(known.process)

@@ -96,6 +96,7 @@ class Memory:
     file: Path | None = None
     shared: bool = False
     readonly: bool = False
+    restored: bool = False  # memory of its own, by the name that a clone's has: QEMU restores it by that
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +141,7 @@ class QemuMachine:
         memory = f"{self.memory.size}M"
         if self.limits.memory > self.memory.size:
             memory += f",slots={DIMMS},maxmem={self.limits.memory}M"
-        backing = ",memory-backend=ram" if self.memory.file is not None else ""
+        backing = ",memory-backend=ram" if self.memory.file is not None or self.memory.restored else ""
         board = "q35,usb=off,vmport=off,smm=off,sata=off,smbus=off,dump-guest-core=off,mem-merge=off"
         argv = ["-machine", f"{board}{backing}",
                 "-accel", self.accelerator.options, "-cpu", self.accelerator.cpu,
@@ -161,6 +162,8 @@ class QemuMachine:
                 "-object",
                 f"memory-backend-file,id=ram,size={self.memory.size}M,mem-path={_value(self.memory.file)},share={how}",
             ]
+        if self.memory.restored:
+            argv += ["-object", f"memory-backend-ram,id=ram,size={self.memory.size}M"]
         for number, region in enumerate(self.regions):
             argv += ["-object", f"memory-backend-file,id={region_id(number)},size={region.size}M,"
                      f"mem-path={region.file},share=on"]  # fmt: skip

@@ -17,7 +17,7 @@ from multiverse.core.model.host import Host, HypervisorView
 from multiverse.core.model.vm import TemplateCondition, TemplateSeen, VmCondition, VmSeen
 from multiverse.host import manifest, network, process
 from multiverse.host.manifest import Manifest, VmPhase
-from multiverse.host.qemu import templates
+from multiverse.host.qemu import saves, templates
 from multiverse.host.qemu.context import HostContext
 from multiverse.host.qemu.disks import REASON, available_disk
 
@@ -52,7 +52,7 @@ class HostObserver:
         # The templates first: a build that ends meanwhile has recorded abilities that its image lacks.
         ready = {template.which: template for template in self._templates()}
         host = self._as_host()
-        return HypervisorView({host.name: host}, seen, ready)
+        return HypervisorView({host.name: host}, seen, ready, saves.shown(self._host))
 
     def forget(self, name: str) -> None:
         self._manifests.pop(name, None)
@@ -98,6 +98,7 @@ class HostObserver:
             features=frozenset(self._host.features.in_use),
             features_off={str(one): reason for one, reason in self._host.features.lacking.items()},
             numa=self._host.numa.view(),
+            storage=saves.storage(self._host),
         )
 
     def _capacity(self) -> Size:
@@ -156,6 +157,7 @@ class HostObserver:
             address=known.address,
             mac=known.mac,
             token=known.token,
+            frozen=known.frozen,
             size=Size(known.total_cpus or known.cpus, known.total_memory or known.memory, net=known.net),
             disk=known.disk,
             template_build=known.template_build,

@@ -40,7 +40,7 @@ from multiverse.system.processes import ProcessIdentity
 
 BOOT_TIMEOUT = 240.0  # seconds from power-on to the fork point; a stock boot under emulation is slow
 _DEVICE_LIST = Path(machine_module.__file__).read_bytes()
-_STUB = 64 << 10
+STUB = 64 << 10  # bytes of a kernel, which QEMU reads the head of only
 _SPARE = 64  # MiB of disk that a template takes beside its memory, generously
 # Files that a clone's QEMU opens by their names, as its own user; the others are opened by this process only.
 _OPENED_BY_QEMU = frozenset({"memory", "disk.qcow2", "kernel.stub", "initrd.stub"})
@@ -275,7 +275,7 @@ def _boot_and_freeze(
         shutil.rmtree(run, ignore_errors=True)
     # QEMU checks the kernel's header, and reads no more of the file than there is.
     with image.kernel.open("rb") as file:
-        (work / "kernel.stub").write_bytes(file.read(_STUB))
+        (work / "kernel.stub").write_bytes(file.read(STUB))
     (work / "initrd.stub").write_bytes(bytes(4096))
     frozen = time.monotonic()
     stages = [Stage("overlay", overlaid - began), Stage("boot", booted - overlaid), Stage("freeze", frozen - booted)]
