@@ -172,6 +172,29 @@ class LeaseView:
 
 
 @dataclass(frozen=True, slots=True)
+class SavedView:
+    """A job that is being saved, or is saved."""
+
+    job_id: str
+    uid: int
+    # preparing, freezing, cutting (off from the scheduler), writing, stored, resuming, thawing, undoing or discarding
+    state: str
+    since: float  # when it entered its state
+    vm: str
+    bytes: int  # of its files; 0 until they are complete
+    storage: str
+    held: bool  # until somebody resumes it
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SavedChanged:
+    """The saving, or resuming, of this job was committed."""
+
+    job_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class NumaView:
     """A NUMA node of a host."""
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from multiverse.core.errors import Gone, MultiverseError, Unknown, Unreachable
+from multiverse.core.errors import Gone, MultiverseError, Refused, Unknown, Unreachable
 
 DEFAULT_SOCKET = Path("/run/multiverse/api.sock")
 
@@ -69,6 +69,17 @@ class Client:
 
     def leases(self) -> list[dict[str, Any]]:
         return list(self._call("GET", "/leases"))
+
+    def saved(self) -> list[dict[str, Any]]:
+        return list(self._call("GET", "/saved"))
+
+    def save(self, job_id: str, *, hold: bool = False) -> None:
+        """Save a running job. Returns once that is committed."""
+        self._call("POST", f"/jobs/{job_id}/save", params={"hold": hold})
+
+    def resume(self, job_id: str) -> None:
+        """Let a saved job go on that is held."""
+        self._call("POST", f"/jobs/{job_id}/resume")
 
     def change_hosts(self, verb: str, hosts: str, **more: str | float | None) -> dict[str, Any]:
         """Add, drain, resume or remove (`verb`) hosts, a node set; see `api.HostRequest` for `more`. Returns which were
@@ -147,6 +158,8 @@ class Client:
             ) from error
         if response.status_code == 404:
             raise Gone(str(response.json().get("detail", "not found")), hint="see: multiverse jobs, multiverse status")
+        if response.status_code == 409 and isinstance(detail := response.json().get("detail"), dict):
+            raise Refused(detail["message"], hint=detail["hint"])
         if response.status_code >= 400:
             raise MultiverseError(
                 f"the daemon refused the request: {response.text[:300]}", hint="see: multiverse status"

@@ -20,6 +20,7 @@ from multiverse.core.model.job import (
     SchedulerView,
 )
 from multiverse.core.model.reason import said
+from multiverse.core.model.saved import Saved, SavedState
 from multiverse.core.model.vm import (
     Offer,
     OfferState,
@@ -131,6 +132,16 @@ def lease(state: LeaseState, *, id: int = 1, **more: object) -> Lease:
     return Lease(id=id, version=1, state=state, **values)  # type: ignore[arg-type]
 
 
+def saved(state: SavedState, *, id: int = 1, **more: object) -> Saved:
+    values: dict[str, object] = {
+        "since": 0.0, "job": JobRef("7", 500), "uid": 1000, "vm": 1, "vm_name": "mvtest0-1", "token": "token",
+        "mac": "02:00:00:00:00:09", "address": "10.9.1.9/16", "image": "slim", "kind": CloneKind.INSTANT,
+        "size": Size(1, 256), "node_size": Size(1, 100), "account": "", "source": SOURCE, "storage": "shared",
+        "machine": "qemu", "asked": said("an operator asked for it"), **_with_reasons(more),
+    }  # fmt: skip
+    return Saved(id=id, version=1, state=state, **values)  # type: ignore[arg-type]
+
+
 def rows(*some: Row, claims: Iterable[Claim] = (), known: Iterable[str] = ("h1",)) -> Rows:
     """All rows of a site; `known`: the hosts that were observed once."""
     return Rows(
@@ -146,6 +157,7 @@ def rows(*some: Row, claims: Iterable[Claim] = (), known: Iterable[str] = ("h1",
         {name: KnownHost(name, SOURCE) for name in known}
         | {row.name: row for row in some if isinstance(row, KnownHost)},
         {row.id: row for row in some if isinstance(row, Lease)},
+        {row.id: row for row in some if isinstance(row, Saved)},
     )
 
 
@@ -192,7 +204,14 @@ class Decided(list[Change]):
 def effects_of(rows: LiveRows) -> Iterator[tuple[Row, Effect]]:
     """The effects that the live rows permit, by looking at every row: what `permitted_effects` is compared with."""
     hosts = sorted(rows.hosts.values(), key=lambda host: host.id)
-    for row in (*rows.attempts.values(), *rows.vms.values(), *hosts, *rows.leases.values(), *rows.templates.values()):
+    for row in (
+        *rows.attempts.values(),
+        *rows.vms.values(),
+        *rows.saved.values(),
+        *hosts,
+        *rows.leases.values(),
+        *rows.templates.values(),
+    ):
         offer = rows.offers.get(row.id) if isinstance(row, Vm) else None
         if effect := effect_of(row) or (effect_of(offer) if offer else None):
             yield row, effect

@@ -191,6 +191,7 @@ INSERT INTO "meta" VALUES('next_template','6');
 INSERT INTO "meta" VALUES('since','1700000000.0');
 INSERT INTO "meta" VALUES('epoch','0');
 INSERT INTO "meta" VALUES('next_lease','20000');
+INSERT INTO "meta" VALUES('next_saved','1');
 INSERT INTO "meta" VALUES('boot','boot-1');
 INSERT INTO "meta" VALUES('used','1700001000.0');
 CREATE TABLE offers (
@@ -213,6 +214,14 @@ INSERT INTO "offers" VALUES(22,1,'open',1,'{"id": 22, "version": 1, "state": "op
 CREATE TABLE reserve (
 	id INTEGER NOT NULL, 
 	room BLOB NOT NULL, 
+	PRIMARY KEY (id)
+);
+CREATE TABLE saved (
+	id INTEGER NOT NULL, 
+	version INTEGER NOT NULL, 
+	state VARCHAR NOT NULL, 
+	live BOOLEAN NOT NULL, 
+	body VARCHAR NOT NULL, 
 	PRIMARY KEY (id)
 );
 CREATE TABLE templates (
@@ -302,4 +311,5 @@ CREATE UNIQUE INDEX ix_hosts_name ON hosts (name);
 CREATE INDEX ix_utilization_age ON utilization (span, wall);
 CREATE INDEX ix_job_usage_wall ON job_usage (wall);
 CREATE INDEX ix_leases_live ON leases (id) WHERE live = 1;
+CREATE INDEX ix_saved_live ON saved (id) WHERE live = 1;
 COMMIT;

@@ -12,6 +12,7 @@ from multiverse.controller import loop
 from multiverse.core.machines.tables import TABLES
 from multiverse.core.model.host import KnownHost
 from multiverse.core.model.job import Attempt, Lease
+from multiverse.core.model.saved import Saved
 from multiverse.core.model.vm import Offer, Template, Vm
 
 CORE = Path(multiverse.core.__file__).parent
@@ -48,8 +49,9 @@ def test_each_state_machine_has_its_table_steps_and_effect_in_this_order() -> No
         assert table < step < effect, machine
 
 
-ROWS = {"attempt": Attempt, "vm": Vm, "offer": Offer, "template": Template, "host": KnownHost, "lease": Lease}
-STATES = {"A": "attempt", "V": "vm", "O": "offer", "T": "template", "H": "host", "L": "lease"}
+ROWS = {"attempt": Attempt, "vm": Vm, "offer": Offer, "template": Template, "host": KnownHost, "lease": Lease,
+        "saved": Saved}  # fmt: skip
+STATES = {"A": "attempt", "V": "vm", "O": "offer", "T": "template", "H": "host", "L": "lease", "S": "saved"}
 """The kind of row that has these states, by what each machine calls its own, and by the names of the states' types."""
 STATES |= {f"{(row.__name__ if kind != 'host' else 'Host')}State": kind for kind, row in ROWS.items()}
 

@@ -12,14 +12,15 @@ from multiverse.core.model.basics import Depth, Key
 from multiverse.core.model.host import HostState
 from multiverse.core.model.job import AttemptState, LeaseState
 from multiverse.core.model.reason import said, text_of
+from multiverse.core.model.saved import SavedState
 from multiverse.core.model.vm import OfferState, TemplateState, VmState
 from multiverse.core.model.world import Row, World
 from multiverse.core.transition import Effect, EffectKind
 from tests.unit.planner_harness import POLICY
-from tests.unit.rows import attempt, effects_of, known_host, lease, offer, rows, state, template, vm
+from tests.unit.rows import attempt, effects_of, known_host, lease, offer, rows, saved, state, template, vm
 
 A, V, T, O, E, H = AttemptState, VmState, TemplateState, OfferState, EffectKind, HostState  # noqa: E741
-L = LeaseState
+L, S = LeaseState, SavedState
 
 # Of each state of each kind of row: the effect, and its text.
 EFFECTS: list[tuple[Row, E | None, str]] = [
@@ -72,6 +73,16 @@ EFFECTS: list[tuple[Row, E | None, str]] = [
     (lease(L.LOST), E.GIVE_BACK, ""),
     (lease(L.RELEASING), E.GIVE_BACK, ""),
     (lease(L.GONE), None, ""),
+    (saved(S.PREPARING), E.PREPARE, ""),
+    (saved(S.FREEZING), E.FREEZE, ""),
+    (saved(S.CUTTING), E.CUT, ""),
+    (saved(S.WRITING), E.SAVE, ""),
+    (saved(S.STORED), None, ""),
+    (saved(S.RESUMING), E.RESUME, ""),
+    (saved(S.THAWING), E.THAW, ""),
+    (saved(S.UNDOING), E.UNDO, ""),
+    (saved(S.DISCARDING), E.DISCARD, ""),
+    (saved(S.GONE), None, ""),
 ]
 
 OFFERS: list[tuple[O, E | None]] = [
@@ -121,7 +132,7 @@ def test_the_offer_of_a_vm_that_can_serve_no_job_is_withdrawn(trouble: dict[str,
 
 
 def test_every_state_and_every_effect_of_a_row_is_in_this_file() -> None:
-    assert {row.state for row, _, _ in EFFECTS} | {state for state, _ in OFFERS} == {*A, *V, *T, *O, *H, *L}
+    assert {row.state for row, _, _ in EFFECTS} | {state for state, _ in OFFERS} == {*A, *V, *T, *O, *H, *L, *S}
     # An orphan has no row: SWEEP and CANCEL are the controller's. What jobs wait for is in no row either.
     without_rows = {E.SWEEP, E.CANCEL}
     assert {kind for _, kind, _ in EFFECTS if kind} | {kind for _, kind in OFFERS if kind} == {*E} - without_rows

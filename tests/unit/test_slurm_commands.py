@@ -58,7 +58,7 @@ def mventer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def guest(mventer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Guest]]:
     group = tmp_path / "cgroup"
     group.write_text(f"0::/multiverse-tasks/{os.getpid()}\n")
-    text = protocol.program("slurm_command").replace("/proc/self/cgroup", str(group))
+    text = protocol.program("slurm_command.py").replace("/proc/self/cgroup", str(group))
     text = text.replace("/run/multiverse/tasks", str(tmp_path / "sockets"))
     text = text.replace("/run/multiverse/mpi", str(tmp_path))
     making = agents(mventer, tmp_path, monkeypatch)

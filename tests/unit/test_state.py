@@ -153,9 +153,11 @@ def test_before_its_first_pass_a_state_has_the_rows_alone() -> None:
     assert set(indexes_of(held)) == {
         "by_job",
         "by_state",
+        "saved_by",
         "vms_by_attempt",
         "vms_by_host",
         "vms_by_job",
+        "vms_by_saved",
         "vms_by_source",
         "vms_by_template",
         "templates_by_key",

@@ -18,7 +18,7 @@ from multiverse.core.planner import plan
 from multiverse.core.policy import Policy, Pool
 from multiverse.core.transition import TERMINAL, Command, Event, Message, RowState
 from tests.unit.planner_harness import POLICY
-from tests.unit.rows import IMAGES, as_ready, attempt, known_host, lease, offer, state, template, vm, world_of
+from tests.unit.rows import IMAGES, as_ready, attempt, known_host, lease, offer, saved, state, template, vm, world_of
 
 A, V, T, O = AttemptState, VmState, TemplateState, OfferState  # noqa: E741
 NOW = 1000.0
@@ -334,8 +334,10 @@ STEPS = {
     "offer": "step_offer",
     "host": "step_host",
     "lease": "step_lease",
+    "saved": "step_saved",
 }
-MAKERS = {"attempt": attempt, "vm": vm, "template": template, "offer": offer, "host": known_host, "lease": lease}
+MAKERS = {"attempt": attempt, "vm": vm, "template": template, "offer": offer, "host": known_host, "lease": lease,
+          "saved": saved}  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "before"), LIVE)

@@ -141,7 +141,7 @@ class AgentHypervisor:
         connect_leased: Callable[[LeasedHost], AgentConnection] | None = None,
         leased: Mapping[str, LeasedHost] = NOT_LEASED,
     ) -> None:
-        self.membership = self.templates = self.users = self.groups = self
+        self.membership = self.templates = self.users = self.groups = self.saves = self
         self._connect, self._declare = connect, declare
         self._connect_leased = connect_leased or (lambda host: connect(host.lease.name))
         self._sources: dict[str, AgentSource] = {}
@@ -211,6 +211,21 @@ class AgentHypervisor:
 
     async def add_user(self, vm: VmRef, user: User, group: int = 0) -> None:
         await self._agent(vm.source).call(protocol.AddUser(vm=vm, user=user, group=group))
+
+    async def freeze(self, vm: VmRef) -> None:
+        await self._agent(vm.source).call(protocol.Freeze(vm=vm))
+
+    async def cut(self, vm: VmRef) -> None:
+        await self._agent(vm.source).call(protocol.Cut(vm=vm))
+
+    async def save(self, vm: VmRef, name: str) -> Sequence[Stage]:
+        return (await self._agent(vm.source).call(protocol.Save(vm=vm, saved=name))).stages
+
+    async def thaw(self, vm: VmRef) -> None:
+        await self._agent(vm.source).call(protocol.Thaw(vm=vm))
+
+    async def discard(self, source: str, name: str) -> None:
+        await self._agent(source).call(protocol.Discard(saved=name))
 
     @property
     def listening(self) -> Mapping[str, str]:

@@ -37,9 +37,10 @@ from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError, Ref
 from multiverse.core.model.basics import Size
 from multiverse.core.model.host import Host, HypervisorView
 from multiverse.core.model.identity import Identity, Member, Neighbour, User
+from multiverse.core.model.saved import SavedSeen
 from multiverse.core.model.usage import HostUsage
 from multiverse.core.model.vm import Stage, TemplateKey, TemplateSeen, VmRef, VmSeen, VmSpec
-from multiverse.ports import Groups, GuestUsers, Hypervisor, Source, Templates
+from multiverse.ports import Groups, GuestUsers, Hypervisor, Saves, Source, Templates
 
 
 class Message(BaseModel):
@@ -65,16 +66,20 @@ class HypervisorAnswer(Message):
     hosts: dict[str, Host]
     vms: dict[str, VmSeen]
     templates: tuple[tuple[TemplateKey, TemplateSeen], ...]
+    saved: dict[str, SavedSeen] = {}
 
     @staticmethod
     def of(view: HypervisorView) -> HypervisorAnswer:
         # Nothing is checked: these are objects of our own, and this is done at each observation.
         return HypervisorAnswer.model_construct(
-            hosts=dict(view.hosts), vms=dict(view.vms), templates=tuple(view.templates.items())
+            hosts=dict(view.hosts),
+            vms=dict(view.vms),
+            templates=tuple(view.templates.items()),
+            saved=dict(view.saved),
         )
 
     def view(self) -> HypervisorView:
-        return HypervisorView(self.hosts, self.vms, dict(self.templates))
+        return HypervisorView(self.hosts, self.vms, dict(self.templates), self.saved)
 
 
 class Measured(Message):
@@ -244,6 +249,57 @@ class TellMembers(AgentCall[Nothing]):
 
     async def answer(self, agent: SiteAgent) -> Nothing:
         await agent.hypervisor.groups.tell(agent.host, self.members, self.gone, whole=self.whole)
+        return Nothing()
+
+
+def _saves(agent: SiteAgent) -> Saves:
+    if (saves := agent.hypervisor.saves) is None:
+        raise Refused("this host saves no VMs", hint="set save.enabled for it")
+    return saves
+
+
+class Freeze(AgentCall[Nothing]):
+    name: Literal["freeze"] = "freeze"
+    vm: VmRef
+
+    async def answer(self, agent: SiteAgent) -> Nothing:
+        await _saves(agent).freeze(self.vm)
+        return Nothing()
+
+
+class Cut(AgentCall[Nothing]):
+    name: Literal["cut"] = "cut"
+    vm: VmRef
+
+    async def answer(self, agent: SiteAgent) -> Nothing:
+        await _saves(agent).cut(self.vm)
+        return Nothing()
+
+
+class Save(AgentCall[Stages]):
+    name: Literal["save"] = "save"
+    vm: VmRef
+    saved: str
+
+    async def answer(self, agent: SiteAgent) -> Stages:
+        return Stages(stages=tuple(await _saves(agent).save(self.vm, self.saved)))
+
+
+class Thaw(AgentCall[Nothing]):
+    name: Literal["thaw"] = "thaw"
+    vm: VmRef
+
+    async def answer(self, agent: SiteAgent) -> Nothing:
+        await _saves(agent).thaw(self.vm)
+        return Nothing()
+
+
+class Discard(AgentCall[Nothing]):
+    name: Literal["discard"] = "discard"
+    saved: str
+
+    async def answer(self, agent: SiteAgent) -> Nothing:
+        await _saves(agent).discard(agent.host, self.saved)
         return Nothing()
 
 

@@ -13,7 +13,7 @@ from multiverse.core.model.host import HypervisorView
 from multiverse.core.model.identity import Identity, Member, User
 from multiverse.core.model.usage import HostUsage
 from multiverse.core.model.vm import Stage, TemplateKey, VmRef, VmSpec
-from multiverse.ports import Groups, GuestUsers, Hypervisor, Measurements, Membership, Source, Templates
+from multiverse.ports import Groups, GuestUsers, Hypervisor, Measurements, Membership, Saves, Source, Templates
 
 
 def together(platforms: Mapping[str, Platform]) -> Platform:
@@ -106,6 +106,32 @@ class CompositeHypervisor:
     @property
     def groups(self) -> Groups | None:
         return self if any(one.hypervisor.groups for one in self._platforms) else None
+
+    @property
+    def saves(self) -> Saves | None:
+        return self if any(one.hypervisor.saves for one in self._platforms) else None
+
+    async def freeze(self, vm: VmRef) -> None:
+        await self._saves(vm.source).freeze(vm)
+
+    async def cut(self, vm: VmRef) -> None:
+        await self._saves(vm.source).cut(vm)
+
+    async def save(self, vm: VmRef, name: str) -> Sequence[Stage]:
+        return await self._saves(vm.source).save(vm, name)
+
+    async def thaw(self, vm: VmRef) -> None:
+        await self._saves(vm.source).thaw(vm)
+
+    async def discard(self, source: str, name: str) -> None:
+        await self._saves(source).discard(source, name)
+
+    def _saves(self, source: str) -> Saves:
+        """Raises `Refused` where VMs cannot be saved."""
+        found = self.of_source(source).hypervisor.saves
+        if found is None:
+            raise Refused(f"VMs of {source} cannot be saved", hint="multiverse hosts shows which hosts save VMs")
+        return found
 
     async def create(self, vm: VmSpec) -> Sequence[Stage]:
         return await self._hypervisor(vm.ref).create(vm)

@@ -12,6 +12,7 @@ import heapq
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from random import Random
 from types import MappingProxyType
@@ -21,12 +22,13 @@ import structlog
 from multiverse.controller.publication import AddressBook, GroupBook, Publication, end_tasks, pause
 from multiverse.controller.users import UserDirectory
 from multiverse.core.clones.spares import node_spec
-from multiverse.core.errors import Broken, MultiverseError, NotYet, Refused, Stale, Unknown
+from multiverse.core.errors import Broken, Gone, MultiverseError, NotYet, Refused, Stale, Unknown
 from multiverse.core.machines.tables import permitted_effects
 from multiverse.core.model.basics import Depth, Key
 from multiverse.core.model.host import JobLimits, KnownHost
 from multiverse.core.model.identity import Identity, Mount, Reach, machine_id, serial_of
 from multiverse.core.model.job import Attempt, Lease
+from multiverse.core.model.saved import Saved
 from multiverse.core.model.vm import Stage, Template, Vm, VmRef, VmSpec
 from multiverse.core.model.world import Row
 from multiverse.core.state import State
@@ -41,10 +43,18 @@ wait for another: thousands of jobs that are cancelled free nothing, and a few t
 
 _FOR_USERS = (EffectKind.START, EffectKind.PIN)  # effects that need the job's user
 
-_ON_JOBS = (EffectKind.GATE, EffectKind.REQUEUE, EffectKind.REVOKE, EffectKind.RESTORE, EffectKind.HOLD)
+_ON_JOBS = (
+    EffectKind.PREPARE,
+    EffectKind.CUT,
+    EffectKind.GATE,
+    EffectKind.REQUEUE,
+    EffectKind.REVOKE,
+    EffectKind.RESTORE,
+    EffectKind.HOLD,
+)
 
 TIMEOUTS: dict[EffectKind, float] = {EffectKind.BUILD: 600.0, EffectKind.CREATE: 300.0, EffectKind.START: 300.0,
-                                   EffectKind.FENCE: 3600.0}  # fmt: skip
+                                   EffectKind.FENCE: 3600.0, EffectKind.SAVE: 3600.0}  # fmt: skip
 OTHER_TIMEOUT = 60.0
 
 
@@ -275,6 +285,8 @@ class Effects:
                 return await self._act_on_vm(effect, subject)
             case Template():
                 return await self._act_on_template(effect, subject)
+            case Saved():
+                return await self._act_on_saved(effect, subject)
             case KnownHost():
                 if self._around.fencing is None:
                     raise Refused("the site has no fence command", hint="set fence.command")
@@ -355,6 +367,40 @@ class Effects:
         await templates.delete_template(template.which)
         return None
 
+    async def _act_on_saved(self, effect: Effect, saved: Saved) -> Sequence[Stage] | None:
+        saves, saving, vm = (
+            self._hypervisor.saves,
+            self._scheduler.saving,
+            VmRef(saved.vm_name, saved.source, saved.token),
+        )
+        if saves is None or saving is None:
+            raise Refused("jobs cannot be saved here", hint="set save.enabled on the controller and all hosts")
+        match effect.kind:
+            case EffectKind.PREPARE:
+                await saving.prepare(saved.job, saved.vm_name)
+            case EffectKind.FREEZE:
+                await saves.freeze(vm)
+            case EffectKind.CUT:
+                await saves.cut(vm)
+                await saving.requeue(saved.job, hold=saved.hold, remaining=saved.remaining)
+            case EffectKind.SAVE:
+                return await saves.save(vm, saved.name)
+            case EffectKind.RESUME:
+                await saving.release(saved.again or saved.job)
+            case EffectKind.THAW:
+                restored = self._around.state.restored_from(saved)
+                await saves.thaw(restored.ref if restored is not None else vm)
+            case EffectKind.UNDO:
+                with suppress(Gone):  # its run is over
+                    await saves.thaw(vm)
+                with suppress(Gone, Stale):
+                    await saving.undo(saved.job, saved.vm_name)
+            case EffectKind.DISCARD:
+                await saves.discard(saved.source, saved.name)
+            case _:
+                raise AssertionError(f"no such effect: {effect}")
+        return None
+
     async def _offer(self, kind: EffectKind, vm: Vm) -> None:
         offers = self._scheduler.offers
         if offers is None:
@@ -424,6 +470,7 @@ def _specification(vm: Vm) -> VmSpec:
         token=vm.token,
         address=vm.address,
         source=vm.place.source,
+        saved=vm.saved,
     )
 
 

@@ -30,6 +30,7 @@ from multiverse.core.model.basics import Size
 from multiverse.core.model.host import JobLimits, KnownHost
 from multiverse.core.model.job import Attempt
 from multiverse.core.model.reason import Reason
+from multiverse.core.model.saved import Saved
 from multiverse.core.model.vm import Vm, VmRef
 from multiverse.core.model.world import Observation, World
 from multiverse.core.planner import plan
@@ -371,7 +372,7 @@ class Controller:
             self._expecting = expecting
             self.scheduler.reconsider()
 
-    def _is_awaited(self, row: Vm | Attempt, when: Awaiting) -> bool:
+    def _is_awaited(self, row: Vm | Attempt | Saved, when: Awaiting) -> bool:
         """Whether the scheduler may show at any moment that the row goes on. It will not before the effect of the row's
         state has ended, and asking it ten times a second costs a VM that starts on the same machine a tenth of its
         pace."""
@@ -385,7 +386,10 @@ class Controller:
         serving = {vm.attempt for vm in vms if vm.attempt is not None} - attempts.keys()
         attempts |= {id_: state.attempts[id_] for id_ in serving if id_ in state.attempts}
         nodes = {vm.name for vm in vms} | {vm.name for one in attempts.values() for vm in state.vms_of(one)}
-        return Awaited({one.job.job_id: one.uid for one in attempts.values()}, frozenset(nodes))
+        saved = [row for row in rows if isinstance(row, Saved)]
+        jobs = {one.job.job_id: one.uid for one in attempts.values()}
+        jobs |= {one.job.job_id: one.uid for one in saved}
+        return Awaited(jobs, frozenset(nodes | {one.vm_name for one in saved}))
 
     def _scheduler_interval(self) -> float:
         if self._expecting is None:
@@ -405,14 +409,15 @@ class Controller:
             self._observe_source_of(done)
         if shown_by & (ShownBy.SCHEDULER | ShownBy.SCHEDULER_SOON):
             self.scheduler.poke(burst=ShownBy.SCHEDULER_SOON in shown_by)
-            attempt = self.state.attempts.get(done.key.id) if done.key.kind == "attempt" else None
-            if attempt is not None:
-                self.scheduler.hint(job_id=attempt.job.job_id)
+            row = self.state.get(done.key)
+            if isinstance(row, Attempt | Saved):
+                self.scheduler.hint(job_id=row.job.job_id)
         self._wake.set()
 
     def _observe_source_of(self, done: Done) -> None:
         """Observe sooner what the effect may have changed: its row's sources, or all."""
         row = self.state.get(done.key)
-        names = [place.source for place in row.places] if isinstance(row, Vm) else [getattr(row, "source", "")]
+        vm = self.state.restored_from(row) if isinstance(row, Saved) else row
+        names = [place.source for place in vm.places] if isinstance(vm, Vm) else [getattr(row, "source", "")]
         for one in [self.sources[name] for name in names if name in self.sources] or self.sources.values():
             one.poke()

@@ -20,6 +20,7 @@ from multiverse.core.machines.attempt import attempt_is_settled, open_attempts, 
 from multiverse.core.machines.host import hold_fencing, hosts_to_step, step_host
 from multiverse.core.machines.lease import step_lease
 from multiverse.core.machines.offer import step_offer
+from multiverse.core.machines.saved import saved_is_settled, step_saved
 from multiverse.core.machines.template import step_template, template_is_settled
 from multiverse.core.machines.vm import step_vm, vm_is_settled
 from multiverse.core.model.basics import Key
@@ -88,6 +89,12 @@ def step_all(state: State, world: World, policy: Policy, *, releasing: bool = Fa
     for offer_id in sorted(state.offers):
         with quarantine_on_error(state, Key("offer", offer_id)):
             step_offer(state, offer_id, world)
+    for saved_id in sorted(state.dirty.saved):
+        state.dirty.saved.discard(saved_id)
+        with quarantine_on_error(state, Key("saved", saved_id)):
+            step_saved(state, saved_id, world, policy)
+        if (saved := state.saved.get(saved_id)) and not saved_is_settled(saved):
+            state.dirty.saved.add(saved_id)
     for vm_id in sorted(state.dirty.vms):
         state.dirty.vms.discard(vm_id)  # what its own move, or another row's, marks is stepped in the next round
         with quarantine_on_error(state, Key("vm", vm_id)):

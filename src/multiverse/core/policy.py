@@ -94,6 +94,7 @@ class Policy:
     provisioning: int = 4
     silence: float = 60.0  # how long a source is unknown before its VMs no longer count for their jobs
     spawn_timeout: float = 60.0
+    save_timeout: float = 60.0  # for each step of saving a job that can be undone
     pin_timeout: float = 60.0
     held_timeout: float = 10.0  # a pinned job that the scheduler holds back; its reason may be an old one till then
     complete_timeout: float = 120.0

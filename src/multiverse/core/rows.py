@@ -11,6 +11,7 @@ from multiverse.core.model.basics import ClaimKey, Key, RowKind, Size
 from multiverse.core.model.host import Claim, Host, HostFault, KnownHost
 from multiverse.core.model.job import Attempt, Lease, LeasedHost, LeaseState, Node, SchedulerView
 from multiverse.core.model.reason import Reason
+from multiverse.core.model.saved import Saved
 from multiverse.core.model.vm import Offer, OfferState, Template, Vm, VmSeen, VmState
 from multiverse.core.model.world import Observation, Row, Seen
 
@@ -24,6 +25,7 @@ class LiveRows:
         "template": "templates",
         "offer": "offers",
         "lease": "leases",
+        "saved": "saved",
     }
 
     attempts: Mapping[int, Attempt]
@@ -32,6 +34,7 @@ class LiveRows:
     offers: Mapping[int, Offer]
     hosts: Mapping[str, KnownHost]
     leases: Mapping[int, Lease]
+    saved: Mapping[int, Saved]
 
     def get(self, key: Key) -> Row | None:
         if key.kind == "host":
@@ -89,7 +92,9 @@ class Rows(LiveRows):
     claims: Sequence[Claim] = ()
     hosts: Mapping[str, KnownHost] = field(default_factory=dict)
     leases: Mapping[int, Lease] = field(default_factory=dict)
+    saved: Mapping[int, Saved] = field(default_factory=dict)
     next_lease: int = 1
+    next_saved: int = 1
 
 
 class Numbers:
@@ -101,7 +106,7 @@ class Numbers:
             rows.next_attempt,
             rows.next_template,
         )
-        self.next_lease = rows.next_lease
+        self.next_lease, self.next_saved = rows.next_lease, rows.next_saved
 
     def as_now(self) -> Callable[[], None]:
         counters = dict(vars(self))
@@ -122,6 +127,10 @@ class Numbers:
     def new_lease_id(self) -> int:
         self.next_lease += 1
         return self.next_lease - 1
+
+    def new_saved_id(self) -> int:
+        self.next_saved += 1
+        return self.next_saved - 1
 
     def new_template_id(self) -> int:
         self.next_template += 1
@@ -245,6 +254,10 @@ class RowIndexes:
         self.vms_by_source = Index()
         self.vms_by_template = Index()  # by the number of the template's row, and by its key
         self.templates_by_key = Index()  # by key, by host and by source
+        self.saved_by = (
+            Index()
+        )  # saved jobs, by the number of the VM that was saved, by its job's id, and by their name
+        self.vms_by_saved = Index()  # restored VMs, by the name of what they were restored from
 
     def add(self, row: Row) -> None:
         for index, key in self._keys(row):
@@ -272,6 +285,12 @@ class RowIndexes:
                         yield self.vms_by_template, place.template_id
                     if place.template is not None:
                         yield self.vms_by_template, place.template
+                if row.saved:
+                    yield self.vms_by_saved, row.saved
+            case Saved():
+                yield self.saved_by, row.vm
+                yield self.saved_by, row.job.job_id
+                yield self.saved_by, row.name
             case Template():
                 yield self.templates_by_key, row.which
                 yield self.templates_by_key, row.host
@@ -285,3 +304,4 @@ class DirtyRows:
     attempts: set[int] = field(default_factory=set)
     vms: set[int] = field(default_factory=set)
     templates: set[int] = field(default_factory=set)
+    saved: set[int] = field(default_factory=set)

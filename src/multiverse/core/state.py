@@ -18,6 +18,7 @@ from multiverse.core.model.basics import ClaimKey, CloneKind, Key
 from multiverse.core.model.host import Claim, Drain, HostState, KnownHost
 from multiverse.core.model.job import WAITING_STATES, Attempt, AttemptState, JobRef, Lease, Request
 from multiverse.core.model.reason import Reason, Why
+from multiverse.core.model.saved import WAITS_FOR_RUN, Saved
 from multiverse.core.model.vm import Offer, Template, TemplateKey, TemplateState, Vm, VmState
 from multiverse.core.model.world import Row, World
 from multiverse.core.queue import Queue
@@ -36,6 +37,7 @@ class State(LiveRows):
         self.templates: dict[int, Template] = {}
         self.offers: dict[int, Offer] = {}
         self.leases: dict[int, Lease] = {}
+        self.saved: dict[int, Saved] = {}
         self.claims = Claims()
         self.numbers = Numbers(rows)
         self.hosts: dict[str, KnownHost] = {}  # also removed ones
@@ -90,7 +92,7 @@ class State(LiveRows):
         for host in rows.hosts.values():
             self.know_host(host)
         self.learned = {}
-        for table in (rows.attempts, rows.vms, rows.templates, rows.offers, rows.leases):
+        for table in (rows.attempts, rows.vms, rows.templates, rows.offers, rows.leases, rows.saved):
             for row in table.values():
                 self._put(row)
 
@@ -110,7 +112,7 @@ class State(LiveRows):
 
     def rows(self) -> Rows:
         """A snapshot, as the store keeps it."""
-        tables = ("attempts", "vms", "templates", "offers", "hosts", "leases")
+        tables = ("attempts", "vms", "templates", "offers", "hosts", "leases", "saved")
         rows: dict[str, Any] = {name: dict(sorted(getattr(self, name).items())) for name in tables}
         claims = tuple(claim for _, claim in sorted(self.claims.items()))
         return Rows(self.site, claims=claims, **vars(self.numbers), **rows)
@@ -197,8 +199,9 @@ class State(LiveRows):
             self.queue.put(row)
         elif isinstance(row, Vm):
             self.vm_named[row.name] = row.id
-            if row.address:
-                self.addresses[row.address] += 1
+            self._count_address(row.address, 1)
+        elif isinstance(row, Saved):  # a restored VM has its address again
+            self._count_address(row.address, 1)
         self._indexes.add(row)
         self._mark(row)
 
@@ -221,11 +224,17 @@ class State(LiveRows):
         elif isinstance(old, Template):
             self._idle_templates.discard(old.id)
         elif isinstance(old, Vm):
-            del self.vm_named[old.name]
-            if old.address:
-                self.addresses[old.address] -= 1
-                if not self.addresses[old.address]:
-                    del self.addresses[old.address]
+            if self.vm_named.get(old.name) == old.id:
+                del self.vm_named[old.name]
+            self._count_address(old.address, -1)
+        elif isinstance(old, Saved):
+            self._count_address(old.address, -1)
+
+    def _count_address(self, address: str, change: int) -> None:
+        if address:
+            self.addresses[address] += change
+            if not self.addresses[address]:
+                del self.addresses[address]
 
     # --- what is to be looked at -------------------------------------------------------------------
 
@@ -253,6 +262,10 @@ class State(LiveRows):
                 self._mark_vm(self.vms[id_])
             case Lease():
                 self.touched.note(row.name)
+            case Saved():  # its VM, and the attempt of the next run, wait for it
+                self.dirty.saved.add(row.id)
+                self.mark_job(row.job.job_id)
+                self.mark_vm(row.vm_name)
             case KnownHost():
                 self.queue.check_all()
                 self.touched.note(row.name)
@@ -261,6 +274,8 @@ class State(LiveRows):
 
     def _mark_vm(self, vm: Vm) -> None:
         self.dirty.vms.add(vm.id)
+        self.dirty.saved.update(self._indexes.saved_by.ids(vm.id))
+        self.dirty.saved.update(self._indexes.saved_by.ids(vm.saved) if vm.saved else ())
         for place in vm.places:
             self.touched.note(place.host)
         if vm.attempt is not None:
@@ -268,6 +283,7 @@ class State(LiveRows):
 
     def mark_job(self, job_id: str) -> None:
         self.unserved.add(job_id)
+        self.dirty.saved.update(self._indexes.saved_by.ids(job_id))
         for attempt in self.attempts_of_job(job_id):
             self.queue.put(attempt)
             self._mark(attempt)
@@ -314,6 +330,21 @@ class State(LiveRows):
     def vms_seen_with(self, job_id: str) -> list[Vm]:
         """Orphans on which a job of that id was seen."""
         return [self.vms[id_] for id_ in self._indexes.vms_by_job[job_id]]
+
+    def saved_of(self, vm: Vm) -> list[Saved]:
+        """What is being saved of a VM, or was saved of it and is not discarded yet."""
+        return [self.saved[id_] for id_ in self._indexes.saved_by[vm.id]]
+
+    def saved_of_job(self, job_id: str) -> list[Saved]:
+        return [self.saved[id_] for id_ in self._indexes.saved_by[job_id]]
+
+    def saved_for(self, job: JobRef) -> Saved | None:
+        """The state that this run of a job is to go on with, complete or not."""
+        found = (one for one in self.saved_of_job(job.job_id) if one.is_for(job) and one.state in WAITS_FOR_RUN)
+        return next(found, None)
+
+    def restored_from(self, saved: Saved) -> Vm | None:
+        return next((self.vms[id_] for id_ in self._indexes.vms_by_saved[saved.name]), None)
 
     def vms_on(self, host: str) -> list[Vm]:
         return [self.vms[id_] for id_ in self._indexes.vms_by_host[host]]

@@ -15,13 +15,15 @@ from multiverse.core.model.basics import ClaimKey, Key, RowKind, Size
 from multiverse.core.model.host import Claim, Drain, HostState
 from multiverse.core.model.job import AttemptState, LeaseState
 from multiverse.core.model.reason import Reason
+from multiverse.core.model.saved import SavedState
 from multiverse.core.model.vm import OfferState, Stage, TemplateState, VmState
 from multiverse.core.model.world import Row
 
-RowState = AttemptState | VmState | TemplateState | OfferState | HostState | LeaseState
+RowState = AttemptState | VmState | TemplateState | OfferState | HostState | LeaseState | SavedState
 
 _ENDED = (AttemptState.DONE, AttemptState.CANCELLED, AttemptState.REQUEUED, AttemptState.REVOKED, AttemptState.FAILED)
-_GONE = (VmState.GONE, TemplateState.ABSENT, OfferState.ENDED, HostState.RETURNED, LeaseState.GONE)
+_GONE = (VmState.GONE, TemplateState.ABSENT, OfferState.ENDED, HostState.RETURNED, LeaseState.GONE,
+         SavedState.GONE)  # fmt: skip
 TERMINAL: frozenset[RowState] = frozenset({*_ENDED, *_GONE})
 """A row that enters one of these states has ended, and changes no more."""
 
@@ -85,7 +87,7 @@ class Event(StrEnum):
     # host
     ADDED = "added"
     DRAINED = "drained"
-    RESUMED = "resumed"
+    RESUMED = "resumed"  # also of a saved job that is held: it is to be released, or was
     REMOVED = "removed"
     SILENT = "silent"
     FENCE = "fence"
@@ -96,6 +98,14 @@ class Event(StrEnum):
     # lease
     GRANTED = "granted"
     EMPTIED = "emptied"
+    # saved
+    ASKED = "asked"
+    READY = "ready"  # its node takes no other job, and the scheduler can queue it again
+    FROZEN = "frozen"
+    QUEUED_AGAIN = "queued again"
+    STORED = "stored"
+    THAWED = "thawed"  # its processes go on
+    ABANDONED = "abandoned"  # it is not saved, or the state is of no use any more
     # any
     QUARANTINED = "quarantined"
     RETRIED = "retried"  # an operator ended its quarantine or its back-off
@@ -198,12 +208,21 @@ class EffectKind(StrEnum):
     FENCE = "fence", _SOURCE  # make sure that the host is off
     REQUEST = "request", _WHOLE  # submit the lease's pilot
     GIVE_BACK = "give back", _WHOLE  # cancel the lease's pilot
+    PREPARE = "prepare", _SOON  # drain the node of a job that is to be saved, and let the scheduler queue it again
+    FREEZE = "freeze", _SOURCE  # freeze the processes of the VM's job
+    CUT = "cut", _SOON  # cut the frozen job off from the scheduler, and have it queued again
+    SAVE = "save", _SOURCE  # write the VM to the storage
+    RESUME = "resume", _SOON  # release the held job that was saved
+    THAW = "thaw", _SOURCE  # let the processes go on within the next run of their job
+    UNDO = "undo", _SOON | _SOURCE  # let the processes go on in the run that was not saved
+    DISCARD = "discard", _SOURCE  # remove the files
     CANCEL = "cancel", _WHOLE  # cancel a pilot that no lease explains
 
 
 RELEASING_EFFECTS = frozenset(set(EffectKind) - {EffectKind.CREATE, EffectKind.START, EffectKind.BUILD,
                                                  EffectKind.OFFER, EffectKind.PIN,
-                                                 EffectKind.REQUEST})  # fmt: skip
+                                                 EffectKind.REQUEST, EffectKind.PREPARE, EffectKind.FREEZE,
+                                                 EffectKind.CUT, EffectKind.SAVE})  # fmt: skip
 """The effects that only release: they take nothing of a disk, and no job starts by them."""
 
 
@@ -232,7 +251,8 @@ class Done:
 class Command:
     """What an operator asks for. Of templates (`host`, `image`): `build` one, or `drop` those of the size and account,
     if given. Of a record (`key`): `retry` ends its quarantine or back-off, `end` ends an orphan with its job. Of a
-    host: `add`, `drain`, `resume` (after a drain or fence), `remove`; `fence`: it is off, and nothing of it runs."""
+    host: `add`, `drain`, `resume` (after a drain or fence), `remove`; `fence`: it is off, and nothing of it runs. Of a
+    job (`job`): `save` it, and `hold` it until `resume_saved` lets it go on."""
 
     verb: str
     host: str = ""
@@ -241,6 +261,8 @@ class Command:
     size: Size | None = None
     account: str | None = None
     drain: Drain | None = None
+    job: str = ""
+    hold: bool = False
 
 
 Message = Done | Command

@@ -8,6 +8,25 @@ An ability that not every driver has is an object that is present or None (`Sche
 Methods take values of `core.model`, never database rows.
 """
 
-from multiverse.ports.hypervisor import Groups, GuestUsers, Hypervisor, Measurements, Membership, Source, Templates
-from multiverse.ports.scheduler import Addresses, Leases, Offers, Overflow, Parts, Reports, Scheduler, SubmissionLimits
+from multiverse.ports.hypervisor import (
+    Groups,
+    GuestUsers,
+    Hypervisor,
+    Measurements,
+    Membership,
+    Saves,
+    Source,
+    Templates,
+)
+from multiverse.ports.scheduler import (
+    Addresses,
+    Leases,
+    Offers,
+    Overflow,
+    Parts,
+    Reports,
+    Saving,
+    Scheduler,
+    SubmissionLimits,
+)
 from multiverse.ports.site import Clock, Fencing

@@ -10,7 +10,7 @@ P = TypeVar("P")
 T = TypeVar("T")
 Make = Callable[..., Coroutine[Any, Any, Any]]
 
-ABILITIES = frozenset({"offers", "submission", "parts", "leases", "overflow", "templates", "users"})
+ABILITIES = frozenset({"offers", "submission", "parts", "leases", "overflow", "saving", "templates", "users", "saves"})
 """The attributes of ports that are ports themselves, or None."""
 
 

@@ -60,6 +60,10 @@ class Hypervisor(Protocol):
     def groups(self) -> Groups | None:
         """Tells hosts which VMs reach each other; None if the platform decides that by itself."""
 
+    @property
+    def saves(self) -> Saves | None:
+        """Saves VMs with their jobs; None if it cannot."""
+
     async def create(self, vm: VmSpec) -> Sequence[Stage]:
         """Create a VM without identity, paused where the platform can. `Gone` if the template or host is missing,
         `Refused` if the name, token, address or MAC is another VM's. After an error remains may exist, until
@@ -117,6 +121,30 @@ class Groups(Protocol):
     async def tell(self, host: str, members: Sequence[Member], gone: Sequence[str], *, whole: bool) -> None:
         """From now on a host knows these VMs, its own among them, and no more those that are gone; with `whole` no
         other ones. Two calls for a host are never under way at once. After an error it may know a part of that."""
+
+
+class Saves(Protocol):
+    """Saves VMs with the frozen processes of their jobs. `create` restores one that its specification names (`saved`),
+    and `start` makes it a node again, whose processes stay frozen. Files that are complete are shown by sources that
+    reach their storage (`HypervisorView.saved`). Each call again is success."""
+
+    async def freeze(self, vm: VmRef) -> None:
+        """Stop the processes of the VM's job, and write back what they wrote (`VmSeen.frozen`). After an error the job
+        goes on, or `thaw` lets it. `Broken` if a process does not stop in time, or a file server does not answer."""
+
+    async def cut(self, vm: VmRef) -> None:
+        """Cut the frozen job off from the scheduler, which can queue it again then. There is no way back."""
+
+    async def save(self, vm: VmRef, name: str) -> Sequence[Stage]:
+        """Stop the VM, and write it to the storage under that name. It stays stopped, until it is destroyed.
+        `Exhausted` if there is no room; then nothing is left of the files."""
+
+    async def thaw(self, vm: VmRef) -> None:
+        """Let the processes go on: in a VM that was not cut off as if nothing had been, in a restored one within the
+        next run of the job, as soon as that has begun there. `Unknown` if it does not within seconds."""
+
+    async def discard(self, source: str, name: str) -> None:
+        """Remove the files of that name from the storage that a source reaches, complete or not."""
 
 
 class Measurements(Protocol):

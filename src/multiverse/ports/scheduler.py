@@ -41,6 +41,10 @@ class Scheduler(Protocol):
     def overflow(self) -> Overflow | None:
         """Puts jobs back into the partitions that they were moved from; None if the scheduler moves none."""
 
+    @property
+    def saving(self) -> Saving | None:
+        """Ends the run of a job that is saved, so that a later run goes on with it; None if the scheduler cannot."""
+
     async def observe(self) -> SchedulerView:
         """All jobs of our partitions, those that overflow, and all nodes of our site. Raises `Unknown`."""
 
@@ -134,6 +138,25 @@ class Addresses(Protocol):
     async def tell(self, nodes: Mapping[str, str]) -> None:
         """From now on these nodes, by name, are at these addresses, and no other VM of ours is anywhere. It goes on to
         hold while no controller runs. A node may be told of before it has registered."""
+
+
+class Saving(Protocol):
+    """Ends the run of a job whose processes are frozen, and queues the job again."""
+
+    async def prepare(self, job: JobRef, node: str) -> None:
+        """Let the job be queued again (`Job.requeues`), and let its node take no other job (DRAINED). `Refused` if the
+        job can never be queued again."""
+
+    async def undo(self, job: JobRef, node: str) -> None:
+        """Let the node serve as before, and the job be queued again only if it could before."""
+
+    async def requeue(self, job: JobRef, *, hold: bool = False, remaining: float | None = None) -> None:
+        """Queue the running job again, whose node answers for it. `hold`: it waits until somebody releases it.
+        `remaining`: its next run may take that many seconds. Nothing is done for a job that does not run; only an
+        observed restart shows that it was queued again."""
+
+    async def release(self, job: JobRef) -> None:
+        """End the hold of a pending job that `requeue` held. `Stale` if the job is not pending."""
 
 
 class Leases(Protocol):

@@ -19,6 +19,7 @@ from multiverse.core.model.basics import Key
 from multiverse.core.model.host import HostState, KnownHost
 from multiverse.core.model.job import OPEN_LEASES, Attempt, AttemptState, Lease, LeaseState
 from multiverse.core.model.reason import worded
+from multiverse.core.model.saved import Saved
 from multiverse.core.model.vm import Offer, Template, TemplateState, Vm, VmCondition, VmState
 from multiverse.core.model.world import Row, World
 from multiverse.core.policy import Policy, image_of
@@ -360,7 +361,7 @@ def _jobs_of(rows: Rows, vms: Sequence[Vm]) -> tuple[str, ...]:
 
 
 def _affected_jobs(rows: Rows, row: Row) -> tuple[str, ...]:
-    if isinstance(row, Attempt):
+    if isinstance(row, Attempt | Saved):
         return (row.job.job_id,)
     vm = rows.vms.get(row.id) if isinstance(row, (Vm, Offer)) else None
     return _jobs_of(rows, [vm]) if vm else ()
@@ -381,6 +382,8 @@ def _label(rows: Rows, row: Row) -> str:
             return f"host {row.name}"
         case Lease():
             return f"lease {row.name}"
+        case Saved():
+            return f"the saved job {row.job.job_id}"
 
 
 def _template_label(row: Template) -> str:

@@ -143,6 +143,21 @@ def _add_hosts(app: FastAPI, backend: Backend) -> None:
     async def leases() -> list[api.LeaseView]:
         return backend.leases()
 
+    @app.get("/saved")
+    async def saved() -> list[api.SavedView]:
+        """Jobs that are being saved, or are saved."""
+        return backend.saved()
+
+    @app.post("/jobs/{job_id}/{verb}")
+    async def change_job(job_id: str, verb: Literal["save", "resume"], hold: bool = False) -> api.SavedChanged:
+        """Save a running job, or let a saved one that is held go on. The change is committed when this answers."""
+        try:
+            with _committed():
+                await backend.change_job(verb, job_id, hold=hold)
+        except Refused as error:
+            raise HTTPException(409, {"message": error.message, "hint": error.hint}) from error
+        return api.SavedChanged(job_id)
+
     @app.post("/hosts/{verb}")
     async def change_hosts(
         verb: Literal["add", "drain", "resume", "remove"], request: api.HostRequest

@@ -34,7 +34,7 @@ from multiverse.ports import Clock
 from multiverse.service import alerts, convert, metrics
 from multiverse.service.convert import ShownJob, size_view
 from multiverse.service.explanations import OPERATOR, Explanations, Viewer
-from multiverse.service.hosts import Troubles, host_views, lease_views, without_noise
+from multiverse.service.hosts import Troubles, host_views, lease_views, saved_view, without_noise
 from multiverse.service.startup import Processes
 from multiverse.service.statistics import Statistics
 from multiverse.store import Pruning, Store
@@ -259,6 +259,10 @@ class Backend:
         measured = await self.guests.measure() if exact and self.guests else {}
         return convert.vm_views(self._rows(), self.controller.world(), measured)
 
+    def saved(self) -> list[api.SavedView]:
+        epoch = self.controller.world().epoch
+        return [saved_view(one, epoch) for _, one in sorted(self._rows().saved.items())]
+
     def leases(self) -> list[api.LeaseView]:
         return lease_views(self._rows(), self.controller.world().epoch)
 
@@ -353,6 +357,11 @@ class Backend:
             results = await asyncio.gather(*made, return_exceptions=True)
         refused = {name: str(error) for name, error in zip(names, results, strict=True) if isinstance(error, Refused)}
         return api.HostsChanged(tuple(name for name in names if name not in refused), refused)
+
+    async def change_job(self, verb: str, job_id: str, *, hold: bool) -> None:
+        """Have the saving (`save`) or resuming of a job committed. Raises `Refused` if it is not possible."""
+        command = Command("save" if verb == "save" else "resume_saved", job=job_id, hold=hold)
+        await asyncio.wait_for(self.controller.command(command), COMMIT_TIMEOUT)
 
     async def prune(self, older_than: float | None, *, dry_run: bool, after: str) -> api.PruneView:
         """Delete, or count, what ended more than `older_than` seconds ago; None: as in the settings. Works for two

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from multiverse.api import HostFaultView, HostView, LeaseView, NumaView, SizeView
+from multiverse.api import HostFaultView, HostView, LeaseView, NumaView, SavedView, SizeView
 from multiverse.core.capacity.room import left_behind
 from multiverse.core.capacity.usable_hosts import total
 from multiverse.core.machines.host import silent_since
@@ -17,6 +17,7 @@ from multiverse.core.model.basics import Size
 from multiverse.core.model.host import Host, HostFault, HostState, HypervisorView, KnownHost
 from multiverse.core.model.job import OPEN_LEASES, Lease, LeaseState
 from multiverse.core.model.reason import Reason, moment, text_of
+from multiverse.core.model.saved import Saved
 from multiverse.core.model.vm import Vm
 from multiverse.core.model.world import World
 from multiverse.core.rows import Rows
@@ -63,6 +64,20 @@ def _by_host(rows: Rows) -> Mapping[str, _OnHost]:
         if job := job_of(vm, rows.attempt_of(vm)):
             found[vm.host].jobs[job] = None
     return found
+
+
+def saved_view(saved: Saved, epoch: float) -> SavedView:
+    return SavedView(
+        job_id=saved.job.job_id,
+        uid=saved.uid,
+        state=str(saved.state),
+        since=round(epoch + saved.since, 1),
+        vm=saved.vm_name,
+        bytes=saved.bytes,
+        storage=saved.storage,
+        held=saved.hold,
+        reason=text_of(saved.quarantined or saved.reason or saved.asked),
+    )
 
 
 def lease_views(rows: Rows, epoch: float) -> list[LeaseView]:

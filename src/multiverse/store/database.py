@@ -25,6 +25,7 @@ from multiverse.core.model.host import Claim, KnownHost
 from multiverse.core.model.identity import LAST_SERIAL
 from multiverse.core.model.job import Attempt, Lease
 from multiverse.core.model.reason import Reason, said
+from multiverse.core.model.saved import Saved
 from multiverse.core.model.vm import Offer, Stage, Template, Vm
 from multiverse.core.model.world import Row
 from multiverse.core.rows import Rows
@@ -41,6 +42,7 @@ _KINDS: dict[RowKind, tuple[sa.Table, type[Row]]] = {
     "offer": (schema.offers, Offer),
     "host": (schema.hosts, KnownHost),
     "lease": (schema.leases, Lease),
+    "saved": (schema.saved, Saved),
 }
 _TABLES = {kind: table for kind, (table, _) in _KINDS.items()}
 _COUNTERS: dict[RowKind, str] = {
@@ -48,6 +50,7 @@ _COUNTERS: dict[RowKind, str] = {
     "vm": "next_serial",
     "template": "next_template",
     "lease": "next_lease",
+    "saved": "next_saved",
 }
 """An offer has the serial of its VM. The number of a host is one above those of the other hosts; that of a leased one
 is its lease's, made negative."""

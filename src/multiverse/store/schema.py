@@ -66,6 +66,7 @@ reserve = sa.Table(
 """At most one row, which holds pages for releases (`store/reserve`)."""
 hosts = _row_table("hosts", sa.Column("name", sa.String, nullable=False, unique=True, index=True))
 leases = _row_table("leases")
+saved = _row_table("saved")
 claims = sa.Table(
     "claims",
     metadata,

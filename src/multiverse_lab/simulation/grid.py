@@ -50,6 +50,7 @@ class SimulatedGrid(SimulatedScheduler):
     addresses = None
     leases = None
     overflow = None
+    saving = None
 
     def _view(self) -> SchedulerView:
         return replace(super()._view(), offers=None)

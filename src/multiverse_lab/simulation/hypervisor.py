@@ -100,6 +100,8 @@ class SimulatedHypervisor(ABC):
 class SimulatedHosts(SimulatedHypervisor):
     """Hosts like those of the QEMU driver: each is a source of its own, with templates, and addresses are given."""
 
+    saves = None
+
     def __init__(
         self,
         machines: Machines,

@@ -86,6 +86,8 @@ class AgentBehaviour:
 class OneHost:
     """One of the simulated hosts as the hypervisor of its agent."""
 
+    saves = None
+
     def __init__(self, hosts: SimulatedHosts, source: HostSource, late: float = 0.0) -> None:
         self._hosts, self._source, self._late = hosts, source, late
         self.asked: set[str] = set()  # the names of all VMs that were to be created

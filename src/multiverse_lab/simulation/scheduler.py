@@ -227,6 +227,8 @@ def part_of(
 class SimulatedSlurm(SimulatedScheduler):
     """Slurm: ties jobs to nodes by features, and lets jobs take offered nodes as they are submitted."""
 
+    saving = None
+
     def __init__(
         self,
         cluster: Cluster,

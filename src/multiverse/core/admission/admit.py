@@ -19,7 +19,7 @@ Then the cases, in the order in which `Admission.consider` tries them, for attem
     that (`backfill`), and 9 to 13 do not say otherwise.
  8. There surely is no such user: revoke. The name service has not said yet who the user is: wait. In the first two
     seconds nothing is decided about those behind it either.
- 9. A joined spare fits: take it.
+ 9. A joined spare fits: take it. A job that was saved is restored instead, as soon as a host has room.
 10. As many VMs are being made as may be: wait, and block.
 11. No host can make its VMs now, for want of a template: wait; block if the template has no room.
 12. The pace lets no clone be made now: wait.
@@ -54,6 +54,7 @@ from multiverse.core.model.basics import CloneKind, Key, Size
 from multiverse.core.model.host import Host
 from multiverse.core.model.job import WAITING_STATES, Attempt, AttemptState, Job, Request
 from multiverse.core.model.reason import Reason, Why
+from multiverse.core.model.saved import Saved, SavedState
 from multiverse.core.model.vm import OfferState, Vm, VmState
 from multiverse.core.model.world import World
 from multiverse.core.policy import Parent, why_stays
@@ -194,6 +195,8 @@ class Admission:
         if job.at_origin and (why := why_stays(job, self.policy)):
             self.queue.set_aside(attempt.id, why)
             return
+        if self.state.saved_for(attempt.job):
+            return  # it ran, and goes on where its state can be restored
         if job.problem:  # 1
             self._revoke(attempt, Why.PROBLEM(text=job.problem))
             return
@@ -222,6 +225,8 @@ class Admission:
             self._tell(attempt, self.before.get(attempt.id, self.blocked))
         elif self.context.world.user_known_since(attempt.uid) == float("inf"):  # 8
             self._refuse_or_ask(attempt)
+        elif saved := self.state.saved_for(attempt.job):
+            self._restore(attempt, saved)
         elif spare := self._joined_spare(attempt):  # 9
             self.limits.subtract(dict(job.uses))
             self._take_joined(attempt, spare)
@@ -270,6 +275,23 @@ class Admission:
                 self.state.move(withdraw_offer(offer, Why.IS_TO_HAVE(job=attempt.job.job_id)))
             return
         self._admit(replace(attempt, pin=vm.feature), Choice(CloneKind.INSTANT), [vm], [], ahead)
+
+    def _restore(self, attempt: Attempt, saved: Saved) -> None:
+        """Case 9 for a job that was saved."""
+        if saved.state is not SavedState.STORED:
+            self._tell(attempt, Why.BEING_SAVED())
+        elif self._is_turn_over(attempt):
+            self._block(attempt, Blockage.TURN, Why.TURN())
+        elif isinstance(vm := self.supply.restore(attempt, saved), NoRoom):
+            if vm.why:
+                self._tell(attempt, vm.why)
+            else:
+                why = self.room.why_full(vm.claims, Why.FULL(per_host=attempt.request.per_host))
+                self._block(attempt, self._make_room(attempt, 1, vm.claims), why)
+        else:
+            story, uses = Why.RESTORED(hosts=[vm.host]), dict(self.queue.job_of(attempt.id).uses)
+            self.state.move(admit_attempt(attempt, story), plan_vm(vm), make=claims_of(self.context, [vm]))
+            self.limits.subtract(uses)
 
     def _is_turn_over(self, attempt: Attempt) -> bool:
         """Case 10: whether as many VMs are being made as may be made at once."""
@@ -340,7 +362,9 @@ class Admission:
     def _overtake(self, attempt: Attempt, job: Job, overtaking: Overtaking) -> None:
         """Case 7: start the attempt ahead of the first one that waits for room, without a delay for that."""
         shape = self.queue.shape_of(attempt.id)
-        if self.context.world.user_known_since(attempt.uid) == inf:
+        if self.state.saved_for(attempt.job):
+            pass  # its room is not what jobs of its shape take
+        elif self.context.world.user_known_since(attempt.uid) == inf:
             self.unknown_users.ask(attempt.uid)
         elif not self._is_turn_over(attempt):
             overtaking.looked_at += 1
@@ -424,9 +448,10 @@ class Admission:
         self._tell(attempt, why)
 
     def _kin(self, attempt_id: int) -> tuple[object, ...]:
-        """Attempts with the same value wait for the same: their shape, closed hosts and reservation."""
+        """Attempts with the same value wait for the same: their shape, closed hosts, reservation, and saved state."""
         job = self.queue.job_of(attempt_id)
-        return self.queue.shape_of(attempt_id), self.context.without, self.context.kept_by(job)
+        saved = self.state.saved_for(self.state.attempts[attempt_id].job) if self.state.saved else None
+        return self.queue.shape_of(attempt_id), self.context.without, self.context.kept_by(job), saved and saved.id
 
     def _tell(self, attempt: Attempt, why: Reason) -> None:
         self.reasons.add(self.queue.job_of(attempt.id).rank, attempt.id, why)

@@ -158,6 +158,7 @@ def node_spec(vm: Vm, attempt: Attempt | None, peers: tuple[tuple[str, str], ...
         spare=attempt is None,
         sockets=attempt.request.sockets if attempt is not None else 1,
         peers=peers,
+        resumed=attempt.job.restarts if attempt is not None and vm.saved else 0,
     )
 
 

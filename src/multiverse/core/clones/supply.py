@@ -13,6 +13,7 @@ from multiverse.core.capacity.room import (
     HostLimits,
     Room,
     any_host,
+    every_host,
     others_on,
     place_vms,
     placement_of,
@@ -42,6 +43,7 @@ from multiverse.core.model.host import Claim
 from multiverse.core.model.identity import mac_of, token_of, vm_name
 from multiverse.core.model.job import Attempt
 from multiverse.core.model.reason import Reason, Why
+from multiverse.core.model.saved import Saved, Storage
 from multiverse.core.model.vm import Place, TemplateKey, TemplateState, Vm
 from multiverse.core.policy import Parent, paid, wait_for
 from multiverse.core.rows import VmsMissing
@@ -245,6 +247,38 @@ class CloneSupply:
         elsewhere = self.template_elsewhere(attempt, choice, may) if queued > policy.template_seconds else None
         state.waiting[self.paced] += count
         return Why.PACE(elsewhere, clones=kind, image=image, rate=policy.rates[kind])
+
+    # --- saved VMs --------------------------------------------------------------------------------
+
+    def restore(self, attempt: Attempt, saved: Saved) -> Vm | NoRoom:
+        """The row of a VM that goes on as it was saved, on a host that reaches its storage and makes the same machine.
+        Takes the room for it."""
+        context, wanted = self.context, Storage(saved.storage, saved.machine)
+        able = every_host(context, saved.size, lambda host: host.storage == wanted and saved.image in host.images)
+        if not able:
+            return NoRoom({}, Why.NO_STORAGE(storage=saved.storage))
+        claims = able.map(lambda host, size: vm_claim(size, host, saved.image, saved.kind))
+        chosen = place_vms(
+            context, self.room, placement_request(context, attempt, saved.kind, 1), claims, attempt, HostLimits()
+        )
+        if chosen is None:
+            return NoRoom(claims)
+        return Vm(
+            id=context.state.numbers.new_serial(),
+            since=context.state.now,
+            name=saved.vm_name,
+            places=(Place(chosen[0], context.state.source_of(chosen[0])),),
+            image=saved.image,
+            kind=saved.kind,
+            size=saved.size,
+            node_size=saved.node_size,
+            mac=saved.mac,
+            address=saved.address,
+            attempt=attempt.id,
+            account=saved.account,
+            token=saved.token,
+            saved=saved.name,
+        )
 
 
 def supply_missing(context: Context, missing: VmsMissing) -> None:

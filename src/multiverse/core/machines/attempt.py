@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from math import inf
 
 from multiverse.core.avoidance import forget_hosts, whose_fault
 from multiverse.core.machines.offer import take_offer
+from multiverse.core.machines.saved import is_held_for_saving
 from multiverse.core.machines.vm import end_vm, may_take_job, release_vm, run_job_on_vm, start_vm, take_vm
 from multiverse.core.model.basics import Size
 from multiverse.core.model.job import (
@@ -26,6 +28,7 @@ from multiverse.core.model.job import (
     first_keeping,
 )
 from multiverse.core.model.reason import Reason, Why, said, text_of
+from multiverse.core.model.saved import WAITS_FOR_RUN, Saved
 from multiverse.core.model.vm import OfferState, Vm, VmCondition, VmState
 from multiverse.core.model.world import World
 from multiverse.core.policy import Policy, why_stays
@@ -334,6 +337,8 @@ def _step_if_over(state: State, attempt: Attempt, seen: Sighting, world: World) 
 
 def _after_its_run(state: State, attempt: Attempt) -> Attempt:
     """The attempt as its job's run ends. A run that began and ended between two observations lasted for no time."""
+    if _saved_run(state, attempt) is not None:
+        return attempt.ran_for(inf)  # it did not end by itself, however short it was
     if attempt.state is A.ALLOCATED:
         return attempt.ran_for(state.now - attempt.since)
     return attempt.ran_for(0.0) if attempt.state in PINNED_STATES else attempt
@@ -342,7 +347,10 @@ def _after_its_run(state: State, attempt: Attempt) -> Attempt:
 def _with_cause(state: State, attempt: Attempt, job: Job) -> Attempt:
     """Note whether we caused the job's restart. For any other restart the scheduler's own delay is waited for."""
     lost = any((vm.failed and vm.reason) or vm.state is VmState.LOST for vm in state.vms_of(attempt))
-    ours = attempt.state in (A.STRAY, A.UNGATED) or lost  # ungated: it was taken back from the nodes of the gate
+    saved = state.saved_for(job.ref) is not None
+    ours = (
+        saved or attempt.state in (A.STRAY, A.UNGATED) or lost
+    )  # ungated: it was taken back from the nodes of the gate
     next_run = job.ref.restarts == attempt.job.restarts + 1
     return replace(attempt, caused=job.ref.restarts) if ours and next_run else attempt
 
@@ -351,7 +359,15 @@ def _over(attempt: Attempt) -> Event:
     return Event.ENDED if attempt.state is A.ALLOCATED else Event.CANCELLED
 
 
+def _saved_run(state: State, attempt: Attempt) -> Saved | None:
+    """What was saved of the run of the attempt, if the next run goes on with it."""
+    found = (one for vm in state.vms_of(attempt) for one in state.saved_of(vm) if one.state in WAITS_FOR_RUN)
+    return next(found, None)
+
+
 def _why_requeued(state: State, attempt: Attempt) -> Reason:
+    if (saved := _saved_run(state, attempt)) is not None:
+        return Why.IS_SAVED(saved.asked)
     return Why.REQUEUED(next((vm.reason for vm in state.vms_of(attempt) if vm.reason), None))
 
 
@@ -464,8 +480,10 @@ def _ask_for_vms(state: State, attempt: Attempt, missing: int, policy: Policy) -
     failures = [vm for vm in state.vms_of(attempt) if vm.failed]
     why = next((vm.reason for vm in reversed(failures) if vm.reason), Why.VM_LOST())
     fault = whose_fault(failures[-missing:])
-    # The VMs of a gang know each other by name from their start on: later, all of them are made again or none.
-    started = attempt.state is A.SPAWNING and attempt.request.nodes > 1
+    # The VMs of a gang know each other by name from their start on: later, all of them are made again or none. A
+    # restored VM has the name of the one before, which must be gone first.
+    restores = state.saved_for(attempt.job) is not None
+    started = restores or (attempt.state is A.SPAWNING and attempt.request.nodes > 1)
     may_replace = fault == "host" or (fault != "job" and attempt.replaced + missing <= policy.replacements)
     if not started and may_replace:
         state.missing.append(VmsMissing(attempt.id, missing, why, counts=fault != "host"))
@@ -565,7 +583,8 @@ def _step_ending(state: State, attempt: Attempt, seen: Sighting, world: World, p
         state.move(Change(replace(attempt, state=A.RECLAIMING), Event.RETURNED, Why.OFF_NODES()))
     attempt = state.attempts[attempt.id]
     # If a job has not left a node in time, the node goes DOWN first.
-    if leaving := [vm for vm in vms if not vm.leaving and vm.state is not VmState.LOST]:
+    to_leave = (vm for vm in vms if not vm.leaving and vm.state is not VmState.LOST)
+    if leaving := [vm for vm in to_leave if not is_held_for_saving(state, vm)]:
         occupied = names & seen.view.occupied
         state.move(*(release_vm(vm, attempt.reason, occupied=vm.name in occupied) for vm in leaving))
     if not vms:

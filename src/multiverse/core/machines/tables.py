@@ -9,18 +9,20 @@ from multiverse.core.machines.attempt import ATTEMPT, ATTEMPT_EFFECTS, AWAITED_A
 from multiverse.core.machines.host import HOST, HOST_EFFECTS
 from multiverse.core.machines.lease import LEASE, LEASE_EFFECTS
 from multiverse.core.machines.offer import OFFER, OFFER_EFFECTS
+from multiverse.core.machines.saved import AWAITED_SAVED, SAVED, SAVED_EFFECTS
 from multiverse.core.machines.template import TEMPLATE, TEMPLATE_EFFECTS
 from multiverse.core.machines.vm import AWAITED_VMS, VM, VM_EFFECTS
 from multiverse.core.model.basics import Key, RowKind
 from multiverse.core.model.host import KnownHost
 from multiverse.core.model.job import Attempt
+from multiverse.core.model.saved import Saved
 from multiverse.core.model.vm import Offer, TemplateState, Vm, VmState
 from multiverse.core.model.world import Row
 from multiverse.core.state import State
 from multiverse.core.transition import Awaiting, Effect, EffectKind, Tables
 
 TABLES = Tables({"attempt": ATTEMPT, "vm": VM, "offer": OFFER, "template": TEMPLATE, "host": HOST,
-                 "lease": LEASE})  # fmt: skip
+                 "lease": LEASE, "saved": SAVED})  # fmt: skip
 EFFECTS: Mapping[RowKind, Mapping[Any, EffectKind]] = {
     "attempt": ATTEMPT_EFFECTS,
     "vm": VM_EFFECTS,
@@ -28,6 +30,7 @@ EFFECTS: Mapping[RowKind, Mapping[Any, EffectKind]] = {
     "template": TEMPLATE_EFFECTS,
     "host": HOST_EFFECTS,
     "lease": LEASE_EFFECTS,
+    "saved": SAVED_EFFECTS,
 }
 """The effect that each state permits; states that are missing permit none."""
 
@@ -41,10 +44,11 @@ def effect_of(row: Row) -> Effect | None:
     return Effect(kind, Key("vm", row.id) if isinstance(row, Offer) else row.key, text)
 
 
-def awaited_rows(state: State) -> list[tuple[Vm | Attempt, Awaiting]]:
+def awaited_rows(state: State) -> list[tuple[Vm | Attempt | Saved, Awaiting]]:
     """The rows for whose sake the scheduler is read, each with when it may go on."""
     vms = [(vm, AWAITED_VMS[vm.state]) for vm in state.vms_in(*AWAITED_VMS)]
-    return [*vms, *((one, AWAITED_ATTEMPTS[one.state]) for one in state.attempts_in(*AWAITED_ATTEMPTS))]
+    saved = [(one, AWAITED_SAVED[one.state]) for _, one in sorted(state.saved.items()) if one.state in AWAITED_SAVED]
+    return [*vms, *saved, *((one, AWAITED_ATTEMPTS[one.state]) for one in state.attempts_in(*AWAITED_ATTEMPTS))]
 
 
 def note_unconfirmed(state: State) -> None:
@@ -58,6 +62,7 @@ def permitted_effects(state: State) -> Iterator[tuple[Row, Effect]]:
     offered = [vm for id_ in sorted(state.offers) if (vm := state.vms.get(id_))]
     acting = {vm.id: vm for vm in [*state.vms_in(*VM_EFFECTS), *offered]}
     rows: list[Row] = [*state.attempts_in(*ATTEMPT_EFFECTS), *(vm for _, vm in sorted(acting.items()))]
+    rows += [row for _, row in sorted(state.saved.items()) if row.state in SAVED_EFFECTS]
     rows += [*state.hosts_in(*HOST_EFFECTS), *state.leases_in(*LEASE_EFFECTS), *state.templates_in(*TEMPLATE_EFFECTS)]
     for row in rows:
         if row.state in (VmState.PLANNED, TemplateState.BUILDING) and row.key in state.unconfirmed:

@@ -7,7 +7,7 @@ from enum import StrEnum
 from operator import add, sub
 from typing import Literal, NamedTuple
 
-RowKind = Literal["attempt", "vm", "template", "offer", "host", "lease"]
+RowKind = Literal["attempt", "vm", "template", "offer", "host", "lease", "saved"]
 
 
 class Key(NamedTuple):

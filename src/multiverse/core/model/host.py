@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from multiverse.core.model.basics import ClaimKey, CloneKind, Key, Size
 from multiverse.core.model.reason import Reason
+from multiverse.core.model.saved import SavedSeen, Storage
 from multiverse.core.model.usage import Load
 from multiverse.core.model.vm import TemplateKey, TemplateSeen, VmSeen
 
@@ -82,6 +83,7 @@ class Host:
     features_off: Mapping[str, str] = field(default_factory=dict)  # what they do without, and why; for operators alone
     load: Load | None = None  # of the last minute; None: not measured
     numa: tuple[NumaNode, ...] = ()  # the host's own concern
+    storage: Storage | None = None  # of saved VMs; None: it saves none
     refuses: str = ""  # why its agent takes no VM any more, and ends those there: its lease ends
 
     def image_can(self, image: str, ability: str) -> bool:
@@ -170,6 +172,7 @@ class HypervisorView:
     hosts: Mapping[str, Host] = field(default_factory=dict)
     vms: Mapping[str, VmSeen] = field(default_factory=dict)
     templates: Mapping[TemplateKey, TemplateSeen] = field(default_factory=dict)
+    saved: Mapping[str, SavedSeen] = field(default_factory=dict)  # complete ones, by name
 
 
 @dataclass(frozen=True, slots=True)

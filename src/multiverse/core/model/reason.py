@@ -187,6 +187,16 @@ class Why(StrEnum):
         "earlier run")
     EARLIER_RUN_UNKNOWN = ("earlier run unknown", "its earlier run may go on in {vm}, which has no record",
         "earlier run")
+    IS_SAVED = "is saved", "it was saved"
+    BEING_SAVED = "being saved", "waiting until it is saved", "saved"
+    SAVE_ASKED = "save asked", "its user asked for it"
+    SAVE_ORDERED = "save ordered", "an operator asked for it"
+    SAVE_LATE = "save late", "it was not saved: {step} took more than {limit:g} s"
+    SAVED_VM_LOST = "saved vm lost", "its VM {vm} was lost before its state was complete"
+    SAVED_JOB_OVER = "saved job over", "{job} is over: its state is of no use any more"
+    SAVED_RUN_OVER = "saved run over", "restart {restart} of {job} does not go on with its state"
+    RESTORED = "restored", "restored on {hosts} from its state"
+    NO_STORAGE = "no storage", "no host that takes VMs reaches the storage {storage} of its state", "saved"
     USER_AWAITED = "user awaited", "waiting until the name service says who uid {uid} is", "user"
     NO_USER = "no user", "{text}: its job cannot run"
     MAY_DELAY = "may delay", "by its time limit it may delay {job}, which is earlier and waits for room"

@@ -108,6 +108,7 @@ class VmSeen:
     mac: str = ""
     placed_on: str = ""  # the machine, where the hypervisor chooses it
     token: str = ""  # empty: the hypervisor keeps none
+    frozen: bool = False  # the processes of its job are stopped
     size: Size | None = None  # with all that was plugged; None: unknown
     disk: int = 0  # MiB that its files can grow to; 0: unknown
     template_build: str = ""  # that it was forked from; empty: none, or unknown
@@ -142,6 +143,7 @@ class VmSpec:
     token: str = ""  # random; nothing adopts a VM with another one
     address: str = ""
     source: str = ""  # answers for the VM
+    saved: str = ""  # the saved VM that it goes on as; empty: it begins anew
 
     @property
     def ref(self) -> VmRef:
@@ -208,6 +210,7 @@ class Vm:
     pool: Depth | None = None  # made for a warm pool, so far; a spare until it serves an attempt
     token: str = ""
     job_id: str = ""  # that was seen on the node of an orphan
+    saved: str = ""  # the saved VM that it is restored from; empty: it begins anew
     fault: Fault = ""  # who is at fault that it did not come up: see `core.avoidance`
 
     @property

@@ -12,9 +12,10 @@ from multiverse.core.model.basics import CloneKind, Key
 from multiverse.core.model.host import Host, HypervisorView, KnownHost
 from multiverse.core.model.identity import UserSeen
 from multiverse.core.model.job import Attempt, Lease, SchedulerView
+from multiverse.core.model.saved import Saved, SavedSeen
 from multiverse.core.model.vm import Offer, Place, Template, Vm, VmSeen
 
-Row = Attempt | Vm | Template | Offer | KnownHost | Lease
+Row = Attempt | Vm | Template | Offer | KnownHost | Lease | Saved
 
 T = TypeVar("T")
 
@@ -109,6 +110,10 @@ class World:
             return self.at(vm, vm.places[0])
         shown = [seen for place in vm.places if (seen := self.at(vm, place)) is not None]
         return next((seen for seen in shown if seen.runs), shown[0] if shown else None)
+
+    def saved(self, name: str) -> SavedSeen | None:
+        """The files of a saved VM, as any source shows them."""
+        return next((found for view in self.views.values() if (found := view.saved.get(name)) is not None), None)
 
     def user_known_since(self, uid: int) -> float:
         """Since when the name service has known the user; infinity while it does not say so."""

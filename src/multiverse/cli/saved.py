@@ -1,0 +1,63 @@
+"""`multiverse save`, `resume` and `saved`: running jobs that are saved, and go on later."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import typer
+
+from multiverse import api
+from multiverse.api import decode
+from multiverse.cli import render
+from multiverse.client import Client
+from multiverse.core.errors import Refused
+
+_POLL = 0.1  # seconds between two looks at a job that is being saved
+_NOT_YET = ("preparing", "freezing", "cutting", "writing")
+_HELD = "It is held: multiverse resume {job} lets it go on."
+_WAITS = "It waits in the queue, and goes on as soon as a host has room."
+
+
+def save(
+    job: Annotated[str, typer.Argument(metavar="JOB", help="The job, or a task of an array (123_4).")],
+    hold: Annotated[bool, typer.Option("--hold", help="Hold it until `multiverse resume`.")] = False,
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until its state is complete.")] = True,
+) -> None:
+    """Save a running job: it stops, waits in the queue without memory of a host, and goes on where it stopped."""
+    with Client() as client:
+        client.save(job, hold=hold)
+        if not wait:
+            return
+        reason = ""
+        while (found := _of(client, job)) is not None and found.state in _NOT_YET:
+            reason = found.reason
+            time.sleep(_POLL)
+    if found is None or found.state not in ("stored", "resuming", "thawing"):
+        what = f"job {job} was not saved: {found.reason if found is not None else reason}"
+        raise Refused(what, hint=f"multiverse explain {job} says what became of it")
+    typer.echo(f"Job {job} is saved: {found.bytes >> 20} MiB. " + (_HELD if hold else _WAITS).format(job=job))
+
+
+def _of(client: Client, job: str) -> api.SavedView | None:
+    return next((one for one in decode(list[api.SavedView], client.saved()) if one.job_id == job), None)
+
+
+def resume(job: Annotated[str, typer.Argument(metavar="JOB", help="A job that was saved with --hold.")]) -> None:
+    """Let a saved job go on that is held."""
+    with Client() as client:
+        client.resume(job)
+
+
+def saved(json: render.Json = False) -> None:
+    """Show the jobs that are saved, or are being saved."""
+    with Client() as client:
+        document = client.saved()
+    if json:
+        return render.as_json(document)
+    table = render.table("JOB", "STATE", "SINCE", "SIZE", "HELD", "VM", "REASON", right=("SINCE", "SIZE"))
+    for one in decode(list[api.SavedView], document):
+        size = f"{one.bytes >> 20} MiB" if one.bytes else "–"
+        cells = (render.age(one.since), size, "yes" if one.held else "–", one.vm, one.reason)
+        table.add_row(one.job_id, render.state(one.state), *cells)
+    render.show(table, "No job is saved.")

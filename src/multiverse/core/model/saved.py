@@ -1,0 +1,99 @@
+"""Saved jobs: as rows, and as the storage shows their files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from multiverse.core.model.basics import CloneKind, Key, Size
+from multiverse.core.model.job import JobRef
+from multiverse.core.model.reason import Reason
+
+
+class SavedState(StrEnum):
+    PREPARING = "preparing"  # its node is to take no other job, and the scheduler must be able to queue it again
+    FREEZING = "freezing"  # its processes are stopped, and what they wrote is written back
+    CUTTING = "cutting"  # it is cut off from the scheduler, which is to queue it again: its run is over from here on
+    WRITING = "writing"  # its VM is written to the storage
+    STORED = "stored"  # its files wait there for the next run of the job
+    RESUMING = "resuming"  # the same; its job, which is held, is to be released
+    THAWING = "thawing"  # the next run has begun in the restored VM, and the processes are to go on: only once
+    UNDOING = "undoing"  # it is not saved after all: its processes are to go on, and its node to serve
+    DISCARDING = "discarding"  # its files are removed
+    GONE = "gone"
+
+
+SAVING_STATES = (SavedState.PREPARING, SavedState.FREEZING, SavedState.CUTTING, SavedState.WRITING)
+HOLDS_VM = (SavedState.CUTTING, SavedState.WRITING)
+"""In these states the VM is needed although the run of its job is over."""
+WAITS_FOR_RUN = (*HOLDS_VM, SavedState.STORED, SavedState.RESUMING)
+"""In these states the next run of the job goes on with the state, or waits until it is complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """Where a host keeps the files of saved VMs, and which of them it can restore."""
+
+    name: str  # of the storage: hosts that share a directory show the same one
+    machine: str  # a VM can be restored where this is the same: version of QEMU, accelerator
+
+
+@dataclass(frozen=True, slots=True)
+class SavedSeen:
+    """The files of a saved VM, complete, as a source shows them."""
+
+    name: str
+    token: str  # of the VM
+    size: int  # bytes
+    storage: str
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A job that is saved, from the request until nothing is left of it in the storage."""
+
+    id: int
+    version: int = field(default=0, kw_only=True)
+    state: SavedState = field(default=SavedState.PREPARING, kw_only=True)
+    since: float
+    job: JobRef  # the run that was saved; its next restart goes on with the state, and no other one
+    uid: int
+    vm: int  # the number of the VM's row
+    vm_name: str  # that it has again when it is restored, as its token, MAC and address
+    token: str
+    mac: str
+    address: str  # with prefix length
+    image: str
+    kind: CloneKind
+    size: Size
+    node_size: Size
+    account: str
+    source: str  # that writes it
+    storage: str
+    machine: str
+    asked: Reason  # who asked for it, or why
+    hold: bool = False  # the job is to be held until somebody releases it
+    remaining: float | None = None  # seconds that its time limit leaves to the next run; None: as the limit says
+    bytes: int = 0
+    written: float = 0.0  # Unix time at which it was complete
+    again: JobRef | None = (
+        None  # the run that goes on with it, once the scheduler shows that: its submit time is another
+    )
+    reason: Reason | None = None
+    quarantined: Reason | None = None
+
+    @property
+    def key(self) -> Key:
+        return Key("saved", self.id)
+
+    @property
+    def name(self) -> str:
+        """Of its directory in the storage. A VM may be saved several times, each time under another number."""
+        return f"{self.vm_name}-{self.id}"
+
+    def is_for(self, job: JobRef) -> bool:
+        """Whether this run of a job goes on with the state."""
+        if self.again is not None:
+            return job == self.again
+        follows = job.restarts == self.job.restarts + 1 and job.submitted >= self.job.submitted
+        return job.job_id == self.job.job_id and follows

@@ -1,0 +1,214 @@
+"""Jobs of the lab in real VMs that are saved and resumed without a controller, by the calls that it makes."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+import os
+import pwd
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from multiverse.core.model.basics import CloneKind, Size
+from multiverse.core.model.identity import Identity, User
+from multiverse.core.model.job import JobState, NodeSpec
+from multiverse.core.model.vm import Stage, TemplateKey
+from multiverse.drivers.qemu.driver import host_config
+from multiverse.drivers.slurm.driver import SlurmScheduler
+from multiverse.guest import protocol
+from multiverse.host.manifest import Specification
+from multiverse.host.qemu import saves
+from multiverse.host.qemu.library import QemuHost
+from tests.integration.conftest import LabUnderTest
+from tests.integration.watch import until
+
+SITE = f"s{os.getpid() % 46656:04x}"[:5]
+EXTRA = 20  # MiB that a node has beside its job's memory
+_ANSWER = 60.0  # seconds for a guest's answer
+_FIRST = 900  # the place of the first VM's address in the lab's network
+
+
+@dataclass
+class SavedJob:
+    """A job of the lab and its VM."""
+
+    id: str
+    vm: str
+    mac: str
+    address: str
+    node: Size
+    spec: Specification
+    runs: int = 1
+    seconds: dict[str, float] = field(default_factory=dict)  # that each step took last
+
+
+class Saver:
+    """Runs, saves and resumes jobs."""
+
+    def __init__(self, lab: LabUnderTest, directory: Path) -> None:
+        self.lab = lab
+        self.settings = replace(lab.settings, save=replace(lab.settings.save, enabled=True, directory=directory))
+        self.host = QemuHost(host_config(self.settings, SITE))
+        self.scheduler = SlurmScheduler(self.settings, SITE)
+        self._serial = int(time.monotonic()) % 100
+        self._jobs: list[SavedJob] = []
+
+    def run(self, script: str, *options: str, memory: int = 100, cpus: int = 1) -> SavedJob:
+        """Submit a script of bash, and run it in a VM of its own."""
+        wanted = (f"--mem={memory}", f"--cpus-per-task={cpus}", "--requeue", "-o", "out.txt", *options)
+        path = self.lab.user.home / f"script-{time.monotonic_ns()}"
+        path.write_text(f"#!/bin/bash\n{script}\n")
+        path.chmod(0o755)
+        (self.lab.user.home / "out.txt").unlink(missing_ok=True)
+        done = self.lab.run("sbatch", "--parsable", *wanted, str(path), user=self.lab.user, check=False)
+        assert done.returncode == 0, done.stderr
+        self._serial += 1
+        network = ipaddress.IPv4Network(self.settings.network.subnet)
+        base = self.settings.qemu.base_memory
+        needed = base + (0 if memory + EXTRA <= base - 100 else -(-(memory + 128) // 128) * 128)
+        template = TemplateKey(self.settings.host.name, "slim", Size(1, base))
+        self.host.build_template(template, lambda: False)
+        name = f"mv{SITE}-{self._serial}"
+        spec = Specification(
+            name=name, host=self.settings.host.name, image="slim", kind=CloneKind.INSTANT, size=Size(cpus, needed),
+            mac=f"02:00:5e:01:{os.getpid() % 256:02x}:{self._serial:02x}", template=template, token=f"t{self._serial}",
+            address=f"{network[_FIRST + self._serial]}/{network.prefixlen}", bridge=self.settings.qemu.bridge,
+        )  # fmt: skip
+        job = SavedJob(done.stdout.strip(), name, spec.mac, spec.address, Size(cpus, memory + EXTRA), spec)
+        self._jobs.append(job)
+        self.host.create(spec)
+        self._join(job)
+        return job
+
+    def save(self, job: SavedJob, behind: float = 0.0) -> None:
+        """Save the job's VM, and destroy it. The job is frozen when the guest's clock is `behind` seconds late."""
+        began = time.monotonic()
+
+        def step(name: str) -> None:
+            job.seconds[name] = time.monotonic() - began
+
+        self._node(job, "State=DRAIN", "Reason=saving")
+        if behind:
+            self._set_clock(job, -behind)
+        self.ask(job, protocol.freeze_message(20.0), "frozen")
+        if behind:
+            self._set_clock(job, 0.0)
+        step("frozen")
+        self.ask(job, protocol.CUT, "cut")
+        step("cut")
+        self.lab.run("scontrol", "requeue", "Incomplete", job.id)
+        until(f"job {job.id} is requeued", lambda: self.state(job) == "PENDING", 30)
+        step("requeued")
+        self.ask(job, protocol.REST, "rests")
+        saves.save(self.host._context, job.vm, self._name(job))
+        step("saved")
+        self.host.destroy(job.vm, 0.0, job.spec.token)
+        self._delete(job)
+
+    def restore(self, job: SavedJob) -> list[Stage]:
+        """Restore the job's VM and its node, and let the job's next run attach to it."""
+        began = time.monotonic()
+        spec = replace(job.spec, template=None, saved=self._name(job))
+        job.runs += 1
+        stages = self.host.create(spec)
+        job.seconds["restored"] = time.monotonic() - began
+        stages += self._join(job, began)
+        self.ask(job, protocol.ATTACH, "attached")
+        job.seconds["attached"] = time.monotonic() - began
+        return stages
+
+    def cycle(self, job: SavedJob) -> None:
+        self.save(job)
+        self.restore(job)
+
+    def state(self, job: SavedJob) -> str:
+        return self.lab.run("squeue", "-ha", "-j", job.id, "-o", "%T", check=False).stdout.strip()
+
+    def output(self) -> str:
+        path = self.lab.user.home / "out.txt"
+        return path.read_text() if path.exists() else ""
+
+    def says(self, text: str, limit: float = 60) -> str:
+        """Wait until the job has written that text; what it has written."""
+        return str(until(f"the job says {text}", lambda: text in (said := self.output()) and said, limit))
+
+    def end(self, job: SavedJob, limit: float = 60) -> tuple[str, str]:
+        """Wait for the end of the job. Its state and exit code in accounting, of its last run."""
+        until(f"job {job.id} ends", lambda: self.state(job) in ("", "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT",
+                                                              "OUT_OF_MEMORY"), limit)  # fmt: skip
+        last = until("accounting knows the end", lambda: self._ended(job), 30)
+        return last["State"].split()[0], last["ExitCode"]
+
+    def _ended(self, job: SavedJob) -> dict[str, str] | None:
+        last = [row for row in self.records(job) if row["JobID"] == job.id][-1]
+        return last if last["End"] != "Unknown" else None
+
+    def records(self, job: SavedJob) -> list[dict[str, str]]:
+        """The records of the job's runs and of their steps in accounting."""
+        keys = ("JobID", "State", "ExitCode", "End", "TotalCPU", "MaxRSS", "Elapsed")
+        lines = self.lab.run("sacct", "-nPD", "-j", job.id, "-o", ",".join(keys)).stdout.splitlines()
+        return [dict(zip(keys, line.split("|"), strict=True)) for line in lines]
+
+    def ask(self, job: SavedJob, line: bytes, answer: str) -> protocol.Report:
+        return self.host._context.connections.started_channel(job.vm).ask(line, answer, _ANSWER)
+
+    def close(self) -> None:
+        for job in self._jobs:
+            self.lab.run("scancel", job.id, check=False)
+        for job in self._jobs:
+            self.host.destroy(job.vm, 0.0)
+            self._delete(job)
+        self.host.close()
+
+    def _name(self, job: SavedJob) -> str:
+        return f"{job.vm}.{job.runs}"
+
+    def _join(self, job: SavedJob, began: float = 0.0) -> list[Stage]:
+        """Start the VM, and give its node the job."""
+        tag = f"mv_{job.vm.rpartition('-')[2]}{job.runs}"
+        features = ("slim", "instant", tag)
+        node = NodeSpec(job.vm, job.address, job.node, features, tag, "slim", resumed=job.runs - 1)
+        identity = Identity(
+            hostname=job.vm, mac=job.mac, address=job.address, gateway=self.settings.network.gateway,
+            machine_id=f"{self._serial:032x}", users=(self._own_user(),), mounts=self.settings.mounts,
+            peers=self.settings.network.hosts, bootstrap=asyncio.run(self.scheduler.bootstrap(node)),
+        )  # fmt: skip
+        stages = self.host.start(job.vm, job.spec.size, identity, job.spec.token)
+        job.seconds["woken"] = time.monotonic() - began
+        until("the node is idle", lambda: self._node_state(job) == "idle", 60)
+        job.seconds["joined"] = time.monotonic() - began
+        asyncio.run(self._pin(job, tag))
+        until(f"job {job.id} runs", lambda: self.state(job) == "RUNNING", 60)
+        job.seconds["running"] = time.monotonic() - began
+        return stages
+
+    async def _pin(self, job: SavedJob, tag: str) -> None:
+        found = (await self.scheduler.observe()).jobs[job.id]
+        assert found.state is JobState.PENDING, found
+        await self.scheduler.pin(found.ref, tag, (), at_once=job.runs > 1)
+
+    def _set_clock(self, job: SavedJob, more: float) -> None:
+        message = json.loads(protocol.add_user_message(self._own_user()))
+        message["time"] += more
+        self.ask(job, json.dumps(message).encode() + b"\n", "user_added")
+
+    def _own_user(self) -> User:
+        entry = pwd.getpwuid(self.lab.user.uid)
+        return User(entry.pw_name, entry.pw_uid, entry.pw_gid, entry.pw_dir, "/bin/bash",
+                    ((entry.pw_name, entry.pw_gid),))  # fmt: skip
+
+    def _node(self, job: SavedJob, *values: str) -> None:
+        self.lab.run("scontrol", "update", f"NodeName={job.vm}", *values, check=False)
+
+    def _node_state(self, job: SavedJob) -> str:
+        return self.lab.run("sinfo", "-haN", "-n", job.vm, "-o", "%t").stdout.split("\n")[0].strip()
+
+    def _delete(self, job: SavedJob) -> None:
+        def delete() -> bool:
+            self._node(job, "State=DOWN", "Reason=gone")
+            self.lab.run("scontrol", "delete", f"nodename={job.vm}", check=False)
+            return not self._node_state(job)
+
+        until(f"the node {job.vm} is deleted", delete, 60)

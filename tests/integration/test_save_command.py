@@ -1,0 +1,96 @@
+"""Jobs that are saved by `multiverse save`, and go on in a later run: the whole way, with controller and agent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from multiverse.client import Client
+from multiverse.core.errors import Refused
+from multiverse_lab.lab import lifecycle
+from multiverse_lab.lab.plan import LabOptions
+from multiverse_lab.lab.services import AGENT, CONTROLLER
+from tests.integration.conftest import LabUnderTest, more_settings
+from tests.integration.watch import accounted, ended, latest, nothing_left, until
+
+pytestmark = pytest.mark.integration
+
+COUNTS = "for i in $(seq 8); do echo count $i; sleep 0.5; done; hostname; srun -w $SLURMD_NODENAME hostname; exit 5"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _saves(lab: LabUnderTest, client: Client) -> Iterator[None]:
+    with more_settings(lab, "[save]\nenabled = true\n"):
+        yield
+
+
+def running(lab: LabUnderTest, client: Client, script: str = COUNTS) -> tuple[str, Path]:
+    """A job that has written its first line, and its output."""
+    job = lab.sbatch(script, "--output=saved-%j.txt")
+    output = lab.user.home / f"saved-{job}.txt"
+    until("its script runs", lambda: output.exists() and "count 1" in output.read_text())
+    return job, output
+
+
+def stored(client: Client, job: str) -> bool:
+    return any((one["job_id"], one["state"]) == (job, "stored") for one in client.saved())
+
+
+def went_on(lab: LabUnderTest, client: Client, job: str, output: Path) -> None:
+    """Each line was written once, by both runs together, on the same node, and the script's own code is that of the
+    job."""
+    ended(client, job, "done")
+    lines = output.read_text().splitlines()
+    assert lines[:8] == [f"count {number}" for number in range(1, 9)]
+    assert len(set(lines[8:])) == 1 and len(lines) == 10, lines
+    assert accounted(lab, job) == ("FAILED", "5:0")
+    until("nothing is left of its state", lambda: client.saved() == [])
+    assert not list((lab.where.root / "saved").glob("[!.]*"))
+
+
+def test_a_saved_job_goes_on_where_it_stopped(lab: LabUnderTest, client: Client) -> None:
+    job, output = running(lab, client)
+    client.save(job)
+    went_on(lab, client, job, output)
+    assert [row["state"] for row in client.jobs(job)] == ["requeued", "done"]
+    nothing_left(lab, client)
+
+
+def test_a_held_job_is_resumed_after_a_restart_of_controller_and_agent(lab: LabUnderTest, client: Client) -> None:
+    job, output = running(lab, client)
+    client.save(job, hold=True)
+    until("it is saved", lambda: stored(client, job))
+    until("its VM is gone", lambda: not client.vms())
+    for service in (CONTROLLER, AGENT):
+        asyncio.run(service.stop(lab.where))
+    asyncio.run(lifecycle.up(lab.where, LabOptions()))
+    assert stored(client, job)
+    client.resume(job)
+    went_on(lab, client, job, output)
+
+
+def test_a_saved_job_that_is_cancelled_leaves_nothing(lab: LabUnderTest, client: Client) -> None:
+    job, _ = running(lab, client)
+    client.save(job, hold=True)
+    until("it is saved", lambda: stored(client, job))
+    lab.run("scancel", job, user=lab.user)
+    ended(client, job, "cancelled")
+    until("its state is removed", lambda: client.saved() == [])
+    assert not list((lab.where.root / "saved").glob("[!.]*"))
+    nothing_left(lab, client)
+
+
+def test_what_cannot_be_saved_is_refused_with_the_reason(lab: LabUnderTest, client: Client) -> None:
+    job = lab.sbatch("sleep 100", "--hold")
+    with pytest.raises(Refused, match="runs in no VM"):
+        client.save(job)
+    lab.run("scancel", job)
+    both = lab.sbatch("sleep 100", "--nodes=2", "--output=/dev/null")
+    until("it runs", lambda: latest(client, both).get("state") == "allocated")
+    with pytest.raises(Refused, match="only jobs of one VM"):
+        client.save(both)
+    lab.run("scancel", both)
+    ended(client, both, "done")

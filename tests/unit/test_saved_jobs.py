@@ -1,0 +1,252 @@
+"""Saving a job and resuming it, as the planner decides it: each step, and what ends or undoes it between two steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from multiverse.core.errors import Exhausted, Refused
+from multiverse.core.model.host import HypervisorView
+from multiverse.core.model.job import AttemptState, JobRef, JobState, NodeState
+from multiverse.core.model.saved import Saved, SavedSeen, SavedState, Storage
+from multiverse.core.model.vm import Vm, VmCondition, VmState
+from multiverse.core.model.world import Observation, Seen
+from multiverse.core.transition import Command, Done, EffectKind
+from tests.unit.planner_harness import PlannerHarness
+from tests.unit.rows import SOURCE
+
+S, A, V = SavedState, AttemptState, VmState
+STORAGE = Storage("shared", "qemu 7.2 tcg")
+
+
+class Site(PlannerHarness):
+    """A host with a storage, and job 7, which runs in a VM there. `files` is what the storage holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hosts["h1"] = replace(self.hosts["h1"], storage=STORAGE)
+        self.files: dict[str, SavedSeen] = {}
+        self.to_allocated()
+        self.name = self.vm.name
+
+    @property
+    def vm(self) -> Vm:
+        return self.rows.vms[max(self.rows.vms)]
+
+    @property
+    def saved(self) -> Saved:
+        return self.rows.saved[max(self.rows.saved)]
+
+    def observe(self) -> None:
+        super().observe()
+        latest = self.world.sources[SOURCE].latest
+        if latest is not None:
+            view = replace(latest.value, saved=dict(self.files))
+            assert isinstance(view, HypervisorView)
+            self.world = replace(self.world, sources={SOURCE: Observation(Seen(view, latest.began), 0.0)})
+
+    def freeze(self, frozen: bool = True) -> None:
+        self.vms[self.name] = replace(self.vms[self.name], frozen=frozen)
+
+    def restart(self, number: int, state: JobState = JobState.PENDING, **more: object) -> None:
+        self.job(state=state, ref=JobRef("7", 500, number), nodes=(), gated=True, pinned=None, **more)
+
+    def done(self) -> None:
+        """The effect of what is being saved has ended."""
+        self.ended(self.saved.key)
+
+    # --- the way of a job that is saved
+
+    def to_preparing(self, *, hold: bool = False) -> None:
+        self.run(Command("save", job="7", hold=hold))
+
+    def to_freezing(self) -> None:
+        self.to_preparing()
+        self.node(self.name, NodeState.DRAINED)
+        self.done()
+        self.run()
+
+    def to_cutting(self) -> None:
+        self.to_freezing()
+        self.freeze()
+        self.done()
+        self.run()
+
+    def to_writing(self) -> None:
+        self.to_cutting()
+        self.restart(1)
+        self.done()
+        self.run()
+
+    def to_stored(self) -> None:
+        self.to_writing()
+        self.files[self.saved.name] = SavedSeen(self.saved.name, self.saved.token, 46 << 20, STORAGE.name)
+        self.done()
+        self.run()
+
+    def to_queued(self) -> None:
+        """The first VM is gone, and the next run waits."""
+        self.to_stored()
+        for _ in range(4):
+            self.run()
+            self.clear()
+
+    def to_restored(self) -> None:
+        self.to_queued()
+        for _ in range(3):
+            self.run()
+
+    def to_thawing(self) -> None:
+        self.to_restored()
+        vm = self.vm
+        self.seen(vm.name, VmCondition.PARKED)
+        self.ended(vm.key)
+        self.run()
+        self.seen(vm.name, VmCondition.RUNNING)
+        self.freeze()
+        self.node(vm.name)
+        self.ended(vm.key)
+        self.run()
+        attempt = self.rows.attempts[max(self.rows.attempts)]
+        self.node(vm.name, NodeState.BUSY)
+        self.job(state=JobState.RUNNING, nodes=(vm.name,), gated=False, pinned=attempt.feature)
+        self.ended(attempt.key)
+        self.run()
+        self.run()
+
+
+@pytest.fixture
+def site() -> Site:
+    return Site()
+
+
+def test_a_job_is_saved_step_by_step(site: Site) -> None:
+    first = site.vm
+    site.to_preparing()
+    assert site.saved.state is S.PREPARING and site.saved.job == JobRef("7", 500)
+    site.node(site.name, NodeState.DRAINED)
+    site.run()
+    assert site.saved.state is S.FREEZING
+    site.freeze()
+    site.run()
+    assert site.saved.state is S.CUTTING
+    site.restart(1)
+    site.run()
+    assert site.saved.state is S.WRITING
+    for _ in range(3):
+        site.run()
+    assert site.rows.vms[first.id].state is V.SERVING, "the VM stays until it is written"
+    site.files[site.saved.name] = SavedSeen(site.saved.name, site.saved.token, 46 << 20, STORAGE.name)
+    site.done()
+    site.run()
+    assert (site.saved.state, site.saved.bytes) == (S.STORED, 46 << 20)
+    site.run()
+    assert site.rows.vms[first.id].state is V.RELEASING
+
+
+def test_its_next_run_is_restored_where_its_storage_is(site: Site) -> None:
+    first = site.vm
+    site.to_restored()
+    again = site.vm
+    assert again.id != first.id
+    assert (again.name, again.mac, again.address, again.token) == (first.name, first.mac, first.address, first.token)
+    assert again.saved == site.saved.name and again.place.template is None
+    assert site.rows.attempts[max(site.rows.attempts)].job.restarts == 1
+
+
+def test_its_processes_go_on_once_and_the_files_go(site: Site) -> None:
+    site.to_thawing()
+    assert site.saved.state is S.THAWING
+    site.freeze(False)
+    site.done()
+    site.run()
+    assert site.saved.state is S.DISCARDING, "the state is used up"
+    site.files.clear()
+    site.done()
+    site.run()
+    assert not site.rows.saved
+    assert site.vm.state is V.SERVING
+
+
+def test_a_held_job_waits_until_it_is_resumed(site: Site) -> None:
+    site.to_preparing(hold=True)
+    site.node(site.name, NodeState.DRAINED)
+    site.run()
+    site.freeze()
+    site.run()
+    site.restart(1, held=True, eligible=False)
+    site.run()
+    site.files[site.saved.name] = SavedSeen(site.saved.name, site.saved.token, 1, STORAGE.name)
+    site.done()
+    site.run()
+    assert site.saved.state is S.STORED
+    site.run(Command("resume_saved", job="7"))
+    assert site.saved.state is S.RESUMING
+    site.restart(1, held=False, eligible=True)
+    site.done()
+    site.run()
+    assert site.saved.state is S.STORED and not site.saved.hold
+
+
+@pytest.mark.parametrize("kind", [EffectKind.PREPARE, EffectKind.FREEZE])
+def test_what_fails_before_the_cut_is_undone(site: Site, kind: EffectKind) -> None:
+    site.to_preparing() if kind is EffectKind.PREPARE else site.to_freezing()
+    site.run(Done(site.saved.key, kind, str(site.saved.state), Refused("it cannot")))
+    assert site.saved.state is S.UNDOING
+    site.freeze(False)
+    site.node(site.name, NodeState.BUSY)
+    site.done()
+    site.run()
+    assert not site.rows.saved and site.vm.state is V.SERVING
+
+
+def test_a_step_that_can_be_undone_and_takes_too_long_is(site: Site) -> None:
+    site.to_freezing()
+    site.pass_time(site.policy.save_timeout + 1)
+    site.run()
+    assert site.saved.state is S.UNDOING
+
+
+@pytest.mark.parametrize("way", ["to_preparing", "to_freezing", "to_cutting", "to_writing", "to_stored", "to_queued"])
+def test_a_job_that_is_cancelled_leaves_nothing(site: Site, way: str) -> None:
+    getattr(site, way)()
+    site.job(state=JobState.ENDED, result="CANCELLED", nodes=())
+    for _ in range(6):
+        site.run()
+        if site.rows.saved:
+            site.done()
+        site.files.clear()
+        site.clear()
+    assert not site.rows.saved and not site.rows.vms and not site.rows.attempts
+
+
+def test_another_restart_attaches_to_no_state(site: Site) -> None:
+    site.to_stored()
+    site.restart(2)
+    site.run()
+    assert site.saved.state is S.DISCARDING
+
+
+def test_files_that_cannot_be_written_are_tried_again(site: Site) -> None:
+    site.to_writing()
+    for _ in range(2):
+        site.run(Done(site.saved.key, EffectKind.SAVE, str(site.saved.state), Exhausted("no room")))
+    assert site.saved.state is S.WRITING and "no room" in str(site.saved.reason)
+
+
+def test_a_vm_that_is_lost_before_its_state_is_complete_is_not_waited_for(site: Site) -> None:
+    site.to_writing()
+    site.vms.clear()
+    for _ in range(4):
+        site.run()
+        site.clear()
+    assert not site.rows.saved or site.saved.state is S.DISCARDING
+
+
+def test_a_job_that_cannot_be_saved_is_refused_with_the_reason(site: Site) -> None:
+    site.run(Command("save", job="8"))
+    site.hosts["h1"] = replace(site.hosts["h1"], storage=None)
+    site.run(Command("save", job="7"))
+    assert [str(error) for _, error in site.state.refusals] and not site.rows.saved
+    assert site.rows.attempts[max(site.rows.attempts)].state is A.ALLOCATED

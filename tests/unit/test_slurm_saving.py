@@ -1,0 +1,100 @@
+"""How Slurm is told that a job is saved: which commands are run for a job in each state."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from multiverse.core.errors import Gone, Refused, Stale
+from multiverse.core.model.job import JobRef
+from multiverse.drivers.slurm.acting.jobs import CurrentJob
+from multiverse.drivers.slurm.acting.saving import SlurmSaving
+
+JOB = JobRef("7", 500)
+RUNNING = CurrentJob(
+    state="RUNNING", partition="vm", own=(), pinned="mv_1", at_gate=False, priority=5, reason="", requeued=False,
+    comment="",
+)  # fmt: skip
+PENDING = replace(RUNNING, state="PENDING", pinned=None)
+
+
+class Slurm:
+    """Records the commands, and answers with one job."""
+
+    def __init__(self, job: CurrentJob) -> None:
+        self.job, self.ran, self.gated, self.released = job, list[tuple[str, ...]](), list[CurrentJob](), 0
+        commands: Any = self
+        self.saving = SlurmSaving(commands, self._reread, self._to_gate, self._release)
+
+    async def run(self, *argv: str) -> str:
+        self.ran.append(argv)
+        return ""
+
+    async def _reread(self, job: JobRef) -> CurrentJob:
+        assert job == JOB
+        return self.job
+
+    async def _to_gate(self, job: JobRef, current: CurrentJob) -> None:
+        self.gated.append(current)
+
+    async def _release(self, job: JobRef) -> None:
+        self.released += 1
+
+
+def test_the_node_of_a_job_that_is_to_be_saved_is_drained() -> None:
+    slurm = Slurm(RUNNING)
+    asyncio.run(slurm.saving.prepare(JOB, "mv1"))
+    assert [argv[:4] for argv in slurm.ran] == [("scontrol", "update", "NodeName=mv1", "State=DRAIN")]
+
+
+@pytest.mark.parametrize(
+    ("job", "error"),
+    [(PENDING, Stale), (replace(RUNNING, batch=False), Refused), (replace(RUNNING, state="COMPLETED"), Stale)],
+)
+def test_no_other_job_is_prepared(job: CurrentJob, error: type[Exception]) -> None:
+    slurm = Slurm(job)
+    with pytest.raises(error):
+        asyncio.run(slurm.saving.prepare(JOB, "mv1"))
+    assert slurm.ran == []
+
+
+@pytest.mark.parametrize(("hold", "command"), [(False, "requeue"), (True, "requeuehold")])
+def test_only_an_incomplete_run_is_requeued_and_its_job_moved_to_the_gate(hold: bool, command: str) -> None:
+    slurm = Slurm(RUNNING)
+    asyncio.run(slurm.saving.requeue(JOB, hold=hold))
+    assert slurm.ran == [("scontrol", command, "Incomplete", "7")]
+    assert [job.priority for job in slurm.gated] == [0 if hold else 5], "a new nice value would release a held job"
+
+
+def test_a_run_that_was_requeued_before_is_only_moved() -> None:
+    slurm = Slurm(replace(RUNNING, state="COMPLETING", requeued=True))
+    asyncio.run(slurm.saving.requeue(JOB))
+    assert slurm.ran == [] and len(slurm.gated) == 1
+
+
+def test_a_job_that_has_ended_is_not_requeued() -> None:
+    slurm = Slurm(replace(RUNNING, state="CANCELLED"))
+    with pytest.raises(Stale):
+        asyncio.run(slurm.saving.requeue(JOB))
+    assert slurm.ran == []
+
+
+def test_only_a_pending_job_is_released() -> None:
+    slurm = Slurm(PENDING)
+    asyncio.run(slurm.saving.release(JOB))
+    assert slurm.released == 1
+    with pytest.raises(Stale):
+        asyncio.run(Slurm(RUNNING).saving.release(JOB))
+
+
+def test_a_node_that_is_gone_needs_no_undoing(monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm = Slurm(RUNNING)
+
+    async def gone(*argv: str) -> str:
+        raise Gone("no such node")
+
+    monkeypatch.setattr(slurm, "run", gone)
+    asyncio.run(slurm.saving.undo(JOB, "mv1"))
