@@ -8,6 +8,7 @@ import pytest
 
 from multiverse.core.machines.tables import TABLES
 from multiverse.core.model.job import LeaseState
+from multiverse.core.model.saved import SavedState
 from tests.integration.conftest import LabUnderTest
 from tests.integration.restarting_daemon import RestartingDaemon, StartDaemon, attempt_is, counting_job
 from tests.integration.watch import accounted, kept_by_slurm, mend, nothing_left, until, written
@@ -43,6 +44,7 @@ ELSEWHERE = {
     "host:removed": "takes an operator, see test_hosts; simulation",
     "host:returned": "takes a lease, see test_leases; simulation",
     **{f"lease:{state}": "takes a partition that lends hosts, see test_leases; simulation" for state in LeaseState},
+    **{f"saved:{state}": "takes a job that is saved, see test_save_command" for state in SavedState},
 }
 AT_EACH_END = ("attempt:cancelled", "attempt:requeued", "attempt:revoked", "attempt:revoking")
 STATES = [f"{kind}:{state}" for kind, table in TABLES.items() for state in dict.fromkeys(t.target for t in table)]

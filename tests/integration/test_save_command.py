@@ -10,10 +10,12 @@ import pytest
 
 from multiverse.client import Client
 from multiverse.core.errors import Refused
+from multiverse.core.model.saved import SavedState
 from multiverse_lab.lab import lifecycle
 from multiverse_lab.lab.plan import LabOptions
 from multiverse_lab.lab.services import AGENT, CONTROLLER
-from tests.integration.conftest import LabUnderTest, more_settings
+from tests.integration.conftest import LabUnderTest, StartDaemon, more_settings
+from tests.integration.restarting_daemon import attempt_is
 from tests.integration.watch import accounted, ended, latest, nothing_left, until
 
 pytestmark = pytest.mark.integration
@@ -81,6 +83,24 @@ def test_a_saved_job_that_is_cancelled_leaves_nothing(lab: LabUnderTest, client:
     until("its state is removed", lambda: client.saved() == [])
     assert not list((lab.where.root / "saved").glob("[!.]*"))
     nothing_left(lab, client)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_job_goes_on_once_though_the_controller_is_killed_at_each_step(
+    lab: LabUnderTest, start_daemon: StartDaemon, when: str
+) -> None:
+    steps = [state for state in SavedState if state not in (SavedState.UNDOING, SavedState.RESUMING)]
+    daemon = start_daemon(())
+    until("the daemon answers", lambda: daemon.call(lambda client: client.status()))
+    job, output = running(lab, daemon.client, COUNTS.replace("0.5", "3"))
+    daemon.set_crash_points([f"{when} saved:{state} controller" for state in steps])
+    saving = lambda: daemon.call(lambda client: client.saved())  # noqa: E731
+    until("it is being saved", lambda: saving() or daemon.call(lambda client: client.save(job)))
+    until(f"job {job} is over", lambda: attempt_is(daemon, job), 240)
+    until("each step was reached", lambda: daemon.ensure_up() and not daemon.crash_points_left(), 60)
+    went_on(lab, daemon.client, job, output)
+    nothing_left(lab, daemon.client)
 
 
 def test_what_cannot_be_saved_is_refused_with_the_reason(lab: LabUnderTest, client: Client) -> None:
