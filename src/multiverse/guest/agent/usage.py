@@ -34,7 +34,6 @@ class GroupUsage:
 
     def __init__(self, pid: int, group: str) -> None:
         self._place, self._group = f"/proc/{pid}/stat", group
-        self._pid = pid
         self._begin, _, rest = read(self._place).rpartition(")")
         self._fields = rest.split()
         self._looked = 0.0

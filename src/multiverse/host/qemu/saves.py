@@ -222,33 +222,28 @@ def _copy_overlay(overlay: Path, image: Image, target: Path) -> SavedFile:
 
 def write_state(monitor: Monitor, path: Path, timer: VmStageTimer) -> SavedFile:
     """Stop the guest, and write its memory and devices to a compressed file. The guest stays stopped."""
-    reading, writing = os.pipe2(os.O_CLOEXEC)
-    with path.open("wb") as out, os.fdopen(reading, "rb") as pipe:
-        zstd = subprocess.Popen(["zstd", "-q", "-T0", "-1", "-c"], stdin=pipe, stdout=out, env=_ENVIRONMENT)
+    # An earlier call may have ended before its files were complete. QEMU writes no state twice, unless the guest has
+    # run meanwhile: nothing goes on in it but its agent.
+    written = monitor.execute("query-status")["status"] == "postmigrate"
+    commands: list[Command] = [
+        *([("cont", {})] if written else []),
+        ("stop", {}),
+        ("migrate-set-parameters", {"max-bandwidth": _NO_LIMIT}),
+        ("migrate-set-capabilities", {"capabilities": [{"capability": "x-ignore-shared", "state": False}]}),
+        ("getfd", {"fdname": "state"}),
+        ("migrate", {"uri": "fd:state"}),
+    ]
+    with path.open("wb") as out:
+        reading, writing = os.pipe2(os.O_CLOEXEC)
+        zstd = _zstd(["-T0", "-1"], reading, out.fileno(), reading, writing)
         try:
-            # An earlier call may have ended before its files were complete. QEMU writes no state twice, unless the
-            # guest has run meanwhile: nothing goes on in it but its agent.
-            written = monitor.execute("query-status")["status"] == "postmigrate"
-            commands: list[Command] = [
-                *([("cont", {})] if written else []),
-                ("stop", {}),
-                ("migrate-set-parameters", {"max-bandwidth": _NO_LIMIT}),
-                ("migrate-set-capabilities", {"capabilities": [{"capability": "x-ignore-shared", "state": False}]}),
-                ("getfd", {"fdname": "save"}),
-                ("migrate", {"uri": "fd:save"}),
-            ]
-            try:
-                monitor.execute_all(commands, writing)
-            finally:
-                os.close(writing)
-            monitor.wait_event("MIGRATION", _TIMEOUT, status="completed")
-        except BaseException:
-            zstd.kill()
-            raise
-        finally:
-            code = zstd.wait()
-        if code:
-            raise Exhausted(f"cannot write {path}: zstd ended with {code}", hint="is there room left?")
+            _transfer(monitor, commands, writing, zstd)
+        except Broken:
+            if zstd.returncode <= 0:
+                raise  # zstd did not fail first
+        if zstd.returncode:
+            problem = f"cannot write {path}: zstd ended with {zstd.returncode}"
+            raise Exhausted(problem, hint="is there room left?")
         timer("write")
         os.fsync(out.fileno())
         timer("sync")
@@ -259,27 +254,40 @@ def write_state(monitor: Monitor, path: Path, timer: VmStageTimer) -> SavedFile:
 
 def read_state(monitor: Monitor, directory: Path) -> None:
     """Restore memory and devices into a QEMU that waits for them."""
-    path = directory / STATE
-    reading, writing = os.pipe2(os.O_CLOEXEC)
-    with path.open("rb") as source, os.fdopen(writing, "wb") as pipe:
-        zstd = subprocess.Popen(["zstd", "-q", "-d", "-c"], stdin=source, stdout=pipe, env=_ENVIRONMENT)
-        pipe.close()
+    commands: list[Command] = [
+        ("migrate-set-parameters", {"max-bandwidth": _NO_LIMIT}),
+        ("getfd", {"fdname": "state"}),
+        ("migrate-incoming", {"uri": "fd:state"}),
+    ]
+    with (directory / STATE).open("rb") as source:
+        reading, writing = os.pipe2(os.O_CLOEXEC)
+        _transfer(monitor, commands, reading, _zstd(["-d"], source.fileno(), writing, writing, reading))
+
+
+def _zstd(options: list[str], source: int, target: int, its: int, ours: int) -> subprocess.Popen[bytes]:
+    """zstd between a file and a pipe. Its end of the pipe is closed here: QEMU sees when zstd ends early."""
+    try:
+        return subprocess.Popen(["zstd", "-q", "-c", *options], stdin=source, stdout=target, env=_ENVIRONMENT)
+    except BaseException:
+        os.close(ours)
+        raise
+    finally:
+        os.close(its)
+
+
+def _transfer(monitor: Monitor, commands: list[Command], ours: int, zstd: subprocess.Popen[bytes]) -> None:
+    """Let QEMU write its state into a pipe, or read it from one, and wait for both programs. `ours` is closed."""
+    try:
         try:
-            commands: list[Command] = [
-                ("migrate-set-parameters", {"max-bandwidth": _NO_LIMIT}),
-                ("getfd", {"fdname": "save"}),
-                ("migrate-incoming", {"uri": "fd:save"}),
-            ]
-            try:
-                monitor.execute_all(commands, reading)
-            finally:
-                os.close(reading)
-            monitor.wait_event("MIGRATION", _TIMEOUT, status="completed")
-        except BaseException:
-            zstd.kill()
-            raise
+            monitor.execute_all(commands, ours)
         finally:
-            zstd.wait()
+            os.close(ours)
+        monitor.wait_event("MIGRATION", _TIMEOUT, status="completed")
+    except BaseException:
+        zstd.kill()  # changes nothing if it has ended by itself
+        raise
+    finally:
+        zstd.wait()
 
 
 def measure(path: Path) -> SavedFile:
