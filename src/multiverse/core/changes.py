@@ -19,7 +19,7 @@ from multiverse.core.errors import Broken, Exhausted, Gone, Refused
 from multiverse.core.machines.attempt import return_attempt
 from multiverse.core.machines.host import add_host, drain_host, fence, remove_host, resume_host
 from multiverse.core.machines.lease import release_lease
-from multiverse.core.machines.saved import abandon, ask_to_save, note_trouble, resume_saved
+from multiverse.core.machines.saved import abandon, note_trouble
 from multiverse.core.machines.template import (
     adopt_template,
     break_template,
@@ -34,7 +34,7 @@ from multiverse.core.model.host import OFF_STATES, Claim, Host, HostState, Hyper
 from multiverse.core.model.identity import serial_of
 from multiverse.core.model.job import OPEN_LEASES, Attempt, AttemptState, Job, Lease, LeaseState
 from multiverse.core.model.reason import Reason, Why
-from multiverse.core.model.saved import WAITS_FOR_RUN, Saved, SavedState
+from multiverse.core.model.saved import Saved, SavedState
 from multiverse.core.model.vm import (
     Place,
     Template,
@@ -50,6 +50,7 @@ from multiverse.core.model.vm import (
 from multiverse.core.model.world import Observation, Row, World
 from multiverse.core.policy import Policy
 from multiverse.core.rows import Compared
+from multiverse.core.saving import follow_command
 from multiverse.core.state import State, retry
 from multiverse.core.transition import Command, Done, EffectKind, Event, Message
 
@@ -390,7 +391,7 @@ def apply_command(state: State, command: Command, world: World, policy: Policy) 
             if isinstance(record, Vm) and record.state is VmState.ORPHAN:
                 state.move(end_vm(record, Event.RELEASED, why))
         case "save" | "resume_saved":
-            _change_saved(Context(state, world, policy), command)
+            follow_command(Context(state, world, policy), command)
         case "fence":
             _fence(state, command.host, world)
         case _:
@@ -415,61 +416,6 @@ def _retry(context: Context, row: Row, why: Reason) -> None:
         state.move(retry(tried_at_once(row), why))
     elif isinstance(row, Template) and row.state is TemplateState.BROKEN:
         build_template(context, row.which, why)
-
-
-def _change_saved(context: Context, command: Command) -> None:
-    """Save a running job, or resume a saved one. A refusal is kept for whoever asked."""
-    try:
-        _save(context, command) if command.verb == "save" else _resume(context.state, command)
-    except Refused as error:
-        context.state.refusals.append((command, error))
-
-
-def _save(context: Context, command: Command) -> None:
-    state, job_id = context.state, command.job
-    attempt = next((one for one in state.attempts_of_job(job_id) if one.state is AttemptState.ALLOCATED), None)
-    if attempt is None:
-        raise Refused(f"job {job_id} runs in no VM", hint="multiverse jobs shows which jobs do")
-    if attempt.request.nodes > 1:
-        raise Refused(f"job {job_id} has {attempt.request.nodes} VMs", hint="only jobs of one VM can be saved")
-    vms = [vm for vm in state.serving_vms_of(attempt) if vm.state is VmState.SERVING]
-    host = context.in_sight.get(vms[0].host) if vms else None
-    if not vms or host is None or host.storage is None:
-        on = f" on host {vms[0].host}" if vms else ""
-        raise Refused(f"job {job_id} cannot be saved{on}: no storage is in reach", hint="see `multiverse hosts`")
-    if any(one.is_for(attempt.job) or one.job == attempt.job for one in state.saved_of_job(job_id)):
-        raise Refused(f"job {job_id} is being saved already", hint="multiverse saved shows how far it is")
-    (vm,) = vms
-    saved = Saved(
-        id=state.numbers.new_saved_id(),
-        since=state.now,
-        job=attempt.job,
-        uid=attempt.uid,
-        vm=vm.id,
-        vm_name=vm.name,
-        token=vm.token,
-        mac=vm.mac,
-        address=vm.address,
-        image=vm.image,
-        kind=vm.kind,
-        size=vm.size,
-        node_size=vm.node_size,
-        account=vm.account,
-        source=vm.place.source,
-        storage=host.storage.name,
-        machine=host.storage.machine,
-        asked=Why.SAVE_ORDERED(),
-        hold=command.hold,
-    )
-    state.move(ask_to_save(saved))
-
-
-def _resume(state: State, command: Command) -> None:
-    saved = next((one for one in state.saved_of_job(command.job) if one.state in WAITS_FOR_RUN), None)
-    if saved is None:
-        raise Refused(f"job {command.job} is not saved", hint="multiverse saved shows the jobs that are")
-    if saved.state is SavedState.STORED and saved.hold:
-        state.move(resume_saved(saved, Why.OPERATOR()))
 
 
 def _fence(state: State, host: str, world: World) -> None:
