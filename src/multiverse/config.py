@@ -422,6 +422,10 @@ class SaveSettings:
     # Where the states are: a directory that the hosts share, so that a job can be resumed on any of them, or one of a
     # host's own.
     directory: Path = Path("/var/lib/multiverse/saved")
+    # A job that asks to be saved at its time limit (vm:save) is saved so many seconds before, unless it says when.
+    before: Annotated[float, Field(ge=60)] = 120.0
+    max_runs: Annotated[int, Field(ge=1)] = 7  # runs of a job: the last one is not saved, and ends at its time limit
+    no_requeue: bool = False  # jobs that were submitted with --no-requeue can be saved, too
 
 
 @dataclass(frozen=True)

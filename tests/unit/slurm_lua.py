@@ -46,6 +46,11 @@ local job = { %s }
 slurm_job_submit(job, partitions, 1000)
 io.write("|", tostring(job.pn_min_cpus), "|", tostring(job.min_nodes))
 """
+_SUBMIT_AND_SHOW_COMMENT = """
+local job = { %s }
+local answer = slurm_job_submit(job, partitions, 1000)
+io.write("|", answer, "|", tostring(job.comment), "|", tostring(job.requeue))
+"""
 _MODIFY = """
 io.write("|", slurm_job_modify({ %s }, { user_id = 1000, %s }, partitions, %d), "|")
 """
@@ -87,6 +92,11 @@ def run_with_memory(directory: Path, fields: str) -> str:
 def run_with_cpus(directory: Path, fields: str) -> str:
     """Submit a job with these fields: `MESSAGE|CPUS PER NODE|NODES`."""
     return run(directory, _PROGRAM % PARTITIONS + _SUBMIT_AND_SHOW_CPUS % fields)
+
+
+def run_with_comment(directory: Path, fields: str, partitions: str = PARTITIONS) -> str:
+    """Submit a job with these fields: `MESSAGE|CODE|COMMENT|REQUEUE`."""
+    return run(directory, _PROGRAM % partitions + _SUBMIT_AND_SHOW_COMMENT % fields)
 
 
 class Answer(NamedTuple):

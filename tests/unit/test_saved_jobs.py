@@ -23,11 +23,11 @@ STORAGE = Storage("shared", "qemu 7.2 tcg")
 class Site(PlannerHarness):
     """A host with a storage, and job 7, which runs in a VM there. `files` is what the storage holds."""
 
-    def __init__(self) -> None:
+    def __init__(self, **job: object) -> None:
         super().__init__()
         self.hosts["h1"] = replace(self.hosts["h1"], storage=STORAGE)
         self.files: dict[str, SavedSeen] = {}
-        self.to_allocated()
+        self.to_allocated(**job)
         self.name = self.vm.name
 
     @property

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multiverse.config import Settings, SlurmSettings
+from multiverse.config import SaveSettings, Settings, SlurmSettings
 from multiverse.drivers.slurm.reading.parse import Wishes, read_wishes
 from tests.unit.slurm_lua import install_scripts, needs_lua, submit_each
 
@@ -36,6 +36,8 @@ _PIECES = [
     "per-host",
     "mem-per-task",
     "speed",
+    "save",
+    "restart",
     "=",
     ",",
     " ",
@@ -46,6 +48,8 @@ _PIECES = [
     "25",
     "G",
     "m",
+    "h",
+    "s",
     "T",
     "x",
     "9" * 10,
@@ -60,7 +64,9 @@ def test_the_script_refuses_exactly_the_comments_that_the_driver_does_not_unders
 ) -> None:
     comments = [*comments, *(f"vm:{comment}" for comment in comments)]
     directory: Path = tmp_path_factory.mktemp("site")
-    site = Settings(slurm=SlurmSettings(conf=directory / "slurm.conf", inbox=directory / "inbox"))
-    answers = submit_each(install_scripts(site), [f"user_id = 1000, comment = '{comment}'" for comment in comments])
+    slurm = SlurmSettings(conf=directory / "slurm.conf", inbox=directory / "inbox")
+    site = Settings(slurm=slurm, save=SaveSettings(enabled=True))
+    fields = [f"user_id = 1000, script = 'x', comment = '{comment}'" for comment in comments]
+    answers = submit_each(install_scripts(site), fields)
     for comment, answer in zip(comments, answers, strict=True):
         assert answer.accepted == (not read_wishes(comment).problem), (comment, answer.message)

@@ -26,10 +26,15 @@ class Slurm:
 
     def __init__(self, job: CurrentJob) -> None:
         self.job, self.ran, self.gated, self.released = job, list[tuple[str, ...]](), list[CurrentJob](), 0
+        self.script, self.line = "#!/bin/sh\n", "sbatch job.sh\n"
         commands: Any = self
         self.saving = SlurmSaving(commands, self._reread, self._to_gate, self._release)
 
     async def run(self, *argv: str) -> str:
+        if argv[0] == "sacct":
+            return self.line
+        if argv[:2] == ("scontrol", "write"):
+            return self.script
         self.ran.append(argv)
         return ""
 
@@ -98,3 +103,44 @@ def test_a_node_that_is_gone_needs_no_undoing(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(slurm, "run", gone)
     asyncio.run(slurm.saving.undo(JOB, "mv1"))
+
+
+@pytest.mark.parametrize(
+    ("line", "script", "refused"),
+    [
+        ("sbatch --open-mode=truncate job.sh", "", True),
+        ("sbatch --open-mode t job.sh", "", True),
+        ("sbatch --open-mode=append job.sh", "", False),
+        ("sbatch job.sh", "#!/bin/sh\n#SBATCH -n 1 --open-mode=truncate\n", True),
+        ("sbatch job.sh", "#!/bin/sh\necho --open-mode=truncate\n", False),
+    ],
+)
+def test_a_job_that_would_truncate_its_output_is_refused(line: str, script: str, refused: bool) -> None:
+    slurm = Slurm(RUNNING)
+    slurm.line, slurm.script = line, script
+    if refused:
+        with pytest.raises(Refused, match="its next run would delete the output so far"):
+            asyncio.run(slurm.saving.prepare(JOB, "mv1"))
+        assert slurm.ran == []
+    else:
+        asyncio.run(slurm.saving.prepare(JOB, "mv1"))
+        assert slurm.ran
+
+
+def test_a_job_that_is_not_to_be_queued_again_can_be_until_it_goes_on() -> None:
+    slurm = Slurm(RUNNING)
+    asyncio.run(slurm.saving.prepare(JOB, "mv1", requeues=False))
+    assert slurm.ran[0] == ("scontrol", "update", "JobId=7", "Requeue=1"), "before its node takes no other job"
+    slurm.ran.clear()
+    asyncio.run(slurm.saving.forbid_requeue(JOB))
+    asyncio.run(slurm.saving.undo(JOB, "mv1", requeues=False))
+    restored = ("scontrol", "update", "JobId=7", "Requeue=0")
+    assert slurm.ran == [restored, ("scontrol", "update", "NodeName=mv1", "State=RESUME"), restored]
+
+
+def test_its_user_is_told_before_the_job_is_queued_again() -> None:
+    slurm = Slurm(replace(RUNNING, comment="mine"))
+    asyncio.run(slurm.saving.requeue(JOB, text="saved since noon"))
+    told = ("scontrol", "update", "JobId=7", "AdminComment=mine [multiverse: saved since noon]")
+    assert slurm.ran == [told, ("scontrol", "requeue", "Incomplete", "7")]
+    assert slurm.gated[0].comment == "mine [multiverse: saved since noon]"

@@ -315,7 +315,8 @@ class Effects:
             case EffectKind.PIN:
                 await self._add_user(attempt)
                 nodes = [vm.name for vm in self._around.state.serving_vms_of(attempt)]
-                await self._scheduler.pin(job, attempt.feature, nodes, effect.text, at_once=attempt.at_once)
+                text, limit = effect.text, attempt.limit
+                await self._scheduler.pin(job, attempt.feature, nodes, text, at_once=attempt.at_once, limit=limit)
             case EffectKind.HOLD:
                 await self._scheduler.hold(job, effect.text)
             case EffectKind.REQUEUE:
@@ -377,24 +378,26 @@ class Effects:
             raise Refused("jobs cannot be saved here", hint="set save.enabled on the controller and all hosts")
         match effect.kind:
             case EffectKind.PREPARE:
-                await saving.prepare(saved.job, saved.vm_name)
+                await saving.prepare(saved.job, saved.vm_name, requeues=saved.requeues)
             case EffectKind.FREEZE:
                 await saves.freeze(vm)
             case EffectKind.CUT:
                 await saves.cut(vm)
-                await saving.requeue(saved.job, hold=saved.hold, remaining=saved.remaining)
+                await saving.requeue(saved.job, hold=saved.hold, text=effect.text)
             case EffectKind.SAVE:
                 return await saves.save(vm, saved.name)
             case EffectKind.RESUME:
                 await saving.release(saved.again or saved.job)
             case EffectKind.THAW:
                 restored = self._around.state.restored_from(saved)
+                if not saved.requeues:
+                    await saving.forbid_requeue(saved.again or saved.job)
                 await saves.thaw(restored.ref if restored is not None else vm)
             case EffectKind.UNDO:
                 with suppress(Gone):  # its run is over
                     await saves.thaw(vm)
                 with suppress(Gone, Stale):
-                    await saving.undo(saved.job, saved.vm_name)
+                    await saving.undo(saved.job, saved.vm_name, requeues=saved.requeues)
             case EffectKind.DISCARD:
                 await saves.discard(saved.source, saved.name)
             case _:

@@ -15,8 +15,8 @@ from multiverse.core.avoidance import tried_at_once
 from multiverse.core.capacity.sizes import template_claim
 from multiverse.core.clones.kinds import build_template
 from multiverse.core.context import Context
-from multiverse.core.errors import Broken, Exhausted, Gone, Refused
-from multiverse.core.machines.attempt import return_attempt
+from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError, Refused
+from multiverse.core.machines.attempt import not_saved, return_attempt
 from multiverse.core.machines.host import add_host, drain_host, fence, remove_host, resume_host
 from multiverse.core.machines.lease import release_lease
 from multiverse.core.machines.saved import abandon, note_trouble
@@ -52,7 +52,7 @@ from multiverse.core.policy import Policy
 from multiverse.core.rows import Compared
 from multiverse.core.saving import follow_command
 from multiverse.core.state import State, retry
-from multiverse.core.transition import Command, Done, EffectKind, Event, Message
+from multiverse.core.transition import Change, Command, Done, EffectKind, Event, Message
 
 T = TypeVar("T")
 
@@ -362,7 +362,7 @@ def apply_result(state: State, done: Done, world: World, policy: Policy) -> None
         case Template(state=TemplateState.BUILDING) if done.kind is EffectKind.BUILD:
             state.move(break_template(row, why))
         case Saved(state=SavedState.PREPARING | SavedState.FREEZING):
-            state.move(abandon(row, why))
+            state.move(abandon(row, why), *_told_not_saved(state, row, done.error, why))
         case Saved(state=SavedState.WRITING) if row.reason != why:
             state.move(note_trouble(row, why))
         case Lease(state=LeaseState.PLANNED) if done.kind is EffectKind.REQUEST:
@@ -370,6 +370,13 @@ def apply_result(state: State, done: Done, world: World, policy: Policy) -> None
         case Attempt(state=AttemptState.SPAWNED) if isinstance(done.error, Refused):
             # A job that took its spare by itself may run already: its attempt adds the user, and its step decides.
             state.move(return_attempt(row, Event.GAVE_UP, why, failed=True))
+
+
+def _told_not_saved(state: State, saved: Saved, error: MultiverseError | None, why: Reason) -> list[Change]:
+    """A job that was refused at its time limit is not tried again."""
+    attempts = [one for one in state.attempts_of_job(saved.job) if one.state is AttemptState.ALLOCATED]
+    at_limit = isinstance(error, Refused) and saved.asked.kind is Why.SAVE_AT_LIMIT
+    return [not_saved(one, why) for one in attempts] if at_limit else []
 
 
 def apply_command(state: State, command: Command, world: World, policy: Policy) -> None:

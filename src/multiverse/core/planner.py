@@ -27,6 +27,7 @@ from multiverse.core.model.basics import Key
 from multiverse.core.model.world import World
 from multiverse.core.policy import Policy
 from multiverse.core.pools import reconcile_pools
+from multiverse.core.saving import save_at_limits
 from multiverse.core.state import State, quarantine_on_error
 from multiverse.core.transition import Done, Message, Move
 
@@ -61,6 +62,7 @@ def plan(
 
 def _provide(context: Context) -> None:
     empty_drained(context)
+    save_at_limits(context)
     missing_vms = context.state.missing
     while missing_vms:
         missing = missing_vms.pop(0)

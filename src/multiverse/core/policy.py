@@ -95,6 +95,9 @@ class Policy:
     silence: float = 60.0  # how long a source is unknown before its VMs no longer count for their jobs
     spawn_timeout: float = 60.0
     save_timeout: float = 60.0  # for each step of saving a job that can be undone
+    save_before: float = 120.0  # how long before its time limit a job is saved that does not say so itself
+    save_max_runs: int = 7  # of a job: the last one is not saved
+    save_no_requeue: bool = False  # jobs that the scheduler is not to queue again can be saved, too
     pin_timeout: float = 60.0
     held_timeout: float = 10.0  # a pinned job that the scheduler holds back; its reason may be an old one till then
     complete_timeout: float = 120.0

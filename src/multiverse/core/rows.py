@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from multiverse.core.model.basics import ClaimKey, Key, RowKind, Size
 from multiverse.core.model.host import Claim, Host, HostFault, KnownHost
-from multiverse.core.model.job import Attempt, Lease, LeasedHost, LeaseState, Node, SchedulerView
+from multiverse.core.model.job import Attempt, AttemptState, Lease, LeasedHost, LeaseState, Node, SchedulerView
 from multiverse.core.model.reason import Reason
 from multiverse.core.model.saved import Saved
 from multiverse.core.model.vm import Offer, OfferState, Template, Vm, VmSeen, VmState
@@ -254,10 +254,9 @@ class RowIndexes:
         self.vms_by_source = Index()
         self.vms_by_template = Index()  # by the number of the template's row, and by its key
         self.templates_by_key = Index()  # by key, by host and by source
-        self.saved_by = (
-            Index()
-        )  # saved jobs, by the number of the VM that was saved, by its job's id, and by their name
+        self.saved_by = Index()  # saved jobs, by the number of the VM, by the id of the job, and by their name
         self.vms_by_saved = Index()  # restored VMs, by the name of what they were restored from
+        self.asking_to_be_saved = Index()  # attempts whose jobs run, under one key
 
     def add(self, row: Row) -> None:
         for index, key in self._keys(row):
@@ -273,6 +272,8 @@ class RowIndexes:
             case Attempt():
                 yield self.by_job, row.job
                 yield self.by_job, row.job.job_id
+                if row.request.save is not None and row.state is AttemptState.ALLOCATED:
+                    yield self.asking_to_be_saved, ()
             case Vm() if row.state is not VmState.DELETING:  # it has only a node
                 if row.attempt is not None:
                     yield self.vms_by_attempt, row.attempt

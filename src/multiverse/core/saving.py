@@ -1,16 +1,20 @@
-"""Which jobs are saved, and when: as somebody asks for it."""
+"""Which jobs are saved, and when: as somebody asks for it, and ahead of their time limits."""
 
 from __future__ import annotations
 
 from multiverse.core.context import Context
 from multiverse.core.errors import Refused
+from multiverse.core.machines.attempt import not_saved
 from multiverse.core.machines.saved import ask_to_save, resume_saved
-from multiverse.core.model.job import Attempt, AttemptState
-from multiverse.core.model.reason import Reason, Why
+from multiverse.core.model.job import Attempt, AttemptState, Job
+from multiverse.core.model.reason import Reason, Why, said
 from multiverse.core.model.saved import WAITS_FOR_RUN, Saved, SavedState
 from multiverse.core.model.vm import VmState
+from multiverse.core.policy import Policy
 from multiverse.core.state import State
 from multiverse.core.transition import Command
+
+_LEAST = 10.0  # seconds before its time limit: a job is not saved any more, because the scheduler may end it meanwhile
 
 
 def follow_command(context: Context, command: Command) -> None:
@@ -35,8 +39,10 @@ def save(context: Context, attempt: Attempt, asked: Reason, *, hold: bool = Fals
     """Begin to save a running job, whose next run waits until somebody releases it if `hold`. Raises `Refused` if it
     cannot be saved."""
     state, job_id = context.state, attempt.job.job_id
-    if attempt.request.nodes > 1:
-        raise Refused(f"job {job_id} has {attempt.request.nodes} VMs", hint="only jobs of one VM can be saved")
+    job = context.scheduler.jobs.get(job_id)
+    if job is None or job.ref != attempt.job:
+        raise Refused(f"the scheduler does not show this run of job {job_id}", hint="try again in a moment")
+    _check(job, attempt, context.policy)
     vms = [vm for vm in state.serving_vms_of(attempt) if vm.state is VmState.SERVING]
     host = context.in_sight.get(vms[0].host) if vms else None
     if not vms or host is None or host.storage is None:
@@ -64,9 +70,55 @@ def save(context: Context, attempt: Attempt, asked: Reason, *, hold: bool = Fals
         storage=host.storage.name,
         machine=host.storage.machine,
         asked=asked,
+        begun=context.now,
+        requeues=job.requeues,
+        runs=attempt.runs,
+        ran=attempt.ran,
         hold=hold,
     )
     state.move(ask_to_save(saved))
+
+
+def _check(job: Job, attempt: Attempt, policy: Policy) -> None:
+    """Raise `Refused` if no host could help the job to be saved."""
+    job_id = attempt.job.job_id
+    if attempt.request.nodes > 1:
+        raise Refused(f"job {job_id} has {attempt.request.nodes} VMs", hint="only jobs of one VM can be saved")
+    if not job.batch:
+        what = f"job {job_id} is of srun or salloc, which the scheduler cannot queue again"
+        raise Refused(what, hint="submit it with sbatch")
+    if not job.requeues and not policy.save_no_requeue:
+        hint = "submit it with --requeue, or ask an administrator to set save.no_requeue"
+        raise Refused(f"job {job_id} is not to be queued again (--no-requeue)", hint=hint)
+
+
+def save_at_limits(context: Context) -> None:
+    """Save the jobs that asked for it and whose time limits are nearly over. One that is not saved is told why."""
+    for attempt in context.state.asking_to_be_saved():
+        job = context.scheduler.jobs.get(attempt.job.job_id)
+        if job is None or job.ref != attempt.job or not _is_due(context, attempt, job):
+            continue
+        if context.state.saved_of_job(attempt.job.job_id) or (attempt.note and attempt.note.kind is Why.NOT_SAVED):
+            continue
+        try:
+            save(context, attempt, Why.SAVE_AT_LIMIT())
+        except Refused as error:
+            context.state.move(not_saved(attempt, said(str(error))))
+
+
+def _is_due(context: Context, attempt: Attempt, job: Job) -> bool:
+    due = saved_at(context, attempt, job)
+    return due is not None and due <= context.now and job.deadline is not None and context.now < job.deadline - _LEAST
+
+
+def saved_at(context: Context, attempt: Attempt, job: Job) -> float | None:
+    """The Unix time from which on a running job is saved ahead of its time limit; None if it is not. Half of its time
+    passes first: otherwise a job whose time limit was shortened would be saved again and again, and compute nothing."""
+    wish, policy = attempt.request.save, context.policy
+    if wish is None or job.deadline is None or attempt.runs >= policy.save_max_runs:
+        return None
+    began = context.unix(attempt.since)
+    return max(job.deadline - (wish.before or policy.save_before), (began + job.deadline) / 2)
 
 
 def _resume(state: State, command: Command) -> None:

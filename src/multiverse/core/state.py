@@ -343,6 +343,10 @@ class State(LiveRows):
         found = (one for one in self.saved_of_job(job.job_id) if one.is_for(job) and one.state in WAITS_FOR_RUN)
         return next(found, None)
 
+    def asking_to_be_saved(self) -> list[Attempt]:
+        """The attempts whose jobs run, and are to be saved ahead of their time limits."""
+        return [self.attempts[id_] for id_ in self._indexes.asking_to_be_saved[()]]
+
     def restored_from(self, saved: Saved) -> Vm | None:
         return next((self.vms[id_] for id_ in self._indexes.vms_by_saved[saved.name]), None)
 

@@ -48,11 +48,20 @@ class Scheduler(Protocol):
     async def observe(self) -> SchedulerView:
         """All jobs of our partitions, those that overflow, and all nodes of our site. Raises `Unknown`."""
 
-    async def pin(self, job: JobRef, tag: str, nodes: Sequence[str], text: str = "", *, at_once: bool = False) -> None:
+    async def pin(
+        self,
+        job: JobRef,
+        tag: str,
+        nodes: Sequence[str],
+        text: str = "",
+        *,
+        at_once: bool = False,
+        limit: float | None = None,
+    ) -> None:
         """Tie a pending job to `nodes`, whose tag is `tag`, and let it start; it is shown with `Job.pinned` equal to
         `tag`. `text` is left for its user, as by `explain`. `Stale` if its user holds it. A job in its own partition is
         moved out of it, and its user is told. `at_once`: also during the scheduler's own back-off
-        (`Job.delayed_until`)."""
+        (`Job.delayed_until`). `limit`: the run takes at most so many seconds, if its time limit is longer."""
 
     async def unpin(self, job: JobRef) -> None:
         """Put a pending job back at the gate, released unless its user holds it. Nothing is done for a job at the gate,
@@ -143,17 +152,20 @@ class Addresses(Protocol):
 class Saving(Protocol):
     """Ends the run of a job whose processes are frozen, and queues the job again."""
 
-    async def prepare(self, job: JobRef, node: str) -> None:
-        """Let the job be queued again (`Job.requeues`), and let its node take no other job (DRAINED). `Refused` if the
-        job can never be queued again."""
+    async def prepare(self, job: JobRef, node: str, *, requeues: bool = True) -> None:
+        """Let the job be queued again (`Job.requeues`), and let its node take no other job (DRAINED). `requeues`: it
+        can be already. `Refused` if the job can never be queued again, or its next run would lose output."""
 
-    async def undo(self, job: JobRef, node: str) -> None:
-        """Let the node serve as before, and the job be queued again only if it could before."""
+    async def undo(self, job: JobRef, node: str, *, requeues: bool = True) -> None:
+        """Let the node serve as before, and the job be queued again only if it `requeues`."""
 
-    async def requeue(self, job: JobRef, *, hold: bool = False, remaining: float | None = None) -> None:
-        """Queue the running job again, whose node answers for it. `hold`: it waits until somebody releases it.
-        `remaining`: its next run may take that many seconds. Nothing is done for a job that does not run; only an
-        observed restart shows that it was queued again."""
+    async def requeue(self, job: JobRef, *, hold: bool = False, text: str = "") -> None:
+        """Queue the running job again, whose node answers for it, and leave `text` for its user. `hold`: it waits until
+        somebody releases it. Nothing is done for a job that does not run; only an observed restart shows that it was
+        queued again."""
+
+    async def forbid_requeue(self, job: JobRef) -> None:
+        """Let the job be queued again no more. `Gone` or `Stale` if this run is not known any more."""
 
     async def release(self, job: JobRef) -> None:
         """End the hold of a pending job that `requeue` held. `Stale` if the job is not pending."""

@@ -155,7 +155,16 @@ class FakeCluster:
     async def bootstrap(self, node: NodeSpec) -> NodeBootstrap:
         return NodeBootstrap()
 
-    async def pin(self, job: JobRef, tag: str, nodes: list[str], text: str = "", *, at_once: bool = False) -> None:
+    async def pin(
+        self,
+        job: JobRef,
+        tag: str,
+        nodes: list[str],
+        text: str = "",
+        *,
+        at_once: bool = False,
+        limit: float | None = None,
+    ) -> None:
         (node,) = nodes
         self.on[node] = job.job_id
         self.nodes[node] = Node(node, NodeState.BUSY)

@@ -83,7 +83,16 @@ class SimulatedScheduler(ABC):
         await self._reply()
         return view
 
-    async def pin(self, job: JobRef, tag: str, nodes: Sequence[str], text: str = "", *, at_once: bool = False) -> None:
+    async def pin(
+        self,
+        job: JobRef,
+        tag: str,
+        nodes: Sequence[str],
+        text: str = "",
+        *,
+        at_once: bool = False,
+        limit: float | None = None,
+    ) -> None:
         await self._reach()
         record = self._reread(job)
         if record.pin == tag and record.state in LIVE:

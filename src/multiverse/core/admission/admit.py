@@ -49,6 +49,7 @@ from multiverse.core.clones.supply import CloneSupply, NoRoom, claims_of, descri
 from multiverse.core.context import Context
 from multiverse.core.machines.attempt import admit_attempt, revoke_attempt
 from multiverse.core.machines.offer import withdraw_offer
+from multiverse.core.machines.saved import limit_of_next_run
 from multiverse.core.machines.vm import plan_vm, take_vm
 from multiverse.core.model.basics import CloneKind, Key, Size
 from multiverse.core.model.host import Host
@@ -289,8 +290,10 @@ class Admission:
                 why = self.room.why_full(vm.claims, Why.FULL(per_host=attempt.request.per_host))
                 self._block(attempt, self._make_room(attempt, 1, vm.claims), why)
         else:
-            story, uses = Why.RESTORED(hosts=[vm.host]), dict(self.queue.job_of(attempt.id).uses)
-            self.state.move(admit_attempt(attempt, story), plan_vm(vm), make=claims_of(self.context, [vm]))
+            job = self.queue.job_of(attempt.id)
+            story, uses = Why.RESTORED(hosts=[vm.host]), dict(job.uses)
+            going_on = replace(attempt, runs=saved.runs + 1, ran=saved.ran, limit=limit_of_next_run(saved, job))
+            self.state.move(admit_attempt(going_on, story), plan_vm(vm), make=claims_of(self.context, [vm]))
             self.limits.subtract(uses)
 
     def _is_turn_over(self, attempt: Attempt) -> bool:

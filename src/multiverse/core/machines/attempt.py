@@ -70,7 +70,7 @@ ATTEMPT: tuple[Transition, ...] = (
     *transitions([A.REVOKING], Event.CANCELLED, A.RECLAIMING),
     *transitions([A.RECLAIMING], Event.RECLAIMED, A.DONE, A.CANCELLED, A.REQUEUED, A.REVOKED, A.FAILED),
     *unchanged(_MAKING, Event.REPLACED),
-    *unchanged([A.QUEUED, A.UNGATED, A.RESTORING, A.HOLDING, *_MAKING, A.RECLAIMING], Event.NOTED),
+    *unchanged([A.QUEUED, A.UNGATED, A.RESTORING, A.HOLDING, *_MAKING, A.ALLOCATED, A.RECLAIMING], Event.NOTED),
     *unchanged([A.QUEUED], Event.OVERTAKEN),
     *unchanged([A.RECLAIMING], Event.RESTARTED),
     *unchanged([*_LIVE, *ENDING_STATES], Event.QUARANTINED, Event.RETRIED),
@@ -91,6 +91,12 @@ def submit_attempt(attempt: Attempt, why: Reason | None = None) -> Change:
 
 def admit_attempt(attempt: Attempt, choice: Reason) -> Change:
     return Change(replace(attempt, state=A.CLAIMED, note=None, choice=choice), Event.ADMITTED, choice)
+
+
+def not_saved(attempt: Attempt, why: Reason | None) -> Change:
+    """Its job asked to be saved at its time limit, and is not."""
+    note = Why.NOT_SAVED(why)
+    return Change(replace(attempt, note=note), Event.NOTED, note)
 
 
 def overtake_attempt(attempt: Attempt, why: Reason) -> Change:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from math import inf
 
 from multiverse.core.model.job import AttemptState, Job, JobState, NodeState
-from multiverse.core.model.reason import Reason, Why
+from multiverse.core.model.reason import Reason, Why, text_of
 from multiverse.core.model.saved import HOLDS_VM, Saved, SavedState
 from multiverse.core.model.vm import Vm, VmState
 from multiverse.core.model.world import World
@@ -127,7 +127,7 @@ def _advance(state: State, saved: Saved, vm: Vm, job: Job | None, world: World) 
         case S.FREEZING:
             latest = world.latest(vm.place.source)
             if seen is not None and seen.frozen and latest is not None and latest.began > saved.since:
-                state.move(Change(replace(saved, state=S.CUTTING), Event.FROZEN))
+                state.move(Change(_cut(state, saved, job, world), Event.FROZEN))
         case S.CUTTING:
             if job is not None and saved.is_for(job.ref):
                 again = replace(saved, state=S.WRITING, again=job.ref)
@@ -136,6 +136,25 @@ def _advance(state: State, saved: Saved, vm: Vm, job: Job | None, world: World) 
             if files.token == saved.token:
                 whole = replace(saved, state=S.STORED, bytes=files.size, written=state.now + world.epoch, reason=None)
                 state.move(Change(whole, Event.STORED))
+
+
+def _cut(state: State, saved: Saved, job: Job | None, world: World) -> Saved:
+    """The run is over now. The next one may take what is left of the time limit; for a job that is saved at its time
+    limit it may take as long as this one."""
+    attempt = next(iter(state.attempts_of_job(saved.job)), None)
+    ran = saved.ran + (state.now - attempt.since if attempt is not None else 0.0)
+    wished = attempt is not None and attempt.request.save is not None
+    deadline = job.deadline if job is not None and not wished else None
+    remaining = max(0.0, deadline - state.now - world.epoch) if deadline is not None else None
+    return replace(saved, state=S.CUTTING, ran=ran, limit=job and job.limit, remaining=remaining)
+
+
+def limit_of_next_run(saved: Saved, job: Job) -> float | None:
+    """Seconds that the next run may take, if its time limit is longer. A change of the limit meanwhile counts."""
+    if saved.remaining is None:
+        return None
+    changed = job.limit - saved.limit if job.limit is not None and saved.limit is not None else 0.0
+    return max(0.0, saved.remaining + changed)
 
 
 def _step_stored(state: State, saved: Saved, job: Job | None, world: World) -> None:
@@ -199,6 +218,15 @@ SAVED_EFFECTS = {
     S.UNDOING: EffectKind.UNDO,
     S.DISCARDING: EffectKind.DISCARD,
 }
+
+
+def text_of_saved(saved: Saved) -> str:
+    """What the user of the job is told as it is queued again."""
+    if saved.state is not S.CUTTING:
+        return ""
+    if saved.hold:
+        return text_of(Why.SAVED_HELD(at=saved.begun, id=saved.job.job_id))
+    return text_of(Why.SAVED_SINCE(saved.asked, at=saved.begun))
 
 
 def saved_is_settled(saved: Saved) -> bool:

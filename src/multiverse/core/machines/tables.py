@@ -9,7 +9,7 @@ from multiverse.core.machines.attempt import ATTEMPT, ATTEMPT_EFFECTS, AWAITED_A
 from multiverse.core.machines.host import HOST, HOST_EFFECTS
 from multiverse.core.machines.lease import LEASE, LEASE_EFFECTS
 from multiverse.core.machines.offer import OFFER, OFFER_EFFECTS
-from multiverse.core.machines.saved import AWAITED_SAVED, SAVED, SAVED_EFFECTS
+from multiverse.core.machines.saved import AWAITED_SAVED, SAVED, SAVED_EFFECTS, text_of_saved
 from multiverse.core.machines.template import TEMPLATE, TEMPLATE_EFFECTS
 from multiverse.core.machines.vm import AWAITED_VMS, VM, VM_EFFECTS
 from multiverse.core.model.basics import Key, RowKind
@@ -40,7 +40,15 @@ def effect_of(row: Row) -> Effect | None:
     kind = EFFECTS[row.key.kind].get(row.state)
     if kind is None or row.quarantined:
         return None
-    text = effect_text(row) if isinstance(row, Attempt) else row.name if isinstance(row, KnownHost) else ""
+    match row:
+        case Attempt():
+            text = effect_text(row)
+        case Saved():
+            text = text_of_saved(row)
+        case KnownHost():
+            text = row.name
+        case _:
+            text = ""
     return Effect(kind, Key("vm", row.id) if isinstance(row, Offer) else row.key, text)
 
 

@@ -142,6 +142,14 @@ YEAR = 365 * 86400  # seconds that a job without a time limit takes, as in Slurm
 
 
 @dataclass(frozen=True, slots=True)
+class SaveWish:
+    """A job asks to be saved ahead of its time limit, and to go on in a later run."""
+
+    before: float = 0.0  # seconds before its time limit; 0: as the site says
+    restart: bool = False  # it may begin anew if it cannot go on
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """What a job asks for, per node."""
 
@@ -154,6 +162,7 @@ class Request:
     placement: str | None = None  # the policy that places its VMs; None: the site's
     per_host: int = 0  # VMs on one host at most; 0: any number
     sockets: int = 1  # of a node, among which its CPUs are divided evenly
+    save: SaveWish | None = None
 
     def most_on_a_host(self, held: int) -> int:
         """How many of its VMs may be on a host that has room for `held`."""
@@ -201,7 +210,9 @@ class Job(NamedTuple):
     array: str = ""  # the id of its array, if it is a task of one
     limit: float | None = None  # seconds that a run takes at most, until the scheduler has ended it; None: unknown
     ends: float | None = None  # Unix time by which it has ended; None: unknown, or suspended
-    requeues: bool = True  # it can be queued again once it runs
+    deadline: float | None = None  # Unix time at which its time limit is over; None as for `ends`
+    batch: bool = True  # it has a script, which the scheduler can start again
+    requeues: bool = True  # it has a script, and is queued again if its node fails
     origin: str = ""  # the partition of physical nodes from which it may be moved to a VM
     at_origin: bool = False  # it waits there (eligible: long enough to be moved), or runs there without a VM of ours
     account: str = ""  # that it is charged to
@@ -397,6 +408,9 @@ class Attempt:
     caused: int = 0  # the restart of its job that we have caused; 0: none is known
     short_runs: int = 0  # runs in a row that ended within seconds and were queued again
     failed_on: tuple[str, ...] = ()  # hosts on which VMs of the job failed since it last ran
+    runs: int = 1  # of its processes, with this one: more than 1 if they were saved
+    ran: float = 0.0  # seconds of the earlier ones of these runs
+    limit: float | None = None  # seconds that this run may take, if less than the job's time limit
 
     @property
     def key(self) -> Key:

@@ -188,9 +188,14 @@ class Why(StrEnum):
     EARLIER_RUN_UNKNOWN = ("earlier run unknown", "its earlier run may go on in {vm}, which has no record",
         "earlier run")
     IS_SAVED = "is saved", "it was saved"
+    SAVED_SINCE = "saved since", "saved since {at:moment}[ ({size} MiB)][: {because}]", "saved"
+    SAVED_HELD = ("saved held", "saved since {at:moment}[ ({size} MiB)] and held: multiverse resume {id} lets it go on",
+        "saved")
     BEING_SAVED = "being saved", "waiting until it is saved", "saved"
     SAVE_ASKED = "save asked", "its user asked for it"
     SAVE_ORDERED = "save ordered", "an operator asked for it"
+    SAVE_AT_LIMIT = "save at limit", "its time limit is nearly over"
+    NOT_SAVED = "not saved", "it is not saved: {because}"
     SAVE_LATE = "save late", "it was not saved: {step} took more than {limit:g} s"
     SAVED_VM_LOST = "saved vm lost", "its VM {vm} was lost before its state was complete"
     SAVED_JOB_OVER = "saved job over", "{job} is over: its state is of no use any more"
@@ -402,6 +407,11 @@ class Why(StrEnum):
         "It took an idle node[ ({because:four})] {time:long} ago, whose guest is learning of its user.")
     HAS_RUN = "has run", "It has run for {time:long}[ ({because:four})].[ It ends {ends:when} at the latest.]"
     SUSPENDED = "suspended", "It has run for {time:long}[ ({because:four})]. It is suspended."
+    WILL_BE_SAVED = "will be saved", "It is saved {at:when}, and goes on in another run."
+    LAST_RUN = "last run", "It is not saved any more: it has had all {runs} runs that the site permits."
+    CANNOT_BE_SAVED = "cannot be saved", "It is not saved ahead of its time limit: {because}."
+    IS_BEING_SAVED = "is being saved", "It is being saved: {because}."
+    WAITS_SAVED = "waits saved", "It is saved since {at:moment}[: {size} MiB in storage {storage}]; {because}."
     GOING_BACK = "going back", "It has been on its way back to the gate for {time:long}: {because}."
     CANCELLING = "cancelling", "Multiverse has been cancelling it for {time:long}: {because}."
     RELEASING = ("releasing",

@@ -72,8 +72,13 @@ class Saved:
     storage: str
     machine: str
     asked: Reason  # who asked for it, or why
+    begun: float = 0.0  # Unix time of that
     hold: bool = False  # the job is to be held until somebody releases it
-    remaining: float | None = None  # seconds that its time limit leaves to the next run; None: as the limit says
+    requeues: bool = True  # the scheduler was to queue it again if its node failed, before it was saved
+    runs: int = 1  # of its processes so far
+    ran: float = 0.0  # seconds of these runs
+    limit: float | None = None  # seconds that a run might take then, by its time limit; None: nobody knew
+    remaining: float | None = None  # seconds that the next run may take; None: as long as its time limit says
     bytes: int = 0
     written: float = 0.0  # Unix time at which it was complete
     again: JobRef | None = (

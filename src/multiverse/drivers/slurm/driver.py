@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from math import ceil
 from pathlib import Path
 
 from multiverse.config import Settings
@@ -148,13 +149,22 @@ class SlurmScheduler:
     async def _reread(self, job: JobRef) -> CurrentJob:
         return await reread(self._commands, job, self._slurm)
 
-    async def pin(self, job: JobRef, tag: str, nodes: Sequence[str], text: str = "", *, at_once: bool = False) -> None:
+    async def pin(
+        self,
+        job: JobRef,
+        tag: str,
+        nodes: Sequence[str],
+        text: str = "",
+        *,
+        at_once: bool = False,
+        limit: float | None = None,
+    ) -> None:
         """By the feature `tag`, not by the names of nodes: a restart of slurmctld kills jobs that name a deleted
         node."""
         async with self._comment_turns.changing(job):
-            await self._pin(job, tag, text, at_once=at_once)
+            await self._pin(job, tag, text, at_once=at_once, limit=limit)
 
-    async def _pin(self, job: JobRef, tag: str, text: str, *, at_once: bool) -> None:
+    async def _pin(self, job: JobRef, tag: str, text: str, *, at_once: bool, limit: float | None) -> None:
         current = await self._reread(job)
         origin = current.origin or (current.partition if self._overflows(current.partition) else "")
         if origin:
@@ -180,6 +190,8 @@ class SlurmScheduler:
         wanted.append(f"Nice={nice}")
         if comment != current.comment:
             wanted.append(f"AdminComment={comment}")
+        if limit is not None and current.takes > (minutes := max(1, ceil(limit / 60))):
+            wanted.append(f"TimeLimit={minutes}")
         if at_once:
             wanted.append("StartTime=now")  # a requeued job has a begin time two minutes off
         # One update: between two, the job would wait for its features in the wrong partition and lose its turn.

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from math import inf
 
 from ClusterShell.RangeSet import RangeSet
 
@@ -26,6 +27,7 @@ from multiverse.core.model.job import JobRef
 from multiverse.drivers.slurm.command import SlurmCommands
 from multiverse.drivers.slurm.reading import parse
 from multiverse.drivers.slurm.site import gate
+from multiverse.drivers.slurm.site.conf import minutes_of
 
 _LONGEST_LINE = 500  # characters of a line for a user
 _LONGEST_COMMENT = 30_000  # characters; a longer comment, which is not ours, is left as it is
@@ -232,6 +234,7 @@ _COLUMNS = (
     ("PriorityLong", 24),
     ("Nice", 24),
     ("BatchFlag", 8),
+    ("TimeLimit", 24),
     ("NodeList", 1024),
     ("Licenses", 1024),
     ("Reason", 512),
@@ -256,6 +259,7 @@ class CurrentJob:
     licensed: bool = False  # whether it has the gate's licence
     nice: int = 0
     batch: bool = True
+    takes: float = inf  # minutes of a run at most, by its time limit
     gate_nodes: tuple[str, ...] = ()  # nodes of the gate that it was given, because it got past the licence
     origin: str = ""  # the partition that it was moved from, by its features
 
@@ -313,6 +317,7 @@ async def reread(commands: SlurmCommands, job: JobRef, slurm: SlurmSettings) -> 
         licensed=gate.has_licence(row["Licenses"], slurm.licence),
         nice=int(row["Nice"] or 0),
         batch=row["BatchFlag"] != "0",
+        takes=inf if (minutes := minutes_of(row["TimeLimit"])) is None else minutes,
         gate_nodes=nodes if gate.on_gate(nodes) else (),
         origin=parse.moved_from(row["Feature"]),
     )

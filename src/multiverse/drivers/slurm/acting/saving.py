@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from multiverse.core.errors import Gone, Refused, Stale
+from multiverse.core.errors import Gone, MultiverseError, Refused, Stale
 from multiverse.core.model.job import JobRef
-from multiverse.drivers.slurm.acting.jobs import CurrentJob
+from multiverse.drivers.slurm.acting.jobs import CurrentJob, compose
 from multiverse.drivers.slurm.command import SlurmCommands
 
 REASON = "multiverse: its job is being saved"
+_TRUNCATES = re.compile(r"--open-mode[= \t]['\"]?t")  # as in "append|truncate", which may be abbreviated
+_PATIENCE = 5.0  # seconds for what only the accounting may tell
+_OPTIONS = re.compile(r"^#SBATCH[ \t].*", re.MULTILINE)
 
 
 class SlurmSaving:
@@ -27,26 +32,60 @@ class SlurmSaving:
     ) -> None:
         self._commands, self._reread, self._to_gate, self._release = commands, reread, to_gate, release
 
-    async def prepare(self, job: JobRef, node: str) -> None:
+    async def prepare(self, job: JobRef, node: str, *, requeues: bool = True) -> None:
         """The node keeps its tag, by which the next run could start there while it is saved: hence DRAIN."""
-        current = await self._reread(job)
+        current, truncates = await asyncio.gather(self._reread(job), self._truncates(job))
         if not current.active:
             raise Stale(f"job {job.job_id} is {current.state.lower()}")
         if not current.batch:
             hint = "submit it with sbatch"
             raise Refused(f"job {job.job_id} is of srun or salloc, which Slurm cannot queue again", hint=hint)
+        if truncates:
+            what = f"job {job.job_id} has --open-mode=truncate: its next run would delete the output so far"
+            raise Refused(what, hint="submit it without that option")
+        if not requeues:
+            await self._update(job, "Requeue=1")
         await self._commands.run("scontrol", "update", f"NodeName={node}", "State=DRAIN", f"Reason={REASON}")
 
-    async def undo(self, job: JobRef, node: str) -> None:
+    async def _truncates(self, job: JobRef) -> bool:
+        """Whether files of output are truncated when the job starts again. No command of Slurm shows that, but the
+        script does, and the command line of sbatch, which only the accounting keeps."""
+        script, line = await asyncio.gather(
+            self._read("scontrol", "write", "batch_script", job.job_id, "-"),
+            self._read("sacct", "-n", "-P", "-X", "-j", job.job_id, "-o", "SubmitLine"),
+        )
+        return any(_TRUNCATES.search(text) for text in (line, *_OPTIONS.findall(script)))
+
+    async def _read(self, *argv: str) -> str:
+        """What a command prints; nothing if it fails or takes long, as sacct without a slurmdbd that answers."""
+        try:
+            async with asyncio.timeout(_PATIENCE):
+                return await self._commands.run(*argv)
+        except (MultiverseError, TimeoutError):
+            return ""
+
+    async def undo(self, job: JobRef, node: str, *, requeues: bool = True) -> None:
         with suppress(Gone):
             await self._commands.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
+        if not requeues:
+            await self.forbid_requeue(job)
 
-    async def requeue(self, job: JobRef, *, hold: bool = False, remaining: float | None = None) -> None:
+    async def forbid_requeue(self, job: JobRef) -> None:
+        current = await self._reread(job)
+        if current.active:
+            await self._update(job, "Requeue=0")
+
+    async def requeue(self, job: JobRef, *, hold: bool = False, text: str = "") -> None:
         """With the flag Incomplete Slurm leaves jobs alone that have ended. It returns success when it did nothing."""
         current = await self._reread(job)
         if not current.requeued:
             if not current.active:
                 raise Stale(f"job {job.job_id} is {current.state.lower()}")
+            comment = compose(current.comment, text)
+            if text and comment != current.comment:
+                with suppress(MultiverseError):  # the text alone must not keep the job here
+                    await self._update(job, f"AdminComment={comment}")
+                    current = replace(current, comment=comment)
             await self._commands.run("scontrol", "requeuehold" if hold else "requeue", "Incomplete", job.job_id)
         if hold:  # a change of its nice value would release it (`_update_job` in job_mgr.c)
             current = replace(current, priority=0)
@@ -57,3 +96,6 @@ class SlurmSaving:
         current = await self._reread(job)
         current.check_pending(job)
         await self._release(job)
+
+    async def _update(self, job: JobRef, change: str) -> None:
+        await self._commands.run("scontrol", "update", f"JobId={job.job_id}", change)

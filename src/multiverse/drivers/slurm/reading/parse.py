@@ -12,7 +12,7 @@ from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet
 
 from multiverse.config import OverflowSettings
 from multiverse.core.model.basics import CloneKind, Size
-from multiverse.core.model.job import Job, JobRef, JobState, Node, NodeState, Request
+from multiverse.core.model.job import Job, JobRef, JobState, Node, NodeState, Request, SaveWish
 from multiverse.drivers.slurm.site import gate
 from multiverse.drivers.slurm.site.conf import MEMORY_PER_CPU, NEVER, TimeLimits
 from multiverse.drivers.slurm.site.gate import MOVED_FROM, PLACE
@@ -56,7 +56,10 @@ _SKEW = 5  # seconds by which slurmctld's clock may be ahead of this machine's
 REQUEUE_DELAY = 130  # seconds; a requeued job may start 121 s later (job_mgr.c: credential lifetime + 1)
 _MIB = {"": 1, "M": 1, "G": 1024, "T": 1 << 20}
 _MBIT = {"": 1, "M": 1, "G": 1000}
-_UNITS = {"mem-per-task": _MIB, "net": _MBIT, "per-host": {"": 1}}  # of each key in the comment of a job
+_SECONDS = {"S": 1, "M": 60, "H": 3600, "D": 86400}
+# The units of each key in the comment of a job. A key in _BARE may have no value.
+_UNITS = {"mem-per-task": _MIB, "net": _MBIT, "per-host": {"": 1}, "save": _SECONDS}
+_BARE = ("save", "restart")
 _SPACES = re.compile(r"[ \t\n\v\f\r]+")  # that separate words for Lua; for Python also a no-break space would
 
 
@@ -70,6 +73,7 @@ class Wishes:
 
     net: int = 0  # bandwidth of each VM in Mbit/s; 0: not asked for
     per_host: int = 0  # how many VMs of the job may be on one host; 0: not asked for
+    save: SaveWish | None = None
     problem: str = ""  # why the comment cannot be understood
 
 
@@ -80,11 +84,14 @@ def read_wishes(comment: str) -> Wishes:
     for word in _SPACES.split(comment):
         for wish in word.removeprefix("vm:").split(",") if word.startswith("vm:") else ():
             key, _, text = wish.partition("=")
-            value = _quantity(text, _UNITS.get(key, {}))
+            value = 0 if wish in _BARE else _quantity(text, _UNITS.get(key, {}))
             if wish and (value is None or key in found):
                 return Wishes(problem=f"vm:{wish} in --comment cannot be understood: submit the job again without it")
             found[key] = value or 0
-    return Wishes(found.get("net", 0), found.get("per-host", 0))
+    save = SaveWish(found["save"], "restart" in found) if "save" in found else None
+    if "restart" in found and save is None:
+        return Wishes(problem="vm:restart in --comment is for jobs that are saved: submit the job with vm:save,restart")
+    return Wishes(found.get("net", 0), found.get("per-host", 0), save)
 
 
 def _quantity(text: str, units: dict[str, int]) -> int | None:
@@ -265,9 +272,11 @@ def job(record: Record, names: SiteNames, now: float, uses: Uses = ()) -> Job:
         uses=uses if state is JobState.PENDING else (),
         array=str(number(record.get("array_job_id")) or ""),
         limit=names.time_limits.of(number(record.get("time_limit"))),
-        # Slurm adds the time that a job was suspended to its end when the job is resumed.
+        batch=number(record.get("batch_flag")) != 0,
         requeues=all(number(record.get(key)) != 0 for key in ("requeue", "batch_flag")),
+        # Slurm adds the time that a job was suspended to its end when the job is resumed.
         ends=end + names.time_limits.beyond if state is JobState.RUNNING and 0 < end < NEVER else None,
+        deadline=end if state is JobState.RUNNING and 0 < end < NEVER else None,
         origin=origin,
         at_origin=here is not None,
         account=str(record.get("account") or ""),
@@ -309,6 +318,7 @@ def _request(record: Record, own: tuple[str, ...], names: SiteNames, origin: str
         account=str(record.get("account") or "") if names.per_account else "",
         per_host=wishes.per_host,
         sockets=_sockets(record, nodes, cpus),
+        save=wishes.save,
     )
     return request, ""
 

@@ -180,6 +180,7 @@ def render(settings: Settings, site: Site) -> dict[str, str]:
         "gate_sockets": GATE_SOCKETS,
         "max_disk": settings.image.tmp_disk,
         "administrators": sorted({0, site.slurm_uid}),
+        "save": settings.save,
         "failed": _FAILED,
     }
     return {

@@ -5,7 +5,7 @@ local multiverse = {}
 local site = dofile("{{ directory }}/multiverse_site.lua")
 local inside = dofile("{{ directory }}/multiverse_jobs.lua") -- VMs inside jobs of other partitions
 
-local NO_VAL, NO_VAL16 = 4294967294, 65534
+local NO_VAL, NO_VAL16, INFINITE = 4294967294, 65534, 4294967295
 local NICE_OFFSET = 2147483648 -- the field of a nice value of 0 (slurm.h)
 local PENDING = 0 -- the base state of a waiting job (slurm.h)
 local KINDS = { instant = true, linked = true, full = true, auto = true } -- kinds of clones, as features
@@ -244,6 +244,7 @@ end
 -- the value has to be. Another word of the comment is the user's own (requests.py reads the same).
 local MIB = { [""] = 1, M = 1, G = 1024, T = 1048576 }
 local MBIT = { [""] = 1, M = 1, G = 1000 }
+local SECONDS = { S = 1, M = 60, H = 3600, D = 86400 }
 
 local function quantity(text, units)
   local digits, unit = string.match(text, "^(%d+)(%a?)$")
@@ -255,6 +256,8 @@ local WISHES = {
   ["mem-per-task"] = { units = MIB, form = "a size such as 500M or 2G" },
   ["net"] = { units = MBIT, form = "bits a second such as 100M or 1G" },
   ["per-host"] = { units = { [""] = 1 }, form = "a number of VMs, 1 or more" },
+  ["save"] = { units = SECONDS, bare = true, form = "the time before the end, such as 90s, 30m or 2h" },
+  ["restart"] = { units = {}, bare = true, form = "it without a value" },
 }
 
 -- What the comment asks for, by key; nil and why if it cannot be understood.
@@ -266,12 +269,15 @@ local function wishes(comment)
       local known = WISHES[key]
       if not known and inside.is_word(key) then return nil, inside.foreign(string.format("vm:%s in --comment", wish)) end
       if not known then
-        return nil, string.format("vm:%s in --comment is not supported: use mem-per-task, net or per-host", wish)
+        return nil, string.format("vm:%s in --comment is not supported: use mem-per-task, net, per-host, save or restart", wish)
       end
       if found[key] then return nil, string.format("vm:%s is given twice in --comment: give it once", key) end
-      found[key] = quantity(text, known.units)
+      found[key] = known.bare and wish == key and 0 or quantity(text, known.units)
       if not found[key] then return nil, string.format("vm:%s in --comment is wrong: give %s", wish, known.form) end
     end
+  end
+  if found.restart and not found.save then
+    return nil, "vm:restart in --comment is for jobs that are saved: give vm:save,restart"
   end
   return found
 end
@@ -632,6 +638,70 @@ local function joined(text, separator, word)
   return text and text ~= "" and text .. separator .. word or word
 end
 
+-- What a job's script and environment say of an option of sbatch, or nil. What is on the command line of sbatch shows
+-- nowhere here.
+local function given(job, option, variable)
+  local value = (job.environment or {})[variable]
+  for line in string.gmatch(job.script or "", "[^\n]+") do
+    local found = string.match(line, "^#SBATCH%s.*%-%-" .. option:gsub("%p", "%%%0") .. "[=%s]%s*[\"']?([^%s\"']+)")
+    value = value or found
+    if not string.find(line, "^%s*#") and string.find(line, "%S") then break end
+  end
+  return value
+end
+
+-- How many seconds before the end Slurm sends a signal that the job has asked for (--signal), at the earliest: slurmctld
+-- looks every 30 s. 0: it sends none.
+local function warned_before(job)
+  local signal = given(job, "signal", "SBATCH_SIGNAL")
+  if not signal then return 0 end
+  return (tonumber(string.match(signal, "@(%d+)")) or 60) + 30
+end
+
+local FREEZING = 30 -- seconds in which a job is stopped at the latest, if all goes well
+
+-- The time limit of a job in seconds, or nil if it has none.
+local function time_limit(job)
+  local partition = partition_now or {}
+  local most = number(partition.max_time, NO_VAL)
+  local asked = number(job.time_limit, NO_VAL)
+  if not asked and job.time_limit ~= INFINITE then asked = number(partition.default_time, NO_VAL) end
+  local minutes = asked and most and math.min(asked, most) or asked or most
+  return minutes and minutes * 60
+end
+
+-- Why a job that asks to be saved at its time limit cannot be, or nil.
+local function unsupported_save(job)
+  local before = wish(job, "save")
+  if not before then return nil end
+  if not site.save then return "jobs are not saved at this site: submit without vm:save in --comment" end
+  if not job.script then return "jobs of srun and salloc cannot be saved (vm:save): submit with sbatch" end
+  if (number(job.min_nodes, NO_VAL) or 1) > 1 then
+    return "jobs of several VMs cannot be saved (vm:save): submit with --nodes=1"
+  end
+  if job.requeue == 0 and not site.save_no_requeue then
+    return "a job that is saved is queued again (vm:save): submit without --no-requeue"
+  end
+  if string.sub(given(job, "open-mode", "SBATCH_OPEN_MODE") or given(job, "open-mode", "SLURM_OPEN_MODE") or "", 1, 1) == "t" then
+    return "a job that is saved appends to its output (vm:save): submit without --open-mode=truncate"
+  end
+  local limit = time_limit(job)
+  local warned = warned_before(job)
+  if limit and 2 * math.max(before, warned > 0 and warned + FREEZING or 0) > limit then
+    return "vm:save would save the job before half of its time is over: give a longer --time, or save it later"
+  end
+  return nil
+end
+
+-- Write into the comment that the job is saved earlier, if a signal that it asked for would come before that.
+local function save_before_signal(job)
+  local before, warned = wish(job, "save"), warned_before(job)
+  if not before or warned == 0 or (before == 0 and site.save_before or before) >= warned + FREEZING then return end
+  job.comment = string.gsub(" " .. job.comment, "%svm:[^%s]*", function(word)
+    return (string.gsub(word .. ",", "([:,])save[^,]*,", "%1save=" .. warned + FREEZING .. "s,")):sub(1, -2)
+  end):sub(2)
+end
+
 local function unknown_wish(job)
   local _, message = wishes(job.comment)
   return message
@@ -646,6 +716,7 @@ local SUBMISSION_CHECKS = {
   { ambiguous_features, "feature" },
   { unsupported_topology },
   { unsupported_licences, "licence" },
+  { unsupported_save },
   { gate_is_open, "closed" },
 }
 
@@ -667,6 +738,8 @@ local function submit(job, partition, partitions)
   message = contradicting_memory(job, nodes)
   if message then return refuse(message, "memory") end
   set_node_count(job, nodes)
+  save_before_signal(job)
+  if wish(job, "save") and job.requeue ~= 0 then job.requeue = 1 end -- also where JobRequeue=0 is the default
   local tag = take_offered_node(job, partitions)
   if job.immediate == 1 and not tag then
     return refuse("no VM is ready for this job: give the seconds in which there may be one, as in --immediate=60", "immediate")

@@ -12,6 +12,9 @@ return {
   max_sockets = {{ gate_sockets }},
   max_disk = {{ max_disk }},
   memory_per_cpu = {{ site.memory_per_cpu }},
+  save = {{ "true" if save.enabled else "false" }},
+  save_before = {{ save.before|int }},
+  save_no_requeue = {{ "true" if save.no_requeue else "false" }},
   placements = { {% for name in site.placements %}"{{ name }}", {% endfor %}},
   administrators = { {% for uid in administrators %}[{{ uid }}] = true, {% endfor %}},
 }
