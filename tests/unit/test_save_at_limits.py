@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from multiverse.core.context import Context
 from multiverse.core.errors import Refused, Unknown
+from multiverse.core.explanation import explain
 from multiverse.core.machines.tables import effect_of
 from multiverse.core.model.basics import Size
 from multiverse.core.model.job import Attempt, JobState, NodeState, Request, SaveWish
-from multiverse.core.model.reason import Why
+from multiverse.core.model.reason import Why, when
 from multiverse.core.transition import Command, Done, EffectKind
 from tests.unit.test_saved_jobs import A, S, Site
 
@@ -204,3 +206,42 @@ def test_its_user_is_told_as_it_is_queued_again(site: LimitedSite, hold: bool, t
     site.run()
     effect = effect_of(site.saved)
     assert effect and effect.kind is EffectKind.CUT and effect.text.startswith("saved since 20") and text in effect.text
+
+
+def explained(site: LimitedSite) -> str:
+    context = Context(site.state, site.world, site.policy)
+    found = explain(context, site.state.attempts[site.attempt_now.id], site.clock.time)
+    return " ".join([*map(str, found.sentences), found.todo])
+
+
+def test_a_running_job_is_told_when_it_is_saved(site: LimitedSite) -> None:
+    site.run()
+    assert f"It is saved {when((site.jobs['7'].deadline or 0) - site.policy.save_before)}, and goes on" in explained(
+        site
+    )
+    site.policy = replace(site.policy, save_max_runs=1)
+    assert "it has had all 1 runs that the site permits" in explained(site)
+    site.policy = replace(site.policy, save_max_runs=2)
+    site.hosts["h1"] = replace(site.hosts["h1"], storage=None)
+    site.left(60)
+    assert "It is not saved ahead of its time limit: job 7 cannot be saved on host h1" in explained(site)
+
+
+def test_a_job_that_is_being_saved_or_waits_with_its_state_says_so(site: LimitedSite) -> None:
+    site.to_preparing()
+    assert "It is being saved (preparing): an operator asked for it." in explained(site)
+    site.to_stored()
+    site.restart(1, eligible=False)
+    site.run()
+    assert "46 MiB in storage shared, and goes on from there." in explained(site)
+
+
+def test_a_job_that_is_held_with_its_state_says_how_it_goes_on(site: LimitedSite) -> None:
+    site.to_preparing(hold=True)
+    site.to_stored()
+    site.restart(1, held=True, eligible=False)
+    site.run()
+    assert "It is held until somebody resumes it. multiverse resume 7 lets it go on" in explained(site)
+    site.restart(1, held=False, eligible=True)
+    site.run()
+    assert "held" not in explained(site), "its user has released it by Slurm's own command"

@@ -53,6 +53,7 @@ from multiverse.core.model.reason import Reason, Why, said
 from multiverse.core.model.vm import Template, TemplateState, VmState
 from multiverse.core.policy import Policy, wait_for, why_stays
 from multiverse.core.queue import BEHIND, reason_of
+from multiverse.core.saving import saved_at
 from multiverse.core.state import State, why_earlier_run
 
 
@@ -228,7 +229,7 @@ def explain(context: Context, attempt: Attempt, now: float) -> Explanation:
         return _of(Why.QUARANTINED(attempt.quarantined, time=time), todo=todo)
     match attempt.state:
         case A.QUEUED:
-            return _waiting(context, attempt, now)
+            return _with_its_state(context, attempt, _waiting(context, attempt, now))
         case A.UNGATED:
             return _of(Why.UNGATED(time=time))
         case A.RESTORING:
@@ -242,6 +243,20 @@ def explain(context: Context, attempt: Attempt, now: float) -> Explanation:
 
 
 # --- attempts that wait ----------------------------------------------------------------------------
+
+
+def _with_its_state(context: Context, attempt: Attempt, found: Explanation) -> Explanation:
+    """Say first of a job that was saved since when, and how large and where its state is."""
+    saved = context.state.saved_for(attempt.job)
+    if saved is None:
+        return found
+    size = saved.bytes >> 20 or None
+    sentence = Why.HAS_STATE(at=saved.begun, size=size, storage=saved.storage)
+    job = context.scheduler.jobs.get(attempt.job.job_id) if context.world.scheduler else None
+    if saved.hold and (job is None or job.held):
+        held = Why.HELD_WITH_STATE()
+        return replace(found, sentences=(sentence, held), todo=f"multiverse resume {attempt.job.job_id} lets it go on")
+    return replace(found, sentences=(sentence, *found.sentences))
 
 
 def _waiting(context: Context, attempt: Attempt, now: float) -> Explanation:
@@ -330,7 +345,7 @@ def _stage(context: Context, attempt: Attempt, time: float) -> list[Reason | Non
         case A.ADDING_USER:
             return [Why.ADDING_USER(*where, time=time), _chosen(attempt)]
         case A.ALLOCATED:
-            return [_running(context, attempt, where, time), _chosen(attempt)]
+            return [_running(context, attempt, where, time), _at_its_limit(context, attempt), _chosen(attempt)]
         case A.RETURNING:
             return [Why.GOING_BACK(attempt.reason, time=time)]
         case A.REVOKING:
@@ -350,6 +365,21 @@ def _running(context: Context, attempt: Attempt, where: Sequence[Reason], time: 
     if job.state is JobState.SUSPENDED:
         return Why.SUSPENDED(*where, time=time)
     return Why.HAS_RUN(*where, time=time, ends=job.ends)
+
+
+def _at_its_limit(context: Context, attempt: Attempt) -> Reason | None:
+    """What becomes of a running job that is being saved, or that asks for it."""
+    job = context.scheduler.jobs.get(attempt.job.job_id) if context.world.scheduler else None
+    if saved := next((one for one in context.state.saved_of_job(attempt.job.job_id) if one.job == attempt.job), None):
+        return Why.IS_BEING_SAVED(saved.asked, step=saved.state)
+    if attempt.request.save is None or job is None or job.ref != attempt.job:
+        return None
+    if attempt.note and attempt.note.kind is Why.NOT_SAVED:
+        return Why.CANNOT_BE_SAVED(*attempt.note.because)
+    if attempt.runs >= context.policy.save_max_runs:
+        return Why.LAST_RUN(runs=attempt.runs)
+    at = saved_at(context, attempt, job)
+    return Why.WILL_BE_SAVED(at=at) if at is not None else None
 
 
 # --- what has ended --------------------------------------------------------------------------------

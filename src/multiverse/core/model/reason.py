@@ -410,8 +410,9 @@ class Why(StrEnum):
     WILL_BE_SAVED = "will be saved", "It is saved {at:when}, and goes on in another run."
     LAST_RUN = "last run", "It is not saved any more: it has had all {runs} runs that the site permits."
     CANNOT_BE_SAVED = "cannot be saved", "It is not saved ahead of its time limit: {because}."
-    IS_BEING_SAVED = "is being saved", "It is being saved: {because}."
-    WAITS_SAVED = "waits saved", "It is saved since {at:moment}[: {size} MiB in storage {storage}]; {because}."
+    IS_BEING_SAVED = "is being saved", "It is being saved ({step}): {because}."
+    HAS_STATE = "has state", "It was saved at {at:moment}[: {size} MiB in storage {storage}], and goes on from there."
+    HELD_WITH_STATE = "held with state", "It is held until somebody resumes it."
     GOING_BACK = "going back", "It has been on its way back to the gate for {time:long}: {because}."
     CANCELLING = "cancelling", "Multiverse has been cancelling it for {time:long}: {because}."
     RELEASING = ("releasing",
