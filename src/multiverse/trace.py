@@ -200,11 +200,13 @@ def _ref(job: JobRef) -> list[Any]:
 _JOB = lambda job, **_: {"job": _ref(job)}  # noqa: E731
 _JOB_AND_REASON = lambda job, reason: {"job": _ref(job), "reason": reason}  # noqa: E731
 _NODE = lambda node, **_: {"node": node}  # noqa: E731
+_VM = lambda vm: {"vm": vm.name}  # noqa: E731
 _TEMPLATE = lambda template: _template(template)  # noqa: E731
 
 _WRITTEN: Mapping[str, Callable[..., dict[str, Any]]] = {
-    "pin": lambda job, tag, nodes, text, at_once: {
+    "pin": lambda job, tag, nodes, text, at_once, limit: {
         "job": _ref(job), "feature": tag, "text": text, "at_once": at_once,
+        **({} if limit is None else {"limit": limit}),
     },
     "hold": _JOB_AND_REASON,
     "revoke": _JOB_AND_REASON,
@@ -220,7 +222,17 @@ _WRITTEN: Mapping[str, Callable[..., dict[str, Any]]] = {
     "offer": lambda node: {"node": node.name, "image": node.image, "told": plain(node.size)},
     "exclude": lambda users: {"users": sorted(users)},
     "request": lambda lease: {"lease": lease.name},
-    "release": lambda name, pilots: {"lease": name, "pilots": list(pilots)},
+    "release": lambda name="", pilots=(), job=None: (
+        {"job": _ref(job)} if job is not None else {"lease": name, "pilots": list(pilots)}
+    ),
+    "prepare": lambda job, node, requeues: {"job": _ref(job), "node": node, "requeues": requeues},
+    "undo": lambda job, node, requeues: {"job": _ref(job), "node": node, "requeues": requeues},
+    "forbid_requeue": _JOB,
+    "freeze": _VM,
+    "cut": _VM,
+    "save": lambda vm, name: {"vm": vm.name, "saved": name},
+    "thaw": _VM,
+    "discard": lambda source, name: {"source": source, "saved": name},
     "create": lambda vm: {
         "vm": vm.name, "host": vm.host, "image": vm.image, "kind": str(vm.kind), "size": plain(vm.size), "mac": vm.mac,
         "template": vm.template and _template(vm.template),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,19 +13,13 @@ from multiverse.core.model.saved import SavedState
 from multiverse_lab.lab import lifecycle
 from multiverse_lab.lab.plan import LabOptions
 from multiverse_lab.lab.services import AGENT, CONTROLLER
-from tests.integration.conftest import LabUnderTest, StartDaemon, more_settings
+from tests.integration.conftest import LabUnderTest, StartDaemon
 from tests.integration.restarting_daemon import attempt_is
 from tests.integration.watch import accounted, ended, latest, nothing_left, until
 
 pytestmark = pytest.mark.integration
 
 COUNTS = "for i in $(seq 8); do echo count $i; sleep 0.5; done; hostname; srun -w $SLURMD_NODENAME hostname; exit 5"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _saves(lab: LabUnderTest, client: Client) -> Iterator[None]:
-    with more_settings(lab, "[save]\nenabled = true\n"):
-        yield
 
 
 def running(lab: LabUnderTest, client: Client, script: str = COUNTS) -> tuple[str, Path]:
@@ -82,6 +75,24 @@ def test_a_saved_job_that_is_cancelled_leaves_nothing(lab: LabUnderTest, client:
     ended(client, job, "cancelled")
     until("its state is removed", lambda: client.saved() == [])
     assert not list((lab.where.root / "saved").glob("[!.]*"))
+    nothing_left(lab, client)
+
+
+def test_a_job_is_saved_at_its_time_limit_and_others_wait_for_its_end(lab: LabUnderTest, client: Client) -> None:
+    counts = "for i in $(seq 36); do echo count $i; sleep 1; done; exit 5"
+    job = lab.sbatch(counts, "--comment=vm:save=30s", "--time=1", "--output=limit-%j.txt")
+    after = lab.sbatch("true", f"--dependency=afternotok:{job}", "--output=/dev/null")
+    until("it is saved", lambda: any(row["state"] == "requeued" for row in client.jobs(job)))
+    assert "was saved at" in client.explain(job)["jobs"][0]["text"]
+    ended(client, job, "done")
+    ended(client, after, "done")
+    lines = (lab.user.home / f"limit-{job}.txt").read_text().splitlines()
+    assert lines == [f"count {number}" for number in range(1, 37)]
+    runs = lab.run("sacct", "-D", "-n", "-P", "-X", "-j", job, "-o", "State,ExitCode,Timelimit").stdout.split()
+    assert runs == ["REQUEUED|0:0|00:01:00", "FAILED|5:0|00:01:00"], "the next run has a limit of the same length"
+    began = lab.run("sacct", "-n", "-P", "-X", "-j", f"{job},{after}", "-o", "JobID,Start,End").stdout.split()
+    times = {row.split("|")[0]: row.split("|")[1:] for row in began}
+    assert times[after][0] >= times[job][1]
     nothing_left(lab, client)
 
 

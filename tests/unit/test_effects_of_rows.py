@@ -75,7 +75,7 @@ EFFECTS: list[tuple[Row, E | None, str]] = [
     (lease(L.GONE), None, ""),
     (saved(S.PREPARING), E.PREPARE, ""),
     (saved(S.FREEZING), E.FREEZE, ""),
-    (saved(S.CUTTING), E.CUT, ""),
+    (saved(S.CUTTING), E.CUT, "saved since 1970-01-01 00:00:00 UTC: an operator asked for it"),
     (saved(S.WRITING), E.SAVE, ""),
     (saved(S.STORED), None, ""),
     (saved(S.RESUMING), E.RESUME, ""),

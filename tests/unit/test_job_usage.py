@@ -15,9 +15,11 @@ from multiverse.core.errors import Exhausted, Gone, MultiverseError, Refused, Un
 from multiverse.core.model.job import AttemptState, JobRef
 from multiverse.core.model.usage import Baseline, HostUsage, JobUsage, VmUsage
 from multiverse.core.model.vm import Vm
+from multiverse.core.transition import Change, Event, Move
 from multiverse.store import Store
 from multiverse.store.history import RUNS_DELETED, JobUsagePruning, put_job_usage, read_job_usage
 from tests.unit.planner_harness import ManualClock, PlannerHarness
+from tests.unit.rows import attempt
 
 JOB = JobRef("7", 500)
 
@@ -81,6 +83,14 @@ def test_of_what_is_not_known_nothing_is_said() -> None:
     assert usage(known=0).text == "" == usage(seconds=None).text
 
 
+def test_the_last_run_of_a_job_that_was_saved_tells_of_all_of_them() -> None:
+    one = usage(runs=3, earlier_s=250.0, earlier_cpu_s=111.0)
+    assert one.suggestion is None and one.text == (
+        "used 2.00 of 4 CPUs (50%) in 100 s, as measured at its VM; with its 2 earlier runs, 350 s and 311 CPU seconds"
+        " in all"
+    )
+
+
 # --- the store ------------------------------------------------------------------------------------
 
 
@@ -96,6 +106,18 @@ def test_what_was_kept_is_read_and_what_is_old_is_deleted() -> None:
     while pruning.step():
         steps += 1
     assert steps >= 2 and read_job_usage(store, range(2 * RUNS_DELETED)) == {1: usage(cpu_s=5.0)}
+
+
+def test_the_earlier_runs_of_a_job_that_goes_on_are_added() -> None:
+    harness = PlannerHarness()
+    recorder = JobUsageRecorder(harness.store, harness.state, None, None, harness.clock)  # type: ignore[arg-type]
+    with harness.store.transaction() as tx:
+        for number in (1, 2, 3, 4):
+            one = attempt(AttemptState.QUEUED, id=number, restarts=number)
+            tx.apply(Move((Change(replace(one, version=0), Event.SUBMITTED),)))
+    put_job_usage(harness.store, [usage(attempt=number, cpu_s=number * 10.0) for number in (1, 2, 3)], 100.0)
+    found = recorder._with_earlier_runs(usage(attempt=4, seconds=None), 3)
+    assert (found.runs, found.earlier_s, found.earlier_cpu_s) == (3, 200.0, 50.0), "the first one began anew"
 
 
 # --- the recorder ---------------------------------------------------------------------------------

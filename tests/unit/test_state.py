@@ -151,6 +151,7 @@ def test_before_its_first_pass_a_state_has_the_rows_alone() -> None:
     assert (held.now, held.entropy, held.moves, held.missing, held.learned) == (0.0, "", [], [], {})
     assert (held.paced, dict(held.waiting), held.wanted, held.reasons, held.lacking) == ({}, {}, None, {}, set())
     assert set(indexes_of(held)) == {
+        "asking_to_be_saved",
         "by_job",
         "by_state",
         "saved_by",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -17,9 +18,20 @@ from multiverse.core.model.host import Host
 from multiverse.core.model.identity import GuestFile, Identity, NodeBootstrap
 from multiverse.core.model.job import JobRef
 from multiverse.core.model.vm import TemplateKey, VmRef
-from multiverse.ports import Hypervisor, Scheduler
+from multiverse.ports import (
+    GuestUsers,
+    Hypervisor,
+    Leases,
+    Offers,
+    Overflow,
+    Parts,
+    Saves,
+    Saving,
+    Scheduler,
+    Templates,
+)
 from multiverse.ports.around import PortCall, around
-from multiverse.trace import Trace, recording
+from multiverse.trace import _WRITTEN, Trace, recording
 from multiverse_lab.simulation.clock import VirtualClock
 from multiverse_lab.simulation.jobs import Batch
 from multiverse_lab.simulation.loop import run
@@ -150,3 +162,19 @@ def test_what_a_call_goes_through_gets_its_arguments_by_name_and_abilities_stay_
     asyncio.run(main())
     assert seen == [("destroy", {"vm": "a", "grace": 1.0}), ("add_user", {"vm": "a", "user": "u", "group": 0})]
     assert made == [("a", "u", 0)] * 2
+
+
+def test_every_call_of_the_ports_has_a_written_form() -> None:
+    """Those of abilities that are traced with them too. A call without one would end the controller's effect."""
+    ports = [Scheduler, Hypervisor, Offers, Parts, Leases, Overflow, Saving, Templates, GuestUsers, Saves]
+    methods = {name for port in ports for name, one in vars(port).items() if inspect.iscoroutinefunction(one)}
+    assert "prepare" in methods and methods - {"observe", "read"} <= _WRITTEN.keys()
+
+
+def test_the_arguments_of_saves_are_written() -> None:
+    job, vm = JobRef("7", 500), VmRef("mv1", "h1", "t")
+    assert _WRITTEN["release"](job=job) == {"job": ["7", 500, 0]}
+    assert _WRITTEN["release"](name="l1", pilots=["9"]) == {"lease": "l1", "pilots": ["9"]}
+    assert _WRITTEN["freeze"](vm=vm) == {"vm": "mv1"}
+    assert _WRITTEN["save"](vm=vm, name="mv1-1") == {"vm": "mv1", "saved": "mv1-1"}
+    assert _WRITTEN["pin"](job=job, tag="a", nodes=(), text="", at_once=False, limit=60.0)["limit"] == 60.0

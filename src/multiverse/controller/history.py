@@ -190,7 +190,19 @@ class JobUsageRecorder:
             baselines.append(Baseline(vm.name, vm.place.source, *((seen.cpu_s, seen.memory) if seen else (0.0, 0.0))))
         began = self._clock.wall() - (self._clock.now() - attempt.since)
         size = request.size
-        return JobUsage(attempt.id, attempt.job, request.nodes, size.cpus, size.memory, began, tuple(baselines))
+        usage = JobUsage(attempt.id, attempt.job, request.nodes, size.cpus, size.memory, began, tuple(baselines))
+        return self._with_earlier_runs(usage, attempt.runs) if attempt.runs > 1 else usage
+
+    def _with_earlier_runs(self, usage: JobUsage, runs: int) -> JobUsage:
+        """The usage of a job that goes on after it was saved. An attempt that did not come to run has used nothing."""
+        attempts = [one.id for one in self._store.attempts(job_id=usage.job.job_id) if one.id < usage.attempt]
+        found = sorted(read_job_usage(self._store, attempts).items())[1 - runs :]
+        return replace(
+            usage,
+            runs=runs,
+            earlier_s=sum(one.seconds or 0.0 for _, one in found),
+            earlier_cpu_s=sum(max(one.cpu_s, one.counted_s) for _, one in found),
+        )
 
     def _ended(self, usage: JobUsage, used: Mapping[str, VmUsage]) -> JobUsage:
         attempt, now = self._state.attempts.get(usage.attempt), self._clock.now()

@@ -73,7 +73,6 @@ def save(context: Context, attempt: Attempt, asked: Reason, *, hold: bool = Fals
         begun=context.now,
         requeues=job.requeues,
         runs=attempt.runs,
-        ran=attempt.ran,
         hold=hold,
     )
     state.move(ask_to_save(saved))

@@ -180,7 +180,7 @@ def _sections(where: Layout, plan: LabPlan) -> dict[str, dict[str, Any]]:
             "bridge": plan.bridge,
             "uids": list(where.uids),
         },
-        "save": {"directory": str(where.root / "saved")},
+        "save": {"enabled": True, "directory": str(where.root / "saved")},
         "network": {
             "subnet": plan.subnet,
             "gateway": plan.gateway,

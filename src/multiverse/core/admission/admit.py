@@ -292,7 +292,7 @@ class Admission:
         else:
             job = self.queue.job_of(attempt.id)
             story, uses = Why.RESTORED(hosts=[vm.host]), dict(job.uses)
-            going_on = replace(attempt, runs=saved.runs + 1, ran=saved.ran, limit=limit_of_next_run(saved, job))
+            going_on = replace(attempt, runs=saved.runs + 1, limit=limit_of_next_run(saved, job))
             self.state.move(admit_attempt(going_on, story), plan_vm(vm), make=claims_of(self.context, [vm]))
             self.limits.subtract(uses)
 

@@ -142,11 +142,10 @@ def _cut(state: State, saved: Saved, job: Job | None, world: World) -> Saved:
     """The run is over now. The next one may take what is left of the time limit; for a job that is saved at its time
     limit it may take as long as this one."""
     attempt = next(iter(state.attempts_of_job(saved.job)), None)
-    ran = saved.ran + (state.now - attempt.since if attempt is not None else 0.0)
     wished = attempt is not None and attempt.request.save is not None
     deadline = job.deadline if job is not None and not wished else None
     remaining = max(0.0, deadline - state.now - world.epoch) if deadline is not None else None
-    return replace(saved, state=S.CUTTING, ran=ran, limit=job and job.limit, remaining=remaining)
+    return replace(saved, state=S.CUTTING, limit=job and job.limit, remaining=remaining)
 
 
 def limit_of_next_run(saved: Saved, job: Job) -> float | None:

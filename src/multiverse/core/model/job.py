@@ -409,7 +409,6 @@ class Attempt:
     short_runs: int = 0  # runs in a row that ended within seconds and were queued again
     failed_on: tuple[str, ...] = ()  # hosts on which VMs of the job failed since it last ran
     runs: int = 1  # of its processes, with this one: more than 1 if they were saved
-    ran: float = 0.0  # seconds of the earlier ones of these runs
     limit: float | None = None  # seconds that this run may take, if less than the job's time limit
 
     @property

@@ -76,7 +76,6 @@ class Saved:
     hold: bool = False  # the job is to be held until somebody releases it
     requeues: bool = True  # the scheduler was to queue it again if its node failed, before it was saved
     runs: int = 1  # of its processes so far
-    ran: float = 0.0  # seconds of these runs
     limit: float | None = None  # seconds that a run might take then, by its time limit; None: nobody knew
     remaining: float | None = None  # seconds that the next run may take; None: as long as its time limit says
     bytes: int = 0

@@ -106,6 +106,9 @@ class JobUsage:
     cpu_s: float = 0.0  # CPU seconds of its VMs' processes since it began
     peak: float = 0.0  # the most MiB that a VM took beyond what it had then
     known: int = 0  # of how many VMs this is known
+    runs: int = 1  # of the job's processes, with this one: more than 1 if they were saved
+    earlier_s: float = 0.0  # seconds of the earlier ones, as far as they are known
+    earlier_cpu_s: float = 0.0  # CPU seconds of the earlier ones
     counted_s: float = 0.0  # CPU seconds by the scheduler's accounting, waits for overloaded hosts included; 0: unknown
 
     @property
@@ -125,7 +128,7 @@ class JobUsage:
     @property
     def suggestion(self) -> tuple[int, int] | None:
         """CPUs and MiB for each node that would have sufficed; None if hardly less, or if nobody can tell."""
-        if self.seconds is None or self.seconds < LONG_ENOUGH or not self.known:
+        if self.seconds is None or self.seconds < LONG_ENOUGH or not self.known or self.runs > 1:
             return None
         cpus = min(self.cpus, max(1, math.ceil(self.cpus_used * MARGIN)))
         memory = min(self.memory, max(1, math.ceil(self.peak * MARGIN / MEMORY_STEP)) * MEMORY_STEP)
@@ -138,12 +141,17 @@ class JobUsage:
         if not self.known or self.seconds is None:
             return ""
         many = " on each node" if self.nodes > 1 else ""
+        # A restored VM shares no memory with a template: what it takes says nothing of what its job needed.
+        memory = f" and up to {self.peak:.0f} of {self.memory} MiB" if self.runs == 1 else ""
         line = (
-            f"used {self.cpus_used:.2f} of {self.cpus} CPUs ({self.efficiency:.0%}) and up to {self.peak:.0f} of"
-            f" {self.memory} MiB{many} in {self.seconds:.0f} s, as measured at its VM with the page cache"
+            f"used {self.cpus_used:.2f} of {self.cpus} CPUs ({self.efficiency:.0%}){memory}{many}"
+            f" in {self.seconds:.0f} s, as measured at its VM{' with the page cache' if memory else ''}"
         )
         if self.cpus_used - self.cpus_given > max(NOTABLE, self.cpus_given * OVERLOADED):
             line += f" (its host was overloaded, and gave {self.cpus_given:.2f} CPUs)"
         if (less := self.suggestion) is not None:
             line += f"; {less[0]} CPU{'s' if less[0] > 1 else ''} and {less[1]} MiB would have sufficed"
+        if self.runs > 1:
+            seconds, cpu_s = self.earlier_s + self.seconds, self.earlier_cpu_s + max(self.cpu_s, self.counted_s)
+            line += f"; with its {self.runs - 1} earlier runs, {seconds:.0f} s and {cpu_s:.0f} CPU seconds in all"
         return line
