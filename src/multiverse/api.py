@@ -672,11 +672,12 @@ LONGEST_QUESTION = 16 * 1024  # bytes of one line
 
 
 class Question(BaseModel):
-    """What users may ask the daemon without being its operators."""
+    """What users may ask the daemon, or ask of it, without being its operators."""
 
     model_config = ConfigDict(extra="forbid")
 
-    ask: Literal["explain", "timeline", "capacity", "trial"]
-    job: str = Field(default="", pattern=r"^([0-9]{1,10}(_[0-9]{1,10})?)?$")  # of `explain` and `timeline`
+    ask: Literal["explain", "timeline", "capacity", "trial", "saved", "save", "resume"]
+    job: str = Field(default="", pattern=r"^([0-9]{1,10}(_[0-9]{1,10})?)?$")  # not of `capacity`, `trial` and `saved`
+    hold: bool = False  # of `save`
     request: TrialRequest | None = None  # of `trial`
     purpose: str = Field(default="", max_length=64)

@@ -82,8 +82,8 @@ def test_a_job_is_saved_at_its_time_limit_and_others_wait_for_its_end(lab: LabUn
     counts = "for i in $(seq 36); do echo count $i; sleep 1; done; exit 5"
     job = lab.sbatch(counts, "--comment=vm:save=30s", "--time=1", "--output=limit-%j.txt")
     after = lab.sbatch("true", f"--dependency=afternotok:{job}", "--output=/dev/null")
-    until("it is saved", lambda: any(row["state"] == "requeued" for row in client.jobs(job)))
-    assert "was saved at" in client.explain(job)["jobs"][0]["text"]
+    until("it runs", lambda: latest(client, job).get("state") == "allocated")
+    assert "It is saved by" in client.explain(job)["jobs"][0]["text"]
     ended(client, job, "done")
     ended(client, after, "done")
     lines = (lab.user.home / f"limit-{job}.txt").read_text().splitlines()

@@ -245,3 +245,25 @@ def test_a_job_that_is_held_with_its_state_says_how_it_goes_on(site: LimitedSite
     site.restart(1, held=False, eligible=True)
     site.run()
     assert "held" not in explained(site), "its user has released it by Slurm's own command"
+
+
+def test_a_user_saves_and_resumes_own_jobs_and_learns_nothing_of_others(site: LimitedSite) -> None:
+    theirs = Command("save", job="7", uid=1001, hold=True)
+    site.run(theirs)
+    assert not site.rows.saved and str(site.state.refusals[0][1]).startswith("job 7 runs in no VM")
+    site.run(replace(theirs, uid=1000))
+    assert site.saved.asked.kind is Why.SAVE_ASKED and site.saved.hold
+    site.to_stored()
+    site.run(Command("resume_saved", job="7", uid=1001))
+    assert site.saved.state is S.STORED and str(site.state.refusals[0][1]).startswith("job 7 is not saved")
+    site.run(Command("resume_saved", job="7", uid=1000))
+    assert site.saved.state is S.RESUMING
+
+
+def test_a_user_does_not_resume_what_an_operator_holds(site: LimitedSite) -> None:
+    site.to_preparing(hold=True)
+    site.to_stored()
+    site.run(Command("resume_saved", job="7", uid=1000))
+    assert site.saved.state is S.STORED and "held by an operator" in str(site.state.refusals[0][1])
+    site.run(Command("resume_saved", job="7"))
+    assert site.saved.state is S.RESUMING

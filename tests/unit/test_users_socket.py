@@ -50,13 +50,22 @@ def _timelines(job: str, viewer: Viewer) -> list[TimelineView]:
     return [TimelineView("7", 1, "queued", 0.0, (), ())] if job == "7" and viewer.may_see(ME) else []
 
 
+async def _change_job(verb: str, job_id: str, *, hold: bool, uid: int) -> None:
+    if (job_id, uid) != ("7", ME):
+        raise Refused(f"job {job_id} runs in no VM", hint="squeue --me shows your jobs")
+    if hold:
+        raise Refused(f"{verb} and hold")
+
+
 class Clock(ManualClock):
     def now(self) -> float:
         return asyncio.get_running_loop().time()
 
 
 def questions(tmp_path: Path) -> UserQuestions:
-    backend = SimpleNamespace(explanations=Explanations(), timelines=_timelines)
+    backend = SimpleNamespace(
+        explanations=Explanations(), timelines=_timelines, change_job=_change_job, saved=lambda viewer: [viewer.uid]
+    )
     return UserQuestions(backend, lambda uid: Privacy(others=False, hosts=False), Pace(Clock()))  # type: ignore[arg-type]
 
 
@@ -97,6 +106,20 @@ async def test_a_user_is_told_of_their_own_job_and_of_no_other(tmp_path: Path) -
                 await asyncio.to_thread(client.timeline, job)
         with pytest.raises(Refused, match="scheduler is unknown"):
             await asyncio.to_thread(client.capacity)
+
+
+async def test_a_user_saves_and_resumes_their_own_job_and_no_other(tmp_path: Path) -> None:
+    async with served(tmp_path) as (path, _):
+        client = UsersClient(path)
+        await asyncio.to_thread(client.save, "7")
+        await asyncio.to_thread(client.resume, "7")
+        assert await asyncio.to_thread(client.saved) == [ME]
+        with pytest.raises(Refused, match="save and hold"):
+            await asyncio.to_thread(lambda: client.save("7", hold=True))
+        for change in (client.save, client.resume):
+            with pytest.raises(Refused, match="job 8 runs in no VM"):
+                await asyncio.to_thread(change, "8")
+        assert (await exchange(path, b'{"ask": "save"}\n'))["status"] == 404
 
 
 async def test_all_users_may_connect_to_the_socket(tmp_path: Path) -> None:

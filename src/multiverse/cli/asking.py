@@ -74,6 +74,15 @@ class UsersClient:
     def trial(self, **request: Any) -> Any:
         return self._ask(ask="trial", request=request)
 
+    def saved(self) -> Any:
+        return self._ask(ask="saved")
+
+    def save(self, job: str, *, hold: bool = False) -> None:
+        self._ask(ask="save", job=job, hold=hold)
+
+    def resume(self, job: str) -> None:
+        self._ask(ask="resume", job=job)
+
     def _ask(self, **question: Any) -> Any:
         if self._path is None:
             line = json.dumps({"credential": _credential(json.dumps({**question, "purpose": PURPOSE}))})

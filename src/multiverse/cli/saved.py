@@ -10,10 +10,11 @@ import typer
 from multiverse import api
 from multiverse.api import decode
 from multiverse.cli import render
+from multiverse.cli.asking import Controller, UsersClient, asker
 from multiverse.client import Client
 from multiverse.core.errors import Refused
 
-_POLL = 0.1  # seconds between two looks at a job that is being saved
+_POLL = 0.2  # seconds between two looks at a job that is being saved
 _NOT_YET = ("preparing", "freezing", "cutting", "writing")
 _HELD = "It is held: multiverse resume {job} lets it go on."
 _WAITS = "It waits in the queue, and goes on as soon as a host has room."
@@ -22,10 +23,11 @@ _WAITS = "It waits in the queue, and goes on as soon as a host has room."
 def save(
     job: Annotated[str, typer.Argument(metavar="JOB", help="The job, or a task of an array (123_4).")],
     hold: Annotated[bool, typer.Option("--hold", help="Hold it until `multiverse resume`.")] = False,
+    controller: Controller = "",
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until its state is complete.")] = True,
 ) -> None:
     """Save a running job: it stops, waits in the queue without memory of a host, and goes on where it stopped."""
-    with Client() as client:
+    with asker(controller) as client:
         client.save(job, hold=hold)
         if not wait:
             return
@@ -39,19 +41,22 @@ def save(
     typer.echo(f"Job {job} is saved: {found.bytes >> 20} MiB. " + (_HELD if hold else _WAITS).format(job=job))
 
 
-def _of(client: Client, job: str) -> api.SavedView | None:
+def _of(client: Client | UsersClient, job: str) -> api.SavedView | None:
     return next((one for one in decode(list[api.SavedView], client.saved()) if one.job_id == job), None)
 
 
-def resume(job: Annotated[str, typer.Argument(metavar="JOB", help="A job that was saved with --hold.")]) -> None:
+def resume(
+    job: Annotated[str, typer.Argument(metavar="JOB", help="A job that was saved with --hold.")],
+    controller: Controller = "",
+) -> None:
     """Let a saved job go on that is held."""
-    with Client() as client:
+    with asker(controller) as client:
         client.resume(job)
 
 
-def saved(json: render.Json = False) -> None:
-    """Show the jobs that are saved, or are being saved."""
-    with Client() as client:
+def saved(controller: Controller = "", json: render.Json = False) -> None:
+    """Show the jobs that are saved, or are being saved: to users their own ones."""
+    with asker(controller) as client:
         document = client.saved()
     if json:
         return render.as_json(document)

@@ -21,18 +21,21 @@ def follow_command(context: Context, command: Command) -> None:
     """Save a running job, or resume a saved one. A refusal is kept for whoever asked."""
     try:
         if command.verb == "save":
-            save(context, _running(context.state, command.job), Why.SAVE_ORDERED(), hold=command.hold)
+            asked = Why.SAVE_ORDERED() if command.uid is None else Why.SAVE_ASKED()
+            save(context, _running(context.state, command), asked, hold=command.hold)
         else:
             _resume(context.state, command)
     except Refused as error:
         context.state.refusals.append((command, error))
 
 
-def _running(state: State, job_id: str) -> Attempt:
-    for attempt in state.attempts_of_job(job_id):
-        if attempt.state is AttemptState.ALLOCATED:
+def _running(state: State, command: Command) -> Attempt:
+    """The running job that is meant. A user is told the same of jobs of others as of those that do not exist."""
+    for attempt in state.attempts_of_job(command.job):
+        if attempt.state is AttemptState.ALLOCATED and command.uid in (None, attempt.uid):
             return attempt
-    raise Refused(f"job {job_id} runs in no VM", hint="multiverse jobs shows which jobs do")
+    hint = "multiverse jobs shows which jobs do" if command.uid is None else "squeue --me shows your jobs"
+    raise Refused(f"job {command.job} runs in no VM", hint=hint)
 
 
 def save(context: Context, attempt: Attempt, asked: Reason, *, hold: bool = False) -> None:
@@ -123,8 +126,11 @@ def saved_at(context: Context, attempt: Attempt, job: Job) -> float | None:
 
 
 def _resume(state: State, command: Command) -> None:
-    saved = next((one for one in state.saved_of_job(command.job) if one.state in WAITS_FOR_RUN), None)
+    mine = (one for one in state.saved_of_job(command.job) if command.uid in (None, one.uid))
+    saved = next((one for one in mine if one.state in WAITS_FOR_RUN), None)
     if saved is None:
         raise Refused(f"job {command.job} is not saved", hint="multiverse saved shows the jobs that are")
+    if saved.hold and command.uid is not None and saved.asked.kind is not Why.SAVE_ASKED:
+        raise Refused(f"job {command.job} was saved and is held by an operator", hint="ask the operators to resume it")
     if saved.state is SavedState.STORED and saved.hold:
-        state.move(resume_saved(saved, Why.OPERATOR()))
+        state.move(resume_saved(saved, Why.OPERATOR() if command.uid is None else Why.RESUME_ASKED()))

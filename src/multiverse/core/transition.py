@@ -249,10 +249,12 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What an operator asks for. Of templates (`host`, `image`): `build` one, or `drop` those of the size and account,
-    if given. Of a record (`key`): `retry` ends its quarantine or back-off, `end` ends an orphan with its job. Of a
-    host: `add`, `drain`, `resume` (after a drain or fence), `remove`; `fence`: it is off, and nothing of it runs. Of a
-    job (`job`): `save` it, and `hold` it until `resume_saved` lets it go on."""
+    """What an operator asks for, or a user (`uid`) for an own job.
+
+    Of templates (`host`, `image`): `build` one, or `drop` those of the size and account, if given. Of a record (`key`):
+    `retry` ends its quarantine or back-off, `end` ends an orphan with its job. Of a host: `add`, `drain`, `resume`
+    (after a drain or fence), `remove`; `fence`: it is off, and nothing of it runs. Of a job (`job`): `save` it, and
+    `hold` it until `resume_saved` lets it go on."""
 
     verb: str
     host: str = ""
@@ -263,6 +265,7 @@ class Command:
     drain: Drain | None = None
     job: str = ""
     hold: bool = False
+    uid: int | None = None
 
 
 Message = Done | Command

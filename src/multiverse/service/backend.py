@@ -259,9 +259,9 @@ class Backend:
         measured = await self.guests.measure() if exact and self.guests else {}
         return convert.vm_views(self._rows(), self.controller.world(), measured)
 
-    def saved(self) -> list[api.SavedView]:
-        epoch = self.controller.world().epoch
-        return [saved_view(one, epoch) for _, one in sorted(self._rows().saved.items())]
+    def saved(self, viewer: Viewer = OPERATOR) -> list[api.SavedView]:
+        found = [one for _, one in sorted(self._rows().saved.items()) if viewer.may_see(one.uid)]
+        return [saved_view(one, viewer.teller(one.job.job_id)) for one in found]
 
     def leases(self) -> list[api.LeaseView]:
         return lease_views(self._rows(), self.controller.world().epoch)
@@ -358,9 +358,10 @@ class Backend:
         refused = {name: str(error) for name, error in zip(names, results, strict=True) if isinstance(error, Refused)}
         return api.HostsChanged(tuple(name for name in names if name not in refused), refused)
 
-    async def change_job(self, verb: str, job_id: str, *, hold: bool) -> None:
-        """Have the saving (`save`) or resuming of a job committed. Raises `Refused` if it is not possible."""
-        command = Command("save" if verb == "save" else "resume_saved", job=job_id, hold=hold)
+    async def change_job(self, verb: str, job_id: str, *, hold: bool = False, uid: int | None = None) -> None:
+        """Have the saving (`save`) or resuming of a job committed, for an operator or a user. Raises `Refused` if it is
+        not possible."""
+        command = Command("save" if verb == "save" else "resume_saved", job=job_id, hold=hold, uid=uid)
         await asyncio.wait_for(self.controller.command(command), COMMIT_TIMEOUT)
 
     async def prune(self, older_than: float | None, *, dry_run: bool, after: str) -> api.PruneView:

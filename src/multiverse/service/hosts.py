@@ -6,7 +6,7 @@ Pure; `now` is the present monotonic time.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from multiverse.api import HostFaultView, HostView, LeaseView, NumaView, SavedView, SizeView
@@ -66,17 +66,17 @@ def _by_host(rows: Rows) -> Mapping[str, _OnHost]:
     return found
 
 
-def saved_view(saved: Saved, epoch: float) -> SavedView:
+def saved_view(saved: Saved, tell: Callable[[Reason | None], str] = text_of) -> SavedView:
     return SavedView(
         job_id=saved.job.job_id,
         uid=saved.uid,
         state=str(saved.state),
-        since=round(epoch + saved.since, 1),
+        since=round(saved.begun, 1),
         vm=saved.vm_name,
         bytes=saved.bytes,
         storage=saved.storage,
         held=saved.hold,
-        reason=text_of(saved.quarantined or saved.reason or saved.asked),
+        reason=tell(saved.quarantined or saved.reason or saved.asked),
     )
 
 

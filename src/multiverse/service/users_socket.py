@@ -1,5 +1,6 @@
-"""Answers users about their own jobs: on a Unix socket that everybody may use, and over TCP where the site wants it.
+"""Answers users about their own jobs, and saves and resumes these for them.
 
+A Unix socket is for everybody on this machine; a TCP socket is there where the site wants it.
 Who asks is what the kernel says of the peer (SO_PEERCRED), or what munge says of the credential. Nothing else that a
 peer sends is believed. A user learns of no other user's job, not even whether there is one. A connection asks one
 question. Questions cannot keep the controller from its work: see `Pace`.
@@ -19,7 +20,7 @@ from typing import Any, TypeAlias
 import structlog
 from pydantic import TypeAdapter, ValidationError
 
-from multiverse.api import LONGEST_QUESTION, PURPOSE, ExplanationsView, Question
+from multiverse.api import LONGEST_QUESTION, PURPOSE, ExplanationsView, Question, SavedChanged
 from multiverse.bundles.contract import Identities, Privacy
 from multiverse.core.errors import Gone, MultiverseError, Refused
 from multiverse.ports import Clock
@@ -75,8 +76,13 @@ class UserQuestions:
     pace: Pace
 
     async def answer(self, uid: int, question: Question) -> Any:
-        """The answer as a document of JSON. Raises `Gone` for a job that is not the user's, or does not exist."""
+        """The answer as a document of JSON. Raises `Gone` for a job that is not the user's, or does not exist, and
+        `Refused` for a change that is not possible."""
         async with self.pace.turn(uid):
+            if question.ask in ("save", "resume"):
+                if not question.job:
+                    raise Gone("name a job")
+                await self.backend.change_job(question.ask, question.job, hold=question.hold, uid=uid)
             return _ADAPTER.dump_python(self._found(Viewer.of(uid, self.privacy(uid)), question), mode="json")
 
     def _found(self, viewer: Viewer, question: Question) -> Any:
@@ -88,6 +94,10 @@ class UserQuestions:
                 if question.request is None:
                     raise Refused("a trial needs a request")
                 return explanations.trial(question.request, viewer)
+            case "saved":
+                return self.backend.saved(viewer)
+            case "save" | "resume":
+                return SavedChanged(question.job)
             case "explain":
                 found: Any = explanations.of_job(question.job, viewer)
             case "timeline":

@@ -193,6 +193,7 @@ class Why(StrEnum):
         "saved")
     BEING_SAVED = "being saved", "waiting until it is saved", "saved"
     SAVE_ASKED = "save asked", "its user asked for it"
+    RESUME_ASKED = "resume asked", "its user resumed it"
     SAVE_ORDERED = "save ordered", "an operator asked for it"
     SAVE_AT_LIMIT = "save at limit", "its time limit is nearly over"
     NOT_SAVED = "not saved", "it is not saved: {because}"
