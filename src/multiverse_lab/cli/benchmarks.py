@@ -18,6 +18,7 @@ from multiverse_lab.cli import (
     placement,
     report,
     sampling,
+    save,
     scale,
     submissions,
     throughput,
@@ -40,6 +41,7 @@ app.command("placement")(placement.placement)
 app.command("queue")(long_queue.queue)
 app.command("report")(report.report)
 app.command("sampling")(sampling.sampling)
+app.command("save")(save.save)
 app.command("scale")(scale.scale)
 app.command("neighbours")(long_queue.neighbours_)
 app.command("throughput")(throughput.throughput)
