@@ -25,6 +25,7 @@ from multiverse_lab.bench.hpcc import HPCC_INPUT, hpcc_figures
 from multiverse_lab.cli.demo_first import first_impression
 from multiverse_lab.cli.demo_jobs import LIMIT, LOG_HINT, DemoJob, follow, text_of
 from multiverse_lab.cli.demo_physical import NODES, physical_nodes
+from multiverse_lab.cli.demo_saved import saved_job
 from multiverse_lab.lab.layout import Layout, layout
 from multiverse_lab.lab.lifecycle import Progress
 from multiverse_lab.lab.plan import LabOptions, load
@@ -103,7 +104,8 @@ async def _demo(directory: Path, images: Path) -> None:
             await _templates(client)
             await first_impression(lab, client)
             rows = await _run(lab, client)
-            wrong = await physical_nodes(lab, client)
+            wrong = await saved_job(lab, client, options)
+            wrong += await physical_nodes(lab, client)
             wrong += await _report(lab, client, rows)
     finally:
         with progress.step("ending everything", "everything ended"):
