@@ -48,13 +48,14 @@ def test_programs_around_jobs_steps_and_tasks_run_in_the_vm(site: LabUnderTest, 
     out = home / "programs.out"
     conf = "/etc/slurm/multiverse-slurmd.conf"
     inside = (
-        "echo $COLOUR; srun sh -c 'echo $COLOUR $SLURM_MPI_TYPE'; hostname; "
+        "echo $COLOUR $SLURM_CONF; srun sh -c 'echo $COLOUR $SLURM_MPI_TYPE $SLURM_CONF'; hostname; "
         f"grep -cE '^(MpiDefault=pmi2|LaunchParameters=mpir_use_nodeaddr|HealthCheckProgram=.*)$' {conf}"
     )
     job = site.sbatch(inside, "-c3", f"--output={out}")
     until("its epilog has run", lambda: (said / "epilog").exists() and written(said / "epilog").strip())
     script, task, vm, kept = written(out).split("\n")[:-1]
-    assert (script, task) == ("blue", "blue pmi2"), "TaskProlog runs before the script and each task"
+    own = "/etc/slurm/slurm.conf"
+    assert (script, task) == (f"blue {own}", f"blue pmi2 {own}"), "TaskProlog runs before the script and each task"
     assert written(said / "prolog").splitlines() == [f"one {vm} {job}", "two 0"]
     assert written(said / "epilog") == f"{vm} {job}\n"
     assert set(written(said / "task-epilog").split()) == {str(site.user.uid)}

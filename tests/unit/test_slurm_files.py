@@ -396,14 +396,20 @@ def test_what_a_job_runs_knows_all_its_nodes_and_slurmd_all_but_its_own(site: Se
         assert text in read_by_slurmd and f"\n{peers}" in read_by_slurmd and member.name not in read_by_slurmd
         of_job = files["/etc/slurm/slurm.conf"].content.decode()
         assert of_job == f"Include {SLURMD_CONF}\nNodeName=mvab12c-1 NodeAddr=10.1.2.3\n"
-        start = files[argv[argv.index("-d") + 1]]
+        start = files["/slurmstepd"]
         assert start.mode == 0o755
-    stepd = tmp_path / "slurmstepd"
-    stepd.write_text('#!/bin/sh\necho "$SLURM_CONF" "$#" "$2"\n')
-    stepd.chmod(0o755)
-    script = start.content.decode().replace("/usr/sbin/slurmstepd", str(stepd))
-    said = subprocess.run(["sh", "-c", script, "x", "spank", "a b"], env={"SLURM_CONF": "x"}, capture_output=True)
-    assert said.stdout == b"/etc/slurm/slurm.conf 2 a b\n"
+    programs, root = tmp_path / "sbin", tmp_path / "root"
+    for directory, script in (
+        (programs, '#!/bin/sh\necho "$SLURM_CONF" "$#" "$2" $(readlink -f $STEPD)\n'),
+        (root, start.content.decode().replace("/usr/sbin", str(programs))),
+    ):
+        directory.mkdir()
+        (directory / "slurmstepd").write_text(script)
+        (directory / "slurmstepd").chmod(0o755)
+    path = argv[argv.index("-d") + 1]
+    environment = {"SLURM_CONF": "x", "PATH": os.environ["PATH"], "STEPD": path}
+    said = subprocess.run([path, "spank", "a b"], cwd=root, env=environment, capture_output=True, text=True)
+    assert said.stdout == f"/etc/slurm/slurm.conf 2 a b {programs}/slurmstepd\n", "slurmstepd finds itself there"
 
 
 def test_slurmctld_finds_no_other_hash_in_a_guest(site: Settings) -> None:

@@ -179,11 +179,13 @@ _DIRECTORIES = (
 _SOCKET = "/run/munge/munge.socket.2"
 _SLURMD_CONF = "/etc/slurm/multiverse-slurmd.conf"
 _SLURM_CONF = "/etc/slurm/slurm.conf"
-_STEPD = "/etc/slurm/multiverse-slurmstepd"
+# slurmd's working directory is /. So slurmd finds the script below here. From Slurm 24.11 on slurmstepd opens this path
+# too, as the program that starts each TaskProlog: a script would not do. slurmstepd finds itself here (decision 132).
+_STEPD = "/proc/self/cwd/slurmstepd"
 _START_STEPD = f"""\
 #!/bin/sh
 # slurmd gives each job the path of its own slurm.conf, which must not name this node. This one names it (decision 83).
-SLURM_CONF={_SLURM_CONF} exec /usr/sbin/slurmstepd "$@"
+cd /usr/sbin && SLURM_CONF={_SLURM_CONF} exec ./slurmstepd "$@"
 """.encode()
 
 
@@ -319,7 +321,7 @@ def _files(settings: Settings, text: str, node: NodeSpec) -> Iterator[GuestFile]
     yield GuestFile(_SLURMD_CONF, with_hash_of(own_conf, _as_slurm_reads_it(slurm.conf, slurm.conf.parent)))
     itself = (node.name, node.address.partition("/")[0])
     yield GuestFile(_SLURM_CONF, f"Include {_SLURMD_CONF}\n{conf.addresses([itself])}".encode())
-    yield GuestFile(_STEPD, _START_STEPD, 0o755)
+    yield GuestFile("/slurmstepd", _START_STEPD, 0o755)
     for name, content in sorted(files.items()):
         yield GuestFile(f"/etc/slurm/{name}", content)
     try:
