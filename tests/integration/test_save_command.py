@@ -46,12 +46,32 @@ def went_on(lab: LabUnderTest, client: Client, job: str, output: Path) -> None:
     assert not list((lab.where.root / "saved").glob("[!.]*"))
 
 
-def test_a_saved_job_goes_on_where_it_stopped(lab: LabUnderTest, client: Client) -> None:
+@pytest.fixture
+def ends(lab: LabUnderTest) -> Iterator[Path]:
+    """What the site's own EpilogSlurmctld writes at the end of each run. It takes a while."""
+    said, program, conf = lab.where.slurmctld / "ends", lab.where.etc / "site-epilog", lab.where.etc / "site.conf"
+    program.write_text(
+        f'#!/bin/sh\n{lab.where.etc}/multiverse-epilog\nsleep 2\necho "$SLURM_JOB_ID $SLURM_JOB_NODELIST" >> {said}\n'
+    )
+    program.chmod(0o755)
+    before = conf.read_text()
+    conf.write_text(f"{before}EpilogSlurmctld={program}\n")
+    lab.run("scontrol", "reconfigure")
+    try:
+        yield said
+    finally:
+        conf.write_text(before)
+        lab.run("scontrol", "reconfigure")
+
+
+def test_a_saved_job_goes_on_where_it_stopped(lab: LabUnderTest, client: Client, ends: Path) -> None:
     job, output = running(lab, client)
+    vm = client.vms()[0]["name"]
     client.save(job)
     went_on(lab, client, job, output)
     assert [row["state"] for row in client.jobs(job)] == ["requeued", "done"]
     nothing_left(lab, client)
+    until("each run has its end", lambda: ends.exists() and ends.read_text().splitlines() == [f"{job} {vm}"] * 2)
 
 
 def test_a_held_job_is_resumed_after_a_restart_of_controller_and_agent(lab: LabUnderTest, client: Client) -> None:
