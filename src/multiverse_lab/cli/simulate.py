@@ -29,7 +29,8 @@ PairName = Annotated[
 History = Annotated[
     str,
     typer.Option(
-        help="Of a seed: crowded, operated, leasing, requesting, overflowing or failing. By default that with faults."
+        help="Of a seed: crowded, operated, leasing, requesting, overflowing, failing or saving. By default that with "
+        "faults."
     ),
 ]
 
@@ -48,16 +49,19 @@ def fuzz(
     first: Annotated[int, typer.Option(min=0, help="The first one's seed.")] = 0,
     processes: Annotated[int, typer.Option(min=0, help="How many at a time; 0 for one on each core.")] = 0,
     pair: PairName = "",
+    history: History = "",
 ) -> None:
     """Simulate many seeds, each with its own jobs and faults, and print every seed that breaks a promise.
 
     The exit status is 1 if any seed does."""
-    from multiverse_lab.simulation.fuzz import fuzz
+    from multiverse_lab.simulation.fuzz import HISTORIES, fuzz
 
+    if history and history not in HISTORIES:
+        raise Refused(f"there is no history {history!r}", hint=f"choose one of {', '.join(HISTORIES)}")
     began, done, bad, jobs, commits, crashes = time.monotonic(), 0, 0, 0, 0, 0
     faults: Counter[str] = Counter()
     with progress.step(f"{seeds} seeds from {first}") as say:
-        for result in fuzz(range(first, first + seeds), processes or None, _pair(pair)):
+        for result in fuzz(range(first, first + seeds), processes or None, _pair(pair), history):
             done += 1
             jobs, commits, crashes = jobs + result.jobs, commits + result.commits, crashes + result.crashes
             faults.update(result.faults)

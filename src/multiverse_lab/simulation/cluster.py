@@ -29,6 +29,7 @@ from multiverse.core.model.job import (
 from multiverse_lab.simulation.clock import EPOCH
 from multiverse_lab.simulation.guests import LIVE, Guest, Registration, Run
 from multiverse_lab.simulation.jobs import KILL_WAIT, Batch, JobRecord, NodeRecord
+from multiverse_lab.simulation.processes import Ledger
 
 NOTICED = 5.0
 """Seconds by which the controller may notice the start of a run later than its end."""
@@ -163,6 +164,7 @@ class Cluster:
         self.physical: dict[str, NodeRecord] = {}  # of the partition that overflows; each runs one job at a time
         self.history: list[JobRecord] = []  # all jobs that ever were submitted
         self.violations: list[str] = []
+        self.ledger = Ledger()  # of the scripts
         # What job_submit.lua and EpilogSlurmctld call, with the uid of the job's user or the job's id.
         self.epoch = EPOCH  # Unix time when the time of the event loop is 0
         self.hint: Callable[[int | None, str], None] = lambda uid, job_id: None
@@ -268,6 +270,18 @@ class Cluster:
             job.again = True
             self._stop(job, "")
 
+    def requeue_saved(self, job: JobRecord, *, hold: bool, remaining: float | None) -> None:
+        """Queue a job again whose processes are frozen and cut off. Its run did not end by itself, however short."""
+        guest = self.nodes[job.nodes[0]].guest if job.nodes and job.nodes[0] in self.nodes else None
+        if guest is None or not guest.is_cut_off:
+            self.stopped_by_controller(job, "was queued again before it was cut off")
+        job.by_controller = True
+        self.requeue(job.job_id)
+        job.run_seconds = math.inf
+        job.held |= hold
+        if remaining is not None:
+            job.batch = replace(job.batch, limit=remaining)
+
     def suspend(self, job_id: str) -> None:
         self._suspend(self.jobs[job_id], JobState.RUNNING, JobState.SUSPENDED)
 
@@ -290,7 +304,9 @@ class Cluster:
                 node.down, node.reason = True, "Low RealMemory"
         elif known.guest is guest:
             known.silent = None
-        else:  # names of VMs must never be used again
+        elif guest.is_restored and not known.guest.alive:  # a late message of the VM that was saved
+            known.guest, known.silent = guest, None
+        elif guest.alive:  # names of VMs must never be used again
             self.violations.append(f"node {registration.name} registered from a second VM")
         return True
 
@@ -364,6 +380,11 @@ class Cluster:
         """Let no job start on a node. Nothing to do if there is no such node."""
         if name in self.nodes:
             self.nodes[name].drained = True
+
+    def undrain(self, name: str) -> None:
+        """Let jobs start on a node again. Nothing to do if there is no such node."""
+        if name in self.nodes:
+            self.nodes[name].drained = False
 
     def reserve(self, name: str, delay: float, seconds: float) -> None:
         """From some seconds on let no job run on any node, for so long."""

@@ -49,6 +49,9 @@ DEFINITE: Mapping[str, tuple[type[MultiverseError], ...]] = {
     "create": (Exhausted, Broken),
     "start": (Broken,),
     "add_user": (Broken,),
+    "freeze": (Broken,),
+    "cut": (Broken,),
+    "save": (Exhausted,),
 }
 """The definite errors that a call may raise although its arguments are right. Other calls have none."""
 
@@ -72,6 +75,8 @@ CALL_IDS: Mapping[tuple[Port, str], str] = {
     ("scheduler", "release"): "s17",
     ("scheduler", "restore"): "s18",
     ("scheduler", "hold"): "s19",
+    ("scheduler", "prepare"): "s20",
+    ("scheduler", "undo"): "s21",
     ("hypervisor", "observe"): "h1",
     ("hypervisor", "build_template"): "h2",
     ("hypervisor", "delete_template"): "h3",
@@ -79,6 +84,11 @@ CALL_IDS: Mapping[tuple[Port, str], str] = {
     ("hypervisor", "start"): "h5",
     ("hypervisor", "add_user"): "h6",
     ("hypervisor", "destroy"): "h7",
+    ("hypervisor", "freeze"): "h8",
+    ("hypervisor", "cut"): "h9",
+    ("hypervisor", "save"): "h10",
+    ("hypervisor", "thaw"): "h11",
+    ("hypervisor", "discard"): "h12",
 }
 """Faults are drawn from these ids and not from the methods' names, so that each seed still gives the same history after
 a method has been renamed. An id never changes and is never given to another method."""
@@ -360,6 +370,8 @@ class IncidentKind(StrEnum):
     LINK_HANGS = "the controller does not reach a host, and the scheduler does"
     CONTROLLER_CUT_OFF = "the controller reaches no host, and the scheduler does"
     HOST_DISK_FULL = "the disk of a host is full"
+    STORAGE_AWAY = "a host does not reach the storage of saved VMs"
+    STORAGE_FULL = "the storage of saved VMs is full"
     NAME_SERVICE_SILENT = "the name service does not answer"
     SOURCE_SLOW = "a source answers observations after ten minutes"
     TEMPLATE_DELETED = "an operator deletes a template"
@@ -416,6 +428,8 @@ DURATIONS: Mapping[IncidentKind, tuple[float, float]] = {
     IncidentKind.LINK_HANGS: (2.0, 200.0),
     IncidentKind.CONTROLLER_CUT_OFF: (5.0, 300.0),
     IncidentKind.HOST_DISK_FULL: (1.0, 100.0),
+    IncidentKind.STORAGE_AWAY: (1.0, 100.0),
+    IncidentKind.STORAGE_FULL: (1.0, 100.0),
     IncidentKind.NAME_SERVICE_SILENT: (5.0, 300.0),
     IncidentKind.SOURCE_SLOW: (10.0, 200.0),
     IncidentKind.DATABASE_RESTORED: (0.1, 60.0),

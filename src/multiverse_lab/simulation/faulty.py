@@ -20,7 +20,7 @@ _RECORDED: Mapping[str, Callable[..., tuple[Any, ...]]] = {
     "explain": lambda jobs, text: tuple(jobs),
     "read": lambda **_: (),
     "exclude": lambda users: tuple(sorted(users)),
-    "release": lambda name, pilots: (name, *pilots),
+    "release": lambda name="", pilots=(), job=None: (job,) if job is not None else (name, *pilots),
     "publish": lambda limits: (),
     "start": lambda vm, size, identity: (vm.name, size, identity),
     "destroy": lambda vm, grace: (vm.name, grace),
@@ -52,4 +52,6 @@ def _subject(call: PortCall) -> str:
         return first.job_id
     if isinstance(first, TemplateKey):
         return f"{first.host}/{first.image}"
+    if call.method == "discard":
+        return str(call.arguments["name"])
     return str(first) if isinstance(first, str | int) else str(getattr(first, "name", ""))

@@ -19,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from multiverse.core.errors import Refused
 from multiverse_lab.simulation.generate import crowded, failing, leasing, operated, overflowing, requesting, with_faults
+from multiverse_lab.simulation.generate_saving import saving
 from multiverse_lab.simulation.run import simulate
 from multiverse_lab.simulation.scenario import Scenario
 from multiverse_lab.simulation.world import Pair
@@ -45,6 +46,10 @@ FAILING = 16
 """Of every so many seeds, one is also simulated with hosts on which VMs fail, and launches that fail."""
 
 
+SAVING = 8
+"""Of every so many seeds, one is also simulated with jobs that are saved and resumed."""
+
+
 class SeedHistory(NamedTuple):
     """A history that of every so many seeds one has, that with this rest, beside the one with faults."""
 
@@ -60,6 +65,7 @@ HISTORIES = {
     "requesting": SeedHistory(requesting, REQUESTING),
     "overflowing": SeedHistory(overflowing, OVERFLOWING, OVERFLOWING // 2),
     "failing": SeedHistory(failing, FAILING, FAILING // 2 + 1),
+    "saving": SeedHistory(saving, SAVING, 2),
 }
 
 
@@ -93,12 +99,14 @@ def silent_logs() -> Iterator[None]:
         structlog.configure(**before)
 
 
-def run_seed(seed: int, pair: Pair | None = None) -> SeedResult:
-    """Simulate the scenario with faults of one seed. A failure of the simulation itself is returned as a violation."""
+def run_seed(seed: int, pair: Pair | None = None, history: str = "") -> SeedResult:
+    """Simulate the scenario with faults of one seed, and the others that it has; or only one history of it. A failure
+    of the simulation itself is returned as a violation."""
     silence_logs()
     try:
-        outcome = simulate(with_faults(seed, pair=pair))
-        others = {name: simulate(one.scenario(seed)) for name, one in HISTORIES.items() if seed % one.every == one.rest}
+        outcome = simulate(HISTORIES[history].scenario(seed) if history else with_faults(seed, pair=pair))
+        chosen = {} if history else {name: one for name, one in HISTORIES.items() if seed % one.every == one.rest}
+        others = {name: simulate(one.scenario(seed)) for name, one in chosen.items()}
     except Exception:
         return SeedResult(seed, (traceback.format_exc(limit=-4),))
     transitions = sum((one.transitions for one in others.values()), outcome.transitions)
@@ -118,11 +126,13 @@ def run_seed(seed: int, pair: Pair | None = None) -> SeedResult:
     )
 
 
-def fuzz(seeds: Iterable[int], processes: int | None = None, pair: Pair | None = None) -> Iterator[SeedResult]:
+def fuzz(
+    seeds: Iterable[int], processes: int | None = None, pair: Pair | None = None, history: str = ""
+) -> Iterator[SeedResult]:
     """The results in the order in which they become available. Uses one process per core unless `processes` is
-    given."""
+    given. `history`: only that one of each seed."""
     processes = processes or len(os.sched_getaffinity(0))
-    run = partial(run_seed, pair=pair)
+    run = partial(run_seed, pair=pair, history=history)
     if processes == 1:
         yield from map(run, seeds)
         return

@@ -133,13 +133,13 @@ def operated(seed: int) -> Scenario:
     fence = FenceSettings(command, after=silence + rng.choice((0.0, 30.0)), quorum=rng.choice((0.0, 0.5)))
     settings = Settings(pacing=PacingSettings(silence=silence, provisioning=rng.choice((1, 4))), fence=fence)
     settings = _with_pools(settings, rng)
-    incidents = _incidents(OPERATED, rng, until=120.0)
+    incidents = draw_all(OPERATED, rng, until=120.0)
     for kind in (IncidentKind.HOST_AWAY, IncidentKind.LINK_HANGS):
         incidents += (Incident(rng.uniform(2.0, 60.0), kind, rng.choice(CUT_OFF), rng.random()),)
     agents = AgentBehaviour(rng.choice((0.0, 60.0)), late=rng.choice((0.0, 0.0, 0.05)), twice=rng.choice((0.0, 0.2)))
     if agents.self_fence:
         # An agent that does not run ends no VM, and who starts a controller beside another one has to know that.
-        incidents = tuple(_started_again_soon(one) for one in incidents)
+        incidents = tuple(started_again_soon(one) for one in incidents)
     else:
         incidents += every(rng.choice((0.0, 100.0)), IncidentKind.CONTROLLER_RIVAL, rng, until=120.0)[:1]
     return Scenario(
@@ -148,7 +148,7 @@ def operated(seed: int) -> Scenario:
         WorldSettings(hosts, cluster=cluster, agents=agents),
         settings,
         incidents=tuple(sorted(incidents, key=lambda incident: incident.at)),
-        crashes=_crashes(rng, rng.choice((0, 0, 3))),
+        crashes=draw_crashes(rng, rng.choice((0, 0, 3))),
         limit=6000.0,
     )
 
@@ -193,7 +193,7 @@ def failing(seed: int) -> Scenario:
         world,
         _with_pools(settings, rng),
         incidents=tuple(sorted(incidents, key=lambda incident: incident.at)),
-        crashes=_crashes(rng, rng.choice((0, 0, 0, 3))),
+        crashes=draw_crashes(rng, rng.choice((0, 0, 0, 3))),
         hints=rng.choice((0.5, 0.9)),
         limit=12_000.0,
     )
@@ -230,7 +230,7 @@ def leasing(seed: int) -> Scenario:
     )
     quiet = rng.random() < 0.3
     odds = Odds() if quiet else Odds.even(rng.choice((0.0, 0.02, 0.1)), until=400.0)
-    incidents = () if quiet else _incidents(LEASING, rng, until=400.0)
+    incidents = () if quiet else draw_all(LEASING, rng, until=400.0)
     cluster = ClusterSettings(
         node_timeout=rng.choice((10.0, 60.0)), min_job_age=(2.0, 30.0), flavor=Size(64, 2_000_000)
     )
@@ -243,7 +243,7 @@ def leasing(seed: int) -> Scenario:
         scheduler_odds=odds,
         hypervisor_odds=odds,
         incidents=tuple(sorted(incidents, key=lambda incident: incident.at)),
-        crashes=() if quiet else _crashes(rng, rng.choice((0, 0, 3))),
+        crashes=() if quiet else draw_crashes(rng, rng.choice((0, 0, 3))),
         hints=rng.choice((0.5, 0.9)),
         limit=6000.0,
     )
@@ -281,7 +281,7 @@ def overflowing(seed: int) -> Scenario:
             arrivals.append(Arrival(burst + rng.uniform(0.0, 10.0), batch, tasks, _actions(rng)))
     quiet = rng.random() < 0.3
     odds = Odds() if quiet else Odds.even(rng.choice((0.0, 0.1, 0.2)), until=300.0)
-    incidents = () if quiet else _incidents(OVERFLOWING, rng, until=300.0)
+    incidents = () if quiet else draw_all(OVERFLOWING, rng, until=300.0)
     min_wait = rng.choice((0.0, 5.0, 30.0))
     cluster = ClusterSettings(
         node_timeout=rng.choice((10.0, 60.0)), min_job_age=(2.0, 30.0), flavor=Size(64, 2_000_000), min_wait=min_wait
@@ -303,7 +303,7 @@ def overflowing(seed: int) -> Scenario:
         scheduler_odds=odds,
         hypervisor_odds=odds,
         incidents=tuple(sorted(incidents, key=lambda incident: incident.at)),
-        crashes=() if quiet else _crashes(rng, rng.choice((0, 0, 3))),
+        crashes=() if quiet else draw_crashes(rng, rng.choice((0, 0, 3))),
         hints=rng.choice((0.5, 0.9)),
         limit=6000.0,
     )
@@ -338,12 +338,12 @@ CUT_OFF = (5.0, 60.0, 600.0)
 """Seconds: shorter than anybody's patience, longer than a connection's, and longer than the time of a fencing."""
 
 
-def _incidents(choices: Mapping[IncidentKind, tuple[float, ...]], rng: Random, until: float) -> tuple[Incident, ...]:
+def draw_all(choices: Mapping[IncidentKind, tuple[float, ...]], rng: Random, until: float) -> tuple[Incident, ...]:
     """Incidents until `until`, of each kind with one of its mean seconds between two."""
     return tuple(one for kind, means in choices.items() for one in every(rng.choice(means), kind, rng, until))
 
 
-def _started_again_soon(one: Incident) -> Incident:
+def started_again_soon(one: Incident) -> Incident:
     """An agent that ends is started again within the time that the controller grants it."""
     return replace(one, seconds=min(one.seconds, 20.0)) if one.kind is IncidentKind.AGENT_DIES else one
 
@@ -426,7 +426,7 @@ def with_faults(seed: int, database: str = ":memory:", pair: Pair | None = None)
     rates = (0.0, 0.02, 0.1, 0.3)
     silence = (5.0, rng.choice((*(30.0,) * 6, 700.0)))  # the longest is longer than the time limit of effects
     odds = [replace(Odds.even(rng.choice(rates), until), silence=silence) for _ in range(2)]
-    incidents = _incidents(MEANS, rng, until)
+    incidents = draw_all(MEANS, rng, until)
     slow = Random(f"{seed}/slow")
     incidents += every(slow.choice((0.0, 0.0, 0.0, 30.0)), IncidentKind.SOURCE_SLOW, slow, until)
     names = Random(f"{seed}/names")
@@ -450,7 +450,7 @@ def with_faults(seed: int, database: str = ":memory:", pair: Pair | None = None)
         scheduler_odds=odds[0],
         hypervisor_odds=odds[1],
         incidents=tuple(sorted(incidents, key=lambda incident: incident.at)),
-        crashes=_crashes(rng, rng.choice((0, 0, 5, 30))),
+        crashes=draw_crashes(rng, rng.choice((0, 0, 5, 30))),
         database=database,
     )
 
@@ -474,7 +474,7 @@ MEANS: dict[IncidentKind, tuple[float, ...]] = {
 """The mean seconds between two incidents of a kind: one is drawn for each scenario, 0 for never."""
 
 
-def _crashes(rng: Random, count: int) -> tuple[ControllerCrash, ...]:
+def draw_crashes(rng: Random, count: int) -> tuple[ControllerCrash, ...]:
     """Crashes at commits. Some follow each other closely, so that the controller crashes during its recovery too."""
     return tuple(
         ControllerCrash(n, rng.random() < 0.5, rng.uniform(0.05, 5.0)) for n in sorted(rng.sample(range(1, 80), count))

@@ -56,7 +56,7 @@ class SimulatedGrid(SimulatedScheduler):
         return replace(super()._view(), offers=None)
 
     def _tie(self, record: JobRecord, tag: str, nodes: Sequence[str]) -> None:
-        missing = [node for node in nodes if node not in self._cluster.nodes]
+        missing = [node for node in nodes if node not in self.cluster.nodes]
         if missing or not nodes:
             record.unpin()
             raise Refused(f"no such nodes: {', '.join(missing) or 'none named'}", hint="pin after they have registered")

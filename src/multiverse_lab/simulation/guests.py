@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING
 
+from multiverse.core.errors import Broken
 from multiverse.core.model.basics import Size
 from multiverse.core.model.identity import Daemon, GuestFile, Identity, NodeBootstrap
 from multiverse.core.model.job import JobState
 from multiverse_lab.simulation.jobs import JobRecord
+from multiverse_lab.simulation.processes import FrozenProcesses, Processes, SavedFiles
 
 if TYPE_CHECKING:
     from multiverse_lab.simulation.cluster import Cluster
@@ -74,7 +76,10 @@ class GuestBehaviour:
 
 @dataclass(eq=False)
 class Guest:
-    """A running guest. `served` are the jobs, as (number, id), that ever had this node."""
+    """A running guest. `served` are the jobs, as (number, id), that ever had this node.
+
+    The processes of a script can be frozen, and cut off from their run. Then the VM can be saved. In a restored guest a
+    run starts no script: it takes the processes over that were saved, once that is permitted."""
 
     name: str
     identity: Identity
@@ -88,6 +93,7 @@ class Guest:
     users: set[int] = field(default_factory=set)  # uids that were added after the start
     _job: JobRecord | None = None
     _run: Run | None = None
+    _processes: Processes | None = None  # of the run's script
     _seconds_left: float = 0.0  # of the script
     _resumed: float = 0.0
     _timer: asyncio.TimerHandle | None = None
@@ -97,6 +103,15 @@ class Guest:
     _unsent: list[Callable[[], None]] = field(default_factory=list)
     _waiting: set[tuple[int, int]] = field(default_factory=set)  # runs that wait, or have waited, for their user
     _after_prolog: list[Callable[[], None]] = field(default_factory=list)
+    _mine: list[Run] = field(default_factory=list)
+    _frozen: bool = False  # the processes, also those that are held
+    _was_suspended: bool = False  # as they were frozen
+    _held: FrozenProcesses | None = None  # cut off, or restored: they wait for the next run
+    _restored: SavedFiles | None = None  # what the guest was restored from
+    _permitted: bool = False  # the next run may go on with them
+    rests: bool = False  # its daemons have ended, or its VM is stopped, to be saved
+    _kill_waits: bool = False  # for the thaw
+    _after_thaw: list[Callable[[], None]] = field(default_factory=list)
 
     def boot(self) -> None:
         """Begin to boot; the node registers later. A guest without a daemon never registers."""
@@ -133,14 +148,23 @@ class Guest:
         self._job = job
         self._run = Run(job.number, job.restarts, self.name, self._now())
         self.runs.append(self._run)
+        self._mine.append(self._run)
+        if self._restored is not None:
+            self.log(f"{self.name}: {job.job_id} runs, and waits for the processes of its earlier run")
+            if self._permitted:
+                self._attach()
+            return
         self.log(f"{self.name}: the script of {job.job_id} begins")
-        self._seconds_left = job.batch.seconds
+        self._processes, self._seconds_left = self.cluster.ledger.begin(job), job.batch.seconds
         self.resume(job)
 
     def after_prolog(self, do: Callable[[], None]) -> None:
-        """Do something now, or, in a joined spare without users, once a user has been added."""
+        """Do something now, or, in a joined spare without users, once a user has been added; not while the job's
+        slurmstepd is frozen."""
         if self.waits_for_user:
             self._after_prolog.append(do)
+        elif self._frozen and self._processes is not None:
+            self._after_thaw.append(do)
         else:
             do()
 
@@ -167,20 +191,113 @@ class Guest:
             self._continue_script()
 
     def _stop_script(self) -> None:
-        if self._timer is not None:
+        if self._timer is not None and self._processes is not None:
             self._timer.cancel()
             self._timer = None
             self._seconds_left -= self._now() - self._resumed
+            self.cluster.ledger.stop(self._processes, self._computed, self)
 
     def _continue_script(self) -> None:
-        if self._job is not None and self._timer is None and not self._suspended and not self._paused:
+        stopped = self._suspended or self._paused or self._frozen or self._timer is not None
+        if self._processes is not None and not stopped:
             self._resumed = self._now()
+            self.cluster.ledger.go_on(self._processes, self._computed, self.name, self)
             self._timer = asyncio.get_running_loop().call_later(max(0.0, self._seconds_left), self._script_ends)
+
+    @property
+    def _computed(self) -> float:
+        """To which second of their script the processes had come when they stopped last."""
+        return self._processes.job.batch.seconds - self._seconds_left if self._processes is not None else 0.0
+
+    # --- saving, as the agent of a real guest does it (`guest.agent.saving`)
+
+    def freeze(self) -> None:
+        """Stop the processes of the job. Raises `Broken` if there are none."""
+        if self._frozen:
+            return
+        if self._processes is None:
+            raise Broken(f"there is no job with processes in {self.name}")
+        self._stop_script()
+        self._frozen, self._was_suspended = True, self._suspended
+        self.log(f"{self.name}: {self._processes.job.job_id} is frozen")
+
+    def cut(self) -> None:
+        """Cut the frozen processes off from their run. Raises `Broken` if none are frozen."""
+        if self._held is None or self._restored is not None:
+            self._held, self._restored = self._memory(cut=True), None
+            self._end_run()
+            self.log(f"{self.name}: {self._held.which.job.job_id} is cut off")
+            self._go_on_after_thaw()
+
+    def _memory(self, *, cut: bool) -> FrozenProcesses:
+        if self._processes is None or not self._frozen:
+            raise Broken(f"the job in {self.name} is not frozen")
+        return FrozenProcesses(self._processes, self._computed, self._was_suspended, cut)
+
+    def thaw(self) -> None:
+        """Let the frozen processes go on in their run. Raises `Broken` if they were cut off from it."""
+        if self._held is not None:
+            raise Broken(f"the job in {self.name} was cut off from its run")
+        if self._frozen:
+            self._frozen = False
+            self._interrupt() if self._kill_waits else self._continue_script()
+            self._go_on_after_thaw()
+
+    def _go_on_after_thaw(self) -> None:
+        self._kill_waits = False
+        waiting, self._after_thaw = self._after_thaw, []
+        for do in waiting:
+            do()
+
+    def rest(self) -> None:
+        """End the daemons. The VM is stopped then, and does not go on."""
+        if not self.rests:
+            self._fall_silent()
+            self.rests = True
+
+    def memory(self) -> FrozenProcesses | None:
+        """What is saved of the job."""
+        return self._held or (self._memory(cut=False) if self._frozen else None)
+
+    def restore(self, files: SavedFiles) -> None:
+        """The guest was restored. It has not begun to boot."""
+        self._restored, self._held, self._frozen = files, files.frozen, True
+
+    @property
+    def is_cut_off(self) -> bool:
+        return self._held is not None
+
+    @property
+    def is_restored(self) -> bool:
+        return self._restored is not None
+
+    def attach(self) -> bool:
+        """Permit the next run to go on with the processes that were restored. Whether they go on now."""
+        self._permitted = True
+        if self._processes is not None:
+            self.thaw()
+            return True
+        return self._job is not None and self._attach()
+
+    def _attach(self) -> bool:
+        if self._held is None or self._restored is None or self._job is None:
+            return False
+        found = self.cluster.ledger.attach(self._restored, self._job, self.name, self)
+        if found is None:
+            return False
+        self.log(f"{self.name}: {self._job.job_id} goes on after {found.computed:.3f} s")
+        self._held, self._frozen, self._processes = None, False, found.which
+        self._seconds_left = found.which.job.batch.seconds - found.computed
+        self._suspended |= found.stopped
+        self._continue_script()
+        return True
 
     def kill(self, job: JobRecord) -> None:
         """End the job's script, if the script runs here."""
         if self._silent:
             self._unsent.append(lambda: self.kill(job))
+        elif self._job is job and self._frozen and self._processes is not None:
+            self._kill_waits = True  # for its slurmstepd, which is frozen too
         elif self._job is job:
             self._interrupt()
 
@@ -188,6 +305,9 @@ class Guest:
         """End the job's script now as if its time had passed. False if the script does not run here."""
         if self._job is not job:
             return False
+        if self._processes is not None:
+            self._stop_script()
+            self._processes.computed, self._seconds_left = job.batch.seconds, 0.0
         self._script_ends()
         return True
 
@@ -197,18 +317,17 @@ class Guest:
 
     @property
     def _silent(self) -> bool:
-        return self._cut_off or self._paused
+        return self._cut_off or self._paused or self.rests
 
     def has_run(self, job: JobRecord) -> bool:
         """Whether this guest knows this very run of the job: running, ended, or waiting for its user."""
         return (job.number, job.restarts) in self._waiting or any(
-            (run.job, run.restarts, run.node) == (job.number, job.restarts, self.name) for run in self.runs
+            (run.job, run.restarts) == (job.number, job.restarts) for run in self._mine
         )
 
     def has_run_before(self, job: JobRecord) -> bool:
         """Whether this guest knows an earlier run of the job."""
-        mine = (run for run in self.runs if (run.job, run.node) == (job.number, self.name))
-        return any(run.restarts < job.restarts for run in mine)
+        return any(run.job == job.number and run.restarts < job.restarts for run in self._mine)
 
     def serves(self) -> JobRecord | None:
         """The job that the scheduler believes to run on this very node; None if there is none or the node is DOWN."""
@@ -269,18 +388,21 @@ class Guest:
 
     def _script_ends(self) -> None:
         job, run = self._job, self._run
-        assert job is not None and run is not None
-        run.completed = True
+        assert job is not None and run is not None and self._processes is not None
+        run.completed = self._processes.completed = True
         self._interrupt()
         self.log(f"{self.name}: the script of {job.job_id} has ended")
         self.send(lambda: self.cluster.script_ended(job, run))
 
     def _interrupt(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        self._stop_script()
+        self._end_run()
+        self._permitted = False
+
+    def _end_run(self) -> None:
         if self._run is not None:
             self._run.ended = self._now()
-        self._job = self._run = self._timer = None
+        self._job = self._run = self._processes = None
         self._suspended = False
 
     def _register(self) -> None:

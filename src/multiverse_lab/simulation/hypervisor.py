@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import Any, TypeVar
 
 from multiverse.core.errors import Unknown
 from multiverse.core.model.basics import Size
@@ -17,6 +18,8 @@ from multiverse.core.model.vm import Stage, TemplateKey, VmRef, VmSpec
 from multiverse.ports import GuestUsers, Membership, Source, Templates
 from multiverse.ports.hypervisor import NOT_LEASED
 from multiverse_lab.simulation.machines import Machines
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,8 @@ class HostLatencies:
     start: tuple[float, float] = (0.03, 0.3)
     stop: tuple[float, float] = (0.01, 0.2)
     unreachable: tuple[float, float] = (1.0, 5.0)  # until a call to a source that does not answer fails
+    freeze: tuple[float, float] = (0.02, 0.3)
+    save: tuple[float, float] = (0.3, 2.0)
 
 
 class SimulatedHypervisor(ABC):
@@ -100,8 +105,6 @@ class SimulatedHypervisor(ABC):
 class SimulatedHosts(SimulatedHypervisor):
     """Hosts like those of the QEMU driver: each is a source of its own, with templates, and addresses are given."""
 
-    saves = None
-
     def __init__(
         self,
         machines: Machines,
@@ -115,6 +118,7 @@ class SimulatedHosts(SimulatedHypervisor):
         self._leased: dict[str, LeasedSource] = {}
         self._scheduler_answers = scheduler_answers
         self._members = set(machines.hosts)
+        self.saves = SimulatedSaves(self) if any(one.storage for one in machines.hosts.values()) else None
 
     @property
     def sources(self) -> Sequence[HostSource]:
@@ -165,6 +169,101 @@ class SimulatedHosts(SimulatedHypervisor):
         await self.take("command", self.latencies.command)
         self.machines.add_user(vm, user)
         await self.take("reply", self.latencies.command)
+
+
+class SimulatedSaves:
+    """`ports.Saves`. Where agents serve calls, a call goes on when its caller has gone, as those of the real driver do.
+    Elsewhere the process of the library ends with its caller."""
+
+    def __init__(self, hypervisor: SimulatedHosts) -> None:
+        self._hypervisor, self._machines, self._latencies = hypervisor, hypervisor.machines, hypervisor.latencies
+        self._calls: dict[asyncio.Task[Any], str] = {}  # with the source that executes each
+        self._saving: dict[str, asyncio.Task[Sequence[Stage]]] = {}  # by the name of the files
+
+    def end_calls(self, source: str) -> None:
+        """The process that executes the calls of a source has ended."""
+        for task in [task for task, where in self._calls.items() if where == source]:
+            task.cancel()
+
+    async def freeze(self, vm: VmRef) -> None:
+        await self._call(vm.source, self._freeze(vm))
+
+    async def _freeze(self, vm: VmRef) -> None:
+        await self._take("command", self._latencies.command)
+        self._machines.freeze(vm)
+        await self._take("sync", self._latencies.freeze)
+        self._machines.note_frozen(vm, frozen=True)
+
+    async def cut(self, vm: VmRef) -> None:
+        await self._call(vm.source, self._cut(vm))
+
+    async def _cut(self, vm: VmRef) -> None:
+        await self._take("command", self._latencies.command)
+        self._machines.cut(vm)
+        await self._take("reply", self._latencies.command)
+
+    async def save(self, vm: VmRef, name: str) -> Sequence[Stage]:
+        task = self._saving.get(name)
+        if task is None or task.done():
+            task = self._saving[name] = self._begin(vm.source, self._save(vm, name))
+        return await self._wait_for(task)
+
+    async def _save(self, vm: VmRef, name: str) -> Sequence[Stage]:
+        await self._take("command", self._latencies.command)
+        if not self._machines.begin_save(vm, name):
+            return ()
+        written = await self._take("write", self._latencies.save)
+        self._machines.finish_save(vm, name)
+        return (written,)
+
+    async def thaw(self, vm: VmRef) -> None:
+        await self._call(vm.source, self._thaw(vm))
+
+    async def _thaw(self, vm: VmRef) -> None:
+        await self._take("command", self._latencies.command)
+        while not self._machines.thaw(vm):
+            await self._take("run", self._latencies.unreachable)
+            if not self._machines.thaw(vm):
+                raise Unknown(f"the next run of its job has not begun in {vm.name}")
+        await self._take("reply", self._latencies.command)
+        self._machines.note_frozen(vm, frozen=False)
+
+    async def discard(self, source: str, name: str) -> None:
+        await self._call(source, self._discard(source, name))
+
+    async def _discard(self, source: str, name: str) -> None:
+        await self._take("command", self._latencies.command)
+        if (saving := self._saving.get(name)) is not None:
+            await asyncio.wait([saving])
+        self._machines.discard(source, name)
+        await self._take("reply", self._latencies.command)
+
+    async def _take(self, name: str, bounds: tuple[float, float]) -> Stage:
+        return await self._hypervisor.take(name, bounds)
+
+    async def _call(self, source: str, work: Coroutine[Any, Any, T]) -> T:
+        return await self._wait_for(self._begin(source, work))
+
+    def _begin(self, source: str, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(work)
+        self._calls[task] = source
+        task.add_done_callback(self._ended)
+        return task
+
+    async def _wait_for(self, task: asyncio.Task[T]) -> T:
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if not self._machines.has_agents:
+                task.cancel()
+            if task.cancelled():  # its process has ended
+                raise Unknown("the agent has ended") from None
+            raise
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._calls.pop(task, None)
+        if not task.cancelled():
+            task.exception()  # of which nobody may have waited
 
 
 class HostSource:

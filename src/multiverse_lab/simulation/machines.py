@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 from zlib import crc32
 
 from multiverse.core.errors import Broken, Exhausted, Gone, Refused, Unknown
 from multiverse.core.model.basics import CloneKind, Size
 from multiverse.core.model.host import Host, HypervisorView, ImageDisk
 from multiverse.core.model.identity import Identity, NodeBootstrap, User
+from multiverse.core.model.saved import SavedSeen
 from multiverse.core.model.usage import Load
 from multiverse.core.model.vm import TemplateCondition, TemplateKey, TemplateSeen, VmCondition, VmRef, VmSeen, VmSpec
 from multiverse_lab.simulation.guests import Guest
+from multiverse_lab.simulation.processes import SavedFiles
 
 ABILITIES = frozenset({"instant", "linked", "full", "plug_cpus", "plug_memory"})
 IMAGE_ABILITIES = frozenset({"fork", "plug_cpus", "plug_memory", "limit_disk"})
@@ -42,7 +45,7 @@ class SimulatedImage:
     def written(self, machine: Machine) -> int:
         """MiB that a VM can write to its host's disk: what its guest is limited to, or all of its disk."""
         limited = "limit_disk" in self.abilities and machine.spec.kind is not CloneKind.FULL
-        if machine.spec.kind is CloneKind.INSTANT and machine.size is None:
+        if machine.spec.kind is CloneKind.INSTANT and machine.size is None and not machine.spec.saved:
             return self.disk.overhead  # it is paused
         return machine.takes.disk + self.disk.overhead if limited else self.disk.whole
 
@@ -77,6 +80,8 @@ class Machine:
     mac: str = ""  # assigned by the platform, and so the address and the place
     address: str = ""
     placed_on: str = ""
+    frozen: bool = False  # the processes of its job, as its host has recorded
+    files: SavedFiles | None = None  # that it was restored from
 
     def private(self, now: float) -> float:
         """MiB of private memory at a virtual time. How much of its memory a VM touches is drawn from its name."""
@@ -91,10 +96,18 @@ class Machine:
 
     @property
     def takes(self) -> Size:
-        """What the VM takes of its host. An instant clone takes nothing until it is started."""
-        if self.size is None and self.spec.kind is CloneKind.INSTANT:
+        """What the VM takes of its host. An instant clone takes nothing until it is started, unless it is restored."""
+        if self.size is None and self.spec.kind is CloneKind.INSTANT and not self.spec.saved:
             return Size(0, 0, 0)
         return self.size or self.spec.size
+
+
+class _Started(NamedTuple):
+    """A VM whose guest was started."""
+
+    spec: VmSpec
+    files: SavedFiles | None
+    guest: Guest
 
 
 class Machines:
@@ -126,6 +139,10 @@ class Machines:
         self.muting: set[str] = set()  # hosts from which no VM registers
         self.tried: list[tuple[float, str, str, str]] = []  # VMs that failed for that: when, host, image, and name
         self.away: set[str] = set()  # hosts that cannot be reached; their VMs go on
+        self.storages: dict[str, dict[str, SavedFiles]] = {}  # of saved VMs: the complete files, by storage and name
+        self.unfinished: dict[str, set[str]] = {}  # incomplete files, by storage
+        self.detached: set[str] = set()  # hosts that do not reach their storage
+        self.full_storages: set[str] = set()
         self.delays: dict[str, float] = {}  # seconds that each observation of a source takes longer
         self.peak_memory_ratio = 0.0  # the largest memory that a host carried, divided by its capacity
         self._boot, self._overcommit, self._floor, self._others = boot, overcommit, floor, others
@@ -186,8 +203,11 @@ class Machines:
             self._note_try(spec)
             raise Exhausted(f"cannot create VM {spec.name}: Operation not permitted", hint="look at the host")
         self._check_unused(spec)
+        files = self._files_for(spec) if spec.saved else None
         machine = self.vms[spec.name] = self._admit(spec)
-        self.created.append(spec.name)
+        machine.files, machine.frozen = files, files is not None
+        if files is None:
+            self.created.append(spec.name)
         self._check_capacity(spec.host)
         return machine
 
@@ -228,6 +248,8 @@ class Machines:
             self._note_try(machine.spec)
             identity = replace(identity, bootstrap=NodeBootstrap())  # a guest without a daemon never registers
         machine.guest = self._boot(name, identity)
+        if machine.files is not None:
+            machine.guest.restore(machine.files)
 
     def _note_try(self, spec: VmSpec) -> None:
         if spec.name not in [name for *_, name in self.tried]:
@@ -291,6 +313,109 @@ class Machines:
             if machine.guest is not None and (job := machine.guest.serves()) is not None:
                 self.violations.append(f"{vm.name} was destroyed while job {job.job_id} ran on it")
             self._stop(machine)
+
+    # --- saves
+
+    def freeze(self, vm: VmRef) -> None:
+        self._started(vm).guest.freeze()
+
+    def cut(self, vm: VmRef) -> None:
+        self._started(vm).guest.cut()
+
+    def note_frozen(self, vm: VmRef, *, frozen: bool) -> None:
+        """The host records whether the job of a VM is frozen."""
+        if (machine := self.find(vm)) is not None:
+            machine.frozen = frozen
+
+    def thaw(self, vm: VmRef) -> bool:
+        """Let the processes go on. False if they are to go on in a run that has not begun."""
+        machine = self._started(vm)
+        if machine.files is not None:
+            return machine.guest.attach()
+        machine.guest.thaw()
+        return True
+
+    def begin_save(self, vm: VmRef, name: str) -> bool:
+        """Stop a VM, and begin to write its files. False if they are complete already."""
+        machine = self._started(vm, paused=True)
+        known = self._storage(machine.spec.host).get(name)
+        if known is not None and known.spec.token == machine.spec.token:
+            return False
+        machine.guest.rest()
+        self._check_attached(machine.spec.host, name)
+        self.unfinished.setdefault(self._storage_name(machine.spec.host), set()).add(name)
+        return True
+
+    def finish_save(self, vm: VmRef, name: str) -> None:
+        machine, host = self.find(vm), self._host_at(vm.source)
+        storage = self._storage_name(host)
+        self._check_attached(host, name)
+        if name not in self.unfinished.get(storage, ()):
+            raise Exhausted(f"cannot save VM {vm.name}: its files were removed", hint="is it being discarded?")
+        self.unfinished[storage].discard(name)
+        if machine is None or machine.guest is None:
+            raise Gone(f"{vm.name} was destroyed while it was saved")
+        if storage in self.full_storages:
+            raise Exhausted(f"cannot save VM {vm.name}: no space left on device", hint="is there room?")
+        memory, identity = machine.guest.memory(), machine.guest.identity
+        if memory is None or not memory.cut:
+            self.violations.append(f"{vm.name} was saved before its job was cut off")
+        else:
+            memory.which.states += 1
+        self._storage(host)[name] = SavedFiles(name, machine.spec, identity, memory, machine.takes.memory << 18)
+
+    def discard(self, host: str, name: str) -> None:
+        """Remove files from the storage that a host reaches, complete or not."""
+        self._check_reachable(host)
+        if host not in self.detached and self.hosts[host].storage is not None:
+            self._storage(host).pop(name, None)
+            self.unfinished.get(self._storage_name(host), set()).discard(name)
+
+    def left_in_storages(self) -> list[str]:
+        """What the storages hold."""
+        every = [*self.storages.items(), *self.unfinished.items()]
+        return [f"the files {name} in {storage}" for storage, names in every for name in sorted(names)]
+
+    def _started(self, vm: VmRef, *, paused: bool = False) -> _Started:
+        """A VM that runs, whose guest answers. `paused`: or does not, because its host's disk is full."""
+        machine = self._get(vm)
+        if machine.guest is None or machine.condition in (VmCondition.PARKED, VmCondition.CREATING):
+            raise Gone(f"{vm.name} is {machine.condition}", hint="start it first")
+        if machine.channel_closed:
+            raise Broken(f"{vm.name} does not answer: {machine.reason}", hint="destroy it")
+        if (machine.condition is VmCondition.PAUSED or machine.guest.rests) and not paused:
+            raise Unknown(f"{vm.name} does not answer")
+        return _Started(machine.spec, machine.files, machine.guest)
+
+    def _files_for(self, spec: VmSpec) -> SavedFiles:
+        """What a VM is to be restored from."""
+        files = self._storage(spec.host).get(spec.saved)
+        if files is None:
+            raise Gone(f"there is no saved VM {spec.saved}", hint="is the directory mounted?")
+        if (files.spec.name, files.spec.mac, files.spec.token) != (spec.name, spec.mac, spec.token):
+            raise Refused(f"the saved VM {spec.saved} is {files.spec.name}, not {spec.name}")
+        if self.hosts[files.spec.host].storage != self.hosts[spec.host].storage:
+            raise Refused(f"{spec.host} makes another machine than {files.spec.host}")
+        if files.attached is not None:
+            self.violations.append(f"{spec.name} is restored from {spec.saved}, whose processes went on before")
+        return files
+
+    def _storage_name(self, host: str) -> str:
+        storage = self.hosts[host].storage
+        if storage is None:
+            raise Refused(f"host {host} saves no VMs", hint="set save.enabled for it")
+        return storage.name
+
+    def _storage(self, host: str) -> dict[str, SavedFiles]:
+        """The complete files in the storage of a host. While it is out of reach it cannot be written, and is empty."""
+        return {} if host in self.detached else self.storages.setdefault(self._storage_name(host), {})
+
+    def _check_attached(self, host: str, name: str) -> None:
+        if host in self.detached:
+            raise Exhausted(f"cannot write {name}: no such directory", hint="is the storage mounted?")
+
+    def _host_at(self, source: str) -> str:
+        return next(host for host in self.hosts if self.source_of(host) == source)
 
     # --- moves
 
@@ -457,6 +582,7 @@ class Machines:
                 token=machine.spec.token,
                 size=machine.size or machine.spec.size,
                 disk=self._written(machine),
+                frozen=machine.frozen,
                 template_build=machine.template.name if machine.template else "",
                 template_memory=machine.template.key.size.memory if machine.template else 0,
             )
@@ -466,13 +592,19 @@ class Machines:
         left = 0 if host in self.full else None
         images, disks = self._images(host), self._disks()
         seen = replace(self.hosts[host], images=images, disks=disks, available=available, available_disk=left)
-        seen = replace(seen, load=self._load(host))
+        seen = replace(seen, load=self._load(host), storage=None if host in self.detached else seen.storage)
         templates = {
             which: replace(template, held=self._held(template), build=self._build_shown(template))
             for which, template in sorted(self.templates.items())
             if which.host == host
         }
-        return HypervisorView({host: seen}, vms, templates)
+        return HypervisorView({host: seen}, vms, templates, self._saved_shown(seen))
+
+    def _saved_shown(self, host: Host) -> dict[str, SavedSeen]:
+        if host.storage is None:
+            return {}
+        files = sorted(self._storage(host.name).items())
+        return {name: SavedSeen(name, one.spec.token, one.bytes, host.storage.name) for name, one in files}
 
     def _load(self, host: str) -> Load:
         """Guests that run use all their CPUs."""
@@ -532,8 +664,8 @@ class Machines:
                     raise Refused(f"{spec.name}: {other.spec.name} has the same {what}", hint="destroy one of them")
 
     def _check_template(self, spec: VmSpec) -> None:
-        if spec.kind is not CloneKind.INSTANT:
-            return  # it boots from its image
+        if spec.kind is not CloneKind.INSTANT or spec.saved:
+            return  # it boots from its image, or is restored from its files
         template = self.templates.get(spec.template) if spec.template else None
         if template is None or template.condition is not TemplateCondition.READY:
             raise Gone(f"no such template of {spec.image} on {spec.host}", hint="build it first")

@@ -19,13 +19,13 @@ from async_solipsism import socket as simulated_sockets
 from multiverse.agent.protocol import LONGEST_LINE, OLDEST, PING, PROTOCOL
 from multiverse.agent.self_fence import Contacts, FenceTimer, SelfFence
 from multiverse.agent.server import AgentIdentity, AgentServer, Epoch, Epochs
-from multiverse.core.errors import MultiverseError, Unknown
+from multiverse.core.errors import MultiverseError, Refused, Unknown
 from multiverse.core.model.basics import Size
 from multiverse.core.model.host import HypervisorView
 from multiverse.core.model.identity import Identity, Member, User, site_of
 from multiverse.core.model.vm import Stage, TemplateKey, VmRef, VmSpec
 from multiverse.host.firewall import changed
-from multiverse_lab.simulation.hypervisor import HostSource, SimulatedHosts
+from multiverse_lab.simulation.hypervisor import HostSource, SimulatedHosts, SimulatedSaves
 
 T = TypeVar("T")
 Reached = Callable[[str], Awaitable[Collection[str]]]
@@ -86,12 +86,11 @@ class AgentBehaviour:
 class OneHost:
     """One of the simulated hosts as the hypervisor of its agent."""
 
-    saves = None
-
     def __init__(self, hosts: SimulatedHosts, source: HostSource, late: float = 0.0) -> None:
         self._hosts, self._source, self._late = hosts, source, late
         self.asked: set[str] = set()  # the names of all VMs that were to be created
         self.members: dict[str, Member] = {}  # that it was told of
+        self.saves = self if hosts.saves is not None else None
 
     async def _answer(self, call: Awaitable[T]) -> T:
         """What a call returns or raises, perhaps late."""
@@ -162,6 +161,32 @@ class OneHost:
     async def tell(self, host: str, members: Sequence[Member], gone: Sequence[str], *, whole: bool) -> None:
         self.members = changed(self.members, members, gone, whole=whole)
         await self._wait()
+
+    async def freeze(self, vm: VmRef) -> None:
+        await self._answer(self._saves.freeze(vm))
+
+    async def cut(self, vm: VmRef) -> None:
+        await self._answer(self._saves.cut(vm))
+
+    async def save(self, vm: VmRef, name: str) -> Sequence[Stage]:
+        return await self._answer(self._saves.save(vm, name))
+
+    async def thaw(self, vm: VmRef) -> None:
+        await self._answer(self._saves.thaw(vm))
+
+    async def discard(self, source: str, name: str) -> None:
+        await self._answer(self._saves.discard(source, name))
+
+    @property
+    def _saves(self) -> SimulatedSaves:
+        if self._hosts.saves is None:
+            raise Refused("no host saves VMs", hint="set save.enabled")
+        return self._hosts.saves
+
+    def end_calls(self) -> None:
+        """The process of the agent has ended, with what it was doing."""
+        if self._hosts.saves is not None:
+            self._hosts.saves.end_calls(self.name)
 
     async def build_template(self, template: TemplateKey) -> Sequence[Stage]:
         return await self._answer(self._hosts.build_template(template))
@@ -306,6 +331,7 @@ class SimulatedAgent:
         server, self.running = self.running, None
         for task in self._tasks:
             task.cancel()
+        self.local.end_calls()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if server is not None:
             await server.close()

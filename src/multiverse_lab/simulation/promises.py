@@ -243,6 +243,7 @@ def violations_at_end(scenario: Scenario, world: SimulatedWorld, rows: Rows) -> 
     found += [f"{row.key} is still {row.state}: {row.reason}" for row in rows.attempts.values()]
     found += [f"{row.key} is still {row.state}: {row.reason}" for row in rows.vms.values()]
     found += [f"{row.name} is still {row.state}: {row.reason}" for row in rows.leases.values()]
+    found += [f"{row.key} is still {row.state}: {row.reason}" for row in rows.saved.values()]
     found += [f"users are told that {name} is at {where}" for name, where in world.cluster.addresses.items()]
     if not is_disturbed(scenario):
         found += [f"the time of {name} was over, and a job ran on it" for name in world.pilots.overran]

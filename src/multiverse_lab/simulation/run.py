@@ -40,6 +40,7 @@ from multiverse_lab.simulation.promises import (
     unclaimed_vms,
     violations_at_end,
 )
+from multiverse_lab.simulation.saving import SAVE_ACTIONS, Savers, SaveWatch
 from multiverse_lab.simulation.scenario import Arrival, Scenario, UserAction
 from multiverse_lab.simulation.sites import BY_OPERATORS, OF_SITES, HostWatch, Operators
 from multiverse_lab.simulation.world import SimulatedWorld
@@ -68,6 +69,7 @@ OF_FAILING = (
     IncidentKind.HOST_MUTES,
     IncidentKind.LAUNCHES_FAIL,
 )
+OF_STORAGES = (IncidentKind.STORAGE_AWAY, IncidentKind.STORAGE_FULL)
 USED_UP = 0.3  # the share of full disks on which not even releases are committed
 SLOW = 600.0  # seconds that an observation of a slow source takes
 
@@ -195,6 +197,8 @@ class _Simulation:
         self.plan.log = self._log
         for host, agent in self.world.site.agents.items():
             agent.epochs.taken = partial(self._inherit, host)
+        self.saves = SaveWatch(scenario, self.world)
+        self.savers = Savers(self._give, lambda: self.store.rows(), self._log)
         self.operators = Operators(self._give, lambda: self.store.rows(), self._log, self.clock.wall)
 
     @classmethod
@@ -256,6 +260,8 @@ class _Simulation:
     def _act(self, action: UserAction, job_id: str) -> None:
         if action.kind == "change":
             self.world.cluster.change(job_id, size=action.size, nodes=action.nodes)
+        elif action.kind in SAVE_ACTIONS:
+            self.savers.act(action.kind, self.world.cluster.jobs[job_id])
         else:
             getattr(self.world.cluster, action.kind)(job_id)
 
@@ -288,6 +294,8 @@ class _Simulation:
             await self._move_vm(incident)
         elif incident.kind in OF_FAILING:
             await self._fail(self.world.host(incident.pick), incident)
+        elif incident.kind in OF_STORAGES:
+            await self._lose_storage(self.world.host(incident.pick), incident)
         else:
             await self._apply(incident)
 
@@ -440,6 +448,19 @@ class _Simulation:
         await asyncio.sleep(incident.seconds)
         self._log(f"the disk of host {host} has room again")
         machines.make_room(host)
+
+    async def _lose_storage(self, host: str, incident: Incident) -> None:
+        """The storage of a host is out of its reach, or has no room, for a while."""
+        machines, storage = self.world.machines, self.world.machines.hosts[host].storage
+        away = incident.kind is IncidentKind.STORAGE_AWAY
+        what, where = (host, machines.detached) if away else (storage.name if storage else "", machines.full_storages)
+        if storage is None or what in where:
+            return
+        self._log(f"incident: {incident.kind}: {what}, {incident.seconds:.1f} s")
+        where.add(what)
+        await asyncio.sleep(incident.seconds)
+        self._log(f"the end of: {incident.kind}: {what}")
+        where.discard(what)
 
     async def _move_vm(self, incident: Incident) -> None:
         """A VM that runs a job gets a second place, and a process begins there. In every other move the VM goes on
@@ -640,6 +661,7 @@ class _Simulation:
             self.unclaimed.update(unclaimed_vms(rows, self.world, self.inherited))
             self.hosts.look(rows, self.clock.wall())
             self.leases.look(rows)
+            self.saves.look(rows)
             if self.controller is not None:
                 self.overfull.update(overfull_pools(rows, self.controller.policy))
                 self.starts.check(self.controller.state, self.clock.wall())
@@ -734,7 +756,7 @@ class _Simulation:
             return False  # a controller with another database has not seen them yet
         if self.world.cluster.addresses:
             return False  # the end of a VM was committed at this moment
-        return not rows.attempts and not rows.vms and not rows.leases and self.world.site.is_settled
+        return not (rows.attempts or rows.vms or rows.leases or rows.saved) and self.world.site.is_settled
 
     def _outcome(self) -> Outcome:
         rows, entries = self.store.rows(), self.store.journal()
@@ -745,6 +767,7 @@ class _Simulation:
             + sorted(self.restless)
             + sorted(self.hosts.broken)
             + sorted(self.leases.broken)
+            + self.saves.violations()
             + sorted(self.starts.broken)
             + sorted(self.overflow.broken)
             + self.brakes.violations(self.world, self.loop.time())

@@ -15,10 +15,12 @@ from multiverse_lab.simulation.world import WorldSettings
 @dataclass(frozen=True)
 class UserAction:
     """What a user does to a job `after` seconds. `kind` is a method of `Cluster` that takes a job id; `change` changes
-    the job's size and number of nodes."""
+    the job's size and number of nodes. `save` has it saved as soon as it runs; `save_held` too, and then it is held
+    until `resume_saved`."""
 
     after: float
-    kind: Literal["cancel", "hold", "release", "requeue", "suspend", "resume", "change"]
+    kind: Literal["cancel", "hold", "release", "requeue", "suspend", "resume", "change", "save", "save_held",
+                  "resume_saved"]  # fmt: skip
     size: Size | None = None
     nodes: int | None = None
 

@@ -41,10 +41,9 @@ class SimulatedScheduler(ABC):
     def __init__(
         self, cluster: Cluster, find_user: FindUser, rng: Random, latencies: CommandLatencies | None = None
     ) -> None:
-        self._cluster = cluster
+        self.cluster, self.rng = cluster, rng
         self._find_user = find_user
-        self._rng = rng
-        self._latencies = latencies or CommandLatencies()
+        self.latencies = latencies or CommandLatencies()
 
     @property
     @abstractmethod
@@ -78,9 +77,9 @@ class SimulatedScheduler(ABC):
         """Tie a pending job to its nodes. Raises `Refused` if they do not exist; the job is at the gate then."""
 
     async def observe(self) -> SchedulerView:
-        await self._reach()
+        await self.reach()
         view = self._view()
-        await self._reply()
+        await self.reply()
         return view
 
     async def pin(
@@ -93,8 +92,8 @@ class SimulatedScheduler(ABC):
         at_once: bool = False,
         limit: float | None = None,
     ) -> None:
-        await self._reach()
-        record = self._reread(job)
+        await self.reach()
+        record = self.reread(job)
         if record.pin == tag and record.state in LIVE:
             return  # a repeated call: the job has started since
         if record.state is not JobState.PENDING:
@@ -107,46 +106,46 @@ class SimulatedScheduler(ABC):
             record.begin, record.delayed = asyncio.get_running_loop().time(), False
         if text:
             record.tell(text)
-        await self._reply()
+        await self.reply()
 
     async def unpin(self, job: JobRef) -> None:
-        await self._reach()
-        record = self._reread(job)
+        await self.reach()
+        record = self.reread(job)
         if record.state is not JobState.PENDING:
             raise Stale(f"job {job.job_id} is {record.state}")
         if not record.at_origin:
             record.unpin()
             record.bad = False  # slurmctld's own hold
-        await self._reply()
+        await self.reply()
 
     async def hold(self, job: JobRef, reason: str) -> None:
-        await self._reach()
-        record = self._reread(job)
+        await self.reach()
+        record = self.reread(job)
         if record.state is not JobState.PENDING:
             raise Stale(f"job {job.job_id} is {record.state}")
         if not record.held:
             record.tell(reason)
-            self._cluster.held_by_controller(record, reason)
-        await self._reply()
+            self.cluster.held_by_controller(record, reason)
+        await self.reply()
 
     async def requeue(self, job: JobRef) -> None:
-        await self._reach()
-        record = self._reread(job)
+        await self.reach()
+        record = self.reread(job)
         if record.state is JobState.PENDING:
             record.unpin()
             record.bad = False
             return
         if record.state not in LIVE:
             raise Stale(f"job {job.job_id} is {record.state}")
-        self._cluster.stopped_by_controller(record, "queued again")
+        self.cluster.stopped_by_controller(record, "queued again")
         record.by_controller = True
-        self._cluster.requeue(job.job_id)
+        self.cluster.requeue(job.job_id)
         record.unpin()
-        await self._reply()
+        await self.reply()
 
     async def revoke(self, job: JobRef, reason: str) -> None:
-        await self._reach()
-        record = self._reread(job)
+        await self.reach()
+        record = self.reread(job)
         if record.state is JobState.ENDED and record.result == "CANCELLED":
             return
         if record.state is not JobState.PENDING:
@@ -154,67 +153,67 @@ class SimulatedScheduler(ABC):
         record.tell(reason)
         record.revoked = reason
         record.cancelled = asyncio.get_running_loop().time()
-        self._cluster.cancel(job.job_id, by_user=False)
-        await self._reply()
+        self.cluster.cancel(job.job_id, by_user=False)
+        await self.reply()
 
     def _view(self) -> SchedulerView:
-        return self._cluster.view()
+        return self.cluster.view()
 
     def _is_taken_away(self, node: str) -> bool:
         """Whether the node is a VM on a leased host that the scheduler takes away."""
         return False
 
     async def set_down(self, node: str, reason: str) -> None:
-        await self._reach()
-        known = self._cluster.nodes.get(node)
+        await self.reach()
+        known = self.cluster.nodes.get(node)
         going = self._is_taken_away(node)
         if known is not None and known.job is not None and not known.down and known.guest.alive and not going:
-            self._cluster.stopped_by_controller(known.job, f"lost {node}, which we set DOWN")
-        self._cluster.set_down(node, reason)
-        await self._reply()
+            self.cluster.stopped_by_controller(known.job, f"lost {node}, which we set DOWN")
+        self.cluster.set_down(node, reason)
+        await self.reply()
 
     async def delete_node(self, node: str) -> None:
-        await self._reach()
+        await self.reach()
         await self._delete(node)
-        await self._reply()
+        await self.reply()
 
     async def _delete(self, node: str) -> None:
-        self._cluster.delete(node)
+        self.cluster.delete(node)
 
     async def explain(self, jobs: Sequence[JobRef], text: str) -> None:
-        await self._reach()
+        await self.reach()
         for job in jobs:
-            record = self._cluster.jobs.get(job.job_id)
+            record = self.cluster.jobs.get(job.job_id)
             if record is None or record.ref != job or not record.waits_at_gate:
                 continue
-            for one in self._cluster.tasks_beside(record):
+            for one in self.cluster.tasks_beside(record):
                 if one.waits_at_gate and not one.held:
                     one.tell(text)
-        await self._reply()
+        await self.reply()
 
     async def user(self, uid: int) -> User:
-        await asyncio.sleep(self._latencies.look_up)
+        await asyncio.sleep(self.latencies.look_up)
         user = self._find_user(uid)
         if user is None:
             raise Gone(f"no user has the uid {uid}", hint="look at the site's user database")
         return user
 
-    def _reread(self, job: JobRef) -> JobRecord:
-        record = self._cluster.jobs.get(job.job_id)
+    def reread(self, job: JobRef) -> JobRecord:
+        record = self.cluster.jobs.get(job.job_id)
         if record is None:
             raise Gone(f"no job {job.job_id}")
         if record.ref != job:
             raise Stale(f"job {job.job_id} is now {record.ref}")
         return record
 
-    async def _reach(self) -> None:
-        await asyncio.sleep(self._rng.uniform(*self._latencies.request))
-        if not self._cluster.up:
-            await asyncio.sleep(self._rng.uniform(*self._latencies.patience))
+    async def reach(self) -> None:
+        await asyncio.sleep(self.rng.uniform(*self.latencies.request))
+        if not self.cluster.up:
+            await asyncio.sleep(self.rng.uniform(*self.latencies.patience))
             raise Unknown("slurmctld does not answer", hint="see whether it runs")
 
-    async def _reply(self) -> None:
-        await asyncio.sleep(self._rng.uniform(*self._latencies.reply))
+    async def reply(self) -> None:
+        await asyncio.sleep(self.rng.uniform(*self.latencies.reply))
 
 
 def part_of(
@@ -236,8 +235,6 @@ def part_of(
 class SimulatedSlurm(SimulatedScheduler):
     """Slurm: ties jobs to nodes by features, and lets jobs take offered nodes as they are submitted."""
 
-    saving = None
-
     def __init__(
         self,
         cluster: Cluster,
@@ -250,6 +247,7 @@ class SimulatedSlurm(SimulatedScheduler):
         super().__init__(cluster, find_user, rng)
         self._image, self._pilots = image or ImageSettings(), pilots
         self._drained: dict[str, float] = {}  # nodes that are to be deleted, and since when they are drained
+        self.saving = SimulatedSaving(self)
 
     @property
     def offers(self) -> SimulatedSlurm:
@@ -280,28 +278,28 @@ class SimulatedSlurm(SimulatedScheduler):
 
     async def restore(self, job: JobRef) -> None:
         """See `ports.Overflow`."""
-        await self._reach()
-        record = self._reread(job)
+        await self.reach()
+        record = self.reread(job)
         if record.state is not JobState.PENDING or record.pin is not None:
             raise Stale(f"job {job.job_id} is {record.state} or pinned")
         if record.batch.origin and not record.at_origin:
             record.at_origin, record.waits_for_nodes = True, False
             record.tell(f"back in partition {record.batch.origin}")
-        await self._reply()
+        await self.reply()
 
     async def request(self, lease: LeaseSpec) -> None:
         """See `ports.Leases`."""
-        await self._reach()
+        await self.reach()
         assert self._pilots is not None, "without pilots nobody asks"
         self._pilots.request(lease)
-        await self._reply()
+        await self.reply()
 
     async def release(self, name: str, pilots: Sequence[str]) -> None:
         """See `ports.Leases`."""
-        await self._reach()
+        await self.reach()
         assert self._pilots is not None, "without pilots nobody asks"
         self._pilots.release(name, tuple(pilots))
-        await self._reply()
+        await self.reply()
 
     async def read(
         self, jobs: Mapping[str, int | None], users: Collection[int], nodes: Collection[str]
@@ -310,77 +308,119 @@ class SimulatedSlurm(SimulatedScheduler):
         less than was asked for, and all nodes in place of some."""
         if not (jobs or users or nodes):
             return part_of(self._view(), (), (), ())
-        await self._reach()
+        await self.reach()
         view = self._view()
-        everything = self._rng.random() < 0.9
-        asked = sorted(jobs) if everything else [job_id for job_id in sorted(jobs) if self._rng.random() < 0.5]
-        of_users = sorted(users) if everything else [uid for uid in sorted(users) if self._rng.random() < 0.5]
+        everything = self.rng.random() < 0.9
+        asked = sorted(jobs) if everything else [job_id for job_id in sorted(jobs) if self.rng.random() < 0.5]
+        of_users = sorted(users) if everything else [uid for uid in sorted(users) if self.rng.random() < 0.5]
         part = part_of(view, asked, of_users, nodes)
-        if nodes and self._rng.random() < 0.5:
+        if nodes and self.rng.random() < 0.5:
             part = replace(part, nodes=view.nodes, all_nodes=True)
-        await self._reply()
+        await self.reply()
         return part
 
     async def tell(self, nodes: Mapping[str, str]) -> None:
         """See `ports.Addresses`."""
-        self._cluster.addresses = nodes
+        self.cluster.addresses = nodes
 
     async def publish(self, limits: JobLimits) -> None:
-        self._cluster.limit_submissions(limits)
+        self.cluster.limit_submissions(limits)
 
     def _view(self) -> SchedulerView:
-        offers = self._cluster.observe_offers()
-        view = replace(self._cluster.view(), offers=offers, takers=self._cluster.takers())
+        offers = self.cluster.observe_offers()
+        view = replace(self.cluster.view(), offers=offers, takers=self.cluster.takers())
         if self._pilots is None:
             return view
         return replace(view, pilots=self._pilots.view(), leasable=self._pilots.leasable())
 
     def _tie(self, record: JobRecord, tag: str, nodes: Sequence[str]) -> None:
         if record.at_origin:
-            self._cluster.check_move(record)
-        if not self._cluster.any_node_has(tag):
+            self.cluster.check_move(record)
+        if not self.cluster.any_node_has(tag):
             record.pin = None  # Slurm moves the job all the same, and the driver puts it back at the gate
             raise Refused(f"no node has the feature {tag}", hint="pin after its nodes have registered")
         record.pin, record.at_origin = tag, False
 
     async def set_down(self, node: str, reason: str) -> None:
-        self._cluster.withdraw(node)
+        self.cluster.withdraw(node)
         await super().set_down(node, reason)
 
     async def delete_node(self, node: str) -> None:
-        self._cluster.withdraw(node)
+        self.cluster.withdraw(node)
         await super().delete_node(node)
 
     async def _delete(self, node: str) -> None:
         """As `drivers.slurm.acting.delete` does."""
         if self._may_be_planned(node):
             if node not in self._drained:
-                self._cluster.drain(node)
+                self.cluster.drain(node)
                 self._drained[node] = asyncio.get_running_loop().time()
             raise NotYet(f"backfill may plan to use node {node}")
-        await asyncio.sleep(self._rng.uniform(*self._latencies.request))
-        known = self._cluster.nodes.get(node)
-        if known is not None and known.stuck and not self._cluster.is_reserved():
-            self._cluster.set_down(node, "its VM is gone")
-        self._cluster.delete(node)
-        self._cluster.forget(node)
+        await asyncio.sleep(self.rng.uniform(*self.latencies.request))
+        known = self.cluster.nodes.get(node)
+        if known is not None and known.stuck and not self.cluster.is_reserved():
+            self.cluster.set_down(node, "its VM is gone")
+        self.cluster.delete(node)
+        self.cluster.forget(node)
         self._drained.pop(node, None)
 
     def _may_be_planned(self, node: str) -> bool:
-        known, backfill, since = self._cluster.nodes.get(node), self._cluster.backfill, self._drained.get(node)
+        known, backfill, since = self.cluster.nodes.get(node), self.cluster.backfill, self._drained.get(node)
         if known is None or (since is not None and backfill.began > since):
             return False
         return backfill.active or known.planned
 
     async def offer(self, node: NodeSpec) -> None:
-        self._cluster.offer(OfferedNode(node, *named_by_none(node.image, self._image.default, self._image.kind)))
+        self.cluster.offer(OfferedNode(node, *named_by_none(node.image, self._image.default, self._image.kind)))
 
     async def withdraw(self, node: str) -> None:
-        self._cluster.withdraw(node)
+        self.cluster.withdraw(node)
 
     async def exclude(self, users: Collection[int]) -> None:
-        self._cluster.excluded = frozenset(users)
+        self.cluster.excluded = frozenset(users)
 
     async def bootstrap(self, node: NodeSpec) -> NodeBootstrap:
-        features = (self._cluster.settings.node_feature, *node.features)
+        features = (self.cluster.settings.node_feature, *node.features)
         return Registration(node.name, features, node.size, node.sockets).pack()
+
+
+class SimulatedSaving:
+    """`ports.Saving`, as `drivers.slurm.acting.saving` does it."""
+
+    def __init__(self, slurm: SimulatedSlurm) -> None:
+        self._slurm, self._cluster = slurm, slurm.cluster
+
+    async def prepare(self, job: JobRef, node: str) -> None:
+        await self._slurm.reach()
+        record = self._slurm.reread(job)
+        if record.state not in LIVE:
+            raise Stale(f"job {job.job_id} is {record.state}")
+        self._cluster.drain(node)
+        await self._slurm.reply()
+
+    async def undo(self, job: JobRef, node: str) -> None:
+        await self._slurm.reach()
+        self._cluster.undrain(node)
+        await self._slurm.reply()
+
+    async def requeue(self, job: JobRef, *, hold: bool = False, remaining: float | None = None) -> None:
+        """Two commands: between them the job is queued again, and not at the gate yet."""
+        await self._slurm.reach()
+        record = self._slurm.reread(job)
+        if record.state in LIVE:
+            self._cluster.requeue_saved(record, hold=hold, remaining=remaining)
+        elif not (record.state is JobState.COMPLETING and record.again):
+            raise Stale(f"job {job.job_id} is {record.state}")
+        await self._slurm.reply()
+        await self._slurm.reach()
+        if record.job_id in self._cluster.jobs and record.state in (JobState.COMPLETING, JobState.PENDING):
+            record.unpin()
+        await self._slurm.reply()
+
+    async def release(self, job: JobRef) -> None:
+        await self._slurm.reach()
+        record = self._slurm.reread(job)
+        if record.state is not JobState.PENDING:
+            raise Stale(f"job {job.job_id} is {record.state}")
+        self._cluster.release(job.job_id)
+        await self._slurm.reply()

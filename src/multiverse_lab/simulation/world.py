@@ -148,12 +148,14 @@ class SimulatedWorld:
             [f"vm {name}" for name in self.machines.vms]
             + [f"copy of {name} on {host}" for name, host in self.machines.copies]
             + [f"node {name}" for name in self.cluster.nodes]
+            + self.machines.left_in_storages()
             + self.pilots.alive
         )
 
     def violations(self) -> list[str]:
         """What happened although it must never: shared identities, oversubscribed hosts, jobs that ran twice."""
         found = self.machines.violations + self.cluster.violations + self.site.violations
+        found = found + self.cluster.ledger.violations
         return found + self._reused_vms() + self._wrong_runs()
 
     @staticmethod
