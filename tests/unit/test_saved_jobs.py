@@ -155,6 +155,13 @@ def test_its_next_run_is_restored_where_its_storage_is(site: Site) -> None:
     assert site.rows.attempts[max(site.rows.attempts)].job.restarts == 1
 
 
+@pytest.mark.parametrize("name", ["h0", "h2"])
+def test_a_host_that_is_equal_but_for_its_storage_restores_nothing(site: Site, name: str) -> None:
+    site.hosts[name] = replace(site.hosts["h1"], name=name, storage=Storage("another", STORAGE.machine))
+    site.to_restored()
+    assert site.vm.saved and site.vm.host == "h1"
+
+
 def test_its_processes_go_on_once_and_the_files_go(site: Site) -> None:
     site.to_thawing()
     assert site.saved.state is S.THAWING

@@ -421,6 +421,7 @@ def shape_of(host: Host) -> Hashable:
         host.overcommit,
         frozenset(host.images.items()),
         frozenset(host.disks.items()),
+        host.storage,
     )
 
 
