@@ -162,6 +162,21 @@ def test_a_host_that_is_equal_but_for_its_storage_restores_nothing(site: Site, n
     assert site.vm.saved and site.vm.host == "h1"
 
 
+def test_it_is_not_restored_while_the_scheduler_keeps_the_node_of_its_name(site: Site) -> None:
+    first = site.vm
+    site.to_stored()
+    for _ in range(6):
+        site.run()
+        site.vms.clear()
+        site.ended(first.key)
+    assert site.vm.id == first.id and site.vm.state is V.DELETING
+    for _ in range(4):
+        site.nodes.clear()
+        site.run()
+        site.ended(site.vm.key)
+    assert site.vm.id != first.id and site.vm.name == first.name
+
+
 def test_its_processes_go_on_once_and_the_files_go(site: Site) -> None:
     site.to_thawing()
     assert site.saved.state is S.THAWING

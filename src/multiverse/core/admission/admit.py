@@ -281,6 +281,8 @@ class Admission:
         """Case 9 for a job that was saved."""
         if saved.state is not SavedState.STORED:
             self._tell(attempt, Why.BEING_SAVED())
+        elif saved.vm_name in self.state.vm_named:  # its node may still be there, and the new one has the same name
+            self._tell(attempt, Why.EARLIER_RUN_ENDS(vm=saved.vm_name))
         elif self._is_turn_over(attempt):
             self._block(attempt, Blockage.TURN, Why.TURN())
         elif isinstance(vm := self.supply.restore(attempt, saved), NoRoom):
