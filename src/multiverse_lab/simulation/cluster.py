@@ -270,7 +270,7 @@ class Cluster:
             job.again = True
             self._stop(job, "")
 
-    def requeue_saved(self, job: JobRecord, *, hold: bool, remaining: float | None) -> None:
+    def requeue_saved(self, job: JobRecord, *, hold: bool) -> None:
         """Queue a job again whose processes are frozen and cut off. Its run did not end by itself, however short."""
         guest = self.nodes[job.nodes[0]].guest if job.nodes and job.nodes[0] in self.nodes else None
         if guest is None or not guest.is_cut_off:
@@ -279,8 +279,6 @@ class Cluster:
         self.requeue(job.job_id)
         job.run_seconds = math.inf
         job.held |= hold
-        if remaining is not None:
-            job.batch = replace(job.batch, limit=remaining)
 
     def suspend(self, job_id: str) -> None:
         self._suspend(self.jobs[job_id], JobState.RUNNING, JobState.SUSPENDED)

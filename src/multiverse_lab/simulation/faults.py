@@ -77,6 +77,7 @@ CALL_IDS: Mapping[tuple[Port, str], str] = {
     ("scheduler", "hold"): "s19",
     ("scheduler", "prepare"): "s20",
     ("scheduler", "undo"): "s21",
+    ("scheduler", "forbid_requeue"): "s22",
     ("hypervisor", "observe"): "h1",
     ("hypervisor", "build_template"): "h2",
     ("hypervisor", "delete_template"): "h3",

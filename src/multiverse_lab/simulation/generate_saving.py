@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
-from multiverse.config import PacingSettings, Settings
+from multiverse.config import PacingSettings, SaveSettings, Settings
 from multiverse.core.model.basics import Size
 from multiverse.core.model.host import Host
+from multiverse.core.model.job import SaveWish
 from multiverse.core.model.saved import Storage
 from multiverse_lab.simulation.cluster import ClusterSettings
 from multiverse_lab.simulation.faults import Incident, IncidentKind, Odds, every
@@ -76,7 +77,7 @@ def saving(seed: int) -> Scenario:
         seed,
         arrivals,
         WorldSettings(hosts, cluster=cluster, agents=agents),
-        Settings(pacing=pacing, poll=rng.choice((2.0, 5.0))),
+        Settings(pacing=pacing, poll=rng.choice((2.0, 5.0)), save=SaveSettings(True, no_requeue=rng.random() < 0.5)),
         hints=rng.choice((0.5, 0.9)),
         limit=6000.0,
     )
@@ -122,11 +123,14 @@ def _arrival(rng: Random) -> Arrival:
         nodes=1 if rng.random() < 0.95 else 2,
         size=rng.choice((Size(1, 64), Size(1, 500), Size(2, 900))),
         priority=rng.randint(1, 3) * 1000,
-        requeue=rng.random() < 0.95,
+        requeue=rng.random() < 0.9,
         lingers=rng.choice((*(0.0,) * 8, 4.0, 30.0)),
         image=rng.choice((None, None, None, "stiff")),
         limit=rng.choice((None, None, seconds + 1.0, seconds + 30.0, max(1.0, seconds / 2))),
     )
+    if rng.random() < 0.2:  # it needs several runs
+        limit = rng.choice((30.0, 60.0))
+        batch = replace(batch, seconds=120.0, limit=limit, save=SaveWish(rng.choice((12.0, limit / 2))))
     tasks = 2 if rng.random() < 0.1 else 0
     return Arrival(rng.uniform(0.5, 30.0), batch, tasks, _actions(rng))
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from multiverse.core.model.basics import CloneKind, Size
-from multiverse.core.model.job import YEAR, Job, JobRef, JobState, Node, NodeState, Request
+from multiverse.core.model.job import YEAR, Job, JobRef, JobState, Node, NodeState, Request, SaveWish
 
 if TYPE_CHECKING:
     from multiverse_lab.simulation.guests import Guest
@@ -27,7 +27,7 @@ class Batch:
     array run at once (0: all). At most `per_host` of its VMs are on one host (0: any number). Each of its nodes has
     `sockets`, among which the CPUs are divided evenly. `account` is the account whose own templates the job needs;
     empty where all accounts share them. `placement` names the policy that places its VMs. A run is ended after `limit`
-    seconds (None: it has no limit). `origin` is the partition of physical nodes that it is submitted to; empty for the
+    seconds (None: it has no limit). `save` says that the job is to be saved ahead of that, and how long ahead. `origin` is the partition of physical nodes that it is submitted to; empty for the
     gate.
     """
 
@@ -54,6 +54,7 @@ class Batch:
     per_host: int = 0
     sockets: int = 1
     origin: str = ""
+    save: SaveWish | None = None
 
 
 @dataclass(eq=False)
@@ -145,6 +146,7 @@ class JobRecord:
             batch.placement,
             batch.per_host,
             batch.sockets,
+            batch.save,
         )
         pending = self.state is JobState.PENDING
         return Job(
@@ -168,6 +170,7 @@ class JobRecord:
             array=self.array,
             limit=(YEAR if batch.limit is None else batch.limit) + KILL_WAIT,
             ends=ends,
+            deadline=None if ends is None else ends - KILL_WAIT,
             requeues=batch.requeue,
             origin=batch.origin,
             at_origin=self.at_origin,

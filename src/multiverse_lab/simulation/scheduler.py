@@ -104,6 +104,8 @@ class SimulatedScheduler(ABC):
         record.bad = False
         if at_once and record.delayed:
             record.begin, record.delayed = asyncio.get_running_loop().time(), False
+        if limit is not None and (record.batch.limit is None or limit < record.batch.limit):
+            record.batch = replace(record.batch, limit=limit)
         if text:
             record.tell(text)
         await self.reply()
@@ -390,25 +392,39 @@ class SimulatedSaving:
     def __init__(self, slurm: SimulatedSlurm) -> None:
         self._slurm, self._cluster = slurm, slurm.cluster
 
-    async def prepare(self, job: JobRef, node: str) -> None:
+    async def prepare(self, job: JobRef, node: str, *, requeues: bool = True) -> None:
         await self._slurm.reach()
         record = self._slurm.reread(job)
         if record.state not in LIVE:
             raise Stale(f"job {job.job_id} is {record.state}")
+        if not requeues:
+            record.batch = replace(record.batch, requeue=True)
+            await self._slurm.reply()
+            await self._slurm.reach()
         self._cluster.drain(node)
         await self._slurm.reply()
 
-    async def undo(self, job: JobRef, node: str) -> None:
+    async def undo(self, job: JobRef, node: str, *, requeues: bool = True) -> None:
         await self._slurm.reach()
         self._cluster.undrain(node)
         await self._slurm.reply()
+        if not requeues:
+            await self.forbid_requeue(job)
 
-    async def requeue(self, job: JobRef, *, hold: bool = False, remaining: float | None = None) -> None:
+    async def forbid_requeue(self, job: JobRef) -> None:
+        await self._slurm.reach()
+        record = self._slurm.reread(job)
+        if record.state in LIVE:
+            record.batch = replace(record.batch, requeue=False)
+        await self._slurm.reply()
+
+    async def requeue(self, job: JobRef, *, hold: bool = False, text: str = "") -> None:
         """Two commands: between them the job is queued again, and not at the gate yet."""
         await self._slurm.reach()
         record = self._slurm.reread(job)
         if record.state in LIVE:
-            self._cluster.requeue_saved(record, hold=hold, remaining=remaining)
+            record.tell(text or record.comment)
+            self._cluster.requeue_saved(record, hold=hold)
         elif not (record.state is JobState.COMPLETING and record.again):
             raise Stale(f"job {job.job_id} is {record.state}")
         await self._slurm.reply()
