@@ -250,6 +250,32 @@ def test_another_restart_attaches_to_no_state(site: Site) -> None:
     assert site.saved.state is S.DISCARDING
 
 
+def test_a_state_is_gone_only_once_no_part_of_it_is_shown_and_nothing_can_write_it(site: Site) -> None:
+    site.to_writing()
+    unfinished = SavedSeen(site.saved.name, "", 0, STORAGE.name, complete=False)
+    site.files[unfinished.name] = unfinished
+    site.done()
+    site.run()
+    assert site.saved.state is S.WRITING, "they are not complete"
+    site.job(state=JobState.ENDED, result="CANCELLED", nodes=())
+    site.run()
+    site.files.clear()
+    for _ in range(2):
+        site.done()
+        site.run()
+    assert site.saved.state is S.DISCARDING, "its VM exists, and may still be being written"
+    site.files[unfinished.name] = unfinished
+    for _ in range(4):
+        site.clear()
+        site.done()
+        site.run()
+    assert not site.rows.vms and site.saved.state is S.DISCARDING
+    site.files.clear()
+    site.done()
+    site.run()
+    assert not site.rows.saved
+
+
 def test_files_that_cannot_be_written_are_tried_again(site: Site) -> None:
     site.to_writing()
     for _ in range(2):

@@ -233,8 +233,6 @@ class SimulatedSaves:
 
     async def _discard(self, source: str, name: str) -> None:
         await self._take("command", self._latencies.command)
-        if (saving := self._saving.get(name)) is not None:
-            await asyncio.wait([saving])
         self._machines.discard(source, name)
         await self._take("reply", self._latencies.command)
 

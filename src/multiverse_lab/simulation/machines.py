@@ -603,8 +603,9 @@ class Machines:
     def _saved_shown(self, host: Host) -> dict[str, SavedSeen]:
         if host.storage is None:
             return {}
-        files = sorted(self._storage(host.name).items())
-        return {name: SavedSeen(name, one.spec.token, one.bytes, host.storage.name) for name, one in files}
+        storage, files = host.storage.name, sorted(self._storage(host.name).items())
+        shown = {name: SavedSeen(name, "", 0, storage, complete=False) for name in self.unfinished.get(storage, ())}
+        return shown | {name: SavedSeen(name, one.spec.token, one.bytes, storage) for name, one in files}
 
     def _load(self, host: str) -> Load:
         """Guests that run use all their CPUs."""

@@ -195,7 +195,8 @@ def _step_undoing(state: State, saved: Saved, vm: Vm | None, job: Job | None, wo
 
 
 def _step_discarding(state: State, saved: Saved, world: World) -> None:
-    """It is gone once nobody shows it after its removal. While its storage is out of sight nothing is concluded."""
+    """It is gone once nobody shows any file of it after its removal. While its storage is out of sight nothing is
+    concluded, nor while its VM exists: that may still be being written."""
     since = max(saved.since, world.ended_at(saved.key, inf))
     showing = [
         latest
@@ -203,7 +204,7 @@ def _step_discarding(state: State, saved: Saved, world: World) -> None:
         if (latest := observation.latest) is not None
         and any(h.storage is not None and h.storage.name == saved.storage for h in latest.value.hosts.values())
     ]
-    if showing and all(one.began > since and saved.name not in one.value.saved for one in showing):
+    if saved.vm not in state.vms and showing and all(one.began > since and saved.name not in one.value.saved for one in showing):
         state.move(Change(replace(saved, state=S.GONE), Event.ABSENT, saved.reason))
 
 

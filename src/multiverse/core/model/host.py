@@ -172,7 +172,7 @@ class HypervisorView:
     hosts: Mapping[str, Host] = field(default_factory=dict)
     vms: Mapping[str, VmSeen] = field(default_factory=dict)
     templates: Mapping[TemplateKey, TemplateSeen] = field(default_factory=dict)
-    saved: Mapping[str, SavedSeen] = field(default_factory=dict)  # complete ones, by name
+    saved: Mapping[str, SavedSeen] = field(default_factory=dict)  # by name
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,12 +40,13 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class SavedSeen:
-    """The files of a saved VM, complete, as a source shows them."""
+    """The files of a saved VM as a source shows them."""
 
     name: str
     token: str  # of the VM
     size: int  # bytes
     storage: str
+    complete: bool = True  # a VM can be restored from them; else nothing but their name and storage is known
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,8 +112,9 @@ class World:
         return next((seen for seen in shown if seen.runs), shown[0] if shown else None)
 
     def saved(self, name: str) -> SavedSeen | None:
-        """The files of a saved VM, as any source shows them."""
-        return next((found for view in self.views.values() if (found := view.saved.get(name)) is not None), None)
+        """The complete files of a saved VM, as any source shows them."""
+        shown = (view.saved.get(name) for view in self.views.values())
+        return next((found for found in shown if found is not None and found.complete), None)
 
     def user_known_since(self, uid: int) -> float:
         """Since when the name service has known the user; infinity while it does not say so."""

@@ -37,6 +37,7 @@ from multiverse.system.locks import locked_directory, locked_file
 FILE = "save.json"
 STATE, OVERLAY, STUBS = "state.zst", "disk.qcow2", ("kernel.stub", "initrd.stub")
 _NAME = ".storage"  # a file in the directory: the name of the storage
+_WRITING = ".writing"  # at the end of the name of a directory that is incomplete
 _OTHER = "the controller's record is about another VM"
 _CHUNK = 1 << 20
 _TIMEOUT = 3600.0  # seconds until the whole memory of a VM was written or read
@@ -115,21 +116,25 @@ def prepare(place: Path) -> None:
 
 
 def shown(host: HostContext) -> dict[str, SavedSeen]:
-    """The complete files in the storage that this host reaches."""
+    """What the storage that this host reaches has of saved VMs, complete or not."""
     where = storage(host)
     if where is None or host.config.saves is None:
         return {}
     found = {}
     for entry in os.scandir(host.config.saves):
-        if entry.name.startswith(".") or not entry.is_dir() or (saved := read(Path(entry.path))) is None:
+        if not entry.is_dir():
             continue
-        found[entry.name] = SavedSeen(entry.name, saved.token, saved.state.size + saved.overlay.size, where.name)
+        name = entry.name.removeprefix(".").removesuffix(_WRITING)
+        if (saved := read(Path(entry.path))) is not None and name == entry.name:
+            found[name] = SavedSeen(name, saved.token, saved.state.size + saved.overlay.size, where.name)
+        else:
+            found.setdefault(name, SavedSeen(name, "", 0, where.name, complete=False))
     return found
 
 
 def discard(host: HostContext, saved: str) -> None:
     """Remove the files of that name, complete or not; first what says that they are complete."""
-    for place in (directory(host) / saved, directory(host) / f".{saved}.writing"):
+    for place in (directory(host) / saved, directory(host) / f".{saved}{_WRITING}"):
         (place / FILE).unlink(missing_ok=True)
         shutil.rmtree(place, ignore_errors=True)
 
@@ -184,7 +189,7 @@ def save(host: HostContext, name: str, saved: str) -> list[Stage]:
         if (found := read(final)) is not None and found.token == known.token:
             return []
         image = host.image(known.image)
-        work = store / f".{saved}.writing"
+        work = store / f".{saved}{_WRITING}"
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(mode=0o700)
         try:
