@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from multiverse.core.errors import Exhausted, Refused
+from multiverse.core.errors import Broken, Exhausted, Refused
 from multiverse.core.model.host import HypervisorView
 from multiverse.core.model.job import AttemptState, JobRef, JobState, NodeState
 from multiverse.core.model.saved import Saved, SavedSeen, SavedState, Storage
@@ -281,6 +281,12 @@ def test_files_that_cannot_be_written_are_tried_again(site: Site) -> None:
     for _ in range(2):
         site.run(Done(site.saved.key, EffectKind.SAVE, str(site.saved.state), Exhausted("no room")))
     assert site.saved.state is S.WRITING and "no room" in str(site.saved.reason)
+
+
+def test_a_vm_whose_guest_answers_no_more_is_not_written(site: Site) -> None:
+    site.to_writing()
+    site.run(Done(site.saved.key, EffectKind.SAVE, str(site.saved.state), Broken("the channel was closed")))
+    assert site.saved.state is S.DISCARDING
 
 
 def test_a_vm_that_is_lost_before_its_state_is_complete_is_not_waited_for(site: Site) -> None:

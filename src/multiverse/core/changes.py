@@ -363,6 +363,8 @@ def apply_result(state: State, done: Done, world: World, policy: Policy) -> None
             state.move(break_template(row, why))
         case Saved(state=SavedState.PREPARING | SavedState.FREEZING):
             state.move(abandon(row, why), *_told_not_saved(state, row, done.error, why))
+        case Saved(state=SavedState.WRITING) if isinstance(done.error, Broken):  # its guest will not answer any more
+            state.move(abandon(row, why))
         case Saved(state=SavedState.WRITING) if row.reason != why:
             state.move(note_trouble(row, why))
         case Lease(state=LeaseState.PLANNED) if done.kind is EffectKind.REQUEST:
