@@ -27,8 +27,8 @@ class Batch:
     array run at once (0: all). At most `per_host` of its VMs are on one host (0: any number). Each of its nodes has
     `sockets`, among which the CPUs are divided evenly. `account` is the account whose own templates the job needs;
     empty where all accounts share them. `placement` names the policy that places its VMs. A run is ended after `limit`
-    seconds (None: it has no limit). `save` says that the job is to be saved ahead of that, and how long ahead. `origin` is the partition of physical nodes that it is submitted to; empty for the
-    gate.
+    seconds (None: it has no limit). `save` says that the job is to be saved ahead of that, and how long ahead. `origin`
+    is the partition of physical nodes that it is submitted to; empty for the gate.
     """
 
     name: str = "job"

@@ -204,7 +204,8 @@ def _step_discarding(state: State, saved: Saved, world: World) -> None:
         if (latest := observation.latest) is not None
         and any(h.storage is not None and h.storage.name == saved.storage for h in latest.value.hosts.values())
     ]
-    if saved.vm not in state.vms and showing and all(one.began > since and saved.name not in one.value.saved for one in showing):
+    absent = all(one.began > since and saved.name not in one.value.saved for one in showing)
+    if showing and absent and saved.vm not in state.vms:
         state.move(Change(replace(saved, state=S.GONE), Event.ABSENT, saved.reason))
 
 
