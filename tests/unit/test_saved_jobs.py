@@ -8,7 +8,8 @@ import pytest
 
 from multiverse.core.errors import Broken, Exhausted, Refused
 from multiverse.core.model.host import HypervisorView
-from multiverse.core.model.job import AttemptState, JobRef, JobState, NodeState
+from multiverse.core.model.basics import Size
+from multiverse.core.model.job import AttemptState, JobRef, JobState, NodeState, Request
 from multiverse.core.model.saved import Saved, SavedSeen, SavedState, Storage
 from multiverse.core.model.vm import Vm, VmCondition, VmState
 from multiverse.core.model.world import Observation, Seen
@@ -175,6 +176,20 @@ def test_it_is_not_restored_while_the_scheduler_keeps_the_node_of_its_name(site:
         site.run()
         site.ended(site.vm.key)
     assert site.vm.id != first.id and site.vm.name == first.name
+
+
+def test_a_job_that_was_changed_to_ask_for_more_waits_until_it_is_changed_back(site: Site) -> None:
+    first = site.vm
+    site.to_stored()
+    for memory, waits in ((60_000, True), (64, False)):
+        site.restart(1, request=Request(1, Size(1, memory)))
+        for _ in range(6):
+            site.run()
+            site.clear()
+        attempt = site.rows.attempts[max(site.rows.attempts)]
+        assert ("change it back" in str(site.state.reasons.get(attempt.id))) == waits
+        assert any(vm.saved for vm in site.rows.vms.values()) != waits
+    assert site.vm.id != first.id
 
 
 def test_its_processes_go_on_once_and_the_files_go(site: Site) -> None:

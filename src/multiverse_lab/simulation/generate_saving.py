@@ -132,10 +132,10 @@ def _arrival(rng: Random) -> Arrival:
         limit = rng.choice((30.0, 60.0))
         batch = replace(batch, seconds=120.0, limit=limit, save=SaveWish(rng.choice((12.0, limit / 2))))
     tasks = 2 if rng.random() < 0.1 else 0
-    return Arrival(rng.uniform(0.5, 30.0), batch, tasks, _actions(rng))
+    return Arrival(rng.uniform(0.5, 30.0), batch, tasks, _actions(rng, batch.size))
 
 
-def _actions(rng: Random) -> tuple[UserAction, ...]:
+def _actions(rng: Random, size: Size) -> tuple[UserAction, ...]:
     """A job is saved up to three times. Between the steps of the first one its user does something else, in one job of
     two: the steps take some seconds in all."""
     actions: list[UserAction] = []
@@ -160,7 +160,7 @@ def _actions(rng: Random) -> tuple[UserAction, ...]:
             actions += [UserAction(between, "suspend"), UserAction(between + wait, "resume")]
             actions += [UserAction(after, "resume") for after in (100.0, 200.0, 300.0)]
         case 7:
-            actions.append(UserAction(between, "change", Size(1, 300)))
+            actions += [UserAction(between, "change", Size(1, 300)), UserAction(between + 5 * wait, "change", size)]
         case _:
             pass
     return tuple(sorted(actions, key=lambda action: action.after))

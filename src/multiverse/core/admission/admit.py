@@ -283,6 +283,8 @@ class Admission:
             self._tell(attempt, Why.BEING_SAVED())
         elif saved.vm_name in self.state.vm_named:  # its node may still be there, and the new one has the same name
             self._tell(attempt, Why.EARLIER_RUN_ENDS(vm=saved.vm_name))
+        elif not saved.holds(attempt.request):
+            self._tell(attempt, Why.SAVED_TOO_SMALL(cpus=saved.node_size.cpus, memory=saved.node_size.memory))
         elif self._is_turn_over(attempt):
             self._block(attempt, Blockage.TURN, Why.TURN())
         elif isinstance(vm := self.supply.restore(attempt, saved), NoRoom):

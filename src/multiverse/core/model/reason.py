@@ -201,6 +201,8 @@ class Why(StrEnum):
     SAVED_VM_LOST = "saved vm lost", "its VM {vm} was lost before its state was complete"
     SAVED_JOB_OVER = "saved job over", "{job} is over: its state is of no use any more"
     SAVED_RUN_OVER = "saved run over", "restart {restart} of {job} does not go on with its state"
+    SAVED_TOO_SMALL = ("saved too small",
+        "it was changed since it was saved in a VM of {cpus} CPUs with {memory} MiB: change it back", "saved")
     RESTORED = "restored", "restored on {hosts} from its state"
     NO_STORAGE = "no storage", "no host that takes VMs reaches the storage {storage} of its state", "saved"
     USER_AWAITED = "user awaited", "waiting until the name service says who uid {uid} is", "user"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from multiverse.core.model.basics import CloneKind, Key, Size
-from multiverse.core.model.job import JobRef
+from multiverse.core.model.job import JobRef, Request
 from multiverse.core.model.reason import Reason
 
 
@@ -95,6 +95,12 @@ class Saved:
     def name(self) -> str:
         """Of its directory in the storage. A VM may be saved several times, each time under another number."""
         return f"{self.vm_name}-{self.id}"
+
+    def holds(self, request: Request) -> bool:
+        """Whether its node is what a job asks for, which may have been changed since it was saved."""
+        asked = request.size
+        fits = asked.cpus <= self.node_size.cpus and asked.memory <= self.node_size.memory
+        return fits and asked.disk <= self.size.disk and request.nodes == 1
 
     def is_for(self, job: JobRef) -> bool:
         """Whether this run of a job goes on with the state."""
