@@ -425,6 +425,13 @@ class SaveSettings:
     # A job that asks to be saved at its time limit (vm:save) is saved so many seconds before, unless it says when.
     before: Annotated[float, Field(ge=60)] = 120.0
     max_runs: Annotated[int, Field(ge=1)] = 7  # runs of a job: the last one is not saved, and ends at its time limit
+    # MiB that the states of one user, and of all users, may take together. 0: any. Until a state is complete it counts
+    # as the memory and disk of its VM.
+    user_quota: Natural = 0
+    site_quota: Natural = 0
+    # Days after which a state is discarded whose job has not gone on; the job is held then. 0: never.
+    keep_days: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
+    encrypt: bool = False  # states are encrypted, with a key for each user that the controller keeps in state_dir
     no_requeue: bool = False  # jobs that were submitted with --no-requeue can be saved, too
 
 

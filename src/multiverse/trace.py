@@ -230,7 +230,8 @@ _WRITTEN: Mapping[str, Callable[..., dict[str, Any]]] = {
     "forbid_requeue": _JOB,
     "freeze": _VM,
     "cut": _VM,
-    "save": lambda vm, name: {"vm": vm.name, "saved": name},
+    "save": lambda vm, name, key: {"vm": vm.name, "saved": name},
+    "keep_in_memory": lambda vm, name: {"vm": vm.name, "saved": name},
     "thaw": _VM,
     "discard": lambda source, name: {"source": source, "saved": name},
     "create": lambda vm: {

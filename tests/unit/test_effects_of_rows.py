@@ -77,6 +77,8 @@ EFFECTS: list[tuple[Row, E | None, str]] = [
     (saved(S.FREEZING), E.FREEZE, ""),
     (saved(S.CUTTING), E.CUT, "saved since 1970-01-01 00:00:00 UTC: an operator asked for it"),
     (saved(S.WRITING), E.SAVE, ""),
+    (saved(S.KEEPING), E.KEEP, ""),
+    (saved(S.HOLDING, reason="it cannot go on"), E.HOLD, "it cannot go on"),
     (saved(S.STORED), None, ""),
     (saved(S.RESUMING), E.RESUME, ""),
     (saved(S.THAWING), E.THAW, ""),

@@ -360,5 +360,6 @@ def test_a_command_to_build_waits_until_there_is_room_and_others_do_not() -> Non
 def test_effects_that_add_are_those_that_make_or_start_something() -> None:
     adding = set(EffectKind) - RELEASING_EFFECTS
     made = {EffectKind.CREATE, EffectKind.START, EffectKind.BUILD, EffectKind.REQUEST}
-    saving = {EffectKind.PREPARE, EffectKind.FREEZE, EffectKind.CUT, EffectKind.SAVE}  # what is saved takes room, too
+    # What is saved takes room, too.
+    saving = {EffectKind.PREPARE, EffectKind.FREEZE, EffectKind.CUT, EffectKind.SAVE, EffectKind.KEEP}
     assert adding == {*made, *saving, EffectKind.OFFER, EffectKind.PIN}

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from multiverse.core.errors import Broken, Exhausted, Refused
-from multiverse.core.model.host import HypervisorView
+from multiverse.core.errors import Broken, Refused
+from multiverse.core.machines.saved import MOST_TRIES
 from multiverse.core.model.basics import Size
+from multiverse.core.model.host import HypervisorView
 from multiverse.core.model.job import AttemptState, JobRef, JobState, NodeState, Request
 from multiverse.core.model.saved import Saved, SavedSeen, SavedState, Storage
 from multiverse.core.model.vm import Vm, VmCondition, VmState
@@ -291,17 +292,15 @@ def test_a_state_is_gone_only_once_no_part_of_it_is_shown_and_nothing_can_write_
     assert not site.rows.saved
 
 
-def test_files_that_cannot_be_written_are_tried_again(site: Site) -> None:
+def test_a_vm_whose_guest_answers_no_more_is_neither_written_nor_kept(site: Site) -> None:
     site.to_writing()
-    for _ in range(2):
-        site.run(Done(site.saved.key, EffectKind.SAVE, str(site.saved.state), Exhausted("no room")))
-    assert site.saved.state is S.WRITING and "no room" in str(site.saved.reason)
-
-
-def test_a_vm_whose_guest_answers_no_more_is_not_written(site: Site) -> None:
-    site.to_writing()
-    site.run(Done(site.saved.key, EffectKind.SAVE, str(site.saved.state), Broken("the channel was closed")))
-    assert site.saved.state is S.DISCARDING
+    for _ in range(MOST_TRIES):
+        site.run(Done(site.saved.key, EffectKind.SAVE, str(site.saved.state), Broken("the channel was closed")))
+    assert site.saved.state is S.KEEPING
+    site.run(Done(site.saved.key, EffectKind.KEEP, str(site.saved.state), Broken("the channel was closed")))
+    assert site.saved.state is S.HOLDING and site.saved.ends, (
+        "its work is lost, and its user did not agree to another try"
+    )
 
 
 def test_a_vm_that_is_lost_before_its_state_is_complete_is_not_waited_for(site: Site) -> None:
@@ -310,7 +309,10 @@ def test_a_vm_that_is_lost_before_its_state_is_complete_is_not_waited_for(site: 
     for _ in range(4):
         site.run()
         site.clear()
-    assert not site.rows.saved or site.saved.state is S.DISCARDING
+    assert site.saved.state is S.HOLDING and "was lost" in str(site.saved.reason)
+    site.restart(1, held=True, eligible=False)
+    site.run()
+    assert site.saved.state is S.DISCARDING
 
 
 def test_a_job_that_cannot_be_saved_is_refused_with_the_reason(site: Site) -> None:

@@ -218,8 +218,11 @@ class AgentHypervisor:
     async def cut(self, vm: VmRef) -> None:
         await self._agent(vm.source).call(protocol.Cut(vm=vm))
 
-    async def save(self, vm: VmRef, name: str) -> Sequence[Stage]:
-        return (await self._agent(vm.source).call(protocol.Save(vm=vm, saved=name))).stages
+    async def save(self, vm: VmRef, name: str, key: str = "") -> Sequence[Stage]:
+        return (await self._agent(vm.source).call(protocol.Save(vm=vm, saved=name, key=key))).stages
+
+    async def keep_in_memory(self, vm: VmRef, name: str) -> None:
+        await self._agent(vm.source).call(protocol.Keep(vm=vm, saved=name))
 
     async def thaw(self, vm: VmRef) -> None:
         await self._agent(vm.source).call(protocol.Thaw(vm=vm))

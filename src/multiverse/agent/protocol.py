@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, Pr
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError, Refused, Stale, Unknown
+from multiverse.core.errors import Broken, Damaged, Exhausted, Gone, MultiverseError, Refused, Stale, Unknown
 from multiverse.core.model.basics import Size
 from multiverse.core.model.host import Host, HypervisorView
 from multiverse.core.model.identity import Identity, Member, Neighbour, User
@@ -280,9 +280,20 @@ class Save(AgentCall[Stages]):
     name: Literal["save"] = "save"
     vm: VmRef
     saved: str
+    key: str = ""
 
     async def answer(self, agent: SiteAgent) -> Stages:
-        return Stages(stages=tuple(await _saves(agent).save(self.vm, self.saved)))
+        return Stages(stages=tuple(await _saves(agent).save(self.vm, self.saved, self.key)))
+
+
+class Keep(AgentCall[Nothing]):
+    name: Literal["keep"] = "keep"
+    vm: VmRef
+    saved: str
+
+    async def answer(self, agent: SiteAgent) -> Nothing:
+        await _saves(agent).keep_in_memory(self.vm, self.saved)
+        return Nothing()
 
 
 class Thaw(AgentCall[Nothing]):
@@ -412,7 +423,7 @@ class CallFailure(Message):
         return _ERRORS.get(self.kind, Unknown)(self.message, hint=self.hint)
 
 
-_ERRORS = {kind.__name__.lower(): kind for kind in (Refused, Exhausted, Gone, Stale, Unknown, Broken)}
+_ERRORS = {kind.__name__.lower(): kind for kind in (Refused, Exhausted, Gone, Stale, Unknown, Broken, Damaged)}
 
 
 # --- lines ---------------------------------------------------------------------------------------

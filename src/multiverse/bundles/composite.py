@@ -117,8 +117,11 @@ class CompositeHypervisor:
     async def cut(self, vm: VmRef) -> None:
         await self._saves(vm.source).cut(vm)
 
-    async def save(self, vm: VmRef, name: str) -> Sequence[Stage]:
-        return await self._saves(vm.source).save(vm, name)
+    async def save(self, vm: VmRef, name: str, key: str = "") -> Sequence[Stage]:
+        return await self._saves(vm.source).save(vm, name, key)
+
+    async def keep_in_memory(self, vm: VmRef, name: str) -> None:
+        await self._saves(vm.source).keep_in_memory(vm, name)
 
     async def thaw(self, vm: VmRef) -> None:
         await self._saves(vm.source).thaw(vm)

@@ -13,13 +13,14 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from types import MappingProxyType
 
 import structlog
 
 from multiverse.controller.publication import AddressBook, GroupBook, Publication, end_tasks, pause
+from multiverse.controller.saved_keys import SavedKeys
 from multiverse.controller.users import UserDirectory
 from multiverse.core.clones.spares import node_spec
 from multiverse.core.errors import Broken, Gone, MultiverseError, NotYet, Refused, Stale, Unknown
@@ -33,7 +34,7 @@ from multiverse.core.model.vm import Stage, Template, Vm, VmRef, VmSpec
 from multiverse.core.model.world import Row
 from multiverse.core.state import State
 from multiverse.core.transition import RELEASING_EFFECTS, TERMINAL, Done, Effect, EffectKind, Move
-from multiverse.ports import Clock, Fencing, Hypervisor, Scheduler
+from multiverse.ports import Clock, Fencing, Hypervisor, Saves, Scheduler
 
 log = structlog.get_logger()
 
@@ -70,7 +71,19 @@ class PilotRef:
         return Key("lease", -1 - zlib.crc32(self.id.encode()))
 
 
-Subject = Row | VmRef | PilotRef  # what an effect acts on: a row, or an orphan
+@dataclass(frozen=True, slots=True)
+class SavedRef:
+    """A saved VM in a storage that no row explains, and a source that shows it."""
+
+    name: str
+    source: str
+
+    @property
+    def key(self) -> Key:
+        return Key("saved", -1 - zlib.crc32(self.name.encode()))
+
+
+Subject = Row | VmRef | PilotRef | SavedRef  # what an effect acts on: a row, or an orphan
 
 
 @dataclass
@@ -104,6 +117,8 @@ class Surroundings:
     grace: float
     state: State
     users: UserDirectory
+    saved_keys: SavedKeys | None = None
+    encrypt: bool = False  # what is saved from now on
     fencing: Fencing | None = None
     reach: Reach = Reach.USER
 
@@ -171,16 +186,17 @@ class Effects:
             self._ended_at.pop(key, None)
             self._refused.pop(key, None)
 
-    def ensure(self, orphans: Sequence[VmRef | PilotRef] = (), *, releasing: bool = False) -> None:
-        """Make the lanes follow the rows. `orphans` are VMs, nodes or pilots of our site that no row explains. With
+    def ensure(self, orphans: Sequence[VmRef | PilotRef | SavedRef] = (), *, releasing: bool = False) -> None:
+        """Make the lanes follow the rows. `orphans` are what of our site no row explains. With
         `releasing` only effects that release are begun. Its cost is that of the effects that there are."""
         state = self._around.state
         wanted: dict[Key, tuple[Effect, Subject]] = {
             effect.key: (effect, row) for row, effect in permitted_effects(state)
         }
         for orphan in orphans:
-            if isinstance(orphan, PilotRef):
-                wanted[orphan.key] = (Effect(EffectKind.CANCEL, orphan.key, orphan.name), orphan)
+            if isinstance(orphan, PilotRef | SavedRef):
+                kind = EffectKind.CANCEL if isinstance(orphan, PilotRef) else EffectKind.DISCARD
+                wanted[orphan.key] = (Effect(kind, orphan.key, orphan.name), orphan)
                 continue
             key = Key("vm", serial_of(orphan.name))
             if state.get(key) is None:
@@ -294,6 +310,8 @@ class Effects:
                 await self._around.fencing.fence(lease.node if lease is not None else subject.name)
             case Lease() | PilotRef():
                 await self._act_on_pilot(effect, subject)
+            case SavedRef() if self._hypervisor.saves is not None:
+                await self._hypervisor.saves.discard(subject.source, subject.name)
             case VmRef():
                 await self._scheduler.set_down(subject.name, "multiverse: nothing explains it")
                 if subject.source:  # otherwise only the scheduler shows the name, and no source has a VM of it
@@ -341,7 +359,7 @@ class Effects:
     async def _act_on_vm(self, effect: Effect, vm: Vm) -> Sequence[Stage] | None:
         match effect.kind:
             case EffectKind.CREATE:
-                return await self._hypervisor.create(_specification(vm))
+                return await self._hypervisor.create(replace(_specification(vm), key=self._key_of_restored(vm)))
             case EffectKind.START:
                 return await self._start(vm)
             case EffectKind.OFFER | EffectKind.WITHDRAW:
@@ -384,8 +402,10 @@ class Effects:
             case EffectKind.CUT:
                 await saves.cut(vm)
                 await saving.requeue(saved.job, hold=saved.hold, text=effect.text)
-            case EffectKind.SAVE:
-                return await saves.save(vm, saved.name)
+            case EffectKind.SAVE | EffectKind.KEEP:
+                return await self._write(effect.kind, saved, saves, vm)
+            case EffectKind.HOLD:
+                await self._scheduler.hold(saved.again or saved.job, effect.text)
             case EffectKind.RESUME:
                 await saving.release(saved.again or saved.job)
             case EffectKind.THAW:
@@ -399,10 +419,24 @@ class Effects:
                 with suppress(Gone, Stale):
                     await saving.undo(saved.job, saved.vm_name, requeues=saved.requeues)
             case EffectKind.DISCARD:
-                await saves.discard(saved.source, saved.name)
+                await saves.discard(self._around.state.source_reaching(saved), saved.name)
             case _:
                 raise AssertionError(f"no such effect: {effect}")
         return None
+
+    async def _write(self, kind: EffectKind, saved: Saved, saves: Saves, vm: VmRef) -> Sequence[Stage]:
+        if kind is EffectKind.KEEP:
+            await saves.keep_in_memory(vm, saved.name)
+            return ()
+        keys = self._around.saved_keys
+        key = keys.make(saved.uid, saved.name) if keys is not None and self._around.encrypt else ""
+        return await saves.save(vm, saved.name, key)
+
+    def _key_of_restored(self, vm: Vm) -> str:
+        """The key of the saved VM that this one is restored from; empty if it has none."""
+        saved = next(iter(self._around.state.saved_named(vm.saved)), None) if vm.saved else None
+        keys = self._around.saved_keys
+        return keys.find(saved.uid, saved.name) if saved is not None and keys is not None else ""
 
     async def _offer(self, kind: EffectKind, vm: Vm) -> None:
         offers = self._scheduler.offers
@@ -478,4 +512,4 @@ def _specification(vm: Vm) -> VmSpec:
 
 
 def _state(subject: Subject) -> str:
-    return "" if isinstance(subject, VmRef | PilotRef) else str(subject.state)
+    return "" if isinstance(subject, VmRef | PilotRef | SavedRef) else str(subject.state)

@@ -14,10 +14,11 @@ import structlog
 
 from multiverse.config import Settings
 from multiverse.controller.comments import CommentPlan, CommentWriter
-from multiverse.controller.effects import Effects, Failure, PilotRef, Surroundings
+from multiverse.controller.effects import Effects, Failure, PilotRef, SavedRef, Surroundings
 from multiverse.controller.learned import Exclusions, ForecastRecorder, MissingHints
 from multiverse.controller.observers import Awaited, FollowedHosts, ObserverTasks, SchedulerObserver
 from multiverse.controller.policy import policy_of
+from multiverse.controller.saved_keys import SavedKeys
 from multiverse.controller.users import LookupFailure, UserDirectory
 from multiverse.core.capacity.sizes import claimable_cpus
 from multiverse.core.changes import may_add, orphans
@@ -34,7 +35,9 @@ from multiverse.core.model.saved import Saved
 from multiverse.core.model.vm import Vm, VmRef
 from multiverse.core.model.world import Observation, World
 from multiverse.core.planner import plan
+from multiverse.core.policy import Policy
 from multiverse.core.pools import PoolStatus, pool_status
+from multiverse.core.saving import unexplained_states
 from multiverse.core.state import State
 from multiverse.core.transition import Awaiting, Command, Done, Message, Move, ShownBy
 from multiverse.ports import Clock, Fencing, Hypervisor, Scheduler
@@ -81,17 +84,18 @@ class CommandInbox:
 class OrphanConfirmation:
     """Confirms orphans by a second observation: a single one destroys nothing."""
 
-    def __init__(self, state: State) -> None:
-        self._state = state
+    def __init__(self, state: State, policy: Policy) -> None:
+        self._state, self._policy = state, policy
         self._orphans: dict[tuple[str, str], float] = {}  # name and source, with the observation that showed it first
         self._pilots: dict[tuple[str, str], float] = {}  # pilots that no lease explains: name and id, and the same
-        self.confirmed: list[VmRef | PilotRef] = []  # to be removed, as of the latest commit
+        self._states: dict[tuple[str, str], float] = {}  # saved VMs that no row explains: name and source, and the same
+        self.confirmed: list[VmRef | PilotRef | SavedRef] = []  # to be removed, as of the latest commit
 
     def names(self) -> list[str]:
         return sorted({name for name, _ in self._orphans})
 
     def committed(self, world: World) -> None:
-        self.confirmed = [*self._confirmed_vms(world), *self._confirmed_pilots(world)]
+        self.confirmed = [*self._confirmed_vms(world), *self._confirmed_pilots(world), *self._confirmed_states(world)]
 
     def _confirmed_vms(self, world: World) -> list[VmRef]:
         if world.scheduler is None:
@@ -107,6 +111,17 @@ class OrphanConfirmation:
             if first[name, source] < began:
                 confirmed.append(VmRef(name, source))
         self._orphans = first
+        return confirmed
+
+    def _confirmed_states(self, world: World) -> list[SavedRef]:
+        confirmed, first = [], {}
+        for name, source in unexplained_states(self._state, world, self._policy):
+            latest = world.latest(source)
+            began = latest.began if latest is not None else -inf
+            first[name, source] = self._states.get((name, source), began)
+            if first[name, source] < began:
+                confirmed.append(SavedRef(name, source))
+        self._states = first
         return confirmed
 
     def _confirmed_pilots(self, world: World) -> list[PilotRef]:
@@ -163,7 +178,7 @@ class Controller:
         self._wake = asyncio.Event()
         self._inbox = CommandInbox(self._wake.set)
         self._expecting: float | None = None  # since when the newest of what is awaited is
-        self._orphans = OrphanConfirmation(self.state)
+        self._orphans = OrphanConfirmation(self.state, self.policy)
         self._placement_faults: dict[str, str] = {}  # as logged
         self._limits: JobLimits | None = None  # what no job must exceed
         self._leasable: Mapping[str, Size] = {}  # their basis
@@ -187,6 +202,8 @@ class Controller:
             state=self.state,
             users=self.users,
             reach=settings.network.reach,
+            saved_keys=SavedKeys(settings.state_dir / "saved-keys"),
+            encrypt=settings.save.encrypt,
         )
         self._around = surroundings
         self._effects = Effects(scheduler, hypervisor, clock, surroundings, self._effect_ended, self._rng)

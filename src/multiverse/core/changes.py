@@ -15,11 +15,11 @@ from multiverse.core.avoidance import tried_at_once
 from multiverse.core.capacity.sizes import template_claim
 from multiverse.core.clones.kinds import build_template
 from multiverse.core.context import Context
-from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError, Refused
+from multiverse.core.errors import Broken, Damaged, Exhausted, Gone, MultiverseError, Refused
 from multiverse.core.machines.attempt import not_saved, return_attempt
 from multiverse.core.machines.host import add_host, drain_host, fence, remove_host, resume_host
 from multiverse.core.machines.lease import release_lease
-from multiverse.core.machines.saved import abandon, note_trouble
+from multiverse.core.machines.saved import abandon, count_failure, give_up, hold_saved
 from multiverse.core.machines.template import (
     adopt_template,
     break_template,
@@ -57,9 +57,15 @@ from multiverse.core.transition import Change, Command, Done, EffectKind, Event,
 T = TypeVar("T")
 
 
+LOOK_AT_STATES = 60.0  # seconds between two looks at the age of all saved jobs, and whether their files are there
+
+
 def mark_changes(state: State, world: World, policy: Policy) -> None:
     """Mark the rows that the latest observations may move, and keep every host as it was observed last."""
     compared = state.compared
+    if state.now - compared.saved_at >= LOOK_AT_STATES:
+        compared.saved_at = state.now
+        state.dirty.saved.update(state.saved)
     for host in world.declared:  # what it could hold may be unknown, and is not nothing
         if host.name not in state.hosts:
             state.know_host(host)
@@ -117,8 +123,11 @@ def _mark_source(state: State, compared: Compared, name: str, observation: Obser
     if old is None or old.latest is not observation.latest:
         state.mark_observed(name)
         _follow_hosts(state, compared, name, hosts or {})
+    compared.stray.pop(name, None)
     if observation.latest is None:
         return
+    if stray := [one for one in observation.latest.value.saved if not state.saved_named(one)]:
+        compared.stray[name] = tuple(sorted(stray))
     known, shown = compared.vms.get(name, {}), observation.latest.value.vms
     for vm_name in changed(known, shown, _moves):
         state.mark_vm(vm_name)
@@ -178,7 +187,7 @@ def _know_hosts(state: State, compared: Compared) -> None:
     """Keep every host in sight as observed last, and its source; not its load, which changes all the time."""
     for name in sorted(compared.unlearned):
         if (host := state.free.hosts.get(name)) is not None:
-            steady = replace(host, available=0, available_disk=None, load=None, numa=())
+            steady = replace(host, available=0, available_disk=None, storage_free=None, load=None, numa=())
             known = state.hosts.get(name) or KnownHost(name, "")
             state.know_host(replace(known, source=max(compared.showing[name]), value=steady))
     compared.unlearned.clear()
@@ -355,23 +364,40 @@ def apply_result(state: State, done: Done, world: World, policy: Policy) -> None
     why = Why.SAID(text=str(done.error))
     match row:
         case Vm(state=VmState.PLANNED | VmState.STARTING) if done.kind in (EffectKind.CREATE, EffectKind.START):
-            if isinstance(done.error, Gone):  # its template or its user, which is no fault of its host
+            if isinstance(done.error, Damaged):
+                _hold_damaged(state, row, why)
+            elif isinstance(done.error, Gone):  # its template or its user, which is no fault of its host
                 state.move(end_vm(row, Event.FAILED, why))
             else:
                 state.move(*fail_vm(state, row, Event.FAILED, why, world, policy))
         case Template(state=TemplateState.BUILDING) if done.kind is EffectKind.BUILD:
             state.move(break_template(row, why))
-        case Saved(state=SavedState.PREPARING | SavedState.FREEZING):
-            state.move(abandon(row, why), *_told_not_saved(state, row, done.error, why))
-        case Saved(state=SavedState.WRITING) if isinstance(done.error, Broken):  # its guest will not answer any more
-            state.move(abandon(row, why))
-        case Saved(state=SavedState.WRITING) if row.reason != why:
-            state.move(note_trouble(row, why))
+        case Saved():
+            _note_failed_save(state, row, done.error, why)
         case Lease(state=LeaseState.PLANNED) if done.kind is EffectKind.REQUEST:
             state.move(release_lease(row, Event.FAILED, why))
         case Attempt(state=AttemptState.SPAWNED) if isinstance(done.error, Refused):
             # A job that took its spare by itself may run already: its attempt adds the user, and its step decides.
             state.move(return_attempt(row, Event.GAVE_UP, why, failed=True))
+
+
+def _hold_damaged(state: State, vm: Vm, why: Reason) -> None:
+    """A VM cannot be restored: its state is not as it was saved. It is kept, and its job is held: perhaps it is mended.
+    What was kept in memory is lost."""
+    state.move(end_vm(vm, Event.FAILED, why))
+    for saved in state.saved_named(vm.saved):
+        if saved.state in (SavedState.STORED, SavedState.RESUMING):
+            state.move((give_up if saved.kept else hold_saved)(saved, Why.SAVED_DAMAGED(why)))
+
+
+def _note_failed_save(state: State, saved: Saved, error: MultiverseError | None, why: Reason) -> None:
+    match saved.state:
+        case SavedState.PREPARING | SavedState.FREEZING:
+            state.move(abandon(saved, why), *_told_not_saved(state, saved, error, why))
+        case SavedState.WRITING:
+            state.move(count_failure(saved, why))
+        case SavedState.KEEPING if isinstance(error, Broken):  # its guest does not answer any more
+            state.move(give_up(saved, why))
 
 
 def _told_not_saved(state: State, saved: Saved, error: MultiverseError | None, why: Reason) -> list[Change]:

@@ -53,3 +53,7 @@ class Unknown(MultiverseError):
 
 class Broken(MultiverseError):
     """It was tried and failed in a way that will repeat until somebody mends the cause."""
+
+
+class Damaged(Broken):
+    """What was saved cannot be read as it was written: it was changed, or removed, or its key was."""

@@ -97,6 +97,9 @@ class Policy:
     save_timeout: float = 60.0  # for each step of saving a job that can be undone
     save_before: float = 120.0  # how long before its time limit a job is saved that does not say so itself
     save_max_runs: int = 7  # of a job: the last one is not saved
+    save_user_quota: int = 0  # bytes that the states of one user may take; 0: any
+    save_site_quota: int = 0  # the same of all users
+    save_keep: float = 0.0  # seconds for which a state waits for its job; 0: for ever
     save_no_requeue: bool = False  # jobs that the scheduler is not to queue again can be saved, too
     pin_timeout: float = 60.0
     held_timeout: float = 10.0  # a pinned job that the scheduler holds back; its reason may be an old one till then

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from math import inf
 from typing import ClassVar
 
 from multiverse.core.model.basics import ClaimKey, Key, RowKind, Size
@@ -197,6 +198,8 @@ class Compared:
     showing: dict[str, dict[str, Host]] = field(default_factory=dict)  # by host, the sources that show it
     unadopted: set[str] = field(default_factory=set)  # sources that may show what has no row
     unlearned: set[str] = field(default_factory=set)  # hosts in sight that may have changed
+    stray: dict[str, tuple[str, ...]] = field(default_factory=dict)  # by source, saved VMs that it shows without a row
+    saved_at: float = -inf  # when all saved jobs were looked at last
     users: dict[int, tuple[bool, float]] | None = None  # whether they exist, and since when that is known
 
 
@@ -255,6 +258,7 @@ class RowIndexes:
         self.vms_by_template = Index()  # by the number of the template's row, and by its key
         self.templates_by_key = Index()  # by key, by host and by source
         self.saved_by = Index()  # saved jobs, by the number of the VM, by the id of the job, and by their name
+        self.kept_by = Index()  # saved jobs that are in the memory of a host, by the host and its source
         self.vms_by_saved = Index()  # restored VMs, by the name of what they were restored from
         self.asking_to_be_saved = Index()  # attempts whose jobs run, under one key
 
@@ -292,6 +296,8 @@ class RowIndexes:
                 yield self.saved_by, row.vm
                 yield self.saved_by, row.job.job_id
                 yield self.saved_by, row.name
+                yield self.kept_by, row.kept  # empty: not in the memory of a host
+                yield self.kept_by, ("source", row.source if row.kept else "")
             case Template():
                 yield self.templates_by_key, row.which
                 yield self.templates_by_key, row.host

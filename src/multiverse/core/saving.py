@@ -1,4 +1,5 @@
-"""Which jobs are saved, and when: as somebody asks for it, and ahead of their time limits."""
+"""Which jobs are saved, and when: as somebody asks for it, and ahead of their time limits; and what names in the
+storage no row explains."""
 
 from __future__ import annotations
 
@@ -6,10 +7,13 @@ from multiverse.core.context import Context
 from multiverse.core.errors import Refused
 from multiverse.core.machines.attempt import not_saved
 from multiverse.core.machines.saved import ask_to_save, resume_saved
+from multiverse.core.model.basics import ClaimKey
+from multiverse.core.model.host import Host
 from multiverse.core.model.job import Attempt, AttemptState, Job
 from multiverse.core.model.reason import Reason, Why, said
-from multiverse.core.model.saved import WAITS_FOR_RUN, Saved, SavedState
-from multiverse.core.model.vm import VmState
+from multiverse.core.model.saved import UNWRITTEN, WAITS_FOR_RUN, Saved, SavedState
+from multiverse.core.model.vm import Vm, VmState
+from multiverse.core.model.world import World
 from multiverse.core.policy import Policy
 from multiverse.core.state import State
 from multiverse.core.transition import Command
@@ -54,6 +58,10 @@ def save(context: Context, attempt: Attempt, asked: Reason, *, hold: bool = Fals
     if any(one.is_for(attempt.job) or one.job == attempt.job for one in state.saved_of_job(job_id)):
         raise Refused(f"job {job_id} is being saved already", hint="multiverse saved shows how far it is")
     (vm,) = vms
+    bound = bound_of(state, vm)
+    if why := why_no_room(context, attempt.uid, host, bound):
+        raise Refused(f"job {job_id} cannot be saved: {why}", hint="multiverse saved shows what takes the room")
+    wish = attempt.request.save
     saved = Saved(
         id=state.numbers.new_saved_id(),
         since=state.now,
@@ -77,8 +85,55 @@ def save(context: Context, attempt: Attempt, asked: Reason, *, hold: bool = Fals
         requeues=job.requeues,
         runs=attempt.runs,
         hold=hold,
+        bound=bound,
+        may_restart=wish is not None and wish.restart,
     )
     state.move(ask_to_save(saved))
+
+
+def bound_of(state: State, vm: Vm) -> int:
+    """Bytes that the state of a VM may take: all its memory, and what its disk can grow to. What compression saves is
+    not known before."""
+    claim = state.claims.get(ClaimKey(vm.key, vm.host))
+    return (vm.size.memory + (claim.size.disk if claim is not None else vm.size.disk)) << 20
+
+
+def why_no_room(context: Context, uid: int, host: Host, size: int) -> Reason | None:
+    """Why no state of `size` bytes may be written for a user from that host. Each state counts as what it may take
+    until it is complete, and from then on as what it takes."""
+    policy, states = context.policy, context.state.saved.values()
+    of_user, of_site = sum(one.claimed for one in states if one.uid == uid), sum(one.claimed for one in states)
+    for why, quota, taken in (
+        (Why.SAVE_USER_QUOTA, policy.save_user_quota, of_user),
+        (Why.SAVE_SITE_QUOTA, policy.save_site_quota, of_site),
+    ):
+        if quota and taken + size > quota:
+            return why(need=size >> 20, taken=taken >> 20, quota=quota >> 20)
+    if host.storage is None or host.storage_free is None:
+        return None
+    awaited = sum(one.bound for one in states if one.storage == host.storage.name and one.state in UNWRITTEN)
+    if awaited + size > host.storage_free:
+        free = max(0, host.storage_free - awaited)
+        return Why.STORAGE_FULL(need=size >> 20, free=free >> 20, storage=host.storage.name)
+    return None
+
+
+def unexplained_states(state: State, world: World, policy: Policy) -> list[tuple[str, str]]:
+    """Names of saved VMs of our site that a storage shows and no row has, each with a source that shows it. If the
+    database may have lost the row, its job may still go on by hand: such a state counts once it is older than any."""
+    found = {}
+    for source, names in state.compared.stray.items():
+        latest = world.latest(source)
+        shown = latest.value.saved if latest is not None else {}
+        for name in names:
+            seen, number = shown.get(name), name.rpartition("-")[2]
+            if seen is None or state.saved_named(name):
+                continue
+            ended = number.isdigit() and int(number) < state.numbers.next_saved
+            age = state.now + world.epoch - seen.written
+            if ended or (policy.save_keep and seen.written and age > policy.save_keep):
+                found[name] = source
+    return sorted(found.items())
 
 
 def _check(job: Job, attempt: Attempt, policy: Policy) -> None:
@@ -126,11 +181,18 @@ def saved_at(context: Context, attempt: Attempt, job: Job) -> float | None:
 
 
 def _resume(state: State, command: Command) -> None:
-    mine = (one for one in state.saved_of_job(command.job) if command.uid in (None, one.uid))
+    job_id = command.job
+    mine = (one for one in state.saved_of_job(job_id) if command.uid in (None, one.uid))
     saved = next((one for one in mine if one.state in WAITS_FOR_RUN), None)
     if saved is None:
-        raise Refused(f"job {command.job} is not saved", hint="multiverse saved shows the jobs that are")
-    if saved.hold and command.uid is not None and saved.asked.kind is not Why.SAVE_ASKED:
-        raise Refused(f"job {command.job} was saved and is held by an operator", hint="ask the operators to resume it")
-    if saved.state is SavedState.STORED and saved.hold:
-        state.move(resume_saved(saved, Why.OPERATOR() if command.uid is None else Why.RESUME_ASKED()))
+        raise Refused(f"job {job_id} is not saved", hint="multiverse saved shows the jobs that are")
+    by_operator = saved.hold and saved.reason is None and saved.asked.kind is not Why.SAVE_ASKED
+    if by_operator and command.uid is not None:
+        raise Refused(f"job {job_id} was saved and is held by an operator", hint="ask the operators to resume it")
+    waits = saved.state is SavedState.HOLDING or (saved.state is SavedState.STORED and not state.restored_from(saved))
+    if command.anew and not waits:
+        hint = "multiverse saved shows how far it is"
+        raise Refused(f"job {job_id} cannot begin anew while it is saved or restored", hint=hint)
+    if command.anew or (waits and saved.hold and not saved.ends):
+        why = Why.OPERATOR() if command.uid is None else Why.RESUME_ASKED()
+        state.move(resume_saved(saved, why, anew=command.anew))

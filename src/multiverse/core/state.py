@@ -269,6 +269,7 @@ class State(LiveRows):
             case KnownHost():
                 self.queue.check_all()
                 self.touched.note(row.name)
+                self.dirty.saved.update(self._indexes.kept_by.ids(row.name))
                 for id_ in self._indexes.vms_by_host[row.name]:
                     self._mark_vm(self.vms[id_])
 
@@ -299,6 +300,7 @@ class State(LiveRows):
 
     def mark_observed(self, source: str) -> None:
         self.dirty.templates.update(self._indexes.templates_by_key.ids(("source", source)))
+        self.dirty.saved.update(self._indexes.kept_by.ids(("source", source)))
         self.compared.unadopted.add(source)
 
     def take_unadopted(self) -> list[str]:
@@ -338,6 +340,9 @@ class State(LiveRows):
     def saved_of_job(self, job_id: str) -> list[Saved]:
         return [self.saved[id_] for id_ in self._indexes.saved_by[job_id]]
 
+    def saved_named(self, name: str) -> list[Saved]:
+        return [self.saved[id_] for id_ in self._indexes.saved_by[name]]
+
     def saved_for(self, job: JobRef) -> Saved | None:
         """The state that this run of a job is to go on with, complete or not."""
         found = (one for one in self.saved_of_job(job.job_id) if one.is_for(job) and one.state in WAITS_FOR_RUN)
@@ -349,6 +354,12 @@ class State(LiveRows):
 
     def restored_from(self, saved: Saved) -> Vm | None:
         return next((self.vms[id_] for id_ in self._indexes.vms_by_saved[saved.name]), None)
+
+    def source_reaching(self, saved: Saved) -> str:
+        """A source with a host in sight that reaches the state: that which wrote it, or else any."""
+        hosts = sorted(self.free.hosts.items())
+        there = [self.source_of(name) for name, host in hosts if host.storage and host.storage.name == saved.storage]
+        return saved.source if saved.kept or not there or saved.source in there else there[0]
 
     def vms_on(self, host: str) -> list[Vm]:
         return [self.vms[id_] for id_ in self._indexes.vms_by_host[host]]

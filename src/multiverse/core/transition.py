@@ -37,7 +37,7 @@ class Event(StrEnum):
     AT_GATE = "at the gate"
     LEFT_GATE = "left the gate"
     SENT_BACK = "sent back"  # its job is to go back to the partition that it was moved from
-    HELD = "held"  # its job is held, as was to be done
+    HELD = "held"  # its job is held, as was to be done; also of a saved job
     STRAYED = "strayed"  # its job runs on a VM of an earlier attempt
     ADMITTED = "admitted"
     OVERTAKEN = "overtaken"  # a later job started ahead of it, and nobody could tell when it would start itself
@@ -91,7 +91,7 @@ class Event(StrEnum):
     REMOVED = "removed"
     SILENT = "silent"
     FENCE = "fence"
-    HELD_BACK = "held back"
+    HELD_BACK = "held back"  # also of a saved job that cannot go on: it is to be held
     AVOIDED = "avoided"  # VMs of an image do not come up there
     CLEARED = "cleared"  # a VM of that image has joined
     GIVEN_BACK = "given back"  # its lease has ended
@@ -104,6 +104,7 @@ class Event(StrEnum):
     FROZEN = "frozen"
     QUEUED_AGAIN = "queued again"
     STORED = "stored"
+    UNWRITTEN = "unwritten"  # it could not be written
     THAWED = "thawed"  # its processes go on
     ABANDONED = "abandoned"  # it is not saved, or the state is of no use any more
     # any
@@ -212,6 +213,7 @@ class EffectKind(StrEnum):
     FREEZE = "freeze", _SOURCE  # freeze the processes of the VM's job
     CUT = "cut", _SOON  # cut the frozen job off from the scheduler, and have it queued again
     SAVE = "save", _SOURCE  # write the VM to the storage
+    KEEP = "keep", _SOURCE  # keep the VM in the memory of its host, because it cannot be written
     RESUME = "resume", _SOON  # release the held job that was saved
     THAW = "thaw", _SOURCE  # let the processes go on within the next run of their job
     UNDO = "undo", _SOON | _SOURCE  # let the processes go on in the run that was not saved
@@ -222,7 +224,7 @@ class EffectKind(StrEnum):
 RELEASING_EFFECTS = frozenset(set(EffectKind) - {EffectKind.CREATE, EffectKind.START, EffectKind.BUILD,
                                                  EffectKind.OFFER, EffectKind.PIN,
                                                  EffectKind.REQUEST, EffectKind.PREPARE, EffectKind.FREEZE,
-                                                 EffectKind.CUT, EffectKind.SAVE})  # fmt: skip
+                                                 EffectKind.CUT, EffectKind.SAVE, EffectKind.KEEP})  # fmt: skip
 """The effects that only release: they take nothing of a disk, and no job starts by them."""
 
 
@@ -254,7 +256,7 @@ class Command:
     Of templates (`host`, `image`): `build` one, or `drop` those of the size and account, if given. Of a record (`key`):
     `retry` ends its quarantine or back-off, `end` ends an orphan with its job. Of a host: `add`, `drain`, `resume`
     (after a drain or fence), `remove`; `fence`: it is off, and nothing of it runs. Of a job (`job`): `save` it, and
-    `hold` it until `resume_saved` lets it go on."""
+    `hold` it until `resume_saved` lets it go on, or begin `anew`."""
 
     verb: str
     host: str = ""
@@ -266,6 +268,7 @@ class Command:
     job: str = ""
     hold: bool = False
     uid: int | None = None
+    anew: bool = False
 
 
 Message = Done | Command

@@ -135,6 +135,7 @@ class Manifest:
     image: str = ""  # empty: written by a release that did not record it
     frozen: bool = False  # the processes of its job are stopped
     saved: str = ""  # the saved VM that it was restored from
+    kept: str = ""  # it is stopped, and kept in memory as the saved VM of that name: it is no VM until it is restored
     group: int = 0  # of VMs that reach each other, as of its start or its user; 0: it reaches its peers alone
 
     @property

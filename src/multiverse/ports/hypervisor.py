@@ -135,9 +135,14 @@ class Saves(Protocol):
     async def cut(self, vm: VmRef) -> None:
         """Cut the frozen job off from the scheduler, which can queue it again then. There is no way back."""
 
-    async def save(self, vm: VmRef, name: str) -> Sequence[Stage]:
-        """Stop the VM, and write it to the storage under that name. It stays stopped, until it is destroyed.
-        `Exhausted` if there is no room; then nothing is left of the files."""
+    async def save(self, vm: VmRef, name: str, key: str = "") -> Sequence[Stage]:
+        """Stop the VM, and write it to the storage under that name, encrypted by `key` (hexadecimal) if there is one.
+        It stays stopped, until it is destroyed. `Exhausted` if it cannot be written; then nothing is left of the files.
+        `create` of it raises `Damaged` if the files are not as they were written, or are missing."""
+
+    async def keep_in_memory(self, vm: VmRef, name: str) -> None:
+        """Keep the VM, stopped, in the memory of its host under that name, because it cannot be written. From then on
+        `destroy` leaves it alone, and it is shown as saved, no more as a VM. `create` of it there takes it over."""
 
     async def thaw(self, vm: VmRef) -> None:
         """Let the processes go on: in a VM that was not cut off as if nothing had been, in a restored one within the

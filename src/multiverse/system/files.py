@@ -76,7 +76,7 @@ class Record:
             data = path.read_bytes()
         except FileNotFoundError:
             data = _encode(0, "") * 2
-            _create_whole(path, data)
+            create_whole(path, data)
         copies = [copy for copy in (_decode(data[:RECORD_SIZE]), _decode(data[RECORD_SIZE:])) if copy is not None]
         if not copies:
             raise ValueError("neither of its two copies is whole")
@@ -97,7 +97,7 @@ class Record:
         self._number, self.text = number, text
 
 
-def _create_whole(path: Path, data: bytes) -> None:
+def create_whole(path: Path, data: bytes) -> None:
     """Let the file appear with its content, on the disk: renamed first, it could be empty after a loss of power."""
     temporary = path.with_name(f".{path.name}.new")
     with temporary.open("wb") as file:

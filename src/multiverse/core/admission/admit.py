@@ -51,7 +51,7 @@ from multiverse.core.machines.attempt import admit_attempt, revoke_attempt
 from multiverse.core.machines.offer import withdraw_offer
 from multiverse.core.machines.saved import limit_of_next_run
 from multiverse.core.machines.vm import plan_vm, take_vm
-from multiverse.core.model.basics import CloneKind, Key, Size
+from multiverse.core.model.basics import ClaimKey, CloneKind, Key, Size
 from multiverse.core.model.host import Host
 from multiverse.core.model.job import WAITING_STATES, Attempt, AttemptState, Job, Request
 from multiverse.core.model.reason import Reason, Why
@@ -279,7 +279,9 @@ class Admission:
 
     def _restore(self, attempt: Attempt, saved: Saved) -> None:
         """Case 9 for a job that was saved."""
-        if saved.state is not SavedState.STORED:
+        if saved.state is SavedState.HOLDING:
+            self._tell(attempt, Why.SAVED_HOLDING(saved.reason))
+        elif saved.state is not SavedState.STORED:
             self._tell(attempt, Why.BEING_SAVED())
         elif saved.vm_name in self.state.vm_named:  # its node may still be there, and the new one has the same name
             self._tell(attempt, Why.EARLIER_RUN_ENDS(vm=saved.vm_name))
@@ -297,7 +299,8 @@ class Admission:
             job = self.queue.job_of(attempt.id)
             story, uses = Why.RESTORED(hosts=[vm.host]), dict(job.uses)
             going_on = replace(attempt, runs=saved.runs + 1, limit=limit_of_next_run(saved, job))
-            self.state.move(admit_attempt(going_on, story), plan_vm(vm), make=claims_of(self.context, [vm]))
+            kept = [ClaimKey(saved.key, saved.kept)] if saved.kept else []
+            self.state.move(admit_attempt(going_on, story), plan_vm(vm), make=claims_of(self.context, [vm]), free=kept)
             self.limits.subtract(uses)
 
     def _is_turn_over(self, attempt: Attempt) -> bool:

@@ -254,6 +254,9 @@ class CloneSupply:
         """The row of a VM that goes on as it was saved, on a host that reaches its storage and makes the same machine.
         Takes the room for it."""
         context, wanted = self.context, Storage(saved.storage, saved.machine)
+        if saved.kept:  # its room is claimed for it there
+            away = saved.kept not in context.in_sight
+            return NoRoom({}, Why.KEPT_AWAY(host=saved.kept)) if away else self._restored(attempt, saved, saved.kept)
         able = every_host(context, saved.size, lambda host: host.storage == wanted and saved.image in host.images)
         if not able:
             return NoRoom({}, Why.NO_STORAGE(storage=saved.storage))
@@ -263,11 +266,15 @@ class CloneSupply:
         )
         if chosen is None:
             return NoRoom(claims)
+        return self._restored(attempt, saved, chosen[0])
+
+    def _restored(self, attempt: Attempt, saved: Saved, host: str) -> Vm:
+        state = self.context.state
         return Vm(
-            id=context.state.numbers.new_serial(),
-            since=context.state.now,
+            id=state.numbers.new_serial(),
+            since=state.now,
             name=saved.vm_name,
-            places=(Place(chosen[0], context.state.source_of(chosen[0])),),
+            places=(Place(host, state.source_of(host)),),
             image=saved.image,
             kind=saved.kind,
             size=saved.size,

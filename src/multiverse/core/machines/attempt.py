@@ -8,7 +8,7 @@ from math import inf
 
 from multiverse.core.avoidance import forget_hosts, whose_fault
 from multiverse.core.machines.offer import take_offer
-from multiverse.core.machines.saved import is_held_for_saving
+from multiverse.core.machines.saved import hold_saved, is_held_for_saving
 from multiverse.core.machines.vm import end_vm, may_take_job, release_vm, run_job_on_vm, start_vm, take_vm
 from multiverse.core.model.basics import Size
 from multiverse.core.model.job import (
@@ -28,7 +28,7 @@ from multiverse.core.model.job import (
     first_keeping,
 )
 from multiverse.core.model.reason import Reason, Why, said, text_of
-from multiverse.core.model.saved import WAITS_FOR_RUN, Saved
+from multiverse.core.model.saved import WAITS_FOR_RUN, Saved, SavedState
 from multiverse.core.model.vm import OfferState, Vm, VmCondition, VmState
 from multiverse.core.model.world import World
 from multiverse.core.policy import Policy, why_stays
@@ -488,11 +488,16 @@ def _ask_for_vms(state: State, attempt: Attempt, missing: int, policy: Policy) -
     fault = whose_fault(failures[-missing:])
     # The VMs of a gang know each other by name from their start on: later, all of them are made again or none. A
     # restored VM has the name of the one before, which must be gone first.
-    restores = state.saved_for(attempt.job) is not None
-    started = restores or (attempt.state is A.SPAWNING and attempt.request.nodes > 1)
+    saved = state.saved_for(attempt.job)
+    started = saved is not None or (attempt.state is A.SPAWNING and attempt.request.nodes > 1)
     may_replace = fault == "host" or (fault != "job" and attempt.replaced + missing <= policy.replacements)
     if not started and may_replace:
         state.missing.append(VmsMissing(attempt.id, missing, why, counts=fault != "host"))
+    elif saved is not None:  # whoever is at fault: perhaps no host can restore it
+        last = attempt.tries + 1 >= policy.attempts
+        state.move(return_attempt(replace(attempt, tries=0) if last else attempt, Event.GAVE_UP, why, failed=not last))
+        if last and saved.state is SavedState.STORED:
+            state.move(hold_saved(saved, Why.SAVED_FAILS(why, tries=policy.attempts)))
     elif fault == "host":
         state.move(return_attempt(attempt, Event.GAVE_UP, why))
     elif attempt.tries + 1 >= policy.attempts and not attempt.origin:  # which needs no VM: it may start without

@@ -3,13 +3,19 @@
 Until CUTTING everything can be undone. From CUTTING on the run is over: the scheduler queues the job again, and the
 state belongs to the run that follows (`Saved.is_for`), to no other. A restore may be repeated until THAWING, which is
 recorded before any process goes on. Nothing attaches to a state twice, because it leaves THAWING for DISCARDING only.
+
+A state that cannot be written stays where it is: its VM, stopped, in the memory of its host. A job that cannot go on is
+held with the reason (HOLDING), or begins anew if its user agreed.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from math import inf
 
+from multiverse.core.model.basics import ClaimKey, Size
+from multiverse.core.model.host import Claim, Host
 from multiverse.core.model.job import AttemptState, Job, JobState, NodeState
 from multiverse.core.model.reason import Reason, Why, text_of
 from multiverse.core.model.saved import HOLDS_VM, Saved, SavedState
@@ -30,19 +36,22 @@ SAVED: tuple[Transition, ...] = (
     *transitions([S.PREPARING], Event.READY, S.FREEZING),
     *transitions([S.FREEZING], Event.FROZEN, S.CUTTING),
     *transitions([S.CUTTING], Event.QUEUED_AGAIN, S.WRITING),
-    *transitions([S.WRITING], Event.STORED, S.STORED),
-    *transitions([S.STORED], Event.RESUMED, S.RESUMING),
+    *transitions([S.WRITING, S.KEEPING], Event.STORED, S.STORED),
+    *transitions([S.WRITING], Event.UNWRITTEN, S.KEEPING),
+    *transitions([S.STORED, S.HOLDING], Event.RESUMED, S.RESUMING),
     *transitions([S.RESUMING], Event.RESUMED, S.STORED),
     *transitions([S.STORED, S.RESUMING], Event.RUNS, S.THAWING),
     *transitions([S.THAWING], Event.THAWED, S.DISCARDING),
     *transitions([S.PREPARING, S.FREEZING], Event.ABANDONED, S.UNDOING),
-    *transitions([S.CUTTING, S.WRITING, S.STORED, S.RESUMING, S.THAWING], Event.ABANDONED, S.DISCARDING),
+    *transitions([S.WRITING, S.KEEPING, S.STORED, S.RESUMING], Event.HELD_BACK, S.HOLDING),
+    *transitions([S.HOLDING], Event.HELD, S.STORED),
+    *transitions([*HOLDS_VM, S.STORED, S.RESUMING, S.HOLDING, S.THAWING], Event.ABANDONED, S.DISCARDING),
     *transitions([S.UNDOING], Event.THAWED, S.GONE),
     *transitions([S.DISCARDING], Event.ABSENT, S.GONE),
     *unchanged(_LIVE, Event.NOTED, Event.QUARANTINED, Event.RETRIED),
 )
 
-AWAITED_SAVED = dict.fromkeys((S.PREPARING, S.CUTTING, S.RESUMING, S.UNDOING), Awaiting.AFTER_EFFECT)
+AWAITED_SAVED = dict.fromkeys((S.PREPARING, S.CUTTING, S.RESUMING, S.HOLDING, S.UNDOING), Awaiting.AFTER_EFFECT)
 """In which states the scheduler is read for the job, and for its node."""
 
 # --- changes ---------------------------------------------------------------------------------------
@@ -52,13 +61,31 @@ def ask_to_save(saved: Saved) -> Change:
     return Change(saved, Event.ASKED, saved.asked)
 
 
-def resume_saved(saved: Saved, why: Reason) -> Change:
-    return Change(replace(saved, state=S.RESUMING), Event.RESUMED, why)
+def resume_saved(saved: Saved, why: Reason, *, anew: bool = False) -> Change:
+    """Let the job go on, or begin `anew` without its state."""
+    return Change(replace(saved, state=S.RESUMING, ends=anew), Event.RESUMED, why)
 
 
-def note_trouble(saved: Saved, why: Reason) -> Change:
-    """Its effect failed, and is tried again."""
-    return Change(replace(saved, reason=why), Event.NOTED, why)
+MOST_TRIES = 3  # to write a state: a full storage, or one with errors, is not tried for ever
+
+
+def count_failure(saved: Saved, why: Reason) -> Change:
+    """It could not be written. That is tried again a few times; then it stays in the memory of its host."""
+    tries = saved.tries + 1
+    if tries < MOST_TRIES:
+        return Change(replace(saved, tries=tries, reason=why), Event.NOTED, why)
+    why = Why.SAVE_FAILED(why, tries=tries)
+    return Change(replace(saved, state=S.KEEPING, tries=tries, reason=why), Event.UNWRITTEN, why)
+
+
+def hold_saved(saved: Saved, why: Reason, *, ends: bool = False) -> Change:
+    """It cannot go on as it is: its job is held with the reason. `ends`: its state is given up then."""
+    return Change(replace(saved, state=S.HOLDING, hold=True, ends=ends, reason=why), Event.HELD_BACK, why)
+
+
+def give_up(saved: Saved, why: Reason) -> Change:
+    """The state is lost. The job is held, and begins anew when it is released; at once if its user agreed to that."""
+    return abandon(saved, why) if saved.may_restart else hold_saved(saved, why, ends=True)
 
 
 def abandon(saved: Saved, why: Reason) -> Change:
@@ -81,8 +108,10 @@ def step_saved(state: State, number: int, world: World, policy: Policy) -> None:
             _step_discarding(state, saved, world)
         case S.UNDOING:
             _step_undoing(state, saved, vm, job, world)
+        case S.HOLDING:
+            _step_holding(state, saved, job, world)
         case S.STORED | S.RESUMING | S.THAWING:
-            _step_stored(state, saved, job, world)
+            _step_stored(state, saved, job, world, policy)
         case _:
             _step_saving(state, saved, vm, job, world, policy)
 
@@ -91,9 +120,12 @@ def _step_saving(state: State, saved: Saved, vm: Vm | None, job: Job | None, wor
     """Its VM is still the first run's."""
     if why := _why_over(state, saved, job, world):
         state.move(abandon(saved, why))
+    elif saved.state in (S.WRITING, S.KEEPING) and _is_written(state, saved, vm, world):
+        pass
     elif vm is None or vm.state is not VmState.SERVING:
-        state.move(abandon(saved, Why.SAVED_VM_LOST(vm=saved.vm_name)))
-    elif saved.state is not S.WRITING and state.now - saved.since > policy.save_timeout:
+        lost = Why.SAVED_VM_LOST(vm=saved.vm_name)
+        state.move((give_up if saved.state in (S.WRITING, S.KEEPING) else abandon)(saved, lost))
+    elif saved.state not in (S.WRITING, S.KEEPING) and state.now - saved.since > policy.save_timeout:
         # What was cut off cannot be undone: it is tried for as long as the scheduler does not answer.
         if saved.state is not S.CUTTING:
             state.move(abandon(saved, Why.SAVE_LATE(step=saved.state, limit=policy.save_timeout)))
@@ -132,10 +164,37 @@ def _advance(state: State, saved: Saved, vm: Vm, job: Job | None, world: World) 
             if job is not None and saved.is_for(job.ref):
                 again = replace(saved, state=S.WRITING, again=job.ref)
                 state.move(Change(again, Event.QUEUED_AGAIN, Why.RESTART(number=job.ref.restarts)))
-        case S.WRITING if (files := world.saved(saved.name)) is not None and ended < inf:
-            if files.token == saved.token:
-                whole = replace(saved, state=S.STORED, bytes=files.size, written=state.now + world.epoch, reason=None)
-                state.move(Change(whole, Event.STORED))
+        case S.KEEPING if ended < inf:
+            _take_into_memory(state, saved, vm, world)
+
+
+def _is_written(state: State, saved: Saved, vm: Vm | None, world: World) -> bool:
+    """Whether its files are complete, which need its VM no more. Once its VM is to be kept they count only if that is
+    lost."""
+    files = world.saved(saved.name)
+    ended = world.ended_at(saved.key) < inf or vm is None or vm.state is not VmState.SERVING
+    if files is None or files.kept or files.token != saved.token or not ended:
+        return False
+    if saved.state is S.KEEPING and vm is not None and vm.state is VmState.SERVING:
+        return False
+    whole = replace(saved, state=S.STORED, bytes=files.size, written=state.now + world.epoch, reason=None)
+    state.move(Change(whole, Event.STORED))
+    return True
+
+
+def _take_into_memory(state: State, saved: Saved, vm: Vm, world: World) -> None:
+    """Its host keeps it: the state claims what its VM did, which is shown as a VM no more."""
+    if _is_kept(saved, vm.host, vm.place.source, world):
+        claims = [Claim(saved.key, vm.host, claim.size) for key in vm.claim_keys if (claim := state.claims.get(key))]
+        kept = replace(saved, state=S.STORED, kept=vm.host, written=state.now + world.epoch, reason=None)
+        why = Why.SAVED_KEPT(saved.reason, host=vm.host)
+        state.move(Change(kept, Event.STORED, why), make=claims, free=vm.claim_keys)
+
+
+def _is_kept(saved: Saved, host: str, source: str, world: World) -> bool:
+    latest = world.latest(source)
+    shown = latest.value.saved.get(saved.name) if latest is not None and host in latest.value.hosts else None
+    return shown is not None and shown.kept and shown.token == saved.token
 
 
 def _cut(state: State, saved: Saved, job: Job | None, world: World) -> Saved:
@@ -156,19 +215,31 @@ def limit_of_next_run(saved: Saved, job: Job) -> float | None:
     return max(0.0, saved.remaining + changed)
 
 
-def _step_stored(state: State, saved: Saved, job: Job | None, world: World) -> None:
+def _step_holding(state: State, saved: Saved, job: Job | None, world: World) -> None:
+    """Its job is to be held. What is of no use any more goes then: somebody who releases the job lets it begin anew."""
+    if why := _why_over(state, saved, job, world):
+        state.move(abandon(saved, why))
+    elif job is not None and job.held and world.job_began(job.ref.job_id) > saved.since:
+        held = replace(saved, state=S.DISCARDING if saved.ends else S.STORED)
+        state.move(Change(held, Event.ABANDONED if saved.ends else Event.HELD, saved.reason))
+
+
+def _step_stored(state: State, saved: Saved, job: Job | None, world: World, policy: Policy) -> None:
     """It waits for the next run, or that has begun in the restored VM."""
     if why := _why_over(state, saved, job, world):
         state.move(abandon(saved, why))
         return
     if saved.state is S.RESUMING and job is not None and not job.held and world.job_began(job.ref.job_id) > saved.since:
-        state.move(Change(replace(saved, state=S.STORED, hold=False), Event.RESUMED))
+        on = replace(saved, state=S.STORED, hold=False, reason=None)
+        state.move(abandon(saved, Why.SAVED_GIVEN_UP()) if saved.ends else Change(on, Event.RESUMED))
         return
     vm = state.restored_from(saved)
     attempt = state.attempt_of(vm) if vm is not None else None
     if vm is None or attempt is None:
         if saved.state is S.THAWING:
             state.move(abandon(saved, Why.SAVED_VM_LOST(vm=saved.vm_name)))
+        elif vm is None:
+            _step_waiting(state, saved, world, policy)
         return
     if saved.state is not S.THAWING:
         if attempt.state is AttemptState.ALLOCATED and vm.state is VmState.SERVING and saved.is_for(attempt.job):
@@ -178,6 +249,25 @@ def _step_stored(state: State, saved: Saved, job: Job | None, world: World) -> N
     since = max(saved.since, world.ended_at(saved.key, inf))
     if seen is not None and seen.runs and not seen.frozen and latest is not None and latest.began > since:
         state.move(Change(replace(saved, state=S.DISCARDING), Event.THAWED))
+
+
+def _step_waiting(state: State, saved: Saved, world: World, policy: Policy) -> None:
+    """No VM is being restored from it: it may be too old, or lost with the memory of its host."""
+    age = state.now + world.epoch - saved.written
+    latest = world.latest(saved.source)
+    if policy.save_keep and age > policy.save_keep:
+        state.move(give_up(saved, Why.SAVED_TOO_OLD(age=age)))
+    elif not saved.kept:
+        return
+    elif state.is_fenced(saved.kept):
+        state.move(give_up(saved, Why.SAVED_KEPT_LOST(host=saved.kept)))
+    elif latest is None or saved.kept not in latest.value.hosts or latest.began <= saved.since:
+        return
+    elif not _is_kept(saved, saved.kept, saved.source, world):
+        state.move(give_up(saved, Why.SAVED_KEPT_LOST(host=saved.kept)))
+    elif ClaimKey(saved.key, saved.kept) not in state.claims:  # its VM was to take it over, and did not
+        claim = Claim(saved.key, saved.kept, Size(saved.size.cpus, saved.size.memory, saved.bound >> 20))
+        state.move(Change(saved, Event.NOTED), make=[claim])
 
 
 def _step_undoing(state: State, saved: Saved, vm: Vm | None, job: Job | None, world: World) -> None:
@@ -201,12 +291,19 @@ def _step_discarding(state: State, saved: Saved, world: World) -> None:
     showing = [
         latest
         for observation in world.sources.values()
-        if (latest := observation.latest) is not None
-        and any(h.storage is not None and h.storage.name == saved.storage for h in latest.value.hosts.values())
+        if (latest := observation.latest) is not None and any(map(partial(_shows, saved), latest.value.hosts.values()))
     ]
-    absent = all(one.began > since and saved.name not in one.value.saved for one in showing)
-    if showing and absent and saved.vm not in state.vms:
-        state.move(Change(replace(saved, state=S.GONE), Event.ABSENT, saved.reason))
+    absent = showing and all(one.began > since and saved.name not in one.value.saved for one in showing)
+    gone = absent and (saved.kept or saved.vm not in state.vms)
+    if gone or (saved.kept and state.is_fenced(saved.kept)):
+        claims = [ClaimKey(saved.key, saved.kept)] if saved.kept else []
+        state.move(Change(replace(saved, state=S.GONE), Event.ABSENT, saved.reason), free=claims)
+
+
+def _shows(saved: Saved, host: Host) -> bool:
+    if saved.kept:
+        return host.name == saved.kept
+    return host.storage is not None and host.storage.name == saved.storage
 
 
 SAVED_EFFECTS = {
@@ -214,6 +311,8 @@ SAVED_EFFECTS = {
     S.FREEZING: EffectKind.FREEZE,
     S.CUTTING: EffectKind.CUT,
     S.WRITING: EffectKind.SAVE,
+    S.KEEPING: EffectKind.KEEP,
+    S.HOLDING: EffectKind.HOLD,
     S.RESUMING: EffectKind.RESUME,
     S.THAWING: EffectKind.THAW,
     S.UNDOING: EffectKind.UNDO,
@@ -222,7 +321,9 @@ SAVED_EFFECTS = {
 
 
 def text_of_saved(saved: Saved) -> str:
-    """What the user of the job is told as it is queued again."""
+    """What the user of the job is told as it is queued again, or held."""
+    if saved.state is S.HOLDING:
+        return text_of(saved.reason)
     if saved.state is not S.CUTTING:
         return ""
     if saved.hold:
@@ -231,7 +332,7 @@ def text_of_saved(saved: Saved) -> str:
 
 
 def saved_is_settled(saved: Saved) -> bool:
-    """Whether only a change of its job or of a VM moves it."""
+    """Whether only a change of its job or of a VM moves it, and its age: see `changes.LOOK_AT_STATES`."""
     return saved.state is S.STORED or saved.quarantined is not None
 
 

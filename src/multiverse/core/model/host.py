@@ -84,6 +84,7 @@ class Host:
     load: Load | None = None  # of the last minute; None: not measured
     numa: tuple[NumaNode, ...] = ()  # the host's own concern
     storage: Storage | None = None  # of saved VMs; None: it saves none
+    storage_free: int | None = None  # bytes that can still be written there; None: unknown
     refuses: str = ""  # why its agent takes no VM any more, and ends those there: its lease ends
 
     def image_can(self, image: str, ability: str) -> bool:

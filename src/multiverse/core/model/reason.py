@@ -200,6 +200,20 @@ class Why(StrEnum):
     SAVE_LATE = "save late", "it was not saved: {step} took more than {limit:g} s"
     SAVED_VM_LOST = "saved vm lost", "its VM {vm} was lost before its state was complete"
     SAVED_JOB_OVER = "saved job over", "{job} is over: its state is of no use any more"
+    SAVE_USER_QUOTA = ("save user quota",
+        "its state may take {need} MiB, and those of its user take {taken} of {quota} MiB (save.user_quota)")
+    SAVE_SITE_QUOTA = ("save site quota",
+        "its state may take {need} MiB, and those of all jobs take {taken} of {quota} MiB (save.site_quota)")
+    STORAGE_FULL = "storage full", "its state may take {need} MiB, and the storage {storage} has room for {free} MiB"
+    SAVE_FAILED = "save failed", "its state could not be written ({tries:times})[: {because}]"
+    SAVED_KEPT = "saved kept", "its state is kept in the memory of {host}[, because {because}]"
+    SAVED_KEPT_LOST = "saved kept lost", "its state in the memory of {host} was lost"
+    SAVED_DAMAGED = "saved damaged", "it cannot go on: {because}"
+    SAVED_TOO_OLD = "saved too old", "it cannot go on: its state was discarded after {age:long}"
+    SAVED_FAILS = "saved fails", "it cannot go on: it was tried {tries:times}: {because}"
+    SAVED_GIVEN_UP = "saved given up", "an operator lets it begin anew"
+    SAVED_HOLDING = "saved holding", "waiting until it is held, because it cannot go on", "saved"
+    KEPT_AWAY = "kept away", "its state is in the memory of {host}, which is out of reach", "saved"
     SAVED_RUN_OVER = "saved run over", "restart {restart} of {job} does not go on with its state"
     SAVED_TOO_SMALL = ("saved too small",
         "it was changed since it was saved in a VM of {cpus} CPUs with {memory} MiB: change it back", "saved")

@@ -16,17 +16,19 @@ class SavedState(StrEnum):
     CUTTING = "cutting"  # it is cut off from the scheduler, which is to queue it again: its run is over from here on
     WRITING = "writing"  # its VM is written to the storage
     STORED = "stored"  # its files wait there for the next run of the job
+    KEEPING = "keeping"  # it cannot be written: its VM is to stay, stopped, in the memory of its host
     RESUMING = "resuming"  # the same; its job, which is held, is to be released
+    HOLDING = "holding"  # its job cannot go on, and is to be held with the reason
     THAWING = "thawing"  # the next run has begun in the restored VM, and the processes are to go on: only once
     UNDOING = "undoing"  # it is not saved after all: its processes are to go on, and its node to serve
     DISCARDING = "discarding"  # its files are removed
     GONE = "gone"
 
 
-SAVING_STATES = (SavedState.PREPARING, SavedState.FREEZING, SavedState.CUTTING, SavedState.WRITING)
-HOLDS_VM = (SavedState.CUTTING, SavedState.WRITING)
+UNWRITTEN = (SavedState.PREPARING, SavedState.FREEZING, SavedState.CUTTING, SavedState.WRITING)
+HOLDS_VM = (SavedState.CUTTING, SavedState.WRITING, SavedState.KEEPING)
 """In these states the VM is needed although the run of its job is over."""
-WAITS_FOR_RUN = (*HOLDS_VM, SavedState.STORED, SavedState.RESUMING)
+WAITS_FOR_RUN = (*HOLDS_VM, SavedState.STORED, SavedState.RESUMING, SavedState.HOLDING)
 """In these states the next run of the job goes on with the state, or waits until it is complete."""
 
 
@@ -46,7 +48,9 @@ class SavedSeen:
     token: str  # of the VM
     size: int  # bytes
     storage: str
+    written: float = 0.0  # Unix time
     complete: bool = True  # a VM can be restored from them; else nothing but their name and storage is known
+    kept: bool = False  # there are no files: it is kept in the memory of the host that shows it
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +83,12 @@ class Saved:
     runs: int = 1  # of its processes so far
     limit: float | None = None  # seconds that a run might take then, by its time limit; None: nobody knew
     remaining: float | None = None  # seconds that the next run may take; None: as long as its time limit says
-    bytes: int = 0
+    bound: int = 0  # bytes that its files may take
+    bytes: int = 0  # that they take, once they are complete
+    tries: int = 0  # that failed to write them
+    kept: str = ""  # the host that keeps it in its memory, because it could not be written
+    may_restart: bool = False  # its user agreed that the job begins anew if it cannot go on
+    ends: bool = False  # its state is given up as soon as its job is held, or is held no more
     written: float = 0.0  # Unix time at which it was complete
     again: JobRef | None = (
         None  # the run that goes on with it, once the scheduler shows that: its submit time is another
@@ -101,6 +110,11 @@ class Saved:
         asked = request.size
         fits = asked.cpus <= self.node_size.cpus and asked.memory <= self.node_size.memory
         return fits and asked.disk <= self.size.disk and request.nodes == 1
+
+    @property
+    def claimed(self) -> int:
+        """Bytes of the storage that count for it."""
+        return 0 if self.kept else self.bytes or self.bound
 
     def is_for(self, job: JobRef) -> bool:
         """Whether this run of a job goes on with the state."""

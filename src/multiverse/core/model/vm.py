@@ -144,6 +144,7 @@ class VmSpec:
     address: str = ""
     source: str = ""  # answers for the VM
     saved: str = ""  # the saved VM that it goes on as; empty: it begins anew
+    key: str = field(default="", repr=False)  # of the saved VM, hexadecimal; empty: it is not encrypted
 
     @property
     def ref(self) -> VmRef:

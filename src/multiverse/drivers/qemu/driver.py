@@ -142,8 +142,11 @@ class QemuHypervisor:
     async def cut(self, vm: VmRef) -> None:
         await self._in_thread(self._host.cut, vm.name, vm.token)
 
-    async def save(self, vm: VmRef, name: str) -> Sequence[Stage]:
-        return await self._in_thread(self._host.save, vm.name, vm.token, name)
+    async def save(self, vm: VmRef, name: str, key: str = "") -> Sequence[Stage]:
+        return await self._in_thread(self._host.save, vm.name, vm.token, name, key)
+
+    async def keep_in_memory(self, vm: VmRef, name: str) -> None:
+        await self._in_thread(self._host.keep, vm.name, vm.token, name)
 
     async def thaw(self, vm: VmRef) -> None:
         await self._in_thread(self._host.thaw, vm.name, vm.token)

@@ -84,7 +84,7 @@ class QemuHost:
         if self._context.uids.template_user is not None:
             namespaces.check(self._context.system, config.run)
         if config.saves is not None:
-            saves.prepare(config.saves)
+            saves.prepare(config.saves, config.prefix)
         if config.images.exists():  # each image is checked when it is used
             path_security.check(config.images)
 
@@ -235,13 +235,21 @@ class QemuHost:
         """Cut the frozen job of a VM off from the scheduler."""
         self._ask_to_save(name, token, CUT, "cut", _ANSWER_TIMEOUT, frozen=True)
 
-    def save(self, name: str, token: str, saved: str) -> list[Stage]:
-        """Write a VM to the storage. See `saves.save`."""
+    def save(self, name: str, token: str, saved: str, key: str = "") -> list[Stage]:
+        """Write a VM to the storage, encrypted if there is a key. See `saves.save`."""
+        self._let_rest(name, token)
+        return saves.save(self._context, name, saved, key)
+
+    def keep(self, name: str, token: str, saved: str) -> None:
+        """Keep a VM in memory, because it cannot be written to the storage. See `saves.keep`."""
+        self._let_rest(name, token)
+        saves.keep(self._context, name, saved)
+
+    def _let_rest(self, name: str, token: str) -> None:
         self._context.check_name(name)
         manifest.refuse_other(manifest.read(self._context.paths(name).home), token)
         if saves.is_running(self._context, name):  # or else an earlier call has stopped it
             self._ask_to_save(name, token, REST, "rests", _ANSWER_TIMEOUT, frozen=True)
-        return saves.save(self._context, name, saved)
 
     def thaw(self, name: str, token: str = "") -> None:
         """Let the frozen processes of a VM go on: in a restored one within the next run of the job."""
@@ -251,8 +259,8 @@ class QemuHost:
         self._ask_to_save(name, token, message, answer, _ANSWER_TIMEOUT, frozen=False)
 
     def discard(self, saved: str) -> None:
-        """Remove a saved VM from the storage, complete or not. Absent is success."""
-        saves.discard(self._context, saved)
+        """Remove a saved VM from the storage, complete or not, and from memory. Absent is success."""
+        lifecycle.discard(self._context, saved)
 
     def _ask_to_save(self, name: str, token: str, message: bytes, answer: str, timeout: float, *, frozen: bool) -> None:
         """Ask a guest for a step, and record whether its job is frozen then. Raises also what `manifest.refuse_other`

@@ -81,6 +81,9 @@ def _exists(spec: Specification, paths: Paths) -> bool:
     known = manifest.read(paths.home)
     if known is not None:
         _check_same(spec, known)
+        if known.kept:
+            saves.take_over(paths, known, spec.saved)
+            return True
         if known.phase is not VmPhase.CREATING:
             if known.process.is_alive():
                 return True
@@ -139,7 +142,7 @@ def _restore(host: HostContext, spec: Specification, paths: Paths, timer: VmStag
     booted = Size(saved.cpus, saved.memory)
     record = replace(record, cpus=booted.cpus, memory=booted.memory, total_cpus=saved.total_cpus,
                      total_memory=saved.total_memory, saved=spec.saved, frozen=True)  # fmt: skip
-    saves.copy_files(host, spec.saved, paths)
+    saves.copy_files(host, spec, saved, image, paths)
     timer("overlay")
     machine = saves.machine(host, spec, saved, image, paths)
     return _launch(host, spec, _Parts(machine, image, None, record, user, saved=saved), timer)
@@ -238,7 +241,7 @@ def _launch(host: HostContext, spec: Specification, parts: _Parts, timer: VmStag
                         huge=Feature.HUGE_PAGES in host.features.in_use)  # fmt: skip
             record = replace(record, huge_memory=huge)
             timer("plug")
-            saves.read_state(session.monitor, saves.directory(host) / spec.saved)
+            saves.read_state(session.monitor, saves.directory(host) / spec.saved, saved, spec.key)
             timer("restore")
         if template is not None:
             session.restore(template.state)
@@ -448,6 +451,29 @@ def _until_started(session: QemuSession, timer: VmStageTimer) -> Report:
 
 
 def destroy(host: HostContext, name: str, grace: float, token: str = "") -> None:
+    """End a VM and remove all of it, but for one that is kept in memory as a saved VM. See `remove`."""
+    host.check_name(name)
+    known = manifest.read(host.paths(name).home)
+    if known is None or not known.kept:
+        remove(host, name, grace, token)
+        return
+    manifest.refuse_other(known, token)
+    host.connections.drop(name)
+    host.names.drop(name)
+    host.firewall.revoke(known)
+    if host.vxlan is not None:
+        host.vxlan.drop(name)
+
+
+def discard(host: HostContext, saved: str) -> None:
+    """Remove a saved VM: its files, complete or not, and the VM itself if that is kept in memory. Absent is success."""
+    for home in host.config.vms.glob(f"{host.config.prefix}*"):
+        if (known := manifest.read(home)) is not None and known.kept == saved:
+            remove(host, known.name, 0.0)
+    saves.discard(host, saved)
+
+
+def remove(host: HostContext, name: str, grace: float, token: str = "") -> None:
     """Let the guest write back and unmount for up to `grace` seconds, unless it is paused because the disk is full, end
     the VM, and remove all of it. Absent is success. Raises `Broken` if its process cannot be ended, and what
     `manifest.refuse_other` raises."""

@@ -45,14 +45,17 @@ class HostObserver:
         self._uplink_rate = 0
 
     def observe(self) -> HypervisorView:
-        seen = {path.name: self._vm(path) for path in self.vm_directories()}
+        there = self.vm_directories()
+        kept = {path: known for path in there if (known := self._manifest(path)) is not None and known.kept}
+        seen = {path.name: self._vm(path) for path in there if path not in kept}
         self._host.paused.keep_only(seen)
         for gone in (set(self._manifests) | set(self._figures) | set(self._reasons)) - set(seen):
             self.forget(gone)
         # The templates first: a build that ends meanwhile has recorded abilities that its image lacks.
         ready = {template.which: template for template in self._templates()}
         host = self._as_host()
-        return HypervisorView({host.name: host}, seen, ready, saves.shown(self._host))
+        alive = [known for known in kept.values() if known.process.is_alive()]
+        return HypervisorView({host.name: host}, seen, ready, saves.shown(self._host, alive))
 
     def forget(self, name: str) -> None:
         self._manifests.pop(name, None)
@@ -99,6 +102,7 @@ class HostObserver:
             features_off={str(one): reason for one, reason in self._host.features.lacking.items()},
             numa=self._host.numa.view(),
             storage=saves.storage(self._host),
+            storage_free=saves.free_room(self._host),
         )
 
     def _capacity(self) -> Size:

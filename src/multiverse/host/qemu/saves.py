@@ -1,35 +1,38 @@
 """Saving a VM into files, and restoring it from them, on any host with the same image, machine type and CPU model.
 
 A saved VM is a directory: `state.zst` (memory and devices, QEMU's migration stream, compressed), `disk.qcow2` (what its
-disk has beyond the image's), `kernel.stub`, `initrd.stub`, and `save.json`, which is written last.
+disk has beyond the image's), `kernel.stub`, `initrd.stub`, and `save.json`, which is written last. The first two may be
+encrypted: see `saved_files`. A VM that cannot be written is kept as it is, stopped: its manifest says so.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import secrets
 import shutil
-import subprocess
 import time
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from multiverse.core.errors import Broken, Exhausted, Gone, Refused
+from multiverse.core.errors import Damaged, Exhausted, Gone, MultiverseError, Refused
 from multiverse.core.model.basics import CloneKind, Size
 from multiverse.core.model.saved import SavedSeen, Storage
 from multiverse.core.model.vm import Stage
 from multiverse.host import manifest, path_security
-from multiverse.host.manifest import Specification
-from multiverse.host.qemu import templates
+from multiverse.host.manifest import Manifest, Specification, VmPhase
+from multiverse.host.qemu import saved_files, templates
 from multiverse.host.qemu.channels import Command, Monitor
 from multiverse.host.qemu.context import HostContext, VmStageTimer
+from multiverse.host.qemu.disks import available_disk
 from multiverse.host.qemu.machine import Memory, QemuMachine
+from multiverse.host.qemu.saved_files import Reader, SavedFile
 from multiverse.host.qemu.session import Paths
-from multiverse.host.qemu.template_copies import failure_of
+from multiverse.host.qemu.template_copies import failure_of, rebase
 from multiverse.images.catalog import Image
 from multiverse.system import files
 from multiverse.system.locks import locked_directory, locked_file
@@ -39,16 +42,10 @@ STATE, OVERLAY, STUBS = "state.zst", "disk.qcow2", ("kernel.stub", "initrd.stub"
 _NAME = ".storage"  # a file in the directory: the name of the storage
 _WRITING = ".writing"  # at the end of the name of a directory that is incomplete
 _OTHER = "the controller's record is about another VM"
-_CHUNK = 1 << 20
 _TIMEOUT = 3600.0  # seconds until the whole memory of a VM was written or read
 _NO_LIMIT = 1 << 50  # bytes per second: QEMU's default of 128 MiB/s is less than a disk writes
-_ENVIRONMENT = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C"}
-
-
-@dataclass(frozen=True)
-class SavedFile:
-    size: int  # bytes
-    digest: str  # SHA-256, hexadecimal
+_FAILS = 20.0  # seconds until QEMU has noticed that nobody reads its state any more
+_LEFT = 2 * _TIMEOUT  # seconds after which files that nobody completed are removed
 
 
 @dataclass(frozen=True)
@@ -72,6 +69,8 @@ class SavedVm:
     state: SavedFile
     overlay: SavedFile
     written: float  # seconds since the epoch
+    encrypted: bool = False
+    backing: str = ""  # the image's disk, as `disk.qcow2` names it
 
 
 _ADAPTER = TypeAdapter(SavedVm)
@@ -104,37 +103,51 @@ def storage(host: HostContext) -> Storage | None:
     return Storage(name, f"{host.version} {host.accelerator.name}") if name else None
 
 
-def prepare(place: Path) -> None:
-    """Make the directory, which only root may read, and give the storage a name. Raises `Refused` if others could
-    change it, or if this machine lacks the program that compresses states."""
+def prepare(place: Path, prefix: str) -> None:
+    """Make the directory, which only root may read, and give the storage a name. Remove what was begun long ago and not
+    completed. Raises `Refused` if others could change it, or if this machine lacks the program that compresses."""
     if shutil.which("zstd") is None:
         raise Refused("zstd is not installed, and states are compressed by it", hint="install it: apt install zstd")
     path_security.make_directory(place, 0o700)
     with locked_file(place / f"{_NAME}.lock"):
         if not (place / _NAME).exists():
             files.replace(place / _NAME, secrets.token_hex(8))
+    for left in place.glob(f".{prefix}*{_WRITING}"):
+        with suppress(OSError):
+            if left.stat().st_mtime < time.time() - _LEFT:
+                shutil.rmtree(left, ignore_errors=True)
 
 
-def shown(host: HostContext) -> dict[str, SavedSeen]:
-    """What the storage that this host reaches has of saved VMs, complete or not."""
+def shown(host: HostContext, kept: Iterable[Manifest]) -> dict[str, SavedSeen]:
+    """What the storage that this host reaches has of this site's saved VMs, complete or not, and the VMs that it keeps
+    in memory."""
+    found: dict[str, SavedSeen] = {}
     where = storage(host)
-    if where is None or host.config.saves is None:
-        return {}
-    found = {}
-    for entry in os.scandir(host.config.saves):
-        if not entry.is_dir():
-            continue
-        name = entry.name.removeprefix(".").removesuffix(_WRITING)
-        if (saved := read(Path(entry.path))) is not None and name == entry.name:
-            found[name] = SavedSeen(name, saved.token, saved.state.size + saved.overlay.size, where.name)
-        else:
-            found.setdefault(name, SavedSeen(name, "", 0, where.name, complete=False))
+    if where is not None and host.config.saves is not None:
+        for entry in os.scandir(host.config.saves):
+            name = entry.name.removeprefix(".").removesuffix(_WRITING)
+            if not name.startswith(host.config.prefix) or not entry.is_dir():
+                continue
+            if (saved := read(Path(entry.path))) is not None and name == entry.name:
+                size = saved.state.size + saved.overlay.size
+                found[name] = SavedSeen(name, saved.token, size, where.name, saved.written)
+            else:
+                found.setdefault(name, SavedSeen(name, "", 0, where.name, complete=False))
+    for known in kept:
+        found[known.kept] = SavedSeen(known.kept, known.token, 0, "", kept=True)
     return found
+
+
+def free_room(host: HostContext) -> int | None:
+    """Bytes that can still be written to the storage; None if this host reaches none."""
+    return available_disk(host.config.saves) if host.config.saves is not None and storage(host) is not None else None
 
 
 def discard(host: HostContext, saved: str) -> None:
     """Remove the files of that name, complete or not; first what says that they are complete."""
-    for place in (directory(host) / saved, directory(host) / f".{saved}{_WRITING}"):
+    if host.config.saves is None:
+        return
+    for place in (host.config.saves / saved, host.config.saves / f".{saved}{_WRITING}"):
         (place / FILE).unlink(missing_ok=True)
         shutil.rmtree(place, ignore_errors=True)
 
@@ -145,28 +158,38 @@ def is_running(host: HostContext, name: str) -> bool:
 
 
 def find(host: HostContext, spec: Specification, image: Image) -> SavedVm:
-    """The saved VM that the specification names. Raises `Gone` if there is none, `Refused` if it is another VM or this
-    host makes another machine, and `Broken` if its files were damaged."""
+    """The saved VM that the specification names. Raises `Gone` if the storage is out of reach, `Damaged` if it lacks
+    the files, or if they are encrypted and there is no key, and `Refused` if it is another VM or this host makes
+    another machine. The contents of the files are checked as they are read."""
     place = directory(host) / spec.saved
     saved = read(place)
     if saved is None:
-        raise Gone(f"there is no saved VM {spec.saved} in {directory(host)}", hint="is the directory mounted?")
+        if storage(host) is None:
+            raise Gone(f"the storage {directory(host)} is out of reach", hint="is the directory mounted?")
+        raise Damaged(f"the saved VM {spec.saved} is missing in {directory(host)}", hint="is it in a backup?")
     if (saved.name, saved.mac) != (spec.name, spec.mac):
         raise Refused(f"the saved VM {spec.saved} is {saved.name}, not {spec.name}", hint=_OTHER)
     here = (image.key, host.version, host.accelerator.name)
     if here != (saved.image_key, saved.version, saved.accelerator):
         what = f"{host.config.host} makes another machine than the one that {spec.saved} was saved from"
         raise Refused(what, hint="resume it on a host with the same image, QEMU and accelerator")
-    for name, expected in ((STATE, saved.state), (OVERLAY, saved.overlay)):
-        if measure(place / name) != expected:
-            raise Broken(f"{place / name} was damaged since it was saved", hint="its job has to begin anew")
+    if saved.encrypted and not spec.key:
+        what = f"the saved VM {spec.saved} is encrypted, and the key of its user is gone"
+        raise Damaged(what, hint="is it in a backup of the controller's saved-keys?")
     return saved
 
 
-def copy_files(host: HostContext, saved: str, paths: Paths) -> None:
-    """Copy what the restored VM goes on to write or to open by name into its directory."""
-    for source, target in ((OVERLAY, paths.overlay), *((stub, paths.home / stub) for stub in STUBS)):
-        shutil.copyfile(directory(host) / saved / source, target)
+def copy_files(host: HostContext, spec: Specification, saved: SavedVm, image: Image, paths: Paths) -> None:
+    """Copy what the restored VM goes on to write or to open by name into its directory. Raises `Damaged`."""
+    place = directory(host) / spec.saved
+    target = os.open(paths.overlay, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    reader = Reader(place / OVERLAY, spec.key if saved.encrypted else "", saved.overlay)
+    with reader.into(target, compressed=False) as feed:
+        feed()
+    if saved.backing != str(image.disk):
+        rebase(paths.overlay, image.disk)
+    for stub in STUBS:
+        shutil.copyfile(place / stub, paths.home / stub)
 
 
 def machine(host: HostContext, spec: Specification, saved: SavedVm, image: Image, paths: Paths) -> QemuMachine:
@@ -176,26 +199,25 @@ def machine(host: HostContext, spec: Specification, saved: SavedVm, image: Image
     return replace(plain, memory=memory, kernel=kernel, initrd=initrd, disk_format="qcow2")
 
 
-def save(host: HostContext, name: str, saved: str) -> list[Stage]:
+def save(host: HostContext, name: str, saved: str, key: str = "") -> list[Stage]:
     """Save a VM, which is stopped and stays so. The same again is success. Raises `Gone` if it does not run,
     `Exhausted` if there is no room."""
     timer = VmStageTimer()
     paths, store = host.paths(name), directory(host)
     with locked_directory(paths.home, create=False):
-        known = manifest.read(paths.home)
-        if known is None or not known.process.is_alive():
-            raise Gone(f"there is no running VM {name}", hint="see `multiverse vms`")
+        known = _running(name, manifest.read(paths.home))
         final = store / saved
         if (found := read(final)) is not None and found.token == known.token:
             return []
         image = host.image(known.image)
         work = store / f".{saved}{_WRITING}"
         shutil.rmtree(work, ignore_errors=True)
-        work.mkdir(mode=0o700)
         try:
+            work.mkdir(mode=0o700)
             with Monitor.connect(paths.monitor) as monitor:
-                state = write_state(monitor, work / STATE, timer)
-            overlay = _copy_overlay(paths.overlay, image, work / OVERLAY)
+                state = write_state(monitor, work / STATE, key)
+            timer("write")
+            overlay = _write_overlay(paths, image, work / OVERLAY, key)
             timer("disk")
             (work / STUBS[0]).write_bytes(image.kernel.read_bytes()[: templates.STUB])
             (work / STUBS[1]).write_bytes(bytes(4096))
@@ -204,11 +226,12 @@ def save(host: HostContext, name: str, saved: str) -> list[Stage]:
                 version=host.version, accelerator=host.accelerator.name, mac=known.mac, address=known.address,
                 cpus=known.cpus, memory=known.memory, total_cpus=known.total_cpus or known.cpus,
                 total_memory=known.total_memory or known.memory, disk=known.disk, state=state, overlay=overlay,
-                written=time.time(),
+                written=time.time(), encrypted=bool(key), backing=str(image.disk),
             )  # fmt: skip
-            files.replace(work / FILE, json.dumps(asdict(facts)))
+            files.create_whole(work / FILE, json.dumps(asdict(facts)).encode())
             shutil.rmtree(final, ignore_errors=True)  # of another VM, after a database was restored
             work.rename(final)
+            timer("sync")
         except OSError as error:
             raise Exhausted(f"cannot save VM {name}: {error}", hint=f"is there room in {store}?") from error
         finally:
@@ -216,16 +239,59 @@ def save(host: HostContext, name: str, saved: str) -> list[Stage]:
     return timer.stages
 
 
-def _copy_overlay(overlay: Path, image: Image, target: Path) -> SavedFile:
-    """What the VM's disk has beyond its image's, also what its template wrote."""
-    argv = ["qemu-img", "convert", "-U", "-O", "qcow2", "-c", "-o", "compression_type=zstd", "-F", "raw",
-            "-B", str(image.disk), str(overlay), str(target)]  # fmt: skip
-    if problem := failure_of(argv):
-        raise Exhausted(f"cannot copy the disk {overlay}: {problem}", hint="is there room left?")
-    return measure(target)
+def _running(name: str, known: Manifest | None) -> Manifest:
+    if known is None or not known.process.is_alive():
+        raise Gone(f"there is no running VM {name}", hint="see `multiverse vms`")
+    return known
 
 
-def write_state(monitor: Monitor, path: Path, timer: VmStageTimer) -> SavedFile:
+def keep(host: HostContext, name: str, saved: str) -> None:
+    """Keep a VM, stopped, until one that is restored from `saved` takes it over, or it is discarded. Raises `Gone` if
+    it does not run."""
+    paths = host.paths(name)
+    with locked_directory(paths.home, create=False):
+        known = _running(name, manifest.read(paths.home))
+        if not known.kept:
+            with Monitor.connect(paths.monitor) as monitor:
+                monitor.execute("stop")
+            on = replace(known, phase=VmPhase.PARKED, saved=saved, kept=saved, frozen=True)
+            manifest.write(paths.home, on)
+
+
+def take_over(paths: Paths, known: Manifest, saved: str) -> None:
+    """Let a VM that is kept under that name be the one that is restored from it. Raises `Damaged` if it has ended."""
+    if known.kept != saved:
+        raise Refused(f"VM {known.name} is kept as {known.kept}, not as {saved}", hint="see `multiverse saved`")
+    if not known.process.is_alive():
+        raise Damaged(f"VM {known.name} was kept in memory, and has ended", hint="see its console log")
+    manifest.write(paths.home, replace(known, kept=""))
+
+
+def _write_overlay(paths: Paths, image: Image, target: Path, key: str) -> SavedFile:
+    """What the VM's disk has beyond its image's, also what its template wrote. It is made beside the VM's disk, because
+    qemu-img cannot encrypt it."""
+    made, difference = paths.home / "saved.qcow2", paths.home / "difference.qcow2"
+    try:
+        source = paths.overlay
+        if paths.full_disk.exists():  # a copy of the whole image
+            source = difference
+            _run("qemu-img", "create", "-q", "-u", "-f", "qcow2", "-F", "raw", "-b", str(paths.full_disk), str(source),
+                 str(paths.full_disk.stat().st_size))  # fmt: skip
+            _run("qemu-img", "rebase", "-U", "-F", "raw", "-b", str(image.disk), str(source))
+        _run("qemu-img", "convert", "-U", "-O", "qcow2", "-c", "-o", "compression_type=zstd", "-F", "raw",
+             "-B", str(image.disk), str(source), str(made))  # fmt: skip
+        return saved_files.write(target, key, os.open(made, os.O_RDONLY | os.O_CLOEXEC), compress=False)
+    finally:
+        made.unlink(missing_ok=True)
+        difference.unlink(missing_ok=True)
+
+
+def _run(*argv: str) -> None:
+    if problem := failure_of(list(argv)):
+        raise Exhausted(f"cannot copy the disk {argv[-2]}: {problem}", hint="is there room left?")
+
+
+def write_state(monitor: Monitor, path: Path, key: str = "") -> SavedFile:
     """Stop the guest, and write its memory and devices to a compressed file. The guest stays stopped."""
     # An earlier call may have ended before its files were complete. QEMU writes no state twice, unless the guest has
     # run meanwhile: nothing goes on in it but its agent.
@@ -238,67 +304,40 @@ def write_state(monitor: Monitor, path: Path, timer: VmStageTimer) -> SavedFile:
         ("getfd", {"fdname": "state"}),
         ("migrate", {"uri": "fd:state"}),
     ]
-    with path.open("wb") as out:
-        reading, writing = os.pipe2(os.O_CLOEXEC)
-        zstd = _zstd(["-T0", "-1"], reading, out.fileno(), reading, writing)
-        try:
-            _transfer(monitor, commands, writing, zstd)
-        except Broken:
-            if zstd.returncode <= 0:
-                raise  # zstd did not fail first
-        if zstd.returncode:
-            problem = f"cannot write {path}: zstd ended with {zstd.returncode}"
-            raise Exhausted(problem, hint="is there room left?")
-        timer("write")
-        os.fsync(out.fileno())
-        timer("sync")
-    found = measure(path)
-    timer("digest")
+    reading, writing = os.pipe2(os.O_CLOEXEC)
+    try:
+        monitor.execute_all(commands, writing)
+    except BaseException:
+        os.close(reading)
+        raise
+    finally:
+        os.close(writing)
+    try:
+        found = saved_files.write(path, key, reading, compress=True)
+    except Exhausted:
+        with suppress(MultiverseError):  # it fails: a state can be written again once that is settled
+            monitor.wait_event("MIGRATION", _FAILS, status="completed")
+        raise
+    monitor.wait_event("MIGRATION", _TIMEOUT, status="completed")
     return found
 
 
-def read_state(monitor: Monitor, directory: Path) -> None:
-    """Restore memory and devices into a QEMU that waits for them."""
+def read_state(monitor: Monitor, place: Path, saved: SavedVm, key: str) -> None:
+    """Restore memory and devices into a QEMU that waits for them. Raises `Damaged`."""
     commands: list[Command] = [
         ("migrate-set-parameters", {"max-bandwidth": _NO_LIMIT}),
         ("getfd", {"fdname": "state"}),
         ("migrate-incoming", {"uri": "fd:state"}),
     ]
-    with (directory / STATE).open("rb") as source:
-        reading, writing = os.pipe2(os.O_CLOEXEC)
-        _transfer(monitor, commands, reading, _zstd(["-d"], source.fileno(), writing, writing, reading))
-
-
-def _zstd(options: list[str], source: int, target: int, its: int, ours: int) -> subprocess.Popen[bytes]:
-    """zstd between a file and a pipe. Its end of the pipe is closed here: QEMU sees when zstd ends early."""
+    reading, writing = os.pipe2(os.O_CLOEXEC)
     try:
-        return subprocess.Popen(["zstd", "-q", "-c", *options], stdin=source, stdout=target, env=_ENVIRONMENT)
-    except BaseException:
-        os.close(ours)
-        raise
-    finally:
-        os.close(its)
-
-
-def _transfer(monitor: Monitor, commands: list[Command], ours: int, zstd: subprocess.Popen[bytes]) -> None:
-    """Let QEMU write its state into a pipe, or read it from one, and wait for both programs. `ours` is closed."""
-    try:
-        try:
-            monitor.execute_all(commands, ours)
-        finally:
-            os.close(ours)
-        monitor.wait_event("MIGRATION", _TIMEOUT, status="completed")
-    except BaseException:
-        zstd.kill()  # changes nothing if it has ended by itself
-        raise
-    finally:
-        zstd.wait()
-
-
-def measure(path: Path) -> SavedFile:
-    digest, size = hashlib.sha256(), 0
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-            size += len(chunk)
-    return SavedFile(size, digest.hexdigest())
+        with Reader(place / STATE, key if saved.encrypted else "", saved.state).into(writing, compressed=True) as feed:
+            try:
+                monitor.execute_all(commands, reading)
+            finally:
+                os.close(reading)
+            with suppress(BrokenPipeError):  # QEMU says why
+                feed()
+            monitor.wait_event("MIGRATION", _TIMEOUT, status="completed")
+    except OSError as error:
+        raise Exhausted(f"cannot read {place / STATE}: {error}", hint="is the storage in reach?") from error

@@ -54,7 +54,7 @@ class TemplateCopies:
             _copy(place, work)
             if digest_of_files(work, _FILES) != facts["digest"]:
                 raise Broken("its digest is another one")
-            _rebase(work / "disk.qcow2", disk)
+            rebase(work / "disk.qcow2", disk)
             return int(facts["possible"])
         except (OSError, ValueError, KeyError, TypeError, MultiverseError) as error:
             log.warning("the copy of a template cannot be used", path=str(place), reason=str(error))
@@ -125,7 +125,7 @@ def _sync(directory: Path) -> None:
             os.close(opened)
 
 
-def _rebase(disk: Path, image: Path) -> None:
+def rebase(disk: Path, image: Path) -> None:
     """Name the image's disk of this host: the copy has the path that it had on another one."""
     if problem := failure_of(["qemu-img", "rebase", "-u", "-b", str(image), "-F", "raw", str(disk)]):
         raise Broken(f"qemu-img failed: {problem}")
