@@ -177,12 +177,14 @@ class SavedView:
 
     job_id: str
     uid: int
-    # preparing, freezing, cutting (off from the scheduler), writing, stored, resuming, thawing, undoing or discarding
+    # preparing, freezing, cutting (off from the scheduler), writing, keeping (in memory), stored, resuming, holding,
+    # thawing, undoing or discarding
     state: str
     since: float  # when it entered its state
     vm: str
     bytes: int  # of its files; 0 until they are complete
     storage: str
+    in_memory: bool  # it could not be written, and is kept in the memory of its host
     held: bool  # until somebody resumes it
     reason: str
 
@@ -679,5 +681,6 @@ class Question(BaseModel):
     ask: Literal["explain", "timeline", "capacity", "trial", "saved", "save", "resume"]
     job: str = Field(default="", pattern=r"^([0-9]{1,10}(_[0-9]{1,10})?)?$")  # not of `capacity`, `trial` and `saved`
     hold: bool = False  # of `save`
+    anew: bool = False  # of `resume`
     request: TrialRequest | None = None  # of `trial`
     purpose: str = Field(default="", max_length=64)

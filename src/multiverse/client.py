@@ -77,9 +77,9 @@ class Client:
         """Save a running job. Returns once that is committed."""
         self._call("POST", f"/jobs/{job_id}/save", params={"hold": hold})
 
-    def resume(self, job_id: str) -> None:
-        """Let a saved job go on that is held."""
-        self._call("POST", f"/jobs/{job_id}/resume")
+    def resume(self, job_id: str, *, anew: bool = False) -> None:
+        """Let a saved job go on that is held, or begin `anew` without its state."""
+        self._call("POST", f"/jobs/{job_id}/resume", params={"anew": anew})
 
     def change_hosts(self, verb: str, hosts: str, **more: str | float | None) -> dict[str, Any]:
         """Add, drain, resume or remove (`verb`) hosts, a node set; see `api.HostRequest` for `more`. Returns which were

@@ -11,6 +11,9 @@ import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import pytest
+
+from multiverse.core.errors import Exhausted
 from multiverse.core.model.basics import CloneKind, Size
 from multiverse.core.model.identity import Identity, User
 from multiverse.core.model.job import JobState, NodeSpec
@@ -19,7 +22,6 @@ from multiverse.drivers.qemu.driver import host_config
 from multiverse.drivers.slurm.driver import SlurmScheduler
 from multiverse.guest import protocol
 from multiverse.host.manifest import Specification
-from multiverse.host.qemu import saves
 from multiverse.host.qemu.library import QemuHost
 from tests.integration.conftest import LabUnderTest
 from tests.integration.watch import until
@@ -51,11 +53,15 @@ class Saver:
         self.lab = lab
         self.settings = replace(lab.settings, save=replace(lab.settings.save, enabled=True, directory=directory))
         self.host = QemuHost(host_config(self.settings, SITE))
+        self.host.check()
         self.scheduler = SlurmScheduler(self.settings, SITE)
+        self.key = ""  # by which states are encrypted
         self._serial = int(time.monotonic()) % 100
         self._jobs: list[SavedJob] = []
 
-    def run(self, script: str, *options: str, memory: int = 100, cpus: int = 1) -> SavedJob:
+    def run(
+        self, script: str, *options: str, memory: int = 100, cpus: int = 1, kind: CloneKind = CloneKind.INSTANT
+    ) -> SavedJob:
         """Submit a script of bash, and run it in a VM of its own."""
         wanted = (f"--mem={memory}", f"--cpus-per-task={cpus}", "--requeue", "-o", "out.txt", *options)
         path = self.lab.user.home / f"script-{time.monotonic_ns()}"
@@ -68,11 +74,12 @@ class Saver:
         network = ipaddress.IPv4Network(self.settings.network.subnet)
         base = self.settings.qemu.base_memory
         needed = base + (0 if memory + EXTRA <= base - 100 else -(-(memory + 128) // 128) * 128)
-        template = TemplateKey(self.settings.host.name, "slim", Size(1, base))
-        self.host.build_template(template, lambda: False)
+        template = TemplateKey(self.settings.host.name, "slim", Size(1, base)) if kind is CloneKind.INSTANT else None
+        if template is not None:
+            self.host.build_template(template, lambda: False)
         name = f"mv{SITE}-{self._serial}"
         spec = Specification(
-            name=name, host=self.settings.host.name, image="slim", kind=CloneKind.INSTANT, size=Size(cpus, needed),
+            name=name, host=self.settings.host.name, image="slim", kind=kind, size=Size(cpus, needed),
             mac=f"02:00:5e:01:{os.getpid() % 256:02x}:{self._serial:02x}", template=template, token=f"t{self._serial}",
             address=f"{network[_FIRST + self._serial]}/{network.prefixlen}", bridge=self.settings.qemu.bridge,
         )  # fmt: skip
@@ -82,8 +89,9 @@ class Saver:
         self._join(job)
         return job
 
-    def save(self, job: SavedJob, behind: float = 0.0) -> None:
-        """Save the job's VM, and destroy it. The job is frozen when the guest's clock is `behind` seconds late."""
+    def save(self, job: SavedJob, behind: float = 0.0, *, keep: bool = False) -> None:
+        """Save the job's VM, and destroy it. The job is frozen when the guest's clock is `behind` seconds late. `keep`:
+        it cannot be written, and is kept in memory."""
         began = time.monotonic()
 
         def step(name: str) -> None:
@@ -101,8 +109,13 @@ class Saver:
         self.lab.run("scontrol", "requeue", "Incomplete", job.id)
         until(f"job {job.id} is requeued", lambda: self.state(job) == "PENDING", 30)
         step("requeued")
-        self.ask(job, protocol.REST, "rests")
-        saves.save(self.host._context, job.vm, self._name(job))
+        if keep:
+            for _ in range(2):
+                with pytest.raises(Exhausted):
+                    self.host.save(job.vm, job.spec.token, self._name(job), self.key)
+            self.host.keep(job.vm, job.spec.token, self._name(job))
+        else:
+            self.host.save(job.vm, job.spec.token, self._name(job), self.key)
         step("saved")
         self.host.destroy(job.vm, 0.0, job.spec.token)
         self._delete(job)
@@ -110,7 +123,7 @@ class Saver:
     def restore(self, job: SavedJob) -> list[Stage]:
         """Restore the job's VM and its node, and let the job's next run attach to it."""
         began = time.monotonic()
-        spec = replace(job.spec, template=None, saved=self._name(job))
+        spec = replace(job.spec, template=None, saved=self._name(job), key=self.key)
         job.runs += 1
         stages = self.host.create(spec)
         job.seconds["restored"] = time.monotonic() - began
@@ -118,6 +131,10 @@ class Saver:
         self.ask(job, protocol.ATTACH, "attached")
         job.seconds["attached"] = time.monotonic() - began
         return stages
+
+    def adopt(self, job: SavedJob) -> None:
+        """Take over a job that another one has saved."""
+        self._jobs.append(job)
 
     def cycle(self, job: SavedJob) -> None:
         self.save(job)
@@ -158,12 +175,18 @@ class Saver:
         for job in self._jobs:
             self.lab.run("scancel", job.id, check=False)
         for job in self._jobs:
+            for runs in range(1, job.runs + 1):
+                self.host.discard(f"{job.vm}-{runs}")
             self.host.destroy(job.vm, 0.0)
             self._delete(job)
         self.host.close()
 
+    def place(self, job: SavedJob) -> Path:
+        """Where the files of the job's state are."""
+        return self.settings.save.directory / self._name(job)
+
     def _name(self, job: SavedJob) -> str:
-        return f"{job.vm}.{job.runs}"
+        return f"{job.vm}-{job.runs}"
 
     def _join(self, job: SavedJob, began: float = 0.0) -> list[Stage]:
         """Start the VM, and give its node the job."""

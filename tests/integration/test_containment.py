@@ -161,8 +161,10 @@ def targets(intruder: Intruder, settings: Settings) -> Iterator[list[tuple[str, 
             found += [("read", str(place / "data")), ("create", parent)]
         found += [("read", "/dev/full"), ("list", "/proc/1"), ("list", "/usr/local/bin")]
         found.append(("interface", next(name for _, name in socket.if_nameindex() if name != "lo")))
-        # The directory of another VM and another template, if their modes were wrong.
-        for above in (settings.qemu.vms, settings.qemu.templates, settings.qemu.run):
+        # The directory of another VM, another template and a saved VM, if their modes were wrong.
+        states = Path(tempfile.mkdtemp(prefix="saved-", dir=settings.state_dir))
+        stack.callback(shutil.rmtree, states)
+        for above in (settings.qemu.vms, settings.qemu.templates, settings.qemu.run, states):
             above.mkdir(exist_ok=True)
             stack.callback(above.chmod, above.stat().st_mode & 0o7777)
             above.chmod(0o711)

@@ -50,11 +50,11 @@ def _timelines(job: str, viewer: Viewer) -> list[TimelineView]:
     return [TimelineView("7", 1, "queued", 0.0, (), ())] if job == "7" and viewer.may_see(ME) else []
 
 
-async def _change_job(verb: str, job_id: str, *, hold: bool, uid: int) -> None:
+async def _change_job(verb: str, job_id: str, *, hold: bool, anew: bool, uid: int) -> None:
     if (job_id, uid) != ("7", ME):
         raise Refused(f"job {job_id} runs in no VM", hint="squeue --me shows your jobs")
-    if hold:
-        raise Refused(f"{verb} and hold")
+    if hold or anew:
+        raise Refused(f"{verb} and {'hold' if hold else 'anew'}")
 
 
 class Clock(ManualClock):

@@ -80,8 +80,8 @@ class UsersClient:
     def save(self, job: str, *, hold: bool = False) -> None:
         self._ask(ask="save", job=job, hold=hold)
 
-    def resume(self, job: str) -> None:
-        self._ask(ask="resume", job=job)
+    def resume(self, job: str, *, anew: bool = False) -> None:
+        self._ask(ask="resume", job=job, anew=anew)
 
     def _ask(self, **question: Any) -> Any:
         if self._path is None:

@@ -15,7 +15,7 @@ from multiverse.client import Client
 from multiverse.core.errors import Refused
 
 _POLL = 0.2  # seconds between two looks at a job that is being saved
-_NOT_YET = ("preparing", "freezing", "cutting", "writing")
+_NOT_YET = ("preparing", "freezing", "cutting", "writing", "keeping")
 _HELD = "It is held: multiverse resume {job} lets it go on."
 _WAITS = "It waits in the queue, and goes on as soon as a host has room."
 
@@ -38,7 +38,9 @@ def save(
     if found is None or found.state not in ("stored", "resuming", "thawing"):
         what = f"job {job} was not saved: {found.reason if found is not None else reason}"
         raise Refused(what, hint=f"multiverse explain {job} says what became of it")
-    typer.echo(f"Job {job} is saved: {found.bytes >> 20} MiB. " + (_HELD if hold else _WAITS).format(job=job))
+    kept = "in the memory of its host, because it could not be written"
+    what = kept if found.in_memory else f"{found.bytes >> 20} MiB"
+    typer.echo(f"Job {job} is saved: {what}. " + (_HELD if hold else _WAITS).format(job=job))
 
 
 def _of(client: Client | UsersClient, job: str) -> api.SavedView | None:
@@ -46,12 +48,13 @@ def _of(client: Client | UsersClient, job: str) -> api.SavedView | None:
 
 
 def resume(
-    job: Annotated[str, typer.Argument(metavar="JOB", help="A job that was saved with --hold.")],
+    job: Annotated[str, typer.Argument(metavar="JOB", help="A job that was saved, and is held.")],
+    anew: Annotated[bool, typer.Option("--anew", help="Discard its state, and let it begin anew.")] = False,
     controller: Controller = "",
 ) -> None:
     """Let a saved job go on that is held."""
     with asker(controller) as client:
-        client.resume(job)
+        client.resume(job, anew=anew)
 
 
 def saved(controller: Controller = "", json: render.Json = False) -> None:
@@ -62,7 +65,7 @@ def saved(controller: Controller = "", json: render.Json = False) -> None:
         return render.as_json(document)
     table = render.table("JOB", "STATE", "SINCE", "SIZE", "HELD", "VM", "REASON", right=("SINCE", "SIZE"))
     for one in decode(list[api.SavedView], document):
-        size = f"{one.bytes >> 20} MiB" if one.bytes else "–"
+        size = "in memory" if one.in_memory else f"{one.bytes >> 20} MiB" if one.bytes else "–"
         cells = (render.age(one.since), size, "yes" if one.held else "–", one.vm, one.reason)
         table.add_row(one.job_id, render.state(one.state), *cells)
     render.show(table, "No job is saved.")

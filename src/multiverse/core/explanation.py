@@ -252,9 +252,11 @@ def _with_its_state(context: Context, attempt: Attempt, found: Explanation) -> E
         return found
     size = saved.bytes >> 20 or None
     sentence = Why.HAS_STATE(at=saved.begun, size=size, storage=saved.storage)
+    if saved.kept:
+        sentence = Why.IN_MEMORY(host=saved.kept)
     job = context.scheduler.jobs.get(attempt.job.job_id) if context.world.scheduler else None
     if saved.hold and (job is None or job.held):
-        held = Why.HELD_WITH_STATE()
+        held = Why.HELD_WITH_STATE(saved.reason)
         return replace(found, sentences=(sentence, held), todo=f"multiverse resume {attempt.job.job_id} lets it go on")
     return replace(found, sentences=(sentence, *found.sentences))
 

@@ -149,11 +149,14 @@ def _add_hosts(app: FastAPI, backend: Backend) -> None:
         return backend.saved()
 
     @app.post("/jobs/{job_id}/{verb}")
-    async def change_job(job_id: str, verb: Literal["save", "resume"], hold: bool = False) -> api.SavedChanged:
-        """Save a running job, or let a saved one that is held go on. The change is committed when this answers."""
+    async def change_job(
+        job_id: str, verb: Literal["save", "resume"], hold: bool = False, anew: bool = False
+    ) -> api.SavedChanged:
+        """Save a running job, or let a saved one that is held go on, or begin anew without its state. The change is
+        committed when this answers."""
         try:
             with _committed():
-                await backend.change_job(verb, job_id, hold=hold)
+                await backend.change_job(verb, job_id, hold=hold, anew=anew)
         except Refused as error:
             raise HTTPException(409, {"message": error.message, "hint": error.hint}) from error
         return api.SavedChanged(job_id)

@@ -358,10 +358,12 @@ class Backend:
         refused = {name: str(error) for name, error in zip(names, results, strict=True) if isinstance(error, Refused)}
         return api.HostsChanged(tuple(name for name in names if name not in refused), refused)
 
-    async def change_job(self, verb: str, job_id: str, *, hold: bool = False, uid: int | None = None) -> None:
+    async def change_job(
+        self, verb: str, job_id: str, *, hold: bool = False, anew: bool = False, uid: int | None = None
+    ) -> None:
         """Have the saving (`save`) or resuming of a job committed, for an operator or a user. Raises `Refused` if it is
         not possible."""
-        command = Command("save" if verb == "save" else "resume_saved", job=job_id, hold=hold, uid=uid)
+        command = Command("save" if verb == "save" else "resume_saved", job=job_id, hold=hold, uid=uid, anew=anew)
         await asyncio.wait_for(self.controller.command(command), COMMIT_TIMEOUT)
 
     async def prune(self, older_than: float | None, *, dry_run: bool, after: str) -> api.PruneView:

@@ -75,6 +75,7 @@ def saved_view(saved: Saved, tell: Callable[[Reason | None], str] = text_of) -> 
         vm=saved.vm_name,
         bytes=saved.bytes,
         storage=saved.storage,
+        in_memory=bool(saved.kept),
         held=saved.hold,
         reason=tell(saved.quarantined or saved.reason or saved.asked),
     )

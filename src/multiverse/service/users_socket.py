@@ -82,7 +82,8 @@ class UserQuestions:
             if question.ask in ("save", "resume"):
                 if not question.job:
                     raise Gone("name a job")
-                await self.backend.change_job(question.ask, question.job, hold=question.hold, uid=uid)
+                hold, anew = question.hold, question.anew
+                await self.backend.change_job(question.ask, question.job, hold=hold, anew=anew, uid=uid)
             return _ADAPTER.dump_python(self._found(Viewer.of(uid, self.privacy(uid)), question), mode="json")
 
     def _found(self, viewer: Viewer, question: Question) -> Any:

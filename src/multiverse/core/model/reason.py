@@ -429,7 +429,8 @@ class Why(StrEnum):
     CANNOT_BE_SAVED = "cannot be saved", "It is not saved ahead of its time limit: {because}."
     IS_BEING_SAVED = "is being saved", "It is being saved ({step}): {because}."
     HAS_STATE = "has state", "It was saved at {at:moment}[: {size} MiB in storage {storage}], and goes on from there."
-    HELD_WITH_STATE = "held with state", "It is held until somebody resumes it."
+    IN_MEMORY = "in memory", "Its state could not be written: it is in the memory of {host}, where it goes on."
+    HELD_WITH_STATE = "held with state", "It is held until somebody resumes it[: {because}]."
     GOING_BACK = "going back", "It has been on its way back to the gate for {time:long}: {because}."
     CANCELLING = "cancelling", "Multiverse has been cancelling it for {time:long}: {because}."
     RELEASING = ("releasing",
