@@ -90,6 +90,7 @@ CALL_IDS: Mapping[tuple[Port, str], str] = {
     ("hypervisor", "save"): "h10",
     ("hypervisor", "thaw"): "h11",
     ("hypervisor", "discard"): "h12",
+    ("hypervisor", "keep_in_memory"): "h13",
 }
 """Faults are drawn from these ids and not from the methods' names, so that each seed still gives the same history after
 a method has been renamed. An id never changes and is never given to another method."""

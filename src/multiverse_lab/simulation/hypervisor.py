@@ -202,7 +202,7 @@ class SimulatedSaves:
         self._machines.cut(vm)
         await self._take("reply", self._latencies.command)
 
-    async def save(self, vm: VmRef, name: str) -> Sequence[Stage]:
+    async def save(self, vm: VmRef, name: str, key: str = "") -> Sequence[Stage]:
         task = self._saving.get(name)
         if task is None or task.done():
             task = self._saving[name] = self._begin(vm.source, self._save(vm, name))
@@ -215,6 +215,14 @@ class SimulatedSaves:
         written = await self._take("write", self._latencies.save)
         self._machines.finish_save(vm, name)
         return (written,)
+
+    async def keep_in_memory(self, vm: VmRef, name: str) -> None:
+        await self._call(vm.source, self._keep_in_memory(vm, name))
+
+    async def _keep_in_memory(self, vm: VmRef, name: str) -> None:
+        await self._take("command", self._latencies.command)
+        self._machines.keep(vm, name)
+        await self._take("reply", self._latencies.command)
 
     async def thaw(self, vm: VmRef) -> None:
         await self._call(vm.source, self._thaw(vm))

@@ -141,6 +141,7 @@ class Machines:
         self.away: set[str] = set()  # hosts that cannot be reached; their VMs go on
         self.storages: dict[str, dict[str, SavedFiles]] = {}  # of saved VMs: the complete files, by storage and name
         self.unfinished: dict[str, set[str]] = {}  # incomplete files, by storage
+        self.kept: dict[tuple[str, str], SavedFiles] = {}  # what is in memory in place of files, by host and name
         self.detached: set[str] = set()  # hosts that do not reach their storage
         self.full_storages: set[str] = set()
         self.delays: dict[str, float] = {}  # seconds that each observation of a source takes longer
@@ -357,16 +358,29 @@ class Machines:
             raise Gone(f"{vm.name} was destroyed while it was saved")
         if storage in self.full_storages:
             raise Exhausted(f"cannot save VM {vm.name}: no space left on device", hint="is there room?")
-        memory, identity = machine.guest.memory(), machine.guest.identity
+        self._storage(host)[name] = self._state_of(name, machine, machine.guest)
+
+    def _state_of(self, name: str, machine: Machine, guest: Guest) -> SavedFiles:
+        memory, identity = guest.memory(), guest.identity
         if memory is None or not memory.cut:
-            self.violations.append(f"{vm.name} was saved before its job was cut off")
+            self.violations.append(f"{machine.spec.name} was saved before its job was cut off")
         else:
             memory.which.states += 1
-        self._storage(host)[name] = SavedFiles(name, machine.spec, identity, memory, machine.takes.memory << 18)
+        return SavedFiles(name, machine.spec, identity, memory, machine.takes.memory << 18)
+
+    def keep(self, vm: VmRef, name: str) -> None:
+        """Keep a VM, stopped, in the memory of its host, where it is no VM any more."""
+        if (self._host_at(vm.source), name) in self.kept:
+            return
+        spec, _, guest = self._started(vm, paused=True)
+        guest.rest()
+        self.kept[spec.host, name] = self._state_of(name, self._get(vm), guest)
+        self.remove(vm.name)
 
     def discard(self, host: str, name: str) -> None:
-        """Remove files from the storage that a host reaches, complete or not."""
+        """Remove files from the storage that a host reaches, complete or not, and what it keeps of that name."""
         self._check_reachable(host)
+        self.kept.pop((host, name), None)
         if host not in self.detached and self.hosts[host].storage is not None:
             self._storage(host).pop(name, None)
             self.unfinished.get(self._storage_name(host), set()).discard(name)
@@ -374,7 +388,8 @@ class Machines:
     def left_in_storages(self) -> list[str]:
         """What the storages hold."""
         every = [*self.storages.items(), *self.unfinished.items()]
-        return [f"the files {name} in {storage}" for storage, names in every for name in sorted(names)]
+        kept = [f"{name} in the memory of {host}" for host, name in sorted(self.kept)]
+        return [f"the files {name} in {storage}" for storage, names in every for name in sorted(names)] + kept
 
     def _started(self, vm: VmRef, *, paused: bool = False) -> _Started:
         """A VM that runs, whose guest answers. `paused`: or does not, because its host's disk is full."""
@@ -388,8 +403,8 @@ class Machines:
         return _Started(machine.spec, machine.files, machine.guest)
 
     def _files_for(self, spec: VmSpec) -> SavedFiles:
-        """What a VM is to be restored from."""
-        files = self._storage(spec.host).get(spec.saved)
+        """What a VM is to be restored from. What its host has kept in memory, it takes over."""
+        files = self.kept.pop((spec.host, spec.saved), None) or self._storage(spec.host).get(spec.saved)
         if files is None:
             raise Gone(f"there is no saved VM {spec.saved}", hint="is the directory mounted?")
         if (files.spec.name, files.spec.mac, files.spec.token) != (spec.name, spec.mac, spec.token):
@@ -453,6 +468,7 @@ class Machines:
         self.copies = {key: copied for key, copied in self.copies.items() if copied.spec.host != host}
         for which in [which for which in self.templates if which.host == host]:
             del self.templates[which]
+        self.kept = {key: files for key, files in self.kept.items() if key[0] != host}
 
     def host_of(self, vm: str) -> str:
         """The host of a VM; empty if there is no such VM."""
@@ -528,11 +544,14 @@ class Machines:
     def used(self, host: str) -> Size:
         """What VMs and templates take of a host now; of its disk, what they can write. A template takes no CPU."""
         machines = self._on(host)
+        kept = [files.spec for (where, _), files in self.kept.items() if where == host]
         memory = sum(machine.takes.memory + OVERHEAD for machine in machines) + self._frozen(host)
+        memory += sum(spec.size.memory + OVERHEAD for spec in kept)
         disk = sum(self.images[machine.spec.image].written(machine) for machine in machines)
         disk += sum(self.images[which.image].disk.overhead for which in self.templates if which.host == host)
         net = sum(machine.takes.net for machine in machines)
-        return Size(sum(machine.takes.cpus for machine in machines), memory, disk, net)
+        cpus = sum(machine.takes.cpus for machine in machines) + sum(spec.size.cpus for spec in kept)
+        return Size(cpus, memory, disk, net)
 
     def available(self, host: str) -> int:
         """MiB that a host's machine has left beside what VMs, templates and others really use."""
@@ -601,11 +620,16 @@ class Machines:
         return HypervisorView({host: seen}, vms, templates, self._saved_shown(seen))
 
     def _saved_shown(self, host: Host) -> dict[str, SavedSeen]:
+        kept = {
+            name: SavedSeen(name, files.spec.token, 0, "", kept=True)
+            for (where, name), files in sorted(self.kept.items())
+            if where == host.name
+        }
         if host.storage is None:
-            return {}
+            return kept
         storage, files = host.storage.name, sorted(self._storage(host.name).items())
         shown = {name: SavedSeen(name, "", 0, storage, complete=False) for name in self.unfinished.get(storage, ())}
-        return shown | {name: SavedSeen(name, one.spec.token, one.bytes, storage) for name, one in files}
+        return kept | shown | {name: SavedSeen(name, one.spec.token, one.bytes, storage) for name, one in files}
 
     def _load(self, host: str) -> Load:
         """Guests that run use all their CPUs."""

@@ -168,7 +168,10 @@ class OneHost:
     async def cut(self, vm: VmRef) -> None:
         await self._answer(self._saves.cut(vm))
 
-    async def save(self, vm: VmRef, name: str) -> Sequence[Stage]:
+    async def keep_in_memory(self, vm: VmRef, name: str) -> None:
+        await self._answer(self._saves.keep_in_memory(vm, name))
+
+    async def save(self, vm: VmRef, name: str, key: str = "") -> Sequence[Stage]:
         return await self._answer(self._saves.save(vm, name))
 
     async def thaw(self, vm: VmRef) -> None:

@@ -82,7 +82,8 @@ class SaveWatch:
                     if any(vm.saved != saved.name for vm in vms):
                         self._broken.add(f"job {attempt.job.job_id} begins anew though it is saved as {saved.name}")
         for claim in rows.claims:
-            if claim.owner.kind == "saved" and claim.size.memory:
+            owner = rows.saved.get(claim.owner.id) if claim.owner.kind == "saved" else None
+            if owner is not None and not owner.kept:
                 self._broken.add(f"{claim.owner}, a saved job, claims memory of {claim.domain}")
 
     def violations(self) -> list[str]:
