@@ -20,7 +20,17 @@ from tests.integration.watch import accounted, ended, latest, nothing_left, unti
 
 pytestmark = pytest.mark.integration
 
-COUNTS = "for i in $(seq 8); do echo count $i; sleep 0.5; done; hostname; srun -w $SLURMD_NODENAME hostname; exit 5"
+ASKS = (
+    "hostname",
+    "srun -w $SLURMD_NODENAME hostname",
+    "srun --overcommit -n2 hostname",
+    "mpirun -n 1 hostname",
+    "scontrol show hostnames",
+    "sbcast -f $0 /tmp/copy && cmp -s $0 /tmp/copy && hostname",
+    "sbatch --test-only --wrap true 2>/dev/null && hostname",
+)
+"""What a resumed script runs, and is told: each prints the name of its node, one of them twice."""
+COUNTS = f"for i in $(seq 8); do echo count $i; sleep 0.5; done; {'; '.join(ASKS)}; exit 5"
 
 
 def running(lab: LabUnderTest, client: Client, script: str = COUNTS) -> tuple[str, Path]:
@@ -41,7 +51,7 @@ def went_on(lab: LabUnderTest, client: Client, job: str, output: Path) -> None:
     ended(client, job, "done")
     lines = output.read_text().splitlines()
     assert lines[:8] == [f"count {number}" for number in range(1, 9)]
-    assert len(set(lines[8:])) == 1 and len(lines) == 10, lines
+    assert len(set(lines[8:])) == 1 and len(lines) == 8 + len(ASKS) + 1, lines
     assert accounted(lab, job) == ("FAILED", "5:0")
     until("nothing is left of its state", lambda: client.saved() == [])
     assert not list((lab.where.root / "saved").glob("[!.]*"))
