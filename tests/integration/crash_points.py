@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,8 @@ class CrashPoints:
             self._file.write_text("".join(f"{line}\n" for line in lines if line not in due))
             for process_name in {line.split()[2] for line in due}:
                 for pid in self._pids(process_name):
-                    os.kill(pid, signal.SIGKILL)
+                    with suppress(ProcessLookupError):  # it was killed a moment ago, and has not been started again
+                        os.kill(pid, signal.SIGKILL)
 
     def _pids(self, process_name: str) -> list[int]:
         if process_name == self._role:

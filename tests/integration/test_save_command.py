@@ -128,19 +128,28 @@ def test_a_job_is_saved_at_its_time_limit_and_others_wait_for_its_end(lab: LabUn
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_a_job_goes_on_once_though_the_controller_is_killed_at_each_step(
-    lab: LabUnderTest, start_daemon: StartDaemon, when: str
+@pytest.mark.parametrize(
+    ("when", "killed"),
+    [("before", "controller"), ("after", "controller"), ("after", "agent"), ("after", "slurmctld")],
+)
+def test_a_job_goes_on_once_though_a_daemon_is_killed_at_each_step(
+    lab: LabUnderTest, start_daemon: StartDaemon, when: str, killed: str
 ) -> None:
     skipped = (SavedState.UNDOING, SavedState.RESUMING, SavedState.KEEPING, SavedState.HOLDING)
     steps = [state for state in SavedState if state not in skipped]
     daemon = start_daemon(())
     until("the daemon answers", lambda: daemon.call(lambda client: client.status()))
     job, output = running(lab, daemon.client, COUNTS.replace("0.5", "3"))
-    daemon.set_crash_points([f"{when} saved:{state} controller" for state in steps])
+    daemon.set_crash_points([f"{when} saved:{state} {killed}" for state in steps])
     saving = lambda: daemon.call(lambda client: client.saved())  # noqa: E731
     until("it is being saved", lambda: saving() or daemon.call(lambda client: client.save(job)))
-    until(f"job {job} is over", lambda: attempt_is(daemon, job), 240)
+
+    def over() -> bool:
+        if killed == "slurmctld":
+            asyncio.run(lifecycle.up(lab.where, LabOptions(), controller=False))
+        return attempt_is(daemon, job)
+
+    until(f"job {job} is over", over, 240)
     until("each step was reached", lambda: daemon.ensure_up() and not daemon.crash_points_left(), 60)
     went_on(lab, daemon.client, job, output)
     nothing_left(lab, daemon.client)
