@@ -127,6 +127,19 @@ def test_a_job_is_saved_at_its_time_limit_and_others_wait_for_its_end(lab: LabUn
     nothing_left(lab, client)
 
 
+def test_what_cannot_be_saved_is_refused_with_the_reason(lab: LabUnderTest, client: Client) -> None:
+    job = lab.sbatch("sleep 100", "--hold")
+    with pytest.raises(Refused, match="runs in no VM"):
+        client.save(job)
+    lab.run("scancel", job)
+    both = lab.sbatch("sleep 100", "--nodes=2", "--output=/dev/null")
+    until("it runs", lambda: latest(client, both).get("state") == "allocated")
+    with pytest.raises(Refused, match="only jobs of one VM"):
+        client.save(both)
+    lab.run("scancel", both)
+    ended(client, both, "done")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("when", "killed"),
@@ -153,16 +166,3 @@ def test_a_job_goes_on_once_though_a_daemon_is_killed_at_each_step(
     until("each step was reached", lambda: daemon.ensure_up() and not daemon.crash_points_left(), 60)
     went_on(lab, daemon.client, job, output)
     nothing_left(lab, daemon.client)
-
-
-def test_what_cannot_be_saved_is_refused_with_the_reason(lab: LabUnderTest, client: Client) -> None:
-    job = lab.sbatch("sleep 100", "--hold")
-    with pytest.raises(Refused, match="runs in no VM"):
-        client.save(job)
-    lab.run("scancel", job)
-    both = lab.sbatch("sleep 100", "--nodes=2", "--output=/dev/null")
-    until("it runs", lambda: latest(client, both).get("state") == "allocated")
-    with pytest.raises(Refused, match="only jobs of one VM"):
-        client.save(both)
-    lab.run("scancel", both)
-    ended(client, both, "done")
