@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from multiverse.client import Client
-from multiverse.core.errors import Refused
+from multiverse.core.errors import Broken, Refused
 from multiverse.core.model.saved import SavedState
 from multiverse_lab.lab import lifecycle
 from multiverse_lab.lab.plan import LabOptions
@@ -157,12 +158,13 @@ def test_a_job_goes_on_once_though_a_daemon_is_killed_at_each_step(
     saving = lambda: daemon.call(lambda client: client.saved())  # noqa: E731
     until("it is being saved", lambda: saving() or daemon.call(lambda client: client.save(job)))
 
-    def over() -> bool:
+    def goes_on() -> bool:
         if killed == "slurmctld":
-            asyncio.run(lifecycle.up(lab.where, LabOptions(), controller=False))
-        return attempt_is(daemon, job)
+            with suppress(Broken):  # it was killed again as it started
+                asyncio.run(lifecycle.up(lab.where, LabOptions(), controller=False))
+        return daemon.ensure_up()
 
-    until(f"job {job} is over", over, 240)
-    until("each step was reached", lambda: daemon.ensure_up() and not daemon.crash_points_left(), 60)
+    until(f"job {job} is over", lambda: goes_on() and attempt_is(daemon, job), 240)
+    until("each step was reached", lambda: goes_on() and not daemon.crash_points_left(), 60)
     went_on(lab, daemon.client, job, output)
     nothing_left(lab, daemon.client)
