@@ -62,6 +62,11 @@ def test_an_encrypted_state_tells_nothing_and_goes_on_with_its_key_alone(saver: 
         saver.key = key
         fails_to_restore(saver, job, Damaged, "key")
     saver.key = KEY
+    facts = saver.place(job) / "save.json"
+    whole = facts.read_text()
+    facts.write_text(whole.replace('"total_cpus": 1', '"total_cpus": 2'))
+    fails_to_restore(saver, job, Damaged, "not as it was saved")
+    facts.write_text(whole)
     saver.restore(job)
     ends_well(saver, job)
 

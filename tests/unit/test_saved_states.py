@@ -171,6 +171,19 @@ def test_a_vm_that_is_kept_no_more_is_given_up_as_it_is_taken_over(site: Site) -
     assert site.saved.state is S.HOLDING and site.saved.ends
 
 
+def test_a_host_that_keeps_a_state_in_its_memory_is_not_removed(site: Site) -> None:
+    site.to_writing()
+    fail_to_write(site, 3)
+    site.restart(1, held=True, eligible=False)
+    keep(site)
+    for _ in range(4):
+        site.run(Command("drop", "h1", "slim"))
+        site.templates.clear()
+        site.clear()
+    site.run(Command("remove", "h1"))
+    assert "saved jobs in its memory (7)" in str(site.state.refusals[0][1])
+
+
 # --- age --------------------------------------------------------------------------------------------
 
 

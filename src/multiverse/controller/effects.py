@@ -23,7 +23,7 @@ from multiverse.controller.publication import AddressBook, GroupBook, Publicatio
 from multiverse.controller.saved_keys import SavedKeys
 from multiverse.controller.users import UserDirectory
 from multiverse.core.clones.spares import node_spec
-from multiverse.core.errors import Broken, Gone, MultiverseError, NotYet, Refused, Stale, Unknown
+from multiverse.core.errors import Broken, Damaged, Gone, MultiverseError, NotYet, Refused, Stale, Unknown
 from multiverse.core.machines.tables import permitted_effects
 from multiverse.core.model.basics import Depth, Key
 from multiverse.core.model.host import JobLimits, KnownHost
@@ -118,7 +118,6 @@ class Surroundings:
     state: State
     users: UserDirectory
     saved_keys: SavedKeys | None = None
-    encrypt: bool = False  # what is saved from now on
     fencing: Fencing | None = None
     reach: Reach = Reach.USER
 
@@ -429,14 +428,20 @@ class Effects:
             await saves.keep_in_memory(vm, saved.name)
             return ()
         keys = self._around.saved_keys
-        key = keys.make(saved.uid, saved.name) if keys is not None and self._around.encrypt else ""
+        key = keys.make(saved.uid, saved.name) if keys is not None and saved.encrypted else ""
         return await saves.save(vm, saved.name, key)
 
     def _key_of_restored(self, vm: Vm) -> str:
-        """The key of the saved VM that this one is restored from; empty if it has none."""
+        """The key of the saved VM that this one is restored from; empty if it has none. Raises `Damaged` if that is
+        gone: unencrypted files in its place are not what was saved."""
         saved = next(iter(self._around.state.saved_named(vm.saved)), None) if vm.saved else None
         keys = self._around.saved_keys
-        return keys.find(saved.uid, saved.name) if saved is not None and keys is not None else ""
+        if saved is None or keys is None or not saved.encrypted or saved.kept:
+            return ""
+        if not (key := keys.find(saved.uid, saved.name)):
+            what = f"the saved VM {saved.name} is encrypted, and the key of user {saved.uid} is gone"
+            raise Damaged(what, hint="is it in a backup of saved-keys in the controller's state directory?")
+        return key
 
     async def _offer(self, kind: EffectKind, vm: Vm) -> None:
         offers = self._scheduler.offers

@@ -203,7 +203,6 @@ class Controller:
             users=self.users,
             reach=settings.network.reach,
             saved_keys=SavedKeys(settings.state_dir / "saved-keys"),
-            encrypt=settings.save.encrypt,
         )
         self._around = surroundings
         self._effects = Effects(scheduler, hypervisor, clock, surroundings, self._effect_ended, self._rng)

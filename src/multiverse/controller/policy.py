@@ -36,6 +36,7 @@ def policy_of(settings: Settings) -> Policy:
         save_user_quota=s.save.user_quota << 20,
         save_site_quota=s.save.site_quota << 20,
         save_keep=s.save.keep_days * 86400.0,
+        save_encrypt=s.save.encrypt,
         save_no_requeue=s.save.no_requeue,
         here=s.host.name,
         fences=bool(s.fence.command),

@@ -502,10 +502,13 @@ def _remove(state: State, host: KnownHost, why: Reason) -> None:
             hint=f"multiverse hosts drain {host.name} gives it back once its jobs have ended",
         )
     vms, templates = state.vms_on(host.name), state.templates_on(host.name)
-    if not host.is_off and (vms or templates):
+    states = state.saved_in_memory_of(host.name)
+    if not host.is_off and (vms or templates or states):
         jobs = dict.fromkeys(vm.job_id or (a.job.job_id if (a := state.attempt_of(vm)) else "") for vm in vms)
+        saved = ", ".join(one.job.job_id for one in states)
         of = f" of job {', '.join(filter(None, jobs))}" if any(jobs) else ""
         kept = [f"{len(vms)} VMs{of}"] * bool(vms) + [f"{len(templates)} templates"] * bool(templates)
+        kept += [f"saved jobs in its memory ({saved})"] * bool(states)
         raise Refused(
             f"host {host.name} still has {' and '.join(kept)}",
             hint=f"multiverse hosts drain {host.name}, and remove it once it is drained; if it is off for good, first "

@@ -100,6 +100,7 @@ class Policy:
     save_user_quota: int = 0  # bytes that the states of one user may take; 0: any
     save_site_quota: int = 0  # the same of all users
     save_keep: float = 0.0  # seconds for which a state waits for its job; 0: for ever
+    save_encrypt: bool = False  # whether states are encrypted
     save_no_requeue: bool = False  # jobs that the scheduler is not to queue again can be saved, too
     pin_timeout: float = 60.0
     held_timeout: float = 10.0  # a pinned job that the scheduler holds back; its reason may be an old one till then

@@ -86,6 +86,7 @@ def save(context: Context, attempt: Attempt, asked: Reason, *, hold: bool = Fals
         runs=attempt.runs,
         hold=hold,
         bound=bound,
+        encrypted=context.policy.save_encrypt,
         may_restart=wish is not None and wish.restart,
     )
     state.move(ask_to_save(saved))

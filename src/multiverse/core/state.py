@@ -343,6 +343,9 @@ class State(LiveRows):
     def saved_named(self, name: str) -> list[Saved]:
         return [self.saved[id_] for id_ in self._indexes.saved_by[name]]
 
+    def saved_in_memory_of(self, host: str) -> list[Saved]:
+        return [self.saved[id_] for id_ in self._indexes.kept_by[host]]
+
     def saved_for(self, job: JobRef) -> Saved | None:
         """The state that this run of a job is to go on with, complete or not."""
         found = (one for one in self.saved_of_job(job.job_id) if one.is_for(job) and one.state in WAITS_FOR_RUN)

@@ -87,6 +87,7 @@ class Saved:
     bytes: int = 0  # that they take, once they are complete
     tries: int = 0  # that failed to write them
     kept: str = ""  # the host that keeps it in its memory, because it could not be written
+    encrypted: bool = False  # its files are
     may_restart: bool = False  # its user agreed that the job begins anew if it cannot go on
     ends: bool = False  # its state is given up as soon as its job is held, or is held no more
     written: float = 0.0  # Unix time at which it was complete

@@ -48,6 +48,11 @@ def _derived(key: str, purpose: bytes) -> bytes:
     return hmac.digest(bytes.fromhex(key), purpose, "sha256")
 
 
+def seal(key: str, text: str) -> str:
+    """What shows that a text was written by somebody who has the key."""
+    return hmac.digest(_derived(key, b"seal"), text.encode(), "sha256").hex()
+
+
 class _Programs:
     """Programs, each of which reads what the one before it writes. `source` and `target` are descriptors; None: a pipe
     to this process. Descriptors that are given are closed here, so that a program that ends early is noticed."""

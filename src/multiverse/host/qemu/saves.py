@@ -70,6 +70,7 @@ class SavedVm:
     overlay: SavedFile
     written: float  # seconds since the epoch
     encrypted: bool = False
+    seal: str = ""  # of all that is above and below, by its key; empty: it is not encrypted
     backing: str = ""  # the image's disk, as `disk.qcow2` names it
 
 
@@ -173,10 +174,17 @@ def find(host: HostContext, spec: Specification, image: Image) -> SavedVm:
     if here != (saved.image_key, saved.version, saved.accelerator):
         what = f"{host.config.host} makes another machine than the one that {spec.saved} was saved from"
         raise Refused(what, hint="resume it on a host with the same image, QEMU and accelerator")
-    if saved.encrypted and not spec.key:
-        what = f"the saved VM {spec.saved} is encrypted, and the key of its user is gone"
-        raise Damaged(what, hint="is it in a backup of the controller's saved-keys?")
+    if bool(spec.key) != saved.encrypted or (spec.key and saved.seal != _sealed(saved, spec.key).seal):
+        what = f"the saved VM {spec.saved} is not as it was saved, or its key is not"
+        raise Damaged(what, hint="is it in a backup?")
     return saved
+
+
+def _sealed(saved: SavedVm, key: str) -> SavedVm:
+    """Without a key nobody can change what a restore goes by."""
+    if not key:
+        return saved
+    return replace(saved, seal=saved_files.seal(key, json.dumps(asdict(replace(saved, seal="")), sort_keys=True)))
 
 
 def copy_files(host: HostContext, spec: Specification, saved: SavedVm, image: Image, paths: Paths) -> None:
@@ -228,7 +236,7 @@ def save(host: HostContext, name: str, saved: str, key: str = "") -> list[Stage]
                 total_memory=known.total_memory or known.memory, disk=known.disk, state=state, overlay=overlay,
                 written=time.time(), encrypted=bool(key), backing=str(image.disk),
             )  # fmt: skip
-            files.create_whole(work / FILE, json.dumps(asdict(facts)).encode())
+            files.create_whole(work / FILE, json.dumps(asdict(_sealed(facts, key))).encode())
             shutil.rmtree(final, ignore_errors=True)  # of another VM, after a database was restored
             work.rename(final)
             timer("sync")
