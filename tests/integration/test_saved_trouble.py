@@ -13,11 +13,13 @@ from pathlib import Path
 import pytest
 
 from multiverse.client import Client
+from multiverse.core.model.saved import SavedState
 from multiverse_lab.lab import lifecycle
 from multiverse_lab.lab.plan import LabOptions
 from multiverse_lab.lab.services import AGENT
-from tests.integration.conftest import LabUnderTest, more_settings
-from tests.integration.test_save_command import running, stored, went_on
+from tests.integration.conftest import LabUnderTest, StartDaemon, more_settings
+from tests.integration.restarting_daemon import attempt_is
+from tests.integration.test_save_command import COUNTS, running, stored, went_on
 from tests.integration.watch import accounted, ended, nothing_left, until
 
 pytestmark = pytest.mark.integration
@@ -61,6 +63,27 @@ def test_a_job_whose_state_cannot_be_written_goes_on_in_place(lab: LabUnderTest,
     client.resume(job)
     went_on(lab, client, job, output)
     nothing_left(lab, client)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_it_goes_on_in_place_once_though_the_controller_is_killed_at_each_step(
+    lab: LabUnderTest, start_daemon: StartDaemon, when: str
+) -> None:
+    steps = [
+        state for state in SavedState if state not in (SavedState.UNDOING, SavedState.RESUMING, SavedState.HOLDING)
+    ]
+    daemon = start_daemon(())
+    until("the daemon answers", lambda: daemon.call(lambda client: client.status()))
+    job, output = running(lab, daemon.client, COUNTS.replace("0.5", "3"))
+    daemon.set_crash_points([f"{when} saved:{state} controller" for state in steps])
+    saving = lambda: daemon.call(lambda client: client.saved())  # noqa: E731
+    with read_only(lab.where.root / "saved"):
+        until("it is being saved", lambda: saving() or daemon.call(lambda client: client.save(job)))
+        until(f"job {job} is over", lambda: attempt_is(daemon, job), 240)
+    until("each step was reached", lambda: daemon.ensure_up() and not daemon.crash_points_left(), 60)
+    went_on(lab, daemon.client, job, output)
+    nothing_left(lab, daemon.client)
 
 
 def held_by_damage(lab: LabUnderTest, client: Client, job: str) -> str:

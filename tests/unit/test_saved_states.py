@@ -118,6 +118,22 @@ def test_what_cannot_be_written_goes_on_in_place(site: Site) -> None:
     assert [claim.owner for claim in site.rows.claims if claim.owner.kind == "vm"] == [again.key]
 
 
+def test_a_vm_that_its_host_keeps_has_not_died(site: Site) -> None:
+    """It is shown no more before the effect has ended, and before the scheduler was read after a restart."""
+    site.to_writing()
+    fail_to_write(site, 3)
+    site.effect_ended_at[site.saved.key] = float("inf")
+    site.files[site.saved.name] = SavedSeen(site.saved.name, site.saved.token, 0, "", kept=True)
+    site.vms.pop(site.name)
+    site.scheduler_known = False
+    site.run()
+    assert (site.saved.state, site.vm.state) == (S.KEEPING, V.SERVING)
+    site.scheduler_known = True
+    site.run()
+    assert (site.saved.state, site.saved.kept) == (S.STORED, "h1")
+    assert site.vm.state is V.RELEASING, "it is needed no more, and did not fail"
+
+
 def test_what_is_kept_in_memory_claims_it(site: Site) -> None:
     first = site.vm
     before = site.state.claims.get(ClaimKey(first.key, "h1"))

@@ -150,7 +150,6 @@ def _why_over(state: State, saved: Saved, job: Job | None, world: World) -> Reas
 def _advance(state: State, saved: Saved, vm: Vm, job: Job | None, world: World) -> None:
     assert world.scheduler is not None
     seen, node = world.vm(vm), world.scheduler.value.nodes.get(vm.name)
-    ended = max(saved.since, world.ended_at(saved.key))
     match saved.state:
         case S.PREPARING:
             drained = node is not None and node.state is NodeState.DRAINED and world.node_began(vm.name) > saved.since
@@ -164,7 +163,7 @@ def _advance(state: State, saved: Saved, vm: Vm, job: Job | None, world: World) 
             if job is not None and saved.is_for(job.ref):
                 again = replace(saved, state=S.WRITING, again=job.ref)
                 state.move(Change(again, Event.QUEUED_AGAIN, Why.RESTART(number=job.ref.restarts)))
-        case S.KEEPING if ended < inf:
+        case S.KEEPING:
             _take_into_memory(state, saved, vm, world)
 
 
@@ -334,6 +333,11 @@ def text_of_saved(saved: Saved) -> str:
 def saved_is_settled(saved: Saved) -> bool:
     """Whether only a change of its job or of a VM moves it, and its age: see `changes.LOOK_AT_STATES`."""
     return saved.state is S.STORED or saved.quarantined is not None
+
+
+def is_kept_in_memory(state: State, vm: Vm, world: World) -> bool:
+    """Whether a VM is shown no more because its host keeps it as a saved one."""
+    return any(one.kept or _is_kept(one, vm.host, vm.place.source, world) for one in state.saved_of(vm))
 
 
 def is_held_for_saving(state: State, vm: Vm) -> bool:

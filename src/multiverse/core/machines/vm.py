@@ -7,6 +7,7 @@ from dataclasses import replace
 from math import inf
 
 from multiverse.core.avoidance import blame, joined
+from multiverse.core.machines.saved import is_kept_in_memory
 from multiverse.core.model.basics import ClaimKey, Depth
 from multiverse.core.model.host import HypervisorView
 from multiverse.core.model.job import ENDING_STATES, PINNED_STATES, Attempt, AttemptState, JobState, NodeState
@@ -233,6 +234,8 @@ def _step_in_sight(state: State, vm: Vm, latest: Seen[HypervisorView], world: Wo
         _step_planned(state, vm, began, world, policy)
         return
     absent = seen is None and began > world.ended_at(vm.key, vm.since) and began > vm.since
+    if absent and is_kept_in_memory(state, vm, world):
+        return
     dead = seen is not None and seen.condition is VmCondition.DEAD
     if dead or absent or vm.state is V.DEAD:
         why = (vm.reason if vm.state is V.DEAD else said(seen.reason if seen else "")) or Why.VM_DIED()
