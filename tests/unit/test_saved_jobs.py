@@ -321,3 +321,25 @@ def test_a_job_that_cannot_be_saved_is_refused_with_the_reason(site: Site) -> No
     site.run(Command("save", job="7"))
     assert [str(error) for _, error in site.state.refusals] and not site.rows.saved
     assert site.rows.attempts[max(site.rows.attempts)].state is A.ALLOCATED
+
+
+@pytest.mark.parametrize("way", ["to_writing", "to_stored", "to_queued"])
+def test_a_scheduler_that_forgets_that_it_queued_the_job_again_loses_no_work(site: Site, way: str) -> None:
+    """slurmctld writes its state some seconds late: killed within them, it shows the run that was cut off again."""
+    getattr(site, way)()
+    site.job(state=JobState.RUNNING, ref=JobRef("7", 500), nodes=(site.name,), gated=False)
+    for _ in range(3):
+        site.run()
+    assert site.saved.state in (S.WRITING, S.STORED) and site.saved.again is None
+    later = JobRef("7", 530, 1)
+    site.job(state=JobState.PENDING, ref=later, nodes=(), gated=True, pinned=None)
+    site.run()
+    assert site.saved.again == later and site.saved.is_for(later)
+    assert not site.saved.is_for(JobRef("7", 500, 1)), "the run that was forgotten"
+
+
+def test_a_run_that_began_anew_in_the_eyes_of_the_scheduler_has_no_use_for_the_state(site: Site) -> None:
+    site.to_stored()
+    site.job(state=JobState.PENDING, ref=JobRef("7", 500), nodes=(), gated=True, pinned=None)
+    site.run()
+    assert site.saved.state is S.DISCARDING

@@ -103,6 +103,8 @@ def step_saved(state: State, number: int, world: World, policy: Policy) -> None:
         return
     job = world.scheduler.value.jobs.get(saved.job.job_id)
     vm = state.vms.get(saved.vm)
+    if _note_run(state, saved, job, world):
+        return
     match saved.state:
         case S.DISCARDING:
             _step_discarding(state, saved, world)
@@ -114,6 +116,29 @@ def step_saved(state: State, number: int, world: World, policy: Policy) -> None:
             _step_stored(state, saved, job, world, policy)
         case _:
             _step_saving(state, saved, vm, job, world, policy)
+
+
+_QUEUED_AGAIN = (S.WRITING, S.KEEPING, S.STORED, S.RESUMING, S.HOLDING)
+"""In these states the scheduler has queued the job again, and no process goes on yet."""
+
+
+def _is_forgotten(saved: Saved, job: Job) -> bool:
+    """Whether the scheduler shows the run that was cut off. It was killed before it had kept that it queued the job
+    again. It does that once more as soon as it has found that the node of the run does not answer."""
+    return saved.state in _QUEUED_AGAIN and job.ref == saved.job and job.state is not JobState.PENDING
+
+
+def _note_run(state: State, saved: Saved, job: Job | None, world: World) -> bool:
+    """Keep which run is to go on with the state: another one if the scheduler has forgotten the first."""
+    if job is None or saved.state not in _QUEUED_AGAIN or world.job_began(job.ref.job_id) <= saved.since:
+        return False
+    if _is_forgotten(saved, job) and saved.again is not None:
+        state.move(Change(replace(saved, again=None), Event.NOTED, Why.REQUEUE_FORGOTTEN()))
+    elif saved.again is None and saved.is_for(job.ref):
+        state.move(Change(replace(saved, again=job.ref), Event.NOTED, Why.RESTART(number=job.ref.restarts)))
+    else:
+        return False
+    return True
 
 
 def _step_saving(state: State, saved: Saved, vm: Vm | None, job: Job | None, world: World, policy: Policy) -> None:
@@ -139,6 +164,8 @@ def _why_over(state: State, saved: Saved, job: Job | None, world: World) -> Reas
         return None
     if job is None or job.state is JobState.ENDED:
         return Why.SAVED_JOB_OVER(job=saved.job.job_id)
+    if _is_forgotten(saved, job):
+        return None
     expected = (saved.job.restarts, saved.job.restarts + 1)
     if job.ref.restarts not in expected[saved.state not in (S.PREPARING, S.FREEZING, S.CUTTING) :]:
         return Why.SAVED_RUN_OVER(job=saved.job.job_id, restart=job.ref.restarts)
