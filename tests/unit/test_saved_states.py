@@ -8,7 +8,7 @@ import pytest
 
 from multiverse.core.errors import Damaged, Exhausted, Gone, MultiverseError, Refused
 from multiverse.core.model.basics import ClaimKey, Size
-from multiverse.core.model.job import AttemptState, NodeState, Request, SaveWish
+from multiverse.core.model.job import AttemptState, JobRef, NodeState, Request, SaveWish
 from multiverse.core.model.saved import SavedSeen, SavedState
 from multiverse.core.model.vm import VmState
 from multiverse.core.saving import unexplained_states
@@ -116,6 +116,21 @@ def test_what_cannot_be_written_goes_on_in_place(site: Site) -> None:
     assert again.id != first.id and (again.saved, again.host, again.token) == (site.saved.name, "h1", first.token)
     assert site.state.claims.get(ClaimKey(site.saved.key, "h1")) is None, "the VM has the room of the state"
     assert [claim.owner for claim in site.rows.claims if claim.owner.kind == "vm"] == [again.key]
+
+
+def test_a_job_in_memory_goes_on_though_the_first_one_waits_for_its_room(site: Site) -> None:
+    large = Size(4, 1000)  # all CPUs of the host
+    site.to_writing()
+    fail_to_write(site, 3)
+    site.job("3", request=Request(1, large), ref=JobRef("3", 100), rank=-1)
+    keep(site)
+    for _ in range(4):
+        site.run()
+        site.clear()
+        if site.vm.saved:
+            break
+    assert site.vm.saved == site.saved.name
+    assert [one.state for one in site.rows.attempts.values() if one.job.job_id == "3"] == [A.QUEUED]
 
 
 def test_a_vm_that_its_host_keeps_has_not_died(site: Site) -> None:

@@ -298,6 +298,7 @@ class RowIndexes:
                 yield self.saved_by, row.name
                 yield self.kept_by, row.kept  # empty: not in the memory of a host
                 yield self.kept_by, ("source", row.source if row.kept else "")
+                yield self.kept_by, bool(row.kept)
             case Template():
                 yield self.templates_by_key, row.which
                 yield self.templates_by_key, row.host

@@ -343,6 +343,10 @@ class State(LiveRows):
     def saved_named(self, name: str) -> list[Saved]:
         return [self.saved[id_] for id_ in self._indexes.saved_by[name]]
 
+    def kept_in_memory(self) -> list[Saved]:
+        """The saved jobs whose states are in the memory of any host."""
+        return [self.saved[id_] for id_ in self._indexes.kept_by[True]]
+
     def saved_in_memory_of(self, host: str) -> list[Saved]:
         return [self.saved[id_] for id_ in self._indexes.kept_by[host]]
 

@@ -26,6 +26,8 @@ Then the cases, in the order in which `Admission.consider` tries them, for attem
 13. There is no room, or no address: wait, and block.
 14. Otherwise: admit.
 
+Before all others go saved jobs whose states are in the memory of a host: they take no room.
+
 Behind the attempt that blocks, only a limited number is looked at. Attempts that ask for the same wait for the same.
 """
 
@@ -146,6 +148,7 @@ class Admission:
         for attempt_id in self.queue.take_unchecked():
             with quarantine_on_error(self.state, Key("attempt", attempt_id)):
                 self.check(self.state.attempts[attempt_id])
+        self._take_from_memory()
         behind = 0
         for rank, attempt_id in self.queue.candidates.entries():
             told = self.reasons.full or behind >= PASSED_OVER
@@ -279,14 +282,8 @@ class Admission:
 
     def _restore(self, attempt: Attempt, saved: Saved) -> None:
         """Case 9 for a job that was saved."""
-        if saved.state is SavedState.HOLDING:
-            self._tell(attempt, Why.SAVED_HOLDING(saved.reason))
-        elif saved.state is not SavedState.STORED:
-            self._tell(attempt, Why.BEING_SAVED())
-        elif saved.vm_name in self.state.vm_named:  # its node may still be there, and the new one has the same name
-            self._tell(attempt, Why.EARLIER_RUN_ENDS(vm=saved.vm_name))
-        elif not saved.holds(attempt.request):
-            self._tell(attempt, Why.SAVED_TOO_SMALL(cpus=saved.node_size.cpus, memory=saved.node_size.memory))
+        if why := self._why_not_restored(attempt, saved):
+            self._tell(attempt, why)
         elif self._is_turn_over(attempt):
             self._block(attempt, Blockage.TURN, Why.TURN())
         elif isinstance(vm := self.supply.restore(attempt, saved), NoRoom):
@@ -296,12 +293,44 @@ class Admission:
                 why = self.room.why_full(vm.claims, Why.FULL(per_host=attempt.request.per_host))
                 self._block(attempt, self._make_room(attempt, 1, vm.claims), why)
         else:
-            job = self.queue.job_of(attempt.id)
-            story, uses = Why.RESTORED(hosts=[vm.host]), dict(job.uses)
-            going_on = replace(attempt, runs=saved.runs + 1, limit=limit_of_next_run(saved, job))
-            kept = [ClaimKey(saved.key, saved.kept)] if saved.kept else []
-            self.state.move(admit_attempt(going_on, story), plan_vm(vm), make=claims_of(self.context, [vm]), free=kept)
-            self.limits.subtract(uses)
+            self._admit_restored(attempt, saved, vm)
+
+    def _why_not_restored(self, attempt: Attempt, saved: Saved) -> Reason | None:
+        """Why its state cannot be used now, on whatever host."""
+        if saved.state is SavedState.HOLDING:
+            return Why.SAVED_HOLDING(saved.reason)
+        if saved.state is not SavedState.STORED:
+            return Why.BEING_SAVED()
+        if saved.vm_name in self.state.vm_named:  # its node may still be there, and the new one has the same name
+            return Why.EARLIER_RUN_ENDS(vm=saved.vm_name)
+        if not saved.holds(attempt.request):
+            return Why.SAVED_TOO_SMALL(cpus=saved.node_size.cpus, memory=saved.node_size.memory)
+        return None
+
+    def _admit_restored(self, attempt: Attempt, saved: Saved, vm: Vm) -> None:
+        job = self.queue.job_of(attempt.id)
+        story, uses = Why.RESTORED(hosts=[vm.host]), dict(job.uses)
+        going_on = replace(attempt, runs=saved.runs + 1, limit=limit_of_next_run(saved, job))
+        kept = [ClaimKey(saved.key, saved.kept)] if saved.kept else []
+        self.state.move(admit_attempt(going_on, story), plan_vm(vm), make=claims_of(self.context, [vm]), free=kept)
+        self.limits.subtract(uses)
+
+    def _take_from_memory(self) -> None:
+        """Jobs whose states are in the memory of a host go on before all others: they take no room, and the first job
+        in the queue may wait for theirs."""
+        for saved in self.state.kept_in_memory():
+            waiting = (one for one in self.state.attempts_of_job(saved.job.job_id) if saved.is_for(one.job))
+            attempt = next((one for one in waiting if one.id in self.queue.candidates), None)
+            if attempt is None or self._why_not_restored(attempt, saved) or self._is_turn_over(attempt):
+                continue
+            self.context = self.supply.context = for_attempt(self.whole, attempt)
+            known = self.context.world.user_known_since(attempt.uid) < inf and self.state.now >= attempt.not_before
+            earlier = why_earlier_run(self.state, self.context.world, attempt)
+            if not known or earlier or self._held_back(attempt, self.queue.job_of(attempt.id)):
+                continue
+            with quarantine_on_error(self.state, Key("attempt", attempt.id)):
+                if isinstance(vm := self.supply.restore(attempt, saved), Vm):
+                    self._admit_restored(attempt, saved, vm)
 
     def _is_turn_over(self, attempt: Attempt) -> bool:
         """Case 10: whether as many VMs are being made as may be made at once."""
