@@ -246,6 +246,16 @@ def test_a_step_that_can_be_undone_and_takes_too_long_is(site: Site) -> None:
     assert site.saved.state is S.UNDOING
 
 
+def test_a_job_that_was_cut_off_is_saved_however_late_the_scheduler_shows_it_queued_again(site: Site) -> None:
+    site.to_cutting()
+    site.pass_time(site.policy.save_timeout + 1)
+    site.run()
+    assert site.saved.state is S.CUTTING
+    site.restart(1)
+    site.run()
+    assert site.saved.state is S.WRITING
+
+
 @pytest.mark.parametrize("way", ["to_preparing", "to_freezing", "to_cutting", "to_writing", "to_stored", "to_queued"])
 def test_a_job_that_is_cancelled_leaves_nothing(site: Site, way: str) -> None:
     getattr(site, way)()

@@ -150,11 +150,9 @@ def _step_saving(state: State, saved: Saved, vm: Vm | None, job: Job | None, wor
     elif vm is None or vm.state is not VmState.SERVING:
         lost = Why.SAVED_VM_LOST(vm=saved.vm_name)
         state.move((give_up if saved.state in (S.WRITING, S.KEEPING) else abandon)(saved, lost))
-    elif saved.state not in (S.WRITING, S.KEEPING) and state.now - saved.since > policy.save_timeout:
-        # What was cut off cannot be undone: it is tried for as long as the scheduler does not answer.
-        if saved.state is not S.CUTTING:
-            state.move(abandon(saved, Why.SAVE_LATE(step=saved.state, limit=policy.save_timeout)))
-    else:
+    elif saved.state in (S.PREPARING, S.FREEZING) and state.now - saved.since > policy.save_timeout:
+        state.move(abandon(saved, Why.SAVE_LATE(step=saved.state, limit=policy.save_timeout)))
+    else:  # what was cut off cannot be undone: it is tried for as long as the scheduler does not answer
         _advance(state, saved, vm, job, world)
 
 
