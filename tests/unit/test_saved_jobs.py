@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from multiverse.core.errors import Broken, Refused
-from multiverse.core.machines.saved import MOST_TRIES
+from multiverse.core.machines.saved import MOST_TRIES, SAVED_EFFECTS
 from multiverse.core.model.basics import Size
 from multiverse.core.model.host import HypervisorView
 from multiverse.core.model.job import AttemptState, JobRef, JobState, NodeState, Request
@@ -74,6 +74,11 @@ class Site(PlannerHarness):
         self.freeze()
         self.done()
         self.run()
+
+    def to_undoing(self) -> None:
+        self.to_freezing()
+        self.freeze()
+        self.run(Done(self.saved.key, EffectKind.FREEZE, str(self.saved.state), Refused("it cannot")))
 
     def to_writing(self) -> None:
         self.to_cutting()
@@ -311,6 +316,15 @@ def test_a_vm_whose_guest_answers_no_more_is_neither_written_nor_kept(site: Site
     assert site.saved.state is S.HOLDING and site.saved.ends, (
         "its work is lost, and its user did not agree to another try"
     )
+
+
+@pytest.mark.parametrize("way", ["to_cutting", "to_thawing", "to_undoing"])
+def test_a_vm_with_frozen_processes_whose_guest_answers_no_more_is_ended(site: Site, way: str) -> None:
+    getattr(site, way)()
+    effect = SAVED_EFFECTS[site.saved.state]
+    site.run(Done(site.saved.key, effect, str(site.saved.state), Broken("the channel was closed")))
+    assert site.vm.state is V.ENDING and "the channel was closed" in str(site.vm.reason)
+    assert not site.rows.saved or site.saved.state is S.DISCARDING
 
 
 def test_a_vm_that_is_lost_before_its_state_is_complete_is_not_waited_for(site: Site) -> None:

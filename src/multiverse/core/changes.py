@@ -28,7 +28,7 @@ from multiverse.core.machines.template import (
     lose_template,
     remove_templates,
 )
-from multiverse.core.machines.vm import adopt_vm, end_vm, fail_vm
+from multiverse.core.machines.vm import adopt_vm, end_vm, end_vms, fail_vm
 from multiverse.core.model.basics import CloneKind, Size
 from multiverse.core.model.host import OFF_STATES, Claim, Host, HostState, HypervisorView, KnownHost
 from multiverse.core.model.identity import serial_of
@@ -373,7 +373,7 @@ def apply_result(state: State, done: Done, world: World, policy: Policy) -> None
         case Template(state=TemplateState.BUILDING) if done.kind is EffectKind.BUILD:
             state.move(break_template(row, why))
         case Saved():
-            _note_failed_save(state, row, done.error, why)
+            _note_failed_save(state, row, done.error, why, world)
         case Lease(state=LeaseState.PLANNED) if done.kind is EffectKind.REQUEST:
             state.move(release_lease(row, Event.FAILED, why))
         case Attempt(state=AttemptState.SPAWNED) if isinstance(done.error, Refused):
@@ -390,7 +390,9 @@ def _hold_damaged(state: State, vm: Vm, why: Reason) -> None:
             state.move((give_up if saved.kept else hold_saved)(saved, Why.SAVED_DAMAGED(why)))
 
 
-def _note_failed_save(state: State, saved: Saved, error: MultiverseError | None, why: Reason) -> None:
+def _note_failed_save(
+    state: State, saved: Saved, error: MultiverseError | None, why: Reason, world: World
+) -> None:
     match saved.state:
         case SavedState.PREPARING | SavedState.FREEZING:
             state.move(abandon(saved, why), *_told_not_saved(state, saved, error, why))
@@ -398,6 +400,18 @@ def _note_failed_save(state: State, saved: Saved, error: MultiverseError | None,
             state.move(count_failure(saved, why))
         case SavedState.KEEPING if isinstance(error, Broken):  # its guest does not answer any more
             state.move(give_up(saved, why))
+        case SavedState.CUTTING | SavedState.THAWING | SavedState.UNDOING if isinstance(error, Broken):
+            _end_unanswering(state, saved, why, world)
+
+
+def _end_unanswering(state: State, saved: Saved, why: Reason, world: World) -> None:
+    """What is frozen in a guest that does not answer would stay so for ever, and its job with it. Its VM is ended."""
+    vm = state.restored_from(saved) if saved.state is SavedState.THAWING else state.vms.get(saved.vm)
+    if saved.state is not SavedState.UNDOING:
+        state.move(abandon(saved, why))
+    seen = world.vm(vm) if vm is not None else None
+    if vm is not None and seen is not None and seen.frozen:
+        end_vms(state, [vm], Event.DIED, why)
 
 
 def _told_not_saved(state: State, saved: Saved, error: MultiverseError | None, why: Reason) -> list[Change]:

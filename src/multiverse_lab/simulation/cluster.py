@@ -268,6 +268,8 @@ class Cluster:
         job = self.jobs[job_id]
         if job.state in LIVE:
             job.again = True
+            node = self.nodes.get(job.nodes[0])
+            job.by_controller |= node is not None and node.guest.is_frozen  # which cannot be told from a requeue of ours
             self._stop(job, "")
 
     def requeue_saved(self, job: JobRecord, *, hold: bool) -> None:
@@ -341,6 +343,7 @@ class Cluster:
         guests = [self.nodes[name].guest for name in job.nodes if name in self.nodes]
         whole = all(guest.alive and guest.serves() is job and not guest.waits_for_user for guest in guests)
         whole = whole and not any(guest.has_run_before(job) for guest in guests)
+        whole = whole and not any(guest.may_be_stuck for guest in guests)
         whole = whole and not job.short_runs  # a run of which the launch failed had these nodes before
         if job.state in LIVE and whole:
             self.violations.append(f"job {job.job_id} ran on VMs that were all well, and {how}")

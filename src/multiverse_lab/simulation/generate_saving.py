@@ -161,6 +161,7 @@ def _actions(rng: Random, size: Size) -> tuple[UserAction, ...]:
             actions += [UserAction(after, "resume") for after in (100.0, 200.0, 300.0)]
         case 7:
             actions += [UserAction(between, "change", Size(1, 300)), UserAction(between + 5 * wait, "change", size)]
+            actions.append(UserAction(300.0, "change", Size(1, 64)))  # whatever it was saved as: its node holds that
         case _:
             pass
     return tuple(sorted(actions, key=lambda action: action.after))

@@ -109,6 +109,7 @@ class Guest:
     _held: FrozenProcesses | None = None  # cut off, or restored: they wait for the next run
     _restored: SavedFiles | None = None  # what the guest was restored from
     _permitted: bool = False  # the next run may go on with them
+    flooded: bool = False  # its channel was closed
     rests: bool = False  # its daemons have ended, or its VM is stopped, to be saved
     _kill_waits: bool = False  # for the thaw
     _after_thaw: list[Callable[[], None]] = field(default_factory=list)
@@ -262,6 +263,15 @@ class Guest:
     def restore(self, files: SavedFiles) -> None:
         """The guest was restored. It has not begun to boot."""
         self._restored, self._held, self._frozen = files, files.frozen, True
+
+    @property
+    def is_frozen(self) -> bool:
+        return self._frozen
+
+    @property
+    def may_be_stuck(self) -> bool:
+        """Whether it may have to be ended: its job is frozen, or is to go on, and it does not answer."""
+        return self.flooded and (self._frozen or self._restored is not None)
 
     @property
     def is_cut_off(self) -> bool:

@@ -288,6 +288,7 @@ class Machines:
         machine = self.vms[name]
         if machine.guest is not None:
             machine.channel_closed, machine.reason = True, "the guest flooded its channel, which was closed"
+            machine.guest.flooded = True
 
     def write_back(self, vm: VmRef) -> None:
         """The guest writes its memory back to the file systems, if its channel is open."""

@@ -79,7 +79,8 @@ class PromisedStarts:
             scenario.world.pair.has_cloud
             or scenario.settings.pool
             or scenario.settings.lease
-            or "suspend" in kinds
+            or kinds & {"suspend", "save", "save_held"}
+            or any(arrival.batch.save for arrival in scenario.arrivals)
             or lingering
         )
         self._apply = not odd and not is_disturbed(scenario)
