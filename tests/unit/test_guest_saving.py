@@ -146,3 +146,17 @@ def test_a_job_that_packets_cannot_be_kept_from_is_not_cut_off(monkeypatch: pyte
     with pytest.raises(saving.GuestAgentError, match="cannot keep packets"):
         job.cut()
     assert killed == []
+
+
+def test_a_job_that_was_cut_off_goes_on_in_its_next_run_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    thawed: list[str] = []
+    job = saving.SavedJob()
+    job.group, job.shell = "/groups/job_1", 5
+    monkeypatch.setattr(saving, "SPOOLS", str(tmp_path))
+    monkeypatch.setattr(saving, "set_frozen", lambda group, frozen: thawed.append(group))
+    monkeypatch.setattr(saving, "processes_in", lambda _: [])
+    monkeypatch.setattr(saving, "drop_incoming", lambda _: os.open("/dev/null", os.O_RDONLY))
+    job.cut()
+    with pytest.raises(saving.GuestAgentError, match="cut off"):
+        job.thaw()
+    assert thawed == [] and job.group, "it stays frozen, and is known"

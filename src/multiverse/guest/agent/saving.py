@@ -95,6 +95,7 @@ class SavedJob:
         self.shell = 0
         self.status: int | None = None  # the wait status of the shell, once it has ended
         self.closed: int | None = None  # the descriptor that keeps packets from the job
+        self.run_is_over = False  # the job was cut off from its run, and no other one has taken the processes over
         self.daemons: set[int] = set()  # the slurmstepds of earlier runs' steps
         self.refused: list[int] = []  # the descriptors that keep them from slurmctld
         self.asking = self.answering = -1  # the named pipes
@@ -138,7 +139,10 @@ class SavedJob:
             raise
 
     def thaw(self) -> None:
-        """Let the job go on after all. Nothing is done for a job that is not frozen."""
+        """Let the job go on after all. Nothing is done for a job that is not frozen. Raises GuestAgentError for one that
+        was cut off: its next run may have begun in another VM."""
+        if self.run_is_over:
+            raise GuestAgentError("the job was cut off from its run")
         if self.group:
             self.let_packets_in()
             set_frozen(self.group, False)
@@ -159,6 +163,7 @@ class SavedJob:
                 self.closed = drop_incoming(self.group)
             except OSError as error:
                 raise GuestAgentError(f"the kernel of the image cannot keep packets from the job: {error}") from error
+        self.run_is_over = True
         # The slurmstepd first: it would report the end of the program that stands for the shell.
         for pid in [*daemons, *processes_in(f"{self.group}/step_extern")]:
             kill_and_wait(pid)
@@ -278,7 +283,7 @@ class SavedJob:
             return False
         self.let_packets_in()
         if not self.attached:
-            self.attached = True
+            self.attached, self.run_is_over = True, False
             self.answer(str(self.shell))
         group = group_of(self.attacher)
         for one in processes_in(self.held):
