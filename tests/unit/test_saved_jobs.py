@@ -318,7 +318,18 @@ def test_a_vm_whose_guest_answers_no_more_is_neither_written_nor_kept(site: Site
     )
 
 
-@pytest.mark.parametrize("way", ["to_cutting", "to_thawing", "to_undoing"])
+def test_a_guest_that_cannot_cut_its_job_off_lets_it_go_on(site: Site) -> None:
+    site.to_cutting()
+    site.run(Done(site.saved.key, EffectKind.CUT, str(site.saved.state), Broken("its batch script was not found")))
+    assert site.saved.state is S.UNDOING and site.vm.state is V.SERVING
+    site.freeze(False)
+    site.node(site.name, NodeState.BUSY)
+    site.done()
+    site.run()
+    assert not site.rows.saved and site.vm.state is V.SERVING
+
+
+@pytest.mark.parametrize("way", ["to_thawing", "to_undoing"])
 def test_a_vm_with_frozen_processes_whose_guest_answers_no_more_is_ended(site: Site, way: str) -> None:
     getattr(site, way)()
     effect = SAVED_EFFECTS[site.saved.state]

@@ -19,7 +19,7 @@ from multiverse.core.errors import Broken, Damaged, Exhausted, Gone, MultiverseE
 from multiverse.core.machines.attempt import not_saved, return_attempt
 from multiverse.core.machines.host import add_host, drain_host, fence, remove_host, resume_host
 from multiverse.core.machines.lease import release_lease
-from multiverse.core.machines.saved import abandon, count_failure, give_up, hold_saved
+from multiverse.core.machines.saved import abandon, count_failure, give_up, hold_saved, undo_save
 from multiverse.core.machines.template import (
     adopt_template,
     break_template,
@@ -390,9 +390,7 @@ def _hold_damaged(state: State, vm: Vm, why: Reason) -> None:
             state.move((give_up if saved.kept else hold_saved)(saved, Why.SAVED_DAMAGED(why)))
 
 
-def _note_failed_save(
-    state: State, saved: Saved, error: MultiverseError | None, why: Reason, world: World
-) -> None:
+def _note_failed_save(state: State, saved: Saved, error: MultiverseError | None, why: Reason, world: World) -> None:
     match saved.state:
         case SavedState.PREPARING | SavedState.FREEZING:
             state.move(abandon(saved, why), *_told_not_saved(state, saved, error, why))
@@ -407,9 +405,12 @@ def _note_failed_save(
 def _end_unanswering(state: State, saved: Saved, why: Reason, world: World) -> None:
     """What is frozen in a guest that does not answer would stay so for ever, and its job with it. Its VM is ended."""
     vm = state.restored_from(saved) if saved.state is SavedState.THAWING else state.vms.get(saved.vm)
+    seen = world.vm(vm) if vm is not None else None
+    if saved.state is SavedState.CUTTING:
+        state.move(undo_save(saved, why))  # its guest may have refused before it was cut off
+        return
     if saved.state is not SavedState.UNDOING:
         state.move(abandon(saved, why))
-    seen = world.vm(vm) if vm is not None else None
     if vm is not None and seen is not None and seen.frozen:
         end_vms(state, [vm], Event.DIED, why)
 

@@ -269,7 +269,7 @@ class Cluster:
         if job.state in LIVE:
             job.again = True
             node = self.nodes.get(job.nodes[0])
-            job.by_controller |= node is not None and node.guest.is_frozen  # which cannot be told from a requeue of ours
+            job.by_controller |= node is not None and node.guest.is_frozen  # it cannot be told from a requeue of ours
             self._stop(job, "")
 
     def requeue_saved(self, job: JobRecord, *, hold: bool) -> None:

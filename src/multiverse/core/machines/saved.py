@@ -42,7 +42,7 @@ SAVED: tuple[Transition, ...] = (
     *transitions([S.RESUMING], Event.RESUMED, S.STORED),
     *transitions([S.STORED, S.RESUMING], Event.RUNS, S.THAWING),
     *transitions([S.THAWING], Event.THAWED, S.DISCARDING),
-    *transitions([S.PREPARING, S.FREEZING], Event.ABANDONED, S.UNDOING),
+    *transitions([S.PREPARING, S.FREEZING, S.CUTTING], Event.ABANDONED, S.UNDOING),
     *transitions([S.WRITING, S.KEEPING, S.STORED, S.RESUMING], Event.HELD_BACK, S.HOLDING),
     *transitions([S.HOLDING], Event.HELD, S.STORED),
     *transitions([*HOLDS_VM, S.STORED, S.RESUMING, S.HOLDING, S.THAWING], Event.ABANDONED, S.DISCARDING),
@@ -90,8 +90,14 @@ def give_up(saved: Saved, why: Reason) -> Change:
 
 def abandon(saved: Saved, why: Reason) -> Change:
     """It is not saved, or the state is of no use any more. Until the job was cut off, its processes go on."""
-    state = S.UNDOING if saved.state in (S.PREPARING, S.FREEZING) else S.DISCARDING
-    return Change(replace(saved, state=state, reason=why, quarantined=None), Event.ABANDONED, why)
+    if saved.state in (S.PREPARING, S.FREEZING):
+        return undo_save(saved, why)
+    return Change(replace(saved, state=S.DISCARDING, reason=why, quarantined=None), Event.ABANDONED, why)
+
+
+def undo_save(saved: Saved, why: Reason) -> Change:
+    """Let its processes go on in their run, unless they were cut off from it: a guest refuses that then."""
+    return Change(replace(saved, state=S.UNDOING, reason=why, quarantined=None), Event.ABANDONED, why)
 
 
 # --- step ------------------------------------------------------------------------------------------
