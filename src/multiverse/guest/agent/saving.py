@@ -139,8 +139,8 @@ class SavedJob:
             raise
 
     def thaw(self) -> None:
-        """Let the job go on after all. Nothing is done for a job that is not frozen. Raises GuestAgentError for one that
-        was cut off: its next run may have begun in another VM."""
+        """Let the job go on after all. Nothing is done for a job that is not frozen. Raises GuestAgentError for a job
+        that was cut off: its next run may have begun in another VM."""
         if self.run_is_over:
             raise GuestAgentError("the job was cut off from its run")
         if self.group:
