@@ -21,7 +21,7 @@ from multiverse.core.model.basics import CloneKind, Depth, Size
 from multiverse.core.model.identity import Identity
 from multiverse.core.model.job import Attempt, Job, JobRef, JobState, NodeState, Request, SchedulerPart, SchedulerView
 from multiverse.core.model.vm import Place, TemplateKey, Vm, VmRef, VmSpec, VmState
-from multiverse.ports import Offers, Parts, Scheduler
+from multiverse.ports import Offers, Parts, Saving, Scheduler
 from multiverse_lab.simulation.cluster import ClusterSettings
 from multiverse_lab.simulation.hypervisor import SimulatedHosts
 from multiverse_lab.simulation.jobs import Batch
@@ -120,6 +120,9 @@ class Harness(ABC):
     async def add_user(self, node: str) -> None:
         """Add the user of the jobs to the guest of a node."""
 
+    def cut_off(self, node: str) -> None:
+        """Freeze the processes of the job on a node and cut them off, where the scheduler's own nodes know of that."""
+
     def address(self, number: int) -> str:
         """The address for the node of this serial, with its prefix length."""
         return f"10.213.201.{number & 255}/16"
@@ -178,6 +181,13 @@ class Harness(ABC):
         if self.scheduler.parts is None:
             pytest.skip("this scheduler reads no parts")
         return self.scheduler.parts
+
+    @property
+    def saving(self) -> Saving:
+        """Skips the check if the scheduler cannot queue saved jobs again."""
+        if self.scheduler.saving is None:
+            pytest.skip("this scheduler saves no jobs")
+        return self.scheduler.saving
 
     async def read(
         self, jobs: Mapping[str, int | None], users: Collection[int], nodes: Collection[str]
@@ -598,7 +608,77 @@ async def a_part_of_nothing_shows_the_offers(h: Harness) -> None:
     assert not (part.jobs or part.nodes or part.job_ids or part.users or part.node_names)
 
 
+async def a_node_whose_job_is_to_be_saved_takes_no_other_and_may_serve_again(h: Harness) -> None:
+    job, name = await h.running()
+    with pytest.raises(Stale):
+        await h.saving.prepare(later(job.ref), name)
+    for _ in range(2):
+        await h.saving.prepare(job.ref, name)
+    await h.view(lambda view: view.nodes[name].state is NodeState.DRAINED)
+    for _ in range(2):
+        await h.saving.undo(job.ref, name)
+    view = await h.view(lambda view: view.nodes[name].state is NodeState.BUSY)
+    assert view.jobs[job.ref.job_id].ref == job.ref and view.jobs[job.ref.job_id].state is JobState.RUNNING
+
+
+async def a_saved_job_waits_at_the_gate_for_its_next_run(h: Harness) -> None:
+    job, name = await h.running()
+    await h.saving.prepare(job.ref, name)
+    h.cut_off(name)
+    with pytest.raises(Stale):
+        await h.saving.requeue(later(job.ref))
+    await h.saving.requeue(job.ref, text="it is being saved")
+    back = await h.job(job.ref.job_id, lambda job: job.state is JobState.PENDING and job.gated)
+    assert next_run(back.ref, job.ref) and back.pinned is None and not back.held
+    assert "it is being saved" in await h.comment(job.ref.job_id)
+    with pytest.raises(Stale):
+        await h.saving.requeue(job.ref)
+    with pytest.raises(Stale):
+        await h.saving.requeue(back.ref)
+    assert (await h.job(job.ref.job_id)).ref == back.ref, "only a job that runs is queued again"
+
+
+async def a_saved_job_that_is_held_waits_until_it_is_released(h: Harness) -> None:
+    job, name = await h.running()
+    await h.saving.prepare(job.ref, name)
+    with pytest.raises(Stale):
+        await h.saving.release(job.ref)
+    h.cut_off(name)
+    await h.saving.requeue(job.ref, hold=True)
+    held = await h.job(job.ref.job_id, lambda job: job.held and job.gated)
+    assert next_run(held.ref, job.ref) and not held.eligible
+    for _ in range(2):
+        await h.saving.release(held.ref)
+    assert not (await h.job(job.ref.job_id, lambda job: not job.held)).at_origin
+
+
+async def a_job_that_was_cancelled_is_not_queued_again_as_a_saved_one(h: Harness) -> None:
+    job, name = await h.running()
+    await h.saving.prepare(job.ref, name)
+    h.cut_off(name)
+    await h.cancel(job.ref.job_id)
+    await h.view(lambda view: _over(view, job.ref))
+    with pytest.raises((Stale, Gone)):
+        await h.saving.requeue(job.ref)
+    assert _over(await h.view(), job.ref)
+
+
+async def a_job_is_queued_again_only_until_that_is_forbidden(h: Harness) -> None:
+    job, name = await h.running()
+    await h.saving.forbid_requeue(job.ref)
+    await h.job(job.ref.job_id, lambda job: not job.requeues)
+    await h.saving.prepare(job.ref, name, requeues=False)
+    assert (await h.job(job.ref.job_id, lambda job: job.requeues)).state is JobState.RUNNING
+    await h.saving.undo(job.ref, name, requeues=False)
+    await h.job(job.ref.job_id, lambda job: not job.requeues)
+
+
 SUITE: tuple[Check, ...] = (
+    a_node_whose_job_is_to_be_saved_takes_no_other_and_may_serve_again,
+    a_saved_job_waits_at_the_gate_for_its_next_run,
+    a_saved_job_that_is_held_waits_until_it_is_released,
+    a_job_that_was_cancelled_is_not_queued_again_as_a_saved_one,
+    a_job_is_queued_again_only_until_that_is_forbidden,
     an_observation_is_complete_and_in_order,
     a_held_job_is_shown_held_and_not_pinned,
     a_pinned_job_runs_on_its_node_and_ends,
@@ -704,6 +784,11 @@ class Simulated(Harness):
         yield
         await asyncio.sleep(self.world.settings.cluster.min_job_age[1] + 1.0)
         assert set(jobs) == before
+
+    def cut_off(self, node: str) -> None:
+        guest = self.world.cluster.nodes[node].guest
+        guest.freeze()
+        guest.cut()
 
     async def add_user(self, node: str) -> None:
         user = self.world.user(self.uid)
