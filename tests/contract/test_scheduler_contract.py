@@ -120,8 +120,8 @@ class Harness(ABC):
     async def add_user(self, node: str) -> None:
         """Add the user of the jobs to the guest of a node."""
 
-    def cut_off(self, node: str) -> None:
-        """Freeze the processes of the job on a node and cut them off, where the scheduler's own nodes know of that."""
+    def cut_off(self, node: str) -> None:  # noqa: B027 - a real slurmctld does not know of that
+        """Freeze the processes of the job on a node, and cut them off."""
 
     def address(self, number: int) -> str:
         """The address for the node of this serial, with its prefix length."""

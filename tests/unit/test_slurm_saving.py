@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from multiverse.core.errors import Gone, Refused, Stale
+from multiverse.core.errors import Gone, MultiverseError, Refused, Stale
 from multiverse.core.model.job import JobRef
 from multiverse.drivers.slurm.acting.jobs import CurrentJob
 from multiverse.drivers.slurm.acting.saving import SlurmSaving
@@ -95,11 +95,14 @@ def test_only_a_pending_job_is_released() -> None:
         asyncio.run(Slurm(RUNNING).saving.release(JOB))
 
 
-def test_a_node_that_is_gone_needs_no_undoing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [Gone("no such node"), Refused("Invalid node state specified")])
+def test_a_node_that_is_gone_or_serves_already_needs_no_undoing(
+    monkeypatch: pytest.MonkeyPatch, error: MultiverseError
+) -> None:
     slurm = Slurm(RUNNING)
 
     async def gone(*argv: str) -> str:
-        raise Gone("no such node")
+        raise error
 
     monkeypatch.setattr(slurm, "run", gone)
     asyncio.run(slurm.saving.undo(JOB, "mv1"))

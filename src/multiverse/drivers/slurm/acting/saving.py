@@ -65,7 +65,7 @@ class SlurmSaving:
             return ""
 
     async def undo(self, job: JobRef, node: str, *, requeues: bool = True) -> None:
-        with suppress(Gone):
+        with suppress(Gone, Refused):  # a node that is not drained cannot be resumed
             await self._commands.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
         if not requeues:
             await self.forbid_requeue(job)
