@@ -21,9 +21,12 @@ from multiverse.core.errors import Broken, Exhausted, Gone, Refused
 from multiverse.core.model.basics import CloneKind, Size
 from multiverse.core.model.host import Host, HypervisorView
 from multiverse.core.model.identity import Daemon, Identity, NodeBootstrap, User
+from multiverse.core.model.job import JobState
+from multiverse.core.model.saved import Storage
 from multiverse.core.model.vm import TemplateCondition, TemplateKey, VmCondition, VmRef, VmSeen, VmSpec
-from multiverse.ports import GuestUsers, Hypervisor, Source, Templates
+from multiverse.ports import GuestUsers, Hypervisor, Saves, Source, Templates
 from multiverse_lab.simulation.cloud import CLOUD_ABILITIES, QUOTA
+from multiverse_lab.simulation.jobs import Batch, JobRecord
 from multiverse_lab.simulation.loop import run
 from multiverse_lab.simulation.machines import ABILITIES
 from multiverse_lab.simulation.world import Pair, SimulatedWorld, WorldSettings
@@ -39,6 +42,7 @@ class Harness(ABC):
     site = "test0"
     serial = 0
     assigns_addresses = False  # as the host's abilities say
+    jobs_begin_by_themselves = False  # in guests that have been started, whether or not `begin_job` is called
 
     @abstractmethod
     async def kill(self, name: str) -> None:
@@ -51,6 +55,26 @@ class Harness(ABC):
     @abstractmethod
     def remains(self, name: str) -> list[str]:
         """What is left of this VM on its host, found by other means than `observe`."""
+
+    async def begin_job(self, name: str) -> None:  # noqa: B027
+        """Let a job begin in a running VM, or its next run in one that was restored."""
+
+    @property
+    def saves(self) -> Saves:
+        """Skips the check if the hypervisor saves no VMs."""
+        if self.hypervisor.saves is None:
+            pytest.skip("this hypervisor saves no VMs")
+        return self.hypervisor.saves
+
+    async def freeze(self, vm: VmRef) -> None:
+        """As soon as the job's processes have begun."""
+        for _ in range(50):
+            try:
+                await self.saves.freeze(vm)
+                return
+            except Broken:
+                await asyncio.sleep(0.2)
+        raise AssertionError(f"the job in {vm.name} was never frozen")
 
     @property
     def template(self) -> TemplateKey:
@@ -130,6 +154,15 @@ class Harness(ABC):
             await self.hypervisor.templates.build_template(self.template)
         spec = self.spec()
         await self.hypervisor.create(spec)
+        return spec
+
+    async def started_with_token(self) -> VmSpec:
+        """A running VM with a token, as the controller gives each one."""
+        assert self.saves
+        await self.templates.build_template(self.template)
+        spec = replace(self.spec(), token=f"token-{self.serial}")
+        await self.hypervisor.create(spec)
+        await self.hypervisor.start(spec.ref, spec.size, self.identity(spec))
         return spec
 
 
@@ -380,6 +413,64 @@ async def a_vm_shows_which_build_of_its_template_it_maps(h: Harness) -> None:
 
 
 Check = Callable[[Harness], Awaitable[None]]
+
+
+async def a_job_is_frozen_and_goes_on(h: Harness) -> None:
+    spec = await h.started_with_token()
+    if not h.jobs_begin_by_themselves:
+        with pytest.raises(Broken):
+            await h.saves.freeze(spec.ref)
+    await h.begin_job(spec.name)
+    for _ in range(2):
+        await h.freeze(spec.ref)
+    seen = await h.seen(spec.name)
+    assert seen is not None and seen.frozen and seen.condition is VmCondition.RUNNING
+    with pytest.raises(Refused):
+        await h.saves.thaw(spec.ref._replace(token="another"))
+    for _ in range(2):
+        await h.saves.thaw(spec.ref)
+    seen = await h.seen(spec.name)
+    assert seen is not None and not seen.frozen
+
+
+async def a_saved_vm_goes_on_in_the_next_run_of_its_job(h: Harness) -> None:
+    spec = await h.started_with_token()
+    state, source = f"{spec.name}-1", h.source.name
+    with pytest.raises(Broken):
+        await h.saves.cut(spec.ref)
+    await h.begin_job(spec.name)
+    await h.freeze(spec.ref)
+    for _ in range(2):
+        await h.saves.cut(spec.ref)
+    with pytest.raises(Broken):  # its next run may have begun elsewhere
+        await h.saves.thaw(spec.ref)
+    restored = replace(spec, template=None, saved=state)
+    for _ in range(2):
+        await h.saves.save(spec.ref, state)
+    seen = (await h.observe()).saved[state]
+    storage = (await h.observe()).hosts[h.host].storage
+    assert seen.complete and seen.token == spec.token and storage is not None and seen.storage == storage.name
+    await h.hypervisor.destroy(spec.ref, 1.0)
+    for wrong in (replace(restored, saved=f"{spec.name}-2"), replace(restored, name=h.name(94), token="another")):
+        with pytest.raises((Gone, Refused)):
+            await h.hypervisor.create(wrong)
+        await h.hypervisor.destroy(wrong.ref, 0)
+    for _ in range(2):
+        await h.hypervisor.create(restored)
+    assert await h.condition(spec.name) is VmCondition.PARKED
+    await h.hypervisor.start(spec.ref, spec.size, h.identity(spec))
+    vm = await h.seen(spec.name)
+    assert vm is not None and vm.frozen and vm.condition is VmCondition.RUNNING
+    await h.begin_job(spec.name)
+    for _ in range(2):
+        await h.saves.thaw(spec.ref)
+    vm = await h.seen(spec.name)
+    assert vm is not None and not vm.frozen
+    for _ in range(2):
+        await h.saves.discard(source, state)
+    assert state not in (await h.observe()).saved
+
+
 SUITE: tuple[Check, ...] = (
     an_observation_is_complete,
     every_host_belongs_to_one_source,
@@ -401,6 +492,8 @@ SUITE: tuple[Check, ...] = (
     a_cancelled_create_may_be_repeated,
     clones_outlive_their_deleted_template,
     a_vm_shows_which_build_of_its_template_it_maps,
+    a_job_is_frozen_and_goes_on,
+    a_saved_vm_goes_on_in_the_next_run_of_its_job,
 )
 
 
@@ -412,6 +505,7 @@ class Simulated(Harness):
         self.host = QUOTA if pair.has_cloud else "h1"
         self.world = SimulatedWorld(seed, _settings(pair))
         self.hypervisor = self.world.hypervisor(Random(seed))
+        self.job = JobRecord(0, "1", 0, Batch(seconds=1e6), 0.0, restarts=-1)
 
     def identity(self, spec: VmSpec) -> Identity:
         whole = super().identity(spec)
@@ -419,6 +513,13 @@ class Simulated(Harness):
 
     async def kill(self, name: str) -> None:
         self.world.kill_vm(name)
+
+    async def begin_job(self, name: str) -> None:
+        guest = self.world.machines.vms[name].guest
+        assert guest is not None
+        guest.add_user(self.job.batch.uid)
+        self.job.restarts, self.job.state = self.job.restarts + 1, JobState.RUNNING
+        guest.launch(self.job)
 
     def cpus(self, name: str) -> int:
         return self.world.machines.vms[name].takes.cpus
@@ -431,7 +532,8 @@ def _settings(pair: Pair) -> WorldSettings:
     capacity = Size(8, 8192, 65536)
     names = [QUOTA] if pair.has_cloud else ["h0", "h1"]
     abilities = CLOUD_ABILITIES if pair.has_cloud else ABILITIES
-    return WorldSettings(tuple(Host(name, capacity, abilities) for name in names), pair=pair)
+    storage = None if pair.has_cloud else Storage("shared", "qemu")
+    return WorldSettings(tuple(Host(name, capacity, abilities, storage=storage) for name in names), pair=pair)
 
 
 PAIRS = (Pair.SLURM_HOSTS, Pair.SLURM_CLOUD)

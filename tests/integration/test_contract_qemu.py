@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from multiverse.config import QemuSettings, Settings
 from multiverse.core.model.basics import Size
-from multiverse.core.model.vm import VmRef
+from multiverse.core.model.identity import Daemon, Identity, NodeBootstrap
+from multiverse.core.model.vm import VmRef, VmSpec
 from multiverse.drivers.qemu.driver import QemuHypervisor
 from multiverse.host import manifest
+from multiverse.host.qemu import saves
 from multiverse.host.qemu.channels import Monitor
 from tests.contract.test_hypervisor_contract import SUITE, Check, Harness
 from tests.contract.test_hypervisor_troubles import TROUBLES, only_an_instant_clone_needs_a_template
@@ -25,13 +28,32 @@ pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, rea
 CHECKS = sorted((*SUITE, *TROUBLES), key=lambda c: (c is only_an_instant_clone_needs_a_template, "delet" in c.__name__))
 
 
+_JOB = """\
+batch=/sys/fs/cgroup/system.slice/job_1/step_batch
+mkdir -p $batch/slurm $batch/user/task_0
+if [ -e /run/multiverse/attach-program ]; then
+    setsid sh -c "echo \\$\\$ >$batch/user/task_0/cgroup.procs; exec sh /run/multiverse/attach-program" &
+else
+    setsid sh -c "echo \\$\\$ >$batch/slurm/cgroup.procs
+        sh -c 'echo \\$\\$ >$batch/user/task_0/cgroup.procs; exec sleep 1000000' & wait" &
+fi
+exec sleep 1000000
+"""
+"""What slurmd and slurmstepd do for a batch job in a guest, and for its next run in one that was restored."""
+
+
 class Real(Harness):
     host, image, size = "h", "slim", Size(1, QemuSettings().base_memory)
+    jobs_begin_by_themselves = True
     site = f"c{os.getpid() % 10000:04d}"
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.hypervisor = QemuHypervisor(settings, self.site)
+
+    def identity(self, spec: VmSpec) -> Identity:
+        daemon = Daemon("job", ("/bin/sh", "-c", _JOB))
+        return replace(super().identity(spec), bootstrap=NodeBootstrap(daemons=(daemon,)))
 
     async def kill(self, name: str) -> None:
         known = manifest.read(self.settings.qemu.vms / name)
@@ -57,7 +79,9 @@ class Real(Harness):
 
 @pytest.fixture
 async def harness(settings: Settings) -> AsyncIterator[Real]:
-    real = Real(settings)
+    saved = settings.qemu.vms.parent / "saved"
+    saves.prepare(saved)
+    real = Real(replace(settings, save=replace(settings.save, enabled=True, directory=saved)))
     yield real
     for name in (await real.hypervisor.observe()).vms:
         await real.hypervisor.destroy(VmRef(name), 0)

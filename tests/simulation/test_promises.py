@@ -33,6 +33,7 @@ from multiverse.core.model.basics import CloneKind, Depth, Size
 from multiverse.core.model.host import DiskCost, EqualHosts, Host, JobLimit, JobLimits, Overcommitment
 from multiverse.core.model.job import SchedulerView
 from multiverse.core.model.reason import said
+from multiverse.core.model.saved import SavedState
 from multiverse.core.model.vm import Vm, VmState
 from multiverse.core.model.world import World
 from multiverse.core.policy import Policy
@@ -168,6 +169,10 @@ RARE = (
     ("lease", ("starting",), "ended", "ending"),
     ("lease", ("ending", "held", "starting", "waiting"), "vanished", "releasing"),
     ("template", ("building", "broken", "ready", "retiring"), "removed", "absent"),
+    ("saved", ("resuming",), "runs", "thawing"),
+    ("saved", ("preparing", "freezing", "cutting"), "abandoned", "undoing"),
+    ("saved", ("cutting", "writing", "stored", "resuming", "thawing"), "abandoned", "discarding"),
+    *(("saved", (state,), "noted", state) for state in SavedState if state is not SavedState.GONE),
 )
 """Transitions that the seeds take at most three times or never: they need a precise moment, such as a job that is
 held between its pin and its start, or a host that is fenced while its spare is being withdrawn. Kind, sources, event,
@@ -190,7 +195,6 @@ def test_promises_are_kept_with_faults() -> None:
         for kind, table in TABLES.items()
         for one in table
         if one.event not in not_simulated
-        and kind != "saved"  # the simulated drivers save no jobs: unit/test_saved_jobs
     }
     assert tables - TESTED_ELSEWHERE - seen == set()
     applied = {tuple(name.split(": ")) for result in results for name in result.faults}
@@ -198,6 +202,8 @@ def test_promises_are_kept_with_faults() -> None:
     rare = {
         "scheduler.requeue", "scheduler.hold", "scheduler.exclude", "scheduler.offer", "scheduler.withdraw",
         "hypervisor.add_user",
+        *(f"scheduler.{what}" for what in ("prepare", "undo", "forbid_requeue")),  # test_saves
+        *(f"hypervisor.{what}" for what in ("freeze", "cut", "save", "thaw", "discard")),
     }  # fmt: skip
     assert {call for call, _ in applied} | rare == {f"{port}.{method}" for port, method in CALL_IDS}
     for kind in FaultKind:
