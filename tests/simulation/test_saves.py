@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 
 import pytest
 from tests.sampled import one_in
@@ -94,28 +95,32 @@ def faults(call: str) -> Iterator[PlannedFault]:
                 yield PlannedFault(call, kind, seconds)
 
 
-@pytest.mark.parametrize("part", one_in(4, range(4)))
+@pytest.mark.parametrize("part", one_in(6, range(6)))
 @pytest.mark.parametrize("call", CALLS)
 def test_each_step_fails_hangs_acts_late_or_twice(call: str, part: int) -> None:
     one = scenario(*HELD, batch=Batch(seconds=20.0, requeue="forbid" not in call))
     before = (PlannedFault("hypervisor.freeze mvsimul-1 #1", FaultKind.FAILED),) if ".undo" in call else ()
-    for fault in list(faults(call))[part::4]:
+    for fault in list(faults(call))[part::6]:
         outcome = goes_well(replace(one, faults=(*before, fault)))
         assert fault in outcome.faults, fault
 
 
-@pytest.mark.parametrize("part", one_in(4, range(4)))
+@pytest.mark.parametrize("part", one_in(6, range(6)))
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_the_controller_crashes_at_each_commit(after: bool, part: int) -> None:
     one = scenario(*HELD)
-    for commit in range(8 + part, goes_well(one).commits + 1, 4):
+    for commit in range(8 + part, goes_well(one).commits + 1, 6):
         outcome = goes_well(replace(one, crashes=(ControllerCrash(commit, after),)))
         assert outcome.crash_count == 1 and saved(outcome), outcome.story()
 
 
-def moments(one: Scenario) -> list[float]:
+ONE = scenario(SAVE)
+
+
+@cache
+def moments() -> list[float]:
     """Shortly after each event since the job was saved: between all steps."""
-    outcome = goes_well(one)
+    outcome = goes_well(ONE)
     began = next(at for at, text in outcome.events if text.startswith("saved 1:"))
     last = next(at for at, text in outcome.events if "discarding -> gone" in text)
     return sorted({round(at, 2) + 0.002 for at, _ in outcome.events if began - 0.1 <= at <= last})
@@ -130,36 +135,34 @@ LOST = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("part", one_in(6, range(6)))
-@pytest.mark.parametrize(("kind", "seconds", "pick"), LOST)
-def test_something_is_lost_between_all_steps(kind: IncidentKind, seconds: float, pick: float, part: int) -> None:
-    one = scenario(SAVE)
-    for at in moments(one)[part::6]:
-        goes_well(replace(one, incidents=(Incident(at, kind, seconds, pick),)))
+@pytest.mark.parametrize("part", one_in(9, range(9)))
+@pytest.mark.parametrize("lost", one_in(2, LOST))
+def test_something_is_lost_between_all_steps(lost: tuple[IncidentKind, float, float], part: int) -> None:
+    kind, seconds, pick = lost
+    for at in moments()[part::9]:
+        goes_well(replace(ONE, incidents=(Incident(at, kind, seconds, pick),)))
 
 
-@pytest.mark.parametrize("part", one_in(5, range(5)))
+@pytest.mark.parametrize("part", one_in(8, range(8)))
 @pytest.mark.parametrize(
     "kinds", [("cancel",), ("requeue",), ("hold", "release"), ("suspend", "resume"), ("change", "change")]
 )
 def test_a_user_acts_between_all_steps(kinds: tuple[str, ...], part: int) -> None:
-    one = scenario(SAVE)
     sizes = (Size(1, 300), Batch().size)
-    for at in moments(one)[part::5]:
+    for at in moments()[part::8]:
         done = (UserAction(at - 0.5 + 10 * nth, kind, sizes[nth]) for nth, kind in enumerate(kinds))  # type: ignore[arg-type]
-        goes_well(replace(one, arrivals=(replace(one.arrivals[0], actions=(SAVE, *done)),)), "CANCELLED")
+        goes_well(replace(ONE, arrivals=(replace(ONE.arrivals[0], actions=(SAVE, *done)),)), "CANCELLED")
 
 
-@pytest.mark.parametrize("part", one_in(5, range(5)))
+@pytest.mark.parametrize("part", one_in(8, range(8)))
 def test_a_time_limit_ends_between_all_steps(part: int) -> None:
-    one = scenario(SAVE)
-    began = goes_well(one).runs[0][1]
-    for at in moments(one)[part::5]:
+    began = goes_well(ONE).runs[0][1]
+    for at in moments()[part::8]:
         batch = Batch(seconds=20.0, limit=at - began)
-        goes_well(replace(one, arrivals=(replace(one.arrivals[0], batch=batch),)), "TIMEOUT")
+        goes_well(replace(ONE, arrivals=(replace(ONE.arrivals[0], batch=batch),)), "TIMEOUT")
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", one_in(6, range(6)))
 def test_promises_are_kept_with_saves(seed: int) -> None:
     outcome = simulate(saving(seed))
     assert not outcome.violations, outcome.story()
