@@ -8,12 +8,14 @@ import pytest
 
 from multiverse.core.errors import Broken, Refused
 from multiverse.core.machines.saved import MOST_TRIES, SAVED_EFFECTS
+from multiverse.core.machines.tables import TABLES
 from multiverse.core.model.basics import Size
 from multiverse.core.model.host import HypervisorView
 from multiverse.core.model.job import AttemptState, JobRef, JobState, NodeState, Request
 from multiverse.core.model.saved import Saved, SavedSeen, SavedState, Storage
 from multiverse.core.model.vm import Vm, VmCondition, VmState
 from multiverse.core.model.world import Observation, Seen
+from multiverse.core.state import State
 from multiverse.core.transition import Command, Done, EffectKind
 from tests.unit.planner_harness import PlannerHarness
 from tests.unit.rows import SOURCE
@@ -272,6 +274,17 @@ def test_a_job_that_is_cancelled_leaves_nothing(site: Site, way: str) -> None:
         site.files.clear()
         site.clear()
     assert not site.rows.saved and not site.rows.vms and not site.rows.attempts
+
+
+def test_a_job_that_ended_while_the_controller_was_off_is_noticed_once_the_scheduler_answers(site: Site) -> None:
+    site.to_stored()
+    site.state = State(site.store.rows(), TABLES)
+    site.scheduler_known = False
+    site.run()
+    site.jobs.clear()
+    site.scheduler_known = True
+    site.run()
+    assert site.saved.state is S.DISCARDING
 
 
 def test_another_restart_attaches_to_no_state(site: Site) -> None:

@@ -361,9 +361,11 @@ def text_of_saved(saved: Saved) -> str:
     return text_of(Why.SAVED_SINCE(saved.asked, at=saved.begun))
 
 
-def saved_is_settled(saved: Saved) -> bool:
+def saved_is_settled(saved: Saved, world: World) -> bool:
     """Whether only a change of its job or of a VM moves it, and its age: see `changes.LOOK_AT_STATES`."""
-    return saved.state is S.STORED or saved.quarantined is not None
+    if saved.quarantined is not None:
+        return True
+    return saved.state is S.STORED and world.job_began(saved.job.job_id) > saved.since
 
 
 def is_kept_in_memory(state: State, vm: Vm, world: World) -> bool:
