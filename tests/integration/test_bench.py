@@ -16,7 +16,7 @@ from multiverse.client import Client
 from multiverse.core.errors import Broken
 from multiverse_lab.bench import arrivals, burst, density
 from multiverse_lab.bench.burst import BurstPlan
-from multiverse_lab.bench.save import Reports, SaveCase, SaveRun, disk_speed
+from multiverse_lab.bench.save import JobReports, SaveCase, SaveRun, disk_speed
 from multiverse_lab.lab.plan import load
 from multiverse_lab.lab.services import Lab
 from multiverse_lab.lab.session import LabSession, session_environment
@@ -58,7 +58,7 @@ def test_a_job_is_saved_and_resumed_and_each_step_measured(
     bench: LabSession, lab: LabUnderTest, client: Client
 ) -> None:
     case = SaveCase("touched", 200, 20)
-    with Reports(lab.settings.network.gateway) as reports:
+    with JobReports(lab.settings.network.gateway) as reports:
         one = SaveRun(bench, client, reports).run(case)
     assert 0 < one.frozen < one.requeued < one.written and one.start > 0 and one.resume > 0
     assert one.size > 20 << 20, "random bytes are not compressed"

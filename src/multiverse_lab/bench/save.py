@@ -70,7 +70,7 @@ class SaveSample:
     size: int  # bytes of the state
 
 
-class Reports:
+class JobReports:
     """Takes the reports of jobs: when which job said what, in monotonic seconds."""
 
     def __init__(self, host: str) -> None:
@@ -81,7 +81,7 @@ class Reports:
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._take, daemon=True)
 
-    def __enter__(self) -> Reports:
+    def __enter__(self) -> JobReports:
         self._thread.start()
         return self
 
@@ -125,7 +125,7 @@ class SaveRun:
 
     lab: LabSession
     client: Client
-    reports: Reports
+    reports: JobReports
     samples: dict[str, list[SaveSample]] = field(default_factory=dict)
 
     def run(self, case: SaveCase) -> SaveSample:

@@ -15,7 +15,7 @@ from multiverse.cli.render import console
 from multiverse.client import Client
 from multiverse.system import interrupts
 from multiverse_lab.bench.latency import JobKind
-from multiverse_lab.bench.save import CASES, Reports, SaveCase, SaveRun, SaveSample, disk_speed
+from multiverse_lab.bench.save import CASES, JobReports, SaveCase, SaveRun, SaveSample, disk_speed
 from multiverse_lab.cli.bench import (
     DIRECTORY,
     IMAGES,
@@ -58,7 +58,7 @@ async def _save(directory: Path, images: Path, jobs: int, json: bool) -> dict[st
 
 def _measure(lab: LabSession, jobs: int, json: bool) -> dict[str, Any]:
     storage, say = lab.settings.save.directory, job_progress(json)
-    with Client(lab.settings.socket) as client, Reports(lab.settings.network.gateway) as reports:
+    with Client(lab.settings.socket) as client, JobReports(lab.settings.network.gateway) as reports:
         run = SaveRun(lab, client, reports)
         for case in (CASES[0], CASES[2]):  # a fresh clone of each size has a template from here on
             run.run(case)

@@ -14,7 +14,7 @@ from multiverse.core.model.basics import Size
 from multiverse.core.model.identity import Daemon, GuestFile, Identity, NodeBootstrap
 from multiverse.core.model.job import JobState
 from multiverse_lab.simulation.jobs import JobRecord
-from multiverse_lab.simulation.processes import FrozenProcesses, Processes, SavedFiles
+from multiverse_lab.simulation.processes import FrozenProcesses, SavedFiles, ScriptProcesses
 
 if TYPE_CHECKING:
     from multiverse_lab.simulation.cluster import Cluster
@@ -93,7 +93,7 @@ class Guest:
     users: set[int] = field(default_factory=set)  # uids that were added after the start
     _job: JobRecord | None = None
     _run: Run | None = None
-    _processes: Processes | None = None  # of the run's script
+    _processes: ScriptProcesses | None = None  # of the run's script
     _seconds_left: float = 0.0  # of the script
     _resumed: float = 0.0
     _timer: asyncio.TimerHandle | None = None

@@ -26,7 +26,7 @@ TICK = 1e-6  # seconds; async-solipsism's resolution
 
 DAY = 86_400.0  # the longest wait of asyncio at once; async-solipsism considers a wait of that length endless
 
-# Audit events. Processes, name look-ups and sockets; threads have an event of their own from 3.12 on only.
+# Audit events. ScriptProcesses, name look-ups and sockets; threads have an event of their own from 3.12 on only.
 _FORBIDDEN = frozenset(
     (
         "subprocess.Popen",

@@ -12,11 +12,11 @@ from multiverse.core.model.identity import Identity
 from multiverse.core.model.vm import VmSpec
 from multiverse_lab.simulation.jobs import JobRecord
 
-_EQUAL = 1e-6  # seconds by which two points of a script may differ
+_EQUAL = 1e-4  # seconds by which two points of a script may differ: each timer ends some microseconds late
 
 
 @dataclass(eq=False)
-class Processes:
+class ScriptProcesses:
     """The processes of a script that began in a run of a job. `run` is the restart that they serve, or served last."""
 
     job: JobRecord
@@ -30,9 +30,9 @@ class Processes:
 
 @dataclass(frozen=True)
 class FrozenProcesses:
-    """Processes as a VM has them in its memory, while they do not execute."""
+    """ScriptProcesses as a VM has them in its memory, while they do not execute."""
 
-    which: Processes
+    which: ScriptProcesses
     computed: float
     stopped: bool  # by the job's user (SIGSTOP)
     cut: bool  # they belong to no run of their job
@@ -54,14 +54,14 @@ class SavedFiles:
 class Ledger:
     """All processes that ever began, and what went wrong with them."""
 
-    every: list[Processes] = field(default_factory=list)
+    every: list[ScriptProcesses] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
 
-    def begin(self, job: JobRecord) -> Processes:
-        self.every.append(Processes(job, job.restarts))
+    def begin(self, job: JobRecord) -> ScriptProcesses:
+        self.every.append(ScriptProcesses(job, job.restarts))
         return self.every[-1]
 
-    def go_on(self, which: Processes, at: float, vm: str, place: object) -> None:
+    def go_on(self, which: ScriptProcesses, at: float, vm: str, place: object) -> None:
         """A guest lets processes go on, at a second of their script."""
         name = f"job {which.job.job_id}"
         if which.place is not None and which.place is not place:
@@ -71,7 +71,7 @@ class Ledger:
             self.violations.append(f"the processes of {name} go on in {vm} at {at:.3f} s of the script, {reached}")
         which.vm, which.place = vm, place
 
-    def stop(self, which: Processes, at: float, place: object) -> None:
+    def stop(self, which: ScriptProcesses, at: float, place: object) -> None:
         """They do not execute any more in that guest."""
         if which.place is place:
             which.computed, which.vm, which.place = max(at, which.computed), "", None
