@@ -64,6 +64,7 @@ class FakeGuest:
                 *argv,
                 stdout=log,
                 stderr=log,
+                cwd=self._directory,  # where slurmd looks for the program of its steps
             )
 
     def _moved(self, path: str, content: bytes) -> bytes:

@@ -11,7 +11,7 @@ import pytest
 
 from multiverse.config import QemuSettings, Settings
 from multiverse.core.model.basics import Size
-from multiverse.core.model.identity import Daemon, Identity, NodeBootstrap
+from multiverse.core.model.identity import Daemon, Identity, NodeBootstrap, vm_prefix
 from multiverse.core.model.vm import VmRef, VmSpec
 from multiverse.drivers.qemu.driver import QemuHypervisor
 from multiverse.host import manifest
@@ -80,7 +80,7 @@ class Real(Harness):
 @pytest.fixture
 async def harness(settings: Settings) -> AsyncIterator[Real]:
     saved = settings.qemu.vms.parent / "saved"
-    saves.prepare(saved)
+    saves.prepare(saved, vm_prefix(Real.site))
     real = Real(replace(settings, save=replace(settings.save, enabled=True, directory=saved)))
     yield real
     for name in (await real.hypervisor.observe()).vms:

@@ -172,6 +172,12 @@ RARE = (
     ("saved", ("resuming",), "runs", "thawing"),
     ("saved", ("preparing", "freezing", "cutting"), "abandoned", "undoing"),
     ("saved", ("cutting", "writing", "stored", "resuming", "thawing"), "abandoned", "discarding"),
+    ("saved", ("keeping", "holding"), "abandoned", "discarding"),
+    ("saved", ("writing",), "unwritten", "keeping"),
+    ("saved", ("keeping",), "stored", "stored"),
+    ("saved", ("writing", "keeping", "stored", "resuming"), "held back", "holding"),
+    ("saved", ("holding",), "held", "stored"),
+    ("saved", ("holding",), "resumed", "resuming"),
     *(("saved", (state,), "noted", state) for state in SavedState if state is not SavedState.GONE),
 )
 """Transitions that the seeds take at most three times or never: they need a precise moment, such as a job that is
@@ -203,7 +209,7 @@ def test_promises_are_kept_with_faults() -> None:
         "scheduler.requeue", "scheduler.hold", "scheduler.exclude", "scheduler.offer", "scheduler.withdraw",
         "hypervisor.add_user",
         *(f"scheduler.{what}" for what in ("prepare", "undo", "forbid_requeue")),  # test_saves
-        *(f"hypervisor.{what}" for what in ("freeze", "cut", "save", "thaw", "discard")),
+        *(f"hypervisor.{what}" for what in ("freeze", "cut", "save", "keep_in_memory", "thaw", "discard")),
     }  # fmt: skip
     assert {call for call, _ in applied} | rare == {f"{port}.{method}" for port, method in CALL_IDS}
     for kind in FaultKind:
