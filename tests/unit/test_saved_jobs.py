@@ -391,3 +391,13 @@ def test_a_run_that_began_anew_in_the_eyes_of_the_scheduler_has_no_use_for_the_s
     site.job(state=JobState.PENDING, ref=JobRef("7", 500), nodes=(), gated=True, pinned=None)
     site.run()
     assert site.saved.state is S.DISCARDING
+
+
+@pytest.mark.parametrize("froze", [False, True])
+def test_a_guest_that_does_not_answer_may_have_stopped_its_job_half_way(site: Site, froze: bool) -> None:
+    site.to_freezing() if froze else site.to_preparing()
+    kind = EffectKind.FREEZE if froze else EffectKind.PREPARE
+    site.run(Done(site.saved.key, kind, str(site.saved.state), Broken("the channel was closed")))
+    assert site.saved.state is S.UNDOING and not site.vms[site.name].frozen
+    site.run(Done(site.saved.key, EffectKind.UNDO, str(site.saved.state), Broken("the channel was closed")))
+    assert (site.vm.state is V.ENDING) == froze, "a job that was never to be stopped goes on"

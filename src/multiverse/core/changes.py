@@ -411,7 +411,8 @@ def _end_unanswering(state: State, saved: Saved, why: Reason, world: World) -> N
         return
     if saved.state is not SavedState.UNDOING:
         state.move(abandon(saved, why))
-    if vm is not None and seen is not None and seen.frozen:
+    undecided = saved.state is SavedState.UNDOING and saved.froze  # a freeze that was cut short is recorded by nobody
+    if vm is not None and seen is not None and (seen.frozen or undecided):
         end_vms(state, [vm], Event.DIED, why)
 
 

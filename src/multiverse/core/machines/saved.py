@@ -185,7 +185,7 @@ def _advance(state: State, saved: Saved, vm: Vm, job: Job | None, world: World) 
         case S.PREPARING:
             drained = node is not None and node.state is NodeState.DRAINED and world.node_began(vm.name) > saved.since
             if drained and job is not None and job.state is JobState.RUNNING and job.requeues:
-                state.move(Change(replace(saved, state=S.FREEZING), Event.READY))
+                state.move(Change(replace(saved, state=S.FREEZING, froze=True), Event.READY))
         case S.FREEZING:
             latest = world.latest(vm.place.source)
             if seen is not None and seen.frozen and latest is not None and latest.began > saved.since:

@@ -79,6 +79,7 @@ class Saved:
     asked: Reason  # who asked for it, or why
     begun: float = 0.0  # Unix time of that
     hold: bool = False  # the job is to be held until somebody releases it
+    froze: bool = False  # its processes were to be stopped: some may be, whatever its host knows
     requeues: bool = True  # the scheduler was to queue it again if its node failed, before it was saved
     runs: int = 1  # of its processes so far
     limit: float | None = None  # seconds that a run might take then, by its time limit; None: nobody knew
