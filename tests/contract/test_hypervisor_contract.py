@@ -17,7 +17,7 @@ from tests.contract.agents import agents_of, controller
 
 from multiverse.bundles.composite import CompositeHypervisor
 from multiverse.bundles.contract import DaemonTask, Followed
-from multiverse.core.errors import Broken, Exhausted, Gone, Refused
+from multiverse.core.errors import Broken, Damaged, Exhausted, Gone, Refused
 from multiverse.core.model.basics import CloneKind, Size
 from multiverse.core.model.host import Host, HypervisorView
 from multiverse.core.model.identity import Daemon, Identity, NodeBootstrap, User
@@ -452,7 +452,7 @@ async def a_saved_vm_goes_on_in_the_next_run_of_its_job(h: Harness) -> None:
     assert seen.complete and seen.token == spec.token and storage is not None and seen.storage == storage.name
     await h.hypervisor.destroy(spec.ref, 1.0)
     for wrong in (replace(restored, saved=f"{spec.name}-2"), replace(restored, name=h.name(94), token="another")):
-        with pytest.raises((Gone, Refused)):
+        with pytest.raises((Damaged, Refused)):
             await h.hypervisor.create(wrong)
         await h.hypervisor.destroy(wrong.ref, 0)
     for _ in range(2):

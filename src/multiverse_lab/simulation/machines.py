@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 from zlib import crc32
 
-from multiverse.core.errors import Broken, Exhausted, Gone, Refused, Unknown
+from multiverse.core.errors import Broken, Damaged, Exhausted, Gone, Refused, Unknown
 from multiverse.core.model.basics import CloneKind, Size
 from multiverse.core.model.host import Host, HypervisorView, ImageDisk
 from multiverse.core.model.identity import Identity, NodeBootstrap, User
@@ -407,7 +407,9 @@ class Machines:
         """What a VM is to be restored from. What its host has kept in memory, it takes over."""
         files = self.kept.pop((spec.host, spec.saved), None) or self._storage(spec.host).get(spec.saved)
         if files is None:
-            raise Gone(f"there is no saved VM {spec.saved}", hint="is the directory mounted?")
+            if spec.host in self.detached:
+                raise Gone(f"there is no saved VM {spec.saved}", hint="is the directory mounted?")
+            raise Damaged(f"the saved VM {spec.saved} is missing", hint="is it in a backup?")
         if (files.spec.name, files.spec.mac, files.spec.token) != (spec.name, spec.mac, spec.token):
             raise Refused(f"the saved VM {spec.saved} is {files.spec.name}, not {spec.name}")
         if self.hosts[files.spec.host].storage != self.hosts[spec.host].storage:
