@@ -119,6 +119,7 @@ def test_what_cannot_be_written_goes_on_in_place(full: Saver) -> None:
     ends_well(full, job)
 
 
+@pytest.mark.slow
 def test_what_is_kept_in_memory_is_discarded_as_a_whole(full: Saver) -> None:
     job = full.run(SCRIPT)
     full.says("tick")
@@ -131,6 +132,7 @@ def test_what_is_kept_in_memory_is_discarded_as_a_whole(full: Saver) -> None:
     assert not (full.settings.qemu.vms / job.vm).exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [CloneKind.FULL, CloneKind.LINKED])
 def test_a_clone_that_booted_is_saved_with_its_disk(saver: Saver, kind: CloneKind) -> None:
     job = saved(saver, kind)
@@ -142,6 +144,7 @@ def test_a_clone_that_booted_is_saved_with_its_disk(saver: Saver, kind: CloneKin
     ends_well(saver, job)
 
 
+@pytest.mark.slow
 def test_a_job_goes_on_on_a_host_whose_images_are_elsewhere(saver: Saver, lab: LabUnderTest) -> None:
     job = saved(saver)
     with tempfile.TemporaryDirectory(prefix="mvh-", dir="/var/tmp") as place:
