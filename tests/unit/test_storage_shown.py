@@ -30,9 +30,9 @@ def test_incomplete_files_are_shown_as_such_until_they_are_discarded(tmp_path: P
     (tmp_path / ".mvx-2-2.writing").mkdir()
     (tmp_path / ".mvx-2-2.writing" / saves.FILE).write_text(json.dumps(asdict(replace(VM, name="mvx-2"))))
     (tmp_path / "mvx-3-3").mkdir()  # its removal was interrupted
-    shown = saves.shown(host(tmp_path), ())
+    shown = saves.shown(host(tmp_path), saves.storage(host(tmp_path)), ())
     assert {name: one.complete for name, one in shown.items()} == {"mvx-1-1": True, "mvx-2-2": False, "mvx-3-3": False}
     assert (shown["mvx-1-1"].token, shown["mvx-1-1"].size) == ("token", 20)
     for name in shown:
         saves.discard(host(tmp_path), name)
-    assert not saves.shown(host(tmp_path), ())
+    assert not saves.shown(host(tmp_path), saves.storage(host(tmp_path)), ())

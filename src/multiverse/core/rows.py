@@ -258,7 +258,9 @@ class RowIndexes:
         self.vms_by_template = Index()  # by the number of the template's row, and by its key
         self.templates_by_key = Index()  # by key, by host and by source
         self.saved_by = Index()  # saved jobs, by the number of the VM, by the id of the job, and by their name
-        self.kept_by = Index()  # saved jobs that are in the memory of a host, by the host and its source
+        self.kept_by = (
+            Index()
+        )  # saved jobs that are in the memory of a host, by the host and its source; and all of them
         self.vms_by_saved = Index()  # restored VMs, by the name of what they were restored from
         self.asking_to_be_saved = Index()  # attempts whose jobs run, under one key
 
@@ -296,9 +298,8 @@ class RowIndexes:
                 yield self.saved_by, row.vm
                 yield self.saved_by, row.job.job_id
                 yield self.saved_by, row.name
-                yield self.kept_by, row.kept  # empty: not in the memory of a host
-                yield self.kept_by, ("source", row.source if row.kept else "")
-                yield self.kept_by, bool(row.kept)
+                of_memory = (row.kept, ("source", row.source), True) if row.kept else ()
+                yield from ((self.kept_by, key) for key in of_memory)
             case Template():
                 yield self.templates_by_key, row.which
                 yield self.templates_by_key, row.host

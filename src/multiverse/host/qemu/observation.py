@@ -55,7 +55,7 @@ class HostObserver:
         ready = {template.which: template for template in self._templates()}
         host = self._as_host()
         alive = [known for known in kept.values() if known.process.is_alive()]
-        return HypervisorView({host.name: host}, seen, ready, saves.shown(self._host, alive))
+        return HypervisorView({host.name: host}, seen, ready, saves.shown(self._host, host.storage, alive))
 
     def forget(self, name: str) -> None:
         self._manifests.pop(name, None)
@@ -82,7 +82,7 @@ class HostObserver:
         return [found[name] for name in sorted(found)]
 
     def _as_host(self) -> Host:
-        config = self._host.config
+        config, storage = self._host.config, saves.storage(self._host)
         pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20
         present = self._host.images.listed()
         abilities = {image.name: self._host.abilities.abilities(image) for image in present}
@@ -101,8 +101,8 @@ class HostObserver:
             features=frozenset(self._host.features.in_use),
             features_off={str(one): reason for one, reason in self._host.features.lacking.items()},
             numa=self._host.numa.view(),
-            storage=saves.storage(self._host),
-            storage_free=saves.free_room(self._host),
+            storage=storage,
+            storage_free=saves.free_room(self._host, storage),
         )
 
     def _capacity(self) -> Size:

@@ -119,11 +119,10 @@ def prepare(place: Path, prefix: str) -> None:
                 shutil.rmtree(left, ignore_errors=True)
 
 
-def shown(host: HostContext, kept: Iterable[Manifest]) -> dict[str, SavedSeen]:
-    """What the storage that this host reaches has of this site's saved VMs, complete or not, and the VMs that it keeps
-    in memory."""
+def shown(host: HostContext, where: Storage | None, kept: Iterable[Manifest]) -> dict[str, SavedSeen]:
+    """What the storage that this host reaches (`where`, by `storage`) has of this site's saved VMs, complete or not,
+    and the VMs that it keeps in memory."""
     found: dict[str, SavedSeen] = {}
-    where = storage(host)
     if where is not None and host.config.saves is not None:
         for entry in os.scandir(host.config.saves):
             name = entry.name.removeprefix(".").removesuffix(_WRITING)
@@ -139,9 +138,9 @@ def shown(host: HostContext, kept: Iterable[Manifest]) -> dict[str, SavedSeen]:
     return found
 
 
-def free_room(host: HostContext) -> int | None:
-    """Bytes that can still be written to the storage; None if this host reaches none."""
-    return available_disk(host.config.saves) if host.config.saves is not None and storage(host) is not None else None
+def free_room(host: HostContext, where: Storage | None) -> int | None:
+    """Bytes that can still be written to the storage that this host reaches; None if it reaches none."""
+    return available_disk(host.config.saves) if host.config.saves is not None and where is not None else None
 
 
 def discard(host: HostContext, saved: str) -> None:
