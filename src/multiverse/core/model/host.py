@@ -62,6 +62,19 @@ class NumaNode:
 
 
 @dataclass(frozen=True, slots=True)
+class MachineKind:
+    """The machine that VMs see on a host. A VM that runs can go on only on a machine that has all that its own has."""
+
+    accelerator: str
+    cpu: str  # QEMU's CPU model
+    features: frozenset[str]  # of the CPU, as guests see them: flags as in /proc/cpuinfo
+    release: str  # of QEMU, with the distribution's revision
+    board: str  # QEMU's versioned machine type, such as pc-q35-7.2
+    page_size: int = 4096  # bytes
+    tsc_khz: int = 0  # of the time stamp counter, where guests see the host's own; 0: QEMU scales it
+
+
+@dataclass(frozen=True, slots=True)
 class Host:
     """A machine that runs VMs, or a cloud's quota: what it has for VMs, what it can do, what things cost. In MiB."""
 
@@ -85,6 +98,7 @@ class Host:
     numa: tuple[NumaNode, ...] = ()  # the host's own concern
     storage: Storage | None = None  # of saved VMs; None: it saves none
     storage_free: int | None = None  # bytes that can still be written there; None: unknown
+    moves: MachineKind | None = None  # of VMs that move from and to it while they run; None: none do
     refuses: str = ""  # why its agent takes no VM any more, and ends those there: its lease ends
 
     def image_can(self, image: str, ability: str) -> bool:
