@@ -436,6 +436,23 @@ class SaveSettings:
 
 
 @dataclass(frozen=True)
+class MoveSettings:
+    """VMs that move to other hosts while their jobs run. The agents connect to each other for that."""
+
+    enabled: bool = False
+    # The address of this host in the network by which VMs move. Empty: what the name service says of the host's name.
+    address: str = ""
+    port: Port = 14790  # TCP, on each host, for other hosts
+    private: bool = False  # nobody else listens or sends in that network: nothing is encrypted
+    compress: bool = False  # memory is compressed with zstd
+    bandwidth: Natural = 0  # MiB/s that one move may take; 0: any
+    # Seconds until a move is given up, because the job writes to its memory or disk faster than that is sent.
+    timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0
+    downtime: Annotated[float, Field(gt=0, le=10)] = 0.05  # seconds for which the VM may stand still, at its last step
+    at_once: Positive = 2  # moves from and to one host
+
+
+@dataclass(frozen=True)
 class Settings:
     """All settings of the daemon and of the agents."""
 
@@ -468,6 +485,7 @@ class Settings:
     mounts: tuple[Mount, ...] = ()
     pool: tuple[PoolSettings, ...] = ()
     save: SaveSettings = field(default_factory=SaveSettings)
+    move: MoveSettings = field(default_factory=MoveSettings)
     lease: tuple[LeaseSettings, ...] = ()
     overflow: tuple[OverflowSettings, ...] = ()
 

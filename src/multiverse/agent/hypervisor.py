@@ -22,7 +22,7 @@ from multiverse.core.model.identity import Identity, Member, Neighbour, User, wi
 from multiverse.core.model.job import LeasedHost
 from multiverse.core.model.usage import HostUsage
 from multiverse.core.model.vm import Stage, TemplateKey, Vm, VmRef, VmSpec, VmState
-from multiverse.ports.hypervisor import NOT_LEASED
+from multiverse.ports.hypervisor import NOT_LEASED, Moves
 
 log = structlog.get_logger()
 
@@ -142,6 +142,7 @@ class AgentHypervisor:
         leased: Mapping[str, LeasedHost] = NOT_LEASED,
     ) -> None:
         self.membership = self.templates = self.users = self.groups = self.saves = self
+        self.moves: Moves | None = None
         self._connect, self._declare = connect, declare
         self._connect_leased = connect_leased or (lambda host: connect(host.lease.name))
         self._sources: dict[str, AgentSource] = {}

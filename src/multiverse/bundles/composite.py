@@ -13,7 +13,7 @@ from multiverse.core.model.host import HypervisorView
 from multiverse.core.model.identity import Identity, Member, User
 from multiverse.core.model.usage import HostUsage
 from multiverse.core.model.vm import Stage, TemplateKey, VmRef, VmSpec
-from multiverse.ports import Groups, GuestUsers, Hypervisor, Measurements, Membership, Saves, Source, Templates
+from multiverse.ports import Groups, GuestUsers, Hypervisor, Measurements, Membership, Moves, Saves, Source, Templates
 
 
 def together(platforms: Mapping[str, Platform]) -> Platform:
@@ -134,6 +134,23 @@ class CompositeHypervisor:
         found = self.of_source(source).hypervisor.saves
         if found is None:
             raise Refused(f"VMs of {source} cannot be saved", hint="multiverse hosts shows which hosts save VMs")
+        return found
+
+    @property
+    def moves(self) -> Moves | None:
+        return self if any(one.hypervisor.moves for one in self._platforms) else None
+
+    async def move(self, vm: VmRef, number: int, target: VmSpec) -> Sequence[Stage]:
+        return await self._moves(vm.source, target.source).move(vm, number, target)
+
+    async def cancel_move(self, vm: VmRef, number: int, target: VmRef) -> None:
+        await self._moves(vm.source, target.source).cancel_move(vm, number, target)
+
+    def _moves(self, source: str, target: str) -> Moves:
+        """Raises `Refused` if no VM moves between the two."""
+        found, other = self.of_source(source).hypervisor.moves, self.of_source(target).hypervisor.moves
+        if found is None or found is not other:
+            raise Refused(f"VMs of {source} cannot move to {target}", hint="multiverse hosts shows where VMs move")
         return found
 
     async def create(self, vm: VmSpec) -> Sequence[Stage]:

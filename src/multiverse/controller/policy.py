@@ -9,6 +9,7 @@ from multiverse.config import Settings
 from multiverse.core.model.basics import CloneKind, Size
 from multiverse.core.policy import Backfill, LeasePolicy, OverflowPolicy, Policy, Pool
 
+MOVE_MARGIN = 60.0  # seconds that the hosts have, beyond their own time limit, to say that they gave a move up
 DESTROYED = 3.0  # seconds that the destruction of a VM takes, with what comes before it in its lane
 
 
@@ -38,6 +39,8 @@ def policy_of(settings: Settings) -> Policy:
         save_keep=s.save.keep_days * 86400.0,
         save_encrypt=s.save.encrypt,
         save_no_requeue=s.save.no_requeue,
+        moves_at_once=s.move.at_once,
+        move_timeout=s.move.timeout + MOVE_MARGIN,
         here=s.host.name,
         fences=bool(s.fence.command),
         fence_after=s.fence.after,

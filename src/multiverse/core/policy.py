@@ -102,6 +102,9 @@ class Policy:
     save_keep: float = 0.0  # seconds for which a state waits for its job; 0: for ever
     save_encrypt: bool = False  # whether states are encrypted
     save_no_requeue: bool = False  # jobs that the scheduler is not to queue again can be saved, too
+    moves_at_once: int = 2  # VMs that move from and to one host
+    move_timeout: float = 660.0  # from the beginning of a move until it is given up
+    move_again: float = 60.0  # before a VM of a drained host is to move again that did not move
     pin_timeout: float = 60.0
     held_timeout: float = 10.0  # a pinned job that the scheduler holds back; its reason may be an old one till then
     complete_timeout: float = 120.0

@@ -14,6 +14,7 @@ from multiverse.ports.hypervisor import (
     Hypervisor,
     Measurements,
     Membership,
+    Moves,
     Saves,
     Source,
     Templates,

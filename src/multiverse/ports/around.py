@@ -10,7 +10,8 @@ P = TypeVar("P")
 T = TypeVar("T")
 Make = Callable[..., Coroutine[Any, Any, Any]]
 
-ABILITIES = frozenset({"offers", "submission", "parts", "leases", "overflow", "saving", "templates", "users", "saves"})
+ABILITIES = frozenset({"offers", "submission", "parts", "leases", "overflow", "saving", "templates", "users", "saves",
+                       "moves"})  # fmt: skip
 """The attributes of ports that are ports themselves, or None."""
 
 

@@ -64,6 +64,10 @@ class Hypervisor(Protocol):
     def saves(self) -> Saves | None:
         """Saves VMs with their jobs; None if it cannot."""
 
+    @property
+    def moves(self) -> Moves | None:
+        """Moves VMs to other hosts while they run; None if it cannot."""
+
     async def create(self, vm: VmSpec) -> Sequence[Stage]:
         """Create a VM without identity, paused where the platform can. `Gone` if the template or host is missing,
         `Refused` if the name, token, address or MAC is another VM's. After an error remains may exist, until
@@ -150,6 +154,24 @@ class Saves(Protocol):
 
     async def discard(self, source: str, name: str) -> None:
         """Remove the files of that name from the storage that a source reaches, complete or not."""
+
+
+class Moves(Protocol):
+    """Moves VMs to other hosts while their jobs run. The hosts hand a VM over between themselves: it runs on one of
+    them at most, and goes on also while no controller is there.
+
+    A VM that is to come is shown at its target as soon as the target knows of it (`VmCondition.CREATING`), and as
+    running once it runs there. Its source shows it as dead from when it has handed the VM over until nothing is left of
+    it there."""
+
+    async def move(self, vm: VmRef, number: int, target: VmSpec) -> Sequence[Stage]:
+        """Move a running VM to `target.source`, and return when it runs there and nothing is left at its source. The
+        moves of a VM are numbered in their order; the same move again waits for it. `Refused`, `Exhausted`, `Broken` or
+        `Gone` if it goes on where it was, or has ended there; after another error only observations tell where."""
+
+    async def cancel_move(self, vm: VmRef, number: int, target: VmRef) -> None:
+        """End that move and earlier ones, where that is possible yet: what has come to the target is removed unless it
+        runs there, and nothing more comes. Success also if it is too late, or if there is nothing to end."""
 
 
 class Measurements(Protocol):

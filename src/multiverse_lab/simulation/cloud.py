@@ -106,6 +106,7 @@ class SimulatedCloud(SimulatedHypervisor):
     templates = None
     users = None
     saves = None
+    moves = None
 
     def __init__(self, machines: CloudMachines, rng: Random, latencies: HostLatencies = LATENCIES) -> None:
         super().__init__(machines, rng, latencies)

@@ -118,6 +118,7 @@ class SimulatedHosts(SimulatedHypervisor):
         self._leased: dict[str, LeasedSource] = {}
         self._scheduler_answers = scheduler_answers
         self._members = set(machines.hosts)
+        self.moves = None
         self.saves = SimulatedSaves(self) if any(one.storage for one in machines.hosts.values()) else None
 
     @property

@@ -38,6 +38,7 @@ class QemuHypervisor:
         config = host_config(settings, site)
         self.templates = self.users = self.groups = self
         self.membership = None  # this machine alone
+        self.moves = None
         self.saves = self if config.saves is not None else None
         self.silence = None  # this process answers for the machine that it is on
         self._host = QemuHost(config if vxlan is None else replace(config, vxlan=vxlan))
