@@ -447,7 +447,7 @@ class MoveSettings:
     compress: bool = False  # memory is compressed with zstd
     bandwidth: Natural = 0  # MiB/s that one move may take; 0: any
     # Seconds until a move is given up, because the job writes to its memory or disk faster than that is sent.
-    timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0
+    timeout: Annotated[float, Field(gt=0, le=3000)] = 600.0
     downtime: Annotated[float, Field(gt=0, le=10)] = 0.05  # seconds for which the VM may stand still, at its last step
     at_once: Positive = 2  # moves from and to one host
 

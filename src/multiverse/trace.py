@@ -234,7 +234,7 @@ _WRITTEN: Mapping[str, Callable[..., dict[str, Any]]] = {
     "keep_in_memory": lambda vm, name: {"vm": vm.name, "saved": name},
     "thaw": _VM,
     "move": lambda vm, number, target: {"vm": vm.name, "move": number, "target": target.host},
-    "cancel_move": lambda vm, number, target: {"vm": vm.name, "move": number, "target": target.source},
+    "settle": lambda vm, number, other: {"vm": vm.name, "move": number, "other": other.source},
     "discard": lambda source, name: {"source": source, "saved": name},
     "create": lambda vm: {
         "vm": vm.name, "host": vm.host, "image": vm.image, "kind": str(vm.kind), "size": plain(vm.size), "mac": vm.mac,

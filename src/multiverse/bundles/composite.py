@@ -143,8 +143,8 @@ class CompositeHypervisor:
     async def move(self, vm: VmRef, number: int, target: VmSpec) -> Sequence[Stage]:
         return await self._moves(vm.source, target.source).move(vm, number, target)
 
-    async def cancel_move(self, vm: VmRef, number: int, target: VmRef) -> None:
-        await self._moves(vm.source, target.source).cancel_move(vm, number, target)
+    async def settle(self, vm: VmRef, number: int, other: VmRef) -> None:
+        await self._moves(vm.source, other.source).settle(vm, number, other)
 
     def _moves(self, source: str, target: str) -> Moves:
         """Raises `Refused` if no VM moves between the two."""

@@ -55,7 +55,8 @@ _ON_JOBS = (
 )
 
 TIMEOUTS: dict[EffectKind, float] = {EffectKind.BUILD: 600.0, EffectKind.CREATE: 300.0, EffectKind.START: 300.0,
-                                   EffectKind.FENCE: 3600.0, EffectKind.SAVE: 3600.0}  # fmt: skip
+                                   EffectKind.FENCE: 3600.0, EffectKind.SAVE: 3600.0,
+                                   EffectKind.MOVE: 3600.0}  # fmt: skip
 OTHER_TIMEOUT = 60.0
 
 
@@ -368,6 +369,8 @@ class Effects:
                 await self._destroy(vm, 0.0)
             case EffectKind.RELEASE:
                 await self._destroy(vm, self._around.grace)
+            case EffectKind.MOVE | EffectKind.SETTLE:
+                return await self._move(effect.kind, vm)
             case EffectKind.DELETE:
                 pass
             case _:
@@ -375,6 +378,17 @@ class Effects:
         if effect.kind in (EffectKind.REMOVE, EffectKind.RELEASE, EffectKind.DELETE):
             await self._scheduler.delete_node(vm.name)
         return None
+
+    async def _move(self, kind: EffectKind, vm: Vm) -> Sequence[Stage]:
+        """Let a VM go from its first place to its second, or end its move: it is at one of them then."""
+        moves, (first, second) = self._hypervisor.moves, vm.places
+        if moves is None:
+            raise Refused("VMs do not move here", hint="set move.enabled for the controller and all agents")
+        if kind is EffectKind.MOVE:
+            target = replace(_specification(vm), host=second.host, source=second.source, template=None)
+            return await moves.move(vm.ref_at(first), vm.moves, target)
+        await moves.settle(vm.ref_at(first), vm.moves, vm.ref_at(second))
+        return ()
 
     async def _act_on_template(self, effect: Effect, template: Template) -> Sequence[Stage] | None:
         templates = self._hypervisor.templates

@@ -11,6 +11,7 @@ from dataclasses import replace
 from operator import ne
 from typing import TypeVar
 
+from multiverse.core import moving, saving
 from multiverse.core.avoidance import tried_at_once
 from multiverse.core.capacity.sizes import template_claim
 from multiverse.core.clones.kinds import build_template
@@ -28,7 +29,7 @@ from multiverse.core.machines.template import (
     lose_template,
     remove_templates,
 )
-from multiverse.core.machines.vm import adopt_vm, end_vm, end_vms, fail_vm
+from multiverse.core.machines.vm import adopt_vm, end_vm, end_vms, fail_vm, keep_vm_there
 from multiverse.core.model.basics import CloneKind, Size
 from multiverse.core.model.host import OFF_STATES, Claim, Host, HostState, HypervisorView, KnownHost
 from multiverse.core.model.identity import serial_of
@@ -50,7 +51,6 @@ from multiverse.core.model.vm import (
 from multiverse.core.model.world import Observation, Row, World
 from multiverse.core.policy import Policy
 from multiverse.core.rows import Compared
-from multiverse.core.saving import follow_command
 from multiverse.core.state import State, retry
 from multiverse.core.transition import Change, Command, Done, EffectKind, Event, Message
 
@@ -370,6 +370,8 @@ def apply_result(state: State, done: Done, world: World, policy: Policy) -> None
                 state.move(end_vm(row, Event.FAILED, why))
             else:
                 state.move(*fail_vm(state, row, Event.FAILED, why, world, policy))
+        case Vm(state=VmState.MOVING) if done.kind is EffectKind.MOVE:
+            state.move(keep_vm_there(row, why))
         case Template(state=TemplateState.BUILDING) if done.kind is EffectKind.BUILD:
             state.move(break_template(row, why))
         case Saved():
@@ -442,7 +444,9 @@ def apply_command(state: State, command: Command, world: World, policy: Policy) 
             if isinstance(record, Vm) and record.state is VmState.ORPHAN:
                 state.move(end_vm(record, Event.RELEASED, why))
         case "save" | "resume_saved":
-            follow_command(Context(state, world, policy), command)
+            saving.follow_command(Context(state, world, policy), command)
+        case "move":
+            moving.follow_command(Context(state, world, policy), command)
         case "fence":
             _fence(state, command.host, world)
         case _:

@@ -25,6 +25,7 @@ from multiverse.core.machines.template import step_template, template_is_settled
 from multiverse.core.machines.vm import step_vm, vm_is_settled
 from multiverse.core.model.basics import Key
 from multiverse.core.model.world import World
+from multiverse.core.moving import move_off_drained
 from multiverse.core.policy import Policy
 from multiverse.core.pools import reconcile_pools
 from multiverse.core.saving import save_at_limits
@@ -62,6 +63,7 @@ def plan(
 
 def _provide(context: Context) -> None:
     empty_drained(context)
+    move_off_drained(context)
     save_at_limits(context)
     missing_vms = context.state.missing
     while missing_vms:

@@ -12,7 +12,7 @@ from multiverse.core.model.host import Host
 from multiverse.core.model.job import Attempt, AttemptState, Job
 from multiverse.core.model.reason import Reason, Why, said
 from multiverse.core.model.saved import UNWRITTEN, WAITS_FOR_RUN, Saved, SavedState
-from multiverse.core.model.vm import Vm, VmState
+from multiverse.core.model.vm import MOVING_STATES, Vm, VmState
 from multiverse.core.model.world import World
 from multiverse.core.policy import Policy
 from multiverse.core.state import State
@@ -50,6 +50,8 @@ def save(context: Context, attempt: Attempt, asked: Reason, *, hold: bool = Fals
     if job is None or job.ref != attempt.job:
         raise Refused(f"the scheduler does not show this run of job {job_id}", hint="try again in a moment")
     _check(job, attempt, context.policy)
+    if any(vm.state in MOVING_STATES for vm in state.vms_of(attempt)):
+        raise Refused(f"job {job_id} cannot be saved now: its VM moves", hint="try again when it has moved")
     vms = [vm for vm in state.serving_vms_of(attempt) if vm.state is VmState.SERVING]
     host = context.in_sight.get(vms[0].host) if vms else None
     if not vms or host is None or host.storage is None:
@@ -160,6 +162,8 @@ def save_at_limits(context: Context) -> None:
             continue
         if context.state.saved_of_job(attempt.job.job_id) or (attempt.note and attempt.note.kind is Why.NOT_SAVED):
             continue
+        if any(vm.state in MOVING_STATES for vm in context.state.vms_of(attempt)):
+            continue  # until it has moved
         try:
             save(context, attempt, Why.SAVE_AT_LIMIT())
         except Refused as error:

@@ -73,6 +73,9 @@ class Event(StrEnum):
     ABSENT = "absent"
     NODE_LEFT = "node left"  # the VM is absent, and its node is not
     PLACE_LEFT = "place left"  # it surely is at one of its places no more
+    MOVE = "move"  # it is to go to another host
+    MOVED = "moved"  # it goes on there
+    STAYED = "stayed"  # it goes on where it was
     # offer
     OFFERED = "offered"
     WITHDRAWN = "withdrawn"
@@ -218,13 +221,16 @@ class EffectKind(StrEnum):
     THAW = "thaw", _SOURCE  # let the processes go on within the next run of their job
     UNDO = "undo", _SOON | _SOURCE  # let the processes go on in the run that was not saved
     DISCARD = "discard", _SOURCE  # remove the files
+    MOVE = "move", _SOURCE  # move the VM from its first place to its second
+    SETTLE = "settle", _SOURCE  # end the VM's move: it is at one of its places then
     CANCEL = "cancel", _WHOLE  # cancel a pilot that no lease explains
 
 
 RELEASING_EFFECTS = frozenset(set(EffectKind) - {EffectKind.CREATE, EffectKind.START, EffectKind.BUILD,
                                                  EffectKind.OFFER, EffectKind.PIN,
                                                  EffectKind.REQUEST, EffectKind.PREPARE, EffectKind.FREEZE,
-                                                 EffectKind.CUT, EffectKind.SAVE, EffectKind.KEEP})  # fmt: skip
+                                                 EffectKind.CUT, EffectKind.SAVE, EffectKind.KEEP,
+                                                 EffectKind.MOVE})  # fmt: skip
 """The effects that only release: they take nothing of a disk, and no job starts by them."""
 
 

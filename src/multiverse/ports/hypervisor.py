@@ -169,9 +169,10 @@ class Moves(Protocol):
         moves of a VM are numbered in their order; the same move again waits for it. `Refused`, `Exhausted`, `Broken` or
         `Gone` if it goes on where it was, or has ended there; after another error only observations tell where."""
 
-    async def cancel_move(self, vm: VmRef, number: int, target: VmRef) -> None:
-        """End that move and earlier ones, where that is possible yet: what has come to the target is removed unless it
-        runs there, and nothing more comes. Success also if it is too late, or if there is nothing to end."""
+    async def settle(self, vm: VmRef, number: int, other: VmRef) -> None:
+        """End that move and earlier ones: the host that has the VM keeps it, nothing of it is left at the other one,
+        and no more comes to either. A VM that was handed over to a host that did not take it goes on where it was. Both
+        hosts are asked, also if one of them does not answer; then this fails, and may be repeated."""
 
 
 class Measurements(Protocol):

@@ -91,6 +91,8 @@ CALL_IDS: Mapping[tuple[Port, str], str] = {
     ("hypervisor", "thaw"): "h11",
     ("hypervisor", "discard"): "h12",
     ("hypervisor", "keep_in_memory"): "h13",
+    ("hypervisor", "move"): "h14",
+    ("hypervisor", "settle"): "h15",
 }
 """Faults are drawn from these ids and not from the methods' names, so that each seed still gives the same history after
 a method has been renamed. An id never changes and is never given to another method."""
@@ -390,7 +392,7 @@ class IncidentKind(StrEnum):
     HOST_SPOILS = "a host cannot start VMs of the image slim"
     HOST_MUTES = "VMs do not register from a host"
     LAUNCHES_FAIL = "slurmctld makes no credentials for the jobs of a user"
-    VM_MOVES = "a VM moves to another host, or comes as far as having two places"
+    VM_MOVES = "an operator has a VM moved to another host"
     CONTROLLER_RIVAL = "another controller starts with a copy of the database, and the older one goes on"
 
 

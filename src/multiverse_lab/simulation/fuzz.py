@@ -19,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from multiverse.core.errors import Refused
 from multiverse_lab.simulation.generate import crowded, failing, leasing, operated, overflowing, requesting, with_faults
+from multiverse_lab.simulation.generate_moving import moving
 from multiverse_lab.simulation.generate_saving import saving
 from multiverse_lab.simulation.run import simulate
 from multiverse_lab.simulation.scenario import Scenario
@@ -46,6 +47,10 @@ FAILING = 16
 """Of every so many seeds, one is also simulated with hosts on which VMs fail, and launches that fail."""
 
 
+MOVING = 8
+"""Of every so many seeds, one is also simulated with VMs that move between hosts."""
+
+
 SAVING = 8
 """Of every so many seeds, one is also simulated with jobs that are saved and resumed."""
 
@@ -66,6 +71,7 @@ HISTORIES = {
     "overflowing": SeedHistory(overflowing, OVERFLOWING, OVERFLOWING // 2),
     "failing": SeedHistory(failing, FAILING, FAILING // 2 + 1),
     "saving": SeedHistory(saving, SAVING, 2),
+    "moving": SeedHistory(moving, MOVING, 6),
 }
 
 

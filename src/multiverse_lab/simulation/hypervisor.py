@@ -18,6 +18,7 @@ from multiverse.core.model.vm import Stage, TemplateKey, VmRef, VmSpec
 from multiverse.ports import GuestUsers, Membership, Source, Templates
 from multiverse.ports.hypervisor import NOT_LEASED
 from multiverse_lab.simulation.machines import Machines
+from multiverse_lab.simulation.moving import SimulatedMoves
 
 T = TypeVar("T")
 
@@ -118,7 +119,7 @@ class SimulatedHosts(SimulatedHypervisor):
         self._leased: dict[str, LeasedSource] = {}
         self._scheduler_answers = scheduler_answers
         self._members = set(machines.hosts)
-        self.moves = None
+        self.moves = SimulatedMoves(machines, rng) if any(one.moves for one in machines.hosts.values()) else None
         self.saves = SimulatedSaves(self) if any(one.storage for one in machines.hosts.values()) else None
 
     @property

@@ -82,6 +82,7 @@ class Machine:
     placed_on: str = ""
     frozen: bool = False  # the processes of its job, as its host has recorded
     files: SavedFiles | None = None  # that it was restored from
+    handed: bool = False  # it was handed over to another host, which has not taken it over yet
 
     def private(self, now: float) -> float:
         """MiB of private memory at a virtual time. How much of its memory a VM touches is drawn from its name."""
@@ -144,6 +145,7 @@ class Machines:
         self.kept: dict[tuple[str, str], SavedFiles] = {}  # what is in memory in place of files, by host and name
         self.detached: set[str] = set()  # hosts that do not reach their storage
         self.full_storages: set[str] = set()
+        self.links_cut = 0.0  # the share of messages between hosts that are lost
         self.delays: dict[str, float] = {}  # seconds that each observation of a source takes longer
         self.peak_memory_ratio = 0.0  # the largest memory that a host carried, divided by its capacity
         self._boot, self._overcommit, self._floor, self._others = boot, overcommit, floor, others
@@ -300,7 +302,7 @@ class Machines:
     def die(self, name: str, reason: str) -> None:
         """The process of a VM ends. Its files on the host remain."""
         machine = self.vms.get(name)
-        if machine is not None and machine.condition is not VmCondition.DEAD:
+        if machine is not None and machine.condition is not VmCondition.DEAD and not machine.handed:
             self._check_floor(machine.spec.host)
             machine.condition, machine.reason = VmCondition.DEAD, reason
             self._stop(machine)
@@ -349,7 +351,7 @@ class Machines:
         return True
 
     def finish_save(self, vm: VmRef, name: str) -> None:
-        machine, host = self.find(vm), self._host_at(vm.source)
+        machine, host = self.find(vm), self.host_at(vm.source)
         storage = self._storage_name(host)
         self._check_attached(host, name)
         if name not in self.unfinished.get(storage, ()):
@@ -371,7 +373,7 @@ class Machines:
 
     def keep(self, vm: VmRef, name: str) -> None:
         """Keep a VM, stopped, in the memory of its host, where it is no VM any more."""
-        if (self._host_at(vm.source), name) in self.kept:
+        if (self.host_at(vm.source), name) in self.kept:
             return
         spec, _, guest = self._started(vm, paused=True)
         guest.rest()
@@ -432,15 +434,26 @@ class Machines:
         if host in self.detached:
             raise Exhausted(f"cannot write {name}: no such directory", hint="is the storage mounted?")
 
-    def _host_at(self, source: str) -> str:
+    def host_at(self, source: str) -> str:
         return next(host for host in self.hosts if self.source_of(host) == source)
 
     # --- moves
 
-    def copy(self, name: str, host: str) -> None:
-        """A process for a VM begins on another host, to which the VM may move."""
-        self.copies[name, host] = Machine(replace(self.vms[name].spec, host=host), size=self.vms[name].size)
-        self._check_capacity(host)
+    def expect(self, spec: VmSpec) -> bool:
+        """A process for a VM begins on a host to which the VM is to move; False if it has begun already. Raises the
+        errors of `begin`."""
+        self._check_reachable(spec.host)
+        self._check_taken(spec.host)
+        machine, known = self.vms.get(spec.name), self.copies.get((spec.name, spec.host))
+        if known is not None and known.condition is VmCondition.CREATING:
+            return False
+        if known is not None or machine is None or spec.host in (machine.spec.host, *self.refusing):
+            raise Refused(f"{spec.name} cannot come to {spec.host}", hint="look what is there")
+        self._check_room(spec.host)
+        self._check_image(spec.image, spec.host)
+        self.copies[spec.name, spec.host] = Machine(spec, size=machine.size)
+        self._check_capacity(spec.host)
+        return True
 
     def switch(self, name: str, host: str) -> None:
         """A VM goes on in its copy on a host. The process that it leaves never runs again: it is shown as dead."""
@@ -493,7 +506,7 @@ class Machines:
         """The disk of the host has no room left. The guests that run write, and are paused."""
         self.full.add(host)
         for machine in self.vms.values():
-            if machine.spec.host == host and machine.condition is VmCondition.RUNNING:
+            if machine.spec.host == host and machine.condition is VmCondition.RUNNING and not machine.handed:
                 self._pause(machine)
 
     def make_room(self, host: str) -> None:
@@ -594,8 +607,8 @@ class Machines:
             machine.spec.name: VmSeen(
                 machine.spec.name,
                 host,
-                machine.condition,
-                machine.reason,
+                VmCondition.DEAD if machine.handed else machine.condition,
+                "it was handed over to another host" if machine.handed else machine.reason,
                 private=machine.private(self._now()),
                 users_added=tuple(sorted(machine.guest.users)) if machine.guest else (),
                 address=machine.address or machine.spec.address,

@@ -239,7 +239,8 @@ class UnreachedVms:
             self._machines.violations.append(f"{vm.name} was ended, which the scheduler reached")
         if guest is not None:
             guest.log(f"the agent of {self._source.name} ends {vm.name} by itself")
-        self._machines.remove(vm.name)
+        if self._machines.copies.pop((vm.name, self._source.name), None) is None:
+            self._machines.remove(vm.name)
 
 
 class NotedEpochs(Epochs):

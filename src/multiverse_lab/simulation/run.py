@@ -15,12 +15,9 @@ from multiverse.agent.hypervisor import AgentSource
 from multiverse.controller.loop import Controller
 from multiverse.core.changes import orphans
 from multiverse.core.errors import Exhausted, Refused
-from multiverse.core.machines.tables import TABLES
-from multiverse.core.model.host import Claim
 from multiverse.core.model.job import LeaseState
-from multiverse.core.model.reason import said
-from multiverse.core.model.vm import Place, Vm, VmCondition, VmState
-from multiverse.core.transition import Change, Command, Event, Tables, unchanged
+from multiverse.core.model.vm import VmState
+from multiverse.core.transition import Command
 from multiverse.ports import Clock, Hypervisor
 from multiverse.store import Store, Transaction
 from multiverse_lab.simulation.clock import VirtualClock
@@ -46,8 +43,6 @@ from multiverse_lab.simulation.sites import BY_OPERATORS, OF_SITES, HostWatch, O
 from multiverse_lab.simulation.world import SimulatedWorld
 
 SITE = "simul"
-WITH_MOVES = Tables({**TABLES, "vm": (*TABLES["vm"], *unchanged([VmState.SERVING], Event.NOTED))})
-"""The product moves no VM yet. The simulation adds a second place to a row by one more transition."""
 
 AT_REST = 8
 """At every eighth commit the simulation checks that the rows that are not looked at would not move."""
@@ -88,7 +83,7 @@ class CrashingStore(Store):
     """A store whose disk may be `full`, and its reserve for releases `used_up`; its process may end at a commit."""
 
     def __init__(self, path: str, clock: Clock, at_commit: Callable[[bool], None], *, recovered: bool = False) -> None:
-        super().__init__(path, clock, site=SITE, recovered=recovered, tables=WITH_MOVES)
+        super().__init__(path, clock, site=SITE, recovered=recovered)
         self.full = self.used_up = False
         self.at_commit = at_commit  # called before (False) and after (True) each commit that changes anything
 
@@ -291,7 +286,7 @@ class _Simulation:
         elif incident.kind in OF_SITES:
             await self._apply_to_site(self.world.host(incident.pick), incident)
         elif incident.kind is IncidentKind.VM_MOVES:
-            await self._move_vm(incident)
+            self._order_move(incident)
         elif incident.kind in OF_FAILING:
             await self._fail(self.world.host(incident.pick), incident)
         elif incident.kind in OF_STORAGES:
@@ -462,64 +457,16 @@ class _Simulation:
         self._log(f"the end of: {incident.kind}: {what}")
         where.discard(what)
 
-    async def _move_vm(self, incident: Incident) -> None:
-        """A VM that runs a job gets a second place, and a process begins there. In every other move the VM goes on
-        there after half of the time. At the end the process that is left over is removed. Where the mover was
-        interrupted before, both are left to the controller."""
-        machines, outcome = self.world.machines, int(incident.pick * 1000) % 4
-        serving = [vm for vm in self.store.rows().vms.values() if vm.state is VmState.SERVING and len(vm.places) == 1]
-        running = [vm for vm in serving if self._runs(vm.name) and vm.host not in machines.away]
-        closed = self.controller.state.closed if self.controller is not None else ()
-        hosts = [host for host in sorted(self.world.static) if host not in machines.away and host not in closed]
-        pairs = [(vm, host) for vm in running for host in hosts if host != vm.host and self._has_room(host, vm)]
-        if not pairs or self.controller is None:
+    def _order_move(self, incident: Incident) -> None:
+        """An operator has a VM moved that runs a job: to any host, or to one that may not even take it."""
+        serving = [vm for vm in self.store.rows().vms.values() if vm.state is VmState.SERVING]
+        if not serving:
             return
-        vm, host = pairs[int(incident.pick * len(pairs))]
-        if not self._add_place(self.controller, vm, host):
-            return
-        self._log(f"incident: {incident.kind}: {vm.name}, from {vm.host} to {host}, {incident.seconds:.1f} s")
-        machines.copy(vm.name, host)
-        await asyncio.sleep(incident.seconds / 2)
-        reached = not {vm.host, host} & machines.away
-        if outcome < 2 and reached and self._runs(vm.name) and (vm.name, host) in machines.copies:
-            self._log(f"{vm.name} goes on on {host}")
-            machines.switch(vm.name, host)
-        await asyncio.sleep(incident.seconds / 2)
-        left = vm.host if machines.host_of(vm.name) == host else host
-        if outcome in (0, 2) and left not in machines.away:
-            self._log(f"what {vm.name} leaves on {left} is removed")
-            machines.copies.pop((vm.name, left), None)
-
-    def _runs(self, name: str) -> bool:
-        machine = self.world.machines.vms.get(name)
-        return machine is not None and machine.condition is VmCondition.RUNNING
-
-    def _claims(self, host: str) -> list[Claim]:
-        return [claim for claim in self.store.rows().claims if claim.domain == host]
-
-    def _has_room(self, host: str, vm: Vm) -> bool:
-        """Whether a VM's claim can be made on another host too."""
-        has = self.world.machines.hosts[host].capacity
-        sizes = [claim.size for claim in self._claims(host)]
-        sizes += [claim.size for claim in self._claims(vm.host) if claim.owner == vm.key]
-        return sum(one.cpus for one in sizes) <= has.cpus and sum(one.memory for one in sizes) <= has.memory
-
-    def _add_place(self, controller: Controller, vm: Vm, host: str) -> bool:
-        """Commit a second place of a VM and its claim there. False if that was not committed. What was observed before
-        does not show that the VM is not there: `since` begins anew, as with each state."""
-        state, claims = controller.state, [claim for claim in self._claims(vm.host) if claim.owner == vm.key]
-        places = (*vm.places, Place(host, self.world.machines.source_of(host)))
-        moving = replace(vm, places=places, since=self.clock.now())
-        state.begin(self.clock.now(), {})
-        state.move(Change(moving, Event.NOTED, said("it moves")), make=[replace(one, domain=host) for one in claims])
-        try:
-            with self.store.transaction() as tx:
-                for move in state.moves:
-                    tx.apply(move)
-        except (Exhausted, ControllerCrashed):
-            state.rollback()
-            return False
-        return True
+        vm = serving[int(incident.pick * len(serving))]
+        hosts = ["", "", *(host for host in sorted(self.world.static) if host != vm.host)]
+        host = hosts[int(incident.pick * 1000) % len(hosts)]
+        self._log(f"operator: moves {vm.name} from {vm.host} to {host or 'any host'}")
+        self._give(Command("move", host, job=vm.name))
 
     async def _fail(self, host: str, incident: Incident) -> None:
         """VMs fail on a host, or launches of a user's jobs. For good if the time is longer than the scenario."""
@@ -704,7 +651,6 @@ class _Simulation:
             agents = asyncio.create_task(behind_agents.run())
         ports = faulty(self.scheduler, self.hypervisor, links)
         controller = Controller(self.store, *ports, self.clock, self.settings, self.rng)
-        controller.state.tables = WITH_MOVES
         controller.fence_by(self.world.site)
         process = _Process(run, controller, links, self.hypervisor, agents, asyncio.create_task(controller.run()))
         if agents is not None:

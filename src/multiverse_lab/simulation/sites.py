@@ -212,7 +212,8 @@ class Operators:
     async def _apply(self, host: str, incident: Incident) -> None:
         match incident.kind:
             case IncidentKind.HOST_DRAINED:
-                await self._until(Command("drain", host, drain=Drain(self.wall(), "a fan")), host, drained=True)
+                drain = Drain(self.wall(), "a fan", moves=True)
+                await self._until(Command("drain", host, drain=drain), host, drained=True)
                 await asyncio.sleep(incident.seconds)
                 await self._until(Command("resume", host), host, drained=False)
             case IncidentKind.HOST_CLOSING:

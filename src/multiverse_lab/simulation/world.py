@@ -70,6 +70,7 @@ class WorldSettings:
     physical: PhysicalNodes = field(default_factory=PhysicalNodes)  # that may be leased
     overflowing: int = 0  # physical nodes of the partition that overflows into VMs
     slow_sources: Mapping[str, float] = field(default_factory=dict)  # seconds that their observations take longer
+    links_cut: float = 0.0  # the share of messages between hosts that are lost
 
 
 class SimulatedWorld:
@@ -89,6 +90,7 @@ class SimulatedWorld:
         machines = CloudMachines if pair.has_cloud else Machines
         self.machines = machines(self.settings.hosts, self.settings.images, self._boot, *limits)
         self.machines.delays.update(self.settings.slow_sources)
+        self.machines.links_cut = self.settings.links_cut
         self.cluster.host_of = self.machines.host_of
         self.static = tuple(self.machines.hosts)
         for number in range(self.settings.overflowing):

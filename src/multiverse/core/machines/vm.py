@@ -12,7 +12,16 @@ from multiverse.core.model.basics import ClaimKey, Depth
 from multiverse.core.model.host import HypervisorView
 from multiverse.core.model.job import ENDING_STATES, PINNED_STATES, Attempt, AttemptState, JobState, NodeState
 from multiverse.core.model.reason import Reason, Why, said
-from multiverse.core.model.vm import LEAVING_STATES, UPCOMING_STATES, OfferState, Place, Vm, VmCondition, VmState
+from multiverse.core.model.vm import (
+    LEAVING_STATES,
+    MOVING_STATES,
+    UPCOMING_STATES,
+    OfferState,
+    Place,
+    Vm,
+    VmCondition,
+    VmState,
+)
 from multiverse.core.model.world import Seen, World
 from multiverse.core.policy import Policy
 from multiverse.core.state import State
@@ -22,7 +31,7 @@ V = VmState
 
 # --- table -----------------------------------------------------------------------------------------
 
-_LIVE = (*UPCOMING_STATES, V.JOINED, V.SERVING, V.RETIRING, V.DEAD)
+_LIVE = (*UPCOMING_STATES, V.JOINED, V.SERVING, *MOVING_STATES, V.RETIRING, V.DEAD)
 
 VM: tuple[Transition, ...] = (
     *transitions([None], Event.PLANNED, V.PLANNED),
@@ -36,13 +45,18 @@ VM: tuple[Transition, ...] = (
     *transitions([V.PARKED, V.STARTING, V.JOINED, V.SERVING, V.RETIRING, V.DEAD], Event.DIED, V.ENDING),
     *transitions([V.JOINED], Event.RETIRED, V.RETIRING),
     *transitions([V.RETIRING], Event.TAKEN, V.JOINED),
-    *transitions([*UPCOMING_STATES, V.JOINED, V.SERVING, V.RETIRING], Event.RELEASED, V.RELEASING),
+    *transitions([V.SERVING], Event.MOVE, V.MOVING),
+    *transitions([V.MOVING], Event.MOVED, V.SERVING, V.SETTLING),
+    *transitions([V.MOVING], Event.STAYED, V.SERVING, V.SETTLING),
+    *unchanged([V.SETTLING], Event.MOVED),
+    *transitions([V.SETTLING], Event.PLACE_LEFT, V.SERVING),
+    *transitions([*UPCOMING_STATES, V.JOINED, V.SERVING, *MOVING_STATES, V.RETIRING], Event.RELEASED, V.RELEASING),
     *transitions([V.ORPHAN], Event.RELEASED, V.RELEASING, V.ENDING),
     *transitions([V.ORPHAN], Event.DIED, V.ENDING),
     *transitions([V.DEAD], Event.RELEASED, V.REMOVING),
     *transitions(_LIVE, Event.RELEASED, V.ENDING),
     *transitions([*_LIVE, *LEAVING_STATES], Event.LOST, V.LOST),
-    *transitions([V.LOST], Event.FOUND, V.SERVING, V.ENDING),
+    *transitions([V.LOST], Event.FOUND, V.SERVING, V.SETTLING, V.ENDING),
     *transitions([*_LIVE, V.ORPHAN, V.LOST], Event.FENCED, V.ENDING),
     *transitions([V.ENDING], Event.NODE_FREE, V.REMOVING),
     *transitions(LEAVING_STATES, Event.ABSENT, V.GONE),
@@ -50,7 +64,7 @@ VM: tuple[Transition, ...] = (
     *transitions([V.DELETING], Event.ABSENT, V.GONE),
     *unchanged([V.PARKED, V.JOINED], Event.TAKEN),
     *unchanged([V.ORPHAN], Event.NOTED),
-    *unchanged([*_LIVE, V.LOST, *LEAVING_STATES], Event.PLACE_LEFT),
+    *unchanged([V.LOST, *LEAVING_STATES], Event.PLACE_LEFT),
     *unchanged([*_LIVE, V.ORPHAN, V.LOST, *LEAVING_STATES, V.DELETING], Event.QUARANTINED, Event.RETRIED),
 )
 
@@ -85,6 +99,16 @@ def take_vm(vm: Vm, attempt: Attempt, why: Reason) -> Change:
 
 def run_job_on_vm(vm: Vm) -> Change:
     return Change(replace(vm, state=V.SERVING), Event.RUNS)
+
+
+def move_vm(vm: Vm, target: Place, why: Reason) -> Change:
+    """Let a VM go to another host while its job runs."""
+    return Change(replace(vm, state=V.MOVING, places=(vm.place, target), moves=vm.moves + 1), Event.MOVE, why)
+
+
+def keep_vm_there(vm: Vm, why: Reason) -> Change:
+    """Its move has failed. What has come to the target is to be removed."""
+    return Change(replace(vm, state=V.SETTLING), Event.STAYED, why)
 
 
 def retire_vm(vm: Vm, why: Reason) -> Change:
@@ -128,6 +152,8 @@ def step_vm(state: State, vm_id: int, world: World, policy: Policy) -> None:
         _step_deleting(state, vm, world)
     elif vm.state is V.ORPHAN:
         _step_orphan(state, vm, world)
+    elif vm.state in MOVING_STATES and _is_under_way(state, vm, world):
+        pass
     elif at_two and (left := _place_left(state, vm, world)):
         _leave(state, vm, left, world)
     elif latest is None or place.host not in latest.value.hosts:
@@ -137,10 +163,8 @@ def step_vm(state: State, vm_id: int, world: World, policy: Policy) -> None:
             _find_again(state, vm, world)
     elif vm.leaving:
         _step_leaving(state, vm, world)
-    elif at_two and ((seen := world.at(vm, place)) is None or not seen.runs):
-        # It may have gone on at its other place since that was observed.
-        why = said(seen.reason if seen else "") or Why.VM_DIED()
-        state.move(Change(replace(vm, state=V.LOST, reason=why), Event.LOST, why))
+    elif at_two:
+        _step_moving(state, vm, world, policy)
     else:
         _step_in_sight(state, vm, latest, world, policy)
 
@@ -167,10 +191,39 @@ def _leave(state: State, vm: Vm, left: Place, world: World) -> None:
     why = (Why.HOST_OFF if state.is_fenced(left.host) else Why.NOT_THERE)(host=left.host)
     there = replace(vm, places=tuple(place for place in vm.places if place is not left))
     seen, free = world.vm(there), [ClaimKey(vm.key, left.host)]
-    if (seen is not None and seen.runs) or vm.leaving or vm.state is V.LOST:
+    if vm.leaving or vm.state is V.LOST:
         state.move(Change(there, Event.PLACE_LEFT, why), free=free)
+    elif seen is not None and seen.runs:
+        ended = Event.MOVED if left is vm.places[0] else Event.STAYED
+        event = Event.PLACE_LEFT if vm.state is V.SETTLING else ended
+        state.move(Change(replace(there, state=V.SERVING, reason=None), event, why), free=free)
     else:
         state.move(Change(replace(there, state=V.LOST), Event.LOST, why), free=free)
+
+
+def _is_under_way(state: State, vm: Vm, world: World) -> bool:
+    """Whether an effect of the move runs, or has ended and one of its places that is in sight was not observed since.
+    Nothing is concluded meanwhile, unless a host is off: the VM may go on at either place, and for a moment at
+    neither."""
+    if any(state.is_fenced(place.host) for place in vm.places):
+        return False
+    since = world.ended_at(vm.key, inf)
+    if since < vm.since:  # that of an earlier state
+        return True
+    latest = [(place, one) for place in vm.places if (one := world.latest(place.source)) is not None]
+    return any(one.began <= since for place, one in latest if place.host in one.value.hosts)
+
+
+def _step_moving(state: State, vm: Vm, world: World, policy: Policy) -> None:
+    """Something of it is at both its places. It is handed over between the hosts, which know better than this
+    controller for how long that is worth trying: until a time limit the move is asked for again."""
+    first, second = vm.places
+    here, there = world.at(vm, first), world.at(vm, second)
+    if there is not None and there.runs and not (here is not None and here.runs):
+        moved = replace(vm, state=V.SETTLING, places=(second, first))
+        state.move(Change(moved, Event.MOVED, Why.GOES_ON(host=second.host)))
+    elif vm.state is V.MOVING and state.now - vm.since > policy.move_timeout:
+        state.move(keep_vm_there(vm, Why.MOVE_LATE(limit=policy.move_timeout)))
 
 
 def vm_is_settled(state: State, vm: Vm, world: World) -> bool:
@@ -221,11 +274,19 @@ def _find_again(state: State, vm: Vm, world: World) -> None:
     else:
         goes_on = attempt.state is AttemptState.ALLOCATED or _is_occupied(vm, world)
         tied = _job_is_pinned(state, vm, world)
-    if goes_on:
+    if goes_on and len(vm.places) > 1:
+        back = replace(vm, state=V.SETTLING, places=_running_first(vm, world), reason=None)
+        state.move(Change(back, Event.FOUND, Why.RUNS_ON()))
+    elif goes_on:
         state.move(Change(replace(vm, state=V.SERVING, reason=None), Event.FOUND, Why.RUNS_ON()))
     elif not tied:
         why = (vm.reason if len(vm.places) > 1 else None) or Why.HOST_WAS_AWAY(host=vm.host)
         state.move(end_vm(vm, Event.FOUND, why))
+
+
+def _running_first(vm: Vm, world: World) -> tuple[Place, ...]:
+    shown = {place: world.at(vm, place) for place in vm.places}
+    return tuple(sorted(vm.places, key=lambda place: (seen := shown[place]) is None or not seen.runs))
 
 
 def _step_in_sight(state: State, vm: Vm, latest: Seen[HypervisorView], world: World, policy: Policy) -> None:
@@ -409,6 +470,8 @@ def _step_orphan(state: State, vm: Vm, world: World) -> None:
 
 
 VM_EFFECTS = {
+    V.MOVING: EffectKind.MOVE,
+    V.SETTLING: EffectKind.SETTLE,
     V.PLANNED: EffectKind.CREATE,
     V.STARTING: EffectKind.START,
     V.ENDING: EffectKind.END,

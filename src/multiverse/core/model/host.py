@@ -132,6 +132,7 @@ class Drain:
 
     begins: float = 0.0  # Unix time
     reason: str = ""
+    moves: bool = False  # the VMs of its running jobs are to go to other hosts
 
 
 @dataclass(frozen=True, slots=True)

@@ -323,6 +323,8 @@ class Why(StrEnum):
     NOT_THERE = "not there", "it is not on host {host} any more"
     HOST_AWAY = "host away", "host {host} is out of reach"
     HOST_WAS_AWAY = "host was away", "host {host} was out of reach"
+    GOES_ON = "goes on", "it goes on on host {host}"
+    MOVE_LATE = "move late", "it did not move within {limit:g} s"
     HOST_DRAINED = "host drained", "host {host} is drained"
     HOST_TIGHT = "host tight", "host {host} is short of memory"
     RUNS_ON = "runs on", "its job runs on"

@@ -157,6 +157,8 @@ class VmState(StrEnum):
     STARTING = "starting"  # it is given its identity, and its node is to register
     JOINED = "joined"  # an idle node
     SERVING = "serving"  # its job runs
+    MOVING = "moving"  # the same, while it goes from its first place to its second
+    SETTLING = "settling"  # the same: its move is to end, so that it is at one place
     RETIRING = "retiring"  # a joined spare that is to go as soon as no job can take it any more
     ORPHAN = "orphan"  # it was found on its host, and no row explained it
     DEAD = "dead"  # it has died, and its job may still be tied to its node: the node stays until the job is not
@@ -172,6 +174,7 @@ FAILED_STATES = (VmState.DEAD, VmState.LOST, VmState.ENDING, VmState.REMOVING)
 """A VM in one of these states serves its job no more, through no decision of its attempt."""
 
 LEAVING_STATES = (VmState.ENDING, VmState.REMOVING, VmState.RELEASING)  # a VM in one of these states is being destroyed
+MOVING_STATES = (VmState.MOVING, VmState.SETTLING)  # a VM in one of these states has two places, and its job runs
 UPCOMING_STATES = (VmState.PLANNED, VmState.PARKED, VmState.STARTING)  # a VM in one of these states is not a node yet
 
 
@@ -213,6 +216,7 @@ class Vm:
     job_id: str = ""  # that was seen on the node of an orphan
     saved: str = ""  # the saved VM that it is restored from; empty: it begins anew
     fault: Fault = ""  # who is at fault that it did not come up: see `core.avoidance`
+    moves: int = 0  # that were begun: the number of the latest one
 
     @property
     def key(self) -> Key:

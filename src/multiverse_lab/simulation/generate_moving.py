@@ -1,0 +1,131 @@
+"""Scenarios with VMs that move between hosts while their jobs run, drawn from a seed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+from multiverse.config import PacingSettings, Settings
+from multiverse.core.model.basics import Size
+from multiverse.core.model.host import Host, MachineKind
+from multiverse_lab.simulation.cluster import ClusterSettings
+from multiverse_lab.simulation.faults import Incident, IncidentKind, Odds, every
+from multiverse_lab.simulation.generate import CUT_OFF, draw_all, draw_crashes, started_again_soon
+from multiverse_lab.simulation.jobs import Batch
+from multiverse_lab.simulation.machines import ABILITIES
+from multiverse_lab.simulation.network import AgentBehaviour
+from multiverse_lab.simulation.scenario import Arrival, Scenario, UserAction
+from multiverse_lab.simulation.world import WorldSettings
+
+UNTIL = 150.0  # seconds in which VMs are moved, calls fail, and things break
+KIND = MachineKind("tcg", "max", frozenset({"sse2", "avx"}), "7.2", "pc-q35-7.2", tsc_khz=2_400_000)
+OLDER = replace(KIND, features=frozenset({"sse2"}))  # VMs move from it to the others, and not back
+
+_ANYWHERE: dict[IncidentKind, tuple[float, ...]] = {
+    IncidentKind.VM_MOVES: (2.0, 5.0, 15.0),
+    IncidentKind.VM_DIES: (0.0, 0.0, 30.0),
+    IncidentKind.GUEST_FLOODS: (0.0, 0.0, 60.0),
+    IncidentKind.REGISTERS_AGAIN: (0.0, 0.0, 30.0),
+    IncidentKind.CLUSTER_AWAY: (0.0, 0.0, 30.0),
+    IncidentKind.CLUSTER_RESTARTS: (0.0, 0.0, 40.0),
+    IncidentKind.HOST_AWAY: (0.0, 0.0, 30.0),
+    IncidentKind.HOST_FENCED: (0.0, 0.0, 60.0),
+    IncidentKind.HOST_DISK_FULL: (0.0, 0.0, 0.0, 40.0),
+    IncidentKind.DISK_FULL: (0.0, 0.0, 0.0, 30.0),
+    IncidentKind.CONTROLLER_CRASH: (0.0, 0.0, 8.0, 40.0),
+    IncidentKind.HOST_DRAINED: (0.0, 30.0, 60.0),
+}
+_WITH_AGENTS: dict[IncidentKind, tuple[float, ...]] = {
+    IncidentKind.HOST_CRASHES: (0.0, 0.0, 60.0),
+    IncidentKind.AGENT_DIES: (0.0, 10.0, 30.0),
+    IncidentKind.AGENT_REPLACED: (0.0, 0.0, 60.0),
+    IncidentKind.LINK_HANGS: (0.0, 0.0, 30.0),
+}
+"""The mean seconds between two incidents of a kind: one is drawn for each scenario, 0 for never."""
+
+
+def moving(seed: int) -> Scenario:
+    """Jobs whose VMs are moved at random moments, by commands and off hosts that are drained, between two to four hosts
+    of which not all make the same machine. In most scenarios calls fail, links between hosts are cut at any step, and
+    hosts, VMs, slurmctld and the controller are lost."""
+    rng = Random(f"{seed}/moving")
+    hosts = tuple(_host(rng, number) for number in range(rng.choice((2, 2, 3, 4))))
+    cluster = ClusterSettings(
+        node_timeout=rng.choice((10.0, 30.0, 300.0)),
+        requeue_delay=rng.choice((121.0, 5.0)),
+        flavor=Size(64, 2_000_000, 1 << 20),
+    )
+    pacing = PacingSettings(provisioning=rng.choice((1, 4, 16)), silence=rng.choice((5.0, 30.0, 60.0)))
+    arrivals = tuple(_arrival(rng) for _ in range(rng.randint(1, 5)))
+    agents = None
+    if rng.random() < 0.5:
+        fence = rng.choice((0.0, 0.0, 60.0))
+        agents = AgentBehaviour(fence, late=rng.choice((0.0, 0.0, 0.05)), twice=rng.choice((0.0, 0.2)))
+    quiet = rng.random() < 0.1
+    scenario = Scenario(
+        seed,
+        arrivals,
+        WorldSettings(hosts, cluster=cluster, agents=agents, links_cut=0.0 if quiet else rng.choice((0.0, 0.1, 0.4))),
+        Settings(pacing=pacing, poll=rng.choice((2.0, 5.0))),
+        hints=rng.choice((0.5, 0.9)),
+        limit=6000.0,
+    )
+    moves = every(5.0, IncidentKind.VM_MOVES, rng, UNTIL)
+    return replace(scenario, incidents=tuple(moves)) if quiet else _with_trouble(scenario, rng)
+
+
+def _with_trouble(scenario: Scenario, rng: Random) -> Scenario:
+    silence = (5.0, rng.choice((30.0, 30.0, 30.0, 100.0)))
+    odds = [replace(Odds.even(rng.choice((0.0, 0.05, 0.15, 0.3)), UNTIL), silence=silence) for _ in range(2)]
+    incidents = draw_all(_ANYWHERE, rng, UNTIL)
+    agents = scenario.world.agents
+    if agents is not None:
+        incidents += draw_all(_WITH_AGENTS, rng, UNTIL)
+        cut_off = rng.choice((0.0, 0.0, 60.0))
+        incidents += tuple(replace(one, seconds=rng.choice(CUT_OFF)) for one in every(
+            cut_off, IncidentKind.LINK_HANGS, rng, UNTIL))  # fmt: skip
+        if agents.self_fence:
+            incidents = tuple(started_again_soon(one) for one in incidents)
+    return replace(
+        scenario,
+        scheduler_odds=odds[0],
+        hypervisor_odds=odds[1],
+        incidents=tuple(sorted(incidents, key=_when)),
+        crashes=draw_crashes(rng, rng.choice((0, 0, 5, 30))),
+    )
+
+
+def _when(incident: Incident) -> float:
+    return incident.at
+
+
+def _host(rng: Random, number: int) -> Host:
+    capacity = Size(rng.choice((2, 4, 8, 8)), rng.choice((4096, 16384)), 65536)
+    moves = rng.choice((*(KIND,) * 8, OLDER, None))
+    return Host(f"h{number}", capacity, ABILITIES, Size(2, 4096, 65536), "tcg", moves=moves)
+
+
+def _arrival(rng: Random) -> Arrival:
+    seconds = rng.choice((10.0, 30.0, 60.0, 120.0))
+    batch = Batch(
+        uid=rng.choice((1000, 1001)),
+        seconds=seconds,
+        exit_code=rng.choice((0, 0, 3)),
+        nodes=rng.choice((1, 1, 1, 2, 3)),
+        size=rng.choice((Size(1, 64), Size(1, 64), Size(1, 500), Size(2, 900))),
+        priority=rng.randint(1, 3) * 1000,
+        requeue=rng.random() < 0.9,
+        lingers=rng.choice((*(0.0,) * 8, 4.0, 30.0)),
+        image=rng.choice((None, None, None, "stiff")),
+        limit=rng.choice((None, None, seconds + 30.0, max(1.0, seconds / 2))),
+    )
+    actions: tuple[UserAction, ...] = ()
+    at, wait = rng.uniform(5.0, 60.0), rng.uniform(0.1, 20.0)
+    match rng.randrange(10):
+        case 0:
+            actions = (UserAction(at, "cancel"),)
+        case 1:
+            actions = (UserAction(at, "requeue"),)
+        case 2:
+            actions = (UserAction(at, "suspend"), *(UserAction(at + wait + more, "resume") for more in (0, 100, 200)))
+    return Arrival(rng.uniform(0.5, 30.0), batch, 2 if rng.random() < 0.1 else 0, actions)

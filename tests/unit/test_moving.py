@@ -1,0 +1,197 @@
+"""Which VMs move, where to and why not: by command, and off hosts that are to be emptied."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from multiverse.core.context import Context
+from multiverse.core.errors import Broken, Refused
+from multiverse.core.model.host import Drain, Host, MachineKind
+from multiverse.core.model.job import JobState
+from multiverse.core.model.vm import VmCondition, VmState
+from multiverse.core.moving import why_other_machine, why_stays
+from multiverse.core.transition import Command, Done, EffectKind, Event
+from tests.unit.test_places import Site
+
+V = VmState
+KIND = MachineKind("kvm", "Haswell", frozenset({"avx", "avx2"}), "7.2", "pc-q35-7.2")
+
+
+def ready(**changes: object) -> Site:
+    """A site whose hosts move VMs between each other; `changes` are of the second one."""
+    site = Site()
+    site.hosts["h1"] = replace(site.hosts["h1"], moves=KIND)
+    site.hosts["h2"] = replace(site.hosts["h2"], **{"moves": KIND, **changes})  # type: ignore[arg-type]
+    site.run()
+    return site
+
+
+def order(site: Site, host: str = "", what: str = "7") -> str:
+    """What a command is answered: empty, or why it is refused."""
+    site.run(Command("move", host, job=what))
+    return "; ".join(str(error) for _, error in site.state.refusals)
+
+
+@pytest.mark.parametrize("host", ["", "h2"])
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_vm_that_is_named_itself_or_by_its_job_moves_to_a_host(host: str, by_name: bool) -> None:
+    site = ready()
+    assert not order(site, host, site.vm.name if by_name else "7")
+    assert (site.vm.state, site.vm.moves) == (V.MOVING, 1)
+    assert [place.host for place in site.vm.places] == ["h1", "h2"] and site.held == ["h1", "h2"]
+    assert site.vm.places[1].template is None, "all of its memory is its own there"
+
+
+def test_a_move_that_is_done_leaves_the_vm_at_its_new_host_alone() -> None:
+    site = ready()
+    order(site)
+    site.there = {"h2": VmCondition.RUNNING}
+    site.act()
+    site.run()
+    assert (site.vm.state, site.vm.host, site.held) == (V.SERVING, "h2", ["h2"])
+    assert site.moved_by(Event.MOVE, Event.MOVED, Event.LOST) == [Event.MOVE, Event.MOVED]
+
+
+def test_while_a_move_is_under_way_nothing_is_concluded_from_what_either_host_shows() -> None:
+    site = ready()
+    order(site)
+    site.effect_ended_at[site.vm.key] = float("inf")
+    site.there = {"h1": VmCondition.DEAD, "h2": VmCondition.CREATING}
+    site.run()
+    assert site.vm.state is V.MOVING, "it is being handed over"
+
+
+def test_a_move_that_has_failed_is_ended_at_both_hosts() -> None:
+    site = ready()
+    order(site)
+    site.there = {"h1": VmCondition.RUNNING, "h2": VmCondition.CREATING}
+    site.run(Done(site.vm.key, EffectKind.MOVE, V.MOVING, Broken("the link was cut")))
+    assert (site.vm.state, site.vm.host, site.held) == (V.SETTLING, "h1", ["h1", "h2"])
+    site.act()
+    site.run()
+    assert (site.vm.state, site.vm.host, site.held) == (V.SERVING, "h1", ["h1"])
+    assert "the link was cut" in [str(entry.reason) for entry in site.store.journal() if entry.event == Event.STAYED]
+
+
+def test_a_move_that_takes_too_long_is_given_up() -> None:
+    site = ready()
+    order(site)
+    site.there = {"h1": VmCondition.RUNNING, "h2": VmCondition.CREATING}
+    site.act()
+    site.run()
+    assert site.vm.state is V.MOVING, "it is asked for again"
+    site.pass_time(site.policy.move_timeout + 1)
+    site.run()
+    assert site.vm.state is V.SETTLING
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"moves": None}, "h2: no VM moves to it (move.enabled)"),
+        ({"moves": replace(KIND, features=frozenset({"avx"}))}, "h2: its CPU lacks avx2"),
+        ({"moves": replace(KIND, release="8.2")}, "h2: it has QEMU 8.2, not 7.2"),
+        ({"images": {}}, "h2: it has no image slim"),
+        ({"capacity": replace(Site().hosts["h2"].capacity, memory=100)}, "h2: it has no room"),
+    ],
+)
+def test_a_host_that_cannot_take_a_vm_says_what_it_lacks(changes: dict[str, object], why: str) -> None:
+    site = ready(**changes)
+    assert why in order(site)
+    assert why in order(site, "h2") and site.vm.state is V.SERVING
+
+
+def test_a_vm_with_fewer_features_moves_to_a_cpu_with_more() -> None:
+    site = ready(moves=replace(KIND, features=frozenset({"avx", "avx2", "avx512f"})))
+    assert not order(site)
+
+
+def test_what_cannot_move_now_is_refused_with_the_reason() -> None:
+    site = ready()
+    assert "there is no VM or running job 8" in order(site, what="8")
+    assert "h1: the VM is there" in order(site, "h1")
+    assert "there is no such host" in order(site, "h9")
+    site.run(Command("drain", "h2", drain=Drain()))
+    assert "h2: it takes no VMs now" in order(site, "h2")
+    site.run(Command("resume", "h2"))
+    assert not order(site)
+    assert "moves already" in order(site)
+    assert "cannot be saved now: its VM moves" in str(refusal_of(site, Command("save", job="7")))
+
+
+def refusal_of(site: Site, command: Command) -> Refused:
+    site.run(command)
+    ((_, error),) = site.state.refusals
+    return error
+
+
+def test_as_many_vms_move_at_once_as_the_site_permits() -> None:
+    site = ready()
+    site.policy = replace(site.policy, moves_at_once=0)
+    assert "as many VMs as may move at once" in order(site)
+
+
+def test_a_host_that_is_to_be_emptied_is_and_one_that_is_drained_alone_is_not() -> None:
+    site = ready()
+    site.run(Command("drain", "h1", drain=Drain()))
+    assert site.vm.state is V.SERVING
+    site.run(Command("drain", "h1", drain=Drain(moves=True)))
+    assert site.vm.state is V.MOVING
+
+
+def test_a_vm_of_such_a_host_that_came_back_is_tried_again_after_a_while() -> None:
+    site = ready()
+    site.run(Command("drain", "h1", drain=Drain(moves=True)))
+    site.there = {"h1": VmCondition.RUNNING}
+    site.act()
+    site.run()
+    assert site.vm.state is V.SERVING
+    site.pass_time(site.policy.move_again / 2)
+    site.run()
+    assert site.vm.state is V.SERVING
+    site.pass_time(site.policy.move_again)
+    site.run()
+    assert (site.vm.state, site.vm.moves) == (V.MOVING, 2)
+
+
+def test_it_is_said_why_a_vm_of_such_a_host_stays() -> None:
+    site = ready(moves=None)
+    site.run(Command("drain", "h1", drain=Drain(moves=True)))
+    said = why_stays(Context(site.state, site.world, site.policy), site.vm)
+    assert "h2: no VM moves to it" in said
+
+
+def test_a_job_that_is_over_ends_its_move() -> None:
+    site = ready()
+    order(site)
+    site.there["h2"] = VmCondition.CREATING
+    site.jobs["7"] = site.jobs["7"]._replace(state=JobState.ENDED, result="CANCELLED", nodes=())
+    site.run()
+    site.settle()
+    assert (site.vm.state, site.held, site.there) == (V.GONE, [], {})
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({}, ""),
+        ({"accelerator": "tcg"}, "it runs guests by tcg, not kvm"),
+        ({"features": frozenset[str]()}, "its CPU lacks avx, avx2"),
+        ({"cpu": "Nehalem"}, "it has CPUs of model Nehalem, not Haswell"),
+        ({"board": "pc-q35-8.2"}, "it makes machines of type pc-q35-8.2, not pc-q35-7.2"),
+        ({"page_size": 16384}, "it has pages of 16384, not 4096"),
+        ({"tsc_khz": 1}, "it counts time at kHz 1, not 0"),
+    ],
+)
+def test_what_tells_machines_apart_is_named(change: dict[str, object], why: str) -> None:
+    assert why_other_machine(KIND, replace(KIND, **change)) == why  # type: ignore[arg-type]
+
+
+def test_hosts_that_make_other_machines_are_told_apart_also_where_all_else_is_equal() -> None:
+    site = ready(moves=replace(KIND, release="8.2"))
+    third: Host = replace(site.hosts["h2"], name="h3", moves=KIND)
+    site.hosts["h3"] = third
+    site.run()
+    assert not order(site) and site.vm.places[1].host == "h3"
