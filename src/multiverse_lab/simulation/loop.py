@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from contextvars import Context
 from random import Random
+from selectors import EVENT_READ, EVENT_WRITE, SelectorKey
 from typing import Any, TypeVar
 
 import async_solipsism
@@ -24,7 +25,7 @@ T = TypeVar("T")
 STEPS = 5_000_000  # turns of the loop after which it is considered endless
 TICK = 1e-6  # seconds; async-solipsism's resolution
 
-DAY = 86_400.0  # the longest wait of asyncio at once; async-solipsism considers a wait of that length endless
+DAY = 86_400.0  # the longest wait of asyncio at once
 
 # Audit events. ScriptProcesses, name look-ups and sockets; threads have an event of their own from 3.12 on only.
 _FORBIDDEN = frozenset(
@@ -65,8 +66,22 @@ class _Shuffled(deque[Any]):
 
 
 class _Selector(async_solipsism.selector.Selector):  # type: ignore[misc]  # untyped
-    def select(self, timeout: float | None = None) -> Any:
-        return super().select(None if timeout is None else min(timeout, DAY - 1.0))
+    """As its base, which takes several steps for each socket in each turn of the loop."""
+
+    _fd_to_key: dict[Any, SelectorKey]
+
+    def select(self, timeout: float | None = None) -> list[tuple[SelectorKey, int]]:
+        ready = [(key, events) for fd, key in self._fd_to_key.items() if (events := _ready(fd.socket, key.events))]
+        if not ready and timeout is None:
+            raise async_solipsism.SleepForeverError("every task waits, and no timer is set")
+        if not ready and timeout is not None and timeout > 0:
+            self.clock.advance(min(timeout, DAY - 1.0))
+        return ready
+
+
+def _ready(socket: Any, events: int) -> int:
+    reads = EVENT_READ if events & EVENT_READ and socket.read_ready() else 0
+    return reads | (EVENT_WRITE if events & EVENT_WRITE and socket.write_ready() else 0)
 
 
 class VirtualLoop(async_solipsism.EventLoop):  # type: ignore[misc]  # untyped
