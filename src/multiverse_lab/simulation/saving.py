@@ -19,7 +19,8 @@ SAVE_ACTIONS = ("save", "save_held", "resume_saved")
 PATIENCE = 120.0
 """Seconds that an operator tries to have a job saved: it may not run yet, or its host may be out of reach."""
 
-PAUSE = 0.5  # seconds between two tries
+PAUSE = 0.5  # seconds between two looks; twice as long after each try
+LONGEST = 8.0  # seconds between two tries
 
 
 class Savers:
@@ -27,7 +28,6 @@ class Savers:
 
     def __init__(self, give: Callable[[Command], None], rows: Callable[[], Rows], log: Callable[[str], None]) -> None:
         self._give, self._rows, self._log = give, rows, log
-        self._held: set[int] = set()  # the numbers of jobs that were to be held
         self._tasks: set[asyncio.Task[None]] = set()
 
     def act(self, kind: str, job: JobRecord) -> None:
@@ -37,15 +37,17 @@ class Savers:
         task.add_done_callback(self._tasks.discard)
 
     async def _save(self, job: JobRecord, *, hold: bool) -> None:
-        latest, until = max(self._rows().saved, default=0), _now() + PATIENCE
+        """A job that waits is tried once: each command costs a pass of the controller."""
+        latest, until, tries = max(self._rows().saved, default=0), _now() + PATIENCE, 0
         while job.state is not JobState.ENDED and _now() < until:
             rows = self._rows()
             if any(one.id > latest and one.job.job_id == job.job_id for one in rows.saved.values()):
                 return
-            if hold and job.number not in self._held:
-                self._held.add(job.number)
-            self._give(Command("save", job=job.job_id, hold=hold))
-            await asyncio.sleep(PAUSE)
+            waits = job.state is JobState.PENDING
+            if not waits or not tries:
+                self._give(Command("save", job=job.job_id, hold=hold))
+                tries += 1
+            await asyncio.sleep(PAUSE if waits else min(PAUSE * 2**tries, LONGEST))
 
     async def _resume(self, job: JobRecord) -> None:
         """Whatever became of the save, the job is not to be left held."""
