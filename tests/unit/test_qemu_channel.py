@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from multiverse.core.errors import Broken, Unknown
+from multiverse.core.errors import Broken
 from multiverse.core.model.reason import text_of
 from multiverse.guest.protocol import AUDIT
 from multiverse.host.qemu.channels import AgentChannel
@@ -61,8 +61,9 @@ def test_a_guest_that_floods_is_disconnected(
     flooding.join(10)
     assert taken and taken[0] < 16 << 20
     assert channel.poll_reports() == [], "it is reported once"
-    with pytest.raises(Unknown):
+    with pytest.raises(Broken, match="flooded"):
         channel.ask(AUDIT, "audited", 5)
+    assert channel.flooded
 
 
 def test_reports_that_arrive_before_an_answer_are_kept(ends: tuple[AgentChannel, socket.socket]) -> None:

@@ -401,3 +401,15 @@ def test_a_guest_that_does_not_answer_may_have_stopped_its_job_half_way(site: Si
     assert site.saved.state is S.UNDOING and not site.vms[site.name].frozen
     site.run(Done(site.saved.key, EffectKind.UNDO, str(site.saved.state), Broken("the channel was closed")))
     assert (site.vm.state is V.ENDING) == froze, "a job that was never to be stopped goes on"
+
+
+def test_a_job_whose_guest_is_mute_is_not_saved_and_goes_on(site: Site) -> None:
+    site.to_preparing()
+    site.vms[site.name] = replace(site.vms[site.name], mute=True)
+    site.run()
+    assert site.saved.state is S.UNDOING and site.vm.state is V.SERVING
+    site.done()
+    site.run()
+    assert not site.rows.saved
+    site.to_preparing()
+    assert not site.rows.saved and "is told nothing" in str(site.state.refusals[-1][1])

@@ -34,7 +34,7 @@ from multiverse.core.model.vm import Stage, Template, Vm, VmRef, VmSpec
 from multiverse.core.model.world import Row
 from multiverse.core.state import State
 from multiverse.core.transition import RELEASING_EFFECTS, TERMINAL, Done, Effect, EffectKind, Move
-from multiverse.ports import Clock, Fencing, Hypervisor, Saves, Scheduler
+from multiverse.ports import Clock, Fencing, Hypervisor, Saves, Saving, Scheduler
 
 log = structlog.get_logger()
 
@@ -427,15 +427,20 @@ class Effects:
                     await saving.forbid_requeue(saved.again or saved.job)
                 await saves.thaw(restored.ref if restored is not None else vm)
             case EffectKind.UNDO:
-                with suppress(Gone):  # its run is over
-                    await saves.thaw(vm)
-                with suppress(Gone, Stale):
-                    await saving.undo(saved.job, saved.vm_name, requeues=saved.requeues)
+                await self._undo(saved, saves, saving, vm)
             case EffectKind.DISCARD:
                 await saves.discard(self._around.state.source_reaching(saved), saved.name)
             case _:
                 raise AssertionError(f"no such effect: {effect}")
         return None
+
+    @staticmethod
+    async def _undo(saved: Saved, saves: Saves, saving: Saving, vm: VmRef) -> None:
+        if saved.froze:  # otherwise its guest, which may be mute, has nothing to undo
+            with suppress(Gone):  # its run is over
+                await saves.thaw(vm)
+        with suppress(Gone, Stale):
+            await saving.undo(saved.job, saved.vm_name, requeues=saved.requeues)
 
     async def _write(self, kind: EffectKind, saved: Saved, saves: Saves, vm: VmRef) -> Sequence[Stage]:
         if kind is EffectKind.KEEP:

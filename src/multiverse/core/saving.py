@@ -6,7 +6,7 @@ from __future__ import annotations
 from multiverse.core.context import Context
 from multiverse.core.errors import Refused
 from multiverse.core.machines.attempt import not_saved
-from multiverse.core.machines.saved import ask_to_save, resume_saved
+from multiverse.core.machines.saved import ask_to_save, is_mute, resume_saved
 from multiverse.core.model.basics import ClaimKey
 from multiverse.core.model.host import Host
 from multiverse.core.model.job import Attempt, AttemptState, Job
@@ -60,6 +60,8 @@ def save(context: Context, attempt: Attempt, asked: Reason, *, hold: bool = Fals
     if any(one.is_for(attempt.job) or one.job == attempt.job for one in state.saved_of_job(job_id)):
         raise Refused(f"job {job_id} is being saved already", hint="multiverse saved shows how far it is")
     (vm,) = vms
+    if is_mute(vm, context.world):
+        raise Refused(f"job {job_id} cannot be saved: {Why.SAVE_MUTE(vm=vm.name)}", hint="see what it does as root")
     bound = bound_of(state, vm)
     if why := why_no_room(context, attempt.uid, host, bound):
         raise Refused(f"job {job_id} cannot be saved: {why}", hint="multiverse saved shows what takes the room")

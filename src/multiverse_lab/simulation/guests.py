@@ -110,6 +110,7 @@ class Guest:
     _restored: SavedFiles | None = None  # what the guest was restored from
     _permitted: bool = False  # the next run may go on with them
     flooded: bool = False  # its channel was closed
+    to_freeze: bool = False  # its host was asked to freeze the job, and cannot know how far that came once flooded
     rests: bool = False  # its daemons have ended, or its VM is stopped, to be saved
     _kill_waits: bool = False  # for the thaw
     _after_thaw: list[Callable[[], None]] = field(default_factory=list)
@@ -270,8 +271,8 @@ class Guest:
 
     @property
     def may_be_stuck(self) -> bool:
-        """Whether it may have to be ended: its job is frozen, or is to go on, and it does not answer."""
-        return self.flooded and (self._frozen or self._restored is not None)
+        """Whether it may have to be ended: its job may be frozen, or is to go on, and it does not answer."""
+        return self.flooded and (self._frozen or self.to_freeze or self._restored is not None)
 
     @property
     def is_cut_off(self) -> bool:

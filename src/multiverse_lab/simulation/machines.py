@@ -321,6 +321,9 @@ class Machines:
     # --- saves
 
     def freeze(self, vm: VmRef) -> None:
+        machine = self.find(vm)
+        if machine is not None and machine.guest is not None:
+            machine.guest.to_freeze = True
         self._started(vm).guest.freeze()
 
     def cut(self, vm: VmRef) -> None:
@@ -618,6 +621,7 @@ class Machines:
                 size=machine.size or machine.spec.size,
                 disk=self._written(machine),
                 frozen=machine.frozen,
+                mute=machine.channel_closed,
                 template_build=machine.template.name if machine.template else "",
                 template_memory=machine.template.key.size.memory if machine.template else 0,
             )

@@ -12,7 +12,6 @@ from multiverse.agent.connection import AgentConnection, ControllerEpoch, Contro
 from multiverse.agent.hypervisor import AgentHypervisor
 from multiverse.core.errors import Unknown
 from multiverse.core.model.host import Drain, HostState
-from multiverse.core.model.job import NodeState
 from multiverse.core.rows import Rows
 from multiverse.core.transition import Command
 from multiverse.store import Store
@@ -106,7 +105,7 @@ class SimulatedSite:
                 await asyncio.sleep(self._rng.uniform(*ASKING))
                 raise Unknown("the scheduler does not answer")
             nodes = self._cluster.view().nodes
-            return [name for name, node in nodes.items() if node.state in (NodeState.IDLE, NodeState.BUSY)]
+            return [name for name, node in nodes.items() if node.answers]
 
         return reached
 

@@ -156,6 +156,8 @@ def _step_saving(state: State, saved: Saved, vm: Vm | None, job: Job | None, wor
     elif vm is None or vm.state is not VmState.SERVING:
         lost = Why.SAVED_VM_LOST(vm=saved.vm_name)
         state.move((give_up if saved.state in (S.WRITING, S.KEEPING) else abandon)(saved, lost))
+    elif saved.state is S.PREPARING and is_mute(vm, world):
+        state.move(abandon(saved, Why.SAVE_MUTE(vm=vm.name)))
     elif saved.state in (S.PREPARING, S.FREEZING) and state.now - saved.since > policy.save_timeout:
         state.move(abandon(saved, Why.SAVE_LATE(step=saved.state, limit=policy.save_timeout)))
     else:  # what was cut off cannot be undone: it is tried for as long as the scheduler does not answer
@@ -371,6 +373,12 @@ def saved_is_settled(saved: Saved, world: World) -> bool:
 def is_kept_in_memory(state: State, vm: Vm, world: World) -> bool:
     """Whether a VM is shown no more because its host keeps it as a saved one."""
     return any(one.kept or _is_kept(one, vm.host, vm.place.source, world) for one in state.saved_of(vm))
+
+
+def is_mute(vm: Vm, world: World) -> bool:
+    """Whether its guest cannot be told anything: it could stop its job half way, and would then have to be ended."""
+    seen = world.vm(vm)
+    return seen is not None and seen.mute
 
 
 def is_held_for_saving(state: State, vm: Vm) -> bool:

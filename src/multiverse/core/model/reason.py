@@ -198,6 +198,7 @@ class Why(StrEnum):
     SAVE_AT_LIMIT = "save at limit", "its time limit is nearly over"
     NOT_SAVED = "not saved", "it is not saved: {because}"
     SAVE_LATE = "save late", "it was not saved: {step} took more than {limit:g} s"
+    SAVE_MUTE = "save mute", "the guest of its VM {vm} sent too much, and is told nothing any more"
     SAVED_VM_LOST = "saved vm lost", "its VM {vm} was lost before its state was complete"
     SAVED_JOB_OVER = "saved job over", "{job} is over: its state is of no use any more"
     SAVE_USER_QUOTA = ("save user quota",

@@ -109,6 +109,7 @@ class VmSeen:
     placed_on: str = ""  # the machine, where the hypervisor chooses it
     token: str = ""  # empty: the hypervisor keeps none
     frozen: bool = False  # the processes of its job are stopped
+    mute: bool = False  # its guest cannot be told anything any more
     size: Size | None = None  # with all that was plugged; None: unknown
     disk: int = 0  # MiB that its files can grow to; 0: unknown
     template_build: str = ""  # that it was forked from; empty: none, or unknown

@@ -133,6 +133,7 @@ class Monitor:
 # The most that this process reads from one guest. An agent sends some hundred bytes per job, and at most one long line.
 _BURST = 4 * MAX_LINE  # bytes
 _RATE = 64 << 10  # bytes per second
+_FLOODED, _FLOOD_HINT = "the guest flooded its channel, which was closed", "see what its job does as root"
 
 
 class AgentChannel:
@@ -203,7 +204,7 @@ class AgentChannel:
 
     def ask(self, line: bytes, answer: str, timeout: float, *, or_else: str = "") -> Report:
         """Send a line, and return the report of type `answer`, or of the other type. One thread at a time; others wait
-        for their turn."""
+        for their turn. Raises `Broken` if the guest has flooded the channel."""
         deadline = time.monotonic() + timeout
         with self._turn(timeout):
             self.send(line, timeout)
@@ -214,8 +215,15 @@ class AgentChannel:
         with self._turn(timeout):
             self.send(line, timeout)
 
+    @property
+    def flooded(self) -> bool:
+        """Whether the connection was ended because the guest had sent too much. It stays so."""
+        return self._credit < 0
+
     @contextmanager
     def _turn(self, timeout: float) -> Iterator[None]:
+        if self.flooded:
+            raise Broken(_FLOODED, hint=_FLOOD_HINT)
         if not self._in_use.acquire(timeout=timeout):
             raise Unknown(f"another request to the agent has been waiting for {timeout:.0f} s already")
         try:
@@ -252,7 +260,7 @@ class AgentChannel:
         self._received_at = now
         if self._credit < 0:
             self.shut_down()
-            raise Broken("the guest flooded its channel, which was closed", hint="see what its job does as root")
+            raise Broken(_FLOODED, hint=_FLOOD_HINT)
         return data
 
     def shut_down(self) -> None:

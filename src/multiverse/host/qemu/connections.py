@@ -58,6 +58,11 @@ class Connections:
             channel = self.channels[name] = AgentChannel(paths.agent)
         return channel
 
+    def is_mute(self, name: str) -> bool:
+        """Whether the guest was told for the last time, because it had flooded its channel."""
+        channel = self.channels.get(name)
+        return channel is not None and channel.flooded
+
     def poll_reports(self, name: str) -> list[Report]:
         """Reports that a guest sent unsolicited since the last call."""
         channel = self.channels.get(name)

@@ -162,6 +162,7 @@ class HostObserver:
             mac=known.mac,
             token=known.token,
             frozen=known.frozen,
+            mute=self._host.connections.is_mute(name),
             size=Size(known.total_cpus or known.cpus, known.total_memory or known.memory, net=known.net),
             disk=known.disk,
             template_build=known.template_build,
