@@ -10,15 +10,16 @@ import pytest
 
 from multiverse.controller.effects import JOBS_AT_ONCE, Effects, Surroundings
 from multiverse.controller.publication import AGAIN, AGAIN_LIMIT, pause
-from multiverse.core.errors import Refused, Unknown
+from multiverse.core.errors import Broken, Refused, Unknown
 from multiverse.core.machines.attempt import reclaim_attempt
 from multiverse.core.model.host import HostState, KnownHost
 from multiverse.core.model.job import Attempt, AttemptState, JobRef
+from multiverse.core.model.saved import Saved, SavedState
 from multiverse.core.model.vm import Place, Vm, VmRef, VmState
 from multiverse.core.transition import Done, EffectKind, Event
 from multiverse_lab.simulation.clock import VirtualClock
 from multiverse_lab.simulation.loop import run
-from tests.unit.rows import attempt, vm
+from tests.unit.rows import attempt, saved, vm
 from tests.unit.rows import state as state_of
 
 
@@ -33,6 +34,8 @@ class Ports:
         self.destroyed: list[str] = []
         self.silent: set[str] = set()
         self.submission = self.addresses = self.offers = self.templates = None
+        self.saves = self.saving = self
+        self.calls: list[str] = []  # of saves
 
     async def revoke(self, job: JobRef, reason: str) -> None:
         await self._call(job.job_id)
@@ -59,11 +62,18 @@ class Ports:
 
     async def delete_node(self, node: str) -> None: ...
 
+    async def thaw(self, vm: VmRef) -> None:
+        self.calls.append("thaw")
+        raise Broken("its guest has flooded its channel")
+
+    async def undo(self, job: JobRef, node: str, *, requeues: bool = True) -> None:
+        self.calls.append("undo")
+
 
 class Harness:
     """Effects of these rows. A job whose effect succeeded leaves the state that permits it."""
 
-    def __init__(self, *rows: Attempt | Vm, seed: int = 1) -> None:
+    def __init__(self, *rows: Attempt | Vm | Saved, seed: int = 1) -> None:
         self.ports: Any = Ports()
         self.state = state_of(*rows)
         self.done: list[Done] = []
@@ -195,5 +205,15 @@ def test_a_vm_is_destroyed_at_both_of_its_places_though_one_is_out_of_reach(sile
         await harness.run(1.2)
         assert harness.ports.destroyed == ["a1", "a2"]
         assert [isinstance(done.error, Unknown) for done in harness.done] == [fails]
+
+    run(script(), 1)
+
+
+@pytest.mark.parametrize("froze", [False, True])
+def test_what_was_never_to_be_frozen_is_not_thawed(froze: bool) -> None:
+    async def script() -> None:
+        harness = Harness(saved(SavedState.UNDOING, froze=froze), vm(VmState.SERVING, id=1))
+        await harness.run(0.5)
+        assert harness.ports.calls == (["thaw"] if froze else ["undo"])
 
     run(script(), 1)
