@@ -8,6 +8,7 @@ import pytest
 
 from multiverse.core.errors import Damaged, Exhausted, Gone, MultiverseError, Refused
 from multiverse.core.model.basics import ClaimKey, Size
+from multiverse.core.model.host import Drain
 from multiverse.core.model.job import AttemptState, JobRef, NodeState, Request, SaveWish
 from multiverse.core.model.saved import SavedSeen, SavedState
 from multiverse.core.model.vm import VmState
@@ -116,6 +117,20 @@ def test_what_cannot_be_written_goes_on_in_place(site: Site) -> None:
     assert again.id != first.id and (again.saved, again.host, again.token) == (site.saved.name, "h1", first.token)
     assert site.state.claims.get(ClaimKey(site.saved.key, "h1")) is None, "the VM has the room of the state"
     assert [claim.owner for claim in site.rows.claims if claim.owner.kind == "vm"] == [again.key]
+
+
+def test_a_job_in_memory_goes_on_though_its_host_is_drained(site: Site) -> None:
+    site.to_writing()
+    fail_to_write(site, 3)
+    site.run(Command("drain", "h1", drain=Drain(0.0, "a fan")))
+    keep(site)
+    for _ in range(4):
+        site.run()
+        site.clear()
+        if site.vm.saved:
+            break
+    assert (site.vm.saved, site.vm.host) == (site.saved.name, "h1")
+    assert not [one for one in site.rows.attempts.values() if one.quarantined]
 
 
 def test_a_job_in_memory_goes_on_though_the_first_one_waits_for_its_room(site: Site) -> None:
@@ -248,6 +263,14 @@ def test_the_job_of_a_damaged_state_is_held_with_the_reason(site: Site) -> None:
     for _ in range(3):
         site.run()
     assert site.vm.saved == site.saved.name, "released, it is tried again"
+
+
+def test_the_job_of_a_damaged_state_begins_anew_if_its_user_agreed() -> None:
+    site = Site(request=Request(1, Size(1, 100), save=SaveWish(restart=True)))
+    site.to_restored()
+    damage(site)
+    assert site.saved.state is S.DISCARDING
+    assert attempt_state(site) is A.CLAIMED and not site.vm.saved, "in a VM that is not restored"
 
 
 def test_a_storage_out_of_reach_is_waited_for(site: Site) -> None:

@@ -385,11 +385,12 @@ def apply_result(state: State, done: Done, world: World, policy: Policy) -> None
 
 def _hold_damaged(state: State, vm: Vm, why: Reason) -> None:
     """A VM cannot be restored: its state is not as it was saved. It is kept, and its job is held: perhaps it is mended.
-    What was kept in memory is lost."""
+    What was kept in memory is lost; and a job whose user agreed begins anew."""
     state.move(end_vm(vm, Event.FAILED, why))
     for saved in state.saved_named(vm.saved):
         if saved.state in (SavedState.STORED, SavedState.RESUMING):
-            state.move((give_up if saved.kept else hold_saved)(saved, Why.SAVED_DAMAGED(why)))
+            lost = saved.kept or saved.may_restart
+            state.move((give_up if lost else hold_saved)(saved, Why.SAVED_DAMAGED(why)))
 
 
 def _note_failed_save(state: State, saved: Saved, error: MultiverseError | None, why: Reason, world: World) -> None:

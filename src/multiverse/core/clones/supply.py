@@ -138,7 +138,7 @@ def placed_by(context: Context, attempt: Attempt, choice: Choice, made: Sequence
 
 
 def claims_of(context: Context, vms: Iterable[Vm]) -> list[Claim]:
-    hosts = context.with_avoided().hosts  # of a joined spare, which is taken wherever it is
+    hosts = context.in_sight  # a joined spare, and a VM that was kept in memory, are taken wherever they are
     return [Claim(vm.key, vm.host, vm_claim(vm.size, hosts[vm.host], vm.image, vm.kind)) for vm in vms]
 
 
