@@ -30,6 +30,7 @@ from multiverse_lab.simulation.clock import EPOCH
 from multiverse_lab.simulation.guests import LIVE, Guest, Registration, Run
 from multiverse_lab.simulation.jobs import KILL_WAIT, Batch, JobRecord, NodeRecord
 from multiverse_lab.simulation.processes import Ledger
+from multiverse_lab.simulation.state_files import AWAY, KILLED, MISSED, KeptRun
 
 NOTICED = 5.0
 """Seconds by which the controller may notice the start of a run later than its end."""
@@ -63,6 +64,7 @@ class ClusterSettings:
     bf_interval: tuple[float, float] = (5.0, 30.0)  # between two cycles of backfill
     bf_cycle: tuple[float, float] = (0.0, 3.0)  # from the beginning of such a cycle to its end
     min_wait: float = 0.0  # seconds that a job waits for physical nodes before it may be moved to a VM
+    forgets: float = 0.0  # the share of requeues of saved jobs after which slurmctld is killed before it has kept them
 
 
 @dataclass
@@ -169,6 +171,7 @@ class Cluster:
         self.epoch = EPOCH  # Unix time when the time of the event loop is 0
         self.hint: Callable[[int | None, str], None] = lambda uid, job_id: None
         self.host_of: Callable[[str], str] = lambda node: node  # on which host a node is
+        self.log: Callable[[str], None] = lambda text: None
         self._rng = rng
         self._loop = asyncio.get_running_loop()
         self._next = settings.first_id
@@ -277,10 +280,38 @@ class Cluster:
         guest = self.nodes[job.nodes[0]].guest if job.nodes and job.nodes[0] in self.nodes else None
         if guest is None or not guest.is_cut_off:
             self.stopped_by_controller(job, "was queued again before it was cut off")
+        if self.settings.forgets and guest is not None and self._rng.random() < self.settings.forgets:
+            kept = KeptRun.of(job, self.nodes[job.nodes[0]])
+            self._after(KILLED, lambda: self._be_killed(kept))
         job.by_controller = True
         self.requeue(job.job_id)
         job.run_seconds = math.inf
         job.held |= hold
+
+    def _be_killed(self, kept: KeptRun) -> None:
+        """slurmctld is killed before it has kept that it queued a job again, and is started again."""
+        if not self.up or not kept.may_be_latest:
+            return
+        self.log(f"slurmctld is killed, and has not kept that it queued {kept.job.job_id} again")
+        self.go_away()
+
+        def start() -> None:
+            if kept.may_be_latest and kept.job.job_id in self.jobs:
+                kept.show_again(self.nodes, self._loop.time())
+            self.restart()
+            self.come_back()
+            self._after(MISSED, lambda: self._miss(kept))
+
+        self._after(AWAY, start)
+
+    def _miss(self, kept: KeptRun) -> None:
+        """The daemon of a node has registered without the job that slurmctld takes for running there."""
+        job, node = kept.job, self.nodes.get(kept.node.name)
+        shown = job.state in LIVE and job.restarts == kept.fields["restarts"]
+        guest = node.guest if node is not None and node.job is job and not node.down else None
+        if shown and guest is not None and guest.reachable and not guest.executes(job):
+            job.again = job.batch.requeue
+            self._stop(job, "NODE_FAIL")
 
     def suspend(self, job_id: str) -> None:
         self._suspend(self.jobs[job_id], JobState.RUNNING, JobState.SUSPENDED)
@@ -343,7 +374,7 @@ class Cluster:
         guests = [self.nodes[name].guest for name in job.nodes if name in self.nodes]
         whole = all(guest.alive and guest.serves() is job and not guest.waits_for_user for guest in guests)
         whole = whole and not any(guest.has_run_before(job) for guest in guests)
-        whole = whole and not any(guest.may_be_stuck for guest in guests)
+        whole = whole and not any(guest.may_be_stuck or guest.is_cut_off for guest in guests)
         whole = whole and not job.short_runs  # a run of which the launch failed had these nodes before
         if job.state in LIVE and whole:
             self.violations.append(f"job {job.job_id} ran on VMs that were all well, and {how}")
@@ -736,7 +767,7 @@ class Cluster:
         return done
 
     def _release_node(self, job: JobRecord, name: str) -> None:
-        if name not in job.busy:
+        if name not in job.busy or job.state in LIVE:  # or slurmctld has forgotten that the run has ended
             return
         job.busy.remove(name)
         node = self._node(name)

@@ -376,6 +376,7 @@ class IncidentKind(StrEnum):
     HOST_DISK_FULL = "the disk of a host is full"
     STORAGE_AWAY = "a host does not reach the storage of saved VMs"
     STORAGE_FULL = "the storage of saved VMs is full"
+    STORAGE_LOST = "the files in a storage of saved VMs are lost"
     NAME_SERVICE_SILENT = "the name service does not answer"
     SOURCE_SLOW = "a source answers observations after ten minutes"
     TEMPLATE_DELETED = "an operator deletes a template"
@@ -399,7 +400,8 @@ class IncidentKind(StrEnum):
 @dataclass(frozen=True)
 class Incident:
     """Something that happens to the world at virtual second `at` and lasts `seconds`. `pick`, from 0 to 1, chooses
-    one of the objects that exist then. A database is restored from a copy that was made at `at`, `seconds` later."""
+    one of the objects that exist then. A database is restored from a copy that was made at `at`, `seconds` later.
+    Every other time the files of a storage are put back from a backup `seconds` after they were lost."""
 
     at: float
     kind: IncidentKind
@@ -434,6 +436,7 @@ DURATIONS: Mapping[IncidentKind, tuple[float, float]] = {
     IncidentKind.HOST_DISK_FULL: (1.0, 100.0),
     IncidentKind.STORAGE_AWAY: (1.0, 100.0),
     IncidentKind.STORAGE_FULL: (1.0, 100.0),
+    IncidentKind.STORAGE_LOST: (5.0, 100.0),
     IncidentKind.NAME_SERVICE_SILENT: (5.0, 300.0),
     IncidentKind.SOURCE_SLOW: (10.0, 200.0),
     IncidentKind.DATABASE_RESTORED: (0.1, 60.0),

@@ -33,6 +33,7 @@ _ANYWHERE: dict[IncidentKind, tuple[float, ...]] = {
     IncidentKind.HOST_DISK_FULL: (0.0, 0.0, 0.0, 40.0),
     IncidentKind.STORAGE_AWAY: (0.0, 0.0, 20.0),
     IncidentKind.STORAGE_FULL: (0.0, 0.0, 20.0),
+    IncidentKind.STORAGE_LOST: (0.0, 0.0, 0.0, 40.0),
     IncidentKind.DISK_FULL: (0.0, 0.0, 0.0, 30.0),
     IncidentKind.CONTROLLER_CRASH: (0.0, 0.0, 8.0, 40.0),
 }
@@ -96,8 +97,10 @@ def _with_trouble(scenario: Scenario, rng: Random) -> Scenario:
             cut_off, IncidentKind.LINK_HANGS, rng, UNTIL))  # fmt: skip
         if agents.self_fence:
             incidents = tuple(started_again_soon(one) for one in incidents)
+    cluster = replace(scenario.world.cluster, forgets=rng.choice((0.0, 0.0, 0.2, 0.5)))
     return replace(
         scenario,
+        world=replace(scenario.world, cluster=cluster),
         scheduler_odds=odds[0],
         hypervisor_odds=odds[1],
         incidents=tuple(sorted(incidents, key=_when)),
@@ -128,9 +131,12 @@ def _arrival(rng: Random) -> Arrival:
         image=rng.choice((None, None, None, "stiff")),
         limit=rng.choice((None, None, seconds + 1.0, seconds + 30.0, max(1.0, seconds / 2))),
     )
+    anew = rng.random() < 0.5
     if rng.random() < 0.2:  # it needs several runs
         limit = rng.choice((30.0, 60.0))
-        batch = replace(batch, seconds=120.0, limit=limit, save=SaveWish(rng.choice((12.0, limit / 2))))
+        batch = replace(batch, seconds=120.0, limit=limit, save=SaveWish(rng.choice((12.0, limit / 2)), anew))
+    elif rng.random() < 0.2:
+        batch = replace(batch, save=SaveWish(5.0, anew))
     tasks = 2 if rng.random() < 0.1 else 0
     return Arrival(rng.uniform(0.5, 30.0), batch, tasks, _actions(rng, batch.size))
 

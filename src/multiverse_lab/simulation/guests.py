@@ -336,6 +336,10 @@ class Guest:
             (run.job, run.restarts) == (job.number, job.restarts) for run in self._mine
         )
 
+    def executes(self, job: JobRecord) -> bool:
+        """Whether a run of the job goes on here, or its processes are frozen and not cut off."""
+        return self._job is job
+
     def has_run_before(self, job: JobRecord) -> bool:
         """Whether this guest knows an earlier run of the job."""
         return any(run.job == job.number and run.restarts < job.restarts for run in self._mine)

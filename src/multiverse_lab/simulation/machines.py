@@ -15,6 +15,7 @@ from multiverse.core.model.identity import Identity, NodeBootstrap, User
 from multiverse.core.model.saved import SavedSeen
 from multiverse.core.model.usage import Load
 from multiverse.core.model.vm import TemplateCondition, TemplateKey, TemplateSeen, VmCondition, VmRef, VmSeen, VmSpec
+from multiverse_lab.simulation.clock import EPOCH
 from multiverse_lab.simulation.guests import Guest
 from multiverse_lab.simulation.processes import SavedFiles
 
@@ -372,7 +373,7 @@ class Machines:
             self.violations.append(f"{machine.spec.name} was saved before its job was cut off")
         else:
             memory.which.states += 1
-        return SavedFiles(name, machine.spec, identity, memory, machine.takes.memory << 18)
+        return SavedFiles(name, machine.spec, identity, memory, machine.takes.memory << 18, EPOCH + self._now())
 
     def keep(self, vm: VmRef, name: str) -> None:
         """Keep a VM, stopped, in the memory of its host, where it is no VM any more."""
@@ -390,6 +391,14 @@ class Machines:
         if host not in self.detached and self.hosts[host].storage is not None:
             self._storage(host).pop(name, None)
             self.unfinished.get(self._storage_name(host), set()).discard(name)
+
+    def lose_files(self, storage: str) -> dict[str, SavedFiles]:
+        """Remove all files of a storage. Returns those that were complete, as a backup has them."""
+        self.unfinished.pop(storage, None)
+        return self.storages.pop(storage, {})
+
+    def put_back(self, storage: str, files: dict[str, SavedFiles]) -> None:
+        self.storages[storage] = files | self.storages.get(storage, {})
 
     def left_in_storages(self) -> list[str]:
         """What the storages hold."""
@@ -649,7 +658,8 @@ class Machines:
             return kept
         storage, files = host.storage.name, sorted(self._storage(host.name).items())
         shown = {name: SavedSeen(name, "", 0, storage, complete=False) for name in self.unfinished.get(storage, ())}
-        return kept | shown | {name: SavedSeen(name, one.spec.token, one.bytes, storage) for name, one in files}
+        seen = {name: SavedSeen(name, one.spec.token, one.bytes, storage, one.written) for name, one in files}
+        return kept | shown | seen
 
     def _load(self, host: str) -> Load:
         """Guests that run use all their CPUs."""

@@ -47,6 +47,7 @@ class SavedFiles:
     identity: Identity
     frozen: FrozenProcesses | None
     bytes: int
+    written: float  # Unix time
     attached: object = None
 
 

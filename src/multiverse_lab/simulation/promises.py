@@ -271,6 +271,7 @@ def is_disturbed(scenario: Scenario) -> bool:
         or scenario.hypervisor_odds.rates
         or scenario.scheduler_odds.rates
         or scenario.world.guests != GuestBehaviour()
+        or scenario.world.cluster.forgets
     )
 
 

@@ -64,7 +64,7 @@ OF_FAILING = (
     IncidentKind.HOST_MUTES,
     IncidentKind.LAUNCHES_FAIL,
 )
-OF_STORAGES = (IncidentKind.STORAGE_AWAY, IncidentKind.STORAGE_FULL)
+OF_STORAGES = (IncidentKind.STORAGE_AWAY, IncidentKind.STORAGE_FULL, IncidentKind.STORAGE_LOST)
 USED_UP = 0.3  # the share of full disks on which not even releases are committed
 SLOW = 600.0  # seconds that an observation of a slow source takes
 
@@ -188,7 +188,7 @@ class _Simulation:
         self.store = self._open()
         self.crashed = asyncio.Event()
         self.world.cluster.hint = self._hint
-        self.world.log = self._log
+        self.world.log = self.world.cluster.log = self._log
         self.plan.log = self._log
         for host, agent in self.world.site.agents.items():
             agent.epochs.taken = partial(self._inherit, host)
@@ -445,8 +445,11 @@ class _Simulation:
         machines.make_room(host)
 
     async def _lose_storage(self, host: str, incident: Incident) -> None:
-        """The storage of a host is out of its reach, or has no room, for a while."""
+        """The storage of a host is out of its reach, or has no room, for a while, or loses its files."""
         machines, storage = self.world.machines, self.world.machines.hosts[host].storage
+        if storage is not None and incident.kind is IncidentKind.STORAGE_LOST:
+            await self._lose_files(storage.name, incident)
+            return
         away = incident.kind is IncidentKind.STORAGE_AWAY
         what, where = (host, machines.detached) if away else (storage.name if storage else "", machines.full_storages)
         if storage is None or what in where:
@@ -456,6 +459,15 @@ class _Simulation:
         await asyncio.sleep(incident.seconds)
         self._log(f"the end of: {incident.kind}: {what}")
         where.discard(what)
+
+    async def _lose_files(self, storage: str, incident: Incident) -> None:
+        lost = self.world.machines.lose_files(storage)
+        self._log(f"incident: {incident.kind}: {storage}, {', '.join(sorted(lost)) or 'none'}")
+        await asyncio.sleep(incident.seconds)
+        if int(incident.pick * 1000) % 2:
+            self._log(f"the files of {storage} are put back from a backup")
+            self.world.machines.put_back(storage, lost)
+        self.savers.mend()
 
     def _order_move(self, incident: Incident) -> None:
         """An operator has a VM moved that runs a job: to any host, or to one that may not even take it."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 
 from multiverse.core.model.job import AttemptState, JobState
-from multiverse.core.model.saved import WAITS_FOR_RUN
+from multiverse.core.model.reason import Why
+from multiverse.core.model.saved import WAITS_FOR_RUN, SavedState
 from multiverse.core.rows import Rows
 from multiverse.core.transition import Command
 from multiverse_lab.simulation.jobs import JobRecord
@@ -21,6 +22,8 @@ PATIENCE = 120.0
 
 PAUSE = 0.5  # seconds between two looks; twice as long after each try
 LONGEST = 8.0  # seconds between two tries
+DECISION = 30.0  # seconds between two looks at jobs that cannot go on
+DAMAGED = Why.SAVED_DAMAGED
 
 
 class Savers:
@@ -31,10 +34,26 @@ class Savers:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def act(self, kind: str, job: JobRecord) -> None:
-        work = self._resume(job) if kind == "resume_saved" else self._save(job, hold=kind == "save_held")
+        self._start(self._resume(job) if kind == "resume_saved" else self._save(job, hold=kind == "save_held"))
+
+    def _start(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    def mend(self) -> None:
+        """From now on let each job go on whose files were lost: with those that were put back, or else anew."""
+        self._start(self._mend())
+
+    async def _mend(self) -> None:
+        tried = set[int]()
+        while True:
+            damaged = [one for one in self._rows().saved.values() if one.reason and one.reason.kind is DAMAGED]
+            for saved in damaged:
+                if saved.state is SavedState.STORED and saved.hold:
+                    self._give(Command("resume_saved", job=saved.job.job_id, anew=saved.id in tried))
+                    tried.add(saved.id)
+            await asyncio.sleep(DECISION)
 
     async def _save(self, job: JobRecord, *, hold: bool) -> None:
         """A job that waits is tried once: each command costs a pass of the controller."""
