@@ -177,13 +177,14 @@ class SavedView:
 
     job_id: str
     uid: int
-    # preparing, freezing, cutting (off from the scheduler), writing, keeping (in memory), stored, resuming, holding,
-    # thawing, undoing or discarding
+    # preparing, freezing, cutting (off from the scheduler), writing, keeping (in memory), stored, copying (to another
+    # storage), resuming, holding, thawing, undoing or discarding
     state: str
     since: float  # when it entered its state
     vm: str
     bytes: int  # of its files; 0 until they are complete
-    storage: str
+    storage: str  # where its files are, or are written; empty: nowhere, because it is in memory
+    copy: str  # another storage with the same files; empty: none has them
     in_memory: bool  # it could not be written, and is kept in the memory of its host
     held: bool  # until somebody resumes it
     reason: str

@@ -422,6 +422,9 @@ class SaveSettings:
     # Where the states are: a directory that the hosts share, so that a job can be resumed on any of them, or one of a
     # host's own.
     directory: Path = Path("/var/lib/multiverse/saved")
+    # Another directory, elsewhere, to which each state is copied once it is complete. So a job goes on on any host that
+    # reaches it, though the host that saved the job is lost, or its disk. None: states are not copied.
+    copy: Path | None = None
     # A job that asks to be saved at its time limit (vm:save) is saved so many seconds before, unless it says when.
     before: Annotated[float, Field(ge=60)] = 120.0
     max_runs: Annotated[int, Field(ge=1)] = 7  # runs of a job: the last one is not saved, and ends at its time limit

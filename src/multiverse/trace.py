@@ -231,6 +231,7 @@ _WRITTEN: Mapping[str, Callable[..., dict[str, Any]]] = {
     "freeze": _VM,
     "cut": _VM,
     "save": lambda vm, name, key: {"vm": vm.name, "saved": name},
+    "copy": lambda source, name, key: {"source": source, "saved": name},
     "keep_in_memory": lambda vm, name: {"vm": vm.name, "saved": name},
     "thaw": _VM,
     "move": lambda vm, number, target: {"vm": vm.name, "move": number, "target": target.host},

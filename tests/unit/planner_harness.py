@@ -41,6 +41,7 @@ SELF_EXPLAINING = frozenset(
         Event.SUBMITTED, Event.NOTED, Event.AT_GATE, Event.LEFT_GATE, Event.CREATED, Event.ALL_JOINED, Event.RUNS,
         Event.PLANNED, Event.EXISTS, Event.START, Event.REGISTERED, Event.FOUND, Event.ABSENT, Event.BUILT,
         Event.READY, Event.FROZEN, Event.STORED, Event.THAWED, Event.RESUMED,
+        Event.COPY_DUE, Event.COPIED,
     }
 )  # fmt: skip
 """Events with which the journal need not give a reason."""

@@ -80,6 +80,7 @@ EFFECTS: list[tuple[Row, E | None, str]] = [
     (saved(S.KEEPING), E.KEEP, ""),
     (saved(S.HOLDING, reason="it cannot go on"), E.HOLD, "it cannot go on"),
     (saved(S.STORED), None, ""),
+    (saved(S.COPYING), E.COPY, ""),
     (saved(S.RESUMING), E.RESUME, ""),
     (saved(S.THAWING), E.THAW, ""),
     (saved(S.UNDOING), E.UNDO, ""),

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import cast
 
 from multiverse.core.model.basics import CloneKind
+from multiverse.core.model.saved import SavedSeen
 from multiverse.host.qemu import saves
 from multiverse.host.qemu.context import HostContext
 
@@ -17,9 +18,13 @@ VM = saves.SavedVm("mvx-1", "token", CloneKind.INSTANT, "slim", "key", "7.2", "t
                    FILE, FILE, 0.0)  # fmt: skip
 
 
-def host(storage: Path) -> HostContext:
-    config = SimpleNamespace(saves=storage, host="h1", prefix="mvx-")
+def host(storage: Path, copies: Path | None = None) -> HostContext:
+    config = SimpleNamespace(saves=storage, copies=copies, host="h1", prefix="mvx-")
     return cast("HostContext", SimpleNamespace(config=config, version="7.2", accelerator=SimpleNamespace(name="tcg")))
+
+
+def what_is_shown(one: HostContext) -> dict[str, SavedSeen]:
+    return saves.shown(one, saves.storage(one), saves.copies(one), ())
 
 
 def test_incomplete_files_are_shown_as_such_until_they_are_discarded(tmp_path: Path) -> None:
@@ -30,9 +35,9 @@ def test_incomplete_files_are_shown_as_such_until_they_are_discarded(tmp_path: P
     (tmp_path / ".mvx-2-2.writing").mkdir()
     (tmp_path / ".mvx-2-2.writing" / saves.FILE).write_text(json.dumps(asdict(replace(VM, name="mvx-2"))))
     (tmp_path / "mvx-3-3").mkdir()  # its removal was interrupted
-    shown = saves.shown(host(tmp_path), saves.storage(host(tmp_path)), ())
+    shown = what_is_shown(host(tmp_path))
     assert {name: one.complete for name, one in shown.items()} == {"mvx-1-1": True, "mvx-2-2": False, "mvx-3-3": False}
     assert (shown["mvx-1-1"].token, shown["mvx-1-1"].size) == ("token", 20)
     for name in shown:
         saves.discard(host(tmp_path), name)
-    assert not saves.shown(host(tmp_path), saves.storage(host(tmp_path)), ())
+    assert not what_is_shown(host(tmp_path))

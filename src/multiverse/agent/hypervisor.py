@@ -222,6 +222,9 @@ class AgentHypervisor:
     async def save(self, vm: VmRef, name: str, key: str = "") -> Sequence[Stage]:
         return (await self._agent(vm.source).call(protocol.Save(vm=vm, saved=name, key=key))).stages
 
+    async def copy(self, source: str, name: str, key: str = "") -> None:
+        await self._agent(source).call(protocol.Copy(saved=name, key=key))
+
     async def keep_in_memory(self, vm: VmRef, name: str) -> None:
         await self._agent(vm.source).call(protocol.Keep(vm=vm, saved=name))
 

@@ -286,6 +286,16 @@ class Save(AgentCall[Stages]):
         return Stages(stages=tuple(await _saves(agent).save(self.vm, self.saved, self.key)))
 
 
+class Copy(AgentCall[Nothing]):
+    name: Literal["copy"] = "copy"
+    saved: str
+    key: str = ""
+
+    async def answer(self, agent: SiteAgent) -> Nothing:
+        await _saves(agent).copy(agent.host, self.saved, self.key)
+        return Nothing()
+
+
 class Keep(AgentCall[Nothing]):
     name: Literal["keep"] = "keep"
     vm: VmRef

@@ -120,6 +120,9 @@ class CompositeHypervisor:
     async def save(self, vm: VmRef, name: str, key: str = "") -> Sequence[Stage]:
         return await self._saves(vm.source).save(vm, name, key)
 
+    async def copy(self, source: str, name: str, key: str = "") -> None:
+        await self._saves(source).copy(source, name, key)
+
     async def keep_in_memory(self, vm: VmRef, name: str) -> None:
         await self._saves(vm.source).keep_in_memory(vm, name)
 

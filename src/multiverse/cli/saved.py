@@ -35,7 +35,7 @@ def save(
         while (found := _of(client, job)) is not None and found.state in _NOT_YET:
             reason = found.reason
             time.sleep(_POLL)
-    if found is None or found.state not in ("stored", "resuming", "thawing"):
+    if found is None or found.state not in ("stored", "copying", "resuming", "thawing"):
         what = f"job {job} was not saved: {found.reason if found is not None else reason}"
         raise Refused(what, hint=f"multiverse explain {job} says what became of it")
     kept = "in the memory of its host, because it could not be written"
@@ -63,9 +63,11 @@ def saved(controller: Controller = "", json: render.Json = False) -> None:
         document = client.saved()
     if json:
         return render.as_json(document)
-    table = render.table("JOB", "STATE", "SINCE", "SIZE", "HELD", "VM", "REASON", right=("SINCE", "SIZE"))
+    titles = ("JOB", "STATE", "SINCE", "SIZE", "STORAGE", "COPY", "HELD", "VM", "REASON")
+    table = render.table(*titles, right=("SINCE", "SIZE"))
     for one in decode(list[api.SavedView], document):
         size = "in memory" if one.in_memory else f"{one.bytes >> 20} MiB" if one.bytes else "–"
-        cells = (render.age(one.since), size, "yes" if one.held else "–", one.vm, one.reason)
+        where = (one.storage or "–", one.copy or "–")
+        cells = (render.age(one.since), size, *where, "yes" if one.held else "–", one.vm, one.reason)
         table.add_row(one.job_id, render.state(one.state), *cells)
     render.show(table, "No job is saved.")

@@ -56,7 +56,7 @@ _ON_JOBS = (
 
 TIMEOUTS: dict[EffectKind, float] = {EffectKind.BUILD: 600.0, EffectKind.CREATE: 300.0, EffectKind.START: 300.0,
                                    EffectKind.FENCE: 3600.0, EffectKind.SAVE: 3600.0,
-                                   EffectKind.MOVE: 3600.0}  # fmt: skip
+                                   EffectKind.COPY: 3600.0, EffectKind.MOVE: 3600.0}  # fmt: skip
 OTHER_TIMEOUT = 60.0
 
 
@@ -415,7 +415,7 @@ class Effects:
             case EffectKind.CUT:
                 await saves.cut(vm)
                 await saving.requeue(saved.job, hold=saved.hold, text=effect.text)
-            case EffectKind.SAVE | EffectKind.KEEP:
+            case EffectKind.SAVE | EffectKind.KEEP | EffectKind.COPY:
                 return await self._write(effect.kind, saved, saves, vm)
             case EffectKind.HOLD:
                 await self._scheduler.hold(saved.again or saved.job, effect.text)
@@ -429,7 +429,7 @@ class Effects:
             case EffectKind.UNDO:
                 await self._undo(saved, saves, saving, vm)
             case EffectKind.DISCARD:
-                await saves.discard(self._around.state.source_reaching(saved), saved.name)
+                await self._discard(saved, saves)
             case _:
                 raise AssertionError(f"no such effect: {effect}")
         return None
@@ -446,16 +446,33 @@ class Effects:
         if kind is EffectKind.KEEP:
             await saves.keep_in_memory(vm, saved.name)
             return ()
+        if kind is EffectKind.COPY:
+            await saves.copy(self._around.state.source_copying(saved) or saved.source, saved.name, self._key(saved))
+            return ()
         keys = self._around.saved_keys
         key = keys.make(saved.uid, saved.name) if keys is not None and saved.encrypted else ""
         return await saves.save(vm, saved.name, key)
+
+    async def _discard(self, saved: Saved, saves: Saves) -> None:
+        """In all storages. One of them may be out of reach."""
+        failed = None
+        for source in self._around.state.sources_discarding(saved):
+            try:
+                await saves.discard(source, saved.name)
+            except MultiverseError as error:
+                failed = error
+        if failed is not None:
+            raise failed
 
     def _key_of_restored(self, vm: Vm) -> str:
         """The key of the saved VM that this one is restored from; empty if it has none. Raises `Damaged` if that is
         gone: unencrypted files in its place are not what was saved."""
         saved = next(iter(self._around.state.saved_named(vm.saved)), None) if vm.saved else None
+        return self._key(saved) if saved is not None and not saved.kept else ""
+
+    def _key(self, saved: Saved) -> str:
         keys = self._around.saved_keys
-        if saved is None or keys is None or not saved.encrypted or saved.kept:
+        if keys is None or not saved.encrypted:
             return ""
         if not (key := keys.find(saved.uid, saved.name)):
             what = f"the saved VM {saved.name} is encrypted, and the key of user {saved.uid} is gone"
@@ -532,6 +549,7 @@ def _specification(vm: Vm) -> VmSpec:
         address=vm.address,
         source=vm.place.source,
         saved=vm.saved,
+        storage=vm.storage,
     )
 
 

@@ -422,6 +422,7 @@ def shape_of(host: Host) -> Hashable:
         frozenset(host.images.items()),
         frozenset(host.disks.items()),
         host.storage,
+        host.copies,
         host.moves,
     )
 

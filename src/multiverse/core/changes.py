@@ -20,7 +20,15 @@ from multiverse.core.errors import Broken, Damaged, Exhausted, Gone, MultiverseE
 from multiverse.core.machines.attempt import not_saved, return_attempt
 from multiverse.core.machines.host import add_host, drain_host, fence, remove_host, resume_host
 from multiverse.core.machines.lease import release_lease
-from multiverse.core.machines.saved import abandon, count_failure, give_up, hold_saved, undo_save
+from multiverse.core.machines.saved import (
+    abandon,
+    count_failed_copy,
+    count_failure,
+    drop_storage,
+    give_up,
+    hold_saved,
+    undo_save,
+)
 from multiverse.core.machines.template import (
     adopt_template,
     break_template,
@@ -35,7 +43,7 @@ from multiverse.core.model.host import OFF_STATES, Claim, Host, HostState, Hyper
 from multiverse.core.model.identity import serial_of
 from multiverse.core.model.job import OPEN_LEASES, Attempt, AttemptState, Job, Lease, LeaseState
 from multiverse.core.model.reason import Reason, Why
-from multiverse.core.model.saved import Saved, SavedState
+from multiverse.core.model.saved import COMPLETE, Saved, SavedState, Storage
 from multiverse.core.model.vm import (
     Place,
     Template,
@@ -171,6 +179,12 @@ def _follow_hosts(state: State, compared: Compared, source: str, hosts: Mapping[
             state.touched.note(name)
         if host is not old:
             compared.unlearned.add(name)
+            if _storages(host) != _storages(old):  # states may be to be copied now
+                state.dirty.saved.update(state.saved)
+
+
+def _storages(host: Host | None) -> tuple[Storage | None, ...]:
+    return (host.storage, host.copies) if host is not None else (None, None)
 
 
 def _moves(old: VmSeen, new: VmSeen) -> bool:
@@ -384,13 +398,16 @@ def apply_result(state: State, done: Done, world: World, policy: Policy) -> None
 
 
 def _hold_damaged(state: State, vm: Vm, why: Reason) -> None:
-    """A VM cannot be restored: its state is not as it was saved. It is kept, and its job is held: perhaps it is mended.
-    What was kept in memory is lost; and a job whose user agreed begins anew."""
+    """A VM cannot be restored: its state is not as it was saved. It goes on from its other storage, if there is one.
+    Otherwise it is kept, and its job is held: perhaps it is mended. What was kept in memory is lost; and a job whose
+    user agreed begins anew."""
     state.move(end_vm(vm, Event.FAILED, why))
     for saved in state.saved_named(vm.saved):
-        if saved.state in (SavedState.STORED, SavedState.RESUMING):
-            lost = saved.kept or saved.may_restart
-            state.move((give_up if lost else hold_saved)(saved, Why.SAVED_DAMAGED(why)))
+        if saved.state not in (*COMPLETE, SavedState.RESUMING):
+            continue
+        other = None if saved.kept else drop_storage(saved, vm.storage, why)
+        lost = saved.kept or saved.may_restart
+        state.move(other or (give_up if lost else hold_saved)(saved, Why.SAVED_DAMAGED(why)))
 
 
 def _note_failed_save(state: State, saved: Saved, error: MultiverseError | None, why: Reason, world: World) -> None:
@@ -399,6 +416,8 @@ def _note_failed_save(state: State, saved: Saved, error: MultiverseError | None,
             state.move(abandon(saved, why), *_told_not_saved(state, saved, error, why))
         case SavedState.WRITING:
             state.move(count_failure(saved, why))
+        case SavedState.COPYING:
+            state.move(count_failed_copy(saved, why))
         case SavedState.KEEPING if isinstance(error, Broken):  # its guest does not answer any more
             state.move(give_up(saved, why))
         case SavedState.CUTTING | SavedState.THAWING | SavedState.UNDOING if isinstance(error, Broken):

@@ -97,7 +97,7 @@ def step_all(state: State, world: World, policy: Policy, *, releasing: bool = Fa
         state.dirty.saved.discard(saved_id)
         with quarantine_on_error(state, Key("saved", saved_id)):
             step_saved(state, saved_id, world, policy)
-        if (saved := state.saved.get(saved_id)) and not saved_is_settled(saved, world):
+        if (saved := state.saved.get(saved_id)) and not saved_is_settled(state, saved, world):
             state.dirty.saved.add(saved_id)
     for vm_id in sorted(state.dirty.vms):
         state.dirty.vms.discard(vm_id)  # what its own move, or another row's, marks is stepped in the next round

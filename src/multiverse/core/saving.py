@@ -11,7 +11,7 @@ from multiverse.core.model.basics import ClaimKey
 from multiverse.core.model.host import Host
 from multiverse.core.model.job import Attempt, AttemptState, Job
 from multiverse.core.model.reason import Reason, Why, said
-from multiverse.core.model.saved import UNWRITTEN, WAITS_FOR_RUN, Saved, SavedState
+from multiverse.core.model.saved import COMPLETE, UNWRITTEN, WAITS_FOR_RUN, Saved, SavedState
 from multiverse.core.model.vm import MOVING_STATES, Vm, VmState
 from multiverse.core.model.world import World
 from multiverse.core.policy import Policy
@@ -196,7 +196,7 @@ def _resume(state: State, command: Command) -> None:
     by_operator = saved.hold and saved.reason is None and saved.asked.kind is not Why.SAVE_ASKED
     if by_operator and command.uid is not None:
         raise Refused(f"job {job_id} was saved and is held by an operator", hint="ask the operators to resume it")
-    waits = saved.state is SavedState.HOLDING or (saved.state is SavedState.STORED and not state.restored_from(saved))
+    waits = saved.state is SavedState.HOLDING or (saved.state in COMPLETE and not state.restored_from(saved))
     if command.anew and not waits:
         hint = "multiverse saved shows how far it is"
         raise Refused(f"job {job_id} cannot begin anew while it is saved or restored", hint=hint)

@@ -18,7 +18,7 @@ from multiverse.core.model.basics import ClaimKey, CloneKind, Key
 from multiverse.core.model.host import Claim, Drain, HostState, KnownHost
 from multiverse.core.model.job import WAITING_STATES, Attempt, AttemptState, JobRef, Lease, Request
 from multiverse.core.model.reason import Reason, Why
-from multiverse.core.model.saved import WAITS_FOR_RUN, Saved
+from multiverse.core.model.saved import WAITS_FOR_RUN, Saved, SavedSeen
 from multiverse.core.model.vm import Offer, Template, TemplateKey, TemplateState, Vm, VmState
 from multiverse.core.model.world import Row, World
 from multiverse.core.queue import Queue
@@ -362,11 +362,33 @@ class State(LiveRows):
     def restored_from(self, saved: Saved) -> Vm | None:
         return next((self.vms[id_] for id_ in self._indexes.vms_by_saved[saved.name]), None)
 
-    def source_reaching(self, saved: Saved) -> str:
-        """A source with a host in sight that reaches the state: that which wrote it, or else any."""
-        hosts = sorted(self.free.hosts.items())
-        there = [self.source_of(name) for name, host in hosts if host.storage and host.storage.name == saved.storage]
-        return saved.source if saved.kept or not there or saved.source in there else there[0]
+    def source_copying(self, saved: Saved) -> str:
+        """A source with a host in sight that reaches the state and another storage for copies: that which wrote it, or
+        else any; empty if there is none."""
+        there = [
+            self.source_of(name)
+            for name, host in sorted(self.free.hosts.items())
+            if host.storage and host.copies and host.storage.name == saved.storage != host.copies.name
+        ]
+        return saved.source if saved.source in there else next(iter(there), "")
+
+    def sources_discarding(self, saved: Saved) -> list[str]:
+        """For each storage that shows files of that name a source that reaches it, and that which wrote them, if it is
+        in sight: it may be writing."""
+        hosts = [self.source_of(name) for name, host in sorted(self.free.hosts.items()) if host.reaches(saved.storages)]
+        found = {saved.source: None} if saved.kept or saved.source in hosts else {}
+        covered = set[str]()
+        for source in (saved.source, *sorted(self.compared.sources)):
+            seen = self._files_shown(source, saved.name)
+            if seen is not None and not covered.issuperset(filter(None, (seen.storage, seen.copy))):
+                covered |= {seen.storage, seen.copy}
+                found[source] = None
+        return list(found or dict.fromkeys(hosts[:1] or [saved.source]))
+
+    def _files_shown(self, source: str, name: str) -> SavedSeen | None:
+        observation = self.compared.sources.get(source)
+        latest = observation.latest if observation is not None else None
+        return latest.value.saved.get(name) if latest is not None else None
 
     def vms_on(self, host: str) -> list[Vm]:
         return [self.vms[id_] for id_ in self._indexes.vms_by_host[host]]

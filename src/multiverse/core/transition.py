@@ -107,6 +107,9 @@ class Event(StrEnum):
     FROZEN = "frozen"
     QUEUED_AGAIN = "queued again"
     STORED = "stored"
+    COPY_DUE = "copy due"
+    COPIED = "copied"
+    UNCOPIED = "uncopied"  # it could not be copied
     UNWRITTEN = "unwritten"  # it could not be written
     THAWED = "thawed"  # its processes go on
     ABANDONED = "abandoned"  # it is not saved, or the state is of no use any more
@@ -216,6 +219,7 @@ class EffectKind(StrEnum):
     FREEZE = "freeze", _SOURCE  # freeze the processes of the VM's job
     CUT = "cut", _SOON  # cut the frozen job off from the scheduler, and have it queued again
     SAVE = "save", _SOURCE  # write the VM to the storage
+    COPY = "copy", _SOURCE  # copy its files to another storage
     KEEP = "keep", _SOURCE  # keep the VM in the memory of its host, because it cannot be written
     RESUME = "resume", _SOON  # release the held job that was saved
     THAW = "thaw", _SOURCE  # let the processes go on within the next run of their job
@@ -230,7 +234,7 @@ RELEASING_EFFECTS = frozenset(set(EffectKind) - {EffectKind.CREATE, EffectKind.S
                                                  EffectKind.OFFER, EffectKind.PIN,
                                                  EffectKind.REQUEST, EffectKind.PREPARE, EffectKind.FREEZE,
                                                  EffectKind.CUT, EffectKind.SAVE, EffectKind.KEEP,
-                                                 EffectKind.MOVE})  # fmt: skip
+                                                 EffectKind.COPY, EffectKind.MOVE})  # fmt: skip
 """The effects that only release: they take nothing of a disk, and no job starts by them."""
 
 

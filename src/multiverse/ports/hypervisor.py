@@ -144,6 +144,12 @@ class Saves(Protocol):
         It stays stopped, until it is destroyed. `Exhausted` if it cannot be written; then nothing is left of the files.
         `create` of it raises `Damaged` if the files are not as they were written, or are missing."""
 
+    async def copy(self, source: str, name: str, key: str = "") -> None:
+        """Copy complete files, as they are, from the storage to which a source writes to its storage for copies. `key`
+        is that by which they were encrypted. `Exhausted` if they cannot be written, `Damaged` if they are not as they
+        were written, `Gone` if a storage is out of reach; then nothing is left of the copy. `create` restores a VM from
+        either (`VmSpec.storage`)."""
+
     async def keep_in_memory(self, vm: VmRef, name: str) -> None:
         """Keep the VM, stopped, in the memory of its host under that name, because it cannot be written. From then on
         `destroy` leaves it alone, and it is shown as saved, no more as a VM. `create` of it there takes it over."""
@@ -153,7 +159,7 @@ class Saves(Protocol):
         next run of the job, as soon as that has begun there. `Unknown` if it does not within seconds."""
 
     async def discard(self, source: str, name: str) -> None:
-        """Remove the files of that name from the storage that a source reaches, complete or not."""
+        """Remove the files of that name from the storages that a source reaches, complete or not."""
 
 
 class Moves(Protocol):

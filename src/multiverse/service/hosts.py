@@ -74,10 +74,11 @@ def saved_view(saved: Saved, tell: Callable[[Reason | None], str] = text_of) -> 
         since=round(saved.begun, 1),
         vm=saved.vm_name,
         bytes=saved.bytes,
-        storage=saved.storage,
+        storage="" if saved.kept else saved.storage,
+        copy=saved.copy,
         in_memory=bool(saved.kept),
         held=saved.hold,
-        reason=tell(saved.quarantined or saved.reason or saved.asked),
+        reason=tell(saved.quarantined or saved.reason or saved.copy_reason or saved.asked),
     )
 
 

@@ -20,7 +20,7 @@ from hashlib import blake2b
 from random import Random
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
-from multiverse.core.errors import Broken, Exhausted, MultiverseError, Unknown
+from multiverse.core.errors import Broken, Damaged, Exhausted, MultiverseError, Unknown
 from multiverse.core.model.job import SchedulerPart, SchedulerView
 
 T = TypeVar("T")
@@ -52,6 +52,7 @@ DEFINITE: Mapping[str, tuple[type[MultiverseError], ...]] = {
     "freeze": (Broken,),
     "cut": (Broken,),
     "save": (Exhausted,),
+    "copy": (Exhausted, Damaged),
 }
 """The definite errors that a call may raise although its arguments are right. Other calls have none."""
 
@@ -93,6 +94,7 @@ CALL_IDS: Mapping[tuple[Port, str], str] = {
     ("hypervisor", "keep_in_memory"): "h13",
     ("hypervisor", "move"): "h14",
     ("hypervisor", "settle"): "h15",
+    ("hypervisor", "copy"): "h16",
 }
 """Faults are drawn from these ids and not from the methods' names, so that each seed still gives the same history after
 a method has been renamed. An id never changes and is never given to another method."""

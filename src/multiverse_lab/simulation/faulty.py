@@ -52,6 +52,6 @@ def _subject(call: PortCall) -> str:
         return first.job_id
     if isinstance(first, TemplateKey):
         return f"{first.host}/{first.image}"
-    if call.method == "discard":
+    if call.method in ("copy", "discard"):
         return str(call.arguments["name"])
     return str(first) if isinstance(first, str | int) else str(getattr(first, "name", ""))

@@ -218,6 +218,15 @@ class SimulatedSaves:
         self._machines.finish_save(vm, name)
         return (written,)
 
+    async def copy(self, source: str, name: str, key: str = "") -> None:
+        await self._call(source, self._copy(source, name))
+
+    async def _copy(self, source: str, name: str) -> None:
+        await self._take("command", self._latencies.command)
+        if self._machines.begin_copy(source, name):
+            await self._take("write", self._latencies.save)
+            self._machines.finish_copy(source, name)
+
     async def keep_in_memory(self, vm: VmRef, name: str) -> None:
         await self._call(vm.source, self._keep_in_memory(vm, name))
 

@@ -112,6 +112,11 @@ class _Started(NamedTuple):
     guest: Guest
 
 
+def _machine(host: Host) -> str:
+    """The machine that a host makes, as it says with its storages."""
+    return next((one.machine for one in (host.storage, host.copies) if one is not None), "")
+
+
 class Machines:
     """All hosts, templates and VMs. Methods take no time; `boot` creates the guest of a started VM. With `overcommit`
     above 1 the memory of each host's machine is checked: `floor` MiB must stay available beside the `others` MiB that
@@ -145,6 +150,7 @@ class Machines:
         self.unfinished: dict[str, set[str]] = {}  # incomplete files, by storage
         self.kept: dict[tuple[str, str], SavedFiles] = {}  # what is in memory in place of files, by host and name
         self.detached: set[str] = set()  # hosts that do not reach their storage
+        self.detached_copies: set[str] = set()  # hosts that do not reach the storage to which they copy
         self.full_storages: set[str] = set()
         self.links_cut = 0.0  # the share of messages between hosts that are lost
         self.delays: dict[str, float] = {}  # seconds that each observation of a source takes longer
@@ -384,13 +390,39 @@ class Machines:
         self.kept[spec.host, name] = self._state_of(name, self._get(vm), guest)
         self.remove(vm.name)
 
+    def begin_copy(self, host: str, name: str) -> bool:
+        """Begin to copy files to the other storage of a host. False if they are there already."""
+        self._check_reachable(host)
+        files, copy = self._file_in(host, self._storage_name(host), name), self._copies_reached(host)
+        if self.storages.setdefault(copy, {}).get(name) is files:
+            return False
+        self.unfinished.setdefault(copy, set()).add(name)
+        return True
+
+    def finish_copy(self, host: str, name: str) -> None:
+        copy = self._copies_reached(host)
+        if name not in self.unfinished.get(copy, ()):
+            raise Exhausted(f"cannot copy {name}: its files were removed", hint="is it being discarded?")
+        self.unfinished[copy].discard(name)
+        if copy in self.full_storages:
+            raise Exhausted(f"cannot copy {name}: no space left on device", hint="is there room?")
+        self.storages[copy][name] = self._file_in(host, self._storage_name(host), name)
+
+    def _copies_reached(self, host: str) -> str:
+        copies = self.hosts[host].copies
+        if copies is None:
+            raise Refused(f"host {host} copies no saved VMs", hint="set save.copy for it")
+        if host in self.detached_copies:
+            raise Gone(f"the storage {copies.name} is out of reach", hint="is the directory mounted?")
+        return copies.name
+
     def discard(self, host: str, name: str) -> None:
-        """Remove files from the storage that a host reaches, complete or not, and what it keeps of that name."""
+        """Remove files from the storages that a host reaches, complete or not, and what it keeps of that name."""
         self._check_reachable(host)
         self.kept.pop((host, name), None)
-        if host not in self.detached and self.hosts[host].storage is not None:
-            self._storage(host).pop(name, None)
-            self.unfinished.get(self._storage_name(host), set()).discard(name)
+        for storage in self._reached(host):
+            self.storages.get(storage, {}).pop(name, None)
+            self.unfinished.get(storage, set()).discard(name)
 
     def lose_files(self, storage: str) -> dict[str, SavedFiles]:
         """Remove all files of a storage. Returns those that were complete, as a backup has them."""
@@ -419,18 +451,30 @@ class Machines:
 
     def _files_for(self, spec: VmSpec) -> SavedFiles:
         """What a VM is to be restored from. What its host has kept in memory, it takes over."""
-        files = self.kept.pop((spec.host, spec.saved), None) or self._storage(spec.host).get(spec.saved)
+        files = self.kept.pop((spec.host, spec.saved), None)
         if files is None:
-            if spec.host in self.detached:
-                raise Gone(f"there is no saved VM {spec.saved}", hint="is the directory mounted?")
-            raise Damaged(f"the saved VM {spec.saved} is missing", hint="is it in a backup?")
+            files = self._file_in(spec.host, spec.storage or self._storage_name(spec.host), spec.saved)
         if (files.spec.name, files.spec.mac, files.spec.token) != (spec.name, spec.mac, spec.token):
             raise Refused(f"the saved VM {spec.saved} is {files.spec.name}, not {spec.name}")
-        if self.hosts[files.spec.host].storage != self.hosts[spec.host].storage:
+        if _machine(self.hosts[files.spec.host]) != _machine(self.hosts[spec.host]):
             raise Refused(f"{spec.host} makes another machine than {files.spec.host}")
         if files.attached is not None:
             self.violations.append(f"{spec.name} is restored from {spec.saved}, whose processes went on before")
         return files
+
+    def _file_in(self, host: str, storage: str, name: str) -> SavedFiles:
+        """Complete files as a host reads them from a storage."""
+        if storage not in self._reached(host):
+            raise Gone(f"the storage {storage} is out of reach", hint="is the directory mounted?")
+        if (files := self.storages.get(storage, {}).get(name)) is None:
+            raise Damaged(f"the saved VM {name} is missing", hint="is it in a backup?")
+        return files
+
+    def _reached(self, host: str) -> list[str]:
+        """The storages that a host reaches: that to which it copies, and that to which it writes."""
+        one = self.hosts[host]
+        pairs = ((one.copies, self.detached_copies), (one.storage, self.detached))
+        return [storage.name for storage, away in pairs if storage is not None and host not in away]
 
     def _storage_name(self, host: str) -> str:
         storage = self.hosts[host].storage
@@ -640,7 +684,8 @@ class Machines:
         left = 0 if host in self.full else None
         images, disks = self._images(host), self._disks()
         seen = replace(self.hosts[host], images=images, disks=disks, available=available, available_disk=left)
-        seen = replace(seen, load=self._load(host), storage=None if host in self.detached else seen.storage)
+        seen = replace(seen, load=self._load(host), storage=None if host in self.detached else seen.storage,
+                       copies=None if host in self.detached_copies else seen.copies)  # fmt: skip
         templates = {
             which: replace(template, held=self._held(template), build=self._build_shown(template))
             for which, template in sorted(self.templates.items())
@@ -654,12 +699,14 @@ class Machines:
             for (where, name), files in sorted(self.kept.items())
             if where == host.name
         }
-        if host.storage is None:
-            return kept
-        storage, files = host.storage.name, sorted(self._storage(host.name).items())
-        shown = {name: SavedSeen(name, "", 0, storage, complete=False) for name in self.unfinished.get(storage, ())}
-        seen = {name: SavedSeen(name, one.spec.token, one.bytes, storage, one.written) for name, one in files}
-        return kept | shown | seen
+        shown: dict[str, SavedSeen] = {}
+        for storage in self._reached(host.name):  # the one to which it writes is the last
+            for name in sorted(self.unfinished.get(storage, ())):
+                shown.setdefault(name, SavedSeen(name, "", 0, storage, complete=False))
+            for name, one in sorted(self.storages.get(storage, {}).items()):
+                copy = before.storage if (before := shown.get(name)) is not None and before.complete else ""
+                shown[name] = SavedSeen(name, one.spec.token, one.bytes, storage, one.written, copy=copy)
+        return shown | kept
 
     def _load(self, host: str) -> Load:
         """Guests that run use all their CPUs."""

@@ -169,6 +169,9 @@ class OneHost:
     async def cut(self, vm: VmRef) -> None:
         await self._answer(self._saves.cut(vm))
 
+    async def copy(self, source: str, name: str, key: str = "") -> None:
+        await self._answer(self._saves.copy(source, name, key))
+
     async def keep_in_memory(self, vm: VmRef, name: str) -> None:
         await self._answer(self._saves.keep_in_memory(vm, name))
 

@@ -445,13 +445,17 @@ class _Simulation:
         machines.make_room(host)
 
     async def _lose_storage(self, host: str, incident: Incident) -> None:
-        """The storage of a host is out of its reach, or has no room, for a while, or loses its files."""
-        machines, storage = self.world.machines, self.world.machines.hosts[host].storage
+        """A storage of a host is out of its reach, or has no room, for a while, or loses its files: that to which it
+        writes, or copies."""
+        machines, one = self.world.machines, self.world.machines.hosts[host]
+        copies = one.copies is not None and int(incident.pick * 1000) % 2 == 0
+        storage = one.copies if copies else one.storage
         if storage is not None and incident.kind is IncidentKind.STORAGE_LOST:
             await self._lose_files(storage.name, incident)
             return
         away = incident.kind is IncidentKind.STORAGE_AWAY
-        what, where = (host, machines.detached) if away else (storage.name if storage else "", machines.full_storages)
+        cut_off = machines.detached_copies if copies else machines.detached
+        what, where = (host, cut_off) if away else (storage.name if storage else "", machines.full_storages)
         if storage is None or what in where:
             return
         self._log(f"incident: {incident.kind}: {what}, {incident.seconds:.1f} s")

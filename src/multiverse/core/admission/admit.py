@@ -57,7 +57,7 @@ from multiverse.core.model.basics import ClaimKey, CloneKind, Key, Size
 from multiverse.core.model.host import Host
 from multiverse.core.model.job import WAITING_STATES, Attempt, AttemptState, Job, Request
 from multiverse.core.model.reason import Reason, Why
-from multiverse.core.model.saved import Saved, SavedState
+from multiverse.core.model.saved import COMPLETE, Saved, SavedState
 from multiverse.core.model.vm import OfferState, Vm, VmState
 from multiverse.core.model.world import World
 from multiverse.core.policy import Parent, why_stays
@@ -299,7 +299,7 @@ class Admission:
         """Why its state cannot be used now, on whatever host."""
         if saved.state is SavedState.HOLDING:
             return Why.SAVED_HOLDING(saved.reason)
-        if saved.state is not SavedState.STORED:
+        if saved.state not in COMPLETE:
             return Why.BEING_SAVED()
         if saved.vm_name in self.state.vm_named:  # its node may still be there, and the new one has the same name
             return Why.EARLIER_RUN_ENDS(vm=saved.vm_name)

@@ -43,7 +43,7 @@ from multiverse.core.model.host import Claim
 from multiverse.core.model.identity import mac_of, token_of, vm_name
 from multiverse.core.model.job import Attempt
 from multiverse.core.model.reason import Reason, Why
-from multiverse.core.model.saved import Saved, Storage
+from multiverse.core.model.saved import Saved
 from multiverse.core.model.vm import Place, TemplateKey, TemplateState, Vm
 from multiverse.core.policy import Parent, paid, wait_for
 from multiverse.core.rows import VmsMissing
@@ -251,15 +251,15 @@ class CloneSupply:
     # --- saved VMs --------------------------------------------------------------------------------
 
     def restore(self, attempt: Attempt, saved: Saved) -> Vm | NoRoom:
-        """The row of a VM that goes on as it was saved, on a host that reaches its storage and makes the same machine.
-        Takes the room for it."""
-        context, wanted = self.context, Storage(saved.storage, saved.machine)
+        """The row of a VM that goes on as it was saved, on a host that reaches one of its storages and makes the same
+        machine. Takes the room for it."""
+        context = self.context
         if saved.kept:  # its room is claimed for it there
             away = saved.kept not in context.in_sight
             return NoRoom({}, Why.KEPT_AWAY(host=saved.kept)) if away else self._restored(attempt, saved, saved.kept)
-        able = every_host(context, saved.size, lambda host: host.storage == wanted and saved.image in host.images)
+        able = every_host(context, saved.size, lambda host: bool(host.storage_of(saved)) and saved.image in host.images)
         if not able:
-            return NoRoom({}, Why.NO_STORAGE(storage=saved.storage))
+            return NoRoom({}, Why.NO_STORAGE(storage=" or ".join(saved.storages)))
         claims = able.map(lambda host, size: vm_claim(size, host, saved.image, saved.kind))
         chosen = place_vms(
             context, self.room, placement_request(context, attempt, saved.kind, 1), claims, attempt, HostLimits()
@@ -285,6 +285,7 @@ class CloneSupply:
             account=saved.account,
             token=saved.token,
             saved=saved.name,
+            storage="" if saved.kept else self.context.hosts[host].storage_of(saved),
         )
 
 

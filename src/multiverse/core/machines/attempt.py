@@ -28,7 +28,7 @@ from multiverse.core.model.job import (
     first_keeping,
 )
 from multiverse.core.model.reason import Reason, Why, said, text_of
-from multiverse.core.model.saved import WAITS_FOR_RUN, Saved, SavedState
+from multiverse.core.model.saved import COMPLETE, WAITS_FOR_RUN, Saved
 from multiverse.core.model.vm import OfferState, Vm, VmCondition, VmState
 from multiverse.core.model.world import World
 from multiverse.core.policy import Policy, why_stays
@@ -496,7 +496,7 @@ def _ask_for_vms(state: State, attempt: Attempt, missing: int, policy: Policy) -
     elif saved is not None:  # whoever is at fault: perhaps no host can restore it
         last = attempt.tries + 1 >= policy.attempts
         state.move(return_attempt(replace(attempt, tries=0) if last else attempt, Event.GAVE_UP, why, failed=not last))
-        if last and saved.state is SavedState.STORED:
+        if last and saved.state in COMPLETE:
             state.move(hold_saved(saved, Why.SAVED_FAILS(why, tries=policy.attempts)))
     elif fault == "host":
         state.move(return_attempt(attempt, Event.GAVE_UP, why))

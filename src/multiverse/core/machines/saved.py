@@ -4,6 +4,9 @@ Until CUTTING everything can be undone. From CUTTING on the run is over: the sch
 state belongs to the run that follows (`Saved.is_for`), to no other. A restore may be repeated until THAWING, which is
 recorded before any process goes on. Nothing attaches to a state twice, because it leaves THAWING for DISCARDING only.
 
+Where a host has another storage for copies, the files are copied there once they are complete (COPYING). The job may go
+on meanwhile, and goes on from whichever storage a host reaches. So nothing waits for a copy.
+
 A state that cannot be written stays where it is: its VM, stopped, in the memory of its host. A job that cannot go on is
 held with the reason (HOLDING), or begins anew if its user agreed.
 """
@@ -18,7 +21,7 @@ from multiverse.core.model.basics import ClaimKey, Size
 from multiverse.core.model.host import Claim, Host
 from multiverse.core.model.job import AttemptState, Job, JobState, NodeState
 from multiverse.core.model.reason import Reason, Why, text_of
-from multiverse.core.model.saved import HOLDS_VM, Saved, SavedState
+from multiverse.core.model.saved import COMPLETE, HOLDS_VM, Saved, SavedState
 from multiverse.core.model.vm import Vm, VmState
 from multiverse.core.model.world import World
 from multiverse.core.policy import Policy
@@ -38,14 +41,17 @@ SAVED: tuple[Transition, ...] = (
     *transitions([S.CUTTING], Event.QUEUED_AGAIN, S.WRITING),
     *transitions([S.WRITING, S.KEEPING], Event.STORED, S.STORED),
     *transitions([S.WRITING], Event.UNWRITTEN, S.KEEPING),
-    *transitions([S.STORED, S.HOLDING], Event.RESUMED, S.RESUMING),
+    *transitions([S.STORED], Event.COPY_DUE, S.COPYING),
+    *transitions([S.COPYING], Event.COPIED, S.STORED),
+    *transitions([S.COPYING], Event.UNCOPIED, S.STORED),
+    *transitions([*COMPLETE, S.HOLDING], Event.RESUMED, S.RESUMING),
     *transitions([S.RESUMING], Event.RESUMED, S.STORED),
-    *transitions([S.STORED, S.RESUMING], Event.RUNS, S.THAWING),
+    *transitions([*COMPLETE, S.RESUMING], Event.RUNS, S.THAWING),
     *transitions([S.THAWING], Event.THAWED, S.DISCARDING),
     *transitions([S.PREPARING, S.FREEZING, S.CUTTING], Event.ABANDONED, S.UNDOING),
-    *transitions([S.WRITING, S.KEEPING, S.STORED, S.RESUMING], Event.HELD_BACK, S.HOLDING),
+    *transitions([S.WRITING, S.KEEPING, *COMPLETE, S.RESUMING], Event.HELD_BACK, S.HOLDING),
     *transitions([S.HOLDING], Event.HELD, S.STORED),
-    *transitions([*HOLDS_VM, S.STORED, S.RESUMING, S.HOLDING, S.THAWING], Event.ABANDONED, S.DISCARDING),
+    *transitions([*HOLDS_VM, *COMPLETE, S.RESUMING, S.HOLDING, S.THAWING], Event.ABANDONED, S.DISCARDING),
     *transitions([S.UNDOING], Event.THAWED, S.GONE),
     *transitions([S.DISCARDING], Event.ABSENT, S.GONE),
     *unchanged(_LIVE, Event.NOTED, Event.QUARANTINED, Event.RETRIED),
@@ -76,6 +82,27 @@ def count_failure(saved: Saved, why: Reason) -> Change:
         return Change(replace(saved, tries=tries, reason=why), Event.NOTED, why)
     why = Why.SAVE_FAILED(why, tries=tries)
     return Change(replace(saved, state=S.KEEPING, tries=tries, reason=why), Event.UNWRITTEN, why)
+
+
+MOST_COPY_TRIES = 12  # a storage that is away for some hours is waited for; one that is not there any more is not
+_COPY_AGAIN, _COPY_AGAIN_LIMIT = 60.0, 3600.0  # seconds between two tries: the first pause, and the longest
+
+
+def count_failed_copy(saved: Saved, why: Reason) -> Change:
+    """It could not be copied. It stays in its one storage, and that is tried again later, some times."""
+    tries = saved.copy_tries + 1
+    why = Why.COPY_FAILED(why, tries=tries)
+    return Change(replace(saved, state=S.STORED, copy_tries=tries, copy_reason=why), Event.UNCOPIED, why)
+
+
+def drop_storage(saved: Saved, storage: str, why: Reason) -> Change | None:
+    """The files in one of its storages are damaged: from now on it is read from the other one. None if it has none."""
+    left = [name for name in saved.storages if name != storage]
+    if len(left) != 1 or len(saved.storages) != 2:
+        return None
+    why = Why.COPY_DAMAGED(why, storage=storage)
+    on = replace(saved, storage=left[0], copy="", copy_tries=MOST_COPY_TRIES, copy_reason=why)
+    return Change(on, Event.NOTED, why)
 
 
 def hold_saved(saved: Saved, why: Reason, *, ends: bool = False) -> Change:
@@ -118,13 +145,13 @@ def step_saved(state: State, number: int, world: World, policy: Policy) -> None:
             _step_undoing(state, saved, vm, job, world)
         case S.HOLDING:
             _step_holding(state, saved, job, world)
-        case S.STORED | S.RESUMING | S.THAWING:
+        case S.STORED | S.COPYING | S.RESUMING | S.THAWING:
             _step_stored(state, saved, job, world, policy)
         case _:
             _step_saving(state, saved, vm, job, world, policy)
 
 
-_QUEUED_AGAIN = (S.WRITING, S.KEEPING, S.STORED, S.RESUMING, S.HOLDING)
+_QUEUED_AGAIN = (S.WRITING, S.KEEPING, *COMPLETE, S.RESUMING, S.HOLDING)
 """In these states the scheduler has queued the job again, and no process goes on yet."""
 
 
@@ -203,9 +230,10 @@ def _advance(state: State, saved: Saved, vm: Vm, job: Job | None, world: World) 
 def _is_written(state: State, saved: Saved, vm: Vm | None, world: World) -> bool:
     """Whether its files are complete, which need its VM no more. Once its VM is to be kept they count only if that is
     lost."""
-    files = world.saved(saved.name)
+    shown = (one for one in world.saved(saved.name) if one.storage == saved.storage and one.token == saved.token)
+    files = next(shown, None)
     ended = world.ended_at(saved.key) < inf or vm is None or vm.state is not VmState.SERVING
-    if files is None or files.kept or files.token != saved.token or not ended:
+    if files is None or files.kept or not ended:
         return False
     if saved.state is S.KEEPING and vm is not None and vm.state is VmState.SERVING:
         return False
@@ -265,6 +293,9 @@ def _step_stored(state: State, saved: Saved, job: Job | None, world: World, poli
         on = replace(saved, state=S.STORED, hold=False, reason=None)
         state.move(abandon(saved, Why.SAVED_GIVEN_UP()) if saved.ends else Change(on, Event.RESUMED))
         return
+    if saved.state is S.COPYING and (copy := _copied_to(saved, world)):
+        state.move(Change(replace(saved, state=S.STORED, copy=copy, copy_reason=None), Event.COPIED))
+        return
     vm = state.restored_from(saved)
     attempt = state.attempt_of(vm) if vm is not None else None
     if vm is None or attempt is None:
@@ -284,13 +315,14 @@ def _step_stored(state: State, saved: Saved, job: Job | None, world: World, poli
 
 
 def _step_waiting(state: State, saved: Saved, world: World, policy: Policy) -> None:
-    """No VM is being restored from it: it may be too old, or lost with the memory of its host."""
+    """No VM is being restored from it: it may be too old, lost with the memory of its host, or be to be copied."""
     age = state.now + world.epoch - saved.written
     latest = world.latest(saved.source)
     if policy.save_keep and age > policy.save_keep:
         state.move(give_up(saved, Why.SAVED_TOO_OLD(age=age)))
     elif not saved.kept:
-        return
+        if _may_be_copied(state, saved) and state.now >= saved.since + _copy_pause(saved):
+            state.move(Change(replace(saved, state=S.COPYING), Event.COPY_DUE))
     elif state.is_fenced(saved.kept):
         state.move(give_up(saved, Why.SAVED_KEPT_LOST(host=saved.kept)))
     elif latest is None or saved.kept not in latest.value.hosts or latest.began <= saved.since:
@@ -300,6 +332,22 @@ def _step_waiting(state: State, saved: Saved, world: World, policy: Policy) -> N
     elif ClaimKey(saved.key, saved.kept) not in state.claims:  # its VM was to take it over, and did not
         claim = Claim(saved.key, saved.kept, Size(saved.size.cpus, saved.size.memory, saved.bound >> 20))
         state.move(Change(saved, Event.NOTED), make=[claim])
+
+
+def _may_be_copied(state: State, saved: Saved) -> bool:
+    """Whether a host that reaches it has another storage for copies, in which it is not yet."""
+    wanted = saved.state is S.STORED and not saved.kept and not saved.copy and saved.copy_tries < MOST_COPY_TRIES
+    return wanted and bool(state.source_copying(saved))
+
+
+def _copy_pause(saved: Saved) -> float:
+    return min(_COPY_AGAIN * 2.0 ** (saved.copy_tries - 1), _COPY_AGAIN_LIMIT) if saved.copy_tries else 0.0
+
+
+def _copied_to(saved: Saved, world: World) -> str:
+    """The storage that has a complete copy; empty if none does."""
+    shown = (one for one in world.saved(saved.name) if one.token == saved.token and not one.kept)
+    return next((name for one in shown for name in (one.storage, one.copy) if name not in ("", saved.storage)), "")
 
 
 def _step_undoing(state: State, saved: Saved, vm: Vm | None, job: Job | None, world: World) -> None:
@@ -317,8 +365,9 @@ def _step_undoing(state: State, saved: Saved, vm: Vm | None, job: Job | None, wo
 
 
 def _step_discarding(state: State, saved: Saved, world: World) -> None:
-    """It is gone once nobody shows any file of it after its removal. While its storage is out of sight nothing is
-    concluded, nor while its VM exists: that may still be being written."""
+    """It is gone once nobody shows any file of it after its removal. While all its storages are out of sight nothing is
+    concluded, nor while its VM exists: that may still be being written. What one storage out of sight still has is
+    explained by no row then, and is removed once it is seen."""
     since = max(saved.since, world.ended_at(saved.key, inf))
     showing = [
         latest
@@ -335,7 +384,7 @@ def _step_discarding(state: State, saved: Saved, world: World) -> None:
 def _shows(saved: Saved, host: Host) -> bool:
     if saved.kept:
         return host.name == saved.kept
-    return host.storage is not None and host.storage.name == saved.storage
+    return host.reaches(saved.storages)
 
 
 SAVED_EFFECTS = {
@@ -343,6 +392,7 @@ SAVED_EFFECTS = {
     S.FREEZING: EffectKind.FREEZE,
     S.CUTTING: EffectKind.CUT,
     S.WRITING: EffectKind.SAVE,
+    S.COPYING: EffectKind.COPY,
     S.KEEPING: EffectKind.KEEP,
     S.HOLDING: EffectKind.HOLD,
     S.RESUMING: EffectKind.RESUME,
@@ -363,11 +413,13 @@ def text_of_saved(saved: Saved) -> str:
     return text_of(Why.SAVED_SINCE(saved.asked, at=saved.begun))
 
 
-def saved_is_settled(saved: Saved, world: World) -> bool:
-    """Whether only a change of its job or of a VM moves it, and its age: see `changes.LOOK_AT_STATES`."""
+def saved_is_settled(state: State, saved: Saved, world: World) -> bool:
+    """Whether only a change of its job, of a VM, or of what storages hosts reach moves it, and its age: see
+    `changes.LOOK_AT_STATES`."""
     if saved.quarantined is not None:
         return True
-    return saved.state is S.STORED and world.job_began(saved.job.job_id) > saved.since
+    seen = world.job_began(saved.job.job_id) > saved.since
+    return saved.state is S.STORED and seen and not _may_be_copied(state, saved)
 
 
 def is_kept_in_memory(state: State, vm: Vm, world: World) -> bool:

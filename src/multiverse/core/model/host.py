@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NamedTuple
 
 from multiverse.core.model.basics import ClaimKey, CloneKind, Key, Size
 from multiverse.core.model.reason import Reason
-from multiverse.core.model.saved import SavedSeen, Storage
+from multiverse.core.model.saved import Saved, SavedSeen, Storage
 from multiverse.core.model.usage import Load
 from multiverse.core.model.vm import TemplateKey, TemplateSeen, VmSeen
 
@@ -98,8 +98,17 @@ class Host:
     numa: tuple[NumaNode, ...] = ()  # the host's own concern
     storage: Storage | None = None  # of saved VMs; None: it saves none
     storage_free: int | None = None  # bytes that can still be written there; None: unknown
+    copies: Storage | None = None  # to which it copies what it has written; None: to none
     moves: MachineKind | None = None  # of VMs that move from and to it while they run; None: none do
     refuses: str = ""  # why its agent takes no VM any more, and ends those there: its lease ends
+
+    def storage_of(self, saved: Saved) -> str:
+        """The storage from which it can restore a saved VM; empty if there is none."""
+        reached = (self.storage, self.copies)
+        return next((name for name in saved.storages if Storage(name, saved.machine) in reached), "")
+
+    def reaches(self, storages: Collection[str]) -> bool:
+        return any(one is not None and one.name in storages for one in (self.storage, self.copies))
 
     def image_can(self, image: str, ability: str) -> bool:
         return ability in self.images.get(image, ())

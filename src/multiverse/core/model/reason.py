@@ -207,6 +207,8 @@ class Why(StrEnum):
         "its state may take {need} MiB, and those of all jobs take {taken} of {quota} MiB (save.site_quota)")
     STORAGE_FULL = "storage full", "its state may take {need} MiB, and the storage {storage} has room for {free} MiB"
     SAVE_FAILED = "save failed", "its state could not be written ({tries:times})[: {because}]"
+    COPY_FAILED = "copy failed", "its state could not be copied ({tries:times}): {because}"
+    COPY_DAMAGED = "copy damaged", "its state in storage {storage} is of no use: {because}"
     SAVED_KEPT = "saved kept", "its state is kept in the memory of {host}[, because {because}]"
     SAVED_KEPT_LOST = "saved kept lost", "its state in the memory of {host} was lost"
     SAVED_DAMAGED = "saved damaged", "it cannot go on: {because}"

@@ -16,6 +16,7 @@ class SavedState(StrEnum):
     CUTTING = "cutting"  # it is cut off from the scheduler, which is to queue it again: its run is over from here on
     WRITING = "writing"  # its VM is written to the storage
     STORED = "stored"  # its files wait there for the next run of the job
+    COPYING = "copying"  # the same; they are to be copied to another storage
     KEEPING = "keeping"  # it cannot be written: its VM is to stay, stopped, in the memory of its host
     RESUMING = "resuming"  # the same; its job, which is held, is to be released
     HOLDING = "holding"  # its job cannot go on, and is to be held with the reason
@@ -28,7 +29,9 @@ class SavedState(StrEnum):
 UNWRITTEN = (SavedState.PREPARING, SavedState.FREEZING, SavedState.CUTTING, SavedState.WRITING)
 HOLDS_VM = (SavedState.CUTTING, SavedState.WRITING, SavedState.KEEPING)
 """In these states the VM is needed although the run of its job is over."""
-WAITS_FOR_RUN = (*HOLDS_VM, SavedState.STORED, SavedState.RESUMING, SavedState.HOLDING)
+COMPLETE = (SavedState.STORED, SavedState.COPYING)
+"""In these states a VM can be restored from it."""
+WAITS_FOR_RUN = (*HOLDS_VM, *COMPLETE, SavedState.RESUMING, SavedState.HOLDING)
 """In these states the next run of the job goes on with the state, or waits until it is complete."""
 
 
@@ -51,6 +54,7 @@ class SavedSeen:
     written: float = 0.0  # Unix time
     complete: bool = True  # a VM can be restored from them; else nothing but their name and storage is known
     kept: bool = False  # there are no files: it is kept in the memory of the host that shows it
+    copy: str = ""  # another storage that has the same files, complete
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +78,7 @@ class Saved:
     node_size: Size
     account: str
     source: str  # that writes it
-    storage: str
+    storage: str  # where its files are read from, if a host reaches it
     machine: str
     asked: Reason  # who asked for it, or why
     begun: float = 0.0  # Unix time of that
@@ -87,6 +91,9 @@ class Saved:
     bound: int = 0  # bytes that its files may take
     bytes: int = 0  # that they take, once they are complete
     tries: int = 0  # that failed to write them
+    copy: str = ""  # another storage with the same files; empty: there is none as yet
+    copy_tries: int = 0  # that failed to copy them
+    copy_reason: Reason | None = None  # of the last such failure
     kept: str = ""  # the host that keeps it in its memory, because it could not be written
     encrypted: bool = False  # its files are
     may_restart: bool = False  # its user agreed that the job begins anew if it cannot go on
@@ -117,6 +124,11 @@ class Saved:
     def claimed(self) -> int:
         """Bytes of the storage that count for it."""
         return 0 if self.kept else self.bytes or self.bound
+
+    @property
+    def storages(self) -> tuple[str, ...]:
+        """That have its files, complete: the one first that they are read from."""
+        return tuple(filter(None, (self.storage, self.copy)))
 
     def is_for(self, job: JobRef) -> bool:
         """Whether this run of a job goes on with the state."""

@@ -145,6 +145,7 @@ class VmSpec:
     address: str = ""
     source: str = ""  # answers for the VM
     saved: str = ""  # the saved VM that it goes on as; empty: it begins anew
+    storage: str = ""  # of the saved VM; empty: that to which its host writes
     key: str = field(default="", repr=False)  # of the saved VM, hexadecimal; empty: it is not encrypted
 
     @property
@@ -216,6 +217,7 @@ class Vm:
     token: str = ""
     job_id: str = ""  # that was seen on the node of an orphan
     saved: str = ""  # the saved VM that it is restored from; empty: it begins anew
+    storage: str = ""  # from which that is read
     fault: Fault = ""  # who is at fault that it did not come up: see `core.avoidance`
     moves: int = 0  # that were begun: the number of the latest one
 

@@ -111,10 +111,10 @@ class World:
         shown = [seen for place in vm.places if (seen := self.at(vm, place)) is not None]
         return next((seen for seen in shown if seen.runs), shown[0] if shown else None)
 
-    def saved(self, name: str) -> SavedSeen | None:
-        """The complete files of a saved VM, as any source shows them."""
+    def saved(self, name: str) -> Sequence[SavedSeen]:
+        """The complete files of a saved VM, as each source shows them."""
         shown = (view.saved.get(name) for view in self.views.values())
-        return next((found for found in shown if found is not None and found.complete), None)
+        return [found for found in shown if found is not None and found.complete]
 
     def user_known_since(self, uid: int) -> float:
         """Since when the name service has known the user; infinity while it does not say so."""

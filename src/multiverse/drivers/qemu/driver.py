@@ -146,6 +146,9 @@ class QemuHypervisor:
     async def save(self, vm: VmRef, name: str, key: str = "") -> Sequence[Stage]:
         return await self._in_thread(self._host.save, vm.name, vm.token, name, key)
 
+    async def copy(self, source: str, name: str, key: str = "") -> None:
+        await self._in_thread(self._host.copy_saved, name, key)
+
     async def keep_in_memory(self, vm: VmRef, name: str) -> None:
         await self._in_thread(self._host.keep, vm.name, vm.token, name)
 
@@ -232,6 +235,7 @@ def host_config(settings: Settings, site: str) -> QemuHostConfig:
         template_source=settings.image.templates and settings.image.templates.absolute(),
         templates=qemu.templates.absolute(),
         saves=settings.save.directory.absolute() if settings.save.enabled else None,
+        copies=settings.save.copy.absolute() if settings.save.enabled and settings.save.copy else None,
         vms=qemu.vms.absolute(),
         run=qemu.run.absolute(),
         cache=settings.state_dir.absolute(),

@@ -65,6 +65,7 @@ class QemuHostConfig:
     vxlan: VxlanConfig | None = None  # connects the bridge with those of other hosts
     mtu: int = 0  # of guests; 0: 1500
     saves: Path | None = None  # where VMs are saved; None: none is
+    copies: Path | None = None  # where saved VMs are copied to; None: nowhere
     functions: tuple[str, ...] = ()  # virtual functions that VMs may have: see `VirtualFunctions`
     features: Mapping[Feature, str] = field(default_factory=dict)  # modes: see `HostFeatures`
 

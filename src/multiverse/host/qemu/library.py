@@ -14,6 +14,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+import structlog
+
 from multiverse.core.errors import Broken, Gone, Refused, Unknown
 from multiverse.core.model.basics import Size
 from multiverse.core.model.host import HypervisorView
@@ -55,6 +57,9 @@ _OPEN_FILES = 65536
 _GIVEN = {"took_functions": "virtual functions", "took_regions": "shared memory"}
 
 
+log = structlog.get_logger(__name__)
+
+
 class QemuHost:
     """One host. Its errors are those of `core.errors`.
 
@@ -85,6 +90,9 @@ class QemuHost:
             namespaces.check(self._context.system, config.run)
         if config.saves is not None:
             saves.prepare(config.saves, config.prefix)
+        if config.copies is not None and not saves.prepare_copies(config.copies, config.prefix):
+            reason = f"there is no directory {config.copies}: mount its file system, or make the directory"
+            log.warning("states are not copied (save.copy)", reason=reason)
         if config.images.exists():  # each image is checked when it is used
             path_security.check(config.images)
 
@@ -239,6 +247,10 @@ class QemuHost:
         """Write a VM to the storage, encrypted if there is a key. See `saves.save`."""
         self._let_rest(name, token)
         return saves.save(self._context, name, saved, key)
+
+    def copy_saved(self, saved: str, key: str = "") -> None:
+        """Copy a saved VM to the other storage. See `saves.copy`."""
+        saves.copy(self._context, saved, key)
 
     def keep(self, name: str, token: str, saved: str) -> None:
         """Keep a VM in memory, because it cannot be written to the storage. See `saves.keep`."""

@@ -241,7 +241,7 @@ def _launch(host: HostContext, spec: Specification, parts: _Parts, timer: VmStag
                         huge=Feature.HUGE_PAGES in host.features.in_use)  # fmt: skip
             record = replace(record, huge_memory=huge)
             timer("plug")
-            saves.read_state(session.monitor, saves.directory(host) / spec.saved, saved, spec.key)
+            saves.read_state(session.monitor, saves.directory(host, spec.storage) / spec.saved, saved, spec.key)
             timer("restore")
         if template is not None:
             session.restore(template.state)

@@ -55,7 +55,8 @@ class HostObserver:
         ready = {template.which: template for template in self._templates()}
         host = self._as_host()
         alive = [known for known in kept.values() if known.process.is_alive()]
-        return HypervisorView({host.name: host}, seen, ready, saves.shown(self._host, host.storage, alive))
+        states = saves.shown(self._host, host.storage, host.copies, alive)
+        return HypervisorView({host.name: host}, seen, ready, states)
 
     def forget(self, name: str) -> None:
         self._manifests.pop(name, None)
@@ -103,6 +104,7 @@ class HostObserver:
             numa=self._host.numa.view(),
             storage=storage,
             storage_free=saves.free_room(self._host, storage),
+            copies=saves.copies(self._host),
         )
 
     def _capacity(self) -> Size:

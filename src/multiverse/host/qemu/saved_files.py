@@ -140,6 +140,25 @@ def write(path: Path, key: str, source: int, *, compress: bool) -> SavedFile:
     return SavedFile(size, digest.hexdigest())
 
 
+def copy(source: Path, target: Path, key: str, expected: SavedFile) -> None:
+    """Copy a file that was written by `write`, as it is, to a new file, and to the disk. Raises `Damaged` if it is not
+    as it was written, and `OSError`."""
+    digest, size = _digest(key), 0
+    with source.open("rb", buffering=0) as reading, target.open("xb", buffering=0) as writing:
+        while chunk := reading.read(_CHUNK):
+            digest.update(chunk)
+            size += len(chunk)
+            _write_all(writing.fileno(), chunk)
+        os.fdatasync(writing.fileno())
+    _check(source, key, expected, SavedFile(size, digest.hexdigest()))
+
+
+def _check(path: Path, key: str, expected: SavedFile, found: SavedFile) -> None:
+    if not hmac.compare_digest(found.digest, expected.digest) or found.size != expected.size:
+        why = "is not as it was saved, or its key is not" if key else "is not as it was saved"
+        raise Damaged(f"{path} {why}", hint="is it in a backup?")
+
+
 def _write_all(fd: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
@@ -188,9 +207,7 @@ class Reader:
                     taken = taken and _was_taken(fd, chunk)
         except FileNotFoundError as error:
             raise Damaged(f"{self._path} is missing", hint="is it in a backup?") from error
-        if not hmac.compare_digest(digest.hexdigest(), self._expected.digest) or size != self._expected.size:
-            why = "is not as it was saved, or its key is not" if self._key else "is not as it was saved"
-            raise Damaged(f"{self._path} {why}", hint="is it in a backup?")
+        _check(self._path, self._key, self._expected, SavedFile(size, digest.hexdigest()))
         if not taken:
             raise BrokenPipeError(f"the reader of {self._path} has ended")
 

@@ -3,6 +3,8 @@
 A saved VM is a directory: `state.zst` (memory and devices, QEMU's migration stream, compressed), `disk.qcow2` (what its
 disk has beyond the image's), `kernel.stub`, `initrd.stub`, and `save.json`, which is written last. The first two may be
 encrypted: see `saved_files`. A VM that cannot be written is kept as it is, stopped: its manifest says so.
+
+A host may have a second directory, elsewhere, to which it copies such directories as they are. It restores from both.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -85,23 +87,48 @@ def read(directory: Path) -> SavedVm | None:
         return None
 
 
-def directory(host: HostContext) -> Path:
-    """Where VMs are saved. Raises `Refused` if this host saves none."""
+def directory(host: HostContext, name: str = "") -> Path:
+    """Where VMs are saved or, with the name of a storage, which directory is that one. Raises `Refused` if this host
+    saves none, and `Gone` if the storage is out of reach."""
     if host.config.saves is None:
         raise Refused(f"host {host.config.host} saves no VMs", hint="set save.enabled for it")
-    return host.config.saves
+    places = (host.config.saves, host.config.copies)
+    found = [place for place in places if place is not None and name in ("", _name_in(place))]
+    if not found:
+        raise Gone(f"the storage {name} is out of reach", hint="is its directory mounted?")
+    return found[0]
+
+
+def _name_in(place: Path) -> str:
+    """The name of the storage, as all hosts read it that share the directory; empty if it is out of reach."""
+    try:
+        return (place / _NAME).read_text().strip()
+    except OSError:
+        return ""
 
 
 def storage(host: HostContext) -> Storage | None:
-    """The storage that this host reaches now, and the machines that it makes; None if it reaches none. Hosts that share
-    the directory read the same name in it."""
-    if host.config.saves is None:
-        return None
-    try:
-        name = (host.config.saves / _NAME).read_text().strip()
-    except OSError:
-        return None
+    """The storage that this host writes to and reaches now, and the machines that it makes; None if it reaches none."""
+    return _storage(host, host.config.saves)
+
+
+def copies(host: HostContext) -> Storage | None:
+    """The same of the storage that it copies to."""
+    return _storage(host, host.config.copies)
+
+
+def _storage(host: HostContext, place: Path | None) -> Storage | None:
+    name = _name_in(place) if place is not None else ""
     return Storage(name, f"{host.version} {host.accelerator.name}") if name else None
+
+
+def prepare_copies(place: Path, prefix: str) -> bool:
+    """The same as `prepare`, but the directory has to exist: made in place of a file system that is not mounted, it
+    would be on this machine. Returns False if it does not. A copy may be mounted later if it was prepared before."""
+    if not place.is_dir():
+        return False
+    prepare(place, prefix)
+    return True
 
 
 def prepare(place: Path, prefix: str) -> None:
@@ -119,22 +146,33 @@ def prepare(place: Path, prefix: str) -> None:
                 shutil.rmtree(left, ignore_errors=True)
 
 
-def shown(host: HostContext, where: Storage | None, kept: Iterable[Manifest]) -> dict[str, SavedSeen]:
-    """What the storage that this host reaches (`where`, by `storage`) has of this site's saved VMs, complete or not,
-    and the VMs that it keeps in memory."""
-    found: dict[str, SavedSeen] = {}
-    if where is not None and host.config.saves is not None:
-        for entry in os.scandir(host.config.saves):
-            name = entry.name.removeprefix(".").removesuffix(_WRITING)
-            if not name.startswith(host.config.prefix) or not entry.is_dir():
-                continue
-            if (saved := read(Path(entry.path))) is not None and name == entry.name:
-                size = saved.state.size + saved.overlay.size
-                found[name] = SavedSeen(name, saved.token, size, where.name, saved.written)
-            else:
-                found.setdefault(name, SavedSeen(name, "", 0, where.name, complete=False))
+def shown(
+    host: HostContext, where: Storage | None, copied: Storage | None, kept: Iterable[Manifest]
+) -> dict[str, SavedSeen]:
+    """What the storages that this host reaches (`where`, by `storage`, and `copied`, by `copies`) have of this site's
+    saved VMs, complete or not, and the VMs that it keeps in memory."""
+    found = dict(_shown_in(host, host.config.copies, copied))
+    for name, seen in _shown_in(host, host.config.saves, where).items():
+        other = found.get(name)
+        if other is None or not other.complete or seen.complete:
+            same = other is not None and other.complete and other.token == seen.token
+            found[name] = replace(seen, copy=other.storage) if same and other is not None else seen
     for known in kept:
         found[known.kept] = SavedSeen(known.kept, known.token, 0, "", kept=True)
+    return found
+
+
+def _shown_in(host: HostContext, place: Path | None, where: Storage | None) -> dict[str, SavedSeen]:
+    found: dict[str, SavedSeen] = {}
+    for entry in os.scandir(place) if place is not None and where is not None else ():
+        name = entry.name.removeprefix(".").removesuffix(_WRITING)
+        if where is None or not name.startswith(host.config.prefix) or not entry.is_dir():
+            continue
+        if (saved := read(Path(entry.path))) is not None and name == entry.name:
+            size = saved.state.size + saved.overlay.size
+            found[name] = SavedSeen(name, saved.token, size, where.name, saved.written)
+        else:
+            found.setdefault(name, SavedSeen(name, "", 0, where.name, complete=False))
     return found
 
 
@@ -144,12 +182,17 @@ def free_room(host: HostContext, where: Storage | None) -> int | None:
 
 
 def discard(host: HostContext, saved: str) -> None:
-    """Remove the files of that name, complete or not; first what says that they are complete."""
-    if host.config.saves is None:
-        return
-    for place in (host.config.saves / saved, host.config.saves / f".{saved}{_WRITING}"):
-        (place / FILE).unlink(missing_ok=True)
-        shutil.rmtree(place, ignore_errors=True)
+    """Remove the files of that name from both directories, complete or not; first what says that they are complete.
+    Incomplete ones go first: whoever is completing them fails then, or has done so."""
+    with ExitStack() as both:  # an error in one of them is raised after the other one
+        for place in filter(None, (host.config.saves, host.config.copies)):
+            both.callback(_remove, place / saved)
+            both.callback(_remove, place / f".{saved}{_WRITING}")
+
+
+def _remove(place: Path) -> None:
+    (place / FILE).unlink(missing_ok=True)
+    shutil.rmtree(place, ignore_errors=True)
 
 
 def is_running(host: HostContext, name: str) -> bool:
@@ -161,22 +204,30 @@ def find(host: HostContext, spec: Specification, image: Image) -> SavedVm:
     """The saved VM that the specification names. Raises `Gone` if the storage is out of reach, `Damaged` if it lacks
     the files, or if they are encrypted and there is no key, and `Refused` if it is another VM or this host makes
     another machine. The contents of the files are checked as they are read."""
-    place = directory(host) / spec.saved
-    saved = read(place)
-    if saved is None:
-        if storage(host) is None:
-            raise Gone(f"the storage {directory(host)} is out of reach", hint="is the directory mounted?")
-        raise Damaged(f"the saved VM {spec.saved} is missing in {directory(host)}", hint="is it in a backup?")
+    saved = _complete(host, directory(host, spec.storage), spec.saved)
     if (saved.name, saved.mac) != (spec.name, spec.mac):
         raise Refused(f"the saved VM {spec.saved} is {saved.name}, not {spec.name}", hint=_OTHER)
     here = (image.key, host.version, host.accelerator.name)
     if here != (saved.image_key, saved.version, saved.accelerator):
         what = f"{host.config.host} makes another machine than the one that {spec.saved} was saved from"
         raise Refused(what, hint="resume it on a host with the same image, QEMU and accelerator")
-    if bool(spec.key) != saved.encrypted or (spec.key and saved.seal != _sealed(saved, spec.key).seal):
-        what = f"the saved VM {spec.saved} is not as it was saved, or its key is not"
-        raise Damaged(what, hint="is it in a backup?")
+    _check_seal(saved, spec.saved, spec.key)
     return saved
+
+
+def _complete(host: HostContext, place: Path, name: str) -> SavedVm:
+    """What `save.json` says. Raises `Gone` if the storage is out of reach, and `Damaged` if there is none."""
+    saved = read(place / name)
+    if saved is None:
+        if not _name_in(place):
+            raise Gone(f"the storage {place} is out of reach", hint="is the directory mounted?")
+        raise Damaged(f"the saved VM {name} is missing in {place}", hint="is it in a backup?")
+    return saved
+
+
+def _check_seal(saved: SavedVm, name: str, key: str) -> None:
+    if bool(key) != saved.encrypted or (key and saved.seal != _sealed(saved, key).seal):
+        raise Damaged(f"the saved VM {name} is not as it was saved, or its key is not", hint="is it in a backup?")
 
 
 def _sealed(saved: SavedVm, key: str) -> SavedVm:
@@ -188,7 +239,7 @@ def _sealed(saved: SavedVm, key: str) -> SavedVm:
 
 def copy_files(host: HostContext, spec: Specification, saved: SavedVm, image: Image, paths: Paths) -> None:
     """Copy what the restored VM goes on to write or to open by name into its directory. Raises `Damaged`."""
-    place = directory(host) / spec.saved
+    place = directory(host, spec.storage) / spec.saved
     target = os.open(paths.overlay, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     reader = Reader(place / OVERLAY, spec.key if saved.encrypted else "", saved.overlay)
     with reader.into(target, compressed=False) as feed:
@@ -244,6 +295,45 @@ def save(host: HostContext, name: str, saved: str, key: str = "") -> list[Stage]
         finally:
             shutil.rmtree(work, ignore_errors=True)
     return timer.stages
+
+
+def copy(host: HostContext, name: str, key: str = "") -> None:
+    """Copy a saved VM as it is to the second directory. The same again is success. Raises `Refused` if this host has
+    none, `Gone` if one is out of reach, `Damaged` if the files are not as they were written, and `Exhausted` if they
+    cannot be copied. After an error nothing is left of the copy."""
+    source, target = directory(host) / name, host.config.copies
+    if target is None:
+        raise Refused(f"host {host.config.host} copies no saved VMs", hint="set save.copy for it")
+    if not _name_in(target):
+        raise Gone(f"the storage {target} is out of reach", hint="is the directory mounted?")
+    with locked_directory(source, create=False):  # an earlier call may go on
+        saved = _complete(host, source.parent, name)
+        _check_seal(saved, name, key)
+        if read(target / name) != saved:
+            _copy_whole(source, target, saved, key)
+
+
+def _copy_whole(source: Path, target: Path, saved: SavedVm, key: str) -> None:
+    name = source.name
+    need, free = saved.state.size + saved.overlay.size, available_disk(target)
+    if need > free:  # what fills a shared file system to its end harms others
+        what = f"{target} has room for {free >> 20} MiB, and the saved VM {name} takes {need >> 20}"
+        raise Exhausted(what, hint="remove what nobody needs there")
+    work = target / f".{name}{_WRITING}"
+    shutil.rmtree(work, ignore_errors=True)
+    try:
+        work.mkdir(mode=0o700)
+        for file, expected in ((STATE, saved.state), (OVERLAY, saved.overlay)):
+            saved_files.copy(source / file, work / file, key, expected)
+        for stub in STUBS:
+            shutil.copyfile(source / stub, work / stub)
+        files.create_whole(work / FILE, (source / FILE).read_bytes())
+        shutil.rmtree(target / name, ignore_errors=True)  # of another VM, after a database was restored
+        work.rename(target / name)
+    except OSError as error:
+        raise Exhausted(f"cannot copy {source} to {target}: {error}", hint="is there room?") from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
 
 
 def _running(name: str, known: Manifest | None) -> Manifest:
