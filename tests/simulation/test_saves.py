@@ -23,6 +23,7 @@ from multiverse_lab.simulation.generate_saving import saving
 from multiverse_lab.simulation.guests import Guest
 from multiverse_lab.simulation.jobs import Batch, JobRecord
 from multiverse_lab.simulation.machines import ABILITIES
+from multiverse_lab.simulation.network import AgentBehaviour
 from multiverse_lab.simulation.outcome import Outcome
 from multiverse_lab.simulation.processes import FrozenProcesses, Ledger, SavedFiles
 from multiverse_lab.simulation.run import simulate
@@ -160,6 +161,52 @@ def test_a_time_limit_ends_between_all_steps(part: int) -> None:
     for at in moments()[part::8]:
         batch = Batch(seconds=20.0, limit=at - began)
         goes_well(replace(ONE, arrivals=(replace(ONE.arrivals[0], batch=batch),)), "TIMEOUT")
+
+
+# --- copies ------------------------------------------------------------------------------------------
+
+
+def with_copies(*actions: UserAction, **more: object) -> Scenario:
+    """The same job, on hosts that have a storage each, and a common one for copies."""
+    one = scenario(*actions)
+    copies = Storage("copies", SHARED.machine)
+    hosts = tuple(
+        replace(host, storage=Storage(f"of {host.name}", SHARED.machine), copies=copies) for host in one.world.hosts
+    )
+    return replace(one, world=replace(one.world, hosts=hosts), **more)  # type: ignore[arg-type]
+
+
+COPIED = with_copies(UserAction(12.0, "save_held"), UserAction(60.0, "resume_saved"))
+
+
+def test_each_state_is_copied_once() -> None:
+    outcome = goes_well(with_copies(*HELD))
+    assert outcome.transitions["saved: stored - copy due -> copying"] == saved(outcome) == 1
+
+
+def test_a_job_goes_on_before_its_state_is_copied() -> None:
+    fault = PlannedFault("hypervisor.copy mvsimul-1-1 #1", FaultKind.SLOW, 30.0)
+    outcome = goes_well(with_copies(SAVE, faults=(fault,)))
+    assert outcome.transitions["saved: copying - runs -> thawing"] == 1
+
+
+@pytest.mark.parametrize("part", one_in(6, range(6)))
+def test_each_copy_fails_hangs_acts_late_or_twice(part: int) -> None:
+    for fault in list(faults("hypervisor.copy mvsimul-1-1 #1"))[part::6]:
+        outcome = goes_well(replace(COPIED, faults=(fault,)))
+        assert fault in outcome.faults, fault
+
+
+@pytest.mark.parametrize("agents", [False, True])
+def test_a_job_whose_host_is_lost_for_long_goes_on_from_the_copy(agents: bool) -> None:
+    """It ends long before the host is back, whose own files are removed then."""
+    one = replace(COPIED, incidents=(Incident(40.0, IncidentKind.HOST_FENCED, 600.0, pick=0.0),))
+    if agents:
+        one = replace(one, world=replace(one.world, agents=AgentBehaviour()))
+    outcome = goes_well(one)
+    story = outcome.story()
+    assert "instant on h0" in story and "restored on h1 from its state" in story
+    assert saved(outcome) == 1 and outcome.runs[-1][2] < 200.0 < 600.0 < outcome.seconds, story
 
 
 @pytest.mark.parametrize("seed", one_in(6, range(6)))

@@ -49,8 +49,9 @@ _WITH_AGENTS: dict[IncidentKind, tuple[float, ...]] = {
 
 def saving(seed: int) -> Scenario:
     """Jobs that are saved at random moments, some again and again, some held until they are resumed, on hosts that
-    share a storage or have one each. Users cancel, hold, change, suspend and requeue them between the steps, and time
-    limits end some. In most scenarios calls fail, storages, hosts, slurmctld and the controller are lost."""
+    share a storage or have one each, in some with another one for copies. Users cancel, hold, change, suspend and
+    requeue them between the steps, and time limits end some. In most scenarios calls fail, storages, hosts, slurmctld
+    and the controller are lost."""
     rng = Random(f"{seed}/saving")
     hosts = tuple(_host(rng, number) for number in range(rng.choice((1, 2, 2, 3))))
     one_each = rng.random() < 0.3
@@ -61,6 +62,7 @@ def saving(seed: int) -> Scenario:
     )
     if len(hosts) > 1 and rng.random() < 0.1:
         hosts = (*hosts[:-1], replace(hosts[-1], storage=None))
+    hosts = _with_copies(hosts, Random(f"{seed}/copies"), one_each=one_each)
     cluster = ClusterSettings(
         node_timeout=rng.choice((10.0, 30.0, 300.0)),
         requeue_delay=rng.choice((121.0, 121.0, 5.0)),
@@ -83,6 +85,17 @@ def saving(seed: int) -> Scenario:
         limit=6000.0,
     )
     return scenario if quiet else _with_trouble(scenario, rng)
+
+
+def _with_copies(hosts: tuple[Host, ...], rng: Random, *, one_each: bool) -> tuple[Host, ...]:
+    """In some scenarios, in most of those in which each host has a storage of its own, the hosts have a storage for
+    copies; in some of these one host writes there."""
+    if rng.random() > (0.8 if one_each else 0.2):
+        return hosts
+    there = tuple(replace(host, copies=host.storage and replace(host.storage, name="copies")) for host in hosts)
+    if len(there) > 1 and rng.random() < 0.2:
+        there = (*there[:-1], replace(there[-1], storage=there[-1].copies, copies=None))
+    return there
 
 
 def _with_trouble(scenario: Scenario, rng: Random) -> Scenario:
