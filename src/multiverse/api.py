@@ -139,6 +139,17 @@ class VmView:
     pss: float  # private, with a proportional part of the shared memory; 0 unless exact figures were asked for
     reason: str
     quarantined: str  # why it is quarantined; empty: it is not
+    other_host: str = ""  # to which it moves, or at which something of it is left after a move
+
+
+@dataclass(frozen=True, slots=True)
+class Moving:
+    """The beginning of a move was committed."""
+
+    vm: str
+    job_id: str
+    host: str  # where it runs
+    target: str  # the host to which it moves
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +265,9 @@ class HostView:
     lease: LeaseView | None = None  # of a leased host
     numa: tuple[NumaView, ...] = ()  # while it is in reach; empty in snapshots
     faults: tuple[HostFaultView, ...] = ()
+    # The machine that VMs see, on hosts from and to which they move while they run; empty: none do. VMs move between
+    # hosts of which this is the same, and to those with more features of the CPU.
+    moves: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -636,6 +650,14 @@ class HostRequest(BaseModel):
     hosts: str = Field(min_length=1, max_length=100_000)  # a ClusterShell node set, such as n[1-4]
     reason: str = Field(default="", max_length=200)  # of a drain
     begins: float | None = Field(default=None, ge=0, le=1e11)  # when a drain begins; null: now
+    move: bool = False  # at a drain: VMs of running jobs move to other hosts
+
+
+class MoveRequest(BaseModel):
+    """Which VM to move while its job runs."""
+
+    what: str = Field(min_length=1, max_length=100)  # the name of a VM, or the id of a job of one VM
+    host: str = Field(default="", max_length=100)  # where to; empty: to any host that has room and makes its machine
 
 
 class PruneRequest(BaseModel):

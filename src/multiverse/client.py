@@ -81,7 +81,11 @@ class Client:
         """Let a saved job go on that is held, or begin `anew` without its state."""
         self._call("POST", f"/jobs/{job_id}/resume", params={"anew": anew})
 
-    def change_hosts(self, verb: str, hosts: str, **more: str | float | None) -> dict[str, Any]:
+    def move(self, what: str, host: str = "") -> dict[str, Any]:
+        """Move a VM, or that of a job, to a host, or to any. Returns where to, once that is committed."""
+        return dict(self._call("POST", "/moves", json={"what": what, "host": host}))
+
+    def change_hosts(self, verb: str, hosts: str, **more: str | float | bool | None) -> dict[str, Any]:
         """Add, drain, resume or remove (`verb`) hosts, a node set; see `api.HostRequest` for `more`. Returns which were
         changed, and which were refused."""
         return dict(self._call("POST", f"/hosts/{verb}", json={"hosts": hosts, **more}))

@@ -94,7 +94,7 @@ def test_memory_is_that_of_the_last_observation_or_of_an_exact_measurement() -> 
     assert (vm.cpu_s, vm.private, vm.shared, vm.pss) == (2.0, 61.5, 90.0, 70.0)
     (unseen,) = vm_views(harness.rows, World(), {})
     assert (unseen.private, unseen.shared) == (0.0, 0.0)
-    (view,) = host_views(harness.rows, seen_world, harness.clock.time, Troubles({}, {}, {}))
+    (view,) = host_views(harness.rows, seen_world, harness.clock.time, Troubles({}, {}, {}, {}))
     assert (view.private, view.shared, view.templates, view.available) == (60.0, 90.0, 220.0, 9000)
     assert view.images == {"slim": ("fork", "plug_memory")}
     assert view.claimed.memory < view.declared.memory and view.template_copies == 2 and view.vms == 1
@@ -104,7 +104,7 @@ def test_memory_is_that_of_the_last_observation_or_of_an_exact_measurement() -> 
     harness.run()
     assert not harness.rows.templates
     now_world = world(harness.vms, {})
-    (later,) = host_views(harness.rows, now_world, harness.clock.time, Troubles({}, {}, {}))
+    (later,) = host_views(harness.rows, now_world, harness.clock.time, Troubles({}, {}, {}, {}))
     claims = sum(claim.size.memory for claim in harness.rows.claims)
     assert later.claimed.memory == claims + POLICY.base.memory, "the template is gone, but its VM still maps its memory"
 

@@ -166,6 +166,27 @@ def test_what_changes_is_told_alone() -> None:
     run(script(), 1)
 
 
+def test_a_vm_that_moves_is_told_of_to_its_new_host_before_it_runs_there_and_to_all_once_it_does() -> None:
+    async def script() -> None:
+        hosts, moves = Hosts("h1", "h2", "h3"), placed(1, "h1", 1)
+        book = Book(ONE, TWO, moves, placed(2, "h2", 2))
+        await book.tell(hosts)
+        places = (moves.place, replace(moves.place, host="h3"))
+        book.move(replace(moves, state=VmState.MOVING, places=places))
+        await book.tell(hosts)
+        assert hosts.names() == {"h1": ["mv-1", "mv-2"], "h2": ["mv-1", "mv-2"], "h3": ["mv-1", "mv-2"]}
+        assert {known["mv-1"].host for known in hosts.known.values()} == {"h1"}
+        book.move(replace(moves, places=places[1:]))
+        await book.tell(hosts)
+        assert hosts.names() == {"h1": [], "h2": ["mv-1", "mv-2"], "h3": ["mv-1", "mv-2"]}
+        assert {known["mv-1"].host for known in hosts.known.values() if known} == {"h3"}
+        book.move(replace(moves, state=VmState.RELEASING, places=places[1:]))
+        await book.tell(hosts)
+        assert hosts.names() == {"h1": [], "h2": [], "h3": []}
+
+    run(script(), 1)
+
+
 def test_a_spare_is_told_of_when_a_job_has_taken_it() -> None:
     async def script() -> None:
         hosts = Hosts("h1", "h2")

@@ -18,7 +18,7 @@ from tests.unit.lease_harness import LeaseHarness
 
 
 def shown(site: LeaseHarness) -> dict[str, HostView]:
-    views = host_views(site.rows, site.world, site.clock.time, Troubles({}, {}, {}))
+    views = host_views(site.rows, site.world, site.clock.time, Troubles({}, {}, {}, {}))
     return {view.name: view for view in views}
 
 

@@ -34,6 +34,7 @@ COMMANDS = {
     "jobs": "jobs",
     "vms": "jobs",
     "hosts": "hosts",
+    "move": "hosts",
     "top": "top",
     "utilization": "hosts",
     "leases": "hosts",

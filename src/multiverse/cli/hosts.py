@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import Annotated
@@ -118,7 +119,7 @@ def _show_alike(found: Sequence[api.HostView]) -> None:
     """What hosts have in common, once for all of them."""
     hosts: dict[str, list[str]] = {}
     for one in found:
-        for what in (*_machine(one), *_nodes(one), *_images(one)):
+        for what in (*_machine(one), *_moves(one), *_nodes(one), *_images(one)):
             hosts.setdefault(what, []).append(one.name)
     for what, names in hosts.items():
         line = f"{folded(names)}: {what}"
@@ -135,6 +136,11 @@ def _machine(host: api.HostView) -> Iterator[str]:
         + (f"; clones: {', '.join(kinds)}" if kinds else "")
         + (f"; features: {', '.join(host.features)}" if host.features else "")
     )
+
+
+def _moves(host: api.HostView) -> Iterator[str]:
+    if host.moves:
+        yield f"VMs move to hosts like it: {host.moves}"
 
 
 def _nodes(host: api.HostView) -> Iterator[str]:
@@ -174,10 +180,12 @@ def drain(
     begins: Annotated[
         str, typer.Option("--from", metavar="TIME", help="As for sbatch --begin. Until then, only jobs that end by it.")
     ] = "",
+    move: Annotated[bool, typer.Option("--move", help="Move VMs of running jobs to other hosts.")] = False,
 ) -> None:
-    """Let hosts take no new VM. They are free when their jobs have ended, and are shown as drained then."""
+    """Let hosts take no new VM. They are free when their jobs have ended, or have moved away, and are shown as drained
+    then."""
     moment = unix_time(begins, datetime.now().astimezone()) if begins else None
-    _change("drain", hosts, "draining", reason=reason, begins=moment)
+    _change("drain", hosts, "draining", reason=reason, begins=moment, move=move)
 
 
 @hosts_app.command()
@@ -193,7 +201,7 @@ def remove(hosts: Hosts) -> None:
     _change("remove", hosts, "removed")
 
 
-def _change(verb: str, hosts: Sequence[str], done: str, **more: str | float | None) -> None:
+def _change(verb: str, hosts: Sequence[str], done: str, **more: str | float | bool | None) -> None:
     """Ask for a change to hosts, and say what came of it for each."""
     with Client() as client:
         changed = decode(api.HostsChanged, client.change_hosts(verb, ",".join(hosts), **more))
@@ -203,6 +211,37 @@ def _change(verb: str, hosts: Sequence[str], done: str, **more: str | float | No
         render.errors.print(why, markup=False)
     if changed.refused:
         raise typer.Exit(1)
+
+
+# --- multiverse move --------------------------------------------------------------------------------
+
+
+def move(
+    what: Annotated[str, typer.Argument(metavar="JOB|VM", help="A job of one VM, or a VM.")],
+    host: Annotated[str, typer.Argument(metavar="[HOST]", help="By default any that can take it.")] = "",
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until it has moved.")] = True,
+) -> None:
+    """Move a VM to another host while its job runs."""
+    with Client() as client:
+        begun = decode(api.Moving, client.move(what, host))
+        typer.echo(f"VM {begun.vm} of job {begun.job_id} moves from {begun.host} to {begun.target}.")
+        began = time.monotonic()
+        while wait and (vm := _vm(client, begun.vm)) is not None and vm.state in _MOVES:
+            time.sleep(_POLL)
+    if not wait:
+        return
+    if vm is None or vm.host != begun.target:
+        what = f"VM {begun.vm} did not move" if vm is not None else f"VM {begun.vm} has ended meanwhile"
+        raise Refused(what, hint=f"multiverse timeline {begun.job_id} says why")
+    typer.echo(f"It has moved, in {time.monotonic() - began:.1f} s.")
+
+
+_POLL = 0.2  # seconds between two looks at a VM that moves
+_MOVES = ("moving", "settling")
+
+
+def _vm(client: Client, name: str) -> api.VmView | None:
+    return next((one for one in decode(list[api.VmView], client.vms()) if one.name == name), None)
 
 
 # --- multiverse leases ------------------------------------------------------------------------------

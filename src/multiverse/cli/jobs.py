@@ -106,7 +106,7 @@ def _show_vms(*, json: bool) -> None:
         "VM": lambda one: one.name,
         "STATE": lambda one: render.state(one.state, one.quarantined),
         "JOB": lambda one: one.job_id or "–",
-        "HOST": lambda one: one.host,
+        "HOST": lambda one: f"{one.host} → {one.other_host}" if one.state == "moving" else one.host,
         "KIND": lambda one: one.kind,
         "SIZE": lambda one: f"{one.cpus}, {render.memory(one.memory)}",
         "UNIQUE": lambda one: render.memory(one.private) if one.private else "–",

@@ -33,7 +33,7 @@ STYLES_OF_STATES = {
     "yellow": "queued ungated restoring holding stray requeued avoided closing draining drained",
     "cyan": "claimed spawning starting building",
     "blue": "spawned adding_user joined",
-    "bold green": "allocated serving",
+    "bold green": "allocated serving moving settling",
     "magenta": "returning revoking reclaiming retiring ending removing releasing deleting fenced",
     "green": "done ready up",
     "dim": "cancelled",

@@ -63,7 +63,8 @@ WIDE = 110  # columns from which on more is shown of each job and host
 STAGES = ("provisioning", "waiting", "running", "ending")  # the stages in the order in which jobs are listed
 _WORDS = {"provisioning": "preparing"}
 _STYLES = {"waiting": "yellow", "provisioning": "cyan", "running": "bold green", "ending": "magenta"}
-_LOOKS = {"serving": "green", "planned": "cyan", "starting": "cyan", "parked": "bright_black", "joined": "bright_black",
+_LOOKS = {"serving": "green", "moving": "green", "settling": "green", "planned": "cyan", "starting": "cyan",
+          "parked": "bright_black", "joined": "bright_black",
           "lost": "red", "dead": "red", "orphan": "red"}  # fmt: skip
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 

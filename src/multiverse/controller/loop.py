@@ -34,6 +34,7 @@ from multiverse.core.model.reason import Reason
 from multiverse.core.model.saved import Saved
 from multiverse.core.model.vm import Vm, VmRef
 from multiverse.core.model.world import Observation, World
+from multiverse.core.moving import why_stay
 from multiverse.core.planner import plan
 from multiverse.core.policy import Policy
 from multiverse.core.pools import PoolStatus, pool_status
@@ -260,6 +261,10 @@ class Controller:
     def held_back(self) -> Mapping[str, Reason]:
         """Why silent hosts are not fenced by the site's command though they could be, by host."""
         return held_back(self.state, self.world(), self.policy)
+
+    def staying(self) -> Mapping[str, str]:
+        """Why a VM stays now on a host from which VMs are to move, by host."""
+        return why_stay(Context(self.state, self.world(), self.policy)) if self.state.drains else {}
 
     def known_hosts(self) -> dict[str, KnownHost]:
         return self._hosts.known_hosts()

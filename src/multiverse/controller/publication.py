@@ -141,6 +141,7 @@ class GroupBook:
     def __init__(self, state: State, reach: Reach, clock: Clock, rng: Random) -> None:
         self._state, self._reach, self._clock, self._rng = state, reach, clock, rng
         self._members: dict[str, Member] = {}
+        self._places: dict[str, tuple[str, ...]] = {}  # the hosts of each member: a VM that moves has two
         self._of_group: dict[int, dict[str, None]] = {}  # names
         self._hosts_of: dict[int, Counter[str]] = {}  # how many VMs of a group each host has
         self._groups_on: dict[str, dict[int, None]] = {}
@@ -157,46 +158,51 @@ class GroupBook:
                 self._note(change.row)
 
     def _note(self, vm: Vm) -> None:
+        """A VM that moves is told where it still is, and its group also to the host to which it moves."""
         new, old = self._member(vm), self._members.get(vm.name)
-        if new == old:
+        hosts = tuple(place.host for place in vm.places) if new is not None else ()
+        if new == old and hosts == self._places.get(vm.name, ()):
             return
         if old is not None:
             self._remove(old)
         if new is not None:
-            self._add(new)
+            self._add(new, hosts)
 
     def _member(self, vm: Vm) -> Member | None:
         group = self.group(vm) if vm.state in _MEMBERS and vm.address else 0
         return Member(vm.name, without_prefix_length(vm.address), vm.mac, vm.host, group) if group else None
 
-    def _add(self, member: Member) -> None:
+    def _add(self, member: Member, places: tuple[str, ...]) -> None:
         names, hosts = self._of_group.setdefault(member.group, {}), self._hosts_of.setdefault(member.group, Counter())
-        self._members[member.name] = member
+        self._members[member.name], self._places[member.name] = member, places
         names[member.name] = None
-        hosts[member.host] += 1
-        self._groups_on.setdefault(member.host, {})[member.group] = None
+        for place in places:
+            hosts[place] += 1
+            self._groups_on.setdefault(place, {})[member.group] = None
         if len(names) > 2:
             for host in hosts:
                 self._changed(host, [member.name])
         else:  # with its second VM the group is something to tell
             for host in hosts:
                 self._changed(host, names)
-        if hosts[member.host] == 1:
-            self._changed(member.host, names)
+        for place in places:
+            if hosts[place] == 1:
+                self._changed(place, names)
 
     def _remove(self, member: Member) -> None:
         names, hosts = self._of_group[member.group], self._hosts_of[member.group]
         for host in hosts:
             self._changed(host, [member.name] if len(names) > 2 else names)
         del self._members[member.name], names[member.name]
-        hosts[member.host] -= 1
-        if not hosts[member.host]:
-            del hosts[member.host]
-            self._changed(member.host, names)
-            groups = self._groups_on[member.host]
-            del groups[member.group]
-            if not groups:
-                del self._groups_on[member.host]
+        for place in self._places.pop(member.name):
+            hosts[place] -= 1
+            if not hosts[place]:
+                del hosts[place]
+                self._changed(place, names)
+                groups = self._groups_on[place]
+                del groups[member.group]
+                if not groups:
+                    del self._groups_on[place]
         if not names:
             del self._of_group[member.group], self._hosts_of[member.group]
 

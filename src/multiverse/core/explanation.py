@@ -370,8 +370,10 @@ def _running(context: Context, attempt: Attempt, where: Sequence[Reason], time: 
 
 
 def _at_its_limit(context: Context, attempt: Attempt) -> Reason | None:
-    """What becomes of a running job that is being saved, or that asks for it."""
+    """What becomes of a running job that moves or is being saved, or that asks for that."""
     job = context.scheduler.jobs.get(attempt.job.job_id) if context.world.scheduler else None
+    if moving := [vm for vm in context.state.vms_of(attempt) if vm.state is VmState.MOVING]:
+        return Why.IS_MOVING(vm=moving[0].name, hosts=[place.host for place in moving[0].places])
     if saved := next((one for one in context.state.saved_of_job(attempt.job.job_id) if one.job == attempt.job), None):
         return Why.IS_BEING_SAVED(saved.asked, step=saved.state)
     if attempt.request.save is None or job is None or job.ref != attempt.job:

@@ -3,7 +3,15 @@ drained."""
 
 from __future__ import annotations
 
-from multiverse.core.capacity.room import HostLimits, every_host, others_on, place_vms, placement_request, room_of
+from multiverse.core.capacity.room import (
+    HostLimits,
+    Room,
+    every_host,
+    others_on,
+    place_vms,
+    placement_request,
+    room_of,
+)
 from multiverse.core.capacity.sizes import vm_claim
 from multiverse.core.context import Context
 from multiverse.core.errors import Refused
@@ -44,7 +52,7 @@ def _meant(context: Context, name: str) -> Vm:
 def move(context: Context, vm: Vm, host: str, why: Reason) -> None:
     """Begin to move a VM to that host, or to any if it is empty. Raises `Refused` if it cannot."""
     attempt, machine = _movable(context, vm)
-    chosen, claim = _target(context, vm, attempt, machine, host)
+    chosen, claim = _target(context, room_of(context), vm, attempt, machine, host)
     place = Place(chosen, context.state.source_of(chosen))
     context.state.move(move_vm(vm, place, why), make=[Claim(vm.key, chosen, claim)])
 
@@ -62,16 +70,19 @@ def move_off_drained(context: Context) -> None:
                 continue
 
 
-def why_stays(context: Context, vm: Vm) -> str:
-    """Why a VM of a host that is to be emptied does not move now; empty if it moves, or is about to."""
-    if vm.state is not VmState.SERVING:
-        return ""
-    try:
-        attempt, machine = _movable(context, vm)
-        _target(context, vm, attempt, machine, "")
-    except Refused as error:
-        return error.message
-    return ""
+def why_stay(context: Context) -> dict[str, str]:
+    """Why a VM stays now on each host that is to be emptied, by host. Nothing is changed."""
+    state, found = context.state, dict[str, str]()
+    for name in (name for name, drain in state.drains.items() if drain.moves and name in state.closed):
+        for vm in state.vms_on(name):
+            try:
+                if vm.state is VmState.SERVING:
+                    attempt, machine = _movable(context, vm)
+                    _target(context, room_of(context).copy(), vm, attempt, machine, "")
+            except Refused as error:
+                found[name] = error.message
+                break
+    return found
 
 
 def why_other_machine(needed: MachineKind, made: MachineKind) -> str:
@@ -115,7 +126,9 @@ def _movable(context: Context, vm: Vm) -> tuple[Attempt, MachineKind]:
     return attempt, host.moves
 
 
-def _target(context: Context, vm: Vm, attempt: Attempt, machine: MachineKind, name: str) -> tuple[str, Size]:
+def _target(
+    context: Context, room: Room, vm: Vm, attempt: Attempt, machine: MachineKind, name: str
+) -> tuple[str, Size]:
     """The host for a VM, `name` if that is given, and what the VM claims there. Raises `Refused` if there is none."""
     limit = others_on(context.state, attempt)
 
@@ -125,7 +138,7 @@ def _target(context: Context, vm: Vm, attempt: Attempt, machine: MachineKind, na
     able = every_host(context, vm.size, lambda host: not _why_unfit(vm, machine, host))
     claims = able.map(lambda host, size: vm_claim(size, host, vm.image, vm.kind))
     wanted = placement_request(context, attempt, vm.kind, 1)
-    chosen = place_vms(context, room_of(context), wanted, claims, attempt, HostLimits(accepts))
+    chosen = place_vms(context, room, wanted, claims, attempt, HostLimits(accepts))
     if chosen is None:
         others = [name] if name else [host for host in sorted(context.in_sight) if host != vm.host]
         reasons = [f"{host}: {_why_not_on(context, vm, machine, limit(host), host)}" for host in others[:_SHOWN]]

@@ -169,7 +169,16 @@ def _add_hosts(app: FastAPI, backend: Backend) -> None:
         with _status(400):
             names = names_of_hosts(request.hosts)
         with _committed():
-            return await backend.change_hosts(verb, names, request.reason, request.begins)
+            return await backend.change_hosts(verb, names, request.reason, request.begins, move=request.move)
+
+    @app.post("/moves")
+    async def move(request: api.MoveRequest) -> api.Moving:
+        """Move a VM to another host while its job runs. That it begins is committed when this answers."""
+        try:
+            with _committed():
+                return await backend.move(request.what, request.host)
+        except Refused as error:
+            raise HTTPException(409, {"message": error.message, "hint": error.hint}) from error
 
     @app.get("/audit/identity")
     async def audit_identity() -> api.IdentityAudit:

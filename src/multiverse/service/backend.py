@@ -27,7 +27,7 @@ from multiverse.core.model.host import Drain
 from multiverse.core.model.job import Attempt
 from multiverse.core.model.reason import Reason
 from multiverse.core.model.usage import HostUsage, Usage, combined
-from multiverse.core.model.vm import Vm
+from multiverse.core.model.vm import Vm, VmState
 from multiverse.core.rows import Rows
 from multiverse.core.transition import Command, EffectKind
 from multiverse.ports import Clock
@@ -275,6 +275,7 @@ class Backend:
             {one.name: one.failure for one in controller.sources.values()},
             controller.held_back(),
             {names[one.effect.key]: one.reason for one in fences},
+            controller.staying(),
         )
         return host_views(rows, controller.world(), self.clock.now(), troubles)
 
@@ -348,10 +349,11 @@ class Backend:
         await asyncio.wait_for(self.controller.command(command), COMMIT_TIMEOUT)
 
     async def change_hosts(
-        self, verb: str, names: Sequence[str], reason: str, begins: float | None
+        self, verb: str, names: Sequence[str], reason: str, begins: float | None, *, move: bool = False
     ) -> api.HostsChanged:
         """Have a change (`verb`: add, drain, resume or remove) to hosts committed, together."""
-        drain = Drain(self.clock.wall() if begins is None else begins, reason) if verb == "drain" else None
+        at = self.clock.wall() if begins is None else begins
+        drain = Drain(at, reason, move) if verb == "drain" else None
         made = [self.controller.command(Command(verb, host=name, drain=drain)) for name in names]
         async with asyncio.timeout(COMMIT_TIMEOUT):
             results = await asyncio.gather(*made, return_exceptions=True)
@@ -365,6 +367,17 @@ class Backend:
         not possible."""
         command = Command("save" if verb == "save" else "resume_saved", job=job_id, hold=hold, uid=uid, anew=anew)
         await asyncio.wait_for(self.controller.command(command), COMMIT_TIMEOUT)
+
+    async def move(self, what: str, host: str) -> api.Moving:
+        """Have the move of a running VM to a host, or to any, committed. Raises `Refused` if it cannot move."""
+        await asyncio.wait_for(self.controller.command(Command("move", host, job=what)), COMMIT_TIMEOUT)
+        rows = self._rows()
+        moving = [vm for _, vm in sorted(rows.vms.items()) if vm.state is VmState.MOVING]
+        for vm in moving:
+            job_id = convert.job_of(vm, rows.attempt_of(vm))
+            if what in (vm.name, job_id):
+                return api.Moving(vm.name, job_id, vm.host, vm.places[1].host)
+        raise Refused(f"the move of {what} is over already", hint=f"multiverse timeline {what} shows how it went")
 
     async def prune(self, older_than: float | None, *, dry_run: bool, after: str) -> api.PruneView:
         """Delete, or count, what ended more than `older_than` seconds ago; None: as in the settings. Works for two

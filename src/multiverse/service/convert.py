@@ -202,6 +202,7 @@ def vm_view(vm: Vm, job_id: str, epoch: float, figures: tuple[float, float, floa
         pss=pss,
         reason=text_of(vm.reason),
         quarantined=text_of(vm.quarantined),
+        other_host=vm.places[1].host if len(vm.places) > 1 else "",
     )
 
 

@@ -14,9 +14,9 @@ from multiverse.core.capacity.room import left_behind
 from multiverse.core.capacity.usable_hosts import total
 from multiverse.core.machines.host import silent_since
 from multiverse.core.model.basics import Size
-from multiverse.core.model.host import Host, HostFault, HostState, HypervisorView, KnownHost
+from multiverse.core.model.host import Host, HostFault, HostState, HypervisorView, KnownHost, MachineKind
 from multiverse.core.model.job import OPEN_LEASES, Lease, LeaseState
-from multiverse.core.model.reason import Reason, moment, text_of
+from multiverse.core.model.reason import Reason, moment, some, text_of
 from multiverse.core.model.saved import Saved
 from multiverse.core.model.vm import Vm
 from multiverse.core.model.world import World
@@ -34,6 +34,7 @@ class Troubles:
     sources: Mapping[str, str]  # why reaching them fails
     held_back: Mapping[str, Reason]  # why silent ones are not fenced
     fences: Mapping[str, str]  # what a fence command that fails has said
+    staying: Mapping[str, str]  # why a VM stays on a drained host from which VMs are to move
 
 
 def host_views(rows: Rows, world: World, now: float, troubles: Troubles) -> list[HostView]:
@@ -151,8 +152,18 @@ def _view(
             NumaView(one.number, one.cpus, one.memory, one.free, size_view(one.taken), one.distances)
             for one in (host.numa if reachable else ())
         ),
+        moves=_machine_text(host.moves, world) if host.moves else "",
         faults=tuple(HostFaultView(one.image, one.failures, one.until, text_of(one.reason)) for one in known.faults),
     )
+
+
+def _machine_text(machine: MachineKind, world: World) -> str:
+    """Features of the CPU are named that not all hosts have."""
+    every = [one.moves.features for one in world.hosts.values() if one.moves is not None]
+    more = sorted(machine.features - frozenset.intersection(*every)) if every else []
+    tsc = f", {machine.tsc_khz} kHz" if machine.tsc_khz else ""
+    text = f"{machine.board} of QEMU {machine.release}, {machine.accelerator}, CPU {machine.cpu}{tsc}"
+    return f"{text}, with {some(more)}" if more else text
 
 
 def without_noise(host: HostView) -> HostView:
@@ -239,6 +250,10 @@ def _todo(host: KnownHost, state: str, troubles: Troubles, *, vms: bool) -> str:
             return f"remove the cause; it is tried by itself, and at once after: multiverse hosts resume {name}"
         case "drained":
             return f"it is free; to use it again: multiverse hosts resume {name}"
+        case "draining" if vms and (why := troubles.staying.get(name)):
+            return f"it is free when its jobs have ended or moved away; now they stay: {why}"
+        case "draining" if vms and host.drain is not None and host.drain.moves:
+            return "it is free when its jobs have ended or moved away"
         case "draining" if vms:
             return "it is free when its jobs have ended"
         case _:

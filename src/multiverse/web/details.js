@@ -99,6 +99,7 @@ class Details extends View {
     this.#put(`vm ${name} ${vm && JSON.stringify(vm)}`, () => vm ? [
       ...(vm.quarantined || vm.reason ? [h("p", { class: "says" }, vm.quarantined || vm.reason)] : []),
       facts([["Job", vm.job_id ? links("job", [vm.job_id]) : "none: a spare"], ["Host", links("host", [vm.host])],
+        [vm.state === "moving" ? "Moves to" : "Still on", vm.other_host ? links("host", [vm.other_host]) : ""],
         ["Size", `${count(vm.cpus, "CPU")}, ${memory(vm.memory)}`], ["Memory of its own", memory(vm.private)],
         ["Image", `${vm.image}, ${vm.kind} clone`], ["Address", vm.address], ["State", lasting(vm)]]),
     ] : [h("p", { class: "says" }, "This VM is gone.")]);

@@ -40,6 +40,7 @@ export const STAGES = { waiting: "Waiting", provisioning: "Preparing", running: 
 
 const OF_VMS = {
   planned: "provisioning", parked: "spare", starting: "provisioning", joined: "spare", serving: "running",
+  moving: "running", settling: "running",
   retiring: "ending", orphan: "fault", dead: "fault", lost: "fault", ending: "ending", removing: "ending",
   releasing: "ending", deleting: "ending",
 };

@@ -104,7 +104,7 @@ class Hosts extends View {
         vm.job_id ? `job ${vm.job_id}${job?.name ? ` ${job.name}` : ""}` : "no job",
         `${count(vm.cpus, "CPU")}, ${memory(vm.memory)}`,
       ].join(", "));
-      element.title = `${vm.name}: ${vm.state} for ${age(store.now() - vm.since)}\n${vm.job_id ? `job ${vm.job_id} ${job?.name ?? ""}\n` : ""}${count(vm.cpus, "CPU")}, ${memory(vm.memory)}`;
+      element.title = `${vm.name}: ${vm.state} for ${age(store.now() - vm.since)}${vm.state === "moving" ? `, to ${vm.other_host}` : ""}\n${vm.job_id ? `job ${vm.job_id} ${job?.name ?? ""}\n` : ""}${count(vm.cpus, "CPU")}, ${memory(vm.memory)}`;
       const box = this.#boxes.get(vm.host);
       if (box && element.parentNode !== box.cells) box.cells.insertBefore(element, box.rest);
     }

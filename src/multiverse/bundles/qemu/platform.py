@@ -135,6 +135,7 @@ class MachineVxlan:
         self._settings, self._config, self._node_of = settings, config, node_of
         self._vxlan = Vxlan(config)
         self._vxlan.restore()
+        self._hosts: dict[str, str] = {}  # the host at which each VM is reached, as told since the start: VMs move
 
     @property
     def own(self) -> str:
@@ -162,10 +163,13 @@ class MachineVxlan:
         there = {vm.name: vm for vm in vms().values() if vm.host != self.own and vm.address}
         for owner in known - {machine_owner(name) for name in there}:
             await asyncio.to_thread(self._vxlan.drop, owner)
+        self._hosts = {name: host for name, host in self._hosts.items() if name in there}
         for name, vm in there.items():
-            if machine_owner(name) not in known and vm.state not in NOT_STARTED:
+            missing = machine_owner(name) not in known or self._hosts.get(name) != vm.host
+            if missing and vm.state not in NOT_STARTED:
                 machine = await self.address_of(vm.host)
                 await self.reach(name, Neighbour(without_prefix_length(vm.address), vm.mac, machine))
+                self._hosts[name] = vm.host
 
 
 async def follow_regularly(vxlan: MachineVxlan, vms: LiveVms, interval: float) -> None:
