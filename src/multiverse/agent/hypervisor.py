@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -22,7 +23,7 @@ from multiverse.core.model.identity import Identity, Member, Neighbour, User, wi
 from multiverse.core.model.job import LeasedHost
 from multiverse.core.model.usage import HostUsage
 from multiverse.core.model.vm import Stage, TemplateKey, Vm, VmRef, VmSpec, VmState
-from multiverse.ports.hypervisor import NOT_LEASED, Moves
+from multiverse.ports.hypervisor import NOT_LEASED
 
 log = structlog.get_logger()
 
@@ -141,8 +142,7 @@ class AgentHypervisor:
         connect_leased: Callable[[LeasedHost], AgentConnection] | None = None,
         leased: Mapping[str, LeasedHost] = NOT_LEASED,
     ) -> None:
-        self.membership = self.templates = self.users = self.groups = self.saves = self
-        self.moves: Moves | None = None
+        self.membership = self.templates = self.users = self.groups = self.saves = self.moves = self
         self._connect, self._declare = connect, declare
         self._connect_leased = connect_leased or (lambda host: connect(host.lease.name))
         self._sources: dict[str, AgentSource] = {}
@@ -233,6 +233,27 @@ class AgentHypervisor:
 
     async def discard(self, source: str, name: str) -> None:
         await self._agent(source).call(protocol.Discard(saved=name))
+
+    async def move(self, vm: VmRef, number: int, target: VmSpec) -> Sequence[Stage]:
+        secret = secrets.token_hex(16)
+        receive = protocol.ReceiveMove(vm=target, number=number, secret=secret)
+        offer = await self._agent(target.source).call(receive)
+        send = protocol.SendMove(vm=vm, number=number, secret=secret, offer=offer)
+        return (await self._agent(vm.source).call(send)).stages
+
+    async def settle(self, vm: VmRef, number: int, other: VmRef) -> None:
+        async def ask(one: VmRef) -> protocol.MoveHolds:
+            return (await self._agent(one.source).call(protocol.CancelMove(vm=one, number=number))).has
+
+        here, there = await asyncio.gather(ask(vm), ask(other), return_exceptions=True)
+        for result in (here, there):
+            if isinstance(result, BaseException):
+                raise result
+        for one, has, otherwise in ((vm, here, there), (other, there, here)):
+            if has == "handed_over" and otherwise == "received":
+                await self.destroy(one, 0.0)
+            elif has == "handed_over" and otherwise == "absent":  # the hosts may not reach each other
+                await self._agent(one.source).call(protocol.CancelMove(vm=one, number=number, absent=True))
 
     @property
     def listening(self) -> Mapping[str, str]:

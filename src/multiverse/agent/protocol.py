@@ -98,6 +98,14 @@ class Utilized(Message):
     host: HostUsage
 
 
+class MoveOffer(Message):
+    """Where a host receives VMs. Without a certificate (PEM) connections to it are plain."""
+
+    address: str
+    port: int
+    certificate: str = ""
+
+
 # --- what answers --------------------------------------------------------------------------------
 
 
@@ -107,6 +115,31 @@ class VmConnections(Protocol):
     async def connect(self, vm: VmRef, neighbours: Sequence[Neighbour]) -> None:
         """Let a VM reach these addresses too. Addresses that it was or will be started with stay. `Gone` if there is no
         such VM, `Refused` if the VM of that name has another token."""
+
+
+MoveHolds = Literal["kept", "handed_over", "received", "absent"]
+"""What a host has of a VM by a move that it ends: the VM itself; one that it may not let go on; one that it has taken
+over, which may have ended since; or nothing, for ever."""
+
+
+class MoveEnd(Message):
+    has: MoveHolds
+
+
+class VmExchange(Protocol):
+    """Hands VMs of this host over to other hosts, and takes theirs, while they run. See `ports.Moves`: the controller
+    tells the host that a VM goes to, and then the one that it leaves, each the same secret."""
+
+    async def receive_move(self, vm: VmSpec, number: int, secret: str, neighbours: Sequence[Neighbour]) -> MoveOffer:
+        """Expect that VM for a minute. The same again is success. `Refused` if that move was cancelled, or if there is
+        a VM of that name."""
+
+    async def send_move(self, vm: VmRef, number: int, secret: str, offer: MoveOffer) -> Sequence[Stage]:
+        """Move a VM to the host that has offered to receive it: see `ports.Moves.move`."""
+
+    async def cancel_move(self, vm: VmRef, number: int, *, absent: bool) -> MoveHolds:
+        """End that move and earlier ones, where that is possible yet, and say what this host has of the VM then. With
+        `absent` the other host has said that it has nothing: a VM that was handed over to it goes on here."""
 
 
 class LocalHypervisor(Hypervisor, Source, Protocol):
@@ -124,6 +157,10 @@ class LocalHypervisor(Hypervisor, Source, Protocol):
     @property
     def vxlan(self) -> VmConnections | None:
         """None if nothing but the site's own layer 2 connects the bridges of hosts."""
+
+    @property
+    def exchange(self) -> VmExchange | None:
+        """None if VMs neither leave nor come while they run."""
 
     async def measure(self) -> Mapping[str, tuple[float, float, float]]:
         """(CPU seconds, unique MiB, proportional MiB) of each VM that lives."""
@@ -324,6 +361,49 @@ class Discard(AgentCall[Nothing]):
         return Nothing()
 
 
+def _exchange(agent: SiteAgent) -> VmExchange:
+    if (exchange := agent.hypervisor.exchange) is None:
+        raise Refused(f"VMs move neither to nor from {agent.host}", hint="set move.enabled for it")
+    return exchange
+
+
+class ReceiveMove(AgentCall[MoveOffer]):
+    name: Literal["receive_move"] = "receive_move"
+    since = 2
+    adds = True
+    vm: VmSpec
+    number: int
+    secret: str
+    neighbours: tuple[Neighbour, ...] = ()  # that it reaches by the VXLAN
+
+    async def answer(self, agent: SiteAgent) -> MoveOffer:
+        return await _exchange(agent).receive_move(self.vm, self.number, self.secret, self.neighbours)
+
+
+class SendMove(AgentCall[Stages]):
+    name: Literal["send_move"] = "send_move"
+    since = 2
+    vm: VmRef
+    number: int
+    secret: str
+    offer: MoveOffer
+
+    async def answer(self, agent: SiteAgent) -> Stages:
+        stages = await _exchange(agent).send_move(self.vm, self.number, self.secret, self.offer)
+        return Stages(stages=tuple(stages))
+
+
+class CancelMove(AgentCall[MoveEnd]):
+    name: Literal["cancel_move"] = "cancel_move"
+    since = 2
+    vm: VmRef
+    number: int
+    absent: bool = False
+
+    async def answer(self, agent: SiteAgent) -> MoveEnd:
+        return MoveEnd(has=await _exchange(agent).cancel_move(self.vm, self.number, absent=self.absent))
+
+
 class BuildTemplate(AgentCall[Stages]):
     name: Literal["build_template"] = "build_template"
     adds = True
@@ -379,7 +459,7 @@ else:
 
 M = TypeVar("M", bound=BaseModel)
 
-PROTOCOL = 1  # what this release speaks
+PROTOCOL = 2  # what this release speaks
 OLDEST = 1  # the oldest protocol that this release understands: that of the release before it, once there is one
 LONGEST_LINE = 1 << 24
 """Bytes. An observation of a thousand VMs has about 250 kB. A longer line than this is an error of the other side."""

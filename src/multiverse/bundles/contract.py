@@ -6,6 +6,7 @@ an empty sequence. Nothing else in the service knows a driver.
 
 from __future__ import annotations
 
+import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
-from multiverse.agent.protocol import LocalHypervisor
+from multiverse.agent.protocol import LocalHypervisor, MoveOffer
 from multiverse.agent.self_fence import HostedVms
 from multiverse.config import Settings
 from multiverse.core.errors import Refused
@@ -22,6 +23,7 @@ from multiverse.core.model.world import World
 from multiverse.core.policy import Policy
 from multiverse.core.rows import Rows
 from multiverse.core.state import State
+from multiverse.host.links import Hello
 from multiverse.host.vxlan import VxlanConfig
 from multiverse.ports import Clock, Hypervisor, Measurements, Reports, Scheduler
 from multiverse.ports.site import Finding
@@ -131,6 +133,14 @@ class LocalHost(LocalHypervisor, HostedVms, Protocol):
 
     def check(self) -> None:
         """Make the host's directories, and see whether VMs can run. Raises `Refused`."""
+
+    def resume_moves(self, offer: MoveOffer | None) -> None:
+        """Go on with the moves of VMs that an earlier process has begun. From now on this host receives VMs as `offer`
+        says; None: it receives none."""
+
+    def serve_move(self, sock: socket.socket, hello: Hello) -> None:
+        """Answer a connection of another host, about one of this site's VMs. Blocks until its end. Raises `Refused` if
+        nobody expects it."""
 
     def restore_vxlan(self) -> None:
         """Make the host's part of the network between hosts again, if it has one. Raises a `MultiverseError`."""

@@ -165,9 +165,12 @@ ATTACH = b'{"type":"attach"}\n'
 """Lets the frozen processes go on within the next run of their job. The answer is `attached`."""
 
 
-def names_message(names: Sequence[tuple[str, str]], gone: Sequence[str], *, whole: bool) -> bytes:
-    """The line that tells new names and names that are gone, or with `whole` all names. There is no answer."""
-    return _line(type="names", names=names, gone=gone, whole=whole)
+def names_message(
+    names: Sequence[tuple[str, str]], gone: Sequence[str], *, whole: bool, now: float | None = None
+) -> bytes:
+    """The line that tells new names and names that are gone, or with `whole` all names; and the time, if it is given,
+    to a guest whose clock stood still. There is no answer."""
+    return _line(type="names", names=names, gone=gone, whole=whole, **({} if now is None else {"time": now}))
 
 
 def serve_tasks_message(token: str, directory: str) -> bytes:

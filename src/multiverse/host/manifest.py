@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import json
 import re
+import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from pathlib import Path
@@ -97,6 +100,21 @@ class VmPhase(StrEnum):
     PARKED = "parked"
     STARTING = "starting"  # its guest may have its identity already
     STARTED = "started"
+    INCOMING = "incoming"  # it runs on another host, and is to go on here
+
+
+@dataclass(frozen=True)
+class Moving:
+    """A move of a VM to another host, or from it, that has begun and has not ended here."""
+
+    number: int
+    secret: str
+    # At the host that the VM leaves: where the other one receives it. See `links.Peer`.
+    address: str = ""
+    port: int = 0
+    certificate: str = ""
+    bridge: str = ""  # that its tap is a port of when it runs
+    handed_over: bool = False  # it may run at the other host, and goes on here only if that has no such VM
 
 
 @dataclass(frozen=True)
@@ -137,15 +155,22 @@ class Manifest:
     saved: str = ""  # the saved VM that it was restored from
     kept: str = ""  # it is stopped, and kept in memory as the saved VM of that name: it is no VM until it is restored
     group: int = 0  # of VMs that reach each other, as of its start or its user; 0: it reaches its peers alone
+    moving: Moving | None = None
+    moved: int = 0  # the number of its last move that has ended: neither that one nor an earlier one is begun again
 
     @property
     def process(self) -> ProcessIdentity:
         return ProcessIdentity(self.pid, self.started, self.boot_id)
 
     @property
+    def handed_over(self) -> bool:
+        """Whether it may run on another host by now."""
+        return self.moving is not None and self.moving.handed_over
+
+    @property
     def on_network(self) -> bool:
-        """Whether the VM may have sent frames as its address."""
-        return self.phase in (VmPhase.STARTING, VmPhase.STARTED) and bool(self.address)
+        """Whether the VM may have sent frames as its address, or is about to."""
+        return self.phase in (VmPhase.STARTING, VmPhase.STARTED, VmPhase.INCOMING) and bool(self.address)
 
 
 _ADAPTER = TypeAdapter(Manifest)
@@ -168,8 +193,59 @@ def read(directory: Path) -> Manifest | None:
         return None
 
 
+def refuse_moving(known: Manifest | None) -> None:
+    """Raise `Refused` if a VM is moving."""
+    if known is not None and known.moving is not None:
+        raise Refused(f"VM {known.name} is moving to another host", hint="ask again when it has moved")
+
+
 def refuse_other(known: Manifest | None, token: str) -> None:
     """Raise `Refused` if a VM has another token, as after a restore of an old database. An empty token matches any."""
     if known is not None and token and known.token != token:
         hint = f"a controller with another database made it; if nobody needs it, end process {known.pid}"
         raise Refused(f"{known.name} is another VM: it has another token", hint=hint)
+
+
+# --- VMs that were received ---------------------------------------------------------------------------
+
+RECEIVED = ".received-"  # at the beginning of the name of a file beside the VMs' directories
+_KEPT = 30 * 86400.0  # seconds: longer than a host waits for another one that has its VM
+
+
+@dataclass(frozen=True)
+class Received:
+    """A VM that this host took over from another one. This outlives the VM, and a loss of power: the other host asks,
+    perhaps much later, whether it may let the VM go on, and would run it a second time."""
+
+    token: str
+    move: int
+
+
+_RECEIVED_ADAPTER = TypeAdapter(Received)
+
+
+def write_received(vms: Path, name: str, received: Received) -> None:
+    """Record it durably. Raises OSError; then it may be recorded all the same."""
+    files.create_whole(vms / f"{RECEIVED}{name}", json.dumps(asdict(received)).encode())
+
+
+def read_received(vms: Path, name: str) -> Received | None:
+    """What was recorded last about the VM of that name. Raises OSError if that cannot be read."""
+    try:
+        return _RECEIVED_ADAPTER.validate_json((vms / f"{RECEIVED}{name}").read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise OSError(errno.EIO, str(error), f"{RECEIVED}{name}") from error
+
+
+def forget_received(vms: Path, name: str) -> None:
+    """The other host has nothing of the VM any more."""
+    (vms / f"{RECEIVED}{name}").unlink(missing_ok=True)
+
+
+def forget_old_received(vms: Path) -> None:
+    for path in vms.glob(f"{RECEIVED}*"):
+        with suppress(OSError):
+            if path.stat().st_mtime < time.time() - _KEPT:
+                path.unlink()

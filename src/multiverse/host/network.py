@@ -19,7 +19,8 @@ TUNSETIFF, TUNSETPERSIST = 0x400454CA, 0x400454CB
 RTM_NEWNEIGH, NLM_F_REQUEST, NLM_F_ACK, NLM_F_CREATE = 28, 0x1, 0x4, 0x400
 NUD_NOARP, NTF_MASTER, NDA_LLADDR = 0x40, 0x4, 2
 IFF_TAP, IFF_NO_PI, IFF_VNET_HDR = 0x2, 0x1000, 0x4000
-SIOCGIFFLAGS, SIOCSIFFLAGS, SIOCBRADDIF, IFF_UP = 0x8913, 0x8914, 0x89A2, 0x1
+SIOCGIFFLAGS, SIOCSIFFLAGS, SIOCBRADDIF, SIOCBRDELIF, IFF_UP = 0x8913, 0x8914, 0x89A2, 0x89A3, 0x1
+ETH_P_ARP = 0x0806  # <linux/if_ether.h>
 SIOCSIFHWADDR, ARPHRD_ETHER = 0x8924, 1
 
 
@@ -63,6 +64,51 @@ def set_isolated(name: str, isolated: bool) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.ENODEV):  # the second if it is removed during the write
             raise Broken(f"cannot isolate the tap {name}: {error.strerror}", hint="run it as root") from error
+
+
+def join_bridge(name: str, bridge: str, mac: str) -> None:
+    """Make a tap an isolated port of the bridge, as `open_tap` does. The same again is success. Raises `Broken`."""
+    try:
+        _add_to_bridge(name, bridge, mac)
+    except OSError as error:
+        what = f"cannot add the tap {name} to {bridge}: {error.strerror}"
+        raise Broken(what, hint=f"is there a bridge {bridge}?") from error
+
+
+def bridge_of(name: str) -> tuple[str, bool] | None:
+    """The bridge of which a tap is a port, and whether it is an isolated one; None if it is on no bridge."""
+    port = Path(f"/sys/class/net/{name}")
+    try:
+        return (port / "master").readlink().name, (port / "brport/isolated").read_text().strip() == "1"
+    except OSError:
+        return None
+
+
+def leave_bridge(name: str) -> None:
+    """Take a tap off its bridge, which forgets what it knew of it. One that is on no bridge is success. Raises
+    `Broken`."""
+    found = bridge_of(name)
+    if found is None:
+        return
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+            index = socket.if_nametoindex(name)
+            fcntl.ioctl(sock, SIOCBRDELIF, struct.pack("16si20x", found[0].encode(), index))
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENODEV):  # it has just left, or is gone
+            what = f"cannot take the tap {name} off its bridge: {error.strerror}"
+            raise Broken(what, hint="run it as root") from error
+
+
+def announce(bridge: str, mac: str, address: str) -> None:
+    """Say on a bridge, and to all that it leads to, that the VM with this MAC and address is here now (RFC 5227,
+    section 3). Failure is no error: the VM's next frame says so, too."""
+    octets, ip = bytes.fromhex(mac.replace(":", "")), socket.inet_aton(address)
+    request = struct.pack("!HHBBH", 1, 0x0800, 6, 4, 1) + octets + ip + bytes(6) + ip
+    frame = b"\xff" * 6 + octets + struct.pack("!H", ETH_P_ARP) + request
+    with suppress(OSError), socket.socket(socket.AF_PACKET, socket.SOCK_RAW) as sock:
+        sock.bind((bridge, ETH_P_ARP))
+        sock.send(frame)
 
 
 def _add_to_bridge(name: str, bridge: str, mac: str) -> None:

@@ -142,6 +142,10 @@ class Vxlan:
                     (self.config.records / owner).unlink(missing_ok=True)
             self._restore(ip)
 
+    def neighbours_of(self, owner: str) -> list[Neighbour]:
+        """What that owner can reach."""
+        return self._recorded(owner)
+
     def owners(self) -> frozenset[str]:
         return frozenset(self._owners())
 

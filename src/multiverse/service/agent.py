@@ -7,23 +7,26 @@ import contextlib
 import math
 import os
 import secrets
+import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 
 import structlog
 
 import multiverse
-from multiverse.agent.protocol import LONGEST_LINE
+from multiverse.agent.protocol import LONGEST_LINE, MoveOffer
 from multiverse.agent.self_fence import ContactFile, FenceTimer, SelfFence
 from multiverse.agent.server import AgentIdentity, AgentServer, EpochFile
 from multiverse.bundles.contract import HostSide, LocalHost, platform_bundles, scheduler_bundle
 from multiverse.config import Settings, VxlanSettings
 from multiverse.core.errors import MultiverseError, Refused
-from multiverse.core.model.identity import is_site
+from multiverse.core.model.identity import is_site, site_of
 from multiverse.core.model.usage import HostUsage, Load
 from multiverse.core.model.vm import VmRef
+from multiverse.host import links
+from multiverse.host.links import Hello, MoveListener
 from multiverse.host.sampling import Sampler
 from multiverse.host.vxlan import VxlanConfig
 from multiverse.pilot.lease import NODE_SHARE, share_of
@@ -52,6 +55,8 @@ class _Hypervisors:
 
     def __init__(self, settings: Settings, vxlan: VxlanConfig | None = None) -> None:
         """`vxlan` is that of the node, for the agent of a lease."""
+        self._offer: MoveOffer | None = None
+        self._lock = threading.Lock()
         self._settings, self._vxlan, self._side = settings, vxlan, _host_side(settings)
         self._of_site: dict[str, LocalHost] = {}
 
@@ -64,9 +69,11 @@ class _Hypervisors:
         """The one of this site, the same each time. Raises `Refused` if `site` is no name of a site."""
         if not is_site(site):
             raise Refused(f"{site!r} is no name of a site", hint="is the other side a controller of Multiverse?")
-        if site not in self._of_site:
-            self._of_site[site] = self._side.local(self._settings, site, self._vxlan)
-        return self._of_site[site]
+        with self._lock:
+            if site not in self._of_site:
+                made = self._of_site[site] = self._side.local(self._settings, site, self._vxlan)
+                made.resume_moves(self._offer)
+            return self._of_site[site]
 
     def of_controller(self, site: str) -> LocalHost:
         """The one of this site, whose controller connects. Where its VXLAN cannot be made, VMs are observed and ended,
@@ -78,12 +85,51 @@ class _Hypervisors:
             log.warning("the VXLAN cannot be made", reason=str(error))
         return hypervisor
 
+    def receive_moves(self, offer: MoveOffer) -> None:
+        """Receive VMs from now on, and go on with moves that an earlier agent has begun."""
+        self._offer = offer
+        for site in self.sites():
+            self.of(site)
+
+    def serve_move(self, sock: socket.socket, hello: Hello) -> None:
+        """Answer a connection of another host. Raises `Refused` if this host has nothing of that site."""
+        site = site_of(hello.name)
+        if site not in self._of_site:
+            raise Refused(f"nobody expects VM {hello.name}")
+        self._of_site[site].serve_move(sock, hello)
+
     def sites(self) -> Sequence[str]:
         return self._side.sites(self._settings)
 
     def close(self) -> None:
         for hypervisor in self._of_site.values():
             hypervisor.close()
+
+
+@contextlib.contextmanager
+def _receiving(settings: Settings, hypervisors: _Hypervisors) -> Iterator[None]:
+    """Receive VMs of other hosts, if the settings say so. Raises `Refused` if it cannot listen there."""
+    move = settings.move
+    if not move.enabled:
+        yield
+        return
+    address = move.address or _own_address(settings.host.name)
+    pair = None if move.private else links.certificate(settings.agent.state_dir)
+    listener = MoveListener(address, move.port, pair, hypervisors.serve_move)
+    try:
+        certificate = pair[0].read_text() if pair is not None else ""
+        hypervisors.receive_moves(MoveOffer(address=address, port=move.port, certificate=certificate))
+        yield
+    finally:
+        listener.close()
+
+
+def _own_address(name: str) -> str:
+    try:
+        return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        what = f"the name service knows no address of {name}: {error}"
+        raise Refused(what, hint="set move.address in the settings of this host") from error
 
 
 def _make_directories(settings: Settings) -> None:
@@ -220,6 +266,7 @@ async def serve(settings: Settings, *, leased: bool = False, vxlan: VxlanConfig 
         hypervisors.check()
         stack.callback(hypervisors.close)  # otherwise this process would last as long as its longest call
         who = AgentIdentity(multiverse.__version__, settings.host.name, boot_id(), secrets.token_hex(8))
+        stack.enter_context(_receiving(settings, hypervisors))
         fence = await _self_fence(settings, hypervisors)
         timer = fence.timer if fence else None
         samples = await stack.enter_async_context(_sampling(settings))

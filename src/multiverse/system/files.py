@@ -113,6 +113,15 @@ def create_whole(path: Path, data: bytes) -> None:
         os.close(directory)
 
 
+def write_back(path: Path) -> None:
+    """Write a file to its disk. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fdatasync(fd)
+    finally:
+        os.close(fd)
+
+
 def _encode(number: int, text: str) -> bytes:
     content = f"{number} {text}".encode()
     data = b"%08x %s\n" % (zlib.crc32(content), content)

@@ -90,7 +90,7 @@ class OneHost:
         self._hosts, self._source, self._late = hosts, source, late
         self.asked: set[str] = set()  # the names of all VMs that were to be created
         self.members: dict[str, Member] = {}  # that it was told of
-        self.moves = None
+        self.moves = self.exchange = None
         self.saves = self if hosts.saves is not None else None
 
     async def _answer(self, call: Awaitable[T]) -> T:

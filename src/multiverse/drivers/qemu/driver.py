@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import socket
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,14 +12,16 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import TypeVar
 
+from multiverse.agent.protocol import MoveHolds, MoveOffer
 from multiverse.config import Settings, vxlan_address
-from multiverse.core.errors import Gone, MultiverseError
+from multiverse.core.errors import Gone, MultiverseError, Refused
 from multiverse.core.model.basics import Size
 from multiverse.core.model.host import HypervisorView
 from multiverse.core.model.identity import Identity, Member, Neighbour, User, network_id_of, site_of, vm_prefix
 from multiverse.core.model.vm import Stage, TemplateKey, VmRef, VmSpec
-from multiverse.host.manifest import Specification
-from multiverse.host.qemu.context import QemuHostConfig
+from multiverse.host.links import Hello, Peer
+from multiverse.host.manifest import RECEIVED, Specification
+from multiverse.host.qemu.context import MoveConfig, QemuHostConfig
 from multiverse.host.qemu.library import QemuHost
 from multiverse.host.qemu.machine import Accelerator, Feature
 from multiverse.host.vxlan import VxlanConfig
@@ -38,7 +41,8 @@ class QemuHypervisor:
         config = host_config(settings, site)
         self.templates = self.users = self.groups = self
         self.membership = None  # this machine alone
-        self.moves = None
+        self.moves = None  # this machine alone: see `exchange`
+        self._offer: MoveOffer | None = None  # where this machine receives VMs, once it does
         self.saves = self if config.saves is not None else None
         self.silence = None  # this process answers for the machine that it is on
         self._host = QemuHost(config if vxlan is None else replace(config, vxlan=vxlan))
@@ -58,6 +62,31 @@ class QemuHypervisor:
     @property
     def sources(self) -> Sequence[QemuHypervisor]:
         return (self,)
+
+    @property
+    def exchange(self) -> QemuHypervisor | None:
+        return self if self._host.config.moves is not None else None
+
+    def resume_moves(self, offer: MoveOffer | None) -> None:
+        self._offer = offer
+        self._host.moves.resume()
+
+    def serve_move(self, sock: socket.socket, hello: Hello) -> None:
+        self._host.moves.serve(sock, hello)
+
+    async def receive_move(self, vm: VmSpec, number: int, secret: str, neighbours: Sequence[Neighbour]) -> MoveOffer:
+        if self._offer is None:
+            raise Refused(f"{self.name} receives no VMs", hint="see the log of its agent")
+        spec = self._specification(vm)
+        await self._in_thread(self._host.moves.receive, spec, number, secret, neighbours, urgent=True)
+        return self._offer
+
+    async def send_move(self, vm: VmRef, number: int, secret: str, offer: MoveOffer) -> Sequence[Stage]:
+        peer = Peer(offer.address, offer.port, offer.certificate)
+        return await self._in_thread(self._host.moves.send, vm.name, vm.token, number, secret, peer)
+
+    async def cancel_move(self, vm: VmRef, number: int, *, absent: bool) -> MoveHolds:
+        return await self._in_thread(partial(self._host.moves.cancel, vm.name, vm.token, number, absent=absent))
 
     @property
     def vxlan(self) -> QemuHypervisor | None:
@@ -202,7 +231,8 @@ JOB_SITE = "job"  # the site in names of VMs inside jobs, which no controller kn
 def sites(settings: Settings) -> list[str]:
     """The sites that have VMs, or remains of VMs, on this machine. VMs inside jobs are of no site."""
     places = [place for place in (settings.qemu.vms, settings.qemu.run) if place.is_dir()]
-    return sorted({site_of(path.name) for place in places for path in place.iterdir()} - {"", JOB_SITE})
+    names = [path.name.removeprefix(RECEIVED) for place in places for path in place.iterdir()]
+    return sorted({site_of(name) for name in names} - {"", JOB_SITE})
 
 
 def vxlan_config(settings: Settings, site: str) -> VxlanConfig | None:
@@ -221,6 +251,13 @@ def vxlan_config(settings: Settings, site: str) -> VxlanConfig | None:
     )
 
 
+def move_config(settings: Settings) -> MoveConfig | None:
+    move = settings.move
+    if not move.enabled:
+        return None
+    return MoveConfig(move.private, move.compress, move.bandwidth, move.timeout, move.downtime)
+
+
 def host_config(settings: Settings, site: str) -> QemuHostConfig:
     host, qemu = settings.host, settings.qemu
     network = ipaddress.IPv4Network(settings.network.subnet)
@@ -236,6 +273,7 @@ def host_config(settings: Settings, site: str) -> QemuHostConfig:
         templates=qemu.templates.absolute(),
         saves=settings.save.directory.absolute() if settings.save.enabled else None,
         copies=settings.save.copy.absolute() if settings.save.enabled and settings.save.copy else None,
+        moves=move_config(settings),
         vms=qemu.vms.absolute(),
         run=qemu.run.absolute(),
         cache=settings.state_dir.absolute(),

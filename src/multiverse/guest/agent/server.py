@@ -146,6 +146,11 @@ class HostChannel:
 CLOCK_TOLERANCE = 0.5  # seconds; a smaller difference is not corrected, because daemons run
 
 
+def correct_clock(now: float) -> None:
+    if abs(now - time.time()) > CLOCK_TOLERANCE:
+        time.clock_settime(time.CLOCK_REALTIME, now)
+
+
 class GuestAgent:
     """Answers the host's messages and watches the daemons. The pipe `wake` gets a byte for each signal."""
 
@@ -281,8 +286,7 @@ class GuestAgent:
         """Add the user of a job that got this spare, correct the clock, and let the job continue."""
         add_users([message["user"]])
         self.learn_names({"names": message["names"], "gone": [], "whole": True})
-        if abs(message["time"] - time.time()) > CLOCK_TOLERANCE:
-            time.clock_settime(time.CLOCK_REALTIME, message["time"])
+        correct_clock(message["time"])
         if self.user_added is not None:
             with suppress(BlockingIOError):  # the pipe is full of lines of earlier messages
                 os.write(self.user_added, b"\n" * MOST_WAIT)
@@ -290,7 +294,10 @@ class GuestAgent:
 
     @staticmethod
     def learn_names(message: dict[str, Any]) -> None:
-        """Know the names of other VMs. Without room for them the VM serves its job all the same."""
+        """Know the names of other VMs. Without room for them the VM serves its job all the same. One that has come from
+        another host gets the time with them."""
+        if "time" in message:
+            correct_clock(message["time"])
         with suppress(OSError):
             learn_names(message["names"], message["gone"], message["whole"])
 

@@ -22,6 +22,7 @@ import structlog
 
 from multiverse.core.errors import Broken, MultiverseError, Refused
 from multiverse.core.model.basics import Size
+from multiverse.core.model.host import MachineKind
 from multiverse.host import path_security
 from multiverse.host.network import open_tap, open_vhost_net
 from multiverse.host.qemu import machine as machine_module
@@ -115,6 +116,29 @@ def qemu_version(binary: str) -> str:
     if found is None:
         raise Refused(f"{binary} is no QEMU", hint="see qemu.binary in the configuration")
     return found[0]
+
+
+def board(binary: str) -> str:
+    """QEMU's newest version of our machine type, which it uses. Raises `Broken` if it names none."""
+    try:
+        done = subprocess.run([binary, "-machine", "help"], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Broken(f"cannot run {binary}: {error}", hint="see qemu.binary in the configuration") from error
+    found = re.search(r"^q35 .*\(alias of (\S+)\)", done.stdout, re.MULTILINE)
+    if found is None:
+        raise Broken(f"{binary} names no machine type q35", hint="install another QEMU, or set move.enabled = false")
+    return found[1]
+
+
+def machine_kind(how: Accelerator, version: str, board: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> MachineKind:
+    """The machine that VMs see. What an emulated CPU has depends on QEMU alone. With KVM a VM has all that QEMU and
+    KVM know of the host's CPU; what `/proc/cpuinfo` shows is more than that, and the same for equal CPUs."""
+    features: frozenset[str] = frozenset()
+    if how.name == "kvm":
+        found = re.search(r"^flags\s*:(.*)$", cpuinfo.read_text(), re.MULTILINE)
+        features = frozenset(found[1].split()) if found is not None else frozenset()
+    tsc_khz = 0 if how.name == "kvm" else how.tsc_khz
+    return MachineKind(how.name, how.cpu, features, version, board, os.sysconf("SC_PAGE_SIZE"), tsc_khz)
 
 
 def is_since(version: str, *release: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import select
 import socket
 import threading
 import time
@@ -94,6 +95,18 @@ class Monitor:
             if message.get("event") == "MIGRATION" and data.get("status") == "failed":
                 what = "QEMU could not save or restore the state of its devices"
                 raise Broken(what, hint="its log is beside the VM's manifest")
+
+    def next_event(self, timeout: float) -> dict[str, Any] | None:
+        """The next event; earlier ones that nobody has asked for come first. None if there is none within `timeout`
+        seconds."""
+        deadline = time.monotonic() + timeout
+        while not self._events:
+            if not self._buffer and not select.select([self._sock], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                return None
+            message = self._read(time.monotonic() + self._timeout)
+            if "event" in message:
+                self._events.append(message)
+        return self._events.popleft()
 
     def shut_down(self) -> None:
         """End the connection. Another thread that waits for an answer on it gets `Unknown`."""

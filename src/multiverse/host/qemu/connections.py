@@ -51,7 +51,7 @@ class Connections:
         """The channel to the agent of a VM that was started. Raises `Gone` if there is no such VM."""
         paths = self._paths(name)
         known = manifest.read(paths.home)
-        if known is None or known.phase is not VmPhase.STARTED or not known.process.is_alive():
+        if known is None or known.phase is not VmPhase.STARTED or known.handed_over or not known.process.is_alive():
             raise Gone(f"there is no running VM {name}", hint="see `multiverse vms`")
         channel = self.channels.get(name)
         if channel is None:

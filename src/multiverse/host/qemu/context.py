@@ -10,7 +10,7 @@ from pathlib import Path
 
 from multiverse.core.errors import Refused
 from multiverse.core.model.basics import CloneKind, Size
-from multiverse.core.model.host import DiskCost, ImageDisk, Overcommitment
+from multiverse.core.model.host import DiskCost, ImageDisk, MachineKind, Overcommitment
 from multiverse.core.model.vm import Stage
 from multiverse.guest.protocol import DISK, TEMPLATE
 from multiverse.host import path_security
@@ -35,6 +35,17 @@ from multiverse.system import kernel
 
 _TEMPLATE_MAC = "02:00:00:00:00:01"  # a template is on no bridge; each clone gets a MAC of its own
 _IDLE_THREADS = 128  # QEMU's pool has 64 at most (util/thread-pool.c), and starts some more for a moment
+
+
+@dataclass(frozen=True)
+class MoveConfig:
+    """How VMs move to other hosts: see `config.MoveSettings`."""
+
+    private: bool = False
+    compress: bool = False
+    bandwidth: int = 0  # MiB/s; 0: any
+    timeout: float = 600.0  # seconds
+    downtime: float = 0.05  # seconds
 
 
 @dataclass(frozen=True)
@@ -68,6 +79,7 @@ class QemuHostConfig:
     copies: Path | None = None  # where saved VMs are copied to; None: nowhere
     functions: tuple[str, ...] = ()  # virtual functions that VMs may have: see `VirtualFunctions`
     features: Mapping[Feature, str] = field(default_factory=dict)  # modes: see `HostFeatures`
+    moves: MoveConfig | None = None  # None: no VM moves
 
 
 class VmStageTimer:
@@ -118,7 +130,15 @@ class HostContext:
         self.outputs = OutputStore()
         self.paused = PausedGuests(config.vms, self.paths)
         self.system = System.of(config.binary, self.accelerator.devices())
+        self._kind: MachineKind | None = None
         self._limits = limits(config.base, config.capacity, config.largest)
+
+    def machine_kind(self) -> MachineKind:
+        """The machine that VMs of this host see. Raises `Broken` if QEMU does not tell its machine types."""
+        if self._kind is None:
+            board = abilities.board(self.config.binary)
+            self._kind = abilities.machine_kind(self.accelerator, self.version, board)
+        return self._kind
 
     def paths(self, name: str) -> Paths:
         return Paths(self.config.vms / name, self.config.run / name)

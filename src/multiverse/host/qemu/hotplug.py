@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import structlog
@@ -40,18 +40,33 @@ def dimm_sizes(memory: int, plugged: int) -> list[int]:
     return sizes
 
 
-def plug(monitor: Monitor, known: Manifest, cpus: int, plugged: int, *, huge: bool = False) -> int:
+def plug(
+    monitor: Monitor,
+    known: Manifest,
+    cpus: int,
+    plugged: int,
+    *,
+    huge: bool = False,
+    backends: Collection[str] | None = None,
+) -> int:
     """Plug the VM of that manifest up to `cpus` CPUs, and `plugged` MiB of memory. Returns the MiB of it in huge pages.
     With `huge`, huge pages are used as far as enough of them are free. The memory is taken from the VM's NUMA node, if
     it has one, while there is some. Devices and objects are found by their ids, so those of an earlier, interrupted
-    call are left. Raises `Exhausted` if the machine has no room."""
+    call are left. `backends` are the names that the backends of memory have in another QEMU, whose state is to be read:
+    it is found by them, whether or not there are huge pages here. Raises `Exhausted` if the machine has no room."""
     listed: list[Command] = [("qom-list", {"path": path}) for path in ("/machine/peripheral", "/objects")]
     present, objects = ({one["name"] for one in found} for found in monitor.execute_all(listed))
     sizes = dict(enumerate(dimm_sizes(known.memory, plugged)))
-    if huge:
-        missing = {n: size for n, size in sizes.items() if not {f"mem{n}", f"huge{n}"} & objects}
-        objects |= _allocate_huge(monitor, known, missing)
-    commands = _memory_commands(known, sizes, present, objects)
+    missing = {n: size for n, size in sizes.items() if not {f"mem{n}", f"huge{n}"} & objects}
+    if backends is not None:
+        missing = {n: size for n, size in missing.items() if f"huge{n}" in backends}
+    made = _allocate_huge(monitor, known, missing) if huge else set[str]()
+    commands: list[Command] = []
+    if backends is not None:
+        ordinary = {n: size for n, size in missing.items() if f"huge{n}" not in made}
+        commands = [_ordinary(known, f"huge{n}", size) for n, size in ordinary.items()]
+        made |= {f"huge{n}" for n in ordinary}
+    commands += _memory_commands(known, sizes, present, objects | made)
     if cpus > known.cpus:
         commands += _cpu_commands(monitor, known, cpus, present)
     try:
@@ -61,7 +76,7 @@ def plug(monitor: Monitor, known: Manifest, cpus: int, plugged: int, *, huge: bo
         if known.numa not in (None, -1):
             # A QEMU without libnuma, or a node without memory.
             log.warning("memory plugged on any NUMA node", vm=known.name, reason=error.message)
-            return plug(monitor, replace(known, numa=-1), cpus, plugged, huge=huge)
+            return plug(monitor, replace(known, numa=-1), cpus, plugged, huge=huge, backends=backends)
         what = f"cannot plug VM {known.name} up to {cpus} CPUs and {plugged} MiB more: {error.message}"
         raise Exhausted(what, hint="does its template allow as much? see host.cores, host.memory") from error
     return sum(size for number, size in sizes.items() if f"huge{number}" in objects)
@@ -88,6 +103,15 @@ def _allocate_huge(monitor: Monitor, known: Manifest, sizes: Mapping[int, int]) 
     return made
 
 
+def _ordinary(known: Manifest, backend: str, size: int) -> Command:
+    return "object-add", {"qom-type": "memory-backend-ram", "id": backend, "size": size << 20, **_near(known)}
+
+
+def backends_of(monitor: Monitor) -> list[str]:
+    """The names of the backends of plugged memory."""
+    return [one["name"] for one in monitor.execute("qom-list", path="/objects")]
+
+
 def _memory_commands(known: Manifest, sizes: Mapping[int, int], present: set[str], objects: set[str]) -> list[Command]:
     """The commands that plug DIMMs that are not `present`, on backends of huge pages if they have them."""
     commands: list[Command] = []
@@ -98,8 +122,7 @@ def _memory_commands(known: Manifest, sizes: Mapping[int, int], present: set[str
             raise Exhausted(f"VM {known.name} has no memory slot left", hint="destroy it and create it again")
         backend = f"huge{number}" if f"huge{number}" in objects else f"mem{number}"
         if backend not in objects:
-            ordinary = {"qom-type": "memory-backend-ram", "id": backend, "size": size << 20, **_near(known)}
-            commands.append(("object-add", ordinary))
+            commands.append(_ordinary(known, backend, size))
         commands.append(("device_add", {"driver": "pc-dimm", "id": f"dimm{number}", "memdev": backend}))
     return commands
 

@@ -20,7 +20,7 @@ from multiverse.core.errors import Broken, Gone, Refused, Unknown
 from multiverse.core.model.basics import Size
 from multiverse.core.model.host import HypervisorView
 from multiverse.core.model.identity import Identity, Member, Neighbour, User
-from multiverse.core.model.vm import Stage, TemplateKey
+from multiverse.core.model.vm import Stage, TemplateKey, VmCondition, VmSeen
 from multiverse.guest.protocol import (
     ATTACH,
     AUDIT,
@@ -40,9 +40,10 @@ from multiverse.host.manifest import Specification
 from multiverse.host.network import open_tap, set_isolated
 from multiverse.host.qemu import lifecycle, saves, templates
 from multiverse.host.qemu.channels import AgentChannel, Monitor
-from multiverse.host.qemu.context import HostContext, QemuHostConfig
+from multiverse.host.qemu.context import HostContext, MoveConfig, QemuHostConfig
 from multiverse.host.qemu.hotplug import allocate_regions, allocation_group, plug_functions, plug_regions, region_places
 from multiverse.host.qemu.machine import PORTS
+from multiverse.host.qemu.moves import Moves
 from multiverse.host.qemu.observation import HostObserver
 from multiverse.host.vxlan import members_owner
 from multiverse.system.kernel import SharedMemory
@@ -76,6 +77,7 @@ class QemuHost:
         self._context = HostContext(config)
         self.accelerator = self._context.accelerator
         self._observer = HostObserver(self._context)
+        self.moves = Moves(self._context, config.moves or MoveConfig())
         self._closed = False
 
     def check(self) -> None:
@@ -106,6 +108,7 @@ class QemuHost:
     def close(self) -> None:
         """End all connections and builds of templates. Calls that wait end with an error. VMs and templates stay."""
         self._closed = True
+        self.moves.close()
         for name in templates.list_builds(self.config.templates):
             templates.kill_builds(self.config.templates, name)
         self._context.names.close()
@@ -113,8 +116,14 @@ class QemuHost:
         self._context.outputs.close()
 
     def observe(self) -> HypervisorView:
-        """The host, its templates and its VMs, with the remains of dead ones."""
-        return self._observer.observe()
+        """The host, its templates and its VMs, with the remains of dead ones, and with those that are to come from
+        other hosts."""
+        coming = self.moves.coming()  # first: one that has come is shown as it is
+        view = self._observer.observe()
+        host = self.config.host
+        news = {name: VmSeen(name, host, VmCondition.CREATING, "it is to come from another host", token=spec.token)
+                for name, spec in coming.items() if name not in view.vms}  # fmt: skip
+        return replace(view, vms={**view.vms, **news}) if news else view
 
     def resume_paused(self) -> None:
         """Let guests go on that were paused because the disk was full, if it has room again."""
@@ -259,7 +268,9 @@ class QemuHost:
 
     def _let_rest(self, name: str, token: str) -> None:
         self._context.check_name(name)
-        manifest.refuse_other(manifest.read(self._context.paths(name).home), token)
+        known = manifest.read(self._context.paths(name).home)
+        manifest.refuse_other(known, token)
+        manifest.refuse_moving(known)
         if saves.is_running(self._context, name):  # or else an earlier call has stopped it
             self._ask_to_save(name, token, REST, "rests", _ANSWER_TIMEOUT, frozen=True)
 
@@ -279,7 +290,9 @@ class QemuHost:
         raises."""
         self._context.check_name(name)
         home = self._context.paths(name).home
-        manifest.refuse_other(manifest.read(home), token)
+        known = manifest.read(home)
+        manifest.refuse_other(known, token)
+        manifest.refuse_moving(known)
         report = self._context.connections.started_channel(name).ask(message, answer, timeout, or_else="refused")
         if report.type == "refused":
             raise Broken(f"in the guest of VM {name}: {report.reason}", hint="see its console log beside its manifest")

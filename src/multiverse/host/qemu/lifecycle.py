@@ -21,7 +21,6 @@ from multiverse.host.qemu.channels import AgentChannel
 from multiverse.host.qemu.context import HostContext, VmStageTimer
 from multiverse.host.qemu.hotplug import memory_to_plug, plug
 from multiverse.host.qemu.machine import Feature, Memory, QemuMachine
-from multiverse.host.qemu.saves import SavedVm
 from multiverse.host.qemu.session import FrozenTemplate, Launch, Paths, QemuSession, remove_files
 from multiverse.host.qemu.templates import BOOT_TIMEOUT
 from multiverse.host.registry import ProcessUser, Resource, host_lock
@@ -37,7 +36,7 @@ _WAKE_TIMEOUT = 30.0  # seconds for a restored guest's first message
 
 
 @dataclass(frozen=True)
-class _Parts:
+class Parts:
     machine: QemuMachine
     image: Image
     template: FrozenTemplate | None
@@ -45,7 +44,8 @@ class _Parts:
     user: ProcessUser | None
     functions: Sequence[VirtualFunction] = ()
     memory: SharedMemory | None = None
-    saved: SavedVm | None = None
+    # Completes a QEMU that waits for a state of another one, and returns the record.
+    complete: Callable[[QemuSession, Manifest], Manifest] | None = None
 
 
 def create(host: HostContext, spec: Specification, memory: SharedMemory | None = None) -> list[Stage]:
@@ -80,6 +80,7 @@ def _exists(spec: Specification, paths: Paths) -> bool:
     """Whether the VM of that specification exists as a whole. The remains of an interrupted creation are removed."""
     known = manifest.read(paths.home)
     if known is not None:
+        manifest.refuse_moving(known)
         _check_same(spec, known)
         if known.kept:
             saves.take_over(paths, known, spec.saved)
@@ -116,7 +117,7 @@ def _create(
         return _restore(host, spec, paths, timer, image)
     template = templates.template_for(host, spec) if spec.kind is CloneKind.INSTANT else None
     try:
-        record, user = _allocate(host, spec, image, template)
+        record, user = allocate(host, spec, image, template)
         disk, how = _make_disk(spec, paths, image, template)
         timer(how)
         functions: list[VirtualFunction] = []
@@ -127,7 +128,7 @@ def _create(
         if memory is not None:  # QEMU opens inherited descriptors by their paths
             regions = tuple(Memory(memory.size, Path(f"/proc/self/fd/{fd}")) for fd in memory.fds)
             machine = replace(machine, regions=regions)
-        return _launch(host, spec, _Parts(machine, image, template, record, user, functions, memory), timer)
+        return launch(host, spec, Parts(machine, image, template, record, user, functions, memory), timer)
     except (OSError, Broken) as error:
         if template is not None and not template.state.exists():  # deleted meanwhile, at whatever stage
             raise Gone(f"the template of {spec.image} was deleted", hint="it is built again on demand") from error
@@ -138,17 +139,26 @@ def _restore(host: HostContext, spec: Specification, paths: Paths, timer: VmStag
     """A VM as it was saved, paused. The machine is made as it was, and what had been plugged is plugged before QEMU
     reads the state."""
     saved = saves.find(host, spec, image)
-    record, user = _allocate(host, spec, image, None)
+    record, user = allocate(host, spec, image, None)
     booted = Size(saved.cpus, saved.memory)
     record = replace(record, cpus=booted.cpus, memory=booted.memory, total_cpus=saved.total_cpus,
                      total_memory=saved.total_memory, saved=spec.saved, frozen=True)  # fmt: skip
     saves.copy_files(host, spec, saved, image, paths)
     timer("overlay")
-    machine = saves.machine(host, spec, saved, image, paths)
-    return _launch(host, spec, _Parts(machine, image, None, record, user, saved=saved), timer)
+
+    def complete(session: QemuSession, record: Manifest) -> Manifest:
+        huge = plug(session.monitor, record, record.total_cpus, record.total_memory - record.memory,
+                    huge=Feature.HUGE_PAGES in host.features.in_use)  # fmt: skip
+        timer("plug")
+        saves.read_state(session.monitor, saves.directory(host, spec.storage) / spec.saved, saved, spec.key)
+        timer("restore")
+        return replace(record, huge_memory=huge)
+
+    machine = saves.machine(host, replace(spec, kind=saved.kind), booted, image, paths, paths.overlay)
+    return launch(host, spec, Parts(machine, image, None, record, user, complete=complete), timer)
 
 
-def _allocate(
+def allocate(
     host: HostContext, spec: Specification, image: Image, template: FrozenTemplate | None
 ) -> tuple[Manifest, ProcessUser | None]:
     """Check that no other VM has the values of the specification, pick the VM's user, and write its first manifest.
@@ -195,15 +205,15 @@ def _make_disk(spec: Specification, paths: Paths, image: Image, template: Frozen
     return paths.overlay, "overlay"
 
 
-def _launch(host: HostContext, spec: Specification, parts: _Parts, timer: VmStageTimer) -> QemuSession:
+def launch(host: HostContext, spec: Specification, parts: Parts, timer: VmStageTimer) -> QemuSession:
     paths, machine, template, user = host.paths(spec.name), parts.machine, parts.template, parts.user
-    record, saved = parts.record, parts.saved
+    record = parts.record
     if user is not None:
         user.allow_traversal(paths.home)
         user.take_file(machine.disk)
     image = parts.image  # its files may be links to another place
     opened = (template.path if template is not None else machine.kernel, machine.initrd, image.disk)
-    if saved is not None and user is not None:
+    if parts.complete is not None and user is not None:
         for path in (machine.kernel, machine.initrd):
             user.take_file(path, 0o400)
     groups = host.groups(spec.job_groups)
@@ -222,9 +232,9 @@ def _launch(host: HostContext, spec: Specification, parts: _Parts, timer: VmStag
                 paths,
                 host.config.binary,
                 tap=spec.name,
-                bridge=spec.bridge,
+                bridge=spec.bridge if record.moving is None else None,  # one that moves here is on another host's
                 paused=True,
-                incoming=template is not None or saved is not None,
+                incoming=template is not None or parts.complete is not None,
                 user=user,
                 system=host.system,
                 readable=(*opened, *(each.directory for each in parts.functions)),
@@ -236,20 +246,15 @@ def _launch(host: HostContext, spec: Specification, parts: _Parts, timer: VmStag
             )
         )
     try:
-        if saved is not None:
-            huge = plug(session.monitor, record, record.total_cpus, record.total_memory - record.memory,
-                        huge=Feature.HUGE_PAGES in host.features.in_use)  # fmt: skip
-            record = replace(record, huge_memory=huge)
-            timer("plug")
-            saves.read_state(session.monitor, saves.directory(host, spec.storage) / spec.saved, saved, spec.key)
-            timer("restore")
+        if parts.complete is not None:
+            record = parts.complete(session, record)
         if template is not None:
             session.restore(template.state)
             timer("restore")
             if spec.spare:
                 _warm_up(session)
                 timer("tried")
-        manifest.write(paths.home, replace(record, phase=VmPhase.PARKED))
+        manifest.write(paths.home, replace(record, phase=VmPhase.PARKED if record.moving is None else VmPhase.INCOMING))
     except BaseException:
         if session.output is not None:
             session.output.save()
@@ -316,7 +321,7 @@ def start(host: HostContext, name: str, size: Size, identity: Identity, token: s
             groups = host.groups(known.job_groups)
             threads = host.limit(groups, name, known.memory + plugged, size.cpus)
             groups.add_process(name, known.pid, threads)
-        known = _choose_node(host, known, Size(cpus, known.memory + plugged))
+        known = choose_node(host, known, Size(cpus, known.memory + plugged))
         if not booted:
             huge = plug(session.monitor, known, size.cpus, plugged, huge=Feature.HUGE_PAGES in host.features.in_use)
             known = replace(known, huge_memory=huge)
@@ -350,6 +355,7 @@ def start(host: HostContext, name: str, size: Size, identity: Identity, token: s
 
 
 def _startable(name: str, known: Manifest | None, identity: Identity) -> Manifest:
+    manifest.refuse_moving(known)
     if known is None or known.phase is VmPhase.CREATING:
         raise Gone(f"there is no VM {name} to start", hint="create it first")
     if not known.process.is_alive():
@@ -361,7 +367,7 @@ def _startable(name: str, known: Manifest | None, identity: Identity) -> Manifes
     return known
 
 
-def _choose_node(host: HostContext, known: Manifest, size: Size) -> Manifest:
+def choose_node(host: HostContext, known: Manifest, size: Size) -> Manifest:
     """Keep the VM on a NUMA node, where there are several. Returns its manifest, as written. A VM whose start was begun
     before stays where it is, and so does one inside a job, whose CPUs Slurm has chosen."""
     if known.job_groups or not host.numa.are_several:

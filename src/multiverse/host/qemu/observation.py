@@ -28,6 +28,7 @@ _CONDITIONS = {
     VmPhase.PARKED: VmCondition.PARKED,
     VmPhase.STARTING: VmCondition.STARTING,
     VmPhase.STARTED: VmCondition.RUNNING,
+    VmPhase.INCOMING: VmCondition.CREATING,
 }
 _ABILITIES = frozenset({"instant", "linked", "full", "plug_cpus", "plug_memory"})
 _MEASURED_FOR = 2.0  # seconds that a VM's figures count as new
@@ -105,6 +106,7 @@ class HostObserver:
             storage=storage,
             storage_free=saves.free_room(self._host, storage),
             copies=saves.copies(self._host),
+            moves=self._host.machine_kind() if config.moves is not None else None,
         )
 
     def _capacity(self) -> Size:
@@ -176,6 +178,9 @@ class HostObserver:
             process.reap(known.process)
             self._host.outputs.finish(name)
             return replace(seen, condition=VmCondition.DEAD, reason="its QEMU has ended")
+        if known.moving is not None and known.handed_over:  # it may run there, so nothing says that it goes on here
+            reason = f"it was handed over to {known.moving.address}"
+            return replace(seen, condition=VmCondition.DEAD, reason=reason)
         measured = self._measured(replace(seen, reason=self._reasons.get(name, "")), known)
         if name in self._host.paused:
             return replace(measured, condition=VmCondition.PAUSED, reason=REASON)
@@ -188,7 +193,8 @@ class HostObserver:
         if now - since >= _MEASURED_FOR:
             private, shared = process.resident_memory(known.pid)
             cpu_s = process.cpu_seconds(known.pid)
-            if cpu_s == before.cpu_s and known.phase is VmPhase.STARTED:
+            # One that moves is continued by that alone.
+            if cpu_s == before.cpu_s and known.phase is VmPhase.STARTED and known.moving is None:
                 self._host.paused.ask(seen.name)
             # The kernel counts huge pages in no process's resident memory (proc(5)).
             before = replace(seen, cpu_s=cpu_s, private=private + known.huge_memory, shared=shared)

@@ -32,6 +32,7 @@ from multiverse.host.qemu.channels import Command, Monitor
 from multiverse.host.qemu.context import HostContext, VmStageTimer
 from multiverse.host.qemu.disks import available_disk
 from multiverse.host.qemu.machine import Memory, QemuMachine
+from multiverse.host.qemu.migration import NO_LIMIT, capabilities
 from multiverse.host.qemu.saved_files import Reader, SavedFile
 from multiverse.host.qemu.session import Paths
 from multiverse.host.qemu.template_copies import failure_of, rebase
@@ -45,7 +46,6 @@ _NAME = ".storage"  # a file in the directory: the name of the storage
 _WRITING = ".writing"  # at the end of the name of a directory that is incomplete
 _OTHER = "the controller's record is about another VM"
 _TIMEOUT = 3600.0  # seconds until the whole memory of a VM was written or read
-_NO_LIMIT = 1 << 50  # bytes per second: QEMU's default of 128 MiB/s is less than a disk writes
 _FAILS = 20.0  # seconds until QEMU has noticed that nobody reads its state any more
 _LEFT = 2 * _TIMEOUT  # seconds after which files that nobody completed are removed
 
@@ -250,11 +250,23 @@ def copy_files(host: HostContext, spec: Specification, saved: SavedVm, image: Im
         shutil.copyfile(place / stub, paths.home / stub)
 
 
-def machine(host: HostContext, spec: Specification, saved: SavedVm, image: Image, paths: Paths) -> QemuMachine:
-    memory = Memory(saved.memory, restored=saved.kind is CloneKind.INSTANT)
-    plain = host.vm_machine(replace(spec, size=Size(saved.cpus, saved.memory)), image, None, paths.overlay)
+def machine(
+    host: HostContext, spec: Specification, booted: Size, image: Image, paths: Paths, disk: Path
+) -> QemuMachine:
+    """The machine of a VM that has run in another QEMU, with that size before anything was plugged. Its directory has
+    the stubs."""
+    memory = Memory(booted.memory, restored=spec.kind is CloneKind.INSTANT)
+    plain = host.vm_machine(replace(spec, size=booted), image, None, disk)
     kernel, initrd = (paths.home / stub for stub in STUBS)
-    return replace(plain, memory=memory, kernel=kernel, initrd=initrd, disk_format="qcow2")
+    disk_format = "raw" if disk == paths.full_disk else "qcow2"
+    return replace(plain, memory=memory, kernel=kernel, initrd=initrd, disk_format=disk_format)
+
+
+def write_stubs(image: Image, place: Path) -> None:
+    """Write what stands for kernel and ramdisk, of which the memory has all that matters."""
+    with image.kernel.open("rb") as file:
+        (place / STUBS[0]).write_bytes(file.read(templates.STUB))
+    (place / STUBS[1]).write_bytes(bytes(4096))
 
 
 def save(host: HostContext, name: str, saved: str, key: str = "") -> list[Stage]:
@@ -277,8 +289,7 @@ def save(host: HostContext, name: str, saved: str, key: str = "") -> list[Stage]
             timer("write")
             overlay = _write_overlay(paths, image, work / OVERLAY, key)
             timer("disk")
-            (work / STUBS[0]).write_bytes(image.kernel.read_bytes()[: templates.STUB])
-            (work / STUBS[1]).write_bytes(bytes(4096))
+            write_stubs(image, work)
             facts = SavedVm(
                 name=name, token=known.token, kind=known.kind, image=known.image, image_key=image.key,
                 version=host.version, accelerator=host.accelerator.name, mac=known.mac, address=known.address,
@@ -396,8 +407,8 @@ def write_state(monitor: Monitor, path: Path, key: str = "") -> SavedFile:
     commands: list[Command] = [
         *([("cont", {})] if written else []),
         ("stop", {}),
-        ("migrate-set-parameters", {"max-bandwidth": _NO_LIMIT}),
-        ("migrate-set-capabilities", {"capabilities": [{"capability": "x-ignore-shared", "state": False}]}),
+        ("migrate-set-parameters", {"max-bandwidth": NO_LIMIT}),
+        capabilities(),
         ("getfd", {"fdname": "state"}),
         ("migrate", {"uri": "fd:state"}),
     ]
@@ -422,7 +433,7 @@ def write_state(monitor: Monitor, path: Path, key: str = "") -> SavedFile:
 def read_state(monitor: Monitor, place: Path, saved: SavedVm, key: str) -> None:
     """Restore memory and devices into a QEMU that waits for them. Raises `Damaged`."""
     commands: list[Command] = [
-        ("migrate-set-parameters", {"max-bandwidth": _NO_LIMIT}),
+        ("migrate-set-parameters", {"max-bandwidth": NO_LIMIT}),
         ("getfd", {"fdname": "state"}),
         ("migrate-incoming", {"uri": "fd:state"}),
     ]

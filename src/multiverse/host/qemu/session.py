@@ -60,6 +60,11 @@ class GuestOutput:
                     path.replace(path.with_name(f"{path.name}.old"))
                     os.ftruncate(fd, 0)
 
+    def append(self, path: Path, content: bytes) -> None:
+        """Add to one of the outputs what the VM's QEMU on another host has written."""
+        with suppress(OSError):  # it has no room; the VM goes on all the same
+            os.write(self._opened[path], content)
+
     def close(self) -> None:
         while self._opened:
             os.close(self._opened.popitem()[1])
@@ -85,6 +90,15 @@ class OutputStore:
                 return
             self._outputs[name] = output
             output.save()
+
+    def append(self, name: str, path: Path, content: bytes) -> None:
+        """See `GuestOutput.append`. QEMUs that are not contained write to the file itself."""
+        with self._lock:
+            if name in self._outputs:
+                self._outputs[name].append(path, content)
+            else:
+                with suppress(OSError), path.open("ab") as file:
+                    file.write(content)
 
     def finish(self, name: str) -> None:
         """Copy the last output of a VM whose QEMU has ended."""

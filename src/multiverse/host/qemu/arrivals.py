@@ -1,0 +1,538 @@
+"""The moves of VMs from other hosts to this one. See `moves`."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import structlog
+from pydantic import ValidationError
+
+from multiverse.core.errors import Exhausted, MultiverseError, Refused, Unknown
+from multiverse.core.model.basics import Size
+from multiverse.core.model.host import MachineKind
+from multiverse.core.model.identity import Neighbour
+from multiverse.core.model.vm import VmSpec
+from multiverse.guest.protocol import Report, names_message
+from multiverse.host import manifest, network, process
+from multiverse.host.links import Hello, Link
+from multiverse.host.manifest import Manifest, Moving, Received, Specification, VmPhase
+from multiverse.host.qemu import lifecycle, migration, saves, templates
+from multiverse.host.qemu.channels import Monitor
+from multiverse.host.qemu.context import HostContext, MoveConfig, VmStageTimer
+from multiverse.host.qemu.departures import FACTS, MANIFESTS, Facts
+from multiverse.host.qemu.hotplug import plug
+from multiverse.host.qemu.lifecycle import Parts
+from multiverse.host.qemu.machine import Feature
+from multiverse.host.qemu.migration import Wire
+from multiverse.host.qemu.session import Paths, QemuSession
+from multiverse.images.catalog import Image
+from multiverse.system import files
+from multiverse.system.locks import locked_directory
+
+log = structlog.get_logger(__name__)
+
+_ANNOUNCED = 60.0  # seconds that a VM is waited for which the controller has announced
+_TALK = 30.0  # seconds within which the other host says something
+_CONNECTED = 15.0  # seconds for a connection that it has announced
+_COMPLETE = 30.0  # seconds for the last of the memory
+_ORPHANED = 30.0  # seconds after which a VM is removed whose host calls no more
+_GREETINGS = (0.2, 1.0)  # seconds after which it is said again on the network where the VM is
+_TAKEN = 2.0  # seconds until a guest has taken a message
+_TOLERANCE = 200e-6  # by which emulated clocks may differ: 17 s a day
+_DECOMPRESS = ("zstd", "-q", "-d", "-c")
+_KEPT_NUMBERS = 1000
+
+Answer = Literal["received", "absent"]
+
+
+@dataclass(frozen=True)
+class _Announced:
+    spec: Specification
+    number: int
+    secret: str
+    neighbours: tuple[Neighbour, ...]  # that it reaches by the VXLAN
+    until: float  # monotonic
+
+
+@dataclass
+class _Arrival:
+    """A VM that is being received now."""
+
+    announced: _Announced
+    session: QemuSession | None = None
+    connections: queue.Queue[tuple[str, socket.socket]] = field(default_factory=queue.Queue)
+    over: threading.Event = field(default_factory=threading.Event)
+
+
+class Arrivals:
+    """The VMs that come to this host."""
+
+    def __init__(self, host: HostContext, config: MoveConfig, closed: threading.Event) -> None:
+        self._host, self._config, self._closed = host, config, closed
+        self._lock = threading.Lock()
+        self._deciding = threading.Lock()  # held while it is decided whether a VM goes on here
+        self._announced: dict[str, _Announced] = {}
+        self._arriving: dict[str, _Arrival] = {}
+        self._ended: dict[str, int] = {}  # the highest number of a move of that VM that is received no more
+
+    # --- the controller -------------------------------------------------------------------------------
+
+    def announce(self, spec: Specification, number: int, secret: str, neighbours: Iterable[Neighbour]) -> None:
+        """Expect that VM. The same again is success. Raises `Refused` if that move was cancelled, or if there is a VM
+        of that name."""
+        self._host.check_name(spec.name)
+        spec.check()
+        with self._lock:
+            if number <= self._ended.get(spec.name, 0):
+                raise Refused(f"move {number} of VM {spec.name} was cancelled", hint="move it again")
+            arriving = self._arriving.get(spec.name)
+            if arriving is not None and arriving.announced.number == number:
+                return
+            known = manifest.read(self._host.paths(spec.name).home)
+            if known is not None and (known.token, known.moved) == (spec.token, number) and known.moving is None:
+                return  # it has come
+            if known is not None and (known.moving is None or known.moving.number != number):
+                raise Refused(f"there is a VM {spec.name} on {self._host.config.host}", hint="destroy it first")
+            until = time.monotonic() + _ANNOUNCED
+            self._announced[spec.name] = _Announced(spec, number, secret, tuple(neighbours), until)
+
+    def coming(self) -> Mapping[str, VmSpec]:
+        """The VMs that were announced, or that are being received, by name."""
+        with self._lock:
+            late = [name for name, one in self._announced.items() if one.until < time.monotonic()]
+            for name in late:
+                del self._announced[name]
+            return {name: one.spec for name, one in self._announced.items()} | {
+                name: one.announced.spec for name, one in self._arriving.items()
+            }
+
+    def cancel(self, name: str, token: str, number: int) -> bool:
+        """Receive that move and earlier ones no more, and remove what has come of them, unless it was taken over.
+        Whether it was."""
+        with self._lock:
+            self._ended[name] = max(number, self._ended.pop(name, 0))
+            while len(self._ended) > _KEPT_NUMBERS:
+                del self._ended[next(iter(self._ended))]
+            announced = self._announced.get(name)
+            if announced is not None and announced.number <= number:
+                del self._announced[name]
+        with self._deciding:
+            self._remove(name, number)
+            received = self._received(name)
+            return received is not None and received.move >= number and token in ("", received.token)
+
+    # --- the other host -------------------------------------------------------------------------------
+
+    def serve(self, sock: socket.socket, hello: Hello) -> None:
+        """Answer one connection, whose first line was read. Raises `Refused` if nobody expects it."""
+        if hello.channel == "control":
+            self._receive(sock, hello)
+        elif hello.channel == "settle":
+            self._settle(sock, hello)
+        else:
+            self._attach(sock, hello)
+
+    def _attach(self, sock: socket.socket, hello: Hello) -> None:
+        with self._lock:
+            arrival = self._arriving.get(hello.name)
+        if arrival is None or not _fits(arrival.announced, hello):
+            raise Refused(f"nobody expects a connection for VM {hello.name}")
+        arrival.connections.put((hello.channel, sock))
+        arrival.over.wait()
+
+    def _receive(self, sock: socket.socket, hello: Hello) -> None:
+        name, number = hello.name, hello.move
+        with self._lock:
+            announced = self._announced.get(name)
+            if announced is None or not _fits(announced, hello) or name in self._arriving:
+                raise Refused(f"nobody expects VM {name}", hint="is it announced by the controller?")
+            arrival = self._arriving[name] = _Arrival(announced)
+            del self._announced[name]
+        link, answer = Link(sock), ""
+        try:
+            with ExitStack() as stack:
+                answer = self._follow(link, arrival, stack)
+        except MultiverseError as error:
+            log.warning("VM not received", vm=name, move=number, reason=str(error))
+        finally:
+            link.close()
+            arrival.over.set()
+            with self._lock:
+                self._arriving.pop(name, None)
+            if answer == "" and self._may_come(name, number):
+                self._closed.wait(_ORPHANED)  # the other host may call again
+            if answer != "received" and not self._closed.is_set():
+                self._remove_orphan(name, number)
+
+    def _may_come(self, name: str, number: int) -> bool:
+        """Whether the other host may have handed that VM over, and not have learnt what came of it."""
+        known = manifest.read(self._host.paths(name).home)
+        return known is not None and _is_of(known, number) and known.process.is_alive()
+
+    def _follow(self, link: Link, arrival: _Arrival, stack: ExitStack) -> str:
+        """Receive a VM. Returns what came of it; nothing if the other host has not handed it over."""
+        announced = arrival.announced
+        name, number = announced.spec.name, announced.number
+        try:
+            facts = _facts(link.receive(_TALK))
+            self._make(arrival, facts)
+        except MultiverseError as error:
+            with suppress(MultiverseError):
+                link.send(type="refused", kind=type(error).__name__, message=error.message, hint=error.hint)
+            self._remove_orphan(name, number)
+            raise
+        session = arrival.session
+        assert session is not None
+        link.send(type="ready")
+        while True:
+            message = link.receive(_TALK)
+            match message.get("type"):
+                case "ping":
+                    pass
+                case "disk":
+                    self._connect_disk(name, session.monitor, self._connection(arrival, "disk"), stack)
+                case "memory":
+                    self._connect_memory(session.monitor, self._connection(arrival, "memory"), stack)
+                    _write_back(self._host.paths(name))
+                case "sent":
+                    session.monitor.wait_event("MIGRATION", _COMPLETE, status="completed")
+                    link.send(type="complete")
+                case "handed_over":
+                    return self._answer(link, name, announced.spec.token, number, message)
+                case "cancel":
+                    self._remove_orphan(name, number)
+                    return "absent"
+                case other:
+                    raise Unknown(f"the other host has said {other!r}")
+
+    def _connection(self, arrival: _Arrival, channel: str) -> socket.socket:
+        try:
+            found, sock = arrival.connections.get(timeout=_CONNECTED)
+        except queue.Empty:
+            raise Unknown(f"the connection for the {channel} did not come") from None
+        if found != channel:
+            raise Unknown(f"a connection for the {found} came in place of the {channel}")
+        return sock
+
+    def _connect_disk(self, name: str, monitor: Monitor, sock: socket.socket, stack: ExitStack) -> None:
+        path = self._host.paths(name).run / migration.NBD
+        migration.serve_disk(monitor, path)
+        near = migration.connect_disk(path)
+        wire = Wire(sock, qemu=(near, near))
+        stack.callback(wire.close)
+
+    def _connect_memory(self, monitor: Monitor, sock: socket.socket, stack: ExitStack) -> None:
+        if self._config.private and not self._config.compress:
+            sock.setblocking(True)
+            migration.receive_memory(monitor, sock.dup())
+            return
+        wire = Wire(sock, _DECOMPRESS if self._config.compress else (), outwards=False)
+        stack.callback(wire.close)
+        migration.receive_memory(monitor, wire.qemu)
+
+    def _settle(self, sock: socket.socket, hello: Hello) -> None:
+        """The other host has handed a VM over earlier, and asks what came of it."""
+        known = manifest.read(self._host.paths(hello.name).home)
+        if known is not None and known.moving is not None and not hello.knows(known.token, known.moving.secret):
+            raise Refused(f"the secret of VM {hello.name} is another one")
+        link = Link(sock)
+        try:
+            message = link.receive(_TALK)
+            if message.get("type") == "handed_over":
+                self._answer(link, hello.name, hello.token, hello.move, message)
+        except MultiverseError as error:
+            log.warning("another host was not answered", vm=hello.name, reason=str(error))
+
+    def _answer(self, link: Link, name: str, token: str, number: int, message: Mapping[str, Any]) -> Answer:
+        """Decide whether the VM goes on here, and say so. If that fails the other host asks again."""
+        answer = self._decide(name, token, number, message)
+        link.send(type=answer)
+        if answer == "received":
+            self._greet(name)
+            with suppress(MultiverseError):
+                if link.receive(_TALK).get("type") == "removed":
+                    manifest.forget_received(self._host.config.vms, name)
+        return answer
+
+    # --- making it ------------------------------------------------------------------------------------
+
+    def _make(self, arrival: _Arrival, facts: Facts) -> None:
+        """Make a QEMU that waits for the VM."""
+        spec, host = arrival.announced.spec, self._host
+        name, paths = spec.name, host.paths(spec.name)
+        problem = _difference(spec, facts.manifest) or why_not(facts.machine, host.machine_kind())
+        if problem:
+            raise Refused(f"VM {name} cannot come to {host.config.host}: {problem}", hint="move it to another host")
+        image = host.image(spec.image)
+        if image.key != facts.image_key:
+            what = f"{host.config.host} has another image {spec.image} than the host of VM {name}"
+            raise Refused(what, hint="copy the image: see `multiverse image`")
+        host.uids.check()
+        try:
+            with locked_directory(paths.home, create=True):
+                if any(paths.home.iterdir()):
+                    raise Refused(f"there are remains of a VM {name} here", hint=f"destroy {name} first")
+                arrival.session = self._launch(spec, arrival.announced, facts, image)
+        except OSError as error:
+            hint = f"is there room in {host.config.vms}?"
+            raise Exhausted(f"cannot receive VM {name}: {error}", hint=hint) from error
+        host.connections.sessions[name] = arrival.session
+        self._check_wanted(name, arrival.announced.number)
+        if host.vxlan is not None:
+            host.vxlan.add(name, arrival.announced.neighbours)
+
+    def _launch(self, spec: Specification, announced: _Announced, facts: Facts, image: Image) -> QemuSession:
+        host, of = self._host, facts.manifest
+        paths, huge = host.paths(spec.name), Feature.HUGE_PAGES in host.features.in_use
+        total = Size(of.total_cpus or of.cpus, of.total_memory or of.memory)
+        spec = replace(spec, kind=of.kind, size=total)
+        record, user = lifecycle.allocate(host, spec, image, None)
+        record = replace(
+            of, phase=VmPhase.CREATING, pid=0, started=0, boot_id=record.boot_id, uid=record.uid, numa=None,
+            total_cpus=total.cpus, total_memory=total.memory, huge_memory=0, disk_cost=record.disk_cost,
+            template_build="", moved=announced.number - 1,
+            moving=Moving(announced.number, announced.secret, bridge=spec.bridge),
+        )  # fmt: skip
+        if facts.disk:
+            disk = paths.full_disk
+            with disk.open("wb") as file:
+                file.truncate(facts.disk)
+        else:
+            disk = paths.overlay
+            templates.create_overlay(disk, image.disk, "raw", image.disk.stat().st_size)
+        saves.write_stubs(image, paths.home)
+
+        def complete(session: QemuSession, record: Manifest) -> Manifest:
+            process.limit_files(record.process, record.uid, record.disk << 20)
+            record = lifecycle.choose_node(host, record, total)
+            plugged = total.memory - of.memory
+            made = plug(session.monitor, record, total.cpus, plugged, huge=huge, backends=facts.backends)
+            return replace(record, huge_memory=made)
+
+        booted = Size(of.cpus, of.memory)
+        machine = saves.machine(host, spec, booted, image, paths, disk)
+        parts = Parts(machine, image, None, record, user, complete=complete)
+        return lifecycle.launch(host, spec, parts, VmStageTimer())
+
+    def _check_wanted(self, name: str, number: int) -> None:
+        with self._lock:
+            if number <= self._ended.get(name, 0):
+                raise Refused(f"move {number} of VM {name} was cancelled")
+
+    # --- the decision ---------------------------------------------------------------------------------
+
+    def _decide(self, name: str, token: str, number: int, message: Mapping[str, Any]) -> Answer:
+        """Whether the VM that the other host has handed over goes on here, or never will. Raises an error if neither is
+        known; then the other host asks again."""
+        with self._deciding:
+            received = self._received(name)
+            if received is not None and received.token == token and received.move >= number:
+                self._finish(name, number)
+                return "received"
+            if self._take_over(name, token, number, message):
+                self._finish(name, number)
+                return "received"
+            self._remove(name, number)
+            return "absent"
+
+    def _take_over(self, name: str, token: str, number: int, message: Mapping[str, Any]) -> bool:
+        """Record that a VM goes on here, if all of it is here. False: nothing is recorded."""
+        vms, paths = self._host.config.vms, self._host.paths(name)
+        with locked_directory(paths.home, create=False) as there:
+            known = manifest.read(paths.home) if there else None
+            with self._lock:
+                cancelled = number <= self._ended.get(name, 0)
+            if known is None or known.token != token or not _is_of(known, number) or cancelled:
+                return False
+            try:
+                with self._monitor(name) as monitor:
+                    if not migration.is_complete(monitor):
+                        return False
+                manifest.write(paths.home, _with_latest(known, message))
+            except MultiverseError as error:
+                log.warning("VM not taken over", vm=name, reason=str(error))
+                return False
+            for path in paths.outputs:
+                if text := message.get("outputs", {}).get(path.name):
+                    self._host.outputs.append(name, path, str(text).encode("latin-1", "replace"))
+            try:
+                manifest.write_received(vms, name, Received(token, number))
+            except OSError as error:
+                # The file may be there all the same: then it counts, here and after a restart.
+                found = manifest.read_received(vms, name)
+                if found is not None and (found.token, found.move) == (token, number):
+                    return True
+                log.warning("VM not taken over", vm=name, reason=str(error))
+                return False
+        return True
+
+    def _finish(self, name: str, number: int) -> None:
+        """Let a VM run that is recorded as received, if it does not run yet. The same again is success."""
+        host, paths = self._host, self._host.paths(name)
+        with locked_directory(paths.home, create=False) as there:
+            known = manifest.read(paths.home) if there else None
+            if known is None or known.moving is None or not _is_of(known, number):
+                return
+            record = replace(known, phase=VmPhase.STARTED, moving=None, moved=number)
+            if known.process.is_alive():
+                if known.moving.bridge:
+                    network.join_bridge(name, known.moving.bridge, known.mac)
+                host.firewall.allow(record)
+                network.set_isolated(name, not (known.peers or host.firewall.separates(record)))
+                with self._monitor(name) as monitor:
+                    migration.go_on(monitor)
+                network.announce(known.moving.bridge, known.mac, known.address)
+            manifest.write(paths.home, record)  # last: whoever does not find it does all of it again
+        if (session := host.connections.sessions.get(name)) is not None:
+            host.connections.keep_channel(name, session, Report("started"))
+        log.info("VM received", vm=name, move=number)
+
+    @contextmanager
+    def _monitor(self, name: str) -> Iterator[Monitor]:
+        """The monitor of a VM that is coming: QEMU serves one connection, which is that of its session if there is
+        one."""
+        session = self._host.connections.sessions.get(name)
+        if session is not None:
+            yield session.monitor
+            return
+        with Monitor.connect(self._host.paths(name).monitor) as monitor:
+            yield monitor
+
+    def _greet(self, name: str) -> None:
+        """Tell the guest the time, which has stood still, and the network once more where the VM is. Its failure to
+        listen is no error."""
+        known = manifest.read(self._host.paths(name).home)
+        if known is None or known.phase is not VmPhase.STARTED:
+            return
+        bridge = network.bridge_of(name)
+        names = self._host.names.first(name, self._host.firewall.group(known))
+        # An empty line first: the guest may have got a part of a message from the other host.
+        line = b"\n" + names_message(sorted(names), [], whole=True, now=time.time())
+        try:
+            self._host.connections.started_channel(name).tell(line, _TAKEN)
+        except MultiverseError as error:
+            log.warning("a guest was not told the time", vm=name, reason=str(error))
+        for pause in _GREETINGS if bridge is not None else ():
+            if self._closed.wait(pause) or bridge is None:
+                return
+            network.announce(bridge[0], known.mac, known.address)
+
+    # --- the end --------------------------------------------------------------------------------------
+
+    def _remove_orphan(self, name: str, number: int) -> None:
+        with self._deciding:
+            try:
+                self._remove(name, number)
+            except MultiverseError as error:
+                log.warning("what came of a VM was not removed", vm=name, reason=str(error))
+
+    def _remove(self, name: str, number: int) -> None:
+        """Remove what has come of that move or an earlier one, unless it is received. Hold `_deciding`."""
+        known = manifest.read(self._host.paths(name).home)
+        if known is None or not _is_of(known, number):
+            return
+        received = self._received(name)
+        if received is None or known.moving is None or received.token != known.token:
+            is_received = False
+        else:
+            is_received = received.move >= known.moving.number
+        if not is_received:
+            lifecycle.remove(self._host, name, 0.0, known.token)
+
+    def _received(self, name: str) -> Received | None:
+        try:
+            return manifest.read_received(self._host.config.vms, name)
+        except OSError as error:
+            raise Unknown(f"cannot read what was received of VM {name}: {error}") from error
+
+    def resume(self, known: Manifest) -> None:
+        """Go on with a VM that an earlier process was receiving."""
+        if known.moving is None:
+            return
+        name, number = known.name, known.moving.number
+        try:
+            received = self._received(name)
+            if received is not None and (received.token, received.move) == (known.token, number):
+                self._finish(name, number)
+                self._greet(name)
+                return
+        except MultiverseError as error:  # the other host asks again
+            log.warning("VM not received yet", vm=name, reason=str(error))
+            return
+        if known.phase is VmPhase.INCOMING:
+            self._closed.wait(_ORPHANED)
+        if not self._closed.is_set():
+            self._remove_orphan(name, number)
+
+
+def _fits(announced: _Announced, hello: Hello) -> bool:
+    return hello.knows(announced.spec.token, announced.secret) and hello.move == announced.number
+
+
+def _is_of(known: Manifest, number: int) -> bool:
+    """Whether this VM is coming here by that move or an earlier one, and does not run yet."""
+    coming = known.phase in (VmPhase.INCOMING, VmPhase.CREATING)
+    return coming and known.moving is not None and known.moving.number <= number
+
+
+def _write_back(paths: Paths) -> None:
+    """Write the disk of a VM that is coming to that of the host: QEMU would while the guest stands still."""
+    with suppress(OSError):
+        files.write_back(paths.overlay if paths.overlay.exists() else paths.full_disk)
+
+
+def _facts(message: Mapping[str, Any]) -> Facts:
+    try:
+        return FACTS.validate_python(message.get("facts"))
+    except ValidationError as error:
+        what = "the description of the VM cannot be read"
+        raise Refused(what, hint="is the other host of this release or of its neighbour?") from error
+
+
+def _with_latest(known: Manifest, message: Mapping[str, Any]) -> Manifest:
+    """The manifest, with what has changed of the VM since its move was begun."""
+    try:
+        latest = MANIFESTS.validate_python(message.get("manifest"))
+    except ValidationError as error:
+        raise Unknown("what the other host says of the VM cannot be read") from error
+    return replace(known, users_added=latest.users_added, group=latest.group, peers=latest.peers,
+                   peer_addresses=latest.peer_addresses, net=latest.net)  # fmt: skip
+
+
+def _difference(spec: VmSpec, of: Manifest) -> str:
+    """What tells a VM from the one that the controller has announced."""
+    same = {
+        "name": spec.name == of.name,
+        "token": spec.token == of.token,
+        "MAC": spec.mac == of.mac,
+        "kind": spec.kind == of.kind,
+        "image": spec.image == of.image,
+        "address": not spec.address or spec.address.partition("/")[0] == of.address,
+    }
+    other = [what for what, matches in same.items() if not matches]
+    return f"it has another {' and '.join(other)} than was announced" if other else ""
+
+
+def why_not(source: MachineKind, own: MachineKind) -> str:
+    """Why a VM that has run on such a machine cannot go on on this one; empty if it can."""
+    for what, its, ours in (
+        ("accelerator", source.accelerator, own.accelerator),
+        ("CPU model", source.cpu, own.cpu),
+        ("QEMU", source.release, own.release),
+        ("machine type", source.board, own.board),
+        ("page size", source.page_size, own.page_size),
+    ):
+        if its != ours:
+            return f"another {what}: {its}, not {ours}"
+    if missing := sorted(source.features - own.features):
+        return f"the CPU lacks {', '.join(missing)}"
+    if abs(source.tsc_khz - own.tsc_khz) > _TOLERANCE * max(source.tsc_khz, own.tsc_khz):
+        return f"another time stamp counter: {source.tsc_khz} kHz, not {own.tsc_khz}"
+    return ""
