@@ -80,6 +80,20 @@ class VxlanDirectory:
         await asyncio.gather(*(self._tell(peer, itself) for peer in peers if peer.state not in NOT_STARTED))
         return tuple(neighbours)
 
+    async def neighbours_on(self, host: str) -> tuple[Neighbour, ...]:
+        """What any VM of a host needs on other machines, beside its group. Raises `Refused` as `introduce`."""
+        return (await self._machines.gateway(),) if host != self._machines.own else ()
+
+    async def follow(self, vm: VmSpec) -> None:
+        """The controller's machine reaches a VM where it is now. Others learn that with its group."""
+        if vm.source == self._machines.own:
+            return
+        try:
+            machine = await self._machines.address_of(vm.source)
+            await self._machines.reach(vm.name, Neighbour(without_prefix_length(vm.address), vm.mac, machine))
+        except MultiverseError as error:  # it is tried again regularly
+            log.warning("a VM that has moved is not reached yet", vm=vm.name, reason=str(error))
+
     async def located(self, host: str, members: Sequence[Member]) -> list[Member]:
         """These members with their machines, as `host` needs them. Members on a machine of unknown address are left
         out: they do not start either. Raises `Refused` if the address of `host` itself is unknown."""
@@ -236,10 +250,14 @@ class AgentHypervisor:
 
     async def move(self, vm: VmRef, number: int, target: VmSpec) -> Sequence[Stage]:
         secret = secrets.token_hex(16)
-        receive = protocol.ReceiveMove(vm=target, number=number, secret=secret)
+        neighbours = await self.vxlan.neighbours_on(target.source) if self.vxlan is not None else ()
+        receive = protocol.ReceiveMove(vm=target, number=number, secret=secret, neighbours=neighbours)
         offer = await self._agent(target.source).call(receive)
         send = protocol.SendMove(vm=vm, number=number, secret=secret, offer=offer)
-        return (await self._agent(vm.source).call(send)).stages
+        stages = (await self._agent(vm.source).call(send)).stages
+        if self.vxlan is not None:
+            await self.vxlan.follow(target)
+        return stages
 
     async def settle(self, vm: VmRef, number: int, other: VmRef) -> None:
         async def ask(one: VmRef) -> protocol.MoveHolds:

@@ -8,13 +8,10 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from multiverse.agent.protocol import MoveHolds
 from multiverse.core.errors import Broken, Gone, MultiverseError, Refused, Unknown
 from multiverse.core.model.vm import Stage, VmCondition, VmRef, VmSpec
 from multiverse_lab.simulation.machines import Machine, Machines
-
-KEPT, HANDED_OVER, RECEIVED, ABSENT = "kept", "handed over", "received", "absent"
-"""What a host says that it has of a VM whose move is ended there: it goes on there; it waits there until the other host
-has it; it has, or had, come there; there is nothing of it."""
 
 FORGOTTEN = 30.0  # seconds after which a host removes what nobody sends any more
 
@@ -40,13 +37,12 @@ class SimulatedMoves:
 
     async def move(self, vm: VmRef, number: int, target: VmSpec) -> Sequence[Stage]:
         await self._command()
-        if self.receive(target, number):
-            return ()
+        self.receive(target, number)
         await self._command()
         return await self.send(vm, number, target.host)
 
     async def settle(self, vm: VmRef, number: int, other: VmRef) -> None:
-        found: dict[VmRef, str] = {}
+        found: dict[VmRef, MoveHolds] = {}
         failed: MultiverseError | None = None
         for ref in (vm, other):
             try:
@@ -56,28 +52,29 @@ class SimulatedMoves:
                 failed = error
         if failed is not None:
             raise failed
-        for ref in (ref for ref, what in found.items() if what == HANDED_OVER):
+        for ref in (ref for ref, what in found.items() if what == "handed_over"):
             await self._command()
-            if RECEIVED in found.values():
+            if "received" in found.values():
                 self._machines.destroy(ref)
-            elif ABSENT in found.values():
+            elif "absent" in found.values():
                 self.end(ref, number, absent=True)
 
     # --- what one host does
 
-    def receive(self, target: VmSpec, number: int) -> bool:
-        """Expect a VM; True if it has come already. Raises what the creation of a VM raises, and `Refused` if that move
-        is over."""
+    def receive(self, target: VmSpec, number: int) -> None:
+        """Expect a VM, unless it has come by that move already. Raises what the creation of a VM raises, and `Refused`
+        if that move is over."""
         if (target.host, target.name, number) in self._received:
-            return True
+            return
         if number <= self._over.get((target.host, target.name), 0):
             raise Refused(f"move {number} of {target.name} is over", hint="begin another one")
         if self._machines.expect(target):
             self._spawn(self._forget(target, number))
-        return False
 
     async def send(self, vm: VmRef, number: int, target: str) -> Sequence[Stage]:
         """Move a VM to a host that expects it; the same again waits for it. Raises the errors of `ports.Moves`."""
+        if (target, vm.name, number) in self._received and vm.name not in self._under_way:
+            return ()
         machine, source = self._machines.find(vm), self._machines.host_of(vm.name)
         if machine is None or machine.handed or machine is not self._machines.vms.get(vm.name):
             under_way = self._under_way.get(vm.name)
@@ -101,33 +98,33 @@ class SimulatedMoves:
                 raise Unknown(f"the agent of {source} has ended") from None
             raise
 
-    def end(self, vm: VmRef, number: int, *, absent: bool = False) -> str:
+    def end(self, vm: VmRef, number: int, *, absent: bool = False) -> MoveHolds:
         """End a move at one host, where that is possible. `absent`: the other host does not have the VM, and takes it
         no more by this move."""
         return self._end(self._machines.host_at(vm.source), vm, self._machines.find(vm), number, absent=absent)
 
-    def _end(self, host: str, vm: VmRef, machine: Machine | None, number: int, *, absent: bool = False) -> str:
+    def _end(self, host: str, vm: VmRef, machine: Machine | None, number: int, *, absent: bool = False) -> MoveHolds:
         machines = self._machines
         self._over[host, vm.name] = max(number, self._over.get((host, vm.name), 0))
         if (host, vm.name, number) in self._received:
-            return RECEIVED
+            return "received"
         if machine is None:
-            return ABSENT
+            return "absent"
         if machine is not machines.vms.get(vm.name):
             if machine.condition is VmCondition.DEAD:
-                return HANDED_OVER
+                return "handed_over"
             del machines.copies[vm.name, host]
-            return ABSENT
+            return "absent"
         under_way = self._under_way.get(vm.name)
         if machine.handed and not absent:
-            return HANDED_OVER
+            return "handed_over"
         if machine.handed:
             if any((name, by) == (vm.name, number) for _, name, by in self._received):
                 machines.violations.append(f"{vm.name} goes on on {host}, and another host has received it")
             self._go_on(machine)
         if under_way is not None and under_way.task is not None:
             under_way.task.cancel()
-        return KEPT
+        return "kept"
 
     def end_calls(self, source: str) -> None:
         """The agent of a host has ended. The next one goes on with VMs that were handed over."""
@@ -161,7 +158,7 @@ class SimulatedMoves:
             stage = await self._take("handed over", (0.001, 0.05))
             if not self._is_cut(move):
                 answer = self._take_over(name, move)
-                if answer == ABSENT:
+                if answer == "absent":
                     self._check(name, move)
                     self._go_on(move.machine)
                     raise Broken(f"{name} did not move: {move.target} does not have it")
@@ -169,18 +166,18 @@ class SimulatedMoves:
                     return stage
             await asyncio.sleep(self._rng.uniform(0.5, 10.0))
 
-    def _take_over(self, name: str, move: _HandOver) -> str:
+    def _take_over(self, name: str, move: _HandOver) -> MoveHolds:
         which = (move.target, name, move.number)
         if which in self._received:
-            return RECEIVED
+            return "received"
         copied = self._machines.copies.get((name, move.target))
         if copied is None or move.number <= self._over.get((move.target, name), 0):
-            return ABSENT
+            return "absent"
         self._check(name, move)
         self._received.add(which)
         self._machines.switch(name, move.target)
         self._go_on(move.machine)
-        return RECEIVED
+        return "received"
 
     def _check(self, name: str, move: _HandOver) -> None:
         """Raise `Gone` if the VM has ended at its source."""

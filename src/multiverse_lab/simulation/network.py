@@ -16,16 +16,17 @@ from typing import Any, TypeVar
 
 from async_solipsism import socket as simulated_sockets
 
-from multiverse.agent.protocol import LONGEST_LINE, OLDEST, PING, PROTOCOL
+from multiverse.agent.protocol import LONGEST_LINE, OLDEST, PING, PROTOCOL, MoveHolds, MoveOffer
 from multiverse.agent.self_fence import Contacts, FenceTimer, SelfFence
 from multiverse.agent.server import AgentIdentity, AgentServer, Epoch, Epochs
 from multiverse.core.errors import MultiverseError, Refused, Unknown
 from multiverse.core.model.basics import Size
 from multiverse.core.model.host import HypervisorView
-from multiverse.core.model.identity import Identity, Member, User, site_of
+from multiverse.core.model.identity import Identity, Member, Neighbour, User, site_of
 from multiverse.core.model.vm import Stage, TemplateKey, VmRef, VmSpec
 from multiverse.host.firewall import changed
 from multiverse_lab.simulation.hypervisor import HostSource, SimulatedHosts, SimulatedSaves
+from multiverse_lab.simulation.moving import SimulatedMoves
 
 T = TypeVar("T")
 Reached = Callable[[str], Awaitable[Collection[str]]]
@@ -90,7 +91,8 @@ class OneHost:
         self._hosts, self._source, self._late = hosts, source, late
         self.asked: set[str] = set()  # the names of all VMs that were to be created
         self.members: dict[str, Member] = {}  # that it was told of
-        self.moves = self.exchange = None
+        self.moves = None
+        self.exchange = self if hosts.moves is not None else None
         self.saves = self if hosts.saves is not None else None
 
     async def _answer(self, call: Awaitable[T]) -> T:
@@ -190,10 +192,31 @@ class OneHost:
             raise Refused("no host saves VMs", hint="set save.enabled")
         return self._hosts.saves
 
+    async def receive_move(self, vm: VmSpec, number: int, secret: str, neighbours: Sequence[Neighbour]) -> MoveOffer:
+        self._moves.receive(vm, number)
+        await self._wait()
+        return MoveOffer(address=self.name, port=0)
+
+    async def send_move(self, vm: VmRef, number: int, secret: str, offer: MoveOffer) -> Sequence[Stage]:
+        return await self._answer(self._moves.send(vm, number, offer.address))
+
+    async def cancel_move(self, vm: VmRef, number: int, *, absent: bool) -> MoveHolds:
+        has = self._moves.end(vm, number, absent=absent)
+        await self._wait()
+        return has
+
+    @property
+    def _moves(self) -> SimulatedMoves:
+        if self._hosts.moves is None:
+            raise Refused("no VM moves", hint="set move.enabled")
+        return self._hosts.moves
+
     def end_calls(self) -> None:
         """The process of the agent has ended, with what it was doing."""
         if self._hosts.saves is not None:
             self._hosts.saves.end_calls(self.name)
+        if self._hosts.moves is not None:
+            self._hosts.moves.end_calls(self.name)
 
     async def build_template(self, template: TemplateKey) -> Sequence[Stage]:
         return await self._answer(self._hosts.build_template(template))
