@@ -443,8 +443,9 @@ class MoveSettings:
     """VMs that move to other hosts while their jobs run. The agents connect to each other for that."""
 
     enabled: bool = False
-    # The address of this host in the network by which VMs move. Empty: what the name service says of the host's name.
-    address: str = ""
+    # (name, address) of hosts in the network by which VMs move. Of others it is that in vxlan.addresses, or else what
+    # the name service says of the name.
+    addresses: tuple[tuple[str, str], ...] = ()
     port: Port = 14790  # TCP, on each host, for other hosts
     private: bool = False  # nobody else listens or sends in that network: nothing is encrypted
     compress: bool = False  # memory is compressed with zstd
@@ -539,6 +540,12 @@ def host_settings(settings: Settings, name: str) -> HostSettings | None:
 def uplink_of(settings: Settings, name: str) -> str:
     """The uplink of a host; empty: none."""
     return _of_class(settings, _classes(settings).get(name)).qemu.uplink
+
+
+def move_address(settings: Settings, name: str) -> str:
+    """The address at which a host receives VMs that move. Raises `Refused` as `vxlan_address`."""
+    own = dict(settings.move.addresses).get(name)
+    return str(ipaddress.ip_address(own)) if own else vxlan_address(settings, name)
 
 
 def vxlan_address(settings: Settings, name: str) -> str:
@@ -663,6 +670,7 @@ def _contradictions(s: Settings) -> Iterator[str]:
     yield from _wrong_sampling(s.agent)
     yield from _wrong_network(s)
     yield from _wrong_vxlan(s)
+    yield from _wrong_moves(s)
     yield from _wrong_job_vms(s)
     yield from _wrong_platform(s)
     yield from _wrong_qemu(s.qemu)
@@ -763,6 +771,14 @@ def _wrong_vxlan(s: Settings) -> Iterator[str]:
         yield "vxlan.addresses: IPv4 and IPv6 cannot be mixed; give all machines addresses of one version"
     if vxlan.enabled and any(_of_class(s, one).qemu.uplink for one in (None, *s.hosts)):
         yield "vxlan: with qemu.uplink, frames would reach a host in two ways; set one of the two"
+
+
+def _wrong_moves(s: Settings) -> Iterator[str]:
+    for name, address in s.move.addresses:
+        try:
+            ipaddress.ip_address(address)
+        except ValueError:
+            yield f"move.addresses: {address!r} of {name} is no address"
 
 
 def _wrong_job_vms(s: Settings) -> Iterator[str]:

@@ -142,7 +142,7 @@ def _encrypted(sock: socket.socket, peer: Peer) -> socket.socket:
     if found.getpeercert(binary_form=True) != ssl.PEM_cert_to_DER_cert(peer.certificate):
         found.close()
         what = f"{peer.address}:{peer.port} has another certificate than the host that the VM is to move to"
-        raise Broken(what, hint="see move.address in its settings")
+        raise Broken(what, hint="see move.addresses in the settings")
     return found
 
 
@@ -261,7 +261,7 @@ class MoveListener:
             self._listening = socket.create_server((address, port), family=family, backlog=_CONNECTIONS)
         except OSError as error:
             what = f"cannot receive VMs at {address} port {port}: {error.strerror or error}"
-            raise Refused(what, hint="see move.address and move.port in the settings of this host") from error
+            raise Refused(what, hint="see move.addresses and move.port in the settings") from error
         self.port: int = self._listening.getsockname()[1]
         self._room = threading.Semaphore(_CONNECTIONS)
         self._open: set[socket.socket] = set()

@@ -20,7 +20,7 @@ from multiverse.agent.protocol import LONGEST_LINE, MoveOffer
 from multiverse.agent.self_fence import ContactFile, FenceTimer, SelfFence
 from multiverse.agent.server import AgentIdentity, AgentServer, EpochFile
 from multiverse.bundles.contract import HostSide, LocalHost, platform_bundles, scheduler_bundle
-from multiverse.config import Settings, VxlanSettings
+from multiverse.config import Settings, VxlanSettings, move_address
 from multiverse.core.errors import MultiverseError, Refused
 from multiverse.core.model.identity import is_site, site_of
 from multiverse.core.model.usage import HostUsage, Load
@@ -113,7 +113,7 @@ def _receiving(settings: Settings, hypervisors: _Hypervisors) -> Iterator[None]:
     if not move.enabled:
         yield
         return
-    address = move.address or _own_address(settings.host.name)
+    address = move_address(settings, settings.host.name)
     pair = None if move.private else links.certificate(settings.agent.state_dir)
     listener = MoveListener(address, move.port, pair, hypervisors.serve_move)
     try:
@@ -122,14 +122,6 @@ def _receiving(settings: Settings, hypervisors: _Hypervisors) -> Iterator[None]:
         yield
     finally:
         listener.close()
-
-
-def _own_address(name: str) -> str:
-    try:
-        return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError as error:
-        what = f"the name service knows no address of {name}: {error}"
-        raise Refused(what, hint="set move.address in the settings of this host") from error
 
 
 def _make_directories(settings: Settings) -> None:

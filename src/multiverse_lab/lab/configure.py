@@ -211,6 +211,10 @@ def _sections(where: Layout, plan: LabPlan) -> dict[str, dict[str, Any]]:
         sections["host"]["net"] = UPLINK_RATE
         remote = multiverse("agent", "--config", str(where.settings), "dial-stdio")
         sections["image"]["source"] = plan.images
+        sections["move"] = {
+            "enabled": True,
+            "addresses": [[host.name, host.address] for host in plan.own_hosts],
+        }
         if plan.routed:
             hosts = (*plan.own_hosts, *plan.physical_nodes)
             machines = [(name, plan.underlay(0)[1]), *((host.name, host.address) for host in hosts)]
