@@ -232,8 +232,17 @@ def _show_phases(one: api.TimelineView) -> None:
         line.append(f"{render.duration(phase.seconds):>9}")
         render.console.print(line)
         reasons = [entry.reason for entry in one.entries if phase.name == "queued" and entry.event == "admitted"]
+        if phase.name == "run":
+            reasons = [_move_line(entry) for entry in one.entries if entry.event in _MOVES and entry.state]
         for text in reasons or _stage_lines(phase.stages, render.console.width - _STAGE_INDENT):
             render.console.print(Text(" " * _STAGE_INDENT + text, style="dim"))
+
+
+_MOVES = {"move": "moves", "moved": "moved", "stayed": "did not move"}
+
+
+def _move_line(entry: api.TimelineEntry) -> str:
+    return f"at {render.duration(entry.at)} {_MOVES[entry.event]}" + (f" ({entry.reason})" if entry.reason else "")
 
 
 def _show_events(one: api.TimelineView) -> None:

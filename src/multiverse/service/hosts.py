@@ -162,7 +162,8 @@ def _machine_text(machine: MachineKind, world: World) -> str:
     every = [one.moves.features for one in world.hosts.values() if one.moves is not None]
     more = sorted(machine.features - frozenset.intersection(*every)) if every else []
     tsc = f", {machine.tsc_khz} kHz" if machine.tsc_khz else ""
-    text = f"{machine.board} of QEMU {machine.release}, {machine.accelerator}, CPU {machine.cpu}{tsc}"
+    release = machine.release.removeprefix("QEMU emulator version ")
+    text = f"{machine.board} of QEMU {release}, {machine.accelerator}, CPU {machine.cpu}{tsc}"
     return f"{text}, with {some(more)}" if more else text
 
 

@@ -103,7 +103,8 @@ def run_job_on_vm(vm: Vm) -> Change:
 
 def move_vm(vm: Vm, target: Place, why: Reason) -> Change:
     """Let a VM go to another host while its job runs."""
-    return Change(replace(vm, state=V.MOVING, places=(vm.place, target), moves=vm.moves + 1), Event.MOVE, why)
+    moving = replace(vm, state=V.MOVING, places=(vm.place, target), moves=vm.moves + 1)
+    return Change(moving, Event.MOVE, Why.MOVES(why, hosts=[vm.host, target.host]))
 
 
 def keep_vm_there(vm: Vm, why: Reason) -> Change:

@@ -326,6 +326,7 @@ class Why(StrEnum):
     NOT_THERE = "not there", "it is not on host {host} any more"
     HOST_AWAY = "host away", "host {host} is out of reach"
     HOST_WAS_AWAY = "host was away", "host {host} was out of reach"
+    MOVES = "moves", "from {host} to {target}[: {because}]"
     GOES_ON = "goes on", "it goes on on host {host}"
     MOVE_LATE = "move late", "it did not move within {limit:g} s"
     HOST_DRAINED = "host drained", "host {host} is drained"
@@ -434,7 +435,7 @@ class Why(StrEnum):
     WILL_BE_SAVED = "will be saved", "It is saved {at:when}, and goes on in another run."
     LAST_RUN = "last run", "It is not saved any more: it has had all {runs} runs that the site permits."
     CANNOT_BE_SAVED = "cannot be saved", "It is not saved ahead of its time limit: {because}."
-    IS_MOVING = "is moving", "Its VM {vm} moves to another host ({every}), and goes on meanwhile."
+    IS_MOVING = "is moving", "Its VM {vm} moves from {host} to {target}, and goes on meanwhile."
     IS_BEING_SAVED = "is being saved", "It is being saved ({step}): {because}."
     HAS_STATE = "has state", "It was saved at {at:moment}[: {size} MiB in storage {storage}], and goes on from there."
     IN_MEMORY = "in memory", "Its state could not be written: it is in the memory of {host}, where it goes on."
@@ -504,6 +505,7 @@ def _worded(reason: Reason) -> str:
         "because": because,
         "job": reason.jobs and (f"job {reason.jobs[0]}" if reason.jobs[0] else "another job"),
         "host": reason.hosts and (reason.hosts[0] or "a host"),
+        "target": reason.hosts[1:] and (reason.hosts[1] or "another host"),
         "hosts": some(reason.hosts) if all(reason.hosts) else f"{len(reason.hosts)} hosts",
         "every": ", ".join(reason.hosts) if all(reason.hosts) else f"{len(reason.hosts)} hosts",
     }
