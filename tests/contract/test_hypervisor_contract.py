@@ -433,9 +433,9 @@ async def a_job_is_frozen_and_goes_on(h: Harness) -> None:
     assert seen is not None and not seen.frozen
 
 
-async def a_saved_vm_goes_on_in_the_next_run_of_its_job(h: Harness) -> None:
+async def _saved(h: Harness) -> VmSpec:
+    """A VM that was saved, and destroyed; as it is specified to be restored."""
     spec = await h.started_with_token()
-    state, source = f"{spec.name}-1", h.source.name
     with pytest.raises(Broken):
         await h.saves.cut(spec.ref)
     await h.begin_job(spec.name)
@@ -444,13 +444,19 @@ async def a_saved_vm_goes_on_in_the_next_run_of_its_job(h: Harness) -> None:
         await h.saves.cut(spec.ref)
     with pytest.raises(Broken):  # its next run may have begun elsewhere
         await h.saves.thaw(spec.ref)
-    restored = replace(spec, template=None, saved=state)
+    restored = replace(spec, template=None, saved=f"{spec.name}-1")
     for _ in range(2):
-        await h.saves.save(spec.ref, state)
+        await h.saves.save(spec.ref, restored.saved)
+    await h.hypervisor.destroy(spec.ref, 1.0)
+    return restored
+
+
+async def a_saved_vm_goes_on_in_the_next_run_of_its_job(h: Harness) -> None:
+    spec = restored = await _saved(h)
+    state, source = spec.saved, h.source.name
     seen = (await h.observe()).saved[state]
     storage = (await h.observe()).hosts[h.host].storage
     assert seen.complete and seen.token == spec.token and storage is not None and seen.storage == storage.name
-    await h.hypervisor.destroy(spec.ref, 1.0)
     for wrong in (replace(restored, saved=f"{spec.name}-2"), replace(restored, name=h.name(94), token="another")):
         with pytest.raises((Damaged, Refused)):
             await h.hypervisor.create(wrong)
@@ -469,6 +475,37 @@ async def a_saved_vm_goes_on_in_the_next_run_of_its_job(h: Harness) -> None:
     for _ in range(2):
         await h.saves.discard(source, state)
     assert state not in (await h.observe()).saved
+
+
+async def a_saved_vm_is_copied_and_restored_from_the_copy(h: Harness) -> None:
+    copies = (await h.observe()).hosts[h.host].copies
+    if copies is None:
+        pytest.skip("this host copies no saved VMs")
+    restored = await _saved(h)
+    state, source = restored.saved, h.source.name
+    assert not (await h.observe()).saved[state].copy
+    with pytest.raises(Damaged):  # there is none
+        await h.hypervisor.create(replace(restored, storage=copies.name))
+    await h.hypervisor.destroy(restored.ref, 0)
+    with pytest.raises(Damaged):
+        await h.saves.copy(source, f"{restored.name}-2")
+    for _ in range(2):
+        await h.saves.copy(source, state)
+    seen = (await h.observe()).saved[state]
+    assert seen.complete and seen.copy == copies.name != seen.storage and seen.token == restored.token
+    with pytest.raises(Gone):
+        await h.hypervisor.create(replace(restored, storage="another"))
+    await h.hypervisor.destroy(restored.ref, 0)
+    for _ in range(2):
+        await h.hypervisor.create(replace(restored, storage=copies.name))
+    assert await h.condition(restored.name) is VmCondition.PARKED
+    await h.hypervisor.destroy(restored.ref, 0)
+    for _ in range(2):
+        await h.saves.discard(source, state)
+    assert state not in (await h.observe()).saved
+    with pytest.raises(Damaged):
+        await h.hypervisor.create(replace(restored, storage=copies.name))
+    await h.hypervisor.destroy(restored.ref, 0)
 
 
 SUITE: tuple[Check, ...] = (
@@ -494,6 +531,7 @@ SUITE: tuple[Check, ...] = (
     a_vm_shows_which_build_of_its_template_it_maps,
     a_job_is_frozen_and_goes_on,
     a_saved_vm_goes_on_in_the_next_run_of_its_job,
+    a_saved_vm_is_copied_and_restored_from_the_copy,
 )
 
 
@@ -532,8 +570,9 @@ def _settings(pair: Pair) -> WorldSettings:
     capacity = Size(8, 8192, 65536)
     names = [QUOTA] if pair.has_cloud else ["h0", "h1"]
     abilities = CLOUD_ABILITIES if pair.has_cloud else ABILITIES
-    storage = None if pair.has_cloud else Storage("shared", "qemu")
-    return WorldSettings(tuple(Host(name, capacity, abilities, storage=storage) for name in names), pair=pair)
+    storage, copies = (None, None) if pair.has_cloud else (Storage("shared", "qemu"), Storage("copies", "qemu"))
+    hosts = tuple(Host(name, capacity, abilities, storage=storage, copies=copies) for name in names)
+    return WorldSettings(hosts, pair=pair)
 
 
 PAIRS = (Pair.SLURM_HOSTS, Pair.SLURM_CLOUD)

@@ -79,9 +79,10 @@ class Real(Harness):
 
 @pytest.fixture
 async def harness(settings: Settings) -> AsyncIterator[Real]:
-    saved = settings.qemu.vms.parent / "saved"
-    saves.prepare(saved, vm_prefix(Real.site))
-    real = Real(replace(settings, save=replace(settings.save, enabled=True, directory=saved)))
+    saved, copies = (settings.qemu.vms.parent / name for name in ("saved", "copies"))
+    for place in (saved, copies):
+        saves.prepare(place, vm_prefix(Real.site))
+    real = Real(replace(settings, save=replace(settings.save, enabled=True, directory=saved, copy=copies)))
     yield real
     for name in (await real.hypervisor.observe()).vms:
         await real.hypervisor.destroy(VmRef(name), 0)
