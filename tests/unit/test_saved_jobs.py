@@ -351,6 +351,15 @@ def test_a_vm_with_frozen_processes_whose_guest_answers_no_more_is_ended(site: S
     assert not site.rows.saved or site.saved.state is S.DISCARDING
 
 
+@pytest.mark.parametrize("way", ["to_thawing", "to_undoing"])
+def test_nothing_is_concluded_of_frozen_processes_before_their_host_has_answered(site: Site, way: str) -> None:
+    getattr(site, way)()
+    state = site.saved.state
+    site.hypervisor_known, site.unknown_since = False, site.clock.now()
+    site.run(Done(site.saved.key, SAVED_EFFECTS[state], str(state), Broken("the channel was closed")))
+    assert site.saved.state is state and site.vm.state is V.SERVING
+
+
 def test_a_vm_that_is_lost_before_its_state_is_complete_is_not_waited_for(site: Site) -> None:
     site.to_writing()
     site.vms.clear()

@@ -431,6 +431,8 @@ def _end_unanswering(state: State, saved: Saved, why: Reason, world: World) -> N
     if saved.state is SavedState.CUTTING:
         state.move(undo_save(saved, why))  # its guest may have refused before it was cut off
         return
+    if vm is not None and seen is None:  # after a restart its host has not answered yet: the effect is repeated
+        return
     if saved.state is not SavedState.UNDOING:
         state.move(abandon(saved, why))
     undecided = saved.state is SavedState.UNDOING and saved.froze  # a freeze that was cut short is recorded by nobody
