@@ -321,7 +321,7 @@ class Machines:
             self._check_floor(machine.spec.host)
             if self.copies.pop((vm.name, machine.spec.host), None) is None:
                 del self.vms[vm.name]
-            if machine.guest is not None and (job := machine.guest.serves()) is not None:
+            if machine.guest is not None and not machine.guest.is_cut_off and (job := machine.guest.serves()):
                 self.violations.append(f"{vm.name} was destroyed while job {job.job_id} ran on it")
             self._stop(machine)
 

@@ -589,7 +589,8 @@ class _Simulation:
         while orphans := [vm for vm in self.store.rows().vms.values() if vm.state is VmState.ORPHAN]:
             for vm in orphans:
                 machine = self.world.machines.vms.get(vm.name)
-                waits = machine is not None and machine.guest is not None and machine.guest.waits_for_user
+                guest = machine.guest if machine is not None else None
+                waits = guest is not None and (guest.waits_for_user or guest.is_frozen)
                 if waits and self.controller is not None:
                     self._log(f"operator ends {vm.name}, whose job {vm.job_id} waits in vain")
                     self.controller.command(Command("end", key=vm.key))

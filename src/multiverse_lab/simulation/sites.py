@@ -276,7 +276,8 @@ class HostWatch:
         for vm in rows.vms.values():
             host = rows.hosts.get(vm.host)
             if vm.id > self._last_vm and vm.state == "planned" and host is not None:
-                drained = host.drain is not None and host.drain.begins <= now
+                kept = any(one.name == vm.saved and one.kept == vm.host for one in rows.saved.values())
+                drained = host.drain is not None and host.drain.begins <= now and not kept  # goes on where it is
                 if drained or host.is_off:
                     self.broken.add(f"VM {vm.name} was planned on {vm.host}, which takes no VM")
         self._last_vm = max([self._last_vm, *rows.vms])
