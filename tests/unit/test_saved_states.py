@@ -12,9 +12,11 @@ from multiverse.core.model.host import Drain
 from multiverse.core.model.job import AttemptState, JobRef, NodeState, Request, SaveWish
 from multiverse.core.model.saved import SavedSeen, SavedState
 from multiverse.core.model.vm import VmState
+from multiverse.core.model.world import World
 from multiverse.core.saving import unexplained_states
 from multiverse.core.transition import Command, Done, EffectKind
 from tests.unit.planner_harness import POLICY
+from tests.unit.rows import SOURCE
 from tests.unit.test_saved_jobs import STORAGE, Site
 
 S, A, V = SavedState, AttemptState, VmState
@@ -347,6 +349,22 @@ def test_only_states_that_nobody_can_need_are_swept(site: Site, name: str, days:
     site.files[name] = SavedSeen(name, "token", 1, STORAGE.name, written)
     site.run()
     assert bool(unexplained_states(site.state, site.world, policy)) is swept
+
+
+@pytest.mark.parametrize("seen", [{"complete": False}, {"kept": True}])
+def test_what_nobody_can_go_on_with_is_swept_at_once(site: Site, seen: dict[str, bool]) -> None:
+    site.files["mvtest0-3-99"] = SavedSeen("mvtest0-3-99", "token", 0, STORAGE.name, **seen)
+    site.run()
+    assert unexplained_states(site.state, site.world, site.policy) == [("mvtest0-3-99", SOURCE)]
+
+
+def test_of_several_hosts_that_show_a_state_always_the_same_one_sweeps_it(site: Site) -> None:
+    site.files["mvtest0-3-99"] = SavedSeen("mvtest0-3-99", "token", 0, STORAGE.name, complete=False)
+    site.run()
+    both = World(sources=dict.fromkeys(("a", "b"), site.world.sources[SOURCE]))
+    for order in (("a", "b"), ("b", "a")):
+        site.state.compared.stray = dict.fromkeys(order, ("mvtest0-3-99",))
+        assert unexplained_states(site.state, both, site.policy) == [("mvtest0-3-99", "a")]
 
 
 def test_what_a_row_explains_is_not_swept(site: Site) -> None:

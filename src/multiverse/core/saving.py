@@ -124,10 +124,11 @@ def why_no_room(context: Context, uid: int, host: Host, size: int) -> Reason | N
 
 
 def unexplained_states(state: State, world: World, policy: Policy) -> list[tuple[str, str]]:
-    """Names of saved VMs of our site that a storage shows and no row has, each with a source that shows it. If the
-    database may have lost the row, its job may still go on by hand: such a state counts once it is older than any."""
+    """Names of saved VMs of our site that a source shows and no row has, each with a source that shows it. If the
+    database may have lost the row, its job may still go on by hand from files that are complete: such a state counts
+    once it is older than any. What a host keeps in its memory would take room that nothing claims."""
     found = {}
-    for source, names in state.compared.stray.items():
+    for source, names in sorted(state.compared.stray.items(), reverse=True):  # of several the same one each time
         latest = world.latest(source)
         shown = latest.value.saved if latest is not None else {}
         for name in names:
@@ -136,7 +137,8 @@ def unexplained_states(state: State, world: World, policy: Policy) -> list[tuple
                 continue
             ended = number.isdigit() and int(number) < state.numbers.next_saved
             age = state.now + world.epoch - seen.written
-            if ended or (policy.save_keep and seen.written and age > policy.save_keep):
+            old = policy.save_keep and seen.written and age > policy.save_keep
+            if ended or old or seen.kept or not seen.complete:
                 found[name] = source
     return sorted(found.items())
 
