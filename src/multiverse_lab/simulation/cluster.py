@@ -374,7 +374,7 @@ class Cluster:
         guests = [self.nodes[name].guest for name in job.nodes if name in self.nodes]
         whole = all(guest.alive and guest.serves() is job and not guest.waits_for_user for guest in guests)
         whole = whole and not any(guest.has_run_before(job) for guest in guests)
-        whole = whole and not any(guest.may_be_stuck or guest.is_cut_off for guest in guests)
+        whole = whole and not any(one.may_be_stuck or one.is_cut_off or one.given_up for one in guests)
         whole = whole and not job.short_runs  # a run of which the launch failed had these nodes before
         if job.state in LIVE and whole:
             self.violations.append(f"job {job.job_id} ran on VMs that were all well, and {how}")

@@ -110,10 +110,15 @@ def _with_trouble(scenario: Scenario, rng: Random) -> Scenario:
             cut_off, IncidentKind.LINK_HANGS, rng, UNTIL))  # fmt: skip
         if agents.self_fence:
             incidents = tuple(started_again_soon(one) for one in incidents)
+    keep = scenario.settings.save.keep_days
+    if scenario.world.agents is None and rng.random() < 0.2:  # agents would know a later epoch than the new database
+        incidents += every(UNTIL / 2, IncidentKind.DATABASE_LOST, rng, UNTIL)[:1]
+        keep = 0.005  # what no record explains is removed once it is older than any state
     cluster = replace(scenario.world.cluster, forgets=rng.choice((0.0, 0.0, 0.2, 0.5)))
     return replace(
         scenario,
         world=replace(scenario.world, cluster=cluster),
+        settings=replace(scenario.settings, save=replace(scenario.settings.save, keep_days=keep)),
         scheduler_odds=odds[0],
         hypervisor_odds=odds[1],
         incidents=tuple(sorted(incidents, key=_when)),
