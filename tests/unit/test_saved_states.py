@@ -9,6 +9,7 @@ import pytest
 from multiverse.core.errors import Damaged, Exhausted, Gone, MultiverseError, Refused
 from multiverse.core.model.basics import ClaimKey, Size
 from multiverse.core.model.host import Drain
+from multiverse.core.model.identity import UserSeen
 from multiverse.core.model.job import AttemptState, JobRef, NodeState, Request, SaveWish
 from multiverse.core.model.saved import SavedSeen, SavedState
 from multiverse.core.model.vm import VmState
@@ -349,6 +350,26 @@ def test_only_states_that_nobody_can_need_are_swept(site: Site, name: str, days:
     site.files[name] = SavedSeen(name, "token", 1, STORAGE.name, written)
     site.run()
     assert bool(unexplained_states(site.state, site.world, policy)) is swept
+
+
+class Forgetful(Site):
+    """A controller that was started again as the job was saved: it knows another user only."""
+
+    def observe(self) -> None:
+        super().observe()
+        self.world = replace(self.world, users={1001: UserSeen(True, 0.0, 0.0)} if self.rows.saved else None)
+
+
+def test_the_user_of_a_job_in_memory_is_looked_up_though_another_is_first() -> None:
+    site = Forgetful()
+    site.to_writing()
+    fail_to_write(site, 3)
+    site.job("3", request=Request(1, Size(4, 1000)), ref=JobRef("3", 100), rank=-1, uid=1001)
+    keep(site)
+    for _ in range(4):
+        site.run()
+        site.clear()
+    assert 1000 in site.state.users_asked
 
 
 @pytest.mark.parametrize("seen", [{"complete": False}, {"kept": True}])

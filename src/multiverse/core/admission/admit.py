@@ -324,12 +324,13 @@ class Admission:
             if attempt is None or self._why_not_restored(attempt, saved) or self._is_turn_over(attempt):
                 continue
             self.context = self.supply.context = for_attempt(self.whole, attempt)
-            known = self.context.world.user_known_since(attempt.uid) < inf and self.state.now >= attempt.not_before
-            earlier = why_earlier_run(self.state, self.context.world, attempt)
-            if not known or earlier or self._held_back(attempt, self.queue.job_of(attempt.id)):
+            early = self.state.now < attempt.not_before or why_earlier_run(self.state, self.context.world, attempt)
+            if early or self._held_back(attempt, self.queue.job_of(attempt.id)):
                 continue
             with quarantine_on_error(self.state, Key("attempt", attempt.id)):
-                if isinstance(vm := self.supply.restore(attempt, saved), Vm):
+                if self.context.world.user_known_since(attempt.uid) == inf:  # nobody else may ever ask
+                    self._refuse_or_ask(attempt)
+                elif isinstance(vm := self.supply.restore(attempt, saved), Vm):
                     self._admit_restored(attempt, saved, vm)
 
     def _is_turn_over(self, attempt: Attempt) -> bool:
