@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from multiverse.api import LONGEST_QUESTION, PURPOSE, ExplanationsView, ExplanationView, TimelineView
+from multiverse.api import LONGEST_QUESTION, PURPOSE, ExplanationsView, ExplanationView, Question, TimelineView
 from multiverse.bundles.contract import Privacy
 from multiverse.bundles.slurm.scheduler import _parsed
 from multiverse.cli.asking import UsersClient, _address
@@ -256,6 +256,30 @@ async def test_who_asks_several_questions_at_once_has_no_larger_share() -> None:
         await asyncio.gather(*(ask(pace, who) for who in (1, 1, 1)))
     assert [who for who, _ in times] == [1, 1, 1]
     assert all(later - sooner >= 11.0 for (_, sooner), (_, later) in itertools.pairwise(times)), times
+
+
+async def test_a_change_that_waits_for_its_commit_delays_its_own_user_alone() -> None:
+    committed, answered = asyncio.Event(), list[str]()
+    pace = Pace(Clock())
+
+    async def change_job(*_: str, **_options: object) -> None:
+        await committed.wait()
+        answered.append("save")
+
+    def saved(viewer: Viewer) -> None:
+        answered.append(f"saved of {viewer.uid}")
+
+    backend = SimpleNamespace(explanations=None, change_job=change_job, saved=saved)
+    asked = UserQuestions(backend, lambda uid: Privacy(others=False, hosts=False), pace)  # type: ignore[arg-type]
+    change = asyncio.create_task(asked.answer(1, Question(ask="save", job="7")))
+    await asyncio.sleep(0)
+    own = asyncio.create_task(asked.answer(1, Question(ask="saved")))
+    await asyncio.wait_for(asked.answer(2, Question(ask="saved")), 5)
+    assert answered == ["saved of 2"]
+    committed.set()
+    assert (await change)["job_id"] == "7"
+    await own
+    assert answered == ["saved of 2", "save", "saved of 1"]
 
 
 @pytest.mark.parametrize(

@@ -45,26 +45,50 @@ class Pace:
 
     def __init__(self, clock: Clock) -> None:
         self._clock, self._turn = clock, asyncio.Lock()
+        self._turns_of = dict[int, asyncio.Lock]()  # of users who ask something at this moment
+        self._asking = Counter[int]()
         self._free_at, self._free_for = 0.0, dict[int, float]()
 
     @contextlib.asynccontextmanager
     async def turn(self, uid: int) -> AsyncIterator[None]:
         """Wait for this user's turn, and count how long it takes."""
-        while True:
-            await asyncio.sleep(max(0.0, self._free_for.get(uid, 0.0) - self._clock.now()))
-            async with self._turn:
-                if self._free_for.get(uid, 0.0) > self._clock.now():
-                    continue  # another question of this user was answered meanwhile
-                await asyncio.sleep(max(0.0, self._free_at - self._clock.now()))
-                began = self._clock.now()
-                try:
-                    yield
-                finally:
-                    now = self._clock.now()
-                    took = now - began
-                    self._free_at, self._free_for[uid] = now + REST * took, now + REST_OF_ONE * took
-                    self._free_for = {uid: at for uid, at in self._free_for.items() if at > now}
-                return
+        async with self._alone(uid), self._turn:
+            await asyncio.sleep(max(0.0, self._free_at - self._clock.now()))
+            began = self._clock.now()
+            try:
+                yield
+            finally:
+                self._free_at = self._clock.now() + REST * self._charge(uid, began)
+
+    @contextlib.asynccontextmanager
+    async def change(self, uid: int) -> AsyncIterator[None]:
+        """The same for a change, which waits for a commit of the controller: others are answered meanwhile."""
+        async with self._alone(uid):
+            began = self._clock.now()
+            try:
+                yield
+            finally:
+                self._charge(uid, began)
+
+    @contextlib.asynccontextmanager
+    async def _alone(self, uid: int) -> AsyncIterator[None]:
+        """Wait until no other question of the user is answered, and the user's rest is over."""
+        self._asking[uid] += 1
+        try:
+            async with self._turns_of.setdefault(uid, asyncio.Lock()):
+                await asyncio.sleep(max(0.0, self._free_for.get(uid, 0.0) - self._clock.now()))
+                yield
+        finally:
+            self._asking[uid] -= 1
+            if not self._asking[uid]:
+                del self._asking[uid], self._turns_of[uid]
+
+    def _charge(self, uid: int, began: float) -> float:
+        """Let the user rest after an answer. Returns how long that took."""
+        now = self._clock.now()
+        self._free_for[uid] = now + REST_OF_ONE * (now - began)
+        self._free_for = {uid: at for uid, at in self._free_for.items() if at > now}
+        return now - began
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +102,14 @@ class UserQuestions:
     async def answer(self, uid: int, question: Question) -> Any:
         """The answer as a document of JSON. Raises `Gone` for a job that is not the user's, or does not exist, and
         `Refused` for a change that is not possible."""
-        async with self.pace.turn(uid):
-            if question.ask in ("save", "resume"):
-                if not question.job:
-                    raise Gone("name a job")
-                hold, anew = question.hold, question.anew
+        if question.ask in ("save", "resume"):
+            if not question.job:
+                raise Gone("name a job")
+            hold, anew = question.hold, question.anew
+            async with self.pace.change(uid):
                 await self.backend.change_job(question.ask, question.job, hold=hold, anew=anew, uid=uid)
+            return _ADAPTER.dump_python(SavedChanged(question.job), mode="json")
+        async with self.pace.turn(uid):
             return _ADAPTER.dump_python(self._found(Viewer.of(uid, self.privacy(uid)), question), mode="json")
 
     def _found(self, viewer: Viewer, question: Question) -> Any:
@@ -97,8 +123,6 @@ class UserQuestions:
                 return explanations.trial(question.request, viewer)
             case "saved":
                 return self.backend.saved(viewer)
-            case "save" | "resume":
-                return SavedChanged(question.job)
             case "explain":
                 found: Any = explanations.of_job(question.job, viewer)
             case "timeline":
