@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
@@ -22,7 +24,7 @@ from multiverse.core.model.host import Host, HypervisorView
 from multiverse.drivers.qemu.driver import QemuHypervisor, host_config
 from multiverse.host import manifest, process
 from multiverse.host.manifest import Manifest, Specification, VmPhase
-from multiverse.host.qemu import abilities, session, templates
+from multiverse.host.qemu import abilities, observation, saves, session, templates
 from multiverse.host.qemu.abilities import HostFeatures, huge_page_trial, trials, vhost_net_trial
 from multiverse.host.qemu.channels import Command, Monitor, QmpError
 from multiverse.host.qemu.context import HostContext, QemuHostConfig
@@ -416,6 +418,35 @@ def test_what_an_interrupted_call_has_plugged_is_left() -> None:
         half.objects[backend] = {}
         assert half.plug(4096) == used, "its backend was made and no more"
         assert half.devices == {"dimm0": backend, "dimm1": "huge1"}
+
+
+def test_a_storage_that_hangs_is_out_of_reach_and_delays_the_host_once(
+    context: HostContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, copies, back, looks = tmp_path / "own", tmp_path / "copies", threading.Event(), list[Path]()
+    for place in (own, copies):
+        place.mkdir()
+        (place / ".storage").write_text(place.name)
+    context.config = replace(context.config, saves=own, copies=copies)
+    look = saves.look
+
+    def hang(host: HostContext, place: Path) -> saves.SeenStorage | None:
+        looks.append(place)
+        return back.wait() and look(host, place) if place == copies else look(host, place)
+
+    monkeypatch.setattr(saves, "look", hang)
+    monkeypatch.setattr(observation, "_STORAGE_ANSWERS", 0.05)
+    observer = HostObserver(context)
+    try:
+        for _ in range(3):
+            shown = observer.observe().hosts["h"]
+            assert shown.storage is not None and shown.storage.name == "own" and shown.copies is None
+        assert looks.count(copies) == 1, "it is not asked again before it has answered"
+    finally:
+        back.set()
+    while not (seen := observer.observe().hosts["h"].copies):
+        pass
+    assert seen.name == "copies"
 
 
 def test_memory_in_huge_pages_counts_as_taken(context: HostContext, tmp_path: Path) -> None:

@@ -24,7 +24,9 @@ def host(storage: Path, copies: Path | None = None) -> HostContext:
 
 
 def what_is_shown(one: HostContext) -> dict[str, SavedSeen]:
-    return saves.shown(one, saves.storage(one), saves.copies(one), ())
+    assert one.config.saves is not None
+    copies = saves.look(one, one.config.copies) if one.config.copies is not None else None
+    return saves.shown(saves.look(one, one.config.saves), copies, ())
 
 
 def test_incomplete_files_are_shown_as_such_until_they_are_discarded(tmp_path: Path) -> None:

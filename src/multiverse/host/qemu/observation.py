@@ -20,6 +20,7 @@ from multiverse.host.manifest import Manifest, VmPhase
 from multiverse.host.qemu import saves, templates
 from multiverse.host.qemu.context import HostContext
 from multiverse.host.qemu.disks import REASON, available_disk
+from multiverse.system.hanging import MayHang
 
 log = structlog.get_logger(__name__)
 
@@ -32,6 +33,7 @@ _CONDITIONS = {
 }
 _ABILITIES = frozenset({"instant", "linked", "full", "plug_cpus", "plug_memory"})
 _MEASURED_FOR = 2.0  # seconds that a VM's figures count as new
+_STORAGE_ANSWERS = 3.0  # seconds until a storage of saved VMs counts as out of reach
 _WARNINGS = {"daemon_ended": "daemon ended in guest", "flooded": "guest channel closed"}
 
 
@@ -44,6 +46,7 @@ class HostObserver:
         self._figures: dict[str, tuple[float, VmSeen]] = {}
         self._reasons: dict[str, str] = {}
         self._uplink_rate = 0
+        self._storages = [self._storage_in(place) for place in (host.config.saves, host.config.copies)]
 
     def observe(self) -> HypervisorView:
         there = self.vm_directories()
@@ -54,10 +57,25 @@ class HostObserver:
             self.forget(gone)
         # The templates first: a build that ends meanwhile has recorded abilities that its image lacks.
         ready = {template.which: template for template in self._templates()}
-        host = self._as_host()
+        own, copies = self._look_at_storages()
+        host = self._as_host(own, copies)
         alive = [known for known in kept.values() if known.process.is_alive()]
-        states = saves.shown(self._host, host.storage, host.copies, alive)
-        return HypervisorView({host.name: host}, seen, ready, states)
+        return HypervisorView({host.name: host}, seen, ready, saves.shown(own, copies, alive))
+
+    def _storage_in(self, place: Path | None) -> MayHang[saves.SeenStorage | None] | None:
+        return MayHang(lambda: saves.look(self._host, place), f"look at {place}") if place is not None else None
+
+    def _look_at_storages(self) -> list[saves.SeenStorage | None]:
+        """What both storages show. One whose file system hangs counts as out of reach. It delays what the host shows
+        otherwise only as it begins to hang."""
+        return [self._look_at(place) if place is not None else None for place in self._storages]
+
+    @staticmethod
+    def _look_at(place: MayHang[saves.SeenStorage | None]) -> saves.SeenStorage | None:
+        hung, found = place.hangs, place.call(_STORAGE_ANSWERS)
+        if place.hangs and not hung:
+            log.warning("a storage of saved VMs hangs, and counts as out of reach", doing=place.name)
+        return found
 
     def forget(self, name: str) -> None:
         self._manifests.pop(name, None)
@@ -83,8 +101,8 @@ class HostObserver:
                 found.update({name: config.vms / name for name in names if name.startswith(config.prefix)})
         return [found[name] for name in sorted(found)]
 
-    def _as_host(self) -> Host:
-        config, storage = self._host.config, saves.storage(self._host)
+    def _as_host(self, own: saves.SeenStorage | None, copies: saves.SeenStorage | None) -> Host:
+        config = self._host.config
         pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20
         present = self._host.images.listed()
         abilities = {image.name: self._host.abilities.abilities(image) for image in present}
@@ -103,9 +121,9 @@ class HostObserver:
             features=frozenset(self._host.features.in_use),
             features_off={str(one): reason for one, reason in self._host.features.lacking.items()},
             numa=self._host.numa.view(),
-            storage=storage,
-            storage_free=saves.free_room(self._host, storage),
-            copies=saves.copies(self._host),
+            storage=own.storage if own is not None else None,
+            storage_free=own.free if own is not None else None,
+            copies=copies.storage if copies is not None else None,
             moves=self._host.machine_kind() if config.moves is not None else None,
         )
 

@@ -107,19 +107,22 @@ def _name_in(place: Path) -> str:
         return ""
 
 
-def storage(host: HostContext) -> Storage | None:
-    """The storage that this host writes to and reaches now, and the machines that it makes; None if it reaches none."""
-    return _storage(host, host.config.saves)
+@dataclass(frozen=True)
+class SeenStorage:
+    """What a directory of saved VMs shows: the storage with the machines that this host makes, the bytes that can still
+    be written there, and this site's saved VMs, complete or not."""
+
+    storage: Storage
+    free: int
+    states: dict[str, SavedSeen]
 
 
-def copies(host: HostContext) -> Storage | None:
-    """The same of the storage that it copies to."""
-    return _storage(host, host.config.copies)
-
-
-def _storage(host: HostContext, place: Path | None) -> Storage | None:
-    name = _name_in(place) if place is not None else ""
-    return Storage(name, f"{host.version} {host.accelerator.name}") if name else None
+def look(host: HostContext, place: Path) -> SeenStorage | None:
+    """Look at a directory; None if the storage is out of reach. Hangs for as long as its file system does."""
+    if not (name := _name_in(place)):
+        return None
+    free, states = available_disk(place), _shown_in(host, place, name)
+    return SeenStorage(Storage(name, f"{host.version} {host.accelerator.name}"), free, states)
 
 
 def prepare_copies(place: Path, prefix: str) -> bool:
@@ -146,13 +149,10 @@ def prepare(place: Path, prefix: str) -> None:
                 shutil.rmtree(left, ignore_errors=True)
 
 
-def shown(
-    host: HostContext, where: Storage | None, copied: Storage | None, kept: Iterable[Manifest]
-) -> dict[str, SavedSeen]:
-    """What the storages that this host reaches (`where`, by `storage`, and `copied`, by `copies`) have of this site's
-    saved VMs, complete or not, and the VMs that it keeps in memory."""
-    found = dict(_shown_in(host, host.config.copies, copied))
-    for name, seen in _shown_in(host, host.config.saves, where).items():
+def shown(own: SeenStorage | None, copies: SeenStorage | None, kept: Iterable[Manifest]) -> dict[str, SavedSeen]:
+    """The saved VMs in the storages that this host reaches, and those that it keeps in memory."""
+    found = dict(copies.states) if copies is not None else {}
+    for name, seen in own.states.items() if own is not None else ():
         other = found.get(name)
         if other is None or not other.complete or seen.complete:
             same = other is not None and other.complete and other.token == seen.token
@@ -162,23 +162,18 @@ def shown(
     return found
 
 
-def _shown_in(host: HostContext, place: Path | None, where: Storage | None) -> dict[str, SavedSeen]:
+def _shown_in(host: HostContext, place: Path, storage: str) -> dict[str, SavedSeen]:
     found: dict[str, SavedSeen] = {}
-    for entry in os.scandir(place) if place is not None and where is not None else ():
+    for entry in os.scandir(place):
         name = entry.name.removeprefix(".").removesuffix(_WRITING)
-        if where is None or not name.startswith(host.config.prefix) or not entry.is_dir():
+        if not name.startswith(host.config.prefix) or not entry.is_dir():
             continue
         if (saved := read(Path(entry.path))) is not None and name == entry.name:
             size = saved.state.size + saved.overlay.size
-            found[name] = SavedSeen(name, saved.token, size, where.name, saved.written)
+            found[name] = SavedSeen(name, saved.token, size, storage, saved.written)
         else:
-            found.setdefault(name, SavedSeen(name, "", 0, where.name, complete=False))
+            found.setdefault(name, SavedSeen(name, "", 0, storage, complete=False))
     return found
-
-
-def free_room(host: HostContext, where: Storage | None) -> int | None:
-    """Bytes that can still be written to the storage that this host reaches; None if it reaches none."""
-    return available_disk(host.config.saves) if host.config.saves is not None and where is not None else None
 
 
 def discard(host: HostContext, saved: str) -> None:
