@@ -181,6 +181,9 @@ class ControllerAtRest:
     def held_back(self) -> Mapping[str, str]:
         return {"h3": "only 1 of 3 hosts are in sight: the controller may be cut off from them"}
 
+    def staying(self) -> Mapping[str, str]:
+        return {}
+
     def unknown_users(self) -> list[LookupFailure]:
         return []
 

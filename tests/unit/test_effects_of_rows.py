@@ -49,6 +49,8 @@ EFFECTS: list[tuple[Row, E | None, str]] = [
     (vm(V.STARTING), E.START, ""),
     (vm(V.JOINED), None, ""),
     (vm(V.SERVING), None, ""),
+    (vm(V.MOVING), E.MOVE, ""),
+    (vm(V.SETTLING), E.SETTLE, ""),
     (vm(V.RETIRING), None, ""),
     (vm(V.ORPHAN, job_id="7"), None, ""),
     (vm(V.DEAD), None, ""),

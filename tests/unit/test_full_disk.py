@@ -362,4 +362,4 @@ def test_effects_that_add_are_those_that_make_or_start_something() -> None:
     made = {EffectKind.CREATE, EffectKind.START, EffectKind.BUILD, EffectKind.REQUEST}
     # What is saved takes room, too.
     saving = {EffectKind.PREPARE, EffectKind.FREEZE, EffectKind.CUT, EffectKind.SAVE, EffectKind.KEEP}
-    assert adding == {*made, *saving, EffectKind.COPY, EffectKind.OFFER, EffectKind.PIN}
+    assert adding == {*made, *saving, EffectKind.COPY, EffectKind.MOVE, EffectKind.OFFER, EffectKind.PIN}
