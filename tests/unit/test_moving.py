@@ -182,7 +182,7 @@ def test_a_job_that_is_over_ends_its_move() -> None:
         ({"cpu": "Nehalem"}, "it has CPUs of model Nehalem, not Haswell"),
         ({"board": "pc-q35-8.2"}, "it makes machines of type pc-q35-8.2, not pc-q35-7.2"),
         ({"page_size": 16384}, "it has pages of 16384, not 4096"),
-        ({"tsc_khz": 1}, "it counts time at kHz 1, not 0"),
+        ({"tsc_khz": 1}, "its time stamp counter runs at 1 kHz, not 0"),
     ],
 )
 def test_what_tells_machines_apart_is_named(change: dict[str, object], why: str) -> None:

@@ -23,6 +23,7 @@ from multiverse.core.model.reason import Reason, Why
 from multiverse.core.model.vm import MOVING_STATES, Place, Vm, VmState
 from multiverse.core.transition import Command
 
+TSC_TOLERANCE = 200e-6  # each host measures it; NTP corrects clocks that are up to 500 ppm off (RFC 5905)
 _SHOWN = 4  # hosts of which a refusal says what they lack
 _HINT = "multiverse hosts shows the hosts between which VMs move"
 
@@ -95,9 +96,11 @@ def why_other_machine(needed: MachineKind, made: MachineKind) -> str:
         ("makes machines of type", needed.board, made.board),
         ("has CPUs of model", needed.cpu, made.cpu),
         ("has pages of", needed.page_size, made.page_size),
-        ("counts time at kHz", needed.tsc_khz, made.tsc_khz),
     )
-    return next((f"it {what} {has}, not {asked}" for what, asked, has in pairs if asked != has), "")
+    told = next((f"it {what} {has}, not {asked}" for what, asked, has in pairs if asked != has), "")
+    if not told and abs(needed.tsc_khz - made.tsc_khz) > needed.tsc_khz * TSC_TOLERANCE:
+        return f"its time stamp counter runs at {made.tsc_khz} kHz, not {needed.tsc_khz}"
+    return told
 
 
 def _movable(context: Context, vm: Vm) -> tuple[Attempt, MachineKind]:

@@ -13,6 +13,7 @@ from multiverse_lab.cli import (
     lease_day,
     lease_start,
     long_queue,
+    move,
     observations,
     passes,
     placement,
@@ -41,6 +42,7 @@ app.command("placement")(placement.placement)
 app.command("queue")(long_queue.queue)
 app.command("report")(report.report)
 app.command("sampling")(sampling.sampling)
+app.command("move")(move.move)
 app.command("save")(save.save)
 app.command("scale")(scale.scale)
 app.command("neighbours")(long_queue.neighbours_)

@@ -1,0 +1,107 @@
+"""`multiverse bench move`: how long moves of VMs take, and how long a VM stands still."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any, NamedTuple
+
+import typer
+
+from multiverse.cli import render
+from multiverse.cli.render import console
+from multiverse.client import Client
+from multiverse.core.errors import Refused
+from multiverse.system import interrupts
+from multiverse_lab.bench.latency import JobKind
+from multiverse_lab.bench.move import CASES, LARGE, MoveCase, MoveRun, MoveSample, Reports
+from multiverse_lab.cli.bench import (
+    DIRECTORY,
+    IMAGES,
+    Dir,
+    Images,
+    Json,
+    build_images,
+    host_figures,
+    job_progress,
+    lab_progress,
+)
+from multiverse_lab.lab.layout import layout
+from multiverse_lab.lab.plan import LabOptions
+from multiverse_lab.lab.session import LabSession, session
+
+_SECONDS = ("total", "inside", "outside", "usual")
+_FIGURES = (*_SECONDS, "sent", "slowdown")
+PUBLISHED = "10 to 13 s for 500 MB (Sandia), 2.3 s and 26 ms down for an idle VM of 8 GiB (QEMU with KVM)"
+HOW = {"encrypted": {}, "compressed": {"compress": True}, "private": {"private": True}}
+
+
+def move(
+    moves: Annotated[int, typer.Option("--moves", "-m", min=1, help="Moves of each job.")] = 4,
+    how: Annotated[str, typer.Option(help="encrypted, compressed (and encrypted) or private (neither).")] = "encrypted",
+    large: Annotated[bool, typer.Option("--large", help="Also a VM of 8 GiB.")] = False,
+    directory: Dir = DIRECTORY,
+    images: Images = IMAGES,
+    json: Json = False,
+) -> None:
+    """Moving VMs between two hosts: small and large ones, idle and while their jobs write to memory."""
+    build_images([JobKind("instant", ("--constraint=slim&instant",))], images, json)
+    cases = (*CASES, LARGE) if large else CASES
+    if how not in HOW:
+        raise Refused(f"--how {how}: there is no such way", hint=f"choose one of {', '.join(HOW)}")
+    found = interrupts.run(_move(directory, images, MovePlan(cases, moves, how), json))
+    if json:
+        render.as_json(found)
+    else:
+        _print(found)
+
+
+class MovePlan(NamedTuple):
+    cases: tuple[MoveCase, ...]
+    moves: int  # of each job
+    how: str  # a key of `HOW`
+
+
+async def _move(directory: Path, images: Path, plan: MovePlan, json: bool) -> dict[str, Any]:
+    memory = max(case.memory for case in plan.cases) + 2048
+    settings: dict[str, dict[str, Any]] = {"move": HOW[plan.how], "image": {"source": str(images)}}
+    options = LabOptions(hosts=2, cores=2, memory=memory, image="slim", images=images, settings=settings)
+    async with session(layout(directory), options, lab_progress(json)) as lab:
+        return await asyncio.to_thread(_measure, lab, plan, json)
+
+
+def _measure(lab: LabSession, plan: MovePlan, json: bool) -> dict[str, Any]:
+    say = job_progress(json)
+    with Client(lab.settings.socket) as client, Reports(lab.settings.network.gateway) as reports:
+        run = MoveRun(lab, client, reports)
+        for number, case in enumerate(plan.cases, 1):
+            say(case.name, number, len(plan.cases), median(one.total for one in run.run(case, plan.moves)))
+        return {
+            "moves": plan.moves,
+            "how": plan.how,
+            **host_figures(client),
+            "cases": {case.name: _figures(run.samples[case.name]) for case in plan.cases},
+        }
+
+
+def _figures(samples: list[MoveSample]) -> dict[str, Any]:
+    """Medians, and all samples."""
+    medians = {name: median(getattr(one, name) for one in samples) for name in _FIGURES}
+    return {**medians, "samples": [asdict(one) for one in samples]}
+
+
+def _print(found: Mapping[str, Any]) -> None:
+    console.print(
+        f"\nMedians of {found['moves']} moves of each job, {found['how']}; guests run on {found['accelerator']}. "
+        f"Published: {PUBLISHED}.\n",
+        markup=False,
+    )
+    heads = ("MOVED", "DOWN, INSIDE", "DOWN, OUTSIDE", "USUAL PAUSE", "SENT", "JOB SLOWER BY")
+    table = render.table("JOB", *heads, right=heads)
+    for name, one in found["cases"].items():
+        seconds = [render.duration(one[key]) for key in _SECONDS]
+        table.add_row(name, *seconds, f"{one['sent'] / (1 << 20):.0f} MiB", f"{one['slowdown']:.0%}")
+    console.print(table)
