@@ -1,0 +1,390 @@
+"""The agreement of two hosts about a VM that moves: whatever is lost or ends in the middle, the VM never runs on both,
+and it runs on one again. QEMU, the network and the connections are stood in for; records and decisions are real."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from multiverse.core.errors import Broken, Gone, MultiverseError, Refused, Unknown
+from multiverse.core.model.basics import CloneKind, Size
+from multiverse.core.model.host import MachineKind
+from multiverse.host import links, manifest, network
+from multiverse.host.links import Hello, Link, Peer
+from multiverse.host.manifest import Manifest, Moving, Received, Specification, VmPhase
+from multiverse.host.qemu import arrivals, departures, lifecycle, migration, moves
+from multiverse.host.qemu.context import MoveConfig
+from multiverse.host.qemu.moves import Moves
+from multiverse.host.qemu.session import Paths
+from multiverse.system.locks import locked_directory
+from multiverse.system.processes import ProcessIdentity, boot_id
+from tests.sampled import one_in
+
+NAME, TOKEN, SECRET = "mvaaaaa-1", "token", "secret"
+KIND = MachineKind("tcg", "max", frozenset(), "QEMU 7.2", "pc-q35-7.2")
+SPEC = Specification(NAME, "b", "slim", CloneKind.LINKED, Size(1, 256), "02:00:00:00:00:01", token=TOKEN, bridge="br")
+SOON = {"_READY": 2.0, "_COMPLETE": 2.0, "_DECIDED": 0.3, "_AGAIN": 0.01, "_AGAIN_LIMIT": 0.05, "_CANCELLED": 3.0,
+        "_TALK": 0.5, "_CONNECTED": 1.0, "_ORPHANED": 0.15, "_GREETINGS": (), "_ANNOUNCED": 5.0}  # fmt: skip
+
+
+class Crashed(BaseException):
+    """The process of a host has ended."""
+
+
+_here = threading.local()  # the process that a thread belongs to
+
+
+@dataclass
+class Process:
+    """One run of a host's agent."""
+
+    world: World
+    host: str
+    dead: bool = False
+    effects: int = 0
+    crash: tuple[int, bool] | None = None  # at which effect, and whether that has been done
+    moves: Any = None
+    sockets: list[socket.socket] = field(default_factory=list)
+
+    def effect(self, name: str, work: Callable[[], Any]) -> Any:
+        """Do what outlives the process, or is seen by others, unless the process ends here."""
+        if self.dead:
+            raise Crashed
+        self.effects += 1
+        at = self.crash is not None and self.crash[0] == self.effects
+        if at and self.crash is not None and not self.crash[1]:
+            self.die()
+        result = work()
+        if at:
+            self.die()
+        return result
+
+    def die(self) -> None:
+        self.dead = True
+        self.moves.close()
+        for sock in self.sockets:
+            links.shut_down(sock)
+        raise Crashed
+
+
+class Monitor:
+    """Stands for QEMU's monitor."""
+
+    def __init__(self, world: World, host: str) -> None:
+        self.world, self.host = world, host
+
+    def __enter__(self) -> Monitor:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def execute(self, command: str, **_: Any) -> Any:
+        state = self.world.qemus.get(self.host, "")
+        if not state:
+            raise Unknown("QEMU has ended")
+        return {"running": state == "running", "status": state}
+
+    def wait_event(self, *_: Any, **__: Any) -> None:
+        if self.world.qemus[self.host] != "complete":
+            raise Unknown("it is not complete")
+
+
+class Sender:
+    """Stands for a QEMU that sends its VM."""
+
+    def __init__(self, monitor: Monitor, *_: Any) -> None:
+        self.monitor, self.world = monitor, monitor.world
+
+    def flatten(self, _: Path) -> None: ...
+
+    def send_disk(self, sock: socket.socket, *, whole: bool) -> None:
+        self._send(sock)
+
+    def send_memory(self, sock: socket.socket) -> None:
+        self._send(sock)
+        process().effect("stop", lambda: self.world.set("a", "stopped"))
+
+    def _send(self, sock: socket.socket) -> None:
+        with sock:
+            pass
+        if self.world.cut:
+            raise Broken("its disk could not be copied")
+
+    def end_disk(self) -> None: ...
+
+    def end_memory(self) -> None:
+        process().effect("send", lambda: self.world.set("b", "complete"))
+
+
+def process() -> Process:
+    return _here.process  # type: ignore[no-any-return]
+
+
+class World:
+    """Two hosts."""
+
+    def __init__(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.place = place
+        self.qemus: dict[str, str] = {}
+        self.wrong: list[str] = []
+        self.cut = False
+        self.lost: int | None = None  # the number of the message that is lost, with its connection
+        self.messages = 0
+        self.programs: dict[str, subprocess.Popen[bytes]] = {}
+        self.threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        for name, value in SOON.items():
+            for module in (departures, arrivals):
+                if hasattr(module, name):
+                    monkeypatch.setattr(module, name, value)
+        self._stand_in(monkeypatch)
+        self.a, self.b = self.start("a"), self.start("b")
+
+    # --- what is stood in for -------------------------------------------------------------------------
+
+    def _stand_in(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def effect(owner: Any, name: str) -> None:
+            real = getattr(owner, name)
+            monkeypatch.setattr(
+                owner, name, lambda *args, **more: process().effect(name, lambda: real(*args, **more))
+            )
+
+        for name in ("write", "write_received", "forget_received"):
+            effect(manifest, name)
+        real_send = Link.send
+
+        def send(link: Link, **message: Any) -> None:
+            process().effect(f"say {message['type']}", lambda: self._say(real_send, link, message))
+
+        monkeypatch.setattr(Link, "send", send)
+        for name in ("join_bridge", "leave_bridge", "set_isolated", "announce"):
+            monkeypatch.setattr(network, name, lambda *args: process().effect("network", lambda: None))
+        monkeypatch.setattr(network, "bridge_of", lambda name: ("br", True))
+        connect = SimpleNamespace(connect=lambda path, *_: Monitor(self, path.parts[len(self.place.parts)]))
+        for module in (departures, arrivals):
+            monkeypatch.setattr(module, "Monitor", connect)
+        monkeypatch.setattr(departures, "Sender", Sender)
+        monkeypatch.setattr(departures, "backends_of", lambda monitor: ())
+        monkeypatch.setattr(departures, "dial", self._dial)
+        monkeypatch.setattr(migration, "stay", lambda monitor: process().effect("stay", lambda: self.run("a")))
+        monkeypatch.setattr(migration, "go_on", lambda monitor: process().effect("cont", lambda: self.run("b")))
+        monkeypatch.setattr(migration, "is_complete", lambda monitor: self.qemus.get("b") == "complete")
+        monkeypatch.setattr(migration, "serve_disk", lambda monitor, path: None)
+        monkeypatch.setattr(migration, "connect_disk", lambda path: socket.socketpair()[0])
+        monkeypatch.setattr(migration, "receive_memory", lambda monitor, sock: sock.close())
+        monkeypatch.setattr(arrivals.Arrivals, "_launch", self._launch)
+        monkeypatch.setattr(lifecycle, "remove", self._remove)
+        monkeypatch.setattr(moves.Moves, "_start", lambda _, work: self.thread(process(), work))
+
+    def _say(self, real: Callable[..., None], link: Link, message: dict[str, Any]) -> None:
+        self.messages += 1
+        if self.messages == self.lost:
+            link.shut_down()
+        real(link, **message)
+
+    def _dial(self, peer: Peer, hello: Hello) -> socket.socket:
+        caller = process()
+        if self.b.dead:
+            raise Unknown("nobody listens")
+        if caller.dead:
+            raise Crashed
+        ours, theirs = socket.socketpair()
+        caller.sockets.append(ours)
+        self.b.sockets.append(theirs)
+
+        def serve() -> None:
+            with suppress(Refused, Unknown), theirs:
+                _here.process.moves.serve(theirs, hello)
+
+        self.thread(self.b, serve)
+        return ours
+
+    def _launch(self, spec: Specification, announced: Any, facts: Any, image: Any) -> Any:
+        return process().effect("launch", lambda: self._launched(spec, announced, facts))
+
+    def _launched(self, spec: Specification, announced: Any, facts: Any) -> Any:
+        self.set("b", "incoming")
+        known = replace(facts.manifest, **self.program("b"), moved=announced.number - 1, phase=VmPhase.INCOMING,
+                        moving=Moving(announced.number, announced.secret, bridge="br"))  # fmt: skip
+        (self.place / "b/vms" / NAME / manifest.FILE).write_text(as_text(known))
+        return SimpleNamespace(monitor=Monitor(self, "b"))
+
+    def _remove(self, host: Any, name: str, grace: float, token: str = "") -> None:
+        def remove() -> None:
+            with locked_directory(host.paths(name).home, create=False) as there:
+                self.set(host.config.host, "")
+                if there:
+                    shutil.rmtree(host.paths(name).home)
+
+        process().effect("remove", remove)
+
+    def program(self, host: str) -> dict[str, Any]:
+        """A process that stands for the VM's QEMU, as a manifest describes it."""
+        program = self.programs[host] = subprocess.Popen(["sleep", "1000"])
+        identity = ProcessIdentity.of(program.pid)
+        return {"pid": identity.pid, "started": identity.started, "boot_id": boot_id()}
+
+    # --- what is seen ---------------------------------------------------------------------------------
+
+    def set(self, host: str, state: str) -> None:
+        with self._lock:
+            self.qemus[host] = state
+
+    def run(self, host: str) -> None:
+        with self._lock:
+            other = "b" if host == "a" else "a"
+            if self.qemus.get(other) == "running":
+                self.wrong.append(f"it runs on {host}, and on {other}")
+            if self.qemus.get(host):
+                self.qemus[host] = "running"
+
+    def running(self) -> list[str]:
+        return sorted(host for host, state in self.qemus.items() if state == "running")
+
+    def phase(self, host: str) -> Manifest | None:
+        return manifest.read(self.place / host / "vms" / NAME)
+
+    # --- what happens ---------------------------------------------------------------------------------
+
+    def start(self, host: str, crash: tuple[int, bool] | None = None) -> Process:
+        made = Process(self, host, crash=crash)
+        made.moves = Moves(context(self.place / host, host), MoveConfig(private=True))
+        setattr(self, host, made)
+        self.thread(made, made.moves.resume).join()
+        return made
+
+    def thread(self, of: Process, work: Callable[[], Any]) -> threading.Thread:
+        def run() -> None:
+            _here.process = of
+            with suppress(Crashed):
+                work()
+
+        found = threading.Thread(target=run, daemon=True)
+        self.threads.append(found)
+        found.start()
+        return found
+
+    def make_vm(self) -> None:
+        home = self.place / "a/vms" / NAME
+        home.mkdir()
+        known = Manifest(NAME, SPEC.kind, VmPhase.STARTED, SPEC.mac, 1, 256, token=TOKEN, image="slim",
+                         address="10.0.0.1", **self.program("a"))  # fmt: skip
+        (home / manifest.FILE).write_text(as_text(known))
+        self.set("a", "running")
+
+    def move(self, number: int = 1) -> threading.Thread:
+        """Begin a move, as the controller does."""
+        def send() -> None:
+            with suppress(MultiverseError):
+                self.a.moves.send(NAME, TOKEN, number, SECRET, Peer("b", 1))
+
+        with suppress(MultiverseError):
+            self.b.moves.receive(SPEC, number, SECRET)
+        return self.thread(self.a, send)
+
+    def settled(self, seconds: float = 5.0) -> None:
+        """The VM runs on one host, and nothing of it is left on the other one."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            known = [self.phase(host) for host in ("a", "b")]
+            there = [one for one in known if one is not None]
+            if len(self.running()) == 1 and len(there) == 1 and there[0].moving is None:
+                return
+            time.sleep(0.005)
+        raise AssertionError(f"{self.qemus}, {[self.phase(host) for host in ('a', 'b')]}")
+
+    def close(self) -> None:
+        for host in (self.a, self.b):
+            with suppress(Crashed):
+                host.die()
+        for program in self.programs.values():
+            program.kill()
+            program.wait()
+        for thread in self.threads:
+            thread.join(5)
+
+
+def as_text(known: Manifest) -> str:
+    return str(departures.MANIFESTS.dump_json(known), "utf-8")
+
+
+def context(place: Path, host: str) -> Any:
+    (place / "vms").mkdir(parents=True, exist_ok=True)
+
+    @contextmanager
+    def nothing(*_: Any) -> Iterator[None]:
+        yield
+
+    quiet = SimpleNamespace(
+        sessions={}, keep_channel=lambda *_: None, started_channel=lambda name: SimpleNamespace(tell=lambda *_: None)
+    )
+    return SimpleNamespace(
+        config=SimpleNamespace(vms=place / "vms", host=host, prefix="mvaaaaa-"),
+        paths=lambda name: Paths(place / "vms" / name, place / "run" / name),
+        check_name=lambda name: None,
+        image=lambda name: SimpleNamespace(key="key", disk=Path("/image")),
+        machine_kind=lambda: KIND,
+        connections=quiet,
+        firewall=SimpleNamespace(allow=lambda known: None, separates=lambda known: False, group=lambda known: 0),
+        names=SimpleNamespace(first=lambda *_: frozenset()),
+        outputs=SimpleNamespace(save=lambda *_: None, append=lambda *_: None),
+        uids=SimpleNamespace(check=lambda: None),
+        accelerator=SimpleNamespace(name="tcg"),
+        vxlan=None,
+    )
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    monkeypatch.setattr("multiverse.system.files.write_back", lambda path: None)
+    made = World(tmp_path, monkeypatch)
+    made.make_vm()
+    (made.place / "a/vms" / NAME / "disk.qcow2").touch()
+    try:
+        yield made
+    finally:
+        made.close()
+        assert made.wrong == []
+
+
+def test_a_vm_moves(world: World) -> None:
+    world.move().join(5)
+    world.settled()
+    assert world.running() == ["b"]
+    known = world.phase("b")
+    assert known is not None and (known.phase, known.moved, known.address) == (VmPhase.STARTED, 1, "10.0.0.1")
+
+
+CRASHES = [(host, number, done) for host in "ab" for number in range(1, 24) for done in (False, True)]
+
+
+@pytest.mark.parametrize(("host", "number", "done"), one_in(1, CRASHES))
+def test_a_process_ends_at_any_step(world: World, host: str, number: int, done: bool) -> None:
+    """It ends before or after its step of that number, and another process goes on."""
+    process: Process = getattr(world, host)
+    process.crash = (process.effects + number, done)
+    moving = world.move()
+    deadline = time.monotonic() + 3
+    while not process.dead and moving.is_alive() and time.monotonic() < deadline:
+        time.sleep(0.002)
+    if process.dead:
+        world.start(host)
+    world.settled()
+
+
+@pytest.mark.parametrize("lost", range(1, 12))
+def test_a_message_is_lost_with_its_connection(world: World, lost: int) -> None:
+    world.lost = lost
+    world.move().join(5)
+    world.settled()
