@@ -156,9 +156,7 @@ class World:
     def _stand_in(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def effect(owner: Any, name: str) -> None:
             real = getattr(owner, name)
-            monkeypatch.setattr(
-                owner, name, lambda *args, **more: process().effect(name, lambda: real(*args, **more))
-            )
+            monkeypatch.setattr(owner, name, lambda *args, **more: process().effect(name, lambda: real(*args, **more)))
 
         for name in ("write", "write_received", "forget_received"):
             effect(manifest, name)
@@ -285,6 +283,7 @@ class World:
 
     def move(self, number: int = 1) -> threading.Thread:
         """Begin a move, as the controller does."""
+
         def send() -> None:
             with suppress(MultiverseError):
                 self.a.moves.send(NAME, TOKEN, number, SECRET, Peer("b", 1))
@@ -369,9 +368,10 @@ def test_a_vm_moves(world: World) -> None:
 CRASHES = [(host, number, done) for host in "ab" for number in range(1, 24) for done in (False, True)]
 
 
-@pytest.mark.parametrize(("host", "number", "done"), one_in(1, CRASHES))
-def test_a_process_ends_at_any_step(world: World, host: str, number: int, done: bool) -> None:
+@pytest.mark.parametrize("crash", one_in(3, CRASHES), ids=str)
+def test_a_process_ends_at_any_step(world: World, crash: tuple[str, int, bool]) -> None:
     """It ends before or after its step of that number, and another process goes on."""
+    host, number, done = crash
     process: Process = getattr(world, host)
     process.crash = (process.effects + number, done)
     moving = world.move()
@@ -388,3 +388,165 @@ def test_a_message_is_lost_with_its_connection(world: World, lost: int) -> None:
     world.lost = lost
     world.move().join(5)
     world.settled()
+
+
+def test_both_processes_end_after_it_was_handed_over(world: World) -> None:
+    """`say handed_over` is the effect after which the source may not continue by itself."""
+    real = world.a.effect
+
+    def effect(name: str, work: Callable[[], Any]) -> Any:
+        if name == "say handed_over":
+            world.b.dead = True  # what it is told is lost with it
+            world.a.die()
+        return real(name, work)
+
+    world.a.effect = effect  # type: ignore[method-assign]
+    world.move().join(5)
+    assert world.running() == []
+    known = world.phase("a")
+    assert known is not None and known.handed_over
+    for host in (world.b, world.a):
+        with suppress(Crashed):
+            host.die()
+    world.start("a")
+    time.sleep(0.05)
+    assert world.running() == [], "nobody has said that the other host has none"
+    world.start("b")
+    world.settled()
+    assert world.running() == ["b"], "all of it had come"
+
+
+def stuck(world: World) -> threading.Thread:
+    """A move that was handed over, to a host that is out of reach now. It has not been taken over there."""
+    real, first = world.a.effect, world.b
+
+    def effect(name: str, work: Callable[[], Any]) -> Any:
+        if name == "say handed_over" and not first.dead:
+            with suppress(Crashed):
+                world.b.die()
+            raise Unknown("the cable was cut")
+        return real(name, work)
+
+    world.a.effect = effect  # type: ignore[method-assign]
+    moving = world.move()
+    deadline = time.monotonic() + 3
+    while not world.b.dead and time.monotonic() < deadline:
+        time.sleep(0.002)
+    return moving
+
+
+def call(of: Process, work: Callable[[], Any]) -> Any:
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append(work())
+        except MultiverseError as error:
+            found.append(error)
+
+    of.world.thread(of, run).join(5)
+    return found[0]
+
+
+def test_the_controller_carries_the_word_that_the_other_host_has_none(world: World) -> None:
+    moving = stuck(world)
+    assert call(world.a, lambda: world.a.moves.cancel(NAME, TOKEN, 1)) == "handed_over"
+    assert world.running() == [], "only `absent` lets it go on"
+    assert call(world.a, lambda: world.a.moves.cancel(NAME, TOKEN, 1, absent=True)) == "kept"
+    moving.join(3)
+    assert world.running() == ["a"]
+    again = call(world.a, lambda: world.a.moves.send(NAME, TOKEN, 1, SECRET, Peer("b", 1)))
+    assert isinstance(again, Broken), "it says how that move ended"
+
+
+def test_a_host_that_took_a_vm_over_says_so_when_the_vm_is_gone(world: World) -> None:
+    """Otherwise the job would go on from an old state, after it has ended."""
+    stuck(world)
+    (world.place / "b/vms").mkdir(exist_ok=True)
+    _here.process = Process(world, "b", moves=world.b.moves)
+    manifest.write_received(world.place / "b/vms", NAME, Received(TOKEN, 1))
+    shutil.rmtree(world.place / "b/vms" / NAME)
+    world.set("b", "")
+    world.start("b")
+    deadline = time.monotonic() + 3
+    while world.phase("a") is not None and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert world.phase("a") is None and world.running() == []
+    assert call(world.b, lambda: world.b.moves.cancel(NAME, TOKEN, 1)) in ("received", "absent")
+
+
+@pytest.mark.parametrize("first", ["a", "b"])
+def test_a_move_is_cancelled_at_both_hosts_in_either_order(world: World, first: str) -> None:
+    order = [world.a, world.b] if first == "a" else [world.b, world.a]
+    moving = world.move()
+    time.sleep(0.01)
+    ends = {host.host: call(host, lambda host=host: host.moves.cancel(NAME, TOKEN, 1)) for host in order}
+    moving.join(5)
+    world.settled()
+    if world.running() == ["a"]:
+        assert ends["b"] == "absent"
+        again = call(world.a, lambda: world.a.moves.send(NAME, TOKEN, 1, SECRET, Peer("b", 1)))
+        assert isinstance(again, MultiverseError) and world.running() == ["a"]
+        assert isinstance(call(world.b, lambda: world.b.moves.receive(SPEC, 1, SECRET)), Refused)
+        world.move(2).join(5)
+        world.settled()
+        assert world.running() == ["b"]
+
+
+def test_nothing_comes_that_nobody_has_announced(world: World) -> None:
+    for hello in (
+        Hello(NAME, TOKEN, 1, SECRET, "control"),
+        Hello(NAME, TOKEN, 1, SECRET, "disk"),
+        Hello(NAME, TOKEN, 1, SECRET, "anything"),
+    ):
+        assert isinstance(
+            call(world.b, lambda hello=hello: world.b.moves.serve(socket.socketpair()[0], hello)), Refused
+        )
+    call(world.b, lambda: world.b.moves.receive(SPEC, 1, SECRET))
+    for wrong in (
+        Hello(NAME, TOKEN, 1, "guessed", "control"),
+        Hello(NAME, "other", 1, SECRET, "control"),
+        Hello(NAME, TOKEN, 2, SECRET, "control"),
+    ):
+        assert isinstance(
+            call(world.b, lambda wrong=wrong: world.b.moves.serve(socket.socketpair()[0], wrong)), Refused
+        )
+    assert NAME in world.b.moves.coming() and world.phase("b") is None
+
+
+def test_a_vm_that_is_saved_or_inside_of_a_job_does_not_move(world: World) -> None:
+    known = world.phase("a")
+    assert known is not None
+    for changed, why in (
+        (replace(known, frozen=True), "saved"),
+        (replace(known, job_groups=("/sys/fs/cgroup/x",)), "inside of a job"),
+        (replace(known, phase=VmPhase.PARKED), "not started"),
+        (replace(known, moved=9), "has ended"),
+    ):
+        (world.place / "a/vms" / NAME / manifest.FILE).write_text(as_text(changed))
+        world.a.moves._departures.clear()
+        found = call(world.a, lambda: world.a.moves.send(NAME, TOKEN, 3, SECRET, Peer("b", 1)))
+        assert isinstance(found, Refused) and why in found.message
+    other = call(world.a, lambda: world.a.moves.send(NAME, "other", 10, SECRET, Peer("b", 1)))
+    assert isinstance(other, Refused) and world.running() == ["a"]
+
+
+def test_a_host_that_makes_another_machine_takes_no_vm() -> None:
+    assert arrivals.why_not(KIND, KIND) == ""
+    assert arrivals.why_not(replace(KIND, tsc_khz=2_596_100), replace(KIND, tsc_khz=2_596_144)) == ""
+    for other, why in (
+        (replace(KIND, release="QEMU 8"), "QEMU 7.2, not QEMU 8"),
+        (replace(KIND, features=frozenset({"avx512f"})), ""),
+        (replace(KIND, board="pc-q35-8.0"), "machine type"),
+        (replace(KIND, tsc_khz=2_000_000), "time stamp"),
+    ):
+        assert (why in arrivals.why_not(KIND, other)) and bool(arrivals.why_not(KIND, other)) == bool(why)
+    assert "avx512f" in arrivals.why_not(replace(KIND, features=frozenset({"avx512f"})), KIND)
+
+
+def test_a_vm_that_was_destroyed_meanwhile_is_gone(world: World) -> None:
+    stuck(world)
+    shutil.rmtree(world.place / "a/vms" / NAME)
+    world.set("a", "")
+    found = call(world.a, lambda: world.a.moves.send(NAME, TOKEN, 1, SECRET, Peer("b", 1)))
+    assert isinstance(found, Gone)

@@ -99,7 +99,7 @@ class Departure:
         self._wake.set()
         try:
             self.result.result(_CANCELLED)
-        except (Broken, Gone):
+        except (Broken, Gone, Refused):
             return  # this is how such a move ends
         except FutureTimeout:
             raise Unknown(f"VM {self._name} does not go on yet", hint="see the log of the agent") from None
