@@ -41,6 +41,7 @@ from multiverse.host.qemu import arrivals, departures, migration
 from multiverse.host.qemu.channels import Monitor
 from multiverse.host.qemu.context import MoveConfig, QemuHostConfig
 from multiverse.host.qemu.library import QemuHost
+from tests.integration.watch import until
 
 SITE = "mvtwo"
 BRIDGE = "mvbr"
@@ -176,6 +177,10 @@ class Served:
 
         setattr(owner, last, dying)
 
+    def sent(self) -> int:
+        """Bytes that have left by the cable."""
+        return int(Path(f"/sys/class/net/{CABLE}/statistics/tx_bytes").read_text())
+
     def ip(self, command: str) -> None:
         subprocess.run(["ip", *command.split()], check=True)
 
@@ -235,6 +240,9 @@ class MovingHost:
 
     def enter(self, *argv: str) -> list[str]:
         return ["nsenter", "--net", "--mount", "-t", str(self.keeper.pid), "--", *argv]
+
+    def run(self, *argv: str) -> None:
+        subprocess.run(self.enter(*argv), check=True)
 
     def begin(self) -> None:
         argv = self.enter(sys.executable, "-m", "tests.integration.moving_hosts", str(self.place), self.name)
@@ -362,6 +370,14 @@ class MovingHosts:
         on = on or self.a
         on.call("create", spec=asdict(spec))
         on.call("start", spec=asdict(spec), script=script)
+        until("its program listens", lambda: self._listens(on, spec), 60)
+
+    @staticmethod
+    def _listens(on: MovingHost, spec: Specification) -> bool:
+        try:
+            return bool(on.call("watched", address=spec.bare_address))
+        except errors.Unknown:
+            return False
 
     def begin_move(self, spec: Specification, source: MovingHost, target: MovingHost) -> Callable[[float], Any]:
         self.numbers[spec.name] = number = self.numbers.get(spec.name, 0) + 1

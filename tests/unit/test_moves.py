@@ -456,7 +456,7 @@ def test_the_controller_carries_the_word_that_the_other_host_has_none(world: Wor
     moving.join(3)
     assert world.running() == ["a"]
     again = call(world.a, lambda: world.a.moves.send(NAME, TOKEN, 1, SECRET, Peer("b", 1)))
-    assert isinstance(again, Broken), "it says how that move ended"
+    assert isinstance(again, MultiverseError), "it says how that move ended"
 
 
 def test_a_host_that_took_a_vm_over_says_so_when_the_vm_is_gone(world: World) -> None:

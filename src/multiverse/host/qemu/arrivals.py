@@ -165,7 +165,8 @@ class Arrivals:
             link.close()
             arrival.over.set()
             with self._lock:
-                self._arriving.pop(name, None)
+                if self._arriving.get(name) is arrival:
+                    del self._arriving[name]
             if answer == "" and self._may_come(name, number):
                 self._closed.wait(_ORPHANED)  # the other host may call again
             if answer != "received" and not self._closed.is_set():
@@ -253,6 +254,10 @@ class Arrivals:
     def _answer(self, link: Link, name: str, token: str, number: int, message: Mapping[str, Any]) -> Answer:
         """Decide whether the VM goes on here, and say so. If that fails the other host asks again."""
         answer = self._decide(name, token, number, message)
+        with self._lock:
+            arrival = self._arriving.get(name)
+            if arrival is not None and arrival.announced.number == number:
+                del self._arriving[name]
         link.send(type=answer)
         if answer == "received":
             self._greet(name)

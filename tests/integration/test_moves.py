@@ -1,0 +1,237 @@
+"""VMs move between two hosts with real QEMU, while programs in them note the time, and write and verify a file."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from multiverse.core.errors import Broken, Gone, MultiverseError, Refused, Unknown
+from multiverse.core.model.basics import CloneKind
+from multiverse.host.manifest import Specification
+from multiverse.host.qemu.context import MoveConfig
+from tests.integration.images import IMAGES, slim
+from tests.integration.moving_hosts import BASE, CABLE, PLUGGED, MovingHost, MovingHosts, moving_hosts
+from tests.integration.watch import until
+
+pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, reason="taps and namespaces need root")]
+
+ENCRYPTED, PRIVATE = MoveConfig(timeout=60.0), MoveConfig(private=True, timeout=60.0)
+SLOW = replace(PRIVATE, bandwidth=30)  # MiB/s: there is time to do something in the middle
+
+
+@pytest.fixture
+def hosts(request: pytest.FixtureRequest) -> Iterator[MovingHosts]:
+    """Two hosts with a template on the first one. The parameter is how VMs move."""
+    slim()
+    with moving_hosts(IMAGES, getattr(request, "param", ENCRYPTED)) as made:
+        made.a.call("build", image="slim")
+        yield made
+
+
+def goes_on(hosts: MovingHosts, spec: Specification, where: str, seen_from: str = "a") -> None:
+    """The VM runs there and nowhere else. Its programs go on, and have seen nothing wrong."""
+    assert hosts.running(spec) == [where]
+    asked = hosts.hosts[seen_from]
+    before = asked.call("watched", address=spec.bare_address)
+    until("its programs go on", lambda: asked.call("watched", address=spec.bare_address)["count"] > before["count"], 20)
+    after = asked.call("watched", address=spec.bare_address)
+    assert after["wrong"] == 0 and after["written"] >= before["written"]
+
+
+def is_gone(hosts: MovingHosts, spec: Specification, where: MovingHost) -> None:
+    """Nothing of the VM is left on a host."""
+    assert spec.name not in where.call("observe")
+    assert [path.name for path in (where.place / "vms").iterdir() if not path.name.startswith(".lock")] == []
+    assert not (where.place / "run" / spec.name).exists()
+
+
+@pytest.mark.parametrize("hosts", [ENCRYPTED], indirect=True, ids=["encrypted"])
+def test_a_vm_moves_there_and_back(hosts: MovingHosts) -> None:
+    """It is a clone with a CPU and memory plugged. The host that it comes to has no template."""
+    spec = hosts.spec()
+    hosts.run(spec)
+    goes_on(hosts, spec, "a", seen_from="b")
+    hosts.move(spec, hosts.a, hosts.b)
+    goes_on(hosts, spec, "b", seen_from="a")
+    is_gone(hosts, spec, hosts.a)
+    assert hosts.b.call("observe")[spec.name] == ["running", ""]
+    facts = hosts.b.call("examine", name=spec.name)
+    assert (facts["hostname"], facts["cpus"], abs(facts["skew"]) < 2000) == (spec.name, 2, True)
+    hosts.move(spec, hosts.b, hosts.a)
+    goes_on(hosts, spec, "a", seen_from="b")
+    is_gone(hosts, spec, hosts.b)
+    hosts.a.call("destroy", name=spec.name)
+    is_gone(hosts, spec, hosts.a)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hosts", [PRIVATE, replace(PRIVATE, compress=True), replace(ENCRYPTED, compress=True)],
+                         indirect=True, ids=["private", "private, compressed", "encrypted, compressed"])  # fmt: skip
+@pytest.mark.parametrize("kind", [CloneKind.INSTANT, CloneKind.LINKED, CloneKind.FULL])
+def test_each_kind_moves_several_times(hosts: MovingHosts, kind: CloneKind) -> None:
+    spec = hosts.spec(kind=kind, size=BASE if kind is CloneKind.INSTANT else PLUGGED)
+    hosts.run(spec)
+    for _ in range(2):
+        hosts.move(spec, hosts.a, hosts.b)
+        goes_on(hosts, spec, "b")
+        hosts.move(spec, hosts.b, hosts.a)
+        goes_on(hosts, spec, "a", seen_from="b")
+    is_gone(hosts, spec, hosts.b)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hosts", [PRIVATE], indirect=True, ids=["private"])
+def test_a_vm_moves_twenty_times(hosts: MovingHosts) -> None:
+    spec, source, target = hosts.spec(size=BASE), hosts.a, hosts.b
+    hosts.run(spec)
+    for _ in range(20):
+        hosts.move(spec, source, target)
+        source, target = target, source
+    goes_on(hosts, spec, "a")
+
+
+def begun(hosts: MovingHosts, spec: Specification) -> None:
+    """The memory of the VM is being sent."""
+    until("its memory is sent", lambda: hosts.a.call("sent") > 40 << 20, 30)
+
+
+def stays(hosts: MovingHosts, spec: Specification) -> None:
+    """The VM goes on where it was; what had come to the other host is removed, and it can move."""
+    goes_on(hosts, spec, "a")
+    until("what had come is removed", lambda: spec.name not in hosts.b.call("observe"), 60)
+    is_gone(hosts, spec, hosts.b)
+    hosts.move(spec, hosts.a, hosts.b)
+    goes_on(hosts, spec, "b")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hosts", [SLOW, replace(SLOW, private=False)], indirect=True, ids=["private", "encrypted"])
+def test_the_cable_is_cut_in_the_middle(hosts: MovingHosts) -> None:
+    spec = hosts.spec(size=BASE)
+    hosts.run(spec)
+    moving = hosts.begin_move(spec, hosts.a, hosts.b)
+    begun(hosts, spec)
+    hosts.a.call("ip", command=f"link set {CABLE} down")
+    with pytest.raises(Broken):
+        moving(90.0)
+    assert hosts.running(spec) == ["a"]
+    hosts.a.call("ip", command=f"link set {CABLE} up")
+    stays(hosts, spec)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hosts", [SLOW], indirect=True, ids=["private"])
+def test_a_move_is_cancelled_in_the_middle(hosts: MovingHosts) -> None:
+    spec = hosts.spec(size=BASE)
+    hosts.run(spec)
+    moving = hosts.begin_move(spec, hosts.a, hosts.b)
+    begun(hosts, spec)
+    assert hosts.a.call("cancel", name=spec.name, number=1) == "kept"
+    assert hosts.b.call("cancel", name=spec.name, number=1) == "absent"
+    with pytest.raises(Refused, match="cancelled"):
+        moving(30.0)
+    stays(hosts, spec)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hosts", [SLOW], indirect=True, ids=["private"])
+@pytest.mark.parametrize("where", ["a", "b"])
+def test_qemu_is_killed_in_the_middle(hosts: MovingHosts, where: str) -> None:
+    spec = hosts.spec(size=BASE)
+    hosts.run(spec)
+    moving = hosts.begin_move(spec, hosts.a, hosts.b)
+    begun(hosts, spec)
+    hosts.hosts[where].call("kill_qemu", name=spec.name)
+    with pytest.raises(Gone if where == "a" else Broken):
+        moving(60.0)
+    if where == "b":
+        stays(hosts, spec)
+        return
+    assert hosts.running(spec) == []
+    assert hosts.a.call("observe")[spec.name][0] == "dead"
+    until("what had come is removed", lambda: spec.name not in hosts.b.call("observe"), 60)
+    is_gone(hosts, spec, hosts.b)
+
+
+@pytest.mark.slow
+def test_the_disk_of_the_target_is_full(hosts: MovingHosts) -> None:
+    spec = hosts.spec(size=BASE)
+    vms = hosts.b.place / "vms"
+    hosts.b.run("mount", "-t", "tmpfs", "-o", "size=5m,mode=0711", "tmpfs", str(vms))
+    hosts.run(spec)
+    until("it has written", lambda: hosts.a.call("watched", address=spec.bare_address)["written"] > 200, 60)
+    with pytest.raises(MultiverseError, match=r"disk|room"):
+        hosts.move(spec, hosts.a, hosts.b)
+    goes_on(hosts, spec, "a")
+    hosts.b.run("mount", "-o", "remount,size=500m", str(vms))
+    stays(hosts, spec)
+
+
+# Where a process is killed: the host, the module, the function, and whether that is done first.
+KILLED = [
+    ("a", "departures", "Departure._begin", True),
+    ("a", "migration", "Sender.send_disk", True),
+    ("a", "migration", "Sender.send_memory", True),
+    ("a", "migration", "Sender.end_disk", True),
+    ("a", "migration", "Sender.end_memory", True),
+    ("a", "departures", "Departure._hand_over", True),
+    ("a", "departures", "Departure._ask", True),
+    ("a", "departures", "Departure._remove", False),
+    ("b", "arrivals", "Arrivals._make", True),
+    ("b", "arrivals", "Arrivals._connect_disk", True),
+    ("b", "arrivals", "Arrivals._connect_memory", True),
+    ("b", "arrivals", "Arrivals._decide", False),
+    ("b", "arrivals", "Arrivals._take_over", True),
+    ("b", "migration", "go_on", False),
+    ("b", "migration", "go_on", True),
+    ("b", "arrivals", "Arrivals._finish", True),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hosts", [ENCRYPTED], indirect=True, ids=["encrypted"])
+@pytest.mark.parametrize(("where", "module", "function", "after"), KILLED)
+def test_an_agent_is_killed_at_each_step(
+    hosts: MovingHosts, where: str, module: str, function: str, after: bool
+) -> None:
+    spec = hosts.spec(size=BASE)
+    hosts.run(spec)
+    killed = hosts.hosts[where]
+    killed.call("die", module=module, function=function, after=after)
+    moving = hosts.begin_move(spec, hosts.a, hosts.b)
+    if where == "a":
+        with pytest.raises(Unknown):
+            moving(60.0)
+    assert killed.process is not None
+    killed.process.wait(60)
+    killed.begin()
+    # The end of an agent, of whichever host, ends no VM: it goes on at one of the two, soon.
+    until("it runs on one host", lambda: len(hosts.running(spec)) == 1, 60)
+    (at,) = hosts.running(spec)
+    other = hosts.b if at == "a" else hosts.a
+    until("nothing is left on the other one", lambda: spec.name not in other.call("observe"), 60)
+    goes_on(hosts, spec, at)
+    hosts.move(spec, hosts.hosts[at], other)
+    goes_on(hosts, spec, other.name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["a", "b"])
+@pytest.mark.parametrize("hosts", [SLOW], indirect=True, ids=["private"])
+def test_an_agent_ends_in_the_middle(hosts: MovingHosts, where: str) -> None:
+    """It ends as `multiverse agent` does, so what it has begun ends with it."""
+    spec = hosts.spec(size=BASE)
+    hosts.run(spec)
+    moving = hosts.begin_move(spec, hosts.a, hosts.b)
+    begun(hosts, spec)
+    hosts.hosts[where].end()
+    hosts.hosts[where].begin()
+    with pytest.raises(MultiverseError):
+        moving(60.0)
+    time.sleep(1.0)
+    until("it runs on one host", lambda: hosts.running(spec) == ["a"], 60)
+    stays(hosts, spec)
