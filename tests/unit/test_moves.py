@@ -35,7 +35,7 @@ NAME, TOKEN, SECRET = "mvaaaaa-1", "token", "secret"
 KIND = MachineKind("tcg", "max", frozenset(), "QEMU 7.2", "pc-q35-7.2")
 SPEC = Specification(NAME, "b", "slim", CloneKind.LINKED, Size(1, 256), "02:00:00:00:00:01", token=TOKEN, bridge="br")
 SOON = {"_READY": 2.0, "_COMPLETE": 2.0, "_DECIDED": 0.3, "_AGAIN": 0.01, "_AGAIN_LIMIT": 0.05, "_CANCELLED": 3.0,
-        "_TALK": 0.5, "_CONNECTED": 1.0, "_ORPHANED": 0.15, "_GREETINGS": (), "_ANNOUNCED": 5.0}  # fmt: skip
+        "_TALK": 0.5, "_CONNECTED": 1.0, "_ORPHANED": 0.15, "_ANNOUNCED_AGAIN": (), "_ANNOUNCED": 5.0}  # fmt: skip
 
 
 class Crashed(BaseException):

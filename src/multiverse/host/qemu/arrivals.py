@@ -43,7 +43,7 @@ _TALK = 30.0  # seconds within which the other host says something
 _CONNECTED = 15.0  # seconds for a connection that it has announced
 _COMPLETE = 30.0  # seconds for the last of the memory
 _ORPHANED = 30.0  # seconds after which a VM is removed whose host calls no more
-_GREETINGS = (0.2, 1.0)  # seconds after which it is said again on the network where the VM is
+_ANNOUNCED_AGAIN = (0.2, 1.0)  # seconds after which it is said again on the network where a VM is
 _TAKEN = 2.0  # seconds until a guest has taken a message
 _TOLERANCE = 200e-6  # by which emulated clocks may differ: 17 s a day
 _DECOMPRESS = ("zstd", "-q", "-d", "-c")
@@ -264,6 +264,7 @@ class Arrivals:
             with suppress(MultiverseError):
                 if link.receive(_TALK).get("type") == "removed":
                     manifest.forget_received(self._host.config.vms, name)
+            self._announce(name)
         return answer
 
     # --- making it ------------------------------------------------------------------------------------
@@ -411,12 +412,10 @@ class Arrivals:
             yield monitor
 
     def _greet(self, name: str) -> None:
-        """Tell the guest the time, which has stood still, and the network once more where the VM is. Its failure to
-        listen is no error."""
+        """Tell the guest the time: its clock stood still. Its failure to listen is no error."""
         known = manifest.read(self._host.paths(name).home)
         if known is None or known.phase is not VmPhase.STARTED:
             return
-        bridge = network.bridge_of(name)
         names = self._host.names.first(name, self._host.firewall.group(known))
         # An empty line first: the guest may have got a part of a message from the other host.
         line = b"\n" + names_message(sorted(names), [], whole=True, now=time.time())
@@ -424,10 +423,15 @@ class Arrivals:
             self._host.connections.started_channel(name).tell(line, _TAKEN)
         except MultiverseError as error:
             log.warning("a guest was not told the time", vm=name, reason=str(error))
-        for pause in _GREETINGS if bridge is not None else ():
-            if self._closed.wait(pause) or bridge is None:
+
+    def _announce(self, name: str) -> None:
+        """Tell the network again where the VM is: frames get lost."""
+        for pause in _ANNOUNCED_AGAIN:
+            if self._closed.wait(pause):
                 return
-            network.announce(bridge[0], known.mac, known.address)
+            known, bridge = manifest.read(self._host.paths(name).home), network.bridge_of(name)
+            if known is not None and bridge is not None:
+                network.announce(bridge[0], known.mac, known.address)
 
     # --- the end --------------------------------------------------------------------------------------
 
@@ -467,6 +471,7 @@ class Arrivals:
             if received is not None and (received.token, received.move) == (known.token, number):
                 self._finish(name, number)
                 self._greet(name)
+                self._announce(name)
                 return
         except MultiverseError as error:  # the other host asks again
             log.warning("VM not received yet", vm=name, reason=str(error))
