@@ -35,7 +35,7 @@ from multiverse.core.model.vm import TemplateKey
 from multiverse.drivers.qemu.driver import host_config
 from multiverse.host import links, manifest, network
 from multiverse.host.cgroups import hierarchies
-from multiverse.host.links import MoveListener, Peer
+from multiverse.host.links import MoveListener, MovePeer
 from multiverse.host.manifest import Specification
 from multiverse.host.qemu import arrivals, departures, migration
 from multiverse.host.qemu.channels import Monitor
@@ -124,7 +124,7 @@ class Served:
         return {"port": self.listener.port, "certificate": self.certificate}
 
     def send(self, name: str, token: str, number: int, address: str, offer: dict[str, Any]) -> dict[str, float]:
-        peer = Peer(address, offer["port"], offer["certificate"])
+        peer = MovePeer(address, offer["port"], offer["certificate"])
         return {stage.name: stage.seconds for stage in self.moves.send(name, token, number, SECRET, peer)}
 
     def cancel(self, name: str, number: int, absent: bool = False) -> str:
@@ -249,7 +249,7 @@ class MovingHost:
         log = (self.place / "host.log").open("ab")
         self.process = subprocess.Popen(
             argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, bufsize=1,
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+            env={**os.environ, "PYTHONPATH": f"{Path(__file__).parents[2]}:{os.environ.get('PYTHONPATH', '')}"},
         )  # fmt: skip
         log.close()
         self._answers = {0: queue.Queue()}

@@ -23,7 +23,7 @@ from multiverse.core.model.world import World
 from multiverse.core.policy import Policy
 from multiverse.core.rows import Rows
 from multiverse.core.state import State
-from multiverse.host.links import Hello
+from multiverse.host.links import MoveHello
 from multiverse.host.vxlan import VxlanConfig
 from multiverse.ports import Clock, Hypervisor, Measurements, Reports, Scheduler
 from multiverse.ports.site import Finding
@@ -138,7 +138,7 @@ class LocalHost(LocalHypervisor, HostedVms, Protocol):
         """Go on with the moves of VMs that an earlier process has begun. From now on this host receives VMs as `offer`
         says; None: it receives none."""
 
-    def serve_move(self, sock: socket.socket, hello: Hello) -> None:
+    def serve_move(self, sock: socket.socket, hello: MoveHello) -> None:
         """Answer a connection of another host, about one of this site's VMs. Blocks until its end. Raises `Refused` if
         nobody expects it."""
 

@@ -1,6 +1,6 @@
 """Connections between two hosts, by which a VM moves from one to the other.
 
-Each connection is made by the host that the VM leaves. It begins with one line of JSON (`Hello`), which has the secret
+Each connection is made by the host that the VM leaves. It begins with one line of JSON (`MoveHello`), with the secret
 that the controller gave both hosts. In a network that is not private it is a TLS connection: the caller knows the exact
 certificate of the other host, from the controller.
 """
@@ -37,7 +37,7 @@ _WAIT = 5.0  # seconds
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
+class MovePeer:
     """Where a host receives VMs. Without a certificate (PEM) the connection is plain."""
 
     address: str
@@ -46,7 +46,7 @@ class Peer:
 
 
 @dataclass(frozen=True, slots=True)
-class Hello:
+class MoveHello:
     """The first line of a connection, about one move of a VM."""
 
     name: str
@@ -60,10 +60,10 @@ class Hello:
         return hmac.compare_digest(f"{self.token} {self.secret}".encode(), f"{token} {secret}".encode())
 
 
-_HELLOS = TypeAdapter(Hello)
+_HELLOS = TypeAdapter(MoveHello)
 
 
-class Link:
+class HostLink:
     """Lines of JSON over a connected socket. One thread at a time uses it, but for `shut_down`."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -111,7 +111,7 @@ def shut_down(sock: socket.socket) -> None:
         socket.socket.shutdown(sock, socket.SHUT_RDWR)  # that of an SSL socket would change it under the other thread
 
 
-def dial(peer: Peer, hello: Hello) -> socket.socket:
+def dial(peer: MovePeer, hello: MoveHello) -> socket.socket:
     """Connect to a host, and say who calls. Raises `Unknown` if it cannot be reached, and `Broken` if another one
     answers there."""
     try:
@@ -133,7 +133,7 @@ def dial(peer: Peer, hello: Hello) -> socket.socket:
     return sock
 
 
-def _encrypted(sock: socket.socket, peer: Peer) -> socket.socket:
+def _encrypted(sock: socket.socket, peer: MovePeer) -> socket.socket:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     # No authority signs it, and its time of validity says nothing: it must be this very certificate.
@@ -155,7 +155,7 @@ def _tune(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SILENCE * 1000))
 
 
-def read_hello(sock: socket.socket, timeout: float) -> Hello:
+def read_hello(sock: socket.socket, timeout: float) -> MoveHello:
     """The first line of a connection. Raises `Refused` if it is none."""
     line = bytearray()
     try:
@@ -246,7 +246,7 @@ class MoveListener:
     the socket. More than `_CONNECTIONS` at a time wait."""
 
     def __init__(
-        self, address: str, port: int, pair: tuple[Path, Path] | None, serve: Callable[[socket.socket, Hello], None]
+        self, address: str, port: int, pair: tuple[Path, Path] | None, serve: Callable[[socket.socket, MoveHello], None]
     ) -> None:
         """`pair`: the files of the certificate and its key; None: connections are plain. Raises `Refused` if it cannot
         listen there."""

@@ -109,7 +109,7 @@ class Moving:
 
     number: int
     secret: str
-    # At the host that the VM leaves: where the other one receives it. See `links.Peer`.
+    # At the host that the VM leaves: where the other one receives it. See `links.MovePeer`.
     address: str = ""
     port: int = 0
     certificate: str = ""

@@ -26,7 +26,7 @@ from multiverse.core.model.identity import is_site, site_of
 from multiverse.core.model.usage import HostUsage, Load
 from multiverse.core.model.vm import VmRef
 from multiverse.host import links
-from multiverse.host.links import Hello, MoveListener
+from multiverse.host.links import MoveHello, MoveListener
 from multiverse.host.sampling import Sampler
 from multiverse.host.vxlan import VxlanConfig
 from multiverse.pilot.lease import NODE_SHARE, share_of
@@ -91,7 +91,7 @@ class _Hypervisors:
         for site in self.sites():
             self.of(site)
 
-    def serve_move(self, sock: socket.socket, hello: Hello) -> None:
+    def serve_move(self, sock: socket.socket, hello: MoveHello) -> None:
         """Answer a connection of another host. Raises `Refused` if this host has nothing of that site."""
         site = site_of(hello.name)
         if site not in self._of_site:

@@ -19,7 +19,7 @@ from multiverse.core.model.basics import Size
 from multiverse.core.model.host import HypervisorView
 from multiverse.core.model.identity import Identity, Member, Neighbour, User, network_id_of, site_of, vm_prefix
 from multiverse.core.model.vm import Stage, TemplateKey, VmRef, VmSpec
-from multiverse.host.links import Hello, Peer
+from multiverse.host.links import MoveHello, MovePeer
 from multiverse.host.manifest import RECEIVED, Specification
 from multiverse.host.qemu.context import MoveConfig, QemuHostConfig
 from multiverse.host.qemu.library import QemuHost
@@ -71,7 +71,7 @@ class QemuHypervisor:
         self._offer = offer
         self._host.moves.resume()
 
-    def serve_move(self, sock: socket.socket, hello: Hello) -> None:
+    def serve_move(self, sock: socket.socket, hello: MoveHello) -> None:
         self._host.moves.serve(sock, hello)
 
     async def receive_move(self, vm: VmSpec, number: int, secret: str, neighbours: Sequence[Neighbour]) -> MoveOffer:
@@ -82,7 +82,7 @@ class QemuHypervisor:
         return self._offer
 
     async def send_move(self, vm: VmRef, number: int, secret: str, offer: MoveOffer) -> Sequence[Stage]:
-        peer = Peer(offer.address, offer.port, offer.certificate)
+        peer = MovePeer(offer.address, offer.port, offer.certificate)
         return await self._in_thread(self._host.moves.send, vm.name, vm.token, number, secret, peer)
 
     async def cancel_move(self, vm: VmRef, number: int, *, absent: bool) -> MoveHolds:

@@ -21,14 +21,14 @@ from multiverse.core.model.identity import Neighbour
 from multiverse.core.model.vm import VmSpec
 from multiverse.guest.protocol import Report, names_message
 from multiverse.host import manifest, network, process
-from multiverse.host.links import Hello, Link
+from multiverse.host.links import HostLink, MoveHello
 from multiverse.host.manifest import Manifest, Moving, Received, Specification, VmPhase
 from multiverse.host.qemu import lifecycle, migration, saves, templates
 from multiverse.host.qemu.channels import Monitor
 from multiverse.host.qemu.context import HostContext, MoveConfig, VmStageTimer
 from multiverse.host.qemu.departures import FACTS, MANIFESTS, Facts
 from multiverse.host.qemu.hotplug import plug
-from multiverse.host.qemu.lifecycle import Parts
+from multiverse.host.qemu.lifecycle import VmParts
 from multiverse.host.qemu.machine import Feature
 from multiverse.host.qemu.migration import Wire
 from multiverse.host.qemu.session import Paths, QemuSession
@@ -71,7 +71,7 @@ class _Arrival:
     over: threading.Event = field(default_factory=threading.Event)
 
 
-class Arrivals:
+class IncomingVms:
     """The VMs that come to this host."""
 
     def __init__(self, host: HostContext, config: MoveConfig, closed: threading.Event) -> None:
@@ -130,7 +130,7 @@ class Arrivals:
 
     # --- the other host -------------------------------------------------------------------------------
 
-    def serve(self, sock: socket.socket, hello: Hello) -> None:
+    def serve(self, sock: socket.socket, hello: MoveHello) -> None:
         """Answer one connection, whose first line was read. Raises `Refused` if nobody expects it."""
         if hello.channel == "control":
             self._receive(sock, hello)
@@ -139,7 +139,7 @@ class Arrivals:
         else:
             self._attach(sock, hello)
 
-    def _attach(self, sock: socket.socket, hello: Hello) -> None:
+    def _attach(self, sock: socket.socket, hello: MoveHello) -> None:
         with self._lock:
             arrival = self._arriving.get(hello.name)
         if arrival is None or not _fits(arrival.announced, hello):
@@ -147,7 +147,7 @@ class Arrivals:
         arrival.connections.put((hello.channel, sock))
         arrival.over.wait()
 
-    def _receive(self, sock: socket.socket, hello: Hello) -> None:
+    def _receive(self, sock: socket.socket, hello: MoveHello) -> None:
         name, number = hello.name, hello.move
         with self._lock:
             announced = self._announced.get(name)
@@ -155,7 +155,7 @@ class Arrivals:
                 raise Refused(f"nobody expects VM {name}", hint="is it announced by the controller?")
             arrival = self._arriving[name] = _Arrival(announced)
             del self._announced[name]
-        link, answer = Link(sock), ""
+        link, answer = HostLink(sock), ""
         try:
             with ExitStack() as stack:
                 answer = self._follow(link, arrival, stack)
@@ -177,7 +177,7 @@ class Arrivals:
         known = manifest.read(self._host.paths(name).home)
         return known is not None and _is_of(known, number) and known.process.is_alive()
 
-    def _follow(self, link: Link, arrival: _Arrival, stack: ExitStack) -> str:
+    def _follow(self, link: HostLink, arrival: _Arrival, stack: ExitStack) -> str:
         """Receive a VM. Returns what came of it; nothing if the other host has not handed it over."""
         announced = arrival.announced
         name, number = announced.spec.name, announced.number
@@ -238,12 +238,12 @@ class Arrivals:
         stack.callback(wire.close)
         migration.receive_memory(monitor, wire.qemu)
 
-    def _settle(self, sock: socket.socket, hello: Hello) -> None:
+    def _settle(self, sock: socket.socket, hello: MoveHello) -> None:
         """The other host has handed a VM over earlier, and asks what came of it."""
         known = manifest.read(self._host.paths(hello.name).home)
         if known is not None and known.moving is not None and not hello.knows(known.token, known.moving.secret):
             raise Refused(f"the secret of VM {hello.name} is another one")
-        link = Link(sock)
+        link = HostLink(sock)
         try:
             message = link.receive(_TALK)
             if message.get("type") == "handed_over":
@@ -251,7 +251,7 @@ class Arrivals:
         except MultiverseError as error:
             log.warning("another host was not answered", vm=hello.name, reason=str(error))
 
-    def _answer(self, link: Link, name: str, token: str, number: int, message: Mapping[str, Any]) -> Answer:
+    def _answer(self, link: HostLink, name: str, token: str, number: int, message: Mapping[str, Any]) -> Answer:
         """Decide whether the VM goes on here, and say so. If that fails the other host asks again."""
         answer = self._decide(name, token, number, message)
         with self._lock:
@@ -324,7 +324,7 @@ class Arrivals:
 
         booted = Size(of.cpus, of.memory)
         machine = saves.machine(host, spec, booted, image, paths, disk)
-        parts = Parts(machine, image, None, record, user, complete=complete)
+        parts = VmParts(machine, image, None, record, user, complete=complete)
         return lifecycle.launch(host, spec, parts, VmStageTimer())
 
     def _check_wanted(self, name: str, number: int) -> None:
@@ -482,7 +482,7 @@ class Arrivals:
             self._remove_orphan(name, number)
 
 
-def _fits(announced: _Announced, hello: Hello) -> bool:
+def _fits(announced: _Announced, hello: MoveHello) -> bool:
     return hello.knows(announced.spec.token, announced.secret) and hello.move == announced.number
 
 

@@ -19,7 +19,7 @@ from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError, Ref
 from multiverse.core.model.host import MachineKind
 from multiverse.core.model.vm import Stage
 from multiverse.host import manifest, network
-from multiverse.host.links import Hello, Link, Peer, dial, shut_down
+from multiverse.host.links import HostLink, MoveHello, MovePeer, dial, shut_down
 from multiverse.host.manifest import Manifest, Moving, VmPhase
 from multiverse.host.qemu import lifecycle, migration
 from multiverse.host.qemu.channels import Monitor
@@ -59,7 +59,7 @@ class Facts:
 FACTS = TypeAdapter(Facts)
 
 
-class Departure:
+class OutgoingVm:
     """One move of a VM to another host."""
 
     def __init__(self, host: HostContext, config: MoveConfig, name: str, moving: Moving, closed: threading.Event):
@@ -67,9 +67,9 @@ class Departure:
         self.result: Future[Sequence[Stage]] = Future()
         self._host, self._config, self._name, self._moving, self._closed = host, config, name, moving, closed
         self._paths = host.paths(name)
-        self._peer = Peer(moving.address, moving.port, moving.certificate)
+        self._peer = MovePeer(moving.address, moving.port, moving.certificate)
         self._token = ""
-        self._link: Link | None = None
+        self._link: HostLink | None = None
         self._cancelled = threading.Event()
         self._handed_over = threading.Event()
         self._absent = False  # the controller says that the other host has no such VM
@@ -186,7 +186,7 @@ class Departure:
         emulated = host.accelerator.name != "kvm"
         limits = Limits(config.bandwidth, config.downtime, time.monotonic() + config.timeout, emulated)
         sender = Sender(monitor, limits, self._tick)
-        link = self._link = Link(self._dial("control"))
+        link = self._link = HostLink(self._dial("control"))
         facts = Facts(replace(known, moving=None), image.key, host.machine_kind(), tuple(backends_of(monitor)),
                       self._paths.full_disk.stat().st_size if whole else 0)  # fmt: skip
         link.send(type="facts", facts=FACTS.dump_python(facts, mode="json"))
@@ -211,7 +211,7 @@ class Departure:
         return known
 
     def _dial(self, channel: str) -> socket.socket:
-        return dial(self._peer, Hello(self._name, self._token, self.number, self._moving.secret, channel))
+        return dial(self._peer, MoveHello(self._name, self._token, self.number, self._moving.secret, channel))
 
     def _wire(self, channel: str, stack: ExitStack, *program: str) -> socket.socket:
         """A socket for QEMU that leads to the other host. It is closed here once QEMU has it."""
@@ -323,7 +323,7 @@ class Departure:
                 raise Gone(f"VM {self._name} was destroyed")
             self._token = known.token
             try:
-                link = link or Link(self._dial("settle"))
+                link = link or HostLink(self._dial("settle"))
                 answer = self._ask(link, known)
                 break
             except MultiverseError as error:
@@ -351,7 +351,7 @@ class Departure:
             Broken(f"{self._moving.address} has no VM {self._name} any more", hint="see the log of its agent")
         )
 
-    def _ask(self, link: Link, known: Manifest) -> str:
+    def _ask(self, link: HostLink, known: Manifest) -> str:
         """Hand the VM over. Whether the other host has `received` it or it is `absent` there."""
         link.send(
             type="handed_over",

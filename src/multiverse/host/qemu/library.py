@@ -43,7 +43,7 @@ from multiverse.host.qemu.channels import AgentChannel, Monitor
 from multiverse.host.qemu.context import HostContext, MoveConfig, QemuHostConfig
 from multiverse.host.qemu.hotplug import allocate_regions, allocation_group, plug_functions, plug_regions, region_places
 from multiverse.host.qemu.machine import PORTS
-from multiverse.host.qemu.moves import Moves
+from multiverse.host.qemu.moves import VmMoves
 from multiverse.host.qemu.observation import HostObserver
 from multiverse.host.vxlan import members_owner
 from multiverse.system.kernel import SharedMemory
@@ -77,7 +77,7 @@ class QemuHost:
         self._context = HostContext(config)
         self.accelerator = self._context.accelerator
         self._observer = HostObserver(self._context)
-        self.moves = Moves(self._context, config.moves or MoveConfig())
+        self.moves = VmMoves(self._context, config.moves or MoveConfig())
         self._closed = False
 
     def check(self) -> None:

@@ -36,7 +36,7 @@ _WAKE_TIMEOUT = 30.0  # seconds for a restored guest's first message
 
 
 @dataclass(frozen=True)
-class Parts:
+class VmParts:
     machine: QemuMachine
     image: Image
     template: FrozenTemplate | None
@@ -128,7 +128,7 @@ def _create(
         if memory is not None:  # QEMU opens inherited descriptors by their paths
             regions = tuple(Memory(memory.size, Path(f"/proc/self/fd/{fd}")) for fd in memory.fds)
             machine = replace(machine, regions=regions)
-        return launch(host, spec, Parts(machine, image, template, record, user, functions, memory), timer)
+        return launch(host, spec, VmParts(machine, image, template, record, user, functions, memory), timer)
     except (OSError, Broken) as error:
         if template is not None and not template.state.exists():  # deleted meanwhile, at whatever stage
             raise Gone(f"the template of {spec.image} was deleted", hint="it is built again on demand") from error
@@ -155,7 +155,7 @@ def _restore(host: HostContext, spec: Specification, paths: Paths, timer: VmStag
         return replace(record, huge_memory=huge)
 
     machine = saves.machine(host, replace(spec, kind=saved.kind), booted, image, paths, paths.overlay)
-    return launch(host, spec, Parts(machine, image, None, record, user, complete=complete), timer)
+    return launch(host, spec, VmParts(machine, image, None, record, user, complete=complete), timer)
 
 
 def allocate(
@@ -205,7 +205,7 @@ def _make_disk(spec: Specification, paths: Paths, image: Image, template: Frozen
     return paths.overlay, "overlay"
 
 
-def launch(host: HostContext, spec: Specification, parts: Parts, timer: VmStageTimer) -> QemuSession:
+def launch(host: HostContext, spec: Specification, parts: VmParts, timer: VmStageTimer) -> QemuSession:
     paths, machine, template, user = host.paths(spec.name), parts.machine, parts.template, parts.user
     record = parts.record
     if user is not None:

@@ -29,36 +29,36 @@ from multiverse.core.errors import Refused
 from multiverse.core.model.identity import Neighbour
 from multiverse.core.model.vm import Stage, VmSpec
 from multiverse.host import manifest
-from multiverse.host.links import Hello, Peer
+from multiverse.host.links import MoveHello, MovePeer
 from multiverse.host.manifest import Moving, Specification, VmPhase
-from multiverse.host.qemu.arrivals import Arrivals
+from multiverse.host.qemu.arrivals import IncomingVms
 from multiverse.host.qemu.context import HostContext, MoveConfig
-from multiverse.host.qemu.departures import Departure
+from multiverse.host.qemu.departures import OutgoingVm
 from multiverse.system.locks import locked_directory
 
 MoveHolds = Literal["kept", "handed_over", "received", "absent"]
 """What a host has of a VM that has moved, or was to. It was `received` also if it has ended there since."""
 
 
-class Moves:
+class VmMoves:
     """The moves of one host's VMs, of one site. Calls block."""
 
     def __init__(self, host: HostContext, config: MoveConfig) -> None:
         self._host, self._config = host, config
         self._closed = threading.Event()
-        self._arrivals = Arrivals(host, config, self._closed)
+        self._arrivals = IncomingVms(host, config, self._closed)
         self._lock = threading.Lock()
-        self._departures: dict[str, Departure] = {}  # the last one of each VM
+        self._departures: dict[str, OutgoingVm] = {}  # the last one of each VM
 
     def receive(self, spec: Specification, number: int, secret: str, neighbours: Iterable[Neighbour] = ()) -> None:
-        """Expect that VM for a minute. Nothing else may bring one. See `Arrivals.announce`."""
+        """Expect that VM for a minute. Nothing else may bring one. See `IncomingVms.announce`."""
         self._arrivals.announce(spec, number, secret, neighbours)
 
     def coming(self) -> Mapping[str, VmSpec]:
         """VMs that are expected, of which there may be nothing to see yet."""
         return self._arrivals.coming()
 
-    def send(self, name: str, token: str, number: int, secret: str, peer: Peer) -> Sequence[Stage]:
+    def send(self, name: str, token: str, number: int, secret: str, peer: MovePeer) -> Sequence[Stage]:
         """Move a VM to another host, which expects it. The same again waits for that move, or says how it has ended.
         Raises `Refused`, `Exhausted` or `Broken` if the VM goes on here, `Gone` if it has ended, and `Unknown` if
         neither is known."""
@@ -67,7 +67,7 @@ class Moves:
         with self._lock:
             departure = self._departures.get(name)
             if departure is None or (departure.number < number and departure.result.done()):
-                departure = self._departures[name] = Departure(self._host, self._config, name, moving, self._closed)
+                departure = self._departures[name] = OutgoingVm(self._host, self._config, name, moving, self._closed)
                 is_new = True
             elif departure.number != number:
                 raise Refused(f"VM {name} has move {departure.number}, not {number}", hint="see `multiverse vms`")
@@ -100,8 +100,8 @@ class Moves:
                 manifest.write(home, replace(known, moved=number))
             return "handed_over" if known.handed_over else "kept"
 
-    def serve(self, sock: socket.socket, hello: Hello) -> None:
-        """Answer a connection of another host. See `Arrivals.serve`."""
+    def serve(self, sock: socket.socket, hello: MoveHello) -> None:
+        """Answer a connection of another host. See `IncomingVms.serve`."""
         self._host.check_name(hello.name)
         self._arrivals.serve(sock, hello)
 
@@ -115,7 +115,7 @@ class Moves:
             if known.phase is not VmPhase.STARTED:
                 self._start(partial(self._arrivals.resume, known))
                 continue
-            departure = Departure(self._host, self._config, known.name, moving, self._closed)
+            departure = OutgoingVm(self._host, self._config, known.name, moving, self._closed)
             with self._lock:
                 self._departures[known.name] = departure
             self._start(departure.settle if moving.handed_over else departure.stay)

@@ -173,22 +173,22 @@ def test_the_disk_of_the_target_is_full(hosts: MovingHosts) -> None:
 
 # Where a process is killed: the host, the module, the function, and whether that is done first.
 KILLED = [
-    ("a", "departures", "Departure._begin", True),
+    ("a", "departures", "OutgoingVm._begin", True),
     ("a", "migration", "Sender.send_disk", True),
     ("a", "migration", "Sender.send_memory", True),
     ("a", "migration", "Sender.end_disk", True),
     ("a", "migration", "Sender.end_memory", True),
-    ("a", "departures", "Departure._hand_over", True),
-    ("a", "departures", "Departure._ask", True),
-    ("a", "departures", "Departure._remove", False),
-    ("b", "arrivals", "Arrivals._make", True),
-    ("b", "arrivals", "Arrivals._connect_disk", True),
-    ("b", "arrivals", "Arrivals._connect_memory", True),
-    ("b", "arrivals", "Arrivals._decide", False),
-    ("b", "arrivals", "Arrivals._take_over", True),
+    ("a", "departures", "OutgoingVm._hand_over", True),
+    ("a", "departures", "OutgoingVm._ask", True),
+    ("a", "departures", "OutgoingVm._remove", False),
+    ("b", "arrivals", "IncomingVms._make", True),
+    ("b", "arrivals", "IncomingVms._connect_disk", True),
+    ("b", "arrivals", "IncomingVms._connect_memory", True),
+    ("b", "arrivals", "IncomingVms._decide", False),
+    ("b", "arrivals", "IncomingVms._take_over", True),
     ("b", "migration", "go_on", False),
     ("b", "migration", "go_on", True),
-    ("b", "arrivals", "Arrivals._finish", True),
+    ("b", "arrivals", "IncomingVms._finish", True),
 ]
 
 

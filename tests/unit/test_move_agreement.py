@@ -21,11 +21,11 @@ from multiverse.core.errors import Broken, Gone, MultiverseError, Refused, Unkno
 from multiverse.core.model.basics import CloneKind, Size
 from multiverse.core.model.host import MachineKind
 from multiverse.host import links, manifest, network
-from multiverse.host.links import Hello, Link, Peer
+from multiverse.host.links import HostLink, MoveHello, MovePeer
 from multiverse.host.manifest import Manifest, Moving, Received, Specification, VmPhase
 from multiverse.host.qemu import arrivals, departures, lifecycle, migration, moves
 from multiverse.host.qemu.context import MoveConfig
-from multiverse.host.qemu.moves import Moves
+from multiverse.host.qemu.moves import VmMoves
 from multiverse.host.qemu.session import Paths
 from multiverse.system.locks import locked_directory
 from multiverse.system.processes import ProcessIdentity, boot_id
@@ -160,12 +160,12 @@ class World:
 
         for name in ("write", "write_received", "forget_received"):
             effect(manifest, name)
-        real_send = Link.send
+        real_send = HostLink.send
 
-        def send(link: Link, **message: Any) -> None:
+        def send(link: HostLink, **message: Any) -> None:
             process().effect(f"say {message['type']}", lambda: self._say(real_send, link, message))
 
-        monkeypatch.setattr(Link, "send", send)
+        monkeypatch.setattr(HostLink, "send", send)
         for name in ("join_bridge", "leave_bridge", "set_isolated", "announce"):
             monkeypatch.setattr(network, name, lambda *args: process().effect("network", lambda: None))
         monkeypatch.setattr(network, "bridge_of", lambda name: ("br", True))
@@ -181,17 +181,17 @@ class World:
         monkeypatch.setattr(migration, "serve_disk", lambda monitor, path: None)
         monkeypatch.setattr(migration, "connect_disk", lambda path: socket.socketpair()[0])
         monkeypatch.setattr(migration, "receive_memory", lambda monitor, sock: sock.close())
-        monkeypatch.setattr(arrivals.Arrivals, "_launch", self._launch)
+        monkeypatch.setattr(arrivals.IncomingVms, "_launch", self._launch)
         monkeypatch.setattr(lifecycle, "remove", self._remove)
-        monkeypatch.setattr(moves.Moves, "_start", lambda _, work: self.thread(process(), work))
+        monkeypatch.setattr(moves.VmMoves, "_start", lambda _, work: self.thread(process(), work))
 
-    def _say(self, real: Callable[..., None], link: Link, message: dict[str, Any]) -> None:
+    def _say(self, real: Callable[..., None], link: HostLink, message: dict[str, Any]) -> None:
         self.messages += 1
         if self.messages == self.lost:
             link.shut_down()
         real(link, **message)
 
-    def _dial(self, peer: Peer, hello: Hello) -> socket.socket:
+    def _dial(self, peer: MovePeer, hello: MoveHello) -> socket.socket:
         caller = process()
         if self.b.dead:
             raise Unknown("nobody listens")
@@ -257,7 +257,7 @@ class World:
 
     def start(self, host: str, crash: tuple[int, bool] | None = None) -> Process:
         made = Process(self, host, crash=crash)
-        made.moves = Moves(context(self.place / host, host), MoveConfig(private=True))
+        made.moves = VmMoves(context(self.place / host, host), MoveConfig(private=True))
         setattr(self, host, made)
         self.thread(made, made.moves.resume).join()
         return made
@@ -286,7 +286,7 @@ class World:
 
         def send() -> None:
             with suppress(MultiverseError):
-                self.a.moves.send(NAME, TOKEN, number, SECRET, Peer("b", 1))
+                self.a.moves.send(NAME, TOKEN, number, SECRET, MovePeer("b", 1))
 
         with suppress(MultiverseError):
             self.b.moves.receive(SPEC, number, SECRET)
@@ -455,7 +455,7 @@ def test_the_controller_carries_the_word_that_the_other_host_has_none(world: Wor
     assert call(world.a, lambda: world.a.moves.cancel(NAME, TOKEN, 1, absent=True)) == "kept"
     moving.join(3)
     assert world.running() == ["a"]
-    again = call(world.a, lambda: world.a.moves.send(NAME, TOKEN, 1, SECRET, Peer("b", 1)))
+    again = call(world.a, lambda: world.a.moves.send(NAME, TOKEN, 1, SECRET, MovePeer("b", 1)))
     assert isinstance(again, MultiverseError), "it says how that move ended"
 
 
@@ -485,7 +485,7 @@ def test_a_move_is_cancelled_at_both_hosts_in_either_order(world: World, first: 
     world.settled()
     if world.running() == ["a"]:
         assert ends["b"] == "absent"
-        again = call(world.a, lambda: world.a.moves.send(NAME, TOKEN, 1, SECRET, Peer("b", 1)))
+        again = call(world.a, lambda: world.a.moves.send(NAME, TOKEN, 1, SECRET, MovePeer("b", 1)))
         assert isinstance(again, MultiverseError) and world.running() == ["a"]
         assert isinstance(call(world.b, lambda: world.b.moves.receive(SPEC, 1, SECRET)), Refused)
         world.move(2).join(5)
@@ -495,18 +495,18 @@ def test_a_move_is_cancelled_at_both_hosts_in_either_order(world: World, first: 
 
 def test_nothing_comes_that_nobody_has_announced(world: World) -> None:
     for hello in (
-        Hello(NAME, TOKEN, 1, SECRET, "control"),
-        Hello(NAME, TOKEN, 1, SECRET, "disk"),
-        Hello(NAME, TOKEN, 1, SECRET, "anything"),
+        MoveHello(NAME, TOKEN, 1, SECRET, "control"),
+        MoveHello(NAME, TOKEN, 1, SECRET, "disk"),
+        MoveHello(NAME, TOKEN, 1, SECRET, "anything"),
     ):
         assert isinstance(
             call(world.b, lambda hello=hello: world.b.moves.serve(socket.socketpair()[0], hello)), Refused
         )
     call(world.b, lambda: world.b.moves.receive(SPEC, 1, SECRET))
     for wrong in (
-        Hello(NAME, TOKEN, 1, "guessed", "control"),
-        Hello(NAME, "other", 1, SECRET, "control"),
-        Hello(NAME, TOKEN, 2, SECRET, "control"),
+        MoveHello(NAME, TOKEN, 1, "guessed", "control"),
+        MoveHello(NAME, "other", 1, SECRET, "control"),
+        MoveHello(NAME, TOKEN, 2, SECRET, "control"),
     ):
         assert isinstance(
             call(world.b, lambda wrong=wrong: world.b.moves.serve(socket.socketpair()[0], wrong)), Refused
@@ -525,9 +525,9 @@ def test_a_vm_that_is_saved_or_inside_of_a_job_does_not_move(world: World) -> No
     ):
         (world.place / "a/vms" / NAME / manifest.FILE).write_text(as_text(changed))
         world.a.moves._departures.clear()
-        found = call(world.a, lambda: world.a.moves.send(NAME, TOKEN, 3, SECRET, Peer("b", 1)))
+        found = call(world.a, lambda: world.a.moves.send(NAME, TOKEN, 3, SECRET, MovePeer("b", 1)))
         assert isinstance(found, Refused) and why in found.message
-    other = call(world.a, lambda: world.a.moves.send(NAME, "other", 10, SECRET, Peer("b", 1)))
+    other = call(world.a, lambda: world.a.moves.send(NAME, "other", 10, SECRET, MovePeer("b", 1)))
     assert isinstance(other, Refused) and world.running() == ["a"]
 
 
@@ -548,5 +548,5 @@ def test_a_vm_that_was_destroyed_meanwhile_is_gone(world: World) -> None:
     stuck(world)
     shutil.rmtree(world.place / "a/vms" / NAME)
     world.set("a", "")
-    found = call(world.a, lambda: world.a.moves.send(NAME, TOKEN, 1, SECRET, Peer("b", 1)))
+    found = call(world.a, lambda: world.a.moves.send(NAME, TOKEN, 1, SECRET, MovePeer("b", 1)))
     assert isinstance(found, Gone)
