@@ -137,7 +137,8 @@ def machine_kind(how: Accelerator, version: str, board: str, cpuinfo: Path = Pat
     if how.name == "kvm":
         found = re.search(r"^flags\s*:(.*)$", cpuinfo.read_text(), re.MULTILINE)
         features = frozenset(found[1].split()) if found is not None else frozenset()
-    tsc_khz = 0 if how.name == "kvm" else how.tsc_khz
+    # Each host measures its own, a few kHz off. Whole MHz let a guest's clock be wrong by 17 s a day after a move.
+    tsc_khz = 0 if how.name == "kvm" else round(how.tsc_khz / 1000) * 1000
     return MachineKind(how.name, how.cpu, features, version, board, os.sysconf("SC_PAGE_SIZE"), tsc_khz)
 
 

@@ -16,9 +16,9 @@ from pydantic import ValidationError
 
 from multiverse.core.errors import Exhausted, MultiverseError, Refused, Unknown
 from multiverse.core.model.basics import Size
-from multiverse.core.model.host import MachineKind
 from multiverse.core.model.identity import Neighbour
 from multiverse.core.model.vm import VmSpec
+from multiverse.core.moving import why_other_machine
 from multiverse.guest.protocol import Report, names_message
 from multiverse.host import manifest, network, process
 from multiverse.host.links import HostLink, MoveHello
@@ -45,7 +45,6 @@ _COMPLETE = 30.0  # seconds for the last of the memory
 _ORPHANED = 30.0  # seconds after which a VM is removed whose host calls no more
 _ANNOUNCED_AGAIN = (0.2, 1.0)  # seconds after which it is said again on the network where a VM is
 _TAKEN = 2.0  # seconds until a guest has taken a message
-_TOLERANCE = 200e-6  # by which emulated clocks may differ: 17 s a day
 _DECOMPRESS = ("zstd", "-q", "-d", "-c")
 _KEPT_NUMBERS = 1000
 
@@ -273,7 +272,7 @@ class IncomingVms:
         """Make a QEMU that waits for the VM."""
         spec, host = arrival.announced.spec, self._host
         name, paths = spec.name, host.paths(spec.name)
-        problem = _difference(spec, facts.manifest) or why_not(facts.machine, host.machine_kind())
+        problem = _difference(spec, facts.manifest) or why_other_machine(facts.machine, host.machine_kind())
         if problem:
             raise Refused(f"VM {name} cannot come to {host.config.host}: {problem}", hint="move it to another host")
         image = host.image(spec.image)
@@ -528,21 +527,3 @@ def _difference(spec: VmSpec, of: Manifest) -> str:
     }
     other = [what for what, matches in same.items() if not matches]
     return f"it has another {' and '.join(other)} than was announced" if other else ""
-
-
-def why_not(source: MachineKind, own: MachineKind) -> str:
-    """Why a VM that has run on such a machine cannot go on on this one; empty if it can."""
-    for what, its, ours in (
-        ("accelerator", source.accelerator, own.accelerator),
-        ("CPU model", source.cpu, own.cpu),
-        ("QEMU", source.release, own.release),
-        ("machine type", source.board, own.board),
-        ("page size", source.page_size, own.page_size),
-    ):
-        if its != ours:
-            return f"another {what}: {its}, not {ours}"
-    if missing := sorted(source.features - own.features):
-        return f"the CPU lacks {', '.join(missing)}"
-    if abs(source.tsc_khz - own.tsc_khz) > _TOLERANCE * max(source.tsc_khz, own.tsc_khz):
-        return f"another time stamp counter: {source.tsc_khz} kHz, not {own.tsc_khz}"
-    return ""
