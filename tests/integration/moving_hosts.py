@@ -7,6 +7,7 @@ writes what comes of it to a line of its output. It has a bridge, which a cable 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import queue
@@ -319,6 +320,7 @@ class MovingHosts:
     def __init__(self, place: Path, memory: Path, images: Path, moves: MoveConfig) -> None:
         self.place, self.memory = place, memory
         self.numbers: dict[str, int] = {}
+        self._serials = itertools.count(1)
         self.groups: list[Path] = []
         self.hosts: dict[str, MovingHost] = {}
         for name in ADDRESSES:
@@ -342,6 +344,19 @@ class MovingHosts:
         for host in self.hosts.values():
             host.begin()
 
+    def configure(self, moves: MoveConfig) -> None:
+        """Let VMs move like this from now on, with new processes, no VM, and the cable in place."""
+        for host in self.hosts.values():
+            if host.process is not None and host.process.poll() is None:
+                host.end()
+            path = host.place / "config.json"
+            config = TypeAdapter(QemuHostConfig).validate_json(path.read_text())
+            path.write_text(json.dumps(asdict(replace(config, moves=moves)), default=str))
+            host.run("ip", "link", "set", CABLE, "up")
+            host.begin()
+            for name in host.call("observe"):
+                host.call("destroy", name=name)
+
     def _separate(self, host: MovingHost) -> None:
         """Show the host control groups of its own."""
         commands = ["mount --make-rprivate /", "mount -t sysfs sysfs /sys"]
@@ -359,7 +374,8 @@ class MovingHosts:
         )  # fmt: skip
         subprocess.run(host.enter("/bin/sh", "-c", script), check=True)
 
-    def spec(self, serial: int = 1, kind: CloneKind = CloneKind.INSTANT, size: Size = PLUGGED) -> Specification:
+    def spec(self, kind: CloneKind = CloneKind.INSTANT, size: Size = PLUGGED) -> Specification:
+        serial = next(self._serials)
         template = TemplateKey("a", "slim", BASE) if kind is CloneKind.INSTANT else None
         return Specification(
             name=f"mv{SITE}-{serial}", host="a", image="slim", kind=kind, size=size, mac=f"02:00:5e:01:02:{serial:02x}",

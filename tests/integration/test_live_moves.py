@@ -23,13 +23,20 @@ ENCRYPTED, PRIVATE = MoveConfig(timeout=60.0), MoveConfig(private=True, timeout=
 SLOW = replace(PRIVATE, bandwidth=30)  # MiB/s: there is time to do something in the middle
 
 
-@pytest.fixture
-def hosts(request: pytest.FixtureRequest) -> Iterator[MovingHosts]:
-    """Two hosts with a template on the first one. The parameter is how VMs move."""
+@pytest.fixture(scope="module")
+def both() -> Iterator[MovingHosts]:
+    """Two hosts with a template on the first one."""
     slim()
-    with moving_hosts(IMAGES, getattr(request, "param", ENCRYPTED)) as made:
+    with moving_hosts(IMAGES, ENCRYPTED) as made:
         made.a.call("build", image="slim")
         yield made
+
+
+@pytest.fixture
+def hosts(request: pytest.FixtureRequest, both: MovingHosts) -> MovingHosts:
+    """The two hosts without a VM. The parameter is how VMs move."""
+    both.configure(getattr(request, "param", ENCRYPTED))
+    return both
 
 
 def goes_on(hosts: MovingHosts, spec: Specification, where: str, seen_from: str = "a") -> None:
