@@ -103,6 +103,8 @@ def leave_bridge(name: str) -> None:
 def announce(bridge: str, mac: str, address: str) -> None:
     """Say on a bridge, and to all that it leads to, that the VM with this MAC and address is here now (RFC 5227,
     section 3). Failure is no error: the VM's next frame says so, too."""
+    if not (bridge and address):
+        return
     octets, ip = bytes.fromhex(mac.replace(":", "")), socket.inet_aton(address)
     request = struct.pack("!HHBBH", 1, 0x0800, 6, 4, 1) + octets + ip + bytes(6) + ip
     frame = b"\xff" * 6 + octets + struct.pack("!H", ETH_P_ARP) + request

@@ -246,6 +246,8 @@ async def _serve_jobs_alone(settings: Settings) -> None:
 async def serve(settings: Settings, *, leased: bool = False, vxlan: VxlanConfig | None = None) -> None:
     """Run until SIGTERM or SIGINT. VMs stay; the next agent finds them. With `leased`, a lease's pilot runs this agent,
     and tells it when the lease ends; `vxlan` is that of its node."""
+    if leased:  # leases of one node would have the same port
+        settings = replace(settings, move=replace(settings.move, enabled=False))
     _make_directories(settings)
     if settings.job_vms.only:
         await _serve_jobs_alone(settings)
