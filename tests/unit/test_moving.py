@@ -8,10 +8,10 @@ import pytest
 
 from multiverse.core.context import Context
 from multiverse.core.errors import Broken, Refused
-from multiverse.core.model.host import Drain, Host, MachineKind
+from multiverse.core.model.host import Drain, Host, MachineKind, why_other_machine
 from multiverse.core.model.job import JobState
 from multiverse.core.model.vm import VmCondition, VmState
-from multiverse.core.moving import why_other_machine, why_stay
+from multiverse.core.moving import why_stay
 from multiverse.core.transition import Command, Done, EffectKind, Event
 from tests.unit.test_places import Site
 

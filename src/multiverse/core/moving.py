@@ -17,13 +17,12 @@ from multiverse.core.context import Context
 from multiverse.core.errors import Refused
 from multiverse.core.machines.vm import move_vm
 from multiverse.core.model.basics import Size
-from multiverse.core.model.host import Claim, Host, MachineKind
+from multiverse.core.model.host import Claim, Host, MachineKind, why_other_machine
 from multiverse.core.model.job import Attempt, AttemptState, JobState
 from multiverse.core.model.reason import Reason, Why
 from multiverse.core.model.vm import MOVING_STATES, Place, Vm, VmState
 from multiverse.core.transition import Command
 
-TSC_TOLERANCE = 200e-6  # each host measures it; NTP corrects clocks that are up to 500 ppm off (RFC 5905)
 _SHOWN = 4  # hosts of which a refusal says what they lack
 _HINT = "multiverse hosts shows the hosts between which VMs move"
 
@@ -84,23 +83,6 @@ def why_stay(context: Context) -> dict[str, str]:
                 found[name] = error.message
                 break
     return found
-
-
-def why_other_machine(needed: MachineKind, made: MachineKind) -> str:
-    """What a VM of a machine would miss on another one; empty if it can go on there."""
-    if missing := sorted(needed.features - made.features):
-        return f"its CPU lacks {', '.join(missing[:3])}" + (" and more" if len(missing) > 3 else "")
-    pairs = (
-        ("runs guests by", needed.accelerator, made.accelerator),
-        ("has QEMU", needed.release, made.release),
-        ("makes machines of type", needed.board, made.board),
-        ("has CPUs of model", needed.cpu, made.cpu),
-        ("has pages of", needed.page_size, made.page_size),
-    )
-    told = next((f"it {what} {has}, not {asked}" for what, asked, has in pairs if asked != has), "")
-    if not told and abs(needed.tsc_khz - made.tsc_khz) > needed.tsc_khz * TSC_TOLERANCE:
-        return f"its time stamp counter runs at {made.tsc_khz} kHz, not {needed.tsc_khz}"
-    return told
 
 
 def _movable(context: Context, vm: Vm) -> tuple[Attempt, MachineKind]:

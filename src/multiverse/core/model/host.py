@@ -74,6 +74,26 @@ class MachineKind:
     tsc_khz: int = 0  # of the time stamp counter, where guests see the host's own; 0: QEMU scales it
 
 
+TSC_TOLERANCE = 200e-6  # each host measures it; NTP corrects clocks that are up to 500 ppm off (RFC 5905)
+
+
+def why_other_machine(needed: MachineKind, made: MachineKind) -> str:
+    """What a VM of a machine would miss on another one; empty if it can go on there."""
+    if missing := sorted(needed.features - made.features):
+        return f"its CPU lacks {', '.join(missing[:3])}" + (" and more" if len(missing) > 3 else "")
+    pairs = (
+        ("runs guests by", needed.accelerator, made.accelerator),
+        ("has QEMU", needed.release, made.release),
+        ("makes machines of type", needed.board, made.board),
+        ("has CPUs of model", needed.cpu, made.cpu),
+        ("has pages of", needed.page_size, made.page_size),
+    )
+    told = next((f"it {what} {has}, not {asked}" for what, asked, has in pairs if asked != has), "")
+    if not told and abs(needed.tsc_khz - made.tsc_khz) > needed.tsc_khz * TSC_TOLERANCE:
+        return f"its time stamp counter runs at {made.tsc_khz} kHz, not {needed.tsc_khz}"
+    return told
+
+
 @dataclass(frozen=True, slots=True)
 class Host:
     """A machine that runs VMs, or a cloud's quota: what it has for VMs, what it can do, what things cost. In MiB."""

@@ -16,9 +16,9 @@ from pydantic import ValidationError
 
 from multiverse.core.errors import Exhausted, MultiverseError, Refused, Unknown
 from multiverse.core.model.basics import Size
+from multiverse.core.model.host import why_other_machine
 from multiverse.core.model.identity import Neighbour
 from multiverse.core.model.vm import VmSpec
-from multiverse.core.moving import why_other_machine
 from multiverse.guest.protocol import Report, names_message
 from multiverse.host import manifest, network, process
 from multiverse.host.links import HostLink, MoveHello
