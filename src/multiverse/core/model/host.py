@@ -74,7 +74,8 @@ class MachineKind:
     tsc_khz: int = 0  # of the time stamp counter, where guests see the host's own; 0: QEMU scales it
 
 
-TSC_TOLERANCE = 200e-6  # each host measures it; NTP corrects clocks that are up to 500 ppm off (RFC 5905)
+TSC_TOLERANCE = 500e-6
+"""Of the frequency that hosts measure and show in whole MHz: NTP corrects clocks that are so far off (RFC 5905)."""
 
 
 def why_other_machine(needed: MachineKind, made: MachineKind) -> str:
