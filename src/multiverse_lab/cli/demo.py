@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import typer
 from rich.text import Text
@@ -23,7 +23,7 @@ from multiverse.images.build import build as build_image
 from multiverse.system import interrupts
 from multiverse_lab.bench.hpcc import HPCC_INPUT, hpcc_figures
 from multiverse_lab.cli.demo_first import first_impression
-from multiverse_lab.cli.demo_jobs import LIMIT, LOG_HINT, DemoJob, follow, text_of
+from multiverse_lab.cli.demo_jobs import LOG_HINT, DemoJob, eventually, follow, text_of
 from multiverse_lab.cli.demo_physical import NODES, physical_nodes
 from multiverse_lab.cli.demo_saved import saved_job
 from multiverse_lab.lab.layout import Layout, layout
@@ -31,8 +31,6 @@ from multiverse_lab.lab.lifecycle import Progress
 from multiverse_lab.lab.plan import LabOptions, load
 from multiverse_lab.lab.services import services
 from multiverse_lab.lab.session import LabSession, session
-
-T = TypeVar("T")
 
 IMAGE = "hpc"
 HOSTS, CORES, MEMORY = 2, 4, 8192  # of each host; memory in MiB
@@ -117,12 +115,11 @@ async def _demo(directory: Path, images: Path) -> None:
 async def _templates(client: Client) -> None:
     """Build the template on each host. It would be built for the first job too; here its time is shown apart from the
     job's."""
-    deadline = time.monotonic() + LIMIT
-    hosts = await _eventually(deadline, lambda: _reachable(client))
+    hosts = await eventually(lambda: _reachable(client), "the hosts were not reached")
     with progress.step(f"templates ({hosts[0].accelerator}): copy the image, boot it, freeze it at its fork point"):
         for host in hosts:
             client.template("build", IMAGE, host.name)
-        templates = await _eventually(deadline, lambda: _built(client))
+        templates = await eventually(lambda: _built(client), "the templates were not built")
     if broken := next((template for template in templates if template.state == "broken"), None):
         raise Broken(f"the template on {broken.host} is broken: {broken.reason}", hint=LOG_HINT)
     machine = hosts[0].machine or SizeView(0, 0, 0)
@@ -143,16 +140,6 @@ def _built(client: Client) -> list[TemplateView] | None:
     found = decode(list[TemplateView], client.templates())
     ended = [one for one in found if one.state in ("ready", "broken")]
     return ended if len(ended) == HOSTS else None
-
-
-async def _eventually(deadline: float, ask: Callable[[], T | None]) -> T:
-    """The first answer that is not None. Raises `Broken` at the deadline."""
-    while time.monotonic() < deadline:
-        answer = ask()
-        if answer is not None:
-            return answer
-        await asyncio.sleep(0.05)
-    raise Broken(f"the templates were not built within {LIMIT:g} s", hint=LOG_HINT)
 
 
 async def _run(lab: LabSession, client: Client) -> list[DemoJob]:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from rich.live import Live
 from rich.table import Table
@@ -21,6 +22,8 @@ from multiverse.client import Client
 from multiverse.core.errors import Broken
 from multiverse_lab.lab.program import multiverse
 from multiverse_lab.lab.session import LabSession
+
+T = TypeVar("T")
 
 LIMIT = 600.0
 """Seconds for the template, and for all jobs together."""
@@ -48,6 +51,16 @@ class DemoJob:
     @property
     def over(self) -> bool:
         return self.state in ("done", "cancelled", "revoked", "failed", "refused")
+
+
+async def eventually(ask: Callable[[], T | None], otherwise: str) -> T:
+    """The first answer that is neither None nor False. Raises `Broken` with these words if there is none in time."""
+    deadline = time.monotonic() + LIMIT
+    while not (answer := ask()):
+        if time.monotonic() > deadline:
+            raise Broken(f"{otherwise} within {LIMIT:g} s", hint=LOG_HINT)
+        await asyncio.sleep(0.05)
+    return answer
 
 
 async def _nothing() -> None:
