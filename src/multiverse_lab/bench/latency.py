@@ -189,6 +189,15 @@ def _vm_cost(client: Client, job: str) -> tuple[float, float, float] | None:
     return None
 
 
+def until(met: Callable[[], bool], otherwise: str, hint: str = LOG_HINT) -> None:
+    """Wait until something is so. Raises `Broken` with these words if it is not in time."""
+    deadline = time.monotonic() + JOB_LIMIT
+    while not met():
+        if time.monotonic() > deadline:
+            raise Broken(f"{otherwise} within {JOB_LIMIT:g} s", hint=hint)
+        time.sleep(0.05)
+
+
 def _until_reclaimed(client: Client, job: str) -> TimelineView:
     """Wait until nothing is left of the job's VM, so that the next job is not measured during this reclaim. Returns the
     timeline of the job's last attempt."""
@@ -203,20 +212,13 @@ def _until_reclaimed(client: Client, job: str) -> TimelineView:
 
 def _until_pools_are_full(client: Client) -> None:
     """Wait until the pools are full, so that no job is measured while spares are created."""
-    deadline = time.monotonic() + JOB_LIMIT
-    while any(pool.ready < pool.wanted for pool in decode(StatusView, client.status()).pools):
-        if time.monotonic() > deadline:
-            raise Broken(f"the pools were not full within {JOB_LIMIT:g} s", hint=LOG_HINT)
-        time.sleep(0.05)
+    full = lambda: all(pool.ready >= pool.wanted for pool in decode(StatusView, client.status()).pools)  # noqa: E731
+    until(full, "the pools were not full")
 
 
 def _until_ended(lab: LabSession, job: str) -> None:
-    deadline = time.monotonic() + JOB_LIMIT
-    while time.monotonic() < deadline:
-        if not lab.run("squeue", "-h", "-j", job, "-t", "PD,R,CG").stdout.strip():
-            return
-        time.sleep(0.05)
-    raise Broken(f"job {job} did not end within {JOB_LIMIT:g} s", hint="see the lab's log/slurmctld.log")
+    shown = ("squeue", "-h", "-j", job, "-t", "PD,R,CG")
+    until(lambda: not lab.run(*shown).stdout.strip(), f"job {job} did not end", "see the lab's log/slurmctld.log")
 
 
 def add_timeline(samples: LatencySamples, one: TimelineView) -> None:

@@ -10,14 +10,13 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from multiverse.api import SavedView, decode
 from multiverse.client import Client
 from multiverse.core.errors import Broken
-from multiverse_lab.bench.latency import JOB_LIMIT, LOG_HINT
+from multiverse_lab.bench.latency import JOB_LIMIT, LOG_HINT, until
 from multiverse_lab.lab.session import LabSession
 
 SCRIPT = """#!/bin/bash
@@ -138,13 +137,13 @@ class SaveRun:
         asked, entered = self._save(job)
         frozen = self.reports.last(job)
         size = self._of(job).bytes
-        self._wait(lambda: not self.client.vms(), "its VM was not released")
+        until(lambda: not self.client.vms(), "its VM was not released")
         again = time.monotonic()
         self.client.resume(job)
         resumed = self.reports.wait(job, after=again)
         (self.lab.user.home / "over").touch()
-        self._wait(lambda: not self.client.jobs(), f"job {job} did not end")
-        self._wait(lambda: not self.client.saved(), f"the state of job {job} was not removed")
+        until(lambda: not self.client.jobs(), f"job {job} did not end")
+        until(lambda: not self.client.saved(), f"the state of job {job} was not removed")
         sample = SaveSample(
             start, frozen - asked, entered["writing"] - asked, entered["stored"] - asked, resumed - again, size
         )
@@ -171,13 +170,6 @@ class SaveRun:
         if not found:
             raise Broken(f"job {job} was not saved: its save was given up", hint=LOG_HINT)
         return found[0]
-
-    def _wait(self, met: Callable[[], bool], otherwise: str) -> None:
-        deadline = time.monotonic() + JOB_LIMIT
-        while not met():
-            if time.monotonic() > deadline:
-                raise Broken(f"{otherwise} within {JOB_LIMIT:g} s", hint=LOG_HINT)
-            time.sleep(0.05)
 
 
 def disk_speed(directory: Path, size: int) -> float:
