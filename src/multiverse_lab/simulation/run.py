@@ -448,7 +448,7 @@ class _Simulation:
         """A storage of a host is out of its reach, or has no room, for a while, or loses its files: that to which it
         writes, or copies."""
         machines, one = self.world.machines, self.world.machines.hosts[host]
-        copies = one.copies is not None and int(incident.pick * 1000) % 2 == 0
+        copies = one.copies is not None and int(incident.pick * 10_000) % 2 == 0
         storage = one.copies if copies else one.storage
         if storage is not None and incident.kind is IncidentKind.STORAGE_LOST:
             await self._lose_files(storage.name, incident)
