@@ -141,7 +141,7 @@ def test_what_is_missing_or_out_of_reach_is_told(one: HostContext) -> None:
         saves.copy(one, NAME)
     save(one)
     (copies_of(one) / ".storage").unlink()
-    assert saves.copies(one) is None and saves.storage(one) is not None
+    assert saves.look(one, copies_of(one)) is None and saves.look(one, saves.directory(one)) is not None
     with pytest.raises(Gone, match="out of reach"):
         saves.copy(one, NAME)
     with pytest.raises(Gone, match="storage copies is out of reach"):
@@ -159,7 +159,7 @@ def test_a_copy_is_shown_and_used_though_the_own_directory_is_lost(one: HostCont
         "of a part of it nothing can be restored"
     )
     (own.parent / ".storage").unlink()
-    assert saves.storage(one) is None and what_is_shown(one)[NAME] == shown
+    assert saves.look(one, own.parent) is None and what_is_shown(one)[NAME] == shown
     saves.discard(one, NAME)
     assert not left(one) and not own.exists()
 
@@ -175,4 +175,4 @@ def test_the_directory_for_copies_is_not_made(tmp_path: Path) -> None:
     place.chmod(0o755)
     assert saves.prepare_copies(place, "mvx-")
     assert place.stat().st_mode & 0o777 == 0o700
-    assert saves.copies(host(tmp_path, place)) is not None
+    assert saves.look(host(tmp_path, place), place) is not None
