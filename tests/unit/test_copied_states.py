@@ -176,3 +176,24 @@ def test_the_directory_for_copies_is_not_made(tmp_path: Path) -> None:
     assert saves.prepare_copies(place, "mvx-")
     assert place.stat().st_mode & 0o777 == 0o700
     assert saves.look(host(tmp_path, place), place) is not None
+
+
+def test_a_storage_that_fails_keeps_no_files_in_the_other_one(
+    one: HostContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = save(one)
+    saves.copy(one, NAME)
+    unlink = Path.unlink
+
+    def failing(path: Path, missing_ok: bool = False) -> None:
+        if copies_of(one) in path.parents:
+            raise OSError("input/output error")
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", failing)
+    with pytest.raises(OSError, match="input/output"):
+        saves.discard(one, NAME)
+    assert not own.exists() and left(one) == [NAME]
+    monkeypatch.undo()
+    saves.discard(one, NAME)
+    assert not left(one)

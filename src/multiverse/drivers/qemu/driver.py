@@ -30,6 +30,7 @@ T = TypeVar("T")
 
 _THREADS = 64  # a start waits for its guest in one of them
 _URGENT = 4
+_STORAGES = 4  # more copies at once are no faster
 
 
 class QemuHypervisor:
@@ -50,6 +51,7 @@ class QemuHypervisor:
         self._deletions: Counter[TemplateKey] = Counter()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="qemu")
         self._urgent = ThreadPoolExecutor(_URGENT, thread_name_prefix="urgent")  # for what waits for nobody
+        self._storages = ThreadPoolExecutor(_STORAGES, thread_name_prefix="storage")  # for what may hang with a storage
 
     @property
     def accelerator(self) -> Accelerator:
@@ -176,7 +178,7 @@ class QemuHypervisor:
         return await self._in_thread(self._host.save, vm.name, vm.token, name, key)
 
     async def copy(self, source: str, name: str, key: str = "") -> None:
-        await self._in_thread(self._host.copy_saved, name, key)
+        await asyncio.get_running_loop().run_in_executor(self._storages, self._host.copy_saved, name, key)
 
     async def keep_in_memory(self, vm: VmRef, name: str) -> None:
         await self._in_thread(self._host.keep, vm.name, vm.token, name)
@@ -185,7 +187,8 @@ class QemuHypervisor:
         await self._in_thread(self._host.thaw, vm.name, vm.token)
 
     async def discard(self, source: str, name: str) -> None:
-        await self._in_thread(self._host.discard, name)
+        await self._in_thread(self._host.discard_kept, name)
+        await asyncio.get_running_loop().run_in_executor(self._storages, self._host.discard_files, name)
 
     @property
     def listening(self) -> Mapping[str, str]:
@@ -212,7 +215,7 @@ class QemuHypervisor:
         """Wait for nothing: calls that still wait end with an error. VMs and finished templates stay. Builds of
         templates are ended, because nobody could finish them."""
         self._host.close()
-        for threads in (self._threads, self._urgent):
+        for threads in (self._threads, self._urgent, self._storages):
             threads.shutdown(wait=False, cancel_futures=True)
 
     def _specification(self, vm: VmSpec) -> Specification:

@@ -282,8 +282,16 @@ class QemuHost:
         self._ask_to_save(name, token, message, answer, _ANSWER_TIMEOUT, frozen=False)
 
     def discard(self, saved: str) -> None:
-        """Remove a saved VM from the storage, complete or not, and from memory. Absent is success."""
-        lifecycle.discard(self._context, saved)
+        """Remove a saved VM from the storages, complete or not, and from memory. Absent is success."""
+        self.discard_kept(saved)
+        self.discard_files(saved)
+
+    def discard_kept(self, saved: str) -> None:
+        lifecycle.discard_kept(self._context, saved)
+
+    def discard_files(self, saved: str) -> None:
+        """Hangs for as long as a file system of a storage does."""
+        saves.discard(self._context, saved)
 
     def _ask_to_save(self, name: str, token: str, message: bytes, answer: str, timeout: float, *, frozen: bool) -> None:
         """Ask a guest for a step, and record whether its job is frozen then. Raises also what `manifest.refuse_other`

@@ -471,12 +471,11 @@ def destroy(host: HostContext, name: str, grace: float, token: str = "") -> None
         host.vxlan.drop(name)
 
 
-def discard(host: HostContext, saved: str) -> None:
-    """Remove a saved VM: its files, complete or not, and the VM itself if that is kept in memory. Absent is success."""
+def discard_kept(host: HostContext, saved: str) -> None:
+    """Remove a saved VM that is kept in memory. Absent is success."""
     for home in host.config.vms.glob(f"{host.config.prefix}*"):
         if (known := manifest.read(home)) is not None and known.kept == saved:
             remove(host, known.name, 0.0)
-    saves.discard(host, saved)
 
 
 def remove(host: HostContext, name: str, grace: float, token: str = "") -> None:

@@ -92,11 +92,10 @@ def directory(host: HostContext, name: str = "") -> Path:
     saves none, and `Gone` if the storage is out of reach."""
     if host.config.saves is None:
         raise Refused(f"host {host.config.host} saves no VMs", hint="set save.enabled for it")
-    places = (host.config.saves, host.config.copies)
-    found = [place for place in places if place is not None and name in ("", _name_in(place))]
-    if not found:
-        raise Gone(f"the storage {name} is out of reach", hint="is its directory mounted?")
-    return found[0]
+    for place in (host.config.saves, host.config.copies):  # the second one may hang
+        if place is not None and (not name or name == _name_in(place)):
+            return place
+    raise Gone(f"the storage {name} is out of reach", hint="is its directory mounted?")
 
 
 def _name_in(place: Path) -> str:
@@ -179,10 +178,10 @@ def _shown_in(host: HostContext, place: Path, storage: str) -> dict[str, SavedSe
 def discard(host: HostContext, saved: str) -> None:
     """Remove the files of that name from both directories, complete or not; first what says that they are complete.
     Incomplete ones go first: whoever is completing them fails then, or has done so."""
-    with ExitStack() as both:  # an error in one of them is raised after the other one
-        for place in filter(None, (host.config.saves, host.config.copies)):
-            both.callback(_remove, place / saved)
-            both.callback(_remove, place / f".{saved}{_WRITING}")
+    with ExitStack() as last_first:  # an error in one directory is raised after the other one; the copies may hang
+        for place in filter(None, (host.config.copies, host.config.saves)):
+            last_first.callback(_remove, place / saved)
+            last_first.callback(_remove, place / f".{saved}{_WRITING}")
 
 
 def _remove(place: Path) -> None:
