@@ -136,12 +136,18 @@ class Served:
         return {name: [str(seen.condition), seen.reason] for name, seen in self.host.observe().vms.items()}
 
     def running(self, name: str) -> bool:
-        """Whether the guest's CPUs run, whatever is recorded."""
-        known = manifest.read(self.host.config.vms / name)
-        if known is None or not known.process.is_alive():
-            return False
-        with Monitor.connect(self.host.config.run / name / "qmp", 2.0) as monitor:
-            return bool(monitor.execute("query-status")["running"])
+        """Whether the guest's CPUs run, whatever is recorded. Who goes on with a move has QEMU's monitor meanwhile."""
+        deadline = time.monotonic() + 20
+        while True:
+            known = manifest.read(self.host.config.vms / name)
+            if known is None or not known.process.is_alive():
+                return False
+            try:
+                with Monitor.connect(self.host.config.run / name / "qmp", 2.0) as monitor:
+                    return bool(monitor.execute("query-status")["running"])
+            except errors.Unknown:
+                if time.monotonic() > deadline:
+                    raise
 
     def qmp(self, name: str, command: str) -> Any:
         with Monitor.connect(self.host.config.run / name / "qmp", 2.0) as monitor:
