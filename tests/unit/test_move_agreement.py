@@ -277,6 +277,7 @@ class World:
     def make_vm(self) -> None:
         home = self.place / "a/vms" / NAME
         home.mkdir()
+        (home / "disk.qcow2").touch()
         known = Manifest(NAME, SPEC.kind, VmPhase.STARTED, SPEC.mac, 1, 256, token=TOKEN, image="slim",
                          address="10.0.0.1", **self.program("a"))  # fmt: skip
         (home / manifest.FILE).write_text(as_text(known))
@@ -289,8 +290,11 @@ class World:
             with suppress(MultiverseError):
                 self.a.moves.send(NAME, TOKEN, number, SECRET, MovePeer("b", 1))
 
-        with suppress(MultiverseError):
-            self.b.moves.receive(SPEC, number, SECRET)
+        def receive() -> None:
+            with suppress(MultiverseError):
+                self.b.moves.receive(SPEC, number, SECRET)
+
+        self.thread(self.b, receive).join(5)
         return self.thread(self.a, send)
 
     def settled(self, seconds: float = 5.0) -> None:
@@ -350,7 +354,6 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     monkeypatch.setattr("multiverse.system.files.write_back", lambda path: None)
     made = World(tmp_path, monkeypatch)
     made.make_vm()
-    (made.place / "a/vms" / NAME / "disk.qcow2").touch()
     try:
         yield made
     finally:
@@ -558,3 +561,28 @@ def test_a_vm_that_was_destroyed_meanwhile_is_gone(world: World) -> None:
     world.set("a", "")
     found = call(world.a, lambda: world.a.moves.send(NAME, TOKEN, 1, SECRET, MovePeer("b", 1)))
     assert isinstance(found, Gone)
+
+
+def test_a_vm_that_was_saved_and_resumed_moves_by_the_same_numbers_again(world: World) -> None:
+    """What each host remembers of the earlier moves says nothing of the later ones."""
+    world.move().join(5)
+    world.settled()
+    manifest_of_b = world.place / "b/vms" / NAME
+    shutil.rmtree(manifest_of_b)  # it was saved there
+    world.set("b", "")
+    _here.process = world.b
+    manifest.write_received(world.place / "b/vms", NAME, Received(TOKEN, 1))  # nobody has said that all is removed
+    call(world.a, lambda: world.a.moves.cancel(NAME, TOKEN, 1))
+    world.make_vm()
+    world.move().join(5)
+    world.settled()
+    assert world.running() == ["b"]
+
+
+def test_a_vm_that_is_destroyed_before_it_has_come_does_not_come(world: World) -> None:
+    call(world.b, lambda: world.b.moves.receive(SPEC, 1, SECRET))
+    call(world.b, lambda: world.b.moves.withdraw(NAME))
+    assert NAME not in world.b.moves.coming()
+    hello = MoveHello(NAME, TOKEN, 1, SECRET, "control")
+    assert isinstance(call(world.b, lambda: world.b.moves.serve(socket.socketpair()[0], hello)), Refused)
+    assert isinstance(call(world.b, lambda: world.b.moves.receive(SPEC, 1, SECRET)), Refused)

@@ -46,6 +46,7 @@ _ORPHANED = 30.0  # seconds after which a VM is removed whose host calls no more
 _ANNOUNCED_AGAIN = (0.2, 1.0)  # seconds after which it is said again on the network where a VM is
 _TAKEN = 2.0  # seconds until a guest has taken a message
 _DECOMPRESS = ("zstd", "-q", "-d", "-c")
+_LATE = 600.0  # seconds by which a call of the controller may be late
 _KEPT_NUMBERS = 1000
 
 Answer = Literal["received", "absent"]
@@ -79,7 +80,9 @@ class IncomingVms:
         self._deciding = threading.Lock()  # held while it is decided whether a VM goes on here
         self._announced: dict[str, _Announced] = {}
         self._arriving: dict[str, _Arrival] = {}
-        self._ended: dict[str, int] = {}  # the highest number of a move of that VM that is received no more
+        # The highest number of a move of that VM that is received no more, and until when (monotonic): a call that
+        # announces it may come late. A VM that is saved and resumed is moved by the same numbers again.
+        self._ended: dict[str, tuple[int, float]] = {}
 
     # --- the controller -------------------------------------------------------------------------------
 
@@ -89,7 +92,7 @@ class IncomingVms:
         self._host.check_name(spec.name)
         spec.check()
         with self._lock:
-            if number <= self._ended.get(spec.name, 0):
+            if self._is_ended(spec.name, number):
                 raise Refused(f"move {number} of VM {spec.name} was cancelled", hint="move it again")
             arriving = self._arriving.get(spec.name)
             if arriving is not None and arriving.announced.number == number:
@@ -99,6 +102,8 @@ class IncomingVms:
                 return  # it has come
             if known is not None and (known.moving is None or known.moving.number != number):
                 raise Refused(f"there is a VM {spec.name} on {self._host.config.host}", hint="destroy it first")
+            # The controller moves a VM again only when its last move is settled: no host asks about that any more.
+            manifest.forget_received(self._host.config.vms, spec.name)
             until = time.monotonic() + _ANNOUNCED
             self._announced[spec.name] = _Announced(spec, number, secret, tuple(neighbours), until)
 
@@ -116,16 +121,32 @@ class IncomingVms:
         """Receive that move and earlier ones no more, and remove what has come of them, unless it was taken over.
         Whether it was."""
         with self._lock:
-            self._ended[name] = max(number, self._ended.pop(name, 0))
-            while len(self._ended) > _KEPT_NUMBERS:
-                del self._ended[next(iter(self._ended))]
-            announced = self._announced.get(name)
-            if announced is not None and announced.number <= number:
-                del self._announced[name]
+            self._end(name, number)
         with self._deciding:
             self._remove(name, number)
             received = self._received(name)
             return received is not None and received.move >= number and token in ("", received.token)
+
+    def withdraw(self, name: str) -> None:
+        """Receive the VM no more that is expected by that name, or is coming: it is destroyed."""
+        with self._lock:
+            found = [one.number for one in (self._announced.get(name),) if one is not None]
+            found += [one.announced.number for one in (self._arriving.get(name),) if one is not None]
+            if found:
+                self._end(name, max(found))
+
+    def _end(self, name: str, number: int) -> None:
+        before, _ = self._ended.pop(name, (0, 0.0))
+        self._ended[name] = max(number, before), time.monotonic() + _LATE
+        while len(self._ended) > _KEPT_NUMBERS:
+            del self._ended[next(iter(self._ended))]
+        announced = self._announced.get(name)
+        if announced is not None and announced.number <= number:
+            del self._announced[name]
+
+    def _is_ended(self, name: str, number: int) -> bool:
+        last, until = self._ended.get(name, (0, 0.0))
+        return number <= last and time.monotonic() < until
 
     # --- the other host -------------------------------------------------------------------------------
 
@@ -328,7 +349,7 @@ class IncomingVms:
 
     def _check_wanted(self, name: str, number: int) -> None:
         with self._lock:
-            if number <= self._ended.get(name, 0):
+            if self._is_ended(name, number):
                 raise Refused(f"move {number} of VM {name} was cancelled")
 
     # --- the decision ---------------------------------------------------------------------------------
@@ -340,6 +361,9 @@ class IncomingVms:
             received = self._received(name)
             if received is not None and received.token == token and received.move >= number:
                 self._finish(name, number)
+                return "received"
+            known = manifest.read(self._host.paths(name).home)
+            if known is not None and known.token == token and known.moving is None and known.moved >= number:
                 return "received"
             if self._take_over(name, token, number, message):
                 self._finish(name, number)
@@ -353,7 +377,7 @@ class IncomingVms:
         with locked_directory(paths.home, create=False) as there:
             known = manifest.read(paths.home) if there else None
             with self._lock:
-                cancelled = number <= self._ended.get(name, 0)
+                cancelled = self._is_ended(name, number)
             if known is None or known.token != token or not _is_of(known, number) or cancelled:
                 return False
             try:

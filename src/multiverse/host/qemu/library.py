@@ -385,6 +385,7 @@ class QemuHost:
 
     def destroy(self, name: str, grace: float, token: str = "") -> None:
         """End a VM and remove all of it. See `lifecycle.destroy`."""
+        self.moves.withdraw(name)
         lifecycle.destroy(self._context, name, grace, token)
 
     def _check_host(self, host: str) -> None:

@@ -36,6 +36,8 @@ from multiverse.host.qemu.context import HostContext, MoveConfig
 from multiverse.host.qemu.departures import OutgoingVm
 from multiverse.system.locks import locked_directory
 
+_KEPT = 1000  # results of moves
+
 MoveHolds = Literal["kept", "handed_over", "received", "absent"]
 """What a host has of a VM that has moved, or was to. It was `received` also if it has ended there since."""
 
@@ -64,18 +66,29 @@ class VmMoves:
         neither is known."""
         self._host.check_name(name)
         moving = Moving(number, secret, peer.address, peer.port, peer.certificate)
+        known = manifest.read(self._host.paths(name).home)
+        # A VM that was saved and resumed here is moved by the same numbers again.
+        may_move = known is not None and known.moving is None and known.moved < number
         with self._lock:
             departure = self._departures.get(name)
-            if departure is None or (departure.number < number and departure.result.done()):
+            is_new = departure is None or (departure.result.done() and (departure.number < number or may_move))
+            if departure is None or is_new:
+                self._forget_ended()
                 departure = self._departures[name] = OutgoingVm(self._host, self._config, name, moving, self._closed)
-                is_new = True
             elif departure.number != number:
                 raise Refused(f"VM {name} has move {departure.number}, not {number}", hint="see `multiverse vms`")
-            else:
-                is_new = False
         if is_new:
             departure.run(token)
         return departure.result.result()
+
+    def _forget_ended(self) -> None:
+        ended = [name for name, one in self._departures.items() if one.result.done()]
+        for name in ended[: max(0, len(ended) - _KEPT)]:
+            del self._departures[name]
+
+    def withdraw(self, name: str) -> None:
+        """Receive the VM of that name no more: it is destroyed."""
+        self._arrivals.withdraw(name)
 
     def cancel(self, name: str, token: str, number: int, *, absent: bool = False) -> MoveHolds:
         """End that move, and earlier ones, unless it is too late: whether the VM leaves this host or comes to it. They
