@@ -3,6 +3,7 @@ and it runs on one again. QEMU, the network and the connections are stood in for
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import subprocess
@@ -23,10 +24,11 @@ from multiverse.core.model.host import MachineKind
 from multiverse.host import links, manifest, network
 from multiverse.host.links import HostLink, MoveHello, MovePeer
 from multiverse.host.manifest import Manifest, Moving, Received, Specification, VmPhase
-from multiverse.host.qemu import abilities, arrivals, departures, lifecycle, migration, moves
+from multiverse.host.qemu import abilities, arrivals, departures, lifecycle, migration, moves, observation
 from multiverse.host.qemu.context import MoveConfig
 from multiverse.host.qemu.machine import Accelerator
 from multiverse.host.qemu.moves import VmMoves
+from multiverse.host.qemu.observation import HostObserver
 from multiverse.host.qemu.session import Paths
 from multiverse.system.locks import locked_directory
 from multiverse.system.processes import ProcessIdentity, boot_id
@@ -586,3 +588,34 @@ def test_a_vm_that_is_destroyed_before_it_has_come_does_not_come(world: World) -
     hello = MoveHello(NAME, TOKEN, 1, SECRET, "control")
     assert isinstance(call(world.b, lambda: world.b.moves.serve(socket.socketpair()[0], hello)), Refused)
     assert isinstance(call(world.b, lambda: world.b.moves.receive(SPEC, 1, SECRET)), Refused)
+
+
+def test_a_vm_that_moves_is_continued_by_nothing_else_and_shown_dead_once_it_is_handed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    class Paused(set[str]):
+        def ask(self, name: str) -> None:
+            asked.append(name)
+
+    quiet = SimpleNamespace(poll_reports=lambda name: [], is_mute=lambda name: False)
+    outputs = SimpleNamespace(save=lambda *_: None, finish=lambda name: None)
+    host: Any = SimpleNamespace(
+        config=SimpleNamespace(host="a", saves=None, copies=None), connections=quiet, outputs=outputs, paused=Paused(),
+        paths=lambda name: Paths(tmp_path / name, tmp_path / "run" / name),
+    )  # fmt: skip
+    monkeypatch.setattr(observation, "_MEASURED_FOR", 0.0)
+    monkeypatch.setattr("multiverse.host.process.cpu_seconds", lambda pid: 0.0)  # as of a guest that is paused
+    own = ProcessIdentity.of(os.getpid())
+    (tmp_path / NAME).mkdir()
+    shown = []
+    for moving in (None, Moving(1, SECRET, "10.0.0.2"), Moving(1, SECRET, "10.0.0.2", handed_over=True)):
+        known = Manifest(NAME, SPEC.kind, VmPhase.STARTED, SPEC.mac, 1, 256, own.pid, own.started, boot_id(),
+                         moving=moving)  # fmt: skip
+        manifest.write(tmp_path / NAME, known)
+        observer = HostObserver(host)
+        for _ in range(2):  # it is asked only if it has used no CPU time since it was measured
+            seen = observer._vm(tmp_path / NAME)
+        shown.append((str(seen.condition), seen.reason, len(asked)))
+    assert shown == [("running", "", 2), ("running", "", 2), ("dead", "it was handed over to 10.0.0.2", 2)]
