@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from random import Random
 
@@ -346,6 +346,31 @@ def draw_all(choices: Mapping[IncidentKind, tuple[float, ...]], rng: Random, unt
 def started_again_soon(one: Incident) -> Incident:
     """An agent that ends is started again within the time that the controller grants it."""
     return replace(one, seconds=min(one.seconds, 20.0)) if one.kind is IncidentKind.AGENT_DIES else one
+
+
+def disturbed(
+    scenario: Scenario,
+    rng: Random,
+    until: float,
+    anywhere: Mapping[IncidentKind, tuple[float, ...]],
+    with_agents: Mapping[IncidentKind, tuple[float, ...]],
+) -> Scenario:
+    """A scenario in which calls fail until `until`, and incidents of these kinds come: see `draw_all`."""
+    silence = (5.0, rng.choice((30.0, 30.0, 30.0, 100.0)))
+    odds = [replace(Odds.even(rng.choice((0.0, 0.05, 0.15, 0.3)), until), silence=silence) for _ in range(2)]
+    incidents = draw_all(anywhere, rng, until)
+    agents = scenario.world.agents
+    if agents is not None:
+        incidents += draw_all(with_agents, rng, until)
+        cut_off = every(rng.choice((0.0, 0.0, 60.0)), IncidentKind.LINK_HANGS, rng, until)
+        incidents += tuple(replace(one, seconds=rng.choice(CUT_OFF)) for one in cut_off)
+        if agents.self_fence:
+            incidents = tuple(started_again_soon(one) for one in incidents)
+    return replace(scenario, scheduler_odds=odds[0], hypervisor_odds=odds[1], incidents=incidents)
+
+
+def in_time(incidents: Iterable[Incident]) -> tuple[Incident, ...]:
+    return tuple(sorted(incidents, key=lambda incident: incident.at))
 
 
 OPERATED: dict[IncidentKind, tuple[float, ...]] = {

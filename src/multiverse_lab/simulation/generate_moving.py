@@ -9,8 +9,8 @@ from multiverse.config import PacingSettings, Settings
 from multiverse.core.model.basics import Size
 from multiverse.core.model.host import Host, MachineKind
 from multiverse_lab.simulation.cluster import ClusterSettings
-from multiverse_lab.simulation.faults import Incident, IncidentKind, Odds, every
-from multiverse_lab.simulation.generate import CUT_OFF, draw_all, draw_crashes, started_again_soon
+from multiverse_lab.simulation.faults import IncidentKind, every
+from multiverse_lab.simulation.generate import disturbed, draw_crashes, in_time
 from multiverse_lab.simulation.jobs import Batch
 from multiverse_lab.simulation.machines import ABILITIES
 from multiverse_lab.simulation.network import AgentBehaviour
@@ -75,28 +75,9 @@ def moving(seed: int) -> Scenario:
 
 
 def _with_trouble(scenario: Scenario, rng: Random) -> Scenario:
-    silence = (5.0, rng.choice((30.0, 30.0, 30.0, 100.0)))
-    odds = [replace(Odds.even(rng.choice((0.0, 0.05, 0.15, 0.3)), UNTIL), silence=silence) for _ in range(2)]
-    incidents = draw_all(_ANYWHERE, rng, UNTIL)
-    agents = scenario.world.agents
-    if agents is not None:
-        incidents += draw_all(_WITH_AGENTS, rng, UNTIL)
-        cut_off = rng.choice((0.0, 0.0, 60.0))
-        incidents += tuple(replace(one, seconds=rng.choice(CUT_OFF)) for one in every(
-            cut_off, IncidentKind.LINK_HANGS, rng, UNTIL))  # fmt: skip
-        if agents.self_fence:
-            incidents = tuple(started_again_soon(one) for one in incidents)
-    return replace(
-        scenario,
-        scheduler_odds=odds[0],
-        hypervisor_odds=odds[1],
-        incidents=tuple(sorted(incidents, key=_when)),
-        crashes=draw_crashes(rng, rng.choice((0, 0, 5, 30))),
-    )
-
-
-def _when(incident: Incident) -> float:
-    return incident.at
+    scenario = disturbed(scenario, rng, UNTIL, _ANYWHERE, _WITH_AGENTS)
+    crashes = draw_crashes(rng, rng.choice((0, 0, 5, 30)))
+    return replace(scenario, incidents=in_time(scenario.incidents), crashes=crashes)
 
 
 def _host(rng: Random, number: int) -> Host:

@@ -11,8 +11,8 @@ from multiverse.core.model.host import Host
 from multiverse.core.model.job import SaveWish
 from multiverse.core.model.saved import Storage
 from multiverse_lab.simulation.cluster import ClusterSettings
-from multiverse_lab.simulation.faults import Incident, IncidentKind, Odds, every
-from multiverse_lab.simulation.generate import CUT_OFF, draw_all, draw_crashes, started_again_soon
+from multiverse_lab.simulation.faults import IncidentKind, every
+from multiverse_lab.simulation.generate import disturbed, draw_crashes, in_time
 from multiverse_lab.simulation.jobs import Batch
 from multiverse_lab.simulation.machines import ABILITIES
 from multiverse_lab.simulation.network import AgentBehaviour
@@ -99,17 +99,8 @@ def _with_copies(hosts: tuple[Host, ...], rng: Random, *, one_each: bool) -> tup
 
 
 def _with_trouble(scenario: Scenario, rng: Random) -> Scenario:
-    silence = (5.0, rng.choice((30.0, 30.0, 30.0, 100.0)))
-    odds = [replace(Odds.even(rng.choice((0.0, 0.05, 0.15, 0.3)), UNTIL), silence=silence) for _ in range(2)]
-    incidents = draw_all(_ANYWHERE, rng, UNTIL)
-    agents = scenario.world.agents
-    if agents is not None:
-        incidents += draw_all(_WITH_AGENTS, rng, UNTIL)
-        cut_off = rng.choice((0.0, 0.0, 60.0))
-        incidents += tuple(replace(one, seconds=rng.choice(CUT_OFF)) for one in every(
-            cut_off, IncidentKind.LINK_HANGS, rng, UNTIL))  # fmt: skip
-        if agents.self_fence:
-            incidents = tuple(started_again_soon(one) for one in incidents)
+    scenario = disturbed(scenario, rng, UNTIL, _ANYWHERE, _WITH_AGENTS)
+    incidents = scenario.incidents
     keep = scenario.settings.save.keep_days
     if scenario.world.agents is None and rng.random() < 0.2:  # agents would know a later epoch than the new database
         incidents += every(UNTIL / 2, IncidentKind.DATABASE_LOST, rng, UNTIL)[:1]
@@ -119,15 +110,9 @@ def _with_trouble(scenario: Scenario, rng: Random) -> Scenario:
         scenario,
         world=replace(scenario.world, cluster=cluster),
         settings=replace(scenario.settings, save=replace(scenario.settings.save, keep_days=keep)),
-        scheduler_odds=odds[0],
-        hypervisor_odds=odds[1],
-        incidents=tuple(sorted(incidents, key=_when)),
+        incidents=in_time(incidents),
         crashes=draw_crashes(rng, rng.choice((0, 0, 5, 30))),
     )
-
-
-def _when(incident: Incident) -> float:
-    return incident.at
 
 
 def _host(rng: Random, number: int) -> Host:
