@@ -143,7 +143,7 @@ class VmView:
 
 
 @dataclass(frozen=True, slots=True)
-class Moving:
+class MoveBegun:
     """The beginning of a move was committed."""
 
     vm: str

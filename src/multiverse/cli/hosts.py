@@ -223,7 +223,7 @@ def move(
 ) -> None:
     """Move a VM to another host while its job runs."""
     with Client() as client:
-        begun = decode(api.Moving, client.move(what, host))
+        begun = decode(api.MoveBegun, client.move(what, host))
         typer.echo(f"VM {begun.vm} of job {begun.job_id} moves from {begun.host} to {begun.target}.")
         began = time.monotonic()
         while wait and (vm := _vm(client, begun.vm)) is not None and vm.state in _MOVES:

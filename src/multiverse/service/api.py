@@ -172,7 +172,7 @@ def _add_hosts(app: FastAPI, backend: Backend) -> None:
             return await backend.change_hosts(verb, names, request.reason, request.begins, move=request.move)
 
     @app.post("/moves")
-    async def move(request: api.MoveRequest) -> api.Moving:
+    async def move(request: api.MoveRequest) -> api.MoveBegun:
         """Move a VM to another host while its job runs. That it begins is committed when this answers."""
         try:
             with _committed():

@@ -368,7 +368,7 @@ class Backend:
         command = Command("save" if verb == "save" else "resume_saved", job=job_id, hold=hold, uid=uid, anew=anew)
         await asyncio.wait_for(self.controller.command(command), COMMIT_TIMEOUT)
 
-    async def move(self, what: str, host: str) -> api.Moving:
+    async def move(self, what: str, host: str) -> api.MoveBegun:
         """Have the move of a running VM to a host, or to any, committed. Raises `Refused` if it cannot move."""
         await asyncio.wait_for(self.controller.command(Command("move", host, job=what)), COMMIT_TIMEOUT)
         rows = self._rows()
@@ -376,7 +376,7 @@ class Backend:
         for vm in moving:
             job_id = convert.job_of(vm, rows.attempt_of(vm))
             if what in (vm.name, job_id):
-                return api.Moving(vm.name, job_id, vm.host, vm.places[1].host)
+                return api.MoveBegun(vm.name, job_id, vm.host, vm.places[1].host)
         raise Refused(f"the move of {what} is over already", hint=f"multiverse timeline {what} shows how it went")
 
     async def prune(self, older_than: float | None, *, dry_run: bool, after: str) -> api.PruneView:

@@ -88,22 +88,22 @@ class MoveSample:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ProgressReport:
     at: float
     done: int
     worst: float
 
 
-class Reports:
+class ProgressReports:
     """Takes the reports of one job at a time, in monotonic seconds."""
 
     def __init__(self, host: str) -> None:
         self._server = socket.create_server((host, 0))
         self.host, self.port = host, self._server.getsockname()[1]
-        self.taken: list[Report] = []
+        self.taken: list[ProgressReport] = []
         self._ending = threading.Event()
 
-    def __enter__(self) -> Reports:
+    def __enter__(self) -> ProgressReports:
         threading.Thread(target=self._take, daemon=True).start()
         return self
 
@@ -119,19 +119,19 @@ class Reports:
                 with connection, connection.makefile("rb") as lines:
                     for line in lines:
                         done, worst = line.split()
-                        self.taken.append(Report(time.monotonic(), int(done), float(worst)))
+                        self.taken.append(ProgressReport(time.monotonic(), int(done), float(worst)))
             except (OSError, ValueError):
                 continue
 
-    def between(self, began: float, ended: float) -> list[Report]:
+    def between(self, began: float, ended: float) -> list[ProgressReport]:
         return [one for one in list(self.taken) if began <= one.at <= ended]
 
 
-def longest_pause(reports: list[Report]) -> float:
+def longest_pause(reports: list[ProgressReport]) -> float:
     return max((b.at - a.at for a, b in pairwise(reports)), default=0.0)
 
 
-def pace(reports: list[Report]) -> float:
+def pace(reports: list[ProgressReport]) -> float:
     """Work a second."""
     if len(reports) < 2:
         return 0.0
@@ -144,7 +144,7 @@ class MoveRun:
 
     lab: LabSession
     client: Client
-    reports: Reports
+    reports: ProgressReports
     samples: dict[str, list[MoveSample]] = field(default_factory=dict)
 
     def run(self, case: MoveCase, moves: int) -> list[MoveSample]:

@@ -17,7 +17,7 @@ from multiverse.client import Client
 from multiverse.core.errors import Refused
 from multiverse.system import interrupts
 from multiverse_lab.bench.latency import JobKind
-from multiverse_lab.bench.move import CASES, LARGE, MoveCase, MoveRun, MoveSample, Reports
+from multiverse_lab.bench.move import CASES, LARGE, MoveCase, MoveRun, MoveSample, ProgressReports
 from multiverse_lab.cli.bench import (
     DIRECTORY,
     IMAGES,
@@ -75,7 +75,7 @@ async def _move(directory: Path, images: Path, plan: MovePlan, json: bool) -> di
 
 def _measure(lab: LabSession, plan: MovePlan, json: bool) -> dict[str, Any]:
     say = job_progress(json)
-    with Client(lab.settings.socket) as client, Reports(lab.settings.network.gateway) as reports:
+    with Client(lab.settings.socket) as client, ProgressReports(lab.settings.network.gateway) as reports:
         run = MoveRun(lab, client, reports)
         for number, case in enumerate(plan.cases, 1):
             say(case.name, number, len(plan.cases), median(one.total for one in run.run(case, plan.moves)))

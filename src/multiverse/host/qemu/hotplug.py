@@ -60,13 +60,14 @@ def plug(
     missing = {n: size for n, size in sizes.items() if not {f"mem{n}", f"huge{n}"} & objects}
     if backends is not None:
         missing = {n: size for n, size in missing.items() if f"huge{n}" in backends}
-    made = _allocate_huge(monitor, known, missing) if huge else set[str]()
+    objects |= _allocate_huge(monitor, known, missing) if huge else set()
+    in_huge = sum(size for number, size in sizes.items() if f"huge{number}" in objects)
     commands: list[Command] = []
     if backends is not None:
-        ordinary = {n: size for n, size in missing.items() if f"huge{n}" not in made}
+        ordinary = {n: size for n, size in missing.items() if f"huge{n}" not in objects}
         commands = [_ordinary(known, f"huge{n}", size) for n, size in ordinary.items()]
-        made |= {f"huge{n}" for n in ordinary}
-    commands += _memory_commands(known, sizes, present, objects | made)
+        objects |= {f"huge{n}" for n in ordinary}
+    commands += _memory_commands(known, sizes, present, objects)
     if cpus > known.cpus:
         commands += _cpu_commands(monitor, known, cpus, present)
     try:
@@ -79,7 +80,7 @@ def plug(
             return plug(monitor, replace(known, numa=-1), cpus, plugged, huge=huge, backends=backends)
         what = f"cannot plug VM {known.name} up to {cpus} CPUs and {plugged} MiB more: {error.message}"
         raise Exhausted(what, hint="does its template allow as much? see host.cores, host.memory") from error
-    return sum(size for number, size in sizes.items() if f"huge{number}" in objects)
+    return in_huge
 
 
 def _near(known: Manifest) -> dict[str, object]:
