@@ -80,6 +80,13 @@ def test_a_job_that_is_not_to_be_queued_again_is_not_after_its_save() -> None:
     assert set(outcome.results.values()) == {"NODE_FAIL"}
 
 
+def test_a_requeue_that_slurmctld_has_forgotten_is_made_again_before_the_time_limit() -> None:
+    one = scenario(SAVE, batch=Batch(seconds=60.0, limit=80.0))
+    cluster = replace(one.world.cluster, forgets=1.0, node_timeout=300.0)
+    outcome = goes_well(replace(one, world=replace(one.world, cluster=cluster)))
+    assert outcome.transitions["saved: stored - forgotten -> queueing"] == saved(outcome) == 1
+
+
 CALLS = (
     "scheduler.prepare 1 #1", "scheduler.requeue 1 #1", "scheduler.release 1 #1", "scheduler.forbid_requeue 1 #1",
     "scheduler.undo 1 #1", *(f"hypervisor.{what} mvsimul-1 #1" for what in ("freeze", "cut", "save", "thaw")),

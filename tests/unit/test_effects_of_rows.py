@@ -84,6 +84,7 @@ EFFECTS: list[tuple[Row, E | None, str]] = [
     (saved(S.STORED), None, ""),
     (saved(S.COPYING), E.COPY, ""),
     (saved(S.RESUMING), E.RESUME, ""),
+    (saved(S.QUEUEING), E.QUEUE, "saved since 1970-01-01 00:00:00 UTC: an operator asked for it"),
     (saved(S.THAWING), E.THAW, ""),
     (saved(S.UNDOING), E.UNDO, ""),
     (saved(S.DISCARDING), E.DISCARD, ""),

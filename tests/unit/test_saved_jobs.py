@@ -17,7 +17,7 @@ from multiverse.core.model.vm import Vm, VmCondition, VmState
 from multiverse.core.model.world import Observation, Seen
 from multiverse.core.state import State
 from multiverse.core.transition import Command, Done, EffectKind
-from tests.unit.planner_harness import PlannerHarness
+from tests.unit.planner_harness import POLICY, PlannerHarness
 from tests.unit.rows import SOURCE
 
 S, A, V = SavedState, AttemptState, VmState
@@ -387,12 +387,30 @@ def test_a_scheduler_that_forgets_that_it_queued_the_job_again_loses_no_work(sit
     site.job(state=JobState.RUNNING, ref=JobRef("7", 500), nodes=(site.name,), gated=False)
     for _ in range(3):
         site.run()
-    assert site.saved.state in (S.WRITING, S.STORED) and site.saved.again is None
+    asked = way != "to_writing"  # once its state is complete
+    assert site.saved.state is (S.QUEUEING if asked else S.WRITING) and site.saved.again is None
+    assert (SAVED_EFFECTS[site.saved.state] is EffectKind.QUEUE) == asked, "its time limit may end it meanwhile"
     later = JobRef("7", 530, 1)
     site.job(state=JobState.PENDING, ref=later, nodes=(), gated=True, pinned=None)
     site.run()
+    assert site.saved.state is (S.STORED if asked else S.WRITING)
     assert site.saved.again == later and site.saved.is_for(later)
     assert not site.saved.is_for(JobRef("7", 500, 1)), "the run that was forgotten"
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_what_is_to_be_queued_again_may_be_of_no_use_before(site: Site, ended: bool) -> None:
+    site.policy = replace(POLICY, save_keep=86400.0)
+    site.to_stored()
+    site.job(state=JobState.RUNNING, ref=JobRef("7", 500), nodes=(site.name,), gated=False)
+    site.run()
+    site.run()
+    assert site.saved.state is S.QUEUEING
+    if ended:
+        site.job(state=JobState.ENDED, ref=JobRef("7", 500), nodes=(), gated=False, result="TIMEOUT")
+    site.pass_time(0.0 if ended else 90000.0)
+    site.run()
+    assert site.saved.state is (S.DISCARDING if ended else S.HOLDING)
 
 
 def test_a_run_that_began_anew_in_the_eyes_of_the_scheduler_has_no_use_for_the_state(site: Site) -> None:

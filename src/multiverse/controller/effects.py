@@ -412,9 +412,8 @@ class Effects:
                 await saving.prepare(saved.job, saved.vm_name, requeues=saved.requeues)
             case EffectKind.FREEZE:
                 await saves.freeze(vm)
-            case EffectKind.CUT:
-                await saves.cut(vm)
-                await saving.requeue(saved.job, hold=saved.hold, text=effect.text)
+            case EffectKind.CUT | EffectKind.QUEUE:
+                await self._queue_again(effect, saved, saves, saving)
             case EffectKind.SAVE | EffectKind.KEEP | EffectKind.COPY:
                 return await self._write(effect.kind, saved, saves, vm)
             case EffectKind.HOLD:
@@ -433,6 +432,12 @@ class Effects:
             case _:
                 raise AssertionError(f"no such effect: {effect}")
         return None
+
+    @staticmethod
+    async def _queue_again(effect: Effect, saved: Saved, saves: Saves, saving: Saving) -> None:
+        if effect.kind is EffectKind.CUT:
+            await saves.cut(VmRef(saved.vm_name, saved.source, saved.token))
+        await saving.requeue(saved.job, hold=saved.hold, text=effect.text)
 
     @staticmethod
     async def _undo(saved: Saved, saves: Saves, saving: Saving, vm: VmRef) -> None:

@@ -106,6 +106,7 @@ class Event(StrEnum):
     READY = "ready"  # its node takes no other job, and the scheduler can queue it again
     FROZEN = "frozen"
     QUEUED_AGAIN = "queued again"
+    FORGOTTEN = "forgotten"  # the scheduler shows a run again that had ended
     STORED = "stored"
     COPY_DUE = "copy due"
     COPIED = "copied"
@@ -221,6 +222,7 @@ class EffectKind(StrEnum):
     SAVE = "save", _SOURCE  # write the VM to the storage
     COPY = "copy", _SOURCE  # copy its files to another storage
     KEEP = "keep", _SOURCE  # keep the VM in the memory of its host, because it cannot be written
+    QUEUE = "queue", _SOON  # have a job queued again of which the scheduler has forgotten that
     RESUME = "resume", _SOON  # release the held job that was saved
     THAW = "thaw", _SOURCE  # let the processes go on within the next run of their job
     UNDO = "undo", _SOON | _SOURCE  # let the processes go on in the run that was not saved

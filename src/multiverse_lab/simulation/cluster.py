@@ -184,6 +184,7 @@ class Cluster:
         self.unlaunchable: set[int] = set()  # users whose jobs slurmctld makes no credentials for
         self.hasty: list[str] = []  # starts before slurmctld's own delay was over, and holds without a reason
         self._observed = -math.inf
+        self._forgotten: set[tuple[int, int]] = set()  # runs whose requeue it was killed after, once each
         self._undelivered: list[Callable[[], None]] = []
         self._answering = asyncio.Event()
         self._answering.set()
@@ -280,7 +281,10 @@ class Cluster:
         guest = self.nodes[job.nodes[0]].guest if job.nodes and job.nodes[0] in self.nodes else None
         if guest is None or not guest.is_cut_off:
             self.stopped_by_controller(job, "was queued again before it was cut off")
-        if self.settings.forgets and guest is not None and self._rng.random() < self.settings.forgets:
+        run = (job.number, job.restarts)
+        may_forget = self.settings.forgets > 0 and guest is not None and run not in self._forgotten
+        if may_forget and self._rng.random() < self.settings.forgets:
+            self._forgotten.add(run)
             kept = KeptRun.of(job, self.nodes[job.nodes[0]])
             self._after(KILLED, lambda: self._be_killed(kept))
         job.by_controller = True

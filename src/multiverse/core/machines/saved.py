@@ -21,7 +21,7 @@ from multiverse.core.model.basics import ClaimKey, Size
 from multiverse.core.model.host import Claim, Host
 from multiverse.core.model.job import AttemptState, Job, JobState, NodeState
 from multiverse.core.model.reason import Reason, Why, text_of
-from multiverse.core.model.saved import COMPLETE, HOLDS_VM, Saved, SavedState
+from multiverse.core.model.saved import COMPLETE, HOLDS_VM, WAITS_FOR_RUN, Saved, SavedState
 from multiverse.core.model.vm import Vm, VmState
 from multiverse.core.model.world import World
 from multiverse.core.policy import Policy
@@ -46,18 +46,22 @@ SAVED: tuple[Transition, ...] = (
     *transitions([S.COPYING], Event.UNCOPIED, S.STORED),
     *transitions([*COMPLETE, S.HOLDING], Event.RESUMED, S.RESUMING),
     *transitions([S.RESUMING], Event.RESUMED, S.STORED),
+    *transitions([*COMPLETE, S.RESUMING], Event.FORGOTTEN, S.QUEUEING),
+    *transitions([S.QUEUEING], Event.QUEUED_AGAIN, S.STORED),
     *transitions([*COMPLETE, S.RESUMING], Event.RUNS, S.THAWING),
     *transitions([S.THAWING], Event.THAWED, S.DISCARDING),
     *transitions([S.PREPARING, S.FREEZING, S.CUTTING], Event.ABANDONED, S.UNDOING),
-    *transitions([S.WRITING, S.KEEPING, *COMPLETE, S.RESUMING], Event.HELD_BACK, S.HOLDING),
+    *transitions([S.WRITING, S.KEEPING, *COMPLETE, S.RESUMING, S.QUEUEING], Event.HELD_BACK, S.HOLDING),
     *transitions([S.HOLDING], Event.HELD, S.STORED),
-    *transitions([*HOLDS_VM, *COMPLETE, S.RESUMING, S.HOLDING, S.THAWING], Event.ABANDONED, S.DISCARDING),
+    *transitions([*WAITS_FOR_RUN, S.THAWING], Event.ABANDONED, S.DISCARDING),
     *transitions([S.UNDOING], Event.THAWED, S.GONE),
     *transitions([S.DISCARDING], Event.ABSENT, S.GONE),
     *unchanged(_LIVE, Event.NOTED, Event.QUARANTINED, Event.RETRIED),
 )
 
-AWAITED_SAVED = dict.fromkeys((S.PREPARING, S.CUTTING, S.RESUMING, S.HOLDING, S.UNDOING), Awaiting.AFTER_EFFECT)
+AWAITED_SAVED = dict.fromkeys(
+    (S.PREPARING, S.CUTTING, S.RESUMING, S.QUEUEING, S.HOLDING, S.UNDOING), Awaiting.AFTER_EFFECT
+)
 """In which states the scheduler is read for the job, and for its node."""
 
 # --- changes ---------------------------------------------------------------------------------------
@@ -145,30 +149,39 @@ def step_saved(state: State, number: int, world: World, policy: Policy) -> None:
             _step_undoing(state, saved, vm, job, world)
         case S.HOLDING:
             _step_holding(state, saved, job, world)
-        case S.STORED | S.COPYING | S.RESUMING | S.THAWING:
+        case S.STORED | S.COPYING | S.RESUMING | S.QUEUEING | S.THAWING:
             _step_stored(state, saved, job, world, policy)
         case _:
             _step_saving(state, saved, vm, job, world, policy)
 
 
-_QUEUED_AGAIN = (S.WRITING, S.KEEPING, *COMPLETE, S.RESUMING, S.HOLDING)
+_QUEUED_AGAIN = (S.WRITING, S.KEEPING, *COMPLETE, S.RESUMING, S.QUEUEING, S.HOLDING)
 """In these states the scheduler has queued the job again, and no process goes on yet."""
 
 
 def _is_forgotten(saved: Saved, job: Job) -> bool:
     """Whether the scheduler shows the run that was cut off. It was killed before it had kept that it queued the job
-    again. It does that once more as soon as it has found that the node of the run does not answer."""
+    again. It would do that once more as it finds that the node of the run does not answer, but end the job before if
+    its time limit is over."""
     return saved.state in _QUEUED_AGAIN and job.ref == saved.job and job.state is not JobState.PENDING
 
 
 def _note_run(state: State, saved: Saved, job: Job | None, world: World) -> bool:
-    """Keep which run is to go on with the state: another one if the scheduler has forgotten the first."""
+    """Keep which run is to go on with the state: another one if the scheduler has forgotten the first. Then it is told
+    once more to queue the job again, as soon as the state is complete."""
     if job is None or saved.state not in _QUEUED_AGAIN or world.job_began(job.ref.job_id) <= saved.since:
         return False
-    if _is_forgotten(saved, job) and saved.again is not None:
+    known = replace(saved, again=job.ref)
+    if _is_forgotten(saved, job) and saved.state in (*COMPLETE, S.RESUMING):
+        queueing = replace(saved, state=S.QUEUEING, again=None)
+        state.move(Change(queueing, Event.FORGOTTEN, Why.REQUEUE_FORGOTTEN()))
+    elif _is_forgotten(saved, job) and saved.again is not None:
         state.move(Change(replace(saved, again=None), Event.NOTED, Why.REQUEUE_FORGOTTEN()))
+    elif saved.again is None and saved.is_for(job.ref) and saved.state is S.QUEUEING:
+        again = replace(known, state=S.STORED)
+        state.move(Change(again, Event.QUEUED_AGAIN, Why.RESTART(number=job.ref.restarts)))
     elif saved.again is None and saved.is_for(job.ref):
-        state.move(Change(replace(saved, again=job.ref), Event.NOTED, Why.RESTART(number=job.ref.restarts)))
+        state.move(Change(known, Event.NOTED, Why.RESTART(number=job.ref.restarts)))
     else:
         return False
     return True
@@ -396,6 +409,7 @@ SAVED_EFFECTS = {
     S.KEEPING: EffectKind.KEEP,
     S.HOLDING: EffectKind.HOLD,
     S.RESUMING: EffectKind.RESUME,
+    S.QUEUEING: EffectKind.QUEUE,
     S.THAWING: EffectKind.THAW,
     S.UNDOING: EffectKind.UNDO,
     S.DISCARDING: EffectKind.DISCARD,
@@ -406,7 +420,7 @@ def text_of_saved(saved: Saved) -> str:
     """What the user of the job is told as it is queued again, or held."""
     if saved.state is S.HOLDING:
         return text_of(saved.reason)
-    if saved.state is not S.CUTTING:
+    if saved.state not in (S.CUTTING, S.QUEUEING):
         return ""
     if saved.hold:
         return text_of(Why.SAVED_HELD(at=saved.begun, id=saved.job.job_id))

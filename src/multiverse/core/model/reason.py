@@ -219,7 +219,7 @@ class Why(StrEnum):
     KEPT_AWAY = "kept away", "its state is in the memory of {host}, which is out of reach", "saved"
     SAVED_RUN_OVER = "saved run over", "restart {restart} of {job} does not go on with its state"
     REQUEUE_FORGOTTEN = ("requeue forgotten",
-        "the scheduler was killed, and has forgotten that it queued the job again; it does so once its node is down")
+        "the scheduler was killed, and has forgotten that it queued the job again: it is to do so once more")
     SAVED_TOO_SMALL = ("saved too small",
         "it was changed since it was saved in a VM of {cpus} CPUs with {memory} MiB: change it back", "saved")
     RESTORED = "restored", "restored on {hosts} from its state"

@@ -19,6 +19,7 @@ class SavedState(StrEnum):
     COPYING = "copying"  # the same; they are to be copied to another storage
     KEEPING = "keeping"  # it cannot be written: its VM is to stay, stopped, in the memory of its host
     RESUMING = "resuming"  # the same; its job, which is held, is to be released
+    QUEUEING = "queueing"  # the same; the scheduler has forgotten that it queued the job again, and is to do so again
     HOLDING = "holding"  # its job cannot go on, and is to be held with the reason
     THAWING = "thawing"  # the next run has begun in the restored VM, and the processes are to go on: only once
     UNDOING = "undoing"  # it is not saved after all: its processes are to go on, and its node to serve
@@ -31,7 +32,7 @@ HOLDS_VM = (SavedState.CUTTING, SavedState.WRITING, SavedState.KEEPING)
 """In these states the VM is needed although the run of its job is over."""
 COMPLETE = (SavedState.STORED, SavedState.COPYING)
 """In these states a VM can be restored from it."""
-WAITS_FOR_RUN = (*HOLDS_VM, *COMPLETE, SavedState.RESUMING, SavedState.HOLDING)
+WAITS_FOR_RUN = (*HOLDS_VM, *COMPLETE, SavedState.RESUMING, SavedState.QUEUEING, SavedState.HOLDING)
 """In these states the next run of the job goes on with the state, or waits until it is complete."""
 
 
