@@ -35,7 +35,7 @@ def save(
         while (found := _of(client, job)) is not None and found.state in _NOT_YET:
             reason = found.reason
             time.sleep(_POLL)
-    if found is None or found.state not in ("stored", "copying", "resuming", "thawing"):
+    if found is None or found.state not in ("stored", "copying", "resuming", "queueing", "thawing"):
         what = f"job {job} was not saved: {found.reason if found is not None else reason}"
         raise Refused(what, hint=f"multiverse explain {job} says what became of it")
     kept = "in the memory of its host, because it could not be written"
