@@ -137,7 +137,7 @@ class Served:
 
     def running(self, name: str) -> bool:
         """Whether the guest's CPUs run, whatever is recorded. Who goes on with a move has QEMU's monitor meanwhile."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while True:
             known = manifest.read(self.host.config.vms / name)
             if known is None or not known.process.is_alive():
@@ -326,6 +326,7 @@ class MovingHosts:
     def __init__(self, place: Path, memory: Path, images: Path, moves: MoveConfig) -> None:
         self.place, self.memory = place, memory
         self.numbers: dict[str, int] = {}
+        self.sent_before = 0  # bytes by the cable, when the last move was begun
         self._serials = itertools.count(1)
         self.groups: list[Path] = []
         self.hosts: dict[str, MovingHost] = {}
@@ -402,6 +403,7 @@ class MovingHosts:
             return False
 
     def begin_move(self, spec: Specification, source: MovingHost, target: MovingHost) -> Callable[[float], Any]:
+        self.sent_before = source.call("sent")
         self.numbers[spec.name] = number = self.numbers.get(spec.name, 0) + 1
         offer = target.call("receive", spec=asdict(replace(spec, host=target.name)), number=number)
         return source.ask("send", name=spec.name, token=spec.token, number=number, address=ADDRESSES[target.name],
