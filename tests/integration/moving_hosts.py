@@ -31,7 +31,7 @@ from multiverse.config import HostSettings, ImageSettings, QemuSettings, Setting
 from multiverse.core import errors
 from multiverse.core.errors import MultiverseError
 from multiverse.core.model.basics import CloneKind, Size
-from multiverse.core.model.identity import Daemon, GuestFile, Identity, NodeBootstrap
+from multiverse.core.model.identity import Daemon, GuestFile, Identity, NodeBootstrap, User
 from multiverse.core.model.vm import TemplateKey
 from multiverse.drivers.qemu.driver import host_config
 from multiverse.host import links, manifest, network
@@ -58,6 +58,7 @@ SECRET = "secret"
 # Notes the time each millisecond, and writes and verifies a file. It tells of itself whoever connects.
 WATCH = """
 import json, os, socket, sys, time
+with open("/dev/console", "w") as console: console.write("the watch begins\\n")
 def block(n): return (b"%09d " % n) * 6553 + b"012345"
 file = os.open("/root/blocks", os.O_RDWR | os.O_CREAT)
 listening = socket.create_server(("", PORT))
@@ -162,6 +163,13 @@ class Served:
             while piece := sock.recv(4096):
                 data += piece
         return dict(json.loads(data))
+
+    def add_user(self, name: str) -> None:
+        self.host.add_user(name, User("late", 4711, 4711, "/home/late", "/bin/sh", (("late", 4711),)))
+
+    def seen(self, name: str) -> dict[str, Any]:
+        seen = self.host.observe().vms[name]
+        return {"users": seen.users_added, "size": str(seen.size), "disk": seen.disk, "token": seen.token}
 
     def destroy(self, name: str) -> None:
         self.host.destroy(name, 0.0)

@@ -62,9 +62,15 @@ def test_a_vm_moves_there_and_back(hosts: MovingHosts) -> None:
     spec = hosts.spec()
     hosts.run(spec)
     goes_on(hosts, spec, "a", seen_from="b")
+    hosts.a.call("add_user", name=spec.name)
+    before = hosts.a.call("seen", name=spec.name)
+    assert before["users"] == [4711]
     hosts.move(spec, hosts.a, hosts.b)
     goes_on(hosts, spec, "b", seen_from="a")
     is_gone(hosts, spec, hosts.a)
+    assert hosts.b.call("seen", name=spec.name) == before
+    console = hosts.b.place / "vms" / spec.name / "console.log"
+    until("its console is here", lambda: hosts.b.call("observe") and "the watch begins" in console.read_text(), 20)
     assert hosts.b.call("observe")[spec.name] == ["running", ""]
     facts = hosts.b.call("examine", name=spec.name)
     assert (facts["hostname"], facts["cpus"], abs(facts["skew"]) < 2000) == (spec.name, 2, True)
