@@ -193,6 +193,19 @@ def test_a_vm_that_did_not_take_it_over_leaves_it_there(site: Site) -> None:
     )
 
 
+def test_the_room_of_a_vm_that_did_not_take_it_over_is_given_to_no_other_job(site: Site) -> None:
+    to_kept(site)
+    for _ in range(3):
+        site.run()
+    site.job("3", request=Request(1, Size(4, 1000)), ref=JobRef("3", 100), rank=-1)  # all CPUs of the host
+    site.run(Done(site.vm.key, EffectKind.CREATE, str(V.PLANNED), Gone("the daemon was restarted")))
+    for _ in range(6):
+        site.run()
+        site.clear()
+        assert [one.state for one in site.rows.attempts.values() if one.job.job_id == "3"] == [A.QUEUED]
+        assert [one.owner.kind for one in site.rows.claims if one.domain == "h1" and one.owner.kind != "template"]
+
+
 @pytest.mark.parametrize("agreed", [False, True])
 def test_what_was_lost_with_the_memory_of_its_host_is_given_up(agreed: bool) -> None:
     site = Site(request=Request(1, Size(1, 100), save=SaveWish(restart=agreed)))

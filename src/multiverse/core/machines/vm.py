@@ -9,9 +9,10 @@ from math import inf
 from multiverse.core.avoidance import blame, joined
 from multiverse.core.machines.saved import is_kept_in_memory
 from multiverse.core.model.basics import ClaimKey, Depth
-from multiverse.core.model.host import HypervisorView
+from multiverse.core.model.host import Claim, HypervisorView
 from multiverse.core.model.job import ENDING_STATES, PINNED_STATES, Attempt, AttemptState, JobState, NodeState
 from multiverse.core.model.reason import Reason, Why, said
+from multiverse.core.model.saved import WAITS_FOR_RUN
 from multiverse.core.model.vm import (
     LEAVING_STATES,
     MOVING_STATES,
@@ -376,6 +377,13 @@ def _step_starting(state: State, vm: Vm, world: World, policy: Policy) -> None:
         state.move(*fail_vm(state, vm, Event.FAILED, Why.NOT_REGISTERED(limit=policy.spawn_timeout), world, policy))
 
 
+def _left_in_memory(state: State, vm: Vm) -> list[Claim]:
+    """What a VM that was to go on as it is kept in memory leaves to the saved job, whose state may still be there."""
+    kept = (one for one in state.saved_named(vm.saved) if one.kept and one.state in WAITS_FOR_RUN)
+    sizes = [claim.size for key in vm.claim_keys if (claim := state.claims.get(key))]
+    return [Claim(one.key, one.kept, size) for one in kept for size in sizes]
+
+
 def _step_leaving(state: State, vm: Vm, world: World) -> None:
     """A VM is gone when its destruction has ended and neither side shows it later; on a fenced host without an
     observation. If only its node is left, it claims nothing any more: the scheduler may keep the node for hours."""
@@ -387,10 +395,11 @@ def _step_leaving(state: State, vm: Vm, world: World) -> None:
     node_is_gone = vm.name not in world.scheduler.value.nodes and world.node_began(vm.name) > since
     off = _is_off(state, vm, vm.place, since, world)
     if off and node_is_gone:
-        state.move(Change(replace(vm, state=V.GONE), Event.ABSENT), free=vm.claim_keys)
+        gone = Change(replace(vm, state=V.GONE), Event.ABSENT)
+        state.move(gone, make=_left_in_memory(state, vm), free=vm.claim_keys)
     elif off and vm.state in (V.REMOVING, V.RELEASING) and _only_its_node_is_left(state, vm, since, world):
         left = Change(replace(vm, state=V.DELETING), Event.NODE_LEFT, Why.NODE_LEFT())
-        state.move(left, free=vm.claim_keys)
+        state.move(left, make=_left_in_memory(state, vm), free=vm.claim_keys)
     elif vm.state is V.ENDING and jobs_began > since and not _may_be_needed(state, vm, world):
         state.move(Change(replace(vm, state=V.REMOVING), Event.NODE_FREE, Why.NODE_FREE()))
 
