@@ -38,6 +38,7 @@ from multiverse.host import links, manifest, network
 from multiverse.host.cgroups import hierarchies
 from multiverse.host.links import MoveListener, MovePeer
 from multiverse.host.manifest import Specification
+from multiverse.host.process import find_by_argument, kill
 from multiverse.host.qemu import arrivals, departures, migration
 from multiverse.host.qemu.channels import Monitor
 from multiverse.host.qemu.context import MoveConfig, QemuHostConfig
@@ -320,10 +321,8 @@ class MovingHost:
     def close(self) -> None:
         if self.process is not None and self.process.poll() is None:
             self.kill()
-        for path in self.place.glob("vms/*/manifest.json"):
-            known = manifest.read(path.parent)
-            if known is not None and known.process.is_alive():
-                os.kill(known.pid, signal.SIGKILL)
+        for left in find_by_argument(str(self.place)):  # also a QEMU that nobody has recorded
+            kill(left)
         self.keeper.kill()
         self.keeper.wait()
 
