@@ -67,7 +67,7 @@ images: setup
 INTEGRATION := pytest tests/contract tests/integration -m "integration and not slow"
 # These do not use the lab that the other tests share: they make labs of their own, a simulated site, simulated drivers, a site in namespaces
 # or an emulated machine.
-ISOLATED := $(addprefix tests/integration/,$(addsuffix .py,test_web_page test_site test_virtual_functions test_hosts \
+ISOLATED := $(addprefix tests/integration/,$(addsuffix .py,test_web_page test_site test_virtual_functions test_hosts test_live_moves \
 	test_leases test_overflow test_strangers test_job_access test_job_ends test_job_row test_job_vms_mpi test_job_vms_nodes \
 	test_job_vms_scenarios))
 
