@@ -440,3 +440,17 @@ def test_a_job_whose_guest_is_mute_is_not_saved_and_goes_on(site: Site) -> None:
     assert not site.rows.saved
     site.to_preparing()
     assert not site.rows.saved and "is told nothing" in str(site.state.refusals[-1][1])
+
+
+def test_a_job_that_may_be_cut_off_is_queued_again_when_its_host_is_back(site: Site) -> None:
+    site.to_cutting()
+    host = site.hosts.pop("h1")
+    site.node(site.name, NodeState.SILENT)
+    site.pass_time(POLICY.silence + 1.0)
+    site.run()
+    site.run()
+    assert site.vm.state is V.LOST and site.saved.state is S.CUTTING
+    site.hosts["h1"] = host
+    site.node(site.name, NodeState.DRAINED)
+    site.run()
+    assert site.vm.state is V.SERVING and site.saved.state is S.CUTTING

@@ -193,6 +193,8 @@ def _step_saving(state: State, saved: Saved, vm: Vm | None, job: Job | None, wor
         state.move(abandon(saved, why))
     elif saved.state in (S.WRITING, S.KEEPING) and _is_written(state, saved, vm, world):
         pass
+    elif saved.state is S.CUTTING and vm is not None and vm.state is VmState.LOST:
+        pass  # its processes may be cut off already: nothing else than the requeue brings the job on
     elif vm is None or vm.state is not VmState.SERVING:
         lost = Why.SAVED_VM_LOST(vm=saved.vm_name)
         state.move((give_up if saved.state in (S.WRITING, S.KEEPING) else abandon)(saved, lost))
