@@ -30,6 +30,8 @@ ELSEWHERE = {
     "vm:removing": "its VM would have to fail, see the tests that kill a QEMU; simulation",
     "vm:deleting": "Slurm would have to keep the node of a VM that is gone, see test_planned_nodes; simulation",
     "vm:lost": "this lab's only host is never out of reach; simulation",
+    "vm:moving": "takes two hosts, see test_live_moves; simulation",
+    "vm:settling": "takes two hosts, see test_live_moves; simulation",
     "vm:orphan": "the database would have to be replaced under a running job; simulation",
     "offer:open": "takes a pool that offers its spares, see test_pool; simulation",
     "offer:taken": "takes a pool that offers its spares, see test_pool; simulation",

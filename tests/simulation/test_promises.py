@@ -153,6 +153,11 @@ RARE = (
             "releasing",
         )
     ),
+    ("vm", ("lost",), "found", "settling"),
+    ("vm", ("moving", "settling"), "released", "ending"),
+    ("vm", ("moving", "settling"), "released", "releasing"),
+    ("vm", ("moving", "settling"), "lost", "lost"),
+    ("vm", ("moving", "settling"), "moved", "settling"),
     ("host", ("nothing",), "added", "known"),
     *(("host", (state,), "drained", state) for state in ("silent", "fencing", "fenced")),
     ("host", ("fencing",), "found", "known"),
@@ -216,7 +221,8 @@ def test_promises_are_kept_with_faults() -> None:
         "scheduler.requeue", "scheduler.hold", "scheduler.exclude", "scheduler.offer", "scheduler.withdraw",
         "hypervisor.add_user",
         *(f"scheduler.{what}" for what in ("prepare", "undo", "forbid_requeue")),  # test_saves
-        *(f"hypervisor.{what}" for what in ("freeze", "cut", "save", "keep_in_memory", "thaw", "discard")),
+        *(f"hypervisor.{what}" for what in ("freeze", "cut", "save", "keep_in_memory", "thaw", "discard", "copy")),
+        "hypervisor.move", "hypervisor.settle",  # test_moves
     }  # fmt: skip
     assert {call for call, _ in applied} | rare == {f"{port}.{method}" for port, method in CALL_IDS}
     for kind in FaultKind:

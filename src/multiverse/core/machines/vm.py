@@ -32,7 +32,8 @@ V = VmState
 
 # --- table -----------------------------------------------------------------------------------------
 
-_LIVE = (*UPCOMING_STATES, V.JOINED, V.SERVING, *MOVING_STATES, V.RETIRING, V.DEAD)
+_AT_ONE_PLACE = (*UPCOMING_STATES, V.JOINED, V.SERVING, V.RETIRING, V.DEAD)
+_LIVE = (*_AT_ONE_PLACE, *MOVING_STATES)
 
 VM: tuple[Transition, ...] = (
     *transitions([None], Event.PLANNED, V.PLANNED),
@@ -58,7 +59,7 @@ VM: tuple[Transition, ...] = (
     *transitions(_LIVE, Event.RELEASED, V.ENDING),
     *transitions([*_LIVE, *LEAVING_STATES], Event.LOST, V.LOST),
     *transitions([V.LOST], Event.FOUND, V.SERVING, V.SETTLING, V.ENDING),
-    *transitions([*_LIVE, V.ORPHAN, V.LOST], Event.FENCED, V.ENDING),
+    *transitions([*_AT_ONE_PLACE, V.ORPHAN, V.LOST], Event.FENCED, V.ENDING),
     *transitions([V.ENDING], Event.NODE_FREE, V.REMOVING),
     *transitions(LEAVING_STATES, Event.ABSENT, V.GONE),
     *transitions([V.REMOVING, V.RELEASING], Event.NODE_LEFT, V.DELETING),
