@@ -3,6 +3,9 @@ drained."""
 
 from __future__ import annotations
 
+from contextlib import suppress
+from dataclasses import dataclass
+
 from multiverse.core.capacity.room import (
     HostLimits,
     Room,
@@ -51,42 +54,45 @@ def _meant(context: Context, name: str) -> Vm:
 
 def move(context: Context, vm: Vm, host: str, why: Reason) -> None:
     """Begin to move a VM to that host, or to any if it is empty. Raises `Refused` if it cannot."""
-    attempt, machine = _movable(context, vm)
-    chosen, claim = _target(context, room_of(context), vm, attempt, machine, host)
-    place = Place(chosen, context.state.source_of(chosen))
-    context.state.move(move_vm(vm, place, why), make=[Claim(vm.key, chosen, claim)])
+    search = _movable(context, vm)
+    if not search.begin(host, why):
+        raise search.refusal(host)
 
 
 def move_off_drained(context: Context) -> None:
     """Begin to move the VMs of hosts that are to be emptied. Those that find no place now are tried in later passes; a
     VM that came back from a move waits for a while."""
     state, again = context.state, context.policy.move_again
-    leaving = [name for name, drain in sorted(state.drains.items()) if drain.moves and name in state.closed]
-    for vm in (vm for name in leaving for vm in state.vms_on(name)):
+    for vm in _to_leave(context):
         if vm.state is VmState.SERVING and (not vm.moves or state.now - vm.since > again):
-            try:
-                move(context, vm, "", Why.HOST_DRAINED(host=vm.host))
-            except Refused:
-                continue
+            with suppress(Refused):
+                _movable(context, vm).begin("", Why.HOST_DRAINED(host=vm.host))
 
 
 def why_stay(context: Context) -> dict[str, str]:
     """Why a VM stays now on each host that is to be emptied, by host. Nothing is changed."""
-    state, found = context.state, dict[str, str]()
-    for name in (name for name, drain in state.drains.items() if drain.moves and name in state.closed):
-        for vm in state.vms_on(name):
-            try:
-                if vm.state is VmState.SERVING:
-                    attempt, machine = _movable(context, vm)
-                    _target(context, room_of(context).copy(), vm, attempt, machine, "")
-            except Refused as error:
-                found[name] = error.message
-                break
+    found = dict[str, str]()
+    for vm in _to_leave(context):
+        if vm.host in found or vm.state is not VmState.SERVING:
+            continue
+        try:
+            search = _movable(context, vm)
+            if search.find("", room_of(context).copy()) is None:
+                raise search.refusal("")
+        except Refused as error:
+            found[vm.host] = error.message
     return found
 
 
-def _movable(context: Context, vm: Vm) -> tuple[Attempt, MachineKind]:
-    """The attempt of a VM that can leave its host now, and the machine that it needs. Raises `Refused`."""
+def _to_leave(context: Context) -> list[Vm]:
+    """The VMs of hosts that are to be emptied."""
+    state = context.state
+    leaving = [name for name, drain in sorted(state.drains.items()) if drain.moves and name in state.closed]
+    return [vm for name in leaving for vm in state.vms_on(name)]
+
+
+def _movable(context: Context, vm: Vm) -> _Search:
+    """The search for a host for a VM. Raises `Refused` if it cannot leave its own now."""
     state, attempt = context.state, context.state.attempt_of(vm)
     if vm.state in MOVING_STATES:
         raise Refused(f"VM {vm.name} moves already", hint="multiverse vms shows where to")
@@ -108,52 +114,74 @@ def _movable(context: Context, vm: Vm) -> tuple[Attempt, MachineKind]:
     if _is_busy(context, vm.host):
         what = f"as many VMs as may move at once (move.at_once) move from or to host {vm.host}"
         raise Refused(what, hint="try again when one has: multiverse vms shows them")
-    return attempt, host.moves
+    return _Search(context, vm, attempt, host.moves)
 
 
-def _target(
-    context: Context, room: Room, vm: Vm, attempt: Attempt, machine: MachineKind, name: str
-) -> tuple[str, Size]:
-    """The host for a VM, `name` if that is given, and what the VM claims there. Raises `Refused` if there is none."""
-    limit = others_on(context.state, attempt)
+@dataclass(frozen=True)
+class _Search:
+    """Looks for a host for a VM that can leave its own. `machine` is what the VM needs."""
 
-    def accepts(host: str) -> bool:
-        return name in ("", host) and host != vm.host and limit(host) > 0 and not _is_busy(context, host)
+    context: Context
+    vm: Vm
+    attempt: Attempt
+    machine: MachineKind
 
-    able = every_host(context, vm.size, lambda host: not _why_unfit(vm, machine, host))
-    claims = able.map(lambda host, size: vm_claim(size, host, vm.image, vm.kind))
-    wanted = placement_request(context, attempt, vm.kind, 1)
-    chosen = place_vms(context, room, wanted, claims, attempt, HostLimits(accepts))
-    if chosen is None:
-        others = [name] if name else [host for host in sorted(context.in_sight) if host != vm.host]
-        reasons = [f"{host}: {_why_not_on(context, vm, machine, limit(host), host)}" for host in others[:_SHOWN]]
+    def begin(self, name: str, why: Reason) -> bool:
+        """Begin to move the VM to the host of that name, or to any if it is empty. False if none takes it now."""
+        state, vm = self.context.state, self.vm
+        if (found := self.find(name, room_of(self.context))) is None:
+            return False
+        host, claim = found
+        state.move(move_vm(vm, Place(host, state.source_of(host)), why), make=[Claim(vm.key, host, claim)])
+        return True
+
+    def find(self, name: str, room: Room) -> tuple[str, Size] | None:
+        """That host, or any, and what the VM claims there. Takes the room."""
+        context, vm = self.context, self.vm
+        limit = others_on(context.state, self.attempt)
+
+        def accepts(host: str) -> bool:
+            return name in ("", host) and host != vm.host and limit(host) > 0 and not _is_busy(context, host)
+
+        able = every_host(context, vm.size, lambda host: not self._why_unfit(host))
+        claims = able.map(lambda host, size: vm_claim(size, host, vm.image, vm.kind))
+        wanted = placement_request(context, self.attempt, vm.kind, 1)
+        chosen = place_vms(context, room, wanted, claims, self.attempt, HostLimits(accepts))
+        return (chosen[0], claims[chosen[0]]) if chosen is not None else None
+
+    def refusal(self, name: str) -> Refused:
+        """Says what that host lacks, or the first ones of all. Made for people alone: it looks at many hosts."""
+        vm = self.vm
+        others = [name] if name else [host for host in sorted(self.context.in_sight) if host != vm.host]
+        reasons = [f"{host}: {self._why_not_on(host)}" for host in others[:_SHOWN]]
         listed = "; ".join(reasons) + ("; and others" if len(others) > _SHOWN else "")
         where = f"host {name}" if name else "another host"
-        raise Refused(f"VM {vm.name} cannot move to {where}" + (f": {listed}" if listed else ""), hint=_HINT)
-    return chosen[0], claims[chosen[0]]
+        return Refused(f"VM {vm.name} cannot move to {where}" + (f": {listed}" if listed else ""), hint=_HINT)
 
+    def _why_unfit(self, host: Host) -> str:
+        """What equal hosts lack for the VM, however busy they are."""
+        if host.moves is None:
+            return "no VM moves to it (move.enabled)"
+        if self.vm.image not in host.images:
+            return f"it has no image {self.vm.image}"
+        return why_other_machine(self.machine, host.moves)
 
-def _why_unfit(vm: Vm, machine: MachineKind, host: Host) -> str:
-    """What equal hosts lack for a VM, however busy they are."""
-    if host.moves is None:
-        return "no VM moves to it (move.enabled)"
-    if vm.image not in host.images:
-        return f"it has no image {vm.image}"
-    return why_other_machine(machine, host.moves)
-
-
-def _why_not_on(context: Context, vm: Vm, machine: MachineKind, more: int, name: str) -> str:
-    """`more`: how many more VMs of the job may be there."""
-    host = context.in_sight.get(name)
-    if host is None:
-        return "it is out of reach" if name in context.state.hosts else "there is no such host"
-    if name == vm.host:
-        return "the VM is there"
-    if name in context.closed:
-        return "it takes no VMs now"
-    busy = "as many VMs as may move at once (move.at_once) move from or to it" if _is_busy(context, name) else ""
-    others = "" if more > 0 else "its job wants no more of its VMs on one host"
-    return _why_unfit(vm, machine, host) or busy or others or "it has no room"
+    def _why_not_on(self, name: str) -> str:
+        context = self.context
+        host = context.in_sight.get(name)
+        if host is None:
+            return "it is out of reach" if name in context.state.hosts else "there is no such host"
+        if name == self.vm.host:
+            return "the VM is there"
+        if name in context.closed:
+            return "it takes no VMs now"
+        if unfit := self._why_unfit(host):
+            return unfit
+        if _is_busy(context, name):
+            return "as many VMs as may move at once (move.at_once) move from or to it"
+        if others_on(context.state, self.attempt)(name) < 1:
+            return "its job wants no more of its VMs on one host"
+        return "it has no room"
 
 
 def _is_busy(context: Context, host: str) -> bool:
