@@ -162,7 +162,7 @@ def step_vm(state: State, vm_id: int, world: World, policy: Policy) -> None:
     elif latest is None or place.host not in latest.value.hosts:
         _step_out_of_sight(state, vm, place, world, policy)
     elif vm.state is V.LOST:
-        if _is_shown_anew(vm, world):
+        if _is_shown_since(vm, vm.since, world):
             _find_again(state, vm, world)
     elif vm.leaving:
         _step_leaving(state, vm, world)
@@ -175,11 +175,12 @@ def step_vm(state: State, vm_id: int, world: World, policy: Policy) -> None:
 def _place_to_go_by(vm: Vm, world: World) -> Place:
     """Where a VM at two places goes on, or may go on out of sight; where it can be ended, if it is to end."""
 
-    def rank(place: Place) -> tuple[bool, bool]:
-        seen = world.at(vm, place)
-        return seen is None or not seen.runs, world.shows(place) is not vm.leaving
+    return min(vm.places, key=lambda place: (not _runs_at(vm, place, world), world.shows(place) is not vm.leaving))
 
-    return min(vm.places, key=rank)
+
+def _runs_at(vm: Vm, place: Place, world: World) -> bool:
+    seen = world.at(vm, place)
+    return seen is not None and seen.runs
 
 
 def _place_left(state: State, vm: Vm, world: World) -> Place | None:
@@ -193,10 +194,10 @@ def _leave(state: State, vm: Vm, left: Place, world: World) -> None:
     """It keeps its other place and claim. It is lost if it is not shown to go on there."""
     why = (Why.HOST_OFF if state.is_fenced(left.host) else Why.NOT_THERE)(host=left.host)
     there = replace(vm, places=tuple(place for place in vm.places if place is not left))
-    seen, free = world.vm(there), [ClaimKey(vm.key, left.host)]
+    free = [ClaimKey(vm.key, left.host)]
     if vm.leaving or vm.state is V.LOST:
         state.move(Change(there, Event.PLACE_LEFT, why), free=free)
-    elif seen is not None and seen.runs:
+    elif _runs_at(there, there.place, world):
         ended = Event.MOVED if left is vm.places[0] else Event.STAYED
         event = Event.PLACE_LEFT if vm.state is V.SETTLING else ended
         state.move(Change(replace(there, state=V.SERVING, reason=None), event, why), free=free)
@@ -210,19 +211,15 @@ def _is_under_way(state: State, vm: Vm, world: World) -> bool:
     neither."""
     if any(state.is_fenced(place.host) for place in vm.places):
         return False
-    since = world.ended_at(vm.key, inf)
-    if since < vm.since:  # that of an earlier state
-        return True
-    latest = [(place, one) for place in vm.places if (one := world.latest(place.source)) is not None]
-    return any(one.began <= since for place, one in latest if place.host in one.value.hosts)
+    ended = world.ended_at(vm.key, inf)
+    return ended < vm.since or not _is_shown_since(vm, ended, world)  # an earlier effect says nothing of this move
 
 
 def _step_moving(state: State, vm: Vm, world: World, policy: Policy) -> None:
     """Something of it is at both its places. It is handed over between the hosts, which know better than this
     controller for how long that is worth trying: until a time limit the move is asked for again."""
     first, second = vm.places
-    here, there = world.at(vm, first), world.at(vm, second)
-    if there is not None and there.runs and not (here is not None and here.runs):
+    if _runs_at(vm, second, world) and not _runs_at(vm, first, world):
         moved = replace(vm, state=V.SETTLING, places=(second, first))
         state.move(Change(moved, Event.MOVED, Why.GOES_ON(host=second.host)))
     elif vm.state is V.MOVING and state.now - vm.since > policy.move_timeout:
@@ -260,11 +257,11 @@ def _step_out_of_sight(state: State, vm: Vm, place: Place, world: World, policy:
         state.move(Change(replace(vm, state=V.LOST), Event.LOST, why))
 
 
-def _is_shown_anew(vm: Vm, world: World) -> bool:
-    """Whether each of its places that is in sight was observed since the VM was lost. It may have gone on at one place
-    after that was observed and before the other one was."""
+def _is_shown_since(vm: Vm, since: float, world: World) -> bool:
+    """Whether each of its places that is in sight was observed after that. A VM may have gone on at one place after
+    that was observed and before the other one was."""
     latest = [(place, one) for place in vm.places if (one := world.latest(place.source)) is not None]
-    return all(one.began > vm.since for place, one in latest if place.host in one.value.hosts)
+    return all(one.began > since for place, one in latest if place.host in one.value.hosts)
 
 
 def _find_again(state: State, vm: Vm, world: World) -> None:
@@ -278,18 +275,14 @@ def _find_again(state: State, vm: Vm, world: World) -> None:
         goes_on = attempt.state is AttemptState.ALLOCATED or _is_occupied(vm, world)
         tied = _job_is_pinned(state, vm, world)
     if goes_on and len(vm.places) > 1:
-        back = replace(vm, state=V.SETTLING, places=_running_first(vm, world), reason=None)
+        running_first = tuple(sorted(vm.places, key=lambda place: not _runs_at(vm, place, world)))
+        back = replace(vm, state=V.SETTLING, places=running_first, reason=None)
         state.move(Change(back, Event.FOUND, Why.RUNS_ON()))
     elif goes_on:
         state.move(Change(replace(vm, state=V.SERVING, reason=None), Event.FOUND, Why.RUNS_ON()))
     elif not tied:
         why = (vm.reason if len(vm.places) > 1 else None) or Why.HOST_WAS_AWAY(host=vm.host)
         state.move(end_vm(vm, Event.FOUND, why))
-
-
-def _running_first(vm: Vm, world: World) -> tuple[Place, ...]:
-    shown = {place: world.at(vm, place) for place in vm.places}
-    return tuple(sorted(vm.places, key=lambda place: (seen := shown[place]) is None or not seen.runs))
 
 
 def _step_in_sight(state: State, vm: Vm, latest: Seen[HypervisorView], world: World, policy: Policy) -> None:
