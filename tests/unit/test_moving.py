@@ -13,6 +13,7 @@ from multiverse.core.model.job import JobState
 from multiverse.core.model.vm import VmCondition, VmState
 from multiverse.core.moving import why_stay
 from multiverse.core.transition import Command, Done, EffectKind, Event
+from multiverse.service.hosts import Troubles, host_views
 from tests.unit.test_places import Site
 
 V = VmState
@@ -195,3 +196,12 @@ def test_hosts_that_make_other_machines_are_told_apart_also_where_all_else_is_eq
     site.hosts["h3"] = third
     site.run()
     assert not order(site) and site.vm.places[1].host == "h3"
+
+
+def test_hosts_show_their_machine_and_what_only_some_cpus_have() -> None:
+    site = ready(moves=replace(KIND, features=KIND.features | {"avx512f"}))
+    views = host_views(site.rows, site.world, site.clock.time, Troubles({}, {}, {}, {}))
+    assert [view.moves for view in views] == [
+        "pc-q35-7.2 of QEMU 7.2, kvm, CPU Haswell",
+        "pc-q35-7.2 of QEMU 7.2, kvm, CPU Haswell, with avx512f",
+    ]

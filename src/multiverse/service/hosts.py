@@ -39,8 +39,12 @@ class Troubles:
 
 def host_views(rows: Rows, world: World, now: float, troubles: Troubles) -> list[HostView]:
     there, leases = _by_host(rows), {lease.name: lease for lease in rows.leases.values()}
+    machines = _machine_texts(rows, world)
     return [
-        _view(host, there[host.name], world, now, troubles, leases.get(host.name))
+        replace(
+            _view(host, there[host.name], world, now, troubles, leases.get(host.name)),
+            moves=machines.get(host.name, ""),
+        )
         for _, host in sorted(rows.hosts.items())
         if host.state is not HostState.REMOVED
     ]
@@ -152,15 +156,20 @@ def _view(
             NumaView(one.number, one.cpus, one.memory, one.free, size_view(one.taken), one.distances)
             for one in (host.numa if reachable else ())
         ),
-        moves=_machine_text(host.moves, world) if host.moves else "",
         faults=tuple(HostFaultView(one.image, one.failures, one.until, text_of(one.reason)) for one in known.faults),
     )
 
 
-def _machine_text(machine: MachineKind, world: World) -> str:
-    """Features of the CPU are named that not all hosts have."""
-    every = [one.moves.features for one in world.hosts.values() if one.moves is not None]
-    more = sorted(machine.features - frozenset.intersection(*every)) if every else []
+def _machine_texts(rows: Rows, world: World) -> dict[str, str]:
+    """The machines of hosts between which VMs move, by host, with features of the CPU that not all in sight have."""
+    in_sight = [one.moves.features for one in world.hosts.values() if one.moves is not None]
+    common = frozenset.intersection(*in_sight) if in_sight else None
+    known = {name: world.hosts.get(name) or row.value for name, row in rows.hosts.items()}
+    return {name: _machine_text(host.moves, common) for name, host in known.items() if host and host.moves}
+
+
+def _machine_text(machine: MachineKind, common: frozenset[str] | None) -> str:
+    more = sorted(machine.features - common) if common is not None else []
     tsc = f", {machine.tsc_khz} kHz" if machine.tsc_khz else ""
     release = machine.release.removeprefix("QEMU emulator version ")
     text = f"{machine.board} of QEMU {release}, {machine.accelerator}, CPU {machine.cpu}{tsc}"
