@@ -116,6 +116,23 @@ class VxlanDirectory:
             await self._connect(peer.ref, (neighbour,))
 
 
+CancelMove = Callable[[VmRef, bool], Awaitable[protocol.MoveHolds]]
+"""End a move at one host: see `VmExchange.cancel_move`. The second argument says whether the VM is `absent`."""
+
+
+async def settle_move(vm: VmRef, other: VmRef, cancel: CancelMove, destroy: Callable[[VmRef], Awaitable[None]]) -> None:
+    """End a move between two hosts, both of which are asked: see `ports.Moves.settle`."""
+    here, there = await asyncio.gather(cancel(vm, False), cancel(other, False), return_exceptions=True)
+    for result in (here, there):
+        if isinstance(result, BaseException):
+            raise result
+    for one, has, otherwise in ((vm, here, there), (other, there, here)):
+        if has == "handed_over" and otherwise == "received":
+            await destroy(one)
+        elif has == "handed_over" and otherwise == "absent":  # the hosts may not reach each other
+            await cancel(one, True)
+
+
 class AgentSource:
     """`ports.Source`: the agent of one host, by the host's name."""
 
@@ -260,18 +277,11 @@ class AgentHypervisor:
         return stages
 
     async def settle(self, vm: VmRef, number: int, other: VmRef) -> None:
-        async def ask(one: VmRef) -> protocol.MoveHolds:
-            return (await self._agent(one.source).call(protocol.CancelMove(vm=one, number=number))).has
+        async def cancel(one: VmRef, absent: bool) -> protocol.MoveHolds:
+            call = protocol.CancelMove(vm=one, number=number, absent=absent)
+            return (await self._agent(one.source).call(call)).has
 
-        here, there = await asyncio.gather(ask(vm), ask(other), return_exceptions=True)
-        for result in (here, there):
-            if isinstance(result, BaseException):
-                raise result
-        for one, has, otherwise in ((vm, here, there), (other, there, here)):
-            if has == "handed_over" and otherwise == "received":
-                await self.destroy(one, 0.0)
-            elif has == "handed_over" and otherwise == "absent":  # the hosts may not reach each other
-                await self._agent(one.source).call(protocol.CancelMove(vm=one, number=number, absent=True))
+        await settle_move(vm, other, cancel, lambda one: self.destroy(one, 0.0))
 
     @property
     def listening(self) -> Mapping[str, str]:

@@ -158,7 +158,7 @@ class GroupBook:
                 self._note(change.row)
 
     def _note(self, vm: Vm) -> None:
-        """A VM that moves is told where it still is, and its group also to the host to which it moves."""
+        """Hosts are told that a VM that moves is still at its first place; its second is told of the group, too."""
         new, old = self._member(vm), self._members.get(vm.name)
         hosts = tuple(place.host for place in vm.places) if new is not None else ()
         if new == old and hosts == self._places.get(vm.name, ()):

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from multiverse.agent.hypervisor import settle_move
 from multiverse.agent.protocol import MoveHolds
-from multiverse.core.errors import Broken, Gone, MultiverseError, Refused, Unknown
+from multiverse.core.errors import Broken, Gone, Refused, Unknown
 from multiverse.core.model.vm import Stage, VmCondition, VmRef, VmSpec
 from multiverse_lab.simulation.machines import Machine, Machines
 
@@ -42,22 +43,15 @@ class SimulatedMoves:
         return await self.send(vm, number, target.host)
 
     async def settle(self, vm: VmRef, number: int, other: VmRef) -> None:
-        found: dict[VmRef, MoveHolds] = {}
-        failed: MultiverseError | None = None
-        for ref in (vm, other):
-            try:
-                await self._command()
-                found[ref] = self.end(ref, number)
-            except MultiverseError as error:
-                failed = error
-        if failed is not None:
-            raise failed
-        for ref in (ref for ref, what in found.items() if what == "handed_over"):
+        async def cancel(one: VmRef, absent: bool) -> MoveHolds:
             await self._command()
-            if "received" in found.values():
-                self._machines.destroy(ref)
-            elif "absent" in found.values():
-                self.end(ref, number, absent=True)
+            return self.end(one, number, absent=absent)
+
+        async def destroy(one: VmRef) -> None:
+            await self._command()
+            self._machines.destroy(one)
+
+        await settle_move(vm, other, cancel, destroy)
 
     # --- what one host does
 

@@ -31,6 +31,7 @@ from multiverse.host.qemu.hotplug import plug
 from multiverse.host.qemu.lifecycle import VmParts
 from multiverse.host.qemu.machine import Feature
 from multiverse.host.qemu.migration import Wire
+from multiverse.host.qemu.saved_files import DECOMPRESS
 from multiverse.host.qemu.session import Paths, QemuSession
 from multiverse.images.catalog import Image
 from multiverse.system import files
@@ -45,7 +46,6 @@ _COMPLETE = 30.0  # seconds for the last of the memory
 _ORPHANED = 30.0  # seconds after which a VM is removed whose host calls no more
 _ANNOUNCED_AGAIN = (0.2, 1.0)  # seconds after which it is said again on the network where a VM is
 _TAKEN = 2.0  # seconds until a guest has taken a message
-_DECOMPRESS = ("zstd", "-q", "-d", "-c")
 _LATE = 600.0  # seconds by which a call of the controller may be late
 _KEPT_NUMBERS = 1000
 
@@ -254,7 +254,7 @@ class IncomingVms:
             sock.setblocking(True)
             migration.receive_memory(monitor, sock.dup())
             return
-        wire = Wire(sock, _DECOMPRESS if self._config.compress else (), outwards=False)
+        wire = Wire(sock, DECOMPRESS if self._config.compress else (), outwards=False)
         stack.callback(wire.close)
         migration.receive_memory(monitor, wire.qemu)
 

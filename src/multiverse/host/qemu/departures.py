@@ -26,6 +26,7 @@ from multiverse.host.qemu.channels import Monitor
 from multiverse.host.qemu.context import HostContext, MoveConfig, VmStageTimer
 from multiverse.host.qemu.hotplug import backends_of
 from multiverse.host.qemu.migration import Limits, Sender, Wire
+from multiverse.host.qemu.saved_files import COMPRESS
 from multiverse.system import files
 from multiverse.system.locks import locked_directory
 
@@ -38,7 +39,6 @@ _PING = 5.0  # seconds between signs of life
 _AGAIN, _AGAIN_LIMIT = 0.2, 30.0  # seconds before it is asked again: doubled each time up to the limit
 _CANCELLED = 30.0  # seconds in which a move that is cancelled ends
 _TAIL = 64 << 10  # bytes of the console and of QEMU's log that go with the VM
-_COMPRESS = ("zstd", "-q", "-1", "-T0", "-c")
 _ERRORS = {kind.__name__: kind for kind in (Refused, Exhausted, Gone, Broken)}
 
 
@@ -196,7 +196,7 @@ class OutgoingVm:
         sender.send_disk(self._wire("disk", stack), whole=whole)
         files.write_back(self._paths.full_disk if whole else self._paths.overlay)  # QEMU does so when the guest stops
         self._timer("disk")
-        sender.send_memory(self._wire("memory", stack, *(_COMPRESS if config.compress else ())))
+        sender.send_memory(self._wire("memory", stack, *(COMPRESS if config.compress else ())))
         self._timer("memory")
         sender.end_disk()
         sender.end_memory()

@@ -70,14 +70,6 @@ class Wire:
         for sock in (ours, self._connection):
             shut_down(sock)
 
-    def given(self) -> None:
-        """QEMU has its socket."""
-        self.qemu.close()
-
-    def wait(self) -> None:
-        """Wait until either side has ended."""
-        self._thread.join()
-
     def close(self) -> None:
         """End both sides."""
         for sock in self._sockets:
