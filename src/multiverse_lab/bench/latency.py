@@ -189,13 +189,14 @@ def _vm_cost(client: Client, job: str) -> tuple[float, float, float] | None:
     return None
 
 
-def until(met: Callable[[], bool], otherwise: str, hint: str = LOG_HINT) -> None:
-    """Wait until something is so. Raises `Broken` with these words if it is not in time."""
+def until(met: Callable[[], bool], otherwise: str, hint: str = LOG_HINT, pause: float = 0.05) -> None:
+    """Wait until something is so, and ask every `pause` seconds. Raises `Broken` with these words if it is not in
+    time."""
     deadline = time.monotonic() + JOB_LIMIT
     while not met():
         if time.monotonic() > deadline:
             raise Broken(f"{otherwise} within {JOB_LIMIT:g} s", hint=hint)
-        time.sleep(0.05)
+        time.sleep(pause)
 
 
 def _until_reclaimed(client: Client, job: str) -> TimelineView:

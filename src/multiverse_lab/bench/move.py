@@ -17,7 +17,7 @@ from pathlib import Path
 
 from multiverse.client import Client
 from multiverse.core.errors import Broken
-from multiverse_lab.bench.latency import JOB_LIMIT, LOG_HINT
+from multiverse_lab.bench.latency import until
 from multiverse_lab.lab.session import LabSession
 
 PROGRAM = """
@@ -158,23 +158,26 @@ class MoveRun:
         self.reports.taken.clear()
         job = self.lab.submit(f"#!/bin/sh\n{command}\n", "--output=/dev/null", f"--mem={case.memory}", "--time=60")
         try:
-            self._wait_for_reports(job)
+            until(lambda: bool(self.reports.taken), f"job {job} did not report")
             time.sleep(SETTLED + case.filled / 200)
             found = [self._move(job) for _ in range(moves)]
         finally:
             self.lab.run("scancel", job)
-            self._wait_until_gone(job)
+            gone = lambda: all(one["job_id"] != job for one in self.client.vms())  # noqa: E731
+            until(gone, f"the VM of job {job} was not released")
         self.samples.setdefault(case.name, []).extend(found)
         return found
 
     def _move(self, job: str) -> MoveSample:
         time.sleep(SETTLED)
-        source = self._host(job)
+        source = self._is_where(job)
         before = sent_by(self.lab, source)
         began = time.monotonic()
         target = self.client.move(job)["target"]
-        self._wait_until_moved(job, target)
+        until(lambda: bool(self._is_where(job)), f"the VM of job {job} did not move", pause=_POLL)
         total = time.monotonic() - began
+        if self._is_where(job) != target:
+            raise Broken(f"the VM of job {job} did not move to {target}", hint=f"multiverse timeline -e {job}")
         sent = sent_by(self.lab, source) - before
         time.sleep(0.3)  # for the reports that are under way
         meanwhile = self.reports.between(began, began + total + 0.2)
@@ -184,19 +187,12 @@ class MoveRun:
         worst = max((one.worst for one in meanwhile), default=0.0)
         return MoveSample(total, worst, longest_pause(meanwhile), longest_pause(usual), sent, slower, stages)
 
-    def _host(self, job: str) -> str:
-        return str(next(vm["host"] for vm in self.client.vms() if vm["job_id"] == job))
-
-    def _wait_until_moved(self, job: str, target: str) -> None:
-        deadline = time.monotonic() + JOB_LIMIT
-        while time.monotonic() < deadline:
-            vm = next((one for one in self.client.vms() if one["job_id"] == job), None)
-            if vm is None or vm["state"] == "serving":
-                if vm is None or vm["host"] != target:
-                    raise Broken(f"the VM of job {job} did not move to {target}", hint=f"multiverse timeline -e {job}")
-                return
-            time.sleep(_POLL)
-        raise Broken(f"the VM of job {job} did not move within {JOB_LIMIT:g} s", hint=LOG_HINT)
+    def _is_where(self, job: str) -> str:
+        """The host of the job's VM, once it does not move; empty until then."""
+        vm = next((one for one in self.client.vms() if one["job_id"] == job), None)
+        if vm is None:
+            raise Broken(f"the VM of job {job} has ended", hint=f"multiverse timeline -e {job}")
+        return str(vm["host"]) if vm["state"] == "serving" else ""
 
     def _stages(self, job: str) -> Mapping[str, float]:
         """Those of the latest move."""
@@ -204,20 +200,6 @@ class MoveRun:
         told = [one["reason"] for one in entries if one["event"] == "move" and not one["state"]]
         parts = (part.rsplit(" ", 2) for part in told[-1].split(", ")) if told else ()
         return {name: float(milliseconds) / 1000 for name, milliseconds, _ in parts}
-
-    def _wait_for_reports(self, job: str) -> None:
-        deadline = time.monotonic() + JOB_LIMIT
-        while not self.reports.taken:
-            if time.monotonic() > deadline:
-                raise Broken(f"job {job} did not report within {JOB_LIMIT:g} s", hint=LOG_HINT)
-            time.sleep(0.05)
-
-    def _wait_until_gone(self, job: str) -> None:
-        deadline = time.monotonic() + JOB_LIMIT
-        while any(one["job_id"] == job for one in self.client.vms()):
-            if time.monotonic() > deadline:
-                raise Broken(f"the VM of job {job} was not released within {JOB_LIMIT:g} s", hint=LOG_HINT)
-            time.sleep(0.05)
 
 
 def sent_by(lab: LabSession, host: str) -> int:
