@@ -63,6 +63,15 @@ def _committed() -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def _unless_refused() -> Iterator[None]:
+    """Answer with 409, the message and the hint if what the block asks for is refused."""
+    try:
+        yield
+    except Refused as error:
+        raise HTTPException(409, {"message": error.message, "hint": error.hint}) from error
+
+
 def _add_daemon(app: FastAPI, backend: Backend) -> None:
     @app.get("/status")
     async def status() -> api.StatusView:
@@ -154,11 +163,8 @@ def _add_hosts(app: FastAPI, backend: Backend) -> None:
     ) -> api.SavedChanged:
         """Save a running job, or let a saved one that is held go on, or begin anew without its state. The change is
         committed when this answers."""
-        try:
-            with _committed():
-                await backend.change_job(verb, job_id, hold=hold, anew=anew)
-        except Refused as error:
-            raise HTTPException(409, {"message": error.message, "hint": error.hint}) from error
+        with _unless_refused(), _committed():
+            await backend.change_job(verb, job_id, hold=hold, anew=anew)
         return api.SavedChanged(job_id)
 
     @app.post("/hosts/{verb}")
@@ -174,11 +180,8 @@ def _add_hosts(app: FastAPI, backend: Backend) -> None:
     @app.post("/moves")
     async def move(request: api.MoveRequest) -> api.MoveBegun:
         """Move a VM to another host while its job runs. That it begins is committed when this answers."""
-        try:
-            with _committed():
-                return await backend.move(request.what, request.host)
-        except Refused as error:
-            raise HTTPException(409, {"message": error.message, "hint": error.hint}) from error
+        with _unless_refused(), _committed():
+            return await backend.move(request.what, request.host)
 
     @app.get("/audit/identity")
     async def audit_identity() -> api.IdentityAudit:

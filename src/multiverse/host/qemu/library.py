@@ -267,10 +267,7 @@ class QemuHost:
         saves.keep(self._context, name, saved)
 
     def _let_rest(self, name: str, token: str) -> None:
-        self._context.check_name(name)
-        known = manifest.read(self._context.paths(name).home)
-        manifest.refuse_other(known, token)
-        manifest.refuse_moving(known)
+        self._check_stays(name, token)
         if saves.is_running(self._context, name):  # or else an earlier call has stopped it
             self._ask_to_save(name, token, REST, "rests", _ANSWER_TIMEOUT, frozen=True)
 
@@ -293,14 +290,18 @@ class QemuHost:
         """Hangs for as long as a file system of a storage does."""
         saves.discard(self._context, saved)
 
+    def _check_stays(self, name: str, token: str) -> None:
+        """Raise `Refused` if a VM of that name is moving, and what `manifest.refuse_other` raises."""
+        self._context.check_name(name)
+        known = manifest.read(self._context.paths(name).home)
+        manifest.refuse_other(known, token)
+        manifest.refuse_moving(known)
+
     def _ask_to_save(self, name: str, token: str, message: bytes, answer: str, timeout: float, *, frozen: bool) -> None:
         """Ask a guest for a step, and record whether its job is frozen then. Raises also what `manifest.refuse_other`
         raises."""
-        self._context.check_name(name)
+        self._check_stays(name, token)
         home = self._context.paths(name).home
-        known = manifest.read(home)
-        manifest.refuse_other(known, token)
-        manifest.refuse_moving(known)
         report = self._context.connections.started_channel(name).ask(message, answer, timeout, or_else="refused")
         if report.type == "refused":
             raise Broken(f"in the guest of VM {name}: {report.reason}", hint="see its console log beside its manifest")
