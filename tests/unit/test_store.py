@@ -12,11 +12,20 @@ from multiverse.core.errors import Broken
 from multiverse.core.model.basics import ClaimKey, Size
 from multiverse.core.model.host import Claim, Drain, Host, HostState, KnownHost
 from multiverse.core.model.job import AttemptState
+from multiverse.core.model.saved import SavedState
 from multiverse.core.model.vm import Stage
+from multiverse.core.rows import Numbers, Rows
 from multiverse.core.transition import Change, Event, Move
 from multiverse.store import Store, StoreConflict, open_store
+from multiverse.store.database import NUMBERS_A_SECOND
 from tests.unit.planner_harness import ManualClock, PlannerHarness
-from tests.unit.rows import IMAGES
+from tests.unit.rows import IMAGES, saved
+
+
+def with_numbers_of(before: Rows, rows: Rows) -> Rows:
+    """The rows with the numbers that came next before: some are left out at each opening."""
+    names = ("next_serial", "next_attempt", "next_lease", "next_saved", "skipped_saved")
+    return replace(rows, **{name: getattr(before, name) for name in names})
 
 
 def test_rows_claims_and_numbers_come_back_as_they_were(tmp_path: Path) -> None:
@@ -26,7 +35,7 @@ def test_rows_claims_and_numbers_come_back_as_they_were(tmp_path: Path) -> None:
     harness.store.close()
     again = Store(tmp_path / "db", harness.clock)
     rows = again.rows()
-    assert replace(rows, next_serial=2, next_attempt=2, next_lease=1) == before and again.site == before.site
+    assert with_numbers_of(before, rows) == before and again.site == before.site
     assert before.next_serial == 2 and before.next_attempt == 2 and rows.next_template == before.next_template
 
 
@@ -150,6 +159,35 @@ def test_a_vm_may_hold_claims_in_two_domains_and_each_is_released_by_its_own_key
     assert [c for c in again.rows().claims if c.owner == vm.key] == [other]
 
 
+def test_a_restored_database_gives_no_number_of_a_saved_job_again_and_counts_none_of_them_as_ended(
+    tmp_path: Path,
+) -> None:
+    """A minute after the copy was made it takes the place of the database, in which more jobs were saved meanwhile."""
+    clock = ManualClock()
+    store = Store(tmp_path / "db", clock)
+    with store.transaction() as tx:
+        tx.apply(Move((Change(replace(saved(SavedState.PREPARING), version=0), Event.ASKED),)))
+    assert store.rows().next_saved == 2
+    store.close()
+    clock.time += 60.0
+    rows = Store(tmp_path / "db", clock).rows()
+    numbers = Numbers(rows)
+    assert rows.next_saved == 2 + 60 * NUMBERS_A_SECOND
+    given = [numbers.has_given_saved(number) for number in (1, 2, rows.next_saved - 1, rows.next_saved)]
+    assert given == [True, False, False, False]
+    mine = numbers.new_saved_id()
+    assert numbers.has_given_saved(mine) and not numbers.has_given_saved(mine + 1)
+
+
+def test_numbers_that_were_left_out_by_two_openings_in_a_row_are_kept_as_one_range(tmp_path: Path) -> None:
+    clock = ManualClock()
+    for _ in range(3):
+        store = Store(tmp_path / "db", clock)
+        store.close()
+        clock.time += 1.0
+    assert Store(tmp_path / "db", clock).rows().skipped_saved == ((1, 1 + 3 * NUMBERS_A_SECOND),)
+
+
 def test_the_rows_of_an_earlier_boot_enter_their_states_anew(tmp_path: Path) -> None:
     harness = PlannerHarness(path=tmp_path / "db")
     harness.to_claimed()
@@ -157,7 +195,7 @@ def test_the_rows_of_an_earlier_boot_enter_their_states_anew(tmp_path: Path) -> 
     harness.store.close()
     same = Store(tmp_path / "db", ManualClock(2000.0, "boot-1"))
     rows = same.rows()
-    assert replace(rows, next_serial=before.next_serial, next_attempt=before.next_attempt, next_lease=1) == before
+    assert with_numbers_of(before, rows) == before
     same.close()
     after = Store(tmp_path / "db", ManualClock(5.0, "boot-2")).rows()
     for old, new in ((before.vms[1], after.vms[1]), (before.templates[1], after.templates[1])):

@@ -96,6 +96,7 @@ class Rows(LiveRows):
     saved: Mapping[int, Saved] = field(default_factory=dict)
     next_lease: int = 1
     next_saved: int = 1
+    skipped_saved: tuple[tuple[int, int], ...] = ()  # numbers below `next_saved` that were left out: from, and before
 
 
 class Numbers:
@@ -108,6 +109,7 @@ class Numbers:
             rows.next_template,
         )
         self.next_lease, self.next_saved = rows.next_lease, rows.next_saved
+        self.skipped_saved = rows.skipped_saved
 
     def as_now(self) -> Callable[[], None]:
         counters = dict(vars(self))
@@ -132,6 +134,10 @@ class Numbers:
     def new_saved_id(self) -> int:
         self.next_saved += 1
         return self.next_saved - 1
+
+    def has_given_saved(self, number: int) -> bool:
+        """Whether a saved job had this number. One that was left out may be of a row that was lost with a database."""
+        return number < self.next_saved and not any(first <= number < end for first, end in self.skipped_saved)
 
     def new_template_id(self) -> int:
         self.next_template += 1

@@ -135,7 +135,7 @@ def unexplained_states(state: State, world: World, policy: Policy) -> list[tuple
             seen, number = shown.get(name), name.rpartition("-")[2]
             if seen is None or state.saved_named(name):
                 continue
-            ended = number.isdigit() and int(number) < state.numbers.next_saved
+            ended = number.isdigit() and state.numbers.has_given_saved(int(number))
             age = state.now + world.epoch - seen.written
             old = policy.save_keep and seen.written and age > policy.save_keep
             if ended or old or seen.kept or not seen.complete:

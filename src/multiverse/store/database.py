@@ -87,6 +87,7 @@ _ADAPTERS = {kind: TypeAdapter[Any](type_) for kind, (_, type_) in _KINDS.items(
 
 
 _REASON = TypeAdapter(Reason)
+_SKIPPED = TypeAdapter(list[tuple[int, int]])
 
 
 def _body(row: Row) -> str:
@@ -134,6 +135,10 @@ NUMBERS_A_SECOND = 20
 database that was restored from an older copy gives no number again. They are left out for each second since the site's
 first if it was in use before this boot, or elsewhere, or replaces a lost one: names suffice for 89 years of that."""
 
+MOST_SKIPPED = 1000
+"""Ranges of numbers of saved jobs that are known to have been left out, the last ones: each opening adds one at most.
+States are kept for days, in which a controller is not started so often."""
+
 USE_NOTED_EVERY = 20.0  # seconds between two notes of the time while nothing else changes
 FIRST_SITE = 1_600_000_000.0  # Unix time before which no site began: September 2020
 
@@ -178,6 +183,7 @@ class Store:
                 self._set_default("epoch", "0")
                 for counter in _COUNTERS.values():
                     self._set_default(counter, "1")
+                self._set_default("skipped_saved", "[]")
                 self._skip_numbers()
                 self._enter_boot()
                 self._put_meta("used", str(clock.wall()))
@@ -284,8 +290,18 @@ class Store:
         unused = now - float(meta.get("used", now))
         here = "used" in meta and unused >= 0 and meta.get("boot") == self._clock.boot_id()
         left_out, least = _numbers(unused), 0 if here else _numbers(now - float(meta["since"]))
-        for counter in ("next_serial", "next_attempt", "next_lease"):
+        for counter in ("next_serial", "next_attempt", "next_lease", "next_saved"):
             self._execute(_LEAVE_OUT, {"number": left_out, "least": least, "key": counter})
+        self._note_skipped(int(meta["next_saved"]), int(self._meta("next_saved")))
+
+    def _note_skipped(self, first: int, end: int) -> None:
+        """Keep which numbers of saved jobs were left out: files of that number are of no row that has ended."""
+        ranges = _SKIPPED.validate_json(self._meta("skipped_saved"))
+        if ranges and ranges[-1][1] == first:  # none was given meanwhile
+            first = ranges.pop()[0]
+        if first < end:
+            ranges = [*ranges[1 - MOST_SKIPPED :], (first, end)]
+        self._put_meta("skipped_saved", json.dumps(ranges))
 
     def note_use(self) -> None:
         """Note the time in the database, if the last note is too old. The next commit reports a failure."""
@@ -414,6 +430,7 @@ class Transaction:
         claims = s._execute(_ALL_CLAIMS).all()
         found: dict[str, Any] = {name: {row.id: row for row in s._live(kind)} for kind, name in Rows.table_of.items()}
         found |= {name: int(meta[name]) for name in _COUNTERS.values()}
+        found["skipped_saved"] = tuple(_SKIPPED.validate_json(meta["skipped_saved"]))
         return Rows(
             site=meta["site"],
             claims=tuple(Claim(Key(c.kind, c.id), c.domain, Size(c.cpus, c.memory, c.disk, c.net)) for c in claims),
