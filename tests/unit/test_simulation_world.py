@@ -170,6 +170,26 @@ def test_a_job_that_may_not_be_requeued_fails_with_its_node(lost: bool) -> None:
     assert world.violations() == ([] if lost else [well])
 
 
+def test_a_run_may_be_ended_on_vms_on_which_an_earlier_one_was_started_in_vain() -> None:
+    """The message that launches the first run is lost: slurmctld starts the job again there by itself."""
+
+    async def drive(driver: Driver) -> None:
+        cluster = driver.world.cluster
+        job_id = cluster.submit(Batch(seconds=30))
+        names = await driver.serve(job_id)
+        await driver.until(lambda: cluster.nodes[names[0]].job is not None)
+        cluster.nodes[names[0]].guest.pause()
+        await asyncio.sleep(20)
+        assert not driver.world.runs
+        cluster.nodes[names[0]].guest.unpause()
+        await driver.until(lambda: bool(driver.world.runs))
+        await driver.scheduler.set_down(names[0], "its job was queued again")
+
+    world = drive_world(4, drive)
+    assert not world.violations()
+    assert [(run.restarts, run.completed) for run in world.runs] == [(1, False)]
+
+
 def test_a_pin_without_a_node_is_refused_and_a_pin_that_lost_its_node_is_bad() -> None:
     async def drive(driver: Driver) -> None:
         job_id = driver.world.cluster.submit(Batch(nodes=2))
