@@ -13,7 +13,7 @@ from multiverse.core.machines.vm import move_vm
 from multiverse.core.model.basics import ClaimKey, Size
 from multiverse.core.model.host import Claim, HypervisorView
 from multiverse.core.model.job import JobState, NodeState
-from multiverse.core.model.reason import Why, said
+from multiverse.core.model.reason import Why, said, text_of
 from multiverse.core.model.vm import Place, TemplateKey, Vm, VmCondition, VmSeen, VmState
 from multiverse.core.model.world import Observation, Seen, World
 from multiverse.core.transition import Change, Command, EffectKind, Event, Move
@@ -21,7 +21,7 @@ from tests.unit.planner_harness import PlannerHarness
 from tests.unit.rows import vm as vm_row
 
 V = VmState
-RUNNING, MAKING, PAUSED = VmCondition.RUNNING, VmCondition.CREATING, VmCondition.PAUSED
+RUNNING, MAKING, PAUSED, DEAD = VmCondition.RUNNING, VmCondition.CREATING, VmCondition.PAUSED, VmCondition.DEAD
 MOVES = (V.MOVING, V.SETTLING)
 CLAIM = Size(1, 300)
 
@@ -205,6 +205,28 @@ def test_its_absence_at_a_place_counts_only_after_the_effect_that_may_have_broug
     assert site.held == ["h1", "h2"], "the observation is older"
     site.run()
     assert (site.vm.state, site.held, site.vm.host) == (V.SERVING, ["h1"], "h1")
+
+
+@pytest.mark.parametrize("left", ["dead", "gone", "off"])
+def test_a_vm_that_goes_on_nowhere_ends_with_what_became_of_it(left: str) -> None:
+    """Its host was in reach all the while."""
+    site = Site()
+    site.begin_move()
+    if left == "off":
+        site.lose("h1")
+        site.fence("h1")
+        assert text_of(site.vm.reason) == "host h1 is off"
+        return
+    site.there["h1"] = DEAD
+    site.act()
+    del site.there["h2"]
+    if left == "gone":
+        del site.there["h1"]
+    for _ in range(2):
+        site.run()
+    place = "h1" if left == "dead" else "h2"
+    why = "the VM died" if left == "dead" else f"it is not on host {place} any more"
+    assert (site.vm.state, text_of(site.vm.reason)) == (V.ENDING, why)
 
 
 def test_a_vm_that_is_gone_from_both_places_dies_and_nothing_is_left() -> None:

@@ -202,7 +202,18 @@ def _leave(state: State, vm: Vm, left: Place, world: World) -> None:
         event = Event.PLACE_LEFT if vm.state is V.SETTLING else ended
         state.move(Change(replace(there, state=V.SERVING, reason=None), event, why), free=free)
     else:
-        state.move(Change(replace(there, state=V.LOST), Event.LOST, why), free=free)
+        lost = replace(there, state=V.LOST, reason=_why_ended(state, there, left, world))
+        state.move(Change(lost, Event.LOST, why), free=free)
+
+
+def _why_ended(state: State, vm: Vm, left: Place, world: World) -> Reason | None:
+    """Why a VM does not go on at the place that it has kept. None if that is out of sight: it may go on there."""
+    if not world.shows(vm.place):
+        return None
+    if state.is_fenced(left.host):
+        return Why.HOST_OFF(host=left.host)
+    seen = world.vm(vm)
+    return (said(seen.reason) or Why.VM_DIED()) if seen is not None else Why.NOT_THERE(host=vm.host)
 
 
 def _is_under_way(state: State, vm: Vm, world: World) -> bool:
@@ -281,8 +292,7 @@ def _find_again(state: State, vm: Vm, world: World) -> None:
     elif goes_on:
         state.move(Change(replace(vm, state=V.SERVING, reason=None), Event.FOUND, Why.RUNS_ON()))
     elif not tied:
-        why = (vm.reason if len(vm.places) > 1 else None) or Why.HOST_WAS_AWAY(host=vm.host)
-        state.move(end_vm(vm, Event.FOUND, why))
+        state.move(end_vm(vm, Event.FOUND, vm.reason or Why.HOST_WAS_AWAY(host=vm.host)))
 
 
 def _step_in_sight(state: State, vm: Vm, latest: Seen[HypervisorView], world: World, policy: Policy) -> None:
