@@ -17,11 +17,12 @@ from multiverse.core.explanation import (
     explain_new,
     host_verdicts,
 )
+from multiverse.core.machines.vm import keep_vm_there, move_vm
 from multiverse.core.model.basics import Size
 from multiverse.core.model.host import Drain, HostState, KnownHost, Overcommitment
 from multiverse.core.model.job import AttemptState, JobState
 from multiverse.core.model.reason import Why, for_long, said
-from multiverse.core.model.vm import TemplateState
+from multiverse.core.model.vm import Place, TemplateState
 from multiverse.core.queue import BEHIND, FIRST
 from tests.unit.planner_harness import POLICY
 from tests.unit.rows import SOURCE, attempt, indexes_of, template
@@ -197,6 +198,20 @@ def test_a_running_job_is_told_where_and_until_when() -> None:
     cluster.jobs["1"] = cluster.jobs["1"]._replace(state=JobState.SUSPENDED)
     cluster.run()
     assert "suspended" in told(cluster, 1)
+
+
+def test_a_job_whose_vm_moves_is_told_so_until_one_host_keeps_the_vm() -> None:
+    cluster = Cluster(hosts=2)
+    cluster.runs(1, 3, ends=500.0)
+    cluster.run()
+    state = cluster.state
+    assert state is not None
+    (vm,) = state.vms.values()
+    state.begin(NOW, {})
+    state.move(move_vm(vm, Place("h2", SOURCE), Why.OPERATOR()))
+    assert "Its VM mvtest0-1 moves from h1 to h2, and goes on meanwhile." in told(cluster, 1)
+    state.move(keep_vm_there(state.vms[vm.id], said("the cable was cut")))
+    assert "Hosts h1 and h2 settle which of them keeps its VM mvtest0-1 after a move." in told(cluster, 1)
 
 
 def test_a_job_without_an_attempt_is_told_that_it_is_seen() -> None:

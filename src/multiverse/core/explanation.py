@@ -50,7 +50,7 @@ from multiverse.core.model.host import Host, HostState
 from multiverse.core.model.identity import UserSeen
 from multiverse.core.model.job import Attempt, AttemptState, Job, JobRef, JobState, Request
 from multiverse.core.model.reason import Reason, Why, said
-from multiverse.core.model.vm import Template, TemplateState, VmState
+from multiverse.core.model.vm import MOVING_STATES, Template, TemplateState, VmState
 from multiverse.core.policy import Policy, wait_for, why_stays
 from multiverse.core.queue import BEHIND, reason_of
 from multiverse.core.saving import saved_at
@@ -372,8 +372,9 @@ def _running(context: Context, attempt: Attempt, where: Sequence[Reason], time: 
 def _at_its_limit(context: Context, attempt: Attempt) -> Reason | None:
     """What becomes of a running job that moves or is being saved, or that asks for that."""
     job = context.scheduler.jobs.get(attempt.job.job_id) if context.world.scheduler else None
-    if moving := [vm for vm in context.state.vms_of(attempt) if vm.state is VmState.MOVING]:
-        return Why.IS_MOVING(vm=moving[0].name, hosts=[place.host for place in moving[0].places])
+    if moving := next((vm for vm in context.state.vms_of(attempt) if vm.state in MOVING_STATES), None):
+        why = Why.IS_MOVING if moving.state is VmState.MOVING else Why.IS_SETTLING
+        return why(vm=moving.name, hosts=[place.host for place in moving.places])
     if saved := next((one for one in context.state.saved_of_job(attempt.job.job_id) if one.job == attempt.job), None):
         return Why.IS_BEING_SAVED(saved.asked, step=saved.state)
     if attempt.request.save is None or job is None or job.ref != attempt.job:

@@ -436,6 +436,7 @@ class Why(StrEnum):
     LAST_RUN = "last run", "It is not saved any more: it has had all {runs} runs that the site permits."
     CANNOT_BE_SAVED = "cannot be saved", "It is not saved ahead of its time limit: {because}."
     IS_MOVING = "is moving", "Its VM {vm} moves from {host} to {target}, and goes on meanwhile."
+    IS_SETTLING = "is settling", "Hosts {host} and {target} settle which of them keeps its VM {vm} after a move."
     IS_BEING_SAVED = "is being saved", "It is being saved ({step}): {because}."
     HAS_STATE = "has state", "It was saved at {at:moment}[: {size} MiB in storage {storage}], and goes on from there."
     IN_MEMORY = "in memory", "Its state could not be written: it is in the memory of {host}, where it goes on."
