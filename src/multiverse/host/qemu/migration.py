@@ -177,6 +177,10 @@ class Sender:
                 self._tick()
 
 
+_FAILED = {"read": "it could not be read", "write": "it could not be written on the other host"}
+"""What QEMU was doing when a copy of the disk failed."""
+
+
 def _check(event: str, data: Mapping[str, Any]) -> None:
     """Raise `Broken` if that event of QEMU means that the VM cannot be sent."""
     if event == "MIGRATION" and data.get("status") in ("failed", "cancelled", "cancelling"):
@@ -184,8 +188,9 @@ def _check(event: str, data: Mapping[str, Any]) -> None:
     if event in ("BLOCK_JOB_ERROR", "BLOCK_JOB_COMPLETED", "BLOCK_JOB_CANCELLED"):
         ours = data.get("device") in (_MIRROR, _FLATTEN)
         if ours and (event != "BLOCK_JOB_COMPLETED" or data.get("error")):
-            reason = data.get("error") or data.get("operation") or "its job was ended"
-            raise Broken(f"its disk could not be copied: {reason}", hint="is the disk of one of the hosts full?")
+            reason = data.get("error") or _FAILED.get(data.get("operation", ""), "its job was ended")
+            hint = "is the other host's disk full? else see the logs of the agents, and of QEMU on both hosts"
+            raise Broken(f"its disk could not be copied: {reason}", hint=hint)
 
 
 def stay(monitor: Monitor) -> None:
