@@ -1,6 +1,6 @@
 """A simulated site in real time with the daemon's web page, for tests in a browser and for looking at it:
 
-    python -m tests.integration.page_site PORT [--jobs N] [--hosts N] [--trouble]
+    python -m tests.integration.page_site PORT [--jobs N] [--hosts N] [--trouble] [--moves]
 
 The controller, the publisher and the page are the daemon's own; scheduler, hosts and guests are the simulation's.
 """
@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -24,9 +25,12 @@ import structlog
 
 from multiverse.config import Settings
 from multiverse.controller.loop import Controller
+from multiverse.core.errors import Refused
 from multiverse.core.model.basics import Size
-from multiverse.core.model.host import Host
+from multiverse.core.model.host import Host, MachineKind
 from multiverse.core.model.job import JobState
+from multiverse.core.model.vm import VmState
+from multiverse.core.transition import Command
 from multiverse.service.api import make_api
 from multiverse.service.backend import Backend
 from multiverse.service.publisher import Publisher
@@ -44,6 +48,9 @@ NAMES = ("relax", "md-water", "hpl", "lammps", "fold-3", "cfd wing", "train", "<
 SIZES = (Size(1, 500), Size(2, 2000), Size(4, 8000), Size(1, 1000), Size(8, 16000))
 
 
+MACHINE = MachineKind("kvm", "max", frozenset({"avx2"}), "7.2", "pc-q35-7.2")
+
+
 class RealClock(VirtualClock):
     """The machine's time."""
 
@@ -59,7 +66,7 @@ class NobodyCounts:
 def hosts(number: int) -> tuple[Host, ...]:
     return tuple(
         Host(f"node{n:02d}", Size((16, 32, 24)[n % 3], (65536, 131072, 98304)[n % 3], 1 << 22), ABILITIES,
-             Size(32, 131072, 1 << 22), "kvm", features=frozenset({"vhost-net", "huge-pages"}))
+             Size(32, 131072, 1 << 22), "kvm", features=frozenset({"vhost-net", "huge-pages"}), moves=MACHINE)
         for n in range(1, number + 1)
     )  # fmt: skip
 
@@ -92,6 +99,15 @@ async def trouble(world: SimulatedWorld, scheduler: Any) -> None:
         world.kill_vm(name)
 
 
+async def moves(controller: Controller, rng: Random) -> None:
+    """Operators who move VMs all the time."""
+    while True:
+        await asyncio.sleep(0.5)
+        if serving := controller.state.vms_in(VmState.SERVING):
+            with suppress(Refused):
+                await controller.command(Command("move", job=rng.choice(sorted(vm.name for vm in serving))))
+
+
 async def serve(given: argparse.Namespace) -> None:
     settings, seconds = replace(Settings(), poll=1.0), (given.seconds / 8, given.seconds)
     world, clock = SimulatedWorld(7, WorldSettings(hosts=hosts(given.hosts))), RealClock()
@@ -106,6 +122,8 @@ async def serve(given: argparse.Namespace) -> None:
     work = [asyncio.create_task(controller.run()), asyncio.create_task(submit(world, Random(5), given.jobs, seconds))]
     if given.trouble:
         work.append(asyncio.create_task(trouble(world, None)))
+    if given.moves:
+        work.append(asyncio.create_task(moves(controller, Random(8))))
     sock = socket.create_server(("127.0.0.1", given.port))
     more = [bind(Path(given.socket), "socket")] if given.socket else []
     serving = asyncio.create_task(server.serve(sockets=[sock, *more]))
@@ -136,6 +154,7 @@ def main() -> None:
     words.add_argument("--jobs", type=int, default=40)
     words.add_argument("--hosts", type=int, default=6)
     words.add_argument("--trouble", action="store_true")
+    words.add_argument("--moves", action="store_true")
     words.add_argument("--seconds", type=float, default=90.0, help="that a job runs at most")
     words.add_argument("--api", action="store_true", help="serve the daemon's API instead of the page")
     words.add_argument("--blocked", action="store_true")

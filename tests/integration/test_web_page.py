@@ -66,7 +66,7 @@ def network() -> Iterator[Network]:
 
 @pytest.fixture(scope="module")
 def site(network: Network) -> Iterator[Site]:
-    made = Site(network, 8001, "--trouble", "--jobs", "30", "--hosts", "5", "--seconds", "25")
+    made = Site(network, 8001, "--trouble", "--moves", "--jobs", "30", "--hosts", "5", "--seconds", "25")
     try:
         yield made
     finally:
@@ -118,6 +118,22 @@ def test_vms_come_and_go_on_the_page(page: Browser, site: Site) -> None:
     before = set(page.evaluate(names).split(","))
     page.until(f"{names}.split(',').some(name => !{json.dumps(sorted(before))}.includes(name))")
     page.until(f"!{json.dumps(sorted(before))}.every(name => {names}.split(',').includes(name))", 120)
+
+
+def test_a_vm_that_moves_is_shown_at_both_its_hosts(page: Browser, site: Site) -> None:
+    coming, aside = "document.querySelector('.vm.coming')", "document.querySelector('aside')"
+    page.until(f"{coming}?.getAttribute('aria-label').includes(', moving, from node')")
+    page.until(f"{coming} && ({coming}.click(), {aside}.innerText.includes('Moves to'))")
+    page.open(site.url + "?stage=running")
+    page.until("[...document.querySelectorAll('.job .reason')].some(e => / → node/.test(e.textContent))")
+    name, host = page.until("fetch('snapshot').then(answer => answer.json()).then(all => all.vms.filter("
+                            "vm => vm.state === 'moving').map(vm => [vm.job_id, vm.other_host])[0])")  # fmt: skip
+    page.open(f"{site.url}?job={name}")
+    says = f"{aside}.querySelector('.says')?.textContent"
+    page.until(f"{says} && ({says}.includes(' moves from ') || {says}.includes('on {host}'))")
+    page.until(f"!{says}.includes(' moves from ')")
+    page.open(f"{site.url}?host={host}")
+    page.until(f"{aside}.innerText.includes('Room kept for')")
 
 
 def type_filter(page: Browser, text: str) -> None:

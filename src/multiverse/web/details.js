@@ -83,7 +83,8 @@ class Details extends View {
 
   // Ask for the timeline and the explanation when they may have changed: a job that waits is explained anew now and then.
   async #fetch(id, job) {
-    const key = `${id} ${job?.attempt} ${job?.state} ${job?.stage === "waiting" ? Math.floor(store.now() / AGAIN) : ""}`;
+    const places = (job?.vms ?? []).map((name) => store.vms.get(name)).map((vm) => vm?.other_host ? `${vm.host} ${vm.other_host} ${vm.state}` : vm?.host);
+    const key = `${id} ${job?.attempt} ${job?.state} ${places} ${job?.stage === "waiting" ? Math.floor(store.now() / AGAIN) : ""}`;
     if (this.#timeline?.key === key) return;
     this.#timeline = { ...(this.#timeline?.id === id ? this.#timeline : { id, at: 0, views: [] }), key };
     const [views, explained] = await Promise.all([ask(`timeline/${encodeURIComponent(id)}`), ask(`explain/${encodeURIComponent(id)}`)]);
@@ -108,8 +109,8 @@ class Details extends View {
   #host(name) {
     const host = store.hosts.get(name);
     this.#head(`Host ${name}`, host ? host.state : "", host ? lookOfHost(host) : "");
-    const vms = [...store.vms.values()].filter((vm) => vm.host === name);
-    this.#put(`host ${name} ${host && JSON.stringify(host)} ${vms.map((vm) => vm.name)}`, () => host ? [
+    const vms = [...store.vms.values()].filter((vm) => vm.host === name), coming = [...store.vms.values()].filter((vm) => vm.other_host === name);
+    this.#put(`host ${name} ${host && JSON.stringify(host)} ${vms.map((vm) => vm.name)} ${coming.map((vm) => vm.name)}`, () => host ? [
       ...[host.reason, host.why, host.todo].filter(Boolean).map((text) => h("p", { class: "says" }, text)),
       facts([["CPUs", `${host.claimed.cpus} of ${host.usable.cpus} claimed`],
         ["Memory", `${memory(host.claimed.memory)} of ${memory(host.usable.memory)} claimed`],
@@ -117,7 +118,8 @@ class Details extends View {
         ["Machine has left", host.available ? memory(host.available) : "unknown"],
         ["Guests run on", host.accelerator], ["Images", Object.keys(host.images).join(", ")], ["Features", host.features.join(", ")],
         ["Away for", host.away_since === null ? "" : since(host.away_since)],
-        ["VMs", vms.length ? links("vm", vms.map((vm) => vm.name)) : "none"]]),
+        ["VMs", vms.length ? links("vm", vms.map((vm) => vm.name)) : "none"],
+        ["Room kept for", coming.length ? links("vm", coming.map((vm) => vm.name)) : ""]]),
       command(host.state === "up" ? `multiverse hosts drain ${name} --reason "…"` : "multiverse hosts"),
     ] : [h("p", { class: "says" }, "This host does not belong to the site.")]);
   }

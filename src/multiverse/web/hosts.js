@@ -6,7 +6,8 @@ import { store, View } from "./store.js";
 const MANY = 64; // CPUs of a host from which on what is free is not drawn CPU by CPU
 const LEAVES = 300; // milliseconds in which a VM fades out
 
-// Each host is a box of cells, one for each CPU. A VM takes as many cells as it has CPUs; the others are free.
+// Each host is a box of cells, one for each CPU. A VM takes as many cells as it has CPUs; the others are free. While it
+// moves it takes them at two hosts.
 class Hosts extends View {
   kinds = ["hosts", "vms", "jobs"];
   #boxes = new Map();
@@ -82,6 +83,7 @@ class Hosts extends View {
     for (const [name, tile] of this.#tiles) {
       if (store.vms.has(name)) continue;
       this.#tiles.delete(name);
+      tile.other?.remove();
       tile.element.classList.add("gone");
       tile.element.tabIndex = -1;
       setTimeout(() => tile.element.remove(), LEAVES);
@@ -91,35 +93,56 @@ class Hosts extends View {
       let tile = this.#tiles.get(name);
       if (tile && tile.vm === vm && tile.job === job) continue;
       if (!tile) {
-        const element = h("button", { type: "button", tabindex: "-1", onclick: () => address.select("vm", name) }, h("span", {}));
-        this.#tiles.set(name, (tile = { element }));
+        this.#tiles.set(name, (tile = { element: this.#tile(name) }));
       }
       [tile.vm, tile.job] = [vm, job];
-      const { element } = tile, look = lookOfVm(vm);
-      setAttribute(element, "class", `vm ${look}${vm.kind === "instant" ? "" : " booted"}`);
-      element.style.setProperty("--cpus", vm.cpus);
-      setText(element.firstChild, vm.job_id || (look === "spare" ? "spare" : ""));
-      setAttribute(element, "aria-label", [
-        `VM ${vm.name}, ${vm.quarantined ? "quarantined" : vm.state}`,
-        vm.job_id ? `job ${vm.job_id}${job?.name ? ` ${job.name}` : ""}` : "no job",
-        `${count(vm.cpus, "CPU")}, ${memory(vm.memory)}`,
-      ].join(", "));
-      element.title = `${vm.name}: ${vm.state} for ${age(store.now() - vm.since)}${vm.state === "moving" ? `, to ${vm.other_host}` : ""}\n${vm.job_id ? `job ${vm.job_id} ${job?.name ?? ""}\n` : ""}${count(vm.cpus, "CPU")}, ${memory(vm.memory)}`;
-      const box = this.#boxes.get(vm.host);
-      if (box && element.parentNode !== box.cells) box.cells.insertBefore(element, box.rest);
+      const look = lookOfVm(vm), moving = vm.state === "moving";
+      setAttribute(tile.element, "class", `vm ${look}${vm.kind === "instant" ? "" : " booted"}${moving ? " moving" : ""}`);
+      setText(tile.element.firstChild, vm.job_id || (look === "spare" ? "spare" : ""));
+      this.#tell(tile, tile.element, vm.quarantined ? "quarantined" : vm.state, moving ? `to ${vm.other_host}` : "");
+      this.#put(tile.element, vm.host);
+      if (!vm.other_host) {
+        tile.other?.remove();
+        tile.other = undefined;
+        continue;
+      }
+      tile.other ??= this.#tile(name);
+      setAttribute(tile.other, "class", "vm coming");
+      setText(tile.other.firstChild, vm.job_id);
+      this.#tell(tile, tile.other, vm.state, moving ? `from ${vm.host}` : "");
+      this.#put(tile.other, vm.other_host);
     }
+  }
+
+  #tile(name) {
+    return h("button", { type: "button", tabindex: "-1", onclick: () => address.select("vm", name) }, h("span", {}));
+  }
+
+  #tell({ vm, job }, element, state, where) {
+    const takes = `${count(vm.cpus, "CPU")}, ${memory(vm.memory)}`, of = `${vm.job_id} ${job?.name ?? ""}`.trim();
+    element.style.setProperty("--cpus", vm.cpus);
+    setAttribute(element, "aria-label", [`VM ${vm.name}`, state, where, of ? `job ${of}` : "no job", takes].filter(Boolean).join(", "));
+    const lasts = [`${vm.name}: ${state} for ${age(store.now() - vm.since)}`, where].filter(Boolean).join(", ");
+    element.title = [lasts, of && `job ${of}`, takes].filter(Boolean).join("\n");
+  }
+
+  #put(element, host) {
+    const box = this.#boxes.get(host);
+    if (box && element.parentNode !== box.cells) box.cells.insertBefore(element, box.rest);
   }
 
   // Show what is selected, and what the filter leaves out.
   #mark() {
     const [kind, name] = address.selected ?? [];
     const words = address.q.toLowerCase().split(/\s+/).filter(Boolean);
-    for (const [vmName, { element, vm, job }] of this.#tiles) {
-      const chosen = (kind === "vm" && name === vmName) || (kind === "job" && name === vm.job_id) || (kind === "host" && name === vm.host);
-      element.classList.toggle("chosen", chosen);
-      const text = `${vm.name} ${vm.job_id} ${vm.host} ${vm.state} ${vm.image} ${vm.reason} ${job?.name ?? ""} ${job?.user ?? ""} ${job?.stage ?? ""}`.toLowerCase();
+    for (const [vmName, { element, other, vm, job }] of this.#tiles) {
+      const chosen = (kind === "vm" && name === vmName) || (kind === "job" && name === vm.job_id);
+      const text = `${vm.name} ${vm.job_id} ${vm.host} ${vm.other_host} ${vm.state} ${vm.image} ${vm.reason} ${job?.name ?? ""} ${job?.user ?? ""} ${job?.stage ?? ""}`.toLowerCase();
       const out = !words.every((word) => text.includes(word)) || (address.stage && job?.stage !== address.stage);
-      element.classList.toggle("dim", Boolean(out));
+      for (const [tile, host] of [[element, vm.host], [other, vm.other_host]]) {
+        tile?.classList.toggle("chosen", chosen || (kind === "host" && name === host));
+        tile?.classList.toggle("dim", Boolean(out));
+      }
     }
     for (const [hostName, { item }] of this.#boxes) item.classList.toggle("chosen", kind === "host" && name === hostName);
     if (!this.querySelector('button[tabindex="0"]')) this.querySelector("button")?.setAttribute("tabindex", "0");

@@ -32,7 +32,7 @@ class Jobs extends View {
 
   draw() {
     rowHeight = parseFloat(getComputedStyle(document.documentElement).fontSize) * ROW_REM;
-    const hostsOf = (job) => job.vms.map((name) => store.vms.get(name)?.host ?? "");
+    const hostsOf = (job) => job.vms.flatMap((name) => [store.vms.get(name)?.host ?? "", store.vms.get(name)?.other_host ?? ""]);
     this.#jobs = [...store.jobs.values()].filter((job) => matches(job, hostsOf)).sort((a, b) =>
       RANK[a.stage] - RANK[b.stage] || (a.stage === "running" ? b.since - a.since : a.order - b.order) || a.attempt - b.attempt);
     const [shown, all] = [this.#jobs.length, store.jobs.size];
@@ -84,8 +84,8 @@ class Jobs extends View {
       setText(row.name, job.name);
       setText(row.who, job.user);
       setText(row.what, size(job));
-      setText(row.why, job.quarantined || job.waiting || job.reason || where(job));
     }
+    setText(row.why, job.quarantined || job.waiting || job.reason || where(job));
     setText(row.since, age(store.now() - job.since));
   }
 
@@ -117,7 +117,8 @@ class Jobs extends View {
 }
 
 export function where(job) {
-  const hosts = [...new Set(job.vms.map((name) => store.vms.get(name)?.host).filter(Boolean))];
+  const vms = job.vms.map((name) => store.vms.get(name)).filter(Boolean);
+  const hosts = [...new Set(vms.map((vm) => (vm.state === "moving" ? `${vm.host} → ${vm.other_host}` : vm.host)))];
   return hosts.length ? `on ${hosts.slice(0, 4).join(", ")}${hosts.length > 4 ? ` and ${hosts.length - 4} more` : ""}` : job.state;
 }
 
