@@ -207,9 +207,13 @@ def test_a_job_whose_vm_moves_is_told_so_until_one_host_keeps_the_vm() -> None:
     state = cluster.state
     assert state is not None
     (vm,) = state.vms.values()
+    state.attempts[1] = replace(state.attempts[1], choice=said("instant on h1"))
+    assert "Chosen for it: instant on h1." in told(cluster, 1)
     state.begin(NOW, {})
     state.move(move_vm(vm, Place("h2", SOURCE), Why.OPERATOR()))
-    assert "Its VM mvtest0-1 moves from h1 to h2, and goes on meanwhile." in told(cluster, 1)
+    text = told(cluster, 1)
+    assert "Its VM mvtest0-1 moves from h1 to h2, and goes on meanwhile." in text
+    assert "Chosen for it at first: instant on h1." in text
     state.move(keep_vm_there(state.vms[vm.id], said("the cable was cut")))
     assert "Hosts h1 and h2 settle which of them keeps its VM mvtest0-1 after a move." in told(cluster, 1)
 

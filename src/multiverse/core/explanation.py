@@ -10,7 +10,7 @@ capacity counts joined spares and what has room on open hosts with the template 
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -50,7 +50,7 @@ from multiverse.core.model.host import Host, HostState
 from multiverse.core.model.identity import UserSeen
 from multiverse.core.model.job import Attempt, AttemptState, Job, JobRef, JobState, Request
 from multiverse.core.model.reason import Reason, Why, said
-from multiverse.core.model.vm import MOVING_STATES, Template, TemplateState, VmState
+from multiverse.core.model.vm import MOVING_STATES, Template, TemplateState, Vm, VmState
 from multiverse.core.policy import Policy, wait_for, why_stays
 from multiverse.core.queue import BEHIND, reason_of
 from multiverse.core.saving import saved_at
@@ -347,7 +347,7 @@ def _stage(context: Context, attempt: Attempt, time: float) -> list[Reason | Non
         case A.ADDING_USER:
             return [Why.ADDING_USER(*where, time=time), _chosen(attempt)]
         case A.ALLOCATED:
-            return [_running(context, attempt, where, time), _at_its_limit(context, attempt), _chosen(attempt)]
+            return [_running(context, attempt, where, time), _at_its_limit(context, attempt), _chosen(attempt, vms)]
         case A.RETURNING:
             return [Why.GOING_BACK(attempt.reason, time=time)]
         case A.REVOKING:
@@ -356,8 +356,9 @@ def _stage(context: Context, attempt: Attempt, time: float) -> list[Reason | Non
             return [Why.RELEASING(time=time, vms=len(vms))]
 
 
-def _chosen(attempt: Attempt) -> Reason | None:
-    return Why.CHOSEN(attempt.choice, partition=attempt.origin) if attempt.choice else None
+def _chosen(attempt: Attempt, vms: Iterable[Vm] = ()) -> Reason | None:
+    first = "at first" if any(vm.moves for vm in vms) else ""
+    return Why.CHOSEN(attempt.choice, partition=attempt.origin, first=first) if attempt.choice else None
 
 
 def _running(context: Context, attempt: Attempt, where: Sequence[Reason], time: float) -> Reason:

@@ -445,7 +445,7 @@ class Why(StrEnum):
     CANCELLING = "cancelling", "Multiverse has been cancelling it for {time:long}: {because}."
     RELEASING = ("releasing",
         "It has been over for {time:long}, and its VMs are being released.[ {vms} of its VMs are left.]")
-    CHOSEN = "chosen", "Chosen for it: {because}.[ It is one of partition {partition}, which was full.]"
+    CHOSEN = "chosen", "Chosen for it[ {first}]: {because}.[ It is one of partition {partition}, which was full.]"
     ENDED = "ended", "It ended {time:long} ago[: {because}]."
     GIVEN_UP = "given up", "Its attempt was given up {time:long} ago[: {because}]."
     ATTEMPT_ENDED = "attempt ended", "Its attempt ended {time:long} ago[: {because}]."
