@@ -33,10 +33,11 @@ from tests.contract.test_hypervisor_contract import SUITE, Check
 from tests.contract.test_hypervisor_troubles import TROUBLES
 from tests.integration.conftest import LabUnderTest, new_lab
 from tests.integration.images import IMAGES, mpi, slim
+from tests.integration.moving_jobs import digest_of, install, move, result
 from tests.integration.test_agent import THROUGH_THE_AGENT, Behind, Controller, connected
 from tests.integration.test_contract_qemu import LONG, Real
 from tests.integration.test_gangs import MPICH, OPEN_MPI, allreduce
-from tests.integration.watch import ended, kill, latest, output_of, qemu_of, until
+from tests.integration.watch import accounted, ended, kill, latest, output_of, qemu_of, until
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, reason="namespaces need root")]
 
@@ -194,6 +195,35 @@ def test_each_mpi_runs_across_hosts_by_mpirun_and_by_srun(
     up_again(two)  # writes the image into Slurm's configuration
     allreduce(two, hosts, *ways, library=library, options=("--comment=vm:per-host=1", "--constraint=mpi"))
     until("its VMs are gone", lambda: not hosts.vms())
+
+
+_MOVES = """
+python3 {home}/files.py {home} own /var/tmp &
+python3 {home}/files.py {home} shared {home} &
+srun -Q --overlap python3 {home}/clock.py {home} clock
+wait
+"""
+
+
+def test_a_vm_moves_there_and_back_while_its_job_runs(two: LabUnderTest, hosts: Client) -> None:
+    """A step, a file on its own disk and one on NFS go on. More of that is in `test_moves_of_jobs.py`."""
+    home = two.user.home
+    install(home)
+    job = two.sbatch(_MOVES.format(home=home), "--mem=300", f"--output={home}/moves.out")
+    first = host_of(hosts, job)
+    until("the step runs", (home / "clock.time").exists)
+    (vm,) = (vm["name"] for vm in hosts.vms() if vm["job_id"] == job)
+    for _ in range(2):
+        move(hosts, vm)
+        said = (home / "clock.time").read_text()
+        until("the step goes on", lambda said=said: (home / "clock.time").read_text() != said)
+    assert host_of(hosts, job) == first
+    (home / "stop").touch()
+    ended(hosts, job, "done")
+    (home / "stop").unlink()
+    assert accounted(two, job) == ("COMPLETED", "0:0") and (home / "moves.out").read_text() == ""
+    assert result(home, "own")["wrong"] == result(home, "shared")["wrong"] == result(home, "clock")["back"] == 0
+    assert digest_of(home / "shared.blocks") == result(home, "shared")["digests"][0]
 
 
 _TRANSFERS = """
