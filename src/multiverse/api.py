@@ -266,8 +266,11 @@ class HostView:
     numa: tuple[NumaView, ...] = ()  # while it is in reach; empty in snapshots
     faults: tuple[HostFaultView, ...] = ()
     # The machine that VMs see, on hosts from and to which they move while they run; empty: none do. VMs move between
-    # hosts of which this is the same, and to those with more features of the CPU.
+    # hosts of which this is the same.
     moves: str = ""
+    # The newest CPU model with which VMs would move between all hosts whose CPUs have its vendor. Empty: there is none,
+    # or they do as it is.
+    common_cpu: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,6 +108,10 @@ class QemuSettings:
 
     binary: str = "qemu-system-x86_64"
     accel: Literal["auto", "kvm", "tcg"] = "auto"
+    # The CPU of guests that run on KVM: "host", with all that the host's CPU has, or one of QEMU's CPU models. VMs move
+    # between hosts that run the same model, and with "host" between hosts with equal CPUs alone. `multiverse doctor`
+    # names the newest model that all hosts run. On a host whose CPU lacks something of the model, guests have its own.
+    cpu: str = "host"
     images: Path = Path("/var/lib/multiverse/images")
     templates: Path = Path("/dev/shm/multiverse/templates")  # their memory: must be a file system in memory
     vms: Path = Path("/var/lib/multiverse/vms")
@@ -833,6 +837,8 @@ def _wrong_qemu(qemu: QemuSettings) -> Iterator[str]:
     first, count = qemu.uids
     if (first, count) != (0, 0) and not (first > 0 and count > 1 and first + count <= 1 << 31):
         yield "qemu.uids: must be the first uid and their number, at least 2, all below 2147483648; or [0, 0]"
+    if not re.fullmatch(r"[A-Za-z0-9_.-]+", qemu.cpu):
+        yield 'qemu.cpu: "host", or the name of a CPU model of QEMU, without further options'
     if qemu.tb_size != 0 and qemu.tb_size < 8:
         yield "qemu.tb_size: must be at least 8 MiB, or 0"
     if len(str(qemu.run)) + len(_LONGEST_SOCKET) > 107:

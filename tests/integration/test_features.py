@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,10 +17,10 @@ from multiverse.core.errors import Broken
 from multiverse.core.model.basics import CloneKind, Size
 from multiverse.drivers.qemu.driver import QemuHypervisor
 from multiverse.host import manifest
-from multiverse.host.qemu import abilities
+from multiverse.host.qemu import abilities, cpus
 from multiverse.host.qemu.abilities import HostFeatures, huge_page_trial, trials
 from multiverse.host.qemu.channels import Monitor
-from multiverse.host.qemu.machine import Feature
+from multiverse.host.qemu.machine import Accelerator, Feature
 from tests.integration.test_qemu_driver import BASE, PARENT, SITE, Lab, answers_of, swept
 
 __all__ = ["swept"]  # a fixture
@@ -157,3 +158,23 @@ async def test_a_host_goes_on_without_a_feature_with_which_its_first_vm_does_not
     assert Feature.VHOST_NET not in used and "did not start" in lacking[Feature.VHOST_NET]
     await lab.hypervisor.build_template(PARENT)
     await lab.started(lab.spec())
+
+
+def test_qemu_says_which_cpu_models_it_runs(settings: Settings) -> None:
+    """By emulation, which does without many features, and so runs no model of a recent CPU."""
+    found = cpus.examine(settings.qemu.binary, "tcg")
+    assert {"Nehalem-v1", "Westmere-v1"} <= set(found.models) and "Icelake-Server-v1" not in found.models
+    assert "avx512f" in found.lacking["Icelake-Server-v1"] and not set(found.models) & set(found.lacking)
+    assert found.named("Haswell-noTSX") == "Haswell-v2"
+    assert found.why_not("Haswell-noTSX") == found.why_not("Haswell-v2") != ""
+    assert {"sse2", "lm"} <= found.features and found.name.startswith("QEMU TCG CPU")
+    assert found.models.index("Westmere-v1") < found.models.index("Nehalem-v1") < found.models.index("kvm64-v1")
+    assert cpus.examine(settings.qemu.binary, "tcg").identity == found.identity
+
+
+def test_qemu_ends_if_the_cpu_lacks_something_of_the_model(settings: Settings) -> None:
+    """Otherwise a guest would have another CPU on each host, without a word."""
+    how = Accelerator("kvm", model="Icelake-Server-v1").cpu_option
+    argv = [settings.qemu.binary, "-accel", "tcg", "-cpu", how, "-nodefaults", "-display", "none", "-S"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=30)
+    assert done.returncode and "avx512f" in done.stderr

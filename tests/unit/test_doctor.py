@@ -113,6 +113,20 @@ def test_what_is_broken_on_a_machine_is_the_one_finding(
     assert (only.level, only.name) == (level, name) and message in only.message and only.remedy
 
 
+def test_a_cpu_model_that_the_host_does_not_run_is_a_problem() -> None:
+    settings = replace(SETTINGS, qemu=QemuSettings(cpu="Skylake-Server-v4"))
+    (only,) = found(replace(GOOD, model="this CPU lacks avx512f"), settings)
+    assert (only.level, only.name) == (Level.PROBLEM, "qemu.cpu")
+    assert "not the model Skylake-Server-v4: this CPU lacks avx512f" in only.message
+
+
+def test_the_model_is_proposed_with_which_vms_would_move_between_all_hosts() -> None:
+    hosts = [replace(HOST, name=f"h{number}", common_cpu="Haswell-v2") for number in (1, 2)]
+    (only,) = doctor.of_cpus([*hosts, replace(HOST, name="h3")])
+    assert "h[1-2]" in only.name and 'cpu = "Haswell-v2"' in only.remedy
+    assert not list(doctor.of_cpus([HOST]))
+
+
 def test_kvm_that_the_settings_insist_on_is_a_problem() -> None:
     (only,) = found(replace(GOOD, kvm="it hangs"), replace(SETTINGS, qemu=QemuSettings(accel="kvm")))
     assert only.level is Level.PROBLEM and "it hangs" in only.message

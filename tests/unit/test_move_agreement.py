@@ -20,13 +20,12 @@ import pytest
 
 from multiverse.core.errors import Broken, Gone, MultiverseError, Refused, Unknown
 from multiverse.core.model.basics import CloneKind, Size
-from multiverse.core.model.host import MachineKind
+from multiverse.core.model.machine import MachineKind
 from multiverse.host import links, manifest, network
 from multiverse.host.links import HostLink, MoveHello, MovePeer
 from multiverse.host.manifest import Manifest, Moving, Received, Specification, VmPhase
-from multiverse.host.qemu import abilities, arrivals, departures, lifecycle, migration, moves, observation
+from multiverse.host.qemu import arrivals, departures, lifecycle, migration, moves, observation
 from multiverse.host.qemu.context import MoveConfig
-from multiverse.host.qemu.machine import Accelerator
 from multiverse.host.qemu.moves import VmMoves
 from multiverse.host.qemu.observation import HostObserver
 from multiverse.host.qemu.session import Paths
@@ -548,13 +547,27 @@ def test_a_host_that_makes_another_machine_takes_no_vm(world: World, monkeypatch
     assert world.running() == ["a"]
 
 
-def test_the_machine_that_vms_see(tmp_path: Path) -> None:
-    cpuinfo = tmp_path / "cpuinfo"
-    cpuinfo.write_text("model name\t: x\nflags\t\t: fpu avx2 sse\n\nflags\t\t: other\n")
-    emulated = abilities.machine_kind(Accelerator("tcg", tsc_khz=2_596_144), "QEMU 7.2", "pc-q35-7.2", cpuinfo)
-    assert (emulated.cpu, emulated.features, emulated.tsc_khz) == ("max", frozenset(), 2_596_000)
-    kvm = abilities.machine_kind(Accelerator("kvm", tsc_khz=2_596_144), "QEMU 7.2", "pc-q35-7.2", cpuinfo)
-    assert (kvm.cpu, kvm.features, kvm.tsc_khz) == ("host", {"fpu", "avx2", "sse"}, 0)
+def test_a_vm_keeps_the_cpu_model_that_it_was_started_with(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The settings may have been changed since. The host that receives it runs that model, too, or refuses the VM."""
+    known = manifest.read(world.place / "a/vms" / NAME)
+    assert known is not None
+    manifest.write(world.place / "a/vms" / NAME, replace(known, cpu="Haswell-v2"))
+    now = replace(KIND, accelerator="kvm", cpu="Skylake-Server-v3")
+    made = [
+        now,
+        now,
+        now,
+        replace(now, models=("Haswell-v2",)),
+    ]  # asked by a, then by b, twice
+    for host in (world.a, world.b):
+        monkeypatch.setattr(host.moves._host, "machine_kind", lambda: made.pop(0))
+    call(world.b, lambda: world.b.moves.receive(SPEC, 1, SECRET))
+    found = call(world.a, lambda: world.a.moves.send(NAME, TOKEN, 1, SECRET, MovePeer("b", 1)))
+    assert isinstance(found, Refused) and "does not run guests with CPU model Haswell-v2" in found.message
+    call(world.b, lambda: world.b.moves.receive(SPEC, 2, SECRET))
+    call(world.a, lambda: world.a.moves.send(NAME, TOKEN, 2, SECRET, MovePeer("b", 1)))
+    world.settled()
+    assert world.running() == ["b"]
 
 
 def test_a_vm_that_was_destroyed_meanwhile_is_gone(world: World) -> None:

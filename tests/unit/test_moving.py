@@ -8,16 +8,18 @@ import pytest
 
 from multiverse.core.context import Context
 from multiverse.core.errors import Broken, Refused
-from multiverse.core.model.host import Drain, Host, MachineKind, why_other_machine
+from multiverse.core.model.host import Drain, Host
 from multiverse.core.model.job import JobState
+from multiverse.core.model.machine import MachineKind, why_other_machine
 from multiverse.core.model.vm import VmCondition, VmState
 from multiverse.core.moving import why_stay
 from multiverse.core.transition import Command, Done, EffectKind, Event
 from multiverse.service.hosts import Troubles, host_views
+from tests.unit.recorded_cpus import machine
 from tests.unit.test_places import Site
 
 V = VmState
-KIND = MachineKind("kvm", "Haswell", frozenset({"avx", "avx2"}), "7.2", "pc-q35-7.2")
+KIND = MachineKind("kvm", "Haswell", frozenset({"avx", "avx2"}), "7.2", "pc-q35-7.2", vendor="GenuineIntel")
 
 
 def ready(**changes: object) -> Site:
@@ -92,7 +94,10 @@ def test_a_move_that_takes_too_long_is_given_up() -> None:
     ("changes", "why"),
     [
         ({"moves": None}, "h2: no VM moves to it (move.enabled)"),
-        ({"moves": replace(KIND, features=frozenset({"avx"}))}, "h2: its CPU lacks avx2"),
+        (
+            {"moves": replace(KIND, cpu="host", models=(), wanted="Haswell", lacking=("avx2",))},
+            "h2: its CPU lacks avx2 of model Haswell",
+        ),
         ({"moves": replace(KIND, release="8.2")}, "h2: it has QEMU 8.2, not 7.2"),
         ({"images": {}}, "h2: it has no image slim"),
         ({"capacity": replace(Site().hosts["h2"].capacity, memory=100)}, "h2: it has no room"),
@@ -104,8 +109,8 @@ def test_a_host_that_cannot_take_a_vm_says_what_it_lacks(changes: dict[str, obje
     assert why in order(site, "h2") and site.vm.state is V.SERVING
 
 
-def test_a_vm_with_fewer_features_moves_to_a_cpu_with_more() -> None:
-    site = ready(moves=replace(KIND, features=frozenset({"avx", "avx2", "avx512f"})))
+def test_a_vm_with_a_named_model_moves_to_a_cpu_with_more() -> None:
+    site = ready(moves=replace(KIND, features=frozenset({"avx", "avx2", "avx512f"}), models=("Skylake", "Haswell")))
     assert not order(site)
 
 
@@ -179,8 +184,9 @@ def test_a_job_that_is_over_ends_its_move() -> None:
     [
         ({}, ""),
         ({"accelerator": "tcg"}, "it runs guests by tcg, not kvm"),
-        ({"features": frozenset[str]()}, "its CPU lacks avx, avx2"),
-        ({"cpu": "Nehalem"}, "it has CPUs of model Nehalem, not Haswell"),
+        ({"cpu": "Nehalem"}, "it does not run guests with CPU model Haswell"),
+        ({"cpu": "Nehalem", "models": ("Haswell", "Nehalem")}, ""),
+        ({"vendor": "AuthenticAMD"}, "it has a CPU by AuthenticAMD, not GenuineIntel"),
         ({"board": "pc-q35-8.2"}, "it makes machines of type pc-q35-8.2, not pc-q35-7.2"),
         ({"page_size": 16384}, "it has pages of 16384, not 4096"),
         ({"tsc_khz": 1}, "its time stamp counter runs at 1 kHz, not 0"),
@@ -198,10 +204,40 @@ def test_hosts_that_make_other_machines_are_told_apart_also_where_all_else_is_eq
     assert not order(site) and site.vm.places[1].host == "h3"
 
 
-def test_hosts_show_their_machine_and_what_only_some_cpus_have() -> None:
-    site = ready(moves=replace(KIND, features=KIND.features | {"avx512f"}))
+def shown(site: Site) -> list[tuple[str, str]]:
     views = host_views(site.rows, site.world, site.clock.time, Troubles({}, {}, {}, {}))
-    assert [view.moves for view in views] == [
-        "pc-q35-7.2 of QEMU 7.2, kvm, CPU Haswell",
-        "pc-q35-7.2 of QEMU 7.2, kvm, CPU Haswell, with avx512f",
+    return [(view.moves, view.common_cpu) for view in views]
+
+
+def with_cpus(wanted: str, *names: str) -> Site:
+    """A site of hosts with these CPUs, whose settings want that model."""
+    site = Site()
+    first, second = (machine(name, wanted) for name in names)
+    site.hosts["h1"], site.hosts["h2"] = replace(site.hosts["h1"], moves=first), replace(site.hosts["h2"], moves=second)
+    site.run()
+    return site
+
+
+def test_hosts_show_their_cpus_and_the_model_with_which_vms_would_move_between_them() -> None:
+    assert shown(with_cpus("host", "skylake", "cascadelake")) == [
+        ("pc-q35-9.2 of QEMU 9.2.0, kvm, CPU host: Intel(R) Xeon(R) Gold 6152 CPU @ 2.10GHz (family 6, model 85,"
+         " stepping 4)", "Skylake-Server-v2"),
+        ("pc-q35-9.2 of QEMU 9.2.0, kvm, CPU host: Intel(R) Xeon(R) Platinum 8268 CPU @ 2.90GHz (family 6, model 85,"
+         " stepping 6), with avx512vnni, ibrs-all, rdctl-no", "Skylake-Server-v2"),
+    ]  # fmt: skip
+    assert shown(with_cpus("Skylake-Server-v2", "skylake", "cascadelake")) == [
+        ("pc-q35-9.2 of QEMU 9.2.0, kvm, CPU Skylake-Server-v2", ""),
+        ("pc-q35-9.2 of QEMU 9.2.0, kvm, CPU Skylake-Server-v2", ""),
     ]
+    assert [model for _, model in shown(with_cpus("host", "skylake", "milan"))] == ["", ""]
+
+
+def test_a_host_that_does_not_run_the_model_of_the_settings_shows_what_it_lacks_and_takes_no_vm_with_it() -> None:
+    site = with_cpus("Broadwell-v2", "broadwell", "haswell")
+    assert [text.rpartition("; ")[2] for text, _ in shown(site)] == [
+        "pc-q35-9.2 of QEMU 9.2.0, kvm, CPU Broadwell-v2",
+        "it lacks 3dnowprefetch, adx, rdseed, smap of Broadwell-v2",
+    ]
+    assert {model for _, model in shown(site)} == {"Haswell-v2"}
+    assert "h2: its CPU lacks 3dnowprefetch, adx, rdseed and more of model Broadwell-v2" in order(site)
+    assert not order(with_cpus("Haswell-v2", "broadwell", "haswell"))

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from multiverse.core.errors import Refused
-from multiverse.host.qemu.machine import Accelerator
-from multiverse.host.qemu.template_copies import TemplateCopies, cpu_of
+from multiverse.host.qemu.template_copies import TemplateCopies
 
 pytestmark = pytest.mark.skipif(not shutil.which("qemu-img"), reason="needs qemu-img")
 NAME = "slim@1x256"
@@ -96,15 +95,3 @@ def test_a_host_that_cannot_write_there_offers_nothing_and_goes_on(template: Pat
     (tmp_path / "shared").write_text("no directory")
     copies(tmp_path).offer(template, "k", 4)
     assert taken(copies(tmp_path), tmp_path)[0] is None
-
-
-def test_a_guest_depends_on_the_cpu_only_if_that_runs_it(tmp_path: Path) -> None:
-    one, two = tmp_path / "one", tmp_path / "two"
-    text = "processor : 0\nvendor_id : x\nmodel : {}\ncpu MHz : {}\nflags : fpu\n\nprocessor : 1\nmodel : 9\n"
-    one.write_text(text.format(1, 2000))
-    two.write_text(text.format(2, 2000))
-    assert cpu_of(Accelerator("tcg"), one) == cpu_of(Accelerator("tcg"), two)
-    assert cpu_of(Accelerator("kvm"), one) != cpu_of(Accelerator("kvm"), two)
-    assert cpu_of(Accelerator("kvm", tsc_khz=2_000_000), one) != cpu_of(Accelerator("kvm", tsc_khz=2_100_000), one)
-    two.write_text(text.format(1, 3000))
-    assert cpu_of(Accelerator("kvm"), one) == cpu_of(Accelerator("kvm"), two), "its clock of the moment does not matter"

@@ -141,6 +141,8 @@ def _machine(host: api.HostView) -> Iterator[str]:
 def _moves(host: api.HostView) -> Iterator[str]:
     if host.moves:
         yield f"VMs move to hosts like it: {host.moves}"
+    if host.common_cpu:
+        yield f'VMs would move between all of these with cpu = "{host.common_cpu}" in [qemu], the newest they all run'
 
 
 def _nodes(host: api.HostView) -> Iterator[str]:

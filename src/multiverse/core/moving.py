@@ -20,8 +20,9 @@ from multiverse.core.context import Context
 from multiverse.core.errors import Refused
 from multiverse.core.machines.vm import move_vm
 from multiverse.core.model.basics import Size
-from multiverse.core.model.host import Claim, Host, MachineKind, why_other_machine
+from multiverse.core.model.host import Claim, Host
 from multiverse.core.model.job import Attempt, AttemptState, JobState
+from multiverse.core.model.machine import MachineKind, why_other_machine
 from multiverse.core.model.reason import Reason, Why
 from multiverse.core.model.vm import MOVING_STATES, Place, Vm, VmState
 from multiverse.core.transition import Command

@@ -156,6 +156,7 @@ class Manifest:
     kept: str = ""  # it is stopped, and kept in memory as the saved VM of that name: it is no VM until it is restored
     group: int = 0  # of VMs that reach each other, as of its start or its user; 0: it reaches its peers alone
     moving: Moving | None = None
+    cpu: str = ""  # QEMU's CPU model; empty: written by a release that did not record it
     moved: int = 0  # the number of its last move that has ended: neither that one nor an earlier one is begun again
 
     @property

@@ -5,14 +5,14 @@ finding says what was seen, and has its remedy.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 from multiverse.api import HostView, StatusView, decode
 from multiverse.bundles.contract import Examination, platform_bundles, scheduler_bundle
 from multiverse.client import Client
-from multiverse.config import Settings, host_names, web_address
+from multiverse.config import Settings, folded, host_names, web_address
 from multiverse.core.errors import MultiverseError
 from multiverse.ports.site import Finding, Level
 from multiverse.site import checking
@@ -86,6 +86,7 @@ def _through_the_daemon(settings: Settings) -> Iterator[Examination]:
         return
     for host in hosts:
         yield Examination(f"host {host.name}", tuple(of_host(host, settings.host.name)))
+    yield Examination("CPUs of hosts between which VMs move", tuple(of_cpus(hosts)))
     yield Examination("alerts", tuple(of_status(status)))
 
 
@@ -113,6 +114,20 @@ def of_host(host: HostView, own: str = "") -> Iterator[Finding]:
             f"memory of {host.name}",
             f"{host.declared.memory} MiB are declared for VMs, but the machine has {host.machine.memory} MiB",
             "declare less memory in [host], or in the host's class",
+        )
+
+
+def of_cpus(hosts: Sequence[HostView]) -> Iterator[Finding]:
+    """Hosts between which no VM moves because it has the host's own CPU, or a model that not all of them run."""
+    models: dict[str, list[str]] = {}
+    for host in hosts:
+        if host.common_cpu:
+            models.setdefault(host.common_cpu, []).append(host.name)
+    for model, names in models.items():
+        yield note(
+            f"CPUs of {folded(names)}",
+            "VMs do not move between all of these hosts, because not all VMs can have the same CPU there",
+            f'set cpu = "{model}" in [qemu] on all of them: it is the newest model that they all run',
         )
 
 

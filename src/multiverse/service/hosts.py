@@ -6,7 +6,7 @@ Pure; `now` is the present monotonic time.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 
 from multiverse.api import HostFaultView, HostView, LeaseView, NumaView, SavedView, SizeView
@@ -14,8 +14,9 @@ from multiverse.core.capacity.room import left_behind
 from multiverse.core.capacity.usable_hosts import total
 from multiverse.core.machines.host import silent_since
 from multiverse.core.model.basics import Size
-from multiverse.core.model.host import Host, HostFault, HostState, HypervisorView, KnownHost, MachineKind
+from multiverse.core.model.host import Host, HostFault, HostState, HypervisorView, KnownHost
 from multiverse.core.model.job import OPEN_LEASES, Lease, LeaseState
+from multiverse.core.model.machine import HOST_CPU, MachineKind, common_model
 from multiverse.core.model.reason import Reason, moment, some, text_of
 from multiverse.core.model.saved import Saved
 from multiverse.core.model.vm import Vm
@@ -39,11 +40,15 @@ class Troubles:
 
 def host_views(rows: Rows, world: World, now: float, troubles: Troubles) -> list[HostView]:
     there, leases = _by_host(rows), {lease.name: lease for lease in rows.leases.values()}
-    machines = _machine_texts(rows, world)
+    machines = _machines(rows, world)
+    models = _common_models(machines)
+    features = [one.features for one in machines.values()]
+    common = frozenset.intersection(*features) if features else frozenset[str]()
     return [
         replace(
             _view(host, there[host.name], world, now, troubles, leases.get(host.name)),
-            moves=machines.get(host.name, ""),
+            moves=_machine_text(machines[host.name], common) if host.name in machines else "",
+            common_cpu=models.get(host.name, ""),
         )
         for _, host in sorted(rows.hosts.items())
         if host.state is not HostState.REMOVED
@@ -160,20 +165,34 @@ def _view(
     )
 
 
-def _machine_texts(rows: Rows, world: World) -> dict[str, str]:
-    """The machines of hosts between which VMs move, by host, with features of the CPU that not all in sight have."""
-    in_sight = [one.moves.features for one in world.hosts.values() if one.moves is not None]
-    common = frozenset.intersection(*in_sight) if in_sight else None
+def _machines(rows: Rows, world: World) -> dict[str, MachineKind]:
+    """The machines of hosts from and to which VMs move, by host."""
     known = {name: world.hosts.get(name) or row.value for name, row in rows.hosts.items()}
-    return {name: _machine_text(host.moves, common) for name, host in known.items() if host and host.moves}
+    return {name: host.moves for name, host in known.items() if host and host.moves}
 
 
-def _machine_text(machine: MachineKind, common: frozenset[str] | None) -> str:
-    more = sorted(machine.features - common) if common is not None else []
-    tsc = f", {machine.tsc_khz} kHz" if machine.tsc_khz else ""
+def _common_models(machines: Mapping[str, MachineKind]) -> dict[str, str]:
+    """By host, the CPU model with which VMs would move between all hosts whose CPUs have the same vendor, if they do
+    not as it is."""
+    alike: defaultdict[Hashable, list[str]] = defaultdict(list)
+    for name, one in machines.items():
+        alike[one.vendor, one.release, one.board, one.page_size].append(name)
+    groups = [(names, common_model([machines[name] for name in names])) for names in alike.values()]
+    return {name: model for names, model in groups if model for name in names}
+
+
+def _machine_text(machine: MachineKind, common: frozenset[str]) -> str:
+    """The machine, with features of the CPU that not all hosts have."""
     release = machine.release.removeprefix("QEMU emulator version ")
+    tsc = f", {machine.tsc_khz} kHz" if machine.tsc_khz else ""
     text = f"{machine.board} of QEMU {release}, {machine.accelerator}, CPU {machine.cpu}{tsc}"
-    return f"{text}, with {some(more)}" if more else text
+    if machine.cpu == HOST_CPU:
+        more = sorted(machine.features - common)
+        text += f": {machine.processor}" + (f", with {some(more)}" if more else "")
+    if machine.wanted:
+        lacks = some(machine.lacking) if machine.lacking else "something"
+        text += f"; it lacks {lacks} of {machine.wanted}"
+    return text
 
 
 def without_noise(host: HostView) -> HostView:

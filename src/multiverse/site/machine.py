@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from multiverse.config import Settings
-from multiverse.core.errors import MultiverseError, Refused
+from multiverse.core.errors import Broken, MultiverseError, Refused
+from multiverse.core.model.machine import HOST_CPU
 from multiverse.host import cgroups, path_security
-from multiverse.host.qemu import abilities
+from multiverse.host.qemu import abilities, cpus
 from multiverse.host.qemu.abilities import is_since
 from multiverse.host.virtual_functions import RECORDS, VirtualFunction, VirtualFunctions
 from multiverse.ports.site import Finding, Level
@@ -50,6 +51,7 @@ class MachineFacts:
     qemu: str = ""  # its version
     qemu_error: str = ""
     kvm: str | None = None  # why KVM runs no guests; empty: it does; None: not tried
+    model: str = ""  # why guests do not have the CPU model of the settings
     memory: int = 0
     memory_available: int = 0
     cpus: int = 0
@@ -79,11 +81,13 @@ def of_machine(settings: Settings, *, kvm: bool = True) -> MachineFacts:
     namespaces = 0
     with suppress(OSError, ValueError):
         namespaces = int(_NAMESPACES.read_text())
+    no_kvm = abilities.why_no_kvm(settings.qemu.binary) if kvm and qemu and settings.qemu.accel != "tcg" else None
     return MachineFacts(
         root=os.geteuid() == 0,
         qemu=qemu,
         qemu_error=error,
-        kvm=abilities.why_no_kvm(settings.qemu.binary) if kvm and qemu and settings.qemu.accel != "tcg" else None,
+        kvm=no_kvm,
+        model=_why_not_model(settings) if no_kvm == "" else "",
         memory=memory.get("MemTotal", 0),
         memory_available=memory.get("MemAvailable", 0),
         cpus=len(os.sched_getaffinity(0)),
@@ -100,6 +104,16 @@ def of_machine(settings: Settings, *, kvm: bool = True) -> MachineFacts:
         functions=tuple(VirtualFunctions(settings.job_vms.sriov, settings.qemu.vms / RECORDS).listed()),
         iommu=any(_IOMMU_GROUPS.glob("*")),
     )
+
+
+def _why_not_model(settings: Settings) -> str:
+    """Why guests do not have the CPU model of the settings; empty if they have."""
+    if settings.qemu.cpu == HOST_CPU:
+        return ""
+    try:
+        return cpus.examine(settings.qemu.binary).why_not(settings.qemu.cpu)
+    except Broken as error:
+        return error.message
 
 
 def file_system(path: Path) -> FileSystem | None:
@@ -210,7 +224,13 @@ def _of_qemu(settings: Settings, facts: MachineFacts) -> Iterator[Finding]:
 
 
 def _of_kvm(settings: Settings, facts: MachineFacts) -> Iterator[Finding]:
-    """Whether KVM truly runs guests: small ones were run."""
+    """Whether KVM truly runs guests: small ones were run. And whether they have the CPU of the settings."""
+    if facts.model:
+        yield problem(
+            "qemu.cpu",
+            f"guests have the CPU of this host, and not the model {settings.qemu.cpu}: {facts.model}",
+            "set a model that all hosts run: multiverse doctor names the newest, on the controller's machine",
+        )
     if not facts.kvm:
         return
     if settings.qemu.accel == "kvm":

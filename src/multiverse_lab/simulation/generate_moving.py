@@ -7,7 +7,8 @@ from random import Random
 
 from multiverse.config import PacingSettings, Settings
 from multiverse.core.model.basics import Size
-from multiverse.core.model.host import Host, MachineKind
+from multiverse.core.model.host import Host
+from multiverse.core.model.machine import MachineKind
 from multiverse_lab.simulation.cluster import ClusterSettings
 from multiverse_lab.simulation.faults import IncidentKind, every
 from multiverse_lab.simulation.generate import disturbed, draw_crashes, in_time
@@ -18,8 +19,8 @@ from multiverse_lab.simulation.scenario import Arrival, Scenario, UserAction
 from multiverse_lab.simulation.world import WorldSettings
 
 UNTIL = 150.0  # seconds in which VMs are moved, calls fail, and things break
-KIND = MachineKind("tcg", "max", frozenset({"sse2", "avx"}), "7.2", "pc-q35-7.2", tsc_khz=2_400_000)
-OLDER = replace(KIND, features=frozenset({"sse2"}))  # VMs move from it to the others, and not back
+KIND = MachineKind("kvm", "Skylake-Server-v1", frozenset({"sse2", "avx"}), "7.2", "pc-q35-7.2", models=("Haswell-v1",))
+OLDER = replace(KIND, cpu="Haswell-v1", features=frozenset({"sse2"}))  # VMs move from it to the others, and not back
 
 _ANYWHERE: dict[IncidentKind, tuple[float, ...]] = {
     IncidentKind.VM_MOVES: (2.0, 5.0, 15.0),

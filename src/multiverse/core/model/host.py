@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from multiverse.core.model.basics import ClaimKey, CloneKind, Key, Size
+from multiverse.core.model.machine import MachineKind
 from multiverse.core.model.reason import Reason
 from multiverse.core.model.saved import Saved, SavedSeen, Storage
 from multiverse.core.model.usage import Load
@@ -59,40 +60,6 @@ class NumaNode:
     free: int = 0  # of it, MiB
     taken: Size = Size(0, 0)  # what VMs have of it
     distances: tuple[int, ...] = ()  # of the host's nodes from it, in their order
-
-
-@dataclass(frozen=True, slots=True)
-class MachineKind:
-    """The machine that VMs see on a host. A VM that runs can go on only on a machine that has all that its own has."""
-
-    accelerator: str
-    cpu: str  # QEMU's CPU model
-    features: frozenset[str]  # of the CPU, as guests see them: flags as in /proc/cpuinfo
-    release: str  # of QEMU, with the distribution's revision
-    board: str  # QEMU's versioned machine type, such as pc-q35-7.2
-    page_size: int = 4096  # bytes
-    tsc_khz: int = 0  # of the time stamp counter, where guests see the host's own; 0: QEMU scales it
-
-
-TSC_TOLERANCE = 500e-6
-"""Of the frequency that hosts measure and show in whole MHz: NTP corrects clocks that are so far off (RFC 5905)."""
-
-
-def why_other_machine(needed: MachineKind, made: MachineKind) -> str:
-    """What a VM of a machine would miss on another one; empty if it can go on there."""
-    if missing := sorted(needed.features - made.features):
-        return f"its CPU lacks {', '.join(missing[:3])}" + (" and more" if len(missing) > 3 else "")
-    pairs = (
-        ("runs guests by", needed.accelerator, made.accelerator),
-        ("has QEMU", needed.release, made.release),
-        ("makes machines of type", needed.board, made.board),
-        ("has CPUs of model", needed.cpu, made.cpu),
-        ("has pages of", needed.page_size, made.page_size),
-    )
-    told = next((f"it {what} {has}, not {asked}" for what, asked, has in pairs if asked != has), "")
-    if not told and abs(needed.tsc_khz - made.tsc_khz) > needed.tsc_khz * TSC_TOLERANCE:
-        return f"its time stamp counter runs at {made.tsc_khz} kHz, not {needed.tsc_khz}"
-    return told
 
 
 @dataclass(frozen=True, slots=True)

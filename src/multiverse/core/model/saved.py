@@ -41,7 +41,7 @@ class Storage:
     """Where a host keeps the files of saved VMs, and which of them it can restore."""
 
     name: str  # of the storage: hosts that share a directory show the same one
-    machine: str  # a VM can be restored where this is the same: version of QEMU, accelerator
+    machine: str  # a VM can be restored where this is the same: version of QEMU, accelerator, CPU
 
 
 @dataclass(frozen=True, slots=True)

@@ -282,6 +282,7 @@ def host_config(settings: Settings, site: str) -> QemuHostConfig:
         cache=settings.state_dir.absolute(),
         binary=qemu.binary,
         accelerator=qemu.accel,
+        cpu=qemu.cpu,
         uids=qemu.uids,
         base=Size(qemu.base_cpus, qemu.base_memory),
         largest=Size(qemu.max_cpus, qemu.max_memory),

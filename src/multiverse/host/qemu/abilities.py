@@ -22,7 +22,6 @@ import structlog
 
 from multiverse.core.errors import Broken, MultiverseError, Refused
 from multiverse.core.model.basics import Size
-from multiverse.core.model.host import MachineKind
 from multiverse.host import path_security
 from multiverse.host.network import open_tap, open_vhost_net
 from multiverse.host.qemu import machine as machine_module
@@ -130,18 +129,6 @@ def board(binary: str) -> str:
     return found[1]
 
 
-def machine_kind(how: Accelerator, version: str, board: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> MachineKind:
-    """The machine that VMs see. What an emulated CPU has depends on QEMU alone. With KVM a VM has all that QEMU and
-    KVM know of the host's CPU; what `/proc/cpuinfo` shows is more than that, and the same for equal CPUs."""
-    features: frozenset[str] = frozenset()
-    if how.name == "kvm":
-        found = re.search(r"^flags\s*:(.*)$", cpuinfo.read_text(), re.MULTILINE)
-        features = frozenset(found[1].split()) if found is not None else frozenset()
-    # Each host measures its own, a few kHz off. Whole MHz let a guest's clock be wrong by 17 s a day after a move.
-    tsc_khz = 0 if how.name == "kvm" else round(how.tsc_khz / 1000) * 1000
-    return MachineKind(how.name, how.cpu, features, version, board, os.sysconf("SC_PAGE_SIZE"), tsc_khz)
-
-
 def is_since(version: str, *release: int) -> bool:
     """Whether a QEMU with this version line is of that release or a later one; False if the line names none."""
     found = re.search(r"version ([\d.]+)", version)
@@ -202,7 +189,7 @@ def boot_sector(
         disk.write(_BOOT_SECTOR.ljust(512 * 2880, b"\0"))
         disk.flush()
         argv = [binary, "-nodefaults", "-no-user-config", "-display", "none", "-machine", "q35",
-                "-accel", accelerator.name, "-cpu", accelerator.cpu, "-m", "64M", "-no-reboot",
+                "-accel", accelerator.name, "-cpu", accelerator.cpu_option, "-m", "64M", "-no-reboot",
                 *devices(Path(disk.name)), "-device", "isa-debug-exit,iobase=0x501,iosize=1"]  # fmt: skip
         began = time.monotonic()
         try:

@@ -16,8 +16,8 @@ from pydantic import ValidationError
 
 from multiverse.core.errors import Exhausted, MultiverseError, Refused, Unknown
 from multiverse.core.model.basics import Size
-from multiverse.core.model.host import why_other_machine
 from multiverse.core.model.identity import Neighbour
+from multiverse.core.model.machine import why_other_machine
 from multiverse.core.model.vm import VmSpec
 from multiverse.guest.protocol import Report, names_message
 from multiverse.host import manifest, network, process
@@ -323,7 +323,7 @@ class IncomingVms:
         record = replace(
             of, phase=VmPhase.CREATING, pid=0, started=0, boot_id=record.boot_id, uid=record.uid, numa=None,
             total_cpus=total.cpus, total_memory=total.memory, huge_memory=0, disk_cost=record.disk_cost,
-            template_build="", moved=announced.number - 1,
+            template_build="", cpu=facts.machine.cpu, moved=announced.number - 1,
             moving=Moving(announced.number, announced.secret, bridge=spec.bridge),
         )  # fmt: skip
         if facts.disk:
@@ -343,7 +343,7 @@ class IncomingVms:
             return replace(record, huge_memory=made)
 
         booted = Size(of.cpus, of.memory)
-        machine = saves.machine(host, spec, booted, image, paths, disk)
+        machine = saves.machine(host, spec, booted, image, paths, disk).with_cpu(facts.machine.cpu)
         parts = VmParts(machine, image, None, record, user, complete=complete)
         return lifecycle.launch(host, spec, parts, VmStageTimer())
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
+
+import structlog
 
 from multiverse.core.errors import Refused
 from multiverse.core.model.basics import CloneKind, Size
-from multiverse.core.model.host import DiskCost, ImageDisk, MachineKind, Overcommitment
+from multiverse.core.model.host import DiskCost, ImageDisk, Overcommitment
+from multiverse.core.model.machine import HOST_CPU, MachineKind
 from multiverse.core.model.vm import Stage
 from multiverse.guest.protocol import DISK, TEMPLATE
 from multiverse.host import path_security
@@ -19,19 +23,22 @@ from multiverse.host.firewall import Firewall
 from multiverse.host.manifest import Specification
 from multiverse.host.namespaces import System
 from multiverse.host.numa import NODES, NumaNodes
-from multiverse.host.qemu import abilities, disks
+from multiverse.host.qemu import abilities, cpus, disks
 from multiverse.host.qemu.abilities import AbilityCache, HostFeatures
 from multiverse.host.qemu.connections import Connections, GuestNames
+from multiverse.host.qemu.cpus import HostCpu
 from multiverse.host.qemu.disks import PausedGuests
 from multiverse.host.qemu.machine import Accelerator, Feature, Memory, QemuMachine, limits
 from multiverse.host.qemu.session import FrozenTemplate, Launch, OutputStore, Paths, QemuSession
-from multiverse.host.qemu.template_copies import SealedMemory, TemplateCopies, cpu_of
+from multiverse.host.qemu.template_copies import SealedMemory, TemplateCopies
 from multiverse.host.registry import UidPool, VmRegistry
 from multiverse.host.virtual_functions import RECORDS, VirtualFunctions
 from multiverse.host.vxlan import Vxlan, VxlanConfig
 from multiverse.images.catalog import Image
 from multiverse.images.transfer import ImageStore
 from multiverse.system import kernel
+
+log = structlog.get_logger(__name__)
 
 _TEMPLATE_MAC = "02:00:00:00:00:01"  # a template is on no bridge; each clone gets a MAC of its own
 _IDLE_THREADS = 128  # QEMU's pool has 64 at most (util/thread-pool.c), and starts some more for a moment
@@ -62,6 +69,7 @@ class QemuHostConfig:
     cache: Path  # facts that were found out about this machine
     binary: str = "qemu-system-x86_64"
     accelerator: str = "auto"
+    cpu: str = HOST_CPU  # QEMU's CPU model of guests that run on KVM
     uids: tuple[int, int] = (0, 0)  # first user for QEMUs, and how many; with none, they run as this process's user
     base: Size = Size(1, 256)  # of the smallest template
     largest: Size = Size(64, 262144)  # up to which a VM can be plugged
@@ -103,9 +111,11 @@ class HostContext:
         self.version = abilities.qemu_version(config.binary)
         found = abilities.accelerator(config.accelerator, config.binary, self.version, config.cache / "kvm.json")
         relocates = abilities.is_since(self.version, 8)
+        self.model_off: dict[str, str] = {}  # why guests do not have the CPU model of the settings, if they have not
         self.accelerator: Accelerator = replace(
-            found, tb_size=config.tb_size, relocates=relocates, tsc_khz=kernel.measured_khz() or 0
-        )
+            found, tb_size=config.tb_size, relocates=relocates, tsc_khz=kernel.measured_khz() or 0,
+            model=self._model() if found.name == "kvm" else HOST_CPU,
+        )  # fmt: skip
         self.maps_readonly = abilities.is_since(self.version, 8, 2)  # see `memfd`
         trials = abilities.trials(
             config.binary, self.version, self.accelerator, config.vms, config.cache / "features.json"
@@ -116,7 +126,8 @@ class HostContext:
         self.images = ImageStore(config.images, config.image_source, check)
         self.copies: TemplateCopies | None = None
         if config.template_source is not None:
-            self.copies = TemplateCopies(config.template_source, cpu_of(self.accelerator), check)
+            clock = f" {round(self.accelerator.tsc_khz / 1000)} MHz" if found.name == "kvm" else ""
+            self.copies = TemplateCopies(config.template_source, f"{self.guest_cpu()}{clock}", check)
         self.registry = VmRegistry(config.vms)
         self.uids = UidPool(*config.uids)
         self.functions = VirtualFunctions(config.functions, config.vms / RECORDS)
@@ -133,11 +144,43 @@ class HostContext:
         self._kind: MachineKind | None = None
         self._limits = limits(config.base, config.capacity, config.largest)
 
+    @cached_property
+    def host_cpu(self) -> HostCpu:
+        """This host's CPU. Needs KVM. Raises `Broken` if QEMU does not describe it."""
+        return cpus.examine(self.config.binary)
+
+    def _model(self) -> str:
+        """The CPU model of guests that run on KVM: that of the settings, or the host's own if it does not run that."""
+        wanted = self.config.cpu
+        if wanted == HOST_CPU:
+            return HOST_CPU
+        if not (why := self.host_cpu.why_not(wanted)):
+            return self.host_cpu.named(wanted)
+        log.warning("guests have the host's CPU and not the model of the settings", model=wanted, reason=why)
+        self.model_off = {f"CPU model {wanted}": why}
+        return HOST_CPU
+
+    def guest_cpu(self, model: str = "") -> str:
+        """How guests run here with that CPU model, or with that of this host's VMs. A guest that was frozen or saved
+        goes on alone where this is the same. Raises `Broken` if QEMU does not describe the host's CPU."""
+        if self.accelerator.name != "kvm":
+            return self.accelerator.name
+        model = model or self.accelerator.cpu
+        return f"kvm {self.host_cpu.identity if model == HOST_CPU else self.host_cpu.vendor} {model}"
+
+    def runs(self, model: str) -> bool:
+        """Whether guests of another host with that CPU model can have it here."""
+        return self.accelerator.name != "kvm" or model in ("", HOST_CPU, *self.host_cpu.models)
+
     def machine_kind(self) -> MachineKind:
-        """The machine that VMs of this host see. Raises `Broken` if QEMU does not tell its machine types."""
+        """The machine that VMs of this host see. Raises `Broken` if QEMU does not describe it."""
         if self._kind is None:
-            board = abilities.board(self.config.binary)
-            self._kind = abilities.machine_kind(self.accelerator, self.version, board)
+            how, board = self.accelerator, abilities.board(self.config.binary)
+            kind = MachineKind(how.name, how.cpu, frozenset(), self.version, board, os.sysconf("SC_PAGE_SIZE"))
+            if how.name == "kvm":
+                self._kind = self.host_cpu.described(kind, self.config.cpu)
+            else:  # each host measures its own, a few kHz off: whole MHz let a clock be wrong by 17 s a day
+                self._kind = replace(kind, tsc_khz=round(how.tsc_khz / 1000) * 1000)
         return self._kind
 
     def paths(self, name: str) -> Paths:

@@ -16,7 +16,7 @@ import structlog
 from pydantic import TypeAdapter
 
 from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError, Refused, Unknown
-from multiverse.core.model.host import MachineKind
+from multiverse.core.model.machine import MachineKind
 from multiverse.core.model.vm import Stage
 from multiverse.host import manifest, network
 from multiverse.host.links import HostLink, MoveHello, MovePeer, dial, shut_down
@@ -187,7 +187,9 @@ class OutgoingVm:
         limits = Limits(config.bandwidth, config.downtime, time.monotonic() + config.timeout, emulated)
         sender = Sender(monitor, limits, self._tick)
         link = self._link = HostLink(self._dial("control"))
-        facts = Facts(replace(known, moving=None), image.key, host.machine_kind(), tuple(backends_of(monitor)),
+        kind = host.machine_kind()
+        facts = Facts(replace(known, moving=None), image.key, replace(kind, cpu=known.cpu or kind.cpu),
+                      tuple(backends_of(monitor)),
                       self._paths.full_disk.stat().st_size if whole else 0)  # fmt: skip
         link.send(type="facts", facts=FACTS.dump_python(facts, mode="json"))
         sender.flatten(image.disk)  # meanwhile the other host makes the VM

@@ -142,7 +142,8 @@ def _restore(host: HostContext, spec: Specification, paths: Paths, timer: VmStag
     record, user = allocate(host, spec, image, None)
     booted = Size(saved.cpus, saved.memory)
     record = replace(record, cpus=booted.cpus, memory=booted.memory, total_cpus=saved.total_cpus,
-                     total_memory=saved.total_memory, saved=spec.saved, frozen=True)  # fmt: skip
+                     total_memory=saved.total_memory, saved=spec.saved, frozen=True,
+                     cpu=saved.cpu or record.cpu)  # fmt: skip
     saves.copy_files(host, spec, saved, image, paths)
     timer("overlay")
 
@@ -155,6 +156,7 @@ def _restore(host: HostContext, spec: Specification, paths: Paths, timer: VmStag
         return replace(record, huge_memory=huge)
 
     machine = saves.machine(host, replace(spec, kind=saved.kind), booted, image, paths, paths.overlay)
+    machine = machine.with_cpu(saved.cpu)
     return launch(host, spec, VmParts(machine, image, None, record, user, complete=complete), timer)
 
 
@@ -189,6 +191,7 @@ def allocate(
             disk=disk.whole if spec.kind is CloneKind.FULL else disk.overhead,
             template_build=template.build if template is not None else "",
             image=spec.image,
+            cpu=host.accelerator.cpu,
         )
         manifest.write(host.paths(spec.name).home, record)
     return record, user

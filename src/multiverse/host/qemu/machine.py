@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
 from multiverse.core.model.basics import Size
+from multiverse.core.model.machine import HOST_CPU
 from multiverse.guest.protocol import PORT
 
 # System calls that QEMU does not need, above all to run a program, are refused (seccomp(2)): a guest that has taken
@@ -47,6 +48,7 @@ class Accelerator:
     tb_size: int = 0  # MiB of emulation's cache of translated code; 0: QEMU's own default, one GiB
     relocates: bool = True  # emulation finds translated code again when the same program lies at another address
     tsc_khz: int = 0  # frequency of the host's time-stamp counter; 0: unknown
+    model: str = HOST_CPU  # QEMU's CPU model of guests that run on KVM; emulated guests have all that QEMU emulates
 
     @property
     def options(self) -> str:
@@ -56,7 +58,12 @@ class Accelerator:
 
     @property
     def cpu(self) -> str:
-        return "host" if self.name == "kvm" else "max"
+        return self.model if self.name == "kvm" else "max"
+
+    @property
+    def cpu_option(self) -> str:
+        """QEMU would leave out what the host's CPU lacks of a model, without a word. It ends if it is to enforce it."""
+        return self.cpu + ("" if self.cpu in (HOST_CPU, "max") else ",enforce")
 
     def footprint(self, memory: int) -> int:
         """MiB that the QEMU of a guest with `memory` MiB may take, with its own memory and translated code."""
@@ -136,6 +143,10 @@ class QemuMachine:
     mtu: int = 0  # the largest packet that its interface sends; 0: Ethernet's 1500 bytes
     regions: tuple[Memory, ...] = ()  # memory that it shares with others, before a device for it is plugged
 
+    def with_cpu(self, model: str) -> QemuMachine:
+        """The same with that CPU model; with its own if it is empty."""
+        return replace(self, accelerator=replace(self.accelerator, model=model or self.accelerator.model))
+
     def shape(self) -> list[str]:
         """The arguments that must be the same for a template and its clones."""
         memory = f"{self.memory.size}M"
@@ -144,7 +155,7 @@ class QemuMachine:
         backing = ",memory-backend=ram" if self.memory.file is not None or self.memory.restored else ""
         board = "q35,usb=off,vmport=off,smm=off,sata=off,smbus=off,dump-guest-core=off,mem-merge=off"
         argv = ["-machine", f"{board}{backing}",
-                "-accel", self.accelerator.options, "-cpu", self.accelerator.cpu,
+                "-accel", self.accelerator.options, "-cpu", self.accelerator.cpu_option,
                 "-smp", f"{self.cpus},maxcpus={max(self.limits.cpus, self.cpus)}", "-m", memory]  # fmt: skip
         for i, device in enumerate(PORTS):
             # Without the reserve the guest cannot place the large BAR of a device that is plugged later.

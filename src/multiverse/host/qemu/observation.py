@@ -119,7 +119,7 @@ class HostObserver:
             disks={image.name: self._host.image_disk(image) for image in present},
             overcommit=config.overcommit,
             features=frozenset(self._host.features.in_use),
-            features_off={str(one): reason for one, reason in self._host.features.lacking.items()},
+            features_off={str(one): why for one, why in self._host.features.lacking.items()} | self._host.model_off,
             numa=self._host.numa.view(),
             storage=own.storage if own is not None else None,
             storage_free=own.free if own is not None else None,

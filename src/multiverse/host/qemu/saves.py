@@ -60,7 +60,7 @@ class SavedVm:
     image: str
     image_key: str
     version: str  # of QEMU
-    accelerator: str
+    accelerator: str  # with the CPU that the VM has
     mac: str
     address: str
     cpus: int  # before anything was plugged
@@ -74,6 +74,11 @@ class SavedVm:
     encrypted: bool = False
     seal: str = ""  # of all that is above and below, by its key; empty: it is not encrypted
     backing: str = ""  # the image's disk, as `disk.qcow2` names it
+
+    @property
+    def cpu(self) -> str:
+        """QEMU's CPU model; empty: that of the host's other VMs."""
+        return self.accelerator.rpartition(" ")[2] if " " in self.accelerator else ""
 
 
 _ADAPTER = TypeAdapter(SavedVm)
@@ -121,7 +126,7 @@ def look(host: HostContext, place: Path) -> SeenStorage | None:
     if not (name := _name_in(place)):
         return None
     free, states = available_disk(place), _shown_in(host, place, name)
-    return SeenStorage(Storage(name, f"{host.version} {host.accelerator.name}"), free, states)
+    return SeenStorage(Storage(name, f"{host.version} {host.guest_cpu()}"), free, states)
 
 
 def prepare_copies(place: Path, prefix: str) -> bool:
@@ -201,10 +206,10 @@ def find(host: HostContext, spec: Specification, image: Image) -> SavedVm:
     saved = _complete(host, directory(host, spec.storage), spec.saved)
     if (saved.name, saved.mac) != (spec.name, spec.mac):
         raise Refused(f"the saved VM {spec.saved} is {saved.name}, not {spec.name}", hint=_OTHER)
-    here = (image.key, host.version, host.accelerator.name)
-    if here != (saved.image_key, saved.version, saved.accelerator):
+    here = (image.key, host.version, host.guest_cpu(saved.cpu))
+    if here != (saved.image_key, saved.version, saved.accelerator) or not host.runs(saved.cpu):
         what = f"{host.config.host} makes another machine than the one that {spec.saved} was saved from"
-        raise Refused(what, hint="resume it on a host with the same image, QEMU and accelerator")
+        raise Refused(what, hint="resume it on a host with the same image, QEMU, accelerator and CPU")
     _check_seal(saved, spec.saved, spec.key)
     return saved
 
@@ -286,7 +291,7 @@ def save(host: HostContext, name: str, saved: str, key: str = "") -> list[Stage]
             write_stubs(image, work)
             facts = SavedVm(
                 name=name, token=known.token, kind=known.kind, image=known.image, image_key=image.key,
-                version=host.version, accelerator=host.accelerator.name, mac=known.mac, address=known.address,
+                version=host.version, accelerator=host.guest_cpu(known.cpu), mac=known.mac, address=known.address,
                 cpus=known.cpus, memory=known.memory, total_cpus=known.total_cpus or known.cpus,
                 total_memory=known.total_memory or known.memory, disk=known.disk, state=state, overlay=overlay,
                 written=time.time(), encrypted=bool(key), backing=str(image.disk),

@@ -18,15 +18,12 @@ from pathlib import Path
 import structlog
 
 from multiverse.core.errors import Broken, Gone, MultiverseError
-from multiverse.host.qemu.machine import Accelerator
 from multiverse.images.catalog import digest_of_files
 
 log = structlog.get_logger(__name__)
 
 _FILES = ("memory", "state", "disk.qcow2", "kernel.stub", "initrd.stub")
 _FACTS = "copy.json"
-_CPUINFO = Path("/proc/cpuinfo")
-_OF_A_CPU = ("vendor_id", "cpu family", "model", "model name", "stepping", "microcode", "flags")
 _KEPT = 7 * 86400.0  # seconds after which a copy gives way to a new one of the same name
 _PLACE = re.compile(r"(?P<name>.+)@[0-9a-f]{16}")
 
@@ -39,7 +36,7 @@ class TemplateCopies:
     digest. Templates of one account alone are not shared."""
 
     directory: Path
-    cpu: str  # the kind of CPU: `cpu_of`
+    cpu: str  # the kind of CPU that guests have
     check: Callable[[Path], None]  # called with a directory before something is taken from there
 
     def take(self, name: str, key: str, work: Path, disk: Path) -> int | None:
@@ -95,18 +92,6 @@ class TemplateCopies:
             is_other = match is not None and match["name"] == name
             if (is_other or place.name.startswith(f".{name}@new-")) and place.stat().st_mtime < oldest:
                 shutil.rmtree(place, ignore_errors=True)
-
-
-def cpu_of(accelerator: Accelerator, cpuinfo: Path = _CPUINFO) -> str:
-    """The kind of this machine's CPUs, on which the state of a guest depends. Emulated CPUs are the same everywhere."""
-    if accelerator.name != "kvm":
-        return accelerator.name
-    found = {}
-    for line in cpuinfo.read_text().split("\n\n")[0].splitlines():
-        key, _, value = line.partition(":")
-        if key.strip() in _OF_A_CPU:
-            found[key.strip()] = value.strip()
-    return json.dumps([found, round(accelerator.tsc_khz / 1000)], sort_keys=True)
 
 
 def _copy(source: Path, target: Path) -> None:
