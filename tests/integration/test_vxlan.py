@@ -57,6 +57,29 @@ def test_entries_end_with_their_last_owner(seen: dict[str, Any]) -> None:
     assert not seen["reached at the end"]
 
 
+NOTHING: dict[str, list[str]] = {"fdb": [], "neighbours": [], "machines": []}
+
+
+def test_a_vm_that_has_moved_is_found_by_all_where_it_is_and_nothing_of_its_old_place_stays(
+    seen: dict[str, Any],
+) -> None:
+    """Also after a restart of the agent, and when those that knew it at its old place have ended."""
+    assert seen["moved"] == {
+        "where": {
+            "fdb": ["02:00:00:00:00:02 dst 10.9.3.2"],
+            "neighbours": ["10.77.0.2 lladdr 02:00:00:00:00:02"],
+            "machines": ["10.9.3.2"],
+        },
+        "restarted": True,
+        "one of the job has ended": True,
+        "ended": [NOTHING, []],
+    }
+
+
+def test_a_change_that_failed_is_made_when_it_is_told_again(seen: dict[str, Any]) -> None:
+    assert seen["failed"] == {"failed": NOTHING, "again": seen["entries"]}
+
+
 def test_what_was_removed_is_restored_from_the_records(seen: dict[str, Any]) -> None:
     assert seen["after a flush"] and seen["dropped after a flush"]
     assert seen["restored"] and seen["not kept"]

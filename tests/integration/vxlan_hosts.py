@@ -21,10 +21,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
-from multiverse.core.errors import Refused
-from multiverse.core.model.identity import Neighbour
-from multiverse.host.vxlan import Vxlan, VxlanConfig
+from multiverse.core.errors import Broken, Refused
+from multiverse.core.model.identity import Member, Neighbour
+from multiverse.host.vxlan import Vxlan, VxlanConfig, machine_owner
 from multiverse.pilot.lease import LeaseDirectory, join_vxlan, leave_vxlan, vxlan_of_node
 from multiverse.system import kernel
 
@@ -325,6 +326,43 @@ def leases(directory: Path) -> dict[str, object]:
     return found
 
 
+def moved(made: Vxlan, directory: Path) -> dict[str, object]:
+    """The second guest moves from the second machine to the third. Two VMs of its job and its group know it."""
+
+    def there(n: int) -> list[Member]:
+        return [Member("mvtest0-2", guest(2).address, guest(2).mac, f"h{n}", 7, machine(n))]
+
+    made.drop("mvtest0-1")
+    for owner in ("mvtest0-1", "mvtest0-3"):
+        made.add(owner, [guest(2)])
+    made.replace_members("h1", there(2))
+    made.add(machine_owner("mvtest0-2"), [guest(2)])
+    made.replace_members("h1", there(3))
+    found: dict[str, object] = {"where": entries("h1")}
+    again = vxlan(directory, 1)  # the agent is started again
+    again.restore()
+    found["restarted"] = entries("h1") == found["where"]
+    again.drop("mvtest0-3")
+    found["one of the job has ended"] = entries("h1") == found["where"]
+    again.replace_members("h1", [])
+    again.drop("mvtest0-1")
+    again.drop(machine_owner("mvtest0-2"))
+    found["ended"] = (entries("h1"), sorted(again.owners()))
+    return found
+
+
+def failed(made: Vxlan) -> dict[str, object]:
+    """A change fails in the middle, and is told again, as it was."""
+    member = Member("mvtest0-2", guest(2).address, guest(2).mac, "h2", 7, machine(2))
+    with mock.patch.object(made, "_program", side_effect=OSError("no memory")), suppress(Broken):
+        made.replace_members("h1", [member])
+    found: dict[str, object] = {"failed": entries("h1")}
+    made.replace_members("h1", [member])
+    found["again"] = entries("h1")
+    made.replace_members("h1", [])
+    return found
+
+
 def main() -> None:
     directory = Path(sys.argv[1])
     build()
@@ -366,6 +404,8 @@ def main() -> None:
         again.drop("mvtest0-3")
         found["entries at the end"] = entries("h1")
         found["reached at the end"] = passes(100, tries=2)
+        found["moved"] = moved(again, directory)
+        found["failed"] = failed(again)
         again.add("mvtest0-1", [guest(2)])
         again.restore(lambda owner: False)
         found["not kept"] = entries("h1") == found["entries at the end"] and not again.owners()

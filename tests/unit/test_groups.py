@@ -224,6 +224,29 @@ def test_a_host_that_may_have_forgotten_is_told_all_and_so_it_is_after_a_failure
     run(script(), 1)
 
 
+@pytest.mark.parametrize("restarted", [False, True], ids=["", "controller restarted"])
+def test_a_host_that_was_cut_off_forgets_what_has_moved_or_ended_meanwhile(restarted: bool) -> None:
+    async def script() -> None:
+        hosts = Hosts("h1", "h2", "h3")
+        here, moves, ends = placed(1, "h1", 1), placed(2, "h2", 2), placed(4, "h2", 2)
+        book = Book(ONE, TWO, here, moves, ends)
+        await book.tell(hosts)
+        hosts.listening = dict.fromkeys(("h2", "h3"), "first")
+        book.move(replace(ends, state=VmState.RELEASING))
+        moved = replace(moves, places=(replace(moves.place, host="h3"),))
+        book.move(moved)
+        await book.tell(hosts)
+        assert hosts.names()["h1"] == ["mv-1", "mv-2", "mv-4"] and hosts.known["h1"]["mv-2"].host == "h2"
+        if restarted:
+            book = Book(ONE, TWO, here, moved)
+        hosts.listening = dict.fromkeys(hosts.known, "first")
+        await book.tell(hosts)
+        assert hosts.names() == {"h1": ["mv-1", "mv-2"], "h2": [], "h3": ["mv-1", "mv-2"]}
+        assert hosts.known["h1"]["mv-2"].host == "h3"
+
+    run(script(), 1)
+
+
 @given(
     st.lists(
         st.tuples(
@@ -244,9 +267,9 @@ def test_hosts_always_come_to_know_what_is(
 
     async def script() -> None:
         hosts, book = Hosts("h1", "h2", "h3"), Book(ONE, TWO, OTHER, reach=reach)
-        homes, there = dict[int, str](), dict[int, Vm]()
+        there = dict[int, Vm]()
         for at, (id_, host, attempt, state) in enumerate(moves):
-            there[id_] = placed(id_, homes.setdefault(id_, host), attempt, state)  # a VM stays on its host
+            there[id_] = placed(id_, host, attempt, state)
             book.move(there[id_])
             if at in told_after:
                 await book.tell(hosts, passes=1)
@@ -260,7 +283,8 @@ def test_hosts_always_come_to_know_what_is(
         for name in hosts.known:
             own = {group for vm, group in groups.items() if of_host[vm] == name}
             several = {group for group in own if group and list(groups.values()).count(group) > 1}
-            assert sorted(hosts.known[name]) == sorted(vm for vm, group in groups.items() if group in several)
+            known = {vm: member.host for vm, member in hosts.known[name].items()}
+            assert known == {vm: of_host[vm] for vm, group in groups.items() if group in several}
 
     run(script(), 1)
 

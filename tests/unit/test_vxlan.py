@@ -167,6 +167,10 @@ async def test_the_controllers_machine_follows_the_rows() -> None:
     for _ in range(2):
         await vxlan.follow(lambda: live)
         assert entries.of == {"mvtest0-9": [], machine_owner(running.name): [neighbour(running)]}
+    moved = replace(running, places=(replace(running.place, host="h1"),))
+    live[running.id] = moved
+    await vxlan.follow(lambda: live)
+    assert entries.of == {"mvtest0-9": [], machine_owner(running.name): [neighbour(moved)]}
     await vxlan.reach(planned.name, neighbour(planned))
     await vxlan.follow(lambda: live)
     assert machine_owner(planned.name) in entries.of, "a VM that is about to be started is not forgotten"

@@ -2,7 +2,8 @@
 
 Nothing is learnt from packets, and nothing is flooded. For each address that a VM of this host may need, one entry
 names its machine, and another lets the kernel answer ARP for it here. A frame for any other address ends at this host.
-Entries belong to owners, mostly VMs, in whose files they are recorded; they end with the last owner that has them.
+Entries belong to owners, mostly VMs, in whose files they are recorded; they end with the last owner that has them. An
+entry that is told anew, because its VM has moved, is so for all owners.
 
 Packets are accepted from machines of such entries only. Packets of this host to the port have to come from its bridge:
 frames that leave by the VXLAN are marked, and a packet with this host's address and without the mark is dropped,
@@ -18,7 +19,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from ipaddress import ip_address
@@ -125,6 +126,7 @@ class Vxlan:
         """Raises `Refused` if this machine has no nftables: then everybody could send packets to VMs."""
         self.config = config
         self._lock = threading.Lock()
+        self._is_sure = True  # the kernel has what is recorded, unless a change by this process has failed
         try:
             with self._inside():
                 self._nft = Nft()
@@ -152,38 +154,42 @@ class Vxlan:
     def add(self, owner: str, neighbours: Iterable[Neighbour]) -> None:
         """Let VMs behind this host's bridge reach these addresses too, until `owner` is dropped."""
         with self._changing() as ip:
-            entries = {one.address: one for one in (*self._recorded(owner), *neighbours)}
-            self._record(owner, entries.values())
-            if (index := self._intact(ip)) is None:
-                self._restore(ip)
-            else:
-                self._program(ip, index, entries.values())
+            self._become(ip, owner, {one.address: one for one in (*self._recorded(owner), *neighbours)})
+
+    def replace(self, owner: str, neighbours: Iterable[Neighbour]) -> None:
+        """As `add`, but the owner's earlier entries end, unless another owner has them, too."""
+        wanted = {one.address: one for one in neighbours}
+        if not wanted and not (self.config.records / owner).exists():
+            return
+        with self._changing() as ip:
+            if not self._is_sure or set(self._recorded(owner)) != set(wanted.values()):
+                self._become(ip, owner, wanted)
+
+    def _become(self, ip: IPRoute, owner: str, wanted: Mapping[str, Neighbour]) -> None:
+        """Let an owner have these entries, by address. What has an address is where it was told last to be, for all
+        owners: as a VM that has moved, which the VMs of its job knew elsewhere."""
+        is_sure, self._is_sure = self._is_sure, False
+        before = set(self._recorded(owner))
+        gone, new = before - set(wanted.values()), [one for one in wanted.values() if one not in before]
+        self._record(owner, wanted.values())
+        for other in self._owners():
+            found = self._recorded(other)
+            now = [wanted.get(one.address, one) for one in found]
+            if now != found:
+                gone |= set(found) - set(now)
+                self._record(other, now)
+        if not is_sure or (index := self._intact(ip)) is None:
+            self._restore(ip)
+        else:
+            left = set(self._entries())
+            self._unprogram(ip, index, gone - left, left)
+            self._program(ip, index, new)
+        self._is_sure = True
 
     def _intact(self, ip: IPRoute) -> int | None:
         """The index of the VXLAN; None if somebody has removed it, or flushed all rules."""
         index = self._index(ip)
         return index if index is not None and self._has_tables() else None
-
-    def replace(self, owner: str, neighbours: Iterable[Neighbour]) -> None:
-        """As `add`, but the owner's earlier entries end, unless another owner has them, too."""
-        wanted = list({one.address: one for one in neighbours}.values())
-        record = self.config.records / owner
-        if not wanted and not record.exists():
-            return
-        with self._changing() as ip:
-            before = set(self._recorded(owner))
-            if before == set(wanted):
-                return
-            if wanted:
-                self._record(owner, wanted)
-            else:
-                record.unlink(missing_ok=True)
-            if (index := self._intact(ip)) is None:
-                self._restore(ip)
-                return
-            left = {*self._entries(without=owner), *wanted}
-            self._unprogram(ip, index, before - left, left)
-            self._program(ip, index, [one for one in wanted if one not in before])
 
     def replace_members(self, host: str, members: Iterable[Member]) -> None:
         """As `replace`, for the groups of the VMs of this host: to those members that are on other machines."""
@@ -259,9 +265,12 @@ class Vxlan:
         except (OSError, ValueError, TypeError):
             return []
 
-    def _record(self, owner: str, entries: Iterable[Neighbour]) -> None:
+    def _record(self, owner: str, entries: Collection[Neighbour]) -> None:
         try:
-            files.replace(self.config.records / owner, json.dumps([asdict(one) for one in entries]))
+            if entries:
+                files.replace(self.config.records / owner, json.dumps([asdict(one) for one in entries]))
+            else:
+                (self.config.records / owner).unlink(missing_ok=True)
         except OSError as error:
             hint = f"is there room in {self.config.records}?"
             raise Exhausted(f"cannot record the network of {owner}: {error}", hint=hint) from error

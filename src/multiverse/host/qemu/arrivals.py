@@ -306,13 +306,13 @@ class IncomingVms:
                 if any(paths.home.iterdir()):
                     raise Refused(f"there are remains of a VM {name} here", hint=f"destroy {name} first")
                 arrival.session = self._launch(spec, arrival.announced, facts, image)
+                host.connections.sessions[name] = arrival.session
+                if host.vxlan is not None:
+                    host.vxlan.add(name, arrival.announced.neighbours)
         except OSError as error:
             hint = f"is there room in {host.config.vms}?"
             raise Exhausted(f"cannot receive VM {name}: {error}", hint=hint) from error
-        host.connections.sessions[name] = arrival.session
         self._check_wanted(name, arrival.announced.number)
-        if host.vxlan is not None:
-            host.vxlan.add(name, arrival.announced.neighbours)
 
     def _launch(self, spec: Specification, announced: _Announced, facts: Facts, image: Image) -> QemuSession:
         host, of = self._host, facts.manifest
