@@ -204,3 +204,14 @@ def test_the_page_has_regions_of_benchmarks_that_there_are() -> None:
     names = regions((root / "docs" / "benchmarks.md").read_text())
     known = {one.split()[0] for one in command.ALL} | {"steady"}
     assert names and set(names) <= known and len(names) == len(set(names))
+
+
+def test_moves_have_a_region_for_each_way_with_the_cpu_time_of_both_hosts() -> None:
+    case = {"total": 0.5, "inside": 0.0, "outside": 0.11, "usual": 0.02, "sent": 134 << 20, "slowdown": 0.1,
+            "cpu_old": 0.4, "cpu_new": 0.25, "cpu_agents": 0.125, "cpu_usual": 0.3, "samples": []}  # fmt: skip
+    runs = [_run("move", "--how", how, result={"moves": 2, "how": how, "cases": {"small idle": case}})
+            for how in ("private", "compressed")]  # fmt: skip
+    assert regions(written("# Page", runs)) == ["move-private", "move-compressed"]
+    _, _, first, *published = _rows(region(runs[0]))
+    assert first == ["small idle", "0.50 s", "0.11 s", "0.02 s", "134 MiB", "10%", "0.40 + 0.25 + 0.12 s", "0.30 s"]
+    assert [row[0] for row in published] == ["published: 500 MB (Sandia)", "published: idle 8 GiB (QEMU, KVM)"]

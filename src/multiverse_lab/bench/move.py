@@ -3,6 +3,8 @@
 The job counts work, and reports each hundredth of a second how far it is and the longest time that it did not run. So
 the time down is measured from inside, by the longest gap of its own clock, and from outside, by the longest pause
 between two reports. The clock of an emulated guest stands still with it: then only the pause tells.
+
+The CPU time of both hosts includes what the job computes meanwhile. Beside it is what its QEMU took in as long before.
 """
 
 from __future__ import annotations
@@ -10,14 +12,16 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
 from multiverse.client import Client
 from multiverse.core.errors import Broken
+from multiverse.host.process import cpu_seconds
 from multiverse_lab.bench.latency import until
+from multiverse_lab.lab.hosts import control_groups
 from multiverse_lab.lab.session import LabSession
 
 PROGRAM = """
@@ -52,6 +56,7 @@ while True:
         due, worst = now + 0.01, 0.0
 """
 
+CPU_PERIOD = 0.05  # seconds between two looks at the CPU time of processes: the last of a process that ends is lost
 SETTLED = 3.0  # seconds of work before and after a move, beside which it is compared
 _POLL = 0.02
 
@@ -87,7 +92,51 @@ class MoveSample:
     usual: float  # the same pause while it did not move
     sent: int  # bytes that the old host sent to the new one
     slowdown: float  # the share of its work that the job did not do meanwhile
+    cpu_old: float  # CPU time of QEMU at the old host
+    cpu_new: float  # the same at the new host
+    cpu_agents: float  # of all other processes of both hosts, which are agents and what these start
+    cpu_usual: float  # of QEMU at the old host, in as long before the move
     stages: Mapping[str, float]
+
+
+class HostsCpu:
+    """CPU seconds of the processes of some hosts while this is entered, by host: QEMU's, and those of all others."""
+
+    def __init__(self, control_group: str, hosts: Collection[str]) -> None:
+        self._group, self._hosts = control_group, hosts
+        self._first: dict[int, float] = {}
+        self._last: dict[int, tuple[str, bool, float]] = {}  # by pid: the host, whether it is QEMU, its seconds
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+
+    def __enter__(self) -> HostsCpu:
+        self._look()
+        self._first = {pid: seconds for pid, (_, _, seconds) in self._last.items()}
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        self._look()
+
+    def of(self, host: str, *, qemu: bool) -> float:
+        return sum(seconds - self._first.get(pid, 0.0) for pid, (at, is_qemu, seconds) in self._last.items()
+                   if (at, is_qemu) == (host, qemu))  # fmt: skip
+
+    def _follow(self) -> None:
+        while not self._ended.wait(CPU_PERIOD):
+            self._look()
+
+    def _look(self) -> None:
+        for host in self._hosts:
+            for pid in control_groups.processes(self._group, host):
+                try:
+                    program = Path(f"/proc/{pid}/comm").read_text()
+                except OSError:  # it has ended
+                    continue
+                if seconds := cpu_seconds(pid):
+                    self._last[pid] = host, program.startswith("qemu"), seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,13 +218,15 @@ class MoveRun:
         return found
 
     def _move(self, job: str) -> MoveSample:
-        time.sleep(SETTLED)
+        with self._cpu() as usually:
+            time.sleep(SETTLED)
         source = self._is_where(job)
         before = sent_by(self.lab, source)
-        began = time.monotonic()
-        target = self.client.move(job)["target"]
-        until(lambda: bool(self._is_where(job)), f"the VM of job {job} did not move", pause=_POLL)
-        total = time.monotonic() - began
+        with self._cpu() as cpu:
+            began = time.monotonic()
+            target = self.client.move(job)["target"]
+            until(lambda: bool(self._is_where(job)), f"the VM of job {job} did not move", pause=_POLL)
+            total = time.monotonic() - began
         if self._is_where(job) != target:
             raise Broken(f"the VM of job {job} did not move to {target}", hint=f"multiverse timeline -e {job}")
         sent = sent_by(self.lab, source) - before
@@ -185,7 +236,22 @@ class MoveRun:
         stages = self._stages(job)
         slower = 1.0 - pace(meanwhile) / pace(usual) if pace(usual) else 0.0
         worst = max((one.worst for one in meanwhile), default=0.0)
-        return MoveSample(total, worst, longest_pause(meanwhile), longest_pause(usual), sent, slower, stages)
+        return MoveSample(
+            total,
+            worst,
+            longest_pause(meanwhile),
+            longest_pause(usual),
+            sent,
+            slower,
+            cpu_old=cpu.of(source, qemu=True),
+            cpu_new=cpu.of(target, qemu=True),
+            cpu_agents=cpu.of(source, qemu=False) + cpu.of(target, qemu=False),
+            cpu_usual=usually.of(source, qemu=True) * total / SETTLED,
+            stages=stages,
+        )
+
+    def _cpu(self) -> HostsCpu:
+        return HostsCpu(self.lab.where.control_group, [host.name for host in self.lab.lab.plan.own_hosts])
 
     def _is_where(self, job: str) -> str:
         """The host of the job's VM, once it does not move; empty until then."""

@@ -43,7 +43,10 @@ class BenchmarkRun:
 
     @property
     def name(self) -> str:
-        """The name of its region: that of the benchmark. A burst that is none is called steady."""
+        """The name of its region: that of the benchmark. A burst that is none is called steady; moves have a region for
+        each way."""
+        if self.words[0] == "move":
+            return f"move-{self.result['how']}"
         if self.words[0] == "burst" and self.result.get("every") is not None:
             return "steady"
         return self.words[0]
@@ -305,6 +308,26 @@ def _submissions(run: BenchmarkRun) -> Table:
     return ("submitted", "done a second", "the store alone", "of the store alone", "until committed, median"), rows
 
 
+def _move(run: BenchmarkRun) -> Table:
+    rows = [
+        (
+            name,
+            *(_number(one[which], "s") for which in ("total", "outside", "usual")),
+            _number(one["sent"] / (1 << 20), "MiB", 0),
+            f"{one['slowdown']:.0%}",
+            " + ".join(_number(one[which]) for which in ("cpu_old", "cpu_new", "cpu_agents")) + " s",
+            _number(one["cpu_usual"], "s"),
+        )
+        for name, one in run.result["cases"].items()
+    ]
+    rows += [
+        ("published: 500 MB (Sandia)", "10 to 13 s", *("–",) * 6),
+        ("published: idle 8 GiB (QEMU, KVM)", "2.3 s", "0.03 s", *("–",) * 5),
+    ]
+    heads = ("job", "moved, median", "longest pause of the job", "the same when it does not move", "sent")
+    return (*heads, "job slower by", "CPU: old host + new host + agents", "QEMU's CPU when it does not move"), rows
+
+
 def _generic(run: BenchmarkRun) -> Table:
     """Every figure, where no table of its own is known."""
     figures = flatten(run.words[0], run.result)
@@ -325,6 +348,9 @@ _TABLES: dict[str, Callable[[BenchmarkRun], Table]] = {
     "neighbours": _queue,
     "planner": _planner,
     "submissions": _submissions,
+    "move-encrypted": _move,
+    "move-compressed": _move,
+    "move-private": _move,
 }
 _NOTES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "latency": _stages,

@@ -34,7 +34,8 @@ from multiverse_lab.lab.plan import LabOptions
 from multiverse_lab.lab.session import LabSession, session
 
 _SECONDS = ("total", "inside", "outside", "usual")
-_FIGURES = (*_SECONDS, "sent", "slowdown")
+_CPU = ("cpu_old", "cpu_new", "cpu_agents")
+_FIGURES = (*_SECONDS, "sent", "slowdown", *_CPU, "cpu_usual")
 PUBLISHED = "10 to 13 s for 500 MB (Sandia), 2.3 s and 26 ms down for an idle VM of 8 GiB (QEMU with KVM)"
 HOW = {"encrypted": {}, "compressed": {"compress": True}, "private": {"private": True}}
 
@@ -99,9 +100,12 @@ def _print(found: Mapping[str, Any]) -> None:
         f"Published: {PUBLISHED}.\n",
         markup=False,
     )
-    heads = ("MOVED", "DOWN, INSIDE", "DOWN, OUTSIDE", "USUAL PAUSE", "SENT", "JOB SLOWER BY")
+    heads = ("MOVED", "DOWN, INSIDE", "DOWN, OUTSIDE", "USUAL PAUSE", "SENT", "JOB SLOWER BY",
+             "CPU: OLD + NEW + AGENTS", "USUAL CPU")  # fmt: skip
     table = render.table("JOB", *heads, right=heads)
     for name, one in found["cases"].items():
         seconds = [render.duration(one[key]) for key in _SECONDS]
-        table.add_row(name, *seconds, f"{one['sent'] / (1 << 20):.0f} MiB", f"{one['slowdown']:.0%}")
+        cpu = " + ".join(f"{one[key]:.2f}" for key in _CPU)
+        table.add_row(name, *seconds, f"{one['sent'] / (1 << 20):.0f} MiB", f"{one['slowdown']:.0%}",
+                      f"{cpu} s", f"{one['cpu_usual']:.2f} s")  # fmt: skip
     console.print(table)

@@ -73,7 +73,7 @@ def _make_slice(root: Path) -> None:
 def end(lab: str, host: str) -> None:
     """Kill what is in the groups of a host, if there is anything, and remove them."""
     deadline = time.monotonic() + _END
-    while found := _processes(lab, host):
+    while found := processes(lab, host):
         for pid in found:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -83,7 +83,7 @@ def end(lab: str, host: str) -> None:
     remove(lab, host)
 
 
-def _processes(lab: str, host: str) -> set[int]:
+def processes(lab: str, host: str) -> set[int]:
     """What is in the groups of a host and below them. A process that is no more than a record of its end counts."""
     found: set[int] = set()
     for hierarchy in hierarchies(parent=lab, controllers=_ALL):
