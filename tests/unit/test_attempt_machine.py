@@ -13,7 +13,17 @@ from multiverse.core.machines.attempt import attempt_is_settled
 from multiverse.core.machines.tables import TABLES, effect_of
 from multiverse.core.model.basics import CloneKind, Key, Size
 from multiverse.core.model.host import HypervisorView
-from multiverse.core.model.job import Attempt, AttemptState, Job, JobRef, JobState, NodeState, Request, SchedulerView
+from multiverse.core.model.job import (
+    Attempt,
+    AttemptState,
+    Job,
+    JobRef,
+    JobState,
+    Node,
+    NodeState,
+    Request,
+    SchedulerView,
+)
 from multiverse.core.model.reason import said, text_of
 from multiverse.core.model.vm import TemplateState, VmCondition, VmState
 from multiverse.core.model.world import Forecast, World
@@ -321,6 +331,22 @@ def test_a_single_vm_that_fails_as_it_starts_is_replaced_and_the_new_one_is_star
     harness.seen(harness.all_vms()[1].name, VmCondition.PARKED)
     harness.run()
     assert [vm.state for vm in harness.all_vms()] == [V.REMOVING, V.STARTING]
+
+
+def test_a_job_is_not_pinned_while_a_node_that_no_record_explains_has_its_tag() -> None:
+    """Seed 64309 of saving: before the database was restored from a copy, the attempt had a VM already."""
+    harness = PlannerHarness()
+    harness.to_spawning()
+    (vm,) = harness.all_vms()
+    harness.seen(vm.name, VmCondition.RUNNING)
+    harness.node(vm.name)
+    harness.nodes["mvtest0-90"] = Node("mvtest0-90", NodeState.IDLE, ("slim", harness.attempt().feature))
+    for _ in range(2):
+        harness.run()
+    assert harness.all_vms()[0].state is V.JOINED and harness.attempt().state is A.SPAWNING
+    harness.nodes["mvtest0-90"] = replace(harness.nodes["mvtest0-90"], state=NodeState.DOWN)
+    harness.run()
+    assert harness.attempt().state is A.SPAWNED
 
 
 @pytest.mark.parametrize("shown", [NodeState.IDLE, NodeState.SILENT, None])

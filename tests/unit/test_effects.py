@@ -13,9 +13,10 @@ from multiverse.controller.publication import AGAIN, AGAIN_LIMIT, pause
 from multiverse.core.errors import Broken, Refused, Unknown
 from multiverse.core.machines.attempt import reclaim_attempt
 from multiverse.core.model.host import HostState, KnownHost
-from multiverse.core.model.job import Attempt, AttemptState, JobRef
+from multiverse.core.model.job import Attempt, AttemptState, JobRef, Node, NodeState, SchedulerView
 from multiverse.core.model.saved import Saved, SavedState
 from multiverse.core.model.vm import Place, Vm, VmRef, VmState
+from multiverse.core.model.world import Seen
 from multiverse.core.transition import Done, EffectKind, Event
 from multiverse_lab.simulation.clock import VirtualClock
 from multiverse_lab.simulation.loop import run
@@ -32,6 +33,7 @@ class Ports:
         self.most = 0
         self.refused: set[str] = set()
         self.destroyed: list[str] = []
+        self.deleted: list[str] = []  # nodes
         self.silent: set[str] = set()
         self.submission = self.addresses = self.offers = self.templates = None
         self.saves = self.saving = self
@@ -60,7 +62,8 @@ class Ports:
         if ref.source in self.silent:
             raise Unknown(f"{ref.source} does not answer")
 
-    async def delete_node(self, node: str) -> None: ...
+    async def delete_node(self, node: str) -> None:
+        self.deleted.append(node)
 
     async def thaw(self, vm: VmRef) -> None:
         self.calls.append("thaw")
@@ -76,12 +79,19 @@ class Harness:
     def __init__(self, *rows: Attempt | Vm | Saved, seed: int = 1) -> None:
         self.ports: Any = Ports()
         self.state = state_of(*rows)
+        self.show(*(Node(row.name, NodeState.BUSY) for row in rows if isinstance(row, Vm)))
         self.done: list[Done] = []
         users: Any = None
         around = Surroundings("10.0.0.1", (), (), 5.0, self.state, users)
         self.clock = VirtualClock()
         self.effects = Effects(self.ports, self.ports, self.clock, around, self._ended, Random(seed))
         self.ended = asyncio.Event()
+
+    def show(self, *nodes: Node) -> None:
+        """The scheduler was read, and shows these nodes."""
+        compared = self.state.compared
+        compared.nodes = {node.name: node for node in nodes}
+        compared.scheduler = Seen(SchedulerView({}, compared.nodes), 0.0)
 
     def _ended(self, done: Done) -> None:
         self.done.append(done)
@@ -215,5 +225,40 @@ def test_what_was_never_to_be_frozen_is_not_thawed(froze: bool) -> None:
         harness = Harness(saved(SavedState.UNDOING, froze=froze), vm(VmState.SERVING, id=1))
         await harness.run(0.5)
         assert harness.ports.calls == (["thaw"] if froze else ["undo"])
+
+    run(script(), 1)
+
+
+@pytest.mark.parametrize(
+    ("features", "down", "deleted"),
+    [
+        pytest.param(("slim", "mv_7"), True, True, id="its own, by the tag of its attempt"),
+        pytest.param(("slim", "mv_v1"), True, True, id="its own, by the tag of a spare"),
+        pytest.param(("slim",), True, True, id="it has no tag any more"),
+        pytest.param(("slim", "mv_8"), False, False, id="that of a VM which was restored later"),
+        pytest.param(None, False, True, id="none is shown: a command that comes late would find a later one"),
+    ],
+)
+def test_only_its_own_node_is_taken_from_the_scheduler(
+    features: tuple[str, ...] | None, down: bool, deleted: bool
+) -> None:
+    async def script() -> None:
+        row = vm(VmState.REMOVING, attempt=7)
+        harness = Harness(row)
+        harness.show(*([Node(row.name, NodeState.BUSY, features)] if features is not None else []))
+        await harness.run(1.5)
+        assert [subject for _, subject in harness.ports.begun] == [row.name] * down
+        assert harness.ports.deleted[:1] == [row.name] * deleted and harness.ports.destroyed[:1] == [row.place.source]
+
+    run(script(), 1)
+
+
+def test_no_vm_is_ended_before_the_scheduler_has_told_whose_its_node_is() -> None:
+    async def script() -> None:
+        harness = Harness(vm(VmState.ENDING))
+        harness.state.compared.scheduler = None
+        await harness.run(1.5)
+        assert not harness.ports.begun and not harness.ports.destroyed
+        assert harness.done and all(isinstance(one.error, Unknown) for one in harness.done)
 
     run(script(), 1)

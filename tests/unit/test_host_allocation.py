@@ -6,19 +6,21 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from multiverse.core.errors import Broken, Gone, Refused
+from multiverse.core.errors import Broken, Gone, Refused, Unknown
 from multiverse.core.model.basics import CloneKind, Size
 from multiverse.core.model.identity import Identity, Neighbour
 from multiverse.core.model.vm import VmCondition
+from multiverse.guest.protocol import Report
 from multiverse.host import manifest, process
 from multiverse.host.manifest import Manifest, Specification, VmPhase
-from multiverse.host.qemu import lifecycle
+from multiverse.host.qemu import lifecycle, saves
 from multiverse.host.qemu.context import QemuHostConfig
 from multiverse.host.qemu.library import QemuHost
 from multiverse.host.registry import Resource, VmRegistry
@@ -253,3 +255,73 @@ def test_an_orphan_is_destroyed_whatever_its_token(config: QemuHostConfig, qemu:
     record(config.vms, ONE, qemu)
     QemuHost(config).destroy("mva-1", 0)
     assert names(config.vms) == set()
+
+
+def test_a_vm_that_is_kept_in_memory_is_taken_over_by_a_token_of_its_own(
+    config: QemuHostConfig, qemu: ProcessIdentity
+) -> None:
+    record(config.vms, ONE, qemu, kept="mva-1-5", saved="mva-1-5")
+    host, later = QemuHost(config), replace(ONE, token="secret-later", saved="mva-1-5")
+    for wrong in (replace(later, saved="mva-1-6"), replace(later, mac=TWO.mac)):
+        with pytest.raises(Refused):
+            host.create(wrong)
+    for _ in range(2):
+        assert host.create(later) == []
+    known = manifest.read(config.vms / "mva-1")
+    assert known is not None and (known.token, known.kept, known.saved) == ("secret-later", "", "mva-1-5")
+    for call in (host.freeze, host.cut, host.thaw):
+        with pytest.raises(Refused, match="another token"):
+            call("mva-1", ONE.token)
+    with pytest.raises(Refused, match="another token"):
+        host.destroy("mva-1", 0.0, ONE.token)
+
+
+class Guest:
+    """A guest, and its QEMU's status. It answers everything that is asked of it."""
+
+    def __init__(self, status: str) -> None:
+        self.status, self.asked = status, list[str]()
+
+    @contextmanager
+    def monitor(self, *_: object) -> Iterator[Guest]:
+        yield self
+
+    def execute(self, command: str) -> dict[str, object]:
+        assert command == "query-status"
+        return {"status": self.status, "running": self.status == "running"}
+
+    def ask(self, message: bytes, answer: str, timeout: float, *, or_else: str) -> Report:
+        self.asked.append(json.loads(message)["type"])
+        return Report(answer)
+
+
+@pytest.mark.parametrize("step", ["save", "keep"])
+@pytest.mark.parametrize(
+    ("status", "asked"),
+    [
+        pytest.param("running", ["cut", "rest"], id="somebody else may have queued its job again"),
+        pytest.param("postmigrate", [], id="an earlier call has stopped it"),
+        pytest.param("paused", [], id="an earlier call has stopped it, and was not done"),
+        pytest.param("io-error", None, id="it is paused, because the disk of its host is full"),
+    ],
+)
+def test_a_job_is_cut_off_before_its_vm_is_stopped(
+    config: QemuHostConfig,
+    qemu: ProcessIdentity,
+    monkeypatch: pytest.MonkeyPatch,
+    step: str,
+    status: str,
+    asked: list[str] | None,
+) -> None:
+    """Seed 63030 of saving: what is frozen and not cut off belongs to a run that is over."""
+    record(config.vms, ONE, qemu, phase=VmPhase.STARTED, frozen=True)
+    guest, host, done = Guest(status), QemuHost(config), list[str]()
+    monkeypatch.setattr(saves.Monitor, "connect", guest.monitor)
+    monkeypatch.setattr(host._context.connections, "started_channel", lambda name: guest)
+    monkeypatch.setattr(saves, step, lambda *_: done.append(step))
+    if asked is None:
+        with pytest.raises(Unknown, match="the disk of its host is full"):
+            getattr(host, step)("mva-1", ONE.token, "mva-1-5")
+    else:
+        getattr(host, step)("mva-1", ONE.token, "mva-1-5")
+    assert guest.asked == (asked or []) and done == [step] * (asked is not None)

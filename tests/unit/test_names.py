@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from multiverse.core.errors import Exhausted, Refused
 from multiverse.core.machines.tables import TABLES
-from multiverse.core.model.basics import Size
+from multiverse.core.model.basics import Size, is_pin
 from multiverse.core.model.identity import (
     LAST_DECIMAL,
     LAST_SERIAL,
@@ -94,7 +94,7 @@ def test_the_planner_the_host_and_slurm_take_a_name_with_letters(tmp_path: Path)
     assert vm.name == "mvtest0-a000000" and vm.id == FIRST_LETTER
     assert harness.rows.next_serial == FIRST_LETTER + 1
     assert vm.address.endswith(f"/{POLICY.subnet.prefixlen}") and vm.mac == mac_of("test0", FIRST_LETTER)
-    assert parse.is_pin(vm.feature)
+    assert is_pin(vm.feature)
     assert parse.hosts("mvtest0-a[000000-000001]") == (vm.name, "mvtest0-a000001")
     files = OfferFiles(tmp_path, "test0", 10.0)
     files.offer(

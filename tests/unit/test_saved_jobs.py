@@ -159,7 +159,8 @@ def test_its_next_run_is_restored_where_its_storage_is(site: Site) -> None:
     site.to_restored()
     again = site.vm
     assert again.id != first.id
-    assert (again.name, again.mac, again.address, again.token) == (first.name, first.mac, first.address, first.token)
+    assert (again.name, again.mac, again.address) == (first.name, first.mac, first.address)
+    assert again.token not in ("", first.token), "what comes late for the first one is not for this one"
     assert again.saved == site.saved.name and again.place.template is None
     assert site.rows.attempts[max(site.rows.attempts)].job.restarts == 1
 

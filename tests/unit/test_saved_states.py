@@ -117,7 +117,8 @@ def test_what_cannot_be_written_goes_on_in_place(site: Site) -> None:
     for _ in range(3):
         site.run()
     again = site.vm
-    assert again.id != first.id and (again.saved, again.host, again.token) == (site.saved.name, "h1", first.token)
+    assert again.id != first.id and (again.saved, again.host) == (site.saved.name, "h1")
+    assert again.token not in ("", first.token), "what comes late for the VM that was kept is not for this one"
     assert site.state.claims.get(ClaimKey(site.saved.key, "h1")) is None, "the VM has the room of the state"
     assert [claim.owner for claim in site.rows.claims if claim.owner.kind == "vm"] == [again.key]
 

@@ -81,19 +81,24 @@ def test_a_serving_vm_of_which_only_one_with_another_token_is_shown_is_absent() 
     assert harness.attempt().state is A.ALLOCATED, "the scheduler decides about the job"
 
 
-def test_the_row_of_a_vm_is_kept_while_any_vm_has_its_name() -> None:
-    """Its name, node and address are in use until the other VM is gone too."""
+def test_the_row_of_a_vm_gives_way_to_that_of_another_vm_of_its_name() -> None:
+    """Its name and address are in use, and memory of its host is claimed, until the other VM is gone too."""
     harness, vm = planned("one")
     del harness.jobs["7"]
     harness.run()
     harness.run()
-    harness.vms[vm.name] = VmSeen(vm.name, "h1", VmCondition.RUNNING, token="another")
+    other = VmSeen(vm.name, "h1", VmCondition.RUNNING, token="another", address=vm.address, mac=vm.mac)
+    harness.vms[vm.name] = other
     harness.ended(vm.key)
     harness.run()
-    assert harness.all_vms()[0].state is V.RELEASING
-    harness.vms.clear()
-    harness.run()
     assert harness.all_vms()[0].state is V.GONE
+    (found,) = harness.rows.vms.values()
+    assert (found.name, found.token, found.state) == (vm.name, "another", V.ORPHAN)
+    assert vm.address in harness.state.addresses and found.key in [one.owner for one in harness.rows.claims]
+    for _ in range(3):
+        harness.clear()
+        harness.run()
+    assert not harness.rows.vms and vm.address not in harness.state.addresses
 
 
 def test_a_vm_without_a_token_is_of_a_release_that_had_none() -> None:

@@ -28,7 +28,7 @@ from multiverse.core.machines.tables import permitted_effects
 from multiverse.core.model.basics import Depth, Key
 from multiverse.core.model.host import JobLimits, KnownHost
 from multiverse.core.model.identity import Identity, Mount, Reach, machine_id, serial_of
-from multiverse.core.model.job import Attempt, Lease
+from multiverse.core.model.job import Attempt, Lease, Node
 from multiverse.core.model.saved import Saved
 from multiverse.core.model.vm import Stage, Template, Vm, VmRef, VmSpec
 from multiverse.core.model.world import Row
@@ -365,7 +365,8 @@ class Effects:
             case EffectKind.OFFER | EffectKind.WITHDRAW:
                 await self._offer(effect.kind, vm)
             case EffectKind.END | EffectKind.REMOVE:
-                await self._scheduler.set_down(vm.name, "multiverse: its VM is gone")
+                if self._node_of(vm) is not None:
+                    await self._scheduler.set_down(vm.name, "multiverse: its VM is gone")
                 await self._destroy(vm, 0.0)
             case EffectKind.RELEASE:
                 await self._destroy(vm, self._around.grace)
@@ -376,8 +377,23 @@ class Effects:
             case _:
                 raise AssertionError(f"no such effect: {effect}")
         if effect.kind in (EffectKind.REMOVE, EffectKind.RELEASE, EffectKind.DELETE):
-            await self._scheduler.delete_node(vm.name)
+            await self._delete_node(vm)
         return None
+
+    def _node_of(self, vm: Vm) -> Node | None:
+        """The VM's own node as it was shown last. A VM that is restored later has a node of the same name. Therefore a
+        node that does not exist is not set DOWN either: the command could come late. Raises `Unknown` while nobody
+        knows."""
+        compared = self._around.state.compared
+        if compared.scheduler is None:
+            raise Unknown("the scheduler has not been read yet", hint="see whether it runs")
+        node = compared.nodes.get(vm.name)
+        return node if node is not None and vm.owns(node.features) else None
+
+    async def _delete_node(self, vm: Vm) -> None:
+        """Also if it is not shown: the scheduler may keep something of it all the same."""
+        if self._node_of(vm) is not None or vm.name not in self._around.state.compared.nodes:
+            await self._scheduler.delete_node(vm.name)
 
     async def _move(self, kind: EffectKind, vm: Vm) -> Sequence[Stage]:
         """Let a VM go from its first place to its second, or end its move: it is at one of them then."""

@@ -54,6 +54,8 @@ def plan(
     for _ in range(ROUNDS):
         before = len(state.moves)
         step_all(state, world, policy, releasing=releasing)
+        if state.compared.unadopted:  # another VM may have the name of a row that has ended
+            adopt_unexplained(context)
         if not releasing:
             _provide(context)
         if len(state.moves) == before:

@@ -168,12 +168,17 @@ class State(LiveRows):
         self._undo.append(lambda: self._put(old) if old is not None else self._drop(row.key))
         if row.state in TERMINAL:
             self._drop(row.key)
-            sources = [place.source for place in row.places] if isinstance(row, Vm) else [getattr(row, "source", "")]
+            sources = self._may_still_show(row) if isinstance(row, Vm) else [getattr(row, "source", "")]
             self.compared.unadopted.update(sources)
             if isinstance(row, Vm):
                 self.compared.unexplained.update((row.name, source) for source in ("", *sources))
         else:
             self._put(row)
+
+    def _may_still_show(self, vm: Vm) -> list[str]:
+        """The sources that may show a VM of that name: those of its places, and those of another VM that has it."""
+        shown = (source for source, vms in self.compared.vms.items() if vm.name in vms)
+        return [*dict.fromkeys((*(place.source for place in vm.places), *shown))]
 
     def _set_claim(self, key: ClaimKey, claim: Claim | None) -> None:
         old = self.claims.get(key)

@@ -140,9 +140,10 @@ class Saves(Protocol):
         """Cut the frozen job off from the scheduler, which can queue it again then. There is no way back."""
 
     async def save(self, vm: VmRef, name: str, key: str = "") -> Sequence[Stage]:
-        """Stop the VM, and write it to the storage under that name, encrypted by `key` (hexadecimal) if there is one.
-        It stays stopped, until it is destroyed. `Exhausted` if it cannot be written; then nothing is left of the files.
-        `create` of it raises `Damaged` if the files are not as they were written, or are missing."""
+        """Cut the VM's job off, if that was not done, stop the VM, and write it to the storage under that name,
+        encrypted by `key` (hexadecimal) if there is one. It stays stopped, until it is destroyed. `Exhausted` if it
+        cannot be written; then nothing is left of the files. `create` of it raises `Damaged` if the files are not as
+        they were written, or are missing."""
 
     async def copy(self, source: str, name: str, key: str = "") -> None:
         """Copy complete files, as they are, from the storage to which a source writes to its storage for copies. `key`
@@ -151,8 +152,8 @@ class Saves(Protocol):
         either (`VmSpec.storage`)."""
 
     async def keep_in_memory(self, vm: VmRef, name: str) -> None:
-        """Keep the VM, stopped, in the memory of its host under that name, because it cannot be written. From then on
-        `destroy` leaves it alone, and it is shown as saved, no more as a VM. `create` of it there takes it over."""
+        """The same without writing it: keep the VM in the memory of its host under that name. From then on `destroy`
+        leaves it alone, and it is shown as saved, no more as a VM. `create` of it there takes it over."""
 
     async def thaw(self, vm: VmRef) -> None:
         """Let the processes go on: in a VM that was not cut off as if nothing had been, in a restored one within the

@@ -351,14 +351,21 @@ class Machines:
 
     def begin_save(self, vm: VmRef, name: str) -> bool:
         """Stop a VM, and begin to write its files. False if they are complete already."""
-        machine = self._started(vm, paused=True)
+        machine = self._started(vm, stopped=True)
         known = self._storage(machine.spec.host).get(name)
         if known is not None and known.spec.token == machine.spec.token:
             return False
-        machine.guest.rest()
+        self._let_rest(machine.guest)
         self._check_attached(machine.spec.host, name)
         self.unfinished.setdefault(self._storage_name(machine.spec.host), set()).add(name)
         return True
+
+    @staticmethod
+    def _let_rest(guest: Guest) -> None:
+        """Cut the job off, if somebody else queued it again before that, and stop the VM."""
+        if not guest.rests:
+            guest.cut()
+            guest.rest()
 
     def finish_save(self, vm: VmRef, name: str) -> None:
         machine, host = self.find(vm), self.host_at(vm.source)
@@ -385,8 +392,8 @@ class Machines:
         """Keep a VM, stopped, in the memory of its host, where it is no VM any more."""
         if (self.host_at(vm.source), name) in self.kept:
             return
-        spec, _, guest = self._started(vm, paused=True)
-        guest.rest()
+        spec, _, guest = self._started(vm, stopped=True)
+        self._let_rest(guest)
         self.kept[spec.host, name] = self._state_of(name, self._get(vm), guest)
         self.remove(vm.name)
 
@@ -438,14 +445,15 @@ class Machines:
         kept = [f"{name} in the memory of {host}" for host, name in sorted(self.kept)]
         return [f"the files {name} in {storage}" for storage, names in every for name in sorted(names)] + kept
 
-    def _started(self, vm: VmRef, *, paused: bool = False) -> _Started:
-        """A VM that runs, whose guest answers. `paused`: or does not, because its host's disk is full."""
+    def _started(self, vm: VmRef, *, stopped: bool = False) -> _Started:
+        """A VM that runs, whose guest answers. `stopped`: or does not, because it was stopped to be saved."""
         machine = self._get(vm)
         if machine.guest is None or machine.condition in (VmCondition.PARKED, VmCondition.CREATING):
             raise Gone(f"{vm.name} is {machine.condition}", hint="start it first")
         if machine.channel_closed:
             raise Broken(f"{vm.name} does not answer: {machine.reason}", hint="destroy it")
-        if (machine.condition is VmCondition.PAUSED or machine.guest.rests) and not paused:
+        rests = machine.guest.rests
+        if (machine.condition is VmCondition.PAUSED or rests) and not (rests and stopped):
             raise Unknown(f"{vm.name} does not answer")
         return _Started(machine.spec, machine.files, machine.guest)
 
@@ -454,7 +462,7 @@ class Machines:
         files = self.kept.pop((spec.host, spec.saved), None)
         if files is None:
             files = self._file_in(spec.host, spec.storage or self._storage_name(spec.host), spec.saved)
-        if (files.spec.name, files.spec.mac, files.spec.token) != (spec.name, spec.mac, spec.token):
+        if (files.spec.name, files.spec.mac) != (spec.name, spec.mac):
             raise Refused(f"the saved VM {spec.saved} is {files.spec.name}, not {spec.name}")
         if _machine(self.hosts[files.spec.host]) != _machine(self.hosts[spec.host]):
             raise Refused(f"{spec.host} makes another machine than {files.spec.host}")

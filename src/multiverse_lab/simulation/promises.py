@@ -43,7 +43,8 @@ def unclaimed_vms(rows: Rows, world: SimulatedWorld, inherited: Collection[str] 
     for machine in (*world.machines.vms.values(), *world.machines.copies.values()):
         name = machine.spec.name
         vm = live.get(name)
-        if vm is None and name in inherited:
+        other = vm is None or vm.token not in ("", machine.spec.token)  # its row was lost, and this is an earlier one
+        if other and name in inherited:
             continue
         if vm is None or (vm.key, machine.spec.host) not in claimed:
             found.append(f"VM {name} is on {machine.spec.host} and nothing is claimed for it")

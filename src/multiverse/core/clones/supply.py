@@ -270,8 +270,9 @@ class CloneSupply:
 
     def _restored(self, attempt: Attempt, saved: Saved, host: str) -> Vm:
         state = self.context.state
+        serial = state.numbers.new_serial()
         return Vm(
-            id=state.numbers.new_serial(),
+            id=serial,
             since=state.now,
             name=saved.vm_name,
             places=(Place(host, state.source_of(host)),),
@@ -283,7 +284,7 @@ class CloneSupply:
             address=saved.address,
             attempt=attempt.id,
             account=saved.account,
-            token=saved.token,
+            token=token_of(state.entropy, serial),  # what still comes for the VM that was saved is not for this one
             saved=saved.name,
             storage="" if saved.kept else self.context.hosts[host].storage_of(saved),
         )

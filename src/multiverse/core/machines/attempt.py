@@ -399,7 +399,7 @@ def _step_waiting(state: State, attempt: Attempt, seen: Sighting, world: World) 
         if target is A.RESTORING and not reason:
             reason = Why.MAY_START_THERE(partition=origin)
         state.move(Change(fresh, moved if target is not attempt.state else Event.NOTED, reason))
-    elif seen.status is JobStatus.RUNNING and not _has_explained_node(state, job):
+    elif seen.status is JobStatus.RUNNING and not _has_explained_node(state, seen):
         _leave_to_the_scheduler(state, attempt, job)
     elif seen.status is JobStatus.RUNNING and attempt.state is not A.STRAY:
         # The scheduler requeued the job with its old pin and started it on a VM that is about to go.
@@ -416,16 +416,23 @@ def _where_it_belongs(state: State, attempt: Attempt, job: Job, world: World) ->
     return A.QUEUED, Event.AT_GATE
 
 
-def _has_explained_node(state: State, job: Job) -> bool:
-    """Whether the job is on a VM that is not an orphan, or its nodes are not known."""
-    ids = [state.vm_named[name] for name in job.nodes if name in state.vm_named]
-    return not job.nodes or any(state.vms[id_].state is not VmState.ORPHAN for id_ in ids)
+def _has_explained_node(state: State, seen: Sighting) -> bool:
+    """Whether the job is on the node of a VM that is not an orphan, or its nodes are not known."""
+    nodes = seen.shown.nodes
+    vms = [state.vms[state.vm_named[name]] for name in nodes if name in state.vm_named]
+    return not nodes or any(vm.state is not VmState.ORPHAN and _is_its_node(vm, seen.view) for vm in vms)
 
 
-def _is_anothers(state: State, attempt: Attempt, job: Job) -> bool:
+def _is_its_node(vm: Vm, view: SchedulerView) -> bool:
+    node = view.nodes.get(vm.name)
+    return node is None or vm.owns(node.features)
+
+
+def _is_anothers(state: State, attempt: Attempt, seen: Sighting) -> bool:
     """Whether the job runs on VMs that no record explains: orphans, or nodes of another attempt's tag."""
+    job = seen.shown
     orphaned = any(name in state.vm_named for name in job.nodes)
-    return (orphaned or job.pinned not in (None, attempt.feature)) and not _has_explained_node(state, job)
+    return (orphaned or job.pinned not in (None, attempt.feature)) and not _has_explained_node(state, seen)
 
 
 def _leave_to_the_scheduler(state: State, attempt: Attempt, job: Job) -> None:
@@ -440,7 +447,7 @@ def _step_making(state: State, attempt: Attempt, seen: Sighting, world: World, p
     own, nodes = {vm.name for vm in vms}, set(seen.shown.nodes)
     dying = {vm.name for vm in state.vms_of(attempt)} - own
     whole = len(own) == attempt.request.nodes and bool(nodes) and own >= nodes
-    if started and _is_anothers(state, attempt, seen.shown):
+    if started and _is_anothers(state, attempt, seen):
         _leave_to_the_scheduler(state, attempt, seen.shown)
     elif started and whole:
         _advance_vms(state, attempt, policy)  # the row is older than the job's start: see how far its VMs are
@@ -450,7 +457,17 @@ def _step_making(state: State, attempt: Attempt, seen: Sighting, world: World, p
         state.move(quarantine(attempt, Why.TOO_SOON(status=seen.status)))
     elif not _return_if_changed(state, attempt, seen, world):
         blocked = any(may_take_job(state, vm, world) for vm in state.vms_of(attempt))
-        _advance_vms(state, attempt, policy, blocked=blocked)
+        _advance_vms(state, attempt, policy, blocked=blocked or _may_start_elsewhere(attempt, vms, seen.view))
+
+
+def _may_start_elsewhere(attempt: Attempt, vms: list[Vm], view: SchedulerView) -> bool:
+    """Whether a node that is not its own has its tag, once its VMs have joined. The database is older than that node,
+    which is on its way out as no record explains it."""
+    if attempt.state is not A.SPAWNING or any(vm.state is not VmState.JOINED for vm in vms):
+        return False
+    own = {vm.name for vm in vms}
+    others = (node for name, node in view.nodes.items() if attempt.feature in node.features and name not in own)
+    return any(not node.is_unusable for node in others)
 
 
 def _return_if_changed(state: State, attempt: Attempt, seen: Sighting, world: World) -> bool:
@@ -514,7 +531,7 @@ def _step_pinned(state: State, attempt: Attempt, seen: Sighting, world: World, p
     if seen.status in (JobStatus.RUNNING, JobStatus.COMPLETING):
         own = {vm.name for vm in state.vms_of(attempt)}  # the VMs that were lost in this very moment too
         if not own.issuperset(job.nodes) and seen.status is JobStatus.RUNNING:
-            if _is_anothers(state, attempt, job):
+            if _is_anothers(state, attempt, seen):
                 _leave_to_the_scheduler(state, attempt, job)
             else:
                 state.move(quarantine(attempt, Why.NOT_ON_OWN(hosts=job.nodes)))

@@ -214,12 +214,21 @@ def _why_over(state: State, saved: Saved, job: Job | None, world: World) -> Reas
         return Why.SAVED_JOB_OVER(job=saved.job.job_id)
     if _is_forgotten(saved, job):
         return None
+    if _went_on_without(state, saved, job):
+        return Why.SAVED_RUN_OVER(job=saved.job.job_id, restart=job.ref.restarts)
     expected = (saved.job.restarts, saved.job.restarts + 1)
     if job.ref.restarts not in expected[saved.state not in (S.PREPARING, S.FREEZING, S.CUTTING) :]:
         return Why.SAVED_RUN_OVER(job=saved.job.job_id, restart=job.ref.restarts)
     if job.ref.restarts == saved.job.restarts + 1 and saved.state in (S.PREPARING, S.FREEZING):
         return Why.SAVED_RUN_OVER(job=saved.job.job_id, restart=job.ref.restarts)
     return None
+
+
+def _went_on_without(state: State, saved: Saved, job: Job) -> bool:
+    """Whether the next run goes on in no VM of which a row tells that it is restored from the state: it began anew, or
+    the database is older than that VM."""
+    runs = job.state is JobState.RUNNING and saved.is_for(job.ref) and saved.state in WAITS_FOR_RUN
+    return runs and state.restored_from(saved) is None
 
 
 def _advance(state: State, saved: Saved, vm: Vm, job: Job | None, world: World) -> None:

@@ -244,7 +244,7 @@ def vm_is_settled(state: State, vm: Vm, world: World) -> bool:
     if vm.quarantined:
         return True
     if vm.state is V.DELETING:  # that its node is shown no more is a change of the VM
-        return world.scheduler is None or vm.name in world.scheduler.value.nodes
+        return world.scheduler is None or world.node_of(vm) is not None
     if len(vm.places) > 1:
         return False
     if latest is None or place.host not in latest.value.hosts:
@@ -361,7 +361,7 @@ def _step_starting(state: State, vm: Vm, world: World, policy: Policy) -> None:
     """A VM has joined when both sides say so: its node is registered, and its guest is complete."""
     if world.scheduler is None:
         return
-    node, attempt, seen = world.scheduler.value.nodes.get(vm.name), state.attempt_of(vm), world.vm(vm)
+    node, attempt, seen = world.node_of(vm), state.attempt_of(vm), world.vm(vm)
     startable_since = max(vm.since, world.user_known_since(attempt.uid)) if attempt else vm.since
     registered = node is not None and node.state in (NodeState.IDLE, NodeState.BUSY)
     if registered and seen is not None and seen.condition is VmCondition.RUNNING:
@@ -396,7 +396,7 @@ def _step_leaving(state: State, vm: Vm, world: World) -> None:
         return
     since, attempt = max(ended, vm.since), state.attempt_of(vm)
     jobs_began = world.job_began(attempt.job.job_id) if attempt else world.scheduler.began  # on a spare any job may be
-    node_is_gone = vm.name not in world.scheduler.value.nodes and world.node_began(vm.name) > since
+    node_is_gone = world.node_of(vm) is None and world.node_began(vm.name) > since
     off = _is_off(state, vm, vm.place, since, world)
     if off and node_is_gone:
         gone = Change(replace(vm, state=V.GONE), Event.ABSENT)
@@ -412,7 +412,7 @@ def _only_its_node_is_left(state: State, vm: Vm, since: float, world: World) -> 
     """Whether only the node of a VM that is gone is left, and no job can start there."""
     assert world.scheduler is not None
     view, attempt = world.scheduler.value, state.attempt_of(vm)
-    node = view.nodes.get(vm.name)
+    node = world.node_of(vm)
     if node is None or world.node_began(vm.name) <= since:
         return False
     if attempt is not None and attempt.state not in ENDING_STATES:
@@ -422,7 +422,7 @@ def _only_its_node_is_left(state: State, vm: Vm, since: float, world: World) -> 
 
 
 def _step_deleting(state: State, vm: Vm, world: World) -> None:
-    if world.scheduler is None or vm.name in world.scheduler.value.nodes:
+    if world.scheduler is None or world.node_of(vm) is not None:
         return
     if world.node_began(vm.name) > max(vm.since, world.ended_at(vm.key)):
         state.move(Change(replace(vm, state=V.GONE), Event.ABSENT))
@@ -440,7 +440,7 @@ def may_take_job(state: State, vm: Vm, world: World) -> bool:
     or drained, or once the VM is off its host and its node neither answers nor is registered."""
     if world.scheduler is None or vm.state not in (V.ENDING, V.REMOVING):
         return False
-    node = world.scheduler.value.nodes.get(vm.name)
+    node = world.node_of(vm)
     if node is not None and node.state not in (NodeState.SILENT, NodeState.JOINING):
         return not node.is_unusable or world.node_began(vm.name) <= vm.since
     since = world.ended_at(vm.key, inf)
@@ -448,15 +448,16 @@ def may_take_job(state: State, vm: Vm, world: World) -> bool:
 
 
 def _is_occupied(vm: Vm, world: World) -> bool:
-    return world.scheduler is not None and vm.name in world.scheduler.value.occupied
+    if world.scheduler is None or vm.name not in world.scheduler.value.occupied:
+        return False
+    return world.node_of(vm) is not None or vm.name not in world.scheduler.value.nodes
 
 
 def _is_off(state: State, vm: Vm, place: Place, since: float, world: World) -> bool:
     latest = world.latest(place.source)
     if latest is None or place.host not in latest.value.hosts:
         return state.is_fenced(place.host)
-    seen = latest.value.vms.get(vm.name)
-    return latest.began > since and (seen is None or seen.host != place.host)
+    return latest.began > since and world.at(vm, place) is None
 
 
 def _step_orphan(state: State, vm: Vm, world: World) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 from operator import add, sub
@@ -25,6 +26,11 @@ class ClaimKey(NamedTuple):
 
     owner: Key
     domain: str
+
+
+def is_pin(feature: str) -> bool:
+    """Whether a node's feature is a tag that ties a job to it: that of an attempt, or of a spare."""
+    return re.fullmatch(r"mv_v?\d+", feature) is not None
 
 
 class CloneKind(StrEnum):

@@ -69,8 +69,8 @@ class Saved:
     job: JobRef  # the run that was saved; its next restart goes on with the state, and no other one
     uid: int
     vm: int  # the number of the VM's row
-    vm_name: str  # that it has again when it is restored, as its token, MAC and address
-    token: str
+    vm_name: str  # that it has again when it is restored, as its MAC and address
+    token: str  # of the VM that was saved
     mac: str
     address: str  # with prefix length
     image: str

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal, NamedTuple
 
-from multiverse.core.model.basics import ClaimKey, CloneKind, Depth, Key, Size
+from multiverse.core.model.basics import ClaimKey, CloneKind, Depth, Key, Size, is_pin
 from multiverse.core.model.reason import Reason
 
 
@@ -252,6 +253,14 @@ class Vm:
     def feature(self) -> str:
         """The tag of a joined spare: a job that takes it cannot be given the tag of an attempt."""
         return f"mv_v{self.id}"
+
+    def owns(self, features: Collection[str]) -> bool:
+        """Whether a node of its name that has these features is its own, by their tag. A VM that was restored after it
+        has the same name. An orphan was found by its name, and no row says which tag its node has."""
+        if self.attempt is None and self.pool is None:
+            return True
+        tags = {feature for feature in features if is_pin(feature)}
+        return not tags or not tags.isdisjoint((self.feature, f"mv_{self.attempt}"))
 
     @property
     def failed(self) -> bool:

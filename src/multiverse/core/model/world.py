@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 from multiverse.core.model.basics import CloneKind, Key
 from multiverse.core.model.host import Host, HypervisorView, KnownHost
 from multiverse.core.model.identity import UserSeen
-from multiverse.core.model.job import Attempt, Lease, SchedulerView
+from multiverse.core.model.job import Attempt, Lease, Node, SchedulerView
 from multiverse.core.model.saved import Saved, SavedSeen
 from multiverse.core.model.vm import Offer, Place, Template, Vm, VmSeen
 
@@ -110,6 +110,11 @@ class World:
             return self.at(vm, vm.places[0])
         shown = [seen for place in vm.places if (seen := self.at(vm, place)) is not None]
         return next((seen for seen in shown if seen.runs), shown[0] if shown else None)
+
+    def node_of(self, vm: Vm) -> Node | None:
+        """The VM's node; None if it is not shown, or is that of another VM of the name."""
+        node = self.scheduler.value.nodes.get(vm.name) if self.scheduler is not None else None
+        return node if node is not None and vm.owns(node.features) else None
 
     def saved(self, name: str) -> Sequence[SavedSeen]:
         """The complete files of a saved VM, as each source shows them."""

@@ -72,6 +72,7 @@ def _failed(source: Path, reason: str) -> Exhausted:
     return Exhausted(f"cannot copy the disk {source}: {reason}", hint="is the disk full?")
 
 
+OUT_OF_ROOM = "io-error"  # the status of a guest that QEMU has paused for that
 REASON = "it is paused, because the disk of its host is full"
 
 _SHORT = 1 << 30  # bytes below which a disk may have been full a moment ago
@@ -105,7 +106,7 @@ class PausedGuests:
         ):
             return
         self._asked[name] = now
-        if self._execute(name, "query-status") == "io-error":
+        if self._execute(name, "query-status") == OUT_OF_ROOM:
             self._paused.add(name)
             log.warning("guest paused", vm=name, reason="the disk of its host is full")
 

@@ -267,8 +267,10 @@ class QemuHost:
         saves.keep(self._context, name, saved)
 
     def _let_rest(self, name: str, token: str) -> None:
+        """Cut the job off from its run, in case somebody else queued it again before that, and end the daemons."""
         self._check_stays(name, token)
         if saves.is_running(self._context, name):  # or else an earlier call has stopped it
+            self.cut(name, token)
             self._ask_to_save(name, token, REST, "rests", _ANSWER_TIMEOUT, frozen=True)
 
     def thaw(self, name: str, token: str = "") -> None:

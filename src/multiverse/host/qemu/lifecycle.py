@@ -81,10 +81,11 @@ def _exists(spec: Specification, paths: Paths) -> bool:
     known = manifest.read(paths.home)
     if known is not None:
         manifest.refuse_moving(known)
-        _check_same(spec, known)
         if known.kept:
-            saves.take_over(paths, known, spec.saved)
+            _check_same(replace(spec, token=known.token), known)  # its own token it gets now
+            saves.take_over(paths, known, spec)
             return True
+        _check_same(spec, known)
         if known.phase is not VmPhase.CREATING:
             if known.process.is_alive():
                 return True

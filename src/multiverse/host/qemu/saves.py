@@ -21,7 +21,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from multiverse.core.errors import Damaged, Exhausted, Gone, MultiverseError, Refused
+from multiverse.core.errors import Damaged, Exhausted, Gone, MultiverseError, Refused, Unknown
 from multiverse.core.model.basics import CloneKind, Size
 from multiverse.core.model.saved import SavedSeen, Storage
 from multiverse.core.model.vm import Stage
@@ -30,7 +30,7 @@ from multiverse.host.manifest import Manifest, Specification, VmPhase
 from multiverse.host.qemu import saved_files, templates
 from multiverse.host.qemu.channels import Command, Monitor
 from multiverse.host.qemu.context import HostContext, VmStageTimer
-from multiverse.host.qemu.disks import available_disk
+from multiverse.host.qemu.disks import OUT_OF_ROOM, REASON, available_disk
 from multiverse.host.qemu.machine import Memory, QemuMachine
 from multiverse.host.qemu.migration import NO_LIMIT, capabilities
 from multiverse.host.qemu.saved_files import Reader, SavedFile
@@ -195,8 +195,13 @@ def _remove(place: Path) -> None:
 
 
 def is_running(host: HostContext, name: str) -> bool:
+    """Whether the guest of a VM runs. If not, an earlier call has stopped it to save it. Raises `Unknown` if the guest
+    is paused because its host's disk is full: nothing can be asked of it."""
     with Monitor.connect(host.paths(name).monitor) as monitor:
-        return bool(monitor.execute("query-status")["running"])
+        status = monitor.execute("query-status")
+    if status["status"] == OUT_OF_ROOM:
+        raise Unknown(f"VM {name} does not answer: {REASON}", hint="make room")
+    return bool(status["running"])
 
 
 def find(host: HostContext, spec: Specification, image: Image) -> SavedVm:
@@ -365,13 +370,13 @@ def keep(host: HostContext, name: str, saved: str) -> None:
             manifest.write(paths.home, on)
 
 
-def take_over(paths: Paths, known: Manifest, saved: str) -> None:
-    """Let a VM that is kept under that name be the one that is restored from it. Raises `Damaged` if it has ended."""
-    if known.kept != saved:
-        raise Refused(f"VM {known.name} is kept as {known.kept}, not as {saved}", hint="see `multiverse saved`")
+def take_over(paths: Paths, known: Manifest, spec: Specification) -> None:
+    """Let a VM that is kept in memory be the one that is restored from it. Raises `Damaged` if it has ended."""
+    if known.kept != spec.saved:
+        raise Refused(f"VM {known.name} is kept as {known.kept}, not as {spec.saved}", hint="see `multiverse saved`")
     if not known.process.is_alive():
         raise Damaged(f"VM {known.name} was kept in memory, and has ended", hint="see its console log")
-    manifest.write(paths.home, replace(known, kept=""))
+    manifest.write(paths.home, replace(known, kept="", token=spec.token))
 
 
 def _write_overlay(paths: Paths, image: Image, target: Path, key: str) -> SavedFile:

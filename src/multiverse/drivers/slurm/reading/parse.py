@@ -11,7 +11,7 @@ from typing import Any
 from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet
 
 from multiverse.config import OverflowSettings
-from multiverse.core.model.basics import CloneKind, Size
+from multiverse.core.model.basics import CloneKind, Size, is_pin
 from multiverse.core.model.job import Job, JobRef, JobState, Node, NodeState, Request, SaveWish
 from multiverse.drivers.slurm.site import gate
 from multiverse.drivers.slurm.site.conf import MEMORY_PER_CPU, NEVER, TimeLimits
@@ -150,10 +150,6 @@ def moved_from(text: str) -> str:
     """The partition that a job with these features was moved from; empty if it was not."""
     all_of = (word.strip() for word in re.split(r"[&,]", text))
     return next((word.removeprefix(MOVED_FROM) for word in all_of if word.startswith(MOVED_FROM)), "")
-
-
-def is_pin(feature: str) -> bool:
-    return re.fullmatch(r"mv_v?\d+", feature) is not None
 
 
 # --- jobs ------------------------------------------------------------------------------------------
