@@ -126,11 +126,11 @@ ONE = scenario(SAVE)
 
 
 @cache
-def moments() -> list[float]:
+def moments(*actions: UserAction, seconds: float = 20.0) -> list[float]:
     """Shortly after each event since the job was saved: between all steps."""
-    outcome = goes_well(ONE)
+    outcome = goes_well(scenario(*(actions or (SAVE,)), batch=Batch(seconds=seconds)))
     began = next(at for at, text in outcome.events if text.startswith("saved 1:"))
-    last = next(at for at, text in outcome.events if "discarding -> gone" in text)
+    last = max(at for at, text in outcome.events if "discarding -> gone" in text)
     return sorted({round(at, 2) + 0.002 for at, _ in outcome.events if began - 0.1 <= at <= last})
 
 
@@ -168,6 +168,33 @@ def test_a_time_limit_ends_between_all_steps(part: int) -> None:
     for at in moments()[part::8]:
         batch = Batch(seconds=20.0, limit=at - began)
         goes_well(replace(ONE, arrivals=(replace(ONE.arrivals[0], batch=batch),)), "TIMEOUT")
+
+
+THRICE = (SAVE, UserAction(18.0, "save"), UserAction(24.0, "save"))
+
+
+@pytest.mark.parametrize("part", one_in(9, range(9)))
+@pytest.mark.parametrize("seconds", [0.3, 2.0, 9.0])
+def test_the_database_is_restored_from_a_copy_of_each_moment(seconds: float, part: int) -> None:
+    """Its rows know VMs that were saved and restored meanwhile, under the same names."""
+    one = scenario(*THRICE, batch=Batch(seconds=25.0))
+    soon = replace(one.settings.save, keep_days=0.005)  # what no row explains goes when it is older than any state
+    for at in moments(*THRICE, seconds=25.0)[part::9]:
+        restored = Incident(at, IncidentKind.DATABASE_RESTORED, seconds)
+        outcome = goes_well(replace(one, settings=replace(one.settings, save=soon), incidents=(restored,)))
+        assert outcome.crash_count == 1
+
+
+@pytest.mark.parametrize("part", one_in(9, range(9)))
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_database_that_knows_of_no_save_lets_the_job_go_on(lost: bool, part: int) -> None:
+    """It is lost at each moment; or then a copy takes its place that was made before."""
+    soon = replace(ONE.settings.save, keep_days=0.005)
+    for at in moments()[part::9]:
+        before = Incident(11.0, IncidentKind.DATABASE_RESTORED, at - 11.0)
+        incident = Incident(at, IncidentKind.DATABASE_LOST) if lost else before
+        outcome = goes_well(replace(ONE, settings=replace(ONE.settings, save=soon), incidents=(incident,)))
+        assert outcome.crash_count == 1
 
 
 # --- copies ------------------------------------------------------------------------------------------

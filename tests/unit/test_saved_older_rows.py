@@ -7,11 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from multiverse.core.errors import Broken
 from multiverse.core.machines.tables import permitted_effects
 from multiverse.core.model.job import AttemptState, JobRef, JobState, Node, NodeState
 from multiverse.core.model.saved import SavedSeen, SavedState
 from multiverse.core.model.vm import Vm, VmCondition, VmSeen, VmState
-from multiverse.core.transition import EffectKind
+from multiverse.core.transition import Done, EffectKind
+from tests.unit.planner_harness import PlannerHarness
 from tests.unit.rows import SOURCE, vm
 from tests.unit.test_saved_jobs import STORAGE, Site
 
@@ -97,6 +99,68 @@ def test_a_state_is_kept_while_the_next_run_goes_on_in_the_vm_that_is_restored_f
     site.files[site.saved.name] = SavedSeen(site.saved.name, site.saved.token, 1, STORAGE.name)
     site.run()
     assert site.saved.state is S.THAWING
+
+
+# --- jobs that are frozen, and no row tells why --------------------------------------------------------
+
+
+FOUND = [{"frozen": True}, {"freezing": True}]
+"""As its host recorded when the freeze was done, or begun."""
+
+
+def freeze(site: PlannerHarness, name: str, **how: bool) -> None:
+    site.vms[name] = replace(site.vms[name], **how)
+
+
+@pytest.mark.parametrize("how", FOUND)
+def test_a_job_that_is_found_frozen_goes_on(site: Site, how: dict[str, bool]) -> None:
+    """The copy of the database was made before somebody had the job saved."""
+    freeze(site, site.name, **how)
+    site.run()
+    assert (site.saved.state, site.saved.job, site.saved.vm) == (S.UNDOING, JobRef("7", 500), site.vm.id)
+    assert [effect.kind for row, effect in permitted_effects(site.state) if row == site.saved] == [EffectKind.UNDO]
+    freeze(site, site.name, frozen=False, freezing=False)
+    site.done()
+    for _ in range(2):
+        site.run()
+    assert not site.rows.saved and site.vm.state is V.SERVING and site.attempt().state is A.ALLOCATED
+
+
+@pytest.mark.parametrize("how", FOUND)
+def test_a_frozen_job_goes_on_in_an_orphan(how: dict[str, bool]) -> None:
+    """The database was lost."""
+    harness = PlannerHarness()
+    harness.vms["mvtest0-9"] = VmSeen("mvtest0-9", "h1", VmCondition.RUNNING, token="t", address="10.9.1.9", **how)  # type: ignore[arg-type]
+    harness.node("mvtest0-9", NodeState.DRAINED)
+    harness.jobs["7"] = harness.job(state=JobState.RUNNING, pinned=TAG)._replace(nodes=("mvtest0-9",))
+    for _ in range(3):
+        harness.run()
+    (saved,) = harness.rows.saved.values()
+    (orphan,) = harness.rows.vms.values()
+    assert (saved.state, saved.job.job_id, saved.vm, saved.token) == (S.UNDOING, "7", orphan.id, "t")
+    assert orphan.state is V.ORPHAN and "no record explained it" in str(saved.reason)
+    harness.run(Done(saved.key, EffectKind.UNDO, str(S.UNDOING), Broken("its guest was cut off from its run")))
+    assert next(iter(harness.rows.vms.values())).state is V.ENDING
+
+
+@pytest.mark.parametrize("until", ["to_freezing", "to_undoing", "to_restored"])
+def test_a_job_is_left_frozen_while_a_row_tells_why(site: Site, until: str) -> None:
+    getattr(site, until)()
+    before = [one.id for one in site.rows.saved.values()]
+    if site.name in site.vms:
+        freeze(site, site.name, frozen=True, freezing=True)
+    site.run()
+    assert [one.id for one in site.rows.saved.values()] == before
+
+
+def test_a_frozen_job_whose_run_is_over_is_left_alone(site: Site) -> None:
+    freeze(site, site.name, frozen=True)
+    site.restart(1)
+    site.run()
+    assert not site.rows.saved
+
+
+# --- whose a node is -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

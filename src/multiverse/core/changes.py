@@ -94,6 +94,7 @@ def mark_changes(state: State, world: World, policy: Policy) -> None:
             _follow_hosts(state, compared, name, {})
             del compared.sources[name]
             compared.vms.pop(name, None)
+            compared.frozen.pop(name, None)
     _know_hosts(state, compared)
 
 
@@ -137,6 +138,9 @@ def _mark_source(state: State, compared: Compared, name: str, observation: Obser
     if stray := [one for one in observation.latest.value.saved if not state.saved_named(one)]:
         compared.stray[name] = tuple(sorted(stray))
     known, shown = compared.vms.get(name, {}), observation.latest.value.vms
+    compared.frozen.pop(name, None)
+    if frozen := [one for one, seen in shown.items() if seen.frozen or seen.freezing]:
+        compared.frozen[name] = tuple(frozen)
     for vm_name in changed(known, shown, _moves):
         state.mark_vm(vm_name)
     _note_unexplained(state, name, known, shown)

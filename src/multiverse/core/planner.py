@@ -28,7 +28,7 @@ from multiverse.core.model.world import World
 from multiverse.core.moving import move_off_drained
 from multiverse.core.policy import Policy
 from multiverse.core.pools import reconcile_pools
-from multiverse.core.saving import save_at_limits
+from multiverse.core.saving import let_frozen_jobs_go_on, save_at_limits
 from multiverse.core.state import State, quarantine_on_error
 from multiverse.core.transition import Done, Message, Move
 
@@ -67,6 +67,7 @@ def _provide(context: Context) -> None:
     empty_drained(context)
     move_off_drained(context)
     save_at_limits(context)
+    let_frozen_jobs_go_on(context)
     missing_vms = context.state.missing
     while missing_vms:
         missing = missing_vms.pop(0)

@@ -205,6 +205,7 @@ class Compared:
     unadopted: set[str] = field(default_factory=set)  # sources that may show what has no row
     unlearned: set[str] = field(default_factory=set)  # hosts in sight that may have changed
     stray: dict[str, tuple[str, ...]] = field(default_factory=dict)  # by source, saved VMs that it shows without a row
+    frozen: dict[str, tuple[str, ...]] = field(default_factory=dict)  # by source, VMs whose jobs it shows as stopped
     saved_at: float = -inf  # when all saved jobs were looked at last
     users: dict[int, tuple[bool, float]] | None = None  # whether they exist, and since when that is known
 

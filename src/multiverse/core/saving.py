@@ -3,13 +3,15 @@ storage no row explains."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from multiverse.core.context import Context
 from multiverse.core.errors import Refused
 from multiverse.core.machines.attempt import not_saved
-from multiverse.core.machines.saved import ask_to_save, is_mute, resume_saved
+from multiverse.core.machines.saved import ask_to_save, is_mute, resume_saved, undo_unexplained
 from multiverse.core.model.basics import ClaimKey
 from multiverse.core.model.host import Host
-from multiverse.core.model.job import Attempt, AttemptState, Job
+from multiverse.core.model.job import Attempt, AttemptState, Job, JobState
 from multiverse.core.model.reason import Reason, Why, said
 from multiverse.core.model.saved import COMPLETE, UNWRITTEN, WAITS_FOR_RUN, Saved, SavedState
 from multiverse.core.model.vm import MOVING_STATES, Vm, VmState
@@ -66,11 +68,26 @@ def save(context: Context, attempt: Attempt, asked: Reason, *, hold: bool = Fals
     if why := why_no_room(context, attempt.uid, host, bound):
         raise Refused(f"job {job_id} cannot be saved: {why}", hint="multiverse saved shows what takes the room")
     wish = attempt.request.save
-    saved = Saved(
-        id=state.numbers.new_saved_id(),
-        since=state.now,
-        job=attempt.job,
-        uid=attempt.uid,
+    saved = replace(
+        _row_of(context, vm, job, asked),
+        storage=host.storage.name,
+        machine=host.storage.machine,
+        runs=attempt.runs,
+        hold=hold,
+        bound=bound,
+        encrypted=context.policy.save_encrypt,
+        may_restart=wish is not None and wish.restart,
+    )
+    state.move(ask_to_save(saved))
+
+
+def _row_of(context: Context, vm: Vm, job: Job, asked: Reason) -> Saved:
+    """A row for the job that runs in a VM."""
+    return Saved(
+        id=context.state.numbers.new_saved_id(),
+        since=context.state.now,
+        job=job.ref,
+        uid=job.uid,
         vm=vm.id,
         vm_name=vm.name,
         token=vm.token,
@@ -82,18 +99,39 @@ def save(context: Context, attempt: Attempt, asked: Reason, *, hold: bool = Fals
         node_size=vm.node_size,
         account=vm.account,
         source=vm.place.source,
-        storage=host.storage.name,
-        machine=host.storage.machine,
+        storage="",
+        machine="",
         asked=asked,
         begun=context.now,
         requeues=job.requeues,
-        runs=attempt.runs,
-        hold=hold,
-        bound=bound,
-        encrypted=context.policy.save_encrypt,
-        may_restart=wish is not None and wish.restart,
     )
-    state.move(ask_to_save(saved))
+
+
+def let_frozen_jobs_go_on(context: Context) -> None:
+    """Jobs whose processes are stopped though no row tells why, as after a database was lost. A guest that was cut off
+    from its run refuses that, and its VM ends."""
+    state, world = context.state, context.world
+    for source in sorted(state.compared.frozen):
+        latest = world.latest(source)
+        for name in sorted(state.compared.frozen[source]) if latest is not None else ():
+            vm = state.vms.get(state.vm_named.get(name, 0))
+            seen = world.vm(vm) if vm is not None else None
+            if vm is None or seen is None or state.saved_of(vm) or state.saved_named(vm.saved):
+                continue
+            job = _job_on(context, vm) if seen.frozen or seen.freezing else None
+            if job is not None:
+                state.move(undo_unexplained(_row_of(context, vm, job, Why.FOUND_FROZEN())))
+
+
+def _job_on(context: Context, vm: Vm) -> Job | None:
+    """The job that runs on a VM, as its attempt knows it, or on an orphan."""
+    attempt = context.state.attempt_of(vm)
+    if context.world.scheduler is None or vm.state not in (VmState.SERVING, VmState.ORPHAN):
+        return None
+    job = context.scheduler.jobs.get(attempt.job.job_id if attempt is not None else vm.job_id)
+    runs = job is not None and job.state is JobState.RUNNING and vm.name in job.nodes
+    mine = attempt is None or (job is not None and attempt.state is AttemptState.ALLOCATED and job.ref == attempt.job)
+    return job if runs and mine else None
 
 
 def bound_of(state: State, vm: Vm) -> int:

@@ -152,6 +152,7 @@ class Manifest:
     net: int = 0  # Mbit/s that it may send, and may receive; 0: any
     image: str = ""  # empty: written by a release that did not record it
     frozen: bool = False  # the processes of its job are stopped
+    freezing: bool = False  # they were to be stopped, and nothing tells whether they are
     saved: str = ""  # the saved VM that it was restored from
     kept: str = ""  # it is stopped, and kept in memory as the saved VM of that name: it is no VM until it is restored
     group: int = 0  # of VMs that reach each other, as of its start or its user; 0: it reaches its peers alone

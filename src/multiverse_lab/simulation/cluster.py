@@ -719,11 +719,13 @@ class Cluster:
             )
         job.busy, job.started, job.by_controller = list(job.nodes), now, False
         # slurmctld starts a job again on the VMs that it has until the controller has seen the first start fail.
-        if job.nodes == job.placed:
+        guests = tuple(node.guest for node in nodes)
+        if guests == job.placed:
             job.repeats += 1
         else:
-            job.placed, job.repeats = job.nodes, 1
-            job.placements.append(now)
+            job.placed, job.repeats = guests, 1
+            if not any(guest.is_restored for guest in guests):  # a saved job goes on there: its run did not fail
+                job.placements.append(now)
         if job.repeats > 10:
             self.hasty.append(f"job {job.job_id} started {job.repeats} times on the same VMs")
         if len(recent := [at for at in job.placements if at > now - 600]) > 13:

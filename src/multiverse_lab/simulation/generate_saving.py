@@ -105,6 +105,9 @@ def _with_trouble(scenario: Scenario, rng: Random) -> Scenario:
     if scenario.world.agents is None and rng.random() < 0.2:  # agents would know a later epoch than the new database
         incidents += every(UNTIL / 2, IncidentKind.DATABASE_LOST, rng, UNTIL)[:1]
         keep = 0.005  # what no record explains is removed once it is older than any state
+    elif scenario.world.agents is None and (copies := Random(f"{scenario.seed}/restored")).random() < 0.4:
+        incidents += every(UNTIL / 2, IncidentKind.DATABASE_RESTORED, copies, UNTIL)[:1]
+        keep = 0.005
     cluster = replace(scenario.world.cluster, forgets=rng.choice((0.0, 0.0, 0.2, 0.5)))
     return replace(
         scenario,

@@ -80,7 +80,7 @@ class JobRecord:
     not_before: float = 0.0  # until when slurmctld's own delay is to be waited for
     short_runs: int = 0  # that ended within seconds and were queued again, in a row
     run_seconds: float = 0.0  # of the run that has ended last
-    placed: tuple[str, ...] = ()  # the nodes of its last start
+    placed: tuple[object, ...] = ()  # the guests of its last start
     repeats: int = 0  # starts in a row on these nodes
     placements: list[float] = field(default_factory=list)  # when it first started on each set of nodes, s
     nodes: tuple[str, ...] = ()

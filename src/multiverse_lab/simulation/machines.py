@@ -82,6 +82,7 @@ class Machine:
     address: str = ""
     placed_on: str = ""
     frozen: bool = False  # the processes of its job, as its host has recorded
+    freezing: bool = False  # the same: they were to be
     files: SavedFiles | None = None  # that it was restored from
     handed: bool = False  # it was handed over to another host, which has not taken it over yet
 
@@ -330,7 +331,7 @@ class Machines:
     def freeze(self, vm: VmRef) -> None:
         machine = self.find(vm)
         if machine is not None and machine.guest is not None:
-            machine.guest.to_freeze = True
+            machine.freezing = machine.guest.to_freeze = True
         self._started(vm).guest.freeze()
 
     def cut(self, vm: VmRef) -> None:
@@ -339,7 +340,7 @@ class Machines:
     def note_frozen(self, vm: VmRef, *, frozen: bool) -> None:
         """The host records whether the job of a VM is frozen."""
         if (machine := self.find(vm)) is not None:
-            machine.frozen = frozen
+            machine.frozen, machine.freezing = frozen, False
 
     def thaw(self, vm: VmRef) -> bool:
         """Let the processes go on. False if they are to go on in a run that has not begun."""
@@ -682,6 +683,7 @@ class Machines:
                 size=machine.size or machine.spec.size,
                 disk=self._written(machine),
                 frozen=machine.frozen,
+                freezing=machine.freezing,
                 mute=machine.channel_closed,
                 template_build=machine.template.name if machine.template else "",
                 template_memory=machine.template.key.size.memory if machine.template else 0,

@@ -176,8 +176,7 @@ class BrakeWatch:
         kinds = {one.kind for one in scenario.incidents}
         self._applies = quiet and kinds <= set(self.KINDS) and not scenario.world.pair.has_cloud
         self._applies = self._applies and scenario.world.guests == GuestBehaviour()
-        # Nodes register late if slurmctld is killed, and a saved job is held for other reasons than its short runs.
-        self._applies = self._applies and not scenario.world.cluster.forgets and not scenario.settings.save.enabled
+        self._applies = self._applies and not scenario.world.cluster.forgets  # nodes register late if it is killed
         self._scenario = scenario
         # What was planned and not made when a controller crashed is no fault of a host.
         self._counts = not scenario.crashes and IncidentKind.CONTROLLER_CRASH not in kinds

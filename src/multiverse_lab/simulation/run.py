@@ -590,7 +590,7 @@ class _Simulation:
             for vm in orphans:
                 machine = self.world.machines.vms.get(vm.name)
                 guest = machine.guest if machine is not None else None
-                waits = guest is not None and (guest.waits_for_user or guest.is_frozen)
+                waits = guest is not None and guest.waits_for_user
                 if waits and guest is not None and self.controller is not None:
                     guest.given_up = True
                     self._log(f"operator ends {vm.name}, whose job {vm.job_id} waits in vain")

@@ -36,6 +36,7 @@ _LIVE = tuple(state for state in S if state is not S.GONE)
 
 SAVED: tuple[Transition, ...] = (
     *transitions([None], Event.ASKED, S.PREPARING),
+    *transitions([None], Event.FOUND, S.UNDOING),
     *transitions([S.PREPARING], Event.READY, S.FREEZING),
     *transitions([S.FREEZING], Event.FROZEN, S.CUTTING),
     *transitions([S.CUTTING], Event.QUEUED_AGAIN, S.WRITING),
@@ -69,6 +70,11 @@ AWAITED_SAVED = dict.fromkeys(
 
 def ask_to_save(saved: Saved) -> Change:
     return Change(saved, Event.ASKED, saved.asked)
+
+
+def undo_unexplained(saved: Saved) -> Change:
+    """The job of a VM was found frozen, and no row tells why: let it go on."""
+    return Change(replace(saved, state=S.UNDOING, froze=True, reason=saved.asked), Event.FOUND, saved.asked)
 
 
 def resume_saved(saved: Saved, why: Reason, *, anew: bool = False) -> Change:

@@ -347,6 +347,7 @@ class Why(StrEnum):
     NO_LONGER_THERE = "no longer there", "it is no longer there"
     REBUILT = "rebuilt", "it was built anew"
     FOUND_THERE = "found there", "it was found on its host, and no record explained it"
+    FOUND_FROZEN = "found frozen", "its processes were found stopped, and no record explained it"
     SERVES_UNTOLD = "serves untold", "it serves, or served, a job without a record"
     MEMORY_NEEDED = "memory needed", "its memory is needed"
     NO_POOL = "no pool", "no pool of the settings wants it"

@@ -110,6 +110,7 @@ class VmSeen:
     placed_on: str = ""  # the machine, where the hypervisor chooses it
     token: str = ""  # empty: the hypervisor keeps none
     frozen: bool = False  # the processes of its job are stopped
+    freezing: bool = False  # they were to be stopped, and nothing tells whether they are
     mute: bool = False  # its guest cannot be told anything any more
     size: Size | None = None  # with all that was plugged; None: unknown
     disk: int = 0  # MiB that its files can grow to; 0: unknown

@@ -245,7 +245,10 @@ class QemuHost:
                 set_isolated(name, False)
 
     def freeze(self, name: str, token: str = "") -> None:
-        """Freeze the processes of a VM's job. See `guest.agent.saving`."""
+        """Freeze the processes of a VM's job. See `guest.agent.saving`. That is recorded before: whoever finds them
+        stopped without knowing why lets them go on."""
+        self._check_stays(name, token)
+        self._record(name, freezing=True)
         self._ask_to_save(name, token, freeze_message(_SYNC_TIMEOUT), "frozen", _FREEZE_TIMEOUT, frozen=True)
 
     def cut(self, name: str, token: str = "") -> None:
@@ -303,14 +306,17 @@ class QemuHost:
         """Ask a guest for a step, and record whether its job is frozen then. Raises also what `manifest.refuse_other`
         raises."""
         self._check_stays(name, token)
-        home = self._context.paths(name).home
         report = self._context.connections.started_channel(name).ask(message, answer, timeout, or_else="refused")
         if report.type == "refused":
             raise Broken(f"in the guest of VM {name}: {report.reason}", hint="see its console log beside its manifest")
+        self._record(name, frozen=frozen, freezing=False)
+
+    def _record(self, name: str, **changes: bool) -> None:
+        home = self._context.paths(name).home
         with locked_directory(home, create=False):
             known = manifest.read(home)
-            if known is not None and known.frozen != frozen:
-                manifest.write(home, replace(known, frozen=frozen))
+            if known is not None and (changed := replace(known, **changes)) != known:  # type: ignore[arg-type]
+                manifest.write(home, changed)
 
     def tell(self, members: Collection[Member], gone: Collection[str], *, whole: bool) -> None:
         """Let VMs reach each other, by address and by name: see `ports.Groups.tell`. Raises `Exhausted` or `Broken` if

@@ -184,6 +184,7 @@ class HostObserver:
             mac=known.mac,
             token=known.token,
             frozen=known.frozen,
+            freezing=known.freezing,
             mute=self._host.connections.is_mute(name),
             size=Size(known.total_cpus or known.cpus, known.total_memory or known.memory, net=known.net),
             disk=known.disk,
