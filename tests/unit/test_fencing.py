@@ -271,6 +271,34 @@ async def test_a_restarted_agent_ends_no_vm_that_the_scheduler_has_just_reached(
     assert file.read().vms == {}, "what was kept of VMs goes with them"
 
 
+async def test_an_agent_that_ends_soon_after_its_controller_was_back_keeps_that(tmp_path: Path) -> None:
+    """Seed 63925 of saving: its look waited for slurmctld, and its VMs were ended by the contact before."""
+    host, file = Hosted(), ContactFile(tmp_path / "contacts", "boot")
+    waits, kept = asyncio.Event(), asyncio.Event()
+
+    def keep(contacts: Contacts) -> None:
+        file.write(contacts)
+        kept.set()
+
+    async def reached(_: str) -> Collection[str]:
+        waits.set()
+        await asyncio.Event().wait()
+        return ()
+
+    host.now = LIMIT / 2
+    fence = host.fence(Contacts({"test0": 0.0}))
+    fence.keep, fence.reached = keep, reached
+    running = asyncio.create_task(fence.run())
+    await waits.wait()
+    fence.timer.heard("test0", host.now)
+    await kept.wait()
+    running.cancel()
+    assert file.read().controllers == {"test0": LIMIT / 2}
+    host.now += LIMIT - 1
+    await host.fence(file.read()).check()
+    assert host.vms == {ONE, TWO}
+
+
 # --- what counts as contact ------------------------------------------------------------------------
 
 

@@ -54,6 +54,7 @@ class FenceTimer:
         """`seconds` are of the settings; infinity: no VM is ended any more. `contacts` were kept; they change in
         place."""
         self.seconds, self.contacts, self.now = seconds, contacts, now
+        self.back = asyncio.Event()  # a controller is in contact that was not for longer than looks are apart
         self.kept: Mapping[str, float] = dict(contacts.limits)  # the limits that the next run of the agent knows
 
     @property
@@ -77,6 +78,8 @@ class FenceTimer:
             self.contacts.limits[site] = shown
 
     def heard(self, site: str, at: float) -> None:
+        if at - self.contacts.controllers.get(site, at) > self.shortest / CHECKS:
+            self.back.set()
         _advance(self.contacts.controllers, site, at)
         if (limit := self.limit(site)) < inf:
             self.contacts.limits[site] = limit
@@ -131,10 +134,22 @@ class SelfFence:
 
     async def run(self) -> None:
         """Look at intervals until cancelled, or until no VM is ended any more."""
-        while self.timer.shortest < inf:
-            await self.check()
-            await asyncio.sleep(self.timer.shortest / CHECKS)
+        keeping = asyncio.create_task(self._keep_when_back())
+        try:
+            while self.timer.shortest < inf:
+                await self.check()
+                await asyncio.sleep(self.timer.shortest / CHECKS)
+        finally:
+            keeping.cancel()
         self._keep_contacts()
+
+    async def _keep_when_back(self) -> None:
+        """Keep that a controller is back, at once: the agent may end soon after, and a look may wait for the scheduler
+        for long."""
+        while True:
+            await self.timer.back.wait()
+            self.timer.back.clear()
+            self._keep_contacts()
 
     async def check(self) -> None:
         """Look once. The next look tries again what fails."""

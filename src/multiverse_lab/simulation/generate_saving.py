@@ -11,7 +11,7 @@ from multiverse.core.model.host import Host
 from multiverse.core.model.job import SaveWish
 from multiverse.core.model.saved import Storage
 from multiverse_lab.simulation.cluster import ClusterSettings
-from multiverse_lab.simulation.faults import IncidentKind, every
+from multiverse_lab.simulation.faults import Incident, IncidentKind, every
 from multiverse_lab.simulation.generate import disturbed, draw_crashes, in_time
 from multiverse_lab.simulation.jobs import Batch
 from multiverse_lab.simulation.machines import ABILITIES
@@ -20,6 +20,8 @@ from multiverse_lab.simulation.scenario import Arrival, Scenario, UserAction
 from multiverse_lab.simulation.world import WorldSettings
 
 UNTIL = 120.0  # seconds in which calls fail, and things break
+KEEP_REPLACED = 0.005
+"""Days that states are kept where the database is replaced. What no record explains is removed once it is older."""
 
 _ANYWHERE: dict[IncidentKind, tuple[float, ...]] = {
     IncidentKind.VM_DIES: (0.0, 0.0, 20.0),
@@ -100,22 +102,27 @@ def _with_copies(hosts: tuple[Host, ...], rng: Random, *, one_each: bool) -> tup
 
 def _with_trouble(scenario: Scenario, rng: Random) -> Scenario:
     scenario = disturbed(scenario, rng, UNTIL, _ANYWHERE, _WITH_AGENTS)
-    incidents = scenario.incidents
-    keep = scenario.settings.save.keep_days
-    if scenario.world.agents is None and rng.random() < 0.2:  # agents would know a later epoch than the new database
-        incidents += every(UNTIL / 2, IncidentKind.DATABASE_LOST, rng, UNTIL)[:1]
-        keep = 0.005  # what no record explains is removed once it is older than any state
-    elif scenario.world.agents is None and (copies := Random(f"{scenario.seed}/restored")).random() < 0.4:
-        incidents += every(UNTIL / 2, IncidentKind.DATABASE_RESTORED, copies, UNTIL)[:1]
-        keep = 0.005
+    replaced = _replaced_database(scenario, rng)
+    keep = KEEP_REPLACED if replaced else scenario.settings.save.keep_days
     cluster = replace(scenario.world.cluster, forgets=rng.choice((0.0, 0.0, 0.2, 0.5)))
     return replace(
         scenario,
         world=replace(scenario.world, cluster=cluster),
         settings=replace(scenario.settings, save=replace(scenario.settings.save, keep_days=keep)),
-        incidents=in_time(incidents),
+        incidents=in_time((*scenario.incidents, *replaced)),
         crashes=draw_crashes(rng, rng.choice((0, 0, 5, 30))),
     )
+
+
+def _replaced_database(scenario: Scenario, rng: Random) -> tuple[Incident, ...]:
+    """In some scenarios the database is lost, in others restored from a copy. Not behind agents: one that does not
+    answer as the controller starts would know a later epoch than that takes, and stay out of reach."""
+    if scenario.world.agents is not None:
+        return ()
+    if rng.random() < 0.2:
+        return every(UNTIL / 2, IncidentKind.DATABASE_LOST, rng, UNTIL)[:1]
+    own = Random(f"{scenario.seed}/restored")
+    return every(UNTIL / 2, IncidentKind.DATABASE_RESTORED, own, UNTIL)[:1] if own.random() < 0.4 else ()
 
 
 def _host(rng: Random, number: int) -> Host:
