@@ -6,7 +6,6 @@ import dataclasses
 import os
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,14 @@ from multiverse.host.qemu import abilities, cpus
 from multiverse.host.qemu.abilities import HostFeatures, huge_page_trial, trials
 from multiverse.host.qemu.channels import Monitor
 from multiverse.host.qemu.machine import Accelerator, Feature
+from tests.integration.huge_pages import huge_pages
 from tests.integration.test_qemu_driver import BASE, PARENT, SITE, Lab, answers_of, swept
 
 __all__ = ["swept"]  # a fixture
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, reason="taps and images need root")]
 
-_RESERVED = Path("/proc/sys/vm/nr_hugepages")
+__all__ = ["huge_pages"]  # a fixture
+
 WROTE = "dd if=/dev/urandom of=/root/one bs=1M count=16 conv=fsync 2>/dev/null && sha256sum < /root/one"
 READ = "echo 3 > /proc/sys/vm/drop_caches; sha256sum < /root/one"
 
@@ -100,23 +101,6 @@ def test_a_vhost_net_that_does_not_serve_qemu_is_found_by_a_boot(lab: Lab, monke
     assert "instead of 85" in tried[Feature.VHOST_NET]()
     assert tried[Feature.IOTHREAD]() == "", "the same boot with another device"
     (place / "none.json").unlink()
-
-
-@pytest.fixture
-def huge_pages() -> Iterator[int]:
-    """MiB that are reserved in huge pages for this test: enough for one VM."""
-    before = _RESERVED.read_text()
-    wanted = int(before) + 256
-    try:
-        try:
-            _RESERVED.write_text(str(wanted))
-        except OSError as error:
-            pytest.skip(f"huge pages cannot be reserved here: {error}")
-        if int(_RESERVED.read_text()) < wanted:
-            pytest.skip("this machine has no contiguous memory for 256 huge pages")
-        yield 512
-    finally:
-        _RESERVED.write_text(before)
 
 
 async def test_plugged_memory_is_in_huge_pages_as_long_as_there_are_enough(huge_pages: int, lab: Lab) -> None:

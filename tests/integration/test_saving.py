@@ -12,11 +12,15 @@ import pytest
 
 from multiverse.drivers.slurm.site.conf import seconds_of
 from multiverse.guest import protocol
+from multiverse.host import manifest
 from tests.integration.conftest import LabUnderTest
+from tests.integration.huge_pages import RESERVED, huge_pages
 from tests.integration.saved_jobs import Saver
 from tests.integration.watch import until
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("no_controller")]
+
+__all__ = ["huge_pages"]  # a fixture
 
 TICKS = 'for i in $(seq 1000); do echo "tick $i"; sleep 0.5; [ -e go ] && break; done'
 """A script writes a line twice a second, until the file `go` is there."""
@@ -265,3 +269,26 @@ def test_accounting_has_what_the_old_processes_used_since_the_resume_alone(saver
     used = [seconds_of(row["TotalCPU"]) for row in rows]
     assert used[-1] <= 12 and used[-1] >= 6, rows
     assert rows[-1]["MaxRSS"].endswith("K") and int(rows[-1]["MaxRSS"][:-1]) > 60000, rows
+
+
+@pytest.mark.slow
+def test_a_job_goes_on_in_ordinary_memory_after_huge_pages_and_the_other_way_round(
+    huge_pages: int, saver: Saver
+) -> None:
+    """The stream of a state names the backends of memory: they are called the same, whatever their pages are."""
+    job = saver.run(f"{grow(300, 'one')}; {TICKS}", memory=600)
+
+    def in_huge_pages() -> int:
+        known = manifest.read(saver.host._context.paths(job.vm).home)
+        return known.huge_memory if known is not None else -1
+
+    saver.says("tick 2")
+    assert in_huge_pages() > 0
+    for reserved in ("0", str(huge_pages // 2)):
+        saver.save(job)
+        RESERVED.write_text(reserved)
+        saver.restore(job)
+        assert bool(in_huge_pages()) == bool(int(reserved))
+        goes_on(saver)
+    go(saver)
+    assert saver.end(job) == ("COMPLETED", "0:0")

@@ -6,7 +6,7 @@ import errno
 import json
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -383,9 +383,9 @@ class FakeMonitor:
         assert asked["id"] not in self.devices and asked["memdev"] in self.objects
         self.devices[asked["id"]] = asked["memdev"]
 
-    def plug(self, plugged: int, *, huge: bool = True) -> int:
+    def plug(self, plugged: int, *, huge: bool = True, backends: Collection[str] | None = None) -> int:
         known = Manifest("mva-1", CloneKind.INSTANT, VmPhase.STARTING, "02:00:00:00:00:01", 1, 256)
-        return plug(cast(Monitor, self), known, 1, plugged, huge=huge)
+        return plug(cast(Monitor, self), known, 1, plugged, huge=huge, backends=backends)
 
 
 def test_memory_is_in_huge_pages_if_there_are_enough() -> None:
@@ -406,6 +406,19 @@ def test_memory_for_which_there_are_too_few_huge_pages_is_ordinary_and_the_log_s
         (line,) = said
         assert line["log_level"] == "warning" and line["mib"] == 4096 - used
         assert line["vm"] == "mva-1" and "Cannot allocate" in line["reason"]
+
+
+@pytest.mark.parametrize("huge", [True, False])
+@pytest.mark.parametrize("free", [0, 2048, 8192])
+@pytest.mark.parametrize("names", [["huge0", "huge1"], ["mem0", "mem1"], ["huge0", "mem1"]])
+def test_memory_whose_state_is_read_has_the_names_that_it_had_whatever_its_pages_are(
+    names: list[str], free: int, huge: bool
+) -> None:
+    """A VM with huge pages is saved, or moved, and goes on where there are none; and the other way round."""
+    qemu, able = FakeMonitor(free), min(free, 2048 * sum(name.startswith("huge") for name in names))
+    assert qemu.plug(4096, huge=huge, backends=["dev0", *names]) == able * huge
+    assert list(qemu.devices.values()) == names
+    assert sum(one.get("hugetlb", False) for one in qemu.objects.values()) == able * huge // 2048
 
 
 def test_what_an_interrupted_call_has_plugged_is_left() -> None:

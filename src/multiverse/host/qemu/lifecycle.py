@@ -150,7 +150,7 @@ def _restore(host: HostContext, spec: Specification, paths: Paths, timer: VmStag
 
     def complete(session: QemuSession, record: Manifest) -> Manifest:
         huge = plug(session.monitor, record, record.total_cpus, record.total_memory - record.memory,
-                    huge=Feature.HUGE_PAGES in host.features.in_use)  # fmt: skip
+                    huge=Feature.HUGE_PAGES in host.features.in_use, backends=saved.backends)  # fmt: skip
         timer("plug")
         saves.read_state(session.monitor, saves.directory(host, spec.storage) / spec.saved, saved, spec.key)
         timer("restore")

@@ -31,6 +31,7 @@ from multiverse.host.qemu import saved_files, templates
 from multiverse.host.qemu.channels import Command, Monitor
 from multiverse.host.qemu.context import HostContext, VmStageTimer
 from multiverse.host.qemu.disks import OUT_OF_ROOM, REASON, available_disk
+from multiverse.host.qemu.hotplug import backends_of
 from multiverse.host.qemu.machine import Memory, QemuMachine
 from multiverse.host.qemu.migration import NO_LIMIT, capabilities
 from multiverse.host.qemu.saved_files import Reader, SavedFile
@@ -74,6 +75,7 @@ class SavedVm:
     encrypted: bool = False
     seal: str = ""  # of all that is above and below, by its key; empty: it is not encrypted
     backing: str = ""  # the image's disk, as `disk.qcow2` names it
+    backends: tuple[str, ...] = ()  # of plugged memory, by name: the state is read into backends of the same names
 
     @property
     def cpu(self) -> str:
@@ -289,6 +291,7 @@ def save(host: HostContext, name: str, saved: str, key: str = "") -> list[Stage]
         try:
             work.mkdir(mode=0o700)
             with Monitor.connect(paths.monitor) as monitor:
+                backends = tuple(backends_of(monitor))
                 state = write_state(monitor, work / STATE, key)
             timer("write")
             overlay = _write_overlay(paths, image, work / OVERLAY, key)
@@ -299,7 +302,7 @@ def save(host: HostContext, name: str, saved: str, key: str = "") -> list[Stage]
                 version=host.version, accelerator=host.guest_cpu(known.cpu), mac=known.mac, address=known.address,
                 cpus=known.cpus, memory=known.memory, total_cpus=known.total_cpus or known.cpus,
                 total_memory=known.total_memory or known.memory, disk=known.disk, state=state, overlay=overlay,
-                written=time.time(), encrypted=bool(key), backing=str(image.disk),
+                written=time.time(), encrypted=bool(key), backing=str(image.disk), backends=backends,
             )  # fmt: skip
             files.create_whole(work / FILE, json.dumps(asdict(_sealed(facts, key))).encode())
             shutil.rmtree(final, ignore_errors=True)  # of another VM, after a database was restored
