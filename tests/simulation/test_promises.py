@@ -174,6 +174,7 @@ RARE = (
     ("lease", ("starting",), "ended", "ending"),
     ("lease", ("ending", "held", "starting", "waiting"), "vanished", "releasing"),
     ("template", ("building", "broken", "ready", "retiring"), "removed", "absent"),
+    ("saved", ("nothing",), "found", "undoing"),
     ("saved", ("resuming",), "runs", "thawing"),
     ("saved", ("stored", "copying", "resuming"), "forgotten", "queueing"),
     ("saved", ("copying",), "abandoned", "discarding"),
