@@ -19,7 +19,7 @@ from multiverse_lab.lab.plan import LabOptions
 from multiverse_lab.lab.services import AGENT
 from tests.integration.conftest import LabUnderTest, StartDaemon, more_settings
 from tests.integration.restarting_daemon import attempt_is
-from tests.integration.test_save_command import COUNTS, running, stored, went_on
+from tests.integration.test_save_command import BESIDE_THE_WAY, COUNTS, running, stored, went_on
 from tests.integration.watch import accounted, ended, nothing_left, until
 
 pytestmark = pytest.mark.integration
@@ -70,8 +70,7 @@ def test_a_job_whose_state_cannot_be_written_goes_on_in_place(lab: LabUnderTest,
 def test_it_goes_on_in_place_once_though_the_controller_is_killed_at_each_step(
     lab: LabUnderTest, start_daemon: StartDaemon, when: str
 ) -> None:
-    skipped = (SavedState.UNDOING, SavedState.COPYING, SavedState.RESUMING, SavedState.HOLDING)
-    steps = [state for state in SavedState if state not in skipped]
+    steps = [state for state in SavedState if state is SavedState.KEEPING or state not in BESIDE_THE_WAY]
     daemon = start_daemon(())
     until("the daemon answers", lambda: daemon.call(lambda client: client.status()))
     job, output = running(lab, daemon.client, COUNTS.replace("0.5", "3"))
