@@ -125,6 +125,8 @@ def test_what_cannot_move_now_is_refused_with_the_reason() -> None:
     assert not order(site)
     assert "moves already" in order(site)
     assert "cannot be saved now: its VM moves" in str(refusal_of(site, Command("save", job="7")))
+    site.run(Done(site.vm.key, EffectKind.MOVE, V.MOVING, Broken("the link was cut")))
+    assert "hosts h1 and h2 settle which of them keeps VM" in order(site)
 
 
 def refusal_of(site: Site, command: Command) -> Refused:

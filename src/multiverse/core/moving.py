@@ -95,8 +95,11 @@ def _to_leave(context: Context) -> list[Vm]:
 def _movable(context: Context, vm: Vm) -> _Search:
     """The search for a host for a VM. Raises `Refused` if it cannot leave its own now."""
     state, attempt = context.state, context.state.attempt_of(vm)
-    if vm.state in MOVING_STATES:
+    if vm.state is VmState.MOVING:
         raise Refused(f"VM {vm.name} moves already", hint="multiverse vms shows where to")
+    if vm.state is VmState.SETTLING:
+        what = f"hosts {' and '.join(place.host for place in vm.places)} settle which of them keeps VM {vm.name}"
+        raise Refused(what, hint="multiverse hosts shows whether both are in reach")
     if attempt is None or attempt.state is not AttemptState.ALLOCATED or vm.state is not VmState.SERVING:
         raise Refused(f"VM {vm.name} runs no job now", hint="only VMs of running jobs move")
     job_id = attempt.job.job_id
