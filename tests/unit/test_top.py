@@ -118,6 +118,14 @@ def test_cells_of_a_large_host_are_in_proportion() -> None:
     assert abs(line.count("■") - line.count("·")) <= 1
 
 
+def test_a_vm_that_moves_takes_cpus_at_both_hosts() -> None:
+    moves = replace(vm("v1", "n1", "moving", 2), other_host="n2")
+    snapshot = replace(SNAPSHOT, hosts=(host("n1"), host("n2")), vms=(moves,))
+    assert [line.plain.count("■") for line in top.host_lines(snapshot, 80)] == [2, 2]
+    running = job(1, "running", vms=("v1",))
+    assert top.job_cells(running, {"v1": moves}, 1000.0, 80)[-1].plain == "on n1 → n2"
+
+
 def test_a_spark_is_as_high_as_the_most() -> None:
     assert top.spark((0, 1, 8)) == " ▁█"
     assert top.spark((0, 0)) == "  "

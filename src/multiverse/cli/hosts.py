@@ -228,18 +228,24 @@ def move(
         begun = decode(api.MoveBegun, client.move(what, host))
         typer.echo(f"VM {begun.vm} of job {begun.job_id} moves from {begun.host} to {begun.target}.")
         began = time.monotonic()
-        while wait and (vm := _vm(client, begun.vm)) is not None and vm.state in _MOVES:
+        while wait and (vm := _vm(client, begun.vm)) is not None and vm.state == "moving":
             time.sleep(_POLL)
     if not wait:
         return
     if vm is None or vm.host != begun.target:
-        what = f"VM {begun.vm} did not move" if vm is not None else f"VM {begun.vm} has ended meanwhile"
-        raise Refused(what, hint=f"multiverse timeline {begun.job_id} says why")
+        raise Refused(_how_ended(begun, vm), hint=f"multiverse timeline {begun.job_id} says why")
     typer.echo(f"It has moved, in {time.monotonic() - began:.1f} s.")
 
 
 _POLL = 0.2  # seconds between two looks at a VM that moves
-_MOVES = ("moving", "settling")
+
+
+def _how_ended(begun: api.MoveBegun, vm: api.VmView | None) -> str:
+    if vm is None:
+        return f"VM {begun.vm} has ended meanwhile"
+    if vm.state == "settling":
+        return f"VM {vm.name} did not move; {vm.host} and {vm.other_host} settle which of them keeps it"
+    return f"VM {vm.name} did not move"
 
 
 def _vm(client: Client, name: str) -> api.VmView | None:

@@ -106,7 +106,7 @@ def _show_vms(*, json: bool) -> None:
         "VM": lambda one: one.name,
         "STATE": lambda one: render.state(one.state, one.quarantined),
         "JOB": lambda one: one.job_id or "–",
-        "HOST": lambda one: f"{one.host} → {one.other_host}" if one.state == "moving" else one.host,
+        "HOST": render.places,
         "KIND": lambda one: one.kind,
         "SIZE": lambda one: f"{one.cpus}, {render.memory(one.memory)}",
         "UNIQUE": lambda one: render.memory(one.private) if one.private else "–",
@@ -118,7 +118,7 @@ def _show_vms(*, json: bool) -> None:
     }
     wide = render.is_wide()
     left_out = {"UNIQUE"} if wide else {"KIND", "UNIQUE, SHARED", "CPU TIME"}
-    if len({one.host for one in found}) < 2:
+    if len({render.places(one) for one in found}) < 2 and not any(one.other_host for one in found):
         left_out.add("HOST")
     shown = {name: cell for name, cell in columns.items() if name not in left_out}
     fold = ("SIZE", "UNIQUE, SHARED", "CPU TIME") if wide else ("STATE", "SIZE")

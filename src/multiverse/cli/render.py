@@ -17,6 +17,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from multiverse import api
 from multiverse.core.errors import MultiverseError
 
 T = TypeVar("T")
@@ -142,6 +143,13 @@ def memory(mib: float) -> str:
     if mib >= 10 * 1024:
         return f"{mib / 1024:.1f} GiB"
     return f"{mib:.0f} MiB"
+
+
+def places(vm: api.VmView) -> str:
+    """Where a VM is: also to which host it moves, or where something of it may be left after a move."""
+    if vm.state == "moving":
+        return f"{vm.host} → {vm.other_host}"
+    return ", ".join(filter(None, (vm.host, vm.other_host)))
 
 
 def bar(parts: Sequence[tuple[float, str]], width: int) -> Text:

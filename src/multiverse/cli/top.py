@@ -130,7 +130,8 @@ def host_lines(snapshot: Snapshot, width: int) -> list[Text]:
     """A line for each host: its name and state, a cell for each CPU, and what is free."""
     vms: defaultdict[str, list[VmView]] = defaultdict(list)
     for vm in snapshot.vms:
-        vms[vm.host].append(vm)
+        for name in filter(None, (vm.host, vm.other_host)):  # while it moves it takes CPUs at both
+            vms[name].append(vm)
     hosts = sorted(snapshot.hosts, key=lambda host: host.name)
     longest = min(20, max((len(host.name) for host in hosts), default=0))
     return [_host_line(host, vms[host.name], longest, width) for host in hosts]
@@ -192,7 +193,7 @@ def _has(job: JobView, words: Sequence[str]) -> bool:
 def job_cells(job: JobView, vms: Mapping[str, VmView], now: float, width: int) -> tuple[Text, ...]:
     wide = width >= WIDE
     nodes = f"{job.nodes}×" if job.nodes > 1 else ""
-    hosts = sorted({vms[name].host for name in job.vms if name in vms})
+    hosts = sorted({render.places(vms[name]) for name in job.vms if name in vms})
     names = ", ".join(hosts[:2]) + (f" and {len(hosts) - 2} more" if len(hosts) > 2 else "")
     state = Text("quarantined", style="bold red") if job.quarantined else _state(job)
     why = job.quarantined or job.waiting or job.reason or ("" if wide else f"on {names}" if names else "")
