@@ -38,11 +38,12 @@ from multiverse.host import links, manifest, network
 from multiverse.host.cgroups import hierarchies
 from multiverse.host.links import MoveListener, MovePeer
 from multiverse.host.manifest import Specification
-from multiverse.host.process import find_by_argument, kill
+from multiverse.host.process import kill
 from multiverse.host.qemu import arrivals, departures, migration
 from multiverse.host.qemu.channels import Monitor
 from multiverse.host.qemu.context import MoveConfig, QemuHostConfig
 from multiverse.host.qemu.library import QemuHost
+from multiverse.system.processes import ProcessIdentity
 from tests.integration.watch import until
 
 SITE = "mvtwo"
@@ -321,10 +322,19 @@ class MovingHost:
     def close(self) -> None:
         if self.process is not None and self.process.poll() is None:
             self.kill()
-        for left in find_by_argument(str(self.place)):  # also a QEMU that nobody has recorded
+        for left in _processes_below(self.place):
             kill(left)
         self.keeper.kill()
         self.keeper.wait()
+
+
+def _processes_below(place: Path) -> Iterator[ProcessIdentity]:
+    """Those with a path below that one in their command line, as each QEMU has it, also one that nobody has
+    recorded."""
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if os.fsencode(f"{place}/") in entry.read_bytes():
+                yield ProcessIdentity.of(int(entry.parent.name))
 
 
 class MovingHosts:
