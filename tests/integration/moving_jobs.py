@@ -179,32 +179,38 @@ def digest_of(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+def begin(lab: LabUnderTest, *argv: str, **streams: Any) -> subprocess.Popen[str]:
+    """Begin a command as the lab's user, at home."""
+    environment = lab.env | {"HOME": str(lab.user.home), "TERM": "dumb"}
+    return subprocess.Popen(
+        argv, env=environment, cwd=lab.user.home, user=lab.user.uid, group=lab.user.uid, extra_groups=[], text=True,
+        **streams,
+    )  # fmt: skip
+
+
 class Terminal:
     """A shell in a VM, by `srun --pty`, at which lines are typed."""
 
     def __init__(self, lab: LabUnderTest, *options: str) -> None:
         self._asked = 0
         self._ours, theirs = pty.openpty()
-        self._process = subprocess.Popen(
-            ["srun", "--quiet", *options, "--pty", "bash", "--norc"],
-            env=lab.env | {"HOME": str(lab.user.home), "TERM": "dumb"}, cwd=lab.user.home,
-            user=lab.user.uid, group=lab.user.uid, extra_groups=[], stdin=theirs, stdout=theirs, stderr=theirs,
-        )  # fmt: skip
+        shell = ("srun", "--quiet", *options, "--pty", "bash", "--norc")
+        self._process = begin(lab, *shell, stdin=theirs, stdout=theirs, stderr=theirs)
         os.close(theirs)
 
-    def ask(self, line: str, timeout: float = 60.0) -> str:
+    def ask(self, line: str, timeout: float = 120.0) -> str:
         """Type a line. What it has printed."""
         self._asked += 1
-        begin, end = f"begin-{self._asked}.", f"end-{self._asked}."
+        first, last = f"begin-{self._asked}.", f"end-{self._asked}."
         typed = f"echo be''gin-{self._asked}.; {line}; echo e''nd-{self._asked}.\n"
         os.write(self._ours, typed.encode())
         said, deadline = b"", time.monotonic() + timeout
-        while end.encode() not in said:
+        while last.encode() not in said:
             assert select.select([self._ours], [], [], max(0.0, deadline - time.monotonic()))[0], (line, said)
             said += os.read(self._ours, 65536)
-        return said.decode().replace("\r", "").partition(begin)[2].partition(end)[0].strip()
+        return said.decode().replace("\r", "").partition(first)[2].partition(last)[0].strip()
 
-    def leave(self, timeout: float = 60.0) -> int:
+    def leave(self, timeout: float = 120.0) -> int:
         """Leave the shell. The exit status of srun."""
         os.write(self._ours, b"exit\n")
         return self._process.wait(timeout)
@@ -221,16 +227,13 @@ class Step:
     def __init__(self, lab: LabUnderTest, job: str, name: str) -> None:
         self._ends = lab.user.home / f"{name}.ends"
         script = f"echo begun; until [ -e {self._ends} ]; do sleep 0.1; done; echo ended"
-        self._process = subprocess.Popen(
-            ["srun", "--quiet", f"--jobid={job}", "--overlap", "sh", "-c", script],
-            env=lab.env | {"HOME": str(lab.user.home)}, cwd=lab.user.home, user=lab.user.uid, group=lab.user.uid,
-            extra_groups=[], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
+        step = ("srun", "--quiet", f"--jobid={job}", "--overlap", "sh", "-c", script)
+        self._process = begin(lab, *step, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         assert self._process.stdout is not None
         said = self._process.stdout.readline()
         assert said == "begun\n", said
 
-    def end(self, timeout: float = 60.0) -> None:
+    def end(self, timeout: float = 120.0) -> None:
         """Let it end, and see that it ends well."""
         self._ends.touch()
         said, _ = self._process.communicate(timeout=timeout)
