@@ -362,14 +362,25 @@ class MovingHosts:
         time.sleep(0.2)
         for host in self.hosts.values():
             self._separate(host)
+        self._shares = True
+        self.share(False)
         pids = [str(host.keeper.pid) for host in self.hosts.values()]
         subprocess.run(["ip", "link", "add", CABLE, "netns", pids[0], "type", "veth", "peer", "name", CABLE, "netns",
                         pids[1]], check=True)  # fmt: skip
         for host in self.hosts.values():
             host.begin()
 
-    def configure(self, moves: MoveConfig) -> None:
+    def share(self, shares: bool) -> None:
+        """Whether each host sees the directory of the other one, by the same path."""
+        if shares != self._shares:
+            for host, other in ((self.a, self.b), (self.b, self.a)):
+                hide = ("mount", "-t", "tmpfs", "-o", "mode=0711", "tmpfs")
+                host.run(*(("umount",) if shares else hide), str(other.place))
+            self._shares = shares
+
+    def configure(self, moves: MoveConfig, shares: bool = False) -> None:
         """Let VMs move like this from now on, with new processes, no VM, and the cable in place."""
+        self.share(shares)
         for host in self.hosts.values():
             if host.process is not None and host.process.poll() is None:
                 host.end()

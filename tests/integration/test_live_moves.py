@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, rea
 
 ENCRYPTED, PRIVATE = MoveConfig(timeout=60.0), MoveConfig(private=True, timeout=60.0)
 SLOW = replace(PRIVATE, bandwidth=30)  # MiB/s: there is time to do something in the middle
+SHARED, SHARED_SLOW = (PRIVATE, True), (SLOW, True)
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +35,9 @@ def both() -> Iterator[MovingHosts]:
 
 @pytest.fixture
 def hosts(request: pytest.FixtureRequest, both: MovingHosts) -> MovingHosts:
-    """The two hosts without a VM. The parameter is how VMs move."""
-    both.configure(getattr(request, "param", ENCRYPTED))
+    """The two hosts without a VM. The parameter is how VMs move, and perhaps whether both reach the disks."""
+    found = getattr(request, "param", ENCRYPTED)
+    both.configure(*(found if isinstance(found, tuple) else (found,)))
     return both
 
 
@@ -81,9 +83,27 @@ def test_a_vm_moves_there_and_back(hosts: MovingHosts) -> None:
     is_gone(hosts, spec, hosts.a)
 
 
+@pytest.mark.parametrize("hosts", [SHARED], indirect=True, ids=["shared"])
+def test_a_disk_that_both_hosts_reach_is_not_copied(hosts: MovingHosts) -> None:
+    spec = hosts.spec(size=BASE)
+    hosts.run(spec)
+    until("it has written", lambda: hosts.a.call("watched", address=spec.bare_address)["written"] > 200, 60)
+    disks = [host.place / "vms" / spec.name / "disk.qcow2" for host in (hosts.a, hosts.b)]
+    before = disks[0].stat()
+    hosts.move(spec, hosts.a, hosts.b)
+    goes_on(hosts, spec, "b")
+    is_gone(hosts, spec, hosts.a)
+    after = disks[1].stat()
+    assert (after.st_ino, after.st_nlink) == (before.st_ino, 1)
+    hosts.move(spec, hosts.b, hosts.a)
+    goes_on(hosts, spec, "a", seen_from="b")
+    assert disks[0].stat().st_ino == before.st_ino and not disks[1].exists()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("hosts", [PRIVATE, replace(PRIVATE, compress=True), replace(ENCRYPTED, compress=True)],
-                         indirect=True, ids=["private", "private, compressed", "encrypted, compressed"])  # fmt: skip
+@pytest.mark.parametrize("hosts", [PRIVATE, replace(PRIVATE, compress=True), replace(ENCRYPTED, compress=True), SHARED],
+                         indirect=True, ids=["private", "private, compressed", "encrypted, compressed",
+                                             "shared"])  # fmt: skip
 @pytest.mark.parametrize("kind", [CloneKind.INSTANT, CloneKind.LINKED, CloneKind.FULL])
 def test_each_kind_moves_several_times(hosts: MovingHosts, kind: CloneKind) -> None:
     spec = hosts.spec(kind=kind, size=BASE if kind is CloneKind.INSTANT else PLUGGED)
@@ -97,7 +117,7 @@ def test_each_kind_moves_several_times(hosts: MovingHosts, kind: CloneKind) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hosts", [PRIVATE], indirect=True, ids=["private"])
+@pytest.mark.parametrize("hosts", [PRIVATE, SHARED], indirect=True, ids=["private", "shared"])
 def test_a_vm_moves_twenty_times(hosts: MovingHosts) -> None:
     spec, source, target = hosts.spec(size=BASE), hosts.a, hosts.b
     hosts.run(spec)
@@ -122,7 +142,8 @@ def stays(hosts: MovingHosts, spec: Specification) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hosts", [SLOW, replace(SLOW, private=False)], indirect=True, ids=["private", "encrypted"])
+@pytest.mark.parametrize("hosts", [SLOW, replace(SLOW, private=False), SHARED_SLOW], indirect=True,
+                         ids=["private", "encrypted", "shared"])  # fmt: skip
 def test_the_cable_is_cut_in_the_middle(hosts: MovingHosts) -> None:
     spec = hosts.spec(size=BASE)
     hosts.run(spec)
@@ -151,7 +172,7 @@ def test_a_move_is_cancelled_in_the_middle(hosts: MovingHosts) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hosts", [SLOW], indirect=True, ids=["private"])
+@pytest.mark.parametrize("hosts", [SLOW, SHARED_SLOW], indirect=True, ids=["private", "shared"])
 @pytest.mark.parametrize("where", ["a", "b"])
 def test_qemu_is_killed_in_the_middle(hosts: MovingHosts, where: str) -> None:
     spec = hosts.spec(size=BASE)
@@ -205,9 +226,21 @@ KILLED = [
 ]
 
 
+OF_COPIES = ("send_disk", "end_disk", "_connect_disk")
+KILLED_SHARING = [
+    ("b", "arrivals", "share_disk", False),
+    ("b", "arrivals", "share_disk", True),
+    *(each for each in KILLED if not each[2].endswith(OF_COPIES)),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("hosts", [ENCRYPTED], indirect=True, ids=["encrypted"])
-@pytest.mark.parametrize(("where", "module", "function", "after"), KILLED)
+@pytest.mark.parametrize(
+    ("hosts", "where", "module", "function", "after"),
+    [*((ENCRYPTED, *each) for each in KILLED), *((SHARED, *each) for each in KILLED_SHARING)],
+    indirect=["hosts"],
+    ids=[f"{how}-{each}" for how, all_ in (("encrypted", KILLED), ("shared", KILLED_SHARING)) for each in all_],
+)
 def test_an_agent_is_killed_at_each_step(
     hosts: MovingHosts, where: str, module: str, function: str, after: bool
 ) -> None:

@@ -136,6 +136,8 @@ def process() -> Process:
 class World:
     """Two hosts."""
 
+    shared = True  # the hosts reach the same file system, and have the image at the same path
+
     def __init__(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.place = place
         self.qemus: dict[str, str] = {}
@@ -182,7 +184,7 @@ class World:
         monkeypatch.setattr(migration, "is_complete", lambda monitor: self.qemus.get("b") == "complete")
         monkeypatch.setattr(migration, "serve_disk", lambda monitor, path: None)
         monkeypatch.setattr(migration, "connect_disk", lambda path: socket.socketpair()[0])
-        monkeypatch.setattr(migration, "receive_memory", lambda monitor, sock: sock.close())
+        monkeypatch.setattr(migration, "receive_memory", lambda monitor, sock, **_: sock.close())
         monkeypatch.setattr(arrivals.IncomingVms, "_launch", self._launch)
         monkeypatch.setattr(lifecycle, "remove", self._remove)
         monkeypatch.setattr(moves.VmMoves, "_start", lambda _, work: self.thread(process(), work))
@@ -210,14 +212,14 @@ class World:
         self.thread(self.b, serve)
         return ours
 
-    def _launch(self, spec: Specification, announced: Any, facts: Any, image: Any) -> Any:
-        return process().effect("launch", lambda: self._launched(spec, announced, facts))
-
-    def _launched(self, spec: Specification, announced: Any, facts: Any) -> Any:
-        self.set("b", "incoming")
+    def _launch(self, spec: Specification, arrival: Any, facts: Any, image: Any, link: HostLink) -> Any:
+        announced = arrival.announced
         known = replace(facts.manifest, **self.program("b"), moved=announced.number - 1, phase=VmPhase.INCOMING,
                         moving=Moving(announced.number, announced.secret, bridge="br"))  # fmt: skip
-        (self.place / "b/vms" / NAME / manifest.FILE).write_text(as_text(known))
+        home = self.place / "b/vms" / NAME
+        process().effect("record", lambda: (home / manifest.FILE).write_text(as_text(known)))
+        arrivals.share_disk(facts, image, Paths(home, home), link)
+        process().effect("launch", lambda: self.set("b", "incoming"))
         return SimpleNamespace(monitor=Monitor(self, "b"))
 
     def _remove(self, host: Any, name: str, grace: float, token: str = "") -> None:
@@ -250,7 +252,8 @@ class World:
                 self.qemus[host] = "running"
 
     def running(self) -> list[str]:
-        return sorted(host for host, state in self.qemus.items() if state == "running")
+        with self._lock:
+            return sorted(host for host, state in self.qemus.items() if state == "running")
 
     def phase(self, host: str) -> Manifest | None:
         return manifest.read(self.place / host / "vms" / NAME)
@@ -259,7 +262,10 @@ class World:
 
     def start(self, host: str, crash: tuple[int, bool] | None = None) -> Process:
         made = Process(self, host, crash=crash)
-        made.moves = VmMoves(context(self.place / host, host), MoveConfig(private=True))
+        around = context(self.place / host, host)
+        if not self.shared:
+            around.image = lambda name: SimpleNamespace(key="key", disk=Path(f"/{host}/image"))
+        made.moves = VmMoves(around, MoveConfig(private=True))
         setattr(self, host, made)
         self.thread(made, made.moves.resume).join()
         return made
@@ -278,7 +284,7 @@ class World:
     def make_vm(self) -> None:
         home = self.place / "a/vms" / NAME
         home.mkdir()
-        (home / "disk.qcow2").touch()
+        (home / "disk.qcow2").write_text("written by the guest")
         known = Manifest(NAME, SPEC.kind, VmPhase.STARTED, SPEC.mac, 1, 256, token=TOKEN, image="slim",
                          address="10.0.0.1", **self.program("a"))  # fmt: skip
         (home / manifest.FILE).write_text(as_text(known))
@@ -305,9 +311,18 @@ class World:
             known = [self.phase(host) for host in ("a", "b")]
             there = [one for one in known if one is not None]
             if len(self.running()) == 1 and len(there) == 1 and there[0].moving is None:
-                return
+                return self.check_disk()
             time.sleep(0.005)
         raise AssertionError(f"{self.qemus}, {[self.phase(host) for host in ('a', 'b')]}")
+
+    def check_disk(self) -> None:
+        """The disk is where the VM runs, and the other host has no name of it left."""
+        (host,) = self.running()
+        disk = self.place / host / "vms" / NAME / "disk.qcow2"
+        assert disk.exists() == (host == "a" or self.shared)
+        if disk.exists():
+            assert (disk.read_text(), disk.stat().st_nlink) == ("written by the guest", 1)
+        assert not list(self.place.glob(f"*/vms/{NAME}/{departures.SHARED}")) or host == "b"
 
     def close(self) -> None:
         for host in (self.a, self.b):
@@ -350,9 +365,10 @@ def context(place: Path, host: str) -> Any:
     )
 
 
-@pytest.fixture
-def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+@pytest.fixture(params=["shared", "apart"])
+def world(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     monkeypatch.setattr("multiverse.system.files.write_back", lambda path: None)
+    monkeypatch.setattr(World, "shared", request.param == "shared")
     made = World(tmp_path, monkeypatch)
     made.make_vm()
     try:
@@ -370,7 +386,7 @@ def test_a_vm_moves(world: World) -> None:
     assert known is not None and (known.phase, known.moved, known.address) == (VmPhase.STARTED, 1, "10.0.0.1")
 
 
-CRASHES = [(host, number, done) for host in "ab" for number in range(1, 24) for done in (False, True)]
+CRASHES = [(host, number, done) for host in "ab" for number in range(1, 27) for done in (False, True)]
 
 
 @pytest.mark.parametrize("crash", one_in(3, CRASHES), ids=str)
@@ -632,3 +648,48 @@ def test_a_vm_that_moves_is_continued_by_nothing_else_and_shown_dead_once_it_is_
             seen = observer._vm(tmp_path / NAME)
         shown.append((str(seen.condition), seen.reason, len(asked)))
     assert shown == [("running", "", 2), ("running", "", 2), ("dead", "it was handed over to 10.0.0.2", 2)]
+
+
+class _Talk:
+    """`HostLink` to a host whose answers are known."""
+
+    def __init__(self, *answers: str) -> None:
+        self.said: list[str] = []
+        self._answers = iter(answers)
+
+    def send(self, *, type: str) -> None:
+        self.said.append(type)
+
+    def receive(self, _: float) -> dict[str, str]:
+        return {"type": next(self._answers)}
+
+
+@pytest.mark.parametrize(
+    ("change", "shared"),
+    [
+        (lambda home: None, True),
+        (lambda home: (home / departures.SHARED).write_text("another"), False),
+        (lambda home: (home / departures.SHARED).unlink(), False),
+        (lambda home: (home / "disk.qcow2").unlink(), False),
+        (lambda home: home.chmod(0o777), False),
+        (lambda home: home.rename(home.with_name("elsewhere")), False),
+    ],
+    ids=["there", "another word", "no word", "no disk", "anybody could change it", "elsewhere"],
+)
+def test_a_disk_is_shared_where_the_directory_of_the_other_host_is_seen(
+    tmp_path: Path, change: Callable[[Path], Any], shared: bool
+) -> None:
+    home, image = tmp_path / "a", SimpleNamespace(disk=Path("/image"))
+    for directory in (home, tmp_path / "b"):
+        directory.mkdir()
+    (home / departures.SHARED).write_text("word")
+    (home / "disk.qcow2").write_text("written by the guest")
+    facts = SimpleNamespace(shared=departures.SharedDisk(home, "word", image.disk), disk=0)
+    change(home)
+    paths, talk = Paths(tmp_path / "b", tmp_path / "b"), _Talk("ping", "flat")
+    assert arrivals.share_disk(facts, image, paths, talk) == shared  # type: ignore[arg-type]
+    assert (talk.said, paths.disk.exists()) == (["shares"] * shared, shared)
+    if shared:
+        paths.disk.unlink()
+        with pytest.raises(Unknown, match="cancel"):
+            arrivals.share_disk(facts, image, paths, _Talk("cancel"))  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import socket
 import threading
@@ -9,6 +10,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import structlog
@@ -20,13 +22,13 @@ from multiverse.core.model.identity import Neighbour
 from multiverse.core.model.machine import why_other_machine
 from multiverse.core.model.vm import VmSpec
 from multiverse.guest.protocol import Report, names_message
-from multiverse.host import manifest, network, process
+from multiverse.host import manifest, network, path_security, process
 from multiverse.host.links import HostLink, MoveHello
 from multiverse.host.manifest import Manifest, Moving, Received, Specification, VmPhase
 from multiverse.host.qemu import lifecycle, migration, saves, templates
 from multiverse.host.qemu.channels import Monitor
 from multiverse.host.qemu.context import HostContext, MoveConfig, VmStageTimer
-from multiverse.host.qemu.departures import FACTS, MANIFESTS, Facts
+from multiverse.host.qemu.departures import FACTS, MANIFESTS, SHARED, Facts
 from multiverse.host.qemu.hotplug import plug
 from multiverse.host.qemu.lifecycle import VmParts
 from multiverse.host.qemu.machine import Feature
@@ -67,6 +69,7 @@ class _Arrival:
 
     announced: _Announced
     session: QemuSession | None = None
+    is_shared: bool = False  # its disk is the one that it had
     connections: queue.Queue[tuple[str, socket.socket]] = field(default_factory=queue.Queue)
     over: threading.Event = field(default_factory=threading.Event)
 
@@ -203,7 +206,7 @@ class IncomingVms:
         name, number = announced.spec.name, announced.number
         try:
             facts = _facts(link.receive(_TALK))
-            self._make(arrival, facts)
+            self._make(arrival, facts, link)
         except MultiverseError as error:
             with suppress(MultiverseError):
                 link.send(type="refused", kind=type(error).__name__, message=error.message, hint=error.hint)
@@ -220,7 +223,8 @@ class IncomingVms:
                 case "disk":
                     self._connect_disk(name, session.monitor, self._connection(arrival, "disk"), stack)
                 case "memory":
-                    self._connect_memory(session.monitor, self._connection(arrival, "memory"), stack)
+                    sock = self._connection(arrival, "memory")
+                    self._connect_memory(session.monitor, sock, stack, is_shared=arrival.is_shared)
                     _write_back(self._host.paths(name))
                 case "sent":
                     session.monitor.wait_event("MIGRATION", _COMPLETE, status="completed")
@@ -249,14 +253,14 @@ class IncomingVms:
         wire = Wire(sock, qemu=(near, near))
         stack.callback(wire.close)
 
-    def _connect_memory(self, monitor: Monitor, sock: socket.socket, stack: ExitStack) -> None:
+    def _connect_memory(self, monitor: Monitor, sock: socket.socket, stack: ExitStack, *, is_shared: bool) -> None:
         if self._config.private and not self._config.compress:
             sock.setblocking(True)
-            migration.receive_memory(monitor, sock.dup())
+            migration.receive_memory(monitor, sock.dup(), is_shared=is_shared)
             return
         wire = Wire(sock, DECOMPRESS if self._config.compress else (), outwards=False)
         stack.callback(wire.close)
-        migration.receive_memory(monitor, wire.qemu)
+        migration.receive_memory(monitor, wire.qemu, is_shared=is_shared)
 
     def _settle(self, sock: socket.socket, hello: MoveHello) -> None:
         """The other host has handed a VM over earlier, and asks what came of it."""
@@ -289,7 +293,7 @@ class IncomingVms:
 
     # --- making it ------------------------------------------------------------------------------------
 
-    def _make(self, arrival: _Arrival, facts: Facts) -> None:
+    def _make(self, arrival: _Arrival, facts: Facts, link: HostLink) -> None:
         """Make a QEMU that waits for the VM."""
         spec, host = arrival.announced.spec, self._host
         name, paths = spec.name, host.paths(spec.name)
@@ -305,7 +309,7 @@ class IncomingVms:
             with locked_directory(paths.home, create=True):
                 if any(paths.home.iterdir()):
                     raise Refused(f"there are remains of a VM {name} here", hint=f"destroy {name} first")
-                arrival.session = self._launch(spec, arrival.announced, facts, image)
+                arrival.session = self._launch(spec, arrival, facts, image, link)
                 host.connections.sessions[name] = arrival.session
                 if host.vxlan is not None:
                     host.vxlan.add(name, arrival.announced.neighbours)
@@ -314,8 +318,10 @@ class IncomingVms:
             raise Exhausted(f"cannot receive VM {name}: {error}", hint=hint) from error
         self._check_wanted(name, arrival.announced.number)
 
-    def _launch(self, spec: Specification, announced: _Announced, facts: Facts, image: Image) -> QemuSession:
-        host, of = self._host, facts.manifest
+    def _launch(
+        self, spec: Specification, arrival: _Arrival, facts: Facts, image: Image, link: HostLink
+    ) -> QemuSession:
+        host, of, announced = self._host, facts.manifest, arrival.announced
         paths, huge = host.paths(spec.name), Feature.HUGE_PAGES in host.features.in_use
         total = Size(of.total_cpus or of.cpus, of.total_memory or of.memory)
         spec = replace(spec, kind=of.kind, size=total)
@@ -326,13 +332,10 @@ class IncomingVms:
             template_build="", cpu=facts.machine.cpu, moved=announced.number - 1,
             moving=Moving(announced.number, announced.secret, bridge=spec.bridge),
         )  # fmt: skip
-        if facts.disk:
-            disk = paths.full_disk
-            with disk.open("wb") as file:
-                file.truncate(facts.disk)
-        else:
-            disk = paths.overlay
-            templates.create_overlay(disk, image.disk, "raw", image.disk.stat().st_size)
+        manifest.write(paths.home, record)
+        arrival.is_shared = share_disk(facts, image, paths, link)
+        if not arrival.is_shared:
+            _make_disk(paths, image, facts.disk)
         saves.write_stubs(image, paths.home)
 
         def complete(session: QemuSession, record: Manifest) -> Manifest:
@@ -343,7 +346,7 @@ class IncomingVms:
             return replace(record, huge_memory=made)
 
         booted = Size(of.cpus, of.memory)
-        machine = saves.machine(host, spec, booted, image, paths, disk).with_cpu(facts.machine.cpu)
+        machine = saves.machine(host, spec, booted, image, paths, paths.disk).with_cpu(facts.machine.cpu)
         parts = VmParts(machine, image, None, record, user, complete=complete)
         return lifecycle.launch(host, spec, parts, VmStageTimer())
 
@@ -415,6 +418,7 @@ class IncomingVms:
                     network.join_bridge(name, known.moving.bridge, known.mac)
                 host.firewall.allow(record)
                 network.set_isolated(name, not (known.peers or host.firewall.separates(record)))
+                _see_latest(paths.disk)
                 with self._monitor(name) as monitor:
                     migration.go_on(monitor)
                 network.announce(known.moving.bridge, known.mac, known.address)
@@ -518,7 +522,45 @@ def _is_of(known: Manifest, number: int) -> bool:
 def _write_back(paths: Paths) -> None:
     """Write the disk of a VM that is coming to that of the host: QEMU would while the guest stands still."""
     with suppress(OSError):
-        files.write_back(paths.overlay if paths.overlay.exists() else paths.full_disk)
+        files.write_back(paths.disk)
+
+
+def _see_latest(disk: Path) -> None:
+    """Make what another host has written last to a disk visible here: NFS asks for that when a file is opened."""
+    with suppress(OSError), disk.open("rb"):
+        pass
+
+
+def share_disk(facts: Facts, image: Image, paths: Paths, link: HostLink) -> bool:
+    """Make the disk of a VM this host's, too, if it lies on a file system that both hosts reach. It gets a second
+    name, so that each of them may remove its own. QEMU opens it when it refers to the image alone, and neither
+    reads nor writes it before the VM goes on here."""
+    there, disk = facts.shared, paths.full_disk if facts.disk else paths.overlay
+    try:
+        if there is None or there.image != image.disk or (there.home / SHARED).read_text() != there.word:
+            return False
+        path_security.check(there.home)
+        os.link(there.home / disk.name, disk, follow_symlinks=False)
+    except FileNotFoundError:  # nearly always: they share no file system
+        return False
+    except (OSError, Refused) as error:  # another mount of it, or one that has no second names
+        log.info("the disk of a VM is copied", vm=paths.home.name, reason=str(error))
+        return False
+    link.send(type="shares")
+    while (said := link.receive(_TALK).get("type")) == "ping":
+        pass
+    if said != "flat":
+        raise Unknown(f"the other host has said {said!r}")
+    return True
+
+
+def _make_disk(paths: Paths, image: Image, size: int) -> None:
+    """Make an empty disk for what the other host sends: of `size` bytes, or on top of the image's if that is 0."""
+    if size:
+        with paths.full_disk.open("wb") as file:
+            file.truncate(size)
+    else:
+        templates.create_overlay(paths.overlay, image.disk, "raw", image.disk.stat().st_size)
 
 
 def _facts(message: Mapping[str, Any]) -> Facts:

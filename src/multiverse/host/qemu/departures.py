@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 import socket
 import threading
 import time
@@ -10,6 +12,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NoReturn
 
 import structlog
@@ -45,6 +48,18 @@ _ERRORS = {kind.__name__: kind for kind in (Refused, Exhausted, Gone, Broken)}
 MANIFESTS = TypeAdapter(Manifest)
 
 
+SHARED = ".shared"  # a file in the directory of a VM that moves: a word, by which another host knows the directory
+
+
+@dataclass(frozen=True)
+class SharedDisk:
+    """Where a host that reaches the same file system finds the disk of the VM."""
+
+    home: Path  # the VM's directory
+    word: str  # in its file `SHARED`
+    image: Path  # the image's disk, which the VM's refers to
+
+
 @dataclass(frozen=True)
 class Facts:
     """What the host that receives a VM has to know to make the same machine."""
@@ -54,6 +69,7 @@ class Facts:
     machine: MachineKind
     backends: tuple[str, ...]  # of plugged memory, by name
     disk: int  # bytes of a disk that is a copy of the image's; 0: it is an overlay
+    shared: SharedDisk | None = None  # None: written by a release that shares none
 
 
 FACTS = TypeAdapter(Facts)
@@ -187,23 +203,30 @@ class OutgoingVm:
         limits = Limits(config.bandwidth, config.downtime, time.monotonic() + config.timeout, emulated)
         sender = Sender(monitor, limits, self._tick)
         link = self._link = HostLink(self._dial("control"))
-        kind = host.machine_kind()
+        kind, word = host.machine_kind(), secrets.token_hex(16)
+        (self._paths.home / SHARED).write_text(word)
         facts = Facts(replace(known, moving=None), image.key, replace(kind, cpu=known.cpu or kind.cpu),
                       tuple(backends_of(monitor)),
-                      self._paths.full_disk.stat().st_size if whole else 0)  # fmt: skip
+                      self._paths.full_disk.stat().st_size if whole else 0,
+                      SharedDisk(self._paths.home, word, image.disk))  # fmt: skip
         link.send(type="facts", facts=FACTS.dump_python(facts, mode="json"))
         sender.flatten(image.disk)  # meanwhile the other host makes the VM
-        self._expect("ready", _READY)
+        is_shared = self._expect("ready", "shares", timeout=_READY) == "shares"
+        if is_shared:  # the disk is as it will be, so the other host can make the VM
+            link.send(type="flat")
+            self._expect("ready", timeout=_READY)
         self._timer("prepare")
-        sender.send_disk(self._wire("disk", stack), whole=whole)
+        if not is_shared:
+            sender.send_disk(self._wire("disk", stack), whole=whole)
         files.write_back(self._paths.full_disk if whole else self._paths.overlay)  # QEMU does so when the guest stops
         self._timer("disk")
         sender.send_memory(self._wire("memory", stack, *(COMPRESS if config.compress else ())))
         self._timer("memory")
-        sender.end_disk()
+        if not is_shared:
+            sender.end_disk()
         sender.end_memory()
         link.send(type="sent")
-        self._expect("complete", _COMPLETE)
+        self._expect("complete", timeout=_COMPLETE)
         self._timer("switch")
 
     def _known(self) -> Manifest:
@@ -232,14 +255,16 @@ class OutgoingVm:
         link.send(type=channel)
         return found
 
-    def _expect(self, answer: str, timeout: float) -> None:
+    def _expect(self, *answers: str, timeout: float) -> str:
+        """One of these answers. Raises what the other host says instead."""
         assert self._link is not None
         self._check_wanted()
         message = self._link.receive(timeout)
         self._check_wanted()
-        if message.get("type") != answer:
+        if (found := str(message.get("type"))) not in answers:
             kind = _ERRORS.get(str(message.get("kind")), Broken)
             raise kind(str(message.get("message", "the other host refused the VM")), hint=str(message.get("hint", "")))
+        return found
 
     def _check_wanted(self) -> None:
         if self._cancelled.is_set():
@@ -282,8 +307,12 @@ class OutgoingVm:
             if known is None or known.moving is None or known.moving.number != self.number:
                 return known is not None and known.process.is_alive()
             ended = replace(known, moving=None, moved=max(known.moved, self.number))
+            with suppress(OSError):
+                (home / SHARED).unlink(missing_ok=True)
             if known.process.is_alive():
                 # Recorded last: whoever finds the record does all of it again.
+                with suppress(OSError):  # a host that shared it had given it to its own user
+                    os.chown(self._paths.disk, known.uid, known.uid)
                 if known.moving.bridge:
                     network.join_bridge(self._name, known.moving.bridge, known.mac)
                     separated = bool(known.peers) or self._host.firewall.separates(known)

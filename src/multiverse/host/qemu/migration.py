@@ -23,8 +23,9 @@ from multiverse.host.qemu.channels import Command, Monitor, QmpError
 
 NO_LIMIT = 1 << 50  # bytes per second: QEMU's default of 128 MiB/s is less than a disk writes
 NBD = "nbd"  # the name of the socket of QEMU's disk, among those of the VM
+_LATE_DISK = "late-block-activate"  # QEMU takes the disk over when the VM is continued, not when all of it is there
 _EXPORT, _NODE, _MIRROR, _FLATTEN = "disk", "move", "mirror", "flatten"
-_CAPABILITIES = ("x-ignore-shared", "pause-before-switchover", "auto-converge")
+_CAPABILITIES = ("x-ignore-shared", "pause-before-switchover", "auto-converge", _LATE_DISK)
 _MOST_THROTTLED = 80  # percent of its time that a guest may be slowed down, if it writes faster than is sent
 _ENDS = 15.0  # seconds until QEMU has given up what it was told to give up
 _UNDER_WAY = frozenset({"setup", "active", "cancelling", "pre-switchover", "device", "wait-unplug"})
@@ -246,9 +247,11 @@ def connect_disk(path: Path) -> socket.socket:
     return sock
 
 
-def receive_memory(monitor: Monitor, sock: socket.socket) -> None:
-    """Begin to read memory and devices. The socket is closed here once QEMU has it."""
-    commands: list[Command] = [capabilities(), ("migrate-set-parameters", {"max-bandwidth": NO_LIMIT}),
+def receive_memory(monitor: Monitor, sock: socket.socket, *, is_shared: bool = False) -> None:
+    """Begin to read memory and devices. The socket is closed here once QEMU has it. `is_shared`: the other host writes
+    to the same disk until then."""
+    on = (_LATE_DISK,) if is_shared else ()
+    commands: list[Command] = [capabilities(*on), ("migrate-set-parameters", {"max-bandwidth": NO_LIMIT}),
                                ("getfd", {"fdname": "memory"}), ("migrate-incoming", {"uri": "fd:memory"})]  # fmt: skip
     with sock:
         monitor.execute_all(commands, sock.fileno())

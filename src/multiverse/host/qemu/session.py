@@ -137,6 +137,10 @@ class Paths:
         self.overlay = home / "disk.qcow2"  # the disk of a VM that shares its image's or template's disk
         self.full_disk = home / "disk.raw"  # the disk of a VM that has a copy of its image's disk
 
+    @property
+    def disk(self) -> Path:
+        return self.overlay if self.overlay.exists() else self.full_disk
+
     def tail(self) -> str:
         """The end of both outputs, for an error message. A QEMU that is not contained can make them of any size."""
         said = []
