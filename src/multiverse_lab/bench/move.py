@@ -27,7 +27,7 @@ from multiverse_lab.lab.session import LabSession
 PROGRAM = """
 import hashlib, mmap, os, socket, struct, sys, time
 host, port, size, rate = sys.argv[1], *map(int, sys.argv[2:5])
-shared = mmap.mmap(-1, 8)
+shared = mmap.mmap(-1, 9)  # what is done; whether the memory is filled
 if os.fork() == 0:  # the work of the job
     done = 0
     while True:
@@ -38,6 +38,7 @@ if size and os.fork() == 0:  # it writes to its memory, MiB by MiB, at a rate
     memory, block, written = bytearray(size << 20), os.urandom(1 << 20), 0
     for at in range(0, size << 20, 1 << 20):
         memory[at : at + len(block)] = block
+    shared[8] = 1
     began = time.monotonic()
     while rate:
         at = written % size << 20
@@ -52,7 +53,7 @@ while True:
     now = time.monotonic()
     worst, last = max(worst, now - last), now
     if now >= due:
-        reports.sendall(b"%d %.6f\\n" % (struct.unpack("=q", shared[:8])[0], worst))
+        reports.sendall(b"%d %.6f %d\\n" % (*struct.unpack("=q", shared[:8]), worst, shared[8] or not size))
         due, worst = now + 0.01, 0.0
 """
 
@@ -144,6 +145,7 @@ class ProgressReport:
     at: float
     done: int
     worst: float
+    filled: bool
 
 
 class ProgressReports:
@@ -170,8 +172,9 @@ class ProgressReports:
                 self.taken.clear()
                 with connection, connection.makefile("rb") as lines:
                     for line in lines:
-                        done, worst = line.split()
-                        self.taken.append(ProgressReport(time.monotonic(), int(done), float(worst)))
+                        done, worst, filled = line.split()
+                        report = ProgressReport(time.monotonic(), int(done), float(worst), filled != b"0")
+                        self.taken.append(report)
             except (OSError, ValueError):
                 continue
 
@@ -207,8 +210,8 @@ class MoveRun:
         self.reports.taken.clear()
         job = self.lab.submit(f"#!/bin/sh\n{command}\n", "--output=/dev/null", f"--mem={case.memory}", "--time=60")
         try:
-            until(lambda: bool(self.reports.taken), f"job {job} did not report")
-            time.sleep(SETTLED + case.filled / 200)
+            until(lambda: any(one.filled for one in self.reports.taken[-1:]), f"job {job} did not fill its memory")
+            time.sleep(SETTLED)
             found = [self._move(job) for _ in range(moves)]
         finally:
             self.lab.run("scancel", job)
