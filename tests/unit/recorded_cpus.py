@@ -1,5 +1,6 @@
 """CPUs as QEMU describes them on real machines: facts from recordings of its answers to query-cpu-model-expansion and
-query-cpu-definitions with KVM. They were taken from `tests/cputestdata` of libvirt, where they are named in `FILES`.
+query-cpu-definitions with KVM. They were taken from the files `FILES` in `tests/cputestdata` of libvirt (LGPL 2.1 or
+later), of which nothing but these facts is here.
 
 Of the features there are those that not all of these CPUs have, of the models those that matter here. Releases of QEMU
 before 4.1 have no versions of models: of their answers the models have the names by which later releases know them.
