@@ -20,7 +20,8 @@ VM = saves.SavedVm("mvx-1", "token", CloneKind.INSTANT, "slim", "key", "7.2", "t
 
 def host(storage: Path, copies: Path | None = None) -> HostContext:
     config = SimpleNamespace(saves=storage, copies=copies, host="h1", prefix="mvx-")
-    return cast("HostContext", SimpleNamespace(config=config, version="7.2", accelerator=SimpleNamespace(name="tcg")))
+    emulated = {"guest_cpu": lambda model="": "tcg", "runs": lambda model: True}
+    return cast("HostContext", SimpleNamespace(config=config, version="7.2", **emulated))
 
 
 def what_is_shown(one: HostContext) -> dict[str, SavedSeen]:
