@@ -120,6 +120,18 @@ class Saver:
         self.host.destroy(job.vm, 0.0, job.spec.token)
         self._delete(job)
 
+    def checkpoint(self, job: SavedJob, *, shared_files: bool = False) -> list[Stage]:
+        """Write the state of the job, which goes on."""
+        token = job.spec.token
+        return self.host.checkpoint(job.vm, token, self._name(job), self.key, shared_files=shared_files)
+
+    def lose(self, job: SavedJob) -> None:
+        """End the job's VM as if its host had failed, and let Slurm queue the job again."""
+        self.host.destroy(job.vm, 0.0, job.spec.token)
+        self._node(job, "State=DOWN", "Reason=lost")
+        until(f"job {job.id} is requeued", lambda: self.state(job) == "PENDING", 30)
+        self._delete(job)
+
     def restore(self, job: SavedJob) -> list[Stage]:
         """Restore the job's VM and its node, and let the job's next run attach to it."""
         began = time.monotonic()
@@ -128,7 +140,7 @@ class Saver:
         stages = self.host.create(spec)
         job.seconds["restored"] = time.monotonic() - began
         stages += self._join(job, began)
-        self.ask(job, protocol.ATTACH, "attached")
+        self.host.thaw(job.vm, job.spec.token)
         job.seconds["attached"] = time.monotonic() - began
         return stages
 

@@ -149,10 +149,11 @@ def add_user_message(user: User, names: Names = ()) -> bytes:
     return _line(type="add_user", user=_user(user), names=sorted(names), time=time.time())
 
 
-def freeze_message(sync: float) -> bytes:
+def freeze_message(sync: float, *, checkpoint: bool = False, shared_files: bool = False) -> bytes:
     """The line that freezes the processes of the VM's job, and writes network file systems back within `sync` seconds.
-    The answer is `frozen`."""
-    return _line(type="freeze", sync=sync)
+    The answer is `frozen`, or `refused`: also for a checkpoint of a job that writes to files of network file systems
+    beside the output of its script, unless `shared_files`."""
+    return _line(type="freeze", sync=sync, checkpoint=checkpoint, shared_files=shared_files)
 
 
 THAW = b'{"type":"thaw"}\n'

@@ -153,7 +153,9 @@ class Manifest:
     image: str = ""  # empty: written by a release that did not record it
     frozen: bool = False  # the processes of its job are stopped
     freezing: bool = False  # they were to be stopped, and nothing tells whether they are
+    checkpoint: str = ""  # the saved VM that is being made of it while its job goes on
     saved: str = ""  # the saved VM that it was restored from
+    uncut: bool = False  # that was a checkpoint: its job was not cut off yet from the run that was lost
     kept: str = ""  # it is stopped, and kept in memory as the saved VM of that name: it is no VM until it is restored
     group: int = 0  # of VMs that reach each other, as of its start or its user; 0: it reaches its peers alone
     moving: Moving | None = None

@@ -11,6 +11,10 @@ Needs control groups of version 2, with a group `job_ID` for the job, as Slurm's
    ATTACH, and waits. `attach` moves the frozen processes into its control group, where they go on. The program forwards
    signals to the old shell, and ends as that ends.
 
+A checkpoint is the state of a frozen job that goes on (`thaw`). In a VM that is restored from it the calls from `cut`
+on follow. Files on network file systems are then newer than the job: the output of its script is cut back to what it
+was, and a job that writes other such files is refused a checkpoint, unless its user has said that this does no harm.
+
 The slurmstepds of steps of srun go on too, in a group of their own: srun gets the output and the exit code from them.
 They are killed as the job ends. Until then they must not harm the new run, whose steps have the same numbers:
 
@@ -20,7 +24,7 @@ They are killed as the job ends. Until then they must not harm the new run, whos
   run's groups have these paths. So the paths in the memory of old slurmstepds are changed to those of empty groups.
 """
 
-# ruff: noqa: PTH106, PTH108, PTH116, PTH119, PTH123, PTH208
+# ruff: noqa: PTH106, PTH108, PTH115, PTH116, PTH119, PTH123, PTH208
 
 from __future__ import annotations
 
@@ -30,6 +34,7 @@ import re
 import select
 import signal
 import time
+from typing import Any
 
 from multiverse.guest.agent.packets import drop_incoming, refuse_ports
 from multiverse.guest.agent.system import (
@@ -77,6 +82,15 @@ def parent_of(pid: int) -> int:
     return int(read(f"/proc/{pid}/stat").rpartition(")")[2].split()[1])
 
 
+def shell_of(job: str) -> int:
+    """The pid of the first process of the batch script. Raises GuestAgentError if there is none."""
+    daemons = processes_in(f"{job}/step_batch/slurm")
+    tasks = [pid for pid in processes_in(f"{job}/step_batch/user") if parent_of(pid) in daemons]
+    if not tasks:
+        raise GuestAgentError("the batch script of the job was not found")
+    return min(tasks)
+
+
 def set_frozen(group: str, frozen: bool) -> None:
     """Freeze or thaw a group, and wait until all of its processes are. Raises GuestAgentError."""
     write_kernel_file(f"{group}/cgroup.freeze", "1" if frozen else "0")
@@ -103,6 +117,8 @@ class SavedJob:
         self.attacher_end = -1  # a descriptor that can be read once it has ended
         self.permitted = self.attached = False  # whether the old processes may go on, and whether they do
         self.usage: GroupUsage | None = None
+        self.checkpoint = False  # whether another VM may have gone on from this state
+        self.outputs: list[Output] = []  # the files that the script of a checkpoint writes its output to
 
     @property
     def held(self) -> str:
@@ -124,16 +140,20 @@ class SavedJob:
         """Milliseconds after which `attend` is to be called in any case."""
         return None if self.usage is None else PERIOD * 1000
 
-    def freeze(self, sync_timeout: float) -> None:
+    def freeze(self, sync_timeout: float, checkpoint: bool = False, shared_files: bool = False) -> None:
         """Freeze the job, and write all file systems back within `sync_timeout` seconds. After an error the job goes
-        on. Raises GuestAgentError if there is no job, or not one alone."""
+        on. Raises GuestAgentError if there is no job, or not one alone, and for a `checkpoint`, unless `shared_files`,
+        if it has files of network file systems open for writing besides the output of its script."""
         groups = job_groups()
         if len(groups) != 1:
             raise GuestAgentError(f"there are {len(groups)} jobs with control groups in this VM")
         try:
             set_frozen(groups[0], True)
-            sync_within(sync_timeout)
-            self.group = groups[0]
+            within(sync_timeout, os.sync, "the file systems were not written back")
+            self.outputs = outputs_of(self.shell or shell_of(groups[0])) if checkpoint else []
+            if checkpoint and not shared_files:
+                refuse_writers(groups[0], self.outputs)
+            self.checkpoint, self.group = checkpoint, groups[0]
         except (OSError, GuestAgentError):
             set_frozen(groups[0], False)
             raise
@@ -152,27 +172,23 @@ class SavedJob:
     def cut(self) -> None:
         """Keep packets from the job, and kill the slurmstepd of the batch script and of the extern step. Again is
         success. Raises GuestAgentError, before anything is killed."""
-        daemons = processes_in(f"{self.group}/step_batch/slurm")
-        if not self.shell:
-            tasks = [pid for pid in processes_in(f"{self.group}/step_batch/user") if parent_of(pid) in daemons]
-            if not tasks:
-                raise GuestAgentError("the batch script of the job was not found")
-            self.shell = min(tasks)
+        self.shell = self.shell or shell_of(self.group)
         if self.closed is None:
             try:
                 self.closed = drop_incoming(self.group)
             except OSError as error:
                 raise GuestAgentError(f"the kernel of the image cannot keep packets from the job: {error}") from error
         self.run_is_over = True
-        # The slurmstepd first: it would report the end of the program that stands for the shell.
-        for pid in [*daemons, *processes_in(f"{self.group}/step_extern")]:
-            kill_and_wait(pid)
-        # slurmd asks each slurmstepd that has a socket whether it goes on. Those of other steps are frozen, and stay.
+        # slurmd asks each slurmstepd that has a socket whether it goes on, and removes the script of one that does not
+        # answer, which the job may read. Those of other steps are frozen, and stay.
         suffix = f"_{self.group.rpartition('_')[2]}."
         for place in os.listdir(SPOOLS):
             for name in os.listdir(f"{SPOOLS}/{place}") if place.startswith("slurmd") else ():
                 if suffix in name:
                     os.unlink(f"{SPOOLS}/{place}/{name}")
+        # The slurmstepd first: it would report the end of the program that stands for the shell.
+        for pid in [*processes_in(f"{self.group}/step_batch/slurm"), *processes_in(f"{self.group}/step_extern")]:
+            kill_and_wait(pid)
         self.forget_attacher(kill=True)
 
     def wake(self, program: str) -> None:
@@ -283,6 +299,7 @@ class SavedJob:
             return False
         self.let_packets_in()
         if not self.attached:
+            self.cut_outputs_back()
             self.attached, self.run_is_over = True, False
             self.answer(str(self.shell))
         group = group_of(self.attacher)
@@ -295,6 +312,13 @@ class SavedJob:
                 self.usage = GroupUsage(self.attacher, group)
         self.tell_end()
         return True
+
+    def cut_outputs_back(self) -> None:
+        """Cut off what a run that was lost has written to the output of the script after this state was made. A job
+        goes on without that, too: then its output has these lines twice."""
+        with suppress(GuestAgentError):
+            for one in self.outputs:
+                within(SHORTEN_TIMEOUT, one.shorten, "the output was not shortened")
 
     def let_packets_in(self) -> None:
         if self.closed is not None:
@@ -377,18 +401,99 @@ def become_subreaper() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def sync_within(timeout: float) -> None:
-    """Write all file systems back, in a process of its own, because one whose server is away may take for ever. Raises
+def within(timeout: float, work: Any, problem: str) -> None:
+    """Do something in a process of its own, because a file system whose server is away may take for ever. Raises
     GuestAgentError if it takes longer than `timeout` seconds."""
     pid = os.fork()
     if not pid:
         try:
-            os.sync()
+            work()
         finally:
             os._exit(0)
     deadline = time.monotonic() + timeout
     while not os.waitpid(pid, os.WNOHANG)[0]:
         if time.monotonic() > deadline:
             os.kill(pid, signal.SIGKILL)
-            raise GuestAgentError(f"the file systems were not written back within {timeout:.0f} s")
+            raise GuestAgentError(f"{problem} within {timeout:.0f} s")
         time.sleep(0.005)
+
+
+# --- files on network file systems -------------------------------------------------------------------
+
+# The types of file systems that are in the VM, and so in its state. Any other one may be shared with other machines.
+LOCAL_TYPES = (
+    "bpf", "btrfs", "cgroup", "cgroup2", "configfs", "debugfs", "devpts", "devtmpfs", "ext2", "ext3", "ext4",
+    "hugetlbfs", "iso9660", "mqueue", "overlay", "proc", "pstore", "ramfs", "securityfs", "squashfs", "sysfs", "tmpfs",
+    "tracefs", "vfat", "xfs",
+)  # fmt: skip
+SHORTEN_TIMEOUT = 20.0  # seconds for a file server
+MOST_NAMED = 3  # files that a refusal names
+
+
+class Output:
+    """A file on a network file system that the script writes its output to, as it was when the job was frozen."""
+
+    def __init__(self, pid: int, path: str) -> None:
+        self.path, info = path, os.stat(path)
+        self.identity, self.size = (info.st_dev, info.st_ino), info.st_size
+        owner = os.stat(f"/proc/{pid}")
+        self.uid, self.gid = owner.st_uid, owner.st_gid
+
+    def shorten(self) -> None:
+        """Cut off what was written since. For this process alone: it becomes the user, whom the server lets write."""
+        os.setgid(self.gid)
+        os.setuid(self.uid)
+        file = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
+        # The kernel sends no size that it believes to be the file's, and may believe this one.
+        os.ftruncate(file, self.size + 1)
+        os.ftruncate(file, self.size)
+
+
+def network_mounts(pid: int) -> dict[str, str]:
+    """The ids of the network file systems that a process sees, and their devices."""
+    found = {}
+    for line in read(f"/proc/{pid}/mountinfo").splitlines():
+        mount, _, device, *rest = line.split()
+        if rest[rest.index("-") + 1] not in LOCAL_TYPES:
+            found[mount] = device
+    return found
+
+
+def written_by(pid: int) -> dict[str, str]:
+    """The files on network file systems that a process can write without opening them again: their paths, by what names
+    its descriptors and mappings of them."""
+    found = {}
+    mounts = network_mounts(pid)
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        with suppress(OSError):
+            facts = dict(line.split(":", 1) for line in read(f"/proc/{pid}/fdinfo/{name}").splitlines() if ":" in line)
+            if int(facts["flags"], 8) & os.O_ACCMODE != os.O_RDONLY and facts["mnt_id"].strip() in mounts:
+                found[f"/proc/{pid}/fd/{name}"] = os.readlink(f"/proc/{pid}/fd/{name}")
+    devices = set(mounts.values())
+    for line in read(f"/proc/{pid}/maps").splitlines():
+        place, access, _, device, _, *path = line.split(None, 5)
+        numbers = ":".join(str(int(each, 16)) for each in device.split(":"))
+        if access[1] == "w" and access[3] == "s" and numbers in devices and path:
+            found[f"/proc/{pid}/map_files/{place}"] = path[0]
+    return found
+
+
+def outputs_of(shell: int) -> list[Output]:
+    """The output and the error output of the script, as far as they are files on network file systems."""
+    written = written_by(shell)
+    return [Output(shell, path) for path in (f"/proc/{shell}/fd/1", f"/proc/{shell}/fd/2") if path in written]
+
+
+def refuse_writers(group: str, outputs: list[Output]) -> None:
+    """Raise GuestAgentError if processes of that group can write files on network file systems, beside these."""
+    found = dict[str, None]()
+    for pid in processes_in(group):
+        for place, path in written_by(pid).items():
+            info = os.stat(place)
+            if (info.st_dev, info.st_ino) not in [one.identity for one in outputs]:
+                found[path] = None
+    if found:
+        named = ", ".join(list(found)[:MOST_NAMED]) + (
+            f" and {len(found) - MOST_NAMED} more" * (len(found) > MOST_NAMED)
+        )
+        raise GuestAgentError(f"it writes to shared files: {named}")

@@ -11,6 +11,7 @@ import select
 import time
 from typing import Any
 
+from multiverse.guest.agent.connections import end_connections
 from multiverse.guest.agent.daemons import Children, DaemonProcess, stop_daemons_at_entry, stopped_pids
 from multiverse.guest.agent.devices import take_functions, take_regions
 from multiverse.guest.agent.identity import (
@@ -25,6 +26,7 @@ from multiverse.guest.agent.identity import (
     write_node_files,
 )
 from multiverse.guest.agent.network import interface, join_network, learn_names, set_mtu, set_network
+from multiverse.guest.agent.nfs import forget_client
 from multiverse.guest.agent.requests import JobVms, install_commands, install_launcher, uncover
 from multiverse.guest.agent.resources import (
     count_cpus,
@@ -333,7 +335,7 @@ class GuestAgent:
     # --- saving: see `saving` ----------------------------------------------------------------------
 
     def freeze(self, message: dict[str, Any]) -> None:
-        self.saved.freeze(message["sync"])
+        self.saved.freeze(message["sync"], message["checkpoint"], message["shared_files"])
         self.channel.send("frozen")
 
     def thaw(self, _: dict[str, Any]) -> None:
@@ -361,6 +363,9 @@ class GuestAgent:
         set_names(identity, message["names"])
         add_users([*bootstrap["users"], *identity["users"]])
         write_node_files(bootstrap)
+        if self.saved.checkpoint:
+            end_connections()
+            forget_client()
         self.saved.wake(message["program"])
         self.watch_saved()
         for daemon in [DaemonProcess(spec) for spec in bootstrap["daemons"]]:

@@ -424,6 +424,8 @@ def _why_not(known: Manifest, number: int) -> str:
         return "it is not started"
     if known.job_groups:
         return "it is inside of a job"
+    if known.checkpoint:
+        return "a checkpoint of it is being made"
     if known.frozen or known.freezing or known.kept:
         return "its job is being saved, or resumed"
     return ""

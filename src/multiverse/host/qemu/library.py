@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import resource
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +17,7 @@ from functools import partial
 
 import structlog
 
-from multiverse.core.errors import Broken, Gone, Refused, Unknown
+from multiverse.core.errors import Broken, Gone, MultiverseError, Refused, Unknown
 from multiverse.core.model.basics import Size
 from multiverse.core.model.host import HypervisorView
 from multiverse.core.model.identity import Identity, Member, Neighbour, User
@@ -40,6 +41,7 @@ from multiverse.host.manifest import Specification
 from multiverse.host.network import open_tap, set_isolated
 from multiverse.host.qemu import lifecycle, saves, templates
 from multiverse.host.qemu.channels import AgentChannel, Monitor
+from multiverse.host.qemu.checkpoints import Checkpoint
 from multiverse.host.qemu.context import HostContext, MoveConfig, QemuHostConfig
 from multiverse.host.qemu.hotplug import allocate_regions, allocation_group, plug_functions, plug_regions, region_places
 from multiverse.host.qemu.machine import PORTS
@@ -260,6 +262,28 @@ class QemuHost:
         self._let_rest(name, token)
         return saves.save(self._context, name, saved, key)
 
+    def checkpoint(
+        self, name: str, token: str, saved: str, key: str = "", *, shared_files: bool = False
+    ) -> list[Stage]:
+        """Write a VM to the storage while its job goes on. Without `shared_files` that is refused to a job that writes
+        to shared files beside the output of its script. See `Checkpoint.write`."""
+        self._context.check_name(name)
+        return self._checkpoint(name, saved, key, shared_files=shared_files).write(token)
+
+    def settle_checkpoints(self) -> None:
+        """Let VMs go on whose checkpoints an earlier process has begun, in threads."""
+        for name in self.list_vms():
+            known = manifest.read(self._context.paths(name).home)
+            if known is not None and known.checkpoint:
+                checkpoint = self._checkpoint(name, known.checkpoint)
+                threading.Thread(target=_settle, args=(checkpoint,), name="checkpoint", daemon=True).start()
+
+    def _checkpoint(self, name: str, saved: str, key: str = "", *, shared_files: bool = False) -> Checkpoint:
+        message = freeze_message(_SYNC_TIMEOUT, checkpoint=True, shared_files=shared_files)
+        freeze = partial(self._ask_guest, name, message, "frozen", _FREEZE_TIMEOUT, frozen=True)
+        thaw = partial(self._thaw, name)
+        return Checkpoint(self._context, name, saved, key, freeze, thaw, lambda: self._closed)
+
     def copy_saved(self, saved: str, key: str = "") -> None:
         """Copy a saved VM to the other storage. See `saves.copy`."""
         saves.copy(self._context, saved, key)
@@ -278,10 +302,14 @@ class QemuHost:
 
     def thaw(self, name: str, token: str = "") -> None:
         """Let the frozen processes of a VM go on: in a restored one within the next run of the job."""
+        self._check_stays(name, token)
+        self._thaw(name)
+
+    def _thaw(self, name: str) -> None:
         known = manifest.read(self._context.paths(name).home)
         restored = known is not None and known.saved
         message, answer = (ATTACH, "attached") if restored else (THAW, "thawed")
-        self._ask_to_save(name, token, message, answer, _ANSWER_TIMEOUT, frozen=False)
+        self._ask_guest(name, message, answer, _ANSWER_TIMEOUT, frozen=False)
 
     def discard(self, saved: str) -> None:
         """Remove a saved VM from the storages, complete or not, and from memory. Absent is success."""
@@ -296,16 +324,22 @@ class QemuHost:
         saves.discard(self._context, saved)
 
     def _check_stays(self, name: str, token: str) -> None:
-        """Raise `Refused` if a VM of that name is moving, and what `manifest.refuse_other` raises."""
+        """Raise `Refused` if a VM of that name is moving, or a checkpoint of it is being made, and what
+        `manifest.refuse_other` raises."""
         self._context.check_name(name)
         known = manifest.read(self._context.paths(name).home)
         manifest.refuse_other(known, token)
         manifest.refuse_moving(known)
+        if known is not None and known.checkpoint:
+            raise Refused(f"a checkpoint of VM {name} is being made", hint="try again when it is complete")
 
     def _ask_to_save(self, name: str, token: str, message: bytes, answer: str, timeout: float, *, frozen: bool) -> None:
         """Ask a guest for a step, and record whether its job is frozen then. Raises also what `manifest.refuse_other`
         raises."""
         self._check_stays(name, token)
+        self._ask_guest(name, message, answer, timeout, frozen=frozen)
+
+    def _ask_guest(self, name: str, message: bytes, answer: str, timeout: float, *, frozen: bool) -> None:
         report = self._context.connections.started_channel(name).ask(message, answer, timeout, or_else="refused")
         if report.type == "refused":
             raise Broken(f"in the guest of VM {name}: {report.reason}", hint="see its console log beside its manifest")
@@ -415,3 +449,10 @@ def _raise_file_limit() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _settle(checkpoint: Checkpoint) -> None:
+    try:
+        checkpoint.settle()
+    except MultiverseError as error:  # the controller asks for the checkpoint again
+        log.warning("a VM does not go on after its checkpoint", vm=checkpoint.name, reason=str(error))

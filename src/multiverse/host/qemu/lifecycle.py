@@ -13,7 +13,7 @@ from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError, Ref
 from multiverse.core.model.basics import CloneKind, Size
 from multiverse.core.model.identity import Identity
 from multiverse.core.model.vm import Stage
-from multiverse.guest.protocol import FLUSH, HELLO, Report, identity_message, wake_message
+from multiverse.guest.protocol import CUT, FLUSH, HELLO, REST, Report, identity_message, wake_message
 from multiverse.host import manifest, network, process
 from multiverse.host.manifest import Manifest, Specification, VmPhase
 from multiverse.host.qemu import disks, saves, templates
@@ -143,7 +143,7 @@ def _restore(host: HostContext, spec: Specification, paths: Paths, timer: VmStag
     record, user = allocate(host, spec, image, None)
     booted = Size(saved.cpus, saved.memory)
     record = replace(record, cpus=booted.cpus, memory=booted.memory, total_cpus=saved.total_cpus,
-                     total_memory=saved.total_memory, saved=spec.saved, frozen=True,
+                     total_memory=saved.total_memory, saved=spec.saved, uncut=saved.uncut, frozen=True,
                      cpu=saved.cpu or record.cpu)  # fmt: skip
     saves.copy_files(host, spec, saved, image, paths)
     timer("overlay")
@@ -339,6 +339,8 @@ def start(host: HostContext, name: str, size: Size, identity: Identity, token: s
 
         resumed = known.phase is VmPhase.STARTING
         grown = replace(known, total_cpus=cpus, total_memory=known.memory + plugged, net=size.net)
+        if known.uncut:
+            grown = _cut_off(session, home, grown)
         known = _join_network(host, grown, identity)
         if known.saved:
             report = _wake_saved(session, lambda: wake_message(identity, host.names.first(name, 0)), timer)
@@ -427,6 +429,19 @@ def _wake(session: QemuSession, message: Callable[[], bytes], timer: VmStageTime
     session.monitor.execute("cont")
     session.channel.send(rest, _WAKE_TIMEOUT)
     return _until_started(session, timer)
+
+
+def _cut_off(session: QemuSession, home: Path, known: Manifest) -> Manifest:
+    """Let a guest run that is restored from a checkpoint, and cut its job off from the run that was lost, as is done
+    before a VM is saved. Nothing that it sends leaves the host yet. Returns its manifest, as written."""
+    session.monitor.execute("cont")
+    for message, answer in ((CUT, "cut"), (REST, "rests")):
+        report = session.channel.ask(message, answer, _START_TIMEOUT, or_else="refused")
+        if report.type == "refused":
+            raise Broken(f"in the guest of VM {known.name}: {report.reason}", hint="see its console log")
+    known = replace(known, uncut=False)
+    manifest.write(home, known)
+    return known
 
 
 def _wake_saved(session: QemuSession, message: Callable[[], bytes], timer: VmStageTimer) -> Report:

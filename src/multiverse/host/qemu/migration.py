@@ -1,8 +1,8 @@
-"""QEMU's part of a move: what its monitor is told at both hosts, and its connections between them.
+"""QEMU's part of a move, or of a checkpoint: what its monitor is told at both hosts, and its connections between them.
 
 The disk is mirrored over NBD, each write of the guest at once, so that it never falls behind. The memory is a migration
 stream, which pauses before its last step: then the guest stands still, and the mirror can be ended. QEMU has no
-network: it gets connected sockets, and one that listens.
+network: it gets connected sockets, and one that listens. A checkpoint is sent to two files in the same way.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,10 @@ _EXPORT, _NODE, _MIRROR, _FLATTEN = "disk", "move", "mirror", "flatten"
 _CAPABILITIES = ("x-ignore-shared", "pause-before-switchover", "auto-converge", _LATE_DISK)
 _MOST_THROTTLED = 80  # percent of its time that a guest may be slowed down, if it writes faster than is sent
 _ENDS = 15.0  # seconds until QEMU has given up what it was told to give up
+_FILES = 1  # the number of the set of descriptors with the file that a disk is copied to
+_LITTLE, _ROUNDS = 48 << 20, 3  # bytes that are left to send, or rounds: then a job is frozen for a checkpoint
+_HELD = 4096  # bytes per second while that is done: then hardly anything more is sent
+_LOOK = 0.01  # seconds between two looks at how much is left
 _UNDER_WAY = frozenset({"setup", "active", "cancelling", "pre-switchover", "device", "wait-unplug"})
 
 
@@ -94,6 +99,10 @@ class Limits:
     emulated: bool = False
 
 
+class TooSoon(Broken):
+    """The guest of a VM stood still while its job was not frozen yet."""
+
+
 class Sender:
     """One QEMU that sends its VM. `tick` is called every second while it waits, and raises an error to end that.
     Sockets are closed here once QEMU has them."""
@@ -113,45 +122,79 @@ class Sender:
     def send_disk(self, sock: socket.socket, *, whole: bool) -> None:
         """Mirror the disk to the other host, until `end_disk`. Returns when both are the same."""
         node = {"driver": "nbd", "node-name": _NODE, "server": {"type": "fd", "str": "nbd"}, "export": _EXPORT}
+        with sock:
+            self._mirror(("getfd", {"fdname": "nbd"}), node, sock.fileno(), whole=whole)
+
+    def copy_disk(self, path: Path, *, whole: bool) -> None:
+        """The same, to a file in the format qcow2, which exists."""
+        file = {"driver": "file", "filename": f"/dev/fdset/{_FILES}"}
+        node = {"driver": "qcow2", "node-name": _NODE, "file": file, "backing": None}
+        with path.open("r+b") as opened:
+            self._mirror(("add-fd", {"fdset-id": _FILES}), node, opened.fileno(), whole=whole)
+
+    def _mirror(self, descriptor: Command, node: dict[str, Any], fd: int, *, whole: bool) -> None:
         mirror = {"job-id": _MIRROR, "device": "disk", "target": _NODE, "sync": "full" if whole else "top",
                   "copy-mode": "write-blocking"}  # fmt: skip
-        commands: list[Command] = [("getfd", {"fdname": "nbd"}), ("blockdev-add", node), ("blockdev-mirror", mirror)]
-        with sock:
-            self._monitor.execute_all(commands, sock.fileno())
+        self._monitor.execute_all([descriptor, ("blockdev-add", node), ("blockdev-mirror", mirror)], fd)
         self._until(lambda event, data: event == "BLOCK_JOB_READY" and data.get("device") == _MIRROR)
 
-    def send_memory(self, sock: socket.socket) -> None:
-        """Send the memory. Returns when the guest stands still, and the last of it is ready to be sent.
+    def send_memory(self, sink: socket.socket | FileIO, freeze: Callable[[], None] | None = None) -> None:
+        """Send the memory into a socket or pipe. Returns when the guest stands still, and the last of it is ready to be
+        sent. `freeze` is called when little is left: it ends before the guest stands still, or else `TooSoon` is
+        raised.
 
         Emulation notices a guest's writes by its cache of translated addresses. QEMU (7.2 to 10) clears marks of pages
         that were written without cleaning that cache, if all of these pages are still to be sent: later writes to them
         may be lost (`cpu_physical_memory_sync_dirty_bitmap`). So an emulated guest stands still when QEMU first clears
         the marks, which takes milliseconds, and they are cleared only once more: when it stands still at the end."""
         emulated = self._limits.emulated
+        downtime = 0 if emulated else int(self._limits.downtime * 1000)
+        bandwidth = self._limits.bandwidth << 20 or NO_LIMIT
         parameters = {
-            "max-bandwidth": self._limits.bandwidth << 20 or NO_LIMIT,
-            "downtime-limit": 0 if emulated else int(self._limits.downtime * 1000),
+            "max-bandwidth": bandwidth,
+            "downtime-limit": 0 if freeze is not None else downtime,
             "max-cpu-throttle": _MOST_THROTTLED,
         }
+        throttled = () if emulated or freeze is not None else ("auto-converge",)
         commands: list[Command] = [
-            capabilities("pause-before-switchover", *(() if emulated else ("auto-converge",))),
+            capabilities("pause-before-switchover", *throttled),
             ("migrate-set-parameters", parameters),
             *([("stop", {})] if emulated else []),
             ("getfd", {"fdname": "memory"}),
             ("migrate", {"uri": "fd:memory"}),
         ]
-        with sock:
-            self._monitor.execute_all(commands, sock.fileno())
+        with sink:
+            self._monitor.execute_all(commands, sink.fileno())
         if emulated:
             self._until(lambda event, data: event == "MIGRATION" and data.get("status") == "active")
             self._monitor.execute("cont")
+        if freeze is not None:
+            self._await_little()
+            self._monitor.execute("migrate-set-parameters", **{"max-bandwidth": _HELD})
+            freeze()
+            if self._monitor.execute("query-migrate").get("status") != "active":
+                raise TooSoon("the guest stood still before its job was frozen")
+            parameters = {"max-bandwidth": bandwidth, "downtime-limit": downtime}
+            self._monitor.execute("migrate-set-parameters", **parameters)
         self._until(lambda event, data: event == "MIGRATION" and data.get("status") == "pre-switchover")
+
+    def _await_little(self) -> None:
+        """Wait until little is left to send, or the guest writes faster than that is sent."""
+        while True:
+            found = self._monitor.execute("query-migrate")
+            ram = found.get("ram", {"remaining": _LITTLE, "dirty-sync-count": 0})
+            if found.get("status") == "pre-switchover":
+                raise TooSoon("the guest stood still before its job was frozen")
+            if ram["remaining"] < _LITTLE or ram["dirty-sync-count"] > _ROUNDS or found.get("status") not in _UNDER_WAY:
+                return
+            self._tick()
+            time.sleep(_LOOK)
 
     def end_disk(self) -> None:
         """End the mirror of a guest that stands still."""
         self._monitor.execute("block-job-cancel", device=_MIRROR)  # of one that is ready: it completes
         self._job_ends(_MIRROR)
-        self._monitor.execute("blockdev-del", **{"node-name": _NODE})
+        forget_target(self._monitor)
 
     def end_memory(self) -> None:
         """Send the last of the memory, and the devices."""
@@ -194,6 +237,13 @@ def _check(event: str, data: Mapping[str, Any]) -> None:
             raise Broken(f"its disk could not be copied: {reason}", hint=hint)
 
 
+def forget_target(monitor: Monitor) -> None:
+    """Close what the disk was mirrored to."""
+    monitor.execute("blockdev-del", **{"node-name": _NODE})
+    if monitor.execute("query-fdsets"):
+        monitor.execute("remove-fd", **{"fdset-id": _FILES})
+
+
 def stay(monitor: Monitor) -> None:
     """Let a VM go on that was being sent, or that was sent and not handed over, as if nothing had been. Its connections
     to the other host have ended. Raises `Unknown` if that is not done in time; the same again is success."""
@@ -219,7 +269,7 @@ def stay(monitor: Monitor) -> None:
             monitor.execute("block-job-cancel", device=job, force=True)
     until(lambda: not jobs())
     if any(node.get("node-name") == _NODE for node in monitor.execute("query-named-block-nodes")):
-        monitor.execute("blockdev-del", **{"node-name": _NODE})
+        forget_target(monitor)
     if monitor.execute("query-status")["status"] != "io-error":  # see `PausedGuests`
         monitor.execute("cont")
 

@@ -14,7 +14,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -76,6 +76,7 @@ class SavedVm:
     seal: str = ""  # of all that is above and below, by its key; empty: it is not encrypted
     backing: str = ""  # the image's disk, as `disk.qcow2` names it
     backends: tuple[str, ...] = ()  # of plugged memory, by name: the state is read into backends of the same names
+    uncut: bool = False  # a checkpoint: its job is frozen, and was not cut off from its run
 
     @property
     def cpu(self) -> str:
@@ -279,40 +280,64 @@ def save(host: HostContext, name: str, saved: str, key: str = "") -> list[Stage]
     """Save a VM, which is stopped and stays so. The same again is success. Raises `Gone` if it does not run,
     `Exhausted` if there is no room."""
     timer = VmStageTimer()
-    paths, store = host.paths(name), directory(host)
+    paths = host.paths(name)
     with locked_directory(paths.home, create=False):
-        known = _running(name, manifest.read(paths.home))
-        final = store / saved
-        if (found := read(final)) is not None and found.token == known.token:
-            return []
-        image = host.image(known.image)
-        work = store / f".{saved}{_WRITING}"
-        shutil.rmtree(work, ignore_errors=True)
-        try:
-            work.mkdir(mode=0o700)
+        known = running(name, manifest.read(paths.home))
+
+        def write_memory(work: Path) -> SavedFile:
             with Monitor.connect(paths.monitor) as monitor:
-                backends = tuple(backends_of(monitor))
                 state = write_state(monitor, work / STATE, key)
             timer("write")
-            overlay = _write_overlay(paths, image, work / OVERLAY, key)
-            timer("disk")
-            write_stubs(image, work)
-            facts = SavedVm(
-                name=name, token=known.token, kind=known.kind, image=known.image, image_key=image.key,
-                version=host.version, accelerator=host.guest_cpu(known.cpu), mac=known.mac, address=known.address,
-                cpus=known.cpus, memory=known.memory, total_cpus=known.total_cpus or known.cpus,
-                total_memory=known.total_memory or known.memory, disk=known.disk, state=state, overlay=overlay,
-                written=time.time(), encrypted=bool(key), backing=str(image.disk), backends=backends,
-            )  # fmt: skip
-            files.create_whole(work / FILE, json.dumps(asdict(_sealed(facts, key))).encode())
-            shutil.rmtree(final, ignore_errors=True)  # of another VM, after a database was restored
-            work.rename(final)
-            timer("sync")
-        except OSError as error:
-            raise Exhausted(f"cannot save VM {name}: {error}", hint=f"is there room in {store}?") from error
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
+            return state
+
+        if not is_written(host, known, saved):
+            write_files(host, known, saved, key, Writing(write_memory), timer)
     return timer.stages
+
+
+def is_written(host: HostContext, known: Manifest, saved: str) -> bool:
+    found = read(directory(host) / saved)
+    return found is not None and found.token == known.token
+
+
+@dataclass(frozen=True)
+class Writing:
+    """How the parts of a VM are written: its memory into the directory that `memory` gets, and its disk as it is, or,
+    of a checkpoint, the copy of it that `memory` has made."""
+
+    memory: Callable[[Path], SavedFile]
+    disk: Path | None = None
+
+
+def write_files(host: HostContext, known: Manifest, saved: str, key: str, how: Writing, timer: VmStageTimer) -> None:
+    """Write the files of a VM. Raises `Exhausted` if there is no room."""
+    store, paths, image = directory(host), host.paths(known.name), host.image(known.image)
+    work, final = store / f".{saved}{_WRITING}", store / saved
+    shutil.rmtree(work, ignore_errors=True)
+    try:
+        work.mkdir(mode=0o700)
+        with Monitor.connect(paths.monitor) as monitor:
+            backends = tuple(backends_of(monitor))
+        state = how.memory(work)
+        overlay = _write_overlay(paths, image, work / OVERLAY, key, how.disk)
+        timer("disk")
+        write_stubs(image, work)
+        facts = SavedVm(
+            name=known.name, token=known.token, kind=known.kind, image=known.image, image_key=image.key,
+            version=host.version, accelerator=host.guest_cpu(known.cpu), mac=known.mac, address=known.address,
+            cpus=known.cpus, memory=known.memory, total_cpus=known.total_cpus or known.cpus,
+            total_memory=known.total_memory or known.memory, disk=known.disk, state=state, overlay=overlay,
+            written=time.time(), encrypted=bool(key), backing=str(image.disk), backends=backends,
+            uncut=how.disk is not None,
+        )  # fmt: skip
+        files.create_whole(work / FILE, json.dumps(asdict(_sealed(facts, key))).encode())
+        shutil.rmtree(final, ignore_errors=True)  # of another VM, after a database was restored
+        work.rename(final)
+        timer("sync")
+    except OSError as error:
+        raise Exhausted(f"cannot save VM {known.name}: {error}", hint=f"is there room in {store}?") from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
 
 
 def copy(host: HostContext, name: str, key: str = "") -> None:
@@ -354,7 +379,7 @@ def _copy_whole(source: Path, target: Path, saved: SavedVm, key: str) -> None:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _running(name: str, known: Manifest | None) -> Manifest:
+def running(name: str, known: Manifest | None) -> Manifest:
     if known is None or not known.process.is_alive():
         raise Gone(f"there is no running VM {name}", hint="see `multiverse vms`")
     return known
@@ -365,7 +390,7 @@ def keep(host: HostContext, name: str, saved: str) -> None:
     it does not run."""
     paths = host.paths(name)
     with locked_directory(paths.home, create=False):
-        known = _running(name, manifest.read(paths.home))
+        known = running(name, manifest.read(paths.home))
         if not known.kept:
             with Monitor.connect(paths.monitor) as monitor:
                 monitor.execute("stop")
@@ -382,26 +407,26 @@ def take_over(paths: Paths, known: Manifest, spec: Specification) -> None:
     manifest.write(paths.home, replace(known, kept="", token=spec.token))
 
 
-def _write_overlay(paths: Paths, image: Image, target: Path, key: str) -> SavedFile:
-    """What the VM's disk has beyond its image's, also what its template wrote. It is made beside the VM's disk, because
-    qemu-img cannot encrypt it."""
+def _write_overlay(paths: Paths, image: Image, target: Path, key: str, source: Path | None) -> SavedFile:
+    """What the VM's disk has beyond its image's, also what its template wrote: of that copy of the disk, or of the disk
+    itself. It is made beside the VM's disk, because qemu-img cannot encrypt it."""
     made, difference = paths.home / "saved.qcow2", paths.home / "difference.qcow2"
     try:
-        source = paths.overlay
         if paths.full_disk.exists():  # a copy of the whole image
+            full, kind = (source, "qcow2") if source is not None else (paths.full_disk, "raw")
+            run("qemu-img", "create", "-q", "-u", "-f", "qcow2", "-F", kind, "-b", str(full), str(difference),
+                str(paths.full_disk.stat().st_size))  # fmt: skip
+            run("qemu-img", "rebase", "-U", "-F", "raw", "-b", str(image.disk), str(difference))
             source = difference
-            _run("qemu-img", "create", "-q", "-u", "-f", "qcow2", "-F", "raw", "-b", str(paths.full_disk), str(source),
-                 str(paths.full_disk.stat().st_size))  # fmt: skip
-            _run("qemu-img", "rebase", "-U", "-F", "raw", "-b", str(image.disk), str(source))
-        _run("qemu-img", "convert", "-U", "-O", "qcow2", "-c", "-o", "compression_type=zstd", "-F", "raw",
-             "-B", str(image.disk), str(source), str(made))  # fmt: skip
+        run("qemu-img", "convert", "-U", "-O", "qcow2", "-c", "-o", "compression_type=zstd", "-F", "raw",
+            "-B", str(image.disk), str(source or paths.overlay), str(made))  # fmt: skip
         return saved_files.write(target, key, os.open(made, os.O_RDONLY | os.O_CLOEXEC), compress=False)
     finally:
         made.unlink(missing_ok=True)
         difference.unlink(missing_ok=True)
 
 
-def _run(*argv: str) -> None:
+def run(*argv: str) -> None:
     if problem := failure_of(list(argv)):
         raise Exhausted(f"cannot copy the disk {argv[-2]}: {problem}", hint="is there room left?")
 
