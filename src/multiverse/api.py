@@ -184,12 +184,14 @@ class LeaseView:
 
 @dataclass(frozen=True, slots=True)
 class SavedView:
-    """A job that is being saved, or is saved."""
+    """A job that is being saved, or is saved, or a checkpoint of a job that goes on."""
 
+    name: str
     job_id: str
     uid: int
-    # preparing, freezing, cutting (off from the scheduler), writing, keeping (in memory), stored, copying (to another
-    # storage), resuming, holding, thawing, undoing or discarding
+    checkpoint: bool
+    # capturing (a checkpoint), preparing, freezing, cutting (off from the scheduler), writing, keeping (in memory),
+    # stored, copying (to another storage), resuming, holding, thawing, undoing or discarding
     state: str
     since: float  # when it entered its state
     vm: str
@@ -704,9 +706,10 @@ class Question(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    ask: Literal["explain", "timeline", "capacity", "trial", "saved", "save", "resume"]
+    ask: Literal["explain", "timeline", "capacity", "trial", "saved", "save", "resume", "checkpoint"]
     job: str = Field(default="", pattern=r"^([0-9]{1,10}(_[0-9]{1,10})?)?$")  # not of `capacity`, `trial` and `saved`
     hold: bool = False  # of `save`
     anew: bool = False  # of `resume`
+    shared_files: bool = False  # of `checkpoint`: also of a job that writes to shared files
     request: TrialRequest | None = None  # of `trial`
     purpose: str = Field(default="", max_length=64)

@@ -77,6 +77,10 @@ class Client:
         """Save a running job. Returns once that is committed."""
         self._call("POST", f"/jobs/{job_id}/save", params={"hold": hold})
 
+    def checkpoint(self, job_id: str, *, shared_files: bool = False) -> None:
+        """Make a checkpoint of a running job. Returns once it is committed that it begins."""
+        self._call("POST", f"/jobs/{job_id}/checkpoint", params={"shared_files": shared_files})
+
     def resume(self, job_id: str, *, anew: bool = False) -> None:
         """Let a saved job go on that is held, or begin `anew` without its state."""
         self._call("POST", f"/jobs/{job_id}/resume", params={"anew": anew})

@@ -432,6 +432,8 @@ class SaveSettings:
     # A job that asks to be saved at its time limit (vm:save) is saved so many seconds before, unless it says when.
     before: Annotated[float, Field(ge=60)] = 120.0
     max_runs: Annotated[int, Field(ge=1)] = 7  # runs of a job: the last one is not saved, and ends at its time limit
+    checkpoint_every: Annotated[float, Field(ge=1)] = 60.0  # seconds between two checkpoints of a job at the least
+    checkpoints: Annotated[int, Field(ge=1)] = 2  # of a job (vm:checkpoint) that are kept: the newest ones
     # MiB that the states of one user, and of all users, may take together. 0: any. Until a state is complete it counts
     # as the memory and disk of its VM.
     user_quota: Natural = 0

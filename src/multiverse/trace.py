@@ -231,6 +231,8 @@ _WRITTEN: Mapping[str, Callable[..., dict[str, Any]]] = {
     "freeze": _VM,
     "cut": _VM,
     "save": lambda vm, name, key: {"vm": vm.name, "saved": name},
+    "checkpoint": lambda vm, name, key, shared_files: {"vm": vm.name, "saved": name, "shared_files": shared_files},
+    "check": _JOB,
     "copy": lambda source, name, key: {"source": source, "saved": name},
     "keep_in_memory": lambda vm, name: {"vm": vm.name, "saved": name},
     "thaw": _VM,

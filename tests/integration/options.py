@@ -294,6 +294,22 @@ GROUPS = (
                 "before its time limit the job is saved and queued again, and goes on where it stopped",
                 "test_a_job_is_saved_at_its_time_limit_and_others_wait_for_its_end",
             ),
+            tested(
+                "--comment=vm:checkpoint=TIME, vm:checkpoint=TIME,shared-files",
+                "the state of the job is written while it runs; if its VM is lost, it goes on from the last one",
+                "test_a_job_goes_on_from_the_checkpoint_that_it_asked_for",
+            ),
+            refused(
+                "--comment=vm:checkpoint=TIME with --no-requeue",
+                "a job that is saved is queued again (vm:checkpoint): submit without --no-requeue",
+                "--comment=vm:checkpoint=6h",
+                "--no-requeue",
+            ),
+            refused(
+                "--comment=vm:shared-files alone",
+                "vm:shared-files in --comment is for jobs with checkpoints: give vm:checkpoint=6h,shared-files",
+                "--comment=vm:shared-files",
+            ),
             refused(
                 "--comment=vm:save with --no-requeue",
                 "a job that is saved is queued again (vm:save): submit without --no-requeue",
@@ -315,7 +331,8 @@ GROUPS = (
             ),
             refused(
                 "--comment=vm: with another word",
-                "vm:speed=1 in --comment is not supported: use mem-per-task, net, per-host, save or restart",
+                "vm:speed=1 in --comment is not supported: use mem-per-task, net, per-host, save, restart, "
+                "checkpoint or shared-files",
                 "--comment=vm:speed=1",
             ),
         ),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -15,9 +17,9 @@ from multiverse.core.model.saved import SavedState
 from multiverse_lab.lab import lifecycle
 from multiverse_lab.lab.plan import LabOptions
 from multiverse_lab.lab.services import AGENT, CONTROLLER
-from tests.integration.conftest import LabUnderTest, StartDaemon
+from tests.integration.conftest import LabUnderTest, StartDaemon, more_settings
 from tests.integration.restarting_daemon import attempt_is
-from tests.integration.watch import accounted, ended, latest, nothing_left, until
+from tests.integration.watch import accounted, ended, latest, nothing_left, qemu_of, until
 
 pytestmark = pytest.mark.integration
 
@@ -142,6 +144,7 @@ def test_what_cannot_be_saved_is_refused_with_the_reason(lab: LabUnderTest, clie
 
 
 BESIDE_THE_WAY = (
+    SavedState.CAPTURING,
     SavedState.UNDOING,
     SavedState.COPYING,
     SavedState.RESUMING,
@@ -178,3 +181,22 @@ def test_a_job_goes_on_once_though_a_daemon_is_killed_at_each_step(
     until("each step was reached", lambda: goes_on() and not daemon.crash_points_left(), 60)
     went_on(lab, daemon.client, job, output)
     nothing_left(lab, daemon.client)
+
+
+def test_a_job_goes_on_from_the_checkpoint_that_it_asked_for(lab: LabUnderTest, client: Client) -> None:
+    """Its VM dies. The lines that it had written after the checkpoint are written again, and are there once."""
+    with more_settings(lab, "[save]\nenabled = true\ncheckpoint_every = 1\n"):
+        counts = COUNTS.replace("seq 8", "seq 24")
+        job = lab.sbatch(counts, "--comment=vm:checkpoint=3s", "--output=saved-%j.txt")
+        output = lab.user.home / f"saved-{job}.txt"
+        until("it has a checkpoint", lambda: stored(client, job))
+        assert "Its last checkpoint is of " in client.explain(job)["jobs"][0]["text"]
+        (vm,) = client.vms()
+        os.kill(qemu_of(vm["name"]), signal.SIGKILL)
+        ended(client, job, "done")
+        lines = output.read_text().splitlines()
+        assert lines[:24] == [f"count {number}" for number in range(1, 25)]
+        assert len(set(lines[24:])) == 1 and len(lines) == 24 + len(ASKS) + 1, lines
+        assert accounted(lab, job) == ("FAILED", "5:0")
+        until("nothing is left of it", lambda: client.saved() == [])
+        assert not list((lab.where.root / "saved").glob("[!.]*"))

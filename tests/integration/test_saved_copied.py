@@ -6,11 +6,13 @@ import asyncio
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from multiverse.client import Client
+from multiverse.core.errors import Gone
 from multiverse_lab.lab import lifecycle
 from multiverse_lab.lab.plan import LabOptions
 from tests.integration.conftest import LabUnderTest, StartDaemon, more_settings, new_lab
@@ -18,7 +20,7 @@ from tests.integration.images import slim
 from tests.integration.restarting_daemon import attempt_is
 from tests.integration.test_hosts import named, pid_of, plan_of, reached
 from tests.integration.test_save_command import COUNTS, running, went_on
-from tests.integration.watch import ended, kill, nothing_left, until
+from tests.integration.watch import accounted, ended, kill, nothing_left, until
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
@@ -45,6 +47,14 @@ def two(accelerator: Path, copies: Path) -> Iterator[LabUnderTest]:
 
 def states_in(place: Path) -> list[str]:
     return [path.name for path in place.iterdir() if path.name.startswith(("mv", ".mv"))]
+
+
+def repaired(client: Client, host: str) -> bool:
+    """Say that a host is off, as soon as that is asked for."""
+    with suppress(Gone):
+        client.repair(host, fenced=True)
+        return True
+    return False
 
 
 def copied(client: Client, job: str) -> bool:
@@ -106,3 +116,37 @@ def test_a_state_is_copied_though_the_controller_is_killed(
     went_on(copied_lab, daemon.client, job, output)
     assert not states_in(copies)
     nothing_left(copied_lab, daemon.client)
+
+
+def test_a_job_goes_on_from_its_checkpoint_after_its_host_was_killed(two: LabUnderTest, copies: Path) -> None:
+    """An operator says that the host is off. The job runs nowhere else before, and its output is that of a job that
+    nothing has happened to."""
+    with Client(two.settings.socket) as client:
+        until("both hosts are observed", lambda: all(reached(client, host.name) for host in plan_of(two.where)))
+        job, output = running(two, client, COUNTS.replace("seq 8", "seq 40").replace("0.5", "1"))
+        (vm,) = client.vms()
+        client.checkpoint(job)
+        until("it is copied", lambda: copied(client, job))
+        before = len(output.read_text().splitlines())
+        until("its job has gone on", lambda: len(output.read_text().splitlines()) > before + 3)
+        first = named(two, vm["host"])
+        kill(pid_of(two.where, first))
+        try:
+            until("the host is out of reach", lambda: not reached(client, first.name))
+            assert [one["name"] for one in client.vms()] == [vm["name"]], "it may still run"
+            until("an alert asks whether it is off", lambda: repaired(client, first.name), 60)
+            until("it goes on elsewhere", lambda: any(one["host"] != first.name for one in client.vms()), 60)
+            told = lambda: client.explain(job)["jobs"][0]["text"]  # noqa: E731
+            until("it is told what it would go on from", lambda: "Its last checkpoint is of " in told(), 60)
+            ended(client, job, "done")
+            until("its record is gone", lambda: client.saved() == [])
+            assert not states_in(copies)
+        finally:
+            asyncio.run(lifecycle.up(two.where, LabOptions()))
+        lines = output.read_text().splitlines()
+        assert lines[:40] == [f"count {number}" for number in range(1, 41)], "each line is there once"
+        assert len(set(lines[40:])) == 1 and accounted(two, job) == ("FAILED", "5:0")
+        states = two.run("sacct", "-nPXD", "-j", job, "-o", "State").stdout.split()
+        assert states in (["NODE_FAIL", "FAILED"], ["REQUEUED", "FAILED"]), states
+        own = two.where.host(first.name).root / "saved"
+        until("its own files are removed as the host is back", lambda: not states_in(own), 60)

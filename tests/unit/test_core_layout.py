@@ -69,10 +69,11 @@ def states_given(text: str) -> Iterator[tuple[str, int]]:
 
 def test_no_module_but_its_machine_gives_a_row_a_state() -> None:
     found = {name: list(states_given(text)) for name, text in modules()}
-    assert {name for name, given in found.items() if given} == {f"machines/{kind}.py" for kind in ROWS}
+    assert {name for name, given in found.items() if given} == {f"machines/{kind}.py" for kind in (*ROWS, "checkpoint")}
     for kind in ROWS:
         others = [line for of, line in found[f"machines/{kind}.py"] if of not in ("", kind)]
         assert not others, f"machines/{kind}.py gives other rows a state in the lines {others}"
+    assert {of for of, _ in found["machines/checkpoint.py"]} == {"saved"}, "it is the other half of the machine `saved`"
 
 
 def test_changes_are_made_by_machines_and_those_without_a_state_by_two_modules_below_them() -> None:
@@ -82,7 +83,7 @@ def test_changes_are_made_by_machines_and_those_without_a_state_by_two_modules_b
         for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Change"
     }
-    assert makers == {"avoidance.py", "state.py", *(f"machines/{kind}.py" for kind in ROWS)}
+    assert makers == {"avoidance.py", "state.py", *(f"machines/{kind}.py" for kind in (*ROWS, "checkpoint"))}
 
 
 def test_a_new_row_is_in_a_state_in_which_its_machine_lets_one_begin() -> None:

@@ -82,6 +82,7 @@ EFFECTS: list[tuple[Row, E | None, str]] = [
     (saved(S.KEEPING), E.KEEP, ""),
     (saved(S.HOLDING, reason="it cannot go on"), E.HOLD, "it cannot go on"),
     (saved(S.STORED), None, ""),
+    (saved(S.CAPTURING), E.CAPTURE, ""),
     (saved(S.COPYING), E.COPY, ""),
     (saved(S.RESUMING), E.RESUME, ""),
     (saved(S.QUEUEING), E.QUEUE, "saved since 1970-01-01 00:00:00 UTC: an operator asked for it"),

@@ -361,5 +361,12 @@ def test_effects_that_add_are_those_that_make_or_start_something() -> None:
     adding = set(EffectKind) - RELEASING_EFFECTS
     made = {EffectKind.CREATE, EffectKind.START, EffectKind.BUILD, EffectKind.REQUEST}
     # What is saved takes room, too.
-    saving = {EffectKind.PREPARE, EffectKind.FREEZE, EffectKind.CUT, EffectKind.SAVE, EffectKind.KEEP}
+    saving = {
+        EffectKind.PREPARE,
+        EffectKind.FREEZE,
+        EffectKind.CUT,
+        EffectKind.SAVE,
+        EffectKind.CAPTURE,
+        EffectKind.KEEP,
+    }
     assert adding == {*made, *saving, EffectKind.COPY, EffectKind.MOVE, EffectKind.OFFER, EffectKind.PIN}

@@ -334,7 +334,7 @@ STEPS = {
     "offer": "step_offer",
     "host": "step_host",
     "lease": "step_lease",
-    "saved": "step_saved",
+    "saved": "step_state",
 }
 MAKERS = {"attempt": attempt, "vm": vm, "template": template, "offer": offer, "host": known_host, "lease": lease,
           "saved": saved}  # fmt: skip

@@ -22,6 +22,7 @@ from multiverse.bundles.slurm.scheduler import _parsed
 from multiverse.cli.asking import UsersClient, _address
 from multiverse.core.errors import Gone, MultiverseError, Refused
 from multiverse.service import users_socket
+from multiverse.service.backend import JobChange
 from multiverse.service.explanations import Viewer
 from multiverse.service.startup import bind, bind_tcp
 from multiverse.service.users_socket import Pace, UserQuestions, serve_users
@@ -50,11 +51,11 @@ def _timelines(job: str, viewer: Viewer) -> list[TimelineView]:
     return [TimelineView("7", 1, "queued", 0.0, (), ())] if job == "7" and viewer.may_see(ME) else []
 
 
-async def _change_job(verb: str, job_id: str, *, hold: bool, anew: bool, uid: int) -> None:
-    if (job_id, uid) != ("7", ME):
-        raise Refused(f"job {job_id} runs in no VM", hint="squeue --me shows your jobs")
-    if hold or anew:
-        raise Refused(f"{verb} and {'hold' if hold else 'anew'}")
+async def _change_job(change: JobChange, *, uid: int) -> None:
+    if (change.job, uid) != ("7", ME):
+        raise Refused(f"job {change.job} runs in no VM", hint="squeue --me shows your jobs")
+    if change.hold or change.anew:
+        raise Refused(f"{change.verb} and {'hold' if change.hold else 'anew'}")
 
 
 class Clock(ManualClock):
@@ -262,7 +263,7 @@ async def test_a_change_that_waits_for_its_commit_delays_its_own_user_alone() ->
     committed, answered = asyncio.Event(), list[str]()
     pace = Pace(Clock())
 
-    async def change_job(*_: str, **_options: object) -> None:
+    async def change_job(*_: JobChange, **_options: object) -> None:
         await committed.wait()
         answered.append("save")
 

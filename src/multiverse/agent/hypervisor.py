@@ -253,6 +253,10 @@ class AgentHypervisor:
     async def save(self, vm: VmRef, name: str, key: str = "") -> Sequence[Stage]:
         return (await self._agent(vm.source).call(protocol.Save(vm=vm, saved=name, key=key))).stages
 
+    async def checkpoint(self, vm: VmRef, name: str, key: str = "", *, shared_files: bool = False) -> Sequence[Stage]:
+        call = protocol.MakeCheckpoint(vm=vm, saved=name, key=key, shared_files=shared_files)
+        return (await self._agent(vm.source).call(call)).stages
+
     async def copy(self, source: str, name: str, key: str = "") -> None:
         await self._agent(source).call(protocol.Copy(saved=name, key=key))
 

@@ -323,6 +323,19 @@ class Save(AgentCall[Stages]):
         return Stages(stages=tuple(await _saves(agent).save(self.vm, self.saved, self.key)))
 
 
+class MakeCheckpoint(AgentCall[Stages]):
+    name: Literal["checkpoint"] = "checkpoint"
+    vm: VmRef
+    saved: str
+    key: str = ""
+    shared_files: bool = False
+
+    async def answer(self, agent: SiteAgent) -> Stages:
+        saves = _saves(agent)
+        stages = await saves.checkpoint(self.vm, self.saved, self.key, shared_files=self.shared_files)
+        return Stages(stages=tuple(stages))
+
+
 class Copy(AgentCall[Nothing]):
     name: Literal["copy"] = "copy"
     saved: str

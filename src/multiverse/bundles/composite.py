@@ -123,6 +123,9 @@ class CompositeHypervisor:
     async def copy(self, source: str, name: str, key: str = "") -> None:
         await self._saves(source).copy(source, name, key)
 
+    async def checkpoint(self, vm: VmRef, name: str, key: str = "", *, shared_files: bool = False) -> Sequence[Stage]:
+        return await self._saves(vm.source).checkpoint(vm, name, key, shared_files=shared_files)
+
     async def keep_in_memory(self, vm: VmRef, name: str) -> None:
         await self._saves(vm.source).keep_in_memory(vm, name)
 

@@ -80,6 +80,9 @@ class UsersClient:
     def save(self, job: str, *, hold: bool = False) -> None:
         self._ask(ask="save", job=job, hold=hold)
 
+    def checkpoint(self, job: str, *, shared_files: bool = False) -> None:
+        self._ask(ask="checkpoint", job=job, shared_files=shared_files)
+
     def resume(self, job: str, *, anew: bool = False) -> None:
         self._ask(ask="resume", job=job, anew=anew)
 

@@ -45,6 +45,7 @@ COMMANDS = {
     "capacity": "jobs",
     "timeline": "jobs",
     "save": "saved",
+    "checkpoint": "saved",
     "resume": "saved",
     "saved": "saved",
     "audit": "status",

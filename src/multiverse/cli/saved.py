@@ -1,4 +1,4 @@
-"""`multiverse save`, `resume` and `saved`: running jobs that are saved, and go on later."""
+"""`multiverse save`, `checkpoint`, `resume` and `saved`: states of running jobs, from which they go on later."""
 
 from __future__ import annotations
 
@@ -44,7 +44,37 @@ def save(
 
 
 def _of(client: Client | UsersClient, job: str) -> api.SavedView | None:
-    return next((one for one in decode(list[api.SavedView], client.saved()) if one.job_id == job), None)
+    mine = (one for one in decode(list[api.SavedView], client.saved()) if one.job_id == job)
+    return next((one for one in mine if not one.checkpoint), None)
+
+
+def checkpoint(
+    job: Annotated[str, typer.Argument(metavar="JOB", help="The job, or a task of an array (123_4).")],
+    shared_files: Annotated[
+        bool, typer.Option("--shared-files", help="Also if it writes to shared files, which stay as they are.")
+    ] = False,
+    controller: Controller = "",
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until it is complete.")] = True,
+) -> None:
+    """Write the state of a running job, which goes on. If its VM is lost, it goes on from the last such state."""
+    with asker(controller) as client:
+        before = {one.name for one in _checkpoints(client, job)}
+        client.checkpoint(job, shared_files=shared_files)
+        made, reason = None, ""
+        while wait and (made is None or made.state in ("capturing", "undoing")):
+            later = [one for one in _checkpoints(client, job) if one.name not in before]
+            if not later:
+                raise Refused(
+                    f"no checkpoint of job {job} was made: {reason}", hint=f"multiverse explain {job} says more"
+                )
+            made, reason = later[-1], later[-1].reason
+            time.sleep(_POLL)
+    if made is not None:
+        typer.echo(f"A checkpoint of job {job} was made: {made.bytes >> 20} MiB.")
+
+
+def _checkpoints(client: Client | UsersClient, job: str) -> list[api.SavedView]:
+    return [one for one in decode(list[api.SavedView], client.saved()) if one.job_id == job and one.checkpoint]
 
 
 def resume(
@@ -58,7 +88,7 @@ def resume(
 
 
 def saved(controller: Controller = "", json: render.Json = False) -> None:
-    """Show the jobs that are saved, or are being saved: to users their own ones."""
+    """Show the jobs that are saved, or are being saved, and the checkpoints of jobs: to users their own ones."""
     with asker(controller) as client:
         document = client.saved()
     if json:
@@ -69,5 +99,6 @@ def saved(controller: Controller = "", json: render.Json = False) -> None:
         size = "in memory" if one.in_memory else f"{one.bytes >> 20} MiB" if one.bytes else "–"
         where = (one.storage or "–", one.copy or "–")
         cells = (render.age(one.since), size, *where, "yes" if one.held else "–", one.vm, one.reason)
-        table.add_row(one.job_id, render.state(one.state), *cells)
+        state = "checkpoint" if one.checkpoint and one.state == "stored" else one.state
+        table.add_row(one.job_id, render.state(state), *cells)
     render.show(table, "No job is saved.")

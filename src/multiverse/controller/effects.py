@@ -55,7 +55,7 @@ _ON_JOBS = (
 )
 
 TIMEOUTS: dict[EffectKind, float] = {EffectKind.BUILD: 600.0, EffectKind.CREATE: 300.0, EffectKind.START: 300.0,
-                                   EffectKind.FENCE: 3600.0, EffectKind.SAVE: 3600.0,
+                                   EffectKind.FENCE: 3600.0, EffectKind.SAVE: 3600.0, EffectKind.CAPTURE: 3600.0,
                                    EffectKind.COPY: 3600.0, EffectKind.MOVE: 3600.0}  # fmt: skip
 OTHER_TIMEOUT = 60.0
 
@@ -430,7 +430,7 @@ class Effects:
                 await saves.freeze(vm)
             case EffectKind.CUT | EffectKind.QUEUE:
                 await self._queue_again(effect, saved, saves, saving)
-            case EffectKind.SAVE | EffectKind.KEEP | EffectKind.COPY:
+            case EffectKind.SAVE | EffectKind.CAPTURE | EffectKind.KEEP | EffectKind.COPY:
                 return await self._write(effect.kind, saved, saves, vm)
             case EffectKind.HOLD:
                 await self._scheduler.hold(saved.again or saved.job, effect.text)
@@ -460,6 +460,8 @@ class Effects:
         if saved.froze:  # otherwise its guest, which may be mute, has nothing to undo
             with suppress(Gone):  # its run is over
                 await saves.thaw(vm)
+        if saved.checkpoint:  # nothing was told to the scheduler
+            return
         with suppress(Gone, Stale):
             await saving.undo(saved.job, saved.vm_name, requeues=saved.requeues)
 
@@ -472,7 +474,12 @@ class Effects:
             return ()
         keys = self._around.saved_keys
         key = keys.make(saved.uid, saved.name) if keys is not None and saved.encrypted else ""
-        return await saves.save(vm, saved.name, key)
+        if kind is EffectKind.SAVE:
+            return await saves.save(vm, saved.name, key)
+        earlier = any(one.stands for one in self._around.state.saved_of_job(saved.job.job_id))
+        if not earlier and self._scheduler.saving is not None:  # before the first one: what is checked stays so
+            await self._scheduler.saving.check(saved.job)
+        return await saves.checkpoint(vm, saved.name, key, shared_files=saved.shared_files)
 
     async def _discard(self, saved: Saved, saves: Saves) -> None:
         """In all storages. One of them may be out of reach."""

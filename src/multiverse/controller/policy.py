@@ -34,6 +34,8 @@ def policy_of(settings: Settings) -> Policy:
         **_same(p, "retry_base retry_limit replacements attempts"),
         save_before=s.save.before,
         save_max_runs=s.save.max_runs,
+        save_checkpoint_every=s.save.checkpoint_every,
+        save_checkpoints=s.save.checkpoints,
         save_user_quota=s.save.user_quota << 20,
         save_site_quota=s.save.site_quota << 20,
         save_keep=s.save.keep_days * 86400.0,

@@ -11,13 +11,13 @@ from dataclasses import replace
 from operator import ne
 from typing import TypeVar
 
-from multiverse.core import moving, saving
+from multiverse.core import checkpoints, moving, saving
 from multiverse.core.avoidance import tried_at_once
 from multiverse.core.capacity.sizes import template_claim
 from multiverse.core.clones.kinds import build_template
 from multiverse.core.context import Context
 from multiverse.core.errors import Broken, Damaged, Exhausted, Gone, MultiverseError, Refused
-from multiverse.core.machines.attempt import not_saved, return_attempt
+from multiverse.core.machines.attempt import no_checkpoint, not_saved, return_attempt
 from multiverse.core.machines.host import add_host, drain_host, fence, remove_host, resume_host
 from multiverse.core.machines.lease import release_lease
 from multiverse.core.machines.saved import (
@@ -26,7 +26,7 @@ from multiverse.core.machines.saved import (
     count_failure,
     drop_storage,
     give_up,
-    hold_saved,
+    is_unfit,
     undo_save,
 )
 from multiverse.core.machines.template import (
@@ -411,19 +411,22 @@ def _hold_damaged(state: State, vm: Vm, why: Reason) -> None:
             continue
         other = None if saved.kept else drop_storage(saved, vm.storage, why)
         lost = saved.kept or saved.may_restart
-        state.move(other or (give_up if lost else hold_saved)(saved, Why.SAVED_DAMAGED(why)))
+        state.move(other or (give_up if lost else is_unfit)(state, saved, Why.SAVED_DAMAGED(why)))
 
 
 def _note_failed_save(state: State, saved: Saved, error: MultiverseError | None, why: Reason, world: World) -> None:
     match saved.state:
         case SavedState.PREPARING | SavedState.FREEZING:
             state.move(abandon(saved, why), *_told_not_saved(state, saved, error, why))
+        case SavedState.CAPTURING if isinstance(error, Refused | Broken | Exhausted | Gone):  # its job goes on
+            running = [one for one in state.attempts_of_job(saved.job) if one.state is AttemptState.ALLOCATED]
+            state.move(undo_save(saved, why), *(no_checkpoint(one, why) for one in running))
         case SavedState.WRITING:
             state.move(count_failure(saved, why))
         case SavedState.COPYING:
             state.move(count_failed_copy(saved, why))
         case SavedState.KEEPING if isinstance(error, Broken):  # its guest does not answer any more
-            state.move(give_up(saved, why))
+            state.move(give_up(state, saved, why))
         case SavedState.CUTTING | SavedState.THAWING | SavedState.UNDOING if isinstance(error, Broken):
             _end_unanswering(state, saved, why, world)
 
@@ -469,10 +472,9 @@ def apply_command(state: State, command: Command, world: World, policy: Policy) 
         case "end" if command.key is not None and (record := state.get(command.key)) is not None:
             if isinstance(record, Vm) and record.state is VmState.ORPHAN:
                 state.move(end_vm(record, Event.RELEASED, why))
-        case "save" | "resume_saved":
-            saving.follow_command(Context(state, world, policy), command)
-        case "move":
-            moving.follow_command(Context(state, world, policy), command)
+        case "save" | "resume_saved" | "checkpoint" | "move":
+            follow = {"move": moving.follow_command, "checkpoint": checkpoints.follow_command}
+            follow.get(command.verb, saving.follow_command)(Context(state, world, policy), command)
         case "fence":
             _fence(state, command.host, world)
         case _:

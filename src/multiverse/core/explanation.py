@@ -31,6 +31,7 @@ from multiverse.core.capacity.sizes import (
 )
 from multiverse.core.capacity.usable_hosts import for_attempt, why_avoided
 from multiverse.core.capacity_index import Free
+from multiverse.core.checkpoints import next_checkpoint
 from multiverse.core.clones.kinds import (
     Choice,
     choose_clones,
@@ -45,11 +46,13 @@ from multiverse.core.clones.spares import joined_for
 from multiverse.core.context import Context
 from multiverse.core.errors import Refused
 from multiverse.core.machines.attempt import submit_attempt
+from multiverse.core.machines.checkpoint import checkpoints_of
 from multiverse.core.model.basics import CloneKind, Depth, Size
 from multiverse.core.model.host import Host, HostState
 from multiverse.core.model.identity import UserSeen
 from multiverse.core.model.job import Attempt, AttemptState, Job, JobRef, JobState, Request
 from multiverse.core.model.reason import Reason, Why, said
+from multiverse.core.model.saved import SavedState
 from multiverse.core.model.vm import MOVING_STATES, Template, TemplateState, Vm, VmState
 from multiverse.core.policy import Policy, wait_for, why_stays
 from multiverse.core.queue import BEHIND, reason_of
@@ -347,7 +350,8 @@ def _stage(context: Context, attempt: Attempt, time: float) -> list[Reason | Non
         case A.ADDING_USER:
             return [Why.ADDING_USER(*where, time=time), _chosen(attempt)]
         case A.ALLOCATED:
-            return [_running(context, attempt, where, time), _at_its_limit(context, attempt), _chosen(attempt, vms)]
+            later = (_at_its_limit(context, attempt), _of_its_checkpoints(context, attempt))
+            return [_running(context, attempt, where, time), *later, _chosen(attempt, vms)]
         case A.RETURNING:
             return [Why.GOING_BACK(attempt.reason, time=time)]
         case A.REVOKING:
@@ -376,7 +380,8 @@ def _at_its_limit(context: Context, attempt: Attempt) -> Reason | None:
     if moving := next((vm for vm in context.state.vms_of(attempt) if vm.state in MOVING_STATES), None):
         why = Why.IS_MOVING if moving.state is VmState.MOVING else Why.IS_SETTLING
         return why(vm=moving.name, hosts=[place.host for place in moving.places])
-    if saved := next((one for one in context.state.saved_of_job(attempt.job.job_id) if one.job == attempt.job), None):
+    states = [one for one in context.state.saved_of_job(attempt.job.job_id) if one.job == attempt.job]
+    if saved := next((one for one in states if not one.checkpoint), None):
         return Why.IS_BEING_SAVED(saved.asked, step=saved.state)
     if attempt.request.save is None or job is None or job.ref != attempt.job:
         return None
@@ -386,6 +391,20 @@ def _at_its_limit(context: Context, attempt: Attempt) -> Reason | None:
         return Why.LAST_RUN(runs=attempt.runs)
     at = saved_at(context, attempt, job)
     return Why.WILL_BE_SAVED(at=at) if at is not None else None
+
+
+def _of_its_checkpoints(context: Context, attempt: Attempt) -> Reason | None:
+    """Which checkpoint a running job would go on from, and when the next one is made."""
+    found = checkpoints_of(context.state, attempt.job.job_id)
+    at = next_checkpoint(context, attempt)
+    if being := next((one for one in found if one.state is SavedState.CAPTURING), None):
+        return Why.IS_CAPTURED(being.asked)
+    if standing := [one for one in found if one.stands]:
+        last = standing[-1]
+        return Why.HAS_CHECKPOINT(at=last.begun, size=last.bytes >> 20 or None, next=at)
+    if attempt.note and attempt.note.kind is Why.NO_CHECKPOINT:
+        return Why.LACKS_CHECKPOINT(*attempt.note.because)
+    return Why.CHECKPOINT_AT(at=at) if at is not None else None
 
 
 # --- what has ended --------------------------------------------------------------------------------

@@ -106,7 +106,7 @@ def _movable(context: Context, vm: Vm) -> _Search:
     job = context.scheduler.jobs.get(job_id) if context.world.scheduler else None
     if job is None or job.ref != attempt.job or job.state not in (JobState.RUNNING, JobState.SUSPENDED):
         raise Refused(f"the scheduler does not show that job {job_id} runs", hint="try again in a moment")
-    if state.saved_of_job(job_id):
+    if not all(one.stands for one in state.saved_of_job(job_id)):
         raise Refused(f"job {job_id} is being saved or resumed", hint="multiverse saved shows how far it is")
     if other := next((one.name for one in state.vms_of(attempt) if one.state in MOVING_STATES), ""):
         raise Refused(f"VM {other} of the same job moves now", hint="they move one at a time: try again when it has")

@@ -13,14 +13,16 @@ from collections.abc import Sequence
 from multiverse.core.admission.admit import admit
 from multiverse.core.admission.obstacles import empty_drained
 from multiverse.core.changes import adopt_unexplained, apply_command, apply_result, close_hosts, mark_changes
+from multiverse.core.checkpoints import capture_due
 from multiverse.core.clones.supply import supply_missing
 from multiverse.core.context import Context
 from multiverse.core.leases import reconcile_leases
 from multiverse.core.machines.attempt import attempt_is_settled, open_attempts, step_attempt
+from multiverse.core.machines.checkpoint import step_state
 from multiverse.core.machines.host import hold_fencing, hosts_to_step, step_host
 from multiverse.core.machines.lease import step_lease
 from multiverse.core.machines.offer import step_offer
-from multiverse.core.machines.saved import saved_is_settled, step_saved
+from multiverse.core.machines.saved import saved_is_settled
 from multiverse.core.machines.template import step_template, template_is_settled
 from multiverse.core.machines.vm import step_vm, vm_is_settled
 from multiverse.core.model.basics import Key
@@ -68,6 +70,7 @@ def _provide(context: Context) -> None:
     move_off_drained(context)
     save_at_limits(context)
     let_frozen_jobs_go_on(context)
+    capture_due(context)
     missing_vms = context.state.missing
     while missing_vms:
         missing = missing_vms.pop(0)
@@ -99,7 +102,7 @@ def step_all(state: State, world: World, policy: Policy, *, releasing: bool = Fa
     for saved_id in sorted(state.dirty.saved):
         state.dirty.saved.discard(saved_id)
         with quarantine_on_error(state, Key("saved", saved_id)):
-            step_saved(state, saved_id, world, policy)
+            step_state(state, saved_id, world, policy)
         if (saved := state.saved.get(saved_id)) and not saved_is_settled(state, saved, world):
             state.dirty.saved.add(saved_id)
     for vm_id in sorted(state.dirty.vms):

@@ -97,6 +97,8 @@ class Policy:
     save_timeout: float = 60.0  # for each step of saving a job that can be undone
     save_before: float = 120.0  # how long before its time limit a job is saved that does not say so itself
     save_max_runs: int = 7  # of a job: the last one is not saved
+    save_checkpoint_every: float = 60.0  # seconds between two checkpoints of a job at the least
+    save_checkpoints: int = 2  # of a job that are kept
     save_user_quota: int = 0  # bytes that the states of one user may take; 0: any
     save_site_quota: int = 0  # the same of all users
     save_keep: float = 0.0  # seconds for which a state waits for its job; 0: for ever

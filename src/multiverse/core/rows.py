@@ -285,7 +285,7 @@ class RowIndexes:
             case Attempt():
                 yield self.by_job, row.job
                 yield self.by_job, row.job.job_id
-                if row.request.save is not None and row.state is AttemptState.ALLOCATED:
+                if (row.request.save or row.request.checkpoint) and row.state is AttemptState.ALLOCATED:
                     yield self.asking_to_be_saved, ()
             case Vm() if row.state is not VmState.DELETING:  # it has only a node
                 if row.attempt is not None:

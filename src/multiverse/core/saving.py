@@ -8,7 +8,8 @@ from dataclasses import replace
 from multiverse.core.context import Context
 from multiverse.core.errors import Refused
 from multiverse.core.machines.attempt import not_saved
-from multiverse.core.machines.saved import ask_to_save, is_mute, resume_saved, undo_unexplained
+from multiverse.core.machines.checkpoint import checkpoints_of
+from multiverse.core.machines.saved import abandon, ask_to_save, is_mute, resume_saved, undo_unexplained
 from multiverse.core.model.basics import ClaimKey
 from multiverse.core.model.host import Host
 from multiverse.core.model.job import Attempt, AttemptState, Job, JobState
@@ -28,14 +29,14 @@ def follow_command(context: Context, command: Command) -> None:
     try:
         if command.verb == "save":
             asked = Why.SAVE_ORDERED() if command.uid is None else Why.SAVE_ASKED()
-            save(context, _running(context.state, command), asked, hold=command.hold)
+            save(context, running(context.state, command), asked, hold=command.hold)
         else:
             _resume(context.state, command)
     except Refused as error:
         context.state.refusals.append((command, error))
 
 
-def _running(state: State, command: Command) -> Attempt:
+def running(state: State, command: Command) -> Attempt:
     """The running job that is meant. A user is told the same of jobs of others as of those that do not exist."""
     for attempt in state.attempts_of_job(command.job):
         if attempt.state is AttemptState.ALLOCATED and command.uid in (None, attempt.uid):
@@ -47,6 +48,11 @@ def _running(state: State, command: Command) -> Attempt:
 def save(context: Context, attempt: Attempt, asked: Reason, *, hold: bool = False) -> None:
     """Begin to save a running job, whose next run waits until somebody releases it if `hold`. Raises `Refused` if it
     cannot be saved."""
+    context.state.move(ask_to_save(replace(new_state(context, attempt, asked), hold=hold)))
+
+
+def new_state(context: Context, attempt: Attempt, asked: Reason) -> Saved:
+    """The row of a state that a running job is to have. Raises `Refused` if it can have none now."""
     state, job_id = context.state, attempt.job.job_id
     job = context.scheduler.jobs.get(job_id) if context.world.scheduler else None
     if job is None or job.ref != attempt.job:
@@ -59,8 +65,7 @@ def save(context: Context, attempt: Attempt, asked: Reason, *, hold: bool = Fals
     if not vms or host is None or host.storage is None:
         on = f" on host {vms[0].host}" if vms else ""
         raise Refused(f"job {job_id} cannot be saved{on}: no storage is in reach", hint="see `multiverse hosts`")
-    if any(one.is_for(attempt.job) or one.job == attempt.job for one in state.saved_of_job(job_id)):
-        raise Refused(f"job {job_id} is being saved already", hint="multiverse saved shows how far it is")
+    _check_idle(state, attempt)
     (vm,) = vms
     if is_mute(vm, context.world):
         raise Refused(f"job {job_id} cannot be saved: {Why.SAVE_MUTE(vm=vm.name)}", hint="see what it does as root")
@@ -68,17 +73,15 @@ def save(context: Context, attempt: Attempt, asked: Reason, *, hold: bool = Fals
     if why := why_no_room(context, attempt.uid, host, bound):
         raise Refused(f"job {job_id} cannot be saved: {why}", hint="multiverse saved shows what takes the room")
     wish = attempt.request.save
-    saved = replace(
+    return replace(
         _row_of(context, vm, job, asked),
         storage=host.storage.name,
         machine=host.storage.machine,
         runs=attempt.runs,
-        hold=hold,
         bound=bound,
         encrypted=context.policy.save_encrypt,
         may_restart=wish is not None and wish.restart,
     )
-    state.move(ask_to_save(saved))
 
 
 def _row_of(context: Context, vm: Vm, job: Job, asked: Reason) -> Saved:
@@ -132,6 +135,16 @@ def _job_on(context: Context, vm: Vm) -> Job | None:
     runs = job is not None and job.state is JobState.RUNNING and vm.name in job.nodes
     mine = attempt is None or (job is not None and attempt.state is AttemptState.ALLOCATED and job.ref == attempt.job)
     return job if runs and mine else None
+
+
+def _check_idle(state: State, attempt: Attempt) -> None:
+    """Raise `Refused` if another state of the job is being made, or used."""
+    job_id = attempt.job.job_id
+    for one in state.saved_of_job(job_id):
+        if one.state is SavedState.CAPTURING:
+            raise Refused(f"a checkpoint of job {job_id} is being made", hint="try again when it is complete")
+        if not one.stands and (one.is_for(attempt.job) or one.job == attempt.job):
+            raise Refused(f"job {job_id} is being saved already", hint="multiverse saved shows how far it is")
 
 
 def bound_of(state: State, vm: Vm) -> int:
@@ -202,7 +215,8 @@ def save_at_limits(context: Context) -> None:
         job = context.scheduler.jobs.get(attempt.job.job_id)
         if job is None or job.ref != attempt.job or not _is_due(context, attempt, job):
             continue
-        if context.state.saved_of_job(attempt.job.job_id) or (attempt.note and attempt.note.kind is Why.NOT_SAVED):
+        states = context.state.saved_of_job(attempt.job.job_id)
+        if not all(one.stands for one in states) or (attempt.note and attempt.note.kind is Why.NOT_SAVED):
             continue
         if any(vm.state in MOVING_STATES for vm in context.state.vms_of(attempt)):
             continue  # until it has moved
@@ -227,10 +241,24 @@ def saved_at(context: Context, attempt: Attempt, job: Job) -> float | None:
     return max(job.deadline - (wish.before or policy.save_before), (began + job.deadline) / 2)
 
 
+def _forget_checkpoints(state: State, command: Command) -> bool:
+    """Let a job begin anew that waits, and has checkpoints. False if there is no such job."""
+    mine = [one for one in checkpoints_of(state, command.job) if command.uid in (None, one.uid) and one.stands]
+    unused = [one for one in mine if not state.restored_from(one)]
+    job = state.queue.jobs.get(command.job)
+    if not unused or job is None or job.state is not JobState.PENDING:
+        return False
+    why = Why.SAVED_GIVEN_UP()
+    state.move(*(abandon(one, why) for one in unused))
+    return True
+
+
 def _resume(state: State, command: Command) -> None:
     job_id = command.job
     mine = (one for one in state.saved_of_job(job_id) if command.uid in (None, one.uid))
-    saved = next((one for one in mine if one.state in WAITS_FOR_RUN), None)
+    saved = next((one for one in mine if one.state in WAITS_FOR_RUN and not one.checkpoint), None)
+    if saved is None and command.anew and _forget_checkpoints(state, command):
+        return
     if saved is None:
         raise Refused(f"job {job_id} is not saved", hint="multiverse saved shows the jobs that are")
     by_operator = saved.hold and saved.reason is None and saved.asked.kind is not Why.SAVE_ASKED

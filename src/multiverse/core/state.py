@@ -358,10 +358,10 @@ class State(LiveRows):
     def saved_for(self, job: JobRef) -> Saved | None:
         """The state that this run of a job is to go on with, complete or not."""
         found = (one for one in self.saved_of_job(job.job_id) if one.is_for(job) and one.state in WAITS_FOR_RUN)
-        return next(found, None)
+        return min(found, key=lambda one: (one.checkpoint, -one.id), default=None)
 
     def asking_to_be_saved(self) -> list[Attempt]:
-        """The attempts whose jobs run, and are to be saved ahead of their time limits."""
+        """The attempts whose jobs run, and are to be saved ahead of their time limits or to have checkpoints."""
         return [self.attempts[id_] for id_ in self._indexes.asking_to_be_saved[()]]
 
     def restored_from(self, saved: Saved) -> Vm | None:

@@ -105,6 +105,8 @@ class Event(StrEnum):
     ASKED = "asked"
     READY = "ready"  # its node takes no other job, and the scheduler can queue it again
     FROZEN = "frozen"
+    CHECKPOINT_DUE = "checkpoint due"
+    KEPT = "kept"  # a checkpoint, for the run that may follow
     QUEUED_AGAIN = "queued again"
     FORGOTTEN = "forgotten"  # the scheduler shows a run again that had ended
     STORED = "stored"
@@ -220,6 +222,7 @@ class EffectKind(StrEnum):
     FREEZE = "freeze", _SOURCE  # freeze the processes of the VM's job
     CUT = "cut", _SOON  # cut the frozen job off from the scheduler, and have it queued again
     SAVE = "save", _SOURCE  # write the VM to the storage
+    CAPTURE = "capture", _SOURCE  # the same, while its job goes on
     COPY = "copy", _SOURCE  # copy its files to another storage
     KEEP = "keep", _SOURCE  # keep the VM in the memory of its host, because it cannot be written
     QUEUE = "queue", _SOON  # have a job queued again of which the scheduler has forgotten that
@@ -235,7 +238,7 @@ class EffectKind(StrEnum):
 RELEASING_EFFECTS = frozenset(set(EffectKind) - {EffectKind.CREATE, EffectKind.START, EffectKind.BUILD,
                                                  EffectKind.OFFER, EffectKind.PIN,
                                                  EffectKind.REQUEST, EffectKind.PREPARE, EffectKind.FREEZE,
-                                                 EffectKind.CUT, EffectKind.SAVE, EffectKind.KEEP,
+                                                 EffectKind.CUT, EffectKind.SAVE, EffectKind.CAPTURE, EffectKind.KEEP,
                                                  EffectKind.COPY, EffectKind.MOVE})  # fmt: skip
 """The effects that only release: they take nothing of a disk, and no job starts by them."""
 
@@ -268,7 +271,7 @@ class Command:
     Of templates (`host`, `image`): `build` one, or `drop` those of the size and account, if given. Of a record (`key`):
     `retry` ends its quarantine or back-off, `end` ends an orphan with its job. Of a host: `add`, `drain`, `resume`
     (after a drain or fence), `remove`; `fence`: it is off, and nothing of it runs. Of a job (`job`): `save` it, and
-    `hold` it until `resume_saved` lets it go on, or begin `anew`."""
+    `hold` it until `resume_saved` lets it go on, or begin `anew`; make a `checkpoint` of it."""
 
     verb: str
     host: str = ""
@@ -281,6 +284,7 @@ class Command:
     hold: bool = False
     uid: int | None = None
     anew: bool = False
+    shared_files: bool = False  # a checkpoint may be of a job that writes to shared files
 
 
 Message = Done | Command

@@ -145,6 +145,12 @@ class Saves(Protocol):
         cannot be written; then nothing is left of the files. `create` of it raises `Damaged` if the files are not as
         they were written, or are missing."""
 
+    async def checkpoint(self, vm: VmRef, name: str, key: str = "", *, shared_files: bool = False) -> Sequence[Stage]:
+        """Write a running VM to the storage as `save` does, while its job goes on, but for a moment in which it is
+        frozen: the files are of that moment. Unless `shared_files` that is refused to a job that writes to files which
+        other machines share, beside the output of its script (`Broken`). After a definite error its job goes on; after
+        another one `thaw` lets it."""
+
     async def copy(self, source: str, name: str, key: str = "") -> None:
         """Copy complete files, as they are, from the storage to which a source writes to its storage for copies. `key`
         is that by which they were encrypted. `Exhausted` if they cannot be written, `Damaged` if they are not as they

@@ -156,6 +156,9 @@ class Saving(Protocol):
         """Let the job be queued again (`Job.requeues`), and let its node take no other job (DRAINED). `requeues`: it
         can be already. `Refused` if the job can never be queued again, or its next run would lose output."""
 
+    async def check(self, job: JobRef) -> None:
+        """Raise `Refused` if the job can never be queued again, or if its next run would lose output."""
+
     async def undo(self, job: JobRef, node: str, *, requeues: bool = True) -> None:
         """Let the node serve as before, and the job be queued again only if it `requeues`."""
 

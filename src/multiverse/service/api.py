@@ -15,7 +15,7 @@ from multiverse import __version__, api
 from multiverse.config import names_of_hosts
 from multiverse.core.errors import Exhausted, Gone, MultiverseError, Refused
 from multiverse.core.model.basics import CloneKind, Size
-from multiverse.service.backend import Backend
+from multiverse.service.backend import Backend, JobChange
 from multiverse.service.explanations import OPERATOR
 from multiverse.service.publisher import Publisher
 
@@ -159,12 +159,17 @@ def _add_hosts(app: FastAPI, backend: Backend) -> None:
 
     @app.post("/jobs/{job_id}/{verb}")
     async def change_job(
-        job_id: str, verb: Literal["save", "resume"], hold: bool = False, anew: bool = False
+        job_id: str,
+        verb: Literal["save", "resume", "checkpoint"],
+        hold: bool = False,
+        anew: bool = False,
+        shared_files: bool = False,
     ) -> api.SavedChanged:
-        """Save a running job, or let a saved one that is held go on, or begin anew without its state. The change is
-        committed when this answers."""
+        """Save a running job, or make a checkpoint of it, or let a saved one that is held go on, or begin anew without
+        its state. The change is committed when this answers."""
+        change = JobChange(verb, job_id, hold, anew, shared_files)
         with _unless_refused(), _committed():
-            await backend.change_job(verb, job_id, hold=hold, anew=anew)
+            await backend.change_job(change)
         return api.SavedChanged(job_id)
 
     @app.post("/hosts/{verb}")

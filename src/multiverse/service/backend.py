@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from multiverse import __version__, api
 from multiverse.bundles.contract import UNKNOWN_WORDS, GuestFacts, Notice, SchedulerWords
@@ -126,6 +126,17 @@ MAX_JOBS = 10000  # the most attempts that one answer lists
 Source = tuple[str, tuple[Any, ...], Callable[[], object]]
 """A document for viewers: its key, its source, and what makes it. The first part of a source is compared by identity: a
 row that has changed is another object."""
+
+
+class JobChange(NamedTuple):
+    """What somebody wants of a job: `save` it (and `hold` it), make a `checkpoint` of it (also if it writes to
+    `shared_files`), or `resume` a saved one (or let it begin `anew`)."""
+
+    verb: str
+    job: str
+    hold: bool = False
+    anew: bool = False
+    shared_files: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,12 +371,16 @@ class Backend:
         refused = {name: str(error) for name, error in zip(names, results, strict=True) if isinstance(error, Refused)}
         return api.HostsChanged(tuple(name for name in names if name not in refused), refused)
 
-    async def change_job(
-        self, verb: str, job_id: str, *, hold: bool = False, anew: bool = False, uid: int | None = None
-    ) -> None:
-        """Have the saving (`save`) or resuming of a job committed, for an operator or a user. Raises `Refused` if it is
-        not possible."""
-        command = Command("save" if verb == "save" else "resume_saved", job=job_id, hold=hold, uid=uid, anew=anew)
+    async def change_job(self, change: JobChange, uid: int | None = None) -> None:
+        """Have a change of a job committed, for an operator or a user. Raises `Refused` if it is not possible."""
+        command = Command(
+            "resume_saved" if change.verb == "resume" else change.verb,
+            job=change.job,
+            hold=change.hold,
+            uid=uid,
+            anew=change.anew,
+            shared_files=change.shared_files,
+        )
         await asyncio.wait_for(self.controller.command(command), COMMIT_TIMEOUT)
 
     async def move(self, what: str, host: str) -> api.MoveBegun:

@@ -78,8 +78,10 @@ def _by_host(rows: Rows) -> Mapping[str, _OnHost]:
 
 def saved_view(saved: Saved, tell: Callable[[Reason | None], str] = text_of) -> SavedView:
     return SavedView(
+        name=saved.name,
         job_id=saved.job.job_id,
         uid=saved.uid,
+        checkpoint=saved.checkpoint,
         state=str(saved.state),
         since=round(saved.begun, 1),
         vm=saved.vm_name,

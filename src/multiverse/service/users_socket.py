@@ -24,7 +24,7 @@ from multiverse.api import LONGEST_QUESTION, PURPOSE, ExplanationsView, Question
 from multiverse.bundles.contract import Identities, Privacy
 from multiverse.core.errors import Gone, MultiverseError, Refused
 from multiverse.ports import Clock
-from multiverse.service.backend import Backend
+from multiverse.service.backend import Backend, JobChange
 from multiverse.service.explanations import Viewer
 from multiverse.system.processes import peer_of
 
@@ -102,12 +102,12 @@ class UserQuestions:
     async def answer(self, uid: int, question: Question) -> Any:
         """The answer as a document of JSON. Raises `Gone` for a job that is not the user's, or does not exist, and
         `Refused` for a change that is not possible."""
-        if question.ask in ("save", "resume"):
+        if question.ask in ("save", "resume", "checkpoint"):
             if not question.job:
                 raise Gone("name a job")
-            hold, anew = question.hold, question.anew
+            change = JobChange(question.ask, question.job, question.hold, question.anew, question.shared_files)
             async with self.pace.change(uid):
-                await self.backend.change_job(question.ask, question.job, hold=hold, anew=anew, uid=uid)
+                await self.backend.change_job(change, uid=uid)
             return _ADAPTER.dump_python(SavedChanged(question.job), mode="json")
         async with self.pace.turn(uid):
             return _ADAPTER.dump_python(self._found(Viewer.of(uid, self.privacy(uid)), question), mode="json")

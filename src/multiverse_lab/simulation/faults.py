@@ -53,6 +53,7 @@ DEFINITE: Mapping[str, tuple[type[MultiverseError], ...]] = {
     "cut": (Broken,),
     "save": (Exhausted,),
     "copy": (Exhausted, Damaged),
+    "checkpoint": (Exhausted, Broken),
 }
 """The definite errors that a call may raise although its arguments are right. Other calls have none."""
 
@@ -95,6 +96,8 @@ CALL_IDS: Mapping[tuple[Port, str], str] = {
     ("hypervisor", "move"): "h14",
     ("hypervisor", "settle"): "h15",
     ("hypervisor", "copy"): "h16",
+    ("hypervisor", "checkpoint"): "h17",
+    ("scheduler", "check"): "s23",
 }
 """Faults are drawn from these ids and not from the methods' names, so that each seed still gives the same history after
 a method has been renamed. An id never changes and is never given to another method."""

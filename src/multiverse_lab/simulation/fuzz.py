@@ -19,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from multiverse.core.errors import Refused
 from multiverse_lab.simulation.generate import crowded, failing, leasing, operated, overflowing, requesting, with_faults
+from multiverse_lab.simulation.generate_checkpoints import checkpointing
 from multiverse_lab.simulation.generate_moving import moving
 from multiverse_lab.simulation.generate_saving import saving
 from multiverse_lab.simulation.run import simulate
@@ -51,6 +52,10 @@ MOVING = 8
 """Of every so many seeds, one is also simulated with VMs that move between hosts."""
 
 
+CHECKPOINTING = 16
+"""Of every so many seeds, one is also simulated with jobs of which checkpoints are made."""
+
+
 SAVING = 8
 """Of every so many seeds, one is also simulated with jobs that are saved and resumed."""
 
@@ -72,6 +77,7 @@ HISTORIES = {
     "failing": SeedHistory(failing, FAILING, FAILING // 2 + 1),
     "saving": SeedHistory(saving, SAVING, 2),
     "moving": SeedHistory(moving, MOVING, 6),
+    "checkpointing": SeedHistory(checkpointing, CHECKPOINTING, 10),
 }
 
 

@@ -218,6 +218,25 @@ class SimulatedSaves:
         self._machines.finish_save(vm, name)
         return (written,)
 
+    async def checkpoint(self, vm: VmRef, name: str, key: str = "", *, shared_files: bool = False) -> Sequence[Stage]:
+        task = self._saving.get(name)
+        if task is None or task.done():
+            task = self._saving[name] = self._begin(vm.source, self._checkpoint(vm, name))
+        return await self._wait_for(task)
+
+    async def _checkpoint(self, vm: VmRef, name: str) -> Sequence[Stage]:
+        await self._take("command", self._latencies.command)
+        if not self._machines.begin_checkpoint(vm, name):
+            return ()
+        written = await self._take("write", self._latencies.save)
+        self._machines.freeze(vm)
+        self._machines.note_frozen(vm, frozen=True)
+        pause = await self._take("pause", self._latencies.freeze)
+        self._machines.capture(vm, name)
+        await self._take("sync", self._latencies.command)
+        self._machines.finish_checkpoint(vm, name)
+        return (written, pause)
+
     async def copy(self, source: str, name: str, key: str = "") -> None:
         await self._call(source, self._copy(source, name))
 

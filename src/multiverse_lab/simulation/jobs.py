@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from multiverse.core.model.basics import CloneKind, Size
-from multiverse.core.model.job import YEAR, Job, JobRef, JobState, Node, NodeState, Request, SaveWish
+from multiverse.core.model.job import YEAR, CheckpointWish, Job, JobRef, JobState, Node, NodeState, Request, SaveWish
 
 if TYPE_CHECKING:
     from multiverse_lab.simulation.guests import Guest
@@ -55,6 +55,7 @@ class Batch:
     sockets: int = 1
     origin: str = ""
     save: SaveWish | None = None
+    checkpoint: CheckpointWish | None = None
 
 
 @dataclass(eq=False)
@@ -147,6 +148,7 @@ class JobRecord:
             batch.per_host,
             batch.sockets,
             batch.save,
+            batch.checkpoint,
         )
         pending = self.state is JobState.PENDING
         return Job(

@@ -147,6 +147,7 @@ class Machines:
         self.muting: set[str] = set()  # hosts from which no VM registers
         self.tried: list[tuple[float, str, str, str]] = []  # VMs that failed for that: when, host, image, and name
         self.away: set[str] = set()  # hosts that cannot be reached; their VMs go on
+        self.captured: dict[str, SavedFiles] = {}  # what is being written of VMs whose jobs go on, by name
         self.storages: dict[str, dict[str, SavedFiles]] = {}  # of saved VMs: the complete files, by storage and name
         self.unfinished: dict[str, set[str]] = {}  # incomplete files, by storage
         self.kept: dict[tuple[str, str], SavedFiles] = {}  # what is in memory in place of files, by host and name
@@ -389,6 +390,48 @@ class Machines:
             memory.which.states += 1
         return SavedFiles(name, machine.spec, identity, memory, machine.takes.memory << 18, EPOCH + self._now())
 
+    def begin_checkpoint(self, vm: VmRef, name: str) -> bool:
+        """Begin to write the files of a VM whose job goes on. False if they are complete already. A VM whose checkpoint
+        was interrupted goes on first."""
+        spec, _, guest = self._started(vm)
+        known = self._storage(spec.host).get(name)
+        if known is not None and known.spec.token == spec.token:
+            return False
+        if guest.is_frozen:
+            self.thaw(vm)
+            self.note_frozen(vm, frozen=False)
+        self._check_attached(spec.host, name)
+        self.unfinished.setdefault(self._storage_name(spec.host), set()).add(name)
+        return True
+
+    def capture(self, vm: VmRef, name: str) -> None:
+        """Keep a VM as it is at this moment, and let its job go on."""
+        machine = self.find(vm)
+        if machine is None or machine.guest is None:
+            raise Gone(f"{vm.name} has ended")
+        memory = machine.guest.memory()
+        if memory is None or memory.cut:
+            raise Broken(f"the job in {vm.name} is not frozen")
+        identity, size = machine.guest.identity, machine.takes.memory << 18
+        self.captured[name] = SavedFiles(
+            name, machine.spec, identity, replace(memory, cut=True), size, EPOCH + self._now(), checkpoint=True
+        )
+        self.thaw(vm)
+        self.note_frozen(vm, frozen=False)
+
+    def finish_checkpoint(self, vm: VmRef, name: str) -> None:
+        files, host = self.captured.pop(name), self.host_at(vm.source)
+        storage = self._storage_name(host)
+        self._check_attached(host, name)
+        if name not in self.unfinished.get(storage, ()):
+            raise Exhausted(f"cannot save VM {vm.name}: its files were removed", hint="is it being discarded?")
+        self.unfinished[storage].discard(name)
+        if storage in self.full_storages:
+            raise Exhausted(f"cannot save VM {vm.name}: no space left on device", hint="is there room?")
+        if files.frozen is not None:
+            files.frozen.which.states += 1
+        self._storage(host)[name] = files
+
     def keep(self, vm: VmRef, name: str) -> None:
         """Keep a VM, stopped, in the memory of its host, where it is no VM any more."""
         if (self.host_at(vm.source), name) in self.kept:
@@ -467,7 +510,7 @@ class Machines:
             raise Refused(f"the saved VM {spec.saved} is {files.spec.name}, not {spec.name}")
         if _machine(self.hosts[files.spec.host]) != _machine(self.hosts[spec.host]):
             raise Refused(f"{spec.host} makes another machine than {files.spec.host}")
-        if files.attached is not None:
+        if files.attached is not None and not files.checkpoint:
             self.violations.append(f"{spec.name} is restored from {spec.saved}, whose processes went on before")
         return files
 

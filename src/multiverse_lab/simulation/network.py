@@ -174,6 +174,9 @@ class OneHost:
     async def copy(self, source: str, name: str, key: str = "") -> None:
         await self._answer(self._saves.copy(source, name, key))
 
+    async def checkpoint(self, vm: VmRef, name: str, key: str = "", *, shared_files: bool = False) -> Sequence[Stage]:
+        return await self._answer(self._saves.checkpoint(vm, name, shared_files=shared_files))
+
     async def keep_in_memory(self, vm: VmRef, name: str) -> None:
         await self._answer(self._saves.keep_in_memory(vm, name))
 

@@ -49,6 +49,7 @@ class SavedFiles:
     bytes: int
     written: float  # Unix time
     attached: object = None
+    checkpoint: bool = False  # the processes went on
 
 
 @dataclass(eq=False)
@@ -82,10 +83,13 @@ class Ledger:
         if (frozen := files.frozen) is None:
             return None
         what = f"the state {files.name} of job {frozen.which.job.job_id}"
-        if frozen.which.job is not job or job.restarts != frozen.which.run + 1:
+        later = job.restarts - frozen.which.run
+        if frozen.which.job is not job or not (later > 0 if files.checkpoint else later == 1):
             self.violations.append(f"{what}, restart {frozen.which.run}, attached to {job.job_id}, {job.restarts}")
-        if files.attached not in (None, place):
+        if files.attached not in (None, place) and not files.checkpoint:
             self.violations.append(f"{what} attached a second time, in {vm}")
+        if files.checkpoint:  # what was executed since is executed again
+            frozen.which.computed = frozen.computed
         files.attached, frozen.which.run = place, job.restarts
         return replace(frozen, cut=False)
 

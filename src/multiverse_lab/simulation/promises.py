@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator
 from math import log2
 
 from multiverse.core.machines.attempt import step_attempt
-from multiverse.core.machines.saved import step_saved
+from multiverse.core.machines.checkpoint import step_state
 from multiverse.core.machines.template import step_template
 from multiverse.core.machines.vm import step_vm
 from multiverse.core.model.basics import Size
@@ -341,7 +341,7 @@ def moves_at_rest(state: State, world: World, now: float, policy: Policy) -> lis
     scratch = State(state.rows(), state.tables)
     scratch.begin(now, {})
     for saved_id in scratch.saved.keys() - state.dirty.saved:
-        step_saved(scratch, saved_id, world, policy)
+        step_state(scratch, saved_id, world, policy)
     for vm_id in scratch.vms.keys() - state.dirty.vms:
         step_vm(scratch, vm_id, world, policy)
     for template_id in scratch.templates.keys() - state.dirty.templates:

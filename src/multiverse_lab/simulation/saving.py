@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 
-from multiverse.core.model.job import AttemptState, JobState
+from multiverse.core.model.job import AttemptState, JobRef, JobState
 from multiverse.core.model.reason import Why
 from multiverse.core.model.saved import WAITS_FOR_RUN, SavedState
 from multiverse.core.rows import Rows
@@ -100,7 +100,7 @@ class SaveWatch:
             for attempt in rows.attempts.values():
                 if attempt.state is AttemptState.CLAIMED and saved.is_for(attempt.job):
                     vms = [vm for vm in rows.vms.values() if vm.attempt == attempt.id and not vm.leaving]
-                    if any(vm.saved != saved.name for vm in vms):
+                    if any(vm.saved not in _names_for(rows, attempt.job) for vm in vms):
                         self._broken.add(f"job {attempt.job.job_id} begins anew though it is saved as {saved.name}")
         for claim in rows.claims:
             owner = rows.saved.get(claim.owner.id) if claim.owner.kind == "saved" else None
@@ -109,6 +109,10 @@ class SaveWatch:
 
     def violations(self) -> list[str]:
         return [*sorted(self._broken), *self._world.cluster.ledger.lost_work(disturbed=self._disturbed)]
+
+
+def _names_for(rows: Rows, job: JobRef) -> set[str]:
+    return {one.name for one in rows.saved.values() if one.is_for(job)}
 
 
 def _now() -> float:

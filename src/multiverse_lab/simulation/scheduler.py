@@ -392,12 +392,18 @@ class SimulatedSaving:
     def __init__(self, slurm: SimulatedSlurm) -> None:
         self._slurm, self._cluster = slurm, slurm.cluster
 
-    async def prepare(self, job: JobRef, node: str, *, requeues: bool = True) -> None:
+    async def check(self, job: JobRef) -> None:
         await self._slurm.reach()
         record = self._slurm.reread(job)
         if record.state not in LIVE:
             raise Stale(f"job {job.job_id} is {record.state}")
+        await self._slurm.reply()
+
+    async def prepare(self, job: JobRef, node: str, *, requeues: bool = True) -> None:
+        await self.check(job)
+        await self._slurm.reach()
         if not requeues:
+            record = self._slurm.reread(job)
             record.batch = replace(record.batch, requeue=True)
             await self._slurm.reply()
             await self._slurm.reach()

@@ -8,7 +8,7 @@ from math import inf
 
 from multiverse.core.avoidance import forget_hosts, whose_fault
 from multiverse.core.machines.offer import take_offer
-from multiverse.core.machines.saved import hold_saved, is_held_for_saving
+from multiverse.core.machines.saved import is_held_for_saving, is_unfit
 from multiverse.core.machines.vm import end_vm, may_take_job, release_vm, run_job_on_vm, start_vm, take_vm
 from multiverse.core.model.basics import Size
 from multiverse.core.model.job import (
@@ -91,6 +91,17 @@ def submit_attempt(attempt: Attempt, why: Reason | None = None) -> Change:
 
 def admit_attempt(attempt: Attempt, choice: Reason) -> Change:
     return Change(replace(attempt, state=A.CLAIMED, note=None, choice=choice), Event.ADMITTED, choice)
+
+
+def captured(attempt: Attempt, at: float, why: Reason) -> Change:
+    """A checkpoint of its job is begun, at a Unix time."""
+    return Change(replace(attempt, captured=at), Event.NOTED, why)
+
+
+def no_checkpoint(attempt: Attempt, why: Reason | None) -> Change:
+    """No checkpoint of its job was made."""
+    note = Why.NO_CHECKPOINT(why)
+    return Change(replace(attempt, note=note), Event.NOTED, note)
 
 
 def not_saved(attempt: Attempt, why: Reason | None) -> Change:
@@ -368,7 +379,7 @@ def _over(attempt: Attempt) -> Event:
 def _saved_run(state: State, attempt: Attempt) -> Saved | None:
     """What was saved of the run of the attempt, if the next run goes on with it."""
     found = (one for vm in state.vms_of(attempt) for one in state.saved_of(vm) if one.state in WAITS_FOR_RUN)
-    return next(found, None)
+    return next((one for one in found if not one.checkpoint), None)
 
 
 def _why_requeued(state: State, attempt: Attempt) -> Reason:
@@ -514,7 +525,7 @@ def _ask_for_vms(state: State, attempt: Attempt, missing: int, policy: Policy) -
         last = attempt.tries + 1 >= policy.attempts
         state.move(return_attempt(replace(attempt, tries=0) if last else attempt, Event.GAVE_UP, why, failed=not last))
         if last and saved.state in COMPLETE:
-            state.move(hold_saved(saved, Why.SAVED_FAILS(why, tries=policy.attempts)))
+            state.move(is_unfit(state, saved, Why.SAVED_FAILS(why, tries=policy.attempts)))
     elif fault == "host":
         state.move(return_attempt(attempt, Event.GAVE_UP, why))
     elif attempt.tries + 1 >= policy.attempts and not attempt.origin:  # which needs no VM: it may start without

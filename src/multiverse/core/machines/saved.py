@@ -21,7 +21,7 @@ from multiverse.core.model.basics import ClaimKey, Size
 from multiverse.core.model.host import Claim, Host
 from multiverse.core.model.job import AttemptState, Job, JobState, NodeState
 from multiverse.core.model.reason import Reason, Why, text_of
-from multiverse.core.model.saved import COMPLETE, HOLDS_VM, WAITS_FOR_RUN, Saved, SavedState
+from multiverse.core.model.saved import COMPLETE, HOLDS_VM, WAITS_FOR_RUN, Saved, SavedSeen, SavedState
 from multiverse.core.model.vm import Vm, VmState
 from multiverse.core.model.world import World
 from multiverse.core.policy import Policy
@@ -39,6 +39,8 @@ SAVED: tuple[Transition, ...] = (
     *transitions([None], Event.FOUND, S.UNDOING),
     *transitions([S.PREPARING], Event.READY, S.FREEZING),
     *transitions([S.FREEZING], Event.FROZEN, S.CUTTING),
+    *transitions([None], Event.CHECKPOINT_DUE, S.CAPTURING),
+    *transitions([S.CAPTURING], Event.STORED, S.STORED),
     *transitions([S.CUTTING], Event.QUEUED_AGAIN, S.WRITING),
     *transitions([S.WRITING, S.KEEPING], Event.STORED, S.STORED),
     *transitions([S.WRITING], Event.UNWRITTEN, S.KEEPING),
@@ -51,10 +53,11 @@ SAVED: tuple[Transition, ...] = (
     *transitions([S.QUEUEING], Event.QUEUED_AGAIN, S.STORED),
     *transitions([*COMPLETE, S.RESUMING], Event.RUNS, S.THAWING),
     *transitions([S.THAWING], Event.THAWED, S.DISCARDING),
-    *transitions([S.PREPARING, S.FREEZING, S.CUTTING], Event.ABANDONED, S.UNDOING),
+    *transitions([S.THAWING], Event.KEPT, S.STORED),
+    *transitions([S.PREPARING, S.FREEZING, S.CUTTING, S.CAPTURING], Event.ABANDONED, S.UNDOING),
     *transitions([S.WRITING, S.KEEPING, *COMPLETE, S.RESUMING, S.QUEUEING], Event.HELD_BACK, S.HOLDING),
     *transitions([S.HOLDING], Event.HELD, S.STORED),
-    *transitions([*WAITS_FOR_RUN, S.THAWING], Event.ABANDONED, S.DISCARDING),
+    *transitions([*WAITS_FOR_RUN, S.THAWING, S.CAPTURING], Event.ABANDONED, S.DISCARDING),
     *transitions([S.UNDOING], Event.THAWED, S.GONE),
     *transitions([S.DISCARDING], Event.ABSENT, S.GONE),
     *unchanged(_LIVE, Event.NOTED, Event.QUARANTINED, Event.RETRIED),
@@ -120,9 +123,17 @@ def hold_saved(saved: Saved, why: Reason, *, ends: bool = False) -> Change:
     return Change(replace(saved, state=S.HOLDING, hold=True, ends=ends, reason=why), Event.HELD_BACK, why)
 
 
-def give_up(saved: Saved, why: Reason) -> Change:
-    """The state is lost. The job is held, and begins anew when it is released; at once if its user agreed to that."""
-    return abandon(saved, why) if saved.may_restart else hold_saved(saved, why, ends=True)
+def give_up(state: State, saved: Saved, why: Reason) -> Change:
+    """The state is lost. The job goes on from a checkpoint, or is held, and begins anew when it is released; at once if
+    its user agreed to that."""
+    goes_on = saved.may_restart or saved.checkpoint or any(one.stands for one in state.saved_of_job(saved.job.job_id))
+    return abandon(saved, why) if goes_on else hold_saved(saved, why, ends=True)
+
+
+def is_unfit(state: State, saved: Saved, why: Reason) -> Change:
+    """No VM can be restored from it. Its job is held: perhaps that is mended. A checkpoint is given up: there may be
+    another one, and the job need not have any."""
+    return give_up(state, saved, why) if saved.checkpoint else hold_saved(saved, why)
 
 
 def abandon(saved: Saved, why: Reason) -> Change:
@@ -203,7 +214,8 @@ def _step_saving(state: State, saved: Saved, vm: Vm | None, job: Job | None, wor
         pass  # its processes may be cut off already: nothing else than the requeue brings the job on
     elif vm is None or vm.state is not VmState.SERVING:
         lost = Why.SAVED_VM_LOST(vm=saved.vm_name)
-        state.move((give_up if saved.state in (S.WRITING, S.KEEPING) else abandon)(saved, lost))
+        cut_off = saved.state in (S.WRITING, S.KEEPING)
+        state.move(give_up(state, saved, lost) if cut_off else abandon(saved, lost))
     elif saved.state is S.PREPARING and is_mute(vm, world):
         state.move(abandon(saved, Why.SAVE_MUTE(vm=vm.name)))
     elif saved.state in (S.PREPARING, S.FREEZING) and state.now - saved.since > policy.save_timeout:
@@ -260,16 +272,22 @@ def _advance(state: State, saved: Saved, vm: Vm, job: Job | None, world: World) 
 def _is_written(state: State, saved: Saved, vm: Vm | None, world: World) -> bool:
     """Whether its files are complete, which need its VM no more. Once its VM is to be kept they count only if that is
     lost."""
-    shown = (one for one in world.saved(saved.name) if one.storage == saved.storage and one.token == saved.token)
-    files = next(shown, None)
+    files = files_of(saved, world)
     ended = world.ended_at(saved.key) < inf or vm is None or vm.state is not VmState.SERVING
-    if files is None or files.kept or not ended:
+    if files is None or not ended:
         return False
     if saved.state is S.KEEPING and vm is not None and vm.state is VmState.SERVING:
         return False
     whole = replace(saved, state=S.STORED, bytes=files.size, written=state.now + world.epoch, reason=None)
     state.move(Change(whole, Event.STORED))
     return True
+
+
+def files_of(saved: Saved, world: World) -> SavedSeen | None:
+    """Its files in the storage to which it was written, if they are complete."""
+    shown = (one for one in world.saved(saved.name) if one.storage == saved.storage and one.token == saved.token)
+    files = next(shown, None)
+    return None if files is None or files.kept else files
 
 
 def _take_into_memory(state: State, saved: Saved, vm: Vm, world: World) -> None:
@@ -323,7 +341,7 @@ def _step_stored(state: State, saved: Saved, job: Job | None, world: World, poli
         on = replace(saved, state=S.STORED, hold=False, reason=None)
         state.move(abandon(saved, Why.SAVED_GIVEN_UP()) if saved.ends else Change(on, Event.RESUMED))
         return
-    if saved.state is S.COPYING and (copy := _copied_to(saved, world)):
+    if saved.state is S.COPYING and (copy := copied_to(saved, world)):
         state.move(Change(replace(saved, state=S.STORED, copy=copy, copy_reason=None), Event.COPIED))
         return
     vm = state.restored_from(saved)
@@ -349,32 +367,32 @@ def _step_waiting(state: State, saved: Saved, world: World, policy: Policy) -> N
     age = state.now + world.epoch - saved.written
     latest = world.latest(saved.source)
     if policy.save_keep and age > policy.save_keep:
-        state.move(give_up(saved, Why.SAVED_TOO_OLD(age=age)))
+        state.move(give_up(state, saved, Why.SAVED_TOO_OLD(age=age)))
     elif not saved.kept:
-        if _may_be_copied(state, saved) and state.now >= saved.since + _copy_pause(saved):
+        if may_be_copied(state, saved) and state.now >= saved.since + copy_pause(saved):
             state.move(Change(replace(saved, state=S.COPYING), Event.COPY_DUE))
     elif state.is_fenced(saved.kept):
-        state.move(give_up(saved, Why.SAVED_KEPT_LOST(host=saved.kept)))
+        state.move(give_up(state, saved, Why.SAVED_KEPT_LOST(host=saved.kept)))
     elif latest is None or saved.kept not in latest.value.hosts or latest.began <= saved.since:
         return
     elif not _is_kept(saved, saved.kept, saved.source, world):
-        state.move(give_up(saved, Why.SAVED_KEPT_LOST(host=saved.kept)))
+        state.move(give_up(state, saved, Why.SAVED_KEPT_LOST(host=saved.kept)))
     elif ClaimKey(saved.key, saved.kept) not in state.claims:  # its VM was to take it over, and did not
         claim = Claim(saved.key, saved.kept, Size(saved.size.cpus, saved.size.memory, saved.bound >> 20))
         state.move(Change(saved, Event.NOTED), make=[claim])
 
 
-def _may_be_copied(state: State, saved: Saved) -> bool:
+def may_be_copied(state: State, saved: Saved) -> bool:
     """Whether a host that reaches it has another storage for copies, in which it is not yet."""
     wanted = saved.state is S.STORED and not saved.kept and not saved.copy and saved.copy_tries < MOST_COPY_TRIES
     return wanted and bool(state.source_copying(saved))
 
 
-def _copy_pause(saved: Saved) -> float:
+def copy_pause(saved: Saved) -> float:
     return min(_COPY_AGAIN * 2.0 ** (saved.copy_tries - 1), _COPY_AGAIN_LIMIT) if saved.copy_tries else 0.0
 
 
-def _copied_to(saved: Saved, world: World) -> str:
+def copied_to(saved: Saved, world: World) -> str:
     """The storage that has a complete copy; empty if none does."""
     shown = (one for one in world.saved(saved.name) if one.token == saved.token and not one.kept)
     return next((name for one in shown for name in (one.storage, one.copy) if name not in ("", saved.storage)), "")
@@ -387,7 +405,7 @@ def _step_undoing(state: State, saved: Saved, vm: Vm | None, job: Job | None, wo
     seen = world.vm(vm) if vm is not None else None
     over = vm is None or vm.leaving or (job is not None and job.ref != saved.job) or job is None
     node = world.scheduler.value.nodes.get(saved.vm_name)
-    back = node is None or node.state is not NodeState.DRAINED
+    back = saved.checkpoint or node is None or node.state is not NodeState.DRAINED
     latest = world.latest(saved.source)
     goes_on = seen is not None and not seen.frozen and latest is not None and latest.began > since
     if over or (goes_on and back and world.node_began(saved.vm_name) > since):
@@ -396,8 +414,8 @@ def _step_undoing(state: State, saved: Saved, vm: Vm | None, job: Job | None, wo
 
 def _step_discarding(state: State, saved: Saved, world: World) -> None:
     """It is gone once nobody shows any file of it after its removal. While all its storages are out of sight nothing is
-    concluded, nor while its VM exists: that may still be being written. What one storage out of sight still has is
-    explained by no row then, and is removed once it is seen."""
+    concluded, nor while its VM exists: that may still be being written, unless it is a checkpoint. What one storage
+    out of sight still has is explained by no row then, and is removed once it is seen."""
     since = max(saved.since, world.ended_at(saved.key, inf))
     showing = [
         latest
@@ -405,7 +423,7 @@ def _step_discarding(state: State, saved: Saved, world: World) -> None:
         if (latest := observation.latest) is not None and any(map(partial(_shows, saved), latest.value.hosts.values()))
     ]
     absent = showing and all(one.began > since and saved.name not in one.value.saved for one in showing)
-    gone = absent and (saved.kept or saved.vm not in state.vms)
+    gone = absent and (saved.kept or saved.checkpoint or saved.vm not in state.vms)
     if gone or (saved.kept and state.is_fenced(saved.kept)):
         claims = [ClaimKey(saved.key, saved.kept)] if saved.kept else []
         state.move(Change(replace(saved, state=S.GONE), Event.ABSENT, saved.reason), free=claims)
@@ -421,6 +439,7 @@ SAVED_EFFECTS = {
     S.PREPARING: EffectKind.PREPARE,
     S.FREEZING: EffectKind.FREEZE,
     S.CUTTING: EffectKind.CUT,
+    S.CAPTURING: EffectKind.CAPTURE,
     S.WRITING: EffectKind.SAVE,
     S.COPYING: EffectKind.COPY,
     S.KEEPING: EffectKind.KEEP,
@@ -450,7 +469,7 @@ def saved_is_settled(state: State, saved: Saved, world: World) -> bool:
     if saved.quarantined is not None:
         return True
     seen = world.job_began(saved.job.job_id) > saved.since
-    return saved.state is S.STORED and seen and not _may_be_copied(state, saved)
+    return saved.state is S.STORED and seen and not may_be_copied(state, saved)
 
 
 def is_kept_in_memory(state: State, vm: Vm, world: World) -> bool:

@@ -150,6 +150,14 @@ class SaveWish:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointWish:
+    """A job asks for checkpoints while it runs: it goes on from the last one if its VM is lost."""
+
+    every: float  # seconds
+    shared_files: bool = False  # it may write to shared files, which are not what they were at the checkpoint
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """What a job asks for, per node."""
 
@@ -163,6 +171,7 @@ class Request:
     per_host: int = 0  # VMs on one host at most; 0: any number
     sockets: int = 1  # of a node, among which its CPUs are divided evenly
     save: SaveWish | None = None
+    checkpoint: CheckpointWish | None = None
 
     def most_on_a_host(self, held: int) -> int:
         """How many of its VMs may be on a host that has room for `held`."""
@@ -410,6 +419,7 @@ class Attempt:
     failed_on: tuple[str, ...] = ()  # hosts on which VMs of the job failed since it last ran
     runs: int = 1  # of its processes, with this one: more than 1 if they were saved
     limit: float | None = None  # seconds that this run may take, if less than the job's time limit
+    captured: float = 0.0  # Unix time at which the last checkpoint of this run was begun
 
     @property
     def key(self) -> Key:

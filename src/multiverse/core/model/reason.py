@@ -196,6 +196,10 @@ class Why(StrEnum):
     RESUME_ASKED = "resume asked", "its user resumed it"
     SAVE_ORDERED = "save ordered", "an operator asked for it"
     SAVE_AT_LIMIT = "save at limit", "its time limit is nearly over"
+    CHECKPOINT_DUE = "checkpoint due", "its user asked for one every {pause:long}"
+    NO_CHECKPOINT = "no checkpoint", "no checkpoint of it was made: {because}"
+    CHECKPOINT_OLD = "checkpoint old", "there is a newer state"
+    CHECKPOINT_UNUSED = "checkpoint unused", "restart {restart} of {job} is over: the next one goes on from here again"
     NOT_SAVED = "not saved", "it is not saved: {because}"
     SAVE_LATE = "save late", "it was not saved: {step} took more than {limit:g} s"
     SAVE_MUTE = "save mute", "the guest of its VM {vm} sent too much, and is told nothing any more"
@@ -438,6 +442,11 @@ class Why(StrEnum):
     CANNOT_BE_SAVED = "cannot be saved", "It is not saved ahead of its time limit: {because}."
     IS_MOVING = "is moving", "Its VM {vm} moves from {host} to {target}, and goes on meanwhile."
     IS_SETTLING = "is settling", "Hosts {host} and {target} settle which of them keeps its VM {vm} after a move."
+    IS_CAPTURED = "is captured", "A checkpoint of it is being made: {because}."
+    HAS_CHECKPOINT = ("has checkpoint",
+        "Its last checkpoint is of {at:moment}[ ({size} MiB)][. The next one is made {next:when}].")
+    CHECKPOINT_AT = "checkpoint at", "A checkpoint of it is made {at:when}."
+    LACKS_CHECKPOINT = "lacks checkpoint", "No checkpoint of it was made: {because}."
     IS_BEING_SAVED = "is being saved", "It is being saved ({step}): {because}."
     HAS_STATE = "has state", "It was saved at {at:moment}[: {size} MiB in storage {storage}], and goes on from there."
     IN_MEMORY = "in memory", "Its state could not be written: it is in the memory of {host}, where it goes on."

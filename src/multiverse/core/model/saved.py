@@ -14,6 +14,7 @@ class SavedState(StrEnum):
     PREPARING = "preparing"  # its node is to take no other job, and the scheduler must be able to queue it again
     FREEZING = "freezing"  # its processes are stopped, and what they wrote is written back
     CUTTING = "cutting"  # it is cut off from the scheduler, which is to queue it again: its run is over from here on
+    CAPTURING = "capturing"  # its VM is written to the storage while its job goes on: a checkpoint
     WRITING = "writing"  # its VM is written to the storage
     STORED = "stored"  # its files wait there for the next run of the job
     COPYING = "copying"  # the same; they are to be copied to another storage
@@ -27,7 +28,7 @@ class SavedState(StrEnum):
     GONE = "gone"
 
 
-UNWRITTEN = (SavedState.PREPARING, SavedState.FREEZING, SavedState.CUTTING, SavedState.WRITING)
+UNWRITTEN = (SavedState.CAPTURING, SavedState.PREPARING, SavedState.FREEZING, SavedState.CUTTING, SavedState.WRITING)
 HOLDS_VM = (SavedState.CUTTING, SavedState.WRITING, SavedState.KEEPING)
 """In these states the VM is needed although the run of its job is over."""
 COMPLETE = (SavedState.STORED, SavedState.COPYING)
@@ -67,6 +68,10 @@ class Saved:
     state: SavedState = field(default=SavedState.PREPARING, kw_only=True)
     since: float
     job: JobRef  # the run that was saved; its next restart goes on with the state, and no other one
+    # Its job went on: the state serves each later run that begins because an earlier one was lost, until there is a
+    # newer one.
+    checkpoint: bool = field(default=False, kw_only=True)
+    shared_files: bool = field(default=False, kw_only=True)  # a checkpoint that may be of a job that writes to some
     uid: int
     vm: int  # the number of the VM's row
     vm_name: str  # that it has again when it is restored, as its MAC and address
@@ -122,6 +127,11 @@ class Saved:
         return fits and asked.disk <= self.size.disk and request.nodes == 1
 
     @property
+    def stands(self) -> bool:
+        """Whether it is a checkpoint that is complete: it waits, whatever its job does."""
+        return self.checkpoint and self.state in COMPLETE
+
+    @property
     def claimed(self) -> int:
         """Bytes of the storage that count for it."""
         return 0 if self.kept else self.bytes or self.bound
@@ -135,5 +145,7 @@ class Saved:
         """Whether this run of a job goes on with the state."""
         if self.again is not None:
             return job == self.again
-        follows = job.restarts == self.job.restarts + 1 and job.submitted >= self.job.submitted
-        return job.job_id == self.job.job_id and follows
+        if job.job_id != self.job.job_id or job.submitted < self.job.submitted:
+            return False
+        later = job.restarts - self.job.restarts
+        return later > 0 if self.checkpoint else later == 1

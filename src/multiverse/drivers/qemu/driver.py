@@ -72,6 +72,7 @@ class QemuHypervisor:
     def resume_moves(self, offer: MoveOffer | None) -> None:
         self._offer = offer
         self._host.moves.resume()
+        self._host.settle_checkpoints()
 
     def serve_move(self, sock: socket.socket, hello: MoveHello) -> None:
         self._host.moves.serve(sock, hello)
@@ -176,6 +177,10 @@ class QemuHypervisor:
 
     async def save(self, vm: VmRef, name: str, key: str = "") -> Sequence[Stage]:
         return await self._in_thread(self._host.save, vm.name, vm.token, name, key)
+
+    async def checkpoint(self, vm: VmRef, name: str, key: str = "", *, shared_files: bool = False) -> Sequence[Stage]:
+        write = partial(self._host.checkpoint, vm.name, vm.token, name, key, shared_files=shared_files)
+        return await self._in_thread(write)
 
     async def copy(self, source: str, name: str, key: str = "") -> None:
         await asyncio.get_running_loop().run_in_executor(self._storages, self._host.copy_saved, name, key)

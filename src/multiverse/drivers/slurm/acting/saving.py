@@ -34,6 +34,12 @@ class SlurmSaving:
 
     async def prepare(self, job: JobRef, node: str, *, requeues: bool = True) -> None:
         """The node keeps its tag, by which the next run could start there while it is saved: hence DRAIN."""
+        await self.check(job)
+        if not requeues:
+            await self._update(job, "Requeue=1")
+        await self._commands.run("scontrol", "update", f"NodeName={node}", "State=DRAIN", f"Reason={REASON}")
+
+    async def check(self, job: JobRef) -> None:
         current, truncates = await asyncio.gather(self._reread(job), self._truncates(job))
         if not current.active:
             raise Stale(f"job {job.job_id} is {current.state.lower()}")
@@ -43,9 +49,6 @@ class SlurmSaving:
         if truncates:
             what = f"job {job.job_id} has --open-mode=truncate: its next run would delete the output so far"
             raise Refused(what, hint="submit it without that option")
-        if not requeues:
-            await self._update(job, "Requeue=1")
-        await self._commands.run("scontrol", "update", f"NodeName={node}", "State=DRAIN", f"Reason={REASON}")
 
     async def _truncates(self, job: JobRef) -> bool:
         """Whether files of output are truncated when the job starts again. No command of Slurm shows that, but the

@@ -12,7 +12,7 @@ from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet
 
 from multiverse.config import OverflowSettings
 from multiverse.core.model.basics import CloneKind, Size, is_pin
-from multiverse.core.model.job import Job, JobRef, JobState, Node, NodeState, Request, SaveWish
+from multiverse.core.model.job import CheckpointWish, Job, JobRef, JobState, Node, NodeState, Request, SaveWish
 from multiverse.drivers.slurm.site import gate
 from multiverse.drivers.slurm.site.conf import MEMORY_PER_CPU, NEVER, TimeLimits
 from multiverse.drivers.slurm.site.gate import MOVED_FROM, PLACE
@@ -58,8 +58,8 @@ _MIB = {"": 1, "M": 1, "G": 1024, "T": 1 << 20}
 _MBIT = {"": 1, "M": 1, "G": 1000}
 _SECONDS = {"S": 1, "M": 60, "H": 3600, "D": 86400}
 # The units of each key in the comment of a job. A key in _BARE may have no value.
-_UNITS = {"mem-per-task": _MIB, "net": _MBIT, "per-host": {"": 1}, "save": _SECONDS}
-_BARE = ("save", "restart")
+_UNITS = {"mem-per-task": _MIB, "net": _MBIT, "per-host": {"": 1}, "save": _SECONDS, "checkpoint": _SECONDS}
+_BARE = ("save", "restart", "shared-files")
 _SPACES = re.compile(r"[ \t\n\v\f\r]+")  # that separate words for Lua; for Python also a no-break space would
 
 
@@ -74,6 +74,7 @@ class Wishes:
     net: int = 0  # bandwidth of each VM in Mbit/s; 0: not asked for
     per_host: int = 0  # how many VMs of the job may be on one host; 0: not asked for
     save: SaveWish | None = None
+    checkpoint: CheckpointWish | None = None
     problem: str = ""  # why the comment cannot be understood
 
 
@@ -89,9 +90,13 @@ def read_wishes(comment: str) -> Wishes:
                 return Wishes(problem=f"vm:{wish} in --comment cannot be understood: submit the job again without it")
             found[key] = value or 0
     save = SaveWish(found["save"], "restart" in found) if "save" in found else None
+    checkpoint = CheckpointWish(found["checkpoint"], "shared-files" in found) if "checkpoint" in found else None
     if "restart" in found and save is None:
         return Wishes(problem="vm:restart in --comment is for jobs that are saved: submit the job with vm:save,restart")
-    return Wishes(found.get("net", 0), found.get("per-host", 0), save)
+    if "shared-files" in found and checkpoint is None:
+        example = "vm:checkpoint=6h,shared-files"
+        return Wishes(problem=f"vm:shared-files in --comment is for jobs with checkpoints: submit it with {example}")
+    return Wishes(found.get("net", 0), found.get("per-host", 0), save, checkpoint)
 
 
 def _quantity(text: str, units: dict[str, int]) -> int | None:
@@ -315,6 +320,7 @@ def _request(record: Record, own: tuple[str, ...], names: SiteNames, origin: str
         per_host=wishes.per_host,
         sockets=_sockets(record, nodes, cpus),
         save=wishes.save,
+        checkpoint=wishes.checkpoint,
     )
     return request, ""
 

@@ -258,6 +258,8 @@ local WISHES = {
   ["per-host"] = { units = { [""] = 1 }, form = "a number of VMs, 1 or more" },
   ["save"] = { units = SECONDS, bare = true, form = "the time before the end, such as 90s, 30m or 2h" },
   ["restart"] = { units = {}, bare = true, form = "it without a value" },
+  ["checkpoint"] = { units = SECONDS, form = "the time between two checkpoints, such as 30m or 6h" },
+  ["shared-files"] = { units = {}, bare = true, form = "it without a value" },
 }
 
 -- What the comment asks for, by key; nil and why if it cannot be understood.
@@ -269,7 +271,8 @@ local function wishes(comment)
       local known = WISHES[key]
       if not known and inside.is_word(key) then return nil, inside.foreign(string.format("vm:%s in --comment", wish)) end
       if not known then
-        return nil, string.format("vm:%s in --comment is not supported: use mem-per-task, net, per-host, save or restart", wish)
+        local known_ones = "mem-per-task, net, per-host, save, restart, checkpoint or shared-files"
+        return nil, string.format("vm:%s in --comment is not supported: use %s", wish, known_ones)
       end
       if found[key] then return nil, string.format("vm:%s is given twice in --comment: give it once", key) end
       found[key] = known.bare and wish == key and 0 or quantity(text, known.units)
@@ -278,6 +281,9 @@ local function wishes(comment)
   end
   if found.restart and not found.save then
     return nil, "vm:restart in --comment is for jobs that are saved: give vm:save,restart"
+  end
+  if found["shared-files"] and not found.checkpoint then
+    return nil, "vm:shared-files in --comment is for jobs with checkpoints: give vm:checkpoint=6h,shared-files"
   end
   return found
 end
@@ -670,21 +676,33 @@ local function time_limit(job)
   return minutes and minutes * 60
 end
 
+-- Why no state of a job can be written that asks for it by that key, or nil.
+local function unsupported_state(job, key)
+  if not site.save then return string.format("jobs are not saved at this site: submit without vm:%s in --comment", key) end
+  if not job.script then return string.format("jobs of srun and salloc cannot be saved (vm:%s): submit with sbatch", key) end
+  if (number(job.min_nodes, NO_VAL) or 1) > 1 then
+    return string.format("jobs of several VMs cannot be saved (vm:%s): submit with --nodes=1", key)
+  end
+  if job.requeue == 0 and not (key == "save" and site.save_no_requeue) then
+    return string.format("a job that is saved is queued again (vm:%s): submit without --no-requeue", key)
+  end
+  if string.sub(given(job, "open-mode", "SBATCH_OPEN_MODE") or given(job, "open-mode", "SLURM_OPEN_MODE") or "", 1, 1) == "t" then
+    return string.format("a job that is saved appends to its output (vm:%s): submit without --open-mode=truncate", key)
+  end
+  return nil
+end
+
+-- Why there can be no checkpoints of a job that asks for them, or nil.
+local function unsupported_checkpoint(job)
+  return wish(job, "checkpoint") and unsupported_state(job, "checkpoint")
+end
+
 -- Why a job that asks to be saved at its time limit cannot be, or nil.
 local function unsupported_save(job)
   local before = wish(job, "save")
   if not before then return nil end
-  if not site.save then return "jobs are not saved at this site: submit without vm:save in --comment" end
-  if not job.script then return "jobs of srun and salloc cannot be saved (vm:save): submit with sbatch" end
-  if (number(job.min_nodes, NO_VAL) or 1) > 1 then
-    return "jobs of several VMs cannot be saved (vm:save): submit with --nodes=1"
-  end
-  if job.requeue == 0 and not site.save_no_requeue then
-    return "a job that is saved is queued again (vm:save): submit without --no-requeue"
-  end
-  if string.sub(given(job, "open-mode", "SBATCH_OPEN_MODE") or given(job, "open-mode", "SLURM_OPEN_MODE") or "", 1, 1) == "t" then
-    return "a job that is saved appends to its output (vm:save): submit without --open-mode=truncate"
-  end
+  local message = unsupported_state(job, "save")
+  if message then return message end
   local limit = time_limit(job)
   local warned = warned_before(job)
   if limit and 2 * math.max(before, warned > 0 and warned + FREEZING or 0) > limit then
@@ -717,6 +735,7 @@ local SUBMISSION_CHECKS = {
   { unsupported_topology },
   { unsupported_licences, "licence" },
   { unsupported_save },
+  { unsupported_checkpoint },
   { gate_is_open, "closed" },
 }
 
@@ -739,7 +758,7 @@ local function submit(job, partition, partitions)
   if message then return refuse(message, "memory") end
   set_node_count(job, nodes)
   save_before_signal(job)
-  if wish(job, "save") and job.requeue ~= 0 then job.requeue = 1 end -- also where JobRequeue=0 is the default
+  if (wish(job, "save") or wish(job, "checkpoint")) and job.requeue ~= 0 then job.requeue = 1 end -- also where JobRequeue=0 is the default
   local tag = take_offered_node(job, partitions)
   if job.immediate == 1 and not tag then
     return refuse("no VM is ready for this job: give the seconds in which there may be one, as in --immediate=60", "immediate")
