@@ -7,6 +7,7 @@ from multiverse_lab.cli import (
     backfill,
     bench,
     burst,
+    checkpoint,
     compare,
     density,
     injob,
@@ -29,6 +30,7 @@ from multiverse_lab.cli import (
 app = bench.app
 app.command("across")(across.across)
 app.command("burst")(burst.burst)
+app.command("checkpoint")(checkpoint.checkpoint)
 app.command("compare")(compare.compare)
 app.command("density")(density.density)
 app.command("injob")(injob.injob)

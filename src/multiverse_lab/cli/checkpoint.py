@@ -1,0 +1,87 @@
+"""`multiverse bench checkpoint`: how long checkpoints of jobs take, and how much they cost the jobs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import typer
+
+from multiverse.cli import render
+from multiverse.cli.render import console
+from multiverse.client import Client
+from multiverse.system import interrupts
+from multiverse_lab.bench.checkpoint import CASES, EVERY, CheckpointRun, CheckpointSample
+from multiverse_lab.bench.latency import JobKind
+from multiverse_lab.bench.move import ProgressReports
+from multiverse_lab.cli.bench import (
+    DIRECTORY,
+    IMAGES,
+    Dir,
+    Images,
+    Json,
+    build_images,
+    host_figures,
+    job_progress,
+    lab_progress,
+)
+from multiverse_lab.lab.layout import layout
+from multiverse_lab.lab.plan import LabOptions
+from multiverse_lab.lab.session import LabSession, session
+
+_SECONDS = ("total", "pause", "usual")
+_FIGURES = (*_SECONDS, "size", "slowdown", "lost")
+
+
+def checkpoint(
+    times: Annotated[int, typer.Option("--times", "-t", min=1, help="Checkpoints of each job.")] = 4,
+    directory: Dir = DIRECTORY,
+    images: Images = IMAGES,
+    json: Json = False,
+) -> None:
+    """Checkpoints of jobs that go on: VMs of 288 MiB and 2 GiB, idle and while their jobs write to memory."""
+    build_images([JobKind("instant", ("--constraint=slim&instant",))], images, json)
+    found = interrupts.run(_checkpoint(directory, images, times, json))
+    if json:
+        render.as_json(found)
+    else:
+        _print(found)
+
+
+async def _checkpoint(directory: Path, images: Path, times: int, json: bool) -> dict[str, Any]:
+    options = LabOptions(cores=4, memory=8192, image="slim", images=images, settings={})
+    async with session(layout(directory), options, lab_progress(json)) as lab:
+        return await asyncio.to_thread(_measure, lab, times, json)
+
+
+def _measure(lab: LabSession, times: int, json: bool) -> dict[str, Any]:
+    say = job_progress(json)
+    with Client(lab.settings.socket) as client, ProgressReports(lab.settings.network.gateway) as reports:
+        run = CheckpointRun(lab, client, reports)
+        for number, case in enumerate(CASES, 1):
+            say(case.name, number, len(CASES), median(one.total for one in run.run(case, times)))
+        cases = {case.name: _figures(run.samples[case.name]) for case in CASES}
+        return {"times": times, **host_figures(client), "cases": cases}
+
+
+def _figures(samples: list[CheckpointSample]) -> dict[str, Any]:
+    """Medians, and all samples."""
+    medians = {name: median(getattr(one, name) for one in samples) for name in _FIGURES}
+    return {**medians, "samples": [asdict(one) for one in samples]}
+
+
+def _print(found: Mapping[str, Any]) -> None:
+    console.print(
+        f"\nMedians of {found['times']} checkpoints of each job; guests run on {found['accelerator']}.\n", markup=False
+    )
+    heads = ("COMPLETE", "JOB STANDS STILL", "USUAL PAUSE", "SIZE", "SLOWER MEANWHILE", f"SLOWER, EACH {EVERY:.0f} s")
+    table = render.table("JOB", *heads, right=heads)
+    for name, one in found["cases"].items():
+        seconds = [render.duration(one[key]) for key in _SECONDS]
+        table.add_row(name, *seconds, f"{one['size'] / (1 << 20):.0f} MiB", f"{one['slowdown']:.0%}",
+                      f"{one['lost']:.1%}")  # fmt: skip
+    console.print(table)
