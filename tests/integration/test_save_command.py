@@ -154,6 +154,10 @@ BESIDE_THE_WAY = (
 )
 """The states that a job does not pass which is saved and goes on at once."""
 
+SOON_AFTER_THE_NODE = (SavedState.THAWING, SavedState.DISCARDING, SavedState.GONE)
+"""slurmctld writes its state some seconds late. Killed in these states, it may have forgotten the node of the restored
+VM, and queues the job on it again, as any job on a node that has just registered."""
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -163,7 +167,8 @@ BESIDE_THE_WAY = (
 def test_a_job_goes_on_once_though_a_daemon_is_killed_at_each_step(
     lab: LabUnderTest, start_daemon: StartDaemon, when: str, killed: str
 ) -> None:
-    steps = [state for state in SavedState if state not in BESIDE_THE_WAY]
+    skipped = (*BESIDE_THE_WAY, *(SOON_AFTER_THE_NODE if killed == "slurmctld" else ()))
+    steps = [state for state in SavedState if state not in skipped]
     daemon = start_daemon(())
     until("the daemon answers", lambda: daemon.call(lambda client: client.status()))
     job, output = running(lab, daemon.client, COUNTS.replace("0.5", "3"))
