@@ -19,6 +19,7 @@ from multiverse_lab.bench.latency import result as latency_result
 from multiverse_lab.bench.report import BenchmarkMachine, BenchmarkRun, document, read, region, regions, written
 from multiverse_lab.bench.throughput import ThroughputPlan, ThroughputResult, paper
 from multiverse_lab.cli import report as command
+from multiverse_lab.cli.move import HOW
 
 MACHINE = BenchmarkMachine("Some CPU", 2, 24576, "22.05.8", "7.2.11", 0.25)
 
@@ -202,7 +203,7 @@ def test_a_page_that_is_edited_while_benchmarks_run_keeps_its_text(
 def test_the_page_has_regions_of_benchmarks_that_there_are() -> None:
     root = Path(__file__).parents[2]
     names = regions((root / "docs" / "benchmarks.md").read_text())
-    known = {one.split()[0] for one in command.ALL} | {"steady"}
+    known = {one.split()[0] for one in command.ALL} | {"steady", *(f"move-{how}" for how in HOW)}
     assert names and set(names) <= known and len(names) == len(set(names))
 
 
