@@ -7,7 +7,6 @@ because the clock of an emulated guest stands still with it.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from multiverse.api import SavedView, decode
@@ -38,7 +37,6 @@ class CheckpointSample:
     size: int  # bytes of the checkpoint
     slowdown: float  # the share of its work that the job did not do meanwhile
     lost: float  # the share of its work that it does not do with a checkpoint every `EVERY` seconds
-    stages: Mapping[str, float]
 
 
 @dataclass
@@ -87,7 +85,6 @@ class CheckpointRun:
             made.bytes,
             slower,
             slower * total / max(EVERY, total),
-            self._stages(job),
         )
 
     def _shown(self, job: str) -> list[SavedView]:
@@ -99,10 +96,3 @@ class CheckpointRun:
         if not new or new[-1].state == "undoing":
             raise Broken(f"no checkpoint of job {job} was made", hint=f"multiverse explain {job}")
         return new[-1] if new[-1].state == "stored" else None
-
-    def _stages(self, job: str) -> Mapping[str, float]:
-        """Those of the latest one."""
-        entries = self.client.timeline(job)[-1]["entries"]
-        told = [one["reason"] for one in entries if one["event"] == "capture" and not one["state"]]
-        parts = (part.rsplit(" ", 2) for part in told[-1].split(", ")) if told else ()
-        return {name: float(milliseconds) / 1000 for name, milliseconds, _ in parts}
