@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from multiverse.core.errors import Broken, Exhausted
+from multiverse.core.errors import Exhausted, Refused
 from multiverse.core.model.basics import CloneKind
 from multiverse.host.qemu import checkpoints
 from multiverse.host.qemu.library import QemuHost
@@ -72,7 +72,7 @@ def test_a_job_goes_on_from_its_checkpoint_and_its_output_is_right(
 def test_a_job_that_writes_to_shared_files_is_refused_by_their_names(saver: Saver) -> None:
     job = saver.run(f"exec 5>>other; {TICKS}")
     saver.says("tick")
-    with pytest.raises(Broken, match=r"shared files: .*/other"):
+    with pytest.raises(Refused, match=r"shared files: .*/other"):
         saver.checkpoint(job)
     goes_on(saver)
     saver.checkpoint(job, shared_files=True)
@@ -87,7 +87,7 @@ def test_a_mapped_shared_file_is_one_that_is_written(saver: Saver) -> None:
         (home / name).chmod(0o666)
     job = saver.run(f"python3 maps.py & {TICKS}")
     saver.says("maps a file")
-    with pytest.raises(Broken, match=r"shared files: .*/mapped"):
+    with pytest.raises(Refused, match=r"shared files: .*/mapped"):
         saver.checkpoint(job)
     goes_on(saver)
 

@@ -60,14 +60,12 @@ def checkpoint(
     with asker(controller) as client:
         before = {one.name for one in _checkpoints(client, job)}
         client.checkpoint(job, shared_files=shared_files)
-        made, reason = None, ""
+        made = None
         while wait and (made is None or made.state in ("capturing", "undoing")):
             later = [one for one in _checkpoints(client, job) if one.name not in before]
             if not later:
-                raise Refused(
-                    f"no checkpoint of job {job} was made: {reason}", hint=f"multiverse explain {job} says more"
-                )
-            made, reason = later[-1], later[-1].reason
+                raise Refused(f"no checkpoint of job {job} was made", hint=f"multiverse explain {job} says why")
+            made = later[-1]
             time.sleep(_POLL)
     if made is not None:
         typer.echo(f"A checkpoint of job {job} was made: {made.bytes >> 20} MiB.")

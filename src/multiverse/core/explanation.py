@@ -350,7 +350,7 @@ def _stage(context: Context, attempt: Attempt, time: float) -> list[Reason | Non
         case A.ADDING_USER:
             return [Why.ADDING_USER(*where, time=time), _chosen(attempt)]
         case A.ALLOCATED:
-            later = (_at_its_limit(context, attempt), _of_its_checkpoints(context, attempt))
+            later = (_at_its_limit(context, attempt), *_of_its_checkpoints(context, attempt))
             return [_running(context, attempt, where, time), *later, _chosen(attempt, vms)]
         case A.RETURNING:
             return [Why.GOING_BACK(attempt.reason, time=time)]
@@ -393,18 +393,19 @@ def _at_its_limit(context: Context, attempt: Attempt) -> Reason | None:
     return Why.WILL_BE_SAVED(at=at) if at is not None else None
 
 
-def _of_its_checkpoints(context: Context, attempt: Attempt) -> Reason | None:
-    """Which checkpoint a running job would go on from, and when the next one is made."""
+def _of_its_checkpoints(context: Context, attempt: Attempt) -> list[Reason | None]:
+    """Which checkpoint a running job would go on from, when the next one is made, and why the last one was not."""
     found = checkpoints_of(context.state, attempt.job.job_id)
     at = next_checkpoint(context, attempt)
     if being := next((one for one in found if one.state is SavedState.CAPTURING), None):
-        return Why.IS_CAPTURED(being.asked)
+        return [Why.IS_CAPTURED(being.asked)]
+    lacks = None
+    if attempt.note and attempt.note.kind is Why.NO_CHECKPOINT:
+        lacks = Why.LACKS_CHECKPOINT(*attempt.note.because)
     if standing := [one for one in found if one.stands]:
         last = standing[-1]
-        return Why.HAS_CHECKPOINT(at=last.begun, size=last.bytes >> 20 or None, next=at)
-    if attempt.note and attempt.note.kind is Why.NO_CHECKPOINT:
-        return Why.LACKS_CHECKPOINT(*attempt.note.because)
-    return Why.CHECKPOINT_AT(at=at) if at is not None else None
+        return [lacks, Why.HAS_CHECKPOINT(at=last.begun, size=last.bytes >> 20 or None, next=at)]
+    return [lacks, Why.CHECKPOINT_AT(at=at) if at is not None else None]
 
 
 # --- what has ended --------------------------------------------------------------------------------

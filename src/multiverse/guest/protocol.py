@@ -149,6 +149,10 @@ def add_user_message(user: User, names: Names = ()) -> bytes:
     return _line(type="add_user", user=_user(user), names=sorted(names), time=time.time())
 
 
+WRITES_SHARED_FILES = "it writes to shared files"
+"""How the agent's reason begins if that is why it refuses a checkpoint (`guest.agent.saving`)."""
+
+
 def freeze_message(sync: float, *, checkpoint: bool = False, shared_files: bool = False) -> bytes:
     """The line that freezes the processes of the VM's job, and writes network file systems back within `sync` seconds.
     The answer is `frozen`, or `refused`: also for a checkpoint of a job that writes to files of network file systems

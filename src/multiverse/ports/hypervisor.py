@@ -148,7 +148,7 @@ class Saves(Protocol):
     async def checkpoint(self, vm: VmRef, name: str, key: str = "", *, shared_files: bool = False) -> Sequence[Stage]:
         """Write a running VM to the storage as `save` does, while its job goes on, but for a moment in which it is
         frozen: the files are of that moment. Unless `shared_files` that is refused to a job that writes to files which
-        other machines share, beside the output of its script (`Broken`). After a definite error its job goes on; after
+        other machines share, beside the output of its script (`Refused`). After a definite error its job goes on; after
         another one `thaw` lets it."""
 
     async def copy(self, source: str, name: str, key: str = "") -> None:

@@ -98,6 +98,13 @@ def captured(attempt: Attempt, at: float, why: Reason) -> Change:
     return Change(replace(attempt, captured=at), Event.NOTED, why)
 
 
+def forget_no_checkpoint(attempt: Attempt) -> Change | None:
+    """A checkpoint of its job was made after all. None if none had failed."""
+    if attempt.note is None or attempt.note.kind is not Why.NO_CHECKPOINT:
+        return None
+    return Change(replace(attempt, note=None), Event.NOTED, Why.CHECKPOINT_MADE())
+
+
 def no_checkpoint(attempt: Attempt, why: Reason | None) -> Change:
     """No checkpoint of its job was made."""
     note = Why.NO_CHECKPOINT(why)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import inf
 
+from multiverse.core.machines.attempt import forget_no_checkpoint
 from multiverse.core.machines.saved import abandon, copied_to, copy_pause, files_of, may_be_copied, step_saved
 from multiverse.core.model.job import AttemptState, Job, JobState
 from multiverse.core.model.reason import Reason, Why
@@ -62,7 +63,8 @@ def _step_capturing(state: State, saved: Saved, vm: Vm | None, job: Job | None, 
         whole = replace(saved, state=S.STORED, bytes=files.size, written=state.now + world.epoch, reason=None)
         standing = [one for one in checkpoints_of(state, saved.job.job_id) if one.stands]
         older = standing[: max(0, len(standing) + 1 - policy.save_checkpoints)]
-        state.move(Change(whole, Event.STORED), *(abandon(one, Why.CHECKPOINT_OLD()) for one in older))
+        noted = filter(None, map(forget_no_checkpoint, state.attempts_of_job(saved.job)))
+        state.move(Change(whole, Event.STORED), *(abandon(one, Why.CHECKPOINT_OLD()) for one in older), *noted)
 
 
 def checkpoints_of(state: State, job_id: str) -> list[Saved]:

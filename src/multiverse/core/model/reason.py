@@ -198,6 +198,7 @@ class Why(StrEnum):
     SAVE_AT_LIMIT = "save at limit", "its time limit is nearly over"
     CHECKPOINT_DUE = "checkpoint due", "its user asked for one every {pause:long}"
     NO_CHECKPOINT = "no checkpoint", "no checkpoint of it was made: {because}"
+    CHECKPOINT_MADE = "checkpoint made", "a checkpoint of it was made"
     CHECKPOINT_OLD = "checkpoint old", "there is a newer state"
     CHECKPOINT_UNUSED = "checkpoint unused", "restart {restart} of {job} is over: the next one goes on from here again"
     NOT_SAVED = "not saved", "it is not saved: {because}"

@@ -28,6 +28,7 @@ from multiverse.guest.protocol import (
     CUT,
     REST,
     THAW,
+    WRITES_SHARED_FILES,
     JobGuest,
     add_user_message,
     freeze_message,
@@ -341,6 +342,8 @@ class QemuHost:
 
     def _ask_guest(self, name: str, message: bytes, answer: str, timeout: float, *, frozen: bool) -> None:
         report = self._context.connections.started_channel(name).ask(message, answer, timeout, or_else="refused")
+        if report.type == "refused" and report.reason.startswith(WRITES_SHARED_FILES):
+            raise Refused(report.reason, hint="if newer files do no harm, ask for checkpoints with shared-files")
         if report.type == "refused":
             raise Broken(f"in the guest of VM {name}: {report.reason}", hint="see its console log beside its manifest")
         self._record(name, frozen=frozen, freezing=False)
