@@ -276,7 +276,7 @@ def test_a_job_goes_on_in_ordinary_memory_after_huge_pages_and_the_other_way_rou
     huge_pages: int, saver: Saver
 ) -> None:
     """The stream of a state names the backends of memory: they are called the same, whatever their pages are."""
-    job = saver.run(f"{grow(300, 'one')}; {TICKS}", memory=600)
+    job = saver.run(f"{grow(100, 'one')}; {TICKS}", memory=200)
 
     def in_huge_pages() -> int:
         known = manifest.read(saver.host._context.paths(job.vm).home)
