@@ -137,6 +137,7 @@ def test_a_job_that_packets_cannot_be_kept_from_is_not_cut_off(monkeypatch: pyte
     job.group, job.shell = "/groups/job_1", 5
     monkeypatch.setattr(saving, "kill_and_wait", killed.append)
     monkeypatch.setattr(saving, "processes_in", lambda _: [4])
+    monkeypatch.setattr(saving, "is_frozen", lambda _: True)
 
     def refuse(*_: object) -> int:
         raise OSError(1, "Operation not permitted")
@@ -156,7 +157,66 @@ def test_a_job_that_was_cut_off_goes_on_in_its_next_run_only(monkeypatch: pytest
     monkeypatch.setattr(saving, "set_frozen", lambda group, frozen: thawed.append(group))
     monkeypatch.setattr(saving, "processes_in", lambda _: [])
     monkeypatch.setattr(saving, "drop_incoming", lambda _: os.open("/dev/null", os.O_RDONLY))
+    monkeypatch.setattr(saving, "is_frozen", lambda _: True)
     job.cut()
     with pytest.raises(saving.GuestAgentError, match="cut off"):
         job.thaw()
     assert thawed == [] and job.group, "it stays frozen, and is known"
+
+
+@pytest.mark.parametrize("group", ["", "/groups/job_1"])
+def test_a_late_call_cuts_no_job_off_that_goes_on(monkeypatch: pytest.MonkeyPatch, group: str) -> None:
+    killed: list[int] = []
+    job = saving.SavedJob()
+    job.group, job.shell = group, 5
+    monkeypatch.setattr(saving, "kill_and_wait", killed.append)
+    monkeypatch.setattr(saving, "processes_in", lambda _: [4])
+    monkeypatch.setattr(saving, "is_frozen", lambda _: False)
+    with pytest.raises(saving.GuestAgentError, match="no job is frozen"):
+        job.cut()
+    assert killed == [] and not job.run_is_over
+
+
+# --- checkpoints -------------------------------------------------------------------------------------
+
+
+def test_files_of_network_file_systems_that_are_written_are_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With the file system of this test in place of a network's."""
+    info = tmp_path.stat()
+    device = f"{os.major(info.st_dev)}:{os.minor(info.st_dev)}"
+    with (tmp_path / "written").open("w") as written, (tmp_path / "read").open("w+") as also:
+        mount = Path(f"/proc/self/fdinfo/{written.fileno()}").read_text().split("mnt_id:")[1].split()[0]
+        read = os.open(tmp_path / "read", os.O_RDONLY)
+        also.close()
+        monkeypatch.setattr(saving, "network_mounts", lambda _: {mount: device})
+        found = set(saving.written_by(os.getpid()).values())
+        os.close(read)
+        assert str(tmp_path / "written") in found and str(tmp_path / "read") not in found
+        monkeypatch.setattr(saving, "network_mounts", lambda _: {})
+        assert saving.written_by(os.getpid()) == {}
+
+
+def test_a_job_that_writes_shared_files_is_refused_unless_they_are_its_output(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    files = [tmp_path / name for name in ("out", "a", "b", "c", "d")]
+    for file in files:
+        file.touch()
+    monkeypatch.setattr(saving, "processes_in", lambda _: [os.getpid()])
+    monkeypatch.setattr(saving, "written_by", lambda _: {str(file): str(file) for file in files})
+    output = saving.Output(os.getpid(), str(files[0]))
+    with pytest.raises(saving.GuestAgentError, match=f"^{protocol.WRITES_SHARED_FILES}: .*/a, .*/b, .*/c and 1 more$"):
+        saving.refuse_writers("/groups/job_1", [output])
+    del files[1:]
+    saving.refuse_writers("/groups/job_1", [output])
+
+
+def test_the_output_is_cut_back_to_what_it_was(tmp_path: Path) -> None:
+    file = tmp_path / "out"
+    file.write_text("before")
+    output = saving.Output(os.getpid(), str(file))
+    file.write_text("before and after")
+    saving.within(20.0, output.shorten, "it was not shortened")
+    assert file.read_text() == "before"

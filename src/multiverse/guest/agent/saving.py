@@ -91,6 +91,10 @@ def shell_of(job: str) -> int:
     return min(tasks)
 
 
+def is_frozen(group: str) -> bool:
+    return "frozen 1" in read(f"{group}/cgroup.events")
+
+
 def set_frozen(group: str, frozen: bool) -> None:
     """Freeze or thaw a group, and wait until all of its processes are. Raises GuestAgentError."""
     write_kernel_file(f"{group}/cgroup.freeze", "1" if frozen else "0")
@@ -171,7 +175,10 @@ class SavedJob:
 
     def cut(self) -> None:
         """Keep packets from the job, and kill the slurmstepd of the batch script and of the extern step. Again is
-        success. Raises GuestAgentError, before anything is killed."""
+        success. Raises GuestAgentError, before anything is killed: also if the job is not frozen, for a late call must
+        not harm a job that goes on."""
+        if not self.run_is_over and not (self.group and is_frozen(self.group)):
+            raise GuestAgentError("no job is frozen in this VM")
         self.shell = self.shell or shell_of(self.group)
         if self.closed is None:
             try:
