@@ -799,6 +799,7 @@ def test_the_world_reports_a_vm_without_a_claim(monkeypatch: pytest.MonkeyPatch)
         state.move(Change(replace(vm, state=VmState.GONE), Event.ABSENT), free=vm.claim_keys)
 
     monkeypatch.setattr(vm_machine, "_step_leaving", unsound)
+    monkeypatch.setattr(planner, "adopt_unexplained", lambda _: None)  # it would claim for it in the same pass
     assert any("nothing is claimed for it" in wrong for wrong in simulate(ONE).violations)
 
 

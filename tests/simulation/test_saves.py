@@ -280,7 +280,7 @@ def test_the_world_notices_work_that_is_executed_twice(monkeypatch: pytest.Monke
 def test_the_world_notices_a_state_that_attaches_to_another_run_or_a_second_time() -> None:
     ledger, job = Ledger(), JobRecord(0, "1", 0, Batch(), 0.0)
     spec = VmSpec("vm", "h0", "slim", CloneKind.INSTANT, Size(1, 64), "")
-    frozen = FrozenProcesses(ledger.begin(job), 3.0, stopped=False, cut=True)
+    frozen = FrozenProcesses(ledger.begin(job), 3.0, cut=True)
     one = SavedFiles("state", spec, Identity("", "", "", "", ""), frozen, 1, 0.0)
     job.restarts = 1
     assert ledger.attach(one, job, "vm", "its guest") and not ledger.violations

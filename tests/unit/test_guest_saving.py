@@ -220,3 +220,18 @@ def test_the_output_is_cut_back_to_what_it_was(tmp_path: Path) -> None:
     file.write_text("before and after")
     saving.within(20.0, output.shorten, "it was not shortened")
     assert file.read_text() == "before"
+
+
+def test_what_was_stopped_as_the_job_was_frozen_goes_on_in_the_next_run() -> None:
+    process = subprocess.Popen(["sleep", "60"])
+    try:
+        os.kill(process.pid, signal.SIGSTOP)
+        until(lambda: saving.is_stopped(process.pid))
+        job = saving.SavedJob()
+        job.stopped = [process.pid, 2**22 + 1]  # one has ended
+        job.continue_stopped()
+        until(lambda: not saving.is_stopped(process.pid))
+        assert job.stopped == [] and not saving.is_stopped(2**22 + 1)
+    finally:
+        process.kill()
+        process.wait()

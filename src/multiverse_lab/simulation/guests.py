@@ -105,7 +105,6 @@ class Guest:
     _after_prolog: list[Callable[[], None]] = field(default_factory=list)
     _mine: list[Run] = field(default_factory=list)
     _frozen: bool = False  # the processes, also those that are held
-    _was_suspended: bool = False  # as they were frozen
     _held: FrozenProcesses | None = None  # cut off, or restored: they wait for the next run
     _restored: SavedFiles | None = None  # what the guest was restored from
     _permitted: bool = False  # the next run may go on with them
@@ -221,7 +220,7 @@ class Guest:
         if self._processes is None:
             raise Broken(f"there is no job with processes in {self.name}")
         self._stop_script()
-        self._frozen, self._was_suspended = True, self._suspended
+        self._frozen = True
         self.log(f"{self.name}: {self._processes.job.job_id} is frozen")
 
     def cut(self) -> None:
@@ -235,7 +234,7 @@ class Guest:
     def _memory(self, *, cut: bool) -> FrozenProcesses:
         if self._processes is None or not self._frozen:
             raise Broken(f"the job in {self.name} is not frozen")
-        return FrozenProcesses(self._processes, self._computed, self._was_suspended, cut)
+        return FrozenProcesses(self._processes, self._computed, cut)
 
     def thaw(self) -> None:
         """Let the frozen processes go on in their run. Raises `Broken` if they were cut off from it."""
@@ -300,7 +299,6 @@ class Guest:
         self.log(f"{self.name}: {self._job.job_id} goes on after {found.computed:.3f} s")
         self._held, self._frozen, self._processes = None, False, found.which
         self._seconds_left = found.which.job.batch.seconds - found.computed
-        self._suspended |= found.stopped
         self._continue_script()
         return True
 

@@ -34,7 +34,6 @@ class FrozenProcesses:
 
     which: ScriptProcesses
     computed: float
-    stopped: bool  # by the job's user (SIGSTOP)
     cut: bool  # they belong to no run of their job
 
 

@@ -91,6 +91,13 @@ def shell_of(job: str) -> int:
     return min(tasks)
 
 
+def is_stopped(pid: int) -> bool:
+    try:
+        return read(f"/proc/{pid}/stat").rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return False
+
+
 def is_frozen(group: str) -> bool:
     return "frozen 1" in read(f"{group}/cgroup.events")
 
@@ -109,6 +116,7 @@ class SavedJob:
     """The processes of the VM's job, from the freezing on. `shell` is the first process of the batch script."""
 
     def __init__(self) -> None:
+        self.stopped: list[int] = []  # processes that were stopped (SIGSTOP) as the job was frozen
         self.group = ""  # that of the job; empty: nothing is frozen
         self.shell = 0
         self.status: int | None = None  # the wait status of the shell, once it has ended
@@ -152,6 +160,7 @@ class SavedJob:
         if len(groups) != 1:
             raise GuestAgentError(f"there are {len(groups)} jobs with control groups in this VM")
         try:
+            self.stopped = [pid for pid in processes_in(groups[0]) if is_stopped(pid)]
             set_frozen(groups[0], True)
             within(sync_timeout, os.sync, "the file systems were not written back")
             self.outputs = outputs_of(self.shell or shell_of(groups[0])) if checkpoint else []
@@ -305,7 +314,8 @@ class SavedJob:
         if not self.attacher:
             return False
         self.let_packets_in()
-        if not self.attached:
+        begins = not self.attached
+        if begins:
             self.cut_outputs_back()
             self.attached, self.run_is_over = True, False
             self.answer(str(self.shell))
@@ -314,11 +324,20 @@ class SavedJob:
             with suppress(ProcessLookupError):
                 write_kernel_file(f"{group}/cgroup.procs", str(one))
         write_kernel_file(f"{self.steps}/cgroup.freeze", "0")
+        if begins:
+            self.continue_stopped()
         if self.usage is None:
             with suppress(OSError):  # accounting is not worth the job
                 self.usage = GroupUsage(self.attacher, group)
         self.tell_end()
         return True
+
+    def continue_stopped(self) -> None:
+        """The earlier run may have been suspended as it was frozen. Slurm does not know that of the next one."""
+        for pid in self.stopped:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        self.stopped = []
 
     def cut_outputs_back(self) -> None:
         """Cut off what a run that was lost has written to the output of the script after this state was made. A job
