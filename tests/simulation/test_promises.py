@@ -229,6 +229,7 @@ def test_promises_are_kept_with_faults() -> None:
         *(f"scheduler.{what}" for what in ("prepare", "undo", "forbid_requeue")),  # test_saves
         *(f"hypervisor.{what}" for what in ("freeze", "cut", "save", "keep_in_memory", "thaw", "discard", "copy")),
         "hypervisor.move", "hypervisor.settle",  # test_moves
+        "hypervisor.checkpoint", "scheduler.check",  # test_checkpointing
     }  # fmt: skip
     assert {call for call, _ in applied} | rare == {f"{port}.{method}" for port, method in CALL_IDS}
     for kind in FaultKind:
