@@ -10,8 +10,7 @@ from multiverse.core.machines.attempt import captured, no_checkpoint
 from multiverse.core.machines.checkpoint import ask_for_checkpoint
 from multiverse.core.model.job import Attempt, JobState
 from multiverse.core.model.reason import Reason, Why, said
-from multiverse.core.model.vm import MOVING_STATES
-from multiverse.core.saving import new_state, running
+from multiverse.core.saving import is_busy, new_state, running
 from multiverse.core.transition import Command
 
 
@@ -35,7 +34,8 @@ def capture_due(context: Context) -> None:
         wish, due = attempt.request.checkpoint, next_checkpoint(context, attempt)
         if wish is None or due is None or due > context.now:
             continue
-        if job is None or job.ref != attempt.job or job.state is not JobState.RUNNING or _is_busy(context, attempt):
+        runs = job is not None and job.ref == attempt.job and job.state is JobState.RUNNING
+        if not runs or is_busy(context.state, attempt):
             continue
         try:
             _begin(context, attempt, Why.CHECKPOINT_DUE(pause=wish.every), shared_files=wish.shared_files)
@@ -50,13 +50,6 @@ def next_checkpoint(context: Context, attempt: Attempt) -> float | None:
     if wish is None:
         return None
     return max(attempt.captured, context.unix(attempt.since)) + max(wish.every, context.policy.save_checkpoint_every)
-
-
-def _is_busy(context: Context, attempt: Attempt) -> bool:
-    """Whether the job is saved, resumed or captured now, or its VM moves."""
-    states = context.state.saved_of_job(attempt.job.job_id)
-    moving = any(vm.state in MOVING_STATES for vm in context.state.vms_of(attempt))
-    return moving or not all(one.stands for one in states)
 
 
 def _begin(context: Context, attempt: Attempt, asked: Reason, *, shared_files: bool) -> None:

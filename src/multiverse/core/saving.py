@@ -207,6 +207,12 @@ def _check(job: Job, attempt: Attempt, policy: Policy) -> None:
         raise Refused(f"job {job_id} is not to be queued again (--no-requeue)", hint=hint)
 
 
+def is_busy(state: State, attempt: Attempt) -> bool:
+    """Whether the job is saved, resumed or captured now, or its VM moves."""
+    moving = any(vm.state in MOVING_STATES for vm in state.vms_of(attempt))
+    return moving or not all(one.stands for one in state.saved_of_job(attempt.job.job_id))
+
+
 def save_at_limits(context: Context) -> None:
     """Save the jobs that asked for it and whose time limits are nearly over. One that is not saved is told why."""
     if context.world.scheduler is None:
@@ -215,11 +221,8 @@ def save_at_limits(context: Context) -> None:
         job = context.scheduler.jobs.get(attempt.job.job_id)
         if job is None or job.ref != attempt.job or not _is_due(context, attempt, job):
             continue
-        states = context.state.saved_of_job(attempt.job.job_id)
-        if not all(one.stands for one in states) or (attempt.note and attempt.note.kind is Why.NOT_SAVED):
+        if is_busy(context.state, attempt) or (attempt.note and attempt.note.kind is Why.NOT_SAVED):
             continue
-        if any(vm.state in MOVING_STATES for vm in context.state.vms_of(attempt)):
-            continue  # until it has moved
         try:
             save(context, attempt, Why.SAVE_AT_LIMIT())
         except Refused as error:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from math import inf
 
 from multiverse.core.machines.attempt import forget_no_checkpoint
-from multiverse.core.machines.saved import abandon, copied_to, copy_pause, files_of, may_be_copied, step_saved
+from multiverse.core.machines.saved import abandon, copy_if_due, files_of, goes_on, keep_stored, note_copied, step_saved
 from multiverse.core.model.job import AttemptState, Job, JobState
 from multiverse.core.model.reason import Reason, Why
 from multiverse.core.model.saved import COMPLETE, Saved, SavedState
@@ -60,11 +60,11 @@ def _step_capturing(state: State, saved: Saved, vm: Vm | None, job: Job | None, 
     elif vm is None or vm.state is not VmState.SERVING:
         state.move(abandon(saved, Why.SAVED_VM_LOST(vm=saved.vm_name)))
     elif files is not None and world.ended_at(saved.key) < inf:
-        whole = replace(saved, state=S.STORED, bytes=files.size, written=state.now + world.epoch, reason=None)
         standing = [one for one in checkpoints_of(state, saved.job.job_id) if one.stands]
         older = standing[: max(0, len(standing) + 1 - policy.save_checkpoints)]
         noted = filter(None, map(forget_no_checkpoint, state.attempts_of_job(saved.job)))
-        state.move(Change(whole, Event.STORED), *(abandon(one, Why.CHECKPOINT_OLD()) for one in older), *noted)
+        stored = keep_stored(state, saved, files, world)
+        state.move(stored, *(abandon(one, Why.CHECKPOINT_OLD()) for one in older), *noted)
 
 
 def checkpoints_of(state: State, job_id: str) -> list[Saved]:
@@ -87,13 +87,13 @@ def _why_useless(state: State, saved: Saved, job: Job | None, world: World, poli
 def _step_standing(state: State, saved: Saved, world: World) -> None:
     vm = state.restored_from(saved)
     attempt = state.attempt_of(vm) if vm is not None else None
-    if saved.state is S.COPYING and (copy := copied_to(saved, world)):
-        state.move(Change(replace(saved, state=S.STORED, copy=copy, copy_reason=None), Event.COPIED))
-    elif vm is not None and attempt is not None and saved.is_for(attempt.job):
+    if note_copied(state, saved, world):
+        return
+    if vm is not None and attempt is not None and saved.is_for(attempt.job):
         if attempt.state is AttemptState.ALLOCATED and vm.state is VmState.SERVING:
             state.move(Change(replace(saved, state=S.THAWING, again=attempt.job), Event.RUNS))
-    elif may_be_copied(state, saved) and state.now >= saved.since + copy_pause(saved):
-        state.move(Change(replace(saved, state=S.COPYING), Event.COPY_DUE))
+    else:
+        copy_if_due(state, saved)
 
 
 def _step_thawing(state: State, saved: Saved, world: World) -> None:
@@ -105,9 +105,7 @@ def _step_thawing(state: State, saved: Saved, world: World) -> None:
         why = Why.CHECKPOINT_UNUSED(job=saved.job.job_id, restart=saved.again.restarts)
         state.move(Change(replace(saved, state=S.STORED, again=None), Event.KEPT, why))
         return
-    seen, latest = world.vm(vm), world.latest(vm.place.source)
-    since = max(saved.since, world.ended_at(saved.key, inf))
-    if seen is not None and seen.runs and not seen.frozen and latest is not None and latest.began > since:
+    if goes_on(saved, vm, world):
         others = [one for one in checkpoints_of(state, saved.job.job_id) if one.stands]
         why = Why.RESTART(number=saved.again.restarts)
         kept = replace(saved, state=S.STORED, job=saved.again, again=None, runs=attempt.runs)

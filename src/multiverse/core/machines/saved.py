@@ -278,9 +278,14 @@ def _is_written(state: State, saved: Saved, vm: Vm | None, world: World) -> bool
         return False
     if saved.state is S.KEEPING and vm is not None and vm.state is VmState.SERVING:
         return False
-    whole = replace(saved, state=S.STORED, bytes=files.size, written=state.now + world.epoch, reason=None)
-    state.move(Change(whole, Event.STORED))
+    state.move(keep_stored(state, saved, files, world))
     return True
+
+
+def keep_stored(state: State, saved: Saved, files: SavedSeen, world: World) -> Change:
+    """Its files are complete."""
+    whole = replace(saved, state=S.STORED, bytes=files.size, written=state.now + world.epoch, reason=None)
+    return Change(whole, Event.STORED)
 
 
 def files_of(saved: Saved, world: World) -> SavedSeen | None:
@@ -341,8 +346,7 @@ def _step_stored(state: State, saved: Saved, job: Job | None, world: World, poli
         on = replace(saved, state=S.STORED, hold=False, reason=None)
         state.move(abandon(saved, Why.SAVED_GIVEN_UP()) if saved.ends else Change(on, Event.RESUMED))
         return
-    if saved.state is S.COPYING and (copy := copied_to(saved, world)):
-        state.move(Change(replace(saved, state=S.STORED, copy=copy, copy_reason=None), Event.COPIED))
+    if note_copied(state, saved, world):
         return
     vm = state.restored_from(saved)
     attempt = state.attempt_of(vm) if vm is not None else None
@@ -356,10 +360,15 @@ def _step_stored(state: State, saved: Saved, job: Job | None, world: World, poli
         if attempt.state is AttemptState.ALLOCATED and vm.state is VmState.SERVING and saved.is_for(attempt.job):
             state.move(Change(replace(saved, state=S.THAWING), Event.RUNS))
         return
+    if goes_on(saved, vm, world):
+        state.move(Change(replace(saved, state=S.DISCARDING), Event.THAWED))
+
+
+def goes_on(saved: Saved, vm: Vm, world: World) -> bool:
+    """Whether its processes were seen to go on in a restored VM, after the guest was told so."""
     seen, latest = world.vm(vm), world.latest(vm.place.source)
     since = max(saved.since, world.ended_at(saved.key, inf))
-    if seen is not None and seen.runs and not seen.frozen and latest is not None and latest.began > since:
-        state.move(Change(replace(saved, state=S.DISCARDING), Event.THAWED))
+    return seen is not None and seen.runs and not seen.frozen and latest is not None and latest.began > since
 
 
 def _step_waiting(state: State, saved: Saved, world: World, policy: Policy) -> None:
@@ -369,8 +378,7 @@ def _step_waiting(state: State, saved: Saved, world: World, policy: Policy) -> N
     if policy.save_keep and age > policy.save_keep:
         state.move(give_up(state, saved, Why.SAVED_TOO_OLD(age=age)))
     elif not saved.kept:
-        if may_be_copied(state, saved) and state.now >= saved.since + copy_pause(saved):
-            state.move(Change(replace(saved, state=S.COPYING), Event.COPY_DUE))
+        copy_if_due(state, saved)
     elif state.is_fenced(saved.kept):
         state.move(give_up(state, saved, Why.SAVED_KEPT_LOST(host=saved.kept)))
     elif latest is None or saved.kept not in latest.value.hosts or latest.began <= saved.since:
@@ -388,11 +396,25 @@ def may_be_copied(state: State, saved: Saved) -> bool:
     return wanted and bool(state.source_copying(saved))
 
 
-def copy_pause(saved: Saved) -> float:
+def copy_if_due(state: State, saved: Saved) -> None:
+    """Begin to copy it. If that failed before, a pause passes first."""
+    if may_be_copied(state, saved) and state.now >= saved.since + _copy_pause(saved):
+        state.move(Change(replace(saved, state=S.COPYING), Event.COPY_DUE))
+
+
+def _copy_pause(saved: Saved) -> float:
     return min(_COPY_AGAIN * 2.0 ** (saved.copy_tries - 1), _COPY_AGAIN_LIMIT) if saved.copy_tries else 0.0
 
 
-def copied_to(saved: Saved, world: World) -> str:
+def note_copied(state: State, saved: Saved, world: World) -> bool:
+    """Keep that its copy is complete. False if it is not, or none is being made."""
+    copy = _copied_to(saved, world) if saved.state is S.COPYING else ""
+    if copy:
+        state.move(Change(replace(saved, state=S.STORED, copy=copy, copy_reason=None), Event.COPIED))
+    return bool(copy)
+
+
+def _copied_to(saved: Saved, world: World) -> str:
     """The storage that has a complete copy; empty if none does."""
     shown = (one for one in world.saved(saved.name) if one.token == saved.token and not one.kept)
     return next((name for one in shown for name in (one.storage, one.copy) if name not in ("", saved.storage)), "")
