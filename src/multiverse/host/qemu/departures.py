@@ -198,7 +198,8 @@ class OutgoingVm:
         known = self._known()
         image = host.image(known.image)
         monitor = stack.enter_context(Monitor.connect(self._paths.monitor))
-        whole = not self._paths.overlay.exists()
+        disk = self._paths.disk
+        whole = disk == self._paths.full_disk
         emulated = host.accelerator.name != "kvm"
         limits = Limits(config.bandwidth, config.downtime, time.monotonic() + config.timeout, emulated)
         sender = Sender(monitor, limits, self._tick)
@@ -207,7 +208,7 @@ class OutgoingVm:
         (self._paths.home / SHARED).write_text(word)
         facts = Facts(replace(known, moving=None), image.key, replace(kind, cpu=known.cpu or kind.cpu),
                       tuple(backends_of(monitor)),
-                      self._paths.full_disk.stat().st_size if whole else 0,
+                      disk.stat().st_size if whole else 0,
                       SharedDisk(self._paths.home, word, image.disk))  # fmt: skip
         link.send(type="facts", facts=FACTS.dump_python(facts, mode="json"))
         sender.flatten(image.disk)  # meanwhile the other host makes the VM
@@ -218,7 +219,7 @@ class OutgoingVm:
         self._timer("prepare")
         if not is_shared:
             sender.send_disk(self._wire("disk", stack), whole=whole)
-        files.write_back(self._paths.full_disk if whole else self._paths.overlay)  # QEMU does so when the guest stops
+        files.write_back(disk)  # QEMU does so when the guest stops
         self._timer("disk")
         sender.send_memory(self._wire("memory", stack, *(COMPRESS if config.compress else ())))
         self._timer("memory")

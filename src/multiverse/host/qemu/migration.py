@@ -21,6 +21,7 @@ from typing import Any
 from multiverse.core.errors import Broken, Exhausted, Unknown
 from multiverse.host.links import relay, shut_down
 from multiverse.host.qemu.channels import Command, Monitor, QmpError
+from multiverse.host.qemu.disks import OUT_OF_ROOM
 
 NO_LIMIT = 1 << 50  # bytes per second: QEMU's default of 128 MiB/s is less than a disk writes
 NBD = "nbd"  # the name of the socket of QEMU's disk, among those of the VM
@@ -270,7 +271,7 @@ def stay(monitor: Monitor) -> None:
     until(lambda: not jobs())
     if any(node.get("node-name") == _NODE for node in monitor.execute("query-named-block-nodes")):
         forget_target(monitor)
-    if monitor.execute("query-status")["status"] != "io-error":  # see `PausedGuests`
+    if monitor.execute("query-status")["status"] != OUT_OF_ROOM:  # see `PausedGuests`
         monitor.execute("cont")
 
 
