@@ -204,11 +204,17 @@ class SimulatedSaves:
         self._machines.cut(vm)
         await self._take("reply", self._latencies.command)
 
-    async def save(self, vm: VmRef, name: str, key: str = "") -> Sequence[Stage]:
+    async def _once(
+        self, vm: VmRef, name: str, work: Callable[[VmRef, str], Coroutine[Any, Any, Sequence[Stage]]]
+    ) -> Sequence[Stage]:
+        """Wait for the work at a state, which is begun unless it is under way."""
         task = self._saving.get(name)
         if task is None or task.done():
-            task = self._saving[name] = self._begin(vm.source, self._save(vm, name))
+            task = self._saving[name] = self._begin(vm.source, work(vm, name))
         return await self._wait_for(task)
+
+    async def save(self, vm: VmRef, name: str, key: str = "") -> Sequence[Stage]:
+        return await self._once(vm, name, self._save)
 
     async def _save(self, vm: VmRef, name: str) -> Sequence[Stage]:
         await self._take("command", self._latencies.command)
@@ -219,10 +225,7 @@ class SimulatedSaves:
         return (written,)
 
     async def checkpoint(self, vm: VmRef, name: str, key: str = "", *, shared_files: bool = False) -> Sequence[Stage]:
-        task = self._saving.get(name)
-        if task is None or task.done():
-            task = self._saving[name] = self._begin(vm.source, self._checkpoint(vm, name))
-        return await self._wait_for(task)
+        return await self._once(vm, name, self._checkpoint)
 
     async def _checkpoint(self, vm: VmRef, name: str) -> Sequence[Stage]:
         await self._take("command", self._latencies.command)

@@ -354,8 +354,7 @@ class Machines:
     def begin_save(self, vm: VmRef, name: str) -> bool:
         """Stop a VM, and begin to write its files. False if they are complete already."""
         machine = self._started(vm, stopped=True)
-        known = self._storage(machine.spec.host).get(name)
-        if known is not None and known.spec.token == machine.spec.token:
+        if self._is_complete(machine.spec, name):
             return False
         self._let_rest(machine.guest)
         self._check_attached(machine.spec.host, name)
@@ -371,16 +370,27 @@ class Machines:
 
     def finish_save(self, vm: VmRef, name: str) -> None:
         machine, host = self.find(vm), self.host_at(vm.source)
+        self._end_writing(vm, host, name)
+        if machine is None or machine.guest is None:
+            raise Gone(f"{vm.name} was destroyed while it was saved")
+        self._check_storage(vm, host)
+        self._storage(host)[name] = self._state_of(name, machine, machine.guest)
+
+    def _is_complete(self, spec: VmSpec, name: str) -> bool:
+        """Whether the files of a state of this VM are complete."""
+        known = self._storage(spec.host).get(name)
+        return known is not None and known.spec.token == spec.token
+
+    def _end_writing(self, vm: VmRef, host: str, name: str) -> None:
         storage = self._storage_name(host)
         self._check_attached(host, name)
         if name not in self.unfinished.get(storage, ()):
             raise Exhausted(f"cannot save VM {vm.name}: its files were removed", hint="is it being discarded?")
         self.unfinished[storage].discard(name)
-        if machine is None or machine.guest is None:
-            raise Gone(f"{vm.name} was destroyed while it was saved")
-        if storage in self.full_storages:
+
+    def _check_storage(self, vm: VmRef, host: str) -> None:
+        if self._storage_name(host) in self.full_storages:
             raise Exhausted(f"cannot save VM {vm.name}: no space left on device", hint="is there room?")
-        self._storage(host)[name] = self._state_of(name, machine, machine.guest)
 
     def _state_of(self, name: str, machine: Machine, guest: Guest) -> SavedFiles:
         memory, identity = guest.memory(), guest.identity
@@ -394,8 +404,7 @@ class Machines:
         """Begin to write the files of a VM whose job goes on. False if they are complete already. A VM whose checkpoint
         was interrupted goes on first."""
         spec, _, guest = self._started(vm)
-        known = self._storage(spec.host).get(name)
-        if known is not None and known.spec.token == spec.token:
+        if self._is_complete(spec, name):
             return False
         if guest.is_frozen:
             self.thaw(vm)
@@ -421,13 +430,8 @@ class Machines:
 
     def finish_checkpoint(self, vm: VmRef, name: str) -> None:
         files, host = self.captured.pop(name), self.host_at(vm.source)
-        storage = self._storage_name(host)
-        self._check_attached(host, name)
-        if name not in self.unfinished.get(storage, ()):
-            raise Exhausted(f"cannot save VM {vm.name}: its files were removed", hint="is it being discarded?")
-        self.unfinished[storage].discard(name)
-        if storage in self.full_storages:
-            raise Exhausted(f"cannot save VM {vm.name}: no space left on device", hint="is there room?")
+        self._end_writing(vm, host, name)
+        self._check_storage(vm, host)
         if files.frozen is not None:
             files.frozen.which.states += 1
         self._storage(host)[name] = files
