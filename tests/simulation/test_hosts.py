@@ -135,6 +135,15 @@ def test_no_vm_is_ended_while_either_the_controller_or_the_scheduler_reaches_it(
     assert set(outcome.results.values()) == {"COMPLETED"}
 
 
+@pytest.mark.parametrize("seconds", [40.0, 50.0, 54.0, 58.0, 62.0, 70.0])
+def test_no_vm_is_ended_once_the_scheduler_is_back_while_an_agent_asks_it(seconds: float) -> None:
+    """Its command had begun before, and tries again."""
+    alone = Incident(40.0, IncidentKind.CONTROLLER_CUT_OFF, 900.0)
+    away = Incident(41.0, IncidentKind.CLUSTER_AWAY, seconds)
+    outcome = outcome_of(scenario(alone, away, agents=AgentBehaviour(self_fence=60.0)))
+    assert set(outcome.results.values()) == {"COMPLETED"}
+
+
 # --- who commands, and of which release ---------------------------------------------------------------
 
 

@@ -38,7 +38,10 @@ RECONNECTION = 45.0
 """Seconds within which a controller reaches a host that is back: the longest pause before it connects, and more."""
 
 ASKING = (0.1, 20.0)
-"""Seconds until the scheduler's commands fail on a host that cannot reach it."""
+"""For how many seconds the scheduler's commands try to reach it."""
+
+TRIED_AGAIN = 1.0
+"""Seconds between two of their tries (`slurm_open_controller_conn`)."""
 
 POWERED_OFF = 20.0
 """Seconds that a host is off which was fenced though it was back."""
@@ -101,9 +104,11 @@ class SimulatedSite:
         """Which nodes the scheduler reaches, as its commands say on the host."""
 
         async def reached(_: str) -> list[str]:
-            if host in self.machines.away or not self._cluster.up:
-                await asyncio.sleep(self._rng.uniform(*ASKING))
-                raise Unknown("the scheduler does not answer")
+            until = _now() + self._rng.uniform(*ASKING)
+            while host in self.machines.away or not self._cluster.up:
+                if _now() >= until:
+                    raise Unknown("the scheduler does not answer")
+                await asyncio.sleep(min(TRIED_AGAIN, until - _now()))
             nodes = self._cluster.view().nodes
             return [name for name, node in nodes.items() if node.answers]
 
