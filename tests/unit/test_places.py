@@ -194,6 +194,23 @@ def test_a_vm_that_is_lost_at_both_places_is_found_at_the_one_that_is_left() -> 
     assert (site.vm.state, site.vm.host) == (V.SERVING, "h2")
 
 
+@pytest.mark.parametrize("state", [V.MOVING, V.LOST])
+def test_a_vm_whose_hosts_are_both_off_at_once_ends(state: VmState) -> None:
+    site = Site()
+    site.begin_move()
+    if state is V.LOST:
+        site.act()
+    site.lose("h1")
+    site.lose("h2")
+    assert site.vm.state is state
+    site.there.clear()
+    site.run(Command("fence", host="h1"), Command("fence", host="h2"))
+    assert (site.vm.state, len(site.held), text_of(site.vm.reason)) == (V.ENDING, 1, "host h2 is off")
+    site.jobs["7"] = site.jobs["7"]._replace(state=JobState.ENDED, result="NODE_FAIL", nodes=())
+    site.settle()
+    assert (site.vm.state, site.held) == (V.GONE, [])
+
+
 def test_its_absence_at_a_place_counts_only_after_the_effect_that_may_have_brought_it_there() -> None:
     site = Site()
     site.begin_move(condition=None)

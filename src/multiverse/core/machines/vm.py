@@ -249,16 +249,19 @@ def vm_is_settled(state: State, vm: Vm, world: World) -> bool:
         return False
     if latest is None or place.host not in latest.value.hosts:
         # That a source has been silent for long is a change of the source.
-        return not (vm.leaving and state.is_fenced(place.host)) and (latest is None or vm.state is V.LOST)
+        return not state.is_fenced(place.host) and (latest is None or vm.state is V.LOST)
     seen = world.vm(vm)
     return vm.state is V.SERVING and seen is not None and seen.condition is not VmCondition.DEAD
 
 
 def _step_out_of_sight(state: State, vm: Vm, place: Place, world: World, policy: Policy) -> None:
-    """Conclude nothing but that it no longer counts for its job: its source is silent for long, or lacks its host."""
+    """Conclude nothing but that it no longer counts for its job: its source is silent for long, or lacks its host. It
+    ends if its host is off, as both are at which it was while it moved."""
     if state.is_fenced(place.host):
         if vm.leaving:
             _step_leaving(state, vm, world)
+        else:
+            state.move(end_vm(vm, Event.FENCED, vm.reason or Why.HOST_OFF(host=place.host)))
         return
     observation = world.sources.get(place.source)
     if vm.state is V.LOST or observation is None:
