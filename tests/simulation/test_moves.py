@@ -16,6 +16,7 @@ from multiverse_lab.simulation.machines import ABILITIES
 from multiverse_lab.simulation.outcome import Outcome
 from multiverse_lab.simulation.run import simulate
 from multiverse_lab.simulation.scenario import Arrival, Scenario
+from multiverse_lab.simulation.sites import SimulatedSite
 from multiverse_lab.simulation.world import WorldSettings
 
 HOSTS = tuple(Host(name, Size(8, 8192, 65536), ABILITIES, moves=KIND) for name in ("h1", "h2"))
@@ -64,6 +65,24 @@ def test_either_host_is_lost_while_a_vm_moves(kind: IncidentKind, at: float, hos
     """A job whose VM goes on is not disturbed by the loss of its other place, and any other job is run again."""
     found = run(3, Incident(at, kind, 100.0, host), cut=cut)
     assert list(found.results.values()) == ["COMPLETED"]
+
+
+@pytest.mark.parametrize("seed", [14, 21, 24, 27])
+def test_a_vm_that_was_handed_over_to_a_host_that_is_off_is_run_again(seed: int) -> None:
+    """Nobody knows whether it had gone on there. The host is fenced before the scheduler has given the node up."""
+    found = run(seed, Incident(20.8, FENCED, 30.0, SECOND), cut=0.5)
+    assert list(found.results.values()) == ["COMPLETED"] and len(found.runs) == 2
+    assert said(found, "host h2 is off")
+
+
+def test_the_world_reports_the_end_of_such_a_vm_if_that_host_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def leave_it_on(_: SimulatedSite, host: str) -> None:
+        """The operator fences a host that is only out of reach."""
+
+    monkeypatch.setattr(SimulatedSite, "switch_off", leave_it_on)
+    off = Incident(20.8, FENCED, 30.0, SECOND)
+    found = simulate(Scenario(14, (JOB,), WorldSettings(HOSTS, links_cut=0.5), incidents=(MOVE, off)))
+    assert "job 1 ran on VMs that were all well, and lost mvsimul-1, which we set DOWN" in found.violations
 
 
 @pytest.mark.parametrize("at", [20.1, 20.6, 22.0, 40.0])

@@ -375,11 +375,12 @@ class Cluster:
     def stopped_by_controller(self, job: JobRecord, how: str) -> None:
         """The controller ends a run. That is a violation if the run has begun and all its VMs are well, and none had an
         earlier run of the job, whatever became of that: the scheduler may start a job that was queued again on VMs
-        that are about to go."""
+        that are about to go. Nor is a VM well that was handed over to a host which is off: nobody can know whether it
+        had gone on there, and so it must not go on from where it stands."""
         guests = [self.nodes[name].guest for name in job.nodes if name in self.nodes]
         whole = all(guest.alive and guest.serves() is job and not guest.waits_for_user for guest in guests)
         whole = whole and job.repeats == 1 and not any(guest.has_run_before(job) for guest in guests)
-        whole = whole and not any(one.may_be_stuck or one.is_cut_off or one.given_up for one in guests)
+        whole = whole and not any(one.may_be_stuck or one.is_cut_off or one.given_up or one.stranded for one in guests)
         if job.state in LIVE and whole:
             self.violations.append(f"job {job.job_id} ran on VMs that were all well, and {how}")
 

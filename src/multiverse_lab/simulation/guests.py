@@ -110,6 +110,7 @@ class Guest:
     _permitted: bool = False  # the next run may go on with them
     flooded: bool = False  # its channel was closed
     given_up: bool = False  # an operator has ended it with the job that is on it
+    stranded: bool = False  # it stands still, handed over to a host that has lost its power since
     to_freeze: bool = False  # its host was asked to freeze the job, and cannot know how far that came once flooded
     rests: bool = False  # its daemons have ended, or its VM is stopped, to be saved
     _kill_waits: bool = False  # for the thaw

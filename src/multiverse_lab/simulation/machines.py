@@ -84,7 +84,7 @@ class Machine:
     frozen: bool = False  # the processes of its job, as its host has recorded
     freezing: bool = False  # the same: they were to be
     files: SavedFiles | None = None  # that it was restored from
-    handed: bool = False  # it was handed over to another host, which has not taken it over yet
+    handed: str = ""  # the host to which it was handed over, and which has not taken it over yet
 
     def private(self, now: float) -> float:
         """MiB of private memory at a virtual time. How much of its memory a VM touches is drawn from its name."""
@@ -593,6 +593,8 @@ class Machines:
         self._check_floor(host)
         for name in [name for name, machine in self.vms.items() if machine.spec.host == host]:
             self.remove(name)
+        for guest in [machine.guest for machine in self.vms.values() if machine.handed == host and machine.guest]:
+            guest.stranded = True
         self.copies = {key: copied for key, copied in self.copies.items() if copied.spec.host != host}
         for which in [which for which in self.templates if which.host == host]:
             del self.templates[which]

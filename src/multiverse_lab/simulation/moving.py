@@ -137,7 +137,7 @@ class SimulatedMoves:
             self._check(name, move)
             if machine.condition is not VmCondition.RUNNING or (name, move.target) not in machines.copies:
                 raise Broken(f"{name} did not move: {move.target} does not expect it")
-            self._pause(machine)
+            self._pause(machine, move.target)
             stopped = await self._until_answered(name, move)
             machines.copies.pop((name, move.source), None)
             return sent, stopped
@@ -180,15 +180,16 @@ class SimulatedMoves:
             raise Gone(f"{name} has ended")
 
     @staticmethod
-    def _pause(machine: Machine) -> None:
-        machine.handed = True
+    def _pause(machine: Machine, target: str) -> None:
+        machine.handed = target
         if machine.guest is not None:
             machine.guest.pause()
 
     @staticmethod
     def _go_on(machine: Machine) -> None:
-        machine.handed = False
+        machine.handed = ""
         if machine.guest is not None:
+            machine.guest.stranded = False
             machine.guest.unpause()
 
     def _is_cut(self, move: _HandOver) -> bool:
