@@ -455,3 +455,31 @@ def test_a_job_that_may_be_cut_off_is_queued_again_when_its_host_is_back(site: S
     site.node(site.name, NodeState.DRAINED)
     site.run()
     assert site.vm.state is V.SERVING and site.saved.state is S.CUTTING
+
+
+@pytest.mark.parametrize("way", ["to_writing", "to_stored"])
+def test_the_run_that_the_scheduler_queued_anew_unseen_goes_on_with_the_state(site: Site, way: str) -> None:
+    """slurmctld forgot that it had queued the job again, and did so by itself before it was looked at."""
+    getattr(site, way)()
+    before, anew = JobRef("7", 500, 1), JobRef("7", 530, 1)
+    site.run()
+    assert site.saved.again == before
+    site.job(state=JobState.PENDING, ref=anew, nodes=(), gated=True, pinned=None)
+    site.run()
+    assert site.saved.again == anew and not site.saved.is_for(before)
+    site.job(state=JobState.PENDING, ref=replace(anew, restarts=2), nodes=(), gated=True, pinned=None)
+    site.run()
+    assert site.saved.state is S.DISCARDING, "a later run is another one's"
+
+
+@pytest.mark.parametrize("state", [JobState.RUNNING, JobState.COMPLETING])
+def test_a_job_that_is_stopped_without_a_reason_goes_on_also_to_end(site: Site, state: JobState) -> None:
+    site.freeze()
+    site.job(state=state, ref=JobRef("7", 500), nodes=(site.name,), gated=False)
+    site.run()
+    site.run()
+    assert site.saved.state is S.UNDOING and site.saved.job == JobRef("7", 500)
+    site.freeze(False)
+    site.done()
+    site.run()
+    assert not site.rows.saved and site.vm.state is V.SERVING

@@ -127,13 +127,15 @@ def let_frozen_jobs_go_on(context: Context) -> None:
 
 
 def _job_on(context: Context, vm: Vm) -> Job | None:
-    """The job that runs on a VM, as its attempt knows it, or on an orphan."""
+    """The job that runs on a VM, as its attempt knows it, or on an orphan. One that is to end is on it, too: what is
+    stopped cannot end."""
     attempt = context.state.attempt_of(vm)
     if context.world.scheduler is None or vm.state not in (VmState.SERVING, VmState.ORPHAN):
         return None
     job = context.scheduler.jobs.get(attempt.job.job_id if attempt is not None else vm.job_id)
-    runs = job is not None and job.state is JobState.RUNNING and vm.name in job.nodes
-    mine = attempt is None or (job is not None and attempt.state is AttemptState.ALLOCATED and job.ref == attempt.job)
+    runs = job is not None and job.state in (JobState.RUNNING, JobState.COMPLETING) and vm.name in job.nodes
+    serves = attempt is not None and attempt.state in (AttemptState.ALLOCATED, AttemptState.RECLAIMING)
+    mine = attempt is None or (job is not None and serves and job.ref == attempt.job)
     return job if runs and mine else None
 
 

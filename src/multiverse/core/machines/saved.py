@@ -183,13 +183,22 @@ def _is_forgotten(saved: Saved, job: Job) -> bool:
     return saved.state in _QUEUED_AGAIN and job.ref == saved.job and job.state is not JobState.PENDING
 
 
+def _is_queued_anew(saved: Saved, job: Job) -> bool:
+    """Whether the scheduler had forgotten that it queued the job again, and did so by itself before it was seen."""
+    before, now = saved.again, job.ref
+    same = before is not None and (now.job_id, now.restarts) == (before.job_id, before.restarts)
+    return same and before is not None and now.submitted > before.submitted
+
+
 def _note_run(state: State, saved: Saved, job: Job | None, world: World) -> bool:
     """Keep which run is to go on with the state: another one if the scheduler has forgotten the first. Then it is told
     once more to queue the job again, as soon as the state is complete."""
     if job is None or saved.state not in _QUEUED_AGAIN or world.job_began(job.ref.job_id) <= saved.since:
         return False
     known = replace(saved, again=job.ref)
-    if _is_forgotten(saved, job) and saved.state in (*COMPLETE, S.RESUMING):
+    if _is_queued_anew(saved, job):
+        state.move(Change(known, Event.NOTED, Why.REQUEUE_FORGOTTEN()))
+    elif _is_forgotten(saved, job) and saved.state in (*COMPLETE, S.RESUMING):
         queueing = replace(saved, state=S.QUEUEING, again=None)
         state.move(Change(queueing, Event.FORGOTTEN, Why.REQUEUE_FORGOTTEN()))
     elif _is_forgotten(saved, job) and saved.again is not None:

@@ -361,15 +361,18 @@ def _job_is_pinned(state: State, vm: Vm, world: World) -> bool:
 
 
 def _step_starting(state: State, vm: Vm, world: World, policy: Policy) -> None:
-    """A VM has joined when both sides say so: its node is registered, and its guest is complete."""
+    """A VM has joined when both sides say so: its node is registered, and its guest is complete. A job on its node
+    shows that it had joined before, as a database that was restored from an older copy does not tell. The node may be
+    drained since, because its job is being saved."""
     if world.scheduler is None:
         return
     node, attempt, seen = world.node_of(vm), state.attempt_of(vm), world.vm(vm)
     startable_since = max(vm.since, world.user_known_since(attempt.uid)) if attempt else vm.since
-    registered = node is not None and node.state in (NodeState.IDLE, NodeState.BUSY)
+    occupied = _is_occupied(vm, world)
+    registered = node is not None and node.answers and (occupied or not node.is_unusable)
     if registered and seen is not None and seen.condition is VmCondition.RUNNING:
         state.move(Change(replace(vm, state=V.JOINED), Event.REGISTERED), *joined(state, vm))
-    elif node is not None and node.is_unusable:
+    elif node is not None and (node.is_given_up or (node.is_unusable and not occupied)):
         state.move(
             *fail_vm(
                 state,
@@ -380,7 +383,7 @@ def _step_starting(state: State, vm: Vm, world: World, policy: Policy) -> None:
                 policy,
             )
         )
-    elif world.node_began(vm.name) - startable_since > policy.spawn_timeout:
+    elif world.node_began(vm.name) - startable_since > policy.spawn_timeout and not occupied:
         state.move(*fail_vm(state, vm, Event.FAILED, Why.NOT_REGISTERED(limit=policy.spawn_timeout), world, policy))
 
 
