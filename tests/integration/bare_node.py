@@ -18,7 +18,7 @@ from multiverse.core.errors import Broken
 from multiverse.core.model.identity import vm_prefix
 from multiverse.drivers.slurm.site.install import loads_plugin, plugstack
 from multiverse.service.job_vms import site_of_node
-from multiverse_lab.lab import baremetal
+from multiverse_lab.lab import baremetal, spank
 from multiverse_lab.lab.plan import load
 from multiverse_lab.lab.service import Lab
 from multiverse_lab.lab.services import AGENT
@@ -112,7 +112,9 @@ def bare_node(lab: LabUnderTest, *settings: str) -> Iterator[BareNode]:
     missing = [name for name in ("multiverse.so", "mventer", "multiverse-vm") if not (BUILT / name).exists()]
     assert not missing, f"not built: {' '.join(missing)}; run make spank"
     before = site.read_text()
-    lines = ("enabled = true", f'plugin = "{BUILT}/multiverse.so"', f'enter = "{BUILT}/mventer"', *settings)
+    spank.install(where, f"{BUILT}/multiverse.so", f"{BUILT}/mventer")
+    plugin, enter = (spank.installed(where, name) for name in ("multiverse.so", "mventer"))
+    lines = ("enabled = true", f'plugin = "{plugin}"', f'enter = "{enter}"', *settings)
     site.write_text("\n".join([before, "[job_vms]", *lines, ""]))
     jobs = config.load(where.settings).job_vms
     (where.etc / "plugstack.conf").write_text(plugstack(jobs) if loads_plugin(jobs) else "")

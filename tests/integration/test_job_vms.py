@@ -17,10 +17,10 @@ import pytest
 
 from multiverse import config
 from multiverse_lab.bench.ivshmem import measure_passing
-from multiverse_lab.lab import baremetal
+from multiverse_lab.lab import baremetal, spank
 from multiverse_lab.lab.configure import BARE_FEATURE, changed_conf, hostname
 from multiverse_lab.lab.services import AGENT
-from tests.integration.bare_node import BUILT, FEATURE, IN_A_VM, BareNode, bare_node, ensure_agent
+from tests.integration.bare_node import FEATURE, IN_A_VM, BareNode, bare_node, ensure_agent
 from tests.integration.conftest import LabUnderTest
 from tests.integration.watch import accounted, below, kill, matching, until, written
 
@@ -143,7 +143,10 @@ def test_the_vm_of_another_user_cannot_be_entered(node: BareNode) -> None:
     until("its VM runs", lambda: (node.under_test.where.run / "jobs" / f"{job}.groups").exists(), 120)
     socket = str(node.under_test.where.run / "jobs.sock")
     tried = node.under_test.run(
-        str(BUILT / "mventer"), socket, job, "0", "command", "id", user=node.under_test.other, check=False
+        spank.installed(node.under_test.where, "mventer"),
+        *(socket, job, "0", "command", "id"),
+        user=node.under_test.other,
+        check=False,
     )
     assert tried.returncode == 1 and "has no VM of yours" in tried.stderr and not tried.stdout
     node.under_test.run("scancel", job)
@@ -175,7 +178,7 @@ def _plugstack(node: BareNode, plugin: str) -> Iterator[None]:
     """Another plugin in plugstack.conf meanwhile."""
     file = node.under_test.where.etc / "plugstack.conf"
     before = file.read_text()
-    file.write_text(before.replace(f"{BUILT}/multiverse.so", plugin))
+    file.write_text(before.replace(spank.installed(node.under_test.where, "multiverse.so"), plugin))
     try:
         yield
     finally:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from multiverse_lab.lab import spank
 from multiverse_lab.lab.hosts.physical import physical_services
 from multiverse_lab.lab.service import Lab
-from tests.integration.bare_node import BUILT
 from tests.integration.conftest import LabUnderTest
 from tests.integration.physical_nodes import lab_of, networks, nothing_left
 from tests.integration.watch import accounted, kill, until
@@ -199,7 +199,7 @@ def test_where_no_plugin_does_steps_launch_vms_on_all_nodes_which_go_with_the_jo
     lab, out, here = lab_of_two, lab_of_two.user.home / "tasks.out", lab_of_two.user.home / "tasks"
     here.mkdir()
     os.chown(here, lab.user.uid, lab.user.uid)
-    vm, program = BUILT / "multiverse-vm", _program(lab, "talk", TALK)
+    vm, program = spank.installed(lab.where, "multiverse-vm"), _program(lab, "talk", TALK)
     options = ("--partition=physical", "--nodes=2", "--ntasks-per-node=1", "--mem=700", f"--output={out}")
     script = (
         f"export MULTIVERSE_JOBS_SOCKET={lab.where.jobs_socket}; "

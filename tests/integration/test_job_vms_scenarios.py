@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 from multiverse.guest.protocol import TASKS_PORT
+from multiverse_lab.lab import spank
 from multiverse_lab.lab.hosts.machine import HostInit
 from multiverse_lab.lab.users import PrivateUser
-from tests.integration.conftest import BUILT, LabUnderTest
+from tests.integration.conftest import LabUnderTest
 from tests.integration.physical_nodes import inside, lab_of, nothing_left
 from tests.integration.watch import accounted, below, until
 
@@ -383,7 +384,7 @@ def _assert_out_of_reach_on_the_node(lab: LabUnderTest, job: str, here: Path) ->
             if chosen is not None:
                 chosen.append(str(seen / path.relative_to(outside)))
     told, program = here / "told", here / "intruder.py"
-    told.write_text(json.dumps([paths, sockets, str(BUILT / "mventer"), str(where.jobs_socket), job]))
+    told.write_text(json.dumps([paths, sockets, spank.installed(where, "mventer"), str(where.jobs_socket), job]))
     program.write_text(INTRUDER)
     options = ("--quiet", "--partition=physical", "--nodelist=mvp1", "--mem=100")
     done = lab.run("srun", *options, "python3", str(program), str(told), user=lab.other, check=False)

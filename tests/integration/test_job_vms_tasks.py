@@ -9,18 +9,18 @@ from dataclasses import dataclass
 
 import pytest
 
+from multiverse_lab.lab import spank
 from multiverse_lab.lab.configure import hostname
 from multiverse_lab.lab.services import AGENT
-from tests.integration.bare_node import BUILT, BareNode, bare_node, ensure_agent
+from tests.integration.bare_node import BareNode, bare_node, ensure_agent
 from tests.integration.conftest import LabUnderTest
 from tests.integration.watch import accounted, kill, until
 
 pytestmark = pytest.mark.integration
 
-VM = str(BUILT / "multiverse-vm")
-LAUNCH = f"srun --quiet --ntasks-per-node=1 {VM} launch"
-RUN = f"srun --quiet {VM} run --"
-RECLAIM = f"srun --quiet --ntasks-per-node=1 {VM} reclaim"
+LAUNCH = "srun --quiet --ntasks-per-node=1 multiverse-vm launch"
+RUN = "srun --quiet multiverse-vm run --"
+RECLAIM = "srun --quiet --ntasks-per-node=1 multiverse-vm reclaim"
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,14 @@ class Tasks:
     def lab(self) -> LabUnderTest:
         return self.node.under_test
 
+    @property
+    def environment(self) -> str:
+        """The line of a script that finds the program, and the agent of this lab."""
+        where = self.lab.where
+        return f"export PATH={where.programs}:$PATH MULTIVERSE_JOBS_SOCKET={where.jobs_socket}"
+
     def sbatch(self, name: str, *lines: str, options: tuple[str, ...] = ("--comment=vm:image=slim,vcpu=1",)) -> str:
-        script = "\n".join([f"export MULTIVERSE_JOBS_SOCKET={self.lab.where.jobs_socket}", *lines])
+        script = "\n".join([self.environment, *lines])
         out = self.node.output(name)
         return self.lab.sbatch(script, "--partition=bare", "--mem=700", f"--output={out}", *options)
 
@@ -112,17 +118,20 @@ def test_nobody_else_launches_enters_or_reclaims_the_vms_of_a_job(tasks: Tasks) 
     until("its VM runs", lambda: tasks.has_vm(job), 180)
     for user in (lab.other, lab.user):
         for operation in (("launch", "--vm-image=slim"), ("list",), ("run", "--", "id"), ("reclaim",)):
-            argv = ("env", f"MULTIVERSE_JOBS_SOCKET={socket}", VM, *operation)
+            argv = ("env", f"MULTIVERSE_JOBS_SOCKET={socket}", spank.installed(lab.where, "multiverse-vm"), *operation)
             outside = lab.run(*argv, user=user, check=False)
             assert outside.returncode == 1 and not outside.stdout
             assert "in no control groups of a job" in outside.stderr, "a process outside of jobs has none"
-    shell = f"export MULTIVERSE_JOBS_SOCKET={socket}; {VM} run -- id; {VM} reclaim --job={job}; {VM} reclaim; {VM} list"
+    own = ("run -- id", f"reclaim --job={job}", "reclaim", "list")
+    shell = "; ".join([tasks.environment, *(f"multiverse-vm {operation}" for operation in own)])
     other = lab.run(
         "srun", "--quiet", "--partition=bare", "--mem=100", "sh", "-c", shell, user=lab.other, check=False, timeout=90
     )
     assert not other.stdout and other.stderr.count("has no VM on this node") == 2
     assert "only root may do that" in other.stderr
-    entered = lab.run(str(BUILT / "mventer"), socket, job, "0", "step", "id", user=lab.other, check=False)
+    entered = lab.run(
+        spank.installed(lab.where, "mventer"), socket, job, "0", "step", "id", user=lab.other, check=False
+    )
     assert entered.returncode == 1 and "has no VM of yours" in entered.stderr and not entered.stdout
     assert tasks.has_vm(job)
     lab.run("scancel", job)
