@@ -1,7 +1,6 @@
 """How long it takes to make a checkpoint of a job, how long the job stands still, and how much slower it is.
 
-The jobs are those of the benchmark of moves. As there, the time down is the longest pause between two reports of a job,
-because the clock of an emulated guest stands still with it.
+The time that a job stands still is the longest pause between two of its reports.
 """
 
 from __future__ import annotations
@@ -12,16 +11,16 @@ from dataclasses import dataclass, field
 from multiverse.api import SavedView, decode
 from multiverse.client import Client
 from multiverse.core.errors import Broken
+from multiverse_lab.bench.computing import SETTLED, ComputingCase, ProgressReports, computing
 from multiverse_lab.bench.latency import until
-from multiverse_lab.bench.move import PROGRAM, SETTLED, MoveCase, ProgressReports, longest_pause, pace
 from multiverse_lab.lab.session import LabSession
 
 CASES = (
-    MoveCase("small idle", 150),
-    MoveCase("small, 10 MiB/s", 150, 32, 10),
-    MoveCase("2 GiB idle", 1900),
-    MoveCase("2 GiB, 10 MiB/s", 1900, 512, 10),
-    MoveCase("2 GiB, 100 MiB/s", 1900, 512, 100),
+    ComputingCase("small idle", 150),
+    ComputingCase("small, 10 MiB/s", 150, 32, 10),
+    ComputingCase("2 GiB idle", 1900),
+    ComputingCase("2 GiB, 10 MiB/s", 1900, 512, 10),
+    ComputingCase("2 GiB, 100 MiB/s", 1900, 512, 100),
 )
 EVERY = 60.0  # seconds between two checkpoints, for which the slowdown is told
 _POLL = 0.02
@@ -48,21 +47,11 @@ class CheckpointRun:
     reports: ProgressReports
     samples: dict[str, list[CheckpointSample]] = field(default_factory=dict)
 
-    def run(self, case: MoveCase, times: int) -> list[CheckpointSample]:
+    def run(self, case: ComputingCase, times: int) -> list[CheckpointSample]:
         """Make so many checkpoints of a job of that case."""
-        program = self.lab.user.home / "checkpoints.py"
-        program.write_text(PROGRAM)
-        command = f"python3 {program} {self.reports.host} {self.reports.port} {case.filled} {case.rate}"
-        self.reports.taken.clear()
-        job = self.lab.submit(f"#!/bin/sh\n{command}\n", "--output=/dev/null", f"--mem={case.memory}", "--time=60")
-        try:
-            until(lambda: bool(self.reports.taken), f"job {job} did not report")
-            time.sleep(SETTLED + case.filled / 200)
+        with computing(self.lab, self.client, self.reports, case) as job:
             found = [self._checkpoint(job) for _ in range(times)]
-        finally:
-            self.lab.run("scancel", job)
-            until(lambda: not self.client.vms(), f"the VM of job {job} was not released")
-            until(lambda: not self.client.saved(), f"the checkpoints of job {job} were not removed")
+        until(lambda: not self.client.saved(), f"the checkpoints of job {job} were not removed")
         self.samples.setdefault(case.name, []).extend(found)
         return found
 
@@ -71,21 +60,11 @@ class CheckpointRun:
         before = {one.name for one in self._shown(job)}
         began = time.monotonic()
         self.client.checkpoint(job)
-        until(lambda: self._complete(job, before) is not None, f"no checkpoint of job {job} was made", pause=_POLL)
+        made = until(lambda: self._complete(job, before), f"no checkpoint of job {job} was made", pause=_POLL)
         total = time.monotonic() - began
-        made = self._complete(job, before)
-        assert made is not None
-        time.sleep(0.3)  # for the reports that are under way
-        meanwhile, usual = self.reports.between(began, began + total), self.reports.between(began - SETTLED, began)
-        slower = 1.0 - pace(meanwhile) / pace(usual) if pace(usual) else 0.0
-        return CheckpointSample(
-            total,
-            longest_pause(meanwhile),
-            longest_pause(usual),
-            made.bytes,
-            slower,
-            slower * total / max(EVERY, total),
-        )
+        progress = self.reports.between(began, began + total)
+        lost = progress.slowdown * total / max(EVERY, total)
+        return CheckpointSample(total, progress.pause, progress.usual, made.bytes, progress.slowdown, lost)
 
     def _shown(self, job: str) -> list[SavedView]:
         return [one for one in decode(list[SavedView], self.client.saved()) if one.job_id == job and one.checkpoint]

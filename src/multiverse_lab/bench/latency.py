@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from multiverse.api import StatusView, TimelineView, VmView, decode
 from multiverse.client import Client
@@ -21,6 +22,7 @@ from multiverse.core.errors import Broken
 from multiverse_lab.bench.stats import Estimate, Summary, excess, percentile, ratio, summary
 from multiverse_lab.lab.session import LabSession
 
+T = TypeVar("T")
 JOB_LIMIT = 300.0
 """Seconds within which a job must start, and within which it must be reclaimed after its end."""
 
@@ -189,14 +191,15 @@ def _vm_cost(client: Client, job: str) -> tuple[float, float, float] | None:
     return None
 
 
-def until(met: Callable[[], bool], otherwise: str, hint: str = LOG_HINT, pause: float = 0.05) -> None:
-    """Wait until something is so, and ask every `pause` seconds. Raises `Broken` with these words if it is not in
-    time."""
+def until(met: Callable[[], T | None], otherwise: str, hint: str = LOG_HINT, pause: float = 0.05) -> T:
+    """Wait until something is so, or is there, and ask every `pause` seconds. Raises `Broken` with these words if it is
+    not in time."""
     deadline = time.monotonic() + JOB_LIMIT
-    while not met():
+    while not (found := met()):
         if time.monotonic() > deadline:
             raise Broken(f"{otherwise} within {JOB_LIMIT:g} s", hint=hint)
         time.sleep(pause)
+    return found
 
 
 def _until_reclaimed(client: Client, job: str) -> TimelineView:

@@ -1,86 +1,40 @@
 """How long it takes to move a VM between two hosts, and how long it stands still meanwhile.
 
-The job counts work, and reports each hundredth of a second how far it is and the longest time that it did not run. So
-the time down is measured from inside, by the longest gap of its own clock, and from outside, by the longest pause
-between two reports. The clock of an emulated guest stands still with it: then only the pause tells.
+The time down is measured from inside, by the longest gap of the job's own clock, and from outside, by the longest pause
+between two of its reports.
 
 The CPU time of both hosts includes what the job computes meanwhile. Beside it is what its QEMU took in as long before.
 """
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 
 from multiverse.client import Client
 from multiverse.core.errors import Broken
 from multiverse.host.process import cpu_seconds
+from multiverse_lab.bench.computing import SETTLED, ComputingCase, ProgressReports, computing
 from multiverse_lab.bench.latency import until
 from multiverse_lab.lab.hosts import control_groups
 from multiverse_lab.lab.session import LabSession
 
-PROGRAM = """
-import hashlib, mmap, os, socket, struct, sys, time
-host, port, size, rate = sys.argv[1], *map(int, sys.argv[2:5])
-shared = mmap.mmap(-1, 9)  # what is done; whether the memory is filled
-if os.fork() == 0:  # the work of the job
-    done = 0
-    while True:
-        hashlib.sha256(bytes(4096)).digest()
-        done += 1
-        shared[:8] = struct.pack("=q", done)
-if size and os.fork() == 0:  # it writes to its memory, MiB by MiB, at a rate
-    memory, block, written = bytearray(size << 20), os.urandom(1 << 20), 0
-    for at in range(0, size << 20, 1 << 20):
-        memory[at : at + len(block)] = block
-    shared[8] = 1
-    began = time.monotonic()
-    while rate:
-        at = written % size << 20
-        memory[at : at + len(block)] = block
-        written += 1
-        time.sleep(max(0.0, began + written / rate - time.monotonic()))
-    time.sleep(1 << 20)
-reports, last, worst = socket.create_connection((host, port)), time.monotonic(), 0.0
-due = last
-while True:
-    time.sleep(0.001)
-    now = time.monotonic()
-    worst, last = max(worst, now - last), now
-    if now >= due:
-        reports.sendall(b"%d %.6f %d\\n" % (*struct.unpack("=q", shared[:8]), worst, shared[8] or not size))
-        due, worst = now + 0.01, 0.0
-"""
-
 CPU_PERIOD = 0.05  # seconds between two looks at the CPU time of processes: the last of a process that ends is lost
-SETTLED = 3.0  # seconds of work before and after a move, beside which it is compared
 _POLL = 0.02
 
 
-@dataclass(frozen=True, slots=True)
-class MoveCase:
-    """A job that asks for so much memory (MiB), fills so many MiB, and writes to them at a rate (MiB/s)."""
-
-    name: str
-    memory: int
-    filled: int = 0
-    rate: int = 0
-
-
 CASES = (
-    MoveCase("small idle", 150),
-    MoveCase("2 GiB idle", 1900),
-    MoveCase("2 GiB filled", 1900, 1024),
-    MoveCase("10 MiB/s", 1900, 512, 10),
-    MoveCase("100 MiB/s", 1900, 512, 100),
-    MoveCase("1000 MiB/s", 1900, 512, 1000),
+    ComputingCase("small idle", 150),
+    ComputingCase("2 GiB idle", 1900),
+    ComputingCase("2 GiB filled", 1900, 1024),
+    ComputingCase("10 MiB/s", 1900, 512, 10),
+    ComputingCase("100 MiB/s", 1900, 512, 100),
+    ComputingCase("1000 MiB/s", 1900, 512, 1000),
 )
-LARGE = MoveCase("8 GiB idle", 7900)
+LARGE = ComputingCase("8 GiB idle", 7900)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,59 +94,6 @@ class HostsCpu:
                     self._last[pid] = host, program.startswith("qemu"), seconds
 
 
-@dataclass(frozen=True, slots=True)
-class ProgressReport:
-    at: float
-    done: int
-    worst: float
-    filled: bool
-
-
-class ProgressReports:
-    """Takes the reports of one job at a time, in monotonic seconds."""
-
-    def __init__(self, host: str) -> None:
-        self._server = socket.create_server((host, 0))
-        self.host, self.port = host, self._server.getsockname()[1]
-        self.taken: list[ProgressReport] = []
-        self._ending = threading.Event()
-
-    def __enter__(self) -> ProgressReports:
-        threading.Thread(target=self._take, daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ending.set()
-        self._server.close()
-
-    def _take(self) -> None:
-        while not self._ending.is_set():
-            try:
-                connection, _ = self._server.accept()
-                self.taken.clear()
-                with connection, connection.makefile("rb") as lines:
-                    for line in lines:
-                        done, worst, filled = line.split()
-                        report = ProgressReport(time.monotonic(), int(done), float(worst), filled != b"0")
-                        self.taken.append(report)
-            except (OSError, ValueError):
-                continue
-
-    def between(self, began: float, ended: float) -> list[ProgressReport]:
-        return [one for one in list(self.taken) if began <= one.at <= ended]
-
-
-def longest_pause(reports: list[ProgressReport]) -> float:
-    return max((b.at - a.at for a, b in pairwise(reports)), default=0.0)
-
-
-def pace(reports: list[ProgressReport]) -> float:
-    """Work a second."""
-    if len(reports) < 2:
-        return 0.0
-    return (reports[-1].done - reports[0].done) / (reports[-1].at - reports[0].at)
-
-
 @dataclass
 class MoveRun:
     """Measures moves. `sent` gives the bytes that a host has sent so far."""
@@ -202,21 +103,10 @@ class MoveRun:
     reports: ProgressReports
     samples: dict[str, list[MoveSample]] = field(default_factory=dict)
 
-    def run(self, case: MoveCase, moves: int) -> list[MoveSample]:
+    def run(self, case: ComputingCase, moves: int) -> list[MoveSample]:
         """Move the VM of a job of that case so many times, there and back."""
-        program = self.lab.user.home / "moves.py"
-        program.write_text(PROGRAM)
-        command = f"python3 {program} {self.reports.host} {self.reports.port} {case.filled} {case.rate}"
-        self.reports.taken.clear()
-        job = self.lab.submit(f"#!/bin/sh\n{command}\n", "--output=/dev/null", f"--mem={case.memory}", "--time=60")
-        try:
-            until(lambda: any(one.filled for one in self.reports.taken[-1:]), f"job {job} did not fill its memory")
-            time.sleep(SETTLED)
+        with computing(self.lab, self.client, self.reports, case) as job:
             found = [self._move(job) for _ in range(moves)]
-        finally:
-            self.lab.run("scancel", job)
-            gone = lambda: all(one["job_id"] != job for one in self.client.vms())  # noqa: E731
-            until(gone, f"the VM of job {job} was not released")
         self.samples.setdefault(case.name, []).extend(found)
         return found
 
@@ -233,19 +123,15 @@ class MoveRun:
         if self._is_where(job) != target:
             raise Broken(f"the VM of job {job} did not move to {target}", hint=f"multiverse timeline -e {job}")
         sent = sent_by(self.lab, source) - before
-        time.sleep(0.3)  # for the reports that are under way
-        meanwhile = self.reports.between(began, began + total + 0.2)
-        usual = self.reports.between(began - SETTLED, began)
+        progress = self.reports.between(began, began + total + 0.2)
         stages = self._stages(job)
-        slower = 1.0 - pace(meanwhile) / pace(usual) if pace(usual) else 0.0
-        worst = max((one.worst for one in meanwhile), default=0.0)
         return MoveSample(
             total,
-            worst,
-            longest_pause(meanwhile),
-            longest_pause(usual),
+            progress.inside,
+            progress.pause,
+            progress.usual,
             sent,
-            slower,
+            progress.slowdown,
             cpu_old=cpu.of(source, qemu=True),
             cpu_new=cpu.of(target, qemu=True),
             cpu_agents=cpu.of(source, qemu=False) + cpu.of(target, qemu=False),

@@ -16,8 +16,8 @@ from multiverse.cli.render import console
 from multiverse.client import Client
 from multiverse.system import interrupts
 from multiverse_lab.bench.checkpoint import CASES, EVERY, CheckpointRun, CheckpointSample
+from multiverse_lab.bench.computing import ProgressReports
 from multiverse_lab.bench.latency import JobKind
-from multiverse_lab.bench.move import ProgressReports
 from multiverse_lab.cli.bench import (
     DIRECTORY,
     IMAGES,

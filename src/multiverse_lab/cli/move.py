@@ -16,8 +16,9 @@ from multiverse.cli.render import console
 from multiverse.client import Client
 from multiverse.core.errors import Refused
 from multiverse.system import interrupts
+from multiverse_lab.bench.computing import ComputingCase, ProgressReports
 from multiverse_lab.bench.latency import JobKind
-from multiverse_lab.bench.move import CASES, LARGE, MoveCase, MoveRun, MoveSample, ProgressReports
+from multiverse_lab.bench.move import CASES, LARGE, MoveRun, MoveSample
 from multiverse_lab.cli.bench import (
     DIRECTORY,
     IMAGES,
@@ -61,7 +62,7 @@ def move(
 
 
 class MovePlan(NamedTuple):
-    cases: tuple[MoveCase, ...]
+    cases: tuple[ComputingCase, ...]
     moves: int  # of each job
     how: str  # a key of `HOW`
 
