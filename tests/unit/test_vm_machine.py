@@ -27,7 +27,7 @@ from multiverse.core.model.vm import (
 from multiverse.core.model.world import Observation, Row, Seen, World
 from multiverse.core.planner import plan
 from multiverse.core.rows import Rows
-from multiverse.core.transition import Change, Command, EffectKind, Event
+from multiverse.core.transition import Change, Command, Done, EffectKind, Event
 from tests.unit.planner_harness import POLICY, PlannerHarness
 from tests.unit.rows import IMAGES, SOURCE, attempt, changes_of, state, template, vm, world_of
 
@@ -287,20 +287,32 @@ def test_a_node_that_comes_up_unusable_says_why(state: NodeState, reason: str, s
     assert text_of(changes[0].reason) == text_of(changes[0].row.reason)
 
 
-@pytest.mark.parametrize(
-    ("state", "becomes"),
-    [(NodeState.BUSY, "joined"), (NodeState.DRAINED, "joined"), (NodeState.SILENT, None), (NodeState.DOWN, "ending")],
-)
+@pytest.mark.parametrize("condition", [RUNNING, VmCondition.PAUSED])
+@pytest.mark.parametrize("state", [NodeState.BUSY, NodeState.DRAINED, NodeState.SILENT, NodeState.DOWN])
 @pytest.mark.parametrize("after", [1.0, 1000.0])
 def test_a_vm_whose_job_runs_had_joined_before_the_database_was_restored(
-    state: NodeState, becomes: str | None, after: float
+    state: NodeState, condition: VmCondition, after: float
 ) -> None:
     """An older copy tells of a VM that starts. The scheduler has given up a node only if it is DOWN."""
     one, node = attempt(A.SPAWNING), Node("mvtest0-1", state, (), "low")
     runs = job(one, JobState.RUNNING, pinned=True, nodes=(node.name,))
     starting = vm(V.STARTING, attempt=1, since=NOW - after)
-    found = of_vm(decided(one, starting, jobs=(runs,), seen=RUNNING, node=node))
-    assert [row for _, row, _ in found[:1]] == [row for row in (becomes,) if row]
+    found = of_vm(decided(one, starting, jobs=(runs,), seen=condition, node=node))
+    assert found[0][1] == ("ending" if state is NodeState.DOWN else "joined")
+
+
+@pytest.mark.parametrize(("where", "kind"), [(V.PLANNED, EffectKind.CREATE), (V.STARTING, EffectKind.START)])
+@pytest.mark.parametrize("serves", [True, False])
+def test_a_failed_effect_ends_no_vm_with_a_job_on_it(where: VmState, kind: EffectKind, serves: bool) -> None:
+    """An older copy of the database tells of a VM that is made. To make it again fails, perhaps because it serves."""
+    one, made = attempt(A.SPAWNING), vm(where, attempt=1)
+    runs = job(one, JobState.RUNNING, pinned=True, nodes=(made.name,)) if serves else job(one)
+    node, seen = Node(made.name, NodeState.BUSY), VmSeen(made.name, "h1", VmCondition.PAUSED)
+    view = SchedulerView({one.job.job_id: runs}, {node.name: node} if serves else {})
+    world = world_of(view, HypervisorView({"h1": H1}, {made.name: seen}), NOW)
+    done = Done(made.key, kind, str(where), Broken("it cannot be started"))
+    changes = changes_of(plan(state(one, made, now=NOW), world, [done], NOW, POLICY))
+    assert any(event is Event.FAILED for event, _, _ in of_vm(changes)) != serves
 
 
 def test_a_node_is_deleted_once_no_job_is_on_it() -> None:

@@ -37,7 +37,7 @@ from multiverse.core.machines.template import (
     lose_template,
     remove_templates,
 )
-from multiverse.core.machines.vm import adopt_vm, end_vm, end_vms, fail_vm, keep_vm_there
+from multiverse.core.machines.vm import adopt_vm, end_vm, end_vms, fail_vm, is_occupied, keep_vm_there
 from multiverse.core.model.basics import CloneKind, Size
 from multiverse.core.model.host import OFF_STATES, Claim, Host, HostState, HypervisorView, KnownHost
 from multiverse.core.model.identity import serial_of
@@ -382,12 +382,7 @@ def apply_result(state: State, done: Done, world: World, policy: Policy) -> None
     why = Why.SAID(text=str(done.error))
     match row:
         case Vm(state=VmState.PLANNED | VmState.STARTING) if done.kind in (EffectKind.CREATE, EffectKind.START):
-            if isinstance(done.error, Damaged):
-                _hold_damaged(state, row, why)
-            elif isinstance(done.error, Gone):  # its template or its user, which is no fault of its host
-                state.move(end_vm(row, Event.FAILED, why))
-            else:
-                state.move(*fail_vm(state, row, Event.FAILED, why, world, policy))
+            _note_failed_start(state, row, done.error, why, world, policy)
         case Vm(state=VmState.MOVING) if done.kind is EffectKind.MOVE:
             state.move(keep_vm_there(row, why))
         case Template(state=TemplateState.BUILDING) if done.kind is EffectKind.BUILD:
@@ -399,6 +394,17 @@ def apply_result(state: State, done: Done, world: World, policy: Policy) -> None
         case Attempt(state=AttemptState.SPAWNED) if isinstance(done.error, Refused):
             # A job that took its spare by itself may run already: its attempt adds the user, and its step decides.
             state.move(return_attempt(row, Event.GAVE_UP, why, failed=True))
+
+
+def _note_failed_start(state: State, vm: Vm, error: MultiverseError, why: Reason, world: World, policy: Policy) -> None:
+    if world.scheduler is None or is_occupied(vm, world):
+        return  # a database restored from an older copy told to make it again, and it may serve a job
+    if isinstance(error, Damaged):
+        _hold_damaged(state, vm, why)
+    elif isinstance(error, Gone):  # its template or its user, which is no fault of its host
+        state.move(end_vm(vm, Event.FAILED, why))
+    else:
+        state.move(*fail_vm(state, vm, Event.FAILED, why, world, policy))
 
 
 def _hold_damaged(state: State, vm: Vm, why: Reason) -> None:

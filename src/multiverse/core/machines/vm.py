@@ -286,7 +286,7 @@ def _find_again(state: State, vm: Vm, world: World) -> None:
     elif attempt.state is AttemptState.ADDING_USER:
         goes_on, tied = attempt.uid in seen.users_added, False
     else:
-        goes_on = attempt.state is AttemptState.ALLOCATED or _is_occupied(vm, world)
+        goes_on = attempt.state is AttemptState.ALLOCATED or is_occupied(vm, world)
         tied = _job_is_pinned(state, vm, world)
     if goes_on and len(vm.places) > 1:
         running_first = tuple(sorted(vm.places, key=lambda place: not _runs_at(vm, place, world)))
@@ -361,18 +361,16 @@ def _job_is_pinned(state: State, vm: Vm, world: World) -> bool:
 
 
 def _step_starting(state: State, vm: Vm, world: World, policy: Policy) -> None:
-    """A VM has joined when both sides say so: its node is registered, and its guest is complete. A job on its node
-    shows that it had joined before, as a database that was restored from an older copy does not tell. The node may be
-    drained since, because its job is being saved."""
+    """A VM has joined when both sides say so: its node is registered, and its guest is complete."""
     if world.scheduler is None:
         return
     node, attempt, seen = world.node_of(vm), state.attempt_of(vm), world.vm(vm)
     startable_since = max(vm.since, world.user_known_since(attempt.uid)) if attempt else vm.since
-    occupied = _is_occupied(vm, world)
-    registered = node is not None and node.answers and (occupied or not node.is_unusable)
-    if registered and seen is not None and seen.condition is VmCondition.RUNNING:
+    registered = node is not None and node.state in (NodeState.IDLE, NodeState.BUSY)
+    complete = seen is not None and seen.condition is VmCondition.RUNNING
+    if (registered and complete) or _had_joined(vm, world):
         state.move(Change(replace(vm, state=V.JOINED), Event.REGISTERED), *joined(state, vm))
-    elif node is not None and (node.is_given_up or (node.is_unusable and not occupied)):
+    elif node is not None and node.is_unusable:
         state.move(
             *fail_vm(
                 state,
@@ -383,8 +381,17 @@ def _step_starting(state: State, vm: Vm, world: World, policy: Policy) -> None:
                 policy,
             )
         )
-    elif world.node_began(vm.name) - startable_since > policy.spawn_timeout and not occupied:
+    elif world.node_began(vm.name) - startable_since > policy.spawn_timeout:
         state.move(*fail_vm(state, vm, Event.FAILED, Why.NOT_REGISTERED(limit=policy.spawn_timeout), world, policy))
+
+
+def _had_joined(vm: Vm, world: World) -> bool:
+    """Whether a job is on its node, as a database that was restored from an older copy does not tell. The node may be
+    drained or silent since, and the guest may stand still."""
+    node, seen = world.node_of(vm), world.vm(vm)
+    lives = seen is not None and seen.condition in (VmCondition.RUNNING, VmCondition.PAUSED)
+    kept = node is not None and not node.is_given_up and world.node_began(vm.name) > vm.since
+    return lives and kept and is_occupied(vm, world)
 
 
 def _left_in_memory(state: State, vm: Vm) -> list[Claim]:
@@ -438,7 +445,7 @@ def _may_be_needed(state: State, vm: Vm, world: World) -> bool:
     """Whether the scheduler needs its node: Slurm 22.05 crashes if one of a COMPLETING job's nodes is deleted."""
     attempt = state.attempt_of(vm)
     job = world.scheduler.value.jobs.get(attempt.job.job_id) if attempt and world.scheduler is not None else None
-    return _is_occupied(vm, world) or (job is not None and job.state is JobState.COMPLETING)
+    return is_occupied(vm, world) or (job is not None and job.state is JobState.COMPLETING)
 
 
 def may_take_job(state: State, vm: Vm, world: World) -> bool:
@@ -453,7 +460,8 @@ def may_take_job(state: State, vm: Vm, world: World) -> bool:
     return not all(_is_off(state, vm, place, since, world) for place in vm.places)
 
 
-def _is_occupied(vm: Vm, world: World) -> bool:
+def is_occupied(vm: Vm, world: World) -> bool:
+    """Whether a job is on its node."""
     if world.scheduler is None or vm.name not in world.scheduler.value.occupied:
         return False
     return world.node_of(vm) is not None or vm.name not in world.scheduler.value.nodes
