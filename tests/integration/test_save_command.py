@@ -49,14 +49,18 @@ def stored(client: Client, job: str) -> bool:
     return any((one["job_id"], one["state"]) == (job, "stored") for one in client.saved())
 
 
-def went_on(lab: LabUnderTest, client: Client, job: str, output: Path) -> None:
-    """Each line was written once, by both runs together, on the same node, and the script's own code is that of the
-    job."""
+def ended_once(lab: LabUnderTest, client: Client, job: str, output: Path) -> None:
     ended(client, job, "done")
     lines = output.read_text().splitlines()
     assert lines[:8] == [f"count {number}" for number in range(1, 9)]
     assert len(set(lines[8:])) == 1 and len(lines) == 8 + len(ASKS) + 1, lines
     assert accounted(lab, job) == ("FAILED", "5:0")
+
+
+def went_on(lab: LabUnderTest, client: Client, job: str, output: Path) -> None:
+    """Each line was written once, by both runs together, on the same node, and the script's own code is that of the
+    job."""
+    ended_once(lab, client, job, output)
     until("nothing is left of its state", lambda: client.saved() == [])
     assert not list((lab.where.root / "saved").glob("[!.]*"))
 
@@ -100,6 +104,22 @@ def test_a_held_job_is_resumed_after_a_restart_of_controller_and_agent(lab: LabU
     assert stored(client, job)
     client.resume(job)
     went_on(lab, client, job, output)
+
+
+@pytest.mark.slow
+def test_a_task_of_an_array_is_saved_alone_and_leaves_its_slot_to_another(lab: LabUnderTest, client: Client) -> None:
+    array = lab.sbatch(COUNTS, "--array=0-1%1", "--output=task-%a.txt")
+    tasks = [(f"{array}_{number}", lab.user.home / f"task-{number}.txt") for number in range(2)]
+    (saved, first), (_, second) = tasks
+    until("the first task runs", lambda: first.exists() and "count 1" in first.read_text())
+    client.save(saved, hold=True)
+    until("it is saved", lambda: stored(client, saved))
+    until("the other task runs", lambda: second.exists() and "count 1" in second.read_text())
+    client.resume(saved)
+    for task, output in tasks:
+        ended_once(lab, client, task, output)
+    until("nothing is left of its state", lambda: client.saved() == [])
+    nothing_left(lab, client)
 
 
 def test_a_saved_job_that_is_cancelled_leaves_nothing(lab: LabUnderTest, client: Client) -> None:
