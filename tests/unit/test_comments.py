@@ -394,3 +394,15 @@ def test_calls_that_fail_are_repeated_whatever_the_error() -> None:
 def test_calls_that_run_are_ended_with_the_writer() -> None:
     scheduler = written(Slow(), POLICY.patience + 0.5)
     assert scheduler.told == [] and scheduler.most == CALLS_AT_ONCE
+
+
+def test_a_saved_job_is_told_so_before_the_reason_why_it_waits() -> None:
+    def told(one: Attempt, why: Reason | None) -> Reason | None:
+        return Why.SAVED_SINCE(why, at=0.0, size=46, storage="a") if one.id < 3 else why
+
+    calls = Calls(CommentPlan(POLICY, told=told))
+    calls.add(*map(queued, range(1, 5)))
+    calls.reasons(1, 3)
+    saved = "saved since 1970-01-01 00:00:00 UTC (46 MiB in storage a)"
+    found = {job: text for jobs, text in texts(calls.until(TEXT_INTERVAL)) for job in jobs}
+    assert found == {"1": f"{saved}: {FULL}", "2": f"{saved}: {BEHIND}", "3": FULL, "4": BEHIND}

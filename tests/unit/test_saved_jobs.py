@@ -12,9 +12,11 @@ from multiverse.core.machines.tables import TABLES
 from multiverse.core.model.basics import Size
 from multiverse.core.model.host import HypervisorView
 from multiverse.core.model.job import AttemptState, JobRef, JobState, NodeState, Request
+from multiverse.core.model.reason import Why, text_of
 from multiverse.core.model.saved import Saved, SavedSeen, SavedState, Storage
 from multiverse.core.model.vm import Vm, VmCondition, VmState
 from multiverse.core.model.world import Observation, Seen
+from multiverse.core.saving import with_its_state
 from multiverse.core.state import State
 from multiverse.core.transition import Command, Done, EffectKind
 from tests.unit.planner_harness import POLICY, PlannerHarness
@@ -483,3 +485,11 @@ def test_a_job_that_is_stopped_without_a_reason_goes_on_also_to_end(site: Site, 
     site.done()
     site.run()
     assert not site.rows.saved and site.vm.state is V.SERVING
+
+
+def test_a_saved_job_that_waits_is_told_since_when_and_where(site: Site) -> None:
+    site.to_stored()
+    waiting, why = site.rows.attempts[max(site.rows.attempts)], Why.CAPACITY()
+    told = text_of(with_its_state(site.state, waiting, why))
+    assert told.startswith("saved since ") and f"(46 MiB in storage shared): {text_of(why)}" in told
+    assert with_its_state(site.state, replace(waiting, job=JobRef("8", 500)), why) == why

@@ -39,6 +39,7 @@ RETRY_PAUSE, RETRY_LIMIT = 2.0, 300.0  # seconds until a failed call is repeated
 _BEHIND = str(BEHIND)
 
 Jobs = Mapping[str, Job]  # the jobs as observed last, by id
+Told = Callable[[Attempt, Reason | None], Reason | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +75,11 @@ class _Subject:
 
 
 class CommentPlan:
-    """Which jobs are to be told what, and when. Pure, and the cost of each method is bounded."""
+    """Which jobs are to be told what, and when. Pure, and the cost of each method is bounded. `told` completes what a
+    job is told by why it waits."""
 
-    def __init__(self, policy: Policy, attempts: Iterable[Attempt] = ()) -> None:
-        self._policy = policy
+    def __init__(self, policy: Policy, attempts: Iterable[Attempt] = (), told: Told = lambda _, why: why) -> None:
+        self._policy, self._told = policy, told
         self._waiting: dict[int, Attempt] = {}
         self._subjects: dict[str, _Subject] = {}
         self._subject_of: dict[int, str] = {}  # by attempt, once its job was observed
@@ -103,7 +105,8 @@ class CommentPlan:
         if reasons == self._reasons:
             return False
         self._reasons = dict(reasons)
-        self._texts = {attempt_id: str(why) for attempt_id, why in reasons.items()}
+        waiting = {attempt_id: self._waiting[attempt_id] for attempt_id in reasons if attempt_id in self._waiting}
+        self._texts = {attempt_id: text_of(self._told(one, reasons[attempt_id])) for attempt_id, one in waiting.items()}
         return True
 
     def ended(self, telling: Telling, now: float, *, failed: bool) -> None:
@@ -179,7 +182,8 @@ class CommentPlan:
             found = self._subject(attempt, jobs)
             if found is None or found[0] in told or found[1].free_at > now:
                 continue
-            text = text_of(reason_of(attempt, jobs.get(attempt.job.job_id), self._reasons, now))
+            why = reason_of(attempt, jobs.get(attempt.job.job_id), self._reasons, now)
+            text = text_of(self._told(attempt, why))
             if not text or found[1].knows(text):
                 continue
             if text != _BEHIND and not group:

@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import inf
 from random import Random, SystemRandom
 from typing import Protocol
@@ -38,7 +39,7 @@ from multiverse.core.moving import why_stay
 from multiverse.core.planner import plan
 from multiverse.core.policy import Policy
 from multiverse.core.pools import PoolStatus, pool_status
-from multiverse.core.saving import unexplained_states
+from multiverse.core.saving import unexplained_states, with_its_state
 from multiverse.core.state import State
 from multiverse.core.transition import Awaiting, Command, Done, Message, Move, ShownBy
 from multiverse.ports import Clock, Fencing, Hypervisor, Scheduler
@@ -207,7 +208,7 @@ class Controller:
         )
         self._around = surroundings
         self._effects = Effects(scheduler, hypervisor, clock, surroundings, self._effect_ended, self._rng)
-        comments = CommentPlan(self.policy, self.state.attempts.values())
+        comments = CommentPlan(self.policy, self.state.attempts.values(), partial(with_its_state, self.state))
         self._comments = CommentWriter(
             scheduler, clock, comments, lambda: self.scheduler.latest.value.jobs if self.scheduler.latest else {}
         )

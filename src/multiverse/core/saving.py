@@ -110,6 +110,16 @@ def _row_of(context: Context, vm: Vm, job: Job, asked: Reason) -> Saved:
     )
 
 
+def with_its_state(state: State, attempt: Attempt, why: Reason | None) -> Reason | None:
+    """Why a job waits; of a saved one since when it is saved, and where its state is, before that."""
+    saved = state.saved_for(attempt.job)
+    if saved is None or why is None:
+        return why
+    if saved.kept:
+        return Why.SAVED_SINCE(why, at=saved.begun, host=saved.kept)
+    return Why.SAVED_SINCE(why, at=saved.begun, size=saved.bytes >> 20 or None, storage=saved.storage)
+
+
 def let_frozen_jobs_go_on(context: Context) -> None:
     """Jobs whose processes are stopped though no row tells why, as after a database was lost. A guest that was cut off
     from its run refuses that, and its VM ends."""

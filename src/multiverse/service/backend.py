@@ -29,6 +29,7 @@ from multiverse.core.model.reason import Reason
 from multiverse.core.model.usage import HostUsage, Usage, combined
 from multiverse.core.model.vm import Vm, VmState
 from multiverse.core.rows import Rows
+from multiverse.core.saving import with_its_state
 from multiverse.core.transition import Command, EffectKind
 from multiverse.ports import Clock
 from multiverse.service import alerts, convert, metrics
@@ -241,7 +242,9 @@ class Backend:
     def _job_facts(self, attempts: Sequence[Attempt], vms: Iterable[Vm]) -> Iterator[tuple[Attempt, ShownJob]]:
         world = self.controller.world()
         jobs = world.scheduler.value.jobs if world.scheduler else {}
-        return convert.job_facts(attempts, vms, self._waiting_reasons(attempts), jobs, self.controller.users.name)
+        state, reasons = self.controller.state, self._waiting_reasons(attempts)
+        told = {one.id: why for one in attempts if (why := with_its_state(state, one, reasons.get(one.id)))}
+        return convert.job_facts(attempts, vms, told, jobs, self.controller.users.name)
 
     def _waiting_reasons(self, attempts: Sequence[Attempt]) -> Mapping[int, Reason]:
         controller = self.controller

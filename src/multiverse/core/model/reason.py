@@ -188,8 +188,9 @@ class Why(StrEnum):
     EARLIER_RUN_UNKNOWN = ("earlier run unknown", "its earlier run may go on in {vm}, which has no record",
         "earlier run")
     IS_SAVED = "is saved", "it was saved"
-    SAVED_SINCE = "saved since", "saved since {at:moment}[ ({size} MiB)][: {because}]", "saved"
-    SAVED_HELD = ("saved held", "saved since {at:moment}[ ({size} MiB)] and held: multiverse resume {id} lets it go on",
+    SAVED_SINCE = "saved since", ("saved since {at:moment}[ ({size} MiB in storage {storage})]"
+        "[ in the memory of {host}][: {because}]"), "saved"
+    SAVED_HELD = ("saved held", "saved since {at:moment} and held: multiverse resume {id} lets it go on",
         "saved")
     BEING_SAVED = "being saved", "waiting until it is saved", "saved"
     SAVE_ASKED = "save asked", "its user asked for it"
