@@ -164,7 +164,8 @@ class ControllerAtRest:
             name="scheduler", latest=None, observations=7, since=400.0, failure="no answer"
         )
         source = SimpleNamespace(name=SOURCE, latest=Seen(SEEN, 998.0), observations=70, since=100.0, failure="")
-        self.sources, self.state = {SOURCE: source}, SimpleNamespace(rows=live_rows, reasons={}, placement_faults={})
+        self.sources = {SOURCE: source}
+        self.state = SimpleNamespace(rows=live_rows, reasons={}, placement_faults={}, saved_for=lambda job: None)
         self.commands: list[Command] = []
         self.missing_hints = SimpleNamespace(since=None)
         self.users = SimpleNamespace(name=str)
