@@ -216,3 +216,12 @@ def test_moves_have_a_region_for_each_way_with_the_cpu_time_of_both_hosts() -> N
     _, _, first, *published = _rows(region(runs[0]))
     assert first == ["small idle", "0.50 s", "0.11 s", "0.02 s", "134 MiB", "10%", "0.40 + 0.25 + 0.12 s", "0.30 s"]
     assert [row[0] for row in published] == ["published: 500 MB (Sandia)", "published: idle 8 GiB (QEMU, KVM)"]
+
+
+def test_saves_and_checkpoints_have_tables_of_their_own() -> None:
+    seconds = {"start": 1.7, "frozen": 0.1, "requeued": 0.4, "written": 1.0, "at_disk_speed": 0.2, "resume": 2.5}
+    saved = _run("save", result={"cases": {"288 MiB": {**seconds, "size_mib": 44.0}}})
+    assert _rows(region(saved))[2] == ["288 MiB", "1.70 s", "0.10 s", "0.40 s", "1.00 s", "44 MiB", "0.20 s", "2.50 s"]
+    case = {"total": 0.9, "pause": 0.2, "usual": 0.01, "size": 46 << 20, "slowdown": 0.34, "lost": 0.005}
+    made = _run("checkpoint", result={"cases": {"small idle": case}})
+    assert _rows(region(made))[2] == ["small idle", "0.90 s", "0.20 s", "0.01 s", "46 MiB", "34%", "0.5%"]

@@ -28,6 +28,8 @@ _POLL = 0.02
 
 CASES = (
     ComputingCase("small idle", 150),
+    ComputingCase("small, 10 MiB/s", 150, 32, 10),
+    ComputingCase("small, 100 MiB/s", 150, 32, 100),
     ComputingCase("2 GiB idle", 1900),
     ComputingCase("2 GiB filled", 1900, 1024),
     ComputingCase("10 MiB/s", 1900, 512, 10),

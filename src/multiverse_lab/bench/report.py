@@ -328,6 +328,35 @@ def _move(run: BenchmarkRun) -> Table:
     return (*heads, "job slower by", "CPU: old host + new host + agents", "QEMU's CPU when it does not move"), rows
 
 
+def _save(run: BenchmarkRun) -> Table:
+    rows = [
+        (
+            name,
+            *(_number(one[which], "s") for which in ("start", "frozen", "requeued", "written")),
+            _number(one["size_mib"], "MiB", 0),
+            *(_number(one[which], "s") for which in ("at_disk_speed", "resume")),
+        )
+        for name, one in run.result["cases"].items()
+    ]
+    heads = ("job", "fresh start", "frozen", "queued again", "written", "state", "as many bytes at the storage's speed")
+    return (*heads, "from the resume to its next instruction"), rows
+
+
+def _checkpoint(run: BenchmarkRun) -> Table:
+    rows = [
+        (
+            name,
+            *(_number(one[which], "s") for which in ("total", "pause", "usual")),
+            _number(one["size"] / (1 << 20), "MiB", 0),
+            f"{one['slowdown']:.0%}",
+            f"{one['lost']:.1%}",
+        )
+        for name, one in run.result["cases"].items()
+    ]
+    heads = ("job", "complete, median", "longest pause of the job", "the same just before", "size", "slower meanwhile")
+    return (*heads, "slower with one each 60 s"), rows
+
+
 def _generic(run: BenchmarkRun) -> Table:
     """Every figure, where no table of its own is known."""
     figures = flatten(run.words[0], run.result)
@@ -348,6 +377,8 @@ _TABLES: dict[str, Callable[[BenchmarkRun], Table]] = {
     "neighbours": _queue,
     "planner": _planner,
     "submissions": _submissions,
+    "save": _save,
+    "checkpoint": _checkpoint,
     "move-encrypted": _move,
     "move-compressed": _move,
     "move-private": _move,
