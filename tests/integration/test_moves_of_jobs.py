@@ -527,3 +527,24 @@ def test_a_job_that_has_moved_is_saved_and_moves_again(counting: MovingJob) -> N
     move(client, vm)
     counting.goes_on()
     counting.ends()
+
+
+def test_a_host_that_is_drained_is_emptied_as_the_other_has_room(counting: MovingJob) -> None:
+    """While the other host is full, the job stays, and the hosts are shown with the reason. Then it goes on there."""
+    lab, client, source = counting.lab, counting.client, counting.source.name
+    filling = lab.sbatch("sleep 600", "--mem=7100", "--output=/dev/null")
+    until("the other host is full", lambda: [vm["state"] for vm in vms_of(client, filling)] == ["serving"])
+    assert vms_of(client, filling)[0]["host"] == counting.target.name
+    client.change_hosts("drain", source, move=True)
+    shown = lambda: next(host for host in client.hosts() if host["name"] == source)  # noqa: E731
+    try:
+        until("it is told why the job stays", lambda: "now they stay: " in shown()["todo"])
+        assert shown()["state"] == "draining" and vm_named(client, counting.vm)["host"] == source
+        lab.run("scancel", filling)
+        until("it has moved", lambda: vm_named(client, counting.vm)["host"] == counting.target.name)
+        counting.goes_on_at(counting.target)
+        until("the host is empty", lambda: shown()["state"] == "drained")
+        counting.ends()
+    finally:
+        client.change_hosts("resume", source)
+        lab.run("scancel", filling, check=False)
