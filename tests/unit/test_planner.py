@@ -431,6 +431,18 @@ def test_a_job_that_began_on_a_vm_that_has_died_is_left_to_the_scheduler(status:
     assert harness.attempt().state is A.RECLAIMING
 
 
+def test_a_job_that_is_completing_elsewhere_is_waited_for() -> None:
+    """The database is older than the VM on which it ran, and that VM is gone: its run is over, whatever is shown."""
+    harness = PlannerHarness()
+    harness.to_claimed()
+    harness.jobs["7"] = harness.jobs["7"]._replace(state=JobState.COMPLETING, nodes=("elsewhere",))
+    harness.run()
+    assert not text_of(harness.attempt().quarantined) and harness.attempt().state is A.CLAIMED
+    harness.jobs["7"] = harness.jobs["7"]._replace(state=JobState.ENDED, result="NODE_FAIL", nodes=())
+    harness.run()
+    assert harness.attempt().state is A.RECLAIMING
+
+
 def test_an_impossible_observation_quarantines_one_attempt_and_stops_no_other() -> None:
     harness = PlannerHarness()
     harness.to_claimed()

@@ -469,7 +469,7 @@ def _step_making(state: State, attempt: Attempt, seen: Sighting, world: World, p
         _leave_to_the_scheduler(state, attempt, seen.shown)
     elif started and whole:
         _advance_vms(state, attempt, policy)  # the row is older than the job's start: see how far its VMs are
-    elif started and nodes & dying and nodes <= own | dying:
+    elif seen.status is JobStatus.COMPLETING or (started and nodes & dying and nodes <= own | dying):
         pass  # the row is older than the job's start, and a VM has died since: the scheduler ends or requeues the job
     elif seen.status is not JobStatus.PENDING:
         state.move(quarantine(attempt, Why.TOO_SOON(status=seen.status)))
