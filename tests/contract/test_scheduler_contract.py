@@ -76,6 +76,10 @@ class Harness(ABC):
         """As its user."""
 
     @abstractmethod
+    async def requeue_late(self, job: JobRef, meanwhile: Callable[[], Awaitable[None]]) -> None:
+        """`Scheduler.requeue`, with `meanwhile` between its look at the job and its command."""
+
+    @abstractmethod
     async def suspend(self, job_id: str) -> None:
         """As an operator."""
 
@@ -231,7 +235,11 @@ class Harness(ABC):
 
     async def running(self, *, lingers: float = 0.0) -> tuple[Job, str]:
         """A job that runs, and the name of its node."""
-        job = await self.job(await self.submit(lingers=lingers))
+        return await self.start(await self.submit(lingers=lingers))
+
+    async def start(self, job_id: str) -> tuple[Job, str]:
+        """The job, which runs now, and the name of its node."""
+        job = await self.job(job_id)
         name, feature = await self.node(job)
         try:
             await self.pin(job.ref, feature)
@@ -755,6 +763,11 @@ class Simulated(Harness):
 
     async def release(self, job_id: str) -> None:
         self.world.cluster.release(job_id)
+
+    async def requeue_late(self, job: JobRef, meanwhile: Callable[[], Awaitable[None]]) -> None:
+        """The simulated schedulers look and act at once."""
+        await meanwhile()
+        await self.scheduler.requeue(job)
 
     async def suspend(self, job_id: str) -> None:
         self.world.cluster.suspend(job_id)

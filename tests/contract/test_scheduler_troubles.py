@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -247,6 +248,25 @@ async def an_ended_job_is_not_changed(h: Harness) -> None:
     assert (await h.job(job.ref.job_id)).state is JobState.ENDED
     await h.view(lambda view: view.nodes[name].state is NodeState.IDLE)
     await h.delete(name)
+
+
+async def a_job_that_has_ended_meanwhile_is_not_queued_again(h: Harness) -> None:
+    (task,) = await h.submit_array(1)
+    for job_id, until in (
+        (await h.submit(), JobState.ENDED),
+        (await h.submit(lingers=4.0), JobState.COMPLETING),
+        (task, JobState.ENDED),
+    ):
+        job, _ = await h.start(job_id)
+
+        async def end(job: Job = job, until: JobState = until) -> None:
+            await h.cancel(job.ref.job_id)
+            await h.job(job.ref.job_id, lambda job: job.state is until)
+
+        with suppress(Stale):
+            await h.requeue_late(job.ref, end)
+        ended = await h.job(job.ref.job_id, lambda job: job.state is JobState.ENDED)
+        assert ended.ref == job.ref and ended.result == "CANCELLED"
 
 
 async def a_completing_job_is_not_changed_and_keeps_its_node(h: Harness) -> None:
@@ -508,6 +528,7 @@ TROUBLES: tuple[Check, ...] = (
     a_call_to_another_job_of_that_id_changes_nothing,
     a_call_to_the_run_before_changes_nothing,
     an_ended_job_is_not_changed,
+    a_job_that_has_ended_meanwhile_is_not_queued_again,
     a_completing_job_is_not_changed_and_keeps_its_node,
     a_node_that_was_set_down_is_not_deleted_under_its_job,
     a_node_that_was_set_down_stays_down,

@@ -8,7 +8,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -17,8 +17,9 @@ import pytest
 
 from multiverse.core.clones.spares import node_spec
 from multiverse.core.errors import Refused
-from multiverse.core.model.job import Attempt
+from multiverse.core.model.job import Attempt, JobRef
 from multiverse.core.model.vm import Vm
+from multiverse.drivers.slurm.command import Completed, execute
 from multiverse.drivers.slurm.driver import SlurmScheduler
 from multiverse_lab.lab import lifecycle
 from multiverse_lab.lab.plan import LabOptions
@@ -81,6 +82,14 @@ class RealSlurm(Harness):
 
     async def release(self, job_id: str) -> None:
         await self._run("scontrol", "release", job_id, user=self.lab.user)
+
+    async def requeue_late(self, job: JobRef, meanwhile: Callable[[], Awaitable[None]]) -> None:
+        async def late(argv: Sequence[str], env: Mapping[str, str], timeout: float) -> Completed:
+            if "requeue" in argv:
+                await meanwhile()
+            return await execute(argv, env, timeout)
+
+        await SlurmScheduler(self.lab.settings, SITE, execute=late).requeue(job)
 
     async def suspend(self, job_id: str) -> None:
         await self._run("scontrol", "suspend", job_id)

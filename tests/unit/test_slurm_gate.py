@@ -276,6 +276,6 @@ def test_a_job_on_the_gates_nodes_is_taken_back(tmp_path: Path, call: str, batch
     with pytest.raises(Stale, match="taken back"):
         asyncio.run(scheduler.unpin(RUN) if call == "unpin" else scheduler.pin(RUN, "mv_3", ("mvab12c-1",)))
     done = [" ".join(call.split()[1:]) for call in slurmctld.calls]
-    ends = "requeue 7" if batch == "1" else "7"
+    ends = "requeue Incomplete 7" if batch == "1" else "7"
     assert ends in done and any(one.startswith("update NodeName=mvgate1 State=POWER_DOWN_FORCE") for one in done)
     assert any(one == "update JobId=7 Requeue=1" for one in done) == (batch == "1")

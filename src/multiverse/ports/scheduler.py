@@ -68,7 +68,8 @@ class Scheduler(Protocol):
         or in its own partition; `Stale` for a job that is not pending."""
 
     async def requeue(self, job: JobRef) -> None:
-        """Stop a running job and queue it again, at the gate."""
+        """Stop a running job and queue it again, at the gate. A job that ends meanwhile stays ended; only an observed
+        restart shows that the job was queued again."""
 
     async def hold(self, job: JobRef, reason: str) -> None:
         """Hold a pending job so that its user may release it, and leave `reason` where its user finds it. Nothing is

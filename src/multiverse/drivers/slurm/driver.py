@@ -259,7 +259,7 @@ class SlurmScheduler:
         self._gate.look_again()
         if current.batch:
             await self._update(job, "Requeue=1")  # it has not run, so it loses nothing even with --no-requeue
-            await self._commands.run("scontrol", "requeue", job.job_id)
+            await self._requeue(job)
             await self._to_gate(job, current)
         else:
             text = "it was given nodes without a VM, because the gate was open: submit it again"
@@ -297,10 +297,15 @@ class SlurmScheduler:
             return
         if not current.active:
             raise Stale(f"job {job.job_id} is {current.state.lower()}")
-        await self._commands.run("scontrol", "requeue", job.job_id)
+        await self._requeue(job)
         # The job is queued again. If this fails, the next observation shows where, and `unpin` moves it to the gate.
         with suppress(Stale, Gone, Refused):
             await self._to_gate(job, current)
+
+    async def _requeue(self, job: JobRef) -> None:
+        """Without the flag slurmctld would also run a job again that was cancelled, or has ended, since it was read.
+        With it slurmctld leaves such a job alone, and returns success (`_job_requeue_op` in job_mgr.c)."""
+        await self._commands.run("scontrol", "requeue", "Incomplete", job.job_id)
 
     async def hold(self, job: JobRef, reason: str) -> None:
         """A hold of the user (`uhold`): users cannot release an operator's hold. The reason is left in AdminComment."""
