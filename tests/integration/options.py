@@ -318,8 +318,8 @@ GROUPS = (
                 note="refused unless the site has `save.no_requeue`",
             ),
             refused(
-                "--comment=vm:save with --nodes above 1",
-                "jobs of several VMs cannot be saved (vm:save): submit with --nodes=1",
+                "--comment=vm:save with --nodes above 1, or with tasks for several nodes",
+                "jobs of several VMs cannot be saved (vm:save), and this one would have 2: submit with --nodes=1",
                 "--comment=vm:save",
                 "--nodes=2",
             ),

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from multiverse.config import ImageSettings, Settings, SlurmSettings
+from multiverse.config import ImageSettings, SaveSettings, Settings, SlurmSettings
 from multiverse.core.admission.admit import admit
 from multiverse.core.capacity.sizes import NodeRequest, could_ever_fit, job_limits, largest_on, template_size
 from multiverse.core.changes import mark_changes
@@ -233,10 +233,11 @@ def test_as_many_nodes_are_held_as_cpus_memory_and_disk_allow(size: Size, held: 
 # --- multiverse.lua ----------------------------------------------------------------------------------
 
 
-def publish(directory: Path, limits: JobLimits) -> Path:
+def publish(directory: Path, limits: JobLimits, save: SaveSettings | None = None) -> Path:
     """Install the scripts and publish limits, as the daemon does; the directory of the scripts."""
     slurm = SlurmSettings(conf=directory / "slurm.conf", inbox=directory / "inbox")
-    site = Settings(slurm=slurm, image=ImageSettings(default=limits.image, tmp_disk=1 << 20))
+    image = ImageSettings(default=limits.image, tmp_disk=1 << 20)
+    site = Settings(slurm=slurm, image=image, save=save or SaveSettings())
     installed = install_scripts(site)
     publication = SubmissionFile(site.slurm.inbox, 60.0).publish(limits)
     with pytest.raises(StopIteration):

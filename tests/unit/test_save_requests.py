@@ -10,11 +10,13 @@ import pytest
 from multiverse.config import SaveSettings, Settings, SlurmSettings
 from multiverse.core.model.job import SaveWish
 from multiverse.drivers.slurm.reading.parse import read_wishes
-from tests.unit.slurm_lua import install_scripts, needs_lua, run_with_comment
+from tests.unit.slurm_lua import install_scripts, modify, needs_lua, run_with_comment
+from tests.unit.test_job_limits import able, limits_of, publish
 
 pytestmark = needs_lua
 
 BATCH = "user_id = 1000, time_limit = 60, requeue = 65534"
+ONE_TASK_EACH = "script = 'x', num_tasks = 4, min_cpus = 4, ntasks_per_node = 1"
 
 
 @pytest.fixture
@@ -40,6 +42,8 @@ def site(tmp_path: Path) -> Settings:
         ("script = 'x', comment = 'vm:save=31m'", "before half of its time is over: give a longer --time"),
         ("script = 'x', comment = 'vm:save', requeue = 0", "is queued again (vm:save): submit without --no-requeue"),
         ("script = 'x', comment = 'vm:save', min_nodes = 2", "jobs of several VMs cannot be saved (vm:save)"),
+        (f"{ONE_TASK_EACH}, comment = 'vm:save'", "(vm:save), and this one would have 4: submit with --nodes=1"),
+        (f"{ONE_TASK_EACH}, comment = 'vm:checkpoint=1h'", "(vm:checkpoint), and this one would have 4"),
         ("comment = 'vm:save'", "jobs of srun and salloc cannot be saved (vm:save): submit with sbatch"),
         (r"script = '#!/bin/sh\n#SBATCH --open-mode=truncate\n', comment = 'vm:save'", "without --open-mode=truncate"),
         ("script = 'x', environment = { SLURM_OPEN_MODE = 't' }, comment = 'vm:save'", "without --open-mode=truncate"),
@@ -49,6 +53,23 @@ def site(tmp_path: Path) -> Settings:
 )
 def test_what_cannot_be_saved_is_refused_at_submission(site: Settings, fields: str, answer: str) -> None:
     assert answer in run_with_comment(install_scripts(site), f"{BATCH}, {fields}")
+
+
+@pytest.mark.parametrize("wish", ["vm:save", "vm:checkpoint=1h"])
+def test_of_a_range_of_nodes_only_one_can_be_saved(tmp_path: Path, wish: str) -> None:
+    hosts = [able("h1", 8, 15872), able("h2", 8, 15872)]
+    scripts = publish(tmp_path, limits_of(hosts), SaveSettings(enabled=True))
+    for tasks, refused in ((8, False), (16, True)):
+        fields = f"script = 'x', min_nodes = 1, max_nodes = 4, num_tasks = {tasks}, comment = '{wish}'"
+        assert ("would have 2: submit with --nodes=1" in run_with_comment(scripts, f"{BATCH}, {fields}")) == refused
+
+
+@pytest.mark.parametrize("wish", ["vm:save", "vm:checkpoint=1h"])
+def test_a_waiting_job_that_is_to_be_saved_gets_no_second_vm(site: Settings, wish: str) -> None:
+    record = f"partition = 'vm', job_state = 0, min_nodes = 1, max_nodes = 1, comment = '{wish}'"
+    scripts = install_scripts(site)
+    assert "would have 2: submit with --nodes=1" in modify(scripts, "min_nodes = 2", record)
+    assert modify(scripts, "min_nodes = 1", record) == "|0|"
 
 
 @pytest.mark.parametrize(

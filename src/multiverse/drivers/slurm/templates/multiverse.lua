@@ -680,9 +680,6 @@ end
 local function unsupported_state(job, key)
   if not site.save then return string.format("jobs are not saved at this site: submit without vm:%s in --comment", key) end
   if not job.script then return string.format("jobs of srun and salloc cannot be saved (vm:%s): submit with sbatch", key) end
-  if (number(job.min_nodes, NO_VAL) or 1) > 1 then
-    return string.format("jobs of several VMs cannot be saved (vm:%s): submit with --nodes=1", key)
-  end
   if job.requeue == 0 and not (key == "save" and site.save_no_requeue) then
     return string.format("a job that is saved is queued again (vm:%s): submit without --no-requeue", key)
   end
@@ -725,6 +722,14 @@ local function unknown_wish(job)
   return message
 end
 
+-- Why no state of a job can be written, which runs in so many VMs and may ask for it; or nil.
+local function several_saved(job, nodes)
+  local key = wish(job, "save") and "save" or wish(job, "checkpoint") and "checkpoint"
+  if not key or nodes == 1 then return nil end
+  return string.format("jobs of several VMs cannot be saved (vm:%s), and this one would have %d: submit with --nodes=1",
+    key, nodes)
+end
+
 -- What keeps a submission from being supported, in this order, with Slurm's errors.
 local SUBMISSION_CHECKS = {
   { inside.unsupported },
@@ -754,6 +759,8 @@ local function submit(job, partition, partitions)
   if message then return refuse(message, code) end
   local nodes, too_many = choose_node_count(job)
   if too_many then return refuse(too_many, "size") end
+  message = several_saved(job, nodes)
+  if message then return refuse(message) end
   message = contradicting_memory(job, nodes)
   if message then return refuse(message, "memory") end
   set_node_count(job, nodes)
@@ -847,6 +854,8 @@ local function modify(job, record)
   local nodes = number(job.min_nodes, NO_VAL)
   local waits = record.job_state % 256 == PENDING
   if not waits then nodes = nil end -- Slurm lets a running job give nodes up, and refuses more nodes
+  message = nodes and several_saved(record, nodes)
+  if message then return refuse(message) end
   if waits and changes_size(job) then
     local whole = updated(job, record)
     message = too_large(whole, published(whole))
