@@ -530,9 +530,8 @@ def test_each_message_of_slurm_means_an_error(output: str, error: type[Multivers
 
 
 def test_columns_are_read_by_their_width() -> None:
-    row = _cells(
-        f"{'5_1':<40}{'PENDING':<16}{'vm':<256}{'a&mvgate':<2048}{'1':<12}{'1000':<24}{'N/A':<24}{'4':<24}{'None':<512}"
-    )
+    first = f"{'5_1':<40}{'7':<24}{'PENDING':<16}{'vm':<256}{'a&mvgate':<2048}"
+    row = _cells(f"{first}{'1':<12}{'1000':<24}{'N/A':<24}{'4':<24}{'None':<512}")
     assert (row["JobArrayID"], row["Feature"], row["RestartCnt"]) == ("5_1", "a&mvgate", "1")
 
 

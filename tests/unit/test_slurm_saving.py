@@ -8,17 +8,23 @@ from typing import Any
 
 import pytest
 
-from multiverse.core.errors import Gone, MultiverseError, Refused, Stale
+from multiverse.controller.effects import OTHER_TIMEOUT
+from multiverse.core.errors import Exhausted, Gone, MultiverseError, Refused, Stale, Unknown
 from multiverse.core.model.job import JobRef
 from multiverse.drivers.slurm.acting.jobs import CurrentJob
 from multiverse.drivers.slurm.acting.saving import SlurmSaving
+from multiverse.drivers.slurm.command import meaning
+from multiverse_lab.simulation.loop import run
 
 JOB = JobRef("7", 500)
 RUNNING = CurrentJob(
     state="RUNNING", partition="vm", own=(), pinned="mv_1", at_gate=False, priority=5, reason="", requeued=False,
-    comment="",
+    comment="", record="7",
 )  # fmt: skip
 PENDING = replace(RUNNING, state="PENDING", pinned=None)
+
+
+Answer = MultiverseError | float | str  # of sacct: an error, the line after so many seconds, or another line
 
 
 class Slurm:
@@ -27,13 +33,22 @@ class Slurm:
     def __init__(self, job: CurrentJob) -> None:
         self.job, self.ran, self.gated, self.released = job, list[tuple[str, ...]](), list[CurrentJob](), 0
         self.script, self.line = "#!/bin/sh\n", "sbatch job.sh\n"
+        self.accounting: list[Answer] = []  # the first ones
         commands: Any = self
         self.saving = SlurmSaving(commands, self._reread, self._to_gate, self._release)
 
     async def run(self, *argv: str) -> str:
         if argv[0] == "sacct":
-            return self.line
+            match self.accounting.pop(0) if self.accounting else self.line:
+                case MultiverseError() as error:
+                    raise error
+                case float() as seconds:
+                    await asyncio.sleep(seconds)
+                    return self.line
+                case line:
+                    return line
         if argv[:2] == ("scontrol", "write"):
+            assert argv[3] == self.job.record, "it would be read up to the first letter that is no digit"
             return self.script
         self.ran.append(argv)
         return ""
@@ -128,6 +143,52 @@ def test_a_job_that_would_truncate_its_output_is_refused(line: str, script: str,
     else:
         asyncio.run(slurm.saving.prepare(JOB, "mv1"))
         assert slurm.ran
+
+
+AWAY = Unknown("sacct: Problem talking to the database: Connection refused")
+
+
+@pytest.mark.parametrize("answers", [[AWAY], [30.0], ["", AWAY]], ids=["fails", "hangs", "does not show the job"])
+def test_the_accounting_is_asked_again(answers: list[Answer]) -> None:
+    slurm = Slurm(RUNNING)
+    slurm.accounting, slurm.line = answers, "sbatch --open-mode=truncate job.sh\n"
+    with pytest.raises(Refused, match="its next run would delete the output so far"):
+        run(slurm.saving.check(JOB), 1)
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [(AWAY, "Connection refused"), (30.0, "did not end within 10 s"), ("", "sacct does not show the job")],
+)
+def test_a_job_whose_output_may_be_truncated_is_not_saved(answer: Answer, why: str) -> None:
+    async def main() -> float:
+        slurm = Slurm(RUNNING)
+        slurm.accounting = [answer] * 9
+        with pytest.raises(Exhausted, match=f"{why}.*try again when `sacct -j 7` shows the job"):
+            await slurm.saving.prepare(JOB, "mv1")
+        assert slurm.ran == []
+        return asyncio.get_running_loop().time()
+
+    assert run(main(), 1) < OTHER_TIMEOUT, "the reason is told, not that it took too long"
+
+
+@pytest.mark.parametrize(("script", "refused"), [("#SBATCH --open-mode=truncate\n", True), ("", False)])
+def test_without_accounting_the_script_alone_says_it(script: str, refused: bool) -> None:
+    slurm = Slurm(RUNNING)
+    slurm.script = f"#!/bin/sh\n{script}"
+    slurm.accounting = [meaning("sacct", "Slurm accounting storage is disabled\n")]
+    if refused:
+        with pytest.raises(Refused, match="its next run would delete the output so far"):
+            run(slurm.saving.check(JOB), 1)
+    else:
+        run(slurm.saving.check(JOB), 1)
+
+
+def test_the_script_of_a_task_of_an_array_is_read_by_the_id_of_its_record() -> None:
+    slurm = Slurm(replace(RUNNING, record="13"))
+    slurm.script = "#!/bin/sh\n#SBATCH --open-mode=truncate\n"
+    with pytest.raises(Refused, match="its next run would delete the output so far"):
+        run(slurm.saving.check(JOB), 1)
 
 
 def test_a_job_that_is_not_to_be_queued_again_can_be_until_it_goes_on() -> None:

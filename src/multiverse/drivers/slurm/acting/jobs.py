@@ -225,6 +225,7 @@ class CommentTurns:
 # asks slurmctld for one job; the JSON of 22.05 always contains all jobs.
 _COLUMNS = (
     ("JobArrayID", 40),
+    ("JobID", 24),
     ("State", 16),
     ("Partition", 256),
     ("Feature", 2048),
@@ -255,6 +256,7 @@ class CurrentJob:
     reason: str
     requeued: bool  # the run that the caller means is completing, and the job will be queued again
     comment: str  # AdminComment
+    record: str = ""  # the id of its record: the only one that some commands know of a task of an array
     licences: tuple[str, ...] = ()  # that its user asked for
     licensed: bool = False  # whether it has the gate's licence
     nice: int = 0
@@ -313,6 +315,7 @@ async def reread(commands: SlurmCommands, job: JobRef, slurm: SlurmSettings) -> 
         reason=row["Reason"],
         requeued=requeued,
         comment=comment_of(row["comment"]),
+        record=row["JobID"],
         licences=gate.own_licences(row["Licenses"], slurm.licence),
         licensed=gate.has_licence(row["Licenses"], slurm.licence),
         nice=int(row["Nice"] or 0),

@@ -8,14 +8,16 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from multiverse.core.errors import Gone, MultiverseError, Refused, Stale
+from multiverse.core.errors import Exhausted, Gone, MultiverseError, Refused, Stale
 from multiverse.core.model.job import JobRef
 from multiverse.drivers.slurm.acting.jobs import CurrentJob, compose
 from multiverse.drivers.slurm.command import SlurmCommands
 
 REASON = "multiverse: its job is being saved"
 _TRUNCATES = re.compile(r"--open-mode[= \t]['\"]?t")  # as in "append|truncate", which may be abbreviated
-_PATIENCE = 5.0  # seconds for what only the accounting may tell
+_PATIENCE = 10.0  # seconds that the accounting has for one answer
+_PAUSES = (1.0, 3.0)  # seconds between the tries to ask the accounting
+_NO_ACCOUNTING = "accounting storage is disabled"  # sacct, where slurm.conf names no AccountingStorageType
 _OPTIONS = re.compile(r"^#SBATCH[ \t].*", re.MULTILINE)
 
 
@@ -40,32 +42,44 @@ class SlurmSaving:
         await self._commands.run("scontrol", "update", f"NodeName={node}", "State=DRAIN", f"Reason={REASON}")
 
     async def check(self, job: JobRef) -> None:
-        current, truncates = await asyncio.gather(self._reread(job), self._truncates(job))
+        current = await self._reread(job)
         if not current.active:
             raise Stale(f"job {job.job_id} is {current.state.lower()}")
         if not current.batch:
             hint = "submit it with sbatch"
             raise Refused(f"job {job.job_id} is of srun or salloc, which Slurm cannot queue again", hint=hint)
-        if truncates:
+        if await self._truncates(job, current.record):
             what = f"job {job.job_id} has --open-mode=truncate: its next run would delete the output so far"
             raise Refused(what, hint="submit it without that option")
 
-    async def _truncates(self, job: JobRef) -> bool:
+    async def _truncates(self, job: JobRef, record: str) -> bool:
         """Whether files of output are truncated when the job starts again. No command of Slurm shows that, but the
-        script does, and the command line of sbatch, which only the accounting keeps."""
-        script, line = await asyncio.gather(
-            self._read("scontrol", "write", "batch_script", job.job_id, "-"),
-            self._read("sacct", "-n", "-P", "-X", "-j", job.job_id, "-o", "SubmitLine"),
-        )
+        script does, and the command line of sbatch, which only the accounting keeps. `12_3` would be read as `12`, the
+        task of an array that may be gone."""
+        write = ("scontrol", "write", "batch_script", record, "-")
+        script, line = await asyncio.gather(self._commands.run(*write), self._command_line(job))
         return any(_TRUNCATES.search(text) for text in (line, *_OPTIONS.findall(script)))
 
-    async def _read(self, *argv: str) -> str:
-        """What a command prints; nothing if it fails or takes long, as sacct without a slurmdbd that answers."""
-        try:
-            async with asyncio.timeout(_PATIENCE):
-                return await self._commands.run(*argv)
-        except (MultiverseError, TimeoutError):
-            return ""
+    async def _command_line(self, job: JobRef) -> str:
+        """That of sbatch; empty at a site without accounting. `Exhausted` if the accounting does not show the job: what
+        is not known could delete the job's output."""
+        for pause in (*_PAUSES, 0.0):
+            try:
+                async with asyncio.timeout(_PATIENCE):
+                    line = await self._commands.run("sacct", "-n", "-P", "-X", "-j", job.job_id, "-o", "SubmitLine")
+                if line:
+                    return line
+                why = "sacct does not show the job"
+            except TimeoutError:
+                why = f"sacct did not end within {_PATIENCE:g} s"
+            except MultiverseError as error:
+                if _NO_ACCOUNTING in error.message:
+                    return ""
+                why = error.message
+            await asyncio.sleep(pause)
+        what = f"it is not known whether the next run of job {job.job_id} would delete the output so far"
+        hint = f"--open-mode=truncate: try again when `sacct -j {job.job_id}` shows the job"
+        raise Exhausted(f"{what}: {why}", hint=hint)
 
     async def undo(self, job: JobRef, node: str, *, requeues: bool = True) -> None:
         with suppress(Gone, Refused):  # a node that is not drained cannot be resumed
