@@ -122,7 +122,7 @@ def test_the_newest_are_kept(site: Checkpoints) -> None:
 def test_an_operator_or_the_user_can_ask_for_one_at_any_moment() -> None:
     site = Checkpoints()
     site.run(Command("checkpoint", job="7", uid=1001))
-    assert not site.rows.saved and "runs in no VM" in str(site.state.refusals[0][1])
+    assert not site.rows.saved and "neither saved nor moved" in str(site.state.refusals[0][1])
     site.run(Command("checkpoint", job="7", uid=1000, shared_files=True))
     assert (site.saved.state, site.saved.shared_files) == (S.CAPTURING, True)
     site.run(Command("checkpoint", job="7"))

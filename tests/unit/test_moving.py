@@ -116,7 +116,8 @@ def test_a_vm_with_a_named_model_moves_to_a_cpu_with_more() -> None:
 
 def test_what_cannot_move_now_is_refused_with_the_reason() -> None:
     site = ready()
-    assert "there is no VM or running job 8" in order(site, what="8")
+    assert "job 8 runs in no VM of its own (VMs inside a job are neither saved nor moved)" in order(site, what="8")
+    assert "no VM is mv-8" in order(site, what="mv-8")
     assert "h1: the VM is there" in order(site, "h1")
     assert "there is no such host" in order(site, "h9")
     site.run(Command("drain", "h2", drain=Drain()))

@@ -250,7 +250,10 @@ def test_a_job_that_is_held_with_its_state_says_how_it_goes_on(site: LimitedSite
 def test_a_user_saves_and_resumes_own_jobs_and_learns_nothing_of_others(site: LimitedSite) -> None:
     theirs = Command("save", job="7", uid=1001, hold=True)
     site.run(theirs)
-    assert not site.rows.saved and str(site.state.refusals[0][1]).startswith("job 7 runs in no VM")
+    unknown = "runs in no VM of its own (VMs inside a job are neither saved nor moved) (squeue --me shows your jobs)"
+    assert not site.rows.saved and str(site.state.refusals[0][1]) == f"job 7 {unknown}"
+    site.run(replace(theirs, job="8"))
+    assert str(site.state.refusals[0][1]) == f"job 8 {unknown}", "of a job that there is not"
     site.run(replace(theirs, uid=1000))
     assert site.saved.asked.kind is Why.SAVE_ASKED and site.saved.hold
     site.to_stored()

@@ -25,6 +25,7 @@ from multiverse.core.model.job import Attempt, AttemptState, JobState
 from multiverse.core.model.machine import MachineKind, why_other_machine
 from multiverse.core.model.reason import Reason, Why
 from multiverse.core.model.vm import MOVING_STATES, Place, Vm, VmState
+from multiverse.core.saving import perhaps_inside
 from multiverse.core.transition import Command
 
 _SHOWN = 4  # hosts of which a refusal says what they lack
@@ -34,19 +35,20 @@ _HINT = "multiverse hosts shows the hosts between which VMs move"
 def follow_command(context: Context, command: Command) -> None:
     """Move a VM, which is named itself or by its job. A refusal is kept for whoever asked."""
     try:
-        move(context, _meant(context, command.job), command.host, Why.OPERATOR())
+        move(context, _meant(context, command), command.host, Why.OPERATOR())
     except Refused as error:
         context.state.refusals.append((command, error))
 
 
-def _meant(context: Context, name: str) -> Vm:
-    state = context.state
+def _meant(context: Context, command: Command) -> Vm:
+    state, name = context.state, command.job
     if name in state.vm_named:
         return state.vms[state.vm_named[name]]
     running = [one for one in state.attempts_of_job(name) if one.state is AttemptState.ALLOCATED]
     vms = [vm for attempt in running for vm in state.serving_vms_of(attempt)]
     if not vms:
-        raise Refused(f"there is no VM or running job {name}", hint="multiverse vms lists the VMs")
+        what = f"job {name} runs in no VM{perhaps_inside(state, command)}" if name[:1].isdigit() else f"no VM is {name}"
+        raise Refused(what, hint="multiverse vms lists the VMs and their jobs")
     if len(vms) > 1:
         named = ", ".join(f"{vm.name} on {vm.host}" for vm in vms)
         raise Refused(f"job {name} has several VMs: {named}", hint="name one of them: they move one at a time")

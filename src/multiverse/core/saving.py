@@ -42,7 +42,15 @@ def running(state: State, command: Command) -> Attempt:
         if attempt.state is AttemptState.ALLOCATED and command.uid in (None, attempt.uid):
             return attempt
     hint = "multiverse jobs shows which jobs do" if command.uid is None else "squeue --me shows your jobs"
-    raise Refused(f"job {command.job} runs in no VM", hint=hint)
+    raise Refused(f"job {command.job} runs in no VM{perhaps_inside(state, command)}", hint=hint)
+
+
+def perhaps_inside(state: State, command: Command) -> str:
+    """What a refusal adds for a job that may run in another partition, with VMs inside it. A user is told the same of
+    jobs of others."""
+    job = state.queue.jobs.get(command.job)
+    ours = job is not None and not job.at_origin and command.uid in (None, job.uid)
+    return "" if ours else " of its own (VMs inside a job are neither saved nor moved)"
 
 
 def save(context: Context, attempt: Attempt, asked: Reason, *, hold: bool = False) -> None:
