@@ -89,6 +89,7 @@ def test_the_last_run_of_a_job_that_was_saved_tells_of_all_of_them() -> None:
         "used 2.00 of 4 CPUs (50%) in 100 s, as measured at its VM; with its 2 earlier runs, 350 s and 311 CPU seconds"
         " in all"
     )
+    assert "; with its earlier run, 350 s and" in replace(one, runs=2).text
 
 
 # --- the store ------------------------------------------------------------------------------------

@@ -227,6 +227,18 @@ def test_a_running_job_is_told_when_it_is_saved(site: LimitedSite) -> None:
     assert "It is not saved ahead of its time limit: job 7 cannot be saved on host h1" in explained(site)
 
 
+def test_a_job_whose_save_was_undone_says_why_and_is_saved_at_its_limit_all_the_same(site: LimitedSite) -> None:
+    site.to_undoing()
+    site.freeze(False)
+    site.node(site.name, NodeState.BUSY)
+    site.done()
+    site.run()
+    assert not site.rows.saved
+    assert "It was not saved: it cannot. It is saved " in explained(site)
+    site.to_preparing()
+    assert "It was not saved" not in explained(site)
+
+
 def test_a_job_that_is_being_saved_or_waits_with_its_state_says_so(site: LimitedSite) -> None:
     site.to_preparing()
     assert "It is being saved (preparing): an operator asked for it." in explained(site)

@@ -350,7 +350,7 @@ def _stage(context: Context, attempt: Attempt, time: float) -> list[Reason | Non
         case A.ADDING_USER:
             return [Why.ADDING_USER(*where, time=time), _chosen(attempt)]
         case A.ALLOCATED:
-            later = (_at_its_limit(context, attempt), *_of_its_checkpoints(context, attempt))
+            later = (*_of_its_saves(context, attempt), *_of_its_checkpoints(context, attempt))
             return [_running(context, attempt, where, time), *later, _chosen(attempt, vms)]
         case A.RETURNING:
             return [Why.GOING_BACK(attempt.reason, time=time)]
@@ -374,15 +374,22 @@ def _running(context: Context, attempt: Attempt, where: Sequence[Reason], time: 
     return Why.HAS_RUN(*where, time=time, ends=job.ends)
 
 
-def _at_its_limit(context: Context, attempt: Attempt) -> Reason | None:
-    """What becomes of a running job that moves or is being saved, or that asks for that."""
-    job = context.scheduler.jobs.get(attempt.job.job_id) if context.world.scheduler else None
+def _of_its_saves(context: Context, attempt: Attempt) -> list[Reason | None]:
+    """What becomes of a running job that moves or is being saved, or that asks for that, and why it was not saved."""
     if moving := next((vm for vm in context.state.vms_of(attempt) if vm.state in MOVING_STATES), None):
         why = Why.IS_MOVING if moving.state is VmState.MOVING else Why.IS_SETTLING
-        return why(vm=moving.name, hosts=[place.host for place in moving.places])
+        return [why(vm=moving.name, hosts=[place.host for place in moving.places])]
     states = [one for one in context.state.saved_of_job(attempt.job.job_id) if one.job == attempt.job]
     if saved := next((one for one in states if not one.checkpoint), None):
-        return Why.IS_BEING_SAVED(saved.asked, step=saved.state)
+        return [Why.IS_BEING_SAVED(saved.asked, step=saved.state)]
+    note = attempt.note
+    undone = Why.WAS_NOT_SAVED(*note.because) if note and note.kind is Why.SAVE_UNDONE else None
+    return [undone, _at_its_limit(context, attempt)]
+
+
+def _at_its_limit(context: Context, attempt: Attempt) -> Reason | None:
+    """Whether and when a running job is saved that asks for it."""
+    job = context.scheduler.jobs.get(attempt.job.job_id) if context.world.scheduler else None
     if attempt.request.save is None or job is None or job.ref != attempt.job:
         return None
     if attempt.note and attempt.note.kind is Why.NOT_SAVED:

@@ -440,7 +440,17 @@ def _step_undoing(state: State, saved: Saved, vm: Vm | None, job: Job | None, wo
     latest = world.latest(saved.source)
     goes_on = seen is not None and not seen.frozen and latest is not None and latest.began > since
     if over or (goes_on and back and world.node_began(saved.vm_name) > since):
-        state.move(Change(replace(saved, state=S.GONE), Event.THAWED, saved.reason))
+        state.move(Change(replace(saved, state=S.GONE), Event.THAWED, saved.reason), *_undone(state, saved))
+
+
+def _undone(state: State, saved: Saved) -> list[Change]:
+    """The user of a job that goes on is told why it was not saved."""
+    if saved.checkpoint or saved.asked.kind is Why.FOUND_FROZEN:
+        return []
+    note = Why.SAVE_UNDONE(saved.reason)
+    running = (one for one in state.attempts_of_job(saved.job) if one.state is AttemptState.ALLOCATED)
+    untold = (one for one in running if one.note is None or one.note.kind is not Why.NOT_SAVED)
+    return [Change(replace(one, note=note), Event.NOTED, note) for one in untold]
 
 
 def _step_discarding(state: State, saved: Saved, world: World) -> None:

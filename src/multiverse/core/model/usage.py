@@ -153,5 +153,6 @@ class JobUsage:
             line += f"; {less[0]} CPU{'s' if less[0] > 1 else ''} and {less[1]} MiB would have sufficed"
         if self.runs > 1:
             seconds, cpu_s = self.earlier_s + self.seconds, self.earlier_cpu_s + max(self.cpu_s, self.counted_s)
-            line += f"; with its {self.runs - 1} earlier runs, {seconds:.0f} s and {cpu_s:.0f} CPU seconds in all"
+            earlier = f"{self.runs - 1} earlier runs" if self.runs > 2 else "earlier run"
+            line += f"; with its {earlier}, {seconds:.0f} s and {cpu_s:.0f} CPU seconds in all"
         return line
