@@ -9,9 +9,9 @@ import pytest
 from multiverse.core.context import Context
 from multiverse.core.errors import Broken, Refused
 from multiverse.core.model.host import Drain, Host
-from multiverse.core.model.job import JobState
+from multiverse.core.model.job import JobState, NodeState
 from multiverse.core.model.machine import MachineKind, why_other_machine
-from multiverse.core.model.vm import VmCondition, VmState
+from multiverse.core.model.vm import Vm, VmCondition, VmSeen, VmState
 from multiverse.core.moving import why_stay
 from multiverse.core.transition import Command, Done, EffectKind, Event
 from multiverse.service.hosts import Troubles, host_views
@@ -136,10 +136,67 @@ def refusal_of(site: Site, command: Command) -> Refused:
     return error
 
 
-def test_as_many_vms_move_at_once_as_the_site_permits() -> None:
-    site = ready()
-    site.policy = replace(site.policy, moves_at_once=0)
-    assert "as many VMs as may move at once" in order(site)
+class TwoJobs(Site):
+    """A second job runs in a VM on h1, and one VM moves from and to a host at a time."""
+
+    def __init__(self) -> None:
+        self.second: Vm | None = None
+        super().__init__()
+        self.policy = replace(self.policy, moves_at_once=1)
+        self.hosts = {name: replace(host, moves=KIND) for name, host in self.hosts.items()}
+        self.run(Command("drain", "h2", drain=Drain()))
+        self.job("8")
+        self.run()
+        (self.second,) = self.all_vms(2)
+        for step in (lambda name: None, self.node, lambda name: self.node(name, NodeState.BUSY)):
+            step(self.second.name)
+            self.ended(self.second.key)
+            self.run()
+        attempt = self.attempt(2)
+        self.job("8", state=JobState.RUNNING, nodes=(self.second.name,), gated=False, pinned=attempt.feature)
+        self.ended(attempt.key)
+        self.run()
+        self.run(Command("resume", "h2"))
+        assert self.states == [V.SERVING, V.SERVING] and {vm.host for vm in self.rows.vms.values()} == {"h1"}
+
+    @property
+    def states(self) -> list[VmState]:
+        return [vm.state for _, vm in sorted(self.rows.vms.items())]
+
+    def observe(self) -> None:
+        super().observe()
+        if self.second is not None:
+            made = self.rows.vms[self.second.id].state not in (V.PLANNED, V.PARKED)
+            latest = self.world.sources["h1"].latest
+            assert latest is not None and isinstance(latest.value.vms, dict)
+            condition = VmCondition.RUNNING if made else VmCondition.PARKED
+            latest.value.vms[self.second.name] = VmSeen(self.second.name, "h1", condition)
+
+    def end_move(self) -> None:
+        """Of the first VM, which is at h2 alone then."""
+        self.there = {"h2": VmCondition.RUNNING}
+        self.act()
+        self.run()
+        assert (self.vm.state, self.vm.host) == (V.SERVING, "h2")
+
+
+def test_a_vm_is_not_moved_while_as_many_move_as_the_site_permits() -> None:
+    site = TwoJobs()
+    assert not order(site) and site.states == [V.MOVING, V.SERVING]
+    assert "as many VMs as may move at once (move.at_once) move from or to host h1" in order(site, what="8")
+    assert site.states == [V.MOVING, V.SERVING]
+    site.end_move()
+    assert not order(site, what="8") and site.states == [V.SERVING, V.MOVING]
+
+
+def test_the_vms_of_a_host_that_is_to_be_emptied_wait_for_each_other() -> None:
+    site = TwoJobs()
+    site.run(Command("drain", "h1", drain=Drain(moves=True)))
+    site.run()
+    assert site.states == [V.MOVING, V.SERVING]
+    site.end_move()
+    site.run()
+    assert site.states == [V.SERVING, V.MOVING]
 
 
 def test_a_host_that_is_to_be_emptied_is_and_one_that_is_drained_alone_is_not() -> None:
