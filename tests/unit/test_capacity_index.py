@@ -264,6 +264,21 @@ def test_hosts_with_a_template_ready_are_kept_apart_while_they_are_in_sight() ->
     assert not len(one.ready_with("slim", "", Size(1, 256))) and list(one.hosts) == ["h2"]
 
 
+@pytest.mark.parametrize("ready", ["h1", "h2"])
+def test_a_template_is_ready_on_a_host_of_which_nothing_else_is_known_yet(ready: str) -> None:
+    """As after a restart: what is free there is computed last. On another host of the class it is not ready."""
+    index, size = CapacityIndex(), Size(1, 256)
+    index.follow({name: host(name) for name in ("h1", "h2")})
+    for name in (ready, "h1", "h2"):
+        index.set_ready(TemplateKey(name, "slim", size), ready=name == ready)
+    for name in ("h1", "h2"):
+        index.set_free(name, [1, 1, 1, 0])
+    (one,) = index.classes.values()
+    assert list(one.ready_with("slim", "", size)) == [ready]
+    index.set_ready(TemplateKey(ready, "slim", size), ready=False)
+    assert one.ready == {("slim", ""): {}}, "nothing is kept of sizes that no host has ready"
+
+
 def test_what_time_alone_changes_is_computed_again_when_its_time_has_come() -> None:
     index = CapacityIndex()
     index.follow({name: host(name) for name in ("h1", "h2")})

@@ -374,7 +374,8 @@ class CapacityIndex:
         elif (known := by_size.get(which.size)) is not None:
             known.drop(which.host)
             self._groups_of[which.host].discard(known)
-            if not len(known):
+            # What is free on a host may not be known yet: it is in no group, and may have its template ready.
+            if not len(known) and not any(known in self._groups_of[name] for name in kind.names):
                 del by_size[which.size]
 
     def set_free(self, name: str, free: Free) -> None:

@@ -305,7 +305,7 @@ def index_of(context: Context) -> CapacityIndex:
     for host in index.arrived:
         index.stale_templates.update(row.which for row in state.templates_on(host))
     index.arrived.clear()
-    for which in index.stale_templates:
+    for which in sorted(index.stale_templates):
         row = state.template_for(which)
         index.set_ready(which, ready=row is not None and row.state is TemplateState.READY)
     index.stale_templates.clear()
