@@ -173,6 +173,11 @@ class Served:
         seen = self.host.observe().vms[name]
         return {"users": seen.users_added, "size": str(seen.size), "disk": seen.disk, "token": seen.token}
 
+    def is_moving(self, name: str) -> bool:
+        """Whether a move of the VM from here has not ended yet."""
+        known = manifest.read(self.host.config.vms / name)
+        return known is not None and known.moving is not None
+
     def destroy(self, name: str) -> None:
         self.host.destroy(name, 0.0)
 

@@ -137,6 +137,7 @@ def stays(hosts: MovingHosts, spec: Specification) -> None:
     goes_on(hosts, spec, "a")
     until("what had come is removed", lambda: spec.name not in hosts.b.call("observe"), 60)
     is_gone(hosts, spec, hosts.b)
+    until("the move has ended", lambda: not hosts.a.call("is_moving", name=spec.name), 60)
     hosts.move(spec, hosts.a, hosts.b)
     goes_on(hosts, spec, "b")
 
