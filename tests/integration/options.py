@@ -295,6 +295,16 @@ GROUPS = (
                 "test_a_job_is_saved_at_its_time_limit_and_others_wait_for_its_end",
             ),
             tested(
+                "--comment=vm:save,restart",
+                "a job that cannot go on with its state begins anew, and is not held",
+                "test_a_job_whose_user_agreed_begins_anew_by_itself",
+            ),
+            refused(
+                "--comment=vm:restart alone",
+                "vm:restart in --comment is for jobs that are saved: give vm:save,restart",
+                "--comment=vm:restart",
+            ),
+            tested(
                 "--comment=vm:checkpoint=TIME, vm:checkpoint=TIME,shared-files",
                 "the state of the job is written while it runs; if its VM is lost, it goes on from the last one",
                 "test_a_job_goes_on_from_the_checkpoint_that_it_asked_for",
@@ -322,6 +332,25 @@ GROUPS = (
                 "jobs of several VMs cannot be saved (vm:save), and this one would have 2: submit with --nodes=1",
                 "--comment=vm:save",
                 "--nodes=2",
+            ),
+            refused(
+                "srun --comment=vm:save",
+                "jobs of srun and salloc cannot be saved (vm:save): submit with sbatch",
+                "srun",
+                "--comment=vm:save",
+                "true",
+            ),
+            refused(
+                "salloc --comment=vm:save",
+                "jobs of srun and salloc cannot be saved (vm:save): submit with sbatch",
+                "salloc",
+                "--comment=vm:save",
+                "true",
+            ),
+            denied(
+                "--comment=vm:save with --open-mode=truncate",
+                "the job must append to its output; since 24.11 the command line is looked at as it is saved",
+                "test_a_job_that_truncates_its_output_cannot_ask_to_be_saved",
             ),
             refused(
                 "--comment=vm:save=TIME beyond half of --time",
@@ -593,7 +622,11 @@ GROUPS = (
             tested("-H, --hold", "no VM is created before the release", "test_a_held_job_is_changed_and_released"),
             tested("--nice", "orders the jobs at the gate", "test_a_job_with_a_nice_value_starts_after_others"),
             tested("--priority", "by Slurm's rule only operators may", "test_root_submits_for_a_user"),
-            tested("--requeue", "each run has new VMs", "test_a_running_job_is_updated_suspended_and_requeued"),
+            tested(
+                "--requeue",
+                "each run has new VMs; one of a job that was saved, or has a checkpoint, goes on from there",
+                "test_a_running_job_is_updated_suspended_and_requeued",
+            ),
             tested("--no-requeue", "a lost VM ends the job", "test_a_job_that_must_not_be_requeued_ends_with_its_vm"),
             tested(
                 "-k, --no-kill",
@@ -656,7 +689,7 @@ GROUPS = (
             honoured("--propagate", "limits of the submitting shell", "plain", ".* stack=4096 .*"),
             honoured("-i, --input", "", "plain", "given"),
             tested("-o, --output, -e, --error", "with Slurm's patterns", "test_files_are_named_by_slurms_patterns"),
-            honoured("--open-mode", "", "plain", "before"),
+            honoured("--open-mode", "a job with `truncate` cannot be saved", "plain", "before"),
             tested("--mail-type, --mail-user", "sent by slurmctld", "test_mail_is_sent"),
             tested("--acctg-freq", "steps are sampled in the VM", "test_a_step_is_sampled_at_the_requested_interval"),
             refused(
@@ -754,6 +787,11 @@ GROUPS = (
                 "test_a_held_job_is_changed_and_released",
             ),
             denied(
+                "update of the words of a job's comment that begin with `vm:`",
+                "cancel the job and submit it again",
+                "test_users_cannot_update_what_multiverse_sets",
+            ),
+            denied(
                 "update of a job's features, partition and nodes",
                 "Multiverse sets them: cancel the job and submit it again",
                 "test_users_cannot_update_what_multiverse_sets",
@@ -780,7 +818,11 @@ GROUPS = (
                 "the job goes on running",
                 "test_a_running_job_is_updated_suspended_and_requeued",
             ),
-            tested("requeue of a running job", "in a new VM", "test_a_running_job_is_updated_suspended_and_requeued"),
+            tested(
+                "requeue of a running job",
+                "in a new VM; a job with a checkpoint goes on from the last one",
+                "test_a_running_job_is_updated_suspended_and_requeued",
+            ),
             tested(
                 "requeuehold of a running job",
                 "the job waits without a VM until its release",

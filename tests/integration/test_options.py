@@ -135,11 +135,19 @@ def test_no_option_of_sbatch_srun_or_salloc_is_missing(lab: LabUnderTest) -> Non
 def test_a_refused_option_is_named_in_the_message(board: Board, row: Option) -> None:
     needs_its_release(row, board.lab)
     words = [filled(word, board) for word in row.command]
-    command = words if words[0] == "srun" else ["sbatch", *words, "--begin=now+1hour", "--wrap=true"]
+    command = words if words[0] in ("srun", "salloc") else ["sbatch", *words, "--begin=now+1hour", "--wrap=true"]
     done = board.lab.run(*command, user=board.lab.user, check=False)
     assert re.search(re.escape(row.message), done.stderr), done.stderr
     assert "Unspecified error" not in done.stderr, "the last line says of what kind the error is"
     assert done.returncode != 0 or "Ignoring" in row.message
+
+
+def test_a_job_that_truncates_its_output_cannot_ask_to_be_saved(board: Board) -> None:
+    script = board.home / "truncates"
+    script.write_text("#!/bin/sh\n#SBATCH --open-mode=truncate --comment=vm:save\ntrue\n")
+    done = board.lab.run("sbatch", str(script), user=board.lab.user, check=False)
+    assert "a job that is saved appends to its output (vm:save): submit without --open-mode=truncate" in done.stderr
+    assert done.returncode != 0
 
 
 HONOURED = [row for row in ROWS if row.job]
@@ -245,6 +253,7 @@ def test_users_cannot_update_what_multiverse_sets(board: Board) -> None:
         "NumNodes=99",
         "DelayBoot=5",
         "AdminComment=mine",
+        "Comment=vm:save",
     ):
         done = board.update("fixed", change)
         assert done.returncode != 0 and "Unspecified error" not in done.stderr, change

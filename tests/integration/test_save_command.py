@@ -37,9 +37,9 @@ ASKS = (
 COUNTS = f"for i in $(seq 8); do echo count $i; sleep 0.5; done; {'; '.join(ASKS)}; exit 5"
 
 
-def running(lab: LabUnderTest, client: Client, script: str = COUNTS) -> tuple[str, Path]:
+def running(lab: LabUnderTest, client: Client, script: str = COUNTS, comment: str = "") -> tuple[str, Path]:
     """A job that has written its first line, and its output."""
-    job = lab.sbatch(script, "--output=saved-%j.txt")
+    job = lab.sbatch(script, "--output=saved-%j.txt", f"--comment={comment}")
     output = lab.user.home / f"saved-{job}.txt"
     until("its script runs", lambda: output.exists() and "count 1" in output.read_text())
     return job, output

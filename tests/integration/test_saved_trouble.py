@@ -42,9 +42,9 @@ def read_only(place: Path) -> Iterator[None]:
         subprocess.run(["umount", "-l", str(place)], check=True)
 
 
-def saved(lab: LabUnderTest, client: Client) -> tuple[str, Path]:
+def saved(lab: LabUnderTest, client: Client, comment: str = "") -> tuple[str, Path]:
     """A job that is saved and held, and its output."""
-    job, output = running(lab, client)
+    job, output = running(lab, client, comment=comment)
     client.save(job, hold=True)
     until("it is saved", lambda: stored(client, job))
     until("its VM is gone", lambda: not client.vms())
@@ -122,6 +122,17 @@ def test_a_job_begins_anew_without_its_state_only_if_somebody_says_so(lab: LabUn
     assert "is missing" in held_by_damage(lab, client, job)
     output.write_text("")
     client.resume(job, anew=True)
+    ended(client, job, "done")
+    assert output.read_text().splitlines()[:8] == [f"count {number}" for number in range(1, 9)]
+    assert accounted(lab, job) == ("FAILED", "5:0") and client.saved() == []
+    nothing_left(lab, client)
+
+
+def test_a_job_whose_user_agreed_begins_anew_by_itself(lab: LabUnderTest, client: Client) -> None:
+    job, output = saved(lab, client, "vm:save,restart")
+    shutil.rmtree(next((lab.where.root / "saved").glob("[!.]*")))
+    output.write_text("")
+    client.resume(job)
     ended(client, job, "done")
     assert output.read_text().splitlines()[:8] == [f"count {number}" for number in range(1, 9)]
     assert accounted(lab, job) == ("FAILED", "5:0") and client.saved() == []

@@ -49,7 +49,8 @@ def test_every_manual_page_can_be_formatted() -> None:
 
 
 def test_each_row_of_the_page_of_options_has_a_test() -> None:
-    files = (ROOT / "tests/integration" / name for name in ("test_options.py", "test_hosts.py", "test_save_command.py"))
+    names = ("options", "hosts", "save_command", "saved_trouble")
+    files = (ROOT / f"tests/integration/test_{name}.py" for name in names)
     tests = set(re.findall(r"def (test_\w+)", "".join(file.read_text() for file in files)))
     for row in (row for group in GROUPS for row in group.rows):
         assert bool(row.test) + bool(row.command) + bool(row.job) == 1, row.names
