@@ -259,6 +259,23 @@ def test_a_job_that_is_held_with_its_state_says_how_it_goes_on(site: LimitedSite
     assert "held" not in explained(site), "its user has released it by Slurm's own command"
 
 
+def test_a_job_that_is_held_because_its_state_was_lost_says_so_also_when_nothing_is_left_of_that(
+    site: LimitedSite,
+) -> None:
+    site.to_writing()
+    name = site.name
+    site.vms.clear()
+    for _ in range(4):
+        site.run()
+        site.clear()
+    site.restart(1, held=True, eligible=False)
+    for _ in range(3):
+        site.run()
+    assert not site.rows.saved
+    assert "it is held" in explained(site)
+    assert f"Before that: its VM {name} was lost before its state was complete." in explained(site)
+
+
 def test_a_user_saves_and_resumes_own_jobs_and_learns_nothing_of_others(site: LimitedSite) -> None:
     theirs = Command("save", job="7", uid=1001, hold=True)
     site.run(theirs)

@@ -343,7 +343,14 @@ def _step_holding(state: State, saved: Saved, job: Job | None, world: World) -> 
         state.move(abandon(saved, why))
     elif job is not None and job.held and world.job_began(job.ref.job_id) > saved.since:
         held = replace(saved, state=S.DISCARDING if saved.ends else S.STORED)
-        state.move(Change(held, Event.ABANDONED if saved.ends else Event.HELD, saved.reason))
+        told = _tell_waiting(state, saved) if saved.ends else []
+        state.move(Change(held, Event.ABANDONED if saved.ends else Event.HELD, saved.reason), *told)
+
+
+def _tell_waiting(state: State, saved: Saved) -> list[Change]:
+    """The user of a held job is told why it cannot go on, also once no row of its state is left."""
+    waiting = (one for one in state.attempts_of_job(saved.job.job_id) if one.state is AttemptState.QUEUED)
+    return [Change(replace(one, note=saved.reason), Event.NOTED, saved.reason) for one in waiting]
 
 
 def _step_stored(state: State, saved: Saved, job: Job | None, world: World, policy: Policy) -> None:
