@@ -17,7 +17,7 @@ from multiverse.core.errors import Broken, Refused
 from multiverse.core.model.saved import SavedState
 from multiverse_lab.lab import lifecycle
 from multiverse_lab.lab.plan import LabOptions
-from multiverse_lab.lab.services import AGENT, CONTROLLER
+from multiverse_lab.lab.services import AGENT, CONTROLLER, SERVICES
 from tests.integration.conftest import LabUnderTest, StartDaemon, more_settings
 from tests.integration.restarting_daemon import attempt_is
 from tests.integration.watch import accounted, ended, latest, nothing_left, qemu_of, until
@@ -28,12 +28,14 @@ ASKS = (
     "hostname",
     "srun -w $SLURMD_NODENAME hostname",
     "srun --overcommit -n2 hostname",
-    "mpirun -n 1 hostname",
+    "mpirun -n 2 --oversubscribe hostname",
     "scontrol show hostnames",
     "sbcast -f $0 /tmp/copy && cmp -s $0 /tmp/copy && hostname",
-    "sbatch --test-only --wrap true 2>/dev/null && hostname",
+    "other=$(sbatch --parsable --hold --wrap true) && scancel $other && hostname",
 )
-"""What a resumed script runs, and is told: each prints the name of its node, one of them twice."""
+"""What a resumed script runs, and is told: each prints the name of its node, and two of them twice."""
+ANSWERS = len(ASKS) + 2
+"""The lines that they print."""
 COUNTS = f"for i in $(seq 8); do echo count $i; sleep 0.5; done; {'; '.join(ASKS)}; exit 5"
 
 
@@ -53,7 +55,7 @@ def ended_once(lab: LabUnderTest, client: Client, job: str, output: Path) -> Non
     ended(client, job, "done")
     lines = output.read_text().splitlines()
     assert lines[:8] == [f"count {number}" for number in range(1, 9)]
-    assert len(set(lines[8:])) == 1 and len(lines) == 8 + len(ASKS) + 1, lines
+    assert len(set(lines[8:])) == 1 and len(lines) == 8 + ANSWERS, lines
     assert accounted(lab, job) == ("FAILED", "5:0")
 
 
@@ -93,12 +95,13 @@ def test_a_saved_job_goes_on_where_it_stopped(lab: LabUnderTest, client: Client,
     until("each run has its end", lambda: ends.exists() and ends.read_text().splitlines() == [f"{job} {vm}"] * 2)
 
 
-def test_a_held_job_is_resumed_after_a_restart_of_controller_and_agent(lab: LabUnderTest, client: Client) -> None:
+def test_a_held_job_is_resumed_after_all_daemons_were_restarted(lab: LabUnderTest, client: Client) -> None:
     job, output = running(lab, client)
     client.save(job, hold=True)
     until("it is saved", lambda: stored(client, job))
     until("its VM is gone", lambda: not client.vms())
-    for service in (CONTROLLER, AGENT):
+    (slurmctld,) = (service for service in SERVICES if service.name == "slurmctld")
+    for service in (CONTROLLER, AGENT, slurmctld):
         asyncio.run(service.stop(lab.where))
     asyncio.run(lifecycle.up(lab.where, LabOptions()))
     assert stored(client, job)
@@ -187,7 +190,12 @@ before, it forgets that the job began, and begins it anew."""
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("when", "killed"),
-    [("before", "controller"), ("after", "controller"), ("after", "agent"), ("after", "slurmctld")],
+    [
+        ("before", "controller"),
+        ("after", "controller"),
+        ("after", "agent"),
+        ("after", "slurmctld"),
+    ],
 )
 def test_a_job_goes_on_once_though_a_daemon_is_killed_at_each_step(
     lab: LabUnderTest, start_daemon: StartDaemon, when: str, killed: str
@@ -228,7 +236,7 @@ def test_a_job_goes_on_from_the_checkpoint_that_it_asked_for(lab: LabUnderTest, 
         ended(client, job, "done")
         lines = output.read_text().splitlines()
         assert lines[:24] == [f"count {number}" for number in range(1, 25)]
-        assert len(set(lines[24:])) == 1 and len(lines) == 24 + len(ASKS) + 1, lines
+        assert len(set(lines[24:])) == 1 and len(lines) == 24 + ANSWERS, lines
         assert accounted(lab, job) == ("FAILED", "5:0")
         until("nothing is left of it", lambda: client.saved() == [])
         assert not list((lab.where.root / "saved").glob("[!.]*"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,7 +20,7 @@ from multiverse_lab.lab import lifecycle
 from tests.integration.conftest import LabUnderTest, more_settings
 from tests.integration.test_save_command import running, stored
 from tests.integration.test_users import command
-from tests.integration.watch import accounted, ended, latest, nothing_left, until
+from tests.integration.watch import accounted, ended, kill, latest, nothing_left, qemu_of, until
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
@@ -292,3 +293,50 @@ def test_accounting_shows_each_run_and_its_user_the_sum_of_all(lab: LabUnderTest
 
     last, seconds, cpu_seconds = map(int, until("its user is told", told).groups())
     assert seconds > last and cpu_seconds > 0
+
+
+@contextmanager
+def held_back(program: Path, place: Path) -> Iterator[Path]:
+    """A program waits while the context lasts, and then works as ever. The file that it makes as it is started."""
+    began, goes_on, original, stand_in = (place / name for name in ("began", "goes-on", "original", "stand-in"))
+    shutil.copy(program, original)
+    waits = f"touch {began}; until [ -e {goes_on} ]; do sleep 0.1; done"
+    stand_in.write_text(f'#!/bin/sh\n{waits}; exec {original} "$@"\n')
+    stand_in.chmod(0o755)
+    subprocess.run(["mount", "--bind", str(stand_in), str(program)], check=True)
+    try:
+        yield began
+    finally:
+        subprocess.run(["umount", "-l", str(program)], check=True)
+        goes_on.touch()
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_job_whose_vm_dies_while_its_state_is_written_begins_anew_once_and_if_its_user_agrees(
+    lab: LabUnderTest, client: Client, tmp_path: Path, restarts: bool
+) -> None:
+    comment = "vm:save,restart" if restarts else ""
+    runs = lab.user.home / "runs.txt"
+    job = lab.sbatch(f"echo begins >> {runs}; {WAITS}; exit 5", f"--comment={comment}", "--output=saved.txt")
+    says(runs, "begins")
+    (vm,) = client.vms()
+    with held_back(Path("/usr/bin/zstd"), tmp_path) as began:
+        client.save(job)
+        until("its state is being written", began.exists)
+        assert [one["state"] for one in client.saved()] == ["writing"]
+        kill(qemu_of(vm["name"]))
+    if not restarts:
+        reason = lambda: lab.run("squeue", "-h", "-j", job, "-o", "%r").stdout.strip()  # noqa: E731
+        until("it is held", lambda: reason() == "JobHeldUser")
+        until("its state is given up", lambda: client.saved() == [])
+        until("its VM is gone", lambda: not client.vms())
+        told = lambda: str(client.explain(job)["jobs"][0]["text"])  # noqa: E731
+        until("that is explained", lambda: f"its VM {vm['name']} was lost before its state was complete" in told())
+        assert runs.read_text() == "begins\n"
+        lab.run("scontrol", "release", job, user=lab.user)
+    until("it begins anew", lambda: runs.read_text() == "begins\nbegins\n")
+    (lab.user.home / "go").touch()
+    ended(client, job, "done")
+    assert runs.read_text() == "begins\nbegins\n" and accounted(lab, job) == ("FAILED", "5:0")
+    assert client.saved() == [] and not list((lab.where.root / "saved").glob("*mv*"))
+    nothing_left(lab, client)
