@@ -193,6 +193,7 @@ before, it forgets that the job began, and begins it anew."""
     [
         ("before", "controller"),
         ("after", "controller"),
+        ("before", "agent"),
         ("after", "agent"),
         ("after", "slurmctld"),
     ],
