@@ -8,7 +8,10 @@ import json
 import os
 import pwd
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -34,16 +37,25 @@ _FIRST = 900  # the place of the first VM's address in the lab's network
 
 @dataclass
 class SavedJob:
-    """A job of the lab and its VM."""
+    """A job of the lab and its VMs: the script runs in the first one."""
 
     id: str
-    vm: str
-    mac: str
-    address: str
     node: Size
-    spec: Specification
+    specs: list[Specification]
     runs: int = 1
     seconds: dict[str, float] = field(default_factory=dict)  # that each step took last
+
+    @property
+    def spec(self) -> Specification:
+        return self.specs[0]
+
+    @property
+    def vm(self) -> str:
+        return self.spec.name
+
+    @property
+    def vms(self) -> list[str]:
+        return [spec.name for spec in self.specs]
 
 
 class Saver:
@@ -60,32 +72,44 @@ class Saver:
         self._jobs: list[SavedJob] = []
 
     def run(
-        self, script: str, *options: str, memory: int = 100, cpus: int = 1, kind: CloneKind = CloneKind.INSTANT
-    ) -> SavedJob:
-        """Submit a script of bash, and run it in a VM of its own."""
-        wanted = (f"--mem={memory}", f"--cpus-per-task={cpus}", "--requeue", "-o", "out.txt", *options)
+        self, script: str, *options: str, memory: int = 100, cpus: int = 1, kind: CloneKind = CloneKind.INSTANT,
+        vms: int = 1, image: str = "slim",
+    ) -> SavedJob:  # fmt: skip
+        """Submit a script of bash, and run it in VMs of its own."""
+        wanted = (
+            f"--nodes={vms}",
+            f"--mem={memory}",
+            f"--cpus-per-task={cpus}",
+            "--requeue",
+            "-o",
+            "out.txt",
+            *options,
+        )
         path = self.lab.user.home / f"script-{time.monotonic_ns()}"
         path.write_text(f"#!/bin/bash\n{script}\n")
         path.chmod(0o755)
         (self.lab.user.home / "out.txt").unlink(missing_ok=True)
         done = self.lab.run("sbatch", "--parsable", *wanted, str(path), user=self.lab.user, check=False)
         assert done.returncode == 0, done.stderr
-        self._serial += 1
         network = ipaddress.IPv4Network(self.settings.network.subnet)
         base = self.settings.qemu.base_memory
         needed = base + (0 if memory + EXTRA <= base - 100 else -(-(memory + 128) // 128) * 128)
-        template = TemplateKey(self.settings.host.name, "slim", Size(1, base)) if kind is CloneKind.INSTANT else None
+        template = TemplateKey(self.settings.host.name, image, Size(1, base)) if kind is CloneKind.INSTANT else None
         if template is not None:
             self.host.build_template(template, lambda: False)
-        name = f"mv{SITE}-{self._serial}"
-        spec = Specification(
-            name=name, host=self.settings.host.name, image="slim", kind=kind, size=Size(cpus, needed),
-            mac=f"02:00:5e:01:{os.getpid() % 256:02x}:{self._serial:02x}", template=template, token=f"t{self._serial}",
-            address=f"{network[_FIRST + self._serial]}/{network.prefixlen}", bridge=self.settings.qemu.bridge,
-        )  # fmt: skip
-        job = SavedJob(done.stdout.strip(), name, spec.mac, spec.address, Size(cpus, memory + EXTRA), spec)
+        specs = []
+        for _ in range(vms):
+            self._serial += 1
+            specs.append(Specification(
+                name=f"mv{SITE}-{self._serial}", host=self.settings.host.name, image=image, kind=kind,
+                size=Size(cpus, needed), mac=f"02:00:5e:01:{os.getpid() % 256:02x}:{self._serial:02x}",
+                template=template, token=f"t{self._serial}", bridge=self.settings.qemu.bridge,
+                address=f"{network[_FIRST + self._serial]}/{network.prefixlen}",
+            ))  # fmt: skip
+        job = SavedJob(done.stdout.strip(), Size(cpus, memory + EXTRA), specs)
         self._jobs.append(job)
-        self.host.create(spec)
+        for spec in specs:
+            self.host.create(spec)
         self._join(job)
         return job
 
@@ -100,25 +124,41 @@ class Saver:
         self._node(job, "State=DRAIN", "Reason=saving")
         if behind:
             self._set_clock(job, -behind)
-        self.ask(job, protocol.freeze_message(20.0), "frozen")
+        self._each(job, self.freeze)
         if behind:
             self._set_clock(job, 0.0)
         step("frozen")
-        self.ask(job, protocol.CUT, "cut")
+        self._each(job, lambda spec: self.ask(spec.name, protocol.CUT, "cut"))
         step("cut")
         self.lab.run("scontrol", "requeue", "Incomplete", job.id)
         until(f"job {job.id} is requeued", lambda: self.state(job) == "PENDING", 30)
         step("requeued")
-        if keep:
-            for _ in range(2):
-                with pytest.raises(Exhausted):
-                    self.host.save(job.vm, job.spec.token, self._name(job), self.key)
-            self.host.keep(job.vm, job.spec.token, self._name(job))
-        else:
-            self.host.save(job.vm, job.spec.token, self._name(job), self.key)
+        self._each(job, partial(self._keep if keep else self._write, job))
         step("saved")
-        self.host.destroy(job.vm, 0.0, job.spec.token)
+        self._each(job, lambda spec: self.host.destroy(spec.name, 0.0, spec.token))
         self._delete(job)
+
+    def freeze(self, spec: Specification) -> None:
+        """Freeze the processes of a VM's job."""
+        script = any(job.spec is spec for job in self._jobs)
+        self.ask(spec.name, protocol.freeze_message(20.0, script=script), "frozen")
+
+    def thaw(self, job: SavedJob) -> None:
+        self._each(job, lambda spec: self.host.thaw(spec.name, spec.token))
+
+    def _each(self, job: SavedJob, do: Callable[[Specification], object]) -> None:
+        """Do something with all VMs of a job at the same time."""
+        with ThreadPoolExecutor(len(job.specs)) as pool:
+            list(pool.map(do, job.specs))
+
+    def _write(self, job: SavedJob, spec: Specification) -> None:
+        self.host.save(spec.name, spec.token, self._name(job, spec), self.key)
+
+    def _keep(self, job: SavedJob, spec: Specification) -> None:
+        for _ in range(2):
+            with pytest.raises(Exhausted):
+                self._write(job, spec)
+        self.host.keep(spec.name, spec.token, self._name(job, spec))
 
     def checkpoint(self, job: SavedJob, *, shared_files: bool = False) -> list[Stage]:
         """Write the state of the job, which goes on."""
@@ -127,7 +167,7 @@ class Saver:
 
     def lose(self, job: SavedJob) -> None:
         """End the job's VM as if its host had failed, and let Slurm queue the job again."""
-        self.host.destroy(job.vm, 0.0, job.spec.token)
+        self._each(job, lambda spec: self.host.destroy(spec.name, 0.0, spec.token))
         self._node(job, "State=DOWN", "Reason=lost")
         until(f"job {job.id} is requeued", lambda: self.state(job) == "PENDING", 30)
         self._delete(job)
@@ -135,12 +175,13 @@ class Saver:
     def restore(self, job: SavedJob) -> list[Stage]:
         """Restore the job's VM and its node, and let the job's next run attach to it."""
         began = time.monotonic()
-        spec = replace(job.spec, template=None, saved=self._name(job), key=self.key)
+        saved = [replace(one, template=None, saved=self._name(job, one), key=self.key) for one in job.specs]
         job.runs += 1
-        stages = self.host.create(spec)
+        with ThreadPoolExecutor(len(saved)) as pool:
+            stages = next(iter(pool.map(self.host.create, saved)))
         job.seconds["restored"] = time.monotonic() - began
         stages += self._join(job, began)
-        self.host.thaw(job.vm, job.spec.token)
+        self.thaw(job)
         job.seconds["attached"] = time.monotonic() - began
         return stages
 
@@ -180,16 +221,19 @@ class Saver:
         lines = self.lab.run("sacct", "-nPD", "-j", job.id, "-o", ",".join(keys)).stdout.splitlines()
         return [dict(zip(keys, line.split("|"), strict=True)) for line in lines]
 
-    def ask(self, job: SavedJob, line: bytes, answer: str) -> protocol.Report:
-        return self.host._context.connections.started_channel(job.vm).ask(line, answer, _ANSWER)
+    def ask(self, vm: str, line: bytes, answer: str) -> protocol.Report:
+        report = self.host._context.connections.started_channel(vm).ask(line, answer, _ANSWER, or_else="refused")
+        assert report.type == answer, report
+        return report
 
     def close(self) -> None:
         for job in self._jobs:
             self.lab.run("scancel", job.id, check=False)
         for job in self._jobs:
-            for runs in range(1, job.runs + 1):
-                self.host.discard(f"{job.vm}-{runs}")
-            self.host.destroy(job.vm, 0.0)
+            for vm in job.vms:
+                for runs in range(1, job.runs + 1):
+                    self.host.discard(f"{vm}-{runs}")
+                self.host.destroy(vm, 0.0)
             self._delete(job)
         self.host.close()
 
@@ -197,27 +241,40 @@ class Saver:
         """Where the files of the job's state are."""
         return self.settings.save.directory / self._name(job)
 
-    def _name(self, job: SavedJob) -> str:
-        return f"{job.vm}-{job.runs}"
+    def _name(self, job: SavedJob, spec: Specification | None = None) -> str:
+        return f"{(spec or job.spec).name}-{job.runs}"
 
     def _join(self, job: SavedJob, began: float = 0.0) -> list[Stage]:
-        """Start the VM, and give its node the job."""
+        """Start the VMs, and give their nodes the job. The one with the script joins before the others: the script of
+        a job runs on the node that Slurm has known for longest."""
         tag = f"mv_{job.vm.rpartition('-')[2]}{job.runs}"
-        features = ("slim", "instant", tag)
-        node = NodeSpec(job.vm, job.address, job.node, features, tag, "slim", resumed=job.runs - 1)
-        identity = Identity(
-            hostname=job.vm, mac=job.mac, address=job.address, gateway=self.settings.network.gateway,
-            machine_id=f"{self._serial:032x}", users=(self._own_user(),), mounts=self.settings.mounts,
-            peers=self.settings.network.hosts, bootstrap=asyncio.run(self.scheduler.bootstrap(node)),
-        )  # fmt: skip
-        stages = self.host.start(job.vm, job.spec.size, identity, job.spec.token)
-        job.seconds["woken"] = time.monotonic() - began
-        until("the node is idle", lambda: self._node_state(job) == "idle", 60)
+        stages = []
+        for specs in ([job.spec], job.specs[1:]) if job.runs > 1 else [job.specs]:
+            with ThreadPoolExecutor(len(job.specs)) as pool:
+                for each in pool.map(partial(self._start, job, tag), specs):
+                    stages += each
+            names = [spec.name for spec in specs]
+            until("the nodes are idle", lambda: {self._node_state(vm) for vm in names} <= {"idle"}, 60)  # noqa: B023
         job.seconds["joined"] = time.monotonic() - began
         asyncio.run(self._pin(job, tag))
         until(f"job {job.id} runs", lambda: self.state(job) == "RUNNING", 60)
+        first = self.lab.run("squeue", "-ha", "-j", job.id, "-O", "BatchHost:99").stdout.strip()
+        assert job.runs == 1 or first == job.vm
+        job.specs.sort(key=lambda spec: spec.name != first)
         job.seconds["running"] = time.monotonic() - began
         return stages
+
+    def _start(self, job: SavedJob, tag: str, spec: Specification) -> list[Stage]:
+        features = (spec.image, "instant", tag)
+        peers = tuple((one.name, one.address.partition("/")[0]) for one in job.specs if one is not spec)
+        node = NodeSpec(spec.name, spec.address, job.node, features, tag, spec.image, peers=peers, resumed=job.runs - 1)
+        identity = Identity(
+            hostname=spec.name, mac=spec.mac, address=spec.address, gateway=self.settings.network.gateway,
+            machine_id=f"{int(spec.name.rpartition('-')[2]):032x}", users=(self._own_user(),),
+            mounts=self.settings.mounts, peers=(*self.settings.network.hosts, *peers),
+            bootstrap=asyncio.run(self.scheduler.bootstrap(node)),
+        )  # fmt: skip
+        return self.host.start(spec.name, spec.size, identity, spec.token)
 
     async def _pin(self, job: SavedJob, tag: str) -> None:
         found = (await self.scheduler.observe()).jobs[job.id]
@@ -227,7 +284,8 @@ class Saver:
     def _set_clock(self, job: SavedJob, more: float) -> None:
         message = json.loads(protocol.add_user_message(self._own_user()))
         message["time"] += more
-        self.ask(job, json.dumps(message).encode() + b"\n", "user_added")
+        line = json.dumps(message).encode() + b"\n"
+        self._each(job, lambda spec: self.ask(spec.name, line, "user_added"))
 
     def _own_user(self) -> User:
         entry = pwd.getpwuid(self.lab.user.uid)
@@ -235,15 +293,15 @@ class Saver:
                     ((entry.pw_name, entry.pw_gid),))  # fmt: skip
 
     def _node(self, job: SavedJob, *values: str) -> None:
-        self.lab.run("scontrol", "update", f"NodeName={job.vm}", *values, check=False)
+        self.lab.run("scontrol", "update", f"NodeName={','.join(job.vms)}", *values, check=False)
 
-    def _node_state(self, job: SavedJob) -> str:
-        return self.lab.run("sinfo", "-haN", "-n", job.vm, "-o", "%t").stdout.split("\n")[0].strip()
+    def _node_state(self, vm: str) -> str:
+        return self.lab.run("sinfo", "-haN", "-n", vm, "-o", "%t").stdout.split("\n")[0].strip()
 
     def _delete(self, job: SavedJob) -> None:
         def delete() -> bool:
             self._node(job, "State=DOWN", "Reason=gone")
-            self.lab.run("scontrol", "delete", f"nodename={job.vm}", check=False)
-            return not self._node_state(job)
+            self.lab.run("scontrol", "delete", f"nodename={','.join(job.vms)}", check=False)
+            return not any(map(self._node_state, job.vms))
 
-        until(f"the node {job.vm} is deleted", delete, 60)
+        until(f"the nodes of job {job.id} are deleted", delete, 60)

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from multiverse.drivers.slurm.site.conf import seconds_of
-from multiverse.guest import protocol
 from multiverse.host import manifest
 from tests.integration.conftest import LabUnderTest
 from tests.integration.huge_pages import RESERVED, huge_pages
@@ -245,11 +244,11 @@ def test_a_save_can_be_undone_until_the_job_is_cut_off(saver: Saver, resumed: bo
     saver.says("tick 2")
     if resumed:
         saver.cycle(job)
-    saver.ask(job, protocol.freeze_message(20.0), "frozen")
+    saver.freeze(job.spec)
     before = ticks(saver)
     time.sleep(2)
     assert ticks(saver) <= before + 1
-    saver.host.thaw(job.vm, job.spec.token)
+    saver.thaw(job)
     goes_on(saver)
     go(saver)
     assert saver.end(job) == ("FAILED", "6:0")

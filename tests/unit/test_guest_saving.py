@@ -111,7 +111,7 @@ def test_the_ports_of_slurmctld_are_those_of_the_nodes_configuration(
     (tmp_path / "more.conf").write_text(lines)
     (tmp_path / "other").write_text("SlurmctldPort=1")
     monkeypatch.setattr(saving, "SLURM_CONFS", str(tmp_path))
-    assert saving.slurmctld_ports() == ports
+    assert saving.ports_of("slurmctldport", saving.SLURMCTLD_PORT) == ports
 
 
 def test_only_a_task_of_the_batch_step_is_taken_for_the_program_of_the_next_run(
@@ -235,3 +235,56 @@ def test_what_was_stopped_as_the_job_was_frozen_goes_on_in_the_next_run() -> Non
     finally:
         process.kill()
         process.wait()
+
+
+class Groups:
+    """The control groups of a VM: those of its jobs, and which are frozen."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.jobs: list[str] = []
+        self.frozen: list[str] = []
+        monkeypatch.setattr(saving, "job_groups", lambda: self.jobs)
+        monkeypatch.setattr(saving, "processes_in", lambda _: [])
+        monkeypatch.setattr(saving, "is_frozen", self.frozen.__contains__)
+        monkeypatch.setattr(saving, "set_frozen", self.set_frozen)
+        monkeypatch.setattr(saving, "within", lambda *_: None)
+        monkeypatch.setattr(saving, "drop_incoming", lambda _: os.open("/dev/null", os.O_RDONLY))
+        monkeypatch.setattr(saving, "SPOOLS", "/sys/fs")  # has no directory of slurmd
+
+    def set_frozen(self, group: str, frozen: bool) -> None:
+        (self.frozen.append if frozen else self.frozen.remove)(group)
+
+
+def test_a_vm_without_a_process_of_its_job_is_frozen_and_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups, job = Groups(monkeypatch), saving.SavedJob()
+    with pytest.raises(saving.GuestAgentError, match="0 jobs"):
+        job.freeze(1.0)
+    with pytest.raises(saving.GuestAgentError, match="no job is frozen"):
+        job.cut()
+    job.freeze(1.0, script=False)
+    job.cut()
+    assert job.run_is_over and not job.group and not groups.frozen
+    assert job.attach() and not job.run_is_over, "Slurm starts nothing there for the next run"
+
+
+def test_a_step_that_begins_in_a_vm_that_is_frozen_is_frozen_as_the_job_is_cut_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    groups, job = Groups(monkeypatch), saving.SavedJob()
+    job.freeze(1.0, script=False)
+    groups.jobs.append("/groups/job_1")
+    job.cut()
+    assert groups.frozen == ["/groups/job_1"] and job.group == "/groups/job_1"
+    assert job.closed is not None, "packets are kept from it"
+    os.close(job.closed)
+
+
+def test_a_frozen_vm_without_a_process_of_its_job_is_no_more_cut_off_after_it_was_thawed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = saving.SavedJob()
+    Groups(monkeypatch)
+    job.freeze(1.0, script=False)
+    job.thaw()
+    with pytest.raises(saving.GuestAgentError, match="no job is frozen"):
+        job.cut()

@@ -67,6 +67,13 @@ def test_a_guests_slurm_conf_is_derived_from_the_sites() -> None:
     assert "/site" not in made
 
 
+def test_steps_of_a_resumed_job_leave_the_files_of_earlier_steps_of_their_number_alone() -> None:
+    made = conf.for_guest("TmpFS=/scratch\n", [], resumed=2)
+    assert "TmpFS=/var/spool/slurmd-2/tmp\n" in made and "SlurmdSpoolDir=/var/spool/slurmd-2\n" in made
+    assert "JobFileAppend=1\n" in made and "/scratch" not in made
+    assert "TmpFS=/scratch\n" in conf.for_guest("TmpFS=/scratch\n", [])
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

@@ -153,11 +153,11 @@ WRITES_SHARED_FILES = "it writes to shared files"
 """How the agent's reason begins if that is why it refuses a checkpoint (`guest.agent.saving`)."""
 
 
-def freeze_message(sync: float, *, checkpoint: bool = False, shared_files: bool = False) -> bytes:
+def freeze_message(sync: float, *, script: bool = True, checkpoint: bool = False, shared_files: bool = False) -> bytes:
     """The line that freezes the processes of the VM's job, and writes network file systems back within `sync` seconds.
-    The answer is `frozen`, or `refused`: also for a checkpoint of a job that writes to files of network file systems
-    beside the output of its script, unless `shared_files`."""
-    return _line(type="freeze", sync=sync, checkpoint=checkpoint, shared_files=shared_files)
+    `script`: the VM has the batch script. The answer is `frozen`, or `refused`: also for a checkpoint of a job that
+    writes to files of network file systems beside the output of its script, unless `shared_files`."""
+    return _line(type="freeze", sync=sync, script=script, checkpoint=checkpoint, shared_files=shared_files)
 
 
 THAW = b'{"type":"thaw"}\n'

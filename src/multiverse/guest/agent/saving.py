@@ -1,5 +1,9 @@
 """A job whose VM is saved: its processes are frozen, cut off from Slurm, and taken over by the job's next run.
 
+A job of several VMs has its batch script in one of them. The others have processes of steps of srun at most, in a group
+of the job that slurmstepd makes with the first step. A step that began while the VMs were being frozen is frozen as the
+job is cut off. Slurm starts nothing in these VMs for the next run: `attach` lets the processes go on where they are.
+
 Needs control groups of version 2, with a group `job_ID` for the job, as Slurm's task/cgroup makes them. Order of calls:
 
 1. `freeze` stops all processes of the job, and writes the network file systems back. `thaw` undoes it.
@@ -19,7 +23,9 @@ The slurmstepds of steps of srun go on too, in a group of their own: srun gets t
 They are killed as the job ends. Until then they must not harm the new run, whose steps have the same numbers:
 
 - slurmctld would take the end of such a step for that of the new run's step. So they are refused connections to it, and
-  try for ever. They are known by their pids, because slurmstepd leaves its control group before it tells that end.
+  try for ever. They are known by their pids, because slurmstepd leaves its control group before it tells that end. In a
+  job of several VMs they tell it to the slurmd of another one, which asks the slurmstepd of the new step: they are
+  refused connections to slurmd, too.
 - slurmstepd knows the groups of its step by their paths, looks into them, and kills what is in them as it ends. The new
   run's groups have these paths. So the paths in the memory of old slurmstepds are changed to those of empty groups.
 """
@@ -55,7 +61,7 @@ ATTACH, ANSWER, ATTACHER = (f"/run/multiverse/attach{end}" for end in ("", "-ans
 SLURM_CONFS = "/etc/slurm"
 STEP, EMPTY = "step_", "gone_"  # how the names of groups begin; equally long
 MOST_MEMORY = 16 << 20  # bytes of a mapping of slurmstepd that can hold paths: stacks of threads are not much smaller
-SLURMCTLD_PORT = 6817  # Slurm's default
+SLURMCTLD_PORT, SLURMD_PORT = 6817, 6818  # Slurm's defaults
 FREEZE_TIMEOUT = 20.0  # seconds until every process has stopped: one may wait for a file server
 PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
 
@@ -118,6 +124,8 @@ class SavedJob:
     def __init__(self) -> None:
         self.stopped: list[int] = []  # processes that were stopped (SIGSTOP) as the job was frozen
         self.group = ""  # that of the job; empty: nothing is frozen
+        self.script = True  # whether the VM has the batch script
+        self.empty = False  # whether it was frozen without having any process of the job
         self.shell = 0
         self.status: int | None = None  # the wait status of the shell, once it has ended
         self.closed: int | None = None  # the descriptor that keeps packets from the job
@@ -152,23 +160,29 @@ class SavedJob:
         """Milliseconds after which `attend` is to be called in any case."""
         return None if self.usage is None else PERIOD * 1000
 
-    def freeze(self, sync_timeout: float, checkpoint: bool = False, shared_files: bool = False) -> None:
+    def freeze(
+        self, sync_timeout: float, script: bool = True, checkpoint: bool = False, shared_files: bool = False
+    ) -> None:
         """Freeze the job, and write all file systems back within `sync_timeout` seconds. After an error the job goes
-        on. Raises GuestAgentError if there is no job, or not one alone, and for a `checkpoint`, unless `shared_files`,
-        if it has files of network file systems open for writing besides the output of its script."""
+        on. `script`: the VM has the batch script. Raises GuestAgentError if there is no job then, or more than one, and
+        for a `checkpoint`, unless `shared_files`, if it has files of network file systems open for writing besides the
+        output of its script."""
         groups = job_groups()
-        if len(groups) != 1:
+        if len(groups) > 1 or (script and not groups):
             raise GuestAgentError(f"there are {len(groups)} jobs with control groups in this VM")
+        group = groups[0] if groups else ""
         try:
-            self.stopped = [pid for pid in processes_in(groups[0]) if is_stopped(pid)]
-            set_frozen(groups[0], True)
+            self.stopped = [pid for pid in processes_in(group) if is_stopped(pid)] if group else []
+            if group:
+                set_frozen(group, True)
             within(sync_timeout, os.sync, "the file systems were not written back")
-            self.outputs = outputs_of(self.shell or shell_of(groups[0])) if checkpoint else []
+            self.outputs = outputs_of(self.shell or shell_of(group)) if checkpoint else []
             if checkpoint and not shared_files:
-                refuse_writers(groups[0], self.outputs)
-            self.checkpoint, self.group = checkpoint, groups[0]
+                refuse_writers(group, self.outputs)
+            self.checkpoint, self.group, self.script, self.empty = checkpoint, group, script, not group
         except (OSError, GuestAgentError):
-            set_frozen(groups[0], False)
+            if group:
+                set_frozen(group, False)
             raise
 
     def thaw(self) -> None:
@@ -176,6 +190,7 @@ class SavedJob:
         that was cut off: its next run may have begun in another VM."""
         if self.run_is_over:
             raise GuestAgentError("the job was cut off from its run")
+        self.empty = False
         if self.group:
             self.let_packets_in()
             set_frozen(self.group, False)
@@ -186,10 +201,13 @@ class SavedJob:
         """Keep packets from the job, and kill the slurmstepd of the batch script and of the extern step. Again is
         success. Raises GuestAgentError, before anything is killed: also if the job is not frozen, for a late call must
         not harm a job that goes on."""
-        if not self.run_is_over and not (self.group and is_frozen(self.group)):
+        if not self.run_is_over and not self.empty and not (self.group and is_frozen(self.group)):
             raise GuestAgentError("no job is frozen in this VM")
-        self.shell = self.shell or shell_of(self.group)
-        if self.closed is None:
+        if self.script:
+            self.shell = self.shell or shell_of(self.group)
+        else:
+            self.freeze_late_steps()
+        if self.closed is None and self.group:
             try:
                 self.closed = drop_incoming(self.group)
             except OSError as error:
@@ -197,19 +215,36 @@ class SavedJob:
         self.run_is_over = True
         # slurmd asks each slurmstepd that has a socket whether it goes on, and removes the script of one that does not
         # answer, which the job may read. Those of other steps are frozen, and stay.
-        suffix = f"_{self.group.rpartition('_')[2]}."
-        for place in os.listdir(SPOOLS):
-            for name in os.listdir(f"{SPOOLS}/{place}") if place.startswith("slurmd") else ():
-                if suffix in name:
-                    os.unlink(f"{SPOOLS}/{place}/{name}")
-        # The slurmstepd first: it would report the end of the program that stands for the shell.
-        for pid in [*processes_in(f"{self.group}/step_batch/slurm"), *processes_in(f"{self.group}/step_extern")]:
-            kill_and_wait(pid)
+        for job in job_groups():
+            suffix = f"_{job.rpartition('_')[2]}."
+            for place in os.listdir(SPOOLS):
+                for name in os.listdir(f"{SPOOLS}/{place}") if place.startswith("slurmd") else ():
+                    if suffix in name:
+                        os.unlink(f"{SPOOLS}/{place}/{name}")
+            # The slurmstepd first: it would report the end of the program that stands for the shell.
+            for pid in [*processes_in(f"{job}/step_batch/slurm"), *processes_in(f"{job}/step_extern")]:
+                kill_and_wait(pid)
         self.forget_attacher(kill=True)
+
+    def freeze_late_steps(self) -> None:
+        """Freeze what has begun in this VM since it was frozen."""
+        for group in job_groups():
+            set_frozen(group, True)
+            self.group, self.empty = group, False
 
     def wake(self, program: str) -> None:
         """Let the frozen processes wait in groups of their own, so that the next run of the job can make its own
         groups, below that of the job, which goes on to limit the memory of both. Again is success."""
+        if self.group:
+            self.hold()
+            write_kernel_file(f"{self.group}/cgroup.freeze", "0")
+        make_directory("/run/multiverse")
+        write(ATTACHER, program)
+        if self.script:
+            self.listen()
+
+    def hold(self) -> None:
+        """Move all processes of the job into the groups in which they wait."""
         places = (self.held, self.steps)
         for place in places:
             make_directory(place)
@@ -224,22 +259,21 @@ class SavedJob:
                         left = True
                         write_kernel_file(f"{place}/cgroup.procs", pid)
         self.daemons.update(processes_in(self.steps))
-        self.refuse_slurmctld()
+        self.refuse_slurm()
         for daemon in processes_in(self.steps):
             forget_groups(daemon, self.group)
         self.make_empty_groups()
         for directory, _, _ in os.walk(self.group, topdown=False):
             if directory not in (self.group, *places) and EMPTY not in directory:
                 os.rmdir(directory)
-        write_kernel_file(f"{self.group}/cgroup.freeze", "0")
-        make_directory("/run/multiverse")
-        write(ATTACHER, program)
-        self.listen()
 
-    def refuse_slurmctld(self) -> None:
-        """Keep the slurmstepds of earlier runs' steps from slurmctld, also those that have left their group."""
-        before = self.refused
-        self.refused = refuse_ports(CGROUPS, sorted(self.daemons), *slurmctld_ports()) if self.daemons else []
+    def refuse_slurm(self) -> None:
+        """Keep the slurmstepds of earlier runs' steps from slurmctld and from the slurmds of other VMs, also those that
+        have left their group."""
+        before, self.refused = self.refused, []
+        if self.daemons:
+            for ports in (ports_of("slurmctldport", SLURMCTLD_PORT), ports_of("slurmdport", SLURMD_PORT)):
+                self.refused += refuse_ports(CGROUPS, sorted(self.daemons), *ports)
         for fd in before:
             os.close(fd)
 
@@ -311,6 +345,8 @@ class SavedJob:
         self.permitted = True
         if self.attached:
             self.thaw()
+        if not self.script:
+            return self.go_on_in_place()
         if not self.attacher:
             return False
         self.let_packets_in()
@@ -330,6 +366,16 @@ class SavedJob:
             with suppress(OSError):  # accounting is not worth the job
                 self.usage = GroupUsage(self.attacher, group)
         self.tell_end()
+        return True
+
+    def go_on_in_place(self) -> bool:
+        """Let the processes of steps go on in a VM in which the next run starts nothing."""
+        self.let_packets_in()
+        begins, self.attached, self.run_is_over = not self.attached, True, False
+        for place in (self.held, self.steps) if self.group else ():
+            write_kernel_file(f"{place}/cgroup.freeze", "0")
+        if begins:
+            self.continue_stopped()
         return True
 
     def continue_stopped(self) -> None:
@@ -358,7 +404,7 @@ class SavedJob:
             self.tell_end()
         if pid in self.daemons:  # another process may get this pid
             self.daemons.remove(pid)
-            self.refuse_slurmctld()
+            self.refuse_slurm()
 
     def tell_end(self) -> None:
         if self.attached and self.status is not None:
@@ -369,6 +415,11 @@ class SavedJob:
                     make_slurmstepd_look(self.group.rpartition("_")[2])
             code = os.waitstatus_to_exitcode(self.status)
             self.answer(f"exit {code}" if code >= 0 else f"signal {-code}")
+
+    def end_in_place(self) -> None:
+        """End what is left of the job in a VM in which Slurm has started nothing for this run, and ends nothing."""
+        if self.attached and not self.script and self.group:
+            write_kernel_file(f"{self.group}/cgroup.kill", "1")
 
     def end_steps(self) -> None:
         for pid in self.daemons:
@@ -400,14 +451,14 @@ def forget_groups(pid: int, job: str) -> None:
         os.close(memory)
 
 
-def slurmctld_ports() -> tuple[int, int]:
-    """The first and the last port of slurmctld, by the configuration of this node."""
-    first = last = SLURMCTLD_PORT
+def ports_of(wanted: str, default: int) -> tuple[int, int]:
+    """The first and the last port of slurmctld or slurmd, by the key `wanted` in the configuration of this node."""
+    first = last = default
     for name in os.listdir(SLURM_CONFS):
         for line in read(f"{SLURM_CONFS}/{name}").splitlines() if name.endswith(".conf") else ():
             key, _, value = line.partition("#")[0].partition("=")
             numbers = value.strip().split("-")
-            if key.strip().lower() == "slurmctldport" and all(each.isdigit() for each in numbers):
+            if key.strip().lower() == wanted and all(each.isdigit() for each in numbers):
                 first, last = int(numbers[0]), int(numbers[-1])
     return first, last
 

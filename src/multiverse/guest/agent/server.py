@@ -335,7 +335,7 @@ class GuestAgent:
     # --- saving: see `saving` ----------------------------------------------------------------------
 
     def freeze(self, message: dict[str, Any]) -> None:
-        self.saved.freeze(message["sync"], message["checkpoint"], message["shared_files"])
+        self.saved.freeze(message["sync"], message["script"], message["checkpoint"], message["shared_files"])
         self.channel.send("frozen")
 
     def thaw(self, _: dict[str, Any]) -> None:
@@ -406,6 +406,7 @@ class GuestAgent:
 
     def flush(self) -> None:
         """Write everything back and unmount the cluster's file systems. Processes that still use them may fail."""
+        self.saved.end_in_place()
         os.sync()
         uncover(self.covered)
         for target in reversed(self.mounts):

@@ -247,12 +247,13 @@ class QemuHost:
             if firewall.separates(known):
                 set_isolated(name, False)
 
-    def freeze(self, name: str, token: str = "") -> None:
+    def freeze(self, name: str, token: str = "", *, script: bool = True) -> None:
         """Freeze the processes of a VM's job. See `guest.agent.saving`. That is recorded before: whoever finds them
-        stopped without knowing why lets them go on."""
+        stopped without knowing why lets them go on. `script`: the VM has the batch script."""
         self._check_stays(name, token)
         self._record(name, freezing=True)
-        self._ask_to_save(name, token, freeze_message(_SYNC_TIMEOUT), "frozen", _FREEZE_TIMEOUT, frozen=True)
+        message = freeze_message(_SYNC_TIMEOUT, script=script)
+        self._ask_to_save(name, token, message, "frozen", _FREEZE_TIMEOUT, frozen=True)
 
     def cut(self, name: str, token: str = "") -> None:
         """Cut the frozen job of a VM off from the scheduler."""

@@ -106,7 +106,7 @@ def guest_programs(slurm_conf: str, user_added: str = "", resumed: int = 0) -> I
         if patterns:
             text += _RUN.format(patterns=" ".join(patterns))
         if resumed and key == "TaskProlog":
-            text += _ATTACH.format(program=ATTACHER, spool=f"{conf.SPOOL}-{resumed}")
+            text += _ATTACH.format(program=ATTACHER, spool=conf.spool_of(resumed))
         if text:
             yield key, GuestFile(f"/etc/slurm/multiverse-{key.lower()}", f"#!/bin/sh\n{text}".encode(), 0o755)
 
@@ -189,6 +189,12 @@ cd /usr/sbin && SLURM_CONF={_SLURM_CONF} exec ./slurmstepd "$@"
 """.encode()
 
 
+def _directories_of(resumed: int) -> tuple[tuple[str, str, int], ...]:
+    """Those of a guest in which a restart of its job goes on."""
+    spool = conf.spool_of(resumed)
+    return ((spool, "root", 0o755), (f"{spool}/tmp", "root", 0o755)) if resumed else ()
+
+
 def read(path: Path) -> str:
     """The text of a configuration file and of the files that it includes. `Broken` if one cannot be read."""
     try:
@@ -226,7 +232,7 @@ def bootstrap(settings: Settings, node: NodeSpec) -> NodeBootstrap:
     argv = ("/usr/sbin/slurmd", "-D", "-Z", "-N", node.name, "-f", _SLURMD_CONF, "-d", _STEPD, "--conf", line)
     return NodeBootstrap(
         files=tuple(_files(settings, text, node)),
-        directories=_DIRECTORIES,
+        directories=(*_DIRECTORIES, *_directories_of(node.resumed)),
         daemons=(_munged(node), Daemon("slurmd", argv)),
         users=(owner,) if owner.uid else (),
     )

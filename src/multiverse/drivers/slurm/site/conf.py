@@ -152,6 +152,11 @@ def cgroup_for_guest(slurm_conf: str, cgroup_conf: str) -> str:
     return _CGROUP + (f"AllowedRAMSpace={allowed}\n" if re.fullmatch(r"\d{1,2}(\.\d*)?", allowed) else "")
 
 
+def spool_of(resumed: int) -> str:
+    """SlurmdSpoolDir of a guest in which that restart of its job goes on; 0: it begins."""
+    return f"{SPOOL}-{resumed}" if resumed else SPOOL
+
+
 def for_guest(
     text: str,
     slurmctlds: Iterable[Slurmctld],
@@ -167,24 +172,28 @@ def for_guest(
     of `databases` are given by their keys. `memory_limited` says whether the guest's cgroup.conf limits memory.
 
     With `resumed`, the number of a restart of its job, slurmstepd appends to files of output, tracks processes by their
-    control groups, and leaves the files of the earlier run alone, whose shell still reads its script.
+    control groups, and leaves the files of the earlier run alone, whose shell still reads its script. Directories of
+    PMIx are named by the numbers of steps, which begin again.
     """
+    spool = spool_of(resumed)
+    if resumed:
+        programs = {**programs, "JobFileAppend": "1", "TmpFS": f"{spool}/tmp"}
     lines = "\n".join(f"SlurmctldHost={one.name}({one.address})" for one in slurmctlds)
     changed = [(key, _for_guest(key, found)) for key, found in settings(text) if key.lower() not in _DROPPED]
+    changed = [one for one in changed if one[0].lower() != "tmpfs" or not resumed]
     kept = [f"{key}={found}" for key, found in changed if found]  # Slurm refuses a key without a value
     return (
         "\n".join(kept)
         + "\n"
         + _GUEST.format(
             controllers=lines,
-            spool=f"{SPOOL}-{resumed}" if resumed else SPOOL,
+            spool=spool,
             proctrack="cgroup" if resumed else "linuxproc",
             auth_info=_auth_info(value(text, "AuthInfo")),
             # task/cgroup is fatal to slurmd if cgroup.conf has CgroupPlugin=disabled (23.11 and later).
             task_plugins="task/affinity,task/cgroup" if memory_limited else "task/affinity",
         )
         + "".join(f"{key}={found}\n" for key, found in {**databases, **programs}.items())
-        + ("JobFileAppend=1\n" if resumed else "")
     )
 
 
