@@ -194,7 +194,9 @@ class SavedView:
     # stored, copying (to another storage), resuming, holding, thawing, undoing or discarding
     state: str
     since: float  # when it entered its state
-    vm: str
+    vm: str  # in which its script runs
+    vms: list[str]  # all of them
+    spread: float | None  # seconds between the first and the last one that was frozen; null: there is one VM
     bytes: int  # of its files; 0 until they are complete
     storage: str  # where its files are, or are written; empty: nowhere, because it is in memory
     copy: str  # another storage with the same files; empty: none has them

@@ -225,10 +225,11 @@ _WRITTEN: Mapping[str, Callable[..., dict[str, Any]]] = {
     "release": lambda name="", pilots=(), job=None: (
         {"job": _ref(job)} if job is not None else {"lease": name, "pilots": list(pilots)}
     ),
-    "prepare": lambda job, node, requeues: {"job": _ref(job), "node": node, "requeues": requeues},
-    "undo": lambda job, node, requeues: {"job": _ref(job), "node": node, "requeues": requeues},
+    "prepare": lambda job, nodes, requeues: {"job": _ref(job), "nodes": list(nodes), "requeues": requeues},
+    "undo": lambda job, nodes, requeues: {"job": _ref(job), "nodes": list(nodes), "requeues": requeues},
+    "check_script": lambda nodes: {"nodes": list(nodes)},
     "forbid_requeue": _JOB,
-    "freeze": _VM,
+    "freeze": lambda vm, script: {"vm": vm.name, "script": script},
     "cut": _VM,
     "save": lambda vm, name, key: {"vm": vm.name, "saved": name},
     "checkpoint": lambda vm, name, key, shared_files: {"vm": vm.name, "saved": name, "shared_files": shared_files},

@@ -619,19 +619,19 @@ async def a_part_of_nothing_shows_the_offers(h: Harness) -> None:
 async def a_node_whose_job_is_to_be_saved_takes_no_other_and_may_serve_again(h: Harness) -> None:
     job, name = await h.running()
     with pytest.raises(Stale):
-        await h.saving.prepare(later(job.ref), name)
+        await h.saving.prepare(later(job.ref), [name])
     for _ in range(2):
-        await h.saving.prepare(job.ref, name)
+        await h.saving.prepare(job.ref, [name])
     await h.view(lambda view: view.nodes[name].state is NodeState.DRAINED)
     for _ in range(2):
-        await h.saving.undo(job.ref, name)
+        await h.saving.undo(job.ref, [name])
     view = await h.view(lambda view: view.nodes[name].state is NodeState.BUSY)
     assert view.jobs[job.ref.job_id].ref == job.ref and view.jobs[job.ref.job_id].state is JobState.RUNNING
 
 
 async def a_saved_job_waits_at_the_gate_for_its_next_run(h: Harness) -> None:
     job, name = await h.running()
-    await h.saving.prepare(job.ref, name)
+    await h.saving.prepare(job.ref, [name])
     h.cut_off(name)
     with pytest.raises(Stale):
         await h.saving.requeue(later(job.ref))
@@ -648,7 +648,7 @@ async def a_saved_job_waits_at_the_gate_for_its_next_run(h: Harness) -> None:
 
 async def a_saved_job_that_is_held_waits_until_it_is_released(h: Harness) -> None:
     job, name = await h.running()
-    await h.saving.prepare(job.ref, name)
+    await h.saving.prepare(job.ref, [name])
     with pytest.raises(Stale):
         await h.saving.release(job.ref)
     h.cut_off(name)
@@ -662,7 +662,7 @@ async def a_saved_job_that_is_held_waits_until_it_is_released(h: Harness) -> Non
 
 async def a_job_that_was_cancelled_is_not_queued_again_as_a_saved_one(h: Harness) -> None:
     job, name = await h.running()
-    await h.saving.prepare(job.ref, name)
+    await h.saving.prepare(job.ref, [name])
     h.cut_off(name)
     await h.cancel(job.ref.job_id)
     await h.view(lambda view: _over(view, job.ref))
@@ -675,13 +675,26 @@ async def a_job_is_queued_again_only_until_that_is_forbidden(h: Harness) -> None
     job, name = await h.running()
     await h.saving.forbid_requeue(job.ref)
     await h.job(job.ref.job_id, lambda job: not job.requeues)
-    await h.saving.prepare(job.ref, name, requeues=False)
+    await h.saving.prepare(job.ref, [name], requeues=False)
     assert (await h.job(job.ref.job_id, lambda job: job.requeues)).state is JobState.RUNNING
-    await h.saving.undo(job.ref, name, requeues=False)
+    await h.saving.undo(job.ref, [name], requeues=False)
     await h.job(job.ref.job_id, lambda job: not job.requeues)
 
 
+async def the_script_of_a_job_runs_on_the_node_that_is_known_for_longest(h: Harness) -> None:
+    saving, job = h.saving, await h.job(await h.submit(nodes=2))
+    first, feature = await h.node(job)
+    second, _ = await h.node(job, feature)
+    await saving.check_script([first, second])
+    with pytest.raises(Refused):
+        await saving.check_script([second, first])
+    await h.pin(job.ref, feature)
+    running = await h.job(job.ref.job_id, lambda job: job.state is JobState.RUNNING and bool(job.script_node))
+    assert running.script_node == first and set(running.nodes) == {first, second}
+
+
 SUITE: tuple[Check, ...] = (
+    the_script_of_a_job_runs_on_the_node_that_is_known_for_longest,
     a_node_whose_job_is_to_be_saved_takes_no_other_and_may_serve_again,
     a_saved_job_waits_at_the_gate_for_its_next_run,
     a_saved_job_that_is_held_waits_until_it_is_released,

@@ -328,9 +328,10 @@ GROUPS = (
                 note="refused unless the site has `save.no_requeue`",
             ),
             refused(
-                "--comment=vm:save with --nodes above 1, or with tasks for several nodes",
-                "jobs of several VMs cannot be saved (vm:save), and this one would have 2: submit with --nodes=1",
-                "--comment=vm:save",
+                "--comment=vm:checkpoint=TIME with --nodes above 1, or with tasks for several nodes",
+                "jobs of several VMs have no checkpoints (vm:checkpoint), and this one would have 2: "
+                "submit with --nodes=1",
+                "--comment=vm:checkpoint=6h",
                 "--nodes=2",
             ),
             refused(

@@ -95,6 +95,40 @@ def test_a_saved_job_goes_on_where_it_stopped(lab: LabUnderTest, client: Client,
     until("each run has its end", lambda: ends.exists() and ends.read_text().splitlines() == [f"{job} {vm}"] * 2)
 
 
+STEP = "srun --overlap -Q bash -c 'for i in $(seq 8); do echo $SLURM_PROCID step $i; sleep 0.5; done; exit 4'"
+
+
+@pytest.mark.parametrize("at_limit", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_saved_job_of_several_vms_goes_on_where_it_stopped(
+    lab: LabUnderTest, client: Client, *, at_limit: bool
+) -> None:
+    """With a step that runs in both of its VMs, and one that begins afterwards."""
+    step = STEP.replace("seq 8", "seq 40").replace("0.5", "1") if at_limit else STEP
+    options = ("--comment=vm:save=30s", "--time=1") if at_limit else ()
+    script = f"{step}; echo ended $?; srun -Q hostname; exit 5"
+    job = lab.sbatch(script, "--nodes=2", "--output=saved-%j.txt", *options)
+    output = lab.user.home / f"saved-{job}.txt"
+    until("both tasks run", lambda: output.exists() and {"0 step 1", "1 step 1"} <= set(output.read_text().split("\n")))
+    vms = {vm["name"] for vm in client.vms()}
+    if not at_limit:
+        client.save(job)
+    seen = until("its VMs are frozen", lambda: [one for one in client.saved() if one["spread"] is not None])
+    assert set(seen[0]["vms"]) == vms
+    ended(client, job, "done")
+    lines = output.read_text().splitlines()
+    for rank in "01":
+        steps = 40 if at_limit else 8
+        assert [line for line in lines if line.startswith(f"{rank} step")] == [
+            f"{rank} step {number}" for number in range(1, steps + 1)
+        ]
+    assert "ended 4" in lines and set(lines[-2:]) == vms, lines
+    assert accounted(lab, job) == ("FAILED", "5:0")
+    assert [row["state"] for row in client.jobs(job)] == ["requeued", "done"]
+    until("nothing is left of its state", lambda: client.saved() == [])
+    assert not list((lab.where.root / "saved").glob("[!.]*"))
+    nothing_left(lab, client)
+
+
 def test_a_held_job_is_resumed_after_all_daemons_were_restarted(lab: LabUnderTest, client: Client) -> None:
     job, output = running(lab, client)
     client.save(job, hold=True)
@@ -161,8 +195,8 @@ def test_what_cannot_be_saved_is_refused_with_the_reason(lab: LabUnderTest, clie
     lab.run("scancel", job)
     both = lab.sbatch("sleep 100", "--nodes=2", "--output=/dev/null")
     until("it runs", lambda: latest(client, both).get("state") == "allocated")
-    with pytest.raises(Refused, match="only jobs of one VM"):
-        client.save(both)
+    with pytest.raises(Refused, match="checkpoints are made of jobs of one VM"):
+        client.checkpoint(both)
     lab.run("scancel", both)
     ended(client, both, "done")
 

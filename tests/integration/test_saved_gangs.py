@@ -53,14 +53,14 @@ def test_steps_across_vms_end_with_their_own_exit_codes(saver: Saver, saves: int
 
 
 def test_a_vm_without_a_process_of_the_job_is_saved_and_takes_steps_afterwards(saver: Saver) -> None:
-    job = saver.run(f"{TICKS}; srun hostname; scontrol show hostnames; exit 0", vms=2)
+    job = saver.run(f"scontrol show hostnames; {TICKS}; scontrol show hostnames; srun hostname; exit 0", vms=2)
     saver.says("tick 2")
     saver.cycle(job)
     goes_on(saver)
     go(saver)
     assert saver.end(job) == ("COMPLETED", "0:0")
     said = [line for line in saver.output().splitlines() if not line.startswith("tick")]
-    assert sorted(said) == sorted(job.vms * 2), said
+    assert said[:2] == said[2:4] == job.vms and sorted(said[4:]) == sorted(job.vms), said
 
 
 TALK = """
@@ -98,6 +98,35 @@ def test_connections_between_vms_of_a_job_go_on(saver: Saver) -> None:
     said = saver.output()
     assert "exchanged" in said and "closed" in said and "ended 0" in said, said
     (home / "listens").unlink()
+
+
+@pytest.mark.slow
+def test_signals_reach_earlier_steps_in_the_vm_of_the_script_alone(saver: Saver) -> None:
+    """Slurm knows nothing of what began in another VM in an earlier run. That ends with its VM."""
+    step = "bash -c 'n=0; while :; do echo $((n += 1)) >at-$(hostname); sleep 0.2; done'"
+    job = saver.run(f"srun --overlap {step} & {TICKS}; wait", vms=2)
+    places = [saver.lab.user.home / f"at-{vm}" for vm in job.vms]
+    until("both tasks count", lambda: all(place.exists() for place in places))
+    saver.cycle(job)
+    goes_on(saver)
+
+    def counting() -> list[bool]:
+        before = [place.read_text() for place in places]
+        time.sleep(3)
+        return [place.read_text() != text for place, text in zip(places, before, strict=True)]
+
+    until("both go on", lambda: counting() == [True, True])
+    saver.lab.run("scontrol", "suspend", job.id)
+    until("the one beside the script stops", lambda: counting() == [False, True])
+    saver.lab.run("scontrol", "resume", job.id)
+    until("it goes on", lambda: counting() == [True, True])
+    saver.lab.run("scancel", job.id)
+    assert saver.end(job)[0] == "CANCELLED"
+    for spec in job.specs:
+        saver.host.destroy(spec.name, 10.0, spec.token)
+    assert counting() == [False, False]
+    for place in places:
+        place.unlink()
 
 
 def test_a_save_of_several_vms_can_be_undone_until_they_are_cut_off(saver: Saver) -> None:

@@ -226,7 +226,7 @@ def test_promises_are_kept_with_faults() -> None:
     rare = {
         "scheduler.requeue", "scheduler.hold", "scheduler.exclude", "scheduler.offer", "scheduler.withdraw",
         "hypervisor.add_user",
-        *(f"scheduler.{what}" for what in ("prepare", "undo", "forbid_requeue")),  # test_saves
+        *(f"scheduler.{what}" for what in ("prepare", "undo", "forbid_requeue", "check_script")),  # test_saves
         *(f"hypervisor.{what}" for what in ("freeze", "cut", "save", "keep_in_memory", "thaw", "discard", "copy")),
         "hypervisor.move", "hypervisor.settle",  # test_moves
         "hypervisor.checkpoint", "scheduler.check",  # test_checkpointing

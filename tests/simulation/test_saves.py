@@ -243,6 +243,62 @@ def test_a_job_whose_host_is_lost_for_long_goes_on_from_the_copy(agents: bool) -
     assert saved(outcome) == 1 and outcome.runs[-1][2] < 200.0 < 600.0 < outcome.seconds, story
 
 
+# --- several VMs -------------------------------------------------------------------------------------
+
+PAIR = Batch(seconds=20.0, nodes=2)
+
+
+def test_a_saved_job_of_several_vms_goes_on_where_it_stopped() -> None:
+    assert saved(goes_well(scenario(*HELD, batch=PAIR))) == 1
+
+
+OF_ONE_VM = tuple(
+    call.replace("mvsimul-1 ", f"mvsimul-{number} ").replace("mvsimul-1-1", f"mvsimul-{number}-1")
+    for call in CALLS
+    for number in (1, 2)
+    if call.startswith("hypervisor")
+)
+
+
+@pytest.mark.parametrize("part", one_in(6, range(6)))
+@pytest.mark.parametrize("call", one_in(2, (*OF_ONE_VM, "scheduler.prepare 1 #1", "scheduler.check_script  #1")))
+def test_each_step_of_one_vm_of_several_fails_hangs_acts_late_or_twice(call: str, part: int) -> None:
+    one = scenario(*HELD, batch=PAIR)
+    for fault in list(faults(call))[part::6]:
+        outcome = goes_well(replace(one, faults=(fault,)))
+        assert fault in outcome.faults, fault
+
+
+@pytest.mark.parametrize("part", one_in(6, range(6)))
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_the_controller_crashes_at_each_commit_of_a_job_of_several_vms(after: bool, part: int) -> None:
+    one = scenario(*HELD, batch=PAIR)
+    for commit in range(8 + part, goes_well(one).commits + 1, 6):
+        outcome = goes_well(replace(one, crashes=(ControllerCrash(commit, after),)))
+        assert outcome.crash_count == 1 and saved(outcome), outcome.story()
+
+
+@pytest.mark.parametrize("part", one_in(9, range(9)))
+@pytest.mark.parametrize("lost", one_in(2, LOST))
+def test_something_of_a_job_of_several_vms_is_lost_between_all_steps(
+    lost: tuple[IncidentKind, float, float], part: int
+) -> None:
+    one, (kind, seconds, pick) = scenario(SAVE, batch=PAIR), lost
+    for at in moments()[part::9]:
+        goes_well(replace(one, incidents=(Incident(at, kind, seconds, pick),)))
+
+
+def test_the_world_notices_a_vm_that_goes_on_without_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    restored = Guest.restore
+
+    def forgetting(self: Guest, files: SavedFiles) -> None:
+        other = files.frozen is not None and files.frozen.which is None
+        restored(self, replace(files, name="another-9") if other else files)
+
+    monkeypatch.setattr(Guest, "restore", forgetting)
+    assert ", and in mvsimul-" in noticed(scenario(SAVE, batch=PAIR))
+
+
 @pytest.mark.parametrize("seed", one_in(6, range(6)))
 def test_promises_are_kept_with_saves(seed: int) -> None:
     outcome = simulate(saving(seed))

@@ -41,8 +41,9 @@ def site(tmp_path: Path) -> Settings:
         ("script = 'x', comment = 'vm:save,restart=2'", "vm:restart=2 in --comment is wrong: give it without a value"),
         ("script = 'x', comment = 'vm:save=31m'", "before half of its time is over: give a longer --time"),
         ("script = 'x', comment = 'vm:save', requeue = 0", "is queued again (vm:save): submit without --no-requeue"),
-        ("script = 'x', comment = 'vm:save', min_nodes = 2", "jobs of several VMs cannot be saved (vm:save)"),
-        (f"{ONE_TASK_EACH}, comment = 'vm:save'", "(vm:save), and this one would have 4: submit with --nodes=1"),
+        ("script = 'x', comment = 'vm:save', min_nodes = 2", "|0|vm:save|1"),
+        ("script = 'x', comment = 'vm:checkpoint=6h', min_nodes = 2", "jobs of several VMs have no checkpoints"),
+        (f"{ONE_TASK_EACH}, comment = 'vm:save'", "|0|vm:save|1"),
         (f"{ONE_TASK_EACH}, comment = 'vm:checkpoint=1h'", "(vm:checkpoint), and this one would have 4"),
         ("comment = 'vm:save'", "jobs of srun and salloc cannot be saved (vm:save): submit with sbatch"),
         (r"script = '#!/bin/sh\n#SBATCH --open-mode=truncate\n', comment = 'vm:save'", "without --open-mode=truncate"),
@@ -55,18 +56,16 @@ def test_what_cannot_be_saved_is_refused_at_submission(site: Settings, fields: s
     assert answer in run_with_comment(install_scripts(site), f"{BATCH}, {fields}")
 
 
-@pytest.mark.parametrize("wish", ["vm:save", "vm:checkpoint=1h"])
-def test_of_a_range_of_nodes_only_one_can_be_saved(tmp_path: Path, wish: str) -> None:
+def test_of_a_range_of_nodes_only_one_can_have_checkpoints(tmp_path: Path) -> None:
     hosts = [able("h1", 8, 15872), able("h2", 8, 15872)]
     scripts = publish(tmp_path, limits_of(hosts), SaveSettings(enabled=True))
     for tasks, refused in ((8, False), (16, True)):
-        fields = f"script = 'x', min_nodes = 1, max_nodes = 4, num_tasks = {tasks}, comment = '{wish}'"
+        fields = f"script = 'x', min_nodes = 1, max_nodes = 4, num_tasks = {tasks}, comment = 'vm:checkpoint=1h'"
         assert ("would have 2: submit with --nodes=1" in run_with_comment(scripts, f"{BATCH}, {fields}")) == refused
 
 
-@pytest.mark.parametrize("wish", ["vm:save", "vm:checkpoint=1h"])
-def test_a_waiting_job_that_is_to_be_saved_gets_no_second_vm(site: Settings, wish: str) -> None:
-    record = f"partition = 'vm', job_state = 0, min_nodes = 1, max_nodes = 1, comment = '{wish}'"
+def test_a_waiting_job_that_is_to_have_checkpoints_gets_no_second_vm(site: Settings) -> None:
+    record = "partition = 'vm', job_state = 0, min_nodes = 1, max_nodes = 1, comment = 'vm:checkpoint=1h'"
     scripts = install_scripts(site)
     assert "would have 2: submit with --nodes=1" in modify(scripts, "min_nodes = 2", record)
     assert modify(scripts, "min_nodes = 1", record) == "|0|"

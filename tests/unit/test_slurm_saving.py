@@ -34,6 +34,7 @@ class Slurm:
         self.job, self.ran, self.gated, self.released = job, list[tuple[str, ...]](), list[CurrentJob](), 0
         self.script, self.line = "#!/bin/sh\n", "sbatch job.sh\n"
         self.accounting: list[Answer] = []  # the first ones
+        self.nodes = ""
         commands: Any = self
         self.saving = SlurmSaving(commands, self._reread, self._to_gate, self._release)
 
@@ -51,7 +52,7 @@ class Slurm:
             assert argv[3] == self.job.record, "it would be read up to the first letter that is no digit"
             return self.script
         self.ran.append(argv)
-        return ""
+        return self.nodes if argv[:3] == ("scontrol", "show", "nodes") else ""
 
     async def _reread(self, job: JobRef) -> CurrentJob:
         assert job == JOB
@@ -66,8 +67,38 @@ class Slurm:
 
 def test_the_node_of_a_job_that_is_to_be_saved_is_drained() -> None:
     slurm = Slurm(RUNNING)
-    asyncio.run(slurm.saving.prepare(JOB, "mv1"))
+    asyncio.run(slurm.saving.prepare(JOB, ["mv1"]))
     assert [argv[:4] for argv in slurm.ran] == [("scontrol", "update", "NodeName=mv1", "State=DRAIN")]
+
+
+def test_all_nodes_of_a_job_are_drained_by_one_command_and_serve_again_one_by_one() -> None:
+    slurm = Slurm(RUNNING)
+    asyncio.run(slurm.saving.prepare(JOB, ["mv2", "mv1"]))
+    asyncio.run(slurm.saving.undo(JOB, ["mv2", "mv1"]))
+    assert [argv[2:4] for argv in slurm.ran] == [
+        ("NodeName=mv2,mv1", "State=DRAIN"),
+        ("NodeName=mv2", "State=RESUME"),
+        ("NodeName=mv1", "State=RESUME"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("shown", "told"),
+    [
+        ("NodeName=n1 Arch=x\nNodeName=mv2 Arch=x\nNodeName=mv1 Arch=x\n", ""),
+        ("NodeName=mv1 Arch=x\nNodeName=mv2 Arch=x\n", "on mv1, not on mv2"),
+        ("NodeName=n1 Arch=x\n", "on another node, not on mv2"),
+    ],
+)
+def test_a_script_starts_on_the_node_that_is_listed_first(shown: str, told: str) -> None:
+    slurm = Slurm(PENDING)
+    slurm.nodes = shown
+    try:
+        asyncio.run(slurm.saving.check_script(["mv2", "mv1"]))
+    except Refused as error:
+        assert told and told in str(error)
+    else:
+        assert not told
 
 
 @pytest.mark.parametrize(
@@ -77,7 +108,7 @@ def test_the_node_of_a_job_that_is_to_be_saved_is_drained() -> None:
 def test_no_other_job_is_prepared(job: CurrentJob, error: type[Exception]) -> None:
     slurm = Slurm(job)
     with pytest.raises(error):
-        asyncio.run(slurm.saving.prepare(JOB, "mv1"))
+        asyncio.run(slurm.saving.prepare(JOB, ["mv1"]))
     assert slurm.ran == []
 
 
@@ -120,7 +151,7 @@ def test_a_node_that_is_gone_or_serves_already_needs_no_undoing(
         raise error
 
     monkeypatch.setattr(slurm, "run", gone)
-    asyncio.run(slurm.saving.undo(JOB, "mv1"))
+    asyncio.run(slurm.saving.undo(JOB, ["mv1"]))
 
 
 @pytest.mark.parametrize(
@@ -138,10 +169,10 @@ def test_a_job_that_would_truncate_its_output_is_refused(line: str, script: str,
     slurm.line, slurm.script = line, script
     if refused:
         with pytest.raises(Refused, match="its next run would delete the output so far"):
-            asyncio.run(slurm.saving.prepare(JOB, "mv1"))
+            asyncio.run(slurm.saving.prepare(JOB, ["mv1"]))
         assert slurm.ran == []
     else:
-        asyncio.run(slurm.saving.prepare(JOB, "mv1"))
+        asyncio.run(slurm.saving.prepare(JOB, ["mv1"]))
         assert slurm.ran
 
 
@@ -165,7 +196,7 @@ def test_a_job_whose_output_may_be_truncated_is_not_saved(answer: Answer, why: s
         slurm = Slurm(RUNNING)
         slurm.accounting = [answer] * 9
         with pytest.raises(Exhausted, match=f"{why}.*try again when `sacct -j 7` shows the job"):
-            await slurm.saving.prepare(JOB, "mv1")
+            await slurm.saving.prepare(JOB, ["mv1"])
         assert slurm.ran == []
         return asyncio.get_running_loop().time()
 
@@ -193,11 +224,11 @@ def test_the_script_of_a_task_of_an_array_is_read_by_the_id_of_its_record() -> N
 
 def test_a_job_that_is_not_to_be_queued_again_can_be_until_it_goes_on() -> None:
     slurm = Slurm(RUNNING)
-    asyncio.run(slurm.saving.prepare(JOB, "mv1", requeues=False))
+    asyncio.run(slurm.saving.prepare(JOB, ["mv1"], requeues=False))
     assert slurm.ran[0] == ("scontrol", "update", "JobId=7", "Requeue=1"), "before its node takes no other job"
     slurm.ran.clear()
     asyncio.run(slurm.saving.forbid_requeue(JOB))
-    asyncio.run(slurm.saving.undo(JOB, "mv1", requeues=False))
+    asyncio.run(slurm.saving.undo(JOB, ["mv1"], requeues=False))
     restored = ("scontrol", "update", "JobId=7", "Requeue=0")
     assert slurm.ran == [restored, ("scontrol", "update", "NodeName=mv1", "State=RESUME"), restored]
 

@@ -60,6 +60,16 @@ def test_a_table_gives_the_same_jobs_as_json() -> None:
     assert read(table()) == jobs_of(RECORDS, NAMES, NOW, limits.uses)
 
 
+def test_the_script_of_a_batch_job_runs_on_one_of_its_nodes() -> None:
+    """squeue shows the machine of submission of another job."""
+    waits, runs = f"{END}n/a{END}", f"{END}mvab12c-2{END}"
+    before, after = read(table()), read(table(), TABLE.replace(waits, runs))
+    assert {job.script_node for job in before.values()} == {""}
+    assert {job.script_node for job in after.values()} == {"mvab12c-2"}
+    record = {**RECORDS[0], "batch_flag": 0, "batch_host": "login"}
+    assert [job.script_node for job in jobs_of([record], NAMES, NOW).values()] == [""]
+
+
 @pytest.mark.parametrize(
     ("cpus", "sockets", "per_socket", "found"),
     [

@@ -175,6 +175,6 @@ def test_the_arguments_of_saves_are_written() -> None:
     job, vm = JobRef("7", 500), VmRef("mv1", "h1", "t")
     assert _WRITTEN["release"](job=job) == {"job": ["7", 500, 0]}
     assert _WRITTEN["release"](name="l1", pilots=["9"]) == {"lease": "l1", "pilots": ["9"]}
-    assert _WRITTEN["freeze"](vm=vm) == {"vm": "mv1"}
+    assert _WRITTEN["freeze"](vm=vm, script=False) == {"vm": "mv1", "script": False}
     assert _WRITTEN["save"](vm=vm, name="mv1-1", key="a secret") == {"vm": "mv1", "saved": "mv1-1"}
     assert _WRITTEN["pin"](job=job, tag="a", nodes=(), text="", at_once=False, limit=60.0)["limit"] == 60.0

@@ -244,8 +244,8 @@ class AgentHypervisor:
     async def add_user(self, vm: VmRef, user: User, group: int = 0) -> None:
         await self._agent(vm.source).call(protocol.AddUser(vm=vm, user=user, group=group))
 
-    async def freeze(self, vm: VmRef) -> None:
-        await self._agent(vm.source).call(protocol.Freeze(vm=vm))
+    async def freeze(self, vm: VmRef, *, script: bool = True) -> None:
+        await self._agent(vm.source).call(protocol.Freeze(vm=vm, script=script))
 
     async def cut(self, vm: VmRef) -> None:
         await self._agent(vm.source).call(protocol.Cut(vm=vm))

@@ -298,9 +298,10 @@ def _saves(agent: SiteAgent) -> Saves:
 class Freeze(AgentCall[Nothing]):
     name: Literal["freeze"] = "freeze"
     vm: VmRef
+    script: bool = True
 
     async def answer(self, agent: SiteAgent) -> Nothing:
-        await _saves(agent).freeze(self.vm)
+        await _saves(agent).freeze(self.vm, script=self.script)
         return Nothing()
 
 

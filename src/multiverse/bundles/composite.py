@@ -111,8 +111,8 @@ class CompositeHypervisor:
     def saves(self) -> Saves | None:
         return self if any(one.hypervisor.saves for one in self._platforms) else None
 
-    async def freeze(self, vm: VmRef) -> None:
-        await self._saves(vm.source).freeze(vm)
+    async def freeze(self, vm: VmRef, *, script: bool = True) -> None:
+        await self._saves(vm.source).freeze(vm, script=script)
 
     async def cut(self, vm: VmRef) -> None:
         await self._saves(vm.source).cut(vm)

@@ -96,7 +96,7 @@ def saved(controller: Controller = "", json: render.Json = False) -> None:
     for one in decode(list[api.SavedView], document):
         size = "in memory" if one.in_memory else f"{one.bytes >> 20} MiB" if one.bytes else "–"
         where = (one.storage or "–", one.copy or "–")
-        cells = (render.age(one.since), size, *where, "yes" if one.held else "–", one.vm, one.reason)
+        cells = (render.age(one.since), size, *where, "yes" if one.held else "–", ", ".join(one.vms), one.reason)
         state = "checkpoint" if one.checkpoint and one.state == "stored" else one.state
         table.add_row(one.job_id, render.state(state), *cells)
     render.show(table, "No job is saved.")

@@ -11,11 +11,12 @@ import asyncio
 import heapq
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from random import Random
 from types import MappingProxyType
+from typing import TypeVar
 
 import structlog
 
@@ -29,7 +30,7 @@ from multiverse.core.model.basics import Depth, Key
 from multiverse.core.model.host import JobLimits, KnownHost
 from multiverse.core.model.identity import Identity, Mount, Reach, machine_id, serial_of
 from multiverse.core.model.job import Attempt, Lease, Node
-from multiverse.core.model.saved import Saved
+from multiverse.core.model.saved import Saved, SavedPart
 from multiverse.core.model.vm import Stage, Template, Vm, VmRef, VmSpec
 from multiverse.core.model.world import Row
 from multiverse.core.state import State
@@ -37,6 +38,8 @@ from multiverse.core.transition import RELEASING_EFFECTS, TERMINAL, Done, Effect
 from multiverse.ports import Clock, Fencing, Hypervisor, Saves, Saving, Scheduler
 
 log = structlog.get_logger()
+
+T = TypeVar("T")
 
 JOBS_AT_ONCE = 8
 """Effects of each of these kinds that run at the same time: each is a few commands of the scheduler. A kind does not
@@ -334,6 +337,9 @@ class Effects:
                 await self._add_user(attempt)
                 nodes = [vm.name for vm in self._around.state.serving_vms_of(attempt)]
                 text, limit = effect.text, attempt.limit
+                saved = self._around.state.saved_for(job)
+                if saved is not None and saved.others and self._scheduler.saving is not None:
+                    await self._scheduler.saving.check_script(_nodes(saved))
                 await self._scheduler.pin(job, attempt.feature, nodes, text, at_once=attempt.at_once, limit=limit)
             case EffectKind.HOLD:
                 await self._scheduler.hold(job, effect.text)
@@ -416,33 +422,28 @@ class Effects:
         return None
 
     async def _act_on_saved(self, effect: Effect, saved: Saved) -> Sequence[Stage] | None:
-        saves, saving, vm = (
-            self._hypervisor.saves,
-            self._scheduler.saving,
-            VmRef(saved.vm_name, saved.source, saved.token),
-        )
+        saves, saving = self._hypervisor.saves, self._scheduler.saving
         if saves is None or saving is None:
             raise Refused("jobs cannot be saved here", hint="set save.enabled on the controller and all hosts")
         match effect.kind:
             case EffectKind.PREPARE:
-                await saving.prepare(saved.job, saved.vm_name, requeues=saved.requeues)
+                await saving.prepare(saved.job, _nodes(saved), requeues=saved.requeues)
             case EffectKind.FREEZE:
-                await saves.freeze(vm)
+                return await self._freeze(saved, saves)
             case EffectKind.CUT | EffectKind.QUEUE:
                 await self._queue_again(effect, saved, saves, saving)
             case EffectKind.SAVE | EffectKind.CAPTURE | EffectKind.KEEP | EffectKind.COPY:
-                return await self._write(effect.kind, saved, saves, vm)
+                return await self._write(effect.kind, saved, saves)
             case EffectKind.HOLD:
                 await self._scheduler.hold(saved.again or saved.job, effect.text)
             case EffectKind.RESUME:
                 await saving.release(saved.again or saved.job)
             case EffectKind.THAW:
-                restored = self._around.state.restored_from(saved)
                 if not saved.requeues:
                     await saving.forbid_requeue(saved.again or saved.job)
-                await saves.thaw(restored.ref if restored is not None else vm)
+                await together(saves.thaw(vm.ref) for vm in self._around.state.restored_from(saved))
             case EffectKind.UNDO:
-                await self._undo(saved, saves, saving, vm)
+                await self._undo(saved, saves, saving)
             case EffectKind.DISCARD:
                 await self._discard(saved, saves)
             case _:
@@ -452,41 +453,60 @@ class Effects:
     @staticmethod
     async def _queue_again(effect: Effect, saved: Saved, saves: Saves, saving: Saving) -> None:
         if effect.kind is EffectKind.CUT:
-            await saves.cut(VmRef(saved.vm_name, saved.source, saved.token))
+            await together(saves.cut(_ref(part)) for part in saved.parts)
         await saving.requeue(saved.job, hold=saved.hold, text=effect.text)
 
     @staticmethod
-    async def _undo(saved: Saved, saves: Saves, saving: Saving, vm: VmRef) -> None:
-        if saved.froze:  # otherwise its guest, which may be mute, has nothing to undo
+    async def _undo(saved: Saved, saves: Saves, saving: Saving) -> None:
+        async def thaw(part: Saved | SavedPart) -> None:
             with suppress(Gone):  # its run is over
-                await saves.thaw(vm)
+                await saves.thaw(_ref(part))
+
+        if saved.froze:  # otherwise its guests, which may be mute, have nothing to undo
+            await together(map(thaw, saved.parts))
         if saved.checkpoint:  # nothing was told to the scheduler
             return
         with suppress(Gone, Stale):
-            await saving.undo(saved.job, saved.vm_name, requeues=saved.requeues)
+            await saving.undo(saved.job, _nodes(saved), requeues=saved.requeues)
 
-    async def _write(self, kind: EffectKind, saved: Saved, saves: Saves, vm: VmRef) -> Sequence[Stage]:
+    async def _freeze(self, saved: Saved, saves: Saves) -> Sequence[Stage]:
+        """Freeze all its VMs at the same time. How far apart that was is the time between the first and the last
+        answer."""
+        ends: list[float] = []
+
+        async def freeze(part: Saved | SavedPart) -> None:
+            await saves.freeze(_ref(part), script=part is saved)
+            ends.append(self._clock.now())
+
+        await together(map(freeze, saved.parts))
+        return (Stage("spread", max(ends) - min(ends)),) if saved.others else ()
+
+    async def _write(self, kind: EffectKind, saved: Saved, saves: Saves) -> Sequence[Stage]:
         if kind is EffectKind.KEEP:
-            await saves.keep_in_memory(vm, saved.name)
+            await saves.keep_in_memory(_ref(saved), saved.name)
             return ()
         if kind is EffectKind.COPY:
-            await saves.copy(self._around.state.source_copying(saved) or saved.source, saved.name, self._key(saved))
+            source = self._around.state.source_copying(saved) or saved.source
+            await together(saves.copy(source, name, self._key(saved, name)) for name in saved.names)
             return ()
-        keys = self._around.saved_keys
-        key = keys.make(saved.uid, saved.name) if keys is not None and saved.encrypted else ""
         if kind is EffectKind.SAVE:
-            return await saves.save(vm, saved.name, key)
+            written = await together(
+                saves.save(_ref(part), name, self._new_key(saved, name))
+                for part, name in zip(saved.parts, saved.names, strict=True)
+            )
+            return [stage for stages in written for stage in stages]
         earlier = any(one.stands for one in self._around.state.saved_of_job(saved.job.job_id))
         if not earlier and self._scheduler.saving is not None:  # before the first one: what is checked stays so
             await self._scheduler.saving.check(saved.job)
-        return await saves.checkpoint(vm, saved.name, key, shared_files=saved.shared_files)
+        key = self._new_key(saved, saved.name)
+        return await saves.checkpoint(_ref(saved), saved.name, key, shared_files=saved.shared_files)
 
     async def _discard(self, saved: Saved, saves: Saves) -> None:
         """In all storages. One of them may be out of reach."""
         failed = None
         for source in self._around.state.sources_discarding(saved):
             try:
-                await saves.discard(source, saved.name)
+                await together(saves.discard(source, name) for name in saved.names)
             except MultiverseError as error:
                 failed = error
         if failed is not None:
@@ -496,14 +516,18 @@ class Effects:
         """The key of the saved VM that this one is restored from; empty if it has none. Raises `Damaged` if that is
         gone: unencrypted files in its place are not what was saved."""
         saved = next(iter(self._around.state.saved_named(vm.saved)), None) if vm.saved else None
-        return self._key(saved) if saved is not None and not saved.kept else ""
+        return self._key(saved, vm.saved) if saved is not None and not saved.kept else ""
 
-    def _key(self, saved: Saved) -> str:
+    def _new_key(self, saved: Saved, name: str) -> str:
+        keys = self._around.saved_keys
+        return keys.make(saved.uid, name) if keys is not None and saved.encrypted else ""
+
+    def _key(self, saved: Saved, name: str) -> str:
         keys = self._around.saved_keys
         if keys is None or not saved.encrypted:
             return ""
-        if not (key := keys.find(saved.uid, saved.name)):
-            what = f"the saved VM {saved.name} is encrypted, and the key of user {saved.uid} is gone"
+        if not (key := keys.find(saved.uid, name)):
+            what = f"the saved VM {name} is encrypted, and the key of user {saved.uid} is gone"
             raise Damaged(what, hint="is it in a backup of saved-keys in the controller's state directory?")
         return key
 
@@ -561,6 +585,24 @@ class Effects:
             group=self._groups.group(vm),
         )
         return await self._hypervisor.start(vm.ref, vm.size, identity)
+
+
+async def together(calls: Iterable[Awaitable[T]]) -> list[T]:
+    """The answers to calls that run at the same time. Waits for all of them, and then raises the error of the first
+    that failed: one that says for sure that its call did nothing, if there is any."""
+    found = await asyncio.gather(*calls, return_exceptions=True)
+    errors = [one for one in found if isinstance(one, BaseException)]
+    if errors:
+        raise min(errors, key=lambda error: isinstance(error, Unknown))
+    return [one for one in found if not isinstance(one, BaseException)]
+
+
+def _ref(part: Saved | SavedPart) -> VmRef:
+    return VmRef(part.vm_name, part.source, part.token)
+
+
+def _nodes(saved: Saved) -> list[str]:
+    return [part.vm_name for part in saved.parts]
 
 
 def _specification(vm: Vm) -> VmSpec:

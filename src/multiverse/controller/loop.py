@@ -411,7 +411,7 @@ class Controller:
         saved = [row for row in rows if isinstance(row, Saved)]
         jobs = {one.job.job_id: one.uid for one in attempts.values()}
         jobs |= {one.job.job_id: one.uid for one in saved}
-        return Awaited(jobs, frozenset(nodes | {one.vm_name for one in saved}))
+        return Awaited(jobs, frozenset(nodes | {part.vm_name for one in saved for part in one.parts}))
 
     def _scheduler_interval(self) -> float:
         if self._expecting is None:
@@ -439,7 +439,11 @@ class Controller:
     def _observe_source_of(self, done: Done) -> None:
         """Observe sooner what the effect may have changed: its row's sources, or all."""
         row = self.state.get(done.key)
-        vm = self.state.restored_from(row) if isinstance(row, Saved) else row
-        names = [place.source for place in vm.places] if isinstance(vm, Vm) else [getattr(row, "source", "")]
+        names = [getattr(row, "source", "")]
+        if isinstance(row, Saved):
+            vms = self.state.restored_from(row)
+            names = [vm.place.source for vm in vms] or [part.source for part in row.parts]
+        elif isinstance(row, Vm):
+            names = [place.source for place in row.places]
         for one in [self.sources[name] for name in names if name in self.sources] or self.sources.values():
             one.poke()

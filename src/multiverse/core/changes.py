@@ -27,7 +27,9 @@ from multiverse.core.machines.saved import (
     drop_storage,
     give_up,
     is_unfit,
+    note_spread,
     undo_save,
+    vms_of_saved,
 )
 from multiverse.core.machines.template import (
     adopt_template,
@@ -371,11 +373,10 @@ def may_add(message: Message) -> bool:
 
 
 def apply_result(state: State, done: Done, world: World, policy: Policy) -> None:
-    """Move the row whose effect failed for good. Success is observed, but for a host that was switched off."""
+    """Move the row whose effect failed for good. Success is observed, but for a few effects."""
     row = state.get(done.key)
-    if isinstance(row, KnownHost) and done.kind is EffectKind.FENCE and done.error is None:
-        if row.state is HostState.FENCING and done.state == row.state:  # the only observation of a machine that is off
-            fence(state, row, Why.COMMAND_OFF(host=row.name))
+    if done.error is None:
+        _note_success(state, row, done)
         return
     if not isinstance(done.error, _DEFINITE) or row is None or row.state != done.state or row.quarantined:
         return
@@ -405,6 +406,15 @@ def _note_failed_start(state: State, vm: Vm, error: MultiverseError, why: Reason
         state.move(end_vm(vm, Event.FAILED, why))
     else:
         state.move(*fail_vm(state, vm, Event.FAILED, why, world, policy))
+
+
+def _note_success(state: State, row: Row | None, done: Done) -> None:
+    """What no observation shows: that a machine is off, and how far apart the VMs of a job were frozen."""
+    match row:
+        case KnownHost(state=HostState.FENCING) if done.kind is EffectKind.FENCE and done.state == row.state:
+            fence(state, row, Why.COMMAND_OFF(host=row.name))
+        case Saved() if done.kind is EffectKind.FREEZE and done.stages:
+            state.move(note_spread(row, done.stages[0].seconds))
 
 
 def _hold_damaged(state: State, vm: Vm, why: Reason) -> None:
@@ -439,18 +449,19 @@ def _note_failed_save(state: State, saved: Saved, error: MultiverseError | None,
 
 def _end_unanswering(state: State, saved: Saved, why: Reason, world: World) -> None:
     """What is frozen in a guest that does not answer would stay so for ever, and its job with it. Its VM is ended."""
-    vm = state.restored_from(saved) if saved.state is SavedState.THAWING else state.vms.get(saved.vm)
-    seen = world.vm(vm) if vm is not None else None
+    thaws = saved.state is SavedState.THAWING
+    vms = state.restored_from(saved) if thaws else vms_of_saved(state, saved)
+    seen = [world.vm(vm) for vm in vms]
     if saved.state is SavedState.CUTTING:
         state.move(undo_save(saved, why))  # its guest may have refused before it was cut off
         return
-    if vm is not None and seen is None:  # after a restart its host has not answered yet: the effect is repeated
+    if None in seen:  # after a restart its host has not answered yet: the effect is repeated
         return
     if saved.state is not SavedState.UNDOING:
         state.move(abandon(saved, why))
     undecided = saved.state is SavedState.UNDOING and saved.froze  # a freeze that was cut short is recorded by nobody
-    if vm is not None and seen is not None and (seen.frozen or undecided):
-        end_vms(state, [vm], Event.DIED, why)
+    if undecided or any(one is not None and one.frozen for one in seen):
+        end_vms(state, vms, Event.DIED, why)
 
 
 def _told_not_saved(state: State, saved: Saved, error: MultiverseError | None, why: Reason) -> list[Change]:

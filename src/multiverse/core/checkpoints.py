@@ -53,6 +53,9 @@ def next_checkpoint(context: Context, attempt: Attempt) -> float | None:
 
 
 def _begin(context: Context, attempt: Attempt, asked: Reason, *, shared_files: bool) -> None:
+    if attempt.request.nodes > 1:
+        what = f"job {attempt.job.job_id} has {attempt.request.nodes} VMs"
+        raise Refused(what, hint="checkpoints are made of jobs of one VM; multiverse save saves it")
     saved = new_state(context, attempt, asked)
     begun = captured(attempt, context.now, asked)
     context.state.move(ask_for_checkpoint(saved, shared_files=shared_files), begun)

@@ -302,9 +302,8 @@ class RowIndexes:
                 if row.saved:
                     yield self.vms_by_saved, row.saved
             case Saved():
-                yield self.saved_by, row.vm
-                yield self.saved_by, row.job.job_id
-                yield self.saved_by, row.name
+                keys = (row.job.job_id, *row.names, *(part.vm for part in row.parts))
+                yield from ((self.saved_by, key) for key in keys)
                 of_memory = (row.kept, ("source", row.source), True) if row.kept else ()
                 yield from ((self.kept_by, key) for key in of_memory)
             case Template():

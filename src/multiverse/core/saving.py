@@ -14,7 +14,7 @@ from multiverse.core.model.basics import ClaimKey
 from multiverse.core.model.host import Host
 from multiverse.core.model.job import Attempt, AttemptState, Job, JobState
 from multiverse.core.model.reason import Reason, Why, said
-from multiverse.core.model.saved import COMPLETE, UNWRITTEN, WAITS_FOR_RUN, Saved, SavedState
+from multiverse.core.model.saved import COMPLETE, UNWRITTEN, WAITS_FOR_RUN, Saved, SavedPart, SavedState, Storage
 from multiverse.core.model.vm import MOVING_STATES, Vm, VmState
 from multiverse.core.model.world import World
 from multiverse.core.policy import Policy
@@ -68,28 +68,55 @@ def new_state(context: Context, attempt: Attempt, asked: Reason) -> Saved:
     _check(job, attempt, context.policy)
     if any(vm.state in MOVING_STATES for vm in state.vms_of(attempt)):
         raise Refused(f"job {job_id} cannot be saved now: its VM moves", hint="try again when it has moved")
-    vms = [vm for vm in state.serving_vms_of(attempt) if vm.state is VmState.SERVING]
-    host = context.in_sight.get(vms[0].host) if vms else None
-    if not vms or host is None or host.storage is None:
-        on = f" on host {vms[0].host}" if vms else ""
-        raise Refused(f"job {job_id} cannot be saved{on}: no storage is in reach", hint="see `multiverse hosts`")
+    vms = _script_first(attempt, job, [vm for vm in state.serving_vms_of(attempt) if vm.state is VmState.SERVING])
+    host, storage = _host_that_saves(context, job_id, vms)
     _check_idle(state, attempt)
-    (vm,) = vms
-    if is_mute(vm, context.world):
-        raise Refused(f"job {job_id} cannot be saved: {Why.SAVE_MUTE(vm=vm.name)}", hint="see what it does as root")
-    bound = bound_of(state, vm)
+    if mute := next((vm for vm in vms if is_mute(vm, context.world)), None):
+        raise Refused(f"job {job_id} cannot be saved: {Why.SAVE_MUTE(vm=mute.name)}", hint="see what it does as root")
+    bound = sum(bound_of(state, vm) for vm in vms)
     if why := why_no_room(context, attempt.uid, host, bound):
         raise Refused(f"job {job_id} cannot be saved: {why}", hint="multiverse saved shows what takes the room")
     wish = attempt.request.save
     return replace(
-        _row_of(context, vm, job, asked),
-        storage=host.storage.name,
-        machine=host.storage.machine,
+        _row_of(context, vms[0], job, asked),
+        others=tuple(map(_part_of, vms[1:])),
+        storage=storage.name,
+        machine=storage.machine,
         runs=attempt.runs,
         bound=bound,
         encrypted=context.policy.save_encrypt,
         may_restart=wish is not None and wish.restart,
     )
+
+
+def _script_first(attempt: Attempt, job: Job, vms: list[Vm]) -> list[Vm]:
+    """The VMs of a job, the one with its script first. Raises `Refused` if they are not all there."""
+    found = sorted(vms, key=lambda vm: vm.name != job.script_node)
+    alone = len(found) == attempt.request.nodes == 1
+    if not alone and (len(found) != attempt.request.nodes or found[0].name != job.script_node):
+        what = f"job {job.ref.job_id} cannot be saved: not all of its VMs are in sight"
+        raise Refused(what, hint="multiverse vms shows them; try again when they serve")
+    return found
+
+
+def _host_that_saves(context: Context, job_id: str, vms: list[Vm]) -> tuple[Host, Storage]:
+    """The host of the first VM and its storage, if those of all VMs write there. Raises `Refused` otherwise."""
+    found: tuple[Host, Storage] | None = None
+    for vm in vms:
+        host = context.in_sight.get(vm.host)
+        if host is None or host.storage is None:
+            what = f"job {job_id} cannot be saved on host {vm.host}: no storage is in reach"
+            raise Refused(what, hint="see `multiverse hosts`")
+        found = found or (host, host.storage)
+        if host.storage != found[1]:
+            what = f"job {job_id} cannot be saved: hosts {found[0].name} and {vm.host} of its VMs share no storage"
+            raise Refused(what, hint="save.directory must be on a file system that both have, and both the same QEMU")
+    assert found is not None, "a job that runs has a VM"
+    return found
+
+
+def _part_of(vm: Vm) -> SavedPart:
+    return SavedPart(vm.id, vm.name, vm.token, vm.mac, vm.address, vm.size, vm.place.source)
 
 
 def _row_of(context: Context, vm: Vm, job: Job, asked: Reason) -> Saved:
@@ -217,8 +244,6 @@ def unexplained_states(state: State, world: World, policy: Policy) -> list[tuple
 def _check(job: Job, attempt: Attempt, policy: Policy) -> None:
     """Raise `Refused` if no host could help the job to be saved."""
     job_id = attempt.job.job_id
-    if attempt.request.nodes > 1:
-        raise Refused(f"job {job_id} has {attempt.request.nodes} VMs", hint="only jobs of one VM can be saved")
     if not job.batch:
         what = f"job {job_id} is of srun or salloc, which the scheduler cannot queue again"
         raise Refused(what, hint="submit it with sbatch")

@@ -268,15 +268,19 @@ class State(LiveRows):
             case Lease():
                 self.touched.note(row.name)
             case Saved():  # its VM, and the attempt of the next run, wait for it
-                self.dirty.saved.add(row.id)
-                self.mark_job(row.job.job_id)
-                self.mark_vm(row.vm_name)
+                self._mark_saved(row)
             case KnownHost():
                 self.queue.check_all()
                 self.touched.note(row.name)
                 self.dirty.saved.update(self._indexes.kept_by.ids(row.name))
                 for id_ in self._indexes.vms_by_host[row.name]:
                     self._mark_vm(self.vms[id_])
+
+    def _mark_saved(self, saved: Saved) -> None:
+        self.dirty.saved.add(saved.id)
+        self.mark_job(saved.job.job_id)
+        for part in saved.parts:
+            self.mark_vm(part.vm_name)
 
     def _mark_vm(self, vm: Vm) -> None:
         self.dirty.vms.add(vm.id)
@@ -364,8 +368,16 @@ class State(LiveRows):
         """The attempts whose jobs run, and are to be saved ahead of their time limits or to have checkpoints."""
         return [self.attempts[id_] for id_ in self._indexes.asking_to_be_saved[()]]
 
-    def restored_from(self, saved: Saved) -> Vm | None:
-        return next((self.vms[id_] for id_ in self._indexes.vms_by_saved[saved.name]), None)
+    def restored_from(self, saved: Saved) -> list[Vm]:
+        """The VMs that go on as a saved job, the one with its script first. Of a VM of several that was lost, there is
+        none any more."""
+        return [self.vms[id_] for name in saved.names for id_ in self._indexes.vms_by_saved[name]]
+
+    def waits_to_join(self, vm: Vm) -> bool:
+        """Whether a restored VM is to join after another one of its job: the script of a job starts on the node that
+        the scheduler has known for longest."""
+        first = next((self.vms.get(self.vm_named.get(one.vm_name, 0)) for one in self.saved_named(vm.saved)), vm)
+        return first is None or (first is not vm and first.state not in (VmState.JOINED, VmState.SERVING))
 
     def source_copying(self, saved: Saved) -> str:
         """A source with a host in sight that reaches the state and another storage for copies: that which wrote it, or
@@ -381,13 +393,14 @@ class State(LiveRows):
         """For each storage that shows files of that name a source that reaches it, and that which wrote them, if it is
         in sight: it may be writing."""
         hosts = [self.source_of(name) for name, host in sorted(self.free.hosts.items()) if host.reaches(saved.storages)]
-        found = {saved.source: None} if saved.kept or saved.source in hosts else {}
+        found = dict.fromkeys(part.source for part in saved.parts if saved.kept or part.source in hosts)
         covered = set[str]()
-        for source in (saved.source, *sorted(self.compared.sources)):
-            seen = self._files_shown(source, saved.name)
-            if seen is not None and not covered.issuperset(filter(None, (seen.storage, seen.copy))):
-                covered |= {seen.storage, seen.copy}
-                found[source] = None
+        for source in (*(part.source for part in saved.parts), *sorted(self.compared.sources)):
+            for name in saved.names:
+                seen = self._files_shown(source, name)
+                if seen is not None and not covered.issuperset(filter(None, (seen.storage, seen.copy))):
+                    covered |= {seen.storage, seen.copy}
+                    found[source] = None
         return list(found or dict.fromkeys(hosts[:1] or [saved.source]))
 
     def _files_shown(self, source: str, name: str) -> SavedSeen | None:

@@ -132,9 +132,10 @@ class Saves(Protocol):
     and `start` makes it a node again, whose processes stay frozen. Files that are complete are shown by sources that
     reach their storage (`HypervisorView.saved`). Each call again is success."""
 
-    async def freeze(self, vm: VmRef) -> None:
+    async def freeze(self, vm: VmRef, *, script: bool = True) -> None:
         """Stop the processes of the VM's job, and write back what they wrote (`VmSeen.frozen`). After an error the job
-        goes on, or `thaw` lets it. `Broken` if a process does not stop in time, or a file server does not answer."""
+        goes on, or `thaw` lets it. `script`: the script of the job runs in this VM, and not in another one of it.
+        `Broken` if a process does not stop in time, or a file server does not answer."""
 
     async def cut(self, vm: VmRef) -> None:
         """Cut the frozen job off from the scheduler, which can queue it again then. There is no way back."""

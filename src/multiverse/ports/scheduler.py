@@ -153,18 +153,21 @@ class Addresses(Protocol):
 class Saving(Protocol):
     """Ends the run of a job whose processes are frozen, and queues the job again."""
 
-    async def prepare(self, job: JobRef, node: str, *, requeues: bool = True) -> None:
-        """Let the job be queued again (`Job.requeues`), and let its node take no other job (DRAINED). `requeues`: it
+    async def prepare(self, job: JobRef, nodes: Sequence[str], *, requeues: bool = True) -> None:
+        """Let the job be queued again (`Job.requeues`), and let its nodes take no other job (DRAINED). `requeues`: it
         can be already. `Refused` if the job can never be queued again, or its next run would lose output."""
 
     async def check(self, job: JobRef) -> None:
         """Raise `Refused` if the job can never be queued again, or if its next run would lose output."""
 
-    async def undo(self, job: JobRef, node: str, *, requeues: bool = True) -> None:
-        """Let the node serve as before, and the job be queued again only if it `requeues`."""
+    async def check_script(self, nodes: Sequence[str]) -> None:
+        """Raise `Refused` if the script of a job on these nodes would start on another one than the first."""
+
+    async def undo(self, job: JobRef, nodes: Sequence[str], *, requeues: bool = True) -> None:
+        """Let the nodes serve as before, and the job be queued again only if it `requeues`."""
 
     async def requeue(self, job: JobRef, *, hold: bool = False, text: str = "") -> None:
-        """Queue the running job again, whose node answers for it, and leave `text` for its user. `hold`: it waits until
+        """Queue the running job again, whose nodes answer for it, and leave `text` for its user. `hold`: it waits until
         somebody releases it. Nothing is done for a job that does not run; only an observed restart shows that it was
         queued again."""
 

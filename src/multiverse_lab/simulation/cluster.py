@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
@@ -279,13 +279,16 @@ class Cluster:
     def requeue_saved(self, job: JobRecord, *, hold: bool) -> None:
         """Queue a job again whose processes are frozen and cut off. Its run did not end by itself, however short."""
         guest = self.nodes[job.nodes[0]].guest if job.nodes and job.nodes[0] in self.nodes else None
+        others = [self.nodes[name].guest for name in job.nodes[1:] if name in self.nodes]
+        if guest is not None and guest.is_cut_off and any(one.alive and not one.is_cut_off for one in others):
+            self.violations.append(f"job {job.job_id} was queued again before all of its VMs were cut off")
         if guest is None or not guest.is_cut_off:
             self.stopped_by_controller(job, "was queued again before it was cut off")
         run = (job.number, job.restarts)
         may_forget = self.settings.forgets > 0 and guest is not None and run not in self._forgotten
         if may_forget and self._rng.random() < self.settings.forgets:
             self._forgotten.add(run)
-            kept = KeptRun.of(job, self.nodes[job.nodes[0]])
+            kept = KeptRun.of(job, (self.nodes[name] for name in job.nodes if name in self.nodes))
             self._after(KILLED, lambda: self._be_killed(kept))
         job.by_controller = True
         self.requeue(job.job_id)
@@ -310,7 +313,7 @@ class Cluster:
 
     def _miss(self, kept: KeptRun) -> None:
         """The daemon of a node has registered without the job that slurmctld takes for running there."""
-        job, node = kept.job, self.nodes.get(kept.node.name)
+        job, node = kept.job, self.nodes.get(kept.nodes[0].name)
         shown = job.state in LIVE and job.restarts == kept.fields["restarts"]
         guest = node.guest if node is not None and node.job is job and not node.down else None
         if shown and guest is not None and guest.reachable and not guest.executes(job):
@@ -333,7 +336,7 @@ class Cluster:
         known = self.nodes.get(registration.name)
         if known is None:
             node = NodeRecord(registration.name, registration.features, registration.size, guest)
-            node.sockets = registration.sockets
+            node.sockets, node.place = registration.sockets, self._free_place()
             self.nodes[registration.name] = node
             if small:
                 node.down, node.reason = True, "Low RealMemory"
@@ -344,6 +347,15 @@ class Cluster:
         elif guest.alive:  # names of VMs must never be used again
             self.violations.append(f"node {registration.name} registered from a second VM")
         return True
+
+    def _free_place(self) -> int:
+        taken = {node.place for node in self.nodes.values()}
+        return next(place for place in range(len(taken) + 1) if place not in taken)
+
+    def first_listed(self, names: Sequence[str]) -> str:
+        """That one of some nodes on which a job's script would run; empty if there is none."""
+        nodes = [self.nodes[name] for name in names if name in self.nodes]
+        return min(nodes, key=lambda node: node.place).name if nodes else ""
 
     def stopped_answering(self, guest: Guest) -> None:
         """The daemon of a guest has ended. Slurm notices only after `node_timeout`."""
@@ -696,7 +708,7 @@ class Cluster:
         size = job.batch.size
         fit = [
             node
-            for _, node in sorted(self.nodes.items())
+            for node in sorted(self.nodes.values(), key=lambda node: node.place)
             if not (node.down or node.drained or node.stuck) and node.silent is None and node.job is None
             if self._may_use(job, node)
             if node.size.cpus >= size.cpus and node.size.memory >= size.memory and node.sockets >= job.batch.sockets

@@ -98,6 +98,7 @@ CALL_IDS: Mapping[tuple[Port, str], str] = {
     ("hypervisor", "copy"): "h16",
     ("hypervisor", "checkpoint"): "h17",
     ("scheduler", "check"): "s23",
+    ("scheduler", "check_script"): "s24",
 }
 """Faults are drawn from these ids and not from the methods' names, so that each seed still gives the same history after
 a method has been renamed. An id never changes and is never given to another method."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from random import Random
 
@@ -50,10 +51,10 @@ _WITH_AGENTS: dict[IncidentKind, tuple[float, ...]] = {
 
 
 def saving(seed: int) -> Scenario:
-    """Jobs that are saved at random moments, some again and again, some held until they are resumed, on hosts that
-    share a storage or have one each, in some with another one for copies. Users cancel, hold, change, suspend and
-    requeue them between the steps, and time limits end some. In most scenarios calls fail, storages, hosts, slurmctld
-    and the controller are lost."""
+    """Jobs that are saved at random moments, some again and again, some held until they are resumed, in many scenarios
+    in several VMs, on hosts that share a storage or have one each, in some with another one for copies. Users cancel,
+    hold, change, suspend and requeue them between the steps, and time limits end some. In most scenarios calls fail,
+    storages, hosts, slurmctld and the controller are lost."""
     rng = Random(f"{seed}/saving")
     hosts = tuple(_host(rng, number) for number in range(rng.choice((1, 2, 2, 3))))
     one_each = rng.random() < 0.3
@@ -72,7 +73,7 @@ def saving(seed: int) -> Scenario:
         flavor=Size(64, 2_000_000, 1 << 20),
     )
     pacing = PacingSettings(provisioning=rng.choice((1, 4, 16)), silence=rng.choice((5.0, 30.0, 60.0)))
-    arrivals = tuple(_arrival(rng) for _ in range(rng.randint(1, 5)))
+    arrivals = _in_several_vms((_arrival(rng) for _ in range(rng.randint(1, 5))), Random(f"{seed}/gangs"))
     quiet = rng.random() < 0.2
     agents = None
     if rng.random() < 0.5:
@@ -87,6 +88,15 @@ def saving(seed: int) -> Scenario:
         limit=6000.0,
     )
     return scenario if quiet else _with_trouble(scenario, rng)
+
+
+def _in_several_vms(arrivals: Iterable[Arrival], rng: Random) -> tuple[Arrival, ...]:
+    """In two of five scenarios most jobs have several VMs."""
+    many = rng.random() < 0.4
+    return tuple(
+        replace(one, batch=replace(one.batch, nodes=rng.choice((2, 2, 3)))) if many and rng.random() < 0.7 else one
+        for one in arrivals
+    )
 
 
 def _with_copies(hosts: tuple[Host, ...], rng: Random, *, one_each: bool) -> tuple[Host, ...]:

@@ -166,7 +166,7 @@ class Guest:
         slurmstepd is frozen."""
         if self.waits_for_user:
             self._after_prolog.append(do)
-        elif self._frozen and self._processes is not None:
+        elif self._frozen and self._held is None:
             self._after_thaw.append(do)
         else:
             do()
@@ -214,26 +214,26 @@ class Guest:
 
     # --- saving, as the agent of a real guest does it (`guest.agent.saving`)
 
-    def freeze(self) -> None:
-        """Stop the processes of the job. Raises `Broken` if there are none."""
+    def freeze(self, *, script: bool = True) -> None:
+        """Stop the processes of the job. Raises `Broken` if its `script` is to run here, and does not."""
         if self._frozen:
             return
-        if self._processes is None:
+        if script and self._processes is None:
             raise Broken(f"there is no job with processes in {self.name}")
         self._stop_script()
         self._frozen = True
-        self.log(f"{self.name}: {self._processes.job.job_id} is frozen")
+        self.log(f"{self.name}: the job is frozen")
 
     def cut(self) -> None:
         """Cut the frozen processes off from their run. Raises `Broken` if none are frozen."""
         if self._held is None or self._restored is not None:
             self._held, self._restored = self._memory(cut=True), None
             self._end_run()
-            self.log(f"{self.name}: {self._held.which.job.job_id} is cut off")
+            self.log(f"{self.name}: the job is cut off")
             self._go_on_after_thaw()
 
     def _memory(self, *, cut: bool) -> FrozenProcesses:
-        if self._processes is None or not self._frozen:
+        if not self._frozen:
             raise Broken(f"the job in {self.name} is not frozen")
         return FrozenProcesses(self._processes, self._computed, cut)
 
@@ -280,6 +280,11 @@ class Guest:
         return self._held is not None
 
     @property
+    def restored_from(self) -> str:
+        """The name of the files that it was restored from; empty if it was not."""
+        return self._restored.name if self._restored is not None else ""
+
+    @property
     def is_restored(self) -> bool:
         return self._restored is not None
 
@@ -289,19 +294,36 @@ class Guest:
         if self._processes is not None:
             self.thaw()
             return True
+        if self._held is None or self._held.which is None:  # the script does not run here
+            self._held, self._frozen = None, False
+            self._go_on_after_thaw()
+            return True
         return self._job is not None and self._attach()
 
     def _attach(self) -> bool:
         if self._held is None or self._restored is None or self._job is None:
             return False
         found = self.cluster.ledger.attach(self._restored, self._job, self.name, self)
-        if found is None:
+        if found is None or found.which is None:
             return False
+        self._check_others(self._restored, self._job)
         self.log(f"{self.name}: {self._job.job_id} goes on after {found.computed:.3f} s")
         self._held, self._frozen, self._processes = None, False, found.which
         self._seconds_left = found.which.job.batch.seconds - found.computed
         self._continue_script()
         return True
+
+    def _check_others(self, files: SavedFiles, job: JobRecord) -> None:
+        """The other VMs of a job go on as they were saved with this one."""
+        number = files.name.rpartition("-")[2]
+        for name in job.nodes:
+            node = self.cluster.nodes.get(name)
+            restored = node.guest.restored_from if node is not None else ""
+            if restored != f"{name}-{number}":
+                told = (
+                    f"job {job.job_id} goes on in {self.name} as {files.name}, and in {name} as {restored or 'nothing'}"
+                )
+                self.cluster.violations.append(told)
 
     def kill(self, job: JobRecord) -> None:
         """End the job's script, if the script runs here."""

@@ -187,12 +187,12 @@ class SimulatedSaves:
         for task in [task for task, where in self._calls.items() if where == source]:
             task.cancel()
 
-    async def freeze(self, vm: VmRef) -> None:
-        await self._call(vm.source, self._freeze(vm))
+    async def freeze(self, vm: VmRef, *, script: bool = True) -> None:
+        await self._call(vm.source, self._freeze(vm, script=script))
 
-    async def _freeze(self, vm: VmRef) -> None:
+    async def _freeze(self, vm: VmRef, *, script: bool) -> None:
         await self._take("command", self._latencies.command)
-        self._machines.freeze(vm)
+        self._machines.freeze(vm, script=script)
         await self._take("sync", self._latencies.freeze)
         self._machines.note_frozen(vm, frozen=True)
 

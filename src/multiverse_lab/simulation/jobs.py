@@ -173,6 +173,7 @@ class JobRecord:
             limit=(YEAR if batch.limit is None else batch.limit) + KILL_WAIT,
             ends=ends,
             deadline=None if ends is None else ends - KILL_WAIT,
+            script_node=self.nodes[0] if self.nodes and not pending else "",
             requeues=batch.requeue,
             origin=batch.origin,
             at_origin=self.at_origin,
@@ -197,6 +198,7 @@ class NodeRecord:
     drained: bool = False
     planned: bool = False
     counted_twice: bool = False
+    place: int = 0  # in the scheduler's table: a new node takes the first one that is free
     stuck: bool = False
 
     def shown(self, *, reserved: bool = False) -> Node:

@@ -329,11 +329,11 @@ class Machines:
 
     # --- saves
 
-    def freeze(self, vm: VmRef) -> None:
+    def freeze(self, vm: VmRef, *, script: bool = True) -> None:
         machine = self.find(vm)
         if machine is not None and machine.guest is not None:
             machine.freezing = machine.guest.to_freeze = True
-        self._started(vm).guest.freeze()
+        self._started(vm).guest.freeze(script=script)
 
     def cut(self, vm: VmRef) -> None:
         self._started(vm).guest.cut()
@@ -396,7 +396,7 @@ class Machines:
         memory, identity = guest.memory(), guest.identity
         if memory is None or not memory.cut:
             self.violations.append(f"{machine.spec.name} was saved before its job was cut off")
-        else:
+        elif memory.which is not None:
             memory.which.states += 1
         return SavedFiles(name, machine.spec, identity, memory, machine.takes.memory << 18, EPOCH + self._now())
 
@@ -432,7 +432,7 @@ class Machines:
         files, host = self.captured.pop(name), self.host_at(vm.source)
         self._end_writing(vm, host, name)
         self._check_storage(vm, host)
-        if files.frozen is not None:
+        if files.frozen is not None and files.frozen.which is not None:
             files.frozen.which.states += 1
         self._storage(host)[name] = files
 

@@ -165,8 +165,8 @@ class OneHost:
         self.members = changed(self.members, members, gone, whole=whole)
         await self._wait()
 
-    async def freeze(self, vm: VmRef) -> None:
-        await self._answer(self._saves.freeze(vm))
+    async def freeze(self, vm: VmRef, *, script: bool = True) -> None:
+        await self._answer(self._saves.freeze(vm, script=script))
 
     async def cut(self, vm: VmRef) -> None:
         await self._answer(self._saves.cut(vm))

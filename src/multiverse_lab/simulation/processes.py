@@ -30,9 +30,10 @@ class ScriptProcesses:
 
 @dataclass(frozen=True)
 class FrozenProcesses:
-    """ScriptProcesses as a VM has them in its memory, while they do not execute."""
+    """ScriptProcesses as a VM has them in its memory, while they do not execute. None in a VM of a job of several in
+    which the script does not run: what its steps do there is not simulated."""
 
-    which: ScriptProcesses
+    which: ScriptProcesses | None
     computed: float
     cut: bool  # they belong to no run of their job
 
@@ -79,7 +80,7 @@ class Ledger:
 
     def attach(self, files: SavedFiles, job: JobRecord, vm: str, place: object) -> FrozenProcesses | None:
         """The next run of a job takes over the processes that were saved; None if there are none."""
-        if (frozen := files.frozen) is None:
+        if (frozen := files.frozen) is None or frozen.which is None:
             return None
         what = f"the state {files.name} of job {frozen.which.job.job_id}"
         later = job.restarts - frozen.which.run

@@ -187,7 +187,8 @@ class BrakeWatch:
         if not self._applies or not self._counts:
             return
         for attempt in state.attempts.values():
-            if attempt.tries and attempt.failed_on:
+            restored = state.saved_for(attempt.job) is not None  # it counts, whoever is at fault
+            if attempt.tries and attempt.failed_on and not restored:
                 self._broken.add(f"job {attempt.job.job_id} was charged for the failures of {attempt.failed_on}")
 
     def violations(self, world: SimulatedWorld, now: float) -> list[str]:

@@ -112,7 +112,7 @@ class SaveWatch:
 
 
 def _names_for(rows: Rows, job: JobRef) -> set[str]:
-    return {one.name for one in rows.saved.values() if one.is_for(job)}
+    return {name for one in rows.saved.values() if one.is_for(job) for name in one.names}
 
 
 def _now() -> float:

@@ -399,7 +399,7 @@ class SimulatedSaving:
             raise Stale(f"job {job.job_id} is {record.state}")
         await self._slurm.reply()
 
-    async def prepare(self, job: JobRef, node: str, *, requeues: bool = True) -> None:
+    async def prepare(self, job: JobRef, nodes: Sequence[str], *, requeues: bool = True) -> None:
         await self.check(job)
         await self._slurm.reach()
         if not requeues:
@@ -407,12 +407,20 @@ class SimulatedSaving:
             record.batch = replace(record.batch, requeue=True)
             await self._slurm.reply()
             await self._slurm.reach()
-        self._cluster.drain(node)
+        for node in nodes:
+            self._cluster.drain(node)
         await self._slurm.reply()
 
-    async def undo(self, job: JobRef, node: str, *, requeues: bool = True) -> None:
+    async def check_script(self, nodes: Sequence[str]) -> None:
         await self._slurm.reach()
-        self._cluster.undrain(node)
+        if (first := self._cluster.first_listed(nodes)) != nodes[0]:
+            raise Refused(f"the script would start on {first or 'another node'}, not on {nodes[0]}")
+        await self._slurm.reply()
+
+    async def undo(self, job: JobRef, nodes: Sequence[str], *, requeues: bool = True) -> None:
+        await self._slurm.reach()
+        for node in nodes:
+            self._cluster.undrain(node)
         await self._slurm.reply()
         if not requeues:
             await self.forbid_requeue(job)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from multiverse.core.model.job import JobState
@@ -17,15 +18,15 @@ _OF_RUN = ("state", "restarts", "submitted", "batch", "begin", "pin", "pinned_no
 
 @dataclass(frozen=True)
 class KeptRun:
-    """What slurmctld has kept of a job that runs on one node, when it had not been told of a requeue."""
+    """What slurmctld has kept of a job that runs, when it had not been told of a requeue."""
 
     job: JobRecord
-    node: NodeRecord
+    nodes: tuple[NodeRecord, ...]  # that with the script first
     fields: dict[str, object]
 
     @classmethod
-    def of(cls, job: JobRecord, node: NodeRecord) -> KeptRun:
-        return cls(job, node, {name: getattr(job, name) for name in _OF_RUN})
+    def of(cls, job: JobRecord, nodes: Iterable[NodeRecord]) -> KeptRun:
+        return cls(job, tuple(nodes), {name: getattr(job, name) for name in _OF_RUN})
 
     @property
     def may_be_latest(self) -> bool:
@@ -34,11 +35,12 @@ class KeptRun:
         return same and self.job.state in (JobState.COMPLETING, JobState.PENDING) and not self.job.by_user
 
     def show_again(self, nodes: dict[str, NodeRecord], now: float) -> None:
-        """The job runs on its node, which the controller may have deleted meanwhile."""
+        """The job runs on its nodes, which the controller may have deleted meanwhile."""
         for name, value in self.fields.items():
             setattr(self.job, name, value)
-        node = nodes.setdefault(self.node.name, self.node)
-        node.job, node.drained, node.down, node.reason = self.job, True, False, ""
-        if not node.guest.reachable and node.silent is None:
-            node.silent = now
-        self.job.busy, self.job.by_controller = [node.name], True
+        for kept in self.nodes:
+            node = nodes.setdefault(kept.name, kept)
+            node.job, node.drained, node.down, node.reason = self.job, True, False, ""
+            if not node.guest.reachable and node.silent is None:
+                node.silent = now
+        self.job.busy, self.job.by_controller = [node.name for node in self.nodes], True

@@ -286,14 +286,14 @@ class Admission:
             self._tell(attempt, why)
         elif self._is_turn_over(attempt):
             self._block(attempt, Blockage.TURN, Why.TURN())
-        elif isinstance(vm := self.supply.restore(attempt, saved), NoRoom):
-            if vm.why:
-                self._tell(attempt, vm.why)
+        elif isinstance(vms := self.supply.restore(attempt, saved), NoRoom):
+            if vms.why:
+                self._tell(attempt, vms.why)
             else:
-                why = self.room.why_full(vm.claims, Why.FULL(per_host=attempt.request.per_host))
-                self._block(attempt, self._make_room(attempt, 1, vm.claims), why)
+                why = self.room.why_full(vms.claims, Why.FULL(per_host=attempt.request.per_host))
+                self._block(attempt, self._make_room(attempt, len(saved.parts), vms.claims), why)
         else:
-            self._admit_restored(attempt, saved, vm)
+            self._admit_restored(attempt, saved, vms)
 
     def _why_not_restored(self, attempt: Attempt, saved: Saved) -> Reason | None:
         """Why its state cannot be used now, on whatever host."""
@@ -301,18 +301,21 @@ class Admission:
             return Why.SAVED_HOLDING(saved.reason)
         if saved.state not in COMPLETE:
             return Why.BEING_SAVED()
-        if saved.vm_name in self.state.vm_named:  # its node may still be there, and the new one has the same name
-            return Why.EARLIER_RUN_ENDS(vm=saved.vm_name)
+        for part in saved.parts:
+            if part.vm_name in self.state.vm_named:  # its node may still be there, and the new one has the same name
+                return Why.EARLIER_RUN_ENDS(vm=part.vm_name)
         if not saved.holds(attempt.request):
             return Why.SAVED_TOO_SMALL(cpus=saved.node_size.cpus, memory=saved.node_size.memory)
         return None
 
-    def _admit_restored(self, attempt: Attempt, saved: Saved, vm: Vm) -> None:
+    def _admit_restored(self, attempt: Attempt, saved: Saved, vms: list[Vm]) -> None:
         job = self.queue.job_of(attempt.id)
-        story, uses = Why.RESTORED(hosts=[vm.host]), dict(job.uses)
+        story, uses = Why.RESTORED(hosts=[vm.host for vm in vms]), dict(job.uses)
         going_on = replace(attempt, runs=saved.runs + 1, limit=limit_of_next_run(saved, job))
         kept = [ClaimKey(saved.key, saved.kept)] if saved.kept else []
-        self.state.move(admit_attempt(going_on, story), plan_vm(vm), make=claims_of(self.context, [vm]), free=kept)
+        self.state.move(
+            admit_attempt(going_on, story), *map(plan_vm, vms), make=claims_of(self.context, vms), free=kept
+        )
         self.limits.subtract(uses)
 
     def _take_from_memory(self) -> None:
@@ -330,8 +333,8 @@ class Admission:
             with quarantine_on_error(self.state, Key("attempt", attempt.id)):
                 if self.context.world.user_known_since(attempt.uid) == inf:  # nobody else may ever ask
                     self._refuse_or_ask(attempt)
-                elif isinstance(vm := self.supply.restore(attempt, saved), Vm):
-                    self._admit_restored(attempt, saved, vm)
+                elif not isinstance(vms := self.supply.restore(attempt, saved), NoRoom):
+                    self._admit_restored(attempt, saved, vms)
 
     def _is_turn_over(self, attempt: Attempt) -> bool:
         """Case 10: whether as many VMs are being made as may be made at once."""

@@ -43,7 +43,7 @@ from multiverse.core.model.host import Claim
 from multiverse.core.model.identity import mac_of, token_of, vm_name
 from multiverse.core.model.job import Attempt
 from multiverse.core.model.reason import Reason, Why
-from multiverse.core.model.saved import Saved
+from multiverse.core.model.saved import Saved, SavedPart
 from multiverse.core.model.vm import Place, TemplateKey, TemplateState, Vm
 from multiverse.core.policy import Parent, paid, wait_for
 from multiverse.core.rows import VmsMissing
@@ -250,42 +250,44 @@ class CloneSupply:
 
     # --- saved VMs --------------------------------------------------------------------------------
 
-    def restore(self, attempt: Attempt, saved: Saved) -> Vm | NoRoom:
-        """The row of a VM that goes on as it was saved, on a host that reaches one of its storages and makes the same
-        machine. Takes the room for it."""
-        context = self.context
+    def restore(self, attempt: Attempt, saved: Saved) -> list[Vm] | NoRoom:
+        """The rows of VMs that go on as they were saved, on hosts that reach one of its storages and make the same
+        machine. Takes the room for them."""
+        context, parts = self.context, saved.parts
         if saved.kept:  # its room is claimed for it there
-            away = saved.kept not in context.in_sight
-            return NoRoom({}, Why.KEPT_AWAY(host=saved.kept)) if away else self._restored(attempt, saved, saved.kept)
-        able = every_host(context, saved.size, lambda host: bool(host.storage_of(saved)) and saved.image in host.images)
+            if saved.kept not in context.in_sight:
+                return NoRoom({}, Why.KEPT_AWAY(host=saved.kept))
+            return [self._restored(attempt, saved, saved, saved.kept)]
+        largest = max((part.size for part in parts), key=lambda size: size.memory)  # by the sizes of their templates
+        able = every_host(context, largest, lambda host: bool(host.storage_of(saved)) and saved.image in host.images)
         if not able:
             return NoRoom({}, Why.NO_STORAGE(storage=" or ".join(saved.storages)))
         claims = able.map(lambda host, size: vm_claim(size, host, saved.image, saved.kind))
-        chosen = place_vms(
-            context, self.room, placement_request(context, attempt, saved.kind, 1), claims, attempt, HostLimits()
-        )
+        wanted = placement_request(context, attempt, saved.kind, len(parts))
+        hosts = HostLimits(limit=others_on(context.state, attempt))
+        chosen = place_vms(context, self.room, wanted, claims, attempt, hosts)
         if chosen is None:
             return NoRoom(claims)
-        return self._restored(attempt, saved, chosen[0])
+        return [self._restored(attempt, saved, part, host) for part, host in zip(parts, chosen, strict=True)]
 
-    def _restored(self, attempt: Attempt, saved: Saved, host: str) -> Vm:
+    def _restored(self, attempt: Attempt, saved: Saved, part: Saved | SavedPart, host: str) -> Vm:
         state = self.context.state
         serial = state.numbers.new_serial()
         return Vm(
             id=serial,
             since=state.now,
-            name=saved.vm_name,
+            name=part.vm_name,
             places=(Place(host, state.source_of(host)),),
             image=saved.image,
             kind=saved.kind,
-            size=saved.size,
+            size=part.size,
             node_size=saved.node_size,
-            mac=saved.mac,
-            address=saved.address,
+            mac=part.mac,
+            address=part.address,
             attempt=attempt.id,
             account=saved.account,
             token=token_of(state.entropy, serial),  # what still comes for the VM that was saved is not for this one
-            saved=saved.name,
+            saved=saved.name_of(part),
             storage="" if saved.kept else self.context.hosts[host].storage_of(saved),
         )
 

@@ -510,7 +510,7 @@ def _advance_vms(state: State, attempt: Attempt, policy: Policy, *, blocked: boo
     if missing > 0:
         _ask_for_vms(state, attempt, missing, policy)
     elif attempt.state is A.CLAIMED and all(vm.state is not VmState.PLANNED for vm in vms):
-        parked = [vm for vm in vms if vm.state is VmState.PARKED]
+        parked = [vm for vm in vms if vm.state is VmState.PARKED and not state.waits_to_join(vm)]
         state.move(Change(replace(attempt, state=A.SPAWNING), Event.CREATED), *map(start_vm, parked))
     elif attempt.state is A.SPAWNING and not blocked and all(vm.state is VmState.JOINED for vm in vms):
         state.move(Change(replace(attempt, state=A.SPAWNED), Event.ALL_JOINED))

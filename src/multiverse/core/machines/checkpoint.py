@@ -12,7 +12,15 @@ from dataclasses import replace
 from math import inf
 
 from multiverse.core.machines.attempt import forget_no_checkpoint
-from multiverse.core.machines.saved import abandon, copy_if_due, files_of, goes_on, keep_stored, note_copied, step_saved
+from multiverse.core.machines.saved import (
+    abandon,
+    copy_if_due,
+    go_on,
+    keep_stored,
+    note_copied,
+    size_of_files,
+    step_saved,
+)
 from multiverse.core.model.job import AttemptState, Job, JobState
 from multiverse.core.model.reason import Reason, Why
 from multiverse.core.model.saved import COMPLETE, Saved, SavedState
@@ -54,16 +62,16 @@ def _step_checkpoint(state: State, saved: Saved, job: Job | None, world: World, 
 
 def _step_capturing(state: State, saved: Saved, vm: Vm | None, job: Job | None, world: World, policy: Policy) -> None:
     seen = world.job_began(saved.job.job_id) > saved.since
-    files = files_of(saved, world)
+    size = size_of_files(saved, world)
     if seen and (job is None or job.ref != saved.job or job.state is JobState.ENDED):
         state.move(abandon(saved, Why.SAVED_JOB_OVER(job=saved.job.job_id)))
     elif vm is None or vm.state is not VmState.SERVING:
         state.move(abandon(saved, Why.SAVED_VM_LOST(vm=saved.vm_name)))
-    elif files is not None and world.ended_at(saved.key) < inf:
+    elif size is not None and world.ended_at(saved.key) < inf:
         standing = [one for one in checkpoints_of(state, saved.job.job_id) if one.stands]
         older = standing[: max(0, len(standing) + 1 - policy.save_checkpoints)]
         noted = filter(None, map(forget_no_checkpoint, state.attempts_of_job(saved.job)))
-        stored = keep_stored(state, saved, files, world)
+        stored = keep_stored(state, saved, size, world)
         state.move(stored, *(abandon(one, Why.CHECKPOINT_OLD()) for one in older), *noted)
 
 
@@ -85,7 +93,7 @@ def _why_useless(state: State, saved: Saved, job: Job | None, world: World, poli
 
 
 def _step_standing(state: State, saved: Saved, world: World) -> None:
-    vm = state.restored_from(saved)
+    vm = next(iter(state.restored_from(saved)), None)
     attempt = state.attempt_of(vm) if vm is not None else None
     if note_copied(state, saved, world):
         return
@@ -98,14 +106,14 @@ def _step_standing(state: State, saved: Saved, world: World) -> None:
 
 def _step_thawing(state: State, saved: Saved, world: World) -> None:
     """From when its processes go on the checkpoint, and the older ones, are of that run: they serve later ones."""
-    vm = state.restored_from(saved)
+    vm = next(iter(state.restored_from(saved)), None)
     attempt = state.attempt_of(vm) if vm is not None else None
     assert saved.again is not None
     if vm is None or attempt is None or attempt.job != saved.again or attempt.state is not AttemptState.ALLOCATED:
         why = Why.CHECKPOINT_UNUSED(job=saved.job.job_id, restart=saved.again.restarts)
         state.move(Change(replace(saved, state=S.STORED, again=None), Event.KEPT, why))
         return
-    if goes_on(saved, vm, world):
+    if go_on(saved, [vm], world):
         others = [one for one in checkpoints_of(state, saved.job.job_id) if one.stands]
         why = Why.RESTART(number=saved.again.restarts)
         kept = replace(saved, state=S.STORED, job=saved.again, again=None, runs=attempt.runs)

@@ -9,10 +9,15 @@ on meanwhile, and goes on from whichever storage a host reaches. So nothing wait
 
 A state that cannot be written stays where it is: its VM, stopped, in the memory of its host. A job that cannot go on is
 held with the reason (HOLDING), or begins anew if its user agreed.
+
+The row of a job of several VMs has a part for each. It passes from one state to the next when all parts have: so all
+VMs are frozen or none, and its state is complete or of no use. It is not kept in memory, but written until that
+succeeds.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -21,7 +26,7 @@ from multiverse.core.model.basics import ClaimKey, Size
 from multiverse.core.model.host import Claim, Host
 from multiverse.core.model.job import AttemptState, Job, JobState, NodeState
 from multiverse.core.model.reason import Reason, Why, text_of
-from multiverse.core.model.saved import COMPLETE, HOLDS_VM, WAITS_FOR_RUN, Saved, SavedSeen, SavedState
+from multiverse.core.model.saved import COMPLETE, HOLDS_VM, WAITS_FOR_RUN, Saved, SavedPart, SavedSeen, SavedState
 from multiverse.core.model.vm import Vm, VmState
 from multiverse.core.model.world import World
 from multiverse.core.policy import Policy
@@ -85,13 +90,19 @@ def resume_saved(saved: Saved, why: Reason, *, anew: bool = False) -> Change:
     return Change(replace(saved, state=S.RESUMING, ends=anew), Event.RESUMED, why)
 
 
+def note_spread(saved: Saved, seconds: float) -> Change:
+    """Keep how far apart its VMs were frozen."""
+    return Change(replace(saved, spread=seconds), Event.NOTED)
+
+
 MOST_TRIES = 3  # to write a state: a full storage, or one with errors, is not tried for ever
 
 
 def count_failure(saved: Saved, why: Reason) -> Change:
-    """It could not be written. That is tried again a few times; then it stays in the memory of its host."""
+    """It could not be written. That is tried again a few times; then it stays in the memory of its host. The VMs of a
+    job of several stay as they are, and that is tried again and again: some of them may have been written."""
     tries = saved.tries + 1
-    if tries < MOST_TRIES:
+    if tries < MOST_TRIES or saved.others:
         return Change(replace(saved, tries=tries, reason=why), Event.NOTED, why)
     why = Why.SAVE_FAILED(why, tries=tries)
     return Change(replace(saved, state=S.KEEPING, tries=tries, reason=why), Event.UNWRITTEN, why)
@@ -156,20 +167,19 @@ def step_saved(state: State, number: int, world: World, policy: Policy) -> None:
     if saved is None or saved.quarantined or world.scheduler is None:
         return
     job = world.scheduler.value.jobs.get(saved.job.job_id)
-    vm = state.vms.get(saved.vm)
     if _note_run(state, saved, job, world):
         return
     match saved.state:
         case S.DISCARDING:
             _step_discarding(state, saved, world)
         case S.UNDOING:
-            _step_undoing(state, saved, vm, job, world)
+            _step_undoing(state, saved, job, world)
         case S.HOLDING:
             _step_holding(state, saved, job, world)
         case S.STORED | S.COPYING | S.RESUMING | S.QUEUEING | S.THAWING:
             _step_stored(state, saved, job, world, policy)
         case _:
-            _step_saving(state, saved, vm, job, world, policy)
+            _step_saving(state, saved, job, world, policy)
 
 
 _QUEUED_AGAIN = (S.WRITING, S.KEEPING, *COMPLETE, S.RESUMING, S.QUEUEING, S.HOLDING)
@@ -213,24 +223,37 @@ def _note_run(state: State, saved: Saved, job: Job | None, world: World) -> bool
     return True
 
 
-def _step_saving(state: State, saved: Saved, vm: Vm | None, job: Job | None, world: World, policy: Policy) -> None:
-    """Its VM is still the first run's."""
+def vms_of_saved(state: State, saved: Saved) -> list[Vm]:
+    """The VMs that are being saved, the one with the script first. One that was lost is there no more."""
+    return [vm for part in saved.parts if (vm := state.vms.get(part.vm)) is not None]
+
+
+def _step_saving(state: State, saved: Saved, job: Job | None, world: World, policy: Policy) -> None:
+    """Its VMs are still the first run's."""
+    vms = vms_of_saved(state, saved)
+    serving = [vm for vm in vms if vm.state is VmState.SERVING]
     if why := _why_over(state, saved, job, world):
         state.move(abandon(saved, why))
-    elif saved.state in (S.WRITING, S.KEEPING) and _is_written(state, saved, vm, world):
+    elif saved.state in (S.WRITING, S.KEEPING) and _is_written(state, saved, serving, world):
         pass
-    elif saved.state is S.CUTTING and vm is not None and vm.state is VmState.LOST:
+    elif len(serving) < len(saved.parts) and saved.state is S.CUTTING and _may_be_cut_off(saved, vms):
         pass  # its processes may be cut off already: nothing else than the requeue brings the job on
-    elif vm is None or vm.state is not VmState.SERVING:
-        lost = Why.SAVED_VM_LOST(vm=saved.vm_name)
+    elif len(serving) < len(saved.parts):
+        there = {vm.name for vm in serving}
+        lost = Why.SAVED_VM_LOST(vm=next(part.vm_name for part in saved.parts if part.vm_name not in there))
         cut_off = saved.state in (S.WRITING, S.KEEPING)
         state.move(give_up(state, saved, lost) if cut_off else abandon(saved, lost))
-    elif saved.state is S.PREPARING and is_mute(vm, world):
-        state.move(abandon(saved, Why.SAVE_MUTE(vm=vm.name)))
+    elif saved.state is S.PREPARING and (mute := next((vm for vm in vms if is_mute(vm, world)), None)):
+        state.move(abandon(saved, Why.SAVE_MUTE(vm=mute.name)))
     elif saved.state in (S.PREPARING, S.FREEZING) and state.now - saved.since > policy.save_timeout:
         state.move(abandon(saved, Why.SAVE_LATE(step=saved.state, limit=policy.save_timeout)))
     else:  # what was cut off cannot be undone: it is tried for as long as the scheduler does not answer
-        _advance(state, saved, vm, job, world)
+        _advance(state, saved, vms, job, world)
+
+
+def _may_be_cut_off(saved: Saved, vms: list[Vm]) -> bool:
+    """Whether none of its VMs is known to have ended: some are out of sight."""
+    return len(vms) == len(saved.parts) and all(vm.state in (VmState.SERVING, VmState.LOST) for vm in vms)
 
 
 def _why_over(state: State, saved: Saved, job: Job | None, world: World) -> Reason | None:
@@ -255,53 +278,65 @@ def _went_on_without(state: State, saved: Saved, job: Job) -> bool:
     """Whether the next run goes on in no VM of which a row tells that it is restored from the state: it began anew, or
     the database is older than that VM."""
     runs = job.state is JobState.RUNNING and saved.is_for(job.ref) and saved.state in WAITS_FOR_RUN
-    return runs and state.restored_from(saved) is None
+    return runs and not state.restored_from(saved)
 
 
-def _advance(state: State, saved: Saved, vm: Vm, job: Job | None, world: World) -> None:
-    assert world.scheduler is not None
-    seen, node = world.vm(vm), world.scheduler.value.nodes.get(vm.name)
+def _advance(state: State, saved: Saved, vms: list[Vm], job: Job | None, world: World) -> None:
     match saved.state:
         case S.PREPARING:
-            drained = node is not None and node.state is NodeState.DRAINED and world.node_began(vm.name) > saved.since
+            drained = all(_is_drained(vm, saved.since, world) for vm in vms)
             if drained and job is not None and job.state is JobState.RUNNING and job.requeues:
                 state.move(Change(replace(saved, state=S.FREEZING, froze=True), Event.READY))
         case S.FREEZING:
-            latest = world.latest(vm.place.source)
-            if seen is not None and seen.frozen and latest is not None and latest.began > saved.since:
+            if all(_is_frozen(vm, saved.since, world) for vm in vms):
                 state.move(Change(_cut(state, saved, job, world), Event.FROZEN))
         case S.CUTTING:
             if job is not None and saved.is_for(job.ref):
                 again = replace(saved, state=S.WRITING, again=job.ref)
                 state.move(Change(again, Event.QUEUED_AGAIN, Why.RESTART(number=job.ref.restarts)))
         case S.KEEPING:
-            _take_into_memory(state, saved, vm, world)
+            _take_into_memory(state, saved, vms[0], world)
 
 
-def _is_written(state: State, saved: Saved, vm: Vm | None, world: World) -> bool:
-    """Whether its files are complete, which need its VM no more. Once its VM is to be kept they count only if that is
+def _is_drained(vm: Vm, since: float, world: World) -> bool:
+    assert world.scheduler is not None
+    node = world.scheduler.value.nodes.get(vm.name)
+    return node is not None and node.state is NodeState.DRAINED and world.node_began(vm.name) > since
+
+
+def _is_frozen(vm: Vm, since: float, world: World) -> bool:
+    seen, latest = world.vm(vm), world.latest(vm.place.source)
+    return seen is not None and seen.frozen and latest is not None and latest.began > since
+
+
+def _is_written(state: State, saved: Saved, serving: list[Vm], world: World) -> bool:
+    """Whether its files are complete, which need its VMs no more. Once its VM is to be kept they count only if that is
     lost."""
-    files = files_of(saved, world)
-    ended = world.ended_at(saved.key) < inf or vm is None or vm.state is not VmState.SERVING
-    if files is None or not ended:
+    size = size_of_files(saved, world)
+    ended = world.ended_at(saved.key) < inf or len(serving) < len(saved.parts)
+    if size is None or not ended or (saved.state is S.KEEPING and serving):
         return False
-    if saved.state is S.KEEPING and vm is not None and vm.state is VmState.SERVING:
-        return False
-    state.move(keep_stored(state, saved, files, world))
+    state.move(keep_stored(state, saved, size, world))
     return True
 
 
-def keep_stored(state: State, saved: Saved, files: SavedSeen, world: World) -> Change:
-    """Its files are complete."""
-    whole = replace(saved, state=S.STORED, bytes=files.size, written=state.now + world.epoch, reason=None)
+def keep_stored(state: State, saved: Saved, size: int, world: World) -> Change:
+    """Its files are complete, and take `size` bytes."""
+    whole = replace(saved, state=S.STORED, bytes=size, written=state.now + world.epoch, reason=None)
     return Change(whole, Event.STORED)
 
 
-def files_of(saved: Saved, world: World) -> SavedSeen | None:
-    """Its files in the storage to which it was written, if they are complete."""
-    shown = (one for one in world.saved(saved.name) if one.storage == saved.storage and one.token == saved.token)
-    files = next(shown, None)
-    return None if files is None or files.kept else files
+def size_of_files(saved: Saved, world: World) -> int | None:
+    """Bytes of the files of all its VMs in the storage to which it was written; None if some are not complete."""
+    shown = [_shown_of(saved, part, world) for part in saved.parts]
+    sizes = [next((one.size for one in files if one.storage == saved.storage), None) for files in shown]
+    return None if None in sizes else sum(filter(None, sizes))
+
+
+def _shown_of(saved: Saved, part: Saved | SavedPart, world: World) -> list[SavedSeen]:
+    """The complete files of one of its VMs, as each source shows them."""
+    shown = world.saved(saved.name_of(part))
+    return [one for one in shown if one.token == part.token and not one.kept]
 
 
 def _take_into_memory(state: State, saved: Saved, vm: Vm, world: World) -> None:
@@ -364,27 +399,33 @@ def _step_stored(state: State, saved: Saved, job: Job | None, world: World, poli
         return
     if note_copied(state, saved, world):
         return
-    vm = state.restored_from(saved)
-    attempt = state.attempt_of(vm) if vm is not None else None
-    if vm is None or attempt is None:
+    vms = state.restored_from(saved)
+    attempt = state.attempt_of(vms[0]) if vms else None
+    if len(vms) < len(saved.parts) or attempt is None:
         if saved.state is S.THAWING:
-            state.move(abandon(saved, Why.SAVED_VM_LOST(vm=saved.vm_name)))
-        elif vm is None:
+            there = {vm.name for vm in vms}
+            lost = next((part.vm_name for part in saved.parts if part.vm_name not in there), saved.vm_name)
+            state.move(abandon(saved, Why.SAVED_VM_LOST(vm=lost)))
+        elif not vms:
             _step_waiting(state, saved, world, policy)
         return
     if saved.state is not S.THAWING:
-        if attempt.state is AttemptState.ALLOCATED and vm.state is VmState.SERVING and saved.is_for(attempt.job):
+        serve = all(vm.state is VmState.SERVING for vm in vms)
+        if attempt.state is AttemptState.ALLOCATED and serve and saved.is_for(attempt.job):
             state.move(Change(replace(saved, state=S.THAWING), Event.RUNS))
         return
-    if goes_on(saved, vm, world):
+    if go_on(saved, vms, world):
         state.move(Change(replace(saved, state=S.DISCARDING), Event.THAWED))
 
 
-def goes_on(saved: Saved, vm: Vm, world: World) -> bool:
-    """Whether its processes were seen to go on in a restored VM, after the guest was told so."""
-    seen, latest = world.vm(vm), world.latest(vm.place.source)
+def go_on(saved: Saved, vms: Iterable[Vm], world: World) -> bool:
+    """Whether its processes were seen to go on in all restored VMs, after the guests were told so."""
     since = max(saved.since, world.ended_at(saved.key, inf))
-    return seen is not None and seen.runs and not seen.frozen and latest is not None and latest.began > since
+    seen = [(world.vm(vm), world.latest(vm.place.source)) for vm in vms]
+    return all(
+        one is not None and one.runs and not one.frozen and latest is not None and latest.began > since
+        for one, latest in seen
+    )
 
 
 def _step_waiting(state: State, saved: Saved, world: World, policy: Policy) -> None:
@@ -431,22 +472,20 @@ def note_copied(state: State, saved: Saved, world: World) -> bool:
 
 
 def _copied_to(saved: Saved, world: World) -> str:
-    """The storage that has a complete copy; empty if none does."""
-    shown = (one for one in world.saved(saved.name) if one.token == saved.token and not one.kept)
-    return next((name for one in shown for name in (one.storage, one.copy) if name not in ("", saved.storage)), "")
+    """The storage that has a complete copy of all its VMs; empty if none does."""
+    copies = [
+        {name for one in _shown_of(saved, part, world) for name in (one.storage, one.copy)} - {"", saved.storage}
+        for part in saved.parts
+    ]
+    return min(set.intersection(*copies), default="")
 
 
-def _step_undoing(state: State, saved: Saved, vm: Vm | None, job: Job | None, world: World) -> None:
-    """Its processes go on, and its node serves as before; or its run is over for another reason."""
-    assert world.scheduler is not None
+def _step_undoing(state: State, saved: Saved, job: Job | None, world: World) -> None:
+    """Its processes go on, and its nodes serve as before; or its run is over for another reason."""
     since = max(saved.since, world.ended_at(saved.key, inf))
-    seen = world.vm(vm) if vm is not None else None
-    over = vm is None or vm.leaving or (job is not None and job.ref != saved.job) or job is None
-    node = world.scheduler.value.nodes.get(saved.vm_name)
-    back = saved.checkpoint or node is None or node.state is not NodeState.DRAINED
-    latest = world.latest(saved.source)
-    goes_on = seen is not None and not seen.frozen and latest is not None and latest.began > since
-    if over or (goes_on and back and world.node_began(saved.vm_name) > since):
+    vms = [vm for vm in vms_of_saved(state, saved) if not vm.leaving]
+    over = not vms or job is None or job.ref != saved.job
+    if over or all(_is_back(vm, saved, since, world) for vm in vms):
         state.move(Change(replace(saved, state=S.GONE), Event.THAWED, saved.reason), *_undone(state, saved))
 
 
@@ -460,9 +499,18 @@ def _undone(state: State, saved: Saved) -> list[Change]:
     return [Change(replace(one, note=note), Event.NOTED, note) for one in untold]
 
 
+def _is_back(vm: Vm, saved: Saved, since: float, world: World) -> bool:
+    """Whether the processes in a VM were seen to go on after that, and its node to serve."""
+    assert world.scheduler is not None
+    seen, node, latest = world.vm(vm), world.scheduler.value.nodes.get(vm.name), world.latest(vm.place.source)
+    goes_on = seen is not None and not seen.frozen and latest is not None and latest.began > since
+    serves = saved.checkpoint or node is None or node.state is not NodeState.DRAINED
+    return goes_on and serves and world.node_began(vm.name) > since
+
+
 def _step_discarding(state: State, saved: Saved, world: World) -> None:
     """It is gone once nobody shows any file of it after its removal. While all its storages are out of sight nothing is
-    concluded, nor while its VM exists: that may still be being written, unless it is a checkpoint. What one storage
+    concluded, nor while a VM of it exists: that may still be being written, unless it is a checkpoint. What one storage
     out of sight still has is explained by no row then, and is removed once it is seen."""
     since = max(saved.since, world.ended_at(saved.key, inf))
     showing = [
@@ -470,8 +518,8 @@ def _step_discarding(state: State, saved: Saved, world: World) -> None:
         for observation in world.sources.values()
         if (latest := observation.latest) is not None and any(map(partial(_shows, saved), latest.value.hosts.values()))
     ]
-    absent = showing and all(one.began > since and saved.name not in one.value.saved for one in showing)
-    gone = absent and (saved.kept or saved.checkpoint or saved.vm not in state.vms)
+    absent = showing and all(one.began > since and one.value.saved.keys().isdisjoint(saved.names) for one in showing)
+    gone = absent and (saved.kept or saved.checkpoint or not vms_of_saved(state, saved))
     if gone or (saved.kept and state.is_fenced(saved.kept)):
         claims = [ClaimKey(saved.key, saved.kept)] if saved.kept else []
         state.move(Change(replace(saved, state=S.GONE), Event.ABSENT, saved.reason), free=claims)

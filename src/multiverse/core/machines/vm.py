@@ -313,7 +313,8 @@ def _step_in_sight(state: State, vm: Vm, latest: Seen[HypervisorView], world: Wo
         return
     attempt = state.attempt_of(vm)
     to_join = vm.pool is Depth.JOINED and vm.is_spare
-    if vm.state is V.PARKED and (to_join or (attempt is not None and attempt.state is AttemptState.SPAWNING)):
+    spawns = attempt is not None and attempt.state is AttemptState.SPAWNING and not state.waits_to_join(vm)
+    if vm.state is V.PARKED and (to_join or spawns):
         state.move(start_vm(vm))
     elif vm.state is V.STARTING:
         _step_starting(state, vm, world, policy)

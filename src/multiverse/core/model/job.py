@@ -221,6 +221,7 @@ class Job(NamedTuple):
     ends: float | None = None  # Unix time by which it has ended; None: unknown, or suspended
     deadline: float | None = None  # Unix time at which its time limit is over; None as for `ends`
     batch: bool = True  # it has a script, which the scheduler can start again
+    script_node: str = ""  # the node on which that runs; empty: it does not run
     requeues: bool = True  # it has a script, and is queued again if its node fails
     origin: str = ""  # the partition of physical nodes from which it may be moved to a VM
     at_origin: bool = False  # it waits there (eligible: long enough to be moved), or runs there without a VM of ours

@@ -60,8 +60,22 @@ class SavedSeen:
 
 
 @dataclass(frozen=True, slots=True)
+class SavedPart:
+    """One VM of a saved job."""
+
+    vm: int  # the number of the VM's row
+    vm_name: str  # that it has again when it is restored, as its MAC and address
+    token: str  # of the VM that was saved
+    mac: str
+    address: str  # with prefix length
+    size: Size
+    source: str  # that writes it
+
+
+@dataclass(frozen=True, slots=True)
 class Saved:
-    """A job that is saved, from the request until nothing is left of it in the storage."""
+    """A job that is saved, from the request until nothing is left of it in the storage. `vm` to `source` are of the VM
+    with its script, `others` those of a job of several VMs: its state is complete when all of them are."""
 
     id: int
     version: int = field(default=0, kw_only=True)
@@ -108,6 +122,8 @@ class Saved:
     again: JobRef | None = (
         None  # the run that goes on with it, once the scheduler shows that: its submit time is another
     )
+    others: tuple[SavedPart, ...] = ()
+    spread: float | None = None  # seconds between the first and the last VM that was frozen, as the controller saw it
     reason: Reason | None = None
     quarantined: Reason | None = None
 
@@ -118,13 +134,26 @@ class Saved:
     @property
     def name(self) -> str:
         """Of its directory in the storage. A VM may be saved several times, each time under another number."""
-        return f"{self.vm_name}-{self.id}"
+        return self.name_of(self)
+
+    @property
+    def parts(self) -> tuple[Saved | SavedPart, ...]:
+        """Its VMs, the one with the script first."""
+        return (self, *self.others)
+
+    @property
+    def names(self) -> list[str]:
+        """Of the directories of all its VMs."""
+        return [self.name_of(part) for part in self.parts]
+
+    def name_of(self, part: Saved | SavedPart) -> str:
+        return f"{part.vm_name}-{self.id}"
 
     def holds(self, request: Request) -> bool:
         """Whether its node is what a job asks for, which may have been changed since it was saved."""
         asked = request.size
         fits = asked.cpus <= self.node_size.cpus and asked.memory <= self.node_size.memory
-        return fits and asked.disk <= self.size.disk and request.nodes == 1
+        return fits and asked.disk <= self.size.disk and request.nodes == len(self.parts)
 
     @property
     def stands(self) -> bool:

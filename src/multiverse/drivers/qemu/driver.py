@@ -169,8 +169,8 @@ class QemuHypervisor:
     async def add_user(self, vm: VmRef, user: User, group: int = 0) -> None:
         await self._in_thread(self._host.add_user, vm.name, user, group, vm.token)
 
-    async def freeze(self, vm: VmRef) -> None:
-        await self._in_thread(self._host.freeze, vm.name, vm.token)
+    async def freeze(self, vm: VmRef, *, script: bool = True) -> None:
+        await self._in_thread(partial(self._host.freeze, vm.name, vm.token, script=script))
 
     async def cut(self, vm: VmRef) -> None:
         await self._in_thread(self._host.cut, vm.name, vm.token)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -12,6 +12,7 @@ from multiverse.core.errors import Exhausted, Gone, MultiverseError, Refused, St
 from multiverse.core.model.job import JobRef
 from multiverse.drivers.slurm.acting.jobs import CurrentJob, compose
 from multiverse.drivers.slurm.command import SlurmCommands
+from multiverse.drivers.slurm.reading.nodes import first_listed
 
 REASON = "multiverse: its job is being saved"
 _TRUNCATES = re.compile(r"--open-mode[= \t]['\"]?t")  # as in "append|truncate", which may be abbreviated
@@ -34,12 +35,13 @@ class SlurmSaving:
     ) -> None:
         self._commands, self._reread, self._to_gate, self._release = commands, reread, to_gate, release
 
-    async def prepare(self, job: JobRef, node: str, *, requeues: bool = True) -> None:
-        """The node keeps its tag, by which the next run could start there while it is saved: hence DRAIN."""
+    async def prepare(self, job: JobRef, nodes: Sequence[str], *, requeues: bool = True) -> None:
+        """The nodes keep their tag, by which the next run could start there while it is saved: hence DRAIN."""
         await self.check(job)
         if not requeues:
             await self._update(job, "Requeue=1")
-        await self._commands.run("scontrol", "update", f"NodeName={node}", "State=DRAIN", f"Reason={REASON}")
+        names = f"NodeName={','.join(nodes)}"
+        await self._commands.run("scontrol", "update", names, "State=DRAIN", f"Reason={REASON}")
 
     async def check(self, job: JobRef) -> None:
         current = await self._reread(job)
@@ -81,9 +83,16 @@ class SlurmSaving:
         hint = f"--open-mode=truncate: try again when `sacct -j {job.job_id}` shows the job"
         raise Exhausted(f"{what}: {why}", hint=hint)
 
-    async def undo(self, job: JobRef, node: str, *, requeues: bool = True) -> None:
-        with suppress(Gone, Refused):  # a node that is not drained cannot be resumed
-            await self._commands.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
+    async def check_script(self, nodes: Sequence[str]) -> None:
+        """Slurm starts a script on that one of its job's nodes which it lists first."""
+        if (first := await first_listed(self._commands, nodes)) != nodes[0]:
+            what = f"Slurm would start the script on {first or 'another node'}, not on {nodes[0]}"
+            raise Refused(what, hint="the VMs of its job are restored once more")
+
+    async def undo(self, job: JobRef, nodes: Sequence[str], *, requeues: bool = True) -> None:
+        for node in nodes:
+            with suppress(Gone, Refused):  # a node that is not drained cannot be resumed
+                await self._commands.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
         if not requeues:
             await self.forbid_requeue(job)
 

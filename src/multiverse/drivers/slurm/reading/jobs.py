@@ -72,6 +72,7 @@ _TEXTS = {
     "features": "Feature",
     "dependency": "Dependency",
     "nodes": "NodeList",
+    "batch_host": "BatchHost",
     "account": "Account",
     "qos": "QOS",
     "resv_name": "Reservation",
@@ -161,6 +162,8 @@ def _record(cells: dict[str, str]) -> Record:
     per_cpu = is_per_cpu(memory, nodes, cpus, cells["tres_req_str"])
     threads = re.fullmatch(r"(\d+) Threads", cells["core_spec"])
     reason = cells.pop("state_reason")
+    if cells["batch_host"] == "n/a":
+        cells["batch_host"] = ""
     return {
         **cells,
         **{key: _number(cells[key]) for key in _NUMBERS},

@@ -49,6 +49,14 @@ class NodeTable:
         return tuple(before if (before := self.nodes.get(node.name)) == node else node for node in ours)
 
 
+async def first_listed(commands: SlurmCommands, nodes: Collection[str]) -> str:
+    """That one of some nodes which slurmctld lists first. Raises as `SlurmCommands.run`. scontrol lists nodes in the
+    order of slurmctld's table, in which a new node takes the first place that is free; sinfo sorts them."""
+    lines = (await commands.run("scontrol", "show", "nodes", "--oneliner")).splitlines()
+    names = (line.partition(" ")[0].removeprefix("NodeName=") for line in lines)
+    return next((name for name in names if name in nodes), "")
+
+
 async def reached_nodes(commands: SlurmCommands, site: str) -> list[str]:
     """The nodes of the site that slurmctld reaches, by name. Raises as `SlurmCommands.run`."""
     found = NodeTable().read(await commands.run("sinfo", "-a", "-O", NODE_FORMAT), site)

@@ -236,6 +236,7 @@ def job(record: Record, names: SiteNames, now: float, uses: Uses = ()) -> Job:
     delayed = restarts > 0 and 0 < begin - submitted <= REQUEUE_DELAY
     early = begin > now and not delayed
     held = priority == 0 and not slurms_hold(str(record.get("state_description") or reason))
+    batch = number(record.get("batch_flag")) != 0
     nodes = hosts(str(record.get("nodes") or ""))
     if gate.on_gate(nodes) and state is JobState.RUNNING:
         # The job got past the licence. It runs nothing, and is put back at the gate like a job that left it.
@@ -273,7 +274,8 @@ def job(record: Record, names: SiteNames, now: float, uses: Uses = ()) -> Job:
         uses=uses if state is JobState.PENDING else (),
         array=str(number(record.get("array_job_id")) or ""),
         limit=names.time_limits.of(number(record.get("time_limit"))),
-        batch=number(record.get("batch_flag")) != 0,
+        batch=batch,
+        script_node=str(record.get("batch_host") or "") if batch else "",
         requeues=all(number(record.get(key)) != 0 for key in ("requeue", "batch_flag")),
         # Slurm adds the time that a job was suspended to its end when the job is resumed.
         ends=end + names.time_limits.beyond if state is JobState.RUNNING and 0 < end < NEVER else None,

@@ -722,12 +722,10 @@ local function unknown_wish(job)
   return message
 end
 
--- Why no state of a job can be written, which runs in so many VMs and may ask for it; or nil.
+-- Why there can be no checkpoints of a job that runs in so many VMs and asks for them, or nil.
 local function several_saved(job, nodes)
-  local key = wish(job, "save") and "save" or wish(job, "checkpoint") and "checkpoint"
-  if not key or nodes == 1 then return nil end
-  return string.format("jobs of several VMs cannot be saved (vm:%s), and this one would have %d: submit with --nodes=1",
-    key, nodes)
+  if nodes == 1 or not wish(job, "checkpoint") then return nil end
+  return string.format("jobs of several VMs have no checkpoints (vm:checkpoint), and this one would have %d: submit with --nodes=1", nodes)
 end
 
 -- What keeps a submission from being supported, in this order, with Slurm's errors.
