@@ -19,7 +19,7 @@ from multiverse_lab.lab import lifecycle
 from multiverse_lab.lab.plan import LabOptions
 from multiverse_lab.lab.services import AGENT, CONTROLLER, SERVICES
 from tests.integration.conftest import LabUnderTest, StartDaemon, more_settings
-from tests.integration.restarting_daemon import attempt_is
+from tests.integration.restarting_daemon import RestartingDaemon, attempt_is
 from tests.integration.watch import accounted, ended, latest, nothing_left, qemu_of, until
 
 pytestmark = pytest.mark.integration
@@ -235,11 +235,39 @@ before, it forgets that the job began, and begins it anew."""
 def test_a_job_goes_on_once_though_a_daemon_is_killed_at_each_step(
     lab: LabUnderTest, start_daemon: StartDaemon, when: str, killed: str
 ) -> None:
-    skipped = (*BESIDE_THE_WAY, *(SOON_AFTER_THE_NODE if killed == "slurmctld" else ()))
-    steps = [state for state in SavedState if state not in skipped]
     daemon = start_daemon(())
     until("the daemon answers", lambda: daemon.call(lambda client: client.status()))
     job, output = running(lab, daemon.client, COUNTS.replace("0.5", "3"))
+    save_and_kill(lab, daemon, job, when, killed)
+    went_on(lab, daemon.client, job, output)
+    nothing_left(lab, daemon.client)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("when", "killed"), [("before", "controller"), ("after", "agent"), ("after", "slurmctld")])
+def test_a_job_of_several_vms_goes_on_once_though_a_daemon_is_killed_at_each_step(
+    lab: LabUnderTest, start_daemon: StartDaemon, when: str, killed: str
+) -> None:
+    daemon = start_daemon(())
+    until("the daemon answers", lambda: daemon.call(lambda client: client.status()))
+    job = lab.sbatch(f"{STEP.replace('0.5', '3')}; echo ended $?; exit 5", "--nodes=2", "--output=saved-%j.txt")
+    output = lab.user.home / f"saved-{job}.txt"
+    both = {"0 step 1", "1 step 1"}
+    until("both tasks run", lambda: output.exists() and both <= set(output.read_text().split("\n")))
+    save_and_kill(lab, daemon, job, when, killed)
+    ended(daemon.client, job, "done")
+    lines = output.read_text().splitlines()
+    wanted = [f"{rank} step {number}" for rank in "01" for number in range(1, 9)]
+    assert sorted(line for line in lines if "step" in line) == wanted and "ended 4" in lines, lines
+    assert accounted(lab, job) == ("FAILED", "5:0")
+    until("nothing is left of its state", lambda: daemon.client.saved() == [])
+    nothing_left(lab, daemon.client)
+
+
+def save_and_kill(lab: LabUnderTest, daemon: RestartingDaemon, job: str, when: str, killed: str) -> None:
+    """Save a job, and kill a daemon at each step of that, until the job is over."""
+    skipped = (*BESIDE_THE_WAY, *(SOON_AFTER_THE_NODE if killed == "slurmctld" else ()))
+    steps = [state for state in SavedState if state not in skipped]
     if killed == "slurmctld":
         time.sleep(KEPT_WITHIN)
     daemon.set_crash_points([f"{when} saved:{state} {killed}" for state in steps])
@@ -254,8 +282,6 @@ def test_a_job_goes_on_once_though_a_daemon_is_killed_at_each_step(
 
     until(f"job {job} is over", lambda: goes_on() and attempt_is(daemon, job), 240)
     until("each step was reached", lambda: goes_on() and not daemon.crash_points_left(), 60)
-    went_on(lab, daemon.client, job, output)
-    nothing_left(lab, daemon.client)
 
 
 def test_a_job_goes_on_from_the_checkpoint_that_it_asked_for(lab: LabUnderTest, client: Client) -> None:

@@ -1,4 +1,5 @@
-"""Saved jobs whose states are copied elsewhere: they go on though the host that saved them is lost."""
+"""Saved jobs on two hosts: states that are copied elsewhere, so that their jobs go on though the host that saved them
+is lost, and jobs of several VMs."""
 
 from __future__ import annotations
 
@@ -150,3 +151,47 @@ def test_a_job_goes_on_from_its_checkpoint_after_its_host_was_killed(two: LabUnd
         assert states in (["NODE_FAIL", "FAILED"], ["REQUEUED", "FAILED"]), states
         own = two.where.host(first.name).root / "saved"
         until("its own files are removed as the host is back", lambda: not states_in(own), 60)
+
+
+# --- jobs across two hosts that share a storage -------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sharing(accelerator: Path) -> Iterator[LabUnderTest]:
+    """Two hosts that write states to the same directory."""
+    slim()
+    with tempfile.TemporaryDirectory(prefix="mvshared-") as place:
+        settings: dict[str, dict[str, object]] = {
+            "save": {"enabled": True, "directory": place},
+            "pacing": {"silence": 5.0},
+        }
+        with new_lab(accelerator, LabOptions(hosts=2, cores=8, memory=8192, settings=settings), controller=True) as lab:
+            yield lab
+
+
+STEP = "srun --overlap -Q bash -c 'for i in $(seq 12); do echo $SLURM_PROCID step $i; sleep 0.5; done; exit 4'"
+
+
+@pytest.mark.parametrize("vms", [2, 4, 8])
+def test_a_job_across_two_hosts_goes_on_in_all_its_vms(sharing: LabUnderTest, vms: int) -> None:
+    with Client(sharing.settings.socket) as client:
+        until("both hosts are observed", lambda: all(reached(client, host.name) for host in plan_of(sharing.where)))
+        options = (f"--nodes={vms}", "--mem=64", f"--comment=vm:per-host={vms // 2}", "--output=saved-%j.txt")
+        job = sharing.sbatch(f"{STEP}; echo ended $?; srun -Q hostname; exit 5", *options)
+        output = sharing.user.home / f"saved-{job}.txt"
+        begun = {f"{rank} step 1" for rank in range(vms)}
+        until("all tasks run", lambda: output.exists() and begun <= set(output.read_text().split("\n")))
+        before = {vm["name"]: vm["host"] for vm in client.vms()}
+        assert len(set(before.values())) == 2, "it runs on both hosts"
+        client.save(job)
+        frozen = lambda: [one for one in client.saved() if one["spread"] is not None]  # noqa: E731
+        (state,) = until("its VMs are frozen", frozen)
+        print(f"{vms} VMs: frozen within {state['spread']} s")
+        ended(client, job, "done")
+        lines = output.read_text().splitlines()
+        for rank in range(vms):
+            steps = [line for line in lines if line.startswith(f"{rank} step")]
+            assert steps == [f"{rank} step {number}" for number in range(1, 13)]
+        assert "ended 4" in lines and set(lines[-vms:]) == before.keys()
+        assert accounted(sharing, job) == ("FAILED", "5:0")
+        until("nothing is left of it", lambda: not client.saved() and not client.vms())

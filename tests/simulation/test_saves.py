@@ -261,7 +261,7 @@ OF_ONE_VM = tuple(
 
 
 @pytest.mark.parametrize("part", one_in(6, range(6)))
-@pytest.mark.parametrize("call", one_in(2, (*OF_ONE_VM, "scheduler.prepare 1 #1", "scheduler.check_script  #1")))
+@pytest.mark.parametrize("call", one_in(2, (*OF_ONE_VM, "scheduler.prepare 1 #1", "scheduler.check_script #1")))
 def test_each_step_of_one_vm_of_several_fails_hangs_acts_late_or_twice(call: str, part: int) -> None:
     one = scenario(*HELD, batch=PAIR)
     for fault in list(faults(call))[part::6]:
