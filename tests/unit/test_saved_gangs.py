@@ -212,6 +212,14 @@ def test_what_cannot_be_written_is_tried_again_and_not_kept_in_memory(gang: Gang
     assert gang.saved.state is S.STORED
 
 
+def test_a_guest_that_does_not_answer_any_more_costs_the_whole_state(gang: Gang) -> None:
+    gang.to_writing()
+    for _ in range(MOST_TRIES):
+        assert gang.saved.state is S.WRITING
+        gang.failed(EffectKind.SAVE, Broken("its guest does not answer"))
+    assert gang.saved.state is S.HOLDING and gang.saved.ends
+
+
 def test_each_vm_is_restored_from_its_part_under_its_name(gang: Gang) -> None:
     gang.to_restored()
     again = {vm.name: vm for vm in gang.serving()}

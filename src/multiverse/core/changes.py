@@ -21,6 +21,7 @@ from multiverse.core.machines.attempt import no_checkpoint, not_saved, return_at
 from multiverse.core.machines.host import add_host, drain_host, fence, remove_host, resume_host
 from multiverse.core.machines.lease import release_lease
 from multiverse.core.machines.saved import (
+    MOST_TRIES,
     abandon,
     count_failed_copy,
     count_failure,
@@ -437,6 +438,8 @@ def _note_failed_save(state: State, saved: Saved, error: MultiverseError | None,
         case SavedState.CAPTURING if isinstance(error, Refused | Broken | Exhausted | Gone):  # its job goes on
             running = [one for one in state.attempts_of_job(saved.job) if one.state is AttemptState.ALLOCATED]
             state.move(undo_save(saved, why), *(no_checkpoint(one, why) for one in running))
+        case SavedState.WRITING if saved.others and isinstance(error, Broken) and saved.tries + 1 >= MOST_TRIES:
+            state.move(give_up(state, saved, why))  # a guest does not answer any more: it will never be written
         case SavedState.WRITING:
             state.move(count_failure(saved, why))
         case SavedState.COPYING:
