@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import os
+import pwd
 import signal
 import subprocess
 import time
@@ -12,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from multiverse.guest import protocol
-from multiverse.guest.agent import packets, saving
+from multiverse.guest.agent import identity, packets, saving
 from multiverse.guest.agent.system import make_pipe
 
 
@@ -288,3 +290,14 @@ def test_a_frozen_vm_without_a_process_of_its_job_is_no_more_cut_off_after_it_wa
     job.thaw()
     with pytest.raises(saving.GuestAgentError, match="no job is frozen"):
         job.cut()
+
+
+def test_a_process_that_was_frozen_while_it_read_a_file_reads_the_same_file_on(tmp_path: Path) -> None:
+    """An srun may be frozen as it reads slurm.conf, which is another one in the next run."""
+    path = tmp_path / "slurm.conf"
+    path.write_text("before")
+    content = base64.b64encode(b"after").decode()
+    file = {"path": str(path), "content": content, "mode": 0o644, "owner": pwd.getpwuid(os.getuid()).pw_name}
+    with path.open() as opened:
+        identity.write_node_files({"directories": [], "files": [file]}, anew=True)
+        assert (opened.read(), path.read_text()) == ("before", "after")

@@ -1,6 +1,6 @@
 """What makes a clone itself: random state, names, files, users, mounts; and facts by which clones are told apart."""
 
-# ruff: noqa: PTH101, PTH112, PTH120, PTH208
+# ruff: noqa: PTH101, PTH108, PTH112, PTH120, PTH208
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from multiverse.guest.agent.system import (
     owner_ids,
     read,
     run,
+    suppress,
     write,
 )
 
@@ -60,13 +61,17 @@ def set_host_names(hostname: str, address: str, peers: list[list[str]], others: 
     set_hosts(hostname, address.partition("/")[0], peers, others)
 
 
-def write_node_files(bootstrap: dict[str, Any]) -> None:
+def write_node_files(bootstrap: dict[str, Any], anew: bool = False) -> None:
+    """`anew`: leave the files that are there to processes that have them open, and may be frozen while they read."""
     for path, owner, mode in bootstrap["directories"]:
         make_directory(path)
         os.chown(path, *owner_ids(owner))
         os.chmod(path, mode)
     for file in bootstrap["files"]:
         make_directory(os.path.dirname(file["path"]))
+        if anew:
+            with suppress(FileNotFoundError):
+                os.unlink(file["path"])
         write(file["path"], base64.b64decode(file["content"]), file["mode"], owner_ids(file["owner"]))
 
 

@@ -362,7 +362,7 @@ class GuestAgent:
         bootstrap = identity["bootstrap"]
         set_names(identity, message["names"])
         add_users([*bootstrap["users"], *identity["users"]])
-        write_node_files(bootstrap)
+        write_node_files(bootstrap, anew=True)
         if self.saved.checkpoint:
             end_connections()
             forget_client()
