@@ -170,6 +170,22 @@ ATTACH = b'{"type":"attach"}\n'
 """Lets the frozen processes go on within the next run of their job. The answer is `attached`."""
 
 
+STEPS = "/run/multiverse/steps"
+"""The file with the names of the job's steps, in the stand-in for a VM that sleeps."""
+
+
+def sleep_message(sync: float) -> bytes:
+    """The line that asks a guest whose job is suspended to write all file systems back within `sync` seconds. The
+    answer is `may_sleep` with the names of the job's steps as facts, or `refused`."""
+    return _line(type="sleep", sync=sync)
+
+
+def rise_message(*, runs: bool) -> bytes:
+    """The line that tells a guest that has slept the time, and lets its job go on or stops it, as Slurm shows it now.
+    The answer is `risen`, or `refused`."""
+    return _line(type="rise", time=time.time(), runs=runs)
+
+
 def names_message(
     names: Sequence[tuple[str, str]], gone: Sequence[str], *, whole: bool, now: float | None = None
 ) -> bytes:
@@ -193,7 +209,8 @@ def take_regions_message(devices: Sequence[tuple[int, int]], uid: int) -> bytes:
 
 @cache
 def program(name: str) -> str:
-    """The text of a program that guests get: `slurm_command.py`, `shared_memory_program.py` or `attach_program.sh`."""
+    """The text of a program that guests, or stand-ins for them, get: `slurm_command.py`, `shared_memory_program.py`,
+    `attach_program.sh` or `steps_program.py`."""
     return (Path(__file__).parent / name).read_text()
 
 
@@ -212,7 +229,8 @@ def _user(user: User) -> dict[str, object]:
 _TEXT = 1000  # characters of any text that is kept
 _TYPES = frozenset({"fork_point", "forked", "becoming", "started", "failed", "flushed", "daemon_ended", "audited",
                     "user_added", "joined_job", "serving_tasks", "took_functions", "took_regions",
-                    "frozen", "thawed", "cut", "rests", "attached", "refused"})  # fmt: skip
+                    "frozen", "thawed", "cut", "rests", "attached", "refused",
+                    "may_sleep", "risen"})  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

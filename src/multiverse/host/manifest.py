@@ -101,6 +101,7 @@ class VmPhase(StrEnum):
     STARTING = "starting"  # its guest may have its identity already
     STARTED = "started"
     INCOMING = "incoming"  # it runs on another host, and is to go on here
+    ASLEEP = "asleep"  # its memory is in a file, and something stands in for it; its QEMU has ended, or is to end
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,22 @@ class Moving:
     certificate: str = ""
     bridge: str = ""  # that its tap is a port of when it runs
     handed_over: bool = False  # it may run at the other host, and goes on here only if that has no such VM
+
+
+@dataclass(frozen=True)
+class Sleep:
+    """The file with the memory of a VM that sleeps, and the process that stands in for it."""
+
+    size: int = 0  # bytes of the file
+    digest: str = ""  # of it: see `saved_files.SavedFile`
+    backends: tuple[str, ...] = ()  # of plugged memory, by name: the file is read into backends of the same names
+    pid: int = 0  # 0: it was not started
+    started: int = 0
+    boot_id: str = ""
+
+    @property
+    def process(self) -> ProcessIdentity:
+        return ProcessIdentity(self.pid, self.started, self.boot_id)
 
 
 @dataclass(frozen=True)
@@ -160,6 +177,7 @@ class Manifest:
     group: int = 0  # of VMs that reach each other, as of its start or its user; 0: it reaches its peers alone
     moving: Moving | None = None
     cpu: str = ""  # QEMU's CPU model; empty: written by a release that did not record it
+    sleep: Sleep | None = None  # of a VM that is asleep, or is about to be
     moved: int = 0  # the number of its last move that has ended: neither that one nor an earlier one is begun again
 
     @property

@@ -135,6 +135,10 @@ class UidPool:
             hint = "run it as root, or set qemu.uids = [0, 0] to run every QEMU as the daemon's own user"
             raise Refused("VMs cannot have users of their own: the daemon is not root", hint=hint)
 
+    def user(self, uid: int) -> ProcessUser | None:
+        """The user of a VM that has this uid."""
+        return ProcessUser(uid, self._first) if uid else None
+
     def allocate(self, name: str, registry: VmRegistry) -> ProcessUser | None:
         """A user that no other VM has. Hold the host's lock until the manifest is written. Raises `Exhausted`."""
         if not self._count:
@@ -143,5 +147,5 @@ class UidPool:
         for turn in range(self._count - 1):
             uid = self._first + 1 + (start + turn) % (self._count - 1)
             if registry.holder(Resource.UID, str(uid)) in ("", name):
-                return ProcessUser(uid, self._first)
+                return self.user(uid)
         raise Exhausted(f"all {self._count - 1} users for VMs are taken", hint="widen qemu.uids")

@@ -90,6 +90,7 @@ class VmCondition(StrEnum):
     STARTING = "starting"  # it runs, but its mounts, users and daemons are not complete
     RUNNING = "running"  # it has its identity and its mounts, and its daemons have been started
     PAUSED = "paused"  # as RUNNING, but its host has no room for what it writes; it goes on when there is room again
+    ASLEEP = "asleep"  # its memory is in a file, and something stands in for its node
     DEAD = "dead"  # its process is gone or its guest has stopped; remains of it exist
 
 

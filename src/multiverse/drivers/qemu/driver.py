@@ -73,6 +73,7 @@ class QemuHypervisor:
         self._offer = offer
         self._host.moves.resume()
         self._host.settle_checkpoints()
+        self._host.settle_sleepers()
 
     def serve_move(self, sock: socket.socket, hello: MoveHello) -> None:
         self._host.moves.serve(sock, hello)

@@ -37,6 +37,7 @@ from multiverse.guest.agent.resources import (
     use_plugged,
 )
 from multiverse.guest.agent.saving import SavedJob
+from multiverse.guest.agent.sleeping import fall_asleep, settle_steps
 from multiverse.guest.agent.system import (
     DAEMON_TIMEOUT,
     MAX_LINE,
@@ -56,7 +57,7 @@ from multiverse.guest.agent.system import (
 from multiverse.guest.agent.tasks import TaskListener
 
 IDENTITY = b'{"type":"identity"'  # how an identity message begins
-SAVING = ("freeze", "thaw", "cut", "rest", "attach")  # messages whose failure ends nothing
+SAVING = ("freeze", "thaw", "cut", "rest", "attach", "sleep", "rise")  # messages whose failure ends nothing
 FORKED = b'{"type":"forked"}\n'
 
 
@@ -216,6 +217,8 @@ class GuestAgent:
             "rest": self.rest,
             "wake": self.wake_up,
             "attach": self.attach,
+            "sleep": self.sleep,
+            "rise": self.rise,
         }
         try:
             if handler := handlers.get(str(message.get("type"))):
@@ -376,6 +379,17 @@ class GuestAgent:
         """The answer comes once the next run of the job has begun."""
         if self.saved.attach():
             self.channel.send("attached")
+
+    # --- sleep: see `sleeping` ---------------------------------------------------------------------
+
+    def sleep(self, message: dict[str, Any]) -> None:
+        self.channel.send("may_sleep", audit=dict.fromkeys(fall_asleep(message["sync"]), 1))
+
+    def rise(self, message: dict[str, Any]) -> None:
+        """The VM goes on after it has slept. The message says whether Slurm has resumed its job."""
+        correct_clock(message["time"])
+        settle_steps(message["runs"])
+        self.channel.send("risen")
 
     def attend(self) -> None:
         self.report_ended_daemons()

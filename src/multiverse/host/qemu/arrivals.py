@@ -347,7 +347,7 @@ class IncomingVms:
 
         booted = Size(of.cpus, of.memory)
         machine = saves.machine(host, spec, booted, image, paths, paths.disk).with_cpu(facts.machine.cpu)
-        parts = VmParts(machine, image, None, record, user, complete=complete)
+        parts = VmParts(machine, image, None, record, user, complete=complete, phase=VmPhase.INCOMING)
         return lifecycle.launch(host, spec, parts, VmStageTimer())
 
     def _check_wanted(self, name: str, number: int) -> None:
@@ -417,7 +417,7 @@ class IncomingVms:
                 if known.moving.bridge:
                     network.join_bridge(name, known.moving.bridge, known.mac)
                 host.firewall.allow(record)
-                network.set_isolated(name, not (known.peers or host.firewall.separates(record)))
+                lifecycle.separate(host, record)
                 _see_latest(paths.disk)
                 with self._monitor(name) as monitor:
                     migration.go_on(monitor)

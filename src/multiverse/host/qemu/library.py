@@ -40,7 +40,7 @@ from multiverse.guest.protocol import (
 from multiverse.host import manifest, namespaces, path_security, process
 from multiverse.host.manifest import Specification
 from multiverse.host.network import open_tap, set_isolated
-from multiverse.host.qemu import lifecycle, saves, templates
+from multiverse.host.qemu import lifecycle, saves, sleeping, templates
 from multiverse.host.qemu.channels import AgentChannel, Monitor
 from multiverse.host.qemu.checkpoints import Checkpoint
 from multiverse.host.qemu.context import HostContext, MoveConfig, QemuHostConfig
@@ -82,6 +82,7 @@ class QemuHost:
         self._observer = HostObserver(self._context)
         self.moves = VmMoves(self._context, config.moves or MoveConfig())
         self._closed = False
+        self._settling = threading.Thread()
 
     def check(self) -> None:
         """Make the host's directories. Raises `Refused` or `Broken` if this process may not give VMs users, namespaces
@@ -95,6 +96,7 @@ class QemuHost:
             namespaces.check(self._context.system, config.run)
         if config.saves is not None:
             saves.prepare(config.saves, config.prefix)
+            sleeping.remove_orphans(self._context)
         if config.copies is not None and not saves.prepare_copies(config.copies, config.prefix):
             reason = f"there is no directory {config.copies}: mount its file system, or make the directory"
             log.warning("states are not copied (save.copy)", reason=reason)
@@ -123,6 +125,8 @@ class QemuHost:
         other hosts."""
         coming = self.moves.coming()  # first: one that has come is shown as it is
         view = self._observer.observe()
+        if any(seen.condition is VmCondition.ASLEEP and seen.reason for seen in view.vms.values()):
+            self.settle_sleepers()
         host = self.config.host
         news = {name: VmSeen(name, host, VmCondition.CREATING, "it is to come from another host", token=spec.token)
                 for name, spec in coming.items() if name not in view.vms}  # fmt: skip
@@ -286,6 +290,22 @@ class QemuHost:
         thaw = partial(self._thaw, name)
         return Checkpoint(self._context, name, saved, key, freeze, thaw, lambda: self._closed)
 
+    def sleep(self, name: str, token: str, identity: Identity, bridge: str, key: str = "") -> list[Stage]:
+        """Free the memory of a VM whose job is suspended. See `sleeping.sleep`."""
+        return sleeping.sleep(self._context, name, token, identity, bridge, key)
+
+    def wake(self, name: str, token: str, *, runs: bool, key: str = "") -> list[Stage]:
+        """Let a VM go on that sleeps. See `sleeping.wake`."""
+        return sleeping.wake(self._context, name, token, runs=runs, key=key)
+
+    def settle_sleepers(self) -> None:
+        """Complete what an earlier process has left incomplete, and start what stands in for VMs again, in a thread: a
+        VM that is falling asleep or waking is waited for."""
+        if not self._settling.is_alive() and not self._closed:
+            settle = partial(sleeping.settle, self._context)
+            self._settling = threading.Thread(target=settle, name="sleepers", daemon=True)
+            self._settling.start()
+
     def copy_saved(self, saved: str, key: str = "") -> None:
         """Copy a saved VM to the other storage. See `saves.copy`."""
         saves.copy(self._context, saved, key)
@@ -424,15 +444,18 @@ class QemuHost:
         return handle
 
     def kill(self, names: Collection[str]) -> None:
-        """Kill the QEMUs of these VMs at once, without waiting for their ends or for a VM's lock. `destroy` removes the
-        rest, and ends a QEMU that is not recorded. Absent is success."""
+        """Kill the QEMUs of these VMs, and what stands in for them, at once, without waiting for their ends or for a
+        VM's lock. `destroy` removes the rest, and ends a QEMU that is not recorded. Absent is success."""
         for name in names:
             if (known := manifest.read(self._context.paths(name).home)) is not None:
                 process.kill(known.process, timeout=0.0)
+                if known.sleep is not None:
+                    process.kill(known.sleep.process, timeout=0.0)
 
     def destroy(self, name: str, grace: float, token: str = "") -> None:
         """End a VM and remove all of it. See `lifecycle.destroy`."""
         self.moves.withdraw(name)
+        sleeping.end(self._context, name, token)
         lifecycle.destroy(self._context, name, grace, token)
 
     def _check_host(self, host: str) -> None:

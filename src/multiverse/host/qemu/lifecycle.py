@@ -46,6 +46,7 @@ class VmParts:
     memory: SharedMemory | None = None
     # Completes a QEMU that waits for a state of another one, and returns the record.
     complete: Callable[[QemuSession, Manifest], Manifest] | None = None
+    phase: VmPhase = VmPhase.PARKED  # in which it is then
 
 
 def create(host: HostContext, spec: Specification, memory: SharedMemory | None = None) -> list[Stage]:
@@ -258,7 +259,7 @@ def launch(host: HostContext, spec: Specification, parts: VmParts, timer: VmStag
             if spec.spare:
                 _warm_up(session)
                 timer("tried")
-        manifest.write(paths.home, replace(record, phase=VmPhase.PARKED if record.moving is None else VmPhase.INCOMING))
+        manifest.write(paths.home, replace(record, phase=parts.phase))
     except BaseException:
         if session.output is not None:
             session.output.save()
@@ -419,8 +420,13 @@ def _join_network(host: HostContext, known: Manifest, identity: Identity) -> Man
     if host.vxlan is not None:
         host.vxlan.add(known.name, identity.neighbours)
     host.firewall.allow(joined)
-    network.set_isolated(known.name, not (peers or host.firewall.separates(joined)))
+    separate(host, joined)
     return joined
+
+
+def separate(host: HostContext, known: Manifest) -> None:
+    """Let the bridge isolate the port of a VM that reaches no other one."""
+    network.set_isolated(known.name, not (known.peers or host.firewall.separates(known)))
 
 
 def _wake(session: QemuSession, message: Callable[[], bytes], timer: VmStageTimer) -> Report:

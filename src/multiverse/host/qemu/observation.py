@@ -30,6 +30,7 @@ _CONDITIONS = {
     VmPhase.STARTING: VmCondition.STARTING,
     VmPhase.STARTED: VmCondition.RUNNING,
     VmPhase.INCOMING: VmCondition.CREATING,
+    VmPhase.ASLEEP: VmCondition.ASLEEP,
 }
 _ABILITIES = frozenset({"instant", "linked", "full", "plug_cpus", "plug_memory"})
 _MEASURED_FOR = 2.0  # seconds that a VM's figures count as new
@@ -193,6 +194,9 @@ class HostObserver:
         )
         if known.phase is VmPhase.CREATING and not known.pid:
             return seen
+        if known.phase is VmPhase.ASLEEP:
+            there = known.sleep is not None and known.sleep.process.is_alive()
+            return replace(seen, reason="" if there else "nothing stands in for it at the moment")
         if not known.process.is_alive():
             process.reap(known.process)
             self._host.outputs.finish(name)

@@ -464,6 +464,11 @@ def write_state(monitor: Monitor, path: Path, key: str = "") -> SavedFile:
 
 def read_state(monitor: Monitor, place: Path, saved: SavedVm, key: str) -> None:
     """Restore memory and devices into a QEMU that waits for them. Raises `Damaged`."""
+    read_memory(monitor, place / STATE, saved.state, key if saved.encrypted else "")
+
+
+def read_memory(monitor: Monitor, path: Path, file: SavedFile, key: str = "") -> None:
+    """The same, from that file."""
     commands: list[Command] = [
         ("migrate-set-parameters", {"max-bandwidth": NO_LIMIT}),
         ("getfd", {"fdname": "state"}),
@@ -471,7 +476,7 @@ def read_state(monitor: Monitor, place: Path, saved: SavedVm, key: str) -> None:
     ]
     reading, writing = os.pipe2(os.O_CLOEXEC)
     try:
-        with Reader(place / STATE, key if saved.encrypted else "", saved.state).into(writing, compressed=True) as feed:
+        with Reader(path, key, file).into(writing, compressed=True) as feed:
             try:
                 monitor.execute_all(commands, reading)
             finally:
@@ -480,4 +485,4 @@ def read_state(monitor: Monitor, place: Path, saved: SavedVm, key: str) -> None:
                 feed()
             monitor.wait_event("MIGRATION", _TIMEOUT, status="completed")
     except OSError as error:
-        raise Exhausted(f"cannot read {place / STATE}: {error}", hint="is the storage in reach?") from error
+        raise Exhausted(f"cannot read {path}: {error}", hint="is the storage in reach?") from error

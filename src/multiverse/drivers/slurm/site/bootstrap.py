@@ -177,11 +177,11 @@ _DIRECTORIES = (
     ("/sys/fs/cgroup/system.slice", "root", 0o755),  # cgroup/v2 creates its scope there, with or without systemd
 )
 _SOCKET = "/run/munge/munge.socket.2"
-_SLURMD_CONF = "/etc/slurm/multiverse-slurmd.conf"
+SLURMD_CONF = "/etc/slurm/multiverse-slurmd.conf"
 _SLURM_CONF = "/etc/slurm/slurm.conf"
 # slurmd's working directory is /. So slurmd finds the script below here. From Slurm 24.11 on slurmstepd opens this path
 # too, as the program that starts each TaskProlog: a script would not do. slurmstepd finds itself here (decision 132).
-_STEPD = "/proc/self/cwd/slurmstepd"
+STEPD = "/proc/self/cwd/slurmstepd"
 _START_STEPD = f"""\
 #!/bin/sh
 # slurmd gives each job the path of its own slurm.conf, which must not name this node. This one names it (decision 83).
@@ -204,12 +204,12 @@ def read(path: Path) -> str:
     return text + "".join("\n" + read(path.parent / name) for name in conf.included(text))
 
 
-def _as_slurm_reads_it(path: Path, directory: Path) -> bytes:
+def as_slurm_reads_it(path: Path, directory: Path) -> bytes:
     """The text in Slurm's order: a file stands behind the line that includes it. Names are relative to `directory`."""
     lines = path.read_bytes().splitlines(keepends=True)
     found = ((line, conf.included(line.decode(errors="replace"))) for line in lines)
     return b"".join(
-        line + b"".join(_as_slurm_reads_it(directory / name, directory) for name in names) for line, names in found
+        line + b"".join(as_slurm_reads_it(directory / name, directory) for name in names) for line, names in found
     )
 
 
@@ -229,7 +229,7 @@ def bootstrap(settings: Settings, node: NodeSpec) -> NodeBootstrap:
     owner = slurm_user(text)
     moved = (MOVED_FROM + one.partition for one in settings.overflow)  # jobs of these partitions ask for it
     line = conf.node_conf(node.size, (settings.slurm.node_feature, *node.features, *moved), node.sockets)
-    argv = ("/usr/sbin/slurmd", "-D", "-Z", "-N", node.name, "-f", _SLURMD_CONF, "-d", _STEPD, "--conf", line)
+    argv = ("/usr/sbin/slurmd", "-D", "-Z", "-N", node.name, "-f", SLURMD_CONF, "-d", STEPD, "--conf", line)
     return NodeBootstrap(
         files=tuple(_files(settings, text, node)),
         directories=(*_DIRECTORIES, *_directories_of(node.resumed)),
@@ -324,9 +324,9 @@ def _files(settings: Settings, text: str, node: NodeSpec) -> Iterator[GuestFile]
     files = derived | own
     # slurmd, which declares its own node itself, ends if its slurm.conf names it, too. What a job runs needs both.
     own_conf = files.pop("slurm.conf") + b"\n" + conf.addresses(node.peers).encode()
-    yield GuestFile(_SLURMD_CONF, with_hash_of(own_conf, _as_slurm_reads_it(slurm.conf, slurm.conf.parent)))
+    yield GuestFile(SLURMD_CONF, with_hash_of(own_conf, as_slurm_reads_it(slurm.conf, slurm.conf.parent)))
     itself = (node.name, node.address.partition("/")[0])
-    yield GuestFile(_SLURM_CONF, f"Include {_SLURMD_CONF}\n{conf.addresses([itself])}".encode())
+    yield GuestFile(_SLURM_CONF, f"Include {SLURMD_CONF}\n{conf.addresses([itself])}".encode())
     yield GuestFile("/slurmstepd", _START_STEPD, 0o755)
     for name, content in sorted(files.items()):
         yield GuestFile(f"/etc/slurm/{name}", content)
