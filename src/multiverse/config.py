@@ -432,6 +432,9 @@ class SaveSettings:
     # A job that asks to be saved at its time limit (vm:save) is saved so many seconds before, unless it says when.
     before: Annotated[float, Field(ge=60)] = 120.0
     max_runs: Annotated[int, Field(ge=1)] = 7  # runs of a job: the last one is not saved, and ends at its time limit
+    # Seconds that a job is suspended (scontrol suspend) before its VM frees the memory of its host. Hosts need slurmd,
+    # munge and Python for that. 0: VMs of suspended jobs keep their memory.
+    sleep_after: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     checkpoint_every: Annotated[float, Field(ge=1)] = 60.0  # seconds between two checkpoints of a job at the least
     checkpoints: Annotated[int, Field(ge=1)] = 2  # of a job (vm:checkpoint) that are kept: the newest ones
     # MiB that the states of one user, and of all users, may take together. 0: any. Until a state is complete it counts

@@ -238,6 +238,10 @@ _WRITTEN: Mapping[str, Callable[..., dict[str, Any]]] = {
     "keep_in_memory": lambda vm, name: {"vm": vm.name, "saved": name},
     "thaw": _VM,
     "move": lambda vm, number, target: {"vm": vm.name, "move": number, "target": target.host},
+    "sleep": lambda vm, number, identity, key: {"vm": vm.name, "sleep": number},
+    "wake": lambda vm, number, runs, key: {"vm": vm.name, "sleep": number, "runs": runs},
+    "stand_in": lambda node: {"node": node.name, "told": plain(node.size)},
+    "keep_time": lambda job, left: {"job": _ref(job), "left": left},
     "settle": lambda vm, number, other: {"vm": vm.name, "move": number, "other": other.source},
     "discard": lambda source, name: {"source": source, "saved": name},
     "create": lambda vm: {

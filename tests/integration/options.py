@@ -831,7 +831,7 @@ GROUPS = (
             ),
             tested(
                 "suspend, resume",
-                "by Slurm's rule only operators may; the VM stays",
+                "by Slurm's rule only operators may; the VM stays, or sleeps (`save.sleep_after`)",
                 "test_a_running_job_is_updated_suspended_and_requeued",
             ),
         ),

@@ -43,6 +43,7 @@ class SavedJob:
     node: Size
     specs: list[Specification]
     runs: int = 1
+    sleeps: int = 1  # the number of its VM's latest sleep
     seconds: dict[str, float] = field(default_factory=dict)  # that each step took last
 
     @property

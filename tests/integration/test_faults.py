@@ -9,6 +9,7 @@ import pytest
 from multiverse.core.machines.tables import TABLES
 from multiverse.core.model.job import LeaseState
 from multiverse.core.model.saved import SavedState
+from multiverse.core.model.vm import SLEEPING_STATES
 from tests.integration.conftest import LabUnderTest
 from tests.integration.restarting_daemon import RestartingDaemon, StartDaemon, attempt_is, counting_job
 from tests.integration.watch import accounted, kept_by_slurm, mend, nothing_left, until, written
@@ -32,6 +33,7 @@ ELSEWHERE = {
     "vm:lost": "this lab's only host is never out of reach; simulation",
     "vm:moving": "takes two hosts, see test_live_moves; simulation",
     "vm:settling": "takes two hosts, see test_live_moves; simulation",
+    **{f"vm:{state}": "takes a job that is suspended, see test_sleeping_jobs" for state in SLEEPING_STATES},
     "vm:orphan": "the database would have to be replaced under a running job; simulation",
     "offer:open": "takes a pool that offers its spares, see test_pool; simulation",
     "offer:taken": "takes a pool that offers its spares, see test_pool; simulation",

@@ -62,11 +62,11 @@ def sleep(saver: Saver, job: SavedJob, key: str = "") -> None:
     node = NodeSpec(job.vm, job.address, job.node, ("slim", "instant", tag), tag, "slim")
     identity = Identity(job.vm, job.mac, job.address, saver.settings.network.gateway, "",
                         bootstrap=stand_in(saver.settings, node))  # fmt: skip
-    saver.host.sleep(job.vm, job.spec.token, identity, job.spec.bridge, key)
+    saver.host.sleep(job.vm, job.spec.token, job.sleeps, identity, job.spec.bridge, key)
 
 
 def wake(saver: Saver, job: SavedJob, key: str = "", *, runs: bool = True) -> None:
-    saver.host.wake(job.vm, job.spec.token, runs=runs, key=key)
+    saver.host.wake(job.vm, job.spec.token, job.sleeps, runs=runs, key=key)
 
 
 def seen(saver: Saver, job: SavedJob) -> VmSeen:
@@ -132,11 +132,14 @@ def test_it_sleeps_and_wakes_again_and_its_file_is_encrypted(saver: Saver) -> No
     job = run(saver)
     for _ in range(3):
         suspend(saver, job)
+        job.sleeps += 1
         sleep(saver, job, KEY)
         sleep(saver, job, KEY)
         saver.lab.run("scontrol", "resume", job.id)
         wake(saver, job, KEY)
         wake(saver, job, KEY)
+        with pytest.raises(Refused, match="is over"):
+            sleep(saver, job, KEY)
         before = ticks(saver)
         until("the script goes on", lambda before=before: ticks(saver) > before, 20)
     goes_on_and_ends(saver, job)

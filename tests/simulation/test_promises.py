@@ -34,7 +34,7 @@ from multiverse.core.model.host import DiskCost, EqualHosts, Host, JobLimit, Job
 from multiverse.core.model.job import SchedulerView
 from multiverse.core.model.reason import said
 from multiverse.core.model.saved import SavedState
-from multiverse.core.model.vm import Vm, VmState
+from multiverse.core.model.vm import SLEEPING_STATES, Vm, VmState
 from multiverse.core.model.world import World
 from multiverse.core.policy import Policy
 from multiverse.core.state import State
@@ -160,6 +160,13 @@ RARE = (
     ("vm", ("moving", "settling"), "released", "releasing"),
     ("vm", ("moving", "settling"), "lost", "lost"),
     ("vm", ("moving", "settling"), "moved", "settling"),
+    *(("vm", (state,), event, "ending") for state in SLEEPING_STATES for event in ("died", "fenced", "released")),
+    *(("vm", (state,), "released", "releasing") for state in SLEEPING_STATES),
+    *(("vm", (state,), "lost", "lost") for state in SLEEPING_STATES),
+    ("vm", ("serving", "lost"), "found", "asleep"),
+    ("vm", ("delayed",), "sleep", "asleep"),
+    ("vm", ("falling_asleep", "waking", "lost"), "wake", "waking"),
+    *(("vm", (state,), "place left", state) for state in SLEEPING_STATES),
     ("host", ("nothing",), "added", "known"),
     *(("host", (state,), "drained", state) for state in ("silent", "fencing", "fenced")),
     ("host", ("fencing",), "found", "known"),
@@ -230,6 +237,7 @@ def test_promises_are_kept_with_faults() -> None:
         *(f"hypervisor.{what}" for what in ("freeze", "cut", "save", "keep_in_memory", "thaw", "discard", "copy")),
         "hypervisor.move", "hypervisor.settle",  # test_moves
         "hypervisor.checkpoint", "scheduler.check",  # test_checkpointing
+        "hypervisor.sleep", "hypervisor.wake", "scheduler.stand_in", "scheduler.keep_time",  # test_sleeps
     }  # fmt: skip
     assert {call for call, _ in applied} | rare == {f"{port}.{method}" for port, method in CALL_IDS}
     for kind in FaultKind:

@@ -21,6 +21,7 @@ from multiverse.config import (
     HostSettings,
     JobVmSettings,
     QemuSettings,
+    SaveSettings,
     Settings,
     SlurmSettings,
     UsersSettings,
@@ -78,6 +79,15 @@ def test_what_virtual_functions_lack_is_found_where_they_are_offered(
     assert found(good, settings) == []
     (finding,) = found(replace(good, **broken), settings)
     assert finding.level is level and words in finding.message and finding.remedy
+
+
+def test_what_a_host_lacks_to_let_vms_sleep_is_found_where_they_are_to() -> None:
+    lacks = replace(GOOD, stand_in=("slurmd",))
+    assert found(lacks) == []
+    sleep = replace(SETTINGS, save=SaveSettings(enabled=True, sleep_after=60.0))
+    assert found(GOOD, sleep) == []
+    (finding,) = found(lacks, sleep)
+    assert finding.level is Level.PROBLEM and "no program slurmd" in finding.message and finding.remedy
 
 
 BROKEN: list[tuple[dict[str, Any], Level, str, str]] = [

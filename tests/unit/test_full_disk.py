@@ -368,5 +368,7 @@ def test_effects_that_add_are_those_that_make_or_start_something() -> None:
         EffectKind.SAVE,
         EffectKind.CAPTURE,
         EffectKind.KEEP,
+        EffectKind.SLEEP,
+        EffectKind.WAKE,
     }
     assert adding == {*made, *saving, EffectKind.COPY, EffectKind.MOVE, EffectKind.OFFER, EffectKind.PIN}

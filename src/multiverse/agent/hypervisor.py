@@ -173,7 +173,7 @@ class AgentHypervisor:
         connect_leased: Callable[[LeasedHost], AgentConnection] | None = None,
         leased: Mapping[str, LeasedHost] = NOT_LEASED,
     ) -> None:
-        self.membership = self.templates = self.users = self.groups = self.saves = self.moves = self
+        self.membership = self.templates = self.users = self.groups = self.saves = self.sleeps = self.moves = self
         self._connect, self._declare = connect, declare
         self._connect_leased = connect_leased or (lambda host: connect(host.lease.name))
         self._sources: dict[str, AgentSource] = {}
@@ -268,6 +268,14 @@ class AgentHypervisor:
 
     async def discard(self, source: str, name: str) -> None:
         await self._agent(source).call(protocol.Discard(saved=name))
+
+    async def sleep(self, vm: VmRef, number: int, identity: Identity, key: str = "") -> Sequence[Stage]:
+        return (
+            await self._agent(vm.source).call(protocol.PutToSleep(vm=vm, number=number, identity=identity, key=key))
+        ).stages
+
+    async def wake(self, vm: VmRef, number: int, *, runs: bool, key: str = "") -> Sequence[Stage]:
+        return (await self._agent(vm.source).call(protocol.Wake(vm=vm, number=number, runs=runs, key=key))).stages
 
     async def move(self, vm: VmRef, number: int, target: VmSpec) -> Sequence[Stage]:
         secret = secrets.token_hex(16)

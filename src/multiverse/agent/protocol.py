@@ -40,7 +40,7 @@ from multiverse.core.model.identity import Identity, Member, Neighbour, User
 from multiverse.core.model.saved import SavedSeen
 from multiverse.core.model.usage import HostUsage
 from multiverse.core.model.vm import Stage, TemplateKey, TemplateSeen, VmRef, VmSeen, VmSpec
-from multiverse.ports import Groups, GuestUsers, Hypervisor, Saves, Source, Templates
+from multiverse.ports import Groups, GuestUsers, Hypervisor, Saves, Sleeps, Source, Templates
 
 
 class Message(BaseModel):
@@ -373,6 +373,34 @@ class Discard(AgentCall[Nothing]):
     async def answer(self, agent: SiteAgent) -> Nothing:
         await _saves(agent).discard(agent.host, self.saved)
         return Nothing()
+
+
+def _sleeps(agent: SiteAgent) -> Sleeps:
+    if (sleeps := agent.hypervisor.sleeps) is None:
+        raise Refused(f"no VM sleeps on {agent.host}", hint="set save.enabled for it")
+    return sleeps
+
+
+class PutToSleep(AgentCall[Stages]):
+    name: Literal["sleep"] = "sleep"
+    vm: VmRef
+    number: int
+    identity: Identity
+    key: str = ""
+
+    async def answer(self, agent: SiteAgent) -> Stages:
+        return Stages(stages=tuple(await _sleeps(agent).sleep(self.vm, self.number, self.identity, self.key)))
+
+
+class Wake(AgentCall[Stages]):
+    name: Literal["wake"] = "wake"
+    vm: VmRef
+    number: int
+    runs: bool
+    key: str = ""
+
+    async def answer(self, agent: SiteAgent) -> Stages:
+        return Stages(stages=tuple(await _sleeps(agent).wake(self.vm, self.number, runs=self.runs, key=self.key)))
 
 
 def _exchange(agent: SiteAgent) -> VmExchange:

@@ -13,7 +13,18 @@ from multiverse.core.model.host import HypervisorView
 from multiverse.core.model.identity import Identity, Member, User
 from multiverse.core.model.usage import HostUsage
 from multiverse.core.model.vm import Stage, TemplateKey, VmRef, VmSpec
-from multiverse.ports import Groups, GuestUsers, Hypervisor, Measurements, Membership, Moves, Saves, Source, Templates
+from multiverse.ports import (
+    Groups,
+    GuestUsers,
+    Hypervisor,
+    Measurements,
+    Membership,
+    Moves,
+    Saves,
+    Sleeps,
+    Source,
+    Templates,
+)
 
 
 def together(platforms: Mapping[str, Platform]) -> Platform:
@@ -140,6 +151,23 @@ class CompositeHypervisor:
         found = self.of_source(source).hypervisor.saves
         if found is None:
             raise Refused(f"VMs of {source} cannot be saved", hint="multiverse hosts shows which hosts save VMs")
+        return found
+
+    @property
+    def sleeps(self) -> Sleeps | None:
+        return self if any(one.hypervisor.sleeps for one in self._platforms) else None
+
+    async def sleep(self, vm: VmRef, number: int, identity: Identity, key: str = "") -> Sequence[Stage]:
+        return await self._sleeps(vm.source).sleep(vm, number, identity, key)
+
+    async def wake(self, vm: VmRef, number: int, *, runs: bool, key: str = "") -> Sequence[Stage]:
+        return await self._sleeps(vm.source).wake(vm, number, runs=runs, key=key)
+
+    def _sleeps(self, source: str) -> Sleeps:
+        """Raises `Refused` where VMs do not sleep."""
+        found = self.of_source(source).hypervisor.sleeps
+        if found is None:
+            raise Refused(f"VMs of {source} do not sleep", hint="set save.enabled for it")
         return found
 
     @property

@@ -32,12 +32,12 @@ errors = Console(stderr=True, highlight=False, soft_wrap=True)
 
 STYLES_OF_STATES = {
     "yellow": "queued ungated restoring holding stray requeued avoided closing draining drained",
-    "cyan": "claimed spawning starting building",
+    "cyan": "claimed spawning starting building falling_asleep delayed",
     "blue": "spawned adding_user joined",
-    "bold green": "allocated serving moving settling",
+    "bold green": "allocated serving moving settling waking",
     "magenta": "returning revoking reclaiming retiring ending removing releasing deleting fenced",
     "green": "done ready up",
-    "dim": "cancelled",
+    "dim": "cancelled asleep",
     "red": "revoked refused failed lost orphan dead broken away",
     "bold red": "silent fencing",
 }

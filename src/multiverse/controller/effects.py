@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import structlog
 
-from multiverse.controller.publication import AddressBook, GroupBook, Publication, end_tasks, pause
+from multiverse.controller.publication import AGAIN_LIMIT, AddressBook, GroupBook, Publication, end_tasks, pause
 from multiverse.controller.saved_keys import SavedKeys
 from multiverse.controller.users import UserDirectory
 from multiverse.core.clones.spares import node_spec
@@ -28,7 +28,7 @@ from multiverse.core.errors import Broken, Damaged, Gone, MultiverseError, NotYe
 from multiverse.core.machines.tables import permitted_effects
 from multiverse.core.model.basics import Depth, Key
 from multiverse.core.model.host import JobLimits, KnownHost
-from multiverse.core.model.identity import Identity, Mount, Reach, machine_id, serial_of
+from multiverse.core.model.identity import Identity, Mount, NodeBootstrap, Reach, machine_id, serial_of
 from multiverse.core.model.job import Attempt, Lease, Node
 from multiverse.core.model.saved import Saved, SavedPart
 from multiverse.core.model.vm import Stage, Template, Vm, VmRef, VmSpec
@@ -59,8 +59,10 @@ _ON_JOBS = (
 
 TIMEOUTS: dict[EffectKind, float] = {EffectKind.BUILD: 600.0, EffectKind.CREATE: 300.0, EffectKind.START: 300.0,
                                    EffectKind.FENCE: 3600.0, EffectKind.SAVE: 3600.0, EffectKind.CAPTURE: 3600.0,
-                                   EffectKind.COPY: 3600.0, EffectKind.MOVE: 3600.0}  # fmt: skip
+                                   EffectKind.COPY: 3600.0, EffectKind.MOVE: 3600.0,
+                                   EffectKind.SLEEP: 3600.0, EffectKind.WAKE: 3600.0}  # fmt: skip
 OTHER_TIMEOUT = 60.0
+_REPEATED = 2 * AGAIN_LIMIT  # seconds within which an effect is repeated
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +124,7 @@ class Surroundings:
     state: State
     users: UserDirectory
     saved_keys: SavedKeys | None = None
+    encrypts: bool = False  # what VMs are saved to
     fencing: Fencing | None = None
     reach: Reach = Reach.USER
 
@@ -378,6 +381,8 @@ class Effects:
                 await self._destroy(vm, self._around.grace)
             case EffectKind.MOVE | EffectKind.SETTLE:
                 return await self._move(effect.kind, vm)
+            case EffectKind.SLEEP | EffectKind.DELAY | EffectKind.WAKE:
+                return await self._sleep_or_wake(effect.kind, vm)
             case EffectKind.DELETE:
                 pass
             case _:
@@ -411,6 +416,32 @@ class Effects:
             return await moves.move(vm.ref_at(first), vm.moves, target)
         await moves.settle(vm.ref_at(first), vm.moves, vm.ref_at(second))
         return ()
+
+    async def _sleep_or_wake(self, kind: EffectKind, vm: Vm) -> Sequence[Stage]:
+        sleeps, standing_in, attempt = (
+            self._hypervisor.sleeps,
+            self._scheduler.standing_in,
+            self._around.state.attempt_of(vm),
+        )
+        if sleeps is None or standing_in is None or attempt is None:
+            raise Refused("VMs do not sleep here", hint="set save.enabled for the controller and all agents")
+        keys, name = self._around.saved_keys, f"{vm.name}-asleep"
+        if kind is EffectKind.SLEEP:
+            stands_in = await standing_in.stand_in(node_spec(vm, attempt))
+            key = keys.make(attempt.uid, name) if keys is not None and self._around.encrypts else ""
+            return await sleeps.sleep(vm.ref, vm.sleeps, self._stand_in(vm, stands_in), key)
+        stages: Sequence[Stage] = ()
+        if kind is EffectKind.WAKE:
+            key = keys.find(attempt.uid, name) if keys is not None else ""
+            stages = await sleeps.wake(vm.ref, vm.sleeps, runs=bool(vm.runs), key=key)
+        if vm.left is not None:  # more than what passes until this effect is repeated
+            beyond = _REPEATED if kind is EffectKind.DELAY else 0.0
+            with suppress(Gone, Stale):
+                await standing_in.keep_time(attempt.job, vm.left + beyond)
+        return stages
+
+    def _stand_in(self, vm: Vm, bootstrap: NodeBootstrap) -> Identity:
+        return Identity(vm.name, vm.mac, vm.address, self._around.gateway, machine_id(vm.name), bootstrap=bootstrap)
 
     async def _act_on_template(self, effect: Effect, template: Template) -> Sequence[Stage] | None:
         templates = self._hypervisor.templates

@@ -205,6 +205,7 @@ class Controller:
             users=self.users,
             reach=settings.network.reach,
             saved_keys=SavedKeys(settings.state_dir / "saved-keys"),
+            encrypts=settings.save.encrypt,
         )
         self._around = surroundings
         self._effects = Effects(scheduler, hypervisor, clock, surroundings, self._effect_ended, self._rng)

@@ -32,6 +32,7 @@ def policy_of(settings: Settings) -> Policy:
         placement=s.placement.policy,
         **_same(p, "provisioning silence spawn_timeout pin_timeout complete_timeout"),
         **_same(p, "retry_base retry_limit replacements attempts"),
+        sleep_after=s.save.sleep_after if s.save.enabled else 0.0,
         save_before=s.save.before,
         save_max_runs=s.save.max_runs,
         save_checkpoint_every=s.save.checkpoint_every,

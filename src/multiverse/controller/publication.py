@@ -17,7 +17,7 @@ import structlog
 
 from multiverse.core.errors import MultiverseError
 from multiverse.core.model.identity import Member, Reach, group_of, without_prefix_length
-from multiverse.core.model.vm import MOVING_STATES, UPCOMING_STATES, Vm, VmState
+from multiverse.core.model.vm import MOVING_STATES, SLEEPING_STATES, UPCOMING_STATES, Vm, VmState
 from multiverse.core.state import State
 from multiverse.core.transition import Move
 from multiverse.ports import Addresses, Clock, Groups
@@ -77,8 +77,8 @@ class Publication(Generic[T]):
         await end_tasks([self._task])
 
 
-_HAS_JOBS = (VmState.STARTING, VmState.JOINED, VmState.SERVING, *MOVING_STATES, VmState.RETIRING, VmState.ORPHAN,
-             VmState.LOST)  # fmt: skip
+_HAS_JOBS = (VmState.STARTING, VmState.JOINED, VmState.SERVING, *SLEEPING_STATES, *MOVING_STATES,
+             VmState.RETIRING, VmState.ORPHAN, VmState.LOST)  # fmt: skip
 """A VM in one of these states runs a job or may get one. That of a lost VM goes on if its host comes back."""
 
 
@@ -116,7 +116,15 @@ class AddressBook:
         await self._told.close()
 
 
-_MEMBERS = (*UPCOMING_STATES, VmState.JOINED, VmState.SERVING, *MOVING_STATES, VmState.RETIRING, VmState.LOST)
+_MEMBERS = (
+    *UPCOMING_STATES,
+    VmState.JOINED,
+    VmState.SERVING,
+    *SLEEPING_STATES,
+    *MOVING_STATES,
+    VmState.RETIRING,
+    VmState.LOST,
+)
 """A VM in one of these states is reached, or will be. Its address is known before it runs, so hosts know it in time."""
 
 

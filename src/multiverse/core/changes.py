@@ -32,6 +32,7 @@ from multiverse.core.machines.saved import (
     undo_save,
     vms_of_saved,
 )
+from multiverse.core.machines.sleep import has_not_slept, stay_awake
 from multiverse.core.machines.template import (
     adopt_template,
     break_template,
@@ -44,7 +45,7 @@ from multiverse.core.machines.vm import adopt_vm, end_vm, end_vms, fail_vm, is_o
 from multiverse.core.model.basics import CloneKind, Size
 from multiverse.core.model.host import OFF_STATES, Claim, Host, HostState, HypervisorView, KnownHost
 from multiverse.core.model.identity import serial_of
-from multiverse.core.model.job import OPEN_LEASES, Attempt, AttemptState, Job, Lease, LeaseState
+from multiverse.core.model.job import OPEN_LEASES, Attempt, AttemptState, Job, JobState, Lease, LeaseState
 from multiverse.core.model.reason import Reason, Why
 from multiverse.core.model.saved import COMPLETE, Saved, SavedState, Storage
 from multiverse.core.model.vm import (
@@ -106,6 +107,10 @@ def _mark_jobs(state: State, jobs: Mapping[str, Job]) -> None:
     if before != jobs:
         for job_id in changed(before, jobs, ne):
             state.mark_job(job_id)
+            if job_id in jobs and jobs[job_id].state is JobState.SUSPENDED:
+                state.compared.suspended.setdefault(job_id, state.now)
+            else:
+                state.compared.suspended.pop(job_id, None)
 
 
 def changed(before: Mapping[str, T], after: Mapping[str, T], differ: Callable[[T, T], bool]) -> list[str]:
@@ -236,6 +241,7 @@ def close_hosts(state: State, world: World) -> None:
     """Keep which hosts take no new VM. After an operator's commands, and as the times of drains come."""
     closed = {name for name, drain in state.drains.items() if drain.begins <= state.now + world.epoch}
     closed |= {host.name for host in state.hosts_in(*OFF_STATES)}
+    closed |= {vm.host for vm in state.vms_in(VmState.DELAYED)}  # what is free there is for these
     closed |= {lease.name for lease in state.leases.values() if lease.state not in OPEN_LEASES}
     closed |= state.free.hosts.keys() - state.hosts.keys()  # its lease has ended in this pass
     state.close_hosts(frozenset(closed), frozenset(state.drains.keys() - closed))
@@ -383,10 +389,8 @@ def apply_result(state: State, done: Done, world: World, policy: Policy) -> None
         return
     why = Why.SAID(text=str(done.error))
     match row:
-        case Vm(state=VmState.PLANNED | VmState.STARTING) if done.kind in (EffectKind.CREATE, EffectKind.START):
-            _note_failed_start(state, row, done.error, why, world, policy)
-        case Vm(state=VmState.MOVING) if done.kind is EffectKind.MOVE:
-            state.move(keep_vm_there(row, why))
+        case Vm():
+            _note_failed_vm(state, row, done, why, world, policy)
         case Template(state=TemplateState.BUILDING) if done.kind is EffectKind.BUILD:
             state.move(break_template(row, why))
         case Saved():
@@ -398,7 +402,26 @@ def apply_result(state: State, done: Done, world: World, policy: Policy) -> None
             state.move(return_attempt(row, Event.GAVE_UP, why, failed=True))
 
 
-def _note_failed_start(state: State, vm: Vm, error: MultiverseError, why: Reason, world: World, policy: Policy) -> None:
+def _note_failed_vm(state: State, vm: Vm, done: Done, why: Reason, world: World, policy: Policy) -> None:
+    match vm.state:
+        case VmState.PLANNED | VmState.STARTING if done.kind in (EffectKind.CREATE, EffectKind.START):
+            _note_failed_start(state, vm, done.error, why, world, policy)
+        case VmState.MOVING if done.kind is EffectKind.MOVE:
+            state.move(keep_vm_there(vm, why))
+        case VmState.FALLING_ASLEEP if done.kind is EffectKind.SLEEP:
+            state.move(stay_awake(vm, why))
+        case VmState.WAKING if done.kind is EffectKind.WAKE:
+            seen = world.vm(vm)
+            mute = seen is not None and seen.mute
+            if mute and seen is not None and seen.sleeps < vm.sleeps:
+                state.move(has_not_slept(vm, why))
+            elif mute or isinstance(done.error, Damaged | Gone):
+                state.move(end_vm(vm, Event.DIED, why))  # it never goes on: its job is that of a lost one
+
+
+def _note_failed_start(
+    state: State, vm: Vm, error: MultiverseError | None, why: Reason, world: World, policy: Policy
+) -> None:
     if world.scheduler is None or is_occupied(vm, world):
         return  # a database restored from an older copy told to make it again, and it may serve a job
     if isinstance(error, Damaged):

@@ -139,6 +139,9 @@ class _Judge:
         if name in context.avoided and name not in context.with_avoided().closed:
             return Why.IS_AVOIDED(why_avoided(context, name, self._image))
         drain = context.state.drains.get(name)
+        waking = [vm.name for vm in context.state.vms_in(VmState.DELAYED) if vm.host == name]
+        if drain is None and waking:
+            return Why.WAKES_FIRST(vm=waking[0])
         if drain is None:
             return Why.LEASE_ENDS() if name in context.without else Why.TAKES_NONE()
         return (Why.WILL_BE_DRAINED if name in context.without else Why.IS_DRAINED)(said(drain.reason))
@@ -379,6 +382,8 @@ def _of_its_saves(context: Context, attempt: Attempt) -> list[Reason | None]:
     if moving := next((vm for vm in context.state.vms_of(attempt) if vm.state in MOVING_STATES), None):
         why = Why.IS_MOVING if moving.state is VmState.MOVING else Why.IS_SETTLING
         return [why(vm=moving.name, hosts=[place.host for place in moving.places])]
+    if (sleep := _of_its_sleep(context, attempt)) is not None:
+        return [sleep]
     states = [one for one in context.state.saved_of_job(attempt.job.job_id) if one.job == attempt.job]
     if saved := next((one for one in states if not one.checkpoint), None):
         return [Why.IS_BEING_SAVED(saved.asked, step=saved.state)]
@@ -398,6 +403,20 @@ def _at_its_limit(context: Context, attempt: Attempt) -> Reason | None:
         return Why.LAST_RUN(runs=attempt.runs)
     at = saved_at(context, attempt, job)
     return Why.WILL_BE_SAVED(at=at) if at is not None else None
+
+
+_SLEEP = {VmState.FALLING_ASLEEP: Why.FALLS_ASLEEP, VmState.ASLEEP: Why.IS_ASLEEP, VmState.DELAYED: Why.IS_DELAYED,
+          VmState.WAKING: Why.IS_WAKING}  # fmt: skip
+
+
+def _of_its_sleep(context: Context, attempt: Attempt) -> Reason | None:
+    """What becomes of the memory of a job that is suspended, or was."""
+    for vm in context.state.vms_of(attempt):
+        if vm.state in _SLEEP:
+            return _SLEEP[vm.state](vm=vm.name, hosts=[vm.host], time=context.state.now - vm.since)
+        if vm.state is VmState.SERVING and vm.reason is not None and vm.reason.kind is Why.STAYS_AWAKE:
+            return Why.KEEPS_MEMORY(*vm.reason.because)
+    return None
 
 
 def _of_its_checkpoints(context: Context, attempt: Attempt) -> list[Reason | None]:

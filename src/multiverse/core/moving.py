@@ -24,7 +24,7 @@ from multiverse.core.model.host import Claim, Host
 from multiverse.core.model.job import Attempt, AttemptState, JobState
 from multiverse.core.model.machine import MachineKind, why_other_machine
 from multiverse.core.model.reason import Reason, Why
-from multiverse.core.model.vm import MOVING_STATES, Place, Vm, VmState
+from multiverse.core.model.vm import MOVING_STATES, SLEEPING_STATES, Place, Vm, VmState
 from multiverse.core.saving import perhaps_inside
 from multiverse.core.transition import Command
 
@@ -102,6 +102,8 @@ def _movable(context: Context, vm: Vm) -> _Search:
     if vm.state is VmState.SETTLING:
         what = f"hosts {' and '.join(place.host for place in vm.places)} settle which of them keeps VM {vm.name}"
         raise Refused(what, hint="multiverse hosts shows whether both are in reach")
+    if vm.state in SLEEPING_STATES:
+        raise Refused(f"VM {vm.name} sleeps: it goes on where it is", hint="it can move once its job was resumed")
     if attempt is None or attempt.state is not AttemptState.ALLOCATED or vm.state is not VmState.SERVING:
         raise Refused(f"VM {vm.name} runs no job now", hint="only VMs of running jobs move")
     job_id = attempt.job.job_id

@@ -1,9 +1,8 @@
 """The planner: from the live rows and what was observed of the world, all the moves of one pass.
 
-Pure: no I/O, no clock, no chance, no iteration over a set. Three rules hold in all of it. Unknown is not absent: a
-source that is None moves nothing, and a deadline has passed only if an observation that began after it still did not
-show the thing. Absence counts only in an observation that began after the object's last effect ended. A pair of state
-and observation that cannot be quarantines that one record, with a reason, and stops no other.
+Pure: no I/O, clock or chance, no iteration over a set. Unknown is not absent: a source that is None moves nothing, and
+a deadline has passed only if an observation that began after it did not show the thing. Absence counts only in one that
+began after the object's last effect ended. An impossible pair of state and observation quarantines that record alone.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ from multiverse.core.moving import move_off_drained
 from multiverse.core.policy import Policy
 from multiverse.core.pools import reconcile_pools
 from multiverse.core.saving import let_frozen_jobs_go_on, save_at_limits
+from multiverse.core.sleeping import follow_suspended
 from multiverse.core.state import State, quarantine_on_error
 from multiverse.core.transition import Done, Message, Move
 
@@ -68,12 +68,12 @@ def plan(
 def _provide(context: Context) -> None:
     empty_drained(context)
     move_off_drained(context)
+    follow_suspended(context)
     save_at_limits(context)
     let_frozen_jobs_go_on(context)
     capture_due(context)
-    missing_vms = context.state.missing
-    while missing_vms:
-        missing = missing_vms.pop(0)
+    while context.state.missing:
+        missing = context.state.missing.pop(0)
         with quarantine_on_error(context.state, Key("attempt", missing.attempt)):
             supply_missing(context, missing)
     reconcile_pools(context, admit(context))

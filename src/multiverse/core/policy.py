@@ -94,6 +94,7 @@ class Policy:
     provisioning: int = 4
     silence: float = 60.0  # how long a source is unknown before its VMs no longer count for their jobs
     spawn_timeout: float = 60.0
+    sleep_after: float = 0.0  # seconds that a job is suspended before its VM frees its memory; 0: it keeps that
     save_timeout: float = 60.0  # for each step of saving a job that can be undone
     save_before: float = 120.0  # how long before its time limit a job is saved that does not say so itself
     save_max_runs: int = 7  # of a job: the last one is not saved

@@ -206,6 +206,7 @@ class Compared:
     unlearned: set[str] = field(default_factory=set)  # hosts in sight that may have changed
     stray: dict[str, tuple[str, ...]] = field(default_factory=dict)  # by source, saved VMs that it shows without a row
     frozen: dict[str, tuple[str, ...]] = field(default_factory=dict)  # by source, VMs whose jobs it shows as stopped
+    suspended: dict[str, float] = field(default_factory=dict)  # jobs, and since when they have been shown as that
     saved_at: float = -inf  # when all saved jobs were looked at last
     users: dict[int, tuple[bool, float]] | None = None  # whether they exist, and since when that is known
 

@@ -15,7 +15,7 @@ from multiverse.core.model.host import Host
 from multiverse.core.model.job import Attempt, AttemptState, Job, JobState
 from multiverse.core.model.reason import Reason, Why, said
 from multiverse.core.model.saved import COMPLETE, UNWRITTEN, WAITS_FOR_RUN, Saved, SavedPart, SavedState, Storage
-from multiverse.core.model.vm import MOVING_STATES, Vm, VmState
+from multiverse.core.model.vm import MOVING_STATES, SLEEPING_STATES, Vm, VmState
 from multiverse.core.model.world import World
 from multiverse.core.policy import Policy
 from multiverse.core.state import State
@@ -68,6 +68,8 @@ def new_state(context: Context, attempt: Attempt, asked: Reason) -> Saved:
     _check(job, attempt, context.policy)
     if any(vm.state in MOVING_STATES for vm in state.vms_of(attempt)):
         raise Refused(f"job {job_id} cannot be saved now: its VM moves", hint="try again when it has moved")
+    if any(vm.state in SLEEPING_STATES for vm in state.vms_of(attempt)):
+        raise Refused(f"job {job_id} cannot be saved now: its VM sleeps", hint="resume it first: scontrol resume")
     vms = _script_first(attempt, job, [vm for vm in state.serving_vms_of(attempt) if vm.state is VmState.SERVING])
     host, storage = _host_that_saves(context, job_id, vms)
     _check_idle(state, attempt)
@@ -253,9 +255,9 @@ def _check(job: Job, attempt: Attempt, policy: Policy) -> None:
 
 
 def is_busy(state: State, attempt: Attempt) -> bool:
-    """Whether the job is saved, resumed or captured now, or its VM moves."""
-    moving = any(vm.state in MOVING_STATES for vm in state.vms_of(attempt))
-    return moving or not all(one.stands for one in state.saved_of_job(attempt.job.job_id))
+    """Whether the job is saved, resumed or captured now, or its VM moves or sleeps."""
+    elsewhere = any(vm.state in (*MOVING_STATES, *SLEEPING_STATES) for vm in state.vms_of(attempt))
+    return elsewhere or not all(one.stands for one in state.saved_of_job(attempt.job.job_id))
 
 
 def save_at_limits(context: Context) -> None:

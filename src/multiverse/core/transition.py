@@ -76,6 +76,11 @@ class Event(StrEnum):
     MOVE = "move"  # it is to go to another host
     MOVED = "moved"  # it goes on there
     STAYED = "stayed"  # it goes on where it was
+    SLEEP = "sleep"  # its memory is to be written to a file
+    SLEPT = "slept"  # it is there
+    DELAY = "delay"  # it is to go on, and there is no room
+    WAKE = "wake"  # it is to go on
+    WOKE = "woke"
     # offer
     OFFERED = "offered"
     WITHDRAWN = "withdrawn"
@@ -232,6 +237,9 @@ class EffectKind(StrEnum):
     DISCARD = "discard", _SOURCE  # remove the files
     MOVE = "move", _SOURCE  # move the VM from its first place to its second
     SETTLE = "settle", _SOURCE  # end the VM's move: it is at one of its places then
+    SLEEP = "sleep", _SOURCE  # write the VM's memory to a file, and let something stand in for its node
+    DELAY = "delay", ShownBy.SCHEDULER  # let the time limit of its job grow by the wait
+    WAKE = "wake", _SOON | _SOURCE  # let the VM go on
     CANCEL = "cancel", _WHOLE  # cancel a pilot that no lease explains
 
 
@@ -239,7 +247,8 @@ RELEASING_EFFECTS = frozenset(set(EffectKind) - {EffectKind.CREATE, EffectKind.S
                                                  EffectKind.OFFER, EffectKind.PIN,
                                                  EffectKind.REQUEST, EffectKind.PREPARE, EffectKind.FREEZE,
                                                  EffectKind.CUT, EffectKind.SAVE, EffectKind.CAPTURE, EffectKind.KEEP,
-                                                 EffectKind.COPY, EffectKind.MOVE})  # fmt: skip
+                                                 EffectKind.COPY, EffectKind.MOVE, EffectKind.SLEEP,
+                                                 EffectKind.WAKE})  # fmt: skip
 """The effects that only release: they take nothing of a disk, and no job starts by them."""
 
 

@@ -122,8 +122,10 @@ class Moving:
 class Sleep:
     """The file with the memory of a VM that sleeps, and the process that stands in for it."""
 
+    number: int  # of the sleep, among those of the VM
     size: int = 0  # bytes of the file
     digest: str = ""  # of it: see `saved_files.SavedFile`
+    encrypted: bool = False
     backends: tuple[str, ...] = ()  # of plugged memory, by name: the file is read into backends of the same names
     pid: int = 0  # 0: it was not started
     started: int = 0
@@ -178,6 +180,8 @@ class Manifest:
     moving: Moving | None = None
     cpu: str = ""  # QEMU's CPU model; empty: written by a release that did not record it
     sleep: Sleep | None = None  # of a VM that is asleep, or is about to be
+    told: bool | None = None  # whether its job runs, as its guest was told last after that sleep; None: nothing
+    slept: int = 0  # the number of its last sleep that has ended: neither that one nor an earlier one is begun again
     moved: int = 0  # the number of its last move that has ended: neither that one nor an earlier one is begun again
 
     @property

@@ -16,6 +16,7 @@ from multiverse.ports.hypervisor import (
     Membership,
     Moves,
     Saves,
+    Sleeps,
     Source,
     Templates,
 )
@@ -28,6 +29,7 @@ from multiverse.ports.scheduler import (
     Reports,
     Saving,
     Scheduler,
+    StandingIn,
     SubmissionLimits,
 )
 from multiverse.ports.site import Clock, Fencing

@@ -68,6 +68,10 @@ class Hypervisor(Protocol):
     def moves(self) -> Moves | None:
         """Moves VMs to other hosts while they run; None if it cannot."""
 
+    @property
+    def sleeps(self) -> Sleeps | None:
+        """Frees the memory of VMs whose jobs are suspended; None if it cannot."""
+
     async def create(self, vm: VmSpec) -> Sequence[Stage]:
         """Create a VM without identity, paused where the platform can. `Gone` if the template or host is missing,
         `Refused` if the name, token, address or MAC is another VM's. After an error remains may exist, until
@@ -187,6 +191,22 @@ class Moves(Protocol):
         """End that move and earlier ones: the host that has the VM keeps it, nothing of it is left at the other one,
         and no more comes to either. A VM that was handed over to a host that did not take it goes on where it was. Both
         hosts are asked, also if one of them does not answer; then this fails, and may be repeated."""
+
+
+class Sleeps(Protocol):
+    """Lets VMs sleep: their memory is in a file of their host, and something answers the scheduler in their place
+    (`VmCondition.ASLEEP`). `destroy` removes all of that. The sleeps of a VM are numbered in their order: a call about
+    an earlier one than the latest is `Refused`. Each call again is success."""
+
+    async def sleep(self, vm: VmRef, number: int, identity: Identity, key: str = "") -> Sequence[Stage]:
+        """Let a VM sleep whose job is suspended. `identity` has the daemons that stand in for it, the file is encrypted
+        by `key` (hexadecimal) if there is one. After an error `wake` lets it go on. `Refused` if a process of its job
+        goes on, or nothing can stand in for it there, `Exhausted` if the file cannot be written."""
+
+    async def wake(self, vm: VmRef, number: int, *, runs: bool, key: str = "") -> Sequence[Stage]:
+        """Let a VM go on that sleeps, or was to, and let its job go on or stop it (`runs`), as the scheduler shows it.
+        `Damaged` if the file is not as it was written, `Gone` if there is no such VM, `Exhausted` if its host has no
+        room: then it sleeps on."""
 
 
 class Measurements(Protocol):

@@ -45,6 +45,10 @@ class Scheduler(Protocol):
     def saving(self) -> Saving | None:
         """Ends the run of a job that is saved, so that a later run goes on with it; None if the scheduler cannot."""
 
+    @property
+    def standing_in(self) -> StandingIn | None:
+        """Says what answers in place of a node that sleeps; None if the scheduler lets no node sleep."""
+
     async def observe(self) -> SchedulerView:
         """All jobs of our partitions, those that overflow, and all nodes of our site. Raises `Unknown`."""
 
@@ -176,6 +180,17 @@ class Saving(Protocol):
 
     async def release(self, job: JobRef) -> None:
         """End the hold of a pending job that `requeue` held. `Stale` if the job is not pending."""
+
+
+class StandingIn(Protocol):
+    """What answers in place of the node of a VM that sleeps with its suspended job."""
+
+    async def stand_in(self, node: NodeSpec) -> NodeBootstrap:
+        """The daemons that answer the scheduler on the VM's host. They find the names of the job's steps there."""
+
+    async def keep_time(self, job: JobRef, left: float) -> None:
+        """Let a running job have about `left` seconds from now on before its time limit is over, or more, in whole
+        minutes. Nothing is done for a job that does not run."""
 
 
 class Leases(Protocol):

@@ -26,6 +26,7 @@ _TUN = Path("/dev/net/tun")
 _NAMESPACES = Path("/proc/sys/user/max_net_namespaces")
 _MEMINFO = Path("/proc/meminfo")
 _MOUNTS = Path("/proc/mounts")
+_STAND_IN = ("slurmd", "munged", "/usr/bin/python3")
 _IOMMU_GROUPS = Path("/sys/kernel/iommu_groups")
 
 
@@ -65,6 +66,7 @@ class MachineFacts:
     cgroups: bool = True
     libraries: tuple[str, ...] = ()  # that are missing
     programs: tuple[str, ...] = ()  # that are missing
+    stand_in: tuple[str, ...] = ()  # programs that are missing of what stands in for a VM that sleeps
     functions: tuple[VirtualFunction, ...] = ()  # the virtual functions that the settings offer
     iommu: bool = True  # the kernel uses one
 
@@ -101,6 +103,7 @@ def of_machine(settings: Settings, *, kvm: bool = True) -> MachineFacts:
         cgroups=bool(cgroups.hierarchies()),
         libraries=tuple(_missing("libnftables.so.1")),
         programs=tuple(name for name in ("qemu-img", "munge", "unmunge") if shutil.which(name) is None),
+        stand_in=tuple(name for name in _STAND_IN if shutil.which(name, path=f"/usr/sbin:{os.defpath}") is None),
         functions=tuple(VirtualFunctions(settings.job_vms.sriov, settings.qemu.vms / RECORDS).listed()),
         iommu=any(_IOMMU_GROUPS.glob("*")),
     )
@@ -364,6 +367,16 @@ def _of_functions(settings: Settings, facts: MachineFacts) -> Iterator[Finding]:
                 )
 
 
+def _of_sleep(settings: Settings, facts: MachineFacts) -> Iterator[Finding]:
+    """Whether something can stand in for VMs that sleep while their jobs are suspended."""
+    for program in facts.stand_in if settings.save.enabled else ():
+        name = program.rpartition("/")[2]
+        message = f"there is no program {program}, so VMs of suspended jobs keep their memory (save.sleep_after)"
+        yield problem(
+            name, message, "install slurmd and munge of the cluster's release; neither is to run as a service"
+        )
+
+
 _PARTS = {
     "rights and directories": _of_rights,
     "QEMU and programs": _of_qemu,
@@ -374,11 +387,13 @@ _PARTS = {
     "disk": _of_disk,
     "clock": _of_clock,
     "virtual functions": _of_functions,
+    "suspended jobs": _of_sleep,
 }
 
 
 def examine(settings: Settings, facts: MachineFacts) -> Iterator[tuple[str, list[Finding]]]:
     """All examinations of a machine as a host, by name."""
     for name, part in _PARTS.items():
-        if part is not _of_functions or settings.job_vms.sriov:
+        wanted = {"virtual functions": bool(settings.job_vms.sriov), "suspended jobs": settings.save.sleep_after > 0}
+        if wanted.get(name, True):
             yield name, list(part(settings, facts))

@@ -29,8 +29,8 @@ PairName = Annotated[
 History = Annotated[
     str,
     typer.Option(
-        help="Of a seed: crowded, operated, leasing, requesting, overflowing, failing, saving, moving or "
-        "checkpointing. By default that with faults."
+        help="Of a seed: crowded, operated, leasing, requesting, overflowing, failing, saving, moving, "
+        "checkpointing or sleeping. By default that with faults."
     ),
 ]
 

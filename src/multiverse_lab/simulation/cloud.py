@@ -107,6 +107,7 @@ class SimulatedCloud(SimulatedHypervisor):
     users = None
     saves = None
     moves = None
+    sleeps = None
 
     def __init__(self, machines: CloudMachines, rng: Random, latencies: HostLatencies = LATENCIES) -> None:
         super().__init__(machines, rng, latencies)

@@ -20,7 +20,7 @@ from hashlib import blake2b
 from random import Random
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
-from multiverse.core.errors import Broken, Damaged, Exhausted, MultiverseError, Unknown
+from multiverse.core.errors import Broken, Damaged, Exhausted, MultiverseError, Refused, Unknown
 from multiverse.core.model.job import SchedulerPart, SchedulerView
 
 T = TypeVar("T")
@@ -52,6 +52,8 @@ DEFINITE: Mapping[str, tuple[type[MultiverseError], ...]] = {
     "freeze": (Broken,),
     "cut": (Broken,),
     "save": (Exhausted,),
+    "sleep": (Refused, Exhausted, Broken),
+    "wake": (Exhausted, Broken),
     "copy": (Exhausted, Damaged),
     "checkpoint": (Exhausted, Broken),
 }
@@ -97,8 +99,12 @@ CALL_IDS: Mapping[tuple[Port, str], str] = {
     ("hypervisor", "settle"): "h15",
     ("hypervisor", "copy"): "h16",
     ("hypervisor", "checkpoint"): "h17",
+    ("hypervisor", "sleep"): "h18",
+    ("hypervisor", "wake"): "h19",
     ("scheduler", "check"): "s23",
     ("scheduler", "check_script"): "s24",
+    ("scheduler", "stand_in"): "s25",
+    ("scheduler", "keep_time"): "s26",
 }
 """Faults are drawn from these ids and not from the methods' names, so that each seed still gives the same history after
 a method has been renamed. An id never changes and is never given to another method."""

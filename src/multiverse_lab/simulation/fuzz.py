@@ -22,6 +22,7 @@ from multiverse_lab.simulation.generate import crowded, failing, leasing, operat
 from multiverse_lab.simulation.generate_checkpoints import checkpointing
 from multiverse_lab.simulation.generate_moving import moving
 from multiverse_lab.simulation.generate_saving import saving
+from multiverse_lab.simulation.generate_sleeping import sleeping
 from multiverse_lab.simulation.run import simulate
 from multiverse_lab.simulation.scenario import Scenario
 from multiverse_lab.simulation.world import Pair
@@ -56,6 +57,10 @@ CHECKPOINTING = 16
 """Of every so many seeds, one is also simulated with jobs of which checkpoints are made."""
 
 
+SLEEPING = 16
+"""Of every so many seeds, one is also simulated with jobs that are suspended for long."""
+
+
 SAVING = 8
 """Of every so many seeds, one is also simulated with jobs that are saved and resumed."""
 
@@ -77,6 +82,7 @@ HISTORIES = {
     "failing": SeedHistory(failing, FAILING, FAILING // 2 + 1),
     "saving": SeedHistory(saving, SAVING, 2),
     "moving": SeedHistory(moving, MOVING, 6),
+    "sleeping": SeedHistory(sleeping, SLEEPING, 13),
     "checkpointing": SeedHistory(checkpointing, CHECKPOINTING, 10),
 }
 

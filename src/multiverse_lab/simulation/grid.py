@@ -51,6 +51,7 @@ class SimulatedGrid(SimulatedScheduler):
     leases = None
     overflow = None
     saving = None
+    standing_in = None
 
     def _view(self) -> SchedulerView:
         return replace(super()._view(), offers=None)

@@ -113,6 +113,9 @@ class Guest:
     stranded: bool = False  # it stands still, handed over to a host that has lost its power since
     to_freeze: bool = False  # its host was asked to freeze the job, and cannot know how far that came once flooded
     rests: bool = False  # its daemons have ended, or its VM is stopped, to be saved
+    _asleep: bool = False  # its VM sleeps, and something answers for it
+    _slept: bool = False  # it was to sleep at least once
+    _deaf: bool = False  # its VM falls asleep or wakes: nobody answers
     _kill_waits: bool = False  # for the thaw
     _after_thaw: list[Callable[[], None]] = field(default_factory=list)
 
@@ -184,12 +187,12 @@ class Guest:
         return self.alive and not self.users and not self.identity.users
 
     def suspend(self, job: JobRecord) -> None:
-        if self._job is job:
+        if self._job is job and not (self._asleep or self._deaf):
             self._suspended = True
             self._stop_script()
 
     def resume(self, job: JobRecord) -> None:
-        if self._job is job:
+        if self._job is job and not (self._asleep or self._deaf):
             self._suspended = False
             self._continue_script()
 
@@ -201,7 +204,8 @@ class Guest:
             self.cluster.ledger.stop(self._processes, self._computed, self)
 
     def _continue_script(self) -> None:
-        stopped = self._suspended or self._paused or self._frozen or self._timer is not None
+        asleep = self._asleep or self._deaf
+        stopped = asleep or self._suspended or self._paused or self._frozen or self._timer is not None
         if self._processes is not None and not stopped:
             self._resumed = self._now()
             self.cluster.ledger.go_on(self._processes, self._computed, self.name, self)
@@ -273,7 +277,8 @@ class Guest:
     @property
     def may_be_stuck(self) -> bool:
         """Whether it may have to be ended: its job may be frozen, or is to go on, and it does not answer."""
-        return self.flooded and (self._frozen or self.to_freeze or self._restored is not None)
+        stopped = self._frozen or self.to_freeze or self._restored is not None or self._slept
+        return self.flooded and stopped
 
     @property
     def is_cut_off(self) -> bool:
@@ -287,6 +292,32 @@ class Guest:
     @property
     def is_restored(self) -> bool:
         return self._restored is not None
+
+    # --- sleep: what slurmctld asks of its job meanwhile reaches nobody, but for the end of the job
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether it has a job, and no process of it runs."""
+        return self._suspended and self._processes is not None and not self._frozen
+
+    def fall_asleep(self) -> None:
+        """Nobody answers for a moment."""
+        self._fall_silent()
+        self._asleep, self._deaf, self._slept = False, True, True
+
+    def sleep(self) -> None:
+        """Something answers in its place from now on."""
+        self._asleep, self._deaf = True, False
+        self._answer()
+
+    def wake_up(self) -> None:
+        self._asleep = self._deaf = False
+        self._answer()
+
+    def settle(self, *, runs: bool) -> None:
+        """Let its job go on, or stop it."""
+        if self._job is not None and not self._frozen:
+            (self.resume if runs else self.suspend)(self._job)
 
     def attach(self) -> bool:
         """Permit the next run to go on with the processes that were restored. Whether they go on now."""
@@ -350,7 +381,7 @@ class Guest:
 
     @property
     def _silent(self) -> bool:
-        return self._cut_off or self._paused or self.rests
+        return self._cut_off or self._paused or self.rests or self._deaf
 
     def has_run(self, job: JobRecord) -> bool:
         """Whether this guest knows this very run of the job: running, ended, or waiting for its user."""

@@ -19,6 +19,7 @@ from multiverse.ports import GuestUsers, Membership, Source, Templates
 from multiverse.ports.hypervisor import NOT_LEASED
 from multiverse_lab.simulation.machines import Machines
 from multiverse_lab.simulation.moving import SimulatedMoves
+from multiverse_lab.simulation.sleeping import SimulatedSleeps
 
 T = TypeVar("T")
 
@@ -120,7 +121,9 @@ class SimulatedHosts(SimulatedHypervisor):
         self._scheduler_answers = scheduler_answers
         self._members = set(machines.hosts)
         self.moves = SimulatedMoves(machines, rng) if any(one.moves for one in machines.hosts.values()) else None
-        self.saves = SimulatedSaves(self) if any(one.storage for one in machines.hosts.values()) else None
+        storages = any(one.storage for one in machines.hosts.values())
+        self.saves = SimulatedSaves(self) if storages else None
+        self.sleeps = SimulatedSleeps(self) if storages else None
 
     @property
     def sources(self) -> Sequence[HostSource]:

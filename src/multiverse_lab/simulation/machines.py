@@ -84,11 +84,14 @@ class Machine:
     frozen: bool = False  # the processes of its job, as its host has recorded
     freezing: bool = False  # the same: they were to be
     files: SavedFiles | None = None  # that it was restored from
+    asleep: bool = False  # its memory is in a file, also of one that has died since
+    slept: int = 0  # the number of its latest sleep
+    told: bool | None = None  # whether its job runs, as its guest was told last
     handed: str = ""  # the host to which it was handed over, and which has not taken it over yet
 
     def private(self, now: float) -> float:
         """MiB of private memory at a virtual time. How much of its memory a VM touches is drawn from its name."""
-        if self.condition is VmCondition.DEAD:
+        if self.condition is VmCondition.DEAD or self.asleep:
             return 0.0
         if self.guest is None:
             return PARKED
@@ -102,7 +105,8 @@ class Machine:
         """What the VM takes of its host. An instant clone takes nothing until it is started, unless it is restored."""
         if self.size is None and self.spec.kind is CloneKind.INSTANT and not self.spec.saved:
             return Size(0, 0, 0)
-        return self.size or self.spec.size
+        whole = self.size or self.spec.size
+        return Size(0, 0, whole.disk) if self.asleep else whole
 
 
 class _Started(NamedTuple):
@@ -172,7 +176,7 @@ class Machines:
             return False
         self._builds[which] = self._builds.get(which, 0) + 1
         self._show(which, TemplateCondition.BUILDING)
-        self._check_capacity(which.host)
+        self.check_capacity(which.host)
         return True
 
     def finish_template(self, which: TemplateKey) -> None:
@@ -220,7 +224,7 @@ class Machines:
         machine.files, machine.frozen = files, files is not None
         if files is None:
             self.created.append(spec.name)
-        self._check_capacity(spec.host)
+        self.check_capacity(spec.host)
         return machine
 
     def _admit(self, spec: VmSpec) -> Machine:
@@ -252,7 +256,7 @@ class Machines:
         if size != machine.spec.size and machine.spec.kind is not CloneKind.INSTANT:
             self.violations.append(f"{name} was made as {machine.spec.size} and started as {size}")
         machine.size = size
-        self._check_capacity(machine.spec.host)
+        self.check_capacity(machine.spec.host)
         self._check_identity(name, identity)
         machine.condition = VmCondition.STARTING
         machine.started_at = self._now()
@@ -564,7 +568,7 @@ class Machines:
         self._check_room(spec.host)
         self._check_image(spec.image, spec.host)
         self.copies[spec.name, spec.host] = Machine(spec, size=machine.size)
-        self._check_capacity(spec.host)
+        self.check_capacity(spec.host)
         return True
 
     def switch(self, name: str, host: str) -> None:
@@ -733,6 +737,8 @@ class Machines:
                 disk=self._written(machine),
                 frozen=machine.frozen,
                 freezing=machine.freezing,
+                sleeps=machine.slept,
+                told=machine.told,
                 mute=machine.channel_closed,
                 template_build=machine.template.name if machine.template else "",
                 template_memory=machine.template.key.size.memory if machine.template else 0,
@@ -842,7 +848,12 @@ class Machines:
             guest.die()
             guest.cluster.stopped_answering(guest)
 
-    def _check_capacity(self, host: str) -> None:
+    def check_writable(self, host: str) -> None:
+        """Raise `Refused` or `Exhausted` if no VM of a host can be written to a file."""
+        if self._storage_name(host) in self.full_storages or host in self.detached or host in self.full:
+            raise Exhausted(f"no room for the memory of a VM on {host}", hint="make room")
+
+    def check_capacity(self, host: str) -> None:
         used, capacity = self.used(host), self.hosts[host].capacity
         times = used.memory / capacity.memory
         self.peak_memory_ratio = max(self.peak_memory_ratio, times)

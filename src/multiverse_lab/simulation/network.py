@@ -27,6 +27,7 @@ from multiverse.core.model.vm import Stage, TemplateKey, VmRef, VmSpec
 from multiverse.host.firewall import changed
 from multiverse_lab.simulation.hypervisor import HostSource, SimulatedHosts, SimulatedSaves
 from multiverse_lab.simulation.moving import SimulatedMoves
+from multiverse_lab.simulation.sleeping import SimulatedSleeps
 
 T = TypeVar("T")
 Reached = Callable[[str], Awaitable[Collection[str]]]
@@ -94,6 +95,7 @@ class OneHost:
         self.moves = None
         self.exchange = self if hosts.moves is not None else None
         self.saves = self if hosts.saves is not None else None
+        self.sleeps = self if hosts.sleeps is not None else None
 
     async def _answer(self, call: Awaitable[T]) -> T:
         """What a call returns or raises, perhaps late."""
@@ -195,6 +197,18 @@ class OneHost:
             raise Refused("no host saves VMs", hint="set save.enabled")
         return self._hosts.saves
 
+    async def sleep(self, vm: VmRef, number: int, identity: Identity, key: str = "") -> Sequence[Stage]:
+        return await self._answer(self._sleeps.sleep(vm, number, identity))
+
+    async def wake(self, vm: VmRef, number: int, *, runs: bool, key: str = "") -> Sequence[Stage]:
+        return await self._answer(self._sleeps.wake(vm, number, runs=runs))
+
+    @property
+    def _sleeps(self) -> SimulatedSleeps:
+        if self._hosts.sleeps is None:
+            raise Refused("no VM sleeps", hint="set save.enabled")
+        return self._hosts.sleeps
+
     async def receive_move(self, vm: VmSpec, number: int, secret: str, neighbours: Sequence[Neighbour]) -> MoveOffer:
         self._moves.receive(vm, number)
         await self._wait()
@@ -218,6 +232,8 @@ class OneHost:
         """The process of the agent has ended, with what it was doing."""
         if self._hosts.saves is not None:
             self._hosts.saves.end_calls(self.name)
+        if self._hosts.sleeps is not None:
+            self._hosts.sleeps.end_calls(self.name)
         if self._hosts.moves is not None:
             self._hosts.moves.end_calls(self.name)
 

@@ -40,6 +40,7 @@ from multiverse_lab.simulation.promises import (
 from multiverse_lab.simulation.saving import SAVE_ACTIONS, Savers, SaveWatch
 from multiverse_lab.simulation.scenario import Arrival, Scenario, UserAction
 from multiverse_lab.simulation.sites import BY_OPERATORS, OF_SITES, HostWatch, Operators
+from multiverse_lab.simulation.sleeping import SleepWatch
 from multiverse_lab.simulation.world import SimulatedWorld
 
 SITE = "simul"
@@ -193,6 +194,7 @@ class _Simulation:
         for host, agent in self.world.site.agents.items():
             agent.epochs.taken = partial(self._inherit, host)
         self.saves = SaveWatch(scenario, self.world)
+        self.sleeps = SleepWatch()
         self.savers = Savers(self._give, lambda: self.store.rows(), self._log)
         self.operators = Operators(self._give, lambda: self.store.rows(), self._log, self.clock.wall)
 
@@ -627,6 +629,7 @@ class _Simulation:
             self.hosts.look(rows, self.clock.wall())
             self.leases.look(rows)
             self.saves.look(rows)
+            self.sleeps.look(rows)
             if self.controller is not None:
                 self.overfull.update(overfull_pools(rows, self.controller.policy))
                 self.starts.check(self.controller.state, self.clock.wall())
@@ -732,6 +735,7 @@ class _Simulation:
             + sorted(self.hosts.broken)
             + sorted(self.leases.broken)
             + self.saves.violations()
+            + self.sleeps.violations()
             + sorted(self.starts.broken)
             + sorted(self.overflow.broken)
             + self.brakes.violations(self.world, self.loop.time())

@@ -234,6 +234,25 @@ def part_of(
     )
 
 
+class SimulatedStandingIn:
+    """`ports.StandingIn`, as `drivers.slurm.acting.standing_in` does it."""
+
+    def __init__(self, slurm: SimulatedSlurm) -> None:
+        self._slurm, self._cluster = slurm, slurm.cluster
+
+    async def stand_in(self, node: NodeSpec) -> NodeBootstrap:
+        return await self._slurm.bootstrap(node)
+
+    async def keep_time(self, job: JobRef, left: float) -> None:
+        await self._slurm.reach()
+        record = self._slurm.reread(job)
+        now = asyncio.get_running_loop().time()
+        more = round((now + left - record.runs_until) / 60) * 60.0
+        if record.state is JobState.RUNNING and record.batch.limit is not None and more > 0:
+            record.batch = replace(record.batch, limit=record.batch.limit + more)
+        await self._slurm.reply()
+
+
 class SimulatedSlurm(SimulatedScheduler):
     """Slurm: ties jobs to nodes by features, and lets jobs take offered nodes as they are submitted."""
 
@@ -249,7 +268,7 @@ class SimulatedSlurm(SimulatedScheduler):
         super().__init__(cluster, find_user, rng)
         self._image, self._pilots = image or ImageSettings(), pilots
         self._drained: dict[str, float] = {}  # nodes that are to be deleted, and since when they are drained
-        self.saving = SimulatedSaving(self)
+        self.saving, self.standing_in = SimulatedSaving(self), SimulatedStandingIn(self)
 
     @property
     def offers(self) -> SimulatedSlurm:

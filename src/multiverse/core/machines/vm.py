@@ -8,6 +8,7 @@ from math import inf
 
 from multiverse.core.avoidance import blame, joined
 from multiverse.core.machines.saved import is_kept_in_memory
+from multiverse.core.machines.sleep import find_asleep, step_sleep, wake_vm
 from multiverse.core.model.basics import ClaimKey, Depth
 from multiverse.core.model.host import Claim, HypervisorView
 from multiverse.core.model.job import ENDING_STATES, PINNED_STATES, Attempt, AttemptState, JobState, NodeState
@@ -16,6 +17,7 @@ from multiverse.core.model.saved import WAITS_FOR_RUN
 from multiverse.core.model.vm import (
     LEAVING_STATES,
     MOVING_STATES,
+    SLEEPING_STATES,
     UPCOMING_STATES,
     OfferState,
     Place,
@@ -32,7 +34,7 @@ V = VmState
 
 # --- table -----------------------------------------------------------------------------------------
 
-_AT_ONE_PLACE = (*UPCOMING_STATES, V.JOINED, V.SERVING, V.RETIRING, V.DEAD)
+_AT_ONE_PLACE = (*UPCOMING_STATES, V.JOINED, V.SERVING, *SLEEPING_STATES, V.RETIRING, V.DEAD)
 _LIVE = (*_AT_ONE_PLACE, *MOVING_STATES)
 
 VM: tuple[Transition, ...] = (
@@ -44,7 +46,9 @@ VM: tuple[Transition, ...] = (
     *transitions([V.JOINED], Event.RUNS, V.SERVING),
     *transitions([V.PLANNED, V.STARTING], Event.FAILED, V.ENDING),
     *transitions([V.JOINED, V.SERVING], Event.DIED, V.DEAD),
-    *transitions([V.PARKED, V.STARTING, V.JOINED, V.SERVING, V.RETIRING, V.DEAD], Event.DIED, V.ENDING),
+    *transitions(
+        [V.PARKED, V.STARTING, V.JOINED, V.SERVING, *SLEEPING_STATES, V.RETIRING, V.DEAD], Event.DIED, V.ENDING
+    ),
     *transitions([V.JOINED], Event.RETIRED, V.RETIRING),
     *transitions([V.RETIRING], Event.TAKEN, V.JOINED),
     *transitions([V.SERVING], Event.MOVE, V.MOVING),
@@ -52,13 +56,25 @@ VM: tuple[Transition, ...] = (
     *transitions([V.MOVING], Event.STAYED, V.SERVING, V.SETTLING),
     *unchanged([V.SETTLING], Event.MOVED),
     *transitions([V.SETTLING], Event.PLACE_LEFT, V.SERVING),
-    *transitions([*UPCOMING_STATES, V.JOINED, V.SERVING, *MOVING_STATES, V.RETIRING], Event.RELEASED, V.RELEASING),
+    *transitions([V.SERVING], Event.SLEEP, V.FALLING_ASLEEP),
+    *transitions([V.FALLING_ASLEEP], Event.SLEPT, V.ASLEEP),
+    *transitions([V.SERVING], Event.FOUND, V.ASLEEP),
+    *transitions([V.DELAYED], Event.SLEEP, V.ASLEEP),
+    *transitions([V.ASLEEP], Event.DELAY, V.DELAYED),
+    *transitions([V.FALLING_ASLEEP, V.ASLEEP, V.DELAYED, V.LOST], Event.WAKE, V.WAKING),
+    *unchanged([V.WAKING], Event.WAKE),
+    *transitions([V.WAKING], Event.WOKE, V.SERVING),
+    *transitions(
+        [*UPCOMING_STATES, V.JOINED, V.SERVING, *SLEEPING_STATES, *MOVING_STATES, V.RETIRING],
+        Event.RELEASED,
+        V.RELEASING,
+    ),
     *transitions([V.ORPHAN], Event.RELEASED, V.RELEASING, V.ENDING),
     *transitions([V.ORPHAN], Event.DIED, V.ENDING),
     *transitions([V.DEAD], Event.RELEASED, V.REMOVING),
     *transitions(_LIVE, Event.RELEASED, V.ENDING),
     *transitions([*_LIVE, *LEAVING_STATES], Event.LOST, V.LOST),
-    *transitions([V.LOST], Event.FOUND, V.SERVING, V.SETTLING, V.ENDING),
+    *transitions([V.LOST], Event.FOUND, V.SERVING, V.ASLEEP, V.SETTLING, V.ENDING),
     *transitions([*_AT_ONE_PLACE, V.ORPHAN, V.LOST], Event.FENCED, V.ENDING),
     *transitions([V.ENDING], Event.NODE_FREE, V.REMOVING),
     *transitions(LEAVING_STATES, Event.ABSENT, V.GONE),
@@ -73,6 +89,7 @@ VM: tuple[Transition, ...] = (
 OFFER_TERM = 15.0  # seconds for which a job may still take an idle orphan, by an earlier controller's offer
 
 AWAITED_VMS = {
+    V.WAKING: Awaiting.AFTER_EFFECT,
     **dict.fromkeys((V.STARTING, V.ENDING, V.REMOVING, V.RELEASING), Awaiting.AFTER_EFFECT),
     V.RETIRING: Awaiting.UNHURRIED,
 }
@@ -251,7 +268,9 @@ def vm_is_settled(state: State, vm: Vm, world: World) -> bool:
         # That a source has been silent for long is a change of the source.
         return not state.is_fenced(place.host) and (latest is None or vm.state is V.LOST)
     seen = world.vm(vm)
-    return vm.state is V.SERVING and seen is not None and seen.condition is not VmCondition.DEAD
+    asleep = vm.state in (V.ASLEEP, V.DELAYED)
+    settled = (VmCondition.ASLEEP,) if asleep else (VmCondition.RUNNING, VmCondition.PAUSED)
+    return (asleep or vm.state is V.SERVING) and seen is not None and seen.condition in settled
 
 
 def _step_out_of_sight(state: State, vm: Vm, place: Place, world: World, policy: Policy) -> None:
@@ -278,10 +297,13 @@ def _is_shown_since(vm: Vm, since: float, world: World) -> bool:
     return all(one.began > since for place, one in latest if place.host in one.value.hosts)
 
 
+_ALIVE = (VmCondition.RUNNING, VmCondition.PAUSED, VmCondition.ASLEEP)
+
+
 def _find_again(state: State, vm: Vm, world: World) -> None:
     """Its host is back. A VM with a job goes on. Any other is ended once no job is, or may begin, on its node."""
     attempt, seen = state.attempt_of(vm), world.vm(vm)
-    if attempt is None or seen is None or seen.condition not in (VmCondition.RUNNING, VmCondition.PAUSED):
+    if attempt is None or seen is None or seen.condition not in _ALIVE:
         goes_on = tied = False
     elif attempt.state is AttemptState.ADDING_USER:
         goes_on, tied = attempt.uid in seen.users_added, False
@@ -292,6 +314,10 @@ def _find_again(state: State, vm: Vm, world: World) -> None:
         running_first = tuple(sorted(vm.places, key=lambda place: not _runs_at(vm, place, world)))
         back = replace(vm, state=V.SETTLING, places=running_first, reason=None)
         state.move(Change(back, Event.FOUND, Why.RUNS_ON()))
+    elif goes_on and seen is not None and seen.condition is VmCondition.ASLEEP:
+        find_asleep(state, vm)
+    elif goes_on and vm.runs is not None:  # it was to wake, and may not have been told whether its job runs
+        state.move(wake_vm(vm, vm.runs, vm.left, Why.RUNS_ON()))
     elif goes_on:
         state.move(Change(replace(vm, state=V.SERVING, reason=None), Event.FOUND, Why.RUNS_ON()))
     elif not tied:
@@ -310,6 +336,9 @@ def _step_in_sight(state: State, vm: Vm, latest: Seen[HypervisorView], world: Wo
     if dead or absent or vm.state is V.DEAD:
         why = (vm.reason if vm.state is V.DEAD else said(seen.reason if seen else "")) or Why.VM_DIED()
         _step_dead(state, vm, why, world, policy)
+        return
+    if seen is not None and vm.state in (V.SERVING, *SLEEPING_STATES):
+        step_sleep(state, vm, seen, began, world)
         return
     attempt = state.attempt_of(vm)
     to_join = vm.pool is Depth.JOINED and vm.is_spare
@@ -489,6 +518,9 @@ def _step_orphan(state: State, vm: Vm, world: World) -> None:
     if world.scheduler is None:
         return
     view, began = world.scheduler.value, world.scheduler.began
+    if seen.condition is VmCondition.ASLEEP and _runs_a_job(vm, world):  # nothing tells whose memory it would take
+        state.move(end_vm(vm, Event.DIED, Why.FOUND_ASLEEP()))
+        return
     if view.may_have_a_job(vm.name):
         over = (JobState.PENDING, JobState.ENDED)
         on_it = (id_ for id_, job in sorted(view.jobs.items()) if vm.name in job.nodes and job.state not in over)
@@ -499,7 +531,15 @@ def _step_orphan(state: State, vm: Vm, world: World) -> None:
         state.move(release_vm(vm, Why.NO_JOB_ON_IT()))
 
 
+def _runs_a_job(vm: Vm, world: World) -> bool:
+    jobs = world.scheduler.value.jobs.values() if world.scheduler is not None else ()
+    return any(vm.name in job.nodes and job.state is JobState.RUNNING for job in jobs)
+
+
 VM_EFFECTS = {
+    V.FALLING_ASLEEP: EffectKind.SLEEP,
+    V.DELAYED: EffectKind.DELAY,
+    V.WAKING: EffectKind.WAKE,
     V.MOVING: EffectKind.MOVE,
     V.SETTLING: EffectKind.SETTLE,
     V.PLANNED: EffectKind.CREATE,

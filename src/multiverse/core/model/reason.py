@@ -254,6 +254,7 @@ class Why(StrEnum):
     FAILS_UNTIL = "fails until", "until {until:moment}, because VMs of {image} fail there[: {because}]"
     FAILED_TRIED = "failed, tried", "while one job is tried there, because VMs of {image} failed there[: {because}]"
     LEASE_ENDS = "lease ends", "leased, and the lease may end before the job"
+    WAKES_FIRST = "wakes first", "memory that is free there is for VM {vm}, whose job was resumed"
     TAKES_NONE = "takes none", "takes no new VM"
     IS_DRAINED = "is drained", "drained[ ({because})]"
     WILL_BE_DRAINED = "will be drained", "to be drained before the job has surely ended[ ({because})]"
@@ -336,6 +337,15 @@ class Why(StrEnum):
     MOVES = "moves", "from {host} to {target}[: {because}]"
     GOES_ON = "goes on", "it goes on on host {host}"
     MOVE_LATE = "move late", "it did not move within {limit:g} s"
+    SUSPENDED_LONG = "suspended long", "its job has been suspended for {limit:long}"
+    MEMORY_FREED = "memory freed", "its memory on host {host} is free"
+    IS_AWAKE = "is awake", "it goes on on host {host}"
+    FOUND_ASLEEP = "found asleep", "it was found asleep"
+    JOB_RESUMED = "job resumed", "its job was resumed"
+    JOB_SUSPENDED = "job suspended", "its job was suspended again"
+    NO_ROOM_TO_WAKE = "no room to wake", "its job was resumed, and host {host} has no memory for it"
+    STAYS_AWAKE = "stays awake", "it does not sleep: {because}"
+    GIVES_WAY_TO = "gives way to", "VM {vm} on its host is to go on"
     HOST_DRAINED = "host drained", "host {host} is drained"
     HOST_TIGHT = "host tight", "host {host} is short of memory"
     RUNS_ON = "runs on", "its job runs on"
@@ -446,6 +456,12 @@ class Why(StrEnum):
     CANNOT_BE_SAVED = "cannot be saved", "It is not saved ahead of its time limit: {because}."
     IS_MOVING = "is moving", "Its VM {vm} moves from {host} to {target}, and goes on meanwhile."
     IS_SETTLING = "is settling", "Hosts {host} and {target} settle which of them keeps its VM {vm} after a move."
+    FALLS_ASLEEP = "falls asleep", "Its VM {vm} is falling asleep, and frees its memory on {host}."
+    IS_ASLEEP = "is asleep", "Its VM {vm} sleeps, and has freed its memory on {host}, until the job is resumed."
+    IS_DELAYED = ("is delayed",
+        "It was resumed {time:long} ago, and its VM {vm} waits for memory on {host}. Its time limit grows by that.")
+    IS_WAKING = "is waking", "Its VM {vm} is waking on {host}."
+    KEEPS_MEMORY = "keeps memory", "Its VM keeps its memory: {because}."
     IS_CAPTURED = "is captured", "A checkpoint of it is being made: {because}."
     HAS_CHECKPOINT = ("has checkpoint",
         "Its last checkpoint is of {at:moment}[ ({size} MiB)][. The next one is made {next:when}].")

@@ -115,6 +115,8 @@ class VmSeen:
     mute: bool = False  # its guest cannot be told anything any more
     size: Size | None = None  # with all that was plugged; None: unknown
     disk: int = 0  # MiB that its files can grow to; 0: unknown
+    sleeps: int = 0  # the number of its latest sleep, as its host knows it
+    told: bool | None = None  # whether its job runs, as its guest was told last after that; None: it was told nothing
     template_build: str = ""  # that it was forked from; empty: none, or unknown
     template_memory: int = 0  # MiB of that template
 
@@ -164,6 +166,10 @@ class VmState(StrEnum):
     SERVING = "serving"  # its job runs
     MOVING = "moving"  # the same, while it goes from its first place to its second
     SETTLING = "settling"  # the same: its move is to end, so that it is at one place
+    FALLING_ASLEEP = "falling_asleep"  # its job is suspended, and its memory is to be written to a file
+    ASLEEP = "asleep"  # its memory is in a file and claims nothing; something stands in for its node
+    DELAYED = "delayed"  # the same: its job was resumed, and it waits for memory
+    WAKING = "waking"  # it is to go on, with its memory claimed again
     RETIRING = "retiring"  # a joined spare that is to go as soon as no job can take it any more
     ORPHAN = "orphan"  # it was found on its host, and no row explained it
     DEAD = "dead"  # it has died, and its job may still be tied to its node: the node stays until the job is not
@@ -180,6 +186,9 @@ FAILED_STATES = (VmState.DEAD, VmState.LOST, VmState.ENDING, VmState.REMOVING)
 
 LEAVING_STATES = (VmState.ENDING, VmState.REMOVING, VmState.RELEASING)  # a VM in one of these states is being destroyed
 MOVING_STATES = (VmState.MOVING, VmState.SETTLING)  # a VM in one of these states has two places, and its job runs
+SLEEPING_STATES = (VmState.FALLING_ASLEEP, VmState.ASLEEP, VmState.DELAYED, VmState.WAKING)
+"""A VM in one of these states has a job that is suspended, or was resumed and does not go on yet."""
+
 UPCOMING_STATES = (VmState.PLANNED, VmState.PARKED, VmState.STARTING)  # a VM in one of these states is not a node yet
 
 
@@ -223,6 +232,9 @@ class Vm:
     storage: str = ""  # from which that is read
     fault: Fault = ""  # who is at fault that it did not come up: see `core.avoidance`
     moves: int = 0  # that were begun: the number of the latest one
+    sleeps: int = 0  # that were begun: the number of the latest one
+    runs: bool | None = None  # of one that wakes, or is to: whether its job was resumed
+    left: float | None = None  # of one whose job was resumed: seconds that its time limit left then; None: any
 
     @property
     def key(self) -> Key:

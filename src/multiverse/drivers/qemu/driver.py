@@ -44,7 +44,7 @@ class QemuHypervisor:
         self.membership = None  # this machine alone
         self.moves = None  # this machine alone: see `exchange`
         self._offer: MoveOffer | None = None  # where this machine receives VMs, once it does
-        self.saves = self if config.saves is not None else None
+        self.saves = self.sleeps = self if config.saves is not None else None
         self.silence = None  # this process answers for the machine that it is on
         self._host = QemuHost(config if vxlan is None else replace(config, vxlan=vxlan))
         self._creating: dict[str, Future[list[Stage]]] = {}
@@ -182,6 +182,12 @@ class QemuHypervisor:
     async def checkpoint(self, vm: VmRef, name: str, key: str = "", *, shared_files: bool = False) -> Sequence[Stage]:
         write = partial(self._host.checkpoint, vm.name, vm.token, name, key, shared_files=shared_files)
         return await self._in_thread(write)
+
+    async def sleep(self, vm: VmRef, number: int, identity: Identity, key: str = "") -> Sequence[Stage]:
+        return await self._in_thread(self._host.sleep, vm.name, vm.token, number, identity, self._bridge, key)
+
+    async def wake(self, vm: VmRef, number: int, *, runs: bool, key: str = "") -> Sequence[Stage]:
+        return await self._in_thread(partial(self._host.wake, vm.name, vm.token, number, runs=runs, key=key))
 
     async def copy(self, source: str, name: str, key: str = "") -> None:
         await asyncio.get_running_loop().run_in_executor(self._storages, self._host.copy_saved, name, key)

@@ -30,6 +30,7 @@ from multiverse.drivers.slurm.acting.jobs import (
     waiting_records,
 )
 from multiverse.drivers.slurm.acting.saving import SlurmSaving
+from multiverse.drivers.slurm.acting.standing_in import SlurmStandingIn
 from multiverse.drivers.slurm.command import Execute, SlurmCommands, execute
 from multiverse.drivers.slurm.leases import PilotReader, SlurmLeases, user_of
 from multiverse.drivers.slurm.reading.name_service import NameService
@@ -73,6 +74,7 @@ class SlurmScheduler:
         self._pilots = PilotReader(settings, site, self._commands.for_observations(), leased)
         self.leases = SlurmLeases(settings, self._commands) if settings.lease or leased else None
         self.saving = SlurmSaving(self._commands, self._reread, self._to_gate, self._release)
+        self.standing_in = SlurmStandingIn(settings, self._commands, self._reread)
         self._comment_turns = CommentTurns()
         # Each observation renews both files, so they have to be valid for several polls.
         self._offer_files = OfferFiles(settings.slurm.inbox, site, max(_OFFER_TERM, 4 * settings.poll))

@@ -290,13 +290,14 @@ class QemuHost:
         thaw = partial(self._thaw, name)
         return Checkpoint(self._context, name, saved, key, freeze, thaw, lambda: self._closed)
 
-    def sleep(self, name: str, token: str, identity: Identity, bridge: str, key: str = "") -> list[Stage]:
+    def sleep(self, name: str, token: str, number: int, identity: Identity, bridge: str, key: str = "") -> list[Stage]:
         """Free the memory of a VM whose job is suspended. See `sleeping.sleep`."""
-        return sleeping.sleep(self._context, name, token, identity, bridge, key)
+        found = sleeping.StandIn(identity=identity, bridge=bridge)
+        return sleeping.sleep(self._context, name, token, number, found, key)
 
-    def wake(self, name: str, token: str, *, runs: bool, key: str = "") -> list[Stage]:
+    def wake(self, name: str, token: str, number: int, *, runs: bool, key: str = "") -> list[Stage]:
         """Let a VM go on that sleeps. See `sleeping.wake`."""
-        return sleeping.wake(self._context, name, token, runs=runs, key=key)
+        return sleeping.wake(self._context, name, token, number, runs=runs, key=key)
 
     def settle_sleepers(self) -> None:
         """Complete what an earlier process has left incomplete, and start what stands in for VMs again, in a thread: a

@@ -186,6 +186,8 @@ class HostObserver:
             token=known.token,
             frozen=known.frozen,
             freezing=known.freezing,
+            told=known.told,
+            sleeps=known.sleep.number if known.sleep is not None else known.slept,
             mute=self._host.connections.is_mute(name),
             size=Size(known.total_cpus or known.cpus, known.total_memory or known.memory, net=known.net),
             disk=known.disk,

@@ -25,7 +25,7 @@ from pathlib import Path
 import structlog
 from pydantic import BaseModel, ConfigDict
 
-from multiverse.core.errors import Broken, Exhausted, Gone, MultiverseError, Refused
+from multiverse.core.errors import Broken, Damaged, Exhausted, Gone, MultiverseError, Refused
 from multiverse.core.model.basics import Size
 from multiverse.core.model.identity import GuestFile, Identity
 from multiverse.core.model.vm import Stage
@@ -53,44 +53,51 @@ _TIMEOUT = 3600.0  # seconds until the disk is on top of the image
 _STEP = re.compile(r"[0-9]{1,10}(\.[0-9]{1,10}){1,2}")
 
 
-class _StandIn(BaseModel):
+class StandIn(BaseModel):
     """What stands in for a VM."""
 
     model_config = ConfigDict(frozen=True, ser_json_bytes="base64", val_json_bytes="base64")
 
     identity: Identity  # with the daemons of the stand-in
     bridge: str  # at which its tap was
-    steps: tuple[str, ...]  # of the job
+    steps: tuple[str, ...] = ()  # of the job
 
 
-def sleep(host: HostContext, name: str, token: str, identity: Identity, bridge: str, key: str = "") -> list[Stage]:
-    """Let a VM sleep whose job is suspended. `identity` has the daemons of its stand-in; the file is encrypted if there
-    is a key. The same again is success. Raises `Gone` if the VM does not run, `Refused` if it moves, is being saved, or
-    a process of its job runs, or if nothing can stand in for it, and `Exhausted` if there is no room. Then it goes on.
-    Raises `Broken` if nothing stands in for it yet: `settle` tries that again."""
+def sleep(host: HostContext, name: str, token: str, number: int, found: StandIn, key: str = "") -> list[Stage]:
+    """Let a VM sleep whose job is suspended; sleeps are numbered. `found` stands in for it; the file is encrypted if
+    there is a key. The same again is success. Raises `Gone` if the VM does not run, `Refused` if it moves, is being
+    saved, or a process of its job runs, if nothing can stand in for it, or if that sleep is over, and `Exhausted` if
+    there is no room. Then it goes on. Raises `Broken` if nothing stands in for it yet: `settle` tries that again."""
     timer = VmStageTimer()
     with _locked(host, name, token) as known:
+        _refuse_late(known, number if known.phase is VmPhase.ASLEEP else number - 1)
         if known.phase is not VmPhase.ASLEEP:
-            known = _fall_asleep(host, known, identity, bridge, key, timer)
+            known = _fall_asleep(host, known, number, found, key, timer)
         _settle(host, known)
         timer("stand in")
     return timer.stages
 
 
-def wake(host: HostContext, name: str, token: str, *, runs: bool, key: str = "") -> list[Stage]:
+def wake(host: HostContext, name: str, token: str, number: int, *, runs: bool, key: str = "") -> list[Stage]:
     """Let a VM go on that sleeps, or was to. `runs`: the scheduler shows its job as running. The same again is success:
     then the job is stopped or goes on as it says. Raises `Gone` if there is no such VM, `Damaged` if its file is not as
     it was written, `Exhausted` if there is no room; then it sleeps on. Raises `Broken` if its guest does not do it."""
     timer = VmStageTimer()
     with _locked(host, name, token) as known:
+        _refuse_late(known, number)
         if known.phase is VmPhase.ASLEEP:
             _wake(host, known, key, timer)
         elif known.sleep is not None:
             _stay_awake(host, known)
+        elif known.slept < number or known.told is not runs:
+            manifest.write(host.paths(name).home, replace(known, slept=number, told=None))
     channel = host.connections.started_channel(name)
     report = channel.ask(rise_message(runs=runs), "risen", _ANSWER_TIMEOUT, or_else="refused")
     if report.type == "refused":
         raise Broken(f"in the guest of VM {name}: {report.reason}", hint="see its console log beside its manifest")
+    with _locked(host, name, token) as known:
+        if known.slept == number and known.sleep is None:
+            manifest.write(host.paths(name).home, replace(known, told=runs))
     host.names.started(name)
     timer("rise")
     return timer.stages
@@ -101,6 +108,13 @@ def _unsettled(host: HostContext) -> Iterator[Manifest]:
         known = manifest.read(home)
         if known is not None and known.sleep is not None and not _is_settled(known):
             yield known
+
+
+def _refuse_late(known: Manifest, number: int) -> None:
+    """Raise `Refused` if that sleep is over."""
+    latest = known.sleep.number if known.sleep is not None else known.slept
+    if number < latest:
+        raise Refused(f"sleep {number} of VM {known.name} is over: its latest is {latest}", hint="see `multiverse vms`")
 
 
 def settle(host: HostContext) -> None:
@@ -135,7 +149,7 @@ def end(host: HostContext, name: str, token: str) -> None:
         if known.sleep is not None:
             stand_in.end(name, known.sleep.process)
             file_of(host, name).unlink(missing_ok=True)
-            manifest.write(host.paths(name).home, replace(known, phase=VmPhase.STARTED, sleep=None))
+            manifest.write(host.paths(name).home, _awake(known))
 
 
 @contextmanager
@@ -164,20 +178,19 @@ def _suffix(host: HostContext) -> str:
 
 
 def _fall_asleep(
-    host: HostContext, known: Manifest, identity: Identity, bridge: str, key: str, timer: VmStageTimer
+    host: HostContext, known: Manifest, number: int, found: StandIn, key: str, timer: VmStageTimer
 ) -> Manifest:
     """Do the first three steps. Returns the manifest, as written."""
-    _check(host, known, identity)
+    _check(host, known, found.identity)
     paths = host.paths(known.name)
     if known.sleep is not None:
         _stay_awake(host, known)
-    steps = _write_back(host, known)
+    found = found.model_copy(update={"steps": _write_back(host, known)})
     timer("write back")
-    found = _StandIn(identity=identity, bridge=bridge, steps=steps)
     files.replace(paths.home / _FILE, found.model_dump_json(), mode=0o600)
     image = host.image(known.image)
     saves.write_stubs(image, paths.home)
-    falling = replace(known, sleep=Sleep())
+    falling = replace(known, sleep=Sleep(number))
     manifest.write(paths.home, falling)
     try:
         with Monitor.connect(paths.monitor) as monitor:
@@ -188,7 +201,7 @@ def _fall_asleep(
             state = saves.write_state(monitor, file_of(host, known.name), key)
             timer("write")
         asleep = replace(falling, phase=VmPhase.ASLEEP, template_build="", huge_memory=0,
-                         sleep=Sleep(state.size, state.digest, backends))  # fmt: skip
+                         sleep=Sleep(number, state.size, state.digest, bool(key), backends))  # fmt: skip
         manifest.write(paths.home, asleep)
     except MultiverseError:
         _stay_awake(host, falling)
@@ -228,13 +241,18 @@ def _stay_awake(host: HostContext, known: Manifest) -> None:
             migration.stay(monitor)
     file_of(host, known.name).unlink(missing_ok=True)
     (paths.home / _FILE).unlink(missing_ok=True)
-    manifest.write(paths.home, replace(known, sleep=None))
+    manifest.write(paths.home, _awake(known))
+
+
+def _awake(known: Manifest) -> Manifest:
+    slept = max(known.slept, known.sleep.number if known.sleep is not None else 0)
+    return replace(known, phase=VmPhase.STARTED, sleep=None, slept=slept, told=None)
 
 
 def _settle(host: HostContext, known: Manifest) -> None:
     """End the QEMU of a VM that is asleep, and start what stands in for it, unless that is there."""
     name, paths = known.name, host.paths(known.name)
-    asleep = known.sleep or Sleep()
+    asleep = known.sleep or Sleep(0)
     lifecycle.kill_qemu(name, paths, known)
     host.connections.drop(name)
     host.outputs.drop(name)
@@ -251,9 +269,9 @@ def _settle(host: HostContext, known: Manifest) -> None:
     lifecycle.separate(host, known)
 
 
-def _stand_in_of(home: Path) -> _StandIn:
+def _stand_in_of(home: Path) -> StandIn:
     try:
-        return _StandIn.model_validate_json((home / _FILE).read_bytes())
+        return StandIn.model_validate_json((home / _FILE).read_bytes())
     except (OSError, ValueError) as error:
         raise Broken(f"cannot read {home / _FILE}: {error}", hint="the VM can only be destroyed") from error
 
@@ -263,7 +281,7 @@ def _stand_in_of(home: Path) -> _StandIn:
 
 def _wake(host: HostContext, known: Manifest, key: str, timer: VmStageTimer) -> None:
     name, paths = known.name, host.paths(known.name)
-    asleep = known.sleep or Sleep()
+    asleep = known.sleep or Sleep(0)
     bridge = _stand_in_of(paths.home).bridge
     stand_in.end(name, asleep.process)
     timer("stand in")
@@ -278,7 +296,7 @@ def _wake(host: HostContext, known: Manifest, key: str, timer: VmStageTimer) -> 
     session.monitor.execute("cont")
     timer("continue")
     record = manifest.read(paths.home) or known
-    manifest.write(paths.home, replace(record, phase=VmPhase.STARTED, sleep=None))
+    manifest.write(paths.home, _awake(record))
     host.connections.keep_channel(name, session, Report("started"))
     file_of(host, name).unlink(missing_ok=True)
     (paths.home / _FILE).unlink(missing_ok=True)
@@ -289,6 +307,8 @@ def _restore(
 ) -> QemuSession:
     """The QEMU of a VM that was asleep, paused. Its manifest goes on to say that it is asleep."""
     name, paths, image = known.name, host.paths(known.name), host.image(known.image)
+    if asleep.encrypted and not key:
+        raise Damaged(f"VM {name} sleeps in an encrypted file, and there is no key", hint="is it in a backup?")
     total = Size(known.total_cpus or known.cpus, known.total_memory or known.memory)
     spec = Specification(name, host.config.host, known.image, known.kind, total, known.mac, token=known.token,
                          address=known.address, bridge=bridge)  # fmt: skip
@@ -300,7 +320,8 @@ def _restore(
         made = plug(session.monitor, record, total.cpus, total.memory - known.memory, huge=huge,
                     backends=asleep.backends)  # fmt: skip
         timer("plug")
-        saves.read_memory(session.monitor, file_of(host, name), SavedFile(asleep.size, asleep.digest), key)
+        saves.read_memory(session.monitor, file_of(host, name), SavedFile(asleep.size, asleep.digest),
+                          key if asleep.encrypted else "")  # fmt: skip
         timer("restore")
         return replace(record, huge_memory=made)
 
