@@ -295,6 +295,29 @@ def test_accounting_shows_each_run_and_its_user_the_sum_of_all(lab: LabUnderTest
     assert seconds > last and cpu_seconds > 0
 
 
+def test_a_job_gets_the_signal_before_its_time_limit_in_its_last_run_alone(lab: LabUnderTest, client: Client) -> None:
+    script, output = lab.user.home / "signalled", lab.user.home / "signalled.txt"
+    options = ("--time=3", "--signal=B:USR1@20", "--comment=vm:save", f"--output={output}")
+    asks = "".join(f"#SBATCH {option}\n" for option in options)
+    script.write_text(f"#!/bin/bash\n{asks}trap 'echo signal' USR1\necho count 1\nwhile :; do sleep 0.5; done\n")
+    script.chmod(0o755)
+    with more_settings(lab, "[save]\nenabled = true\nmax_runs = 2\n"):
+        job = lab.run("sbatch", "--parsable", str(script), user=lab.user).stdout.strip()
+        says(output, "count 1")
+        assert "It is saved by" in client.explain(job)["jobs"][0]["text"]
+        until("its first run is over", lambda: len(client.jobs(job)) == 2, 240)
+        assert output.read_text() == "count 1\n", "it was saved before the signal"
+        until("its last run has begun", lambda: latest(client, job).get("state") == "allocated")
+        until("its state is used up", lambda: client.saved() == [])
+        assert "it has had all 2 runs that the site permits" in client.explain(job)["jobs"][0]["text"]
+        ended(client, job, "done", 300)
+    said = output.read_text()
+    assert said.startswith("count 1\nsignal\n") and said.count("signal\n") == 1 and "DUE TO TIME LIMIT" in said
+    runs = lab.run("sacct", "-nPXD", "-j", job, "-o", "State,Timelimit").stdout.split()
+    assert runs == ["REQUEUED|00:03:00", "TIMEOUT|00:03:00"]
+    nothing_left(lab, client)
+
+
 @contextmanager
 def held_back(program: Path, place: Path) -> Iterator[Path]:
     """A program waits while the context lasts, and then works as ever. The file that it makes as it is started."""

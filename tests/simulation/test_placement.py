@@ -58,13 +58,13 @@ def keeps_its_promises(scenario: Scenario) -> Outcome:
 def carried(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """The most CPUs that each host carried. The world itself reports what is more than it may."""
     most: Counter[str] = Counter()
-    check = Machines._check_capacity
+    check = Machines.check_capacity
 
     def checked(self: Machines, host: str) -> None:
         most[host] = max(most[host], self.used(host).cpus)
         check(self, host)
 
-    monkeypatch.setattr(Machines, "_check_capacity", checked)
+    monkeypatch.setattr(Machines, "check_capacity", checked)
     return most
 
 

@@ -328,11 +328,16 @@ class World:
         for host in (self.a, self.b):
             with suppress(Crashed):
                 host.die()
-        for program in self.programs.values():
-            program.kill()
-            program.wait()
+        self._end_programs()
         for thread in self.threads:
             thread.join(5)
+        self._end_programs()  # which a thread has begun meanwhile
+
+    def _end_programs(self) -> None:
+        while self.programs:
+            _, program = self.programs.popitem()
+            program.kill()
+            program.wait()
 
 
 def as_text(known: Manifest) -> str:
