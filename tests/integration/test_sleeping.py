@@ -59,8 +59,8 @@ def suspend(saver: Saver, job: SavedJob) -> None:
 
 def sleep(saver: Saver, job: SavedJob, key: str = "") -> None:
     tag = f"mv_{job.vm.rpartition('-')[2]}{job.runs}"
-    node = NodeSpec(job.vm, job.address, job.node, ("slim", "instant", tag), tag, "slim")
-    identity = Identity(job.vm, job.mac, job.address, saver.settings.network.gateway, "",
+    node = NodeSpec(job.vm, job.spec.address, job.node, ("slim", "instant", tag), tag, "slim")
+    identity = Identity(job.vm, job.spec.mac, job.spec.address, saver.settings.network.gateway, "",
                         bootstrap=stand_in(saver.settings, node))  # fmt: skip
     saver.host.sleep(job.vm, job.spec.token, job.sleeps, identity, job.spec.bridge, key)
 
@@ -96,7 +96,7 @@ def goes_on_and_ends(saver: Saver, job: SavedJob) -> None:
 
 def node_answers(saver: Saver, job: SavedJob) -> bool:
     shown = saver.lab.run("scontrol", "show", "node", job.vm).stdout
-    return "State=IDLE+DYNAMIC_NORM " in shown and f"NodeAddr={job.address.partition('/')[0]} " in shown
+    return "State=IDLE+DYNAMIC_NORM " in shown and f"NodeAddr={job.spec.address.partition('/')[0]} " in shown
 
 
 def files_of(saver: Saver) -> list[str]:

@@ -14,7 +14,7 @@ from multiverse.core.model.basics import CloneKind, Size
 from multiverse.core.model.identity import Identity
 from multiverse.core.model.vm import Stage
 from multiverse.guest.protocol import CUT, FLUSH, HELLO, REST, Report, identity_message, wake_message
-from multiverse.host import manifest, network, process
+from multiverse.host import manifest, network, process, stand_in
 from multiverse.host.manifest import Manifest, Specification, VmPhase
 from multiverse.host.qemu import disks, saves, templates
 from multiverse.host.qemu.channels import AgentChannel
@@ -525,6 +525,8 @@ def remove(host: HostContext, name: str, grace: float, token: str = "") -> None:
     with locked_directory(paths.home, create=False):
         known = manifest.read(paths.home)
         kill_qemu(name, paths, known)
+        if known is not None and known.sleep is not None:  # it was falling asleep in this moment
+            stand_in.end(name, known.sleep.process)
         host.connections.drop(name)
         host.names.drop(name)
         host.outputs.drop(name)

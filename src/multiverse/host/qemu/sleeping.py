@@ -145,6 +145,10 @@ def remove_orphans(host: HostContext) -> None:
 def end(host: HostContext, name: str, token: str) -> None:
     """End the stand-in of a VM that is to be destroyed, and remove its file. Absent is success. Raises `Broken`, and
     what `manifest.refuse_other` raises."""
+    host.check_name(name)
+    known = manifest.read(host.paths(name).home)
+    if known is None or known.sleep is None:
+        return  # whoever holds its lock may wait for its guest: `lifecycle.remove` ends that first
     with suppress(Gone), _locked(host, name, token) as known:
         if known.sleep is not None:
             stand_in.end(name, known.sleep.process)
