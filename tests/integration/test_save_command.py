@@ -98,7 +98,8 @@ def test_a_saved_job_goes_on_where_it_stopped(lab: LabUnderTest, client: Client,
 STEP = "srun --overlap -Q bash -c 'for i in $(seq 8); do echo $SLURM_PROCID step $i; sleep 0.5; done; exit 4'"
 
 
-@pytest.mark.parametrize("at_limit", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("at_limit", [False, True])
 def test_a_saved_job_of_several_vms_goes_on_where_it_stopped(
     lab: LabUnderTest, client: Client, *, at_limit: bool
 ) -> None:
