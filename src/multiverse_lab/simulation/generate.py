@@ -373,6 +373,45 @@ def in_time(incidents: Iterable[Incident]) -> tuple[Incident, ...]:
     return tuple(sorted(incidents, key=lambda incident: incident.at))
 
 
+BREAKDOWNS: dict[IncidentKind, tuple[float, ...]] = {
+    IncidentKind.VM_DIES: (0.0, 0.0, 30.0),
+    IncidentKind.GUEST_FLOODS: (0.0, 0.0, 60.0),
+    IncidentKind.REGISTERS_AGAIN: (0.0, 0.0, 30.0),
+    IncidentKind.CLUSTER_AWAY: (0.0, 0.0, 30.0),
+    IncidentKind.CLUSTER_RESTARTS: (0.0, 0.0, 40.0),
+    IncidentKind.HOST_AWAY: (0.0, 0.0, 30.0),
+    IncidentKind.HOST_FENCED: (0.0, 0.0, 60.0),
+    IncidentKind.HOST_DISK_FULL: (0.0, 0.0, 0.0, 40.0),
+    IncidentKind.DISK_FULL: (0.0, 0.0, 0.0, 30.0),
+    IncidentKind.CONTROLLER_CRASH: (0.0, 0.0, 8.0, 40.0),
+    IncidentKind.HOST_DRAINED: (0.0, 30.0, 60.0),
+}
+BREAKDOWNS_WITH_AGENTS: dict[IncidentKind, tuple[float, ...]] = {
+    IncidentKind.HOST_CRASHES: (0.0, 0.0, 60.0),
+    IncidentKind.AGENT_DIES: (0.0, 10.0, 30.0),
+    IncidentKind.AGENT_REPLACED: (0.0, 0.0, 60.0),
+    IncidentKind.LINK_HANGS: (0.0, 0.0, 30.0),
+}
+"""The mean seconds between two incidents of a kind: one is drawn for each scenario, 0 for never."""
+
+
+def troubled(
+    scenario: Scenario, rng: Random, until: float, anywhere: Mapping[IncidentKind, tuple[float, ...]] = BREAKDOWNS
+) -> Scenario:
+    """A scenario that is disturbed until `until`, in which hosts, VMs and the controller break."""
+    scenario = disturbed(scenario, rng, until, anywhere, BREAKDOWNS_WITH_AGENTS)
+    crashes = draw_crashes(rng, rng.choice((0, 0, 5, 30)))
+    return replace(scenario, incidents=in_time(scenario.incidents), crashes=crashes)
+
+
+def draw_agents(rng: Random) -> AgentBehaviour | None:
+    """Agents in half of the scenarios. Some end VMs by themselves, and answer late or twice."""
+    if rng.random() >= 0.5:
+        return None
+    fence = rng.choice((0.0, 0.0, 60.0))
+    return AgentBehaviour(fence, late=rng.choice((0.0, 0.0, 0.05)), twice=rng.choice((0.0, 0.2)))
+
+
 OPERATED: dict[IncidentKind, tuple[float, ...]] = {
     IncidentKind.HOST_CRASHES: (0.0, 60.0),
     IncidentKind.HOST_AWAY: (0.0, 60.0),

@@ -11,10 +11,9 @@ from multiverse.core.model.host import Host
 from multiverse.core.model.machine import MachineKind
 from multiverse_lab.simulation.cluster import ClusterSettings
 from multiverse_lab.simulation.faults import IncidentKind, every
-from multiverse_lab.simulation.generate import disturbed, draw_crashes, in_time
+from multiverse_lab.simulation.generate import BREAKDOWNS, draw_agents, troubled
 from multiverse_lab.simulation.jobs import Batch
 from multiverse_lab.simulation.machines import ABILITIES
-from multiverse_lab.simulation.network import AgentBehaviour
 from multiverse_lab.simulation.scenario import Arrival, Scenario, UserAction
 from multiverse_lab.simulation.world import WorldSettings
 
@@ -22,27 +21,7 @@ UNTIL = 150.0  # seconds in which VMs are moved, calls fail, and things break
 KIND = MachineKind("kvm", "Skylake-Server-v1", frozenset({"sse2", "avx"}), "7.2", "pc-q35-7.2", models=("Haswell-v1",))
 OLDER = replace(KIND, cpu="Haswell-v1", features=frozenset({"sse2"}))  # VMs move from it to the others, and not back
 
-_ANYWHERE: dict[IncidentKind, tuple[float, ...]] = {
-    IncidentKind.VM_MOVES: (2.0, 5.0, 15.0),
-    IncidentKind.VM_DIES: (0.0, 0.0, 30.0),
-    IncidentKind.GUEST_FLOODS: (0.0, 0.0, 60.0),
-    IncidentKind.REGISTERS_AGAIN: (0.0, 0.0, 30.0),
-    IncidentKind.CLUSTER_AWAY: (0.0, 0.0, 30.0),
-    IncidentKind.CLUSTER_RESTARTS: (0.0, 0.0, 40.0),
-    IncidentKind.HOST_AWAY: (0.0, 0.0, 30.0),
-    IncidentKind.HOST_FENCED: (0.0, 0.0, 60.0),
-    IncidentKind.HOST_DISK_FULL: (0.0, 0.0, 0.0, 40.0),
-    IncidentKind.DISK_FULL: (0.0, 0.0, 0.0, 30.0),
-    IncidentKind.CONTROLLER_CRASH: (0.0, 0.0, 8.0, 40.0),
-    IncidentKind.HOST_DRAINED: (0.0, 30.0, 60.0),
-}
-_WITH_AGENTS: dict[IncidentKind, tuple[float, ...]] = {
-    IncidentKind.HOST_CRASHES: (0.0, 0.0, 60.0),
-    IncidentKind.AGENT_DIES: (0.0, 10.0, 30.0),
-    IncidentKind.AGENT_REPLACED: (0.0, 0.0, 60.0),
-    IncidentKind.LINK_HANGS: (0.0, 0.0, 30.0),
-}
-"""The mean seconds between two incidents of a kind: one is drawn for each scenario, 0 for never."""
+_ANYWHERE = {IncidentKind.VM_MOVES: (2.0, 5.0, 15.0), **BREAKDOWNS}
 
 
 def moving(seed: int) -> Scenario:
@@ -58,10 +37,7 @@ def moving(seed: int) -> Scenario:
     )
     pacing = PacingSettings(provisioning=rng.choice((1, 4, 16)), silence=rng.choice((5.0, 30.0, 60.0)))
     arrivals = tuple(_arrival(rng) for _ in range(rng.randint(1, 5)))
-    agents = None
-    if rng.random() < 0.5:
-        fence = rng.choice((0.0, 0.0, 60.0))
-        agents = AgentBehaviour(fence, late=rng.choice((0.0, 0.0, 0.05)), twice=rng.choice((0.0, 0.2)))
+    agents = draw_agents(rng)
     quiet = rng.random() < 0.1
     scenario = Scenario(
         seed,
@@ -72,13 +48,7 @@ def moving(seed: int) -> Scenario:
         limit=6000.0,
     )
     moves = every(5.0, IncidentKind.VM_MOVES, rng, UNTIL)
-    return replace(scenario, incidents=tuple(moves)) if quiet else _with_trouble(scenario, rng)
-
-
-def _with_trouble(scenario: Scenario, rng: Random) -> Scenario:
-    scenario = disturbed(scenario, rng, UNTIL, _ANYWHERE, _WITH_AGENTS)
-    crashes = draw_crashes(rng, rng.choice((0, 0, 5, 30)))
-    return replace(scenario, incidents=in_time(scenario.incidents), crashes=crashes)
+    return replace(scenario, incidents=tuple(moves)) if quiet else troubled(scenario, rng, UNTIL, _ANYWHERE)
 
 
 def _host(rng: Random, number: int) -> Host:

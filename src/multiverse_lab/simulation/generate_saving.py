@@ -13,10 +13,9 @@ from multiverse.core.model.job import SaveWish
 from multiverse.core.model.saved import Storage
 from multiverse_lab.simulation.cluster import ClusterSettings
 from multiverse_lab.simulation.faults import Incident, IncidentKind, every
-from multiverse_lab.simulation.generate import disturbed, draw_crashes, in_time
+from multiverse_lab.simulation.generate import BREAKDOWNS_WITH_AGENTS, disturbed, draw_agents, draw_crashes, in_time
 from multiverse_lab.simulation.jobs import Batch
 from multiverse_lab.simulation.machines import ABILITIES
-from multiverse_lab.simulation.network import AgentBehaviour
 from multiverse_lab.simulation.scenario import Arrival, Scenario, UserAction
 from multiverse_lab.simulation.world import WorldSettings
 
@@ -40,13 +39,7 @@ _ANYWHERE: dict[IncidentKind, tuple[float, ...]] = {
     IncidentKind.DISK_FULL: (0.0, 0.0, 0.0, 30.0),
     IncidentKind.CONTROLLER_CRASH: (0.0, 0.0, 8.0, 40.0),
 }
-_WITH_AGENTS: dict[IncidentKind, tuple[float, ...]] = {
-    IncidentKind.HOST_CRASHES: (0.0, 0.0, 60.0),
-    IncidentKind.AGENT_DIES: (0.0, 10.0, 30.0),
-    IncidentKind.AGENT_REPLACED: (0.0, 0.0, 60.0),
-    IncidentKind.LINK_HANGS: (0.0, 0.0, 30.0),
-    IncidentKind.HOST_DRAINED: (0.0, 0.0, 60.0),
-}
+_WITH_AGENTS = {**BREAKDOWNS_WITH_AGENTS, IncidentKind.HOST_DRAINED: (0.0, 0.0, 60.0)}
 """The mean seconds between two incidents of a kind: one is drawn for each scenario, 0 for never."""
 
 
@@ -75,10 +68,7 @@ def saving(seed: int) -> Scenario:
     pacing = PacingSettings(provisioning=rng.choice((1, 4, 16)), silence=rng.choice((5.0, 30.0, 60.0)))
     arrivals = _in_several_vms((_arrival(rng) for _ in range(rng.randint(1, 5))), Random(f"{seed}/gangs"))
     quiet = rng.random() < 0.2
-    agents = None
-    if rng.random() < 0.5:
-        fence = rng.choice((0.0, 0.0, 60.0))
-        agents = AgentBehaviour(fence, late=rng.choice((0.0, 0.0, 0.05)), twice=rng.choice((0.0, 0.2)))
+    agents = draw_agents(rng)
     scenario = Scenario(
         seed,
         arrivals,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from random import Random
 
 from multiverse.config import PacingSettings, SaveSettings, Settings
@@ -10,35 +9,13 @@ from multiverse.core.model.basics import Size
 from multiverse.core.model.host import Host
 from multiverse.core.model.saved import Storage
 from multiverse_lab.simulation.cluster import ClusterSettings
-from multiverse_lab.simulation.faults import IncidentKind
-from multiverse_lab.simulation.generate import disturbed, draw_crashes, in_time
+from multiverse_lab.simulation.generate import draw_agents, troubled
 from multiverse_lab.simulation.jobs import Batch
 from multiverse_lab.simulation.machines import ABILITIES
-from multiverse_lab.simulation.network import AgentBehaviour
 from multiverse_lab.simulation.scenario import Arrival, Scenario, UserAction
 from multiverse_lab.simulation.world import WorldSettings
 
 UNTIL = 200.0  # seconds in which jobs are suspended and resumed, calls fail, and things break
-
-_ANYWHERE: dict[IncidentKind, tuple[float, ...]] = {
-    IncidentKind.VM_DIES: (0.0, 0.0, 30.0),
-    IncidentKind.GUEST_FLOODS: (0.0, 0.0, 60.0),
-    IncidentKind.REGISTERS_AGAIN: (0.0, 0.0, 30.0),
-    IncidentKind.CLUSTER_AWAY: (0.0, 0.0, 30.0),
-    IncidentKind.CLUSTER_RESTARTS: (0.0, 0.0, 40.0),
-    IncidentKind.HOST_AWAY: (0.0, 0.0, 30.0),
-    IncidentKind.HOST_FENCED: (0.0, 0.0, 60.0),
-    IncidentKind.HOST_DISK_FULL: (0.0, 0.0, 0.0, 40.0),
-    IncidentKind.DISK_FULL: (0.0, 0.0, 0.0, 30.0),
-    IncidentKind.CONTROLLER_CRASH: (0.0, 0.0, 8.0, 40.0),
-    IncidentKind.HOST_DRAINED: (0.0, 30.0, 60.0),
-}
-_WITH_AGENTS: dict[IncidentKind, tuple[float, ...]] = {
-    IncidentKind.HOST_CRASHES: (0.0, 0.0, 60.0),
-    IncidentKind.AGENT_DIES: (0.0, 10.0, 30.0),
-    IncidentKind.AGENT_REPLACED: (0.0, 0.0, 60.0),
-    IncidentKind.LINK_HANGS: (0.0, 0.0, 30.0),
-}
 
 
 def sleeping(seed: int) -> Scenario:
@@ -52,10 +29,7 @@ def sleeping(seed: int) -> Scenario:
     pacing = PacingSettings(provisioning=rng.choice((1, 4, 16)), silence=rng.choice((5.0, 30.0, 60.0)))
     save = SaveSettings(enabled=True, sleep_after=rng.choice((1.0, 5.0, 20.0)))
     arrivals = tuple(_arrival(rng) for _ in range(rng.randint(3, 10)))
-    agents = None
-    if rng.random() < 0.5:
-        fence = rng.choice((0.0, 0.0, 60.0))
-        agents = AgentBehaviour(fence, late=rng.choice((0.0, 0.0, 0.05)), twice=rng.choice((0.0, 0.2)))
+    agents = draw_agents(rng)
     scenario = Scenario(
         seed,
         arrivals,
@@ -64,11 +38,7 @@ def sleeping(seed: int) -> Scenario:
         hints=rng.choice((0.5, 0.9)),
         limit=8000.0,
     )
-    if rng.random() < 0.2:
-        return scenario
-    scenario = disturbed(scenario, rng, UNTIL, _ANYWHERE, _WITH_AGENTS)
-    crashes = draw_crashes(rng, rng.choice((0, 0, 5, 30)))
-    return replace(scenario, incidents=in_time(scenario.incidents), crashes=crashes)
+    return scenario if rng.random() < 0.2 else troubled(scenario, rng, UNTIL)
 
 
 def _host(rng: Random, number: int) -> Host:
