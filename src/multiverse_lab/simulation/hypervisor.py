@@ -17,6 +17,7 @@ from multiverse.core.model.job import LeasedHost
 from multiverse.core.model.vm import Stage, TemplateKey, VmRef, VmSpec
 from multiverse.ports import GuestUsers, Membership, Source, Templates
 from multiverse.ports.hypervisor import NOT_LEASED
+from multiverse_lab.simulation.host_calls import HostCalls
 from multiverse_lab.simulation.machines import Machines
 from multiverse_lab.simulation.moving import SimulatedMoves
 from multiverse_lab.simulation.sleeping import SimulatedSleeps
@@ -177,21 +178,15 @@ class SimulatedHosts(SimulatedHypervisor):
 
 
 class SimulatedSaves:
-    """`ports.Saves`. Where agents serve calls, a call goes on when its caller has gone, as those of the real driver do.
-    Elsewhere the process of the library ends with its caller."""
+    """`ports.Saves`."""
 
     def __init__(self, hypervisor: SimulatedHosts) -> None:
         self._hypervisor, self._machines, self._latencies = hypervisor, hypervisor.machines, hypervisor.latencies
-        self._calls: dict[asyncio.Task[Any], str] = {}  # with the source that executes each
+        self.calls = HostCalls(hypervisor.machines)
         self._saving: dict[str, asyncio.Task[Sequence[Stage]]] = {}  # by the name of the files
 
-    def end_calls(self, source: str) -> None:
-        """The process that executes the calls of a source has ended."""
-        for task in [task for task, where in self._calls.items() if where == source]:
-            task.cancel()
-
     async def freeze(self, vm: VmRef, *, script: bool = True) -> None:
-        await self._call(vm.source, self._freeze(vm, script=script))
+        await self.calls.run(vm.source, self._freeze(vm, script=script))
 
     async def _freeze(self, vm: VmRef, *, script: bool) -> None:
         await self._take("command", self._latencies.command)
@@ -200,7 +195,7 @@ class SimulatedSaves:
         self._machines.note_frozen(vm, frozen=True)
 
     async def cut(self, vm: VmRef) -> None:
-        await self._call(vm.source, self._cut(vm))
+        await self.calls.run(vm.source, self._cut(vm))
 
     async def _cut(self, vm: VmRef) -> None:
         await self._take("command", self._latencies.command)
@@ -213,8 +208,8 @@ class SimulatedSaves:
         """Wait for the work at a state, which is begun unless it is under way."""
         task = self._saving.get(name)
         if task is None or task.done():
-            task = self._saving[name] = self._begin(vm.source, work(vm, name))
-        return await self._wait_for(task)
+            task = self._saving[name] = self.calls.begin(vm.source, work(vm, name))
+        return await self.calls.wait_for(task)
 
     async def save(self, vm: VmRef, name: str, key: str = "") -> Sequence[Stage]:
         return await self._once(vm, name, self._save)
@@ -244,7 +239,7 @@ class SimulatedSaves:
         return (written, pause)
 
     async def copy(self, source: str, name: str, key: str = "") -> None:
-        await self._call(source, self._copy(source, name))
+        await self.calls.run(source, self._copy(source, name))
 
     async def _copy(self, source: str, name: str) -> None:
         await self._take("command", self._latencies.command)
@@ -253,7 +248,7 @@ class SimulatedSaves:
             self._machines.finish_copy(source, name)
 
     async def keep_in_memory(self, vm: VmRef, name: str) -> None:
-        await self._call(vm.source, self._keep_in_memory(vm, name))
+        await self.calls.run(vm.source, self._keep_in_memory(vm, name))
 
     async def _keep_in_memory(self, vm: VmRef, name: str) -> None:
         await self._take("command", self._latencies.command)
@@ -261,7 +256,7 @@ class SimulatedSaves:
         await self._take("reply", self._latencies.command)
 
     async def thaw(self, vm: VmRef) -> None:
-        await self._call(vm.source, self._thaw(vm))
+        await self.calls.run(vm.source, self._thaw(vm))
 
     async def _thaw(self, vm: VmRef) -> None:
         await self._take("command", self._latencies.command)
@@ -273,7 +268,7 @@ class SimulatedSaves:
         self._machines.note_frozen(vm, frozen=False)
 
     async def discard(self, source: str, name: str) -> None:
-        await self._call(source, self._discard(source, name))
+        await self.calls.run(source, self._discard(source, name))
 
     async def _discard(self, source: str, name: str) -> None:
         await self._take("command", self._latencies.command)
@@ -282,30 +277,6 @@ class SimulatedSaves:
 
     async def _take(self, name: str, bounds: tuple[float, float]) -> Stage:
         return await self._hypervisor.take(name, bounds)
-
-    async def _call(self, source: str, work: Coroutine[Any, Any, T]) -> T:
-        return await self._wait_for(self._begin(source, work))
-
-    def _begin(self, source: str, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        task = asyncio.create_task(work)
-        self._calls[task] = source
-        task.add_done_callback(self._ended)
-        return task
-
-    async def _wait_for(self, task: asyncio.Task[T]) -> T:
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            if not self._machines.has_agents:
-                task.cancel()
-            if task.cancelled():  # its process has ended
-                raise Unknown("the agent has ended") from None
-            raise
-
-    def _ended(self, task: asyncio.Task[Any]) -> None:
-        self._calls.pop(task, None)
-        if not task.cancelled():
-            task.exception()  # of which nobody may have waited
 
 
 class HostSource:

@@ -231,9 +231,9 @@ class OneHost:
     def end_calls(self) -> None:
         """The process of the agent has ended, with what it was doing."""
         if self._hosts.saves is not None:
-            self._hosts.saves.end_calls(self.name)
+            self._hosts.saves.calls.end(self.name)
         if self._hosts.sleeps is not None:
-            self._hosts.sleeps.end_calls(self.name)
+            self._hosts.sleeps.calls.end(self.name)
         if self._hosts.moves is not None:
             self._hosts.moves.end_calls(self.name)
 

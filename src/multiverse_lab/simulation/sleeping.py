@@ -12,6 +12,7 @@ from multiverse.core.model.identity import Identity
 from multiverse.core.model.vm import Stage, VmCondition, VmRef, VmState
 from multiverse.core.rows import Rows
 from multiverse_lab.simulation.guests import Guest
+from multiverse_lab.simulation.host_calls import HostCalls
 from multiverse_lab.simulation.machines import Machine
 
 if TYPE_CHECKING:
@@ -19,24 +20,18 @@ if TYPE_CHECKING:
 
 
 class SimulatedSleeps:
-    """`ports.Sleeps`. Calls about one VM follow each other. A call goes on when its caller has gone, where agents serve
-    it, and is undone by the next agent if it was interrupted."""
+    """`ports.Sleeps`. Calls about one VM follow each other. An interrupted one is undone by the next agent."""
 
     def __init__(self, hypervisor: SimulatedHosts) -> None:
         self._hypervisor, self._machines, self._latencies = hypervisor, hypervisor.machines, hypervisor.latencies
-        self._calls: dict[asyncio.Task[Any], str] = {}  # with the source that executes each
+        self.calls = HostCalls(hypervisor.machines)
         self._locks: dict[str, asyncio.Lock] = {}  # by VM
 
-    def end_calls(self, source: str) -> None:
-        """The process that executes the calls of a source has ended."""
-        for task in [task for task, where in self._calls.items() if where == source]:
-            task.cancel()
-
     async def sleep(self, vm: VmRef, number: int, identity: Identity, key: str = "") -> Sequence[Stage]:
-        return await self._call(vm, self._sleep(vm, number))
+        return await self.calls.run(vm.source, self._in_turn(vm.name, self._sleep(vm, number)))
 
     async def wake(self, vm: VmRef, number: int, *, runs: bool, key: str = "") -> Sequence[Stage]:
-        return await self._call(vm, self._wake(vm, number, runs=runs))
+        return await self.calls.run(vm.source, self._in_turn(vm.name, self._wake(vm, number, runs=runs)))
 
     async def _sleep(self, vm: VmRef, number: int) -> Sequence[Stage]:
         await self._hypervisor.take("command", self._latencies.command)
@@ -96,30 +91,12 @@ class SimulatedSleeps:
             raise Gone(f"no VM {vm.name} runs at {vm.source}")
         return machine, machine.guest
 
-    async def _call(self, vm: VmRef, work: Coroutine[Any, Any, Sequence[Stage]]) -> Sequence[Stage]:
-        task = asyncio.create_task(self._in_turn(vm.name, work))
-        self._calls[task] = vm.source
-        task.add_done_callback(self._ended)
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            if not self._machines.has_agents:
-                task.cancel()
-            if task.cancelled():  # its process has ended
-                raise Unknown("the agent has ended") from None
-            raise
-
     async def _in_turn(self, name: str, work: Coroutine[Any, Any, Sequence[Stage]]) -> Sequence[Stage]:
         try:
             async with self._locks.setdefault(name, asyncio.Lock()):
                 return await work
         finally:
             work.close()
-
-    def _ended(self, task: asyncio.Task[Any]) -> None:
-        self._calls.pop(task, None)
-        if not task.cancelled():
-            task.exception()  # of which nobody may have waited
 
 
 class SleepWatch:
