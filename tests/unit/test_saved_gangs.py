@@ -9,27 +9,23 @@ import pytest
 from multiverse.core.errors import Broken, Damaged, Exhausted
 from multiverse.core.machines.saved import MOST_TRIES
 from multiverse.core.model.basics import Size
-from multiverse.core.model.host import HypervisorView
 from multiverse.core.model.job import AttemptState, JobRef, JobState, NodeState, Request, SaveWish
-from multiverse.core.model.saved import Saved, SavedSeen, SavedState, Storage
+from multiverse.core.model.saved import SavedSeen, SavedState, Storage
 from multiverse.core.model.vm import Stage, Vm, VmCondition, VmState
-from multiverse.core.model.world import Observation, Seen
 from multiverse.core.transition import Command, Done, EffectKind
-from tests.unit.planner_harness import PlannerHarness
-from tests.unit.rows import SOURCE
+from tests.unit.saved_site import SavedSite
 from tests.unit.test_saved_jobs import STORAGE
 
 S, A, V = SavedState, AttemptState, VmState
 
 
-class Gang(PlannerHarness):
+class Gang(SavedSite):
     """Two hosts that share a storage, and job 7, which runs in two VMs there. Its script runs in the second one."""
 
     def __init__(self, **job: object) -> None:
         super().__init__()
         self.hosts["h1"] = replace(self.hosts["h1"], storage=STORAGE)
         self.second_host()
-        self.files: dict[str, SavedSeen] = {}
         self.to_allocated(**({"nodes": 2} | job))
         self.first = self.serving()
         self.names = [vm.name for vm in self.first]
@@ -39,18 +35,6 @@ class Gang(PlannerHarness):
 
     def serving(self) -> list[Vm]:
         return [vm for vm in self.rows.vms.values() if not vm.leaving]
-
-    @property
-    def saved(self) -> Saved:
-        return self.rows.saved[max(self.rows.saved)]
-
-    def observe(self) -> None:
-        super().observe()
-        latest = self.world.sources[SOURCE].latest
-        if latest is not None:
-            view = replace(latest.value, saved=dict(self.files))
-            assert isinstance(view, HypervisorView)
-            self.world = replace(self.world, sources={SOURCE: Observation(Seen(view, latest.began), 0.0)})
 
     def freeze(self, *names: str, frozen: bool = True) -> None:
         for name in names or self.names:

@@ -10,47 +10,32 @@ from multiverse.core.errors import Broken, Refused
 from multiverse.core.machines.saved import MOST_TRIES, SAVED_EFFECTS
 from multiverse.core.machines.tables import TABLES
 from multiverse.core.model.basics import Size
-from multiverse.core.model.host import HypervisorView
 from multiverse.core.model.job import AttemptState, JobRef, JobState, NodeState, Request
 from multiverse.core.model.reason import Why, text_of
-from multiverse.core.model.saved import Saved, SavedSeen, SavedState, Storage
+from multiverse.core.model.saved import SavedSeen, SavedState, Storage
 from multiverse.core.model.vm import Vm, VmCondition, VmState
-from multiverse.core.model.world import Observation, Seen
 from multiverse.core.saving import with_its_state
 from multiverse.core.state import State
 from multiverse.core.transition import Command, Done, EffectKind
-from tests.unit.planner_harness import POLICY, PlannerHarness
-from tests.unit.rows import SOURCE
+from tests.unit.planner_harness import POLICY
+from tests.unit.saved_site import SavedSite
 
 S, A, V = SavedState, AttemptState, VmState
 STORAGE = Storage("shared", "qemu 7.2 tcg")
 
 
-class Site(PlannerHarness):
+class Site(SavedSite):
     """A host with a storage, and job 7, which runs in a VM there. `files` is what the storage holds."""
 
     def __init__(self, **job: object) -> None:
         super().__init__()
         self.hosts["h1"] = replace(self.hosts["h1"], storage=STORAGE)
-        self.files: dict[str, SavedSeen] = {}
         self.to_allocated(**job)
         self.name = self.vm.name
 
     @property
     def vm(self) -> Vm:
         return self.rows.vms[max(self.rows.vms)]
-
-    @property
-    def saved(self) -> Saved:
-        return self.rows.saved[max(self.rows.saved)]
-
-    def observe(self) -> None:
-        super().observe()
-        latest = self.world.sources[SOURCE].latest
-        if latest is not None:
-            view = replace(latest.value, saved=dict(self.files))
-            assert isinstance(view, HypervisorView)
-            self.world = replace(self.world, sources={SOURCE: Observation(Seen(view, latest.began), 0.0)})
 
     def freeze(self, frozen: bool = True) -> None:
         self.vms[self.name] = replace(self.vms[self.name], frozen=frozen)
