@@ -28,8 +28,13 @@ class WritingMonitor:
     failed = False
     _writing: threading.Thread
 
+    def __init__(self, *states: str) -> None:
+        """`states`: of the guest, each told once; then it is paused."""
+        self.states = list(states)
+
     def execute(self, name: str) -> dict[str, Any]:
-        return {"status": "paused"}
+        state, *self.states = self.states or ["paused"]
+        return {"status": state}
 
     def execute_all(self, commands: Sequence[Command], fd: int) -> None:
         self._writing = threading.Thread(target=self._write, args=(os.dup(fd),))
@@ -62,6 +67,13 @@ def write_from_qemu(path: Path, key: str = "") -> SavedFile:
 def test_a_full_disk_ends_the_stream_at_once_and_says_so(key: str) -> None:
     with pytest.raises(Exhausted, match=r"cannot write /dev/full: No space left on device"):
         write_from_qemu(Path("/dev/full"), key)
+
+
+def test_the_state_is_complete_once_qemu_has_ended_its_migration(tmp_path: Path) -> None:
+    """QEMU tells the end a moment earlier: then it would refuse to let the guest go on, and to write it again."""
+    qemu = WritingMonitor("paused", "finish-migrate", "finish-migrate", "postmigrate")
+    write_state(cast("Monitor", qemu), tmp_path / "state")
+    assert qemu.states == []
 
 
 @pytest.mark.parametrize("key", ["", KEY])

@@ -33,7 +33,7 @@ _ENDS = 15.0  # seconds until QEMU has given up what it was told to give up
 _FILES = 1  # the number of the set of descriptors with the file that a disk is copied to
 _LITTLE, _ROUNDS = 48 << 20, 3  # bytes that are left to send, or rounds: then a job is frozen for a checkpoint
 _HELD = 4096  # bytes per second while that is done: then hardly anything more is sent
-_LOOK = 0.01  # seconds between two looks at how much is left
+_LOOK = 0.01  # seconds between two looks at what QEMU has done
 _UNDER_WAY = frozenset({"setup", "active", "cancelling", "pre-switchover", "device", "wait-unplug"})
 
 
@@ -201,6 +201,7 @@ class Sender:
         """Send the last of the memory, and the devices."""
         self._monitor.execute("migrate-continue", state="pre-switchover")
         self._until(lambda event, data: event == "MIGRATION" and data.get("status") == "completed")
+        state_after(self._monitor)
 
     def _job_ends(self, job: str) -> None:
         self._until(lambda event, data: event == "BLOCK_JOB_COMPLETED" and data.get("device") == job)
@@ -245,16 +246,31 @@ def forget_target(monitor: Monitor) -> None:
         monitor.execute("remove-fd", **{"fdset-id": _FILES})
 
 
+def _await(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + _ENDS
+    while not done():
+        if time.monotonic() > deadline:
+            raise Unknown("QEMU does not end what it was to end", hint="see its log beside the VM's manifest")
+        time.sleep(_LOOK)
+
+
+def state_after(monitor: Monitor) -> str:
+    """The guest's state once QEMU has ended a migration. QEMU reports the end a moment earlier, and refuses `cont`
+    until then. Raises `Unknown` if that is not done in time."""
+    state = ""
+
+    def has_ended() -> bool:
+        nonlocal state
+        state = str(monitor.execute("query-status")["status"])
+        return state != "finish-migrate"
+
+    _await(has_ended)
+    return state
+
+
 def stay(monitor: Monitor) -> None:
     """Let a VM go on that was being sent, or that was sent and not handed over, as if nothing had been. Its connections
     to the other host have ended. Raises `Unknown` if that is not done in time; the same again is success."""
-    deadline = time.monotonic() + _ENDS
-
-    def until(done: Callable[[], bool]) -> None:
-        while not done():
-            if time.monotonic() > deadline:
-                raise Unknown("QEMU does not end what it was to end", hint="see its log beside the VM's manifest")
-            time.sleep(0.01)
 
     def status() -> str:
         return str(monitor.execute("query-migrate").get("status", "none"))
@@ -264,14 +280,14 @@ def stay(monitor: Monitor) -> None:
 
     if status() in _UNDER_WAY:
         monitor.execute("migrate_cancel")
-        until(lambda: status() not in _UNDER_WAY)
+        _await(lambda: status() not in _UNDER_WAY)
     for job in jobs():
         with suppress(QmpError):  # it has just ended
             monitor.execute("block-job-cancel", device=job, force=True)
-    until(lambda: not jobs())
+    _await(lambda: not jobs())
     if any(node.get("node-name") == _NODE for node in monitor.execute("query-named-block-nodes")):
         forget_target(monitor)
-    if monitor.execute("query-status")["status"] != OUT_OF_ROOM:  # see `PausedGuests`
+    if state_after(monitor) != OUT_OF_ROOM:  # see `PausedGuests`
         monitor.execute("cont")
 
 

@@ -33,7 +33,7 @@ from multiverse.host.qemu.context import HostContext, VmStageTimer
 from multiverse.host.qemu.disks import OUT_OF_ROOM, REASON, available_disk
 from multiverse.host.qemu.hotplug import backends_of
 from multiverse.host.qemu.machine import Memory, QemuMachine
-from multiverse.host.qemu.migration import NO_LIMIT, capabilities
+from multiverse.host.qemu.migration import NO_LIMIT, capabilities, state_after
 from multiverse.host.qemu.saved_files import Reader, SavedFile
 from multiverse.host.qemu.session import Paths
 from multiverse.host.qemu.template_copies import failure_of, rebase
@@ -435,7 +435,7 @@ def write_state(monitor: Monitor, path: Path, key: str = "") -> SavedFile:
     """Stop the guest, and write its memory and devices to a compressed file. The guest stays stopped."""
     # An earlier call may have ended before its files were complete. QEMU writes no state twice, unless the guest has
     # run meanwhile: nothing goes on in it but its agent.
-    written = monitor.execute("query-status")["status"] == "postmigrate"
+    written = state_after(monitor) == "postmigrate"
     commands: list[Command] = [
         *([("cont", {})] if written else []),
         ("stop", {}),
@@ -459,6 +459,7 @@ def write_state(monitor: Monitor, path: Path, key: str = "") -> SavedFile:
             monitor.wait_event("MIGRATION", _FAILS, status="completed")
         raise
     monitor.wait_event("MIGRATION", _TIMEOUT, status="completed")
+    state_after(monitor)
     return found
 
 
