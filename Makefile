@@ -65,11 +65,11 @@ images: setup
 	python -m tests.integration.images
 
 INTEGRATION := pytest tests/contract tests/integration -m "integration and not slow"
-# These do not use the lab that the other tests share: they make labs of their own, a simulated site, simulated drivers, a site in namespaces
-# or an emulated machine.
+# These run beside the others, in a process of their own, and so in other labs. The two take about the same time, and mostly wait. First
+# come those that make labs of their own, a simulated site, simulated drivers, a site in namespaces or an emulated machine.
 ISOLATED := $(addprefix tests/integration/,$(addsuffix .py,test_web_page test_site test_virtual_functions test_hosts test_live_moves \
 	test_leases test_overflow test_strangers test_job_access test_job_ends test_job_row test_job_vms_mpi test_job_vms_nodes \
-	test_job_vms_scenarios))
+	test_job_vms_scenarios test_save_command test_saved_trouble test_sleeping_jobs))
 
 integration: spank
 	$(INTEGRATION)

@@ -104,7 +104,8 @@ def files_of(saver: Saver) -> list[str]:
     return [path.name for path in saver.settings.save.directory.iterdir() if not path.name.startswith(".storage")]
 
 
-def test_slurm_does_not_notice_a_sleep_longer_than_its_timeout(saver: Saver) -> None:
+@pytest.mark.parametrize("longer", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_slurm_does_not_notice_a_sleep_also_of_longer_than_its_timeout(saver: Saver, *, longer: bool) -> None:
     job = run(saver)
     suspend(saver, job)
     sleep(saver, job)
@@ -112,7 +113,7 @@ def test_slurm_does_not_notice_a_sleep_longer_than_its_timeout(saver: Saver) -> 
     assert seen(saver, job).condition is VmCondition.ASLEEP
     assert seen(saver, job).private == 0.0
     limit = int(value(saver.lab.where.slurm_conf.read_text(), "SlurmdTimeout"))
-    deadline = time.monotonic() + limit + 30
+    deadline = time.monotonic() + (limit + 30 if longer else 4)
     while time.monotonic() < deadline:
         assert saver.state(job) == "SUSPENDED"
         assert node_answers(saver, job)
