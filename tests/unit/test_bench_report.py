@@ -225,3 +225,14 @@ def test_saves_and_checkpoints_have_tables_of_their_own() -> None:
     case = {"total": 0.9, "pause": 0.2, "usual": 0.01, "size": 46 << 20, "slowdown": 0.34, "lost": 0.005}
     made = _run("checkpoint", result={"cases": {"small idle": case}})
     assert _rows(region(made))[2] == ["small idle", "0.90 s", "0.20 s", "0.01 s", "46 MiB", "34%", "0.5%"]
+
+
+def test_sleeps_and_spreads_have_tables_of_their_own() -> None:
+    case = {"asleep": 0.0, "first": 2.1, "middle": 2.5, "last": 3.0, "memory": 1400.0, "left": 1390.0}
+    slept = _run("sleep", result={"jobs": 10, "cases": {"awake": case, "asleep": {**case, "asleep": 6.5, "left": 0.0}}})
+    heads, _, awake, asleep = _rows(region(slept))
+    assert heads[0] == "10 VMs"
+    assert awake == ["awake", "–", "2.10 s", "2.50 s", "3.00 s", "1,400 MiB", "1,390 MiB"]
+    assert asleep == ["asleep", "6.50 s", "2.10 s", "2.50 s", "3.00 s", "1,400 MiB", "0 MiB"]
+    spread = _run("spread", result={"cases": {"2 VMs": {"frozen": 0.2, "spread": 0.05, "usual": 0.03, "resume": 2.0}}})
+    assert _rows(region(spread))[2] == ["2 VMs", "0.20 s", "0.05 s", "0.03 s", "2.00 s"]

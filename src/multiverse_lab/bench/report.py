@@ -357,6 +357,29 @@ def _checkpoint(run: BenchmarkRun) -> Table:
     return (*heads, "slower with one each 60 s"), rows
 
 
+def _sleep(run: BenchmarkRun) -> Table:
+    rows = [
+        (
+            name,
+            _number(one["asleep"] or None, "s"),
+            *(_number(one[which], "s") for which in ("first", "middle", "last")),
+            *(_number(one[which], "MiB", 0) for which in ("memory", "left")),
+        )
+        for name, one in run.result["cases"].items()
+    ]
+    heads = (f"{run.result['jobs']} VMs", "all asleep", "first job goes on", "the one in the middle", "the last")
+    return (*heads, "memory of their own", "while suspended"), rows
+
+
+def _spread(run: BenchmarkRun) -> Table:
+    rows = [
+        (name, *(_number(one[which], "s") for which in ("frozen", "spread", "usual", "resume")))
+        for name, one in run.result["cases"].items()
+    ]
+    heads = ("job", "all frozen, median", "between the first and the last VM", "the same of reports while it runs")
+    return (*heads, "from the resume until all go on"), rows
+
+
 def _generic(run: BenchmarkRun) -> Table:
     """Every figure, where no table of its own is known."""
     figures = flatten(run.words[0], run.result)
@@ -379,6 +402,8 @@ _TABLES: dict[str, Callable[[BenchmarkRun], Table]] = {
     "submissions": _submissions,
     "save": _save,
     "checkpoint": _checkpoint,
+    "sleep": _sleep,
+    "spread": _spread,
     "move-encrypted": _move,
     "move-compressed": _move,
     "move-private": _move,

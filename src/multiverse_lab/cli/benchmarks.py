@@ -22,6 +22,8 @@ from multiverse_lab.cli import (
     sampling,
     save,
     scale,
+    sleep,
+    spread,
     submissions,
     throughput,
     viewers,
@@ -47,6 +49,8 @@ app.command("sampling")(sampling.sampling)
 app.command("move")(move.move)
 app.command("save")(save.save)
 app.command("scale")(scale.scale)
+app.command("sleep")(sleep.sleep)
+app.command("spread")(spread.spread)
 app.command("neighbours")(long_queue.neighbours_)
 app.command("throughput")(throughput.throughput)
 app.command("viewers")(viewers.viewers)

@@ -30,7 +30,8 @@ from multiverse_lab.lab.program import multiverse as own_program
 ALL = (
     "latency", "burst 50", "burst 30 --every 10", "throughput", "density", "queue", "neighbours", "planner",
     "submissions", "observations", "scale", "sampling", "placement", "viewers",
-    "save", "checkpoint -t 2", "move -m 2 --how private --large", "move -m 2", "move -m 2 --how compressed",
+    "save", "checkpoint -t 2", "spread", "sleep",
+    "move -m 2 --how private --large", "move -m 2", "move -m 2 --how compressed",
 )  # fmt: skip
 
 

@@ -1,0 +1,89 @@
+"""`multiverse bench spread`: how far apart the VMs of a job are frozen when it is saved."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import typer
+
+from multiverse.cli import render
+from multiverse.cli.render import console
+from multiverse.client import Client
+from multiverse.system import interrupts
+from multiverse_lab.bench.latency import JobKind
+from multiverse_lab.bench.save import JobReports
+from multiverse_lab.bench.spread import SpreadRun, SpreadSample
+from multiverse_lab.cli.bench import (
+    DIRECTORY,
+    IMAGES,
+    Dir,
+    Images,
+    Json,
+    build_images,
+    host_figures,
+    job_progress,
+    lab_progress,
+)
+from multiverse_lab.lab.layout import layout
+from multiverse_lab.lab.plan import LabOptions
+from multiverse_lab.lab.session import LabSession, session
+
+VMS = (2, 4, 8)
+_FIGURES = ("frozen", "spread", "usual", "resume")
+_HEADS = ("FROZEN", "SPREAD", "WHILE IT RUNS", "RESUMED")
+
+
+def spread(
+    jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Jobs of each size.")] = 3,
+    directory: Dir = DIRECTORY,
+    images: Images = IMAGES,
+    json: Json = False,
+) -> None:
+    """Saving jobs of 2, 4 and 8 VMs on two hosts: how far apart their VMs are frozen."""
+    build_images([JobKind("instant", ("--constraint=slim&instant",))], images, json)
+    found = interrupts.run(_spread(directory, images, jobs, json))
+    if json:
+        render.as_json(found)
+    else:
+        _print(found)
+
+
+async def _spread(directory: Path, images: Path, jobs: int, json: bool) -> dict[str, Any]:
+    settings: dict[str, dict[str, Any]] = {"image": {"source": str(images)}}
+    options = LabOptions(hosts=2, cores=max(VMS) // 2, memory=4096, image="slim", images=images, settings=settings)
+    async with session(layout(directory), options, lab_progress(json)) as lab:
+        return await asyncio.to_thread(_measure, lab, jobs, json)
+
+
+def _measure(lab: LabSession, jobs: int, json: bool) -> dict[str, Any]:
+    say, samples = job_progress(json), dict[int, list[SpreadSample]]()
+    with Client(lab.settings.socket) as client, JobReports(lab.settings.network.gateway) as reports:
+        run = SpreadRun(lab, client, reports)
+        run.run(VMS[0])  # templates are ready from here on
+        order = [vms for _ in range(jobs) for vms in VMS]
+        for number, vms in enumerate(order, 1):
+            samples.setdefault(vms, []).append(run.run(vms))
+            say(f"{vms} VMs", number, len(order), samples[vms][-1].resume)
+        return {"jobs": jobs, **host_figures(client), "cases": {f"{vms} VMs": _figures(samples[vms]) for vms in VMS}}
+
+
+def _figures(samples: list[SpreadSample]) -> dict[str, Any]:
+    """Medians, and all samples."""
+    medians = {name: median(getattr(one, name) for one in samples) for name in _FIGURES}
+    return {**medians, "samples": [asdict(one) for one in samples]}
+
+
+def _print(found: Mapping[str, Any]) -> None:
+    console.print(
+        f"\nMedians of {found['jobs']} jobs of each size on two hosts; guests run on {found['accelerator']}.\n",
+        markup=False,
+    )
+    table = render.table("JOB", *_HEADS, right=_HEADS)
+    for name, one in found["cases"].items():
+        table.add_row(name, *(render.duration(one[key]) for key in _FIGURES))
+    console.print(table)
