@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
@@ -17,7 +18,7 @@ from multiverse.client import Client
 from multiverse.system import interrupts
 from multiverse_lab.bench.latency import JobKind
 from multiverse_lab.bench.save import JobReports
-from multiverse_lab.bench.spread import SpreadRun, SpreadSample
+from multiverse_lab.bench.spread import HOST_MEMORY, MEMORY, SpreadRun, SpreadSample
 from multiverse_lab.cli.bench import (
     DIRECTORY,
     IMAGES,
@@ -33,7 +34,7 @@ from multiverse_lab.lab.layout import layout
 from multiverse_lab.lab.plan import LabOptions
 from multiverse_lab.lab.session import LabSession, session
 
-VMS = (2, 4, 8)
+VMS = tuple(MEMORY)
 _FIGURES = ("frozen", "spread", "usual", "resume")
 _HEADS = ("FROZEN", "SPREAD", "WHILE IT RUNS", "RESUMED")
 
@@ -54,10 +55,11 @@ def spread(
 
 
 async def _spread(directory: Path, images: Path, jobs: int, json: bool) -> dict[str, Any]:
-    settings: dict[str, dict[str, Any]] = {"image": {"source": str(images)}}
-    options = LabOptions(hosts=2, cores=max(VMS) // 2, memory=4096, image="slim", images=images, settings=settings)
-    async with session(layout(directory), options, lab_progress(json)) as lab:
-        return await asyncio.to_thread(_measure, lab, jobs, json)
+    with TemporaryDirectory(prefix="multiverse-states-") as shared:  # by both hosts
+        settings: dict[str, dict[str, Any]] = {"image": {"source": str(images)}, "save": {"directory": shared}}
+        options = LabOptions(hosts=2, cores=8, memory=HOST_MEMORY, image="slim", images=images, settings=settings)
+        async with session(layout(directory), options, lab_progress(json)) as lab:
+            return await asyncio.to_thread(_measure, lab, jobs, json)
 
 
 def _measure(lab: LabSession, jobs: int, json: bool) -> dict[str, Any]:
