@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from multiverse.core.errors import Refused
+from multiverse.core.errors import Broken, Refused
 from multiverse.core.model.identity import Identity
 from multiverse.core.model.job import NodeSpec
 from multiverse.core.model.vm import VmCondition, VmSeen
@@ -154,6 +154,23 @@ def test_a_job_that_is_still_suspended_stays_so_when_its_vm_wakes(saver: Saver) 
     before = ticks(saver)
     time.sleep(3)
     assert (ticks(saver), saver.state(job)) == (before, "SUSPENDED")
+    saver.lab.run("scontrol", "resume", job.id)
+    goes_on_and_ends(saver, job)
+
+
+def test_a_job_goes_on_though_nobody_hears_its_guest_any_more(saver: Saver) -> None:
+    """Its VM was only about to sleep, so the guest hears all that Slurm asks of it."""
+    job = run(saver)
+    suspend(saver, job)
+    channel = saver.host._context.connections.started_channel(job.vm)
+    channel._credit = -1.0  # as if the guest had flooded it
+    channel.shut_down()
+    with pytest.raises(Broken, match="flooded"):
+        sleep(saver, job)
+    for runs in (False, False, True):
+        wake(saver, job, runs=runs)
+        known = manifest.read(saver.settings.qemu.vms / job.vm)
+        assert known is not None and (known.slept, known.told) == (job.sleeps, runs)
     saver.lab.run("scontrol", "resume", job.id)
     goes_on_and_ends(saver, job)
 

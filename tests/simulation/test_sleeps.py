@@ -114,6 +114,7 @@ LOST = (
     (IncidentKind.VM_DIES, 0.0), (IncidentKind.CONTROLLER_CRASH, 0.5), (IncidentKind.CLUSTER_RESTARTS, 8.0),
     (IncidentKind.HOST_AWAY, 30.0), (IncidentKind.HOST_FENCED, 30.0), (IncidentKind.STORAGE_AWAY, 30.0),
     (IncidentKind.STORAGE_FULL, 30.0), (IncidentKind.HOST_DISK_FULL, 20.0), (IncidentKind.CLUSTER_AWAY, 20.0),
+    (IncidentKind.GUEST_FLOODS, 0.0),
 )  # fmt: skip
 
 

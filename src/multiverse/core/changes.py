@@ -32,7 +32,7 @@ from multiverse.core.machines.saved import (
     undo_save,
     vms_of_saved,
 )
-from multiverse.core.machines.sleep import has_not_slept, stay_awake
+from multiverse.core.machines.sleep import stay_awake
 from multiverse.core.machines.template import (
     adopt_template,
     break_template,
@@ -413,9 +413,7 @@ def _note_failed_vm(state: State, vm: Vm, done: Done, why: Reason, world: World,
         case VmState.WAKING if done.kind is EffectKind.WAKE:
             seen = world.vm(vm)
             mute = seen is not None and seen.mute
-            if mute and seen is not None and seen.sleeps < vm.sleeps:
-                state.move(has_not_slept(vm, why))
-            elif mute or isinstance(done.error, Damaged | Gone):
+            if mute or isinstance(done.error, Damaged | Gone):
                 state.move(end_vm(vm, Event.DIED, why))  # it never goes on: its job is that of a lost one
 
 

@@ -63,7 +63,8 @@ class SimulatedSleeps:
         machine, guest = self._running(vm)
         if number < machine.slept:
             raise Refused(f"sleep {number} of {vm.name} is over")
-        machine.slept, machine.told = number, None
+        has_heard = not machine.asleep and (machine.slept < number or machine.told is not None)
+        machine.slept, machine.told = number, runs if has_heard and machine.channel_closed else None
         stages: Sequence[Stage] = ()
         if machine.asleep:
             machine.asleep = False
@@ -77,6 +78,8 @@ class SimulatedSleeps:
                 raise
             machine.condition = VmCondition.RUNNING
             guest.wake_up()
+        if machine.channel_closed and has_heard:
+            return stages
         if machine.channel_closed:
             raise Broken(f"{vm.name} does not answer", hint="destroy it")
         if machine.condition is not VmCondition.RUNNING:

@@ -37,11 +37,6 @@ def stay_awake(vm: Vm, why: Reason) -> Change:
     return Change(replace(vm, state=V.WAKING, runs=False, left=None, reason=why), Event.WAKE, why)
 
 
-def has_not_slept(vm: Vm, why: Reason) -> Change:
-    """It was to sleep, and its host has begun nothing of that: its guest need not be told whether its job runs."""
-    return Change(replace(vm, state=V.SERVING, runs=None, left=None), Event.WOKE, why)
-
-
 def wake_vm(vm: Vm, runs: bool, left: float | None, why: Reason) -> Change:
     """Let it go on. `runs`: its job was resumed when its time limit had `left` so many seconds (None: any)."""
     return Change(replace(vm, state=V.WAKING, runs=runs, left=left), Event.WAKE, why)
