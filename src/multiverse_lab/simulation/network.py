@@ -405,6 +405,8 @@ class SimulatedAgent:
             raise Unknown(f"{self.local.name} does not answer")
         near, relay_near = await _pair()
         relay_far, far = await _pair()
+        if self.running is None:  # it has ended meanwhile
+            raise Unknown(f"{self.local.name} does not answer")
         self._task(self._carry(relay_near[0], relay_far[1]))
         self._task(self._carry(relay_far[0], relay_near[1], near[1]))
         self._task(self.running.serve(*far))
