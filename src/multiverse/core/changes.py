@@ -483,8 +483,7 @@ def _end_unanswering(state: State, saved: Saved, why: Reason, world: World) -> N
         return
     if saved.state is not SavedState.UNDOING:
         state.move(abandon(saved, why))
-    undecided = saved.state is SavedState.UNDOING and saved.froze  # a freeze that was cut short is recorded by nobody
-    if undecided or any(one is not None and one.frozen for one in seen):
+    if any(one is not None and (one.frozen or one.freezing) for one in seen):
         end_vms(state, vms, Event.DIED, why)
 
 
