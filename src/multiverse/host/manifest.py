@@ -195,8 +195,9 @@ class Manifest:
 
     @property
     def on_network(self) -> bool:
-        """Whether the VM may have sent frames as its address, or is about to."""
-        return self.phase in (VmPhase.STARTING, VmPhase.STARTED, VmPhase.INCOMING) and bool(self.address)
+        """Whether the VM, or what stands in for it, may have sent frames as its address, or is about to."""
+        on = (VmPhase.STARTING, VmPhase.STARTED, VmPhase.INCOMING, VmPhase.ASLEEP)
+        return self.phase in on and bool(self.address)
 
 
 _ADAPTER = TypeAdapter(Manifest)

@@ -544,9 +544,9 @@ def remove(host: HostContext, name: str, grace: float, token: str = "") -> None:
 def kill_qemu(name: str, paths: Paths, known: Manifest | None) -> None:
     """Kill the QEMU of a VM: the recorded process, or any that was started and not recorded."""
     suspects = set()
-    if known is not None and known.pid and known.boot_id == boot_id():
+    if known is not None and known.pid and known.process.is_alive():
         suspects.add(known.process)
-    if known is None or not known.pid:
+    else:
         suspects.update(process.find_by_argument(f"path={paths.console}"))
     for suspect in suspects:
         if not process.kill(suspect):

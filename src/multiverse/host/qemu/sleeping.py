@@ -70,7 +70,7 @@ def sleep(host: HostContext, name: str, token: str, number: int, found: StandIn,
     there is no room. Then it goes on. Raises `Broken` if nothing stands in for it yet: `settle` tries that again."""
     timer = VmStageTimer()
     with _locked(host, name, token) as known:
-        _refuse_late(known, number if known.phase is VmPhase.ASLEEP else number - 1)
+        _refuse_late(known, number, is_over=known.phase is not VmPhase.ASLEEP)
         if known.phase is not VmPhase.ASLEEP:
             known = _fall_asleep(host, known, number, found, key, timer)
         _settle(host, known)
@@ -114,10 +114,10 @@ def _unsettled(host: HostContext) -> Iterator[Manifest]:
             yield known
 
 
-def _refuse_late(known: Manifest, number: int) -> None:
-    """Raise `Refused` if that sleep is over."""
+def _refuse_late(known: Manifest, number: int, *, is_over: bool = False) -> None:
+    """Raise `Refused` if that sleep is over. `is_over`: the latest one is."""
     latest = known.sleep.number if known.sleep is not None else known.slept
-    if number < latest:
+    if number < latest + is_over:
         raise Refused(f"sleep {number} of VM {known.name} is over: its latest is {latest}", hint="see `multiverse vms`")
 
 
@@ -242,14 +242,20 @@ def _write_back(host: HostContext, known: Manifest) -> tuple[str, ...]:
 
 
 def _stay_awake(host: HostContext, known: Manifest) -> None:
-    """Let the guest of a VM go on that was about to sleep. Whoever finds the record does all of it again."""
-    paths = host.paths(known.name)
+    """Let the guest of a VM go on that was about to sleep, or has been read from its file. Whoever finds the record
+    does all of it again."""
     if known.process.is_alive():
-        with Monitor.connect(paths.monitor) as monitor:
+        with Monitor.connect(host.paths(known.name).monitor) as monitor:
             migration.stay(monitor)
+    _goes_on(host, known)
+
+
+def _goes_on(host: HostContext, known: Manifest) -> None:
+    """Forget that a VM was to sleep, or slept: its guest goes on."""
+    home = host.paths(known.name).home
     file_of(host, known.name).unlink(missing_ok=True)
-    (paths.home / _FILE).unlink(missing_ok=True)
-    manifest.write(paths.home, _awake(known))
+    (home / _FILE).unlink(missing_ok=True)
+    manifest.write(home, _awake(known))
 
 
 def _awake(known: Manifest) -> Manifest:
@@ -299,15 +305,15 @@ def _wake(host: HostContext, known: Manifest, key: str, timer: VmStageTimer) -> 
         with suppress(MultiverseError):
             _settle(host, manifest.read(paths.home) or known)
         raise
+    # Its disk changes once it goes on. So it is recorded before that it does, and nobody reads the file again.
+    record = replace(manifest.read(paths.home) or known, phase=VmPhase.STARTED)
+    manifest.write(paths.home, record)
     host.connections.sessions[name] = session
     lifecycle.separate(host, known)
     session.monitor.execute("cont")
     timer("continue")
-    record = manifest.read(paths.home) or known
-    manifest.write(paths.home, _awake(record))
     host.connections.keep_channel(name, session, Report("started"))
-    file_of(host, name).unlink(missing_ok=True)
-    (paths.home / _FILE).unlink(missing_ok=True)
+    _goes_on(host, record)
 
 
 def _restore(
