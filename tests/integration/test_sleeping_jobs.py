@@ -9,6 +9,7 @@ import pytest
 
 from multiverse.client import Client
 from tests.integration.conftest import LabUnderTest, more_settings
+from tests.integration.restarting_daemon import StartDaemon
 from tests.integration.watch import accounted, ended, nothing_left, until
 
 pytestmark = pytest.mark.integration
@@ -92,4 +93,56 @@ def test_a_sleeping_job_is_cancelled_and_leaves_nothing(lab: LabUnderTest, clien
     lab.run("scancel", job)
     ended(client, job, "done")
     nothing_left(lab, client)
+    assert not list((lab.where.root / "saved").glob("*asleep"))
+
+
+def at_commits(killed: str, *states: str) -> list[str]:
+    return [f"{when} vm:{state} {killed}" for state in states for when in ("before", "after")]
+
+
+def at_agent(*events: str) -> list[str]:
+    return [f"{when} {event} agent" for event in events for when in ("before", "after")]
+
+
+AT_AGENT = [
+    ("asleep", ["before manifest:started agent"], at_agent("qemu")),
+    ("serving", ["after manifest:started agent"], []),
+    ("serving", ["before manifest:asleep agent"], []),
+    ("asleep", ["after manifest:asleep agent"], at_agent("manifest:started")),
+]
+"""What the VM does, and the steps of its host at which the agent is killed. Interrupted in the middle, it stays awake,
+and is not tried again for ten minutes."""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("sleeping")
+@pytest.mark.parametrize(
+    ("becomes", "falling", "waking"),
+    [
+        ("asleep", at_commits(killed, "falling_asleep", "asleep"), at_commits(killed, "waking", "serving"))
+        for killed in ("controller", "agent")
+    ]
+    + AT_AGENT,
+)
+def test_a_suspended_job_goes_on_once_though_a_daemon_is_killed_at_each_step(
+    lab: LabUnderTest, start_daemon: StartDaemon, becomes: str, falling: list[str], waking: list[str]
+) -> None:
+    daemon = start_daemon(())
+    until("the daemon answers", lambda: daemon.call(lambda client: client.status()))
+    job, output = running(lab)
+
+    def has_become(state: str) -> bool:
+        return bool(daemon.call(lambda client: state_of(client, job) == state and not daemon.crash_points_left()))
+
+    daemon.set_crash_points(falling)
+    lab.run("scontrol", "suspend", job)
+    until(f"its VM is {becomes}", lambda: has_become(becomes), 120)
+    before = counts(output)
+    daemon.set_crash_points(waking)
+    lab.run("scontrol", "resume", job)
+    until("its VM serves", lambda: has_become("serving"), 120)
+    until("it goes on", lambda: counts(output) > before, 30)
+    assert daemon.crashes, "killed, and started again"
+    goes_on_and_ends(lab, daemon.client, job, output)
+    nothing_left(lab, daemon.client)
     assert not list((lab.where.root / "saved").glob("*asleep"))
