@@ -47,6 +47,15 @@ def test_a_job_that_is_lost_again_and_again_comes_to_its_end() -> None:
     assert kept(outcome) >= 2, outcome.story()
 
 
+def test_a_job_that_its_user_queues_again_waits_as_long_as_without_a_checkpoint() -> None:
+    one = checkpointed(UserAction(18.0, "requeue"))
+    world = replace(one.world, cluster=replace(one.world.cluster, requeue_delay=60.0))
+    outcome = goes_well(replace(one, incidents=(), world=world))
+    assert kept(outcome) == 1
+    (_, second) = outcome.runs
+    assert second[1] > 18.0 + 60.0, outcome.story()
+
+
 def test_without_checkpoints_all_is_computed_again() -> None:
     """So that the tests above would notice a planner that makes none."""
     one = scenario(batch=Batch(seconds=30.0))
