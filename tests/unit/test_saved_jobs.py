@@ -408,14 +408,16 @@ def test_a_run_that_began_anew_in_the_eyes_of_the_scheduler_has_no_use_for_the_s
     assert site.saved.state is S.DISCARDING
 
 
-@pytest.mark.parametrize("froze", [False, True])
-def test_a_guest_that_does_not_answer_may_have_stopped_its_job_half_way(site: Site, froze: bool) -> None:
+@pytest.mark.parametrize(("froze", "asked"), [(False, False), (True, False), (True, True)])
+def test_a_guest_that_does_not_answer_may_have_stopped_its_job_half_way(site: Site, froze: bool, asked: bool) -> None:
+    """`asked`: its host has asked the guest to stop it."""
     site.to_freezing() if froze else site.to_preparing()
     kind = EffectKind.FREEZE if froze else EffectKind.PREPARE
     site.run(Done(site.saved.key, kind, str(site.saved.state), Broken("the channel was closed")))
     assert site.saved.state is S.UNDOING and not site.vms[site.name].frozen
+    site.vms[site.name] = replace(site.vms[site.name], freezing=asked)
     site.run(Done(site.saved.key, EffectKind.UNDO, str(site.saved.state), Broken("the channel was closed")))
-    assert (site.vm.state is V.ENDING) == froze, "a job that was never to be stopped goes on"
+    assert (site.vm.state is V.ENDING) == asked, "a job that was never to be stopped goes on"
 
 
 def test_a_job_whose_guest_is_mute_is_not_saved_and_goes_on(site: Site) -> None:
