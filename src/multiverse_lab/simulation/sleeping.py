@@ -78,9 +78,9 @@ class SimulatedSleeps:
                 raise
             machine.condition = VmCondition.RUNNING
             guest.wake_up()
-        if machine.channel_closed and has_heard:
-            return stages
         if machine.channel_closed:
+            if has_heard:
+                return stages
             raise Broken(f"{vm.name} does not answer", hint="destroy it")
         if machine.condition is not VmCondition.RUNNING:
             raise Unknown(f"{vm.name} does not answer")

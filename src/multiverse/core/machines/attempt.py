@@ -371,8 +371,8 @@ def _after_its_run(state: State, attempt: Attempt) -> Attempt:
 def _with_cause(state: State, attempt: Attempt, job: Job) -> Attempt:
     """Note whether we caused the job's restart. For any other restart the scheduler's own delay is waited for."""
     lost = any((vm.failed and vm.reason) or vm.state is VmState.LOST for vm in state.vms_of(attempt))
-    state_of_it = state.saved_for(job.ref)
-    saved = state_of_it is not None and not state_of_it.checkpoint  # nobody is queued again for a checkpoint
+    found = state.saved_for(job.ref)
+    saved = found is not None and not found.checkpoint  # nobody is queued again for a checkpoint
     ours = (
         saved or attempt.state in (A.STRAY, A.UNGATED) or lost
     )  # ungated: it was taken back from the nodes of the gate

@@ -16,13 +16,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from multiverse.core.errors import Broken, Exhausted, Unknown
 from multiverse.host.links import relay, shut_down
 from multiverse.host.qemu.channels import Command, Monitor, QmpError
 from multiverse.host.qemu.disks import OUT_OF_ROOM
 
+T = TypeVar("T")
 NO_LIMIT = 1 << 50  # bytes per second: QEMU's default of 128 MiB/s is less than a disk writes
 NBD = "nbd"  # the name of the socket of QEMU's disk, among those of the VM
 _LATE_DISK = "late-block-activate"  # QEMU takes the disk over when the VM is continued, not when all of it is there
@@ -246,26 +247,20 @@ def forget_target(monitor: Monitor) -> None:
         monitor.execute("remove-fd", **{"fdset-id": _FILES})
 
 
-def _await(done: Callable[[], bool]) -> None:
+def _await(ask: Callable[[], T], done: Callable[[T], bool]) -> T:
+    """Ask QEMU until that answer shows that it is done, and return it."""
     deadline = time.monotonic() + _ENDS
-    while not done():
+    while not done(answer := ask()):
         if time.monotonic() > deadline:
             raise Unknown("QEMU does not end what it was to end", hint="see its log beside the VM's manifest")
         time.sleep(_LOOK)
+    return answer
 
 
 def state_after(monitor: Monitor) -> str:
     """The guest's state once QEMU has ended a migration. QEMU reports the end a moment earlier, and refuses `cont`
     until then. Raises `Unknown` if that is not done in time."""
-    state = ""
-
-    def has_ended() -> bool:
-        nonlocal state
-        state = str(monitor.execute("query-status")["status"])
-        return state != "finish-migrate"
-
-    _await(has_ended)
-    return state
+    return _await(lambda: str(monitor.execute("query-status")["status"]), lambda state: state != "finish-migrate")
 
 
 def stay(monitor: Monitor) -> None:
@@ -280,11 +275,11 @@ def stay(monitor: Monitor) -> None:
 
     if status() in _UNDER_WAY:
         monitor.execute("migrate_cancel")
-        _await(lambda: status() not in _UNDER_WAY)
+        _await(status, lambda now: now not in _UNDER_WAY)
     for job in jobs():
         with suppress(QmpError):  # it has just ended
             monitor.execute("block-job-cancel", device=job, force=True)
-    _await(lambda: not jobs())
+    _await(jobs, lambda left: not left)
     if any(node.get("node-name") == _NODE for node in monitor.execute("query-named-block-nodes")):
         forget_target(monitor)
     if state_after(monitor) != OUT_OF_ROOM:  # see `PausedGuests`
