@@ -136,7 +136,7 @@ class SaveRun:
         self.reports.wait(job, "goes")
         asked, entered = self._save(job)
         frozen = self.reports.last(job)
-        size = self._of(job).bytes
+        size = saved_job(self.client, job).bytes
         until(lambda: not self.client.vms(), "its VM was not released")
         again = time.monotonic()
         self.client.resume(job)
@@ -159,17 +159,19 @@ class SaveRun:
         while "stored" not in entered:
             if time.monotonic() > deadline:
                 raise Broken(f"job {job} was not saved within {JOB_LIMIT:g} s", hint=LOG_HINT)
-            state = self._of(job).state
+            state = saved_job(self.client, job).state
             for one in ("writing", "stored") if state == "stored" else (state,):
                 entered.setdefault(one, time.monotonic())
             time.sleep(_POLL)
         return asked, entered
 
-    def _of(self, job: str) -> SavedView:
-        found = [one for one in decode(list[SavedView], self.client.saved()) if one.job_id == job]
-        if not found:
-            raise Broken(f"job {job} was not saved: its save was given up", hint=LOG_HINT)
-        return found[0]
+
+def saved_job(client: Client, job: str) -> SavedView:
+    """A job that is being saved, or was. Raises `Broken` if its save was given up."""
+    found = [one for one in decode(list[SavedView], client.saved()) if one.job_id == job]
+    if not found:
+        raise Broken(f"job {job} was not saved: its save was given up", hint=LOG_HINT)
+    return found[0]
 
 
 def disk_speed(directory: Path, size: int) -> float:

@@ -9,11 +9,9 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from multiverse.api import SavedView, decode
 from multiverse.client import Client
-from multiverse.core.errors import Broken
-from multiverse_lab.bench.latency import JOB_LIMIT, LOG_HINT, until
-from multiverse_lab.bench.save import JobReports
+from multiverse_lab.bench.latency import until
+from multiverse_lab.bench.save import JobReports, saved_job
 from multiverse_lab.lab.session import LabSession
 
 SCRIPT = """#!/bin/bash
@@ -57,7 +55,7 @@ class SpreadRun:
         usual = self._spread(tasks)
         asked = time.monotonic()
         self.client.save(job, hold=True)
-        until(lambda: self._is_stored(job), f"job {job} was not saved", pause=_POLL)
+        until(lambda: saved_job(self.client, job).state == "stored", f"job {job} was not saved", pause=_POLL)
         frozen = max(self.reports.last(task) for task in tasks) - asked
         spread = self._spread(tasks)
         until(lambda: not self.client.vms(), "its VMs were not released")
@@ -72,9 +70,3 @@ class SpreadRun:
     def _spread(self, tasks: list[str]) -> float:
         last = [self.reports.last(task) for task in tasks]
         return max(last) - min(last)
-
-    def _is_stored(self, job: str) -> bool:
-        found = [one for one in decode(list[SavedView], self.client.saved()) if one.job_id == job]
-        if not found:
-            raise Broken(f"job {job} was not saved within {JOB_LIMIT:g} s: its save was given up", hint=LOG_HINT)
-        return found[0].state == "stored"

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
 import typer
@@ -40,6 +41,7 @@ def _show_progress(context: typer.Context) -> None:
 
 # MiB. The jobs of benchmarks write hardly anything: what their VMs could write is not to limit how many there are.
 AMPLE_DISK = 1 << 24
+SLIM_CLONES = (latency.JobKind("instant", ("--constraint=slim&instant",)),)
 DIRECTORY, IMAGES = Path("/var/lib/multiverse/bench"), Path("/var/lib/multiverse/images")
 Dir = Annotated[Path, typer.Option("--dir", help="Where the lab is kept.")]
 Images = Annotated[Path, typer.Option("--images", help="Where images are kept.")]
@@ -111,6 +113,12 @@ def host_figures(client: Client) -> dict[str, Any]:
     """What every result says about the lab's only host."""
     host = next(host for host in client.hosts() if host["reachable"])
     return {name: host[name] for name in ("accelerator", "machine", "declared")}
+
+
+def medians(samples: Sequence[Any], names: Sequence[str]) -> dict[str, Any]:
+    """The medians of these fields of the samples, which are dataclasses, and all samples."""
+    middles = {name: median(getattr(one, name) for one in samples) for name in names}
+    return {**middles, "samples": [asdict(one) for one in samples]}
 
 
 def kinds_of(kinds: str, among: Sequence[latency.JobKind]) -> list[latency.JobKind]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -15,12 +14,12 @@ from multiverse.cli import render
 from multiverse.cli.render import console
 from multiverse.client import Client
 from multiverse.system import interrupts
-from multiverse_lab.bench.checkpoint import CASES, EVERY, CheckpointRun, CheckpointSample
+from multiverse_lab.bench.checkpoint import CASES, EVERY, CheckpointRun
 from multiverse_lab.bench.computing import ProgressReports
-from multiverse_lab.bench.latency import JobKind
 from multiverse_lab.cli.bench import (
     DIRECTORY,
     IMAGES,
+    SLIM_CLONES,
     Dir,
     Images,
     Json,
@@ -28,6 +27,7 @@ from multiverse_lab.cli.bench import (
     host_figures,
     job_progress,
     lab_progress,
+    medians,
 )
 from multiverse_lab.lab.layout import layout
 from multiverse_lab.lab.plan import LabOptions
@@ -44,7 +44,7 @@ def checkpoint(
     json: Json = False,
 ) -> None:
     """Checkpoints of jobs that go on: VMs of 288 MiB and 2 GiB, idle and while their jobs write to memory."""
-    build_images([JobKind("instant", ("--constraint=slim&instant",))], images, json)
+    build_images(SLIM_CLONES, images, json)
     found = interrupts.run(_checkpoint(directory, images, times, json))
     if json:
         render.as_json(found)
@@ -64,14 +64,8 @@ def _measure(lab: LabSession, times: int, json: bool) -> dict[str, Any]:
         run = CheckpointRun(lab, client, reports)
         for number, case in enumerate(CASES, 1):
             say(case.name, number, len(CASES), median(one.total for one in run.run(case, times)))
-        cases = {case.name: _figures(run.samples[case.name]) for case in CASES}
+        cases = {case.name: medians(run.samples[case.name], _FIGURES) for case in CASES}
         return {"times": times, **host_figures(client), "cases": cases}
-
-
-def _figures(samples: list[CheckpointSample]) -> dict[str, Any]:
-    """Medians, and all samples."""
-    medians = {name: median(getattr(one, name) for one in samples) for name in _FIGURES}
-    return {**medians, "samples": [asdict(one) for one in samples]}
 
 
 def _print(found: Mapping[str, Any]) -> None:

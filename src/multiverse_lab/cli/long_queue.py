@@ -16,11 +16,20 @@ from multiverse.cli.render import console
 from multiverse.client import Client
 from multiverse.system import interrupts
 from multiverse_lab.bench import long_queue, neighbours
-from multiverse_lab.bench.latency import JobKind
 from multiverse_lab.bench.long_queue import LongQueuePlan, Phase
 from multiverse_lab.bench.neighbours import NeighboursPlan
 from multiverse_lab.bench.stats import percentile, ratio
-from multiverse_lab.cli.bench import DIRECTORY, IMAGES, Dir, Images, Json, build_images, host_figures, lab_progress
+from multiverse_lab.cli.bench import (
+    DIRECTORY,
+    IMAGES,
+    SLIM_CLONES,
+    Dir,
+    Images,
+    Json,
+    build_images,
+    host_figures,
+    lab_progress,
+)
 from multiverse_lab.lab.baremetal import baremetal as bare_slurmd
 from multiverse_lab.lab.layout import layout
 from multiverse_lab.lab.plan import LabOptions
@@ -38,7 +47,7 @@ def queue(
     json: Json = False,
 ) -> None:
     """The start of a job that fits and has the highest priority, with an empty and with a long queue."""
-    build_images([JobKind("instant", ("--constraint=slim&instant",))], images, json)
+    build_images(SLIM_CLONES, images, json)
     found = interrupts.run(_queue(directory, images, LongQueuePlan(jobs, waiting, others, idle, seed), json))
     if json:
         render.as_json(found)
@@ -93,7 +102,7 @@ def neighbours_(
     json: Json = False,
 ) -> None:
     """The start of jobs of another partition, alone, beside a full gate, and while VMs start."""
-    build_images([JobKind("instant", ("--constraint=slim&instant",))], images, json)
+    build_images(SLIM_CLONES, images, json)
     found = interrupts.run(_neighbours(directory, images, NeighboursPlan(jobs, waiting, starting), json))
     if json:
         render.as_json(found)

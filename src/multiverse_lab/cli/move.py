@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, NamedTuple
@@ -17,11 +16,11 @@ from multiverse.client import Client
 from multiverse.core.errors import Refused
 from multiverse.system import interrupts
 from multiverse_lab.bench.computing import ComputingCase, ProgressReports
-from multiverse_lab.bench.latency import JobKind
-from multiverse_lab.bench.move import CASES, LARGE, MoveRun, MoveSample
+from multiverse_lab.bench.move import CASES, LARGE, MoveRun
 from multiverse_lab.cli.bench import (
     DIRECTORY,
     IMAGES,
+    SLIM_CLONES,
     Dir,
     Images,
     Json,
@@ -29,6 +28,7 @@ from multiverse_lab.cli.bench import (
     host_figures,
     job_progress,
     lab_progress,
+    medians,
 )
 from multiverse_lab.lab.layout import layout
 from multiverse_lab.lab.plan import LabOptions
@@ -50,7 +50,7 @@ def move(
     json: Json = False,
 ) -> None:
     """Moving VMs between two hosts: small and large ones, idle and while their jobs write to memory."""
-    build_images([JobKind("instant", ("--constraint=slim&instant",))], images, json)
+    build_images(SLIM_CLONES, images, json)
     cases = (*CASES, LARGE) if large else CASES
     if how not in HOW:
         raise Refused(f"--how {how}: there is no such way", hint=f"choose one of {', '.join(HOW)}")
@@ -85,14 +85,8 @@ def _measure(lab: LabSession, plan: MovePlan, json: bool) -> dict[str, Any]:
             "moves": plan.moves,
             "how": plan.how,
             **host_figures(client),
-            "cases": {case.name: _figures(run.samples[case.name]) for case in plan.cases},
+            "cases": {case.name: medians(run.samples[case.name], _FIGURES) for case in plan.cases},
         }
-
-
-def _figures(samples: list[MoveSample]) -> dict[str, Any]:
-    """Medians, and all samples."""
-    medians = {name: median(getattr(one, name) for one in samples) for name in _FIGURES}
-    return {**medians, "samples": [asdict(one) for one in samples]}
 
 
 def _print(found: Mapping[str, Any]) -> None:

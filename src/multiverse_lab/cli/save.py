@@ -14,11 +14,11 @@ from multiverse.cli import render
 from multiverse.cli.render import console
 from multiverse.client import Client
 from multiverse.system import interrupts
-from multiverse_lab.bench.latency import JobKind
 from multiverse_lab.bench.save import CASES, JobReports, SaveCase, SaveRun, SaveSample, disk_speed
 from multiverse_lab.cli.bench import (
     DIRECTORY,
     IMAGES,
+    SLIM_CLONES,
     Dir,
     Images,
     Json,
@@ -42,7 +42,7 @@ def save(
     json: Json = False,
 ) -> None:
     """Saving a job and resuming it: VMs of 288 MiB and 2 GiB, idle and with full memory, beside fresh clones."""
-    build_images([JobKind("instant", ("--constraint=slim&instant",))], images, json)
+    build_images(SLIM_CLONES, images, json)
     found = interrupts.run(_save(directory, images, jobs, json))
     if json:
         render.as_json(found)

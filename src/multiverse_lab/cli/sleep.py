@@ -14,12 +14,12 @@ from multiverse.cli import render
 from multiverse.cli.render import console
 from multiverse.client import Client
 from multiverse.system import interrupts
-from multiverse_lab.bench.latency import JobKind
 from multiverse_lab.bench.save import JobReports
 from multiverse_lab.bench.sleep import SleepRun
 from multiverse_lab.cli.bench import (
     DIRECTORY,
     IMAGES,
+    SLIM_CLONES,
     Dir,
     Images,
     Json,
@@ -43,7 +43,7 @@ def sleep(
     json: Json = False,
 ) -> None:
     """Jobs that are suspended and resumed: in VMs of 288 MiB that stay awake, and that sleep meanwhile."""
-    build_images([JobKind("instant", ("--constraint=slim&instant",))], images, json)
+    build_images(SLIM_CLONES, images, json)
     found = interrupts.run(_sleep(directory, images, jobs, json))
     if json:
         render.as_json(found)

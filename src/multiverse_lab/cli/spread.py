@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
@@ -16,12 +14,12 @@ from multiverse.cli import render
 from multiverse.cli.render import console
 from multiverse.client import Client
 from multiverse.system import interrupts
-from multiverse_lab.bench.latency import JobKind
 from multiverse_lab.bench.save import JobReports
 from multiverse_lab.bench.spread import HOST_MEMORY, MEMORY, SpreadRun, SpreadSample
 from multiverse_lab.cli.bench import (
     DIRECTORY,
     IMAGES,
+    SLIM_CLONES,
     Dir,
     Images,
     Json,
@@ -29,6 +27,7 @@ from multiverse_lab.cli.bench import (
     host_figures,
     job_progress,
     lab_progress,
+    medians,
 )
 from multiverse_lab.lab.layout import layout
 from multiverse_lab.lab.plan import LabOptions
@@ -46,7 +45,7 @@ def spread(
     json: Json = False,
 ) -> None:
     """Saving jobs of 2, 4 and 8 VMs on two hosts: how far apart their VMs are frozen."""
-    build_images([JobKind("instant", ("--constraint=slim&instant",))], images, json)
+    build_images(SLIM_CLONES, images, json)
     found = interrupts.run(_spread(directory, images, jobs, json))
     if json:
         render.as_json(found)
@@ -71,13 +70,11 @@ def _measure(lab: LabSession, jobs: int, json: bool) -> dict[str, Any]:
         for number, vms in enumerate(order, 1):
             samples.setdefault(vms, []).append(run.run(vms))
             say(f"{vms} VMs", number, len(order), samples[vms][-1].resume)
-        return {"jobs": jobs, **host_figures(client), "cases": {f"{vms} VMs": _figures(samples[vms]) for vms in VMS}}
-
-
-def _figures(samples: list[SpreadSample]) -> dict[str, Any]:
-    """Medians, and all samples."""
-    medians = {name: median(getattr(one, name) for one in samples) for name in _FIGURES}
-    return {**medians, "samples": [asdict(one) for one in samples]}
+        return {
+            "jobs": jobs,
+            **host_figures(client),
+            "cases": {f"{vms} VMs": medians(samples[vms], _FIGURES) for vms in VMS},
+        }
 
 
 def _print(found: Mapping[str, Any]) -> None:
