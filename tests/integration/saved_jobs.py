@@ -21,6 +21,7 @@ from multiverse.core.model.basics import CloneKind, Size
 from multiverse.core.model.identity import Identity, User
 from multiverse.core.model.job import JobState, NodeSpec
 from multiverse.core.model.vm import Stage, TemplateKey
+from multiverse.core.policy import PAUSE_BASE
 from multiverse.drivers.qemu.driver import host_config
 from multiverse.drivers.slurm.driver import SlurmScheduler
 from multiverse.guest import protocol
@@ -167,11 +168,14 @@ class Saver:
         return self.host.checkpoint(job.vm, token, self._name(job), self.key, shared_files=shared_files)
 
     def lose(self, job: SavedJob) -> None:
-        """End the job's VM as if its host had failed, and let Slurm queue the job again."""
+        """End the job's VM as if its host had failed, and let Slurm queue the job again. Return when slurmctld has
+        given up telling the VM to end the job: its successor would obey."""
         self._each(job, lambda spec: self.host.destroy(spec.name, 0.0, spec.token))
         self._node(job, "State=DOWN", "Reason=lost")
         until(f"job {job.id} is requeued", lambda: self.state(job) == "PENDING", 30)
+        given_up = time.monotonic() + PAUSE_BASE
         self._delete(job)
+        time.sleep(max(0.0, given_up - time.monotonic()))
 
     def restore(self, job: SavedJob) -> list[Stage]:
         """Restore the job's VM and its node, and let the job's next run attach to it."""

@@ -46,7 +46,7 @@ def went_on(saver: Saver, vm: str) -> None:
         (CloneKind.FULL, ""),
     ],
 )
-@pytest.mark.slow  # slurmctld may end the run that goes on, if it comes within seconds of the loss of the earlier one
+@pytest.mark.slow
 def test_a_job_goes_on_from_its_checkpoint_and_its_output_is_right(
     saver: Saver,
     kind: CloneKind,

@@ -6,11 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from multiverse.core.context import Context
 from multiverse.core.errors import Broken, Damaged, Exhausted, MultiverseError, Refused, Unknown
+from multiverse.core.explanation import explain
 from multiverse.core.model.basics import Size
 from multiverse.core.model.job import AttemptState, CheckpointWish, JobRef, JobState, NodeState, Request
 from multiverse.core.model.saved import Saved, SavedSeen, SavedState
 from multiverse.core.model.vm import VmCondition, VmState
+from multiverse.core.policy import PAUSE_BASE
 from multiverse.core.transition import Command, Done, EffectKind, Event
 from tests.unit.planner_harness import POLICY
 from tests.unit.test_saved_jobs import STORAGE, Site
@@ -54,7 +57,14 @@ class Checkpoints(Site):
         return self.complete()
 
     def lose(self, restart: int) -> None:
-        """The VM dies, and the scheduler queues the job again. Its run took a while, or the next one would wait."""
+        """The VM dies, the scheduler queues the job again, and the pause after that is over."""
+        self.lose_vm(restart)
+        self.pass_time(PAUSE_BASE)
+        for _ in range(6):
+            self.run()
+            self.clear()
+
+    def lose_vm(self, restart: int) -> None:
         self.wait(15)
         self.vms[self.name] = replace(self.vms[self.name], condition=VmCondition.DEAD)
         self.run()
@@ -152,6 +162,18 @@ def test_a_lost_job_goes_on_from_the_newest_one(site: Checkpoints) -> None:
     assert all((one.state, one.job.restarts, one.again) == (S.STORED, 1, None) for one in site.rows.saved.values())
     site.wait(60)
     assert site.rows.saved[newest.id].state is S.STORED, "it serves no run twice"
+
+
+def test_the_scheduler_gives_up_ending_the_lost_run_first(site: Checkpoints) -> None:
+    """It would end the next run, whose VM has the same name."""
+    site.checkpoint()
+    site.lose_vm(1)
+    (attempt,) = (one for one in site.rows.attempts.values() if one.job.restarts == 1)
+    assert 0 < attempt.not_before - site.clock.time <= PAUSE_BASE and not site.rows.vms
+    told = explain(Context(site.state, site.world, site.policy), attempt, site.clock.time)
+    assert "has yet to give up telling the VM that is gone" in " ".join(map(str, told.sentences))
+    site.wait(PAUSE_BASE)
+    assert site.vm.saved and site.vm.state is V.PLANNED
 
 
 def test_a_run_that_is_lost_before_its_first_one_begins_with_the_same_again(site: Checkpoints) -> None:

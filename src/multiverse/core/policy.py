@@ -149,10 +149,11 @@ class Policy:
         first = max(self.retry_base, took / 2)
         return float(min(AVOIDED_LIMIT, first * 2 ** min(max(0, failures - 1), 30)))
 
-    def pause_after(self, short_runs: int, *, lost: bool = False) -> float:
-        """Seconds to wait after short runs in a row: none after the first, then doubled. After a lost first one, until
-        the scheduler has given up its launch: that would end the next run."""
-        if short_runs <= 1 and not (short_runs and lost):
+    def pause_after(self, short_runs: int, *, lost: bool = False, goes_on: bool = False) -> float:
+        """Seconds to wait after short runs in a row: none after the first, then doubled. After a lost run, until the
+        scheduler has given up what would end the next run: the lost run's launch, if that run was short, and the
+        order to end it, if the next run goes on in a VM of the same name."""
+        if short_runs <= 1 and not (lost and (short_runs or goes_on)):
             return 0.0
         return float(min(PAUSE_LIMIT, PAUSE_BASE * 2 ** min(max(0, short_runs - 2), 30)))
 

@@ -35,6 +35,10 @@ from multiverse_lab.simulation.state_files import AWAY, KILLED, MISSED, KeptRun
 NOTICED = 5.0
 """Seconds by which the controller may notice the start of a run later than its end."""
 
+RETRIED = 12.0
+"""Seconds for which slurmctld tries to tell a node that does not answer to end a job (slurm_send_addr_recv_msgs of
+22.05.8: ten seconds, and TCPTimeout, 2 s). A node of the same name that answers meanwhile ends the job's next run."""
+
 
 @dataclass(frozen=True)
 class ClusterSettings:
@@ -185,6 +189,7 @@ class Cluster:
         self.hasty: list[str] = []  # starts before slurmctld's own delay was over, and holds without a reason
         self._observed = -math.inf
         self._forgotten: set[tuple[int, int]] = set()  # runs whose requeue it was killed after, once each
+        self._retried: dict[str, float] = {}  # until when a node is told to end a job
         self._undelivered: list[Callable[[], None]] = []
         self._answering = asyncio.Event()
         self._answering.set()
@@ -759,10 +764,16 @@ class Cluster:
                 self._stop(job, "")
             if job.state in LIVE and job.restarts == restarts:
                 nodes[0].guest.launch(job)
+                self._tell_late(job)
             if job.state is JobState.SUSPENDED:
                 nodes[0].guest.suspend(job)
 
         self._after(self.settings.launch, launch)
+
+    def _tell_late(self, job: JobRecord) -> None:
+        """A node gets the message that was meant for a VM of its name, and ends the run."""
+        if any(self._loop.time() < self._retried.get(name, 0.0) for name in job.nodes):
+            self._stop(job, "FAILED")
 
     def _stop(self, job: JobRecord, result: str) -> None:
         """End a run. The job is COMPLETING until every node has released it."""
@@ -773,6 +784,8 @@ class Cluster:
         for name in list(job.busy):
             guest = self._node(name).guest
             guest.kill(job)
+            if not guest.alive:
+                self._retried[name] = self._loop.time() + min(RETRIED, self.settings.requeue_delay)
             least, most = self.settings.epilog
             lingers = 0.0 if result in ("COMPLETED", "FAILED") else job.batch.lingers
             self._after((least + lingers, most + lingers), self._epilog(job, job.restarts, guest))

@@ -28,7 +28,7 @@ from multiverse.core.model.job import (
     first_keeping,
 )
 from multiverse.core.model.reason import Reason, Why, said, text_of
-from multiverse.core.model.saved import COMPLETE, WAITS_FOR_RUN, Saved
+from multiverse.core.model.saved import COMPLETE, HOLDS_VM, WAITS_FOR_RUN, Saved
 from multiverse.core.model.vm import OfferState, Vm, VmCondition, VmState
 from multiverse.core.model.world import World
 from multiverse.core.policy import Policy, why_stays
@@ -239,10 +239,12 @@ def _after_earlier_run(state: State, attempt: Attempt, job: Job, policy: Policy)
     if not earlier:
         return attempt
     ended = _with_cause(state, _after_its_run(state, earlier[-1]), job)
-    pause = policy.pause_after(ended.short_runs, lost=ended.caused == job.ref.restarts)
+    # As long as a save holds the VM, the scheduler has queued the job again while the VM's node answered.
+    goes_on = (found := state.saved_for(job.ref)) is not None and found.state not in HOLDS_VM
+    pause = policy.pause_after(ended.short_runs, lost=ended.caused == job.ref.restarts, goes_on=goes_on)
     why = ended.reason or _why_requeued(state, ended)
-    launch = Why.LAUNCH_PENDING(why, limit=SHORT_RUN) if pause else None
-    note = _many_short_runs(ended.short_runs, why) or launch
+    launch = Why.LAUNCH_PENDING(why, limit=SHORT_RUN) if ended.short_runs else Why.END_PENDING(why)
+    note = _many_short_runs(ended.short_runs, why) or (launch if pause else None)
     not_before = state.now + pause if pause else 0.0
     return replace(attempt, not_before=not_before, note=note, caused=ended.caused, short_runs=ended.short_runs)
 

@@ -272,6 +272,9 @@ class Why(StrEnum):
     RESTART = "restart", "restart {number}"
     LAUNCH_PENDING = ("launch pending",
         "{because}, within {limit:g} s of its start: the scheduler has yet to give up that start")
+    END_PENDING = ("end pending",
+        "{because}: the scheduler has yet to give up telling the VM that is gone to end the job, which the restored VM "
+        "would obey")
     SHORT_RUNS = ("short runs",
         "[held by Multiverse: {held:if}]its last {runs} runs ended within {limit:g} s of their start; of the last one: "
         "{because}")
