@@ -286,6 +286,20 @@ class HostsChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class EvictionView:
+    """A running job that would leave its host now."""
+
+    method: str  # drain or preemption
+    job_id: str
+    vm: str  # its VM on that host
+    host: str
+    target: str  # the host to which the VM would move; empty: the job would be saved
+    memory: int  # MiB to be sent
+    reason: str
+    held: str = ""  # why that does not begin; empty: it does
+
+
+@dataclass(frozen=True, slots=True)
 class VmIdentity:
     """What one guest reports about itself."""
 
@@ -658,6 +672,7 @@ class HostRequest(BaseModel):
     reason: str = Field(default="", max_length=200)  # of a drain
     begins: float | None = Field(default=None, ge=0, le=1e11)  # when a drain begins; null: now
     move: bool = False  # at a drain: VMs of running jobs move to other hosts
+    save: bool = False  # at a drain: running jobs that no other host takes are saved
 
 
 class MoveRequest(BaseModel):

@@ -466,6 +466,17 @@ class MoveSettings:
 
 
 @dataclass(frozen=True)
+class RebalanceSettings:
+    """Running jobs leave their hosts: their VMs move, or are saved and go on later."""
+
+    drains: bool = True  # off hosts that are drained with --move or --save
+    preemption: bool = True  # for jobs that may preempt them by Slurm's own rules (PreemptType)
+    at_once: Positive = 8  # jobs of the site
+    bandwidth: Natural = 0  # MiB/s that all of them may send; 0: any
+    per_job: Annotated[int, Field(ge=1, le=10)] = 6  # evictions of one job in an hour
+
+
+@dataclass(frozen=True)
 class Settings:
     """All settings of the daemon and of the agents."""
 
@@ -499,6 +510,7 @@ class Settings:
     pool: tuple[PoolSettings, ...] = ()
     save: SaveSettings = field(default_factory=SaveSettings)
     move: MoveSettings = field(default_factory=MoveSettings)
+    rebalance: RebalanceSettings = field(default_factory=RebalanceSettings)
     lease: tuple[LeaseSettings, ...] = ()
     overflow: tuple[OverflowSettings, ...] = ()
 

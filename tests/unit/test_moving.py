@@ -12,7 +12,7 @@ from multiverse.core.model.host import Drain, Host
 from multiverse.core.model.job import JobState, NodeState
 from multiverse.core.model.machine import MachineKind, why_other_machine
 from multiverse.core.model.vm import Vm, VmCondition, VmSeen, VmState
-from multiverse.core.moving import why_stay
+from multiverse.core.rebalance.drains import why_stay
 from multiverse.core.transition import Command, Done, EffectKind, Event
 from multiverse.service.hosts import Troubles, host_views
 from tests.unit.recorded_cpus import machine

@@ -353,7 +353,7 @@ def _stage(context: Context, attempt: Attempt, time: float) -> list[Reason | Non
         case A.ADDING_USER:
             return [Why.ADDING_USER(*where, time=time), _chosen(attempt)]
         case A.ALLOCATED:
-            later = (*_of_its_saves(context, attempt), *_of_its_checkpoints(context, attempt))
+            later = (*_of_its_saves(context, attempt), *_of_its_checkpoints(context, attempt), *_evictions(attempt))
             return [_running(context, attempt, where, time), *later, _chosen(attempt, vms)]
         case A.RETURNING:
             return [Why.GOING_BACK(attempt.reason, time=time)]
@@ -361,6 +361,16 @@ def _stage(context: Context, attempt: Attempt, time: float) -> list[Reason | Non
             return [Why.CANCELLING(attempt.reason, time=time)]
         case _:
             return [Why.RELEASING(time=time, vms=len(vms))]
+
+
+def _evictions(attempt: Attempt) -> list[Reason | None]:
+    """How often a running job has left a host, and why it did so last."""
+    gone = [one for one in attempt.evictions if one.took is not None]
+    if not gone:
+        return []
+    last = gone[-1]
+    kind = Why.WAS_MOVED if last.way == "move" else Why.WAS_SAVED
+    return [kind(last.why, host=last.host, at=last.at, took=last.took, times=len(gone) if len(gone) > 1 else None)]
 
 
 def _chosen(attempt: Attempt, vms: Iterable[Vm] = ()) -> Reason | None:

@@ -368,6 +368,10 @@ class State(LiveRows):
         """The attempts whose jobs run, and are to be saved ahead of their time limits or to have checkpoints."""
         return [self.attempts[id_] for id_ in self._indexes.asking_to_be_saved[()]]
 
+    def evicted(self) -> list[Attempt]:
+        """The attempts of whose jobs evictions are known."""
+        return [self.attempts[id_] for id_ in self._indexes.evicted[()]]
+
     def restored_from(self, saved: Saved) -> list[Vm]:
         """The VMs that go on as a saved job, the one with its script first. Of a VM of several that was lost, there is
         none any more."""

@@ -293,6 +293,10 @@ class Backend:
         )
         return host_views(rows, controller.world(), self.clock.now(), troubles)
 
+    def evictions(self) -> list[api.EvictionView]:
+        """The jobs that would leave their hosts now. Nothing is begun."""
+        return [eviction_view(one) for one in self.controller.evictions()]
+
     def host_names(self) -> list[str]:
         """The hosts in reach, by name."""
         return sorted(self.controller.world().hosts)
@@ -362,12 +366,10 @@ class Backend:
         command = Command(verb, host, image, size=Size(*size) if size else None, account=account)
         await asyncio.wait_for(self.controller.command(command), COMMIT_TIMEOUT)
 
-    async def change_hosts(
-        self, verb: str, names: Sequence[str], reason: str, begins: float | None, *, move: bool = False
-    ) -> api.HostsChanged:
+    async def change_hosts(self, verb: str, names: Sequence[str], request: api.HostRequest) -> api.HostsChanged:
         """Have a change (`verb`: add, drain, resume or remove) to hosts committed, together."""
-        at = self.clock.wall() if begins is None else begins
-        drain = Drain(at, reason, move) if verb == "drain" else None
+        at = self.clock.wall() if request.begins is None else request.begins
+        drain = Drain(at, request.reason, request.move, request.save) if verb == "drain" else None
         made = [self.controller.command(Command(verb, host=name, drain=drain)) for name in names]
         async with asyncio.timeout(COMMIT_TIMEOUT):
             results = await asyncio.gather(*made, return_exceptions=True)

@@ -263,6 +263,11 @@ def _todo_of_leased(lease: Lease, state: str) -> str:
             return ""
 
 
+def eviction_view(step: Step) -> api.EvictionView:
+    job, vm, held = step.attempt.job.job_id, step.vm, str(step.held or "")
+    return api.EvictionView(step.method, job, vm.name, vm.host, step.to, step.memory, str(step.why), held)
+
+
 def _todo(host: KnownHost, state: str, troubles: Troubles, *, vms: bool) -> str:
     name = host.name
     confirm = f"if it is switched off for certain, confirm that: multiverse repair {name} --fenced"

@@ -130,6 +130,7 @@ class Drain:
     begins: float = 0.0  # Unix time
     reason: str = ""
     moves: bool = False  # the VMs of its running jobs are to go to other hosts
+    saves: bool = False  # its running jobs that no other host takes are to be saved
 
 
 @dataclass(frozen=True, slots=True)

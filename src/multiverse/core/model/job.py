@@ -392,6 +392,28 @@ Outcome = Literal["done", "cancelled", "requeued", "revoked", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
+class Eviction:
+    """A running job was to leave its host: by a move, or by a save after which it goes on elsewhere."""
+
+    at: float  # Unix time at which that began
+    way: Literal["move", "save"]
+    host: str  # that it left
+    why: Reason
+    memory: int  # MiB of its VMs
+    took: float | None = None  # seconds until it went on elsewhere; None: it has not
+
+
+EVICTIONS_KEPT = 10  # of a job: more than may be within the hour for which the limit counts them
+
+
+def went_on(evictions: tuple[Eviction, ...], took: float) -> tuple[Eviction, ...]:
+    """A job's evictions once it goes on after the last one."""
+    if not evictions or evictions[-1].took is not None:
+        return evictions
+    return (*evictions[:-1], replace(evictions[-1], took=took))
+
+
+@dataclass(frozen=True, slots=True)
 class Attempt:
     """One try at giving a job its VMs."""
 
@@ -421,6 +443,7 @@ class Attempt:
     runs: int = 1  # of its processes, with this one: more than 1 if they were saved
     limit: float | None = None  # seconds that this run may take, if less than the job's time limit
     captured: float = 0.0  # Unix time at which the last checkpoint of this run was begun
+    evictions: tuple[Eviction, ...] = ()  # of the job, the latest ones
 
     @property
     def key(self) -> Key:
@@ -438,6 +461,9 @@ class Attempt:
     def feature(self) -> str:
         """The tag that ties its job to its nodes."""
         return self.pin or f"mv_{self.id}"
+
+    def with_eviction(self, eviction: Eviction) -> Attempt:
+        return replace(self, evictions=(*self.evictions, eviction)[-EVICTIONS_KEPT:])
 
     def ran_for(self, seconds: float) -> Attempt:
         """Itself after its job has run for so long."""

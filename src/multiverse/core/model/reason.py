@@ -196,6 +196,14 @@ class Why(StrEnum):
     SAVE_ASKED = "save asked", "its user asked for it"
     RESUME_ASKED = "resume asked", "its user resumed it"
     SAVE_ORDERED = "save ordered", "an operator asked for it"
+    PREEMPTED = "preempted", "{job}, of {by}, takes its place"
+    GIVES_WAY = "gives way", "waiting until {job}, for which it was evicted, has started", "preempted"
+    EVICTED_OFTEN = ("evicted often",
+        "it was evicted {times} times in the last hour, the most that it may be (rebalance.per_job)")
+    EVICTIONS_AT_ONCE = ("evictions at once",
+        "as many jobs as may be evicted at once are being evicted: {limit} (rebalance.at_once)")
+    EVICTION_RATE = ("eviction rate",
+        "evictions have sent {sent} MiB in the last minute, and may send {rate} MiB a second (rebalance.bandwidth)")
     SAVE_AT_LIMIT = "save at limit", "its time limit is nearly over"
     CHECKPOINT_DUE = "checkpoint due", "its user asked for one every {pause:long}"
     NO_CHECKPOINT = "no checkpoint", "no checkpoint of it was made: {because}"
@@ -457,6 +465,12 @@ class Why(StrEnum):
     LAST_RUN = "last run", "It is not saved any more: it has had all {runs} runs that the site permits."
     WAS_NOT_SAVED = "was not saved", "It was not saved: {because}."
     CANNOT_BE_SAVED = "cannot be saved", "It is not saved ahead of its time limit: {because}."
+    WAS_MOVED = ("was moved",
+        "It left {host} at {at:moment}, because {because}: its VM moved within {took:long}.[ It was evicted {times} "
+        "times.]")
+    WAS_SAVED = ("was saved",
+        "It left {host} at {at:moment}, because {because}: it was saved, and went on after {took:long}.[ It was evicted "
+        "{times} times.]")
     IS_MOVING = "is moving", "Its VM {vm} moves from {host} to {target}, and goes on meanwhile."
     IS_SETTLING = "is settling", "Hosts {host} and {target} settle which of them keeps its VM {vm} after a move."
     FALLS_ASLEEP = "falls asleep", "Its VM {vm} is falling asleep, and frees its memory on {host}."
