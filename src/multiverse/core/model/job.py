@@ -227,6 +227,23 @@ class Job(NamedTuple):
     at_origin: bool = False  # it waits there (eligible: long enough to be moved), or runs there without a VM of ours
     account: str = ""  # that it is charged to
     delayed_until: float | None = None  # Unix time: the scheduler's back-off of a requeued job, beside `eligible`
+    preempt_class: str = ""  # its class in `Preemption`; empty where the scheduler preempts no jobs
+
+
+@dataclass(frozen=True, slots=True)
+class Preemption:
+    """Whose place a waiting job may take, by the scheduler's own settings. Classes are QOS, or partitions."""
+
+    takes: Mapping[str, frozenset[str]]  # by class of a waiting job: the classes of running jobs that it may preempt
+    exempt: Mapping[str, float]  # by class: seconds from its start for which a run is left alone; others have none
+    # By class of a running job, what the scheduler does to it itself: requeue, cancel or suspend. A class that is left
+    # alone has the mode off, and is in nobody's `takes`.
+    modes: Mapping[str, str]
+    grace: Mapping[str, float]  # by class: seconds from the signal until the scheduler kills it; others have none
+
+    def may_take(self, waiting: Job, running: Job) -> bool:
+        """Whether the class of a waiting job may preempt that of a running one, however long that has run."""
+        return running.preempt_class in self.takes.get(waiting.preempt_class, ())
 
 
 class NodeState(StrEnum):
@@ -295,6 +312,7 @@ class SchedulerView:
     pilots: Mapping[str, PilotSeen] = field(default_factory=dict)  # of our site's leases, by the scheduler's id
     leasable: Mapping[str, Size] = field(default_factory=dict)  # of a node at least, by partition
     reservations: tuple[NodeReservation, ...] = ()  # that keep all nodes of VMs from jobs
+    preemption: Preemption | None = None  # None: no job preempts another
 
     def is_unusable(self, node: str) -> bool:
         return node in self.nodes and self.nodes[node].is_unusable
