@@ -35,7 +35,7 @@ from multiverse.ports import Clock
 from multiverse.service import alerts, convert, metrics
 from multiverse.service.convert import ShownJob, size_view
 from multiverse.service.explanations import OPERATOR, Explanations, Viewer
-from multiverse.service.hosts import Troubles, host_views, lease_views, saved_view, without_noise
+from multiverse.service.hosts import Troubles, eviction_view, host_views, lease_views, saved_view, without_noise
 from multiverse.service.startup import Processes
 from multiverse.service.statistics import Statistics
 from multiverse.store import Pruning, Store

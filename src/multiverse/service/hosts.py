@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 
-from multiverse.api import HostFaultView, HostView, LeaseView, NumaView, SavedView, SizeView
+from multiverse.api import EvictionView, HostFaultView, HostView, LeaseView, NumaView, SavedView, SizeView
 from multiverse.core.capacity.room import left_behind
 from multiverse.core.capacity.usable_hosts import total
 from multiverse.core.machines.host import silent_since
@@ -21,6 +21,7 @@ from multiverse.core.model.reason import Reason, moment, some, text_of
 from multiverse.core.model.saved import Saved
 from multiverse.core.model.vm import Vm
 from multiverse.core.model.world import World
+from multiverse.core.rebalance.limits import Step
 from multiverse.core.rows import Rows
 from multiverse.service.convert import job_of, size_view
 
@@ -263,9 +264,9 @@ def _todo_of_leased(lease: Lease, state: str) -> str:
             return ""
 
 
-def eviction_view(step: Step) -> api.EvictionView:
+def eviction_view(step: Step) -> EvictionView:
     job, vm, held = step.attempt.job.job_id, step.vm, str(step.held or "")
-    return api.EvictionView(step.method, job, vm.name, vm.host, step.to, step.memory, str(step.why), held)
+    return EvictionView(step.method, job, vm.name, vm.host, step.to, step.memory, str(step.why), held)
 
 
 def _todo(host: KnownHost, state: str, troubles: Troubles, *, vms: bool) -> str:

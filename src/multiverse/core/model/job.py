@@ -323,6 +323,19 @@ class SchedulerView:
         free = (JobState.PENDING, JobState.ENDED)
         return {node for job in self.jobs.values() if job.nodes and job.state not in free for node in job.nodes}
 
+    @cached_property
+    def _running(self) -> Mapping[str, list[str]]:
+        """The jobs that run, by their class in `preemption`."""
+        found: dict[str, list[str]] = {}
+        for job_id, job in self.jobs.items():
+            if job.preempt_class and job.state is JobState.RUNNING:
+                found.setdefault(job.preempt_class, []).append(job_id)
+        return found
+
+    def running_in(self, classes: Collection[str]) -> list[str]:
+        """The jobs that run in these classes of preemption, by id."""
+        return sorted(job_id for one in classes for job_id in self._running.get(one, ()))
+
     def may_have_a_job(self, name: str) -> bool:
         """Whether a job is on a node, or is tied to one of its tags and may start there at any moment."""
         node = self.nodes.get(name)

@@ -196,7 +196,7 @@ class Why(StrEnum):
     SAVE_ASKED = "save asked", "its user asked for it"
     RESUME_ASKED = "resume asked", "its user resumed it"
     SAVE_ORDERED = "save ordered", "an operator asked for it"
-    PREEMPTED = "preempted", "{job}, of {by}, takes its place"
+    PREEMPTED = "preempted", "{job} ({by}) takes its place"
     GIVES_WAY = "gives way", "waiting until {job}, for which it was evicted, has started", "preempted"
     EVICTED_OFTEN = ("evicted often",
         "it was evicted {times} times in the last hour, the most that it may be (rebalance.per_job)")
@@ -469,8 +469,8 @@ class Why(StrEnum):
         "It left {host} at {at:moment}, because {because}: its VM moved within {took:long}.[ It was evicted {times} "
         "times.]")
     WAS_SAVED = ("was saved",
-        "It left {host} at {at:moment}, because {because}: it was saved, and went on after {took:long}.[ It was evicted "
-        "{times} times.]")
+        "It left {host} at {at:moment}, because {because}: it was saved, and went on after {took:long}."
+        "[ It was evicted {times} times.]")
     IS_MOVING = "is moving", "Its VM {vm} moves from {host} to {target}, and goes on meanwhile."
     IS_SETTLING = "is settling", "Hosts {host} and {target} settle which of them keeps its VM {vm} after a move."
     FALLS_ASLEEP = "falls asleep", "Its VM {vm} is falling asleep, and frees its memory on {host}."
