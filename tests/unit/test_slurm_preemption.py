@@ -55,14 +55,17 @@ limits||cluster|00:30:00|00:00:00|
 PARTITION = (
     "PartitionName={name} AllowGroups=ALL AllowAccounts=ALL AllowQos=ALL AllocNodes=ALL Default=NO QoS={qos} "
     "DefaultTime=NONE DisableRootJobs=NO ExclusiveUser=NO GraceTime={grace} Hidden=NO MaxNodes=UNLIMITED "
-    "MaxTime=UNLIMITED MinNodes=0 LLN=NO MaxCPUsPerNode=UNLIMITED Nodes=n[1-4] PriorityJobFactor=1 PriorityTier={tier} "
-    "RootOnly=NO ReqResv=NO OverSubscribe=NO OverTimeLimit=NONE PreemptMode={mode} State=UP TotalCPUs=8 TotalNodes=4 "
-    "SelectTypeParameters=NONE JobDefaults=(null) DefMemPerNode=UNLIMITED MaxMemPerNode=UNLIMITED TRES=cpu=8,mem=4M\n"
+    "MaxTime=UNLIMITED MinNodes=0 LLN=NO MaxCPUsPerNode=UNLIMITED Nodes={nodes} PriorityJobFactor=1 "
+    "PriorityTier={tier} RootOnly=NO ReqResv=NO OverSubscribe=NO OverTimeLimit=NONE PreemptMode={mode} State=UP "
+    "TotalCPUs=8 TotalNodes=4 SelectTypeParameters=NONE JobDefaults=(null) DefMemPerNode=UNLIMITED "
+    "MaxMemPerNode=UNLIMITED TRES=cpu=8,mem=4M\n"
 )
 
 
-def partition(name: str, tier: int, mode: str = "REQUEUE", grace: int = 0, qos: str = "N/A") -> str:
-    return PARTITION.format(name=name, tier=tier, mode=mode, grace=grace, qos=qos)
+def partition(
+    name: str, tier: int, mode: str = "REQUEUE", grace: int = 0, qos: str = "N/A", nodes: str = "n[1-4]"
+) -> str:
+    return PARTITION.format(name=name, tier=tier, mode=mode, grace=grace, qos=qos, nodes=nodes)
 
 
 def config(kind: str, mode: str = "REQUEUE", exempt: str = "NONE") -> str:
@@ -122,18 +125,22 @@ def test_the_mode_of_a_qos_goes_before_that_of_the_cluster(cluster: str, own: st
 
 
 @pytest.mark.parametrize("text", [config(BY_PARTITION), CONFIG_24.replace(BY_QOS, BY_PARTITION)])
-def test_a_partition_preempts_those_of_lower_tiers(text: str) -> None:
+def test_a_partition_preempts_those_of_lower_tiers_on_its_nodes(text: str) -> None:
     cluster = cluster_rules(text)
     shown = (
-        partition("vm", 5, grace=30)
-        + partition("batch", 5, "GANG,CANCEL")
-        + partition("high", 9, "OFF")
+        partition("vm", 0, nodes="mvgate[1-250],mvab12c-7")
+        + partition("batch", 5, "GANG,CANCEL", grace=30, nodes="n[1-4,9]")
+        + partition("idle", 1)
+        + partition("high", 9, "OFF", nodes="n9,m1")
         + partition("low", 1, "OFF")
+        + partition("empty", 9, nodes="(null)")
     )
     rules = by_partition(cluster, partition_rules(shown), {})
-    assert rules.takes == {"high": {"vm", "batch"}}, "others of lower tiers are left alone"
-    assert rules.modes == {"vm": "requeue", "batch": "cancel", "high": "off", "low": "off"}
-    assert rules.grace == {"vm": 30.0}
+    assert rules.takes == {"batch": {"idle"}, "high": {"batch"}}
+    assert rules.modes == {
+        "vm": "requeue", "batch": "cancel", "idle": "requeue", "high": "off", "low": "off", "empty": "requeue",
+    }  # fmt: skip
+    assert rules.grace == {"batch": 30.0}
     assert rules.exempt == ({} if cluster.exempt is None else dict.fromkeys(rules.modes, 300.0))
 
 
@@ -166,6 +173,8 @@ def test_partitions_know_no_preemption_within() -> None:
         (partition_rules, partition("vm", 1, "")),
         (partition_rules, partition("vm", 1).replace("PriorityTier=1 ", "")),
         (partition_rules, partition("vm", 1).replace("GraceTime=0 ", "")),
+        (partition_rules, partition("vm", 1).replace(" Nodes=n[1-4]", "")),
+        (partition_rules, partition("vm", 1, nodes="n[1-")),
     ],
 )
 def test_other_texts_are_unknown(read: Any, text: str) -> None:

@@ -3,8 +3,7 @@
 The rules are those of preempt_qos.c and preempt_partition_prio.c, the same in 22.05 and 24.11. Two of Slurm's rules
 depend on the priority of a running job, which nobody knows of a job that was let through the gate with another nice
 value: jobs of one QOS never preempt each other here (PreemptMode=WITHIN), and none preempts another where jobs of some
-priority are exempt (PreemptParameters=min_exempt_priority). Slurm's rule that two partitions must share nodes does not
-apply, because VMs for all partitions share the hosts.
+priority are exempt (PreemptParameters=min_exempt_priority).
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 import structlog
+from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException
 
 from multiverse.core.errors import MultiverseError, Unknown
 from multiverse.core.model.job import Preemption
@@ -62,6 +62,7 @@ class PartitionRules:
     tier: int
     mode: frozenset[str]
     grace: float
+    nodes: NodeSet
     qos: str  # that limits the partition; empty if none does
 
 
@@ -102,12 +103,20 @@ def partition_rules(text: str) -> dict[str, PartitionRules]:
     for line in text.splitlines() or [""]:
         fields = dict(re.findall(r"(\w+)=(\S*)", line))
         tier, grace = fields.get("PriorityTier", ""), fields.get("GraceTime", "")
-        if not (line.startswith("PartitionName=") and tier.isdecimal() and grace.isdecimal()):
+        if not (line.startswith("PartitionName=") and tier.isdecimal() and grace.isdecimal() and "Nodes" in fields):
             raise Unknown("cannot understand Slurm's partitions", hint="see scontrol show partition")
-        qos = fields.get("QoS", "N/A")
-        mode = _mode(fields.get("PreemptMode", ""))
-        found[fields["PartitionName"]] = PartitionRules(int(tier), mode, float(grace), "" if qos == "N/A" else qos)
+        mode, nodes, qos = _mode(fields.get("PreemptMode", "")), _nodes(fields["Nodes"]), fields.get("QoS", "N/A")
+        found[fields["PartitionName"]] = PartitionRules(
+            int(tier), mode, float(grace), nodes, "" if qos == "N/A" else qos
+        )
     return found
+
+
+def _nodes(text: str) -> NodeSet:
+    try:
+        return NodeSet("" if text == "(null)" else text, resolver=RESOLVER_NOGROUP)
+    except NodeSetException as error:
+        raise Unknown(f"cannot understand the nodes {text!r}", hint="see scontrol show partition") from error
 
 
 def _mode(text: str) -> frozenset[str]:
@@ -175,12 +184,16 @@ def by_qos(cluster: ClusterRules, qos: Mapping[str, QosRules], limiting: str) ->
 def by_partition(
     cluster: ClusterRules, partitions: Mapping[str, PartitionRules], qos: Mapping[str, QosRules]
 ) -> Preemption:
-    """The rules of preempt/partition_prio. The exempt time of a job's own QOS does not count here, because it is not
-    the same for all jobs of a partition."""
+    """The rules of preempt/partition_prio. A job preempts jobs on nodes of its own partition only (_add_preemptable_job
+    in preempt.c), so that jobs of our partition, which has the tier 0 and no physical nodes, are apart from jobs that
+    were moved from others. The exempt time of a job's own QOS does not count here, because it is not the same for all
+    jobs of a partition."""
     classes = _Classes(cluster)
     for name, one in partitions.items():
         classes.add(name, one.mode, one.grace, qos[one.qos].exempt if one.qos in qos else None)
-        classes.takes[name] = frozenset(other for other in partitions if partitions[other].tier < one.tier)
+        classes.takes[name] = frozenset(
+            other for other, its in partitions.items() if its.tier < one.tier and its.nodes & one.nodes
+        )
     return classes.rules()
 
 
