@@ -19,7 +19,7 @@ from multiverse_lab.simulation.run import simulate
 from multiverse_lab.simulation.scenario import Arrival, Scenario
 from multiverse_lab.simulation.world import WorldSettings
 
-LARGE = Size(2, 64)
+SMALL, LARGE = Size(1, 64), Size(2, 64)
 
 
 def host(name: str, cpus: int = 2, *, moves: bool = False, stores: bool = True) -> Host:
@@ -38,7 +38,7 @@ def scenario(hosts: tuple[Host, ...], *arrivals: Arrival, **rebalance: int | boo
     return Scenario(3, arrivals, WorldSettings(hosts, cluster=cluster), settings, limit=4000.0)
 
 
-def job(at: float, urgency: str, seconds: float = 60.0, size: Size = Size(1, 64), nodes: int = 1) -> Arrival:
+def job(at: float, urgency: str, seconds: float = 60.0, size: Size = SMALL, nodes: int = 1) -> Arrival:
     priority = {"low": 1000, "normal": 2000, "high": 3000}[urgency]
     batch = Batch(urgency, seconds=seconds, preempt_class=urgency, priority=priority, size=size, nodes=nodes)
     return Arrival(at, batch)
