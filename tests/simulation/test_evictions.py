@@ -83,10 +83,10 @@ def test_each_method_can_be_switched_off() -> None:
 
 
 def test_a_job_moves_where_that_is_enough() -> None:
-    """Each of two hosts has a CPU free, and the urgent job needs two on one host."""
+    """Each of two hosts has a CPU free, as the first job has ended, and the urgent one needs two on one host."""
     hosts = (host("h0", 3, moves=True), host("h1", 3, moves=True))
-    small = [job(0.5 + number, "low", 100.0) for number in range(4)]
-    outcome = goes_well(scenario(hosts, *small, job(30.0, "high", 20.0, LARGE)))
+    others = (job(0.5, "low", 10.0), *(job(at, "low", 100.0) for at in (1.5, 2.5)), job(3.5, "low", 100.0, LARGE))
+    outcome = goes_well(scenario(hosts, *others, job(30.0, "high", 20.0, LARGE)))
     assert (moved(outcome), saved(outcome)) == (1, 0), outcome.story()
     assert began(outcome) < 60.0
 

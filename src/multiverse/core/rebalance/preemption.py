@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from multiverse.core.capacity.room import HostLimits, Room, others_on, room_of
@@ -18,12 +19,13 @@ from multiverse.core.capacity.usable_hosts import for_attempt
 from multiverse.core.capacity_index import changed, fits
 from multiverse.core.clones.kinds import choose_clones, node_request, on_hosts_making, template_key
 from multiverse.core.clones.spares import spares
+from multiverse.core.clones.supply import claims_to_restore
 from multiverse.core.context import Context
 from multiverse.core.errors import Refused
 from multiverse.core.model.basics import ClaimKey, Key, Size
 from multiverse.core.model.job import ENDING_STATES, Attempt, AttemptState, Job, JobState
 from multiverse.core.model.reason import Reason, Why
-from multiverse.core.model.saved import UNWRITTEN
+from multiverse.core.model.saved import COMPLETE, UNWRITTEN
 from multiverse.core.model.vm import LEAVING_STATES, MOVING_STATES, TemplateState, Vm, VmState
 from multiverse.core.moving import search_for
 from multiverse.core.rebalance.limits import Limits, Method, Step
@@ -39,15 +41,21 @@ class _Candidate:
     attempt: Attempt
     vms: list[Vm]
     claims: Mapping[str, Size]  # what it gives back, by host
-    saves: bool  # it can be saved; else it only moves
+    moves: bool  # another host would take its VM now
+    saves: bool  # it can be saved
 
     @property
     def memory(self) -> int:
         return sum(vm.size.memory for vm in self.vms)
 
     @property
+    def cost(self) -> int:
+        """MiB that are sent: what is saved is also read again."""
+        return self.memory if self.moves else 2 * self.memory
+
+    @property
     def order(self) -> tuple[int, int, int]:
-        return self.memory, -self.attempt.job.submitted, -self.attempt.id
+        return self.cost, -self.attempt.job.submitted, -self.attempt.id
 
 
 def plan_preemption(context: Context, limits: Limits) -> list[Step]:
@@ -66,18 +74,26 @@ def plan_preemption(context: Context, limits: Limits) -> list[Step]:
     may = HostLimits(limit=others_on(state, waiting))
     if not needs or room.copy().place(waiting.request.nodes, needs, hosts=may) is not None:
         return []
-    candidates = _candidates(context, job, needs, limits)
-    chosen = _cheapest(room, waiting, needs, candidates)
-    evicted = {vm.key for one in chosen for vm in one.vms}
-    room = _room_without(context, leaving | evicted)
-    if not chosen or room.place(waiting.request.nodes, needs, hosts=may) is None:
-        return []
     why = Why.PREEMPTED(job=job.ref.job_id, by=job.preempt_class)
-    return [_step(context, one, room, why) for one in chosen]
+    candidates = _candidates(context, job, needs, limits)
+    while chosen := _cheapest(room.copy(), waiting, needs, candidates):
+        evicted = {vm.key for one in chosen for vm in one.vms}
+        after = _room_without(context, leaving | evicted)
+        if after.place(waiting.request.nodes, needs, hosts=may) is None:
+            break
+        steps = [(one, _step(context, one, after, why)) for one in chosen]
+        if stays := [one for one, step in steps if step is None]:  # they only move, and the waiting job takes the room
+            candidates = [one for one in candidates if one not in stays]
+            continue
+        return [step for _, step in steps if step is not None]
+    return []
 
 
 def _needs(context: Context, attempt: Attempt) -> dict[str, Size]:
-    """What each VM of a waiting job takes on each host that can make it; with its template where there is none yet."""
+    """What each VM of a waiting job takes on each host that can make it, or restore it if it was saved; with its
+    template where there is none yet."""
+    if (saved := context.state.saved_for(attempt.job)) is not None:
+        return dict(claims_to_restore(context, saved)) if saved.state in COMPLETE and not saved.kept else {}
     choice = choose_clones(context, attempt)
     wanted = node_request(context, attempt, choice.kind)
     able = on_hosts_making(wanted.image, choice.kind, choice.sizes)
@@ -136,16 +152,17 @@ def _candidate(context: Context, attempt: Attempt, vms: list[Vm]) -> _Candidate 
     for vm in vms:
         if (claim := context.state.claims.get(ClaimKey(vm.key, vm.host))) is not None:
             claims[vm.host] += claim.size
+    moves, saves = len(vms) == 1 and _moves(context, vms[0]), False
+    with suppress(Refused):
+        saves = bool(what_to_save(context, attempt))
+    return _Candidate(attempt, vms, claims, moves, saves) if moves or saves else None
+
+
+def _moves(context: Context, vm: Vm) -> bool:
     try:
-        what_to_save(context, attempt)
+        return search_for(context, vm).find("", room_of(context).copy()) is not None
     except Refused:
-        try:
-            if len(vms) > 1 or search_for(context, vms[0]).find("", room_of(context).copy()) is None:
-                return None
-        except Refused:
-            return None
-        return _Candidate(attempt, vms, claims, saves=False)
-    return _Candidate(attempt, vms, claims, saves=True)
+        return False
 
 
 def _cheapest(
@@ -178,8 +195,8 @@ def _cheapest(
 
 
 def _cost(evicted: Iterable[_Candidate]) -> tuple[int, int]:
-    """MiB to be sent, and how early the earliest of the jobs was submitted."""
-    return sum(one.memory for one in evicted), -min(one.attempt.job.submitted for one in evicted)
+    """MiB to be sent; among equals the latest jobs come first."""
+    return sum(one.cost for one in evicted), -min(one.attempt.job.submitted for one in evicted)
 
 
 def _makes_room(
@@ -204,13 +221,11 @@ def _makes_room(
     return min((several, [alone]), key=_cost) if alone is not None else several
 
 
-def _step(context: Context, one: _Candidate, room: Room, why: Reason) -> Step:
-    """A single VM moves if another host has room beside the waiting job; else the job is saved. Takes that room."""
+def _step(context: Context, one: _Candidate, room: Room, why: Reason) -> Step | None:
+    """A single VM moves if another host has room beside the waiting job; else the job is saved. Takes that room. None
+    if it can only move, and cannot."""
     if len(one.vms) == 1:
-        try:
-            found = search_for(context, one.vms[0]).find("", room)
-        except Refused:
-            found = None
-        if found is not None:
-            return Step(Method.PREEMPTION, one.attempt, one.vms[0], found[0], why, one.memory)
-    return Step(Method.PREEMPTION, one.attempt, one.vms[0], "", why, one.memory)
+        with suppress(Refused):
+            if (found := search_for(context, one.vms[0]).find("", room)) is not None:
+                return Step(Method.PREEMPTION, one.attempt, one.vms[0], found[0], why, one.memory)
+    return Step(Method.PREEMPTION, one.attempt, one.vms[0], "", why, one.memory) if one.saves else None
