@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from multiverse.config import PacingSettings, RebalanceSettings, SaveSettings, Settings
+from multiverse.config import BackfillSettings, PacingSettings, RebalanceSettings, SaveSettings, Settings
 from multiverse.core.model.basics import Size
 from multiverse.core.model.host import Host
 from multiverse.core.model.saved import Storage
@@ -111,6 +111,18 @@ def test_a_job_of_several_vms_gives_way_whole_and_room_is_made_on_several_hosts(
     hosts = (host("h0"), host("h1"))
     outcome = goes_well(scenario(hosts, job(0.5, "low", nodes=4), job(20.0, "high", 20.0, nodes=4)))
     assert saved(outcome) == 1 and began(outcome) < 60.0, outcome.story()
+
+
+def test_room_that_is_being_made_is_not_given_to_jobs_that_go_ahead() -> None:
+    """While a job moves for the urgent one, a short one comes, for which there is room beside it."""
+    hosts = (host("h0", 3, moves=True), host("h1", 3, moves=True))
+    short = Arrival(30.3, Batch("short", seconds=60.0, limit=70.0, priority=1000, size=SMALL))
+    low = (job(0.5, "low", 10.0), *(job(at, "low", 300.0) for at in (1.5, 2.5)), job(3.5, "low", 300.0, LARGE))
+    limited = (replace(one, batch=replace(one.batch, limit=400.0)) for one in low)
+    one = scenario(hosts, *limited, job(30.0, "high", 20.0, LARGE), short)
+    outcome = goes_well(replace(one, settings=replace(one.settings, backfill=BackfillSettings(True))))
+    assert (moved(outcome), saved(outcome)) == (1, 0), outcome.story()
+    assert began(outcome) < began(outcome, "short"), outcome.story()
 
 
 def test_without_a_storage_and_without_moves_an_urgent_job_waits() -> None:

@@ -79,6 +79,7 @@ class State(LiveRows):
             -1,
             0.0,
         )  # nothing could go ahead: count of changes, first attempt, until
+        self.not_helped: tuple[int | None, float] = (None, 0.0)  # the attempt that no eviction helps, until that time
         self.placement_faults: dict[str, str] = {}  # by the name of a placement policy, why it was passed over last
         self.lacking: set[tuple[Request, CloneKind]] = set()  # what others on the machines leave too little memory for
         self.entropy = ""

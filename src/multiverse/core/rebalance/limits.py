@@ -39,7 +39,8 @@ class Limits:
         state, policy = context.state, context.policy
         saves = sum(one.state in UNWRITTEN and not one.checkpoint for one in state.saved.values())
         self._policy, self._now = policy, context.now
-        self._left = policy.evict_at_once - len(state.vms_in(*MOVING_STATES)) - saves
+        going = len(state.vms_in(*MOVING_STATES)) + saves
+        self.left = max(0, policy.evict_at_once - going)  # so many jobs more
         self._sent = 0
         if policy.evict_rate:
             recent = (one for attempt in state.evicted() for one in attempt.evictions if self._within(one.at, _MINUTE))
@@ -50,7 +51,7 @@ class Limits:
         policy = self._policy
         if why := self.why_too_often(attempt):
             return why
-        if self._left <= 0:
+        if not self.left:
             return Why.EVICTIONS_AT_ONCE(limit=policy.evict_at_once)
         if policy.evict_rate and self._sent and self._sent + memory > policy.evict_rate * _MINUTE:
             return Why.EVICTION_RATE(sent=self._sent, rate=policy.evict_rate)
@@ -62,7 +63,7 @@ class Limits:
         return Why.EVICTED_OFTEN(times=times) if times >= self._policy.evict_per_job else None
 
     def take(self, memory: int) -> None:
-        self._left -= 1
+        self.left -= 1
         self._sent += memory
 
     def _within(self, at: float, seconds: float) -> bool:

@@ -15,6 +15,7 @@ from multiverse.core.rebalance.limits import Limits, Step
 from multiverse.core.rebalance.preemption import plan_preemption
 from multiverse.core.saving import save
 
+LOOK_AGAIN = 5.0  # seconds after which a job is looked at again that no eviction helped
 _SHOWN = 100  # steps of a method that are shown
 
 
@@ -24,10 +25,16 @@ def leave_drained(context: Context) -> None:
 
 
 def preempt(context: Context, blockage: Blockage) -> Blockage:
-    """Make room for the first job that waits for it, as admission has found. What keeps jobs waiting stays the same."""
-    if context.policy.evict_preemption and blockage is Blockage.ROOM:
-        limits = Limits(context)
-        _begin(context, limits, plan_preemption(context, limits))
+    """Make room for the first job that waits for it, as admission has found. What keeps jobs waiting stays the same. If
+    nothing helps that job, that is looked at again after a while: the running jobs may be many."""
+    state, limits = context.state, Limits(context)
+    if not context.policy.evict_preemption or blockage is not Blockage.ROOM or not limits.left:
+        return blockage
+    attempt, until = state.not_helped
+    if attempt != state.blocking or state.now >= until:
+        steps = plan_preemption(context, limits)
+        _begin(context, limits, steps)
+        state.not_helped = (state.blocking, state.now if steps else state.now + LOOK_AGAIN)
     return blockage
 
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from multiverse.core.capacity.room import HostLimits, Room, others_on, room_of
 from multiverse.core.capacity.sizes import template_claim, vm_claims
 from multiverse.core.capacity.usable_hosts import for_attempt
-from multiverse.core.capacity_index import changed, fits
-from multiverse.core.clones.kinds import choose_clones, node_request, on_hosts_making, template_key
+from multiverse.core.capacity_index import HostMap, changed, fits
+from multiverse.core.clones.kinds import choose_clones, node_request, on_hosts_making, wish_of
 from multiverse.core.clones.spares import spares
 from multiverse.core.clones.supply import claims_to_restore
 from multiverse.core.context import Context
@@ -26,7 +26,7 @@ from multiverse.core.model.basics import ClaimKey, Key, Size
 from multiverse.core.model.job import ENDING_STATES, Attempt, AttemptState, Job, JobState
 from multiverse.core.model.reason import Reason, Why
 from multiverse.core.model.saved import COMPLETE, UNWRITTEN
-from multiverse.core.model.vm import LEAVING_STATES, MOVING_STATES, TemplateState, Vm, VmState
+from multiverse.core.model.vm import LEAVING_STATES, MOVING_STATES, Vm, VmState
 from multiverse.core.moving import search_for
 from multiverse.core.rebalance.limits import Limits, Method, Step
 from multiverse.core.saving import is_busy, what_to_save
@@ -89,20 +89,27 @@ def plan_preemption(context: Context, limits: Limits) -> list[Step]:
     return []
 
 
-def _needs(context: Context, attempt: Attempt) -> dict[str, Size]:
+def _needs(context: Context, attempt: Attempt) -> HostMap[Size]:
     """What each VM of a waiting job takes on each host that can make it, or restore it if it was saved; with its
-    template where there is none yet."""
+    template where there is none."""
     if (saved := context.state.saved_for(attempt.job)) is not None:
-        return dict(claims_to_restore(context, saved)) if saved.state in COMPLETE and not saved.kept else {}
+        usable = saved.state in COMPLETE and not saved.kept
+        return claims_to_restore(context, saved) if usable else HostMap(())
     choice = choose_clones(context, attempt)
     wanted = node_request(context, attempt, choice.kind)
     able = on_hosts_making(wanted.image, choice.kind, choice.sizes)
-    needs = dict(vm_claims(wanted, able, context.hosts, context.policy)) if able else {}
-    for name in needs if choice.forks else ():
-        row = context.state.template_for(template_key(context, attempt, name, choice.sizes[name]))
-        if row is None or row.state not in (TemplateState.READY, TemplateState.BUILDING):
-            needs[name] += template_claim(choice.sizes[name], context.hosts[name], wanted.image)
-    return needs
+
+    def claims(sizes: HostMap[Size]) -> HostMap[Size]:
+        found = vm_claims(wanted, sizes, context.hosts, context.policy)
+        assert isinstance(found, HostMap), "as the sizes are"
+        return found
+
+    if not choice.forks:
+        return claims(able)
+    wish = wish_of(context, attempt, able)
+    lacking = wish.lacking().sizes
+    templates = lacking.map(lambda host, size: template_claim(size, host, wanted.image))
+    return HostMap((*claims(wish.ready()).parts, *claims(lacking).plus(templates).parts))
 
 
 def _leaving(context: Context) -> set[Key]:
@@ -172,23 +179,31 @@ def _cheapest(
     least. Empty if that does not do. Changes the room."""
     by_host = defaultdict[str, list[_Candidate]](list)
     for one in candidates:
-        for host in one.claims.keys() & needs.keys():
-            by_host[host].append(one)
+        for host in one.claims:
+            if host in needs:
+                by_host[host].append(one)
     chosen, placed = dict[int, _Candidate](), Counter[str]()
+
+    def left_on(host: str) -> int:
+        return waiting.request.most_on_a_host(placed[host] + 1) - placed[host]
+
     while placed.total() < waiting.request.nodes:
-        open_hosts = [host for host in needs if waiting.request.most_on_a_host(placed[host] + 1) > placed[host]]
-        if free := [one for one in open_hosts if room.fits(one, needs[one])]:
-            host = free[0]
-        else:
-            sets = [(_makes_room(room, host, needs[host], by_host[host], chosen), host) for host in open_hosts]
-            able = [(found, host) for found, host in sets if found]
-            if not able:
-                return []
-            best, host = min(able, key=lambda pair: (_cost(pair[0]), pair[1]))
-            for one in best:
-                chosen[one.attempt.id] = one
-                for name, claim in one.claims.items():
-                    room.give(name, claim)
+        if found := room.place(1, needs, hosts=HostLimits(limit=left_on)):
+            placed[found[0]] += 1
+            continue
+        sets = [
+            (_makes_room(room, host, needs[host], here, chosen), host)
+            for host, here in by_host.items()
+            if left_on(host)
+        ]
+        able = [(one, host) for one, host in sets if one]
+        if not able:
+            return []
+        best, host = min(able, key=lambda pair: (_cost(pair[0]), pair[1]))
+        for one in best:
+            chosen[one.attempt.id] = one
+            for name, claim in one.claims.items():
+                room.give(name, claim)
         room.take(host, needs[host])
         placed[host] += 1
     return list(chosen.values())
