@@ -514,6 +514,11 @@ class Settings:
     lease: tuple[LeaseSettings, ...] = ()
     overflow: tuple[OverflowSettings, ...] = ()
 
+    @property
+    def preempts(self) -> bool:
+        """Whether running jobs in VMs may give way to urgent ones."""
+        return self.rebalance.preemption and (self.save.enabled or self.move.enabled)
+
 
 def load(path: Path) -> Settings:
     """Read settings from a TOML file and the file that it includes, as they are for this machine. Raises `Refused`,
