@@ -81,7 +81,10 @@ def demo(
         build_image(
             IMAGE, "slim", images, packages=("hpcc",), progress=lambda line: say(line.removeprefix(f"image {IMAGE}: "))
         )
-    interrupts.run(demo_preempt(directory, IMAGE, images, _lab_progress) if preempt else _demo(directory, images))
+    if preempt:
+        interrupts.run(demo_preempt(directory, IMAGE, images, _lab_progress, _templates))
+    else:
+        interrupts.run(_demo(directory, images))
 
 
 def _lab_progress(where: Layout, say: Callable[[str], None]) -> Progress:

@@ -6,8 +6,9 @@ and resume backfill work, with real jobs.
 
 from __future__ import annotations
 
+import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from multiverse.cli import progress, render
 from multiverse.cli.render import console
 from multiverse.client import Client
 from multiverse.core.errors import Broken
-from multiverse_lab.cli.demo_jobs import eventually, show_command, text_of
+from multiverse_lab.cli.demo_jobs import LOG_HINT, eventually, show_command, text_of
 from multiverse_lab.lab import lifecycle
 from multiverse_lab.lab.layout import Layout, layout
 from multiverse_lab.lab.lifecycle import Progress
@@ -55,7 +56,11 @@ class _Job:
 
 
 async def demo_preempt(
-    directory: Path, image: str, images: Path, tell: Callable[[Layout, Callable[[str], None]], Progress]
+    directory: Path,
+    image: str,
+    images: Path,
+    tell: Callable[[Layout, Callable[[str], None]], Progress],
+    build_templates: Callable[[Client], Awaitable[None]],
 ) -> None:
     """Run the story in a lab of its own, and end everything. Raises `Broken` if something is not as expected."""
     options = LabOptions(cores=CORES, memory=MEMORY, hosts=HOSTS, image=image, images=images)
@@ -66,6 +71,7 @@ async def demo_preempt(
         with progress.step("Slurm: QOS urgent may preempt QOS low (PreemptType=preempt/qos)"):
             await _with_preemption(lab, options)
         with Client(lab.settings.socket) as client:
+            await build_templates(client)
             wrong = await _story(lab, client)
     finally:
         with progress.step("ending everything", "everything ended"):
@@ -75,13 +81,16 @@ async def demo_preempt(
 
 
 async def _with_preemption(lab: LabSession, options: LabOptions) -> None:
+    """Let Slurm preempt jobs by their QOS, as its administrator would."""
     for words in (
         ("add", "account", "physics", "Description=physics", "Organization=lab"),
         ("add", "qos", "low"),
         ("add", "qos", "urgent", "Preempt=low", "Priority=1000"),
         ("add", "user", lab.user.name, "account=physics", "qos=low,urgent"),
     ):
-        lab.run("sacctmgr", "-i", *words)
+        done = subprocess.run(("sacctmgr", "-i", *words), env=lab.env, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise Broken(f"sacctmgr {words[0]} {words[1]} failed: {done.stderr.strip()}", hint=LOG_HINT)
     (lab.where.etc / "site.conf").write_text(PREEMPTION)
     await lifecycle.up(lab.where, options)
 
@@ -97,10 +106,9 @@ async def _story(lab: LabSession, client: Client) -> list[str]:
     show_command(lab, "vms")
     hosts = _hosts(client)
 
-    with progress.step("an urgent job needs two CPUs of one host: a VM moves") as say:
+    with progress.step("an urgent job needs two CPUs of one host: a VM moves"):
         began = time.monotonic()
         first = _submit(lab, "urgent1", URGENT, "urgent", 2)
-        await _running(client, [first], say)
         await eventually(lambda: bool(_lines(first)), "the first urgent job did not begin")
         took = time.monotonic() - began
     console.print(f"  it began after {render.duration(took)}", style="dim")
@@ -115,7 +123,6 @@ async def _story(lab: LabSession, client: Client) -> list[str]:
         second = _submit(lab, "urgent2", URGENT, "urgent", CORES)
         await eventually(lambda: bool(client.saved()), "no job was saved")
         say("jobs are being saved")
-        await _running(client, [second], say)
         await eventually(lambda: bool(_lines(second)), "the second urgent job did not begin")
         took = time.monotonic() - began
     console.print(f"  it began after {render.duration(took)}", style="dim")
@@ -147,10 +154,15 @@ def _submit(lab: LabSession, name: str, script: str, qos: str, cpus: int) -> _Jo
 
 
 async def _running(client: Client, jobs: Sequence[_Job], say: Callable[[str], None]) -> None:
+    said = ""
+
     def running() -> bool:
+        nonlocal said
         states = {one.job_id: one.state for one in decode(list[JobView], client.jobs())}
-        say(", ".join(f"{job.what} {states.get(job.id, 'ended')}" for job in jobs))
-        return all(states.get(job.id, "allocated") == "allocated" for job in jobs)
+        now = ", ".join(f"{job.what} {states.get(job.id, 'submitted')}" for job in jobs)
+        if now != said:
+            say(said := now)
+        return all(states.get(job.id) == "allocated" for job in jobs)
 
     await eventually(running, "the jobs did not run")
 
