@@ -149,3 +149,10 @@ def test_jobs_that_cannot_move_off_a_drained_host_are_saved_if_that_is_asked() -
     one = scenario(hosts, job(0.5, "low", 40.0), job(1.0, "low", 40.0))
     outcome = goes_well(replace(one, incidents=(drained,)))
     assert saved(outcome) + moved(outcome) >= 1, outcome.story()
+
+
+def test_jobs_that_were_evicted_do_not_take_their_places_back_before_the_urgent_one() -> None:
+    """In Slurm's order they are ahead of it."""
+    low = (replace(one, batch=replace(one.batch, priority=5000)) for one in (job(0.5, "low"), job(1.0, "low")))
+    outcome = goes_well(scenario((host("h0"),), *low, job(20.0, "high", 20.0, LARGE), at_once=1))
+    assert saved(outcome) == 2 and began(outcome) < 60.0, outcome.story()

@@ -242,12 +242,12 @@ class Admission:
             self.limits.subtract(dict(job.uses))
 
     def _gives_way(self, attempt: Attempt) -> Reason | None:
-        """Case 4: the job was evicted for an urgent one, and does not take its place back before that has started."""
+        """Case 4: the job was evicted for an urgent one that is still the first that waits for room."""
         last = attempt.evictions[-1].why if attempt.evictions else None
         if last is None or last.kind is not Why.PREEMPTED:
             return None
-        urgent = self.state.attempts_of_job(last.jobs[0])
-        waits = any(one.id in self.queue.candidates for one in urgent)
+        first = self.state.attempts.get(self.state.blocking) if self.state.blocking is not None else None
+        waits = first is not None and first.job.job_id == last.jobs[0] and first.id in self.queue.candidates
         return Why.GIVES_WAY(job=last.jobs[0]) if waits else None
 
     def _limit_reached(self, job: Job, first: Job | None = None) -> Reason | None:
