@@ -470,6 +470,8 @@ class RebalanceSettings:
     """Running jobs leave their hosts: their VMs move, or are saved and go on later."""
 
     drains: bool = True  # off hosts that are drained with --move or --save
+    maintenance: bool = True  # off hosts that a reservation of Slurm with the flag MAINT names, before it begins
+    notice: Annotated[float, Field(ge=0, le=86400)] = 900.0  # seconds before that
     preemption: bool = True  # for jobs that may preempt them by Slurm's own rules (PreemptType)
     at_once: Positive = 8  # jobs of the site
     bandwidth: Natural = 0  # MiB/s that all of them may send; 0: any

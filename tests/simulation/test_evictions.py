@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from multiverse.config import BackfillSettings, PacingSettings, RebalanceSettings, SaveSettings, Settings
 from multiverse.core.model.basics import Size
 from multiverse.core.model.host import Host
+from multiverse.core.model.job import Maintenance
 from multiverse.core.model.saved import Storage
 from multiverse_lab.simulation.cluster import ClusterSettings
 from multiverse_lab.simulation.faults import Incident, IncidentKind
@@ -156,3 +159,21 @@ def test_jobs_that_were_evicted_do_not_take_their_places_back_before_the_urgent_
     low = (replace(one, batch=replace(one.batch, priority=5000)) for one in (job(0.5, "low"), job(1.0, "low")))
     outcome = goes_well(scenario((host("h0"),), *low, job(20.0, "high", 20.0, LARGE), at_once=1))
     assert saved(outcome) == 2 and began(outcome) < 60.0, outcome.story()
+
+
+@pytest.mark.parametrize("evicts", [True, False])
+def test_hosts_are_emptied_before_the_scheduler_reserves_their_machines(evicts: bool) -> None:
+    """A host that jobs cannot leave takes none that may not have ended by then."""
+    hosts = (host("h0", 2, moves=evicts, stores=evicts), host("h1", 1, moves=evicts, stores=evicts))
+    jobs = (job(0.5, "low", 200.0), job(1.0, "low", 200.0))
+    one = scenario(hosts, *jobs, notice=30)
+    reserved = (Maintenance("fans", 80.0, 150.0, ("h0", "other")), Maintenance("all", 10.0, 61.0, ("other",)))
+    cluster = replace(one.world.cluster, maintenance=reserved)
+    outcome = goes_well(replace(one, world=replace(one.world, cluster=cluster)))
+    story = outcome.story().splitlines()
+    begun, ended = (line for line in story if "host 1: known (drained" in line)
+    assert "reservation fans for maintenance" in begun and "reservation fans is over" in ended
+    assert 150.0 <= float(ended.split()[0]) < 160.0
+    assert [50.0 <= float(begun.split()[0]) < 60.0, saved(outcome) + moved(outcome) > 0] == [evicts, evicts]
+    on_it = [line for line in story if "instant on h0" in line and float(line.split()[0]) < 150.0]
+    assert bool(on_it) is evicts, outcome.story()

@@ -45,6 +45,8 @@ def policy_of(settings: Settings) -> Policy:
         moves_at_once=s.move.at_once,
         move_timeout=s.move.timeout + MOVE_MARGIN,
         evict_drains=s.rebalance.drains,
+        evict_maintenance=s.rebalance.maintenance,
+        maintenance_notice=s.rebalance.notice,
         evict_preemption=s.rebalance.preemption,
         evict_at_once=s.rebalance.at_once,
         evict_rate=s.rebalance.bandwidth,

@@ -32,6 +32,16 @@ class NodeReservation:
         return Why.RESERVED(name=self.name, begins=self.begins, ends=self.ends)
 
 
+@dataclass(frozen=True, slots=True)
+class Maintenance:
+    """The scheduler's reservation of some machines for maintenance, from `begins` until `ends` (Unix times)."""
+
+    name: str
+    begins: float
+    ends: float
+    nodes: tuple[str, ...]  # of the scheduler
+
+
 def first_on(reservations: Collection[NodeReservation], now: float) -> NodeReservation | None:
     """The reservation that has begun and ends last."""
     return max((one for one in reservations if one.is_on(now)), key=lambda one: one.ends, default=None)
@@ -313,6 +323,7 @@ class SchedulerView:
     leasable: Mapping[str, Size] = field(default_factory=dict)  # of a node at least, by partition
     reservations: tuple[NodeReservation, ...] = ()  # that keep all nodes of VMs from jobs
     preemption: Preemption | None = None  # None: no job preempts another
+    maintenance: tuple[Maintenance, ...] = ()  # of machines that may be hosts
 
     def is_unusable(self, node: str) -> bool:
         return node in self.nodes and self.nodes[node].is_unusable

@@ -397,6 +397,8 @@ class Why(StrEnum):
     OPERATOR = "operator", "an operator asked for it"
     OPERATOR_ADDED = "operator added", "an operator added it"
     OPERATOR_OFF = "operator says off", "an operator says that host {host} is off"
+    MAINTENANCE = "maintenance", "reservation {name} for maintenance begins at {begins:moment}"
+    MAINTENANCE_OVER = "maintenance over", "reservation {name} is over, or was deleted"
     OPERATOR_DRAINED = "operator drained", "an operator drained it"
     COMMAND_OFF = "command says off", "the fence command says that host {host} is off"
     SELF_FENCED = "self-fenced", "host {host} has ended its VMs by itself, after {limit:g} s without the site"

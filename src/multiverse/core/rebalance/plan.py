@@ -12,6 +12,7 @@ from multiverse.core.errors import Refused
 from multiverse.core.moving import search_for
 from multiverse.core.rebalance.drains import plan_drains
 from multiverse.core.rebalance.limits import Limits, Step
+from multiverse.core.rebalance.maintenance import follow_maintenance
 from multiverse.core.rebalance.preemption import plan_preemption
 from multiverse.core.saving import save
 
@@ -20,6 +21,8 @@ _SHOWN = 100  # steps of a method that are shown
 
 
 def leave_drained(context: Context) -> None:
+    if context.world.scheduler is not None:
+        follow_maintenance(context)
     if context.policy.evict_drains and context.state.drains and context.world.scheduler is not None:
         _begin(context, Limits(context), plan_drains(context, room_of(context).copy()))
 

@@ -115,7 +115,7 @@ class SlurmScheduler:
 
     async def observe(self) -> SchedulerView:
         seen = self._renew()
-        (jobs, nodes, limits), (pilots, leasable), reservations, preemption = await asyncio.gather(
+        (jobs, nodes, limits), (pilots, leasable), (reservations, maintenance), preemption = await asyncio.gather(
             self._reader.whole(), self._pilots.read(), self._reader.reservations(), self._reader.preemption()
         )
         await self._gate.tend()
@@ -130,6 +130,7 @@ class SlurmScheduler:
             leasable=leasable,
             reservations=reservations,
             preemption=preemption,
+            maintenance=maintenance,
         )
 
     async def read(

@@ -18,6 +18,7 @@ from multiverse.core.errors import Gone, Refused
 from multiverse.core.model.job import (
     Job,
     JobState,
+    Maintenance,
     Node,
     NodeReservation,
     NodeState,
@@ -29,7 +30,7 @@ from multiverse.drivers.slurm.command import SlurmCommands
 from multiverse.drivers.slurm.reading import parse
 from multiverse.drivers.slurm.reading.accounting_limits import AccountingLimits, arrays_left
 from multiverse.drivers.slurm.reading.jobs import DetailReader, JobColumns, JobRow, JobTable
-from multiverse.drivers.slurm.reading.nodes import NODE_FORMAT, NodeTable, reservations
+from multiverse.drivers.slurm.reading.nodes import NODE_FORMAT, NodeTable, maintenance, reservations
 from multiverse.drivers.slurm.reading.preemption import PreemptionReader, preempt_type
 from multiverse.drivers.slurm.site import bootstrap as node_bootstrap
 from multiverse.drivers.slurm.site import conf
@@ -69,10 +70,10 @@ class SlurmReader:
         self._read_at: dict[int | str, float] = {}  # when each user and base was read alone last
         self._nameless: set[int] = set()  # users whom squeue cannot name, since the last whole load
 
-    async def reservations(self) -> tuple[NodeReservation, ...]:
-        """The reservations that keep all nodes of VMs from jobs, or will."""
+    async def reservations(self) -> tuple[tuple[NodeReservation, ...], tuple[Maintenance, ...]]:
+        """The reservations that keep all nodes of VMs from jobs, or will, and those of machines for maintenance."""
         text = await self._commands.run("scontrol", "show", "reservation", "--oneliner")
-        return reservations(text, (self._slurm.partition,))
+        return reservations(text, (self._slurm.partition,)), maintenance(text)
 
     async def preemption(self) -> Preemption | None:
         """Which jobs may preempt which; None if none preempts another."""
