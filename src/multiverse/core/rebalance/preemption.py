@@ -21,12 +21,13 @@ from multiverse.core.clones.spares import spares
 from multiverse.core.context import Context
 from multiverse.core.errors import Refused
 from multiverse.core.model.basics import ClaimKey, Key, Size
+from multiverse.core.model.eviction import Method, Step
 from multiverse.core.model.job import ENDING_STATES, Attempt, AttemptState, Job, JobState
 from multiverse.core.model.reason import Reason, Why
 from multiverse.core.model.saved import UNWRITTEN
 from multiverse.core.model.vm import LEAVING_STATES, MOVING_STATES, TemplateState, Vm, VmState
 from multiverse.core.moving import search_for
-from multiverse.core.rebalance.limits import Limits, Method, Step
+from multiverse.core.rebalance.limits import Limits
 from multiverse.core.saving import is_busy, what_to_save
 
 SOON = 30.0  # seconds: a job that is to start within them by the time limits of others has nobody evicted for it
