@@ -102,8 +102,9 @@ def of_moves(moved: Statistics) -> Iterator[Metric]:
 def of_evictions(moved: Statistics, held: Iterable[Step]) -> Iterator[Metric]:
     """`held` are those that a limit holds back."""
     kind, found = ("way", "cause"), moved.evictions
+    failed = {one: found.failed[one] for one in found.begun}
     yield _counter("evictions", "Evictions of running jobs that were begun.", kind, found.begun)
-    yield _counter("evictions_failed", "Evictions by which a job did not leave its host.", kind, found.failed)
+    yield _counter("evictions_failed", "Evictions by which a job did not leave its host.", kind, failed)
     limits = Counter(dict.fromkeys(LIMITS.values(), 0))
     limits.update(LIMITS[step.held.kind] for step in held if step.held is not None)
     yield _gauge("evictions_held", "Evictions that a limit of rebalance holds back now.", ("limit",), limits)
