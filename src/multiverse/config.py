@@ -476,6 +476,7 @@ class RebalanceSettings:
     at_once: Positive = 8  # jobs of the site
     bandwidth: Natural = 0  # MiB/s that all of them may send; 0: any
     per_job: Annotated[int, Field(ge=1, le=10)] = 6  # evictions of one job in an hour
+    alert_after: Seconds = 600.0  # for which a limit holds evictions back until that is an alert
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ import pytest
 
 from multiverse.core.context import Context
 from multiverse.core.explanation import explain
+from multiverse.core.model.eviction import Step
 from multiverse.core.model.host import Drain
 from multiverse.core.model.job import Attempt, Eviction
 from multiverse.core.model.reason import Why
 from multiverse.core.model.saved import SavedState, Storage
 from multiverse.core.model.vm import VmCondition, VmState
-from multiverse.core.rebalance.limits import Step
 from multiverse.core.rebalance.plan import proposals
 from multiverse.core.transition import Command
 from tests.unit.test_moving import TwoJobs, ready

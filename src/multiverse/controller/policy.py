@@ -51,6 +51,7 @@ def policy_of(settings: Settings) -> Policy:
         evict_at_once=s.rebalance.at_once,
         evict_rate=s.rebalance.bandwidth,
         evict_per_job=s.rebalance.per_job,
+        evict_alert=s.rebalance.alert_after,
         here=s.host.name,
         fences=bool(s.fence.command),
         fence_after=s.fence.after,

@@ -69,7 +69,7 @@ def why_busy(context: Context, host: str) -> str:
     return f"as many VMs as may move at once (move.at_once) move from or to host {host}" if busy else ""
 
 
-def search_for(context: Context, vm: Vm) -> Search:
+def search_for(context: Context, vm: Vm) -> TargetSearch:
     """The search for a host for a VM. Raises `Refused` if it cannot leave its own now."""
     state, attempt = context.state, context.state.attempt_of(vm)
     if vm.state is VmState.MOVING:
@@ -96,11 +96,11 @@ def search_for(context: Context, vm: Vm) -> Search:
         raise Refused(f"no VM moves from host {vm.host}", hint="set move.enabled for its agent")
     if what := why_busy(context, vm.host):
         raise Refused(what, hint="try again when one has: multiverse vms shows them")
-    return Search(context, vm, attempt, host.moves)
+    return TargetSearch(context, vm, attempt, host.moves)
 
 
 @dataclass(frozen=True)
-class Search:
+class TargetSearch:
     """Looks for a host for a VM that can leave its own. `machine` is what the VM needs."""
 
     context: Context

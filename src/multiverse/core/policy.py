@@ -115,6 +115,7 @@ class Policy:
     evict_at_once: int = 8  # jobs of the site
     evict_rate: int = 0  # MiB a second that evictions may send; 0: any
     evict_per_job: int = 6  # evictions of one job in an hour at most
+    evict_alert: float = 600.0  # seconds for which a limit holds evictions back until that is an alert
     pin_timeout: float = 60.0
     held_timeout: float = 10.0  # a pinned job that the scheduler holds back; its reason may be an old one till then
     complete_timeout: float = 120.0

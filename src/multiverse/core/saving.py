@@ -12,6 +12,7 @@ from multiverse.core.machines.attempt import evict_job, not_saved
 from multiverse.core.machines.checkpoint import checkpoints_of
 from multiverse.core.machines.saved import abandon, ask_to_save, is_mute, resume_saved, undo_unexplained
 from multiverse.core.model.basics import ClaimKey
+from multiverse.core.model.eviction import cause_of
 from multiverse.core.model.host import Host
 from multiverse.core.model.job import Attempt, AttemptState, Eviction, Job, JobState
 from multiverse.core.model.reason import Reason, Why, said
@@ -171,13 +172,23 @@ def _row_of(context: Context, vm: Vm, job: Job, asked: Reason) -> Saved:
 
 
 def with_its_state(state: State, attempt: Attempt, why: Reason | None) -> Reason | None:
-    """Why a job waits; of a saved one since when it is saved, and where its state is, before that."""
+    """Why a job waits; of a saved one since when it is saved, for which other job or why else if it was evicted, and
+    where its state is, before that."""
     saved = state.saved_for(attempt.job)
     if saved is None or why is None:
         return why
+    cause, job, by = why_evicted(saved), "", None
+    if cause is not None and cause.kind is Why.PREEMPTED:
+        (job,), by, cause = cause.jobs, dict(cause.figures)["by"], None
     if saved.kept:
-        return Why.SAVED_SINCE(why, at=saved.begun, host=saved.kept)
-    return Why.SAVED_SINCE(why, at=saved.begun, size=saved.bytes >> 20 or None, storage=saved.storage)
+        return Why.SAVED_SINCE(cause, why, at=saved.begun, host=saved.kept, job=job, by=by)
+    size = saved.bytes >> 20 or None
+    return Why.SAVED_SINCE(cause, why, at=saved.begun, size=size, storage=saved.storage, job=job, by=by)
+
+
+def why_evicted(saved: Saved) -> Reason | None:
+    """Why the job was saved, if that was an eviction."""
+    return saved.asked if not saved.checkpoint and cause_of(saved.asked) else None
 
 
 def let_frozen_jobs_go_on(context: Context) -> None:

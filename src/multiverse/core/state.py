@@ -15,6 +15,7 @@ from typing import Any
 from multiverse.core.capacity_index import CapacityIndex, SlotTable, Touched
 from multiverse.core.errors import Broken, Refused
 from multiverse.core.model.basics import ClaimKey, CloneKind, Key
+from multiverse.core.model.eviction import Step
 from multiverse.core.model.host import Claim, Drain, HostState, KnownHost
 from multiverse.core.model.job import WAITING_STATES, Attempt, AttemptState, JobRef, Lease, Request
 from multiverse.core.model.reason import Reason, Why
@@ -79,7 +80,9 @@ class State(LiveRows):
             -1,
             0.0,
         )  # nothing could go ahead: count of changes, first attempt, until
-        self.not_helped: tuple[int | None, float] = (None, 0.0)  # the attempt that no eviction helps, until that time
+        # The attempt for which no eviction could begin, and until when it is not looked at again.
+        self.looked_for_room: tuple[int | None, float] = (None, 0.0)
+        self.held_back: dict[str, list[Step]] = {}  # evictions that a limit holds back, by method
         self.placement_faults: dict[str, str] = {}  # by the name of a placement policy, why it was passed over last
         self.lacking: set[tuple[Request, CloneKind]] = set()  # what others on the machines leave too little memory for
         self.entropy = ""

@@ -14,6 +14,7 @@ from multiverse.core.capacity.room import left_behind
 from multiverse.core.capacity.usable_hosts import total
 from multiverse.core.machines.host import silent_since
 from multiverse.core.model.basics import Size
+from multiverse.core.model.eviction import Step
 from multiverse.core.model.host import Host, HostFault, HostState, HypervisorView, KnownHost
 from multiverse.core.model.job import OPEN_LEASES, Lease, LeaseState
 from multiverse.core.model.machine import HOST_CPU, MachineKind, common_model
@@ -21,7 +22,6 @@ from multiverse.core.model.reason import Reason, moment, some, text_of
 from multiverse.core.model.saved import Saved
 from multiverse.core.model.vm import Vm
 from multiverse.core.model.world import World
-from multiverse.core.rebalance.limits import Step
 from multiverse.core.rows import Rows
 from multiverse.service.convert import job_of, size_view
 
@@ -264,9 +264,10 @@ def _todo_of_leased(lease: Lease, state: str) -> str:
             return ""
 
 
-def eviction_view(step: Step) -> EvictionView:
+def eviction_view(step: Step, epoch: float) -> EvictionView:
     job, vm, held = step.attempt.job.job_id, step.vm, str(step.held or "")
-    return EvictionView(step.method, job, vm.name, vm.host, step.to, step.memory, str(step.why), held)
+    since = round(epoch + step.held_since, 1) if step.held else None
+    return EvictionView(step.method, job, vm.name, vm.host, step.to, step.memory, str(step.why), held, since)
 
 
 def _todo(host: KnownHost, state: str, troubles: Troubles, *, vms: bool) -> str:

@@ -188,7 +188,7 @@ class Why(StrEnum):
     EARLIER_RUN_UNKNOWN = ("earlier run unknown", "its earlier run may go on in {vm}, which has no record",
         "earlier run")
     IS_SAVED = "is saved", "it was saved"
-    SAVED_SINCE = "saved since", ("saved since {at:moment}[ ({size} MiB in storage {storage})]"
+    SAVED_SINCE = "saved since", ("saved since {at:moment}[ for {job}][ ({by})][ ({size} MiB in storage {storage})]"
         "[ in the memory of {host}][: {because}]"), "saved"
     SAVED_HELD = ("saved held", "saved since {at:moment} and held: multiverse resume {id} lets it go on",
         "saved")
@@ -487,7 +487,8 @@ class Why(StrEnum):
     CHECKPOINT_AT = "checkpoint at", "A checkpoint of it is made {at:when}."
     LACKS_CHECKPOINT = "lacks checkpoint", "No checkpoint of it was made: {because}."
     IS_BEING_SAVED = "is being saved", "It is being saved ({step}): {because}."
-    HAS_STATE = "has state", "It was saved at {at:moment}[: {size} MiB in storage {storage}], and goes on from there."
+    HAS_STATE = ("has state",
+        "It was saved at {at:moment}[, because {because}][: {size} MiB in storage {storage}], and goes on from there.")
     IN_MEMORY = "in memory", "Its state could not be written: it is in the memory of {host}, where it goes on."
     HELD_WITH_STATE = "held with state", "It is held until somebody resumes it[: {because}]."
     GOING_BACK = "going back", "It has been on its way back to the gate for {time:long}: {because}."
@@ -559,6 +560,9 @@ def _worded(reason: Reason) -> str:
         "hosts": some(reason.hosts) if all(reason.hosts) else f"{len(reason.hosts)} hosts",
         "every": ", ".join(reason.hosts) if all(reason.hosts) else f"{len(reason.hosts)} hosts",
     }
-    text = worded(reason.kind.words, values)
-    named = any("because" in names for _, _, names in parts_of(reason.kind.words))
+    words = reason.kind.words
+    if not all(reason.hosts):  # the words for a host without a name have their article
+        words = words.replace("host {host}", "{host}").replace("host {target}", "{target}")
+    text = worded(words, values)
+    named = any("because" in names for _, _, names in parts_of(words))
     return text if named else "; ".join([text, *because])

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from multiverse.core.capacity.room import Room, room_of
 from multiverse.core.context import Context
 from multiverse.core.errors import Refused
+from multiverse.core.model.eviction import Method, Step
 from multiverse.core.model.reason import Why
 from multiverse.core.model.vm import Vm, VmState
 from multiverse.core.moving import search_for, why_busy
-from multiverse.core.rebalance.limits import Method, Step
 from multiverse.core.saving import what_to_save
 
 

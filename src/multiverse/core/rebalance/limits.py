@@ -1,38 +1,17 @@
-"""How much may be evicted at a time, and the steps that methods propose."""
+"""How much may be evicted at a time."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
-from enum import StrEnum
 
 from multiverse.core.context import Context
 from multiverse.core.model.job import Attempt
 from multiverse.core.model.reason import Reason, Why
 from multiverse.core.model.saved import UNWRITTEN
-from multiverse.core.model.vm import MOVING_STATES, Vm
+from multiverse.core.model.vm import MOVING_STATES
 
 _HOUR, _MINUTE = 3600.0, 60.0  # seconds in which evictions of a job, and bytes, are counted
 
 
-class Method(StrEnum):
-    DRAIN = "drain"
-    PREEMPTION = "preemption"
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One eviction: the VM of a job moves, or the job is saved."""
-
-    method: Method
-    attempt: Attempt
-    vm: Vm
-    to: str  # the host to which the VM moves; empty: its job is saved, with all its VMs
-    why: Reason
-    memory: int  # MiB to be sent
-    held: Reason | None = None  # why it does not begin now, although it would help
-
-
-class Limits:
+class EvictionLimits:
     """What may still be evicted now. Evictions that are under way count, whoever asked for them."""
 
     def __init__(self, context: Context) -> None:

@@ -23,12 +23,13 @@ from multiverse.core.clones.supply import claims_to_restore
 from multiverse.core.context import Context
 from multiverse.core.errors import Refused
 from multiverse.core.model.basics import ClaimKey, Key, Size
+from multiverse.core.model.eviction import Method, Step
 from multiverse.core.model.job import ENDING_STATES, Attempt, AttemptState, Job, JobState
 from multiverse.core.model.reason import Reason, Why
 from multiverse.core.model.saved import COMPLETE, UNWRITTEN
 from multiverse.core.model.vm import LEAVING_STATES, MOVING_STATES, Vm, VmState
 from multiverse.core.moving import search_for
-from multiverse.core.rebalance.limits import Limits, Method, Step
+from multiverse.core.rebalance.limits import EvictionLimits
 from multiverse.core.saving import is_busy, what_to_save
 
 SOON = 30.0  # seconds: a job that is to start within them by the time limits of others has nobody evicted for it
@@ -58,7 +59,7 @@ class _Candidate:
         return self.cost, -self.attempt.job.submitted, -self.attempt.id
 
 
-def plan_preemption(context: Context, limits: Limits) -> list[Step]:
+def plan_preemption(context: Context, limits: EvictionLimits) -> list[Step]:
     """Which jobs give way to the first one that waits for room. Empty if it could not start even then."""
     state, rules = context.state, context.scheduler.preemption
     waiting = state.attempts.get(state.blocking) if state.blocking is not None else None
@@ -132,7 +133,7 @@ def _room_without(context: Context, gone: set[Key]) -> Room:
     return room
 
 
-def _candidates(context: Context, waiting: Job, needs: Mapping[str, Size], limits: Limits) -> list[_Candidate]:
+def _candidates(context: Context, waiting: Job, needs: Mapping[str, Size], limits: EvictionLimits) -> list[_Candidate]:
     """The running jobs that may be evicted for a waiting one, the cheapest first."""
     state, rules, found = context.state, context.scheduler.preemption, []
     assert rules is not None, "asked for only where the scheduler has preemption"
