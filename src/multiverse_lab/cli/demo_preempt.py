@@ -49,7 +49,7 @@ sleep 5
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class StoryJob:
     what: str
     id: str
     output: Path
@@ -147,13 +147,13 @@ async def _story(lab: LabSession, client: Client) -> list[str]:
     return wrong + await _accounts(lab, [*low, first, second])
 
 
-def _submit(lab: LabSession, name: str, script: str, qos: str, cpus: int) -> _Job:
+def _submit(lab: LabSession, name: str, script: str, qos: str, cpus: int) -> StoryJob:
     output = lab.user.home / f"{name}.out"
     options = (f"--job-name={name}", f"--output={output}", f"--qos={qos}", f"-c{cpus}", "--mem=100", "--time=60")
-    return _Job(name, lab.submit(script, *options), output)
+    return StoryJob(name, lab.submit(script, *options), output)
 
 
-async def _running(client: Client, jobs: Sequence[_Job], say: Callable[[str], None]) -> None:
+async def _running(client: Client, jobs: Sequence[StoryJob], say: Callable[[str], None]) -> None:
     said = ""
 
     def running() -> bool:
@@ -172,18 +172,18 @@ def _hosts(client: Client) -> dict[str, str]:
     return {vm.job_id: vm.host for vm in decode(list[VmView], client.vms())}
 
 
-def _lines(job: _Job) -> list[str]:
+def _lines(job: StoryJob) -> list[str]:
     return text_of(job.output).splitlines()
 
 
-def _is_right(job: _Job) -> bool:
+def _is_right(job: StoryJob) -> bool:
     """Whether it wrote each number once, in order, and their sum."""
     *numbers, last = _lines(job)
     expected = [str(number) for number in range(1, len(numbers) + 1)]
     return numbers == expected and last == f"sum {len(numbers) * (len(numbers) + 1) // 2}"
 
 
-async def _accounts(lab: LabSession, jobs: Sequence[_Job]) -> list[str]:
+async def _accounts(lab: LabSession, jobs: Sequence[StoryJob]) -> list[str]:
     """Show what sacct says of the jobs. Returns those that did not end well, and once."""
 
     def rows() -> list[list[str]] | None:
