@@ -15,6 +15,7 @@ from multiverse.core.capacity.room import (
     room_of,
 )
 from multiverse.core.capacity.sizes import vm_claim
+from multiverse.core.capacity.usable_hosts import for_attempt
 from multiverse.core.context import Context
 from multiverse.core.errors import Refused
 from multiverse.core.machines.attempt import evict_job
@@ -96,7 +97,7 @@ def search_for(context: Context, vm: Vm) -> TargetSearch:
         raise Refused(f"no VM moves from host {vm.host}", hint="set move.enabled for its agent")
     if what := why_busy(context, vm.host):
         raise Refused(what, hint="try again when one has: multiverse vms shows them")
-    return TargetSearch(context, vm, attempt, host.moves)
+    return TargetSearch(for_attempt(context, attempt), vm, attempt, host.moves)
 
 
 @dataclass(frozen=True)
@@ -160,6 +161,8 @@ class TargetSearch:
             return "it is out of reach" if name in context.state.hosts else "there is no such host"
         if name == self.vm.host:
             return "the VM is there"
+        if name in context.without:
+            return "it is drained, or its lease ends, before the job has surely ended, or VMs of the image fail there"
         if name in context.closed:
             return "it takes no VMs now"
         if unfit := self._why_unfit(host):
